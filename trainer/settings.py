@@ -73,7 +73,7 @@ class TrainSettings(HeldOutSettings, CurriculumSettings, JoinSettings, DataSetti
     seed: int = Field(default=0, ge=0, description="of tasks, samples and the adapter")
 
     task: str = Field(
-        default="arithmetic", description="arithmetic, jsonl, gsm8k, module:Class; mode ppo: cart-pole, -force, -masked"
+        default="arithmetic", description="arithmetic, jsonl, gsm8k; mode ppo: cart-pole, -force, -masked; module:Class"
     )
     task_count: int = Field(
         default=0, ge=0, description="repeat the same few tasks; 0: all, or 1024 where a curriculum needs an end"

@@ -153,6 +153,7 @@ class PpoSettings(BaseModel):
         default=256, ge=1, le=512, description="mode ppo: played at once, each a row of one request"
     )
     rollout_steps: int = Field(default=32, ge=1, description="mode ppo: of each copy in one train step")
+    episode_steps: int = Field(default=500, ge=1, description="mode ppo: an episode is cut off after so many steps")
     update_epochs: int = Field(default=4, ge=1, description="mode ppo: times that each step is learned from")
     discount: float | None = Field(
         default=None,
@@ -331,8 +332,9 @@ _OF_DATA = {  # settings of a trainer that all modes have a use for which learn 
     "evaluate_every", "checkpoint_every", "keep_checkpoints", "resume", "move_run",
 }  # fmt: skip
 _OF_PPO = {  # settings of a trainer that `--mode ppo` has a use for, too
-    "mode", "task", "connect_key", "adapter", "run", "run_dir", "seed", "steps", "clip_low", "clip_high",
-    "entropy_bonus", "dual_clip", "learning_rate", "schedule", "warmup_steps", "final_rate_fraction", "max_grad_norm",
-    "weight_decay", "adam_beta1", "adam_beta2", "minibatches", "max_probe_kl", "max_parity", "max_rejections",
-    "evaluate_every", "evaluate_prompts", "checkpoint_every", "keep_checkpoints", "resume",
+    "mode", "task", "task_options", "own_code_timeout_s", "connect_key", "adapter", "run", "run_dir", "seed", "steps",
+    "clip_low", "clip_high", "entropy_bonus", "dual_clip", "learning_rate", "schedule", "warmup_steps",
+    "final_rate_fraction", "max_grad_norm", "weight_decay", "adam_beta1", "adam_beta2", "minibatches", "max_probe_kl",
+    "max_parity", "max_rejections", "evaluate_every", "evaluate_prompts", "checkpoint_every", "keep_checkpoints",
+    "resume",
 }  # fmt: skip

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from shared.errors import ServiceUnavailableError
 from shared.networks.spec import LOGITS, NetworkSpec
-from trainer.ppo.cart_pole import LONGEST, CartPole
+from trainer.ppo.environments import Environment
 from trainer.ring.http_client import HttpApi
 
 Floats = npt.NDArray[np.float32]
@@ -107,12 +107,14 @@ class Actor:
 class Player:
     """Copies of the environment that are played on from rollout to rollout."""
 
-    def __init__(self, actor: Actor, environment: CartPole, discount: float, seed: list[int], length: int = 1) -> None:
+    def __init__(
+        self, actor: Actor, environment: Environment, discount: float, seed: list[int], length: int = 1
+    ) -> None:
         """`length`: steps of a sequence."""
         self._actor, self._environment, self._discount, self._length = actor, environment, discount, length
-        self._state = actor.begun(len(environment.steps))
+        self._state = actor.begun(environment.copies)
         self._draw = np.random.default_rng(seed)
-        self._return_N = np.zeros(len(environment.steps))
+        self._return_N = np.zeros(environment.copies)
 
     async def play(self, steps: int) -> Rollout:
         """So many steps. What a time-out ended with is asked beside the next step: its value is all that is needed."""
@@ -123,7 +125,7 @@ class Player:
         returns: list[float] = []
         states: list[State] = []
         environment, copies = self._environment, len(self._return_N)
-        cut_off, last = np.zeros(0, np.int64), np.zeros((0, environment.observes), np.float32)
+        cut_off, last = np.zeros(0, np.int64), environment.observations[:0]
         remembered = self._actor.begun(0)
         for at in range(steps + 1):
             now = environment.observations
@@ -136,7 +138,7 @@ class Player:
                 break
             if at % self._length == 0:
                 states.append(self._state)
-            stepped = environment.step(said.actions)
+            stepped = await environment.act(said.actions)
             self._return_N += stepped.rewards
             over = stepped.failed | stepped.timed_out
             returns += self._return_N[over].tolist()
@@ -162,11 +164,11 @@ class Player:
         )
 
 
-async def evaluate(actor: Actor, environment: CartPole, version: int) -> float:
+async def evaluate(actor: Actor, environment: Environment, version: int) -> float:
     """Mean return of one episode in each copy, of a version that does what it holds for best."""
-    copies = len(environment.steps)
+    copies = environment.copies
     playing, returns, state = np.ones(copies, bool), np.zeros(copies), actor.begun(copies)
-    for _ in range(LONGEST):
+    while playing.any():  # each is cut off after some steps
         rows = np.flatnonzero(playing)
         before = {name: each[rows] for name, each in state.items()}
         said = await actor.act(environment.observations[rows], before, version=version, deterministic=True)
@@ -174,11 +176,9 @@ async def evaluate(actor: Actor, environment: CartPole, version: int) -> float:
             state[name][rows] = each
         actions = np.zeros((copies, *said.actions.shape[1:]), said.actions.dtype)
         actions[rows] = said.actions
-        stepped = environment.step(actions)
+        stepped = await environment.act(actions)
         returns[rows] += stepped.rewards[rows]
         playing &= ~(stepped.failed | stepped.timed_out)
-        if not playing.any():
-            break
     return float(returns.mean())
 
 

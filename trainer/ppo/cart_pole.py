@@ -44,12 +44,25 @@ class CartPole:
     An action is 0 (push to the left) or 1; with `by_force` a vector of one number, -1 to 1, a share of the push.
     """
 
-    def __init__(self, carts: int, seed: int | list[int], *, by_force: bool = False, masked: bool = False) -> None:
+    def __init__(
+        self,
+        carts: int,
+        seed: int | list[int],
+        *,
+        by_force: bool = False,
+        masked: bool = False,
+        longest: int = LONGEST,
+    ) -> None:
         self._draw = np.random.default_rng(seed)
         self._by_force, self._shown = by_force, slice(None, None, 2 if masked else 1)
-        self.observes = 2 if masked else 4
+        self._longest = longest
         self._steps = np.zeros(carts, np.int64)
         self._state = self._begun(carts)
+
+    @property
+    def copies(self) -> int:
+        """Carts."""
+        return len(self._steps)
 
     @property
     def observations(self) -> Floats:
@@ -61,6 +74,10 @@ class CartPole:
         """Of each episode so far."""
         return self._steps.copy()
 
+    async def act(self, actions: npt.NDArray[Any]) -> Stepped:
+        """A step, as of environments that are not in this process."""
+        return self.step(actions)
+
     def step(self, actions: npt.NDArray[Any]) -> Stepped:
         """Act on each cart; those that have ended begin anew."""
         shares = np.clip(actions[:, 0].astype(np.float64), -1, 1) if self._by_force else np.where(actions == 1, 1.0, -1)
@@ -69,7 +86,7 @@ class CartPole:
         self._state = np.stack([positions, speeds + STEP_S * accelerations], axis=-1).reshape(len(positions), 4)
         self._steps += 1
         failed: Flags = np.any(np.abs(positions) > (FARTHEST, STEEPEST), axis=-1)
-        timed_out = (self._steps >= LONGEST) & ~failed
+        timed_out = (self._steps >= self._longest) & ~failed
         stepped = Stepped(np.ones(len(failed), np.float32), failed, timed_out, self.observations)
         ended = failed | timed_out
         self._state[ended] = self._begun(int(ended.sum()))

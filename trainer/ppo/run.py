@@ -13,7 +13,6 @@ import asyncio
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -29,7 +28,7 @@ from trainer.learn.advantages import advantages, explained
 from trainer.learn.compute import ComputeHost, at_once
 from trainer.metrics import cut
 from trainer.ppo.acting import Actor, Player, evaluate
-from trainer.ppo.cart_pole import CartPole
+from trainer.ppo.environments import Environments, open_environments, our_space
 from trainer.ppo.learner import Learned, LearnerOptions, PpoLearner
 from trainer.ppo.losses import PpoOptions, Steps
 from trainer.ppo.network import check_learnable, described, first_weights, two_layers
@@ -37,6 +36,7 @@ from trainer.ppo.sequences import steps_of
 from trainer.ring.board import RingBoard
 from trainer.ring.http_client import HttpApi
 from trainer.ring.over_http import HttpBoard, HttpSink
+from trainer.rollouts.own_messages import Space
 from trainer.settings import TrainSettings
 from trainer.state import Arrays, RunState
 from trainer.versions.checkpoint import Checkpoint, CheckpointStore
@@ -47,7 +47,6 @@ from trainer.versions.run_lock import run_lock
 
 log = structlog.get_logger()
 
-_BY_SIDE, _BY_FORCE, _MASKED = "cart-pole", "cart-pole-force", "cart-pole-masked"
 _DISCOUNT = 0.99
 _PROBES = 256  # rows that a worker is asked of a candidate
 _PLAYED, _EVALUATED = 1, 2  # what is drawn with a seed
@@ -75,33 +74,35 @@ async def train_network(settings: TrainSettings, host: ComputeHost, begun: "Call
     """Train until all steps are done, the target is reached or the run is stopped; `begun` gets it before that."""
     if settings.redis or not settings.connect_to or settings.connect_to.startswith(("redis:", "rediss:", "unix:")):
         raise SetupError("--mode ppo acts through an api: give --connect-to HOST:PORT of one, and no Redis")
-    network = network_of(settings)
     async with AsyncExitStack() as stack:
+        environments = await stack.enter_async_context(open_environments(settings))
+        network = network_of(settings, environments.space)
         api = HttpApi.of(settings)
         await stack.enter_async_context(api)
         board = await stack.enter_async_context(RingBoard(HttpBoard(api, settings.adapter)))
         await stack.enter_async_context(run_lock(settings.folder))
-        run = PpoRun(settings, host, api, board, network)
+        run = PpoRun(settings, host, api, board, network, environments)
         begun(run)
         board.begin(run.status, run.stop)
         await run.start()
         return await run.run()
 
 
-def network_of(settings: TrainSettings) -> NetworkSpec:
-    """The network that learns; SetupError when it does not fit the environment."""
-    if settings.task not in (_BY_SIDE, _BY_FORCE, _MASKED):
-        raise SetupError(f"--mode ppo needs --task {_BY_SIDE}, {_BY_FORCE} or {_MASKED}")
+def network_of(settings: TrainSettings, space: Space | None = None) -> NetworkSpec:
+    """The network that learns; SetupError when it does not fit the environment, by default the one of ours."""
+    space = space or our_space(settings.task)
     if settings.memory and settings.network is not None:
         raise SetupError("--memory is of the network that a run has without --network: describe its layers there")
-    is_discrete = settings.task != _BY_FORCE
-    observes = 2 if settings.task == _MASKED else 4
-    fits: Any = {"observes": observes, "actions": 2 if is_discrete else 1, "discrete": is_discrete}
-    if settings.network is None:
-        network = two_layers(**fits, memory=settings.memory)
-    else:
+    discrete = space.actions > 0
+    observes, actions = space.observes, space.actions or space.numbers
+    if settings.network is not None:
         network = described(settings.network)
-    check_learnable(network, **fits)
+    else:
+        try:
+            network = two_layers(observes, actions, discrete=discrete, memory=settings.memory)
+        except ValueError as error:
+            raise SetupError(f"--task {settings.task}: no network for it: {error}") from error
+    check_learnable(network, observes, actions, discrete=discrete)
     if settings.rollout_steps % sequence_length(settings, network):
         raise SetupError(
             f"--rollout-steps {settings.rollout_steps} is no multiple of --bptt-steps {settings.bptt_steps}"
@@ -133,9 +134,16 @@ class PpoRun:
     """The run's state and its steps."""
 
     def __init__(
-        self, settings: TrainSettings, host: ComputeHost, api: HttpApi, board: RingBoard, network: NetworkSpec
+        self,
+        settings: TrainSettings,
+        host: ComputeHost,
+        api: HttpApi,
+        board: RingBoard,
+        network: NetworkSpec,
+        environments: Environments,
     ) -> None:
         self._settings, self._host, self._board, self._network = settings, host, board, network
+        self._environments = environments
         self._discount = _DISCOUNT if settings.discount is None else settings.discount
         self._stop = asyncio.Event()
         self._sink = HttpSink(api, settings.adapter, "")
@@ -192,14 +200,10 @@ class PpoRun:
                 raise ParallmError(f"the first version of {settings.adapter} was rejected: {problem}")
             await self._save()
         seed = [settings.seed, _PLAYED, self.state.train_step]
-        environment = self._environment(settings.environment_copies, seed)
+        environment = await self._environments.begin("played", settings.environment_copies, seed)
         length = sequence_length(settings, self._network)
         self._player = Player(self._actor, environment, self._discount, seed, length)
         log.info("train.begins", task=settings.task, train_step=self.state.train_step)
-
-    def _environment(self, copies: int, seed: list[int]) -> CartPole:
-        task = self._settings.task
-        return CartPole(copies, seed, by_force=task == _BY_FORCE, masked=task == _MASKED)
 
     def _load(self) -> Checkpoint | None:
         """Where the run goes on; None: it begins. SetupError when the folder holds another run."""
@@ -269,7 +273,8 @@ class PpoRun:
     async def _evaluate(self) -> float:
         """Mean return of the served version, in episodes that nothing is learned from."""
         settings, state = self._settings, self.state
-        environment = self._environment(settings.evaluate_prompts, [settings.seed, _EVALUATED, state.train_step])
+        seed = [settings.seed, _EVALUATED, state.train_step]
+        environment = await self._environments.begin("evaluated", settings.evaluate_prompts, seed)
         found = state.held_out = await evaluate(self._actor, environment, state.version)
         if state.best_held_out is None or found > state.best_held_out:
             state.best_held_out, state.best_version = found, state.version
