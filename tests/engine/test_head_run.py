@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from shared.adapters import GateCheck
@@ -113,6 +114,20 @@ async def test_a_head_that_acts_is_served_once_a_worker_says_the_same(
     assert (sink.latest, workers.left) == (1 if not error or discrete else 0, -1)
     line = json.loads((tmp_path / "judge" / "metrics.jsonl").read_text().splitlines()[-1])
     assert line["held_out_loss"] is not None and run._learner.spec.kind == ("categorical" if discrete else "gaussian")
+
+
+async def test_a_head_goes_on_from_a_version_of_its_own(tmp_path: Path) -> None:
+    """With other data, and with a LoRA that begins where there was none."""
+    lines = [{"observation": f"{at % 2}", "action": [float(at % 2), 900 + at]} for at in range(40)]
+    first = await train(tmp_path, Workers(), MemorySink("judge"), lines=lines)
+    start = str(tmp_path / "judge" / "versions" / "1")
+    others = [{"observation": line["observation"], "action": [7.0, 3.0 + at]} for at, line in enumerate(lines)]
+    fields = {"run": "more", "start_from": start, "head_only": False, "head_learning_rate": 1e-9}
+    more = await train(tmp_path, Workers(), MemorySink("judge"), lines=others, **fields)
+    assert more.state.started_from == start
+    before, after = first._learner.weights(), more._learner.weights()
+    np.testing.assert_allclose(after["heads.policy.bias"], before["heads.policy.bias"], rtol=1e-4, atol=1e-4)
+    assert any(name.endswith("lora_b") for name in after) and not any(name.endswith("lora_b") for name in before)
 
 
 def learned(sink: MemorySink) -> float:

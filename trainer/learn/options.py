@@ -106,6 +106,7 @@ class OptimizeOptions:
     schedule: Schedule = field(default_factory=Schedule)
     ratio: RatioBase = "sampler"
     minibatches: int = 1
+    epochs: int = 1
     microbatch_tokens: int = 8192
     microbatch_s: float = 0.0  # bound on the time of one; 0: none
     microbatch_bytes: int = 0  # and then on the memory that it takes; 0: none
@@ -154,7 +155,9 @@ class PpoSettings(BaseModel):
     )
     rollout_steps: int = Field(default=32, ge=1, description="mode ppo: of each copy in one train step")
     episode_steps: int = Field(default=500, ge=1, description="mode ppo: an episode is cut off after so many steps")
-    update_epochs: int = Field(default=4, ge=1, description="mode ppo: times that each step is learned from")
+    update_epochs: int | None = Field(
+        default=None, ge=1, description="modes ppo, rl: times that each step or sample is learned from; default: 4, 1"
+    )
     discount: float | None = Field(
         default=None,
         ge=0,
@@ -246,8 +249,6 @@ class DataSettings(HeadSettings, PpoSettings, LearnerSettings):
             return
         if scale == "leave_one_out":
             raise SetupError(f"--advantage-scale {scale} compares the samples of a group: with --loss ppo values do")
-        if self.head_only and self.start_from:
-            raise SetupError("--start-from has no use with --head-only: the head learns alone, over the base")
 
     def check_mode(self, shared: Iterable[str], dataset: Path | None, connect_to: str, loss: LossName) -> None:
         """SetupError for settings that the mode has no use for, by name, and where there is nothing to learn from.
@@ -314,8 +315,8 @@ def feedback_policy(dataset: Path | None) -> str | None:
 
 _TUNING = {"chat_template_kwargs", "start_from"}
 _OF_MODES: Mapping[TrainMode, Collection[str]] = {  # what few modes have a use for
-    "rl": _TUNING,
-    "reward": HeadSettings.model_fields.keys(),
+    "rl": _TUNING | {"update_epochs"},
+    "reward": {*HeadSettings.model_fields, "start_from"},
     "dpo": _TUNING | {"dpo_beta", "feedback_max_age_days"},
     "sft": _TUNING,
     "distill": _TUNING | {"teacher", "teacher_top_k"},

@@ -48,6 +48,7 @@ from trainer.versions.run_lock import run_lock
 log = structlog.get_logger()
 
 _DISCOUNT = 0.99
+_EPOCHS = 4
 _PROBES = 256  # rows that a worker is asked of a candidate
 _PLAYED, _EVALUATED = 1, 2  # what is drawn with a seed
 _WAYS = "give another --run or --run-dir, or --resume no to begin anew"
@@ -121,7 +122,7 @@ def options_of(settings: TrainSettings) -> LearnerOptions:
     return LearnerOptions(
         PpoOptions(options.loss, settings.value_clip, settings.value_coefficient),
         options.schedule,
-        settings.update_epochs,
+        settings.update_epochs or _EPOCHS,
         settings.minibatches,
         settings.max_grad_norm,
         settings.weight_decay,
