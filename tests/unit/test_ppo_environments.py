@@ -13,7 +13,8 @@ from shared.errors import ParallmError, SetupError
 from shared.process.settings import load
 from tests.waiting import wait_until
 from trainer.ppo.environments import Environments, open_environments
-from trainer.rollouts.own_messages import Space
+from trainer.rollouts.copies import Copies
+from trainer.rollouts.own_messages import Act, Begin, Call, Space, Start, packed
 from trainer.settings import TrainSettings
 
 DRIFT = "tests.unit.own_code:Drift"
@@ -73,38 +74,45 @@ async def test_episodes_whose_process_was_killed_are_cut_off_and_new_ones_begin(
     ("worst", "said"),
     [
         ("raise", r"KeyError: 'somewhere' \(own_code.py:\d+\)"),
-        ("three", "`step` gave .*, not an observation, a reward"),
-        ("reward", "the reward nan, not a finite number"),
-        ("wide", "`step` gave .*, not 2 finite numbers"),
+        ("sleep", r"`act` blocked for more than 1 s in step \(.*own_code.py:\d+\)"),
     ],
 )
-async def test_what_an_environment_does_wrong_is_named(worst: str, said: str) -> None:
-    async with opened(task_options=f'{{"worst": "{worst}"}}') as environments:
+async def test_an_environment_that_raises_or_hangs_is_named_with_its_line(worst: str, said: str) -> None:
+    async with opened(task_options=f'{{"worst": "{worst}"}}', own_code_timeout_s=1) as environments:
         drift = await environments.begin("played", 3, [0])
         with pytest.raises(ParallmError, match=said):
             for _ in range(3):
                 await drift.act(pushed(3))
 
 
-async def test_an_environment_that_hangs_is_ended_and_named_with_its_line() -> None:
-    async with opened(task_options='{"worst": "sleep"}', own_code_timeout_s=1) as environments:
-        drift = await environments.begin("played", 3, [0])
-        with pytest.raises(ParallmError, match=r"`act` blocked for more than 1 s in step \(.*own_code.py:\d+\)"):
-            for _ in range(3):
-                await drift.act(pushed(3))
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("Drift", {"worst": "three"}, "`step` gave .*, not an observation, a reward"),
+        ("Drift", {"worst": "reward"}, "the reward nan, not a finite number"),
+        ("Drift", {"worst": "wide"}, "`step` gave .*, not 2 finite numbers"),
+        ("Drift", {"worse": 1}, "its options stand in task_options"),
+        ("Shapeless", {}, "needs an `observation_space`"),
+        ("HARD", {}, "is not callable"),
+        ("nothing", {}, "write it as package.module:Name"),
+    ],
+)
+async def test_what_is_no_environment_is_named(name: str, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(SetupError, match=said):
+        copies = Copies(Start("copies", f"tests.unit.own_code:{name}", packed(options), 1.0))
+        await copies.do(Call(1, Begin("played", 3, (0,), 100)))
+        for at in range(3):
+            await copies.do(Call(at, Act("played", [[1.0]] * 3)))
 
 
 @pytest.mark.parametrize(
     ("task", "flags", "said"),
     [
-        ("tests.unit.own_code:Shapeless", {}, "needs an `observation_space`"),
-        ("tests.unit.own_code:nothing", {}, "write it as package.module:Name"),
-        (DRIFT, {"task_options": '{"worse": 1}'}, "its options stand in task_options"),
         ("pole", {}, "--mode ppo needs --task cart-pole, "),
         ("cart-pole", {"task_options": '{"a": 1}'}, "--task-options go with an environment of your own"),
     ],
 )
-async def test_what_is_no_environment_is_refused(task: str, flags: dict[str, Any], said: str) -> None:
+async def test_what_is_no_task_is_refused(task: str, flags: dict[str, Any], said: str) -> None:
     with pytest.raises(SetupError, match=said):
         async with opened(task, **flags):
             pass
