@@ -188,8 +188,9 @@ class TrainLoop:
         if settings.resume != "no" and (checkpoint := self.checkpoints.load(settings.resume)) is not None:
             await self._resume(checkpoint, config)
         resumed, learner = checkpoint is not None, self._learner
+        fresh = await learner.weights() if settings.start_from and not resumed else {}
         start = await starting_weights(
-            settings.start_from, self.state, self._publisher, learner.shapes, resumed=resumed, head=learner.head
+            settings.start_from, self.state, self._publisher, learner.shapes, resumed=resumed, fresh=fresh
         )
         if settings.resume == "no":
             self.checkpoints = begin_anew(settings, self.checkpoints)

@@ -73,7 +73,7 @@ class TrainSettings(HeldOutSettings, CurriculumSettings, JoinSettings, DataSetti
     seed: int = Field(default=0, ge=0, description="of tasks, samples and the adapter")
 
     task: str = Field(
-        default="arithmetic", description="arithmetic, jsonl, gsm8k, module:Class; mode ppo: cart-pole, cart-pole-force"
+        default="arithmetic", description="arithmetic, jsonl, gsm8k; mode ppo: cart-pole, -force, -masked; module:Class"
     )
     task_count: int = Field(
         default=0, ge=0, description="repeat the same few tasks; 0: all, or 1024 where a curriculum needs an end"
@@ -160,14 +160,12 @@ class TrainSettings(HeldOutSettings, CurriculumSettings, JoinSettings, DataSetti
     learning_rate: float = Field(default=1e-5, gt=0, description="of AdamW, after the warm-up")
     schedule: ScheduleName = Field(default="constant", description="of the learning rate")
     warmup_steps: int = Field(default=0, ge=0, description="train steps over which the learning rate grows from 0")
-    final_rate_fraction: float = Field(
-        default=0.1, ge=0, le=1, description="of the learning rate, at the end of linear and cosine"
-    )
+    final_rate_fraction: float = Field(default=0.1, ge=0, le=1, description="of the rate, where linear and cosine end")
     max_grad_norm: float = Field(default=1.0, gt=0, description="gradients are clipped to this norm")
     weight_decay: float = Field(default=0.0, ge=0, description="of AdamW")
     adam_beta1: float = Field(default=0.9, ge=0, lt=1, description="of the first moment")
     adam_beta2: float = Field(default=0.99, ge=0, lt=1, description="of the second moment")
-    minibatches: int = Field(default=1, ge=1, description="updates in one train step")
+    minibatches: int = Field(default=1, ge=1, description="updates in one train step, of each epoch")
     microbatch_tokens: int = Field(default=8192, ge=1, description="positions in one backward pass")
     microbatch_s: float = Field(
         default=0.0, ge=0, description="seconds that one backward pass may take; 0: as long as microbatch_tokens takes"
@@ -388,6 +386,7 @@ class TrainSettings(HeldOutSettings, CurriculumSettings, JoinSettings, DataSetti
             schedule=schedule,
             ratio=self.ratio,
             minibatches=self.minibatches,
+            epochs=self.update_epochs or 1,
             microbatch_tokens=self.microbatch_tokens,
             microbatch_s=self.microbatch_s,
             microbatch_bytes=int(self.microbatch_gb * 1e9),

@@ -85,9 +85,7 @@ class ServedRewards:
         self._registry = WorkerRegistry(redis)
         self._store = AdapterStore(redis, who_asks=who_asks)
         self._codecs = CodecCache(self._registry)
-        self._rooms: WeakValueDictionary[tuple[str, ...], asyncio.Semaphore] = (
-            WeakValueDictionary()
-        )  # of calls that run
+        self._rooms = WeakValueDictionary[tuple[str, ...], asyncio.Semaphore]()  # of calls that run
         self._calls: dict[str, asyncio.Task[SequenceCalls]] = {}
         self._stack = AsyncExitStack()
 
@@ -155,6 +153,12 @@ class ServedRewards:
                 raise each
             rewards.append(each)
         return rewards
+
+    async def outputs(self, name: str, head: str, texts: Sequence[Sequence[int]]) -> list[list[float]]:
+        """What a head says of each text of ids; TimeoutError when nobody does."""
+        model, ask = await self._resolve(name), _Ask(self, "batch", int(1000 * (time.time() + WITHIN_S)))
+        async with asyncio.timeout(WITHIN_S):
+            return [await ask.read(model, list(ids), head) for ids in texts]
 
     # -- the kinds
 

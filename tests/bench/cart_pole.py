@@ -2,7 +2,8 @@
 
 For each seed a ring with models/tiny and one worker is started, and `mlx_parallm_train` with the recipe: the worker
 acts, through /v1/rl/act, and the trainer publishes a version after each train step. At the end the version that was
-best in the run's own evaluations plays 100 episodes from other starts, deterministic.
+best in the run's own evaluations plays 100 episodes from other starts, deterministic. Other flags are the trainer's:
+`--task cart-pole-masked --memory gru` learns without speeds, and without `--memory` does not.
 """
 
 import argparse
@@ -16,11 +17,13 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from shared.process.settings import load
 from tests.e2e.rings import Process, Ring, ring
 from trainer.ppo.acting import Actor, evaluate
 from trainer.ppo.cart_pole import CartPole
-from trainer.ppo.run import PpoLine
+from trainer.ppo.run import PpoLine, network_of
 from trainer.ring.http_client import HttpApi
+from trainer.settings import TrainSettings
 
 AIM = 450.0
 RECIPE = "trainer/recipes/cart-pole.yaml"
@@ -42,11 +45,12 @@ def lines_of(trainer: Process, file: Path) -> Iterator[PpoLine]:
         time.sleep(0.2)
 
 
-async def mean_return(served: Ring, version: int, seed: int) -> float:
+async def mean_return(served: Ring, settings: TrainSettings, version: int, seed: int) -> float:
     """Of 100 episodes."""
     async with HttpApi(served.url) as api:
-        actor = Actor(api, "pole", "observation", discrete=True)
-        return await evaluate(actor, CartPole(100, [seed, _OTHER_STARTS]), version)
+        masked = settings.task == "cart-pole-masked"
+        actor = Actor(api, "pole", network_of(settings))
+        return await evaluate(actor, CartPole(100, [seed, _OTHER_STARTS], masked=masked), version)
 
 
 def learn(seed: int, flags: list[str]) -> float:
@@ -66,7 +70,8 @@ def learn(seed: int, flags: list[str]) -> float:
             trainer.stop()
         last = lines[-1]
         best = max(lines, key=lambda line: line.evaluated or 0)
-        found = asyncio.run(mean_return(served, best.version, seed))
+        settings = load(TrainSettings, ["--config", RECIPE, *flags])
+        found = asyncio.run(mean_return(served, settings, best.version, seed))
         acting = np.sum([line.act_s for line in lines])
         print(
             f"seed {seed}: pole@{best.version} returns {found:.1f} of 500 in 100 other episodes, aim {AIM:.0f}; "

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from shared.adapters import GateCheck
@@ -30,6 +31,7 @@ from worker.engine.messages import EngineConfig
 from worker.engine.model.loader import load_model
 
 STEPS = 3
+PAIRS = [{"prompt": f"{at}+3=", "chosen": f"9{at % 7}", "rejected": f"1{at % 5}"} for at in range(40)]
 
 
 class Workers:
@@ -59,16 +61,31 @@ class Workers:
         said = await run._host.run(lambda: run._learner.read([Text(None, "", each) for each in ids]))
         return [Reward(name, value + self._error) for (value,) in said]
 
+    async def outputs(self, name: str, head: str, texts: Sequence[Sequence[int]]) -> list[list[float]]:
+        run = self.run
+        assert run is not None and (name, head) == ("judge@1", "policy")
+        self.left -= 1
+        if self.left >= 0 and self._away is not None:
+            raise self._away
+        said = await run._host.run(lambda: run._learner.read([Text(None, "", tuple(each)) for each in texts]))
+        return [[value + self._error for value in each] for each in said]
+
     async def check(self, reward: Any) -> None:
         """They can be asked."""
 
 
 async def train(
-    folder: Path, workers: Workers, sink: MemorySink, *, base: str = "", ring_id: str = "", **changes: Any
+    folder: Path,
+    workers: Workers,
+    sink: MemorySink,
+    *,
+    base: str = "",
+    ring_id: str = "",
+    lines: Sequence[dict[str, Any]] = PAIRS,
+    **changes: Any,
 ) -> HeadRun:
-    data = folder / "pairs.jsonl"
-    pairs = [{"prompt": f"{at}+3=", "chosen": f"9{at % 7}", "rejected": f"1{at % 5}"} for at in range(40)]
-    data.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    data = folder / "data.jsonl"
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
     given = {"mode": "reward", "model": "models/tiny", "dataset": data, "run_dir": folder, "adapter": "judge"}
     given |= {"steps": STEPS, "prompts_per_step": 8, "head_only": True, **changes}
     settings = TrainSettings.model_construct(**(TrainSettings().model_dump() | given))
@@ -82,6 +99,35 @@ async def train(
         await run.start(loaded)
         await run.run()
     return run
+
+
+@pytest.mark.parametrize("action", [lambda at: ("left", "right")[at % 2], lambda at: [float(at % 2), 900 + at]])
+@pytest.mark.parametrize("error", [0.0, 0.5])
+async def test_a_head_that_acts_is_served_once_a_worker_says_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, action: Callable[[int], Any], error: float
+) -> None:
+    monkeypatch.setattr("trainer.heads.run.ASK_AGAIN_S", 0.0)
+    lines = [{"observation": f"{at % 2}", "action": action(at)} for at in range(40)]
+    workers, sink = Workers(in_vain=2, away=ServiceUnavailableError("503: no worker"), error=error), MemorySink("judge")
+    run = await train(tmp_path, workers, sink, lines=lines)
+    discrete = isinstance(action(0), str)  # one more for all logits changes no chance
+    assert (sink.latest, workers.left) == (1 if not error or discrete else 0, -1)
+    line = json.loads((tmp_path / "judge" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert line["held_out_loss"] is not None and run._learner.spec.kind == ("categorical" if discrete else "gaussian")
+
+
+async def test_a_head_goes_on_from_a_version_of_its_own(tmp_path: Path) -> None:
+    """With other data, and with a LoRA that begins where there was none."""
+    lines = [{"observation": f"{at % 2}", "action": [float(at % 2), 900 + at]} for at in range(40)]
+    first = await train(tmp_path, Workers(), MemorySink("judge"), lines=lines)
+    start = str(tmp_path / "judge" / "versions" / "1")
+    others = [{"observation": line["observation"], "action": [7.0, 3.0 + at]} for at, line in enumerate(lines)]
+    fields = {"run": "more", "start_from": start, "head_only": False, "head_learning_rate": 1e-9}
+    more = await train(tmp_path, Workers(), MemorySink("judge"), lines=others, **fields)
+    assert more.state.started_from == start
+    before, after = first._learner.weights(), more._learner.weights()
+    np.testing.assert_allclose(after["heads.policy.bias"], before["heads.policy.bias"], rtol=1e-4, atol=1e-4)
+    assert any(name.endswith("lora_b") for name in after) and not any(name.endswith("lora_b") for name in before)
 
 
 def learned(sink: MemorySink) -> float:

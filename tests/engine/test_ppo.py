@@ -10,10 +10,11 @@ import pytest
 from mlx.utils import tree_flatten
 
 from shared.errors import SetupError
+from shared.networks.spec import NetworkSpec
 from shared.process.settings import load
 from tests.unit.networks import GAUSSIAN, LSTM, MLP, computed, inputs_of, spec_of, weights_of
 from trainer.learn.compute import finished
-from trainer.learn.options import LossOptions, Schedule
+from trainer.learn.options import LossOptions, MemoryKind, Schedule
 from trainer.ppo.learner import LearnerOptions, PpoLearner
 from trainer.ppo.losses import PpoOptions, Steps, ppo
 from trainer.ppo.network import check_learnable, first_weights, outputs_of, two_layers
@@ -27,33 +28,71 @@ FORCED = {
     "layers": [*GAUSSIAN["layers"], {"type": "linear", "name": "v", "units": 1, "of": ["mu"], "activation": "silu"}],
     "outputs": {**GAUSSIAN["outputs"], "value": {"of": "v"}},
 }
-BOTH = pytest.mark.parametrize("described", [MLP, FORCED], ids=["discrete", "gaussian"])
+MEMORY = {
+    "inputs": {"observation": {"shape": [4]}},
+    "layers": [
+        {"type": "lstm", "name": "first", "units": 5},
+        {"type": "gru", "name": "second", "units": 6},
+        {"type": "linear", "name": "pi", "units": 2},
+        {"type": "linear", "name": "v", "units": 1, "of": ["first", "second"]},
+    ],
+    "outputs": {"action_logits": {"of": "pi"}, "value": {"of": "v"}},
+}
+EACH = pytest.mark.parametrize("described", [MLP, FORCED, MEMORY], ids=["discrete", "gaussian", "memory"])
 
 
-def steps_for(described: dict[str, Any], rows: int = 64) -> dict[str, Array]:
-    """Steps of a policy whose log-probabilities and values are somewhat off."""
-    draw = np.random.default_rng(2)
+def flat(steps: Steps) -> dict[str, Array]:
+    """As rows, without state."""
+    shown = {name: each for name, each in steps._asdict().items() if name != "state"}
+    return {name: each.reshape(-1, *each.shape[2:]) for name, each in shown.items()}
+
+
+def steps_for(described: dict[str, Any], rows: int = 64) -> Steps:
+    """Steps of a policy whose log-probabilities and values are somewhat off; four in each sequence if it remembers."""
+    draw, spec = np.random.default_rng(2), spec_of(described)
+    shape = (rows // 4, 4) if spec.state else (rows, 1)
     observed = inputs_of(described, rows)["observation"]
-    if described is MLP:
+    if "action_logits" in spec.outputs:
         actions: Array = draw.integers(0, 2, rows).astype(np.int32)
     else:
         actions = draw.normal(0.7, 1, (rows, 2)).astype(np.float32)
-    logp, values, _ = reference(described, weights_of(described), observed, actions)
-    return {
-        "observed_BI": observed,
-        "actions": actions,
-        "logp_B": (logp + draw.normal(0, 0.4, rows)).astype(np.float32),
-        "values_B": (values + draw.normal(0, 0.4, rows)).astype(np.float32),
-        "advantages_B": draw.normal(0, 1, rows).astype(np.float32),
-        "returns_B": draw.normal(0, 1, rows).astype(np.float32),
-    }
+
+    def drawn(around: Any, spread: float) -> Array:
+        return np.asarray(around + draw.normal(0, spread, shape), np.float32)
+
+    steps = Steps(
+        observed_BLI=observed.reshape(*shape, -1),
+        begins_BL=(draw.random(shape) < 0.3).astype(np.float32),
+        state={
+            name: draw.normal(0, 1, (shape[0], *each.shape)).astype(np.float32) for name, each in spec.state.items()
+        },
+        actions=actions.reshape(*shape, *actions.shape[1:]),
+        logp_BL=np.zeros(shape),
+        values_BL=np.zeros(shape),
+        advantages_BL=drawn(0, 1),
+        returns_BL=drawn(0, 1),
+    )
+    logp, values, _ = reference(described, weights_of(described), steps)
+    return steps._replace(logp_BL=drawn(logp.reshape(shape), 0.4), values_BL=drawn(values.reshape(shape), 0.4))
 
 
-def reference(
-    described: dict[str, Any], weights: dict[str, Array], observed: Array, actions: Array
-) -> tuple[Array, Array, Array]:
-    """Log-probabilities, values and entropies, in double precision."""
-    outputs = computed(described, weights, {"observation": observed.astype(np.float64)})
+def shown(described: dict[str, Any], weights: dict[str, Array], steps: Steps) -> dict[str, Array]:
+    """Outputs of all rows, in double precision, one step after the other."""
+    state: dict[str, Array] = {name: each.astype(np.float64) for name, each in steps.state.items()}
+    told: list[dict[str, Array]] = []
+    for at in range(steps.begins_BL.shape[1]):
+        begins = steps.begins_BL[:, at, None]
+        inputs = {"observation": steps.observed_BLI[:, at].astype(np.float64)}
+        outputs = computed(described, weights, inputs | {name: each * (1 - begins) for name, each in state.items()})
+        state = {name: outputs.pop(name) for name in state}
+        told.append(outputs)
+    stacked = {name: np.stack([each[name] for each in told], axis=1) for name in told[0]}
+    return {name: each.reshape(-1, each.shape[-1]) for name, each in stacked.items()}
+
+
+def reference(described: dict[str, Any], weights: dict[str, Array], steps: Steps) -> tuple[Array, Array, Array]:
+    """Log-probabilities, values and entropies of all rows, in double precision."""
+    outputs, actions = shown(described, weights, steps), flat(steps)["actions"]
     values = outputs["value"][:, 0]
     if "action_logits" in outputs:
         logits = outputs["action_logits"]
@@ -64,18 +103,19 @@ def reference(
     return np.log(density).sum(-1), values, (0.5 * np.log(2 * np.pi * np.e * std**2)).sum(-1)
 
 
-def wanted(described: dict[str, Any], weights: dict[str, Array], steps: dict[str, Array]) -> dict[str, float]:
+def wanted(described: dict[str, Any], weights: dict[str, Array], sequences: Steps) -> dict[str, float]:
     """The losses, row by row."""
-    logp, values, entropies = reference(described, weights, steps["observed_BI"], steps["actions"])
+    steps = flat(sequences)
+    logp, values, entropies = reference(described, weights, sequences)
     policy, value, clipped = 0.0, 0.0, 0
     for b in range(len(logp)):
-        ratio, advantage = np.exp(logp[b] - float(steps["logp_B"][b])), float(steps["advantages_B"][b])
+        ratio, advantage = np.exp(logp[b] - float(steps["logp_BL"][b])), float(steps["advantages_BL"][b])
         term = min(ratio * advantage, min(max(ratio, 0.8), 1.3) * advantage)
         if advantage < 0:
             term = max(term, 3.0 * advantage)
         clipped += (ratio > 1.3 and advantage > 0) or (ratio < 0.8 and advantage < 0) or (ratio > 3 and advantage < 0)
         policy -= term / len(logp)
-        old, target = float(steps["values_B"][b]), float(steps["returns_B"][b])
+        old, target = float(steps["values_BL"][b]), float(steps["returns_BL"][b])
         near = old + min(max(values[b] - old, -0.3), 0.3)
         value += 0.5 * max((values[b] - target) ** 2, (near - target) ** 2) / len(logp)
     entropy = float(entropies.mean())
@@ -91,19 +131,23 @@ def tree(weights: dict[str, Array]) -> dict[str, Any]:
     return nested
 
 
-@BOTH
+def told(spec: NetworkSpec, weights: dict[str, Any], steps: Steps) -> dict[str, mx.array]:
+    return outputs_of(spec, weights, steps.observed_BLI, steps.begins_BL, steps.state)
+
+
+@EACH
 def test_outputs_are_those_of_numpy(described: dict[str, Any]) -> None:
-    inputs, weights = inputs_of(described, 9), weights_of(described)
-    outputs = outputs_of(spec_of(described), tree(weights), mx.array(inputs["observation"]))
-    for name, value in computed(described, weights, inputs).items():
+    steps, weights = steps_for(described), weights_of(described)
+    outputs = told(spec_of(described), tree(weights), steps.moved())
+    for name, value in shown(described, weights, steps).items():
         np.testing.assert_allclose(np.array(outputs[name]), value, rtol=1e-5, atol=1e-5)
 
 
-@BOTH
+@EACH
 def test_the_loss_and_its_parts_are_those_of_numpy(described: dict[str, Any]) -> None:
     weights, steps = weights_of(described), steps_for(described)
-    batch = Steps(**{name: mx.array(each) for name, each in steps.items()})
-    parts = ppo(outputs_of(spec_of(described), tree(weights), batch.observed_BI), batch, OPTIONS)
+    batch = steps.moved()
+    parts = ppo(told(spec_of(described), tree(weights), batch), batch, OPTIONS)
     expected = wanted(described, weights, steps)
     assert 0.1 < expected["clipped"] < 0.6, "both sides of the clip are in it"
     for name, value in expected.items():
@@ -111,12 +155,12 @@ def test_the_loss_and_its_parts_are_those_of_numpy(described: dict[str, Any]) ->
     assert float(parts.kl) > 0
 
 
-@BOTH
+@EACH
 def test_gradients_are_differences_of_the_loss(described: dict[str, Any]) -> None:
     weights, steps = weights_of(described), steps_for(described)
     spec = spec_of(described)
-    batch = Steps(**{name: mx.array(each) for name, each in steps.items()})
-    of_loss = mx.grad(lambda tree: ppo(outputs_of(spec, tree, batch.observed_BI), batch, OPTIONS).loss)
+    batch = steps.moved()
+    of_loss = mx.grad(lambda tree: ppo(told(spec, tree, batch), batch, OPTIONS).loss)
     gradients = {name: np.array(each) for name, each in tree_flatten(of_loss(tree(weights)))}
     assert gradients.keys() == weights.keys()
     draw, tiny = np.random.default_rng(4), 1e-6
@@ -152,14 +196,14 @@ def test_a_learner_goes_on_from_a_snapshot_to_the_byte_and_falls_back_to_what_wa
 
 def test_a_gradient_that_is_no_number_changes_nothing() -> None:
     one, steps = learner(), steps_for(MLP)
-    steps["returns_B"] = np.full_like(steps["returns_B"], np.inf)
+    steps = steps._replace(returns_BL=np.full_like(steps.returns_BL, np.inf))
     assert finished(one.train(steps, 0)).left_out == 6
     assert all((value == weights_of(MLP)[name]).all() for name, value in one.weights().items())
 
 
 def test_what_a_train_step_reports_is_of_the_updates_that_were_made() -> None:
     one, steps = learner(), steps_for(MLP)
-    steps["returns_B"][0] = np.inf
+    steps.returns_BL[0] = np.inf
     learned = finished(one.train(steps, 0))
     assert learned.left_out == 2, "one of the three minibatches of each epoch"
     assert np.isfinite(learned).all(), learned
@@ -167,19 +211,42 @@ def test_what_a_train_step_reports_is_of_the_updates_that_were_made() -> None:
 
 def test_learning_makes_what_was_better_likelier() -> None:
     one, steps = learner(rate=0.003), steps_for(MLP)
-    logp, values = one.policy(one.weights(), steps["observed_BI"], steps["actions"])
-    better = np.where(steps["actions"] == 1, 1, -1).astype(np.float32)
-    steps |= {"logp_B": logp, "values_B": values, "returns_B": values, "advantages_B": better}
+    logp, values = one.policy(one.weights(), steps)
+    better = np.where(steps.actions == 1, 1, -1).astype(np.float32)
+    steps = steps._replace(logp_BL=logp, values_BL=values, returns_BL=values, advantages_BL=better)
     for at in range(5):
         finished(one.train(steps, at))
-    now, _ = one.policy(one.weights(), steps["observed_BI"], steps["actions"])
-    assert (now > logp)[steps["actions"] == 1].all() and (now < logp)[steps["actions"] == 0].all()
+    now, _ = one.policy(one.weights(), steps)
+    assert (now > logp)[steps.actions == 1].all() and (now < logp)[steps.actions == 0].all()
+
+
+@pytest.mark.parametrize("memory", ["gru", ""])
+def test_what_was_seen_three_steps_ago_is_learned_by_a_network_that_remembers(memory: MemoryKind) -> None:
+    """The first of four observations says what is right to do in all of them; the others say nothing."""
+    spec = two_layers(1, 2, discrete=True, memory=memory)
+    options = LearnerOptions(OPTIONS, Schedule(peak=0.01), 2, 2, 0.5, 0.0, (0.9, 0.99), 7)
+    one, draw, rows = PpoLearner(spec, first_weights(spec, 0), options), np.random.default_rng(0), 64
+    for at in range(16):
+        right = np.repeat(draw.integers(0, 2, (rows, 1)), 4, axis=1)
+        observed = np.zeros((rows, 4, 1), np.float32)
+        observed[:, 0, 0] = 2 * right[:, 0] - 1
+        none = np.zeros((rows, 4), np.float32)
+        state = {name: np.zeros((rows, *each.shape), np.float32) for name, each in spec.state.items()}
+        asked = Steps(observed, none, state, np.ones((rows, 4), np.int32), none, none, none, none)
+        logp_of_1, values = one.policy(one.weights(), asked)
+        chances = np.exp(logp_of_1)
+        actions = (draw.random((rows, 4)) < chances).astype(np.int32)
+        logp = np.log(np.where(actions == 1, chances, 1 - chances)).astype(np.float32)
+        worth = np.where(actions == right, 1, -1).astype(np.float32)
+        finished(one.train(Steps(observed, none, state, actions, logp, values, worth, none), at))
+    sure = np.where(right == 1, chances, 1 - chances).mean(axis=0)
+    assert sure[0] > 0.9 and (sure[3] > 0.9 if memory else 0.4 < sure[3] < 0.6), sure
 
 
 def test_a_new_network_holds_all_actions_alike() -> None:
     network = two_layers(4, 2, discrete=True)
     observed = mx.array(np.random.default_rng(0).normal(size=(50, 4)).astype(np.float32))
-    outputs = outputs_of(network, tree(first_weights(network, 3)), observed)
+    outputs = outputs_of(network, tree(first_weights(network, 3)), observed[:, None], mx.zeros((50, 1)), {})
     assert np.abs(np.array(outputs["action_logits"])).max() < 0.1 < np.abs(np.array(outputs["value"])).max()
     assert (first_weights(network, 3)["pi.weight"] != first_weights(network, 4)["pi.weight"]).any()
 
@@ -190,7 +257,6 @@ def test_a_new_network_holds_all_actions_alike() -> None:
         (LSTM, "output 'action_logits' is missing or of another shape; wanted are action_logits [2], value [1]"),
         (FORCED, "output 'action_logits' is missing"),
         ({**MLP, "inputs": {"observation": {"shape": [5]}}}, "one input of shape [4]"),
-        ({**MLP, "layers": [{"type": "gru", "name": "body", "units": 16}, *MLP["layers"][1:]]}, "layer 'body': only"),
     ],
 )
 def test_a_network_that_cannot_learn_this_is_refused_by_name(described: dict[str, Any], words: str) -> None:
@@ -214,6 +280,8 @@ def test_a_network_of_ones_own_is_read_from_its_description(tmp_path: Path) -> N
     [
         (["--mode", "ppo", "--dataset", "x.jsonl"], "--dataset has no use with --mode ppo"),
         (["--mode", "ppo", "--group-size", "3"], "--group-size has no use with --mode ppo"),
+        (["--mode", "ppo", "--task-count", "3"], "--task-count has no use with --mode ppo"),
+        (["--memory", "gru"], "--memory goes with --mode ppo"),
         (["--discount", "0.5"], "--discount goes with --mode ppo"),
         (["--mode", "ppo", "--seed", "-5"], "seed: Input should be greater than or equal to 0"),
         (["--mode", "sft", "--dataset", "x.jsonl", "--gae-lambda", "1"], "--gae-lambda has no use with --mode sft"),

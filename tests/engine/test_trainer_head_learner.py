@@ -1,4 +1,4 @@
-"""A head learns: Bradley-Terry on pairs, squared error on scores, cross entropy on labels, with a LoRA or alone."""
+"""A head learns: Bradley-Terry on pairs, squared error on scores, likelihood of labels and actions; LoRA or none."""
 
 import json
 import tracemalloc
@@ -12,14 +12,14 @@ from mlx.utils import tree_flatten
 
 from shared.adapter_files.formats import prepare
 from trainer.datasets.learner import DataOptions
-from trainer.heads.examples import Example, Form, Text
-from trainer.heads.learner import HeadLearner, share_right
+from trainer.heads.examples import Example, Form, Spread, Text, spread_of
+from trainer.heads.learner import BLUR, HeadLearner, share_right
 from trainer.learn.compute import finished
 from trainer.learn.options import AdapterShape, HeadSettings, Schedule
 from trainer.versions.checkpoint import write_adapter
 from worker.engine.model.loader import LoadedModel
 
-FORMS: list[Form] = ["pairs", "scores", "labels"]
+FORMS: list[Form] = ["pairs", "scores", "labels", "actions", "vectors"]
 
 
 def text(*ids: int) -> Text:
@@ -38,16 +38,25 @@ def examples(form: Form, count: int, seed: int) -> list[Example]:
         low, high = sorted(draw.choice(12, 2, replace=False).tolist())
         if form == "pairs":
             made.append(Example((ending(high), ending(low))))
+        elif form == "vectors":
+            made.append(Example((ending(high),), action=(high / 4, 3000.0 - 100 * high), weight=draw.uniform(0.5, 2)))
         else:
-            made.append(Example((ending(high),), float(high > 6) if form == "labels" else high / 4))
+            target = float(high > 6) if form in ("labels", "actions") else high / 4
+            made.append(Example((ending(high),), target, weight=2.0 if form == "actions" else 1.0))
     return made
+
+
+SPREAD = spread_of(examples("vectors", 200, seed=7))
 
 
 def learner(llama: LoadedModel, form: Form, *, lora: bool = True, **options: Any) -> HeadLearner:
     settings = HeadSettings(head_learning_rate=3e-2, **options)
     shape = AdapterShape(rank=4) if lora else None
     made = DataOptions(Schedule(peak=3e-3), shape, 512, 1.0, 0.0, (0.9, 0.99), 0)
-    return HeadLearner(llama.model, form, ("low", "high") if form == "labels" else (), 0.0, settings, made)
+    start = SPREAD if form == "vectors" else 0.0
+    return HeadLearner(
+        llama.model, form, ("low", "high") if form in ("labels", "actions") else (), start, settings, made
+    )
 
 
 @pytest.mark.long
@@ -59,10 +68,13 @@ def test_what_is_held_out_is_ranked_after_some_steps(llama: LoadedModel, form: F
     before = {name: np.array(value) for name, value in _leaves(llama)}
     losses = [finished(learning.train(examples(form, 32, seed=step), step)).loss for step in range(30)]
     enough = 0.8 if lora else 0.7  # the random model's own states say only so much
+    if form == "vectors":  # a share of the variance, not of what is right
+        enough -= 0.25
     assert finished(learning.measure(held_out)).right >= enough and losses[-1] < losses[0]
     weights = learning.weights()
     assert any(name.endswith("lora_b") for name in weights) == lora
-    assert ("heads.reward.hidden.weight" in weights) == bool(hidden)
+    assert (f"heads.{learning.name}.hidden.weight" in weights) == bool(hidden)
+    assert learning.name == ("policy" if form in ("actions", "vectors") else "reward")
     for name, value in _leaves(llama):
         np.testing.assert_array_equal(before[name], np.array(value))  # the base itself stands still
 
@@ -72,9 +84,18 @@ def _leaves(llama: LoadedModel) -> list[tuple[str, mx.array]]:
     return leaves
 
 
+def _surprise(out: Any, actions: Any) -> Any:
+    """Of actions that are known up to a normal error of BLUR deviations, in nats of these."""
+    stds = np.array(SPREAD.stds)
+    z2 = ((actions - out[:, :2]) ** 2 + (BLUR * stds) ** 2) / np.exp(2 * out[:, 2:])
+    return (0.5 * z2 + out[:, 2:] - np.log(stds) + 0.5 * np.log(2 * np.pi)).sum(1)
+
+
 @pytest.mark.parametrize(
     ("form", "expected"),
     [
+        ("actions", lambda out, target: np.log(np.exp(out).sum(1)) - out[np.arange(len(out)), target.astype(int)]),
+        ("vectors", _surprise),
         ("pairs", lambda out, target: np.log1p(np.exp(out[1::2, 0] - out[0::2, 0]))),
         ("scores", lambda out, target: (out[:, 0] - target) ** 2),
         ("labels", lambda out, target: np.log(np.exp(out).sum(1)) - out[np.arange(len(out)), target.astype(int)]),
@@ -87,13 +108,15 @@ def test_the_loss_is_that_of_a_reference_however_the_batch_is_cut(
     finished(learning.train(examples(form, 16, seed=2), 0))  # away from zeros
     texts = [each for example in batch for each in example.texts]
     out = np.array(finished(learning.read(texts)), np.float64)
-    wanted = np.mean(expected(out, np.array([example.target for example in batch])))
+    targets = np.array([example.action or example.target for example in batch])
+    wanted = np.mean(np.array([example.weight for example in batch]) * expected(out, targets))
     assert finished(learning.train(batch, 1)).loss == pytest.approx(float(wanted), rel=1e-4)
 
 
 def test_a_published_head_is_what_the_learner_says_of_itself(llama: LoadedModel, tmp_path: Any) -> None:
     for lora, kind in ((True, "lora"), (False, "head")):
-        learning = learner(llama, "labels", lora=lora, head_hidden=8, head="topic")
+        form: Form = "labels" if lora else "vectors"
+        learning = learner(llama, form, lora=lora, head_hidden=8, head="topic")
         folder = tmp_path / kind
         folder.mkdir()
         write_adapter(folder, learning.weights(), learning.config())
@@ -103,7 +126,32 @@ def test_a_published_head_is_what_the_learner_says_of_itself(llama: LoadedModel,
             shapes=llama.card.modules, hidden_size=llama.card.hidden_size,
         )  # fmt: skip
         assert adapter.kind == kind and adapter.heads == {"topic": learning.spec}
-        assert json.loads(config)["heads"]["topic"]["labels"] == ["low", "high"]
+        described = json.loads(config)["heads"]["topic"]
+        assert described.get("labels") == ["low", "high"] if lora else described["size"] == 2
+
+
+def test_actions_that_are_always_the_same_make_no_spread_of_nothing(llama: LoadedModel) -> None:
+    always = [Example((text(1, 2, at),), action=(5.0, 5.0)) for at in range(20, 30)]
+    assert spread_of(always) == Spread((5.0, 5.0), (1.0, 1.0))
+    learning = learner(llama, "vectors", lora=False)
+    for step in range(60):
+        assert finished(learning.train(always, step)).is_finite
+    measured = finished(learning.measure(always))
+    (said,) = finished(learning.read([always[0].texts[0]]))
+    least = np.log(BLUR) + np.log(SPREAD.stds)
+    assert np.isfinite(said).all() and (np.array(said[2:]) > least - 0.5).all()
+    assert measured.loss is not None and 0 <= measured.right <= 1
+
+
+def test_of_actions_the_share_is_by_weight(llama: LoadedModel) -> None:
+    learning = learner(llama, "actions")  # it holds the first one for as likely as the other
+    heavy, light = Example((text(1),), 0.0, weight=3.0), Example((text(2),), 1.0)
+    assert finished(learning.measure([heavy, light])) == pytest.approx((0.75, np.log(2), None))
+    vectors = learner(llama, "vectors")
+    (mean, other, *_) = finished(vectors.read([text(1)]))[0]
+    exact, wrong = (Example((text(1),), action=(mean + error, other)) for error in (0.0, SPREAD.stds[0]))
+    assert finished(vectors.measure([exact])).right == pytest.approx(1.0)
+    assert finished(vectors.measure([exact, wrong])).right == pytest.approx(0.75, abs=1e-4)
 
 
 def test_a_resumed_learner_goes_on_as_if_nothing_had_happened(llama: LoadedModel) -> None:

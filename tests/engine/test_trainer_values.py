@@ -216,6 +216,53 @@ async def test_it_may_begin_with_an_adapter_that_has_no_head(tmp_path: Path) -> 
     assert not np.any(first["heads.value.weight"]), "which knows nothing yet"
 
 
+async def test_it_may_begin_with_a_version_that_is_a_head_alone(tmp_path: Path) -> None:
+    small = {"loss": "ppo", "steps": 1, "prompts_per_step": 2, "group_size": 2, "max_tokens": 4, "evaluate_every": 0}
+    alone = settings(tmp_path / "alone", head_only=True, head_learning_rate=0.01, **small)
+    _, sink = await train(alone)
+    knows = sink.versions[sink.latest]
+    assert set(knows) == {"heads.value.weight", "heads.value.bias"} and np.any(knows["heads.value.weight"])
+    start = str(alone.folder / "versions" / str(sink.latest))
+    for head_only in (True, False):
+        on = settings(tmp_path / f"on-{head_only}", head_only=head_only, start_from=start, **small)
+        state, sink = await train(on)
+        first, last = sink.versions[1], sink.versions[sink.latest]
+        assert state.started_from == start and all(np.array_equal(first[name], each) for name, each in knows.items())
+        loras = {name for name in first if name.endswith("lora_b")}
+        assert bool(loras) is not head_only and not any(np.any(first[name]) for name in loras)
+        assert any(not np.array_equal(last[name], each) for name, each in first.items())
+    with pytest.raises(SetupError, match="lora_kind lora there, head here"):
+        taught = str(on.folder / "versions" / str(sink.latest))
+        await train(settings(tmp_path / "less", head_only=True, start_from=taught, **small))
+
+
+def test_further_epochs_are_updates_against_where_the_step_began(llama: LoadedModel) -> None:
+    plain = replace(OPTIONS, loss=LossOptions("dapo"), value=None)
+    whole = Learner(llama.model, AdapterShape(rank=4), replace(plain, epochs=2), limits(), seed=1)
+    twice = Learner(llama.model, AdapterShape(rank=4), plain, limits(), seed=1)
+    groups = groups_of(whole._policy)  # its own samples: mu is where the step begins
+    report = finish(whole._optimizer.train_step(groups, 0))
+    losses = [finish(twice._optimizer.train_step(groups, 0)).loss for _ in range(2)]
+    assert report.loss == pytest.approx(np.mean(losses), rel=1e-3, abs=1e-6) and report.clip_fraction < 1
+    for name, each in twice.weights().items():
+        np.testing.assert_allclose(whole.weights()[name], each, atol=1e-5)
+
+
+def test_values_learn_in_each_epoch_what_the_step_began_with_said(llama: LoadedModel) -> None:
+    known: dict[int, float] = {}
+    for epochs in (1, 4):
+        options = replace(OPTIONS, value=ValueOptions(rate=10.0, decay=1.0), epochs=epochs, minibatches=2)
+        learner = Learner(llama.model, None, options, limits(), seed=1)
+        groups = groups_of(learner._policy)
+        finish(learner._optimizer.train_step(groups, 0))
+        explained = finish(learner._optimizer.train_step(groups, 1)).explained
+        assert explained is not None
+        known[epochs] = explained
+    assert known[4] > known[1] + 0.02
+    orders = [learner._optimizer._order(2, step) for step in range(8)]
+    assert all(sorted(order) == [0, 0, 0, 0, 1, 1, 1, 1] for order in orders) and len(set(map(tuple, orders))) > 1
+
+
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
@@ -228,7 +275,7 @@ async def test_it_may_begin_with_an_adapter_that_has_no_head(tmp_path: Path) -> 
         ({"head_hidden": 8}, "--head-hidden goes with --mode reward or --loss ppo"),
         ({"loss": "ppo", "rollout_steps": 8}, "--rollout-steps goes with --mode ppo$"),
         ({"loss": "ppo", "head": "worth"}, "--head goes with --mode reward$"),
-        ({"loss": "ppo", "head_only": True, "start_from": "taught@3"}, "--start-from has no use with --head-only"),
+        ({"mode": "sft", "dataset": "x", "update_epochs": 2}, "--update-epochs has no use with --mode sft"),
     ],
 )
 def test_what_would_be_left_out_in_silence_is_refused(changes: dict[str, Any], complaint: str) -> None:

@@ -2,10 +2,12 @@
 
 import asyncio
 import os
+import random
 import re
 import sys
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 from trainer.rollouts.environments import Observation, Outcome
@@ -60,3 +62,38 @@ def score(completion: str, reference: Any, *, bonus: float = 0.0) -> tuple[float
         while True:
             pass
     return 0.5 + bonus, {"length": len(completion), "reference": float(reference is None)}
+
+
+class Drift:
+    """An environment that a network acts in: a point on a line is to stay near 0. `worst` is what it does at 0.5."""
+
+    observation_space = SimpleNamespace(shape=(2,))
+    action_space = SimpleNamespace(shape=(1,), low=[-1.0], high=[1.0])
+
+    def __init__(self, worst: str = "") -> None:
+        self._worst, self._draw, self._at = worst, random.Random(0), 0.0
+
+    def reset(self, seed: int | None = None) -> tuple[list[float], dict[str, Any]]:
+        if seed is not None:
+            self._draw = random.Random(seed)
+        self._at = self._draw.uniform(-0.1, 0.1)
+        return [self._at, 1.0], {}
+
+    def step(self, action: Any) -> Any:
+        assert -1 <= action[0] <= 1 and action.shape == (1,)
+        self._at += 0.5 * float(action[0])
+        if self._worst == "raise" and self._at > 0.5:
+            raise KeyError("somewhere")
+        if self._worst == "sleep" and self._at > 0.5:
+            time.sleep(3600)
+        if self._worst == "three" and self._at > 0.5:
+            return [self._at, 1.0], 0.0, False
+        reward = float("nan") if self._worst == "reward" and self._at > 0.5 else -(self._at**2)
+        wide = self._worst == "wide" and self._at > 0.5
+        return [self._at, 1.0, *([2.0] if wide else [])], reward, abs(self._at) > 1, False, {}
+
+
+class Shapeless(Drift):
+    """Its observations have two dimensions."""
+
+    observation_space = SimpleNamespace(shape=(2, 2))

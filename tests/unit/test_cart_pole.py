@@ -59,6 +59,15 @@ def test_an_episode_of_500_steps_is_cut_off_and_has_not_failed() -> None:
     assert np.abs(stepped.observations).max() > 0.05, "what the episode ended with is still told"
 
 
+def test_a_masked_cart_moves_as_any_other_and_shows_no_speeds() -> None:
+    whole, masked = CartPole(8, 3), CartPole(8, 3, masked=True)
+    for _ in range(30):
+        assert (masked.observations == whole.observations[:, [0, 2]]).all()
+        pushes = (whole.observations[:, 2] > 0).astype(int)
+        (one, other) = (carts.step(pushes) for carts in (whole, masked))
+        assert (other.observations == one.observations[:, [0, 2]]).all() and (one.failed == other.failed).all()
+
+
 def test_a_seed_decides_where_episodes_begin() -> None:
     first, same, other = (CartPole(8, seed).observations for seed in (1, 1, 2))
     assert (first == same).all() and (first != other).all()

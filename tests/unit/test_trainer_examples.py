@@ -55,6 +55,20 @@ def test_scores_and_labels(tmp_path: Path, codec: TextCodec) -> None:
     assert (found.form, found.labels, [item.target for item in found.items]) == ("labels", ("aye", "no"), [1.0, 0.0])
 
 
+def test_actions_of_texts_and_chats(tmp_path: Path, codec: TextCodec) -> None:
+    chat = [{"role": "user", "content": "where?"}]
+    lines = ({"observation": "wall ahead", "action": "turn", "weight": 0.5}, {"observation": chat, "action": "go"})
+    found = read_examples(written(tmp_path, *lines), codec, 100)
+    assert (found.form, found.labels) == ("actions", ("go", "turn"))
+    assert [(item.target, item.weight) for item in found.items] == [(1.0, 0.5), (0.0, 1.0)]
+    assert [item.texts[0].ids for item in found.items] == [
+        tuple(codec.encode("wall ahead")),
+        tuple(codec.encode_chat(chat)),
+    ]
+    vectors = read_examples(written(tmp_path, {"observation": "a", "action": [0.5, -1]}), codec, 100)
+    assert (vectors.form, vectors.labels, vectors.items[0].action) == ("vectors", (), (0.5, -1.0))
+
+
 def test_texts_beyond_the_context_are_left_out_and_counted(tmp_path: Path, codec: TextCodec) -> None:
     path = written(tmp_path, {"completion": "a", "score": 1}, {"completion": "b" * 500, "score": 1})
     found = read_examples(path, codec, 100)
@@ -69,6 +83,14 @@ def test_texts_beyond_the_context_are_left_out_and_counted(tmp_path: Path, codec
         ([{"prompt": "a"}], "line 1: neither 'chosen'"),
         ([{"chosen": "a", "rejected": "b"}, {"completion": "a", "score": 1}], "line 2: one of scores among pairs"),
         ([{"completion": "a", "score": "high"}], "line 1"),
+        ([{"completion": "a", "score": 1, "weight": 2}], "line 1: 'weight'"),
+        ([{"observation": "a", "action": "b", "weight": 0}], "line 1: 'weight'"),
+        ([{"observation": "a", "action": ""}], "line 1: action ''"),
+        ([{"observation": "a", "action": []}], "line 1: 'action' is"),
+        ([{"observation": "a", "action": [1e16]}], "line 1: 'action' is"),
+        ([{"observation": "a", "action": [1]}, {"observation": "a", "action": [1, 2]}], "line 2: an action of 2"),
+        ([{"observation": "a", "action": [1]}, {"observation": "a", "action": "b"}], "line 2: one of actions"),
+        ([{"observation": "a"}], "line 1: neither"),
         ([{"chosen": [{"role": "user"}], "rejected": "b"}], "line 1: a conversation ends"),
         ([{"chosen": [], "rejected": "b"}], "line 1: a conversation ends"),
         ([{"completion": "b" * 500, "score": 1}], "at most 100 tokens"),

@@ -148,7 +148,10 @@ class DataRun(ABC, Generic[T]):
             self.state = checkpoint.state
             self._saved = self.state.train_step
         resumed, shapes = checkpoint is not None, self._learner.shapes
-        start = await starting_weights(settings.start_from, self.state, self._publisher, shapes, resumed=resumed)
+        fresh = await self._host.run(at_once(self._learner.weights)) if settings.start_from and not resumed else {}
+        start = await starting_weights(
+            settings.start_from, self.state, self._publisher, shapes, resumed=resumed, fresh=fresh
+        )
         if settings.resume == "no":
             self._checkpoints = begin_anew(settings, self._checkpoints)
         await self._keep_gathered()

@@ -1,5 +1,12 @@
-"""One train step of a head, and what it gets right. Belongs to the MLX thread; plain data goes in and out."""
+"""One train step of a head, and what it gets right. Belongs to the MLX thread; plain data goes in and out.
 
+A head that acts learns by the log-probability of the actions that were taken, each by its weight: to do as was done, or
+with weights exp(advantage / beta) to do what turned out well (advantage-weighted regression, arXiv 1910.00177). A
+gaussian head learns in deviations from the mean of all actions, whatever their unit is; its weights are those of the
+unit. What it is shown is blurred by `BLUR` deviations, so that no spread is worth going to zero.
+"""
+
+import math
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from itertools import groupby
@@ -13,10 +20,10 @@ import numpy.typing as npt
 
 from shared.adapter_files.config import mlx_config
 from shared.errors import SetupError
-from shared.heads import HeadKind, HeadSpec
+from shared.heads import POLICY, REWARD, HeadKind, HeadSpec
 from trainer.datasets.learner import DataLearner, DataOptions, Measured, Size, policy_of
-from trainer.heads.examples import Example, Form, Text
-from trainer.heads.network import Net, arrays_of, load_arrays, padded
+from trainer.heads.examples import ACTING, Example, Form, Spread, Text
+from trainer.heads.network import Net, arrays_of, load_arrays, padded, scaled
 from trainer.learn.compute import Work
 from trainer.learn.head_net import HeadNet
 from trainer.learn.logprobs import cut
@@ -25,6 +32,10 @@ from trainer.learn.policy import share_tree
 from trainer.state import Arrays
 
 Outputs = npt.NDArray[np.float32]
+
+BLUR = 0.01
+_KINDS: dict[Form, HeadKind] = {"labels": "labels", "actions": "categorical", "vectors": "gaussian"}  # else scalar
+_LOG_2PI = math.log(2 * math.pi)
 
 
 class HeadLearner(DataLearner[Example]):
@@ -35,11 +46,13 @@ class HeadLearner(DataLearner[Example]):
         model: Any,
         form: Form,
         labels: Sequence[str],
-        start: float,
+        start: float | Spread,
         head: HeadSettings,
         options: DataOptions,
     ) -> None:
-        self._form, self._name = form, head.head
+        """`start`: what the head says at first."""
+        self._form, self.name = form, head.head or (POLICY if form in ACTING else REWARD)
+        self._spread = start if isinstance(start, Spread) else None
         self._policy = None if options.shape is None else policy_of(model, options.shape, options)
         body = share_tree(model) if self._policy is None else self._policy.model
         if self._policy is None:
@@ -50,12 +63,12 @@ class HeadLearner(DataLearner[Example]):
             raise SetupError("this model shows no hidden states, so no head can read them")
         inputs = int(halves.body(mx.zeros((1, 1), mx.int32)).shape[-1])
         hidden = head.head_hidden
-        kind: HeadKind = "labels" if form == "labels" else "scalar"
+        kind, size = _KINDS.get(form, "scalar"), 0 if self._spread is None else len(self._spread.means)
         try:
-            self.spec = HeadSpec(kind, tuple(labels), "gelu" if hidden else "", inputs=inputs, hidden=hidden)
+            self.spec = HeadSpec(kind, tuple(labels), "gelu" if hidden else "", inputs=inputs, hidden=hidden, size=size)
         except ValueError as error:
             raise SetupError(f"bad settings: {error}") from error
-        self._head = HeadNet(self.spec, start=start, seed=options.seed)
+        self._head = HeadNet(self.spec, start=start if isinstance(start, float) else 0.0, seed=options.seed)
         self._net = Net(body, self._head, halves.body)
         self._of_net = nn.value_and_grad(self._net, self._loss)
         learns = {"head": self._head} if self._policy is None else {"head": self._head, "body": body}
@@ -64,20 +77,47 @@ class HeadLearner(DataLearner[Example]):
     # -- learning
 
     def measure(self, items: Sequence[Example]) -> Work[Measured]:
-        """Of pairs, the share that is ranked as people did; of scores, of two at a time; of labels, the share named."""
+        """Of pairs, the share that is ranked as people did; of scores, of two at a time; of labels, the share named.
+
+        Of actions, by their weights, the share that is likeliest, or of the vectors' variance what the means explain.
+        """
         said: list[Outputs] = []
+        losses: list[Outputs] = []
         for part in self._parts(items):
-            ids_BL, last_B, _ = self._batch(part)
-            said.append(np.array(self._net(ids_BL, last_B)))
+            ids_BL, last_B, targets, _ = self._batch(part)
+            outputs_BO = self._net(ids_BL, last_B)
+            said.append(np.array(outputs_BO))
+            losses.append(np.array(self._losses(outputs_BO, targets)))
             yield
-        return Measured(share_right(self._form, np.concatenate(said), [example.target for example in items]))
+        return self._measured(items, np.concatenate(said), np.concatenate(losses))
+
+    def _measured(self, items: Sequence[Example], said_BO: Outputs, losses_N: Outputs) -> Measured:
+        wanted = [example.target for example in items]
+        if self._form not in ACTING:
+            return Measured(share_right(self._form, said_BO, wanted))
+        if self._form == "actions":
+            right_N = np.argmax(said_BO, axis=-1) == np.array(wanted)
+        else:
+            right_N = 1.0 - np.mean(np.square(self._targets(items) - said_BO[:, : self.spec.size]), axis=-1)
+        weights_N = np.array([example.weight for example in items])
+        right, loss = (float(np.average(each, weights=weights_N)) for each in (right_N, losses_N))
+        return Measured(max(0.0, right), loss)
 
     def read(self, texts: Sequence[Text]) -> Work[list[list[float]]]:
         """What the head says of each text."""
         said: list[list[float]] = []
         for text in texts:
-            said.append(np.array(self._net(*padded([text.ids])))[0].tolist())
+            outputs_O = np.array(self._net(*padded([text.ids])))[0]
+            said.append(
+                (outputs_O if self._spread is None else self._spread.scale * outputs_O + self._spread.shift).tolist()
+            )
             yield
+        return said
+
+    def in_deviations(self, outputs: Sequence[float]) -> list[float]:
+        """What a gaussian head says, in those of all actions."""
+        assert self._spread is not None
+        said: list[float] = ((np.array(outputs) - self._spread.shift) / self._spread.scale).tolist()
         return said
 
     # -- weights
@@ -85,11 +125,11 @@ class HeadLearner(DataLearner[Example]):
     def weights(self) -> Arrays:
         """See `DataLearner`."""
         own = self._policy.weights() if self._policy is not None else {}
-        return own | arrays_of(self._head, self._name)
+        return own | scaled(arrays_of(self._head, self.name), self.name, self._spread)
 
     def config(self) -> bytes:
         """See `DataLearner`."""
-        shape, heads = self._options.shape, {self._name: self.spec}
+        shape, heads = self._options.shape, {self.name: self.spec}
         if shape is None or self._policy is None:
             return mlx_config("head", 0, 0.0, (), heads)
         return mlx_config(shape.kind, shape.rank, shape.scale, tuple(self._policy.modules), heads)
@@ -97,7 +137,7 @@ class HeadLearner(DataLearner[Example]):
     def _load(self, weights: Arrays) -> None:
         if self._policy is not None:
             self._policy.load({name: value for name, value in weights.items() if not name.startswith("heads.")})
-        load_arrays(self._head, self._name, weights)
+        load_arrays(self._head, self.name, scaled(weights, self.name, self._spread, back=True))
 
     # -- batches
 
@@ -111,19 +151,36 @@ class HeadLearner(DataLearner[Example]):
         value, gradients = self._of_net(*self._batch(part), len(items))
         return value, gradients
 
-    def _batch(self, examples: Sequence[Example]) -> tuple[mx.array, mx.array, mx.array]:
+    def _batch(self, examples: Sequence[Example]) -> tuple[mx.array, mx.array, mx.array, mx.array]:
         ids_BL, last_B = padded([text.ids for example in examples for text in example.texts])
-        return ids_BL, last_B, mx.array([example.target for example in examples])
+        return ids_BL, last_B, mx.array(self._targets(examples)), mx.array([example.weight for example in examples])
 
-    def _loss(self, ids_BL: mx.array, last_B: mx.array, targets_N: mx.array, count: int) -> mx.array:
+    def _targets(self, examples: Sequence[Example]) -> Outputs:
+        """[N], or of vectors [N, A] in deviations."""
+        if self._spread is None:
+            return np.array([example.target for example in examples], np.float32)
+        actions_NA = np.array([example.action for example in examples])
+        return np.asarray((actions_NA - self._spread.means) / self._spread.stds, np.float32)
+
+    def _loss(self, ids_BL: mx.array, last_B: mx.array, targets: mx.array, weights_N: mx.array, count: int) -> mx.array:
         """The part of `count` examples' mean loss."""
-        outputs_BO = self._net(ids_BL, last_B)
+        return mx.sum(weights_N * self._losses(self._net(ids_BL, last_B), targets)) / count
+
+    def _losses(self, outputs_BO: mx.array, targets: mx.array) -> mx.array:
+        """Of each example; `targets` [N], of vectors [N, A]."""
+        losses_N: mx.array
         if self._form == "pairs":
-            chosen_N, rejected_N = outputs_BO[0::2, 0], outputs_BO[1::2, 0]
-            return mx.sum(nn.softplus(rejected_N - chosen_N)) / count
-        if self._form == "scores":
-            return mx.sum(mx.square(outputs_BO[:, 0] - targets_N)) / count
-        return mx.sum(nn.losses.cross_entropy(outputs_BO, targets_N.astype(mx.int32))) / count
+            losses_N = nn.softplus(outputs_BO[1::2, 0] - outputs_BO[0::2, 0])
+        elif self._form == "scores":
+            losses_N = mx.square(outputs_BO[:, 0] - targets)
+        elif self._form == "vectors":
+            mean_NA, log_std_NA = outputs_BO[:, : self.spec.size], outputs_BO[:, self.spec.size :]
+            errors_NA = mx.square(targets - mean_NA) + BLUR**2
+            losses_NA = 0.5 * errors_NA * mx.exp(-2 * log_std_NA) + log_std_NA + 0.5 * _LOG_2PI
+            losses_N = mx.sum(losses_NA, axis=-1)
+        else:
+            losses_N = nn.losses.cross_entropy(outputs_BO, targets.astype(mx.int32))
+        return losses_N
 
 
 def share_right(form: Form, outputs_BO: Outputs, targets: Sequence[float]) -> float:

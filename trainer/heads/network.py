@@ -7,6 +7,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from trainer.heads.examples import Spread
 from trainer.learn.head_net import HeadNet
 from trainer.state import Arrays
 
@@ -51,3 +52,14 @@ def load_arrays(head: HeadNet, name: str, arrays: Arrays) -> None:
     layers = {"": head, "hidden.": head.hidden} if "hidden" in head else {"": head}
     for place, layer in layers.items():
         layer.weight, layer.bias = (mx.array(arrays[f"heads.{name}.{place}{part}"]) for part in ("weight", "bias"))
+
+
+def scaled(arrays: Arrays, name: str, spread: Spread | None, *, back: bool = False) -> Arrays:
+    """A head's tensors for outputs in the unit of actions, or `back` for those in deviations."""
+    if spread is None:
+        return arrays
+    weight, bias = (f"heads.{name}.{part}" for part in ("weight", "bias"))
+    scale, shift = spread.scale, spread.shift
+    if back:
+        return arrays | {weight: arrays[weight] / scale[:, None], bias: (arrays[bias] - shift) / scale}
+    return arrays | {weight: arrays[weight] * scale[:, None], bias: arrays[bias] * scale + shift}

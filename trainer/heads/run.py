@@ -1,9 +1,11 @@
 """`mlx_parallm_train --mode reward`: a run on a data set (datasets/run.py) that trains a head.
 
-A worker that has loaded a version is asked for the reward `model` of some held-out texts.
+A worker that has loaded a version is asked for the reward `model` of some held-out texts, or, where the head acts, what
+it would do.
 """
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,16 +14,15 @@ import structlog
 from redis.exceptions import RedisError
 
 from shared.adapters import GateCheck, version_id
-from shared.errors import ServiceUnavailableError, SetupError
+from shared.errors import ParallmError, ServiceUnavailableError, SetupError
 from shared.redis.connection.faults import reason
 from shared.rewards.model_kinds import RewardModelOptions, softmax
 from shared.scoring.pool import RewardSample
 from shared.scoring.served import UNANSWERED
-from shared.trajectories import Reward
 from trainer import gate
 from trainer.datasets.lines import Data, split
 from trainer.datasets.run import ASK_AGAIN_S, DataRun, options_of
-from trainer.heads.examples import Example, Examples, read_examples
+from trainer.heads.examples import Example, Examples, Spread, Text, read_examples, spread_of
 from trainer.heads.learner import HeadLearner
 from trainer.learn.options import HeadSettings
 
@@ -45,11 +46,18 @@ class HeadRun(DataRun[Example]):
         held_out = read_examples(settings.held_out_dataset, self._ring.codec, longest, examples.labels)
         if held_out.form != examples.form:
             raise SetupError(f"--held-out-dataset has {held_out.form}, --dataset has {examples.form}")
+        numbers, held_out_numbers = (len(each.items[0].action) for each in (examples, held_out))
+        if numbers != held_out_numbers:
+            raise SetupError(f"--held-out-dataset has actions of {held_out_numbers} numbers, --dataset of {numbers}")
         return Data(examples.items, held_out.items, examples.too_long, examples.form)
 
     def _new_learner(self, model: Any) -> HeadLearner:
         settings, form = self._settings, self._examples.form
-        start = float(np.mean([each.target for each in self._data.learned])) if form == "scores" else 0.0
+        start: float | Spread = 0.0
+        if form == "scores":
+            start = float(np.mean([each.target for each in self._data.learned]))
+        if form == "vectors":
+            start = spread_of(self._data.learned)
         head = HeadSettings(**{name: getattr(settings, name) for name in HeadSettings.model_fields})
         options = options_of(settings)
         if settings.head_only:
@@ -58,28 +66,50 @@ class HeadRun(DataRun[Example]):
 
     async def _parity(self, version: int) -> list[GateCheck]:
         texts = [example.texts[0] for example in self._data.held_out[:PARITY_TEXTS]]
-        label = self._examples.labels[0] if self._examples.labels else ""
-        options = RewardModelOptions(version_id(self._settings.adapter, version), self._settings.head, label)
-        samples = [RewardSample(text.answer, None, text.prompt) for text in texts]
-        rewards = await self._answered(options, samples)
-        mine = await self._host.run(lambda: self._learner.read(texts))
-        if failed := next((reward.error for reward in rewards if reward.value is None), ""):
+        said, failed = await self._answered(version_id(self._settings.adapter, version), texts)
+        if failed:
             return [GateCheck("reload_parity", False, failed)]
-        own = [softmax(each)[0] if label else each[0] for each in mine]
-        gaps = [abs((reward.value or 0.0) - value) for reward, value in zip(rewards, own, strict=True)]
-        return [gate.at_most("reload_parity", float(np.mean(gaps)), self._settings.max_parity)]
+        mine = await self._host.run(lambda: self._learner.read(texts))
+        gap = np.abs(np.array([self._compared(each) for each in mine]) - np.array(said))
+        return [gate.at_most("reload_parity", float(np.mean(gap)), self._settings.max_parity)]
 
-    async def _answered(self, options: RewardModelOptions, samples: list[RewardSample]) -> list[Reward]:
-        """What workers say of these, once some do, or the run is to stop."""
+    def _compared(self, outputs: Sequence[float]) -> list[float]:
+        """What of a head's outputs is held against what a worker says."""
+        spec = self._learner.spec
+        if spec.kind == "gaussian":
+            return self._learner.in_deviations(outputs)
+        if spec.kind == "categorical":
+            return softmax(outputs)
+        return softmax(outputs)[:1] if spec.labels else list(outputs)
+
+    async def _answered(self, model: str, texts: Sequence[Text]) -> tuple[list[list[float]], str]:
+        """What workers say of these, once some do, or the run is to stop; and what failed, else ""."""
+        ask = self._policy if self._learner.spec.kind in ("categorical", "gaussian") else self._rewards
         while True:
+            said: list[list[float]] = []
             try:
-                rewards = await self._way.judges.score("model", options, samples)
+                said, failed = await ask(model, texts)
             except (ServiceUnavailableError, RedisError, OSError) as error:  # the ring or the way to it is away
-                away = f"{UNANSWERED} {options.model!r}: {reason(error)}"
-                rewards = [Reward("model", None, error=away)] * len(samples)
-            failed = next((reward.error for reward in rewards if reward.value is None), "")
+                failed = f"{UNANSWERED} {model!r}: {reason(error)}"
             self._unanswered = failed if failed.startswith(UNANSWERED) else ""
             if not self._unanswered or self.stopping:
-                return rewards
-            log.warning("gate.waits", adapter=options.model, why=self._unanswered)
+                return said, failed
+            log.warning("gate.waits", adapter=model, why=self._unanswered)
             await asyncio.sleep(ASK_AGAIN_S)
+
+    async def _rewards(self, model: str, texts: Sequence[Text]) -> tuple[list[list[float]], str]:
+        label = self._examples.labels[0] if self._examples.labels else ""
+        options = RewardModelOptions(model, self._learner.name, label)
+        samples = [RewardSample(text.answer, None, text.prompt) for text in texts]
+        rewards = await self._way.judges.score("model", options, samples)
+        failed = next((reward.error for reward in rewards if reward.value is None), "")
+        return [[reward.value or 0.0] for reward in rewards], failed
+
+    async def _policy(self, model: str, texts: Sequence[Text]) -> tuple[list[list[float]], str]:
+        try:
+            outputs = await self._way.judges.outputs(model, self._learner.name, [text.ids for text in texts])
+        except ServiceUnavailableError:
+            raise
+        except ParallmError as error:
+            return [], error.message
+        return [self._compared(each) for each in outputs], ""

@@ -64,7 +64,6 @@ class Learner:
         self._good = self._policy.weights()
         self._best: Arrays | None = None  # of the best version that was judged
         self._before = self._optimizer.adam.kept()
-        self.head = {name: each for name, each in self._good.items() if name.startswith("heads.")}  # as it begins
         self.shapes = {name: tuple(value.shape) for name, value in self._good.items()}
 
     def train(

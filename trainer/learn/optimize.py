@@ -1,10 +1,11 @@
-"""One train step: gradients over microbatches, one update (adam.py) per minibatch.
+"""One train step: gradients over microbatches, one update (adam.py) per minibatch and epoch.
 
 Invariants.
 - A train step is a generator that yields after every microbatch, with everything evaluated. Whoever runs it decides
   what happens in between: nothing (a process of its own), or decode steps (hosted in a worker).
-- With one minibatch the ratio is taken against mu, the sampler's log-probabilities. With several, against logpi_v from
-  a pass before the first update, and the truncated weight of v against mu corrects the rest: never both on one ratio.
+- With one update the ratio is taken against mu, the sampler's log-probabilities. With several, minibatches or epochs,
+  against logpi_v from a pass before the first one, and the truncated weight of v against mu corrects the rest: never
+  both on one ratio. Epochs have the same minibatches, each in an order of its own.
 - With `ratio` "trainer" it is always against such a pass, and what the present policy sampled weighs 1: mu, whose last
   bits depend on the batch that a token was decoded in, is left out, and an on-policy run repeats to the byte.
 - A gradient that is not finite changes nothing: the update is left out and the report says so.
@@ -59,6 +60,7 @@ log = structlog.get_logger()
 
 WIDTHS = (8, 4)  # widths of prompts and completions are multiples of these
 BYTES_PER_WIDTH = 12  # per position, and input or output of a linear layer; seen: 6 to 13, before one was measured
+_EPOCHS = 1  # what their order is drawn for, beside seed and step
 CUDA_WIDTHS = (32, 32)  # there a new shape takes several times as long as a known one, and padding costs little
 
 
@@ -154,7 +156,7 @@ class Optimizer:
         if self.options.distances_every and step % self.options.distances_every == 0:
             batches = [batch for mini in minis for _, batch in self._cut(mini)]
             distances = yield from measure(self.policy, self.scores, batches, policy_step, older or {})
-        several = len(minis) > 1
+        several = len(minis) > 1 or self.options.epochs > 1
         ahead: list[list[_Prepared]] = []
         values = self.options.value
         if several or self.options.ratio == "trainer" or self.options.loss.kl_coefficient or values is not None:
@@ -169,12 +171,13 @@ class Optimizer:
                 known = _with_advantages(ahead, values)
         sums = _Sums()
         rate = self.options.schedule.rate(step)
-        for at, mini in enumerate(minis):
+        order = self._order(len(minis), step)
+        for at in order:
             # What needs no pass ahead is cut one by one, to sizes that follow what the ones before have taken.
-            prepared = ahead[at] if ahead else (self._prepare(*cut, policy_step) for cut in self._cut(mini))
-            yield from self._update(prepared, self._totals(mini), rate, sums)
-        report = self._report(sums, totals, len(minis), rate, before, time.perf_counter() - started, distances)
-        return report if known is None else replace(report, value_loss=sums.value / len(minis), explained=known)
+            prepared = ahead[at] if ahead else (self._prepare(*cut, policy_step) for cut in self._cut(minis[at]))
+            yield from self._update(prepared, self._totals(minis[at]), rate, sums)
+        report = self._report(sums, totals, len(order), rate, before, time.perf_counter() - started, distances)
+        return report if known is None else replace(report, value_loss=sums.value / len(order), explained=known)
 
     def _cut(self, groups: Sequence[SampleGroup]) -> Iterator[tuple[int, Microbatch]]:
         """Microbatches, each with the size it was cut to."""
@@ -195,6 +198,12 @@ class Optimizer:
             return [list(groups)] if groups else []
         order = np.random.default_rng((self.options.seed, step)).permutation(len(groups))
         return [[groups[i] for i in part] for part in np.array_split(order, count)]
+
+    def _order(self, minibatches: int, step: int) -> list[int]:
+        """Places of the minibatches that are learned from, one after the other, in all epochs."""
+        draw = np.random.default_rng((self.options.seed, step, _EPOCHS))
+        further = [draw.permutation(minibatches).tolist() for _ in range(self.options.epochs - 1)]
+        return [*range(minibatches), *(at for epoch in further for at in epoch)]
 
     def _totals(self, groups: Sequence[SampleGroup]) -> StepTotals:
         masks = [sample.mask for group in groups for sample in group.samples]
@@ -301,21 +310,22 @@ class Optimizer:
         self,
         sums: _Sums,
         totals: StepTotals,
-        minibatches: int,
+        updates: int,
         rate: float,
         before: Arrays,
         seconds: float,
         distances: Distances | None,
     ) -> StepReport:
+        seen = totals.tokens * self.options.epochs
         return StepReport(
-            updated=sums.nonfinite < minibatches,
-            loss=sums.loss / minibatches,
+            updated=sums.nonfinite < updates,
+            loss=sums.loss / updates,
             learning_rate=rate,
             grad_norm=sums.grad_norm,
             update_rms=rms_change(before, self.policy.weights()),
-            entropy=sums.entropy / totals.tokens,
-            clip_fraction=sums.clipped / totals.tokens,
-            kl=sums.kl / totals.tokens,
+            entropy=sums.entropy / seen,
+            clip_fraction=sums.clipped / seen,
+            kl=sums.kl / seen,
             tokens=totals.tokens,
             sequences=totals.sequences,
             seconds=seconds,

@@ -93,6 +93,7 @@ class AdapterShape:
     targets: tuple[str, ...] = ()  # ends of module paths such as "q_proj"; (): every linear inside a layer
 
 
+MemoryKind = Literal["", "lstm", "gru"]
 RatioBase = Literal["sampler", "trainer"]
 
 
@@ -105,6 +106,7 @@ class OptimizeOptions:
     schedule: Schedule = field(default_factory=Schedule)
     ratio: RatioBase = "sampler"
     minibatches: int = 1
+    epochs: int = 1
     microbatch_tokens: int = 8192
     microbatch_s: float = 0.0  # bound on the time of one; 0: none
     microbatch_bytes: int = 0  # and then on the memory that it takes; 0: none
@@ -119,7 +121,9 @@ class OptimizeOptions:
 class HeadSettings(BaseModel):
     """Part of TrainSettings: what `--mode reward` and `--loss ppo` alone know."""
 
-    head: str = Field(default=REWARD, description="mode reward: name of the head that learns")
+    head: str = Field(
+        default="", description="mode reward: name of the head that learns; default: reward, or policy if it acts"
+    )
     head_hidden: int = Field(
         default=0,
         ge=0,
@@ -138,11 +142,22 @@ class PpoSettings(BaseModel):
     network: Path | None = Field(
         default=None, description="mode ppo: JSON file that describes the network; default: two layers of 64, tanh"
     )
+    memory: MemoryKind = Field(
+        default="", description="mode ppo, without network: the first of its layers is an lstm or a gru; default: tanh"
+    )
+    bptt_steps: int = Field(
+        default=16,
+        ge=1,
+        description="mode ppo, networks with memory: steps that a gradient goes back; a divisor of rollout_steps",
+    )
     environment_copies: int = Field(
         default=256, ge=1, le=512, description="mode ppo: played at once, each a row of one request"
     )
     rollout_steps: int = Field(default=32, ge=1, description="mode ppo: of each copy in one train step")
-    update_epochs: int = Field(default=4, ge=1, description="mode ppo: times that each step is learned from")
+    episode_steps: int = Field(default=500, ge=1, description="mode ppo: an episode is cut off after so many steps")
+    update_epochs: int | None = Field(
+        default=None, ge=1, description="modes ppo, rl: times that each step or sample is learned from; default: 4, 1"
+    )
     discount: float | None = Field(
         default=None,
         ge=0,
@@ -234,8 +249,6 @@ class DataSettings(HeadSettings, PpoSettings, LearnerSettings):
             return
         if scale == "leave_one_out":
             raise SetupError(f"--advantage-scale {scale} compares the samples of a group: with --loss ppo values do")
-        if self.head_only and self.start_from:
-            raise SetupError("--start-from has no use with --head-only: the head learns alone, over the base")
 
     def check_mode(self, shared: Iterable[str], dataset: Path | None, connect_to: str, loss: LossName) -> None:
         """SetupError for settings that the mode has no use for, by name, and where there is nothing to learn from.
@@ -251,13 +264,15 @@ class DataSettings(HeadSettings, PpoSettings, LearnerSettings):
             if self.mode != "rl" and name not in {*own, *(_OF_PPO if self.mode == "ppo" else _OF_DATA), *shared}:
                 raise SetupError(f"--{name.replace('_', '-')} has no use with --mode {self.mode}")
         if self.mode not in ("rl", "ppo") and dataset is None:
-            what = {"reward": "pairs, scores or labels", "dpo": "pairs"}.get(self.mode, "messages or completions")
+            what = {"reward": "pairs, scores, labels or actions", "dpo": "pairs"}.get(
+                self.mode, "messages or completions"
+            )
             raise SetupError(f"--mode {self.mode} needs a --dataset of {what}")
         if self.mode == "distill":
             self._check_teacher(connect_to)
         self._check_feedback(feedback_policy(dataset), connect_to)
         try:
-            check_heads({self.head: HeadSpec("scalar")})
+            check_heads({self.head or REWARD: HeadSpec("scalar")})
         except ValueError as error:
             raise SetupError(f"--head: {error}") from error
 
@@ -300,8 +315,8 @@ def feedback_policy(dataset: Path | None) -> str | None:
 
 _TUNING = {"chat_template_kwargs", "start_from"}
 _OF_MODES: Mapping[TrainMode, Collection[str]] = {  # what few modes have a use for
-    "rl": _TUNING,
-    "reward": HeadSettings.model_fields.keys(),
+    "rl": _TUNING | {"update_epochs"},
+    "reward": {*HeadSettings.model_fields, "start_from"},
     "dpo": _TUNING | {"dpo_beta", "feedback_max_age_days"},
     "sft": _TUNING,
     "distill": _TUNING | {"teacher", "teacher_top_k"},
@@ -318,8 +333,9 @@ _OF_DATA = {  # settings of a trainer that all modes have a use for which learn 
     "evaluate_every", "checkpoint_every", "keep_checkpoints", "resume", "move_run",
 }  # fmt: skip
 _OF_PPO = {  # settings of a trainer that `--mode ppo` has a use for, too
-    "mode", "task", "connect_key", "adapter", "run", "run_dir", "seed", "steps", "clip_low", "clip_high",
-    "entropy_bonus", "dual_clip", "learning_rate", "schedule", "warmup_steps", "final_rate_fraction", "max_grad_norm",
-    "weight_decay", "adam_beta1", "adam_beta2", "minibatches", "max_probe_kl", "max_parity", "max_rejections",
-    "evaluate_every", "evaluate_prompts", "checkpoint_every", "keep_checkpoints", "resume",
+    "mode", "task", "task_options", "own_code_timeout_s", "connect_key", "adapter", "run", "run_dir", "seed", "steps",
+    "clip_low", "clip_high", "entropy_bonus", "dual_clip", "learning_rate", "schedule", "warmup_steps",
+    "final_rate_fraction", "max_grad_norm", "weight_decay", "adam_beta1", "adam_beta2", "minibatches", "max_probe_kl",
+    "max_parity", "max_rejections", "evaluate_every", "evaluate_prompts", "checkpoint_every", "keep_checkpoints",
+    "resume",
 }  # fmt: skip

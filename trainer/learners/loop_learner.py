@@ -20,10 +20,6 @@ class LoopLearner(Protocol):
         """Of the adapter's parameters."""
 
     @property
-    def head(self) -> Arrays:
-        """A value head as it begins; {}: none learns."""
-
-    @property
     def config(self) -> bytes:
         """Its `adapter_config.json`."""
 
@@ -58,7 +54,7 @@ class HostLearner:
 
     def __init__(self, host: ComputeHost, learner: Learner, config: bytes) -> None:
         self._host, self._learner = host, learner
-        self.shapes, self.head, self.config = learner.shapes, learner.head, config
+        self.shapes, self.config = learner.shapes, config
 
     @classmethod
     async def open(cls, host: ComputeHost, build: Callable[[], Learner]) -> "HostLearner":

@@ -39,28 +39,44 @@ class Stepped:
 
 
 class CartPole:
-    """Carts with a pole each. Observations: position, speed, angle, angular speed.
+    """Carts with a pole each. Observations: position, speed, angle, angular speed; `masked`: position and angle alone.
 
     An action is 0 (push to the left) or 1; with `by_force` a vector of one number, -1 to 1, a share of the push.
     """
 
-    observes = 4
-
-    def __init__(self, carts: int, seed: int | list[int], *, by_force: bool = False) -> None:
+    def __init__(
+        self,
+        carts: int,
+        seed: int | list[int],
+        *,
+        by_force: bool = False,
+        masked: bool = False,
+        longest: int = LONGEST,
+    ) -> None:
         self._draw = np.random.default_rng(seed)
-        self._by_force = by_force
+        self._by_force, self._shown = by_force, slice(None, None, 2 if masked else 1)
+        self._longest = longest
         self._steps = np.zeros(carts, np.int64)
         self._state = self._begun(carts)
 
     @property
+    def copies(self) -> int:
+        """Carts."""
+        return len(self._steps)
+
+    @property
     def observations(self) -> Floats:
         """What is to be acted on now."""
-        return self._state.astype(np.float32)
+        return self._state[:, self._shown].astype(np.float32)
 
     @property
     def steps(self) -> npt.NDArray[np.int64]:
         """Of each episode so far."""
         return self._steps.copy()
+
+    async def act(self, actions: npt.NDArray[Any]) -> Stepped:
+        """A step, as of environments that are not in this process."""
+        return self.step(actions)
 
     def step(self, actions: npt.NDArray[Any]) -> Stepped:
         """Act on each cart; those that have ended begin anew."""
@@ -70,7 +86,7 @@ class CartPole:
         self._state = np.stack([positions, speeds + STEP_S * accelerations], axis=-1).reshape(len(positions), 4)
         self._steps += 1
         failed: Flags = np.any(np.abs(positions) > (FARTHEST, STEEPEST), axis=-1)
-        timed_out = (self._steps >= LONGEST) & ~failed
+        timed_out = (self._steps >= self._longest) & ~failed
         stepped = Stepped(np.ones(len(failed), np.float32), failed, timed_out, self.observations)
         ended = failed | timed_out
         self._state[ended] = self._begun(int(ended.sum()))

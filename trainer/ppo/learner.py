@@ -1,7 +1,7 @@
 """Updates of a network by PPO, and the weights to fall back to. Belongs to the MLX thread.
 
-Invariants. Which steps a minibatch has follows from the seed and the number of the train step. A gradient that is not
-finite changes nothing: its update is left out and the report says so.
+Invariants. Which sequences a minibatch has follows from the seed and the number of the train step. A gradient that is
+not finite changes nothing: its update is left out and the report says so.
 """
 
 from dataclasses import dataclass
@@ -68,17 +68,16 @@ class PpoLearner:
         self._gradient = mx.value_and_grad(self._loss)
         self._good = self.snapshot()
 
-    def train(self, steps: dict[str, Any], at: int) -> Work[Learned]:
-        """Learn from steps, arrays under the names of `Steps`; `at`: the number of the train step."""
-        options, rows = self._options, len(steps["logp_B"])
+    def train(self, steps: Steps, at: int) -> Work[Learned]:
+        """Learn from steps; `at`: the number of the train step."""
+        options, rows = self._options, len(steps.logp_BL)
         self._adam.learning_rate = options.schedule.rate(at)
         draw = np.random.default_rng([options.seed, at])
         told: list[Floats] = []
         made: list[bool] = []
         for _ in range(options.epochs):
             for chosen in np.array_split(draw.permutation(rows), min(rows, options.minibatches)):
-                batch = Steps(**{name: mx.array(each[chosen]) for name, each in steps.items()})
-                parts, gradients = self._gradient(self._weights, batch)
+                parts, gradients = self._gradient(self._weights, steps.taken(chosen).moved())
                 clipped, norm = optim.clip_grad_norm(gradients, options.max_grad_norm)
                 told.append(np.array(mx.stack([*parts, norm])))
                 made.append(bool(np.isfinite(told[-1][0]) and np.isfinite(told[-1][-1])))
@@ -89,10 +88,12 @@ class PpoLearner:
         counted = np.stack(told)[made] if any(made) else np.stack(told)
         return Learned(len(made) - sum(made), *counted.mean(axis=0).tolist())
 
-    def policy(self, weights: Arrays, observed_BI: Floats, actions: npt.NDArray[Any]) -> tuple[Floats, Floats]:
-        """Log-probabilities of actions, and values, by these weights."""
-        outputs = outputs_of(self._network, _tree(weights), mx.array(observed_BI))
-        return np.array(log_probabilities(outputs, mx.array(actions))[0]), np.array(outputs[VALUE][:, 0])
+    def policy(self, weights: Arrays, steps: Steps) -> tuple[Floats, Floats]:
+        """Log-probabilities [B, L] of the actions, and values, by these weights."""
+        shape, moved = steps.logp_BL.shape, steps.moved()
+        outputs = outputs_of(self._network, _tree(weights), moved.observed_BLI, moved.begins_BL, moved.state)
+        logp_R, _ = log_probabilities(outputs, moved.actions.reshape(-1, *moved.actions.shape[2:]))
+        return np.array(logp_R).reshape(shape), np.array(outputs[VALUE]).reshape(shape)
 
     def weights(self) -> Arrays:
         """A copy as plain data."""
@@ -118,7 +119,8 @@ class PpoLearner:
         self.restore(self._good)
 
     def _loss(self, weights: dict[str, Any], batch: Steps) -> PpoParts:
-        return ppo(outputs_of(self._network, weights, batch.observed_BI), batch, self._options.loss)
+        outputs = outputs_of(self._network, weights, batch.observed_BLI, batch.begins_BL, batch.state)
+        return ppo(outputs, batch, self._options.loss)
 
 
 def _tree(weights: Arrays) -> dict[str, Any]:

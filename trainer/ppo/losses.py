@@ -1,12 +1,13 @@
 r"""The losses of PPO (Schulman et al., arXiv 1707.06347) over actions of policies that are networks.
 
-An action is a sequence of one token: its clipped term is that of `trainer/learn/losses.py`. Shape suffixes: B rows,
-A numbers of an action.
+An action is a sequence of one token: its clipped term is that of `trainer/learn/losses.py`. Shape suffixes: B sequences
+of L steps, R = B L rows, I numbers observed, A numbers of an action.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -27,14 +28,28 @@ class PpoOptions:
 
 
 class Steps(NamedTuple):
-    """Steps to learn from; all of it is constant."""
+    """Steps to learn from, in sequences; all of it is constant. Arrays of numpy, and of MLX once they are moved."""
 
-    observed_BI: mx.array
-    actions: mx.array  # int32 [B], or float32 [B, A]
-    logp_B: mx.array  # of the version that has acted
-    values_B: mx.array  # likewise
-    advantages_B: mx.array
-    returns_B: mx.array
+    observed_BLI: Any
+    begins_BL: Any  # whether an episode begins there
+    state: dict[str, Any]  # [B, units], of recurrent layers before the first step, as workers gave it
+    actions: Any  # int32 [B, L], or float32 [B, L, A]
+    logp_BL: Any  # of the version that has acted
+    values_BL: Any  # likewise
+    advantages_BL: Any
+    returns_BL: Any
+
+    def taken(self, rows: Any) -> "Steps":
+        """Some of the sequences."""
+        return self._each(lambda each: each[rows])
+
+    def moved(self) -> "Steps":
+        """As arrays of MLX."""
+        return self._each(mx.array)
+
+    def _each(self, make: Callable[[Any], Any]) -> "Steps":
+        whole = self._asdict() | {"state": {name: make(each) for name, each in self.state.items()}}
+        return Steps(**{name: each if name == "state" else make(each) for name, each in whole.items()})
 
 
 class PpoParts(NamedTuple):
@@ -49,28 +64,31 @@ class PpoParts(NamedTuple):
 
 
 def ppo(outputs: dict[str, mx.array], steps: Steps, options: PpoOptions) -> PpoParts:
-    """L = L_clip + c_v L_value - c_e H."""
-    logp_B, entropy_B = log_probabilities(outputs, steps.actions)
-    rows = len(logp_B)
-    one_B1 = mx.ones((rows, 1), mx.bool_)
-    inputs = LossInputs(logp_B[:, None], steps.logp_B[:, None], one_B1, steps.advantages_B)
+    """L = L_clip + c_v L_value - c_e H, of outputs [R, ...]."""
+    rows = steps.logp_BL.size
+    old_R, values_R, advantages_R, returns_R = (
+        each.reshape(rows) for each in (steps.logp_BL, steps.values_BL, steps.advantages_BL, steps.returns_BL)
+    )
+    logp_R, entropy_R = log_probabilities(outputs, steps.actions.reshape(rows, *steps.actions.shape[2:]))
+    one_R1 = mx.ones((rows, 1), mx.bool_)
+    inputs = LossInputs(logp_R[:, None], old_R[:, None], one_R1, advantages_R)
     clipped = LOSSES["dapo"](inputs, options.policy, StepTotals(rows, rows, 1))
-    errors_B = value_errors(outputs[VALUE][:, 0], steps.values_B, steps.returns_B, options.value_clip)
-    value, entropy = 0.5 * mx.mean(errors_B), mx.mean(entropy_B)
+    errors_R = value_errors(outputs[VALUE][:, 0], values_R, returns_R, options.value_clip)
+    value, entropy = 0.5 * mx.mean(errors_R), mx.mean(entropy_R)
     loss = clipped.loss + options.value_coefficient * value - options.policy.entropy_bonus * entropy
-    apart_B = logp_B - steps.logp_B
-    kl = mx.mean(mx.exp(apart_B) - 1 - apart_B)
+    apart_R = logp_R - old_R
+    kl = mx.mean(mx.exp(apart_R) - 1 - apart_R)
     return PpoParts(loss, clipped.loss, value, entropy, mx.mean(clipped.clipped_BT), kl)
 
 
 def log_probabilities(outputs: dict[str, mx.array], actions: mx.array) -> tuple[mx.array, mx.array]:
-    """Of actions [B], and the entropy of the policy that they come from [B]."""
+    """Of actions [R], and the entropy of the policy that they come from [R]."""
     if LOGITS in outputs:
-        logits_BA = outputs[LOGITS]
-        logps_BA = logits_BA - mx.logsumexp(logits_BA, axis=-1, keepdims=True)
-        logp_B = mx.take_along_axis(logps_BA, actions[:, None], axis=-1)[:, 0]
-        return logp_B, -mx.sum(mx.exp(logps_BA) * logps_BA, axis=-1)
-    log_std_BA = outputs[LOG_STD]
-    z_BA = (actions - outputs[MEAN]) * mx.exp(-log_std_BA)
-    logp_B = mx.sum(-0.5 * mx.square(z_BA) - log_std_BA - 0.5 * _LOG_2PI, axis=-1)
-    return logp_B, mx.sum(log_std_BA + 0.5 * (1 + _LOG_2PI), axis=-1)
+        logits_RA = outputs[LOGITS]
+        logps_RA = logits_RA - mx.logsumexp(logits_RA, axis=-1, keepdims=True)
+        logp_R = mx.take_along_axis(logps_RA, actions[:, None], axis=-1)[:, 0]
+        return logp_R, -mx.sum(mx.exp(logps_RA) * logps_RA, axis=-1)
+    log_std_RA = outputs[LOG_STD]
+    z_RA = (actions - outputs[MEAN]) * mx.exp(-log_std_RA)
+    logp_R = mx.sum(-0.5 * mx.square(z_RA) - log_std_RA - 0.5 * _LOG_2PI, axis=-1)
+    return logp_R, mx.sum(log_std_RA + 0.5 * (1 + _LOG_2PI), axis=-1)

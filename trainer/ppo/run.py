@@ -13,7 +13,6 @@ import asyncio
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -28,14 +27,16 @@ from trainer import gate
 from trainer.learn.advantages import advantages, explained
 from trainer.learn.compute import ComputeHost, at_once
 from trainer.metrics import cut
-from trainer.ppo.acting import Actor, Floats, Player, Rollout, evaluate
-from trainer.ppo.cart_pole import CartPole
+from trainer.ppo.acting import Actor, Player, evaluate
+from trainer.ppo.environments import Environments, open_environments, our_space
 from trainer.ppo.learner import Learned, LearnerOptions, PpoLearner
-from trainer.ppo.losses import PpoOptions
+from trainer.ppo.losses import PpoOptions, Steps
 from trainer.ppo.network import check_learnable, described, first_weights, two_layers
+from trainer.ppo.sequences import steps_of
 from trainer.ring.board import RingBoard
 from trainer.ring.http_client import HttpApi
 from trainer.ring.over_http import HttpBoard, HttpSink
+from trainer.rollouts.own_messages import Space
 from trainer.settings import TrainSettings
 from trainer.state import Arrays, RunState
 from trainer.versions.checkpoint import Checkpoint, CheckpointStore
@@ -46,8 +47,8 @@ from trainer.versions.run_lock import run_lock
 
 log = structlog.get_logger()
 
-_BY_SIDE, _BY_FORCE = "cart-pole", "cart-pole-force"
 _DISCOUNT = 0.99
+_EPOCHS = 4
 _PROBES = 256  # rows that a worker is asked of a candidate
 _PLAYED, _EVALUATED = 1, 2  # what is drawn with a seed
 _WAYS = "give another --run or --run-dir, or --resume no to begin anew"
@@ -74,28 +75,45 @@ async def train_network(settings: TrainSettings, host: ComputeHost, begun: "Call
     """Train until all steps are done, the target is reached or the run is stopped; `begun` gets it before that."""
     if settings.redis or not settings.connect_to or settings.connect_to.startswith(("redis:", "rediss:", "unix:")):
         raise SetupError("--mode ppo acts through an api: give --connect-to HOST:PORT of one, and no Redis")
-    network = network_of(settings)
     async with AsyncExitStack() as stack:
+        environments = await stack.enter_async_context(open_environments(settings))
+        network = network_of(settings, environments.space)
         api = HttpApi.of(settings)
         await stack.enter_async_context(api)
         board = await stack.enter_async_context(RingBoard(HttpBoard(api, settings.adapter)))
         await stack.enter_async_context(run_lock(settings.folder))
-        run = PpoRun(settings, host, api, board, network)
+        run = PpoRun(settings, host, api, board, network, environments)
         begun(run)
         board.begin(run.status, run.stop)
         await run.start()
         return await run.run()
 
 
-def network_of(settings: TrainSettings) -> NetworkSpec:
-    """The network that learns; SetupError when it does not fit the environment."""
-    if settings.task not in (_BY_SIDE, _BY_FORCE):
-        raise SetupError(f"--mode ppo needs --task {_BY_SIDE} or {_BY_FORCE}")
-    is_discrete = settings.task == _BY_SIDE
-    fits: Any = {"observes": CartPole.observes, "actions": 2 if is_discrete else 1, "discrete": is_discrete}
-    network = two_layers(**fits) if settings.network is None else described(settings.network)
-    check_learnable(network, **fits)
+def network_of(settings: TrainSettings, space: Space | None = None) -> NetworkSpec:
+    """The network that learns; SetupError when it does not fit the environment, by default the one of ours."""
+    space = space or our_space(settings.task)
+    if settings.memory and settings.network is not None:
+        raise SetupError("--memory is of the network that a run has without --network: describe its layers there")
+    discrete = space.actions > 0
+    observes, actions = space.observes, space.actions or space.numbers
+    if settings.network is not None:
+        network = described(settings.network)
+    else:
+        try:
+            network = two_layers(observes, actions, discrete=discrete, memory=settings.memory)
+        except ValueError as error:
+            raise SetupError(f"--task {settings.task}: no network for it: {error}") from error
+    check_learnable(network, observes, actions, discrete=discrete)
+    if settings.rollout_steps % sequence_length(settings, network):
+        raise SetupError(
+            f"--rollout-steps {settings.rollout_steps} is no multiple of --bptt-steps {settings.bptt_steps}"
+        )
     return network
+
+
+def sequence_length(settings: TrainSettings, network: NetworkSpec) -> int:
+    """Steps that are learned from together: those through which a gradient goes back."""
+    return settings.bptt_steps if network.state else 1
 
 
 def options_of(settings: TrainSettings) -> LearnerOptions:
@@ -104,7 +122,7 @@ def options_of(settings: TrainSettings) -> LearnerOptions:
     return LearnerOptions(
         PpoOptions(options.loss, settings.value_clip, settings.value_coefficient),
         options.schedule,
-        settings.update_epochs,
+        settings.update_epochs or _EPOCHS,
         settings.minibatches,
         settings.max_grad_norm,
         settings.weight_decay,
@@ -117,9 +135,16 @@ class PpoRun:
     """The run's state and its steps."""
 
     def __init__(
-        self, settings: TrainSettings, host: ComputeHost, api: HttpApi, board: RingBoard, network: NetworkSpec
+        self,
+        settings: TrainSettings,
+        host: ComputeHost,
+        api: HttpApi,
+        board: RingBoard,
+        network: NetworkSpec,
+        environments: Environments,
     ) -> None:
         self._settings, self._host, self._board, self._network = settings, host, board, network
+        self._environments = environments
         self._discount = _DISCOUNT if settings.discount is None else settings.discount
         self._stop = asyncio.Event()
         self._sink = HttpSink(api, settings.adapter, "")
@@ -127,8 +152,7 @@ class PpoRun:
         config = network_config(network)
         self._publisher = Publisher(self._sink, settings.folder, settings.adapter, config, "", self._disk)
         self._checkpoints = CheckpointStore(settings.folder / "checkpoints", settings.keep_checkpoints)
-        self._is_discrete = settings.task == _BY_SIDE
-        self._actor = Actor(api, settings.adapter, next(iter(network.inputs)), discrete=self._is_discrete)
+        self._actor = Actor(api, settings.adapter, network)
         self._rejections = 0
         self._began = time.monotonic()
         self.state = RunState(settings.run_name, mode="ppo")
@@ -177,12 +201,10 @@ class PpoRun:
                 raise ParallmError(f"the first version of {settings.adapter} was rejected: {problem}")
             await self._save()
         seed = [settings.seed, _PLAYED, self.state.train_step]
-        environment = self._environment(settings.environment_copies, seed)
-        self._player = Player(self._actor, environment, self._discount, seed)
+        environment = await self._environments.begin("played", settings.environment_copies, seed)
+        length = sequence_length(settings, self._network)
+        self._player = Player(self._actor, environment, self._discount, seed, length)
         log.info("train.begins", task=settings.task, train_step=self.state.train_step)
-
-    def _environment(self, copies: int, seed: list[int]) -> CartPole:
-        return CartPole(copies, seed, by_force=not self._is_discrete)
 
     def _load(self) -> Checkpoint | None:
         """Where the run goes on; None: it begins. SetupError when the folder holds another run."""
@@ -234,7 +256,7 @@ class PpoRun:
                 episodes=len(rollout.returns),
                 mean_return=float(np.mean(rollout.returns)) if rollout.returns else None,
                 learned=learned._asdict(),
-                explained=explained(steps["values_B"], steps["returns_B"]),
+                explained=explained(steps.values_BL.reshape(-1), steps.returns_BL.reshape(-1)),
                 off_policy=rollout.rewards_TN.shape[1] * sum(each != acting for each in rollout.versions_T),
                 version=state.version,
                 gate=problem,
@@ -252,7 +274,8 @@ class PpoRun:
     async def _evaluate(self) -> float:
         """Mean return of the served version, in episodes that nothing is learned from."""
         settings, state = self._settings, self.state
-        environment = self._environment(settings.evaluate_prompts, [settings.seed, _EVALUATED, state.train_step])
+        seed = [settings.seed, _EVALUATED, state.train_step]
+        environment = await self._environments.begin("evaluated", settings.evaluate_prompts, seed)
         found = state.held_out = await evaluate(self._actor, environment, state.version)
         if state.best_held_out is None or found > state.best_held_out:
             state.best_held_out, state.best_version = found, state.version
@@ -261,18 +284,17 @@ class PpoRun:
 
     # -- versions
 
-    async def _serve(self, steps: dict[str, Any], learned: Learned) -> str:
+    async def _serve(self, steps: Steps, learned: Learned) -> str:
         """Make what was learned the latest version, or go back and say why; ParallmError after too many rejections."""
         weights = await self._host.run(at_once(self._learner.weights))
-        observed, actions = steps["observed_BI"], steps["actions"]
-        logp, _ = await self._host.run(at_once(lambda: self._learner.policy(weights, observed, actions)))
-        apart = (logp - steps["logp_B"]).astype(np.float64)
+        logp, _ = await self._host.run(at_once(lambda: self._learner.policy(weights, steps)))
+        apart = (logp - steps.logp_BL).astype(np.float64)
         checks = [
             gate.finite_gradients(learned.left_out),
             gate.at_most("probe_kl", float(np.mean(np.exp(apart) - 1 - apart)), self._settings.max_probe_kl),
         ]
         metrics = {"loss": learned.loss, "entropy": learned.entropy, "kl": learned.kl}
-        problem = await self._publish(weights, checks, metrics, observed[:_PROBES])
+        problem = await self._publish(weights, checks, metrics, steps.taken(slice(_PROBES)))
         if not problem:
             self._rejections = 0
             await self._host.run(at_once(self._learner.accept))
@@ -288,7 +310,7 @@ class PpoRun:
         return problem
 
     async def _publish(
-        self, weights: Arrays, checks: list[GateCheck], metrics: dict[str, float], probes: Floats | None = None
+        self, weights: Arrays, checks: list[GateCheck], metrics: dict[str, float], probes: Steps | None = None
     ) -> str:
         """Serve a version; else why it was rejected. ConflictError when somebody else has moved the latest."""
         state = self.state
@@ -306,10 +328,17 @@ class PpoRun:
         state.swaps += 1
         return ""
 
-    async def _parity(self, version: int, weights: Arrays, probes: Floats) -> GateCheck:
-        """Whether a worker that has loaded the version computes what we compute."""
-        said = await self._actor.act(probes, version=version)
-        logp, values = await self._host.run(at_once(lambda: self._learner.policy(weights, probes, said.actions)))
+    async def _parity(self, version: int, weights: Arrays, probes: Steps) -> GateCheck:
+        """Whether a worker that has loaded the version computes what we compute, of the first step of sequences."""
+        said = await self._actor.act(probes.observed_BLI[:, 0], probes.state, version=version)
+        first = probes._replace(
+            observed_BLI=probes.observed_BLI[:, :1],
+            begins_BL=np.zeros_like(probes.begins_BL[:, :1]),
+            actions=said.actions[:, None],
+            logp_BL=said.logp[:, None],
+        )
+        logp, values = await self._host.run(at_once(lambda: self._learner.policy(weights, first)))
+        logp, values = logp[:, 0], values[:, 0]
         gap = float(np.mean(np.abs(logp - said.logp)) + np.mean(np.abs(values - said.values) / (1 + np.abs(values))))
         return gate.at_most("reload_parity", gap, self._settings.max_parity)
 
@@ -340,17 +369,3 @@ class PpoRun:
     def _append(self, line: bytes) -> None:
         with (self._settings.folder / "metrics.jsonl").open("ab") as file:
             file.write(line)
-
-
-def steps_of(rollout: Rollout, advantages_TN: Floats) -> dict[str, Any]:
-    """What is learned from, a row for each step, under the names of `trainer.ppo.losses.Steps`."""
-    advantages_B = advantages_TN.reshape(-1)
-    values_B = rollout.values_TN.reshape(-1)
-    return {
-        "observed_BI": rollout.observed_TNI.reshape(len(values_B), -1),
-        "actions": rollout.actions_TN.reshape(len(values_B), *rollout.actions_TN.shape[2:]),
-        "logp_B": rollout.logp_TN.reshape(-1),
-        "values_B": values_B,
-        "advantages_B": (advantages_B - advantages_B.mean()) / (advantages_B.std() + 1e-8),
-        "returns_B": advantages_B + values_B,
-    }

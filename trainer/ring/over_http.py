@@ -323,6 +323,20 @@ class HttpJudges:
         scored = iter(rewards)
         return [Reward(name, None, error=lack) if lack else next(scored) for lack in missing]
 
+    async def outputs(self, name: str, head: str, texts: Sequence[Sequence[int]]) -> list[list[float]]:
+        """By /v1/rl/act, which shows what an action is drawn from."""
+        body = {"model": name, "head": head, "observations": texts, "deterministic": True}
+        said = await self._api.call("POST", "/v1/rl/act", _Policies, body)
+        if said.action_probs is not None:
+            return [[math.log(max(each, 5e-324)) for each in probs] for probs in said.action_probs]
+        return [[*means, *log_stds] for means, log_stds in zip(said.action_means, said.action_log_stds, strict=True)]
+
+
+class _Policies(msgspec.Struct):
+    action_probs: list[list[float]] | None = None
+    action_means: list[list[float]] = []
+    action_log_stds: list[list[float]] = []
+
 
 class _Score(msgspec.Struct):
     score: float | None

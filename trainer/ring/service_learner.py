@@ -117,7 +117,6 @@ class ServiceLearner:
         self._one = asyncio.Lock()
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.config = b""
-        self.head: Arrays = {}
 
     @property
     def id(self) -> str:
@@ -133,7 +132,6 @@ class ServiceLearner:
         self.config = (await self._ask(Get("config"), Packed)).data
         weights = await self.weights()
         self.shapes = {name: tuple(value.shape) for name, value in weights.items()}
-        self.head = {name: value for name, value in weights.items() if name.startswith("heads.")}
 
     async def train(
         self, groups: Sequence[SampleGroup], step: int, policy_step: int, probes: Sequence[tuple[int, ...]]

@@ -6,5 +6,6 @@ with `pacing.py` (how far ahead of training), `episodes.py` (one group from star
 (rewards of data sets) and `held_out.py` (what a run is measured on).
 
 Other sources: `live.py` (live traffic), `atropos.py` (Atropos' run-api). Code of the user's own runs in a process that
-can be killed: `own_code.py` (our side), `own_messages.py`, `own_process.py` (its side).
+can be killed: `own_code.py` (our side), `own_messages.py`, `own_process.py` (its side), `copies.py` (its side where a
+network acts).
 """

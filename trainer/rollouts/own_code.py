@@ -22,14 +22,18 @@ from shared.process.call_process import CallProcess, LostProcessError
 from shared.training import AlertKind
 from trainer.rollouts.environments import Observation, Outcome, Scored
 from trainer.rollouts.own_messages import (
+    Act,
     Answer,
+    Begin,
     Call,
     Failed,
     Kind,
+    Played,
     Reset,
     Score,
     Start,
     Step,
+    What,
     decode_answer,
     encode,
     packed,
@@ -52,6 +56,10 @@ class OwnCodeError(Exception):
     """The user's code raised; the message names the error and the line."""
 
 
+class LostEpisodesError(OwnCodeError):
+    """The process was ended by somebody else, and with it what it had in memory."""
+
+
 class BlockedError(OwnCodeError):
     """The user's code did not finish in its time, or ended its process."""
 
@@ -62,7 +70,7 @@ class OwnCode:
     kind: ClassVar[Kind]
 
     def __init__(self, path: str, options: Mapping[str, Any], timeout_s: float) -> None:
-        self.title = f"{self.kind} {path!r}"
+        self.title = f"{'reward' if self.kind == 'reward' else 'environment'} {path!r}"
         self._start = Start(self.kind, path, packed(dict(options)), timeout_s)
         self._process: _OwnProcess | None = None
         self._starting = asyncio.Lock()
@@ -78,7 +86,7 @@ class OwnCode:
         if self._process is not None:
             await self._process.close()
 
-    async def ask(self, what: Reset | Step | Score) -> Answer:
+    async def ask(self, what: What) -> Answer:
         """Carry a call out; OwnCodeError, or SetupError for what is wrong with the code as a whole."""
         try:
             return await self._result(what)
@@ -86,7 +94,7 @@ class OwnCode:
             self.on_block(str(blocked))
             raise
 
-    async def _result(self, what: Reset | Step | Score) -> Answer:
+    async def _result(self, what: What) -> Answer:
         named = type(what).__name__.lower()
         tries = 0
         while tries < TRIES:
@@ -137,7 +145,8 @@ class _OwnProcess:
         stack = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
         stack.write(NOTE.pack(0))
         stack.flush()
-        process = await CallProcess.start("trainer.rollouts.own_process", [str(stack.fileno())], [stack.fileno()])
+        module = "copies" if start.kind == "copies" else "own_process"
+        process = await CallProcess.start(f"trainer.rollouts.{module}", [str(stack.fileno())], [stack.fileno()])
         started = cls(process, stack, start, title)
         try:
             await process.send(encode(start))
@@ -156,7 +165,7 @@ class _OwnProcess:
         started._reading = asyncio.create_task(started._read())
         return started
 
-    async def ask(self, what: Reset | Step | Score) -> Answer:
+    async def ask(self, what: What) -> Answer:
         number = next(self._numbers)
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._calls[number] = future
@@ -236,6 +245,24 @@ class OwnFunction(OwnCode):
         return outcome.reward, outcome.components
 
 
+class OwnCopies(OwnCode):
+    """Copies of an environment that a network acts in (trainer/rollouts/copies.py): these have a state."""
+
+    kind = "copies"
+
+    async def begin(self, name: str, copies: int, seed: Sequence[int], longest: int) -> Played:
+        """Make a set of them."""
+        played = (await self.ask(Begin(name, copies, tuple(seed), longest))).played
+        assert played is not None
+        return played
+
+    async def step(self, name: str, actions: list[Any]) -> Played:
+        """A step of a set; LostEpisodesError when the process with it is no more."""
+        played = (await self.ask(Act(name, actions))).played
+        assert played is not None
+        return played
+
+
 @contextlib.asynccontextmanager
 async def alerts_of(
     codes: Iterable[OwnCode], alert: Callable[[AlertKind, str], Awaitable[None]]
@@ -285,4 +312,6 @@ def place(stack: str) -> str:
 def _error(failed: Failed, said: str) -> Exception:
     if failed.kind == "setup":
         return SetupError(failed.error)
+    if failed.kind == "lost":
+        return LostEpisodesError(f"{said}: {failed.error}")
     return BlockedError(f"{said} came to {failed.error}") if failed.kind == "late" else OwnCodeError(failed.error)

@@ -11,7 +11,7 @@ import msgspec
 
 from trainer.rollouts.environments import Observation, Outcome
 
-Kind = Literal["environment", "reward"]
+Kind = Literal["environment", "reward", "copies"]
 
 
 class Start(msgspec.Struct, frozen=True):
@@ -43,18 +43,56 @@ class Score(msgspec.Struct, frozen=True, tag=True):
     reference: bytes
 
 
+class Begin(msgspec.Struct, frozen=True, tag=True):
+    """Make copies of an environment that a network acts in. Answered with what they observe."""
+
+    name: str  # of the set; an earlier one of this name ends
+    copies: int
+    seed: tuple[int, ...]
+    longest: int  # steps after which an episode is cut off
+
+
+class Act(msgspec.Struct, frozen=True, tag=True):
+    """A step of all copies of a set. Answered with what came of it, or "lost" where the process has no such set."""
+
+    name: str
+    actions: list[Any]
+
+
+What = Reset | Step | Score | Begin | Act
+
+
 class Call(msgspec.Struct, frozen=True):
     """One call; its number comes back with the answer."""
 
     number: int
-    what: Reset | Step | Score
+    what: What
 
 
 class Failed(msgspec.Struct, frozen=True):
     """The call raised, or ran out of time; or the code is not what it must be, which ends the run."""
 
     error: str
-    kind: Literal["raised", "late", "setup"]
+    kind: Literal["raised", "late", "setup", "lost"]
+
+
+class Space(msgspec.Struct, frozen=True):
+    """What an environment that a network acts in observes and takes: one of some actions, or numbers."""
+
+    observes: int
+    actions: int = 0
+    numbers: int = 0
+
+
+class Played(msgspec.Struct, frozen=True):
+    """Of all copies, arrays as bytes of float32, a row for each."""
+
+    space: Space
+    now: bytes  # observed now, of a new episode where one has ended
+    last: bytes = b""  # observed after the step, before that
+    rewards: list[float] = []
+    failed: list[bool] = []
+    timed_out: list[bool] = []
 
 
 class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -65,6 +103,7 @@ class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
     observation: Observation | None = None  # `info` is bytes here
     outcome: Outcome | None = None  # likewise
     failed: Failed | None = None
+    played: Played | None = None
 
 
 encode = msgspec.msgpack.Encoder().encode

@@ -20,7 +20,7 @@ from collections.abc import Callable, Coroutine, Generator
 from dataclasses import replace
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from shared.errors import SetupError
 from shared.process.call_pipe import CallPipe
@@ -40,6 +40,7 @@ from trainer.rollouts.own_messages import (
     Reset,
     Score,
     Start,
+    Step,
     decode_call,
     decode_start,
     encode,
@@ -50,7 +51,16 @@ BEAT_S = 0.5
 NOTE = struct.Struct("=Q")  # in front of the file that a blocked process writes its stack to
 
 
-def main() -> None:
+class Served(Protocol):
+    """What calls are made of."""
+
+    name: str
+
+    async def do(self, call: Call) -> Answer:
+        """Carry a call out."""
+
+
+def main(make: "Callable[[Start], Served]") -> None:
     """Load the user's code and answer calls until the trainer has gone."""
     pipe, stack = CallPipe(), int(sys.argv[1])
     message = pipe.read()
@@ -58,7 +68,7 @@ def main() -> None:
         return
     start = decode_start(message)
     try:
-        code = OwnObject(start)
+        code = make(start)
     except Exception as error:
         said = error.message if isinstance(error, SetupError) else f"{start.kind} {start.path!r}: {blamed(error)}"
         pipe.write(encode(Answer(failed=Failed(said, "setup"))))
@@ -71,7 +81,7 @@ class OwnObject:
     """The function or the environment."""
 
     def __init__(self, start: Start) -> None:
-        self._options = _unpacked(start.options)
+        self._options = unpacked(start.options)
         if start.kind == "reward":
             self.name = start.path
             self._function = load_object(start.path, "reward")
@@ -89,13 +99,14 @@ class OwnObject:
             return Answer(call.number, observation=plain)
         if isinstance(what, Score):
             return Answer(call.number, outcome=await self._score(what))
-        info = None if what.observation.info is None else _unpacked(what.observation.info)
+        assert isinstance(what, Step), "what else there is goes to copies.py"
+        info = None if what.observation.info is None else unpacked(what.observation.info)
         observation = Observation(what.observation.prompt, info)
         outcome = is_outcome(self.name, await self._environment.step(observation, what.action))
         return Answer(call.number, outcome=self._plain(outcome))
 
     async def _score(self, what: Score) -> Outcome:
-        result = self._function(what.completion, _unpacked(what.reference), **self._options)
+        result = self._function(what.completion, unpacked(what.reference), **self._options)
         if inspect.isawaitable(result):
             result = await result
         value, components = result if isinstance(result, tuple) else (result, {})
@@ -133,7 +144,7 @@ class _Clock:
 class _Server:
     """Calls, beside one another."""
 
-    def __init__(self, pipe: CallPipe, code: OwnObject, timeout_s: float, stack: int) -> None:
+    def __init__(self, pipe: CallPipe, code: Served, timeout_s: float, stack: int) -> None:
         self._pipe, self._code, self._timeout_s, self._stack = pipe, code, timeout_s, stack
         self._calls: asyncio.Queue[Call] = asyncio.Queue()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -241,9 +252,10 @@ def _numbers(components: Any) -> dict[str, float]:
     return {str(name): float(part) for name, part in components.items()}
 
 
-def _unpacked(value: bytes) -> Any:
+def unpacked(value: bytes) -> Any:
+    """What the trainer has packed."""
     return ForkingPickler.loads(value)
 
 
 if __name__ == "__main__":
-    main()
+    main(OwnObject)

@@ -31,6 +31,12 @@ class Judges(Models, Protocol):
     async def check(self, reward: CheckedReward) -> Any:
         """An error of ours for a reward that asks a model or adapter which cannot be asked."""
 
+    async def outputs(self, name: str, head: str, texts: Sequence[Sequence[int]]) -> list[list[float]]:
+        """What a head that acts says of texts of ids, by a version `NAME@k`; of actions logits up to a constant.
+
+        ServiceUnavailableError, RedisError or OSError when nobody answers; other errors of ours.
+        """
+
 
 @contextlib.asynccontextmanager
 async def open_scorer(

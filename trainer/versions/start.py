@@ -29,11 +29,11 @@ async def starting_weights(
     shapes: Mapping[str, tuple[int, ...]],
     *,
     resumed: bool,
-    head: Arrays | None = None,
+    fresh: Arrays,
 ) -> Arrays | None:
     """What the run begins with, or began with where it is resumed; None: the base. Nothing is written.
 
-    `head`: of a run with one, as it begins: an adapter that has none gets it.
+    `fresh`: the run's weights without a start: a LoRA or a head that the named version does not have is of these.
 
     SetupError when a resumed run began with something else, or when there are no weights that fit.
     """
@@ -48,9 +48,7 @@ async def starting_weights(
         return None
     try:
         stored = await _stored(named, publisher)
-        if head:
-            stored = _with_head(stored, head, publisher.config)
-        weights = publisher.fitting(stored, named)
+        weights = publisher.fitting(_completed(stored, fresh, publisher.config), named)
         if wrong := gate.failures([gate.fits(weights, shapes)]):
             raise SetupError(f"{named} does not fit {state.run}'s model: {wrong}")
     except ParallmError as error:
@@ -84,11 +82,16 @@ def _read(folder: Path) -> Stored:
     return Stored(weights, inherit_config(made), "")
 
 
-def _with_head(stored: Stored, head: Arrays, config: bytes) -> Stored:
-    if read_config(stored.config).heads:
-        return stored
-    described = {**json.loads(stored.config), "heads": json.loads(config)["heads"]}
-    return Stored({**stored.weights, **head}, json.dumps(described).encode(), stored.base_sha256)
+def _completed(stored: Stored, fresh: Arrays, config: bytes) -> Stored:
+    there, here = read_config(stored.config), read_config(config)
+    described, weights = json.loads(stored.config), dict(stored.weights)
+    if there.kind == "head" and here.kind != "head":
+        described = {**json.loads(config), "heads": described["heads"]}
+        weights |= {name: value for name, value in fresh.items() if not name.startswith("heads.")}
+    if here.heads and not there.heads:
+        described["heads"] = json.loads(config)["heads"]
+        weights |= {name: value for name, value in fresh.items() if name.startswith("heads.")}
+    return Stored(weights, json.dumps(described).encode(), stored.base_sha256)
 
 
 def _keep(folder: Path, weights: Arrays, config: bytes) -> None:

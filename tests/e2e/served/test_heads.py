@@ -17,6 +17,9 @@ from tests.e2e.served.test_predictions import ids, post
 from tests.e2e.test_adapters import CONFIG, weights
 from tests.unit.adapter_files import Array
 from tests.waiting import wait_until
+from trainer.ring.http_client import HttpApi
+from trainer.ring.over_http import HttpJudges
+from trainer.rollouts.scorers import ring_judges
 
 H, HIDDEN = 128, 16
 CLASSIFY, SCORE = "/v1/classifications", "/v1/rewards/score"
@@ -188,6 +191,21 @@ def test_a_gaussian_head_acts_with_exact_densities(http: httpx.Client, policy: d
     assert abs(z.mean()) < 0.15 and abs(z.std() - 1) < 0.1
     sure = post(http, "/v1/rl/act", **asked, deterministic=True)
     assert sure["actions"] == sure["action_means"]
+
+
+async def test_a_trainer_hears_the_same_of_a_head_that_acts_over_redis_and_http(
+    http: httpx.Client, served: Ring, policy: dict[str, Any]
+) -> None:
+    texts = [ids(http, each) for each in ("2+2=", "12+35=")]
+    async with ring_judges(served.redis_url) as judges, HttpApi(served.url, "") as api:
+        for head in ("policy", "move"):
+            wanted = [reference(http, policy["policy@2"], "policy@2", head, each) for each in texts]
+            by_redis = await judges.outputs("policy@2", head, texts)
+            np.testing.assert_allclose(by_redis, wanted, atol=1e-5)
+            by_http = np.array(await HttpJudges(api).outputs("policy@2", head, texts))
+            if head == "policy":  # of logits the differences count
+                by_http += (wanted - by_http).mean(-1, keepdims=True)
+            np.testing.assert_allclose(by_http, wanted, atol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,13 @@ from tests.e2e.served.test_heads import upload
 from tests.e2e.served.test_predictions import post
 from tests.waiting import wait_until
 from trainer.learn.compute import ThreadHost
-from trainer.ppo.network import first_weights
-from trainer.ppo.run import PpoLine, network_of, train_network
+from trainer.ppo.acting import Actor, Player
+from trainer.ppo.cart_pole import CartPole
+from trainer.ppo.learner import PpoLearner
+from trainer.ppo.network import first_weights, two_layers
+from trainer.ppo.run import PpoLine, network_of, options_of, train_network
+from trainer.ppo.sequences import steps_of
+from trainer.ring.http_client import HttpApi
 from trainer.settings import TrainSettings
 from trainer.state import RunState
 
@@ -51,18 +56,23 @@ def lines(settings: TrainSettings) -> list[PpoLine]:
     return [msgspec.json.decode(line, type=PpoLine) for line in read]
 
 
-@pytest.mark.parametrize("task", ["cart-pole", "cart-pole-force"])
-def test_each_train_step_serves_a_version_that_acts_otherwise(served: Ring, tmp_path: Path, task: str) -> None:
-    name = f"ppo-{task}"
-    settings = settings_of(served, tmp_path, name, task=task, steps=2)
+@pytest.mark.parametrize(
+    ("task", "changes"),
+    [("cart-pole", {}), ("tests.unit.own_code:Drift", {"memory": "lstm", "bptt_steps": 5, "episode_steps": 20})],
+)
+def test_each_train_step_serves_a_version_that_acts_otherwise(
+    served: Ring, tmp_path: Path, task: str, changes: dict[str, Any]
+) -> None:
+    name = f"ppo-{task.rpartition(':')[2].lower()}"
+    settings = settings_of(served, tmp_path, name, task=task, steps=2, **changes)
     state = learn(settings)
     assert (state.train_step, state.version, state.consumed, state.rejected) == (2, 3, 1200, 0)
     told = lines(settings)
     assert [(line.step, line.version, line.off_policy) for line in told] == [(1, 2, 0), (2, 3, 0)]
     assert [line.evaluated is None for line in told] == [True, False] and told[-1].episodes > 0
     with httpx.Client(base_url=served.url, timeout=60) as http:
-        observed = np.random.default_rng(0).normal(0, 0.1, (20, 4)).tolist()
-        shown = "action_probs" if task == "cart-pole" else "action_means"
+        observed = np.random.default_rng(0).normal(0, 0.1, (20, 2 if "memory" in changes else 4)).tolist()
+        shown = "action_means" if "memory" in changes else "action_probs"
         acted = [
             post(http, "/v1/rl/act", model=f"{name}@{version}", observations=observed)[shown] for version in (1, 2, 3)
         ]
@@ -76,6 +86,28 @@ def test_each_train_step_serves_a_version_that_acts_otherwise(served: Ring, tmp_
         )
         status = http.get("/v1/training/status", params={"policy": name}).json()
         assert (status["trainer"]["train_step"], status["trainer"]["source"]) == (2, task), status
+
+
+async def test_sequences_are_learned_from_with_what_workers_remembered(served: Ring) -> None:
+    """Also where episodes end inside of one, fail or are cut off, and where one rollout goes on with another's."""
+    network = two_layers(2, 2, discrete=True, memory="gru")
+    weights = {name: 3 * each for name, each in first_weights(network, 5).items()}
+    weights["pi.weight"] *= 50
+    with httpx.Client(base_url=served.url, timeout=60) as http:
+        assert upload(http, "ppo-gru", weights, {"network": msgspec.to_builtins(network)}).status_code == 200
+    settings = load(TrainSettings, ["--mode", "ppo", "--task", "cart-pole-masked", "--memory", "gru"])
+    learner = PpoLearner(network, weights, options_of(settings))
+    async with HttpApi(served.url) as api:
+        carts = CartPole(10, 0, masked=True)
+        player = Player(Actor(api, "ppo-gru", network), carts, 0.9, [0], length=8)
+        for _ in range(2):
+            rollout = await player.play(24)
+            steps = steps_of(rollout, np.zeros_like(rollout.values_TN))
+            assert steps.observed_BLI.shape == (30, 8, 2) and rollout.ended_TN.any()
+            logp, values = learner.policy(weights, steps)
+            np.testing.assert_allclose(logp, steps.logp_BL, atol=1e-4)
+            np.testing.assert_allclose(values, steps.values_BL, atol=1e-4)
+        assert np.ptp(steps.logp_BL) > 0.1 and any(each.any() for each in steps.state.values())
 
 
 def test_a_run_goes_on_where_it_was_and_ends_where_somebody_else_serves(served: Ring, tmp_path: Path) -> None:

@@ -69,10 +69,10 @@ class Network:
             read = [values[name] for name in self.spec.read_by(at)]
             x = mx.concatenate(read, axis=-1) if len(read) > 1 else read[0] if read else mx.zeros((rows, 0))
             if isinstance(layer, Recurrent):
-                before = [inputs.get(f"{layer.name}.{part}") for part in _parts(layer)]
+                before = [inputs.get(f"{layer.name}.{part}") for part in state_parts(layer)]
                 begun = [mx.zeros((rows, layer.units)) if each is None else mx.array(each) for each in before]
                 values[layer.name], ended = yield from self._recur(layer, x, begun)
-                state |= {f"{layer.name}.{part}": each for part, each in zip(_parts(layer), ended, strict=True)}
+                state |= {f"{layer.name}.{part}": each for part, each in zip(state_parts(layer), ended, strict=True)}
             else:
                 values[layer.name] = self._compute(layer, x)
                 mx.eval(values[layer.name])
@@ -134,18 +134,33 @@ class Network:
 
     def _lstm(self, path: str, gates_BO: mx.array, state: list[mx.array]) -> list[mx.array]:
         h, c = state
-        i, f, g, o = mx.split(gates_BO + multiply(h, self._weights[f"{path}.weight_hh"]), 4, axis=-1)
-        c = mx.sigmoid(f) * c + mx.sigmoid(i) * mx.tanh(g)
-        return [mx.sigmoid(o) * mx.tanh(c), c]
+        return lstm(gates_BO + multiply(h, self._weights[f"{path}.weight_hh"]), c)
 
     def _gru(self, path: str, gates_BO: mx.array, state: list[mx.array]) -> list[mx.array]:
         (h,) = state
-        from_r, from_z, from_n = mx.split(gates_BO, 3, axis=-1)
-        of_r, of_z, of_n = mx.split(multiply(h, self._weights[f"{path}.weight_hh"]), 3, axis=-1)
-        bias = self._weights.get(f"{path}.bias_hn")
-        r, z = mx.sigmoid(from_r + of_r), mx.sigmoid(from_z + of_z)
-        n = mx.tanh(from_n + r * (of_n if bias is None else of_n + bias))
-        return [(1 - z) * n + z * h]
+        of_h_BO = multiply(h, self._weights[f"{path}.weight_hh"])
+        return gru(gates_BO, of_h_BO, self._weights.get(f"{path}.bias_hn"), h)
+
+
+def lstm(gates_BO: mx.array, c: mx.array) -> list[mx.array]:
+    """The next h and c, of the gates i, f, g, o."""
+    i, f, g, o = mx.split(gates_BO, 4, axis=-1)
+    c = mx.sigmoid(f) * c + mx.sigmoid(i) * mx.tanh(g)
+    return [mx.sigmoid(o) * mx.tanh(c), c]
+
+
+def gru(of_x_BO: mx.array, of_h_BO: mx.array, bias_hn: mx.array | None, h: mx.array) -> list[mx.array]:
+    """The next h, of what the gates r, z, n have of the input and of h."""
+    from_r, from_z, from_n = mx.split(of_x_BO, 3, axis=-1)
+    of_r, of_z, of_n = mx.split(of_h_BO, 3, axis=-1)
+    r, z = mx.sigmoid(from_r + of_r), mx.sigmoid(from_z + of_z)
+    n = mx.tanh(from_n + r * (of_n if bias_hn is None else of_n + bias_hn))
+    return [(1 - z) * n + z * h]
+
+
+def state_parts(layer: Recurrent) -> str:
+    """What a layer's state consists of, a letter each."""
+    return "hc" if isinstance(layer, Lstm) else "h"
 
 
 def read_network(owner: str, spec: NetworkSpec, file: Path) -> Network:
@@ -157,10 +172,6 @@ def read_network(owner: str, spec: NetworkSpec, file: Path) -> Network:
     if shapes != wanted:
         raise AdapterRejectedError(f"{owner}: its tensors are not those that its description names")
     return Network(spec, weights)
-
-
-def _parts(layer: Lstm | Gru) -> str:
-    return "hc" if isinstance(layer, Lstm) else "h"
 
 
 def _host(value: mx.array) -> Array:
