@@ -63,8 +63,16 @@ def examples(options: Options, rows: int, seed: int) -> Pass:
     return Pass(tuple(datum() for _ in range(rows)), "cross_entropy")
 
 
-async def stretch(host: ThreadHost, learners: Sequence[ServiceLearner], passes: Sequence[Pass], count: int) -> float:
-    """Seconds until each learner has done its pass, with a step, so many times."""
+@dataclass(frozen=True)
+class Took:
+    """Of a stretch."""
+
+    seconds: float
+    cpu_seconds: float  # of the process: what others do on the machine moves them less
+
+
+async def stretch(host: ThreadHost, learners: Sequence[ServiceLearner], passes: Sequence[Pass], count: int) -> Took:
+    """Until each learner has done its pass, with a step, so many times."""
     turns = Turns(host)
 
     async def learn(name: str, learner: ServiceLearner, request: Pass) -> None:
@@ -72,10 +80,10 @@ async def stretch(host: ThreadHost, learners: Sequence[ServiceLearner], passes: 
             await turns.run(name, lambda: learner.run(request))
             await turns.run(name, at_once(lambda: learner.step(Step())))
 
-    began = time.perf_counter()
+    began, cpu = time.perf_counter(), time.process_time()
     each = zip(learners, passes, strict=True)
     await asyncio.gather(*(learn(str(place), learner, request) for place, (learner, request) in enumerate(each)))
-    return time.perf_counter() - began
+    return Took(time.perf_counter() - began, time.process_time() - cpu)
 
 
 async def measure(options: Options, folder: Path) -> None:
@@ -99,13 +107,13 @@ async def measure(options: Options, folder: Path) -> None:
         passes = [examples(options, options.rows, seed) for seed in range(count)]
         joined = Pass(tuple(datum for request in passes for datum in request.data), "cross_entropy")
 
-        async def side_by_side() -> float:
+        async def side_by_side() -> Took:
             return await stretch(host, learners, passes, options.passes)
 
-        async def one() -> float:
+        async def one() -> Took:
             return await stretch(host, learners[:1], passes[:1], options.passes * count)
 
-        async def together() -> float:
+        async def together() -> Took:
             return await stretch(host, learners[:1], [joined], options.passes)
 
         kinds = (one, side_by_side, together)
@@ -117,15 +125,20 @@ async def measure(options: Options, folder: Path) -> None:
         mx.reset_peak_memory()
         await side_by_side()
         peak = mx.get_peak_memory()
-        seconds: list[list[float]] = [[await kind() for kind in kinds] for _ in range(options.rounds)]
+        took: list[list[Took]] = [[await kind() for kind in kinds] for _ in range(options.rounds)]
         after = await active()
 
     tokens = count * options.passes * options.rows * options.length
     print(f"{options.shape}, {options.dtype}, rank {options.rank}, passes of {options.rows} rows x {options.length}")
-    print(f"  tokens/s: one learner {tokens / median(s[0] for s in seconds):.0f}, {count} at once", end=" ")
-    print(f"{tokens / median(s[1] for s in seconds):.0f}")
-    print(f"  {count} at once over one with equal tokens:           {spread([s[0] / s[1] for s in seconds])}")
-    print(f"  one with all rows in one pass over {count} at once:   {spread([s[1] / s[2] for s in seconds])}")
+    wall, cpu = ([[getattr(each, name) for each in turn] for turn in took] for name in ("seconds", "cpu_seconds"))
+    for what, seconds in (("", wall), ("CPU ", cpu)):
+        alone, beside = (tokens / median(each[kind] for each in seconds) for kind in (0, 1))
+        print(f"  tokens per {what}second: one learner {alone:.0f}, {count} at once {beside:.0f}")
+        print(f"    {count} at once over one with equal tokens:           {spread([s[0] / s[1] for s in seconds])}")
+        print(
+            f"    one with all rows in one pass over {count} at once:   {spread([s[1] / s[2] for s in seconds])}",
+            flush=True,
+        )
     print(
         f"  memory: base {base / MB:.1f} MB, a learner's weights and moments {own / MB:.2f} MB, with {count}", end=" "
     )
