@@ -26,6 +26,7 @@ SCHEMA = 1
 MAX_CHOICES = 16
 
 AdapterKind = Literal["lora", "dora", "head", "network"]  # head: heads alone, without LoRA
+LoraKind = Literal["lora", "dora"]  # of those, what has A and B; dora: arXiv 2402.09353, with a magnitude an output
 AdapterStatus = Literal["published", "rejected"]
 AdapterChange = Literal["seen", "published", "promoted", "rolled_back", "rejected", "deleted"]
 ModuleShapes = dict[str, tuple[int, int]]  # module path -> (in, out)

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from shared.adapters import LoraKind
 from shared.errors import InvalidRequestError
 
 LossName = Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "dro"]
@@ -47,6 +48,7 @@ class LearnerSpec(msgspec.Struct, frozen=True, kw_only=True):
     model: str  # served name of the base
     rank: int
     scale: float  # the factor on B A x: alpha / rank
+    kind: LoraKind = "lora"
     seed: int = 0
     attention: bool = True  # whether its linear layers get an adapter
     mlp: bool = True  # and those of the rest of a layer

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AliasChoices, BeforeValidator, Field, SecretStr
 
-from shared.adapters import check_name
+from shared.adapters import LoraKind, check_name
 from shared.errors import InvalidRequestError, SetupError
 from shared.jobs import SamplingOverrides
 from shared.process.settings import JoinSettings
@@ -18,7 +18,6 @@ from trainer.curricula.settings import CurriculumSettings
 from trainer.gate import GateLimits
 from trainer.learn.options import (
     CLIP_RANGES,
-    AdapterKind,
     AdapterShape,
     AdvantageScale,
     DataSettings,
@@ -148,7 +147,7 @@ class TrainSettings(HeldOutSettings, CurriculumSettings, JoinSettings, DataSetti
     )
     mask_overlong: bool = Field(default=True, description="keep samples that hit max_tokens out of the loss")
 
-    lora_kind: AdapterKind = Field(default="lora", description="of the adapter")
+    lora_kind: LoraKind = Field(default="lora", description="of the adapter")
     lora_rank: int = Field(default=16, ge=1, le=1024, description="rows of A, columns of B")
     lora_scale: float = Field(default=2.0, gt=0, description="factor on B A x; alpha = scale * rank")
     lora_targets: tuple[str, ...] = Field(

@@ -6,7 +6,7 @@ number again is the same request, so whatever the SDK sends again changes nothin
 
 import secrets
 import time
-from typing import Any
+from typing import Any, cast, get_args
 
 import msgspec
 from fastapi import APIRouter, Request
@@ -20,10 +20,21 @@ from api.http.limits import PROTOBUF
 from api.ring.caller import asker
 from api.ring.ring import Ring, TheRing
 from api.ring.room import aside
-from api.tinker.bodies import LoadBody, LoraBody, ModelBody, ModelId, PassBody, PublishBody, SaveBody, StepBody
+from api.tinker.bodies import (
+    LoadBody,
+    LoraBody,
+    Metadata,
+    ModelBody,
+    ModelId,
+    PassBody,
+    PublishBody,
+    SaveBody,
+    StepBody,
+)
 from api.tinker.names import SavePath, adapter_of, keeper, learner_of, session_named, spec_named
 from api.tinker.protobuf import AskedPass, read_pass
 from shared import learners
+from shared.adapters import LoraKind
 from shared.errors import ConflictError, InvalidRequestError, ServiceUnavailableError, UnsupportedParameterError
 from shared.learners import Begin, LearnerSpec, Load, Publish, Save, checked
 from shared.redis import keys
@@ -32,16 +43,18 @@ from shared.sequences import ModelCard
 router = APIRouter(tags=["tinker"], prefix="/api/v1", route_class=BodyRoute)
 ERRORS = error_responses(400, 404, 409, 429, 503)
 ALPHA = 32.0  # of LoRA, whatever the rank, as in Tinker
+_KIND = "lora_kind"  # in a learner's metadata
+_KIND_PARAM = f"user_metadata.{_KIND}"
 
 
 @router.post("/create_model", summary="Make a learner", response_class=Response, responses=ERRORS)
 async def create_model(body: ModelBody, ring: TheRing) -> Response:
-    """A LoRA over a model that a training service lives for."""
+    """A LoRA, or the DoRA that its metadata ask for, over a model that a training service lives for."""
     _check_optimizer(body.optimizer_config)
     learner = learner_of((await session_named(ring, body.session_id)).id, body.model_seq_id)
     card = await _trainable(ring, body.base_model)
     lora = body.lora_config or LoraBody(rank=32)
-    await _make(ring, learner, card, lora, body.user_metadata)
+    await _make(ring, learner, card, lora, _kind(body.user_metadata) or "lora", body.user_metadata)
     return await _placed(ring, learner, 0, Begin())
 
 
@@ -113,7 +126,9 @@ async def load_weights(body: LoadBody, ring: TheRing) -> Response:
         raise InvalidRequestError(f"the save is of '{source.model}'", param="base_model")
     learner = learner_of((await session_named(ring, body.session_id)).id, body.model_seq_id)
     lora = LoraBody(rank=source.rank, seed=source.seed, train_mlp=source.mlp, train_attn=source.attention)
-    await _make(ring, learner, card, lora, body.user_metadata)
+    if (kind := _kind(body.user_metadata)) not in (None, source.kind):
+        raise InvalidRequestError(f"the save is of kind {source.kind!r}, not {kind!r}", param=_KIND_PARAM)
+    await _make(ring, learner, card, lora, source.kind, body.user_metadata)
     return await _placed(ring, learner, 0, load)
 
 
@@ -165,7 +180,15 @@ async def _placed(ring: Ring, learner: str, number: int, request: learners.Reque
     return json_reply(answer)
 
 
-async def _make(ring: Ring, learner: str, card: ModelCard, lora: LoraBody, metadata: dict[str, Any] | None) -> None:
+def _kind(metadata: Metadata) -> LoraKind | None:
+    """What a client asks for in its metadata, the only place that the SDK has for it; None: nothing."""
+    asked = (metadata or {}).get(_KIND)
+    if asked is not None and asked not in get_args(LoraKind):
+        raise InvalidRequestError(f"{asked!r} is none of {', '.join(get_args(LoraKind))}", param=_KIND_PARAM)
+    return cast("LoraKind | None", asked)
+
+
+async def _make(ring: Ring, learner: str, card: ModelCard, lora: LoraBody, kind: LoraKind, metadata: Metadata) -> None:
     service = await ring.learners.service(card.name)
     if service is not None and lora.rank > service.max_rank:
         raise InvalidRequestError(f"rank {lora.rank} is above the service's {service.max_rank}", param="lora_config")
@@ -176,6 +199,7 @@ async def _make(ring: Ring, learner: str, card: ModelCard, lora: LoraBody, metad
         model=card.name,
         rank=lora.rank,
         scale=ALPHA / lora.rank,
+        kind=kind,
         seed=secrets.randbits(31) if lora.seed is None else lora.seed,
         attention=lora.train_attn,
         mlp=lora.train_mlp,

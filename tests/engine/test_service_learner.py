@@ -1,5 +1,6 @@
 """A learner of the training service: losses against numpy, gradients by differences, AdamW, states, refusals."""
 
+import json
 from typing import Any
 
 import mlx.core as mx
@@ -246,6 +247,27 @@ def test_an_adapter_may_be_on_a_part_of_the_layers(llama: LoadedModel) -> None:
     assert attention and mlp and not attention & mlp and attention | mlp == modules()
     with pytest.raises(ValueError, match="needs"):
         modules(attention=False, mlp=False)
+
+
+def test_a_dora_learns_its_magnitudes_and_goes_on_to_the_byte(llama: LoadedModel) -> None:
+    spec = LearnerSpec(id="d", model="m", rank=4, scale=2.0, seed=1, kind="dora")
+    first, second = ServiceLearner(llama.model, spec), ServiceLearner(llama.model, spec)
+    given, before = data("cross_entropy"), first.weights()
+    losses = []
+    for _ in range(8):
+        losses.append(ran(first, Pass(given, "cross_entropy")).metrics["loss:sum"])
+        first.step(Step(learning_rate=1e-2))
+    assert losses[-1] < losses[0]
+    changed = {name.rsplit(".", 1)[1] for name, value in first.weights().items() if (value != before[name]).any()}
+    assert changed == {"lora_a", "lora_b", "m"}
+    assert json.loads(first.config())["fine_tune_type"] == "dora"
+    second.restore(first.state())
+    for each in (first, second):
+        ran(each, Pass(given, "cross_entropy"))
+        each.step(Step())
+    assert first.state() == second.state()
+    with pytest.raises(ConflictError, match="another shape"):
+        learner(llama).load(first.state())
 
 
 def _of(datum: Datum, **inputs: Values | None) -> Datum:

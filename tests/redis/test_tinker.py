@@ -54,12 +54,13 @@ async def future(server: Api, request_id: str, accept: str = "application/json")
     return await server.post("/api/v1/retrieve_future", {"request_id": request_id}, headers={"accept": accept})
 
 
-async def made(server: Api) -> str:
+async def made(server: Api, **metadata: str) -> str:
     """A learner that waits for its service."""
     await server.ring.learners.announce(ServiceCard(id="s", model=MODEL, max_rank=8, max_learners=4))
     session = (await ask(server, "create_session", tags=[], user_metadata=None, sdk_version="x"))["session_id"]
     lora = {"rank": 8, "seed": 3}
-    placed = await ask(server, "create_model", session_id=session, model_seq_id=0, base_model=MODEL, lora_config=lora)
+    asked = {"session_id": session, "model_seq_id": 0, "base_model": MODEL, "user_metadata": metadata}
+    placed = await ask(server, "create_model", **asked, lora_config=lora)
     assert placed["request_id"] == f"{session}:train:0:0"
     return str(placed["model_id"])
 
@@ -203,6 +204,10 @@ async def test_what_cannot_be_done_is_refused_by_name(server: Api) -> None:
             "create_model",
             {"session_id": session, "model_seq_id": 1, "base_model": MODEL, "optimizer_config": {"type": "dimuon"}},
         ),
+        "user_metadata.lora_kind": (
+            "create_model",
+            {"session_id": session, "model_seq_id": 1, "base_model": MODEL, "user_metadata": {"lora_kind": "DoRA"}},
+        ),
         "kind": ("save_weights_for_sampler", {"model_id": learner, "seq_id": 1, "kind": "inflight"}),
         "path": ("load_weights", {"model_id": learner, "seq_id": 1, "path": "tinker://x", "optimizer": True}),
         "adam_params.beta1": ("optim_step", {"model_id": learner, "seq_id": 1, "adam_params": {"beta1": 1.0}}),
@@ -224,7 +229,7 @@ async def test_what_cannot_be_done_is_refused_by_name(server: Api) -> None:
 
 
 async def test_a_save_makes_a_learner_of_its_shape(server: Api) -> None:
-    learner = await made(server)
+    learner = await made(server, lora_kind="dora")
     session = learner.partition(":")[0]
     path = f"tinker://{learner}/weights/a"
     body = {"session_id": session, "model_seq_id": 1, "path": path, "optimizer": False}
@@ -233,12 +238,14 @@ async def test_a_save_makes_a_learner_of_its_shape(server: Api) -> None:
     assert held is not None
     info = SaveInfo(name="a", kind="state", created_ms=1, expires_ms=2**41)
     assert await server.ring.learners.tell(held, 1, SaveDone("a", "state"), save=info)
+    other = await server.post("/api/v1/load_weights", {**body, "user_metadata": {"lora_kind": "lora"}})
+    assert other.status_code == 400 and "of kind 'dora'" in other.text
     placed = await ask(server, "load_weights", **body)
     assert placed["request_id"] == f"{session}:train:1:0"
     first = await server.ring.learners.request(f"{session}:train:1", 1)
     assert first is not None and first[0] == Load(learner, "a", optimizer=False)
     spec = await server.ring.learners.spec(f"{session}:train:1")
-    assert (spec.rank, spec.scale) == (8, 4.0)
+    assert (spec.rank, spec.scale, spec.kind) == (8, 4.0, "dora")
     runs = (await server.http.get("/api/v1/training_runs")).json()
     assert [each["training_run_id"] for each in runs["training_runs"]] == [f"{session}:train:1", learner]
     listed = (await server.http.get(f"/api/v1/training_runs/{learner}/checkpoints")).json()["checkpoints"]

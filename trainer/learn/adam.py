@@ -115,4 +115,7 @@ def added(gradient: Any, more: Any) -> Any:
 
 def all_finite(tree: Any) -> bool:
     """Whether all numbers of a tree of arrays are finite."""
-    return tree is None or all(bool(mx.isfinite(value).all().item()) for _, value in tree_flatten(tree))
+    if tree is None:
+        return True
+    checks = [mx.isfinite(value).all() for _, value in tree_flatten(tree)]
+    return bool(mx.stack(checks).all().item())  # one wait for all of them

@@ -11,7 +11,7 @@ from typing import Literal
 
 from pydantic import BaseModel, Field
 
-from shared.adapters import check_name
+from shared.adapters import LoraKind, check_name
 from shared.errors import InvalidRequestError, SetupError
 from shared.heads import MAX_HIDDEN, REWARD, HeadSpec, check_heads
 from shared.redis.connection.address import SCHEMES
@@ -80,14 +80,11 @@ class ValueOptions:
     scale: AdvantageScale = "mean"  # or "std"
 
 
-AdapterKind = Literal["lora", "dora"]
-
-
 @dataclass(frozen=True)
 class AdapterShape:
     """What kind of adapter, and on which linear layers."""
 
-    kind: AdapterKind = "lora"
+    kind: LoraKind = "lora"
     rank: int = 16
     scale: float = 2.0  # the factor on B A x: mlx-lm's `scale`, PEFT's alpha / r
     targets: tuple[str, ...] = ()  # ends of module paths such as "q_proj"; (): every linear inside a layer

@@ -41,7 +41,7 @@ class ServiceLearner:
 
     def __init__(self, model: Any, spec: LearnerSpec, microbatch_tokens: int = 8192) -> None:
         targets = _targets(model, attention=spec.attention, mlp=spec.mlp)
-        shape = AdapterShape(rank=spec.rank, scale=spec.scale, targets=targets)
+        shape = AdapterShape(spec.kind, spec.rank, spec.scale, targets)
         self._policy = Policy(model, shape, seed=spec.seed)
         self._microbatch_tokens = microbatch_tokens
         self._chunk = head_chunk(self._policy.base)

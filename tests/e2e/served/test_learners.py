@@ -85,10 +85,10 @@ def result(served: Ring, request_id: str) -> httpx.Response:
 
 
 def learn_over_http(served: Ring) -> None:
-    """As Tinker's SDK does: some steps on one text, a sampler, what it says. It has not said that before."""
+    """As Tinker's SDK does: some steps of a DoRA on one text, a sampler, what it says. It has not said that before."""
     session = ask(served, "create_session", tags=[], user_metadata=None, sdk_version="0")["session_id"]
-    lora = {"rank": 8, "seed": 1}
-    made = ask(served, "create_model", session_id=session, model_seq_id=0, base_model=MODEL, lora_config=lora)
+    wanted = {"base_model": MODEL, "lora_config": {"rank": 8, "seed": 1}, "user_metadata": {"lora_kind": "dora"}}
+    made = ask(served, "create_model", session_id=session, model_seq_id=0, **wanted)
     learner = made["model_id"]
     ids, answer = [25, 30, 40, 50], [23, 21, 24]  # digits
     weights = {"data": [0.0] * 3 + [1.0] * 3, "dtype": "float32"}
