@@ -152,7 +152,14 @@ class TimedEngine:
 
 
 async def work(
-    url: str, workers: int, rows: int, step_s: float, folder: Path, first: int, ready: Callable[[], None]
+    url: str,
+    workers: int,
+    rows: int,
+    step_s: float,
+    folder: Path,
+    first: int,
+    ready: Callable[[], None],
+    lease_ms: int = 3000,
 ) -> None:
     """Run workers until cancelled; `ready` is called once all are in the ring."""
     TimedEngine.step_s = step_s
@@ -164,6 +171,7 @@ async def work(
                 [
                     "--redis", url, "--model", MODEL, "--max-batch-size", str(rows), "--worker-id", f"w{first + i}",
                     "--adapter-cache-dir", str(folder / f"{first + i}"), "--drain-grace-s", "0",
+                    "--lease-ms", str(lease_ms), "--allow-other-weights",
                 ],
             )
         )
