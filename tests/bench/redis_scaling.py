@@ -40,9 +40,8 @@ from shared.process.logs import configure
 from shared.process.settings import ApiSettings, load
 from shared.redis.connection.client import Script
 from shared.sequences import SamplingParams
-from tests.bench.slow_time import LEASE_MS, slow_down, slow_url
-from tests.bench.timed_worker import MODEL, TimedEngine, work
 
+MODEL = "timed"
 WARM_UP_S = 3.0
 CONNECTED_A_S = 20  # workers, of a busy machine
 DELAYS_KEPT = 200_000
@@ -76,7 +75,14 @@ class Level:
 
 
 def be_workers(pipe: Connection, url: str, level: Level, count: int, first: int, folder: str) -> None:
-    """A process of workers."""
+    """A process of workers.
+
+    They are imported here: mlx_lm lowers the number of files that a process may open, and the Redis that we start needs
+    five for each worker.
+    """
+    from tests.bench.slow_time import LEASE_MS, slow_down, slow_url
+    from tests.bench.timed_worker import TimedEngine, work
+
     configure("ERROR", True)
     slow_down(level.slow)
 
@@ -108,6 +114,8 @@ class Heard:
 
 def be_apis(pipe: Connection, url: str, level: Level, count: int, first: int) -> None:
     """A process of apis, each with its share of the streams in flight."""
+    from tests.bench.slow_time import slow_down, slow_url
+
     configure("ERROR", True)
     slow_down(level.slow)
     heard = Heard()
@@ -242,6 +250,7 @@ class Seen:
     commands: dict[str, tuple[int, int]]  # calls, microseconds
     memory: int
     sent_bytes: int
+    clients: int
 
     @classmethod
     def now(cls, client: "sync_redis.Redis[bytes]") -> "Seen":
@@ -254,7 +263,8 @@ class Seen:
         main = cpu["used_cpu_sys_main_thread"] + cpu["used_cpu_user_main_thread"]
         whole = cpu["used_cpu_sys"] + cpu["used_cpu_user"]
         memory, sent = client.info("memory")["used_memory"], client.info("stats")["total_net_output_bytes"]
-        return cls(time.perf_counter(), main, whole, commands, memory, sent)
+        clients = client.info("clients")["connected_clients"]
+        return cls(time.perf_counter(), main, whole, commands, memory, sent, clients)
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """Slower time for simulated workers and apis, so that few cores can simulate a thousand of them.
 
-Every period, patience and time to live that decides how often Redis is asked grows by one factor, decode steps too. Then
-Redis gets the same commands in the same order and share, only more slowly: what it spends in a second, times the factor,
-is what it would spend at full pace. What Redis does by its own clock (its `serverCron`) does not slow down; tests/bench/scale.py
-takes that out by measuring at several factors.
+Every period, patience and time to live that decides how often Redis is asked grows by one factor, decode steps too.
+Then Redis gets the same commands in the same proportions, only more slowly: what it spends in a second, times the
+factor, is what it would spend at full pace. What Redis does by its own clock (`serverCron`) does not slow down;
+tests/bench/scale.py takes that out by measuring at several factors.
 """
 
 import api.ring.ring

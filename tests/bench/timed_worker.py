@@ -18,13 +18,13 @@ from shared.frames import Finish, TokenEvent
 from shared.process.settings import WorkerSettings, load
 from shared.sequences import ModelCard
 from shared.text.codec import TokenizerBundle
+from tests.bench.redis_scaling import MODEL
 from tests.unit.api_texts import EOS, bundle, codec
 from tests.waiting import wait_until
 from worker.engine.batch.adapters import AdapterStats
 from worker.engine.messages import EngineConfig, EngineStats, OnDeath, OnStep, RowRequest, StepOutput
 from worker.process import WorkerProcess
 
-MODEL = "timed"
 CARD = ModelCard(MODEL, 4096, codec().vocab_size, (EOS,), bundle().sha256, "base", 1024, "float32", created=1)
 LENGTH, CANCELLED = Finish("length"), Finish("cancelled")
 

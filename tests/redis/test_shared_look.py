@@ -13,7 +13,6 @@ from shared.redis.ring.worker_registry import WorkerRegistry
 from tests.redis.sequences import MODEL, beat
 from tests.waiting import wait_until
 
-
 NAMES = zlib.compress(msgspec.msgpack.encode(["w0"] * 3))
 
 
