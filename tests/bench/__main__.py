@@ -30,6 +30,7 @@ MEASUREMENTS = {
     "overload": "goodput and first tokens at four times the sustainable rate; slow readers; 1,000 streams",
     "admission": "requests that meet their first token's deadline in overload: by predicted time, by queue limits",
     "redis_scaling": "how many workers and apis one Redis carries: simulated workers with a timed model",
+    "scale": "what one Redis carries of 1,000 workers and 100 apis, in slower time; the cost of each kind of work",
     "adapter_publish": "from a publish to the first token of the new version at each of 2 workers",
     "adapter_flight": "token frames while 100 MB of adapter are in flight",
     "splits": "regret of splits whose shares move, over fixed ones, simulated",

@@ -35,7 +35,8 @@ from shared.errors import DeadlineExceededError, LateFirstTokenError, QueueFullE
 from shared.process.logs import configure
 from shared.process.settings import ApiSettings, load
 from shared.sequences import SamplingParams
-from tests.bench.timed_worker import MODEL, TimedEngine, work
+from tests.bench.redis_scaling import MODEL
+from tests.bench.timed_worker import TimedEngine, work
 from tests.waiting import wait_until
 
 WORKERS, ROWS, STEP_S, CHUNK = 2, 16, 0.04, 512

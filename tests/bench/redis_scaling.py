@@ -40,8 +40,8 @@ from shared.process.logs import configure
 from shared.process.settings import ApiSettings, load
 from shared.redis.connection.client import Script
 from shared.sequences import SamplingParams
-from tests.bench.timed_worker import MODEL, TimedEngine, work
 
+MODEL = "timed"
 WARM_UP_S = 3.0
 CONNECTED_A_S = 20  # workers, of a busy machine
 DELAYS_KEPT = 200_000
@@ -63,10 +63,11 @@ class Level:
     prompt: int
     tokens: int
     fill: float  # streams in flight over rows
+    slow: int = 1  # how many seconds a second takes (slow_time.py)
 
     @property
     def offered(self) -> float:
-        """Tokens a second if every row that has a stream were full and every step on time."""
+        """Tokens a simulated second if every row that has a stream were full and every step on time."""
         return self.workers * self.rows / self.step_s * min(1.0, self.fill)
 
 
@@ -74,12 +75,24 @@ class Level:
 
 
 def be_workers(pipe: Connection, url: str, level: Level, count: int, first: int, folder: str) -> None:
-    """A process of workers."""
+    """A process of workers.
+
+    They are imported here: mlx_lm lowers the number of files that a process may open, and the Redis that we start needs
+    five for each worker.
+    """
+    from tests.bench.slow_time import LEASE_MS, slow_down, slow_url
+    from tests.bench.timed_worker import TimedEngine, work
+
     configure("ERROR", True)
+    slow_down(level.slow)
 
     async def run() -> None:
         up = asyncio.Event()
-        working = asyncio.create_task(work(url, count, level.rows, level.step_s, Path(folder), first, up.set))
+        step_s, lease_ms = level.step_s * level.slow, LEASE_MS * level.slow
+        slowed = slow_url(url, level.slow)
+        working = asyncio.create_task(
+            work(slowed, count, level.rows, step_s, Path(folder), first, up.set, lease_ms=lease_ms)
+        )
         waiting = asyncio.create_task(up.wait())
         await asyncio.wait({working, waiting}, return_when=asyncio.FIRST_COMPLETED)
         waiting.cancel()
@@ -101,11 +114,15 @@ class Heard:
 
 def be_apis(pipe: Connection, url: str, level: Level, count: int, first: int) -> None:
     """A process of apis, each with its share of the streams in flight."""
+    from tests.bench.slow_time import slow_down, slow_url
+
     configure("ERROR", True)
+    slow_down(level.slow)
     heard = Heard()
 
     async def run() -> None:
-        rings = [Ring(load(ApiSettings, ["--redis", url, "--api-id", f"a{first + i}"])) for i in range(count)]
+        slowed = slow_url(url, level.slow)
+        rings = [Ring(load(ApiSettings, ["--redis", slowed, "--api-id", f"a{first + i}"])) for i in range(count)]
         for ring in rings:
             await ring.start()
         streams = round(level.workers * level.rows * level.fill * count / level.apis)
@@ -232,6 +249,8 @@ class Seen:
     all_s: float
     commands: dict[str, tuple[int, int]]  # calls, microseconds
     memory: int
+    sent_bytes: int
+    clients: int
 
     @classmethod
     def now(cls, client: "sync_redis.Redis[bytes]") -> "Seen":
@@ -243,18 +262,49 @@ class Seen:
         }
         main = cpu["used_cpu_sys_main_thread"] + cpu["used_cpu_user_main_thread"]
         whole = cpu["used_cpu_sys"] + cpu["used_cpu_user"]
-        return cls(time.perf_counter(), main, whole, commands, client.info("memory")["used_memory"])
+        memory, sent = client.info("memory")["used_memory"], client.info("stats")["total_net_output_bytes"]
+        clients = client.info("clients")["connected_clients"]
+        return cls(time.perf_counter(), main, whole, commands, memory, sent, clients)
 
 
-def measure(level: Level, seconds: float, processes: int, show_commands: bool) -> None:
-    """Print one row, and with `show_commands` what Redis was asked to do."""
+@dataclass(frozen=True)
+class Figures:
+    """Of one level, over `took` seconds."""
+
+    level: Level
+    before: Seen
+    after: Seen
+    counts: Counts  # at the end
+    steps: int
+    tokens: int
+    sequences: int
+    simulators_s: float  # CPU
+    scripts: dict[str, list[int]]
+
+    @property
+    def took(self) -> float:
+        return self.after.at - self.before.at
+
+    @property
+    def main(self) -> float:
+        """Share of Redis' main thread."""
+        return (self.after.main_s - self.before.main_s) / self.took
+
+    def calls(self, *names: str) -> float:
+        """A second, of these commands or of all."""
+        kept = [name for name in self.after.commands if not names or name in names]
+        return sum(self.after.commands[n][0] - self.before.commands.get(n, (0, 0))[0] for n in kept) / self.took
+
+
+def measure(level: Level, seconds: float, processes: int, show_commands: bool = False) -> Figures:
+    """Run one level, and see what Redis had to do."""
     with tempfile.TemporaryDirectory() as folder, EmbeddedRedis(Path(folder)) as server:
         client = sync_redis.Redis.from_url(server.url)
         simulators = Simulators(server.url, level, folder, processes)
         try:
             while level.offered and not simulators.ask().sequences:
                 time.sleep(0.2)
-            time.sleep(WARM_UP_S + level.workers / CONNECTED_A_S)
+            time.sleep(WARM_UP_S + level.slow + level.workers / CONNECTED_A_S / level.slow)
             counts, cpu, before = simulators.ask(), simulators.cpu_s(), Seen.now(client)
             time.sleep(seconds)
             after, cpu_after, counts_after = Seen.now(client), simulators.cpu_s(), simulators.ask()
@@ -262,24 +312,38 @@ def measure(level: Level, seconds: float, processes: int, show_commands: bool) -
         finally:
             simulators.stop()
             client.close()
-    took = after.at - before.at
-    tokens = counts_after.tokens - counts.tokens
-    main, rate = (after.main_s - before.main_s) / took, tokens / took
-    steps = (counts_after.steps - counts.steps) * level.step_s / took / level.workers
-    calls = sum(n for n, _ in after.commands.values()) - sum(n for n, _ in before.commands.values())
-    late = counts_after.delays or [math.nan]
+    return Figures(
+        level,
+        before,
+        after,
+        counts_after,
+        counts_after.steps - counts.steps,
+        counts_after.tokens - counts.tokens,
+        counts_after.sequences - counts.sequences,
+        cpu_after - cpu,
+        scripts,
+    )
+
+
+def show(seen: Figures) -> None:
+    """Print one row, and what Redis was asked to do, where that was looked at."""
+    level, took, main = seen.level, seen.took, seen.main
+    rate = seen.tokens / took
+    steps = seen.steps * level.step_s / took / level.workers
+    late = seen.counts.delays or [math.nan]
     print(
         f"{level.workers:7d} {level.apis:4d} {1000 * level.step_s:8.1f} {level.offered:8,.0f} {rate:9,.0f} "
         f"{rate / level.offered if level.offered else math.nan:5.2f}  {steps:5.2f} "
-        f"{(counts_after.sequences - counts.sequences) / took:6.1f} | {100 * main:13.1f} "
-        f"{100 * (after.all_s - before.all_s) / took:6.1f} {100_000 * main / rate if rate else math.nan:15.2f} "
-        f"{rate / main:9,.0f} {calls / took:8,.0f} {after.memory / 1e6:6.1f} | {1000 * late[len(late) // 2]:6.1f} "
-        f"{1000 * late[int(len(late) * 0.99)]:8.1f} | {(cpu_after - cpu) / took:17.2f} {os.getloadavg()[0]:5.1f}",
+        f"{seen.sequences / took:6.1f} | {100 * main:13.1f} "
+        f"{100 * (seen.after.all_s - seen.before.all_s) / took:6.1f} "
+        f"{100_000 * main / rate if rate else math.nan:15.2f} "
+        f"{rate / main:9,.0f} {seen.calls():8,.0f} {seen.after.memory / 1e6:6.1f} | {1000 * late[len(late) // 2]:6.1f} "
+        f"{1000 * late[int(len(late) * 0.99)]:8.1f} | {seen.simulators_s / took:17.2f} {os.getloadavg()[0]:5.1f}",
         flush=True,
     )
-    if show_commands:
-        print_commands(before, after, tokens)
-        for name, times in sorted(scripts.items(), key=lambda item: -sum(item[1])):
+    if seen.scripts:
+        print_commands(seen.before, seen.after, seen.tokens)
+        for name, times in sorted(seen.scripts.items(), key=lambda item: -sum(item[1])):
             print(
                 f"      script {name:13s} {len(times) / SAMPLE_S:9.1f} calls/s  {sum(times) / len(times):7.1f} us each"
             )
@@ -336,7 +400,7 @@ def main() -> int:
         if chosen.tokens_per_s:
             step_s = workers * chosen.rows / chosen.tokens_per_s
         level = Level(workers, apis, chosen.rows, step_s, chosen.prompt, chosen.tokens, chosen.fill)
-        measure(level, chosen.seconds, chosen.processes, chosen.commands)
+        show(measure(level, chosen.seconds, chosen.processes, chosen.commands))
     return 0
 
 

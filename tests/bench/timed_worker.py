@@ -18,13 +18,13 @@ from shared.frames import Finish, TokenEvent
 from shared.process.settings import WorkerSettings, load
 from shared.sequences import ModelCard
 from shared.text.codec import TokenizerBundle
+from tests.bench.redis_scaling import MODEL
 from tests.unit.api_texts import EOS, bundle, codec
 from tests.waiting import wait_until
 from worker.engine.batch.adapters import AdapterStats
 from worker.engine.messages import EngineConfig, EngineStats, OnDeath, OnStep, RowRequest, StepOutput
 from worker.process import WorkerProcess
 
-MODEL = "timed"
 CARD = ModelCard(MODEL, 4096, codec().vocab_size, (EOS,), bundle().sha256, "base", 1024, "float32", created=1)
 LENGTH, CANCELLED = Finish("length"), Finish("cancelled")
 
@@ -152,7 +152,14 @@ class TimedEngine:
 
 
 async def work(
-    url: str, workers: int, rows: int, step_s: float, folder: Path, first: int, ready: Callable[[], None]
+    url: str,
+    workers: int,
+    rows: int,
+    step_s: float,
+    folder: Path,
+    first: int,
+    ready: Callable[[], None],
+    lease_ms: int = 3000,
 ) -> None:
     """Run workers until cancelled; `ready` is called once all are in the ring."""
     TimedEngine.step_s = step_s
@@ -164,6 +171,7 @@ async def work(
                 [
                     "--redis", url, "--model", MODEL, "--max-batch-size", str(rows), "--worker-id", f"w{first + i}",
                     "--adapter-cache-dir", str(folder / f"{first + i}"), "--drain-grace-s", "0",
+                    "--lease-ms", str(lease_ms), "--allow-other-weights",
                 ],
             )
         )

@@ -1,7 +1,9 @@
 """In a large ring one process looks at the heartbeats for all."""
 
 import asyncio
+import zlib
 
+import msgspec
 import pytest
 from redis.asyncio import Redis
 
@@ -10,6 +12,8 @@ from shared.redis.ring import worker_registry
 from shared.redis.ring.worker_registry import WorkerRegistry
 from tests.redis.sequences import MODEL, beat
 from tests.waiting import wait_until
+
+NAMES = zlib.compress(msgspec.msgpack.encode(["w0"] * 3))
 
 
 async def asked(redis: Redis, command: str) -> int:
@@ -52,7 +56,10 @@ async def test_while_one_looks_the_others_go_by_what_they_knew_and_then_look_the
 
 
 @pytest.mark.usefixtures("many")
-@pytest.mark.parametrize("kept", [b"", b"\xc1", b"\x93\x01\x02\x03", b"\x91\x81\xa2id\x01"])
+@pytest.mark.parametrize(
+    "kept",
+    [b"", b"\xc1", b"\x93\x01\x02\x03", zlib.compress(b"\xc1"), zlib.compress(b"\x91\x81\xa2id\x01"), NAMES[:-8]],
+)
 async def test_what_is_no_look_is_passed_over(redis: Redis, kept: bytes) -> None:
     for name in ("w0", "w1", "w2"):
         await beat(redis, name)

@@ -1,5 +1,10 @@
-"""What many processes ask Redis again and again, and only one of them has to: the others take what it has seen."""
+"""What many processes ask Redis again and again, and only one of them has to: the others take what it has seen.
 
+What is seen is kept compressed: heartbeats are much alike, and each process of a large ring fetches all of them each
+second (645 KB of a thousand workers, 75 KB compressed).
+"""
+
+import zlib
 from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
@@ -11,6 +16,8 @@ from shared.redis import keys
 Seen = TypeVar("Seen")
 FRESH_MS = 1000  # how long one look serves
 TURN_MS = 900  # that the others wait for it, with what they know
+FASTEST = 1  # of zlib's levels
+MOST_BYTES = 64 << 20  # of what was seen
 
 
 class SharedLook(Generic[Seen]):
@@ -26,8 +33,9 @@ class SharedLook(Generic[Seen]):
         kept = await self._redis.get(key)
         if kept is not None:
             try:
-                seen = self._known[model] = msgspec.msgpack.decode(kept, type=self._type)
-            except (msgspec.DecodeError, ValueError):
+                plain = zlib.decompressobj().decompress(kept, MOST_BYTES)
+                seen = self._known[model] = msgspec.msgpack.decode(plain, type=self._type)
+            except (zlib.error, msgspec.DecodeError, ValueError):
                 return await look()  # another version's; it goes soon
             return seen
         known = self._known.pop(model, None)  # it serves once: who is told nothing twice in a row looks itself
@@ -35,5 +43,5 @@ class SharedLook(Generic[Seen]):
         if known is not None and not await self._redis.set(turn, b"", nx=True, px=TURN_MS):
             return known
         seen = self._known[model] = await look()
-        await self._redis.set(key, msgspec.msgpack.encode(seen), px=FRESH_MS)
+        await self._redis.set(key, zlib.compress(msgspec.msgpack.encode(seen), FASTEST), px=FRESH_MS)
         return seen
