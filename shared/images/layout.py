@@ -6,10 +6,13 @@ Sizes are rounded as transformers' `Idefics3ImageProcessor` and `SmolVLMImagePro
 
 Pixtral (arXiv 2410.07073): an image is one picture of whole patches in its own proportions, no larger than
 `longest_edge`; each row of patches ends with a mark. Mistral 3.1 does so with squares of patches.
+
+Qwen2.5-VL and Qwen3-VL (arXiv 2502.13923, 2511.21631): one picture of whole squares of patches, with as many pixels as
+the model allows; no marks. Sizes are rounded as in `smart_resize` of transformers' `Qwen2VLImageProcessor`.
 """
 
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, floor, sqrt
 
 from shared.images.refs import Detail, VisionSpec
 
@@ -38,7 +41,9 @@ class Layout:
 
 
 def layout(vision: VisionSpec, width: int, height: int, detail: Detail) -> Layout:
-    """What an image of so many pixels comes to; `low` is one tile, or a quarter of the longest edge."""
+    """What an image of so many pixels comes to; `low` is one tile, or a quarter of what each side may have."""
+    if vision.family == "qwen":
+        return _in_squares(vision, width, height, vision.most_pixels // (16 if detail == "low" else 1))
     if vision.family == "pixtral":
         return _in_patches(vision, width, height, vision.longest_edge // (4 if detail == "low" else 1))
     tile = vision.tile
@@ -62,6 +67,21 @@ def _in_patches(vision: VisionSpec, width: int, height: int, longest: int) -> La
     size = columns * vision.tile, rows * vision.tile
     text = ROW_END.join([vision.image_token * columns] * rows) + IMAGE_END
     return Layout(text, rows * columns, size, size, size)
+
+
+def _in_squares(vision: VisionSpec, width: int, height: int, most: int) -> Layout:
+    tile, fewest = vision.tile, vision.fewest_pixels
+    most = max(most, fewest, tile * tile)
+    columns, rows = round(width / tile), round(height / tile)
+    if columns * rows * tile * tile > most:
+        ratio = sqrt(width * height / most)
+        columns, rows = (max(1, floor(side / ratio / tile)) for side in (width, height))
+    elif columns * rows * tile * tile < fewest:
+        ratio = sqrt(fewest / (width * height))
+        columns, rows = (ceil(side * ratio / tile) for side in (width, height))
+    columns, rows = max(1, columns), max(1, rows)
+    size = columns * tile, rows * tile
+    return Layout(vision.image_token * (rows * columns), rows * columns, size, size, size)
 
 
 def _resized(width: int, height: int, longest: int) -> tuple[int, int]:

@@ -20,7 +20,7 @@ KEY_BYTES = 16
 MOST_IMAGES = 64  # of one sequence; an api may take fewer
 
 Detail = Literal["high", "low"]
-Family = Literal["idefics3", "pixtral"]
+Family = Literal["idefics3", "pixtral", "qwen"]
 
 
 class VisionSpec(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -29,13 +29,15 @@ class VisionSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     family: Family
     image_token: str  # in the text of a prompt; the chat template writes one for each image
     image_token_id: int
-    tile: int  # pixels on each side of what the tower sees at one time; pixtral: of what becomes one vector
-    longest_edge: int  # to which an image is brought before it is cut into tiles; pixtral: that it may have
+    tile: int  # pixels on each side of what the tower sees at one time; pixtral, qwen: of what becomes one vector
+    longest_edge: int  # to which an image is brought before it is cut into tiles; pixtral: that it may have; qwen: 0
     tile_tokens: int  # vectors of one tile
     splits: bool = True  # into tiles; else an image is one
     mean: tuple[float, float, float] = (0.5, 0.5, 0.5)  # of pixels in 0..1
     std: tuple[float, float, float] = (0.5, 0.5, 0.5)
     resample: int = 1  # Pillow's number of a filter; 1: Lanczos
+    fewest_pixels: int = 0  # qwen: of an image as it is seen
+    most_pixels: int = 0
 
 
 class ImageRef(msgspec.Struct, frozen=True, array_like=True):

@@ -1,9 +1,9 @@
-"""Images in the batch: `python -m tests.bench.images [--shape small|500m] [--rows 8]`.
+"""Images in the batch: `python -m tests.bench.images [--shape small|500m|qwen] [--rows 8]`.
 
 Rows with an image each, together over one at a time, in tokens per second from request to end; and first tokens of
 short texts that come while rows with images do, over those of texts that come while as long rows of text do. The model
-is a SmolVLM of random weights, nothing is kept between requests, and each row has an image of its own. Runs alternate
-in one process.
+is a SmolVLM or a Qwen2.5-VL of random weights, nothing is kept between requests, and each row has an image of its own.
+Runs alternate in one process.
 """
 
 # ruff: noqa: E402
@@ -28,7 +28,7 @@ from tokenizers import Tokenizer
 from shared.images.refs import VisionSpec
 from shared.sequences import SamplingParams, SequenceSpec
 from tests.engine.small_models import write_tokenizer
-from tests.engine.vision_models import CONFIGS, MARKS, TEMPLATE, image_spec, picture, whole_model
+from tests.engine.vision_models import CONFIGS, MARKS, TEMPLATE, image_spec, picture, whole_model, write_vision_model
 from worker.engine.engine import Engine
 from worker.engine.messages import EngineConfig, RowRequest
 from worker.engine.model import cuda_graphs
@@ -53,6 +53,17 @@ SHAPES: dict[str, dict[str, Any]] = {
         "scale": 4,
         "tile": 512,
     },
+    "qwen": {
+        "text": {
+            "hidden_size": 256, "num_hidden_layers": 6, "intermediate_size": 768, "num_key_value_heads": 2,
+            "rope_scaling": {"type": "mrope", "mrope_section": [8, 12, 12]},
+        },
+        "seen": {
+            "hidden_size": 128, "depth": 8, "intermediate_size": 512, "patch_size": 14, "out_hidden_size": 256,
+            "window_size": 112, "fullatt_block_indexes": [3, 7],
+        },
+        "tile": 280,
+    },
 }  # fmt: skip
 AIM_TOGETHER, AIM_BESIDE = 3.0, 1.5
 TEXT_TOKENS, TEXTS = 8, 24
@@ -60,7 +71,14 @@ MANY = 64  # more than are at work at one time
 
 
 def seeing_model(shape: dict[str, Any], dtype: str) -> LoadedModel:
-    """A SmolVLM of such a size: an image of two by two tiles is five of them, with the whole."""
+    """A SmolVLM of such a size: an image of two by two tiles is five of them, with the whole; or a Qwen2.5-VL."""
+    if "scale" not in shape:
+        config = {**CONFIGS["qwen2_5_vl"], "max_position_embeddings": 8192, **shape["text"]}
+        config["vision_config"] = {**config["vision_config"], **shape["seen"]}
+        images = {"min_pixels": 56 * 56, "max_pixels": 1280 * 28 * 28}
+        with tempfile.TemporaryDirectory() as name:
+            write_vision_model(Path(name), "qwen2_5_vl", config=config, images=images)
+            return load_model(EngineConfig(name, dtype=dtype))
     config = dict(CONFIGS["smolvlm"])
     config["text_config"] = {**config["text_config"], "max_position_embeddings": 8192, **shape["text"]}
     config["vision_config"] = {**config["vision_config"], "image_size": shape["tile"], **shape["seen"]}

@@ -8,6 +8,9 @@ The last token decides the next one (`sure_model`), all layers notwithstanding. 
 where 150,000 tokens have about equal chances, the last bits of a wider forward in bfloat16 make it draw another one
 almost always, which models that have learned do seldom.
 
+Both engines take turns in stretches, each of which ends when the GPU has done all that the stretch has begun. A step
+without drafts is computed while its engine returns: turn for turn, the other one would wait for it.
+
 Tokens per second count from the moment when all rows decode to the one when the first of them ends: after that fewer
 rows share a step, and with drafts rows end apart.
 
@@ -26,6 +29,7 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import count
 from statistics import median
 from typing import Any
 
@@ -41,6 +45,7 @@ AIMS = {(1, 1.0): "aim 2.0", (8, 1.0): "aim 1.4", (32, 0.0): "aim 0.97", (32, 0.
 
 
 STRIDE = 7919  # from a token to the next: prime, so that the vocabulary's end is reached before a token comes again
+STRETCH = 24  # turns
 SURE = 40.0  # the next token's logit; all others lie about 0
 
 
@@ -85,6 +90,13 @@ class Decoding:
         """One more, now."""
         self.written[request.spec.id], self._since[request.spec.id] = [], self._now
         self._engine.submit([request])
+
+    def rest(self) -> None:
+        """Wait for what the turns so far have begun."""
+        began = clock()
+        mx.synchronize(self._engine._batch.stream)
+        if self._is_whole:
+            self.seconds += clock() - began
 
     def turn(self) -> None:
         """One turn, timed."""
@@ -138,7 +150,7 @@ class Runs:
         self._forget()
 
     def ratio(self, chance: float, seed: int) -> float:
-        """Tokens per second with drafts of such a chance over those without; turns of both alternate."""
+        """Tokens per second with drafts of such a chance over those without; stretches of both alternate."""
         plain, drafting = self._both([chance] * self._rows, seed, every=0)
         return drafting.tokens / drafting.seconds / (plain.tokens / plain.seconds)
 
@@ -168,17 +180,16 @@ class Runs:
         before = self._drafting.stats().speculation
         plain = Decoding(self._plain, self._requests(prompts, [()] * self._rows, seed))
         drafting = Decoding(self._drafting, self._requests(prompts, guesses, seed))
-        turns = 0
-        while plain.is_busy or drafting.is_busy:
-            turns += 1
-            if every and turns % every == 0 and turns < self._tokens:
-                late = tuple(draw.randrange(3, self._vocab) for _ in range(32))
-                for each in (plain, drafting):
-                    sampling = SamplingParams(4, turns, temperature=1.0, ignore_eos=True)
-                    each.arrive(RowRequest(SequenceSpec(f"late {turns}", "m", late, sampling)))
+        for begin in count(1, STRETCH):
             for each in (plain, drafting):
-                if each.is_busy:
-                    each.turn()
+                for turn in range(begin, begin + STRETCH):
+                    if every and turn % every == 0 and turn < self._tokens:
+                        each.arrive(self._late(turn))
+                    if each.is_busy:
+                        each.turn()
+                each.rest()
+            if not (plain.is_busy or drafting.is_busy):
+                break
         after = self._drafting.stats().speculation
         self.changed += sum(plain.written[seq] != drafting.written[seq] for seq in plain.written)
         self.drafted += after.drafted - before.drafted
@@ -186,6 +197,14 @@ class Runs:
         self.tokens += drafting.tokens
         self.turns += drafting.turns
         return plain, drafting
+
+    def _late(self, turn: int) -> RowRequest:
+        """A short request that comes in that turn."""
+        draw = random.Random(turn)
+        late = tuple(draw.randrange(3, self._vocab) for _ in range(32))
+        return RowRequest(
+            SequenceSpec(f"late {turn}", "m", late, SamplingParams(4, turn, temperature=1.0, ignore_eos=True))
+        )
 
     def _requests(
         self, prompts: Sequence[tuple[int, ...]], guesses: Sequence[tuple[int, ...]], seed: int

@@ -114,15 +114,20 @@ async def test_a_killed_worker_costs_no_sample_and_doubles_none(two_workers: Rin
     async with InferenceClient(two_workers.url) as client:
         submitted = await client.submit(*job(prompts=24, n=4, max_tokens=96))
         pids = {worker.id: worker.pid for worker in await asyncio.to_thread(two_workers.workers)}
-        busiest: Counter[str] = Counter()
+        victims: list[int] = []
 
-        async def has_rows() -> bool:
-            busiest.update(await running(two_workers))
-            return bool(busiest)
+        async def holds_rows() -> bool:
+            """Whether one stands still with rows in hand: on a busy machine it might be done before it is killed."""
+            for worker, _ in (await running(two_workers)).most_common(1):
+                os.kill(pids[worker], signal.SIGSTOP)
+                if (await running(two_workers))[worker]:
+                    victims.append(pids[worker])
+                else:
+                    os.kill(pids[worker], signal.SIGCONT)
+            return bool(victims)
 
-        await wait_until(has_rows)
-        ((victim, _),) = busiest.most_common(1)
-        os.kill(pids[victim], signal.SIGKILL)
+        await wait_until(holds_rows)
+        os.kill(victims[0], signal.SIGKILL)
         status = await client.wait(submitted.id)
         lines = await results_of(client, submitted.id)
     assert status.status == "succeeded"

@@ -43,6 +43,7 @@ def test_plain_kv_of_every_type_and_size() -> None:
     for dtype, size, heads, kv_heads, at_once in (
         (mx.bfloat16, 128, 8, 2, 1),
         (mx.bfloat16, 128, 8, 2, 3),
+        (mx.bfloat16, 128, 8, 2, 6),
         (mx.bfloat16, 64, 14, 2, 1),
         (mx.float16, 64, 2, 2, 1),
         (mx.float16, 64, 6, 2, 5),

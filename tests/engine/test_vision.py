@@ -1,25 +1,39 @@
 """Rows with images in the batch: the tokens of mlx-vlm alone, and never another image's KV."""
 
 import json
+import random
 from dataclasses import replace as replaced
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import msgspec
+import numpy as np
 import pytest
 
 pytest.importorskip("mlx_vlm")
 
-from shared.errors import SetupError
+from shared.errors import EngineError, SetupError
 from tests.engine.adapter_bench import AdapterBench
 from tests.engine.adapter_models import make_adapter
-from tests.engine.conftest import Bench
-from tests.engine.vision_models import CONFIGS, alone, image_spec, picture, pixels, whole_model, write_vision_model
-from worker.engine.messages import EngineConfig, Picture, RowRequest, SpeculationConfig
+from tests.engine.conftest import Bench, spec
+from tests.engine.vision_models import (
+    CONFIGS,
+    IMAGE_TOKEN_ID,
+    alone,
+    behind,
+    image_spec,
+    picture,
+    pixels,
+    whole_model,
+    write_vision_model,
+)
+from worker.engine.messages import DiskConfig, EngineConfig, Picture, RowRequest, SpeculationConfig
 from worker.engine.model.loader import LoadedModel, load_model
 from worker.engine.vision.families import check_known, is_vision
 from worker.engine.vision.gallery import TRIED_AGAIN, TileTimes
+from worker.engine.vision.positions import Grid, Spots
+from worker.engine.vision.qwen import QwenTower
 
 WHAT = "What is this? <image> Say it."
 
@@ -37,7 +51,7 @@ def reference(family: str) -> Any:
     return model
 
 
-@pytest.fixture(scope="module", params=sorted(CONFIGS))
+@pytest.fixture(scope="module", params=sorted(CONFIGS.keys() - {"qwen3_vl_moe"}))
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -80,6 +94,42 @@ def test_as_many_tiles_are_encoded_at_once_as_stay_in_time() -> None:
     for _ in range(TRIED_AGAIN):
         times.took(2, 0.5)
     assert times.most(8, 1.0) == 4, "the machine may have been busy"
+
+
+def test_positions_are_those_of_mlx_vlm_wherever_a_prompt_is_cut() -> None:
+    dice, model = random.Random(17), whole_model("qwen2_5_vl")
+    for _ in range(20):
+        grids = [Grid(dice.randint(1, 5), dice.randint(1, 5)) for _ in range(dice.randint(1, 3))]
+        ids: list[int] = []
+        for rows, columns in grids:
+            ids += [*[5] * dice.randint(0, 3), IMAGE_TOKEN_ID + 1, *[IMAGE_TOKEN_ID] * (rows * columns)]
+        ids += [5] * dice.randint(1, 9)
+        spots = Spots(len(ids), [at for at, each in enumerate(ids) if each == IMAGE_TOKEN_ID], grids)
+        thw = mx.array([[1, 2 * rows, 2 * columns] for rows, columns in grids])
+        theirs_31L, shift = model.language_model.get_rope_index(mx.array([ids]), thw)
+        first, last = sorted(dice.sample(range(len(ids) + 1), 2))
+        assert (spots.piece(first, last - first) == np.array(theirs_31L)[:, 0, first:last]).all()
+        behind = len(ids) + spots.shift + np.arange(2)
+        assert spots.shift == shift.item() and (spots.piece(len(ids) - 1, 3)[:, 1:] == behind).all()
+    with pytest.raises(EngineError, match="one piece"):
+        Spots(9, [1, 2, 4, 5], [Grid(2, 2)])
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"], indirect=True)
+def test_vectors_are_mlx_vlms_in_whatever_pieces_an_image_is_encoded(
+    seeing: LoadedModel, reference: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tower = seeing.tower
+    assert isinstance(tower, QwenTower)
+    for pairs, width, height in ((1 << 27, 48, 64), (100, 80, 48), (1, 16, 32)):
+        monkeypatch.setattr(tower, "most_pairs", pairs)
+        shown = picture(1, width, height)
+        *pieces, vectors_TH = tower.layers(shown.tobytes(), width, height)
+        fed = pixels(reference, [shown])
+        theirs = reference.vision_tower(fed["pixel_values"], fed["image_grid_thw"])
+        theirs_TH = mx.concatenate([theirs[0], *theirs[1]], axis=-1) if isinstance(theirs, tuple) else theirs
+        assert mx.abs(vectors_TH - theirs_TH).max().item() < 1e-4
+        assert len(pieces) >= (4 if pairs > 1000 else 8)
 
 
 def test_what_it_says_depends_on_the_image(seeing: LoadedModel, reference: Any) -> None:
@@ -177,8 +227,8 @@ def test_rows_that_cannot_see_are_refused_and_the_others_go_on(seeing: LoadedMod
         "tokens": (replace(good, images=(replace(ref, tokens=ref.tokens + 1),)), sent),
         "broken": (replace(good, images=()), ()),
     }
-    for name, (spec, pictures) in bad.items():
-        bench.send(replace(spec, id=name), pictures)
+    for name, (asked, pictures) in bad.items():
+        bench.send(replace(asked, id=name), pictures)
     short = [replaced(sent[0], tiles=[tile[:-7] for tile in sent[0].tiles])]
     bench.send(replace(good, id="short"), tuple(short))
     bench.send(good, sent)
@@ -202,8 +252,37 @@ def test_drafts_are_checked_for_rows_with_images_as_for_others(seeing: LoadedMod
     assert bench.engine.stats().speculation.accepted > 0
 
 
-def test_a_quantised_checkpoint_is_seen_with(tmp_path: Path) -> None:
-    folder = write_vision_model(tmp_path / "small", bits=8)
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"], indirect=True)
+def test_positions_behind_an_image_are_the_rows_own_when_its_kv_comes_from_disk(
+    seeing: LoadedModel, reference: Any, tmp_path: Path
+) -> None:
+    text = "Look at this one: <image> It is large, and much may be said of it before the end."
+    for turn, cached in enumerate((0, 64)):
+        bench = Gaze(seeing, disk=DiskConfig(str(tmp_path)))
+        bench.ask("one", text, [picture(1, 64, 64)], max_tokens=12)
+        bench.run()
+        bench.check(reference)
+        assert bench.finish("one").cached_tokens >= cached, turn
+        bench.engine.close(keep=True)
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl"], indirect=True)
+def test_a_model_that_drafts_has_no_eyes_and_changes_nothing(family: str, reference: Any, tmp_path: Path) -> None:
+    folder = str(write_vision_model(tmp_path / "small", family))
+    drafting = SpeculationConfig(draft_model=folder, adapts_to_time=False, ngram_max=0)
+    loaded = load_model(EngineConfig(folder, speculation=drafting))
+    bench = Gaze(loaded, speculation=drafting, prefill_chunk=8)
+    bench.ask("text", "Tell me of the sea.", max_tokens=30)
+    bench.ask("one", WHAT, [picture(1)], max_tokens=30)
+    bench.ask("two", "<image> or <image>?", [picture(2), picture(3, 64, 20)], max_tokens=30)
+    bench.run()
+    bench.check(reference)
+    assert bench.engine.stats().speculation.model_accepted > 10
+
+
+@pytest.mark.parametrize("family", ["smolvlm", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
+def test_a_quantised_checkpoint_is_seen_with(family: str, tmp_path: Path) -> None:
+    folder = write_vision_model(tmp_path / "small", family, bits=8)
     loaded = load_model(EngineConfig(str(folder)))
     assert loaded.card.quantization == "8 bits, groups of 32"
     from mlx_vlm.utils import load_model as load_whole
@@ -232,6 +311,20 @@ def test_a_folder_that_is_not_as_it_should_be_is_refused_in_words(tmp_path: Path
         load_model(EngineConfig(str(folder)))
 
 
+def test_of_a_qwen_without_a_tower_the_text_is_served(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = write_vision_model(tmp_path / "small", "qwen2_5_vl")
+    weights = mx.load(str(folder / "model.safetensors"))
+    text = {name: array for name, array in weights.items() if name.startswith("language_model")}
+    mx.save_safetensors(str(folder / "model.safetensors"), text, {"format": "mlx"})
+    (folder / "preprocessor_config.json").unlink()
+    bench = Bench(load_model(EngineConfig(str(folder))))
+    assert bench.loaded.card.vision is None and "engine.images_refused family=qwen2_5_vl" in caplog.text
+    asked = spec("text", range(5, 25))
+    bench.submit(asked)
+    bench.run()
+    assert bench.tokens("text") == alone(whole_model("qwen2_5_vl"), asked.prompt_ids, [], asked.sampling.max_tokens)
+
+
 def test_of_mistral_3_only_what_runs_in_the_batch_is_seen_with(tmp_path: Path) -> None:
     folder = write_vision_model(tmp_path / "small", "mistral3")
     file, config = folder / "config.json", json.loads((folder / "config.json").read_text())
@@ -258,7 +351,7 @@ def test_of_mistral_3_only_what_runs_in_the_batch_is_seen_with(tmp_path: Path) -
         load_model(EngineConfig(str(folder)))
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "qwen2_5_vl", "qwen3_vl", "lfm2-vl"])
+@pytest.mark.parametrize("kind", ["gemma3", "qwen2_vl", "lfm2-vl"])
 def test_a_model_whose_tower_we_do_not_run_says_at_start_that_it_refuses_images(
     kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -287,9 +380,7 @@ def test_adapters_apply_to_rows_with_images(seeing: LoadedModel, reference: Any,
         bench.engine.submit(requests)
         bench.run()
         for at, (model, shown) in enumerate([(made.reference, 0), (seeing.model, 1), (made.reference, 0)]):
-            said, ids = bench.tokens(f"s{at}"), mx.array([requests[at].spec.prompt_ids])
-            seen_1LH = reference.get_input_embeddings(ids, **pixels(reference, [picture(shown)])).inputs_embeds
-            told_1LH = model.model.embed_tokens(mx.array([said[:-1]]))
-            logits_LV = model(None, input_embeddings=mx.concatenate([seen_1LH, told_1LH], axis=1))[0, -len(said) :]
+            said = bench.tokens(f"s{at}")
+            logits_LV = behind(model, reference, requests[at].spec.prompt_ids, [picture(shown)], said)
             assert said == mx.argmax(logits_LV, axis=-1).tolist()
         assert bench.tokens("s0") != bench.tokens("s1")

@@ -14,6 +14,7 @@ import mlx.nn
 import msgspec
 import numpy as np
 from mlx.utils import tree_flatten, tree_map
+from mlx_lm.models.cache import KVCache
 from PIL import Image
 from tokenizers import Tokenizer
 
@@ -24,6 +25,9 @@ from shared.sequences import SequenceSpec
 from tests.engine.conftest import spec
 from tests.engine.small_models import EOS, write_tokenizer
 from worker.engine.messages import Picture
+from worker.engine.vision.features import embeddings
+from worker.engine.vision.language import placement_of
+from worker.engine.vision.qwen import CLIP_MEAN, CLIP_STD
 
 TILE, LONGEST = 32, 64
 MARKS = {
@@ -32,6 +36,9 @@ MARKS = {
     "pixtral": ["[IMG]", "[IMG_BREAK]", "[IMG_END]", "<end_of_utterance>"],
 }
 MARKS["mistral3"] = MARKS["pixtral"]
+MARKS["qwen2_5_vl"] = ["<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<end_of_utterance>"]
+MARKS["qwen3_vl"] = MARKS["qwen3_vl_moe"] = MARKS["qwen2_5_vl"]
+MARKED_AS = {"idefics3": "smolvlm", "pixtral": "pixtral", "qwen": "qwen2_5_vl"}
 IMAGE_TOKEN_ID = EOS + 1
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}:{% if m.content is string %}{{ m.content }}{% else %}"
@@ -65,6 +72,51 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "vision_config": {"model_type": "pixtral", "image_size": LONGEST, "head_dim": 16, **_SEEN},
     },
 }
+_QWEN = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_heads": 2,
+    "patch_size": 8,
+    "out_hidden_size": 64,
+}
+_QWEN_IDS = {**_BOTH, "vision_start_token_id": IMAGE_TOKEN_ID + 1, "vision_end_token_id": IMAGE_TOKEN_ID + 2}
+CONFIGS["qwen2_5_vl"] = {
+    "model_type": "qwen2_5_vl",
+    **_TEXT,
+    **_QWEN_IDS,
+    "rope_theta": 30.0,  # so low that rows and columns tell within a few of them
+    "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
+    "tie_word_embeddings": False,
+    "vision_config": {"model_type": "qwen2_5_vl", "window_size": 32, "fullatt_block_indexes": [1], **_QWEN},
+}
+CONFIGS["qwen3_vl"] = {
+    "model_type": "qwen3_vl",
+    **_QWEN_IDS,
+    "text_config": {
+        "model_type": "qwen3_vl_text",
+        "head_dim": 16,
+        "rope_theta": 10_000.0,
+        "tie_word_embeddings": False,
+        "rope_scaling": {"rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": True},
+        **_TEXT,
+    },
+    "vision_config": {"model_type": "qwen3_vl", "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}
+    | _QWEN,
+}
+CONFIGS["qwen3_vl_moe"] = CONFIGS["qwen3_vl"] | {
+    "model_type": "qwen3_vl_moe",
+    "text_config": {
+        **CONFIGS["qwen3_vl"]["text_config"],
+        "model_type": "qwen3_vl_moe_text",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 64,
+    },
+    "vision_config": CONFIGS["qwen3_vl"]["vision_config"] | {"model_type": "qwen3_vl_moe"},
+}
 CONFIGS["mistral3"] = {**CONFIGS["pixtral"], "model_type": "mistral3", "spatial_merge_size": 2}
 
 
@@ -73,18 +125,29 @@ def whole_model(family: str, seed: int = 0, config: dict[str, Any] | None = None
     module, config = import_module(f"mlx_vlm.models.{family}"), config or CONFIGS[family]
     mx.random.seed(seed)
     parts = {
-        "text_config": module.TextConfig.from_dict(config["text_config"]),
+        "text_config": module.TextConfig.from_dict(config.get("text_config") or config),
         "vision_config": module.VisionConfig.from_dict(config["vision_config"]),
     }
-    model = module.Model(module.ModelConfig(**{**config, **parts}))
+    names = module.ModelConfig.__dataclass_fields__
+    whole = {name: value for name, value in config.items() if name in names or family == "smolvlm"}
+    model = module.Model(module.ModelConfig(**{**whole, **parts}))
     model.update(tree_map(lambda array: array * 2 if array.ndim > 1 else array, model.parameters()))
     return model
 
 
-def write_vision_model(folder: Path, family: str = "smolvlm", *, seed: int = 0, bits: int = 0) -> Path:
-    """A folder as a checkpoint has it."""
+def write_vision_model(
+    folder: Path,
+    family: str = "smolvlm",
+    *,
+    seed: int = 0,
+    bits: int = 0,
+    config: dict[str, Any] | None = None,
+    images: dict[str, Any] | None = None,
+) -> Path:
+    """A folder as a checkpoint has it; `images`: of the image processor, in place of what a small model has."""
     folder.mkdir(parents=True, exist_ok=True)
-    model, config = whole_model(family, seed), CONFIGS[family]
+    config = config or CONFIGS[family]
+    model = whole_model(family, seed, config)
     if bits:
         mlx.nn.quantize(model.language_model, group_size=32, bits=bits)
         config = {**config, "quantization": {"group_size": 32, "bits": bits}}
@@ -95,13 +158,15 @@ def write_vision_model(folder: Path, family: str = "smolvlm", *, seed: int = 0, 
     tokenizer.add_special_tokens(MARKS[family])
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = json.loads((folder / "tokenizer_config.json").read_text())
-    images: dict[str, Any] = {"size": {"longest_edge": LONGEST}}
+    small: dict[str, Any] = {"size": {"longest_edge": LONGEST}}
     if family == "smolvlm":
-        images["max_image_size"] = {"longest_edge": TILE}
+        small["max_image_size"] = {"longest_edge": TILE}
+    if family.startswith("qwen"):
+        small = {"patch_size": 8, "merge_size": 2, "size": {"shortest_edge": 256, "longest_edge": LONGEST**2}}
     files = {
         "config.json": config,
         "tokenizer_config.json": {**settings, "chat_template": TEMPLATE.replace("MARK", MARKS[family][0])},
-        "preprocessor_config.json": images,
+        "preprocessor_config.json": images or small,
         "processor_config.json": {"image_seq_len": 4} if family == "smolvlm" else {},
     }
     for name, content in files.items():
@@ -136,8 +201,8 @@ def image_spec(
         refs.append(ImageRef(digest, key, cut.tokens, detail))
         width, height, seen = tiles(data, vision, detail)
         sent.append(Picture(key, seen, width, height))
-        first += cut.text + behind
-    ids = codec("pixtral" if vision.family == "pixtral" else "smolvlm").encode(first).ids
+        first += (f"<|vision_start|>{cut.text}<|vision_end|>" if vision.family == "qwen" else cut.text) + behind
+    ids = codec(MARKED_AS[vision.family]).encode(first).ids
     images = {"images": tuple(refs), "image_token": IMAGE_TOKEN_ID} if refs else {}
     return msgspec.structs.replace(spec(seq, ids, **sampling), **images), tuple(sent)
 
@@ -155,6 +220,8 @@ def codec(family: str = "smolvlm") -> Tokenizer:
 def alone(model: Any, prompt_ids: tuple[int, ...], pictures: list[Image.Image], tokens: int) -> list[int]:
     """Greedy tokens of mlx-vlm's model, fed with its own or transformers' pixels, without a cache."""
     said: list[int] = []
+    if model.config.model_type.startswith("qwen"):
+        return _alone_on_axes(model, prompt_ids, pictures, tokens)
     embeddings = getattr(model.language_model, "model", model.language_model).embed_tokens
     embedded_1LH = embeddings(mx.array([prompt_ids]))
     if pictures:
@@ -166,6 +233,36 @@ def alone(model: Any, prompt_ids: tuple[int, ...], pictures: list[Image.Image], 
     return said
 
 
+def behind(model: Any, theirs: Any, prompt_ids: tuple[int, ...], pictures: list[Image.Image], said: list[int]) -> Any:
+    """Logits [L, V] for each of the tokens said, of a language side fed with what mlx-vlm's model makes of the rest."""
+    seen = theirs.get_input_embeddings(mx.array([prompt_ids]), **pixels(theirs, pictures))
+    told_1LH = embeddings(model)(mx.array([said[:-1]]))
+    fed_1LH, placement = mx.concatenate([seen.inputs_embeds, told_1LH], axis=1), placement_of(model)
+    if placement is None:
+        return model(None, input_embeddings=fed_1LH)[0, -len(said) :]
+    first = len(prompt_ids) + int(seen.rope_deltas.item())
+    later_31L = mx.broadcast_to(mx.arange(first, first + len(said) - 1), (3, 1, len(said) - 1))
+    places = mx.array([at for at, each in enumerate(prompt_ids) if each == IMAGE_TOKEN_ID])
+    deep = [mx.zeros_like(fed_1LH).at[0, places].add(each) for each in seen.deepstack_visual_embeds or ()]
+    with placement.spread(mx.concatenate([seen.position_ids, later_31L], axis=2), deep):
+        return model(None, input_embeddings=fed_1LH)[0, -len(said) :]
+
+
+def _alone_on_axes(model: Any, prompt_ids: tuple[int, ...], pictures: list[Image.Image], tokens: int) -> list[int]:
+    """With mlx-vlm's cache, which is how it goes on behind an image."""
+    side, said = model.language_model, list[int]()
+    side._rope_deltas = side._position_ids = None
+    cache = [KVCache() for _ in side.layers]
+    mx.disable_compile()  # on a CPU it takes seconds
+    logits_1LV = model(mx.array([prompt_ids]), cache=cache, **(pixels(model, pictures) if pictures else {})).logits
+    while True:
+        said.append(int(mx.argmax(logits_1LV[0, -1]).item()))
+        if len(said) == tokens:
+            mx.enable_compile()
+            return said
+        logits_1LV = side(mx.array([said[-1:]]), cache=cache).logits
+
+
 def pixels(model: Any, pictures: list[Image.Image]) -> dict[str, Any]:
     """What mlx-vlm is fed with: its own pixels, or transformers'."""
     if model.config.model_type in ("pixtral", "mistral3"):
@@ -174,6 +271,12 @@ def pixels(model: Any, pictures: list[Image.Image]) -> dict[str, Any]:
         side = 8 * getattr(model.config, "spatial_merge_size", 1)
         seen = PixtralImageProcessor({"longest_edge": LONGEST}, {"height": side, "width": side})(pictures)
         return {"pixel_values": mx.array(seen["pixel_values"]), "image_sizes": seen["image_sizes"]}
+    if model.config.model_type.startswith("qwen"):
+        from mlx_vlm.models.qwen3_vl.processing_qwen3_vl import Qwen3VLImageProcessor
+
+        mean, std = (CLIP_MEAN, CLIP_STD) if model.config.model_type == "qwen2_5_vl" else ((0.5,) * 3, (0.5,) * 3)
+        seen = Qwen3VLImageProcessor(8, 2, 2, 256, LONGEST**2, image_mean=list(mean), image_std=list(std))(pictures)
+        return {name: mx.array(values) for name, values in seen.items()}
     from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
     seen = SmolVLMImageProcessorPil(size={"longest_edge": LONGEST}, max_image_size={"longest_edge": TILE})([pictures])

@@ -134,9 +134,9 @@ async def test_an_open_page_does_not_hold_up_the_server_s_end(redis_url: str) ->
             await anext(lines)
             process.popen.send_signal(signal.SIGTERM)
             rest = [line async for line in lines]
+        assert await asyncio.to_thread(process.wait) == 0
     finally:
-        code = await asyncio.to_thread(process.stop)
-    assert code == 0
+        await asyncio.to_thread(process.stop)
     assert not any("shutting down" in line for line in rest), "it was cut off after a wait instead of ending"
 
 

@@ -163,6 +163,28 @@ def test_pixtrals_picture_is_that_of_mlx_vlm() -> None:
         assert layout(vision, width, height, "low").tokens <= 16
 
 
+def test_qwens_picture_is_that_of_transformers() -> None:
+    module = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
+    theirs = module.Qwen2VLImageProcessorPil(
+        size={"shortest_edge": 3000, "longest_edge": 40_000}, patch_size=14, merge_size=2
+    )
+    mean, std = tuple(theirs.image_mean), tuple(theirs.image_std)
+    vision = VisionSpec("qwen", "<|image_pad|>", 9, 28, 0, 1, True, mean, std, 3, 3000, 40_000)
+    for at, (width, height) in enumerate([(40, 30), (28, 28), (129, 128), (500, 333), (1, 1), (31, 97), (900, 10)]):
+        shown = image(width, height, seed=at)
+        cut, found = layout(vision, width, height, "high"), tiles(file_of(shown), vision, "high")
+        result = theirs([shown])
+        _, rows, columns = result["image_grid_thw"][0]
+        assert (found.height, found.width) == (rows * 14, columns * 14)
+        assert cut.tokens == cut.text.count("<|image_pad|>") == rows * columns // 4
+        ours = np.frombuffer(found.pictures[0], np.uint8).reshape(found.height, found.width, 3) / 255
+        scaled = ((ours - mean) / std).reshape(rows // 2, 2, 14, columns // 2, 2, 14, 3)
+        pieces = scaled.transpose(0, 3, 1, 4, 6, 2, 5).reshape(rows * columns, 3, 1, 14, 14).repeat(2, axis=2)
+        assert np.abs(pieces.reshape(rows * columns, -1) - np.array(result["pixel_values"])).max() < 1e-5
+        assert layout(vision, width, height, "low").tokens <= cut.tokens
+    assert (layout(vision, 500, 333, "high").tokens, layout(vision, 500, 333, "low").tokens) == (40, 2)
+
+
 def test_one_tile_is_the_same_text_for_every_size() -> None:
     for width, height in product((1, 50, 3000), repeat=2):
         cut = layout(VISION, width, height, "low")

@@ -39,11 +39,11 @@ from worker.engine.speculation.memory import (
     mark_of,
 )
 from worker.engine.speculation.payoff import (
+    ENOUGH,
     HOPE,
-    LEAST_SAMPLES,
+    LEAST_ENOUGH,
     LONGEST_PAUSE,
     PLAIN_STALE,
-    SAMPLES,
     STALE,
     Chance,
     StepTimes,
@@ -436,7 +436,7 @@ def test_what_drafts_bring() -> None:
 def times_of(rows: int, *seconds: float) -> StepTimes:
     times = StepTimes()
     for width, each in enumerate(seconds, 1):
-        for _ in range(LEAST_SAMPLES if each else 0):
+        for _ in range(LEAST_ENOUGH if each else 0):
             times.took(rows, width, each)
     return times
 
@@ -483,7 +483,7 @@ def test_widths_between_known_ones_are_not_all_tried() -> None:
 
 def test_a_step_without_drafts_is_timed_now_and_then_while_all_have_some() -> None:
     times = times_of(4, 1.0, 1.1)
-    for _ in range(SAMPLES - 1):
+    for _ in range(ENOUGH - 1):
         times.took(4, 1, 1.0)
     for _ in range(PLAIN_STALE):
         assert best_length(times, [Try(0.9, 1, 1.0)] * 4, alone=True) == 1
@@ -494,11 +494,11 @@ def test_a_step_without_drafts_is_timed_now_and_then_while_all_have_some() -> No
 def test_old_times_are_taken_again_and_a_single_one_soon() -> None:
     times = StepTimes()
     waits = []
-    for _ in range(SAMPLES + 1):
+    for _ in range(ENOUGH + 1):
         times.took(4, 2, 9.0)
-        for _ in range(SAMPLES):
+        for _ in range(ENOUGH):
             times.took(4, 1, 1.0)
-        waits.append(SAMPLES)
+        waits.append(ENOUGH)
         while not best_length(times, [Try(0.9, 1, 1.0)] * 4, alone=True):
             times.took(4, 1, 1.0)
             waits[-1] += 1

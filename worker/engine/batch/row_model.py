@@ -5,10 +5,12 @@ latest one-token forward is left here: rows, the versions they computed with, in
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
 from typing import Any, cast
 
 import mlx.core as mx
+import numpy as np
 
 from shared.errors import UnsupportedModelError
 from shared.sequences import SequenceSpec
@@ -19,7 +21,8 @@ from worker.engine.kv.layout import KvLayout
 from worker.engine.model.batching import takes_padding
 from worker.engine.model.pooling import hidden_states
 from worker.engine.networks.network import Network
-from worker.engine.vision.features import embeddings, with_images
+from worker.engine.vision.features import ImageFeatures, embeddings, with_images
+from worker.engine.vision.language import placement_of
 
 
 class RowModel:
@@ -34,6 +37,8 @@ class RowModel:
         self._heads = heads
         self.adapters: Adapters = adapters or NoAdapters()
         self.takes_padding = takes_padding(model)
+        self._placement = placement_of(model)
+        self._shift_B: mx.array | None = None  # of the positions of these rows, behind their prompts
         self.rows: tuple[Row, ...] = ()
         self.versions: tuple[str, ...] = ()
         self.tokens_B1: mx.array | None = None
@@ -47,7 +52,8 @@ class RowModel:
         """Hidden states [B, L, H] behind the last norm; only of models that have them (`check`)."""
         assert self._hidden is not None, "a model without hidden states"
         self._enter(cache[-1])
-        hidden_BLH: mx.array = self._hidden(tokens_BL, cache=cache[:-1])
+        with self._moved():
+            hidden_BLH: mx.array = self._hidden(tokens_BL, cache=cache[:-1])
         return hidden_BLH
 
     def head(self, row: Row) -> Head:
@@ -77,7 +83,8 @@ class RowModel:
     def __call__(self, tokens_BL: mx.array, cache: list[Any]) -> mx.array:
         """Logits [B, L, V] in fp32; with bf16 logits a trainer's log-probabilities differ by up to 6e-2."""
         self._enter(cache[-1])
-        logits_BLV: mx.array = self.model(tokens_BL, cache=cache[:-1]).astype(mx.float32)
+        with self._moved():
+            logits_BLV: mx.array = self.model(tokens_BL, cache=cache[:-1]).astype(mx.float32)
         # A prefill's logits are never computed, and must not be kept: they hold its whole graph.
         is_decode_step = tokens_BL.shape[1] == 1
         self.tokens_B1 = tokens_BL if is_decode_step else None
@@ -92,15 +99,46 @@ class RowModel:
         self._enter(cache[-1])
         tokens_BL = mx.array([[max(0, each) for each in ids] for ids in ids_BL])
         features_B = [None if row.viewing is None else row.viewing.features for row in rows]
-        seen_BLH = with_images(embeddings(self.model)(tokens_BL), ids_BL, starts_B, features_B)
-        logits_BLV: mx.array = self.model(tokens_BL, cache=cache[:-1], input_embeddings=seen_BLH).astype(mx.float32)
+        seen_BLH, deep = with_images(embeddings(self.model)(tokens_BL), ids_BL, starts_B, features_B)
+        with self._spread(ids_BL, starts_B, features_B, deep):
+            logits_BLV: mx.array = self.model(tokens_BL, cache=cache[:-1], input_embeddings=seen_BLH).astype(mx.float32)
         self.tokens_B1 = self.logits_B1V = None
         return logits_BLV
 
     def _enter(self, tag: RowTag) -> None:
         """Compute with the adapters of these rows from now on."""
         versions = self.adapters.select(tag.rows)
+        if tag.rows is not self.rows and self._placement is not None:
+            spots = [row.viewing and row.viewing.features and row.viewing.features.spots for row in tag.rows]
+            shifts = [each.shift if each else 0 for each in spots]
+            self._shift_B = mx.array(shifts) if any(shifts) else None
         if tag.rows is not self.rows or versions is not self.versions:
             for row, version in zip(tag.rows, versions, strict=True):
                 row.kv_versions.add(version)
         self.rows, self.versions = tag.rows, versions
+
+    def _moved(self) -> AbstractContextManager[None]:
+        """A forward of what comes behind the prompts of rows with images."""
+        return nullcontext() if self._placement is None else self._placement.moved(self._shift_B)
+
+    def _spread(
+        self,
+        ids_BL: Sequence[Sequence[int]],
+        starts_B: Sequence[int],
+        features_B: Sequence[ImageFeatures | None],
+        deep: Sequence[mx.array],
+    ) -> AbstractContextManager[None]:
+        """A forward of pieces of prompts, some of them with images."""
+        if self._placement is None:
+            return nullcontext()
+        length = len(ids_BL[0])
+        pieces = [
+            np.tile(np.arange(start, start + length, dtype=np.int32), (3, 1))
+            if features is None or features.spots is None
+            else features.spots.piece(start, length)
+            for start, features in zip(starts_B, features_B, strict=True)
+        ]
+        positions_3BL = np.stack(pieces, axis=1)
+        if min(map(min, ids_BL)) < 0:
+            return self._placement.spread(mx.array(positions_3BL), deep)
+        return self._placement.moved(mx.array(positions_3BL[0, :, 0] - np.array(starts_B, np.int32)))

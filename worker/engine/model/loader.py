@@ -32,6 +32,7 @@ from worker.engine.model.pooling import hidden_size
 from worker.engine.model.sites import module_shapes
 from worker.engine.scheduler import DraftKv
 from worker.engine.vision.families import Tower, chat_template, check_known, is_vision, load_seeing
+from worker.engine.vision.qwen import QwenTower
 
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "n_ctx")
 _DEFAULT_CONTEXT = 4096
@@ -53,7 +54,7 @@ class LoadedModel:
     kv: KvLayout = field(default_factory=KvLayout)
     draft: DraftModel | None = None
     heads: Heads = field(default_factory=dict)  # of its own
-    tower: Tower | None = None  # that sees
+    tower: Tower | QwenTower | None = None  # that sees
 
     @property
     def draft_kv(self) -> DraftKv:
@@ -97,10 +98,12 @@ def load_model(config: EngineConfig) -> LoadedModel:
     return LoadedModel(card, bundle, model, model_config, path, limit, kv, draft, heads, tower)
 
 
-def _read(path: Path, config: EngineConfig) -> tuple[Any, TokenizerBundle, dict[str, Any], Heads, Tower | None]:
+def _read(
+    path: Path, config: EngineConfig
+) -> tuple[Any, TokenizerBundle, dict[str, Any], Heads, Tower | QwenTower | None]:
     """The module with its weights in memory, its tokenizer, its config.json, its own heads, and what it sees with."""
     heads: Heads = {}
-    tower: Tower | None = None
+    tower: Tower | QwenTower | None = None
     try:
         described = mlx_lm.utils.load_config(path)
         if is_classifier(described):

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from statistics import median_low
 
-from worker.engine.speculation.payoff import MARGIN, SAMPLES, SHARED_RECENT, SLOWED, STALE, StepTimes, Try
+from worker.engine.speculation.payoff import ENOUGH, MARGIN, SHARED_RECENT, SLOWED, STALE, StepTimes, Try
 
 
 class DraftTimes:
@@ -37,7 +37,7 @@ class DraftTimes:
     def drafted(self, rows: int, forwards: int, seconds: float) -> None:
         """Drafts of so many tokens for a batch of so many rows."""
         self._idle = 0
-        self._forwards.setdefault(_about(rows), deque(maxlen=SAMPLES)).append(seconds / forwards)
+        self._forwards.setdefault(_about(rows), deque(maxlen=ENOUGH)).append(seconds / forwards)
 
     def seconds(self, rows: int, forwards: int) -> float:
         """Of drafts, by those of about as many rows; 0: nothing is known yet, the first one makes what it needs."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median_low
 
 RECENT = 0.07  # weight of the latest drafted token in a row's chance; the first ones weigh more
 SHARED_RECENT = 0.02  # and in that of all rows
@@ -24,7 +23,8 @@ LONGEST_PAUSE = 6  # times that it doubles: 64 steps
 SLOWED = 1.08  # times what a step without drafts takes: so much later a row may get its tokens for others' drafts
 PACE_RECENT = 0.2  # weight of the latest step in a row's pace
 MARGIN = 1.03  # by which drafts must be better
-SAMPLES = 5  # latest times of one kind of step
+SAMPLES = 24  # latest times of one kind of step, of which the lower quartile counts: more than a busy moment leaves
+ENOUGH = 5  # of them
 LEAST_SAMPLES = 2  # of which the lower one counts: a GPU compiles kernels in the first step of its kind, for seconds
 STALE = 500  # steps after which a time is taken again; sooner where fewer have been taken
 PLAIN_STALE = 150  # of a step without drafts, which costs little: an old one would let drafts go on at a loss
@@ -108,8 +108,8 @@ class StepTimes:
         if len(times) < LEAST_SAMPLES:
             return None
         # Few times may be those of busy moments: they are taken again soon.
-        stale = (STALE if width > 1 else PLAIN_STALE) * len(times) / SAMPLES
-        return None if self._steps - self._taken_at[key] >= stale else median_low(times)
+        stale = (STALE if width > 1 else PLAIN_STALE) * min(1, len(times) / ENOUGH)
+        return None if self._steps - self._taken_at[key] >= stale else sorted(times)[(len(times) + 1) // 4]
 
     def likely(self, rows: int, width: int) -> float | None:
         """Seconds, as those of narrower and of wider steps tell; None when nothing does.

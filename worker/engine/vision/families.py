@@ -17,11 +17,12 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx_lm.utils
 import numpy as np
-from mlx.utils import tree_unflatten
 from mlx_lm.models import llama
 
 from shared.errors import SetupError
 from shared.images.refs import Family, VisionSpec
+from worker.engine.vision import language, qwen
+from worker.engine.vision.qwen import QwenTower
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +31,9 @@ FAMILIES: dict[str, Family] = {  # by the model_type of a config
     "smolvlm": "idefics3",
     "pixtral": "pixtral",
     "mistral3": "pixtral",  # whose patches are merged behind the tower
+    "qwen2_5_vl": "qwen",
+    "qwen3_vl": "qwen",
+    "qwen3_vl_moe": "qwen",
 }
 
 
@@ -86,7 +90,7 @@ class Seeing(NamedTuple):
     """A model that was loaded with its tower."""
 
     model: Any  # mlx-lm's, of the language side
-    tower: Tower
+    tower: Tower | QwenTower | None  # None: the folder has none
 
 
 def is_vision(config: dict[str, Any]) -> bool:
@@ -118,7 +122,14 @@ def load_seeing(path: Path, config: dict[str, Any]) -> Seeing:
     except ImportError as error:
         raise SetupError("a model with vision needs mlx-vlm: pip install 'mlx-parallm[vision]'") from error
     whole = load_model(path, lazy=True)
-    return Seeing(_language(whole.language_model), Tower(whole, _vision(path, whole.config, config)))
+    kind = config["model_type"]
+    if FAMILIES[kind] != "qwen":
+        return Seeing(_language(whole.language_model), Tower(whole, _vision(path, whole.config, config)))
+    if whole.vision_tower is None:
+        log.warning("engine.images_refused family=%s: the folder has no weights of a tower", kind)
+        return Seeing(language.qwen(whole.language_model, kind, 0), None)
+    tower = QwenTower(whole, _vision(path, whole.config, config))
+    return Seeing(language.qwen(whole.language_model, kind, tower.deep), tower)
 
 
 def _language(theirs: Any) -> Any:
@@ -131,16 +142,15 @@ def _language(theirs: Any) -> Any:
     known = {name: config[name] for name in llama.ModelArgs.__dataclass_fields__ if config.get(name) is not None}
     tied = {"tie_word_embeddings": "lm_head" not in theirs}
     ours = llama.Model(llama.ModelArgs.from_dict({**known, "model_type": "llama", **tied}))
-    leaves = {path: module for path, module in theirs.named_modules() if not module.children() and module.parameters()}
-    named = {path if path.startswith(("lm_head", "model.")) else f"model.{path}": leaves[path] for path in leaves}
-    ours.update_modules(tree_unflatten(list(named.items())))
-    return ours
+    return language.with_modules(ours, theirs)
 
 
 def _vision(path: Path, model: Any, config: dict[str, Any]) -> VisionSpec:
     """From the files beside the weights."""
     images, prompts = _json(path / "preprocessor_config.json"), _json(path / "processor_config.json")
     images = prompts.get("image_processor") or images
+    if FAMILIES[config["model_type"]] == "qwen":
+        return qwen.spec(model, images)
     if not isinstance(getattr(model, "vision_feature_layer", -1), int):
         raise SetupError("a tower of which several layers are read is not supported")
     return (_pixtral if FAMILIES[config["model_type"]] == "pixtral" else _idefics3)(model, images, prompts)

@@ -8,23 +8,39 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
+
+from worker.engine.vision.positions import Grid, Spots
+
+
+class Seen(NamedTuple):
+    """What a tower has made of an image."""
+
+    vectors_TH: mx.array  # DeepStack: [T, (1 + N) H]
+    grid: Grid | None = None  # of them, where positions go by it
 
 
 class ImageFeatures:
     """Of one row."""
 
-    def __init__(self, prompt: Sequence[int], images: Sequence[mx.array]) -> None:
-        """`images`: the vectors [T, H] of each, as many as the prompt has ids for them."""
+    def __init__(self, prompt: Sequence[int], images: Sequence[Seen]) -> None:
+        """`images`: with as many vectors as the prompt has ids for them; EngineError if these are mixed."""
         self._places = [place for place, each in enumerate(prompt) if each < 0]
-        self._images = list(images)
+        self._images = [image.vectors_TH for image in images]
+        grids = [image.grid for image in images if image.grid is not None]
+        self.spots = Spots(len(prompt), self._places, grids) if grids else None
 
     @property
     def vectors_TH(self) -> mx.array:
         """All of them."""
         return self._images[0] if len(self._images) == 1 else mx.concatenate(self._images)
+
+    @property
+    def width(self) -> int:
+        """Numbers of each."""
+        return self._images[0].shape[-1]
 
     def index(self, start: int, length: int) -> list[int]:
         """Of the positions from `start` on: which vector stands there, 0 where none does."""
@@ -40,16 +56,20 @@ def with_images(
     ids_BL: Sequence[Sequence[int]],
     starts_B: Sequence[int],
     features_B: Sequence[ImageFeatures | None],
-) -> mx.array:
-    """Embeddings [B, L, H] with the images' vectors at negative ids."""
+) -> tuple[mx.array, list[mx.array]]:
+    """Embeddings [B, L, H] with the images' vectors at negative ids; of DeepStack what layers add, too."""
     rows: list[mx.array] = []
+    width = max(features.width for features in features_B if features is not None)
+    size = embedded_BLH.shape[-1]
     for embedded_LH, ids, start, features in zip(embedded_BLH, ids_BL, starts_B, features_B, strict=True):
+        plain_LW = mx.pad(embedded_LH, [(0, 0), (0, width - size)]) if width > size else embedded_LH
         if features is None or min(ids) >= 0:
-            rows.append(embedded_LH)
+            rows.append(plain_LW)
             continue
-        vectors_LH = features.vectors_TH[mx.array(features.index(start, len(ids)))].astype(embedded_LH.dtype)
-        rows.append(mx.where(mx.array([[each < 0] for each in ids]), vectors_LH, embedded_LH))
-    return mx.stack(rows)
+        vectors_LW = features.vectors_TH[mx.array(features.index(start, len(ids)))].astype(embedded_LH.dtype)
+        rows.append(mx.where(mx.array([[each < 0] for each in ids]), vectors_LW, plain_LW))
+    seen_BLH, *deep = mx.split(mx.stack(rows), width // size, axis=-1)
+    return seen_BLH, deep
 
 
 def embeddings(model: Any) -> Callable[[mx.array], mx.array]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
@@ -21,7 +21,8 @@ from shared.images.refs import image_key
 from shared.sequences import SequenceSpec
 from worker.engine.messages import Picture, VisionStats
 from worker.engine.vision.families import Tower
-from worker.engine.vision.features import ImageFeatures
+from worker.engine.vision.features import ImageFeatures, Seen
+from worker.engine.vision.qwen import QwenTower
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +36,7 @@ class _Encoding:
     picture: Picture
     tiles: int = 0  # that are done
     done: list[mx.array] = field(default_factory=list)  # their vectors
+    layers: Iterator[mx.array] | None = None  # under way, of a tower that goes by these
 
 
 @dataclass(eq=False)
@@ -84,10 +86,10 @@ class TileTimes:
 class Gallery:
     """Of one engine; without a tower it takes no images."""
 
-    def __init__(self, tower: Tower | None, limit_bytes: int) -> None:
+    def __init__(self, tower: Tower | QwenTower | None, limit_bytes: int) -> None:
         self._tower = tower
         self._limit = limit_bytes
-        self._kept: OrderedDict[bytes, mx.array] = OrderedDict()  # by key, least recently used first
+        self._kept: OrderedDict[bytes, Seen] = OrderedDict()  # by key, least recently used first
         self._waiting: OrderedDict[bytes, _Encoding] = OrderedDict()  # in order of arrival
         self._wanted: Counter[bytes] = Counter()  # by how many rows that wait
         self._failed: dict[bytes, str] = {}  # of those that are wanted
@@ -149,7 +151,7 @@ class Gallery:
         if not viewing.keys <= self._kept.keys():
             return False
         found = [self._kept[image.key] for image in images]
-        if any(len(each) != image.tokens for each, image in zip(found, images, strict=True)):
+        if any(len(each.vectors_TH) != image.tokens for each, image in zip(found, images, strict=True)):
             raise EngineError("an image has not as many vectors as the prompt has placeholders for it")
         viewing.features = ImageFeatures(viewing.prompt, found)
         self.close(viewing)
@@ -186,24 +188,44 @@ class Gallery:
 
     def _advance(self, key: bytes, encoding: _Encoding, until: float) -> None:
         assert self._tower is not None, "images are refused without a tower"
+        if isinstance(self._tower, QwenTower):
+            seen = self._layers(self._tower, encoding, until)
+        else:
+            seen = self._tiles(self._tower, encoding, until)
+        if seen is None:
+            return
+        mx.eval(seen.vectors_TH)
+        del self._waiting[key]
+        self._kept[key] = seen
+        self._bytes += seen.vectors_TH.nbytes
+        self._encoded += 1
+        self._shrink()
+
+    def _layers(self, tower: QwenTower, encoding: _Encoding, until: float) -> Seen | None:
+        """The image, once its last layer is through."""
+        picture = encoding.picture
+        if encoding.layers is None:
+            encoding.layers = tower.layers(picture.tiles[0], picture.width, picture.height)
+        for latest in encoding.layers:
+            encoding.done = [latest]
+            mx.eval(latest)
+            if time.perf_counter() > until:
+                return None
+        (vectors_TH,) = encoding.done
+        return Seen(vectors_TH, tower.grid(picture.width, picture.height))
+
+    def _tiles(self, tower: Tower, encoding: _Encoding, until: float) -> Seen | None:
+        """The image, once its last tile is through."""
         picture, began = encoding.picture, time.perf_counter()
         times = self._times.setdefault((picture.width, picture.height), TileTimes())
         left = picture.tiles[encoding.tiles :]
         chosen = left[: times.most(len(left), until - began)]
-        vectors_NTH = self._tower.encode(chosen, picture.width, picture.height)
+        vectors_NTH = tower.encode(chosen, picture.width, picture.height)
         mx.eval(vectors_NTH)
         times.took(len(chosen), time.perf_counter() - began)
         encoding.done.append(vectors_NTH.reshape(-1, vectors_NTH.shape[-1]))
         encoding.tiles += len(chosen)
-        if len(chosen) < len(left):
-            return
-        whole_TH = mx.concatenate(encoding.done)
-        mx.eval(whole_TH)
-        del self._waiting[key]
-        self._kept[key] = whole_TH
-        self._bytes += whole_TH.nbytes
-        self._encoded += 1
-        self._shrink()
+        return None if len(chosen) < len(left) else Seen(mx.concatenate(encoding.done))
 
     def _shrink(self) -> None:
         """Forget the images used longest ago, but for those that a row still waits for."""
@@ -211,4 +233,4 @@ class Gallery:
             if self._bytes <= self._limit:
                 return
             if not self._wanted[key]:
-                self._bytes -= self._kept.pop(key).nbytes
+                self._bytes -= self._kept.pop(key).vectors_TH.nbytes

@@ -7,10 +7,12 @@ Packed KV (`kv/quantised.py`) would have to be unpacked in memory first. These k
 - `read.cu`: a block reads a stretch of one row's positions for up to four queries that share a KV head. A group of
   threads reads four positions at a time, eight numbers a thread (`eight.cuh`), and keeps a running maximum, sum and
   weighted values (online softmax: Milakov and Gimelshein, arXiv 1805.02867); in the end the block adds up its groups'.
+- `tiles.cu`: the same for up to 16 queries that share a KV head, on tensor cores, for plain KV of 16 bits: with six
+  queries a row `read.cu` is busy multiplying (`tensor_cores.cuh` is how it does that).
 - `join.cu`: adds up a row's stretches (flash decoding: Dao et al., 2023), and the attention sink if the model has one.
 - `pack.cu`: packs what a step adds, in one operation in place of nine, which took 1.4 ms with 36 layers.
 
-`install()` puts the first two before `mx.fast.scaled_dot_product_attention`; `kv/quantised.py` puts them before
+`install()` puts all but the last before `mx.fast.scaled_dot_product_attention`; `kv/quantised.py` puts them before
 mlx-lm's quantised attention. What they are not made for goes on to MLX's own: many queries a row, additive masks, other
 head sizes, few positions.
 """
@@ -33,12 +35,18 @@ MOST_QUERIES = 6  # of a row: its last token and a draft
 _THREADS = 128  # of a block of `read.cu`
 _BLOCKS = 1056  # eight for each of an H200's 132 multiprocessors
 _STRETCH = 128  # positions that a block reads, at least
+_TILED_SIZES = (64, 128)
+_TILED_FROM = 5  # queries that share a KV head; below, `read.cu` waits for memory only
+_TILED_QUERIES = 16  # of a block of `tiles.cu`
+_TILED_THREADS = 64
+_TILED_BLOCKS = 396
 
 
 @cache
 def _kernel(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> Any:
     here = Path(__file__)
-    source, header = (here.with_name(file).read_text() for file in (f"{name}.cu", "eight.cuh"))
+    shared = "tensor_cores.cuh" if name == "tiles" else "eight.cuh"
+    source, header = (here.with_name(file).read_text() for file in (f"{name}.cu", shared))
     return mx.fast.cuda_kernel(f"parallm_{name}", inputs, outputs, source, header, ensure_row_contiguous=False)
 
 
@@ -79,6 +87,11 @@ def _is_plain(mask: Any) -> bool:
     return bool(mask.dtype == mx.bool_ and mask.ndim == 4 and mask.shape[1] == 1)
 
 
+def _is_tiled(queries: mx.array, shared_by: int) -> bool:
+    """Whether that many queries of a KV head are for `tiles.cu`."""
+    return queries.dtype in (mx.bfloat16, mx.float16) and queries.shape[3] in _TILED_SIZES and shared_by >= _TILED_FROM
+
+
 def attention(
     queries: mx.array,
     keys: mx.array,
@@ -93,22 +106,27 @@ def attention(
     or packed (`kv/quantised.py`) if there are `bits`."""
     rows, query_heads, at_once, size = queries.shape
     kv_heads, positions = keys.shape[1:3]
-    shared_by = query_heads // kv_heads * at_once
-    heads = 1 if shared_by == 1 else 2 if shared_by == 2 else 4
-    across = kv_heads * ((shared_by + heads - 1) // heads)
-    stretches = 1
-    while stretches * rows * across < _BLOCKS and stretches * 2 * _STRETCH <= positions:
-        stretches *= 2
     masked = isinstance(mask, mx.array)
     seen = mx.broadcast_to(mask, (rows, 1, at_once, positions)) if masked else _nothing()
-    template = [("T", queries.dtype), ("D", size), ("HEADS", heads), ("MASKED", masked)]
-    read = _kernel("read", ("queries", "keys", "values", "mask", "scale"), ("part", "about"))
+    template = [("T", queries.dtype), ("D", size), ("MASKED", masked)]
+    shared_by = query_heads // kv_heads * at_once
+    if not bits and _is_tiled(queries, shared_by):
+        name, threads, at_a_time, blocks = "tiles", _TILED_THREADS, _TILED_QUERIES, _TILED_BLOCKS
+    else:
+        at_a_time = 1 if shared_by == 1 else 2 if shared_by == 2 else 4
+        name, threads, blocks = "read", _THREADS, _BLOCKS
+        template += [("HEADS", at_a_time), ("BITS", bits), ("GROUP", group_size or size)]
+    across = kv_heads * ((shared_by + at_a_time - 1) // at_a_time)
+    stretches = 1
+    while stretches * rows * across < blocks and stretches * 2 * _STRETCH <= positions:
+        stretches *= 2
+    read = _kernel(name, ("queries", "keys", "values", "mask", "scale"), ("part", "about"))
     join = _kernel("join", ("part", "about", "sinks"), ("out",))
     part, about = read(
         inputs=[queries, keys, values, seen, _scale(scale)],
-        template=[*template, ("THREADS", _THREADS), ("BITS", bits), ("GROUP", group_size or size)],
-        grid=(stretches * _THREADS, across, rows),
-        threadgroup=(_THREADS, 1, 1),
+        template=[*template, ("THREADS", threads)],
+        grid=(stretches * threads, across, rows),
+        threadgroup=(threads, 1, 1),
         output_shapes=[(rows, query_heads * at_once, stretches, each) for each in (size, 2)],
         output_dtypes=[mx.float32, mx.float32],
     )

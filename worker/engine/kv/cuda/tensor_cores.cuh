@@ -1,0 +1,27 @@
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda/std/type_traits>
+
+// Two numbers in a register, the first one in its lower half.
+template <typename T>
+__device__ unsigned paired(T first, T second) {
+  return __builtin_bit_cast(unsigned short, first)
+      | static_cast<unsigned>(__builtin_bit_cast(unsigned short, second)) << 16;
+}
+
+__device__ inline unsigned word(const uint4& four, int which) {
+  return which == 0 ? four.x : which == 1 ? four.y : which == 2 ? four.z : four.w;
+}
+
+// sums[16 x 8] += a[16 x 16] times b[16 x 8], spread over a warp.
+template <typename T>
+__device__ void multiply(float* sums, const unsigned* a, unsigned b_low, unsigned b_high) {
+  if constexpr (cuda::std::is_same_v<T, __half>)
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b_low), "r"(b_high));
+  else
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b_low), "r"(b_high));
+}

@@ -1,0 +1,169 @@
+// A warp reads 16 positions at a time for up to 16 queries of a KV head, on tensor cores, and keeps a running maximum, sum
+// and weighted values of its own; in the end the block adds up its warps'. The order in which a product's numbers are added
+// is free as long as both sides have the same: so each thread loads 16 bytes that lie side by side, and nothing goes
+// through shared memory on the way. (Layouts: PTX ISA, "Matrix fragments for mma.m16n8k16".)
+  constexpr int WARPS = THREADS / 32, QUERIES = 16, AT_A_TIME = 16;
+  __shared__ float best_of[WARPS][QUERIES], sum_of[WARPS][QUERIES], values_of[WARPS][QUERIES][D];
+
+  const int kv_heads = keys_shape[1], positions = keys_shape[2];
+  const int query_heads = queries_shape[1], shared_by = query_heads / kv_heads, at_once = queries_shape[2];
+  const int of_kv_head = shared_by * at_once;  // queries: those of one head lie side by side
+  const int per_head = (of_kv_head + QUERIES - 1) / QUERIES, share = (of_kv_head + per_head - 1) / per_head;
+  const int row = blockIdx.z, kv_head = blockIdx.y / per_head;
+  const int first = blockIdx.y % per_head * share, count = min(share, of_kv_head - first);
+  const int stretches = gridDim.x, length = (positions + stretches - 1) / stretches;
+  const int begin = blockIdx.x * length, end = min(positions, begin + length);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, of = lane / 4, at = lane % 4;
+
+  const T* key_row = keys + row * keys_strides[0] + kv_head * keys_strides[1];
+  const T* value_row = values + row * values_strides[0] + kv_head * values_strides[1];
+  const bool* seen_by[2];
+  unsigned query[D / 32][2][4];
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const int query_at = min(first + of + half * 8, of_kv_head - 1);
+    seen_by[half] =
+        MASKED ? reinterpret_cast<const bool*>(mask) + row * mask_strides[0] + query_at % at_once * mask_strides[2] : nullptr;
+    const T* from = queries + row * queries_strides[0] + (kv_head * shared_by + query_at / at_once) * queries_strides[1]
+        + query_at % at_once * queries_strides[2];
+#pragma unroll
+    for (int chunk = 0; chunk < D / 32; chunk++) {
+#pragma unroll
+      for (int pair = 0; pair < 4; pair++) {
+        const int number = chunk * 32 + at * 8 + pair * 2;
+        query[chunk][pair / 2][half + pair % 2 * 2] =
+            paired<T>(from[number * queries_strides[3]], from[(number + 1) * queries_strides[3]]);
+      }
+    }
+  }
+
+  // One bit for each of this thread's scores: two halves of the queries, two eights of positions, two that lie side by side.
+  auto seen = [&](int base) {
+    unsigned bits = 0;
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      const int position = base + (i / 2 % 2) * 8 + at * 2 + i % 2;
+      const bool is_seen = position < end && (!MASKED || seen_by[i / 4][position * mask_strides[3]]);
+      bits |= static_cast<unsigned>(is_seen) << i;
+    }
+    return bits;
+  };
+
+  float weighted[D / 64][8][4], best[2] = {-1e30f, -1e30f}, sums[2] = {0.0f, 0.0f};
+#pragma unroll
+  for (int i = 0; i < D / 2; i++) weighted[i / 32][i / 4 % 8][i % 4] = 0.0f;
+
+  unsigned now = begin + warp * AT_A_TIME < end ? seen(begin + warp * AT_A_TIME) : 0;
+  for (int base = begin + warp * AT_A_TIME; base < end; base += WARPS * AT_A_TIME) {
+    const unsigned is_seen = now;
+    now = base + WARPS * AT_A_TIME < end ? seen(base + WARPS * AT_A_TIME) : 0;  // early: they are waited for
+    if (!__any_sync(0xffffffffu, is_seen != 0)) continue;
+    uint4 key[2][D / 32], value[D / 64][4];
+#pragma unroll
+    for (int eight = 0; eight < 2; eight++) {
+      const T* from = key_row + static_cast<long>(min(base + eight * 8 + of, end - 1)) * keys_strides[2] + at * 8;
+#pragma unroll
+      for (int chunk = 0; chunk < D / 32; chunk++) key[eight][chunk] = *reinterpret_cast<const uint4*>(from + chunk * 32);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const int position = base + i / 2 * 8 + at * 2 + i % 2;
+      const T* from = value_row + static_cast<long>(min(position, end - 1)) * values_strides[2] + of * 8;
+#pragma unroll
+      for (int half = 0; half < D / 64; half++) value[half][i] = *reinterpret_cast<const uint4*>(from + half * 64);
+    }
+    float score[2][4] = {};
+#pragma unroll
+    for (int chunk = 0; chunk < D / 32; chunk++) {
+#pragma unroll
+      for (int eight = 0; eight < 2; eight++) {
+        multiply<T>(score[eight], query[chunk][0], key[eight][chunk].x, key[eight][chunk].y);
+        multiply<T>(score[eight], query[chunk][1], key[eight][chunk].z, key[eight][chunk].w);
+      }
+    }
+    bool is_better = false;
+    float less[2];
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      float top = best[half];
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        float& each = score[i / 2][half * 2 + i % 2];
+        each = is_seen >> (half * 4 + i) & 1 ? each * scale[0] : -1e30f;
+        top = fmaxf(top, each);
+      }
+      top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
+      top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
+      is_better = is_better || top > best[half];
+      less[half] = exp2f(best[half] - top);
+      best[half] = top;
+      sums[half] *= less[half];
+    }
+    if (__any_sync(0xffffffffu, is_better)) {
+#pragma unroll
+      for (int i = 0; i < D / 2; i++) weighted[i / 32][i / 4 % 8][i % 4] *= less[i % 4 / 2];
+    }
+    // A weight is what T can hold of it, and what is left of it: both together have the bits that a float's product has.
+    unsigned weight[4], rest[4];
+#pragma unroll
+    for (int eight = 0; eight < 2; eight++) {
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        float two[2];
+        T kept[2];
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          const bool counts = is_seen >> (half * 4 + eight * 2 + i) & 1;
+          two[i] = counts ? exp2f(score[eight][half * 2 + i] - best[half]) : 0.0f;
+          kept[i] = static_cast<T>(two[i]);
+          sums[half] += two[i];
+        }
+        weight[eight * 2 + half] = paired<T>(kept[0], kept[1]);
+        rest[eight * 2 + half] = paired<T>(
+            static_cast<T>(two[0] - static_cast<float>(kept[0])), static_cast<T>(two[1] - static_cast<float>(kept[1])));
+      }
+    }
+#pragma unroll
+    for (int half = 0; half < D / 64; half++) {
+#pragma unroll
+      for (int i = 0; i < 8; i++) {
+        const unsigned which = i % 2 ? 0x7632u : 0x5410u;
+        const unsigned low = __byte_perm(word(value[half][0], i / 2), word(value[half][1], i / 2), which);
+        const unsigned high = __byte_perm(word(value[half][2], i / 2), word(value[half][3], i / 2), which);
+        multiply<T>(weighted[half][i], weight, low, high);
+        multiply<T>(weighted[half][i], rest, low, high);
+      }
+    }
+  }
+
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    sums[half] += __shfl_xor_sync(0xffffffffu, sums[half], 1);
+    sums[half] += __shfl_xor_sync(0xffffffffu, sums[half], 2);
+    if (at == 0) {
+      best_of[warp][of + half * 8] = best[half];
+      sum_of[warp][of + half * 8] = sums[half];
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < D / 2; i++)
+    values_of[warp][of + i % 4 / 2 * 8][i / 32 * 64 + (at * 2 + i % 2) * 8 + i / 4 % 8] = weighted[i / 32][i / 4 % 8][i % 4];
+  __syncthreads();
+  for (int each = threadIdx.x; each < count * D; each += THREADS) {
+    const int h = each / D, number = each % D;
+    float top = -1e30f, sum = 0.0f, total = 0.0f;
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) top = fmaxf(top, best_of[w][h]);
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) {
+      const float by = exp2f(best_of[w][h] - top);
+      sum += sum_of[w][h] * by;
+      total += values_of[w][h][number] * by;
+    }
+    const long to = ((static_cast<long>(row) * kv_heads + kv_head) * of_kv_head + first + h) * stretches + blockIdx.x;
+    part[to * D + number] = total;
+    if (number == 0) {
+      about[to * 2] = top;
+      about[to * 2 + 1] = sum;
+    }
+  }

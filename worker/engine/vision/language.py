@@ -1,0 +1,70 @@
+"""The language side of a model that sees: mlx-lm's model, which the batch can run, with the modules of mlx-vlm's."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_unflatten
+from mlx_lm.models import qwen2_vl, qwen3, qwen3_moe, qwen3_vl, qwen3_vl_moe
+
+from worker.engine.vision.positions import PlacedRope, Placement
+
+
+def with_modules(ours: Any, theirs: Any) -> Any:
+    """Our model with those modules of mlx-vlm's that hold weights."""
+    leaves = {path: module for path, module in theirs.named_modules() if not module.children() and module.parameters()}
+    named = {path if path.startswith(("lm_head", "model.")) else f"model.{path}": leaves[path] for path in leaves}
+    ours.update_modules(tree_unflatten(list(named.items())))
+    return ours
+
+
+def qwen(theirs: Any, family: str, deep: int) -> Any:
+    """mlx-lm's model, with positions on three axes; `deep` layers at its beginning are told of images."""
+    of, block = _QWEN[family]
+    text = {**asdict(theirs.args), "rope_scaling": None, "tie_word_embeddings": "lm_head" not in theirs}
+    ours = of.Model(of.ModelArgs(model_type=family, text_config=text))
+    turning, layers = theirs.layers[0].self_attn.rotary_emb, ours.layers
+    ours.placement = Placement(turning.inv_freq, turning.position_selector)
+    for at in range(deep):
+        layers[at] = block(ours.language_model.args, at)
+        layers[at].placement, layers[at].at = ours.placement, at
+    for layer in layers:
+        layer.self_attn.rope = PlacedRope(ours.placement, turning.dim, turning.base)
+    with_modules(ours.language_model, theirs)
+    return ours
+
+
+def placement_of(model: Any) -> Placement | None:
+    """Of a model whose positions have three axes."""
+    placement = getattr(model, "placement", None)
+    return placement if isinstance(placement, Placement) else None
+
+
+class _Deep:
+    """A layer behind which vectors of the images are added (DeepStack, arXiv 2406.04334)."""
+
+    placement: Placement
+    at: int
+
+    def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        h_BLH: mx.array = super().__call__(x, mask, cache)  # type: ignore[misc]
+        deep = self.placement.deep
+        return h_BLH + deep[self.at] if deep else h_BLH
+
+
+class _DeepBlock(_Deep, qwen3.TransformerBlock):  # type: ignore[misc]
+    def __init__(self, args: Any, at: int) -> None:
+        super().__init__(args)
+
+
+class _DeepMoeBlock(_Deep, qwen3_moe.Qwen3MoeDecoderLayer):  # type: ignore[misc]
+    pass
+
+
+_QWEN: dict[str, tuple[Any, Any]] = {
+    "qwen2_5_vl": (qwen2_vl, None),
+    "qwen3_vl": (qwen3_vl, _DeepBlock),
+    "qwen3_vl_moe": (qwen3_vl_moe, _DeepMoeBlock),
+}
