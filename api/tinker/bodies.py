@@ -1,9 +1,11 @@
 """The JSON bodies of Tinker's SDK (its `types` package), and what they come to."""
 
+import math
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from api.http.fields import Off, RequestModel
 from api.tinker.names import ID, SAVE_NAME
@@ -13,9 +15,21 @@ from shared.learners import Datum, LossName, Pass, Step, Values
 Id = Annotated[str, Field(pattern=ID)]
 SaveName = Annotated[str, Field(pattern=SAVE_NAME)]
 Number = Annotated[int, Field(ge=0, lt=2**31)]
-Metadata = dict[str, Any] | None
+Turn = Annotated[int, Field(ge=1, lt=2**31)]  # of a learner's requests; the one that makes it has none
+LONGEST_METADATA = 16 << 10
+
+
+def _short(metadata: dict[str, Any]) -> dict[str, Any]:
+    if len(str(metadata)) > LONGEST_METADATA:  # it is read with whatever it belongs to, again and again
+        raise ValueError(f"metadata is at most {LONGEST_METADATA} characters long")
+    return metadata
+
+
+Metadata = Annotated[dict[str, Any], AfterValidator(_short)] | None
+Texts = Annotated[dict[str, str], AfterValidator(_short)] | None
 Positive = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 LONGEST_TTL_S = 10 * 366 * 86_400
+MOST_DENSE = 2**23  # values of a pass's sparse arrays, written out
 
 
 class Body(RequestModel):
@@ -29,7 +43,7 @@ class SessionBody(Body):
 
     tags: list[str] = Field(default=[], max_length=64)
     user_metadata: Metadata = None
-    sdk_version: str = ""
+    sdk_version: str = Field(default="", max_length=256)
     project_id: str | None = Field(default=None, description="accepted, not used")
     display_name: str | None = Field(default=None, max_length=256)
 
@@ -84,7 +98,7 @@ class StepBody(Body):
     off: ClassVar[Off] = {"optimizer_params": ()}
 
     model_id: Id
-    seq_id: Number
+    seq_id: Turn
     adam_params: AdamBody
 
     def request(self) -> Step:
@@ -98,11 +112,11 @@ class SaveBody(Body):
     """POST save_weights."""
 
     model_id: Id
-    seq_id: Number
+    seq_id: Turn
     path: SaveName | None = None
     ttl_seconds: int | None = Field(default=None, ge=1, le=LONGEST_TTL_S)
     overwrite: bool = True
-    user_metadata: dict[str, str] | None = None
+    user_metadata: Texts = None
 
 
 class PublishBody(Body):
@@ -111,11 +125,11 @@ class PublishBody(Body):
     off: ClassVar[Off] = {"kind": ("snapshot",)}
 
     model_id: Id
-    seq_id: Number
+    seq_id: Turn
     path: SaveName | None = None
     sampling_session_seq_id: Number | None = None
     ttl_seconds: int | None = Field(default=None, ge=1, le=LONGEST_TTL_S)
-    user_metadata: dict[str, str] | None = None
+    user_metadata: Texts = None
 
 
 class LoadBody(Body):
@@ -124,7 +138,7 @@ class LoadBody(Body):
     off: ClassVar[Off] = {"weights_access_token": ()}
 
     model_id: Id | None = None
-    seq_id: Number | None = None
+    seq_id: Turn | None = None
     session_id: Id | None = None
     model_seq_id: Number | None = None
     base_model: str | None = Field(default=None, max_length=512)
@@ -197,7 +211,10 @@ class DatumBody(RequestModel):
 
     def datum(self) -> Datum:
         """As the learner gets it."""
-        ids = np.array(self.model_input.ids(), np.int64)
+        try:
+            ids = np.array(self.model_input.ids(), np.int64)
+        except OverflowError as error:
+            raise InvalidRequestError(NO_TOKEN, param="model_input") from error
         inputs = {name: tensor.values() for name, tensor in self.loss_fn_inputs.items()}
         return Datum(tokens_of(ids), inputs)
 
@@ -214,7 +231,7 @@ class PassBody(Body):
     """POST forward_backward and forward; either field."""
 
     model_id: Id
-    seq_id: Number
+    seq_id: Turn
     forward_backward_input: PassInput | None = None
     forward_input: PassInput | None = None
 
@@ -223,6 +240,8 @@ class PassBody(Body):
         given = self.forward_backward_input or self.forward_input
         if given is None:
             raise InvalidRequestError("there is no 'forward_backward_input'", param="forward_backward_input")
+        tensors = (tensor for each in given.data for tensor in each.loss_fn_inputs.values())
+        check_dense(tensor.shape or () for tensor in tensors if tensor.sparse_crow_indices is not None)
         data = tuple(each.datum() for each in given.data)
         return Pass(data, loss_named(given.loss_fn), given.loss_fn_config or {}, backward)
 
@@ -279,6 +298,7 @@ class TtlBody(Body):
     ttl_seconds: int | None = Field(default=None, ge=1, le=LONGEST_TTL_S)
 
 
+NO_TOKEN = "a token id is a number from 0 on"
 LOSSES: dict[str, LossName] = {
     "cross_entropy": "cross_entropy",
     "importance_sampling": "importance_sampling",
@@ -298,13 +318,20 @@ def loss_named(name: str) -> LossName:
 def tokens_of(ids: "np.ndarray[Any, np.dtype[np.int64]]") -> bytes:
     """Token ids as a datum has them; InvalidRequestError for numbers that are none."""
     if ids.size and (ids.min() < 0 or ids.max() >= 2**31):
-        raise InvalidRequestError("a token id is a number from 0 on", param="model_input")
+        raise InvalidRequestError(NO_TOKEN, param="model_input")
     return ids.astype("<i4").tobytes()
+
+
+def check_dense(shapes: Iterable[Sequence[int]]) -> None:
+    """InvalidRequestError when sparse arrays, of which a few bytes may stand for gigabytes, are too large together."""
+    if (values := sum(math.prod(max(0, size) for size in shape) for shape in shapes)) > MOST_DENSE:
+        message = f"the sparse arrays of a pass have at most {MOST_DENSE} places together, these have {values}"
+        raise InvalidRequestError(message, param="loss_fn_inputs")
 
 
 def dense(values: Any, crow: list[int], columns: list[int], shape: list[int]) -> Any:
     """The array [R, C] of a sparse one in CSR; ValueError when it is none."""
-    if len(shape) != 2 or len(crow) != shape[0] + 1 or len(columns) != len(values) or shape[0] * shape[1] > 2**24:
+    if len(shape) != 2 or min(shape) < 0 or len(crow) != shape[0] + 1 or len(columns) != len(values):
         raise ValueError("a sparse array has two dimensions, a row pointer for each row, and a column for each value")
     counts = np.array(crow[1:], np.int64) - np.array(crow[:-1], np.int64)
     if crow[0] != 0 or crow[-1] != len(values) or (counts < 0).any() or (columns and max(columns) >= shape[1]):

@@ -12,7 +12,7 @@ import numpy as np
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
 
-from api.tinker.bodies import dense, loss_named, tokens_of
+from api.tinker.bodies import check_dense, dense, loss_named, tokens_of
 from shared.errors import InvalidRequestError, UnsupportedParameterError
 from shared.learners import Datum, Pass, PassDone, Values
 
@@ -129,6 +129,8 @@ def read_pass(body: bytes) -> AskedPass:
         if each.value.HasField("text"):
             raise UnsupportedParameterError(f"'{each.key[:40]}' is a number", param="loss_fn_config")
         constants[each.key] = each.value.number
+    tensors = (each.value for datum in message.data for each in datum.loss_fn_inputs)
+    check_dense(tensor.shape for tensor in tensors if tensor.HasField("sparse_csr"))
     data = []
     for index, datum in enumerate(message.data):
         try:
@@ -136,6 +138,8 @@ def read_pass(body: bytes) -> AskedPass:
         except ValueError as error:
             raise InvalidRequestError(f"invalid 'data[{index}]': {error}", param=f"data[{index}]") from error
     request = Pass(tuple(data), loss_named(message.loss_fn), constants, not message.forward_only)
+    if message.seq_id < 1:
+        raise InvalidRequestError("a request's number is 1 or more", param="seq_id")
     return AskedPass(message.model_id, message.seq_id, request)
 
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 import structlog
 from fastapi import APIRouter, Path
+from pydantic import ValidationError
 from redis.exceptions import RedisError
 from starlette.responses import Response
 
@@ -20,7 +21,7 @@ from api.generation.sampling import MAX_N, SamplingFields
 from api.generation.target import Target, find_target
 from api.generation.work import Work
 from api.http.bodies import BodyRoute
-from api.http.errors import error_responses, json_reply
+from api.http.errors import error_responses, from_validation, json_reply
 from api.ring.caller import client
 from api.ring.ring import Ring, TheRing
 from api.ring.room import aside
@@ -144,8 +145,15 @@ async def _work(ring: Ring, sampler: TinkerSampler, body: SampleBody, id: str) -
         clamp=params.max_tokens is None,
         logprobs=body.topk_sample_logprobs or None,
     )
-    work, _ = await plan(ring, await aside(SamplingFields.model_validate, fields), target, asked)
+    work, _ = await plan(ring, await aside(_fields, fields), target, asked)
     return work
+
+
+def _fields(given: dict[str, Any]) -> SamplingFields:
+    try:
+        return SamplingFields.model_validate(given)
+    except ValidationError as error:
+        raise from_validation(error.errors(include_url=False)) from None
 
 
 async def _draw(ring: Ring, who: str, id: str, work: Work, body: SampleBody) -> None:

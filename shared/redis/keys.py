@@ -290,7 +290,8 @@ training_orders = Key(
     "parallm:train:{*}:orders", "stream", "api", "1 d, 32 entries", "updates and checkpoints asked for"
 )
 # Fields: spec, epoch (of the service that has it), done (its last answered request), applied (the last one that its
-# state holds), state, bytes (of its requests)
+# state holds), state, bytes (of its requests), trying and tries (a request that may end its service, and how often it
+# was begun)
 learner = Key("parallm:learner:{*}", "hash", "trainer", "7 d from the last request", "one learner: what, and how far")
 # Until the learner's state holds them
 learner_requests = Key(

@@ -5,7 +5,8 @@ has the clients (tests/clients/requirements.txt), and those for Node where `--no
 A script proves what its docstring says, and exits 0 when it holds. The load generator brings PyTorch along, so it has a
 requirements file of its own (requirements-load.txt), and its script is skipped where it is not installed; so are those
 of openai-agents (requirements-agents.txt), a trainer with the packages of `--logger` (requirements-loggers.txt), and
-Tinker's SDK (requirements-tinker.txt), beside which a training service runs.
+Tinker's SDK (requirements-tinker.txt) and its cookbook (requirements-cookbook.txt), beside which a training service
+runs.
 """
 
 import argparse
@@ -20,20 +21,23 @@ from pathlib import Path
 
 from tests.e2e.rings import MODEL, ROOT, Process, Ring, ring
 
+ALIASES = ("claude-*", "meta-llama/Llama-3.2-1B")  # names that a client insists on
 SCRIPTS = Path(__file__).parent / "scripts"
-TIMEOUT_S = 300
+TIMEOUT_S = 600
 # Scripts whose client is not in requirements.txt: it is heavy, or its pins do not go with those of others.
 NEEDS = {
     "guidellm_load": "guidellm",
     "openai_agents_sessions": "agents",
     "train_loggers": "trackio",
     "tinker_train": "tinker",
+    "tinker_recipes": "tinker_cookbook",
 }
 APART = {
     "guidellm": "requirements-load.txt",
     "agents": "requirements-agents.txt",
     "trackio": "requirements-loggers.txt",
     "tinker": "requirements-tinker.txt",
+    "tinker_cookbook": "requirements-cookbook.txt",
 }
 
 
@@ -105,10 +109,10 @@ def main() -> int:
     for path in absent:
         print(f"skipped {path.name:24s} needs tests/clients/{APART[NEEDS[path.stem]]}", flush=True)
     chosen = [path for path in chosen if path not in absent]
-    trains = any(path.stem == "tinker_train" for path in chosen)
+    trains = any(path.stem.startswith("tinker_") for path in chosen)
     with (
         tempfile.TemporaryDirectory() as folder,
-        ring(Path(folder), "--model-alias", f"claude-*={MODEL}") as server,
+        ring(Path(folder), *(f"--model-alias={name}={MODEL}" for name in ALIASES)) as server,
         training(server, trains),
     ):
         passed = [run(script, python, arguments.node, server.url) for script in chosen]

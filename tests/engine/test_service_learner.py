@@ -13,7 +13,7 @@ from safetensors.numpy import save as write_safetensors
 from shared.errors import ConflictError, InvalidRequestError
 from shared.learners import Datum, LearnerSpec, LossName, Pass, PassDone, Step, Values, checked
 from trainer.learn.compute import finished
-from trainer.service.learner import ServiceLearner
+from trainer.service.learner import ServiceLearner, _parts
 from trainer.service.seat import DAMAGED
 from worker.engine.model.loader import LoadedModel
 
@@ -116,6 +116,18 @@ def test_losses_are_those_of_numpy(llama: LoadedModel, loss: LossName, microbatc
             np.testing.assert_allclose(output["elementwise_loss"].array(), each, atol=1e-5, rtol=1e-5)
         total += each.sum()
     assert done.metrics["loss:sum"] == pytest.approx(total, rel=1e-5, abs=1e-5)
+
+
+def test_few_bytes_do_not_become_a_large_microbatch() -> None:
+    def datum(length: int, targets: int) -> Datum:
+        values = Values.of(np.zeros((length, targets), np.int64))
+        return Datum(np.zeros(length, "<i4").tobytes(), {"target_tokens": values})
+
+    given = [datum(8, 1) for _ in range(200)] + [datum(8, 4096)]
+    parts = list(_parts(given, 256))
+    assert sorted(i for part in parts for i in part) == list(range(201))
+    assert [200] in parts, "padded to its targets, 32 rows would have a million"
+    assert max(len(part) for part in parts) == 32
 
 
 def test_targets_may_be_several_a_position(llama: LoadedModel) -> None:

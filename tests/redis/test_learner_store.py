@@ -153,3 +153,33 @@ async def test_a_dropped_learner_leaves_only_answers_and_its_service_is_refused(
     assert not await store.tell(held, 2, StepDone({}))
     with pytest.raises(NotFoundError):
         await store.place(SPEC, 3, Step())
+
+
+async def test_what_a_service_still_writes_while_its_learner_is_dropped_does_not_stay(
+    redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = await made(redis, 2)
+    held = await taken(store)
+    state = await store.put_state("one", b"state")
+    look = LearnerStore._all_saves
+
+    async def told_meanwhile(self: LearnerStore, learner: str) -> list[SaveInfo]:
+        assert not await store.tell(held, 1, StepDone({}), state=state)
+        return await look(self, learner)
+
+    monkeypatch.setattr(LearnerStore, "_all_saves", told_meanwhile)
+    await store.drop("tiny", "one")
+    left = [key async for key in redis.scan_iter("parallm:learner:*")]
+    assert left == [keys.learner_state("one", state).encode()]
+    assert 0 < await redis.ttl(left[0]) <= keys.ADAPTER_UPLOAD_TTL_S, "nothing points to it"
+
+
+async def test_it_is_known_how_often_a_request_came_to_no_end(redis: Redis) -> None:
+    store = await made(redis, 2)
+    held = await taken(store)
+    assert [await store.begun(held, 1), await store.begun(held, 1), await store.tries("one", 1)] == [1, 2, 2]
+    assert [await store.tries("one", 2), await store.begun(held, 2), await store.tries("one", 1)] == [0, 1, 0]
+    await store.ended(held)
+    assert await store.tries("one", 2) == 0
+    await taken(store)
+    assert await store.begun(held, 2) == 0, "of a former owner"

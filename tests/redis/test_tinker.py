@@ -212,6 +212,18 @@ async def test_what_cannot_be_done_is_refused_by_name(server: Api) -> None:
         "path": ("load_weights", {"model_id": learner, "seq_id": 1, "path": "tinker://x", "optimizer": True}),
         "adam_params.beta1": ("optim_step", {"model_id": learner, "seq_id": 1, "adam_params": {"beta1": 1.0}}),
     }
+    wrong["model_input"] = ("forward_backward", json_pass(learner))
+    wrong["model_input"][1]["forward_backward_input"]["data"][0]["model_input"]["chunks"][0]["tokens"] = [2**64, 6]
+    for name, body in (
+        ("seq_id", {"model_id": learner, "seq_id": 0, "adam_params": {}}),  # number 1 is what makes it
+        ("user_metadata", {"session_id": session, "model_seq_id": 1, "base_model": MODEL}),
+        ("loss_fn_inputs", json_pass(learner)),
+    ):
+        wrong[name] = ({"seq_id": "optim_step", "user_metadata": "create_model"}.get(name, "forward"), body)
+    wrong["user_metadata"][1]["user_metadata"] = {"a": "x" * 20_000}
+    gigabytes = {"data": [], "dtype": "int64", "shape": [1, 2**22 + 1], "sparse_crow_indices": [0, 0]}
+    sparse = wrong["loss_fn_inputs"][1]["forward_backward_input"]["data"][0]
+    sparse["loss_fn_inputs"] = {name: {**gigabytes, "sparse_col_indices": []} for name in ("target_tokens", "weights")}
     for param, (path, body) in wrong.items():
         answer = await server.post(f"/api/v1/{path}", body)
         assert answer.status_code == 400, (param, answer.text)
@@ -221,6 +233,29 @@ async def test_what_cannot_be_done_is_refused_by_name(server: Api) -> None:
     zstd = {**PROTOBUF, "content-encoding": "zstd"}
     packed = await server.http.post("/api/v1/forward_backward", content=b"x", headers=zstd)
     assert packed.status_code == 400 and "compressed" in packed.text
+    for shape, crow in (([-1, 5], []), ([1, 2**23 + 1], [0, 0]), ([2**40, 2**40], [0])):
+        message = _MESSAGE["ForwardBackwardRequest"]()
+        message.ParseFromString(binary_pass(learner))
+        tensor = message.data[0].loss_fn_inputs[0].value
+        tensor.ClearField("dense")
+        tensor.sparse_csr.crow_indices = np.array(crow, "<i8").tobytes()
+        tensor.shape.extend(shape)
+        content = message.SerializeToString()
+        answer = await server.http.post("/api/v1/forward_backward", content=content, headers=PROTOBUF)
+        assert answer.status_code == 400, answer.text
+    for number in (0, -5):
+        content = binary_pass(learner)
+        content = content.replace(
+            b"\x10\x01", b"\x10" + (b"\x00" if number == 0 else b"\xfb" + b"\xff" * 8 + b"\x01"), 1
+        )
+        answer = await server.http.post("/api/v1/forward_backward", content=content, headers=PROTOBUF)
+        assert answer.status_code == 400 and "1 or more" in answer.text
+    sampled = {"session_id": session, "sampling_session_seq_id": 0, "base_model": MODEL}
+    sampler = (await ask(server, "create_sampling_session", **sampled))["sampling_session_id"]
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [5]}]}
+    await ask(
+        server, "asample", 400, sampling_session_id=sampler, seq_id=0, prompt=prompt, sampling_params={"stop": ""}
+    )
     assert not await server.ring.learners.waits(learner, 2)
     image = _MESSAGE["ForwardBackwardRequest"](model_id=learner, loss_fn="ppo")
     image.data.add().model_input.add().image.SetInParent()

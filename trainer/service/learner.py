@@ -32,6 +32,7 @@ from trainer.service.losses import elementwise
 from trainer.state import Arrays
 
 WIDTH = 8  # rows are padded to a multiple of it, so that few shapes occur
+MOST_TARGETS = 64  # a position of a microbatch, on average: rows are padded to the most of one of them, too
 _SPOILED = "spoiled"  # a name in a state
 Floats = npt.NDArray[np.float32]
 
@@ -103,7 +104,7 @@ class ServiceLearner:
         return StepDone(metrics)
 
     def spoil(self, reason: str) -> None:
-        """A backward pass has failed: what others have added must not be applied without it."""
+        """A backward pass has failed: what others have added must not be applied without it. "": a step has."""
         self._waiting, self._spoiled = None, reason
 
     # -- state
@@ -193,13 +194,21 @@ def _parts(data: Sequence[Datum], most: int) -> Iterator[list[int]]:
     lengths = [len(datum.tokens) // 4 for datum in data]
     order = sorted(range(len(data)), key=lambda i: (-lengths[i], i))
     part: list[int] = []
+    widest = 0  # of the part: targets of a position
     for i in order:
-        if part and (len(part) + 1) * _width(lengths[part[0]]) > most:
+        widest = max(widest, _targets_each(data[i]))
+        positions = (len(part) + 1) * _width(lengths[part[0] if part else i])
+        if part and (positions > most or positions * widest > most * MOST_TARGETS):
             yield part
-            part = []
+            part, widest = [], _targets_each(data[i])
         part.append(i)
     if part:
         yield part
+
+
+def _targets_each(datum: Datum) -> int:
+    shape = datum.inputs["target_tokens"].shape
+    return shape[1] if len(shape) == 2 else 1
 
 
 def _width(length: int) -> int:
@@ -209,8 +218,7 @@ def _width(length: int) -> int:
 def _padded(data: Sequence[Datum]) -> tuple[mx.array, dict[str, mx.array], mx.array]:
     """Tokens [B, L], inputs [B, L, K] and what of them is seen [B, L, K]; rows are padded on the right."""
     width = _width(max(len(datum.tokens) // 4 for datum in data))
-    shapes = [datum.inputs["target_tokens"].shape for datum in data]
-    most = max(shape[1] if len(shape) == 2 else 1 for shape in shapes)
+    most = max(_targets_each(datum) for datum in data)
     tokens_BL = np.zeros((len(data), width), np.int32)
     seen = np.zeros((len(data), width, most), bool)
     inputs = {

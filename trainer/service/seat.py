@@ -5,10 +5,14 @@ Invariants.
   is carried out again by the next one, from the last state that is stored (shared/redis/training/learner_store.py).
 - A request's error is its answer. It ends neither the learner nor the service.
 - A state is stored between two requests only: in the midst of one it may hold a part of it.
+- What was answered before its service died has the same effect when it is carried out again: what had failed changes
+  nothing, and what had not must not fail now.
+- A request that ends its service (for want of memory) does so MOST_TRIES times at most, and is then refused.
 - `Load` stores the new state together with its answer: the save that it read may be gone when it would be read again.
 """
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -62,6 +66,7 @@ DAMAGED = (
     NotFoundError,
 )  # of a state: no way to read it
 _SAID = "said"  # a save: the last long answer to a run
+MOST_TRIES = 3  # of a request that ends its service
 
 
 class LostError(Exception):
@@ -131,7 +136,9 @@ class Seat:
     async def store_state(self) -> None:
         """Make the present state count, and let its requests go; nothing in the midst of a request. LostError."""
         if self._number > self._applied and self._whole and self._learner is not None:
+            self._whole = False  # cut off in the midst, it is not known whether it counts
             await self._tell(self._number, None, stores=True)
+            self._whole = True
 
     @property
     def _mine(self) -> ServiceLearner:
@@ -148,19 +155,12 @@ class Seat:
         answer: Answer | None = None
         if self._broken is not None:
             answer = self._broken
-        elif not (again and isinstance(request, Save | Publish)):
-            try:
-                answer, save = await self._answer(request)
-            except ParallmError as error:
-                answer = Failed(str(error), "server" if error.status >= 500 else "user")
-            except (ValueError, RuntimeError, MemoryError) as error:
-                # MLX raises these, for want of memory, too. Its text may hold nothing of the data.
-                log.exception("learner.failed", learner=self._held.id, request=number)
-                answer = Failed(f"the service could not compute this: {type(error).__name__}", "server")
+        elif not (again and _changes_nothing(request)):
+            answer, save = await self._outcome(number, request, again)
             learner = self._learner
-            failed = isinstance(answer, Failed) and isinstance(request, Pass) and request.backward
-            if failed and isinstance(learner, ServiceLearner) and isinstance(answer, Failed):
-                reason = answer.message
+            spoils = isinstance(request, Step) or (isinstance(request, Pass) and request.backward)
+            if spoils and isinstance(answer, Failed) and isinstance(learner, ServiceLearner):
+                reason = answer.message if isinstance(request, Pass) else ""
                 await self._compute(at_once(lambda: learner.spoil(reason)))
         self._number = number
         self._bytes += size
@@ -169,9 +169,59 @@ class Seat:
         uploaded = request.upload if isinstance(request, Ask) else ""
         loaded = loaded or bool(uploaded)
         stores = (full or loaded) and self._learner is not None
+        former = await self._published(save) if save is not None and not again else None
         await self._tell(number, None if again else answer, stores=stores, save=None if again else save)
+        if former is not None:
+            await self._adapters.unpin(self._held.spec.adapter, former.version, f"save-{former.name}")
         if uploaded:
             await self._store.drop_asked(self._held.id, uploaded)
+
+    async def _outcome(self, number: int, request: Request, again: bool) -> tuple[Answer, SaveInfo | None]:
+        """What comes of a request; EngineError when it fails, and was answered before as one that had not."""
+        if number > self._held.done + 1:
+            return await self._attempt(number, request)
+        former: Answer | None = None
+        if again:
+            with contextlib.suppress(NotFoundError):  # long ago
+                former = await self._store.answer(self._held.id, number)
+        if isinstance(former, Failed) and not isinstance(request, Ask):
+            return former, None
+        suspect = await self._store.tries(self._held.id, number) > 0
+        # Of those alone, whoever is noted when the service dies has ended it.
+        async with self._turns.alone if suspect else contextlib.nullcontext():
+            tries = await self._store.begun(self._held, number)
+            if not tries:
+                raise LostError
+            if tries > MOST_TRIES:
+                return self._given_up(number, again), None
+            failed = False
+            try:
+                answer, save = await self._attempt(number, request)
+                failed = isinstance(answer, Failed) and former is not None and not isinstance(former, Failed)
+            finally:
+                if not failed:
+                    await self._store.ended(self._held)
+        if failed:
+            log.error("learner.not_again", learner=self._held.id, request=number, tries=tries)
+            raise EngineError(f"request {number} was answered, and cannot be carried out again")
+        return answer, save
+
+    def _given_up(self, number: int, again: bool) -> Failed:
+        log.error("learner.given_up", learner=self._held.id, request=number)
+        failed = Failed(f"request {number} has ended the service {MOST_TRIES} times (out of memory?)", "server")
+        if again:  # what it has changed is lost, so that nothing that came after it can be true
+            self._learner, self._broken = None, failed
+        return failed
+
+    async def _attempt(self, number: int, request: Request) -> tuple[Answer, SaveInfo | None]:
+        try:
+            return await self._answer(request)
+        except ParallmError as error:
+            return Failed(str(error), "server" if error.status >= 500 else "user"), None
+        except (ValueError, RuntimeError, MemoryError) as error:
+            # MLX raises these, for want of memory, too. Its text may hold nothing of the data.
+            log.exception("learner.failed", learner=self._held.id, request=number)
+            return Failed(f"the service could not compute this: {type(error).__name__}", "server"), None
 
     async def _answer(self, request: Request) -> tuple[Answer, SaveInfo | None]:
         if isinstance(request, Begin):
@@ -223,6 +273,11 @@ class Seat:
         )
         return Told(name=_SAID), info
 
+    async def _published(self, save: SaveInfo) -> SaveInfo | None:
+        """The version that has the name of a new one, and is no save any more once that counts."""
+        saves = await self._store.saves(self._held.id) if save.version else []
+        return next((each for each in saves if each.kind == save.kind and each.name == save.name), None)
+
     async def _check_room(self, request: Save | Publish) -> None:
         """ConflictError when there is no room for one more save; one of the same name makes room for itself."""
         for info in await self._store.saves(self._held.id, expired=True):
@@ -255,16 +310,17 @@ class Seat:
             save_file(weights, folder / MLX_FILE)
             (folder / CONFIG_FILE).write_bytes(self._mine.config())
 
-        with TemporaryDirectory(prefix="parallm-learner-") as name, working_for(spec.owner):
-            folder = Path(name)
+        with contextlib.ExitStack() as open_files, working_for(spec.owner):
             try:
+                folder = Path(open_files.enter_context(TemporaryDirectory(prefix="parallm-learner-")))
                 await asyncio.to_thread(write, folder)
+                shapes, hidden = self._card.modules, self._card.head_inputs
+                adapter = open_files.enter_context(prepared(folder, shapes=shapes, hidden_size=hidden))
             except (OSError, SafetensorError) as error:
                 raise EngineError(f"the service could not write the version to its disk: {error}") from error
-            with prepared(folder, shapes=self._card.modules, hidden_size=self._card.head_inputs) as adapter:
-                manifest = await self._adapters.publish(
-                    spec.adapter, adapter, base_sha256=self._card.base_sha256, source="learner"
-                )
+            manifest = await self._adapters.publish(
+                spec.adapter, adapter, base_sha256=self._card.base_sha256, source="learner"
+            )
         return manifest.version, manifest.size
 
     async def _tell(self, number: int, answer: Answer | None, *, stores: bool, save: SaveInfo | None = None) -> None:
@@ -279,6 +335,10 @@ class Seat:
             raise LostError
         if stores:
             self._applied, self._state, self._bytes = number, state, 0
+
+
+def _changes_nothing(request: Request) -> bool:
+    return isinstance(request, Save | Publish) or (isinstance(request, Pass) and not request.backward)
 
 
 def gone(error: BaseException) -> bool:

@@ -154,12 +154,15 @@ class LearnerService:
         await asyncio.wait([task], timeout=_LEAVE_S)
         task.cancel()  # what it was at is carried out again, by whoever takes the learner
         await asyncio.gather(task, return_exceptions=True)
-        self._turns.forget(learner)
         try:
             await seat.store_state()
         except LostError:  # whoever has taken it looks after it
             log.warning("learner.lost", learner=learner)
             return
+        except (ParallmError, ValueError, RuntimeError, MemoryError):  # of the state: its requests are kept
+            log.exception("learner.not_stored", learner=learner)
+        finally:
+            self._turns.forget(learner)
         await self._due.again([learner], in_ms)
         log.info("learner.left", learner=learner)
 

@@ -23,6 +23,7 @@ class Turns:
         self._had: dict[str, float] = {}  # seconds that each learner has had
         self._waiting: dict[str, asyncio.Future[None]] = {}
         self._busy = False
+        self.alone = asyncio.Lock()  # for requests that may have ended a service
 
     async def run(self, learner: str, start: Callable[[], Work[T]]) -> T:
         """Work of a learner, in turns with that of others; it has one piece of work at a time."""

@@ -31,6 +31,8 @@ _LOOK_S = (0.005, 0.25)  # pauses between looks for an answer, first and longest
 _create = Script("learner_create")
 _place = Script("learner_place")
 _take = Script("learner_take")
+_try = Script("learner_try")
+_drop = Script("learner_drop")
 _answer = Script("learner_answer")
 _change_save = Script("learner_change_save")
 _request_decoder = msgspec.msgpack.Decoder(Request)
@@ -153,12 +155,12 @@ class LearnerStore:
 
     async def drop(self, model: str, learner: str) -> None:
         """Forget a learner with all that it has; its answers go by themselves. A service that has it is refused."""
-        state, saves = await ask(self._redis, "HGET", keys.learner(learner), "state"), await self._all_saves(learner)
-        names = [keys.learner(learner), keys.learner_requests(learner), keys.learner_saves(learner)]
-        names += [keys.learner_saved(learner, save.bytes_id) for save in saves if save.bytes_id]
+        state = await _drop(self._redis, [keys.learner(learner), keys.learner_requests(learner)], [])
+        saves = await self._all_saves(learner)  # only now does nobody add to them
+        names = [keys.learner_saved(learner, save.bytes_id) for save in saves if save.bytes_id]
         if state:
             names.append(keys.learner_state(learner, state.decode()))
-        for name in names:  # one by one: bytes of many megabytes are not freed at once
+        for name in [*names, keys.learner_saves(learner)]:  # one by one: bytes of many megabytes are not freed at once
             await ask(self._redis, "UNLINK", name)
         await waiting_learners(self._redis, model).drop(learner)
 
@@ -187,6 +189,19 @@ class LearnerStore:
     async def waits(self, learner: str, number: int) -> bool:
         """Whether a request of this number is there."""
         return bool(await ask(self._redis, "HEXISTS", keys.learner_requests(learner), number))
+
+    async def tries(self, learner: str, number: int) -> int:
+        """How often a request was begun and came to no end."""
+        trying, tries = await ask(self._redis, "HMGET", keys.learner(learner), "trying", "tries")
+        return int(tries) if trying == str(number).encode() else 0
+
+    async def begun(self, held: Held, number: int) -> int:
+        """Note that a request is carried out: how often it was and came to no end, 0 when another service has it."""
+        return int(await _try(self._redis, [keys.learner(held.id)], [held.epoch, number]))
+
+    async def ended(self, held: Held) -> None:
+        """It has come to an end, whatever became of it."""
+        await _try(self._redis, [keys.learner(held.id)], [held.epoch, ""])
 
     async def tell(
         self,
