@@ -118,7 +118,6 @@ class ServedRewards:
             models = [await self._resolve(each) for each in models_of(options)]
         except ParallmError as error:
             return [_failed(name, error)] * len(samples)
-
         asked = tuple(sorted({model.card.name for model in models}))
         room = self._rooms.setdefault(asked, asyncio.Semaphore(AT_ONCE))
 
@@ -147,12 +146,10 @@ class ServedRewards:
             return Reward(name, score.value, score.components)
 
         scored = await asyncio.gather(*map(one, samples), return_exceptions=True)
-        rewards: list[Reward] = []
         for each in scored:
             if isinstance(each, BaseException):
                 raise each
-            rewards.append(each)
-        return rewards
+        return [each for each in scored if isinstance(each, Reward)]
 
     async def outputs(self, name: str, head: str, texts: Sequence[Sequence[int]]) -> list[list[float]]:
         """What a head says of each text of ids; TimeoutError when nobody does."""
@@ -275,10 +272,8 @@ class ServedRewards:
             shown = (await self._codecs.codec(card)).decode(ids)
         else:
             shown = shown_chat([item for item in prompt if not isinstance(item, int)])
-        reference = sample.reference
-        if reference is None or isinstance(reference, str):
-            return shown, sample.completion, reference or ""
-        return shown, sample.completion, json.dumps(reference, ensure_ascii=False)
+        told = "" if sample.reference is None else sample.reference
+        return shown, sample.completion, told if isinstance(told, str) else json.dumps(told, ensure_ascii=False)
 
     async def run(self, model: str, specs: Sequence[SequenceSpec]) -> list[SequenceResult]:
         """Results of sequences, all of which have ended well; the error of one that has not, TimeoutError if late."""
