@@ -6,7 +6,8 @@
 # make bench   measurements (never run by the tests)
 # make clients real clients (openai, openai-agents, anthropic, litellm, langchain, instructor, lm-eval, verifiers; guidellm
 #              with LOAD=1, which brings PyTorch along), a trainer that logs to wandb, mlflow and trackio, and two versions
-#              of tinker and the recipes of its cookbook, in environments of their own
+#              of tinker (the recipes of its cookbook with COOKBOOK=1, which brings PyTorch along, too), in environments of
+#              their own
 # make chaos   kill, freeze and cut off the processes under load, for MINUTES=30 (never run by the tests)
 # make docs    write docs/reference.md from the code
 # make lock    resolve requirements.lock and requirements-vision.lock anew
@@ -89,8 +90,9 @@ clients: setup
 	    -r tests/clients/requirements-tinker.txt tinker==$$version; \
 	  $(BIN)/python -m tests.clients --python .venv-tinker-$$version/bin/python tinker_train; \
 	done
-	.venv-tinker-0.38.0/bin/python -m pip install --quiet --disable-pip-version-check -r tests/clients/requirements-cookbook.txt
-	$(BIN)/python -m tests.clients --python .venv-tinker-0.38.0/bin/python tinker_recipes
+	$(if $(COOKBOOK),.venv-tinker-0.38.0/bin/python -m pip install --quiet --disable-pip-version-check \
+	  -r tests/clients/requirements-cookbook.txt)
+	$(if $(COOKBOOK),$(BIN)/python -m tests.clients --python .venv-tinker-0.38.0/bin/python tinker_recipes)
 
 docs: setup
 	PYTHONPATH=. $(BIN)/python docs/generate.py
