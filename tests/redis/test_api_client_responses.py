@@ -140,7 +140,7 @@ async def test_a_line_of_a_batch_is_answered_as_a_request_is(server: Api, worker
     target = await find_target(server.ring, None, session="")
     line = BatchLine("mine", "/v1/responses", body)
     named = named_by(line)
-    (planned_input,) = await planned(server.ring, line, named, target)
+    (planned_input,) = await planned(server.ring, line, named, target, server.ring.images.keep)
     stored = msgspec.json.decode(msgspec.json.encode(planned_input), type=JobInput)
     assert stored.request is not None and stored.prompt == list(worker.specs[-1].prompt_ids)
     tokens = tuple(Answer("hello").tokens)
