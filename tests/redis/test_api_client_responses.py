@@ -162,5 +162,5 @@ async def test_a_line_of_a_batch_is_answered_as_a_request_is(server: Api, worker
     assert told == asked
     assert written.usage.input_tokens == len(prompt) and written.usage.output_tokens == len(tokens)
     streamed = BatchLine("s", "/v1/responses", {**body, "stream": True})
-    (refused,) = await planned(server.ring, streamed, named, target)
+    (refused,) = await planned(server.ring, streamed, named, target, server.ring.images.keep)
     assert refused.reply["error"]["error"]["param"] == "stream"
