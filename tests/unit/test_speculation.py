@@ -41,7 +41,7 @@ from worker.engine.speculation.memory import (
 from worker.engine.speculation.payoff import (
     ENOUGH,
     HOPE,
-    LEAST_ENOUGH,
+    LEAST_SAMPLES,
     LONGEST_PAUSE,
     PLAIN_STALE,
     STALE,
@@ -436,7 +436,7 @@ def test_what_drafts_bring() -> None:
 def times_of(rows: int, *seconds: float) -> StepTimes:
     times = StepTimes()
     for width, each in enumerate(seconds, 1):
-        for _ in range(LEAST_ENOUGH if each else 0):
+        for _ in range(LEAST_SAMPLES if each else 0):
             times.took(rows, width, each)
     return times
 
