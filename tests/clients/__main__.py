@@ -1,7 +1,8 @@
 """Real clients, unmodified, against a real ring: `make clients`, or `python -m tests.clients --python VENV/bin/python`.
 
-Starts `mlx_parallm_serve` with the tiny model and runs each script of tests/clients/scripts with the interpreter that
-has the clients (tests/clients/requirements.txt), and those for Node where `--node` names a folder with their packages.
+Starts `mlx_parallm_serve` with the tiny model (and beside it a worker with one that sees, for `images_` scripts) and
+runs each script of tests/clients/scripts with the interpreter that has the clients (tests/clients/requirements.txt),
+and those for Node where `--node` names a folder with their packages.
 A script proves what its docstring says, and exits 0 when it holds. The load generator brings PyTorch along, so it has a
 requirements file of its own (requirements-load.txt), and its script is skipped where it is not installed; so are those
 of openai-agents (requirements-agents.txt), a trainer with the packages of `--logger` (requirements-loggers.txt), and
@@ -22,6 +23,7 @@ from pathlib import Path
 from tests.e2e.rings import MODEL, ROOT, Process, Ring, ring
 
 ALIASES = ("claude-*", "meta-llama/Llama-3.2-1B")  # names that a client insists on
+EYES = "tiny-vision"
 SCRIPTS = Path(__file__).parent / "scripts"
 TIMEOUT_S = 600
 # Scripts whose client is not in requirements.txt: it is heavy, or its pins do not go with those of others.
@@ -48,6 +50,7 @@ def run(script: Path, python: str, node: Path | None, url: str) -> bool:
         "PARALLM_URL": url,
         "PARALLM_MODEL_NAME": MODEL,
         "PARALLM_MODEL_DIR": str(ROOT / "models" / MODEL),
+        "PARALLM_EYES_DIR": str(ROOT / "models" / EYES),
         "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": "",
     }
@@ -91,6 +94,21 @@ def training(server: Ring, wanted: bool) -> Iterator[None]:
     assert code == 0, service.output
 
 
+@contextlib.contextmanager
+def eyes(server: Ring, wanted: bool) -> Iterator[None]:
+    """A worker with a model that sees beside the ring's own, if a script wants one."""
+    if not wanted:
+        yield
+        return
+    worker = Process.start("worker", "--redis", server.redis_url, "--model", f"models/{EYES}")
+    try:
+        worker.wait_for_line(r"worker\.ready")
+        yield
+    finally:
+        code = worker.stop()
+    assert code == 0, worker.output
+
+
 def main() -> int:
     """Run the scripts; 1 when one fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -114,6 +132,7 @@ def main() -> int:
         tempfile.TemporaryDirectory() as folder,
         ring(Path(folder), *(f"--model-alias={name}={MODEL}" for name in ALIASES)) as server,
         training(server, trains),
+        eyes(server, any(path.stem.startswith("images_") for path in chosen)),
     ):
         passed = [run(script, python, arguments.node, server.url) for script in chosen]
     print(f"{sum(passed)} passed, {len(passed) - sum(passed)} failed")
