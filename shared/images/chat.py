@@ -38,6 +38,10 @@ class ChatImages:
         )
         return cls(vision, tuple(images), refs, layouts)
 
+    def first(self, count: int) -> "ChatImages":
+        """Those of the beginning of the chat."""
+        return ChatImages(self.vision, self.images[:count], self.refs[:count], self.layouts[:count])
+
     def expanded(self, text: str) -> str:
         """The prompt's text with what stands for each image at its mark; InvalidRequestError when they do not agree."""
         pieces = text.split(self.vision.image_token)

@@ -225,7 +225,7 @@ def write_vision_model(
         "config.json": config,
         "tokenizer_config.json": {
             **settings,
-            "chat_template": TEMPLATE.replace("MARK", MARKS[family][family == "gemma3"]),
+            "chat_template": TEMPLATE.replace("MARK", _mark(family)),
         },
         "preprocessor_config.json": images or small,
         "processor_config.json": {"image_seq_len": 4} if family == "smolvlm" else {},
@@ -233,6 +233,12 @@ def write_vision_model(
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content))
     return folder
+
+
+def _mark(family: str) -> str:
+    """What a chat template writes for an image."""
+    mark = MARKS[family][family == "gemma3"]
+    return f"<|vision_start|>{mark}<|vision_end|>" if family.startswith("qwen") else mark
 
 
 def picture(seed: int, width: int = 40, height: int = 30) -> Image.Image:

@@ -183,7 +183,7 @@ def test_a_pair_of_token_ids_is_taken_as_it_is(tmp_path: Path) -> None:
         ("sft", [{"messages": [user("a"), said("b", weight=0.5)]}], "line 1: messages[1]: weight is 0 or 1, not 0.5"),
         ("sft", [{"messages": [{"role": "bot", "content": "a"}]}], "line 1: messages[0]: role 'bot' is none of"),
         ("sft", [{"messages": [user("a"), {"role": "assistant"}]}], "line 1: messages[1]: content is a text"),
-        ("sft", [{"messages": [user([{"type": "image_url"}]), said("b")]}], "line 1: messages[0]: content has a part"),  # type: ignore[arg-type]
+        ("sft", [{"messages": [user([{"type": "image_url"}]), said("b")]}], "line 1: it has images"),  # type: ignore[arg-type]
         (
             "sft",
             [{"messages": [said("", tool_calls=[{"id": "1"}])]}],

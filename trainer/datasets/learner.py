@@ -19,6 +19,7 @@ from trainer.learn.compute import Work
 from trainer.learn.options import AdapterShape, Schedule
 from trainer.learn.policy import Policy
 from trainer.state import Arrays, Moments, Snapshot
+from trainer.vision.sight import Sight
 
 T = TypeVar("T")
 
@@ -61,10 +62,13 @@ class Size(NamedTuple):
     positions: int
 
 
-def policy_of(model: Any, shape: AdapterShape, options: DataOptions) -> Policy:
-    """A LoRA on the model; SetupError when it does not fit: a target that the model has not, DoRA on experts."""
+def policy_of(model: Any, shape: AdapterShape, options: DataOptions, sight: Sight | None = None) -> Policy:
+    """A LoRA on the model, which sees with `sight`.
+
+    SetupError when it does not fit: a target that the model has not, DoRA on experts.
+    """
     try:
-        return Policy(model, shape, seed=options.seed, checkpoint_layers=options.checkpoint_layers)
+        return Policy(model, shape, seed=options.seed, checkpoint_layers=options.checkpoint_layers, sight=sight)
     except ValueError as error:
         raise SetupError(f"bad settings: {error}") from error
 

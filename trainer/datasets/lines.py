@@ -10,7 +10,6 @@ import numpy as np
 
 from shared.errors import SetupError
 from shared.jobs import Message
-from trainer.vision.pictures import has_images
 
 T = TypeVar("T")
 
@@ -83,6 +82,4 @@ def exchange(prompt: str | list[Message] | None, answer: Any) -> Exchange:
         if not whole or not isinstance(whole[-1].get("content"), str):
             raise ValueError("a conversation ends with a message whose 'content' is a text")
         prompt, answer = whole[:-1], whole[-1]["content"]
-    if isinstance(prompt, list) and has_images(prompt):
-        raise ValueError("examples with images are not learned from yet, only rollouts are (--mode rl)")
     return Exchange(prompt or None, answer)

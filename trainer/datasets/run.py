@@ -78,6 +78,7 @@ async def train_on_data(
         ring = await stack.enter_async_context(way.join(loaded))
         await stack.enter_async_context(run_lock(settings.folder))
         run = kind(settings, host, way, ring)
+        stack.callback(run.close)
         begun(run)
         await run.start(loaded)
         return await run.run()
@@ -122,6 +123,9 @@ class DataRun(ABC, Generic[T]):
     @abstractmethod
     async def _parity(self, version: int) -> list[GateCheck]:
         """Whether a worker that has loaded the version says what we say; without an answer `_unanswered` says why."""
+
+    def close(self) -> None:
+        """End what the run has started besides."""
 
     # -- the run
 

@@ -23,6 +23,7 @@ from shared.jobs import Message
 from shared.text.answered import answered
 from shared.text.codec import TextCodec
 from trainer.datasets.lines import exchange, read_lines
+from trainer.vision.pictures import has_images
 
 Floats = npt.NDArray[np.float32]
 Form = Literal["pairs", "scores", "labels", "actions", "vectors"]
@@ -165,10 +166,17 @@ def _example(line: _Line, form: Form, codec: TextCodec, labels: Sequence[str]) -
 
 def _observed(observation: Any, codec: TextCodec) -> Text:
     """As `/v1/rl/act` reads it: a chat by the model's template, with the beginning of an answer."""
+    _check_text(observation)
     ids = codec.encode(observation) if isinstance(observation, str) else codec.encode_chat(observation)
     return Text(observation, "", tuple(ids))
 
 
+def _check_text(prompt: Any) -> None:
+    if isinstance(prompt, list) and has_images(prompt):
+        raise ValueError("a head does not learn from images")
+
+
 def _text(prompt: str | list[Message] | None, answer: Any, codec: TextCodec) -> Text:
     asked, said = exchange(prompt, answer)
+    _check_text(asked)
     return Text(asked, said, tuple(answered(codec, asked, said)))

@@ -19,8 +19,8 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from trainer.learn.batches import Microbatch
 from trainer.learn.drawing import DrawnPositions, DrawnRows, as_drawn, positions_of
+from trainer.vision.places import Laid, Shown, behind, looking, shown
 from trainer.vision.sight import Sight
-from worker.engine.vision.features import embeddings
 
 CHUNK_LOGITS = 1 << 26  # at most as many logits at once: 256 MB in fp32
 
@@ -151,15 +151,7 @@ class BatchArrays:
     rows_BL: mx.array  # prompt and completion as one right-padded row
     start_B: mx.array  # position of the first completion token in rows_BL
     drawn: DrawnRows | None = None  # what the rows were drawn with
-    seen: "Seen | None" = None  # where images stand in prompts; None: they have none
-
-
-class Seen(NamedTuple):
-    """The vectors of images, and which of them stands where in prompts and in rows."""
-
-    vectors_NH: mx.array
-    prompt_PS: mx.array  # the number of a vector; -1: a token
-    rows_BL: mx.array  # likewise
+    seen: Shown | None = None  # where images stand in prompts; None: they have none
 
 
 def to_arrays(batch: Microbatch, sight: Sight | None = None) -> BatchArrays:
@@ -168,7 +160,9 @@ def to_arrays(batch: Microbatch, sight: Sight | None = None) -> BatchArrays:
     seen = None
     if batch.images:
         assert sight is not None, "a policy that sees nothing has no prompts with images"
-        seen = _seen(batch, rows_BL, start_B, sight)
+        length = batch.completion_BT.shape[1]
+        laid = Laid(batch.prompt_PS, batch.padding_P, batch.prompt_of_B, rows_BL, start_B, length)
+        seen = shown(laid, batch.image_token, sight.seen(batch.images))
     return BatchArrays(
         mx.array(batch.prompt_PS),
         mx.array(batch.padding_P),
@@ -184,25 +178,6 @@ def to_arrays(batch: Microbatch, sight: Sight | None = None) -> BatchArrays:
     )
 
 
-def _seen(batch: Microbatch, rows_BL: np.ndarray, start_B: np.ndarray, sight: Sight) -> Seen:
-    width = batch.prompt_PS.shape[1]
-    there_PS = (batch.prompt_PS == batch.image_token) & (np.arange(width)[None] >= batch.padding_P[:, None])
-    prompt_PS = np.where(there_PS, np.cumsum(there_PS).reshape(there_PS.shape) - 1, -1)
-    at_BL = np.full(rows_BL.shape, -1, np.int64)
-    for row, (prompt, start) in enumerate(zip(batch.prompt_of_B, start_B, strict=True)):
-        at_BL[row, :start] = prompt_PS[prompt, width - start :]
-    return Seen(sight.vectors(batch.images), mx.array(prompt_PS), mx.array(at_BL))
-
-
-def _embedded(model: Any, ids_BL: mx.array, seen: Seen | None, at_BL: mx.array | None) -> dict[str, mx.array]:
-    """What a body is given beside the ids: embeddings [B, L, H] with the vectors of images in their places."""
-    if seen is None or at_BL is None:
-        return {}
-    embedded_BLH = embeddings(model)(ids_BL)
-    vectors_BLH = seen.vectors_NH.astype(embedded_BLH.dtype)[mx.maximum(at_BL, 0)]
-    return {"input_embeddings": mx.where(at_BL[..., None] >= 0, vectors_BLH, embedded_BLH)}
-
-
 def can_share_prompts(model: Any) -> bool:
     """Whether all of the model's state is keys and values of full attention."""
     return all(type(cache) is KVCache for cache in make_prompt_cache(model))
@@ -214,12 +189,13 @@ def shared_scores(
     """Each prompt once, then all completions after it; the head takes `chunk` positions at a time, 0: all at once."""
     body, head = halves_of(model, chunk)
     caches = [PromptKeys(x.padding_P) for _ in model.layers]
-    images = _embedded(model, x.prompt_PS, x.seen, x.seen and x.seen.prompt_PS)
-    first_PH = body(x.prompt_PS, cache=caches, **images)[:, -1]
+    with looking(model, x.prompt_PS, x.seen, x.seen and x.seen.prompts) as images:
+        first_PH = body(x.prompt_PS, cache=caches, **images)[:, -1]
     branches = [cache.branch(x.prompt_of_B) for cache in caches]
     hidden_BTH = first_PH[x.prompt_of_B][:, None]
     if x.completion_BT.shape[1] > 1:
-        rest_BTH = body(x.completion_BT[:, :-1], cache=branches)
+        with behind(model, x.seen, x.completion_BT.shape[1] - 1):
+            rest_BTH = body(x.completion_BT[:, :-1], cache=branches)
         hidden_BTH = mx.concatenate([hidden_BTH, rest_BTH], axis=1)
     drawn = positions_of(x.drawn, x.completion_BT.shape)
     scores = token_scores(head, hidden_BTH, x.completion_BT, chunk, entropy=entropy, drawn=drawn)
@@ -231,8 +207,7 @@ def row_scores(
 ) -> TokenScores:
     """Prompt and completion in one forward pass a row; the head takes `chunk` positions at a time, 0: all at once."""
     body, head = halves_of(model, chunk)
-    images = _embedded(model, x.rows_BL[:, :-1], x.seen, x.seen and x.seen.rows_BL[:, :-1])
-    hidden_BLH = body(x.rows_BL[:, :-1], **images)
+    hidden_BLH = row_states(model, body, x)
     targets_BL = x.rows_BL[:, 1:]
     drawn = positions_of(x.drawn, targets_BL.shape)
     scores = token_scores(head, hidden_BLH, targets_BL, chunk, entropy=entropy, drawn=drawn)
@@ -242,6 +217,13 @@ def row_scores(
     values_BL = _values(value, hidden_BLH)
     values_BT = None if values_BL is None else mx.take_along_axis(values_BL, at_BT, axis=1)
     return TokenScores(logp_BT, entropy_BT, values_BT)
+
+
+def row_states(model: Any, body: Callable[..., mx.array], x: BatchArrays) -> mx.array:
+    """Hidden states [B, L, H] of the rows but for their last id, as `body` of the model gives them."""
+    ids_BL = x.rows_BL[:, :-1]
+    with looking(model, ids_BL, x.seen, x.seen and x.seen.rows.until(ids_BL.shape[1])) as images:
+        return body(ids_BL, **images)
 
 
 def _values(value: ValueOf | None, hidden_BTH: mx.array) -> mx.array | None:

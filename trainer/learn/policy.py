@@ -29,6 +29,7 @@ from shared.heads import VALUE, HeadSpec
 from trainer.learn.head_net import HeadNet
 from trainer.learn.options import AdapterShape
 from trainer.state import Arrays
+from trainer.vision.places import held
 from trainer.vision.sight import Sight
 
 _LINEARS = (nn.Linear, nn.QuantizedLinear)
@@ -120,9 +121,12 @@ def checkpoint_instance(layer: Any) -> None:
     forward: Callable[..., Any] = cls.__call__
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        placed = held(self)
+
         def inner(parameters: Any, *inputs: Any) -> Any:
             self.update(parameters)
-            return forward(self, *inputs, **kwargs)
+            with placed():
+                return forward(self, *inputs, **kwargs)
 
         return mx.checkpoint(inner)(self.trainable_parameters(), *args)
 

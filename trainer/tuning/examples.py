@@ -11,20 +11,25 @@ after that is no part of it. A text after a text ends with the model's end token
 because a model writes behind the tokens of its prompt.
 
 Where the template renders an earlier turn in the same way when more follows, a conversation is one row; where it does
-not (it leaves out earlier reasoning, say), each turn is a row of its own, behind the prompt that a worker would get.
+not (it leaves out earlier reasoning, say), each turn is a row of its own, behind the prompt that a worker would get. So
+is a turn behind further images of the user's: images stand in prompts alone.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 from shared.errors import InvalidRequestError, SetupError
+from shared.images.chat import ChatImages
 from shared.jobs import Message
 from shared.text.codec import TextCodec
 from trainer.datasets.lines import Exchange, exchange, read_lines
 from trainer.learn.batches import Sample, SampleGroup
+from trainer.vision.pictures import ShownChat, has_images, image_of
+from trainer.vision.shelf import Shelf
 
 Tuning = Literal["sft", "dpo"]
 Weight = Literal[0, 1]
@@ -57,10 +62,18 @@ _line = msgspec.json.Decoder(_Line)
 
 
 def read_examples(
-    path: Path, tuning: Tuning, codec: TextCodec, longest: int, variables: Mapping[str, Any] | None = None
+    path: Path,
+    tuning: Tuning,
+    codec: TextCodec,
+    longest: int,
+    variables: Mapping[str, Any] | None = None,
+    shelf: Shelf | None = None,
 ) -> Examples:
-    """The examples of a file; SetupError names the line. `variables`: of the chat template."""
-    encoder = _Encoder(codec, dict(variables or {}))
+    """The examples of a file; SetupError names the line. `variables`: of the chat template.
+
+    `shelf`: where images are read and kept, None: there may be none.
+    """
+    encoder = _Encoder(codec, dict(variables or {}), shelf)
     read = encoder.conversation if tuning == "sft" else encoder.pair
     fitting: list[SampleGroup] = []
     too_long = 0
@@ -73,7 +86,7 @@ def read_examples(
                     fitting.append(item)
                 else:
                     too_long += 1
-        except (ValueError, InvalidRequestError) as error:
+        except (ValueError, InvalidRequestError, SetupError) as error:
             raise SetupError(f"{path}, line {number}: {error}") from error
     if not fitting:
         raise SetupError(f"{path}: no example has at most {longest} tokens, which is the model's context")
@@ -81,10 +94,11 @@ def read_examples(
 
 
 class _Row:
-    """Ids as they grow, and which of them count."""
+    """Ids as they grow, and which of them count; behind the images of its prompt there are no others."""
 
-    def __init__(self, codec: TextCodec) -> None:
+    def __init__(self, codec: TextCodec, images: ChatImages | None = None) -> None:
         self._codec = codec
+        self.images = images
         self._ids: list[int] = []
         self._counts: list[bool] = []
         self.text = ""  # of a chat, as far as it is rendered
@@ -103,14 +117,44 @@ class _Row:
             return
         first = max(1, self._counts.index(True))
         last = len(self._counts) - self._counts[::-1].index(True)
-        yield SampleGroup("", tuple(self._ids[:first]), (_sample(self._ids[first:last], self._counts[first:last]),))
+        prompt, sample = tuple(self._ids[:first]), _sample(self._ids[first:last], self._counts[first:last])
+        if self.images is None:
+            yield SampleGroup("", prompt, (sample,))
+            return
+        self.images.check(prompt)
+        yield SampleGroup("", prompt, (sample,), self.images.refs, self.images.vision.image_token_id)
+
+
+class _Chat:
+    """A conversation as the template takes it, from its beginning up to any turn."""
+
+    def __init__(self, turns: Sequence[Message], tools: list[dict[str, Any]] | None, encoder: "_Encoder") -> None:
+        self._messages = [{key: value for key, value in turn.items() if key != "weight"} for turn in turns]
+        self._tools, self._encoder = tools, encoder
+        self._images: ChatImages | None = None
+        if has_images(self._messages):
+            self._messages, self._images, _ = encoder.shown(self._messages)
+
+    def images(self, end: int) -> ChatImages | None:
+        """Of the first `end` turns; None: they have none."""
+        if self._images is None:
+            return None
+        contents = [message["content"] for message in self._messages[:end]]
+        parts = [part for content in contents if isinstance(content, list) for part in content]
+        return self._images.first(sum(part["type"] == "image" for part in parts)) if parts else None
+
+    def text(self, end: int, *, prompt: bool) -> str:
+        """Of the first `end` turns; `prompt`: and what the next reply begins with."""
+        images = self.images(end)
+        text = self._encoder.rendered(self._messages[:end], self._tools, prompt=prompt)
+        return text if images is None else images.expanded(text)
 
 
 class _Encoder:
     """Lines as token ids of one model."""
 
-    def __init__(self, codec: TextCodec, variables: dict[str, Any]) -> None:
-        self._codec, self._variables = codec, variables
+    def __init__(self, codec: TextCodec, variables: dict[str, Any], shelf: Shelf | None) -> None:
+        self._codec, self._variables, self._shelf = codec, variables, shelf
         self._ends = [spelling for token in codec.bundle.eos_token_ids if (spelling := codec.token(token))]
 
     def conversation(self, line: _Line) -> Iterable[SampleGroup]:
@@ -145,7 +189,7 @@ class _Encoder:
             raise ValueError("a pair needs a 'prompt' with this model, whose texts begin with no token of their own")
         if better.samples == worse.samples:  # the end token stands in both
             raise ValueError("'chosen' and 'rejected' are the same tokens up to the end of the answer")
-        return [SampleGroup("", better.prompt_ids, (*better.samples, *worse.samples))]
+        return [replace(better, samples=(*better.samples, *worse.samples))]
 
     def _pair_of_ids(self, prompt: tuple[int, ...], chosen: tuple[int, ...], rejected: tuple[int, ...]) -> SampleGroup:
         if not (prompt and chosen and rejected):
@@ -185,21 +229,19 @@ class _Encoder:
 
     def _turns(self, turns: Sequence[Message], tools: list[dict[str, Any]] | None) -> Iterator[SampleGroup]:
         """Rows of a chat; each assistant turn without the weight 0 counts, once."""
-        messages = [{key: value for key, value in turn.items() if key != "weight"} for turn in turns]
-        row = _Row(self._codec)
+        chat, row = _Chat(turns, tools, self), _Row(self._codec)
         for at, turn in enumerate(turns):
             if turn["role"] != "assistant" or turn.get("weight") == 0:
                 continue
-            before = self._rendered(messages[:at], tools, prompt=True)
-            whole = self._rendered(messages[: at + 1], tools, prompt=False)
+            before, whole, images = chat.text(at, prompt=True), chat.text(at + 1, prompt=False), chat.images(at)
             if not whole.startswith(before):
                 raise ValueError(
                     f"messages[{at}]: the chat template does not put this reply behind its own generation prompt, so "
                     "no token of it would be what the model is asked to write; see --chat-template-kwargs"
                 )
-            if not before.startswith(row.text):
+            if not before.startswith(row.text) or images != row.images:
                 yield from row.ended()
-                row = _Row(self._codec)
+                row = _Row(self._codec, images)
             row.add(before[len(row.text) :], counts=False)
             row.add(self._reply(whole[len(before) :]), counts=True)
         yield from row.ended()
@@ -209,7 +251,16 @@ class _Encoder:
         found = [text.find(end) + len(end) for end in self._ends if end in text]
         return text[: min(found)] if found else text
 
-    def _rendered(self, messages: list[Message], tools: list[dict[str, Any]] | None, *, prompt: bool) -> str:
+    def shown(self, messages: list[Message]) -> ShownChat:
+        """A chat with its images apart; ValueError where there may be none."""
+        if self._shelf is None:
+            raise ValueError(
+                "it has images: these are learned from in --mode rl, sft and dpo, by a model that sees, not over HTTP"
+            )
+        return self._shelf.chat(messages)
+
+    def rendered(self, messages: list[Message], tools: list[dict[str, Any]] | None, *, prompt: bool) -> str:
+        """By the chat template."""
         return self._codec.render_chat(messages, add_generation_prompt=prompt, tools=tools, **self._variables)
 
 
@@ -237,10 +288,7 @@ def _message(at: int, message: Message) -> Message:
     if message.get("weight", 1) not in (0, 1):
         raise ValueError(f"messages[{at}]: weight is 0 or 1, not {message['weight']!r}")
     if isinstance(content, list):
-        texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
-        if len(texts) != len(content) or not all(isinstance(text, str) for text in texts):
-            raise ValueError(f"messages[{at}]: content has a part that is no text, and texts alone are learned from")
-        content = "".join(map(str, texts))
+        content = _parts(at, role, content)
     elif content is None and calls:
         content = ""
     elif not isinstance(content, str):
@@ -251,6 +299,17 @@ def _message(at: int, message: Message) -> Message:
     if calls:
         made["tool_calls"] = [_call(at, call) for call in calls]
     return made
+
+
+def _parts(at: int, role: Any, parts: list[Any]) -> str | list[Any]:
+    """A text as one string; parts as they are where some of them are images."""
+    images = [part for part in parts if image_of(part)]
+    texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
+    if len(texts) + len(images) != len(parts) or not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"messages[{at}]: content has a part that is neither a text nor an image")
+    if images and role != "user":
+        raise ValueError(f"messages[{at}]: images are the user's")
+    return parts if images else "".join(map(str, texts))
 
 
 def _call(at: int, call: dict[str, Any]) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from trainer.learn.logprobs import (
     halves_of,
     head_chunk,
     row_scores,
+    row_states,
     shared_scores,
     to_arrays,
 )
@@ -31,8 +32,9 @@ from trainer.learn.options import AdapterShape
 from trainer.state import Arrays
 from trainer.tuning.examples import Tuning
 from trainer.tuning.losses import answer_logps, cross_entropy, margins, preference
+from trainer.vision.sight import Sight
 
-_Pair = tuple[tuple[int, ...], ...]  # prompt, chosen, rejected
+_Pair = tuple[tuple[int, ...] | tuple[bytes, ...], ...]  # keys of images, prompt, chosen, rejected
 
 
 class _Said(NamedTuple):
@@ -46,9 +48,12 @@ class _Said(NamedTuple):
 class TuneLearner(DataLearner[SampleGroup]):
     """A LoRA, by cross entropy or by preferences."""
 
-    def __init__(self, model: Any, tuning: Tuning, shape: AdapterShape, beta: float, options: DataOptions) -> None:
+    def __init__(self, model: Any, tuning: Tuning, shape: AdapterShape, beta: float, options: DataOptions,
+        sight: Sight | None = None,
+    ) -> None:  # fmt: skip
+        """`sight`: what it sees images with, None: its examples have none."""
         self._tuning, self._beta = tuning, beta
-        self._policy = policy_of(model, shape, options)
+        self._policy = policy_of(model, shape, options, sight)
         shared = not options.checkpoint_layers and can_share_prompts(self._policy.base)
         self._chunk = head_chunk(self._policy.base)
         self._scores = partial(shared_scores if shared else row_scores, chunk=self._chunk, entropy=False)
@@ -68,14 +73,14 @@ class TuneLearner(DataLearner[SampleGroup]):
         if self._tuning == "sft":
             said: list[_Said] = []
             for part in self._parts(items):
-                said.append(self._said(to_arrays(pad(part))))
+                said.append(self._said(self._arrays(part)))
                 yield
             tokens = sum(each.tokens for each in said)
             return Measured(sum(each.named for each in said) / tokens, -sum(each.logp for each in said) / tokens)
         gained: list[float] = []
         loss = 0.0
         for part in self._parts(items):
-            x, reference_B = to_arrays(pad(part)), self._reference(part)
+            x, reference_B = self._arrays(part), self._reference(part)
             margin_N = self._margins(self._policy.model, x, reference_B)
             gained += np.array(margin_N).tolist()
             loss += np.array(preference(margin_N, len(items))).item()
@@ -111,7 +116,7 @@ class TuneLearner(DataLearner[SampleGroup]):
     def _gradient(self, part: Sequence[SampleGroup], items: Sequence[SampleGroup]) -> tuple[Any, dict[str, Any]]:
         reference_B = self._reference(part) if self._tuning == "dpo" else None
         whole = len(items) if self._tuning == "dpo" else self._tokens(items)
-        value, gradients = self._of_policy(self._policy.model, to_arrays(pad(part)), reference_B, whole)
+        value, gradients = self._of_policy(self._policy.model, self._arrays(part), reference_B, whole)
         return value, {"body": gradients}
 
     def _loss(self, model: Any, x: BatchArrays, reference_B: mx.array | None, whole: int) -> mx.array:
@@ -122,12 +127,15 @@ class TuneLearner(DataLearner[SampleGroup]):
     def _margins(self, model: Any, x: BatchArrays, reference_B: mx.array) -> mx.array:
         return margins(answer_logps(self._scores(model, x).logp_BT, x.mask_BT), reference_B, self._beta)
 
+    def _arrays(self, part: Sequence[SampleGroup]) -> BatchArrays:
+        return to_arrays(pad(part), self._policy.sight)
+
     def _reference(self, part: Sequence[SampleGroup]) -> mx.array:
         """Log-probability [B] of each answer by what the run began with."""
         pairs = [_pair(item) for item in part]
         if new := [item for item, pair in zip(part, pairs, strict=True) if pair not in self._references]:
             with weights_in(self._policy, self._policy.origin) as model:
-                x = to_arrays(pad(new))
+                x = self._arrays(new)
                 said: list[float] = np.array(answer_logps(self._scores(model, x).logp_BT, x.mask_BT)).tolist()
             for item, chosen, rejected in zip(new, said[0::2], said[1::2], strict=True):
                 self._references[_pair(item)] = chosen, rejected
@@ -139,7 +147,7 @@ class TuneLearner(DataLearner[SampleGroup]):
         rows, places = np.nonzero(np.array(x.mask_BT))
         before = np.array(x.start_B)[rows] - 1 + places
         targets_N = x.completion_BT[mx.array(rows), mx.array(places)]
-        hidden_NH = body(x.rows_BL[:, :-1])[mx.array(rows), mx.array(before)]
+        hidden_NH = row_states(self._policy.model, body, x)[mx.array(rows), mx.array(before)]
         step = self._chunk or len(rows)
         logp, named = 0.0, 0
         for at in range(0, len(rows), step):
@@ -150,4 +158,8 @@ class TuneLearner(DataLearner[SampleGroup]):
 
 
 def _pair(item: SampleGroup) -> _Pair:
-    return (item.prompt_ids, *(sample.completion_ids for sample in item.samples))
+    return (
+        tuple(image.key for image in item.images),
+        item.prompt_ids,
+        *(sample.completion_ids for sample in item.samples),
+    )

@@ -31,6 +31,8 @@ from trainer.tuning import feedback
 from trainer.tuning.examples import Examples, Tuning, read_examples
 from trainer.tuning.learner import TuneLearner
 from trainer.versions.checkpoint import write_whole
+from trainer.vision.shelf import Shelf
+from trainer.vision.sight import sight_of
 from worker.engine.model.loader import LoadedModel
 
 PARITY_PROMPTS = 4
@@ -46,6 +48,7 @@ class TuneRun(DataRun[SampleGroup]):
     measures_first = True
     _learner: TuneLearner
 
+    _shelf: Shelf | None = None  # of a model that sees
     _preferences: bytes | None = None  # asked of the ring, and not in the run's folder yet
 
     @property
@@ -57,7 +60,7 @@ class TuneRun(DataRun[SampleGroup]):
         assert source is not None, "checked with the settings"
         read = partial(
             read_examples, tuning=self._tuning, codec=self._ring.codec, longest=longest,
-            variables=settings.chat_template_kwargs,
+            variables=settings.chat_template_kwargs, shelf=self._shelf,
         )  # fmt: skip
         examples: Examples
         if self._preferences is not None:
@@ -72,11 +75,21 @@ class TuneRun(DataRun[SampleGroup]):
         return Data(examples.items, read(settings.held_out_dataset).items, examples.too_long, self._tuning)
 
     def _new_learner(self, model: Any) -> TuneLearner:
-        settings = self._settings
-        return TuneLearner(model, self._tuning, settings.adapter_shape(), settings.dpo_beta, options_of(settings))
+        settings, sight = self._settings, None if self._shelf is None else self._shelf.sight
+        return TuneLearner(
+            model, self._tuning, settings.adapter_shape(), settings.dpo_beta, options_of(settings), sight
+        )
+
+    def close(self) -> None:
+        """See `DataRun`."""
+        if self._shelf is not None:
+            self._shelf.close()
 
     async def _gather(self, loaded: LoadedModel) -> None:
         settings = self._settings
+        sight = sight_of(loaded.tower)
+        if sight is not None and not settings.over_http:  # a job's images would have to go with each of its prompts
+            self._shelf = Shelf(sight)
         policy = feedback_policy(settings.dataset)
         if policy is None:
             return
@@ -119,6 +132,9 @@ class TuneRun(DataRun[SampleGroup]):
                 n=1,
                 sampling=SamplingOverrides(max_tokens=tokens, seed=seed),
                 adapter=version_id(settings.adapter, version),
+                images=item.images,
+                image_token=item.image_token,
+                files={} if self._shelf is None else self._shelf.files(item.images),
             )
             try:
                 samples += await self._ring.source.generate(request)

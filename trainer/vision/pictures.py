@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from shared.errors import InvalidRequestError, SetupError
 from shared.image_files.reader import ImageReader
 from shared.images.chat import ChatImages, SizedImage
-from shared.images.refs import Detail
+from shared.images.refs import Detail, ImageRef
 from shared.jobs import Message
 from trainer.vision.sight import Sight
 from worker.engine.messages import Picture
@@ -36,6 +36,14 @@ class Pictures:
 
     async def of(self, messages: Sequence[Message]) -> ShownChat:
         """Read the images of a chat and show them to the learner; SetupError for one that is none."""
+        chat = await self.read(messages)
+        for ref in chat.images.refs:
+            if not self._sight.knows(ref.key):
+                self._sight.show(await self.picture(ref, chat.files[ref.sha256]))
+        return chat
+
+    async def read(self, messages: Sequence[Message]) -> ShownChat:
+        """The chat with its images apart; SetupError for one that is none."""
         sized: list[SizedImage] = []
         files: dict[bytes, bytes] = {}
         contents = [message.get("content") for message in messages]
@@ -44,12 +52,12 @@ class Pictures:
             data = _bytes_of(url)
             sized.append(await self._sized(data, detail))
             files[sized[-1].sha256] = data
-        images = ChatImages.of(self._sight.vision, sized)
-        for ref in images.refs:
-            if not self._sight.knows(ref.key):
-                width, height, tiles = await self._reader.tiles(files[ref.sha256], images.vision, ref.detail)
-                self._sight.show(Picture(ref.key, tiles, width, height))
-        return ShownChat(plain(messages), images, files)
+        return ShownChat(plain(messages), ChatImages.of(self._sight.vision, sized), files)
+
+    async def picture(self, ref: ImageRef, data: bytes) -> Picture:
+        """The tiles of an image that has been read."""
+        width, height, tiles = await self._reader.tiles(data, self._sight.vision, ref.detail)
+        return Picture(ref.key, tiles, width, height)
 
     def close(self) -> None:
         """End the processes."""

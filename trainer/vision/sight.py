@@ -5,15 +5,15 @@ longest ago go first; an image is shown anew with each group that has it.
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from threading import Lock
-from typing import Any
 
 import mlx.core as mx
 
 from shared.errors import EngineError
 from worker.engine.messages import Picture
-from worker.engine.vision.families import Tower
+from worker.engine.vision.families import AnyTower, Tower
+from worker.engine.vision.features import Seen
 
 TILE_BYTES = 1 << 30  # far more than the groups that are under way have, unless their images are very large
 VECTOR_BYTES = 256 << 20
@@ -22,13 +22,14 @@ VECTOR_BYTES = 256 << 20
 class Sight:
     """Of one model."""
 
-    def __init__(self, tower: Tower, tile_bytes: int = TILE_BYTES, vector_bytes: int = VECTOR_BYTES) -> None:
+    def __init__(self, tower: AnyTower, tile_bytes: int = TILE_BYTES, vector_bytes: int = VECTOR_BYTES) -> None:
         self.vision = tower.vision
+        self.bring: Callable[[bytes], Picture] | None = None  # asked for tiles that are not there, in the MLX thread
         self._tower = tower
         self._most = tile_bytes, vector_bytes
         self._lock = Lock()
         self._pictures: OrderedDict[bytes, Picture] = OrderedDict()  # least recently used first, as the next
-        self._vectors: OrderedDict[bytes, mx.array] = OrderedDict()
+        self._vectors: OrderedDict[bytes, Seen] = OrderedDict()
         self._tile_bytes = self._vector_bytes = 0
 
     def knows(self, key: bytes) -> bool:
@@ -47,33 +48,53 @@ class Sight:
             while self._tile_bytes > self._most[0] and len(self._pictures) > 1:
                 self._tile_bytes -= _size(self._pictures.popitem(last=False)[1])
 
-    def vectors(self, keys: Sequence[bytes]) -> mx.array:
-        """Vectors [T, H] of these images, one after another; EngineError for one whose tiles are not there."""
-        return mx.concatenate([self._of(key) for key in keys])
+    def seen(self, keys: Sequence[bytes]) -> list[Seen]:
+        """What the tower makes of these images; EngineError for one whose tiles are not there."""
+        return [self._of(key) for key in keys]
 
-    def _of(self, key: bytes) -> mx.array:
+    def _of(self, key: bytes) -> Seen:
         if key in self._vectors:
             self._vectors.move_to_end(key)
             return self._vectors[key]
         with self._lock:
             picture = self._pictures.get(key)
+        if picture is None and self.bring is not None:
+            picture = self.bring(key)
+            self.show(picture)
         if picture is None:
             raise EngineError(
                 f"the images under way have more than {self._most[0]} bytes of tiles: the first have gone"
             )
-        seen = [self._tower.encode([tile], picture.width, picture.height)[0] for tile in picture.tiles]
-        made = mx.concatenate(seen)
-        mx.eval(made)
+        made = _encoded(self._tower, picture)
         self._vectors[key] = made
-        self._vector_bytes += made.nbytes
+        self._vector_bytes += made.vectors_TH.nbytes
         while self._vector_bytes > self._most[1] and len(self._vectors) > 1:
-            self._vector_bytes -= self._vectors.popitem(last=False)[1].nbytes
+            self._vector_bytes -= self._vectors.popitem(last=False)[1].vectors_TH.nbytes
         return made
 
 
-def sight_of(tower: Any) -> Sight | None:
-    """None without a tower, and for one whose family places its vectors in more than one dimension (Qwen-VL)."""
-    return Sight(tower) if isinstance(tower, Tower) else None
+def sight_of(tower: AnyTower | None) -> Sight | None:
+    """None without a tower."""
+    return None if tower is None else Sight(tower)
+
+
+def _encoded(tower: AnyTower, picture: Picture) -> Seen:
+    """At once, and by pieces, so that no more memory is taken than a worker takes."""
+    size, pieces = (picture.width, picture.height), list[mx.array]()
+    if isinstance(tower, Tower):
+        square = tower.vision.tile, tower.vision.tile
+        *tiles, last = picture.tiles  # of one, the last may be of another size than the others
+        pieces = [_whole(tower.encode([tile], *square)[0]) for tile in tiles]
+        pieces.append(_whole(tower.encode([last], *size)[0]))
+        return Seen(_whole(mx.concatenate(pieces)))
+    for piece in tower.layers(picture.tiles[0], *size):
+        pieces = [_whole(piece)]
+    return Seen(pieces[0], tower.grid(*size))
+
+
+def _whole(array: mx.array) -> mx.array:
+    mx.eval(array)
+    return array
 
 
 def _size(picture: Picture) -> int:

@@ -32,8 +32,9 @@ def qwen(theirs: Any, family: str, deep: int) -> Any:
     ours.placement = Placement(turning.inv_freq, turning.position_selector)
     for at in range(deep):
         layers[at] = block(ours.language_model.args, at)
-        layers[at].placement, layers[at].at = ours.placement, at
+        layers[at].at = at
     for layer in layers:
+        layer.placement = ours.placement
         layer.self_attn.rope = PlacedRope(ours.placement, turning.dim, turning.base)
     with_modules(ours.language_model, theirs)
     return ours
@@ -60,9 +61,9 @@ def gemma3(theirs: Any, text: dict[str, Any]) -> Any:
     return ours
 
 
-def placement_of(model: Any) -> Placement | None:
-    """Of a model whose positions have three axes."""
-    placement = getattr(model, "placement", None)
+def placement_of(module: Any) -> Placement | None:
+    """Of a model whose positions have three axes, or of one of its layers."""
+    placement = getattr(module, "placement", None)
     return placement if isinstance(placement, Placement) else None
 
 

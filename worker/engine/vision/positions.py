@@ -12,8 +12,8 @@ whoever else computes with the model, such as a trainer, finds positions as of t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -86,6 +86,21 @@ class Placement:
             yield
         finally:
             self.turns, self.deep = None, ()
+
+    def held(self) -> Callable[[], AbstractContextManager[None]]:
+        """What is said now, to be said again when a layer is computed once more, for its gradients."""
+        said = self._shift_B, self._moved, self.turns, self.deep
+
+        @contextmanager
+        def again() -> Iterator[None]:
+            before = self._shift_B, self._moved, self.turns, self.deep
+            self._shift_B, self._moved, self.turns, self.deep = said
+            try:
+                yield
+            finally:
+                self._shift_B, self._moved, self.turns, self.deep = before
+
+        return again
 
     def place(self, offset: int | mx.array) -> int | mx.array:
         """Where rows go on whose KV ends there; computed once for the queries and keys of a layer."""

@@ -1,0 +1,124 @@
+"""Where images stand in the rows of a forward pass: their vectors in the place of ids, and positions on three axes.
+
+A family whose vectors have a grid (Qwen-VL) places its ids by it, as the worker does, and adds to its first layers what
+its tower says of them (DeepStack). Nothing of this learns: vectors and positions are constants of a batch.
+
+Shape suffixes: P prompts, S prompt positions (padded left), B rows, L their positions, T completion positions (both
+padded right), W numbers of a vector (H, or with DeepStack more).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from worker.engine.vision.features import Seen, embeddings
+from worker.engine.vision.language import placement_of
+from worker.engine.vision.positions import Grid, Spots
+
+
+class Places(NamedTuple):
+    """Of the ids of some rows."""
+
+    at_BL: mx.array  # the number of a vector; -1: a token
+    positions_3BL: mx.array | None = None  # None: those of text
+
+    def until(self, end: int) -> "Places":
+        """The first ones of each row."""
+        positions = self.positions_3BL
+        return Places(self.at_BL[:, :end], None if positions is None else positions[:, :, :end])
+
+
+class Shown(NamedTuple):
+    """The images of a batch."""
+
+    vectors_NW: mx.array  # of all images, one after another
+    prompts: Places  # [P, S]
+    rows: Places  # [B, L]
+    behind_3BT: mx.array | None  # positions of completions, where those are not of text
+
+
+class Laid(NamedTuple):
+    """A batch as it is laid out, in plain numbers."""
+
+    prompt_PS: npt.NDArray[np.int32]
+    padding_P: npt.NDArray[np.int32]
+    prompt_of_B: npt.NDArray[np.int32]
+    rows_BL: npt.NDArray[np.int32]  # prompts, and completions behind them
+    start_B: npt.NDArray[np.int32]  # where these begin
+    length: int  # T
+
+
+def shown(laid: Laid, image_token: int, images: Sequence[Seen]) -> Shown:
+    """Of prompts, and of rows that begin with them; `images`: of one prompt after another."""
+    width = laid.prompt_PS.shape[1]
+    there_PS = (laid.prompt_PS == image_token) & (np.arange(width)[None] >= laid.padding_P[:, None])
+    at_PS = np.where(there_PS, np.cumsum(there_PS).reshape(there_PS.shape) - 1, -1)
+    at_BL = np.full(laid.rows_BL.shape, -1, np.int64)
+    for row, (prompt, start) in enumerate(zip(laid.prompt_of_B, laid.start_B, strict=True)):
+        at_BL[row, :start] = at_PS[prompt, width - start :]
+    vectors_NW = mx.concatenate([image.vectors_TH for image in images])
+    grids = [image.grid for image in images if image.grid is not None]
+    prompts, rows = Places(mx.array(at_PS)), Places(mx.array(at_BL))
+    if not grids:
+        return Shown(vectors_NW, prompts, rows, None)
+    spots_P = _spots(there_PS, laid.padding_P, grids)
+    spots_B = [spots_P[prompt] for prompt in laid.prompt_of_B]
+    positions_3PS = np.zeros((3, *there_PS.shape), np.int32)
+    for prompt, (spots, padding) in enumerate(zip(spots_P, laid.padding_P, strict=True)):
+        positions_3PS[:, prompt, padding:] = spots.piece(0, width - padding)
+    positions_3BL = np.stack([spots.piece(0, laid.rows_BL.shape[1]) for spots in spots_B], axis=1)
+    starts = zip(spots_B, laid.start_B, strict=True)
+    behind_3BT = np.stack([spots.piece(start, laid.length) for spots, start in starts], axis=1)
+    prompts, rows = Places(prompts.at_BL, mx.array(positions_3PS)), Places(rows.at_BL, mx.array(positions_3BL))
+    return Shown(vectors_NW, prompts, rows, mx.array(behind_3BT))
+
+
+def _spots(there_PS: npt.NDArray[np.bool_], padding_P: npt.NDArray[np.int32], grids: Sequence[Grid]) -> list[Spots]:
+    """Of each prompt; its images are those that come next."""
+    left, spots = list(grids), []
+    for there_S, padding in zip(there_PS, padding_P, strict=True):
+        places = np.flatnonzero(there_S[padding:]).tolist()
+        own, vectors = [], 0
+        while vectors < len(places):
+            own.append(left.pop(0))
+            vectors += own[-1].rows * own[-1].columns
+        spots.append(Spots(len(there_S) - int(padding), places, own))
+    return spots
+
+
+@contextmanager
+def looking(model: Any, ids_BL: mx.array, seen: Shown | None, places: Places | None) -> Iterator[dict[str, mx.array]]:
+    """What a body is given beside the ids, for the time of one forward: embeddings [B, L, H] with vectors in them."""
+    if seen is None or places is None:
+        yield {}
+        return
+    embedded_BLH = embeddings(model)(ids_BL)
+    is_image_BL1 = places.at_BL[..., None] >= 0
+    vectors_BLW = seen.vectors_NW.astype(embedded_BLH.dtype)[mx.maximum(places.at_BL, 0)]
+    vectors_BLH, *deep = mx.split(vectors_BLW, vectors_BLW.shape[-1] // embedded_BLH.shape[-1], axis=-1)
+    added = [mx.where(is_image_BL1, each_BLH, 0) for each_BLH in deep]
+    with _spread(model, places.positions_3BL, added):
+        yield {"input_embeddings": mx.where(is_image_BL1, vectors_BLH, embedded_BLH)}
+
+
+def behind(model: Any, seen: Shown | None, length: int) -> AbstractContextManager[None]:
+    """For a forward of the first `length` ids of completions, behind the keys and values of their prompts."""
+    positions = None if seen is None or seen.behind_3BT is None else seen.behind_3BT[:, :, :length]
+    return _spread(model, positions, [])
+
+
+def _spread(model: Any, positions_3BL: mx.array | None, deep: Sequence[mx.array]) -> AbstractContextManager[None]:
+    placement = placement_of(model)
+    if placement is None or positions_3BL is None:
+        return nullcontext()
+    return placement.spread(positions_3BL, deep)
+
+
+def held(layer: Any) -> Callable[[], AbstractContextManager[None]]:
+    """The placement that a layer computes with now, for when it computes the same again in the backward pass."""
+    placement = placement_of(layer)
+    return nullcontext if placement is None else placement.held()
