@@ -77,6 +77,7 @@ class Room:
         self._call_next()
 
     def _call_next(self) -> None:
+        """Give free places to those who wait, and to nobody who has left."""
         while self._busy.total() < self._places:
             who = next((who for who in self._turns if self._busy[who] < self._share), None)
             if who is None:
@@ -85,14 +86,17 @@ class Room:
             turn = turns.popleft()
             if turns:
                 self._turns[who] = turns  # behind all others
+            if turn.cancelled():  # who waited has left, and has not run yet to say so
+                continue
             self._busy[who] += 1
             turn.set_result(None)
 
     def _forget(self, who: str, turn: "asyncio.Future[None]") -> None:
-        turns = self._turns[who]
-        turns.remove(turn)
+        turns = self._turns.get(who, deque())
+        with contextlib.suppress(ValueError):  # it was called in the meantime, and passed over
+            turns.remove(turn)
         if not turns:
-            del self._turns[who]
+            self._turns.pop(who, None)
 
 
 _threads = ThreadPoolExecutor(PLACES, "aside")

@@ -77,6 +77,31 @@ async def test_who_leaves_in_the_moment_of_its_turn_gives_the_place_on() -> None
     await turns.end("a3")
 
 
+@pytest.mark.parametrize("order", [("waits", "holds", "waits too"), ("holds", "waits", "waits too")])
+async def test_who_holds_and_who_waits_may_leave_in_one_moment(order: tuple[str, ...]) -> None:
+    room = Room(places=1)
+
+    async def hold() -> None:
+        await room.enter("a")
+        try:
+            await asyncio.Event().wait()
+        finally:
+            room.leave("a")
+
+    tasks = {}
+    for name in ("holds", "waits", "waits too"):
+        tasks[name] = asyncio.create_task(hold())
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    for name in order:
+        tasks[name].cancel()
+    ended = await asyncio.gather(*tasks.values(), return_exceptions=True)
+    assert all(isinstance(each, asyncio.CancelledError) for each in ended), ended
+    await asyncio.wait_for(room.enter("a"), 5)
+    room.leave("a")
+    assert not room._turns and not room._busy
+
+
 async def test_what_waits_of_one_key_is_bounded() -> None:
     turns = Turns(Room(places=1, most_waiting=2))
     for name in ("a1", "a2", "a3", "a4"):
