@@ -18,7 +18,12 @@ from PIL import Image
 from api.http.limits import check_beside_images
 from api.ring.image_fetch import ImageFetch, public_address
 from api.ring.named_images import _of_url
-from shared.errors import IncompatibleVersionError, InvalidRequestError, PayloadTooLargeError
+from shared.errors import (
+    IncompatibleVersionError,
+    InvalidRequestError,
+    PayloadTooLargeError,
+    ServiceUnavailableError,
+)
 from shared.image_files.pixels import tiles
 from shared.image_files.reader import ImageReader
 from shared.images.layout import layout
@@ -311,7 +316,7 @@ async def served(monkeypatch: pytest.MonkeyPatch, answer: Callable[[httpx.Reques
     async def resolve(host: str, port: int) -> str:
         return "93.184.215.14"
 
-    fetch = ImageFetch(["pictures.example"], 1000, 5.0, resolve)
+    fetch = ImageFetch(["pictures.example", "named.example"], 1000, 5.0, resolve)
     try:
         return await fetch.get("https://pictures.example/a.png")
     finally:
@@ -327,6 +332,47 @@ async def test_compressed_answers_are_refused_before_they_grow(monkeypatch: pyte
     with pytest.raises(InvalidRequestError, match="compressed"):
         await served(monkeypatch, compressed)
     assert await served(monkeypatch, lambda request: httpx.Response(200, stream=httpx.ByteStream(b"abc"))) == b"abc"
+
+
+@pytest.mark.parametrize(
+    ("to", "words"),
+    [
+        ("https://other.example/a.png", "does not fetch"),
+        ("https://named.example/a.png", "to another one"),
+        ("//other.example/a.png", "does not fetch"),
+        ("http://pictures.example/a.png", "by https"),
+        ("https://127.0.0.1/a.png", "does not fetch"),
+        ("/a.png", "more than 3 times"),
+        ("https://pictures.example:8443/a.png", "by https"),
+    ],
+)
+async def test_a_redirect_is_followed_to_the_same_host_alone(
+    to: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def moved(request: httpx.Request) -> httpx.Response:
+        asked.append(f"{request.headers['host']} {request.url.host}")
+        return httpx.Response(302, headers={"location": to})
+
+    with pytest.raises(InvalidRequestError, match=words):
+        await served(monkeypatch, moved)
+    assert set(asked) == {"pictures.example 93.184.215.14"}, "nobody else was asked"
+
+
+async def test_what_a_host_answers_is_bounded_and_its_errors_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def once(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/a.png":
+            return httpx.Response(301, headers={"location": "b/c.png"})
+        return httpx.Response(200, stream=httpx.ByteStream(b"abc"))
+
+    assert await served(monkeypatch, once) == b"abc"
+    with pytest.raises(InvalidRequestError, match="more than 1000 bytes"):
+        await served(monkeypatch, lambda request: httpx.Response(200, stream=httpx.ByteStream(b"a" * 1001)))
+    with pytest.raises(InvalidRequestError, match="answers 404"):
+        await served(monkeypatch, lambda request: httpx.Response(404))
+    with pytest.raises(ServiceUnavailableError, match="answers 500"):
+        await served(monkeypatch, lambda request: httpx.Response(500))
 
 
 def test_a_body_may_be_long_by_its_images_alone() -> None:
