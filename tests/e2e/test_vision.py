@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import contextlib
 import io
 import json
 import re
@@ -17,6 +18,7 @@ from PIL import Image
 
 pytest.importorskip("mlx_vlm")
 
+from tests.e2e.bad_images import Sent, attack, bodies
 from tests.e2e.rings import MODEL, Ring, ring
 from tests.engine.vision_models import alone, codec, picture, png, whole_model, write_vision_model
 from tests.waiting import wait_until
@@ -163,6 +165,26 @@ def test_anthropics_messages_see_the_same_images(client: OpenAI, served: Ring) -
     content[1]["source"]["data"] = "AAAA"
     refused = httpx.post(served.url + "/v1/messages", json=asked)
     assert refused.status_code == 400 and refused.json()["error"]["message"].startswith("messages[0].content[1]: ")
+
+
+async def test_damaged_pictures_among_good_ones_are_answered_and_lose_nobody(served: Ring) -> None:
+    counts = await attack(served.url, MODEL, 120)
+    assert {status for kind, status in counts if kind == "noise"} == {400}
+    assert counts["good", 200] > 10 and any(counts[kind, 200] for kind in ("whole", "turned"))
+
+
+async def test_clients_that_leave_amid_their_pictures_take_no_place_with_them(client: OpenAI, served: Ring) -> None:
+    """Sixteen in one moment, of which the first holds a place of the processes that decode files."""
+    async with httpx.AsyncClient(base_url=served.url, timeout=60) as leaving, asyncio.TaskGroup() as group:
+        for seed in range(100, 116):
+            _, body = bodies(MODEL, Sent("", png(picture(seed, 900, 900))))[0]
+            group.create_task(left(leaving, body))
+    assert ask(client, "What?", shown(60), timeout=60).usage.prompt_tokens > 20
+
+
+async def left(client: httpx.AsyncClient, body: dict[str, Any]) -> None:
+    with contextlib.suppress(httpx.HTTPError):
+        await client.post("/v1/chat/completions", json=body, timeout=httpx.Timeout(60, read=0.05))
 
 
 def test_what_is_no_image_is_a_400_that_names_it(client: OpenAI) -> None:

@@ -16,6 +16,7 @@ pytest.importorskip("mlx_vlm")
 from shared.errors import EngineError
 from tests.engine.adapter_bench import AdapterBench
 from tests.engine.adapter_models import make_adapter
+from tests.engine.test_sharing import moved
 from tests.engine.vision_bench import Gaze
 from tests.engine.vision_models import (
     CONFIGS,
@@ -183,6 +184,29 @@ def test_a_row_that_is_taken_over_goes_on_with_its_image(seeing: LoadedModel, re
     second.run()
     said = first.tokens("s") + second.tokens("s")
     assert said == alone(reference, spec.prompt_ids, [picture(3)], 20)
+
+
+@pytest.mark.parametrize("family", ["smolvlm", "qwen2_5_vl", "qwen3_vl"], indirect=True)
+def test_kv_of_an_image_goes_on_at_a_peer_and_another_image_finds_none_of_it(
+    seeing: LoadedModel, reference: Any
+) -> None:
+    text = "Look at this one: <image> It is large, and much may be said of it before the end."
+    first, second = Gaze(seeing), Gaze(seeing)
+    first.ask("s", text, [picture(1, 64, 64)], max_tokens=40)
+    first.until(lambda: len(first.tokens("s")) > 20)
+    first.engine.set_aside(["s"])
+    first.turn()
+    (spec, shown), vision = first.shown["s"], seeing.card.vision
+    assert vision is not None
+    read = moved(first, second, [*spec.kv_prompt, *first.tokens("s")])
+    _, sent = image_spec("s", vision, text, shown)
+    second.engine.submit([RowRequest(spec, 2, tuple(first.events["s"]), sent)])
+    second.ask("other", text, [picture(2, 64, 64)], max_tokens=12)
+    second.run()
+    assert first.tokens("s") + second.tokens("s") == alone(reference, spec.prompt_ids, shown, 40)
+    assert read > len(spec.prompt_ids) and second.finish("s").cached_tokens == len(spec.prompt_ids)
+    assert second.finish("other").cached_tokens == text.index("<image>") // 16 * 16
+    second.check(reference, "other")
 
 
 def test_few_kept_images_are_encoded_again(seeing: LoadedModel, reference: Any) -> None:
