@@ -65,6 +65,20 @@ def test_chats_with_images_say_what_mlx_vlm_says_and_text_goes_on_beside_them(cl
     assert shown_text.startswith("user:What?<fake_token_around_image><row_1_col_1><image><image><image><image>")
 
 
+def test_images_of_any_turn_are_seen_and_low_detail_is_one_tile(client: OpenAI) -> None:
+    first = {"role": "user", "content": [shown(1), {"type": "text", "text": "What?"}]}
+    later = {"role": "user", "content": [{"type": "text", "text": "And"}, shown(2), shown(3)]}
+    asked = {"model": MODEL, "max_tokens": 6, "temperature": 0, "extra_body": {"return_token_ids": True}}
+    reply = {"role": "assistant", "content": "A sea."}
+    answer = client.chat.completions.create(messages=[first, reply, later], **asked)  # type: ignore[call-overload]
+    said = alone(whole_model("smolvlm"), tuple(answer.prompt_token_ids), [picture(seed) for seed in (1, 2, 3)], 6)
+    assert answer.choices[0].token_ids == said[: len(answer.choices[0].token_ids)]
+    low, auto, high = (
+        ask(client, "What?", shown(1, detail=detail)).usage.prompt_tokens for detail in ("low", "auto", "high")
+    )
+    assert low < auto == high
+
+
 async def test_an_image_that_was_seen_is_not_encoded_again(client: OpenAI, served: Ring) -> None:
     for _ in range(3):
         ask(client, "Again?", shown(9), n=2)
