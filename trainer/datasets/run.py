@@ -29,7 +29,7 @@ from trainer import gate
 from trainer.datasets.learner import DataLearner, DataOptions, Measured
 from trainer.datasets.lines import Data, batch_of
 from trainer.learn.compute import ComputeHost, at_once
-from trainer.metrics import cut
+from trainer.metrics import append, cut
 from trainer.ring.join import Way, way_to_ring
 from trainer.ring.ring import Ring
 from trainer.settings import TrainSettings
@@ -310,14 +310,10 @@ class DataRun(ABC, Generic[T]):
             measured.margin if measured else None,
             self.state.version,
         )
-        await self._disk.run(self._append, msgspec.json.encode(line) + b"\n")
+        await self._disk.run(append, self._settings.folder / "metrics.jsonl", line)
         if measured is not None or time.monotonic() - self._told > REPORT_S:
             self._told = time.monotonic()
             log.info("train.step", **msgspec.structs.asdict(line))
-
-    def _append(self, line: bytes) -> None:
-        with (self._settings.folder / "metrics.jsonl").open("ab") as file:
-            file.write(line)
 
 
 def options_of(settings: TrainSettings) -> DataOptions:

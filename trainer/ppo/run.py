@@ -26,7 +26,7 @@ from shared.training import TrainerState, TrainerStatus, TrainingPoint
 from trainer import gate
 from trainer.learn.advantages import advantages, explained
 from trainer.learn.compute import ComputeHost, at_once
-from trainer.metrics import cut
+from trainer.metrics import append, cut
 from trainer.ppo.acting import Actor, Player, evaluate
 from trainer.ppo.environments import Environments, open_environments, our_space
 from trainer.ppo.learner import Learned, LearnerOptions, PpoLearner
@@ -352,7 +352,7 @@ class PpoRun:
         await asyncio.to_thread(self._publisher.forget, {self.state.version, self.state.best_version})
 
     async def _tell(self, line: PpoLine) -> None:
-        await self._disk.run(self._append, msgspec.json.encode(line) + b"\n")
+        await self._disk.run(append, self._settings.folder / "metrics.jsonl", line)
         learned = line.learned
         point = TrainingPoint(
             train_step=line.step, policy_step=self.state.swaps, version=line.version, at_ms=time.time_ns() // 1_000_000,
@@ -365,7 +365,3 @@ class PpoRun:
             "train.step", step=line.step, environment_steps=line.environment_steps, mean_return=line.mean_return,
             evaluated=line.evaluated, version=line.version, off_policy=line.off_policy,
         )  # fmt: skip
-
-    def _append(self, line: bytes) -> None:
-        with (self._settings.folder / "metrics.jsonl").open("ab") as file:
-            file.write(line)
