@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -182,13 +183,7 @@ class MetricsLog:
 
     def write(self, metrics: StepMetrics) -> None:
         """One line, visible to readers at once; on an OSError it is as if it had not been tried."""
-        line, before = msgspec.json.encode(metrics) + b"\n", self._file.seek(0, os.SEEK_END)
-        try:
-            if self._file.write(line) < len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
-        except OSError:
-            self._file.truncate(before)
-            raise
+        _add(self._file, msgspec.json.encode(metrics) + b"\n")
         values = msgspec.structs.asdict(metrics)
         if self._loggers is not None:
             self._loggers.write(metrics.train_step, values)
@@ -203,6 +198,22 @@ class MetricsLog:
         self._file.close()
         if self._curves is not None:
             self._curves.close()
+
+
+def append(path: Path, line: msgspec.Struct) -> None:
+    """Add one line to the figures of a run that keeps no file open; on an OSError it is as if it had not been tried."""
+    with path.open("ab", buffering=0) as file:
+        _add(file, msgspec.json.encode(line) + b"\n")
+
+
+def _add(file: FileIO, line: bytes) -> None:
+    before = file.seek(0, os.SEEK_END)
+    try:
+        if file.write(line) < len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file.name))
+    except OSError:
+        file.truncate(before)
+        raise
 
 
 def read(path: Path) -> list[StepMetrics]:

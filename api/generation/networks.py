@@ -4,17 +4,20 @@ Rows travel in sequences of kind "network", some in each: as many as a worker ma
 by the version that the request was admitted with.
 """
 
+import asyncio
 import base64
 import binascii
+import contextlib
 import math
 from collections.abc import Container, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import NoneType
 from typing import Any, Literal
 
 import msgspec
 import numpy as np
 from fastapi import Request
+from redis.exceptions import RedisError
 
 from api.generation.plan import UNSAMPLED, plain_work
 from api.generation.running import gather_all
@@ -28,6 +31,7 @@ from shared.networks.shapes import MAX_NUMBERS, Plan
 from shared.networks.spec import Dtype, NetworkSpec, TensorSpec
 from shared.networks.tensors import NUMPY, Array, Tensors, check_tensors, pack, shape_with_batch, unpack
 
+LOOK_AGAIN_S = 1.0  # whether anybody is there who computes
 MOST_ROWS = 1024  # of a request
 ROWS_OF_A_SEQUENCE = 64
 BYTES_OF_A_SEQUENCE = 1 << 20  # that it brings, and that it gives
@@ -69,11 +73,35 @@ async def question(request: Request, network: NetworkSpec, given: Mapping[str, A
 
 
 async def answer(ring: Ring, target: Target, name: str, asked: Question) -> Tensors:
-    """The network's outputs and new state for all rows; `name` begins the ids of its sequences."""
-    packed = asked.packed
-    work = plain_work(name, target, ring.settings, [()] * len(packed), UNSAMPLED, kind="network", tensors=tuple(packed))
-    parts = [unpack(events[-1].embedding or b"") for events in await gather_all(ring, work)]
-    return {each: np.concatenate([part[each] for part in parts]) for each in parts[0]}
+    """The network's outputs and new state for all rows; `name` begins the ids of its sequences.
+
+    Any model's workers compute them. Where those of the target's are all gone meanwhile, another model's are asked.
+    """
+    packed = tuple(asked.packed)
+    while True:
+        work = plain_work(name, target, ring.settings, [()] * len(packed), UNSAMPLED, kind="network", tensors=packed)
+        gathering = asyncio.create_task(gather_all(ring, work))
+        try:
+            if (other := await _other_model(ring, work.model, gathering)) is None:
+                parts = [unpack(events[-1].embedding or b"") for events in await gathering]
+                return {each: np.concatenate([part[each] for part in parts]) for each in parts[0]}
+        finally:
+            while not gathering.done():  # redis-py may lose a cancellation
+                gathering.cancel()
+                await asyncio.wait({gathering}, timeout=0.5)
+        target = replace(target, served=await ring.served(other))
+
+
+async def _other_model(ring: Ring, model: str, gathering: "asyncio.Task[Any]") -> str | None:
+    """A model that live workers serve, once none serves this one any more; None when the rows have come before."""
+    while True:
+        await asyncio.wait({gathering}, timeout=LOOK_AGAIN_S)
+        if gathering.done():
+            return None
+        with contextlib.suppress(RedisError, OSError):  # then nobody knows
+            live = await ring.live_models()
+            if live and model not in live:
+                return min(live)
 
 
 def first_stray(given: Iterable[str], known: Container[str]) -> str | None:

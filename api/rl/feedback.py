@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from fastapi import APIRouter, Query
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 from starlette.responses import Response
 
 from api.http.bodies import BodyRoute
@@ -48,6 +48,13 @@ class FeedbackBody(RequestModel):
         default=None, max_length=4096, description="a remark: kept with the verdict, or, alone, until there is one"
     )
     key: str | None = Field(default=None, max_length=256, description="the same key gives the same answer")
+
+    @field_validator("rating", mode="before")
+    @classmethod
+    def _rated(cls, value: Any) -> Any:
+        if value in (None, "up", "down") or (type(value) is int and 1 <= value <= STARS):
+            return value
+        raise complaint("rating", f"'rating' is 'up', 'down', or 1 to {STARS} stars")
 
     @model_validator(mode="after")
     def _one(self) -> "FeedbackBody":

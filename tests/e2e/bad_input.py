@@ -8,6 +8,7 @@ than PATIENCE_S, every error is OpenAI's or Anthropic's object, and afterwards t
 import argparse
 import contextlib
 import json
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -15,11 +16,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.errors import Unsatisfiable
+from safetensors.numpy import save
+
+from tests.unit.networks import LSTM, weights_of
 
 MODEL = "tiny"
+NETWORK, HEADS = "a-network", "with-heads"
+H = 128  # of the tiny model
 PATIENCE_S = 30.0
 _TEXT = {"type": "string"}
 
@@ -114,10 +121,39 @@ VALID: dict[str, dict[str, Any]] = {
     "/v1/load_lora_adapter": {"lora_name": "a", "lora_path": "somewhere"},
     "/v1/unload_lora_adapter": {"lora_name": "a"},
     "/model/switch-lora": {"lora_name": "a"},
+    "/v1/classifications": {"input": ["good", "bad"], "labels": ["a", "b"], "model": MODEL, "return_scores": True},
+    "/v1/predict": {"model": MODEL, "inputs": {"input_ids": [[5, 6, 7]]}, "outputs": ["embedding"]},
+    "/v1/rl/act": {"model": MODEL, "observations": ["left or right?"], "actions": ["left", "right"], "seed": 1},
+    "/v1/feedback": {"id": "chatcmpl-1", "choice": 0, "reward": 0.5, "text": "so so", "key": "k"},
     "/v1/adapters/a/promote": {"version": 1},
     "/v1/adapters/a/reject": {"version": 1, "gate": [{"name": "kl", "passed": False, "detail": "far"}]},
     "/v1/adapters/a/best": {"version": 1, "value": 0.5},
 }
+
+_MEMORY = {"memory.h": [[0.0] * 8], "memory.c": [[0.0] * 8]}
+ALSO: list[tuple[str, dict[str, Any]]] = [  # further requests to these routes, of what `upload` serves
+    (
+        "/v1/predict",
+        {"model": NETWORK, "inputs": {"observation": [[0.1, 0, 1, 2]], **_MEMORY}, "outputs": ["memory.h"]},
+    ),
+    (
+        "/v1/predict",
+        {
+            "model": NETWORK,
+            "inputs": {"observation": {"dtype": "float32", "shape": [1, 4], "data": "AAAAAAAAAAAAAAAAAAAAAA=="}},
+            "encoding_format": "base64",
+        },
+    ),
+    ("/v1/rl/act", {"model": NETWORK, "observations": [[0.1, 0, 1, 2]], "hidden_states": _MEMORY, "seed": 1}),
+    ("/v1/rl/act", {"model": NETWORK, "observations": [[1, 2, 3, 4]], "session_id": "s", "reset": True}),
+    ("/v1/rl/act", {"model": NETWORK, "observations": [[1, 2, 3, 4]], "session_id": "s", "session_step": 1}),
+    ("/v1/rl/act", {"model": HEADS, "observations": ["x", [5, 6]], "head": "policy", "deterministic": True}),
+    ("/v1/rl/act", {"model": HEADS, "observations": [[{"role": "user", "content": "x"}]], "head": "force"}),
+    ("/v1/classifications", {"model": HEADS, "input": ["good", "bad"], "head": "topic"}),
+    ("/v1/rewards/score", {"reward": {"name": "model", "model": HEADS, "head": "reward"}, "completions": ["a"]}),
+    ("/v1/feedback", {"id": "chatcmpl-1", "preferred_over": "chatcmpl-2", "preferred_over_choice": 1}),
+    (f"/v1/adapters/{HEADS}/split", {"split": f"{HEADS}@1:0.9,{HEADS}@2:0.1", "floor": 0.01, "verdict_after": 400}),
+]
 
 WRONG: list[Any] = [
     None, True, "", "x", " ", "\x00", "\ud800", "😀" * 50, 0, -1, 1, 2**31, 2**63, 2**64, -(2**70), 10**400, 0.5, -0.0,
@@ -133,6 +169,28 @@ RAW = [
     b"\x00" * 1000, b'{"\\ud800": 1}', b'{"model":"tiny","prompt":"\\ud800"}', b'{"a": "' + b"x" * 900_000,
     b'{"model":"tiny","prompt":"x","temperature":1e999}',
 ]  # fmt: skip
+
+
+_RIGHT = [*VALID.items(), *ALSO]
+
+
+def upload(url: str) -> None:
+    """Serve a recurrent network that acts, and heads of every kind on the tiny model."""
+    heads = {
+        "reward": {"kind": "scalar"},
+        "topic": {"kind": "labels", "labels": ["a", "b"]},
+        "policy": {"kind": "categorical", "labels": ["left", "right"]},
+        "force": {"kind": "gaussian", "size": 2},
+    }
+    sizes = {"reward": 1, "topic": 2, "policy": 2, "force": 4}
+    tensors = {f"heads.{name}.weight": np.full((size, H), 0.01, np.float32) for name, size in sizes.items()}
+    with httpx.Client(base_url=url, timeout=PATIENCE_S) as http:
+        for name, weights, config in (
+            (NETWORK, weights_of(LSTM), {"network": LSTM}),
+            *[(HEADS, tensors, {"heads": heads})] * 2,
+        ):
+            files = {"a": ("adapters.safetensors", save(weights)), "c": ("adapter_config.json", json.dumps(config))}
+            http.post("/upload_adapter", data={"name": name}, files=files).raise_for_status()
 
 
 @dataclass
@@ -194,8 +252,8 @@ def ways_to_be_wrong(fields: dict[str, list[str]]) -> st.SearchStrategy[tuple[st
 
     @st.composite
     def wrong(draw: st.DrawFn) -> tuple[str, bytes]:
-        path = draw(st.sampled_from(sorted(VALID)))
-        body: Any = VALID[path]
+        path, right = draw(st.sampled_from(_RIGHT))
+        body: Any = right
         for _ in range(draw(st.integers(1, 2))):
             value = draw(st.sampled_from(WRONG))
             if draw(st.booleans()) and isinstance(body, dict):
@@ -207,12 +265,19 @@ def ways_to_be_wrong(fields: dict[str, list[str]]) -> st.SearchStrategy[tuple[st
     return wrong()
 
 
+def method_of(path: str) -> str:
+    """Of a route that takes a body."""
+    return "PUT" if path.endswith("/split") else "POST"
+
+
 def fields_of(document: dict[str, Any]) -> dict[str, list[str]]:
     """The fields that each route of VALID knows, and one that none knows."""
     schemas, found = document["components"]["schemas"], {}
-    for path in VALID:
-        route = path.replace("/adapters/a/", "/adapters/{name}/")
-        schema = document["paths"][route]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    for path, _ in _RIGHT:
+        route = re.sub("/adapters/[^/]+/", "/adapters/{name}/", path)
+        schema = document["paths"][route][method_of(path).lower()]["requestBody"]["content"]["application/json"][
+            "schema"
+        ]
         name = schema.get("$ref", "").rpartition("/")[2]
         found[path] = ["unheard_of", *sorted((schemas[name] if name else schema).get("properties", {}))]
     return found
@@ -239,7 +304,7 @@ def mutate(url: str, findings: Findings, examples: int, derandomize: bool = True
             path, body = case
             findings.judge(
                 f"POST {path} {body[:300]!r}",
-                lambda: http.post(path, content=body, headers={"content-type": "application/json"}),
+                lambda: http.request(method_of(path), path, content=body, headers={"content-type": "application/json"}),
                 deadline=b"deadline" in body or b"timeout" in body,
             )
 
@@ -249,13 +314,15 @@ def mutate(url: str, findings: Findings, examples: int, derandomize: bool = True
 def raw(url: str, findings: Findings) -> None:
     """Bodies that are no requests at all."""
     with httpx.Client(base_url=url, timeout=PATIENCE_S) as http:
-        for path in VALID:
+        for path in dict(_RIGHT):
             for body in RAW:
                 for kind in ("application/json", "multipart/form-data; boundary=x", "text/plain"):
                     headers = {"content-type": kind}
                     findings.judge(
                         f"POST {path} {kind} {body[:80]!r}",
-                        lambda path=path, body=body, headers=headers: http.post(path, content=body, headers=headers),
+                        lambda path=path, body=body, headers=headers: http.request(
+                            method_of(path), path, content=body, headers=headers
+                        ),
                     )
 
 
@@ -305,6 +372,7 @@ def main() -> int:
     parser.add_argument("--examples", type=int, default=300)
     options = parser.parse_args()
     findings = Findings()
+    upload(options.url)
     raw(options.url, findings)
     mutate(options.url, findings, 20 * options.examples, derandomize=False)
     explore(options.url, findings, options.examples, derandomize=False)

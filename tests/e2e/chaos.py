@@ -4,8 +4,9 @@
 
 Checked from outside, all the time and at the end: every job ends in one terminal state and stays there; every sample is
 there exactly once; no client sees a token change, repeat or go missing, compared with the answer that its prompt gets
-alone; streams go on over another api; a dead worker's streams pause for less than five seconds; afterwards nothing is
-left: no row, no queue entry, no lease, no undocumented or immortal key, no process.
+alone; streams go on over another api; each step of a policy's session is made once, and each verdict counts once; a
+dead worker's streams pause for less than five seconds; afterwards nothing is left: no row, no queue entry, no lease, no
+undocumented or immortal key, no process.
 
 The seed fixes what is drawn for the faults; what they meet is up to the machine.
 """
@@ -32,6 +33,7 @@ from shared.redis.jobs.ticks import QUEUE
 from shared.redis.queue.sequence_queue import SequenceQueue
 from shared.redis.ring.worker_registry import WorkerRegistry
 from tests.e2e.chaos_load import Answers, Load, Report
+from tests.e2e.chaos_policies import Policies
 from tests.e2e.chaos_ring import ChaosRing, Member, chaos_ring
 from tests.e2e.rings import MODEL
 from tests.waiting import wait_until
@@ -67,13 +69,17 @@ async def run(
         async with chaos_ring(Path(folder), rng, lease_ms=lease_ms, freeze_s=freeze_s, trainer=trainer) as ring:
             await answers.learn(ring.of("api")[0].url)
             load = Load(ring, random.Random(seed + 1), report, answers)
+            policies = Policies(load)
+            await policies.begin(ring.of("api")[0].url)
             tasks = [asyncio.create_task(load.streams()) for _ in range(STREAMS)]
             tasks += [asyncio.create_task(load.jobs()), asyncio.create_task(load.leavers())]
+            tasks += [asyncio.create_task(policies.act()), asyncio.create_task(policies.judge())]
             await _harm(ring, load, report, time.monotonic() + seconds, only, once)
             load.stopping = True
             for outcome in await asyncio.gather(*tasks, return_exceptions=True):
                 if isinstance(outcome, BaseException):
                     report.violation(f"a client failed: {outcome!r}")
+            await policies.check()
             await _check_rest(ring, report)
             if trainer:
                 _check_trainer(ring, Path(folder), report)

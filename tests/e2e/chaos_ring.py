@@ -205,7 +205,7 @@ async def chaos_ring(
             members.append(Member(f"w{i}", "worker", (*arguments, "--adapter-cache-dir", str(folder / f"w{i}")), proxy))
         for i in range(2):
             api_port = free_port()
-            arguments = ("--redis", redis.url, "--port", str(api_port), "--api-id", f"a{i}")
+            arguments = ("--redis", redis.url, "--port", str(api_port), "--api-id", f"a{i}", "--feedback-ttl-days", "1")
             members.append(Member(f"a{i}", "api", arguments, port=api_port))
         members += [Member(f"r{i}", "runner", ("--redis", redis.url, "--reward-processes", "1")) for i in range(2)]
         if trainer:

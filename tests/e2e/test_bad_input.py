@@ -38,6 +38,7 @@ async def answers(served: Ring) -> str:
 
 def test_no_body_makes_the_server_fail(served: Ring) -> None:
     findings = bad_input.Findings()
+    bad_input.upload(served.url)
     bad_input.raw(served.url, findings)
     bad_input.mutate(served.url, findings, examples=300)
     assert findings.wrong == []

@@ -4,7 +4,7 @@ and actions are tested without one in tests/redis/test_dashboard.py.
 
 import json
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import httpx
@@ -14,7 +14,7 @@ import pytest_asyncio
 from api.cli.client import InferenceClient, JobRequest
 from shared.jobs import JobInput, RewardSpec
 from tests.e2e.browser import Browser, Tab, browser, expect, find_browser, tab
-from tests.e2e.rings import MODEL, Ring
+from tests.e2e.rings import MODEL, Ring, ring
 from tests.waiting import wait_until
 
 BINARY = find_browser()
@@ -25,6 +25,12 @@ pytestmark = [
     ),
 ]
 HOSTILE = "<script>window.broken = 1</script><img src=x onerror='window.broken = 1'>"
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ring]:
+    with ring(tmp_path_factory.mktemp("ring"), "--feedback-ttl-days", "1") as started:
+        yield started
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
@@ -112,6 +118,22 @@ async def test_a_button_acts_and_says_so(served: Ring, chromium: Browser, job: s
         await expect(shown.page).to_have_url(re.compile(rf"/dashboard/jobs/(?!{job}$)job-"))
         await expect(shown.page.locator("#job .state.succeeded")).to_be_visible()
         await check(shown, served)
+
+
+async def test_an_answer_is_judged_by_a_click_and_nothing_moves(served: Ring, chromium: Browser) -> None:
+    for _ in range(2):
+        body = {"model": MODEL, "messages": [{"role": "user", "content": HOSTILE}], "max_tokens": 3}
+        await post(f"{served.openai_url}/chat/completions", json=body)
+    async with tab(chromium) as shown:
+        await shown.page.goto(f"{served.url}/dashboard/feedback")
+        first = shown.page.locator("tbody tr").first
+        await expect(first).to_contain_text(HOSTILE)
+        await first.get_by_role("button", name="Bad").dblclick()
+        await expect(first).to_contain_text("counted as bad")
+        await expect(shown.page.locator("tbody tr").nth(1).get_by_role("button")).to_have_count(2)
+        await check(shown, served)
+        judged = await shown.page.evaluate("fetch('/v1/feedback?state=judged').then(each => each.json())")
+    assert [each["reward"] for each in judged["data"]] == [0.0]
 
 
 async def test_a_batch_goes_on_under_one_s_eyes_and_is_cancelled_there(served: Ring, chromium: Browser) -> None:

@@ -238,3 +238,31 @@ async def test_a_resumed_run_falls_back_to_the_last_good_version_not_to_its_chec
     assert (sink.latest, run.state.rejected, run.state.train_step) == (1, 1, STEPS + 2)
     name = "heads.reward.weight"
     assert (run._learner.weights()[name] == sink.versions[1][name]).all()
+
+
+async def test_a_run_ends_where_somebody_else_has_moved_the_latest_version(tmp_path: Path) -> None:
+    """Whoever rolls back by hand is not overruled by the next version, nor by a start of the run."""
+    asked, sink = 0, MemorySink("judge")
+
+    def roll_back(run: HeadRun) -> None:
+        nonlocal asked
+        asked += 1
+        if asked == 3:
+            sink.latest = 1
+
+    with pytest.raises(ConflictError, match="version 1 has become the latest meanwhile, it was 2"):
+        await train(tmp_path, Workers(asked=roll_back), sink, steps=6, evaluate_every=2)
+    assert sink.latest == 1 and 3 in sink.rejected
+    sink.latest = 7
+    with pytest.raises(ConflictError, match="judge@7 is the latest, and not of this run"):
+        await train(tmp_path, Workers(), sink, steps=6, evaluate_every=2)
+    sink.latest = 2
+    run = await train(tmp_path, Workers(), sink, steps=6, evaluate_every=2)
+    assert sink.latest == run.state.version > 3 and run.state.train_step == 6
+
+
+async def test_a_run_under_a_name_that_others_have_served_goes_on_from_their_latest_version(tmp_path: Path) -> None:
+    sink = MemorySink("judge")
+    await train(tmp_path, Workers(), sink)
+    await train(tmp_path, Workers(), sink, run="another")
+    assert sink.latest == 2

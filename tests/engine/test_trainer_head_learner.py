@@ -143,6 +143,23 @@ def test_actions_that_are_always_the_same_make_no_spread_of_nothing(llama: Loade
     assert measured.loss is not None and 0 <= measured.right <= 1
 
 
+@pytest.mark.parametrize(
+    ("numbers", "std"),
+    [
+        ([0.1] * 60, 1.0),  # whose mean rounding moves away from them
+        ([0.0, 1e-50], 1.0),
+        ([1000.0, 1000.0 + 1e-5], 1.0),
+        ([1.5e9, 1.5e9 + 1.0], 1.5e9 / 2**16),
+        ([1e-20, 3e-20], 1e-20),
+    ],
+)
+def test_a_spread_is_one_that_float32_can_tell(numbers: list[float], std: float) -> None:
+    spread = spread_of([Example((text(1),), action=(number,)) for number in numbers])
+    assert spread.stds == pytest.approx((std,)) and np.log(spread.scale).min() > -np.inf
+    step_N = np.spacing(np.float32(spread.means[0])) / spread.scale[:1]
+    assert (step_N < 0.01).all(), "what a worker rounds is far below a deviation"
+
+
 def test_of_actions_the_share_is_by_weight(llama: LoadedModel) -> None:
     learning = learner(llama, "actions")  # it holds the first one for as likely as the other
     heavy, light = Example((text(1),), 0.0, weight=3.0), Example((text(2),), 1.0)

@@ -1,10 +1,12 @@
 """Networks over HTTP: uploaded, listed, moved and deleted as adapters are, and asked by nobody who wants a text."""
 
+import asyncio
 import tracemalloc
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -13,12 +15,16 @@ from shared.networks.tensors import pack, unpack
 from shared.redis import keys
 from shared.redis.kept.kept_things import KeptThings, Terms
 from shared.redis.kept.session_store import SessionStore, begun
+from shared.redis.queue.sequence_queue import SequenceQueue
+from shared.redis.ring.worker_registry import WorkerRegistry, WorkerStatus
 from shared.sequences import SequenceSpec
 from tests.redis.api_servers import Api, api
-from tests.redis.scripted_worker import MODEL, Answer, ScriptedWorker, working
+from tests.redis.scripted_worker import CARD, MODEL, Answer, ScriptedWorker, working
 from tests.redis.test_api_adapters import files
 from tests.unit.adapter_files import lora, mlx_config
+from tests.unit.api_texts import bundle
 from tests.unit.networks import GAUSSIAN, LSTM, MLP, weights_of
+from tests.waiting import wait_until
 
 
 @pytest.fixture
@@ -186,3 +192,34 @@ async def test_sessions_have_a_bound_and_those_used_longest_ago_go(server: Api) 
         assert await KeptThings(server.ring.redis, Terms(60, 3000)).put("keeper", "b", dict(same), at=found.at)
     assert not await store.move("keeper", "b", found, b""), "another one from the same step comes too late"
     assert await store.move("keeper", "b", begun("pole"), b"") and not await store.move("keeper", "b", found, b"")
+
+
+async def test_rows_go_to_another_model_when_the_workers_of_theirs_have_gone(redis_url: str) -> None:
+    async with working(redis_url, acting), api(redis_url) as server:
+        redis = server.ring.redis
+        registry, status = (
+            WorkerRegistry(redis),
+            WorkerStatus("w0", "0", "h", 1, "ready", 0, 8, 0, 0, 1, 0.0, 0, 1, 2**40),
+        )
+        await registry.register_model(msgspec.structs.replace(CARD, name="0"), bundle())
+        await registry.heartbeat(status)
+        await upload(server, "pole", LSTM)
+
+        async def serves() -> bool:
+            return "0" in await server.ring.live_models()
+
+        async def waits() -> bool:
+            return (await SequenceQueue(redis, "0").depth())["interactive"].waiting == 1
+
+        await wait_until(serves)
+        body = {"model": "pole", "observations": [[0, 0, 0, 0]], "session_id": "e", "reset": True}
+        asked = asyncio.create_task(server.http.post("/v1/rl/act", json=body))
+        await wait_until(waits)
+        await registry.remove("0", "w0")
+        answer = await asked
+        assert (answer.status_code, answer.json()["session_step"]) == (200, 1)
+
+        async def is_gone() -> bool:
+            return not await waits()
+
+        await wait_until(is_gone)

@@ -5,12 +5,15 @@ import re
 import signal
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import httpx
 import msgspec
 import pytest
 from redis.asyncio import Redis
 
+from api.http.api_keys import line_of, new_key
+from api.ops.dashboard.samples import SHOWN
 from shared.frames import VersionSpan
 from shared.redis.files.batch_store import BatchSpec, BatchStore, new_batch_id
 from shared.redis.files.file_store import FileStore
@@ -160,3 +163,27 @@ async def test_answers_are_judged_on_a_page(redis_url: str, redis: Redis) -> Non
         answer = await server.ring.answers.find(answers_of(""), "1-0")
         assert answer is not None and answer.verdict == Verdict(0.0)
         assert "No answer waits" in (await server.http.get("/dashboard/feedback")).text
+
+
+async def test_the_newest_answers_of_all_tenants_are_shown_and_a_verdict_stands_in_its_row(
+    redis_url: str, redis: Redis, tmp_path: Path
+) -> None:
+    key, root = new_key(), new_key()
+    (tmp_path / "keys").write_text(f"{line_of(key)} tenant=acme\n{line_of(root)} role=admin\n")
+    now = time.time_ns() // 1_000_000
+    trajectory = Trajectory(0, 0, tuple(ids("say")), (1,), "said", (-0.5,), "stop")
+    async with api(redis_url, feedback_ttl_days=1, api_key_file=tmp_path / "keys") as server:
+        for at in range(2 * SHOWN + 2):
+            tenant = "acme" if at > 2 * SHOWN else ""
+            name = f"a{at:02}-0"
+            live = LiveTrajectory(name, "p", MODEL, trajectory, collected_ms=now + at, tenant=tenant)
+            await server.ring.answers.keep(name, live)
+        signed_in = await server.http.post("/dashboard/login", data={"key": root}, headers=SAME)
+        assert signed_in.status_code == 303
+        page = (await server.http.get("/dashboard/feedback")).text
+        shown = re.findall(r'name="name" value="([^"]+)"', page)[::2]
+        assert shown == [f"a{at:02}-0" for at in reversed(range(SHOWN + 2, 2 * SHOWN + 2))]
+        form = {"name": shown[0], "tenant": "acme", "rating": "up", "row": "1"}
+        judged = await server.http.post("/dashboard/feedback", data=form, headers={**SAME, "hx-request": "true"})
+        assert judged.status_code == 200 and 'id="answer-1"' in page
+        assert 'hx-swap-oob="innerHTML:#answer-1">counted as good<' in judged.text

@@ -80,12 +80,14 @@ class Drift:
         return [self._at, 1.0], {}
 
     def step(self, action: Any) -> Any:
-        assert -1 <= action[0] <= 1 and action.shape == (1,)
+        assert -1 <= action[0] <= 1 and action.shape == (1,) and str(action.dtype) == "float32"
         self._at += 0.5 * float(action[0])
         if self._worst == "raise" and self._at > 0.5:
             raise KeyError("somewhere")
         if self._worst == "sleep" and self._at > 0.5:
             time.sleep(3600)
+        if self._worst == "quit" and self._at > 0.5:
+            sys.exit("enough")
         if self._worst == "three" and self._at > 0.5:
             return [self._at, 1.0], 0.0, False
         reward = float("nan") if self._worst == "reward" and self._at > 0.5 else -(self._at**2)

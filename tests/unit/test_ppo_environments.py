@@ -70,10 +70,24 @@ async def test_episodes_whose_process_was_killed_are_cut_off_and_new_ones_begin(
         assert not (await drift.act(pushed(4, by=0.5))).timed_out.any()
 
 
+async def test_episodes_that_are_lost_again_and_again_end_the_run() -> None:
+    async with opened() as environments:
+        drift = await environments.begin("played", 4, [0])
+        own = environments._own
+        with pytest.raises(ParallmError, match="3 times in a row, and nothing was played"):
+            for _ in range(4):
+                assert own is not None and own._process is not None
+                now = own._process
+                os.kill(now._process.pid, signal.SIGKILL)
+                await wait_until(lambda now=now: now.ended)  # type: ignore[misc]
+                assert (await drift.act(pushed(4))).timed_out.all()
+
+
 @pytest.mark.parametrize(
     ("worst", "said"),
     [
         ("raise", r"KeyError: 'somewhere' \(own_code.py:\d+\)"),
+        ("quit", r"SystemExit: enough \(own_code.py:\d+\)"),
         ("sleep", r"`act` blocked for more than 1 s in step \(.*own_code.py:\d+\)"),
     ],
 )

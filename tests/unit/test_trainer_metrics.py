@@ -1,9 +1,13 @@
+import resource
 from pathlib import Path
+
+import msgspec
+import pytest
 
 from tests.unit.trainer_samples import group, trajectory
 from trainer.learn.batches import Dropped
 from trainer.learn.optimize import StepReport
-from trainer.metrics import MetricsLog, Timing, read, step_metrics
+from trainer.metrics import MetricsLog, Timing, append, read, step_metrics
 from trainer.state import RunState
 
 
@@ -29,3 +33,24 @@ def test_after_a_resume_every_train_step_stands_there_once(tmp_path: Path) -> No
     assert [line.train_step for line in lines] == [0, 1, 2, 3]
     assert lines[0].reward == 0.5
     assert lines[0].tokens_per_s == 1.0
+
+
+class _Line(msgspec.Struct):
+    step: int
+    said: str = "a" * 50
+
+
+def test_a_line_that_a_full_disk_cuts_off_is_not_there(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    append(path, _Line(0))
+    whole = path.read_bytes()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 20, before[1]))
+    try:
+        with pytest.raises(OSError, match="No space left"):
+            append(path, _Line(1))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert path.read_bytes() == whole
+    append(path, _Line(1))
+    assert [msgspec.json.decode(line)["step"] for line in path.read_bytes().splitlines()] == [0, 1]

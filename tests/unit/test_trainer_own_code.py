@@ -140,6 +140,8 @@ async def test_errors_name_the_line_and_mistakes_end_the_run(hazards: OwnEnviron
     seen = await hazards.reset(2)
     with pytest.raises(OwnCodeError, match=r"KeyError: 'raise' \(own_code\.py:\d+\)"):
         await hazards.step(seen, "raise")
+    with pytest.raises(OwnCodeError, match=r"SystemExit: 3 \(own_code\.py:\d+\)"):
+        await hazards.step(seen, "quit")
     with pytest.raises(SetupError, match=r"`step` gave 1\.0, not a trainer"):
         await hazards.step(seen, "number")
     with pytest.raises(SetupError, match=r"`info` has to travel between processes"):

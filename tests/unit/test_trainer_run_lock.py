@@ -67,6 +67,7 @@ async def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
         (SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"), True),
         (OSError(errno.EROFS, "Read-only file system"), False),
         (SafetensorError("Error while serializing: I/O error: Permission denied (os error 13)"), False),
+        (SafetensorError("Error while serializing: I/O error: File too large (os error 27)"), False),
     ],
 )
 async def test_no_room_is_waited_for_and_no_permission_is_told(tmp_path: Path, error: Exception, kept: bool) -> None:

@@ -24,12 +24,12 @@ import msgspec
 import structlog
 
 from shared.adapters import GateCheck, version_id
-from shared.errors import ParallmError, SetupError
+from shared.errors import ConflictError, ParallmError, SetupError
 from trainer import gate
 from trainer.datasets.learner import DataLearner, DataOptions, Measured
 from trainer.datasets.lines import Data, batch_of
 from trainer.learn.compute import ComputeHost, at_once
-from trainer.metrics import cut
+from trainer.metrics import append, cut
 from trainer.ring.join import Way, way_to_ring
 from trainer.ring.ring import Ring
 from trainer.settings import TrainSettings
@@ -37,7 +37,7 @@ from trainer.state import Arrays, OfferedStep, RunState
 from trainer.versions.checkpoint import Checkpoint, CheckpointStore, differences
 from trainer.versions.disk import Disk
 from trainer.versions.publish import Publisher
-from trainer.versions.run_folder import begin_anew, check_home
+from trainer.versions.run_folder import WAYS, begin_anew, check_home
 from trainer.versions.run_lock import run_lock
 from trainer.versions.start import keep_start, starting_weights
 from worker.engine.model.loader import LoadedModel
@@ -97,6 +97,7 @@ class DataRun(ABC, Generic[T]):
         self._rejections = 0
         self._unanswered = ""  # why no worker has judged the last candidate
         self._saved = 0  # train step of the latest checkpoint
+        self._latest = 0  # version that was the latest when this run began or last moved it
         self._told = 0.0
         self.state = RunState(settings.run_name, ring=ring.id, base_sha256=ring.base_sha256)
 
@@ -156,6 +157,11 @@ class DataRun(ABC, Generic[T]):
         start = await starting_weights(
             settings.start_from, self.state, self._publisher, shapes, resumed=resumed, fresh=fresh
         )
+        self._latest = await sink.latest_version()
+        at_home = resumed and self.state.ring in ("", self._ring.id)
+        if at_home and self._latest not in (0, self.state.version) and not self._publisher.moved_by_us(self._latest):
+            id = version_id(settings.adapter, self._latest)
+            raise ConflictError(f"{id} is the latest, and not of this run: {WAYS}")
         if settings.resume == "no":
             self._checkpoints = begin_anew(settings, self._checkpoints)
         await self._keep_gathered()
@@ -243,7 +249,9 @@ class DataRun(ABC, Generic[T]):
             gate.reward_floor(measured.right, state.held_out, settings.reward_margin),
         ]
         metrics = {"held_out": measured.right, "loss": math.nan if trained.loss is None else trained.loss}
-        published = await self._publisher.publish(weights, state, checks, metrics, self._judged)
+        published = await self._publisher.publish(weights, state, checks, metrics, self._judged, self._latest)
+        if published.forestalled:
+            raise ConflictError(f"the run ends: {gate.failures(published.checks)}; {WAYS}")
         if not published.version and self._unanswered:
             log.warning("version.not_judged", why=self._unanswered)
             await self._tell(trained, measured)
@@ -283,7 +291,8 @@ class DataRun(ABC, Generic[T]):
         state = self.state
         self._rejections = 0
         await self._host.run(at_once(self._learner.accept))
-        state.version, state.held_out = version, right
+        self._latest = state.version = version
+        state.held_out = right
         state.swaps += 1
         if state.best_held_out is None or right > state.best_held_out:
             state.best_version, state.best_held_out = version, right
@@ -314,14 +323,10 @@ class DataRun(ABC, Generic[T]):
             measured.margin if measured else None,
             self.state.version,
         )
-        await self._disk.run(self._append, msgspec.json.encode(line) + b"\n")
+        await self._disk.run(append, self._settings.folder / "metrics.jsonl", line)
         if measured is not None or time.monotonic() - self._told > REPORT_S:
             self._told = time.monotonic()
             log.info("train.step", **msgspec.structs.asdict(line))
-
-    def _append(self, line: bytes) -> None:
-        with (self._settings.folder / "metrics.jsonl").open("ab") as file:
-            file.write(line)
 
 
 def options_of(settings: TrainSettings) -> DataOptions:

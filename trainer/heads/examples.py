@@ -30,6 +30,7 @@ Form = Literal["pairs", "scores", "labels", "actions", "vectors"]
 ACTING: tuple[Form, ...] = ("actions", "vectors")  # whose head acts
 
 MAX_NUMBER = 1e15  # of an action, whichever its sign: squares of it are still float32
+_LEAST_STD, _LEAST_PART = 1e-30, 2.0**-16  # of a spread, and of it as a part of the mean: less is lost in float32
 
 
 class Text(NamedTuple):
@@ -62,7 +63,7 @@ class Spread(NamedTuple):
     """Of the actions of a data set."""
 
     means: tuple[float, ...]
-    stds: tuple[float, ...]  # 1 where all are the same
+    stds: tuple[float, ...]  # where all are the same, as far as float32 can tell, 1 or what it can tell
 
     @property
     def scale(self) -> Floats:
@@ -78,8 +79,10 @@ class Spread(NamedTuple):
 def spread_of(examples: Sequence[Example]) -> Spread:
     """Of vectors."""
     actions_NA = np.array([example.action for example in examples])
-    stds_A = actions_NA.std(axis=0)
-    return Spread(tuple(actions_NA.mean(axis=0).tolist()), tuple(np.where(stds_A > 0, stds_A, 1.0).tolist()))
+    means_A, stds_A = actions_NA.mean(axis=0), actions_NA.std(axis=0)
+    least_A = np.maximum(_LEAST_STD, _LEAST_PART * np.abs(means_A))
+    stds_A = np.where(stds_A > least_A, stds_A, np.maximum(1.0, least_A))
+    return Spread(tuple(means_A.tolist()), tuple(stds_A.tolist()))
 
 
 class _Line(msgspec.Struct, frozen=True):

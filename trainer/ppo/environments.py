@@ -1,7 +1,8 @@
 """The environments that networks learn in: ours, by name, and the user's own (`--task package.module:Class`).
 
 One of the user's lives in a process of its own (trainer/rollouts/own_code.py). What it does wrong ends the run and is
-named with its line. Where somebody else has ended that process, its episodes count as cut off, and new ones begin.
+named with its line. Where somebody else has ended that process, its episodes count as cut off, and new ones begin; so
+often in a row that nothing is played any more, that ends the run, too.
 """
 
 import itertools
@@ -21,6 +22,7 @@ from trainer.settings import TrainSettings
 
 log = structlog.get_logger()
 
+MOST_LOST = 3  # times in a row that episodes are lost before their first step
 _OURS = {
     "cart-pole": Space(4, actions=2),
     "cart-pole-force": Space(4, numbers=1),
@@ -82,6 +84,7 @@ class _OwnEnvironment:
     def __init__(self, own: OwnCopies, name: str, seed: list[int], longest: int, played: Played) -> None:
         self._own, self._name, self._seed, self._longest = own, name, seed, longest
         self._lives = itertools.count(1)
+        self._lost = 0  # times in a row
         self.space, self._now = played.space, self._rows(played.now, played.space)
 
     @classmethod
@@ -106,13 +109,16 @@ class _OwnEnvironment:
             return await self._anew(str(error))
         except OwnCodeError as error:
             raise ParallmError(str(error)) from error
-        self._now = self._rows(played.now, played.space)
+        self._lost, self._now = 0, self._rows(played.now, played.space)
         failed, timed_out = np.array(played.failed, bool), np.array(played.timed_out, bool)
         last = self._rows(played.last, played.space)
         return Stepped(np.array(played.rewards, np.float32), failed, timed_out, last)
 
     async def _anew(self, why: str) -> Stepped:
+        self._lost += 1
         log.warning("train.episodes_lost", reason=why)
+        if self._lost >= MOST_LOST:
+            raise ParallmError(f"{why}; {self._lost} times in a row, and nothing was played")
         last, copies = self._now, self.copies
         again = await self.begin(self._own, self._name, copies, [*self._seed, next(self._lives)], self._longest)
         self._now = again.observations

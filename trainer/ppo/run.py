@@ -26,7 +26,7 @@ from shared.training import TrainerState, TrainerStatus, TrainingPoint
 from trainer import gate
 from trainer.learn.advantages import advantages, explained
 from trainer.learn.compute import ComputeHost, at_once
-from trainer.metrics import cut
+from trainer.metrics import append, cut
 from trainer.ppo.acting import Actor, Player, evaluate
 from trainer.ppo.environments import Environments, open_environments, our_space
 from trainer.ppo.learner import Learned, LearnerOptions, PpoLearner
@@ -42,7 +42,7 @@ from trainer.state import Arrays, RunState
 from trainer.versions.checkpoint import Checkpoint, CheckpointStore
 from trainer.versions.disk import Disk
 from trainer.versions.publish import Publisher
-from trainer.versions.run_folder import begin_anew, run_mode
+from trainer.versions.run_folder import WAYS, begin_anew, run_mode
 from trainer.versions.run_lock import run_lock
 
 log = structlog.get_logger()
@@ -51,7 +51,6 @@ _DISCOUNT = 0.99
 _EPOCHS = 4
 _PROBES = 256  # rows that a worker is asked of a candidate
 _PLAYED, _EVALUATED = 1, 2  # what is drawn with a seed
-_WAYS = "give another --run or --run-dir, or --resume no to begin anew"
 
 
 class PpoLine(msgspec.Struct, frozen=True):
@@ -188,7 +187,7 @@ class PpoRun:
         if checkpoint is not None:
             if latest != checkpoint.state.version and not self._publisher.moved_by_us(latest):
                 raise ConflictError(
-                    f"{version_id(settings.adapter, latest)} is the latest, and not of this run: {_WAYS}"
+                    f"{version_id(settings.adapter, latest)} is the latest, and not of this run: {WAYS}"
                 )
             self.state = checkpoint.state
             await self._host.run(at_once(lambda: self._learner.restore(checkpoint)))
@@ -213,9 +212,9 @@ class PpoRun:
         if checkpoint is None:
             return None
         if (mode := run_mode(checkpoint.state)) != "ppo":
-            raise SetupError(f"{settings.folder} holds a run of --mode {mode or 'rl'}: {_WAYS}")
+            raise SetupError(f"{settings.folder} holds a run of --mode {mode or 'rl'}: {WAYS}")
         if msgspec.json.decode(checkpoint.adapter_config) != msgspec.json.decode(self._publisher.config):
-            raise SetupError(f"{settings.folder} holds a run of another network: {_WAYS}")
+            raise SetupError(f"{settings.folder} holds a run of another network: {WAYS}")
         return checkpoint
 
     async def run(self) -> RunState:
@@ -321,7 +320,7 @@ class PpoRun:
         checks = [gate.finite_weights(weights), *checks]
         published = await self._publisher.publish(weights, state, checks, metrics, judged, if_latest=state.version)
         if published.forestalled:
-            raise ConflictError(f"the run ends: {gate.failures(published.checks)}; {_WAYS}")
+            raise ConflictError(f"the run ends: {gate.failures(published.checks)}; {WAYS}")
         if not published.version:
             return gate.failures(published.checks)
         state.version = published.version
@@ -352,7 +351,7 @@ class PpoRun:
         await asyncio.to_thread(self._publisher.forget, {self.state.version, self.state.best_version})
 
     async def _tell(self, line: PpoLine) -> None:
-        await self._disk.run(self._append, msgspec.json.encode(line) + b"\n")
+        await self._disk.run(append, self._settings.folder / "metrics.jsonl", line)
         learned = line.learned
         point = TrainingPoint(
             train_step=line.step, policy_step=self.state.swaps, version=line.version, at_ms=time.time_ns() // 1_000_000,
@@ -365,7 +364,3 @@ class PpoRun:
             "train.step", step=line.step, environment_steps=line.environment_steps, mean_return=line.mean_return,
             evaluated=line.evaluated, version=line.version, off_policy=line.off_policy,
         )  # fmt: skip
-
-    def _append(self, line: bytes) -> None:
-        with (self._settings.folder / "metrics.jsonl").open("ab") as file:
-            file.write(line)

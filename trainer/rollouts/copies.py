@@ -56,10 +56,10 @@ class _Set:
         self._name, self._each, self._space, self._longest = name, each, space, longest
         self._steps = [0] * len(each)
         self._now_NI = np.zeros((len(each), space.observes), np.float32)
-        self._bounds: tuple[Any, Any] | None = None
+        self._bounds: tuple[Floats, Floats] | None = None
         action_space = each[0].action_space
         if space.numbers and getattr(action_space, "low", None) is not None:
-            self._bounds = (action_space.low, action_space.high)
+            self._bounds = (np.asarray(action_space.low, np.float32), np.asarray(action_space.high, np.float32))
         self._first = int(getattr(action_space, "start", 0))  # of Gymnasium's discrete actions
 
     def begin(self, seed: Sequence[int]) -> Played:

@@ -69,7 +69,7 @@ def main(make: "Callable[[Start], Served]") -> None:
     start = decode_start(message)
     try:
         code = make(start)
-    except Exception as error:
+    except BaseException as error:  # also `sys.exit()`
         said = error.message if isinstance(error, SetupError) else f"{start.kind} {start.path!r}: {blamed(error)}"
         pipe.write(encode(Answer(failed=Failed(said, "setup"))))
         return
@@ -215,7 +215,7 @@ class _Server:
                 return await self._code.do(call)
         except SetupError as error:
             failed = Failed(error.message, "setup")
-        except Exception as error:  # whatever somebody else's code raises
+        except BaseException as error:  # whatever somebody else's code raises, `sys.exit()` too
             late = clock.limit is not None and clock.limit.expired()
             failed = Failed(f"no end after {self._timeout_s:g} s", "late") if late else Failed(blamed(error), "raised")
         return Answer(call.number, failed=failed)

@@ -23,7 +23,7 @@ log = structlog.get_logger()
 
 LOOK_S = 5.0  # between two tries while the disk is full
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-_REFUSED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+_REFUSED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.EFBIG})
 _NUMBER = re.compile(r"os error (\d+)")  # how safetensors, which is written in Rust, tells it
 
 T = TypeVar("T")

@@ -12,6 +12,8 @@ from trainer.versions.checkpoint import CheckpointStore
 
 log = structlog.get_logger()
 
+WAYS = "give another --run or --run-dir, or --resume no to begin anew"
+
 
 def begin_anew(settings: TrainSettings, checkpoints: CheckpointStore) -> CheckpointStore:
     """Begin under a name that may have checkpoints: the earlier run's folder gets a number, nothing is lost."""
@@ -26,16 +28,16 @@ def begin_anew(settings: TrainSettings, checkpoints: CheckpointStore) -> Checkpo
 
 def check_home(settings: TrainSettings, saved: RunState, ring: Ring) -> None:
     """SetupError when the checkpoint belongs elsewhere: what another ring has spoilt would be learned on here."""
-    folder, ways = settings.folder, "another --run or --run-dir, or --resume no to begin anew"
+    folder = settings.folder
     if saved.base_sha256 and saved.base_sha256 != ring.base_sha256:
-        raise SetupError(f"{folder} holds a run of another base model than {settings.model}: give {ways}")
+        raise SetupError(f"{folder} holds a run of another base model than {settings.model}: {WAYS}")
     if (mode := run_mode(saved) or settings.mode) != settings.mode:
         raise SetupError(
-            f"{folder} holds a run of --mode {mode}: give {ways}; to begin with what it has learned, give --start-from"
+            f"{folder} holds a run of --mode {mode}: {WAYS}; to begin with what it has learned, give --start-from"
         )
     if saved.ring and ring.id and saved.ring != ring.id and not settings.move_run:
         raise SetupError(
-            f"{folder} holds a run that was trained on another ring (train step {saved.train_step}): give {ways}; "
+            f"{folder} holds a run that was trained on another ring (train step {saved.train_step}): {WAYS}; "
             "to go on with it here, give --move-run"
         )
 

@@ -10,6 +10,7 @@ from starlette.responses import RedirectResponse, Response
 
 from api.batches.batch_routes import cancel
 from api.ops.dashboard.render import HEADERS, DashboardRoute, notice
+from api.ops.dashboard.samples import SHOWN
 from api.ops.dashboard.session import may_act
 from api.ring.ring import Ring, ring_of
 from shared.errors import ConflictError
@@ -59,14 +60,16 @@ async def judge_answer(
     name: Annotated[str, Form(max_length=512)],
     rating: Annotated[Literal["up", "down"], Form()],
     tenant: Annotated[str, Form(max_length=64)] = "",
+    row: Annotated[int, Form(ge=0, le=SHOWN)] = 0,
 ) -> Response:
-    """Give an answer its verdict."""
+    """Give an answer its verdict. It stands where the buttons were, so that nothing moves under a second click."""
     verdict = Verdict(1.0 if rating == "up" else 0.0)
     if not ring.settings.feedback_ttl_s:
         raise ConflictError("this server keeps no answers for feedback (--feedback-ttl-days)")
     if not await ring.answers.judge(answers_of(tenant), {name: verdict}):
         raise ConflictError("this answer has another verdict, or is not there any more")
-    return _done(request, f"counted as {'good' if rating == 'up' else 'bad'}", "/dashboard/feedback")
+    said = f"counted as {'good' if rating == 'up' else 'bad'}"
+    return _done(request, said, "/dashboard/feedback", instead_of=f"answer-{row}" if row else "")
 
 
 @router.post("/deadletters/{letter_id:path}/requeue")
@@ -84,7 +87,7 @@ async def drop(request: Request, letter_id: str, ring: TheRing) -> Response:
     return _done(request, "dropped" if dropped else "it was not there any more", "/dashboard/deadletters")
 
 
-def _done(request: Request, said: str, back: str) -> Response:
+def _done(request: Request, said: str, back: str, *, instead_of: str = "") -> Response:
     if request.headers.get("hx-request") == "true":
-        return notice(said)
+        return notice(said, instead_of=instead_of)
     return RedirectResponse(back, 303, HEADERS)

@@ -57,9 +57,9 @@ def part(template: str, **values: Any) -> str:
     return _templates.get_template(f"parts/{template}.html").render(**values)
 
 
-def notice(message: str, *, wrong: bool = False, status: int = 200) -> Response:
-    """The answer to an action."""
-    return HTMLResponse(part("notice", message=message, wrong=wrong), status, HEADERS)
+def notice(message: str, *, wrong: bool = False, status: int = 200, instead_of: str = "") -> Response:
+    """The answer to an action; `instead_of`: what else on the page it takes the place of, by its id."""
+    return HTMLResponse(part("notice", message=message, wrong=wrong, instead_of=instead_of), status, HEADERS)
 
 
 class DashboardRoute(APIRoute):

@@ -139,29 +139,26 @@ class AnswerLine(NamedTuple):
 
 
 async def waiting_answers(ring: Ring, tenants: Sequence[str]) -> list[AnswerLine]:
-    """Answers of these tenants without a verdict, a page at most."""
+    """The newest answers of these tenants without a verdict, a page at most."""
+    owners = {answers_of(tenant): tenant for tenant in tenants}
     lines: list[AnswerLine] = []
-    for tenant in tenants:
-        answers = await ring.answers.list(answers_of(tenant), judged=False, limit=SHOWN - len(lines))
-        for answer in answers:
-            live = await aside(live_of, answer)
-            codec = await _codec(ring, live.model)
-            ids = live.trajectory.prompt_ids[-SNIPPET:]
-            prompt = codec.decode(ids) if codec else " ".join(map(str, ids))
-            version = live.trajectory.spans[-1].version if live.trajectory.spans else ""
-            lines.append(
-                AnswerLine(
-                    answer.name,
-                    tenant,
-                    _snippet(prompt),
-                    _snippet(live.trajectory.text),
-                    answer.note,
-                    version or live.model,
-                    live.collected_ms,
-                )
+    for keeper, answer in await ring.answers.newest(list(owners), SHOWN):
+        live = await aside(live_of, answer)
+        codec = await _codec(ring, live.model)
+        ids = live.trajectory.prompt_ids[-SNIPPET:]
+        prompt = codec.decode(ids) if codec else " ".join(map(str, ids))
+        version = live.trajectory.spans[-1].version if live.trajectory.spans else ""
+        lines.append(
+            AnswerLine(
+                answer.name,
+                owners[keeper],
+                _snippet(prompt),
+                _snippet(live.trajectory.text),
+                answer.note,
+                version or live.model,
+                live.collected_ms,
             )
-        if len(lines) >= SHOWN:
-            break
+        )
     return lines
 
 

@@ -131,6 +131,20 @@ class AnswerStore:
             await self._forget(order, gone)
         return found
 
+    async def newest(self, keepers: Sequence[str], limit: int) -> Sequence[tuple[str, Answer]]:
+        """The newest answers of all of these that wait for a verdict, each with its keeper."""
+        orders = [keys.kept_order(keeper, _ORDERS[0]) for keeper in keepers]
+        looked = [("ZREVRANGE", order, 0, 2 * limit - 1, "WITHSCORES") for order in orders]
+        named = [
+            (float(score), keeper, name.decode())
+            for keeper, page in zip(keepers, await ask_all(self._redis, looked), strict=True)
+            for name, score in zip(page[::2], page[1::2], strict=True)
+        ]
+        chosen = sorted(named, reverse=True)[: 2 * limit]  # some may be gone
+        rows = await ask_all(self._redis, [("HMGET", keys.kept(keeper, name), *_FIELDS) for _, keeper, name in chosen])
+        found = [(keeper, _answer(name, row)) for (_, keeper, name), row in zip(chosen, rows, strict=True)]
+        return [(keeper, each) for keeper, each in found if each is not None and each.verdict is None][:limit]
+
     async def _forget(self, order: str, names: Sequence[str]) -> None:
         """Let go of names without an answer; a young one's may be on its way."""
         before = int(1000 * time.time()) - YOUNG_MS
