@@ -15,10 +15,17 @@ from api.http.bodies import BodyRoute
 from api.http.errors import error_responses, json_reply
 from api.http.fields import RequestModel
 from api.ring.caller import asker, key_name
+from api.ring.choosing import named_ring, reached
 from api.ring.ring import Ring, ring_of
 from api.tenants import check
 from api.webhooks.body import WebhookBody, webhook_of
-from shared.errors import ConflictError, InvalidRequestError, UnknownBatchError, UnknownJobError
+from shared.errors import (
+    ConflictError,
+    InvalidRequestError,
+    ServiceUnavailableError,
+    UnknownBatchError,
+    UnknownJobError,
+)
 from shared.jobs import TERMINAL, JobStatus
 from shared.redis.files.batch_store import ENDED, BatchRecord, BatchSpec, new_batch_id
 from shared.redis.files.file_store import new_file_id
@@ -142,7 +149,7 @@ async def cancel(ring: Ring, batch_id: str) -> BatchRecord:
         record = await ring.batches.find(batch_id)
         if first and record.job:
             with contextlib.suppress(UnknownJobError):
-                await ring.jobs.cancel(record.job)
+                await reached(named_ring(ring, record.ring)).jobs.cancel(record.job)
         if first:
             return record
     if record.state in ENDED:
@@ -151,10 +158,13 @@ async def cancel(ring: Ring, batch_id: str) -> BatchRecord:
 
 
 async def job_of(ring: Ring, record: BatchRecord) -> JobStatus | None:
-    """The job of a batch; None when it has none yet, or its time to live is over."""
+    """The job of a batch; None when it has none yet, its time to live is over, or its ring is away."""
+    if not record.job:
+        return None
     try:
-        return await ring.jobs.status(record.job) if record.job else None
-    except UnknownJobError:
+        there = reached(named_ring(ring, record.ring))
+        return await there.jobs.status(record.job)
+    except (UnknownJobError, ServiceUnavailableError, InvalidRequestError):
         return None
 
 

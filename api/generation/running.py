@@ -93,7 +93,7 @@ class Generation:
         except BaseException as error:
             generation._note(type(error).__name__)
             if isinstance(error, QueueFullError) and not isinstance(error, LateFirstTokenError):
-                error.retry_after_s = ring.load.found_full(work.model, kind, ring.queue_bound(kind))
+                error.retry_after_s = ring.load.found_full(ring.full_name(work.model), kind, ring.queue_bound(kind))
             if isinstance(error, ParallmError):
                 generation.unfinished = {}  # refused as a whole; any other error may have come after the enqueueing
             generation.close()

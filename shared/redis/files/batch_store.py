@@ -79,6 +79,7 @@ class BatchRecord(msgspec.Struct, frozen=True):
     cached_tokens: int = 0
     output_tokens: int = 0
     reasoning_tokens: int = 0
+    ring: str = ""  # where its job is; "": where the batch is
 
 
 def new_batch_id(idempotency_key: str = "", tenant: str = "") -> str:
