@@ -21,7 +21,7 @@ from api.batches.lines import BatchLine, LineUsage, Named, answer, named_by, pla
 from api.generation.target import Target, find_target
 from api.http.bodies import LONG_BYTES
 from api.ring.caller import acting_for
-from api.ring.choosing import named_ring, reached
+from api.ring.choosing import ring_keeping
 from api.ring.named_images import Keep
 from api.ring.ring import ANSWER_S, Ring
 from api.ring.room import aside
@@ -96,16 +96,17 @@ class BatchWork:
 
     async def _waits_for_us(self, record: BatchRecord) -> bool:
         if not record.job:
-            return True
+            rings = {each.name for each in self._ring.all}
+            return rings.issuperset(record.spec.rings) or time.time() >= record.spec.expires_at
         try:
-            jobs = reached(named_ring(self._ring, record.ring)).jobs
+            jobs = ring_keeping(self._ring, record.ring).jobs
             async with asyncio.timeout(ANSWER_S if record.ring else None):
                 status = await jobs.status(record.job)
                 if status.status not in TERMINAL and record.cancelling_at:
                     await jobs.cancel(record.job)  # asked for before the job was there
         except (UnknownJobError, InvalidRequestError):
             return True
-        except (ServiceUnavailableError, TimeoutError):  # another ring is away; other batches go on
+        except (ServiceUnavailableError, TimeoutError):  # its ring is away, or another process serves it
             return False
         return status.status in TERMINAL
 
@@ -141,7 +142,7 @@ class BatchWork:
 
     async def _validate(self, record: BatchRecord) -> None:
         spec = record.spec
-        there = reached(named_ring(self._ring, record.ring))
+        there = ring_keeping(self._ring, record.ring)
         begun = await there.jobs.submitted_under(_job_key(spec), spec.tenant)
         if begun:  # by a process that could not say so any more
             await self._begin(there, spec, begun)
@@ -280,7 +281,7 @@ class BatchWork:
     async def _finalize(self, record: BatchRecord) -> None:
         """Write both files and end the batch as its job has ended."""
         spec = record.spec
-        there = reached(named_ring(self._ring, record.ring))
+        there = ring_keeping(self._ring, record.ring)
         try:
             status = await there.jobs.status(record.job)
         except UnknownJobError as error:

@@ -17,7 +17,7 @@ from redis.exceptions import RedisError
 from api.ring.caller import asker
 from api.ring.ring import ANSWER_S, Ring
 from shared.adapters import AdapterRef
-from shared.errors import InvalidRequestError, UnknownAdapterError
+from shared.errors import InvalidRequestError, ServiceUnavailableError, UnknownAdapterError
 from shared.process.options.model_aliases import meant_by
 from shared.process.options.rings import HOME
 
@@ -73,6 +73,17 @@ async def said_by_each(ring: Ring, read: Callable[[Ring], Awaitable[T]]) -> list
             return None
 
     return await asyncio.gather(*(said(each) for each in ring.all))
+
+
+def ring_keeping(ring: Ring, name: str) -> Ring:
+    """The ring that something stored has gone to; ServiceUnavailableError when it is away, or none of this process's.
+
+    Another process of the same home may serve it.
+    """
+    try:
+        return reached(named_ring(ring, name))
+    except InvalidRequestError:
+        raise ServiceUnavailableError(f"it is in ring '{name}', which this api process does not serve") from None
 
 
 async def ring_for(ring: Ring, model: str | None, adapter: str = "") -> Chosen:

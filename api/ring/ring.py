@@ -5,16 +5,18 @@ others (`--ring`): `Ring.others`. Which of them a request is about is decided in
 """
 
 import asyncio
+import contextlib
 import socket
 import time
 import uuid
-from collections.abc import Collection, Iterable
+from collections.abc import AsyncIterator, Collection, Iterable
 from dataclasses import dataclass
 from typing import Annotated
 
 import structlog
 from fastapi import Depends, Request
 from redis.asyncio import Redis
+from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 
 from api.load import Load
@@ -62,7 +64,7 @@ IMAGE_GRACE_S = 600  # that images live on behind the last deadline of a sequenc
 LOOK_AGAIN_S = 1.0  # how old the view of live models may be
 WATCH_S = 1.0  # between two looks whether a ring answers, where there are several
 ANSWER_S = 2.0  # for which it may be silent
-GIVEN_UP_S = 15.0  # after which the streams of another ring end that is away
+GIVEN_UP_S = 15.0  # after which the requests of another ring end that is away
 MAX_SCORE_S = 60.0  # that a job runner may take over texts to be scored at once
 SERVING = frozenset({"ready", "paused"})  # states of workers that have taken, or will take, what waits
 
@@ -201,8 +203,20 @@ class Ring:
 
     def _found(self, away: str) -> None:
         if bool(away) != bool(self.away):
-            log.warning("ring.away" if away else "ring.answers", ring=self.name, reason=away)
+            log.log(30 if away else 20, "ring.away" if away else "ring.answers", ring=self.name, reason=away)
         self.away = away
+
+    @contextlib.asynccontextmanager
+    async def in_time(self) -> AsyncIterator[None]:
+        """Around calls of a request: another ring that falls silent is not waited for as the process's own is."""
+        if self.home is self:
+            yield
+            return
+        try:
+            async with asyncio.timeout(GIVEN_UP_S):
+                yield
+        except (RedisConnectionError, OSError) as error:  # TimeoutError is an OSError
+            raise self.is_away() from error
 
     def is_away(self, what: str = "") -> ServiceUnavailableError:
         """The error for what needs a ring that does not answer."""

@@ -259,7 +259,7 @@ class ApiSettings(ProcessSettings, ResponseSettings, WebhookSettings):
     max_concurrent_requests: int = Field(
         default=1024, ge=0, description="requests for tokens under way in one api process before 429; 0: no bound"
     )
-    rate_limit: str = Field(default="", description="requests for tokens of each key, else address: 600/minute")
+    rate_limit: str = Field(default="", description="requests for tokens of each key, or each address: 600/minute")
     memory_pressure_threshold: float = Field(
         default=0.9,
         ge=0,

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import signal
 import socket
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -155,9 +157,7 @@ async def test_names_that_several_rings_have_are_home_s_unless_the_ring_is_named
         assert len(easterner.specs) == 5
 
 
-async def test_jobs_adapters_batches_and_responses_are_found_by_their_ids(
-    front: Api, redis: Redis, east: Redis, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_jobs_are_found_by_their_ids(front: Api) -> None:
     jobs = []
     for model in (MODEL, EAST, MODEL):
         answer = await front.post("/v1/jobs", {"kind": "generate", "model": model, "prompts": ["a"]})
@@ -174,6 +174,8 @@ async def test_jobs_adapters_batches_and_responses_are_found_by_their_ids(
         assert (await front.http.delete(f"/v1/jobs/{job}")).status_code == 200
     assert await ids(front, "/v1/jobs") == []
 
+
+async def test_adapters_of_another_ring_are_found_by_their_names(front: Api, east: Redis) -> None:
     await publish(AdapterStore(east), "theirs", base=EAST_CARD.base_sha256)
     assert await text_of(front, "theirs") == f"this is {EAST}"
     shown = (await front.http.get("/v1/adapters")).json()["data"]
@@ -185,6 +187,16 @@ async def test_jobs_adapters_batches_and_responses_are_found_by_their_ids(
     assert (await front.http.delete("/v1/adapters/theirs")).status_code == 200
     assert await AdapterStore(east).names() == []
 
+
+async def test_responses_and_batches_are_kept_at_home_and_computed_elsewhere(
+    redis_url: str, worker: ScriptedWorker, front: Api, redis: Redis
+) -> None:
+    async with api(redis_url) as beside:  # another process at home, which does not know the other ring
+        assert await ids(beside, "/v1/models") == [MODEL]
+        await _respond_and_batch(front, beside, redis)
+
+
+async def _respond_and_batch(front: Api, beside: Api, redis: Redis) -> None:
     begun = await front.post("/v1/responses", {"model": EAST, "input": "hi", "background": True})
     response = begun.json()["id"]
 
@@ -210,7 +222,7 @@ async def test_jobs_adapters_batches_and_responses_are_found_by_their_ids(
     (job,) = await ids(front, "/v1/jobs", headers={HEADER: "east"})
     assert (await front.http.get(f"/v1/jobs/{job}")).json()["metadata"]["batch"] == batch
     assert await redis.zcard("parallm:jobs") == 0
-    cancelled = (await front.post(f"/v1/batches/{batch}/cancel", {})).json()
+    cancelled = (await beside.post(f"/v1/batches/{batch}/cancel", {})).json()
     assert cancelled["status"] == "cancelling"
 
     async def over() -> bool:
@@ -289,6 +301,27 @@ async def test_a_ring_that_is_killed_amid_streams_takes_neither_the_front_nor_th
     assert (await front.http.get("/health")).json()["rings"]["east"]["models"].keys() == {EAST}
 
 
+async def test_a_ring_that_freezes_is_not_waited_for(
+    front: Api, east_server: EmbeddedRedis, easterner: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("api.ring.ring.GIVEN_UP_S", 0.2)
+    assert await text_of(front, EAST) == f"this is {EAST}"
+    os.kill(east_server.pid, signal.SIGSTOP)
+    try:
+        frozen = await front.post("/v1/completions", {"model": EAST, "prompt": "a"})
+        assert frozen.status_code == 503 and "ring 'east' is away" in frozen.text
+        assert await text_of(front, MODEL) == f"this is {MODEL}"
+        await wait_until(lambda: bool(front.ring.others[0].away))
+        assert (await front.http.get("/health")).json()["rings"]["east"]["status"] == "overloaded"
+    finally:
+        os.kill(east_server.pid, signal.SIGCONT)
+
+    async def serves_again() -> bool:
+        return (await front.post("/v1/completions", {"model": EAST, "prompt": "a"})).status_code == 200
+
+    await wait_until(serves_again)
+
+
 async def test_streams_of_a_ring_that_stays_away_end_with_its_name(
     front: Api, east_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -304,9 +337,8 @@ async def test_streams_of_a_ring_that_stays_away_end_with_its_name(
 
 
 async def test_a_front_starts_and_serves_while_a_ring_has_never_been_there(
-    redis_url: str, worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
+    redis_url: str, worker: ScriptedWorker
 ) -> None:
-    monkeypatch.setattr("api.ring.ring.ANSWER_S", 0.2)
     async with api(redis_url, ring=[f"lost=redis://127.0.0.1:{free_port()}"]) as front:
         assert await text_of(front, MODEL) == f"this is {MODEL}"
         unsure = await front.post("/v1/completions", {"model": "nobodys", "prompt": "a"})

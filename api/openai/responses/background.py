@@ -28,7 +28,7 @@ from api.openai.responses.items import Event
 from api.openai.responses.kept import entries, joined, shown_items, whole, without_output
 from api.openai.responses.writer import ResponseWriter
 from api.ring.caller import acting_for, asker, key_name
-from api.ring.choosing import named_ring, reached
+from api.ring.choosing import ring_keeping
 from api.ring.ring import Ring
 from api.ring.room import LARGE_COUNT, aside
 from api.webhooks.body import webhook_of
@@ -171,7 +171,7 @@ async def forget(ring: Ring, response_id: str) -> None:
 async def _stop(ring: Ring, stored: StoredResponse) -> None:
     run = msgspec.msgpack.decode(stored.run, type=Run)
     spec = decode_spec(run.spec)
-    await reached(named_ring(ring, run.ring)).queue(spec.model).cancel([spec.id])
+    await ring_keeping(ring, run.ring).queue(spec.model).cancel([spec.id])
 
 
 async def watch(ring: Ring, who: str, response_id: str, after: int) -> AsyncGenerator[bytes, None]:
@@ -282,7 +282,7 @@ class _Reading:
 
     def __init__(self, ring: Ring, who: str, response_id: str, stored: StoredResponse, run: Run) -> None:
         self._ring, self._who, self._id, self._stored, self._run = ring, who, response_id, stored, run
-        self._there = reached(named_ring(ring, run.ring))
+        self._there = ring_keeping(ring, run.ring)
         self._spec = decode_spec(run.spec)
         plan = msgspec.json.decode(run.plan, type=ReplyPlan)
         self._plan = msgspec.structs.replace(plan, prompts=(self._spec.prompt_ids,))

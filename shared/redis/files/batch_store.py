@@ -47,6 +47,7 @@ class BatchSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     tenant: str = ""  # who owns it, its job and its files (shared/owners.py)
     key: str = ""  # the name of the API key that made it; api processes work on it in this key's turn
     webhook: Webhook | None = None  # who is told of its end
+    rings: tuple[str, ...] = ()  # others that the api process serves that took it; its lines may name their models
 
 
 class BatchError(msgspec.Struct, frozen=True):
