@@ -157,8 +157,8 @@ def _life(settings: ApiSettings, tally: Tally) -> Callable[[FastAPI], AbstractAs
         app.state.ring = ring
         await asyncio.to_thread(dashboard.warm_up)
         await ring.start()
-        app.state.snapshots = Snapshots(ring)
-        sampling = asyncio.create_task(sample_forever(ring, app.state.snapshots))
+        app.state.snapshots = {each.name: Snapshots(each) for each in ring.all}
+        sampling = asyncio.create_task(sample_forever(ring, app.state.snapshots[ring.name]))
         app.state.background = BackgroundWork(ring)
         work = [asyncio.create_task(each.run()) for each in (BatchWork(ring), app.state.background, WebhookWork(ring))]
         log.info("api.started", api=ring.api_id)

@@ -5,6 +5,9 @@ another tenant is answered exactly as one that was never there (404), what is ev
 what concerns the whole ring takes an admin's key (403). A route without a rule takes one, too, and fails a test
 (tests/redis/test_api_tenants.py). Names in bodies and queries are looked at where they are read, by the adapter store
 and by `check`. Without tenants nothing of this happens.
+
+Before that it finds the ring, where there are several: the one that the header `x-parallm-ring` names, or that has what
+the route's path names.
 """
 
 from collections.abc import Awaitable, Callable
@@ -14,9 +17,17 @@ from fastapi import Request
 
 from api.generation.resume import stream_owner, unknown_stream
 from api.ring.caller import asker
+from api.ring.choosing import HEADER, named_ring, reached, ring_holding
 from api.ring.ring import Ring
 from shared.adapters import not_yours, unknown_adapter
-from shared.errors import ForbiddenError, ParallmError, UnknownBatchError, UnknownDeadLetterError, UnknownFileError
+from shared.errors import (
+    ForbiddenError,
+    ParallmError,
+    ServiceUnavailableError,
+    UnknownBatchError,
+    UnknownDeadLetterError,
+    UnknownFileError,
+)
 from shared.redis.files.batch_store import unknown_batch
 from shared.redis.files.file_store import unknown_file
 from shared.redis.jobs.ledger import unknown_job
@@ -216,14 +227,40 @@ def rule_of(method: str, path: str) -> Rule | None:
 
 async def keep_apart(request: Request) -> None:
     """A dependency of every route; see above."""
+    rule = rule_of(request.method, request.scope["route"].path)
+    request.state.ring = ring = await _ring_of(request, rule)
     who = asker()
     if not who.limited:
         return
-    rule = rule_of(request.method, request.scope["route"].path) or ADMIN
+    rule = rule or ADMIN
     if rule.who != "tenant":
         raise ForbiddenError("this concerns the whole ring: it takes an admin's key")
     if rule.kind is not None:
-        await check(request.app.state.ring, rule.kind, request.path_params[rule.name], rule.right)
+        await check(ring, rule.kind, request.path_params[rule.name], rule.right)
+
+
+async def _ring_of(request: Request, rule: Rule | None) -> Ring:
+    """The ring that a request names, or whose thing its path names; else the process's own."""
+    home: Ring = request.app.state.ring
+    if name := request.headers.get(HEADER, ""):
+        return reached(named_ring(home, name))
+    if not home.others or rule is None or rule.kind not in _IN_ANY_RING:
+        return home
+    find, thing = _FINDERS[rule.kind][0], request.path_params[rule.name]
+
+    async def has(ring: Ring) -> bool:
+        try:
+            owner = await find(ring, thing)
+        except UnknownDeadLetterError:
+            return False
+        return owner is not None and asker().sees(owner)
+
+    try:
+        return await ring_holding(home, has, f"{rule.kind} '{thing[:80]}'")
+    except ServiceUnavailableError:
+        if rule.right == "make":
+            return home
+        raise
 
 
 async def check(ring: Ring, kind: Kind, name: str, right: Right = "see", *, param: str | None = None) -> None:
@@ -266,6 +303,7 @@ async def _policy(ring: Ring, name: str) -> str | None:
     return await ring.adapters.owner(name)
 
 
+_IN_ANY_RING = frozenset({"job", "stream", "dead letter", "policy"})  # files and batches are in the process's own
 _FINDERS: dict[Kind, tuple[Callable[[Ring, str], Awaitable[str | None]], Callable[[str], ParallmError]]] = {
     "job": (_job, unknown_job),
     "file": (_file, unknown_file),

@@ -30,10 +30,12 @@ from api.adapters.bodies import (
 from api.adapters.intake import AdapterFiles, publish, read_folder, receive
 from api.http.bodies import BodyRoute
 from api.http.errors import error_responses, from_validation, json_reply
+from api.ring.choosing import from_each, ring_of_adapter
 from api.ring.ring import Ring, ring_of
 from shared.adapter_files.formats import inherit_config
 from shared.adapters import NAME, AdapterManifest, AdapterRef, check_name
 from shared.errors import ConflictError, InvalidRequestError, ParallmError, UnknownAdapterError
+from shared.redis.adapters.catalog import AdapterSummary
 
 router = APIRouter(tags=["adapters"], route_class=BodyRoute)
 TheRing = Annotated[Ring, Depends(ring_of)]
@@ -57,14 +59,22 @@ def _multipart(**fields: Any) -> dict[str, Any]:
 
 @router.get("/v1/adapters", summary="List adapters", response_class=Response)
 async def list_adapters(ring: TheRing) -> Response:
-    """Every adapter with its versions and pointers."""
+    """Every adapter with its versions and pointers; of another ring with its `ring`."""
+    data = []
+    for each, summaries in await from_each(ring, _summaries):
+        where = {} if each is ring else {"ring": each.name}
+        data += [msgspec.structs.asdict(summary) | where for summary in summaries]
+    return json_reply({"object": "list", "data": data})
+
+
+async def _summaries(ring: Ring) -> list[AdapterSummary]:
     summaries = []
     for name in await ring.adapters.names():
         try:
             summaries.append(await ring.adapters.summary(name))
         except UnknownAdapterError:  # deleted just now
             continue
-    return json_reply({"object": "list", "data": summaries})
+    return summaries
 
 
 @router.post(
@@ -79,6 +89,7 @@ async def create_adapter(request: Request, ring: TheRing) -> Response:
     """Upload the first version of a new adapter; 409 when it exists."""
     async with _uploaded(request, ring) as (files, fields, workdir):
         name = _name(fields, ring)
+        ring, fields = await _placed(ring, name, fields)
         await ring.adapters.next_owner(name)
         if name in await ring.adapters.names():
             raise ConflictError(f"adapter '{name}' exists; POST /v1/adapters/{name}/versions adds to it")
@@ -228,7 +239,9 @@ async def load_adapter(body: LoadBody, ring: TheRing) -> Loaded:
 async def upload_adapter(request: Request, ring: TheRing) -> Loaded:
     """Publish uploaded files as the next version; without a configuration, the latest version's holds."""
     async with _uploaded(request, ring) as (files, fields, workdir):
-        manifest = await publish(ring, _name(fields, ring), fields, files, workdir)
+        name = _name(fields, ring)
+        ring, fields = await _placed(ring, name, fields)
+        manifest = await publish(ring, name, fields, files, workdir)
     return Loaded(policy_version=manifest.version, message=f"Loaded {manifest.id} from the upload")
 
 
@@ -242,6 +255,7 @@ async def update_adapter_weights(request: Request, ring: TheRing) -> Loaded:
     """Publish new tensors of an adapter that exists, with the configuration of its latest version."""
     async with _uploaded(request, ring) as (files, fields, workdir):
         name = _name(fields, ring)
+        ring, fields = await _placed(ring, name, fields)
         await ring.adapters.manifest(name)
         manifest = await publish(ring, name, fields, dataclasses.replace(files, config=None), workdir)
     return Loaded(policy_version=manifest.version, message=f"Updated {name} to {manifest.id}")
@@ -251,6 +265,7 @@ async def update_adapter_weights(request: Request, ring: TheRing) -> Loaded:
 async def switch_lora(body: SwitchBody, ring: TheRing) -> Loaded:
     """Make any published version the latest, newer or older."""
     name, version = _switch_target(body, ring.settings.default_adapter)
+    ring = (await ring_of_adapter(ring, name)).ring
     try:
         await ring.adapters.promote(name, version)
     except ConflictError:  # it is older than another one has been
@@ -280,6 +295,7 @@ def _switch_target(body: SwitchBody, default: str) -> tuple[str, int]:
 )
 async def load_lora_adapter(body: LoadLoraBody, ring: TheRing) -> str:
     """Publish an adapter directory; one that exists needs `load_inplace`."""
+    ring = (await ring_of_adapter(ring, body.lora_name, body.model or body.base_model_name)).ring
     if not body.load_inplace and body.lora_name in await ring.adapters.names():
         raise InvalidRequestError(
             f"The lora adapter '{body.lora_name}' has already been loaded. Set 'load_inplace' to load a new version.",
@@ -303,6 +319,7 @@ async def load_lora_adapter(body: LoadLoraBody, ring: TheRing) -> str:
 )
 async def unload_lora_adapter(body: UnloadLoraBody, ring: TheRing) -> str:
     """Delete an adapter with all its versions; 409 while a worker uses one."""
+    ring = (await ring_of_adapter(ring, body.lora_name)).ring
     await ring.adapters.delete(body.lora_name)
     ring.splits.forget(body.lora_name)
     return f"Success: LoRA adapter '{body.lora_name}' removed successfully."
@@ -326,7 +343,14 @@ async def _load(ring: Ring, path: str, name: str, model: str | None) -> AdapterM
     with TemporaryDirectory(prefix="parallm-adapter-") as folder:
         workdir = Path(folder)
         files = await asyncio.to_thread(read_folder, path, settings.adapter_dirs, workdir, settings.max_adapter_bytes)
-        return await publish(ring, name, UploadFields(model=model), files, workdir)
+        ring, fields = await _placed(ring, name, UploadFields(model=model))
+        return await publish(ring, name, fields, files, workdir)
+
+
+async def _placed(ring: Ring, name: str, fields: UploadFields) -> tuple[Ring, UploadFields]:
+    """The ring that an upload is for, and its fields as they are meant there."""
+    chosen = await ring_of_adapter(ring, name, fields.model)
+    return chosen.ring, fields.model_copy(update={"model": chosen.model})
 
 
 def _name(fields: UploadFields, ring: Ring) -> str:

@@ -74,6 +74,7 @@ class TokenCount(BaseModel):
 async def create_message(body: MessagesRequest, request: Request, ring: TheRing) -> Response:
     """Anthropic's Messages for text, images, thinking and tools."""
     target = await target_of(ring, body, request, split=True)
+    ring = target.ring
     codec = target.served.codec
     chat = await _chat(body, codec, request)
     work, reply = await _planned(ring, body, chat, target)
@@ -98,6 +99,7 @@ async def create_message(body: MessagesRequest, request: Request, ring: TheRing)
 async def count_tokens(body: CountRequest, request: Request, ring: TheRing) -> TokenCount:
     """As many as POST /v1/messages would read, and nothing is generated."""
     target = await find_job_target(ring, body.model, body.adapter or body.lora_adapter or "", "follow")
+    ring = target.ring
     codec = await ring.codecs.codec(target.card)
     chat = await _chat(body, codec, request)
     asked = await _asked(ring, target.card, codec, body, chat, _unkept)

@@ -15,10 +15,17 @@ from api.http.bodies import BodyRoute
 from api.http.errors import error_responses, json_reply
 from api.http.fields import RequestModel
 from api.ring.caller import asker, key_name
+from api.ring.choosing import ring_keeping
 from api.ring.ring import Ring, ring_of
 from api.tenants import check
 from api.webhooks.body import WebhookBody, webhook_of
-from shared.errors import ConflictError, InvalidRequestError, UnknownBatchError, UnknownJobError
+from shared.errors import (
+    ConflictError,
+    InvalidRequestError,
+    ServiceUnavailableError,
+    UnknownBatchError,
+    UnknownJobError,
+)
 from shared.jobs import TERMINAL, JobStatus
 from shared.redis.files.batch_store import ENDED, BatchRecord, BatchSpec, new_batch_id
 from shared.redis.files.file_store import new_file_id
@@ -82,6 +89,7 @@ async def create_batch(body: BatchBody, ring: TheRing, idempotency_key: Idempote
         tenant=tenant,
         key=key_name(),
         webhook=webhook_of(ring, body.webhook),
+        rings=tuple(each.name for each in ring.home.others),
     )
     with contextlib.suppress(UnknownBatchError):
         return await _shown(ring, _same(await ring.batches.find(spec.id), spec))
@@ -141,8 +149,8 @@ async def cancel(ring: Ring, batch_id: str) -> BatchRecord:
         first = await ring.batches.change(batch_id, cancelling_at=int(time.time()))
         record = await ring.batches.find(batch_id)
         if first and record.job:
-            with contextlib.suppress(UnknownJobError):
-                await ring.jobs.cancel(record.job)
+            with contextlib.suppress(UnknownJobError, ServiceUnavailableError):  # whoever serves its ring cancels it
+                await ring_keeping(ring, record.ring).jobs.cancel(record.job)
         if first:
             return record
     if record.state in ENDED:
@@ -151,10 +159,13 @@ async def cancel(ring: Ring, batch_id: str) -> BatchRecord:
 
 
 async def job_of(ring: Ring, record: BatchRecord) -> JobStatus | None:
-    """The job of a batch; None when it has none yet, or its time to live is over."""
+    """The job of a batch; None when it has none yet, its time to live is over, or its ring is away."""
+    if not record.job:
+        return None
     try:
-        return await ring.jobs.status(record.job) if record.job else None
-    except UnknownJobError:
+        there = ring_keeping(ring, record.ring)
+        return await there.jobs.status(record.job)
+    except (UnknownJobError, ServiceUnavailableError, InvalidRequestError):
         return None
 
 

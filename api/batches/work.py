@@ -21,8 +21,9 @@ from api.batches.lines import BatchLine, LineUsage, Named, answer, named_by, pla
 from api.generation.target import Target, find_target
 from api.http.bodies import LONG_BYTES
 from api.ring.caller import acting_for
+from api.ring.choosing import ring_keeping
 from api.ring.named_images import Keep
-from api.ring.ring import Ring
+from api.ring.ring import ANSWER_S, Ring
 from api.ring.room import aside
 from shared.errors import InvalidRequestError, ParallmError, ServiceUnavailableError, UnknownJobError
 from shared.jobs import TERMINAL, InputLine, JobInput, JobSpec, JobStatus, input_line, read_input
@@ -62,7 +63,6 @@ class BatchWork:
     def __init__(self, ring: Ring) -> None:
         self._ring = ring
         self._store = ring.batches
-        self._ledger = JobLedger(ring.redis)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._keys: dict[str, tuple[str, str]] = {}  # tenant and key of each batch in hand
 
@@ -96,13 +96,18 @@ class BatchWork:
 
     async def _waits_for_us(self, record: BatchRecord) -> bool:
         if not record.job:
-            return True
+            rings = {each.name for each in self._ring.all}
+            return rings.issuperset(record.spec.rings) or time.time() >= record.spec.expires_at
         try:
-            status = await self._ring.jobs.status(record.job)
-        except UnknownJobError:
+            jobs = ring_keeping(self._ring, record.ring).jobs
+            async with asyncio.timeout(ANSWER_S if record.ring else None):
+                status = await jobs.status(record.job)
+                if status.status not in TERMINAL and record.cancelling_at:
+                    await jobs.cancel(record.job)  # asked for before the job was there
+        except (UnknownJobError, InvalidRequestError):
             return True
-        if status.status not in TERMINAL and record.cancelling_at:
-            await self._ring.jobs.cancel(record.job)  # asked for before the job was there
+        except (ServiceUnavailableError, TimeoutError):  # its ring is away, or another process serves it
+            return False
         return status.status in TERMINAL
 
     async def _work(self, batch_id: str) -> None:
@@ -137,9 +142,10 @@ class BatchWork:
 
     async def _validate(self, record: BatchRecord) -> None:
         spec = record.spec
-        begun = await self._ring.jobs.submitted_under(_job_key(spec), spec.tenant)
+        there = ring_keeping(self._ring, record.ring)
+        begun = await there.jobs.submitted_under(_job_key(spec), spec.tenant)
         if begun:  # by a process that could not say so any more
-            await self._begin(spec, begun)
+            await self._begin(there, spec, begun)
             return
         if record.cancelling_at or time.time() >= spec.expires_at:
             await self._end_unbegun(record, "cancelled" if record.cancelling_at else "expired")
@@ -147,6 +153,8 @@ class BatchWork:
         try:
             named, at, count = await self._check_shapes(record)
             target = await self._target(record, named, at)
+            there = target.ring
+            await self._store.change(spec.id, ring=there.name)  # first: nobody looks for its job elsewhere
             job = JobSpec(
                 id=new_job_id(),
                 kind="batch",
@@ -159,9 +167,9 @@ class BatchWork:
                 created_ms=time.time_ns() // 1_000_000,
                 tenant=spec.tenant,
             )
-            images = self._ring.jobs.images(job.id, self._ring.settings.max_upload_bytes)
+            images = there.jobs.images(job.id, self._ring.settings.max_upload_bytes)
             lines = self._inputs(record, named, target, images.keep)
-            job_id, _ = await self._ring.jobs.create(job, lines, idempotency_key=_job_key(spec))
+            job_id, _ = await there.jobs.create(job, lines, idempotency_key=_job_key(spec))
         except LinesRefusedError as refused:
             await self._store.end(spec.id, "failed", errors=refused.errors)
         except ServiceUnavailableError:
@@ -170,11 +178,11 @@ class BatchWork:
             told = BatchError(error.code or error.type, error.message, error.param)
             await self._store.end(spec.id, "failed", errors=(told,))
         else:
-            await self._begin(spec, job_id)
+            await self._begin(there, spec, job_id)
 
-    async def _begin(self, spec: BatchSpec, job_id: str) -> None:
+    async def _begin(self, ring: Ring, spec: BatchSpec, job_id: str) -> None:
         """The batch's job is there."""
-        told = (await self._ring.jobs.spec(job_id)).metadata
+        told = (await ring.jobs.spec(job_id)).metadata
         changes = {"job": job_id, "lines": told["lines"], "model": told["model"]}
         await self._store.change(spec.id, state="in_progress", in_progress_at=int(time.time()), **changes)
         log.info("batch.in_progress", batch=spec.id, job=job_id)
@@ -249,7 +257,7 @@ class BatchWork:
         choices = size = 0
         async for number, line in self._lines(record):
             assert isinstance(line, BatchLine), "checked before"
-            for asked in await planned(self._ring, line, named, target, keep):
+            for asked in await planned(target.ring, line, named, target, keep):
                 encoded = input_line(asked, "batch", number)
                 choices, size = choices + 1, size + len(encoded)
                 if choices > MAX_CHOICES or size > 2 * self._ring.settings.max_upload_bytes:
@@ -273,8 +281,9 @@ class BatchWork:
     async def _finalize(self, record: BatchRecord) -> None:
         """Write both files and end the batch as its job has ended."""
         spec = record.spec
+        there = ring_keeping(self._ring, record.ring)
         try:
-            status = await self._ring.jobs.status(record.job)
+            status = await there.jobs.status(record.job)
         except UnknownJobError as error:
             await self._store.end(spec.id, "failed", errors=(BatchError("job_lost", error.message),))
             return
@@ -282,7 +291,7 @@ class BatchWork:
             raise ServiceUnavailableError("the job goes on: Redis had to forget how it ended")
         await self._store.change(spec.id, finalizing_at=int(time.time()))
         output, errors = self._ring.files.writer(spec.output_file_id), self._ring.files.writer(spec.error_file_id)
-        told = await self._write(status, output, errors)
+        told = await self._write(there, status, output, errors)
         for writer, kind in ((output, "output"), (errors, "error")):
             if writer.size:
                 await writer.close(f"{spec.id}_{kind}.jsonl", "batch_output", spec.output_ttl_s, spec.tenant)
@@ -292,11 +301,11 @@ class BatchWork:
         await self._store.end(spec.id, _ENDS[status.status], **fields)
         log.info("batch.ended", batch=spec.id, state=status.status)
 
-    async def _write(self, status: JobStatus, output: FileWriter, errors: FileWriter) -> "Counter[str]":
+    async def _write(self, ring: Ring, status: JobStatus, output: FileWriter, errors: FileWriter) -> "Counter[str]":
         """Answer each line in turn; how many were completed, failed, and not ended, and their tokens."""
-        _, codec = await self._ring.known(status.model)
+        _, codec = await ring.known(status.model)
         told: Counter[str] = Counter()
-        async for ordinal, asked, results in self._whole_lines(status):
+        async for ordinal, asked, results in self._whole_lines(ring, status):
             name = f"{status.id.removeprefix('job-')}-{ordinal}"
             write = partial(answer, name, asked, results, status.status, codec, status.model)
             size = sum(len(result) for result in results if result is not None)
@@ -309,10 +318,12 @@ class BatchWork:
             await asyncio.sleep(0)
         return told
 
-    async def _whole_lines(self, status: JobStatus) -> AsyncIterator[tuple[int, JobInput, list[bytes | None]]]:
+    async def _whole_lines(
+        self, ring: Ring, status: JobStatus
+    ) -> AsyncIterator[tuple[int, JobInput, list[bytes | None]]]:
         """(ordinal of its first choice, first input, results of all its choices as they are stored) of each line."""
         first, results = None, []
-        async for ordinal, raw, result in self._choices(status):
+        async for ordinal, raw, result in self._choices(ring, status):
             if first is None:
                 first = ordinal, read_input(raw)
             results.append(result)
@@ -320,11 +331,11 @@ class BatchWork:
                 yield *first, results
                 first, results = None, []
 
-    async def _choices(self, status: JobStatus) -> AsyncIterator[tuple[int, InputLine, bytes | None]]:
-        total = status.counts.total
+    async def _choices(self, ring: Ring, status: JobStatus) -> AsyncIterator[tuple[int, InputLine, bytes | None]]:
+        total, ledger = status.counts.total, JobLedger(ring.redis)
         for start in range(0, total, LINES_AT_ONCE):
-            inputs = await self._ledger.inputs(status.id, start, min(LINES_AT_ONCE, total - start))
-            results = dict(await self._ring.jobs.results(status.id, start - 1, len(inputs)))
+            inputs = await ledger.inputs(status.id, start, min(LINES_AT_ONCE, total - start))
+            results = dict(await ring.jobs.results(status.id, start - 1, len(inputs)))
             for ordinal, raw in enumerate(inputs, start):
                 yield ordinal, raw, results.get(ordinal)
 

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from typing import Any
 
 import structlog
+from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 
 from api.generation.tracing import WorkSpan
@@ -71,8 +72,9 @@ class Generation:
         QueueFullError when too much is waiting, ServiceUnavailableError when no worker has memory left, PausedError.
         """
         structlog.contextvars.bind_contextvars(work=work.id)  # sequences, in all processes' logs, are named after it
-        await ring.check_pause()
-        await ring.check_memory(work.model)
+        async with ring.in_time():
+            await ring.check_pause()
+            await ring.check_memory(work.model)
         key = calling.get()
         kind: SequenceClass = "interactive" if key is None else key.sequence_class
         span = WorkSpan.begin(work)
@@ -84,17 +86,18 @@ class Generation:
         ring.tally.histogram("vllm:request_params_n", work.model).observe(work.n)
         generation._feed = ring.frames.open(work.model, generation._seqs)
         try:
-            await generation._pin(work)
-            await generation._note_name(work)
-            await generation._enqueue(specs)
+            async with ring.in_time():
+                await generation._pin(work)
+                await generation._note_name(work)
+                await generation._enqueue(specs)
             ring.splits.sent(work.split_to)
             generation._specs = {spec.id: spec for spec in specs}
             generation._feed.on_lost = generation._lost
         except BaseException as error:
             generation._note(type(error).__name__)
             if isinstance(error, QueueFullError) and not isinstance(error, LateFirstTokenError):
-                error.retry_after_s = ring.load.found_full(work.model, kind, ring.queue_bound(kind))
-            if isinstance(error, ParallmError):
+                error.retry_after_s = ring.load.found_full(ring.full_name(work.model), kind, ring.queue_bound(kind))
+            if isinstance(error, ParallmError) and not isinstance(error.__cause__, RedisConnectionError | OSError):
                 generation.unfinished = {}  # refused as a whole; any other error may have come after the enqueueing
             generation.close()
             raise

@@ -8,7 +8,8 @@ A name that is none of these may be an alias (`--model-alias`): what it stands f
 
 Invariants. A split is decided here, by a hash of the session, so that a session stays with its choice; for an adapter
 that is named alone, the split that is set for it (`api/ring/split_choices.py`) chooses the version. A pinned request
-leaves with `name@k`, the version of its admission; a following one leaves with the bare name.
+leaves with `name@k`, the version of its admission; a following one leaves with the bare name. Where the process
+serves several rings, the target says which (`api/ring/choosing.py`), and whatever comes of the request is asked there.
 """
 
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from pydantic import Field, model_validator
 
 from api.http.fields import RequestModel, complaint
 from api.ring.caller import asker
+from api.ring.choosing import ring_for
 from api.ring.ring import Ring, ServedModel
 from api.ring.split_choices import Choice
 from shared.adapters import AdapterChoice, AdapterManifest, AdapterRef, ResolvedAdapter, check_language
@@ -66,6 +68,7 @@ class TargetFields(RequestModel):
 class Target:
     """A served model and what a sequence says of its adapter."""
 
+    ring: Ring
     served: ServedModel
     adapter: str = ""  # for SequenceSpec: "" is the base
     policy: AdapterPolicy = "pin"
@@ -82,6 +85,7 @@ class Target:
 class JobTarget:
     """A known model, whether or not a worker lives, and what a job says of its adapter: a split stays one."""
 
+    ring: Ring
     card: ModelCard
     adapter: str = ""
 
@@ -113,12 +117,13 @@ async def find_target(
 
     `networks`: the version may be a network, which any model's workers compute, and which is always pinned.
     """
+    ring, model, adapter = await ring_for(ring, model, adapter)
     model = await meant(ring, model)
     if not adapter and (model is None or await ring.live_card(model) is not None):
-        return Target(await ring.served(model))
+        return Target(ring, await ring.served(model))
     base, reference = await _parted(ring, model, adapter)
     if not reference:
-        return Target(await ring.served(base))
+        return Target(ring, await ring.served(base))
     parsed = await _parsed(ring, reference, adapter)
     by_split = None
     if split and policy == "pin" and parsed.choices[0].follows and len(parsed.choices) == 1:
@@ -129,15 +134,17 @@ async def find_target(
     served = await ring.served(base or await _live_base(ring, resolved.manifest))
     check_base(resolved.manifest, served.card)
     follow = resolved.follows and policy == "follow" and resolved.manifest.network is None
-    return Target(served, resolved.name if follow else resolved.id, "follow" if follow else "pin", resolved, choice)
+    name = resolved.name if follow else resolved.id
+    return Target(ring, served, name, "follow" if follow else "pin", resolved, choice)
 
 
 async def find_job_target(ring: Ring, model: str | None, adapter: str, policy: AdapterPolicy) -> JobTarget:
     """The target of a job; pinned, each name in it becomes its latest version."""
+    ring, model, adapter = await ring_for(ring, model, adapter)
     model = await meant(ring, model)
     base, reference = await _parted(ring, model, adapter)
     if not reference:
-        return JobTarget((await ring.known(base))[0] if base else (await ring.served(None)).card)
+        return JobTarget(ring, (await ring.known(base))[0] if base else (await ring.served(None)).card)
     choices = (await _parsed(ring, reference, adapter)).choices
     found = [await _resolve(ring, AdapterRef((choice,)), "", as_model=not adapter) for choice in choices]
     for each in found:
@@ -150,7 +157,7 @@ async def find_job_target(ring: Ring, model: str | None, adapter: str, policy: A
         choices = tuple(
             msgspec.structs.replace(choice, version=each.version) for choice, each in zip(choices, found, strict=True)
         )
-    return JobTarget(card, str(AdapterRef(choices)))
+    return JobTarget(ring, card, str(AdapterRef(choices)))
 
 
 async def meant(ring: Ring, model: str | None) -> str | None:
@@ -211,7 +218,8 @@ async def _parsed(ring: Ring, reference: str, adapter: str) -> AdapterRef:
 
 
 async def _unknown(ring: Ring, name: object) -> UnknownModelError:
-    served = ", ".join(sorted(await ring.live_models())) or "none"
+    await ring.live_models()
+    served = ", ".join(sorted(ring.home.all_models_seen)) or "none"
     return UnknownModelError(
         f"model '{name}' does not exist, nor an adapter of this name; served: {served}", param="model"
     )

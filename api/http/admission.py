@@ -127,7 +127,7 @@ def _check_room(ring: Ring, key: ApiKey | None, name: str) -> None:
     if load.lags:
         raise ServiceUnavailableError("this api process has more to do than it can; try again shortly", retry_after_s=1)
     kind = "interactive" if key is None else key.sequence_class
-    if load.all_full(ring.models_seen, kind):
+    if load.all_full(ring.all_models_seen, kind):
         raise QueueFullError(
             f"as many {kind} sequences are waiting as this server admits; try again shortly",
             retry_after_s=load.retry_after_s(),

@@ -1,5 +1,6 @@
 """/v1/jobs: submit, poll, fetch results, cancel, delete. The job runner does the work; jobs only enter here."""
 
+import math
 from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
@@ -17,12 +18,14 @@ from api.http.limits import check_shape, is_multipart
 from api.jobs.body import JobBody, upload_inputs
 from api.jobs.images import JobPictures, Taking
 from api.ring.caller import asker, key_name
+from api.ring.choosing import from_each
 from api.ring.ring import Ring, ring_of
 from api.ring.room import aside
 from api.webhooks.body import webhook_of
 from shared.adapters import AdapterRef
-from shared.errors import InvalidRequestError
+from shared.errors import InvalidRequestError, UnsupportedParameterError
 from shared.jobs import TERMINAL, JobSpec, JobStatus
+from shared.redis.jobs.ledger import unknown_job
 from shared.redis.jobs.store import new_job_id
 from shared.rewards.kinds import check
 
@@ -81,6 +84,7 @@ async def submit_job(
     if body.prompts is None:
         raise InvalidRequestError("'prompts' is required (or upload JSONL as multipart/form-data)", param="prompts")
     target = await _target(ring, body)
+    ring = target.ring
     spec = await _checked_spec(ring, body, target)
     inputs = body.inputs(target.card, _taking(ring, spec, target))
     job_id, _ = await ring.jobs.create(spec, inputs, body.idempotency_key or idempotency_key)
@@ -98,6 +102,7 @@ async def _submit_upload(request: Request, ring: Ring, idempotency_key: str) -> 
         if body.prompts is not None:
             raise InvalidRequestError("'prompts' and a file exclude each other", param="prompts")
         target = await _target(ring, body)
+        ring = target.ring
         spec = await _checked_spec(ring, body, target)
         inputs = upload_inputs(file, target.card, body.kind, _taking(ring, spec, target))
         job_id, _ = await ring.jobs.create(spec, inputs, body.idempotency_key or idempotency_key)
@@ -126,6 +131,8 @@ async def _checked_spec(ring: Ring, body: JobBody, target: JobTarget) -> JobSpec
     spec = msgspec.structs.replace(spec, id=new_job_id(), tenant=asker().tenant)
     if spec.reward is not None:
         await check_scoring(ring, check(spec.reward), "reward.options")
+    if body.webhook is not None and ring.home is not ring:
+        raise UnsupportedParameterError(f"'webhook': the job's model is in ring '{ring.name}'", param="webhook")
     return msgspec.structs.replace(spec, key=key_name(), webhook=webhook_of(ring, body.webhook))
 
 
@@ -145,9 +152,21 @@ async def list_jobs(
     limit: Annotated[int, Query(ge=1, le=MAX_LISTED)] = 20,
     before: Annotated[str, Query(description="the id after which to go on, from the last page")] = "",
 ) -> Response:
-    """Jobs, newest first."""
-    jobs = await ring.jobs.list(limit, before, asker())
+    """Jobs, newest first; of all rings that answer."""
+    jobs = await (_of_all_rings(ring, limit, before) if ring.others else ring.jobs.list(limit, before, asker()))
     return json_reply({"object": "list", "data": jobs, "has_more": len(jobs) == limit})
+
+
+async def _of_all_rings(ring: Ring, limit: int, before: str) -> list[JobStatus]:
+    who, below = asker(), math.inf
+    if before:
+        places = await from_each(ring, lambda each: each.jobs.listed_at(before, who))
+        if not places:
+            raise unknown_job(before)
+        below = places[0][1] or 0.0
+    pages = await from_each(ring, lambda each: each.jobs.listed_before(below, limit, who))
+    listed = sorted((entry for _, page in pages for entry in page), key=lambda entry: -entry[0])
+    return [status for _, status in listed[:limit]]
 
 
 @router.get(

@@ -7,6 +7,7 @@ by itself.
 
 import re
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Annotated
 
 from fastapi import APIRouter
@@ -17,6 +18,7 @@ from api.http.bodies import BodyRoute
 from api.http.errors import error_responses
 from api.http.fields import RequestModel
 from api.ring.caller import asker
+from api.ring.choosing import from_each
 from api.ring.ring import Ring, TheRing
 from shared.redis import keys
 from shared.redis.queue.named_requests import NamedRequests
@@ -47,11 +49,13 @@ async def abort_requests(body: AbortBody, ring: TheRing) -> Aborted:
     """Their clients get an error of type `cancelled` (499); in a stream it is the last event."""
     found = Aborted(aborted=[], unknown=[])
     for name in dict.fromkeys(body.request_ids):
-        ended = 0
-        async for model, request in _requests(ring, name):
-            ended += await _cancel(ring, model, request)
+        ended = sum(count for _, count in await from_each(ring, partial(_abort, name=name)))
         (found.aborted if ended else found.unknown).append(name)
     return found
+
+
+async def _abort(ring: Ring, name: str) -> int:
+    return sum([await _cancel(ring, model, request) async for model, request in _requests(ring, name)])
 
 
 async def _requests(ring: Ring, name: str) -> AsyncIterator[tuple[str, str]]:

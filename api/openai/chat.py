@@ -35,6 +35,7 @@ _NO_HINT = {("reasoning_effort", "none"), ("verbosity", "medium")}  # ask for no
 async def create_chat_completion(body: ChatCompletionRequest, request: Request, ring: TheRing) -> Response:
     """OpenAI's chat completions for text and images, with vLLM's extras."""
     target = await target_of(ring, body, request, split=True)
+    ring = target.ring
     codec = target.served.codec
     images = await images_of(ring, target.served.card, body.messages)
     asked = await asked_of(codec, body, ring.settings, images=images)

@@ -91,6 +91,7 @@ async def classify(body: ClassifyRequest, request: Request, ring: TheRing) -> Re
 async def create_classifications(body: ClassificationRequest, request: Request, ring: TheRing) -> Response:
     """P(label | prompt) over the labels given, exact, or what a head of labels says. vLLM's shape, with `labels`."""
     target = await target_of(ring, body, request)
+    ring = target.ring
     if body.labels is None:
         return await _by_head(body, target, ring)
     codec, texts = target.served.codec, body.texts

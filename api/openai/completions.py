@@ -27,6 +27,7 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's
 async def create_completion(body: CompletionRequest, request: Request, ring: TheRing) -> Response:
     """OpenAI's legacy completions with vLLM's extras: token ids in and out, prompt log-probabilities, n samples."""
     target = await target_of(ring, body, request, split=True)
+    ring = target.ring
     codec = target.served.codec
     work, reply_plan = await plan(ring, body, target, await asked_of(codec, body))
     scored = reply_plan.logprobs is not None or reply_plan.prompt_logprobs is not None

@@ -86,8 +86,9 @@ class PoolingRequest(EmbeddingRequest):
 )
 async def create_embeddings(body: EmbeddingRequest, request: Request, ring: TheRing) -> Response:
     """OpenAI's embeddings, as sequences in the same queue as everything else."""
-    work = await plan_embeddings(body, body.input, await target_of(ring, body, request), ring.settings)
-    vectors = await vectors_of(ring, work)
+    target = await target_of(ring, body, request)
+    work = await plan_embeddings(body, body.input, target, ring.settings)
+    vectors = await vectors_of(target.ring, work)
     return await vectors_reply(vectors, partial(embeddings_answer, body, work, vectors))
 
 
@@ -99,8 +100,9 @@ async def create_embeddings(body: EmbeddingRequest, request: Request, ring: TheR
 )
 async def pool(body: PoolingRequest, request: Request, ring: TheRing) -> Response:
     """As /v1/embeddings, in vLLM's other shape."""
-    work = await plan_embeddings(body, body.input, await target_of(ring, body, request), ring.settings)
-    vectors = await vectors_of(ring, work)
+    target = await target_of(ring, body, request)
+    work = await plan_embeddings(body, body.input, target, ring.settings)
+    vectors = await vectors_of(target.ring, work)
 
     def answer() -> dict[str, Any]:
         shown = [shown_vector(body, vector) for vector in vectors]

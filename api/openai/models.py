@@ -1,5 +1,6 @@
 """GET /v1/models: the models that a live worker serves, and the adapters of them; for Anthropic's clients as theirs."""
 
+from collections.abc import Collection
 from datetime import UTC, datetime
 from typing import Literal
 
@@ -9,6 +10,7 @@ from pydantic import BaseModel, Field
 from api.generation.target import meant
 from api.http.anthropic_errors import speaks_anthropic
 from api.http.errors import error_responses
+from api.ring.choosing import from_each, ring_for
 from api.ring.ring import Ring, TheRing
 from shared.adapters import AdapterManifest, AdapterRef
 from shared.errors import InvalidRequestError, UnknownAdapterError, UnknownModelError
@@ -69,12 +71,14 @@ class AnthropicModelList(BaseModel):
 @router.get("/v1/models", summary="List models")
 @router.get("/models", include_in_schema=False)
 async def list_models(request: Request, ring: TheRing) -> ModelList | AnthropicModelList:
-    """Models with at least one live worker, the adapters that such a worker can serve, and aliases of both."""
-    cards = await ring.live_models()
-    models = [_described(cards[name]) for name in sorted(cards)]
-    for name, latest in sorted((await ring.adapters.pointers()).items()):
-        if latest and (adapter := await _adapter(ring, name)) is not None:
-            models.append(adapter)
+    """Models with at least one live worker, the adapters that such a worker can serve, and aliases of both.
+
+    Of all rings that answer; `RING/NAME` where an earlier one has a model of this name.
+    """
+    models: list[Model] = []
+    for each, found in await from_each(ring, _models):
+        taken = {model.id for model in models}
+        models += [_in_ring(each, model, taken) for model in found]
     models += await _aliases(ring, models)
     if not speaks_anthropic(request.scope):
         return ModelList(data=models)
@@ -87,8 +91,9 @@ async def list_models(request: Request, ring: TheRing) -> ModelList | AnthropicM
 @router.get("/models/{name:path}", include_in_schema=False)
 async def describe_model(name: str, request: Request, ring: TheRing) -> Model | AnthropicModel:
     """One model with a live worker, an adapter (`name` or `name@k`) of one, or what an alias stands for."""
-    known = await meant(ring, name) or name
-    model = await _found(ring, known)
+    chosen = await ring_for(ring, name)
+    known = await meant(chosen.ring, chosen.model) or name
+    model = await _found(chosen.ring, known)
     if model is None:
         raise UnknownModelError(f"model '{name}' does not exist or has no live worker", param="model")
     if known != name:
@@ -96,11 +101,29 @@ async def describe_model(name: str, request: Request, ring: TheRing) -> Model | 
     return AnthropicModel.of(model) if speaks_anthropic(request.scope) else model
 
 
+async def _models(ring: Ring) -> list[Model]:
+    """A ring's models and adapters."""
+    cards = await ring.live_models()
+    models = [_described(cards[name]) for name in sorted(cards)]
+    for name, latest in sorted((await ring.adapters.pointers()).items()):
+        if latest and (adapter := await _adapter(ring, name)) is not None:
+            models.append(adapter)
+    return models
+
+
+def _in_ring(ring: Ring, model: Model, taken: Collection[str]) -> Model:
+    """A model of another ring by a name that reaches it."""
+    return model.model_copy(update={"id": ring.full_name(model.id)}) if model.id in taken else model
+
+
 async def _aliases(ring: Ring, models: list[Model]) -> list[Model]:
     """Those that are names, not globs, and stand for something that is served."""
     taken, shown = {model.id for model in models}, []
     for name, target in plain_names(ring.settings.model_alias).items():
-        if name not in taken and (model := await _found(ring, target)) is not None:
+        if name in taken:
+            continue
+        chosen = await ring_for(ring, target)
+        if (model := await _found(chosen.ring, chosen.model or "")) is not None:
             shown.append(model.model_copy(update={"id": name}))
     return shown
 

@@ -37,6 +37,7 @@ _SAMPLED = (
 async def render_chat(body: ChatCompletionRequest, request: Request, ring: TheRing) -> Response:
     """The whole of a request's checks, without a worker."""
     target = await target_of(ring, body, request)
+    ring = target.ring
     asked = await asked_of(target.served.codec, body, ring.settings)
     if asked.grammar:
         raise UnsupportedParameterError(

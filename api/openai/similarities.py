@@ -130,8 +130,9 @@ async def _embedded(
     body: ComparedFields, texts: list[str], request: Request, ring: Ring
 ) -> tuple[str, npt.NDArray[np.float32], dict[str, int]]:
     """Model, embeddings of length 1 (a row each), and the counts of tokens."""
-    work = await plan_embeddings(body, texts, await target_of(ring, body, request), ring.settings)
-    vectors = np.stack(await vectors_of(ring, work))
+    target = await target_of(ring, body, request)
+    work = await plan_embeddings(body, texts, target, ring.settings)
+    vectors = np.stack(await vectors_of(target.ring, work))
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
     unit = (vectors / np.where(lengths > 0, lengths, 1)).astype(np.float32)
     return body.model or work.model, unit, prompt_usage(work.prompts)

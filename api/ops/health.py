@@ -26,6 +26,7 @@ TheRing = Annotated[Ring, Depends(ring_of)]
 DEGRADED_FROM = 0.72  # of a bound
 SILENT_S = 10.0  # of an engine that has work; reported, though it may be a long prompt
 ANSWER_WITHIN_S = 2.0  # Redis
+NOBODY = "no worker is there"
 
 Status = Literal["ok", "paused", "degraded", "overloaded", "shutting_down"]
 
@@ -87,8 +88,8 @@ class EventLoop(BaseModel):
     longest_stop_s: float = Field(description="its longest stop within the last minute")
 
 
-class Health(BaseModel):
-    """How the ring is. `overloaded` and `shutting_down` answer with 503."""
+class RingHealth(BaseModel):
+    """How a ring is."""
 
     status: Status
     reasons: list[str] = Field(description="why it is not ok")
@@ -96,25 +97,47 @@ class Health(BaseModel):
     model_loaded: bool = Field(description="a worker is ready, or paused")
     queue_depth: int = Field(description="waiting sequences in all")
     utilization: Utilization
-    event_loop: EventLoop
     workers: list[WorkerHealth]
     models: dict[str, ModelHealth]
+
+
+class Health(RingHealth):
+    """How the api process and its ring are. `overloaded` and `shutting_down` answer with 503."""
+
+    event_loop: EventLoop
     api: str = Field(description="id of this api process")
+    rings: dict[str, RingHealth] = Field(default_factory=dict, description="the others that it serves (`--ring`)")
 
 
 @router.get("/health", summary="How the ring is", responses={503: {"model": Health, "description": "Not well"}})
 async def health(ring: TheRing, response: Response) -> Health:
-    """Workers, models and queues, read from Redis."""
+    """Workers, models and queues, read from Redis; one ring of several that is away leaves the others as they are."""
+    own, *others = await asyncio.gather(*(_report(each) for each in ring.all))
+    load = ring.load
     report = Health(
+        **dict(own),
+        event_loop=EventLoop(lag_s=round(load.lag_s, 4), longest_stop_s=round(load.longest_stop_s, 4)),
+        api=ring.api_id,
+        rings={each.name: said for each, said in zip(ring.others, others, strict=True)},
+    )
+    if others:
+        _judge_all(report, load)
+    if ring.shutting_down:
+        report.status = "shutting_down"
+    if report.status in ("overloaded", "shutting_down"):
+        response.status_code = 503
+    return report
+
+
+async def _report(ring: Ring) -> RingHealth:
+    report = RingHealth(
         status="ok",
         reasons=[],
         model_loaded=False,
         queue_depth=0,
         utilization=Utilization(queue=0, requests=round(ring.load.utilization, 4), memory=0),
-        event_loop=EventLoop(lag_s=round(ring.load.lag_s, 4), longest_stop_s=round(ring.load.longest_stop_s, 4)),
         workers=[],
         models={},
-        api=ring.api_id,
     )
     try:
         async with asyncio.timeout(ANSWER_WITHIN_S):
@@ -126,18 +149,32 @@ async def health(ring: TheRing, response: Response) -> Health:
         if ring.frames.refusal:
             report.reasons.append(f"Redis refuses writes: {ring.frames.refusal}")
         _judge(report, ring.load)
-    if ring.shutting_down:
-        report.status = "shutting_down"
-    if report.status in ("overloaded", "shutting_down"):
-        response.status_code = 503
     return report
+
+
+def _judge_all(report: Health, load: Load) -> None:
+    """The front is overloaded when it, or each of its rings, is; what ails one of them degrades it."""
+    said = [f"ring '{name}': {reason}" for name, each in report.rings.items() for reason in each.reasons]
+    is_empty = report.reasons == [NOBODY]  # a ring of keys and limits alone is none that is ill
+    statuses = {report.status, *(each.status for each in report.rings.values())}
+    if is_empty:
+        report.reasons = []
+        statuses = {each.status for each in report.rings.values()}
+    report.reasons += said
+    report.model_loaded = report.model_loaded or any(each.model_loaded for each in report.rings.values())
+    if statuses == {"overloaded"} or load.utilization >= 1:
+        report.status = "overloaded"
+    elif len(statuses) == 1:
+        (report.status,) = statuses
+    else:
+        report.status = "degraded" if report.reasons else "ok"
 
 
 def _of_redis(error: Exception) -> str:
     return f"Redis {'refuses writes' if is_refusal(error) else 'does not answer'}: {reason(error)}"
 
 
-async def _look(ring: Ring, report: Health) -> None:
+async def _look(ring: Ring, report: RingHealth) -> None:
     """Fill in what Redis says."""
     settings = ring.settings
     for card in await ring.registry.models():
@@ -187,7 +224,7 @@ def _memory(workers: list[WorkerStatus]) -> float:
     return min(shares, default=0.0)
 
 
-def _judge(report: Health, load: Load) -> None:
+def _judge(report: RingHealth, load: Load) -> None:
     """Status and reasons from the figures."""
     for bound, used in report.utilization:
         if used >= DEGRADED_FROM:
@@ -201,7 +238,7 @@ def _judge(report: Health, load: Load) -> None:
     full = any(used >= 1 for _, used in report.utilization)
     if full or not any(worker.state in SERVING for worker in report.workers):
         report.status = "overloaded"
-        report.reasons = report.reasons or ["no worker is there"]
+        report.reasons = report.reasons or [NOBODY]
     elif report.reasons:
         report.status = "degraded"
     elif report.paused:
@@ -229,9 +266,20 @@ async def readyz(ring: TheRing, response: Response) -> dict[str, str]:
 
 
 async def why_not_ready(ring: Ring) -> str:
-    """Why no request could be answered now; "" when one could."""
+    """Why no request could be answered now, by any ring; "" when one could."""
     if ring.shutting_down:
         return "shutting down"
+    said = await asyncio.gather(*(_why_not_ready(each) for each in ring.all))
+    return (
+        ""
+        if "" in said
+        else said[0]
+        if not ring.others
+        else "; ".join(f"ring '{each.name}': {why}" for each, why in zip(ring.all, said, strict=True))
+    )
+
+
+async def _why_not_ready(ring: Ring) -> str:
     try:
         async with asyncio.timeout(ANSWER_WITHIN_S):
             for card in await ring.registry.models():

@@ -5,7 +5,7 @@ at this moment (api/ops/gauges.py). A client that asks for JSON gets the few fig
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
@@ -17,7 +17,9 @@ from starlette.responses import JSONResponse, Response
 
 from api.http.auth import is_open
 from api.ops.gauges import Gauges, read_gauges
+from api.ring.choosing import from_each
 from api.ring.ring import Ring, ring_of
+from shared.process.options.rings import HOME
 from shared.redis.ring.metric_store import read_totals
 from shared.telemetry.metrics import CATALOGUE, INF, SUM, parse_field, series
 from shared.telemetry.metrics import Metric as Described
@@ -26,6 +28,9 @@ router = APIRouter(tags=["operations"])
 TheRing = Annotated[Ring, Depends(ring_of)]
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"  # OpenMetrics would escape the colons of vLLM's names
+
+
+Figures = tuple[Gauges, dict[str, float]]  # gauges, and totals of counters and histograms
 
 
 class SpecDecoding(BaseModel):
@@ -56,18 +61,25 @@ class SpecDecoding(BaseModel):
 )
 async def metrics(request: Request, ring: TheRing) -> Response:
     """What the ring does and has done (docs/reference.md lists the names)."""
-    await ring.counts.write()
-    totals = await read_totals(ring.redis)
-    gauges = await read_gauges(ring, totals)
+    await ring.home.counts.write()
     if wants_json(request.headers.get("accept", "")):
+        gauges, _ = await _figures(ring)
         return JSONResponse(await _brief(ring, gauges))
-    return Response(exposition(gauges, totals), media_type=CONTENT_TYPE)
+    figures = {each.name: said for each, said in await from_each(ring, _figures)}
+    if not ring.others:
+        return Response(exposition(*figures[ring.name]), media_type=CONTENT_TYPE)
+    return Response(exposition_of_all(figures, {each.name for each in ring.all}), media_type=CONTENT_TYPE)
+
+
+async def _figures(ring: Ring) -> Figures:
+    totals = await read_totals(ring.redis)
+    return await read_gauges(ring, totals), totals
 
 
 @router.get("/v1/spec_decode/metrics", summary="Speculative decoding")
 async def spec_decode_metrics(ring: TheRing) -> SpecDecoding:
     """How many tokens were drafted, and how many of them the model drew itself; over all models and workers."""
-    await ring.counts.write()
+    await ring.home.counts.write()
     totals = await read_totals(ring.redis)
     workers = [worker for name in await ring.registry.names() for worker in await ring.registry.workers(name)]
     modes = sorted({worker.speculation for worker in workers if not worker.speculation.startswith("none")})
@@ -108,6 +120,34 @@ def exposition(gauges: Gauges, totals: dict[str, float]) -> bytes:
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Figures(gauges, totals))
     return generate_latest(registry)
+
+
+def exposition_of_all(figures: Mapping[str, Figures], rings: Collection[str]) -> bytes:
+    """The same of several rings; those of others than the process's own have a label `ring`."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_FiguresOfAll(figures, rings))
+    return generate_latest(registry)
+
+
+class _FiguresOfAll(Collector):
+    """One scrape's figures of the rings that answer, and which do."""
+
+    def __init__(self, figures: Mapping[str, Figures], rings: Collection[str]) -> None:
+        self._figures = figures
+        self._rings = rings
+
+    def collect(self) -> Iterator[Metric]:
+        """Every family that has a value in some ring."""
+        families: dict[str, Metric] = {}
+        for name, figures in self._figures.items():
+            label = {} if name == HOME else {"ring": name}
+            for family in _Figures(*figures).collect():
+                samples = [sample._replace(labels={**sample.labels, **label}) for sample in family.samples]
+                family.samples = []
+                families.setdefault(family.name, family).samples += samples
+        yield from families.values()
+        answers = {(name,): float(name in self._figures) for name in self._rings}
+        yield _plain_family(CATALOGUE["mlx_parallm_ring_up"], answers.items())
 
 
 class _Figures(Collector):

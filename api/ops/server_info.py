@@ -8,6 +8,7 @@ from starlette.responses import Response
 
 from api.http.errors import error_responses, json_reply
 from api.ops.health import why_not_ready
+from api.ring.choosing import from_each
 from api.ring.ring import Ring, ring_of
 from shared.errors import ServiceUnavailableError
 from shared.process.settings import version
@@ -45,10 +46,10 @@ async def load(ring: TheRing) -> dict[str, int]:
 @router.get("/server_info", summary="What is served, within which limits (vLLM)", response_class=Response)
 async def server_info(ring: TheRing) -> Response:
     """Neither secrets nor paths: those are the operator's."""
-    cards = await ring.live_models()
     models: list[dict[str, Any]] = []
-    for name in sorted(cards):
-        card = msgspec.structs.asdict(cards[name])
-        models.append({field: value for field, value in card.items() if field not in ("modules", "sources")})
+    for each, cards in await from_each(ring, Ring.live_models):
+        for name in sorted(cards):
+            card = msgspec.structs.asdict(cards[name]) | ({"ring": each.name} if ring.others else {})
+            models.append({field: value for field, value in card.items() if field not in ("modules", "sources")})
     limits = {name: getattr(ring.settings, name) for name in _LIMITS}
     return json_reply({"version": version(), "api": ring.api_id, "models": models, "limits": limits})

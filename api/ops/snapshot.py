@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from api.ops.ring_history import RingHistory
 from api.ops.ring_view import AdapterView, QueueView, RedisInfo, RingSample, RingSnapshot, TrainingView
-from api.ring.ring import Ring
+from api.ring.ring import Ring, ring_of
 from shared.errors import UnknownAdapterError
 from shared.redis import keys
 from shared.redis.connection.client import server_time_ms
@@ -48,10 +48,10 @@ class Snapshots:
             return self._last
 
 
-def snapshots_of(request: Request) -> Snapshots:
-    """The snapshots of the app that serves a request."""
-    snapshots: Snapshots = request.app.state.snapshots
-    return snapshots
+async def snapshots_of(request: Request) -> Snapshots:
+    """The snapshots of the ring that a request is about."""
+    snapshots: dict[str, Snapshots] = request.app.state.snapshots
+    return snapshots[(await ring_of(request)).name]
 
 
 TheSnapshots = Annotated[Snapshots, Depends(snapshots_of)]

@@ -1,15 +1,23 @@
-"""The api process's hands in the ring: Redis, the models that workers serve, the frames that come back."""
+"""The api process's hands in a ring: Redis, the models that workers serve, the frames that come back.
+
+A process has one ring of its own, where its keys, limits, files, batches and responses are, and may serve the models of
+others (`--ring`): `Ring.others`. Which of them a request is about is decided in `choosing.py`.
+"""
 
 import asyncio
+import contextlib
 import socket
 import time
 import uuid
-from collections.abc import Collection, Iterable
+from collections.abc import AsyncIterator, Collection, Iterable
 from dataclasses import dataclass
 from typing import Annotated
 
+import structlog
 from fastapi import Depends, Request
 from redis.asyncio import Redis
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import RedisError
 
 from api.load import Load
 from api.ring.caller import asker
@@ -20,10 +28,12 @@ from api.ring.images import ImageIntake
 from api.ring.ordered_scores import OrderedScores
 from api.ring.split_choices import SplitChoices
 from shared.errors import InvalidRequestError, PausedError, ServiceUnavailableError, UnknownModelError
+from shared.process.options.rings import HOME, named_urls
 from shared.process.settings import ApiSettings
 from shared.redis.adapters.splits import Splits
 from shared.redis.adapters.store import AdapterStore
 from shared.redis.connection.client import connect
+from shared.redis.connection.faults import reason
 from shared.redis.files.batch_store import BatchStore
 from shared.redis.files.file_store import FileStore
 from shared.redis.jobs.store import JobStore
@@ -48,8 +58,13 @@ from shared.sequences import ModelCard, SequenceClass
 from shared.telemetry.metrics import Tally
 from shared.text.codec import CodecCache, TextCodec
 
+log = structlog.get_logger()
+
 IMAGE_GRACE_S = 600  # that images live on behind the last deadline of a sequence that names them
 LOOK_AGAIN_S = 1.0  # how old the view of live models may be
+WATCH_S = 1.0  # between two looks whether a ring answers, where there are several
+ANSWER_S = 2.0  # for which it may be silent
+GIVEN_UP_S = 15.0  # after which the requests of another ring end that is away
 MAX_SCORE_S = 60.0  # that a job runner may take over texts to be scored at once
 SERVING = frozenset({"ready", "paused"})  # states of workers that have taken, or will take, what waits
 
@@ -71,28 +86,33 @@ class ServedModel:
 class Ring:
     """Everything that outlives a request in this process."""
 
-    def __init__(self, settings: ApiSettings, tally: Tally | None = None) -> None:
+    def __init__(
+        self, settings: ApiSettings, tally: Tally | None = None, *, name: str = HOME, home: "Ring | None" = None
+    ) -> None:
         self.settings = settings
+        self.name = name
         self.tally = tally or Tally()
         self.api_id = settings.api_id or f"{socket.gethostname().split('.')[0]}-{uuid.uuid4().hex[:8]}"
         self.shutting_down = False
-        self.load = Load(settings.max_concurrent_requests, self.tally)
+        self.home: Ring = home or self
+        self.load: Load = home.load if home else Load(settings.max_concurrent_requests, self.tally)
         self.first_tokens = FirstTokens()
         self.redis: Redis = connect(settings.redis)
         self.registry = WorkerRegistry(self.redis, shares=True)
         self.affinity = Affinity(self.redis, self.registry)
         self.codecs = CodecCache(self.registry)
-        self.grammars = GrammarChecker()
+        self.grammars: GrammarChecker = home.grammars if home else GrammarChecker()
         self.jobs = JobStore(self.redis)
-        self.files = FileStore(self.redis)
-        self.batches = BatchStore(self.redis)
+        self.files: FileStore = home.files if home else FileStore(self.redis)
+        self.batches: BatchStore = home.batches if home else BatchStore(self.redis)
         terms = Terms(settings.response_ttl_s, settings.response_store_mb << 20)
-        self.responses = ResponseStore(self.redis, terms)
+        self.responses: ResponseStore = home.responses if home else ResponseStore(self.redis, terms)
         self.answers = AnswerStore(self.redis, Terms(settings.feedback_ttl_s, settings.feedback_store_mb << 20))
-        self.conversations = ConversationStore(self.redis, terms)
+        self.conversations: ConversationStore = home.conversations if home else ConversationStore(self.redis, terms)
         longest_s = int(max(settings.request_timeout_s, settings.background_timeout_s))
         self.images = ImageIntake(self.redis, Terms(longest_s + IMAGE_GRACE_S, settings.image_store_mb << 20))
-        self.image_fetch = ImageFetch(settings.allowed_image_hosts, settings.max_image_bytes, settings.image_fetch_s)
+        fetch = ImageFetch(settings.allowed_image_hosts, settings.max_image_bytes, settings.image_fetch_s)
+        self.image_fetch: ImageFetch = home.image_fetch if home else fetch
         self.sessions = SessionStore(self.redis, Terms(settings.session_ttl_s, settings.session_store_mb << 20))
         self.dead_letters = DeadLetters(self.redis)
         self.learners = LearnerStore(self.redis)
@@ -101,9 +121,12 @@ class Ring:
         self.splits = SplitChoices(Splits(self.redis, self.adapters), self.tally)
         self.frames = FrameReader(settings.redis, self.api_id)
         self.counts = MetricWriter(self.redis, self.tally, "api", self.api_id)
-        self.patterns = RewardPool(processes=1)  # compiles the patterns of rewards, and scores nothing
+        self.patterns: RewardPool = (
+            home.patterns if home else RewardPool(processes=1)
+        )  # compiles the patterns of rewards, and scores nothing
         self.judges = ServedRewards(self.redis, f"reward-{self.api_id}", asker)
         self.rewards = Rewards(OrderedScores(self.redis, min(MAX_SCORE_S, settings.request_timeout_s)), self.judges)
+        self.away = "it has not answered yet" if home else ""  # why it is taken for away, where there are several
         self._tasks: list[asyncio.Task[None]] = []
         self._queues: dict[str, SequenceQueue] = {}
         self._live: dict[str, ModelCard] = {}
@@ -111,25 +134,94 @@ class Ring:
         self._forecasts: dict[tuple[str, SequenceClass], Forecast | None] = {}
         self._looked = float("-inf")
         self._looking = asyncio.Lock()
+        self._joined = asyncio.Event()
+        self.others: tuple[Ring, ...] = ()
+        if home is None:
+            self.others = tuple(self._other(name, url) for name, url in named_urls(settings.ring))
+
+    def _other(self, name: str, url: str) -> "Ring":
+        settings = self.settings.model_copy(update={"redis": url, "api_id": self.api_id})
+        return Ring(settings, self.tally, name=name, home=self)
 
     async def start(self) -> None:
-        """Subscribe to our frames and announce this process."""
+        """Subscribe to our frames and announce this process; other rings have ANSWER_S to answer."""
         await self.frames.start()
         self._tasks = [asyncio.create_task(self.counts.run()), asyncio.create_task(self.load.watch())]
+        for other in self.others:
+            other._tasks = [asyncio.create_task(other._join())]
+        if self.others:
+            self._tasks.append(asyncio.create_task(self._watch()))
+            joined = [asyncio.create_task(other._joined.wait()) for other in self.others]
+            _, away = await asyncio.wait(joined, timeout=ANSWER_S)
+            for waiting in away:
+                waiting.cancel()
 
     async def stop(self) -> None:
         """Let go of Redis."""
+        await asyncio.gather(*(other._let_go() for other in self.others))
+        await self._let_go()
+        self.patterns.close()
+        await self.grammars.close()
+        await self.image_fetch.close()
+
+    async def _let_go(self) -> None:
         await self.frames.stop()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.splits.close()
         await self.judges.close()
-        self.patterns.close()
-        await self.grammars.close()
         self.images.close()
-        await self.image_fetch.close()
         await self.redis.aclose()
+
+    async def _join(self) -> None:
+        """Another ring: its frames come from when its Redis first answers; then look whether it does, for ever."""
+        while True:
+            try:
+                await self.frames.start()
+                break
+            except (RedisError, OSError) as error:
+                self.away = f"its Redis does not answer: {reason(error)}"
+                await self.frames.stop()
+                self.frames = FrameReader(self.settings.redis, self.api_id)
+        await self._watch()
+
+    async def _watch(self) -> None:
+        answered = time.monotonic()
+        while True:
+            try:
+                async with asyncio.timeout(ANSWER_S):
+                    await self.live_models()
+                self._found("")
+                self._joined.set()
+                answered = time.monotonic()
+            except (RedisError, OSError) as error:  # TimeoutError is an OSError
+                self._found(f"its Redis does not answer: {reason(error)}")
+                if self.home is not self and time.monotonic() - answered > GIVEN_UP_S:
+                    self.frames.fail(self.is_away())
+            await asyncio.sleep(WATCH_S)
+
+    def _found(self, away: str) -> None:
+        if bool(away) != bool(self.away):
+            log.log(30 if away else 20, "ring.away" if away else "ring.answers", ring=self.name, reason=away)
+        self.away = away
+
+    @contextlib.asynccontextmanager
+    async def in_time(self) -> AsyncIterator[None]:
+        """Around calls of a request: another ring that falls silent is not waited for as the process's own is."""
+        if self.home is self:
+            yield
+            return
+        try:
+            async with asyncio.timeout(GIVEN_UP_S):
+                yield
+        except (RedisConnectionError, OSError) as error:  # TimeoutError is an OSError
+            raise self.is_away() from error
+
+    def is_away(self, what: str = "") -> ServiceUnavailableError:
+        """The error for what needs a ring that does not answer."""
+        told = f"ring '{self.name}' is away ({self.away or 'its Redis does not answer'})"
+        return ServiceUnavailableError(f"{what}{told}; try again shortly", retry_after_s=2)
 
     async def live_models(self) -> dict[str, ModelCard]:
         """Cards of the models that a live worker serves, at most a second old."""
@@ -146,9 +238,23 @@ class Ring:
         return self._live
 
     @property
+    def all(self) -> "tuple[Ring, ...]":
+        """This ring and the others, this one first."""
+        return (self, *self.others)
+
+    @property
     def models_seen(self) -> Collection[str]:
         """Names of the live models, as of the last look."""
         return self._live
+
+    @property
+    def all_models_seen(self) -> Collection[str]:
+        """The same of all rings, as `load` calls them."""
+        return [each.full_name(model) for each in self.all for model in each.models_seen]
+
+    def full_name(self, model: str) -> str:
+        """A model's name among those of all rings."""
+        return model if self.home is self else f"{self.name}/{model}"
 
     def serving(self, model: str) -> list[WorkerStatus]:
         """A model's workers that will take what is enqueued, as of the last look."""
@@ -235,8 +341,11 @@ class Ring:
 
 
 async def ring_of(request: Request) -> Ring:
-    """The ring of the app that serves a request; async, since FastAPI runs any other function in a thread."""
-    ring: Ring = request.app.state.ring
+    """The ring that a request names or whose thing it names (`api/tenants.py`), else the app's own.
+
+    Async, since FastAPI runs any other function in a thread.
+    """
+    ring: Ring = getattr(request.state, "ring", None) or request.app.state.ring
     return ring
 
 

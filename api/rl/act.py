@@ -165,6 +165,7 @@ class ActRequest(PolicyFields):
 async def act(body: ActRequest, request: Request, ring: TheRing) -> Response:
     """`value_estimates` are those of the head or output `value`, null without one; a language model has no state."""
     target = await target_of(ring, body, request, networks=True)
+    ring = target.ring
     seed = secrets.randbits(62) if body.seed is None else body.seed
     if target.network is not None:
         return await _by_network(body, request, ring, target, target.network, seed)

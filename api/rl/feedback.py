@@ -19,6 +19,7 @@ from api.http.bodies import BodyRoute
 from api.http.errors import error_responses, json_reply
 from api.http.fields import RequestModel, complaint
 from api.ring.caller import asker
+from api.ring.choosing import from_each
 from api.ring.ring import Ring, TheRing
 from api.ring.room import aside
 from shared.errors import ConflictError, InvalidRequestError, NotFoundError
@@ -87,14 +88,14 @@ async def feedback(body: FeedbackBody, ring: TheRing) -> Response:
     `status` is `counted` (its policy's trainer gets it) or `noted` (a remark alone).
     """
     keeper = answers_of(asker().tenant)
-    answer = await _found(ring, keeper, _name(body.id, body.choice), "id")
+    ring, answer = await _found(ring, keeper, _name(body.id, body.choice), "id")
     worth = body.worth
     if worth is None:
         await ring.answers.note(keeper, answer.name, body.text or "")
         return json_reply(_said(answer, "noted", None))
     verdicts = {answer.name: Verdict(worth, text=body.text or "")}
     if body.preferred_over is not None:
-        other = await _found(ring, keeper, _name(body.preferred_over, body.preferred_over_choice), "preferred_over")
+        _, other = await _found(ring, keeper, _name(body.preferred_over, body.preferred_over_choice), "preferred_over")
         await aside(_check_pair, answer, other)
         verdicts = {
             answer.name: Verdict(worth, over=other.name, text=body.text or ""),
@@ -149,15 +150,17 @@ def _name(given: str, choice: int) -> str:
     return f"{found[1]}-{choice}"
 
 
-async def _found(ring: Ring, keeper: str, name: str, param: str) -> Answer:
-    """The answer; one that has only just been given may not be kept yet."""
+async def _found(ring: Ring, keeper: str, name: str, param: str) -> tuple[Ring, Answer]:
+    """The answer and the ring of its model; one that has only just been given may not be kept yet."""
     _check_kept(ring)
     until = time.monotonic() + KEPT_WITHIN_S
-    while (answer := await ring.answers.find(keeper, name)) is None:
+    while not (found := await from_each(ring, lambda each: each.answers.find(keeper, name))) or found[0][1] is None:
         if time.monotonic() > until:
             raise _unknown(name, param)
         await asyncio.sleep(0.1)
-    return answer
+    there, answer = found[0]
+    assert answer is not None, "looked at above"
+    return there, answer
 
 
 def _check_kept(ring: Ring) -> None:

@@ -25,6 +25,7 @@ from api.http.bodies import BodyRoute
 from api.http.errors import error_responses
 from api.http.fields import Off, complaint
 from api.openai.replies import written
+from api.ring.choosing import ring_for
 from api.ring.ring import Ring, TheRing
 from api.rl import generate_tokens
 from shared.adapters import AdapterRef, version_id
@@ -98,6 +99,7 @@ async def generate(body: GenerateRequest, request: Request, ring: TheRing) -> Re
     """Completions of one policy version: the newest of the default adapter, unless the request says otherwise."""
     began = time.perf_counter()
     target = await _policy_target(body, request, ring)
+    ring = target.ring
     codec, settings = target.served.codec, ring.settings
     asked = Asked(
         endpoint="completions",
@@ -133,8 +135,12 @@ async def generate(body: GenerateRequest, request: Request, ring: TheRing) -> Re
 
 async def _policy_target(body: GenerateRequest, request: Request, ring: Ring) -> Target:
     """The version that a request demands, else the newest of its adapter."""
-    model = await meant(ring, body.model)
     adapter = body.adapter or body.lora_adapter or ""
+    if body.model or adapter:
+        ring, model, adapter = await ring_for(ring, body.model, adapter)
+    else:
+        model = None
+    model = await meant(ring, model)
     session, default = body.user or request.state.request_id, ring.settings.default_adapter
     policy = body.adapter_policy or "pin"
     if body.policy_version is None:

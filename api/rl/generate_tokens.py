@@ -114,6 +114,7 @@ async def generate_tokens(body: TokenRequest, request: Request, ring: TheRing) -
     """Completions of token ids, without any text."""
     sampling = body.sampling_params
     target = await target_of(ring, sampling, request)
+    ring = target.ring
     served = target.served
     asked = Asked(
         endpoint="completions",

@@ -92,6 +92,7 @@ class PredictRequest(PolicyFields):
 async def predict(body: PredictRequest, request: Request, ring: TheRing) -> Response:
     """Inputs and outputs by name."""
     target = await target_of(ring, body, request, networks=True)
+    ring = target.ring
     if target.network is not None:
         return await _by_network(body, request, ring, target, target.network)
     long = len(await request.body()) > LONG_BYTES

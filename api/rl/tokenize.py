@@ -78,7 +78,7 @@ class DetokenizeResponse(BaseModel):
 async def tokenizer_info(ring: TheRing, model: str | None = None) -> dict[str, Any]:
     """What is known of a model's tokenizer; its file stays where the workers have it."""
     target = await find_job_target(ring, model, "", "follow")
-    codec = await ring.codecs.codec(target.card)
+    codec = await target.ring.codecs.codec(target.card)
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": target.card.context_length,
@@ -99,7 +99,7 @@ async def tokenizer_info(ring: TheRing, model: str | None = None) -> dict[str, A
 async def tokenize(body: TokenizeRequest, ring: TheRing) -> Response:
     """The ids that a completion (`prompt`) or a chat (`messages`) of this input would start from."""
     target = await find_job_target(ring, body.model, "", "follow")
-    codec = await ring.codecs.codec(target.card)
+    codec = await target.ring.codecs.codec(target.card)
     if body.prompt is not None:
         (tokens,) = await encoded(codec, [body.prompt], body.add_special_tokens is not False)
     else:
@@ -124,6 +124,6 @@ async def detokenize(body: DetokenizeRequest, ring: TheRing) -> DetokenizeRespon
     target = await find_job_target(ring, body.model, "", "follow")
     if error := vocabulary_error(body.tokens, target.card.vocab_size, "tokens"):
         raise error
-    codec = await ring.codecs.codec(target.card)
+    codec = await target.ring.codecs.codec(target.card)
     decode = partial(codec.decode, body.tokens, skip_special_tokens=False)
     return DetokenizeResponse(prompt=await aside(decode) if len(body.tokens) > LARGE_CHARS else decode())

@@ -29,7 +29,7 @@ from api.tinker.bodies import SampleBody, SamplerBody
 from api.tinker.names import ID, SavePath, keeper, sampler_of, session_named, spec_named
 from api.tinker.protobuf import Sampled, Top, sample_bytes
 from shared.adapters import version_id
-from shared.errors import InvalidRequestError, NotFoundError, ParallmError
+from shared.errors import InvalidRequestError, NotFoundError, ParallmError, UnsupportedModelError
 from shared.frames import TokenEvent, TokenLogprob
 from shared.redis.queue.named_requests import NamedRequests
 from shared.redis.training.tinker_store import TinkerSample, TinkerSampler
@@ -101,7 +101,7 @@ async def _known(ring: Ring, id: str) -> TinkerSampler:
 
 async def _sampler(ring: Ring, id: str, body: SamplerBody) -> TinkerSampler:
     if body.model_path is None:
-        target = await find_target(ring, body.base_model, session="")
+        target = _own(ring, await find_target(ring, body.base_model, session=""))
         if target.adapter:
             return TinkerSampler(id, target.served.card.name, target.adapter)
         return TinkerSampler(id, target.served.card.name)
@@ -113,6 +113,15 @@ async def _sampler(ring: Ring, id: str, body: SamplerBody) -> TinkerSampler:
         )
     info = await ring.learners.save_named(spec.id, "sampler", path.name)
     return TinkerSampler(id, spec.model, version_id(spec.adapter, info.version), body.model_path)
+
+
+def _own(ring: Ring, target: Target) -> Target:
+    if target.ring is not ring:
+        raise UnsupportedModelError(
+            f"Tinker's endpoints serve the models of ring '{ring.name}'; this one is in ring '{target.ring.name}'",
+            param="base_model",
+        )
+    return target
 
 
 async def _work(ring: Ring, sampler: TinkerSampler, body: SampleBody, id: str) -> Work:
@@ -136,7 +145,7 @@ async def _work(ring: Ring, sampler: TinkerSampler, body: SampleBody, id: str) -
         fields["stop"] = stops
     if body.prompt_logprobs or body.topk_prompt_logprobs:
         fields["prompt_logprobs"] = body.topk_prompt_logprobs
-    target: Target = await find_target(ring, sampler.base_model, sampler.adapter, session="")
+    target = _own(ring, await find_target(ring, sampler.base_model, sampler.adapter, session=""))
     asked = Asked(
         endpoint="completions",
         prompts=[await aside(body.prompt.ids)],

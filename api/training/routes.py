@@ -18,6 +18,7 @@ from api.generation.target import card_of_base, check_published
 from api.http.bodies import BodyRoute
 from api.http.errors import error_responses, json_reply
 from api.ring.caller import asker
+from api.ring.choosing import ring_of_adapter
 from api.ring.ring import Ring, ring_of
 from api.ring.room import aside
 from api.tenants import Right, check
@@ -83,7 +84,7 @@ async def update(request: Request, ring: TheRing, idempotency_key: IdempotencyKe
     had samples of different worth).
     """
     body = await aside(parsed, await request.body())
-    policy = await _policy(ring, body.policy, "change")
+    ring, policy = await _policy(ring, body.policy, "change")
     check_checkpoint_name(body.checkpoint_name)
     trajectories = await aside(checked, body, await _card(ring, policy), policy)
     await _check_versions(ring, body)
@@ -107,7 +108,7 @@ async def checkpoint(
     body = body or CheckpointBody()
     if body.name and body.checkpoint_name and body.name != body.checkpoint_name:
         raise InvalidRequestError("'name' and 'checkpoint_name' differ", param="checkpoint_name")
-    policy = await _policy(ring, body.policy, "change")
+    ring, policy = await _policy(ring, body.policy, "change")
     name = check_checkpoint_name(body.name or body.checkpoint_name)
     answer = await _ordered(ring, policy, CheckpointOrder(name), idempotency_key)
     assert isinstance(answer, CheckpointAnswer)
@@ -125,7 +126,7 @@ async def resume(body: ResumeBody, ring: TheRing, idempotency_key: IdempotencyKe
 
     `adopt`: train on from their version; `override`: serve the run's own version again.
     """
-    policy = await _policy(ring, body.policy, "change")
+    ring, policy = await _policy(ring, body.policy, "change")
     answer = await _ordered(ring, policy, ResumeOrder(body.action), idempotency_key)
     assert isinstance(answer, ResumeAnswer)
     shown = _shown(answer, "training.resume", policy)
@@ -140,7 +141,7 @@ async def resume(body: ResumeBody, ring: TheRing, idempotency_key: IdempotencyKe
 )
 async def status(ring: TheRing, policy: PolicyName = "") -> Response:
     """The trainer of a policy, alive or not, and what is served of it."""
-    name = await _policy(ring, policy)
+    ring, name = await _policy(ring, policy)
     board = TrainingBoard(ring.redis, name)
     alive, trainer, stats = await board.alive(), await board.status(), await board.trajectories()
     try:
@@ -174,7 +175,7 @@ async def status(ring: TheRing, policy: PolicyName = "") -> Response:
 )
 async def debug(ring: TheRing, policy: PolicyName = "", points: Annotated[int, Query(ge=0, le=4096)] = 50) -> Response:
     """What Redis knows of a policy's training, for a person who looks for a fault."""
-    name = await _policy(ring, policy)
+    ring, name = await _policy(ring, policy)
     board = TrainingBoard(ring.redis, name)
     try:
         adapter: Any = await ring.adapters.summary(name)
@@ -214,7 +215,7 @@ async def waiting_trajectories(
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
 ) -> Response:
     """Takes nothing: the trainer still gets them. Each can be posted to /v1/training/update as it is."""
-    name = await _policy(ring, policy)
+    ring, name = await _policy(ring, policy)
     page = await TrajectoryQueue(ring.redis, name).peek(after, limit)
     data = []
     for delivered in page:
@@ -226,14 +227,16 @@ async def waiting_trajectories(
     return json_reply({"object": "list", "data": data, "last": last, "has_more": len(page) == limit})
 
 
-async def _policy(ring: Ring, given: str, right: Right = "see") -> str:
+async def _policy(ring: Ring, given: str, right: Right = "see") -> tuple[Ring, str]:
+    """A policy's ring and name."""
     try:
         name = check_name(given or ring.settings.default_adapter)
     except InvalidRequestError as error:
         error.param = "policy"
         raise
+    ring = (await ring_of_adapter(ring, name)).ring
     await check(ring, "policy", name, right, param="policy")
-    return name
+    return ring, name
 
 
 async def _card(ring: Ring, policy: str) -> ModelCard:

@@ -31,6 +31,7 @@ from shared.process.foreign_flags import native
 from shared.process.options.kv import KvSettings, PeerSettings
 from shared.process.options.model_aliases import ModelAliases
 from shared.process.options.responses import ResponseSettings
+from shared.process.options.rings import OtherRings
 from shared.process.options.speculation import SpeculationSettings
 from shared.process.options.ssd import SsdSettings
 from shared.process.options.webhooks import WebhookSettings
@@ -228,6 +229,7 @@ class ApiSettings(ProcessSettings, ResponseSettings, WebhookSettings):
 
     host: str = Field(default="127.0.0.1", description="address to listen on; beyond this machine it takes a key")
     port: int = Field(default=8000, ge=0, le=65535, description="0: a free one")
+    ring: OtherRings = []
     model_alias: ModelAliases = Field(
         default=[],
         description="GLOB=NAME, such as claude-*=tiny: requests for a model whose name is none of ours and matches get "
@@ -257,9 +259,7 @@ class ApiSettings(ProcessSettings, ResponseSettings, WebhookSettings):
     max_concurrent_requests: int = Field(
         default=1024, ge=0, description="requests for tokens under way in one api process before 429; 0: no bound"
     )
-    rate_limit: str = Field(
-        default="", description="requests for tokens of each key, such as 600/minute; without keys of each address"
-    )
+    rate_limit: str = Field(default="", description="requests for tokens of each key, or each address: 600/minute")
     memory_pressure_threshold: float = Field(
         default=0.9,
         ge=0,

@@ -157,6 +157,7 @@ _OURS = (
     _gauge("mlx_parallm_split_mean_reward", _ARM, "their mean"),
     _gauge("mlx_parallm_adapter_loaded_version", ("adapter", "worker"), "the version that a worker computes with"),
     _gauge("mlx_parallm_jobs_active", (), "jobs that have not ended"),
+    _gauge("mlx_parallm_ring_up", ("ring",), "whether a ring answers, of a process that serves several"),
     _gauge("mlx_parallm_redis_used_memory_bytes", (), "memory of Redis"),
     _gauge("mlx_parallm_redis_connected_clients", (), "connections to Redis"),
     _gauge("mlx_parallm_redis_commands_per_second", (), "commands that Redis runs"),

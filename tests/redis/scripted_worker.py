@@ -62,6 +62,7 @@ class ScriptedWorker:
     redis: Redis
     script: Callable[[SequenceSpec], Answer]
     id: str = "w1"
+    card: ModelCard = CARD
     specs: list[SequenceSpec] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     routes: dict[str, str] = field(default_factory=dict)
@@ -69,15 +70,17 @@ class ScriptedWorker:
     go: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
-        self._queue = SequenceQueue(self.redis, MODEL)
-        self._writer = FrameWriter(self.redis, MODEL, self.id)
+        self._queue = SequenceQueue(self.redis, self.card.name)
+        self._writer = FrameWriter(self.redis, self.card.name, self.id)
         self._rows: set[asyncio.Task[None]] = set()
 
     async def join(self) -> None:
         """Register the model and say that a worker is ready."""
         registry = WorkerRegistry(self.redis)
-        await registry.register_model(CARD, bundle())
-        await registry.heartbeat(WorkerStatus(self.id, MODEL, "host", 1, "ready", 0, 8, 0, 0, 1, 0.0, 0, 1, 2**40))
+        await registry.register_model(self.card, bundle())
+        await registry.heartbeat(
+            WorkerStatus(self.id, self.card.name, "host", 1, "ready", 0, 8, 0, 0, 1, 0.0, 0, 1, 2**40)
+        )
 
     async def run(self) -> None:
         """Claim and answer until cancelled."""
@@ -97,7 +100,7 @@ class ScriptedWorker:
         while True:
             await asyncio.sleep(1)
             with contextlib.suppress(RedisError):
-                await self.redis.expire(keys.worker(MODEL, self.id), keys.WORKER_TTL_S)
+                await self.redis.expire(keys.worker(self.card.name, self.id), keys.WORKER_TTL_S)
 
     async def _hear(self) -> None:
         while True:
@@ -168,10 +171,12 @@ class ScriptedWorker:
 
 
 @contextlib.asynccontextmanager
-async def working(redis_url: str, script: Callable[[SequenceSpec], Answer]) -> AsyncIterator[ScriptedWorker]:
+async def working(
+    redis_url: str, script: Callable[[SequenceSpec], Answer], card: ModelCard = CARD
+) -> AsyncIterator[ScriptedWorker]:
     """A scripted worker in the ring."""
     redis = connect(redis_url)
-    worker = ScriptedWorker(redis, script)
+    worker = ScriptedWorker(redis, script, card=card)
     await worker.join()
     task = asyncio.create_task(worker.run())
     try:

@@ -7,6 +7,7 @@ from typer.testing import CliRunner
 
 from api.cli import main as cli
 from shared.errors import SetupError
+from shared.process.options.rings import named_urls
 from shared.process.settings import (
     ApiSettings,
     ProcessSettings,
@@ -73,3 +74,17 @@ def test_a_prefill_chunk_is_measured_or_enough_for_a_forward() -> None:
     assert load(WorkerSettings, ["--prefill-chunk", "16"]).prefill_chunk == 16
     with pytest.raises(SetupError, match="16 at least"):
         load(WorkerSettings, ["--prefill-chunk", "15"])
+
+
+def test_other_rings_have_names_of_their_own_and_their_passwords_are_not_shown() -> None:
+    flags = ["--ring", "east=redis://u:secret@e:1", "--ring", "west=redis+sentinel://a,b/ring?password=secret"]
+    settings = load(ApiSettings, flags)
+    assert dict(named_urls(settings.ring))["west"] == "redis+sentinel://a,b/ring?password=secret"
+    assert "secret" not in settings.resolved() and "east=redis://***@e:1" in settings.resolved()
+    assert load(ServeSettings, flags).of(ApiSettings).ring == settings.ring
+    for wrong in ("east", "=redis://e", "east=e:1", "East=redis://e", "home=redis://secret@e", "e/t=redis://secret@e"):
+        with pytest.raises(SetupError, match="ring") as refused:
+            load(ApiSettings, ["--ring", wrong])
+        assert "secret" not in str(refused.value)
+    with pytest.raises(SetupError, match="twice"):
+        load(ApiSettings, ["--ring", "east=redis://e", "--ring", "east=redis://f"])

@@ -28,6 +28,7 @@ from api.openai.responses.items import Event
 from api.openai.responses.kept import entries, joined, shown_items, whole, without_output
 from api.openai.responses.writer import ResponseWriter
 from api.ring.caller import acting_for, asker, key_name
+from api.ring.choosing import ring_keeping
 from api.ring.ring import Ring
 from api.ring.room import LARGE_COUNT, aside
 from api.webhooks.body import webhook_of
@@ -72,6 +73,7 @@ class Run(msgspec.Struct, frozen=True):
     key: str
     before: int  # ids of the prompt that the turn before has
     webhook: Webhook | None = None
+    ring: str = ""  # where its sequence is; "": where the response is
 
 
 def sse(event: Event, number: int) -> bytes:
@@ -83,7 +85,7 @@ def sse(event: Event, number: int) -> bytes:
 async def begin(
     ring: Ring, body: ResponseRequest, work: Work, plan: ReplyPlan, writer: ResponseWriter, history: list[int]
 ) -> StoredResponse:
-    """Store a response that is to go on by itself, and enqueue its sequence; QueueFullError, PausedError."""
+    """Store a response that is to go on by itself, and enqueue its sequence in `ring`; QueueFullError, PausedError."""
     await ring.check_pause()
     who, settings = keeper(), ring.settings
     spec, run = _run_of(ring, body, work, plan, history)
@@ -102,14 +104,14 @@ async def begin(
     )
     if not await ring.responses.put(who, writer.id, stored, "new"):
         raise ConflictError(f"there is a response {writer.id!r} already", param="request_id")
-    due, entry = DueList(ring.redis, LIST), f"{who} {writer.id}"
+    due, entry = DueList(ring.home.redis, LIST), f"{who} {writer.id}"
     try:
         await due.add(entry, keys.BACKGROUND_LEASE_MS)  # should we die before it is enqueued
         await _pin(ring, spec, settings.background_timeout_s)
         await ring.queue(work.model).enqueue([spec], prefer=await ring.affinity.preferred([spec]))
         ring.splits.sent(work.split_to)
         if run.webhook is not None:
-            await webhooks.wait_for(ring.redis, "response", who, writer.id)
+            await webhooks.wait_for(ring.home.redis, "response", who, writer.id)
         await due.hasten(entry)
     except ParallmError:  # refused as a whole
         await ring.responses.forget(who, writer.id)
@@ -132,6 +134,7 @@ def _run_of(
         key=key_name(),
         webhook=webhook_of(ring, body.webhook),
         before=shared_ids(history, plan.prompts[0]),
+        ring=ring.name,
     )
     return spec, run
 
@@ -150,7 +153,7 @@ async def cancel(ring: Ring, response_id: str, stored: StoredResponse) -> Stored
         who, response_id, state="cancelled", body=body, ended_at=int(time.time())
     ):
         await _stop(ring, stored)
-        await webhooks.hasten(ring.redis, "response", who, response_id)
+        await webhooks.hasten(ring.home.redis, "response", who, response_id)
         await ring.responses.keep_events(who, response_id)
         log.info("response.cancelled", response=response_id)
     return await ring.responses.find(who, response_id)
@@ -166,8 +169,9 @@ async def forget(ring: Ring, response_id: str) -> None:
 
 
 async def _stop(ring: Ring, stored: StoredResponse) -> None:
-    spec = decode_spec(msgspec.msgpack.decode(stored.run, type=Run).spec)
-    await ring.queue(spec.model).cancel([spec.id])
+    run = msgspec.msgpack.decode(stored.run, type=Run)
+    spec = decode_spec(run.spec)
+    await ring_keeping(ring, run.ring).queue(spec.model).cancel([spec.id])
 
 
 async def watch(ring: Ring, who: str, response_id: str, after: int) -> AsyncGenerator[bytes, None]:
@@ -278,6 +282,7 @@ class _Reading:
 
     def __init__(self, ring: Ring, who: str, response_id: str, stored: StoredResponse, run: Run) -> None:
         self._ring, self._who, self._id, self._stored, self._run = ring, who, response_id, stored, run
+        self._there = ring_keeping(ring, run.ring)
         self._spec = decode_spec(run.spec)
         plan = msgspec.json.decode(run.plan, type=ReplyPlan)
         self._plan = msgspec.structs.replace(plan, prompts=(self._spec.prompt_ids,))
@@ -288,7 +293,7 @@ class _Reading:
 
     async def to_the_end(self) -> None:
         """Read all tokens, and store the answer."""
-        _, codec = await self._ring.known(self._spec.model)
+        _, codec = await self._there.known(self._spec.model)
         writer = ResponseWriter(self._body, self._plan, codec)
         if self._stored.streams:
             self._told = await self._ring.responses.count_told(self._who, self._id)
@@ -311,7 +316,7 @@ class _Reading:
 
     async def _generation(self) -> Generation:
         """The sequence's tokens, which are sent to this process from now on."""
-        ring, spec = self._ring, self._spec
+        ring, spec = self._there, self._spec
         await ring.queue(spec.model).enqueue([msgspec.structs.replace(spec, api=ring.api_id)])  # unless it is known
         before = await route(ring, spec.model, [spec.id])
         history = await read_tokens(ring.redis, spec.model, spec.id, 0, before[spec.id])
@@ -366,5 +371,5 @@ class _Reading:
         await self._ring.responses.keep_events(self._who, self._id)
         await webhooks.hasten(self._ring.redis, "response", self._who, self._id)
         if "@" in self._spec.adapter:
-            await self._ring.adapters.unpin_all(self._spec.adapter, self._spec.id)
+            await self._there.adapters.unpin_all(self._spec.adapter, self._spec.id)
         log.info("response.ended", response=self._id, state=state)

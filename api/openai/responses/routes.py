@@ -40,13 +40,14 @@ async def create_response(body: ResponseRequest, request: Request, ring: TheRing
     body.store = stored
     history = await history_of(ring, body)
     target = await target_of(ring, body, request, split=True)
+    there = target.ring  # where it is computed; responses and conversations stay in the process's own ring
     codec = target.served.codec
     asked = body.model_copy(update={"input": [*history.items, *body.input]}) if history.items else body
-    chat, work, reply_plan = await plan_response(ring, asked, target, history.ids)
+    chat, work, reply_plan = await plan_response(there, asked, target, history.ids)
     unused = [NAMES.get(name, name) for name in unused_hints(chat, codec)]
     writer = ResponseWriter(body, reply_plan, codec)
     if body.background:
-        begun = await background.begin(ring, body, work, reply_plan, writer, history.ids)
+        begun = await background.begin(there, body, work, reply_plan, writer, history.ids)
         request.app.state.background.look()
         if body.stream:
             return with_unused(EventStream(background.watch(ring, keeper(), writer.id, -1)), unused)
@@ -59,8 +60,8 @@ async def create_response(body: ResponseRequest, request: Request, ring: TheRing
             await keep(ring, keeper(), body, writer, reply_plan.id.rpartition("-")[2][:24], ids)
 
     if body.stream:
-        return with_unused(EventStream(_events(await Generation.start(ring, work), writer, kept)), unused)
-    (events,) = await gather_all(ring, work)
+        return with_unused(EventStream(_events(await Generation.start(there, work), writer, kept)), unused)
+    (events,) = await gather_all(there, work)
     answer = await written(events, partial(writer.whole, events))
     await kept()
     return with_unused(Response(answer, media_type="application/json"), unused)

@@ -47,6 +47,7 @@ class BatchSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     tenant: str = ""  # who owns it, its job and its files (shared/owners.py)
     key: str = ""  # the name of the API key that made it; api processes work on it in this key's turn
     webhook: Webhook | None = None  # who is told of its end
+    rings: tuple[str, ...] = ()  # others that the api process serves that took it; its lines may name their models
 
 
 class BatchError(msgspec.Struct, frozen=True):
@@ -79,6 +80,7 @@ class BatchRecord(msgspec.Struct, frozen=True):
     cached_tokens: int = 0
     output_tokens: int = 0
     reasoning_tokens: int = 0
+    ring: str = ""  # where its job is; "": where the batch is
 
 
 def new_batch_id(idempotency_key: str = "", tenant: str = "") -> str:

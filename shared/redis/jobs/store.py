@@ -177,6 +177,18 @@ class JobStore:
         lines = await ask_all(self._redis, found) if found else []
         return (state or b"").decode(), [(at, line) for at, line in enumerate(lines, start) if line is not None]
 
+    async def listed_at(self, job_id: str, asker: Asker = ANYBODY) -> float | None:
+        """When one of the asker's jobs was listed, in Unix seconds; None for no job of its."""
+        at = await self._redis.zscore(keys.jobs(asker.tenant if asker.limited else ""), job_id)
+        return None if at is None else float(at)
+
+    async def listed_before(self, at: float, limit: int, asker: Asker = ANYBODY) -> Sequence[tuple[float, JobStatus]]:
+        """The asker's newest jobs that were listed before this moment, each with its own."""
+        listed = keys.jobs(asker.tenant if asker.limited else "")
+        found = await self._redis.zrevrangebyscore(listed, f"({at}", "-inf", start=0, num=limit, withscores=True)
+        statuses = await _statuses(self._redis, [job.decode() for job, _ in found])
+        return [(score, status) for (_, score), status in zip(found, statuses, strict=True) if status is not None]
+
     async def list(self, limit: int = 20, before: str = "", asker: Asker = ANYBODY) -> list[JobStatus]:
         """The asker's newest jobs, or those older than the job `before`."""
         listed = keys.jobs(asker.tenant if asker.limited else "")

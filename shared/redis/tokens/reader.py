@@ -96,6 +96,11 @@ class FrameReader:
         """Number of sequences that feeds listen to."""
         return len(self._cursors)
 
+    def fail(self, error: Exception) -> None:
+        """Let all feeds raise this error: nothing more will come."""
+        for feed in self._feeds:
+            feed.fail(error)
+
     def dispatch(self, data: bytes, *, live: bool = True) -> None:
         """Hand the events of one frame to their feeds."""
         now = time.monotonic()
