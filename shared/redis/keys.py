@@ -52,6 +52,8 @@ TINKER_TTL_S = 7 * DAY_S  # of sessions and samplers, from their last use
 SAMPLE_TTL_S = 3_600
 LEARNER_LEASE_MS = 6_000  # a service that dies leaves its learners to another one after this long
 LEARNER_SERVICE_TTL_S = 10  # refreshed by each heartbeat
+SHARED_RUN_TTL_S = 10  # refreshed by its leader
+SHARED_WORDS_TTL_S = 3_600  # from the last one
 RESULTS_PER_CHUNK = 256  # of a job, in one hash
 
 
@@ -307,6 +309,18 @@ learner_saved = Key(
 )
 learner_service = Key(
     "parallm:{*}:learner-service", "string", "trainer", "10 s", "a service that trains learners, JSON"
+)
+# By the run whose train steps several processes share. Fields: epoch (of its leader), spec, ended
+shared_run = Key("parallm:train-run:{*}", "hash", "trainer", "10 s, refreshed", "a run that others may join")
+shared_members = Key("parallm:train-run:{*}:members", "sorted set", "trainer", "1 h, refreshed", "who computes with it")
+shared_words = Key(
+    "parallm:train-run:{*}:words", "stream", "trainer", "1 h, 256 entries", "what its leader says, msgpack"
+)
+shared_answers = Key(
+    "parallm:train-run:{*}:answers", "stream", "trainer", "1 h, 256 entries", "what its members say, msgpack"
+)
+shared_bytes = Key(
+    "parallm:train-run:{*}:bytes:*", "hash", "trainer", "10 min", "weights, parts of a step, gradients, in chunks"
 )
 # By keeper. Things: session:ID, sampler:ID, sample:ID (a result, or who works on it)
 tinker_thing = Key(

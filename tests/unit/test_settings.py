@@ -16,6 +16,7 @@ from shared.process.settings import (
     load,
     version,
 )
+from trainer.settings import TrainSettings
 
 
 @pytest.mark.parametrize(
@@ -73,3 +74,12 @@ def test_a_prefill_chunk_is_measured_or_enough_for_a_forward() -> None:
     assert load(WorkerSettings, ["--prefill-chunk", "16"]).prefill_chunk == 16
     with pytest.raises(SetupError, match="16 at least"):
         load(WorkerSettings, ["--prefill-chunk", "15"])
+
+
+def test_it_is_known_which_settings_were_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("lora_rank: 4\n")
+    monkeypatch.setenv("PARALLM_LOSS", "dapo")
+    settings = load(TrainSettings, ["--config", str(file), "--seed", "0"])
+    assert settings.model_fields_set >= {"lora_rank", "loss", "seed"}
+    assert not settings.model_fields_set & {"ratio", "minibatches"}

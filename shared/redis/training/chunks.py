@@ -1,0 +1,37 @@
+"""Bytes of weights, gradients and states, in chunks.
+
+Chunks are small and there is a pause between two of them, as with those of adapters, so that token frames get in
+between. What nothing points to yet, or what was torn, is gone after ADAPTER_UPLOAD_TTL_S.
+"""
+
+import asyncio
+
+from redis.asyncio import Redis
+
+from shared.errors import NotFoundError
+from shared.redis import keys
+from shared.redis.connection.client import ask
+
+CHUNK_BYTES, PAUSE_S = 2**17, 0.001
+
+
+async def put(redis: Redis, key: str, data: bytes) -> None:
+    """Write them under a key that is nobody else's; again is the same."""
+    for number, at in enumerate(range(0, len(data), CHUNK_BYTES)):
+        async with redis.pipeline(transaction=False) as pipe:
+            pipe.hset(key, mapping={str(number): data[at : at + CHUNK_BYTES]})
+            pipe.expire(key, keys.ADAPTER_UPLOAD_TTL_S)
+            await pipe.execute()
+        await asyncio.sleep(PAUSE_S)
+
+
+async def get(redis: Redis, key: str) -> bytes:
+    """Read them; NotFoundError when they are gone."""
+    count = int(await ask(redis, "HLEN", key))
+    chunks = []
+    for number in range(count):
+        chunks.append(await ask(redis, "HGET", key, number))
+        await asyncio.sleep(PAUSE_S)
+    if not count or any(chunk is None for chunk in chunks):
+        raise NotFoundError("these bytes are gone")
+    return b"".join(chunks)
