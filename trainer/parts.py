@@ -12,6 +12,7 @@ from trainer.loggers.loggers import Loggers
 from trainer.ring.ring import Ring
 from trainer.rollouts.conversation import ChatEncoder
 from trainer.rollouts.environments import Environment
+from trainer.rounds.learner import RoundLearner
 from trainer.settings import TrainSettings
 from trainer.shares.joining import run_spec
 from trainer.shares.leader import SharedLearner
@@ -53,7 +54,9 @@ async def open_learner(parts: Parts, settings: TrainSettings) -> LoopLearner:
     def build() -> Learner:
         return build_learner(parts.model, options, parts.sight)
 
-    lead = parts.ring.lead
+    lead, place = parts.ring.lead, parts.ring.federation
+    if place is not None:
+        return await RoundLearner.open_in(parts.host, build, place, settings.sync_every)
     if lead is None:
         return await HostLearner.open(parts.host, build)
     if parts.sight is not None:

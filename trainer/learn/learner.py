@@ -71,9 +71,22 @@ class Learner:
         self, groups: Sequence[SampleGroup], step: int, policy_step: int, probes: Sequence[tuple[int, ...]]
     ) -> Work[Trained]:
         """One train step and its checks; the result is not good until `accept`."""
-        older = self.begin(policy_step)
-        report = yield from self.optimizer.train_step(groups, step, policy_step=policy_step, older=older)
+        report = yield from self.step(groups, step, policy_step)
         return (yield from self.checked(report, probes))
+
+    def step(self, groups: Sequence[SampleGroup], step: int, policy_step: int) -> Work[StepReport]:
+        """One train step without its checks."""
+        older = self.begin(policy_step)
+        return (yield from self.optimizer.train_step(groups, step, policy_step=policy_step, older=older))
+
+    def put(self, weights: Arrays) -> None:
+        """Other weights in the midst of a train step; `revert` takes them back, too."""
+        self._policy.load(weights)
+
+    def go_on_from(self, weights: Arrays) -> None:
+        """Other weights, which are good, with the present moments."""
+        self._policy.load(weights)
+        self._good = self._policy.weights()
 
     def begin(self, policy_step: int) -> dict[int, Arrays]:
         """Keep what `revert` goes back to; the weights of earlier policy steps, by their numbers."""

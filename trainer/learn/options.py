@@ -15,10 +15,10 @@ from shared.adapters import LoraKind, check_name
 from shared.errors import InvalidRequestError, SetupError
 from shared.heads import MAX_HIDDEN, REWARD, HeadSpec, check_heads
 from shared.redis.connection.address import SCHEMES
+from trainer.sharing import LearnerSettings
 
 AdvantageScale = Literal["mean", "std", "leave_one_out"]
 ScheduleName = Literal["constant", "linear", "cosine"]
-ExchangeDtype = Literal["float32", "bfloat16"]
 TrainMode = Literal["rl", "reward", "sft", "dpo", "distill", "ppo"]
 FEEDBACK = "feedback:"  # begins a data set that is no file
 
@@ -176,50 +176,6 @@ class PpoSettings(BaseModel):
     target_return: float = Field(
         default=0.0, ge=0, description="mode ppo: the run ends when an evaluation reaches it; 0: after its steps"
     )
-
-
-class LearnerSettings(BaseModel):
-    """Part of TrainSettings: how many policies learn in `--mode rl`, and where."""
-
-    agents: Path | None = Field(
-        default=None, description="TOML file: several policies that learn at once over one base, a table each"
-    )
-    learner: Literal["own", "service", "shared"] = Field(
-        default="own",
-        description="who computes the train steps: own, this process; service, a running mlx_parallm_learners; "
-        "shared, this process and all that join it",
-    )
-    learner_wait_s: float = Field(
-        default=300.0,
-        gt=0,
-        description="how long a run waits for a service that is away, or one that joins for its leader, before it ends",
-    )
-    join_run: str = Field(
-        default="", description="compute with the run of this name, which a process with --learner shared leads"
-    )
-    trainers: int = Field(
-        default=1, ge=1, description="learner shared: the first step waits until so many processes take part"
-    )
-    exchange: ExchangeDtype = Field(
-        default="float32", description="learner shared: gradients on their way; bfloat16 is half as much, and rounded"
-    )
-
-    def check_learner(self, over_http: bool) -> None:
-        """SetupError for settings that contradict where the run learns."""
-        if self.learner != "own" and over_http:
-            raise SetupError(f"--learner {self.learner} goes through the ring's Redis: leave out --over-http")
-        if self.join_run:
-            if self.learner != "own" or self.agents is not None or over_http:
-                raise SetupError(
-                    "--join-run computes for another process's run: leave out --learner, --agents, --over-http"
-                )
-            try:
-                check_name(self.join_run)
-            except InvalidRequestError as error:
-                raise SetupError(f"--join-run: {error}") from error
-        for flag, value, usual in (("--trainers", self.trainers, 1), ("--exchange", self.exchange, "float32")):
-            if value != usual and self.learner != "shared":
-                raise SetupError(f"{flag} {value} goes with --learner shared")
 
 
 class DataSettings(HeadSettings, PpoSettings, LearnerSettings):

@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from shared.errors import SetupError, UnknownModelError
@@ -26,6 +26,7 @@ from trainer.ring.over_redis import RingSource, StoreSink
 from trainer.ring.ring import Ring
 from trainer.ring.service_learner import ServiceLearners
 from trainer.rollouts.scorers import Judges, ring_judges
+from trainer.rounds.federation import federation
 from trainer.settings import TrainSettings
 from trainer.shares.exchange import Lead
 from worker.engine.model.loader import LoadedModel
@@ -88,12 +89,16 @@ async def _over_redis(url: str, settings: TrainSettings, mine: LoadedModel | Non
             if mine is None:
                 learners = ServiceLearners(LearnerStore(redis), card.name, settings.learner_wait_s)
             others = lead if settings.learner == "shared" else None
+            id = await ring_id(redis)
             ring = Ring(
-                card.base_sha256, codec, source, sink, board, mailbox, live, await ring_id(redis), learners, others,
-                card.name,
-            )  # fmt: skip
+                card.base_sha256, codec, source, sink, board, mailbox, live, id, learners, others, model=card.name
+            )
             try:
-                yield ring
+                if settings.federation:
+                    async with federation(settings, url, card.base_sha256, id) as place:
+                        yield replace(ring, federation=place)
+                else:
+                    yield ring
             finally:
                 if learners is not None:
                     await learners.close()

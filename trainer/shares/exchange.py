@@ -15,11 +15,12 @@ from redis.exceptions import RedisError
 
 from shared.errors import ConflictError, NotFoundError
 from shared.redis.connection.faults import reason
-from shared.redis.training.shared_runs import Parcel, SharedRun
-from trainer.learn.options import ExchangeDtype
+from shared.redis.training.chunks import Parcel
+from shared.redis.training.shared_runs import SharedRun
 from trainer.learn.packing import pack, unpack
 from trainer.shares.messages import Answer, Begin, Done, Go, Leave, Ready, RunSpec, StepPart, Trouble, Word
 from trainer.shares.part import Computed
+from trainer.sharing import ExchangeDtype
 from trainer.state import Arrays
 
 log = structlog.get_logger()
@@ -79,8 +80,8 @@ class KeptParcel:
                 parcel, at = self._put
                 if data == self._data and time.monotonic() - at < _FRESH_S:
                     return parcel
-                await self._run.drop(parcel)
-            self._data, parcel = data, await self._run.put(data)
+                await self._run.parcels.drop(parcel)
+            self._data, parcel = data, await self._run.parcels.put(data)
             self._put = parcel, time.monotonic()
             return parcel
 
@@ -157,7 +158,7 @@ class Lead:
         self.late_at = float("inf")
         told = {}
         for member, part in parts.items():
-            told[member] = await self._run.put(await asyncio.to_thread(msgspec.msgpack.encode, part))
+            told[member] = await self._run.parcels.put(await asyncio.to_thread(msgspec.msgpack.encode, part))
         self._parts = list(told.values())
         first = None if origin is None else await self._origin.of(origin)
         await self._say(Begin(self.epoch, self._step, await self._weights.of(weights), told, first))
@@ -174,7 +175,7 @@ class Lead:
     async def _close(self, weights: Arrays) -> None:
         try:
             for parcel in self._parts:
-                await self._run.drop(parcel)
+                await self._run.parcels.drop(parcel)
             self._parts = []
             await self._say(Ready(self.epoch, await self._weights.of(weights)))
         except (RedisError, OSError) as error:
@@ -223,7 +224,7 @@ class Lead:
         gradient: Arrays = {}
         if answer.gradient is not None:
             try:
-                data = await self._run.get(answer.gradient)
+                data = await self._run.parcels.get(answer.gradient)
                 gradient = await asyncio.to_thread(gradient_of, data, shapes)
             except (NotFoundError, ValueError) as error:
                 log.warning("shared.member_lost", member=answer.member, reason=str(error))
@@ -233,4 +234,4 @@ class Lead:
 
     async def _drop(self, answer: Done) -> None:
         if answer.gradient is not None:
-            await self._run.drop(answer.gradient)
+            await self._run.parcels.drop(answer.gradient)

@@ -20,10 +20,10 @@ from shared.errors import NotFoundError, ServiceUnavailableError, SetupError
 from shared.process.discovery import ring_url
 from shared.redis.connection.client import connect, require
 from shared.redis.connection.faults import reason
-from shared.redis.training.shared_runs import Parcel, RunNow, SharedRun
+from shared.redis.training.chunks import Parcel
+from shared.redis.training.shared_runs import RunNow, SharedRun
 from trainer.learn.compute import ComputeHost, Work, at_once
 from trainer.learn.learner import Learner
-from trainer.learn.options import ExchangeDtype
 from trainer.learn.packing import unpack
 from trainer.learners.loop_learner import build_learner
 from trainer.settings import TrainSettings
@@ -31,6 +31,7 @@ from trainer.shares.exchange import BEAT_S, LOOK_S, gradient_bytes
 from trainer.shares.joining import options_of
 from trainer.shares.messages import Answer, Begin, Done, Go, Leave, Ready, RunSpec, StepPart, Trouble, Word
 from trainer.shares.part import Computed, Part
+from trainer.sharing import ExchangeDtype
 from trainer.state import Arrays
 from worker.engine.model.loader import LoadedModel
 
@@ -153,9 +154,9 @@ class Member:
             return
         learner = self._learner
         assert learner is not None, "it has joined"
-        body = await self._run.get(word.parts[self.name])
+        body = await self._run.parcels.get(word.parts[self.name])
         part = await asyncio.to_thread(_part.decode, body)
-        origin = None if word.origin is None else unpack(await self._run.get(word.origin))["weights"]
+        origin = None if word.origin is None else unpack(await self._run.parcels.get(word.origin))["weights"]
         learner.optimizer.policy.origin = origin
         self._part = Part(learner.optimizer, part.plan, part.policy_step)
         await self._compute(0, word.weights)
@@ -177,7 +178,7 @@ class Member:
         parcelled = None
         if computed.gradient:
             data = await asyncio.to_thread(gradient_bytes, computed.gradient, self._exchange)
-            parcelled = await self._run.put(data)
+            parcelled = await self._run.parcels.put(data)
         await self._tell(
             Done(
                 self._now.epoch, self.name, self._step, update, parcelled, computed.sums, computed.positions,
@@ -197,7 +198,7 @@ class Member:
 
     async def _weights(self, parcel: Parcel) -> Arrays:
         if self._known is None or self._known[0] != parcel:
-            data = await self._run.get(parcel)
+            data = await self._run.parcels.get(parcel)
             self._known = parcel, (await asyncio.to_thread(unpack, data, "weights"))["weights"]
         return self._known[1]
 

@@ -6,9 +6,9 @@ one process computes of it: the same minibatches with fewer samples, under the w
 
 import msgspec
 
-from shared.redis.training.shared_runs import Parcel
-from trainer.learn.options import ExchangeDtype
+from shared.redis.training.chunks import Parcel
 from trainer.learn.steps import Plan, Sums
+from trainer.sharing import ExchangeDtype
 
 
 class RunSpec(msgspec.Struct, frozen=True, kw_only=True):

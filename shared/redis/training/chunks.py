@@ -5,7 +5,11 @@ between. What nothing points to yet, or what was torn, is gone after ADAPTER_UPL
 """
 
 import asyncio
+import hashlib
+import secrets
+from collections.abc import Callable
 
+import msgspec
 from redis.asyncio import Redis
 
 from shared.errors import NotFoundError
@@ -35,3 +39,37 @@ async def get(redis: Redis, key: str) -> bytes:
     if not count or any(chunk is None for chunk in chunks):
         raise NotFoundError("these bytes are gone")
     return b"".join(chunks)
+
+
+class Parcel(msgspec.Struct, frozen=True, array_like=True):
+    """Bytes that lie in Redis."""
+
+    id: str
+    size: int
+    sha256: bytes
+
+
+class Parcels:
+    """Bytes under names of their own, in one family of keys: `key` says where, by the id."""
+
+    def __init__(self, redis: Redis, key: Callable[[str], str]) -> None:
+        self._redis, self._key = redis, key
+
+    async def put(self, data: bytes, lives_s: int = 0) -> Parcel:
+        """Store bytes for ADAPTER_UPLOAD_TTL_S, or longer."""
+        parcel = Parcel(secrets.token_hex(8), len(data), hashlib.sha256(data).digest())
+        await put(self._redis, self._key(parcel.id), data)
+        if lives_s > keys.ADAPTER_UPLOAD_TTL_S:
+            await ask(self._redis, "EXPIRE", self._key(parcel.id), lives_s)
+        return parcel
+
+    async def get(self, parcel: Parcel) -> bytes:
+        """What was put; NotFoundError when it is gone or damaged."""
+        data = await get(self._redis, self._key(parcel.id))
+        if hashlib.sha256(data).digest() != parcel.sha256:
+            raise NotFoundError("these bytes are not what was stored")
+        return data
+
+    async def drop(self, parcel: Parcel) -> None:
+        """They are not needed any more."""
+        await ask(self._redis, "UNLINK", self._key(parcel.id))

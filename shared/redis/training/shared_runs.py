@@ -8,17 +8,13 @@ Invariants.
 - Everything has a time to live and a bound.
 """
 
-import hashlib
-import secrets
 from dataclasses import dataclass
 
-import msgspec
 from redis.asyncio import Redis
 
-from shared.errors import NotFoundError
 from shared.redis import keys
 from shared.redis.connection.client import Argument, Script, ask, server_time_ms
-from shared.redis.training import chunks
+from shared.redis.training.chunks import Parcels
 
 ALIVE_S = 6  # a member that has not been heard of for so long is dead
 _MOST_WORDS = 256
@@ -35,19 +31,12 @@ class RunNow:
     ended: bool
 
 
-class Parcel(msgspec.Struct, frozen=True, array_like=True):
-    """Bytes that lie in Redis."""
-
-    id: str
-    size: int
-    sha256: bytes
-
-
 class SharedRun:
     """One run, for its leader and for its members."""
 
     def __init__(self, redis: Redis, name: str, *, blocking: Redis) -> None:
         self._redis, self._blocking, self.name = redis, blocking, name
+        self.parcels = Parcels(redis, lambda id: keys.shared_bytes(name, id))
 
     # -- the leader
 
@@ -109,25 +98,6 @@ class SharedRun:
     async def words_end(self) -> str:
         """The place of the last word."""
         return await self._end(keys.shared_words(self.name))
-
-    # -- bytes
-
-    async def put(self, data: bytes) -> Parcel:
-        """Store bytes for some minutes."""
-        parcel = Parcel(secrets.token_hex(8), len(data), hashlib.sha256(data).digest())
-        await chunks.put(self._redis, keys.shared_bytes(self.name, parcel.id), data)
-        return parcel
-
-    async def get(self, parcel: Parcel) -> bytes:
-        """What was put; NotFoundError when it is gone or damaged."""
-        data = await chunks.get(self._redis, keys.shared_bytes(self.name, parcel.id))
-        if hashlib.sha256(data).digest() != parcel.sha256:
-            raise NotFoundError("these bytes are not what was stored")
-        return data
-
-    async def drop(self, parcel: Parcel) -> None:
-        """They are not needed any more."""
-        await ask(self._redis, "UNLINK", keys.shared_bytes(self.name, parcel.id))
 
     async def _add(self, stream: str, body: bytes) -> None:
         async with self._redis.pipeline(transaction=True) as pipe:
