@@ -68,6 +68,7 @@ def groups_of(options: argparse.Namespace, step: int) -> list[SampleGroup]:
 
 async def lead(options: argparse.Namespace, url: str, model: str, trainers: int) -> None:
     """All steps, with so many processes; prints seconds and losses."""
+    from shared.process.settings import version
     from shared.redis.connection.client import connect
     from shared.redis.training.shared_runs import SharedRun
     from trainer.gate import GateLimits
@@ -103,6 +104,7 @@ async def lead(options: argparse.Namespace, url: str, model: str, trainers: int)
             options=msgspec.msgpack.encode(made),
             settings={},
             exchange=options.exchange,
+            version=version(),
         )
         learner = await SharedLearner.open_shared(
             host, lambda: build_learner(loaded.model, made), leading, spec, trainers, 240

@@ -103,7 +103,7 @@ class Federation:
             else:
                 await asyncio.sleep(LOOK_S)
         average = await self._read(now)
-        counted = self._member in now.taken and now.round == number
+        counted = self._member in now.taken and self.round == now.round == number
         log.info(
             "round.over",
             round=now.round,
@@ -151,9 +151,18 @@ class Federation:
         return now
 
     async def _read(self, now: Standing) -> Average:
-        average = await self._average(now)
-        self._standing = now
-        return average
+        """The average; of a later round where that has taken its place meanwhile."""
+        while True:
+            try:
+                average = await self._average(now)
+            except NotFoundError as error:
+                later = await self._now()
+                if later.round == now.round:
+                    raise ServiceUnavailableError(f"the average of round {now.round} is gone: {error}") from error
+                now = later
+            else:
+                self._standing = now
+                return average
 
     async def _average(self, now: Standing) -> Average:
         parcel: Parcel = now.state

@@ -198,7 +198,11 @@ class Lead:
         while waited:
             for place, body in await self._run.answers(self._after, LOOK_S):
                 self._after = place
-                answer = _answer.decode(body)
+                try:
+                    answer = _answer.decode(body)
+                except msgspec.DecodeError as error:
+                    log.warning("shared.unreadable", error=str(error))
+                    continue
                 if isinstance(answer, Done) and (*self._at(update),) != (answer.epoch, answer.step, answer.update):
                     await self._drop(answer)
                 elif answer.member in waited and (answer.epoch, answer.step) == (self.epoch, self._step):

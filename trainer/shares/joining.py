@@ -5,6 +5,7 @@ from dataclasses import replace
 import msgspec
 
 from shared.errors import SetupError
+from shared.process.settings import version
 from trainer.learners.asks import LearnerOptions
 from trainer.settings import TrainSettings
 from trainer.shares.messages import RunSpec
@@ -24,11 +25,14 @@ def run_spec(settings: TrainSettings, options: LearnerOptions, model: str, base_
         options=msgspec.msgpack.encode(options),
         settings=settings.model_dump(mode="json", include=set(SAME)),
         exchange=settings.exchange,
+        version=version(),
     )
 
 
 def options_of(spec: RunSpec, mine: TrainSettings, base_sha256: str) -> LearnerOptions:
     """What a member's learner is made with; SetupError when its base, or a setting that it was given, is another."""
+    if spec.version != version():
+        raise SetupError(f"the run {mine.join_run!r} is one of version {spec.version}, this is {version()}")
     if base_sha256 != spec.base_sha256:
         raise SetupError(
             f"the run {mine.join_run!r} trains another base than {mine.model}: it is {spec.model} "

@@ -120,7 +120,10 @@ class Member:
     async def _hear(self, within_s: float) -> None:
         for place, body in await self._run.words(self._after, within_s):
             self._after = place
-            self._words.append(_word.decode(body))
+            try:
+                self._words.append(_word.decode(body))
+            except msgspec.DecodeError as error:
+                log.warning("member.unreadable", error=str(error))
 
     def _newest(self) -> list[Word]:
         """What was said since, without steps that are over."""

@@ -19,6 +19,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     options: bytes  # LearnerOptions (trainer/learners/asks.py), msgpack
     settings: dict[str, object]  # those that a member may not have of its own
     exchange: ExchangeDtype = "float32"  # of gradients
+    version: str = ""  # of the leader's package
 
 
 class StepPart(msgspec.Struct, frozen=True):

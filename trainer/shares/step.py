@@ -103,7 +103,10 @@ class SharedStep:
         if not ours.finite:
             return theirs
         self._away.add(name)
-        await self._lead.send_off(name, "its gradient is not finite, and another process's is")
+        try:
+            await self._lead.send_off(name, "its gradient is not finite, and another process's is")
+        except (RedisError, OSError) as error:
+            log.warning("shared.redis_away", error=reason(error))
         return ours
 
     def _apply(self, computed: Sequence[Computed]) -> Work[None]:
