@@ -19,6 +19,8 @@ trainer is ready. `recipes/` holds settings, `tiny/` and `tiny_vision/` make our
 `distilling/` one that learns from a teacher's scores (`--mode distill`).
 `ppo/` teaches a small network to act in an environment (`--mode ppo`).
 `learners/` is a run's learner in a thread of its own or of the training service.
+`shares/` is a run's learner whose train steps several processes compute (`--learner shared`, `--join-run`).
+`rounds/` are runs that average their weights from time to time (`--federation`); `sharing.py` has the settings of both.
 `agents/` are several runs in one process, over one base (`--agents`).
 `service/` trains many learners at once over one base, as others ask it to (`mlx_parallm_learners`).
 `merging/` is a program of its own: an adapter becomes part of its base's weights.

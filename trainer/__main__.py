@@ -57,6 +57,7 @@ async def _train(settings: TrainSettings, team: list[TrainSettings]) -> int:
         from trainer.loop import TrainLoop
         from trainer.ppo.run import PpoRun, train_network
         from trainer.run import train
+        from trainer.shares.member import Member, take_part
         from trainer.tuning.run import TuneRun
         from worker.engine.messages import EngineConfig
         from worker.engine.model.loader import LoadedModel, load_model
@@ -64,7 +65,7 @@ async def _train(settings: TrainSettings, team: list[TrainSettings]) -> int:
     running = asyncio.current_task()
     assert running is not None
 
-    def begun(training: TrainLoop | DataRun[Any] | PpoRun) -> None:
+    def begun(training: TrainLoop | DataRun[Any] | PpoRun | Member) -> None:
         def stop() -> None:
             log.info("train.stopping", hint="a checkpoint is saved after this train step; again: end at once")
             training.stop()
@@ -80,7 +81,9 @@ async def _train(settings: TrainSettings, team: list[TrainSettings]) -> int:
         async def loaded() -> LoadedModel:
             return await host.run(at_once(lambda: load_model(config)))
 
-        if team:
+        if settings.join_run:
+            await take_part(settings, host, loaded, begun)
+        elif team:
             await train_agents(team, host, loaded, stop_all)
         elif settings.mode == "reward":
             await train_on_data(HeadRun, settings, host, loaded, begun)

@@ -31,7 +31,7 @@ from trainer.inbox import AllStale, Batch, Moved
 from trainer.learn.batches import SampleGroup, sample_groups
 from trainer.learn.drawing import uncorrected
 from trainer.learn.learner import Trained
-from trainer.learn.optimize import StepReport
+from trainer.learn.steps import StepReport
 from trainer.metrics import MetricsLog, StepMetrics, Timing, figures, point_of, progress, status_of, step_metrics
 from trainer.orders import Stepped, carry_out
 from trainer.parts import Parts, open_learner

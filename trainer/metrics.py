@@ -23,7 +23,7 @@ import structlog
 from shared.training import TrainerState, TrainerStatus, TrainingPoint
 from trainer.curricula.curriculum import CurriculumFigures
 from trainer.learn.batches import Dropped
-from trainer.learn.optimize import StepReport
+from trainer.learn.steps import StepReport
 from trainer.loggers.loggers import Loggers
 from trainer.loggers.tensorboard import TensorBoardLog
 from trainer.rollouts.groups import RolloutGroup

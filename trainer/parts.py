@@ -3,14 +3,19 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from shared.errors import SetupError
 from trainer.learn.compute import ComputeHost
+from trainer.learn.learner import Learner
 from trainer.learners.asks import LearnerOptions
 from trainer.learners.loop_learner import HostLearner, LoopLearner, build_learner
 from trainer.loggers.loggers import Loggers
 from trainer.ring.ring import Ring
 from trainer.rollouts.conversation import ChatEncoder
 from trainer.rollouts.environments import Environment
+from trainer.rounds.learner import RoundLearner
 from trainer.settings import TrainSettings
+from trainer.shares.joining import run_spec
+from trainer.shares.leader import SharedLearner
 from trainer.vision.sight import Sight
 
 
@@ -45,4 +50,16 @@ async def open_learner(parts: Parts, settings: TrainSettings) -> LoopLearner:
     options = learner_options(settings)
     if parts.ring.learners is not None:
         return await parts.ring.learners.open(options, settings.run_name, settings.folder)
-    return await HostLearner.open(parts.host, lambda: build_learner(parts.model, options, parts.sight))
+
+    def build() -> Learner:
+        return build_learner(parts.model, options, parts.sight)
+
+    lead, place = parts.ring.lead, parts.ring.federation
+    if place is not None:
+        return await RoundLearner.open_in(parts.host, build, place, settings.sync_every)
+    if lead is None:
+        return await HostLearner.open(parts.host, build)
+    if parts.sight is not None:
+        raise SetupError(f"{settings.model} sees images, which others that compute with a run do not get")
+    spec = run_spec(settings, options, parts.ring.model, parts.ring.base_sha256)
+    return await SharedLearner.open_shared(parts.host, build, lead, spec, settings.trainers, settings.learner_wait_s)

@@ -111,6 +111,8 @@ async def train(
         begun(training)
         state = await training.run()
         loggers.ending = "stopped" if training.stopping else "finished"
+        if ring.lead is not None and not training.stopping:
+            ring.lead.end()
     log.info("train.ended", steps=state.train_step, version=state.version, held_out=state.held_out)
     return state
 

@@ -302,6 +302,7 @@ class TrainSettings(HeldOutSettings, CurriculumSettings, JoinSettings, DataSetti
                 raise SetupError(f"{flag}: {error}") from error
         if wrong := sorted(self.chat_template_kwargs.keys() & OWN_VARIABLES):
             raise SetupError(f"--chat-template-kwargs: {wrong[0]!r} is not a template variable of its own")
+        self.check_learner(self.over_http)
         self.check_mode(JoinSettings.model_fields, self.dataset, self.connect_to, self.loss)
         if self.mode == "rl":
             self.check_loss(self.loss, self.group_size, self.advantage_scale)

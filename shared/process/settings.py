@@ -361,7 +361,7 @@ def load(
         settings = configured(**{**under, **flags, **over})
     except ValidationError as error:
         raise SetupError("bad settings: " + "; ".join(_complaint(kind, e) for e in error.errors())) from error
-    result = cast(S, kind.model_construct(**settings.model_dump()))
+    result = cast(S, kind.model_construct(settings.model_fields_set, **settings.model_dump()))
     if result.dry_run:
         result.check()
         print(result.resolved(), end="")

@@ -52,6 +52,9 @@ TINKER_TTL_S = 7 * DAY_S  # of sessions and samplers, from their last use
 SAMPLE_TTL_S = 3_600
 LEARNER_LEASE_MS = 6_000  # a service that dies leaves its learners to another one after this long
 LEARNER_SERVICE_TTL_S = 10  # refreshed by each heartbeat
+SHARED_RUN_TTL_S = 10  # refreshed by its leader
+SHARED_WORDS_TTL_S = 3_600  # from the last one
+ROUNDS_TTL_S = 7 * DAY_S  # of the average of several runs, from its last round
 RESULTS_PER_CHUNK = 256  # of a job, in one hash
 
 
@@ -307,6 +310,34 @@ learner_saved = Key(
 )
 learner_service = Key(
     "parallm:{*}:learner-service", "string", "trainer", "10 s", "a service that trains learners, JSON"
+)
+# By the run whose train steps several processes share. Fields: epoch (of its leader), spec, ended
+shared_run = Key("parallm:train-run:{*}", "hash", "trainer", "10 s, refreshed", "a run that others may join")
+shared_members = Key("parallm:train-run:{*}:members", "sorted set", "trainer", "1 h, refreshed", "who computes with it")
+shared_words = Key(
+    "parallm:train-run:{*}:words", "stream", "trainer", "1 h, 256 entries", "what its leader says, msgpack"
+)
+shared_answers = Key(
+    "parallm:train-run:{*}:answers", "stream", "trainer", "1 h, 256 entries", "what its members say, msgpack"
+)
+shared_bytes = Key(
+    "parallm:train-run:{*}:bytes:*", "hash", "trainer", "10 min", "weights, parts of a step, gradients, in chunks"
+)
+# By the name of a federation. Fields: spec, round (the last one that is over), state, taken (whose weights it holds)
+rounds = Key("parallm:train-rounds:{*}", "hash", "trainer", "7 d, refreshed", "runs that average their weights")
+round_members = Key(
+    "parallm:train-rounds:{*}:members", "sorted set", "trainer", "1 h, refreshed", "runs that live, by their heartbeat"
+)
+round_deltas = Key(
+    "parallm:train-rounds:{*}:deltas:*", "hash", "trainer", "7 d", "of one round: each run's change, msgpack"
+)
+round_turn = Key("parallm:train-rounds:{*}:turn", "string", "trainer", "30 s", "who averages")
+round_bytes = Key(
+    "parallm:train-rounds:{*}:bytes:*",
+    "hash",
+    "trainer",
+    "7 d; changes: the round's wait and 10 min",
+    "weights and changes of weights, in chunks",
 )
 # By keeper. Things: session:ID, sampler:ID, sample:ID (a result, or who works on it)
 tinker_thing = Key(

@@ -21,6 +21,8 @@ from shared.redis.connection.client import connect
 from shared.redis.ring.worker_registry import WorkerRegistry
 from shared.redis.training.board import TrainingBoard, ring_id
 from shared.redis.training.learner_store import LearnerStore
+from shared.redis.training.rounds import RoundStore
+from shared.redis.training.shared_runs import SharedRun
 from shared.redis.training.tinker_store import TinkerStore
 from shared.training import TrainerStatus, TrainingPoint
 from tests.e2e.rings import MODEL, ROOT, Ring
@@ -94,6 +96,9 @@ async def filled(served: Ring, redis: Redis) -> dict[str, str]:
     state, saved = await learned(LearnerStore(redis), f"{session}:train:0")
     await TinkerStore(redis).note_run(keys.keeper("tinker of "), f"{session}:train:0")
 
+    part = await shared(SharedRun(redis, "policy", blocking=redis))
+    average = await averaged(RoundStore(redis, "policy"))
+
     async def is_counted() -> bool:
         tokens = await redis.execute_command("HGET", keys.metric_totals(), f"vllm:generation_tokens_total|{MODEL}")
         seen = await redis.exists(keys.trajectories_seen("policy"))
@@ -109,7 +114,27 @@ async def filled(served: Ring, redis: Redis) -> dict[str, str]:
         "BATCH": batch, "REQUEST": request_id, "TOKENIZER": card.tokenizer_sha256, "KEEPER": keys.keeper(""),
         "RESPONSE": response, "TALK": talk, "LEARNER": f"{session}:train:0", "NUMBER": "1", "STATE": state,
         "SAVED": saved, "TINKER": keys.keeper("tinker of "), "SESSION": session,
+        "PART": part, "AVERAGE": average,
     }  # fmt: skip
+
+
+async def shared(run: SharedRun) -> str:
+    """A run with a leader and a member; the id of some bytes of theirs."""
+    await run.lead("epoch", b"spec", begin=True)
+    await run.beat("member")
+    await run.say(b"word")
+    await run.answer(b"answer")
+    return (await run.parcels.put(b"weights")).id
+
+
+async def averaged(store: RoundStore) -> str:
+    """A federation with a run whose turn it is; the id of its average."""
+    state = await store.parcels.put(b"weights")
+    await store.begin(b"{}", state)
+    await store.beat("run")
+    await store.tell(1, "run", state, 1)
+    await store.turn("run")
+    return state.id
 
 
 async def learned(store: LearnerStore, name: str) -> tuple[str, str]:

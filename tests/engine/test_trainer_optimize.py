@@ -13,9 +13,10 @@ from trainer.learn.compute import at_once
 from trainer.learn.learner import Learner, Trained
 from trainer.learn.logprobs import shared_scores, to_arrays
 from trainer.learn.losses import LOSSES
-from trainer.learn.optimize import Optimizer, StepReport
+from trainer.learn.optimize import Optimizer
 from trainer.learn.options import AdapterShape, LossName, LossOptions, OptimizeOptions, RatioBase, Schedule
 from trainer.learn.policy import Policy
+from trainer.learn.steps import StepReport
 from trainer.state import Arrays
 from worker.engine.model.loader import LoadedModel
 

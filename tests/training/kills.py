@@ -74,11 +74,12 @@ def train(
     seed: int = 0,
     loss: LossName = "dapo",
     learner: str = "own",
+    trainers: int = 1,
 ) -> Outcome:
     """Run to the end under a policy's name of its own, killed so many times on the way."""
     recipe = folder / f"{name}.yaml"
     text = RECIPE.format(loss=loss, steps=steps, groups=GROUPS, max_lag=max_lag)
-    recipe.write_text(text + f"learner: {learner}\n")
+    recipe.write_text(text + f"learner: {learner}\ntrainers: {trainers}\n")
     run = folder / name
     metrics = run / "metrics.jsonl"
     draw = random.Random(seed)

@@ -17,6 +17,7 @@ from shared.process.settings import (
     load,
     version,
 )
+from trainer.settings import TrainSettings
 
 
 @pytest.mark.parametrize(
@@ -88,3 +89,12 @@ def test_other_rings_have_names_of_their_own_and_their_passwords_are_not_shown()
         assert "secret" not in str(refused.value)
     with pytest.raises(SetupError, match="twice"):
         load(ApiSettings, ["--ring", "east=redis://e", "--ring", "east=redis://f"])
+
+
+def test_it_is_known_which_settings_were_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("lora_rank: 4\n")
+    monkeypatch.setenv("PARALLM_LOSS", "dapo")
+    settings = load(TrainSettings, ["--config", str(file), "--seed", "0"])
+    assert settings.model_fields_set >= {"lora_rank", "loss", "seed"}
+    assert not settings.model_fields_set & {"ratio", "minibatches"}

@@ -16,7 +16,7 @@ from shared.process.settings import load
 from tests.unit.trainer_samples import group, trajectory
 from tests.waiting import wait_until
 from trainer.learn.batches import Dropped
-from trainer.learn.optimize import StepReport
+from trainer.learn.steps import StepReport
 from trainer.loggers import loggers as loggers_module
 from trainer.loggers import sender
 from trainer.loggers.choice import check_installed

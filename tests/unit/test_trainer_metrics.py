@@ -6,7 +6,7 @@ import pytest
 
 from tests.unit.trainer_samples import group, trajectory
 from trainer.learn.batches import Dropped
-from trainer.learn.optimize import StepReport
+from trainer.learn.steps import StepReport
 from trainer.metrics import MetricsLog, Timing, append, read, step_metrics
 from trainer.state import RunState
 

@@ -21,10 +21,11 @@ from trainer.learn.batches import SampleGroup
 from trainer.learn.compute import Work
 from trainer.learn.logprobs import cut
 from trainer.learn.measures import measure_gaps, measure_parity, measure_probe_kl
-from trainer.learn.optimize import Optimizer, StepReport
+from trainer.learn.optimize import Optimizer
 from trainer.learn.options import AdapterShape, OptimizeOptions, ValueOptions
 from trainer.learn.packing import pack, unpack
 from trainer.learn.policy import Policy
+from trainer.learn.steps import StepReport
 from trainer.state import Arrays, Snapshot
 from trainer.vision.sight import Sight
 
@@ -57,24 +58,46 @@ class Learner:
     ) -> None:
         value = None if options.value is None else _head_of(model, options.value)
         self._policy = Policy(model, shape, seed=seed, checkpoint_layers=checkpoint_layers, value=value, sight=sight)
-        self._optimizer = Optimizer(self._policy, options)
+        self.optimizer = Optimizer(self._policy, options)
         self._limits = limits
         self._remembered = remembered
         self._older: OrderedDict[int, Arrays] = OrderedDict()  # policy step -> weights
         self._good = self._policy.weights()
         self._best: Arrays | None = None  # of the best version that was judged
-        self._before = self._optimizer.adam.kept()
+        self._before = self.optimizer.adam.kept()
         self.shapes = {name: tuple(value.shape) for name, value in self._good.items()}
 
     def train(
         self, groups: Sequence[SampleGroup], step: int, policy_step: int, probes: Sequence[tuple[int, ...]]
     ) -> Work[Trained]:
         """One train step and its checks; the result is not good until `accept`."""
-        self._before = self._optimizer.adam.kept()
+        report = yield from self.step(groups, step, policy_step)
+        return (yield from self.checked(report, probes))
+
+    def step(self, groups: Sequence[SampleGroup], step: int, policy_step: int) -> Work[StepReport]:
+        """One train step without its checks."""
+        older = self.begin(policy_step)
+        return (yield from self.optimizer.train_step(groups, step, policy_step=policy_step, older=older))
+
+    def put(self, weights: Arrays) -> None:
+        """Other weights in the midst of a train step; `revert` takes them back, too."""
+        self._policy.load(weights)
+
+    def go_on_from(self, weights: Arrays) -> None:
+        """Other weights, which are good, with the present moments."""
+        self._policy.load(weights)
+        self._good = self._policy.weights()
+
+    def begin(self, policy_step: int) -> dict[int, Arrays]:
+        """Keep what `revert` goes back to; the weights of earlier policy steps, by their numbers."""
+        self._before = self.optimizer.adam.kept()
         self._older[policy_step] = self._good
         while len(self._older) > self._remembered:
             self._older.popitem(last=False)
-        report = yield from self._optimizer.train_step(groups, step, policy_step=policy_step, older=self._older)
+        return self._older
+
+    def checked(self, report: StepReport, probes: Sequence[tuple[int, ...]]) -> Work[Trained]:
+        """The end of a train step: the present weights, and what the gate wants to know of them."""
         weights = self._policy.weights()
         if not report.updated and not report.nonfinite_gradients:
             return Trained(report, weights, ())
@@ -98,7 +121,7 @@ class Learner:
 
     def gaps(self, samples: Sequence[SampleGroup], weights: Arrays | None) -> Work[list[float]]:
         """Mean difference of each sample's log-probabilities to those of these weights; None is the base."""
-        scores, positions = self._optimizer.scores, self._optimizer.options.microbatch_tokens
+        scores, positions = self.optimizer.scores, self.optimizer.options.microbatch_tokens
         return measure_gaps(self._policy, weights, samples, scores, positions)
 
     def anchor(self, best: Arrays | None) -> None:
@@ -116,13 +139,13 @@ class Learner:
     def revert(self) -> None:
         """Back to the last good weights and to the moments that made them, as if the train step had not been."""
         self._policy.load(self._good)
-        self._optimizer.adam.put_back(self._before)
+        self.optimizer.adam.put_back(self._before)
 
     def load(self, weights: Arrays) -> None:
         """Go on from older weights after a rollback, without momentum: it points to where rewards collapsed."""
         self._policy.load(weights)
         self._good = self._policy.weights()
-        self._optimizer.adam.reset()
+        self.optimizer.adam.reset()
 
     def weights(self) -> Arrays:
         """The present adapter."""
@@ -134,19 +157,19 @@ class Learner:
 
     def snapshot(self) -> Snapshot:
         """All of the state, for a checkpoint."""
-        return Snapshot(self._policy.weights(), self._policy.config(), self._optimizer.adam.moments())
+        return Snapshot(self._policy.weights(), self._policy.config(), self.optimizer.adam.moments())
 
     def restore(self, snapshot: Snapshot) -> None:
         """Go on exactly where a checkpoint was taken."""
         self._policy.load(snapshot.adapter)
-        self._optimizer.adam.load_moments(snapshot.optimizer)
+        self.optimizer.adam.load_moments(snapshot.optimizer)
         self._good = self._policy.weights()
 
     # -- in the training service, where another process may go on with it
 
     def state(self) -> bytes:
         """All that it goes on from, also in the midst of a train step that is neither good nor bad yet."""
-        moments = self._optimizer.adam.moments()
+        moments = self.optimizer.adam.moments()
         before = {name: np.array(value) for name, value in tree_flatten(self._before)}
         groups = {"weights": self._policy.weights(), "good": self._good, "moments": moments, "before": before}
         if self._policy.origin is not None:
@@ -159,9 +182,9 @@ class Learner:
         """Go on exactly where `state` was taken; ValueError when it is another learner's."""
         groups = unpack(state, "weights", "good", "moments", "before")
         self._policy.load(groups["weights"])
-        self._optimizer.adam.load_moments(groups["moments"])
+        self.optimizer.adam.load_moments(groups["moments"])
         self._good, self._best = groups["good"], groups.get("best")
-        self._before = self._optimizer.adam.as_kept(groups["before"])
+        self._before = self.optimizer.adam.as_kept(groups["before"])
         self._policy.origin = groups.get("origin")
         older = {int(name.removeprefix(_OLDER)): weights for name, weights in groups.items() if name.startswith(_OLDER)}
         self._older = OrderedDict(sorted(older.items()))

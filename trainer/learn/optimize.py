@@ -54,6 +54,7 @@ from trainer.learn.measures import Distances, measure, weights_in
 from trainer.learn.microbatch_size import MicrobatchSize
 from trainer.learn.options import OptimizeOptions, ValueOptions
 from trainer.learn.policy import Policy
+from trainer.learn.steps import Plan, StepReport, Sums
 from trainer.state import Arrays
 
 log = structlog.get_logger()
@@ -65,41 +66,7 @@ CUDA_WIDTHS = (32, 32)  # there a new shape takes several times as long as a kno
 
 
 @dataclass(frozen=True)
-class StepReport:
-    """What a train step did."""
-
-    updated: bool
-    loss: float = 0.0
-    learning_rate: float = 0.0
-    grad_norm: float = 0.0
-    update_rms: float = 0.0  # root mean square of the change of the adapter's parameters
-    entropy: float = 0.0
-    clip_fraction: float = 0.0
-    kl: float = 0.0  # k3 against the reference; 0 when beta is 0
-    tokens: int = 0
-    sequences: int = 0
-    seconds: float = 0.0
-    distances: Distances | None = None
-    nonfinite_gradients: int = 0  # minibatches whose update was left out
-    value_loss: float | None = None  # of the value head; None: there is none
-    explained: float | None = None  # share of the variance of what values should have been that they had said before
-
-
-@dataclass
-class _Sums:
-    """Running sums over a train step's microbatches."""
-
-    loss: float = 0.0
-    entropy: float = 0.0
-    clipped: float = 0.0
-    kl: float = 0.0
-    value: float = 0.0
-    grad_norm: float = 0.0
-    nonfinite: int = 0
-
-
-@dataclass(frozen=True)
-class _Prepared:
+class Prepared:
     """A microbatch with what stays constant over the train step."""
 
     asked: int  # positions that it was cut to
@@ -148,36 +115,63 @@ class Optimizer:
         started = time.perf_counter()
         before = self.policy.weights()
         yield
-        minis = self._minibatches(groups, step)
-        totals = self._totals(groups)
-        if totals.tokens == 0:
+        plan = self.plan(groups, step)
+        if plan.totals.tokens == 0:
             return StepReport(updated=False)
-        distances = None
-        if self.options.distances_every and step % self.options.distances_every == 0:
-            batches = [batch for mini in minis for _, batch in self._cut(mini)]
-            distances = yield from measure(self.policy, self.scores, batches, policy_step, older or {})
-        several = len(minis) > 1 or self.options.epochs > 1
-        ahead: list[list[_Prepared]] = []
-        values = self.options.value
-        if several or self.options.ratio == "trainer" or self.options.loss.kl_coefficient or values is not None:
-            for mini in minis:
-                ahead.append([])
-                for asked, batch in self._cut(mini):
-                    ahead[-1].append(self._prepare(asked, batch, policy_step, several=several))
-                    yield
-        known = None
+        distances = yield from self.distances(plan, step, policy_step, older or {})
+        ahead: list[list[Prepared]] = []
+        if self.looks_ahead(plan):
+            for mini in plan.minis:
+                ahead.append((yield from self.prepare(mini, policy_step, several=plan.several)))
+        known, values = None, self.options.value
         if values is not None:
             with np.errstate(over="ignore", invalid="ignore"):  # rewards too large: no finite gradient, says the gate
                 known = _with_advantages(ahead, values)
-        sums = _Sums()
-        rate = self.options.schedule.rate(step)
-        order = self._order(len(minis), step)
-        for at in order:
+        sums = Sums()
+        for at in plan.order:
             # What needs no pass ahead is cut one by one, to sizes that follow what the ones before have taken.
-            prepared = ahead[at] if ahead else (self._prepare(*cut, policy_step) for cut in self._cut(minis[at]))
-            yield from self._update(prepared, self._totals(minis[at]), rate, sums)
-        report = self._report(sums, totals, len(order), rate, before, time.perf_counter() - started, distances)
-        return report if known is None else replace(report, value_loss=sums.value / len(order), explained=known)
+            prepared = ahead[at] if ahead else self.each_prepared(plan.minis[at], policy_step)
+            gradient = yield from self.gradient(prepared, plan.parts[at], sums)
+            yield from self.apply(gradient, plan.rate, sums)
+        report = self.report(plan, sums, before, time.perf_counter() - started, distances)
+        return report if known is None else replace(report, value_loss=sums.value / len(plan.order), explained=known)
+
+    # -- a train step's pieces, for whoever computes it in parts
+
+    def plan(self, groups: Sequence[SampleGroup], step: int) -> Plan:
+        """What the step will do; touches no array."""
+        minis = self._minibatches(groups, step)
+        parts = [self._totals(mini) for mini in minis]
+        return Plan(minis, self._order(len(minis), step), self._totals(groups), parts, self.options.schedule.rate(step))
+
+    def distances(
+        self, plan: Plan, step: int, policy_step: int, older: dict[int, Arrays]
+    ) -> Generator[None, None, Distances | None]:
+        """How far sampler and policy are, where it is to be measured in this step."""
+        if not self.options.distances_every or step % self.options.distances_every:
+            return None
+        batches = [batch for mini in plan.minis for _, batch in self._cut(mini)]
+        return (yield from measure(self.policy, self.scores, batches, policy_step, older))
+
+    def looks_ahead(self, plan: Plan) -> bool:
+        """Whether a pass over all of the step comes before its first update."""
+        options = self.options
+        own = options.ratio == "trainer" or options.loss.kl_coefficient > 0
+        return plan.several or own or options.value is not None
+
+    def prepare(
+        self, groups: Sequence[SampleGroup], policy_step: int, *, several: bool
+    ) -> Generator[None, None, list[Prepared]]:
+        """Microbatches with what the weights of before the step's first update say of them."""
+        prepared = []
+        for asked, batch in self._cut(groups):
+            prepared.append(self._prepare(asked, batch, policy_step, several=several))
+            yield
+        return prepared
+
+    def each_prepared(self, groups: Sequence[SampleGroup], policy_step: int) -> Iterator[Prepared]:
+        """The same one by one, where no pass ahead is needed."""
+        return (self._prepare(*cut, policy_step) for cut in self._cut(groups))
 
     def _cut(self, groups: Sequence[SampleGroup]) -> Iterator[tuple[int, Microbatch]]:
         """Microbatches, each with the size it was cut to."""
@@ -213,7 +207,7 @@ class Optimizer:
             max_tokens=self.options.max_completion,
         )
 
-    def _prepare(self, asked: int, batch: Microbatch, policy_step: int, several: bool = False) -> _Prepared:
+    def _prepare(self, asked: int, batch: Microbatch, policy_step: int, several: bool = False) -> Prepared:
         arrays = to_arrays(batch, self.policy.sight)
         old_BT, weight_BT, reference_BT, values_BT = arrays.sampler_BT, None, None, None
         own = self.options.ratio == "trainer"
@@ -233,15 +227,13 @@ class Optimizer:
             with weights_in(self.policy, self.policy.origin) as reference:
                 reference_BT = self.scores(reference, arrays, entropy=False).logp_BT
                 mx.eval(reference_BT)
-        return _Prepared(asked, batch, arrays, old_BT, weight_BT, reference_BT, values_BT)
+        return Prepared(asked, batch, arrays, old_BT, weight_BT, reference_BT, values_BT)
 
-    def _update(
-        self, batches: Iterable[_Prepared], totals: StepTotals, rate: float, sums: _Sums
-    ) -> Generator[None, None, None]:
-        """Accumulate over microbatches, then one clipped AdamW update."""
-        if totals.tokens == 0:
-            return
+    def gradient(self, batches: Iterable[Prepared], totals: StepTotals, sums: Sums) -> Generator[None, None, Any]:
+        """Accumulated over microbatches; None without a token in the loss."""
         gradient: Any = None
+        if totals.tokens == 0:
+            return gradient
         for prepared in batches:
             started, held = time.perf_counter(), mx.get_active_memory()
             mx.reset_peak_memory()
@@ -255,6 +247,12 @@ class Optimizer:
             sums.value += value.item()
             self._measured(prepared, time.perf_counter() - started, mx.get_peak_memory() - held)
             yield
+        return gradient
+
+    def apply(self, gradient: Any, rate: float, sums: Sums) -> Generator[None, None, None]:
+        """One clipped AdamW update; None changes nothing."""
+        if gradient is None:
+            return
         options = self.options
         sizes = StepSizes(
             rate,
@@ -270,7 +268,7 @@ class Optimizer:
         sums.grad_norm = max(sums.grad_norm, norm)
         yield
 
-    def _measured(self, prepared: _Prepared, seconds: float, nbytes: int) -> None:
+    def _measured(self, prepared: Prepared, seconds: float, nbytes: int) -> None:
         batch, bound = prepared.batch, self._size.bound_bytes
         self._size.took(prepared.asked, batch.positions, batch.tokens, seconds, nbytes)
         if bound and nbytes > bound and len(batch.completion_BT) == 1 and not self._told_of_memory:
@@ -279,7 +277,7 @@ class Optimizer:
             log.warning("training.sample_takes_memory", positions=batch.positions, bytes=nbytes, bound=bound, do=advice)
 
     def _loss(
-        self, model: Any, prepared: _Prepared, totals: StepTotals
+        self, model: Any, prepared: Prepared, totals: StepTotals
     ) -> tuple[mx.array, mx.array, mx.array, mx.array, mx.array]:
         """Loss, and for the report: entropy, clipped tokens, KL to the base, loss of the values."""
         options, x = self.options.loss, prepared.arrays
@@ -306,21 +304,14 @@ class Optimizer:
             loss = loss + head.coefficient * value
         return loss, entropy, parts.clipped_BT.sum(), mx.stop_gradient(kl), mx.stop_gradient(value)
 
-    def _report(
-        self,
-        sums: _Sums,
-        totals: StepTotals,
-        updates: int,
-        rate: float,
-        before: Arrays,
-        seconds: float,
-        distances: Distances | None,
-    ) -> StepReport:
+    def report(self, plan: Plan, sums: Sums, before: Arrays, seconds: float, distances: Distances | None) -> StepReport:
+        """What the step did; `before`: the weights that it began with."""
+        totals, updates = plan.totals, len(plan.order)
         seen = totals.tokens * self.options.epochs
         return StepReport(
             updated=sums.nonfinite < updates,
             loss=sums.loss / updates,
-            learning_rate=rate,
+            learning_rate=plan.rate,
             grad_norm=sums.grad_norm,
             update_rms=rms_change(before, self.policy.weights()),
             entropy=sums.entropy / seen,
@@ -338,7 +329,7 @@ def _is_head(name: str) -> bool:
     return name.startswith("heads.")
 
 
-def _with_advantages(ahead: list[list[_Prepared]], options: ValueOptions) -> float:
+def _with_advantages(ahead: list[list[Prepared]], options: ValueOptions) -> float:
     """Say what each token's advantage and return are, in place; how well values were known (`explained`).
 
     Values are those of before the step's first update, whichever version has sampled: a baseline may be any function of

@@ -15,6 +15,7 @@ from shared.adapters import LoraKind, check_name
 from shared.errors import InvalidRequestError, SetupError
 from shared.heads import MAX_HIDDEN, REWARD, HeadSpec, check_heads
 from shared.redis.connection.address import SCHEMES
+from trainer.sharing import LearnerSettings
 
 AdvantageScale = Literal["mean", "std", "leave_one_out"]
 ScheduleName = Literal["constant", "linear", "cosine"]
@@ -174,21 +175,6 @@ class PpoSettings(BaseModel):
     )
     target_return: float = Field(
         default=0.0, ge=0, description="mode ppo: the run ends when an evaluation reaches it; 0: after its steps"
-    )
-
-
-class LearnerSettings(BaseModel):
-    """Part of TrainSettings: how many policies learn in `--mode rl`, and where."""
-
-    agents: Path | None = Field(
-        default=None, description="TOML file: several policies that learn at once over one base, a table each"
-    )
-    learner: Literal["own", "service"] = Field(
-        default="own",
-        description="who computes the train steps: own, this process; service, a running mlx_parallm_learners",
-    )
-    learner_wait_s: float = Field(
-        default=300.0, gt=0, description="how long a run waits for a service that is away before it ends"
     )
 
 

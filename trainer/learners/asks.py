@@ -13,8 +13,8 @@ from shared.adapters import GateCheck
 from shared.trajectories import Trajectory
 from trainer.gate import GateLimits
 from trainer.learn.batches import SampleGroup
-from trainer.learn.optimize import StepReport
 from trainer.learn.options import AdapterShape, OptimizeOptions
+from trainer.learn.steps import StepReport
 
 
 class Train(msgspec.Struct, frozen=True, tag="train"):

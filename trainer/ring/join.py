@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from shared.errors import SetupError, UnknownModelError
@@ -14,6 +14,7 @@ from shared.redis.ring.worker_registry import WorkerRegistry
 from shared.redis.training.board import TrainingBoard, ring_id
 from shared.redis.training.learner_store import LearnerStore
 from shared.redis.training.orders import Orders
+from shared.redis.training.shared_runs import SharedRun
 from shared.redis.training.trajectory_queue import TrajectoryQueue
 from shared.text.codec import CodecCache, TextCodec
 from shared.training import Beat, Holder
@@ -25,7 +26,9 @@ from trainer.ring.over_redis import RingSource, StoreSink
 from trainer.ring.ring import Ring
 from trainer.ring.service_learner import ServiceLearners
 from trainer.rollouts.scorers import Judges, ring_judges
+from trainer.rounds.federation import federation
 from trainer.settings import TrainSettings
+from trainer.shares.exchange import Lead
 from worker.engine.model.loader import LoadedModel
 
 
@@ -45,8 +48,6 @@ async def way_to_ring(settings: TrainSettings) -> AsyncIterator[Way]:
     """The way that the settings name; SetupError when they name none, or two."""
     settings.check()
     if settings.over_http:
-        if settings.learner == "service":
-            raise SetupError("--learner service goes through the ring's Redis: leave out --over-http")
         async with HttpApi.of(settings) as api:
             yield Way(HttpJudges(api), partial(_over_http, api, settings))
         return
@@ -79,6 +80,7 @@ async def _over_redis(url: str, settings: TrainSettings, mine: LoadedModel | Non
             RingBoard(TrainingBoard(redis, settings.adapter)) as board,
             SequenceCalls(redis, card.name, f"train-{settings.run_name}") as calls,
             RingMailbox(orders) as mailbox,
+            Lead(SharedRun(redis, settings.run_name, blocking=blocking)) as lead,
         ):
             live = TrajectoryQueue(redis, settings.adapter, blocking=blocking)
             source = RingSource(redis, card, codec, calls)
@@ -86,9 +88,17 @@ async def _over_redis(url: str, settings: TrainSettings, mine: LoadedModel | Non
             learners = None
             if mine is None:
                 learners = ServiceLearners(LearnerStore(redis), card.name, settings.learner_wait_s)
-            ring = Ring(card.base_sha256, codec, source, sink, board, mailbox, live, await ring_id(redis), learners)
+            others = lead if settings.learner == "shared" else None
+            id = await ring_id(redis)
+            ring = Ring(
+                card.base_sha256, codec, source, sink, board, mailbox, live, id, learners, others, model=card.name
+            )
             try:
-                yield ring
+                if settings.federation:
+                    async with federation(settings, url, card.base_sha256, id) as place:
+                        yield replace(ring, federation=place)
+                else:
+                    yield ring
             finally:
                 if learners is not None:
                     await learners.close()

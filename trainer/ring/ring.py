@@ -13,6 +13,8 @@ from trainer.ring.board import RingBoard
 from trainer.ring.mailbox import RingMailbox
 from trainer.ring.service_learner import ServiceLearners
 from trainer.rollouts.groups import RolloutSource
+from trainer.rounds.federation import Federation
+from trainer.shares.exchange import Lead
 from trainer.state import Arrays
 
 
@@ -90,3 +92,6 @@ class Ring:
     live: TrajectoryQueue | None = None  # needed for the sources `live` and `both`
     id: str = ""  # the name of its data; "": not known
     learners: ServiceLearners | None = None  # where the training service has the run's learner
+    lead: Lead | None = None  # where others may compute with the run
+    federation: Federation | None = None  # with which the run averages its weights
+    model: str = ""  # served name of the base

@@ -22,10 +22,10 @@ from shared.learners import Answer, LearnerSpec, Request, SaveInfo, ServiceCard
 from shared.redis import keys
 from shared.redis.connection.client import Argument, Script, ask
 from shared.redis.due.due_list import DueList
+from shared.redis.training import chunks
 
 MOST_WAITING = 256  # requests of a learner that its state does not hold yet
 MOST_BYTES = 2**27  # and their size
-CHUNK_BYTES, PAUSE_S = 2**17, 0.001  # of states; as those of adapters, so that token frames get in between
 _LOOK_S = (0.005, 0.25)  # pauses between looks for an answer, first and longest
 
 _create = Script("learner_create")
@@ -252,26 +252,26 @@ class LearnerStore:
     async def put_state(self, learner: str, state: bytes) -> str:
         """Store a state that nothing points to yet; its id."""
         name = secrets.token_hex(8)
-        await self._put(keys.learner_state(learner, name), state)
+        await chunks.put(self._redis, keys.learner_state(learner, name), state)
         return name
 
     async def put_saved(self, learner: str, state: bytes) -> str:
         """Store a save's state that nothing points to yet; its id."""
         name = secrets.token_hex(8)
-        await self._put(keys.learner_saved(learner, name), state)
+        await chunks.put(self._redis, keys.learner_saved(learner, name), state)
         return name
 
     async def put_asked(self, learner: str, body: bytes) -> str:
         """Store what is asked where it is too large for a request; it stays as long as an answer does."""
         name = secrets.token_hex(8)
         key = keys.learner_saved(learner, name)
-        await self._put(key, body)
+        await chunks.put(self._redis, key, body)
         await ask(self._redis, "EXPIRE", key, keys.LEARNER_ANSWER_TTL_S)
         return name
 
     async def asked(self, learner: str, name: str) -> bytes:
         """What `put_asked` was given; NotFoundError."""
-        return await self._get(keys.learner_saved(learner, name))
+        return await chunks.get(self._redis, keys.learner_saved(learner, name))
 
     async def drop_asked(self, learner: str, name: str) -> None:
         """It is not needed any more."""
@@ -279,32 +279,12 @@ class LearnerStore:
 
     async def state(self, held: Held) -> bytes:
         """The bytes of a learner's present state."""
-        return await self._get(keys.learner_state(held.id, held.state))
+        return await chunks.get(self._redis, keys.learner_state(held.id, held.state))
 
     async def saved(self, learner: str, name: str) -> bytes:
         """The bytes of a save; NotFoundError."""
         info = await self.save_named(learner, "state", name)
-        return await self._get(keys.learner_saved(learner, info.bytes_id))
-
-    async def _put(self, key: str, data: bytes) -> None:
-        for number, at in enumerate(range(0, len(data), CHUNK_BYTES)):
-            async with self._redis.pipeline(transaction=False) as pipe:
-                pipe.hset(key, mapping={str(number): data[at : at + CHUNK_BYTES]})
-                pipe.expire(key, keys.ADAPTER_UPLOAD_TTL_S)
-                await pipe.execute()
-            await asyncio.sleep(PAUSE_S)
-
-    async def _get(self, key: str) -> bytes:
-        count = int(await ask(self._redis, "HLEN", key))
-        if not count:
-            raise NotFoundError("the bytes of this state are gone")
-        chunks = []
-        for number in range(count):
-            chunks.append(await ask(self._redis, "HGET", key, number))
-            await asyncio.sleep(PAUSE_S)
-        if any(chunk is None for chunk in chunks):
-            raise NotFoundError("the bytes of this state are gone")
-        return b"".join(chunks)
+        return await chunks.get(self._redis, keys.learner_saved(learner, info.bytes_id))
 
     # -- services
 

@@ -1,0 +1,75 @@
+"""Bytes of weights, gradients and states, in chunks.
+
+Chunks are small and there is a pause between two of them, as with those of adapters, so that token frames get in
+between. What nothing points to yet, or what was torn, is gone after ADAPTER_UPLOAD_TTL_S.
+"""
+
+import asyncio
+import hashlib
+import secrets
+from collections.abc import Callable
+
+import msgspec
+from redis.asyncio import Redis
+
+from shared.errors import NotFoundError
+from shared.redis import keys
+from shared.redis.connection.client import ask
+
+CHUNK_BYTES, PAUSE_S = 2**17, 0.001
+
+
+async def put(redis: Redis, key: str, data: bytes) -> None:
+    """Write them under a key that is nobody else's; again is the same."""
+    for number, at in enumerate(range(0, len(data), CHUNK_BYTES)):
+        async with redis.pipeline(transaction=False) as pipe:
+            pipe.hset(key, mapping={str(number): data[at : at + CHUNK_BYTES]})
+            pipe.expire(key, keys.ADAPTER_UPLOAD_TTL_S)
+            await pipe.execute()
+        await asyncio.sleep(PAUSE_S)
+
+
+async def get(redis: Redis, key: str) -> bytes:
+    """Read them; NotFoundError when they are gone."""
+    count = int(await ask(redis, "HLEN", key))
+    chunks = []
+    for number in range(count):
+        chunks.append(await ask(redis, "HGET", key, number))
+        await asyncio.sleep(PAUSE_S)
+    if not count or any(chunk is None for chunk in chunks):
+        raise NotFoundError("these bytes are gone")
+    return b"".join(chunks)
+
+
+class Parcel(msgspec.Struct, frozen=True, array_like=True):
+    """Bytes that lie in Redis."""
+
+    id: str
+    size: int
+    sha256: bytes
+
+
+class Parcels:
+    """Bytes under names of their own, in one family of keys: `key` says where, by the id."""
+
+    def __init__(self, redis: Redis, key: Callable[[str], str]) -> None:
+        self._redis, self._key = redis, key
+
+    async def put(self, data: bytes, lives_s: int = 0) -> Parcel:
+        """Store bytes for ADAPTER_UPLOAD_TTL_S, or longer."""
+        parcel = Parcel(secrets.token_hex(8), len(data), hashlib.sha256(data).digest())
+        await put(self._redis, self._key(parcel.id), data)
+        if lives_s > keys.ADAPTER_UPLOAD_TTL_S:
+            await ask(self._redis, "EXPIRE", self._key(parcel.id), lives_s)
+        return parcel
+
+    async def get(self, parcel: Parcel) -> bytes:
+        """What was put; NotFoundError when it is gone or damaged."""
+        data = await get(self._redis, self._key(parcel.id))
+        if hashlib.sha256(data).digest() != parcel.sha256:
+            raise NotFoundError("these bytes are not what was stored")
+        return data
+
+    async def drop(self, parcel: Parcel) -> None:
+        """They are not needed any more."""
+        await ask(self._redis, "UNLINK", self._key(parcel.id))

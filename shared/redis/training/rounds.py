@@ -1,0 +1,117 @@
+"""Runs that average their weights from time to time: the last average, and what each has changed since.
+
+Invariants.
+- A round is over once: its average takes the place of the one before in one step, and a second one for the same round
+  is refused. So a change counts in one average or in none.
+- A run's change for a round is one, however often it is told: a run that was killed and tells it again replaces it.
+- Times are Redis'.
+"""
+
+from dataclasses import dataclass
+
+import msgspec
+from redis.asyncio import Redis
+
+from shared.redis import keys
+from shared.redis.connection.client import Script, ask, server_time_ms
+from shared.redis.training.chunks import Parcel, Parcels
+
+ALIVE_S = 6  # a run that has not been heard of for so long is not waited for
+TURN_S = 30
+_close = Script("round_close")
+_begin = Script("round_begin")
+
+
+@dataclass(frozen=True)
+class Standing:
+    """The last round that is over: its average, and whose changes are in it."""
+
+    spec: bytes
+    round: int
+    state: Parcel
+    taken: frozenset[str]
+
+
+class Change(msgspec.Struct, frozen=True, array_like=True):
+    """What one run has changed since the last round."""
+
+    delta: Parcel
+    samples: int  # that it has learned from
+    told_ms: int
+
+
+class RoundStore:
+    """One federation."""
+
+    def __init__(self, redis: Redis, name: str) -> None:
+        self._redis, self.name = redis, name
+        self.parcels = Parcels(redis, lambda id: keys.round_bytes(name, id))
+
+    async def now(self) -> Standing | None:
+        """How far it is; None: nobody has begun it."""
+        key = keys.rounds(self.name)
+        spec, number, state, taken = await ask(self._redis, "HMGET", key, "spec", "round", "state", "taken")
+        if spec is None:
+            return None
+        parcel = msgspec.msgpack.decode(state, type=Parcel)
+        return Standing(spec, int(number), parcel, frozenset(taken.decode().split("\n")) - {""})
+
+    async def begin(self, spec: bytes, state: Parcel) -> bool:
+        """Be the first; False: somebody was."""
+        names = [keys.rounds(self.name), keys.round_bytes(self.name, state.id)]
+        return bool(await _begin(self._redis, names, [spec, msgspec.msgpack.encode(state), keys.ROUNDS_TTL_S]))
+
+    async def beat(self, member: str) -> None:
+        """This run lives."""
+        key, score = keys.round_members(self.name), await server_time_ms(self._redis)
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.zadd(key, {member: score})
+            pipe.expire(key, keys.SHARED_WORDS_TTL_S)
+            pipe.zremrangebyscore(key, 0, score - 1000 * 60)
+            await pipe.execute()
+
+    async def gone(self, member: str) -> None:
+        """This run does not take part any more."""
+        await self._redis.zrem(keys.round_members(self.name), member)
+
+    async def members(self) -> set[str]:
+        """Which runs live."""
+        since = await server_time_ms(self._redis) - 1000 * ALIVE_S
+        return {each.decode() for each in await self._redis.zrangebyscore(keys.round_members(self.name), since, "+inf")}
+
+    async def tell(self, round: int, member: str, delta: Parcel, samples: int) -> None:
+        """What this run has changed, for the average of a round."""
+        key = keys.round_deltas(self.name, round)
+        change = Change(delta, samples, await server_time_ms(self._redis))
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.hset(key, mapping={member: msgspec.msgpack.encode(change)})
+            pipe.expire(key, keys.ROUNDS_TTL_S)
+            await pipe.execute()
+
+    async def told(self, round: int) -> tuple[dict[str, Change], float]:
+        """The changes for a round, by run, and how many seconds ago the first of them came."""
+        raw = await ask(self._redis, "HGETALL", keys.round_deltas(self.name, round))
+        pairs = raw.items() if isinstance(raw, dict) else zip(raw[::2], raw[1::2], strict=True)
+        found = {member.decode(): msgspec.msgpack.decode(body, type=Change) for member, body in pairs}
+        first = min((change.told_ms for change in found.values()), default=0)
+        return found, (await server_time_ms(self._redis) - first) / 1000 if found else 0.0
+
+    async def turn(self, member: str) -> bool:
+        """Whether it is this run's to average now."""
+        return bool(await self._redis.set(keys.round_turn(self.name), member, nx=True, ex=TURN_S))
+
+    async def turn_over(self) -> None:
+        """Whoever had the turn is done."""
+        await ask(self._redis, "DEL", keys.round_turn(self.name))
+
+    async def close(self, before: Standing, state: Parcel, taken: frozenset[str]) -> bool:
+        """The next round is over with this average; False: it was before."""
+        number = before.round + 1
+        names = [
+            keys.rounds(self.name),
+            keys.round_bytes(self.name, state.id),
+            keys.round_bytes(self.name, before.state.id),
+            keys.round_deltas(self.name, number),
+        ]
+        body = msgspec.msgpack.encode(state)
+        return bool(await _close(self._redis, names, [number, body, "\n".join(sorted(taken)), keys.ROUNDS_TTL_S]))

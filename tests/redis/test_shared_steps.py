@@ -1,0 +1,200 @@
+"""Train steps that several processes compute: what they make is what one makes, whoever dies or is wrong on the way."""
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shared.errors import ConflictError, ServiceUnavailableError, SetupError
+from tests.redis.shared_trainers import MADE, PROBES, Trainers, largest_gap, made_groups, same, steps, trainers
+from tests.waiting import wait_until
+from trainer.learn.compute import Work
+from trainer.learn.learner import Trained
+from trainer.learn.options import LossOptions
+from trainer.shares.exchange import gradient_bytes, gradient_of
+from trainer.shares.member import Member
+from trainer.shares.part import Computed, Part
+from trainer.state import Arrays
+
+SEVERAL = replace(
+    MADE,
+    optimize=replace(
+        MADE.optimize, minibatches=2, epochs=2, loss=LossOptions("grpo", kl_coefficient=0.1, entropy_bonus=0.01)
+    ),
+)
+
+
+@pytest.mark.parametrize("options", [MADE, SEVERAL], ids=["one update", "four updates, KL, entropy"])
+async def test_two_and_three_processes_make_what_one_makes(redis_url: str, options: Any) -> None:
+    outcomes = []
+    for count in (0, 1, 2):
+        async with trainers(redis_url, options) as ring:
+            alone = await ring.alone()
+            groups = [await made_groups(alone, seed) for seed in range(3)]
+            learner = alone
+            if count:
+                learner = await ring.leader(trainers=1 + count)
+                for _ in range(count):
+                    await ring.member()
+            outcomes.append(await steps(learner, groups))
+            if count:
+                assert len(learner._speeds) == 1 + count, "all have computed"  # type: ignore[attr-defined]
+    for shared in outcomes[1:]:
+        for mine, theirs in zip(outcomes[0], shared, strict=True):
+            assert theirs.report.loss == pytest.approx(mine.report.loss, abs=1e-6)
+            assert theirs.report.grad_norm == pytest.approx(mine.report.grad_norm, rel=1e-5)
+            assert (theirs.report.tokens, theirs.report.sequences) == (mine.report.tokens, mine.report.sequences)
+            assert theirs.report.entropy == pytest.approx(mine.report.entropy, abs=1e-5)
+            assert theirs.report.kl == pytest.approx(mine.report.kl, abs=1e-6)
+            assert largest_gap(mine.weights, theirs.weights) < 1e-6
+
+
+async def outcome(redis_url: str, spoil: Any = None) -> tuple[list[Trained], list[BaseException | None]]:
+    """Three steps of a leader and two members, the first of which is spoilt; how the members' lives ended."""
+    async with trainers(redis_url, SEVERAL) as ring:
+        learner = await ring.leader(trainers=3)
+        groups = [await made_groups(learner, seed) for seed in range(3)]
+        first, second = await ring.member(), await ring.member()
+        if spoil is not None:
+            spoil(first, ring)
+        done = await steps(learner, groups)
+        tasks = [ring.tasks[member.name] for member in (first, second)]
+        ends = [task.exception() if task.done() and not task.cancelled() else None for task in tasks]
+    return done, ends
+
+
+@pytest.fixture
+async def undisturbed(redis_url: str) -> list[Trained]:
+    return (await outcome(redis_url))[0]
+
+
+def breaks(member: Member, ring: Trainers) -> None:
+    def failing(part: Part, update: int, weights: Arrays) -> Work[Computed]:
+        if update == 2:
+            raise RuntimeError("out of memory")
+        return original(part, update, weights)
+
+    original, member._gradient = member._gradient, failing  # type: ignore[method-assign]
+
+
+def lies(member: Member, ring: Trainers) -> None:
+    def wrong(part: Part, update: int, weights: Arrays) -> Work[Computed]:
+        computed = yield from original(part, update, weights)
+        return replace(computed, gradient={name: value * np.nan for name, value in computed.gradient.items()})
+
+    original, member._gradient = member._gradient, wrong  # type: ignore[method-assign]
+
+
+def dies(member: Member, ring: Trainers) -> None:
+    """As kill -9 leaves it, once it has begun: nothing is said, and the heartbeats have ended."""
+
+    async def silent(*_: object) -> None: ...
+
+    async def dying(*_: object) -> None:
+        member._run.beat = silent  # type: ignore[method-assign]
+        await member._run.gone(member.name)
+        await asyncio.get_running_loop().create_future()
+
+    member._compute = dying  # type: ignore[method-assign]
+
+
+def answers_late(member: Member, ring: Trainers) -> None:
+    """Frozen in the midst of its part until the others have made a step: its answer comes, and is nobody's."""
+
+    async def late(body: bytes) -> None:
+        beat, member._run.beat = member._run.beat, silent  # type: ignore[method-assign]
+        await ring.run_of(member).gone(member.name)
+        while not any(word for word in await ring.run_of(member).words(member._after, 0.05)):
+            pass
+        member._run.beat = beat  # type: ignore[method-assign]
+        await original(body)
+
+    async def silent(*_: object) -> None: ...
+
+    original, member._run.answer = member._run.answer, late  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("spoil", [breaks, lies, dies, answers_late])
+async def test_what_a_member_does_not_do_is_done_by_the_leader_to_the_byte(
+    redis_url: str, undisturbed: list[Trained], spoil: Any
+) -> None:
+    done, ends = await outcome(redis_url, spoil)
+    assert same(done[0].weights, undisturbed[0].weights)
+    for mine, theirs in zip(undisturbed, done, strict=True):  # later steps have other parts: one member less
+        assert theirs.report.loss == pytest.approx(mine.report.loss, abs=1e-6)
+        assert theirs.report.nonfinite_gradients == 0
+        assert largest_gap(mine.weights, theirs.weights) < 1e-5
+    assert isinstance(ends[0], ServiceUnavailableError) == (spoil in (breaks, lies))
+    assert ends[1] is None
+
+
+async def test_data_without_a_finite_gradient_is_no_members_fault(redis_url: str) -> None:
+    async with trainers(redis_url) as ring:
+        learner = await ring.leader(trainers=2)
+        member = await ring.member()
+        groups = await made_groups(learner, 0)
+        bad = [replace(each, samples=tuple(replace(s, advantage=np.inf) for s in each.samples)) for each in groups]
+        before = await learner.weights()
+        trained = await learner.train(bad, 0, 0, PROBES)
+        assert trained.report.nonfinite_gradients == 1 and not trained.report.updated
+        assert same(await learner.weights(), before)
+        await learner.revert()
+        assert (await learner.train(groups, 1, 0, PROBES)).report.updated
+        assert not ring.tasks[member.name].done() and len(learner._speeds) == 2
+
+
+async def test_one_that_joins_later_takes_part_and_another_leader_is_followed(redis_url: str) -> None:
+    async with trainers(redis_url) as ring:
+        learner = await ring.leader()
+        groups = [await made_groups(learner, seed) for seed in range(4)]
+        alone = await learner.train(groups[0], 0, 0, PROBES)
+        assert learner._speeds == {} and alone.report.updated
+        await learner.accept()
+        member = await ring.member()
+        learner._trainers = 2
+        await learner.train(groups[1], 1, 1, PROBES)
+        assert member.name in learner._speeds
+        snapshot = await learner.snapshot()
+        second = await ring.leader(trainers=2)
+        await second.restore(snapshot)
+        await second.train(groups[2], 2, 2, PROBES)
+        assert member.name in second._speeds
+        await wait_until(lambda: learner._lead._lost)
+        with pytest.raises(ConflictError, match="another process leads"):
+            await learner.train(groups[3], 3, 3, PROBES)
+
+
+async def test_another_base_or_rank_is_refused_by_name(redis_url: str) -> None:
+    async with trainers(redis_url) as ring:
+        await ring.leader(lora_rank=4)
+        for given, said in (
+            ({"lora_rank": 8}, "--lora-rank 8, but the run 'shared' has 4"),
+            ({"loss": "grpo"}, "--loss"),
+        ):
+            member = await ring.member(**given)
+            with pytest.raises(SetupError, match=said):
+                await ring.tasks[member.name]
+        same_rank = await ring.member(lora_rank=4)
+        await wait_until(lambda: same_rank._spec is not None)
+        other = await ring.member(base="0" * 64)
+        with pytest.raises(SetupError, match="trains another base"):
+            await ring.tasks[other.name]
+
+
+async def test_nobody_waits_for_ever_for_a_leader(redis_url: str) -> None:
+    async with trainers(redis_url) as ring:
+        member = await ring.member(learner_wait_s=0.1)
+        with pytest.raises(ServiceUnavailableError, match="nobody leads the run 'shared'"):
+            await ring.tasks[member.name]
+
+
+def test_a_rounded_gradient_is_near_and_says_what_is_not_finite() -> None:
+    values = np.array([0.0, -1.0, 1 / 3, 3e38, 1e-30, np.inf, -np.inf, np.nan], np.float32)
+    found = gradient_of(gradient_bytes({"a": values}, "bfloat16"), {"a": (8,)})["a"]
+    np.testing.assert_allclose(found[:5], values[:5], rtol=2**-8)
+    assert found[5:7].tolist() == [np.inf, -np.inf] and np.isnan(found[7])
+    assert gradient_of(gradient_bytes({"a": values}, "float32"), {"a": (8,)})["a"].tobytes() == values.tobytes()
+    with pytest.raises(ValueError, match="another adapter"):
+        gradient_of(gradient_bytes({"a": values}, "float32"), {"a": (2, 4)})

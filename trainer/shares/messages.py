@@ -1,0 +1,91 @@
+"""What a leader and its members say to each other: plain messages, msgpack. Weights and gradients are parcels.
+
+**step** a train step, by a number that grows · **update** the place of an AdamW update in it, from 0 · **part** what
+one process computes of it: the same minibatches with fewer samples, under the whole step's totals.
+"""
+
+import msgspec
+
+from shared.redis.training.chunks import Parcel
+from trainer.learn.steps import Plan, Sums
+from trainer.sharing import ExchangeDtype
+
+
+class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A run that others may join."""
+
+    model: str  # served name of the base
+    base_sha256: str
+    options: bytes  # LearnerOptions (trainer/learners/asks.py), msgpack
+    settings: dict[str, object]  # those that a member may not have of its own
+    exchange: ExchangeDtype = "float32"  # of gradients
+    version: str = ""  # of the leader's package
+
+
+class StepPart(msgspec.Struct, frozen=True):
+    """One process's part of a train step."""
+
+    plan: Plan
+    policy_step: int
+
+
+class Begin(msgspec.Struct, frozen=True, tag="begin"):
+    """A train step begins: its first weights, and a `StepPart` for each member that takes part."""
+
+    epoch: str
+    step: int
+    weights: Parcel
+    parts: dict[str, Parcel]
+    origin: Parcel | None = None  # what the run began with, where the loss needs it
+
+
+class Go(msgspec.Struct, frozen=True, tag="go"):
+    """The next update of the step, and its weights."""
+
+    epoch: str
+    step: int
+    update: int
+    weights: Parcel
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """The weights that the next step will most likely have."""
+
+    epoch: str
+    weights: Parcel
+
+
+class Leave(msgspec.Struct, frozen=True, tag="leave"):
+    """This member may not go on: what it computes is wrong."""
+
+    epoch: str
+    member: str
+    reason: str
+
+
+Word = Begin | Go | Ready | Leave
+
+
+class Done(msgspec.Struct, frozen=True, tag="done"):
+    """A member's gradient for one update."""
+
+    epoch: str
+    member: str
+    step: int
+    update: int
+    gradient: Parcel | None  # None: its part has no token in the loss
+    sums: Sums
+    positions: int
+    seconds: float
+
+
+class Trouble(msgspec.Struct, frozen=True, tag="trouble"):
+    """A member could not compute its part."""
+
+    epoch: str
+    member: str
+    step: int
+    message: str
+
+
+Answer = Done | Trouble

@@ -1,0 +1,118 @@
+"""One train step that several processes compute, on the leader's side."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+import structlog
+from redis.exceptions import RedisError
+
+from shared.redis.connection.faults import reason
+from trainer.learn.adam import added
+from trainer.learn.compute import ComputeHost, Work, at_once
+from trainer.learn.learner import Learner
+from trainer.learn.steps import Plan, Sums
+from trainer.shares.division import divided
+from trainer.shares.exchange import LEAST_PATIENCE_S, PATIENCE, Lead
+from trainer.shares.messages import StepPart
+from trainer.shares.part import Computed, Part
+from trainer.state import Arrays
+
+log = structlog.get_logger()
+
+ME = ""  # this process, among the members
+_RECENT = 0.5  # weight of the last time in a speed
+
+
+class SharedStep:
+    """From its plan to the last update; the weights are the learner's."""
+
+    def __init__(
+        self, host: ComputeHost, learner: Learner, lead: Lead, plan: Plan, before: Arrays, policy_step: int
+    ) -> None:
+        self._host, self._learner, self._lead = host, learner, lead
+        self._plan, self._before, self._policy_step = plan, before, policy_step
+        self._sums = Sums()
+        self._plans: dict[str, Plan] = {}
+        self._parts: dict[str, Part] = {}  # that this process computes
+        self._away: set[str] = set()  # members that do not take part any more
+
+    async def take(self, members: Sequence[str], speeds: dict[str, float]) -> Sums:
+        """Every update of the step; `speeds` (positions a second, by member) are used and kept up to date."""
+        names = [ME, *members]
+        known = [speeds[name] for name in names if name in speeds]
+        usual = sum(known) / len(known) if known else 1.0
+        plans = divided(self._plan, [speeds.get(name, usual) for name in names])
+        self._plans = {name: plan for name, plan in zip(names, plans, strict=True) if any(plan.minis)}
+        for update in range(len(self._plan.order)):
+            computed = await self._computed(update)
+            for name, each in computed.items():
+                if each.seconds and name not in self._away:
+                    rate = each.positions / each.seconds
+                    speeds[name] = rate + (1 - _RECENT) * (speeds.get(name, rate) - rate)
+            await self._host.run(lambda: self._apply([*computed.values()]))  # noqa: B023 - it is awaited
+        log.info("shared.step", trainers=len(self._plans), lost=sorted(self._away))
+        return self._sums
+
+    async def _computed(self, update: int) -> dict[str, Computed]:
+        """Each part of the update once, in the parts' order."""
+        others = asyncio.create_task(self._others(update))
+        try:
+            found = {} if ME not in self._plans else {ME: await self._own(ME, update)}
+            own_s = found[ME].seconds if found else 0.0
+            self._lead.late_at = time.monotonic() + max(LEAST_PATIENCE_S, PATIENCE * own_s)
+            found |= await others
+        finally:
+            others.cancel()
+        for name in self._plans:
+            if name not in found:
+                self._away.add(name)
+                found[name] = await self._own(name, update)
+            elif name != ME and not found[name].finite:
+                found[name] = await self._doubted(name, update, found[name])
+        return {name: found[name] for name in self._plans}
+
+    async def _others(self, update: int) -> dict[str, Computed]:
+        wanted = [name for name in self._plans if name != ME and name not in self._away]
+        if not wanted:
+            return {}
+        try:
+            if update:
+                await self._lead.go(update, await self._host.run(at_once(self._learner.weights)))
+            else:
+                policy, options = self._learner.optimizer.policy, self._learner.optimizer.options
+                origin = policy.origin if options.loss.kl_coefficient else None
+                parts = {name: StepPart(self._plans[name], self._policy_step) for name in wanted}
+                await self._lead.open(self._before, origin, parts)
+            return await self._lead.collect(update, wanted, self._learner.shapes)
+        except (RedisError, OSError) as error:
+            log.warning("shared.redis_away", error=reason(error), lost=wanted)
+            return {}
+
+    async def _own(self, name: str, update: int) -> Computed:
+        """What this process computes: its own part, or one of a member that is away."""
+        if name not in self._parts:
+            before = None if update == 0 else self._before
+            self._parts[name] = Part(self._learner.optimizer, self._plans[name], self._policy_step, before)
+        part = self._parts[name]
+        return await self._host.run(lambda: part.gradient(update))
+
+    async def _doubted(self, name: str, update: int, theirs: Computed) -> Computed:
+        """A member's numbers are not finite: ours, and if those are, the member goes."""
+        ours = await self._own(name, update)
+        if not ours.finite:
+            return theirs
+        self._away.add(name)
+        try:
+            await self._lead.send_off(name, "its gradient is not finite, and another process's is")
+        except (RedisError, OSError) as error:
+            log.warning("shared.redis_away", error=reason(error))
+        return ours
+
+    def _apply(self, computed: Sequence[Computed]) -> Work[None]:
+        optimizer, gradient = self._learner.optimizer, None
+        for each in computed:
+            self._sums.add(each.sums)
+            if each.gradient:
+                gradient = added(gradient, optimizer.adam.ordered(each.gradient))
+        yield from optimizer.apply(gradient, self._plan.rate, self._sums)

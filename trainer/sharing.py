@@ -1,0 +1,87 @@
+"""With whom a run learns: settings. Other processes may compute its train steps, or average weights with it."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, Field
+
+from shared.adapters import check_name
+from shared.errors import InvalidRequestError, SetupError
+
+ExchangeDtype = Literal["float32", "bfloat16"]
+
+
+class LearnerSettings(BaseModel):
+    """Part of TrainSettings: how many policies learn in `--mode rl`, and where."""
+
+    agents: Path | None = Field(
+        default=None, description="TOML file: several policies that learn at once over one base, a table each"
+    )
+    learner: Literal["own", "service", "shared"] = Field(
+        default="own",
+        description="who computes the train steps: own, this process; service, a running mlx_parallm_learners; "
+        "shared, this process and all that join it",
+    )
+    learner_wait_s: float = Field(
+        default=300.0,
+        gt=0,
+        description="how long a run waits for a service that is away, or one that joins for its leader, before it ends",
+    )
+    join_run: str = Field(
+        default="", description="compute with the run of this name, which a process with --learner shared leads"
+    )
+    trainers: int = Field(
+        default=1, ge=1, description="learner shared: the first step waits until so many processes take part"
+    )
+    federation: str = Field(default="", description="average weights with the other runs of this name")
+    sync_every: int = Field(default=0, ge=0, description="with federation: train steps between two rounds")
+    sync_redis: str = Field(default="", description="with federation: Redis of the rounds; default: the ring's own")
+    sync_wait_s: float = Field(
+        default=600.0, gt=0, description="with federation: a round is over so long after its first weights have come"
+    )
+    outer_rate: float = Field(default=1.0, gt=0, le=2, description="with federation: how far to go to the average")
+    outer_momentum: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="with federation: Nesterov's, of the averages; DiLoCo has 0.9 and a rate 0.7",
+    )
+    exchange: ExchangeDtype = Field(
+        default="float32", description="learner shared: gradients on their way; bfloat16 is half as much, and rounded"
+    )
+
+    def check_learner(self, over_http: bool) -> None:
+        """SetupError for settings that contradict where the run learns."""
+        if self.learner != "own" and over_http:
+            raise SetupError(f"--learner {self.learner} goes through the ring's Redis: leave out --over-http")
+        if self.join_run:
+            if self.learner != "own" or self.agents is not None or over_http:
+                raise SetupError(
+                    "--join-run computes for another process's run: leave out --learner, --agents, --over-http"
+                )
+            try:
+                check_name(self.join_run)
+            except InvalidRequestError as error:
+                raise SetupError(f"--join-run: {error}") from error
+        self._check_federation(over_http)
+        for flag, value, usual in (("--trainers", self.trainers, 1), ("--exchange", self.exchange, "float32")):
+            if value != usual and self.learner != "shared":
+                raise SetupError(f"{flag} {value} goes with --learner shared")
+
+    def _check_federation(self, over_http: bool) -> None:
+        usual = LearnerSettings.model_fields
+        if not self.federation:
+            for name in ("sync_every", "sync_redis", "sync_wait_s", "outer_rate", "outer_momentum"):
+                if getattr(self, name) != usual[name].default:
+                    raise SetupError(f"--{name.replace('_', '-')} goes with --federation NAME")
+            return
+        try:
+            check_name(self.federation)
+        except InvalidRequestError as error:
+            raise SetupError(f"--federation: {error}") from error
+        if not self.sync_every:
+            raise SetupError("--federation needs --sync-every: how many train steps are between two rounds")
+        if self.learner != "own" or self.join_run or self.agents is not None or over_http:
+            raise SetupError(
+                "--federation goes with a learner of one's own: leave out --learner, --join-run, --agents, --over-http"
+            )
