@@ -27,7 +27,8 @@ from tests.engine.ranks import Channel, Task  # noqa: E402
 from worker.engine.messages import EngineConfig, SpeculationConfig  # noqa: E402
 from worker.engine.model.loader import LoadedModel, load_model  # noqa: E402
 
-JSON = r'{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}'
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+GRAMMAR = json.dumps({"grammars": [{"json_schema": SCHEMA}]})
 
 
 def schedule(group: Any, folder: str, seed: int, **config: Any) -> Any:
@@ -58,7 +59,7 @@ def sequences(group: Any, folder: str, specs: list[Any], config: dict[str, Any],
         "ends": {spec.id: bench.finish(spec.id).reason for spec in each},
         "scores": {seq: event.score_logprobs for seq, event in told.items() if event.score_logprobs},
         "embeddings": embeddings,
-        "kv": bench.engine._model.new_kv() and bench.loaded.card.kv_bytes_per_token,
+        "kv": bench.loaded.card.kv_bytes_per_token,
         "drafted": bench.engine.drafting.stats.accepted,
     }
 
@@ -69,8 +70,8 @@ def adapters(group: Any, folder: str, made: list[list[Any]], specs: list[Any]) -
     for path, manifest in made:
         each = msgspec.convert(manifest, AdapterManifest)
         files[each.id] = MadeAdapter(Path(path), each, None)
-    with AdapterBench(_load(folder, group), files, slots=4) as bench:
-        bench.provide("b@1")
+    with AdapterBench(_load(folder, group), files, slots=5) as bench:
+        bench.provide(*(version for version in files if version != "a@2"))
         bench.publish("a@1")
         rows = [msgspec.convert(spec, SequenceSpec) for spec in specs]
         bench.submit(*rows)
