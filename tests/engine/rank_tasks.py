@@ -13,9 +13,11 @@ from worker.engine.model import fast_blas
 fast_blas.install()
 
 import mlx.core as mx  # noqa: E402
+import mlx.nn as nn  # noqa: E402
 import msgspec  # noqa: E402
 import numpy as np  # noqa: E402
 from mlx.utils import tree_flatten  # noqa: E402
+from mlx_lm.generate import generation_stream  # noqa: E402
 
 from shared.adapters import AdapterManifest  # noqa: E402
 from shared.errors import SetupError  # noqa: E402
@@ -24,6 +26,8 @@ from tests.engine.adapter_bench import AdapterBench, row  # noqa: E402
 from tests.engine.adapter_models import MadeAdapter  # noqa: E402
 from tests.engine.conftest import Bench, prompt_of, spec  # noqa: E402
 from tests.engine.ranks import Channel, Task  # noqa: E402
+from trainer.learn.options import AdapterShape  # noqa: E402
+from trainer.learn.policy import Policy  # noqa: E402
 from worker.engine.messages import EngineConfig, SpeculationConfig  # noqa: E402
 from worker.engine.model.loader import LoadedModel, load_model  # noqa: E402
 
@@ -115,6 +119,26 @@ def loads(group: Any, folder: str, seed: int, made: list[list[Any]]) -> Any:
         bench.run()
         tokens = {each.id: bench.tokens(each.id) for each in rows}
         return {"tokens": tokens, "versions": {each.id: bench.versions(each.id) for each in rows}}
+
+
+def gradient(group: Any, folder: str) -> Any:
+    """Of LoRA everywhere, summed over ranks; and what a train step's update makes of its first parameters."""
+    loaded = _load(folder, group)
+    with mx.stream(generation_stream):
+        policy = Policy(loaded.model, AdapterShape(rank=4, scale=2.0), seed=1, whole=loaded.whole)
+        draw = np.random.default_rng(0)
+        policy.load({name: each + draw.normal(0, 0.05, each.shape) for name, each in policy.weights().items()})
+        ids = mx.array([prompt_of(30, 1), prompt_of(30, 2)])
+
+        def loss(model: Any) -> mx.array:
+            logits = model(ids[:, :-1])
+            return nn.losses.cross_entropy(logits, ids[:, 1:], reduction="mean")
+
+        value, part = nn.value_and_grad(policy.model, loss)(policy.model)
+        whole = dict(tree_flatten(policy.whole(part)))
+        mx.eval(value, whole)
+    told = {name: np.array(each, np.float32).ravel().tolist() for name, each in sorted(whole.items())}
+    return {"loss": value.item(), "gradient": told}
 
 
 def memory(group: Any, folder: str) -> Any:

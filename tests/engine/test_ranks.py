@@ -36,6 +36,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "olmo2": SHAPE | {"model_type": "olmo2"},
 }
 WHOLE = tuple(name for name in MODELS if name not in ("three_heads", "olmo2"))
+LEARNING = ("llama", "quantised", "qwen3_moe", "gpt_oss")
 EXPERTS = tuple(f"mlp.switch_mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj"))
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # of llama: how it is loaded, and how it runs
     "kv in 8 bits": ({"kv_bits": 8, "kv_group_size": 32}, {}),
@@ -94,6 +95,8 @@ class Ran:
             if name == "llama":
                 self._add("loads", "loads", name, made=[files[0], files[1], files[2]], seed=3)
         self._add("memory", "memory", "qwen3_moe")
+        for name in LEARNING:
+            self._add(f"gradient {name}", "gradient", name)
         for name in ("three_heads", "olmo2"):
             self._add(f"refused {name}", "refusal", name)
         told = start(count, folder / "ring", list(self.tasks.values()))
@@ -197,3 +200,12 @@ def test_what_cannot_be_divided_is_refused_with_the_reason(ran: Ran) -> None:
     heads = ran.told("refused three_heads")
     assert "2 ranks cannot divide the 3 heads (n_kv_heads) of model.layers." in heads
     assert "mlx-lm's olmo2 cannot be divided among ranks" in ran.told("refused olmo2")
+
+
+@pytest.mark.parametrize("name", LEARNING)
+def test_gradients_of_a_divided_model_are_those_of_one_process(ran: Ran, name: str) -> None:
+    told, alone = ran.told(f"gradient {name}"), ran.alone(f"gradient {name}")
+    assert told["loss"] == pytest.approx(alone["loss"], abs=CLOSE)
+    assert_close(told["gradient"], alone["gradient"])
+    largest = [max(map(abs, each)) for each in alone["gradient"].values()]
+    assert min(largest) > 10 * CLOSE, "each of them is large enough to be told from nothing"

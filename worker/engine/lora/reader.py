@@ -128,19 +128,10 @@ def _site_weights(manifest: AdapterManifest, site: Site, tensors: Tensors, dtype
     wanted = (*lead, site.inputs, manifest.rank), (*lead, manifest.rank, site.outputs)
     if (a.shape, b.shape) != wanted:
         raise AdapterRejectedError(f"{manifest.id}: {site.path} has shapes {a.shape}, {b.shape}; expected {wanted}")
-    a, b = _held(site, a, b)
+    a, b = site.held(a, b)
     scaled = b.astype(mx.float32) * manifest.scale
     gain = _gain(manifest, site, a, scaled, tensors[f"{site.path}.m"]) if manifest.kind == "dora" else None
     return SiteWeights(mx.contiguous(a.astype(dtype)), mx.contiguous(scaled.astype(dtype)), gain)
-
-
-def _held(site: Site, a: mx.array, b: mx.array) -> tuple[mx.array, mx.array]:
-    """This rank's part of A and B."""
-    if site.cut is None:
-        return a, b
-    if site.cut.by == "inputs":
-        return site.cut.part(a, -2), b
-    return a, site.cut.part(b, -1)
 
 
 def _gain(manifest: AdapterManifest, site: Site, a: mx.array, scaled_b: mx.array, m: mx.array) -> mx.array:

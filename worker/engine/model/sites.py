@@ -78,6 +78,12 @@ class Site:
         """Of this rank's part."""
         return self._held("outputs", self.outputs)
 
+    def held(self, a: mx.array, b: mx.array) -> tuple[mx.array, mx.array]:
+        """This rank's part of an adapter's A [..., in, r] and B [..., r, out]."""
+        if self.cut is None:
+            return a, b
+        return (self.cut.part(a, -2), b) if self.cut.by == "inputs" else (a, self.cut.part(b, -1))
+
     def _held(self, by: str, whole: int) -> int:
         return whole if self.cut is None or self.cut.by != by else whole // self.cut.ranks.size
 
