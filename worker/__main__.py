@@ -17,12 +17,13 @@ from shared.process.discovery import join
 from shared.process.garbage import no_collections
 from shared.process.lifeline import VARIABLE, follow_parent
 from shared.process.logs import configure
+from shared.process.options.group import LOST_EXIT_CODE
 from shared.process.settings import WorkerSettings, load
 from shared.redis.connection.client import require
 from shared.telemetry import tracing
 from worker.engine.model import fast_blas
 from worker.group.children import take_device
-from worker.group.placement import LOST_EXIT_CODE, Placement, placement
+from worker.group.placement import Placement, placement
 
 log = structlog.get_logger()
 

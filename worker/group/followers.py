@@ -71,11 +71,12 @@ class Follower:
             self._moved_at = now
         return now - self._moved_at
 
-    def status(self, number: int, now: float, lost: str) -> RankStatus:
-        """For the heartbeat."""
+    def status(self, backend: str, number: int, now: float, lost: str) -> RankStatus:
+        """For the heartbeat, when so many turns have begun."""
         state: RankState = "lost" if lost.startswith(f"rank {self.rank} ") else "ready" if self.loaded else "loading"
         silent_s = round(now - self._heard_at, 1)
-        return RankStatus(self.rank, self.host, self._talk.address, state, max(0, number - self.turn), silent_s)
+        behind = max(0, number - self.turn)
+        return RankStatus(self.rank, self.host, self._talk.address, backend, state, behind, silent_s)
 
     def close(self) -> None:
         """At once."""

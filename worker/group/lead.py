@@ -262,8 +262,8 @@ class GroupLead:
     def ranks(self) -> tuple[RankStatus, ...]:
         """For the heartbeat."""
         now = time.monotonic()
-        first = RankStatus(0, socket.gethostname(), self._backend, "lost" if self.lost else "ready")
-        others = (each.status(self._number, now, self.lost) for each in self._followers)
+        first = RankStatus(0, socket.gethostname(), self._address(), self._backend, "lost" if self.lost else "ready")
+        others = (each.status(self._backend, self._number, now, self.lost) for each in self._followers)
         return (first, *others)
 
     # -- thread G's (worker/engine/build.py:Lead)

@@ -14,7 +14,6 @@ from shared.errors import SetupError
 from shared.process.settings import WorkerSettings
 
 Backend = Literal["", "ring", "nccl", "jaccl"]
-LOST_EXIT_CODE = 3  # of a strict group that has lost a rank
 
 
 @dataclass(frozen=True)

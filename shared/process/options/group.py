@@ -4,6 +4,8 @@ from typing import Literal
 
 from pydantic import BaseModel, Field
 
+LOST_EXIT_CODE = 3  # of a rank of a strict group that has lost another one: nobody starts it again
+
 Mode = Literal["", "off", "ring", "jaccl", "nccl"]
 
 

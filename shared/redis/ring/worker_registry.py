@@ -37,7 +37,8 @@ class RankStatus(msgspec.Struct, frozen=True):
 
     rank: int
     host: str
-    address: str  # that it speaks from; of rank 0 how ranks exchange sums
+    address: str  # where it is reached, or speaks from
+    sums_by: str  # how it exchanges sums with the others: ring, nccl or jaccl
     state: RankState
     behind: int = 0  # turns that it has not told to have taken
     silent_s: float = 0.0  # since it said something
