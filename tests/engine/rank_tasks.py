@@ -1,4 +1,4 @@
-"""What the ranks of a test do (`ranks.py` starts them), and one process alone, to compare with: then without a group."""
+"""What the ranks of a test do (`ranks.py` starts them), or one process alone to compare with: without a group."""
 
 from __future__ import annotations
 

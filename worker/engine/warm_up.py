@@ -35,7 +35,6 @@ CPU_CHUNKS = (64, 512)
 USUAL_PROMPT = 128  # tokens, of the prompts that are measured together
 FREE_PART = 8  # of the free memory, an eighth may go for a forward
 WARM_UP_S = 60.0  # after which no more is tried
-LONGEST_S = 3600.0  # of a forward, as ranks tell it to one another
 WARM_TOKENS = 24
 SAMPLINGS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
@@ -103,12 +102,6 @@ def _timed(loaded: LoadedModel) -> Forward:
         return time.perf_counter() - began
 
     def forward(rows: int, width: int) -> float:
-        took = measured(rows, width)
-        if loaded.ranks is None:
-            return took
-        return loaded.ranks.least(int(min(took, LONGEST_S) * 1e9)) / 1e9  # all come to the same sizes
-
-    def measured(rows: int, width: int) -> float:
         if on_cpu:
             return min(once(rows, width) for _ in range(2))
         free, before = free_bytes(), mx.get_active_memory()
@@ -119,13 +112,14 @@ def _timed(loaded: LoadedModel) -> Forward:
             return float("inf")
         return seconds if mx.get_peak_memory() - before <= free // FREE_PART else float("inf")
 
-    return forward
+    ranks = loaded.ranks
+    # All ranks come to the same sizes: what the slowest takes counts.
+    return forward if ranks is None else lambda rows, width: ranks.most(forward(rows, width))
 
 
 def rehearse(loaded: LoadedModel, config: EngineConfig) -> Iterator[int]:
     """Decode rows of usual sizes, in an engine of their own; the numbers of rows, as they are done."""
     until = time.perf_counter() + WARM_UP_S
-    is_group = loaded.ranks is not None  # whose ranks have no clock in common
     drafts = config.speculation and replace(config.speculation, adapts_to_rows=False, adapts_to_time=False)
     engine, names = Engine(loaded, replace(config, speculation=drafts)), count()
     turns = [(SAMPLINGS[:1], 0), (SAMPLINGS, 0)]
@@ -134,14 +128,20 @@ def rehearse(loaded: LoadedModel, config: EngineConfig) -> Iterator[int]:
         for rows in usual_rows(config.max_rows):
             for samplings, predicted in turns:
                 engine.submit([_request(next(names), loaded, samplings, predicted) for _ in range(rows)])
-                while engine.busy and (is_group or time.perf_counter() < until):
-                    engine.turn(TurnFacts(0) if is_group else None)
+                while engine.busy and not _is_late(loaded, until):
+                    engine.turn(None if loaded.ranks is None else TurnFacts(now_ms=0))
                     engine.settle()
-            if time.perf_counter() > until and not is_group:
+            if _is_late(loaded, until):
                 return
             yield rows
     finally:
         engine.close()
+
+
+def _is_late(loaded: LoadedModel, until: float) -> bool:
+    """Whether this time has come, on any rank if there are several."""
+    late = time.perf_counter() > until
+    return late if loaded.ranks is None else loaded.ranks.most(late) > 0
 
 
 def usual_rows(most: int) -> list[int]:

@@ -14,8 +14,6 @@ from typing import Any, Literal
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.nn.layers.distributed import (
-    AllToShardedLinear,
-    QuantizedAllToShardedLinear,
     QuantizedShardedToAllLinear,
     ShardedToAllLinear,
 )
@@ -28,16 +26,10 @@ from worker.engine.ranks.ranks import Ranks
 SiteKind = Literal["linear", "switch", "embedding"]
 
 _REDUCING = (ShardedToAllLinear, QuantizedShardedToAllLinear)
-_LINEARS = (nn.Linear, nn.QuantizedLinear, AllToShardedLinear, QuantizedAllToShardedLinear, *_REDUCING)
+_LINEARS = (nn.Linear, nn.QuantizedLinear, *_REDUCING)
 _SWITCHES = (SwitchLinear, QuantizedSwitchLinear)
 _EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
-_QUANTIZED = (
-    nn.QuantizedLinear,
-    nn.QuantizedEmbedding,
-    QuantizedSwitchLinear,
-    QuantizedAllToShardedLinear,
-    QuantizedShardedToAllLinear,
-)
+_QUANTIZED = (nn.QuantizedLinear, nn.QuantizedEmbedding, QuantizedSwitchLinear, QuantizedShardedToAllLinear)
 _INTERLEAVED = ("in_proj_qkv", "qkvg_proj", "qkv_proj")  # of their outputs, a rank has parts that do not lie together
 
 Shapes = dict[str, tuple[int, int]]
