@@ -66,7 +66,7 @@ def test_under_mlx_launch(tmp_path: Path) -> None:
         ("--distributed-mode off --num-local-ranks 2", "contradicts --num-local-ranks"),
         ("--distributed-mode jaccl --num-local-ranks 2", "for several machines"),
         ("--num-local-ranks 2 --distributed-sharding pipeline", "--distributed-sharding pipeline cannot be had"),
-        ("--num-local-ranks 2 --spec-decode ngram", "--spec-decode cannot be had"),
+        ("--num-local-ranks 2 --spec-decode auto", "--spec-decode auto cannot be had"),
         ("--num-local-ranks 2 --ssd-cache-dir kv", "--ssd-cache-dir cannot be had"),
         ("--num-local-ranks 2 --kv-transfer", "--kv-transfer cannot be had"),
         ("--num-local-ranks 2 --guest trainer.hosted:HostedTrainer", "--guest cannot be had"),

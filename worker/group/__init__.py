@@ -10,7 +10,8 @@ Two connections lead from a follower to rank 0, both after a handshake by the ri
 *talk*: between the event loops, both ways: life signs, what has been read, files of adapters to fetch.
 
 In order of reading: `placement.py` (which rank of what we are), `meeting.py` (how ranks find one another by Redis),
-`messages.py`, `turns.py` (the channel of turns), `lead.py` (rank 0's side), `following.py` (a follower's process),
+`messages.py`, `turns.py` (the channel of turns), `lead.py` (rank 0's side) with `followers.py` (the others as it sees
+them), `following.py` (a follower's process),
 `children.py` (followers on rank 0's own machine), `backend.py` (MLX's side of it).
 
 What ends a rank ends the group: rank 0 gives its sequences back, which go on elsewhere, and all begin anew. Nothing is

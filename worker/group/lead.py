@@ -257,7 +257,7 @@ class GroupLead:
             await follower.say(Fetch(self._fetches, manifest))
         for follower, waits in waiting:
             if fault := await waits:
-                raise EngineError(f"rank {follower.rank} cannot get adapter {manifest.id}: {fault}")
+                raise EngineError(f"rank {follower.rank} ({follower.host}) cannot get adapter {manifest.id}: {fault}")
 
     def ranks(self) -> tuple[RankStatus, ...]:
         """For the heartbeat."""

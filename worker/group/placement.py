@@ -83,7 +83,10 @@ def _check(settings: WorkerSettings) -> None:
     part = "a rank's KV is a part of the model's"
     refused = {
         "--distributed-sharding pipeline": (settings.distributed_sharding != "tensor", "ranks divide each layer"),
-        "--spec-decode": (settings.spec_decode != "none", "drafts follow the clock of one machine"),
+        f"--spec-decode {settings.spec_decode}": (
+            settings.spec_decode in ("draft", "auto"),
+            "ngram is what all ranks draft alike",
+        ),
         "--ssd-cache-dir": (settings.ssd_folder is not None, f"{part}, and files are whole"),
         "--kv-transfer": (settings.kv_transfer, f"{part}, and workers give it whole"),
         "--guest": (bool(settings.guest), "training needs the whole model; run mlx_parallm_train by itself"),

@@ -18,12 +18,13 @@ from tests.e2e.rings import MODEL, Process, Ring, ring
 from tests.e2e.test_adapters import CONFIG, chat_body, upload, weights
 
 LONG = {"model": MODEL, "prompt": "Count from 1 to 60.", "max_tokens": 150, "ignore_eos": True, "temperature": 0}
+SETTINGS = ("--max-batch-size", "8", "--lease-ms", "1000", "--spec-decode", "ngram")
 RANKS = ("--num-local-ranks", "2", "--distributed-silence-s", "2")
 
 
 @pytest.fixture(scope="module")
 def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ring]:
-    with ring(tmp_path_factory.mktemp("group"), *RANKS, "--max-batch-size", "8", "--lease-ms", "1000") as started:
+    with ring(tmp_path_factory.mktemp("group"), *RANKS, *SETTINGS) as started:
         yield started
 
 
