@@ -93,7 +93,9 @@ class WorkerProcess:
         self._group = group = None if self._placed is None else GroupLead(s, self._placed, self._on_lost)
         self._engine = EngineThread(engine_config(s), self._on_step, self._on_death, adapters, self._on_adapters, group)
         self._watch = EngineWatch(self._engine, s.engine_stall_s, self._on_stall)
-        loaded = await started(self._engine, group)
+        loaded = await started(self._engine, group, self._stop)
+        if loaded is None:
+            return 0
         await asyncio.to_thread(self._lodging.prepare, Workplace(self._engine, loaded))
         self._card, self._tokenizer = loaded.card, loaded.tokenizer
         self._redis = connect(self._settings.redis)

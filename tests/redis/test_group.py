@@ -19,12 +19,13 @@ from shared.redis import keys
 from shared.redis.connection.client import connect
 from shared.sequences import SamplingParams, SequenceSpec
 from tests.waiting import wait_until
-from worker.engine.messages import RowRequest
+from worker.engine.messages import EngineConfig, RowRequest
 from worker.engine.orders import Cancel, Submit
 from worker.engine.ranks.turns import Seen, TurnFacts
+from worker.engine.thread import EngineThread
 from worker.group import meeting
 from worker.group.followers import MAGIC
-from worker.group.lead import GroupLead
+from worker.group.lead import GroupLead, started
 from worker.group.messages import Begin, Fetch, Fetched, FromLead, Hello, Loaded, Progress, Read, Turn
 from worker.group.placement import Host, Placement
 from worker.group.turns import LineError, Outcome, TurnsIn, TurnsOut
@@ -221,6 +222,16 @@ async def test_a_turn_that_comes_again_is_refused() -> None:
         TurnsOut(near, b"k" * 32).send(data)  # the same frame, as somebody on the way could send it
         with pytest.raises(LineError, match="not authentic"):
             into.next()
+
+
+async def test_a_rank_0_whose_others_never_come_can_be_told_to_end(redis_url: str) -> None:
+    async with led(redis_url, "alone") as (lead, _, losses):
+        stop = asyncio.Event()
+        waits = asyncio.create_task(started(EngineThread(EngineConfig("unused"), print, print), lead, stop))
+        done, _ = await asyncio.wait([waits], timeout=2 * meeting.LOOK_S)
+        assert not done
+        stop.set()
+        assert await waits is None and not losses
 
 
 async def test_nothing_is_left_in_redis(redis_url: str) -> None:

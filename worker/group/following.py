@@ -16,12 +16,14 @@ from typing import Any
 
 import msgspec
 import structlog
+from redis.exceptions import RedisError
 
 from shared.adapters import AdapterManifest
 from shared.errors import ServiceUnavailableError, SetupError
 from shared.process.settings import WorkerSettings
 from shared.redis.adapters.store import AdapterStore
 from shared.redis.connection.client import connect
+from shared.redis.connection.faults import reason
 from worker.adapters.cache import DiskCache
 from worker.engine.build import Built, build
 from worker.engine.model.loader import model_folder
@@ -106,7 +108,12 @@ class Follower:
             self._jaccl.check(placed)
         folder = await asyncio.to_thread(model_folder, settings.model)
         while True:
-            secret = await ring_secret(self._redis)
+            try:
+                secret = await ring_secret(self._redis)
+            except (RedisError, OSError) as error:
+                log.warning("group.redis_trouble", error=reason(error))
+                await asyncio.sleep(meeting.LOOK_S)
+                continue
             places = own_places(placed, backend, self._address())
             ours = meeting.own_member(placed, backend, places, folder)
             place = await meeting.look_for(self._redis, placed, ours)
@@ -155,10 +162,10 @@ class Follower:
                 match _decoded(await talk.receive(WORDS)):
                     case Fetch(number, manifest):
                         self._begin(self._fetch(number, manifest))
-                    case End(reason, is_setup):
-                        if reason:
-                            log.warning("group.ends", rank=self._placed.rank, reason=reason)
-                        self._end(2 if is_setup else 1 if reason else 0)
+                    case End(why, is_setup):
+                        if why:
+                            log.warning("group.ends", rank=self._placed.rank, reason=why)
+                        self._end(2 if is_setup else 1 if why else 0)
                         return
                     case Alive():
                         pass
@@ -211,7 +218,7 @@ class Follower:
         try:
             self._take_turns(self._built(begin))
         except LineError as error:
-            log.warning("group.rank_0_lost", rank=rank, reason=str(error))
+            log.info("group.no_more_turns", rank=rank, reason=str(error))  # the other connection says why
         except SetupError as error:
             log.error("group.cannot_follow", rank=rank, reason=str(error))
             self._say(Lost(str(error), is_setup=True))

@@ -23,6 +23,7 @@ from redis.asyncio import Redis
 from shared.adapters import AdapterManifest
 from shared.errors import EngineError, ServiceUnavailableError, SetupError
 from shared.frames import TokenEvent
+from shared.process.loops import cancel
 from shared.process.settings import WorkerSettings
 from shared.redis.connection.client import connect
 from shared.redis.ring.worker_registry import RankStatus
@@ -129,10 +130,10 @@ class GroupLead:
         """What comes of it, unless a rank is lost meanwhile: ServiceUnavailableError, or SetupError."""
         task = asyncio.ensure_future(work)
         await asyncio.wait({task, self._gone}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        task.cancel()
-        raise self._gone.result()
+        if not task.done():
+            task.cancel()
+            raise self._gone.result()
+        return task.result()
 
     async def close(self, error: BaseException | None = None) -> None:
         """Let the others end; `error`: what this one ends for."""
@@ -302,16 +303,28 @@ class GroupLead:
             self._sums.pop(self._number - KEPT_SUMS, None)
 
 
-async def started(engine: EngineThread, group: GroupLead | None) -> LoadedModel:
-    """An engine's model, once it is loaded, on all ranks of its group if it has one."""
+async def started(engine: EngineThread, group: GroupLead | None, stop: asyncio.Event) -> LoadedModel | None:
+    """An engine's model, once it is loaded, on all ranks of its group if it has one.
+
+    None: it is told to stop before the others are there, who may never come.
+    """
     if group is None:
         return await asyncio.to_thread(engine.start)
+    stopping = asyncio.create_task(stop.wait())
+    opening = asyncio.create_task(group.open(engine.wake_up))
     try:
-        await group.open(engine.wake_up)
+        await asyncio.wait({opening, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if not opening.done():
+            await cancel([opening])
+            await group.close()
+            return None
+        opening.result()
         return await group.unless_lost(asyncio.wrap_future(engine.begin()))
     except BaseException as error:
         await group.close(error)
         raise
+    finally:
+        stopping.cancel()
 
 
 async def ended(group: GroupLead | None) -> None:

@@ -6,6 +6,7 @@ soon after.
 """
 
 import asyncio
+import contextlib
 import hashlib
 import socket
 import time
@@ -18,11 +19,13 @@ from typing import TypeVar
 import msgspec
 import structlog
 from redis.asyncio import Redis
+from redis.exceptions import RedisError
 
 from shared.errors import SetupError
 from shared.process.settings import version
 from shared.redis import keys
 from shared.redis.connection.client import ask_all
+from shared.redis.connection.faults import reason
 from worker.group.placement import Placement
 
 log = structlog.get_logger()
@@ -82,7 +85,12 @@ async def gather(
     refreshed, told_at = 0.0, time.monotonic()
     published: Meeting | None = None
     while True:
-        members = await _members(redis, placed, ours)
+        try:
+            members = await _members(redis, placed, ours)
+        except (RedisError, OSError) as error:
+            log.warning("group.redis_trouble", error=reason(error))
+            await asyncio.sleep(LOOK_S)
+            continue
         missing = [rank for rank, member in enumerate(members) if member is None]
         now = time.monotonic()
         if not missing:
@@ -93,7 +101,8 @@ async def gather(
                 await _set(redis, keys.group_meeting(placed.group), msgspec.msgpack.encode(meeting))
                 published, refreshed = meeting, now
             if connected().issuperset(meeting.nonces[1:]):
-                await redis.delete(keys.group_meeting(placed.group))
+                with contextlib.suppress(RedisError, OSError):
+                    await redis.delete(keys.group_meeting(placed.group))
                 return all_here
         if now - told_at > TELL_S:
             log.info("group.waiting", missing=missing or "none has connected", of=placed.size)
@@ -107,7 +116,11 @@ async def look_for(redis: Redis, placed: Placement, ours: Member) -> Meeting:
     while True:
         key = keys.group_member(placed.group, placed.rank)
         set_ours = ("SET", key, msgspec.msgpack.encode(ours), "EX", keys.GROUP_TTL_S)
-        _, found = await ask_all(redis, [set_ours, ("GET", keys.group_meeting(placed.group))])
+        try:
+            _, found = await ask_all(redis, [set_ours, ("GET", keys.group_meeting(placed.group))])
+        except (RedisError, OSError) as error:
+            log.warning("group.redis_trouble", error=reason(error))
+            found = None
         if found is not None:
             meeting = _decoded(found, Meeting)
             if meeting is not None and placed.rank < len(meeting.nonces) and meeting.nonces[placed.rank] == ours.nonce:
@@ -119,8 +132,9 @@ async def look_for(redis: Redis, placed: Placement, ours: Member) -> Meeting:
 
 
 async def leave(redis: Redis, placed: Placement) -> None:
-    """A follower has met its group, or gives up."""
-    await redis.delete(keys.group_member(placed.group, placed.rank))
+    """A follower has met its group."""
+    with contextlib.suppress(RedisError, OSError):  # it goes by itself
+        await redis.delete(keys.group_member(placed.group, placed.rank))
 
 
 async def _members(redis: Redis, placed: Placement, ours: Member) -> list[Member | None]:
@@ -130,7 +144,8 @@ async def _members(redis: Redis, placed: Placement, ours: Member) -> list[Member
 
 
 async def _set(redis: Redis, key: str, value: bytes) -> None:
-    await redis.set(key, value, ex=keys.GROUP_TTL_S)
+    with contextlib.suppress(RedisError, OSError):  # the next look says it again
+        await redis.set(key, value, ex=keys.GROUP_TTL_S)
 
 
 def _decoded(data: bytes, kind: type[T]) -> T | None:
