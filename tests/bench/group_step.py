@@ -1,11 +1,13 @@
-"""What a decode step costs where ranks divide the model, and what of it is sums: `python -m tests.bench.group_step`.
+"""Decode steps where two ranks divide the model, and what makes them cheap: `python -m tests.bench.group_step`.
 
 Random weights of the shapes of Qwen3 8B and 32B in bfloat16, made on the device, one process a GPU, over NCCL (without
-CUDA: small shapes over the ring). Each process turns an engine of its own by the same facts. Of each case: the time of
-a decode step, what of it the host spends in handing over work (`mx.async_eval`), and the same with sums over ranks left
-out, which gives wrong tokens in the same time as right ones.
+CUDA: small shapes over the ring). Each process turns an engine of its own, by the same facts. Cases differ in the
+environment, since what NCCL and MLX do about CUDA graphs is settled at start; all of them are in memory at once and
+take turns, since a machine's speed drifts.
 
-Cases of two ranks differ in the environment, since what NCCL and MLX do about CUDA graphs is settled at start.
+Of each case and number of rows: what a decode step takes, least and median, what of it the host spends in handing over
+work (`mx.async_eval`), the same with sums over ranks left out (wrong tokens in the same time as right ones), and how
+many times faster than one rank it is, round by round: least, median, most.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,106 +34,134 @@ SHAPES: dict[str, dict[str, Any]] = {
     "small": {"hidden_size": 256, "num_hidden_layers": 12, "intermediate_size": 512, "num_attention_heads": 8},
 }
 KV_HEADS, HEAD, VOCABULARY = 8, 128, 151_936
-PROMPT, WARM, STEPS = 128, 12, 30
-NO_GRAPHS = {"MLX_USE_CUDA_GRAPHS": "0"}
-APART = {"NCCL_GRAPH_MIXING_SUPPORT": "0", "NCCL_GRAPH_REGISTER": "0"}
-CLUSTERS = {"NCCL_CGA_CLUSTER_SIZE": "0"}
+PROMPT, WARM, STEPS = 128, 8, 30
+ROWS = (1, 8, 32)
+KV_BYTES = 16 << 30  # bounds what MLX keeps of freed memory, too
+AS_MLX_HAS_IT = {"NCCL_GRAPH_MIXING_SUPPORT": "1", "NCCL_GRAPH_REGISTER": "1", "NCCL_CGA_CLUSTER_SIZE": "4"}
+LARGER = {"MLX_MAX_OPS_PER_BUFFER": "100"}
+CASES: list[tuple[int, str, dict[str, str]]] = [
+    (1, "alone", {}),
+    (2, "as set", {}),
+    (2, "as NCCL and MLX have it", AS_MLX_HAS_IT),
+    (2, "no graphs", {"MLX_USE_CUDA_GRAPHS": "0"}),
+    (2, "graphs of 100", LARGER),
+    (1, "graphs of 100", LARGER),
+]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Case:
-    """One start of one or two processes."""
+    """One or two processes, which stay."""
 
-    shape: str
     ranks: int
     name: str
-    environment: dict[str, str] = field(default_factory=dict)
-    rows: tuple[int, ...] = (1, 8, 32)
-    prompt: int = 0
+    processes: list[subprocess.Popen[str]]
+    made: str = ""
+    steps: dict[int, list[dict[str, float]]] = field(default_factory=dict)  # by rows; 0: the prompt
+
+    def ask(self, question: str) -> str:
+        """Of all its processes; the first one's answer, "" when it has ended."""
+        try:
+            for process in self.processes:
+                assert process.stdin is not None, "it is asked over it"
+                process.stdin.write(f"{question}\n")
+                process.stdin.flush()
+        except OSError:
+            return ""
+        return self.answer()
+
+    def answer(self) -> str:
+        """The first process's next line."""
+        stdout = self.processes[0].stdout
+        assert stdout is not None, "it answers over it"
+        return stdout.readline().strip()
 
 
-def cases(shapes: list[str], prompt: int) -> Iterator[Case]:
-    """The most telling ones first."""
-    first, *others = shapes
-    yield Case(first, 2, "as it is", prompt=prompt)
-    yield Case(first, 2, "graphs, NCCL alone", APART, prompt=prompt)
-    yield Case(first, 2, "no graphs", NO_GRAPHS, prompt=prompt)
-    for shape in others:
-        yield Case(shape, 2, "as it is", prompt=prompt)
-        yield Case(shape, 2, "graphs, NCCL alone", APART, prompt=prompt)
-    few = (1, 32)
-    yield Case(first, 2, "NCCL alone, no clusters", APART | CLUSTERS, few)
-    yield Case(first, 2, "NCCL alone, graphs of 10", APART | {"MLX_MAX_OPS_PER_BUFFER": "10"}, few)
-    yield Case(first, 2, "NCCL alone, graphs of 100", APART | {"MLX_MAX_OPS_PER_BUFFER": "100"}, few)
-    yield Case(first, 2, "no mixing only", {"NCCL_GRAPH_MIXING_SUPPORT": "0"}, few)
-    yield Case(first, 2, "no registering only", {"NCCL_GRAPH_REGISTER": "0"}, few)
-
-
-def started(case: Case, folder: Path) -> list[subprocess.Popen[str]]:
-    """Its processes; the first one's output is read."""
+def started(shape: str, ranks: int, name: str, own: dict[str, str], folder: Path) -> Case:
+    """Start a case."""
     with socket.create_server(("127.0.0.1", 0)) as free, socket.create_server(("127.0.0.1", 0)) as other:
         ports = [free.getsockname()[1], other.getsockname()[1]]
     hosts = folder / f"hosts-{ports[0]}.json"
     hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in ports]))
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
     processes = []
-    for rank in range(case.ranks):
+    for rank in range(ranks):
         group = {"MLX_RANK": str(rank), "MLX_WORLD_SIZE": "2", "NCCL_HOST_IP": "127.0.0.1", "NCCL_PORT": str(ports[0])}
         group |= {"MLX_HOSTFILE": str(hosts), "NCCL_NVLS_ENABLE": "0"}
-        environment = os.environ | (group if case.ranks > 1 else {}) | case.environment
-        shown = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
-        place = rank if case.ranks > 1 else sorted(SHAPES).index(case.shape) % 2
-        environment["CUDA_VISIBLE_DEVICES"] = shown[place % len(shown)]
-        asked = json.dumps([case.shape, case.ranks, list(case.rows), case.prompt])
-        command = [sys.executable, "-m", "tests.bench.group_step", "--rank", asked]
-        quiet = None if rank == 0 else subprocess.DEVNULL
-        processes.append(subprocess.Popen(command, env=environment, stdout=quiet or subprocess.PIPE, text=True))
-    return processes
-
-
-def ended(case: Case, processes: list[subprocess.Popen[str]], patience_s: float) -> None:
-    """Print what it says, or that it failed."""
-    about = f"{case.shape:5} {case.ranks} {case.name:26}"
-    try:
-        out, _ = processes[0].communicate(timeout=patience_s)
-    except subprocess.TimeoutExpired:
-        processes[0].kill()
-        out = f"{processes[0].communicate()[0]}took too long\n"
-    for process in processes:
-        process.kill()
-        process.wait()
-    for line in (out or "failed\n").splitlines():
-        print(about, line, flush=True)
+        environment = os.environ | (group if ranks > 1 else {}) | own
+        environment["CUDA_VISIBLE_DEVICES"] = shown[(rank if ranks > 1 else bool(own)) % len(shown)]
+        command = [sys.executable, "-m", "tests.bench.group_step", "--rank", shape, str(ranks)]
+        out = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
+        processes.append(subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=out, text=True))
+    return Case(ranks, name, processes)
 
 
 def main() -> None:
-    """All cases, as far as the time goes."""
+    """Each shape, in rounds as far as the time goes."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shapes", nargs="*", default=["8B", "32B"], choices=list(SHAPES))
-    parser.add_argument("--seconds", type=float, default=220.0, help="no case is begun after these")
+    parser.add_argument("--shapes", nargs="*", default=["8B"], choices=list(SHAPES))
+    parser.add_argument("--seconds", type=float, default=200.0, help="for each shape, about")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--cases", type=int, nargs="*", default=list(range(len(CASES))), help="by their numbers")
     parser.add_argument("--prompt", type=int, default=2048, help="tokens of the prompt that is timed")
-    parser.add_argument("--rank", help=argparse.SUPPRESS)
+    parser.add_argument("--rank", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank:
-        rank(*json.loads(args.rank))
-        os._exit(0)  # NCCL may wait for the other one, which is killed
+        rank(args.rank[0], int(args.rank[1]))
+        os._exit(0)  # NCCL may wait for the other one
+    for shape in args.shapes:
+        measure(shape, args)
+
+
+def measure(shape: str, args: argparse.Namespace) -> None:
+    """Let all cases take turns."""
     until = time.monotonic() + args.seconds
     with tempfile.TemporaryDirectory() as folder:
-        alone = [Case(shape, 1, "", prompt=args.prompt) for shape in args.shapes]  # each on a GPU of its own
-        processes = [started(case, Path(folder)) for case in alone]
-        for case, its in zip(alone, processes, strict=True):
-            ended(case, its, args.seconds)
-        for case in cases(args.shapes, args.prompt):
-            if time.monotonic() > until:
-                print(f"{case.shape:5} {case.ranks} {case.name:26} not begun: the time is up")
-                continue
-            ended(case, started(case, Path(folder)), max(5.0, until + 20 - time.monotonic()))
+        cases = [started(shape, *CASES[at], Path(folder)) for at in args.cases]
+        watch = threading.Timer(args.seconds + 15, _kill, [cases])
+        watch.start()
+        for case in cases:
+            case.made = case.answer()
+        for round_ in range(args.rounds):
+            for rows in (0, *ROWS):
+                for case in cases:
+                    if time.monotonic() < until and (told := case.ask(f"{rows} {args.prompt} {int(round_ < 2)}")):
+                        case.steps.setdefault(rows, []).append(json.loads(told))
+        watch.cancel()
+        _kill(cases)
+    for case in cases:
+        _print(shape, case, cases[0])
+
+
+def _kill(cases: list[Case]) -> None:
+    for case in cases:
+        for process in case.processes:
+            process.kill()
+            process.wait()
+
+
+def _print(shape: str, case: Case, alone: Case) -> None:
+    print(f"{shape:5} {case.ranks} {case.name:24} {case.made or 'failed'}", flush=True)
+    for rows, told in case.steps.items():
+        took = [each["ms"] for each in told]
+        handed = [each["handed"] for each in told]
+        line = f"  {f'{rows} rows' if rows else 'prompt':8} {min(took):7.2f} {median(took):7.2f} ms"
+        if rows:
+            line += f", handing over {min(handed):6.2f} {median(handed):6.2f}"
+        if bare := [each["bare"] for each in told if "bare" in each]:
+            line += f", without sums {min(bare):6.2f} {median(bare):6.2f}"
+        if case is not alone:
+            pairs = zip(alone.steps.get(rows, []), told, strict=False)
+            ratios = sorted(one["ms"] / two["ms"] for one, two in pairs) or [0.0]
+            line += f", over alone {ratios[0]:.2f}-{median(ratios):.2f}-{ratios[-1]:.2f}"
+        print(line, flush=True)
 
 
 # -- one rank
 
 
-def rank(shape: str, ranks: int, rows: list[int], prompt: int) -> None:
-    """Measure; prints a line a number of rows."""
+def rank(shape: str, ranks: int) -> None:
+    """Make the model, then answer: a line for each that is asked."""
     from worker.engine.model import fast_blas
 
     fast_blas.install()
@@ -138,25 +169,28 @@ def rank(shape: str, ranks: int, rows: list[int], prompt: int) -> None:
     import mlx.core as mx
     from mlx_lm.generate import generation_stream
 
+    from worker.engine.messages import EngineConfig
+    from worker.engine.model import cuda_graphs
+
     cuda = mx.cuda.is_available()
+    cuda_graphs.prepare(sums=ranks > 1)
     group = mx.distributed.init(strict=True, backend="nccl" if cuda else "ring") if ranks > 1 else None
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder, mx.stream(generation_stream):
         loaded = random_model(shape, group, Path(folder))
     print(f"made in {time.perf_counter() - began:.1f} s, {mx.get_active_memory() / 2**30:.2f} GiB", flush=True)
-    from worker.engine.messages import EngineConfig
-
-    config = EngineConfig("", max_rows=max(rows), prefill_rows=64, prefill_chunk=8192, prefix_cache_bytes=0)
-    if prompt:
-        print(f"prompt of {prompt}: {prompt_ms(loaded, config, prompt):8.2f} ms", flush=True)
-    for count in rows:
-        whole, handed = step_ms(loaded, config, count)
-        line = f"{count:3} rows: step {whole:7.2f} ms, handing over {handed:7.2f}"
-        if ranks > 1:
+    config = EngineConfig("", max_rows=max(ROWS), prefill_rows=64, prefill_chunk=8192, prefix_cache_bytes=0)
+    for line in sys.stdin:
+        rows, prompt, splits = map(int, line.split())
+        if rows:
+            step, handed = step_ms(loaded, config, rows)
+            told = {"ms": step, "handed": handed}
+        else:
+            told = {"ms": prompt_ms(loaded, config, prompt), "handed": 0.0}
+        if rows and splits and ranks > 1:
             with without_sums():
-                bare, bare_handed = step_ms(loaded, config, count)
-            line += f"; without sums {bare:7.2f}, handing over {bare_handed:7.2f}"
-        print(line, flush=True)
+                told["bare"], _ = step_ms(loaded, config, rows)
+        print(json.dumps(told), flush=True)
 
 
 def random_model(shape: str, group: Any, folder: Path) -> Any:
@@ -205,7 +239,7 @@ def random_model(shape: str, group: Any, folder: Path) -> Any:
         kv_window=window,
         dtype=dtype,
     )
-    return replace(other, model=model, card=card, whole=whole, kv_limit_bytes=1 << 40)
+    return replace(other, model=model, card=card, whole=whole, kv_limit_bytes=KV_BYTES)
 
 
 def _engine(loaded: Any, config: Any, rows: int, length: int, tokens: int) -> Any:
@@ -232,7 +266,7 @@ def _turn(engine: Any, loaded: Any) -> Any:
 def prompt_ms(loaded: Any, config: Any, length: int) -> float:
     """From a prompt's arrival to its first token, the least of a few."""
     times = []
-    for _ in range(4):
+    for _ in range(2):
         engine = _engine(loaded, config, 1, length, 1)
         began = time.perf_counter()
         while not _turn(engine, loaded).events:

@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from shared.errors import ServiceUnavailableError, SetupError
+from worker.engine.model import cuda_graphs
 from worker.group.placement import Backend, Host, Placement, address_of
 
 
@@ -53,6 +54,7 @@ def join(placed: Placement, backend: str, places: Sequence[Sequence[str]], optio
         variables |= {"NCCL_HOST_IP": host.strip("[]"), "NCCL_PORT": port}
     else:
         variables |= options.variables(placed, places)
+    cuda_graphs.prepare(sums=True)
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

@@ -27,7 +27,7 @@ from worker.engine.ranks.ranks import Ranks
 
 log = logging.getLogger(__name__)
 
-PLAIN = frozenset({"gemma", "gemma2", "gemma3", "gemma3_text"})
+PLAIN = frozenset({"gemma", "gemma3", "gemma3_text"})
 """Families without a `shard` of mlx-lm's, whose layers are cut like Llama's: every head is normalised by itself."""
 REPEATS_KV = frozenset({"qwen3_5", "qwen3_5_moe"})
 """Families whose KV heads mlx-lm gives to several ranks where there are fewer than ranks."""
