@@ -17,10 +17,13 @@ from shared.process.discovery import join
 from shared.process.garbage import no_collections
 from shared.process.lifeline import VARIABLE, follow_parent
 from shared.process.logs import configure
+from shared.process.options.group import LOST_EXIT_CODE
 from shared.process.settings import WorkerSettings, load
 from shared.redis.connection.client import require
 from shared.telemetry import tracing
 from worker.engine.model import fast_blas
+from worker.group.children import take_device
+from worker.group.placement import Placement, placement
 
 log = structlog.get_logger()
 
@@ -30,6 +33,7 @@ LONGEST_PAUSE_S = 30.0
 
 def main(argv: list[str] | None = None) -> int:
     """Run a worker until SIGTERM or SIGINT; the process's exit code."""
+    placed, is_strict = None, False
     try:
         settings = load(WorkerSettings, argv)
         configure(settings.log_level, settings.log_json)
@@ -39,20 +43,32 @@ def main(argv: list[str] | None = None) -> int:
                 "a worker joins a ring: give its Redis with --redis redis://HOST:PORT (mlx_parallm_serve prints it), "
                 "or an api of it with --connect-to HOST:PORT"
             )
+        placed, is_strict = placement(settings), settings.distributed_strict
         tracing.start(settings.otlp_endpoint, "worker")
         fast_blas.install()
-        code = _work(settings)
-    except SetupError as error:
+        code = _work(settings, placed)
+    except (SetupError, ServiceUnavailableError) as error:
         print(f"mlx_parallm_worker: {error}", file=sys.stderr)
-        return 2
-    except ServiceUnavailableError as error:  # may pass, so that a supervisor tries again
-        print(f"mlx_parallm_worker: {error}", file=sys.stderr)
-        return 1
+        code = 2 if isinstance(error, SetupError) else 1  # 1: it may pass, so that a supervisor tries again
+        if placed is None:
+            return code
     finally:
         tracing.stop()
-    if code and os.environ.get(VARIABLE) != "1":
+    if placed is not None:
+        _leave_group(code, is_strict=is_strict)
+    elif code and os.environ.get(VARIABLE) != "1":
         _begin_anew()
     return code
+
+
+def _leave_group(code: int, *, is_strict: bool) -> None:
+    """End a rank: a thread that is stuck in a collective lets no interpreter end in order."""
+    code = LOST_EXIT_CODE if code == 1 and is_strict else code
+    if code == 1 and os.environ.get(VARIABLE) != "1":
+        _begin_anew()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _begin_anew() -> None:
@@ -62,13 +78,17 @@ def _begin_anew() -> None:
     log.warning("worker.restarting", restarts=restarts + 1, in_s=pause)
     time.sleep(pause)
     os.environ[RESTARTS] = str(restarts + 1)
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # MLX's sockets among them, which others take for signs of life
     os.execv(sys.executable, sys.orig_argv)
 
 
-def _work(settings: WorkerSettings) -> int:
+def _work(settings: WorkerSettings, placed: Placement | None) -> int:
+    if placed is not None:
+        take_device(placed)
     # These import mlx, so only after fast_blas.install.
     with no_collections():
         from worker.engine_watch import guard_loop
+        from worker.group.following import Follower
         from worker.guest import invited
         from worker.process import WorkerProcess
 
@@ -76,7 +96,9 @@ def _work(settings: WorkerSettings) -> int:
 
     async def run() -> int:
         await require(settings.redis)
-        worker = WorkerProcess(settings, guest)
+        worker: Follower | WorkerProcess = WorkerProcess(settings, guest, placed)
+        if placed is not None and placed.rank:
+            worker = Follower(settings, placed)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, worker.stop)
@@ -86,7 +108,7 @@ def _work(settings: WorkerSettings) -> int:
             code = await worker.run()
         finally:
             guard.cancel()
-        if worker.stalled and os.environ.get(VARIABLE) == "1":
+        if isinstance(worker, WorkerProcess) and worker.stalled and placed is None and os.environ.get(VARIABLE) == "1":
             os._exit(code)  # a thread that is stuck in native code lets no interpreter end in order
         return code
 

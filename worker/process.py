@@ -13,7 +13,7 @@ import contextlib
 import socket
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import TypeVar
 
 import structlog
@@ -21,9 +21,9 @@ from redis.exceptions import RedisError
 
 from shared.errors import EngineError
 from shared.process.garbage import leave_out_what_is_loaded
+from shared.process.loops import begin, cancel
 from shared.process.settings import WorkerSettings
 from shared.redis.connection.client import connect
-from shared.redis.connection.faults import reason
 from shared.redis.queue.affinity import WarmNotes
 from shared.redis.queue.sequence_queue import ClaimPlan, SequenceQueue
 from shared.redis.ring.metric_store import MetricWriter
@@ -45,6 +45,8 @@ from worker.engine.batch.adapters import AdapterStats, SlotConfig
 from worker.engine.messages import RowRequest, StepOutput, engine_config
 from worker.engine.thread import EngineThread
 from worker.engine_watch import EngineWatch
+from worker.group.lead import GroupLead, ended, started
+from worker.group.placement import Placement
 from worker.guest import Guest, Lodging, Workplace
 from worker.pause import Pause
 from worker.peers.exchange import KvExchange
@@ -66,8 +68,10 @@ REFRESH_MODEL_EVERY = 150  # heartbeats between two refreshes of card and tokeni
 class WorkerProcess:
     """One worker: an engine thread and the loops that connect it to the ring."""
 
-    def __init__(self, settings: WorkerSettings, guest: Guest | None = None) -> None:
+    def __init__(self, settings: WorkerSettings, guest: Guest | None = None, placed: Placement | None = None) -> None:
+        """`placed`: as rank 0 of a group, which holds the model together with us."""
         self._settings = settings
+        self._placed = placed
         self._lodging = Lodging(guest, settings.end_with_guest)
         self.id = settings.worker_id or f"{socket.gethostname().split('.')[0]}-{uuid.uuid4().hex[:6]}"
         self._lease_s = settings.lease_ms / 1000
@@ -86,9 +90,12 @@ class WorkerProcess:
         self._loop = asyncio.get_running_loop()
         s = self._settings
         adapters = SlotConfig(s.adapter_slots, s.adapter_rank, s.adapter_dtype)
-        self._engine = EngineThread(engine_config(s), self._on_step, self._on_death, adapters, self._on_adapters)
+        self._group = group = None if self._placed is None else GroupLead(s, self._placed, self._on_lost)
+        self._engine = EngineThread(engine_config(s), self._on_step, self._on_death, adapters, self._on_adapters, group)
         self._watch = EngineWatch(self._engine, s.engine_stall_s, self._on_stall)
-        loaded = await asyncio.to_thread(self._engine.start)
+        loaded = await started(self._engine, group, self._stop)
+        if loaded is None:
+            return 0
         await asyncio.to_thread(self._lodging.prepare, Workplace(self._engine, loaded))
         self._card, self._tokenizer = loaded.card, loaded.tokenizer
         self._redis = connect(self._settings.redis)
@@ -105,6 +112,7 @@ class WorkerProcess:
                     async with asyncio.timeout(1):
                         await last_word
             self._preparing.close()
+            await ended(group)
             await asyncio.to_thread(self._engine.stop, 0 if self.stalled else 10)
             await self._redis.aclose()
             await self._control.aclose()
@@ -129,6 +137,7 @@ class WorkerProcess:
             worker_id=self.id,
             base_sha256=card.base_sha256,
             slots=self._settings.adapter_slots,
+            everywhere=None if self._group is None else self._group.bring,
         )
         self._memory = ring_memory(self._settings, self._redis, self._engine, card)
         self._publisher = TokenPublisher(
@@ -169,8 +178,9 @@ class WorkerProcess:
         log.info("worker.ready", worker=self.id, model=card.name, rows=rows, prefill_chunk=chunk)
 
     async def _serve(self) -> None:
-        claiming = self._begin(claim=self._claim_forever, reap=self._reap_forever)
-        tending = self._begin(
+        claiming = begin("worker", claim=self._claim_forever, reap=self._reap_forever)
+        tending = begin(
+            "worker",
             publish=self._publisher.run,
             renew=self._renew_forever,
             heartbeat=self._beat_forever,
@@ -184,7 +194,7 @@ class WorkerProcess:
         try:
             await self._stop.wait()
             await self._lodging.close(hopeless=self._death is not None)  # a train step may still need rows
-            await _cancel(claiming)
+            await cancel(claiming)
             farewell = Farewell(self._redis, self._queue, self.id, self._returns, self.rows, self._peers)
             if self._death is None:
                 self._state = "draining"
@@ -196,21 +206,7 @@ class WorkerProcess:
                 )
             await farewell.hand_back(failed=self._death is not None)
         finally:
-            await _cancel(claiming + tending)
-
-    def _begin(self, **loops: Callable[[], Awaitable[None]]) -> list[asyncio.Task[None]]:
-        return [asyncio.create_task(self._forever(name, loop)) for name, loop in loops.items()]
-
-    async def _forever(self, name: str, loop: Callable[[], Awaitable[None]]) -> None:
-        """Run a loop; a lost Redis is waited for, and any other error is logged and tried again."""
-        while True:
-            try:
-                await loop()
-            except (RedisError, OSError) as error:
-                log.warning("worker.redis_trouble", loop=name, error=reason(error))
-            except Exception:
-                log.exception("worker.loop_failed", loop=name)
-            await asyncio.sleep(0.2)
+            await cancel(claiming + tending)
 
     # -- claiming
 
@@ -239,7 +235,7 @@ class WorkerProcess:
                     waiting = None
         finally:
             if waiting is not None:
-                await _cancel([waiting])
+                await cancel([waiting])
 
     def _plan(self, *, full: bool = False) -> ClaimPlan:
         if self._pause.on:
@@ -329,7 +325,12 @@ class WorkerProcess:
         log.error("worker.engine_died", error=repr(error))
         self._on_loop(self._give_up, error)
 
-    # -- the watch's side
+    # -- the watch's side, and the group's
+
+    def _on_lost(self, reason: str) -> None:
+        """A rank has gone. Ours is of no use without it, and may never come out of the collective that it is in."""
+        self.stalled = True
+        self._give_up(EngineError(f"the group is lost: {reason}"))
 
     def _on_stall(self, reason: str) -> None:
         log.error("worker.engine_stuck", reason=reason, rows=len(self.rows))
@@ -375,6 +376,7 @@ class WorkerProcess:
             tokens_per_s=(self._publisher.tokens - tokens) / max(1e-3, now - then),
             silent_s=self._watch.silent_s,
             kv_address=self._peers.address,
+            ranks=() if self._group is None else self._group.ranks(),
             peers={**self._peers.figures, **self._counts.sequences.rates.figures(now, self._settings.max_batch_size)},
         )
 
@@ -391,9 +393,3 @@ class WorkerProcess:
     async def _count(self) -> None:
         self._counts.gather(self._queue, self._engine.stats())
         await self._metrics.write()
-
-
-async def _cancel(tasks: list[asyncio.Task[bool]] | list[asyncio.Task[None]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 
 from shared.process.settings import WorkerSettings
 from shared.redis.queue.sequence_queue import SequenceQueue
-from shared.redis.ring.worker_registry import WorkerState, WorkerStatus, weights_of
+from shared.redis.ring.worker_registry import RankStatus, WorkerState, WorkerStatus, weights_of
 from shared.sequences import Claim, ModelCard, SequenceResult
 from shared.telemetry import tracing
 from shared.telemetry.metrics import Counter, Histogram, Tally
@@ -41,6 +41,7 @@ def worker_status(
     tokens_per_s: float,
     silent_s: float,
     kv_address: str,
+    ranks: tuple[RankStatus, ...],
     peers: dict[str, float],
 ) -> WorkerStatus:
     """The heartbeat of this moment."""
@@ -65,6 +66,7 @@ def worker_status(
         engine_silent_s=round(min(silent_s, 1e9), 1),
         versions=tuple(adapters.loaded),
         kv_address=kv_address,
+        ranks=ranks,
         speculation=_speculation(settings, stats),
         draft_model=stats.speculation.draft_model,
         extra={**_extra(who.card, settings, stats, adapters), **peers},

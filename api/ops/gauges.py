@@ -93,6 +93,8 @@ def _worker(gauges: Gauges, worker: WorkerStatus, now_ms: int) -> None:
         "worker_tokens_per_second": worker.tokens_per_s,
         "worker_kv_bytes": worker.kv_bytes,
         "worker_kv_limit_bytes": worker.kv_limit_bytes,
+        "worker_ranks": max(1, len(worker.ranks)),
+        "worker_ranks_ready": sum(rank.state == "ready" for rank in worker.ranks) if worker.ranks else 1,
         "worker_heartbeat_age_seconds": max(0, now_ms - worker.heartbeat_ms) / 1000,
         "kv_bytes_per_token": worker.extra.get("kv_bytes_per_token", 0),
         "adapter_slots": worker.extra.get("adapter_slots", 0),

@@ -42,6 +42,18 @@ class CacheHealth(BaseModel):
     errors: int = Field(default=0, description="of the disk, and damaged files")
 
 
+class RankHealth(BaseModel):
+    """One of the processes that hold a worker's model together."""
+
+    rank: int = Field(description="0 is the worker's own process")
+    host: str
+    address: str = Field(description="where it is reached, or speaks from")
+    sums_by: str = Field(description="how it exchanges sums with the others: ring, nccl or jaccl")
+    state: str = Field(description="loading, ready or lost")
+    behind: int = Field(description="turns of the engine that it has not told to have taken")
+    silent_s: float = Field(description="since it said something")
+
+
 class WorkerHealth(BaseModel):
     """A live worker."""
 
@@ -59,6 +71,7 @@ class WorkerHealth(BaseModel):
     draft_model: str = Field(description="the model that drafts; empty: there is none, or it has failed")
     memory_cache: CacheHealth
     ssd_cache: CacheHealth | None = Field(description="null: no folder is named")
+    ranks: list[RankHealth] = Field(description="that hold the model together; empty: this process holds all of it")
 
 
 class ModelHealth(BaseModel):
@@ -214,9 +227,9 @@ def _worker(worker: WorkerStatus) -> WorkerHealth:
     )
     names = CacheHealth.model_fields
     files = {name: int(said.get(f"disk_{name}", 0)) for name in names} if "disk_bytes" in said else None
-    return WorkerHealth.model_validate(
-        structs.asdict(worker) | {"memory_cache": memory, "ssd_cache": files and CacheHealth(**files)}
-    )
+    caches = {"memory_cache": memory, "ssd_cache": files and CacheHealth(**files)}
+    ranks = {"ranks": [structs.asdict(rank) for rank in worker.ranks]}
+    return WorkerHealth.model_validate(structs.asdict(worker) | caches | ranks)
 
 
 def _memory(workers: list[WorkerStatus]) -> float:
@@ -235,6 +248,9 @@ def _judge(report: RingHealth, load: Load) -> None:
     for worker in report.workers:
         if worker.state == "stuck" or worker.engine_silent_s > SILENT_S:
             report.reasons.append(f"the engine of worker '{worker.id}' has been silent for {worker.engine_silent_s} s")
+        lost = [f"{rank.rank} ({rank.host})" for rank in worker.ranks if rank.state == "lost"]
+        if lost:
+            report.reasons.append(f"worker '{worker.id}' has lost rank {', '.join(lost)}, and begins anew")
     full = any(used >= 1 for _, used in report.utilization)
     if full or not any(worker.state in SERVING for worker in report.workers):
         report.status = "overloaded"

@@ -87,6 +87,8 @@ def _given(file: Path) -> dict[str, Any]:
 
 def check_modes(settings: ServeSettings) -> None:
     """SetupError when the settings contradict each other."""
+    if settings.distributed_hostfile and settings.workers > 1:
+        raise SetupError("--distributed-hostfile makes one worker of all its machines: --workers 1")
     if settings.trains:
         if not settings.workers:
             raise SetupError("a hosted trainer needs a worker on this machine: --workers 1, or run mlx_parallm_train")
@@ -181,6 +183,8 @@ def worker_spec(settings: ServeSettings, index: int) -> ChildSpec:
     part.guest = TRAINER if hosts else part.guest
     part.end_with_guest = hosts and settings.mode == "training_only"
     environment = part.environment()
+    if settings.num_local_ranks > 1 and settings.workers > 1:
+        environment["CUDA_VISIBLE_DEVICES"] = devices_of(index, settings.num_local_ranks)
     if hosts:
         environment["PARALLM_MODE"] = "rl"  # the trainer's setting of that name
         given = {name: str(getattr(settings, name)) for name in TRAINER_FLAGS if getattr(settings, name)}
@@ -194,6 +198,13 @@ def worker_spec(settings: ServeSettings, index: int) -> ChildSpec:
         stop_timeout_s=settings.drain_grace_s + (20 if hosts else 10) + (LINGER_S if settings.kv_transfer else 0),
         ends=part.end_with_guest,
     )
+
+
+def devices_of(index: int, ranks: int) -> str:
+    """CUDA_VISIBLE_DEVICES of one worker of several that are groups: one device a rank, no two the same."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    ours = range(index * ranks, (index + 1) * ranks)
+    return ",".join(visible.split(",")[ours.start : ours.stop] if visible else map(str, ours))
 
 
 def _names_run_dir(settings: ServeSettings) -> bool:

@@ -3,7 +3,7 @@
 Each child holds the read end of a pipe from us (its stdin) and ends when it closes (shared/process/lifeline.py), so a
 `kill -9` of this process leaves nothing behind. Exit code 2 means "wrong settings". When a child ends with it at its
 first start, everything ends. A child that has run before is started again, as after any other death, while the others
-serve.
+serve; but not a rank of a strict group (exit code 3), with which everything ends, too.
 """
 
 import asyncio
@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
+from shared.process.options.group import LOST_EXIT_CODE
 from shared.redis.ring.child_troubles import ChildTrouble
 
 log = structlog.get_logger()
@@ -130,6 +131,7 @@ class Supervisor:
                 child.exited.set()
                 return
             wrong = code == SETUP_EXIT_CODE and (child.spec.ends or not child.restarts)
+            wrong |= code == LOST_EXIT_CODE
             if wrong or (code == 0 and child.spec.ends):
                 future = self.failed if code else self.ended
                 if not future.done():

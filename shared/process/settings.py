@@ -28,6 +28,7 @@ from pydantic_settings import (
 from shared.errors import SetupError
 from shared.process import nested_config
 from shared.process.foreign_flags import native
+from shared.process.options.group import GroupSettings
 from shared.process.options.kv import KvSettings, PeerSettings
 from shared.process.options.model_aliases import ModelAliases
 from shared.process.options.responses import ResponseSettings
@@ -152,7 +153,7 @@ class JoinSettings(ProcessSettings):
     redis_password: SecretStr = Field(default=SecretStr(""), description="of its Redis: an api does not tell it")
 
 
-class WorkerSettings(JoinSettings, KvSettings, SsdSettings, PeerSettings, SpeculationSettings):
+class WorkerSettings(JoinSettings, KvSettings, SsdSettings, PeerSettings, SpeculationSettings, GroupSettings):
     """`mlx_parallm_worker`: one per Mac."""
 
     model: str = Field(
@@ -164,8 +165,7 @@ class WorkerSettings(JoinSettings, KvSettings, SsdSettings, PeerSettings, Specul
         default="", description="name in the API; default: the last part of --model, which a request may also say whole"
     )
     allow_other_weights: bool = Field(
-        default=False,
-        description="join although workers of this name have other weights, dtype, KV bits or tokenizer",
+        default=False, description="join although workers of this name have other weights, dtype, KV bits or tokenizer"
     )
     worker_id: str = Field(default="", description="default: host name and a random part")
     max_batch_size: int = Field(

@@ -29,6 +29,7 @@ BATCH_LEASE_MS = 4_000  # renewed every second; losing it too early only costs d
 IDEMPOTENCY_TTL_S = DAY_S
 REQUEST_TTL_S = SEQUENCE_TTL_S
 PEER_SECRET_TTL_S = DAY_S  # refreshed with every heartbeat of a worker that transfers KV
+GROUP_TTL_S = 10  # while ranks look for one another
 KV_FOLDER_TTL_S = 600  # of whose files a worker shares; as long as its hints of warm prefixes
 PAUSE_TTL_S = DAY_S  # refreshed by every worker that looks
 WARM_EPOCH_S = 300  # hints of warm prefixes go after one to two of these
@@ -130,6 +131,13 @@ warm_prefixes = Key(
 # 32 random bytes. Its name begins in another way than all others, so that no pattern of another role's reads it
 peer_secret = Key(
     "parallm-peers:secret", "string", "worker", "1 d, refreshed", "by which workers that transfer KV know one another"
+)
+# Of a group of ranks that are one worker: by its name and the rank
+group_member = Key(
+    "parallm-peers:group:*:member:*", "string", "worker", "10 s, refreshed", "a rank that looks for its group, msgpack"
+)
+group_meeting = Key(
+    "parallm-peers:group:*:meeting", "string", "worker", "10 s, refreshed", "where rank 0 waits for whom, msgpack"
 )
 # It outlives the worker, whose files others may have
 kv_folder = Key(

@@ -16,6 +16,7 @@ from tests.engine.small_models import LLAMA, QWEN3, write_model
 from worker.engine.engine import Engine
 from worker.engine.messages import EngineConfig, RowRequest
 from worker.engine.model.loader import LoadedModel, load_model
+from worker.engine.ranks.turns import TurnFacts
 
 
 @pytest.fixture(scope="session")
@@ -49,6 +50,8 @@ def model(request: pytest.FixtureRequest) -> LoadedModel:
 class Bench:
     """An engine and all events that it has made."""
 
+    facts: Callable[[Engine], TurnFacts | None] = staticmethod(lambda engine: None)  # of a rank's next turn
+
     def __init__(self, loaded: LoadedModel, **config: object) -> None:
         defaults = EngineConfig("unused", max_rows=8, prefill_rows=4, prefill_chunk=64)
         self.loaded = loaded
@@ -59,7 +62,7 @@ class Bench:
         self.engine.submit([RowRequest(spec, attempt, prior) for spec in specs])
 
     def turn(self) -> list[TokenEvent]:
-        output = self.engine.turn()
+        output = self.engine.turn(self.facts(self.engine))
         for event in output.events:
             events = self.events.setdefault(event.seq, [])
             assert not events or events[-1].finish is None, "an event after the finish"

@@ -1,12 +1,12 @@
 """Small models with random weights, written to disk as mlx-lm model folders, with a byte-level tokenizer."""
 
+import importlib
 import json
 from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from mlx_lm.models import llama, qwen3, qwen3_moe
 from mlx_lm.utils import quantize_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -46,10 +46,10 @@ QWEN3_BENCH = QWEN3 | {"hidden_size": 256, "num_hidden_layers": 4, "intermediate
 
 def write_model(folder: Path, config: dict[str, object], *, seed: int = 0, bits: int | None = None) -> Path:
     """Random weights in fp32, sharpened so that distributions are not flat; optionally quantised."""
-    module = {"llama": llama, "qwen3": qwen3, "qwen3_moe": qwen3_moe}[str(config["model_type"])]
+    module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
     mx.random.seed(seed)
     model = module.Model(module.ModelArgs.from_dict(config))
-    head = model.model.embed_tokens if config["tie_word_embeddings"] else model.lm_head
+    head = model.model.embed_tokens if config.get("tie_word_embeddings") else model.lm_head
     head.weight = head.weight * 4
     if bits:
         model, config = quantize_model(model, dict(config), group_size=32, bits=bits)

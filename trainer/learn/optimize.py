@@ -261,7 +261,7 @@ class Optimizer:
             max_grad_norm=options.max_grad_norm,
             apart_rate=0.0 if options.value is None else rate * options.value.rate,
         )
-        norm, updated = self.adam.update(gradient, sizes)
+        norm, updated = self.adam.update(self.policy.whole(gradient), sizes)
         if not updated:
             sums.nonfinite += 1
             return

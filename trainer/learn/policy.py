@@ -19,6 +19,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import numpy.typing as npt
+from mlx.nn.layers.distributed import QuantizedShardedToAllLinear, ShardedToAllLinear
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.tuner.dora import DoRALinear
@@ -31,8 +32,10 @@ from trainer.learn.options import AdapterShape
 from trainer.state import Arrays
 from trainer.vision.places import held
 from trainer.vision.sight import Sight
+from worker.engine.model.learning import Gradients, attach_divided
+from worker.engine.model.sites import Whole
 
-_LINEARS = (nn.Linear, nn.QuantizedLinear)
+_LINEARS = (nn.Linear, nn.QuantizedLinear, ShardedToAllLinear, QuantizedShardedToAllLinear)
 _SWITCHES = (SwitchLinear, QuantizedSwitchLinear)
 _EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
 
@@ -49,10 +52,12 @@ class Policy:
         checkpoint_layers: bool = False,
         value: HeadSpec | None = None,
         sight: Sight | None = None,
+        whole: Whole | None = None,
     ) -> None:
         """`shape`: None: the value head learns alone; `value`: of a head that learns beside, None: there is none.
 
-        `sight`: what it sees images with, None: it sees none.
+        `sight`: what it sees images with, None: it sees none. `whole`: what a model was that ranks divide, all of which
+        have this policy then.
         """
         self.sight = sight
         self.shape = shape
@@ -63,7 +68,8 @@ class Policy:
         self.origin: Arrays | None = None  # the adapter that the run began with; None: the base
         self.model: Any = share_tree(model)
         self.model.freeze()
-        self.modules = [] if shape is None else _attach(self.model, shape)
+        self._gradients: Gradients | None = None  # where ranks divide the model
+        self.modules = [] if shape is None else self._attach(shape, whole)
         self.value: HeadNet | None = None
         if value is not None and "heads" in self.model:
             raise ValueError("this model has an attribute `heads` of its own, so it takes no value head")
@@ -76,6 +82,22 @@ class Policy:
                 checkpoint_instance(layer)
         self.model.train()
         self.load(_fresh(self.arrays(), seed))
+
+    def whole(self, gradient: Any) -> Any:
+        """The gradient of a batch, which all ranks have computed if there are several: summed over them."""
+        return gradient if self._gradients is None else self._gradients.whole(gradient)
+
+    def _attach(self, shape: AdapterShape, whole: Whole | None) -> list[str]:
+        """Put adapter layers in place of the targeted linears; their paths."""
+        chosen = _chosen(self.model, shape)
+        if whole is not None:
+            if shape.kind == "dora":
+                raise ValueError("DoRA does not learn where ranks divide the model; use lora")
+            self._gradients = attach_divided(self.model, whole, chosen, shape.rank, shape.scale)
+        done = frozenset() if self._gradients is None else self._gradients.divided
+        rest = [(path, _adapter_layer(path, each, shape)) for path, each in chosen.items() if path not in done]
+        self.model.update_modules(tree_unflatten(rest))
+        return list(chosen)
 
     def arrays(self) -> dict[str, mx.array]:
         """The adapter's parameters under mlx-lm's names."""
@@ -158,19 +180,16 @@ def _share_module(module: Any, seen: dict[int, Any]) -> Any:
     return twin
 
 
-def _attach(model: Any, shape: AdapterShape) -> list[str]:
-    """Put adapter layers in place of the targeted linears; their paths."""
-    chosen = [
-        (path, module)
+def _chosen(model: Any, shape: AdapterShape) -> dict[str, Any]:
+    """The targeted linears, by path and in its order."""
+    chosen = {
+        path: module
         for path, module in model.named_modules()
         if "layers." in path and isinstance(module, _LINEARS + _SWITCHES) and _targeted(path, shape.targets)
-    ]
+    }
     if not chosen:
         raise ValueError(f"no linear layer matches {shape.targets or 'the model'}")
-    chosen.sort(key=lambda item: item[0])
-    adapted = [(path, _adapter_layer(path, module, shape)) for path, module in chosen]
-    model.update_modules(tree_unflatten(adapted))
-    return [path for path, _ in adapted]
+    return dict(sorted(chosen.items()))
 
 
 def _fresh(arrays: Mapping[str, mx.array], seed: int) -> Arrays:

@@ -11,7 +11,7 @@ is pinned in the store, so that nobody deletes it meanwhile. Belongs to the even
 import asyncio
 import hashlib
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
@@ -68,7 +68,10 @@ class AdapterSync:
         worker_id: str,
         base_sha256: str,
         slots: int,
+        everywhere: Callable[[AdapterManifest], Awaitable[None]] | None = None,
     ) -> None:
+        """`everywhere`: have a version's file at the other ranks of a group, too."""
+        self._everywhere = everywhere
         self._store = AdapterStore(redis)
         self._events = events  # a connection that may block
         self._engine = engine
@@ -130,6 +133,10 @@ class AdapterSync:
                 manifest = await self._manifest(name, version)
                 file = AsyncExitStack()
                 path = await file.enter_async_context(self._cache.hold(self._store, manifest))
+                if self._everywhere is not None:
+                    async with file:
+                        await self._everywhere(manifest)
+                        file = file.pop_all()
                 provided = self._provided[known] = _Provided(manifest, file)
                 self._engine.provide_adapter(path, manifest)
                 log.info("adapters.provided", adapter=known, bytes=manifest.size)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 import mlx.core as mx
@@ -26,11 +26,13 @@ from worker.engine.batch.keeping import Keeping
 from worker.engine.batch.prefill_lane import Followers, PrefillLane, PrefillTask, promote, task_for
 from worker.engine.batch.prompt_group import Entry
 from worker.engine.batch.prompts_in_flight import Pieces
-from worker.engine.batch.row import NO_DEADLINE, Row, events_of
+from worker.engine.batch.row import Deadlines, Row, WaitingRows, events_of
 from worker.engine.batch.row_model import RowModel
 from worker.engine.kv.disk.tiered_cache import prefix_cache
 from worker.engine.messages import EndReason, EngineConfig, EngineStats, RowRequest, StepOutput, Throughput
 from worker.engine.model.loader import LoadedModel, bound_freed_memory
+from worker.engine.ranks.lockstep import in_lockstep
+from worker.engine.ranks.turns import Seen, TurnFacts, now_ms
 from worker.engine.sampling.grammars import Grammars
 from worker.engine.sampling.stop_text import RowText
 from worker.engine.scheduler import UNDISTURBED, ChunkSize, ClassTurns, Limits, Reserved, share_prefill
@@ -55,15 +57,16 @@ class Engine:
         wake: Callable[[], None] | None = None,
     ) -> None:
         """`wake`: called in another thread when a waiting row may go on; without it nothing is done in threads."""
-        self._config = config
+        self._ranks = loaded.ranks
+        self._config = config = config if self._ranks is None else in_lockstep(config)
         self._codec = TextCodec(loaded.tokenizer)
         self._eos_ids = frozenset(loaded.card.eos_token_ids)
-        self._grammars = Grammars(loaded.tokenizer, loaded.card.vocab_size, wake)
+        self._grammars = Grammars(loaded.tokenizer, loaded.card.vocab_size, None if self._ranks else wake)
         self._limits = Limits.of(loaded.card, loaded.kv_limit_bytes, loaded.draft_kv)
         bound_freed_memory(self._limits.kv_limit_bytes)
-        self._model = RowModel(loaded.model, adapters, loaded.kv, loaded.heads)
+        self._model = RowModel(loaded.model, adapters, loaded.kv, loaded.heads, loaded.ranks)
         self._gallery = Gallery(loaded.tower, config, loaded.card, in_thread=wake is not None)
-        self._pieces = Pieces(ChunkSize(config.prefill_chunk, config.piece_s))
+        self._pieces = Pieces(ChunkSize(config.prefill_chunk, config.piece_s), told=self._ranks is not None)
         self._class_turns = ClassTurns()
         score_positions = config.score_chunk_bytes // (4 * loaded.card.vocab_size)
         new_kv, pieces = self._model.new_kv(), self._pieces
@@ -76,10 +79,10 @@ class Engine:
             self._model, self.prefixes, self._keeping, max(1, score_positions), self._pieces, config.prefill_area
         )
         self._followers = Followers(self.prefixes, self._model.adapters)
-        self._waiting: deque[Row] = deque()
+        self._waiting = WaitingRows()
         self._rows: dict[str, Row] = {}
         self._reserved = Reserved(self._limits, config.max_rows)
-        self._next_deadline = NO_DEADLINE
+        self._deadlines = Deadlines()
         self._events: list[TokenEvent] = []
         self._loading = False  # adapters
         self._frozen = False  # nothing is computed; commands, deadlines and adapter loads go on
@@ -147,9 +150,18 @@ class Engine:
         """Go on where `freeze` stopped."""
         self._frozen = False
 
-    def turn(self) -> StepOutput:
-        """One turn of the loop."""
-        self._expire()
+    def seen(self) -> Seen:
+        """Among several ranks, once before each turn: what this one has seen since the last one."""
+        self.settle()
+        return Seen(now_ms(), self._pieces.took_s, *self._model.adapters.take_read())
+
+    def turn(self, facts: TurnFacts | None = None) -> StepOutput:
+        """One turn of the loop. `facts`: among several ranks, the same on all of them."""
+        assert (facts is None) == (self._ranks is None), "ranks turn by what they have agreed on"
+        facts = facts or TurnFacts(now_ms())
+        self._pieces.learn(facts.took_s)
+        self._model.adapters.agree(facts.read, facts.unreadable)
+        self._end(self._deadlines.passed(self._rows.values(), facts.now_ms), Finish("deadline"))
         with mx.stream(self._batch.stream):
             self.prefixes.work()
         if not self._frozen:
@@ -234,10 +246,8 @@ class Engine:
         promote(row, self._model.adapters, self.prefixes)
         self._gallery.open(row.viewing, request.pictures)
         self._rows[spec.id] = row
-        # Interactive sequences wait before batch ones, each class in order of arrival.
-        ahead = sum(other.spec.sequence_class == "interactive" for other in self._waiting)
-        self._waiting.insert(ahead if spec.sequence_class == "interactive" else len(self._waiting), row)
-        self._next_deadline = min(self._next_deadline, row.deadline_ms)
+        self._waiting.add(row)
+        self._deadlines.add(row)
 
     def _admit(self) -> None:
         """Give rows and KV to those who wait, in order; the first one that does not fit stops the rest."""
@@ -274,12 +284,8 @@ class Engine:
             if task.reports or shared[task.key] > 1 or self._lane.has_equal(task):
                 self._lane.add(task)
             elif not (wait and self._followers.add(task, self._batch)):
-                self._insert(task)
-
-    def _insert(self, task: PrefillTask) -> None:
-        """Let the batch prefill what is not cached."""
-        with mx.stream(self._batch.stream):
-            self._batch.insert(task.entry(self._model.adapters.version(task.rows[0]), self.prefixes))
+                with mx.stream(self._batch.stream):  # which prefills what is not cached
+                    self._batch.insert(task.entry(self._model.adapters.version(task.rows[0]), self.prefixes))
 
     def _prefill(self, budget: int, of: SequenceClass) -> None:
         """Feed prompts of a class in our lane, for a bounded time; complete ones fork into the batch."""
@@ -361,16 +367,10 @@ class Engine:
             self._batch.insert(Entry([row], row.context))
         self._start([row for row in rows if not row.tokens])
 
-    def _expire(self) -> None:
-        """End the rows whose deadline has passed."""
-        now = time.time_ns() // 1_000_000
-        if now < self._next_deadline:
-            return
-        self._end([row for row in self._rows.values() if row.deadline_ms <= now], Finish("deadline"))
-        self._next_deadline = min((row.deadline_ms for row in self._rows.values()), default=NO_DEADLINE)
-
     def _failed(self, rows: list[Row], error: Exception) -> None:
-        """A forward failed: its rows end, the engine goes on unless it keeps failing."""
+        """A forward failed: its rows end, the engine goes on unless it keeps failing, or other ranks go on."""
+        if self._ranks is not None:
+            raise error
         log.error("engine.forward_failed rows=%d", len(rows), exc_info=error)
         self._failures += 1
         self._end(rows, Finish.failed(EngineError(f"{type(error).__name__}: {error}")))

@@ -26,6 +26,7 @@ from shared.adapters import AdapterManifest
 from shared.errors import SetupError
 from worker.engine.batch.adapters import AdapterStats, SlotConfig
 from worker.engine.between_steps import Guests, T, Work
+from worker.engine.build import Lead, OnAdapters, build
 from worker.engine.engine import Engine
 from worker.engine.kv.sharing import SharedCache
 from worker.engine.lora.slots import AdapterSlots
@@ -37,15 +38,28 @@ from worker.engine.messages import (
     OnStep,
     RowRequest,
 )
-from worker.engine.model.batching import check_batch
-from worker.engine.model.loader import LoadedModel, load_model
+from worker.engine.model.loader import LoadedModel
+from worker.engine.orders import (
+    Cancel,
+    ClearCache,
+    Freeze,
+    KeepOnDisk,
+    Order,
+    Point,
+    Provide,
+    Remember,
+    SetAside,
+    Submit,
+    Thaw,
+    Withdraw,
+    obey,
+)
+from worker.engine.ranks.turns import TurnFacts
 from worker.engine.speculation.memory import Completions
-from worker.engine.warm_up import prepare
 
 log = logging.getLogger(__name__)
 
-Command = Callable[[Engine], None]
-OnAdapters = Callable[[AdapterStats], None]  # called in thread G after loads and failures; must be quick
+Command = tuple[Callable[[Engine], None], Order | None]  # what to do here, and on the other ranks of a group
 
 DEADLINE_CHECK_S = 0.05  # while all rows wait for adapters
 
@@ -64,7 +78,11 @@ class EngineThread:
         on_death: OnDeath,
         adapters: SlotConfig | None = None,
         on_adapters: OnAdapters = lambda stats: None,
+        lead: Lead | None = None,
     ) -> None:
+        """`lead`: of the group of ranks that the model is split over."""
+        self._lead = lead
+        self._facts: TurnFacts | None = None  # of the turn that begins, where there are other ranks
         self._config = config
         self._on_step = on_step
         self._on_death = on_death
@@ -81,40 +99,40 @@ class EngineThread:
 
     def start(self) -> LoadedModel:
         """Load the model; returns when it is ready, `SetupError` when it cannot be loaded."""
+        return self.begin().result()
+
+    def begin(self) -> Future[LoadedModel]:
+        """The same, without waiting."""
         assert self._thread is None, "an engine thread starts once"
         ready: Future[LoadedModel] = Future()
         self._thread = threading.Thread(target=self._run, args=(ready,), name="engine", daemon=True)
         self._thread.start()
-        return ready.result()
+        return ready
 
     def submit(self, requests: list[RowRequest]) -> None:
         """Decode these sequences; those of one group with equal prompts share their prefill."""
-        self._command(lambda engine: engine.submit(requests))
+        self._tell(Submit(requests))
 
     def cancel(self, seq_id: str, reason: EndReason = "cancelled") -> None:
         """End a sequence before its next token."""
-        self._command(lambda engine: engine.cancel(seq_id, reason))
+        self._tell(Cancel(seq_id, reason))
 
     def freeze(self, *, clear_cache: bool) -> None:
         """Stop computing after the decode step under way; rows stay."""
-        self._command(lambda engine: engine.freeze(clear_cache=clear_cache))
+        self._tell(Freeze(clear_cache))
 
     def thaw(self) -> None:
         """Go on."""
-        self._command(lambda engine: engine.thaw())
+        self._tell(Thaw())
 
     def clear_cache(self, *, rows: bool, done: Callable[[], None]) -> None:
         """Forget KV of earlier prompts, with `rows` that of running rows, too; `done` is called in thread G."""
-
-        def clear(engine: Engine) -> None:
-            engine.clear_cache(rows=rows)
-            done()
-
-        self._command(clear)
+        self._tell(ClearCache(rows))
+        self._command(lambda engine: done())
 
     def remember(self, completions: list[Completions]) -> None:
         """What others have written behind prompts of ours, to draft from."""
-        self._command(lambda engine: engine.drafting.remember(completions))
+        self._tell(Remember(completions))
 
     def set_aside(self, seq_ids: list[str]) -> Future[None]:
         """Let rows go, and keep their KV; done when everything that was computed of them has been told."""
@@ -122,14 +140,15 @@ class EngineThread:
 
         def run(engine: Engine) -> None:
             try:
-                engine.set_aside(seq_ids)
+                obey(order, engine, self._slots)
             except Exception as error:
                 future.set_exception(error)
             else:
                 self._command(lambda engine: future.set_result(None))  # after this turn's events
 
+        order = SetAside(seq_ids)
         future.set_running_or_notify_cancel()
-        self._command(run)
+        self._command(run, order)
         return future
 
     def on_kv(self, call: Callable[[SharedCache], T]) -> Future[T]:
@@ -161,19 +180,19 @@ class EngineThread:
 
     def provide_adapter(self, path: Path, manifest: AdapterManifest) -> None:
         """The file of an adapter version is on disk, and stays until it is withdrawn."""
-        self._on_slots(lambda slots: slots.provide(path, manifest))
+        self._tell(Provide(str(path), manifest))
 
     def withdraw_adapter(self, version: str) -> None:
         """The file of `name@k` goes away; loaded weights stay until their slot is needed."""
-        self._on_slots(lambda slots: slots.withdraw(version))
+        self._tell(Withdraw(version))
 
     def point_adapter(self, name: str, version: int) -> None:
         """The latest version of `name`; 0: none any more. Followers switch once it is loaded."""
-        self._on_slots(lambda slots: slots.point(name, version))
+        self._tell(Point(name, version))
 
     def keep_on_disk(self, versions: dict[str, str]) -> None:
         """Adapter versions whose KV is worth files, and digests of their weights; the base always is."""
-        self._command(lambda engine: engine.prefixes.last(versions))
+        self._tell(KeepOnDisk(versions))
 
     def adapter_stats(self) -> AdapterStats:
         """The latest snapshot."""
@@ -212,21 +231,17 @@ class EngineThread:
         thread.join(timeout)
         return not thread.is_alive()
 
-    def _command(self, command: Command) -> None:
+    def _tell(self, order: Order) -> None:
+        self._command(lambda engine: obey(order, engine, self._slots), order)
+
+    def _command(self, run: Callable[[Engine], None], order: Order | None = None) -> None:
         with self._wake:
-            self._commands.append(command)
+            self._commands.append((run, order))
             self._wake.notify()
 
-    def _wake_up(self) -> None:
+    def wake_up(self) -> None:
         """Let the loop take a turn."""
         self._command(lambda engine: None)
-
-    def _on_slots(self, command: Callable[[AdapterSlots], None]) -> None:
-        def run(engine: Engine) -> None:
-            assert self._slots is not None, "this engine was started without adapters"
-            command(self._slots)
-
-        self._command(run)
 
     # -- in thread G
 
@@ -245,20 +260,22 @@ class EngineThread:
             mx.clear_streams()
 
     def _serve(self, ready: Future[LoadedModel]) -> None:
-        loaded = load_model(self._config)
-        check_batch(loaded.model, self._config.max_rows)
-        self._config = prepare(loaded, self._config)
-        if self._adapter_config is not None:
-            self._slots = AdapterSlots(loaded, self._adapter_config, self._wake_up, self._on_adapters)
-        engine = Engine(loaded, self._config, self._slots, self._wake_up)
+        group = None if self._lead is None else self._lead.join()
+        built = build(self._config, self._adapter_config, group, self.wake_up, self._on_adapters)
+        loaded, engine = built.loaded, built.engine
+        if self._lead is not None:
+            self._lead.ready(loaded)
+        self._config, self._slots = built.config, built.slots
         self._stats = engine.stats()
         ready.set_result(loaded)
         in_order = False
         try:
             while self._next_commands(engine):
                 began = time.perf_counter()
-                output = engine.turn()
+                output = engine.turn(self._facts)
                 decode_s = time.perf_counter() - began
+                if self._lead is not None:
+                    self._lead.turned(output.events)
                 self._stats = engine.stats()
                 if output.events:
                     self._on_step(output)  # a token waits neither for a prompt nor for a guest
@@ -282,8 +299,11 @@ class EngineThread:
             if self._stopping:
                 return False
             commands, self._commands = self._commands, deque()
-        for command in commands:
-            command(engine)
+        if self._lead is not None:
+            orders = [order for _, order in commands if order is not None]
+            self._facts = self._lead.turn(orders, engine.seen())
+        for run, _ in commands:
+            run(engine)
         return True
 
 

@@ -24,6 +24,7 @@ from shared.sequences import SamplingParams, SequenceSpec
 from worker.engine.engine import Engine
 from worker.engine.messages import EngineConfig, RowRequest
 from worker.engine.model.loader import LoadedModel, free_bytes
+from worker.engine.ranks.turns import TurnFacts
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +112,9 @@ def _timed(loaded: LoadedModel) -> Forward:
             return float("inf")
         return seconds if mx.get_peak_memory() - before <= free // FREE_PART else float("inf")
 
-    return forward
+    ranks = loaded.ranks
+    # All ranks come to the same sizes: what the slowest takes counts.
+    return forward if ranks is None else lambda rows, width: ranks.most(forward(rows, width))
 
 
 def rehearse(loaded: LoadedModel, config: EngineConfig) -> Iterator[int]:
@@ -125,14 +128,20 @@ def rehearse(loaded: LoadedModel, config: EngineConfig) -> Iterator[int]:
         for rows in usual_rows(config.max_rows):
             for samplings, predicted in turns:
                 engine.submit([_request(next(names), loaded, samplings, predicted) for _ in range(rows)])
-                while engine.busy and time.perf_counter() < until:
-                    engine.turn()
+                while engine.busy and not _is_late(loaded, until):
+                    engine.turn(None if loaded.ranks is None else TurnFacts(now_ms=0))
                     engine.settle()
-            if time.perf_counter() > until:
+            if _is_late(loaded, until):
                 return
             yield rows
     finally:
         engine.close()
+
+
+def _is_late(loaded: LoadedModel, until: float) -> bool:
+    """Whether this time has come, on any rank if there are several."""
+    late = time.perf_counter() > until
+    return late if loaded.ranks is None else loaded.ranks.most(late) > 0
 
 
 def usual_rows(most: int) -> list[int]:

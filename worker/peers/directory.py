@@ -7,6 +7,7 @@ lost it gets a new one, and all workers know that within a few seconds.
 
 import secrets
 import socket
+from collections.abc import Sequence
 
 from redis.asyncio import Redis
 
@@ -32,17 +33,11 @@ class Directory:
 
     async def look(self, folder: str = "") -> None:
         """Know the secret, and keep it; tell of the folder that our files are in, by its id."""
-        key = keys.peer_secret()
-        commands: list[tuple[Argument, ...]] = [
-            ("SET", key, secrets.token_bytes(SECRET_BYTES), "NX", "EX", keys.PEER_SECRET_TTL_S),
-            ("EXPIRE", key, keys.PEER_SECRET_TTL_S),
-            ("GET", key),
-        ]
+        commands: list[tuple[Argument, ...]] = []
         if folder:
             ours = keys.kv_folder(self._model, self._worker_id)
-            commands.insert(0, ("SET", ours, folder, "EX", keys.KV_FOLDER_TTL_S))
-        *_, secret = await ask_all(self._redis, commands)
-        self.secret = secret if secret and len(secret) == SECRET_BYTES else b""
+            commands.append(("SET", ours, folder, "EX", keys.KV_FOLDER_TTL_S))
+        self.secret = await ring_secret(self._redis, commands)
 
     async def holders(self, requests: list[RowRequest]) -> dict[str, str]:
         """By sequence, the other worker that may have its KV: it has handed it back, or read the same beginning."""
@@ -94,6 +89,24 @@ class Directory:
             ("HGET", keys.worker(self._model, name), "kv_address") for name in workers if name != self._worker_id
         ]
         return sum(bool(told) for told in await ask_all(self._redis, commands)) if commands else 0
+
+
+async def ring_secret(redis: Redis, commands: Sequence[tuple[Argument, ...]] = ()) -> bytes:
+    """By which workers of a ring know one another; made where there is none. b"": not to be had.
+
+    `commands`: others that go along in the same round trip.
+    """
+    key = keys.peer_secret()
+    *_, secret = await ask_all(
+        redis,
+        [
+            *commands,
+            ("SET", key, secrets.token_bytes(SECRET_BYTES), "NX", "EX", keys.PEER_SECRET_TTL_S),
+            ("EXPIRE", key, keys.PEER_SECRET_TTL_S),
+            ("GET", key),
+        ],
+    )
+    return secret if secret and len(secret) == SECRET_BYTES else b""
 
 
 def own_address(settings: WorkerSettings) -> str:

@@ -66,10 +66,11 @@ class Go(msgspec.Struct, frozen=True):
 
 
 class Connection:
-    """Raw bytes to and from one peer."""
+    """Raw bytes to and from one peer, which are waited for `stall_s` at most."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, stall_s: float = STALL_S) -> None:
         sock.setblocking(False)
+        self.stall_s = stall_s
         self._socket = sock
         self._loop = asyncio.get_running_loop()
 
@@ -97,13 +98,12 @@ class Connection:
             await self._within(self._loop.sock_sendall(self._socket, view[:_CHUNK]))
             view = view[_CHUNK:]
 
-    @staticmethod
-    async def _within(step: Coroutine[Any, Any, T]) -> T:
+    async def _within(self, step: Coroutine[Any, Any, T]) -> T:
         try:
-            async with asyncio.timeout(STALL_S):
+            async with asyncio.timeout(self.stall_s):
                 return await step
         except TimeoutError as error:
-            raise PeerError(f"it stalled for {STALL_S:.0f} s") from error
+            raise PeerError(f"it stalled for {self.stall_s:g} s") from error
         except OSError as error:
             raise PeerError(f"the connection broke: {error.strerror or error}") from error
 
@@ -113,7 +113,7 @@ class Channel:
 
     def __init__(self, connection: Connection, ours: bytes, theirs: bytes) -> None:
         self._connection = connection
-        self._ours, self._theirs = ours, theirs
+        self.keys = self._ours, self._theirs = ours, theirs
         self._sent = self._received = 0
 
     async def say(self, message: msgspec.Struct) -> None:
@@ -123,7 +123,7 @@ class Channel:
     async def send(self, head: bytes, body: Sequence[memoryview] = ()) -> None:
         """Send a frame; what the body holds is the head's to vouch for."""
         sizes = len(head).to_bytes(4, "big") + sum(part.nbytes for part in body).to_bytes(8, "big")
-        mac = await asyncio.to_thread(_mac, self._ours, self._sent, sizes, head)
+        mac = await asyncio.to_thread(frame_mac, self._ours, self._sent, sizes, head)
         self._sent += 1
         await self._connection.write(sizes + mac + head)
         for part in body:
@@ -145,17 +145,17 @@ class Channel:
             raise PeerError(f"it announced {head_size + body_size} bytes, and {most} are the limit")
         data = await self._connection.read(head_size + body_size)
         head = memoryview(data)[:head_size]
-        mac = await asyncio.to_thread(_mac, self._theirs, self._received, begin[:_SIZES], head)
+        mac = await asyncio.to_thread(frame_mac, self._theirs, self._received, begin[:_SIZES], head)
         if not hmac.compare_digest(mac, begin[_SIZES:]):
             raise PeerError("it sent bytes that are not authentic")
         self._received += 1
         return data
 
 
-async def greet(connection: Connection, secret: bytes) -> Channel:
-    """The client's part of the handshake."""
-    begin = bytes(await connection.read(len(MAGIC) + NONCE))
-    if not begin.startswith(MAGIC):
+async def greet(connection: Connection, secret: bytes, magic: bytes = MAGIC) -> Channel:
+    """The client's part of the handshake; `magic` names the protocol, in 8 bytes."""
+    begin = bytes(await connection.read(len(magic) + NONCE))
+    if not begin.startswith(magic):
         raise PeerError("it does not speak as our workers do")
     ours = secrets.token_bytes(NONCE)
     nonces = begin + ours
@@ -166,9 +166,9 @@ async def greet(connection: Connection, secret: bytes) -> Channel:
     return Channel(connection, _proof(secret, b"from client", nonces), _proof(secret, b"from server", nonces))
 
 
-async def admit(connection: Connection, secret: bytes) -> Channel:
+async def admit(connection: Connection, secret: bytes, magic: bytes = MAGIC) -> Channel:
     """The server's part."""
-    begin = MAGIC + secrets.token_bytes(NONCE)
+    begin = magic + secrets.token_bytes(NONCE)
     await connection.write(begin)
     answer = bytes(await connection.read(NONCE + _MAC))
     nonces = begin + answer[:NONCE]
@@ -182,7 +182,8 @@ def _proof(secret: bytes, role: bytes, nonces: bytes) -> bytes:
     return hmac.digest(secret, role + b"\n" + nonces, "sha256")
 
 
-def _mac(key: bytes, number: int, sizes: bytes | bytearray, head: bytes | memoryview) -> bytes:
+def frame_mac(key: bytes, number: int, sizes: bytes | bytearray, head: bytes | memoryview) -> bytes:
+    """Of the frame of that number which goes one way."""
     mac = hmac.new(key, number.to_bytes(8, "big") + sizes, "sha256")
     mac.update(head)
     return mac.digest()

@@ -29,6 +29,19 @@ MANY = 64  # workers of a model, from which on processes look at heartbeats for 
 AT_ONCE = 128  # heartbeats in one round trip
 
 WorkerState = Literal["starting", "ready", "paused", "draining", "stuck"]
+RankState = Literal["loading", "ready", "lost"]
+
+
+class RankStatus(msgspec.Struct, frozen=True):
+    """One of the processes that hold a worker's model together."""
+
+    rank: int
+    host: str
+    address: str  # where it is reached, or speaks from
+    sums_by: str  # how it exchanges sums with the others: ring, nccl or jaccl
+    state: RankState
+    behind: int = 0  # turns that it has not told to have taken
+    silent_s: float = 0.0  # since it said something
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -57,6 +70,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     kv_address: str = ""  # HOST:PORT where other workers fetch KV; "": they cannot
     speculation: str = "none"  # what tokens are drafted from: a mode of --spec-decode, or "none: " and why not
     draft_model: str = ""  # that drafts, too; "": there is none, or it has failed
+    ranks: tuple[RankStatus, ...] = ()  # that hold the model together; (): this process holds all of it
 
 
 def weights_of(card: ModelCard) -> str:
@@ -116,6 +130,7 @@ class WorkerRegistry:
         fields["adapters"] = msgspec.json.encode(status.adapters)
         fields["extra"] = msgspec.json.encode(status.extra)
         fields["versions"] = msgspec.json.encode(status.versions)
+        fields["ranks"] = msgspec.json.encode(status.ranks)
         async with self._redis.pipeline() as pipe:
             pipe.hset(key, mapping=fields)
             pipe.expire(key, keys.WORKER_TTL_S)
@@ -229,7 +244,7 @@ def _status(fields: dict[bytes, bytes]) -> WorkerStatus | None:
     """A heartbeat; None, and a line in our log, when it cannot be read."""
     try:
         plain: dict[str, object] = {name.decode(): value.decode() for name, value in fields.items()}
-        for name, empty in (("adapters", "{}"), ("extra", "{}"), ("versions", "[]")):
+        for name, empty in (("adapters", "{}"), ("extra", "{}"), ("versions", "[]"), ("ranks", "[]")):
             plain[name] = msgspec.json.decode(str(plain.get(name, empty)))
         return msgspec.convert(plain, WorkerStatus, strict=False)
     except (msgspec.DecodeError, ValueError) as error:

@@ -4,6 +4,7 @@ The engine asks an `Adapters` object and knows nothing of slots or LoRA. `NoAdap
 `AdapterSlots` (worker/engine/lora/slots.py) serves versions from the store.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -68,6 +69,12 @@ class Adapters(Protocol):
     def take_moved(self) -> list[Row]:
         """Rows that have changed their version since the last call and want their KV computed again."""
 
+    def take_read(self) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
+        """Among several ranks: versions that have been read since the last call; those that could not be, and why."""
+
+    def agree(self, read: Iterable[str], unreadable: Iterable[tuple[str, str]]) -> None:
+        """Among several ranks: all have read these, or some could not."""
+
     def close(self) -> None:
         """End what runs beside the engine."""
 
@@ -120,6 +127,13 @@ class NoAdapters:
     def take_moved(self) -> list[Row]:
         """Nobody moves."""
         return []
+
+    def take_read(self) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
+        """Nothing is read."""
+        return (), ()
+
+    def agree(self, read: Iterable[str], unreadable: Iterable[tuple[str, str]]) -> None:
+        """Nothing was read."""
 
     def close(self) -> None:
         """Nothing runs."""

@@ -13,7 +13,8 @@ LATELY = 0.2  # weight of the latest piece
 class Pieces:
     """What one turn has begun to feed. Settled before the next turn, so at most one turn's pieces are under way."""
 
-    def __init__(self, chunk: ChunkSize) -> None:
+    def __init__(self, chunk: ChunkSize, *, told: bool = False) -> None:
+        """`told`: what a turn has taken is told by another rank (`learn`)."""
         self.pace = PieceSizes()
         self.chunk = chunk
         self.token_s = 0.0  # that one position has taken lately, what else ran beside it included; 0: not known
@@ -21,6 +22,9 @@ class Pieces:
         self._positions = 0
         self._began = 0.0
         self.opened = 0.0  # when the turn began
+        self.took_s = 0.0  # by the latest turn that has been settled
+        self._told = told
+        self._unlearnt: int | None = None  # positions of the latest turn, until what it took is told
 
     def open(self) -> None:
         """A turn that computes begins."""
@@ -47,11 +51,23 @@ class Pieces:
         if states:
             mx.eval(states)
         if began:
-            took = time.perf_counter() - began
-            self.pace.turn(positions, took)
-            self.chunk.turn(positions, took)
-            if positions >= SMALLEST_PIECE:
-                self.token_s += (took / positions - self.token_s) * (LATELY if self.token_s else 1.0)
+            self.took_s = time.perf_counter() - began
+            if self._told:
+                self._unlearnt = positions
+            else:
+                self._learn(positions, self.took_s)
+
+    def learn(self, took_s: float) -> None:
+        """What the latest turn has taken on the rank that leads."""
+        if self._unlearnt is not None:
+            self._learn(self._unlearnt, took_s)
+            self._unlearnt = None
+
+    def _learn(self, positions: int, took_s: float) -> None:
+        self.pace.turn(positions, took_s)
+        self.chunk.turn(positions, took_s)
+        if positions >= SMALLEST_PIECE:
+            self.token_s += (took_s / positions - self.token_s) * (LATELY if self.token_s else 1.0)
 
     def forget(self) -> None:
         """Wait for nothing, and learn nothing: the turn has failed, or is settled."""

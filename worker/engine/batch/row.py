@@ -8,7 +8,7 @@ the draws in flight, oldest first.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
@@ -225,6 +225,33 @@ def events_of(tokens: Iterable[tuple[Row, int]]) -> list[TokenEvent]:
     return [
         event for row, told in groupby(tokens, itemgetter(0)) for event in row.next_events(token for _, token in told)
     ]
+
+
+class WaitingRows(deque[Row]):
+    """Rows that are not admitted: interactive ones before batch ones, each class in order of arrival."""
+
+    def add(self, row: Row) -> None:
+        """Behind those of its class."""
+        ahead = sum(other.spec.sequence_class == "interactive" for other in self)
+        self.insert(ahead if row.spec.sequence_class == "interactive" else len(self), row)
+
+
+class Deadlines:
+    """When the next row has to end."""
+
+    def __init__(self) -> None:
+        self._next = NO_DEADLINE
+
+    def add(self, row: Row) -> None:
+        """It counts from now on."""
+        self._next = min(self._next, row.deadline_ms)
+
+    def passed(self, rows: Collection[Row], now_ms: int) -> list[Row]:
+        """Those of all rows whose deadline has passed at this Unix time."""
+        if now_ms < self._next:
+            return []
+        self._next = min((row.deadline_ms for row in rows if row.deadline_ms > now_ms), default=NO_DEADLINE)
+        return [row for row in rows if row.deadline_ms <= now_ms]
 
 
 class RowTag:

@@ -21,6 +21,7 @@ from worker.engine.kv.layout import KvLayout
 from worker.engine.model.batching import takes_padding
 from worker.engine.model.pooling import hidden_states
 from worker.engine.networks.network import Network
+from worker.engine.ranks.ranks import Ranks
 from worker.engine.vision.features import ImageFeatures, embeddings, with_images
 from worker.engine.vision.language import placement_of
 
@@ -29,12 +30,18 @@ class RowModel:
     """Wraps a loaded mlx-lm model."""
 
     def __init__(
-        self, model: Any, adapters: Adapters | None, kv: KvLayout, heads: Heads = MappingProxyType({})
+        self,
+        model: Any,
+        adapters: Adapters | None,
+        kv: KvLayout,
+        heads: Heads = MappingProxyType({}),
+        ranks: Ranks | None = None,
     ) -> None:
-        """`heads`: of the model itself."""
+        """`heads`: of the model itself; `ranks`: that hold the model together."""
         self.model = model
         self._kv = kv
         self._heads = heads
+        self._ranks = ranks
         self.adapters: Adapters = adapters or NoAdapters()
         self.takes_padding = takes_padding(model)
         self._placement = placement_of(model)
@@ -75,6 +82,12 @@ class RowModel:
         """UnsupportedModelError for a sequence that needs hidden states, where the model shows none."""
         if spec.kind in ("embed", "head") and self._hidden is None:
             raise UnsupportedModelError("this model shows no hidden states: no embeddings, no heads", param="model")
+        if spec.kind == "network" and self._ranks is not None:
+            raise UnsupportedModelError("a worker of several ranks computes no networks", param="model")
+
+    def same(self, tokens: mx.array) -> mx.array:
+        """Drawn tokens, as the leading rank has them."""
+        return tokens if self._ranks is None else self._ranks.same(tokens)
 
     @property
     def _hidden(self) -> Callable[..., mx.array] | None:

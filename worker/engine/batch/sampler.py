@@ -12,7 +12,7 @@ when the step after it is already under way.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 import numpy as np
@@ -49,7 +49,8 @@ class RowSampler:
         logits_B1V, tokens_B1 = self._model.logits_B1V, self._model.tokens_B1
         assert logits_B1V is not None and tokens_B1 is not None, "the sampler runs after a one-token forward"
         self._model.logits_B1V = None
-        tokens_B, draw = plan.drawn(logits_B1V[:, -1, :], logprobs_BV, tokens_B1, self._model.versions)
+        logits_BV = logits_B1V[:, -1, :]
+        tokens_B, draw = plan.drawn(logits_BV, logprobs_BV, tokens_B1, self._model.versions, self._model.same)
         for index, row in enumerate(rows):
             row.draws.append((draw, index))
             row.position += 1
@@ -62,7 +63,7 @@ class RowSampler:
         self._plan = None  # what it counts step by step is out of date now
         logprobs_NV = logits_NV - mx.logsumexp(logits_NV, axis=-1, keepdims=True)
         plan = _Plan(rows, logits_NV.shape[-1], self._candidates)
-        return plan.drawn(logits_NV, logprobs_NV, inputs_N1, versions)
+        return plan.drawn(logits_NV, logprobs_NV, inputs_N1, versions, self._model.same)
 
 
 class Guesses:
@@ -135,10 +136,18 @@ class _Plan:
         self._may_overflow = not sort_all and max(top_k) == vocab
 
     def drawn(
-        self, logits_BV: mx.array, logprobs_BV: mx.array, inputs_B1: mx.array, versions: tuple[str, ...]
+        self,
+        logits_BV: mx.array,
+        logprobs_BV: mx.array,
+        inputs_B1: mx.array,
+        versions: tuple[str, ...],
+        same: Callable[[mx.array], mx.array],
     ) -> tuple[mx.array, Draw]:
-        """Token ids [B] uint32, and what is told of them; `inputs_B1` are the ids that were fed."""
-        tokens_B = self.draw(logits_BV, inputs_B1)
+        """Token ids [B] uint32, and what is told of them; `inputs_B1` are the ids that were fed.
+
+        `same`: makes the drawn tokens those of the leading rank, where there are several.
+        """
+        tokens_B = same(self.draw(logits_BV, inputs_B1))
         logprobs_BV = self.reported.of(logprobs_BV)
         logprobs_B = mx.take_along_axis(logprobs_BV, tokens_B[:, None], axis=-1)[:, 0]
         top_TK = self._most_likely(logprobs_BV)

@@ -24,7 +24,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from worker.engine.lora.kernels import FusedProjections
-from worker.engine.model.sites import Site
+from worker.engine.model.sites import Site, partial_sums, summed
 
 SMALLEST_RANK = 8
 Kernel = Literal["gather", "take", "fused"]
@@ -149,10 +149,10 @@ class Stack:
         gains[slot] = mx.ones((), mx.float32) if gain is None else gain
 
     def _shape_a(self, site: Site) -> tuple[int, ...]:
-        return (site.experts, site.inputs) if site.kind == "switch" else (site.inputs,)
+        return (site.experts, site.held_inputs) if site.kind == "switch" else (site.held_inputs,)
 
     def _shape_b(self, site: Site, rank: int) -> tuple[int, ...]:
-        return (site.experts, rank, site.outputs) if site.kind == "switch" else (rank, site.outputs)
+        return (site.experts, rank, site.held_outputs) if site.kind == "switch" else (rank, site.held_outputs)
 
 
 class LinearGroup(Stack):
@@ -165,8 +165,8 @@ class LinearGroup(Stack):
         self._x: mx.array | None = None
         self._ys: list[mx.array | None] = []  # outputs for x that other members will ask for
         self._left = 0
-        widths = [width for site in sites for width in (site.inputs, site.outputs)]
-        self._inputs = sites[0].inputs
+        widths = [width for site in sites for width in (site.held_inputs, site.held_outputs)]
+        self._inputs = sites[0].held_inputs
         self._fits_fused = all(width % 8 == 0 for width in widths)
 
     def output(self, index: int, x: mx.array) -> mx.array:
@@ -192,7 +192,7 @@ class LinearGroup(Stack):
         rows = self.rows
         slots_B = rows.slots_B
         assert slots_B is not None and self.a is not None
-        ys = [linear(x) for linear in self._linears]
+        ys = [partial_sums(linear, x) for linear in self._linears]
         if rows.kernel == "fused" and x.size == slots_B.size * self._inputs and self._is_fusible(x, ys):
             self._fused = self._fused or FusedProjections(self.a, self.bs)
             ys = self._fused.one_pass(x, ys, slots_B)
@@ -200,6 +200,7 @@ class LinearGroup(Stack):
             x_BLI = x.reshape(slots_B.size, -1, self._inputs).astype(self.dtype)
             deltas = deltas_of(x_BLI, self.a, self.bs, slots_B, rows.kernel)
             ys = [y + delta.astype(y.dtype).reshape(y.shape) for y, delta in zip(ys, deltas, strict=True)]
+        ys = [summed(linear, y) for linear, y in zip(self._linears, ys, strict=True)]
         if rows.dora:
             ys = [self._gained(index, y, slots_B) for index, y in enumerate(ys)]
         return ys

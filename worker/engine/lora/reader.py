@@ -128,6 +128,7 @@ def _site_weights(manifest: AdapterManifest, site: Site, tensors: Tensors, dtype
     wanted = (*lead, site.inputs, manifest.rank), (*lead, manifest.rank, site.outputs)
     if (a.shape, b.shape) != wanted:
         raise AdapterRejectedError(f"{manifest.id}: {site.path} has shapes {a.shape}, {b.shape}; expected {wanted}")
+    a, b = site.held(a, b)
     scaled = b.astype(mx.float32) * manifest.scale
     gain = _gain(manifest, site, a, scaled, tensors[f"{site.path}.m"]) if manifest.kind == "dora" else None
     return SiteWeights(mx.contiguous(a.astype(dtype)), mx.contiguous(scaled.astype(dtype)), gain)
@@ -135,6 +136,10 @@ def _site_weights(manifest: AdapterManifest, site: Site, tensors: Tensors, dtype
 
 def _gain(manifest: AdapterManifest, site: Site, a: mx.array, scaled_b: mx.array, m: mx.array) -> mx.array:
     """m / ||W + scale B A|| over the rows of W, fp32."""
+    if site.cut is not None and site.cut.by == "inputs":
+        raise AdapterRejectedError(f"{manifest.id}: {site.path}: DoRA is not supported where ranks divide its inputs")
+    if site.cut is not None:
+        m = site.cut.part(m, 0)
     if site.kind == "switch" or (site.kind == "embedding" and site.is_quantized):
         raise AdapterRejectedError(f"{manifest.id}: {site.path}: DoRA on {type(site.module).__name__} is not supported")
     delta = a.astype(mx.float32) @ scaled_b  # [in, out], of an embedding [ids, dims]

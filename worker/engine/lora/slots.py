@@ -14,16 +14,24 @@ computes with until a newer version is loaded, and moves its hold with the remap
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
 
 from shared.adapters import AdapterManifest, AdapterRef, version_id
-from shared.errors import EngineError, InvalidRequestError, ParallmError, UnknownAdapterError, UnsupportedParameterError
+from shared.errors import (
+    AdapterRejectedError,
+    EngineError,
+    InvalidRequestError,
+    ParallmError,
+    UnknownAdapterError,
+    UnsupportedParameterError,
+)
 from worker.engine.batch.adapters import AdapterStats, SlotConfig
 from worker.engine.batch.row import Row
 from worker.engine.heads.head import Heads
@@ -71,7 +79,7 @@ class AdapterSlots:
         on_change: Callable[[AdapterStats], None] = lambda stats: None,
     ) -> None:
         dtype: mx.Dtype = getattr(mx, config.dtype or loaded.card.dtype)
-        self._adapted = AdaptedModel(loaded.model, config.slots + 1, dtype)
+        self._adapted = AdaptedModel(loaded.model, config.slots + 1, dtype, loaded.whole)
         self._table = SlotTable(config.slots)
         self._reader = AdapterReader(self._adapted, config.max_rank, loaded.card.hidden_size, self._on_read)
         self._wake, self._on_change = wake, on_change
@@ -81,6 +89,8 @@ class AdapterSlots:
         self._failed: dict[str, ParallmError] = {}
         self._claims: dict[Row, _Claim] = {}
         self._read: deque[tuple[AdapterManifest, ReadAdapter | ParallmError]] = deque()
+        self._ranks = loaded.ranks
+        self._read_here: dict[str, tuple[AdapterManifest, ReadAdapter]] = {}  # until all ranks have read them
         self._loads: deque[_Load] = deque()
         self._dora: set[str] = set()
         self._heads: dict[str, Heads] = {}  # of loaded versions
@@ -211,7 +221,7 @@ class AdapterSlots:
 
     def work(self, budget_s: float) -> bool:
         """Write slices of the slots being loaded until the time is up; True when there is more or something changed."""
-        while self._read:
+        while self._read and self._ranks is None:
             self._begin_load(*self._read.popleft())
         if self._loads:
             self._write_slices(budget_s)
@@ -219,6 +229,27 @@ class AdapterSlots:
             self._tell()
         changed, self._changed = self._changed, False
         return changed or bool(self._loads)
+
+    def take_read(self) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
+        """Among several ranks: what has been read here since the last call, and what could not be."""
+        read: list[str] = []
+        unreadable: list[tuple[str, str]] = []
+        while self._read:
+            manifest, result = self._read.popleft()
+            if isinstance(result, ParallmError):
+                unreadable.append((manifest.id, result.message))
+            else:
+                self._read_here[manifest.id] = manifest, result
+                read.append(manifest.id)
+        return tuple(read), tuple(unreadable)
+
+    def agree(self, read: Iterable[str], unreadable: Iterable[tuple[str, str]]) -> None:
+        """Among several ranks: begin to write what all have read."""
+        for version in read:
+            self._begin_load(*self._read_here.pop(version))
+        for version, reason in unreadable:
+            self._read_here.pop(version, None)
+            self._fail(version, AdapterRejectedError(reason))
 
     def close(self) -> None:
         """End the reader."""
@@ -258,6 +289,8 @@ class AdapterSlots:
         if self._is_cpu:
             mx.synchronize()  # the forward under way reads the stacks: once it is done they are written in place
         until, copied = time.perf_counter() + budget_s, 0
+        if self._ranks is not None:
+            until = math.inf  # all ranks write the same between the same two steps
         while self._loads and time.perf_counter() < until and copied < SLICE_BYTES:
             load = self._loads[0]
             try:
@@ -267,6 +300,8 @@ class AdapterSlots:
                 elif arrays is not None:
                     mx.async_eval(*arrays)  # type: ignore[no-untyped-call]
             except Exception as error:
+                if self._ranks is not None:
+                    raise  # others have written it
                 log.exception("adapters.write_failed adapter=%s", load.version)
                 self._loads.popleft()
                 self._fail(load.version, EngineError(f"{load.version}: {type(error).__name__}: {error}"))

@@ -33,7 +33,7 @@ from worker.engine.lora.layers import (
     follow_routing,
     padded_rank,
 )
-from worker.engine.model.sites import Site, find_sites, mixtures, replace_modules, shared_inputs
+from worker.engine.model.sites import Site, Whole, find_sites, mixtures, replace_modules, shared_inputs
 
 log = logging.getLogger(__name__)
 
@@ -46,8 +46,8 @@ AdapterWeights = Mapping[str, SiteWeights]
 class AdaptedModel:
     """The stacks of one model; `slots` counts the base's."""
 
-    def __init__(self, model: Any, slots: int, dtype: mx.Dtype) -> None:
-        self.sites = find_sites(model)
+    def __init__(self, model: Any, slots: int, dtype: mx.Dtype, whole: Whole | None = None) -> None:
+        self.sites = find_sites(model, whole)
         self.rows = RowSlots()
         self.dtype = dtype
         self._model = model
@@ -95,12 +95,12 @@ class AdaptedModel:
                 self._compile(sites, rank)
 
     def _compile(self, sites: list[Site], rank: int) -> None:
-        shape = (rank, sites[0].inputs, *(site.outputs for site in sites))
+        shape = (rank, sites[0].held_inputs, *(site.held_outputs for site in sites))
         if shape in self._prepared or any(width % 8 for width in shape):
             return
         self._prepared.add(shape)
         a, bs, x = _zeros(sites, rank, self.dtype, rows=1)
-        ys = [mx.zeros((1, 1, site.outputs), self.dtype) for site in sites]
+        ys = [mx.zeros((1, 1, site.held_outputs), self.dtype) for site in sites]
         try:
             mx.eval(FusedProjections(a, bs).one_pass(x, ys, mx.array([1], mx.uint32)))
         except Exception:
@@ -159,6 +159,6 @@ def _faster(sites: list[Site], rank: int, dtype: mx.Dtype) -> Kernel:
 
 def _zeros(sites: list[Site], rank: int, dtype: mx.Dtype, rows: int) -> tuple[mx.array, list[mx.array], mx.array]:
     """A, the Bs and x of a group's shapes, two slots."""
-    inputs = sites[0].inputs
+    inputs = sites[0].held_inputs
     a = mx.zeros((2, inputs, len(sites) * rank), dtype)
-    return a, [mx.zeros((2, rank, site.outputs), dtype) for site in sites], mx.zeros((rows, 1, inputs), dtype)
+    return a, [mx.zeros((2, rank, site.held_outputs), dtype) for site in sites], mx.zeros((rows, 1, inputs), dtype)

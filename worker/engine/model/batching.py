@@ -33,14 +33,14 @@ _ROWS_TO_TRY = 3  # few models have three KV heads, so a mask that is laid out w
 
 def takes_padding(model: Any) -> bool:
     """Whether prompts of different lengths may share a forward."""
-    return _name(model) not in PADDING_IN_STATE
+    return family(model) not in PADDING_IN_STATE
 
 
 def check_batch(model: Any, max_rows: int) -> None:
     """SetupError if the model's sequences cannot share a forward."""
-    if max_rows > 1 and (reason := WRONG.get(_name(model))):
+    if max_rows > 1 and (reason := WRONG.get(family(model))):
         raise SetupError(
-            f"mlx-lm's {_name(model)} cannot be trusted in a batch: {reason}; with --max-batch-size 1 it runs"
+            f"mlx-lm's {family(model)} cannot be trusted in a batch: {reason}; with --max-batch-size 1 it runs"
         )
     rows = _ROWS_TO_TRY if max_rows > 1 else 1
     each: list[Any] = make_prompt_cache(model)
@@ -56,6 +56,6 @@ def check_batch(model: Any, max_rows: int) -> None:
         ) from error
 
 
-def _name(model: Any) -> str:
+def family(model: Any) -> str:
     """The file of mlx-lm that the model is in, which is what its config's model_type leads to."""
     return type(model).__module__.rpartition(".")[2]

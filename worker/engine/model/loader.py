@@ -15,6 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx_lm.utils
+from mlx_lm.generate import generation_stream
 
 from shared.errors import SetupError
 from shared.sequences import ModelCard
@@ -29,7 +30,10 @@ from worker.engine.model import cuda_graphs
 from worker.engine.model.batching import check_batch
 from worker.engine.model.draft import DraftModel, check_tokenizer
 from worker.engine.model.pooling import hidden_size
-from worker.engine.model.sites import module_shapes
+from worker.engine.model.sharding import read_weights, shard
+from worker.engine.model.sites import Whole, module_shapes
+from worker.engine.ranks.lockstep import check_settings
+from worker.engine.ranks.ranks import Ranks, ranks_of
 from worker.engine.scheduler import DraftKv
 from worker.engine.vision.families import AnyTower, chat_template, check_known, is_vision, load_seeing
 
@@ -54,6 +58,12 @@ class LoadedModel:
     draft: DraftModel | None = None
     heads: Heads = field(default_factory=dict)  # of its own
     tower: AnyTower | None = None  # that sees
+    whole: Whole | None = None  # where ranks divide the model: what it was before
+
+    @property
+    def ranks(self) -> Ranks | None:
+        """That divide the model among them; None: it is all here."""
+        return None if self.whole is None else self.whole.ranks
 
     @property
     def draft_kv(self) -> DraftKv:
@@ -61,12 +71,21 @@ class LoadedModel:
         return DraftKv() if self.draft is None else self.draft.kept
 
 
-def load_model(config: EngineConfig) -> LoadedModel:
-    """Load by folder or hub name; `SetupError` says what is wrong."""
+def load_model(config: EngineConfig, group: Any | None = None) -> LoadedModel:
+    """Load by folder or hub name; `SetupError` says what is wrong. `group`: of MLX, whose ranks all load it."""
     cuda_graphs.prepare()
     cuda_attention.install()
+    ranks = ranks_of(group)
+    if ranks is None:
+        return _load(config, None)
+    check_settings(config)
+    with mx.stream(generation_stream):  # where their sums are in the batch, too
+        return _load(config, ranks)
+
+
+def _load(config: EngineConfig, ranks: Ranks | None) -> LoadedModel:
     path = model_folder(config.model)
-    model, bundle, model_config, heads, tower = _read(path, config)
+    model, bundle, model_config, heads, tower, whole = _read(path, config, ranks)
     context = _context_length(model_config, config.max_context)
     bound = config.max_kv_size if config.max_kv_size < context else 0  # a longer row is refused in any case
     kv = layout_of(model, config.kv_bits, config.kv_group_size, bound)
@@ -85,7 +104,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
         quantization=_quantization(model_config),
         kv=kv.name,
         created=int(time.time()),
-        modules=module_shapes(model),
+        modules=module_shapes(model, whole),
         sources=(config.model,),
         hidden_size=states,
         heads={name: head.spec for name, head in heads.items()},
@@ -94,24 +113,35 @@ def load_model(config: EngineConfig) -> LoadedModel:
     )
     draft = _draft_model(config, bundle)
     limit = config.kv_limit_bytes or free_bytes() // 2
-    return LoadedModel(card, bundle, model, model_config, path, limit, kv, draft, heads, tower)
+    limit = limit if ranks is None else ranks.least(limit)  # all admit the same rows
+    return LoadedModel(card, bundle, model, model_config, path, limit, kv, draft, heads, tower, whole)
 
 
-def _read(path: Path, config: EngineConfig) -> tuple[Any, TokenizerBundle, dict[str, Any], Heads, AnyTower | None]:
-    """The module with its weights in memory, its tokenizer, its config.json, its own heads, and what it sees with."""
+def _read(
+    path: Path, config: EngineConfig, ranks: Ranks | None = None
+) -> tuple[Any, TokenizerBundle, dict[str, Any], Heads, AnyTower | None, Whole | None]:
+    """The module with its weights in memory, its tokenizer, its config.json, its own heads, and what it sees with.
+
+    Of several ranks: this one's part of the module, and what the whole was.
+    """
     heads: Heads = {}
+    whole: Whole | None = None
     tower: AnyTower | None = None
     try:
         described = mlx_lm.utils.load_config(path)
         if is_classifier(described):
             classifier = Classifier(described)
-            model, model_config = classifier.load(path)
+            model, model_config = classifier.load(path, lazy=ranks is not None)
             heads = classifier.heads(hidden_size(model))
-        elif is_vision(described):
+        elif is_vision(described) and ranks is None:
             (model, tower), model_config = load_seeing(path, described), described
         else:
             check_known(described)
-            model, model_config = mlx_lm.utils.load_model(path, trust_remote_code=config.trust_remote_code)
+            trusts, lazy = config.trust_remote_code, ranks is not None
+            model, model_config = mlx_lm.utils.load_model(path, lazy, trust_remote_code=trusts)
+        if ranks is not None:
+            whole = Whole(ranks, module_shapes(model))
+            shard(model, ranks)
         tokenizer = mlx_lm.utils.load_tokenizer(path, eos_token_ids=model_config.get("eos_token_id"))
         if tower is not None and not tokenizer.chat_template:
             tokenizer.chat_template = chat_template(path)
@@ -120,11 +150,11 @@ def _read(path: Path, config: EngineConfig) -> tuple[Any, TokenizerBundle, dict[
     except Exception as error:
         raise SetupError(f"cannot load the model at {path}: {type(error).__name__}: {error}") from error
     _set_dtype(model, config.dtype)
-    mx.eval(model.parameters())
+    mx.eval(model.parameters()) if ranks is None else read_weights(model)
     for part in () if tower is None else tower.parts:
         _set_dtype(part, config.dtype)
         mx.eval(part.parameters())
-    return model, export_tokenizer(tokenizer), model_config, heads, tower
+    return model, export_tokenizer(tokenizer), model_config, heads, tower, whole
 
 
 def _draft_model(config: EngineConfig, bundle: TokenizerBundle) -> DraftModel | None:

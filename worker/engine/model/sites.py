@@ -8,21 +8,52 @@ their deltas can share operations. Groups are found by tracing one forward, so n
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.nn.layers.distributed import (
+    QuantizedShardedToAllLinear,
+    ShardedToAllLinear,
+)
 from mlx.utils import tree_unflatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchLinear, SwitchMLP
 
+from worker.engine.ranks.ranks import Ranks
+
 SiteKind = Literal["linear", "switch", "embedding"]
 
-_LINEARS = (nn.Linear, nn.QuantizedLinear)
+_REDUCING = (ShardedToAllLinear, QuantizedShardedToAllLinear)
+_LINEARS = (nn.Linear, nn.QuantizedLinear, *_REDUCING)
 _SWITCHES = (SwitchLinear, QuantizedSwitchLinear)
 _EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
-_QUANTIZED = (nn.QuantizedLinear, nn.QuantizedEmbedding, QuantizedSwitchLinear)
+_QUANTIZED = (nn.QuantizedLinear, nn.QuantizedEmbedding, QuantizedSwitchLinear, QuantizedShardedToAllLinear)
+_INTERLEAVED = ("in_proj_qkv", "qkvg_proj", "qkv_proj")  # of their outputs, a rank has parts that do not lie together
+
+Shapes = dict[str, tuple[int, int]]
+"""(in, out) of every site by path: what an adapter may adapt."""
+
+
+@dataclass(frozen=True)
+class Whole:
+    """What a model was before it was divided among ranks."""
+
+    ranks: Ranks
+    shapes: Shapes
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Which part of a site's weights a rank has."""
+
+    ranks: Ranks
+    by: Literal["inputs", "outputs"]  # by inputs, ranks have partial sums of all outputs
+
+    def part(self, array: mx.array, axis: int) -> mx.array:
+        """This rank's, along an axis that counts what is cut."""
+        return mx.split(array, self.ranks.size, axis=axis)[self.ranks.rank]
 
 
 @dataclass(frozen=True)
@@ -35,6 +66,26 @@ class Site:
     outputs: int
     module: Any  # the base module
     experts: int = 0  # of a switch
+    cut: Cut | None = None  # that this rank has a part of; shapes above are of the whole
+
+    @property
+    def held_inputs(self) -> int:
+        """Of this rank's part."""
+        return self._held("inputs", self.inputs)
+
+    @property
+    def held_outputs(self) -> int:
+        """Of this rank's part."""
+        return self._held("outputs", self.outputs)
+
+    def held(self, a: mx.array, b: mx.array) -> tuple[mx.array, mx.array]:
+        """This rank's part of an adapter's A [..., in, r] and B [..., r, out]."""
+        if self.cut is None:
+            return a, b
+        return (self.cut.part(a, -2), b) if self.cut.by == "inputs" else (a, self.cut.part(b, -1))
+
+    def _held(self, by: str, whole: int) -> int:
+        return whole if self.cut is None or self.cut.by != by else whole // self.cut.ranks.size
 
     @property
     def is_quantized(self) -> bool:
@@ -57,16 +108,62 @@ class Site:
         )
 
 
-def find_sites(model: Any) -> dict[str, Site]:
-    """All sites by path, in the model's order."""
+def find_sites(model: Any, whole: Whole | None = None) -> dict[str, Site]:
+    """All sites by path, in the model's order. `whole`: of a model that is divided among ranks.
+
+    There, a module of which a rank has neither all nor an equal part in one piece is no site.
+    """
     switches = mixtures(model).keys()
     found = (_site(path, module, switches) for path, module in model.named_modules())
-    return {site.path: site for site in found if site is not None}
+    sites = [site for site in found if site is not None]
+    if whole is not None:
+        sites = [cut for site in sites if (cut := _cut(site, whole)) is not None]
+    return {site.path: site for site in sites}
 
 
-def module_shapes(model: Any) -> dict[str, tuple[int, int]]:
-    """(in, out) of every site by path: what an adapter may adapt."""
-    return {path: (site.inputs, site.outputs) for path, site in find_sites(model).items()}
+def module_shapes(model: Any, whole: Whole | None = None) -> Shapes:
+    """Those of the model's sites."""
+    return {path: (site.inputs, site.outputs) for path, site in find_sites(model, whole).items()}
+
+
+def _cut(held: Site, whole: Whole) -> Site | None:
+    ranks = whole.ranks
+    inputs, outputs = whole.shapes[held.path]
+    if (held.inputs, held.outputs) == (inputs, outputs):
+        return held
+    if (held.inputs, held.outputs * ranks.size) == (inputs, outputs) and not held.path.endswith(_INTERLEAVED):
+        return replace(held, outputs=outputs, cut=Cut(ranks, "outputs"))
+    if (held.inputs * ranks.size, held.outputs) == (inputs, outputs):
+        return replace(held, inputs=inputs, cut=Cut(ranks, "inputs"))
+    return None
+
+
+def partial_sums(linear: Any, x: mx.array) -> mx.array:
+    """What a linear makes of x, without the sum over ranks and the bias behind it, if it has that sum."""
+    if not isinstance(linear, _REDUCING):
+        y: mx.array = linear(x)
+        return y
+    if not isinstance(linear, _QUANTIZED):
+        product: mx.array = x @ linear["weight"].T
+        return product
+    return mx.quantized_matmul(
+        x,
+        linear["weight"],
+        scales=linear["scales"],
+        biases=linear.get("biases"),
+        transpose=True,
+        group_size=linear.group_size,
+        bits=linear.bits,
+        mode=linear.mode,
+    )
+
+
+def summed(linear: Any, y: mx.array) -> mx.array:
+    """What `partial_sums` has left out."""
+    if not isinstance(linear, _REDUCING):
+        return y
+    y = mx.distributed.all_sum(y, group=linear.group)
+    return y + linear["bias"] if "bias" in linear else y
 
 
 def _site(path: str, module: Any, switches: Collection[int]) -> Site | None:

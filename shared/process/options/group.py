@@ -1,0 +1,49 @@
+"""A worker's settings for being several processes, its ranks, which hold one model together."""
+
+from typing import Literal
+
+from pydantic import BaseModel, Field
+
+LOST_EXIT_CODE = 3  # of a rank of a strict group that has lost another one: nobody starts it again
+
+Mode = Literal["", "off", "ring", "jaccl", "nccl"]
+
+
+class GroupSettings(BaseModel):
+    """Part of WorkerSettings; the names are those of other servers."""
+
+    num_local_ranks: int = Field(
+        default=1, ge=1, le=64, description="processes on this machine that hold the model together, a part each"
+    )
+    distributed_mode: Mode = Field(
+        default="",
+        description="how ranks exchange sums: ring (TCP), nccl (NVIDIA), jaccl (RDMA over Thunderbolt); default: nccl "
+        "between GPUs, else ring; off: this worker is no rank of anything, under mlx.launch either",
+    )
+    distributed_sharding: Literal["tensor", "pipeline"] = Field(
+        default="tensor", description="what a rank holds: a part of every layer (tensor)"
+    )
+    distributed_strict: bool = Field(
+        default=False, description="end, with exit code 3, when a rank is lost; else the group is built anew"
+    )
+    distributed_hostfile: str = Field(
+        default="",
+        description="JSON file of the ranks' machines, as mlx.launch takes it or as MLX_HOSTFILE names it; the same "
+        "on each of them",
+    )
+    distributed_rank: int = Field(
+        default=-1, ge=-1, description="which of them this machine is; -1: found by its addresses and its name"
+    )
+    distributed_ibv_devices: str = Field(default="", description="with jaccl: file of RDMA devices, MLX_IBV_DEVICES")
+    distributed_jaccl_coordinator: str = Field(
+        default="", description="with jaccl: HOST:PORT of rank 0, MLX_JACCL_COORDINATOR"
+    )
+    distributed_group: str = Field(
+        default="", description="by which ranks find one another in Redis; default: made of the file of machines"
+    )
+    distributed_silence_s: float = Field(
+        default=3, gt=0, description="a rank that says nothing for so long is lost, and the group with it"
+    )
+    distributed_turn_s: float = Field(
+        default=30, gt=0, description="a rank that is behind by a turn for so long is lost, too"
+    )

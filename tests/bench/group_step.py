@@ -1,0 +1,324 @@
+"""Decode steps where two ranks divide the model, and what makes them cheap: `python -m tests.bench.group_step`.
+
+Random weights of the shapes of Qwen3 8B and 32B in bfloat16, made on the device, one process a GPU, over NCCL (without
+CUDA: small shapes over the ring). Each process turns an engine of its own, by the same facts. Cases differ in the
+environment, since what NCCL and MLX do about CUDA graphs is settled at start; all of them are in memory at once and
+take turns, since a machine's speed drifts.
+
+Of each case and number of rows: what a decode step takes, least and median, what of it the host spends in handing over
+work (`mx.async_eval`), the same with sums over ranks left out (wrong tokens in the same time as right ones), and how
+many times faster than one rank it is, round by round: least, median, most.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "8B": {"hidden_size": 4096, "num_hidden_layers": 36, "intermediate_size": 12_288, "num_attention_heads": 32},
+    "32B": {"hidden_size": 5120, "num_hidden_layers": 64, "intermediate_size": 25_600, "num_attention_heads": 64},
+    "small": {"hidden_size": 256, "num_hidden_layers": 12, "intermediate_size": 512, "num_attention_heads": 8},
+}
+KV_HEADS, HEAD, VOCABULARY = 8, 128, 151_936
+PROMPT, WARM, STEPS = 128, 8, 30
+ROWS = (1, 8, 32)
+KV_BYTES = 16 << 30  # bounds what MLX keeps of freed memory, too
+AS_MLX_HAS_IT = {"NCCL_GRAPH_MIXING_SUPPORT": "1", "NCCL_GRAPH_REGISTER": "1", "NCCL_CGA_CLUSTER_SIZE": "4"}
+LARGER = {"MLX_MAX_OPS_PER_BUFFER": "100"}
+CASES: list[tuple[int, str, dict[str, str]]] = [
+    (1, "alone", {}),
+    (2, "as set", {}),
+    (2, "as NCCL and MLX have it", AS_MLX_HAS_IT),
+    (2, "no graphs", {"MLX_USE_CUDA_GRAPHS": "0"}),
+    (2, "graphs of 100", LARGER),
+    (1, "graphs of 100", LARGER),
+]
+
+
+@dataclass
+class Case:
+    """One or two processes, which stay."""
+
+    ranks: int
+    name: str
+    processes: list[subprocess.Popen[str]]
+    made: str = ""
+    steps: dict[int, list[dict[str, float]]] = field(default_factory=dict)  # by rows; 0: the prompt
+
+    def ask(self, question: str) -> str:
+        """Of all its processes; the first one's answer, "" when it has ended."""
+        try:
+            for process in self.processes:
+                assert process.stdin is not None, "it is asked over it"
+                process.stdin.write(f"{question}\n")
+                process.stdin.flush()
+        except OSError:
+            return ""
+        return self.answer()
+
+    def answer(self) -> str:
+        """The first process's next line."""
+        stdout = self.processes[0].stdout
+        assert stdout is not None, "it answers over it"
+        return stdout.readline().strip()
+
+
+def started(shape: str, ranks: int, name: str, own: dict[str, str], folder: Path) -> Case:
+    """Start a case."""
+    with socket.create_server(("127.0.0.1", 0)) as free, socket.create_server(("127.0.0.1", 0)) as other:
+        ports = [free.getsockname()[1], other.getsockname()[1]]
+    hosts = folder / f"hosts-{ports[0]}.json"
+    hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in ports]))
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
+    processes = []
+    for rank in range(ranks):
+        group = {"MLX_RANK": str(rank), "MLX_WORLD_SIZE": "2", "NCCL_HOST_IP": "127.0.0.1", "NCCL_PORT": str(ports[0])}
+        group |= {"MLX_HOSTFILE": str(hosts), "NCCL_NVLS_ENABLE": "0"}
+        environment = os.environ | (group if ranks > 1 else {}) | own
+        environment["CUDA_VISIBLE_DEVICES"] = shown[(rank if ranks > 1 else bool(own)) % len(shown)]
+        command = [sys.executable, "-m", "tests.bench.group_step", "--rank", shape, str(ranks)]
+        out = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
+        processes.append(subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=out, text=True))
+    return Case(ranks, name, processes)
+
+
+def main() -> None:
+    """Each shape, in rounds as far as the time goes."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shapes", nargs="*", default=["8B"], choices=list(SHAPES))
+    parser.add_argument("--seconds", type=float, default=200.0, help="for each shape, about")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--cases", type=int, nargs="*", default=list(range(len(CASES))), help="by their numbers")
+    parser.add_argument("--prompt", type=int, default=2048, help="tokens of the prompt that is timed")
+    parser.add_argument("--rank", nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.rank:
+        rank(args.rank[0], int(args.rank[1]))
+        os._exit(0)  # NCCL may wait for the other one
+    for shape in args.shapes:
+        measure(shape, args)
+
+
+def measure(shape: str, args: argparse.Namespace) -> None:
+    """Let all cases take turns."""
+    until = time.monotonic() + args.seconds
+    with tempfile.TemporaryDirectory() as folder:
+        cases = [started(shape, *CASES[at], Path(folder)) for at in args.cases]
+        watch = threading.Timer(args.seconds + 15, _kill, [cases])
+        watch.start()
+        for case in cases:
+            case.made = case.answer()
+        for round_ in range(args.rounds):
+            for rows in (0, *ROWS):
+                for case in cases:
+                    if time.monotonic() < until and (told := case.ask(f"{rows} {args.prompt} {int(round_ < 2)}")):
+                        case.steps.setdefault(rows, []).append(json.loads(told))
+        watch.cancel()
+        _kill(cases)
+    for case in cases:
+        _print(shape, case, cases[0])
+
+
+def _kill(cases: list[Case]) -> None:
+    for case in cases:
+        for process in case.processes:
+            process.kill()
+            process.wait()
+
+
+def _print(shape: str, case: Case, alone: Case) -> None:
+    print(f"{shape:5} {case.ranks} {case.name:24} {case.made or 'failed'}", flush=True)
+    for rows, told in case.steps.items():
+        took = [each["ms"] for each in told]
+        handed = [each["handed"] for each in told]
+        line = f"  {f'{rows} rows' if rows else 'prompt':8} {min(took):7.2f} {median(took):7.2f} ms"
+        if rows:
+            line += f", handing over {min(handed):6.2f} {median(handed):6.2f}"
+        if bare := [each["bare"] for each in told if "bare" in each]:
+            line += f", without sums {min(bare):6.2f} {median(bare):6.2f}"
+        if case is not alone:
+            pairs = zip(alone.steps.get(rows, []), told, strict=False)
+            ratios = sorted(one["ms"] / two["ms"] for one, two in pairs) or [0.0]
+            line += f", over alone {ratios[0]:.2f}-{median(ratios):.2f}-{ratios[-1]:.2f}"
+        print(line, flush=True)
+
+
+# -- one rank
+
+
+def rank(shape: str, ranks: int) -> None:
+    """Make the model, then answer: a line for each that is asked."""
+    from worker.engine.model import fast_blas
+
+    fast_blas.install()
+
+    import mlx.core as mx
+    from mlx_lm.generate import generation_stream
+
+    from worker.engine.messages import EngineConfig
+    from worker.engine.model import cuda_graphs
+
+    cuda = mx.cuda.is_available()
+    cuda_graphs.prepare(sums=ranks > 1)
+    group = mx.distributed.init(strict=True, backend="nccl" if cuda else "ring") if ranks > 1 else None
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder, mx.stream(generation_stream):
+        loaded = random_model(shape, group, Path(folder))
+    print(f"made in {time.perf_counter() - began:.1f} s, {mx.get_active_memory() / 2**30:.2f} GiB", flush=True)
+    config = EngineConfig("", max_rows=max(ROWS), prefill_rows=64, prefill_chunk=8192, prefix_cache_bytes=0)
+    for line in sys.stdin:
+        rows, prompt, splits = map(int, line.split())
+        if rows:
+            step, handed = step_ms(loaded, config, rows)
+            told = {"ms": step, "handed": handed}
+        else:
+            told = {"ms": prompt_ms(loaded, config, prompt), "handed": 0.0}
+        if rows and splits and ranks > 1:
+            with without_sums():
+                told["bare"], _ = step_ms(loaded, config, rows)
+        print(json.dumps(told), flush=True)
+
+
+def random_model(shape: str, group: Any, folder: Path) -> Any:
+    """A `LoadedModel` of random weights, of which each rank makes its part."""
+    import mlx.core as mx
+    import msgspec
+    from mlx_lm.models import qwen3
+
+    from tests.engine.small_models import LLAMA, write_model
+    from worker.engine.kv.cuda import attention
+    from worker.engine.kv.layout import KvLayout
+    from worker.engine.messages import EngineConfig
+    from worker.engine.model.loader import _measure, load_model
+    from worker.engine.model.sharding import read_weights, shard
+    from worker.engine.model.sites import Whole, module_shapes
+    from worker.engine.ranks.ranks import ranks_of
+
+    other = load_model(EngineConfig(str(write_model(folder / "tiny", LLAMA))))  # for its tokenizer
+    attention.install()
+    small = shape == "small"
+    config = {
+        "model_type": "qwen3",
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": 32 if small else HEAD,
+        "vocab_size": 4096 if small else VOCABULARY,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "max_position_embeddings": 40_960,
+        "tie_word_embeddings": False,
+    }
+    mx.random.seed(0)
+    model = qwen3.Model(qwen3.ModelArgs.from_dict(config | SHAPES[shape]))
+    ranks = ranks_of(group)
+    whole = None if ranks is None else Whole(ranks, module_shapes(model))
+    if ranks is not None:
+        shard(model, ranks)
+    model.set_dtype(mx.float32 if small else mx.bfloat16)
+    read_weights(model)
+    mx.clear_cache()
+    bytes_each, window, vocabulary, dtype = _measure(model, KvLayout())
+    card = msgspec.structs.replace(
+        other.card,
+        vocab_size=vocabulary,
+        context_length=32_768,
+        kv_bytes_per_token=bytes_each,
+        kv_window=window,
+        dtype=dtype,
+    )
+    return replace(other, model=model, card=card, whole=whole, kv_limit_bytes=KV_BYTES)
+
+
+def _engine(loaded: Any, config: Any, rows: int, length: int, tokens: int) -> Any:
+    from shared.sequences import SamplingParams, SequenceSpec
+    from worker.engine.engine import Engine
+    from worker.engine.messages import RowRequest
+
+    engine = Engine(loaded, config)
+    params = SamplingParams(tokens, 0, temperature=0.0, ignore_eos=True)
+    specs = [
+        SequenceSpec(str(at), "m", tuple((31 * at + 7 * id_) % 4000 for id_ in range(length)), params)
+        for at in range(rows)
+    ]
+    engine.submit([RowRequest(spec) for spec in specs])
+    return engine
+
+
+def _turn(engine: Any, loaded: Any) -> Any:
+    from worker.engine.ranks.turns import TurnFacts
+
+    return engine.turn(None if loaded.ranks is None else TurnFacts(now_ms=0))
+
+
+def prompt_ms(loaded: Any, config: Any, length: int) -> float:
+    """From a prompt's arrival to its first token, the least of a few."""
+    times = []
+    for _ in range(2):
+        engine = _engine(loaded, config, 1, length, 1)
+        began = time.perf_counter()
+        while not _turn(engine, loaded).events:
+            pass
+        times.append(time.perf_counter() - began)
+        engine.close()
+    return min(times) * 1000
+
+
+def step_ms(loaded: Any, config: Any, rows: int) -> tuple[float, float]:
+    """Of a decode step, and what of it the host hands over work for."""
+    import mlx.core as mx
+
+    engine = _engine(loaded, config, rows, PROMPT, WARM + STEPS + 40)
+    while len(_turn(engine, loaded).events) < rows:
+        pass
+    for _ in range(WARM):
+        _turn(engine, loaded)
+    handed, plain = [0.0], mx.async_eval
+
+    def timed(*arrays: Any) -> None:
+        began = time.perf_counter()
+        plain(*arrays)
+        handed[0] += time.perf_counter() - began
+
+    mx.async_eval = timed
+    try:
+        times = []
+        for _ in range(3):
+            began = time.perf_counter()
+            for _ in range(STEPS // 3):
+                _turn(engine, loaded)
+            times.append((time.perf_counter() - began) / (STEPS // 3))
+    finally:
+        mx.async_eval = plain
+    engine.close()
+    mx.synchronize()
+    return median(times) * 1000, handed[0] / STEPS * 1000
+
+
+@contextmanager
+def without_sums() -> Iterator[None]:
+    """Each rank takes its own part for the sum."""
+    import mlx.core as mx
+
+    plain = mx.distributed.all_sum
+    mx.distributed.all_sum = lambda x, *, group=None, stream=None: x
+    try:
+        yield
+    finally:
+        mx.distributed.all_sum = plain
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,199 @@
+"""What the ranks of a test do (`ranks.py` starts them), or one process alone to compare with: without a group."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+from worker.engine.model import fast_blas
+
+fast_blas.install()
+
+import mlx.core as mx  # noqa: E402
+import mlx.nn as nn  # noqa: E402
+import msgspec  # noqa: E402
+import numpy as np  # noqa: E402
+from mlx.utils import tree_flatten  # noqa: E402
+from mlx_lm.generate import generation_stream  # noqa: E402
+
+from shared.adapters import AdapterManifest  # noqa: E402
+from shared.errors import SetupError  # noqa: E402
+from shared.sequences import SamplingParams, SequenceSpec  # noqa: E402
+from tests.engine.adapter_bench import AdapterBench, row  # noqa: E402
+from tests.engine.adapter_models import MadeAdapter  # noqa: E402
+from tests.engine.conftest import Bench, prompt_of, spec  # noqa: E402
+from tests.engine.ranks import Channel, Task  # noqa: E402
+from trainer.learn.options import AdapterShape  # noqa: E402
+from trainer.learn.policy import Policy  # noqa: E402
+from worker.engine.messages import EngineConfig, SpeculationConfig  # noqa: E402
+from worker.engine.model.loader import LoadedModel, load_model  # noqa: E402
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+GRAMMAR = json.dumps({"grammars": [{"json_schema": SCHEMA}]})
+
+
+def schedule(group: Any, folder: str, seed: int, **config: Any) -> Any:
+    """A random schedule: its sequences, and what became of each."""
+    from tests.engine.test_schedules import Schedule
+
+    loaded = _load(folder, group, **config)
+    run = Schedule(loaded, seed)
+    run.run()
+    ends = {seq: run.bench.finish(seq).reason for seq in run.specs}
+    tokens = {seq: run.bench.tokens(seq) for seq in run.specs}
+    return {"specs": msgspec.to_builtins(list(run.specs.values())), "tokens": tokens, "ends": ends}
+
+
+def sequences(group: Any, folder: str, specs: list[Any], config: dict[str, Any], engine: dict[str, Any]) -> Any:
+    """These sequences in one batch: tokens, log-probabilities, and what is reported of each."""
+    drafts = engine.pop("drafts", 0)
+    speculation = SpeculationConfig(tokens=drafts, adapts_to_time=False) if drafts else None
+    bench = Bench(_load(folder, group, **config), speculation=speculation, **engine)
+    each = [msgspec.convert(spec, SequenceSpec) for spec in specs]
+    bench.submit(*each)
+    bench.run()
+    told = {spec.id: bench.events[spec.id][-1] for spec in each}
+    embeddings = {seq: np.frombuffer(event.embedding, "<f4").tolist() for seq, event in told.items() if event.embedding}
+    return {
+        "tokens": {spec.id: bench.tokens(spec.id) for spec in each},
+        "logprobs": {spec.id: bench.logprobs(spec.id) for spec in each},
+        "ends": {spec.id: bench.finish(spec.id).reason for spec in each},
+        "scores": {seq: event.score_logprobs for seq, event in told.items() if event.score_logprobs},
+        "embeddings": embeddings,
+        "kv": bench.loaded.card.kv_bytes_per_token,
+        "drafted": bench.engine.drafting.stats.accepted,
+    }
+
+
+def adapters(group: Any, folder: str, made: list[list[Any]], specs: list[Any]) -> Any:
+    """Rows of many versions in one batch, followers that move to one that is loaded amid them."""
+    files = {}
+    for path, manifest in made:
+        each = msgspec.convert(manifest, AdapterManifest)
+        files[each.id] = MadeAdapter(Path(path), each, None)
+    with AdapterBench(_load(folder, group), files, slots=5) as bench:
+        bench.provide(*(version for version in files if version != "a@2"))
+        bench.publish("a@1")
+        rows = [msgspec.convert(spec, SequenceSpec) for spec in specs]
+        bench.submit(*rows)
+        bench.until(lambda: len(bench.tokens(rows[0].id)) > 6)
+        bench.publish_and_read("a@2")
+        bench.run()
+        bench.assert_nothing_is_held()
+        return {
+            "tokens": {each.id: bench.tokens(each.id) for each in rows},
+            "versions": {each.id: bench.versions(each.id) for each in rows},
+            "logprobs": {each.id: bench.logprobs(each.id) for each in rows},
+            "failed": bench.slots.stats.failed,
+            "bytes": bench.slots.stats.bytes,
+        }
+
+
+def loads(group: Any, folder: str, seed: int, made: list[list[Any]]) -> Any:
+    """Versions that come, are waited for and are pushed out of two slots while rows come and go."""
+    draw = random.Random(seed)
+    files = {}
+    for path, manifest in made:
+        each = msgspec.convert(manifest, AdapterManifest)
+        files[each.id] = MadeAdapter(Path(path), each, None)
+    with AdapterBench(_load(folder, group), files, slots=2, prefill_chunk=16) as bench:
+        bench.provide()
+        bench.publish("a@1")
+        names = ["", "a", "a@1", "a@2", "b@1"]
+        rows: list[SequenceSpec] = []
+        for turn in range(40):
+            if draw.random() < 0.4:
+                ref = draw.choice(names)
+                policy = "follow" if ref == "a" and draw.random() < 0.5 else "pinned"
+                prompt = prompt_of(draw.choice([3, 20, 45]), draw.randrange(4))
+                rows.append(row(f"r{len(rows)}", prompt, ref, adapter_policy=policy, max_tokens=draw.choice([3, 15])))
+                bench.submit(rows[-1])
+            if draw.random() < 0.1 and rows:
+                bench.engine.cancel(draw.choice(rows).id)
+            if turn == 20:
+                bench.publish("a@2")
+            bench.turn()
+        bench.run()
+        tokens = {each.id: bench.tokens(each.id) for each in rows}
+        return {"tokens": tokens, "versions": {each.id: bench.versions(each.id) for each in rows}}
+
+
+def gradient(group: Any, folder: str) -> Any:
+    """Of LoRA everywhere, summed over ranks; and what a train step's update makes of its first parameters."""
+    loaded = _load(folder, group)
+    with mx.stream(generation_stream):
+        policy = Policy(loaded.model, AdapterShape(rank=4, scale=2.0), seed=1, whole=loaded.whole)
+        draw = np.random.default_rng(0)
+        policy.load({name: each + draw.normal(0, 0.05, each.shape) for name, each in policy.weights().items()})
+        ids = mx.array([prompt_of(30, 1), prompt_of(30, 2)])
+
+        def loss(model: Any) -> mx.array:
+            logits = model(ids[:, :-1])
+            return nn.losses.cross_entropy(logits, ids[:, 1:], reduction="mean")
+
+        value, part = nn.value_and_grad(policy.model, loss)(policy.model)
+        whole = dict(tree_flatten(policy.whole(part)))
+        mx.eval(value, whole)
+    told = {name: np.array(each, np.float32).ravel().tolist() for name, each in sorted(whole.items())}
+    return {"loss": value.item(), "gradient": told}
+
+
+def memory(group: Any, folder: str) -> Any:
+    """Bytes of the weights of this rank, and the most that was in memory while they came."""
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    loaded = _load(folder, group)
+    held = sum(each.nbytes for _, each in tree_flatten(loaded.model.parameters()))
+    return {"held": held, "peak": mx.get_peak_memory() - before}
+
+
+def refusal(group: Any, folder: str, **config: Any) -> Any:
+    """Why this cannot be loaded."""
+    try:
+        _load(folder, group, **config)
+    except SetupError as error:
+        return error.message
+    return ""
+
+
+def sampled(seq: str, **sampling: Any) -> SequenceSpec:
+    """A sequence that is drawn."""
+    return spec(seq, prompt_of(9, len(seq)), temperature=1.0, **sampling)
+
+
+def embedded(seq: str) -> SequenceSpec:
+    """A prompt's mean."""
+    return SequenceSpec(seq, "m", tuple(prompt_of(11, 5)), SamplingParams(0, 0), kind="embed", pooling="mean")
+
+
+def scored(seq: str) -> SequenceSpec:
+    """Log-probabilities of a continuation."""
+    ids = tuple(prompt_of(6, 8))
+    return SequenceSpec(seq, "m", tuple(prompt_of(30, 6)), SamplingParams(0, 0), kind="score", score_ids=ids)
+
+
+def _load(folder: str, group: Any, **config: Any) -> LoadedModel:
+    return load_model(EngineConfig(folder, kv_limit_bytes=1 << 30, **config), group)
+
+
+def run(tasks: list[Task], group: Any) -> list[Any]:
+    """Each of these, one after another."""
+    known = globals()
+    return [known[task.of](group, **task.arguments) for task in tasks]
+
+
+def main(folder: Path) -> None:
+    """One rank."""
+    group = mx.distributed.init(strict=True, backend="ring")
+    channel = Channel(folder, group.rank(), group.size())
+    Bench.facts = staticmethod(channel.facts)  # type: ignore[assignment]
+    told = run(msgspec.json.decode((folder / "tasks.json").read_bytes(), type=list[Task]), group)
+    (folder / f"rank-{group.rank()}.json").write_text(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,96 @@
+"""Ranks that are one engine: processes over MLX's ring on this machine, each of which runs the same tasks.
+
+`start(count, folder, tasks)` starts them and gives what each rank says of every task. A task names a function of
+`tests/engine/rank_tasks.py`, which gets the group and the task's arguments, in each rank's process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from worker.engine.engine import Engine
+from worker.engine.ranks.turns import Consent, Seen, TurnFacts
+
+PATIENCE_S = 240.0
+_KEY = b"ranks of one test"
+
+
+class Task(msgspec.Struct):
+    """What every rank does."""
+
+    of: str  # name of a function
+    arguments: dict[str, Any] = {}
+
+
+def start(count: int, folder: Path, tasks: Sequence[Task]) -> list[list[Any]]:
+    """What each rank says of each task; an error of any rank fails the test."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        hosts = [[f"127.0.0.1:{each.getsockname()[1]}"] for each in sockets]
+    (folder / "hosts.json").write_text(json.dumps(hosts))
+    (folder / "tasks.json").write_bytes(msgspec.json.encode(list(tasks)))
+    command = [sys.executable, "-m", "tests.engine.rank_tasks", str(folder)]
+    ranks = [subprocess.Popen(command, env=_environment(folder, rank)) for rank in range(count)]
+    try:
+        codes = [rank.wait(PATIENCE_S) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert codes == [0] * count, f"ranks ended with {codes}"
+    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(count)]
+
+
+def _environment(folder: Path, rank: int) -> dict[str, str]:
+    """Each rank hashes otherwise: nothing may depend on the order of a set."""
+    hosts = {"MLX_HOSTFILE": str(folder / "hosts.json"), "MLX_RANK": str(rank)}
+    return os.environ | hosts | {"PYTHONHASHSEED": str(rank + 1)}
+
+
+class Channel:
+    """How the ranks of a test tell one another what they have seen: to rank 0, and its consent back."""
+
+    def __init__(self, folder: Path, rank: int, size: int) -> None:
+        self._rank = rank
+        self._consent = Consent(size)
+        self._others: list[Connection[Any, Any]] = []
+        address = str(folder / "channel")
+        if rank == 0:
+            with Listener(address, authkey=_KEY) as listener:
+                (folder / "open").touch()
+                self._others = [listener.accept() for _ in range(size - 1)]
+        else:
+            while not (folder / "open").exists():
+                os.sched_yield()
+            self._lead = Client(address, authkey=_KEY)
+            self._lead.send_bytes(str(rank).encode())
+        if rank == 0:
+            by_rank = {int(each.recv_bytes()): each for each in self._others}
+            self._others = [by_rank[other] for other in range(1, size)]
+
+    def facts(self, engine: Engine) -> TurnFacts:
+        """Of the next turn; called by all ranks."""
+        seen = engine.seen()
+        if self._rank > 0:
+            self._lead.send_bytes(msgspec.msgpack.encode(seen))
+            return msgspec.msgpack.decode(self._lead.recv_bytes(), type=TurnFacts)
+        self._consent.hear(0, seen.read, seen.unreadable)
+        for rank, other in enumerate(self._others, 1):
+            theirs = msgspec.msgpack.decode(other.recv_bytes(), type=Seen)
+            self._consent.hear(rank, theirs.read, theirs.unreadable)
+        facts = self._consent.facts(seen)
+        for other in self._others:
+            other.send_bytes(msgspec.msgpack.encode(facts))
+        return facts

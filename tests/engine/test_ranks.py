@@ -1,0 +1,211 @@
+"""Ranks over MLX's ring that divide a model: they say what one process says of it, and all of them say the same."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from shared.sequences import SequenceSpec
+from tests.engine import rank_tasks
+from tests.engine.adapter_bench import AdapterBench, row
+from tests.engine.adapter_models import LINEARS, MadeAdapter, make_adapter
+from tests.engine.conftest import Bench, prompt_of, spec
+from tests.engine.kv_models import CONFIGS
+from tests.engine.rank_tasks import embedded, sampled, scored
+from tests.engine.ranks import Task, start
+from tests.engine.small_models import LLAMA, write_model
+from worker.engine.messages import EngineConfig
+from worker.engine.model.loader import load_model
+
+COUNT = 2
+CLOSE, CLOSE_IN_8_BITS = 1e-4, 1e-2  # the latter: a number of KV may round to the one above
+HEADS = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8, "num_key_value_heads": 4}
+SHAPE = LLAMA | HEADS | {"head_dim": 32, "rope_theta": 1e4}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+TEXT = CONFIGS["qwen3_5"]["text_config"] | HEADS | {"linear_num_value_heads": 8, "linear_num_key_heads": 4}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": SHAPE,
+    "quantised": SHAPE,
+    "qwen3": SHAPE | {"model_type": "qwen3", "tie_word_embeddings": True},
+    "qwen3_moe": SHAPE | MOE | {"model_type": "qwen3_moe", "decoder_sparse_step": 1, "mlp_only_layers": []},
+    "gemma3": SHAPE | CONFIGS["gemma3_text"] | HEADS | {"model_type": "gemma3_text"},
+    "gpt_oss": SHAPE | CONFIGS["gpt_oss"] | HEADS | {"model_type": "gpt_oss"},
+    "three_heads": SHAPE | {"num_attention_heads": 6, "num_key_value_heads": 3, "model_type": "qwen3"},
+    "olmo2": SHAPE | {"model_type": "olmo2"},
+}
+WHOLE = tuple(name for name in MODELS if name not in ("three_heads", "olmo2"))
+LEARNING = ("llama", "quantised", "qwen3_moe", "gpt_oss")
+EXPERTS = tuple(f"mlp.switch_mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj"))
+KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # of llama: how it is loaded, and how it runs
+    "kv in 8 bits": ({"kv_bits": 8, "kv_group_size": 32}, {}),
+    "bounded kv": ({"max_kv_size": 24}, {}),
+    "drafts": ({}, {"drafts": 4}),
+}
+
+
+def sequences_of() -> list[SequenceSpec]:
+    """Greedy and drawn ones, a group, a grammar, penalties, a score and an embedding."""
+    rows = [spec(f"g{at}", prompt_of(length, at), max_tokens=24) for at, length in enumerate((3, 17, 60))]
+    rows += [spec("again", [5, 6, 7, 8] * 6, max_tokens=30)]
+    rows += [spec(f"n{at}", prompt_of(40, 1), group="n", temperature=0.8, top_p=0.9, seed=at) for at in range(3)]
+    rows += [sampled("penal", presence_penalty=0.5, repetition_penalty=1.3, seed=5), sampled("top", top_k=7, seed=6)]
+    rows += [sampled("json", grammar=rank_tasks.GRAMMAR, max_tokens=16)]
+    return [*rows, scored("score"), embedded("mean")]
+
+
+def versions_of(name: str, folder: Path, model: Any) -> dict[str, MadeAdapter]:
+    """Several ranks and places, DoRA where outputs are divided, and DoRA where inputs are."""
+    places = (*LINEARS[:4], *EXPERTS) if name == "qwen3_moe" else LINEARS
+    shapes: list[tuple[str, int, dict[str, Any]]] = [
+        ("a", 1, {"keys": places}),
+        ("a", 2, {"keys": places, "rank": 16}),
+        ("b", 1, {"keys": ("self_attn.q_proj", "self_attn.v_proj"), "dora": True}),
+        ("b", 2, {"keys": ("self_attn.o_proj",), "dora": True}),
+        ("b", 3, {"keys": (*places[:1], "lm_head", "model.embed_tokens"), "rank": 3}),
+    ]
+    made = [make_adapter(model, folder, name=of, version=number, **how) for of, number, how in shapes]
+    return {each.manifest.id: each for each in made}
+
+
+class Ran:
+    """All tasks, each run by all ranks."""
+
+    def __init__(self, folder: Path, count: int) -> None:
+        self.count = count
+        self.folders: dict[str, str] = {}
+        for at, (name, config) in enumerate(MODELS.items()):
+            bits = 4 if name == "quantised" else None
+            self.folders[name] = str(write_model(folder / name, config, seed=at, bits=bits))
+        self.tasks: dict[str, Task] = {}
+        specs = msgspec.to_builtins(sequences_of())
+        for name in WHOLE:
+            self._add(f"{name}", "sequences", name, specs=specs, config={}, engine={})
+        for kind, (config, engine) in KINDS.items():
+            self._add(kind, "sequences", "llama", specs=specs, config=config, engine=engine)
+        for seed, name in enumerate(("llama", "gpt_oss", "quantised")):
+            self._add(f"schedule {name}", "schedule", name, seed=seed)
+        self.made = {}
+        for name in ("llama", "quantised", "qwen3_moe"):
+            self.made[name] = versions_of(name, folder / f"{name}-adapters", self.loaded(name).model)
+            files = [[str(each.path), msgspec.to_builtins(each.manifest)] for each in self.made[name].values()]
+            rows = msgspec.to_builtins(self.adapted())
+            self._add(f"adapters {name}", "adapters", name, made=files, specs=rows)
+            if name == "llama":
+                self._add("loads", "loads", name, made=[files[0], files[1], files[2]], seed=3)
+        self._add("memory", "memory", "qwen3_moe")
+        for name in LEARNING:
+            self._add(f"gradient {name}", "gradient", name)
+        for name in ("three_heads", "olmo2"):
+            self._add(f"refused {name}", "refusal", name)
+        told = start(count, folder / "ring", list(self.tasks.values()))
+        self._told = dict(zip(self.tasks, zip(*told, strict=True), strict=True))
+
+    def _add(self, key: str, of: str, model: str, **arguments: Any) -> None:
+        self.tasks[key] = Task(of, {"folder": self.folders[model]} | arguments)
+
+    @staticmethod
+    def adapted() -> list[SequenceSpec]:
+        """Rows of many versions, and those that follow."""
+        names = ["a", "", "a@1", "b@1", "b@3", "a"]
+        rows = [row(f"s{at}", prompt_of(5 + at, at), name, max_tokens=30) for at, name in enumerate(names)]
+        follows = msgspec.structs.replace(rows[0], adapter_policy="follow")
+        return [follows, *rows[1:], row("refused", prompt_of(4), "b@2")]
+
+    def loaded(self, name: str) -> Any:
+        """In this process alone."""
+        return load_model(EngineConfig(self.folders[name], kv_limit_bytes=1 << 30))
+
+    def told(self, key: str) -> Any:
+        """What all ranks say of a task."""
+        first, *others = self._told[key]
+        for other in others:
+            for what in ("tokens", "ends", "versions", "specs"):
+                assert other == first or other.get(what) == first.get(what), f"ranks differ in {what}"
+        return first
+
+    def alone(self, key: str) -> Any:
+        """What one process says."""
+        return rank_tasks.run([self.tasks[key]], None)[0]
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    return Ran(tmp_path_factory.mktemp("ranks"), COUNT)
+
+
+def assert_close(ours: dict[str, list[float]], theirs: dict[str, list[float]], bound: float = CLOSE) -> None:
+    assert ours.keys() == theirs.keys()
+    for seq, numbers in ours.items():
+        np.testing.assert_allclose(numbers, theirs[seq], atol=bound, rtol=0, err_msg=seq)
+
+
+@pytest.mark.parametrize("key", [*WHOLE, *KINDS])
+def test_ranks_say_what_one_process_says(ran: Ran, key: str) -> None:
+    told, alone = ran.told(key), ran.alone(key)
+    assert told["tokens"] == alone["tokens"] and told["ends"] == alone["ends"]
+    for what in ("logprobs", "scores", "embeddings"):
+        assert_close(told[what], alone[what], CLOSE_IN_8_BITS if "8 bits" in key else CLOSE)
+    assert all(told[what] for what in ("scores", "embeddings"))
+    assert told["kv"] * ran.count == alone["kv"], "each rank keeps the KV of its heads"
+    assert told["drafted"] == alone["drafted"] and (told["drafted"] > 0) == (key == "drafts")
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss", "quantised"])
+def test_whatever_the_schedule_ranks_stay_together_and_tokens_are_those_of_one_process(ran: Ran, name: str) -> None:
+    told = ran.told(f"schedule {name}")
+    specs = [msgspec.convert(each, SequenceSpec) for each in told["specs"]]
+    alone = Bench(ran.loaded(name), max_rows=64, prefix_cache_bytes=0, prefill_rows=1, prefill_chunk=4096)
+    alone.submit(*(msgspec.structs.replace(each, group="", sequence_class="interactive") for each in specs))
+    alone.run()
+    for each in specs:
+        tokens = told["tokens"][each.id]
+        assert tokens == alone.tokens(each.id)[: len(tokens)]
+        assert told["ends"][each.id] == "cancelled" or len(tokens) == each.sampling.max_tokens
+    assert "length" in told["ends"].values()
+
+
+@pytest.mark.parametrize("name", ["llama", "quantised", "qwen3_moe"])
+def test_rows_of_many_versions_are_true_to_them(ran: Ran, name: str) -> None:
+    told, rows = ran.told(f"adapters {name}"), ran.adapted()
+    with AdapterBench(ran.loaded(name), ran.made[name]) as bench:
+        for each in rows[:-1]:
+            tokens, versions = told["tokens"][each.id], told["versions"][each.id]
+            assert tokens == bench._likeliest(each, tokens, versions), each.adapter
+        assert {version for versions in told["versions"].values() for version in versions} >= {"b@1", "b@3"}
+    assert set(told["versions"]["s0"]) == {"a@1", "a@2"}, "a follower moves to what has been loaded"
+    assert told["tokens"]["refused"] == []
+    assert "DoRA is not supported where ranks divide its inputs" in told["failed"]["b@2"]
+
+
+def test_loads_and_evictions_amid_rows_leave_ranks_together(ran: Ran) -> None:
+    told = ran.told("loads")
+    assert {version for versions in told["versions"].values() for version in versions} >= {"", "a@1", "a@2", "b@1"}
+
+
+def test_logprobs_of_a_version_are_those_of_one_process(ran: Ran) -> None:
+    told, alone = ran.told("adapters llama"), ran.alone("adapters llama")
+    pinned = [each.id for each in ran.adapted() if each.adapter_policy != "follow" and each.id != "refused"]
+    assert_close({seq: told["logprobs"][seq] for seq in pinned}, {seq: alone["logprobs"][seq] for seq in pinned})
+    assert told["bytes"] < alone["bytes"], "a rank keeps its part of an adapter"
+
+
+def test_a_rank_has_its_part_of_the_weights(ran: Ran) -> None:
+    held, whole = ran.told("memory")["held"], ran.alone("memory")["held"]
+    assert held < 0.7 * whole, "embeddings and norms are on every rank"
+
+
+def test_what_cannot_be_divided_is_refused_with_the_reason(ran: Ran) -> None:
+    heads = ran.told("refused three_heads")
+    assert "2 ranks cannot divide the 3 heads (n_kv_heads) of model.layers." in heads
+    assert "mlx-lm's olmo2 cannot be divided among ranks" in ran.told("refused olmo2")
+
+
+@pytest.mark.parametrize("name", LEARNING)
+def test_gradients_of_a_divided_model_are_those_of_one_process(ran: Ran, name: str) -> None:
+    told, alone = ran.told(f"gradient {name}"), ran.alone(f"gradient {name}")
+    assert told["loss"] == pytest.approx(alone["loss"], abs=CLOSE)
+    assert_close(told["gradient"], alone["gradient"])
+    largest = [max(map(abs, each)) for each in alone["gradient"].values()]
+    assert min(largest) > 10 * CLOSE, "each of them is large enough to be told from nothing"

@@ -1,0 +1,241 @@
+"""Rank 0 against followers that a test plays: who is let in, what is compared, what counts as the loss of a rank."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from shared.adapters import AdapterManifest
+from shared.errors import EngineError, ServiceUnavailableError, SetupError
+from shared.frames import TokenEvent
+from shared.process.settings import WorkerSettings, load
+from shared.redis import keys
+from shared.redis.connection.client import connect
+from shared.sequences import SamplingParams, SequenceSpec
+from tests.waiting import wait_until
+from worker.engine.messages import EngineConfig, RowRequest
+from worker.engine.orders import Cancel, Submit
+from worker.engine.ranks.turns import Seen, TurnFacts
+from worker.engine.thread import EngineThread
+from worker.group import meeting
+from worker.group.followers import MAGIC
+from worker.group.lead import GroupLead, started
+from worker.group.messages import Begin, Fetch, Fetched, FromLead, Hello, Loaded, Progress, Read, Turn
+from worker.group.placement import Host, Placement
+from worker.group.turns import LineError, Outcome, TurnsIn, TurnsOut
+from worker.peers.directory import ring_secret
+from worker.peers.wire import Channel, Connection, PeerError, greet
+
+MODEL = Path(__file__).parents[2] / "models" / "tiny"
+MANIFEST = AdapterManifest("a", 1, "lora", 4, 2.0, (), "", 0, "0" * 64, 9, 1 << 20, 0)
+OURS = Loaded("weights", "tokenizer", 64)
+
+
+class Played:
+    """Rank 1, by hand."""
+
+    def __init__(self, redis_url: str, name: str) -> None:
+        self.placed = Placement(name, 1, 2, "ring", False, (Host("one", ("127.0.0.1",)), Host("two", ("127.0.0.1",))))
+        self.redis = connect(redis_url)
+        self._sockets: list[socket.socket] = []
+
+    async def close(self) -> None:
+        for each in self._sockets:
+            each.close()
+        await self.redis.aclose()
+
+    async def meet(self, secret: bytes = b"", **told: str) -> None:
+        ours = meeting.own_member(self.placed, "ring", ["127.0.0.1:1"], MODEL)
+        ours = msgspec.structs.replace(ours, told={**ours.told, **told})
+        place = await meeting.look_for(self.redis, self.placed, ours)
+        secret = secret or await ring_secret(self.redis)
+        line, channel = await self._connect(place.address, secret, Hello(1, ours.nonce, "turns"))
+        self.turns = TurnsIn(line, channel.keys[1])
+        _, self.talk = await self._connect(place.address, secret, Hello(1, ours.nonce, "talk"))
+        line.setblocking(True)
+
+    async def _connect(self, address: str, secret: bytes, hello: Hello) -> tuple[socket.socket, Channel]:
+        host, _, port = address.rpartition(":")
+        sock = await asyncio.to_thread(socket.create_connection, (host, int(port)))
+        self._sockets.append(sock)
+        channel = await greet(Connection(sock), secret, MAGIC)
+        await channel.say(hello)
+        return sock, channel
+
+    async def hear(self, kind: type[Any]) -> Any:
+        """The next message of a kind; signs of life are passed over."""
+        decode = msgspec.msgpack.Decoder(FromLead).decode
+        while not isinstance(message := decode(await self.talk.receive()), kind):
+            pass
+        return message
+
+
+@asynccontextmanager
+async def led(redis_url: str, name: str, *flags: str) -> AsyncIterator[tuple[GroupLead, Played, list[str]]]:
+    """Rank 0 of a group of two, and rank 1; what rank 0 says of losses."""
+    line = ["--redis", redis_url, "--model", str(MODEL), "--distributed-silence-s", "1", *flags]
+    played, losses = Played(redis_url, name), list[str]()
+    placed = Placement(name, 0, 2, "ring", False, played.placed.hosts)
+    lead = GroupLead(load(WorkerSettings, line), placed, losses.append)
+    try:
+        yield lead, played, losses
+    finally:
+        await lead.close()
+        await played.close()
+
+
+@asynccontextmanager
+async def met(redis_url: str, name: str, *flags: str) -> AsyncIterator[tuple[GroupLead, Played, list[str]]]:
+    async with led(redis_url, name, *flags) as (lead, played, losses):
+        await asyncio.gather(lead.open(lambda: None), played.meet())
+        await played.hear(Begin)
+        yield lead, played, losses
+
+
+async def test_a_turn_comes_as_it_was_sent_and_its_end_ends_the_follower(redis_url: str) -> None:
+    spec = SequenceSpec("s", "tiny", (1, 2), SamplingParams(4, 0), deadline_ms=7)
+    request = RowRequest(spec, 2, (TokenEvent("s", 1, 0, [5], [-0.5], version="a@1"),))
+    async with met(redis_url, "turns") as (lead, played, losses):
+        facts = await asyncio.to_thread(lead.turn, [Submit([request]), Cancel("t", "abort")], Seen(9, 0.5, ("a@1",)))
+        turn = await asyncio.to_thread(played.turns.next)
+        assert (turn.number, turn.facts, turn.orders) == (1, facts, [Submit([request]), Cancel("t", "abort")])
+        assert facts.read == (), "rank 1 has not read it"
+        await played.talk.say(Read(("a@1",)))
+        await wait_until(lambda: lead.turn([], Seen(10)).read == ("a@1",))
+        assert not losses
+        await lead.close()
+        with pytest.raises(LineError, match="closed the connection"):
+            while True:
+                await asyncio.to_thread(played.turns.next)
+
+
+async def test_only_who_knows_the_secret_is_let_in(redis_url: str) -> None:
+    async with led(redis_url, "strangers") as (lead, played, _):
+        opening = asyncio.create_task(lead.open(lambda: None))
+        with pytest.raises(PeerError):
+            await played.meet(secret=b"s" * 32)
+        await played.meet()
+        await opening
+
+
+@pytest.mark.parametrize("name", ["mlx", "mlx-parallm", "the model's config.json"])
+async def test_a_rank_with_something_else_is_refused_by_name(redis_url: str, name: str) -> None:
+    async with led(redis_url, "else") as (lead, played, _):
+        meets = asyncio.create_task(played.meet(**{name: "another"}))
+        with pytest.raises(SetupError, match=f"rank 1 .* has {name} 'another'"):
+            await lead.open(lambda: None)
+        meets.cancel()
+
+
+async def test_other_weights_are_refused(redis_url: str) -> None:
+    async with met(redis_url, "weights") as (lead, played, _):
+        lead._ours = OURS
+        await played.talk.say(msgspec.structs.replace(OURS, weights="others"))
+        await wait_until(lead._all_loaded.done)
+        with pytest.raises(SetupError, match=r"rank 1 .* has loaded other weights"):
+            lead._all_loaded.result()
+
+
+async def silent(lead: GroupLead, played: Played) -> None:
+    await played.talk.say(OURS)
+
+
+async def cut(lead: GroupLead, played: Played) -> None:
+    played.talk._connection.close()
+
+
+async def out_of_step(lead: GroupLead, played: Played) -> None:
+    lead.turn([], Seen(1))
+    lead.turned([TokenEvent("s", 1, 0, [5], [-0.5])])
+    theirs = Outcome()
+    theirs.add(1, [TokenEvent("s", 1, 0, [6], [-0.5])])
+    await played.talk.say(Progress(theirs.turn, theirs.sum))
+
+
+async def behind(lead: GroupLead, played: Played) -> None:
+    lead.turn([], Seen(1))
+    lead.turned([])
+    while not lead.lost:  # it lives, and its engine does not
+        await played.talk.say(Progress(0, 0))
+        await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("misdeed", "said"),
+    [(silent, "stalled"), (cut, "closed"), (out_of_step, "something else in turn 1"), (behind, "not finished turn 1")],
+)
+async def test_what_counts_as_the_loss_of_a_rank(redis_url: str, misdeed: Callable[..., Any], said: str) -> None:
+    async with met(redis_url, misdeed.__name__, "--distributed-turn-s", "1") as (lead, played, losses):
+        waits = asyncio.create_task(lead.unless_lost(asyncio.Event().wait()))
+        with contextlib.suppress(PeerError):  # rank 0 has cut us off
+            await misdeed(lead, played)
+        with pytest.raises(ServiceUnavailableError, match=f"rank 1.*{said}"):
+            await waits
+        assert len(losses) == 1 and [rank.state for rank in lead.ranks()] == ["lost", "lost"]
+        with pytest.raises(ServiceUnavailableError):
+            while True:
+                lead.turn([], Seen(2))
+
+
+async def test_equal_turns_are_no_loss(redis_url: str) -> None:
+    async with met(redis_url, "equal") as (lead, played, losses):
+        theirs = Outcome()
+        for number in (1, 2):
+            lead.turn([], Seen(number))
+            events = [TokenEvent("s", 1, number, [5], [-0.5])]
+            lead.turned(events)
+            theirs.add(number, events)
+            await played.talk.say(Progress(theirs.turn, theirs.sum))
+        await wait_until(lambda: lead._followers[0].turn == 2)
+        assert lead.ranks()[1].behind == 0 and not losses
+
+
+async def test_a_rank_that_cannot_get_an_adapter_says_why(redis_url: str) -> None:
+    async with met(redis_url, "adapters") as (lead, played, losses):
+        for fault in ("", "its disk is full"):
+            bringing = asyncio.create_task(lead.bring(MANIFEST))
+            asked = await played.hear(Fetch)
+            assert asked.manifest == MANIFEST
+            await played.talk.say(Fetched(asked.number, fault))
+            if not fault:
+                await bringing
+        with pytest.raises(EngineError, match=r"rank 1 .* cannot get adapter a@1: its disk is full"):
+            await bringing
+        assert not losses, "the group goes on"
+
+
+async def test_a_turn_that_comes_again_is_refused() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        near = socket.create_connection(listening.getsockname())
+        far, _ = listening.accept()
+    with near, far:
+        out, into = TurnsOut(near, b"k" * 32), TurnsIn(far, b"k" * 32)
+        data = msgspec.msgpack.encode(Turn(1, TurnFacts(5)))
+        out.send(data)
+        assert into.next().facts == TurnFacts(5)
+        TurnsOut(near, b"k" * 32).send(data)  # the same frame, as somebody on the way could send it
+        with pytest.raises(LineError, match="not authentic"):
+            into.next()
+
+
+async def test_a_rank_0_whose_others_never_come_can_be_told_to_end(redis_url: str) -> None:
+    async with led(redis_url, "alone") as (lead, _, losses):
+        stop = asyncio.Event()
+        waits = asyncio.create_task(started(EngineThread(EngineConfig("unused"), print, print), lead, stop))
+        done, _ = await asyncio.wait([waits], timeout=2 * meeting.LOOK_S)
+        assert not done
+        stop.set()
+        assert await waits is None and not losses
+
+
+async def test_nothing_is_left_in_redis(redis_url: str) -> None:
+    async with met(redis_url, "keys") as (_, played, _):
+        await meeting.leave(played.redis, played.placed)
+        left = [key async for key in played.redis.scan_iter(keys.group_member.pattern.replace("*", "keys", 1))]
+        assert not left and await played.redis.get(keys.group_meeting("keys")) is None

@@ -1,0 +1,115 @@
+"""Which rank of which group a process is."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared.errors import SetupError
+from shared.process.settings import ServeSettings, WorkerSettings, load
+from worker.group.placement import Placement, address_of, own_device, own_names, placement
+
+
+def placed(line: str = "", **environment: str) -> Placement | None:
+    return placement(load(WorkerSettings, line.split()), environment)
+
+
+def hostfile(folder: Path, content: Any) -> str:
+    path = folder / "hosts.json"
+    path.write_text(json.dumps(content))
+    return str(path)
+
+
+def machines(*addresses: str) -> list[dict[str, object]]:
+    return [{"ssh": f"mac{at}", "ips": [address]} for at, address in enumerate(addresses)]
+
+
+def test_a_worker_is_no_group_unless_it_is_told() -> None:
+    assert placed() is None
+    assert placed("--distributed-mode off") is None
+    assert placed("--distributed-mode=off", MLX_RANK="0", MLX_HOSTFILE="/nowhere") is None
+
+
+def test_ranks_of_one_machine_find_one_another_by_a_name_of_their_own() -> None:
+    one, other = placed("--num-local-ranks 2"), placed("--num-local-ranks 2")
+    assert one is not None and other is not None
+    assert (one.rank, one.size, one.is_local) == (0, 2, True)
+    assert one.group != other.group, "two groups of one machine are two"
+    second = placed(f"--num-local-ranks 2 --distributed-rank 1 --distributed-group {one.group}")
+    assert second is not None and (second.group, second.rank) == (one.group, 1)
+
+
+def test_a_machine_finds_its_rank_in_the_file(tmp_path: Path) -> None:
+    ours = next(name for name in own_names() if name.count(".") != 1)
+    file = hostfile(tmp_path, machines("192.0.2.7", ours, "192.0.2.9"))
+    found = placed(f"--distributed-hostfile {file}")
+    assert found is not None and (found.rank, found.size, found.is_local) == (1, 3, False)
+    other = placed(f"--distributed-hostfile {file} --distributed-rank 2")
+    assert other is not None and (other.rank, other.group) == (2, found.group), "one group on all machines"
+    third = placed(f"--distributed-hostfile {file} --served-model-name another")
+    assert third is not None and third.group != found.group
+
+
+def test_under_mlx_launch(tmp_path: Path) -> None:
+    ring = hostfile(tmp_path, [["127.0.0.1:5000"], ["127.0.0.1:5001"]])
+    found = placed(MLX_RANK="1", MLX_HOSTFILE=ring)
+    assert found is not None and (found.rank, found.size, found.hosts[1].addresses) == (1, 2, ("127.0.0.1:5001",))
+    gpus = placed(MLX_RANK="1", MLX_WORLD_SIZE="4", NCCL_HOST_IP="10.0.0.1", NCCL_PORT="12345")
+    assert gpus is not None and (gpus.rank, gpus.size, gpus.backend) == (1, 4, "nccl")
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("--distributed-mode ring", "needs ranks: --num-local-ranks"),
+        ("--distributed-mode off --num-local-ranks 2", "contradicts --num-local-ranks"),
+        ("--distributed-mode jaccl --num-local-ranks 2", "for several machines"),
+        ("--num-local-ranks 2 --distributed-sharding pipeline", "--distributed-sharding pipeline cannot be had"),
+        ("--num-local-ranks 2 --spec-decode auto", "--spec-decode auto cannot be had"),
+        ("--num-local-ranks 2 --ssd-cache-dir kv", "--ssd-cache-dir cannot be had"),
+        ("--num-local-ranks 2 --kv-transfer", "--kv-transfer cannot be had"),
+        ("--num-local-ranks 2 --guest trainer.hosted:HostedTrainer", "--guest cannot be had"),
+        ("--num-local-ranks 2 --distributed-rank 1", "leave --distributed-rank out"),
+        ("--num-local-ranks 2 --distributed-hostfile x.json", "leave one out"),
+        ("--distributed-hostfile /no/such.json", "No such file"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(line: str, said: str) -> None:
+    with pytest.raises(SetupError, match=said):
+        placed(line)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ([{"ssh": "one"}], "names 1 machines"),
+        ({"hosts": 7}, "a list of machines"),
+        ([["a:1"], [5]], "a list of machines"),
+        (machines("192.0.2.7", "192.0.2.8"), "none of its ranks is this machine"),
+    ],
+)
+def test_a_file_that_names_no_group_is_refused(content: Any, said: str, tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match=said):
+        placed(f"--distributed-hostfile {hostfile(tmp_path, content)}")
+
+
+def test_serve_takes_the_same_flags() -> None:
+    settings = load(ServeSettings, ["--num-local-ranks", "2", "--distributed-strict", "--distributed-mode", "ring"])
+    assert settings.of(WorkerSettings).num_local_ranks == 2 and settings.distributed_strict
+    assert not load(ServeSettings, ["--no-distributed-strict"]).distributed_strict
+
+
+def test_each_rank_of_a_machine_has_a_device_of_its_own() -> None:
+    def device(rank: int, visible: str) -> str:
+        environment = {"CUDA_VISIBLE_DEVICES": visible} if visible else {}
+        return own_device(Placement("g", rank, 2, "nccl", True), environment)
+
+    assert [device(rank, "") for rank in (0, 1)] == ["0", "1"]
+    assert [device(rank, "2,3") for rank in (0, 1)] == ["2", "3"]
+
+
+def test_addresses_with_and_without_a_port() -> None:
+    assert [address_of(each) for each in ("10.0.0.1", "10.0.0.1:5", "fd00::1", "[fd00::1]:5")] == [
+        "10.0.0.1", "10.0.0.1", "fd00::1", "fd00::1",
+    ]  # fmt: skip

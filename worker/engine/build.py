@@ -1,0 +1,67 @@
+"""An engine with its model and its adapters, as a worker runs it; the same on every rank of a group."""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import mlx.core as mx
+from mlx_lm.generate import generation_stream
+
+from shared.frames import TokenEvent
+from worker.engine.batch.adapters import AdapterStats, SlotConfig
+from worker.engine.engine import Engine
+from worker.engine.lora.slots import AdapterSlots
+from worker.engine.messages import EngineConfig
+from worker.engine.model.batching import check_batch
+from worker.engine.model.loader import LoadedModel, load_model
+from worker.engine.orders import Order
+from worker.engine.ranks.turns import Seen, TurnFacts
+from worker.engine.warm_up import prepare
+
+OnAdapters = Callable[[AdapterStats], None]  # called in thread G after loads and failures; must be quick
+
+
+class Lead(Protocol):
+    """The other ranks of a group, as rank 0's thread G sees them."""
+
+    def join(self) -> Any:
+        """Connect to them; a group of MLX. SetupError when that cannot be."""
+
+    def ready(self, loaded: LoadedModel) -> None:
+        """Wait until all have loaded what we have; SetupError when it is something else."""
+
+    def turn(self, orders: Sequence[Order], seen: Seen) -> TurnFacts:
+        """Let them take a turn that begins with these orders; what all of us know in it."""
+
+    def turned(self, events: Sequence[TokenEvent]) -> None:
+        """What came of it here."""
+
+
+@dataclass(frozen=True)
+class Built:
+    """What came of it."""
+
+    config: EngineConfig  # with what was measured
+    loaded: LoadedModel
+    engine: Engine
+    slots: AdapterSlots | None
+
+
+def build(
+    config: EngineConfig,
+    adapters: SlotConfig | None,
+    group: Any | None,
+    wake: Callable[[], None],
+    on_adapters: OnAdapters = lambda stats: None,
+) -> Built:
+    """Load the model and what belongs to it, in the thread that will use it; SetupError when that cannot be.
+
+    `group`: of MLX, whose ranks all do this at the same time.
+    """
+    loaded = load_model(config, group)
+    with nullcontext() if group is None else mx.stream(generation_stream):  # one stream for all sums of a group
+        check_batch(loaded.model, config.max_rows)
+        config = prepare(loaded, config)
+        slots = None if adapters is None else AdapterSlots(loaded, adapters, wake, on_adapters)
+        return Built(config, loaded, Engine(loaded, config, slots, wake), slots)

@@ -1,0 +1,72 @@
+"""What a turn of the engine takes from the world beside its messages, so that all ranks do the same in it. Plain data.
+
+Each rank's `Engine.seen` says what it has seen since its last turn. The leading rank hands these to its `Consent`, and
+what `Consent.facts` makes of them goes to all ranks with the messages of the next turn: `Engine.turn(facts)`. The clock
+is the leading rank's; an adapter version is written into its slot once every rank has read its part of it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+import msgspec
+
+
+def now_ms() -> int:
+    """Unix time."""
+    return time.time_ns() // 1_000_000
+
+
+class Seen(msgspec.Struct, frozen=True, array_like=True):
+    """By one rank, since its last turn."""
+
+    now_ms: int  # Unix time
+    took_s: float = 0.0  # what the latest turn that computed has taken
+    read: tuple[str, ...] = ()  # adapter versions that it has read
+    unreadable: tuple[tuple[str, str], ...] = ()  # versions that it could not read, and why
+
+    @property
+    def is_news(self) -> bool:
+        """Whether the leading rank has to hear of it even if nothing is computed."""
+        return bool(self.read or self.unreadable)
+
+
+class TurnFacts(msgspec.Struct, frozen=True, array_like=True):
+    """Of one turn, the same on all ranks."""
+
+    now_ms: int
+    took_s: float = 0.0
+    read: tuple[str, ...] = ()  # adapter versions that all ranks have read by now
+    unreadable: tuple[tuple[str, str], ...] = ()  # versions that some rank could not read, and why
+
+    @property
+    def is_news(self) -> bool:
+        """Whether a turn is to be taken for them."""
+        return bool(self.read or self.unreadable)
+
+
+class Consent:
+    """The leading rank's: what all ranks have seen."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._read: dict[str, set[int]] = {}  # version -> ranks that are through with it
+        self._failed: dict[str, str] = {}
+
+    def hear(self, rank: int, read: Iterable[str], unreadable: Iterable[tuple[str, str]]) -> None:
+        """What a rank has read, or could not read."""
+        for version in read:
+            self._read.setdefault(version, set()).add(rank)
+        for version, reason in unreadable:
+            self._read.setdefault(version, set()).add(rank)
+            self._failed.setdefault(version, f"rank {rank}: {reason}")
+
+    def facts(self, own: Seen) -> TurnFacts:
+        """Of the next turn, with what all ranks are through with; `own` has been heard, too."""
+        through = [version for version, ranks in self._read.items() if len(ranks) == self._size]
+        for version in through:
+            del self._read[version]
+        failed = tuple((version, self._failed.pop(version)) for version in through if version in self._failed)
+        gone = {version for version, _ in failed}
+        return TurnFacts(own.now_ms, own.took_s, tuple(each for each in through if each not in gone), failed)

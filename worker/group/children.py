@@ -1,0 +1,82 @@
+"""Followers on rank 0's own machine: its child processes, which end with it (shared/process/lifeline.py)."""
+
+import asyncio
+import contextlib
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+
+from shared.process.lifeline import VARIABLE
+from shared.process.settings import WorkerSettings
+from worker.group.placement import Placement, own_device
+
+END_S = 5.0  # for a child to end by itself
+
+
+class Children:
+    """Of one group; `on_exit` hears of each that ends, with its exit code."""
+
+    def __init__(self, settings: WorkerSettings, placed: Placement, on_exit: Callable[[int, int], None]) -> None:
+        self._settings, self._placed, self._on_exit = settings, placed, on_exit
+        self._processes: dict[int, asyncio.subprocess.Process] = {}
+        self._watching: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """All other ranks."""
+        for rank in range(1, self._placed.size):
+            placed = replace(self._placed, rank=rank)
+            environment = {
+                **os.environ,
+                **self._settings.environment(),
+                "PARALLM_DISTRIBUTED_RANK": str(rank),
+                "PARALLM_DISTRIBUTED_GROUP": placed.group,
+                "CUDA_VISIBLE_DEVICES": own_device(placed, self._devices),
+                VARIABLE: "1",
+            }
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "worker",
+                stdin=asyncio.subprocess.PIPE,
+                env=environment,
+                start_new_session=True,  # a Ctrl-C reaches rank 0 alone, which ends them in order
+            )
+            self._processes[rank] = process
+            self._watching.append(asyncio.create_task(self._watch(rank, process)))
+
+    @property
+    def _devices(self) -> dict[str, str]:
+        visible = os.environ.get(ALL_DEVICES, "")
+        return {"CUDA_VISIBLE_DEVICES": visible} if visible else {}
+
+    async def _watch(self, rank: int, process: asyncio.subprocess.Process) -> None:
+        self._on_exit(rank, await process.wait())
+
+    def kill(self) -> None:
+        """At once, stopped ones too."""
+        for process in self._processes.values():
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+
+    async def close(self) -> None:
+        """They have been told to end; who does not is killed."""
+        for task in self._watching:
+            task.cancel()
+        waits = [asyncio.create_task(process.wait()) for process in self._processes.values()]
+        if waits:
+            await asyncio.wait(waits, timeout=END_S)
+            self.kill()
+            await asyncio.wait(waits, timeout=END_S)
+
+
+ALL_DEVICES = "PARALLM_GROUP_DEVICES"  # what rank 0 was allowed before it took its own
+
+
+def take_device(placed: Placement) -> None:
+    """Let this process see the one device of its rank, before MLX looks; children take theirs from `ALL_DEVICES`."""
+    if not placed.is_local or placed.rank:
+        return
+    os.environ.setdefault(ALL_DEVICES, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+    visible = os.environ[ALL_DEVICES]
+    os.environ["CUDA_VISIBLE_DEVICES"] = own_device(placed, {"CUDA_VISIBLE_DEVICES": visible} if visible else {})

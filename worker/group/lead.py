@@ -1,0 +1,339 @@
+"""Rank 0's side of a group: it gathers the others, sends them its turns, and sees when one is lost.
+
+Two threads use it. Thread G calls what worker/engine/build.py names `Lead`; the event loop does the rest. What both
+need stands under one lock.
+
+Invariants. A turn is sent to all before rank 0 begins it. The group is lost once and for all: then `lost` says why,
+nothing more is sent, and whoever waits here is told.
+"""
+
+import asyncio
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import msgspec
+import structlog
+from redis.asyncio import Redis
+
+from shared.adapters import AdapterManifest
+from shared.errors import EngineError, ServiceUnavailableError, SetupError
+from shared.frames import TokenEvent
+from shared.process.loops import cancel
+from shared.process.settings import WorkerSettings
+from shared.redis.connection.client import connect
+from shared.redis.ring.worker_registry import RankStatus
+from worker.engine.batch.adapters import SlotConfig
+from worker.engine.messages import engine_config
+from worker.engine.model.loader import LoadedModel, model_folder
+from worker.engine.orders import Order
+from worker.engine.ranks.turns import Consent, Seen, TurnFacts
+from worker.engine.thread import EngineThread
+from worker.group import meeting
+from worker.group.backend import Jaccl, backend_of, join, own_places
+from worker.group.children import Children
+from worker.group.followers import Follower, Reception
+from worker.group.messages import Alive, Begin, End, Fetch, Fetched, Loaded, Lost, Progress, Read, Turn, Woken
+from worker.group.placement import Placement, address_of
+from worker.group.turns import LineError, Outcome
+from worker.peers.directory import own_address, ring_secret
+
+log = structlog.get_logger()
+T = TypeVar("T")
+
+START_S = 1800.0  # to load a part of a model from a slow disk
+KEPT_SUMS = 8192  # of the latest turns
+LIFE_SIGNS = 4  # in the time after which silence is death
+LAST_WORDS_S = 1.0
+
+
+class GroupLead:
+    """Of one worker. `on_lost` is called once, on the event loop."""
+
+    def __init__(self, settings: WorkerSettings, placed: Placement, on_lost: Callable[[str], None]) -> None:
+        self._settings, self._placed, self._on_lost = settings, placed, on_lost
+        self._wake: Callable[[], None] = lambda: None
+        self._jaccl = Jaccl(settings.distributed_ibv_devices, settings.distributed_jaccl_coordinator)
+        self._backend = backend_of(placed)
+        self._children = Children(settings, placed, self._on_exit)
+        self._followers: list[Follower] = []
+        self._members: list[meeting.Member] = []
+        self._lock = threading.Lock()
+        self._consent = Consent(placed.size)
+        self._number = 0
+        self._outcome = Outcome()
+        self._sums: dict[int, int] = {}
+        self._all_loaded: Future[None] = Future()
+        self._fetching: dict[int, asyncio.Future[str]] = {}
+        self._fetches = 0
+        self._tasks: list[asyncio.Task[None]] = []
+        self._ending = False
+        self._ours: Loaded | None = None
+        self.lost = ""
+
+    # -- the event loop's: start and end
+
+    async def open(self, wake: Callable[[], None]) -> None:
+        """Have all ranks here, and let them load the model; SetupError when they do not fit together.
+
+        `wake`: makes our engine take a turn.
+        """
+        self._wake = wake
+        self._loop = asyncio.get_running_loop()
+        self._gone = self._loop.create_future()
+        if self._backend == "jaccl":
+            self._jaccl.check(self._placed)
+        redis = connect(self._settings.redis)
+        try:
+            await self._gather(redis)
+        finally:
+            await redis.aclose()
+        s = self._settings
+        places = [member.places for member in self._members]
+        adapters = SlotConfig(s.adapter_slots, s.adapter_rank, s.adapter_dtype)
+        begin = Begin(engine_config(s), adapters, places, self._backend)
+        for follower in self._followers:
+            await follower.say(begin)
+            self._tasks.append(asyncio.create_task(self._listen(follower)))
+        self._tasks.append(asyncio.create_task(self._tend()))
+        log.info("group.begins", ranks=self._placed.size, backend=self._backend)
+
+    async def _gather(self, redis: Redis) -> None:
+        secret = await ring_secret(redis)
+        if not secret:
+            raise ServiceUnavailableError("Redis does not keep the secret by which ranks know one another")
+        address = self._address()
+        folder = await asyncio.to_thread(model_folder, self._settings.model)
+        places = own_places(self._placed, self._backend, address)
+        ours = meeting.own_member(self._placed, self._backend, places, folder)
+        async with Reception(secret) as reception:
+            port = reception.listen(address)
+            if self._placed.is_local:
+                await self._children.start()
+            shown = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+            met = meeting.gather(redis, self._placed, ours, shown, reception.complete)
+            self._members = await self.unless_lost(met)
+            for rank, member in enumerate(self._members[1:], 1):
+                self._followers.append(reception.take(rank, member.nonce, member.host))
+
+    def _address(self) -> str:
+        if self._placed.is_local:
+            return "127.0.0.1"
+        given = self._placed.hosts[0].addresses
+        return address_of(given[0]) if given else own_address(self._settings)
+
+    async def unless_lost(self, work: Awaitable[T]) -> T:
+        """What comes of it, unless a rank is lost meanwhile: ServiceUnavailableError, or SetupError."""
+        task = asyncio.ensure_future(work)
+        await asyncio.wait({task, self._gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            task.cancel()
+            raise self._gone.result()
+        return task.result()
+
+    async def close(self, error: BaseException | None = None) -> None:
+        """Let the others end; `error`: what this one ends for."""
+        self._ending = True
+        is_setup = isinstance(error, SetupError)
+        reason = self.lost or ("" if error is None else f"rank 0: {error}")
+        for task in self._tasks:
+            task.cancel()
+        for follower in self._followers:
+            with contextlib.suppress(Exception):
+                async with asyncio.timeout(LAST_WORDS_S):
+                    await follower.say(End(reason, is_setup))
+        if self.lost or error is not None:
+            self._children.kill()
+        await self._children.close()
+        for follower in self._followers:
+            follower.close()
+
+    # -- the event loop's: what followers say
+
+    async def _listen(self, follower: Follower) -> None:
+        follower.stall_s = START_S
+        try:
+            while True:
+                self._hear(follower, await follower.hear())
+        except Exception as error:
+            self._lose(f"rank {follower.rank} ({follower.host}): {error}")
+
+    def _hear(self, follower: Follower, message: object) -> None:
+        match message:
+            case Progress(turn, sum_):
+                follower.progress(turn, sum_)
+            case Loaded():
+                follower.loaded = message
+                follower.stall_s = self._settings.distributed_silence_s
+                self._compare()
+            case Read(read, unreadable):
+                with self._lock:
+                    self._consent.hear(follower.rank, read, unreadable)
+                self._wake()
+            case Woken():
+                self._wake()
+            case Fetched(number, fault):
+                if (waits := self._fetching.pop(number, None)) is not None and not waits.done():
+                    waits.set_result(fault)
+            case Lost(reason, is_setup):
+                told = f"rank {follower.rank} ({follower.host}): {reason}"
+                self._lose(told, SetupError(told) if is_setup else None)
+
+    def _compare(self) -> None:
+        """Once all have loaded something: whether it is the same."""
+        ours, theirs = self._ours, [follower.loaded for follower in self._followers]
+        if ours is None or any(each is None for each in theirs) or self._all_loaded.done():
+            return
+        for follower, loaded in zip(self._followers, theirs, strict=True):
+            assert loaded is not None, "seen just now"
+            for what in ("weights", "tokenizer", "kv_bytes_per_token"):
+                if getattr(loaded, what) != getattr(ours, what):
+                    named = f"rank {follower.rank} ({follower.host}) has loaded other {what} than rank 0"
+                    self._all_loaded.set_exception(SetupError(f"{named}: ranks of one group need the same model"))
+                    return
+        self._all_loaded.set_result(None)
+
+    async def _tend(self) -> None:
+        """Give signs of life, and look at those of the others."""
+        silence_s = self._settings.distributed_silence_s
+        while True:
+            for follower in self._followers:
+                try:
+                    await follower.say(Alive())
+                except Exception as error:
+                    self._lose(f"rank {follower.rank} ({follower.host}): {error}")
+            await asyncio.sleep(silence_s / LIFE_SIGNS)
+            with self._lock:
+                number, sums = self._number, self._sums
+                wrong = [each for each in self._followers if sums.get(each.turn, each.sum) != each.sum]
+            now = time.monotonic()
+            for follower in self._followers:
+                if follower.behind_s(number, now) > self._settings.distributed_turn_s:
+                    self._lose(
+                        f"rank {follower.rank} ({follower.host}) has not finished turn {follower.turn + 1} for "
+                        f"{self._settings.distributed_turn_s:g} s"
+                    )
+            for follower in wrong:
+                self._lose(
+                    f"rank {follower.rank} ({follower.host}) has computed something else in turn {follower.turn}"
+                )
+
+    def _on_exit(self, rank: int, code: int) -> None:
+        told = f"rank {rank}'s process has ended with exit code {code}"
+        self._lose(told, SetupError(f"{told}; its last line says why") if code == 2 and not self._number else None)
+
+    def _lose(self, reason: str, error: Exception | None = None) -> None:
+        """Of the event loop."""
+        if self.lost or self._ending:
+            return
+        self.lost = reason
+        log.error("group.lost", reason=reason)
+        for follower in self._followers:
+            follower.close()  # whoever waits in a collective with us sees that it will not end
+        self._children.kill()
+        failure = error or ServiceUnavailableError(f"the group is lost: {reason}")
+        if not self._gone.done():
+            self._gone.set_result(failure)
+        if not self._all_loaded.done():
+            self._all_loaded.set_exception(failure)
+        for waits in self._fetching.values():
+            if not waits.done():
+                waits.set_result(reason)
+        self._on_lost(reason)
+
+    # -- the event loop's: adapters, and what is shown
+
+    async def bring(self, manifest: AdapterManifest) -> None:
+        """Have the file of a version at every rank; EngineError when one cannot get it."""
+        waiting: list[tuple[Follower, asyncio.Future[str]]] = []
+        for follower in self._followers:
+            self._fetches += 1
+            waits: asyncio.Future[str] = self._loop.create_future()
+            self._fetching[self._fetches] = waits
+            waiting.append((follower, waits))
+            await follower.say(Fetch(self._fetches, manifest))
+        for follower, waits in waiting:
+            if fault := await waits:
+                raise EngineError(f"rank {follower.rank} ({follower.host}) cannot get adapter {manifest.id}: {fault}")
+
+    def ranks(self) -> tuple[RankStatus, ...]:
+        """For the heartbeat."""
+        now = time.monotonic()
+        first = RankStatus(0, socket.gethostname(), self._address(), self._backend, "lost" if self.lost else "ready")
+        others = (each.status(self._backend, self._number, now, self.lost) for each in self._followers)
+        return (first, *others)
+
+    # -- thread G's (worker/engine/build.py:Lead)
+
+    def join(self) -> Any:
+        """Connect to them; a group of MLX."""
+        return join(self._placed, self._backend, [member.places for member in self._members], self._jaccl)
+
+    def ready(self, loaded: LoadedModel) -> None:
+        """Wait until all have loaded what we have; SetupError when it is something else."""
+        self._ours = loaded_of(loaded)
+        self._loop.call_soon_threadsafe(self._compare)
+        self._all_loaded.result(START_S)
+
+    def turn(self, orders: Sequence[Order], seen: Seen) -> TurnFacts:
+        """Let them take a turn that begins with these orders; what all of us know in it."""
+        with self._lock:
+            self._consent.hear(0, seen.read, seen.unreadable)
+            facts = self._consent.facts(seen)
+            self._number += 1
+        data = msgspec.msgpack.encode(Turn(self._number, facts, list(orders)))
+        for follower in self._followers:
+            try:
+                follower.turns.send(data)
+            except LineError as error:
+                reason = f"rank {follower.rank} ({follower.host}): {error}"
+                self._loop.call_soon_threadsafe(self._lose, reason)
+                raise ServiceUnavailableError(f"the group is lost: {reason}") from error
+        return facts
+
+    def turned(self, events: Sequence[TokenEvent]) -> None:
+        """What came of it here."""
+        self._outcome.add(self._number, events)
+        with self._lock:
+            self._sums[self._number] = self._outcome.sum
+            self._sums.pop(self._number - KEPT_SUMS, None)
+
+
+async def started(engine: EngineThread, group: GroupLead | None, stop: asyncio.Event) -> LoadedModel | None:
+    """An engine's model, once it is loaded, on all ranks of its group if it has one.
+
+    None: it is told to stop before the others are there, who may never come.
+    """
+    if group is None:
+        return await asyncio.to_thread(engine.start)
+    stopping = asyncio.create_task(stop.wait())
+    opening = asyncio.create_task(group.open(engine.wake_up))
+    try:
+        await asyncio.wait({opening, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if not opening.done():
+            await cancel([opening])
+            await group.close()
+            return None
+        opening.result()
+        return await group.unless_lost(asyncio.wrap_future(engine.begin()))
+    except BaseException as error:
+        await group.close(error)
+        raise
+    finally:
+        stopping.cancel()
+
+
+async def ended(group: GroupLead | None) -> None:
+    """Let the other ranks end, if there are any."""
+    if group is not None:
+        await group.close()
+
+
+def loaded_of(loaded: LoadedModel) -> Loaded:
+    """What ranks compare when they have loaded their parts."""
+    card = loaded.card
+    return Loaded(card.base_sha256, card.tokenizer_sha256, card.kv_bytes_per_token)

@@ -1,0 +1,155 @@
+"""How the ranks of a group find one another: each tells in Redis who it is, rank 0 where it waits for whom.
+
+A process has a nonce, so that a rank that has begun anew is another one. Rank 0 publishes the nonces that it waits for,
+and its address; who finds its own among them connects. What is in Redis is refreshed while somebody waits, and gone
+soon after.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import socket
+import time
+import uuid
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import structlog
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from shared.errors import SetupError
+from shared.process.settings import version
+from shared.redis import keys
+from shared.redis.connection.client import ask_all
+from shared.redis.connection.faults import reason
+from worker.group.placement import Placement
+
+log = structlog.get_logger()
+T = TypeVar("T")
+
+LOOK_S = 0.25
+REFRESH_S = 2.0
+TELL_S = 15.0  # between two lines in the log while ranks are missing
+PATIENCE_S = 60.0  # of a rank that has connected, until all have
+
+
+class Member(msgspec.Struct, frozen=True):
+    """A rank that looks for its group."""
+
+    nonce: str
+    host: str  # for people
+    places: list[str]  # where it listens for the other ranks' sums
+    backend: str
+    told: dict[str, str]  # what must be the same on all ranks, by its name
+
+
+class Meeting(msgspec.Struct, frozen=True):
+    """Where rank 0 waits, and for whom."""
+
+    address: str
+    nonces: list[str]  # by rank
+
+
+def own_member(placed: Placement, backend: str, places: list[str], folder: Path) -> Member:
+    """Of this process; `folder`: of the model."""
+    config = folder / "config.json"
+    digest = hashlib.sha256(config.read_bytes()).hexdigest()[:12] if config.is_file() else "none"
+    told = {"mlx-parallm": version(), "mlx": metadata.version("mlx"), "the model's config.json": digest}
+    told |= {"--distributed-mode": backend, "ranks": str(placed.size)}
+    return Member(uuid.uuid4().hex, socket.gethostname(), places, backend, told)
+
+
+def check_alike(members: list[Member]) -> None:
+    """SetupError that names what a rank has otherwise than rank 0."""
+    first = members[0]
+    for rank, member in enumerate(members):
+        for name, value in first.told.items():
+            if member.told.get(name) != value:
+                raise SetupError(
+                    f"rank {rank} ({member.host}) has {name} {member.told.get(name)!r}, and rank 0 ({first.host}) "
+                    f"{value!r}: ranks of one group need the same"
+                )
+
+
+async def gather(
+    redis: Redis, placed: Placement, ours: Member, address: str, connected: Callable[[], frozenset[str]]
+) -> list[Member]:
+    """Rank 0: wait until every other rank is here and has connected; all members, by rank.
+
+    `connected`: nonces of those that have. SetupError when one has something else than we have.
+    """
+    refreshed, told_at = 0.0, time.monotonic()
+    published: Meeting | None = None
+    while True:
+        try:
+            members = await _members(redis, placed, ours)
+        except (RedisError, OSError) as error:
+            log.warning("group.redis_trouble", error=reason(error))
+            await asyncio.sleep(LOOK_S)
+            continue
+        missing = [rank for rank, member in enumerate(members) if member is None]
+        now = time.monotonic()
+        if not missing:
+            all_here = [member for member in members if member is not None]
+            check_alike(all_here)
+            meeting = Meeting(address, [member.nonce for member in all_here])
+            if meeting != published or now - refreshed > REFRESH_S:
+                await _set(redis, keys.group_meeting(placed.group), msgspec.msgpack.encode(meeting))
+                published, refreshed = meeting, now
+            if connected().issuperset(meeting.nonces[1:]):
+                with contextlib.suppress(RedisError, OSError):
+                    await redis.delete(keys.group_meeting(placed.group))
+                return all_here
+        if now - told_at > TELL_S:
+            log.info("group.waiting", missing=missing or "none has connected", of=placed.size)
+            told_at = now
+        await asyncio.sleep(LOOK_S)
+
+
+async def look_for(redis: Redis, placed: Placement, ours: Member) -> Meeting:
+    """A follower: tell who we are until rank 0 waits for us."""
+    told_at = time.monotonic()
+    while True:
+        key = keys.group_member(placed.group, placed.rank)
+        set_ours = ("SET", key, msgspec.msgpack.encode(ours), "EX", keys.GROUP_TTL_S)
+        try:
+            _, found = await ask_all(redis, [set_ours, ("GET", keys.group_meeting(placed.group))])
+        except (RedisError, OSError) as error:
+            log.warning("group.redis_trouble", error=reason(error))
+            found = None
+        if found is not None:
+            meeting = _decoded(found, Meeting)
+            if meeting is not None and placed.rank < len(meeting.nonces) and meeting.nonces[placed.rank] == ours.nonce:
+                return meeting
+        if time.monotonic() - told_at > TELL_S:
+            log.info("group.looking", rank=placed.rank, of=placed.size)
+            told_at = time.monotonic()
+        await asyncio.sleep(LOOK_S)
+
+
+async def leave(redis: Redis, placed: Placement) -> None:
+    """A follower has met its group."""
+    with contextlib.suppress(RedisError, OSError):  # it goes by itself
+        await redis.delete(keys.group_member(placed.group, placed.rank))
+
+
+async def _members(redis: Redis, placed: Placement, ours: Member) -> list[Member | None]:
+    others = [("GET", keys.group_member(placed.group, rank)) for rank in range(1, placed.size)]
+    found = await ask_all(redis, others)
+    return [ours, *(None if each is None else _decoded(each, Member) for each in found)]
+
+
+async def _set(redis: Redis, key: str, value: bytes) -> None:
+    with contextlib.suppress(RedisError, OSError):  # the next look says it again
+        await redis.set(key, value, ex=keys.GROUP_TTL_S)
+
+
+def _decoded(data: bytes, kind: type[T]) -> T | None:
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except (msgspec.DecodeError, ValueError):
+        return None  # of another version of ours, say

@@ -1,0 +1,104 @@
+"""What ranks say to one another: msgpack, on authentic connections (worker/peers/wire.py)."""
+
+import msgspec
+
+from shared.adapters import AdapterManifest
+from worker.engine.batch.adapters import SlotConfig
+from worker.engine.messages import EngineConfig
+from worker.engine.orders import Order
+from worker.engine.ranks.turns import TurnFacts
+
+
+class Hello(msgspec.Struct, frozen=True):
+    """A follower's first word on each of its two connections."""
+
+    rank: int
+    nonce: str  # of its process, as it stands in Redis
+    line: str  # "turns" or "talk"
+
+
+class Turn(msgspec.Struct, frozen=True, array_like=True):
+    """Take a turn: rank 0 takes it, too."""
+
+    number: int
+    facts: TurnFacts
+    orders: list[Order] = []
+
+
+# -- talk: what rank 0 says
+
+
+class Begin(msgspec.Struct, frozen=True, tag=True):
+    """All ranks are here: load the model, with rank 0's settings."""
+
+    config: EngineConfig  # but for where the model is
+    adapters: SlotConfig
+    places: list[list[str]]  # of the ranks, as the backend wants them (backend.py)
+    backend: str
+
+
+class Fetch(msgspec.Struct, frozen=True, tag=True):
+    """Have the file of an adapter version on your disk."""
+
+    number: int  # to answer by
+    manifest: AdapterManifest
+
+
+class Alive(msgspec.Struct, frozen=True, tag=True):
+    """Rank 0 lives."""
+
+
+class End(msgspec.Struct, frozen=True, tag=True):
+    """The worker ends in order, or the group does, and why."""
+
+    reason: str = ""
+    is_setup: bool = False  # somebody has to change something first
+
+
+FromLead = Begin | Fetch | Alive | End
+
+
+# -- talk: what a follower says
+
+
+class Loaded(msgspec.Struct, frozen=True, tag=True):
+    """It has loaded its part of the model."""
+
+    weights: str  # hash of the model's files
+    tokenizer: str
+    kv_bytes_per_token: int
+
+
+class Fetched(msgspec.Struct, frozen=True, tag=True):
+    """The file is here, or why not."""
+
+    number: int
+    fault: str = ""
+
+
+class Progress(msgspec.Struct, frozen=True, tag=True):
+    """It lives; the latest turn that it has taken, and a sum over all that came of its turns until then."""
+
+    turn: int = 0
+    sum: int = 0
+
+
+class Read(msgspec.Struct, frozen=True, tag=True):
+    """Adapter versions that this rank has read its part of, and those that it could not read."""
+
+    read: tuple[str, ...] = ()
+    unreadable: tuple[tuple[str, str], ...] = ()
+
+
+class Woken(msgspec.Struct, frozen=True, tag=True):
+    """A thread of it has something for the next turn."""
+
+
+class Lost(msgspec.Struct, frozen=True, tag=True):
+    """It ends, and why."""
+
+    reason: str
+    is_setup: bool = False
+
+
+FromFollower = Loaded | Fetched | Progress | Read | Woken | Lost

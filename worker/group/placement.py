@@ -1,0 +1,199 @@
+"""Which rank of which group this process is, by its settings and by what mlx.launch has put into its environment."""
+
+import hashlib
+import json
+import os
+import socket
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from shared.errors import SetupError
+from shared.process.settings import WorkerSettings
+
+Backend = Literal["", "ring", "nccl", "jaccl"]
+
+
+@dataclass(frozen=True)
+class Host:
+    """One rank's machine."""
+
+    name: str = ""  # for ssh, or an address
+    addresses: tuple[str, ...] = ()  # IP, or IP:PORT where the port to listen on is given
+    devices: tuple[Any, ...] = ()  # of RDMA, by the rank that they lead to
+
+
+@dataclass(frozen=True)
+class Placement:
+    """This process's place."""
+
+    group: str  # by which its ranks find one another in Redis
+    rank: int
+    size: int
+    backend: Backend  # "": nccl where there are GPUs of NVIDIA, else ring
+    is_local: bool  # all ranks are on this machine, and rank 0 starts the others
+    hosts: tuple[Host, ...] = ()  # in order of rank; () where all are local
+
+
+def placement(settings: WorkerSettings, environment: Mapping[str, str] = os.environ) -> Placement | None:
+    """None: this worker is no group. SetupError names what contradicts something, or cannot be."""
+    launched = "MLX_RANK" in environment and any(name in environment for name in ("MLX_HOSTFILE", "MLX_WORLD_SIZE"))
+    named = settings.distributed_hostfile
+    asks = settings.num_local_ranks > 1 or bool(named)
+    if settings.distributed_mode == "off":
+        if asks:
+            flag = "--distributed-hostfile" if named else "--num-local-ranks"
+            raise SetupError(f"--distributed-mode off contradicts {flag}")
+        return None
+    if not (asks or launched):
+        if settings.distributed_mode:
+            raise SetupError(
+                f"--distributed-mode {settings.distributed_mode} needs ranks: --num-local-ranks N for this machine, "
+                "--distributed-hostfile FILE for several, or mlx.launch"
+            )
+        return None
+    _check(settings)
+    if settings.num_local_ranks > 1:
+        if named or launched:
+            other = "--distributed-hostfile" if named else "mlx.launch"
+            raise SetupError(f"--num-local-ranks is for one machine, {other} says who the ranks are: leave one out")
+        return _local(settings)
+    hosts, backend = _hosts(settings, environment)
+    given = settings.distributed_mode or backend
+    rank = _rank(settings, environment, hosts)
+    return Placement(
+        settings.distributed_group or _name(settings, hosts), rank, len(hosts), _known(given), False, hosts
+    )
+
+
+def _local(settings: WorkerSettings) -> Placement:
+    if settings.distributed_mode == "jaccl":
+        raise SetupError("--distributed-mode jaccl is for several machines: --distributed-hostfile, or mlx.launch")
+    rank = max(0, settings.distributed_rank)
+    if rank and not settings.distributed_group:
+        raise SetupError("rank 0 starts the other ranks of a machine: leave --distributed-rank out")
+    group = settings.distributed_group or uuid.uuid4().hex
+    return Placement(group, rank, settings.num_local_ranks, _known(settings.distributed_mode), True)
+
+
+def _check(settings: WorkerSettings) -> None:
+    """What a group does not do."""
+    part = "a rank's KV is a part of the model's"
+    refused = {
+        "--distributed-sharding pipeline": (settings.distributed_sharding != "tensor", "ranks divide each layer"),
+        f"--spec-decode {settings.spec_decode}": (
+            settings.spec_decode in ("draft", "auto"),
+            "ngram is what all ranks draft alike",
+        ),
+        "--ssd-cache-dir": (settings.ssd_folder is not None, f"{part}, and files are whole"),
+        "--kv-transfer": (settings.kv_transfer, f"{part}, and workers give it whole"),
+        "--guest": (bool(settings.guest), "training needs the whole model; run mlx_parallm_train by itself"),
+    }
+    for flag, (asked, why) in refused.items():
+        if asked:
+            raise SetupError(f"{flag} cannot be had by a worker of several ranks: {why}")
+
+
+def _known(mode: str) -> Backend:
+    if mode not in ("", "ring", "nccl", "jaccl"):
+        raise SetupError(f"--distributed-mode {mode}: one of ring, nccl, jaccl")
+    return mode  # type: ignore[return-value]
+
+
+def _hosts(settings: WorkerSettings, environment: Mapping[str, str]) -> tuple[tuple[Host, ...], str]:
+    """In order of rank, and the backend that the file or mlx.launch names."""
+    named = settings.distributed_hostfile or environment.get("MLX_HOSTFILE", "")
+    if named:
+        hosts, backend = read_hosts(Path(named))
+        return hosts, backend
+    size = environment["MLX_WORLD_SIZE"]
+    if not size.isdigit() or "NCCL_HOST_IP" not in environment:
+        raise SetupError("MLX_WORLD_SIZE is a number, and NCCL_HOST_IP rank 0's address, where mlx.launch sets them")
+    first = Host(addresses=(environment["NCCL_HOST_IP"],))
+    return (first, *[Host()] * (int(size) - 1)), "nccl"
+
+
+def read_hosts(file: Path) -> tuple[tuple[Host, ...], str]:
+    """A file as mlx.launch takes it, or as it writes it for the ring; SetupError when it is neither."""
+    try:
+        given = json.loads(file.read_bytes())
+    except OSError as error:
+        raise SetupError(f"--distributed-hostfile {file}: {error.strerror}") from error
+    except ValueError as error:
+        raise SetupError(f"--distributed-hostfile {file} is not JSON: {error}") from error
+    backend = str(given.get("backend", "")) if isinstance(given, dict) else ""
+    listed: Any = given.get("hosts") if isinstance(given, dict) else given
+    try:
+        hosts = tuple(map(_host, listed))
+    except (TypeError, KeyError, AttributeError) as error:
+        raise SetupError(
+            f'--distributed-hostfile {file}: a list of machines, each as {{"ssh": "name", "ips": ["10.0.0.1"]}} or, '
+            'for the ring, as ["10.0.0.1:5000"]'
+        ) from error
+    if len(hosts) < 2:
+        raise SetupError(f"--distributed-hostfile {file} names {len(hosts)} machines; a group has two or more")
+    return hosts, backend.removesuffix("-ring")
+
+
+def _host(given: Any) -> Host:
+    if isinstance(given, list):
+        return Host(addresses=tuple(map(_text, given)))
+    return Host(_text(given["ssh"]), tuple(map(_text, given.get("ips") or ())), tuple(given.get("rdma") or ()))
+
+
+def _text(given: Any) -> str:
+    if not isinstance(given, str):
+        raise TypeError("an address is a text")
+    return given
+
+
+def _rank(settings: WorkerSettings, environment: Mapping[str, str], hosts: Sequence[Host]) -> int:
+    given = environment.get("MLX_RANK", "")
+    rank = settings.distributed_rank if settings.distributed_rank >= 0 else int(given) if given.isdigit() else -1
+    if rank >= len(hosts):
+        raise SetupError(f"rank {rank} of {len(hosts)}: the file of machines names fewer")
+    if rank >= 0:
+        return rank
+    ours = own_names()
+    found = [at for at, host in enumerate(hosts) if ours.intersection((host.name, *map(address_of, host.addresses)))]
+    if len(found) != 1:
+        several = f"ranks {', '.join(map(str, found))} are" if found else "none of its ranks is"
+        raise SetupError(f"{several} this machine, by the file of machines: say --distributed-rank N")
+    return found[0]
+
+
+def own_names() -> set[str]:
+    """Names and addresses of this machine, as far as they can be known."""
+    name = socket.gethostname()
+    names = {name, name.split(".")[0]}
+    for family, target in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
+        try:
+            names.update(str(each[4][0]) for each in socket.getaddrinfo(name, None, family))
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect((target, 9))  # sends nothing; the address that would be used
+                names.add(str(probe.getsockname()[0]))
+        except OSError:
+            continue
+    return names
+
+
+def address_of(given: str) -> str:
+    """Without the port, if there is one."""
+    host, colon, port = given.rpartition(":")
+    return host.strip("[]") if colon and port.isdigit() and (":" not in host or host.endswith("]")) else given
+
+
+def _name(settings: WorkerSettings, hosts: Sequence[Host]) -> str:
+    """The same on all machines of a file."""
+    told = [[host.name, *host.addresses] for host in hosts]
+    served = settings.served_model_name or settings.model.rstrip("/").rsplit("/", 1)[-1]
+    return hashlib.blake2b(json.dumps([told, served]).encode(), digest_size=12).hexdigest()
+
+
+def own_device(placed: Placement, environment: Mapping[str, str] = os.environ) -> str:
+    """CUDA_VISIBLE_DEVICES of this rank, where all ranks are on one machine: one device each."""
+    visible = environment.get("CUDA_VISIBLE_DEVICES", "")
+    devices = visible.split(",") if visible else []
+    return devices[placed.rank] if placed.rank < len(devices) else str(placed.rank)

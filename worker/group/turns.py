@@ -1,0 +1,115 @@
+"""The channel of turns: from rank 0's thread G to a follower's, blocking, in order, each frame authentic.
+
+A frame is `size | MAC | msgpack`. The MAC covers the frame's number, so that none can be left out or come twice.
+"""
+
+import contextlib
+import hmac
+import socket
+import zlib
+from collections.abc import Sequence
+
+import msgspec
+
+from shared.frames import TokenEvent
+from worker.group.messages import Turn
+from worker.peers.wire import frame_mac
+
+LARGEST = 256 << 20  # bytes of a turn's orders
+_SIZE = 4
+_MAC = 32
+
+
+class LineError(Exception):
+    """The other end has gone, or says what it cannot have said."""
+
+
+class TurnsOut:
+    """Rank 0's end of one follower's channel."""
+
+    def __init__(self, sock: socket.socket, key: bytes) -> None:
+        sock.setblocking(True)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket, self._key, self._sent = sock, key, 0
+
+    def send(self, data: bytes) -> None:
+        """A turn, encoded; LineError. Waits while the follower is far behind."""
+        size = len(data).to_bytes(_SIZE, "big")
+        mac = frame_mac(self._key, self._sent, size, data)
+        self._sent += 1
+        try:
+            self._socket.sendall(size + mac + data)
+        except OSError as error:
+            raise LineError(f"it cannot be told: {error.strerror or error}") from error
+
+    def close(self) -> None:
+        """At once, also while another thread sends."""
+        shut(self._socket)
+
+
+class TurnsIn:
+    """A follower's end."""
+
+    def __init__(self, sock: socket.socket, key: bytes) -> None:
+        sock.setblocking(True)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket, self._key, self._received = sock, key, 0
+        self._decoder = msgspec.msgpack.Decoder(Turn)
+
+    def next(self) -> Turn:
+        """The next turn, which is waited for; LineError when there will be none."""
+        begin = self._read(_SIZE + _MAC)
+        size = int.from_bytes(begin[:_SIZE], "big")
+        if size > LARGEST:
+            raise LineError(f"it announced {size} bytes, and {LARGEST} are the limit")
+        data = self._read(size)
+        if not hmac.compare_digest(frame_mac(self._key, self._received, begin[:_SIZE], data), begin[_SIZE:]):
+            raise LineError("it sent bytes that are not authentic")
+        self._received += 1
+        try:
+            return self._decoder.decode(data)
+        except (msgspec.DecodeError, ValueError) as error:
+            raise LineError("it sent what is no turn") from error
+
+    def close(self) -> None:
+        """At once, also while another thread waits."""
+        shut(self._socket)
+
+    def _read(self, size: int) -> bytes:
+        data = bytearray(size)
+        view = memoryview(data)
+        try:
+            while view:
+                count = self._socket.recv_into(view)
+                if not count:
+                    raise LineError("it closed the connection")
+                view = view[count:]
+        except OSError as error:
+            raise LineError(f"the connection broke: {error.strerror or error}") from error
+        return bytes(data)
+
+
+def shut(sock: socket.socket) -> None:
+    """Close a socket, and wake whoever waits for it."""
+    with contextlib.suppress(OSError):  # it is not connected any more
+        sock.shutdown(socket.SHUT_RDWR)
+    sock.close()
+
+
+class Outcome:
+    """A sum over what came of all turns so far: equal on all ranks, or they are out of step."""
+
+    def __init__(self) -> None:
+        self.turn = 0
+        self.sum = 0
+
+    def add(self, number: int, events: Sequence[TokenEvent]) -> None:
+        """What came of a turn."""
+        if events:
+            told = [(event.seq, event.attempt, event.position, event.tokens, _end(event)) for event in events]
+            self.sum = zlib.crc32(msgspec.msgpack.encode((number, told)), self.sum)
+        self.turn = number
+
+
+def _end(event: TokenEvent) -> str:
+    return "" if event.finish is None else event.finish.reason
