@@ -89,8 +89,8 @@ def main() -> int:
 def _show(lines: Sequence[Said]) -> None:
     for line in lines:
         print(
-            f"{mx.default_device()} {line.head:8} {line.trained_ms:8.1f} ms a train step, {line.right:.2f} right; outputs "
-            f"differ by {line.apart:.1e}, log-probabilities of actions by {line.logp_apart:.1e}",
+            f"{mx.default_device()} {line.head:8} {line.trained_ms:8.1f} ms a train step, {line.right:.2f} right; "
+            f"outputs differ by {line.apart:.1e}, log-probabilities of actions by {line.logp_apart:.1e}",
             flush=True,
         )
 
