@@ -75,18 +75,24 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         trained = {form: _head(loaded, form, folder / str(version), options.steps) for form, version in FORMS.items()}
+        made = {f"a@{version}": _made(loaded, folder, version) for version in FORMS.values()}
+        lines = _compared(loaded, made, trained)
+        _show(lines)
         value = _value(folder, max(1, options.steps // 6))
-        made = {f"a@{version}": _made(loaded, folder, version) for version in (*FORMS.values(), VALUE)}
-        lines = _compared(loaded, made, {**trained, "value": value})
-    print(f"{mx.default_device()}, mlx {mx.__version__}")
-    for line in lines:
-        print(
-            f"{line.head:8} {line.trained_ms:8.1f} ms a train step, {line.right:.2f} right; outputs differ by "
-            f"{line.apart:.1e}, log-probabilities of actions by {line.logp_apart:.1e}"
-        )
+        lines += _compared(loaded, {f"a@{VALUE}": _made(loaded, folder, VALUE)}, {"value": value})
+        _show(lines[-1:])
     if options.json is not None:
         options.json.write_text(json.dumps([line._asdict() for line in lines], indent=1))
     return int(any(line.apart > BOUND for line in lines))
+
+
+def _show(lines: Sequence[Said]) -> None:
+    for line in lines:
+        print(
+            f"{mx.default_device()} {line.head:8} {line.trained_ms:8.1f} ms a train step, {line.right:.2f} right; "
+            f"outputs differ by {line.apart:.1e}, log-probabilities of actions by {line.logp_apart:.1e}",
+            flush=True,
+        )
 
 
 # -- learning
@@ -163,7 +169,7 @@ def _made(loaded: LoadedModel, folder: Path, version: int) -> MadeAdapter:
 
 def _compared(loaded: LoadedModel, made: dict[str, MadeAdapter], trained: dict[str, tuple[float, float]]) -> list[Said]:
     texts = [each.texts[-1].ids for each in _examples("pairs", TextCodec(loaded.tokenizer), TEXTS, 2)]
-    rows = [row(f"decoding-{at}", [20 + at] * 9, adapter=f"a@{VALUE}") for at in range(4)]
+    rows = [row(f"decoding-{at}", [20 + at] * 9, adapter=next(iter(made))) for at in range(4)]
     asked = {id: [_asked(id, at, ids, made[id]) for at, ids in enumerate(texts)] for id in made}
     with AdapterBench(loaded, made) as bench:
         bench.provide()
