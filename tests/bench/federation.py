@@ -81,13 +81,17 @@ async def learned(options: argparse.Namespace, made: TrainSettings, families: tu
 
 
 async def measure(options: argparse.Namespace, folder: Path, url: str) -> None:
-    start = await learned(options, settings(options, folder, "start", 2), FAMILIES)
-    print(f"start {start:.3f}", flush=True)
-    pooled = await learned(options, settings(options, folder, "pooled", options.prompts), FAMILIES)
-    print(f"pooled {pooled:.3f}", flush=True)
+    if options.known is None:
+        start = await learned(options, settings(options, folder, "start", 2), FAMILIES)
+        print(f"start {start:.3f}", flush=True)
+        pooled = await learned(options, settings(options, folder, "pooled", options.prompts), FAMILIES)
+        print(f"pooled {pooled:.3f}", flush=True)
+    else:
+        start, pooled = options.known
 
     async def member(name: str) -> float:
-        rounds = ("--federation", "bench", "--sync-every", str(options.sync_every))
+        rounds = ["--federation", "bench", "--sync-every", str(options.sync_every)]
+        rounds += ["--outer-rate", str(options.outer_rate), "--outer-momentum", str(options.outer_momentum)]
         made = settings(options, folder, name, options.prompts // 2, *rounds)
         async with contextlib.AsyncExitStack() as stack:
             place = await stack.enter_async_context(federation(made, url, "base", "ring"))
@@ -110,6 +114,11 @@ def main() -> None:
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--evaluated", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--outer-rate", type=float, default=1.0)
+    parser.add_argument("--outer-momentum", type=float, default=0.0)
+    parser.add_argument(
+        "--known", nargs=2, type=float, metavar=("START", "POOLED"), help="as measured before, with the same options"
+    )
     parser.add_argument("--alone", action="store_true", help="also each family alone")
     options = parser.parse_args()
     logs.configure("WARNING")

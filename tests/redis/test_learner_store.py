@@ -7,7 +7,7 @@ from redis.asyncio import Redis
 from shared.errors import ConflictError, NotFoundError, QueueFullError
 from shared.learners import Failed, LearnerSpec, SaveInfo, Step, StepDone
 from shared.redis import keys
-from shared.redis.training import learner_store
+from shared.redis.training import chunks, learner_store
 from shared.redis.training.learner_store import Held, LearnerStore, waiting_learners
 
 SPEC = LearnerSpec(id="one", model="tiny", rank=4, scale=8.0, seed=3)
@@ -137,9 +137,9 @@ async def test_a_dropped_learner_leaves_only_answers_and_its_service_is_refused(
     held = await taken(store)
     state, upload = (
         await store.put_state("one", b"state"),
-        await store.put_asked("one", b"much" * learner_store.CHUNK_BYTES),
+        await store.put_asked("one", b"much" * chunks.CHUNK_BYTES),
     )
-    assert await store.asked("one", upload) == b"much" * learner_store.CHUNK_BYTES
+    assert await store.asked("one", upload) == b"much" * chunks.CHUNK_BYTES
     await store.drop_asked("one", upload)
     info = SaveInfo(
         name="a", kind="state", created_ms=1, expires_ms=FAR_MS, bytes_id=await store.put_saved("one", b"s")

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from redis.exceptions import ConnectionError as RedisConnectionError
 
 from shared.errors import ConflictError, ServiceUnavailableError, SetupError
 from tests.redis.shared_trainers import MADE, PROBES, Trainers, largest_gap, made_groups, same, steps, trainers
@@ -164,6 +165,31 @@ async def test_one_that_joins_later_takes_part_and_another_leader_is_followed(re
         await wait_until(lambda: learner._lead._lost)
         with pytest.raises(ConflictError, match="another process leads"):
             await learner.train(groups[3], 3, 3, PROBES)
+
+
+async def test_a_redis_that_is_away_and_words_that_nobody_can_read_cost_no_step(redis_url: str) -> None:
+    async with trainers(redis_url) as ring:
+        learner = await ring.leader(trainers=2)
+        member = await ring.member()
+        run = learner._lead._run
+        groups = [await made_groups(learner, seed) for seed in range(2)]
+        say, away = run.say, [RedisConnectionError("away"), RedisConnectionError("away")]
+
+        async def failing(word: bytes) -> None:
+            if away:
+                raise away.pop()
+            await say(word)
+
+        run.say = failing  # type: ignore[method-assign]
+        first = await learner.train(groups[0], 0, 0, PROBES)
+        assert first.report.updated and member.name not in learner._speeds
+        await learner.accept()
+        await wait_until(lambda: not away)
+        await say(b"not a word")
+        await run.answer(b"not an answer")
+        second = await learner.train(groups[1], 1, 1, PROBES)
+        assert second.report.updated and member.name in learner._speeds
+        assert not ring.tasks[member.name].done()
 
 
 async def test_another_base_or_rank_is_refused_by_name(redis_url: str) -> None:

@@ -97,7 +97,7 @@ class Federation:
             missing = await self._store.members() - told.keys()
             if (not missing or waited_s > self._settings.sync_wait_s) and await self._store.turn(self._member):
                 try:
-                    await self._close(now, told)
+                    await self._close_once(number)
                 finally:
                     await self._store.turn_over()
             else:
@@ -117,6 +117,13 @@ class Federation:
         data = await asyncio.to_thread(pack, {"delta": delta})
         lives_s = int(self._settings.sync_wait_s) + keys.ADAPTER_UPLOAD_TTL_S
         await self._store.tell(number, self._member, await self._store.parcels.put(data, lives_s), samples)
+
+    async def _close_once(self, number: int) -> None:
+        """What has come since it was looked at counts; and another may have had the turn just before."""
+        now = await self._now()
+        if now.round < number:
+            told, _ = await self._store.told(number)
+            await self._close(now, told)
 
     async def _close(self, before: Standing, told: dict[str, Change]) -> None:
         last = await self._average(before)

@@ -19,7 +19,6 @@ from collections.abc import Callable, Sequence
 
 import structlog
 
-from shared.errors import SetupError
 from trainer.learn.batches import SampleGroup
 from trainer.learn.compute import ComputeHost, Work, at_once
 from trainer.learn.learner import Learner, Trained
@@ -56,8 +55,6 @@ class SharedLearner(HostLearner):
     ) -> "SharedLearner":
         """Build it and let others join; ValueError when the model has no layers for the adapter."""
         learner = await host.run(at_once(build))
-        if learner.optimizer.options.value is not None:
-            raise SetupError("--loss ppo needs the values of a whole step in one process: leave out --learner shared")
         await lead.begin(spec)
         return cls(host, learner, await host.run(at_once(learner.config)), lead, trainers, wait_s)
 
