@@ -31,6 +31,7 @@ fast_blas.install()
 import argparse
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
@@ -165,21 +166,16 @@ class Parts:
 
         return timed
 
-    def turns(self, run: Decoding, count: int) -> str:
-        """So many turns of a run."""
+    def turns(self, run: Decoding, count: int) -> tuple[int, dict[str, float]]:
+        """Take at most so many turns of a run; how many, and what they took."""
         self.each, self._is_on = {}, True
         began, done = clock(), 0
-        for _ in range(count):
-            if run.is_whole:
-                run.turn()
-                done += 1
+        while run.is_whole and done < count:
+            run.turn()
+            done += 1
         run.rest()
         self._is_on = False
-        total, shown = 1000 * (clock() - began), ""
-        rest = total - sum(self.each.values())
-        for name, took in {**self.each, "rest": rest}.items():
-            shown += f", {name} {took / done:.2f}"
-        return f"{total / done:.2f} ms{shown}"
+        return done, {**self.each, "rest": 1000 * (clock() - began) - sum(self.each.values())}
 
 
 class Runs:
@@ -232,11 +228,21 @@ class Runs:
         return gaps[1] / gaps[0], firsts[1] / firsts[0]
 
     def parts(self, parts: Parts, chance: float, seed: int) -> None:
-        """Print them of steps without drafts and of steps with."""
-        for name, run in zip(("without", "with"), self._begun([chance] * self._rows, seed), strict=True):
-            for _ in range(8):
-                run.turn()
-            print(f"{self._rows:3} rows, a step {name} drafts: {parts.turns(run, 32)}", flush=True)
+        """Print them of steps without drafts and of steps with, a few of each in turn: a host is slow for seconds."""
+        runs = dict(zip(("without", "with"), self._begun([chance] * self._rows, seed), strict=True))
+        for run in runs.values():
+            parts.turns(run, STRETCH // 3)
+        turns = dict.fromkeys(runs, 0)
+        total: dict[str, Counter[str]] = {name: Counter() for name in runs}
+        while all(run.is_whole for run in runs.values()):
+            for name, run in runs.items():
+                done, each = parts.turns(run, STRETCH // 3)
+                turns[name] += done
+                total[name].update(each)
+        for name, run in runs.items():
+            each_ms = {part: took / max(1, turns[name]) for part, took in total[name].items()}
+            shown = ", ".join(f"{part} {took:.2f}" for part, took in each_ms.items())
+            print(f"{self._rows:3} rows, a step {name} drafts: {sum(each_ms.values()):.2f} ms: {shown}", flush=True)
             while run.is_busy:
                 run.turn()
 
