@@ -203,9 +203,21 @@ def _fetch(which: str, file: Path, url: str, api_key: str) -> AdapterManifest:
 
 def _merge(arguments: Sequence[str]) -> int:
     """The exit code of the process that merges; Ctrl-C reaches it, too, SIGTERM goes on to it, and it cleans up."""
-    process = subprocess.Popen([sys.executable, "-P", "-m", "trainer.merging", *arguments])
-    before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+    processes: list[subprocess.Popen[bytes]] = []
+    ended = False
+
+    def end(*_: object) -> None:
+        nonlocal ended
+        ended = True
+        for process in processes:
+            process.terminate()
+
+    before = signal.signal(signal.SIGTERM, end)  # first: the process must not outlive a command ended at its start
     try:
+        process = subprocess.Popen([sys.executable, "-P", "-m", "trainer.merging", *arguments])
+        processes.append(process)
+        if ended:
+            process.terminate()
         while True:
             try:
                 code = process.wait()

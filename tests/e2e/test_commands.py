@@ -1,6 +1,8 @@
 """`mlx_parallm adapters`, `batch`, `bench` on a real ring that wants a key; what any command says when it cannot."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -10,10 +12,12 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+import typer
 from click.testing import Result
 from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
+from api.cli import adapters
 from api.cli.main import app
 from tests.e2e.rings import Ring, ring
 from tests.e2e.test_adapters import CONFIG, weights
@@ -99,6 +103,26 @@ def test_a_download_that_fails_leaves_no_folder_and_a_network_comes_with_its_des
     assert (unmerged.exit_code, "nothing to merge" in unmerged.stderr) == (1, True)
     assert call(locked, "adapters", "download", "pole", str(tmp_path / "out")).exit_code == 0
     assert call(locked, "adapters", "upload", str(tmp_path / "out"), "--name", "pole").exit_code == 0
+
+
+def test_a_merge_is_ended_by_a_signal_that_comes_while_its_process_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+    popen = subprocess.Popen
+
+    def signalled(_: list[str]) -> "subprocess.Popen[bytes]":
+        started.append(popen(["sleep", "20"]))
+        os.kill(os.getpid(), signal.SIGTERM)
+        return started[0]
+
+    before = signal.signal(signal.SIGTERM, lambda *_: None)  # else the fault would end the tests
+    monkeypatch.setattr(subprocess, "Popen", signalled)
+    try:
+        with pytest.raises(typer.Exit):
+            adapters._merge([])
+        assert started[0].wait(60) == -signal.SIGTERM
+    finally:
+        started[0].kill()
+        signal.signal(signal.SIGTERM, before)
 
 
 @pytest.mark.parametrize("who", ["the command", "the process that merges"])
