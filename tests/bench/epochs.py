@@ -92,9 +92,9 @@ class Job:
         return SamplingParams(self._tokens, derived_seed(*of))
 
 
-def measured(loaded: LoadedModel, job: Job, rows: int, drafts: SpeculationConfig, rounds: int) -> None:
+def measured(loaded: LoadedModel, job: Job, config: EngineConfig, drafts: SpeculationConfig, rounds: int) -> None:
     """Print the ratio of the epochs after the first one."""
-    config = EngineConfig("", max_rows=rows)
+    rows = config.max_rows
     engines = Engine(loaded, config), Engine(loaded, replace(config, speculation=drafts))
     ratios: list[float] = []
     for number in range(rounds + 1):
@@ -115,7 +115,7 @@ def measured(loaded: LoadedModel, job: Job, rows: int, drafts: SpeculationConfig
             flush=True,
         )
     shown = " ".join(f"{ratio:.2f}" for ratio in ratios[1:])
-    print(f"{rows:3} rows: x {median(ratios[1:]):.2f} ({shown}), aim {AIM}", flush=True)
+    print(f"{rows:3} rows, blocks of {config.block_size}: x {median(ratios[1:]):.2f} ({shown}), aim {AIM}", flush=True)
 
 
 def main() -> None:
@@ -127,6 +127,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=8)
     parser.add_argument("--draft", type=int, default=5, help="tokens of a draft, at most")
+    parser.add_argument("--block-size", type=int, nargs="+", default=[64, 8], help="64: more than a prompt has")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--always", action="store_true", help="draft whatever it takes (--no-adaptive-k)")
     args = parser.parse_args()
@@ -134,7 +135,8 @@ def main() -> None:
     job = Job(loaded, args.prompts, args.samples, args.tokens)
     for rows in args.rows:
         drafts = SpeculationConfig(args.draft, adapts_to_time=not args.always, memory_bytes=64 << 20)
-        measured(loaded, job, rows, drafts, args.rounds)
+        for block_size in args.block_size:
+            measured(loaded, job, EngineConfig("", max_rows=rows, block_size=block_size), drafts, args.rounds)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,10 @@ rows share a step, and with drafts rows end apart.
 `--mixed`: the same, with prompts of a quarter to all of the context. `--beside`: gaps and first tokens of rows without
 drafts while as many rows copy, p99 with drafts over without. `--clock cpu` counts the process's CPU time in place of
 the wall's, which says more on a CPU that others use, too; what drafts learn of step times is counted so, too.
+
+`--parts`: where a step's time goes, with drafts and without. With `--clock thread` and `--shape host` it is what the
+engine's thread does itself, since MLX computes in another one on a CPU: as many operations as a model of 28 layers has
+and next to no arithmetic.
 """
 
 # ruff: noqa: E402
@@ -27,7 +31,8 @@ fast_blas.install()
 import argparse
 import random
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
 from statistics import median
@@ -37,13 +42,26 @@ import mlx.core as mx
 
 from shared.sequences import SamplingParams, SequenceSpec
 from tests.bench.adapters import SHAPES, random_model
+from worker.engine import engine
+from worker.engine.batch.row_model import RowModel
 from worker.engine.engine import Engine
 from worker.engine.messages import EngineConfig, RowRequest, SpeculationConfig
 from worker.engine.model.loader import LoadedModel
+from worker.engine.speculation.batch import SpeculatingBatch
+from worker.engine.speculation.drafting import Drafting
 
 AIMS = {(1, 1.0): "aim 2.0", (8, 1.0): "aim 1.4", (32, 0.0): "aim 0.97", (32, 0.7): "aim 0.97", (32, 1.0): "aim 0.97"}
 
 
+HOST: dict[str, Any] = {
+    **SHAPES["small"],
+    "hidden_size": 64,
+    "num_hidden_layers": 28,
+    "intermediate_size": 128,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time, "thread": time.thread_time}
 STRIDE = 7919  # from a token to the next: prime, so that the vocabulary's end is reached before a token comes again
 STRETCH = 24  # turns
 SURE = 40.0  # the next token's logit; all others lie about 0
@@ -68,7 +86,7 @@ class Decoding:
         self.written: dict[str, list[int]] = {each.spec.id: [] for each in requests}
         self.waits: dict[str, list[float]] = {}  # of each row: for its first token, then between two turns with some
         self._since: dict[str, float] = {}
-        self._is_whole = True
+        self.is_whole = True  # no row has ended
         self._begin()
         engine.submit(requests)
         while not all(self.written.values()):
@@ -95,7 +113,7 @@ class Decoding:
         """Wait for what the turns so far have begun."""
         began = clock()
         mx.synchronize(self._engine._batch.stream)
-        if self._is_whole:
+        if self.is_whole:
             self.seconds += clock() - began
 
     def turn(self) -> None:
@@ -109,11 +127,55 @@ class Decoding:
             self.written[event.seq] += event.tokens
             self.waits.setdefault(event.seq, []).append(self._now - self._since.get(event.seq, 0.0))
             self._since[event.seq] = self._now
-        if self._is_whole:
+        if self.is_whole:
             self.seconds += seconds
             self.tokens += sum(len(event.tokens) for event in events)
             self.turns += sum(bool(event.tokens) for event in events)
-            self._is_whole = all(event.finish is None for event in events)
+            self.is_whole = all(event.finish is None for event in events)
+
+
+class Parts:
+    """What the engine's thread spends on parts of a step, ms; one inside another counts for itself."""
+
+    def __init__(self) -> None:
+        self.each: dict[str, float] = {}
+        self._inner = [0.0]
+        self._is_on = False
+        for name, owner, methods in (
+            ("drafts", Drafting, ("tries", "drafts", "checked")),
+            ("building", RowModel, ("__call__",)),
+            ("giving out", mx, ("async_eval",)),
+            ("taking back", SpeculatingBatch, ("_take_back",)),
+            ("telling", engine, ("events_of",)),
+        ):
+            for method in methods:
+                setattr(owner, method, self._timed(name, getattr(owner, method)))
+
+    def _timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **options: Any) -> Any:
+            if not self._is_on:
+                return call(*args, **options)
+            began = clock()
+            self._inner.append(0.0)
+            try:
+                return call(*args, **options)
+            finally:
+                took, inner = clock() - began, self._inner.pop()
+                self._inner[-1] += took
+                self.each[name] = self.each.get(name, 0.0) + 1000 * (took - inner)
+
+        return timed
+
+    def turns(self, run: Decoding, count: int) -> tuple[int, dict[str, float]]:
+        """Take at most so many turns of a run; how many, and what they took."""
+        self.each, self._is_on = {}, True
+        began, done = clock(), 0
+        while run.is_whole and done < count:
+            run.turn()
+            done += 1
+        run.rest()
+        self._is_on = False
+        return done, {**self.each, "rest": 1000 * (clock() - began) - sum(self.each.values())}
 
 
 class Runs:
@@ -165,21 +227,29 @@ class Runs:
             firsts.append(_p99([all_[0] for seq, all_ in waits.items() if not seq.isdecimal()]))
         return gaps[1] / gaps[0], firsts[1] / firsts[0]
 
+    def parts(self, parts: Parts, chance: float, seed: int) -> None:
+        """Print them of steps without drafts and of steps with, a few of each in turn: a host is slow for seconds."""
+        runs = dict(zip(("without", "with"), self._begun([chance] * self._rows, seed), strict=True))
+        for run in runs.values():
+            parts.turns(run, STRETCH // 3)
+        turns = dict.fromkeys(runs, 0)
+        total: dict[str, Counter[str]] = {name: Counter() for name in runs}
+        while all(run.is_whole for run in runs.values()):
+            for name, run in runs.items():
+                done, each = parts.turns(run, STRETCH // 3)
+                turns[name] += done
+                total[name].update(each)
+        for name, run in runs.items():
+            each_ms = {part: took / max(1, turns[name]) for part, took in total[name].items()}
+            shown = ", ".join(f"{part} {took:.2f}" for part, took in each_ms.items())
+            print(f"{self._rows:3} rows, a step {name} drafts: {sum(each_ms.values()):.2f} ms: {shown}", flush=True)
+            while run.is_busy:
+                run.turn()
+
     def _both(self, chances: Sequence[float], seed: int, every: int) -> tuple[Decoding, Decoding]:
         """The runs without and with drafts; one more short request comes to both in `every` so many turns."""
-        draw = random.Random(seed)
-        lengths = [draw.randint(self._least, self._context) for _ in chances]
-        prompts = [tuple(draw.randrange(3, self._vocab) for _ in range(length)) for length in lengths]
-        recorded = Decoding(self._plain, self._requests(prompts, [()] * self._rows, seed))
-        while recorded.is_busy:
-            recorded.turn()
-        guesses = [
-            tuple(id_ if draw.random() < chance else draw.randrange(3, self._vocab) for id_ in each) if chance else ()
-            for chance, each in zip(chances, recorded.written.values(), strict=True)
-        ]
         before = self._drafting.stats().speculation
-        plain = Decoding(self._plain, self._requests(prompts, [()] * self._rows, seed))
-        drafting = Decoding(self._drafting, self._requests(prompts, guesses, seed))
+        plain, drafting = self._begun(chances, seed)
         for begin in count(1, STRETCH):
             for each in (plain, drafting):
                 for turn in range(begin, begin + STRETCH):
@@ -197,6 +267,21 @@ class Runs:
         self.tokens += drafting.tokens
         self.turns += drafting.turns
         return plain, drafting
+
+    def _begun(self, chances: Sequence[float], seed: int) -> tuple[Decoding, Decoding]:
+        """The same rows without drafts and with, past their prompts."""
+        draw = random.Random(seed)
+        lengths = [draw.randint(self._least, self._context) for _ in chances]
+        prompts = [tuple(draw.randrange(3, self._vocab) for _ in range(length)) for length in lengths]
+        recorded = Decoding(self._plain, self._requests(prompts, [()] * self._rows, seed))
+        while recorded.is_busy:
+            recorded.turn()
+        guesses = [
+            tuple(id_ if draw.random() < chance else draw.randrange(3, self._vocab) for id_ in each) if chance else ()
+            for chance, each in zip(chances, recorded.written.values(), strict=True)
+        ]
+        plain = Decoding(self._plain, self._requests(prompts, [()] * self._rows, seed))
+        return plain, Decoding(self._drafting, self._requests(prompts, guesses, seed))
 
     def _late(self, turn: int) -> RowRequest:
         """A short request that comes in that turn."""
@@ -238,7 +323,7 @@ _clock = time.perf_counter
 def main() -> None:
     """A table of ratios."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", choices=list(SHAPES), default="medium")
+    parser.add_argument("--shape", choices=[*SHAPES, "host"], default="medium")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--chances", type=float, nargs="+", default=[1.0, 0.7, 0.0])
     parser.add_argument("--tokens", type=int, default=128)
@@ -250,12 +335,13 @@ def main() -> None:
     parser.add_argument("--mixed", action="store_true")
     parser.add_argument("--beside", action="store_true")
     parser.add_argument("--always", action="store_true", help="draft whatever it takes (--no-adaptive-k)")
-    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall")
+    parser.add_argument("--parts", action="store_true")
+    parser.add_argument("--clock", choices=list(CLOCKS), default="wall")
     args = parser.parse_args()
-    if args.clock == "cpu":
-        global _clock
-        _clock = time.process_time
-    loaded = sure_model(SHAPES[args.shape], args.dtype)
+    global _clock
+    _clock = CLOCKS[args.clock]
+    loaded = sure_model({**SHAPES, "host": HOST}[args.shape], args.dtype)
+    parts = Parts() if args.parts else None
     for rows in args.rows:
         sizes = loaded, rows, args.tokens, args.context, SpeculationConfig(args.draft, adapts_to_time=not args.always)
         if args.beside:
@@ -264,7 +350,11 @@ def main() -> None:
         for chance in args.chances:
             runs = Runs(*sizes, mixed=args.mixed)
             runs.warm_up()
+            if parts is not None:
+                runs.parts(parts, chance, 99)
             ratios = [runs.ratio(chance, seed) for seed in range(args.rounds)]
+            if not ratios:
+                continue
             shown = " ".join(f"{ratio:.2f}" for ratio in ratios)
             print(
                 f"{rows:3} rows, predictions right in {chance:.0%}: x {median(ratios):.2f} ({shown}), accepted "

@@ -21,6 +21,7 @@ from worker.engine.speculation.lookup import (
     Ids,
     Text,
     goes_on,
+    nearest,
     occurrences,
 )
 from worker.engine.speculation.memory import (
@@ -70,9 +71,10 @@ def test_many_ids_at_once_are_the_same_as_one_after_the_other(begun: list[int], 
     at_once.add(more)
     for id_ in more:
         single.add([id_])
-        each = single.runs
+        for length in (1, 3):
+            single.runs(length)
     assert at_once.latest(200).tolist() == single.latest(200).tolist() == begun + more
-    assert all(at_once.runs[length]._marks == each[length]._marks for length in (1, 3))
+    assert all(at_once.runs(length)._marks == single.runs(length)._marks for length in (1, 3))
 
 
 @given(st.lists(st.integers(0, 3), max_size=40), st.integers(1, 4))
@@ -80,16 +82,16 @@ def test_no_run_that_goes_on_is_overlooked(ids: list[int], begun: int) -> None:
     history = History(ids[:begun], (1, 3))
     for each in ids[begun:]:
         history.add([each])
-    texts = [history.runs, Text(np.array(ids, np.int32), (1, 3)).runs]
+    texts = [history, Text(np.array(ids, np.int32), (1, 3))]
     for length in (1, 3):
         ends = [ids[max(0, end - 3) : end] for end in range(length, len(ids))]
-        assert all(runs[length].may_have(end) for end in ends for runs in texts)
+        assert all(text.runs(length).may_have(end) for end in ends for text in texts)
 
 
 def test_most_runs_that_do_not_occur_are_known_not_to() -> None:
     text = Text(np.arange(1000, dtype=np.int32), (2,))
-    strange = sum(text.runs[2].may_have([at, at + 2]) for at in range(998))
-    assert strange < 100 and not text.runs[2].may_have([5])
+    strange = sum(text.runs(2).may_have([at, at + 2]) for at in range(998))
+    assert strange < 100 and not text.runs(2).may_have([5])
 
 
 @pytest.mark.parametrize(
@@ -111,8 +113,16 @@ def test_the_longest_end_is_found(
     assert (found.tolist(), length) == (places, matched)
 
 
+@given(
+    st.lists(st.integers(0, 2), max_size=24), st.lists(st.integers(0, 2), min_size=1, max_size=6), st.integers(0, 24)
+)
+def test_of_the_places_of_the_longest_end_the_nearest_is_found(text: list[int], end: list[int], to: int) -> None:
+    places, matched = occurrences(ids(*text), end, 1, 4)
+    assert nearest(text, end, to, 4) == (min(places.tolist(), key=lambda at: abs(at - to), default=0), matched)
+
+
 def found(course: Course, source: Ids, row: Ids, count: int, least: int, most: int) -> Guess:
-    return course.draft(Text(source, (least,)), slice(None), End(row[-most:], least), count)
+    return course.draft(Text(source, (least,)), slice(None), End(row[-most:].tolist(), least), count)
 
 
 def own_draft(text: Ids, count: int, least: int, most: int) -> Guess:
@@ -214,7 +224,7 @@ def test_a_row_goes_on_along_its_own_text() -> None:
 def test_a_place_in_a_text_that_repeats_itself_is_kept_however_short_its_period(period: int) -> None:
     text, course = History([*range(period)] * 9, (1, 4)), Course(is_own=True)
     for turn in range(4):
-        guess = course.draft(text, slice(None), End(text.latest(4), 1), 5)
+        guess = course.draft(text, slice(None), End(text.latest(4).tolist(), 1), 5)
         assert guess.ids == [at % period for at in range(5)]
         assert guess.matched == min(WINDOW, 4 + 6 * turn), "it is not looked for again"
         drawn = [*guess.ids, (guess.ids[-1] + 1) % period]
@@ -225,12 +235,12 @@ def test_a_place_in_a_text_that_repeats_itself_is_kept_however_short_its_period(
 def test_a_row_that_has_gone_on_far_is_looked_for_again_in_place_of_being_followed() -> None:
     row = History(TEXT[:5].tolist(), (1,))
     course, text = Course(), Text(TEXT, (1,))
-    assert course.draft(text, slice(None), End(row.latest(4), 1), 1) == Guess([105], 4, [(1, 1)])
+    assert course.draft(text, slice(None), End(row.latest(4).tolist(), 1), 1) == Guess([105], 4, [(1, 1)])
     row.add(TEXT[5:50].tolist())
     course.follow(TEXT[5:50].tolist(), row.ids)
-    assert course._now is None and row._marked == 5, "nor is it asked yet where its runs are"
-    assert course.draft(text, slice(None), End(row.latest(4), 1), 1) == Guess([150], 4, [(1, 1)])
-    assert row.runs[1].may_have([148]) and not row.runs[1].may_have([149]) and row._marked == 50
+    assert course._now is None and row._marked == {1: 5}, "nor is it asked yet where its runs are"
+    assert course.draft(text, slice(None), End(row.latest(4).tolist(), 1), 1) == Guess([150], 4, [(1, 1)])
+    assert row.runs(1).may_have([148]) and not row.runs(1).may_have([149]) and row._marked == {1: 50}
 
 
 def test_of_several_texts_those_count_that_say_what_is_drawn_and_all_of_them_where_none_does() -> None:

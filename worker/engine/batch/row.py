@@ -125,6 +125,14 @@ class Row:
         s = self.sampling
         return bool(s.bad_words) or (s.presence_penalty, s.frequency_penalty, s.repetition_penalty) != (0.0, 0.0, 1.0)
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether what is drawn depends on the logits, a seed and a position only, and no more than it is told."""
+        s = self.sampling
+        asks = s.logit_bias or s.allowed_token_ids or s.top_logprobs or s.logprob_token_ids
+        waits = self.position < s.min_tokens or s.logprobs_mode != "raw_logprobs"
+        return not (asks or waits or self.place is not None or self.depends_on_tokens)
+
     def tokens_behind(self, token: int) -> list[int]:
         """The completion behind its next input; [] where the draw does not depend on it."""
         if not self.depends_on_tokens:

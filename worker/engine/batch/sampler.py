@@ -12,19 +12,20 @@ when the step after it is already under way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
 
-from shared.sequences import LEAST_TEMPERATURE, SamplingParams
 from worker.engine.batch.grammar_masks import GrammarMasks
+from worker.engine.batch.numbers import Floats, Indices, Numbers, PlainRows
 from worker.engine.batch.penalties import LogitEdits, Penalties
 from worker.engine.batch.row import Row
 from worker.engine.batch.row_model import RowModel
 from worker.engine.batch.token_masks import TokenMasks
 from worker.engine.sampling.asked_tokens import Asked, AskedTokens
-from worker.engine.sampling.draw import Draw, draw_by_chance, mix_seeds, most_likely, nucleus_threshold, uniforms
+from worker.engine.sampling.draw import Draw, draw_by_chance, most_likely, nucleus_threshold, uniforms
 
 LOWEST = -9999.0  # reported of what cannot be drawn: JSON has no infinity (OpenAI's number)
 SMALLEST = 1e-37  # a chance below this counts as none
@@ -39,6 +40,7 @@ class RowSampler:
         self._candidates = candidates
         self._rows: tuple[Row, ...] = ()
         self._plan: _Plan | None = None
+        self._plain = PlainRows()
 
     def __call__(self, logprobs_BV: mx.array) -> mx.array:
         """Token ids [B] uint32; `logprobs_BV` is the fp32 log-softmax of the raw logits."""
@@ -56,14 +58,33 @@ class RowSampler:
             row.position += 1
         return tokens_B
 
-    def ahead(
-        self, rows: tuple[Row, ...], logits_NV: mx.array, inputs_N1: mx.array, versions: tuple[str, ...]
-    ) -> tuple[mx.array, Draw]:
-        """Tokens [N] of rows as they will be (`Row.ahead`), after these inputs; the rows themselves stay."""
+    def ahead(self, places: Places, logits_NV: mx.array, inputs_N: mx.array) -> tuple[mx.array, Draw]:
+        """Tokens [N] of the latest forward's rows at places ahead of them; `inputs_N` are the ids that were fed there.
+
+        The rows themselves stay.
+        """
         self._plan = None  # what it counts step by step is out of date now
+        rows, vocab = self._model.rows, logits_NV.shape[-1]
         logprobs_NV = logits_NV - mx.logsumexp(logits_NV, axis=-1, keepdims=True)
-        plan = _Plan(rows, logits_NV.shape[-1], self._candidates)
-        return plan.drawn(logits_NV, logprobs_NV, inputs_N1, versions, self._model.same)
+        numbers = self._plain.numbers(rows)
+        if numbers is None:
+            plan = _Plan(places.rows(), vocab, self._candidates)
+        else:
+            positions_B = np.array([row.position for row in rows], np.int64)
+            positions_N = positions_B[places.index] + places.steps
+            plan = _Plan((), vocab, self._candidates, (numbers.at(places.index), positions_N))
+        of_row = self._model.versions
+        versions = tuple(of_row[at] for at in places.index.tolist())
+        return plan.drawn(logits_NV, logprobs_NV, inputs_N[:, None], versions, self._model.same)
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where tokens of a batch's rows are drawn in one step, row by row; N of them."""
+
+    index: Indices  # of each place's row
+    steps: Indices  # ahead of that row
+    rows: Callable[[], tuple[Row, ...]]  # as they will be there (`Row.ahead`)
 
 
 class Guesses:
@@ -87,17 +108,27 @@ class Guesses:
 class _Plan:
     """Tensors of one set of rows. F: rows with top_k or top_p. S: rows that are not greedy. T: top_logprobs."""
 
-    def __init__(self, rows: tuple[Row, ...], vocab: int, candidates: int) -> None:
+    def __init__(
+        self,
+        rows: tuple[Row, ...],
+        vocab: int,
+        candidates: int,
+        plain: tuple[Numbers, Indices] | None = None,
+    ) -> None:
+        """`plain`: numbers and positions of places in plain rows, which are not looked at then."""
         self._edits = LogitEdits(rows, vocab)
         self._penalties = Penalties(rows, vocab)
         self._tokens = TokenMasks(rows, vocab)
         self._masks = GrammarMasks(rows, vocab)
         self._asked = AskedTokens([row.sampling for row in rows])
         self._steps_left = self._edits.steps_valid or -1
-        drawn = [index for index, row in enumerate(rows) if row.sampling.temperature >= LEAST_TEMPERATURE]
-        self._drawn = _Subset(drawn, len(rows))
+        numbers, positions = plain or (Numbers.of(rows), np.array([row.position for row in rows], np.int64))
+        drawn = numbers.drawn
+        self._drawn = _Subset(drawn, len(numbers))
         if drawn:
-            self._prepare_draw([rows[index] for index in drawn], vocab, candidates)
+            is_all = self._drawn.is_all
+            self._positions_S = positions if is_all else positions[drawn]
+            self._prepare_draw(numbers if is_all else numbers.at(np.array(drawn)), vocab, candidates)
         wanted = [index for index, row in enumerate(rows) if row.sampling.top_logprobs]
         self._top = _Subset(wanted, len(rows))
         self._top_index = {index: at for at, index in enumerate(wanted)}
@@ -109,31 +140,28 @@ class _Plan:
         """Whether a row has reached its min_tokens since, so that the edits must be built again."""
         return self._steps_left == 0
 
-    def _prepare_draw(self, rows: Sequence[Row], vocab: int, candidates: int) -> None:
-        sampling = [row.sampling for row in rows]
-        self._seeds_S = mix_seeds([s.seed for s in sampling])
-        self._positions_S = np.array([row.position for row in rows], np.int64)
-        tempered = any(s.temperature != 1 for s in sampling)
-        self._inverse_temperature_S1 = _column([1 / s.temperature for s in sampling]) if tempered else None
-        self._smallest_S1 = mx.full((len(rows), 1), SMALLEST)
-        min_p = [s.min_p for s in sampling]
-        self._min_p_S1 = _column(min_p) if any(each > 0 for each in min_p) else None
-        filtered = [at for at, s in enumerate(sampling) if 0 < s.top_k < vocab or s.top_p < 1]
-        self._filtered = _Subset(filtered, len(rows))
+    def _prepare_draw(self, numbers: Numbers, vocab: int, candidates: int) -> None:
+        self._seeds_S = numbers.seeds
+        tempered = bool((numbers.temperature != 1).any())
+        self._inverse_temperature_S1 = _column(1 / numbers.temperature) if tempered else None
+        self._smallest_S1 = mx.full((len(numbers), 1), SMALLEST)
+        self._min_p_S1 = _column(numbers.min_p) if bool((numbers.min_p > 0).any()) else None
+        filtered = numbers.filtered(vocab)
+        self._filtered = _Subset(filtered, len(numbers))
         if filtered:
-            self._prepare_filters([sampling[at] for at in filtered], vocab, candidates)
+            self._prepare_filters(numbers.at(np.array(filtered)), vocab, candidates)
 
-    def _prepare_filters(self, sampling: Sequence[SamplingParams], vocab: int, candidates: int) -> None:
-        top_k = [s.top_k if 0 < s.top_k < vocab else vocab for s in sampling]
-        top_p = [max(s.top_p, 1e-9) if s.top_p < 1 else 2.0 for s in sampling]
-        self._top_k_F1 = mx.array(top_k)[:, None] if min(top_k) < vocab else None
-        self._top_p_F1 = _column(top_p) if min(top_p) < 1 else None
+    def _prepare_filters(self, numbers: Numbers, vocab: int, candidates: int) -> None:
+        top_k = np.where((numbers.top_k > 0) & (numbers.top_k < vocab), numbers.top_k, vocab)
+        top_p = np.where(numbers.top_p < 1, np.maximum(numbers.top_p, 1e-9), 2.0)
+        self._top_k_F1 = mx.array(top_k.astype(np.int32))[:, None] if top_k.min() < vocab else None
+        self._top_p_F1 = _column(top_p) if top_p.min() < 1 else None
         # On a GPU a partition is a full sort, so nothing is gained by taking fewer candidates.
         sort_all = vocab <= SORT_ALL_BELOW or mx.default_device() != mx.Device(mx.cpu)
-        sort_all = sort_all or any(candidates < each < vocab for each in top_k)
+        sort_all = sort_all or bool(((candidates < top_k) & (top_k < vocab)).any())
         self._vocab = vocab
         self._candidates = vocab if sort_all else candidates
-        self._may_overflow = not sort_all and max(top_k) == vocab
+        self._may_overflow = not sort_all and top_k.max() == vocab
 
     def drawn(
         self,
@@ -212,7 +240,7 @@ class _Reported:
 
     def __init__(self, rows: tuple[Row, ...], drawn: list[int]) -> None:
         asked = [index for index, row in enumerate(rows) if row.sampling.logprobs_mode == "processed_logprobs"]
-        place = {index: at for at, index in enumerate(drawn)}
+        place = {index: at for at, index in enumerate(drawn)} if asked else {}
         self._greedy = _Subset([index for index in asked if index not in place], len(rows))
         self._drawn = _Subset([index for index in asked if index in place], len(rows))
         self._among_drawn = _Subset([place[index] for index in asked if index in place], len(drawn))
@@ -260,5 +288,5 @@ class _Subset:
         return out
 
 
-def _column(values: Sequence[float]) -> mx.array:
-    return mx.array(np.array(values, np.float32)[:, None])
+def _column(values: Floats) -> mx.array:
+    return mx.array(values.astype(np.float32)[:, None])

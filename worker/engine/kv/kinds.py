@@ -21,6 +21,7 @@ arrays, with positions on axis 2.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from typing import Any
 
 import mlx.core as mx
@@ -291,29 +292,36 @@ def take_back(caches: Sequence[Any], unused: Sequence[int], slack: Sequence[int]
     after = [before + each for before, each in zip(slack, unused, strict=True)]
     least = min(after)
     after = [each - least for each in after]
-    unused_B, apart = mx.array(list(unused)), Slack(after) if any(after) else None
-    for leaf in leaves(caches):
-        if kind_of(leaf).has_ends:
-            leaf.end_apart(unused_B, least, apart)
-    share_offsets(caches)
+    share_offsets(caches, mx.array(list(unused)))
+    apart = Slack(after) if any(after) else None
+    for leaf in _with_ends(caches):
+        leaf.end_apart(least, apart)
     return after
 
 
-def share_offsets(caches: Sequence[Any]) -> None:
+def share_offsets(caches: Sequence[Any], unused_B: mx.array | None = None) -> None:
     """After a batch has read: let all leaves have one leaf's count [B] of what each row has read, for it is the same.
 
     Each leaf has counted by itself, lazily. What nobody holds any more is never computed: an operation a layer.
+    `unused_B`: so many positions each row has read in vain.
     """
-    counted = [leaf for leaf in leaves(caches) if kind_of(leaf).has_ends and isinstance(leaf.offset, mx.array)]
-    for leaf in counted[1:]:
-        leaf.offset = mx.array(counted[0].offset)  # an object of its own: some leaves count in place
+    counted = [leaf for leaf in _with_ends(caches) if isinstance(leaf.offset, mx.array)]
+    if not counted:
+        return
+    offset_B = counted[0].offset if unused_B is None else counted[0].offset - unused_B
+    for leaf in counted:
+        leaf.offset = copy(offset_B)  # an object of its own, since some leaves count in place; no operation
+
+
+def _with_ends(caches: Sequence[Any]) -> list[Any]:
+    """Leaves of a batch whose rows are counted."""
+    return [leaf for leaf in leaves(caches) if kind_of(leaf).has_ends]
 
 
 def align(caches: Sequence[Any]) -> None:
     """Let the rows of ragged caches end together, which copies all that they hold."""
-    for leaf in leaves(caches):
-        if kind_of(leaf).has_ends:
-            leaf.align()
+    for leaf in _with_ends(caches):
+        leaf.align()
 
 
 def has_windows(caches: Sequence[Any]) -> bool:

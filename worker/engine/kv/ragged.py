@@ -28,7 +28,9 @@ class Slack:
         self.positions = list(positions)
         self.most = max(positions, default=0)
         self._before_B1 = mx.array(self.positions)[:, None]
-        self._places: dict[tuple[int, int], mx.array] = {}  # leaves of one kind ask for the same ones
+        # Leaves of one kind ask for the same ones.
+        self._places: dict[tuple[int, int], mx.array] = {}
+        self._written_at: dict[tuple[int, tuple[int, ...]], mx.array] = {}
 
     def places(self, end: int, count: int) -> mx.array:
         """The next `count` places [B, N] of each row, in a leaf that is written up to `end`."""
@@ -36,6 +38,15 @@ class Slack:
         if places_BN is None:
             places_BN = self._places[end, count] = mx.arange(end, end + count)[None] - self._before_B1
         return places_BN
+
+    def written_at(self, end: int, new: mx.array) -> mx.array:
+        """The place of each number of such keys or values [B, H, N, D] in a leaf that is written up to `end`."""
+        key = end, tuple(new.shape)
+        places = self._written_at.get(key)
+        if places is None:
+            places = mx.broadcast_to(self.places(end, new.shape[2])[:, None, :, None], new.shape)
+            self._written_at[key] = places
+        return places
 
 
 class RaggedKVCache(BatchKVCache):  # type: ignore[misc]
@@ -45,6 +56,7 @@ class RaggedKVCache(BatchKVCache):  # type: ignore[misc]
     values: Any
     offset: mx.array
     left_padding: mx.array
+    _idx: int
     slack: Slack | None = None  # None: all rows end together
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
@@ -52,13 +64,11 @@ class RaggedKVCache(BatchKVCache):  # type: ignore[misc]
         if self.slack is None:
             return cast(tuple[mx.array, mx.array], super().update_and_fetch(keys, values))
         count = keys.shape[2]
-        places_B1N1 = self.slack.places(self._idx, count)[:, None, :, None]
-        self.keys, self.values = (
-            _written(old, places_B1N1, new, self._idx + count, self.step)
-            for old, new in ((self.keys, keys), (self.values, values))
-        )
+        end = self._idx + count
+        self.keys = _written(self.keys, self.slack.written_at(self._idx, keys), keys, end, self.step)
+        self.values = _written(self.values, self.slack.written_at(self._idx, values), values, end, self.step)
         self.offset = self.offset + count
-        self._idx += count
+        self._idx = end
         return self.keys[..., : self._idx, :], self.values[..., : self._idx, :]
 
     def make_mask(self, N: int, return_array: bool = False, **options: Any) -> mx.array:
@@ -72,10 +82,9 @@ class RaggedKVCache(BatchKVCache):  # type: ignore[misc]
         mask = (seen <= own_B1N1) & (seen >= self.left_padding[:, None, None, None])
         return mask if window is None else mask & (seen > own_B1N1 - window)
 
-    def end_apart(self, unused_B: mx.array, least: int, slack: Slack | None) -> None:
-        """Let each row end so many positions earlier; all of them `least` at least, beyond their slack."""
+    def end_apart(self, least: int, slack: Slack | None) -> None:
+        """Let all rows end `least` positions earlier, and each by its slack; `offset` counts so already."""
         self._idx -= least
-        self.offset = self.offset - unused_B
         self.slack = slack
 
     def align(self) -> None:
@@ -96,12 +105,12 @@ class RaggedKVCache(BatchKVCache):  # type: ignore[misc]
         self.slack = None
 
 
-def _written(old: mx.array, places_B1N1: mx.array, new: mx.array, end: int, step: int) -> mx.array:
+def _written(old: mx.array, places: mx.array, new: mx.array, end: int, step: int) -> mx.array:
     """Keys or values with these positions at their places; longer by whole steps where they end behind the last one."""
     short = end - old.shape[2]
     if short > 0:
         old = mx.pad(old, [(0, 0), (0, 0), (0, -(-short // step) * step), (0, 0)])
-    return mx.put_along_axis(old, places_B1N1, new, axis=2) if new.shape[3] else old
+    return mx.put_along_axis(old, places, new, axis=2) if new.shape[3] else old
 
 
 class RaggedQuantisedKVCache(BatchQuantisedKVCache, RaggedKVCache):

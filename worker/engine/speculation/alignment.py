@@ -8,9 +8,7 @@ in, and then anywhere. While the text says what the row draws nothing is looked 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-
-import numpy as np
+from typing import NamedTuple
 
 from worker.engine.speculation.lookup import (
     BREAK,
@@ -22,6 +20,7 @@ from worker.engine.speculation.lookup import (
     Text,
     goes_on,
     goes_round,
+    nearest,
     occurrences,
     said_at,
 )
@@ -34,11 +33,10 @@ NEAR = (8, 16)  # ids before and behind a place that was missed twice: there one
 SURE = 2  # ids that a row's end must have elsewhere for the row to leave a place that it has missed
 
 
-@dataclass(frozen=True)
-class End:
+class End(NamedTuple):
     """Of a row that is to go on."""
 
-    ids: Ids  # as many as are looked for, at most
+    ids: Sequence[int]  # as many as are looked for, at most
     least: int  # that are to be found
 
 
@@ -73,6 +71,9 @@ class Alignment:
             self._held = (self._held << len(ids) | _ones(len(ids))) & _ones(WINDOW)
             self.places = [place + len(ids) for place in self.places]
             return
+        if len(said) == 1:
+            self._follow_one(ids, said[0])
+            return
         goes_along = list(zip(self.places, said, strict=True))
         for at, id_ in enumerate(ids):
             same = [each for each in goes_along if each[1][at] == id_]
@@ -80,19 +81,30 @@ class Alignment:
             goes_along = same or [each for each in goes_along if each[1][at] not in (BREAK, PAST_END)]
         self.places = [place + len(ids) for place, _ in goes_along]
 
-    def find_near(self, end: Ids) -> int:
+    def _follow_one(self, ids: Sequence[int], said: Sequence[int]) -> None:
+        held, is_there = self._held, True
+        for id_, other in zip(ids, said, strict=True):
+            is_there = is_there and other >= 0
+            held = held << 1 | (is_there and id_ == other)
+        self._held = held & _ones(WINDOW)
+        self.places = [self.places[0] + len(ids)] if is_there else []
+
+    def find_near(self, end: Sequence[int]) -> int:
         """Go to where the text says what the row has drawn in place of what it missed; how many ids say so."""
         at = self.places[-1]
         low, high = (at, at + AHEAD) if self.misses == 1 else (max(0, at - NEAR[0]), at + NEAR[1])
-        places, matched = occurrences(self.ids[low : min(high, len(self.ids) - 1)], end, 1, WINDOW)
+        place, matched = nearest(self.ids[low : min(high, len(self.ids) - 1)].tolist(), end, at - low, WINDOW)
         if matched:
-            self.places = [low + int(places[np.abs(places + low - at).argmin()])]
+            self.places = [low + place]
             self._held |= _ones(matched)
         return matched
 
 
 def _ones(count: int) -> int:
-    return (1 << min(WINDOW, count)) - 1
+    return _ONES[min(WINDOW, count)]
+
+
+_ONES = [(1 << count) - 1 for count in range(WINDOW + 1)]
 
 
 class Course:
@@ -131,7 +143,7 @@ class Course:
             if not now.misses and now.ids is ids:
                 return self._said(now, count)
             sure = max(SURE - 1, now.find_near(end.ids)) if now.misses else now.held
-        if sure < len(end.ids) and text.runs[end.least].may_have(end.ids.tolist()):
+        if sure < len(end.ids) and text.runs(end.least).may_have(end.ids):
             places, matched = occurrences(ids[span][:-1], end.ids, max(end.least, sure + 1), len(end.ids))
             if matched:
                 low, _, _ = span.indices(len(ids))

@@ -17,10 +17,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
+from itertools import chain
 from typing import cast
 
 import mlx.core as mx
+import numpy as np
 
 from worker.engine.batch.keeping import Keeping
 from worker.engine.batch.prompt_group import PromptGroup
@@ -28,6 +29,7 @@ from worker.engine.batch.prompts_in_flight import Pieces
 from worker.engine.batch.row import Row
 from worker.engine.batch.row_model import RowModel
 from worker.engine.batch.running_batch import RunningBatch
+from worker.engine.batch.sampler import Places
 from worker.engine.kv.kinds import (
     align,
     end_of,
@@ -41,6 +43,7 @@ from worker.engine.kv.kinds import (
     take_back,
 )
 from worker.engine.messages import EngineConfig
+from worker.engine.sampling.grammars import Place
 from worker.engine.speculation.drafting import Drafting
 
 ALIGN_SHARE = 16  # positions: to align these takes about what it costs in one step to write where each row ends
@@ -169,23 +172,25 @@ class SpeculatingBatch(RunningBatch):
 
     def _accept(self, parts: Sequence[_Part], logits_BLV: mx.array) -> list[int]:
         """Draw at every place, and let each row move on as far as its draft holds; the inputs after that."""
-        places = [(at, step) for at, part in enumerate(parts) for step in range(len(part.ids))]
+        lengths = np.array([len(part.ids) for part in parts])
+        index_N = np.arange(len(parts)).repeat(lengths)
+        starts = lengths.cumsum() - lengths
+        steps_N = np.arange(len(index_N)) - starts[index_N]
         rows, width, vocab = logits_BLV.shape
         logits_NV = logits_BLV.reshape(-1, vocab)
-        if len(places) < rows * width:
-            logits_NV = logits_NV[mx.array([at * width + step for at, step in places])]
+        if len(index_N) < rows * width:
+            logits_NV = logits_NV[mx.array((index_N * width + steps_N).astype(np.int32))]
         tokens_N, draw = self._sampler.ahead(
-            tuple(row for part in parts for row in part.ahead),
+            Places(index_N, steps_N, lambda: tuple(row for part in parts for row in part.ahead())),
             logits_NV,
-            mx.array([id_ for part in parts for id_ in part.ids])[:, None],
-            tuple(self._model.versions[at] for at, _ in places),
+            mx.array(np.fromiter(chain.from_iterable(part.ids for part in parts), np.int32)),
         )
         drawn = cast(list[int], tokens_N.tolist())
-        starts = list(accumulate((len(part.ids) for part in parts), initial=0))
-        held = [part.held(drawn[start:]) for part, start in zip(parts, starts, strict=False)]
+        each = [(part, start, part.held(drawn[start:])) for part, start in zip(parts, starts.tolist(), strict=True)]
+        least = min(held for _, _, held in each)
         inputs: list[int] = []
-        for part, start, own in zip(parts, starts, held, strict=False):
-            part.accept(min(held) if self._move_together else own)
+        for part, start, held in each:
+            part.accept(least if self._move_together else held)
             part.row.draws.extend((draw, start + step) for step in range(part.accepted + 1))
             inputs.append(drawn[start + part.accepted])
         return inputs
@@ -204,37 +209,50 @@ def shorten(parts: Sequence[_Part]) -> int:
     """Make all drafts as long as the shortest, which is told."""
     shortest = min(len(part.ids) for part in parts) - 1
     for part in parts:
-        del part.ids[shortest + 1 :], part.ahead[shortest + 1 :]
+        part.shorten(shortest)
     return shortest
 
 
 class _Part:
-    """One row's part of a step: what it is fed, and the row as it is behind each of these ids."""
+    """One row's part of a step: what it is fed."""
 
-    def __init__(self, row: Row, token: int, draft: Sequence[int]) -> None:
+    def __init__(self, row: Row, token: int, draft: list[int]) -> None:
         self.row = row
-        self.ids = [token]
         self.accepted = 0
-        tokens = row.tokens_behind(token)
-        place = row.place
-        if place is not None and place.taken < row.position:
-            place.take(token)
-        self.ahead = [row.ahead(tokens, place, 0)]
+        self._places: list[Place] = []  # in its grammar, if it has one, behind each of the ids
+        if row.place is None:
+            self.ids = [token, *draft]
+        else:
+            self.ids = [token]
+            self._follow(row.place, draft)
+
+    def _follow(self, place: Place, draft: list[int]) -> None:
+        """Draft as much as its grammar allows: nothing else would be drawn."""
+        if place.taken < self.row.position:
+            place.take(self.ids[0])
+        self._places.append(place)
         for id_ in draft:
-            if place is not None:
-                place = None if place.is_over else place.after(id_)
-                if place is None or place.fault:
-                    break  # the grammar does not allow it, so it would not be drawn
-            tokens = [*tokens, id_] if tokens or row.depends_on_tokens else []
+            after = None if place.is_over else place.after(id_)
+            if after is None or after.fault:
+                break
             self.ids.append(id_)
-            self.ahead.append(row.ahead(tokens, place, len(self.ahead)))
+            self._places.append(place := after)
+
+    def shorten(self, length: int) -> None:
+        """Make its draft no longer than that."""
+        del self.ids[length + 1 :], self._places[length + 1 :]
+
+    def ahead(self) -> list[Row]:
+        """The row as it is behind each of these ids."""
+        row, tokens = self.row, self.row.tokens_behind(self.ids[0])
+        written = [[*tokens, *self.ids[1 : step + 1]] if row.depends_on_tokens else [] for step in range(len(self.ids))]
+        places: Sequence[Place | None] = self._places or [None] * len(self.ids)
+        return [row.ahead(*each, step) for step, each in enumerate(zip(written, places, strict=True))]
 
     def held(self, drawn: Sequence[int]) -> int:
         """How far its draft says what was drawn behind each id."""
-        held = 0
-        for id_, ahead, token in zip(self.ids[1:], self.ahead, drawn, strict=False):
-            if token != id_ or (ahead.place is not None and ahead.place.fault):
-                break
+        held, last = 0, len(self.ids) - 1
+        while held < last and drawn[held] == self.ids[held + 1] and not (self._places and self._places[held].fault):
             held += 1
         return held
 
@@ -242,7 +260,8 @@ class _Part:
         """Move the row on so far."""
         self.accepted = held
         self.row.position += self.accepted + 1
-        self.row.place = self.ahead[self.accepted].place
+        if self._places:
+            self.row.place = self._places[held]
 
     def told(self, is_untold: bool) -> list[int]:
         """What is news of it: its input, unless that is the end of a prompt or has been told, and what was accepted."""

@@ -361,7 +361,7 @@ class Drafting:
                 return self._worth(row, source, guess)
         guess, far = NOTHING, min(FARTHEST, LOOKED_THROUGH // rows)
         history = source.history
-        end = End(history.latest(WINDOW), least)
+        end = End(history.latest(WINDOW).tolist(), least)
         if joined is not None:
             guess = source.kept.draft(joined.text, slice(-far, None), end, longest)
         if source.prediction is not None:
@@ -370,7 +370,7 @@ class Drafting:
                 guess, source.is_predicted = theirs, True
         # What the row has written itself counts where more of its end is found there: no more than is looked for.
         if config.own_text and (guess.matched < config.ngram_max or source.own.is_along(least)):
-            end = End(history.latest(config.ngram_max), least)
+            end = End(end.ids[-config.ngram_max :], least)
             own = source.own.draft(history, slice(-far, None), end, most)
             if own.matched > guess.matched:
                 guess, source.is_predicted = own, False
@@ -387,4 +387,6 @@ class Drafting:
 
 def _up_to_stop(row: Row, draft: list[int]) -> list[int]:
     """Without the token that ends the row: what is drawn behind a draft comes with it in any case."""
+    if not row.stop_ids or row.stop_ids.isdisjoint(draft):
+        return draft
     return next((draft[:at] for at, id_ in enumerate(draft) if id_ in row.stop_ids), draft)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -48,24 +48,26 @@ class Runs:
         marks = np.frombuffer(self._marks, np.uint8)
         marks |= np.packbits(marked, bitorder="little")
 
-    def add_end(self, ids: Sequence[int]) -> None:
-        """The run at the end of these: the text goes on behind it now."""
-        if len(ids) >= self._length:
-            place = self._place(ids)
-            self._marks[place >> 3] |= 1 << (place & 7)
+    def add_ends(self, ids: Sequence[int], since: int) -> None:
+        """The runs that end at places from `since` on in these: the text goes on behind each of them now."""
+        marks, length = self._marks, self._length
+        for end in range(max(since, length), len(ids)):
+            place = _place(ids[end - length : end])
+            marks[place >> 3] |= 1 << (place & 7)
 
     def may_have(self, ids: Sequence[int]) -> bool:
         """Whether the run at the end of these may be one of them."""
         if len(ids) < self._length:
             return False
-        place = self._place(ids)
+        place = _place(ids[-self._length :])
         return self._marks[place >> 3] >> (place & 7) & 1 == 1
 
-    def _place(self, ids: Sequence[int]) -> int:
-        hashed = 0
-        for id_ in ids[-self._length :]:
-            hashed = (hashed * _FACTOR + id_) & _MASK
-        return ((hashed * _GOLDEN) & _MASK) >> (64 - _BITS)
+
+def _place(run: Sequence[int]) -> int:
+    hashed = 0
+    for id_ in run:
+        hashed = hashed * _FACTOR + id_  # as long as it becomes: runs are short
+    return ((hashed * _GOLDEN) & _MASK) >> (64 - _BITS)
 
 
 class Text:
@@ -73,14 +75,18 @@ class Text:
 
     def __init__(self, ids: Ids, lengths: Iterable[int]) -> None:
         self.ids = ids
-        self.runs = {length: Runs(length) for length in lengths}
-        for runs in self.runs.values():
+        self._runs = {length: Runs(length) for length in lengths}
+        for runs in self._runs.values():
             runs.add(ids)
+
+    def runs(self, length: int) -> Runs:
+        """Those of one of these lengths."""
+        return self._runs[length]
 
     @property
     def nbytes(self) -> int:
         """What it takes."""
-        return self.ids.nbytes + len(self.runs) * RUNS_BYTES
+        return self.ids.nbytes + len(self._runs) * RUNS_BYTES
 
 
 class History:
@@ -90,9 +96,9 @@ class History:
         self._ids: Ids = np.empty(max(64, 2 * len(ids)), np.int32)
         self._size = len(ids)
         self._ids[: self._size] = ids
-        self._runs = Text(self._ids[: self._size], lengths).runs
-        self._kept = max(self._runs, default=1)
-        self._marked = self._size  # ids, the runs before which are marked
+        begun = Text(self._ids[: self._size], lengths)
+        self._runs = {length: begun.runs(length) for length in lengths}
+        self._marked = dict.fromkeys(self._runs, self._size)  # ids, the runs before which are marked
 
     def __len__(self) -> int:
         return self._size
@@ -105,20 +111,17 @@ class History:
         self._ids[self._size : size] = ids
         self._size = size
 
-    @property
-    def runs(self) -> dict[int, Runs]:
-        """By their lengths; marked only now, since a row that goes along with a text asks for none."""
-        latest = self._ids[max(0, self._marked - self._kept) : self._size]
-        count, self._marked = self._size - self._marked, self._size
-        if count > AT_ONCE:
-            for runs in self._runs.values():
+    def runs(self, length: int) -> Runs:
+        """Those of one of these lengths; marked only now, since a row that goes along with a text asks for none."""
+        runs, marked = self._runs[length], self._marked[length]
+        if marked < self._size:
+            latest, count = self._ids[max(0, marked - length) : self._size], self._size - marked
+            self._marked[length] = self._size
+            if count > AT_ONCE:
                 runs.add(latest)
-        elif count:
-            ids = latest.tolist()
-            for end in range(len(ids) - count, len(ids)):
-                for runs in self._runs.values():
-                    runs.add_end(ids[:end])
-        return self._runs
+            else:
+                runs.add_ends(latest.tolist(), len(latest) - count)
+        return runs
 
     @property
     def ids(self) -> Ids:
@@ -130,8 +133,7 @@ class History:
         return self._ids[max(0, self._size - count) : self._size]
 
 
-@dataclass(frozen=True)
-class Guess:
+class Guess(NamedTuple):
     """What a text may go on with."""
 
     ids: list[int]
@@ -177,7 +179,7 @@ class Beginnings:
         return goes_on(self._table.ravel(), (rows * (BEGINNING + 1) + matched).tolist(), matched, count)
 
 
-def occurrences(text: Ids, end: Ids, least: int, most: int) -> tuple[Ids, int]:
+def occurrences(text: Ids, end: Sequence[int], least: int, most: int) -> tuple[Ids, int]:
     """Where `text` goes on after the longest end of `end` that occurs in it, in order; and how long that is.
 
     At least `least` ids must match, and no more than `most` are compared; none and 0: nowhere.
@@ -195,6 +197,20 @@ def occurrences(text: Ids, end: Ids, least: int, most: int) -> tuple[Ids, int]:
     return (places[-VOTERS:].astype(np.int32) + 1, matched) if matched >= max(1, least) else (_NOWHERE, 0)
 
 
+def nearest(text: Sequence[int], end: Sequence[int], to: int, most: int) -> tuple[int, int]:
+    """As `occurrences` has it, of a few ids: of such places that which is nearest to `to`; (0, 0): nowhere."""
+    found, longest = 0, 0
+    for at, id_ in enumerate(text, 1):
+        if id_ != end[-1]:
+            continue
+        matched = 1
+        while matched < min(most, len(end), at) and text[at - 1 - matched] == end[-1 - matched]:
+            matched += 1
+        if matched > longest or (matched == longest and abs(at - to) < abs(found - to)):
+            found, longest = at, matched
+    return found, longest
+
+
 def goes_round(text: Ids, places: Sequence[int], matched: int, count: int) -> Guess:
     """`count` ids that a text goes on with as it did from the last of these places on.
 
@@ -208,6 +224,8 @@ def goes_round(text: Ids, places: Sequence[int], matched: int, count: int) -> Gu
 def said_at(source: Ids, places: Sequence[int], count: int) -> list[list[int]]:
     """The next `count` ids at each of these places; PAST_END behind the last one."""
     said = [source[place : place + count].tolist() for place in places]
+    if len(said) == 1 and len(said[0]) == count:
+        return said
     return [ids if len(ids) == count else ids + [PAST_END] * (count - len(ids)) for ids in said]
 
 

@@ -48,9 +48,11 @@ class Chance:
 
     def learn(self, drafted: int, accepted: int, recent: float = RECENT) -> None:
         """One draft was tried."""
+        known, seen = self.known, self._seen
         for at in range(min(accepted + 1, drafted)):
-            self._seen += 1
-            self.known += max(recent, 1 / self._seen) * ((at < accepted) - self.known)
+            seen += 1
+            known += max(recent, 1 / seen) * ((at < accepted) - known)
+        self.known, self._seen = known, seen
         self._failures = 0 if accepted else self._failures + 1
 
     def hope(self) -> None:
