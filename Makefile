@@ -8,7 +8,8 @@
 #              with LOAD=1, which brings PyTorch along), a trainer that logs to wandb, mlflow and trackio, and two versions
 #              of tinker (the recipes of its cookbook with COOKBOOK=1, which brings PyTorch along, too), in environments of
 #              their own
-# make chaos   kill, freeze and cut off the processes under load, for MINUTES=30 (never run by the tests)
+# make chaos   kill, freeze and cut off the processes under load, for MINUTES=30 (never run by the tests); CLUSTER=1:
+#              on three shards in place of one Redis
 # make docs    write docs/reference.md from the code
 # make lock    resolve requirements.lock and requirements-vision.lock anew
 
@@ -71,7 +72,7 @@ bench: setup
 	$(BIN)/python -m tests.bench
 
 chaos: setup
-	$(BIN)/python -m tests.e2e.chaos --minutes $(or $(MINUTES),30) $(if $(SEED),--seed $(SEED))
+	$(BIN)/python -m tests.e2e.chaos --minutes $(or $(MINUTES),30) $(if $(SEED),--seed $(SEED)) $(if $(CLUSTER),--cluster)
 
 clients: setup
 	test -x .venv-clients/bin/python || $(BIN)/python -m venv .venv-clients

@@ -52,6 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     if files < settings.max_concurrent_requests + SPARE_FILES:
         log.warning("api.few_files", open_files=files, wanted=settings.max_concurrent_requests + SPARE_FILES)
     server = Server(_config(settings))
+    signal.signal(signal.SIGTERM, _leave)  # until the loop takes its place
     follow_parent()
     if listener.family != socket.AF_UNIX:
         host, port = listener.getsockname()[:2]
@@ -61,6 +62,11 @@ def main(argv: list[str] | None = None) -> int:
         server.run(sockets=[listener])
     tracing.stop()
     return 0 if server.started else 1
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    """A signal before anything is served is a clean exit, too."""
+    raise SystemExit(0)
 
 
 class Server(uvicorn.Server):

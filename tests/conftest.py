@@ -19,6 +19,7 @@ from xdist.scheduler import LoadFileScheduling, Scheduling
 from api.http.connections import raise_file_limit
 from api.serve.embedded_redis import EmbeddedRedis
 from shared.process.garbage import leave_out_what_is_loaded
+from tests.redis.clusters import Cluster
 
 # The tests start hundreds of processes, and each would compile all of our code anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -108,11 +109,24 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedR
         yield server
 
 
+@pytest.fixture(scope="session")
+def whole_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Three shards without replicas."""
+    cluster = Cluster(tmp_path_factory.mktemp("cluster"))
+    yield cluster
+    cluster.stop()
+
+
 @pytest.fixture
-def redis_url(redis_server: EmbeddedRedis) -> Iterator[str]:
-    """A Redis without keys."""
+def redis_url(request: pytest.FixtureRequest, redis_server: EmbeddedRedis) -> Iterator[str]:
+    """A Redis without keys; with PARALLM_TEST_CLUSTER=1, or given "cluster" as its parameter, a cluster."""
     import redis
 
+    if os.environ.get("PARALLM_TEST_CLUSTER") or getattr(request, "param", "") == "cluster":
+        cluster: Cluster = request.getfixturevalue("whole_cluster")
+        cluster.wipe()
+        yield cluster.url
+        return
     client = redis.Redis.from_url(redis_server.url)
     try:
         client.flushall()

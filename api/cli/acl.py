@@ -13,9 +13,10 @@ ROLES: tuple[RoleName, ...] = get_args(RoleName)
 
 _DATA = (
     "-@all", "+@string", "+@hash", "+@list", "+@set", "+@sortedset", "+@stream", "+@keyspace", "+@transaction",
-    "+@connection", "+@pubsub", "+evalsha", "+script|load", "+time", "-@dangerous", "-@admin", "-scan", "-randomkey",
+    "+@connection", "+@pubsub", "+evalsha", "+script|load", "+time", "+cluster|slots",
+    "-@dangerous", "-@admin", "-scan", "-randomkey",
 )  # fmt: skip
-_LOOK = ("-@all", "+@read", "+@connection", "-@dangerous", "-@admin", "+info")
+_LOOK = ("-@all", "+@read", "+@connection", "-@dangerous", "-@admin", "+info", "+cluster|slots")
 
 
 @dataclass(frozen=True)
@@ -73,12 +74,17 @@ def user_line(role: RoleName, password: str) -> str:
     return " ".join([f"user parallm-{role} on #{digest}", *rules(role)])
 
 
-def acl(host: Annotated[str, typer.Option(help="of the Redis, for the URLs")] = "HOST:6379") -> None:
+def acl(
+    host: Annotated[str, typer.Option(help="of the Redis, for the URLs; several, with commas, are a cluster's")] = (
+        "HOST:6379"
+    ),
+) -> None:
     """Print an aclfile with one user a role, under fresh passwords; each role's URL goes to stderr.
 
-    A server accepts only users in its aclfile, not even comments.
+    A server accepts only users in its aclfile, not even comments. All servers of a cluster get the same file.
     """
+    scheme, database = ("rediss+cluster", "") if "," in host else ("rediss", "/0")
     for role in ROLES:
         password = secrets.token_urlsafe(32)
-        print(f"{role}: rediss://parallm-{role}:{password}@{host}/0", file=sys.stderr)
+        print(f"{role}: {scheme}://parallm-{role}:{password}@{host}{database}", file=sys.stderr)
         print(user_line(role, password))

@@ -15,6 +15,7 @@ import time
 import structlog
 from limits import RateLimitItem
 from limits.aio.storage import RedisStorage
+from limits.aio.storage.redis.redispy import RedispyBridge
 from limits.aio.strategies import SlidingWindowCounterRateLimiter
 from limits.errors import StorageError
 from redis.asyncio import Redis
@@ -90,13 +91,7 @@ class Admission:
 
     async def _check_rate(self, redis: Redis, rate: RateLimitItem, name: str) -> None:
         if self._counters is None:
-            storage = RedisStorage(
-                "async+redis://",
-                implementation="redispy",
-                key_prefix=keys.RATE_LIMITS,
-                connection_pool=redis.connection_pool,  # type: ignore[arg-type]
-            )
-            self._counters = SlidingWindowCounterRateLimiter(storage)
+            self._counters = SlidingWindowCounterRateLimiter(_Counts(redis))
         try:
             async with asyncio.timeout(RATE_ANSWER_S):
                 if await self._counters.hit(rate, name):
@@ -112,6 +107,20 @@ class Admission:
         if time.monotonic() - self._complained > COMPLAIN_EVERY_S:
             self._complained = time.monotonic()
             log.warning("api.rates_not_counted", error=reason(error))
+
+
+class _Counts(RedisStorage):
+    """The library's counters, kept by our client. The two keys of a counter share a slot."""
+
+    def __init__(self, redis: Redis) -> None:
+        self._redis = redis
+        super().__init__("async+redis://", implementation="redispy", key_prefix=keys.RATE_LIMITS)
+
+    def configure_bridge(self) -> None:
+        """Called by the library's constructor."""
+        assert isinstance(self.bridge, RedispyBridge)
+        self.bridge.storage = self._redis
+        self.bridge.connection_getter = lambda _: self._redis  # type: ignore[assignment,return-value]
 
 
 def _check_room(ring: Ring, key: ApiKey | None, name: str) -> None:

@@ -3,7 +3,6 @@
 import asyncio
 import time
 from collections import defaultdict
-from typing import Any
 
 import structlog
 
@@ -11,7 +10,7 @@ from api.ops.snapshot import trainings
 from api.ring.first_tokens import Forecast
 from api.ring.ring import SERVING, Ring
 from shared.redis import keys
-from shared.redis.connection.client import server_time_ms
+from shared.redis.connection.client import infos, server_time_ms
 from shared.redis.connection.faults import reason
 from shared.redis.ring.worker_registry import WorkerStatus
 from shared.redis.training.board import TrainingBoard
@@ -172,10 +171,10 @@ async def _training(gauges: Gauges, ring: Ring) -> None:
 
 
 async def _redis(gauges: Gauges, ring: Ring) -> None:
-    info: dict[str, Any] = await ring.redis.info()
-    gauges["mlx_parallm_redis_used_memory_bytes"][()] = info.get("used_memory", 0)
-    gauges["mlx_parallm_redis_connected_clients"][()] = info.get("connected_clients", 0)
-    gauges["mlx_parallm_redis_commands_per_second"][()] = info.get("instantaneous_ops_per_sec", 0)
+    servers = await infos(ring.redis)
+    figures = {"used_memory_bytes": "used_memory", "connected_clients": "connected_clients"}
+    for name, figure in {**figures, "commands_per_second": "instantaneous_ops_per_sec"}.items():
+        gauges[f"mlx_parallm_redis_{name}"][()] = sum(info.get(figure, 0) for info in servers)
 
 
 def _seeds(gauges: Gauges, workers: list[WorkerStatus], totals: dict[str, float]) -> None:

@@ -6,7 +6,7 @@ It is read at most once a second in a process, however many look at it.
 import asyncio
 import time
 from collections import defaultdict
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from fastapi import APIRouter, Depends, Request
@@ -17,7 +17,7 @@ from api.ops.ring_view import AdapterView, QueueView, RedisInfo, RingSample, Rin
 from api.ring.ring import Ring, ring_of
 from shared.errors import UnknownAdapterError
 from shared.redis import keys
-from shared.redis.connection.client import server_time_ms
+from shared.redis.connection.client import infos, server_time_ms
 from shared.redis.ring.metric_store import read_totals
 from shared.redis.ring.worker_registry import WorkerStatus
 from shared.redis.training.board import TrainingBoard, trained_policies
@@ -93,19 +93,25 @@ async def _read(ring: Ring) -> RingSnapshot:
 
 
 async def _redis(ring: Ring) -> RedisInfo:
-    info: dict[str, Any] = await ring.redis.info()
+    servers = await infos(ring.redis)
+    info = servers[0]
     persistence = "AOF" if info.get("aof_enabled") else "RDB" if info.get("rdb_last_save_time") else "none"
+
+    def summed(figure: str) -> int:
+        return sum(int(info.get(figure, 0)) for info in servers)
+
     name = "Valkey" if "valkey_version" in info else "Redis"
     return RedisInfo(
-        version=f"{name} {info.get('valkey_version', info.get('redis_version', '?'))}",
+        version=f"{name} {info.get('valkey_version', info.get('redis_version', '?'))}"
+        + (f", {len(servers)} shards" if len(servers) > 1 else ""),
         uptime_s=int(info.get("uptime_in_seconds", 0)),
-        used_bytes=int(info.get("used_memory", 0)),
-        peak_bytes=int(info.get("used_memory_peak", 0)),
-        limit_bytes=int(info.get("maxmemory", 0)),
-        clients=int(info.get("connected_clients", 0)),
-        commands_per_s=int(info.get("instantaneous_ops_per_sec", 0)),
+        used_bytes=summed("used_memory"),
+        peak_bytes=summed("used_memory_peak"),
+        limit_bytes=summed("maxmemory"),
+        clients=summed("connected_clients"),
+        commands_per_s=summed("instantaneous_ops_per_sec"),
         persistence=persistence,
-        keys=int(await ring.redis.dbsize()),
+        keys=summed("keys"),
     )
 
 

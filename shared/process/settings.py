@@ -76,7 +76,7 @@ class ProcessSettings(BaseSettings):
     redis: str = Field(
         default="",
         validation_alias=AliasChoices("redis", "redis_url", "PARALLM_REDIS_URL"),
-        description="Redis URL, redis+sentinel://HOST,HOST/SERVICE too; empty: an embedded server is started",
+        description="Redis URL, redis+sentinel://HOST/SERVICE and redis+cluster://HOST too; empty: an embedded server",
     )
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"] = "INFO"
     log_json: bool | None = Field(default=None, description="JSON log lines; default: when not on a terminal")

@@ -11,7 +11,8 @@ Read `keys.py` first: every key with its name, type, owner and time to live. The
     adapters/    adapter versions and their pointers
     training/    live trajectories, orders to a trainer, its board
     ring/        workers' heartbeats, the pause switch, summed metrics
-    connection/  clients, Sentinel, and what an error may say
+    connection/  clients, Sentinel, Redis Cluster, and what an error may say
 
-A change of several keys is one Lua script, which stands in the `lua` folder of its room.
+A change of several keys is one Lua script, which stands in the `lua` folder of its room. In a cluster its keys share a
+slot; what is written for several slots is written in an order in which each step may be the last, and be repeated.
 """

@@ -2,7 +2,9 @@
 
 A key's owner is the only role that creates and deletes it. The tests of leaked keys, docs/redis.md and
 docs/reference.md follow this table. Braces are Redis Cluster hash tags: the keys that one Lua call touches share a tag,
-so they sit on one slot.
+so they sit on one slot. Those of a model have the model for their tag, a job, an adapter, a policy, a batch, a file, a
+learner, a keeper and an api process each its own; keys without one are used alone. A channel with a tag is a sharded
+one in a cluster (shared/redis/connection/routing.py).
 """
 
 import functools
@@ -379,6 +381,7 @@ RATE_LIMITS = "parallm:limit"  # what the keys of the rate counters begin with; 
 history = Key("parallm:{metrics}:history", "stream", "api", "1 d, 720 entries", "samples of the last hour: curves")
 history_turn = Key("parallm:{metrics}:history-turn", "string", "api", "4.5 s", "which api process has sampled last")
 
+# In a cluster all but arq:abort, which nobody uses, have the tag {parallm} (shared/redis/jobs/ticks.py)
 _arq = Key("arq:*", "various", "job runner", "arq's own; 1 d at most", "arq's queue, jobs and results")
 
 DOCUMENTED = tuple(_documented)

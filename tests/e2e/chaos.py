@@ -29,7 +29,8 @@ from redis.asyncio import Redis
 from shared.jobs import TERMINAL
 from shared.redis import keys
 from shared.redis.connection.client import connect
-from shared.redis.jobs.ticks import QUEUE
+from shared.redis.connection.cluster import ClusterRedis
+from shared.redis.jobs.ticks import queue_name
 from shared.redis.queue.sequence_queue import SequenceQueue
 from shared.redis.ring.worker_registry import WorkerRegistry
 from tests.e2e.chaos_load import Answers, Load, Report
@@ -60,13 +61,16 @@ async def run(
     only: str = "*",
     logs: Path | None = None,
     once: bool = False,
+    cluster: bool = False,
 ) -> tuple[Report, Counter[str]]:
     """Run chaos for a while, or (`once`) until each kind of fault has come; what happened, and the faults by kind."""
     rng = random.Random(seed)
-    print(f"chaos: seed {seed}, {seconds:.0f} s", flush=True)
+    print(f"chaos: seed {seed}, {seconds:.0f} s{', on a cluster' if cluster else ''}", flush=True)
     report, answers = Report(), Answers()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        async with chaos_ring(Path(folder), rng, lease_ms=lease_ms, freeze_s=freeze_s, trainer=trainer) as ring:
+        async with chaos_ring(
+            Path(folder), rng, lease_ms=lease_ms, freeze_s=freeze_s, trainer=trainer, cluster=cluster
+        ) as ring:
             await answers.learn(ring.of("api")[0].url)
             load = Load(ring, random.Random(seed + 1), report, answers)
             policies = Policies(load)
@@ -180,18 +184,20 @@ async def check_keys(redis: Redis, report: Report) -> None:
     """
 
     async def no_tick_waits() -> bool:
-        return not await redis.exists(QUEUE)
+        return not await redis.exists(queue_name(redis))
 
     with contextlib.suppress(AssertionError):  # then the queue is a key for ever
         await wait_until(no_tick_waits)
-    for key in [key.decode() async for key in redis.scan_iter(count=1000)]:
+    servers = await redis.primaries() if isinstance(redis, ClusterRedis) else [redis]
+    for key in [key.decode() for server in servers async for key in server.scan_iter(count=1000)]:
         if not any(fnmatchcase(key, kind.pattern) for kind in keys.DOCUMENTED):
             report.violation(f"an undocumented key: {key}")
         if await redis.ttl(key) == -1:
             report.violation(f"a key for ever: {key}")
     running = 0
-    async for key in redis.scan_iter(match=keys.sequence(MODEL, "*"), count=1000):
-        running += await redis.hget(key, "state") in (b"queued", b"running") and not key.count(b"train")
+    for server in servers:
+        async for key in server.scan_iter(match=keys.sequence(MODEL, "*"), count=1000):
+            running += await server.hget(key, "state") in (b"queued", b"running") and not key.count(b"train")
     if running:
         print(f"{running} sequences are not settled")
 
@@ -234,7 +240,7 @@ def show(report: Report, faults: Counter[str]) -> None:
         print(f"pause at a worker's death: {len(took)} streams, min {took[0]:.2f} median {statistics.median(took):.2f} "
               f"max {took[-1]:.2f} s")  # fmt: skip
     if took := report.redis_restarts_s:
-        print(f"Redis was back after {min(took):.2f} to {max(took):.2f} s")
+        print(f"Redis, or a successor, was there after {min(took):.2f} to {max(took):.2f} s")
     print(f"violations: {len(report.violations)}", flush=True)
 
 
@@ -247,6 +253,7 @@ def main() -> int:
     parser.add_argument("--only", default="*", help="kinds of faults, such as redis.* or *.kill")
     parser.add_argument("--logs", type=Path, default=None, help="an existing folder for what the processes print")
     parser.add_argument("--no-trainer", action="store_true")
+    parser.add_argument("--cluster", action="store_true", help="on three shards with replicas, in place of one Redis")
     options = parser.parse_args()
     seed = options.seed if options.seed is not None else random.SystemRandom().randrange(10**6)
     report, faults = asyncio.run(
@@ -257,6 +264,7 @@ def main() -> int:
             trainer=not options.no_trainer,
             only=options.only,
             logs=options.logs,
+            cluster=options.cluster,
         )
     )
     late = [took for took in report.takeovers_s if took >= TAKEOVER_S]

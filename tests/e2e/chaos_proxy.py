@@ -1,17 +1,23 @@
 """A TCP proxy between a worker and Redis that can be cut (connections die, new ones are refused) or held: what is
-under way stays under way and arrives late, as from a network that comes back."""
+under way stays under way and arrives late, as from a network that comes back.
+
+In front of a cluster it has a port for each server, and writes them over the servers' own where these tell of one
+another."""
 
 import asyncio
 import contextlib
+import functools
 from types import TracebackType
 from typing import Self
 
 
 class Proxy:
-    """Listens on a free port of 127.0.0.1 and forwards to `port`."""
+    """Listens on a free port of 127.0.0.1 for each of `ports`, which it forwards to; several are a cluster's."""
 
-    def __init__(self, port: int) -> None:
-        self._to = port
+    def __init__(self, *ports: int) -> None:
+        self._targets = ports
+        self._ours: dict[int, int] = {}  # by the server's own
+        self._servers: list[asyncio.Server] = []
         self._flowing = asyncio.Event()
         self._flowing.set()
         self._cut = False
@@ -19,14 +25,17 @@ class Proxy:
         self._pumps: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
-        self.port: int = self._server.sockets[0].getsockname()[1]
+        for target in self._targets:
+            server = await asyncio.start_server(functools.partial(self._accept, target), "127.0.0.1", 0)
+            self._servers.append(server)
+            self._ours[target] = server.sockets[0].getsockname()[1]
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._server.close()
+        for server in self._servers:
+            server.close()
         self._drop()
         self._flowing.set()
         for pump in list(self._pumps):
@@ -35,7 +44,8 @@ class Proxy:
 
     @property
     def url(self) -> str:
-        return f"redis://127.0.0.1:{self.port}/0"
+        places = ",".join(f"127.0.0.1:{port}" for port in self._ours.values())
+        return f"redis+cluster://{places}" if len(self._ours) > 1 else f"redis://{places}/0"
 
     def cut(self) -> None:
         self._cut = True
@@ -52,12 +62,12 @@ class Proxy:
         for writer in list(self._open):
             writer.transport.abort()
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _accept(self, target: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if self._cut:
             writer.transport.abort()
             return
         try:
-            there, onward = await asyncio.open_connection("127.0.0.1", self._to)
+            there, onward = await asyncio.open_connection("127.0.0.1", target)
         except OSError:
             writer.transport.abort()
             return
@@ -75,5 +85,11 @@ class Proxy:
         with contextlib.suppress(OSError):
             while data := await reader.read(65_536):
                 await self._flowing.wait()
-                writer.write(data)
+                writer.write(self._told(data) if len(self._ours) > 1 else data)
                 await writer.drain()
+
+    def _told(self, data: bytes) -> bytes:
+        """With our ports for the servers' (CLUSTER SLOTS and MOVED end with one); a torn one only goes past us."""
+        for theirs, ours in self._ours.items():
+            data = data.replace(b":%d\r\n" % theirs, b":%d\r\n" % ours)
+        return data

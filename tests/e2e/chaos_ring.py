@@ -17,8 +17,9 @@ import psutil
 from api.serve.embedded_redis import EmbeddedRedis
 from tests.e2e.chaos_proxy import Proxy
 from tests.e2e.rings import MODEL, Process
+from tests.redis.clusters import Cluster
 
-READY = {"worker": "worker.ready", "api": "api.listening", "runner": "runner.ready", "trainer": "train."}
+READY = {"worker": "worker.ready", "api": "api.started", "runner": "runner.ready", "trainer": "train."}
 MODULES = {"worker": "worker", "api": "api", "runner": "worker.jobs", "trainer": "trainer"}
 
 
@@ -80,9 +81,9 @@ class Member:
 
 @dataclass
 class ChaosRing:
-    """Redis, two workers behind proxies, two apis, two job runners, and a trainer if wanted."""
+    """Redis or a cluster, two workers behind proxies, two apis, two job runners, and a trainer if wanted."""
 
-    redis: EmbeddedRedis
+    redis: EmbeddedRedis | Cluster
     members: list[Member]
     rng: random.Random
     freeze_s: float
@@ -146,7 +147,9 @@ class ChaosRing:
         self.redis_harmed = True
         try:
             async with self._written_down(kind, "redis"):
-                if how == "kill":
+                if isinstance(self.redis, Cluster):
+                    await self._harm_shard(self.redis, how)
+                elif how == "kill":
                     os.kill(self.redis.pid, signal.SIGKILL)
                     await asyncio.sleep(self.rng.uniform(0.1, 1.5))
                     began = time.monotonic()
@@ -158,6 +161,18 @@ class ChaosRing:
                     os.kill(self.redis.pid, signal.SIGCONT)
         finally:
             self.redis_harmed = False
+
+    async def _harm_shard(self, cluster: Cluster, how: str) -> None:
+        """A primary dies or freezes until its replica has taken over, and for a while longer."""
+        await cluster.until(lambda: cluster.whole() and cluster.in_step())
+        old = self.rng.choice(await asyncio.to_thread(cluster.primaries))
+        began = time.monotonic()
+        cluster.harm(old, signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+        await cluster.until(lambda: cluster.is_replaced(old))
+        self.redis_restarts_s.append(time.monotonic() - began)
+        await asyncio.sleep(self.rng.uniform(0.1, 1.5))
+        await asyncio.to_thread(cluster.restart if how == "kill" else cluster.thaw, old)
+        await cluster.until(lambda: cluster.whole() and cluster.in_step())
 
     @contextlib.asynccontextmanager
     async def _written_down(self, kind: str, name: str) -> AsyncIterator[None]:
@@ -183,15 +198,22 @@ def tail(member: Member) -> str:
 
 @contextlib.asynccontextmanager
 async def chaos_ring(
-    folder: Path, rng: random.Random, *, lease_ms: int, freeze_s: float, trainer: bool
+    folder: Path, rng: random.Random, *, lease_ms: int, freeze_s: float, trainer: bool, cluster: bool = False
 ) -> AsyncIterator[ChaosRing]:
     """Start everything; at the end stop everything and expect clean exits and no process left."""
     async with contextlib.AsyncExitStack() as stack:
-        redis = stack.enter_context(EmbeddedRedis(folder / "redis"))
-        port = int(redis.url.rsplit(":", 1)[1].split("/")[0])
+        redis: EmbeddedRedis | Cluster
+        if cluster:
+            (folder / "redis").mkdir()
+            redis = await asyncio.to_thread(Cluster, folder / "redis", replicas=True)
+            stack.callback(redis.stop)
+            ports = [server.port for server in redis.servers]
+        else:
+            redis = stack.enter_context(EmbeddedRedis(folder / "redis"))
+            ports = [redis.port]
         members = []
         for i in range(2):
-            proxy = await stack.enter_async_context(Proxy(port))
+            proxy = await stack.enter_async_context(Proxy(*ports))
             arguments = (
                 "--redis",
                 proxy.url,

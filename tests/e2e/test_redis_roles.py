@@ -18,6 +18,7 @@ from shared.jobs import JobInput, RewardSpec
 from shared.redis import keys
 from tests.e2e.rings import MODEL, ROOT, Process
 from tests.e2e.test_adapters import CONFIG, weights
+from tests.redis.clusters import Cluster
 from tests.unit.adapter_files import write
 
 PASSWORD = "a-password-of-the-role"
@@ -26,20 +27,41 @@ PASSWORD = "a-password-of-the-role"
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
     with EmbeddedRedis(tmp_path_factory.mktemp("redis")) as started:
-        admin = redis.Redis.from_url(started.url)
-        for role in ROLES:
-            admin.execute_command("ACL", "SETUSER", f"parallm-{role}", "on", f">{PASSWORD}", *rules(role))
-        admin.execute_command("ACL", "LOG", "RESET")
-        admin.close()
+        with_users([started.url])
         yield started
 
 
-def url_of(server: EmbeddedRedis, role: RoleName) -> str:
-    return f"redis://parallm-{role}:{PASSWORD}@127.0.0.1:{server.port}/0"
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    started = Cluster(tmp_path_factory.mktemp("shards"))
+    with_users(urls_of(started))
+    yield started
+    started.stop()
+
+
+def with_users(urls: list[str]) -> None:
+    for url in urls:
+        with redis.Redis.from_url(url) as admin:
+            for role in ROLES:
+                admin.execute_command("ACL", "SETUSER", f"parallm-{role}", "on", f">{PASSWORD}", *rules(role))
+            admin.execute_command("ACL", "LOG", "RESET")
+
+
+def urls_of(server: EmbeddedRedis | Cluster) -> list[str]:
+    """Of each server."""
+    if isinstance(server, EmbeddedRedis):
+        return [server.url]
+    return [f"redis://127.0.0.1:{each.port}/0" for each in server.servers]
+
+
+def url_of(server: EmbeddedRedis | Cluster, role: RoleName) -> str:
+    return server.url.replace("://", f"://parallm-{role}:{PASSWORD}@")
 
 
 @contextlib.contextmanager
-def started(module: str, server: EmbeddedRedis, role: RoleName, ready: str, *arguments: str) -> Iterator[Process]:
+def started(
+    module: str, server: EmbeddedRedis | Cluster, role: RoleName, ready: str, *arguments: str
+) -> Iterator[Process]:
     environment = {"PARALLM_REDIS_URL": url_of(server, role)}
     process = Process.start(module, "--log-json", "true", *arguments, environment=environment)
     try:
@@ -52,14 +74,14 @@ def started(module: str, server: EmbeddedRedis, role: RoleName, ready: str, *arg
     assert "NOPERM" not in process.output, process.output
 
 
-def denied(server: EmbeddedRedis) -> list[tuple[str, str, str]]:
+def denied(server: EmbeddedRedis | Cluster) -> list[tuple[str, str, str]]:
     """What a user was refused: (user, why, what)."""
-    admin = redis.Redis.from_url(server.url, decode_responses=True)
-    try:
-        lines = [dict(zip(flat[::2], flat[1::2], strict=True)) for flat in admin.execute_command("ACL", "LOG")]
-        return [(line["username"], line["reason"], line["object"]) for line in lines]
-    finally:
-        admin.close()
+    refused = []
+    for url in urls_of(server):
+        with redis.Redis.from_url(url, decode_responses=True) as admin:
+            lines = [dict(zip(flat[::2], flat[1::2], strict=True)) for flat in admin.execute_command("ACL", "LOG")]
+        refused += [(line["username"], line["reason"], line["object"]) for line in lines]
+    return refused
 
 
 async def use(url: str, adapter: Path) -> None:
@@ -100,7 +122,9 @@ async def use(url: str, adapter: Path) -> None:
         assert len([line async for line in client.results(job.id)]) == 12
 
 
-def test_every_process_works_under_its_minimal_user(server: EmbeddedRedis, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["server", "cluster"])
+def test_every_process_works_under_its_minimal_user(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    server: EmbeddedRedis | Cluster = request.getfixturevalue(kind)
     write(tmp_path / "lora", CONFIG, weights(3))
     worker = ("--model", f"models/{MODEL}", "--adapter-cache-dir", str(tmp_path / "cache"), "--kv-transfer")
     with (

@@ -14,9 +14,16 @@ from redis.asyncio import Redis
 
 from api.serve.embedded_redis import EmbeddedRedis
 from shared.redis import keys
+from shared.redis.connection.address import is_cluster
 from shared.redis.connection.client import connect
 from tests.redis.api_servers import Api, api
 from tests.redis.scripted_worker import ScriptedWorker, working
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test marked with `cluster` runs on one server and on a cluster."""
+    if metafunc.definition.get_closest_marker("cluster"):
+        metafunc.parametrize("redis_url", ["server", "cluster"], indirect=True)
 
 
 @pytest.fixture
@@ -52,15 +59,15 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def no_leaked_keys(redis_url: str, redis_server: EmbeddedRedis) -> Iterator[None]:
+def no_leaked_keys(redis_url: str, redis_server: EmbeddedRedis, request: pytest.FixtureRequest) -> Iterator[None]:
     yield
-    client = sync_redis.Redis.from_url(redis_server.url)
-    try:
-        found = [key.decode() for key in client.scan_iter(count=1000)]
-        undocumented = [key for key in found if not any(fnmatchcase(key, kind.pattern) for kind in keys.DOCUMENTED)]
-        immortal = [key for key in found if client.ttl(key) == -1 and not key.startswith("arq:")]
-    finally:
-        client.close()
+    if is_cluster(redis_url):
+        found = {key.decode(): ttl for key, ttl in request.getfixturevalue("whole_cluster").all_keys().items()}
+    else:
+        with sync_redis.Redis.from_url(redis_server.url) as client:
+            found = {key.decode(): client.ttl(key) for key in client.scan_iter(count=1000)}
+    undocumented = [key for key in found if not any(fnmatchcase(key, kind.pattern) for kind in keys.DOCUMENTED)]
+    immortal = [key for key, ttl in found.items() if ttl == -1 and not key.startswith("arq:")]
     assert undocumented == [], "keys that shared/redis/keys.py does not know"
     assert immortal == [], "keys without a time to live (arq's queue lives by arq's own rules)"
 

@@ -41,6 +41,7 @@ async def fetched(store: AdapterStore, manifest: AdapterManifest) -> bytes:
     return b"".join([chunk async for chunk in store.fetch(manifest)])
 
 
+@pytest.mark.cluster
 async def test_what_was_published_is_fetched(store: AdapterStore, tmp_path: Path) -> None:
     adapter = prepared(tmp_path)
     manifest = await store.publish("policy", adapter, base_sha256="b", train_step=3, metrics={"kl": 0.1})
@@ -109,6 +110,7 @@ async def test_concurrent_publishers_get_distinct_versions(store: AdapterStore, 
         assert await fetched(store, manifest) == adapter.path.read_bytes()
 
 
+@pytest.mark.cluster
 async def test_only_one_of_two_compare_and_set_publishers_wins(store: AdapterStore, tmp_path: Path) -> None:
     await publish(store)
     tries = [store.publish("policy", prepared(tmp_path, seed), base_sha256="base", if_latest=1) for seed in (1, 2)]
@@ -279,6 +281,7 @@ async def watching(redis: Redis, reread_s: float = 0.05) -> AsyncIterator[list[A
             await asyncio.wait({task}, timeout=0.2)
 
 
+@pytest.mark.cluster
 async def test_a_watcher_hears_every_flip(store: AdapterStore, redis: Redis) -> None:
     await publish(store)
     async with watching(redis, reread_s=60) as heard:  # a reread between a flip and its event would tell of it as well

@@ -70,6 +70,7 @@ async def _length(redis: Redis, kind: str, length: int) -> bool:
     return bool(await redis.xlen(keys.queue(MODEL, kind)) == length)
 
 
+@pytest.mark.cluster
 async def test_rates_are_counted_for_a_key_over_all_api_processes(
     redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -58,6 +58,7 @@ async def collected(redis: Redis, policy: str = "policy") -> list[LiveTrajectory
     return [each.live for each in await TrajectoryQueue(redis, policy).peek()]
 
 
+@pytest.mark.cluster
 async def test_each_sample_becomes_one_scored_trajectory(server: Api, redis: Redis, redis_url: str) -> None:
     answer = (await server.post("/v1/completions", {**ASK, **REFERENCE, "n": 2})).json()
     async with scorer(redis_url) as runner:
@@ -259,6 +260,7 @@ async def test_the_queue_drops_the_oldest_beyond_its_bounds_and_counts_them(redi
     assert int(stats[b"bytes"]) == sum(int(fields[b"size"]) for _, fields in waiting) <= 4000
 
 
+@pytest.mark.cluster
 async def test_a_trainer_that_comes_back_gets_what_it_had_read_first(redis: Redis) -> None:
     queue = TrajectoryQueue(redis, "p")
     for i in range(5):

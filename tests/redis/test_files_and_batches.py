@@ -126,6 +126,7 @@ async def test_a_tenants_lists_cost_nothing_of_what_others_have(redis: Redis) ->
     assert len((await files.list("", 99, "", newest_first=True))[0]) == 41
 
 
+@pytest.mark.cluster
 async def test_ids_of_files_and_batches_that_are_gone_do_not_shorten_a_page(redis: Redis) -> None:
     files, batches = FileStore(redis), BatchStore(redis)
     asked, file = spec(), await written(files, b"x")

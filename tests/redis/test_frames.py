@@ -63,6 +63,7 @@ async def run(redis: Redis, *seqs: str, api: str = "a") -> None:
     assert set(ids(await q.claim("w1", plan(len(seqs))))) == set(seqs)
 
 
+@pytest.mark.cluster
 async def test_tokens_arrive_in_order_until_the_finish(reader: FrameReader, writer: FrameWriter) -> None:
     with_finish = tokens("s", 5, 1, finish=Finish("length"))
     feed = reader.open(MODEL, ["s"])
@@ -141,6 +142,7 @@ async def test_a_gap_is_filled_from_the_frame_stream(redis: Redis, reader: Frame
 
 
 @pytest.mark.usefixtures("silent_for_ever")
+@pytest.mark.cluster
 async def test_a_gap_is_filled_from_the_log(redis: Redis, reader: FrameReader, writer: FrameWriter) -> None:
     await run(redis, "s")
     feed = reader.open(MODEL, ["s"])
@@ -270,6 +272,7 @@ async def test_a_reader_frozen_while_its_stream_runs_over_gets_every_token(
     assert out.split(b"\n")[-2] == b"end %d" % total
 
 
+@pytest.mark.cluster
 async def test_whoever_hears_of_an_end_finds_it_committed(
     redis: Redis, reader: FrameReader, writer: FrameWriter
 ) -> None:

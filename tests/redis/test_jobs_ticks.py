@@ -65,6 +65,7 @@ async def trajectories(redis: Redis, job: str) -> list[Trajectory]:
     return [msgspec.json.decode(line, type=Trajectory) for _, line in found]
 
 
+@pytest.mark.cluster
 async def test_a_rollout_from_submission_to_rewards(redis: Redis, runner: TickContext) -> None:
     job = await submit(redis, prompts(40), spec("rollout", n=4, reward={"name": "exact"}, sampling={"seed": 7}))
     async with working(FakeWorker(redis)):
@@ -174,6 +175,7 @@ async def test_rewards_whose_sum_would_be_no_number_are_errors_and_the_job_ends(
     assert said is not None and "1e+100 is the largest" in said.error
 
 
+@pytest.mark.cluster
 async def test_two_runners_on_one_job_record_each_sample_once(redis: Redis, redis_url: str) -> None:
     """Even without the lease: what makes it right is that every step is repeatable."""
     job = await submit(redis, prompts(300), spec("generate"))

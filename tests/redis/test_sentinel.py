@@ -61,7 +61,7 @@ async def test_a_primary_that_is_demoted_is_left_at_once(watched: Watched, redis
 async def test_a_frozen_primary_is_left_when_it_does_not_answer(
     watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shared.redis.connection.client.ANSWER_UNDER_SENTINEL_S", 2)
+    monkeypatch.setattr("shared.redis.connection.client.ANSWER_OF_PRIMARY_S", 2)
     redis = connect(watched.url)
     await redis.set("a", 1, ex=60)
     old = await watched.fail_over(signal.SIGSTOP)

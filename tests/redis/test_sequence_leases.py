@@ -79,6 +79,7 @@ async def test_claims_whose_answer_was_lost_are_reaped_by_anyone(redis: Redis) -
     assert ids(await q.reap("w1", 8)) == ["s0"]
 
 
+@pytest.mark.cluster
 async def test_stale_worker_cannot_finish_a_reclaimed_sequence(redis: Redis) -> None:
     q = queue(redis)
     await q.enqueue([spec("s", job="j")])
@@ -266,6 +267,7 @@ async def test_a_suspect_runs_alone_and_innocents_survive(redis: Redis) -> None:
     assert (second.spec.id, second.alone) == ("poison", True)
 
 
+@pytest.mark.cluster
 async def test_poison_ends_as_an_error_and_leaves_a_dead_letter(redis: Redis) -> None:
     q = queue(redis)
     await q.enqueue([spec("poison", job="j")])

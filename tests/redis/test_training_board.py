@@ -58,6 +58,7 @@ async def test_both_rewards_of_held_out_tasks_are_drawn(redis: Redis) -> None:
     }
 
 
+@pytest.mark.cluster
 async def test_an_alert_is_an_event_a_count_and_an_entry(redis: Redis) -> None:
     board = TrainingBoard(redis, "policy")
     async with redis.pubsub() as channel:
@@ -78,6 +79,7 @@ async def _messages(channel: Any) -> AsyncIterator[Alert]:
                 return
 
 
+@pytest.mark.cluster
 async def test_a_policy_has_one_trainer(redis: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(board_module, "WAIT_FOR_OWNER_S", 0.1)
     async with RingBoard(TrainingBoard(redis, "policy")) as first:

@@ -1,6 +1,7 @@
 """`python -m api`: what it takes, and how it says that it was set up wrongly."""
 
 import resource
+import signal
 import socket
 
 import pytest
@@ -55,6 +56,23 @@ def test_a_taken_port_is_named(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_socket_path_that_is_too_long_is_named_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--redis", "redis://127.0.0.1:1", "--uds", "/tmp/" + "s" * 200]) == 2
     assert "path too long" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("quiet")
+def test_a_signal_before_anything_is_served_is_a_clean_exit(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def there(url: str) -> None:
+        pass
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr("api.__main__.require", there)
+    monkeypatch.setattr("api.__main__.follow_parent", lambda: signal.raise_signal(signal.SIGTERM))
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as listener, pytest.raises(SystemExit) as left:
+            monkeypatch.setattr("api.__main__._listen", lambda *_: listener)
+            main(["--redis", "redis://127.0.0.1:1"])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert left.value.code == 0
 
 
 @pytest.mark.usefixtures("quiet")

@@ -65,6 +65,7 @@ async def test_what_is_wrong_is_said_before_a_start(url: str, reason: str) -> No
         ("redis://a?password=s3cret", "redis://a?password=***"),
         ("unix:///run/r.sock?db=1", "unix:///run/r.sock?db=1"),
         ("redis://a:6379/0", "redis://a:6379/0"),
+        ("rediss+cluster://me:s3cret@a:1,b:2", "rediss+cluster://***@a:1,b:2"),
     ],
 )
 def test_a_url_is_shown_without_its_passwords(url: str, plain: str) -> None:
@@ -80,3 +81,5 @@ async def test_an_api_tells_of_its_sentinels_and_never_a_password() -> None:
         True,
     )
     assert is_sentinel(url) and await find_redis(url) == url
+    cluster = "redis+cluster://me:s3cret@10.0.0.1:1,10.0.0.2:2"
+    assert address_of(cluster).redis == "redis+cluster://10.0.0.1:1,10.0.0.2:2" and await find_redis(cluster) == cluster

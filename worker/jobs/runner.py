@@ -21,7 +21,7 @@ from shared.process.settings import RunnerSettings
 from shared.redis.connection.client import connect
 from shared.redis.connection.faults import reason
 from shared.redis.jobs.ledger import LEASE_MS
-from shared.redis.jobs.ticks import QUEUE, TICK, WAKE_CHANNEL, arq_redis, deserialize, enqueue_tick, serialize
+from shared.redis.jobs.ticks import TICK, WAKE_CHANNEL, arq_redis, deserialize, enqueue_tick, queue_name, serialize
 from shared.redis.ring.metric_store import MetricWriter
 from shared.scoring.pool import RewardPool
 from worker.jobs.collecting import Collecting
@@ -48,7 +48,7 @@ class RunnerWorker(Worker):  # type: ignore[misc]  # arq has no types
     def __init__(self, context: TickContext, max_jobs: int) -> None:
         super().__init__(
             functions=[func(_run_tick, name=TICK, keep_result=0, timeout=TICK_LIMIT_S, max_tries=1_000_000)],
-            queue_name=QUEUE,
+            queue_name=queue_name(context.redis),
             redis_pool=arq_redis(context.redis),
             ctx={"context": context},
             max_jobs=max_jobs,

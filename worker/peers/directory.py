@@ -13,7 +13,7 @@ from redis.asyncio import Redis
 
 from shared.process.settings import WorkerSettings
 from shared.redis import keys
-from shared.redis.connection.address import SentinelAddress, is_sentinel
+from shared.redis.connection.address import ClusterAddress, SentinelAddress, is_cluster, is_sentinel
 from shared.redis.connection.client import Argument, ask_all, members
 from shared.redis.queue.affinity import holders
 from worker.engine.messages import RowRequest
@@ -123,7 +123,9 @@ def own_address(settings: WorkerSettings) -> str:
 
 
 def _redis_at(url: str) -> tuple[str, int]:
-    """Where Redis, or the first of its Sentinels, is; "": on this machine."""
+    """Where Redis, or the first of its Sentinels or servers, is; "": on this machine."""
+    if is_cluster(url):
+        return ClusterAddress.parse(url).members[0]
     if is_sentinel(url):
         return SentinelAddress.parse(url).sentinels[0]
     kwargs = Redis.from_url(url).connection_pool.connection_kwargs

@@ -7,6 +7,12 @@ Besides redis-py's redis://, rediss:// and unix:// there is Sentinel's form, whi
 and rediss+sentinel:// for TLS to both kinds of server. User and password open the data servers;
 `sentinel_username` and `sentinel_password` among the options open the Sentinels. The other options are redis-py's and
 go to the data servers, those that begin with `ssl_` to both.
+
+A Redis Cluster is named by some of its servers, which tell of the others:
+
+    redis+cluster://[user:password@]host[:port][,host[:port]...][?options]
+
+and rediss+cluster:// for TLS. It has one database.
 """
 
 import re
@@ -14,8 +20,10 @@ from dataclasses import dataclass
 from urllib.parse import parse_qsl, unquote, urlencode
 
 SENTINEL_SCHEMES = ("redis+sentinel", "rediss+sentinel")
-SCHEMES = ("redis", "rediss", "unix", *SENTINEL_SCHEMES)
+CLUSTER_SCHEMES = ("redis+cluster", "rediss+cluster")
+SCHEMES = ("redis", "rediss", "unix", *SENTINEL_SCHEMES, *CLUSTER_SCHEMES)
 SENTINEL_PORT = 26379
+CLUSTER_PORT = 6379
 
 _MEMBER = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[^\[\]:,/\s]+)(?::(?P<port>\d{1,5}))?")
 _SECRET_OPTION = re.compile(r"(?<=[?&])((?:sentinel_)?password)=[^&]*")
@@ -77,7 +85,35 @@ class SentinelAddress:
         tls = parts.scheme == "rediss+sentinel"
         credentials = f"{parts.username}:{parts.password}@" if parts.username or parts.password else ""
         data_url = f"{'rediss' if tls else 'redis'}://{credentials}sentinel/{db or 0}" + (for_data and f"?{for_data}")
-        return cls(_members(parts.hosts), unquote(service), tls, data_url, username, password)
+        return cls(
+            _members(parts.hosts, SENTINEL_PORT, "a Sentinel"), unquote(service), tls, data_url, username, password
+        )
+
+
+@dataclass(frozen=True)
+class ClusterAddress:
+    """Some servers of a cluster, and how to speak to all of them."""
+
+    members: tuple[tuple[str, int], ...]
+    tls: bool
+    data_url: str  # redis:// or rediss:// with everything but the host, for redis-py's own parser
+
+    @classmethod
+    def parse(cls, url: str) -> "ClusterAddress":
+        """ValueError says what is wrong."""
+        parts = RedisUrl.of(url)
+        if parts.path.strip("/") not in ("", "0"):
+            raise ValueError(f"a cluster has one database, 0, and not {parts.path.strip('/')!r}")
+        members = _members(parts.hosts, CLUSTER_PORT, "a server of the cluster")
+        tls = parts.scheme == "rediss+cluster"
+        credentials = f"{parts.username}:{parts.password}@" if parts.username or parts.password else ""
+        data_url = f"{'rediss' if tls else 'redis'}://{credentials}cluster/0" + (parts.query and f"?{parts.query}")
+        return cls(members, tls, data_url)
+
+
+def is_cluster(url: str) -> bool:
+    """Whether a URL names a Redis Cluster."""
+    return RedisUrl.of(url).scheme in CLUSTER_SCHEMES
 
 
 def is_sentinel(url: str) -> bool:
@@ -94,11 +130,11 @@ def shown(url: str) -> str:
     return f"{scheme}{separator}{'***@' if at and credentials else ''}{host}{options}"
 
 
-def _members(hosts: str) -> tuple[tuple[str, int], ...]:
+def _members(hosts: str, port: int, kind: str) -> tuple[tuple[str, int], ...]:
     members: list[tuple[str, int]] = []
     for each in hosts.split(","):
         place = _MEMBER.fullmatch(each.strip())
         if place is None or int(place["port"] or 1) not in range(1, 65536):
-            raise ValueError(f"{each!r} is no HOST:PORT of a Sentinel")
-        members.append((place["host"].strip("[]"), int(place["port"] or SENTINEL_PORT)))
+            raise ValueError(f"{each!r} is no HOST:PORT of {kind}")
+        members.append((place["host"].strip("[]"), int(place["port"] or port)))
     return tuple(members)

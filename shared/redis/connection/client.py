@@ -2,7 +2,8 @@
 
 Without OSError among the retried errors a restart of 1.5 s ends the process; with it and 20 retries with
 exponential back-off (at most 1 s each) a command waits out about 15 s of absence. A URL of Sentinels
-(shared/redis/connection/address.py) gives a client that follows the primary.
+(shared/redis/connection/address.py) gives a client that follows the primary, one of a cluster a client of all its
+servers.
 """
 
 import asyncio
@@ -18,19 +19,29 @@ from redis.asyncio import Redis
 from redis.asyncio.client import Pipeline
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
-from redis.exceptions import AuthenticationError, RedisError, ResponseError
+from redis.exceptions import (
+    AskError,
+    AuthenticationError,
+    ClusterDownError,
+    RedisError,
+    ResponseError,
+    TryAgainError,
+)
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from shared.errors import ServiceUnavailableError, SetupError
-from shared.redis.connection.address import SentinelAddress, is_sentinel, shown
+from shared.redis.connection.address import ClusterAddress, SentinelAddress, is_cluster, is_sentinel, shown
 from shared.redis.connection.cancelling import make_cancellable
+from shared.redis.connection.cluster import ClusterRedis
 from shared.redis.connection.faults import DiscreetRedis, code_of, make_discreet, reason
+from shared.redis.connection.routing import slot_of
 from shared.redis.connection.sentinel import UnknownServiceError, follow
+from shared.redis.connection.topology import NoClusterError
 
 ANSWER_WITHIN_S = 5.0
 ANSWER_S = 30  # of a Redis that is there and says nothing, before its connection is given up
-ANSWER_UNDER_SENTINEL_S = 10  # a primary that froze has a successor by then
+ANSWER_OF_PRIMARY_S = 10  # of one with replicas: if it froze, it has a successor by then
 
 # A subscription never writes, so nothing else finds that the other machine has gone: after 15 + 3 * 5 s it breaks.
 _KEEPALIVE_S = {"TCP_KEEPIDLE": 15, "TCP_KEEPALIVE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
@@ -41,25 +52,35 @@ _USES = re.compile(r"^-- uses: ([\w ]+)$", re.MULTILINE)
 
 
 def connect(url: str, *, blocking: bool = False) -> "Redis":
-    """A client for a redis://, rediss://, unix:// or Sentinel URL; `blocking` for commands that wait on the server.
+    """A client for a redis://, rediss://, unix://, Sentinel or cluster URL; `blocking` for commands that wait there.
 
     Responses stay bytes. Close it with `aclose()`.
     """
-    patience = ANSWER_UNDER_SENTINEL_S if is_sentinel(url) else ANSWER_S
-    client = _client(
-        url,
-        retry=Retry(ExponentialBackoff(cap=1, base=0.05), 20),
-        retry_on_error=[RedisConnectionError, RedisTimeoutError, OSError],
-        socket_timeout=None if blocking else patience,
-        socket_connect_timeout=2 if is_sentinel(url) else 5,
-        health_check_interval=0 if blocking else 15,
+    has_replicas = is_sentinel(url) or is_cluster(url)
+    options = {
+        "socket_timeout": None if blocking else ANSWER_OF_PRIMARY_S if has_replicas else ANSWER_S,
+        "socket_connect_timeout": 2 if has_replicas else 5,
+        "health_check_interval": 0 if blocking else 15,
         **({} if url.startswith("unix") else {"socket_keepalive": True, "socket_keepalive_options": _KEEPALIVE}),
-    )
+    }
+    if is_cluster(url):
+        return ClusterRedis(ClusterAddress.parse(url), retry=_retry(*_AWAY_IN_CLUSTER), **options)
+    client = _client(url, retry=_retry(), retry_on_error=list(_AWAY), **options)
     make_cancellable(client.connection_pool)
     return client
 
 
+_AWAY = (RedisConnectionError, RedisTimeoutError, OSError)
+_AWAY_IN_CLUSTER = (AskError, TryAgainError, ClusterDownError)  # a slot that has moved is an AskError, too
+
+
+def _retry(*more: type[Exception]) -> Retry:
+    return Retry(ExponentialBackoff(cap=1, base=0.05), 20, (*_AWAY, *more))  # type: ignore[arg-type]
+
+
 def _client(url: str, **options: Any) -> "Redis":
+    if is_cluster(url):
+        return ClusterRedis(ClusterAddress.parse(url), retry=None, **options)
     if is_sentinel(url):
         client = follow(SentinelAddress.parse(url), **options)
     else:
@@ -71,8 +92,9 @@ def _client(url: str, **options: Any) -> "Redis":
 async def require(url: str, within_s: float = ANSWER_WITHIN_S) -> None:
     """Return once a Redis answers at this URL; before a start, where `connect`'s patience would hide a mistake.
 
-    Raises SetupError for a malformed URL or a service that no Sentinel knows, ServiceUnavailableError when nobody
-    answers in time, and at once when the server refuses the password: to ask again would not change it.
+    Raises SetupError for a malformed URL, a service that no Sentinel knows, and a URL of a cluster where there is none
+    or the other way round; ServiceUnavailableError when nobody answers in time, and at once when the server refuses the
+    password: to ask again would not change it.
     """
     try:
         client = _client(url, socket_connect_timeout=within_s, socket_timeout=within_s)
@@ -83,7 +105,10 @@ async def require(url: str, within_s: float = ANSWER_WITHIN_S) -> None:
         while True:
             try:
                 await client.ping()
+                await _check_kind(url, client)
                 return
+            except NoClusterError as error:
+                raise SetupError(f"--redis {shown(url)}: {reason(error)}: give it as redis://HOST:PORT") from error
             except (RedisError, OSError) as error:
                 if isinstance(error.__cause__, UnknownServiceError):
                     raise SetupError(f"--redis {shown(url)}: {reason(error.__cause__)}") from error
@@ -94,6 +119,25 @@ async def require(url: str, within_s: float = ANSWER_WITHIN_S) -> None:
         await client.aclose()
 
 
+async def _check_kind(url: str, client: "Redis") -> None:
+    try:
+        if is_cluster(url):
+            await client.execute_command("PUBSUB SHARDNUMSUB")  # type: ignore[no-untyped-call]
+        else:
+            await client.exists("parallm:{a}:model", "parallm:{b}:model")  # of two slots, which only a cluster minds
+    except ResponseError as error:
+        if code_of(error) in ("CROSSSLOT", "MOVED", "CLUSTERDOWN"):
+            raise SetupError(
+                f"--redis {shown(url)}: this is a server of a Redis Cluster: give it as redis+cluster://HOST:PORT"
+            ) from error
+        if is_cluster(url) and code_of(error) == "ERR":
+            raise SetupError(
+                f"--redis {shown(url)}: its servers have no sharded pub/sub: a cluster needs Redis 7 or Valkey"
+            ) from error
+        if code_of(error) != "NOPERM":
+            raise
+
+
 async def answers(url: str, within_s: float = ANSWER_WITHIN_S) -> bool:
     """Whether a Redis answers at this URL right now."""
     try:
@@ -101,6 +145,12 @@ async def answers(url: str, within_s: float = ANSWER_WITHIN_S) -> bool:
     except (ServiceUnavailableError, SetupError):
         return False
     return True
+
+
+async def infos(redis: "Redis") -> list[dict[str, Any]]:
+    """What the server says of itself (INFO), with the number of its `keys`; in a cluster each primary."""
+    servers = await redis.primaries() if isinstance(redis, ClusterRedis) else [redis]
+    return [{**await server.info(), "keys": int(await server.dbsize())} for server in servers]
 
 
 async def ask(redis: "Redis", *command: Argument) -> Any:
@@ -122,9 +172,12 @@ async def members(redis: "Redis", key: str) -> list[str]:
     return [member.decode(errors="replace") for member in await redis.zrange(key, 0, -1)]
 
 
-async def server_time_ms(redis: "Redis") -> int:
-    """Unix time by Redis' clock, the only one that leases and deadlines are measured with."""
-    seconds, microseconds = await redis.time()
+async def server_time_ms(redis: "Redis", key: str = "") -> int:
+    """Unix time by Redis' clock, the only one that leases and deadlines are measured with; of the server of a key."""
+    if isinstance(redis, ClusterRedis):
+        seconds, microseconds = await redis.at(slot_of(key), lambda node: node.time())
+    else:
+        seconds, microseconds = await redis.time()
     return int(seconds) * 1000 + int(microseconds) // 1000
 
 

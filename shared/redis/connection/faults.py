@@ -18,15 +18,21 @@ from redis.asyncio.client import Pipeline
 from redis.asyncio.connection import ConnectionPool
 from redis.asyncio.sentinel import MasterNotFoundError
 from redis.exceptions import (
+    AskError,
     AuthenticationError,
     BusyLoadingError,
+    ClusterCrossSlotError,
+    ClusterDownError,
     ExecAbortError,
+    MasterDownError,
+    MovedError,
     NoPermissionError,
     NoScriptError,
     OutOfMemoryError,
     ReadOnlyError,
     RedisError,
     ResponseError,
+    TryAgainError,
     WatchError,
 )
 from redis.exceptions import ConnectionError as RedisConnectionError
@@ -48,7 +54,18 @@ _REFUSED = {
     "NOPERM": "this process's user may not do that",
 }
 _OTHER_CODES = frozenset(
-    {"NOGROUP", "BUSYGROUP", "NOSCRIPT", "WRONGTYPE", "EXECABORT", "CROSSSLOT", "MOVED", "TRYAGAIN", "UNKILLABLE"}
+    {
+        "NOGROUP",
+        "BUSYGROUP",
+        "NOSCRIPT",
+        "WRONGTYPE",
+        "EXECABORT",
+        "CROSSSLOT",
+        "MOVED",
+        "ASK",
+        "TRYAGAIN",
+        "UNKILLABLE",
+    }
 )
 _KINDS: tuple[tuple[type[RedisError], str], ...] = (  # of these redis-py keeps the code from us
     (OutOfMemoryError, "OOM"),
@@ -58,6 +75,12 @@ _KINDS: tuple[tuple[type[RedisError], str], ...] = (  # of these redis-py keeps 
     (NoPermissionError, "NOPERM"),
     (AuthenticationError, "WRONGPASS"),
     (ExecAbortError, "EXECABORT"),
+    (MovedError, "MOVED"),
+    (AskError, "ASK"),
+    (TryAgainError, "TRYAGAIN"),
+    (MasterDownError, "MASTERDOWN"),
+    (ClusterDownError, "CLUSTERDOWN"),
+    (ClusterCrossSlotError, "CROSSSLOT"),
 )
 _HARMLESS = (  # parts of the server's texts that say more than ERR, and repeat nothing
     "unknown command", "unknown subcommand", "syntax error", "wrong number of arguments", "requires the key to exist",
@@ -66,6 +89,10 @@ _HARMLESS = (  # parts of the server's texts that say more than ERR, and repeat 
 _LINE = re.compile(r"user_script:(\d+)")
 _CODE = re.compile(r"-?([A-Z]{3,20})(?!\w)")
 _INNER_CODE = re.compile(r" script[^-]*: -([A-Z]{3,20}) ")  # how servers before 7.0 tell of a script's command
+
+
+class ClusterStateError(RedisConnectionError):
+    """Why a cluster cannot be used now; its text is made of words that may be shown."""
 
 
 def code_of(error: BaseException) -> str:
@@ -96,8 +123,8 @@ def reason(error: BaseException) -> str:
     if isinstance(error, WatchError):
         return "a key that was watched has changed"
     for each in (error, error.__cause__, error.__context__):
-        if isinstance(each, MasterNotFoundError):
-            return str(each)  # made of such words by shared/redis/connection/sentinel.py
+        if isinstance(each, MasterNotFoundError | ClusterStateError):
+            return str(each)  # the first is made of such words by shared/redis/connection/sentinel.py
         if isinstance(each, OSError) and (words := _of_system(each)):
             return words
     if isinstance(error, TimeoutError | RedisTimeoutError):

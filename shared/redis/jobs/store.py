@@ -115,9 +115,9 @@ class JobStore:
         spec = await self.spec(job_id)
         await unpin(self._adapters, spec)  # its runner may not have come to it yet
         chunks = range(-(-status.counts.total // keys.RESULTS_PER_CHUNK))
+        await ask(self._redis, "UNLINK", keys.finished(spec.model, job_id))
         whole = [keys.job_results(job_id, chunk) for chunk in chunks]
         whole += [keys.job_inputs(job_id), keys.job_images(job_id), keys.job_order(job_id)]
-        whole.append(keys.finished(spec.model, job_id))
         whole.append(keys.job(job_id))  # last: until then the delete may be repeated
         listed = [("ZREM", keys.jobs(tenant), job_id) for tenant in {"", spec.tenant}]
         await ask_all(self._redis, [*(("UNLINK", key) for key in whole), *listed])

@@ -13,12 +13,15 @@ from typing import Any
 import msgspec
 from arq.connections import ArqRedis
 from redis.asyncio import Redis
+from redis.asyncio.client import Pipeline
+from redis.exceptions import WatchError
 
-from shared.redis.connection.faults import DiscreetRedis
+from shared.redis.connection.cluster import ClusterRedis
 
-QUEUE = "arq:parallm"
 TICK = "tick"  # arq's name of the one function
-WAKE_CHANNEL = f"{QUEUE}:wake"
+WAKE_CHANNEL = "arq:parallm:wake"
+_TAG = "{parallm}"  # of arq's keys in a cluster, where each of its transactions needs them in one slot
+ATTEMPTS = 3
 EXPIRES_MS = 86_400_000  # of an enqueued tick that nobody runs; the sweeper enqueues it again
 
 
@@ -32,19 +35,39 @@ def deserialize(data: bytes) -> dict[str, Any]:
     return msgspec.msgpack.decode(data, type=dict[str, Any])
 
 
-class _DiscreetArq(ArqRedis):  # type: ignore[misc]  # arq has no types
-    pipeline = DiscreetRedis.pipeline
+class _Arq(ArqRedis):  # type: ignore[misc]  # arq has no types
+    """arq's client on ours, which knows how to find a server and what an error may say."""
+
+    def __init__(self, redis: Redis) -> None:
+        self._ours = redis
+        super().__init__(
+            pool_or_conn=redis.connection_pool,
+            job_serializer=serialize,
+            job_deserializer=deserialize,
+            default_queue_name=queue_name(redis),
+            expires_extra_ms=EXPIRES_MS,
+        )
+
+    async def execute_command(self, *args: Any, **options: Any) -> Any:
+        return await self._ours.execute_command(*args, **options)  # type: ignore[no-untyped-call]
+
+    def pipeline(self, transaction: bool = True, shard_hint: str | None = None) -> Pipeline:
+        return self._ours.pipeline(transaction, shard_hint)
 
 
 def arq_redis(redis: Redis) -> ArqRedis:
     """arq's client, which uses the connections of `redis`."""
-    return _DiscreetArq(
-        pool_or_conn=redis.connection_pool,
-        job_serializer=serialize,
-        job_deserializer=deserialize,
-        default_queue_name=QUEUE,
-        expires_extra_ms=EXPIRES_MS,
-    )
+    return _Arq(redis)
+
+
+def queue_name(redis: Redis) -> str:
+    """The key of arq's queue."""
+    return f"arq:{_TAG}" if isinstance(redis, ClusterRedis) else "arq:parallm"
+
+
+def tick_name(redis: Redis, job_id: str, number: int) -> str:
+    """What arq calls a tick, in the names of its keys."""
+    return f"{_TAG if isinstance(redis, ClusterRedis) else ''}{job_id}:{number}"
 
 
 async def enqueue_tick(redis: Redis, job_id: str, number: int, *, delay_s: float = 0) -> bool:
@@ -52,9 +75,14 @@ async def enqueue_tick(redis: Redis, job_id: str, number: int, *, delay_s: float
 
     Runners sleep until they are woken, so a tick without a delay starts at once.
     """
-    queued = await arq_redis(redis).enqueue_job(
-        TICK, job_id, number, _job_id=f"{job_id}:{number}", _defer_by=delay_s or None
-    )
+    name = tick_name(redis, job_id, number)
+    for left in reversed(range(ATTEMPTS)):
+        try:
+            queued = await arq_redis(redis).enqueue_job(TICK, job_id, number, _job_id=name, _defer_by=delay_s or None)
+            break
+        except WatchError:  # its connection broke, or its slot moved, before anything was enqueued
+            if not left:
+                raise
     if queued is None:
         return False
     if not delay_s:

@@ -123,7 +123,9 @@ class Settlement:
         said = [*logged, *beyond]
         position = said[-1].end if said else 0
         last = TokenEvent(spec.id, attempt, position, [], [], finish=finish)
-        timings = Timings(spec.enqueued_ms, 0, 0, await server_time_ms(self._redis))
+        timings = Timings(
+            spec.enqueued_ms, 0, 0, await server_time_ms(self._redis, keys.sequence(self._model, spec.id))
+        )
         result = result_of(spec, claim.attempt, worker_id, [*said, last], timings)
         return Commit(claim, result, [*beyond, last])
 

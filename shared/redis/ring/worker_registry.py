@@ -212,7 +212,8 @@ class WorkerRegistry:
             statuses += [status for fields in beats if fields and (status := _status(fields)) is not None]
             beat += sum(map(bool, beats))
         if beat < len(ids):
-            await self._redis.zremrangebyscore(keys.workers(model), 0, await server_time_ms(self._redis) - 3_600_000)
+            now_ms = await server_time_ms(self._redis, keys.workers(model))
+            await self._redis.zremrangebyscore(keys.workers(model), 0, now_ms - 3_600_000)
         return sorted(statuses, key=lambda status: status.id)
 
     async def tokenizer(self, sha256: str) -> TokenizerBundle:

@@ -58,7 +58,7 @@ class FrameReader:
         subscribed = asyncio.Event()
         self._tasks = [asyncio.create_task(self._listen(subscribed))]
         await subscribed.wait()
-        self._clock_ms = await server_time_ms(self.redis) - time.monotonic() * 1000
+        self._clock_ms = await server_time_ms(self.redis, keys.frames(self.api_id)) - time.monotonic() * 1000
         newest = await self.redis.xrevrange(keys.frames(self.api_id), count=1)
         if newest:
             self._known = newest[0][0].decode()

@@ -8,7 +8,7 @@ from api.cli.client import InferenceClient, JobRequest
 from shared.jobs import JobInput
 from shared.redis import keys
 from shared.redis.connection.client import connect
-from shared.redis.jobs.ticks import QUEUE
+from shared.redis.jobs.ticks import queue_name
 from tests.e2e.rings import MODEL, Ring
 from tests.waiting import wait_until
 
@@ -23,7 +23,7 @@ async def test_a_run_leaves_no_key_without_owner_or_ttl(served: Ring) -> None:
     redis = connect(served.redis_url)
 
     async def no_tick_waits() -> bool:  # the last one is taken out of arq's queue after its job has ended
-        return not await redis.exists(QUEUE)
+        return not await redis.exists(queue_name(redis))
 
     try:
         await wait_until(no_tick_waits)
