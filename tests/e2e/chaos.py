@@ -35,11 +35,12 @@ from shared.redis.queue.sequence_queue import SequenceQueue
 from shared.redis.ring.worker_registry import WorkerRegistry
 from tests.e2e.chaos_load import Answers, Load, Report
 from tests.e2e.chaos_policies import Policies
-from tests.e2e.chaos_ring import ChaosRing, Member, chaos_ring
+from tests.e2e.chaos_ring import ChaosRing, Member, chaos_ring, role_of
 from tests.e2e.rings import MODEL
 from tests.waiting import wait_until
 
 WEIGHTS = {
+    "rank.kill": 4, "rank.stop": 3,
     "worker.kill": 4, "worker.stop": 3, "worker.restart": 2, "worker.cut": 3, "worker.hold": 3,
     "api.kill": 3, "api.stop": 1, "api.restart": 2,
     "runner.kill": 3, "runner.stop": 1, "runner.restart": 2,
@@ -58,6 +59,7 @@ async def run(
     lease_ms: int = 3000,
     freeze_s: float = 10.0,
     trainer: bool = True,
+    ranks: int = 1,
     only: str = "*",
     logs: Path | None = None,
     once: bool = False,
@@ -69,7 +71,13 @@ async def run(
     report, answers = Report(), Answers()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         async with chaos_ring(
-            Path(folder), rng, lease_ms=lease_ms, freeze_s=freeze_s, trainer=trainer, cluster=cluster
+            Path(folder),
+            rng,
+            lease_ms=lease_ms,
+            freeze_s=freeze_s,
+            trainer=trainer,
+            ranks=ranks,
+            cluster=cluster,
         ) as ring:
             await answers.learn(ring.of("api")[0].url)
             load = Load(ring, random.Random(seed + 1), report, answers)
@@ -117,7 +125,8 @@ async def _harm(ring: ChaosRing, load: Load, report: Report, until: float, only:
             await load.reads_from(member)
 
     kinds = [kind for kind in WEIGHTS if fnmatch(kind, only)]
-    kinds = [kind for kind in kinds if ring.of(kind.split(".")[0]) or kind.startswith("redis")]
+    kinds = [kind for kind in kinds if ring.of(role_of(kind)) or kind.startswith("redis")]
+    kinds = [kind for kind in kinds if ring.ranks > 1 or not kind.startswith("rank.")]
     left = ring.rng.sample(kinds, len(kinds)) if once else []
     harming: set[asyncio.Task[None]] = set()
     while left if once else time.monotonic() < until:
@@ -254,6 +263,7 @@ def main() -> int:
     parser.add_argument("--logs", type=Path, default=None, help="an existing folder for what the processes print")
     parser.add_argument("--no-trainer", action="store_true")
     parser.add_argument("--cluster", action="store_true", help="on three shards with replicas, in place of one Redis")
+    parser.add_argument("--ranks", type=int, default=1, help="processes that each worker's model is divided over")
     options = parser.parse_args()
     seed = options.seed if options.seed is not None else random.SystemRandom().randrange(10**6)
     report, faults = asyncio.run(
@@ -262,6 +272,7 @@ def main() -> int:
             seed,
             lease_ms=options.lease_ms,
             trainer=not options.no_trainer,
+            ranks=options.ranks,
             only=options.only,
             logs=options.logs,
             cluster=options.cluster,

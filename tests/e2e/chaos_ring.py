@@ -87,6 +87,7 @@ class ChaosRing:
     members: list[Member]
     rng: random.Random
     freeze_s: float
+    ranks: int = 1  # of each worker
     faults: Counter[str] = field(default_factory=Counter)
     running: dict[str, float] = field(default_factory=dict)  # fault -> when it began
     history: list[tuple[str, float, float]] = field(default_factory=list)  # what, from, to
@@ -98,7 +99,7 @@ class ChaosRing:
 
     def can_harm(self, kind: str) -> bool:
         """Whether there is somebody; of two workers one is left in peace, for somebody is to take over."""
-        role = kind.partition(".")[0]
+        role = role_of(kind)
         if role == "redis":
             return not self.redis_harmed
         harmed = [member.harmed for member in self.of(role)]
@@ -108,7 +109,7 @@ class ChaosRing:
         self, kind: str, before: Callable[[Member], Awaitable[None]] | None = None, victim: Member | None = None
     ) -> None:
         """One fault (`can_harm`), from its beginning until the process is there again."""
-        role, _, how = kind.partition(".")
+        role, how = role_of(kind), kind.partition(".")[2]
         if role == "redis":
             await self._harm_redis(kind, how)
             return
@@ -118,7 +119,7 @@ class ChaosRing:
             await before(member)
         try:
             async with self._written_down(kind, member.name):
-                await self._harm_member(member, how)
+                await (self._harm_rank(member, how) if kind.startswith("rank.") else self._harm_member(member, how))
         finally:
             member.harmed = False
 
@@ -142,6 +143,17 @@ class ChaosRing:
         assert member.process is not None
         code_now = member.process.popen.poll()
         assert code_now is None, f"{member.name} died with {code_now} of {how}:\n{tail(member)}"
+
+    async def _harm_rank(self, member: Member, how: str) -> None:
+        """A follower of a group, which takes the group down with it; a supervisor starts it again."""
+        member.remember_descendants()
+        follower = psutil.Process(member.pid).children()[0]
+        follower.send_signal(signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+        assert member.process is not None
+        code = await asyncio.to_thread(member.process.wait, 60)
+        assert code == 1, f"{member.name} ended with {code} when it lost a rank:\n{tail(member)}"
+        member.start()
+        await member.ready()
 
     async def _harm_redis(self, kind: str, how: str) -> None:
         self.redis_harmed = True
@@ -192,13 +204,26 @@ class ChaosRing:
         return any(name in way and began < until and end > since - 1.0 for name, began, end in spans)
 
 
+def role_of(kind: str) -> str:
+    """Whose fault it is: the loss of a rank is its worker's."""
+    role = kind.partition(".")[0]
+    return "worker" if role == "rank" else role
+
+
 def tail(member: Member) -> str:
     return "".join(member.all_lines()[-30:])
 
 
 @contextlib.asynccontextmanager
 async def chaos_ring(
-    folder: Path, rng: random.Random, *, lease_ms: int, freeze_s: float, trainer: bool, cluster: bool = False
+    folder: Path,
+    rng: random.Random,
+    *,
+    lease_ms: int,
+    freeze_s: float,
+    trainer: bool,
+    ranks: int = 1,
+    cluster: bool = False,
 ) -> AsyncIterator[ChaosRing]:
     """Start everything; at the end stop everything and expect clean exits and no process left."""
     async with contextlib.AsyncExitStack() as stack:
@@ -223,6 +248,8 @@ async def chaos_ring(
                 str(lease_ms),
                 "--worker-id",
                 f"w{i}",
+                "--num-local-ranks",
+                str(ranks),
             )
             members.append(Member(f"w{i}", "worker", (*arguments, "--adapter-cache-dir", str(folder / f"w{i}")), proxy))
         for i in range(2):
@@ -232,7 +259,7 @@ async def chaos_ring(
         members += [Member(f"r{i}", "runner", ("--redis", redis.url, "--reward-processes", "1")) for i in range(2)]
         if trainer:
             members.append(Member("t0", "trainer", trainer_arguments(redis.url, folder)))
-        ring = ChaosRing(redis, members, rng, freeze_s)
+        ring = ChaosRing(redis, members, rng, freeze_s, ranks)
         try:
             for member in members:
                 member.start()

@@ -168,7 +168,12 @@ async def behind(lead: GroupLead, played: Played) -> None:
 
 @pytest.mark.parametrize(
     ("misdeed", "said"),
-    [(silent, "stalled"), (cut, "closed"), (out_of_step, "something else in turn 1"), (behind, "not finished turn 1")],
+    [
+        (silent, "said nothing for 1 s"),
+        (cut, "closed"),
+        (out_of_step, "something else in turn 1"),
+        (behind, "not finished turn 1"),
+    ],
 )
 async def test_what_counts_as_the_loss_of_a_rank(redis_url: str, misdeed: Callable[..., Any], said: str) -> None:
     async with met(redis_url, misdeed.__name__, "--distributed-turn-s", "1") as (lead, played, losses):

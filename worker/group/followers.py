@@ -18,6 +18,7 @@ log = structlog.get_logger()
 
 MAGIC = b"PLMGRP01"
 HANDSHAKE_S = 5.0
+LONG_S = 86_400.0
 MAX_STRANGERS = 32  # connections without a proof yet
 MAX_WAITING = 256  # that have one, and no place in the group
 WORDS = 1 << 20  # bytes of what a follower says
@@ -33,17 +34,10 @@ class Follower:
         self.loaded: Loaded | None = None
         self.turn = self.sum = 0  # the latest turn that it has taken, and what came of all so far
         self._talk = talk
+        self._quiet = 0
+        talk.connection.stall_s = LONG_S  # whoever looks counts its silence
         self._saying = asyncio.Lock()
         self._moved_at = self._heard_at = time.monotonic()
-
-    @property
-    def stall_s(self) -> float:
-        """For which its silence is borne."""
-        return self._talk.connection.stall_s
-
-    @stall_s.setter
-    def stall_s(self, seconds: float) -> None:
-        self._talk.connection.stall_s = seconds
 
     async def say(self, message: FromLead) -> None:
         """Tell it something."""
@@ -53,11 +47,19 @@ class Follower:
     async def hear(self) -> object:
         """The next thing that it says; PeerError."""
         data = await self._talk.channel.receive(WORDS)
-        self._heard_at = time.monotonic()
+        self._heard_at, self._quiet = time.monotonic(), 0
         try:
             return _DECODER.decode(data)
         except (msgspec.DecodeError, ValueError) as error:
             raise PeerError("it said what is no message") from error
+
+    def looked_at(self) -> int:
+        """How often in a row it has been looked at without having said anything.
+
+        Looks are counted, and not seconds: while this process is frozen itself, nobody else is silent.
+        """
+        self._quiet += 1
+        return self._quiet - 1
 
     def progress(self, turn: int, sum_: int) -> None:
         """How far it has come."""

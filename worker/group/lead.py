@@ -155,7 +155,6 @@ class GroupLead:
     # -- the event loop's: what followers say
 
     async def _listen(self, follower: Follower) -> None:
-        follower.stall_s = START_S
         try:
             while True:
                 self._hear(follower, await follower.hear())
@@ -168,7 +167,6 @@ class GroupLead:
                 follower.progress(turn, sum_)
             case Loaded():
                 follower.loaded = message
-                follower.stall_s = self._settings.distributed_silence_s
                 self._compare()
             case Read(read, unreadable):
                 with self._lock:
@@ -212,6 +210,8 @@ class GroupLead:
                 wrong = [each for each in self._followers if sums.get(each.turn, each.sum) != each.sum]
             now = time.monotonic()
             for follower in self._followers:
+                if follower.looked_at() > LIFE_SIGNS and follower.loaded:
+                    self._lose(f"rank {follower.rank} ({follower.host}) has said nothing for {silence_s:g} s")
                 if follower.behind_s(number, now) > self._settings.distributed_turn_s:
                     self._lose(
                         f"rank {follower.rank} ({follower.host}) has not finished turn {follower.turn + 1} for "
