@@ -128,7 +128,10 @@ def _as_rank(shape: str, rank: int, ranks: int, prompt: int, port: int, folder: 
     import mlx.core as mx
     from mlx_lm.generate import generation_stream
 
+    from worker.engine.model import cuda_graphs
+
     is_cuda = mx.cuda.is_available()
+    cuda_graphs.prepare(sums=ranks > 1)
     group = mx.distributed.init(strict=True, backend="nccl" if is_cuda else "ring") if ranks > 1 else None
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as own, mx.stream(generation_stream):
