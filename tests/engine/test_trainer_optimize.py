@@ -11,7 +11,7 @@ from trainer.gate import GateLimits
 from trainer.learn.batches import Sample, SampleGroup, pad
 from trainer.learn.compute import at_once
 from trainer.learn.learner import Learner, Trained
-from trainer.learn.logprobs import shared_scores, to_arrays
+from trainer.learn.logprobs import PromptKeys, shared_scores, to_arrays
 from trainer.learn.losses import LOSSES
 from trainer.learn.optimize import Optimizer
 from trainer.learn.options import AdapterShape, LossName, LossOptions, OptimizeOptions, RatioBase, Schedule
@@ -99,6 +99,20 @@ def test_gradients_do_not_depend_on_how_the_batch_is_cut(llama: LoadedModel) -> 
         for name, value in weights.items():
             # Adam's first step is the sign of the gradient: where that is all but zero, rounding decides.
             assert np.mean(np.abs(value - results[0][2][name]) > 1e-4) < 0.01
+
+
+def test_padding_is_seen_by_itself_alone() -> None:
+    """A query that sees nothing makes gradients that are not finite on CUDA."""
+    keys = PromptKeys(mx.array([0, 3]))
+    mask_BLL = np.array(keys.make_mask(5))[:, 0]
+    assert mask_BLL.any(axis=-1).all()
+    assert (mask_BLL[0] == np.tri(5, dtype=bool)).all()
+    assert not mask_BLL[1, 3:, :3].any() and (mask_BLL[1, 3:, 3:] == np.tri(2, dtype=bool)).all()
+    keys.update_and_fetch(mx.zeros((2, 1, 5, 4)), mx.zeros((2, 1, 5, 4)))
+    behind_BTL = np.array(keys.make_mask(2))[:, 0]
+    assert (
+        behind_BTL == np.array([[[1] * 6 + [0], [1] * 7], [[0] * 3 + [1] * 3 + [0], [0] * 3 + [1] * 4]], bool)
+    ).all()
 
 
 def test_kl_to_the_base_is_zero_at_the_start_and_grows(policy: Policy) -> None:

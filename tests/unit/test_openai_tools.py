@@ -380,7 +380,8 @@ async def test_a_special_mark_is_seen_in_the_text_of_a_row_with_stop_strings_too
         "[THINK]", "[/THINK]", template="{% for m in messages %}{{ m.content }}{% endfor %}{# [/THINK] #}"
     )
     card = ModelCard("m", 4096, marked.vocab_size, (0,), "t" * 64, "b" * 64, 8, "float32")
-    target = Target(ServedModel(card, marked, None))  # type: ignore[arg-type]  # nothing is enqueued here
+    nobody: Any = None  # nothing is enqueued here
+    target = Target(nobody, ServedModel(card, marked, nobody))
     body = request(stop=["END"])
     settings = ApiSettings()
     work, plan = unchecked_plan(body, target, await asked_of(marked, body, settings), settings)

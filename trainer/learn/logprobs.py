@@ -258,10 +258,13 @@ class PromptKeys:
         return keys, values
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
-        """A causal mask that hides the padding."""
+        """A causal mask that hides the padding from all but itself.
+
+        A query that sees nothing would have gradients that are not finite on CUDA (0 times NaN, for nobody reads it).
+        """
         seen = 0 if self.keys is None else self.keys.shape[2]
         mask: mx.array = create_causal_mask(N, seen, window_size=window_size, left_padding=self.padding_P)
-        return mask
+        return mask | (mx.arange(seen, seen + N)[:, None] == mx.arange(seen + N))
 
     def branch(self, prompt_of_B: mx.array) -> "PromptKeys":
         """The cache of rows that continue these prompts."""
