@@ -30,6 +30,7 @@ from trainer.learn.options import AdapterShape  # noqa: E402
 from trainer.learn.policy import Policy  # noqa: E402
 from worker.engine.messages import EngineConfig, SpeculationConfig  # noqa: E402
 from worker.engine.model.loader import LoadedModel, load_model  # noqa: E402
+from worker.engine.ranks.ranks import Ranks  # noqa: E402
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 GRAMMAR = json.dumps({"grammars": [{"json_schema": SCHEMA}]})
@@ -189,7 +190,7 @@ def run(tasks: list[Task], group: Any) -> list[Any]:
 def main(folder: Path) -> None:
     """One rank."""
     group = mx.distributed.init(strict=True, backend="ring")
-    channel = Channel(folder, group.rank(), group.size())
+    channel = Channel(folder, Ranks(group))
     Bench.facts = staticmethod(channel.facts)  # type: ignore[assignment]
     told = run(msgspec.json.decode((folder / "tasks.json").read_bytes(), type=list[Task]), group)
     (folder / f"rank-{group.rank()}.json").write_text(json.dumps(told))

@@ -13,13 +13,14 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Client, Listener
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from worker.engine.engine import Engine
+from worker.engine.ranks.ranks import Ranks
 from worker.engine.ranks.turns import Consent, Seen, TurnFacts
 
 PATIENCE_S = 240.0
@@ -62,23 +63,20 @@ def _environment(folder: Path, rank: int) -> dict[str, str]:
 class Channel:
     """How the ranks of a test tell one another what they have seen: to rank 0, and its consent back."""
 
-    def __init__(self, folder: Path, rank: int, size: int) -> None:
-        self._rank = rank
-        self._consent = Consent(size)
-        self._others: list[Connection[Any, Any]] = []
+    def __init__(self, folder: Path, ranks: Ranks) -> None:
+        self._rank = ranks.rank
+        self._consent = Consent(ranks.size)
         address = str(folder / "channel")
-        if rank == 0:
-            with Listener(address, authkey=_KEY) as listener:
-                (folder / "open").touch()
-                self._others = [listener.accept() for _ in range(size - 1)]
+        if self._rank == 0:
+            with Listener(address, authkey=_KEY, backlog=ranks.size) as listener:
+                ranks.least(0)  # now the others may connect
+                others = [listener.accept() for _ in range(ranks.size - 1)]
+            by_rank = {int(each.recv_bytes()): each for each in others}
+            self._others = [by_rank[other] for other in range(1, ranks.size)]
         else:
-            while not (folder / "open").exists():
-                os.sched_yield()
+            ranks.least(0)
             self._lead = Client(address, authkey=_KEY)
-            self._lead.send_bytes(str(rank).encode())
-        if rank == 0:
-            by_rank = {int(each.recv_bytes()): each for each in self._others}
-            self._others = [by_rank[other] for other in range(1, size)]
+            self._lead.send_bytes(str(self._rank).encode())
 
     def facts(self, engine: Engine) -> TurnFacts:
         """Of the next turn; called by all ranks."""
