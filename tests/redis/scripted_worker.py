@@ -62,7 +62,7 @@ class ScriptedWorker:
     redis: Redis
     script: Callable[[SequenceSpec], Answer]
     id: str = "w1"
-    card: ModelCard = CARD
+    card: ModelCard = field(default_factory=lambda: CARD)  # a test may give the module another one
     specs: list[SequenceSpec] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     routes: dict[str, str] = field(default_factory=dict)
@@ -172,11 +172,11 @@ class ScriptedWorker:
 
 @contextlib.asynccontextmanager
 async def working(
-    redis_url: str, script: Callable[[SequenceSpec], Answer], card: ModelCard = CARD
+    redis_url: str, script: Callable[[SequenceSpec], Answer], card: ModelCard | None = None
 ) -> AsyncIterator[ScriptedWorker]:
     """A scripted worker in the ring."""
     redis = connect(redis_url)
-    worker = ScriptedWorker(redis, script, card=card)
+    worker = ScriptedWorker(redis, script, card=card or CARD)
     await worker.join()
     task = asyncio.create_task(worker.run())
     try:
