@@ -31,7 +31,7 @@ class Training:
 
     def __post_init__(self) -> None:
         assert self.learner is not None
-        self.size = self.learner._optimizer._size
+        self.size = self.learner.optimizer._size
         took = self.size.took
 
         def count(asked: int, positions: int, tokens: int, seconds: float, nbytes: int = 0) -> None:

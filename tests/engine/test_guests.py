@@ -308,7 +308,7 @@ def test_smaller_microbatches_make_more_units(served: LoadedModel) -> None:
         return sum(1 for _ in student.train(batch(), 0, 0, []))
 
     whole, divided = learner(served), learner(served, microbatch_s=0.001)
-    divided._optimizer._size.positions = 1
+    divided.optimizer._size.positions = 1
     assert units(divided) >= units(whole) + 15, "16 samples, one at a time"
 
 

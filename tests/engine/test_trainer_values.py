@@ -99,7 +99,7 @@ def reference(optimizer: Optimizer, groups: list[SampleGroup]) -> tuple[float, f
 
 @pytest.mark.parametrize("scale", ["mean", "std"])
 def test_losses_are_those_of_the_papers(learner: Learner, scale: AdvantageScale) -> None:
-    optimizer, groups = learner._optimizer, gaps(groups_of(learner._policy))
+    optimizer, groups = learner.optimizer, gaps(groups_of(learner._policy))
     optimizer.options = replace(OPTIONS, value=replace(VALUE, scale=scale))
     shifted = [  # the sampler was another one, so ratios are not 1 and some are clipped
         replace(
@@ -120,7 +120,7 @@ def test_losses_are_those_of_the_papers(learner: Learner, scale: AdvantageScale)
 
 @pytest.mark.parametrize("clip", [0.0, 0.05])
 def test_gradients_are_those_of_finite_differences(learner: Learner, clip: float) -> None:
-    optimizer, groups = learner._optimizer, gaps(groups_of(learner._policy))
+    optimizer, groups = learner.optimizer, gaps(groups_of(learner._policy))
     optimizer.options = replace(OPTIONS, value=replace(VALUE, clip=clip))
     policy, caught = learner._policy, []
     plain = optimizer._gradient
@@ -157,7 +157,7 @@ def test_how_the_batch_is_cut_changes_no_advantage(llama: LoadedModel) -> None:
     for positions in (16, 4096):
         options = replace(OPTIONS, microbatch_tokens=positions)
         whole = Learner(llama.model, AdapterShape(rank=4), options, limits(), seed=1)
-        report = finish(whole._optimizer.train_step(groups_of(whole._policy), 0))
+        report = finish(whole.optimizer.train_step(groups_of(whole._policy), 0))
         losses.append((report.loss, report.value_loss, report.grad_norm))
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
@@ -167,7 +167,7 @@ def test_values_learn_what_a_state_is_worth(llama: LoadedModel) -> None:
     options = replace(OPTIONS, value=ValueOptions(hidden=32, rate=10.0, decay=1.0))
     alone = Learner(llama.model, None, options, limits(), seed=1)
     groups = groups_of(alone._policy)
-    reports = [finish(alone._optimizer.train_step(groups, step)) for step in range(30)]
+    reports = [finish(alone.optimizer.train_step(groups, step)) for step in range(30)]
     assert {name.split(".")[0] for name in alone.weights()} == {"heads"}
     known = [report.explained for report in reports]
     assert known[0] is not None and known[-1] is not None and known[0] < 0.1 and known[-1] > 0.5
@@ -241,8 +241,8 @@ def test_further_epochs_are_updates_against_where_the_step_began(llama: LoadedMo
     whole = Learner(llama.model, AdapterShape(rank=4), replace(plain, epochs=2), limits(), seed=1)
     twice = Learner(llama.model, AdapterShape(rank=4), plain, limits(), seed=1)
     groups = groups_of(whole._policy)  # its own samples: mu is where the step begins
-    report = finish(whole._optimizer.train_step(groups, 0))
-    losses = [finish(twice._optimizer.train_step(groups, 0)).loss for _ in range(2)]
+    report = finish(whole.optimizer.train_step(groups, 0))
+    losses = [finish(twice.optimizer.train_step(groups, 0)).loss for _ in range(2)]
     assert report.loss == pytest.approx(np.mean(losses), rel=1e-3, abs=1e-6) and report.clip_fraction < 1
     for name, each in twice.weights().items():
         np.testing.assert_allclose(whole.weights()[name], each, atol=1e-5)
@@ -254,12 +254,12 @@ def test_values_learn_in_each_epoch_what_the_step_began_with_said(llama: LoadedM
         options = replace(OPTIONS, value=ValueOptions(rate=10.0, decay=1.0), epochs=epochs, minibatches=2)
         learner = Learner(llama.model, None, options, limits(), seed=1)
         groups = groups_of(learner._policy)
-        finish(learner._optimizer.train_step(groups, 0))
-        explained = finish(learner._optimizer.train_step(groups, 1)).explained
+        finish(learner.optimizer.train_step(groups, 0))
+        explained = finish(learner.optimizer.train_step(groups, 1)).explained
         assert explained is not None
         known[epochs] = explained
     assert known[4] > known[1] + 0.02
-    orders = [learner._optimizer._order(2, step) for step in range(8)]
+    orders = [learner.optimizer._order(2, step) for step in range(8)]
     assert all(sorted(order) == [0, 0, 0, 0, 1, 1, 1, 1] for order in orders) and len(set(map(tuple, orders))) > 1
 
 
