@@ -62,9 +62,11 @@ async def _serve(settings: LearnersSettings) -> int:
         config = EngineConfig(settings.model, dtype=settings.dtype or None)
         loaded = await host.run(at_once(lambda: load_model(config)))
         cards = await WorkerRegistry(redis).models()
-        card = next((card for card in cards if card.base_sha256 == loaded.card.base_sha256), None)
-        if card is None:
+        same = [card for card in cards if card.base_sha256 == loaded.card.base_sha256]
+        if not same:
             raise SetupError(f"no worker of this ring has ever served {settings.model}: start one first")
+        named = [card for card in same if card.name == loaded.card.name]  # else by whichever name it is served
+        card = (named or same)[0]
         id = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(3)}"
         service = LearnerService(settings, host, loaded.model, card, redis, id)
         running = asyncio.current_task()
