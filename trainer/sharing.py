@@ -59,10 +59,7 @@ class LearnerSettings(BaseModel):
                 raise SetupError(
                     "--join-run computes for another process's run: leave out --learner, --agents, --over-http"
                 )
-            try:
-                check_name(self.join_run)
-            except InvalidRequestError as error:
-                raise SetupError(f"--join-run: {error}") from error
+            _check_name("--join-run", self.join_run)
         self._check_federation(over_http)
         for flag, value, usual in (("--trainers", self.trainers, 1), ("--exchange", self.exchange, "float32")):
             if value != usual and self.learner != "shared":
@@ -75,13 +72,17 @@ class LearnerSettings(BaseModel):
                 if getattr(self, name) != usual[name].default:
                     raise SetupError(f"--{name.replace('_', '-')} goes with --federation NAME")
             return
-        try:
-            check_name(self.federation)
-        except InvalidRequestError as error:
-            raise SetupError(f"--federation: {error}") from error
+        _check_name("--federation", self.federation)
         if not self.sync_every:
             raise SetupError("--federation needs --sync-every: how many train steps are between two rounds")
         if self.learner != "own" or self.join_run or self.agents is not None or over_http:
             raise SetupError(
                 "--federation goes with a learner of one's own: leave out --learner, --join-run, --agents, --over-http"
             )
+
+
+def _check_name(flag: str, name: str) -> None:
+    try:
+        check_name(name)
+    except InvalidRequestError as error:
+        raise SetupError(f"{flag}: {error}") from error

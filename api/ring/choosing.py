@@ -23,6 +23,7 @@ from shared.process.options.rings import HOME
 
 HEADER = "x-parallm-ring"
 _UNKNOWN, _KNOWN, _SERVED = 0, 1, 2
+_SILENT = (RedisError, OSError)  # TimeoutError is an OSError
 
 
 T = TypeVar("T")
@@ -67,9 +68,8 @@ async def said_by_each(ring: Ring, read: Callable[[Ring], Awaitable[T]]) -> list
 
     async def said(each: Ring) -> T | None:
         try:
-            async with asyncio.timeout(ANSWER_S):
-                return None if each.away else await read(each)
-        except (RedisError, OSError):  # TimeoutError is an OSError
+            return await _said(each, read)
+        except _SILENT:
             return None
 
     return await asyncio.gather(*(said(each) for each in ring.all))
@@ -127,6 +127,14 @@ async def ring_of_adapter(ring: Ring, name: str, model: str | None = None) -> Ch
     return Chosen(found or ring, of_model.model, name)
 
 
+async def _said(ring: Ring, read: Callable[[Ring], Awaitable[T]]) -> T:
+    """What a ring says within ANSWER_S; an error of _SILENT, at once from one that is away."""
+    if ring.away:
+        raise TimeoutError
+    async with asyncio.timeout(ANSWER_S):
+        return await read(ring)
+
+
 async def _first(ring: Ring, has: Has) -> tuple[Ring | None, Ring | None]:
     """The first ring that has something, and the first one that could not be asked."""
     if not ring.others:
@@ -134,12 +142,9 @@ async def _first(ring: Ring, has: Has) -> tuple[Ring | None, Ring | None]:
     away = None
     for each in ring.all:
         try:
-            if each.away:
-                raise TimeoutError
-            async with asyncio.timeout(ANSWER_S):
-                if await has(each):
-                    return each, away
-        except (RedisError, OSError):  # TimeoutError is an OSError
+            if await _said(each, has):
+                return each, away
+        except _SILENT:
             away = away or each
     return None, away
 
@@ -157,13 +162,14 @@ async def _best(ring: Ring, model: str | None, adapter: str) -> Ring | None:
     """The first ring that serves both, or else knows them; None when all answer that they do not."""
     best, known = _UNKNOWN, None
     away: list[Ring] = []
+
+    async def rank_in(each: Ring) -> int:
+        return min([await _rank(each, name) for name in (model, adapter) if name])
+
     for each in ring.all:
         try:
-            if each.away:
-                raise TimeoutError
-            async with asyncio.timeout(ANSWER_S):
-                rank = min([await _rank(each, name) for name in (model, adapter) if name])
-        except (RedisError, OSError):  # TimeoutError is an OSError
+            rank = await _said(each, rank_in)
+        except _SILENT:
             away.append(each)
             continue
         if rank == _SERVED:

@@ -111,8 +111,7 @@ class Ring:
         self.conversations: ConversationStore = home.conversations if home else ConversationStore(self.redis, terms)
         longest_s = int(max(settings.request_timeout_s, settings.background_timeout_s))
         self.images = ImageIntake(self.redis, Terms(longest_s + IMAGE_GRACE_S, settings.image_store_mb << 20))
-        fetch = ImageFetch(settings.allowed_image_hosts, settings.max_image_bytes, settings.image_fetch_s)
-        self.image_fetch: ImageFetch = home.image_fetch if home else fetch
+        self.image_fetch: ImageFetch = home.image_fetch if home else _image_fetch(settings)
         self.sessions = SessionStore(self.redis, Terms(settings.session_ttl_s, settings.session_store_mb << 20))
         self.dead_letters = DeadLetters(self.redis)
         self.learners = LearnerStore(self.redis)
@@ -121,9 +120,8 @@ class Ring:
         self.splits = SplitChoices(Splits(self.redis, self.adapters), self.tally)
         self.frames = FrameReader(settings.redis, self.api_id)
         self.counts = MetricWriter(self.redis, self.tally, "api", self.api_id)
-        self.patterns: RewardPool = (
-            home.patterns if home else RewardPool(processes=1)
-        )  # compiles the patterns of rewards, and scores nothing
+        # It compiles the patterns of rewards, and scores nothing.
+        self.patterns: RewardPool = home.patterns if home else RewardPool(processes=1)
         self.judges = ServedRewards(self.redis, f"reward-{self.api_id}", asker)
         self.rewards = Rewards(OrderedScores(self.redis, min(MAX_SCORE_S, settings.request_timeout_s)), self.judges)
         self.away = "it has not answered yet" if home else ""  # why it is taken for away, where there are several
@@ -203,7 +201,10 @@ class Ring:
 
     def _found(self, away: str) -> None:
         if bool(away) != bool(self.away):
-            log.log(30 if away else 20, "ring.away" if away else "ring.answers", ring=self.name, reason=away)
+            if away:
+                log.warning("ring.away", ring=self.name, reason=away)
+            else:
+                log.info("ring.answers", ring=self.name, reason=away)
         self.away = away
 
     @contextlib.asynccontextmanager
@@ -338,6 +339,10 @@ class Ring:
             queue = SequenceQueue(self.redis, model, max_waiting={kind: self.queue_bound(kind) for kind in CLASSES})
             self._queues[model] = queue
         return queue
+
+
+def _image_fetch(settings: ApiSettings) -> ImageFetch:
+    return ImageFetch(settings.allowed_image_hosts, settings.max_image_bytes, settings.image_fetch_s)
 
 
 async def ring_of(request: Request) -> Ring:

@@ -80,33 +80,15 @@ def has(python: str, package: str) -> bool:
 
 
 @contextlib.contextmanager
-def training(server: Ring, wanted: bool) -> Iterator[None]:
-    """A training service beside the ring, if a script wants one."""
-    if not wanted:
-        yield
-        return
-    service = Process.start("trainer.service", "--redis", server.redis_url, "--model", f"models/{MODEL}")
+def beside(server: Ring, module: str, model: str, ready: str) -> Iterator[None]:
+    """Another process of the ring, once it has said that it is ready; it ends in order."""
+    process = Process.start(module, "--redis", server.redis_url, "--model", f"models/{model}")
     try:
-        service.wait_for_line(r"learners\.ready")
+        process.wait_for_line(ready)
         yield
     finally:
-        code = service.stop()
-    assert code == 0, service.output
-
-
-@contextlib.contextmanager
-def eyes(server: Ring, wanted: bool) -> Iterator[None]:
-    """A worker with a model that sees beside the ring's own, if a script wants one."""
-    if not wanted:
-        yield
-        return
-    worker = Process.start("worker", "--redis", server.redis_url, "--model", f"models/{EYES}")
-    try:
-        worker.wait_for_line(r"worker\.ready")
-        yield
-    finally:
-        code = worker.stop()
-    assert code == 0, worker.output
+        code = process.stop()
+    assert code == 0, process.output
 
 
 def main() -> int:
@@ -128,15 +110,16 @@ def main() -> int:
         print(f"skipped {path.name:24s} needs tests/clients/{APART[NEEDS[path.stem]]}", flush=True)
     chosen = [path for path in chosen if path not in absent]
     trains = any(path.stem.startswith("tinker_") for path in chosen)
+    seeing = [path for path in chosen if path.stem.startswith("images_")]
     with (
         tempfile.TemporaryDirectory() as folder,
         ring(Path(folder), *(f"--model-alias={name}={MODEL}" for name in ALIASES)) as server,
-        training(server, trains),
+        beside(server, "trainer.service", MODEL, r"learners\.ready") if trains else contextlib.nullcontext(),
     ):
-        seeing = [path for path in chosen if path.stem.startswith("images_")]
         passed = [run(script, python, arguments.node, server.url) for script in chosen if script not in seeing]
-        with eyes(server, bool(seeing)):  # behind the others, which expect one model
-            passed += [run(script, python, arguments.node, server.url) for script in seeing]
+        if seeing:  # behind the others, which expect one model
+            with beside(server, "worker", EYES, r"worker\.ready"):
+                passed += [run(script, python, arguments.node, server.url) for script in seeing]
     print(f"{sum(passed)} passed, {len(passed) - sum(passed)} failed")
     return 0 if all(passed) else 1
 

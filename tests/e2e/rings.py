@@ -18,6 +18,7 @@ import httpx
 
 from shared.redis.connection.client import connect
 from shared.redis.ring.worker_registry import WorkerRegistry, WorkerStatus
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 MODEL = "tiny"
@@ -139,3 +140,16 @@ def ring(data_dir: Path, *arguments: str) -> Iterator[Ring]:
     finally:
         code = server.stop()
     assert code == 0, f"exit code {code}:\n{server.output}"
+
+
+PASSWORD = "s3cret"
+
+
+@contextlib.contextmanager
+def two_workers_over(redis_url: str, data_dir: Path) -> Iterator[Ring]:
+    """A ring with two workers on a Redis that asks for PASSWORD, which none of its processes prints."""
+    flags = ("--workers", "2", "--lease-ms", "1000", "--redis", redis_url)
+    with ring(data_dir, *flags) as started:
+        asyncio.run(wait_until(lambda: len(started.server.printed("worker.ready")) == 2, timeout_s=60))
+        yield started
+    assert PASSWORD not in started.server.output

@@ -8,26 +8,22 @@ import pytest
 
 from api.cli.client import InferenceClient
 from shared.redis import keys
-from tests.e2e.rings import MODEL, Ring, ring
+from tests.e2e.rings import MODEL, PASSWORD, Ring, two_workers_over
 from tests.e2e.test_deaths import LONG, chunks, job, places, results_of
 from tests.redis.clusters import Cluster
-from tests.waiting import wait_until
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    made = Cluster(tmp_path_factory.mktemp("shards"), replicas=True, password="s3cret")
+    made = Cluster(tmp_path_factory.mktemp("shards"), replicas=True, password=PASSWORD)
     yield made
     made.stop()
 
 
 @pytest.fixture(scope="module")
 def two_workers(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ring]:
-    folder = tmp_path_factory.mktemp("ring")
-    with ring(folder, "--workers", "2", "--lease-ms", "1000", "--redis", cluster.url) as started:
-        asyncio.run(wait_until(lambda: len(started.server.printed("worker.ready")) == 2, timeout_s=60))
+    with two_workers_over(cluster.url, tmp_path_factory.mktemp("ring")) as started:
         yield started
-    assert "s3cret" not in started.server.output
 
 
 async def test_a_stream_and_a_job_go_on_when_shards_lose_their_primaries(cluster: Cluster, two_workers: Ring) -> None:

@@ -7,26 +7,22 @@ import httpx
 import pytest
 
 from api.cli.client import InferenceClient
-from tests.e2e.rings import Ring, ring
+from tests.e2e.rings import PASSWORD, Ring, two_workers_over
 from tests.e2e.test_deaths import LONG, chunks, job, places, results_of
 from tests.redis.sentinels import Watched
-from tests.waiting import wait_until
 
 
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
-    made = Watched(tmp_path_factory.mktemp("sentinel"), replicas=2, password="s3cret")
+    made = Watched(tmp_path_factory.mktemp("sentinel"), replicas=2, password=PASSWORD)
     yield made
     made.stop()
 
 
 @pytest.fixture(scope="module")
 def two_workers(watched: Watched, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ring]:
-    folder = tmp_path_factory.mktemp("ring")
-    with ring(folder, "--workers", "2", "--lease-ms", "1000", "--redis", watched.url) as started:
-        asyncio.run(wait_until(lambda: len(started.server.printed("worker.ready")) == 2, timeout_s=60))
+    with two_workers_over(watched.url, tmp_path_factory.mktemp("ring")) as started:
         yield started
-    assert "s3cret" not in started.server.output
 
 
 async def test_a_stream_and_a_job_go_on_at_the_new_primary(watched: Watched, two_workers: Ring) -> None:

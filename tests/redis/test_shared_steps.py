@@ -95,7 +95,7 @@ def dies(member: Member, ring: Trainers) -> None:
 
     async def dying(*_: object) -> None:
         member._run.beat = silent  # type: ignore[method-assign]
-        await member._run.gone(member.name)
+        await member._run.members.gone(member.name)
         await asyncio.get_running_loop().create_future()
 
     member._compute = dying  # type: ignore[method-assign]
@@ -106,7 +106,7 @@ def answers_late(member: Member, ring: Trainers) -> None:
 
     async def late(body: bytes) -> None:
         beat, member._run.beat = member._run.beat, silent  # type: ignore[method-assign]
-        await ring.run_of(member).gone(member.name)
+        await ring.run_of(member).members.gone(member.name)
         while not any(word for word in await ring.run_of(member).words(member._after, 0.05)):
             pass
         member._run.beat = beat  # type: ignore[method-assign]

@@ -102,8 +102,7 @@ def test_serve_takes_the_same_flags() -> None:
 
 def test_each_rank_of_a_machine_has_a_device_of_its_own() -> None:
     def device(rank: int, visible: str) -> str:
-        environment = {"CUDA_VISIBLE_DEVICES": visible} if visible else {}
-        return own_device(Placement("g", rank, 2, "nccl", True), environment)
+        return own_device(Placement("g", rank, 2, "nccl", True), visible)
 
     assert [device(rank, "") for rank in (0, 1)] == ["0", "1"]
     assert [device(rank, "2,3") for rank in (0, 1)] == ["2", "3"]

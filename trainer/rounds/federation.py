@@ -50,7 +50,7 @@ class Federation:
             self._beating.cancel()
             await asyncio.gather(self._beating, return_exceptions=True)
             with contextlib.suppress(RedisError, OSError):
-                await self._store.gone(self._member)
+                await self._store.members.gone(self._member)
 
     def _check(self, spec: bytes) -> None:
         theirs: dict[str, object] = msgspec.json.decode(spec)
@@ -82,7 +82,7 @@ class Federation:
     async def _beat(self) -> None:
         while True:
             with contextlib.suppress(RedisError, OSError):
-                await self._store.beat(self._member)
+                await self._store.members.beat(self._member)
             await asyncio.sleep(BEAT_S)
 
     async def exchange(self, delta: Arrays, samples: int) -> Arrays:
@@ -94,7 +94,7 @@ class Federation:
             await self._tell(number, delta, samples)
         while (now := await self._now()).round < number:
             told, waited_s = await self._store.told(number)
-            missing = await self._store.members() - told.keys()
+            missing = set(await self._store.members.alive()) - told.keys()
             if (not missing or waited_s > self._settings.sync_wait_s) and await self._store.turn(self._member):
                 try:
                     await self._close_once(number)

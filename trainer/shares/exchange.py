@@ -143,7 +143,7 @@ class Lead:
         if self._lost:
             raise ConflictError(f"another process leads the run {self._run.name!r}")
         try:
-            return await self._run.members()
+            return await self._run.members.alive()
         except (RedisError, OSError) as error:
             log.warning("shared.redis_away", error=reason(error))
             return []
@@ -203,14 +203,14 @@ class Lead:
                 except msgspec.DecodeError as error:
                     log.warning("shared.unreadable", error=str(error))
                     continue
-                if isinstance(answer, Done) and (*self._at(update),) != (answer.epoch, answer.step, answer.update):
+                if isinstance(answer, Done) and self._at(update) != (answer.epoch, answer.step, answer.update):
                     await self._drop(answer)
                 elif answer.member in waited and (answer.epoch, answer.step) == (self.epoch, self._step):
                     waited.discard(answer.member)
                     computed = await self._computed(answer, shapes)
                     if computed is not None:
                         found[answer.member] = computed
-            for member in waited - set(await self._run.members()):
+            for member in waited - set(await self._run.members.alive()):
                 log.warning("shared.member_lost", member=member, reason="it is dead, or was stopped")
                 waited.discard(member)
             if waited and time.monotonic() > self.late_at:

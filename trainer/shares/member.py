@@ -82,12 +82,12 @@ class Member:
             beating.cancel()
             await asyncio.gather(beating, return_exceptions=True)
             with contextlib.suppress(RedisError, OSError):
-                await self._run.gone(self.name)
+                await self._run.members.gone(self.name)
 
     async def _beat(self) -> None:
         while True:
             try:
-                await self._run.beat(self.name)
+                await self._run.members.beat(self.name)
             except (RedisError, OSError) as error:
                 log.warning("member.redis_away", error=reason(error))
             await asyncio.sleep(BEAT_S)

@@ -12,8 +12,10 @@ from typing import Any
 import mlx.core as mx
 
 from shared.errors import ServiceUnavailableError, SetupError
+from shared.process.settings import WorkerSettings
 from worker.engine.model import cuda_graphs
-from worker.group.placement import Backend, Host, Placement, address_of
+from worker.group.placement import Backend, Host, Placement, address_of, with_port
+from worker.peers.directory import own_address
 
 
 def backend_of(placed: Placement) -> Backend:
@@ -25,6 +27,14 @@ def backend_of(placed: Placement) -> Backend:
             f"--distributed-mode {backend}: MLX {metadata.version('mlx')} on this machine does not have it"
         )
     return backend
+
+
+def listens_at(settings: WorkerSettings, placed: Placement) -> str:
+    """The address at which the other ranks reach this one."""
+    if placed.is_local:
+        return "127.0.0.1"
+    given = placed.hosts[placed.rank].addresses
+    return address_of(given[0]) if given else own_address(settings)
 
 
 def own_places(placed: Placement, backend: Backend, address: str) -> list[str]:
@@ -41,7 +51,7 @@ def _with_port(address: str) -> str:
     family = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
     with socket.create_server((address, 0), family=family) as probe:
         port = probe.getsockname()[1]
-    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+    return with_port(address, port)
 
 
 def join(placed: Placement, backend: str, places: Sequence[Sequence[str]], options: "Jaccl") -> Any:

@@ -31,7 +31,7 @@ class Children:
                 **self._settings.environment(),
                 "PARALLM_DISTRIBUTED_RANK": str(rank),
                 "PARALLM_DISTRIBUTED_GROUP": placed.group,
-                "CUDA_VISIBLE_DEVICES": own_device(placed, self._devices),
+                "CUDA_VISIBLE_DEVICES": own_device(placed, os.environ.get(ALL_DEVICES, "")),
                 VARIABLE: "1",
             }
             process = await asyncio.create_subprocess_exec(
@@ -44,11 +44,6 @@ class Children:
             )
             self._processes[rank] = process
             self._watching.append(asyncio.create_task(self._watch(rank, process)))
-
-    @property
-    def _devices(self) -> dict[str, str]:
-        visible = os.environ.get(ALL_DEVICES, "")
-        return {"CUDA_VISIBLE_DEVICES": visible} if visible else {}
 
     async def _watch(self, rank: int, process: asyncio.subprocess.Process) -> None:
         self._on_exit(rank, await process.wait())
@@ -78,5 +73,4 @@ def take_device(placed: Placement) -> None:
     if not placed.is_local or placed.rank:
         return
     os.environ.setdefault(ALL_DEVICES, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
-    visible = os.environ[ALL_DEVICES]
-    os.environ["CUDA_VISIBLE_DEVICES"] = own_device(placed, {"CUDA_VISIBLE_DEVICES": visible} if visible else {})
+    os.environ["CUDA_VISIBLE_DEVICES"] = own_device(placed, os.environ[ALL_DEVICES])

@@ -29,7 +29,7 @@ from worker.engine.build import Built, build
 from worker.engine.model.loader import model_folder
 from worker.engine.orders import Order, Provide, Withdraw, obey
 from worker.group import meeting
-from worker.group.backend import Jaccl, backend_of, join, own_places
+from worker.group.backend import Jaccl, backend_of, join, listens_at, own_places
 from worker.group.followers import MAGIC
 from worker.group.lead import LIFE_SIGNS, loaded_of
 from worker.group.messages import (
@@ -47,9 +47,9 @@ from worker.group.messages import (
     Turn,
     Woken,
 )
-from worker.group.placement import Placement, address_of
+from worker.group.placement import Placement
 from worker.group.turns import LineError, Outcome, TurnsIn
-from worker.peers.directory import own_address, ring_secret
+from worker.peers.directory import ring_secret
 from worker.peers.wire import Channel, Connection, PeerError, greet
 
 log = structlog.get_logger()
@@ -114,7 +114,7 @@ class Follower:
                 log.warning("group.redis_trouble", error=reason(error))
                 await asyncio.sleep(meeting.LOOK_S)
                 continue
-            places = own_places(placed, backend, self._address())
+            places = own_places(placed, backend, listens_at(settings, placed))
             ours = meeting.own_member(placed, backend, places, folder)
             place = await meeting.look_for(self._redis, placed, ours)
             try:
@@ -132,12 +132,6 @@ class Follower:
             self._connection.stall_s = PATIENCE_S
             self._turns = TurnsIn(line, turns.keys[1])
             return begin
-
-    def _address(self) -> str:
-        if self._placed.is_local:
-            return "127.0.0.1"
-        given = self._placed.hosts[self._placed.rank].addresses
-        return address_of(given[0]) if given else own_address(self._settings)
 
     async def _connect(self, address: str, secret: bytes, nonce: str, line: str) -> tuple[socket.socket, Channel]:
         host, _, port = address.rpartition(":")

@@ -34,13 +34,13 @@ from worker.engine.orders import Order
 from worker.engine.ranks.turns import Consent, Seen, TurnFacts
 from worker.engine.thread import EngineThread
 from worker.group import meeting
-from worker.group.backend import Jaccl, backend_of, join, own_places
+from worker.group.backend import Jaccl, backend_of, join, listens_at, own_places
 from worker.group.children import Children
 from worker.group.followers import Follower, Reception
 from worker.group.messages import Alive, Begin, End, Fetch, Fetched, Loaded, Lost, Progress, Read, Turn, Woken
-from worker.group.placement import Placement, address_of
+from worker.group.placement import Placement, with_port
 from worker.group.turns import LineError, Outcome
-from worker.peers.directory import own_address, ring_secret
+from worker.peers.directory import ring_secret
 
 log = structlog.get_logger()
 T = TypeVar("T")
@@ -106,7 +106,7 @@ class GroupLead:
         secret = await ring_secret(redis)
         if not secret:
             raise ServiceUnavailableError("Redis does not keep the secret by which ranks know one another")
-        address = self._address()
+        address = listens_at(self._settings, self._placed)
         folder = await asyncio.to_thread(model_folder, self._settings.model)
         places = own_places(self._placed, self._backend, address)
         ours = meeting.own_member(self._placed, self._backend, places, folder)
@@ -114,17 +114,10 @@ class GroupLead:
             port = reception.listen(address)
             if self._placed.is_local:
                 await self._children.start()
-            shown = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
-            met = meeting.gather(redis, self._placed, ours, shown, reception.complete)
+            met = meeting.gather(redis, self._placed, ours, with_port(address, port), reception.complete)
             self._members = await self.unless_lost(met)
             for rank, member in enumerate(self._members[1:], 1):
                 self._followers.append(reception.take(rank, member.nonce, member.host))
-
-    def _address(self) -> str:
-        if self._placed.is_local:
-            return "127.0.0.1"
-        given = self._placed.hosts[0].addresses
-        return address_of(given[0]) if given else own_address(self._settings)
 
     async def unless_lost(self, work: Awaitable[T]) -> T:
         """What comes of it, unless a rank is lost meanwhile: ServiceUnavailableError, or SetupError."""
@@ -263,7 +256,8 @@ class GroupLead:
     def ranks(self) -> tuple[RankStatus, ...]:
         """For the heartbeat."""
         now = time.monotonic()
-        first = RankStatus(0, socket.gethostname(), self._address(), self._backend, "lost" if self.lost else "ready")
+        address = listens_at(self._settings, self._placed)
+        first = RankStatus(0, socket.gethostname(), address, self._backend, "lost" if self.lost else "ready")
         others = (each.status(self._backend, self._number, now, self.lost) for each in self._followers)
         return (first, *others)
 

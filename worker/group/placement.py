@@ -185,6 +185,11 @@ def address_of(given: str) -> str:
     return host.strip("[]") if colon and port.isdigit() and (":" not in host or host.endswith("]")) else given
 
 
+def with_port(address: str, port: int) -> str:
+    """As it is written down: HOST:PORT."""
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+
+
 def _name(settings: WorkerSettings, hosts: Sequence[Host]) -> str:
     """The same on all machines of a file."""
     told = [[host.name, *host.addresses] for host in hosts]
@@ -192,8 +197,7 @@ def _name(settings: WorkerSettings, hosts: Sequence[Host]) -> str:
     return hashlib.blake2b(json.dumps([told, served]).encode(), digest_size=12).hexdigest()
 
 
-def own_device(placed: Placement, environment: Mapping[str, str] = os.environ) -> str:
-    """CUDA_VISIBLE_DEVICES of this rank, where all ranks are on one machine: one device each."""
-    visible = environment.get("CUDA_VISIBLE_DEVICES", "")
+def own_device(placed: Placement, visible: str) -> str:
+    """CUDA_VISIBLE_DEVICES of this rank, where all ranks are on one machine: one device each of those; "": of all."""
     devices = visible.split(",") if visible else []
     return devices[placed.rank] if placed.rank < len(devices) else str(placed.rank)

@@ -15,8 +15,8 @@ from redis.asyncio import Redis
 from shared.redis import keys
 from shared.redis.connection.client import Script, ask, server_time_ms
 from shared.redis.training.chunks import Parcel, Parcels
+from shared.redis.training.presence import Presence
 
-ALIVE_S = 6  # a run that has not been heard of for so long is not waited for
 TURN_S = 30
 _close = Script("round_close")
 _begin = Script("round_begin")
@@ -46,6 +46,7 @@ class RoundStore:
     def __init__(self, redis: Redis, name: str) -> None:
         self._redis, self.name = redis, name
         self.parcels = Parcels(redis, lambda id: keys.round_bytes(name, id))
+        self.members = Presence(redis, keys.round_members(name))  # runs; who is dead is not waited for
 
     async def now(self) -> Standing | None:
         """How far it is; None: nobody has begun it."""
@@ -61,28 +62,10 @@ class RoundStore:
         names = [keys.rounds(self.name), keys.round_bytes(self.name, state.id)]
         return bool(await _begin(self._redis, names, [spec, msgspec.msgpack.encode(state), keys.ROUNDS_TTL_S]))
 
-    async def beat(self, member: str) -> None:
-        """This run lives."""
-        key, score = keys.round_members(self.name), await server_time_ms(self._redis)
-        async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.zadd(key, {member: score})
-            pipe.expire(key, keys.SHARED_WORDS_TTL_S)
-            pipe.zremrangebyscore(key, 0, score - 1000 * 60)
-            await pipe.execute()
-
-    async def gone(self, member: str) -> None:
-        """This run does not take part any more."""
-        await self._redis.zrem(keys.round_members(self.name), member)
-
-    async def members(self) -> set[str]:
-        """Which runs live."""
-        since = await server_time_ms(self._redis) - 1000 * ALIVE_S
-        return {each.decode() for each in await self._redis.zrangebyscore(keys.round_members(self.name), since, "+inf")}
-
     async def tell(self, round: int, member: str, delta: Parcel, samples: int) -> None:
         """What this run has changed, for the average of a round."""
         key = keys.round_deltas(self.name, round)
-        change = Change(delta, samples, await server_time_ms(self._redis))
+        change = Change(delta, samples, await server_time_ms(self._redis, key))
         async with self._redis.pipeline(transaction=True) as pipe:
             pipe.hset(key, mapping={member: msgspec.msgpack.encode(change)})
             pipe.expire(key, keys.ROUNDS_TTL_S)
@@ -90,11 +73,11 @@ class RoundStore:
 
     async def told(self, round: int) -> tuple[dict[str, Change], float]:
         """The changes for a round, by run, and how many seconds ago the first of them came."""
-        raw = await ask(self._redis, "HGETALL", keys.round_deltas(self.name, round))
-        pairs = raw.items() if isinstance(raw, dict) else zip(raw[::2], raw[1::2], strict=True)
-        found = {member.decode(): msgspec.msgpack.decode(body, type=Change) for member, body in pairs}
+        key = keys.round_deltas(self.name, round)
+        bodies: dict[bytes, bytes] = await ask(self._redis, "HGETALL", key)
+        found = {member.decode(): msgspec.msgpack.decode(body, type=Change) for member, body in bodies.items()}
         first = min((change.told_ms for change in found.values()), default=0)
-        return found, (await server_time_ms(self._redis) - first) / 1000 if found else 0.0
+        return found, (await server_time_ms(self._redis, key) - first) / 1000 if found else 0.0
 
     async def turn(self, member: str) -> bool:
         """Whether it is this run's to average now."""

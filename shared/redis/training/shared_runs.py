@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from redis.asyncio import Redis
 
 from shared.redis import keys
-from shared.redis.connection.client import Argument, Script, ask, server_time_ms
+from shared.redis.connection.client import Argument, Script, ask
 from shared.redis.training.chunks import Parcels
+from shared.redis.training.presence import Presence
 
-ALIVE_S = 6  # a member that has not been heard of for so long is dead
 _MOST_WORDS = 256
 _lead = Script("shared_lead")
 _leave = Script("shared_leave")
@@ -37,6 +37,7 @@ class SharedRun:
     def __init__(self, redis: Redis, name: str, *, blocking: Redis) -> None:
         self._redis, self._blocking, self.name = redis, blocking, name
         self.parcels = Parcels(redis, lambda id: keys.shared_bytes(name, id))
+        self.members = Presence(redis, keys.shared_members(name))
 
     # -- the leader
 
@@ -48,12 +49,6 @@ class SharedRun:
     async def leave(self, epoch: str, *, done: bool) -> None:
         """The leader ends; `done`: so does the run, which its members hear."""
         await _leave(self._redis, [keys.shared_run(self.name)], [epoch, int(done), 6 * keys.SHARED_RUN_TTL_S])
-
-    async def members(self) -> list[str]:
-        """Who takes part and lives, in the order of their names."""
-        now, key = await server_time_ms(self._redis), keys.shared_members(self.name)
-        await self._redis.zremrangebyscore(key, 0, now - 1000 * 60)
-        return sorted(each.decode() for each in await self._redis.zrangebyscore(key, now - 1000 * ALIVE_S, "+inf"))
 
     async def say(self, word: bytes) -> None:
         """To all members."""
@@ -73,19 +68,6 @@ class SharedRun:
         """The run as it is; None: nobody leads it."""
         epoch, spec, ended = await ask(self._redis, "HMGET", keys.shared_run(self.name), "epoch", "spec", "ended")
         return None if epoch is None else RunNow(epoch.decode(), spec, ended is not None)
-
-    async def beat(self, member: str) -> None:
-        """This member lives."""
-        key = keys.shared_members(self.name)
-        score = await server_time_ms(self._redis)
-        async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.zadd(key, {member: score})
-            pipe.expire(key, keys.SHARED_WORDS_TTL_S)
-            await pipe.execute()
-
-    async def gone(self, member: str) -> None:
-        """This member does not take part any more."""
-        await self._redis.zrem(keys.shared_members(self.name), member)
 
     async def answer(self, body: bytes) -> None:
         """To the leader."""
