@@ -121,7 +121,7 @@ async def filled(served: Ring, redis: Redis) -> dict[str, str]:
 async def shared(run: SharedRun) -> str:
     """A run with a leader and a member; the id of some bytes of theirs."""
     await run.lead("epoch", b"spec", begin=True)
-    await run.beat("member")
+    await run.members.beat("member")
     await run.say(b"word")
     await run.answer(b"answer")
     return (await run.parcels.put(b"weights")).id
@@ -131,7 +131,7 @@ async def averaged(store: RoundStore) -> str:
     """A federation with a run whose turn it is; the id of its average."""
     state = await store.parcels.put(b"weights")
     await store.begin(b"{}", state)
-    await store.beat("run")
+    await store.members.beat("run")
     await store.tell(1, "run", state, 1)
     await store.turn("run")
     return state.id
