@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from api.anthropic.turns import MAX_TURNS, ChatWriter, Text, Turn, check_last
 from api.generation.sampling import DrawFields
 from api.generation.structured import Schema
-from api.generation.target import TargetFields
+from api.generation.target import TargetFields, first_words
 from api.http.fields import HistoryModel, Off, RequestModel, complaint
 from api.openai.bodies import ChatCompletionRequest
 from api.openai.tools import MAX_TOOLS, known_type
@@ -220,6 +220,11 @@ class MessagesRequest(DrawFields, PromptedFields):
         """Anthropic's name for who asks, else ours."""
         given = (self.metadata or {}).get("user_id")
         return given if isinstance(given, str) and given else super().session
+
+    @property
+    def opening(self) -> str:
+        """What the user said first; the system's text may have lines that change with each turn."""
+        return first_words(self.messages)
 
     @property
     def shows_thinking(self) -> bool:

@@ -12,7 +12,9 @@ leaves with `name@k`, the version of its admission; a following one leaves with 
 serves several rings, the target says which (`api/ring/choosing.py`), and whatever comes of the request is asked there.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 from fastapi import Request
@@ -36,6 +38,18 @@ from shared.process.options.model_aliases import meant_by
 from shared.redis.training.board import TrainingBoard
 from shared.sequences import AdapterPolicy, ModelCard
 
+BEGINNING = 4096  # characters or ids of a prompt, or of a user's first message, that tell conversations apart
+FIRST = 4  # messages, of which one is the user's first
+
+
+def first_words(messages: Sequence[Any]) -> str:
+    """What a user said first, in the messages of any protocol: it stays the same in all later turns."""
+    message = next((each for each in messages[:FIRST] if getattr(each, "role", "") == "user"), None)
+    content = getattr(message, "content", None) or ""
+    if isinstance(content, str):
+        return content[:BEGINNING]
+    return "".join(str(getattr(part, "text", ""))[:BEGINNING] for part in content[:FIRST])[:BEGINNING]
+
 
 class TargetFields(RequestModel):
     """What says which model and adapter a request wants."""
@@ -56,6 +70,11 @@ class TargetFields(RequestModel):
     def session(self) -> str:
         """Who stays with a choice of a split; "": every request is alone."""
         return self.user or ""
+
+    @property
+    def opening(self) -> str:
+        """What all turns of a conversation begin with: where rings share a model, they go to one; "": nothing."""
+        return ""
 
     @model_validator(mode="after")
     def _one_adapter(self) -> "TargetFields":
@@ -97,7 +116,9 @@ async def target_of(
     session = body.session or request.state.request_id
     adapter = body.adapter or body.lora_adapter or ""
     policy = body.adapter_policy or "pin"
-    return await find_target(ring, body.model, adapter, policy, session=session, split=split, networks=networks)
+    begun = f"{body.session}\n{body.opening}" if body.opening else ""
+    ring, model, adapter = await ring_for(ring, body.model, adapter, conversation=begun)
+    return await find_target(ring, model, adapter, policy, session=session, split=split, networks=networks)
 
 
 async def find_target(

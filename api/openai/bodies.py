@@ -6,6 +6,7 @@ from pydantic import Field, field_validator, model_validator
 
 from api.generation.sampling import SAMPLING_OFF, SamplingFields, TopLogprobs, check_whole
 from api.generation.structured import ResponseFormat
+from api.generation.target import BEGINNING, first_words
 from api.http.content import MessagePart
 from api.http.fields import HistoryModel, Off, Prompts, RequestModel, complaint
 from api.openai.tools import MAX_TOOLS, FunctionDefinition, FunctionName, NamedChoice, Tool, ToolChoice, Tools
@@ -25,6 +26,11 @@ class CompletionRequest(SamplingFields):
     )
     echo: bool | None = Field(default=False, description="the prompt comes before the completion")
     best_of: int | None = Field(default=None, ge=1, description="accepted when equal to n")
+
+    @property
+    def opening(self) -> str:
+        """The first prompt's beginning."""
+        return str(self.prompt[0][:BEGINNING]) if self.prompt else ""
 
     @field_validator("logprobs", mode="before")
     @classmethod
@@ -224,6 +230,11 @@ class ChatCompletionRequest(SamplingFields, ChatFields):
     prompt_cache_key: str | None = Field(default=None, description="accepted, not used")
     prompt_cache_retention: str | None = Field(default=None, description="accepted, not used")
     prompt_cache_options: dict[str, Any] | None = Field(default=None, description="accepted, not used")
+
+    @property
+    def opening(self) -> str:
+        """What the user said first."""
+        return first_words(self.messages)
 
     @model_validator(mode="after")
     def _possible(self) -> "ChatCompletionRequest":

@@ -1,7 +1,9 @@
 """Which of several rings a request is about: decided once, and everything behind gets that ring.
 
 A request that names a model or an adapter goes to the ring that serves it: the process's own before the others, these
-in the order of `--ring`; then to one that knows it without a live worker. `RING/NAME` names the ring, too, for names
+in the order of `--ring`; then to one that knows it without a live worker. Where several rings serve the same weights
+under one name, requests for them without an adapter go where there is room (`spreading.py`), unless they begin
+something that is looked for by its id and counted by its key, as jobs do. `RING/NAME` names the ring, too, for names
 that several rings have. What is named by its id is looked for in each ring.
 
 A ring that is away is not asked. When nobody else has what is asked for, the error names it (503): nobody can know
@@ -16,6 +18,7 @@ from redis.exceptions import RedisError
 
 from api.ring.caller import asker
 from api.ring.ring import ANSWER_S, Ring
+from api.ring.spreading import choose
 from shared.adapters import AdapterRef
 from shared.errors import InvalidRequestError, ServiceUnavailableError, UnknownAdapterError
 from shared.process.options.model_aliases import meant_by
@@ -86,8 +89,11 @@ def ring_keeping(ring: Ring, name: str) -> Ring:
         raise ServiceUnavailableError(f"it is in ring '{name}', which this api process does not serve") from None
 
 
-async def ring_for(ring: Ring, model: str | None, adapter: str = "") -> Chosen:
-    """The ring of a request's model and adapter; a ring without others is its own choice."""
+async def ring_for(ring: Ring, model: str | None, adapter: str = "", *, conversation: str | None = None) -> Chosen:
+    """The ring of a request's model and adapter; a ring without others is its own choice.
+
+    `conversation`: what the request's turns have in common, "" for nothing; None: it is for the first ring of several.
+    """
     if not ring.others:
         return Chosen(ring, model, adapter)
     for each in ring.all:
@@ -100,6 +106,8 @@ async def ring_for(ring: Ring, model: str | None, adapter: str = "") -> Chosen:
     found = await _best(ring, model, adapter)
     if found is None and model is not None and (alias := meant_by(model, ring.settings.model_alias)) is not None:
         found, model = await _best(ring, alias, adapter), alias
+    if found is not None and model is not None and not adapter and conversation is not None:
+        found = await _with_room(found, model, conversation)
     return Chosen(found or ring, model, adapter)
 
 
@@ -185,6 +193,17 @@ async def _best(ring: Ring, model: str | None, adapter: str) -> Ring | None:
     if missing := served_away or next(iter(away), None):
         raise missing.is_away(f"no ring that answers serves '{name[:200]}', and ")
     return None
+
+
+async def _with_room(first: Ring, model: str, conversation: str) -> Ring:
+    """The ring that gets a request, of those that serve the model with the weights of the first one."""
+    card = await first.live_card(model)
+    equals = [] if card is None else first.equals(card)
+    if card is None or len(equals) < 2:
+        return first
+    chosen = choose([(each, each.crowd(card.name)) for each in equals], conversation)
+    chosen.sent.one(card.name)
+    return chosen
 
 
 async def _rank(ring: Ring, name: str) -> int:

@@ -27,6 +27,7 @@ from api.ring.image_fetch import ImageFetch
 from api.ring.images import ImageIntake
 from api.ring.ordered_scores import OrderedScores
 from api.ring.split_choices import SplitChoices
+from api.ring.spreading import Crowd, Sent
 from shared.errors import InvalidRequestError, PausedError, ServiceUnavailableError, UnknownModelError
 from shared.process.options.rings import HOME, named_urls
 from shared.process.settings import ApiSettings
@@ -47,7 +48,7 @@ from shared.redis.queue.dead_letters import DeadLetters
 from shared.redis.queue.sequence_queue import CLASSES, SequenceQueue
 from shared.redis.ring.metric_store import MetricWriter
 from shared.redis.ring.pause import PauseSwitch
-from shared.redis.ring.worker_registry import WorkerRegistry, WorkerStatus
+from shared.redis.ring.worker_registry import WorkerRegistry, WorkerStatus, weights_of
 from shared.redis.tokens.reader import FrameReader
 from shared.redis.training.learner_store import LearnerStore
 from shared.redis.training.tinker_store import TinkerStore
@@ -130,6 +131,8 @@ class Ring:
         self._live: dict[str, ModelCard] = {}
         self._workers: dict[str, list[WorkerStatus]] = {}
         self._forecasts: dict[tuple[str, SequenceClass], Forecast | None] = {}
+        self._waiting: dict[str, int] = {}  # interactive, of models that several rings serve
+        self.sent = Sent()
         self._looked = float("-inf")
         self._looking = asyncio.Lock()
         self._joined = asyncio.Event()
@@ -233,10 +236,31 @@ class Ring:
                     self._workers = {card.name: await self.registry.workers(card.name) for card in cards}
                     self._forecasts.clear()
                     self._live = {card.name: card for card in cards if self.serving(card.name)}
+                    self._waiting = await self._waits()
+                    self.sent.looked()
                     self._looked = time.monotonic()
                     for card in self._live.values():
                         self.codecs.prepare(card)
         return self._live
+
+    async def _waits(self) -> dict[str, int]:
+        """What waits for models that are another ring's, too: nobody else needs to know it here."""
+        shared = [model for model, card in self._live.items() if len(self.equals(card)) > 1]
+        return {model: (await self.queue(model).unclaimed())["interactive"] for model in shared}
+
+    def equals(self, card: ModelCard) -> "list[Ring]":
+        """The rings that served a model of this name, with the same weights, when they last answered."""
+        return [
+            each
+            for each in self.home.all
+            if not each.away
+            and (theirs := each._live.get(card.name)) is not None
+            and weights_of(theirs) == weights_of(card)
+        ]
+
+    def crowd(self, model: str) -> Crowd:
+        """How busy this ring is with a model, as of the last look and by what was sent there since."""
+        return Crowd.of(self._workers.get(model, ()), self._waiting.get(model, 0), self.sent.of(model))
 
     @property
     def all(self) -> "tuple[Ring, ...]":

@@ -19,6 +19,7 @@ from api.ring.choosing import HEADER
 from api.serve.embedded_redis import EmbeddedRedis
 from shared.redis.adapters.store import AdapterStore
 from shared.redis.connection.client import connect
+from shared.redis.ring.worker_registry import WorkerRegistry, WorkerStatus
 from shared.redis.training.trajectory_queue import TrajectoryQueue
 from shared.sequences import SequenceSpec
 from tests.redis.adapter_versions import publish
@@ -155,6 +156,65 @@ async def test_names_that_several_rings_have_are_home_s_unless_the_ring_is_named
         wrong = await front.http.get("/v1/jobs", headers={HEADER: "west"})
         assert wrong.status_code == 400 and "home, east" in wrong.text
         assert len(easterner.specs) == 5
+
+
+async def test_a_model_that_two_rings_serve_is_shared_by_load_and_a_conversation_stays(
+    redis: Redis, redis_url: str, worker: ScriptedWorker, east: Redis, east_server: EmbeddedRedis
+) -> None:
+    def here(text: str) -> list[dict[str, str]]:
+        return [{"role": "system", "content": "say where"}, {"role": "user", "content": text}]
+
+    async def ask(messages: list[dict[str, str]], path: str = "/v1/chat/completions", **more: Any) -> None:
+        answer = await front.post(path, {"model": MODEL, "messages": messages, "max_tokens": 50, **more})
+        assert answer.status_code == 200, answer.text
+
+    async def served_by(messages: list[dict[str, str]]) -> str:
+        before = len(easterner.specs)
+        await ask(messages)
+        return "east" if len(easterner.specs) > before else "home"
+
+    async def tell(ring: Redis, claimed: int) -> None:
+        """What the ring's worker says it has claimed, and until the front has heard it."""
+        status = WorkerStatus("w1", MODEL, "host", 1, "ready", 0, 8, claimed, 0, 1, 0.0, 0, 1, 2**40)
+        await WorkerRegistry(ring).heartbeat(status)
+        seen = front.ring.others[0] if ring is east else front.ring
+
+        async def heard() -> bool:
+            await seen.live_models()
+            return [each.waiting for each in seen.serving(MODEL)] == [claimed]
+
+        await wait_until(heard)
+
+    async with (
+        working(east_server.url, script, CARD) as easterner,
+        api(redis_url, ring=[f"east={east_server.url}"]) as front,
+    ):
+        await wait_until(lambda: len(front.ring.equals(CARD)) == 2)
+        conversations = [here(f"hello {i}") for i in range(24)]
+        places = [await served_by(each) for each in conversations]
+        assert set(places) == {"home", "east"}
+        later = [{"role": "assistant", "content": "well"}, {"role": "user", "content": "and?"}]
+        assert [await served_by([*each, *later]) for each in conversations] == places
+        away = conversations[places.index("east")]
+        asked = len(easterner.specs)
+        await ask([away[1]], "/v1/messages", system="another")
+        first = (await front.post("/v1/responses", {"model": MODEL, "input": away[1]["content"]})).json()["id"]
+        follow = {"model": MODEL, "input": "and?", "previous_response_id": first}
+        assert (await front.post("/v1/responses", follow)).status_code == 200
+        assert len(easterner.specs) == asked + 3, "in any protocol, and where only the last turn is sent"
+        job = (await front.post("/v1/jobs", {"kind": "generate", "model": MODEL, "prompts": ["a"]})).json()["id"]
+        assert await ids(front, "/v1/jobs", headers={HEADER: "home"}) == [job], "jobs are for the first ring"
+        await tell(redis, 400)
+        assert {await served_by(each) for each in conversations[:8]} == {"east"}, "it would wait at home"
+        assert await text_of(front, f"home/{MODEL}") == f"this is {MODEL}" and len(worker.specs) > 0
+        await tell(redis, 0)
+        east_server.stop()
+        try:
+            await wait_until(lambda: bool(front.ring.others[0].away))
+            for each in conversations[:8]:
+                assert await served_by(each) == "home", "a ring that is away is left out"
+        finally:
+            east_server.start()
 
 
 async def test_jobs_are_found_by_their_ids(front: Api) -> None:

@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field, Tag, model_validator
 
 from api.generation.sampling import DrawFields
 from api.generation.structured import Schema
+from api.generation.target import first_words
 from api.http.fields import Off, RequestModel, complaint
 from api.openai.bodies import ChatCompletionRequest
 from api.openai.responses.turns import Items, messages_of, without_turns
@@ -153,6 +154,11 @@ class ResponseRequest(DrawFields):
     prompt_cache_retention: str | None = Field(default=None, description="accepted, not used")
     prompt_cache_options: dict[str, Any] | None = Field(default=None, description="accepted, not used")
     chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def opening(self) -> str:
+        """What the user said first, where what was said before stands in front of `input`."""
+        return first_words(self.input)
 
     @model_validator(mode="after")
     def _possible(self) -> "ResponseRequest":

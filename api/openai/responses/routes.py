@@ -39,10 +39,10 @@ async def create_response(body: ResponseRequest, request: Request, ring: TheRing
     stored = is_stored(ring, body)
     body.store = stored
     history = await history_of(ring, body)
-    target = await target_of(ring, body, request, split=True)
+    asked = body.model_copy(update={"input": [*history.items, *body.input]}) if history.items else body
+    target = await target_of(ring, asked, request, split=True)
     there = target.ring  # where it is computed; responses and conversations stay in the process's own ring
     codec = target.served.codec
-    asked = body.model_copy(update={"input": [*history.items, *body.input]}) if history.items else body
     chat, work, reply_plan = await plan_response(there, asked, target, history.ids)
     unused = [NAMES.get(name, name) for name in unused_hints(chat, codec)]
     writer = ResponseWriter(body, reply_plan, codec)

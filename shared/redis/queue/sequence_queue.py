@@ -320,6 +320,12 @@ class SequenceQueue:
             for kind in CLASSES
         }
 
+    async def unclaimed(self) -> dict[SequenceClass, int]:
+        """How much of each class waits for any worker: what it costs does not depend on how many there are."""
+        places = ("", keys.HANDED_BACK, keys.SUSPECTS)
+        streams = {kind: [keys.queue(self._model, kind, place) for place in places] for kind in CLASSES}
+        return {kind: int((await _DEPTH(self._redis, streams[kind], [keys.GROUP]))[0]) for kind in CLASSES}
+
     # -- inside
 
     def _own_streams(self, worker_id: str) -> list[str]:
