@@ -19,6 +19,8 @@ from tests.engine.small_models import LLAMA, write_model
 from worker.engine.messages import EngineConfig
 from worker.engine.model.loader import load_model
 
+pytestmark = pytest.mark.long  # two processes
+
 COUNT = 2
 CLOSE, CLOSE_IN_8_BITS = 1e-4, 1e-2  # the latter: a number of KV may round to the one above
 HEADS = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8, "num_key_value_heads": 4}
