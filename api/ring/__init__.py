@@ -10,7 +10,8 @@ Images are checked in such processes, too (`images.py`); `named_images.py` reads
 `image_fetch.py` fetches them from hosts that the operator has named, where `public_addresses.py` says that the address
 is one of the internet's.
 
-`choosing.py` says which of several rings a request is about: its model's, or that of the thing that it names.
+`choosing.py` says which of several rings a request is about: its model's, or that of the thing that it names;
+`spreading.py` which one gets it where several serve the same model.
 
 `split_choices.py` chooses the version of an adapter whose requests are split over several.
 

@@ -5,7 +5,7 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Path, Query, Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 
-from api.ops.dashboard.parts import adapter_view, job_view, letters, training_views
+from api.ops.dashboard.parts import adapter_view, job_view, letters, ring_views, training_views
 from api.ops.dashboard.render import HEADERS, DashboardRoute, Page, page, part
 from api.ops.dashboard.samples import SHOWN, SampleLine, sample_lines, sample_view, thumbnail, waiting_answers
 from api.ops.dashboard.session import keys_of, may_look
@@ -22,7 +22,8 @@ JOBS_PAGE = 50
 async def overview(request: Request, snapshots: TheSnapshots) -> Response:
     """Workers, queues, the newest jobs, adapters: the ring at a glance."""
     about = Page("Ring", "ring", "/dashboard/events/ring")
-    return page(request, "ring.html", about, ring=await snapshots.read())
+    rings = ring_views(request.app.state.ring)
+    return page(request, "ring.html", about, ring=await snapshots.read(), rings=rings)
 
 
 @router.get("/")

@@ -112,6 +112,19 @@ async def training_views(ring: Ring) -> list[RunView]:
     return runs
 
 
+class RingView(NamedTuple):
+    """A ring of a front, as of this process's last look."""
+
+    name: str
+    away: str  # why it is not reached; "": it is
+    models: list[str]
+
+
+def ring_views(ring: Ring) -> list[RingView]:
+    """The rings that this process serves, where it serves several; a page shows them as they are when it is opened."""
+    return [RingView(each.name, each.away, sorted(each.models_seen)) for each in ring.all] if ring.others else []
+
+
 async def letters(ring: Ring) -> list[DeadLetter]:
     """The newest dead letters."""
     return await ring.dead_letters.list(limit=LETTERS_SHOWN)
