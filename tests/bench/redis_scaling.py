@@ -43,7 +43,6 @@ from shared.sequences import SamplingParams
 
 MODEL = "timed"
 WARM_UP_S = 3.0
-CONNECTED_A_S = 20  # workers, of a busy machine
 DELAYS_KEPT = 200_000
 SAMPLE_S = 2.0
 HEADER = (
@@ -296,6 +295,15 @@ class Figures:
         return sum(self.after.commands[n][0] - self.before.commands.get(n, (0, 0))[0] for n in kept) / self.took
 
 
+def settle(client: "sync_redis.Redis[bytes]", level: Level) -> None:
+    """Until no simulator has connected for longer than one of its seconds, and all have told of themselves."""
+    pause = WARM_UP_S + level.slow
+    before = -1
+    while (now := int(client.info("stats")["total_connections_received"])) > before:
+        before = now
+        time.sleep(pause)
+
+
 def measure(level: Level, seconds: float, processes: int, show_commands: bool = False) -> Figures:
     """Run one level, and see what Redis had to do."""
     with tempfile.TemporaryDirectory() as folder, EmbeddedRedis(Path(folder)) as server:
@@ -304,7 +312,7 @@ def measure(level: Level, seconds: float, processes: int, show_commands: bool = 
         try:
             while level.offered and not simulators.ask().sequences:
                 time.sleep(0.2)
-            time.sleep(WARM_UP_S + level.slow + level.workers / CONNECTED_A_S / level.slow)
+            settle(client, level)
             counts, cpu, before = simulators.ask(), simulators.cpu_s(), Seen.now(client)
             time.sleep(seconds)
             after, cpu_after, counts_after = Seen.now(client), simulators.cpu_s(), simulators.ask()

@@ -164,19 +164,18 @@ async def work(
     """Run workers until cancelled; `ready` is called once all are in the ring."""
     TimedEngine.step_s = step_s
     worker.process.EngineThread = TimedEngine  # type: ignore[misc,assignment]
+    settings = load(
+        WorkerSettings,
+        [
+            "--redis", url, "--model", MODEL, "--max-batch-size", str(rows), "--drain-grace-s", "0",
+            "--lease-ms", str(lease_ms), "--allow-other-weights",
+        ],
+    )  # fmt: skip
+    numbers = range(first, first + workers)
     processes = [
-        WorkerProcess(
-            load(
-                WorkerSettings,
-                [
-                    "--redis", url, "--model", MODEL, "--max-batch-size", str(rows), "--worker-id", f"w{first + i}",
-                    "--adapter-cache-dir", str(folder / f"{first + i}"), "--drain-grace-s", "0",
-                    "--lease-ms", str(lease_ms), "--allow-other-weights",
-                ],
-            )
-        )
-        for i in range(workers)
-    ]  # fmt: skip
+        WorkerProcess(settings.model_copy(update={"worker_id": f"w{i}", "adapter_cache_dir": folder / str(i)}))
+        for i in numbers
+    ]
     tasks = [asyncio.create_task(process.run()) for process in processes]
     await wait_until(lambda: all(process._state == "ready" for process in processes), 500)
     ready()
