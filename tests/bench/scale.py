@@ -113,7 +113,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("level", nargs="*", help=f"of {', '.join(LEVELS)}; default: all")
     parser.add_argument("--seconds", type=float, default=15, help="at the least; never less than two periods")
-    parser.add_argument("--processes", type=int, default=4, help="of simulated workers, and as many of apis")
+    parser.add_argument(
+        "--processes", type=int, default=4, help="of workers, and as many of apis; of 400 workers at most each"
+    )
     parser.add_argument("--commands", action="store_true")
     chosen = parser.parse_args()
     print(
