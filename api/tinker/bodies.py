@@ -119,6 +119,17 @@ class SaveBody(Body):
     user_metadata: Texts = None
 
 
+class ExternalBody(Body):
+    """POST save_weights_external."""
+
+    off: ClassVar[Off] = {"age_encryption_recipients": ([],)}
+
+    model_id: Id
+    seq_id: Turn
+    path: SaveName
+    ttl_seconds: int | None = Field(default=None, ge=1, le=LONGEST_TTL_S)
+
+
 class PublishBody(Body):
     """POST save_weights_for_sampler."""
 

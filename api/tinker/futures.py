@@ -98,6 +98,8 @@ async def _shown(ring: Ring, spec: LearnerSpec, answer: Answer, sampler: str) ->
             return {"type": "load_weights", "model_id": spec.id}
         case SaveDone(kind="state"):
             return {"type": "save_weights", "path": str(SavePath(spec.id, "state", answer.name))}
+        case SaveDone(kind="external"):
+            return {"type": "save_weights_external", "path": str(SavePath(spec.id, "external", answer.name))}
         case SaveDone():
             path = str(SavePath(spec.id, "sampler", answer.name))
             if sampler:

@@ -21,6 +21,7 @@ from api.ring.caller import asker
 from api.ring.ring import Ring, TheRing
 from api.ring.room import aside
 from api.tinker.bodies import (
+    ExternalBody,
     LoadBody,
     LoraBody,
     Metadata,
@@ -104,6 +105,15 @@ async def save_weights_for_sampler(body: PublishBody, ring: TheRing) -> Response
     publish = Publish(name, lives_s, body.user_metadata or {})
     more = "" if body.sampling_session_seq_id is None else f":{body.sampling_session_seq_id}"
     return await _placed(ring, spec.id, body.seq_id, publish, more)
+
+
+@router.post(
+    "/save_weights_external", summary="Keep weights to be taken away", response_class=Response, responses=ERRORS
+)
+async def save_weights_external(body: ExternalBody, ring: TheRing) -> Response:
+    """Weights alone under a name; their files have addresses (api/tinker/downloads.py)."""
+    spec = await spec_named(ring, body.model_id)
+    return await _placed(ring, spec.id, body.seq_id, Save(body.path, body.ttl_seconds or 0, kind="external"))
 
 
 @router.post("/load_weights", summary="Go on from a save", response_class=Response, responses=ERRORS)
