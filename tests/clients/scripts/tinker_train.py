@@ -6,6 +6,7 @@ wrong.
 """
 
 import asyncio
+import inspect
 import io
 import os
 import tarfile
@@ -108,6 +109,10 @@ def main() -> None:
     base = service.create_sampling_client(base_model=MODEL)
     if hasattr(base, "result"):
         base = base.result()
+    if "kind" in inspect.signature(training.save_weights_and_get_sampling_client).parameters:  # 0.38
+        inflight = training.save_weights_and_get_sampling_client(kind="inflight").result()
+        answer = inflight.sample(types.ModelInput.from_ints(PROMPT), 1, greedy).result()
+        assert list(answer.sequences[0].tokens) == ANSWER, answer
     known = [logp for logp in sampler.compute_logprobs(types.ModelInput.from_ints(WHOLE)).result() if logp is not None]
     unknown = [logp for logp in base.compute_logprobs(types.ModelInput.from_ints(WHOLE)).result() if logp is not None]
     assert len(known) == len(WHOLE) - 1 and sum(known) > sum(unknown)
