@@ -30,9 +30,11 @@ from trainer.learn.options import AdapterShape  # noqa: E402
 from trainer.learn.policy import Policy  # noqa: E402
 from worker.engine.messages import EngineConfig, SpeculationConfig  # noqa: E402
 from worker.engine.model.loader import LoadedModel, load_model  # noqa: E402
+from worker.engine.ranks import ranks  # noqa: E402
 from worker.engine.ranks.ranks import Ranks  # noqa: E402
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+SHARDING: Any = "tensor"  # of the ranks
 GRAMMAR = json.dumps({"grammars": [{"json_schema": SCHEMA}]})
 
 
@@ -178,7 +180,7 @@ def scored(seq: str) -> SequenceSpec:
 
 
 def _load(folder: str, group: Any, **config: Any) -> LoadedModel:
-    return load_model(EngineConfig(folder, kv_limit_bytes=1 << 30, **config), group)
+    return load_model(EngineConfig(folder, kv_limit_bytes=1 << 30, sharding=SHARDING, **config), group)
 
 
 def run(tasks: list[Task], group: Any) -> list[Any]:
@@ -187,8 +189,12 @@ def run(tasks: list[Task], group: Any) -> list[Any]:
     return [known[task.of](group, **task.arguments) for task in tasks]
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, sharding: str, by_sums: str) -> None:
     """One rank."""
+    global SHARDING
+    SHARDING = sharding
+    if int(by_sums):
+        ranks.has_sends = lambda: False
     group = mx.distributed.init(strict=True, backend="ring")
     channel = Channel(folder, Ranks(group))
     Bench.facts = staticmethod(channel.facts)  # type: ignore[assignment]
@@ -197,4 +203,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])

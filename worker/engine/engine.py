@@ -70,7 +70,10 @@ class Engine:
         self._class_turns = ClassTurns()
         score_positions = config.score_chunk_bytes // (4 * loaded.card.vocab_size)
         new_kv, pieces = self._model.new_kv(), self._pieces
-        self.prefixes = prefix_cache(config, loaded.card, new_kv, wake, lambda: pieces.token_s)  # moved by peers, disks
+        shares = () if loaded.whole is None else loaded.whole.shares
+        self.prefixes = prefix_cache(  # moved by peers, disks
+            config, loaded.card, new_kv, wake, lambda: pieces.token_s, shares
+        )
         self._keeping = Keeping(self.prefixes, self._limits.kv_bytes, config.keep_bytes)
         drafts = draft_batch(loaded, config)
         self.drafting = Drafting(config.speculation, new_kv, drafts)  # is told what others have written

@@ -56,12 +56,19 @@ class Prefix:
 class PrefixCache:
     """KV of sequences, up to `limit_bytes`. `new_kv` is an example of the model's caches."""
 
-    def __init__(self, limit_bytes: int, block_size: int, base_sha256: str, new_kv: Sequence[Any]) -> None:
+    def __init__(
+        self, limit_bytes: int, block_size: int, base_sha256: str, new_kv: Sequence[Any], shares: Sequence[int] = ()
+    ) -> None:
+        """`shares`: as how many layers' each cache counts, where others do not count; () counts what is there."""
         kinds = [kind_of(leaf) for leaf in leaves(new_kv)]
         self._limit = limit_bytes if all(kind.is_known for kind in kinds) else 0
         self.needs_snapshots = bool(self._limit) and not all(kind.is_cut for kind in kinds)
         self.has_blocks = any(kind.is_cut for kind in kinds)
         self._new_kv = list(new_kv)
+        pairs = zip(new_kv, shares, strict=True) if shares else ()
+        each = [(kind_of(leaf).is_cut, share) for cache, share in pairs for leaf in leaves([cache])]
+        self._cut_shares = [share for is_cut, share in each if is_cut]
+        self._state_shares = [share for is_cut, share in each if not is_cut]
         self._block_size = block_size
         self._keys = BlockKeys(base_sha256, block_size)
         self._stops = Stops(block_size, limit_bytes)
@@ -279,7 +286,7 @@ class PrefixCache:
         layers = kv.states(places, lengths) if places else []
         if not layers or not all(layers):
             return
-        self._stops.state_bytes = sum(array.nbytes for arrays in layers for array in arrays) // len(places)
+        self._stops.state_bytes = Slab(layers).counted(self._state_shares) // len(places)
         if self._stops.state_bytes > self._limit:
             return
         states = copy_states(layers)
@@ -327,9 +334,10 @@ class PrefixCache:
             self._count(part.slab, -1)
 
     def _count(self, slab: Slab, sign: int) -> None:
-        self._bytes += sign * slab.nbytes
+        nbytes = slab.counted(self._state_shares if slab.of_states else self._cut_shares)
+        self._bytes += sign * nbytes
         if slab.of_states:
-            self._snapshot_bytes += sign * slab.nbytes
+            self._snapshot_bytes += sign * nbytes
 
     def _take_out(self, runs: dict[Segment, int], snapshot: Snapshot | None) -> None:
         """Copy what a hit uses out of slabs that others share."""
@@ -352,9 +360,8 @@ class PrefixCache:
             self._leaves(next(iter(self._order)))
             self._evict()
 
-    @staticmethod
-    def _bytes_of(kv: KvRows, part: Wanted) -> int:
-        return Cut(Slab(kv.layers), part.row, part.start, part.length).nbytes
+    def _bytes_of(self, kv: KvRows, part: Wanted) -> int:
+        return Cut(Slab(kv.layers), part.row, part.start, part.length).counted(self._cut_shares)
 
     def _touch(self, chain: list[Segment], snapshot: Snapshot | None = None) -> None:
         """Renew a snapshot, and then the segments before it, parents last."""

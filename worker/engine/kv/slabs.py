@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import mul
 from typing import Any
 
 import mlx.core as mx
@@ -56,7 +57,12 @@ class Slab:
     @property
     def nbytes(self) -> int:
         """Of all its rows."""
-        return sum(array.nbytes for arrays in self.layers for array in arrays)
+        return self.counted(())
+
+    def counted(self, shares: Sequence[int]) -> int:
+        """Bytes, each leaf as often as its share says; () once."""
+        each = [sum(array.nbytes for array in arrays) for arrays in self.layers]
+        return sum(map(mul, each, shares)) if shares else sum(each)
 
 
 @dataclass(frozen=True)
@@ -90,9 +96,12 @@ class Cut:
     @property
     def nbytes(self) -> int:
         """What it would take alone."""
-        return self.length * sum(
-            array.nbytes // (array.shape[0] * array.shape[2]) for arrays in self.slab.layers for array in arrays
-        )
+        return self.counted(())
+
+    def counted(self, shares: Sequence[int]) -> int:
+        """The same, each leaf as often as its share says; () once."""
+        each = [sum(array.nbytes // (array.shape[0] * array.shape[2]) for array in arrays) for arrays in self.slab.layers]
+        return self.length * (sum(map(mul, each, shares)) if shares else sum(each))
 
     def alone(self) -> Cut:
         """A copy that keeps no other row alive."""

@@ -18,6 +18,7 @@ class Ranks:
     """A group of MLX of more than one rank."""
 
     group: Any  # mx.distributed.Group
+    by_sums: bool = False  # hidden states are handed on by sums
 
     @property
     def rank(self) -> int:
@@ -35,10 +36,37 @@ class Ranks:
         own = values * mx.array(self.rank == 0, values.dtype)
         return mx.distributed.all_sum(own, group=self.group)
 
+    def handed_on(self, x: mx.array) -> mx.array:
+        """What this rank's layers have made goes to the next one, from now on."""
+        if not self.by_sums:
+            return _begun(mx.distributed.send(x, self.rank + 1, group=self.group))
+        sent = _begun(mx.distributed.all_sum(x, group=self.group))
+        for _ in range(self.rank + 1, self.size - 1):  # from each of the others to the one behind it
+            _begun(mx.distributed.all_sum(mx.zeros(x.shape, x.dtype), group=self.group))
+        return sent
+
+    def received(self, like: mx.array) -> mx.array:
+        """What the rank before has handed on; of `like`, shape and dtype count."""
+        if not self.by_sums:
+            return _begun(mx.distributed.recv(like.shape, like.dtype, self.rank - 1, group=self.group))
+        x = like
+        for _ in range(self.rank):
+            x = _begun(mx.distributed.all_sum(mx.zeros(like.shape, like.dtype), group=self.group))
+        return x
+
+    def from_last(self, x: mx.array) -> mx.array:
+        """The last rank's values, on all of them, once somebody wants them; they hang on nothing of the others."""
+        own = x if self.rank == self.size - 1 else mx.zeros(x.shape, x.dtype)
+        return mx.distributed.all_sum(own, group=self.group)
+
     def least(self, value: int) -> int:
         """The smallest of all ranks' values, which is agreed on at start."""
         least = mx.distributed.all_min(mx.array([value], mx.int64), group=self.group)
         return int(cast(int, least.item()))
+
+    def largest(self, value: int) -> int:
+        """The largest of all ranks' values."""
+        return -self.least(-value)
 
     def most(self, value: float) -> float:
         """The largest of all ranks' values; infinity counts."""
@@ -48,4 +76,15 @@ class Ranks:
 
 def ranks_of(group: Any | None) -> Ranks | None:
     """Of a group of MLX; None for one rank alone."""
-    return None if group is None or group.size() == 1 else Ranks(group)
+    return None if group is None or group.size() == 1 else Ranks(group, by_sums=not has_sends())
+
+
+def has_sends() -> bool:
+    """Whether MLX can send from rank to rank on this device: its CUDA has sums and no sends (0.32)."""
+    return mx.default_device() == mx.Device(mx.cpu) or not mx.cuda.is_available()
+
+
+def _begun(x: mx.array) -> mx.array:
+    """Under way, so that ranks exchange in the order of their calls, whatever each asks to have computed."""
+    mx.async_eval(x)  # type: ignore[no-untyped-call]
+    return x
