@@ -34,20 +34,15 @@ class Task(msgspec.Struct):
     arguments: dict[str, Any] = {}
 
 
-def start(
-    count: int, folder: Path, tasks: Sequence[Task], sharding: str = "tensor", *, by_sums: bool = False
-) -> list[list[Any]]:
-    """What each rank says of each task; an error of any rank fails the test.
-
-    `by_sums`: ranks hand on as they do where there are no sends.
-    """
+def start(count: int, folder: Path, tasks: Sequence[Task], sharding: str = "tensor") -> list[list[Any]]:
+    """What each rank says of each task; an error of any rank fails the test."""
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
         hosts = [[f"127.0.0.1:{each.getsockname()[1]}"] for each in sockets]
     (folder / "hosts.json").write_text(json.dumps(hosts))
     (folder / "tasks.json").write_bytes(msgspec.json.encode(list(tasks)))
-    command = [sys.executable, "-m", "tests.engine.rank_tasks", str(folder), sharding, str(int(by_sums))]
+    command = [sys.executable, "-m", "tests.engine.rank_tasks", str(folder), sharding]
     ranks = [subprocess.Popen(command, env=_environment(folder, rank)) for rank in range(count)]
     try:
         codes = [rank.wait(PATIENCE_S) for rank in ranks]

@@ -47,7 +47,7 @@ FAILURES_IN_A_ROW = 3  # forwards that fail one after another before the engine 
 
 
 class Engine:
-    """The rows of one model on this machine."""
+    """The rows of one model on this machine. What is in `prefixes`, peers and disks move, too."""
 
     def __init__(
         self,
@@ -70,10 +70,7 @@ class Engine:
         self._class_turns = ClassTurns()
         score_positions = config.score_chunk_bytes // (4 * loaded.card.vocab_size)
         new_kv, pieces = self._model.new_kv(), self._pieces
-        shares = () if loaded.whole is None else loaded.whole.shares
-        self.prefixes = prefix_cache(  # moved by peers, disks
-            config, loaded.card, new_kv, wake, lambda: pieces.token_s, shares
-        )
+        self.prefixes = prefix_cache(config, loaded.card, new_kv, wake, lambda: pieces.token_s, loaded.shares)
         self._keeping = Keeping(self.prefixes, self._limits.kv_bytes, config.keep_bytes)
         drafts = draft_batch(loaded, config)
         self.drafting = Drafting(config.speculation, new_kv, drafts)  # is told what others have written

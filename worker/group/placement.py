@@ -48,10 +48,14 @@ def placement(settings: WorkerSettings, environment: Mapping[str, str] = os.envi
             raise SetupError(f"--distributed-mode off contradicts {flag}")
         return None
     if not (asks or launched):
-        if settings.distributed_mode:
+        flags = {
+            f"--distributed-mode {settings.distributed_mode}": bool(settings.distributed_mode),
+            f"--distributed-sharding {settings.distributed_sharding}": settings.distributed_sharding != "tensor",
+        }
+        if flag := next((flag for flag, is_given in flags.items() if is_given), ""):
             raise SetupError(
-                f"--distributed-mode {settings.distributed_mode} needs ranks: --num-local-ranks N for this machine, "
-                "--distributed-hostfile FILE for several, or mlx.launch"
+                f"{flag} needs ranks: --num-local-ranks N for this machine, --distributed-hostfile FILE for several, "
+                "or mlx.launch"
             )
         return None
     _check(settings)
@@ -82,7 +86,6 @@ def _check(settings: WorkerSettings) -> None:
     """What a group does not do."""
     part = "a rank's KV is a part of the model's"
     refused = {
-        "--distributed-sharding pipeline": (settings.distributed_sharding != "tensor", "ranks divide each layer"),
         f"--spec-decode {settings.spec_decode}": (
             settings.spec_decode in ("draft", "auto"),
             "ngram is what all ranks draft alike",

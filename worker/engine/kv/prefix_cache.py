@@ -28,7 +28,7 @@ import mlx.core as mx
 from worker.engine.kv.block_keys import BlockKeys
 from worker.engine.kv.entries import NOTHING, Promotion, Segment, Snapshot, go_on_with
 from worker.engine.kv.kinds import kind_of, leaves, restored
-from worker.engine.kv.slabs import Cut, KvRows, Layers, Slab, State, Wanted, copy_rows, copy_states
+from worker.engine.kv.slabs import Cut, KvRows, Layers, Slab, State, Wanted, copy_rows, copy_states, shares_of
 from worker.engine.kv.stops import Stops
 from worker.engine.messages import DiskStats, PrefixStats
 
@@ -65,10 +65,7 @@ class PrefixCache:
         self.needs_snapshots = bool(self._limit) and not all(kind.is_cut for kind in kinds)
         self.has_blocks = any(kind.is_cut for kind in kinds)
         self._new_kv = list(new_kv)
-        pairs = zip(new_kv, shares, strict=True) if shares else ()
-        each = [(kind_of(leaf).is_cut, share) for cache, share in pairs for leaf in leaves([cache])]
-        self._cut_shares = [share for is_cut, share in each if is_cut]
-        self._state_shares = [share for is_cut, share in each if not is_cut]
+        self._cut_shares, self._state_shares = shares_of(new_kv, shares)
         self._block_size = block_size
         self._keys = BlockKeys(base_sha256, block_size)
         self._stops = Stops(block_size, limit_bytes)

@@ -100,7 +100,9 @@ class Cut:
 
     def counted(self, shares: Sequence[int]) -> int:
         """The same, each leaf as often as its share says; () once."""
-        each = [sum(array.nbytes // (array.shape[0] * array.shape[2]) for array in arrays) for arrays in self.slab.layers]
+        each = [
+            sum(array.nbytes // (array.shape[0] * array.shape[2]) for array in arrays) for arrays in self.slab.layers
+        ]
         return self.length * (sum(map(mul, each, shares)) if shares else sum(each))
 
     def alone(self) -> Cut:
@@ -159,3 +161,12 @@ def _copied(layers: Layers) -> Layers:
     copies = [tuple(mx.contiguous(array) for array in arrays) for arrays in layers]
     mx.async_eval(copies)  # type: ignore[no-untyped-call]
     return copies
+
+
+def shares_of(new_kv: Sequence[Any], shares: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Of the leaves that are cut, and of the others, the share of the cache that they are in."""
+    found: tuple[list[int], list[int]] = [], []
+    for cache, share in zip(new_kv, shares, strict=True) if shares else ():
+        for leaf in leaves([cache]):
+            found[not kind_of(leaf).is_cut].append(share)
+    return found

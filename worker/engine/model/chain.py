@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from math import inf
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
@@ -88,7 +88,7 @@ def _watched(layers: Sequence[Any], calls: list[_Call]) -> Iterator[None]:
 
 def _watching(of: type, calls: list[_Call]) -> type:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        output = of.__call__(self, *args, **kwargs)  # type: ignore[operator]
+        output = of.__call__(self, *args, **kwargs)
         calls.append(_Call(self, args, kwargs, output))
         return output
 
@@ -103,7 +103,10 @@ def _check(calls: Sequence[_Call], layers: Sequence[Any], caches: Sequence[Any])
         given, *others = call.args or (None,)
         if not isinstance(given, mx.array) or (before is not None and given is not before):
             raise SetupError(f"layer {at} is not fed what the layer before it makes, as it is")
-        if not isinstance(call.output, mx.array) or (call.output.shape, call.output.dtype) != (given.shape, given.dtype):
+        if not isinstance(call.output, mx.array) or (call.output.shape, call.output.dtype) != (
+            given.shape,
+            given.dtype,
+        ):
             raise SetupError(f"layer {at} makes something else than what it is fed")
         for each in _parts([*others, *call.kwargs.values()]):
             if isinstance(each, mx.array) and each.dtype in _FLOATS:
@@ -123,10 +126,11 @@ def _parts(values: Iterable[Any]) -> Iterator[Any]:
 
 def _kind(cache: Any) -> str:
     """By what it keeps of a trial that was traced: caches of one kind take as many bytes of a row."""
-    return "; ".join(
-        f"{type(leaf).__name__} {getattr(leaf, 'max_size', '')} {[(each.shape, str(each.dtype)) for each in _held(leaf)]}"
-        for leaf in leaves([cache])
-    )
+    kinds = []
+    for leaf in leaves([cache]):
+        held = [(each.shape, str(each.dtype)) for each in _held(leaf)]
+        kinds.append(f"{type(leaf).__name__} {getattr(leaf, 'max_size', '')} {held}")
+    return "; ".join(kinds)
 
 
 def _held(leaf: Any) -> list[mx.array]:
@@ -161,4 +165,4 @@ def plan(nbytes: Sequence[int], kinds: Sequence[str], extra: Sequence[int]) -> l
             "side by side"
         )
     begins = [*best[len(nbytes)][1], len(nbytes)]
-    return [range(begin, end) for begin, end in zip(begins, begins[1:], strict=False)]
+    return [range(begin, end) for begin, end in pairwise(begins)]

@@ -67,6 +67,11 @@ class LoadedModel:
         return None if self.whole is None else self.whole.ranks
 
     @property
+    def shares(self) -> tuple[int, ...]:
+        """By cache: layers whose KV it stands for, so that all ranks count alike; () counts what is there."""
+        return () if self.whole is None else self.whole.shares
+
+    @property
     def draft_kv(self) -> DraftKv:
         """What the draft model keeps of a row."""
         return DraftKv() if self.draft is None else self.draft.kept
