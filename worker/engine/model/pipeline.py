@@ -3,8 +3,8 @@
 A stage is a contiguous range of layers. In the places of all others stand modules that pass through what they are fed;
 the one before a stage's first layer waits for what the rank before has made, the one behind its last layer hands it on.
 Behind the model's last norm all ranks get what the last one has made, and go on alike: each has the output layer, draws
-for itself and sees what a row needs. That costs each rank the output layer's weights, and saves the logits' way back, of
-which a row has many times as many as hidden states. Embeddings that are not the output layer too are on the first rank.
+for itself and sees what a row needs. That costs each rank the output layer's weights, and saves the way back of logits,
+which are many times as large as hidden states. Embeddings that are not the output layer too are on the first rank.
 
 Of what is not needed, nothing is computed: the hidden states of a prompt's piece do not come back, so a rank begins the
 next piece while others still compute this one.
