@@ -34,7 +34,7 @@ from worker.engine.model.pooling import hidden_size
 from worker.engine.model.sharding import read_weights, shard
 from worker.engine.model.sites import Whole, module_shapes
 from worker.engine.ranks.lockstep import check_settings
-from worker.engine.ranks.ranks import Ranks, ranks_of
+from worker.engine.ranks.ranks import Ranks, one_after_another, ranks_of
 from worker.engine.scheduler import DraftKv
 from worker.engine.vision.families import AnyTower, chat_template, check_known, is_vision, load_seeing
 
@@ -85,6 +85,7 @@ def load_model(config: EngineConfig, group: Any | None = None) -> LoadedModel:
     if ranks is None:
         return _load(config, None)
     check_settings(config)
+    ranks = one_after_another(ranks) if config.sharding == "pipeline" else ranks
     with mx.stream(generation_stream):  # where their sums are in the batch, too
         return _load(config, ranks)
 
