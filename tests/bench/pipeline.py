@@ -1,8 +1,9 @@
 """Two ranks that hold a model layer by layer, against one process: `python -m tests.bench.pipeline`.
 
 Random weights in fp32, over MLX's ring, one thread a process: on a machine of two cores each rank has its own. A
-prompt is fed in pieces: a rank may begin the next one while the other computes this one. Printed is how many times
-faster two ranks are, round by round: least, median, most. 1.0: no overlap; 2.0: all of it.
+prompt is fed in pieces, and rows decode in two parts, so that a rank may compute one while the other computes another.
+Printed is how many times faster two ranks are than one, least, median and most of all rounds, and what the least times
+say; of rows also how many times faster in parts than in one.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -25,8 +27,8 @@ from tests.bench.group_step import _turn
 
 SHAPE = {"num_hidden_layers": 8, "hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8}
 VOCABULARY = 512
-PROMPT, PIECE, TOKENS = 2048, 256, 24
-ROWS = (1, 8, 32)
+PROMPT, PIECE, TOKENS = 1024, 128, 16
+ROWS = (2, 32)
 
 
 def main() -> None:
@@ -41,16 +43,24 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         _write(Path(folder))
         alone, *two = [stack.enter_context(each) for each in _started(Path(folder))]
-        ratios: dict[str, list[float]] = {}
+        times: dict[str, list[list[float]]] = {}
         for _ in range(args.rounds):
             for what in ("prompt", *ROWS):
                 took = [_asked([alone], what), _asked(two, what)]
-                ratios.setdefault(str(what), []).append(took[0] / took[1])
-        for what, each in ratios.items():
-            name = "prompt" if what == "prompt" else f"{what} rows"
-            print(f"{name:8} {min(each):.2f} {median(each):.2f} {max(each):.2f}", flush=True)
+                took += [] if what == "prompt" else [_asked(two, f"{what} whole")]
+                times.setdefault(str(what), []).append(took)
+        for what, each in times.items():
+            one, both, *whole = zip(*each, strict=True)
+            line = f"{what if what == 'prompt' else f'{what} rows':8} over one process {_told(one, both)}"
+            print(line + "".join(f"; in parts over in one {_told(other, both)}" for other in whole), flush=True)
         for process in (alone, *two):
             process.kill()
+
+
+def _told(slow: Sequence[float], fast: Sequence[float]) -> str:
+    ratios = [one / other for one, other in zip(slow, fast, strict=True)]
+    least = min(slow) / min(fast)
+    return f"{min(ratios):.2f} {median(ratios):.2f} {max(ratios):.2f}, least times {least:.2f}"
 
 
 def _started(folder: Path) -> list[subprocess.Popen[str]]:
@@ -95,16 +105,19 @@ def rank(folder: Path) -> None:
 
     import mlx.core as mx
 
+    from worker.engine.batch.row_model import RowModel
     from worker.engine.messages import EngineConfig
     from worker.engine.model.loader import load_model
 
+    in_parts = RowModel.stages
     group = mx.distributed.init(strict=True, backend="ring") if "MLX_RANK" in os.environ else None
     config = EngineConfig(
         str(folder), max_rows=max(ROWS), prefill_chunk=PIECE, prefix_cache_bytes=0, sharding="pipeline"
     )
     loaded = load_model(replace(config, kv_limit_bytes=1 << 30), group)
     for line in sys.stdin:
-        what = line.strip()
+        what, *whole = line.split()
+        RowModel.stages = property(lambda self: 1) if whole else in_parts  # type: ignore[method-assign]
         took = _prompt_s(loaded, config) if what == "prompt" else _step_s(loaded, config, int(what))
         print(took, flush=True)
 
