@@ -9,10 +9,13 @@ server, which our other settings hold for, and adds what a cluster asks for:
 - A pipeline is sent to each server in one piece, to all at once. If it runs a script, what goes to the server of its
   first command is answered before the rest is sent: whoever hears of an end finds it committed.
 - A transaction is one MULTI for each of its slots, the first slot's before the others: atomic in each of them alone.
+- An answer that came late counts only if its server still has the slot. A primary that was frozen until another took
+  its place first answers what it was sent meanwhile, and then forgets it.
 - A channel with braces in its name is a sharded one, also with PUBLISH and SUBSCRIBE.
 """
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
@@ -42,6 +45,7 @@ from shared.redis.connection.faults import ClusterStateError, DiscreetPipeline, 
 from shared.redis.connection.topology import (
     FollowingConnection,
     FollowingTlsConnection,
+    FormerPrimaryError,
     NoClusterError,
     Place,
     Topology,
@@ -50,6 +54,7 @@ from shared.redis.connection.topology import (
 )
 
 ANSWER_WITHIN_S = 1.0  # a server that is asked who has which slot; then the next one is asked
+LATE_S = 0.5  # for an answer; no cluster replaces a primary sooner
 AT_ONCE = 3  # times that a command is sent after a slot that has moved, before it waits
 
 T = TypeVar("T")
@@ -65,6 +70,9 @@ class ClusterRedis(DiscreetRedis):
         self._options: dict[str, Any] = {**options, **given, "parser_class": ClusterParser}
         self._tls = address.tls
         self._retry = retry
+        self._waits = (
+            options.get("socket_timeout") is None
+        )  # for commands that wait at the server: every answer is late
         self._nodes: dict[Place, DiscreetRedis] = {}
         self._pools: dict[int | None, ConnectionPool] = {}
         self.topology = Topology(address.members, self._ask_slots)
@@ -126,13 +134,23 @@ class ClusterRedis(DiscreetRedis):
 
         async def attempt() -> T:
             place = await self.topology.place(slot)
+            began = time.monotonic()
             try:
-                return await act(self.node(place))
+                answer = await act(self.node(place))
             except MovedError as error:
                 self.topology.moved(slot, (error.host or place[0], error.port))
                 raise
+            await self.require_current(slot, place, began)
+            return answer
 
         return await self.patiently(attempt)
+
+    async def require_current(self, slot: int, place: Place, began: float) -> None:
+        """FormerPrimaryError when a server that was asked at `began` took long to answer, and the slot is another's."""
+        if self._waits or time.monotonic() - began < LATE_S:
+            return
+        if not await self.topology.is_current(slot, place):
+            raise FormerPrimaryError("it answered late, and its slots are another's by now")
 
     async def patiently(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """Repeat an attempt for as long as its servers may come back, or have successors."""
@@ -213,6 +231,7 @@ class ClusterPipeline(DiscreetPipeline):
     def __init__(self, cluster: ClusterRedis, transaction: bool) -> None:
         super().__init__(cluster.connection_pool, cluster.response_callbacks, transaction, None)
         self._cluster = cluster
+        self._watched = 0  # a slot
 
     async def watch(self, *names: Any) -> None:  # type: ignore[override]  # redis-py types both of its clients
         """As in redis-py; all that follows is of these keys' slot."""
@@ -222,7 +241,8 @@ class ClusterPipeline(DiscreetPipeline):
             self.connection_pool = node.connection_pool
             await super(ClusterPipeline, self).watch(*names)
 
-        await self._cluster.at(routing.slot_of(names[0]), begin)
+        self._watched = routing.slot_of(names[0])
+        await self._cluster.at(self._watched, begin)
 
     async def immediate_execute_command(self, *args: Any, **options: Any) -> Any:
         """As in redis-py. WatchError, too, when the slot has gone to another server, where nobody watches."""
@@ -240,9 +260,12 @@ class ClusterPipeline(DiscreetPipeline):
     async def execute(self, raise_on_error: bool = True) -> list[Any]:
         """As in redis-py."""
         if self.watching or self.explicit_transaction:
+            there = self.connection_pool.connection_kwargs
+            began = time.monotonic()
             try:
                 answers: list[Any] = await super().execute(raise_on_error)
-            except _ELSEWHERE:
+                await self._cluster.require_current(self._watched, (there["host"], there["port"]), began)
+            except (*_ELSEWHERE, FormerPrimaryError):
                 raise self._unwatched() from None
             return answers
         stack = [(routing.sent(args), options) for args, options in self.command_stack]
@@ -282,8 +305,10 @@ class _Sending:
         node = self._cluster.node(place)
         pipe = node.pipeline(transaction=self._transaction)
         pipe.command_stack = [self._stack[number] for number in commands]
+        began = time.monotonic()
         try:
             answers = await pipe.execute(raise_on_error=False)
+            await self._cluster.require_current(self._slots[commands[0]], place, began)
         except (RedisError, OSError) as error:
             self._note(commands[0], place, error)
             return error
