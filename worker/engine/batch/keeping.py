@@ -66,7 +66,7 @@ class Keeping:
 
         `undrawn`: of what they have been fed, so many draws are still to come.
         """
-        kept = [row for row in rows if row.may_go_on and self._ends_with(row, unfed - undrawn)]
+        kept = [row for row in rows if row.may_go_on and self._ends_with(row, unfed + undrawn)]
         lengths = [len(row.context) - unfed for row in kept]
         pairs = self._within_bytes(kept, lengths, lambda length: self._state_bytes(length) + self._kv_bytes(length))
         try:
