@@ -7,7 +7,8 @@ for itself and sees what a row needs. That costs each rank the output layer's we
 which are many times as large as hidden states. Embeddings that are not the output layer too are on the first rank.
 
 Of what is not needed, nothing is computed: the hidden states of a prompt's piece do not come back, so a rank begins the
-next piece while others still compute this one.
+next piece while others still compute this one. What comes back of a decode step is waited for on a stream of its own,
+while the rank computes for another part of the batch (worker/engine/batch/parted_batch.py).
 
 Whatever a rank hands on is on its way when the layer is called, and not when somebody asks for a result: so all ranks
 exchange in the order of their forwards.
