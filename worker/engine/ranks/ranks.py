@@ -75,11 +75,23 @@ class Ranks:
 
     def from_last(self, x: mx.array) -> mx.array:
         """The last rank's values, on all of them, once somebody wants them; they hang on nothing of the others."""
-        is_last = self.rank == self.size - 1
-        own = x if is_last else mx.zeros(x.shape, x.dtype)
-        if is_last and x.shape[1] == 1:  # of a decode step all is wanted, soon
-            _begun(own)
-        return mx.distributed.all_sum(own, group=self.group, stream=self.stream)
+        last = self.size - 1
+        if self.rank == last and x.shape[1] == 1:  # of a decode step all is wanted, soon
+            _begun(x)
+        if not self.overlaps:
+            own = x if self.rank == last else mx.zeros(x.shape, x.dtype)
+            return mx.distributed.all_sum(own, group=self.group, stream=self.stream)
+        if self.rank == last:
+            return self._also_at(0, x)
+        before = (self.rank - 1) % self.size
+        values = mx.distributed.recv(x.shape, x.dtype, before, group=self.group, stream=self.stream)
+        return self._also_at(self.rank + 1, values) if self.rank + 1 < last else values
+
+    def _also_at(self, rank: int, x: mx.array) -> mx.array:
+        """These values, which whoever wants them here sends there, too."""
+        sent = mx.distributed.send(x, rank, group=self.group, stream=self.stream)
+        both: mx.array = mx.depends(x, sent)
+        return both
 
     def least(self, value: int) -> int:
         """The smallest of all ranks' values, which is agreed on at start."""
