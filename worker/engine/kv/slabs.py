@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import mul
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 
 from worker.engine.kv.kinds import Arrays, kind_of, leaves
 
 Layers = list[Arrays]  # of each leaf: arrays [rows, ...]; of a cut one [rows, heads, positions, dim]
+Shares = tuple[Sequence[int], Sequence[int]]  # as often as each leaf counts: of those that are cut, of the others
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,45 @@ class State:
         return State(Slab(_copied(self.layers()), of_states=True), 0)
 
 
+P = TypeVar("P", Cut, State)
+
+
+class SlabUse:
+    """Bytes of the slabs that one holder uses parts of: a slab counts while any part of it is used."""
+
+    def __init__(self, shares: Shares = ((), ())) -> None:
+        self._shares = shares
+        self.bytes = 0
+        self.state_bytes = 0  # of them, of states
+
+    def take(self, part: Cut | State) -> None:
+        """Use a part."""
+        if not part.slab.users:
+            self._count(part.slab, 1)
+        part.slab.users += 1
+
+    def release(self, part: Cut | State) -> None:
+        """Use it no more."""
+        part.slab.users -= 1
+        if not part.slab.users:
+            self._count(part.slab, -1)
+
+    def alone(self, part: P) -> P:
+        """A part that is used, in a slab that no other one is in."""
+        if part.slab.users < 2:
+            return part
+        copy = part.alone()
+        self.take(copy)
+        self.release(part)
+        return copy
+
+    def _count(self, slab: Slab, sign: int) -> None:
+        nbytes = slab.counted(self._shares[slab.of_states])
+        self.bytes += sign * nbytes
+        if slab.of_states:
+            self.state_bytes += sign * nbytes
+
+
 def copy_states(layers: Layers) -> list[State]:
     """A copy of each row of these."""
     slab = Slab(_copied(layers), of_states=True)
@@ -163,10 +203,22 @@ def _copied(layers: Layers) -> Layers:
     return copies
 
 
-def shares_of(new_kv: Sequence[Any], shares: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Of the leaves that are cut, and of the others, the share of the cache that they are in."""
+def shares_of(new_kv: Sequence[Any], shares: Sequence[int]) -> Shares:
+    """Those of the caches that the leaves are in; () counts each leaf once."""
     found: tuple[list[int], list[int]] = [], []
     for cache, share in zip(new_kv, shares, strict=True) if shares else ():
         for leaf in leaves([cache]):
             found[not kind_of(leaf).is_cut].append(share)
     return found
+
+
+def joined(parts: list[Layers], length: int) -> Layers:
+    """The first `length` positions of consecutive parts of each cut leaf."""
+    return [
+        tuple(_concatenated(list(arrays))[..., :length, :] for arrays in zip(*leaf, strict=True))
+        for leaf in zip(*parts, strict=True)
+    ]
+
+
+def _concatenated(parts: list[mx.array]) -> mx.array:
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
