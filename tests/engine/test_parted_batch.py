@@ -52,12 +52,12 @@ def test_whatever_the_schedule_nothing_is_left_in_any_part(
 
 def test_parts_take_turns_and_rows_come_to_the_one_that_has_fewest(llama: LoadedModel, in_parts: None) -> None:
     bench = Bench(llama)
-    bench.submit(*(spec(f"s{at}", prompt_of(5, at), max_tokens=40) for at in range(4)))
-    bench.until(lambda: bench.engine._batch.decoding == 4)
-    for _ in range(4):
+    bench.submit(*(spec(f"s{at}", prompt_of(5, at), max_tokens=40) for at in range(8)))
+    bench.until(lambda: bench.engine._batch.decoding == 8)
+    for _ in range(8):
         bench.turn()  # until all have been told of their first tokens
     parts = [{event.seq for event in bench.turn()} for _ in range(4)]
-    assert parts[0] == parts[2] != parts[1] == parts[3] and [len(each) for each in parts] == [2] * 4
+    assert parts[0] == parts[2] != parts[1] == parts[3] and [len(each) for each in parts] == [4] * 4
 
 
 def test_what_a_row_with_states_has_written_is_kept_for_its_next_turn(llama: LoadedModel, in_parts: None) -> None:
