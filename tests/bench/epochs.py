@@ -4,6 +4,8 @@ The tiny model writes its sums at temperature 1, as rollouts do: each prompt is 
 epoch, under other seeds each time. Two engines decode the same sequences in one process, with as many rows in flight as
 a worker would claim; the next turn is that of the engine with fewer tokens. On a CPU, seconds are those of its work,
 since other programs are none of ours. The first epoch shows what looking for drafts costs.
+
+A third engine has no memory either, and keeps no tails of short prompts (worker/engine/kv/tails.py).
 """
 
 # ruff: noqa: E402
@@ -25,6 +27,7 @@ from shared.sequences import SamplingParams, SequenceSpec
 from shared.text.codec import TextCodec
 from trainer.tiny.data import arithmetic_prompts
 from worker.engine.engine import Engine
+from worker.engine.kv.tails import Tails
 from worker.engine.messages import EngineConfig, RowRequest, SpeculationConfig
 from worker.engine.model.loader import LoadedModel, load_model
 
@@ -42,6 +45,8 @@ class Epoch:
         self.written: dict[str, list[int]] = {spec.id: [] for spec in specs}
         self.tokens, self.seconds = 0, 0.0
         self._running = 0
+        self._began: dict[str, float] = {}  # of those without a token
+        self._waits: list[float] = []
 
     @property
     def is_over(self) -> bool:
@@ -53,11 +58,17 @@ class Epoch:
         """Tokens per second."""
         return self.tokens / self.seconds
 
+    @property
+    def first_token_s(self) -> float:
+        """From a submission to the first token, the median."""
+        return median(self._waits)
+
     def turn(self) -> None:
         """One turn, timed, with what a worker does before it."""
         began = CLOCK()
         fresh = [self._left.popleft() for _ in range(min(self._rows - self._running, len(self._left)))]
         self._running += len(fresh)
+        self._began.update((spec.id, self.seconds) for spec in fresh)
         if fresh:
             self._engine.submit([RowRequest(spec) for spec in fresh])
         events = self._engine.turn().events
@@ -66,6 +77,8 @@ class Epoch:
         for event in events:
             self.written[event.seq] += event.tokens
             self.tokens += len(event.tokens)
+            if event.tokens and event.seq in self._began:
+                self._waits.append(self.seconds - self._began.pop(event.seq))
             self._running -= event.finish is not None
 
 
@@ -93,29 +106,36 @@ class Job:
 
 
 def measured(loaded: LoadedModel, job: Job, config: EngineConfig, drafts: SpeculationConfig, rounds: int) -> None:
-    """Print the ratio of the epochs after the first one."""
+    """Print the ratios of the epochs after the first one."""
     rows = config.max_rows
-    engines = Engine(loaded, config), Engine(loaded, replace(config, speculation=drafts))
-    ratios: list[float] = []
+    bare, plain, drafting = (Engine(loaded, each) for each in (config, config, replace(config, speculation=drafts)))
+    bare.prefixes._tails = Tails(0)
+    ratios: list[tuple[float, ...]] = []
     for number in range(rounds + 1):
-        before = engines[1].stats()
-        epochs = [Epoch(engine, job.epoch(number), rows) for engine in engines]
+        before = drafting.stats()
+        epochs = [Epoch(engine, job.epoch(number), rows) for engine in (bare, plain, drafting)]
         while running := [epoch for epoch in epochs if not epoch.is_over]:
             min(running, key=lambda epoch: epoch.tokens).turn()
-        plain, drafting = epochs
-        changed = sum(plain.written[seq] != drafting.written[seq] for seq in plain.written)
-        ratio = drafting.rate / plain.rate
-        ratios.append(ratio)
-        stats, was = engines[1].stats().speculation, before.speculation
+        without, tails, both = epochs
+        changed = sum(len({tuple(epoch.written[seq]) for epoch in epochs}) > 1 for seq in both.written)
+        ratio = both.rate / tails.rate
+        first = tails.first_token_s / without.first_token_s
+        ratios.append((ratio, tails.rate / without.rate, both.rate / without.rate, first))
+        stats, was = drafting.stats().speculation, before.speculation
         drafted, accepted = stats.drafted - was.drafted, stats.accepted - was.accepted
         print(
-            f"  epoch {number + 1}: {plain.rate:6.0f} -> {drafting.rate:6.0f} tok/s, x {ratio:.2f}; "
-            f"accepted {accepted} of {drafted} of {drafting.tokens} tokens, "
-            f"{stats.steps - was.steps} of {engines[1].stats().steps - before.steps} steps check; {changed} changed",
+            f"  epoch {number + 1}: {without.rate:6.0f} -> {tails.rate:6.0f} -> {both.rate:6.0f} tok/s, x {ratio:.2f}; "
+            f"accepted {accepted} of {drafted} of {both.tokens} tokens, "
+            f"{stats.steps - was.steps} of {drafting.stats().steps - before.steps} steps check; {changed} changed",
             flush=True,
         )
-    shown = " ".join(f"{ratio:.2f}" for ratio in ratios[1:])
-    print(f"{rows:3} rows, blocks of {config.block_size}: x {median(ratios[1:]):.2f} ({shown}), aim {AIM}", flush=True)
+    shown = " ".join(f"{ratio:.2f}" for ratio, *_ in ratios[1:])
+    middle, tails_alone, together, first = (median(each) for each in zip(*ratios[1:], strict=True))
+    print(
+        f"{rows:3} rows, blocks of {config.block_size}: x {middle:.2f} ({shown}), aim {AIM}; tails alone x "
+        f"{tails_alone:.2f}, their first tokens x {first:.2f}; memory and tails x {together:.2f}",
+        flush=True,
+    )
 
 
 def main() -> None:

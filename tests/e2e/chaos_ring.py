@@ -261,9 +261,12 @@ async def chaos_ring(
             members.append(Member("t0", "trainer", trainer_arguments(redis.url, folder)))
         ring = ChaosRing(redis, members, rng, freeze_s, ranks)
         try:
-            for member in members:
+            others = [member for member in members if member.role != "trainer"]
+            for member in others:
                 member.start()
-            await asyncio.gather(*(member.ready() for member in members if member.role != "trainer"))
+            await asyncio.gather(*(member.ready() for member in others))
+            for member in ring.of("trainer"):  # it ends where no worker has ever been
+                member.start()
             yield ring
         except BaseException:
             await asyncio.gather(*(m.end(signal.SIGKILL) for m in members if m.process), return_exceptions=True)

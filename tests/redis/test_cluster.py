@@ -109,6 +109,30 @@ async def test_commands_and_subscriptions_follow_a_failover(
     await cluster.until(lambda: cluster.whole() and cluster.in_step())
 
 
+async def test_what_a_frozen_primary_acknowledges_when_it_goes_on_is_not_lost(cluster: Cluster, redis: Redis) -> None:
+    one, many, watched = (f"parallm:{{a}}:{name}" for name in ("one", "many", "watched"))
+    await asyncio.gather(*(redis.get(one) for _ in range(3)))  # a connection is there for each of the three
+    transaction = redis.pipeline(transaction=True)
+    await transaction.watch(watched)
+    transaction.multi()
+    transaction.set(watched, 1, ex=600)
+    await cluster.until(cluster.in_step)
+    async with cluster.away(one, signal.SIGSTOP) as old:
+        waiting = [
+            asyncio.ensure_future(each)
+            for each in (
+                redis.set(one, 1, ex=600),
+                ask_all(redis, [("SET", many, 1, "EX", 600)]),
+                transaction.execute(),
+            )
+        ]
+    await asyncio.to_thread(cluster.thaw, old)
+    *_, committed = await asyncio.gather(*waiting, return_exceptions=True)
+    await cluster.until(lambda: cluster.whole() and cluster.in_step())
+    assert await redis.mget([one, many]) == [b"1", b"1"]
+    assert isinstance(committed, WatchError) and not await redis.exists(watched)
+
+
 async def test_slots_that_move_while_they_are_used_are_found_again(cluster: Cluster, redis: Redis) -> None:
     key = "parallm:{a}:model"
     slot, there = slot_of(key), cluster.primary_of(key)

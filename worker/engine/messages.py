@@ -116,7 +116,7 @@ class StepOutput:
 
 @dataclass(frozen=True)
 class PrefixStats:
-    """The prefix cache at one time; prompts shorter than a block count neither as hit nor as miss."""
+    """The prefix cache at one time; with snapshots, prompts shorter than a block count neither as hit nor as miss."""
 
     bytes: int = 0
     blocks: int = 0
@@ -127,6 +127,7 @@ class PrefixStats:
     snapshots: int = 0  # states of layers that cannot be cut
     snapshot_bytes: int = 0  # of `bytes`
     evicted_snapshots: int = 0
+    tails: int = 0  # ends of short prompts that fill no block
 
 
 @dataclass(frozen=True)

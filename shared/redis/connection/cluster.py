@@ -9,10 +9,13 @@ server, which our other settings hold for, and adds what a cluster asks for:
 - A pipeline is sent to each server in one piece, to all at once. If it runs a script, what goes to the server of its
   first command is answered before the rest is sent: whoever hears of an end finds it committed.
 - A transaction is one MULTI for each of its slots, the first slot's before the others: atomic in each of them alone.
+- An answer that came late counts only if its server still has the slot. A primary that was frozen until another took
+  its place first answers what it was sent meanwhile, and then forgets it.
 - A channel with braces in its name is a sharded one, also with PUBLISH and SUBSCRIBE.
 """
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
@@ -39,9 +42,11 @@ from shared.redis.connection import routing
 from shared.redis.connection.address import ClusterAddress
 from shared.redis.connection.cancelling import make_cancellable
 from shared.redis.connection.faults import ClusterStateError, DiscreetPipeline, DiscreetRedis, make_discreet
+from shared.redis.connection.subscription import ClusterPubSub
 from shared.redis.connection.topology import (
     FollowingConnection,
     FollowingTlsConnection,
+    FormerPrimaryError,
     NoClusterError,
     Place,
     Topology,
@@ -50,6 +55,7 @@ from shared.redis.connection.topology import (
 )
 
 ANSWER_WITHIN_S = 1.0  # a server that is asked who has which slot; then the next one is asked
+LATE_S = 0.5  # for an answer; no cluster replaces a primary sooner
 AT_ONCE = 3  # times that a command is sent after a slot that has moved, before it waits
 
 T = TypeVar("T")
@@ -65,6 +71,9 @@ class ClusterRedis(DiscreetRedis):
         self._options: dict[str, Any] = {**options, **given, "parser_class": ClusterParser}
         self._tls = address.tls
         self._retry = retry
+        self._waits = (
+            options.get("socket_timeout") is None
+        )  # for commands that wait at the server: every answer is late
         self._nodes: dict[Place, DiscreetRedis] = {}
         self._pools: dict[int | None, ConnectionPool] = {}
         self.topology = Topology(address.members, self._ask_slots)
@@ -91,7 +100,7 @@ class ClusterRedis(DiscreetRedis):
 
     def pubsub(self, **options: Any) -> PubSub:
         """As in redis-py; all its channels are of one slot, or none is a sharded one."""
-        return ClusterPubSub(self, **options)
+        return ClusterPubSub(self.topology, self.following, **options)
 
     async def aclose(self, close_connection_pool: bool | None = None) -> None:
         """Close all connections."""
@@ -126,13 +135,23 @@ class ClusterRedis(DiscreetRedis):
 
         async def attempt() -> T:
             place = await self.topology.place(slot)
+            began = time.monotonic()
             try:
-                return await act(self.node(place))
+                answer = await act(self.node(place))
             except MovedError as error:
                 self.topology.moved(slot, (error.host or place[0], error.port))
                 raise
+            await self.require_current(slot, place, began)
+            return answer
 
         return await self.patiently(attempt)
+
+    async def require_current(self, slot: int, place: Place, began: float) -> None:
+        """FormerPrimaryError when a server that was asked at `began` took long to answer, and the slot is another's."""
+        if self._waits or time.monotonic() - began < LATE_S:
+            return
+        if not await self.topology.is_current(slot, place):
+            raise FormerPrimaryError("it answered late, and its slots are another's by now")
 
     async def patiently(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """Repeat an attempt for as long as its servers may come back, or have successors."""
@@ -213,6 +232,7 @@ class ClusterPipeline(DiscreetPipeline):
     def __init__(self, cluster: ClusterRedis, transaction: bool) -> None:
         super().__init__(cluster.connection_pool, cluster.response_callbacks, transaction, None)
         self._cluster = cluster
+        self._watched = 0  # a slot
 
     async def watch(self, *names: Any) -> None:  # type: ignore[override]  # redis-py types both of its clients
         """As in redis-py; all that follows is of these keys' slot."""
@@ -222,7 +242,8 @@ class ClusterPipeline(DiscreetPipeline):
             self.connection_pool = node.connection_pool
             await super(ClusterPipeline, self).watch(*names)
 
-        await self._cluster.at(routing.slot_of(names[0]), begin)
+        self._watched = routing.slot_of(names[0])
+        await self._cluster.at(self._watched, begin)
 
     async def immediate_execute_command(self, *args: Any, **options: Any) -> Any:
         """As in redis-py. WatchError, too, when the slot has gone to another server, where nobody watches."""
@@ -240,9 +261,12 @@ class ClusterPipeline(DiscreetPipeline):
     async def execute(self, raise_on_error: bool = True) -> list[Any]:
         """As in redis-py."""
         if self.watching or self.explicit_transaction:
+            there = self.connection_pool.connection_kwargs
+            began = time.monotonic()
             try:
                 answers: list[Any] = await super().execute(raise_on_error)
-            except _ELSEWHERE:
+                await self._cluster.require_current(self._watched, (there["host"], there["port"]), began)
+            except (*_ELSEWHERE, FormerPrimaryError):
                 raise self._unwatched() from None
             return answers
         stack = [(routing.sent(args), options) for args, options in self.command_stack]
@@ -282,8 +306,10 @@ class _Sending:
         node = self._cluster.node(place)
         pipe = node.pipeline(transaction=self._transaction)
         pipe.command_stack = [self._stack[number] for number in commands]
+        began = time.monotonic()
         try:
             answers = await pipe.execute(raise_on_error=False)
+            await self._cluster.require_current(self._slots[commands[0]], place, began)
         except (RedisError, OSError) as error:
             self._note(commands[0], place, error)
             return error
@@ -303,47 +329,6 @@ class _Sending:
     def _note(self, number: int, place: Place, error: Exception) -> None:
         if isinstance(error, MovedError):
             self._cluster.topology.moved(self._slots[number], (error.host or place[0], error.port))
-
-
-class ClusterPubSub(PubSub):
-    """Its messages look as those of one server, whether the channel is a sharded one or not."""
-
-    def __init__(self, cluster: ClusterRedis, **options: Any) -> None:
-        super().__init__(cluster.connection_pool, **options)
-        self._cluster = cluster
-        self._slot: int | None = None
-
-    async def execute_command(self, *args: Any) -> None:
-        """Called by redis-py, also to subscribe again."""
-        if args[0] in ("SUBSCRIBE", "UNSUBSCRIBE"):
-            slots = {routing.slot_of(name) if routing.is_sharded(name) else None for name in args[1:]} or {self._slot}
-            assert len(slots) == 1, "channels of several slots need several subscriptions"
-            (self._slot,) = slots
-            if self.connection is None:
-                self.connection_pool = self._cluster.following(self._slot)
-            if self._slot is not None:
-                args = (f"S{args[0]}", *args[1:])
-        await super().execute_command(*args)
-
-    async def parse_response(self, block: bool = True, timeout: float = 0) -> Any:
-        """As of one server. ConnectionError when the channel's slot has gone to another server: subscribe again."""
-        seen = self._cluster.topology.version
-        try:
-            message = await super().parse_response(block, timeout)
-        except MovedError:
-            raise await self._gone(seen) from None
-        if self._slot is None or not isinstance(message, list):
-            return message
-        kind = message[0]
-        if kind == b"sunsubscribe" and message[1] not in self.pending_unsubscribe_channels:
-            raise await self._gone(seen)
-        return [kind[1:], *message[1:]] if kind in (b"smessage", b"ssubscribe", b"sunsubscribe") else message
-
-    async def _gone(self, seen: int) -> RedisConnectionError:
-        self._cluster.topology.doubt(seen)
-        if self.connection is not None:
-            await self.connection.disconnect()
-        return RedisConnectionError("the channel's slot has moved")
 
 
 async def _whole(node: DiscreetRedis, command: routing.Command, options: dict[str, Any]) -> Any:

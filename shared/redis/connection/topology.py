@@ -2,7 +2,7 @@
 
 Invariants. Nobody asks for what is known and not in doubt, and one question answers all who wait for it. Whoever has
 found the answer wrong says so (`doubt`, `moved`), and the next one who needs it asks another server: the one that
-answered last may have been cut off.
+answered last may have been cut off. Of a server that may have been frozen, the others are asked.
 """
 
 import asyncio
@@ -28,6 +28,10 @@ class UnknownSlotsError(ClusterStateError):
     """Nobody says at the moment who has which slot; the text tells what each server answered."""
 
 
+class FormerPrimaryError(ClusterStateError):
+    """A server has answered what is another's to answer; so the answer does not count."""
+
+
 class Topology:
     """The slots and their primaries."""
 
@@ -40,6 +44,8 @@ class Topology:
         self._primaries: list[Place] = []
         self._in_doubt = True
         self._looking: asyncio.Task[None] | None = None
+        self._checks = 0  # begun by `is_current`
+        self._checking = asyncio.Lock()
 
     async def place(self, slot: int | None) -> Place:
         """The primary of a slot; of any with None. ConnectionError when no server can tell now."""
@@ -64,15 +70,25 @@ class Topology:
         if place not in self._primaries:  # the first word of a failover, which has moved more than this slot
             self._in_doubt = True
 
+    async def is_current(self, slot: int, place: Place) -> bool:
+        """Whether a slot is a server's by the word of another one that has been asked after this call."""
+        begun = self._checks
+        async with self._checking:  # whoever came while another's question was on its way shares the next one
+            if begun == self._checks:
+                self._checks += 1
+                await self._ask_around(besides=place)
+        return self._slots[slot] == place
+
     async def _look(self) -> None:
         if self._looking is None or self._looking.done():
             self._looking = asyncio.create_task(self._ask_around())
             self._looking.add_done_callback(lambda task: task.cancelled() or task.exception())  # maybe nobody waits
         await asyncio.shield(self._looking)
 
-    async def _ask_around(self) -> None:
+    async def _ask_around(self, besides: Place | None = None) -> None:
         answers: list[str] = []
-        for place in dict.fromkeys([*self._known, *self.members]):
+        known = list(dict.fromkeys([*self._known, *self.members]))
+        for place in [each for each in known if each != besides] or known:
             try:
                 self._take(place, await self._ask(place))
             except (AuthenticationError, NoClusterError):

@@ -43,12 +43,12 @@ class Keeping:
             row = self._rows.popleft()
             left -= self._kv_bytes(len(row.spec.prompt_ids))
             rows.append(row)
-        self._store(rows, [row.prompt[:-1] for row in rows], kv)
+        self._store(rows, [row.prompt[:-1] for row in rows], kv, whole=True)
 
     def prompt(self, row: Row, length: int, kv: RowsKv) -> None:
         """A prompt that was fed alone, so many ids of it."""
         if not self._prefixes.needs_snapshots:
-            self._store([row], [row.prompt[:length]], kv)
+            self._store([row], [row.prompt[:length]], kv, whole=True)
 
     def at_stops(self, rows: list[Row], lengths: list[int], kv: RowsKv) -> None:
         """Rows whose prompts have been fed up to a stop, which is so many ids."""
@@ -101,13 +101,18 @@ class Keeping:
             gone = set(rows)
             self._rows = deque(row for row in self._rows if row not in gone)
 
-    def _store(self, rows: list[Row], ids: list[Sequence[int]], kv: RowsKv, *, at_end: bool = False) -> None:
-        """Of those whose KV one version has computed: of a mixed one nobody could ask."""
+    def _store(
+        self, rows: list[Row], ids: list[Sequence[int]], kv: RowsKv, *, at_end: bool = False, whole: bool = False
+    ) -> None:
+        """Of those whose KV one version has computed: of a mixed one nobody could ask. `whole`: prompts, to the end."""
         pairs = [
-            (row, Prompt(beginning, version))
+            (row, prompt)
             for row, beginning in zip(rows, ids, strict=True)
             for version in row.kv_versions
-            if len(row.kv_versions) == 1 and self._prefixes.lacks(beginning, version, at_end=at_end)
+            if len(row.kv_versions) == 1
+            and self._prefixes.lacks(
+                prompt := Prompt(beginning, version, row.spec.tenant if whole else None), at_end=at_end
+            )
         ]
         if pairs:
             self._prefixes.store([prompt for _, prompt in pairs], kv([row for row, _ in pairs]), at_end=at_end)

@@ -235,6 +235,12 @@ def events_of(tokens: Iterable[tuple[Row, int]]) -> list[TokenEvent]:
     ]
 
 
+def one_tenant(rows: Iterable[Row]) -> str | None:
+    """Whose rows they are; None: of several tenants."""
+    first, *others = {row.spec.tenant for row in rows}
+    return None if others else first
+
+
 class WaitingRows(deque[Row]):
     """Rows that are not admitted: interactive ones before batch ones, each class in order of arrival."""
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from worker.engine.kv.slabs import Cut, State
 
@@ -21,6 +22,14 @@ class Promotion:
 
 
 UNASKED, NOTHING = Promotion(), Promotion()  # of a row that nobody has looked for yet; where there is none
+
+
+@dataclass
+class Prefix:
+    """KV of a prompt's first `length` ids, one cache per layer; `kv` is empty when nothing is cached."""
+
+    length: int = 0
+    kv: list[Any] = field(default_factory=list)
 
 
 @dataclass(eq=False)

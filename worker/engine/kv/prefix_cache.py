@@ -4,7 +4,8 @@ What a sequence adds to the cache is one *segment*: the KV of those blocks that 
 shares some blocks of a segment hits as far as they go. Layers that cannot be cut (kinds.py) are stored beside the
 blocks as *snapshots*: each holds what they had at one position, and the others' KV behind the last whole block before
 it. In a model with such layers a hit is the longest stored beginning that ends at a snapshot; `stops` says at which
-positions of a prompt one is worth its bytes.
+positions of a prompt one is worth its bytes. Where all layers can be cut, a short prompt's last ids are kept, too, as a
+*tail* (tails.py).
 
 MLX arrays never change: whoever writes behind a prefix writes into a copy, so hits share the stored arrays. What comes
 together lies in one slab (slabs.py), which lives as long as one part of it is used; the first hit of a part takes it
@@ -20,37 +21,27 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
-
-import mlx.core as mx
+from dataclasses import dataclass
+from typing import Any
 
 from worker.engine.kv.block_keys import BlockKeys
-from worker.engine.kv.entries import NOTHING, Promotion, Segment, Snapshot, go_on_with
+from worker.engine.kv.entries import NOTHING, Prefix, Promotion, Segment, Snapshot, go_on_with
 from worker.engine.kv.kinds import kind_of, leaves, restored
-from worker.engine.kv.slabs import Cut, KvRows, Layers, Slab, State, Wanted, copy_rows, copy_states
+from worker.engine.kv.slabs import Cut, KvRows, Slab, SlabUse, Wanted, copy_rows, copy_states, joined
 from worker.engine.kv.stops import Stops
+from worker.engine.kv.tails import Place, Tails
 from worker.engine.messages import DiskStats, PrefixStats
 
 ENTRY_BYTES = 256  # what a block's keys take at least; in a model without cut layers it holds nothing else
 
-P = TypeVar("P", Cut, State)
-
 
 @dataclass(frozen=True)
 class Prompt:
-    """Ids whose KV was computed with `version` from end to end."""
+    """Ids whose KV was computed with `version` from end to end; with a tenant, a whole prompt of its."""
 
     ids: Sequence[int]
     version: str
-
-
-@dataclass
-class Prefix:
-    """KV of a prompt's first `length` ids, one cache per layer; `kv` is empty when nothing is cached."""
-
-    length: int = 0
-    kv: list[Any] = field(default_factory=list)
+    tenant: str | None = None
 
 
 class PrefixCache:
@@ -68,22 +59,25 @@ class PrefixCache:
         self._blocks: dict[bytes, Segment] = {}
         self._snapshots: dict[bytes, dict[tuple[int, ...], Snapshot]] = {}
         self._order: OrderedDict[Segment | Snapshot, None] = OrderedDict()  # least recently used first
-        self._bytes = self._hits = self._misses = self._hit_tokens = self._evicted = 0
-        self._snapshot_bytes = self._snapshot_count = self._evicted_snapshots = 0
+        self._slabs = SlabUse()
+        self._tails = Tails(self._limit)
+        self._hits = self._misses = self._hit_tokens = self._evicted = 0
+        self._snapshot_count = self._evicted_snapshots = 0
 
     @property
     def stats(self) -> PrefixStats:
         """Counters and size."""
         return PrefixStats(
-            bytes=self._bytes,
+            bytes=self._slabs.bytes + self._tails.nbytes,
             blocks=len(self._blocks),
             hits=self._hits,
             misses=self._misses,
             hit_tokens=self._hit_tokens,
             evicted_blocks=self._evicted,
             snapshots=self._snapshot_count,
-            snapshot_bytes=self._snapshot_bytes,
+            snapshot_bytes=self._slabs.state_bytes,
             evicted_snapshots=self._evicted_snapshots,
+            tails=len(self._tails),
         )
 
     @property
@@ -98,25 +92,42 @@ class PrefixCache:
 
     # -- find
 
-    def longest(self, ids: Sequence[int], version: str, at_most: int) -> Prefix:
-        """The longest cached prefix, at most `at_most` ids: what comes after it is still to be fed."""
-        if not self._limit or at_most < 1 or len(ids) < self._block_size:
+    def longest(self, ids: Sequence[int], version: str, at_most: int, tenant: str | None = None) -> Prefix:
+        """The longest cached prefix, at most `at_most` ids: what comes after it is still to be fed.
+
+        Tails are found with a tenant only, and its own.
+        """
+        is_short = len(ids) < self._block_size and (tenant is None or self.needs_snapshots)
+        if not self._limit or at_most < 1 or is_short:
             return Prefix()
         runs, snapshot, length = self._beginning(ids, version, at_most)
-        if not length:
+        tail = None if tenant is None or length == at_most else self._tail_behind(ids, version, runs, tenant)
+        if not (length or tail):
             self._misses += 1
             return Prefix()
-        self._hits += 1
-        self._hit_tokens += length
         self._touch(list(runs), snapshot)
         self._take_out(runs, snapshot)
         parts = [segment.cut.layers(blocks * self._block_size) for segment, blocks in runs.items()]
+        if tail:
+            parts.append(self._tails.use(tail).layers(len(tail[2])))
+            length = min(at_most, length + len(tail[2]))
         if snapshot and snapshot.rest:
             parts.append(snapshot.rest.layers(len(snapshot.tail)))
         states = snapshot.state.layers() if snapshot else []
-        prefix = Prefix(length, restored(self._new_kv, _joined(parts, length), states, length))
+        self._hits += 1
+        self._hit_tokens += length
+        prefix = Prefix(length, restored(self._new_kv, joined(parts, length), states, length))
         self._shrink()
         return prefix
+
+    def _tail_behind(self, ids: Sequence[int], version: str, runs: dict[Segment, int], tenant: str) -> Place | None:
+        """The longest tail of these ids behind the blocks that are known."""
+        if self.needs_snapshots:
+            return None
+        segment, blocks = next(reversed(runs.items()), (None, 0))
+        key = segment.keys[blocks - 1] if segment else self._keys.root(version)
+        start = self._block_size * sum(runs.values())
+        return self._tails.find(key, tenant, ids[start : start + self._block_size])
 
     def known(self, ids: Sequence[int], version: str, at_most: int) -> int:
         """The length that a hit would have now."""
@@ -210,8 +221,11 @@ class PrefixCache:
         shared = self._block_size * sum(self._find(self._keys.chain(ids, version)).values())
         return self._stops.of(len(ids), past, shared)
 
-    def lacks(self, ids: Sequence[int], version: str, *, at_end: bool = False) -> bool:
+    def lacks(self, prompt: Prompt, *, at_end: bool = False) -> bool:
         """Whether `store` would add anything."""
+        ids, version = prompt.ids, prompt.version
+        if self._tail_of(prompt):
+            return True
         if at_end and self.needs_snapshots:
             return len(ids) >= self._block_size and self.known(ids, version, len(ids)) < len(ids)
         return bool(self._limit) and any(key not in self._blocks for key in self._keys.chain(ids, version))
@@ -228,7 +242,25 @@ class PrefixCache:
             left = self._store_blocks(left, prompts, kv)
         if snapshots:
             self._store_snapshots(prompts, kv)
+        self._store_tails(prompts, kv)
         self._shrink()
+
+    def _tail_of(self, prompt: Prompt) -> Place | None:
+        """What is to be kept behind the whole blocks of a prompt, and is not there."""
+        length = len(prompt.ids) % self._block_size
+        if prompt.tenant is None or self.needs_snapshots or not self._tails.takes(length, len(prompt.ids)):
+            return None
+        *_, key = [self._keys.root(prompt.version), *self._keys.chain(prompt.ids, prompt.version)]
+        place = key, prompt.tenant, tuple(prompt.ids[len(prompt.ids) - length :])
+        return None if self._tails.has(place) else place
+
+    def _store_tails(self, prompts: Sequence[Prompt], kv: KvRows) -> None:
+        new: dict[Place, Wanted] = {}
+        for prompt, row, start in zip(prompts, kv.rows, kv.starts, strict=True):
+            if place := self._tail_of(prompt):
+                end = start + len(prompt.ids)
+                new[place] = Wanted(row, end - len(place[2]), end)
+        self._tails.add(zip(new, copy_rows(kv.layers, list(new.values())), strict=True))
 
     def _store_blocks(self, places: list[int], prompts: Sequence[Prompt], kv: KvRows) -> list[int]:
         """Keep what is new of the prompts at these places; those that begin with new blocks of another are left."""
@@ -258,7 +290,7 @@ class PrefixCache:
         return left
 
     def _add_segment(self, segment: Segment, parents: list[Segment]) -> None:
-        self._use(segment.cut)
+        self._slabs.take(segment.cut)
         self._blocks.update(dict.fromkeys(segment.keys, segment))
         self._order[segment] = None
         self._touch([*parents, segment])
@@ -289,9 +321,9 @@ class PrefixCache:
             self._add_snapshot(Snapshot(key, tail, lengths[at], states[at], rests.get(at), version), runs_of)
 
     def _add_snapshot(self, snapshot: Snapshot, runs: list[Segment]) -> None:
-        self._use(snapshot.state)
+        self._slabs.take(snapshot.state)
         if snapshot.rest:
-            self._use(snapshot.rest)
+            self._slabs.take(snapshot.rest)
         self._snapshots.setdefault(snapshot.key, {})[snapshot.tail] = snapshot
         self._snapshot_count += 1
         self._order[snapshot] = None
@@ -312,43 +344,20 @@ class PrefixCache:
 
     def clear(self) -> None:
         """Forget everything."""
+        self._tails.clear()
         while self._order:
             self._evict()
-
-    def _use(self, part: Cut | State) -> None:
-        """A slab counts while anybody uses it."""
-        if not part.slab.users:
-            self._count(part.slab, 1)
-        part.slab.users += 1
-
-    def _release(self, part: Cut | State) -> None:
-        part.slab.users -= 1
-        if not part.slab.users:
-            self._count(part.slab, -1)
-
-    def _count(self, slab: Slab, sign: int) -> None:
-        self._bytes += sign * slab.nbytes
-        if slab.of_states:
-            self._snapshot_bytes += sign * slab.nbytes
 
     def _take_out(self, runs: dict[Segment, int], snapshot: Snapshot | None) -> None:
         """Copy what a hit uses out of slabs that others share."""
         for segment in runs:
-            segment.cut = self._alone(segment.cut)
+            segment.cut = self._slabs.alone(segment.cut)
         if snapshot:
-            snapshot.state = self._alone(snapshot.state)
-            snapshot.rest = snapshot.rest and self._alone(snapshot.rest)
-
-    def _alone(self, part: P) -> P:
-        if part.slab.users < 2:
-            return part
-        copy = part.alone()
-        self._use(copy)
-        self._release(part)
-        return copy
+            snapshot.state = self._slabs.alone(snapshot.state)
+            snapshot.rest = snapshot.rest and self._slabs.alone(snapshot.rest)
 
     def _shrink(self) -> None:
-        while self._bytes > self._limit or len(self._blocks) > self._limit // ENTRY_BYTES:
+        while self._slabs.bytes + self._tails.nbytes > self._limit or len(self._blocks) > self._limit // ENTRY_BYTES:
             self._leaves(next(iter(self._order)))
             self._evict()
 
@@ -368,27 +377,15 @@ class PrefixCache:
         if isinstance(oldest, Segment):
             for key in oldest.keys:
                 del self._blocks[key]
-            self._release(oldest.cut)
+            self._slabs.release(oldest.cut)
             self._evicted += len(oldest.keys)
             return
         behind = self._snapshots[oldest.key]
         del behind[oldest.tail]
         if not behind:
             del self._snapshots[oldest.key]
-        self._release(oldest.state)
+        self._slabs.release(oldest.state)
         if oldest.rest:
-            self._release(oldest.rest)
+            self._slabs.release(oldest.rest)
         self._snapshot_count -= 1
         self._evicted_snapshots += 1
-
-
-def _joined(parts: list[Layers], length: int) -> Layers:
-    """The first `length` positions of consecutive parts of each cut leaf."""
-    return [
-        tuple(_concatenated(list(arrays))[..., :length, :] for arrays in zip(*leaf, strict=True))
-        for leaf in zip(*parts, strict=True)
-    ]
-
-
-def _concatenated(parts: list[mx.array]) -> mx.array:
-    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 
@@ -115,6 +115,43 @@ class State:
         return State(Slab(_copied(self.layers()), of_states=True), 0)
 
 
+P = TypeVar("P", Cut, State)
+
+
+class SlabUse:
+    """Bytes of the slabs that one holder uses parts of: a slab counts while any part of it is used."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self.state_bytes = 0  # of them, of states
+
+    def take(self, part: Cut | State) -> None:
+        """Use a part."""
+        if not part.slab.users:
+            self._count(part.slab, 1)
+        part.slab.users += 1
+
+    def release(self, part: Cut | State) -> None:
+        """Use it no more."""
+        part.slab.users -= 1
+        if not part.slab.users:
+            self._count(part.slab, -1)
+
+    def alone(self, part: P) -> P:
+        """A part that is used, in a slab that no other one is in."""
+        if part.slab.users < 2:
+            return part
+        copy = part.alone()
+        self.take(copy)
+        self.release(part)
+        return copy
+
+    def _count(self, slab: Slab, sign: int) -> None:
+        self.bytes += sign * slab.nbytes
+        if slab.of_states:
+            self.state_bytes += sign * slab.nbytes
+
+
 def copy_states(layers: Layers) -> list[State]:
     """A copy of each row of these."""
     slab = Slab(_copied(layers), of_states=True)
@@ -150,3 +187,15 @@ def _copied(layers: Layers) -> Layers:
     copies = [tuple(mx.contiguous(array) for array in arrays) for arrays in layers]
     mx.async_eval(copies)  # type: ignore[no-untyped-call]
     return copies
+
+
+def joined(parts: list[Layers], length: int) -> Layers:
+    """The first `length` positions of consecutive parts of each cut leaf."""
+    return [
+        tuple(_concatenated(list(arrays))[..., :length, :] for arrays in zip(*leaf, strict=True))
+        for leaf in zip(*parts, strict=True)
+    ]
+
+
+def _concatenated(parts: list[mx.array]) -> mx.array:
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
