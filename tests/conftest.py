@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import structlog
@@ -47,11 +48,17 @@ LONGEST = frozenset(
 SHARED = "tests/e2e/served/"
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """A shell on macOS allows 256 open files, which the tests of many clients exceed."""
     gc.disable()  # until all is imported: each collection would look at what stays in any case
     if sys.platform == "darwin":
         raise_file_limit()
+    worker: dict[str, Any] = getattr(config, "workerinput", {})
+    if worker and all(Path(argument).is_dir() for argument in config.args):
+        # In a fresh clone each process would compile all tests. So each begins with another folder, and finds the
+        # others compiled by then.
+        first = int(worker["workerid"].removeprefix("gw")) % len(config.args)
+        config.args[:] = config.args[first:] + config.args[:first]
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Scheduling:
@@ -78,7 +85,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         layers.setdefault(item.path.parent.name, {})[item.path] = None
     place = {}
     for paths in layers.values():
-        longest_first = sorted(paths, key=lambda path: path.stem not in LONGEST)
+        longest_first = sorted(paths, key=lambda path: (path.stem not in LONGEST, path))
         place |= {path: (i + 0.5) / len(paths) for i, path in enumerate(longest_first)}
     items.sort(key=lambda item: (item.path.parent.name == "unit", place[item.path], str(item.path)))
 

@@ -1,6 +1,7 @@
 """The trainer: rollouts become groups, groups a train step, a train step an adapter version that workers load.
 
     __main__.py   `mlx_parallm_train`, a process of its own; `hosted.py` is the same run inside a worker
+    kinds.py      which kind of run the settings ask for
     run.py        from settings to the parts of a run
     parts.py      those parts: a thread that computes, a model to train, a ring, tasks
     loop.py       the whole of training: collect, train, gate, publish, checkpoint
@@ -20,6 +21,7 @@ trainer is ready. `recipes/` holds settings, `tiny/` and `tiny_vision/` make our
 `ppo/` teaches a small network to act in an environment (`--mode ppo`).
 `learners/` is a run's learner in a thread of its own or of the training service.
 `shares/` is a run's learner whose train steps several processes compute (`--learner shared`, `--join-run`).
+`ranks/` is a run's learner on a model that ranks divide, `group/` a trainer of several ranks (`--num-local-ranks`).
 `rounds/` are runs that average their weights from time to time (`--federation`); `sharing.py` has the settings of both.
 `agents/` are several runs in one process, over one base (`--agents`).
 `service/` trains many learners at once over one base, as others ask it to (`mlx_parallm_learners`).

@@ -23,13 +23,16 @@ import yaml
 from shared.errors import EngineError, ParallmError, QueueFullError, ServiceUnavailableError, SetupError
 from shared.process.nested_config import is_nested
 from shared.process.settings import WorkerSettings, load
-from trainer.learn.compute import EngineHost, SharedEngine
+from trainer.group import placing
+from trainer.group.rank import RankLearner
+from trainer.learn.compute import EngineHost, Others, SharedEngine
 from trainer.loop import TrainLoop
 from trainer.rollouts.scorers import ring_judges
 from trainer.run import tasks, train
 from trainer.settings import TrainSettings
 from trainer.warm_up import rehearse
 from worker.engine.model.loader import LoadedModel, free_bytes
+from worker.group.placement import placement
 
 log = structlog.get_logger()
 
@@ -50,12 +53,20 @@ class LendingWorker(Protocol):
     @property
     def loaded(self) -> LoadedModel: ...
 
+    @property
+    def others(self) -> Others | None:
+        """The other ranks, where the worker is a group of several."""
+
 
 class HostedTrainer:
     """A worker's guest (worker/guest.py)."""
 
+    rank = RankLearner  # what the other ranks of the worker's group do in its place
+
     def __init__(self, worker: WorkerSettings) -> None:
         self._settings = hosted_settings(worker)
+        if placement(worker) is not None:
+            placing.check(self._settings)
         self._warms_up = worker.warm_up
         asyncio.run(_check(self._settings))
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -69,7 +80,8 @@ class HostedTrainer:
         if not self._settings.microbatch_gb:
             bound = free_bytes() / FREE_PART / 1e9
             self._settings = self._settings.model_copy(update={"microbatch_gb": bound})
-        if self._warms_up and mx.default_device() != mx.Device(mx.cpu):
+        # The other ranks compile with the first train step: what is made up for the rehearsal is made up here alone.
+        if self._warms_up and place.others is None and mx.default_device() != mx.Device(mx.cpu):
             began = time.perf_counter()
             model, vocab_size = place.loaded.model, place.loaded.card.vocab_size
             place.engine.run_between_steps(lambda: rehearse(model, self._settings, vocab_size)).result()
@@ -166,7 +178,7 @@ class HostedTrainer:
             if self._stopping.is_set():
                 training.stop()
 
-        await train(self._settings, EngineHost(place.engine), loaded, begun)
+        await train(self._settings, EngineHost(place.engine, place.others), loaded, begun)
 
     async def _pause(self, seconds: float) -> None:
         self._running = asyncio.create_task(asyncio.sleep(seconds))
@@ -198,6 +210,7 @@ def hosted_settings(worker: WorkerSettings) -> TrainSettings:
         )
     bound_s = settings.microbatch_s or worker.training_pause_ms / 1000
     ring = {"redis": worker.redis, "connect_to": "", "over_http": False}
+    ring["distributed_sharding"] = worker.distributed_sharding
     return settings.model_copy(update={"model": worker.model, "dtype": worker.dtype, "microbatch_s": bound_s, **ring})
 
 

@@ -9,6 +9,7 @@ from trainer.learn.learner import Learner
 from trainer.learners.asks import LearnerOptions
 from trainer.learners.loop_learner import HostLearner, LoopLearner, build_learner
 from trainer.loggers.loggers import Loggers
+from trainer.ranks.learner import LedLearner
 from trainer.ring.ring import Ring
 from trainer.rollouts.conversation import ChatEncoder
 from trainer.rollouts.environments import Environment
@@ -17,6 +18,7 @@ from trainer.settings import TrainSettings
 from trainer.shares.joining import run_spec
 from trainer.shares.leader import SharedLearner
 from trainer.vision.sight import Sight
+from worker.engine.model.sites import Whole
 
 
 def learner_options(settings: TrainSettings) -> LearnerOptions:
@@ -43,6 +45,7 @@ class Parts:
     held_out: Environment | None = None
     loggers: Loggers = field(default_factory=Loggers)
     sight: Sight | None = None  # of a model that sees
+    whole: Whole | None = None  # where ranks divide the model: what it was before
 
 
 async def open_learner(parts: Parts, settings: TrainSettings) -> LoopLearner:
@@ -52,6 +55,8 @@ async def open_learner(parts: Parts, settings: TrainSettings) -> LoopLearner:
         return await parts.ring.learners.open(options, settings.run_name, settings.folder)
 
     def build() -> Learner:
+        if parts.host.others is not None:
+            return LedLearner(parts.host.others, parts.model, options, parts.whole)
         return build_learner(parts.model, options, parts.sight)
 
     lead, place = parts.ring.lead, parts.ring.federation

@@ -105,7 +105,8 @@ async def train(
         pictures = None if sight is None else stack.enter_context(closing(Pictures(sight)))
         conversation = ChatEncoder(ring.codec, settings.chat_template_kwargs, pictures)
         model = None if loaded is None else loaded.model
-        parts = Parts(host, model, ring, conversation, found.environment, found.held_out, loggers, sight)
+        whole = None if loaded is None else loaded.whole
+        parts = Parts(host, model, ring, conversation, found.environment, found.held_out, loggers, sight, whole)
         await stack.enter_async_context(run_lock(settings.folder))
         training = TrainLoop(settings, parts)
         begun(training)

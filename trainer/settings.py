@@ -11,6 +11,7 @@ from pydantic import AliasChoices, BeforeValidator, Field, SecretStr
 from shared.adapters import LoraKind, check_name
 from shared.errors import InvalidRequestError, SetupError
 from shared.jobs import SamplingOverrides
+from shared.process.options.group import TrainerGroupSettings
 from shared.process.settings import JoinSettings
 from shared.rewards.model_kinds import OWN_VARIABLES
 from shared.trajectories import drawing_of
@@ -36,11 +37,10 @@ _OF_DATA_SETS = ("dataset", "held_out_dataset", "reward", "reward_options", "sys
 
 
 def _no(value: Any) -> Any:
-    """YAML reads a bare `no` as false."""
-    return "no" if value is False else value
+    return "no" if value is False else value  # YAML reads a bare `no` as false
 
 
-class TrainSettings(HeldOutSettings, CurriculumSettings, JoinSettings, DataSettings):
+class TrainSettings(HeldOutSettings, CurriculumSettings, JoinSettings, DataSettings, TrainerGroupSettings):
     """`mlx_parallm_train`: one per policy."""
 
     is_trainer: ClassVar[bool] = True
@@ -303,7 +303,8 @@ class TrainSettings(HeldOutSettings, CurriculumSettings, JoinSettings, DataSetti
         if wrong := sorted(self.chat_template_kwargs.keys() & OWN_VARIABLES):
             raise SetupError(f"--chat-template-kwargs: {wrong[0]!r} is not a template variable of its own")
         self.check_learner(self.over_http)
-        self.check_mode(JoinSettings.model_fields, self.dataset, self.connect_to, self.loss)
+        shared = {*JoinSettings.model_fields, *TrainerGroupSettings.model_fields}
+        self.check_mode(shared, self.dataset, self.connect_to, self.loss)
         if self.mode == "rl":
             self.check_loss(self.loss, self.group_size, self.advantage_scale)
             self._check_tasks()

@@ -88,17 +88,21 @@ def _work(settings: WorkerSettings, placed: Placement | None) -> int:
     # These import mlx, so only after fast_blas.install.
     with no_collections():
         from worker.engine_watch import guard_loop
-        from worker.group.following import Follower
-        from worker.guest import invited
+        from worker.group.engine_rank import EngineRank
+        from worker.guest import invited, rank_of_guest
         from worker.process import WorkerProcess
 
-        guest = invited(settings)  # before the event loop: a guest may need one of its own
+        follows = None if placed is None else rank_of_guest(settings)
+        # Before the event loop: a guest may need one of its own.
+        guest = None if placed is not None and placed.rank else invited(settings)
 
     async def run() -> int:
         await require(settings.redis)
-        worker: Follower | WorkerProcess = WorkerProcess(settings, guest, placed)
+        worker: EngineRank | WorkerProcess
         if placed is not None and placed.rank:
-            worker = Follower(settings, placed)
+            worker = EngineRank(settings, placed, follows)
+        else:
+            worker = WorkerProcess(settings, guest, placed)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, worker.stop)

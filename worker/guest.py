@@ -12,7 +12,7 @@ import contextlib
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import structlog
 
@@ -20,6 +20,8 @@ from shared.errors import SetupError
 from shared.process.settings import WorkerSettings
 from worker.engine.model.loader import LoadedModel
 from worker.engine.thread import EngineThread
+from worker.group.following import Learning
+from worker.group.lead import GroupLead
 
 log = structlog.get_logger()
 
@@ -32,12 +34,14 @@ class Workplace:
 
     engine: EngineThread  # of which a guest uses `run_between_steps`
     loaded: LoadedModel  # its model belongs to the engine's thread
+    others: GroupLead | None = None  # the other ranks of a group, which a guest lets do each unit that it does
 
 
 class Guest(Protocol):
     """Called on the worker's event loop or in a thread; none of it may block for long but `stop`.
 
-    A guest that has a `prepare(place)`, too, is asked in a thread before the worker is ready, and may block.
+    A guest that has a `prepare(place)`, too, is asked in a thread before the worker is ready, and may block. One that
+    has a `rank(loaded)` may be a guest of several ranks: that makes what the other ranks do in its place.
     """
 
     def start(self, place: Workplace, ended: Callable[[bool], None]) -> None:
@@ -49,14 +53,28 @@ class Guest(Protocol):
 
 def invited(settings: WorkerSettings) -> Guest | None:
     """The guest that the settings name."""
+    kind = _kind(settings)
+    return None if kind is None else cast(Guest, kind(settings))
+
+
+def rank_of_guest(settings: WorkerSettings) -> Callable[[LoadedModel], Learning] | None:
+    """What the other ranks of a group do in the place of that guest; None: there is none."""
+    kind = _kind(settings)
+    if kind is None:
+        return None
+    if not hasattr(kind, "rank"):
+        raise SetupError(f"--guest {settings.guest} cannot be had by a worker of several ranks: it knows of one alone")
+    return cast(Callable[[LoadedModel], Learning], kind.rank)
+
+
+def _kind(settings: WorkerSettings) -> Any | None:
     if not settings.guest:
         return None
     module, _, name = settings.guest.partition(":")
     try:
-        kind = getattr(importlib.import_module(module), name)
+        return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise SetupError(f"--guest {settings.guest}: {error}; it names a class as package.module:Class") from error
-    return cast(Guest, kind(settings))
 
 
 class Lodging:

@@ -45,7 +45,8 @@ from worker.engine.batch.adapters import AdapterStats, SlotConfig
 from worker.engine.messages import RowRequest, StepOutput, engine_config
 from worker.engine.thread import EngineThread
 from worker.engine_watch import EngineWatch
-from worker.group.lead import GroupLead, ended, started
+from worker.group.lead import GroupLead
+from worker.group.opening import ended, started
 from worker.group.placement import Placement
 from worker.guest import Guest, Lodging, Workplace
 from worker.pause import Pause
@@ -90,20 +91,22 @@ class WorkerProcess:
         self._loop = asyncio.get_running_loop()
         s = self._settings
         adapters = SlotConfig(s.adapter_slots, s.adapter_rank, s.adapter_dtype)
-        self._group = group = None if self._placed is None else GroupLead(s, self._placed, self._on_lost)
-        self._engine = EngineThread(engine_config(s), self._on_step, self._on_death, adapters, self._on_adapters, group)
+        config = engine_config(s)
+        placed = self._placed
+        self._group = group = None if placed is None else GroupLead(s, placed, self._on_lost, config, adapters)
+        self._engine = EngineThread(config, self._on_step, self._on_death, adapters, self._on_adapters, group)
         self._watch = EngineWatch(self._engine, s.engine_stall_s, self._on_stall)
         loaded = await started(self._engine, group, self._stop)
         if loaded is None:
             return 0
-        await asyncio.to_thread(self._lodging.prepare, Workplace(self._engine, loaded))
+        await asyncio.to_thread(self._lodging.prepare, Workplace(self._engine, loaded, group))
         self._card, self._tokenizer = loaded.card, loaded.tokenizer
         self._redis = connect(self._settings.redis)
         self._control = connect(self._settings.redis, blocking=True)
         try:
             leave_out_what_is_loaded()
             await self._open(loaded.card, loaded.tokenizer)
-            self._lodging.open(Workplace(self._engine, loaded), self._stop)
+            self._lodging.open(Workplace(self._engine, loaded, group), self._stop)
             await self._serve()
         finally:
             gone = self._registry.remove(self._card.name, self.id)

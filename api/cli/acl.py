@@ -54,7 +54,7 @@ ROLE: dict[RoleName, Role] = {
     "trainer": Role(
         (
             *_MODEL, *_ADAPTERS, *_FRAMES, "%R~parallm:tokenizer:*", "~parallm:train*", "~parallm:score:*",
-            "~parallm:answer:*", "~parallm:learner:*",
+            "~parallm:answer:*", "~parallm:learner:*", "~parallm-ranks:*",
         ),
         (*_TELL, "&parallm:adapters:events", "&parallm:alerts"),
     ),

@@ -95,6 +95,7 @@ class PostedTrajectory(RequestModel):
     worker: _Carried
     attempt: _Carried
     timings: _Carried
+    cached_tokens: _Carried
     policy: _Carried
     model: _Carried
     group_size: _Carried

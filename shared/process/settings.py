@@ -136,8 +136,8 @@ class ProcessSettings(BaseSettings):
         for name, value in self:
             if value is None or name in ("dry_run", "config"):
                 continue
-            if isinstance(value, list):
-                text = json.dumps([str(item) for item in value])
+            if isinstance(value, (list, tuple, dict)):
+                text = json.dumps(value if isinstance(value, dict) else [str(item) for item in value])
             else:
                 text = value.get_secret_value() if isinstance(value, SecretStr) else str(value)
             variables["PARALLM_REDIS_URL" if name == "redis" else f"PARALLM_{name.upper()}"] = text

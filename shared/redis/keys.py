@@ -141,6 +141,14 @@ group_member = Key(
 group_meeting = Key(
     "parallm-peers:group:*:meeting", "string", "worker", "10 s, refreshed", "where rank 0 waits for whom, msgpack"
 )
+# Likewise of ranks that are one trainer: a worker's are not for its role
+trainer_secret = Key("parallm-ranks:secret", "string", "trainer", "1 d, refreshed", "by which they know one another")
+trainer_member = Key(
+    "parallm-ranks:group:*:member:*", "string", "trainer", "10 s, refreshed", "a rank that looks for its group, msgpack"
+)
+trainer_meeting = Key(
+    "parallm-ranks:group:*:meeting", "string", "trainer", "10 s, refreshed", "where rank 0 waits for whom, msgpack"
+)
 # It outlives the worker, whose files others may have
 kv_folder = Key(
     "parallm:{*}:kv-folder:*", "string", "worker", "10 min, refreshed", "id of the folder of KV that a worker writes to"

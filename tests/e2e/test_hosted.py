@@ -142,12 +142,14 @@ def test_training_that_fails_says_why_and_the_worker_serves_on(tmp_path: Path) -
         asyncio.run(wait_until(computed))
 
 
-def test_training_only_ends_with_the_training(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_training_only_ends_with_the_training(tmp_path: Path, ranks: int) -> None:
     file = config(tmp_path, evaluate_every=0, steps=2, prompts_per_step=4)
     done = subprocess.run(
         [
             sys.executable, "-m", "api.serve.main", "--model", f"models/{MODEL}", "--data-dir", str(tmp_path / "ring"),
             "--mode", "training_only", "--train-config", str(file), "--lora-rank", "4",
+            "--num-local-ranks", str(ranks),
         ],
         cwd=ROOT, capture_output=True, text=True, timeout=90, check=False,
     )  # fmt: skip

@@ -22,7 +22,7 @@ from tests.e2e.rings import MODEL, ROOT, Process, Ring, ring
 
 CONFIGURATION = ROOT / "deploy/prometheus.yml"
 BOARD = ROOT / "deploy/grafana/parallm.json"
-SCRAPE_S = 1
+SCRAPE_MS = 400  # the load lasts until there are enough samples
 # Of one worker without drafts there is none
 RARE = ("Time of a transfer of KV", "Share of drafted tokens that was accepted", "Accepted tokens a draft")
 WINDOW = "30s"  # for $__rate_interval: Grafana takes at least four scrapes
@@ -93,7 +93,7 @@ def prometheus(served: Ring, folder: Path) -> Iterator[Prometheus]:
     """Prometheus with our configuration; only the address and the pace are ours to change."""
     text = CONFIGURATION.read_text()
     text = text.replace("api:8000", served.url.removeprefix("http://"))
-    text = text.replace("scrape_interval: 5s", f"scrape_interval: {SCRAPE_S}s")
+    text = text.replace("scrape_interval: 5s", f"scrape_interval: {SCRAPE_MS}ms")
     (folder / "prometheus.yml").write_text(text)
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]

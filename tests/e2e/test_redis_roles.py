@@ -169,6 +169,7 @@ JOB = keys.job("x")
         ("trainer", f"HGETALL {JOB}"),
         ("trainer", "GET parallm:limit:x"),
         *((role, "GET parallm-peers:secret") for role in ROLES if role != "worker"),
+        *((role, "GET parallm-ranks:secret") for role in ROLES if role != "trainer"),
         ("viewer", f"HSET {MINE} state done"),
         ("viewer", "SUBSCRIBE parallm:api:x:live"),
         ("viewer", "PUBLISH parallm:ctl:w cancel"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import mlx.core as mx  # noqa: E402
 import mlx.nn as nn  # noqa: E402
 import msgspec  # noqa: E402
 import numpy as np  # noqa: E402
+import pytest  # noqa: E402
 from mlx.utils import tree_flatten  # noqa: E402
 from mlx_lm.generate import generation_stream  # noqa: E402
 
@@ -26,8 +28,21 @@ from tests.engine.adapter_bench import AdapterBench, row  # noqa: E402
 from tests.engine.adapter_models import MadeAdapter  # noqa: E402
 from tests.engine.conftest import Bench, prompt_of, spec  # noqa: E402
 from tests.engine.ranks import Channel, Task  # noqa: E402
-from trainer.learn.options import AdapterShape  # noqa: E402
+from trainer.datasets.learner import DataOptions  # noqa: E402
+from trainer.gate import GateLimits  # noqa: E402
+from trainer.group.rank import RankLearner  # noqa: E402
+from trainer.learn.batches import Sample, SampleGroup  # noqa: E402
+from trainer.learn.compute import finished  # noqa: E402
+from trainer.learn.learner import Learner  # noqa: E402
+from trainer.learn.losses import LossOptions  # noqa: E402
+from trainer.learn.options import AdapterShape, OptimizeOptions, Schedule  # noqa: E402
 from trainer.learn.policy import Policy  # noqa: E402
+from trainer.learners.asks import LearnerOptions  # noqa: E402
+from trainer.learners.loop_learner import build_learner  # noqa: E402
+from trainer.ranks.learner import LedLearner  # noqa: E402
+from trainer.tuning.examples import Tuning  # noqa: E402
+from trainer.tuning.learner import TuneLearner  # noqa: E402
+from trainer.tuning.led import LedTuner  # noqa: E402
 from worker.engine.messages import EngineConfig, SpeculationConfig  # noqa: E402
 from worker.engine.model.loader import LoadedModel, load_model  # noqa: E402
 from worker.engine.ranks.ranks import Ranks  # noqa: E402
@@ -142,6 +157,135 @@ def gradient(group: Any, folder: str) -> Any:
     return {"loss": value.item(), "gradient": told}
 
 
+class Recorded:
+    """What a learner was told of each update: the gradient that it is made of, whole."""
+
+    def __init__(self) -> None:
+        self.gradients: list[dict[str, list[float]]] = []
+
+    def __call__(self, gradient: Any) -> Any:
+        told = sorted(tree_flatten(gradient))
+        self.gradients.append({name: np.array(each, np.float32).ravel().tolist() for name, each in told})
+        return gradient
+
+
+def learns(group: Any, folder: str, kind: str, checkpoint_layers: bool = False) -> Any:
+    """Train steps, some of which are taken back: reports, gradients and weights, by whom ranks ask or one process."""
+    loaded = _load(folder, group)
+    if group is not None and group.rank():
+        assert CHANNEL is not None, "there are ranks"
+        rank = RankLearner(loaded)
+        CHANNEL.follow(rank.unit)
+        assert rank._learner is not None, "it was asked to have one"
+        return {"digest": rank._learner.digest()}
+    learned = learns_from_samples if kind == "grpo" else learns_from_data
+    told = learned(loaded, kind, checkpoint_layers)
+    if CHANNEL is not None:
+        CHANNEL.unit(b"end")
+    return told
+
+
+def learns_from_samples(loaded: LoadedModel, kind: str, checkpoint_layers: bool) -> Any:
+    loss = LossOptions(kl_coefficient=0.05)
+    # Sizes of microbatches follow the clock: of rank 0, on all ranks.
+    optimize = OptimizeOptions(
+        loss=loss, schedule=Schedule(peak=1e-4), microbatch_tokens=256, microbatch_s=1e-4, minibatches=2,
+        max_completion=12, distances_every=2, max_grad_norm=0.05,
+    )  # fmt: skip
+    options = LearnerOptions(AdapterShape(rank=4), optimize, GateLimits(), 1, checkpoint_layers)
+    learner: Learner
+    if CHANNEL is None:
+        learner = build_learner(loaded.model, options)
+    else:
+        learner = LedLearner(CHANNEL, loaded.model, options, loaded.whole)
+    recorded = recording(learner)
+    learner.load(moved(learner.weights()))
+    learner.begin_with(moved(learner.weights()))
+    groups, told = samples(), []
+    for step in range(3):
+        trained = finished(learner.train(groups, step, step, [groups[0].prompt_ids]))
+        checks = [float(check.passed) for check in trained.checks]
+        told.append([trained.report.loss, trained.report.grad_norm, trained.report.kl, *checks])
+        if step == 1:
+            learner.revert()
+        else:
+            learner.accept()
+            learner.anchor(learner.weights())
+    snapshot, gaps = learner.snapshot(), finished(learner.gaps(groups, None))
+    before = learner.weights()
+    finished(learner.train(groups, 3, 3, []))
+    learner.restore(snapshot)
+    assert all(np.array_equal(each, before[name]) for name, each in learner.weights().items())
+    wrong = snapshot.adapter | {"other": np.zeros(1, np.float32)}
+    with pytest.raises(ValueError, match="other"):
+        learner.load(wrong)
+    last = finished(learner.train(groups, 3, 3, []))
+    told.append([last.report.loss, last.report.grad_norm, *gaps])
+    return result(learner, told, recorded)
+
+
+def learns_from_data(loaded: LoadedModel, kind: str, checkpoint_layers: bool) -> Any:
+    options = DataOptions(Schedule(peak=1e-4), AdapterShape(rank=4), 96, 0.05, 0.0, (0.9, 0.99), 1, checkpoint_layers)
+    tuning: Tuning = "dpo" if kind == "dpo" else "sft"
+    if CHANNEL is None:
+        learner = TuneLearner(loaded.model, tuning, options.shape or AdapterShape(), 0.3, options)
+    else:
+        learner = LedTuner(CHANNEL, loaded.model, tuning, 0.3, options, loaded.whole)
+    recorded = recording(learner)
+    learner.begin_with(moved(learner.weights()))
+    items = [replace(group, samples=group.samples[:2]) for group in samples()]
+    told = []
+    for step in range(3):
+        report = finished(learner.train(items, step))
+        measured = finished(learner.measure(items))
+        told.append([report.loss, report.grad_norm, measured.loss or 0.0, measured.margin or 0.0])
+        if step == 1:
+            learner.revert()
+        else:
+            learner.accept()
+    snapshot, good = learner.snapshot(), learner.weights()
+    finished(learner.train(items, 3))
+    learner.restore(snapshot, good)
+    report = finished(learner.train(items, 3))
+    told.append([report.loss, report.grad_norm])
+    return result(learner, told, recorded)
+
+
+def recording(learner: Any) -> Recorded:
+    """Of the gradients that have been summed."""
+    recorded, policy = Recorded(), learner._policy
+    whole = policy.whole
+    policy.whole = lambda gradient: recorded(whole(gradient))
+    return recorded
+
+
+def result(learner: Any, told: list[list[float]], recorded: Recorded) -> Any:
+    weights = {name: each.ravel().tolist() for name, each in sorted(learner.weights().items())}
+    config = learner.config().decode()
+    digest = learner.digest()
+    return {"told": told, "gradients": recorded.gradients, "weights": weights, "config": config, "digest": digest}
+
+
+def moved(weights: dict[str, Any]) -> dict[str, Any]:
+    """Away from the base, so that no gradient is all but zero."""
+    draw = np.random.default_rng(0)
+    return {name: (each + draw.normal(0, 0.05, each.shape)).astype(np.float32) for name, each in weights.items()}
+
+
+def samples() -> list[SampleGroup]:
+    """Prompts and completions of different lengths."""
+    draw = np.random.default_rng(7)
+
+    def sample(at: int) -> Sample:
+        ids = tuple(draw.integers(0, 250, 2 + 3 * at).tolist())
+        return Sample(ids, (-5.0,) * len(ids), (True,) * len(ids), (0,) * len(ids), (-1.0) ** at)
+
+    return [
+        SampleGroup(str(at), tuple(prompt_of(3 + 9 * at, at)), tuple(sample(each) for each in range(4)))
+        for at in range(4)
+    ]
+
+
 def memory(group: Any, folder: str) -> Any:
     """Bytes of the weights of this rank, and the most that was in memory while they came."""
     mx.clear_cache()
@@ -187,10 +331,14 @@ def run(tasks: list[Task], group: Any) -> list[Any]:
     return [known[task.of](group, **task.arguments) for task in tasks]
 
 
+CHANNEL: Channel | None = None
+
+
 def main(folder: Path) -> None:
     """One rank."""
+    global CHANNEL
     group = mx.distributed.init(strict=True, backend="ring")
-    channel = Channel(folder, Ranks(group))
+    CHANNEL = channel = Channel(folder, Ranks(group))
     Bench.facts = staticmethod(channel.facts)  # type: ignore[assignment]
     told = run(msgspec.json.decode((folder / "tasks.json").read_bytes(), type=list[Task]), group)
     (folder / f"rank-{group.rank()}.json").write_text(json.dumps(told))

@@ -11,7 +11,8 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from multiprocessing.connection import Client, Listener
 from pathlib import Path
@@ -77,6 +78,29 @@ class Channel:
             ranks.least(0)
             self._lead = Client(address, authkey=_KEY)
             self._lead.send_bytes(str(self._rank).encode())
+
+    def unit(self, ask: bytes) -> None:
+        """Rank 0 of a learner (trainer/ranks): a unit of work, for all others; b"end": there is no further one."""
+        for other in self._others:
+            other.send_bytes(b"unit" + ask)
+
+    def united(self, told: bytes) -> None:
+        """What came of it on all ranks is the same."""
+        heard = [other.recv_bytes() for other in self._others]
+        assert heard == [told] * len(heard), f"rank 0 has {told!r}, the others {heard}"
+
+    def failed(self) -> None:
+        """So it has everywhere."""
+        self.united(b"failed")
+
+    def follow(self, unit: Callable[[bytes], bytes]) -> None:
+        """Another rank: do what rank 0 asks, until it ends."""
+        while (asked := self._lead.recv_bytes()) != b"unitend":
+            try:
+                self._lead.send_bytes(unit(asked.removeprefix(b"unit")))
+            except Exception:
+                traceback.print_exc()
+                self._lead.send_bytes(b"failed")
 
     def facts(self, engine: Engine) -> TurnFacts:
         """Of the next turn; called by all ranks."""

@@ -347,6 +347,7 @@ def test_a_full_disk_is_told_of_once_and_left_alone(
 # -- adapters
 
 
+@pytest.mark.long
 def test_kv_of_lasting_versions_alone_is_kept_and_only_for_their_own_weights(
     llama: LoadedModel, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

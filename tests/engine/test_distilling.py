@@ -101,6 +101,7 @@ def score(model: Any, items: Sequence[SampleGroup], teacher: str = "t@1") -> lis
     return rows
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{}, {"microbatch_tokens": 1}, {"checkpoint_layers": True}])
 def test_a_learner_measures_and_learns_by_what_the_teacher_says_of_tokens_that_count(
     llama: LoadedModel, options: dict[str, Any]
@@ -136,6 +137,7 @@ async def distilled(run: TrainSettings) -> tuple[RunState, MemorySink]:
         return await distilling.run(), sink
 
 
+@pytest.mark.long
 async def test_a_student_comes_nearer_to_its_teacher_whose_scores_are_asked_for_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -111,7 +111,7 @@ class Run:
 
     def start(self, config: Path | None = None) -> HostedTrainer:
         trainer = HostedTrainer(WorkerSettings(redis="redis://127.0.0.1:1", train_config=config))
-        trainer.start(SimpleNamespace(engine=None, loaded=None), self.left)  # type: ignore[arg-type]
+        trainer.start(SimpleNamespace(engine=None, loaded=None, others=None), self.left)  # type: ignore[arg-type]
         return trainer
 
 

@@ -153,6 +153,7 @@ async def ring(redis_url: str, long_llama: Path, made: Made, tmp_path: Path) -> 
         yield ring
 
 
+@pytest.mark.long
 async def test_two_workers_load_and_acknowledge_what_is_published(ring: Ring, made: Made) -> None:
     first, second = await ring.worker("w1"), await ring.worker("w2")
     base = first.base_sha256
@@ -243,6 +244,7 @@ async def test_what_was_published_before_the_start_is_served(ring: Ring) -> None
     assert set(worker.versions("s")) == {"math@1"}
 
 
+@pytest.mark.long
 async def test_a_worker_that_ends_in_mid_load_serves_the_version_after_a_restart(
     ring: Ring, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -84,6 +84,7 @@ CASES: dict[str, tuple[dict[str, Any], int | None, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 def test_a_merged_model_says_what_the_base_says_with_the_adapter(case: str, tmp_path: Path) -> None:
     config, bits, how = CASES[case]

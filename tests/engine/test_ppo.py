@@ -155,6 +155,7 @@ def test_the_loss_and_its_parts_are_those_of_numpy(described: dict[str, Any]) ->
     assert float(parts.kl) > 0
 
 
+@pytest.mark.long
 @EACH
 def test_gradients_are_differences_of_the_loss(described: dict[str, Any]) -> None:
     weights, steps = weights_of(described), steps_for(described)

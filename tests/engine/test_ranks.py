@@ -19,6 +19,8 @@ from tests.engine.small_models import LLAMA, write_model
 from worker.engine.messages import EngineConfig
 from worker.engine.model.loader import load_model
 
+pytestmark = pytest.mark.long  # two processes
+
 COUNT = 2
 CLOSE, CLOSE_IN_8_BITS = 1e-4, 1e-2  # the latter: a number of KV may round to the one above
 HEADS = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8, "num_key_value_heads": 4}
@@ -36,6 +38,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "olmo2": SHAPE | {"model_type": "olmo2"},
 }
 WHOLE = tuple(name for name in MODELS if name not in ("three_heads", "olmo2"))
+LEARNED = {  # how a learner learns, and on what
+    "grpo": ("quantised", {}), "grpo, layers again": ("qwen3_moe", {"checkpoint_layers": True}),
+    "sft": ("llama", {}), "dpo": ("gpt_oss", {}),
+}  # fmt: skip
 LEARNING = ("llama", "quantised", "qwen3_moe", "gpt_oss")
 EXPERTS = tuple(f"mlp.switch_mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj"))
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # of llama: how it is loaded, and how it runs
@@ -97,6 +103,8 @@ class Ran:
         self._add("memory", "memory", "qwen3_moe")
         for name in LEARNING:
             self._add(f"gradient {name}", "gradient", name)
+        for key, (name, how) in LEARNED.items():
+            self._add(f"learns {key}", "learns", name, kind=key.split(",")[0], **how)
         for name in ("three_heads", "olmo2"):
             self._add(f"refused {name}", "refusal", name)
         told = start(count, folder / "ring", list(self.tasks.values()))
@@ -209,3 +217,16 @@ def test_gradients_of_a_divided_model_are_those_of_one_process(ran: Ran, name: s
     assert_close(told["gradient"], alone["gradient"])
     largest = [max(map(abs, each)) for each in alone["gradient"].values()]
     assert min(largest) > 10 * CLOSE, "each of them is large enough to be told from nothing"
+
+
+@pytest.mark.parametrize("key", LEARNED)
+def test_train_steps_on_a_divided_model_are_those_of_one_process(ran: Ran, key: str) -> None:
+    told, alone = ran.told(f"learns {key}"), ran.alone(f"learns {key}")
+    for ours, theirs in zip(told["told"], alone["told"], strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=CLOSE, rtol=0)
+    assert len(told["gradients"]) == len(alone["gradients"]) > 3
+    for ours, theirs in zip(told["gradients"], alone["gradients"], strict=True):
+        assert_close(ours, theirs)
+    assert_close(told["weights"], alone["weights"], 2 * CLOSE)  # where a gradient is all but zero, rounding decides
+    assert told["config"] == alone["config"], "what is published names whole layers"
+    assert {each["digest"] for each in ran._told[f"learns {key}"]} == {told["digest"]}

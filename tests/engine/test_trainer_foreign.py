@@ -212,6 +212,7 @@ async def test_what_a_person_chose_while_the_run_was_down_is_not_overridden_at_i
     assert state.train_step == 4 and sink.latest == state.version > served
 
 
+@pytest.mark.long
 async def test_a_killed_run_takes_what_it_has_served_after_its_checkpoint_for_its_own(tmp_path: Path) -> None:
     class Killed(MemorySink):
         async def set_best(self, version: int, value: float) -> None:

@@ -87,6 +87,7 @@ async def test_a_run_in_pieces_gives_the_same_bytes_as_one_run(tmp_path: Path, m
     assert {check.name for check in sink.candidates[1].gate} >= {"reward_floor", "finite_weights"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("max_parity", [0.1, 1e-12])  # each version is served, or each is rejected
 async def test_a_run_that_is_killed_at_its_writes_gives_the_same_bytes(
     tmp_path: Path, max_parity: float, monkeypatch: pytest.MonkeyPatch
@@ -121,6 +122,7 @@ async def test_a_run_that_is_killed_at_its_writes_gives_the_same_bytes(
     assert told == again and [line["step"] for line in told] == [0, 1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["silent", "abort", "refused"])
 async def test_a_worker_that_does_not_answer_says_nothing_of_a_version(
     tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch

@@ -114,6 +114,7 @@ def test_vectors_are_mlx_vlms_in_whatever_pieces_an_image_is_encoded(
         assert len(pieces) >= (4 if pairs > 1000 else 8)
 
 
+@pytest.mark.long
 def test_what_it_says_depends_on_the_image(seeing: LoadedModel, reference: Any) -> None:
     bench = Gaze(seeing)
     for seed in range(6):
@@ -123,6 +124,7 @@ def test_what_it_says_depends_on_the_image(seeing: LoadedModel, reference: Any) 
     assert len({tuple(bench.tokens(f"s{seed}")) for seed in range(6)}) > 3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("chunk", [5, 64])
 def test_tokens_are_mlx_vlms_among_text_rows_that_join_and_leave(
     seeing: LoadedModel, reference: Any, chunk: int
@@ -292,6 +294,7 @@ def test_rows_that_cannot_see_are_refused_and_the_others_go_on(seeing: LoadedMod
     assert not bench.engine._gallery._wanted and not bench.engine._gallery._failed
 
 
+@pytest.mark.long
 def test_drafts_are_checked_for_rows_with_images_as_for_others(seeing: LoadedModel, reference: Any) -> None:
     bench = Gaze(seeing, speculation=SpeculationConfig(adapts_to_time=False, memory_bytes=1 << 20))
     for turn in range(2):
@@ -331,6 +334,7 @@ def test_a_model_that_drafts_has_no_eyes_and_changes_nothing(family: str, refere
     assert bench.engine.stats().speculation.model_accepted > 5
 
 
+@pytest.mark.long
 def test_adapters_apply_to_rows_with_images(seeing: LoadedModel, reference: Any, tmp_path: Path) -> None:
     made = make_adapter(seeing.model, tmp_path)
     assert seeing.card.vision is not None

@@ -53,6 +53,7 @@ def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+@pytest.mark.long
 def test_a_policy_learns_from_the_vectors_that_the_worker_has_sampled_with(seeing: LoadedModel) -> None:
     bench, assumed = Gaze(seeing), seeing.tower
     assert assumed is not None
@@ -135,6 +136,7 @@ def written(folder: Path, *lines: dict[str, Any]) -> Path:
     return path
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", ["smolvlm", "qwen2_5_vl", "qwen3_vl"], indirect=True, scope="module")
 async def test_examples_with_images_are_tuned_on_as_mlx_vlm_sees_them(
     seeing: LoadedModel, family: str, tmp_path: Path

@@ -66,9 +66,17 @@ async def outcome(redis_url: str, spoil: Any = None) -> tuple[list[Trained], lis
     return done, ends
 
 
+@pytest.fixture(scope="module")
+def kept() -> list[list[Trained]]:
+    return []
+
+
 @pytest.fixture
-async def undisturbed(redis_url: str) -> list[Trained]:
-    return (await outcome(redis_url))[0]
+async def undisturbed(redis_url: str, kept: list[list[Trained]]) -> list[Trained]:
+    """Made by the first test that asks for it."""
+    if not kept:
+        kept.append((await outcome(redis_url))[0])
+    return kept[0]
 
 
 def breaks(member: Member, ring: Trainers) -> None:

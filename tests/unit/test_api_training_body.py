@@ -6,11 +6,11 @@ import pytest
 from pydantic import ValidationError
 
 from api.http.errors import from_validation
-from api.training.body import UpdateBody, checked, versions_named
+from api.training.body import PostedTrajectory, UpdateBody, checked, versions_named
 from shared.errors import InvalidRequestError
 from shared.frames import VersionSpan
 from shared.sequences import ModelCard
-from shared.trajectories import Drawing
+from shared.trajectories import Drawing, Trajectory
 
 CARD = ModelCard("m", 8, 100, (0,), "t", "b", 1, "float32")
 ONE: dict[str, Any] = {"prompt_ids": [1, 2], "completion_ids": [3, 4], "logprobs": [-1.0, -0.5], "reward": 1}
@@ -83,3 +83,9 @@ def test_a_result_line_of_a_job_and_a_collected_trajectory_can_be_posted() -> No
     assert (second.trajectory.logprobs_mode, second.trajectory.drawn) == ("raw_logprobs", None)
     assert second.advantage == 2.0 and second.trajectory.spans == (VersionSpan("", 0, 2),)
     assert versions_named(body) == {"policy@2": (0, "spans")}
+
+
+def test_each_field_that_a_rollout_comes_with_may_be_posted_back() -> None:
+    of_batches = {"prompt_logprobs", "prompt_top_logprobs", "embedding"}
+    not_learned_from = {"images", "image_token"}  # by this route
+    assert set(Trajectory.__struct_fields__) - of_batches - not_learned_from <= set(PostedTrajectory.model_fields)

@@ -8,7 +8,11 @@ import pytest
 
 from shared.errors import SetupError
 from shared.process.settings import ServeSettings, WorkerSettings, load
+from trainer.group import placing
+from trainer.group.rank import RankLearner
+from trainer.settings import TrainSettings
 from worker.group.placement import Placement, address_of, own_device, own_names, placement
+from worker.guest import rank_of_guest
 
 
 def placed(line: str = "", **environment: str) -> Placement | None:
@@ -69,7 +73,6 @@ def test_under_mlx_launch(tmp_path: Path) -> None:
         ("--num-local-ranks 2 --spec-decode auto", "--spec-decode auto cannot be had"),
         ("--num-local-ranks 2 --ssd-cache-dir kv", "--ssd-cache-dir cannot be had"),
         ("--num-local-ranks 2 --kv-transfer", "--kv-transfer cannot be had"),
-        ("--num-local-ranks 2 --guest trainer.hosted:HostedTrainer", "--guest cannot be had"),
         ("--num-local-ranks 2 --distributed-rank 1", "leave --distributed-rank out"),
         ("--num-local-ranks 2 --distributed-hostfile x.json", "leave one out"),
         ("--distributed-hostfile /no/such.json", "No such file"),
@@ -78,6 +81,62 @@ def test_under_mlx_launch(tmp_path: Path) -> None:
 def test_what_cannot_be_is_refused_by_name(line: str, said: str) -> None:
     with pytest.raises(SetupError, match=said):
         placed(line)
+
+
+def test_a_trainer_is_a_group_of_its_own(tmp_path: Path) -> None:
+    ours = next(name for name in own_names() if name.count(".") != 1)
+    file = hostfile(tmp_path, machines(ours, "192.0.2.9"))
+    line = f"--distributed-hostfile {file} --model m"
+
+    def of(run: str) -> Placement:
+        found = placing.placement(load(TrainSettings, [*line.split(), "--run", run]), {})
+        assert found is not None
+        return found
+
+    worker = placed(f"{line} --served-model-name one")
+    assert worker is not None and of("one").kind == "trainer"
+    assert len({worker.group, of("one").group, of("two").group}) == 3, "ranks of one are not taken for another's"
+    assert placing.placement(load(TrainSettings, []), {}) is None
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--mode reward", "--mode ppo", "--mode distill", "--loss ppo", "--lora-kind dora", "--learner shared",
+        "--learner service", "--federation team", "--distributed-sharding pipeline", "--over-http",
+    ],
+)  # fmt: skip
+def test_what_ranks_do_not_learn_is_refused_by_name(flag: str) -> None:
+    with pytest.raises(SetupError, match=f"{flag.removesuffix(' team')} cannot be had by a trainer of several ranks: "):
+        placing.placement(load(TrainSettings, [*flag.split(), "--num-local-ranks", "2"]), {})
+
+
+@pytest.mark.parametrize("mode", ["rl", "sft", "dpo"])
+def test_what_ranks_learn_is_taken(mode: str) -> None:
+    line = ["--num-local-ranks", "2", "--distributed-mode", "ring", *([] if mode == "rl" else ["--dataset", "d.jsonl"])]
+    settings = load(TrainSettings, ["--mode", mode, *line])
+    settings.check()
+    found = placing.placement(settings, {})
+    assert found is not None and (found.kind, found.size, found.backend) == ("trainer", 2, "ring")
+
+
+def test_the_other_ranks_of_a_trainer_get_its_settings_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = ["--num-local-ranks", "2", "--reward-options", '{"a": [1, "b"]}', "--stop", "x", "--stop", "y z"]
+    settings = load(TrainSettings, [*line, "--lora-targets", "q_proj", "--dataset", "data.jsonl", "--logger", "wandb"])
+    for name, value in settings.environment().items():
+        monkeypatch.setenv(name, value)
+    assert load(TrainSettings, []).model_dump() == settings.model_dump()
+
+
+def test_a_guest_that_knows_of_one_process_alone_is_refused_by_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = load(WorkerSettings, ["--num-local-ranks", "2", "--guest", "tests.training.nobody:Nobody"])
+    monkeypatch.setattr("tests.training.nobody.Nobody", object, raising=False)
+    with pytest.raises(
+        SetupError, match=r"--guest tests\.training\.nobody:Nobody cannot be had by a worker of several"
+    ):
+        rank_of_guest(settings)
+    trains = load(WorkerSettings, ["--num-local-ranks", "2", "--guest", "trainer.hosted:HostedTrainer"])
+    assert rank_of_guest(trains) is RankLearner and rank_of_guest(load(WorkerSettings, [])) is None
 
 
 @pytest.mark.parametrize(

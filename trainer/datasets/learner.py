@@ -20,6 +20,7 @@ from trainer.learn.options import AdapterShape, Schedule
 from trainer.learn.policy import Policy
 from trainer.state import Arrays, Moments, Snapshot
 from trainer.vision.sight import Sight
+from worker.engine.model.sites import Whole
 
 T = TypeVar("T")
 
@@ -62,13 +63,17 @@ class Size(NamedTuple):
     positions: int
 
 
-def policy_of(model: Any, shape: AdapterShape, options: DataOptions, sight: Sight | None = None) -> Policy:
-    """A LoRA on the model, which sees with `sight`.
+def policy_of(
+    model: Any, shape: AdapterShape, options: DataOptions, sight: Sight | None = None, whole: Whole | None = None
+) -> Policy:
+    """A LoRA on the model, which sees with `sight`; `whole`: what a model was that ranks divide.
 
     SetupError when it does not fit: a target that the model has not, DoRA on experts.
     """
     try:
-        return Policy(model, shape, seed=options.seed, checkpoint_layers=options.checkpoint_layers, sight=sight)
+        return Policy(
+            model, shape, seed=options.seed, checkpoint_layers=options.checkpoint_layers, sight=sight, whole=whole
+        )
     except ValueError as error:
         raise SetupError(f"bad settings: {error}") from error
 
@@ -121,6 +126,13 @@ class DataLearner(ABC, Generic[T]):
     @abstractmethod
     def _load(self, weights: Arrays) -> None: ...
 
+    def _whole(self, gradients: dict[str, Any]) -> dict[str, Any]:
+        """Of all ranks, where several divide the model."""
+        return gradients
+
+    def _agree(self) -> None:
+        """After an update: the same weights on all ranks."""
+
     # -- learning
 
     def train(self, items: Sequence[T], step: int) -> Work[DataReport]:
@@ -132,7 +144,8 @@ class DataLearner(ABC, Generic[T]):
             mx.eval(value, gradients)
             loss += float(value.item())
             yield
-        clipped, norm = optim.clip_grad_norm(gradients, self._options.max_grad_norm)
+        assert gradients is not None, "there are items"
+        clipped, norm = optim.clip_grad_norm(self._whole(gradients), self._options.max_grad_norm)
         grad_norm, tokens = float(norm.item()), self._tokens(items)
         if not np.isfinite(grad_norm) or not np.isfinite(loss):
             return DataReport(loss, grad_norm, is_finite=False, tokens=tokens)
@@ -141,6 +154,7 @@ class DataLearner(ABC, Generic[T]):
             adam.learning_rate = rate * self._rates.get(name, 1.0)
             adam.update(self._learns[name], clipped[name])
             mx.eval(self._learns[name].trainable_parameters(), adam.state)
+        self._agree()
         return DataReport(loss, grad_norm, is_finite=True, tokens=tokens)
 
     def _parts(self, items: Sequence[T]) -> Iterator[list[T]]:

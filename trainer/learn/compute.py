@@ -19,8 +19,25 @@ Work = Generator[None, None, T]
 class ComputeHost(Protocol):
     """Runs MLX work in its thread."""
 
+    @property
+    def others(self) -> "Others | None":
+        """Where ranks divide the model, those whose threads must do the same; None: it is all here."""
+
     async def run(self, start: Callable[[], Work[T]]) -> T:
         """Call `start` in the thread, advance what it gives to its end, and return its value or raise its error."""
+
+
+class Others(Protocol):
+    """The other ranks of a group, as the thread of rank 0 sees them (worker/group/lead.py)."""
+
+    def unit(self, ask: bytes) -> None:
+        """Let them do a unit of work: the first one of what `ask` says, or with b"" the next of what is under way."""
+
+    def united(self, told: bytes) -> None:
+        """What came of it here, which must have come of it everywhere."""
+
+    def failed(self) -> None:
+        """It has failed here: returns when it has failed everywhere; ServiceUnavailableError when it has not."""
 
 
 class SharedEngine(Protocol):
@@ -33,8 +50,8 @@ class SharedEngine(Protocol):
 class EngineHost:
     """Runs in a worker's engine thread, between decode steps."""
 
-    def __init__(self, engine: SharedEngine) -> None:
-        self._engine = engine
+    def __init__(self, engine: SharedEngine, others: Others | None = None) -> None:
+        self._engine, self.others = engine, others
 
     async def run(self, start: Callable[[], Work[T]]) -> T:
         """Run to the end, with decode steps in between."""
@@ -44,17 +61,25 @@ class EngineHost:
 class ThreadHost:
     """A thread of our own; nothing runs between the parts of a piece of work."""
 
-    def __init__(self) -> None:
+    def __init__(self, others: Others | None = None) -> None:
+        self.others = others
+        self._abandoned = False
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
 
     async def run(self, start: Callable[[], Work[T]]) -> T:
         """Run to the end without a pause."""
         return await asyncio.get_running_loop().run_in_executor(self._executor, lambda: finished(start()))
 
+    def abandon(self) -> None:
+        """Do not wait for the thread any more: it may hang in a sum that no other rank takes part in."""
+        self._abandoned = True
+
     async def __aenter__(self) -> "ThreadHost":
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        if self._abandoned:
+            return
         # Without this, MLX's streams may abort the process at exit.
         await asyncio.get_running_loop().run_in_executor(self._executor, _release)
         self._executor.shutdown(wait=True)

@@ -28,6 +28,7 @@ from trainer.learn.policy import Policy
 from trainer.learn.steps import StepReport
 from trainer.state import Arrays, Snapshot
 from trainer.vision.sight import Sight
+from worker.engine.model.sites import Whole
 
 _OLDER = "older-"  # begins the names of earlier weights in a state
 
@@ -55,9 +56,13 @@ class Learner:
         checkpoint_layers: bool = False,
         remembered: int = 2,
         sight: Sight | None = None,
+        whole: Whole | None = None,
     ) -> None:
+        """`whole`: what a model was that ranks divide, all of which learn alike then (trainer/ranks)."""
         value = None if options.value is None else _head_of(model, options.value)
-        self._policy = Policy(model, shape, seed=seed, checkpoint_layers=checkpoint_layers, value=value, sight=sight)
+        self._policy = Policy(
+            model, shape, seed=seed, checkpoint_layers=checkpoint_layers, value=value, sight=sight, whole=whole
+        )
         self.optimizer = Optimizer(self._policy, options)
         self._limits = limits
         self._remembered = remembered
@@ -146,6 +151,10 @@ class Learner:
         self._policy.load(weights)
         self._good = self._policy.weights()
         self.optimizer.adam.reset()
+
+    def digest(self) -> int:
+        """See `Policy`."""
+        return self._policy.digest()
 
     def weights(self) -> Arrays:
         """The present adapter."""

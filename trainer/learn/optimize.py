@@ -265,11 +265,15 @@ class Optimizer:
         if not updated:
             sums.nonfinite += 1
             return
+        self.policy.agree()
         sums.grad_norm = max(sums.grad_norm, norm)
         yield
 
     def _measured(self, prepared: Prepared, seconds: float, nbytes: int) -> None:
         batch, bound = prepared.batch, self._size.bound_bytes
+        if self._size.bound_s:
+            seconds, held = self.policy.same(seconds, nbytes)
+            nbytes = int(held)
         self._size.took(prepared.asked, batch.positions, batch.tokens, seconds, nbytes)
         if bound and nbytes > bound and len(batch.completion_BT) == 1 and not self._told_of_memory:
             self._told_of_memory = True

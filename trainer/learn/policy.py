@@ -20,7 +20,7 @@ import mlx.nn as nn
 import numpy as np
 import numpy.typing as npt
 from mlx.nn.layers.distributed import QuantizedShardedToAllLinear, ShardedToAllLinear
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.tuner.dora import DoRALinear
 from mlx_lm.tuner.lora import LoRALinear, LoRASwitchLinear
@@ -68,6 +68,7 @@ class Policy:
         self.origin: Arrays | None = None  # the adapter that the run began with; None: the base
         self.model: Any = share_tree(model)
         self.model.freeze()
+        self._ranks = None if whole is None else whole.ranks
         self._gradients: Gradients | None = None  # where ranks divide the model
         self.modules = [] if shape is None else self._attach(shape, whole)
         self.value: HeadNet | None = None
@@ -85,7 +86,29 @@ class Policy:
 
     def whole(self, gradient: Any) -> Any:
         """The gradient of a batch, which all ranks have computed if there are several: summed over them."""
-        return gradient if self._gradients is None else self._gradients.whole(gradient)
+        if self._gradients is None:
+            return gradient
+        summed = self._gradients.whole(gradient)
+        mx.eval(summed)  # in this order on all ranks, whatever is asked of it later
+        return summed
+
+    def same(self, *values: float) -> tuple[float, ...]:
+        """Rank 0's values, on all ranks if there are several: what a step does may not depend on one rank's clock."""
+        if self._ranks is None:
+            return values
+        told: list[float] = np.array(self._ranks.same(mx.array(values, mx.float32))).tolist()
+        return tuple(told)
+
+    def agree(self) -> None:
+        """After an update: have rank 0's parameters on all ranks, since machines of different kinds round otherwise."""
+        if self._ranks is not None:
+            self.model.update(tree_map(self._ranks.same, self.model.trainable_parameters()))
+            mx.eval(self.model.trainable_parameters())
+
+    def digest(self) -> int:
+        """A sum over the bits of all parameters, by which ranks see that they have the same ones."""
+        sums = [value.view(mx.uint32).sum() for value in self.arrays().values()]
+        return int(np.array(mx.stack(sums)).sum())
 
     def _attach(self, shape: AdapterShape, whole: Whole | None) -> list[str]:
         """Put adapter layers in place of the targeted linears; their paths."""

@@ -10,6 +10,7 @@ from trainer.learn.learner import Learner, Trained
 from trainer.learners.asks import LearnerOptions
 from trainer.state import Arrays, Snapshot
 from trainer.vision.sight import Sight
+from worker.engine.model.sites import Whole
 
 
 class LoopLearner(Protocol):
@@ -109,8 +110,13 @@ class HostLearner:
         await self._host.run(at_once(lambda: self._learner.restore(snapshot)))
 
 
-def build_learner(model: Any, options: LearnerOptions, sight: Sight | None = None) -> Learner:
-    """A learner as a run wants it, which sees with `sight`; ValueError when the model has no layers for the adapter."""
+def build_learner(
+    model: Any, options: LearnerOptions, sight: Sight | None = None, whole: Whole | None = None
+) -> Learner:
+    """A learner as a run wants it, which sees with `sight`; ValueError when the model has no layers for the adapter.
+
+    `whole`: what a model was that ranks divide, all of which build one.
+    """
     return Learner(
         model,
         options.shape,
@@ -120,4 +126,5 @@ def build_learner(model: Any, options: LearnerOptions, sight: Sight | None = Non
         checkpoint_layers=options.checkpoint_layers,
         remembered=options.remembered,
         sight=sight,
+        whole=whole,
     )

@@ -10,26 +10,11 @@ import msgspec
 
 from shared.errors import ConflictError
 from trainer.learn.compute import Work
-from trainer.learn.learner import Learner
-from trainer.learn.packing import pack, unpack
-from trainer.learners.asks import (
-    Accept,
-    Asked,
-    Gaps,
-    Get,
-    LearnerOptions,
-    Numbers,
-    Packed,
-    Parity,
-    Put,
-    Restore,
-    Revert,
-    Said,
-    Train,
-    TrainDone,
-)
+from trainer.learn.learner import Learner, Trained
+from trainer.learn.packing import pack
+from trainer.learners.asks import Asked, Get, LearnerOptions, Numbers, Packed, Said, TrainDone
 from trainer.learners.loop_learner import build_learner
-from trainer.state import Arrays, Snapshot
+from trainer.learners.obeying import obeyed
 
 _asked: msgspec.msgpack.Decoder[Asked] = msgspec.msgpack.Decoder(Asked)
 
@@ -53,37 +38,16 @@ class RunLearner:
         return msgspec.msgpack.encode(said)
 
     def _said(self, asked: Asked) -> Work[Said]:
-        learner = self._learner
-        match asked:
-            case Train():
-                trained = yield from learner.train(asked.groups, asked.step, asked.policy_step, asked.probes)
-                return TrainDone(trained.report, trained.checks, pack({"weights": trained.weights}))
-            case Parity():
-                return Numbers(((yield from learner.parity(asked.trajectories)),))
-            case Gaps():
-                return Numbers(tuple((yield from learner.gaps(asked.groups, _weights(asked.weights)))))
-            case Accept():
-                learner.accept()
-            case Revert():
-                learner.revert()
-            case Restore():
-                learner.restore(snapshot_of(asked.snapshot, learner.config()))
-            case Put():
-                self._put(asked)
-            case Get():
-                return Packed(self._get(asked))
+        if isinstance(asked, Get):
+            return Packed(self._get(asked))
+        match (yield from obeyed(self._learner, asked)):
+            case Trained(report, weights, checks):
+                return TrainDone(report, checks, pack({"weights": weights}))
+            case float(gap):
+                return Numbers((gap,))
+            case list(gaps):
+                return Numbers(tuple(gaps))
         return Packed()
-
-    def _put(self, asked: Put) -> None:
-        weights = _weights(asked.weights)
-        if asked.what == "best":
-            self._learner.anchor(weights)
-        elif weights is None:
-            raise ConflictError(f"no weights are given as the {asked.what} ones")
-        elif asked.what == "origin":
-            self._learner.begin_with(weights)
-        else:
-            self._learner.load(weights)
 
     def _get(self, asked: Get) -> bytes:
         if asked.what == "config":
@@ -108,13 +72,3 @@ def decoded(body: bytes) -> Asked:
         return _asked.decode(body)
     except msgspec.DecodeError as error:
         raise ConflictError(f"this cannot be asked of a run's learner: {error}") from error
-
-
-def snapshot_of(data: bytes, config: bytes) -> Snapshot:
-    """A checkpoint's part out of what `Get` has given."""
-    groups = unpack(data, "adapter", "optimizer")
-    return Snapshot(groups["adapter"], config, groups["optimizer"])
-
-
-def _weights(data: bytes | None) -> Arrays | None:
-    return None if data is None else unpack(data, "weights")["weights"]

@@ -2,5 +2,5 @@
 
 `run.py` first: what of a run on a data set (`datasets/`) is theirs. `examples.py` reads the data and says which tokens
 count, `feedback.py` takes preferences from the ring, `losses.py` are the losses, `learner.py` computes them (in the MLX
-thread).
+thread), `led.py` on several ranks.
 """

@@ -33,6 +33,7 @@ from trainer.state import Arrays
 from trainer.tuning.examples import Tuning
 from trainer.tuning.losses import answer_logps, cross_entropy, margins, preference
 from trainer.vision.sight import Sight
+from worker.engine.model.sites import Whole
 
 _Pair = tuple[tuple[int, ...] | tuple[bytes, ...], ...]  # keys of images, prompt, chosen, rejected
 
@@ -49,11 +50,11 @@ class TuneLearner(DataLearner[SampleGroup]):
     """A LoRA, by cross entropy or by preferences."""
 
     def __init__(self, model: Any, tuning: Tuning, shape: AdapterShape, beta: float, options: DataOptions,
-        sight: Sight | None = None,
+        sight: Sight | None = None, whole: Whole | None = None,
     ) -> None:  # fmt: skip
-        """`sight`: what it sees images with, None: its examples have none."""
+        """`sight`: what it sees images with, None: its examples have none; `whole`: see `Policy`."""
         self._tuning, self._beta = tuning, beta
-        self._policy = policy_of(model, shape, options, sight)
+        self._policy = policy_of(model, shape, options, sight, whole)
         shared = not options.checkpoint_layers and can_share_prompts(self._policy.base)
         self._chunk = head_chunk(self._policy.base)
         self._scores = partial(shared_scores if shared else row_scores, chunk=self._chunk, entropy=False)
@@ -101,8 +102,18 @@ class TuneLearner(DataLearner[SampleGroup]):
         """See `DataLearner`."""
         return self._policy.config()
 
+    def digest(self) -> int:
+        """See `Policy`."""
+        return self._policy.digest()
+
     def _load(self, weights: Arrays) -> None:
         self._policy.load(weights)
+
+    def _whole(self, gradients: dict[str, Any]) -> dict[str, Any]:
+        return {"body": self._policy.whole(gradients["body"])}
+
+    def _agree(self) -> None:
+        self._policy.agree()
 
     # -- batches
 

@@ -30,10 +30,12 @@ from trainer.rollouts.groups import RolloutRequest
 from trainer.tuning import feedback
 from trainer.tuning.examples import Examples, Tuning, read_examples
 from trainer.tuning.learner import TuneLearner
+from trainer.tuning.led import LedTuner
 from trainer.versions.checkpoint import write_whole
 from trainer.vision.shelf import Shelf
 from trainer.vision.sight import sight_of
 from worker.engine.model.loader import LoadedModel
+from worker.engine.model.sites import Whole
 
 PARITY_PROMPTS = 4
 PARITY_TOKENS = 16
@@ -49,6 +51,7 @@ class TuneRun(DataRun[SampleGroup]):
     _learner: TuneLearner
 
     _shelf: Shelf | None = None  # of a model that sees
+    _whole: Whole | None = None  # where ranks divide the model: what it was before
     _preferences: bytes | None = None  # asked of the ring, and not in the run's folder yet
 
     @property
@@ -76,6 +79,9 @@ class TuneRun(DataRun[SampleGroup]):
 
     def _new_learner(self, model: Any) -> TuneLearner:
         settings, sight = self._settings, None if self._shelf is None else self._shelf.sight
+        if self._host.others is not None:
+            options = options_of(settings)
+            return LedTuner(self._host.others, model, self._tuning, settings.dpo_beta, options, self._whole)
         return TuneLearner(
             model, self._tuning, settings.adapter_shape(), settings.dpo_beta, options_of(settings), sight
         )
@@ -87,7 +93,7 @@ class TuneRun(DataRun[SampleGroup]):
 
     async def _gather(self, loaded: LoadedModel) -> None:
         settings = self._settings
-        sight = sight_of(loaded.tower)
+        sight, self._whole = sight_of(loaded.tower), loaded.whole
         if sight is not None and not settings.over_http:  # a job's images would have to go with each of its prompts
             self._shelf = Shelf(sight)
         policy = feedback_policy(settings.dataset)

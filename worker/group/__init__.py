@@ -3,7 +3,8 @@
 To Redis a group is one worker with one id: rank 0, an ordinary `WorkerProcess`, which alone claims, renews and
 publishes. The other ranks *follow*: each runs the same engine and takes every turn that rank 0 takes, with the same
 orders (worker/engine/orders.py) and the same facts (worker/engine/ranks/turns.py), which rank 0 sends before it begins
-the turn itself. So all ranks call the same collectives in the same order.
+the turn itself. So all ranks call the same collectives in the same order. Units of a learner's work travel like turns:
+of a trainer that the worker hosts, or of one whose processes are a group of their own (trainer/group).
 
 Two connections lead from a follower to rank 0, both after a handshake by the ring's secret (worker/peers/wire.py).
 *turns*: from thread G to thread G, one way, blocking: nothing stands between rank 0's decision and a follower's turn.
@@ -11,7 +12,7 @@ Two connections lead from a follower to rank 0, both after a handshake by the ri
 
 In order of reading: `placement.py` (which rank of what we are), `meeting.py` (how ranks find one another by Redis),
 `messages.py`, `turns.py` (the channel of turns), `lead.py` (rank 0's side) with `followers.py` (the others as it sees
-them), `following.py` (a follower's process),
+them) and `opening.py` (its start and end), `following.py` (a follower's process), `engine_rank.py` (a worker's),
 `children.py` (followers on rank 0's own machine), `backend.py` (MLX's side of it).
 
 What ends a rank ends the group: rank 0 gives its sequences back, which go on elsewhere, and all begin anew. Nothing is

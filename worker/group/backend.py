@@ -12,9 +12,9 @@ from typing import Any
 import mlx.core as mx
 
 from shared.errors import ServiceUnavailableError, SetupError
-from shared.process.settings import WorkerSettings
+from shared.process.options.kv import PeerSettings
 from worker.engine.model import cuda_graphs
-from worker.group.placement import Backend, Host, Placement, address_of, with_port
+from worker.group.placement import Backend, Host, Placement, RankSettings, address_of, with_port
 from worker.peers.directory import own_address
 
 
@@ -29,12 +29,14 @@ def backend_of(placed: Placement) -> Backend:
     return backend
 
 
-def listens_at(settings: WorkerSettings, placed: Placement) -> str:
+def listens_at(settings: RankSettings, placed: Placement) -> str:
     """The address at which the other ranks reach this one."""
     if placed.is_local:
         return "127.0.0.1"
     given = placed.hosts[placed.rank].addresses
-    return address_of(given[0]) if given else own_address(settings)
+    if given:
+        return address_of(given[0])
+    return own_address(settings.redis, settings.kv_transfer_host if isinstance(settings, PeerSettings) else "")
 
 
 def own_places(placed: Placement, backend: Backend, address: str) -> list[str]:

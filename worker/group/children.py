@@ -8,8 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from shared.process.lifeline import VARIABLE
-from shared.process.settings import WorkerSettings
-from worker.group.placement import Placement, own_device
+from worker.group.placement import Placement, RankSettings, own_device
 
 END_S = 5.0  # for a child to end by itself
 
@@ -17,7 +16,7 @@ END_S = 5.0  # for a child to end by itself
 class Children:
     """Of one group; `on_exit` hears of each that ends, with its exit code."""
 
-    def __init__(self, settings: WorkerSettings, placed: Placement, on_exit: Callable[[int, int], None]) -> None:
+    def __init__(self, settings: RankSettings, placed: Placement, on_exit: Callable[[int, int], None]) -> None:
         self._settings, self._placed, self._on_exit = settings, placed, on_exit
         self._processes: dict[int, asyncio.subprocess.Process] = {}
         self._watching: list[asyncio.Task[None]] = []
@@ -37,7 +36,7 @@ class Children:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
-                "worker",
+                placed.kind,
                 stdin=asyncio.subprocess.PIPE,
                 env=environment,
                 start_new_session=True,  # a Ctrl-C reaches rank 0 alone, which ends them in order

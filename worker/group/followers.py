@@ -33,6 +33,9 @@ class Follower:
         self.turns = turns
         self.loaded: Loaded | None = None
         self.turn = self.sum = 0  # the latest turn that it has taken, and what came of all so far
+        self.failed = 0  # the latest unit that has failed there, and why
+        self.failure = ""
+        self.failed_at = 0.0
         self._talk = talk
         self._quiet = 0
         talk.connection.stall_s = LONG_S  # whoever looks counts its silence

@@ -1,33 +1,25 @@
 """A follower's process: it finds rank 0, loads its part of the model, and takes every turn that rank 0 takes.
 
-It speaks Redis only to find its group and to fetch adapters. Whatever goes wrong here ends the process, and with it the
-group; rank 0's end is ours.
+What a turn is, a kind of process says: `engine_rank.py` for a worker, trainer/group for a trainer. It speaks Redis to
+find its group. Whatever goes wrong here ends the process, and with it the group; rank 0's end is ours.
 """
 
 import asyncio
 import contextlib
 import socket
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Coroutine
-from contextlib import AsyncExitStack
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import structlog
 from redis.exceptions import RedisError
 
-from shared.adapters import AdapterManifest
 from shared.errors import ServiceUnavailableError, SetupError
-from shared.process.settings import WorkerSettings
-from shared.redis.adapters.store import AdapterStore
 from shared.redis.connection.client import connect
 from shared.redis.connection.faults import reason
-from worker.adapters.cache import DiskCache
-from worker.engine.build import Built, build
-from worker.engine.model.loader import model_folder
-from worker.engine.orders import Order, Provide, Withdraw, obey
+from worker.engine.model.loader import LoadedModel, model_folder
 from worker.group import meeting
 from worker.group.backend import Jaccl, backend_of, join, listens_at, own_places
 from worker.group.followers import MAGIC
@@ -36,20 +28,18 @@ from worker.group.messages import (
     Alive,
     Begin,
     End,
+    Failed,
     Fetch,
-    Fetched,
     FromFollower,
     FromLead,
     Hello,
     Lost,
     Progress,
-    Read,
     Turn,
-    Woken,
+    Unit,
 )
-from worker.group.placement import Placement
-from worker.group.turns import LineError, Outcome, TurnsIn
-from worker.peers.directory import ring_secret
+from worker.group.placement import Placement, RankSettings
+from worker.group.turns import FAILED, LineError, Outcome, TurnsIn
 from worker.peers.wire import Channel, Connection, PeerError, greet
 
 log = structlog.get_logger()
@@ -60,14 +50,20 @@ CONNECT_S = 5.0
 _DECODER = msgspec.msgpack.Decoder(FromLead)
 
 
-class Follower:
+class Learning(Protocol):
+    """What computes a learner's units on this rank."""
+
+    def unit(self, ask: bytes) -> bytes:
+        """The next one, or the first one of what is asked; what came of it, which is the same on all ranks."""
+
+
+class Follower(ABC):
     """One rank but rank 0."""
 
-    def __init__(self, settings: WorkerSettings, placed: Placement) -> None:
+    def __init__(self, settings: RankSettings, placed: Placement) -> None:
         self._settings, self._placed = settings, placed
         self._jaccl = Jaccl(settings.distributed_ibv_devices, settings.distributed_jaccl_coordinator)
         self._outcome = Outcome()
-        self._files: dict[str, tuple[Path, AsyncExitStack]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._saying = asyncio.Lock()
         self._talk: Channel | None = None
@@ -77,9 +73,6 @@ class Follower:
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[int] = self._loop.create_future()
         self._redis = connect(self._settings.redis)
-        self._store = AdapterStore(self._redis)
-        s = self._settings
-        self._cache = DiskCache(s.adapter_cache_dir, int(s.adapter_cache_gb * 1e9))
         met = asyncio.ensure_future(self._meet())
         waits: set[asyncio.Future[Any]] = {met, self._ended}
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -98,6 +91,20 @@ class Follower:
         self._say(Lost("it was told to end"))
         self._loop.call_later(0.2, self._end, 0)
 
+    # -- what a kind of process says
+
+    @abstractmethod
+    def _load(self, begin: Begin, group: Any) -> LoadedModel:
+        """Load what this rank has of the model; in thread G."""
+
+    @abstractmethod
+    def _take(self, turn: Turn | Unit) -> None:
+        """Do what rank 0 does; in thread G."""
+
+    def _hear(self, message: Fetch) -> None:
+        """What rank 0 asks besides; on the event loop."""
+        log.warning("group.not_done", rank=self._placed.rank, asked=type(message).__name__)
+
     # -- the event loop's
 
     async def _meet(self) -> Begin:
@@ -109,7 +116,7 @@ class Follower:
         folder = await asyncio.to_thread(model_folder, settings.model)
         while True:
             try:
-                secret = await ring_secret(self._redis)
+                secret = await meeting.secret_of(self._redis, placed)
             except (RedisError, OSError) as error:
                 log.warning("group.redis_trouble", error=reason(error))
                 await asyncio.sleep(meeting.LOOK_S)
@@ -154,8 +161,8 @@ class Follower:
         try:
             while True:
                 match _decoded(await talk.receive(WORDS)):
-                    case Fetch(number, manifest):
-                        self._begin(self._fetch(number, manifest))
+                    case Fetch() as message:
+                        self._hear(message)
                     case End(why, is_setup):
                         if why:
                             log.warning("group.ends", rank=self._placed.rank, reason=why)
@@ -172,17 +179,6 @@ class Follower:
         while True:
             await self._talk_say(Progress(self._outcome.turn, self._outcome.sum))
             await asyncio.sleep(self._settings.distributed_silence_s / LIFE_SIGNS)
-
-    async def _fetch(self, number: int, manifest: AdapterManifest) -> None:
-        fault = ""
-        if manifest.id not in self._files:
-            file = AsyncExitStack()
-            try:
-                path = await file.enter_async_context(self._cache.hold(self._store, manifest))
-                self._files[manifest.id] = path, file
-            except Exception as error:
-                fault = f"{type(error).__name__}: {error}"
-        await self._talk_say(Fetched(number, fault))
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -210,7 +206,12 @@ class Follower:
     def _follow(self, begin: Begin) -> None:
         rank, code = self._placed.rank, 1
         try:
-            self._take_turns(self._built(begin))
+            group = join(self._placed, begin.backend, begin.places, self._jaccl)
+            loaded = self._load(begin, group)
+            self._say(loaded_of(loaded))
+            log.info("group.rank_ready", rank=rank, of=self._placed.size, model=loaded.card.name)
+            while True:
+                self._take(self._turns.next())
         except LineError as error:
             log.info("group.no_more_turns", rank=rank, reason=str(error))  # the other connection says why
         except SetupError as error:
@@ -223,45 +224,15 @@ class Follower:
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._loop.call_later, 0.2, self._end, code)  # once its last word is out
 
-    def _built(self, begin: Begin) -> Built:
-        s = self._settings
-        config = replace(
-            begin.config,
-            model=s.model,
-            trust_remote_code=s.trust_remote_code,
-            kv_limit_bytes=int(s.kv_memory_gb * 1e9) or None,
-        )
-        group = join(self._placed, begin.backend, begin.places, self._jaccl)
-        built = build(config, begin.adapters, group, lambda: self._say(Woken()))
-        self._say(loaded_of(built.loaded))
-        log.info("group.rank_ready", rank=self._placed.rank, of=self._placed.size, model=built.loaded.card.name)
-        return built
-
-    def _take_turns(self, built: Built) -> None:
-        engine, slots = built.engine, built.slots
-        while True:
-            turn: Turn = self._turns.next()
-            seen = engine.seen()
-            if seen.is_news:
-                self._say(Read(seen.read, seen.unreadable))
-            for order in turn.orders:
-                obey(self._own(order), engine, slots)
-            output = engine.turn(turn.facts)
-            self._outcome.add(turn.number, output.events)
-            engine.settle()
-
-    def _own(self, order: Order) -> Order:
-        """An order as it is for this rank: files are where we have them."""
-        match order:
-            case Provide(_, manifest):
-                return Provide(str(self._files[manifest.id][0]), manifest)
-            case Withdraw(version):
-                self._loop.call_soon_threadsafe(self._let_go, version)
-        return order
-
-    def _let_go(self, version: str) -> None:
-        if (known := self._files.pop(version, None)) is not None:
-            self._begin(known[1].aclose())
+    def _learn(self, unit: Unit, learning: Learning) -> None:
+        """Do a unit of a learner's work; where it fails, it is for rank 0 to say whether that is the data's fault."""
+        try:
+            told = learning.unit(unit.ask)
+        except Exception as error:
+            log.exception("group.unit_failed", rank=self._placed.rank)
+            self._say(Failed(unit.number, f"{type(error).__name__}: {error}"))
+            told = FAILED
+        self._outcome.add_unit(unit.number, told)
 
 
 def _decoded(data: bytearray) -> object:

@@ -23,46 +23,71 @@ from redis.asyncio import Redis
 from shared.adapters import AdapterManifest
 from shared.errors import EngineError, ServiceUnavailableError, SetupError
 from shared.frames import TokenEvent
-from shared.process.loops import cancel
-from shared.process.settings import WorkerSettings
 from shared.redis.connection.client import connect
 from shared.redis.ring.worker_registry import RankStatus
 from worker.engine.batch.adapters import SlotConfig
-from worker.engine.messages import engine_config
+from worker.engine.messages import EngineConfig
 from worker.engine.model.loader import LoadedModel, model_folder
 from worker.engine.orders import Order
 from worker.engine.ranks.turns import Consent, Seen, TurnFacts
-from worker.engine.thread import EngineThread
 from worker.group import meeting
 from worker.group.backend import Jaccl, backend_of, join, listens_at, own_places
 from worker.group.children import Children
 from worker.group.followers import Follower, Reception
-from worker.group.messages import Alive, Begin, End, Fetch, Fetched, Loaded, Lost, Progress, Read, Turn, Woken
-from worker.group.placement import Placement, with_port
-from worker.group.turns import LineError, Outcome
-from worker.peers.directory import ring_secret
+from worker.group.messages import (
+    Alive,
+    Begin,
+    End,
+    Failed,
+    Fetch,
+    Fetched,
+    Loaded,
+    Lost,
+    Part,
+    Progress,
+    Read,
+    Stopping,
+    Turn,
+    Unit,
+    Woken,
+)
+from worker.group.placement import Placement, RankSettings, with_port
+from worker.group.turns import FAILED, LineError, Outcome
 
 log = structlog.get_logger()
 T = TypeVar("T")
 
 START_S = 1800.0  # to load a part of a model from a slow disk
 KEPT_SUMS = 8192  # of the latest turns
+LONG_ASK = 64 << 20  # bytes in one message
 LIFE_SIGNS = 4  # in the time after which silence is death
 LAST_WORDS_S = 1.0
 
 
 class GroupLead:
-    """Of one worker. `on_lost` is called once, on the event loop."""
+    """Of one worker, or one trainer. `on_lost` is called once, on the event loop."""
 
-    def __init__(self, settings: WorkerSettings, placed: Placement, on_lost: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        settings: RankSettings,
+        placed: Placement,
+        on_lost: Callable[[str], None],
+        config: EngineConfig,
+        adapters: SlotConfig | None,
+        on_stopping: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`on_stopping`: another rank was told to end, and does so with us."""
         self._settings, self._placed, self._on_lost = settings, placed, on_lost
+        self._config, self._adapters, self._on_stopping = config, adapters, on_stopping
         self._wake: Callable[[], None] = lambda: None
+        self._loop = asyncio.get_running_loop()
+        self._gone: asyncio.Future[Any] = self._loop.create_future()
         self._jaccl = Jaccl(settings.distributed_ibv_devices, settings.distributed_jaccl_coordinator)
         self._backend = backend_of(placed)
         self._children = Children(settings, placed, self._on_exit)
         self._followers: list[Follower] = []
         self._members: list[meeting.Member] = []
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()  # notified of failures
         self._consent = Consent(placed.size)
         self._number = 0
         self._outcome = Outcome()
@@ -83,8 +108,6 @@ class GroupLead:
         `wake`: makes our engine take a turn.
         """
         self._wake = wake
-        self._loop = asyncio.get_running_loop()
-        self._gone = self._loop.create_future()
         if self._backend == "jaccl":
             self._jaccl.check(self._placed)
         redis = connect(self._settings.redis)
@@ -92,10 +115,8 @@ class GroupLead:
             await self._gather(redis)
         finally:
             await redis.aclose()
-        s = self._settings
         places = [member.places for member in self._members]
-        adapters = SlotConfig(s.adapter_slots, s.adapter_rank, s.adapter_dtype)
-        begin = Begin(engine_config(s), adapters, places, self._backend)
+        begin = Begin(self._config, self._adapters, places, self._backend)
         for follower in self._followers:
             await follower.say(begin)
             self._tasks.append(asyncio.create_task(self._listen(follower)))
@@ -103,7 +124,7 @@ class GroupLead:
         log.info("group.begins", ranks=self._placed.size, backend=self._backend)
 
     async def _gather(self, redis: Redis) -> None:
-        secret = await ring_secret(redis)
+        secret = await meeting.secret_of(redis, self._placed)
         if not secret:
             raise ServiceUnavailableError("Redis does not keep the secret by which ranks know one another")
         address = listens_at(self._settings, self._placed)
@@ -167,6 +188,12 @@ class GroupLead:
                 self._wake()
             case Woken():
                 self._wake()
+            case Failed(number, reason):
+                with self._lock:
+                    follower.failed, follower.failure, follower.failed_at = number, reason, time.monotonic()
+                    self._lock.notify_all()
+            case Stopping():
+                self._on_stopping()
             case Fetched(number, fault):
                 if (waits := self._fetching.pop(number, None)) is not None and not waits.done():
                     waits.set_result(fault)
@@ -201,6 +228,7 @@ class GroupLead:
             with self._lock:
                 number, sums = self._number, self._sums
                 wrong = [each for each in self._followers if sums.get(each.turn, each.sum) != each.sum]
+                done = self._outcome.turn
             now = time.monotonic()
             for follower in self._followers:
                 if follower.looked_at() > LIFE_SIGNS and follower.loaded:
@@ -210,6 +238,8 @@ class GroupLead:
                         f"rank {follower.rank} ({follower.host}) has not finished turn {follower.turn + 1} for "
                         f"{self._settings.distributed_turn_s:g} s"
                     )
+                if follower.failed > done and now - follower.failed_at > silence_s:  # we may wait for it for ever
+                    self._lose(f"rank {follower.rank} ({follower.host}): {follower.failure}")
             for follower in wrong:
                 self._lose(
                     f"rank {follower.rank} ({follower.host}) has computed something else in turn {follower.turn}"
@@ -225,6 +255,8 @@ class GroupLead:
             return
         self.lost = reason
         log.error("group.lost", reason=reason)
+        with self._lock:
+            self._lock.notify_all()
         for follower in self._followers:
             follower.close()  # whoever waits in a collective with us sees that it will not end
         self._children.kill()
@@ -279,7 +311,11 @@ class GroupLead:
             self._consent.hear(0, seen.read, seen.unreadable)
             facts = self._consent.facts(seen)
             self._number += 1
-        data = msgspec.msgpack.encode(Turn(self._number, facts, list(orders)))
+        self._send(Turn(self._number, facts, list(orders)))
+        return facts
+
+    def _send(self, message: Turn | Unit | Part) -> None:
+        data = msgspec.msgpack.encode(message)
         for follower in self._followers:
             try:
                 follower.turns.send(data)
@@ -287,44 +323,53 @@ class GroupLead:
                 reason = f"rank {follower.rank} ({follower.host}): {error}"
                 self._loop.call_soon_threadsafe(self._lose, reason)
                 raise ServiceUnavailableError(f"the group is lost: {reason}") from error
-        return facts
 
     def turned(self, events: Sequence[TokenEvent]) -> None:
         """What came of it here."""
-        self._outcome.add(self._number, events)
         with self._lock:
-            self._sums[self._number] = self._outcome.sum
-            self._sums.pop(self._number - KEPT_SUMS, None)
+            self._outcome.add(self._number, events)
+            self._keep_sum()
 
+    def _keep_sum(self) -> None:
+        self._sums[self._number] = self._outcome.sum
+        self._sums.pop(self._number - KEPT_SUMS, None)
 
-async def started(engine: EngineThread, group: GroupLead | None, stop: asyncio.Event) -> LoadedModel | None:
-    """An engine's model, once it is loaded, on all ranks of its group if it has one.
+    # -- of the thread in which a learner computes, which in a worker is thread G (trainer/learn/compute.py:Others)
 
-    None: it is told to stop before the others are there, who may never come.
-    """
-    if group is None:
-        return await asyncio.to_thread(engine.start)
-    stopping = asyncio.create_task(stop.wait())
-    opening = asyncio.create_task(group.open(engine.wake_up))
-    try:
-        await asyncio.wait({opening, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        if not opening.done():
-            await cancel([opening])
-            await group.close()
-            return None
-        opening.result()
-        return await group.unless_lost(asyncio.wrap_future(engine.begin()))
-    except BaseException as error:
-        await group.close(error)
-        raise
-    finally:
-        stopping.cancel()
+    def unit(self, ask: bytes) -> None:
+        """Let them do a unit of work: the first one of what `ask` says, or with b"" the next of what is under way."""
+        if self.lost:
+            raise ServiceUnavailableError(f"the group is lost: {self.lost}")
+        with self._lock:
+            self._number += 1
+        *parts, rest = [ask[at : at + LONG_ASK] for at in range(0, len(ask), LONG_ASK)] or [b""]
+        for part in parts:
+            self._send(Part(part))
+        self._send(Unit(self._number, rest))
 
+    def united(self, told: bytes) -> None:
+        """What came of it here; where something else has, the group is lost."""
+        with self._lock:
+            self._outcome.add_unit(self._number, told)
+            self._keep_sum()
 
-async def ended(group: GroupLead | None) -> None:
-    """Let the other ranks end, if there are any."""
-    if group is not None:
-        await group.close()
+    def failed(self) -> None:
+        """It has failed here: returns when it has failed everywhere; ServiceUnavailableError when it has not.
+
+        Whoever has not failed waits in a sum for us, and would take the next one for it.
+        """
+        number, followers = self._number, self._followers
+        with self._lock:
+            self._lock.wait_for(
+                lambda: self.lost or all(each.failed == number for each in followers),
+                self._settings.distributed_silence_s,
+            )
+            others = [each for each in followers if each.failed != number]
+        if others or self.lost:
+            reason = self.lost or f"rank {others[0].rank} ({others[0].host}) has not failed where rank 0 has"
+            self._loop.call_soon_threadsafe(self._lose, reason)
+            raise ServiceUnavailableError(f"the group is lost: {reason}")
+        self.united(FAILED)
 
 
 def loaded_of(loaded: LoadedModel) -> Loaded:

@@ -27,6 +27,7 @@ from shared.redis import keys
 from shared.redis.connection.client import ask_all
 from shared.redis.connection.faults import reason
 from worker.group.placement import Placement
+from worker.peers.directory import ring_secret
 
 log = structlog.get_logger()
 T = TypeVar("T")
@@ -35,6 +36,10 @@ LOOK_S = 0.25
 REFRESH_S = 2.0
 TELL_S = 15.0  # between two lines in the log while ranks are missing
 PATIENCE_S = 60.0  # of a rank that has connected, until all have
+
+_SECRET = {"worker": keys.peer_secret, "trainer": keys.trainer_secret}
+_MEMBER = {"worker": keys.group_member, "trainer": keys.trainer_member}
+_MEETING = {"worker": keys.group_meeting, "trainer": keys.trainer_meeting}
 
 
 class Member(msgspec.Struct, frozen=True):
@@ -54,12 +59,17 @@ class Meeting(msgspec.Struct, frozen=True):
     nonces: list[str]  # by rank
 
 
+async def secret_of(redis: Redis, placed: Placement) -> bytes:
+    """By which the ranks of a group know one another; b"": not to be had."""
+    return await ring_secret(redis, of=_SECRET[placed.kind])
+
+
 def own_member(placed: Placement, backend: str, places: list[str], folder: Path) -> Member:
     """Of this process; `folder`: of the model."""
     config = folder / "config.json"
     digest = hashlib.sha256(config.read_bytes()).hexdigest()[:12] if config.is_file() else "none"
     told = {"mlx-parallm": version(), "mlx": metadata.version("mlx"), "the model's config.json": digest}
-    told |= {"--distributed-mode": backend, "ranks": str(placed.size)}
+    told |= {"--distributed-mode": backend, "ranks": str(placed.size), "kind of process": placed.kind}
     return Member(uuid.uuid4().hex, socket.gethostname(), places, backend, told)
 
 
@@ -98,11 +108,11 @@ async def gather(
             check_alike(all_here)
             meeting = Meeting(address, [member.nonce for member in all_here])
             if meeting != published or now - refreshed > REFRESH_S:
-                await _set(redis, keys.group_meeting(placed.group), msgspec.msgpack.encode(meeting))
+                await _set(redis, _MEETING[placed.kind](placed.group), msgspec.msgpack.encode(meeting))
                 published, refreshed = meeting, now
             if connected().issuperset(meeting.nonces[1:]):
                 with contextlib.suppress(RedisError, OSError):
-                    await redis.delete(keys.group_meeting(placed.group))
+                    await redis.delete(_MEETING[placed.kind](placed.group))
                 return all_here
         if now - told_at > TELL_S:
             log.info("group.waiting", missing=missing or "none has connected", of=placed.size)
@@ -114,10 +124,10 @@ async def look_for(redis: Redis, placed: Placement, ours: Member) -> Meeting:
     """A follower: tell who we are until rank 0 waits for us."""
     told_at = time.monotonic()
     while True:
-        key = keys.group_member(placed.group, placed.rank)
+        key = _MEMBER[placed.kind](placed.group, placed.rank)
         set_ours = ("SET", key, msgspec.msgpack.encode(ours), "EX", keys.GROUP_TTL_S)
         try:
-            _, found = await ask_all(redis, [set_ours, ("GET", keys.group_meeting(placed.group))])
+            _, found = await ask_all(redis, [set_ours, ("GET", _MEETING[placed.kind](placed.group))])
         except (RedisError, OSError) as error:
             log.warning("group.redis_trouble", error=reason(error))
             found = None
@@ -134,11 +144,11 @@ async def look_for(redis: Redis, placed: Placement, ours: Member) -> Meeting:
 async def leave(redis: Redis, placed: Placement) -> None:
     """A follower has met its group."""
     with contextlib.suppress(RedisError, OSError):  # it goes by itself
-        await redis.delete(keys.group_member(placed.group, placed.rank))
+        await redis.delete(_MEMBER[placed.kind](placed.group, placed.rank))
 
 
 async def _members(redis: Redis, placed: Placement, ours: Member) -> list[Member | None]:
-    others = [("GET", keys.group_member(placed.group, rank)) for rank in range(1, placed.size)]
+    others = [("GET", _MEMBER[placed.kind](placed.group, rank)) for rank in range(1, placed.size)]
     found = await ask_all(redis, others)
     return [ours, *(None if each is None else _decoded(each, Member) for each in found)]
 

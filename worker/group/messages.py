@@ -17,12 +17,25 @@ class Hello(msgspec.Struct, frozen=True):
     line: str  # "turns" or "talk"
 
 
-class Turn(msgspec.Struct, frozen=True, array_like=True):
-    """Take a turn: rank 0 takes it, too."""
+class Turn(msgspec.Struct, frozen=True, array_like=True, tag=0):
+    """Take a turn of the engine: rank 0 takes it, too."""
 
     number: int
     facts: TurnFacts
     orders: list[Order] = []
+
+
+class Unit(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """Do a unit of a learner's work: rank 0 does it, too. Turns and units are numbered together."""
+
+    number: int
+    ask: bytes = b""  # what the work is, with its first unit
+
+
+class Part(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """The beginning of what the next unit asks, which is long."""
+
+    ask: bytes
 
 
 # -- talk: what rank 0 says
@@ -32,7 +45,7 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
     """All ranks are here: load the model, with rank 0's settings."""
 
     config: EngineConfig  # but for where the model is
-    adapters: SlotConfig
+    adapters: SlotConfig | None  # None: ranks that only learn
     places: list[list[str]]  # of the ranks, as the backend wants them (backend.py)
     backend: str
 
@@ -94,6 +107,17 @@ class Woken(msgspec.Struct, frozen=True, tag=True):
     """A thread of it has something for the next turn."""
 
 
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """A unit of work has failed here, as it may have everywhere: where it is the data's fault."""
+
+    number: int
+    reason: str
+
+
+class Stopping(msgspec.Struct, frozen=True, tag=True):
+    """It was told to end, and does when rank 0 has ended in order."""
+
+
 class Lost(msgspec.Struct, frozen=True, tag=True):
     """It ends, and why."""
 
@@ -101,4 +125,4 @@ class Lost(msgspec.Struct, frozen=True, tag=True):
     is_setup: bool = False
 
 
-FromFollower = Loaded | Fetched | Progress | Read | Woken | Lost
+FromFollower = Loaded | Fetched | Progress | Read | Woken | Failed | Stopping | Lost

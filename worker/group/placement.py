@@ -8,12 +8,52 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from shared.errors import SetupError
 from shared.process.settings import WorkerSettings
 
 Backend = Literal["", "ring", "nccl", "jaccl"]
+Kind = Literal["worker", "trainer"]
+
+
+class RankSettings(Protocol):
+    """What the settings of a process say that may be one of several ranks: a worker's and a trainer's."""
+
+    @property
+    def model(self) -> str: ...
+
+    @property
+    def redis(self) -> str: ...
+
+    @property
+    def num_local_ranks(self) -> int: ...
+
+    @property
+    def distributed_mode(self) -> str: ...
+
+    @property
+    def distributed_hostfile(self) -> str: ...
+
+    @property
+    def distributed_rank(self) -> int: ...
+
+    @property
+    def distributed_group(self) -> str: ...
+
+    @property
+    def distributed_ibv_devices(self) -> str: ...
+
+    @property
+    def distributed_jaccl_coordinator(self) -> str: ...
+
+    @property
+    def distributed_silence_s(self) -> float: ...
+
+    @property
+    def distributed_turn_s(self) -> float: ...
+
+    def environment(self) -> dict[str, str]: ...
 
 
 @dataclass(frozen=True)
@@ -35,10 +75,22 @@ class Placement:
     backend: Backend  # "": nccl where there are GPUs of NVIDIA, else ring
     is_local: bool  # all ranks are on this machine, and rank 0 starts the others
     hosts: tuple[Host, ...] = ()  # in order of rank; () where all are local
+    kind: Kind = "worker"  # of process, and the name of its package
 
 
 def placement(settings: WorkerSettings, environment: Mapping[str, str] = os.environ) -> Placement | None:
     """None: this worker is no group. SetupError names what contradicts something, or cannot be."""
+    served = settings.served_model_name or settings.model.rstrip("/").rsplit("/", 1)[-1]
+    placed = place(settings, "worker", served, environment)
+    if placed is not None:
+        _check(settings)
+    return placed
+
+
+def place(
+    settings: RankSettings, kind: Kind, name: str, environment: Mapping[str, str] = os.environ
+) -> Placement | None:
+    """Of a process of a kind; `name`: what tells its group from others on the same machines."""
     launched = "MLX_RANK" in environment and any(name in environment for name in ("MLX_HOSTFILE", "MLX_WORLD_SIZE"))
     named = settings.distributed_hostfile
     asks = settings.num_local_ranks > 1 or bool(named)
@@ -54,28 +106,26 @@ def placement(settings: WorkerSettings, environment: Mapping[str, str] = os.envi
                 "--distributed-hostfile FILE for several, or mlx.launch"
             )
         return None
-    _check(settings)
     if settings.num_local_ranks > 1:
         if named or launched:
             other = "--distributed-hostfile" if named else "mlx.launch"
             raise SetupError(f"--num-local-ranks is for one machine, {other} says who the ranks are: leave one out")
-        return _local(settings)
+        return _local(settings, kind)
     hosts, backend = _hosts(settings, environment)
     given = settings.distributed_mode or backend
     rank = _rank(settings, environment, hosts)
-    return Placement(
-        settings.distributed_group or _name(settings, hosts), rank, len(hosts), _known(given), False, hosts
-    )
+    group = settings.distributed_group or _name(kind, name, hosts)
+    return Placement(group, rank, len(hosts), _known(given), False, hosts, kind)
 
 
-def _local(settings: WorkerSettings) -> Placement:
+def _local(settings: RankSettings, kind: Kind) -> Placement:
     if settings.distributed_mode == "jaccl":
         raise SetupError("--distributed-mode jaccl is for several machines: --distributed-hostfile, or mlx.launch")
     rank = max(0, settings.distributed_rank)
     if rank and not settings.distributed_group:
         raise SetupError("rank 0 starts the other ranks of a machine: leave --distributed-rank out")
     group = settings.distributed_group or uuid.uuid4().hex
-    return Placement(group, rank, settings.num_local_ranks, _known(settings.distributed_mode), True)
+    return Placement(group, rank, settings.num_local_ranks, _known(settings.distributed_mode), True, (), kind)
 
 
 def _check(settings: WorkerSettings) -> None:
@@ -89,7 +139,6 @@ def _check(settings: WorkerSettings) -> None:
         ),
         "--ssd-cache-dir": (settings.ssd_folder is not None, f"{part}, and files are whole"),
         "--kv-transfer": (settings.kv_transfer, f"{part}, and workers give it whole"),
-        "--guest": (bool(settings.guest), "training needs the whole model; run mlx_parallm_train by itself"),
     }
     for flag, (asked, why) in refused.items():
         if asked:
@@ -102,7 +151,7 @@ def _known(mode: str) -> Backend:
     return mode  # type: ignore[return-value]
 
 
-def _hosts(settings: WorkerSettings, environment: Mapping[str, str]) -> tuple[tuple[Host, ...], str]:
+def _hosts(settings: RankSettings, environment: Mapping[str, str]) -> tuple[tuple[Host, ...], str]:
     """In order of rank, and the backend that the file or mlx.launch names."""
     named = settings.distributed_hostfile or environment.get("MLX_HOSTFILE", "")
     if named:
@@ -149,7 +198,7 @@ def _text(given: Any) -> str:
     return given
 
 
-def _rank(settings: WorkerSettings, environment: Mapping[str, str], hosts: Sequence[Host]) -> int:
+def _rank(settings: RankSettings, environment: Mapping[str, str], hosts: Sequence[Host]) -> int:
     given = environment.get("MLX_RANK", "")
     rank = settings.distributed_rank if settings.distributed_rank >= 0 else int(given) if given.isdigit() else -1
     if rank >= len(hosts):
@@ -190,11 +239,11 @@ def with_port(address: str, port: int) -> str:
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
-def _name(settings: WorkerSettings, hosts: Sequence[Host]) -> str:
+def _name(kind: Kind, name: str, hosts: Sequence[Host]) -> str:
     """The same on all machines of a file."""
-    told = [[host.name, *host.addresses] for host in hosts]
-    served = settings.served_model_name or settings.model.rstrip("/").rsplit("/", 1)[-1]
-    return hashlib.blake2b(json.dumps([told, served]).encode(), digest_size=12).hexdigest()
+    told: list[Any] = [[host.name, *host.addresses] for host in hosts]
+    of = [name] if kind == "worker" else [name, kind]
+    return hashlib.blake2b(json.dumps([told, *of]).encode(), digest_size=12).hexdigest()
 
 
 def own_device(placed: Placement, visible: str) -> str:

@@ -12,10 +12,11 @@ from collections.abc import Sequence
 import msgspec
 
 from shared.frames import TokenEvent
-from worker.group.messages import Turn
+from worker.group.messages import Part, Turn, Unit
 from worker.peers.wire import frame_mac
 
 LARGEST = 256 << 20  # bytes of a turn's orders
+FAILED = b"failed"  # what comes of a unit of work then
 _SIZE = 4
 _MAC = 32
 
@@ -54,10 +55,18 @@ class TurnsIn:
         sock.setblocking(True)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket, self._key, self._received = sock, key, 0
-        self._decoder = msgspec.msgpack.Decoder(Turn)
+        self._decoder: msgspec.msgpack.Decoder[Turn | Unit | Part] = msgspec.msgpack.Decoder(Turn | Unit | Part)
 
-    def next(self) -> Turn:
-        """The next turn, which is waited for; LineError when there will be none."""
+    def next(self) -> Turn | Unit:
+        """The next turn or unit, which is waited for; LineError when there will be none."""
+        parts: list[bytes] = []
+        while isinstance(message := self._message(), Part):
+            parts.append(message.ask)
+        if parts and isinstance(message, Unit):
+            return Unit(message.number, b"".join([*parts, message.ask]))
+        return message
+
+    def _message(self) -> Turn | Unit | Part:
         begin = self._read(_SIZE + _MAC)
         size = int.from_bytes(begin[:_SIZE], "big")
         if size > LARGEST:
@@ -102,6 +111,12 @@ class Outcome:
     def __init__(self) -> None:
         self.turn = 0
         self.sum = 0
+
+    def add_unit(self, number: int, told: bytes) -> None:
+        """What came of a unit of work."""
+        if told:
+            self.sum = zlib.crc32(told, self.sum)
+        self.turn = number
 
     def add(self, number: int, events: Sequence[TokenEvent]) -> None:
         """What came of a turn."""

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 from redis.asyncio import Redis
 
-from shared.process.settings import WorkerSettings
 from shared.redis import keys
 from shared.redis.connection.address import ClusterAddress, SentinelAddress, is_cluster, is_sentinel
 from shared.redis.connection.client import Argument, ask_all, members
@@ -91,12 +90,14 @@ class Directory:
         return sum(bool(told) for told in await ask_all(self._redis, commands)) if commands else 0
 
 
-async def ring_secret(redis: Redis, commands: Sequence[tuple[Argument, ...]] = ()) -> bytes:
+async def ring_secret(
+    redis: Redis, commands: Sequence[tuple[Argument, ...]] = (), of: keys.Key = keys.peer_secret
+) -> bytes:
     """By which workers of a ring know one another; made where there is none. b"": not to be had.
 
-    `commands`: others that go along in the same round trip.
+    `commands`: others that go along in the same round trip. `of`: where it stands.
     """
-    key = keys.peer_secret()
+    key = of()
     *_, secret = await ask_all(
         redis,
         [
@@ -109,11 +110,11 @@ async def ring_secret(redis: Redis, commands: Sequence[tuple[Argument, ...]] = (
     return secret if secret and len(secret) == SECRET_BYTES else b""
 
 
-def own_address(settings: WorkerSettings) -> str:
-    """Of this machine, as others reach it: what the settings say, else where it speaks to Redis from."""
-    if settings.kv_transfer_host:
-        return settings.kv_transfer_host
-    host, port = _redis_at(settings.redis)
+def own_address(redis: str, given: str = "") -> str:
+    """Of this machine, as others reach it: the one that is given, else where it speaks to Redis from."""
+    if given:
+        return given
+    host, port = _redis_at(redis)
     if not host:
         return "127.0.0.1"
     family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]

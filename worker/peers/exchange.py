@@ -68,7 +68,7 @@ class KvExchange:
         if wish in EVERYWHERE:
             raise SetupError(f"--kv-transfer-host {wish}: that is no address that the other workers could be told")
         try:
-            host = own_address(self._settings)
+            host = own_address(self._settings.redis, self._settings.kv_transfer_host)
             port = self._server.listen(host)
         except OSError as error:
             flag = f"--kv-transfer-host {wish}" if wish else "--kv-transfer"

@@ -1,4 +1,4 @@
-"""A worker's settings for being several processes, its ranks, which hold one model together."""
+"""Settings of a worker, or a trainer, for being several processes, its ranks, which hold one model together."""
 
 from typing import Literal
 
@@ -10,7 +10,7 @@ Mode = Literal["", "off", "ring", "jaccl", "nccl"]
 
 
 class GroupSettings(BaseModel):
-    """Part of WorkerSettings; the names are those of other servers."""
+    """Part of WorkerSettings and TrainSettings; the names are those of other servers."""
 
     num_local_ranks: int = Field(
         default=1, ge=1, le=64, description="processes on this machine that hold the model together, a part each"
@@ -46,4 +46,12 @@ class GroupSettings(BaseModel):
     )
     distributed_turn_s: float = Field(
         default=30, gt=0, description="a rank that is behind by a turn for so long is lost, too"
+    )
+
+
+class TrainerGroupSettings(GroupSettings):
+    """Part of TrainSettings: a microbatch of a model that is too large for one machine takes its time."""
+
+    distributed_turn_s: float = Field(
+        default=600, gt=0, description="a rank that is behind by a microbatch for so long is lost, too"
     )

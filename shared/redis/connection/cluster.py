@@ -42,6 +42,7 @@ from shared.redis.connection import routing
 from shared.redis.connection.address import ClusterAddress
 from shared.redis.connection.cancelling import make_cancellable
 from shared.redis.connection.faults import ClusterStateError, DiscreetPipeline, DiscreetRedis, make_discreet
+from shared.redis.connection.subscription import ClusterPubSub
 from shared.redis.connection.topology import (
     FollowingConnection,
     FollowingTlsConnection,
@@ -99,7 +100,7 @@ class ClusterRedis(DiscreetRedis):
 
     def pubsub(self, **options: Any) -> PubSub:
         """As in redis-py; all its channels are of one slot, or none is a sharded one."""
-        return ClusterPubSub(self, **options)
+        return ClusterPubSub(self.topology, self.following, **options)
 
     async def aclose(self, close_connection_pool: bool | None = None) -> None:
         """Close all connections."""
@@ -328,47 +329,6 @@ class _Sending:
     def _note(self, number: int, place: Place, error: Exception) -> None:
         if isinstance(error, MovedError):
             self._cluster.topology.moved(self._slots[number], (error.host or place[0], error.port))
-
-
-class ClusterPubSub(PubSub):
-    """Its messages look as those of one server, whether the channel is a sharded one or not."""
-
-    def __init__(self, cluster: ClusterRedis, **options: Any) -> None:
-        super().__init__(cluster.connection_pool, **options)
-        self._cluster = cluster
-        self._slot: int | None = None
-
-    async def execute_command(self, *args: Any) -> None:
-        """Called by redis-py, also to subscribe again."""
-        if args[0] in ("SUBSCRIBE", "UNSUBSCRIBE"):
-            slots = {routing.slot_of(name) if routing.is_sharded(name) else None for name in args[1:]} or {self._slot}
-            assert len(slots) == 1, "channels of several slots need several subscriptions"
-            (self._slot,) = slots
-            if self.connection is None:
-                self.connection_pool = self._cluster.following(self._slot)
-            if self._slot is not None:
-                args = (f"S{args[0]}", *args[1:])
-        await super().execute_command(*args)
-
-    async def parse_response(self, block: bool = True, timeout: float = 0) -> Any:
-        """As of one server. ConnectionError when the channel's slot has gone to another server: subscribe again."""
-        seen = self._cluster.topology.version
-        try:
-            message = await super().parse_response(block, timeout)
-        except MovedError:
-            raise await self._gone(seen) from None
-        if self._slot is None or not isinstance(message, list):
-            return message
-        kind = message[0]
-        if kind == b"sunsubscribe" and message[1] not in self.pending_unsubscribe_channels:
-            raise await self._gone(seen)
-        return [kind[1:], *message[1:]] if kind in (b"smessage", b"ssubscribe", b"sunsubscribe") else message
-
-    async def _gone(self, seen: int) -> RedisConnectionError:
-        self._cluster.topology.doubt(seen)
-        if self.connection is not None:
-            await self.connection.disconnect()
-        return RedisConnectionError("the channel's slot has moved")
 
 
 async def _whole(node: DiscreetRedis, command: routing.Command, options: dict[str, Any]) -> Any:

@@ -1,0 +1,42 @@
+"""Whether a trainer is one of several ranks, and what such a one does not do. Loads no MLX."""
+
+import os
+from collections.abc import Mapping
+
+from shared.errors import SetupError
+from trainer.settings import TrainSettings
+from worker.group.placement import Placement, place
+
+
+def placement(settings: TrainSettings, environment: Mapping[str, str] = os.environ) -> Placement | None:
+    """None: it is one process. SetupError names what contradicts something, or cannot be."""
+    placed = place(settings, "trainer", settings.run_name, environment)
+    if placed is not None:
+        check(settings)
+    return placed
+
+
+def check(settings: TrainSettings) -> None:
+    """SetupError that names what ranks that divide a model do not learn, or not in this way."""
+    alone = "it is for a process that has the whole model"
+    refused = {
+        "--over-http": (settings.over_http, "its ranks meet in the ring's Redis"),
+        f"--mode {settings.mode}": (settings.mode not in ("rl", "sft", "dpo"), "rl, sft and dpo are what ranks learn"),
+        f"--loss {settings.loss}": (
+            settings.loss == "ppo",
+            "its value head reads states that no rank sums gradients of",
+        ),
+        "--head-only": (settings.head_only, "a head learns in one process"),
+        f"--lora-kind {settings.lora_kind}": (settings.lora_kind != "lora", "no rank knows the norms of whole weights"),
+        f"--learner {settings.learner}": (settings.learner != "own", alone),
+        "--join-run": (bool(settings.join_run), alone),
+        "--federation": (bool(settings.federation), alone),
+        "--agents": (settings.agents is not None, alone),
+        f"--distributed-sharding {settings.distributed_sharding}": (
+            settings.distributed_sharding != "tensor",
+            "gradients are summed over ranks that divide each layer",
+        ),
+    }
+    for flag, (asked, why) in refused.items():
+        if asked:
+            raise SetupError(f"{flag} cannot be had by a trainer of several ranks: {why}")
