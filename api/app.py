@@ -50,6 +50,7 @@ from api.ring.ring import Ring
 from api.rl import act, feedback, generate, predict, rewards, tokenize
 from api.tenants import keep_apart
 from api.tinker import checkpoints as tinker_checkpoints
+from api.tinker import downloads as tinker_downloads
 from api.tinker import futures as tinker_futures
 from api.tinker import sampling as tinker_sampling
 from api.tinker import sessions as tinker_sessions
@@ -117,7 +118,7 @@ ROUTED = (
         rewards,
         feedback,
     ),
-    *(tinker_sessions, tinker_training, tinker_sampling, tinker_futures, tinker_checkpoints),
+    *(tinker_sessions, tinker_training, tinker_sampling, tinker_futures, tinker_checkpoints, tinker_downloads),
     *(health, deadletters, metrics, snapshot, dashboard),
 )
 

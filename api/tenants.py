@@ -186,6 +186,10 @@ RULES: dict[str, Rule] = {
     "DELETE /api/v1/training_runs/{run}/checkpoints/{segment}/{name}": WORK,
     "PUT /api/v1/training_runs/{run}/checkpoints/{segment}/{name}/ttl": WORK,
     "POST /api/v1/weights_info": WORK,
+    "POST /api/v1/save_weights_external": WORK,
+    "GET /api/v1/training_runs/{run}/checkpoints/{segment}/{name}/archive": WORK,
+    "GET /api/v1/training_runs/{run}/checkpoints/external_weights/{name}/external_weights_urls": WORK,
+    "GET /api/v1/downloads/{ring_name}/{ticket}/{file}": NOTHING,
     # the ring
     "GET /health": NOTHING,
     "GET /ping": NOTHING,

@@ -21,7 +21,7 @@ from shared.errors import InvalidRequestError
 
 LossName = Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "dro"]
 ValueType = Literal["float32", "int64"]
-SaveKind = Literal["state", "sampler"]
+SaveKind = Literal["state", "sampler", "external"]
 Fault = Literal["user", "server"]
 
 INPUTS: dict[LossName, tuple[str, ...]] = {
@@ -115,11 +115,15 @@ class Step(msgspec.Struct, frozen=True, tag="step"):
 
 
 class Save(msgspec.Struct, frozen=True, tag="save"):
-    """Keep the state under a name, for `ttl_s` (0: as long as the service keeps saves)."""
+    """Keep the state under a name, for `ttl_s` (0: as long as the service keeps saves).
+
+    Of kind `external` the weights alone, which nobody goes on from.
+    """
 
     name: str
     ttl_s: int = 0
     metadata: dict[str, str] = {}
+    kind: Literal["state", "external"] = "state"
 
 
 class Load(msgspec.Struct, frozen=True, tag="load"):

@@ -45,7 +45,7 @@ LONGEST = frozenset(
 )
 
 
-SHARED = "tests/e2e/served/"
+SHARED = ("tests/e2e/served/", "tests/e2e/trained/")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -67,7 +67,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Schedul
     class Files(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file: str = super()._split_scope(nodeid)
-            return SHARED if file.startswith(SHARED) else file
+            return next((folder for folder in SHARED if file.startswith(folder)), file)
 
     return Files(config, log)
 

@@ -12,6 +12,7 @@ from api.ring.caller import ApiKey, calling
 from shared.errors import AuthenticationError, ForbiddenError
 
 OPEN_PATHS = frozenset({"/health", "/livez", "/readyz", "/ping", "/metrics"})
+OPEN_DOWNLOADS = "downloads"  # under /api/v1: addresses that are secret themselves (api/tinker/downloads.py)
 
 
 class RequireKey:
@@ -40,8 +41,8 @@ class RequireKey:
 
 
 def is_open(path: str) -> bool:
-    """Probes, and the dashboard, which asks for the key itself (api/ops/dashboard/session.py)."""
-    return path in OPEN_PATHS or path == "/dashboard" or path.startswith("/dashboard/")
+    """Probes, addresses of downloads; the dashboard, which asks for the key itself (api/ops/dashboard/session.py)."""
+    return path in OPEN_PATHS or path == "/dashboard" or path.startswith(("/dashboard/", f"/api/v1/{OPEN_DOWNLOADS}/"))
 
 
 class OwnOrigin:

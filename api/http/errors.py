@@ -63,6 +63,7 @@ def error_responses(*statuses: int, ok: str = "") -> dict[int | str, dict[str, A
         400: "The request is malformed or asks for something impossible; `error.param` names the field.",
         404: "No such model, job, stream or adapter.",
         409: "The request contradicts the present state.",
+        410: "It was there, and its time is over.",
         413: "The body is larger than this server takes.",
         429: "Too much work is waiting; `Retry-After` says when to try again.",
         503: "No live worker serves the model; `Retry-After` says when to try again.",

@@ -40,6 +40,7 @@ from shared.telemetry import tracing
 log = structlog.get_logger()
 
 TRAINER = "trainer.hosted:HostedTrainer"
+LEARNERS = "trainer.service.hosted:HostedLearners"
 TRAINER_FLAGS = ("lora_rank", "atropos_url")  # of ours that are the hosted trainer's settings
 SECRETS = ("PARALLM_API_KEY", "PARALLM_CONNECT_KEY", "PARALLM_REDIS_PASSWORD")
 READY_TIMEOUT_S = 600.0  # a large model loads for minutes
@@ -89,6 +90,11 @@ def check_modes(settings: ServeSettings) -> None:
     """SetupError when the settings contradict each other."""
     if settings.distributed_hostfile and settings.workers > 1:
         raise SetupError("--distributed-hostfile makes one worker of all its machines: --workers 1")
+    if settings.learners:
+        if not settings.workers:
+            raise SetupError("--learners needs a worker on this machine: --workers 1, or run mlx_parallm_learners")
+        if settings.trains or settings.guest:
+            raise SetupError("--learners: the first worker has a guest already; run mlx_parallm_learners beside it")
     if settings.trains:
         if not settings.workers:
             raise SetupError("a hosted trainer needs a worker on this machine: --workers 1, or run mlx_parallm_train")
@@ -180,11 +186,14 @@ def worker_spec(settings: ServeSettings, index: int) -> ChildSpec:
     part = settings.of(WorkerSettings)
     part.worker_id = f"{settings.worker_id}-{index}" if settings.worker_id else ""
     hosts = settings.trains and index == 0
-    part.guest = TRAINER if hosts else part.guest
+    teaches = bool(settings.learners) and index == 0
+    part.guest = TRAINER if hosts else LEARNERS if teaches else part.guest
     part.end_with_guest = hosts and settings.mode == "training_only"
     environment = part.environment()
     if settings.num_local_ranks > 1 and settings.workers > 1:
         environment["CUDA_VISIBLE_DEVICES"] = devices_of(index, settings.num_local_ranks)
+    if teaches:
+        environment["PARALLM_MAX_LEARNERS"] = str(settings.learners)
     if hosts:
         environment["PARALLM_MODE"] = "rl"  # the trainer's setting of that name
         given = {name: str(getattr(settings, name)) for name in TRAINER_FLAGS if getattr(settings, name)}
@@ -195,7 +204,9 @@ def worker_spec(settings: ServeSettings, index: int) -> ChildSpec:
         f"worker {index}",
         "worker",
         environment,
-        stop_timeout_s=settings.drain_grace_s + (20 if hosts else 10) + (LINGER_S if settings.kv_transfer else 0),
+        stop_timeout_s=settings.drain_grace_s
+        + (20 if hosts or teaches else 10)
+        + (LINGER_S if settings.kv_transfer else 0),
         ends=part.end_with_guest,
     )
 

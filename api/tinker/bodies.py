@@ -119,15 +119,25 @@ class SaveBody(Body):
     user_metadata: Texts = None
 
 
+class ExternalBody(Body):
+    """POST save_weights_external."""
+
+    off: ClassVar[Off] = {"age_encryption_recipients": ([],)}
+
+    model_id: Id
+    seq_id: Turn
+    path: SaveName
+    ttl_seconds: int | None = Field(default=None, ge=1, le=LONGEST_TTL_S)
+
+
 class PublishBody(Body):
     """POST save_weights_for_sampler."""
-
-    off: ClassVar[Off] = {"kind": ("snapshot",)}
 
     model_id: Id
     seq_id: Turn
     path: SaveName | None = None
     sampling_session_seq_id: Number | None = None
+    kind: Literal["snapshot", "inflight"] = "snapshot"
     ttl_seconds: int | None = Field(default=None, ge=1, le=LONGEST_TTL_S)
     user_metadata: Texts = None
 

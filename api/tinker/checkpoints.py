@@ -18,7 +18,7 @@ from shared.redis import keys
 router = APIRouter(tags=["tinker"], prefix="/api/v1", route_class=BodyRoute)
 ERRORS = error_responses(400, 404)
 Run = Annotated[str, Path(pattern=ID)]
-Segment = Annotated[str, Path(pattern="^(weights|sampler_weights)$")]
+Segment = Annotated[str, Path(pattern="^(weights|sampler_weights|external_weights)$")]
 Name = Annotated[str, Path(pattern=SAVE_NAME)]
 Limit = Annotated[int, Query(ge=1, le=1000)]
 Offset = Annotated[int, Query(ge=0)]
@@ -127,7 +127,7 @@ async def _run(ring: Ring, spec: LearnerSpec) -> dict[str, Any]:
 def _shown(spec: LearnerSpec, save: SaveInfo) -> dict[str, Any]:
     return {
         "checkpoint_id": f"{SEGMENTS[save.kind]}/{save.name}",
-        "checkpoint_type": "training" if save.kind == "state" else "sampler",
+        "checkpoint_type": "training" if save.kind == "state" else save.kind,
         "time": _moment(save.created_ms),
         "tinker_path": str(SavePath(spec.id, save.kind, save.name)),
         "size_bytes": save.size,

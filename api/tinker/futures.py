@@ -17,7 +17,7 @@ from api.http.limits import PROTOBUF
 from api.ring.ring import Ring, TheRing
 from api.ring.room import aside
 from api.tinker.bodies import FutureBody
-from api.tinker.names import SavePath, keeper, sampler_of, spec_named
+from api.tinker.names import INFLIGHT, SavePath, keeper, sampler_of, spec_named
 from api.tinker.protobuf import pass_bytes
 from api.tinker.sampling import cancel_sample
 from shared.adapters import version_id
@@ -41,7 +41,8 @@ async def retrieve_future(body: FutureBody, request: Request, ring: TheRing) -> 
             raise _gone()
         return await _sample(ring, body.request_id)
     session, _, rest = body.request_id.partition(":train:")
-    numbers = rest.split(":")
+    latest = rest.count(":") == 3 and rest.endswith(INFLIGHT)
+    numbers = rest.removesuffix(INFLIGHT).split(":") if latest else rest.split(":")
     if len(numbers) not in (2, 3) or not all(each.isdigit() and len(each) < 11 for each in numbers):
         raise InvalidRequestError("this is no id of a request", param="request_id")
     spec = await spec_named(ring, f"{session}:train:{numbers[0]}")
@@ -56,7 +57,7 @@ async def retrieve_future(body: FutureBody, request: Request, ring: TheRing) -> 
             return Response(await aside(pass_bytes, answer), media_type=PROTOBUF)
         return json_reply(await aside(_shown_pass, answer))
     sampler = sampler_of(session, int(numbers[2])) if len(numbers) == 3 else ""
-    return json_reply(await _shown(ring, spec, answer, sampler))
+    return json_reply(await _shown(ring, spec, answer, sampler, latest))
 
 
 @router.post("/cancel_future", summary="Cancel a sample", response_class=Response, responses=error_responses(400))
@@ -86,7 +87,7 @@ async def _sample(ring: Ring, id: str) -> Response:
         pause = min(2 * pause, _LOOK_S[1])
 
 
-async def _shown(ring: Ring, spec: LearnerSpec, answer: Answer, sampler: str) -> dict[str, Any]:
+async def _shown(ring: Ring, spec: LearnerSpec, answer: Answer, sampler: str, latest: bool) -> dict[str, Any]:
     match answer:
         case Failed():
             return {"error": answer.message, "category": answer.fault}
@@ -98,10 +99,12 @@ async def _shown(ring: Ring, spec: LearnerSpec, answer: Answer, sampler: str) ->
             return {"type": "load_weights", "model_id": spec.id}
         case SaveDone(kind="state"):
             return {"type": "save_weights", "path": str(SavePath(spec.id, "state", answer.name))}
+        case SaveDone(kind="external"):
+            return {"type": "save_weights_external", "path": str(SavePath(spec.id, "external", answer.name))}
         case SaveDone():
             path = str(SavePath(spec.id, "sampler", answer.name))
             if sampler:
-                adapter = version_id(spec.adapter, answer.version)
+                adapter = spec.adapter if latest else version_id(spec.adapter, answer.version)
                 await ring.tinker.put(keeper(), sampler, TinkerSampler(sampler, spec.model, adapter, path))
             return {"type": "save_weights_for_sampler", "path": path, "sampling_session_id": sampler or None}
         case PassDone():

@@ -17,15 +17,18 @@ from shared.learners import LearnerSpec, SaveKind
 from shared.redis import keys
 from shared.redis.training.tinker_store import TinkerSession
 
-SEGMENTS: dict[SaveKind, str] = {"state": "weights", "sampler": "sampler_weights"}
+SEGMENTS: dict[SaveKind, str] = {"state": "weights", "sampler": "sampler_weights", "external": "external_weights"}
 KINDS: dict[str, SaveKind] = {segment: kind for kind, segment in SEGMENTS.items()}
+INFLIGHT = ":1"  # behind the id of a future whose sampler draws from the latest version
 ID = r"^[A-Za-z0-9:_-]{1,128}$"
 SAVE_NAME = r"^[A-Za-z0-9._-]{1,128}$"
-_PATH = re.compile(r"tinker://([A-Za-z0-9:_-]{1,128})/(weights|sampler_weights)/([A-Za-z0-9._-]{1,128})")
+_PATH = re.compile(
+    r"tinker://([A-Za-z0-9:_-]{1,128})/(weights|sampler_weights|external_weights)/([A-Za-z0-9._-]{1,128})"
+)
 
 
 class SavePath(NamedTuple):
-    """tinker://LEARNER/weights/NAME or tinker://LEARNER/sampler_weights/NAME."""
+    """tinker://LEARNER/weights/NAME, or with sampler_weights or external_weights."""
 
     learner: str
     kind: SaveKind

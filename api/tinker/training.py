@@ -21,6 +21,7 @@ from api.ring.caller import asker
 from api.ring.ring import Ring, TheRing
 from api.ring.room import aside
 from api.tinker.bodies import (
+    ExternalBody,
     LoadBody,
     LoraBody,
     Metadata,
@@ -31,7 +32,7 @@ from api.tinker.bodies import (
     SaveBody,
     StepBody,
 )
-from api.tinker.names import SavePath, adapter_of, keeper, learner_of, session_named, spec_named
+from api.tinker.names import INFLIGHT, SavePath, adapter_of, keeper, learner_of, session_named, spec_named
 from api.tinker.protobuf import AskedPass, read_pass
 from shared import learners
 from shared.adapters import LoraKind
@@ -97,13 +98,27 @@ async def save_weights(body: SaveBody, ring: TheRing) -> Response:
 
 @router.post("/save_weights_for_sampler", summary="Serve the weights", response_class=Response, responses=ERRORS)
 async def save_weights_for_sampler(body: PublishBody, ring: TheRing) -> Response:
-    """The weights become an adapter version; its sampler is there when the future is."""
+    """The weights become an adapter version; its sampler is there when the future is. One that is `inflight` draws each
+    sample from the version that is the latest when the sample begins.
+    """
+    if body.kind == "inflight" and (body.path is not None or body.ttl_seconds is not None):
+        raise InvalidRequestError("'inflight' weights have no 'path' and no 'ttl_seconds': they change", param="kind")
     spec = await spec_named(ring, body.model_id)
     name = body.path or f"unnamed-{body.seq_id:06d}"
     lives_s = (body.ttl_seconds or keys.LEARNER_SAVE_TTL_S) if body.path else 0
     publish = Publish(name, lives_s, body.user_metadata or {})
     more = "" if body.sampling_session_seq_id is None else f":{body.sampling_session_seq_id}"
+    more += INFLIGHT if more and body.kind == "inflight" else ""
     return await _placed(ring, spec.id, body.seq_id, publish, more)
+
+
+@router.post(
+    "/save_weights_external", summary="Keep weights to be taken away", response_class=Response, responses=ERRORS
+)
+async def save_weights_external(body: ExternalBody, ring: TheRing) -> Response:
+    """Weights alone under a name; their files have addresses (api/tinker/downloads.py)."""
+    spec = await spec_named(ring, body.model_id)
+    return await _placed(ring, spec.id, body.seq_id, Save(body.path, body.ttl_seconds or 0, kind="external"))
 
 
 @router.post("/load_weights", summary="Go on from a save", response_class=Response, responses=ERRORS)

@@ -203,10 +203,7 @@ class WorkerSettings(JoinSettings, KvSettings, SsdSettings, PeerSettings, Specul
     )
     adapter_cache_dir: Path = Field(default=Path(".parallm/adapters"), description="fetched adapter files")
     adapter_cache_gb: float = Field(default=4, gt=0, description="size of that folder")
-    guest: str = Field(
-        default="",
-        description="shares the engine's thread: package.module:Class; the trainer is trainer.hosted:HostedTrainer",
-    )
+    guest: str = Field(default="", description="shares the engine's thread, such as trainer.hosted:HostedTrainer")
     end_with_guest: bool = Field(default=False, description="end when the guest has done its work")
     train_config: Path | None = Field(default=None, description="YAML file of the hosted trainer's settings")
     training_share: float = Field(
@@ -324,6 +321,7 @@ class ServeSettings(WorkerSettings, ApiSettings, RunnerSettings):
     enable_rl_training: bool = Field(default=False, description="the same as --mode inference_and_training")
     atropos_url: str = Field(default="", description="Atropos' run-api, for the hosted trainer to learn from")
     lora_rank: int = Field(default=0, ge=0, description="of the hosted trainer's adapter; 0: as its settings say")
+    learners: int = Field(default=0, ge=0, description="places for learners of a training service in the first worker")
     data_dir: Path = Field(default=Path(".parallm"), description="Redis data, uploads, caches")
     workers: int = Field(default=1, ge=0, description="worker processes on this machine; 0: others will join")
     api_processes: int = Field(default=1, ge=1, description="that share the port")

@@ -53,6 +53,7 @@ LEARNER_SAVE_TTL_S = 30 * DAY_S  # the longest that a save is kept
 LEARNER_ANSWER_TTL_S = 3_600
 TINKER_TTL_S = 7 * DAY_S  # of sessions and samplers, from their last use
 SAMPLE_TTL_S = 3_600
+TINKER_DOWNLOAD_TTL_S = 900  # of the address of a checkpoint
 LEARNER_LEASE_MS = 6_000  # a service that dies leaves its learners to another one after this long
 LEARNER_SERVICE_TTL_S = 10  # refreshed by each heartbeat
 SHARED_RUN_TTL_S = 10  # refreshed by its leader
@@ -361,6 +362,8 @@ round_bytes = Key(
 tinker_thing = Key(
     "parallm:tinker:{*}:thing:*", "string", "api", "7 d, refreshed; a sample 1 h", "what a Tinker client has, msgpack"
 )
+# By the digest of an address that needs no key
+tinker_download = Key("parallm:tinker-download:*", "string", "api", "15 min", "a checkpoint to be read, msgpack")
 tinker_runs = Key("parallm:tinker:{*}:runs", "sorted set", "api", "7 d, refreshed", "learners by their creation")
 score_orders = Key("parallm:score:orders", "stream", "api", "1 d, 256 entries", "texts to be scored at once")
 answer = Key("parallm:answer:*", "string", "trainer, job runner or worker", "10 min", "the answer to an order, JSON")

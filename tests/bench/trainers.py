@@ -2,12 +2,15 @@
 
 Steps of one process, and of `--trainers` that share them through a Redis of their own, on a model with random weights
 and the same samples: seconds a step, and by how much losses differ. Each process gets a GPU of `--gpus 0,1`, or on a
-CPU so many threads (`--threads`), so that what is compared is one machine's part and several of them.
+CPU so many threads (`--threads`), so that what is compared is one machine's part and several of them. It says how far
+it is; a run that loses a process, or takes longer than `--limit-s`, ends with exit code 1 and says where it stood.
+`--exchange-alone` measures what a step's weights and gradient cost on their way, without a model.
 """
 
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -15,7 +18,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -46,6 +48,8 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument("--exchange", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--gpus", default="", help="one for each process: 0,1")
     parser.add_argument("--threads", type=int, default=1, help="of each process, on a CPU")
+    parser.add_argument("--limit-s", type=float, default=150, help="of each of the two runs")
+    parser.add_argument("--exchange-alone", action="store_true", help="only bytes and ms of weights and gradients")
     parser.add_argument("--lead", nargs=3, metavar=("REDIS", "MODEL", "TRAINERS"), help=argparse.SUPPRESS)
     return parser
 
@@ -96,6 +100,7 @@ async def lead(options: argparse.Namespace, url: str, model: str, trainers: int)
         Lead(SharedRun(redis, RUN, blocking=blocking)) as leading,
     ):
         loaded = await host.run(at_once(lambda: load_model(EngineConfig(model))))
+        say(f"  leader: {loaded.card.dtype} base on {device()} loaded")
         import msgspec
 
         spec = RunSpec(
@@ -107,7 +112,7 @@ async def lead(options: argparse.Namespace, url: str, model: str, trainers: int)
             version=version(),
         )
         learner = await SharedLearner.open_shared(
-            host, lambda: build_learner(loaded.model, made), leading, spec, trainers, 240
+            host, lambda: build_learner(loaded.model, made), leading, spec, trainers, options.limit_s
         )
         seconds, losses = [], []
         for step in range(WARM_UP + options.steps):
@@ -116,24 +121,27 @@ async def lead(options: argparse.Namespace, url: str, model: str, trainers: int)
             await learner.accept()
             seconds.append(time.perf_counter() - began)
             losses.append(trained.report.loss)
+            present = 1 + len(await leading.members())
+            say(
+                f"  step {step + 1} of {WARM_UP + options.steps}: {seconds[-1]:.2f} s, {present} of {trainers} trainers"
+            )
+            if present < trainers:
+                raise SystemExit("a member is missing: no figure")
         leading.end()
     size = sum(value.nbytes for value in trained.weights.values())
     print(json.dumps({"seconds": seconds[WARM_UP:], "losses": losses, "adapter_bytes": size}))
 
 
-@contextlib.contextmanager
-def members(options: argparse.Namespace, url: str, model: Path, count: int) -> Iterator[None]:
-    """So many processes that join."""
-    command = [sys.executable, "-m", "trainer", "--redis", url, "--model", str(model), "--join-run", RUN]
-    running = [subprocess.Popen(command, env=place(options, number + 1)) for number in range(count)]
-    try:
-        yield
-        for process in running:
-            process.wait(30)
-    finally:
-        for process in running:
-            process.kill()
-            process.wait()
+def say(text: str) -> None:
+    """To whoever waits; the results go to standard output."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def device() -> str:
+    """Where MLX computes in this process."""
+    import mlx.core as mx
+
+    return f"{mx.default_device()} (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')})"
 
 
 def place(options: argparse.Namespace, number: int) -> dict[str, str]:
@@ -146,13 +154,81 @@ def place(options: argparse.Namespace, number: int) -> dict[str, str]:
 
 
 def measured(options: argparse.Namespace, url: str, model: Path, trainers: int) -> dict[str, Any]:
-    """One run of all steps."""
+    """One run of all steps; SystemExit that says why when it comes to no end."""
+    join = [sys.executable, "-m", "trainer", "--redis", url, "--model", str(model), "--join-run", RUN]
     command = [sys.executable, "-m", "tests.bench.trainers", *sys.argv[1:], "--lead", url, str(model), str(trainers)]
-    with members(options, url, model, trainers - 1):
-        done = subprocess.run(command, env=place(options, 0), check=True, stdout=subprocess.PIPE, text=True)
-    print("\n".join(done.stdout.splitlines()[-4:-1]))
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    say(f"{trainers} trainers: at most {options.limit_s:.0f} s")
+    until = time.monotonic() + options.limit_s
+    leader = subprocess.Popen(command, env=place(options, 0), stdout=subprocess.PIPE, text=True)
+    members = [subprocess.Popen(join, env=place(options, number)) for number in range(1, trainers)]
+    try:
+        while leader.poll() is None:
+            gone = [each.returncode for each in members if each.poll()]
+            if gone:
+                raise SystemExit(f"{trainers} trainers: a member has ended with exit code {gone[0]}, see above")
+            if time.monotonic() > until:
+                raise SystemExit(f"{trainers} trainers: no end after {options.limit_s:.0f} s (--limit-s); see above")
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                leader.wait(0.5)
+        assert leader.stdout is not None
+        lines = leader.stdout.read().splitlines()  # few, so that the pipe was never full
+        if leader.returncode:
+            raise SystemExit(f"{trainers} trainers: the leader has ended with exit code {leader.returncode}, see above")
+        for member in members:
+            member.wait(30)
+    finally:
+        for process in (leader, *members):
+            process.kill()
+            process.wait()
+    found: dict[str, Any] = json.loads(lines[-1])
     return found
+
+
+async def exchange_alone(options: argparse.Namespace, url: str) -> None:
+    """Bytes and ms of one gradient from array to array, as each step has one a member; the weights go the other way."""
+    from shared.redis.connection.client import connect
+    from shared.redis.training.shared_runs import SharedRun
+    from trainer.shares.exchange import gradient_bytes, gradient_of
+
+    draw = np.random.default_rng(0)
+    arrays = {
+        name: draw.standard_normal(shape, dtype=np.float32)
+        for name, shape in lora_shapes(SHAPES[options.shape], options.rank).items()
+    }
+    shapes = {name: value.shape for name, value in arrays.items()}
+    async with (
+        contextlib.aclosing(connect(url)) as redis,
+        contextlib.aclosing(connect(url, blocking=True)) as blocking,
+    ):
+        parcels = SharedRun(redis, RUN, blocking=blocking).parcels
+        for number in range(options.steps):
+            at = [time.perf_counter()]
+            data = gradient_bytes(arrays, options.exchange)
+            at.append(time.perf_counter())
+            parcel = await parcels.put(data)
+            at.append(time.perf_counter())
+            found = await parcels.get(parcel)
+            at.append(time.perf_counter())
+            gradient_of(found, shapes)
+            at.append(time.perf_counter())
+            await parcels.drop(parcel)
+            parts = " ".join(f"{1000 * (end - begin):.0f}" for begin, end in itertools.pairwise(at))
+            print(
+                f"{number}: {len(data) / 1e6:.1f} MB, {1000 * (at[-1] - at[0]):.0f} ms (pack put get unpack: {parts})"
+            )
+
+
+def lora_shapes(model: dict[str, Any], rank: int) -> dict[str, tuple[int, int]]:
+    """A and B of all linear layers of a Qwen3."""
+    hidden, inner, size = model["hidden_size"], model["intermediate_size"], model["head_dim"]
+    queries, keys = model["num_attention_heads"] * size, model["num_key_value_heads"] * size
+    linear = {"q": (hidden, queries), "k": (hidden, keys), "v": (hidden, keys), "o": (queries, hidden)}
+    linear |= {"gate": (hidden, inner), "up": (hidden, inner), "down": (inner, hidden)}
+    shapes = {}
+    for layer in range(model["num_hidden_layers"]):
+        for name, (inputs, outputs) in linear.items():
+            shapes |= {f"{layer}.{name}.lora_a": (inputs, rank), f"{layer}.{name}.lora_b": (rank, outputs)}
+    return shapes
 
 
 def main() -> None:
@@ -164,7 +240,12 @@ def main() -> None:
         url, model, trainers = options.lead
         asyncio.run(lead(options, url, model, int(trainers)))
         return
+    if options.exchange_alone:
+        with tempfile.TemporaryDirectory() as folder, EmbeddedRedis(Path(folder)) as redis:
+            asyncio.run(exchange_alone(options, redis.url))
+        return
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        say(f"writing a model of random weights: {options.shape}, {options.dtype}")
         code = f"from tests.bench.models import *; random_qwen3(Path({folder!r}) / 'model', {SHAPES[options.shape]!r}, "
         subprocess.run([sys.executable, "-c", f"{code}{options.dtype!r})"], check=True)  # its memory is given back
         redis = stack.enter_context(EmbeddedRedis(Path(folder)))

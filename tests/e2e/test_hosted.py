@@ -54,8 +54,8 @@ def status(served: Ring) -> TrainerStatus | None:
 class Streams:
     """Chats on the base and on the policy, one after another, until told to stop."""
 
-    def __init__(self, url: str) -> None:
-        self.answers: dict[str, int] = {MODEL: 0, "policy": 0}
+    def __init__(self, url: str, models: tuple[str, ...] = (MODEL, "policy")) -> None:
+        self.answers = dict.fromkeys(models, 0)
         self.texts: set[str] = set()
         self._url = url
         self._going = True

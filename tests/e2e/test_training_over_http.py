@@ -17,7 +17,7 @@ import pytest
 from shared.errors import ParallmError, SetupError
 from shared.jobs import SamplingOverrides
 from tests.e2e.rings import MODEL, ROOT, Process, Ring, ring
-from tests.e2e.test_training_api import pair
+from tests.e2e.trained.test_training_api import pair
 from tests.waiting import wait_until
 from trainer.distilling.teacher import scored
 from trainer.learn.batches import Sample, SampleGroup

@@ -20,6 +20,7 @@ import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 from mlx.utils import tree_flatten  # noqa: E402
 from mlx_lm.generate import generation_stream  # noqa: E402
+from pytest import MonkeyPatch  # noqa: E402
 
 from shared.adapters import AdapterManifest  # noqa: E402
 from shared.errors import SetupError  # noqa: E402
@@ -45,9 +46,11 @@ from trainer.tuning.learner import TuneLearner  # noqa: E402
 from trainer.tuning.led import LedTuner  # noqa: E402
 from worker.engine.messages import EngineConfig, SpeculationConfig  # noqa: E402
 from worker.engine.model.loader import LoadedModel, load_model  # noqa: E402
+from worker.engine.ranks import ranks  # noqa: E402
 from worker.engine.ranks.ranks import Ranks  # noqa: E402
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+SHARDING: Any = "tensor"  # of the ranks
 GRAMMAR = json.dumps({"grammars": [{"json_schema": SCHEMA}]})
 
 
@@ -65,6 +68,7 @@ def schedule(group: Any, folder: str, seed: int, **config: Any) -> Any:
 
 def sequences(group: Any, folder: str, specs: list[Any], config: dict[str, Any], engine: dict[str, Any]) -> Any:
     """These sequences in one batch: tokens, log-probabilities, and what is reported of each."""
+    engine = dict(engine)
     drafts = engine.pop("drafts", 0)
     speculation = SpeculationConfig(tokens=drafts, adapts_to_time=False) if drafts else None
     bench = Bench(_load(folder, group, **config), speculation=speculation, **engine)
@@ -305,6 +309,13 @@ def refusal(group: Any, folder: str, **config: Any) -> Any:
     return ""
 
 
+def by_sums(group: Any, task: str, **arguments: Any) -> Any:
+    """Another task, where ranks hand on as they do without sends."""
+    with MonkeyPatch.context() as patch:
+        patch.setattr(ranks, "has_sends", lambda: False)
+        return globals()[task](group, **arguments)
+
+
 def sampled(seq: str, **sampling: Any) -> SequenceSpec:
     """A sequence that is drawn."""
     return spec(seq, prompt_of(9, len(seq)), temperature=1.0, **sampling)
@@ -322,7 +333,7 @@ def scored(seq: str) -> SequenceSpec:
 
 
 def _load(folder: str, group: Any, **config: Any) -> LoadedModel:
-    return load_model(EngineConfig(folder, kv_limit_bytes=1 << 30, **config), group)
+    return load_model(EngineConfig(folder, kv_limit_bytes=1 << 30, sharding=SHARDING, **config), group)
 
 
 def run(tasks: list[Task], group: Any) -> list[Any]:
@@ -334,9 +345,10 @@ def run(tasks: list[Task], group: Any) -> list[Any]:
 CHANNEL: Channel | None = None
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, sharding: str) -> None:
     """One rank."""
-    global CHANNEL
+    global CHANNEL, SHARDING
+    SHARDING = sharding
     group = mx.distributed.init(strict=True, backend="ring")
     CHANNEL = channel = Channel(folder, Ranks(group))
     Bench.facts = staticmethod(channel.facts)  # type: ignore[assignment]
@@ -345,4 +357,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -35,7 +35,7 @@ class Task(msgspec.Struct):
     arguments: dict[str, Any] = {}
 
 
-def start(count: int, folder: Path, tasks: Sequence[Task]) -> list[list[Any]]:
+def start(count: int, folder: Path, tasks: Sequence[Task], sharding: str = "tensor") -> list[list[Any]]:
     """What each rank says of each task; an error of any rank fails the test."""
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
@@ -43,7 +43,7 @@ def start(count: int, folder: Path, tasks: Sequence[Task]) -> list[list[Any]]:
         hosts = [[f"127.0.0.1:{each.getsockname()[1]}"] for each in sockets]
     (folder / "hosts.json").write_text(json.dumps(hosts))
     (folder / "tasks.json").write_bytes(msgspec.json.encode(list(tasks)))
-    command = [sys.executable, "-m", "tests.engine.rank_tasks", str(folder)]
+    command = [sys.executable, "-m", "tests.engine.rank_tasks", str(folder), sharding]
     ranks = [subprocess.Popen(command, env=_environment(folder, rank)) for rank in range(count)]
     try:
         codes = [rank.wait(PATIENCE_S) for rank in ranks]

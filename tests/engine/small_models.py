@@ -49,7 +49,8 @@ def write_model(folder: Path, config: dict[str, object], *, seed: int = 0, bits:
     module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
     mx.random.seed(seed)
     model = module.Model(module.ModelArgs.from_dict(config))
-    head = model.model.embed_tokens if config.get("tie_word_embeddings") else model.lm_head
+    text = getattr(model, "language_model", model)
+    head = text.model.embed_tokens if config.get("tie_word_embeddings") else text.lm_head
     head.weight = head.weight * 4
     if bits:
         model, config = quantize_model(model, dict(config), group_size=32, bits=bits)

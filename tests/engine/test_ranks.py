@@ -1,7 +1,8 @@
 """Ranks over MLX's ring that divide a model: they say what one process says of it, and all of them say the same."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 import numpy as np
@@ -26,7 +27,6 @@ CLOSE, CLOSE_IN_8_BITS = 1e-4, 1e-2  # the latter: a number of KV may round to t
 HEADS = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8, "num_key_value_heads": 4}
 SHAPE = LLAMA | HEADS | {"head_dim": 32, "rope_theta": 1e4}
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
-TEXT = CONFIGS["qwen3_5"]["text_config"] | HEADS | {"linear_num_value_heads": 8, "linear_num_key_heads": 4}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": SHAPE,
     "quantised": SHAPE,
@@ -78,40 +78,43 @@ def versions_of(name: str, folder: Path, model: Any) -> dict[str, MadeAdapter]:
 class Ran:
     """All tasks, each run by all ranks."""
 
-    def __init__(self, folder: Path, count: int) -> None:
+    def __init__(self, folder: Path, count: int, models: dict[str, dict[str, Any]] = MODELS) -> None:
         self.count = count
+        self._folder = folder
         self.folders: dict[str, str] = {}
-        for at, (name, config) in enumerate(MODELS.items()):
+        for at, (name, config) in enumerate(models.items()):
             bits = 4 if name == "quantised" else None
             self.folders[name] = str(write_model(folder / name, config, seed=at, bits=bits))
         self.tasks: dict[str, Task] = {}
-        specs = msgspec.to_builtins(sequences_of())
-        for name in WHOLE:
-            self._add(f"{name}", "sequences", name, specs=specs, config={}, engine={})
-        for kind, (config, engine) in KINDS.items():
-            self._add(kind, "sequences", "llama", specs=specs, config=config, engine=engine)
-        for seed, name in enumerate(("llama", "gpt_oss", "quantised")):
-            self._add(f"schedule {name}", "schedule", name, seed=seed)
-        self.made = {}
-        for name in ("llama", "quantised", "qwen3_moe"):
-            self.made[name] = versions_of(name, folder / f"{name}-adapters", self.loaded(name).model)
-            files = [[str(each.path), msgspec.to_builtins(each.manifest)] for each in self.made[name].values()]
-            rows = msgspec.to_builtins(self.adapted())
-            self._add(f"adapters {name}", "adapters", name, made=files, specs=rows)
-            if name == "llama":
-                self._add("loads", "loads", name, made=[files[0], files[1], files[2]], seed=3)
-        self._add("memory", "memory", "qwen3_moe")
-        for name in LEARNING:
-            self._add(f"gradient {name}", "gradient", name)
-        for key, (name, how) in LEARNED.items():
-            self._add(f"learns {key}", "learns", name, kind=key.split(",")[0], **how)
-        for name in ("three_heads", "olmo2"):
-            self._add(f"refused {name}", "refusal", name)
-        told = start(count, folder / "ring", list(self.tasks.values()))
-        self._told = dict(zip(self.tasks, zip(*told, strict=True), strict=True))
+        self.made: dict[str, dict[str, MadeAdapter]] = {}
 
-    def _add(self, key: str, of: str, model: str, **arguments: Any) -> None:
+    def start(self, sharding: str = "tensor") -> Self:
+        """Run them all."""
+        told = start(self.count, self._folder / "ring", list(self.tasks.values()), sharding)
+        self._told = dict(zip(self.tasks, zip(*told, strict=True), strict=True))
+        return self
+
+    def add(self, key: str, of: str, model: str, **arguments: Any) -> None:
+        """A task."""
         self.tasks[key] = Task(of, {"folder": self.folders[model]} | arguments)
+
+    def add_sequences(self, names: Sequence[str]) -> None:
+        """Of each model, and of each kind of llama's KV."""
+        specs = msgspec.to_builtins(sequences_of())
+        for name in names:
+            self.add(name, "sequences", name, specs=specs, config={}, engine={})
+        for kind, (config, engine) in KINDS.items():
+            self.add(kind, "sequences", "llama", specs=specs, config=config, engine=engine)
+
+    def add_adapters(self, names: Sequence[str]) -> None:
+        """Rows of many versions."""
+        for name in names:
+            made = self.made[name] = versions_of(name, self._folder / f"{name}-adapters", self.loaded(name).model)
+            files = [[str(each.path), msgspec.to_builtins(each.manifest)] for each in made.values()]
+            rows = msgspec.to_builtins(self.adapted())
+            self.add(f"adapters {name}", "adapters", name, made=files, specs=rows)
+            if name == "llama":
+                self.add("loads", "loads", name, made=[files[0], files[1], files[2]], seed=3)
 
     @staticmethod
     def adapted() -> list[SequenceSpec]:
@@ -140,7 +143,19 @@ class Ran:
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    return Ran(tmp_path_factory.mktemp("ranks"), COUNT)
+    ran = Ran(tmp_path_factory.mktemp("ranks"), COUNT)
+    ran.add_sequences(WHOLE)
+    for seed, name in enumerate(("llama", "gpt_oss", "quantised")):
+        ran.add(f"schedule {name}", "schedule", name, seed=seed)
+    ran.add_adapters(("llama", "quantised", "qwen3_moe"))
+    ran.add("memory", "memory", "qwen3_moe")
+    for name in LEARNING:
+        ran.add(f"gradient {name}", "gradient", name)
+    for key, (name, how) in LEARNED.items():
+        ran.add(f"learns {key}", "learns", name, kind=key.split(",")[0], **how)
+    for name in ("three_heads", "olmo2"):
+        ran.add(f"refused {name}", "refusal", name)
+    return ran.start()
 
 
 def assert_close(ours: dict[str, list[float]], theirs: dict[str, list[float]], bound: float = CLOSE) -> None:
@@ -149,19 +164,25 @@ def assert_close(ours: dict[str, list[float]], theirs: dict[str, list[float]], b
         np.testing.assert_allclose(numbers, theirs[seq], atol=bound, rtol=0, err_msg=seq)
 
 
-@pytest.mark.parametrize("key", [*WHOLE, *KINDS])
-def test_ranks_say_what_one_process_says(ran: Ran, key: str) -> None:
+def assert_equal(ran: Ran, key: str) -> tuple[Any, Any]:
+    """What ranks say of sequences, and what one process does: the same."""
     told, alone = ran.told(key), ran.alone(key)
     assert told["tokens"] == alone["tokens"] and told["ends"] == alone["ends"]
     for what in ("logprobs", "scores", "embeddings"):
         assert_close(told[what], alone[what], CLOSE_IN_8_BITS if "8 bits" in key else CLOSE)
     assert all(told[what] for what in ("scores", "embeddings"))
-    assert told["kv"] * ran.count == alone["kv"], "each rank keeps the KV of its heads"
     assert told["drafted"] == alone["drafted"] and (told["drafted"] > 0) == (key == "drafts")
+    return told, alone
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt_oss", "quantised"])
-def test_whatever_the_schedule_ranks_stay_together_and_tokens_are_those_of_one_process(ran: Ran, name: str) -> None:
+@pytest.mark.parametrize("key", [*WHOLE, *KINDS])
+def test_ranks_say_what_one_process_says(ran: Ran, key: str) -> None:
+    told, alone = assert_equal(ran, key)
+    assert told["kv"] * ran.count == alone["kv"], "each rank keeps the KV of its heads"
+
+
+def assert_scheduled(ran: Ran, name: str) -> None:
+    """Sequences of a random schedule are those of one process that is asked for them together."""
     told = ran.told(f"schedule {name}")
     specs = [msgspec.convert(each, SequenceSpec) for each in told["specs"]]
     alone = Bench(ran.loaded(name), max_rows=64, prefix_cache_bytes=0, prefill_rows=1, prefill_chunk=4096)
@@ -174,8 +195,13 @@ def test_whatever_the_schedule_ranks_stay_together_and_tokens_are_those_of_one_p
     assert "length" in told["ends"].values()
 
 
-@pytest.mark.parametrize("name", ["llama", "quantised", "qwen3_moe"])
-def test_rows_of_many_versions_are_true_to_them(ran: Ran, name: str) -> None:
+@pytest.mark.parametrize("name", ["llama", "gpt_oss", "quantised"])
+def test_whatever_the_schedule_ranks_stay_together_and_tokens_are_those_of_one_process(ran: Ran, name: str) -> None:
+    assert_scheduled(ran, name)
+
+
+def assert_true_to_versions(ran: Ran, name: str) -> Any:
+    """What ranks say of rows of many versions."""
     told, rows = ran.told(f"adapters {name}"), ran.adapted()
     with AdapterBench(ran.loaded(name), ran.made[name]) as bench:
         for each in rows[:-1]:
@@ -183,11 +209,22 @@ def test_rows_of_many_versions_are_true_to_them(ran: Ran, name: str) -> None:
             assert tokens == bench._likeliest(each, tokens, versions), each.adapter
         assert {version for versions in told["versions"].values() for version in versions} >= {"b@1", "b@3"}
     assert set(told["versions"]["s0"]) == {"a@1", "a@2"}, "a follower moves to what has been loaded"
+    return told
+
+
+@pytest.mark.parametrize("name", ["llama", "quantised", "qwen3_moe"])
+def test_rows_of_many_versions_are_true_to_them(ran: Ran, name: str) -> None:
+    told = assert_true_to_versions(ran, name)
     assert told["tokens"]["refused"] == []
     assert "DoRA is not supported where ranks divide its inputs" in told["failed"]["b@2"]
 
 
 def test_loads_and_evictions_amid_rows_leave_ranks_together(ran: Ran) -> None:
+    assert_loaded(ran)
+
+
+def assert_loaded(ran: Ran) -> None:
+    """Versions came and went, alike on all ranks."""
     told = ran.told("loads")
     assert {version for versions in told["versions"].values() for version in versions} >= {"", "a@1", "a@2", "b@1"}
 

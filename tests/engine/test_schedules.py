@@ -9,6 +9,8 @@ import pytest
 from shared.sequences import SequenceSpec
 from tests.engine.conftest import Bench, prompt_of, spec
 from tests.engine.kv_models import small
+from worker.engine.batch.parted_batch import PartedBatch
+from worker.engine.batch.running_batch import RunningBatch
 from worker.engine.model.loader import LoadedModel
 
 
@@ -25,10 +27,18 @@ class Schedule:
             prefix_cache_bytes=self.random.choice([0, kv * 60, 1 << 28]),
             block_size=4,
         )
-        self.bench.engine._batch._tells_at_once = self.random.random() < 0.5
+        tells_at_once = self.random.random() < 0.5
+        for part in self.parts:
+            part._tells_at_once = tells_at_once
         self.specs: dict[str, SequenceSpec] = {}
         self.cancelled: set[str] = set()
         self.prompts = [prompt_of(length, seed=length) for length in (1, 2, 17, 40, 90)]
+
+    @property
+    def parts(self) -> list[RunningBatch]:
+        """The batch, or those that it is made of."""
+        batch = self.bench.engine._batch
+        return batch.parts if isinstance(batch, PartedBatch) else [batch]
 
     def arrive(self) -> None:
         """A request with one sequence or three, whose prompt may begin like another's."""
@@ -73,7 +83,12 @@ class Schedule:
 
     def check(self) -> None:
         """A row is in exactly one place."""
-        batch = self.bench.engine._batch
+        for batch in self.parts:
+            self.check_part(batch)
+
+    @staticmethod
+    def check_part(batch: RunningBatch) -> None:
+        """The same, of one batch."""
         places = [row for entry in batch._unfed for row in entry.rows]
         places += [row for group in batch._groups for row in group.rows]
         places += batch._decoding_rows
@@ -100,7 +115,7 @@ def test_tokens_are_those_of_a_sequence_alone_whatever_the_schedule(llama: Loade
     loaded = llama if name == "llama" else small(name, llama)
     schedule = Schedule(loaded, seed)
     schedule.run()
-    engine, batch = schedule.bench.engine, schedule.bench.engine._batch
+    engine, (batch,) = schedule.bench.engine, schedule.parts
     assert not (engine._rows or engine._waiting or engine._reserved.bytes or engine._lane._tasks)
     assert not (batch._inserted or batch._unfed or batch._groups or batch._cache or batch._untold or batch._prefilling)
     for seq in schedule.specs:

@@ -141,6 +141,11 @@ def named(adapter: str, file: str) -> dict[str, dict[str, Any]]:
         "GET /api/v1/training_runs/{run}/checkpoints": {"path": f"{run}/checkpoints"},
         "DELETE /api/v1/training_runs/{run}/checkpoints/{segment}/{name}": {"path": f"{run}/{saved}"},
         "PUT /api/v1/training_runs/{run}/checkpoints/{segment}/{name}/ttl": {"path": f"{run}/{saved}/ttl", "json": {}},
+        "GET /api/v1/training_runs/{run}/checkpoints/{segment}/{name}/archive": {"path": f"{run}/{saved}/archive"},
+        "GET /api/v1/training_runs/{run}/checkpoints/external_weights/{name}/external_weights_urls": {
+            "path": f"{run}/checkpoints/external_weights/a/external_weights_urls"
+        },
+        "POST /api/v1/save_weights_external": {"json": asked | {"path": "a"}},
         "POST /api/v1/weights_info": {"json": {"tinker_path": f"tinker://{learner}/weights/a"}},
     }
 
@@ -152,6 +157,7 @@ NAMES_NOTHING = {
     "POST /abort_requests",
     "POST /v1/training/resume",
     "POST /api/v1/create_session",
+    "GET /api/v1/downloads/{ring_name}/{ticket}/{file}",  # needs no key: tests/redis/test_tinker_downloads.py
     "POST /api/v1/cancel_future",  # of what is not there, or another's, nothing happens
     "POST /api/v1/telemetry",
     "POST /api/v1/client/config",

@@ -31,6 +31,7 @@ from shared.learners import (
 from shared.process.settings import ApiSettings
 from shared.redis import keys
 from shared.redis.training.tinker_store import TinkerSample
+from tests.redis.adapter_versions import publish
 from tests.redis.api_servers import Api
 from tests.redis.scripted_worker import MODEL, Answer
 from tests.waiting import wait_until
@@ -175,6 +176,26 @@ async def test_a_sample_is_drawn_once_and_gone_with_its_api_process(server: Api)
     assert (await future(server, first["request_id"])).status_code == 410
 
 
+async def test_an_inflight_sampler_draws_each_sample_from_the_latest_version(server: Api, worker: Any) -> None:
+    learner = await made(server)
+    spec = await server.ring.learners.spec(learner)
+    asked = {"model_id": learner, "seq_id": 1, "sampling_session_seq_id": 0, "kind": "inflight"}
+    placed = await ask(server, "save_weights_for_sampler", **asked)
+    first = await publish(server.ring.adapters, spec.adapter, seed=1)
+    held = await server.ring.learners.take(learner)
+    assert held is not None
+    for number, answer in enumerate((BeginDone(), SaveDone("000001", "sampler", first.version)), 1):
+        assert await server.ring.learners.tell(held, number, answer)
+    sampler = (await future(server, placed["request_id"])).json()["sampling_session_id"]
+    assert sampler == f"{learner.partition(':')[0]}:sample:0"
+    drawn = {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [5]}]}, "sampling_params": {"max_tokens": 2}}
+    for number in range(2):
+        latest = await publish(server.ring.adapters, spec.adapter, seed=2) if number else first
+        begun = await ask(server, "asample", sampling_session_id=sampler, seq_id=number, **drawn)
+        assert (await future(server, begun["request_id"])).status_code == 200
+        assert worker.specs[-1].adapter == latest.id
+
+
 async def test_a_cancelled_sample_ends_at_the_worker(server: Api, worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "script", lambda spec: Answer("a long answer", hold_at=1))
     session = (await ask(server, "create_session", tags=[], user_metadata=None, sdk_version="x"))["session_id"]
@@ -208,7 +229,7 @@ async def test_what_cannot_be_done_is_refused_by_name(server: Api) -> None:
             "create_model",
             {"session_id": session, "model_seq_id": 1, "base_model": MODEL, "user_metadata": {"lora_kind": "DoRA"}},
         ),
-        "kind": ("save_weights_for_sampler", {"model_id": learner, "seq_id": 1, "kind": "inflight"}),
+        "kind": ("save_weights_for_sampler", {"model_id": learner, "seq_id": 1, "kind": "inflight", "path": "a"}),
         "path": ("load_weights", {"model_id": learner, "seq_id": 1, "path": "tinker://x", "optimizer": True}),
         "adam_params.beta1": ("optim_step", {"model_id": learner, "seq_id": 1, "adam_params": {"beta1": 1.0}}),
     }

@@ -69,7 +69,11 @@ def test_under_mlx_launch(tmp_path: Path) -> None:
         ("--distributed-mode ring", "needs ranks: --num-local-ranks"),
         ("--distributed-mode off --num-local-ranks 2", "contradicts --num-local-ranks"),
         ("--distributed-mode jaccl --num-local-ranks 2", "for several machines"),
-        ("--num-local-ranks 2 --distributed-sharding pipeline", "--distributed-sharding pipeline cannot be had"),
+        ("--distributed-sharding pipeline", "--distributed-sharding pipeline needs ranks: --num-local-ranks"),
+        (
+            "--num-local-ranks 2 --distributed-sharding pipeline --guest trainer.hosted:HostedTrainer",
+            "--guest with --distributed-sharding pipeline cannot be had",
+        ),
         ("--num-local-ranks 2 --spec-decode auto", "--spec-decode auto cannot be had"),
         ("--num-local-ranks 2 --ssd-cache-dir kv", "--ssd-cache-dir cannot be had"),
         ("--num-local-ranks 2 --kv-transfer", "--kv-transfer cannot be had"),

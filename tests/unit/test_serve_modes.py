@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from api.serve.main import TRAINER, check_modes, worker_spec
+from api.serve.main import LEARNERS, TRAINER, check_modes, worker_spec
 from shared.errors import SetupError
 from shared.process.settings import ServeSettings
 
@@ -21,6 +21,9 @@ def settings(**changes: Any) -> ServeSettings:
         ({"enable_rl_training": True, "train_config": Path("/no/such.yaml")}, "/no/such.yaml: no such file"),
         ({"train_config": Path("run.yaml")}, "--train-config is for a hosted trainer"),
         ({"mode": "inference", "lora_rank": 4}, "--lora-rank is for a hosted trainer"),
+        ({"learners": 2, "workers": 0}, "--learners needs a worker"),
+        ({"learners": 2, "mode": "inference_and_training"}, "has a guest already"),
+        ({"learners": 2, "guest": "a:B"}, "has a guest already"),
         ({"atropos_url": "http://localhost:8001"}, "--atropos-url is for a hosted trainer"),
     ],
 )
@@ -44,6 +47,14 @@ def test_the_first_worker_hosts_the_trainer(changes: dict[str, Any]) -> None:
     assert first.environment["PARALLM_ATROPOS_URL"] == "http://localhost:8001"
     assert first.environment["PARALLM_TRAINING_SHARE"] == "0.3"
     assert not first.ends, "it goes on serving"
+
+
+def test_the_first_worker_hosts_the_training_service() -> None:
+    made = settings(workers=2, learners=3)
+    check_modes(made)
+    first, second = worker_spec(made, 0), worker_spec(made, 1)
+    assert (first.environment["PARALLM_GUEST"], second.environment["PARALLM_GUEST"]) == (LEARNERS, "")
+    assert first.environment["PARALLM_MAX_LEARNERS"] == "3" and not first.ends
 
 
 def test_training_alone_ends_when_it_is_done() -> None:

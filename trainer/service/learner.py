@@ -27,7 +27,7 @@ from trainer.learn.adam import AdamSteps, StepSizes, added, all_finite
 from trainer.learn.compute import Work
 from trainer.learn.logprobs import halves_of, head_chunk
 from trainer.learn.options import AdapterShape
-from trainer.learn.policy import Policy
+from trainer.learn.policy import Policy, share_tree
 from trainer.service.losses import elementwise
 from trainer.state import Arrays
 
@@ -41,7 +41,7 @@ class ServiceLearner:
     """Belongs to the thread that built it; ValueError when the model has no layers for the adapter."""
 
     def __init__(self, model: Any, spec: LearnerSpec, microbatch_tokens: int = 8192) -> None:
-        targets = _targets(model, attention=spec.attention, mlp=spec.mlp)
+        targets = _targets(share_tree(model), attention=spec.attention, mlp=spec.mlp)
         shape = AdapterShape(spec.kind, spec.rank, spec.scale, targets)
         self._policy = Policy(model, shape, seed=spec.seed)
         self._microbatch_tokens = microbatch_tokens
@@ -130,6 +130,10 @@ class ServiceLearner:
         arrays = {f"{part}/{name}": np.array(value) for part, values in parts.items() for name, value in values.items()}
         arrays[_SPOILED] = np.frombuffer(self._spoiled.encode(), np.uint8)
         return write_safetensors(arrays)
+
+    def weights_alone(self) -> bytes:
+        """The part of a state that is the adapter."""
+        return write_safetensors({f"weights/{name}": value for name, value in self.weights().items()})
 
     def restore(self, state: bytes) -> None:
         """Go on exactly where `state` was taken."""

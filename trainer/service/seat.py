@@ -242,10 +242,11 @@ class Seat:
                 return LoadDone(learner.steps), None
             case Save():
                 await self._check_room(request)
-                state = await self._compute(at_once(learner.state))
+                made = learner.state if request.kind == "state" else learner.weights_alone
+                state = await self._compute(at_once(made))
                 bytes_id = await self._store.put_saved(self._held.id, state)
                 info = self._info(request, size=len(state), bytes_id=bytes_id)
-                return SaveDone(request.name, "state"), info
+                return SaveDone(request.name, request.kind), info
             case Publish():
                 if request.ttl_s:
                     await self._check_room(request)
@@ -292,7 +293,7 @@ class Seat:
         lives_s = min(request.ttl_s or keys.LEARNER_SAVE_TTL_S, keys.LEARNER_SAVE_TTL_S)
         return SaveInfo(
             name=request.name,
-            kind="state" if isinstance(request, Save) else "sampler",
+            kind=request.kind if isinstance(request, Save) else "sampler",
             created_ms=now,
             expires_ms=now + 1000 * lives_s,
             size=size,

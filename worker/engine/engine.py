@@ -47,7 +47,7 @@ FAILURES_IN_A_ROW = 3  # forwards that fail one after another before the engine 
 
 
 class Engine:
-    """The rows of one model on this machine."""
+    """The rows of one model on this machine. What is in `prefixes`, peers and disks move, too."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Engine:
         self._class_turns = ClassTurns()
         score_positions = config.score_chunk_bytes // (4 * loaded.card.vocab_size)
         new_kv, pieces = self._model.new_kv(), self._pieces
-        self.prefixes = prefix_cache(config, loaded.card, new_kv, wake, lambda: pieces.token_s)  # moved by peers, disks
+        self.prefixes = prefix_cache(config, loaded.card, new_kv, wake, lambda: pieces.token_s, loaded.shares)
         self._keeping = Keeping(self.prefixes, self._limits.kv_bytes, config.keep_bytes)
         drafts = draft_batch(loaded, config)
         self.drafting = Drafting(config.speculation, new_kv, drafts)  # is told what others have written
@@ -324,7 +324,7 @@ class Engine:
         try:
             tokens = self._batch.step(prefill_tokens, of)
             with mx.stream(self._batch.stream):
-                self._keeping.prompts(self._batch.started, self._batch.kv_of)
+                self._batch.keep_started()
         except Exception as error:
             self._give_up_batch(error)
             return
@@ -340,7 +340,7 @@ class Engine:
         ended = [self._rows[event.seq] for event in events if event.finish is not None]
         if ended:
             with mx.stream(self._batch.stream):
-                self._keeping.answers(ended, self._batch.unfed, self._batch.kv_of)
+                self._batch.keep_answers(ended)
             self._leave(ended)
 
     def _give_up_batch(self, error: Exception, besides: Iterable[Row] = ()) -> None:
@@ -357,7 +357,6 @@ class Engine:
     def _restart(self, rows: list[Row]) -> None:
         """Compute the context of these rows again, under the version that they have come to."""
         decoding = [row for row in rows if row.tokens]
-        self._keeping.remove(rows)
         self._batch.remove(rows)
         for row in rows:
             self._lane.remove(row)
@@ -383,7 +382,6 @@ class Engine:
 
     def _leave(self, rows: list[Row]) -> None:
         """Free what rows hold, wherever they are."""
-        self._keeping.remove(rows)
         self._batch.remove(rows)
         for row in rows:
             del self._rows[row.spec.id]

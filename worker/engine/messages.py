@@ -79,6 +79,7 @@ class EngineConfig:
     guest_share: float = 0.2  # of the thread's time that guests get while rows decode; 0: none
     speculation: SpeculationConfig | None = None  # None: no drafts
     image_cache_bytes: int = 256 << 20  # of images' vectors that no row uses
+    sharding: Literal["tensor", "pipeline"] = "tensor"  # what each of several ranks holds
 
 
 @dataclass(frozen=True)
@@ -245,6 +246,7 @@ def engine_config(s: WorkerSettings) -> EngineConfig:
         disk=_disk_config(s),
         guest_share=s.training_share,
         speculation=_speculation_config(s),
+        sharding=s.distributed_sharding,
     )
 
 

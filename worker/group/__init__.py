@@ -1,4 +1,4 @@
-"""Several processes, on one machine or on several, that are one worker: each rank holds a part of every layer.
+"""Several processes, on one machine or on several, that are one worker: each rank holds a part of the model.
 
 To Redis a group is one worker with one id: rank 0, an ordinary `WorkerProcess`, which alone claims, renews and
 publishes. The other ranks *follow*: each runs the same engine and takes every turn that rank 0 takes, with the same

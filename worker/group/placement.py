@@ -33,6 +33,9 @@ class RankSettings(Protocol):
     def distributed_mode(self) -> str: ...
 
     @property
+    def distributed_sharding(self) -> str: ...
+
+    @property
     def distributed_hostfile(self) -> str: ...
 
     @property
@@ -100,10 +103,14 @@ def place(
             raise SetupError(f"--distributed-mode off contradicts {flag}")
         return None
     if not (asks or launched):
-        if settings.distributed_mode:
+        flags = {
+            f"--distributed-mode {settings.distributed_mode}": bool(settings.distributed_mode),
+            f"--distributed-sharding {settings.distributed_sharding}": settings.distributed_sharding != "tensor",
+        }
+        if flag := next((flag for flag, is_given in flags.items() if is_given), ""):
             raise SetupError(
-                f"--distributed-mode {settings.distributed_mode} needs ranks: --num-local-ranks N for this machine, "
-                "--distributed-hostfile FILE for several, or mlx.launch"
+                f"{flag} needs ranks: --num-local-ranks N for this machine, --distributed-hostfile FILE for several, "
+                "or mlx.launch"
             )
         return None
     if settings.num_local_ranks > 1:
@@ -132,10 +139,13 @@ def _check(settings: WorkerSettings) -> None:
     """What a group does not do."""
     part = "a rank's KV is a part of the model's"
     refused = {
-        "--distributed-sharding pipeline": (settings.distributed_sharding != "tensor", "ranks divide each layer"),
         f"--spec-decode {settings.spec_decode}": (
             settings.spec_decode in ("draft", "auto"),
             "ngram is what all ranks draft alike",
+        ),
+        f"--guest with --distributed-sharding {settings.distributed_sharding}": (
+            bool(settings.guest) and settings.distributed_sharding != "tensor",
+            "a model that ranks hold layer by layer cannot learn",
         ),
         "--ssd-cache-dir": (settings.ssd_folder is not None, f"{part}, and files are whole"),
         "--kv-transfer": (settings.kv_transfer, f"{part}, and workers give it whole"),

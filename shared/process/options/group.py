@@ -21,7 +21,9 @@ class GroupSettings(BaseModel):
         "between GPUs, else ring; off: this worker is no rank of anything, under mlx.launch either",
     )
     distributed_sharding: Literal["tensor", "pipeline"] = Field(
-        default="tensor", description="what a rank holds: a part of every layer (tensor)"
+        default="tensor",
+        description="what a rank holds: a part of every layer (tensor), or whole layers, one rank after another "
+        "(pipeline)",
     )
     distributed_strict: bool = Field(
         default=False, description="end, with exit code 3, when a rank is lost; else the group is built anew"

@@ -7,7 +7,7 @@ between. What nothing points to yet, or what was torn, is gone after ADAPTER_UPL
 import asyncio
 import hashlib
 import secrets
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 
 import msgspec
 from redis.asyncio import Redis
@@ -31,14 +31,20 @@ async def put(redis: Redis, key: str, data: bytes) -> None:
 
 async def get(redis: Redis, key: str) -> bytes:
     """Read them; NotFoundError when they are gone."""
+    return b"".join([piece async for piece in pieces(redis, key)])
+
+
+async def pieces(redis: Redis, key: str) -> AsyncIterator[bytes]:
+    """Read them piece by piece; NotFoundError when they are gone, perhaps in the midst."""
     count = int(await ask(redis, "HLEN", key))
-    chunks = []
-    for number in range(count):
-        chunks.append(await ask(redis, "HGET", key, number))
-        await asyncio.sleep(PAUSE_S)
-    if not count or any(chunk is None for chunk in chunks):
+    if not count:
         raise NotFoundError("these bytes are gone")
-    return b"".join(chunks)
+    for number in range(count):
+        piece = await ask(redis, "HGET", key, number)
+        if piece is None:
+            raise NotFoundError("these bytes are gone")
+        yield piece
+        await asyncio.sleep(PAUSE_S)
 
 
 class Parcel(msgspec.Struct, frozen=True, array_like=True):

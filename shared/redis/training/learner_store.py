@@ -12,6 +12,7 @@ Invariants.
 import asyncio
 import secrets
 import time
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 import msgspec
@@ -285,6 +286,10 @@ class LearnerStore:
         """The bytes of a save; NotFoundError."""
         info = await self.save_named(learner, "state", name)
         return await chunks.get(self._redis, keys.learner_saved(learner, info.bytes_id))
+
+    def saved_pieces(self, learner: str, info: SaveInfo) -> AsyncIterator[bytes]:
+        """The bytes of a save as they come; NotFoundError when they are gone."""
+        return chunks.pieces(self._redis, keys.learner_saved(learner, info.bytes_id))
 
     # -- services
 

@@ -9,6 +9,7 @@ from typing import Literal, TypeVar
 import msgspec
 from redis.asyncio import Redis
 
+from shared.learners import SaveKind
 from shared.redis import keys
 from shared.redis.connection.client import members
 
@@ -43,6 +44,16 @@ class TinkerSample(msgspec.Struct, frozen=True):
     fault: Literal["user", "server"] = "user"
 
 
+class TinkerDownload(msgspec.Struct, frozen=True, array_like=True):
+    """A checkpoint that an address stands for, and which bytes it had then."""
+
+    learner: str
+    kind: SaveKind
+    name: str
+    bytes_id: str
+    version: int
+
+
 _KINDS = {TinkerSession: "session", TinkerSampler: "sampler", TinkerSample: "sample"}
 
 
@@ -68,6 +79,16 @@ class TinkerStore:
     async def forget(self, keeper: str, kind: type[T], id: str) -> None:
         """Forget a thing."""
         await self._redis.delete(keys.tinker_thing(keeper, f"{_KINDS[kind]}:{id}"))
+
+    async def put_download(self, digest: str, download: TinkerDownload) -> None:
+        """An address, by its digest, stands for a checkpoint from now on."""
+        name = keys.tinker_download(digest)
+        await self._redis.set(name, msgspec.msgpack.encode(download), ex=keys.TINKER_DOWNLOAD_TTL_S)
+
+    async def download(self, digest: str) -> TinkerDownload | None:
+        """What an address stands for; None when it is over."""
+        raw = await self._redis.get(keys.tinker_download(digest))
+        return None if raw is None else msgspec.msgpack.decode(raw, type=TinkerDownload)
 
     async def note_run(self, keeper: str, learner: str) -> None:
         """A learner is the keeper's."""

@@ -1,11 +1,16 @@
 """Tinker's own SDK, with protobuf bodies (0.38) or JSON ones (0.24): learns a sum, samples it, saves, goes on.
 
 Supervised learning with cross_entropy and with a custom loss, each of the losses of reinforcement learning, states with
-and without moments, samplers, log-probabilities of prompts, checkpoints, and errors that name what is wrong.
+and without moments, samplers, log-probabilities of prompts, checkpoints and their files, and errors that name what is
+wrong.
 """
 
 import asyncio
+import inspect
+import io
 import os
+import tarfile
+import urllib.request
 import warnings
 
 import numpy as np
@@ -13,6 +18,7 @@ import numpy as np
 warnings.simplefilter("ignore")
 
 import tinker  # noqa: E402
+from safetensors.numpy import load as read_safetensors  # noqa: E402
 from tinker import types  # noqa: E402
 from transformers import PreTrainedTokenizerFast  # noqa: E402
 
@@ -61,6 +67,24 @@ def learn(training: tinker.TrainingClient, rounds: int, rate: float) -> list[flo
     return losses
 
 
+def downloaded(training: tinker.TrainingClient, rest: object, saved: str) -> dict[str, bytes]:
+    """Files of a checkpoint, as each SDK asks for them: 0.24 an archive, 0.38 external weights one by one."""
+    if not hasattr(rest, "get_external_weights_urls"):
+        address = rest.get_checkpoint_archive_url_from_tinker_path(saved).result()
+        with urllib.request.urlopen(address.url, timeout=60) as answer:
+            whole = io.BytesIO(answer.read())
+        with tarfile.open(fileobj=whole) as archive:
+            return {each.name: archive.extractfile(each).read() for each in archive.getmembers()}
+    path = training.save_weights_external("out").result().path
+    urls = rest.get_external_weights_urls(path).result().urls
+    found = {}
+    for name, url in urls.items():
+        with urllib.request.urlopen(url, timeout=60) as answer:
+            found[name] = answer.read()
+    rest.delete_checkpoint_from_tinker_path(path).result()
+    return found
+
+
 def main() -> None:
     service = tinker.ServiceClient(base_url=URL, api_key="tml-any-key-of-ours")
     served = {each.model_name: each for each in service.get_server_capabilities().supported_models}
@@ -85,6 +109,10 @@ def main() -> None:
     base = service.create_sampling_client(base_model=MODEL)
     if hasattr(base, "result"):
         base = base.result()
+    if "kind" in inspect.signature(training.save_weights_and_get_sampling_client).parameters:  # 0.38
+        inflight = training.save_weights_and_get_sampling_client(kind="inflight").result()
+        answer = inflight.sample(types.ModelInput.from_ints(PROMPT), 1, greedy).result()
+        assert list(answer.sequences[0].tokens) == ANSWER, answer
     known = [logp for logp in sampler.compute_logprobs(types.ModelInput.from_ints(WHOLE)).result() if logp is not None]
     unknown = [logp for logp in base.compute_logprobs(types.ModelInput.from_ints(WHOLE)).result() if logp is not None]
     assert len(known) == len(WHOLE) - 1 and sum(known) > sum(unknown)
@@ -146,6 +174,10 @@ def main() -> None:
     if hasattr(named, "result"):
         named = named.result()
     assert list(named.sample(types.ModelInput.from_ints(PROMPT), 1, greedy).result().sequences[0].tokens) == ANSWER
+    files = downloaded(training, rest, saved)
+    assert {"adapter_config.json", "adapter_model.safetensors", "checkpoint_complete"} <= set(files), files.keys()
+    learned = read_safetensors(files["adapter_model.safetensors"])
+    assert any(name.endswith("lora_B.weight") and value.any() for name, value in learned.items())
     rest.delete_checkpoint(run, "weights/twenty").result()
     names = {each.checkpoint_id for each in rest.list_checkpoints(run).result().checkpoints}
     assert "weights/twenty" not in names

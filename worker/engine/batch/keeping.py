@@ -9,6 +9,8 @@ A finished row is stored with its answer where a next turn may begin with both; 
 has come.
 """
 
+from __future__ import annotations
+
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -55,9 +57,16 @@ class Keeping:
         pairs = self._within_bytes(rows, lengths, self._state_bytes)
         self._store([row for row, _ in pairs], [row.context[:length] for row, length in pairs], kv, at_end=True)
 
-    def answers(self, rows: list[Row], unfed: int, kv: RowsKv) -> None:
-        """Rows that have finished; the KV of their last `unfed` tokens is not there."""
-        kept = [row for row in rows if row.may_go_on and self._ends_with(row, unfed)]
+    def twin(self) -> Keeping:
+        """Of rows in another batch."""
+        return Keeping(self._prefixes, self._kv_bytes, self._bytes_at_once)
+
+    def answers(self, rows: list[Row], unfed: int, kv: RowsKv, undrawn: int = 0) -> None:
+        """Rows that have finished; the KV of their last `unfed` tokens is not there.
+
+        `undrawn`: of what they have been fed, so many draws are still to come.
+        """
+        kept = [row for row in rows if row.may_go_on and self._ends_with(row, unfed + undrawn)]
         lengths = [len(row.context) - unfed for row in kept]
         pairs = self._within_bytes(kept, lengths, lambda length: self._state_bytes(length) + self._kv_bytes(length))
         try:

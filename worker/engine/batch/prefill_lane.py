@@ -22,6 +22,7 @@ from shared.sequences import SequenceClass
 from worker.engine.batch.adapters import Adapters
 from worker.engine.batch.keeping import Keeping
 from worker.engine.batch.network_run import NetworkRows, is_spent
+from worker.engine.batch.parted_batch import PartedBatch
 from worker.engine.batch.prompt_group import Entry
 from worker.engine.batch.prompts_in_flight import Pieces
 from worker.engine.batch.row import Row, RowTag, one_tenant
@@ -367,7 +368,7 @@ class Followers:
         self._adapters = adapters
         self._leaders: dict[Row, Row] = {}
 
-    def add(self, task: PrefillTask, batch: RunningBatch) -> bool:
+    def add(self, task: PrefillTask, batch: RunningBatch | PartedBatch) -> bool:
         """Let a task's row wait if one that is fed now computes what it needs; False when it should start."""
         (row,) = task.rows
         version = self._adapters.version(row)

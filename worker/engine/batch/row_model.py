@@ -4,6 +4,8 @@ The last element of `cache` is the batch's `RowTag`; the model itself gets the r
 latest one-token forward is left here: rows, the versions they computed with, input ids and raw logits.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
@@ -84,6 +86,22 @@ class RowModel:
             raise UnsupportedModelError("this model shows no hidden states: no embeddings, no heads", param="model")
         if spec.kind == "network" and self._ranks is not None:
             raise UnsupportedModelError("a worker of several ranks computes no networks", param="model")
+
+    @property
+    def stages(self) -> int:
+        """That compute one after another, and could do so for several batches at a time."""
+        return self._ranks.size if self._ranks is not None and self._ranks.overlaps else 1
+
+    def twin(self) -> RowModel:
+        """The same model for another batch."""
+        return RowModel(self.model, self.adapters, self._kv, self._heads, self._ranks)
+
+    def keep(self, keep: list[int], rows: tuple[Row, ...]) -> None:
+        """Of the latest forward, what is still to be drawn from: these rows."""
+        assert self.logits_B1V is not None and self.tokens_B1 is not None, "a one-token forward"
+        index = mx.array(keep)
+        self.logits_B1V, self.tokens_B1 = self.logits_B1V[index], self.tokens_B1[index]
+        self.rows, self.versions = rows, tuple(self.versions[at] for at in keep)
 
     def same(self, tokens: mx.array) -> mx.array:
         """Drawn tokens, as the leading rank has them."""

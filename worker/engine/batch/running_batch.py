@@ -39,8 +39,13 @@ from worker.engine.scheduler import PASSES, Unfed, feed_next
 class RunningBatch:
     """The rows that prefill and decode together."""
 
-    def __init__(self, model: RowModel, config: EngineConfig, pieces: Pieces, keeping: Keeping) -> None:
+    def __init__(
+        self, model: RowModel, config: EngineConfig, pieces: Pieces, keeping: Keeping, *, draws_late: bool = False
+    ) -> None:
+        """`draws_late`: not when a forward begins but in the next step, for others may compute before it has come."""
         self._model = model
+        self._draws_late = draws_late
+        self._undrawn = False  # what the next decode step feeds is still to be drawn
         self._pieces = pieces
         self._keeping = keeping
         self._sampler = RowSampler(model, config.top_candidates)
@@ -65,6 +70,9 @@ class RunningBatch:
 
     def __len__(self) -> int:
         return len(self._inserted)
+
+    def __contains__(self, row: Row) -> bool:
+        return row in self._inserted
 
     def give_up(self) -> list[Row]:
         """After a failed forward: the rows, which hold nothing here any more. The batch is not to be used again."""
@@ -115,6 +123,7 @@ class RunningBatch:
             return
         self._inserted -= gone
         self._untold -= gone
+        self._keeping.remove(gone)
         for row in gone:
             self._prefilling.pop(row, None)
         for entry in self._unfed:
@@ -131,15 +140,18 @@ class RunningBatch:
     def _filter(self, gone: set[Row]) -> None:
         keep = [at for at, row in enumerate(self._decoding_rows) if row not in gone]
         if not keep:
-            self._cache, self._padding = [], []
+            self._cache, self._padding, self._undrawn = [], [], False
             return
         self._padding = keep_rows(self._cache, keep, self._padding)
         self._next_B = self._next_B[mx.array(keep)]
+        if self._undrawn:
+            self._model.keep(keep, self._decoding_rows)
 
     def step(self, prefill_tokens: int, of: SequenceClass = "interactive") -> list[tuple[Row, int]]:
         """One decode step, and about `prefill_tokens` of prompts of one class; each row's new token."""
         self._turn += 1
         with mx.stream(self.stream):
+            self._draw_late()
             early = False
             for group in [*self._through(), *self._feed(prefill_tokens, of)]:
                 early |= self._join(group)
@@ -227,8 +239,15 @@ class RunningBatch:
 
     def _draw(self, inputs_B: mx.array, cache: Sequence[Any]) -> mx.array:
         """Feed one token of each row and begin to compute the next one [B]."""
+        return self._drawn(self._one_token(inputs_B, cache))
+
+    def _one_token(self, inputs_B: mx.array, cache: Sequence[Any]) -> mx.array:
+        """Logits [B, V] behind one token of each row."""
         logits_BV = self._model(inputs_B[:, None], cache=list(cache))[:, -1, :]
         share_offsets(cache[:-1])
+        return logits_BV
+
+    def _drawn(self, logits_BV: mx.array) -> mx.array:
         return self._sampler(logits_BV - mx.logsumexp(logits_BV, axis=-1, keepdims=True))
 
     def _decode(self) -> list[tuple[Row, int]]:
@@ -237,9 +256,20 @@ class RunningBatch:
         if not self._cache:
             return []
         inputs_B, rows = self._next_B, self._decoding_rows
-        self._next_B = self._draw(inputs_B, self._cache)
+        if self._draws_late:
+            self._one_token(inputs_B, self._cache)  # the model keeps its logits until they are drawn from
+            self._undrawn = True
+        else:
+            self._next_B = self._draw(inputs_B, self._cache)
         untold, self._untold = self._untold, set()
         return self._told(rows, cast(list[int], inputs_B.tolist()), untold)
+
+    def _draw_late(self) -> None:
+        """Draw what the step before has left."""
+        if self._undrawn:
+            self._undrawn = False
+            assert self._model.logits_B1V is not None, "nothing of these rows was fed since"
+            self._next_B = self._drawn(self._model.logits_B1V[:, -1, :])
 
     def _tell(self) -> list[tuple[Row, int]]:
         """Tell what the next decode step is fed, before it begins."""
@@ -251,9 +281,18 @@ class RunningBatch:
         """Tell what has been drawn, and feed it no more: each row's KV ends before its last token."""
         if not self._cache:
             return []
+        self._draw_late()
         tokens = self._tell()
         self._keeping.prompts(self.started, self.kv_of)  # the next step knows only those that start in it
         return tokens
+
+    def keep_started(self) -> None:
+        """Store prompts of rows that have their first token."""
+        self._keeping.prompts(self.started, self.kv_of)
+
+    def keep_answers(self, ended: list[Row]) -> None:
+        """Store what these have written; they leave next."""
+        self._keeping.answers(ended, self.unfed, self.kv_of, undrawn=int(self._undrawn))
 
     def set_aside(self, rows: Iterable[Row]) -> None:
         """Keep the KV of rows that are about to leave and go on later, or elsewhere."""

@@ -27,7 +27,7 @@ from typing import Any
 from worker.engine.kv.block_keys import BlockKeys
 from worker.engine.kv.entries import NOTHING, Prefix, Promotion, Segment, Snapshot, go_on_with
 from worker.engine.kv.kinds import kind_of, leaves, restored
-from worker.engine.kv.slabs import Cut, KvRows, Slab, SlabUse, Wanted, copy_rows, copy_states, joined
+from worker.engine.kv.slabs import Cut, KvRows, Slab, SlabUse, Wanted, copy_rows, copy_states, joined, shares_of
 from worker.engine.kv.stops import Stops
 from worker.engine.kv.tails import Place, Tails
 from worker.engine.messages import DiskStats, PrefixStats
@@ -47,20 +47,24 @@ class Prompt:
 class PrefixCache:
     """KV of sequences, up to `limit_bytes`. `new_kv` is an example of the model's caches."""
 
-    def __init__(self, limit_bytes: int, block_size: int, base_sha256: str, new_kv: Sequence[Any]) -> None:
+    def __init__(
+        self, limit_bytes: int, block_size: int, base_sha256: str, new_kv: Sequence[Any], shares: Sequence[int] = ()
+    ) -> None:
+        """`shares`: as how many layers' each cache counts, where others do not count; () counts what is there."""
         kinds = [kind_of(leaf) for leaf in leaves(new_kv)]
         self._limit = limit_bytes if all(kind.is_known for kind in kinds) else 0
         self.needs_snapshots = bool(self._limit) and not all(kind.is_cut for kind in kinds)
         self.has_blocks = any(kind.is_cut for kind in kinds)
         self._new_kv = list(new_kv)
+        self._cut_shares, self._state_shares = each = shares_of(new_kv, shares)
         self._block_size = block_size
         self._keys = BlockKeys(base_sha256, block_size)
         self._stops = Stops(block_size, limit_bytes)
         self._blocks: dict[bytes, Segment] = {}
         self._snapshots: dict[bytes, dict[tuple[int, ...], Snapshot]] = {}
         self._order: OrderedDict[Segment | Snapshot, None] = OrderedDict()  # least recently used first
-        self._slabs = SlabUse()
-        self._tails = Tails(self._limit)
+        self._slabs = SlabUse(each)
+        self._tails = Tails(self._limit, each)
         self._hits = self._misses = self._hit_tokens = self._evicted = 0
         self._snapshot_count = self._evicted_snapshots = 0
 
@@ -311,7 +315,7 @@ class PrefixCache:
         layers = kv.states(places, lengths) if places else []
         if not layers or not all(layers):
             return
-        self._stops.state_bytes = sum(array.nbytes for arrays in layers for array in arrays) // len(places)
+        self._stops.state_bytes = Slab(layers).counted(self._state_shares) // len(places)
         if self._stops.state_bytes > self._limit:
             return
         states = copy_states(layers)
@@ -361,9 +365,8 @@ class PrefixCache:
             self._leaves(next(iter(self._order)))
             self._evict()
 
-    @staticmethod
-    def _bytes_of(kv: KvRows, part: Wanted) -> int:
-        return Cut(Slab(kv.layers), part.row, part.start, part.length).nbytes
+    def _bytes_of(self, kv: KvRows, part: Wanted) -> int:
+        return Cut(Slab(kv.layers), part.row, part.start, part.length).counted(self._cut_shares)
 
     def _touch(self, chain: list[Segment], snapshot: Snapshot | None = None) -> None:
         """Renew a snapshot, and then the segments before it, parents last."""

@@ -83,9 +83,15 @@ class SharedCache(PrefixCache):
     """A prefix cache whose KV other workers may have."""
 
     def __init__(
-        self, limit_bytes: int, block_size: int, base_sha256: str, new_kv: Sequence[Any], identity: str
+        self,
+        limit_bytes: int,
+        block_size: int,
+        base_sha256: str,
+        new_kv: Sequence[Any],
+        identity: str,
+        shares: Sequence[int] = (),
     ) -> None:
-        super().__init__(limit_bytes, block_size, base_sha256, new_kv)
+        super().__init__(limit_bytes, block_size, base_sha256, new_kv, shares)
         self.identity = identity
         self._cut_leaves = sum(kind_of(leaf).is_cut for leaf in leaves(new_kv))
         self._offers: dict[int, list[_Piece]] = {}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import mul
 from typing import Any, TypeVar
 
 import mlx.core as mx
@@ -16,6 +17,7 @@ import mlx.core as mx
 from worker.engine.kv.kinds import Arrays, kind_of, leaves
 
 Layers = list[Arrays]  # of each leaf: arrays [rows, ...]; of a cut one [rows, heads, positions, dim]
+Shares = tuple[Sequence[int], Sequence[int]]  # as often as each leaf counts: of those that are cut, of the others
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,12 @@ class Slab:
     @property
     def nbytes(self) -> int:
         """Of all its rows."""
-        return sum(array.nbytes for arrays in self.layers for array in arrays)
+        return self.counted(())
+
+    def counted(self, shares: Sequence[int]) -> int:
+        """Bytes, each leaf as often as its share says; () once."""
+        each = [sum(array.nbytes for array in arrays) for arrays in self.layers]
+        return sum(map(mul, each, shares)) if shares else sum(each)
 
 
 @dataclass(frozen=True)
@@ -90,9 +97,14 @@ class Cut:
     @property
     def nbytes(self) -> int:
         """What it would take alone."""
-        return self.length * sum(
-            array.nbytes // (array.shape[0] * array.shape[2]) for arrays in self.slab.layers for array in arrays
-        )
+        return self.counted(())
+
+    def counted(self, shares: Sequence[int]) -> int:
+        """The same, each leaf as often as its share says; () once."""
+        each = [
+            sum(array.nbytes // (array.shape[0] * array.shape[2]) for array in arrays) for arrays in self.slab.layers
+        ]
+        return self.length * (sum(map(mul, each, shares)) if shares else sum(each))
 
     def alone(self) -> Cut:
         """A copy that keeps no other row alive."""
@@ -121,7 +133,8 @@ P = TypeVar("P", Cut, State)
 class SlabUse:
     """Bytes of the slabs that one holder uses parts of: a slab counts while any part of it is used."""
 
-    def __init__(self) -> None:
+    def __init__(self, shares: Shares = ((), ())) -> None:
+        self._shares = shares
         self.bytes = 0
         self.state_bytes = 0  # of them, of states
 
@@ -147,9 +160,10 @@ class SlabUse:
         return copy
 
     def _count(self, slab: Slab, sign: int) -> None:
-        self.bytes += sign * slab.nbytes
+        nbytes = slab.counted(self._shares[slab.of_states])
+        self.bytes += sign * nbytes
         if slab.of_states:
-            self.state_bytes += sign * slab.nbytes
+            self.state_bytes += sign * nbytes
 
 
 def copy_states(layers: Layers) -> list[State]:
@@ -187,6 +201,15 @@ def _copied(layers: Layers) -> Layers:
     copies = [tuple(mx.contiguous(array) for array in arrays) for arrays in layers]
     mx.async_eval(copies)  # type: ignore[no-untyped-call]
     return copies
+
+
+def shares_of(new_kv: Sequence[Any], shares: Sequence[int]) -> Shares:
+    """Those of the caches that the leaves are in; () counts each leaf once."""
+    found: tuple[list[int], list[int]] = [], []
+    for cache, share in zip(new_kv, shares, strict=True) if shares else ():
+        for leaf in leaves([cache]):
+            found[not kind_of(leaf).is_cut].append(share)
+    return found
 
 
 def joined(parts: list[Layers], length: int) -> Layers:

@@ -12,7 +12,7 @@ other workers get any.
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
-from worker.engine.kv.slabs import Cut, SlabUse
+from worker.engine.kv.slabs import Cut, Shares, SlabUse
 
 WORTH = 4  # a tail is a quarter of its prompt, at least
 SHARE = 8  # an eighth of the prefix cache is the most that tails take of it
@@ -24,11 +24,11 @@ Place = tuple[bytes, str, tuple[int, ...]]  # key of the block before it, tenant
 class Tails:
     """Of one prefix cache of `limit_bytes`."""
 
-    def __init__(self, limit_bytes: int) -> None:
+    def __init__(self, limit_bytes: int, shares: Shares = ((), ())) -> None:
         self._limit = limit_bytes // SHARE
         self._cuts: OrderedDict[Place, Cut] = OrderedDict()  # least recently used first
         self._lengths: dict[tuple[bytes, str], Counter[int]] = {}  # of the tails behind a block, fewer than it has ids
-        self._use = SlabUse()
+        self._use = SlabUse(shares)
 
     def __len__(self) -> int:
         return len(self._cuts)

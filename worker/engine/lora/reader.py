@@ -14,7 +14,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -87,7 +87,8 @@ class AdapterReader:
         result: ReadAdapter | ParallmError
         try:
             heads = read_heads(manifest.id, manifest.heads, path, self._hidden_size)
-            weights = read_adapter(path, manifest, self._adapted.sites, self._adapted.dtype, self._max_rank)
+            adapted = self._adapted
+            weights = read_adapter(path, manifest, adapted.sites, adapted.dtype, self._max_rank, adapted.elsewhere)
             self._adapted.prepare_kernels(weights)
             described = manifest.network
             network = None if described is None else read_network(manifest.id, described, path)
@@ -102,14 +103,24 @@ class AdapterReader:
 
 
 def read_adapter(
-    path: Path, manifest: AdapterManifest, sites: dict[str, Site], dtype: mx.Dtype, max_rank: int
+    path: Path,
+    manifest: AdapterManifest,
+    sites: dict[str, Site],
+    dtype: mx.Dtype,
+    max_rank: int,
+    elsewhere: Collection[str] = (),
 ) -> AdapterWeights:
-    """The weights by site, in the stacks' layout and dtype; AdapterRejectedError when this model cannot take them."""
+    """The weights by site, in the stacks' layout and dtype; AdapterRejectedError when this model cannot take them.
+
+    `elsewhere`: sites of other ranks, which read them there.
+    """
     if manifest.rank > max_rank:
         raise AdapterRejectedError(f"{manifest.id} has rank {manifest.rank}; this worker takes up to {max_rank}")
     tensors: Tensors = mx.load(str(path))  # type: ignore[assignment]
     weights: dict[str, SiteWeights] = {}
     for module in manifest.modules:
+        if module in elsewhere:
+            continue
         site = sites.get(module)
         if site is None:
             raise AdapterRejectedError(f"{manifest.id}: this model has no module {module} to adapt")

@@ -48,6 +48,7 @@ class AdaptedModel:
 
     def __init__(self, model: Any, slots: int, dtype: mx.Dtype, whole: Whole | None = None) -> None:
         self.sites = find_sites(model, whole)
+        self.elsewhere = frozenset[str]() if whole is None else whole.elsewhere(self.sites.keys())
         self.rows = RowSlots()
         self.dtype = dtype
         self._model = model

@@ -86,6 +86,8 @@ def attach_divided(model: Any, whole: Whole, paths: Iterable[str], rank: int, sc
     `model`: a tree of modules that nobody else uses. At other places than the divided ones, what learns is put by the
     caller.
     """
+    if whole.by_layers:
+        raise SetupError("a model that ranks hold by layers cannot learn: leave --distributed-sharding pipeline out")
     sum_gradients_of(model)
     sites = find_sites(model, whole)
     if unknown := sorted(path for path in paths if path not in sites):

@@ -29,11 +29,12 @@ from worker.engine.messages import EngineConfig
 from worker.engine.model import cuda_graphs
 from worker.engine.model.batching import check_batch
 from worker.engine.model.draft import DraftModel, check_tokenizer
+from worker.engine.model.pipeline import cut
 from worker.engine.model.pooling import hidden_size
 from worker.engine.model.sharding import read_weights, shard
 from worker.engine.model.sites import Whole, module_shapes
 from worker.engine.ranks.lockstep import check_settings
-from worker.engine.ranks.ranks import Ranks, ranks_of
+from worker.engine.ranks.ranks import Ranks, one_after_another, ranks_of
 from worker.engine.scheduler import DraftKv
 from worker.engine.vision.families import AnyTower, chat_template, check_known, is_vision, load_seeing
 
@@ -66,6 +67,11 @@ class LoadedModel:
         return None if self.whole is None else self.whole.ranks
 
     @property
+    def shares(self) -> tuple[int, ...]:
+        """By cache: layers whose KV it stands for, so that all ranks count alike; () counts what is there."""
+        return () if self.whole is None else self.whole.shares
+
+    @property
     def draft_kv(self) -> DraftKv:
         """What the draft model keeps of a row."""
         return DraftKv() if self.draft is None else self.draft.kept
@@ -79,6 +85,7 @@ def load_model(config: EngineConfig, group: Any | None = None) -> LoadedModel:
     if ranks is None:
         return _load(config, None)
     check_settings(config)
+    ranks = one_after_another(ranks) if config.sharding == "pipeline" else ranks
     with mx.stream(generation_stream):  # where their sums are in the batch, too
         return _load(config, ranks)
 
@@ -90,6 +97,7 @@ def _load(config: EngineConfig, ranks: Ranks | None) -> LoadedModel:
     bound = config.max_kv_size if config.max_kv_size < context else 0  # a longer row is refused in any case
     kv = layout_of(model, config.kv_bits, config.kv_group_size, bound)
     kv_bytes, kv_window, vocab, dtype = _measure(model, kv)
+    kv_bytes = kv_bytes if ranks is None else ranks.largest(kv_bytes)
     states = hidden_size(model)
     card = ModelCard(
         name=config.served_name or config.model.rstrip("/").rsplit("/", 1)[-1],
@@ -104,7 +112,7 @@ def _load(config: EngineConfig, ranks: Ranks | None) -> LoadedModel:
         quantization=_quantization(model_config),
         kv=kv.name,
         created=int(time.time()),
-        modules=module_shapes(model, whole),
+        modules=whole.shapes if whole is not None and whole.by_layers else module_shapes(model, whole),
         sources=(config.model,),
         hidden_size=states,
         heads={name: head.spec for name, head in heads.items()},
@@ -140,8 +148,7 @@ def _read(
             trusts, lazy = config.trust_remote_code, ranks is not None
             model, model_config = mlx_lm.utils.load_model(path, lazy, trust_remote_code=trusts)
         if ranks is not None:
-            whole = Whole(ranks, module_shapes(model))
-            shard(model, ranks)
+            whole = _divide(model, ranks, by_layers=config.sharding == "pipeline")
         tokenizer = mlx_lm.utils.load_tokenizer(path, eos_token_ids=model_config.get("eos_token_id"))
         if tower is not None and not tokenizer.chat_template:
             tokenizer.chat_template = chat_template(path)
@@ -155,6 +162,15 @@ def _read(
         _set_dtype(part, config.dtype)
         mx.eval(part.parameters())
     return model, export_tokenizer(tokenizer), model_config, heads, tower, whole
+
+
+def _divide(model: Any, ranks: Ranks, *, by_layers: bool) -> Whole:
+    """Keep this rank's part of it; what it was."""
+    shapes = module_shapes(model)
+    if by_layers:
+        return Whole(ranks, shapes, by_layers=True, shares=cut(model, ranks).shares)
+    shard(model, ranks)
+    return Whole(ranks, shapes)
 
 
 def _draft_model(config: EngineConfig, bundle: TokenizerBundle) -> DraftModel | None:

@@ -42,6 +42,12 @@ class Whole:
 
     ranks: Ranks
     shapes: Shapes
+    by_layers: bool = False  # each has some layers, and not a part of each
+    shares: tuple[int, ...] = ()  # by cache: layers whose KV it stands for where bytes are counted (pipeline.py)
+
+    def elsewhere(self, held: Collection[str]) -> frozenset[str]:
+        """Sites that other ranks have, and this one has no part of."""
+        return frozenset(self.shapes.keys() - held) if self.by_layers else frozenset()
 
 
 @dataclass(frozen=True)

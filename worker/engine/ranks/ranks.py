@@ -7,7 +7,7 @@ another way (`turns.py`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import mlx.core as mx
@@ -18,6 +18,8 @@ class Ranks:
     """A group of MLX of more than one rank."""
 
     group: Any  # mx.distributed.Group
+    by_sums: bool = False  # hidden states are handed on by sums
+    stream: Any = None  # on which ranks exchange; None: that of what they compute
 
     @property
     def rank(self) -> int:
@@ -31,21 +33,100 @@ class Ranks:
 
     def same(self, values: mx.array) -> mx.array:
         """The leading rank's values, on all of them: machines of different kinds round differently."""
+        if self.overlaps:
+            return self._passed_along(values)
         # A product, so that the sum comes behind what the values depend on on every rank, sums of layers among them.
         own = values * mx.array(self.rank == 0, values.dtype)
-        return mx.distributed.all_sum(own, group=self.group)
+        return mx.distributed.all_sum(own, group=self.group, stream=self.stream)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether ranks exchange while others compute what comes behind it."""
+        return self.stream is not None
+
+    def _passed_along(self, values: mx.array) -> mx.array:
+        """From rank to rank: who has passed them on waits for nobody."""
+        values = _begun(values)  # and the sums that they hang on, before what comes behind them
+        if self.rank > 0:
+            values = self.received(values)
+        if self.rank < self.size - 1:
+            self.handed_on(values)
+        return values
+
+    def handed_on(self, x: mx.array) -> mx.array:
+        """What this rank's layers have made goes to the next one, from now on."""
+        if not self.by_sums:
+            return _begun(mx.distributed.send(x, self.rank + 1, group=self.group, stream=self.stream))
+        sent = _begun(mx.distributed.all_sum(x, group=self.group, stream=self.stream))
+        for _ in range(self.rank + 1, self.size - 1):  # from each of the others to the one behind it
+            _begun(mx.distributed.all_sum(mx.zeros(x.shape, x.dtype), group=self.group, stream=self.stream))
+        return sent
+
+    def received(self, like: mx.array) -> mx.array:
+        """What the rank before has handed on; of `like`, shape and dtype count."""
+        if not self.by_sums:
+            return _begun(
+                mx.distributed.recv(like.shape, like.dtype, self.rank - 1, group=self.group, stream=self.stream)
+            )
+        x = like
+        for _ in range(self.rank):
+            x = _begun(mx.distributed.all_sum(mx.zeros(like.shape, like.dtype), group=self.group, stream=self.stream))
+        return x
+
+    def from_last(self, x: mx.array) -> mx.array:
+        """The last rank's values, on all of them, once somebody wants them; they hang on nothing of the others."""
+        last = self.size - 1
+        if self.rank == last and x.shape[1] == 1:  # of a decode step all is wanted, soon
+            _begun(x)
+        if not self.overlaps:
+            own = x if self.rank == last else mx.zeros(x.shape, x.dtype)
+            return mx.distributed.all_sum(own, group=self.group, stream=self.stream)
+        if self.rank == last:
+            return self._also_at(0, x)
+        before = (self.rank - 1) % self.size
+        values = mx.distributed.recv(x.shape, x.dtype, before, group=self.group, stream=self.stream)
+        return self._also_at(self.rank + 1, values) if self.rank + 1 < last else values
+
+    def _also_at(self, rank: int, x: mx.array) -> mx.array:
+        """These values, which whoever wants them here sends there, too."""
+        sent = mx.distributed.send(x, rank, group=self.group, stream=self.stream)
+        both: mx.array = mx.depends(x, sent)
+        return both
 
     def least(self, value: int) -> int:
         """The smallest of all ranks' values, which is agreed on at start."""
-        least = mx.distributed.all_min(mx.array([value], mx.int64), group=self.group)
+        least = mx.distributed.all_min(mx.array([value], mx.int64), group=self.group, stream=self.stream)
         return int(cast(int, least.item()))
+
+    def largest(self, value: int) -> int:
+        """The largest of all ranks' values."""
+        return -self.least(-value)
 
     def most(self, value: float) -> float:
         """The largest of all ranks' values; infinity counts."""
-        most = mx.distributed.all_max(mx.array([value], mx.float32), group=self.group)
+        most = mx.distributed.all_max(mx.array([value], mx.float32), group=self.group, stream=self.stream)
         return cast(float, most.item())
 
 
 def ranks_of(group: Any | None) -> Ranks | None:
     """Of a group of MLX; None for one rank alone."""
     return None if group is None or group.size() == 1 else Ranks(group)
+
+
+def one_after_another(ranks: Ranks) -> Ranks:
+    """Ranks that hold a model layer by layer."""
+    if not has_sends():
+        return replace(ranks, by_sums=True)
+    on_cpu = mx.default_device() == mx.Device(mx.cpu)
+    return replace(ranks, stream=mx.new_stream(mx.cpu) if on_cpu else None)
+
+
+def has_sends() -> bool:
+    """Whether MLX can send from rank to rank on this device: its CUDA has sums and no sends (0.32)."""
+    return mx.default_device() == mx.Device(mx.cpu) or not mx.cuda.is_available()
+
+
+def _begun(x: mx.array) -> mx.array:
+    """Under way, so that ranks exchange in the order of their calls, whatever each asks to have computed."""
+    mx.async_eval(x)  # type: ignore[no-untyped-call]
+    return x

@@ -24,6 +24,7 @@ import mlx.core as mx
 import numpy as np
 
 from worker.engine.batch.keeping import Keeping
+from worker.engine.batch.parted_batch import PartedBatch
 from worker.engine.batch.prompt_group import PromptGroup
 from worker.engine.batch.prompts_in_flight import Pieces
 from worker.engine.batch.row import Row
@@ -198,8 +199,11 @@ class SpeculatingBatch(RunningBatch):
 
 def batch_of(
     model: RowModel, config: EngineConfig, pieces: Pieces, keeping: Keeping, drafting: Drafting
-) -> RunningBatch:
-    """An empty batch; without drafts its every step brings one token of each row."""
+) -> RunningBatch | PartedBatch:
+    """An empty batch; without drafts its every step brings one token of each row, or of each row of a part."""
+    if not drafting.is_on and model.stages > 1:
+        parts = [(model.twin(), keeping.twin()) for _ in range(model.stages)]
+        return PartedBatch([RunningBatch(each, config, pieces, keeps, draws_late=True) for each, keeps in parts])
     if not drafting.is_on:
         return RunningBatch(model, config, pieces, keeping)
     return SpeculatingBatch(model, config, pieces, keeping, drafting)

@@ -250,12 +250,16 @@ def prefix_cache(
     new_kv: Sequence[Any],
     wake: Callable[[], None] | None,
     token_s: Callable[[], float],
+    shares: Sequence[int] = (),
 ) -> SharedCache:
-    """The prefix cache of an engine, over a disk tier where its configuration has one. `new_kv`: empty caches."""
+    """The prefix cache of an engine, over a disk tier where its configuration has one.
+
+    `new_kv`: empty caches; `shares`: as in `PrefixCache`, where no ranks have files.
+    """
     limit, block_size, base = config.prefix_cache_bytes, config.block_size, card.base_sha256
     identity = identity_of(base, card.dtype, block_size, new_kv)
     if config.disk is None or not limit:
-        return SharedCache(limit, block_size, base, new_kv, identity)
+        return SharedCache(limit, block_size, base, new_kv, identity, shares)
     tier = DiskTier(config.disk, base, identity, block_size, limit // MOST_WAITING, wake)
     through = config.disk.write_through
     return TieredCache(limit, block_size, base, new_kv, identity, tier, through=through, token_s=token_s)

@@ -112,19 +112,19 @@ def test_a_killed_trainer_learns_from_every_live_trajectory_exactly_once(
         "--source", "live", "--live-trajectories", "16", "--steps", "4", "--checkpoint-every", "2",
         "--parity-every", "0",
     )  # fmt: skip
-    with trainer(served, tmp_path, "killed", *flags) as process:
-        ready(http, "killed")
+    with trainer(served, tmp_path, "killed-live", *flags) as process:
+        ready(http, "killed-live")
         for _ in range(6):
-            collected(http, "killed", model="killed@1")
+            collected(http, "killed-live", model="killed-live@1")
         process.wait_for_line(r'"step": "3/4"')  # trained on 48, a checkpoint knows 32
         process.popen.kill()
         process.popen.wait()
     for _ in range(2):
-        collected(http, "killed", model="killed@1")
-    with trainer(served, tmp_path, "killed", *flags) as process:
+        collected(http, "killed-live", model="killed-live@1")
+    with trainer(served, tmp_path, "killed-live", *flags) as process:
         assert process.wait(60) == 0, process.output
     assert process.printed("run.resumed")
-    told = status(http, "killed")
+    told = status(http, "killed-live")
     assert told["trajectories"] == {"collected": 64, "dropped": 0, "consumed": 64, "waiting": 0, "bytes": 0}
     assert (told["trainer"]["train_step"], told["trainer"]["trajectories"]) == (4, 64)
 
