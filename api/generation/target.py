@@ -116,7 +116,7 @@ async def target_of(
     session = body.session or request.state.request_id
     adapter = body.adapter or body.lora_adapter or ""
     policy = body.adapter_policy or "pin"
-    begun = f"{body.session}\n{body.opening}" if body.opening else ""
+    begun = f"{body.session}\n{body.opening}" if ring.others and body.opening else ""  # one ring asks for none
     ring, model, adapter = await ring_for(ring, body.model, adapter, conversation=begun)
     return await find_target(ring, model, adapter, policy, session=session, split=split, networks=networks)
 

@@ -23,7 +23,7 @@ from shared.redis.training.board import TrainingBoard, ring_id
 from shared.redis.training.learner_store import LearnerStore
 from shared.redis.training.rounds import RoundStore
 from shared.redis.training.shared_runs import SharedRun
-from shared.redis.training.tinker_store import TinkerStore
+from shared.redis.training.tinker_store import TinkerDownload, TinkerStore
 from shared.training import TrainerStatus, TrainingPoint
 from tests.e2e.rings import MODEL, ROOT, Ring
 from tests.redis.adapter_versions import publish
@@ -95,6 +95,7 @@ async def filled(served: Ring, redis: Redis) -> dict[str, str]:
     await board.alert("no_signal", "all rewards are equal")
     state, saved = await learned(LearnerStore(redis), f"{session}:train:0")
     await TinkerStore(redis).note_run(keys.keeper("tinker of "), f"{session}:train:0")
+    await TinkerStore(redis).put_download("digest", TinkerDownload(f"{session}:train:0", "state", "a", saved, 0))
 
     part = await shared(SharedRun(redis, "policy", blocking=redis))
     average = await averaged(RoundStore(redis, "policy"))

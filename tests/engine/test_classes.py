@@ -75,7 +75,7 @@ def test_a_batch_prompt_gets_its_turns_while_interactive_prompts_keep_coming(lla
     bench.submit(of_batch("long", prompt_of(10 * 32), max_tokens=1))
     turns = 0
     while not bench.tokens("long"):
-        bench.submit(spec(f"i{turns}", prompt_of(31), max_tokens=2))
+        bench.submit(spec(f"i{turns}", prompt_of(31, turns), max_tokens=2))
         bench.turn()
         turns += 1
     assert 10 * PASSES < turns <= 11 * (PASSES + 1)

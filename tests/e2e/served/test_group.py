@@ -100,7 +100,9 @@ def test_a_stream_outlives_any_rank(served: Ring, group: Ring, victim: str, numb
     whole = httpx.post(f"{served.url}/v1/completions", json=LONG, timeout=60).json()["choices"][0]["text"]
     ready = httpx.post(f"{group.url}/v1/completions", json=body("Hello"), timeout=60)  # after the death before
     assert ready.status_code == 200, ready.text
-    ends, text, pid = [], "", 0
+    ends, text, is_hit = [], "", False
+    leading = worker_of(group)
+    pid = leading if victim == "rank 0" else children(leading)[0]
     with httpx.stream("POST", f"{group.url}/v1/completions", json={**LONG, "stream": True}, timeout=120) as response:
         for line in response.iter_lines():
             if not line.startswith("data: {"):
@@ -108,10 +110,9 @@ def test_a_stream_outlives_any_rank(served: Ring, group: Ring, victim: str, numb
             (choice,) = json.loads(line[6:])["choices"]
             text += choice["text"]
             ends += [choice["finish_reason"]] if choice["finish_reason"] else []
-            if not pid and len(text) > 20:
-                leading = worker_of(group)
-                pid = leading if victim == "rank 0" else children(leading)[0]
+            if not is_hit and len(text) > 20:
                 os.kill(pid, number)
+                is_hit = True
     assert (text, ends) == (whole, ["length"])
     assert not alive(pid), "nothing is left behind of a group that was lost"
 
