@@ -11,7 +11,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from tests.e2e.rings import MODEL, ROOT, Process, Ring, ring
 
 CONFIGURATION = ROOT / "deploy/prometheus.yml"
 BOARD = ROOT / "deploy/grafana/parallm.json"
-SCRAPE_MS = 400  # the load lasts until there are enough samples
+SCRAPE_S = 1
 # Of one worker without drafts there is none
 RARE = ("Time of a transfer of KV", "Share of drafted tokens that was accepted", "Accepted tokens a draft")
 WINDOW = "30s"  # for $__rate_interval: Grafana takes at least four scrapes
@@ -56,13 +56,15 @@ pytestmark = pytest.mark.skipif(shutil.which("prometheus") is None, reason="no `
 
 @dataclass(frozen=True)
 class Prometheus:
-    """A running server that scrapes our ring."""
+    """A running server that scrapes our ring, to be asked of one moment: a later scrape may come too late for it."""
 
     url: str
+    at: float = 0.0  # Unix time
 
     def ask(self, expression: str) -> list[dict[str, Any]]:
-        """What an expression finds now; AssertionError, with Prometheus' words, when it cannot be read."""
-        answer = httpx.get(f"{self.url}/api/v1/query", params={"query": expression}, timeout=60).json()
+        """What an expression finds then; AssertionError, with Prometheus' words, when it cannot be read."""
+        asked = {"query": expression, "time": str(self.at)}
+        answer = httpx.get(f"{self.url}/api/v1/query", params=asked, timeout=60).json()
         assert answer["status"] == "success", f"{expression}: {answer.get('error')}"
         found: list[dict[str, Any]] = answer["data"]["result"]
         return found
@@ -70,7 +72,7 @@ class Prometheus:
 
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Ring, Prometheus]]:
-    """A ring that has chatted, run a rewarded job and trained, and goes on chatting, with Prometheus beside it."""
+    """A ring that has chatted, run a rewarded job and trained, and Prometheus, which has watched."""
     tiers = ("--ssd-cache-dir", str(tmp_path_factory.mktemp("kv")), "--ssd-policy", "write_through", "--kv-transfer")
     folders = tmp_path_factory.mktemp("ring"), tmp_path_factory.mktemp("prom")
     with ring(folders[0], *tiers) as served, prometheus(served, folders[1]) as server:
@@ -82,10 +84,10 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Ring, Pr
         try:
             trainer.wait_for_line(r"train\.step")
             with load(served):
-                wait_for_samples(server)
-                yield served, server
+                whole = with_samples(server)
         finally:
             trainer.stop()
+        yield served, whole
 
 
 @contextlib.contextmanager
@@ -93,7 +95,7 @@ def prometheus(served: Ring, folder: Path) -> Iterator[Prometheus]:
     """Prometheus with our configuration; only the address and the pace are ours to change."""
     text = CONFIGURATION.read_text()
     text = text.replace("api:8000", served.url.removeprefix("http://"))
-    text = text.replace("scrape_interval: 5s", f"scrape_interval: {SCRAPE_MS}ms")
+    text = text.replace("scrape_interval: 5s", f"scrape_interval: {SCRAPE_S}s")
     (folder / "prometheus.yml").write_text(text)
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
@@ -131,14 +133,18 @@ async def chat(url: str) -> None:
             await asyncio.sleep(0.1)
 
 
-def wait_for_samples(server: Prometheus, timeout_s: float = 90) -> None:
-    """Until there is enough of everything for a rate."""
+def with_samples(server: Prometheus, timeout_s: float = 90) -> Prometheus:
+    """Of a moment when there was enough of everything for a rate, and no scrape that might still fail had begun."""
     deadline = time.monotonic() + timeout_s
-    wanted = "sum(rate(mlx_parallm_reward_count[20s])) > 0 and on () count_over_time(mlx_parallm_rl_lag[1m]) > 5"
+    wanted = (
+        "sum(rate(mlx_parallm_reward_count[20s])) > 0 and on () count_over_time(mlx_parallm_rl_lag[1m]) > 5"
+        ' and on () up{job="parallm"} == 1'
+    )
     while True:
+        then = replace(server, at=time.time() - 2 * SCRAPE_S)
         with contextlib.suppress(httpx.TransportError):
-            if server.ask(wanted):
-                return
+            if then.ask(wanted):
+                return then
         assert time.monotonic() < deadline, "Prometheus did not get what it needs"
         time.sleep(0.2)
 
