@@ -71,9 +71,8 @@ class ClusterRedis(DiscreetRedis):
         self._options: dict[str, Any] = {**options, **given, "parser_class": ClusterParser}
         self._tls = address.tls
         self._retry = retry
-        self._waits = (
-            options.get("socket_timeout") is None
-        )  # for commands that wait at the server: every answer is late
+        # For commands that wait at the server: every answer is late.
+        self._waits = options.get("socket_timeout") is None
         self._nodes: dict[Place, DiscreetRedis] = {}
         self._pools: dict[int | None, ConnectionPool] = {}
         self.topology = Topology(address.members, self._ask_slots)

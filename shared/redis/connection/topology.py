@@ -44,7 +44,8 @@ class Topology:
         self._primaries: list[Place] = []
         self._in_doubt = True
         self._looking: asyncio.Task[None] | None = None
-        self._checks = 0  # begun by `is_current`
+        self._checks = 0  # questions that `is_current` has begun, by their numbers
+        self._checked: dict[Place, tuple[int, list[Place]]] = {}  # the latest one about a server, and its answer
         self._checking = asyncio.Lock()
 
     async def place(self, slot: int | None) -> Place:
@@ -73,11 +74,13 @@ class Topology:
     async def is_current(self, slot: int, place: Place) -> bool:
         """Whether a slot is a server's by the word of another one that has been asked after this call."""
         begun = self._checks
-        async with self._checking:  # whoever came while another's question was on its way shares the next one
-            if begun == self._checks:
-                self._checks += 1
+        async with self._checking:  # whoever came while a question about this server was on its way shares the next one
+            if self._checked.get(place, (0, []))[0] <= begun:
+                self._checks = number = self._checks + 1
                 await self._ask_around(besides=place)
-        return self._slots[slot] == place
+                self._checked[place] = number, self._slots
+            _, slots = self._checked[place]
+        return slots[slot] == place
 
     async def _look(self) -> None:
         if self._looking is None or self._looking.done():
