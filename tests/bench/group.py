@@ -30,6 +30,7 @@ ROWS = (1, 8, 32)
 ADAPTERS, RANK = 8, 16
 ADAPTED = ("self_attn.q_proj", "self_attn.v_proj")
 WARM, STEPS, ROUNDS = 12, 36, 3
+TOKENS = 256  # of a row, more than it decodes: a row whose KV has no room would wait, and all others with it
 KEY = b"ranks of one bench"
 
 
@@ -340,7 +341,7 @@ def _step_s(turns: Turns, rows: list[str]) -> tuple[float, int]:
     """Seconds of a decode step, and how many turns were taken."""
     from worker.engine.orders import Cancel
 
-    order = _submit(rows, PROMPT, 4000, 1000 + len(rows))
+    order = _submit(rows, PROMPT, TOKENS, 1000 + len(rows))
     turns.take(order)
     taken, events = 1, ()
     while len(events) < len(rows):
