@@ -17,24 +17,30 @@ def placement(settings: TrainSettings, environment: Mapping[str, str] = os.envir
 
 
 def check(settings: TrainSettings) -> None:
-    """SetupError that names what ranks that divide a model do not learn, or not in this way."""
-    alone = "it is for a process that has the whole model"
+    """SetupError that names what several ranks do not learn, or not in this way."""
+    by_data = settings.distributed_sharding == "data"
+    alone = "it is for a learner of one process"
     refused = {
         "--over-http": (settings.over_http, "its ranks meet in the ring's Redis"),
         f"--mode {settings.mode}": (settings.mode not in ("rl", "sft", "dpo"), "rl, sft and dpo are what ranks learn"),
         f"--loss {settings.loss}": (
             settings.loss == "ppo",
-            "its value head reads states that no rank sums gradients of",
+            "its advantages are compared over all samples, of which a rank has a part"
+            if by_data
+            else "its value head reads states that no rank sums gradients of",
         ),
         "--head-only": (settings.head_only, "a head learns in one process"),
-        f"--lora-kind {settings.lora_kind}": (settings.lora_kind != "lora", "no rank knows the norms of whole weights"),
+        f"--lora-kind {settings.lora_kind}": (
+            settings.lora_kind != "lora" and not by_data,
+            "no rank knows the norms of whole weights",
+        ),
         f"--learner {settings.learner}": (settings.learner != "own", alone),
         "--join-run": (bool(settings.join_run), alone),
         "--federation": (bool(settings.federation), alone),
         "--agents": (settings.agents is not None, alone),
         f"--distributed-sharding {settings.distributed_sharding}": (
-            settings.distributed_sharding != "tensor",
-            "gradients are summed over ranks that divide each layer",
+            settings.distributed_sharding == "pipeline",
+            "gradients are summed over ranks that divide each layer (tensor), or the samples (data)",
         ),
     }
     for flag, (asked, why) in refused.items():

@@ -29,6 +29,7 @@ from trainer.learn.logprobs import (
 )
 from trainer.learn.measures import measure_parity, weights_in
 from trainer.learn.options import AdapterShape
+from trainer.learn.peers.peers import Peers
 from trainer.state import Arrays
 from trainer.tuning.examples import Tuning
 from trainer.tuning.losses import answer_logps, cross_entropy, margins, preference
@@ -108,6 +109,10 @@ class TuneLearner(DataLearner[SampleGroup]):
 
     def _load(self, weights: Arrays) -> None:
         self._policy.load(weights)
+
+    @property
+    def _peers(self) -> Peers:
+        return self._policy.peers
 
     def _whole(self, gradients: dict[str, Any]) -> dict[str, Any]:
         return {"body": self._policy.whole(gradients["body"])}
