@@ -93,7 +93,7 @@ def _summary(mismatch: list[Floats], staleness: list[Floats], peers: Peers) -> D
     none = np.zeros(0, np.float32)
     m, s = np.concatenate([none, *mismatch]), np.concatenate([none, *staleness])
     with np.errstate(over="ignore"):  # log-probabilities that somebody has posted: infinite, and the gate refuses them
-        own = [each.sum(dtype=np.float64) for x in (m, s) for each in (np.abs(x), np.exp(x) - x - 1)]
+        own = [float(each.sum(dtype=np.float64)) for x in (m, s) for each in (np.abs(x), np.exp(x) - x - 1)]
     tokens, *sums = peers.numbers([float(m.size), *own])
     most = [peers.largest(float(np.abs(x).max(initial=0.0))) for x in (m, s)]
     mismatch_mean, mismatch_kl, staleness_mean, staleness_kl = (each / max(1.0, tokens) for each in sums)
