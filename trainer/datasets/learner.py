@@ -144,8 +144,7 @@ class DataLearner(ABC, Generic[T]):
     def train(self, items: Sequence[T], step: int) -> Work[DataReport]:
         """One update; `step` sets the learning rates."""
         loss, gradients = 0.0, None
-        sizes = [size.rows * size.positions for size in map(self._size, items)]
-        for part in self._peers.each(self._parts(self._peers.share(items, sizes))):
+        for part in self._own_parts(items):
             if part is None:
                 yield
                 continue
@@ -170,6 +169,11 @@ class DataLearner(ABC, Generic[T]):
             mx.eval(self._learns[name].trainable_parameters(), adam.state)
         self._agree()
         return DataReport(loss, grad_norm, is_finite=True, tokens=tokens)
+
+    def _own_parts(self, items: Sequence[T]) -> Iterator[list[T] | None]:
+        """This rank's of them; None: others have more."""
+        sizes = [size.rows * size.positions for size in map(self._size, items)]
+        return self._peers.each(self._parts(self._peers.share(items, sizes)))
 
     def _parts(self, items: Sequence[T]) -> Iterator[list[T]]:
         """In order, as many at once as the padded positions allow; at least one."""
