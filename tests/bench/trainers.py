@@ -37,7 +37,7 @@ from trainer.learn.batches import Sample, SampleGroup  # noqa: E402
 from worker.group.children import ALL_DEVICES  # noqa: E402
 
 SHAPES: dict[str, dict[str, Any]] = {"small": QWEN3_SMALL, "qwen3-0.6b": QWEN3_0_6B, "qwen3-4b": QWEN3_4B}
-RUN = "bench"
+RUN = "bench"  # and the number of processes: a member ends with the run that it finds ended
 WARM_UP = 2  # steps: the second is divided by the speeds of the first
 
 
@@ -114,7 +114,7 @@ async def lead(options: argparse.Namespace, url: str, model: str, trainers: int)
         ThreadHost() as host,
         contextlib.aclosing(connect(url)) as redis,
         contextlib.aclosing(connect(url, blocking=True)) as blocking,
-        Lead(SharedRun(redis, RUN, blocking=blocking)) as leading,
+        Lead(SharedRun(redis, f"{RUN}-{trainers}", blocking=blocking)) as leading,
     ):
         loaded = await host.run(at_once(lambda: load_model(EngineConfig(model))))
         say(f"  leader: {loaded.card.dtype} base on {device()} loaded")
@@ -221,7 +221,7 @@ def place(options: argparse.Namespace, number: int) -> dict[str, str]:
 
 def measured(options: argparse.Namespace, url: str, model: Path, trainers: int) -> dict[str, Any]:
     """One run of all steps; SystemExit that says why when it comes to no end."""
-    join = [sys.executable, "-m", "trainer", "--redis", url, "--model", str(model), "--join-run", RUN]
+    join = [sys.executable, "-m", "trainer", "--redis", url, "--model", str(model), "--join-run", f"{RUN}-{trainers}"]
     command = [sys.executable, "-m", "tests.bench.trainers", *sys.argv[1:], "--lead", url, str(model), str(trainers)]
     say(f"{trainers} trainers: at most {options.limit_s:.0f} s")
     until = time.monotonic() + options.limit_s
