@@ -119,8 +119,9 @@ def test_what_ranks_do_not_learn_is_refused_by_name(flag: str) -> None:
 def test_ranks_that_each_have_the_model_learn_dora_and_no_values() -> None:
     line = ["--num-local-ranks", "2", "--distributed-sharding", "data"]
     assert placing.placement(load(TrainSettings, [*line, "--lora-kind", "dora"]), {}) is not None
-    with pytest.raises(SetupError, match="--loss ppo cannot be had by a trainer of several ranks: its advantages"):
-        placing.placement(load(TrainSettings, [*line, "--loss", "ppo"]), {})
+    for flag in ("--loss ppo", "--mode reward"):
+        with pytest.raises(SetupError, match=f"{flag} cannot be had with --distributed-sharding data: "):
+            placing.placement(load(TrainSettings, [*line, *flag.split()]), {})
 
 
 @pytest.mark.parametrize("mode", ["rl", "sft", "dpo"])

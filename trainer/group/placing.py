@@ -18,20 +18,19 @@ def placement(settings: TrainSettings, environment: Mapping[str, str] = os.envir
 
 def check(settings: TrainSettings) -> None:
     """SetupError that names what several ranks do not learn, or not in this way."""
-    by_data = settings.distributed_sharding == "data"
-    alone = "it is for a learner of one process"
+    if settings.distributed_sharding == "data":
+        _check_by_data(settings)
+    alone = "it is for a process that has the whole model"
     refused = {
         "--over-http": (settings.over_http, "its ranks meet in the ring's Redis"),
         f"--mode {settings.mode}": (settings.mode not in ("rl", "sft", "dpo"), "rl, sft and dpo are what ranks learn"),
         f"--loss {settings.loss}": (
             settings.loss == "ppo",
-            "its advantages are compared over all samples, of which a rank has a part"
-            if by_data
-            else "its value head reads states that no rank sums gradients of",
+            "its value head reads states that no rank sums gradients of",
         ),
         "--head-only": (settings.head_only, "a head learns in one process"),
         f"--lora-kind {settings.lora_kind}": (
-            settings.lora_kind != "lora" and not by_data,
+            settings.lora_kind != "lora" and settings.distributed_sharding != "data",
             "no rank knows the norms of whole weights",
         ),
         f"--learner {settings.learner}": (settings.learner != "own", alone),
@@ -46,3 +45,14 @@ def check(settings: TrainSettings) -> None:
     for flag, (asked, why) in refused.items():
         if asked:
             raise SetupError(f"{flag} cannot be had by a trainer of several ranks: {why}")
+
+
+def _check_by_data(settings: TrainSettings) -> None:
+    """SetupError that names what ranks cannot learn each from a part of the samples."""
+    refused = {
+        f"--mode {settings.mode}": (settings.mode == "reward", "a head's gradients are not summed over samples"),
+        f"--loss {settings.loss}": (settings.loss == "ppo", "its advantages are compared over all of a step's samples"),
+    }
+    for flag, (asked, why) in refused.items():
+        if asked:
+            raise SetupError(f"{flag} cannot be had with --distributed-sharding data: {why}")
