@@ -33,6 +33,7 @@ class SharedStep:
     ) -> None:
         self._host, self._learner, self._lead = host, learner, lead
         self._plan, self._before, self._policy_step = plan, before, policy_step
+        self.is_shared = False  # a member had a part
         self._sums = Sums()
         self._plans: dict[str, Plan] = {}
         self._parts: dict[str, Part] = {}  # that this process computes
@@ -57,6 +58,7 @@ class SharedStep:
             await self._host.run(lambda: self._apply([*computed.values()]))  # noqa: B023 - it is awaited
         for name in speeds.keys() & set(members) - self._plans.keys():
             speeds[name] *= _AGAIN
+        self.is_shared = self._plans.keys() != {ME}
         log.info("shared.step", trainers=len(self._plans), lost=sorted(self._away))
         return self._sums
 
