@@ -22,7 +22,7 @@ log = structlog.get_logger()
 
 ME = ""  # this process, among the members
 _RECENT = 0.5  # weight of the last time in a speed
-_AGAIN = 1.25  # by which one that got no sample of a step counts as faster, so that it is measured again at times
+_AGAIN = 1.05  # by which one that got no sample of a step counts as faster, so that it is measured again at times
 
 
 class SharedStep:
