@@ -4,6 +4,7 @@ PARALLM_TEST_REDIS names another server binary, such as a Redis 7.0.
 """
 
 import gc
+import importlib
 import logging
 import os
 import sys
@@ -30,6 +31,7 @@ sys.dont_write_bytecode = False
 ROOT = Path(__file__).parents[1]
 os.environ["PARALLM_TEST_SCANS"] = str(ROOT / ".pytest_cache" / "transformers")
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT / "tests/startup"), os.environ.get("PYTHONPATH")]))
+importlib.import_module("tests.startup.sitecustomize")  # and this one, too
 
 # Durations are no assertions: a machine that others use stops a test for seconds.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
