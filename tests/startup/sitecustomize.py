@@ -2,9 +2,9 @@
 
 While it is imported, transformers reads the 3,000 source files of its models, twice, to learn which name stands in
 which of them. That is half of what the start of a worker or trainer costs, and the tests start more than a hundred.
-The answer depends on its version alone, so it is kept in a file. And structlog finds no rich, with which it would draw
-tracebacks that none of our logs has: an eighth of the start of each process. Nothing else of the two, and nothing of
-ours, is other than in a user's process.
+The answer depends on its version alone, so it is kept in a file. And structlog and httpx find no rich, which one would
+draw tracebacks with that none of our logs has, and the other its own command line: an eighth of some processes' start.
+Nothing else of the three, and nothing of ours, is other than in a user's process.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ class _Remembering:
 
 
 class _Plain:
-    """Loads structlog without rich, unless somebody has it already."""
+    """Loads a module without rich, unless somebody has it already."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
@@ -68,11 +68,11 @@ class _Plain:
                 del sys.modules["rich"]
 
 
-LOADERS = {SCANS: _Remembering, "structlog": _Plain}
+LOADERS = {SCANS: _Remembering, "structlog": _Plain, "httpx": _Plain}
 
 
 class _Finder:
-    """Finds those two modules."""
+    """Finds those three modules."""
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
