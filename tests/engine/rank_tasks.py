@@ -30,20 +30,25 @@ from tests.engine.adapter_models import MadeAdapter  # noqa: E402
 from tests.engine.conftest import Bench, prompt_of, spec  # noqa: E402
 from tests.engine.ranks import Channel, Task  # noqa: E402
 from trainer.datasets.learner import DataOptions  # noqa: E402
+from trainer.distilling.learner import DistillLearner  # noqa: E402
+from trainer.distilling.led import LedDistiller  # noqa: E402
+from trainer.distilling.teacher import ScoredRow  # noqa: E402
 from trainer.gate import GateLimits  # noqa: E402
 from trainer.group.rank import RankLearner  # noqa: E402
 from trainer.learn.batches import Sample, SampleGroup  # noqa: E402
 from trainer.learn.compute import finished  # noqa: E402
 from trainer.learn.learner import Learner  # noqa: E402
 from trainer.learn.losses import LossOptions  # noqa: E402
-from trainer.learn.options import AdapterShape, OptimizeOptions, Schedule  # noqa: E402
+from trainer.learn.options import AdapterShape, OptimizeOptions, Schedule, ValueOptions  # noqa: E402
 from trainer.learn.policy import Policy  # noqa: E402
 from trainer.learners.asks import LearnerOptions  # noqa: E402
 from trainer.learners.loop_learner import build_learner  # noqa: E402
 from trainer.ranks.learner import LedLearner  # noqa: E402
+from trainer.settings import TrainSettings  # noqa: E402
 from trainer.tuning.examples import Tuning  # noqa: E402
 from trainer.tuning.learner import TuneLearner  # noqa: E402
 from trainer.tuning.led import LedTuner  # noqa: E402
+from trainer.warm_up import rehearse  # noqa: E402
 from worker.engine.messages import EngineConfig, SpeculationConfig  # noqa: E402
 from worker.engine.model.loader import LoadedModel, load_model  # noqa: E402
 from worker.engine.ranks import ranks  # noqa: E402
@@ -182,7 +187,7 @@ def learns(group: Any, folder: str, kind: str, checkpoint_layers: bool = False) 
         CHANNEL.follow(rank.unit)
         assert rank._learner is not None, "it was asked to have one"
         return {"digest": rank._learner.digest()}
-    learned = learns_from_samples if kind == "grpo" else learns_from_data
+    learned = learns_from_samples if kind in ("grpo", "ppo") else learns_from_data
     told = learned(loaded, kind, checkpoint_layers)
     if CHANNEL is not None:
         CHANNEL.unit(b"end")
@@ -190,10 +195,11 @@ def learns(group: Any, folder: str, kind: str, checkpoint_layers: bool = False) 
 
 
 def learns_from_samples(loaded: LoadedModel, kind: str, checkpoint_layers: bool) -> Any:
-    loss = LossOptions(kl_coefficient=0.05)
+    loss = LossOptions("ppo", 0.2, 0.2) if kind == "ppo" else LossOptions(kl_coefficient=0.05)
+    value = ValueOptions(hidden=8, rate=10.0) if kind == "ppo" else None
     # Sizes of microbatches follow the clock: of rank 0, on all ranks.
     optimize = OptimizeOptions(
-        loss=loss, schedule=Schedule(peak=1e-4), microbatch_tokens=256, microbatch_s=1e-4, minibatches=2,
+        loss=loss, value=value, schedule=Schedule(peak=1e-4), microbatch_tokens=256, microbatch_s=1e-4, minibatches=2,
         max_completion=12, distances_every=2, max_grad_norm=0.05,
     )  # fmt: skip
     options = LearnerOptions(AdapterShape(rank=4), optimize, GateLimits(), 1, checkpoint_layers)
@@ -201,6 +207,7 @@ def learns_from_samples(loaded: LoadedModel, kind: str, checkpoint_layers: bool)
     if CHANNEL is None:
         learner = build_learner(loaded.model, options)
     else:
+        finished(rehearse(loaded, TrainSettings(max_tokens=2, lora_rank=2), CHANNEL))  # leaves nothing behind
         learner = LedLearner(CHANNEL, loaded.model, options, loaded.whole)
     recorded = recording(learner)
     learner.load(moved(learner.weights()))
@@ -231,13 +238,10 @@ def learns_from_samples(loaded: LoadedModel, kind: str, checkpoint_layers: bool)
 def learns_from_data(loaded: LoadedModel, kind: str, checkpoint_layers: bool) -> Any:
     options = DataOptions(Schedule(peak=1e-4), AdapterShape(rank=4), 96, 0.05, 0.0, (0.9, 0.99), 1, checkpoint_layers)
     tuning: Tuning = "dpo" if kind == "dpo" else "sft"
-    if CHANNEL is None:
-        learner = TuneLearner(loaded.model, tuning, options.shape or AdapterShape(), 0.3, options)
-    else:
-        learner = LedTuner(CHANNEL, loaded.model, tuning, 0.3, options, loaded.whole)
+    items = [replace(group, samples=group.samples[: 1 if kind == "distill" else 2]) for group in samples()]
+    learner = distiller(loaded, items, options) if kind == "distill" else tuner(loaded, tuning, options)
     recorded = recording(learner)
     learner.begin_with(moved(learner.weights()))
-    items = [replace(group, samples=group.samples[:2]) for group in samples()]
     told = []
     for step in range(3):
         report = finished(learner.train(items, step))
@@ -253,6 +257,32 @@ def learns_from_data(loaded: LoadedModel, kind: str, checkpoint_layers: bool) ->
     report = finished(learner.train(items, 3))
     told.append([report.loss, report.grad_norm])
     return result(learner, told, recorded)
+
+
+def tuner(loaded: LoadedModel, tuning: Tuning, options: DataOptions) -> TuneLearner:
+    if CHANNEL is None:
+        return TuneLearner(loaded.model, tuning, options.shape or AdapterShape(), 0.3, options)
+    return LedTuner(CHANNEL, loaded.model, tuning, 0.3, options, loaded.whole)
+
+
+def distiller(loaded: LoadedModel, items: list[SampleGroup], options: DataOptions) -> DistillLearner:
+    """Of a teacher whose scores are made up."""
+    draw, rows = np.random.default_rng(3), {}
+    for item in items:
+        (sample,) = item.samples
+        top = [draw.choice(250, 4, replace=False).tolist() for _ in sample.completion_ids]
+        scores = [(-1.5 - np.arange(4) * draw.uniform(0.5, 1)).tolist() for _ in sample.completion_ids]
+        rows[item.id] = ScoredRow(
+            "t@1",
+            item.prompt_ids,
+            sample.completion_ids,
+            sample.mask,
+            tuple(map(tuple, top)),
+            tuple(map(tuple, scores)),
+        )
+    if CHANNEL is None:
+        return DistillLearner(loaded.model, rows, options.shape or AdapterShape(), options)
+    return LedDistiller(CHANNEL, loaded.model, rows, options, loaded.whole)
 
 
 def recording(learner: Any) -> Recorded:

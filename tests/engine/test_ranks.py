@@ -40,7 +40,7 @@ MODELS: dict[str, dict[str, Any]] = {
 WHOLE = tuple(name for name in MODELS if name not in ("three_heads", "olmo2"))
 LEARNED = {  # how a learner learns, and on what
     "grpo": ("quantised", {}), "grpo, layers again": ("qwen3_moe", {"checkpoint_layers": True}),
-    "sft": ("llama", {}), "dpo": ("gpt_oss", {}),
+    "ppo": ("llama", {}), "sft": ("llama", {}), "dpo": ("gpt_oss", {}), "distill": ("qwen3_moe", {}),
 }  # fmt: skip
 LEARNING = ("llama", "quantised", "qwen3_moe", "gpt_oss")
 EXPERTS = tuple(f"mlp.switch_mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj"))

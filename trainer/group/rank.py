@@ -4,6 +4,8 @@ import mlx.core as mx
 import msgspec
 from mlx_lm.generate import generation_stream
 
+from trainer.distilling.learner import DistillLearner
+from trainer.distilling.led import Compare, Distill, MakeDistiller, distilled, made_distiller
 from trainer.learn.compute import Work, at_once
 from trainer.learn.learner import Learner
 from trainer.learners.asks import Accept, Gaps, Parity, Put, Restore, Revert, Train
@@ -15,7 +17,10 @@ from trainer.tuning.learner import TuneLearner
 from trainer.tuning.led import Begin, GoOn, MakeTuner, Measure, Tune, done, made
 from worker.engine.model.loader import LoadedModel
 
-Ask = Make | MakeTuner | Train | Tune | Measure | Accept | Revert | Parity | Gaps | Put | Begin | Restore | GoOn
+Ask = (
+    Make | MakeTuner | MakeDistiller | Train | Tune | Distill | Measure | Compare | Accept | Revert | Parity | Gaps
+    | Put | Begin | Restore | GoOn
+)  # fmt: skip
 
 _ask: msgspec.msgpack.Decoder[Ask] = msgspec.msgpack.Decoder(Ask)
 
@@ -53,8 +58,11 @@ class RankLearner:
 
     def _begun(self, asked: Ask) -> Work[object]:
         match asked:
-            case Make() | MakeTuner():
+            case Make() | MakeTuner() | MakeDistiller():
                 return at_once(lambda: self._make(asked))()
+            case Distill() | Compare():
+                assert isinstance(self._learner, DistillLearner), "rank 0 has one"
+                return distilled(self._learner, asked)
             case Tune() | Measure() | Begin() | GoOn():
                 assert isinstance(self._learner, TuneLearner), "rank 0 has one"
                 return done(self._learner, asked)
@@ -66,10 +74,13 @@ class RankLearner:
         assert self._learner is not None, "the first thing that is asked is to have one"
         return obeyed(self._learner, asked)
 
-    def _make(self, asked: Make | MakeTuner) -> None:
+    def _make(self, asked: Make | MakeTuner | MakeDistiller) -> None:
         self._learner = None  # let go of its arrays first
         model, whole = self._loaded.model, self._loaded.whole
-        if isinstance(asked, Make):
-            self._learner = build_learner(model, asked.options, whole=whole)
-        else:
-            self._learner = made(model, asked, whole)
+        match asked:
+            case Make():
+                self._learner = build_learner(model, asked.options, whole=whole)
+            case MakeTuner():
+                self._learner = made(model, asked, whole)
+            case MakeDistiller():
+                self._learner = made_distiller(model, asked, whole)

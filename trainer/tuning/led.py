@@ -1,6 +1,6 @@
 """Rank 0's learner of a run on a data set, where ranks divide the model (trainer/ranks), and what the others do."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -65,9 +65,13 @@ class LedTuner(TuneLearner):
     def __init__(
         self, others: Others, model: Any, tuning: Tuning, beta: float, options: DataOptions, whole: Whole | None
     ) -> None:
-        self._all = Together(others, self)
         build = partial(super().__init__, model, tuning, shape_of(options), beta, options, whole=whole)
-        self._all.now(MakeTuner(tuning, beta, options), build)
+        self._lead(others, MakeTuner(tuning, beta, options), build)
+
+    def _lead(self, others: Others, ask: msgspec.Struct, build: Callable[[], None]) -> None:
+        """Build it, as all ranks do at this word."""
+        self._all = Together(others, self)
+        self._all.now(ask, build)
 
     def train(self, items: Sequence[SampleGroup], step: int) -> Work[DataReport]:
         """See `DataLearner`."""
