@@ -35,11 +35,14 @@ from trainer.distilling.led import LedDistiller  # noqa: E402
 from trainer.distilling.teacher import ScoredRow  # noqa: E402
 from trainer.gate import GateLimits  # noqa: E402
 from trainer.group.rank import RankLearner  # noqa: E402
+from trainer.heads.examples import Example, Form, Text, spread_of  # noqa: E402
+from trainer.heads.learner import HeadLearner  # noqa: E402
+from trainer.heads.led import LedHead  # noqa: E402
 from trainer.learn.batches import Sample, SampleGroup  # noqa: E402
 from trainer.learn.compute import finished  # noqa: E402
 from trainer.learn.learner import Learner  # noqa: E402
 from trainer.learn.losses import LossOptions  # noqa: E402
-from trainer.learn.options import AdapterShape, OptimizeOptions, Schedule, ValueOptions  # noqa: E402
+from trainer.learn.options import AdapterShape, HeadSettings, OptimizeOptions, Schedule, ValueOptions  # noqa: E402
 from trainer.learn.policy import Policy  # noqa: E402
 from trainer.learners.asks import LearnerOptions  # noqa: E402
 from trainer.learners.loop_learner import build_learner  # noqa: E402
@@ -238,8 +241,13 @@ def learns_from_samples(loaded: LoadedModel, kind: str, checkpoint_layers: bool)
 def learns_from_data(loaded: LoadedModel, kind: str, checkpoint_layers: bool) -> Any:
     options = DataOptions(Schedule(peak=1e-4), AdapterShape(rank=4), 96, 0.05, 0.0, (0.9, 0.99), 1, checkpoint_layers)
     tuning: Tuning = "dpo" if kind == "dpo" else "sft"
-    items = [replace(group, samples=group.samples[: 1 if kind == "distill" else 2]) for group in samples()]
-    learner = distiller(loaded, items, options) if kind == "distill" else tuner(loaded, tuning, options)
+    learner: Any
+    items: list[Any] = [replace(group, samples=group.samples[: 1 if kind == "distill" else 2]) for group in samples()]
+    if kind in ("pairs", "vectors"):
+        items = examples(kind)
+        learner = header(loaded, items, "pairs" if kind == "pairs" else "vectors", options)
+    else:
+        learner = distiller(loaded, items, options) if kind == "distill" else tuner(loaded, tuning, options)
     recorded = recording(learner)
     learner.begin_with(moved(learner.weights()))
     told = []
@@ -256,6 +264,8 @@ def learns_from_data(loaded: LoadedModel, kind: str, checkpoint_layers: bool) ->
     learner.restore(snapshot, good)
     report = finished(learner.train(items, 3))
     told.append([report.loss, report.grad_norm])
+    if isinstance(learner, HeadLearner):
+        told += finished(learner.read([item.texts[0] for item in items]))
     return result(learner, told, recorded)
 
 
@@ -285,9 +295,34 @@ def distiller(loaded: LoadedModel, items: list[SampleGroup], options: DataOption
     return LedDistiller(CHANNEL, loaded.model, rows, options, loaded.whole)
 
 
+def examples(kind: str) -> list[Example]:
+    """What a head learns from."""
+    draw = np.random.default_rng(11)
+
+    def text(at: int) -> Text:
+        return Text("a prompt", "an answer", tuple(draw.integers(0, 250, 4 + 3 * at).tolist()))
+
+    if kind == "pairs":
+        return [Example((text(at), text(at + 1)), weight=1.0 + at) for at in range(6)]
+    return [Example((text(at),), action=tuple(draw.normal(0, 2, 2).tolist())) for at in range(6)]
+
+
+def header(loaded: LoadedModel, items: list[Example], form: Form, options: DataOptions) -> HeadLearner:
+    """Of pairs with a LoRA beside it, of vectors alone."""
+    start, head = (0.0, HeadSettings(head_hidden=8)) if form == "pairs" else (spread_of(items), HeadSettings())
+    options = options if form == "pairs" else replace(options, shape=None)
+    if CHANNEL is None:
+        return HeadLearner(loaded.model, form, (), start, head, options)
+    return LedHead(CHANNEL, loaded.model, form, (), start, head, options, loaded.whole)
+
+
 def recording(learner: Any) -> Recorded:
     """Of the gradients that have been summed."""
     recorded, policy = Recorded(), learner._policy
+    if policy is None:  # a head alone
+        whole = learner._whole
+        learner._whole = lambda gradients: recorded(whole(gradients))
+        return recorded
     whole = policy.whole
     policy.whole = lambda gradient: recorded(whole(gradient))
     return recorded

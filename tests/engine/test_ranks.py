@@ -41,6 +41,7 @@ WHOLE = tuple(name for name in MODELS if name not in ("three_heads", "olmo2"))
 LEARNED = {  # how a learner learns, and on what
     "grpo": ("quantised", {}), "grpo, layers again": ("qwen3_moe", {"checkpoint_layers": True}),
     "ppo": ("llama", {}), "sft": ("llama", {}), "dpo": ("gpt_oss", {}), "distill": ("qwen3_moe", {}),
+    "pairs": ("llama", {}), "vectors": ("quantised", {}),  # of a head
 }  # fmt: skip
 LEARNING = ("llama", "quantised", "qwen3_moe", "gpt_oss")
 EXPERTS = tuple(f"mlp.switch_mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj"))

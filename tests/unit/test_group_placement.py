@@ -108,7 +108,7 @@ def test_a_trainer_is_a_group_of_its_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "flag",
     [
-        "--mode reward", "--mode ppo", "--lora-kind dora", "--learner shared",
+        "--mode ppo", "--lora-kind dora", "--learner shared",
         "--learner service", "--federation team", "--distributed-sharding pipeline", "--over-http",
     ],
 )  # fmt: skip
@@ -120,7 +120,9 @@ def test_what_ranks_do_not_learn_is_refused_by_name(flag: str) -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "--mode rl", "--loss ppo", "--mode sft --dataset d.jsonl", "--mode dpo --dataset d.jsonl",
+        "--mode rl", "--loss ppo", "--mode reward --dataset d.jsonl --connect-to a:1",
+        "--head-only --mode reward --dataset d.jsonl --connect-to a:1",
+        "--mode sft --dataset d.jsonl", "--mode dpo --dataset d.jsonl",
         "--mode distill --dataset d.jsonl --teacher t@1 --connect-to a:1",
     ],
 )  # fmt: skip

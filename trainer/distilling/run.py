@@ -31,7 +31,7 @@ class DistillRun(TuneRun):
     _too_long = 0
 
     async def _gather(self, loaded: LoadedModel) -> None:
-        settings, self._whole = self._settings, loaded.whole
+        settings = self._settings
         assert settings.dataset is not None, "checked with the settings"
         kept = settings.folder / FILE
         longest = loaded.card.context_length - 1  # the teacher says one token behind each row

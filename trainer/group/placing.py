@@ -22,10 +22,9 @@ def check(settings: TrainSettings) -> None:
     refused = {
         "--over-http": (settings.over_http, "its ranks meet in the ring's Redis"),
         f"--mode {settings.mode}": (
-            settings.mode not in ("rl", "sft", "dpo", "distill"),
-            "rl, sft, dpo and distill are what ranks learn",
+            settings.mode == "ppo",
+            "a network that learns from environments is small, and whole",
         ),
-        "--head-only": (settings.head_only, "a head learns in one process"),
         f"--lora-kind {settings.lora_kind}": (settings.lora_kind != "lora", "no rank knows the norms of whole weights"),
         f"--learner {settings.learner}": (settings.learner != "own", alone),
         "--join-run": (bool(settings.join_run), alone),
