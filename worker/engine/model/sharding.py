@@ -151,9 +151,11 @@ def _alike(part: Any) -> tuple[Any, ...]:
 
 
 def _join(model: Any) -> None:
-    sites = find_sites(model)
+    sites = {path: site for path, site in find_sites(model).items() if isinstance(site.module, _OutputPart)}
+    if not sites:
+        return
     for paths in shared_inputs(model, sites):
-        parts = [part for path in paths if isinstance(part := sites[path].module, _OutputPart)]
+        parts = [sites[path].module for path in paths]
         if len(parts) > 1 and len({_alike(part) for part in parts}) == 1:
             _Joined(parts)
 
