@@ -60,7 +60,7 @@ def _install() -> None:
         raise _UnavailableError("mlx.core is already imported")
     # The engine is one busy thread beside others; BLAS threads of its own would only take their cores, and they spin
     # while they wait. Before the import, which loads the library and starts its threads.
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    os.environ["OPENBLAS_NUM_THREADS"] = os.environ.get("OPENBLAS_NUM_THREADS") or "1"
     openblas = _find_openblas()
     shim = cache_folder() / f"fast_blas-{_build_key(openblas)}.so"
     if not shim.exists():
