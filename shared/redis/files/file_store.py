@@ -56,8 +56,13 @@ class FileWriter:
         while len(self._held) >= CHUNK_BYTES:
             await self._flush()
 
-    async def close(self, filename: str, purpose: str, ttl_s: int, tenant: str = "") -> StoredFile:
-        """Make the file visible; ServiceUnavailableError when Redis has lost some of it in a crash."""
+    async def close(
+        self, filename: str, purpose: str, ttl_s: int, tenant: str = "", *, listed: bool = True
+    ) -> StoredFile:
+        """Make the file visible; ServiceUnavailableError when Redis has lost some of it in a crash.
+
+        `listed`: whether lists of files show it; it is found by its id in any case.
+        """
         if self._held:
             await self._flush()
         chunks = [("HEXISTS", keys.file_bytes(self._id), number) for number in range(self._chunks)]
@@ -67,10 +72,10 @@ class FileWriter:
         file = StoredFile(self._id, filename, purpose, self.size, now, now + ttl_s, self._chunks, tenant)
         async with self._redis.pipeline(transaction=False) as pipe:
             pipe.expire(keys.file_bytes(self._id), ttl_s + 60)  # longer than its description
-            for listed in {keys.files(), keys.files(tenant)}:
-                pipe.zadd(listed, {self._id: time.time()}, nx=True)
-                pipe.zremrangebyscore(listed, "-inf", now - keys.FILES_TTL_S)
-                pipe.expire(listed, keys.FILES_TTL_S)
+            for names in {keys.files(), keys.files(tenant)} if listed else ():
+                pipe.zadd(names, {self._id: time.time()}, nx=True)
+                pipe.zremrangebyscore(names, "-inf", now - keys.FILES_TTL_S)
+                pipe.expire(names, keys.FILES_TTL_S)
             pipe.set(keys.file(self._id), msgspec.json.encode(file), ex=ttl_s)
             await pipe.execute()
         return file
