@@ -2,6 +2,6 @@
 
 Read in this order: `batch_routes.py` and `file_routes.py`, the endpoints; `work.py`, what api processes do for a batch
 before and after its job; `lines.py`, from one line of the file to a job's input and from a result to the answer's line,
-which `shapes.py` writes. `message_routes.py` are Anthropic's Message Batches: their requests come in one body, which
-becomes such a file.
+which `shapes.py` writes. `uploads.py` reads the form of a file, `anthropic_files.py` shows files to clients of
+Anthropic's, and `message_routes.py` are its Message Batches, whose requests come in one body and become such a file.
 """

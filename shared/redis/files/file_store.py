@@ -32,6 +32,7 @@ class StoredFile(msgspec.Struct, frozen=True):
     expires_at: int
     chunks: int
     tenant: str = ""  # who owns it (shared/owners.py)
+    mime_type: str = "application/octet-stream"  # as its uploader says; nothing here trusts it
 
 
 def new_file_id() -> str:
@@ -57,7 +58,14 @@ class FileWriter:
             await self._flush()
 
     async def close(
-        self, filename: str, purpose: str, ttl_s: int, tenant: str = "", *, listed: bool = True
+        self,
+        filename: str,
+        purpose: str,
+        ttl_s: int,
+        tenant: str = "",
+        *,
+        listed: bool = True,
+        mime_type: str = "application/jsonl",
     ) -> StoredFile:
         """Make the file visible; ServiceUnavailableError when Redis has lost some of it in a crash.
 
@@ -69,7 +77,7 @@ class FileWriter:
         if not all(await ask_all(self._redis, chunks)):
             raise ServiceUnavailableError("Redis had to forget a part of the file: send it again")
         now = int(time.time())
-        file = StoredFile(self._id, filename, purpose, self.size, now, now + ttl_s, self._chunks, tenant)
+        file = StoredFile(self._id, filename, purpose, self.size, now, now + ttl_s, self._chunks, tenant, mime_type)
         async with self._redis.pipeline(transaction=False) as pipe:
             pipe.expire(keys.file_bytes(self._id), ttl_s + 60)  # longer than its description
             for names in {keys.files(), keys.files(tenant)} if listed else ():

@@ -1,5 +1,5 @@
 """The anthropic package: messages whole and streamed, tools, structured output, betas, counts, models, Message Batches,
-its errors."""
+files, its errors."""
 
 import os
 import time
@@ -120,6 +120,18 @@ def batches() -> None:
             raise AssertionError("it was deleted")
 
 
+def files() -> None:
+    for kind in (client.files, client.beta.files):
+        stored = kind.upload(file=b"\xff bytes without a name", expires_in_seconds=3600)
+        named = kind.upload(file=("a.txt", b"text", "text/plain"))
+        assert (named.filename, named.mime_type, named.size_bytes) == ("a.txt", "text/plain", 4)
+        assert [each.id for each in kind.list(limit=1)][:2] == [named.id, stored.id]  # two pages
+        assert [each.id for each in kind.list(ids=[stored.id])] == [stored.id]
+        assert kind.retrieve_metadata(stored.id) == stored
+        for each in (stored, named):
+            assert kind.delete(each.id).id == each.id
+
+
 def errors() -> None:
     for wrong, kind, named in (
         ({"model": "nobody"}, anthropic.NotFoundError, "not_found_error"),
@@ -141,6 +153,6 @@ def errors() -> None:
                 raise AssertionError(f"{list(wrong)} was taken")
 
 
-for part in (messages, tools, structured, betas, models, batches, errors):
+for part in (messages, tools, structured, betas, models, batches, files, errors):
     part()
-print(f"anthropic {anthropic.__version__}: messages, tools, structured output, betas, models, batches, errors")
+print(f"anthropic {anthropic.__version__}: messages, tools, structured output, betas, models, batches, files, errors")
