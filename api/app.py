@@ -14,6 +14,7 @@ from api.adapters import splits
 from api.anthropic import routes as messages
 from api.batches import batch_routes as batches
 from api.batches import file_routes as files
+from api.batches import message_routes as message_batches
 from api.batches.work import BatchWork
 from api.generation.resume import stop_lingering
 from api.generation.running import settled
@@ -100,7 +101,7 @@ ROUTED = (
         replies,
         abortions,
     ),
-    *(similarities, render, server_info, messages),
+    *(similarities, render, server_info, messages, message_batches),
     *(
         act,
         predict,

@@ -100,6 +100,12 @@ RULES: dict[str, Rule] = {
     # Anthropic's
     "POST /v1/messages": WORK,
     "POST /v1/messages/count_tokens": WORK,
+    "POST /v1/messages/batches": WORK,
+    "GET /v1/messages/batches": LIST,
+    "GET /v1/messages/batches/{batch_id}": SEE_BATCH,
+    "GET /v1/messages/batches/{batch_id}/results": SEE_BATCH,
+    "POST /v1/messages/batches/{batch_id}/cancel": CHANGE_BATCH,
+    "DELETE /v1/messages/batches/{batch_id}": CHANGE_BATCH,
     # jobs and calls of training code
     "POST /v1/jobs": WORK,
     "GET /v1/jobs": LIST,

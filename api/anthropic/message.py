@@ -12,14 +12,20 @@ from shared.frames import Finish, TokenEvent
 from shared.text.codec import TextCodec
 from shared.token_events import join
 
+SHOWN_FIELDS = {"max_tokens", "thinking", "context_management", "diagnostics"}
+"""The fields of a request that say how its answer is shown: with them alone a MessageWriter writes the same."""
+
 
 class MessageWriter:
     """One message while its tokens come in."""
 
-    def __init__(self, body: MessagesRequest, plan: ReplyPlan, codec: TextCodec, *, fills_context: bool) -> None:
+    def __init__(
+        self, body: MessagesRequest, plan: ReplyPlan, codec: TextCodec, *, fills_context: bool, tier: str = "standard"
+    ) -> None:
         self._body = body
         self._plan = plan
         self._fills_context = fills_context  # `max_tokens` is more than the context leaves
+        self._tier = tier
         self._finish: Finish | None = None
         self._called = False
         name = plan.id.rpartition("-")[2]
@@ -94,7 +100,7 @@ class MessageWriter:
             "cache_read_input_tokens": cached,
             "output_tokens": min(counts.completion_tokens, self._body.max_tokens),
             "output_tokens_details": {"thinking_tokens": self._choice.reasoning},
-            "service_tier": "standard",
+            "service_tier": self._tier,
         }
 
 

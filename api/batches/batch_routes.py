@@ -27,7 +27,7 @@ from shared.errors import (
     UnknownJobError,
 )
 from shared.jobs import TERMINAL, JobStatus
-from shared.redis.files.batch_store import ENDED, BatchRecord, BatchSpec, new_batch_id
+from shared.redis.files.batch_store import ENDED, PREFIX, BatchRecord, BatchSpec, new_batch_id, unknown_batch
 from shared.redis.files.file_store import new_file_id
 
 router = APIRouter(tags=["openai"], route_class=BodyRoute)
@@ -116,7 +116,7 @@ async def list_batches(
     after: Annotated[str, Query(description="the id after which to go on")] = "",
 ) -> Response:
     """Batches, newest first."""
-    found, more = await ring.batches.page(limit, after, asker())
+    found, more = await ring.batches.page(limit, after, asker(), prefix=PREFIX)
     return json_reply(page([batch_object(record, await job_of(ring, record)) for record in found], more))
 
 
@@ -128,7 +128,7 @@ async def list_batches(
 )
 async def retrieve_batch(batch_id: str, ring: TheRing) -> Response:
     """Its state, counts and files."""
-    return await _shown(ring, await ring.batches.find(batch_id))
+    return await _shown(ring, await ring.batches.find(_own(batch_id)))
 
 
 @router.post(
@@ -139,7 +139,14 @@ async def retrieve_batch(batch_id: str, ring: TheRing) -> Response:
 )
 async def cancel_batch(batch_id: str, ring: TheRing) -> Response:
     """End it; what has been answered stays, and is in the output file."""
-    return await _shown(ring, await cancel(ring, batch_id))
+    return await _shown(ring, await cancel(ring, _own(batch_id)))
+
+
+def _own(batch_id: str) -> str:
+    """The id of a batch of this protocol; UnknownBatchError for one of another."""
+    if not batch_id.startswith(PREFIX):
+        raise unknown_batch(batch_id)
+    return batch_id
 
 
 async def cancel(ring: Ring, batch_id: str) -> BatchRecord:

@@ -10,6 +10,9 @@ from fastapi import APIRouter, Depends, Query, Request
 from starlette.datastructures import FormData, UploadFile
 from starlette.responses import Response, StreamingResponse
 
+from api.batches import anthropic_files
+from api.batches.uploads import upload_form
+from api.http.anthropic_errors import speaks_anthropic
 from api.http.errors import error_responses, json_reply
 from api.http.limits import is_multipart
 from api.ring.caller import asker
@@ -57,19 +60,28 @@ async def upload_file(request: Request, ring: TheRing) -> Response:
     """A file, as a rule for a batch; it lives for a week, or as long as `expires_after` says."""
     if not is_multipart(request.headers):
         raise InvalidRequestError("a file is uploaded as multipart/form-data with 'file' and 'purpose'", param="file")
-    async with request.form(max_files=1, max_fields=8, max_part_size=4096) as form:
-        file, purpose, ttl_s = _checked(form)
+    async with upload_form(request) as form:
+        if speaks_anthropic(request.scope):
+            file, purpose, ttl_s = anthropic_files.upload_of(form, TTL_S, MIN_TTL_S, MAX_TTL_S)
+        else:
+            file, purpose, ttl_s = _checked(form)
         writer = ring.files.writer()
         try:
             while data := await file.read(CHUNK_BYTES):
                 await writer.add(data)
             if not writer.size:
                 raise InvalidRequestError("the file is empty", param="file")
-            stored = await writer.close(_shown_name(file.filename), purpose, ttl_s, asker().tenant)
+            mime_type = _printable(file.content_type or "application/octet-stream")
+            name = _shown_name(file.filename)
+            stored = await writer.close(name, purpose, ttl_s, asker().tenant, mime_type=mime_type)
         except BaseException:
             await writer.discard()
             raise
-    return json_reply(file_object(stored))
+    return _shown(request, stored)
+
+
+def _shown(request: Request, file: StoredFile) -> Response:
+    return json_reply(anthropic_files.shown(file) if speaks_anthropic(request.scope) else file_object(file))
 
 
 def _checked(form: FormData) -> tuple[UploadFile, str, int]:
@@ -97,11 +109,16 @@ def _checked(form: FormData) -> tuple[UploadFile, str, int]:
 def _shown_name(name: str | None) -> str:
     """Only ever shown: no path is made of it."""
     last = (name or "file.jsonl").replace("\\", "/").rpartition("/")[2]
-    return "".join(letter if letter.isprintable() else "?" for letter in last[:255])
+    return _printable(last)
+
+
+def _printable(text: str) -> str:
+    return "".join(letter if letter.isprintable() else "?" for letter in text[:255])
 
 
 @router.get("/v1/files", summary="List files", response_class=Response, responses={**error_responses(400, 404)})
 async def list_files(
+    request: Request,
     ring: TheRing,
     purpose: Annotated[str, Query(description="such as batch or batch_output; without it all")] = "",
     limit: Annotated[int, Query(ge=1, le=10_000)] = 10_000,
@@ -109,14 +126,16 @@ async def list_files(
     order: Literal["asc", "desc"] = "desc",
 ) -> Response:
     """Files by time of creation."""
+    if speaks_anthropic(request.scope):
+        return json_reply(await anthropic_files.page_of(ring, request.query_params))
     found, more = await ring.files.list(purpose, limit, after, newest_first=order == "desc", asker=asker())
     return json_reply(page([file_object(file) for file in found], more))
 
 
 @router.get("/v1/files/{file_id}", summary="Describe a file", response_class=Response, responses=error_responses(404))
-async def retrieve_file(file_id: str, ring: TheRing) -> Response:
+async def retrieve_file(file_id: str, request: Request, ring: TheRing) -> Response:
     """Name, size, purpose."""
-    return json_reply(file_object(await ring.files.find(file_id)))
+    return _shown(request, await ring.files.find(file_id))
 
 
 @router.get(
@@ -133,9 +152,11 @@ async def file_content(file_id: str, ring: TheRing) -> Response:
 
 
 @router.delete("/v1/files/{file_id}", summary="Delete a file", response_class=Response, responses=error_responses(404))
-async def delete_file(file_id: str, ring: TheRing) -> Response:
+async def delete_file(file_id: str, request: Request, ring: TheRing) -> Response:
     """A batch that has been validated does not need its file any more."""
     await ring.files.delete(file_id)
+    if speaks_anthropic(request.scope):
+        return json_reply({"id": file_id, "type": "file_deleted"})
     return json_reply({"id": file_id, "object": "file", "deleted": True})
 
 

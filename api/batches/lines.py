@@ -11,13 +11,17 @@ import msgspec
 import numpy as np
 from pydantic import BaseModel, ValidationError
 
+from api.anthropic.body import MessagesRequest
+from api.anthropic.message import SHOWN_FIELDS, MessageWriter
+from api.anthropic.planning import chat_of, plan_message
+from api.batches.shapes import MESSAGES, LineShape, shape_of
 from api.generation.choice import ReplyPlan
 from api.generation.plan import plan
 from api.generation.sampling import WHOLE_VOCABULARY, SamplingFields
 from api.generation.target import Target
 from api.generation.work import Work
 from api.http.bodies import LONG_BYTES
-from api.http.errors import error_object, from_validation
+from api.http.errors import from_validation
 from api.http.limits import IMAGES, check_beside_images, check_shape
 from api.openai import chat, completions
 from api.openai.bodies import ChatCompletionRequest, CompletionRequest
@@ -37,7 +41,7 @@ from shared.errors import (
     UnsupportedParameterError,
     from_code,
 )
-from shared.jobs import JobInput, LineRequest
+from shared.jobs import JobInput, JobState, LineRequest
 from shared.process.settings import ApiSettings
 from shared.redis.files.batch_store import BatchError
 from shared.text.codec import TextCodec
@@ -47,12 +51,8 @@ Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", 
 M = TypeVar("M", bound=BaseModel)
 Named = tuple[Any, Any, Any]  # model, adapter, policy as a line names them
 
-_UNENDED = {
-    "cancelled": ("batch_cancelled", "the batch was cancelled before this line was answered"),
-    "expired": ("batch_expired", "the batch expired before this line was answered"),
-    "failed": ("batch_failed", "the batch failed before this line was answered"),
-}
 _CUT = frozenset({"cancelled", "abort", "deadline"})  # how a choice ends that is no answer
+_ANY_TURN = {"role": "user", "content": "-"}  # the turns of an answered message are not kept beside its tokens
 _MARK = b"\xef\xbb\xbf"  # some editors write it before the first line
 _encode = msgspec.json.encode
 
@@ -90,7 +90,7 @@ def read_line(number: int, raw: bytes, endpoint: str, settings: ApiSettings) -> 
     """A line, or all that is wrong with its shape. A body that no request may have is not read: its line is refused."""
     try:
         line = _shape_decoder.decode(raw.removeprefix(_MARK) if number == 1 else raw)
-        refused = _too_much(line.body, endpoint, settings)
+        refused = too_much(line.body, endpoint, settings)
         body = {} if refused else _body_decoder.decode(line.body)
     except msgspec.ValidationError as error:
         return _shape_errors(number, raw) or [BatchError("invalid_line", str(error), None, number)]
@@ -122,7 +122,7 @@ def _shape_errors(number: int, raw: bytes) -> list[BatchError]:
     return errors
 
 
-def _too_much(body: msgspec.Raw, endpoint: str, settings: ApiSettings) -> ParallmError | None:
+def too_much(body: msgspec.Raw, endpoint: str, settings: ApiSettings) -> ParallmError | None:
     """Why the endpoint would not read this body."""
     size, most = len(memoryview(body)), settings.max_request_bytes
     if endpoint in IMAGES:
@@ -161,7 +161,7 @@ async def planned(ring: Ring, line: BatchLine, named: Named, target: Target, kee
         refusal: ParallmError = from_validation(error.errors())
     except ParallmError as error:
         refusal = error
-    told = msgspec.json.decode(error_object(refusal))
+    told = msgspec.json.decode(shape_of(line.url).error(refusal))
     reply = {"custom_id": line.custom_id, "status": refusal.status, "error": told}
     return [JobInput(prompt=[], refused=refusal.message, reply={**reply, "parts": 1})]
 
@@ -194,8 +194,7 @@ async def _plan_embedding(ring: Ring, line: BatchLine, target: Target, keep: Kee
 
 async def _plan_response(ring: Ring, line: BatchLine, target: Target, keep: Keep) -> list[JobInput]:
     body = await _valid(ResponseRequest, line)
-    if body.stream:
-        raise UnsupportedParameterError("a batch's answers are not streamed", param="stream")
+    _check_whole(streamed=body.stream)
     for name in ("store", "previous_response_id", "conversation", "background"):
         if getattr(body, name):
             raise UnsupportedParameterError(
@@ -206,18 +205,32 @@ async def _plan_response(ring: Ring, line: BatchLine, target: Target, keep: Keep
     return _inputs(line, work, plan=_bare(reply_plan), response=asked)
 
 
+async def _plan_message(ring: Ring, line: BatchLine, target: Target, keep: Keep) -> list[JobInput]:
+    body = await _valid(MessagesRequest, line)
+    _check_whole(streamed=bool(body.stream))
+    chat = await chat_of(body, target.served.codec, long=line.size > LONG_BYTES)
+    work, reply_plan = await plan_message(ring, body, chat, target, keep)
+    asked = body.model_dump(mode="json", by_alias=True, exclude_none=True, include=SHOWN_FIELDS)
+    return _inputs(line, work, plan=_bare(reply_plan), message=asked)
+
+
 _PLANNERS: dict[str, Callable[[Ring, BatchLine, Target, Keep], Awaitable[list[JobInput]]]] = {
     "/v1/chat/completions": _plan_chat,
     "/v1/completions": _plan_completion,
     "/v1/embeddings": _plan_embedding,
     "/v1/responses": _plan_response,
+    MESSAGES: _plan_message,
 }
+
+
+def _check_whole(*, streamed: bool | None) -> None:
+    if streamed:
+        raise UnsupportedParameterError("a batch's answers are not streamed", param="stream")
 
 
 def _check_sampled(body: SamplingFields, logprobs: int | None) -> None:
     """Refuse what a line cannot have."""
-    if body.stream:
-        raise UnsupportedParameterError("a batch's answers are not streamed", param="stream")
+    _check_whole(streamed=body.stream)
     if body.deadline_s is not None:
         raise UnsupportedParameterError("a batch has its 'completion_window'", param="deadline_s")
     if body.collect_trajectory:
@@ -258,19 +271,25 @@ class LineUsage(NamedTuple):
 class LineAnswer(NamedTuple):
     """A line of the output file, or of the error file."""
 
-    kind: Literal["completed", "failed", "unended"]
+    kind: Literal["completed", "failed", "cancelled", "expired", "unended"]
     line: bytes
     usage: LineUsage = LineUsage()
 
 
 def answer(
-    name: str, asked: JobInput, stored: Sequence[bytes | None], ended: str, codec: TextCodec, model: str
+    shape: LineShape,
+    name: str,
+    asked: JobInput,
+    stored: Sequence[bytes | None],
+    ended: JobState,
+    codec: TextCodec,
+    model: str,
 ) -> LineAnswer:
     """The answer to a line out of its choices' stored results; `ended`: the job's terminal state."""
     results = [None if result is None else _result_decoder.decode(result) for result in stored]
     custom_id = asked.reply["custom_id"]
     if "error" in asked.reply:
-        return LineAnswer("failed", _line(name, custom_id, asked.reply["status"], asked.reply["error"]))
+        return LineAnswer("failed", shape.answered(name, custom_id, asked.reply["status"], asked.reply["error"]))
     found = [each for each in results if each is not None and each.finish_reason not in _CUT]
     try:
         for each in found:
@@ -279,22 +298,13 @@ def answer(
                 raise from_code(code, message or "the engine failed on this sequence")
         if len(found) == len(results):
             body = _body(asked, found, codec, model)
-            return LineAnswer("completed", _line(name, custom_id, 200, msgspec.Raw(body)), _usage(body))
+            return LineAnswer("completed", shape.answered(name, custom_id, 200, msgspec.Raw(body)), _usage(body))
     except ParallmError as error:
-        return LineAnswer("failed", _line(name, custom_id, error.status, msgspec.Raw(error_object(error))))
-    late = any(each is not None and each.finish_reason == "deadline" for each in results)
-    return LineAnswer("unended", unended(name, custom_id, "expired" if late else ended))
-
-
-def unended(name: str, custom_id: str, ended: str) -> bytes:
-    """The answer to a line that the batch's end has left without one."""
-    code, message = _UNENDED.get(ended, _UNENDED["cancelled"])
-    return _line(name, custom_id, None, None, {"code": code, "message": message})
-
-
-def _line(name: str, custom_id: str, status: int | None, body: Any, error: dict[str, str] | None = None) -> bytes:
-    response = None if status is None else {"status_code": status, "request_id": f"req_{name}", "body": body}
-    return _encode({"id": f"batch_req_{name}", "custom_id": custom_id, "response": response, "error": error}) + b"\n"
+        return LineAnswer("failed", shape.answered(name, custom_id, error.status, msgspec.Raw(shape.error(error))))
+    if any(each is not None and each.finish_reason == "deadline" for each in results):
+        ended = "expired"
+    kind = ended if ended in ("cancelled", "expired") else "unended"
+    return LineAnswer(kind, shape.unended(name, custom_id, ended))
 
 
 def _body(asked: JobInput, found: Sequence[Trajectory], codec: TextCodec, model: str) -> bytes:
@@ -307,6 +317,10 @@ def _body(asked: JobInput, found: Sequence[Trajectory], codec: TextCodec, model:
     plan = msgspec.structs.replace(plan, prompts=tuple(each.prompt_ids for each in found[:: plan.n]))
     with_text = bool(asked.request.sampling.stop)
     events = [event_of(plan.sequence(choice), each, with_text=with_text) for choice, each in enumerate(found)]
+    if "message" in asked.reply:
+        message = MessagesRequest.model_validate({**asked.reply["message"], "messages": [_ANY_TURN]})
+        fills_context = asked.request.sampling.max_tokens < message.max_tokens
+        return MessageWriter(message, plan, codec, fills_context=fills_context, tier="batch").whole(events)
     if "response" in asked.reply:
         respond = ResponseRequest.model_validate({**asked.reply["response"], "input": "-"})
         return ResponseWriter(respond, plan, codec).whole(events)
@@ -326,10 +340,11 @@ class _Usage(msgspec.Struct):
     completion_tokens: int = 0
     prompt_tokens_details: _Details = msgspec.field(default_factory=_Details)
     completion_tokens_details: _Thought = msgspec.field(default_factory=_Thought)
-    input_tokens: int = 0  # so a response calls them
+    input_tokens: int = 0  # so responses and messages call them
     output_tokens: int = 0
     input_tokens_details: _Details = msgspec.field(default_factory=_Details)
     output_tokens_details: _Thought = msgspec.field(default_factory=_Thought)
+    cache_read_input_tokens: int = 0  # of a message, whose `input_tokens` are without them
 
 
 class _Told(msgspec.Struct):
@@ -344,8 +359,10 @@ _told_decoder = msgspec.json.Decoder(_Told)
 def _usage(body: bytes) -> LineUsage:
     used = _told_decoder.decode(body).usage
     return LineUsage(
-        used.prompt_tokens or used.input_tokens,
-        used.prompt_tokens_details.cached_tokens or used.input_tokens_details.cached_tokens,
+        used.prompt_tokens or used.input_tokens + used.cache_read_input_tokens,
+        used.prompt_tokens_details.cached_tokens
+        or used.input_tokens_details.cached_tokens
+        or used.cache_read_input_tokens,
         used.completion_tokens or used.output_tokens,
         used.completion_tokens_details.reasoning_tokens or used.output_tokens_details.reasoning_tokens,
     )

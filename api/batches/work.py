@@ -14,10 +14,12 @@ from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
 
+import msgspec
 import structlog
 from redis.exceptions import RedisError
 
-from api.batches.lines import BatchLine, LineUsage, Named, answer, named_by, planned, read_line, unended
+from api.batches.lines import BatchLine, LineUsage, Named, answer, named_by, planned, read_line
+from api.batches.shapes import LineShape, shape_of
 from api.generation.target import Target, find_target
 from api.http.bodies import LONG_BYTES
 from api.ring.caller import acting_for
@@ -25,7 +27,13 @@ from api.ring.choosing import ring_keeping
 from api.ring.named_images import Keep
 from api.ring.ring import ANSWER_S, Ring
 from api.ring.room import aside
-from shared.errors import InvalidRequestError, ParallmError, ServiceUnavailableError, UnknownJobError
+from shared.errors import (
+    InvalidRequestError,
+    ParallmError,
+    ServiceUnavailableError,
+    UnknownFileError,
+    UnknownJobError,
+)
 from shared.jobs import TERMINAL, InputLine, JobInput, JobSpec, JobStatus, input_line, read_input
 from shared.redis.connection.faults import reason
 from shared.redis.files.batch_store import BatchError, BatchRecord, BatchSpec, BatchState
@@ -44,6 +52,7 @@ MAX_CHOICES = 500_000  # of all lines: each is a sequence that lies in Redis wit
 MAX_LINE_BYTES = 16 << 20
 MAX_ERRORS = 100  # that a batch tells of
 
+_COUNTED = ("completed", "failed", "cancelled", "expired")  # kinds of answers
 _ENDS: dict[str, BatchState] = {
     "succeeded": "completed", "failed": "failed", "cancelled": "cancelled", "expired": "expired",
 }  # fmt: skip
@@ -55,6 +64,11 @@ class LinesRefusedError(Exception):
     def __init__(self, *errors: BatchError) -> None:
         super().__init__(errors[0].message)
         self.errors = errors
+
+    @property
+    def reason(self) -> ParallmError:
+        """What every line is told, where each has an answer whatever happens."""
+        return self.__cause__ if isinstance(self.__cause__, ParallmError) else InvalidRequestError(str(self))
 
 
 class BatchWork:
@@ -171,12 +185,11 @@ class BatchWork:
             lines = self._inputs(record, named, target, images.keep)
             job_id, _ = await there.jobs.create(job, lines, idempotency_key=_job_key(spec))
         except LinesRefusedError as refused:
-            await self._store.end(spec.id, "failed", errors=refused.errors)
+            await self._refuse(record, refused.reason, refused.errors)
         except ServiceUnavailableError:
             raise  # no worker lives now, or Redis is away: later
         except ParallmError as error:
-            told = BatchError(error.code or error.type, error.message, error.param)
-            await self._store.end(spec.id, "failed", errors=(told,))
+            await self._refuse(record, error, (BatchError(error.code or error.type, error.message, error.param),))
         else:
             await self._begin(there, spec, job_id)
 
@@ -186,19 +199,37 @@ class BatchWork:
         changes = {"job": job_id, "lines": told["lines"], "model": told["model"]}
         await self._store.change(spec.id, state="in_progress", in_progress_at=int(time.time()), **changes)
         log.info("batch.in_progress", batch=spec.id, job=job_id)
+        if shape_of(spec.endpoint).in_one_file:  # its lines came with the request: nobody else knows of this file
+            with contextlib.suppress(UnknownFileError):
+                await self._ring.files.delete(spec.input_file_id)
 
-    async def _end_unbegun(self, record: BatchRecord, state: BatchState) -> None:
-        """End a batch that has no job: all its lines go into the error file, if they can be read."""
-        spec = record.spec
-        errors = self._ring.files.writer(spec.error_file_id)
+    async def _refuse(self, record: BatchRecord, error: ParallmError, errors: tuple[BatchError, ...]) -> None:
+        """End a batch that cannot be one, with these errors; or where each line is answered, with `error` for each."""
+        if shape_of(record.spec.endpoint).in_one_file:
+            await self._end_unbegun(record, "failed", error)
+        else:
+            await self._store.end(record.spec.id, "failed", errors=errors)
+
+    async def _end_unbegun(self, record: BatchRecord, state: BatchState, error: ParallmError | None = None) -> None:
+        """End a batch that has no job: all its lines are told so, or `error`, if they can be read."""
+        spec, shape = record.spec, shape_of(record.spec.endpoint)
+        kind = "output" if shape.in_one_file else "error"
+        writer = self._ring.files.writer(spec.output_file_id if shape.in_one_file else spec.error_file_id)
+        told = None if error is None else msgspec.Raw(shape.error(error))
         fields: dict[str, Any] = {}
         try:
             *_, fields["lines"] = await self._check_shapes(record)
             async for number, line in self._lines(record):
                 assert isinstance(line, BatchLine), "checked before"
-                await errors.add(unended(f"{spec.id.removeprefix('batch_')}-{number}", line.custom_id, state))
-            await errors.close(f"{spec.id}_error.jsonl", "batch_output", spec.output_ttl_s, spec.tenant)
-            fields["has_errors"] = 1
+                name = f"{spec.id.rpartition('_')[2]}-{number}"
+                if error is None:
+                    await writer.add(shape.unended(name, line.custom_id, state))
+                else:
+                    await writer.add(shape.answered(name, line.custom_id, error.status, told))
+            await self._close(spec, writer, kind)
+            fields["has_output" if shape.in_one_file else "has_errors"] = 1
+            if state in ("cancelled", "expired"):
+                fields[state] = fields["lines"]
         except LinesRefusedError as refused:
             fields = {"errors": refused.errors}
         except ServiceUnavailableError:
@@ -291,23 +322,31 @@ class BatchWork:
             raise ServiceUnavailableError("the job goes on: Redis had to forget how it ended")
         await self._store.change(spec.id, finalizing_at=int(time.time()))
         output, errors = self._ring.files.writer(spec.output_file_id), self._ring.files.writer(spec.error_file_id)
-        told = await self._write(there, status, output, errors)
+        shape = shape_of(spec.endpoint)
+        told = await self._write(there, status, shape, output, output if shape.in_one_file else errors)
         for writer, kind in ((output, "output"), (errors, "error")):
             if writer.size:
-                await writer.close(f"{spec.id}_{kind}.jsonl", "batch_output", spec.output_ttl_s, spec.tenant)
+                await self._close(spec, writer, kind)
         failure = (BatchError("job_failed", status.error),) if status.status == "failed" else ()
-        counts = {name: told[name] for name in ("completed", "failed", *LineUsage._fields)}
+        counts = {name: told[name] for name in (*_COUNTED, *LineUsage._fields)}
         fields = {**counts, "has_output": int(output.size > 0), "has_errors": int(errors.size > 0), "errors": failure}
         await self._store.end(spec.id, _ENDS[status.status], **fields)
         log.info("batch.ended", batch=spec.id, state=status.status)
 
-    async def _write(self, ring: Ring, status: JobStatus, output: FileWriter, errors: FileWriter) -> "Counter[str]":
+    async def _close(self, spec: BatchSpec, writer: FileWriter, kind: str) -> None:
+        """A file of answers is complete. Lists of files show it where its client knows it as a file."""
+        listed = not shape_of(spec.endpoint).in_one_file
+        await writer.close(f"{spec.id}_{kind}.jsonl", "batch_output", spec.output_ttl_s, spec.tenant, listed=listed)
+
+    async def _write(
+        self, ring: Ring, status: JobStatus, shape: LineShape, output: FileWriter, errors: FileWriter
+    ) -> "Counter[str]":
         """Answer each line in turn; how many were completed, failed, and not ended, and their tokens."""
         _, codec = await ring.known(status.model)
         told: Counter[str] = Counter()
         async for ordinal, asked, results in self._whole_lines(ring, status):
             name = f"{status.id.removeprefix('job-')}-{ordinal}"
-            write = partial(answer, name, asked, results, status.status, codec, status.model)
+            write = partial(answer, shape, name, asked, results, status.status, codec, status.model)
             size = sum(len(result) for result in results if result is not None)
             answered = await aside(write) if size > LONG_BYTES else write()
             told[answered.kind] += 1

@@ -45,7 +45,7 @@ def speaks_anthropic(scope: Scope) -> bool:
     path: str = scope["path"]
     if path.startswith("/v1/messages"):
         return path == "/v1/messages" or path.startswith("/v1/messages/")
-    return path.startswith("/v1/models") and VERSION_HEADER in Headers(scope=scope)
+    return path.startswith(("/v1/models", "/v1/files")) and VERSION_HEADER in Headers(scope=scope)
 
 
 def status_of(error: ParallmError) -> int:

@@ -20,6 +20,8 @@ BODY_WITHIN_S = 30.0  # of everything but uploads
 PASSES = "/api/v1/forward_backward"  # which may come as protobuf, whose shape is no JSON's
 NUMBERS = ("/v1/training/update", PASSES, "/api/v1/forward")  # long bodies of many token ids and log-probabilities
 PROTOBUF = "application/x-protobuf"
+REQUESTS = "/v1/messages/batches"  # a body of many requests, each of which its route looks at by itself
+MAX_REQUESTS_BYTES = 64 << 20  # of them, which are in memory at once; --max-upload-bytes if that is less
 BYTES_PER_NUMBER = 8
 BYTES_PER_OBJECT = 50
 # Take images as `data:` URLs or base64, which may be long
@@ -87,7 +89,7 @@ class BodyLimit:
                     try:
                         if len(body) > self._settings.max_request_bytes and scope["path"] in IMAGES:
                             await aside(check_beside_images, body, self._settings.max_request_bytes)
-                        if binary:
+                        if binary or scope["path"] == REQUESTS:
                             pass
                         elif len(body) > LARGE_BYTES:
                             await aside(check_shape, body, most_values, most_objects)
@@ -110,6 +112,8 @@ class BodyLimit:
             return limit, most_values, limit // BYTES_PER_OBJECT
         if path in IMAGES:
             limit = max(limit, self._settings.max_image_request_bytes)
+        if path == REQUESTS:
+            limit = max(limit, min(self._settings.max_upload_bytes, MAX_REQUESTS_BYTES))
         return limit, most_values, 0
 
 

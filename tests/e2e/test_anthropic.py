@@ -1,5 +1,6 @@
 """Anthropic's Messages against real processes: greedy answers, forced tools, and Claude Code's requests."""
 
+import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from tests.e2e.rings import MODEL, ring
 from tests.e2e.tool_model import write_tool_model
+from tests.waiting import wait_until
 
 SCHEMA = {
     "type": "object",
@@ -117,3 +119,47 @@ def test_claude_code_s_changing_first_line_does_not_cost_the_cached_prompt(http:
     second = request("eb6c6", turns)["usage"]
     assert second["cache_read_input_tokens"] > 0.85 * prompt
     assert second["input_tokens"] < 0.3 * prompt
+
+
+def test_a_message_batch_answers_what_the_endpoint_answers(http: httpx.Client) -> None:
+    asked = {"model": "claude-tiny", "messages": HELLO, "max_tokens": 24, "temperature": 0}
+    requests = {
+        "plain": asked,
+        "stopped": {**asked, "stop_sequences": ["e"], "system": "Be brief."},
+        "forced": {**asked, "tools": TOOLS[1:], "tool_choice": {"type": "any"}, "max_tokens": 300},
+        "shaped": {**asked, "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}, "max_tokens": 300},
+        "nothing": {**asked, "max_tokens": 0},
+        "streamed": {**asked, "stream": True},
+        "unknown": {**asked, "container": "c"},
+        "long": {**asked, "messages": [{"role": "user", "content": "a " * 5000}]},
+        "large": {**asked, "messages": [{"role": "user", "content": "a " * 600_000}]},
+    }
+    listed = [{"custom_id": name, "params": params} for name, params in requests.items()]
+    made = http.post(f"{PATH}/batches?beta=true", json={"requests": listed}).json()
+    one = f"{PATH}/batches/{made['id']}"
+    asyncio.run(wait_until(lambda: http.get(one).json()["processing_status"] == "ended", 60))
+    batch = http.get(one).json()
+    counts = {"processing": 0, "succeeded": 5, "errored": 4, "canceled": 0, "expired": 0}
+    assert batch["request_counts"] == counts
+    assert batch["created_at"] <= batch["ended_at"] < batch["expires_at"]
+    answer = http.get(batch["results_url"])
+    results = {each["custom_id"]: each["result"] for each in map(json.loads, answer.text.splitlines())}
+    assert list(results) == list(requests)
+    for name, result in results.items():
+        alone = http.post(PATH, json={**requests[name], "stream": False})
+        if result["type"] == "errored" and name != "streamed":
+            assert result["error"]["error"] == alone.json()["error"], name
+        elif name != "streamed":
+            assert said(result["message"]) == said(alone.json()), name
+            assert result["message"]["usage"]["service_tier"] == "batch"
+    assert "stream" in results["streamed"]["error"]["error"]["message"]
+    job = http.get("/v1/jobs").json()["data"][0]["id"]
+    assert http.delete(one).json()["type"] == "message_batch_deleted"
+    assert [http.get(path).status_code for path in (one, f"{one}/results", f"/v1/jobs/{job}")] == [404, 404, 404]
+    assert http.get("/v1/files").json()["data"] == []
+
+
+def said(message: dict[str, Any]) -> Any:
+    """What is the same in each answer to a request."""
+    blocks = [{**block, "id": ""} if block["type"] == "tool_use" else block for block in message["content"]]
+    return message["model"], message["stop_reason"], message["stop_sequence"], blocks, message["usage"]["output_tokens"]

@@ -51,6 +51,11 @@ BODIES: dict[str, dict[str, Any]] = {  # of routes that name a thing in their pa
     "POST /v1/trainers/{policy}/alerts": {"json": {"policy": "p", "kind": "no_signal", "message": "m", "at_ms": 1}},
     "POST /v1/trainers/{policy}/orders": {"json": {"owner": "b"}},
     "POST /v1/trainers/{policy}/orders/answers": {"json": {"owner": "b", "entry": "1-1", "id": "order-1"}},
+    # Anthropic's errors tell the id of the request
+    "GET /v1/messages/batches/{batch_id}": {"headers": {"x-request-id": "r"}},
+    "GET /v1/messages/batches/{batch_id}/results": {"headers": {"x-request-id": "r"}},
+    "POST /v1/messages/batches/{batch_id}/cancel": {"headers": {"x-request-id": "r"}},
+    "DELETE /v1/messages/batches/{batch_id}": {"headers": {"x-request-id": "r"}},
 }
 
 
@@ -81,6 +86,10 @@ def named(adapter: str, file: str) -> dict[str, dict[str, Any]]:
         "DELETE /v1/conversations/{conversation_id}/items/{item_id}": {"path": f"{talk}/items/i"},
         "POST /v1/messages": {"json": {"model": adapter, "max_tokens": 9, **CHAT}, "headers": {"x-request-id": "r"}},
         "POST /v1/messages/count_tokens": {"json": {"model": adapter, **CHAT}, "headers": {"x-request-id": "r"}},
+        "POST /v1/messages/batches": {
+            "json": {"requests": [{"custom_id": "a", "params": {"model": adapter, "max_tokens": 9, **CHAT}}]},
+            "headers": {"x-request-id": "r"},
+        },
         "POST /v1/classifications": {"json": {"model": adapter, "input": "hi", "labels": ["a", "b"]}},
         "POST /v1/chat/completions/render": {"json": {"model": adapter, **CHAT}},
         "POST /classify": {"json": {"model": adapter, "input": "hi", "labels": ["a", "b"]}},

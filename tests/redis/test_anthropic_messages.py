@@ -235,7 +235,7 @@ async def test_errors_have_anthropic_s_shape_whoever_refuses(
         assert error_of(await server.post(PATH, body("say", model="x"), **mine)) == (404, "not_found_error")
         assert error_of(await server.post(PATH, body("say", x=1), **mine)) == (400, "invalid_request_error")
         assert error_of(await server.post(PATH, body("a" * 5000), **mine)) == (413, "request_too_large")
-        assert error_of(await server.post(f"{PATH}/batches", {}, **mine)) == (404, "not_found_error")
+        assert error_of(await server.post(f"{PATH}/nothing", {}, **mine)) == (404, "not_found_error")
         assert error_of(await server.http.get(PATH, **mine)) == (405, "invalid_request_error")
         assert error_of(await server.http.get("/v1/models/x", **mine)) == (404, "not_found_error")
         held = asyncio.create_task(server.post(PATH, body("hold"), **mine))

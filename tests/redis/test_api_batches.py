@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from tests.unit.api_texts import bundle
 from tests.waiting import wait_until
 
 URL = "/v1/completions"
+MESSAGES = "/v1/messages/batches"
 DAY = {"endpoint": URL, "completion_window": "24h"}
 
 
@@ -322,7 +324,7 @@ async def test_an_upload_that_makes_no_sense_is_refused_by_the_field(server: Api
         ({"files": {"file": ok}}, "purpose"),
         ({"data": {"purpose": "batch", "colour": "red"}, "files": {"file": ok}}, "colour"),
         ({"data": {"purpose": "batch"}, "files": {"other": ok}}, "other"),
-        ({"data": {"purpose": "batch", "file": "text"}, "files": {"x": ("", b"")}}, None),
+        ({"data": {"purpose": "batch", "file": "text"}, "files": {"x": ("", b"")}}, "x"),
         ({"data": {"purpose": "batch"}, "files": [("file", ok), ("file", ok)]}, None),
         (
             {"data": {"purpose": "batch", "expires_after[seconds]": "60"}, "files": {"file": ok}},
@@ -368,3 +370,194 @@ async def test_one_key_s_batches_leave_a_hand_for_others(
     async with api(redis_url):
         await wait_until(lambda: len(taken) == 4)
     assert sorted(spec.key for spec in specs if spec.id in taken) == ["alice"] * 3 + ["bob"]
+
+
+def asked(custom_id: str, **params: Any) -> dict[str, Any]:
+    """A request of a Message Batch."""
+    messages = [{"role": "user", "content": "hi"}]
+    return {"custom_id": custom_id, "params": {"model": MODEL, "max_tokens": 4, "messages": messages, **params}}
+
+
+async def message_batch(server: Api, requests: list[dict[str, Any]], key: str = "") -> Any:
+    headers = {"idempotency-key": key} if key else {}
+    answer = await server.post(MESSAGES, {"requests": requests}, headers=headers)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+async def ended_messages(server: Api, batch_id: str) -> tuple[Any, list[Any]]:
+    """The Message Batch once it has ended, and its results."""
+
+    async def ended() -> bool:
+        return bool((await server.http.get(f"{MESSAGES}/{batch_id}")).json()["processing_status"] == "ended")
+
+    await wait_until(ended)
+    shown = (await server.http.get(f"{MESSAGES}/{batch_id}")).json()
+    return shown, [json.loads(each) for each in (await server.http.get(shown["results_url"])).text.splitlines()]
+
+
+NO_MESSAGES: list[tuple[Any, str]] = [
+    (b"", "not valid JSON"),
+    (b"[]", "object"),
+    (b"{}", "requests"),
+    (b'{"requests": ' + b"[" * 100_000, "requests"),
+    ({"requests": []}, "requests"),
+    ({"requests": [asked("a")], "colour": "red"}, "colour"),
+    ({"requests": [{**asked("a"), "url": "/"}]}, "url"),
+    ({"requests": [{"params": {}}]}, "custom_id"),
+    ({"requests": [asked("a b")]}, "requests[0].custom_id"),
+    ({"requests": [asked("a\n")]}, "requests[0].custom_id"),
+    ({"requests": [asked("a" * 65)]}, "requests[0].custom_id"),
+    ({"requests": [asked("a"), asked("a")]}, "requests[1].custom_id"),
+    ({"requests": [{"custom_id": "a", "params": []}]}, "requests[0].params"),
+    ({"requests": [asked("a"), asked("b", model="another")]}, "requests[1].params.model"),
+    ({"requests": [asked("a", model=5)]}, "requests[0].params.model"),
+    (b'{"requests": [{"custom_id": "a", "params": {"model": "\xff"}}]}', "requests[0].params"),
+    (b'{"requests": [{"custom_id": "a", "params": {"model": "\\q"}}]}', "not valid JSON"),
+    (
+        b'{"requests": [{"custom_id": "a", "params": {"x": ' + b"[" * 500_000 + b"]" * 500_000 + b"}}]}",
+        "not valid JSON",
+    ),
+    ({"requests": [asked(str(at)) for at in range(MAX_LINES + 1)]}, "requests"),
+]
+
+
+async def test_a_message_batch_that_makes_no_sense_is_refused_and_says_where(server: Api, redis: Redis) -> None:
+    for given, where in NO_MESSAGES:
+        content = given if isinstance(given, bytes) else json.dumps(given).encode()
+        refused = await server.http.post(MESSAGES, content=content)
+        assert (refused.status_code, refused.json()["error"]["type"]) == (400, "invalid_request_error"), refused.text
+        assert where in refused.json()["error"]["message"], (where, refused.text)
+    unknown = await server.post(MESSAGES, {"requests": [asked("a", model="nobody")]})
+    assert (unknown.status_code, unknown.json()["error"]["type"]) == (404, "not_found_error")
+    for path in ("msgbatch_no", "batch_no", "msgbatch_no/results"):
+        assert (await server.http.get(f"{MESSAGES}/{path}")).json()["error"]["type"] == "not_found_error"
+    for query in ("limit=0", "limit=1001", "after_id=a&before_id=b"):
+        assert (await server.http.get(f"{MESSAGES}?{query}")).status_code == 400
+    assert (await server.http.get(MESSAGES)).json() == {
+        "data": [],
+        "has_more": False,
+        "first_id": None,
+        "last_id": None,
+    }
+    assert [key async for key in redis.scan_iter("parallm:file:*")] == []
+
+
+async def test_message_batches_are_paged_both_ways_and_apart_from_openai_s(server: Api) -> None:
+    ids = [(await message_batch(server, [asked("a")]))["id"] for _ in range(4)][::-1]
+    other = await created(server, text(line("a")))
+    for query, shown, more in (
+        ("", ids, False),
+        ("limit=2", ids[:2], True),
+        (f"limit=2&after_id={ids[1]}", ids[2:], False),
+        (f"limit=2&before_id={ids[3]}", ids[1:3], True),
+        (f"before_id={ids[1]}", ids[:1], False),
+    ):
+        page = (await server.http.get(f"{MESSAGES}?{query}")).json()
+        assert ([each["id"] for each in page["data"]], page["has_more"]) == (shown, more), query
+        assert (page["first_id"], page["last_id"]) == (shown[0], shown[-1])
+    assert [each["id"] for each in (await server.http.get("/v1/batches")).json()["data"]] == [other]
+    assert (await server.http.get(f"/v1/batches/{ids[0]}")).status_code == 404
+    assert (await server.http.get(f"{MESSAGES}/{other}")).status_code == 404
+    assert (await server.http.get(f"{MESSAGES}?after_id={other}")).status_code == 404
+    assert [each["purpose"] for each in (await server.http.get("/v1/files")).json()["data"]] == ["batch"]
+
+
+async def test_a_message_batch_under_one_idempotency_key_is_one_with_one_file(server: Api, redis: Redis) -> None:
+    requests = [asked(str(at)) for at in range(3)]
+    same = await asyncio.gather(*(message_batch(server, requests, "k") for _ in range(5)))
+    assert len({each["id"] for each in same}) == 1
+    assert len([key async for key in redis.scan_iter("parallm:file:*")]) == 2, "its description and its bytes"
+    other = await server.post(MESSAGES, {"requests": requests[:1]}, headers={"idempotency-key": "k"})
+    assert other.status_code == 409
+
+
+async def test_requests_of_a_message_batch_that_never_ran_are_told_why(server: Api, redis: Redis) -> None:
+    requests = [asked(str(at)) for at in range(300)]
+    canceled, expired, failed = [await message_batch(server, requests) for _ in range(3)]
+    processing = {"processing": 300, "succeeded": 0, "errored": 0, "canceled": 0, "expired": 0}
+    assert (canceled["processing_status"], canceled["request_counts"]) == ("in_progress", processing)
+    assert (canceled["results_url"], canceled["ended_at"]) == (None, None)
+    early = [await server.http.request(*each) for each in (
+        ("GET", f"{MESSAGES}/{canceled['id']}/results"), ("DELETE", f"{MESSAGES}/{canceled['id']}")
+    )]  # fmt: skip
+    assert [answer.status_code for answer in early] == [400, 400]
+    told = (await server.post(f"{MESSAGES}/{canceled['id']}/cancel", {})).json()
+    assert told["processing_status"] in ("canceling", "ended") and told["cancel_initiated_at"]
+    spec = json.loads(await redis.hget(keys.batch(expired["id"]), "spec"))
+    await redis.hset(keys.batch(expired["id"]), "spec", json.dumps({**spec, "expires_at": 1}))
+    await redis.delete(keys.model_card(MODEL))  # it was there when the batches were made
+    for batch, state in ((canceled, "canceled"), (expired, "expired"), (failed, "errored")):
+        shown, results = await ended_messages(server, batch["id"])
+        assert shown["request_counts"] == {**processing, "processing": 0, state: 300}
+        assert [each["custom_id"] for each in results] == [str(at) for at in range(300)]
+        assert {each["result"]["type"] for each in results} == {state}
+        if state == "errored":
+            assert results[0]["result"]["error"]["error"]["type"] == "not_found_error"
+        assert (await server.post(f"{MESSAGES}/{batch['id']}/cancel", {})).status_code == 400
+        deleted = await server.http.delete(f"{MESSAGES}/{batch['id']}")
+        assert deleted.json() == {"id": batch["id"], "type": "message_batch_deleted"}
+        assert (await server.http.get(f"{MESSAGES}/{batch['id']}")).status_code == 404
+    assert (await server.http.get(MESSAGES)).json()["data"] == []
+    assert [key async for key in redis.scan_iter("parallm:file:*")] == []
+
+
+async def test_results_that_are_gone_leave_an_archived_message_batch(server: Api, redis: Redis) -> None:
+    made = await message_batch(server, [asked("a")])
+    await server.post(f"{MESSAGES}/{made['id']}/cancel", {})
+    shown, _ = await ended_messages(server, made["id"])
+    assert shown["archived_at"] is None
+    await redis.hincrby(keys.batch(made["id"]), "ended_at", -8 * keys.DAY_S)
+    await redis.delete(keys.file((await server.ring.batches.find(made["id"])).spec.output_file_id))
+    archived = (await server.http.get(f"{MESSAGES}/{made['id']}")).json()
+    assert archived["archived_at"] and archived["results_url"] is None
+    assert (await server.http.get(f"{MESSAGES}/{made['id']}/results")).json()["error"]["type"] == "not_found_error"
+
+
+async def test_a_file_may_come_without_a_name(server: Api) -> None:
+    parts = (b'name="purpose"\r\n\r\nbatch', b'name="file"\r\n\r\n\xff{}\n')
+    body = b"".join(b"--b\r\ncontent-disposition: form-data; " + part + b"\r\n" for part in parts) + b"--b--\r\n"
+    headers = {"content-type": "multipart/form-data; boundary=b"}
+    stored = (await server.http.post("/v1/files", content=body, headers=headers)).json()
+    assert (stored["filename"], stored["bytes"]) == ("file.jsonl", 4)
+    assert (await server.http.get(f"/v1/files/{stored['id']}/content")).content == b"\xff{}\n"
+
+
+async def test_files_have_anthropic_s_shape_for_its_clients(server: Api) -> None:
+    ours, theirs = (await uploaded(server, b"{}\n")).json()["id"], {"anthropic-version": "2023-06-01"}
+
+    async def ask(method: str, path: str, **request: Any) -> Any:
+        return await server.http.request(method, f"/v1/files{path}", headers=theirs, **request)
+
+    picture = {"file": ("a/b.png", b"data", "image/png")}
+    stored = (await ask("POST", "", files=picture, data={"expires_in_seconds": "3600"})).json()
+    assert (stored["type"], stored["filename"], stored["mime_type"], stored["size_bytes"]) == (
+        "file", "b.png", "image/png", 4,
+    )  # fmt: skip
+    lived = [datetime.fromisoformat(stored[name]) for name in ("created_at", "expires_at")]
+    assert lived[1] - lived[0] == timedelta(hours=1)
+    assert (await ask("GET", f"/{stored['id']}")).json() == stored
+    first = (await ask("GET", "?limit=1")).json()
+    second = (await ask("GET", f"?limit=1&page={first['next_page']}")).json()
+    assert [each["id"] for each in first["data"] + second["data"]] == [stored["id"], ours]
+    assert second["next_page"] is None
+    assert (await ask("GET", f"?ids[]={ours}&ids[]=file-no&ids[]={ours}")).json()["data"] == second["data"]
+    for method, path, request, status in (
+        ("GET", "?limit=0", {}, 400),
+        ("GET", "?limit=x", {}, 400),
+        ("GET", "?page=file-no", {}, 400),
+        ("GET", "?page=page_file-no", {}, 404),
+        ("GET", "?ids[]=" + ",".join(map(str, range(101))), {}, 400),
+        ("GET", "/file-no", {}, 404),
+        ("POST", "", {"files": picture, "data": {"expires_in_seconds": "1"}}, 400),
+        ("POST", "", {"files": picture, "data": {"expires_in_seconds": "-1"}}, 400),
+        ("POST", "", {"files": picture, "data": {"purpose": "batch"}}, 400),
+        ("POST", "", {"data": {"expires_in_seconds": "3600"}, "files": {"other": b""}}, 400),
+        ("POST", "", {"json": {}}, 400),
+    ):
+        kind = {400: "invalid_request_error", 404: "not_found_error"}[status]
+        refused = await ask(method, path, **request)
+        assert (refused.status_code, refused.json()["error"]["type"]) == (status, kind), (method, path, refused.text)
+    assert (await ask("DELETE", f"/{ours}")).json() == {"id": ours, "type": "file_deleted"}
+    purposes = [each["purpose"] for each in (await server.http.get("/v1/files")).json()["data"]]
+    assert purposes == ["user_data"]

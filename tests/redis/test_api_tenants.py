@@ -44,6 +44,7 @@ def test_every_route_has_a_rule_and_every_rule_a_route() -> None:
     free = {route for route, rule in found.items() if rule == LIST and rule.kind is None} - asked
     shown = {"GET /v1/models", "GET /models", "GET /v1/files", "GET /v1/batches", "GET /v1/jobs", "GET /v1/adapters"}
     shown |= {"GET /v1/deadletters", "GET /health", "GET /livez", "GET /readyz", "GET /metrics", "GET /is_paused"}
+    shown |= {"GET /v1/messages/batches"}  # see below
     shown |= {"GET /v1/feedback", "GET /version", "GET /ping", "POST /ping", "GET /load", "GET /server_info"}
     shown |= {f"GET /api/v1/{each}" for each in ("healthz", "get_server_capabilities", "training_runs", "checkpoints")}
     assert free == shown | {"GET /v1/spec_decode/metrics"}, "say in `named` how it names another's things"
@@ -126,6 +127,18 @@ async def test_one_s_own_jobs_are_found_behind_those_of_others_until_they_are_de
     assert (await ring.ask("bob", f"DELETE /v1/jobs/{mine[0]}")).status_code == 200
     assert await listed(ring, "bob", "GET /v1/jobs") == mine[1:]
     assert mine[0] not in await listed(ring, "root", "GET /v1/jobs")
+
+
+async def test_a_message_batch_is_its_tenant_s(ring: Ring) -> None:
+    route = "POST /v1/messages/batches"
+    mine = (await ring.ask("alice", route, **named("hers", "")[route])).json()["id"]
+    seen = {who: await listed(ring, who, "GET /v1/messages/batches") for who in ("alice", "anna", "bob", "root")}
+    assert seen == {"alice": [mine], "anna": [mine], "bob": [], "root": [mine]}
+    for page in ({"after_id": mine}, {"before_id": mine}):
+        assert (await ring.ask("bob", "GET /v1/messages/batches", params=page)).status_code == 404
+    assert (await ring.ask("bob", f"POST /v1/messages/batches/{mine}/cancel")).status_code == 404
+    canceled = await ring.ask("anna", f"POST /v1/messages/batches/{mine}/cancel")
+    assert (canceled.status_code, canceled.json()["processing_status"]) == (200, "canceling")
 
 
 async def test_what_concerns_the_ring_takes_an_admin_s_key(ring: Ring) -> None:

@@ -167,6 +167,7 @@ class _Line(msgspec.Struct):
     custom_id: str = ""
     response: "_Response | None" = None
     error: "_Error | None" = None
+    result: "_Result | None" = None  # of a Message Batch
 
 
 class _Response(msgspec.Struct):
@@ -175,6 +176,10 @@ class _Response(msgspec.Struct):
 
 class _Error(msgspec.Struct):
     code: str
+
+
+class _Result(msgspec.Struct):
+    type: str
 
 
 def shown_line(number: int, raw: bytes) -> ShownLine:
@@ -186,6 +191,16 @@ def shown_line(number: int, raw: bytes) -> ShownLine:
             text = msgspec.json.format(raw, indent=2).decode()
     except (msgspec.MsgspecError, UnicodeDecodeError):
         line = _Line()
-    said = line.error.code if line.error else str(line.response.status_code) if line.response else ""
-    wrong = line.error is not None or (line.response is not None and line.response.status_code != 200)
+    said, wrong = _said(line)
     return ShownLine(number, line.custom_id, said, wrong, text[:LINE_BYTES])
+
+
+def _said(line: _Line) -> tuple[str, bool]:
+    """What has become of a line, and whether that is not an answer."""
+    if line.error is not None:
+        return line.error.code, True
+    if line.result is not None:
+        return line.result.type, line.result.type != "succeeded"
+    if line.response is not None:
+        return str(line.response.status_code), line.response.status_code != 200
+    return "", False

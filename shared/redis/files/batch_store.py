@@ -27,6 +27,8 @@ BatchState = Literal["validating", "in_progress", "completed", "failed", "expire
 READ_AT_ONCE = 128  # batches that one call to Redis reads: decoding them takes some milliseconds
 ENDED: frozenset[str] = frozenset({"completed", "failed", "expired", "cancelled"})
 
+PREFIX = "batch_"  # of the ids of OpenAI's; other protocols' have theirs
+
 _lease = Script("job_lease")
 _change = Script("batch_change")
 
@@ -47,6 +49,7 @@ class BatchSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     tenant: str = ""  # who owns it, its job and its files (shared/owners.py)
     key: str = ""  # the name of the API key that made it; api processes work on it in this key's turn
     webhook: Webhook | None = None  # who is told of its end
+    digest: str = ""  # SHA-256 of what was asked for, where it came with the request and not as a file
     rings: tuple[str, ...] = ()  # others that the api process serves that took it; its lines may name their models
 
 
@@ -74,6 +77,8 @@ class BatchRecord(msgspec.Struct, frozen=True):
     lines: int = 0
     completed: int = 0  # lines, when the batch has ended
     failed: int = 0
+    cancelled: int = 0
+    expired: int = 0
     has_output: int = 0
     has_errors: int = 0
     input_tokens: int = 0  # of the answered lines, as their answers say
@@ -83,12 +88,12 @@ class BatchRecord(msgspec.Struct, frozen=True):
     ring: str = ""  # where its job is; "": where the batch is
 
 
-def new_batch_id(idempotency_key: str = "", tenant: str = "") -> str:
-    """A fresh id; with a key, the one that belongs to this key of the tenant."""
+def new_batch_id(idempotency_key: str = "", tenant: str = "", prefix: str = PREFIX) -> str:
+    """A fresh id; with a key, the one that belongs to this key of the tenant. `prefix`: of its protocol's ids."""
     if idempotency_key:
         named = f"{tenant}\0{idempotency_key}" if tenant else idempotency_key
-        return f"batch_{hashlib.sha256(named.encode()).hexdigest()[:48]}"
-    return f"batch_{secrets.token_hex(24)}"
+        return f"{prefix}{hashlib.sha256(named.encode()).hexdigest()[:48]}"
+    return f"{prefix}{secrets.token_hex(24)}"
 
 
 class BatchStore:
@@ -97,11 +102,15 @@ class BatchStore:
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
 
-    async def create(self, spec: BatchSpec) -> None:
-        """Store a batch, to be validated; one with this id that is there already stays as it is."""
+    async def create(self, spec: BatchSpec, lines: int = 0) -> None:
+        """Store a batch, to be validated; one with this id that is there already stays as it is.
+
+        `lines`: how many it has, where that is known before they are validated.
+        """
         async with self._redis.pipeline(transaction=True) as pipe:
             pipe.hsetnx(keys.batch(spec.id), "spec", msgspec.json.encode(spec).decode())
             pipe.hsetnx(keys.batch(spec.id), "state", "validating")
+            pipe.hsetnx(keys.batch(spec.id), "lines", str(lines))
             pipe.expire(keys.batch(spec.id), keys.BATCH_TTL_S)
             await pipe.execute()
         lists = {keys.batches(), keys.batches(spec.tenant), keys.pending_batches()}
@@ -119,18 +128,27 @@ class BatchStore:
             raise unknown_batch(batch_id)
         return record
 
-    async def page(self, limit: int, after: str, asker: Asker = ANYBODY) -> tuple[list[BatchRecord], bool]:
-        """The asker's newest batches, or those older than `after`, and whether there are more."""
+    async def page(
+        self, limit: int, after: str, asker: Asker = ANYBODY, *, prefix: str = "", newest_first: bool = True
+    ) -> tuple[list[BatchRecord], bool]:
+        """The asker's batches from the one behind `after`, newest first or oldest first, and whether there are more.
+
+        `prefix`: of the ids of those that are of interest.
+        """
         listed, start, count = keys.batches(asker.tenant if asker.limited else ""), 0, limit + 1
         if after:
-            rank = await self._redis.zrevrank(listed, after)
-            if rank is None:
+            rank = await (self._redis.zrevrank if newest_first else self._redis.zrank)(listed, after)
+            if rank is None or not after.startswith(prefix):
                 raise unknown_batch(after, "after")
             start = int(rank) + 1
         page: list[BatchRecord] = []
-        while len(page) <= limit and (raws := await self._redis.zrevrange(listed, start, start + count - 1)):
-            page += [record for record in await self._find([raw.decode() for raw in raws]) if record is not None]
-            start, count = start + len(raws), READ_AT_ONCE  # there were ids of batches that are gone: often many
+        while len(page) <= limit:
+            raws = await self._redis.zrange(listed, start, start + count - 1, desc=newest_first)
+            if not raws:
+                break
+            ids = [name for name in (raw.decode() for raw in raws) if name.startswith(prefix)]
+            page += [record for record in await self._find(ids) if record is not None]
+            start, count = start + len(raws), READ_AT_ONCE  # there were ids of others, or of batches that are gone
         return page[:limit], len(page) > limit
 
     async def pending(self) -> AsyncIterator[BatchRecord]:
@@ -161,6 +179,11 @@ class BatchStore:
         if ended:
             await webhooks.hasten(self._redis, "batch", batch_id)
         return ended
+
+    async def delete(self, spec: BatchSpec) -> None:
+        """Forget a batch that has ended; its files and its job are others' to delete."""
+        listed = [("ZREM", key, spec.id) for key in {keys.batches(), keys.batches(spec.tenant)}]
+        await ask_all(self._redis, [*listed, ("DEL", keys.batch(spec.id))])
 
     async def take(self, batch_id: str, owner: str) -> bool:
         """Take the batch's lease; False when another api process has it."""

@@ -32,6 +32,7 @@ class StoredFile(msgspec.Struct, frozen=True):
     expires_at: int
     chunks: int
     tenant: str = ""  # who owns it (shared/owners.py)
+    mime_type: str = "application/octet-stream"  # as its uploader says; nothing here trusts it
 
 
 def new_file_id() -> str:
@@ -56,21 +57,33 @@ class FileWriter:
         while len(self._held) >= CHUNK_BYTES:
             await self._flush()
 
-    async def close(self, filename: str, purpose: str, ttl_s: int, tenant: str = "") -> StoredFile:
-        """Make the file visible; ServiceUnavailableError when Redis has lost some of it in a crash."""
+    async def close(
+        self,
+        filename: str,
+        purpose: str,
+        ttl_s: int,
+        tenant: str = "",
+        *,
+        listed: bool = True,
+        mime_type: str = "application/jsonl",
+    ) -> StoredFile:
+        """Make the file visible; ServiceUnavailableError when Redis has lost some of it in a crash.
+
+        `listed`: whether lists of files show it; it is found by its id in any case.
+        """
         if self._held:
             await self._flush()
         chunks = [("HEXISTS", keys.file_bytes(self._id), number) for number in range(self._chunks)]
         if not all(await ask_all(self._redis, chunks)):
             raise ServiceUnavailableError("Redis had to forget a part of the file: send it again")
         now = int(time.time())
-        file = StoredFile(self._id, filename, purpose, self.size, now, now + ttl_s, self._chunks, tenant)
+        file = StoredFile(self._id, filename, purpose, self.size, now, now + ttl_s, self._chunks, tenant, mime_type)
         async with self._redis.pipeline(transaction=False) as pipe:
             pipe.expire(keys.file_bytes(self._id), ttl_s + 60)  # longer than its description
-            for listed in {keys.files(), keys.files(tenant)}:
-                pipe.zadd(listed, {self._id: time.time()}, nx=True)
-                pipe.zremrangebyscore(listed, "-inf", now - keys.FILES_TTL_S)
-                pipe.expire(listed, keys.FILES_TTL_S)
+            for names in {keys.files(), keys.files(tenant)} if listed else ():
+                pipe.zadd(names, {self._id: time.time()}, nx=True)
+                pipe.zremrangebyscore(names, "-inf", now - keys.FILES_TTL_S)
+                pipe.expire(names, keys.FILES_TTL_S)
             pipe.set(keys.file(self._id), msgspec.json.encode(file), ex=ttl_s)
             await pipe.execute()
         return file

@@ -1,6 +1,8 @@
-"""The anthropic package: messages whole and streamed, tools, structured output, betas, counts, models, its errors."""
+"""The anthropic package: messages whole and streamed, tools, structured output, betas, counts, models, Message Batches,
+files, its errors."""
 
 import os
+import time
 from typing import Literal
 
 import anthropic
@@ -77,6 +79,59 @@ def models() -> None:
     assert client.models.retrieve(MODEL).id == MODEL
 
 
+def ended(batches, batch_id: str):
+    """A batch once it has ended."""
+    until = time.monotonic() + 120
+    while (batch := batches.retrieve(batch_id)).processing_status != "ended":
+        assert time.monotonic() < until, batch
+        time.sleep(0.2)
+    return batch
+
+
+def batches() -> None:
+    for kind in (client.messages.batches, client.beta.messages.batches):
+        params = {"model": MODEL, "max_tokens": 24, "messages": HELLO, "temperature": 0}
+        wrong = {"custom_id": "wrong", "params": {**params, "container": "c"}}
+        made = kind.create(requests=[*({"custom_id": f"r{at}", "params": params} for at in range(20)), wrong])
+        assert (made.processing_status, made.request_counts.processing, made.results_url) == ("in_progress", 21, None)
+        done = ended(kind, made.id)
+        assert (done.request_counts.succeeded, done.request_counts.errored) == (20, 1)
+        assert made.created_at == done.created_at <= done.ended_at < done.expires_at
+        results = {result.custom_id: result.result for result in kind.results(made.id)}
+        assert len(results) == 21
+        refused = results.pop("wrong").error.error
+        assert refused.type == "invalid_request_error" and "container" in refused.message
+        whole = client.messages.create(**said())
+        for result in results.values():
+            assert [block.to_dict() for block in result.message.content] == [each.to_dict() for each in whole.content]
+        many = [{"custom_id": f"r{at}", "params": {**params, "max_tokens": 500}} for at in range(400)]
+        stopped = kind.create(requests=many)
+        assert kind.cancel(stopped.id).cancel_initiated_at
+        counts = ended(kind, stopped.id).request_counts
+        assert counts.canceled > 0 and counts.canceled + counts.succeeded == 400, counts
+        assert [each.id for each in kind.list(limit=1)][:2] == [stopped.id, made.id]  # two pages
+        for batch in (made, stopped):
+            assert kind.delete(batch.id).id == batch.id
+        try:
+            kind.retrieve(made.id)
+        except anthropic.NotFoundError as error:
+            assert error.body["error"]["type"] == "not_found_error"
+        else:
+            raise AssertionError("it was deleted")
+
+
+def files() -> None:
+    for kind in (client.files, client.beta.files):
+        stored = kind.upload(file=b"\xff bytes without a name", expires_in_seconds=3600)
+        named = kind.upload(file=("a.txt", b"text", "text/plain"))
+        assert (named.filename, named.mime_type, named.size_bytes) == ("a.txt", "text/plain", 4)
+        assert [each.id for each in kind.list(limit=1)][:2] == [named.id, stored.id]  # two pages
+        assert [each.id for each in kind.list(ids=[stored.id])] == [stored.id]
+        assert kind.retrieve_metadata(stored.id) == stored
+        for each in (stored, named):
+            assert kind.delete(each.id).id == each.id
+
+
 def errors() -> None:
     for wrong, kind, named in (
         ({"model": "nobody"}, anthropic.NotFoundError, "not_found_error"),
@@ -98,6 +153,6 @@ def errors() -> None:
                 raise AssertionError(f"{list(wrong)} was taken")
 
 
-for part in (messages, tools, structured, betas, models, errors):
+for part in (messages, tools, structured, betas, models, batches, files, errors):
     part()
-print(f"anthropic {anthropic.__version__}: messages, tools, structured output, betas, models, errors")
+print(f"anthropic {anthropic.__version__}: messages, tools, structured output, betas, models, batches, files, errors")

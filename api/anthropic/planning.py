@@ -1,0 +1,101 @@
+"""From a message request to work: the chat that it comes to, planned as any chat."""
+
+from dataclasses import replace
+from functools import lru_cache, partial
+
+import msgspec
+from pydantic import ValidationError
+
+from api.anthropic.body import MessagesRequest, PromptedFields
+from api.anthropic.turns import places_of_images
+from api.generation.choice import ReplyPlan
+from api.generation.plan import Asked, plan
+from api.generation.target import Target
+from api.generation.work import Work
+from api.http.errors import from_validation
+from api.openai.bodies import ChatCompletionRequest
+from api.openai.chat import asked_of
+from api.openai.images import named_images
+from api.ring.named_images import Keep, read_images
+from api.ring.ring import Ring
+from api.ring.room import aside
+from shared.errors import ContextLengthExceededError, InvalidRequestError
+from shared.sequences import ModelCard
+from shared.text.codec import TextCodec
+
+NAMES = {  # of a chat's fields -> ours
+    "prompt": "messages",
+    "continue_final_message": "messages",
+    "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+    "parallel_tool_calls": "tool_choice",
+    "stop": "stop_sequences",
+}
+
+
+async def chat_of(body: PromptedFields, codec: TextCodec, *, long: bool) -> ChatCompletionRequest:
+    """The chat that a request comes to; what is wrong with it is called by our names.
+
+    `long`: it takes a while, and is made beside the event loop.
+    """
+    make = partial(body.chat, codec.bundle.chat_template, system_anywhere=takes_system_anywhere(codec))
+    try:
+        return await aside(make) if long else make()
+    except ValidationError as error:
+        raise _renamed(from_validation(error.errors())) from error
+
+
+@lru_cache(maxsize=16)  # models
+def takes_system_anywhere(codec: TextCodec) -> bool:
+    """Whether the model's template shows what the system says in the middle: many refuse it, some leave it out."""
+    said = [{"role": role, "content": f"a {role} speaks"} for role in ("system", "user", "assistant", "user", "system")]
+    said[-1]["content"] = "in the middle"
+    try:
+        return said[-1]["content"] in codec.render_chat(said)
+    except InvalidRequestError:
+        return False
+
+
+async def asked_by(
+    ring: Ring,
+    card: ModelCard,
+    codec: TextCodec,
+    body: PromptedFields,
+    chat: ChatCompletionRequest,
+    keep: Keep | None = None,
+) -> Asked:
+    """The prompt and all that goes with it. `keep`: who takes the bytes of its images; None: the tenant's."""
+    places = zip(named_images(chat.messages), places_of_images(body.messages), strict=True)
+    images = await read_images(ring, card, [image._replace(where=where) for image, where in places], keep)
+    try:
+        return await asked_of(codec, chat, ring.settings, images=images)
+    except InvalidRequestError as error:
+        raise _renamed(error) from None
+
+
+async def plan_message(
+    ring: Ring, body: MessagesRequest, chat: ChatCompletionRequest, target: Target, keep: Keep | None = None
+) -> tuple[Work, ReplyPlan]:
+    """What to ask of the workers, and what to make of their tokens.
+
+    Clients know a conversation that has become too long by the words of the error, and shorten it.
+    """
+    asked = await asked_by(ring, target.served.card, target.served.codec, body, chat, keep)
+    tokens, context = len(asked.prompts[0]), target.served.card.context_length
+    most = min(ring.settings.max_prompt_tokens or context, context - 1)
+    if tokens > most and body.truncate_prompt_tokens is None:
+        raise ContextLengthExceededError(f"prompt is too long: {tokens} tokens > {most} maximum")
+    split = asked.split and msgspec.structs.replace(asked.split, named=False)  # a named tool ends an answer as any does
+    asked = replace(asked, clamp=True, split=split)
+    try:
+        return await plan(ring, chat, target, asked)
+    except InvalidRequestError as error:
+        raise _renamed(error) from None
+
+
+def _renamed(error: InvalidRequestError) -> InvalidRequestError:
+    if theirs := error.param:
+        bare = theirs.partition(".")[0].partition("[")[0]
+        error.param = "messages" if bare == "messages" else NAMES.get(bare, theirs)
+        error.message = error.message.replace(f"'{theirs}'", f"'{error.param}'")
+    return error
