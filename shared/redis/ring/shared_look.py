@@ -19,6 +19,7 @@ Seen = TypeVar("Seen")
 FRESH_MS = 1000  # how long one look serves
 TURN_MS = 900  # that the others wait for it, with what they know
 ASKS = 6  # meanwhile, of who knows nothing
+TURNS = 3  # of others, that it waits for: they may be slow
 FASTEST = 1  # of zlib's levels
 MOST_BYTES = 64 << 20  # of what was seen
 
@@ -37,7 +38,7 @@ class SharedLook(Generic[Seen]):
         """
         key = self._key(model)
         turn = keys.live_turn(model, key.rpartition(":")[2])
-        until = time.monotonic() + TURN_MS / 1000
+        until = time.monotonic() + TURNS * TURN_MS / 1000
         while (kept := await self._redis.get(key)) is None:
             known = self._known.pop(model, None)  # it serves once: who is told nothing twice in a row waits
             if await self._redis.set(turn, b"", nx=True, px=TURN_MS) or time.monotonic() > until:
