@@ -30,6 +30,7 @@ from worker.engine.engine import Engine
 from worker.engine.kv.tails import Tails
 from worker.engine.messages import EngineConfig, RowRequest, SpeculationConfig
 from worker.engine.model.loader import LoadedModel, load_model
+from worker.engine.warm_up import rehearse
 
 AIM = 1.5
 CLOCK = time.process_time if mx.default_device() == mx.Device(mx.cpu) else time.perf_counter
@@ -108,6 +109,8 @@ class Job:
 def measured(loaded: LoadedModel, job: Job, config: EngineConfig, drafts: SpeculationConfig, rounds: int) -> None:
     """Print the ratios of the epochs after the first one."""
     rows = config.max_rows
+    if mx.default_device() != mx.Device(mx.cpu):
+        list(rehearse(loaded, replace(config, speculation=drafts)))
     bare, plain, drafting = (Engine(loaded, each) for each in (config, config, replace(config, speculation=drafts)))
     bare.prefixes._tails = Tails(0)
     ratios: list[tuple[float, ...]] = []

@@ -49,6 +49,7 @@ from worker.engine.messages import EngineConfig, RowRequest, SpeculationConfig
 from worker.engine.model.loader import LoadedModel
 from worker.engine.speculation.batch import SpeculatingBatch
 from worker.engine.speculation.drafting import Drafting
+from worker.engine.warm_up import rehearse
 
 AIMS = {(1, 1.0): "aim 2.0", (8, 1.0): "aim 1.4", (32, 0.0): "aim 0.97", (32, 0.7): "aim 0.97", (32, 1.0): "aim 0.97"}
 
@@ -188,7 +189,8 @@ class Runs:
         config = EngineConfig(
             "", max_rows=rows + 1, prefill_rows=rows, prefill_chunk=rows * context, prefix_cache_bytes=0
         )
-        self._plain, self._drafting = Engine(loaded, config), Engine(loaded, replace(config, speculation=drafts))
+        self._loaded, self._config = loaded, replace(config, speculation=drafts)
+        self._plain, self._drafting = Engine(loaded, config), Engine(loaded, self._config)
         self._drafting.drafting._clock = clock
         self._rows, self._tokens, self._context, self._vocab = rows, tokens, context, loaded.card.vocab_size
         self._least = context // 4 if mixed else context
@@ -203,7 +205,9 @@ class Runs:
         return self.tokens / self.turns
 
     def warm_up(self) -> None:
-        """Check drafts of each length, so that no kernel is compiled in a step that counts."""
+        """Check drafts, on a GPU first as a worker does, so that no kernel is compiled in a step that counts."""
+        if mx.default_device() != mx.Device(mx.cpu):
+            list(rehearse(self._loaded, self._config))
         drafting = self._drafting.drafting
         config = drafting._config
         drafting._config = replace(config, adapts_to_time=False, adapts_to_rows=False)

@@ -1,15 +1,15 @@
 """What is measured and warmed up before the first row."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 
+import mlx.core as mx
 import pytest
 
 from tests.engine.conftest import Bench, prompt_of, spec
-from worker.engine.batch.row import Row
 from worker.engine.kv.prefix_cache import PrefixCache
 from worker.engine.messages import EngineConfig, SpeculationConfig
 from worker.engine.model.loader import LoadedModel
-from worker.engine.speculation.drafting import Drafting
+from worker.engine.speculation.batch import SpeculatingBatch
 from worker.engine.warm_up import CHUNKS, CPU_CHUNKS, largest_chunk, largest_width, prepare, rehearse, usual_rows
 
 
@@ -56,16 +56,19 @@ def test_rows_of_usual_sizes_are_decoded_and_leave_nothing_behind(llama: LoadedM
     assert bench.engine.stats().prefix.blocks == 0 and not bench.engine.busy
 
 
-def test_steps_that_check_drafts_are_rehearsed_too(llama: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    widths, checked = set(), Drafting.checked
+def test_each_way_to_check_drafts_is_rehearsed(llama: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    ways, fed = set(), SpeculatingBatch._fed
 
-    def noted(self: Drafting, width: int, results: Iterable[tuple[Row, int, int]]) -> None:
-        widths.add(width)
-        checked(self, width, results)
+    def noted(self: SpeculatingBatch, parts: Sequence[Sequence[int]]) -> mx.array:
+        lengths = {len(ids) for ids in parts}
+        ways.add((len(parts), max(lengths), len(lengths) > 1, any(self._slack)))
+        return fed(self, parts)
 
-    monkeypatch.setattr(Drafting, "checked", noted)
-    assert list(rehearse(llama, EngineConfig("", max_rows=2, speculation=SpeculationConfig(3)))) == [1, 2]
-    assert widths == {2, 3, 4}
+    monkeypatch.setattr(SpeculatingBatch, "_fed", noted)
+    assert list(rehearse(llama, EngineConfig("", max_rows=4, speculation=SpeculationConfig(3)))) == [1, 4]
+    for width in (2, 3, 4):
+        assert {(4, width, uneven, apart) for uneven in (True, False) for apart in (True, False)} <= ways
+        assert (1, width, False, False) in ways
 
 
 def test_long_prompts_in_pieces_decode_as_they_do_whole(llama: LoadedModel) -> None:

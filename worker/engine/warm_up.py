@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import count
 from typing import Any
 
 import mlx.core as mx
@@ -118,24 +117,44 @@ def _timed(loaded: LoadedModel) -> Forward:
 
 
 def rehearse(loaded: LoadedModel, config: EngineConfig) -> Iterator[int]:
-    """Decode rows of usual sizes, in an engine of their own; the numbers of rows, as they are done."""
+    """Decode rows of usual sizes, in engines of their own; the numbers of rows, as they are done.
+
+    Drafts are checked in steps of every width, in each of the ways that have kernels of their own: of one length or of
+    several, by rows that end together or of which some have fallen behind.
+    """
     until = time.perf_counter() + WARM_UP_S
-    drafts = config.speculation and replace(config.speculation, adapts_to_rows=False, adapts_to_time=False)
-    engine, names = Engine(loaded, replace(config, speculation=drafts)), count()
-    turns = [(SAMPLINGS[:1], 0), (SAMPLINGS, 0)]
-    turns += [(SAMPLINGS, predicted) for predicted in range(1, drafts.tokens + 1)] if drafts else []
+    drafts = config.speculation and replace(
+        config.speculation, adapts_to_rows=False, adapts_to_time=False, own_text=False
+    )
+    of_length = [replace(drafts, tokens=length) for length in range(1, drafts.tokens + 1)] if drafts else []
+    engines = [Engine(loaded, replace(config, speculation=each)) for each in (None, *of_length)]
+    most = max(WARM_TOKENS, _tokens_with(len(of_length)))
     try:
         for rows in usual_rows(config.max_rows):
-            for samplings, predicted in turns:
-                engine.submit([_request(next(names), loaded, samplings, predicted) for _ in range(rows)])
-                while engine.busy and not _is_late(loaded, until):
-                    engine.turn(None if loaded.ranks is None else TurnFacts(now_ms=0))
-                    engine.settle()
+            for samplings in (SAMPLINGS[:1], SAMPLINGS):
+                said = _decoded(loaded, engines[0], _requests(loaded, samplings, most, [()] * rows), until)
+            for length, engine in enumerate(engines[1:], 1):
+                tokens = _tokens_with(length)
+                for others in (tokens, length):  # these draft one token less
+                    guesses = [_guess(said[row], row, others if row % 2 else tokens) for row in range(rows)]
+                    _decoded(loaded, engine, _requests(loaded, SAMPLINGS, tokens, guesses), until)
             if _is_late(loaded, until):
                 return
             yield rows
     finally:
-        engine.close()
+        for engine in engines:
+            engine.close()
+
+
+def _decoded(loaded: LoadedModel, engine: Engine, requests: Sequence[RowRequest], until: float) -> list[list[int]]:
+    """What each row says, as far as it comes until then."""
+    said: dict[str, list[int]] = {request.spec.id: [] for request in requests}
+    engine.submit(requests)
+    while engine.busy and not _is_late(loaded, until):
+        for event in engine.turn(None if loaded.ranks is None else TurnFacts(now_ms=0)).events:
+            said[event.seq] += event.tokens
+        engine.settle()
+    return list(said.values())
 
 
 def _is_late(loaded: LoadedModel, until: float) -> bool:
@@ -152,13 +171,28 @@ def usual_rows(most: int) -> list[int]:
     return sorted({*rows, most})
 
 
-def _request(number: int, loaded: LoadedModel, samplings: tuple[dict[str, Any], ...], predicted: int) -> RowRequest:
-    """Of so many predicted tokens: a step that checks them comes first, then steps without drafts."""
-    card = loaded.card
-    length = max(1, min(USUAL_PROMPT, card.context_length - WARM_TOKENS - 1))
-    ids = [(7919 * number + 31 * at) % card.vocab_size for at in range(length + predicted)]
-    wanted = predicted + 2 if predicted else WARM_TOKENS
-    tokens = max(1, min(wanted, card.context_length - length))
-    params = SamplingParams(tokens, number, ignore_eos=True, **samplings[number % len(samplings)])
-    prompt, prediction = tuple(ids[:length]), tuple(ids[length:])
-    return RowRequest(SequenceSpec(f"warm-{number}", card.name, prompt, params, prediction_ids=prediction))
+def _tokens_with(length: int) -> int:
+    """Of a row whose drafts are so long: one, two steps that check drafts, and two that do not."""
+    return 1 + 2 * (length + 1) + 2
+
+
+def _guess(said: Sequence[int], row: int, length: int) -> tuple[int, ...]:
+    """So much of what a row will say; two rows of four err in the second token (the first comes without a draft)."""
+    right = tuple(said[:length])
+    return (right[0], 0 if right[1] else 1, *right[2:]) if len(right) > 1 and row % 4 > 1 else right
+
+
+def _requests(
+    loaded: LoadedModel, samplings: tuple[dict[str, Any], ...], tokens: int, guesses: Sequence[tuple[int, ...]]
+) -> list[RowRequest]:
+    """A row a guess; of as many rows, each one says the same again."""
+    card, rows = loaded.card, len(guesses)
+    tokens = max(1, min(tokens, card.context_length - 1))
+    length = max(1, min(USUAL_PROMPT, card.context_length - tokens))
+    requests = []
+    for row, guess in enumerate(guesses):
+        number = 1000 * rows + row
+        prompt = tuple((7919 * number + 31 * at) % card.vocab_size for at in range(length))
+        params = SamplingParams(tokens, number, ignore_eos=True, **samplings[row % len(samplings)])
+        requests.append(RowRequest(SequenceSpec(f"warm-{row}", card.name, prompt, params, prediction_ids=guess)))
+    return requests
