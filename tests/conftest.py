@@ -4,6 +4,7 @@ PARALLM_TEST_REDIS names another server binary, such as a Redis 7.0.
 """
 
 import gc
+import importlib
 import logging
 import os
 import sys
@@ -30,6 +31,7 @@ sys.dont_write_bytecode = False
 ROOT = Path(__file__).parents[1]
 os.environ["PARALLM_TEST_SCANS"] = str(ROOT / ".pytest_cache" / "transformers")
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT / "tests/startup"), os.environ.get("PYTHONPATH")]))
+importlib.import_module("tests.startup.sitecustomize")  # and this one, too
 
 # Durations are no assertions: a machine that others use stops a test for seconds.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -37,11 +39,11 @@ settings.load_profile("patient")
 
 # Files that take about 20 s and more.
 LONGEST = frozenset(
-    {"test_bad_input", "test_batches", "test_chaos", "test_deaths", "test_demo", "test_event_loop", "test_guests"}
-    | {"test_hosted", "test_jobs_runner", "test_kv_kinds", "test_leaving_workers", "test_prometheus", "test_readme"}
+    {"test_bad_input", "test_batches", "test_chaos", "test_deaths", "test_demo", "test_event_loop", "test_hosted"}
+    | {"test_jobs_runner", "test_kv_kinds", "test_leaving_workers", "test_pipeline", "test_prometheus", "test_ranks"}
     | {"test_trainer_kills", "test_trainer_loop", "test_training", "test_training_api", "test_training_over_http"}
-    | {"test_commands", "test_dashboard_browser", "test_examples", "test_joining", "test_pause", "test_redis_roles"}
-    | {"test_structured_outputs", "test_traces"}
+    | {"test_commands", "test_dashboard_browser", "test_examples", "test_joining", "test_pause", "test_readme"}
+    | {"test_redis_roles", "test_structured_outputs", "test_traces"}
 )
 
 

@@ -1,7 +1,7 @@
-"""The inner end of the pipes between us and a process of ours (the outer one: shared/process/call_process.py).
+"""The inner end of what lies between us and a process of ours (the outer one: shared/process/call_process.py).
 
-A message is its length in four bytes and its bytes. Our standard output is the pipe, so whatever else writes there
-(a `print` of somebody's code) goes to standard error.
+A message is its length in four bytes and its bytes. Our standard output is the socket to the other end, so whatever
+else writes there (a `print` of somebody's code) goes to standard error.
 """
 
 import os
@@ -26,11 +26,14 @@ class CallPipe:
 
     def read(self) -> bytes | None:
         """The next message; None when the other process has ended."""
-        head = self._read.read(_LENGTH.size)
-        if len(head) < _LENGTH.size:
+        try:
+            head = self._read.read(_LENGTH.size)
+            if len(head) < _LENGTH.size:
+                return None
+            (length,) = _LENGTH.unpack(head)
+            body = self._read.read(length)
+        except ConnectionResetError:  # it has ended without reading all that we said
             return None
-        (length,) = _LENGTH.unpack(head)
-        body = self._read.read(length)
         return body if len(body) == length else None
 
     def write(self, message: bytes) -> None:
@@ -40,7 +43,7 @@ class CallPipe:
 
 
 def packed(message: bytes) -> bytes:
-    """The bytes of a message in the pipe: its length, then the message."""
+    """The bytes of a message on its way: its length, then the message."""
     return _LENGTH.pack(len(message)) + message
 
 

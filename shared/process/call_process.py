@@ -1,14 +1,19 @@
-"""A process of ours that is told what to do over its pipes, and that can be killed whatever it hangs in.
+"""A process of ours that is told what to do over a socket, and that can be killed whatever it hangs in.
 
 For code whose time nobody knows: rewards, patterns, functions and environments of users. Whoever starts it decides how
-long it waits for an answer; the process ends when its pipe does, so it does not outlive us for longer than what it is
+long it waits for an answer; the process ends when its socket does, so it does not outlive us for longer than what it is
 doing. It has a process group of its own, and what it has started goes with it.
+
+Invariant. A descriptor has one owner. uvloop closes what `connect_read_pipe` was given, and so does the file object
+(MagicStack/uvloop#763): the second one may meet what has been opened under that number since, and libuv ends a process
+whose descriptors are gone (SIGABRT). Sockets it takes over whole, also from a caller that is cancelled meanwhile.
 """
 
 import asyncio
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -24,32 +29,24 @@ class LostProcessError(Exception):
 class CallProcess:
     """One process, for one caller at a time."""
 
-    def __init__(self, process: "subprocess.Popen[bytes]") -> None:
-        self._process = process
+    def __init__(
+        self, process: "subprocess.Popen[bytes]", reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self._process, self._reader, self._writer = process, reader, writer
         self._killed = False
 
     @classmethod
     async def start(cls, module: str, arguments: Sequence[str] = (), pass_fds: Sequence[int] = ()) -> "CallProcess":
         """Start `python -m module`, which finds the packages that we find; ServiceUnavailableError if it cannot be."""
-        path = os.pathsep.join(each for each in sys.path if each)
         try:
-            process = subprocess.Popen(  # noqa: ASYNC220 - as asyncio does; its own waits for the end in a thread
-                [sys.executable, "-P", "-m", module, *arguments],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                env={**os.environ, "PYTHONPATH": path},
-                start_new_session=True,
-                pass_fds=pass_fds,
-            )
+            process, ours = _started([sys.executable, "-P", "-m", module, *arguments], pass_fds)
         except OSError as error:
             raise ServiceUnavailableError(f"no process can be started on this machine: {error.strerror}") from error
-        started = cls(process)
         try:
-            await started._connect()
+            return cls(process, *await asyncio.open_unix_connection(sock=ours))
         except BaseException:
-            started.kill()
+            _end(process)
             raise
-        return started
 
     @property
     def pid(self) -> int:
@@ -81,23 +78,32 @@ class CallProcess:
         if self._killed:
             return
         self._killed = True
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.kill()
-        self._process.wait()
-        for transport in (getattr(self, "_writer", None), getattr(self, "_incoming", None)):
-            if transport is not None:
-                with contextlib.suppress(RuntimeError):  # the loop is closed
-                    transport.close()
+        _end(self._process)
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._writer.transport.abort()
 
-    async def _connect(self) -> None:
-        loop = asyncio.get_running_loop()
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._reader = asyncio.StreamReader()
-        self._incoming, _ = await loop.connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(self._reader), self._process.stdout
-        )
-        outgoing, protocol = await loop.connect_write_pipe(
-            lambda: asyncio.streams.FlowControlMixin(loop=loop), self._process.stdin
-        )
-        self._writer = asyncio.StreamWriter(outgoing, protocol, None, loop)
+
+def _started(command: list[str], pass_fds: Sequence[int]) -> tuple["subprocess.Popen[bytes]", socket.socket]:
+    """The process and our end of the socket that is its standard input and output."""
+    path = os.pathsep.join(each for each in sys.path if each)
+    with contextlib.ExitStack() as opened:
+        ours, theirs = socket.socketpair()
+        opened.enter_context(ours)
+        with theirs:
+            process = subprocess.Popen(
+                command,
+                stdin=theirs.fileno(),
+                stdout=theirs.fileno(),
+                env={**os.environ, "PYTHONPATH": path},
+                start_new_session=True,
+                pass_fds=pass_fds,
+            )
+        opened.pop_all()
+    return process, ours
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
+    process.wait()

@@ -1,10 +1,12 @@
 """Several processes that compute one run's train steps: `python -m tests.bench.trainers [--shape small|qwen3-4b|...]`.
 
-Steps of one process, and of `--trainers` that share them through a Redis of their own, on a model with random weights
-and the same samples: seconds a step, and by how much losses differ. Each process gets a GPU of `--gpus 0,1`, or on a
-CPU so many threads (`--threads`), so that what is compared is one machine's part and several of them. It says how far
-it is; a run that loses a process, or takes longer than `--limit-s`, ends with exit code 1 and says where it stood.
-`--exchange-alone` measures what a step's weights and gradient cost on their way, without a model.
+Steps of one process, and of `--trainers` that share them, on a model with random weights and the same samples: seconds
+a step, and by how much losses differ. They share them through a Redis of their own, or as ranks of one trainer
+(`--through ranks`, `--distributed-sharding data`), whose gradients are summed by NCCL, or by the ring on a CPU. Each
+process gets a GPU of `--gpus 0,1`, or on a CPU so many threads (`--threads`), so that what is compared is one machine's
+part and several of them. It says how far it is; a run that loses a process, or takes longer than `--limit-s`, ends with
+exit code 1 and says where it stood. `--exchange-alone` measures what a step's weights and gradient cost on their way
+through Redis, without a model.
 """
 
 import argparse
@@ -18,18 +20,24 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 
-from api.serve.embedded_redis import EmbeddedRedis
-from tests.bench.models import QWEN3_0_6B, QWEN3_4B, QWEN3_SMALL
-from trainer.learn.batches import Sample, SampleGroup
+from worker.engine.model import fast_blas
+
+fast_blas.install()  # before MLX is loaded
+
+from api.serve.embedded_redis import EmbeddedRedis  # noqa: E402
+from tests.bench.models import QWEN3_0_6B, QWEN3_4B, QWEN3_SMALL  # noqa: E402
+from trainer.learn.batches import Sample, SampleGroup  # noqa: E402
+from worker.group.children import ALL_DEVICES  # noqa: E402
 
 SHAPES: dict[str, dict[str, Any]] = {"small": QWEN3_SMALL, "qwen3-0.6b": QWEN3_0_6B, "qwen3-4b": QWEN3_4B}
-RUN = "bench"
+RUN = "bench"  # and the number of processes: a member ends with the run that it finds ended
 WARM_UP = 2  # steps: the second is divided by the speeds of the first
 
 
@@ -38,6 +46,7 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument("--shape", choices=SHAPES, default="small")
     parser.add_argument("--dtype", default="float32", help="of the base")
     parser.add_argument("--trainers", type=int, default=2)
+    parser.add_argument("--through", choices=("redis", "ranks"), default="redis", help="how they share a step")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--groups", type=int, default=8, help="in a train step")
     parser.add_argument("--group-size", type=int, default=8)
@@ -70,21 +79,11 @@ def groups_of(options: argparse.Namespace, step: int) -> list[SampleGroup]:
     return [group(number) for number in range(options.groups)]
 
 
-async def lead(options: argparse.Namespace, url: str, model: str, trainers: int) -> None:
-    """All steps, with so many processes; prints seconds and losses."""
-    from shared.process.settings import version
-    from shared.redis.connection.client import connect
-    from shared.redis.training.shared_runs import SharedRun
+def learner_options(options: argparse.Namespace) -> Any:
+    """What the learner of each run is made with."""
     from trainer.gate import GateLimits
-    from trainer.learn.compute import ThreadHost, at_once
     from trainer.learn.options import AdapterShape, OptimizeOptions, Schedule
     from trainer.learners.asks import LearnerOptions
-    from trainer.learners.loop_learner import build_learner
-    from trainer.shares.exchange import Lead
-    from trainer.shares.leader import SharedLearner
-    from trainer.shares.messages import RunSpec
-    from worker.engine.messages import EngineConfig
-    from worker.engine.model.loader import load_model
 
     optimize = OptimizeOptions(
         schedule=Schedule(peak=1e-5),
@@ -92,17 +91,33 @@ async def lead(options: argparse.Namespace, url: str, model: str, trainers: int)
         max_completion=options.length,
         distances_every=0,
     )
-    made = LearnerOptions(AdapterShape(rank=options.rank), optimize, GateLimits())
+    return LearnerOptions(AdapterShape(rank=options.rank), optimize, GateLimits())
+
+
+async def lead(options: argparse.Namespace, url: str, model: str, trainers: int) -> None:
+    """All steps, by processes that share them through Redis; prints seconds and losses."""
+    import msgspec
+
+    from shared.process.settings import version
+    from shared.redis.connection.client import connect
+    from shared.redis.training.shared_runs import SharedRun
+    from trainer.learn.compute import ThreadHost, at_once
+    from trainer.learners.loop_learner import build_learner
+    from trainer.shares.exchange import Lead
+    from trainer.shares.leader import SharedLearner
+    from trainer.shares.messages import RunSpec
+    from worker.engine.messages import EngineConfig
+    from worker.engine.model.loader import load_model
+
+    made = learner_options(options)
     async with (
         ThreadHost() as host,
         contextlib.aclosing(connect(url)) as redis,
         contextlib.aclosing(connect(url, blocking=True)) as blocking,
-        Lead(SharedRun(redis, RUN, blocking=blocking)) as leading,
+        Lead(SharedRun(redis, f"{RUN}-{trainers}", blocking=blocking)) as leading,
     ):
         loaded = await host.run(at_once(lambda: load_model(EngineConfig(model))))
         say(f"  leader: {loaded.card.dtype} base on {device()} loaded")
-        import msgspec
-
         spec = RunSpec(
             model="bench",
             base_sha256=loaded.card.base_sha256,
@@ -114,22 +129,71 @@ async def lead(options: argparse.Namespace, url: str, model: str, trainers: int)
         learner = await SharedLearner.open_shared(
             host, lambda: build_learner(loaded.model, made), leading, spec, trainers, options.limit_s
         )
-        seconds, losses = [], []
-        for step in range(WARM_UP + options.steps):
-            groups, began = groups_of(options, step), time.perf_counter()
-            trained = await learner.train(groups, step, step, ((1, 2, 3, 4),))
-            await learner.accept()
-            seconds.append(time.perf_counter() - began)
-            losses.append(trained.report.loss)
+
+        async def check() -> str:
             present = 1 + len(await leading.members())
-            say(
-                f"  step {step + 1} of {WARM_UP + options.steps}: {seconds[-1]:.2f} s, {present} of {trainers} trainers"
-            )
             if present < trainers:
                 raise SystemExit("a member is missing: no figure")
+            return f"{present} of {trainers} trainers"
+
+        figures = await taken(options, learner, check)
         leading.end()
+    print(json.dumps(figures))
+
+
+async def lead_ranks(options: argparse.Namespace, url: str, model: str, trainers: int) -> None:
+    """The same by ranks of one trainer; by one process, where there is one."""
+    from shared.process.settings import load
+    from trainer.group.lead import leading
+    from trainer.group.placing import placement
+    from trainer.learn.compute import ComputeHost, ThreadHost, at_once
+    from trainer.learners.loop_learner import HostLearner, build_learner
+    from trainer.ranks.learner import LedLearner
+    from trainer.settings import TrainSettings
+    from worker.engine.messages import EngineConfig
+    from worker.engine.model.loader import LoadedModel, load_model
+
+    made = learner_options(options)
+
+    async def steps(host: ComputeHost, loaded: LoadedModel, build: Any) -> dict[str, Any]:
+        say(f"  rank 0 of {trainers}: {loaded.card.dtype} base on {device()} loaded")
+
+        async def check() -> str:
+            return f"{trainers} ranks"
+
+        return await taken(options, await HostLearner.open(host, build), check)
+
+    if trainers == 1:
+        async with ThreadHost() as host:
+            loaded = await host.run(at_once(lambda: load_model(EngineConfig(model))))
+            print(json.dumps(await steps(host, loaded, lambda: build_learner(loaded.model, made))))
+        return
+    line = ["--redis", url, "--model", model, "--num-local-ranks", str(trainers), "--distributed-sharding", "data"]
+    settings = load(TrainSettings, line)
+    placed = placement(settings)
+    assert placed is not None, "there are several"
+    async with leading(settings, placed) as leads:
+        loaded = await leads.loaded()
+
+        def build() -> LedLearner:
+            return LedLearner(leads.lead, loaded.model, made, loaded.whole)
+
+        figures = await leads.run(steps(leads.host, loaded, build))
+    print(json.dumps(figures))
+
+
+async def taken(options: argparse.Namespace, learner: Any, check: Callable[[], Awaitable[str]]) -> dict[str, Any]:
+    """All steps; `check` says after each who takes part."""
+    seconds, losses = [], []
+    for step in range(WARM_UP + options.steps):
+        groups, began = groups_of(options, step), time.perf_counter()
+        trained = await learner.train(groups, step, step, ((1, 2, 3, 4),))
+        await learner.accept()
+        seconds.append(time.perf_counter() - began)
+        losses.append(trained.report.loss)
+        say(f"  step {step + 1} of {WARM_UP + options.steps}: {seconds[-1]:.2f} s, {await check()}")
     size = sum(value.nbytes for value in trained.weights.values())
-    print(json.dumps({"seconds": seconds[WARM_UP:], "losses": losses, "adapter_bytes": size}))
+    return {"seconds": seconds[WARM_UP:], "losses": losses, "adapter_bytes": size}
 
 
 def say(text: str) -> None:
@@ -148,19 +212,22 @@ def place(options: argparse.Namespace, number: int) -> dict[str, str]:
     """The environment of one process."""
     threads = str(options.threads)
     environment = {**os.environ, "OPENBLAS_NUM_THREADS": threads, "OMP_NUM_THREADS": threads}
+    environment |= {"NCCL_NVLS_ENABLE": "0"}  # not all hosts let a container have multicast
     if options.gpus:
         environment["CUDA_VISIBLE_DEVICES"] = options.gpus.split(",")[number]
+        environment[ALL_DEVICES] = options.gpus  # from which other ranks take theirs
     return environment
 
 
 def measured(options: argparse.Namespace, url: str, model: Path, trainers: int) -> dict[str, Any]:
     """One run of all steps; SystemExit that says why when it comes to no end."""
-    join = [sys.executable, "-m", "trainer", "--redis", url, "--model", str(model), "--join-run", RUN]
+    join = [sys.executable, "-m", "trainer", "--redis", url, "--model", str(model), "--join-run", f"{RUN}-{trainers}"]
     command = [sys.executable, "-m", "tests.bench.trainers", *sys.argv[1:], "--lead", url, str(model), str(trainers)]
     say(f"{trainers} trainers: at most {options.limit_s:.0f} s")
     until = time.monotonic() + options.limit_s
     leader = subprocess.Popen(command, env=place(options, 0), stdout=subprocess.PIPE, text=True)
-    members = [subprocess.Popen(join, env=place(options, number)) for number in range(1, trainers)]
+    joining = range(1, trainers if options.through == "redis" else 1)  # rank 0 starts the other ranks
+    members = [subprocess.Popen(join, env=place(options, number)) for number in joining]
     try:
         while leader.poll() is None:
             gone = [each.returncode for each in members if each.poll()]
@@ -234,11 +301,9 @@ def lora_shapes(model: dict[str, Any], rank: int) -> dict[str, tuple[int, int]]:
 def main() -> None:
     options = flags().parse_args()
     if options.lead:
-        from worker.engine.model import fast_blas
-
-        fast_blas.install()
         url, model, trainers = options.lead
-        asyncio.run(lead(options, url, model, int(trainers)))
+        leads = lead if options.through == "redis" else lead_ranks
+        asyncio.run(leads(options, url, model, int(trainers)))
         return
     if options.exchange_alone:
         with tempfile.TemporaryDirectory() as folder, EmbeddedRedis(Path(folder)) as redis:

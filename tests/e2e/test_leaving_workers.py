@@ -17,13 +17,21 @@ from tests.e2e.rings import MODEL, Process, Ring, ring
 from tests.waiting import wait_until
 
 STALL_S = 4.0
-LONG = 1000  # tokens, which with 832 of a prompt fill most of a context: more than a second even on a quick machine
+PROMPT = [(7 * at * at + at) % 250 for at in range(832)]  # 13 blocks
+LONG = 1000  # tokens, which with the prompt fill most of a context: more than a second even on a quick machine
 
 
 @pytest.fixture(scope="module")
 def workerless(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ring]:
     with ring(tmp_path_factory.mktemp("ring"), "--workers", "0") as started:
         yield started
+
+
+@pytest.fixture(scope="module")
+def whole(workerless: Ring, tmp_path_factory: pytest.TempPathFactory) -> list[int]:
+    """What long streams say when nothing happens to their worker."""
+    with worker(workerless, tmp_path_factory.mktemp("adapters"), "undisturbed"):
+        return asyncio.run(told_long(workerless.url))
 
 
 @contextmanager
@@ -70,6 +78,10 @@ async def told(
     async with httpx.AsyncClient(base_url=url, timeout=60) as http:
         await wait_until(answered)
     return tokens
+
+
+async def told_long(url: str, tokens: list[int] | None = None) -> list[int]:
+    return await told(url, 1, tokens, LONG, PROMPT)
 
 
 @pytest.mark.parametrize("fault", [BLOCK, DIE, FREEZE])
@@ -124,25 +136,27 @@ async def test_a_worker_told_to_leave_finishes_what_it_can_and_claims_nothing(wo
     assert not leaver.printed("worker.handed_back"), leaver.output
 
 
-async def test_what_a_leaving_worker_cannot_finish_goes_on_elsewhere_at_once(workerless: Ring, tmp_path: Path) -> None:
+async def test_what_a_leaving_worker_cannot_finish_goes_on_elsewhere_at_once(
+    workerless: Ring, whole: list[int], tmp_path: Path
+) -> None:
     seen: list[int] = []
     with (
         worker(workerless, tmp_path / "heir", "heir") as heir,
         worker(workerless, tmp_path, "leaver", "--drain-grace-s", "0.2") as leaver,
     ):
         with stopped(heir):  # else it might be the one that gets the stream
-            stream = asyncio.create_task(told(workerless.url, 6, seen, max_tokens=900))
+            stream = asyncio.create_task(told_long(workerless.url, seen))
             await wait_until(lambda: bool(seen))
         assert await asyncio.to_thread(leaver.stop) == 0
         assert leaver.printed("worker.handed_back"), leaver.output
-        assert len(await asyncio.wait_for(stream, 60)) == 900
+        assert await asyncio.wait_for(stream, 60) == whole, "the tokens changed with the worker"
         assert heir.printed("worker.took_over"), heir.output
-        assert await told(workerless.url, 6, max_tokens=900) == seen, "the tokens changed with the worker"
 
 
-async def test_a_worker_that_leaves_hands_the_kv_of_its_rows_on(workerless: Ring, tmp_path: Path) -> None:
+async def test_a_worker_that_leaves_hands_the_kv_of_its_rows_on(
+    workerless: Ring, whole: list[int], tmp_path: Path
+) -> None:
     """The heir computes nothing of what the leaver had read, and the tokens are what they would have been."""
-    prompt = [(7 * at * at + at) % 250 for at in range(832)]  # 13 blocks
     transfer = ("--kv-transfer", "--drain-grace-s", "0")
     seen: list[int] = []
     found_before = await prefix_hits(workerless)
@@ -151,32 +165,32 @@ async def test_a_worker_that_leaves_hands_the_kv_of_its_rows_on(workerless: Ring
         worker(workerless, tmp_path, "leaver", *transfer) as leaver,
     ):
         with stopped(heir):
-            stream = asyncio.create_task(told(workerless.url, 1, seen, max_tokens=LONG, prompt=prompt))
+            stream = asyncio.create_task(told_long(workerless.url, seen))
             await wait_until(lambda: bool(seen), 60)
         assert await asyncio.to_thread(leaver.stop) == 0
-        assert len(await asyncio.wait_for(stream, 60)) == LONG
+        assert await asyncio.wait_for(stream, 60) == whole, "the tokens changed with the worker"
         (fetched,) = heir.printed("kv.fetched")
         assert json.loads(fetched)["tokens"] >= 832, "all that the leaver had read and written, to a block"
         assert leaver.printed("kv.lingered"), leaver.output
         await wait_until(lambda: fetches_shown(workerless))
-        assert await told_anew(workerless.url, 1, prompt) == seen
     async with httpx.AsyncClient(base_url=workerless.url, timeout=60) as http:
         counts = (await http.get("/metrics")).text
     assert re.search(r"^mlx_parallm_kv_fetched_tokens_total\{.*\} (8[3-9]|9\d|1\d\d)\d", counts, re.MULTILINE), counts
     assert await prefix_hits(workerless) - found_before == 832
 
 
-async def test_a_restarted_worker_finds_what_its_rows_had_read_on_disk(workerless: Ring, tmp_path: Path) -> None:
-    prompt = [(13 * at * at + at) % 250 for at in range(832)]
+async def test_a_restarted_worker_finds_what_its_rows_had_read_on_disk(
+    workerless: Ring, whole: list[int], tmp_path: Path
+) -> None:
     tier = ("--ssd-cache-dir", str(tmp_path / "kv"), "--drain-grace-s", "0")
     seen: list[int] = []
     with worker(workerless, tmp_path, "before", *tier) as before:
-        stream = asyncio.create_task(told(workerless.url, 4, seen, max_tokens=LONG, prompt=prompt))
+        stream = asyncio.create_task(told_long(workerless.url, seen))
         await wait_until(lambda: len(seen) > 100, 60)
         assert await asyncio.to_thread(before.stop) == 0
     assert before.printed("worker.handed_back") and len(seen) < LONG, before.output
     with worker(workerless, tmp_path, "after", *tier) as after:
-        assert len(await asyncio.wait_for(stream, 60)) == LONG
+        assert await asyncio.wait_for(stream, 60) == whole, "the tokens changed"
 
         async def is_shown() -> bool:
             (status,) = await asyncio.to_thread(workerless.workers)
@@ -184,14 +198,12 @@ async def test_a_restarted_worker_finds_what_its_rows_had_read_on_disk(workerles
 
         await wait_until(is_shown)
         assert after.printed("worker.took_over"), after.output
-        assert await told_anew(workerless.url, 4, prompt) == seen, "the tokens changed"
 
 
 @pytest.mark.parametrize("killed", ["leaver", "heir"])
 async def test_a_kill_in_the_middle_of_a_transfer_costs_a_prefill_and_nothing_else(
-    killed: str, workerless: Ring, tmp_path: Path
+    killed: str, workerless: Ring, whole: list[int], tmp_path: Path
 ) -> None:
-    prompt = [(len(killed) * at * at + at) % 250 for at in range(832)]
     transfer = ("--kv-transfer", "--drain-grace-s", "0")
     module = {"leaver": "worker", "heir": "worker"} | {killed: "tests.e2e.hanging_peer"}
     seen: list[int] = []
@@ -199,7 +211,7 @@ async def test_a_kill_in_the_middle_of_a_transfer_costs_a_prefill_and_nothing_el
         heir = stack.enter_context(worker(workerless, tmp_path / "heir", "heir", *transfer, module=module["heir"]))
         leaver = stack.enter_context(worker(workerless, tmp_path, "leaver", *transfer, module=module["leaver"]))
         with stopped(heir):
-            stream = asyncio.create_task(told(workerless.url, 2, seen, max_tokens=LONG, prompt=prompt))
+            stream = asyncio.create_task(told_long(workerless.url, seen))
             await wait_until(lambda: bool(seen), 60)
         leaver.popen.send_signal(signal.SIGTERM)
         hanging = leaver if killed == "leaver" else heir
@@ -209,24 +221,12 @@ async def test_a_kill_in_the_middle_of_a_transfer_costs_a_prefill_and_nothing_el
         if killed == "heir":
             assert await asyncio.to_thread(leaver.wait, 60) == 0, "nobody fetches any more: it ends"
             heir = stack.enter_context(worker(workerless, tmp_path / "spare", "spare", *transfer))
-        assert len(await asyncio.wait_for(stream, 60)) == LONG
+        assert await asyncio.wait_for(stream, 60) == whole, "the tokens changed"
         assert heir.printed("worker.took_over"), heir.output
         assert not heir.printed("kv.fetched"), heir.output
         if killed == "leaver":
             (why,) = heir.printed("kv.not_fetched")
             assert json.loads(why)["reason"] == "it closed the connection"
-        assert await told(workerless.url, 2, max_tokens=LONG, prompt=prompt) == seen, "the tokens changed"
-
-
-async def told_anew(url: str, seed: int, prompt: list[int]) -> list[int]:
-    """What a worker says that has forgotten all KV."""
-    body = {"model": MODEL, "prompt": prompt, "max_tokens": LONG, "ignore_eos": True, "seed": seed}
-    async with httpx.AsyncClient(base_url=url, timeout=60) as http:
-        assert (await http.post("/reset_prefix_cache")).status_code == 200
-        answer = (await http.post("/v1/completions", json={**body, "return_token_ids": True})).json()
-    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-    tokens: list[int] = answer["choices"][0]["token_ids"]
-    return tokens
 
 
 async def prefix_hits(served: Ring) -> float:

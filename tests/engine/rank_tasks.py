@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import sys
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -173,9 +173,9 @@ class Recorded:
         return gradient
 
 
-def learns(group: Any, folder: str, kind: str, checkpoint_layers: bool = False) -> Any:
+def learns(group: Any, folder: str, kind: str, checkpoint_layers: bool = False, **config: Any) -> Any:
     """Train steps, some of which are taken back: reports, gradients and weights, by whom ranks ask or one process."""
-    loaded = _load(folder, group)
+    loaded = _load(folder, group, **config)
     if group is not None and group.rank():
         assert CHANNEL is not None, "there are ranks"
         rank = RankLearner(loaded)
@@ -209,7 +209,9 @@ def learns_from_samples(loaded: LoadedModel, kind: str, checkpoint_layers: bool)
     for step in range(3):
         trained = finished(learner.train(groups, step, step, [groups[0].prompt_ids]))
         checks = [float(check.passed) for check in trained.checks]
+        distances = trained.report.distances
         told.append([trained.report.loss, trained.report.grad_norm, trained.report.kl, *checks])
+        told.append([] if distances is None else [float(each) for each in astuple(distances)])
         if step == 1:
             learner.revert()
         else:
@@ -225,6 +227,9 @@ def learns_from_samples(loaded: LoadedModel, kind: str, checkpoint_layers: bool)
         learner.load(wrong)
     last = finished(learner.train(groups, 3, 3, []))
     told.append([last.report.loss, last.report.grad_norm, *gaps])
+    one = [replace(groups[0], samples=groups[0].samples[:1])]  # fewer than there are ranks
+    last = finished(learner.train(one, 4, 4, []))
+    told.append([last.report.loss, last.report.grad_norm])
     return result(learner, told, recorded)
 
 
@@ -333,7 +338,7 @@ def scored(seq: str) -> SequenceSpec:
 
 
 def _load(folder: str, group: Any, **config: Any) -> LoadedModel:
-    return load_model(EngineConfig(folder, kv_limit_bytes=1 << 30, sharding=SHARDING, **config), group)
+    return load_model(EngineConfig(folder, kv_limit_bytes=1 << 30, **{"sharding": SHARDING} | config), group)
 
 
 def run(tasks: list[Task], group: Any) -> list[Any]:

@@ -1,9 +1,10 @@
-"""For every Python process that the tests start (tests/conftest.py): transformers looks itself through only once.
+"""For every Python process that the tests start (tests/conftest.py): it imports no more than it needs.
 
 While it is imported, transformers reads the 3,000 source files of its models, twice, to learn which name stands in
 which of them. That is half of what the start of a worker or trainer costs, and the tests start more than a hundred.
-The answer depends on its version alone, so it is kept in a file. Nothing else of the library, and nothing of ours, is
-other than in a user's process.
+The answer depends on its version alone, so it is kept in a file. And structlog and httpx find no rich, which one would
+draw tracebacks with that none of our logs has, and the other its own command line: an eighth of some processes' start.
+Nothing else of the three, and nothing of ours, is other than in a user's process.
 """
 
 import contextlib
@@ -47,16 +48,39 @@ class _Remembering:
         module.define_import_structure = remembered
 
 
+class _Plain:
+    """Loads a module without rich, unless somebody has it already."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)  # type: ignore[no-any-return]
+
+    def exec_module(self, module: ModuleType) -> None:
+        hidden = "rich" not in sys.modules
+        if hidden:
+            sys.modules["rich"] = None  # type: ignore[assignment]
+        try:
+            self._loader.exec_module(module)
+        finally:
+            if hidden:
+                del sys.modules["rich"]
+
+
+LOADERS = {SCANS: _Remembering, "structlog": _Plain, "httpx": _Plain}
+
+
 class _Finder:
-    """Finds that one module."""
+    """Finds those three modules."""
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != SCANS:
+        if name not in LOADERS:
             return None
         spec = PathFinder.find_spec(name, path, target)
         if spec is not None:
-            spec.loader = _Remembering(spec.loader)
+            spec.loader = LOADERS[name](spec.loader)
         return spec
 
 

@@ -74,6 +74,7 @@ def test_under_mlx_launch(tmp_path: Path) -> None:
             "--num-local-ranks 2 --distributed-sharding pipeline --guest trainer.hosted:HostedTrainer",
             "--guest with --distributed-sharding pipeline cannot be had",
         ),
+        ("--num-local-ranks 2 --distributed-sharding data", "--distributed-sharding data cannot be had by a worker"),
         ("--num-local-ranks 2 --spec-decode auto", "--spec-decode auto cannot be had"),
         ("--num-local-ranks 2 --ssd-cache-dir kv", "--ssd-cache-dir cannot be had"),
         ("--num-local-ranks 2 --kv-transfer", "--kv-transfer cannot be had"),
@@ -113,6 +114,14 @@ def test_a_trainer_is_a_group_of_its_own(tmp_path: Path) -> None:
 def test_what_ranks_do_not_learn_is_refused_by_name(flag: str) -> None:
     with pytest.raises(SetupError, match=f"{flag.removesuffix(' team')} cannot be had by a trainer of several ranks: "):
         placing.placement(load(TrainSettings, [*flag.split(), "--num-local-ranks", "2"]), {})
+
+
+def test_ranks_that_each_have_the_model_learn_dora_and_no_values() -> None:
+    line = ["--num-local-ranks", "2", "--distributed-sharding", "data"]
+    assert placing.placement(load(TrainSettings, [*line, "--lora-kind", "dora"]), {}) is not None
+    for flag in ("--loss ppo", "--mode reward"):
+        with pytest.raises(SetupError, match=f"{flag} cannot be had with --distributed-sharding data: "):
+            placing.placement(load(TrainSettings, [*line, *flag.split()]), {})
 
 
 @pytest.mark.parametrize("mode", ["rl", "sft", "dpo"])

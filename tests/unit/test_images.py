@@ -1,8 +1,11 @@
 """Images of clients: which files are taken, the tiles of those that are, and what stands for them in a prompt."""
 
+import asyncio
 import base64
+import gc
 import hashlib
 import io
+import os
 import random
 import struct
 import zlib
@@ -13,6 +16,7 @@ import httpx
 import msgspec
 import numpy as np
 import pytest
+import uvloop
 from PIL import Image
 
 from api.http.limits import check_beside_images
@@ -28,6 +32,7 @@ from shared.image_files.pixels import tiles
 from shared.image_files.reader import ImageReader
 from shared.images.layout import layout
 from shared.images.refs import ImageRef, VisionSpec, image_key, kv_ids
+from shared.process.call_process import CallProcess
 from shared.sequences import SamplingParams, SequenceSpec, decode_spec, encode
 
 VISION = VisionSpec("idefics3", "<image>", 9, tile=32, longest_edge=128, tile_tokens=4)
@@ -141,6 +146,29 @@ async def test_a_file_that_takes_too_long_or_too_much_ends_its_process_alone() -
         assert await small.size(file_of(image())) == (40, 30)
     finally:
         small.close()
+
+
+def test_who_leaves_while_a_process_starts_closes_nothing_that_others_have_opened_since() -> None:
+    """On uvloop, as an api runs: libuv ends a process whose descriptors are closed under it."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        for turns in range(1, 6):
+            runner.run(leave_a_start(turns))
+
+
+async def leave_a_start(turns: int) -> None:
+    starting = asyncio.create_task(CallProcess.start("shared.image_files.process", ["0"]))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    if not starting.cancel():
+        (await starting).kill()
+        return
+    await asyncio.wait({starting})
+    opened = [descriptor for _ in range(4) for descriptor in os.pipe()]
+    del starting  # and with it all that the start has held
+    gc.collect()
+    await asyncio.sleep(0)
+    for descriptor in opened:
+        os.close(descriptor)
 
 
 def test_tiles_are_those_of_transformers() -> None:

@@ -17,6 +17,7 @@ from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from shared.errors import SetupError
 from trainer.learn.compute import Work
 from trainer.learn.options import AdapterShape, Schedule
+from trainer.learn.peers.peers import Peers
 from trainer.learn.policy import Policy
 from trainer.state import Arrays, Moments, Snapshot
 from trainer.vision.sight import Sight
@@ -126,6 +127,11 @@ class DataLearner(ABC, Generic[T]):
     @abstractmethod
     def _load(self, weights: Arrays) -> None: ...
 
+    @property
+    def _peers(self) -> Peers:
+        """Ranks that learn of other samples."""
+        return Peers()
+
     def _whole(self, gradients: dict[str, Any]) -> dict[str, Any]:
         """Of all ranks, where several divide the model."""
         return gradients
@@ -138,13 +144,20 @@ class DataLearner(ABC, Generic[T]):
     def train(self, items: Sequence[T], step: int) -> Work[DataReport]:
         """One update; `step` sets the learning rates."""
         loss, gradients = 0.0, None
-        for part in self._parts(items):
+        for part in self._own_parts(items):
+            if part is None:
+                yield
+                continue
             value, more = self._gradient(part, items)
             gradients = more if gradients is None else tree_map(mx.add, gradients, more)
             mx.eval(value, gradients)
             loss += float(value.item())
             yield
-        assert gradients is not None, "there are items"
+        if gradients is None:
+            gradients = {
+                name: tree_map(mx.zeros_like, each.trainable_parameters()) for name, each in self._learns.items()
+            }
+        (loss,) = self._peers.numbers([loss])
         clipped, norm = optim.clip_grad_norm(self._whole(gradients), self._options.max_grad_norm)
         grad_norm, tokens = float(norm.item()), self._tokens(items)
         if not np.isfinite(grad_norm) or not np.isfinite(loss):
@@ -156,6 +169,11 @@ class DataLearner(ABC, Generic[T]):
             mx.eval(self._learns[name].trainable_parameters(), adam.state)
         self._agree()
         return DataReport(loss, grad_norm, is_finite=True, tokens=tokens)
+
+    def _own_parts(self, items: Sequence[T]) -> Iterator[list[T] | None]:
+        """This rank's of them; None: others have more."""
+        sizes = [size.rows * size.positions for size in map(self._size, items)]
+        return self._peers.each(self._parts(self._peers.share(items, sizes)))
 
     def _parts(self, items: Sequence[T]) -> Iterator[list[T]]:
         """In order, as many at once as the padded positions allow; at least one."""

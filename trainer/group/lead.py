@@ -31,7 +31,9 @@ class LeadingTrainer:
 
     def __init__(self, settings: TrainSettings, placed: Placement) -> None:
         self._settings = settings
-        self._config = EngineConfig(settings.model, dtype=settings.dtype or None)
+        self._config = EngineConfig(
+            settings.model, dtype=settings.dtype or None, sharding=settings.distributed_sharding
+        )
         self._gone = asyncio.Event()
         self._stop: Callable[[], None] = lambda: None
         self.lead = GroupLead(settings, placed, lambda _: self._gone.set(), self._config, None, self._told_to_stop)

@@ -17,7 +17,9 @@ def placement(settings: TrainSettings, environment: Mapping[str, str] = os.envir
 
 
 def check(settings: TrainSettings) -> None:
-    """SetupError that names what ranks that divide a model do not learn, or not in this way."""
+    """SetupError that names what several ranks do not learn, or not in this way."""
+    if settings.distributed_sharding == "data":
+        _check_by_data(settings)
     alone = "it is for a process that has the whole model"
     refused = {
         "--over-http": (settings.over_http, "its ranks meet in the ring's Redis"),
@@ -27,16 +29,30 @@ def check(settings: TrainSettings) -> None:
             "its value head reads states that no rank sums gradients of",
         ),
         "--head-only": (settings.head_only, "a head learns in one process"),
-        f"--lora-kind {settings.lora_kind}": (settings.lora_kind != "lora", "no rank knows the norms of whole weights"),
+        f"--lora-kind {settings.lora_kind}": (
+            settings.lora_kind != "lora" and settings.distributed_sharding != "data",
+            "no rank knows the norms of whole weights",
+        ),
         f"--learner {settings.learner}": (settings.learner != "own", alone),
         "--join-run": (bool(settings.join_run), alone),
         "--federation": (bool(settings.federation), alone),
         "--agents": (settings.agents is not None, alone),
         f"--distributed-sharding {settings.distributed_sharding}": (
-            settings.distributed_sharding != "tensor",
-            "gradients are summed over ranks that divide each layer",
+            settings.distributed_sharding == "pipeline",
+            "gradients are summed over ranks that divide each layer (tensor), or the samples (data)",
         ),
     }
     for flag, (asked, why) in refused.items():
         if asked:
             raise SetupError(f"{flag} cannot be had by a trainer of several ranks: {why}")
+
+
+def _check_by_data(settings: TrainSettings) -> None:
+    """SetupError that names what ranks cannot learn each from a part of the samples."""
+    refused = {
+        f"--mode {settings.mode}": (settings.mode == "reward", "a head's gradients are not summed over samples"),
+        f"--loss {settings.loss}": (settings.loss == "ppo", "its advantages are compared over all of a step's samples"),
+    }
+    for flag, (asked, why) in refused.items():
+        if asked:
+            raise SetupError(f"{flag} cannot be had with --distributed-sharding data: {why}")

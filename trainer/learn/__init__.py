@@ -7,5 +7,5 @@ filters), `policy.py` (LoRA layers over the base's arrays, and a value head: `he
 
 Before that, in plain numpy: `batches.py` (groups to advantages and padded arrays), `advantages.py` (those of PPO).
 Besides: `measures.py` (distances between policies), `microbatch_size.py` (how large a microbatch may be), `packing.py`
-(a learner's state as bytes), `options.py` (plain data, without MLX).
+(a learner's state as bytes), `options.py` (plain data, without MLX), `peers/` (several that compute one train step).
 """

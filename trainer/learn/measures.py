@@ -19,6 +19,7 @@ from shared.trajectories import Trajectory
 from trainer.learn.batches import Microbatch, Sample, SampleGroup, microbatches, pad
 from trainer.learn.drawing import corrected
 from trainer.learn.logprobs import BatchArrays, TokenScores, row_scores, to_arrays
+from trainer.learn.peers.peers import Peers
 from trainer.learn.policy import Policy
 from trainer.state import Arrays
 
@@ -36,6 +37,7 @@ class Distances:
     staleness_kl: float  # of v from theta
 
 
+Floats = np.ndarray[Any, Any]
 Scores = Callable[..., TokenScores]  # (model, arrays, entropy=...)
 
 
@@ -47,25 +49,38 @@ def measure(
     older: dict[int, Arrays],
 ) -> Generator[None, None, Distances]:
     """Measure mismatch and staleness of a train step's microbatches, before its first update; keeps the policy."""
-    mismatch: list[np.ndarray[Any, Any]] = []
-    staleness: list[np.ndarray[Any, Any]] = []
-    for batch in batches:
-        arrays = to_arrays(batch, policy.sight)
-        theta_BT = _logp(policy.model, scores, arrays)
-        yield
-        for step in sorted(set(batch.policy_step_BT[batch.mask_BT].tolist())):
-            at_BT = batch.mask_BT & (batch.policy_step_BT == step)
-            if step == policy_step:
-                v_BT = theta_BT
-            elif step in older:
-                with weights_in(policy, older[step]) as model:
-                    v_BT = _logp(model, scores, arrays)
-                yield
-            else:
-                continue
-            mismatch.append((v_BT - batch.sampler_BT)[at_BT])
-            staleness.append((theta_BT - v_BT)[at_BT])
-    return _summary(mismatch, staleness)
+    mismatch: list[Floats] = []
+    staleness: list[Floats] = []
+    for batch in policy.peers.each(batches):
+        if batch is None:
+            yield
+            continue
+        parts = yield from policy.peers.unit(_apart(policy, scores, batch, policy_step, older))
+        mismatch += [part for part, _ in parts]
+        staleness += [part for _, part in parts]
+    return _summary(mismatch, staleness, policy.peers)
+
+
+def _apart(
+    policy: Policy, scores: Scores, batch: Microbatch, policy_step: int, older: dict[int, Arrays]
+) -> Generator[None, None, list[tuple[Floats, Floats]]]:
+    """Mismatch and staleness of its tokens, by the policy step that sampled them."""
+    found = []
+    arrays = to_arrays(batch, policy.sight)
+    theta_BT = _logp(policy.model, scores, arrays)
+    yield
+    for step in sorted(set(batch.policy_step_BT[batch.mask_BT].tolist())):
+        at_BT = batch.mask_BT & (batch.policy_step_BT == step)
+        if step == policy_step:
+            v_BT = theta_BT
+        elif step in older:
+            with weights_in(policy, older[step]) as model:
+                v_BT = _logp(model, scores, arrays)
+            yield
+        else:
+            continue
+        found.append(((v_BT - batch.sampler_BT)[at_BT], (theta_BT - v_BT)[at_BT]))
+    return found
 
 
 def _logp(model: Any, scores: Scores, arrays: BatchArrays) -> np.ndarray[Any, Any]:
@@ -74,21 +89,15 @@ def _logp(model: Any, scores: Scores, arrays: BatchArrays) -> np.ndarray[Any, An
     return np.array(logp_BT)
 
 
-def _summary(mismatch: list[np.ndarray[Any, Any]], staleness: list[np.ndarray[Any, Any]]) -> Distances:
-    if not mismatch:
-        return Distances(0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-    m, s = np.concatenate(mismatch), np.concatenate(staleness)
+def _summary(mismatch: list[Floats], staleness: list[Floats], peers: Peers) -> Distances:
+    none = np.zeros(0, np.float32)
+    m, s = np.concatenate([none, *mismatch]), np.concatenate([none, *staleness])
     with np.errstate(over="ignore"):  # log-probabilities that somebody has posted: infinite, and the gate refuses them
-        kl_m, kl_s = (float(np.mean(np.exp(x) - x - 1)) for x in (m, s))
-    return Distances(
-        tokens=m.size,
-        mismatch_mean=float(np.abs(m).mean()),
-        mismatch_max=float(np.abs(m).max()),
-        mismatch_kl=kl_m,
-        staleness_mean=float(np.abs(s).mean()),
-        staleness_max=float(np.abs(s).max()),
-        staleness_kl=kl_s,
-    )
+        own = [float(each.sum(dtype=np.float64)) for x in (m, s) for each in (np.abs(x), np.exp(x) - x - 1)]
+    tokens, *sums = peers.numbers([float(m.size), *own])
+    most = [peers.largest(float(np.abs(x).max(initial=0.0))) for x in (m, s)]
+    mismatch_mean, mismatch_kl, staleness_mean, staleness_kl = (each / max(1.0, tokens) for each in sums)
+    return Distances(int(tokens), mismatch_mean, most[0], mismatch_kl, staleness_mean, most[1], staleness_kl)
 
 
 _LONGEST = 64  # prompt positions that count; logits of long prompts would take gigabytes

@@ -115,9 +115,10 @@ class Optimizer:
         started = time.perf_counter()
         before = self.policy.weights()
         yield
-        plan = self.plan(groups, step)
+        plan, peers = self.plan(groups, step), self.policy.peers
         if plan.totals.tokens == 0:
             return StepReport(updated=False)
+        plan = replace(plan, minis=[peers.groups(mini) for mini in plan.minis])
         distances = yield from self.distances(plan, step, policy_step, older or {})
         ahead: list[list[Prepared]] = []
         if self.looks_ahead(plan):
@@ -133,6 +134,7 @@ class Optimizer:
             prepared = ahead[at] if ahead else self.each_prepared(plan.minis[at], policy_step)
             gradient = yield from self.gradient(prepared, plan.parts[at], sums)
             yield from self.apply(gradient, plan.rate, sums)
+        sums.put(peers.numbers(sums.added()))
         report = self.report(plan, sums, before, time.perf_counter() - started, distances)
         return report if known is None else replace(report, value_loss=sums.value / len(plan.order), explained=known)
 
@@ -164,8 +166,9 @@ class Optimizer:
     ) -> Generator[None, None, list[Prepared]]:
         """Microbatches with what the weights of before the step's first update say of them."""
         prepared = []
-        for asked, batch in self._cut(groups):
-            prepared.append(self._prepare(asked, batch, policy_step, several=several))
+        for cut in self.policy.peers.each(self._cut(groups)):
+            if cut is not None:
+                prepared.append(self._prepare(*cut, policy_step, several=several))
             yield
         return prepared
 
@@ -234,7 +237,10 @@ class Optimizer:
         gradient: Any = None
         if totals.tokens == 0:
             return gradient
-        for prepared in batches:
+        for prepared in self.policy.peers.each(batches):
+            if prepared is None:
+                yield
+                continue
             started, held = time.perf_counter(), mx.get_active_memory()
             mx.reset_peak_memory()
             (loss, entropy, clipped, kl, value), part = self._gradient(self.policy.model, prepared, totals)
@@ -247,7 +253,7 @@ class Optimizer:
             sums.value += value.item()
             self._measured(prepared, time.perf_counter() - started, mx.get_peak_memory() - held)
             yield
-        return gradient
+        return self.policy.nothing() if gradient is None else gradient
 
     def apply(self, gradient: Any, rate: float, sums: Sums) -> Generator[None, None, None]:
         """One clipped AdamW update; None changes nothing."""

@@ -29,6 +29,7 @@ from shared.adapter_files.config import mlx_config
 from shared.heads import VALUE, HeadSpec
 from trainer.learn.head_net import HeadNet
 from trainer.learn.options import AdapterShape
+from trainer.learn.peers.peers import Peers
 from trainer.state import Arrays
 from trainer.vision.places import held
 from trainer.vision.sight import Sight
@@ -56,8 +57,8 @@ class Policy:
     ) -> None:
         """`shape`: None: the value head learns alone; `value`: of a head that learns beside, None: there is none.
 
-        `sight`: what it sees images with, None: it sees none. `whole`: what a model was that ranks divide, all of which
-        have this policy then.
+        `sight`: what it sees images with, None: it sees none. `whole`: what a model was that ranks divide, or each
+        have, and which all have this policy then.
         """
         self.sight = sight
         self.shape = shape
@@ -68,9 +69,11 @@ class Policy:
         self.origin: Arrays | None = None  # the adapter that the run began with; None: the base
         self.model: Any = share_tree(model)
         self.model.freeze()
-        self._ranks = None if whole is None else whole.ranks
+        self.peers = Peers(whole)
+        divided = None if whole is None or whole.by_data else whole
+        self._ranks = None if divided is None else divided.ranks
         self._gradients: Gradients | None = None  # where ranks divide the model
-        self.modules = [] if shape is None else self._attach(shape, whole)
+        self.modules = [] if shape is None else self._attach(shape, divided)
         self.value: HeadNet | None = None
         if value is not None and "heads" in self.model:
             raise ValueError("this model has an attribute `heads` of its own, so it takes no value head")
@@ -85,15 +88,19 @@ class Policy:
         self.load(_fresh(self.arrays(), seed))
 
     def whole(self, gradient: Any) -> Any:
-        """The gradient of a batch, which all ranks have computed if there are several: summed over them."""
+        """The gradient of a batch, which all ranks have computed a part of if there are several: summed over them."""
         if self._gradients is None:
-            return gradient
+            return self.peers.gradient(gradient)
         summed = self._gradients.whole(gradient)
         mx.eval(summed)  # in this order on all ranks, whatever is asked of it later
         return summed
 
+    def nothing(self) -> Any:
+        """The gradient of no sample."""
+        return tree_map(mx.zeros_like, self.model.trainable_parameters())
+
     def same(self, *values: float) -> tuple[float, ...]:
-        """Rank 0's values, on all ranks if there are several: what a step does may not depend on one rank's clock."""
+        """Rank 0's values, where ranks divide the model: what they do together may not depend on one rank's clock."""
         if self._ranks is None:
             return values
         told: list[float] = np.array(self._ranks.same(mx.array(values, mx.float32))).tolist()
@@ -104,6 +111,8 @@ class Policy:
         if self._ranks is not None:
             self.model.update(tree_map(self._ranks.same, self.model.trainable_parameters()))
             mx.eval(self.model.trainable_parameters())
+        else:
+            self.model.update(self.peers.same(self.model.trainable_parameters()))
 
     def digest(self) -> int:
         """A sum over the bits of all parameters, by which ranks see that they have the same ones."""

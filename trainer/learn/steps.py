@@ -1,5 +1,6 @@
 """A train step as plain data: what it will do, the sums while it is done, and what it has done."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trainer.learn.batches import SampleGroup
@@ -42,11 +43,15 @@ class Sums:
 
     def add(self, more: "Sums") -> None:
         """Of another part of the same update."""
-        self.loss += more.loss
-        self.entropy += more.entropy
-        self.clipped += more.clipped
-        self.kl += more.kl
-        self.value += more.value
+        self.put([own + other for own, other in zip(self.added(), more.added(), strict=True)])
+
+    def added(self) -> list[float]:
+        """Of these, the sum over parts is the whole's."""
+        return [self.loss, self.entropy, self.clipped, self.kl, self.value]
+
+    def put(self, added: Sequence[float]) -> None:
+        """Set what `added` gives."""
+        self.loss, self.entropy, self.clipped, self.kl, self.value = added
 
 
 @dataclass(frozen=True)

@@ -190,9 +190,12 @@ class Lead:
         await self._run.say(msgspec.msgpack.encode(word))
 
     async def collect(
-        self, update: int, wanted: Collection[str], shapes: Mapping[str, tuple[int, ...]]
+        self, update: int, wanted: Collection[str], shapes: Mapping[str, tuple[int, ...]], began: float
     ) -> dict[str, Computed]:
-        """Gradients by member, of those that have answered; the others are dead, too slow, or in trouble."""
+        """Gradients by member, of those that have answered; the others are dead, too slow, or in trouble.
+
+        How long one took is counted from `began`, on perf_counter's clock: the way of its bytes is a part of it.
+        """
         found: dict[str, Computed] = {}
         waited = set(wanted)
         while waited:
@@ -207,7 +210,7 @@ class Lead:
                     await self._drop(answer)
                 elif answer.member in waited and (answer.epoch, answer.step) == (self.epoch, self._step):
                     waited.discard(answer.member)
-                    computed = await self._computed(answer, shapes)
+                    computed = await self._computed(answer, shapes, began)
                     if computed is not None:
                         found[answer.member] = computed
             for member in waited - set(await self._run.members.alive()):
@@ -221,7 +224,7 @@ class Lead:
     def _at(self, update: int) -> tuple[str, int, int]:
         return self.epoch, self._step, update
 
-    async def _computed(self, answer: Answer, shapes: Mapping[str, tuple[int, ...]]) -> Computed | None:
+    async def _computed(self, answer: Answer, shapes: Mapping[str, tuple[int, ...]], began: float) -> Computed | None:
         if isinstance(answer, Trouble):
             log.warning("shared.member_lost", member=answer.member, reason=answer.message)
             return None
@@ -234,7 +237,7 @@ class Lead:
                 log.warning("shared.member_lost", member=answer.member, reason=str(error))
                 return None
             await self._drop(answer)
-        return Computed(gradient, answer.sums, answer.positions, answer.seconds)
+        return Computed(gradient, answer.sums, answer.positions, time.perf_counter() - began)
 
     async def _drop(self, answer: Done) -> None:
         if answer.gradient is not None:

@@ -67,17 +67,19 @@ class SharedLearner(HostLearner):
             return await super().train(groups, step, policy_step, probes)
         began = time.perf_counter()
         plan, before, distances = await self._host.run(lambda: self._begin(groups, step, policy_step))
+        is_shared = False
         if plan.totals.tokens == 0:
             report = StepReport(updated=False)
         else:
             shared = SharedStep(self._host, self._learner, self._lead, plan, before, policy_step)
             sums = await shared.take(members, self._speeds)
-            seconds = time.perf_counter() - began
+            seconds, is_shared = time.perf_counter() - began, shared.is_shared
             report = await self._host.run(
                 at_once(lambda: self._learner.optimizer.report(plan, sums, before, seconds, distances))
             )
         trained = await self._host.run(lambda: self._learner.checked(report, probes))
-        self._lead.close(trained.weights)
+        if is_shared:
+            self._lead.close(trained.weights)
         return trained
 
     async def _members(self) -> list[str]:

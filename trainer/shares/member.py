@@ -183,11 +183,8 @@ class Member:
             data = await asyncio.to_thread(gradient_bytes, computed.gradient, self._exchange)
             parcelled = await self._run.parcels.put(data)
         await self._tell(
-            Done(
-                self._now.epoch, self.name, self._step, update, parcelled, computed.sums, computed.positions,
-                computed.seconds,
-            )
-        )  # fmt: skip
+            Done(self._now.epoch, self.name, self._step, update, parcelled, computed.sums, computed.positions)
+        )
 
     @property
     def _exchange(self) -> ExchangeDtype:

@@ -76,7 +76,6 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
     gradient: Parcel | None  # None: its part has no token in the loss
     sums: Sums
     positions: int
-    seconds: float
 
 
 class Trouble(msgspec.Struct, frozen=True, tag="trouble"):

@@ -22,6 +22,7 @@ log = structlog.get_logger()
 
 ME = ""  # this process, among the members
 _RECENT = 0.5  # weight of the last time in a speed
+_AGAIN = 1.05  # by which one that got no sample of a step counts as faster, so that it is measured again at times
 
 
 class SharedStep:
@@ -32,13 +33,17 @@ class SharedStep:
     ) -> None:
         self._host, self._learner, self._lead = host, learner, lead
         self._plan, self._before, self._policy_step = plan, before, policy_step
+        self.is_shared = False  # a member had a part
         self._sums = Sums()
         self._plans: dict[str, Plan] = {}
         self._parts: dict[str, Part] = {}  # that this process computes
         self._away: set[str] = set()  # members that do not take part any more
 
     async def take(self, members: Sequence[str], speeds: dict[str, float]) -> Sums:
-        """Every update of the step; `speeds` (positions a second, by member) are used and kept up to date."""
+        """Every update of the step; `speeds` (positions a second, by member) are used and kept up to date.
+
+        A member's seconds are those from the update's begin until its gradient is here: who is far away gets less.
+        """
         names = [ME, *members]
         known = [speeds[name] for name in names if name in speeds]
         usual = sum(known) / len(known) if known else 1.0
@@ -51,6 +56,9 @@ class SharedStep:
                     rate = each.positions / each.seconds
                     speeds[name] = rate + (1 - _RECENT) * (speeds.get(name, rate) - rate)
             await self._host.run(lambda: self._apply([*computed.values()]))  # noqa: B023 - it is awaited
+        for name in speeds.keys() & set(members) - self._plans.keys():
+            speeds[name] *= _AGAIN
+        self.is_shared = self._plans.keys() != {ME}
         log.info("shared.step", trainers=len(self._plans), lost=sorted(self._away))
         return self._sums
 
@@ -73,6 +81,7 @@ class SharedStep:
         return {name: found[name] for name in self._plans}
 
     async def _others(self, update: int) -> dict[str, Computed]:
+        began = time.perf_counter()
         wanted = [name for name in self._plans if name != ME and name not in self._away]
         if not wanted:
             return {}
@@ -84,7 +93,7 @@ class SharedStep:
                 origin = policy.origin if options.loss.kl_coefficient else None
                 parts = {name: StepPart(self._plans[name], self._policy_step) for name in wanted}
                 await self._lead.open(self._before, origin, parts)
-            return await self._lead.collect(update, wanted, self._learner.shapes)
+            return await self._lead.collect(update, wanted, self._learner.shapes, began)
         except (RedisError, OSError) as error:
             log.warning("shared.redis_away", error=reason(error), lost=wanted)
             return {}

@@ -29,6 +29,7 @@ from trainer.learn.logprobs import (
 )
 from trainer.learn.measures import measure_parity, weights_in
 from trainer.learn.options import AdapterShape
+from trainer.learn.peers.peers import Peers
 from trainer.state import Arrays
 from trainer.tuning.examples import Tuning
 from trainer.tuning.losses import answer_logps, cross_entropy, margins, preference
@@ -73,20 +74,23 @@ class TuneLearner(DataLearner[SampleGroup]):
         """Of sft, the share of tokens named and their loss; of dpo, the share of pairs that gained, loss and margin."""
         if self._tuning == "sft":
             said: list[_Said] = []
-            for part in self._parts(items):
-                said.append(self._said(self._arrays(part)))
+            for part in self._own_parts(items):
+                if part is not None:
+                    said.append(self._said(self._arrays(part)))
                 yield
-            tokens = sum(each.tokens for each in said)
-            return Measured(sum(each.named for each in said) / tokens, -sum(each.logp for each in said) / tokens)
+            own = [sum(each) for each in zip(_Said(0.0, 0, 0), *said, strict=True)]
+            logp, named, tokens = self._peers.numbers(own)
+            return Measured(named / tokens, -logp / tokens)
         gained: list[float] = []
         loss = 0.0
-        for part in self._parts(items):
-            x, reference_B = self._arrays(part), self._reference(part)
-            margin_N = self._margins(self._policy.model, x, reference_B)
-            gained += np.array(margin_N).tolist()
-            loss += np.array(preference(margin_N, len(items))).item()
+        for part in self._own_parts(items):
+            if part is not None:
+                margin_N = self._margins(self._policy.model, self._arrays(part), self._reference(part))
+                gained += np.array(margin_N).tolist()
+                loss += np.array(preference(margin_N, len(items))).item()
             yield
-        return Measured(float(np.mean(np.array(gained) > 0)), loss, float(np.mean(gained)))
+        right, loss, margin = self._peers.numbers([sum(each > 0 for each in gained), loss, sum(gained)])
+        return Measured(right / len(items), loss, margin / len(items))
 
     def parity(self, trajectories: Sequence[Trajectory]) -> Work[float]:
         """Mean difference to a worker's log-probabilities of what it has sampled."""
@@ -108,6 +112,10 @@ class TuneLearner(DataLearner[SampleGroup]):
 
     def _load(self, weights: Arrays) -> None:
         self._policy.load(weights)
+
+    @property
+    def _peers(self) -> Peers:
+        return self._policy.peers
 
     def _whole(self, gradients: dict[str, Any]) -> dict[str, Any]:
         return {"body": self._policy.whole(gradients["body"])}

@@ -10,6 +10,7 @@ from typing import Literal
 
 from shared.errors import ParallmError
 from shared.frames import Finish, TokenEvent
+from shared.process.options.group import Sharding
 from shared.process.settings import WorkerSettings
 from shared.sequences import SequenceSpec
 
@@ -79,7 +80,7 @@ class EngineConfig:
     guest_share: float = 0.2  # of the thread's time that guests get while rows decode; 0: none
     speculation: SpeculationConfig | None = None  # None: no drafts
     image_cache_bytes: int = 256 << 20  # of images' vectors that no row uses
-    sharding: Literal["tensor", "pipeline"] = "tensor"  # what each of several ranks holds
+    sharding: Sharding = "tensor"  # what each of several ranks holds
 
 
 @dataclass(frozen=True)

@@ -144,8 +144,12 @@ def _check(settings: WorkerSettings) -> None:
             "ngram is what all ranks draft alike",
         ),
         f"--guest with --distributed-sharding {settings.distributed_sharding}": (
-            bool(settings.guest) and settings.distributed_sharding != "tensor",
+            bool(settings.guest) and settings.distributed_sharding == "pipeline",
             "a model that ranks hold layer by layer cannot learn",
+        ),
+        "--distributed-sharding data": (
+            settings.distributed_sharding == "data",
+            "its ranks hold a model together; a trainer's ranks may each have all of it (mlx_parallm_train)",
         ),
         "--ssd-cache-dir": (settings.ssd_folder is not None, f"{part}, and files are whole"),
         "--kv-transfer": (settings.kv_transfer, f"{part}, and workers give it whole"),

@@ -7,6 +7,7 @@ from pydantic import BaseModel, Field
 LOST_EXIT_CODE = 3  # of a rank of a strict group that has lost another one: nobody starts it again
 
 Mode = Literal["", "off", "ring", "jaccl", "nccl"]
+Sharding = Literal["tensor", "pipeline", "data"]
 
 
 class GroupSettings(BaseModel):
@@ -20,10 +21,11 @@ class GroupSettings(BaseModel):
         description="how ranks exchange sums: ring (TCP), nccl (NVIDIA), jaccl (RDMA over Thunderbolt); default: nccl "
         "between GPUs, else ring; off: this worker is no rank of anything, under mlx.launch either",
     )
-    distributed_sharding: Literal["tensor", "pipeline"] = Field(
+    distributed_sharding: Sharding = Field(
         default="tensor",
-        description="what a rank holds: a part of every layer (tensor), or whole layers, one rank after another "
-        "(pipeline)",
+        description="what a rank holds: a part of every layer (tensor), whole layers, one rank after another "
+        "(pipeline), or, of a trainer, all of the model, and each learns from a part of every train step's samples "
+        "(data)",
     )
     distributed_strict: bool = Field(
         default=False, description="end, with exit code 3, when a rank is lost; else the group is built anew"

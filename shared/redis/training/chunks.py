@@ -1,7 +1,8 @@
 """Bytes of weights, gradients and states, in chunks.
 
 Chunks are small and there is a pause between two of them, as with those of adapters, so that token frames get in
-between. What nothing points to yet, or what was torn, is gone after ADAPTER_UPLOAD_TTL_S.
+between. Those of a parcel, which a train step waits for, are larger: most of the time went to pauses and round trips.
+What nothing points to yet, or what was torn, is gone after ADAPTER_UPLOAD_TTL_S.
 """
 
 import asyncio
@@ -17,13 +18,14 @@ from shared.redis import keys
 from shared.redis.connection.client import ask
 
 CHUNK_BYTES, PAUSE_S = 2**17, 0.001
+PARCEL_CHUNK_BYTES = 2**20
 
 
-async def put(redis: Redis, key: str, data: bytes) -> None:
+async def put(redis: Redis, key: str, data: bytes, chunk_bytes: int = CHUNK_BYTES) -> None:
     """Write them under a key that is nobody else's; again is the same."""
-    for number, at in enumerate(range(0, len(data), CHUNK_BYTES)):
+    for number, at in enumerate(range(0, len(data), chunk_bytes)):
         async with redis.pipeline(transaction=False) as pipe:
-            pipe.hset(key, mapping={str(number): data[at : at + CHUNK_BYTES]})
+            pipe.hset(key, mapping={str(number): data[at : at + chunk_bytes]})
             pipe.expire(key, keys.ADAPTER_UPLOAD_TTL_S)
             await pipe.execute()
         await asyncio.sleep(PAUSE_S)
@@ -63,8 +65,8 @@ class Parcels:
 
     async def put(self, data: bytes, lives_s: int = 0) -> Parcel:
         """Store bytes for ADAPTER_UPLOAD_TTL_S, or longer."""
-        parcel = Parcel(secrets.token_hex(8), len(data), hashlib.sha256(data).digest())
-        await put(self._redis, self._key(parcel.id), data)
+        parcel = Parcel(secrets.token_hex(8), len(data), await asyncio.to_thread(_sha256, data))
+        await put(self._redis, self._key(parcel.id), data, PARCEL_CHUNK_BYTES)
         if lives_s > keys.ADAPTER_UPLOAD_TTL_S:
             await ask(self._redis, "EXPIRE", self._key(parcel.id), lives_s)
         return parcel
@@ -72,10 +74,14 @@ class Parcels:
     async def get(self, parcel: Parcel) -> bytes:
         """What was put; NotFoundError when it is gone or damaged."""
         data = await get(self._redis, self._key(parcel.id))
-        if hashlib.sha256(data).digest() != parcel.sha256:
+        if await asyncio.to_thread(_sha256, data) != parcel.sha256:
             raise NotFoundError("these bytes are not what was stored")
         return data
 
     async def drop(self, parcel: Parcel) -> None:
         """They are not needed any more."""
         await ask(self._redis, "UNLINK", self._key(parcel.id))
+
+
+def _sha256(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()

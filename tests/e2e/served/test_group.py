@@ -28,6 +28,13 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ring]:
         yield started
 
 
+@pytest.fixture(scope="module")
+def whole(served: Ring) -> str:
+    """What a single process says to LONG."""
+    text: str = httpx.post(f"{served.url}/v1/completions", json=LONG, timeout=60).json()["choices"][0]["text"]
+    return text
+
+
 def children(pid: int) -> list[int]:
     """Of a worker: its followers."""
     listed = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
@@ -96,8 +103,7 @@ def test_two_ranks_answer_as_one_process_does(served: Ring, group: Ring) -> None
 @pytest.mark.parametrize(
     ("victim", "number"), [("follower", signal.SIGKILL), ("follower", signal.SIGSTOP), ("rank 0", signal.SIGKILL)]
 )
-def test_a_stream_outlives_any_rank(served: Ring, group: Ring, victim: str, number: signal.Signals) -> None:
-    whole = httpx.post(f"{served.url}/v1/completions", json=LONG, timeout=60).json()["choices"][0]["text"]
+def test_a_stream_outlives_any_rank(whole: str, group: Ring, victim: str, number: signal.Signals) -> None:
     ready = httpx.post(f"{group.url}/v1/completions", json=body("Hello"), timeout=60)  # after the death before
     assert ready.status_code == 200, ready.text
     ends, text, is_hit = [], "", False

@@ -18,6 +18,7 @@ import mlx_lm.utils
 from mlx_lm.generate import generation_stream
 
 from shared.errors import SetupError
+from shared.process.options.group import Sharding
 from shared.sequences import ModelCard
 from shared.text.codec import TokenizerBundle
 from worker.engine.heads.classifier import Classifier, is_classifier
@@ -148,7 +149,7 @@ def _read(
             trusts, lazy = config.trust_remote_code, ranks is not None
             model, model_config = mlx_lm.utils.load_model(path, lazy, trust_remote_code=trusts)
         if ranks is not None:
-            whole = _divide(model, ranks, by_layers=config.sharding == "pipeline")
+            whole = _divide(model, ranks, config.sharding)
         tokenizer = mlx_lm.utils.load_tokenizer(path, eos_token_ids=model_config.get("eos_token_id"))
         if tower is not None and not tokenizer.chat_template:
             tokenizer.chat_template = chat_template(path)
@@ -164,10 +165,12 @@ def _read(
     return model, export_tokenizer(tokenizer), model_config, heads, tower, whole
 
 
-def _divide(model: Any, ranks: Ranks, *, by_layers: bool) -> Whole:
+def _divide(model: Any, ranks: Ranks, sharding: Sharding) -> Whole:
     """Keep this rank's part of it; what it was."""
     shapes = module_shapes(model)
-    if by_layers:
+    if sharding == "data":
+        return Whole(ranks, shapes, by_data=True)
+    if sharding == "pipeline":
         return Whole(ranks, shapes, by_layers=True, shares=cut(model, ranks).shares)
     shard(model, ranks)
     return Whole(ranks, shapes)

@@ -38,11 +38,12 @@ Shapes = dict[str, tuple[int, int]]
 
 @dataclass(frozen=True)
 class Whole:
-    """What a model was before it was divided among ranks."""
+    """What a model was before it was divided among ranks; or is, where each has all of it."""
 
     ranks: Ranks
     shapes: Shapes
     by_layers: bool = False  # each has some layers, and not a part of each
+    by_data: bool = False  # each has all of it, and they learn of different samples
     shares: tuple[int, ...] = ()  # by cache: layers whose KV it stands for where bytes are counted (pipeline.py)
 
     def elsewhere(self, held: Collection[str]) -> frozenset[str]:

@@ -1,0 +1,109 @@
+"""Ranks that each have all of the model and learn one policy: each computes its share of every train step.
+
+A policy that learns in one process has `Peers()`, with whom nothing is divided and nothing summed.
+
+Invariants.
+- What is called here, all ranks call, in the same order: each method but the shares is a sum over them.
+- A step is cut into the same units on all ranks (`each`, `unit`): rank 0 asks for one after the other (trainer/ranks),
+  and whoever has fewer microbatches does nothing in the last ones.
+- A share may be empty. Its gradient is 0.
+"""
+
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from itertools import accumulate
+from typing import Any, TypeVar
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten, tree_map_with_path
+
+from trainer.learn.batches import SampleGroup
+from trainer.learn.compute import Work, finished
+from trainer.learn.peers.division import divide, longest_first
+from worker.engine.model.sites import Whole
+
+T = TypeVar("T")
+
+
+class Peers:
+    """This rank among them. Belongs to the thread that computes."""
+
+    def __init__(self, whole: Whole | None = None) -> None:
+        """`whole`: what is said of a model of several ranks; they are peers where each has all of it."""
+        self._ranks = whole.ranks if whole is not None and whole.by_data else None
+
+    # -- shares
+
+    def groups(self, groups: list[SampleGroup]) -> list[SampleGroup]:
+        """This rank's of the samples of one update."""
+        if self._ranks is None:
+            return groups
+        return divide(groups, [1.0] * self._ranks.size)[self._ranks.rank]
+
+    def share(self, items: Sequence[T], sizes: Sequence[int]) -> Sequence[T]:
+        """This rank's of some items."""
+        if self._ranks is None:
+            return items
+        return [items[at] for at in longest_first(sizes, self._ranks.size)[self._ranks.rank]]
+
+    def each(self, parts: Iterable[T]) -> Iterator[T | None]:
+        """Parts of a share, and then None until all ranks have had theirs."""
+        if self._ranks is None:
+            yield from parts
+            return
+        own = list(parts)
+        most = self._ranks.largest(len(own))  # before the first one, so that nobody waits within a unit
+        yield from own
+        yield from [None] * (most - len(own))
+
+    def unit(self, work: Work[T]) -> Generator[None, None, T]:
+        """What takes several units alone, and another number of them on each rank: as one."""
+        if self._ranks is None:
+            return (yield from work)
+        value = finished(work)
+        yield
+        return value
+
+    # -- sums over all ranks
+
+    def gradient(self, part: Any) -> Any:
+        """Of all shares, from each rank's."""
+        if self._ranks is None:
+            return part
+        vector = _vector(part)
+        return _tree(mx.distributed.all_sum(vector, group=self._ranks.group), part)
+
+    def same(self, tree: Any) -> Any:
+        """Rank 0's arrays, on all ranks: machines of different kinds round differently."""
+        return tree if self._ranks is None else _tree(self._ranks.same(_vector(tree)), tree)
+
+    def numbers(self, own: Sequence[float]) -> list[float]:
+        """Each summed."""
+        if self._ranks is None:
+            return list(own)
+        summed = mx.distributed.all_sum(mx.array(list(own), mx.float32), group=self._ranks.group)
+        told: list[float] = np.array(summed).tolist()
+        return told
+
+    def largest(self, own: float) -> float:
+        """Of all ranks' numbers."""
+        if self._ranks is None:
+            return own
+        by_rank = [own if rank == self._ranks.rank else 0.0 for rank in range(self._ranks.size)]
+        return max(self.numbers(by_rank))
+
+
+def _vector(tree: Any) -> mx.array:
+    """All numbers of a tree in one array, so that one sum is enough."""
+    return mx.concatenate([value.reshape(-1) for _, value in tree_flatten(tree)])
+
+
+def _tree(vector: mx.array, like: Any) -> Any:
+    """Back, evaluated."""
+    leaves = tree_flatten(like)
+    ends = list(accumulate(value.size for _, value in leaves))
+    parts = mx.split(vector, ends[:-1])
+    named = {name: part.reshape(value.shape) for (name, value), part in zip(leaves, parts, strict=True)}
+    tree = tree_map_with_path(lambda name, _: named[name], like)
+    mx.eval(tree)
+    return tree
