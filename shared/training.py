@@ -11,6 +11,7 @@ import msgspec
 
 from shared.adapters import NAME
 from shared.errors import InvalidRequestError, ParallmError
+from shared.ranks import RankStatus
 from shared.trajectories import LiveTrajectory
 
 AlertKind = Literal[
@@ -66,6 +67,7 @@ class TrainerStatus(msgspec.Struct, frozen=True, kw_only=True):
     best_checkpoint: str = ""
     value_loss: float | None = None  # of a value head, in the last train step
     explained: float | None = None  # how well its values were known before: 1 is all
+    ranks: tuple[RankStatus, ...] = ()  # that divide the model among them; (): it is one process
 
 
 class TrainingPoint(msgspec.Struct, frozen=True, kw_only=True):

@@ -36,9 +36,10 @@ def main(argv: list[str] | None = None) -> int:
         settings = load(TrainSettings, argv)
         logs.configure(settings.log_level, settings.log_json)
         tracing.start(settings.otlp_endpoint, "trainer")
-        settings.check()
-        team = agents_of(argv, settings.agents) if settings.agents is not None else []
         placed = placement(settings)
+        if placed is None or not placed.rank:  # the run is rank 0's
+            settings.check()
+        team = agents_of(argv, settings.agents) if settings.agents is not None else []
         if placed is not None:
             take_device(placed)
         fast_blas.install()

@@ -80,11 +80,9 @@ class HostedTrainer:
         if not self._settings.microbatch_gb:
             bound = free_bytes() / FREE_PART / 1e9
             self._settings = self._settings.model_copy(update={"microbatch_gb": bound})
-        # The other ranks compile with the first train step: what is made up for the rehearsal is made up here alone.
-        if self._warms_up and place.others is None and mx.default_device() != mx.Device(mx.cpu):
+        if self._warms_up and mx.default_device() != mx.Device(mx.cpu):
             began = time.perf_counter()
-            model, vocab_size = place.loaded.model, place.loaded.card.vocab_size
-            place.engine.run_between_steps(lambda: rehearse(model, self._settings, vocab_size)).result()
+            place.engine.run_between_steps(lambda: rehearse(place.loaded, self._settings, place.others)).result()
             log.info("training.warm", seconds=round(time.perf_counter() - began, 1))
 
     def start(self, place: LendingWorker, ended: Callable[[bool], None]) -> None:

@@ -170,7 +170,9 @@ class TrainLoop:
 
     def status(self, now: TrainerState) -> TrainerStatus:
         """What the board shows."""
-        return status_of(self.settings, self.state, now, self._last, self.checkpoints, self._started_ms)
+        others = self.parts.host.others
+        ranks = () if others is None else others.ranks()
+        return status_of(self.settings, self.state, now, self._last, self.checkpoints, self._started_ms, ranks)
 
     # -- start and resume
 

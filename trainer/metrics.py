@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 import structlog
 
+from shared.ranks import RankStatus
 from shared.training import TrainerState, TrainerStatus, TrainingPoint
 from trainer.curricula.curriculum import CurriculumFigures
 from trainer.learn.batches import Dropped
@@ -279,6 +280,7 @@ def status_of(
     last: StepMetrics | None,
     checkpoints: CheckpointStore,
     started_ms: int,
+    ranks: tuple[RankStatus, ...],
 ) -> TrainerStatus:
     """The totals and the last train step; owner and heartbeat are the board's to fill in."""
     return TrainerStatus(
@@ -301,6 +303,7 @@ def status_of(
         best_checkpoint=checkpoints.pointer("best") or "",
         value_loss=last.value_loss if last else None,
         explained=last.explained if last else None,
+        ranks=ranks,
     )
 
 

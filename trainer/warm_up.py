@@ -4,25 +4,29 @@ On a GPU the first backward pass compiles its kernels: 15.7 s in which no row wo
 NVIDIA H100). What is learned here is thrown away.
 """
 
-from typing import Any
-
 import numpy as np
 
 from trainer.learn.batches import Sample, SampleGroup
-from trainer.learn.compute import Work
+from trainer.learn.compute import Others, Work
 from trainer.learners.loop_learner import build_learner
 from trainer.parts import learner_options
+from trainer.ranks.learner import LedLearner
 from trainer.settings import TrainSettings
+from worker.engine.model.loader import LoadedModel
 
 GROUPS, SAMPLES = 8, 4
 PROMPT, COMPLETION = 128, 256  # tokens, the second one at most
 STEPS = 2  # the first one finds out how large a microbatch may be
 
 
-def rehearse(model: Any, settings: TrainSettings, vocab_size: int) -> Work[None]:
-    """Train on made-up samples; runs in the engine's thread."""
-    learner = build_learner(model, learner_options(settings))
-    groups = _groups(vocab_size, min(COMPLETION, settings.max_tokens))
+def rehearse(loaded: LoadedModel, settings: TrainSettings, others: Others | None) -> Work[None]:
+    """Train on made-up samples; runs in the engine's thread, with `others` on all ranks of a group."""
+    options = learner_options(settings)
+    if others is None:
+        learner = build_learner(loaded.model, options)
+    else:
+        learner = LedLearner(others, loaded.model, options, loaded.whole)
+    groups = _groups(loaded.card.vocab_size, min(COMPLETION, settings.max_tokens))
     for step in range(STEPS):
         yield from learner.train(groups, step, step, [groups[0].prompt_ids])
 

@@ -5,8 +5,9 @@ import socket
 from dataclasses import asdict, dataclass
 
 from shared.process.settings import WorkerSettings
+from shared.ranks import RankStatus
 from shared.redis.queue.sequence_queue import SequenceQueue
-from shared.redis.ring.worker_registry import RankStatus, WorkerState, WorkerStatus, weights_of
+from shared.redis.ring.worker_registry import WorkerState, WorkerStatus, weights_of
 from shared.sequences import Claim, ModelCard, SequenceResult
 from shared.telemetry import tracing
 from shared.telemetry.metrics import Counter, Histogram, Tally

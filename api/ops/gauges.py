@@ -9,6 +9,7 @@ import structlog
 from api.ops.snapshot import trainings
 from api.ring.first_tokens import Forecast
 from api.ring.ring import SERVING, Ring
+from shared.ranks import RankStatus
 from shared.redis import keys
 from shared.redis.connection.client import infos, server_time_ms
 from shared.redis.connection.faults import reason
@@ -93,7 +94,7 @@ def _worker(gauges: Gauges, worker: WorkerStatus, now_ms: int) -> None:
         "worker_kv_bytes": worker.kv_bytes,
         "worker_kv_limit_bytes": worker.kv_limit_bytes,
         "worker_ranks": max(1, len(worker.ranks)),
-        "worker_ranks_ready": sum(rank.state == "ready" for rank in worker.ranks) if worker.ranks else 1,
+        "worker_ranks_ready": _ready(worker.ranks),
         "worker_heartbeat_age_seconds": max(0, now_ms - worker.heartbeat_ms) / 1000,
         "kv_bytes_per_token": worker.extra.get("kv_bytes_per_token", 0),
         "adapter_slots": worker.extra.get("adapter_slots", 0),
@@ -107,6 +108,11 @@ def _worker(gauges: Gauges, worker: WorkerStatus, now_ms: int) -> None:
     }
     for name, value in figures.items():
         gauges[f"mlx_parallm_{name}"][worker.model, worker.id] = value
+
+
+def _ready(ranks: tuple[RankStatus, ...]) -> int:
+    """One process alone is ready."""
+    return sum(rank.state == "ready" for rank in ranks) if ranks else 1
 
 
 async def _adapters(gauges: Gauges, ring: Ring, workers: list[WorkerStatus]) -> None:
@@ -160,6 +166,8 @@ async def _training(gauges: Gauges, ring: Ring) -> None:
             "rl_versions_rejected": status.rejected,
             "rl_rollbacks": status.rollbacks,
             "rl_trainer_up": 1.0 if training.alive else 0.0,
+            "rl_trainer_ranks": max(1, len(status.ranks)) if training.alive else 0,
+            "rl_trainer_ranks_ready": _ready(status.ranks) if training.alive else 0,
             "rl_trajectories_waiting": live.waiting,
             "rl_trajectories_dropped": live.dropped,
         }

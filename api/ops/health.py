@@ -6,10 +6,11 @@ overloaded from 100%, where new requests are refused. A probe never waits for a 
 """
 
 import asyncio
+import time
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Depends, Response
-from msgspec import structs
+from msgspec import structs, to_builtins
 from pydantic import BaseModel, Field
 from redis.exceptions import RedisError
 
@@ -19,6 +20,7 @@ from shared.redis.connection.faults import is_refusal, reason
 from shared.redis.ring.child_troubles import ChildTroubles
 from shared.redis.ring.pause import PauseMode, PauseSwitch
 from shared.redis.ring.worker_registry import WorkerStatus
+from shared.redis.training.board import TrainingBoard, lately_trained
 
 router = APIRouter(tags=["operations"])
 TheRing = Annotated[Ring, Depends(ring_of)]
@@ -43,14 +45,14 @@ class CacheHealth(BaseModel):
 
 
 class RankHealth(BaseModel):
-    """One of the processes that hold a worker's model together."""
+    """One of the processes that hold a model together, a worker's or a trainer's."""
 
-    rank: int = Field(description="0 is the worker's own process")
+    rank: int = Field(description="0 is the process that leads, which alone speaks to the ring")
     host: str
     address: str = Field(description="where it is reached, or speaks from")
     sums_by: str = Field(description="how it exchanges sums with the others: ring, nccl or jaccl")
     state: str = Field(description="loading, ready or lost")
-    behind: int = Field(description="turns of the engine that it has not told to have taken")
+    behind: int = Field(description="turns of the engine, or units of a learner's work, that it has not told of")
     silent_s: float = Field(description="since it said something")
 
 
@@ -72,6 +74,15 @@ class WorkerHealth(BaseModel):
     memory_cache: CacheHealth
     ssd_cache: CacheHealth | None = Field(description="null: no folder is named")
     ranks: list[RankHealth] = Field(description="that hold the model together; empty: this process holds all of it")
+
+
+class TrainerHealth(BaseModel):
+    """A live trainer."""
+
+    policy: str
+    run: str
+    state: str = Field(description="starting, waiting, training or paused")
+    ranks: list[RankHealth] = Field(description="that divide the model among them; empty: it is one process")
 
 
 class ModelHealth(BaseModel):
@@ -111,6 +122,7 @@ class RingHealth(BaseModel):
     queue_depth: int = Field(description="waiting sequences in all")
     utilization: Utilization
     workers: list[WorkerHealth]
+    trainers: list[TrainerHealth]
     models: dict[str, ModelHealth]
 
 
@@ -150,6 +162,7 @@ async def _report(ring: Ring) -> RingHealth:
         queue_depth=0,
         utilization=Utilization(queue=0, requests=round(ring.load.utilization, 4), memory=0),
         workers=[],
+        trainers=[],
         models={},
     )
     try:
@@ -211,6 +224,7 @@ async def _look(ring: Ring, report: RingHealth) -> None:
             use.memory = max(use.memory, round(memory / settings.memory_pressure_threshold, 4))
         if not any(worker.state in SERVING for worker in workers):
             report.reasons.append(f"no worker of model '{card.name}' takes work")
+    report.trainers = await _trainers(ring)
     report.model_loaded = any(worker.state in SERVING for worker in report.workers)
     report.reasons += [trouble.told for trouble in await ChildTroubles(ring.redis).read()]
     order = await PauseSwitch(ring.redis).current()
@@ -232,6 +246,16 @@ def _worker(worker: WorkerStatus) -> WorkerHealth:
     return WorkerHealth.model_validate(structs.asdict(worker) | caches | ranks)
 
 
+async def _trainers(ring: Ring) -> list[TrainerHealth]:
+    live = []
+    for policy in await lately_trained(ring.redis, time.time_ns() // 1_000_000):
+        board = TrainingBoard(ring.redis, policy)
+        status = await board.status()
+        if status is not None and await board.alive():
+            live.append(TrainerHealth.model_validate(to_builtins(status)))
+    return live
+
+
 def _memory(workers: list[WorkerStatus]) -> float:
     shares = (worker.kv_bytes / max(1, worker.kv_limit_bytes) for worker in workers if worker.state in SERVING)
     return min(shares, default=0.0)
@@ -248,9 +272,11 @@ def _judge(report: RingHealth, load: Load) -> None:
     for worker in report.workers:
         if worker.state == "stuck" or worker.engine_silent_s > SILENT_S:
             report.reasons.append(f"the engine of worker '{worker.id}' has been silent for {worker.engine_silent_s} s")
-        lost = [f"{rank.rank} ({rank.host})" for rank in worker.ranks if rank.state == "lost"]
-        if lost:
-            report.reasons.append(f"worker '{worker.id}' has lost rank {', '.join(lost)}, and begins anew")
+        if lost := _lost(worker.ranks):
+            report.reasons.append(f"worker '{worker.id}' has lost rank {lost}, and begins anew")
+    for trainer in report.trainers:
+        if lost := _lost(trainer.ranks):
+            report.reasons.append(f"the trainer of policy '{trainer.policy}' has lost rank {lost}, and ends")
     full = any(used >= 1 for _, used in report.utilization)
     if full or not any(worker.state in SERVING for worker in report.workers):
         report.status = "overloaded"
@@ -259,6 +285,10 @@ def _judge(report: RingHealth, load: Load) -> None:
         report.status = "degraded"
     elif report.paused:
         report.status = "paused"
+
+
+def _lost(ranks: list[RankHealth]) -> str:
+    return ", ".join(f"{rank.rank} ({rank.host})" for rank in ranks if rank.state == "lost")
 
 
 @router.get("/livez", summary="Is this process alive?")

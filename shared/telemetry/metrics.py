@@ -232,6 +232,8 @@ _TRAINING = (
     _gauge("mlx_parallm_rl_rollbacks", _POLICY, "rollbacks by the run's trainer"),
     _gauge("mlx_parallm_rl_alerts", ("policy", "kind"), "alerts so far"),
     _gauge("mlx_parallm_rl_trainer_up", _POLICY, "1 while a trainer lives, else 0"),
+    _gauge("mlx_parallm_rl_trainer_ranks", _POLICY, "processes that are the trainer together; 0: it does not live"),
+    _gauge("mlx_parallm_rl_trainer_ranks_ready", _POLICY, "of them, those that do its work"),
     _gauge("mlx_parallm_rl_trajectories_waiting", _POLICY, "live trajectories that no train step has consumed"),
     _gauge("mlx_parallm_rl_trajectories_dropped", _POLICY, "live trajectories dropped because too many waited"),
 )

@@ -6,13 +6,16 @@ environment, since what NCCL and MLX do about CUDA graphs is settled at start; a
 take turns, since a machine's speed drifts.
 
 Of each case and number of rows: what a decode step takes, least and median, what of it the host spends in handing over
-work (`mx.async_eval`), the same with sums over ranks left out (wrong tokens in the same time as right ones), and how
-many times faster than one rank it is, round by round: least, median, most.
+work (`mx.async_eval`), what of it the engine's thread works and does not wait, how many operations it has, its time
+with sums over ranks left out (wrong tokens in the same time as right ones), and how many times faster than one rank it
+is, round by round: least, median, most. Then what the host takes to hand over one operation of each kind: where the
+device is quicker, a step's time is made of these.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import socket
@@ -21,7 +24,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -32,13 +35,17 @@ SHAPES: dict[str, dict[str, Any]] = {
     "8B": {"hidden_size": 4096, "num_hidden_layers": 36, "intermediate_size": 12_288, "num_attention_heads": 32},
     "32B": {"hidden_size": 5120, "num_hidden_layers": 64, "intermediate_size": 25_600, "num_attention_heads": 64},
     "small": {"hidden_size": 256, "num_hidden_layers": 12, "intermediate_size": 512, "num_attention_heads": 8},
+    "deep": {"hidden_size": 128, "num_hidden_layers": 48, "intermediate_size": 128, "num_attention_heads": 8},
 }
+ON_A_CPU = ("small", "deep")  # the latter with next to no arithmetic
 KV_HEADS, HEAD, VOCABULARY = 8, 128, 151_936
 PROMPT, WARM, STEPS = 128, 8, 30
+CHAIN = 120  # operations; with 30 a graph they are fewer graphs than MLX lets wait for the device
 ROWS = (1, 8, 32)
 KV_BYTES = 16 << 30  # bounds what MLX keeps of freed memory, too
 AS_MLX_HAS_IT = {"NCCL_GRAPH_MIXING_SUPPORT": "1", "NCCL_GRAPH_REGISTER": "1", "NCCL_CGA_CLUSTER_SIZE": "4"}
 LARGER = {"MLX_MAX_OPS_PER_BUFFER": "100"}
+APART = "GROUP_STEP_APART"  # each product by itself, those of the same input too
 CASES: list[tuple[int, str, dict[str, str]]] = [
     (1, "alone", {}),
     (2, "as set", {}),
@@ -46,7 +53,9 @@ CASES: list[tuple[int, str, dict[str, str]]] = [
     (2, "no graphs", {"MLX_USE_CUDA_GRAPHS": "0"}),
     (2, "graphs of 100", LARGER),
     (1, "graphs of 100", LARGER),
+    (2, "products apart", {APART: "1"}),
 ]
+OPERATIONS = -1  # in place of rows: ask what handing over one of each kind takes
 
 
 @dataclass
@@ -58,6 +67,7 @@ class Case:
     processes: list[subprocess.Popen[str]]
     made: str = ""
     steps: dict[int, list[dict[str, float]]] = field(default_factory=dict)  # by rows; 0: the prompt
+    operations: dict[str, float] = field(default_factory=dict)  # us of each
 
     def ask(self, question: str) -> str:
         """Of all its processes; the first one's answer, "" when it has ended."""
@@ -127,6 +137,9 @@ def measure(shape: str, args: argparse.Namespace) -> None:
                 for case in cases:
                     if time.monotonic() < until and (told := case.ask(f"{rows} {args.prompt} {int(round_ < 2)}")):
                         case.steps.setdefault(rows, []).append(json.loads(told))
+        for case in cases:
+            if told := case.ask(f"{OPERATIONS} 0 0"):
+                case.operations = json.loads(told)
         watch.cancel()
         _kill(cases)
     for case in cases:
@@ -147,7 +160,9 @@ def _print(shape: str, case: Case, alone: Case) -> None:
         handed = [each["handed"] for each in told]
         line = f"  {f'{rows} rows' if rows else 'prompt':8} {min(took):7.2f} {median(took):7.2f} ms"
         if rows:
+            worked = [each["worked"] for each in told]
             line += f", handing over {min(handed):6.2f} {median(handed):6.2f}"
+            line += f", thread {min(worked):6.2f} {median(worked):6.2f}, {told[0]['operations']:.0f} operations"
         if bare := [each["bare"] for each in told if "bare" in each]:
             line += f", without sums {min(bare):6.2f} {median(bare):6.2f}"
         if case is not alone:
@@ -155,6 +170,9 @@ def _print(shape: str, case: Case, alone: Case) -> None:
             ratios = sorted(one["ms"] / two["ms"] for one, two in pairs) or [0.0]
             line += f", over alone {ratios[0]:.2f}-{median(ratios):.2f}-{ratios[-1]:.2f}"
         print(line, flush=True)
+    if case.operations:
+        costs = ", ".join(f"{name} {us:.1f}" for name, us in case.operations.items())
+        print(f"  handing over one, us: {costs}", flush=True)
 
 
 # -- one rank
@@ -182,14 +200,15 @@ def rank(shape: str, ranks: int) -> None:
     config = EngineConfig("", max_rows=max(ROWS), prefill_rows=64, prefill_chunk=8192, prefix_cache_bytes=0)
     for line in sys.stdin:
         rows, prompt, splits = map(int, line.split())
-        if rows:
-            step, handed = step_ms(loaded, config, rows)
-            told = {"ms": step, "handed": handed}
+        if rows == OPERATIONS:
+            told = operation_us(loaded, group)
+        elif rows:
+            told = step_ms(loaded, config, rows)
         else:
             told = {"ms": prompt_ms(loaded, config, prompt), "handed": 0.0}
-        if rows and splits and ranks > 1:
+        if rows > 0 and splits and ranks > 1:
             with without_sums():
-                told["bare"], _ = step_ms(loaded, config, rows)
+                told["bare"] = step_ms(loaded, config, rows)["ms"]
         print(json.dumps(told), flush=True)
 
 
@@ -210,7 +229,7 @@ def random_model(shape: str, group: Any, folder: Path) -> Any:
 
     other = load_model(EngineConfig(str(write_model(folder / "tiny", LLAMA))))  # for its tokenizer
     attention.install()
-    small = shape == "small"
+    small = shape in ON_A_CPU
     config = {
         "model_type": "qwen3",
         "num_key_value_heads": KV_HEADS,
@@ -228,7 +247,7 @@ def random_model(shape: str, group: Any, folder: Path) -> Any:
     if ranks is not None:
         shard(model, ranks)
     model.set_dtype(mx.float32 if small else mx.bfloat16)
-    read_weights(model)
+    read_weights(model, joins=ranks is not None and APART not in os.environ)
     mx.clear_cache()
     bytes_each, window, vocabulary, dtype = _measure(model, KvLayout())
     card = msgspec.structs.replace(
@@ -276,35 +295,77 @@ def prompt_ms(loaded: Any, config: Any, length: int) -> float:
     return min(times) * 1000
 
 
-def step_ms(loaded: Any, config: Any, rows: int) -> tuple[float, float]:
-    """Of a decode step, and what of it the host hands over work for."""
+def step_ms(loaded: Any, config: Any, rows: int) -> dict[str, float]:
+    """Of a decode step: its time, what the host hands over work for, what its thread works; and its operations."""
     import mlx.core as mx
 
     engine = _engine(loaded, config, rows, PROMPT, WARM + STEPS + 40)
     while len(_turn(engine, loaded).events) < rows:
         pass
-    for _ in range(WARM):
+    for _ in range(WARM - 1):
         _turn(engine, loaded)
-    handed, plain = [0.0], mx.async_eval
+    handed, counted, plain = [0.0], [0], mx.async_eval
+
+    def counting(*arrays: Any) -> None:
+        text = io.StringIO()
+        mx.export_to_dot(text, *arrays)
+        counted[0] += text.getvalue().count("shape=rectangle")
+        plain(*arrays)
 
     def timed(*arrays: Any) -> None:
         began = time.perf_counter()
         plain(*arrays)
         handed[0] += time.perf_counter() - began
 
-    mx.async_eval = timed
     try:
-        times = []
+        mx.async_eval = counting
+        _turn(engine, loaded)
+        mx.async_eval = timed
+        times, worked = [], time.thread_time()
         for _ in range(3):
             began = time.perf_counter()
             for _ in range(STEPS // 3):
                 _turn(engine, loaded)
             times.append((time.perf_counter() - began) / (STEPS // 3))
+        worked = time.thread_time() - worked
     finally:
         mx.async_eval = plain
     engine.close()
     mx.synchronize()
-    return median(times) * 1000, handed[0] / STEPS * 1000
+    by_step = {"handed": handed[0] / STEPS * 1000, "worked": worked / STEPS * 1000}
+    return {"ms": median(times) * 1000, "operations": counted[0], **by_step}
+
+
+def operation_us(loaded: Any, group: Any) -> dict[str, float]:
+    """Of handing over one operation of each kind that a decode step has, among as many of them; the device idles."""
+    import mlx.core as mx
+    from mlx_lm.generate import generation_stream
+
+    layer = loaded.model.layers[0]
+    square = mx.zeros((layer.hidden_size, layer.hidden_size), layer.input_layernorm.weight.dtype)
+    kinds: dict[str, tuple[int, Callable[[mx.array], mx.array]]] = {
+        "addition": (1, lambda x: x + x),
+        "norm": (1, layer.input_layernorm),
+        **{f"product of {rows}": (rows, lambda x: x @ square) for rows in ROWS},
+    }
+    if group is not None:
+        kinds |= {f"sum of {rows}": (rows, lambda x: mx.distributed.all_sum(x, group=group)) for rows in ROWS}
+    told: dict[str, float] = {}
+    with mx.stream(generation_stream):
+        mx.eval(square)
+        for name, (rows, operation) in kinds.items():
+            times = []
+            for _ in range(5):
+                x = mx.zeros((rows, 1, layer.hidden_size), square.dtype)
+                mx.eval(x)
+                for _ in range(CHAIN):
+                    x = operation(x)
+                began = time.perf_counter()
+                mx.async_eval(x)
+                times.append((time.perf_counter() - began) / CHAIN * 1e6)
+                mx.eval(x)
+            told[name] = min(times[1:])
+    return told
 
 
 @contextmanager

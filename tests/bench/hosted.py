@@ -238,8 +238,7 @@ def bench(options: Options, folder: Path) -> dict[str, Any]:
     settings = options.settings(folder / "fixed")
     if mx.default_device() != mx.Device(mx.cpu):
         began = time.perf_counter()
-        vocab = ring.loaded.card.vocab_size
-        ring.engine.run_between_steps(lambda: rehearse(ring.loaded.model, settings, vocab)).result(600)
+        ring.engine.run_between_steps(lambda: rehearse(ring.loaded, settings, None)).result(600)
         said(f"warmed up in {time.perf_counter() - began:.1f} s")
     learner = ring.call(
         lambda: Learner(

@@ -105,6 +105,7 @@ def rank(folder: Path) -> None:
 
     import mlx.core as mx
 
+    mx.set_default_device(mx.cpu)  # on a machine with a GPU, too; mlx-lm takes its stream when it is imported
     from worker.engine.batch.row_model import RowModel
     from worker.engine.messages import EngineConfig
     from worker.engine.model.loader import load_model

@@ -30,20 +30,28 @@ from tests.engine.adapter_models import MadeAdapter  # noqa: E402
 from tests.engine.conftest import Bench, prompt_of, spec  # noqa: E402
 from tests.engine.ranks import Channel, Task  # noqa: E402
 from trainer.datasets.learner import DataOptions  # noqa: E402
+from trainer.distilling.learner import DistillLearner  # noqa: E402
+from trainer.distilling.led import LedDistiller  # noqa: E402
+from trainer.distilling.teacher import ScoredRow  # noqa: E402
 from trainer.gate import GateLimits  # noqa: E402
 from trainer.group.rank import RankLearner  # noqa: E402
+from trainer.heads.examples import Example, Form, Text, spread_of  # noqa: E402
+from trainer.heads.learner import HeadLearner  # noqa: E402
+from trainer.heads.led import LedHead  # noqa: E402
 from trainer.learn.batches import Sample, SampleGroup  # noqa: E402
 from trainer.learn.compute import finished  # noqa: E402
 from trainer.learn.learner import Learner  # noqa: E402
 from trainer.learn.losses import LossOptions  # noqa: E402
-from trainer.learn.options import AdapterShape, OptimizeOptions, Schedule  # noqa: E402
+from trainer.learn.options import AdapterShape, HeadSettings, OptimizeOptions, Schedule, ValueOptions  # noqa: E402
 from trainer.learn.policy import Policy  # noqa: E402
 from trainer.learners.asks import LearnerOptions  # noqa: E402
 from trainer.learners.loop_learner import build_learner  # noqa: E402
 from trainer.ranks.learner import LedLearner  # noqa: E402
+from trainer.settings import TrainSettings  # noqa: E402
 from trainer.tuning.examples import Tuning  # noqa: E402
 from trainer.tuning.learner import TuneLearner  # noqa: E402
 from trainer.tuning.led import LedTuner  # noqa: E402
+from trainer.warm_up import rehearse  # noqa: E402
 from worker.engine.messages import EngineConfig, SpeculationConfig  # noqa: E402
 from worker.engine.model.loader import LoadedModel, load_model  # noqa: E402
 from worker.engine.ranks import ranks  # noqa: E402
@@ -182,7 +190,7 @@ def learns(group: Any, folder: str, kind: str, checkpoint_layers: bool = False, 
         CHANNEL.follow(rank.unit)
         assert rank._learner is not None, "it was asked to have one"
         return {"digest": rank._learner.digest()}
-    learned = learns_from_samples if kind == "grpo" else learns_from_data
+    learned = learns_from_samples if kind in ("grpo", "ppo") else learns_from_data
     told = learned(loaded, kind, checkpoint_layers)
     if CHANNEL is not None:
         CHANNEL.unit(b"end")
@@ -190,10 +198,11 @@ def learns(group: Any, folder: str, kind: str, checkpoint_layers: bool = False, 
 
 
 def learns_from_samples(loaded: LoadedModel, kind: str, checkpoint_layers: bool) -> Any:
-    loss = LossOptions(kl_coefficient=0.05)
+    loss = LossOptions("ppo", 0.2, 0.2) if kind == "ppo" else LossOptions(kl_coefficient=0.05)
+    value = ValueOptions(hidden=8, rate=10.0) if kind == "ppo" else None
     # Sizes of microbatches follow the clock: of rank 0, on all ranks.
     optimize = OptimizeOptions(
-        loss=loss, schedule=Schedule(peak=1e-4), microbatch_tokens=256, microbatch_s=1e-4, minibatches=2,
+        loss=loss, value=value, schedule=Schedule(peak=1e-4), microbatch_tokens=256, microbatch_s=1e-4, minibatches=2,
         max_completion=12, distances_every=2, max_grad_norm=0.05,
     )  # fmt: skip
     options = LearnerOptions(AdapterShape(rank=4), optimize, GateLimits(), 1, checkpoint_layers)
@@ -201,6 +210,7 @@ def learns_from_samples(loaded: LoadedModel, kind: str, checkpoint_layers: bool)
     if CHANNEL is None:
         learner = build_learner(loaded.model, options)
     else:
+        finished(rehearse(loaded, TrainSettings(max_tokens=2, lora_rank=2), CHANNEL))  # leaves nothing behind
         learner = LedLearner(CHANNEL, loaded.model, options, loaded.whole)
     recorded = recording(learner)
     learner.load(moved(learner.weights()))
@@ -236,13 +246,15 @@ def learns_from_samples(loaded: LoadedModel, kind: str, checkpoint_layers: bool)
 def learns_from_data(loaded: LoadedModel, kind: str, checkpoint_layers: bool) -> Any:
     options = DataOptions(Schedule(peak=1e-4), AdapterShape(rank=4), 96, 0.05, 0.0, (0.9, 0.99), 1, checkpoint_layers)
     tuning: Tuning = "dpo" if kind == "dpo" else "sft"
-    if CHANNEL is None:
-        learner = TuneLearner(loaded.model, tuning, options.shape or AdapterShape(), 0.3, options)
+    learner: Any
+    items: list[Any] = [replace(group, samples=group.samples[: 1 if kind == "distill" else 2]) for group in samples()]
+    if kind in ("pairs", "vectors"):
+        items = examples(kind)
+        learner = header(loaded, items, "pairs" if kind == "pairs" else "vectors", options)
     else:
-        learner = LedTuner(CHANNEL, loaded.model, tuning, 0.3, options, loaded.whole)
+        learner = distiller(loaded, items, options) if kind == "distill" else tuner(loaded, tuning, options)
     recorded = recording(learner)
     learner.begin_with(moved(learner.weights()))
-    items = [replace(group, samples=group.samples[:2]) for group in samples()]
     told = []
     for step in range(3):
         report = finished(learner.train(items, step))
@@ -257,12 +269,65 @@ def learns_from_data(loaded: LoadedModel, kind: str, checkpoint_layers: bool) ->
     learner.restore(snapshot, good)
     report = finished(learner.train(items, 3))
     told.append([report.loss, report.grad_norm])
+    if isinstance(learner, HeadLearner):
+        told += finished(learner.read([item.texts[0] for item in items]))
     return result(learner, told, recorded)
+
+
+def tuner(loaded: LoadedModel, tuning: Tuning, options: DataOptions) -> TuneLearner:
+    if CHANNEL is None:
+        return TuneLearner(loaded.model, tuning, options.shape or AdapterShape(), 0.3, options)
+    return LedTuner(CHANNEL, loaded.model, tuning, 0.3, options, loaded.whole)
+
+
+def distiller(loaded: LoadedModel, items: list[SampleGroup], options: DataOptions) -> DistillLearner:
+    """Of a teacher whose scores are made up."""
+    draw, rows = np.random.default_rng(3), {}
+    for item in items:
+        (sample,) = item.samples
+        top = [draw.choice(250, 4, replace=False).tolist() for _ in sample.completion_ids]
+        scores = [(-1.5 - np.arange(4) * draw.uniform(0.5, 1)).tolist() for _ in sample.completion_ids]
+        rows[item.id] = ScoredRow(
+            "t@1",
+            item.prompt_ids,
+            sample.completion_ids,
+            sample.mask,
+            tuple(map(tuple, top)),
+            tuple(map(tuple, scores)),
+        )
+    if CHANNEL is None:
+        return DistillLearner(loaded.model, rows, options.shape or AdapterShape(), options)
+    return LedDistiller(CHANNEL, loaded.model, rows, options, loaded.whole)
+
+
+def examples(kind: str) -> list[Example]:
+    """What a head learns from."""
+    draw = np.random.default_rng(11)
+
+    def text(at: int) -> Text:
+        return Text("a prompt", "an answer", tuple(draw.integers(0, 250, 4 + 3 * at).tolist()))
+
+    if kind == "pairs":
+        return [Example((text(at), text(at + 1)), weight=1.0 + at) for at in range(6)]
+    return [Example((text(at),), action=tuple(draw.normal(0, 2, 2).tolist())) for at in range(6)]
+
+
+def header(loaded: LoadedModel, items: list[Example], form: Form, options: DataOptions) -> HeadLearner:
+    """Of pairs with a LoRA beside it, of vectors alone."""
+    start, head = (0.0, HeadSettings(head_hidden=8)) if form == "pairs" else (spread_of(items), HeadSettings())
+    options = options if form == "pairs" else replace(options, shape=None)
+    if CHANNEL is None:
+        return HeadLearner(loaded.model, form, (), start, head, options)
+    return LedHead(CHANNEL, loaded.model, form, (), start, head, options, loaded.whole)
 
 
 def recording(learner: Any) -> Recorded:
     """Of the gradients that have been summed."""
     recorded, policy = Recorded(), learner._policy
+    if policy is None:  # a head alone
+        whole = learner._whole
+        learner._whole = lambda gradients: recorded(whole(gradients))
+        return recorded
     whole = policy.whole
     policy.whole = lambda gradient: recorded(whole(gradient))
     return recorded

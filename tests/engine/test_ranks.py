@@ -40,10 +40,12 @@ MODELS: dict[str, dict[str, Any]] = {
 WHOLE = tuple(name for name in MODELS if name not in ("three_heads", "olmo2"))
 LEARNED = {  # how a learner learns, and on what
     "grpo": ("quantised", {}), "grpo, layers again": ("qwen3_moe", {"checkpoint_layers": True}),
-    "sft": ("llama", {}), "dpo": ("gpt_oss", {}),
+    "ppo": ("llama", {}), "sft": ("llama", {}), "dpo": ("gpt_oss", {}), "distill": ("qwen3_moe", {}),
+    "pairs": ("llama", {}), "vectors": ("quantised", {}),  # of a head
     "grpo, samples divided": ("qwen3_moe", {"sharding": "data"}),
     "sft, examples divided": ("quantised", {"sharding": "data"}),
     "dpo, pairs divided": ("llama", {"sharding": "data"}),
+    "distill, rows divided": ("llama", {"sharding": "data"}),
 }  # fmt: skip
 LEARNING = ("llama", "quantised", "qwen3_moe", "gpt_oss")
 EXPERTS = tuple(f"mlp.switch_mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj"))

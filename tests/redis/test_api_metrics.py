@@ -1,9 +1,12 @@
 """/metrics of an api process in a ring with a scripted worker."""
 
+import time
+
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 from redis.asyncio import Redis
 
+from shared.ranks import RankState, RankStatus
 from shared.redis import keys
 from shared.redis.connection.client import server_time_ms
 from shared.redis.training.board import TrainingBoard
@@ -64,6 +67,27 @@ async def test_the_trainer_s_figures_come_from_its_board(redis_url: str, redis: 
     assert found["mlx_parallm_rl_trainer_up"] == {("policy",): 0}
     assert "mlx_parallm_rl_reward" not in found  # not known yet
     assert found["mlx_parallm_rl_updates_per_second"] == {("policy",): 0}
+    assert found["mlx_parallm_rl_trainer_ranks"] == {("policy",): 0}
+
+
+async def test_ranks_of_a_trainer_are_shown_while_it_lives(redis_url: str, redis: Redis) -> None:
+    board, now_ms = TrainingBoard(redis, "policy"), time.time_ns() // 1_000_000
+    states: tuple[RankState, ...] = ("ready", "lost")
+    ranks = tuple(RankStatus(at, f"mac{at}", "10.0.0.1", "ring", state) for at, state in enumerate(states))
+    await board.hold("o")
+    await board.write(TrainerStatus(policy="policy", run="r", owner="o", heartbeat_ms=now_ms, ranks=ranks))
+    async with api(redis_url) as server:
+        found = await scrape(server)
+        health = (await server.http.get("/health")).json()
+        page = (await server.http.get("/dashboard")).text
+        await board.let_go("o")
+        assert (await server.http.get("/health")).json()["trainers"] == []
+    figures = [found[f"mlx_parallm_rl_trainer_{name}"] for name in ("up", "ranks", "ranks_ready")]
+    assert figures == [{("policy",): 1}, {("policy",): 2}, {("policy",): 1}]
+    (trainer,) = health["trainers"]
+    assert [(rank["host"], rank["state"]) for rank in trainer["ranks"]] == [("mac0", "ready"), ("mac1", "lost")]
+    assert "the trainer of policy 'policy' has lost rank 1 (mac1), and ends" in health["reasons"]
+    assert "2 ranks (mac0 ready, mac1 lost)" in page
 
 
 async def test_training_code_reads_json(redis_url: str) -> None:

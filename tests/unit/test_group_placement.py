@@ -59,6 +59,8 @@ def test_under_mlx_launch(tmp_path: Path) -> None:
     ring = hostfile(tmp_path, [["127.0.0.1:5000"], ["127.0.0.1:5001"]])
     found = placed(MLX_RANK="1", MLX_HOSTFILE=ring)
     assert found is not None and (found.rank, found.size, found.hosts[1].addresses) == (1, 2, ("127.0.0.1:5001",))
+    trains = placing.placement(load(TrainSettings, []), {"MLX_RANK": "1", "MLX_HOSTFILE": ring})
+    assert trains is not None and (trains.kind, trains.rank, trains.size) == ("trainer", 1, 2)
     gpus = placed(MLX_RANK="1", MLX_WORLD_SIZE="4", NCCL_HOST_IP="10.0.0.1", NCCL_PORT="12345")
     assert gpus is not None and (gpus.rank, gpus.size, gpus.backend) == (1, 4, "nccl")
 
@@ -107,7 +109,7 @@ def test_a_trainer_is_a_group_of_its_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "flag",
     [
-        "--mode reward", "--mode ppo", "--mode distill", "--loss ppo", "--lora-kind dora", "--learner shared",
+        "--mode ppo", "--lora-kind dora", "--learner shared",
         "--learner service", "--federation team", "--distributed-sharding pipeline", "--over-http",
     ],
 )  # fmt: skip
@@ -124,10 +126,17 @@ def test_ranks_that_each_have_the_model_learn_dora_and_no_values() -> None:
             placing.placement(load(TrainSettings, [*line, *flag.split()]), {})
 
 
-@pytest.mark.parametrize("mode", ["rl", "sft", "dpo"])
-def test_what_ranks_learn_is_taken(mode: str) -> None:
-    line = ["--num-local-ranks", "2", "--distributed-mode", "ring", *([] if mode == "rl" else ["--dataset", "d.jsonl"])]
-    settings = load(TrainSettings, ["--mode", mode, *line])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--mode rl", "--loss ppo", "--mode reward --dataset d.jsonl --connect-to a:1",
+        "--head-only --mode reward --dataset d.jsonl --connect-to a:1",
+        "--mode sft --dataset d.jsonl", "--mode dpo --dataset d.jsonl",
+        "--mode distill --dataset d.jsonl --teacher t@1 --connect-to a:1",
+    ],
+)  # fmt: skip
+def test_what_ranks_learn_is_taken(line: str) -> None:
+    settings = load(TrainSettings, [*line.split(), "--num-local-ranks", "2", "--distributed-mode", "ring"])
     settings.check()
     found = placing.placement(settings, {})
     assert found is not None and (found.kind, found.size, found.backend) == ("trainer", 2, "ring")

@@ -114,6 +114,10 @@ class DataLearner(ABC, Generic[T]):
         """`adapter_config.json` of them."""
 
     @abstractmethod
+    def digest(self) -> int:
+        """A sum over the bits of what learns, by which ranks see that they have the same."""
+
+    @abstractmethod
     def _size(self, item: T) -> Size: ...
 
     @abstractmethod

@@ -41,6 +41,7 @@ from trainer.versions.run_folder import WAYS, begin_anew, check_home
 from trainer.versions.run_lock import run_lock
 from trainer.versions.start import keep_start, starting_weights
 from worker.engine.model.loader import LoadedModel
+from worker.engine.model.sites import Whole
 
 T = TypeVar("T")
 
@@ -99,6 +100,7 @@ class DataRun(ABC, Generic[T]):
         self._saved = 0  # train step of the latest checkpoint
         self._latest = 0  # version that was the latest when this run began or last moved it
         self._told = 0.0
+        self._whole: Whole | None = None  # where ranks divide the model: what it was before
         self.state = RunState(settings.run_name, ring=ring.id, base_sha256=ring.base_sha256)
 
     # -- what a kind of run says
@@ -142,6 +144,7 @@ class DataRun(ABC, Generic[T]):
     async def start(self, loaded: LoadedModel) -> None:
         """Read the data, make the learner, go on from a checkpoint if there is one."""
         settings = self._settings
+        self._whole = loaded.whole
         await self._gather(loaded)
         self._data = await asyncio.to_thread(self._read, loaded.card.context_length)
         self._learner = await self._host.run(at_once(lambda: self._new_learner(loaded.model)))

@@ -15,15 +15,27 @@ from trainer.learn.compute import Work
 from trainer.learn.logprobs import BatchArrays, halves_of, to_arrays
 from trainer.learn.options import AdapterShape
 from trainer.tuning.learner import TuneLearner
+from worker.engine.model.sites import Whole
 
 
 class DistillLearner(TuneLearner):
     """A LoRA that learns from a teacher's scores; `rows` by the ids of their groups."""
 
-    def __init__(self, model: Any, rows: Mapping[str, ScoredRow], shape: AdapterShape, options: DataOptions) -> None:
-        super().__init__(model, "sft", shape, 0.0, options)
+    def __init__(
+        self,
+        model: Any,
+        rows: Mapping[str, ScoredRow],
+        shape: AdapterShape,
+        options: DataOptions,
+        whole: Whole | None = None,
+    ) -> None:
+        super().__init__(model, "sft", shape, 0.0, options, whole=whole)
         self._rows = rows
         self._of_student = nn.value_and_grad(self._policy.model, self._distance)
+
+    def know(self, rows: Mapping[str, ScoredRow]) -> None:
+        """These scores, in place of those that it has."""
+        self._rows = rows
 
     def measure(self, items: Sequence[SampleGroup]) -> Work[Measured]:
         """The share of tokens that student and teacher take for the likeliest alike, and the divergence a token."""

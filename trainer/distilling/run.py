@@ -14,6 +14,7 @@ from shared.errors import SetupError
 from trainer.datasets.lines import Data, split
 from trainer.datasets.run import options_of
 from trainer.distilling.learner import DistillLearner
+from trainer.distilling.led import LedDistiller
 from trainer.distilling.teacher import FILE, ScoredRow, read_kept, scored
 from trainer.learn.batches import SampleGroup
 from trainer.ring.http_client import HttpApi
@@ -81,5 +82,7 @@ class DistillRun(TuneRun):
         return Data(learned, held_out, self._too_long, "distill")
 
     def _new_learner(self, model: Any) -> DistillLearner:
-        settings = self._settings
-        return DistillLearner(model, self._rows, settings.adapter_shape(), options_of(settings))
+        settings, options = self._settings, options_of(self._settings)
+        if self._host.others is not None:
+            return LedDistiller(self._host.others, model, self._rows, options, self._whole)
+        return DistillLearner(model, self._rows, settings.adapter_shape(), options)

@@ -23,12 +23,10 @@ def check(settings: TrainSettings) -> None:
     alone = "it is for a process that has the whole model"
     refused = {
         "--over-http": (settings.over_http, "its ranks meet in the ring's Redis"),
-        f"--mode {settings.mode}": (settings.mode not in ("rl", "sft", "dpo"), "rl, sft and dpo are what ranks learn"),
-        f"--loss {settings.loss}": (
-            settings.loss == "ppo",
-            "its value head reads states that no rank sums gradients of",
+        f"--mode {settings.mode}": (
+            settings.mode == "ppo",
+            "a network that learns from environments is small, and whole",
         ),
-        "--head-only": (settings.head_only, "a head learns in one process"),
         f"--lora-kind {settings.lora_kind}": (
             settings.lora_kind != "lora" and settings.distributed_sharding != "data",
             "no rank knows the norms of whole weights",

@@ -17,6 +17,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import numpy.typing as npt
+from mlx.utils import tree_flatten, tree_map
 
 from shared.adapter_files.config import mlx_config
 from shared.errors import SetupError
@@ -30,6 +31,7 @@ from trainer.learn.logprobs import cut
 from trainer.learn.options import HeadSettings
 from trainer.learn.policy import share_tree
 from trainer.state import Arrays
+from worker.engine.model.sites import Whole
 
 Outputs = npt.NDArray[np.float32]
 
@@ -49,11 +51,13 @@ class HeadLearner(DataLearner[Example]):
         start: float | Spread,
         head: HeadSettings,
         options: DataOptions,
+        whole: Whole | None = None,
     ) -> None:
-        """`start`: what the head says at first."""
+        """`start`: what the head says at first; `whole`: what a model was that ranks divide."""
+        self._ranks = None if whole is None else whole.ranks
         self._form, self.name = form, head.head or (POLICY if form in ACTING else REWARD)
         self._spread = start if isinstance(start, Spread) else None
-        self._policy = None if options.shape is None else policy_of(model, options.shape, options)
+        self._policy = None if options.shape is None else policy_of(model, options.shape, options, whole=whole)
         body = share_tree(model) if self._policy is None else self._policy.model
         if self._policy is None:
             body.freeze()
@@ -138,6 +142,24 @@ class HeadLearner(DataLearner[Example]):
         if self._policy is not None:
             self._policy.load({name: value for name, value in weights.items() if not name.startswith("heads.")})
         load_arrays(self._head, self.name, scaled(weights, self.name, self._spread, back=True))
+
+    def digest(self) -> int:
+        """A sum over the bits of all parameters, by which ranks see that they have the same ones."""
+        own = sum(int(np.array(value.view(mx.uint32).sum())) for _, value in tree_flatten(self._head.parameters()))
+        return own if self._policy is None else own + self._policy.digest()
+
+    def _whole(self, gradients: dict[str, Any]) -> dict[str, Any]:
+        if self._policy is None:
+            return gradients
+        return gradients | {"body": self._policy.whole(gradients["body"])}
+
+    def _agree(self) -> None:
+        if self._ranks is None:
+            return
+        if self._policy is not None:
+            self._policy.agree()
+        self._head.update(tree_map(self._ranks.same, self._head.parameters()))
+        mx.eval(self._head.parameters())
 
     # -- batches
 

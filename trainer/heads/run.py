@@ -24,6 +24,7 @@ from trainer.datasets.lines import Data, split
 from trainer.datasets.run import ASK_AGAIN_S, DataRun, options_of
 from trainer.heads.examples import Example, Examples, Spread, Text, read_examples, spread_of
 from trainer.heads.learner import HeadLearner
+from trainer.heads.led import LedHead
 from trainer.learn.options import HeadSettings
 
 log = structlog.get_logger()
@@ -62,6 +63,8 @@ class HeadRun(DataRun[Example]):
         options = options_of(settings)
         if settings.head_only:
             options = replace(options, shape=None)
+        if self._host.others is not None:
+            return LedHead(self._host.others, model, form, self._examples.labels, start, head, options, self._whole)
         return HeadLearner(model, form, self._examples.labels, start, head, options)
 
     async def _parity(self, version: int) -> list[GateCheck]:

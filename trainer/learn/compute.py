@@ -12,6 +12,8 @@ from typing import Protocol, TypeVar
 
 import mlx.core as mx
 
+from shared.ranks import RankStatus
+
 T = TypeVar("T")
 Work = Generator[None, None, T]
 
@@ -38,6 +40,9 @@ class Others(Protocol):
 
     def failed(self) -> None:
         """It has failed here: returns when it has failed everywhere; ServiceUnavailableError when it has not."""
+
+    def ranks(self) -> tuple[RankStatus, ...]:
+        """All of them, with rank 0; for a heartbeat, on the event loop."""
 
 
 class SharedEngine(Protocol):

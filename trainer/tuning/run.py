@@ -35,7 +35,6 @@ from trainer.versions.checkpoint import write_whole
 from trainer.vision.shelf import Shelf
 from trainer.vision.sight import sight_of
 from worker.engine.model.loader import LoadedModel
-from worker.engine.model.sites import Whole
 
 PARITY_PROMPTS = 4
 PARITY_TOKENS = 16
@@ -51,7 +50,6 @@ class TuneRun(DataRun[SampleGroup]):
     _learner: TuneLearner
 
     _shelf: Shelf | None = None  # of a model that sees
-    _whole: Whole | None = None  # where ranks divide the model: what it was before
     _preferences: bytes | None = None  # asked of the ring, and not in the run's folder yet
 
     @property
@@ -93,7 +91,7 @@ class TuneRun(DataRun[SampleGroup]):
 
     async def _gather(self, loaded: LoadedModel) -> None:
         settings = self._settings
-        sight, self._whole = sight_of(loaded.tower), loaded.whole
+        sight = sight_of(loaded.tower)
         if sight is not None and not settings.over_http:  # a job's images would have to go with each of its prompts
             self._shelf = Shelf(sight)
         policy = feedback_policy(settings.dataset)

@@ -9,7 +9,7 @@ from typing import Self
 import msgspec
 import structlog
 
-from shared.redis.ring.worker_registry import RankState, RankStatus
+from shared.ranks import RankState, RankStatus
 from worker.group.messages import FromFollower, FromLead, Hello, Loaded
 from worker.group.turns import TurnsOut, shut
 from worker.peers.wire import Channel, Connection, PeerError, admit

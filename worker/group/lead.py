@@ -23,8 +23,8 @@ from redis.asyncio import Redis
 from shared.adapters import AdapterManifest
 from shared.errors import EngineError, ServiceUnavailableError, SetupError
 from shared.frames import TokenEvent
+from shared.ranks import RankStatus
 from shared.redis.connection.client import connect
-from shared.redis.ring.worker_registry import RankStatus
 from worker.engine.batch.adapters import SlotConfig
 from worker.engine.messages import EngineConfig
 from worker.engine.model.loader import LoadedModel, model_folder

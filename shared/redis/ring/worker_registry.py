@@ -14,6 +14,7 @@ import structlog
 from redis.asyncio import Redis
 
 from shared.errors import NotFoundError, SetupError
+from shared.ranks import RankStatus
 from shared.redis import keys
 from shared.redis.connection.client import Script, ask_all, members, server_time_ms
 from shared.redis.ring.shared_look import SharedLook
@@ -31,19 +32,6 @@ AT_ONCE = 128  # heartbeats in one round trip
 _WEIGHTS = Script("weights")
 
 WorkerState = Literal["starting", "ready", "paused", "draining", "stuck"]
-RankState = Literal["loading", "ready", "lost"]
-
-
-class RankStatus(msgspec.Struct, frozen=True):
-    """One of the processes that hold a worker's model together."""
-
-    rank: int
-    host: str
-    address: str  # where it is reached, or speaks from
-    sums_by: str  # how it exchanges sums with the others: ring, nccl or jaccl
-    state: RankState
-    behind: int = 0  # turns that it has not told to have taken
-    silent_s: float = 0.0  # since it said something
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, omit_defaults=True):

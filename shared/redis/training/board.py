@@ -20,6 +20,8 @@ from shared.training import ALERT_KINDS, Alert, AlertKind, TrainerStatus, Traini
 POINTS_KEPT = 4096
 ALERTS_KEPT = 256
 
+_LISTS = frozenset({"checkpoints", "ranks"})  # fields of a status
+
 T = TypeVar("T", TrainerStatus, TrainingPoint)
 
 _alive = Script("trainer_alive")
@@ -157,6 +159,12 @@ async def trained_policies(redis: Redis) -> list[str]:
     return [name.decode() for name in await redis.zrevrange(keys.trainings(), 0, -1)]
 
 
+async def lately_trained(redis: Redis, now_ms: int) -> list[str]:
+    """Of them, those whose trainer may live."""
+    since = now_ms - 1000 * keys.TRAINER_TTL_S
+    return [name.decode() for name in await redis.zrevrangebyscore(keys.trainings(), "+inf", since)]
+
+
 def _flat(message: TrainerStatus | TrainingPoint) -> tuple[dict[str, str], list[str]]:
     """The fields as Redis holds them, and the names of those that are None."""
     plain: dict[str, Any] = msgspec.to_builtins(message)
@@ -171,6 +179,6 @@ def _flat(message: TrainerStatus | TrainingPoint) -> tuple[dict[str, str], list[
 
 def _read(fields: dict[bytes, bytes], kind: type[T]) -> T:
     plain: dict[str, Any] = {name.decode(): value.decode() for name, value in fields.items()}
-    if "checkpoints" in plain:
-        plain["checkpoints"] = msgspec.json.decode(plain["checkpoints"])
+    for name in _LISTS & plain.keys():
+        plain[name] = msgspec.json.decode(plain[name])
     return msgspec.convert(plain, kind, strict=False)

@@ -1,5 +1,6 @@
 """A trainer of two ranks on a real ring: its versions are a worker's, and the death of a rank loses nothing."""
 
+import json
 import os
 import re
 import signal
@@ -49,3 +50,19 @@ def test_ranks_learn_one_version_and_go_on_after_the_death_of_one(served: Ring, 
     described = httpx.get(f"{served.url}/v1/adapters/ranks").json()
     checks = {(check["name"], check["passed"]) for version in described["versions"] for check in version["gate"]}
     assert described["latest"] and ("reload_parity", True) in checks, "a worker says what the ranks say"
+
+
+def test_ranks_distil_from_what_an_api_says(served: Ring, tmp_path: Path) -> None:
+    lines = [{"prompt": f"{a}+{a + 1}=", "completion": str(2 * a + 1)} for a in range(12)]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = Process.start(
+        "trainer", "--mode", "distill", "--connect-to", served.url, "--teacher", MODEL, "--model", f"models/{MODEL}",
+        "--dataset", str(tmp_path / "sums.jsonl"), "--adapter", "student", "--num-local-ranks", "2", "--steps", "1",
+        "--run-dir", str(tmp_path), "--log-json", "true",
+    )  # fmt: skip
+    try:
+        assert run.wait(90) == 0, run.output
+    finally:
+        run.stop(signal.SIGKILL)
+    steps = [json.loads(line) for line in run.printed('"train.step"')]
+    assert steps[-1]["step"] == 1 and steps[-1]["loss"] < 1e-4, "ranks say what a worker of the same weights has said"
