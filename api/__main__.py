@@ -11,12 +11,13 @@ from types import FrameType
 import structlog
 import uvicorn
 
-from api.http.connections import bounded, raise_file_limit
+from api.http.connections import bounded
 from api.http.exposure import check_exposure
 from shared.errors import ServiceUnavailableError, SetupError
 from shared.process.garbage import leave_out_what_is_loaded, no_collections
 from shared.process.lifeline import follow_parent
 from shared.process.logs import configure
+from shared.process.open_files import raise_file_limit
 from shared.process.settings import ApiSettings, load
 from shared.redis.connection.client import require
 from shared.telemetry import tracing

@@ -131,7 +131,7 @@ def create_app(settings: ApiSettings) -> FastAPI:
         dependencies=[Depends(keep_apart)],
         title="ParaLLM",
         description="OpenAI's endpoints, and rollout jobs, on a ring of MLX workers.",
-        lifespan=_life(settings, tally),
+        lifespan=life(settings, tally),
         responses={401: errors.described("No API key, or a wrong one.")},
         telemetry=telemetry(),
     )
@@ -150,7 +150,7 @@ def find_routes(app: FastAPI) -> None:
         route.matches({"type": "http", "method": "GET", "path": "", "headers": []})
 
 
-def _life(settings: ApiSettings, tally: Tally) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
+def life(settings: ApiSettings, tally: Tally) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
     """What runs beside the requests, from the first to the last of them."""
 
     @contextlib.asynccontextmanager

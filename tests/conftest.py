@@ -18,9 +18,9 @@ from hypothesis import HealthCheck, settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling, Scheduling
 
-from api.http.connections import raise_file_limit
 from api.serve.embedded_redis import EmbeddedRedis
 from shared.process.garbage import leave_out_what_is_loaded
+from shared.process.open_files import raise_file_limit
 from tests.redis.clusters import Cluster
 
 # The tests start hundreds of processes, and each would compile all of our code anew.

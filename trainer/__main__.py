@@ -14,6 +14,7 @@ from shared.errors import ParallmError, ServiceUnavailableError, SetupError
 from shared.process import logs
 from shared.process.discovery import join
 from shared.process.garbage import no_collections
+from shared.process.open_files import many_files
 from shared.process.settings import load
 from shared.redis.connection.client import require
 from shared.telemetry import tracing
@@ -64,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
 
 async def _train(settings: TrainSettings, team: list[TrainSettings]) -> int:
     # These import mlx, so only after fast_blas.install.
-    with no_collections():
+    with no_collections(), many_files():
         from trainer.kinds import learn
         from trainer.learn.compute import ThreadHost, at_once
         from worker.engine.messages import EngineConfig
@@ -81,7 +82,7 @@ async def _train(settings: TrainSettings, team: list[TrainSettings]) -> int:
 
 
 async def _train_in_group(settings: TrainSettings, placed: Placement) -> int:
-    with no_collections():  # likewise
+    with no_collections(), many_files():  # likewise
         from trainer.group.follower import follow
         from trainer.group.lead import leading
         from trainer.kinds import learn

@@ -17,6 +17,7 @@ from shared.process.discovery import join
 from shared.process.garbage import no_collections
 from shared.process.lifeline import VARIABLE, follow_parent
 from shared.process.logs import configure
+from shared.process.open_files import many_files
 from shared.process.options.group import LOST_EXIT_CODE
 from shared.process.settings import WorkerSettings, load
 from shared.redis.connection.client import require
@@ -29,6 +30,7 @@ log = structlog.get_logger()
 
 RESTARTS = "PARALLM_WORKER_RESTARTS"  # how often this process has begun anew
 LONGEST_PAUSE_S = 30.0
+MOST_FILES = 1 << 20
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -78,7 +80,9 @@ def _begin_anew() -> None:
     log.warning("worker.restarting", restarts=restarts + 1, in_s=pause)
     time.sleep(pause)
     os.environ[RESTARTS] = str(restarts + 1)
-    os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # MLX's sockets among them, which others take for signs of life
+    may_open = os.sysconf("SC_OPEN_MAX")  # beyond all counting where there is no limit, or -1
+    # MLX's sockets are among them, which others take for signs of life.
+    os.closerange(3, may_open if 0 < may_open < MOST_FILES else MOST_FILES)
     os.execv(sys.executable, sys.orig_argv)
 
 
@@ -86,7 +90,7 @@ def _work(settings: WorkerSettings, placed: Placement | None) -> int:
     if placed is not None:
         take_device(placed)
     # These import mlx, so only after fast_blas.install.
-    with no_collections():
+    with no_collections(), many_files():
         from worker.engine_watch import guard_loop
         from worker.group.engine_rank import EngineRank
         from worker.guest import invited, rank_of_guest

@@ -6,7 +6,6 @@ off, so nothing is held for it for longer. Bodies have a time limit of their own
 """
 
 import asyncio
-import resource
 
 import structlog
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -15,7 +14,6 @@ log = structlog.get_logger()
 
 HEADERS_WITHIN_S = 20.0  # from the connection's first byte, or the first byte of a further request
 MAX_HEADER_BYTES = 64 << 10
-FILES = 65_536  # open files wanted; a stream is one
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -87,18 +85,3 @@ class BoundedProtocol(HttpToolsProtocol):
 def bounded(slow_reader_s: float) -> type[BoundedProtocol]:
     """The protocol with this bound."""
     return type("Protocol", (BoundedProtocol,), {"slow_reader_s": slow_reader_s})
-
-
-def raise_file_limit() -> int:
-    """Allow this process as many open files as it may have, up to FILES; returns how many that is."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
-        return soft
-    while wanted > soft:
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-            return wanted
-        except (ValueError, OSError):  # macOS: the kernel allows fewer than the hard limit says (kern.maxfilesperproc)
-            wanted //= 2
-    return soft

@@ -121,6 +121,7 @@ dead_letters = Key(
 
 worker = Key("parallm:{*}:worker:*", "hash", "worker", "10 s", "heartbeat")
 workers = Key("parallm:{*}:workers", "sorted set", "worker", "7 d", "worker ids by heartbeat")
+weights = Key("parallm:{*}:weights", "sorted set", "worker", "10 s", "what live workers compute with, by heartbeat")
 # Of a large ring, so that not every process has to look at each heartbeat
 live_workers = Key("parallm:{*}:live:ids", "string", "worker", "1 s", "ids of live workers, as one of them saw it")
 live_statuses = Key(

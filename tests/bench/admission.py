@@ -104,9 +104,10 @@ def be_workers(pipe: Connection, url: str, folder: str) -> None:
     """The process of the workers, until the other end is closed."""
     configure("ERROR", True)
     TimedEngine.prefill_chunk = CHUNK
+    names = {f"w{i}": MODEL for i in range(WORKERS)}
 
     async def run() -> None:
-        working = asyncio.create_task(work(url, WORKERS, ROWS, STEP_S, Path(folder), 0, lambda: pipe.send("ready")))
+        working = asyncio.create_task(work(url, names, ROWS, STEP_S, Path(folder), lambda: pipe.send("ready")))
         with contextlib.suppress(EOFError):
             await asyncio.to_thread(pipe.recv)
         working.cancel()

@@ -28,7 +28,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from api.http.connections import raise_file_limit
+from shared.process.open_files import raise_file_limit
 from tests.e2e.rings import Ring, ring
 
 TOKENS = 64

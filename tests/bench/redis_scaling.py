@@ -1,10 +1,11 @@
 """How many workers and apis one Redis carries: `python -m tests.bench.redis_scaling [--workers 1 2 4 ...]`.
 
-N of the product's workers around a model that only keeps time (timed_worker.py), and M api processes' worth of streams
-through `Ring`, `Generation` and `FrameReader`, against one real embedded Redis. Workers and apis share a few operating
-system processes, so on a small machine *they* run out of CPU long before Redis does. Therefore the figures of Redis
-are its own: CPU of its main thread, calls by command, memory. `kept` is tokens delivered over tokens offered, `steps`
-decode steps done over those that should have been.
+N of the product's workers around a model that only keeps time (timed_worker.py), and M api processes without HTTP: the
+app's life (`Ring` and what runs beside requests), and streams through `ring_for`, `Generation` and `FrameReader`. All
+against one real embedded Redis. Workers and apis share a few operating system processes, so on a small machine *they*
+run out of CPU long before Redis does. Therefore the figures of Redis are its own: CPU of its main thread, calls by
+command, memory. `kept` is tokens delivered over tokens offered, `steps` decode steps done over those that should have
+been.
 
 `--tokens-per-s T` keeps the total constant: the decode step becomes longer as workers are added, so what is left to
 see is what workers cost by being there. `full at` extrapolates: the tok/s at which Redis' one thread would have no time
@@ -31,17 +32,22 @@ from typing import Any
 import psutil
 import redis as sync_redis
 import uvloop
+from fastapi import FastAPI
 
-from api.generation.running import Generation, settled
+from api.app import life
+from api.generation.running import Generation
 from api.generation.work import Work
+from api.ring.choosing import ring_for
 from api.ring.ring import Ring
-from api.serve.embedded_redis import EmbeddedRedis
 from shared.process.logs import configure
+from shared.process.open_files import many_files, raise_file_limit
 from shared.process.settings import ApiSettings, load
 from shared.redis.connection.client import Script
 from shared.sequences import SamplingParams
+from shared.telemetry.metrics import Tally
+from tests.bench.servers import Servers, model_names, servers
 
-MODEL = "timed"
+MODEL = model_names(1)[0]
 WARM_UP_S = 3.0
 DELAYS_KEPT = 200_000
 SAMPLE_S = 2.0
@@ -63,6 +69,10 @@ class Level:
     tokens: int
     fill: float  # streams in flight over rows
     slow: int = 1  # how many seconds a second takes (slow_time.py)
+    rings: int = 1  # of one Redis each, in front of which all apis stand
+    shards: int = 1  # of the only ring's Redis
+    models: int = 1  # each served by as many workers
+    held: bool = False  # each Redis has no more CPU than a core at full pace (servers.py)
 
     @property
     def offered(self) -> float:
@@ -73,14 +83,11 @@ class Level:
 # -- the simulators, each in a process
 
 
-def be_workers(pipe: Connection, url: str, level: Level, count: int, first: int, folder: str) -> None:
-    """A process of workers.
-
-    They are imported here: mlx_lm lowers the number of files that a process may open, and the Redis that we start needs
-    five for each worker.
-    """
-    from tests.bench.slow_time import LEASE_MS, slow_down, slow_url
-    from tests.bench.timed_worker import TimedEngine, work
+def be_workers(pipe: Connection, urls: list[str], level: Level, count: int, first: int, folder: str) -> None:
+    """A process of workers of one ring."""
+    with many_files():
+        from tests.bench.slow_time import LEASE_MS, slow_down, slow_url
+        from tests.bench.timed_worker import TimedEngine, work
 
     configure("ERROR", True)
     slow_down(level.slow)
@@ -88,10 +95,10 @@ def be_workers(pipe: Connection, url: str, level: Level, count: int, first: int,
     async def run() -> None:
         up = asyncio.Event()
         step_s, lease_ms = level.step_s * level.slow, LEASE_MS * level.slow
-        slowed = slow_url(url, level.slow)
-        working = asyncio.create_task(
-            work(slowed, count, level.rows, step_s, Path(folder), first, up.set, lease_ms=lease_ms)
-        )
+        slowed = slow_url(urls[first * level.rings // level.workers], level.slow)
+        models = model_names(level.models)
+        served = {f"w{i}": models[i % level.models] for i in range(first, first + count)}
+        working = asyncio.create_task(work(slowed, served, level.rows, step_s, Path(folder), up.set, lease_ms=lease_ms))
         waiting = asyncio.create_task(up.wait())
         await asyncio.wait({working, waiting}, return_when=asyncio.FIRST_COMPLETED)
         waiting.cancel()
@@ -111,37 +118,44 @@ class Heard:
     delays: list[float] = field(default_factory=list)  # seconds from decode step to reader
 
 
-def be_apis(pipe: Connection, url: str, level: Level, count: int, first: int) -> None:
-    """A process of apis, each with its share of the streams in flight."""
+def be_apis(pipe: Connection, urls: list[str], level: Level, count: int, first: int) -> None:
+    """A process of apis, each with its share of the streams in flight; the first ring is their own."""
     from tests.bench.slow_time import slow_down, slow_url
 
     configure("ERROR", True)
+    raise_file_limit()
     slow_down(level.slow)
     heard = Heard()
+    home, *others = (slow_url(url, level.slow) for url in urls)
+    more = [part for i, url in enumerate(others) for part in ("--ring", f"ring{i + 1}={url}")]
 
     async def run() -> None:
-        slowed = slow_url(url, level.slow)
-        rings = [Ring(load(ApiSettings, ["--redis", slowed, "--api-id", f"a{first + i}"])) for i in range(count)]
-        for ring in rings:
-            await ring.start()
-        streams = round(level.workers * level.rows * level.fill * count / level.apis)
-        reading = asyncio.gather(*(stream(rings[i % count], level, heard, i) for i in range(streams)))
-        await answer(pipe, reading, lambda: (heard.tokens, heard.sequences, heard.delays[-DELAYS_KEPT:]))
-        reading.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await reading
-        await settled()
-        for ring in rings:
-            await ring.stop()
+        async with contextlib.AsyncExitStack() as stack:
+            rings = []
+            for i in range(first, first + count):
+                app = FastAPI()
+                settings = load(ApiSettings, ["--redis", home, "--api-id", f"a{i}", *more])
+                await stack.enter_async_context(life(settings, Tally())(app))
+                rings.append(app.state.ring)
+            streams = round(level.workers * level.rows * level.fill * count / level.apis)
+            models = model_names(level.models)
+            reading = asyncio.gather(
+                *(stream(rings[i % count], models[(first + i) % level.models], level, heard, i) for i in range(streams))
+            )
+            await answer(pipe, reading, lambda: (heard.tokens, heard.sequences, heard.delays[-DELAYS_KEPT:]))
+            reading.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await reading
 
     uvloop.run(run())
 
 
-async def stream(ring: Ring, level: Level, heard: Heard, number: int) -> None:
+async def stream(front: Ring, model: str, level: Level, heard: Heard, number: int) -> None:
     """One client: request after request, each read to its end. The first ones differ in length, so that ends spread."""
     for count in itertools.count():
         length = level.tokens if count else 1 + number * 7919 % level.tokens
-        served = await ring.served(MODEL)
+        ring = (await ring_for(front, model, conversation="")).ring
+        served = await ring.served(model)
         draw = random.Random(f"{ring.api_id} {number} {count}")
         prompt = tuple(draw.randrange(2, 200) for _ in range(level.prompt))
         sampling, deadline = SamplingParams(length, seed=1), int(1000 * (time.time() + 600))
@@ -191,19 +205,22 @@ class Counts:
 class Simulators:
     """The processes of one level."""
 
-    def __init__(self, url: str, level: Level, folder: str, processes: int) -> None:
-        self._level, self._url = level, url
+    def __init__(self, urls: list[str], level: Level, folder: str, processes: int) -> None:
+        self._level, self._urls = level, urls
         self._context = multiprocessing.get_context("spawn")
         self._ready: list[tuple[Any, Connection]] = []
-        self._worker_processes = min(processes, level.workers)
-        self._start([(be_workers, count, first, folder) for count, first in shares(level.workers, processes)])
+        parts = shares(level.workers, max(level.rings, processes // level.rings * level.rings))
+        self._worker_processes = len(parts)
+        self._start([(be_workers, count, first, folder) for count, first in parts])
         self._start([(be_apis, count, first) for count, first in shares(level.apis, processes)])
 
     def _start(self, calls: list[tuple[Any, ...]]) -> None:
         started = []
         for target, *arguments in calls:
             ours, theirs = self._context.Pipe()
-            child = self._context.Process(target=target, args=(theirs, self._url, self._level, *arguments), daemon=True)
+            child = self._context.Process(
+                target=target, args=(theirs, self._urls, self._level, *arguments), daemon=True
+            )
             child.start()
             theirs.close()
             started.append((child, ours))
@@ -220,15 +237,16 @@ class Simulators:
         delays = sorted(delay for _, _, part in apis for delay in part)
         return Counts(sum(workers), sum(tokens for tokens, _, _ in apis), sum(ended for _, ended, _ in apis), delays)
 
-    def cpu_s(self) -> float:
-        """CPU that they have used."""
-        return sum(sum(psutil.Process(child.pid).cpu_times()[:2]) for child, _ in self._ready)
+    def cpu_s(self) -> tuple[float, float]:
+        """CPU that workers and apis have used."""
+        used = [sum(psutil.Process(child.pid).cpu_times()[:2]) for child, _ in self._ready]
+        return sum(used[: self._worker_processes]), sum(used[self._worker_processes :])
 
     def stop(self) -> None:
         """Readers first, then workers."""
         for child, pipe in reversed(self._ready):
             pipe.close()
-            child.join(30)
+            child.join(10)
             if child.is_alive():
                 child.kill()
 
@@ -241,7 +259,7 @@ def shares(total: int, parts: int) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Seen:
-    """Redis at one moment."""
+    """One Redis at one moment."""
 
     at: float
     main_s: float  # CPU of its main thread
@@ -267,18 +285,11 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Figures:
-    """Of one level, over `took` seconds."""
+class Served:
+    """One Redis between two moments."""
 
-    level: Level
     before: Seen
     after: Seen
-    counts: Counts  # at the end
-    steps: int
-    tokens: int
-    sequences: int
-    simulators_s: float  # CPU
-    scripts: dict[str, list[int]]
 
     @property
     def took(self) -> float:
@@ -286,8 +297,13 @@ class Figures:
 
     @property
     def main(self) -> float:
-        """Share of Redis' main thread."""
+        """Share of its main thread."""
         return (self.after.main_s - self.before.main_s) / self.took
+
+    @property
+    def sent_bytes(self) -> float:
+        """A second."""
+        return (self.after.sent_bytes - self.before.sent_bytes) / self.took
 
     def calls(self, *names: str) -> float:
         """A second, of these commands or of all."""
@@ -295,41 +311,107 @@ class Figures:
         return sum(self.after.commands[n][0] - self.before.commands.get(n, (0, 0))[0] for n in kept) / self.took
 
 
-def settle(client: "sync_redis.Redis[bytes]", level: Level) -> None:
-    """Until no simulator has connected for longer than one of its seconds, and all have told of themselves."""
-    pause = WARM_UP_S + level.slow
-    before = -1
-    while (now := int(client.info("stats")["total_connections_received"])) > before:
+@dataclass(frozen=True)
+class Figures:
+    """Of one level, over `took` seconds."""
+
+    level: Level
+    start: dict[str, int]  # calls by command until all were there
+    servers: list[Served]
+    counts: Counts  # at the end
+    steps: int
+    tokens: int
+    sequences: int
+    workers_s: float  # CPU
+    apis_s: float
+    scripts: dict[str, list[int]]
+
+    @property
+    def took(self) -> float:
+        return self.servers[0].took
+
+    @property
+    def first(self) -> Served:
+        """The only server of most measurements."""
+        return self.servers[0]
+
+    @property
+    def main(self) -> float:
+        """Shares of the main threads, together."""
+        return sum(server.main for server in self.servers)
+
+    @property
+    def busiest(self) -> float:
+        """The largest of them."""
+        return max(server.main for server in self.servers)
+
+    @property
+    def clients(self) -> int:
+        """Connections of all servers."""
+        return sum(server.after.clients for server in self.servers)
+
+    def calls(self, *names: str) -> float:
+        """A second, of these commands or of all."""
+        return sum(server.calls(*names) for server in self.servers)
+
+    def delay_ms(self, share: float) -> float:
+        """From a decode step to its reader, of this share of the last tokens, in simulated time."""
+        late = self.counts.delays
+        return 1000 * late[int((len(late) - 1) * share)] / self.level.slow if late else math.nan
+
+
+def settle(clients: "list[sync_redis.Redis[bytes]]", level: Level) -> None:
+    """Until there are no more connections than half a simulated second before, and all have told of themselves.
+
+    Those of a cluster's clients also come and go, to ask who has which slots.
+    """
+    pause = max(WARM_UP_S, level.slow / 2)
+    before = 0
+    while (now := sum(int(client.info("clients")["connected_clients"]) for client in clients)) > 1.02 * before:
         before = now
         time.sleep(pause)
 
 
 def measure(level: Level, seconds: float, processes: int, show_commands: bool = False) -> Figures:
     """Run one level, and see what Redis had to do."""
-    with tempfile.TemporaryDirectory() as folder, EmbeddedRedis(Path(folder)) as server:
-        client = sync_redis.Redis.from_url(server.url)
-        simulators = Simulators(server.url, level, folder, processes)
+    raise_file_limit()  # it is the server's, too
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        servers(Path(folder), level.rings, level.shards, level.slow) as redis,
+    ):
+        simulators = Simulators(redis.urls, level, folder, processes)
         try:
-            while level.offered and not simulators.ask().sequences:
-                time.sleep(0.2)
-            settle(client, level)
-            counts, cpu, before = simulators.ask(), simulators.cpu_s(), Seen.now(client)
-            time.sleep(seconds)
-            after, cpu_after, counts_after = Seen.now(client), simulators.cpu_s(), simulators.ask()
-            scripts = sample_scripts(client) if show_commands else {}
+            start = [Seen.now(client) for client in redis.clients]
+            with redis.shared(level.slow) if level.held else contextlib.nullcontext():
+                return _measure(level, seconds, simulators, redis, start, show_commands)
         finally:
             simulators.stop()
-            client.close()
+
+
+def _measure(
+    level: Level, seconds: float, simulators: Simulators, redis: Servers, start: list[Seen], show_commands: bool
+) -> Figures:
+    while level.offered and not simulators.ask().sequences:
+        time.sleep(0.2)
+    settle(redis.clients, level)
+    counts, cpu, before = simulators.ask(), simulators.cpu_s(), [Seen.now(client) for client in redis.clients]
+    time.sleep(seconds)
+    after, cpu_after, counts_after = [Seen.now(c) for c in redis.clients], simulators.cpu_s(), simulators.ask()
+    calls: dict[str, int] = {}
+    for seen in start:
+        for name, (count, _) in seen.commands.items():
+            calls[name] = calls.get(name, 0) + count
     return Figures(
         level,
-        before,
-        after,
+        calls,
+        [Served(*both) for both in zip(before, after, strict=True)],
         counts_after,
         counts_after.steps - counts.steps,
         counts_after.tokens - counts.tokens,
         counts_after.sequences - counts.sequences,
-        cpu_after - cpu,
-        scripts,
+        cpu_after[0] - cpu[0],
+        cpu_after[1] - cpu[1],
+        sample_scripts(redis.clients[0]) if show_commands else {},
     )
 
 
@@ -338,19 +420,19 @@ def show(seen: Figures) -> None:
     level, took, main = seen.level, seen.took, seen.main
     rate = seen.tokens / took
     steps = seen.steps * level.step_s / took / level.workers
-    late = seen.counts.delays or [math.nan]
+    first = seen.first
     print(
         f"{level.workers:7d} {level.apis:4d} {1000 * level.step_s:8.1f} {level.offered:8,.0f} {rate:9,.0f} "
         f"{rate / level.offered if level.offered else math.nan:5.2f}  {steps:5.2f} "
         f"{seen.sequences / took:6.1f} | {100 * main:13.1f} "
-        f"{100 * (seen.after.all_s - seen.before.all_s) / took:6.1f} "
+        f"{100 * (first.after.all_s - first.before.all_s) / took:6.1f} "
         f"{100_000 * main / rate if rate else math.nan:15.2f} "
-        f"{rate / main:9,.0f} {seen.calls():8,.0f} {seen.after.memory / 1e6:6.1f} | {1000 * late[len(late) // 2]:6.1f} "
-        f"{1000 * late[int(len(late) * 0.99)]:8.1f} | {seen.simulators_s / took:17.2f} {os.getloadavg()[0]:5.1f}",
+        f"{rate / main:9,.0f} {seen.calls():8,.0f} {first.after.memory / 1e6:6.1f} | {seen.delay_ms(0.5):6.1f} "
+        f"{seen.delay_ms(0.99):8.1f} | {(seen.workers_s + seen.apis_s) / took:17.2f} {os.getloadavg()[0]:5.1f}",
         flush=True,
     )
     if seen.scripts:
-        print_commands(seen.before, seen.after, seen.tokens)
+        print_commands(first.before, first.after, seen.tokens)
         for name, times in sorted(seen.scripts.items(), key=lambda item: -sum(item[1])):
             print(
                 f"      script {name:13s} {len(times) / SAMPLE_S:9.1f} calls/s  {sum(times) / len(times):7.1f} us each"

@@ -2,12 +2,18 @@
 
 Every period, patience and time to live that decides how often Redis is asked grows by one factor, decode steps too.
 Then Redis gets the same commands in the same proportions, only more slowly: what it spends in a second, times the
-factor, is what it would spend at full pace. What Redis does by its own clock (`serverCron`) does not slow down;
-tests/bench/scale.py takes that out by measuring at several factors.
+factor, is what it would spend at full pace. Its own clock (`serverCron`) is slowed as far as it goes (servers.py).
 """
 
+import api.batches.work
+import api.load
+import api.openai.responses.background
+import api.ops.history_sampler
+import api.ops.ring_history
 import api.ring.ring
+import api.webhooks.work
 import shared.redis.adapters.watch
+import shared.redis.connection.client
 import shared.redis.queue.affinity
 import shared.redis.queue.sequence_queue
 import shared.redis.ring.metric_store
@@ -28,6 +34,7 @@ PERIODS = {
     worker.pause: ("LOOK_S",),
     worker.engine_watch: ("LOOK_S",),
     keys: ("WORKER_TTL_S", "API_TTL_S"),
+    shared.redis.connection.client: ("ANSWER_S", "ANSWER_OF_PRIMARY_S"),  # longer than an idle worker blocks
     shared.redis.ring.shared_look: ("FRESH_MS", "TURN_MS"),
     shared.redis.ring.metric_store: ("WRITE_EVERY_S",),
     shared.redis.queue.sequence_queue: ("STEAL_AFTER_MS", "STAGGER_S", "TURN_MS"),
@@ -35,7 +42,13 @@ PERIODS = {
     shared.redis.tokens.writer: ("EXPIRE_EVERY_S",),
     shared.redis.tokens.reader: ("LOOK_EVERY_S", "HEARTBEAT_S", "PROBE_S", "PING_EVERY_S"),
     shared.redis.tokens.feed: ("SILENCE_S", "PATIENCE_S", "GAP_S"),
-    api.ring.ring: ("LOOK_AGAIN_S",),
+    api.ring.ring: ("LOOK_AGAIN_S", "WATCH_S", "ANSWER_S", "GIVEN_UP_S"),
+    api.batches.work: ("LOOK_S",),
+    api.openai.responses.background: ("LOOK_S",),
+    api.webhooks.work: ("LOOK_S",),
+    api.ops.history_sampler: ("SAMPLE_EVERY_S",),
+    api.ops.ring_history: ("SAMPLE_EVERY_S",),
+    api.load: ("LAG_LOOK_S",),
 }
 
 

@@ -7,10 +7,12 @@ since what is measured is Redis behind them.
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 import worker.process
 from shared.errors import SetupError
@@ -57,6 +59,7 @@ class TimedEngine:
     def __init__(self, config: EngineConfig, on_step: OnStep, on_death: OnDeath, *rest: Any) -> None:
         self._loop = asyncio.get_running_loop()
         self._max_rows = config.max_rows
+        self._card = msgspec.structs.replace(CARD, name=config.model)
         self._on_step = on_step
         self._waiting: deque[RowRequest] = deque()
         self._fed = 0  # prompt tokens of the first that waits
@@ -68,7 +71,7 @@ class TimedEngine:
 
     def start(self) -> Loaded:
         self._loop.call_soon_threadsafe(self._begin)
-        return Loaded(CARD, bundle())
+        return Loaded(self._card, bundle())
 
     def _begin(self) -> None:
         self._running = asyncio.create_task(self._decode())
@@ -153,28 +156,28 @@ class TimedEngine:
 
 async def work(
     url: str,
-    workers: int,
+    served: Mapping[str, str],
     rows: int,
     step_s: float,
     folder: Path,
-    first: int,
     ready: Callable[[], None],
     lease_ms: int = 3000,
 ) -> None:
-    """Run workers until cancelled; `ready` is called once all are in the ring."""
+    """Run workers, each with its model, until cancelled; `ready` is called once all are in the ring."""
     TimedEngine.step_s = step_s
     worker.process.EngineThread = TimedEngine  # type: ignore[misc,assignment]
     settings = load(
         WorkerSettings,
         [
             "--redis", url, "--model", MODEL, "--max-batch-size", str(rows), "--drain-grace-s", "0",
-            "--lease-ms", str(lease_ms), "--allow-other-weights",
+            "--lease-ms", str(lease_ms),
         ],
     )  # fmt: skip
-    numbers = range(first, first + workers)
     processes = [
-        WorkerProcess(settings.model_copy(update={"worker_id": f"w{i}", "adapter_cache_dir": folder / str(i)}))
-        for i in numbers
+        WorkerProcess(
+            settings.model_copy(update={"worker_id": name, "model": model, "adapter_cache_dir": folder / name})
+        )
+        for name, model in served.items()
     ]
     tasks = [asyncio.create_task(process.run()) for process in processes]
     await wait_until(lambda: all(process._state == "ready" for process in processes), 500)

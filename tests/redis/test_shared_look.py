@@ -24,6 +24,7 @@ async def asked(redis: Redis, command: str) -> int:
 def many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_registry, "MANY", 3)
     monkeypatch.setattr("shared.redis.ring.shared_look.FRESH_MS", 600_000)
+    monkeypatch.setattr("shared.redis.ring.shared_look.TURN_MS", 100)
 
 
 @pytest.mark.usefixtures("many")
@@ -53,6 +54,18 @@ async def test_while_one_looks_the_others_go_by_what_they_knew_and_then_look_the
     await redis.set(keys.live_turn(MODEL, "ids"), b"", ex=60)
     assert await registry.live(MODEL) == ["w0", "w1", "w2"], "somebody looks"
     assert await registry.live(MODEL) == ["w0", "w2"], "it has died meanwhile"
+
+
+@pytest.mark.usefixtures("many")
+async def test_of_many_that_start_at_once_one_looks(redis: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shared.redis.ring.shared_look.TURN_MS", 3_000)
+    names = [f"w{i:02}" for i in range(20)]
+    for name in names:
+        await beat(redis, name)
+    registries = [WorkerRegistry(redis) for _ in names]
+    before = await asked(redis, "exists")
+    assert await asyncio.gather(*(registry.live(MODEL) for registry in registries)) == [names] * len(names)
+    assert await asked(redis, "exists") == before + len(names)
 
 
 @pytest.mark.usefixtures("many")

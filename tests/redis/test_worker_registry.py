@@ -125,6 +125,29 @@ async def test_a_worker_with_something_else_under_the_name_is_refused_by_name(
     await registry.admit(renamed, lambda: working("w3", renamed, state="starting"))
 
 
+async def test_many_of_the_same_weights_that_start_at_once_read_nobodys_heartbeat(redis: Redis) -> None:
+    async def start(worker: str) -> None:
+        await WorkerRegistry(redis).admit(card("m"), lambda: working(worker, card("m"), state="starting"))
+
+    async def reads() -> int:
+        return int((await redis.info("commandstats")).get("cmdstat_hgetall", {"calls": 0})["calls"])
+
+    before = await reads()
+    await asyncio.gather(*(start(f"w{i}") for i in range(20)))
+    assert await reads() == before
+    assert len(await WorkerRegistry(redis).live("m")) == 20
+
+
+async def test_a_tokenizer_that_is_there_is_not_sent_again(redis: Redis) -> None:
+    registry = WorkerRegistry(redis)
+    await registry.register_model(card("m"), BUNDLE)
+    await redis.expire(keys.tokenizer(BUNDLE.sha256), 60)
+    sent = (await redis.info("commandstats"))["cmdstat_set"]["calls"]
+    await WorkerRegistry(redis).register_model(card("m"), BUNDLE)
+    assert (await redis.info("commandstats"))["cmdstat_set"]["calls"] == sent + 1, "the card"
+    assert await redis.ttl(keys.tokenizer(BUNDLE.sha256)) > 60
+
+
 async def test_a_worker_that_died_does_not_keep_other_weights_out(
     redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:

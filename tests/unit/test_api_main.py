@@ -7,8 +7,8 @@ import socket
 import pytest
 
 from api.__main__ import main, take_fd
-from api.http.connections import FILES, raise_file_limit
 from shared.errors import SetupError
+from shared.process.open_files import FILES, many_files, raise_file_limit
 
 
 @pytest.mark.parametrize(
@@ -95,3 +95,14 @@ def test_a_kernel_that_allows_fewer_files_than_it_says_gives_what_it_does(monkey
     monkeypatch.setattr(resource, "setrlimit", setrlimit)
     assert raise_file_limit() == FILES // 4
     assert given == [(FILES // 4, resource.RLIM_INFINITY)]
+
+
+def test_who_imports_mlx_lm_keeps_its_limits() -> None:
+    """It does this on import: from then on no more files than that, unless root asks."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with many_files():
+        resource.setrlimit(resource.RLIMIT_NOFILE, (2048, 4096))
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == before
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (raise_file_limit(), before[1])
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == before

@@ -75,3 +75,16 @@ def test_a_url_names_some_servers_of_a_cluster() -> None:
 def test_a_url_that_names_no_cluster_is_refused_with_the_reason(url: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         ClusterAddress.parse(url)
+
+
+@pytest.mark.parametrize(
+    ("command", "waits_s"),
+    [
+        (("XREAD", "COUNT", 1, "BLOCK", 1500, "STREAMS", "a", "0"), 1.5),
+        (("XREAD", b"BLOCK", b"1000", b"STREAMS", "a", "0"), 1.0),
+        (("XREAD", "STREAMS", "BLOCK", "0"), 0.0),
+        (("GET", "BLOCK"), 0.0),
+    ],
+)
+def test_a_read_that_waits_at_its_server_says_for_how_long(command: routing.Command, waits_s: float) -> None:
+    assert routing.waits_s(command) == waits_s

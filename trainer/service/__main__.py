@@ -16,6 +16,7 @@ from shared.errors import ParallmError, ServiceUnavailableError, SetupError
 from shared.process import logs
 from shared.process.discovery import ring_url
 from shared.process.garbage import no_collections
+from shared.process.open_files import many_files
 from shared.process.settings import load
 from shared.redis.connection.client import connect, require
 from shared.redis.ring.worker_registry import WorkerRegistry
@@ -48,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
 
 async def _serve(settings: LearnersSettings) -> int:
     # These import mlx, so only after fast_blas.install.
-    with no_collections():
+    with no_collections(), many_files():
         from trainer.learn.compute import ThreadHost, at_once
         from trainer.service.service import LearnerService
         from worker.engine.messages import EngineConfig

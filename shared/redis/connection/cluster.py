@@ -91,7 +91,8 @@ class ClusterRedis(DiscreetRedis):
                 return await self._spread(command, options)
             if name == "XREAD":
                 return await self._read_first(command, options)
-        return await self.at(routing.slot_of(found[0]) if found else 0, lambda node: _one(self, node, command, options))
+        slot, waits_s = routing.slot_of(found[0]) if found else 0, routing.waits_s(command)
+        return await self.at(slot, lambda node: _one(self, node, command, options), waits_s)
 
     def pipeline(self, transaction: bool = True, shard_hint: str | None = None) -> Pipeline:
         """As in redis-py."""
@@ -129,8 +130,8 @@ class ClusterRedis(DiscreetRedis):
         """A client of each server that has slots."""
         return [self.node(place) for place in await self.patiently(self.topology.primaries)]
 
-    async def at(self, slot: int, act: Callable[[DiscreetRedis], Awaitable[T]]) -> T:
-        """What `act` gives at the primary of a slot, wherever that is by now."""
+    async def at(self, slot: int, act: Callable[[DiscreetRedis], Awaitable[T]], waits_s: float = 0.0) -> T:
+        """What `act` gives at the primary of a slot, wherever that is by now; it may wait there for `waits_s`."""
 
         async def attempt() -> T:
             place = await self.topology.place(slot)
@@ -140,7 +141,7 @@ class ClusterRedis(DiscreetRedis):
             except MovedError as error:
                 self.topology.moved(slot, (error.host or place[0], error.port))
                 raise
-            await self.require_current(slot, place, began)
+            await self.require_current(slot, place, began + waits_s)
             return answer
 
         return await self.patiently(attempt)

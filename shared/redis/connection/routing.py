@@ -55,6 +55,15 @@ def keys_of(command: Sequence[Any]) -> Sequence[Any]:
     return command[2:3] if name in _TWO_WORDS else command[1:2]
 
 
+def waits_s(command: Sequence[Any]) -> float:
+    """For how long a command may wait at its server, which makes its answer no late one."""
+    if name_of(command) not in ("XREAD", "XREADGROUP"):
+        return 0.0
+    head = command[: len(command) - len(_after_streams(command))]
+    at = next((at for at, word in enumerate(head) if word in ("BLOCK", b"BLOCK")), None)
+    return 0.0 if at is None else int(command[at + 1]) / 1000
+
+
 def slots_of(commands: Sequence[Command]) -> list[int]:
     """A slot for each of some commands; one without a key goes with the one before it, or else behind it."""
     keyed = [keys_of(command) for command in commands]

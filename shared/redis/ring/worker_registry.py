@@ -16,7 +16,7 @@ from redis.asyncio import Redis
 from shared.errors import NotFoundError, SetupError
 from shared.ranks import RankStatus
 from shared.redis import keys
-from shared.redis.connection.client import ask_all, members, server_time_ms
+from shared.redis.connection.client import Script, ask_all, members, server_time_ms
 from shared.redis.ring.shared_look import SharedLook
 from shared.sequences import ModelCard
 from shared.text.codec import TokenizerBundle
@@ -28,6 +28,8 @@ PATIENCE_S = keys.WORKER_TTL_S + 2.0  # with workers of other weights: dead ones
 LOOK_AGAIN_S = 1.0
 MANY = 64  # workers of a model, from which on processes look at heartbeats for one another
 AT_ONCE = 128  # heartbeats in one round trip
+
+_WEIGHTS = Script("weights")
 
 WorkerState = Literal["starting", "ready", "paused", "draining", "stuck"]
 
@@ -86,23 +88,27 @@ class WorkerRegistry:
         if known is not None and known.base_sha256 == card.base_sha256:
             sources = tuple(dict.fromkeys((*card.sources, *known.sources)))[:SOURCES_KEPT]
             card = msgspec.structs.replace(card, sources=sources)
-        bundle = msgspec.json.encode(tokenizer)
+        name = keys.tokenizer(card.tokenizer_sha256)
         async with self._redis.pipeline() as pipe:
-            pipe.set(keys.tokenizer(card.tokenizer_sha256), bundle, ex=keys.REGISTRY_TTL_S)
             pipe.set(keys.model_card(card.name), msgspec.json.encode(card), ex=keys.REGISTRY_TTL_S)
-            await pipe.execute()
+            pipe.expire(name, keys.REGISTRY_TTL_S)
+            _, is_there = await pipe.execute()
+        if not is_there:  # megabytes, which every worker of a ring would send
+            await self._redis.set(name, msgspec.json.encode(tokenizer), ex=keys.REGISTRY_TTL_S)
         self._registered[card.name] = (card, tokenizer)
 
     async def admit(self, card: ModelCard, status: Callable[[], WorkerStatus]) -> None:
         """Begin the heartbeats of a worker, before it registers its model.
 
         SetupError while workers of the same name compute with something else. Those that have died without a word are
-        waited for; of two that start at once the first one may stay.
+        waited for; of two that start at once the first one may stay. Nobody reads the heartbeats of a ring in which all
+        have the same: of n that start at once each would read n.
         """
         until = time.monotonic() + PATIENCE_S
         while True:
             ours = status()
-            await self.heartbeat(ours)
+            if not await self.heartbeat(ours):
+                return
             others = [other for other in await self.workers(card.name) if _contradicts(other, ours)]
             if not others:
                 return
@@ -111,8 +117,9 @@ class WorkerRegistry:
                 raise SetupError(_differs(ours, others))
             await asyncio.sleep(LOOK_AGAIN_S)
 
-    async def heartbeat(self, status: WorkerStatus) -> None:
-        """Write a worker's heartbeat."""
+    async def heartbeat(self, status: WorkerStatus) -> bool:
+        """Write a worker's heartbeat; returns whether a worker of its model computes with something else, or has done
+        so within WORKER_TTL_S."""
         key = keys.worker(status.model, status.id)
         fields = msgspec.structs.asdict(status)  # defaults, too: they replace what an earlier heartbeat said
         fields["adapters"] = msgspec.json.encode(status.adapters)
@@ -133,6 +140,10 @@ class WorkerRegistry:
             answers = await pipe.execute()
         if ours and not all(answers[-len(kept) :]):
             await self.register_model(*ours)
+        if not status.weights:
+            return False
+        # Behind the heartbeat: who is told of our weights finds us.
+        return bool(await _WEIGHTS(self._redis, [keys.weights(status.model)], [status.weights, keys.WORKER_TTL_S]))
 
     async def remove(self, model: str, worker_id: str) -> None:
         """Remove a worker that leaves in an orderly way."""
