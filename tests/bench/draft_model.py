@@ -13,7 +13,6 @@ fast_blas.install()
 
 import argparse
 import random
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
@@ -23,6 +22,7 @@ import mlx.core as mx
 
 from shared.sequences import SamplingParams, SequenceSpec
 from tests.bench.adapters import SHAPES, random_model
+from tests.bench.own_time import OwnTime
 from tests.bench.speculation import Decoding
 from worker.engine.engine import Engine
 from worker.engine.kv.layout import KvLayout
@@ -51,25 +51,6 @@ def with_part(loaded: LoadedModel, faint: float) -> LoadedModel:
 def drafting(loaded: LoadedModel, module: Any) -> LoadedModel:
     """The model, for which this one drafts."""
     return replace(loaded, draft=DraftModel("draft", module, loaded.card.vocab_size, CONTEXT, 1, KvLayout()))
-
-
-class OwnTime:
-    """An engine's clock, which stands still while another engine computes."""
-
-    def __init__(self) -> None:
-        self._before = 0.0
-        self._began = time.perf_counter()
-
-    def __call__(self) -> float:
-        return self._before + time.perf_counter() - self._began
-
-    def stop(self) -> None:
-        """The engine's turn is over."""
-        self._before = self()
-
-    def go_on(self) -> None:
-        """Its next turn begins."""
-        self._began = time.perf_counter()
 
 
 class Runs:

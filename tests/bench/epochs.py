@@ -1,11 +1,13 @@
 """A job's prompts for the second time, with the memory of the first over without: `python -m tests.bench.epochs`.
 
 The tiny model writes its sums at temperature 1, as rollouts do: each prompt is sampled by a group, all of them once an
-epoch, under other seeds each time. Two engines decode the same sequences in one process, with as many rows in flight as
+epoch, under other seeds each time. Engines decode the same sequences in one process, with as many rows in flight as
 a worker would claim; the next turn is that of the engine with fewer tokens. On a CPU, seconds are those of its work,
 since other programs are none of ours. The first epoch shows what looking for drafts costs.
 
-A third engine has no memory either, and keeps no tails of short prompts (worker/engine/kv/tails.py).
+Of four engines one drafts where its clock says that it pays (the default), one always (`--no-adaptive-k`); one has no
+memory, and one keeps no tails of short prompts either (worker/engine/kv/tails.py). A drafting engine's clock stands
+still while another engine computes, as in a worker, which has one.
 """
 
 # ruff: noqa: E402
@@ -16,21 +18,25 @@ fast_blas.install()
 import argparse
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import median
+from typing import cast
 
 import mlx.core as mx
 
 from shared.seeds import derived_seed
 from shared.sequences import SamplingParams, SequenceSpec
 from shared.text.codec import TextCodec
+from tests.bench.own_time import OwnTime
 from trainer.tiny.data import arithmetic_prompts
 from worker.engine.engine import Engine
 from worker.engine.kv.tails import Tails
-from worker.engine.messages import EngineConfig, RowRequest, SpeculationConfig
+from worker.engine.messages import EngineConfig, EngineStats, RowRequest, SpeculationConfig
 from worker.engine.model.loader import LoadedModel, load_model
 from worker.engine.warm_up import rehearse
+
+Clock = Callable[[], float]
 
 AIM = 1.5
 CLOCK = time.process_time if mx.default_device() == mx.Device(mx.cpu) else time.perf_counter
@@ -41,6 +47,7 @@ class Epoch:
 
     def __init__(self, engine: Engine, specs: Sequence[SequenceSpec], rows: int) -> None:
         self._engine = engine
+        self._clock = cast(OwnTime, engine.drafting._clock)
         self._left = deque(specs)
         self._rows = rows
         self.written: dict[str, list[int]] = {spec.id: [] for spec in specs}
@@ -67,6 +74,7 @@ class Epoch:
     def turn(self) -> None:
         """One turn, timed, with what a worker does before it."""
         began = CLOCK()
+        self._clock.go_on()
         fresh = [self._left.popleft() for _ in range(min(self._rows - self._running, len(self._left)))]
         self._running += len(fresh)
         self._began.update((spec.id, self.seconds) for spec in fresh)
@@ -74,6 +82,7 @@ class Epoch:
             self._engine.submit([RowRequest(spec) for spec in fresh])
         events = self._engine.turn().events
         self._engine.settle()
+        self._clock.stop()
         self.seconds += CLOCK() - began
         for event in events:
             self.written[event.seq] += event.tokens
@@ -106,39 +115,49 @@ class Job:
         return SamplingParams(self._tokens, derived_seed(*of))
 
 
-def measured(loaded: LoadedModel, job: Job, config: EngineConfig, drafts: SpeculationConfig, rounds: int) -> None:
+def measured(
+    loaded: LoadedModel, job: Job, config: EngineConfig, drafts: SpeculationConfig, rounds: int, clock: Clock
+) -> None:
     """Print the ratios of the epochs after the first one."""
-    rows = config.max_rows
     if mx.default_device() != mx.Device(mx.cpu):
         list(rehearse(loaded, replace(config, speculation=drafts)))
-    bare, plain, drafting = (Engine(loaded, each) for each in (config, config, replace(config, speculation=drafts)))
-    bare.prefixes._tails = Tails(0)
+    deciding, always = (replace(config, speculation=replace(drafts, adapts_to_time=adapts)) for adapts in (True, False))
+    engines = [Engine(loaded, each) for each in (config, config, deciding, always)]
+    for engine in engines:
+        engine.drafting._clock = OwnTime(clock)
+    engines[0].prefixes._tails = Tails(0)
     ratios: list[tuple[float, ...]] = []
     for number in range(rounds + 1):
-        before = drafting.stats()
-        epochs = [Epoch(engine, job.epoch(number), rows) for engine in (bare, plain, drafting)]
+        before = [engine.stats() for engine in engines]
+        epochs = [Epoch(engine, job.epoch(number), config.max_rows) for engine in engines]
         while running := [epoch for epoch in epochs if not epoch.is_over]:
             min(running, key=lambda epoch: epoch.tokens).turn()
-        without, tails, both = epochs
-        changed = sum(len({tuple(epoch.written[seq]) for epoch in epochs}) > 1 for seq in both.written)
-        ratio = both.rate / tails.rate
-        first = tails.first_token_s / without.first_token_s
-        ratios.append((ratio, tails.rate / without.rate, both.rate / without.rate, first))
-        stats, was = drafting.stats().speculation, before.speculation
-        drafted, accepted = stats.drafted - was.drafted, stats.accepted - was.accepted
+        changed = sum(len({tuple(epoch.written[seq]) for epoch in epochs}) > 1 for seq in epochs[0].written)
+        without, tails, decided, drafted = (epoch.rate for epoch in epochs)
+        first = epochs[1].first_token_s / epochs[0].first_token_s
+        ratios.append((decided / tails, drafted / tails, tails / without, decided / without, drafted / without, first))
+        steps = " and ".join(_steps(*each) for each in list(zip(engines, before, strict=True))[2:])
         print(
-            f"  epoch {number + 1}: {without.rate:6.0f} -> {tails.rate:6.0f} -> {both.rate:6.0f} tok/s, x {ratio:.2f}; "
-            f"accepted {accepted} of {drafted} of {both.tokens} tokens, "
-            f"{stats.steps - was.steps} of {drafting.stats().steps - before.steps} steps check; {changed} changed",
+            f"  epoch {number + 1}: {without:6.0f} -> {tails:6.0f} -> {decided:6.0f} / {drafted:6.0f} tok/s, "
+            f"x {decided / tails:.2f} / {drafted / tails:.2f}; {steps}; {changed} changed",
             flush=True,
         )
-    shown = " ".join(f"{ratio:.2f}" for ratio, *_ in ratios[1:])
-    middle, tails_alone, together, first = (median(each) for each in zip(*ratios[1:], strict=True))
+    each_decided, each_always = (" ".join(f"{ratio[at]:.2f}" for ratio in ratios[1:]) for at in (0, 1))
+    middle, middle_always, tails_alone, together, together_always, first = (
+        median(each) for each in zip(*ratios[1:], strict=True)
+    )
     print(
-        f"{rows:3} rows, blocks of {config.block_size}: x {middle:.2f} ({shown}), aim {AIM}; tails alone x "
-        f"{tails_alone:.2f}, their first tokens x {first:.2f}; memory and tails x {together:.2f}",
+        f"{config.max_rows:3} rows, blocks of {config.block_size}: the clock deciding x {middle:.2f} ({each_decided}), "
+        f"always x {middle_always:.2f} ({each_always}), aim {AIM}; tails alone x {tails_alone:.2f}, their first tokens "
+        f"x {first:.2f}; memory and tails x {together:.2f} / {together_always:.2f}",
         flush=True,
     )
+
+
+def _steps(engine: Engine, before: EngineStats) -> str:
+    now, was, steps = engine.stats().speculation, before.speculation, engine.stats().steps - before.steps
+    checked, drafted = now.steps - was.steps, now.drafted - was.drafted
+    return f"{checked} of {steps} steps check, {now.accepted - was.accepted} of {drafted} accepted"
 
 
 def main() -> None:
@@ -152,14 +171,16 @@ def main() -> None:
     parser.add_argument("--draft", type=int, default=5, help="tokens of a draft, at most")
     parser.add_argument("--block-size", type=int, nargs="+", default=[64, 8], help="64: more than a prompt has")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--always", action="store_true", help="draft whatever it takes (--no-adaptive-k)")
+    parser.add_argument("--wall", action="store_true", help="what the engine's clock tells, though tokens/s do not")
     args = parser.parse_args()
     loaded = load_model(EngineConfig(args.model))
+    clock = time.perf_counter if args.wall else CLOCK
     job = Job(loaded, args.prompts, args.samples, args.tokens)
     for rows in args.rows:
-        drafts = SpeculationConfig(args.draft, adapts_to_time=not args.always, memory_bytes=64 << 20)
+        drafts = SpeculationConfig(args.draft, memory_bytes=64 << 20)
         for block_size in args.block_size:
-            measured(loaded, job, EngineConfig("", max_rows=rows, block_size=block_size), drafts, args.rounds)
+            config = EngineConfig("", max_rows=rows, block_size=block_size)
+            measured(loaded, job, config, drafts, args.rounds, clock)
 
 
 if __name__ == "__main__":

@@ -149,10 +149,10 @@ def test_nothing_is_read_beyond_the_draft_models_context_while_prompts_keep_comi
         longest = max(longest, *(spied.batch._read[each].size for each in spied.batch.rows))
         return found
 
-    def amid_prompts(rows: int, *, alone: bool) -> None:
+    def amid_prompts(rows: int, *, alone: bool, hurried: bool) -> None:
         nonlocal steps
         steps += rows > 1
-        begin(rows, alone=alone and steps < 6)
+        begin(rows, alone=alone and steps < 6, hurried=hurried)
 
     monkeypatch.setattr(spied.batch, "drafts", noted)
     monkeypatch.setattr(spied.bench.engine.drafting, "begin", amid_prompts)

@@ -60,10 +60,11 @@ class World:
         """To the end of all rows; how much sooner that comes than without drafts."""
         while self._written:
             rows, began = list(self._written), self._now
-            self._drafting.begin(len(rows), alone=True)
+            self._drafting.begin(len(rows), alone=True, hurried=False)
             drafts = self._drafts(rows)
             width = 1 + max(len(draft) for draft in drafts)
             held = [self._move(row, draft) for row, draft in zip(rows, drafts, strict=True)]
+            self._drafting.told(len(rows) + sum(held))
             self._known = width > 1
             takes = 1 + self._fixed * self._known + self._slope * (width - 1)
             takes *= 3 if any(len(self.steps) in steps for steps in self._busy) else 1
@@ -168,7 +169,7 @@ def test_steps_that_decode_no_row_tell_nothing_of_those_that_do() -> None:
     now = 0.0
     drafting = Drafting(SpeculationConfig(), [KVCache()], clock=lambda: now)
     for rows in (0, 0, 0, 2, 2, 2):
-        drafting.begin(rows, alone=False)
+        drafting.begin(rows, alone=False, hurried=False)
         known = drafting._step_times[False].known(2, 1)
         assert known is None or known == 0.5
         now += 0.5 if rows else 9.0
@@ -179,7 +180,7 @@ def test_a_step_whose_drafts_are_all_dropped_is_not_timed() -> None:
     now = 0.0
     drafting = Drafting(SpeculationConfig(), [KVCache()], clock=lambda: now)
     for _ in range(9):
-        drafting.begin(1, alone=True)
+        drafting.begin(1, alone=True, hurried=False)
         drafting.waited(0.9)
         drafting.checks_nothing()
         now += 1.0

@@ -1,6 +1,7 @@
 """What to draft and when it pays: plain ids and plain times, no model."""
 
 import tracemalloc
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,8 @@ from worker.engine.speculation.memory import (
     FARTHEST,
     JOINED_SHARE,
     KEPT,
+    LATER,
+    LATER_IDS,
     Completions,
     Joined,
     Key,
@@ -40,12 +43,15 @@ from worker.engine.speculation.memory import (
     mark_of,
 )
 from worker.engine.speculation.payoff import (
+    AT_FIRST,
+    EARNED,
     ENOUGH,
     HOPE,
     LEAST_SAMPLES,
     LONGEST_PAUSE,
     PLAIN_STALE,
     STALE,
+    Account,
     Chance,
     StepTimes,
     Try,
@@ -58,7 +64,7 @@ def ids(*values: int) -> Ids:
 
 
 def test_a_history_grows_and_shows_its_latest_ids() -> None:
-    history = History(range(50), (1, 4))
+    history = History(range(50))
     for each in range(50, 400):
         history.add([each])
     assert len(history) == 400 and history.latest(3).tolist() == [397, 398, 399]
@@ -67,7 +73,7 @@ def test_a_history_grows_and_shows_its_latest_ids() -> None:
 
 @given(st.lists(st.integers(0, 3), max_size=9), st.lists(st.integers(0, 90), min_size=AT_ONCE + 1, max_size=99))
 def test_many_ids_at_once_are_the_same_as_one_after_the_other(begun: list[int], more: list[int]) -> None:
-    at_once, single = History(begun, (1, 3)), History(begun, (1, 3))
+    at_once, single = History(begun), History(begun)
     at_once.add(more)
     for id_ in more:
         single.add([id_])
@@ -79,17 +85,17 @@ def test_many_ids_at_once_are_the_same_as_one_after_the_other(begun: list[int], 
 
 @given(st.lists(st.integers(0, 3), max_size=40), st.integers(1, 4))
 def test_no_run_that_goes_on_is_overlooked(ids: list[int], begun: int) -> None:
-    history = History(ids[:begun], (1, 3))
+    history = History(ids[:begun])
     for each in ids[begun:]:
         history.add([each])
-    texts = [history, Text(np.array(ids, np.int32), (1, 3))]
+    texts = [history, Text(np.array(ids, np.int32))]
     for length in (1, 3):
         ends = [ids[max(0, end - 3) : end] for end in range(length, len(ids))]
         assert all(text.runs(length).may_have(end) for end in ends for text in texts)
 
 
 def test_most_runs_that_do_not_occur_are_known_not_to() -> None:
-    text = Text(np.arange(1000, dtype=np.int32), (2,))
+    text = Text(np.arange(1000, dtype=np.int32))
     strange = sum(text.runs(2).may_have([at, at + 2]) for at in range(998))
     assert strange < 100 and not text.runs(2).may_have([5])
 
@@ -122,7 +128,7 @@ def test_of_the_places_of_the_longest_end_the_nearest_is_found(text: list[int], 
 
 
 def found(course: Course, source: Ids, row: Ids, count: int, least: int, most: int) -> Guess:
-    return course.draft(Text(source, (least,)), slice(None), End(row[-most:].tolist(), least), count)
+    return course.draft(Text(source), slice(None), End(row[-most:].tolist(), least), count)
 
 
 def own_draft(text: Ids, count: int, least: int, most: int) -> Guess:
@@ -222,7 +228,7 @@ def test_a_row_goes_on_along_its_own_text() -> None:
 
 @pytest.mark.parametrize("period", [1, 2, 3])
 def test_a_place_in_a_text_that_repeats_itself_is_kept_however_short_its_period(period: int) -> None:
-    text, course = History([*range(period)] * 9, (1, 4)), Course(is_own=True)
+    text, course = History([*range(period)] * 9), Course(is_own=True)
     for turn in range(4):
         guess = course.draft(text, slice(None), End(text.latest(4).tolist(), 1), 5)
         assert guess.ids == [at % period for at in range(5)]
@@ -233,12 +239,12 @@ def test_a_place_in_a_text_that_repeats_itself_is_kept_however_short_its_period(
 
 
 def test_a_row_that_has_gone_on_far_is_looked_for_again_in_place_of_being_followed() -> None:
-    row = History(TEXT[:5].tolist(), (1,))
-    course, text = Course(), Text(TEXT, (1,))
+    row = History(TEXT[:5].tolist())
+    course, text = Course(), Text(TEXT)
     assert course.draft(text, slice(None), End(row.latest(4).tolist(), 1), 1) == Guess([105], 4, [(1, 1)])
     row.add(TEXT[5:50].tolist())
     course.follow(TEXT[5:50].tolist(), row.ids)
-    assert course._now is None and row._marked == {1: 5}, "nor is it asked yet where its runs are"
+    assert course._now is None and not row._marked, "nor is it asked yet where its runs are"
     assert course.draft(text, slice(None), End(row.latest(4).tolist(), 1), 1) == Guess([150], 4, [(1, 1)])
     assert row.runs(1).may_have([148]) and not row.runs(1).may_have([149]) and row._marked == {1: 50}
 
@@ -513,3 +519,71 @@ def test_old_times_are_taken_again_and_a_single_one_soon() -> None:
             times.took(4, 1, 1.0)
             waits[-1] += 1
     assert waits == sorted(waits) and waits[0] < STALE / 20 and waits[-2:] == [STALE, STALE]
+
+
+def test_what_longer_drafts_take_is_known_from_steps_amid_prompts() -> None:
+    times, beside = times_of(4, 2.0), times_of(4, 1.0, 1.5, 1.6)
+    times.beside = beside
+    assert times.likely(4, 3) == pytest.approx(2.6) and beside.likely(4, 3) == pytest.approx(1.6)
+    beside.beside = times
+    assert times.likely(16, 2) is None, "of other sizes nothing is"
+
+
+def test_rows_of_batches_wait_for_the_drafts_of_others() -> None:
+    times = times_of(4, 1.0, 1.5)
+    one = [Try(0.9, 1, 1.0)] * 3
+    assert best_length(times, [*one, Try(0.0, 0, 1.0)], alone=True) == 0
+    assert best_length(times, [Try(0.9, 1, np.inf)] * 4, alone=True) == 1
+
+
+def account_of(seconds: float) -> Account:
+    account = Account()
+    account.plain(seconds, 1.0)
+    return account
+
+
+@pytest.mark.parametrize("took", [1.5, 3.0])
+def test_what_drafts_and_looking_for_them_lose_is_a_hundredth_of_all_steps(took: float) -> None:
+    """However well they are spoken of: each step that checks some brings one token a row."""
+    account, lost, plain = account_of(1.0), 0.0, 20_000
+    for _ in range(plain):
+        if account.is_spent:
+            account.plain(1.0, 1.0)
+            continue
+        account.checked(took, 1.0, 1.0)
+        account.looked(0.1, waited=True)
+        lost += took - 1 + 0.1
+    assert plain * EARNED / 3 < lost < AT_FIRST + 2 * took + plain * EARNED
+
+
+def test_drafts_that_pay_are_made_all_the_time_though_the_machine_is_busy_at_times() -> None:
+    account = account_of(1.0)
+    for step in range(2_000):
+        account.plain(1.0, 1.0)
+        account.checked(4.5 if step % 300 > 293 else 1.5, 2.0, 1.0)
+        assert not account.is_spent
+
+
+def test_tries_come_several_at_once() -> None:
+    account, tries = account_of(1.0), []
+    for step in range(2_000):
+        if account.is_spent:
+            account.plain(1.0, 1.0)
+        else:
+            account.checked(1.4, 1.0, 1.0)
+            tries.append(step)
+    apart = [after - before for before, after in pairwise(tries)]
+    assert apart.count(1) > 2 * sum(each > 50 for each in apart) > 10
+
+
+def test_what_was_written_while_nobody_asked_is_taken_in_when_a_row_does_the_latest_of_it() -> None:
+    memory = Memory(1 << 22, (1,))
+    specs = [SequenceSpec(str(at), "m", (at % 2,), SamplingParams(1, 0)) for at in range(LATER + 2)]
+    for each in specs:
+        memory.add_later(each, [7, 8])
+    assert memory.bytes == 0
+    known = asked(memory, key_of(specs[0]))
+    assert known is not None and len(memory._known[key_of(specs[0])]) == KEPT and not memory._later
+    memory.add_later(SequenceSpec("long", "m", (5,) * LATER_IDS, SamplingParams(1, 0)), [7, 8])
+    memory.add_later(specs[0], [7, 8])
+    assert len(memory._later) == 1 and memory._later_ids == 3, "no more is held than that"

@@ -89,7 +89,9 @@ class SpeculatingBatch(RunningBatch):
 
     def _decode(self) -> list[tuple[Row, int]]:
         rows = self._decoding_rows
-        self._drafting.begin(len(rows), alone=not (self._groups or self._unfed or self._joined))
+        alone = not (self._groups or self._unfed or self._joined)
+        hurried = not alone and any(row.spec.sequence_class == "interactive" for row in self._prefilling)
+        self._drafting.begin(len(rows), alone=alone, hurried=hurried)
         self._joined = False
         known, self._known = self._known, False
         if not self._drafting.tries(rows, known=known):
@@ -105,6 +107,11 @@ class SpeculatingBatch(RunningBatch):
             self._drafting.checks_nothing()
             return self._decode_plainly()
         return self._check(parts)
+
+    def _told(self, rows: Sequence[Row], fed: Sequence[int], untold: set[Row]) -> list[tuple[Row, int]]:
+        tokens = super()._told(rows, fed, untold)
+        self._drafting.told(len(tokens))
+        return tokens
 
     def _check(self, parts: Sequence[_Part]) -> list[tuple[Row, int]]:
         """Feed inputs and drafts; tell the inputs, what holds of the drafts, and what was drawn behind that."""

@@ -64,7 +64,7 @@ def best_step(
     """How long the drafts of this step should be at most, and whether those of a model, which take `seconds`, pay.
 
     `by_text`: all rows, with the drafts of texts; `by_model`: with the model's besides. (0, False): none pays.
-    `alone`: no prompt waits.
+    `alone`: no prompt is in a hurry.
     """
     rows = len(by_text)
     plain = times.known(rows, 1)

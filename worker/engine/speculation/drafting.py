@@ -13,15 +13,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
-
-import numpy as np
 
 from worker.engine.batch.row import Row
 from worker.engine.kv.kinds import may_be_taken_back
 from worker.engine.messages import SpeculationConfig, SpeculationStats
-from worker.engine.speculation.alignment import WINDOW, Course, End
+from worker.engine.speculation.alignment import WINDOW, End
 from worker.engine.speculation.draft_batch import DraftBatch
 from worker.engine.speculation.draft_times import best_step
 from worker.engine.speculation.lookup import BEGINNING, NOTHING, Guess, History, Text
@@ -29,54 +27,29 @@ from worker.engine.speculation.memory import (
     ANCHOR,
     FARTHEST,
     Completions,
-    Joined,
-    Key,
     Memory,
     key_of,
-    mark_of,
     text_behind,
 )
 from worker.engine.speculation.model_drafts import ModelDrafts
-from worker.engine.speculation.payoff import SHARED_RECENT, UNLIKELY, Chance, StepTimes, Try, best_length
+from worker.engine.speculation.payoff import (
+    SHARED_RECENT,
+    TRUST,
+    UNLIKELY,
+    Account,
+    Chance,
+    StepTimes,
+    Try,
+    about,
+    best_length,
+)
+from worker.engine.speculation.source import Source, pace, up_to_stop
 
 LOOKED_THROUGH = 1 << 18  # ids in one step
 WORTH_KEEPING = 2  # tokens
 NEW_AT_ONCE = 1 << 13  # ids of new rows in one step, one row at least: a long text takes milliseconds to be taken in
-LONGEST_REST = 5  # times that the rest of a batch in which drafts do not pay doubles: 32 steps
 SILENT = 16  # steps in which nothing suggests itself for any row: after that ...
 SELDOM = 4  # ... one step in so many asks again, for to ask takes time itself
-
-
-@dataclass
-class _Source:
-    """What is known of one row."""
-
-    history: History
-    told: int  # of its tokens, those in `history`
-    chance: Chance
-    prediction: Text | None  # of its client
-    key: Key | None  # of what others have written behind its prompt; None: that is not kept
-    joined: Joined | None = None  # that, as far as it is ready in this step
-    rests: bool = False  # in this step
-    is_predicted: bool = False  # its draft is from there
-    by_model: bool = False  # its draft is of the draft model
-    prompt: int = 0  # ids of it in `history`
-    likely: float = 0.0  # chance of a token of its draft, on average
-    own: Course = field(default_factory=lambda: Course(is_own=True))
-    predicted: Course = field(default_factory=Course)
-    kept: Course = field(default_factory=Course)  # with what others have written
-
-    def add(self, ids: Sequence[int]) -> None:
-        """The row has gone on with these."""
-        self.history.add(ids)
-        for each in (self.own, self.predicted, self.kept):
-            each.follow(ids, self.history.ids)
-        self.told += len(ids)
-
-    @property
-    def written(self) -> int:
-        """Ids behind the prompt."""
-        return len(self.history) - self.prompt
 
 
 class Drafting:
@@ -94,32 +67,70 @@ class Drafting:
         self.is_on = config is not None and may_be_taken_back(kv)
         self._keeps = self.is_on and self._config.memory_bytes > 0
         self._clock = clock
-        self._rows: dict[Row, _Source] = {}
+        self._rows: dict[Row, Source] = {}
         self._chance = Chance()  # of all rows lately: what a new row begins with
         self._step_times = {alone: StepTimes() for alone in (True, False)}  # the latter amid prompts
+        self._step_times[True].beside, self._step_times[False].beside = self._step_times[False], self._step_times[True]
         self._began = self._waited = 0.0
         self._size = 0
-        self._alone = False
+        self._alone = self._hurried = False
         self._reads = False  # the draft model has read prompts in the step that runs
         self._widths = (0, 0)  # of the step that runs and of the one before; 0: not to be timed
         self._lengths = tuple({self._config.ngram_min, self._config.ngram_max})
         self._memory = Memory(self._config.memory_bytes, self._lengths)
         self._step = 0
-        self._losses = 0  # times in a row that drafts would not have paid
-        self._silent = 0  # that nothing suggested itself, without a new row
+        self._accounts: dict[int, Account] = {}
+        self._told = 0  # tokens since the step began
+        self._looks_since = 0.0
+        self._all_batch = False  # rows of the latest step in which some were looked at
+        self._waits_in_vain = False  # for what the step that runs is fed, should it check nothing
+        self._rested = 0  # steps that nothing has been looked at
+        self._catches_up = False  # in the step that runs
+        self._silent = 0  # times in a row that nothing suggested itself, without a new row
         self._model = None if model is None or not self.is_on else ModelDrafts(model, self._config, clock)
         self._stats = SpeculationStats(self.is_on)
 
-    def begin(self, rows: int, *, alone: bool) -> None:
-        """A step begins, of so many rows; `alone`: no prompt is fed beside it."""
+    def begin(self, rows: int, *, alone: bool, hurried: bool) -> None:
+        """A step begins, of so many rows; `alone`: no prompt is fed beside it; `hurried`: somebody waits for one."""
         now, (width, before), is_alone = self._clock(), self._widths, alone and self._alone
+        took = now - self._began - self._waited
         # A step without drafts is told while the next one runs: what it takes shows between two of them. Amid prompts
-        # rows come and go all the time.
-        may_be_timed, self._reads = not self._reads, False
+        # rows come and go all the time. What was not looked at for long is caught up with in one step.
+        may_be_timed, self._reads = not (self._reads or self._catches_up), False
         if may_be_timed and self._size and (width > 1 or width == before == 1) and (rows == self._size or not is_alone):
-            self._step_times[is_alone].took(self._size, width, now - self._began - self._waited)
-        self._began, self._waited, self._size, self._alone = now, 0.0, rows, alone
-        self._widths = (1, width)
+            self._step_times[is_alone].took(self._size, width, took)
+        if self._size and self._config.adapts_to_time:
+            self._settle(now - self._began, self._told / self._size)
+        self._began, self._waited, self._size, self._alone, self._hurried = now, 0.0, rows, alone, hurried
+        self._widths, self._told = (1, width), 0
+        self._rested, self._catches_up = self._rested + 1, False
+
+    def told(self, tokens: int) -> None:
+        """So many since the step began."""
+        self._told += tokens
+
+    def _settle(self, took: float, tokens: float) -> None:
+        """The account of the step before.
+
+        Prompts of batches and jobs come as rows end, so sooner with drafts: more of them come in a step, and fewer
+        steps have none. So what steps take on average counts there, and else what such steps take.
+        """
+        width, before = self._widths
+        if width > 1:
+            plain = (self._account.plain_s if self._all_batch else 0.0) or self._times.usual(self._size, 1) or took
+            self._account.checked(took, tokens, plain)
+        elif before > 1:
+            self._account.back(took, tokens)
+        elif width:
+            self._account.plain(took, tokens)
+
+    @property
+    def _account(self) -> Account:
+        """Of batches like the one that runs."""
+        return self._accounts.setdefault(about(self._size), Account())
+
+    def _looked_in_vain(self, *, waited: bool) -> None:
+        self._account.looked(self._clock() - self._looks_since - self._waited, waited=waited)
 
     @property
     def _times(self) -> StepTimes:
@@ -134,15 +145,20 @@ class Drafting:
         """Whether some row may get a draft, by what has been told of it; `known`: by what it will be fed."""
         most, times = self._config.most_rows, self._config.adapts_to_time
         self._step += 1
+        if not rows or (most and len(rows) > most):
+            return False
+        rests = times and self._account.is_spent
+        if rests and self._model is None:
+            return False
         new = [row for row in rows if row not in self._rows]
         if new:
             self._silent = 0
-        rests = self._step % (1 << min(LONGEST_REST, self._losses)) != 0
         rests |= self._silent > SILENT and self._step % SELDOM != 0
-        if not rows or (rests and self._model is None) or (most and len(rows) > most):
+        if (rests and self._model is None) or (times and self._times.known(len(rows), 1) is None):
             return False
-        if times and self._times.known(len(rows), 1) is None:
-            return False
+        self._looks_since, self._waits_in_vain = self._clock(), not known
+        self._all_batch = all(row.spec.sequence_class == "batch" for row in rows)
+        self._rested, self._catches_up = 0, self._rested > SELDOM
         self._take_in(new)
         sources = [(row, source) for row in rows if (source := self._source(row)) is not None]
         self._memory.begin()
@@ -156,9 +172,12 @@ class Drafting:
         if rests:
             return False
         if known:
-            return not all(source.rests for _, source in sources)
-        may = any(self._draft(row, source, len(rows)) for row, source in sources)
-        self._silent = 0 if may else self._silent + 1
+            may = not all(source.rests for _, source in sources)
+        else:
+            may = any(self._draft(row, source, len(rows)) for row, source in sources)
+            self._silent = 0 if may else self._silent + 1
+        if not may:
+            self._looked_in_vain(waited=False)
         return may
 
     def _model_may_draft(self, rows: Sequence[Row]) -> bool:
@@ -189,13 +208,9 @@ class Drafting:
         silent = [row for row, draft in zip(rows, drafts, strict=True) if not draft and row in self._rows]
         lengths = self._model.lengths(silent) if self._model is not None else {}
         if together and not all(draft or row in lengths for row, draft in zip(rows, drafts, strict=True)):
-            if self._config.adapts_to_time:
-                self._losses += any(drafts)
             drafts, lengths = [[] for _ in rows], {}
         if (any(drafts) or lengths) and self._config.adapts_to_time:
             longest, by_model = self._best(rows, drafts, lengths)
-            if any(drafts):
-                self._losses = 0 if longest else self._losses + 1
             drafts = [draft[:longest] for draft in drafts]
             lengths = {row: min(length, longest) for row, length in lengths.items() if by_model}
         if lengths:
@@ -216,25 +231,27 @@ class Drafting:
     def checks_nothing(self) -> None:
         """The step that runs, though it has waited for its inputs: what was waited for belongs to the step before."""
         self._widths = (0, self._widths[1])
+        self._looked_in_vain(waited=self._waits_in_vain)
 
     def _best(self, rows: Sequence[Row], drafts: Sequence[list[int]], lengths: Mapping[Row, int]) -> tuple[int, bool]:
         """How long drafts should be at most, and whether those of the draft model pay; (0, False): none pays."""
         by_text = self._tries(rows, drafts)
         if self._model is None or not lengths:
-            return best_length(self._times, by_text, alone=self._alone), False
+            usual = self._account.plain_s * (TRUST if self._account.has_paid else 1.0) if self._all_batch else 0.0
+            return best_length(self._times, by_text, alone=not self._hurried, usual=usual), False
         by_model = [
             Try(self._model.chance(row), lengths[row], each.pace) if row in lengths else each
             for row, each in zip(rows, by_text, strict=True)
         ]
-        longest, pays = best_step(self._times, by_text, by_model, self._model.seconds, alone=self._alone)
+        longest, pays = best_step(self._times, by_text, by_model, self._model.seconds, alone=not self._hurried)
         self._model.judge(pays=pays)
         return longest, pays
 
     def _tries(self, rows: Sequence[Row], drafts: Sequence[list[int]]) -> list[Try]:
         sources = [self._rows.get(row) for row in rows]
         return [
-            Try(0.0, 0, 1.0) if source is None else Try(source.likely, len(draft), source.chance.pace)
-            for source, draft in zip(sources, drafts, strict=True)
+            Try(source.likely, len(draft), pace(row, source)) if source is not None else Try(0.0, 0, pace(row))
+            for row, source, draft in zip(rows, sources, drafts, strict=True)
         ]
 
     def _filled(
@@ -246,7 +263,7 @@ class Drafting:
         self._waited += seconds  # it is counted by itself, not with the step that checks
         for row in theirs:
             self._rows[row].by_model, self._rows[row].is_predicted = True, False
-        return [draft or _up_to_stop(row, theirs.get(row, [])) for row, draft in zip(rows, drafts, strict=True)]
+        return [draft or up_to_stop(row, theirs.get(row, [])) for row, draft in zip(rows, drafts, strict=True)]
 
     @property
     def stats(self) -> SpeculationStats:
@@ -292,25 +309,17 @@ class Drafting:
         """They have left, or compute their context again; what was written to its end is kept."""
         if self._model is not None:
             self._model.remove(rows)
-        left = NEW_AT_ONCE
         for row in rows:
-            source = self._rows.pop(row, None)
-            if not (self._keeps and row.is_over and len(row.tokens) >= WORTH_KEEPING):
-                continue
-            key = None if source is None else source.key
-            if key is None and left > 0:  # rows of a batch too large for drafts have not been looked at
-                key = key_of(row.spec)
-                left -= len(row.spec.prompt_ids)
-            if key is not None:
-                text = mark_of(row.spec.id), np.array(row.tokens, np.int32)
-                self._memory.add(Completions(key, row.spec.prompt_ids, [text]))
+            self._rows.pop(row, None)
+            if self._keeps and row.is_over and len(row.tokens) >= WORTH_KEEPING:
+                self._memory.add_later(row.spec, row.tokens)
 
     def remember(self, completions: Iterable[Completions]) -> None:
         """What other workers' sequences have written."""
         for each in completions:
             self._memory.add(each)
 
-    def _source(self, row: Row) -> _Source | None:
+    def _source(self, row: Row) -> Source | None:
         """What is known of it, what has been told of it included; None: it has not been looked at yet."""
         source = self._rows.get(row)
         if source is not None and source.told < len(row.tokens):
@@ -326,15 +335,15 @@ class Drafting:
             self._rows[row] = self._new(row)
             left -= len(row.spec.prompt_ids) + min(FARTHEST, len(row.spec.prediction_ids))
 
-    def _new(self, row: Row) -> _Source:
+    def _new(self, row: Row) -> Source:
         spec, config = row.spec, self._config
         predicted = spec.prediction_ids[:FARTHEST]
         prompt = spec.prompt_ids[-FARTHEST if config.prompt_lookup else -ANCHOR :]
-        source = _Source(
-            History([*prompt, *row.tokens], self._lengths),
+        source = Source(
+            History([*prompt, *row.tokens]),
             len(row.tokens),
             Chance(self._chance.value),
-            Text(text_behind(spec.prompt_ids, predicted), self._lengths) if predicted else None,
+            Text(text_behind(spec.prompt_ids, predicted)) if predicted else None,
             key_of(spec) if self._keeps else None,
             prompt=len(prompt),
         )
@@ -343,7 +352,7 @@ class Drafting:
             source.predicted.begin(text, len(text) - len(predicted))
         return source
 
-    def _draft(self, row: Row, source: _Source, rows: int) -> list[int]:
+    def _draft(self, row: Row, source: Source, rows: int) -> list[int]:
         """What the row may go on with; [] while nothing suggests itself."""
         config, room = self._config, row.sampling.max_tokens - row.position
         if source.rests or room <= 1:
@@ -376,17 +385,10 @@ class Drafting:
                 guess, source.is_predicted = own, False
         return self._worth(row, source, guess)
 
-    def _worth(self, row: Row, source: _Source, guess: Guess) -> list[int]:
+    def _worth(self, row: Row, source: Source, guess: Guess) -> list[int]:
         """As much of a draft as is likely to be reached."""
         source.likely = source.chance.value
         if guess.votes and self._config.adapts_to_rows:
             agreed, source.likely = guess.agreed(source.chance.value, UNLIKELY)
-            return _up_to_stop(row, guess.ids[:agreed])
-        return _up_to_stop(row, guess.ids)
-
-
-def _up_to_stop(row: Row, draft: list[int]) -> list[int]:
-    """Without the token that ends the row: what is drawn behind a draft comes with it in any case."""
-    if not row.stop_ids or row.stop_ids.isdisjoint(draft):
-        return draft
-    return next((draft[:at] for at, id_ in enumerate(draft) if id_ in row.stop_ids), draft)
+            return up_to_stop(row, guess.ids[:agreed])
+        return up_to_stop(row, guess.ids)

@@ -7,7 +7,7 @@ that `Runs` says, in less than 1 us, of most ends that they do not occur at all.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -71,34 +71,29 @@ def _place(run: Sequence[int]) -> int:
 
 
 class Text:
-    """Ids to draft from, and the runs of some lengths in them."""
+    """Ids to draft from, and their runs."""
 
-    def __init__(self, ids: Ids, lengths: Iterable[int]) -> None:
+    def __init__(self, ids: Ids) -> None:
         self.ids = ids
-        self._runs = {length: Runs(length) for length in lengths}
-        for runs in self._runs.values():
-            runs.add(ids)
+        self._runs: dict[int, Runs] = {}
 
     def runs(self, length: int) -> Runs:
-        """Those of one of these lengths."""
+        """Those of this length; marked only now, since a row that goes along with a text asks for none."""
+        if length not in self._runs:
+            self._runs[length] = Runs(length)
+            self._runs[length].add(self.ids)
         return self._runs[length]
-
-    @property
-    def nbytes(self) -> int:
-        """What it takes."""
-        return self.ids.nbytes + len(self._runs) * RUNS_BYTES
 
 
 class History:
     """Ids of a row, to which more are added at the end."""
 
-    def __init__(self, ids: Sequence[int], lengths: Iterable[int]) -> None:
+    def __init__(self, ids: Sequence[int]) -> None:
         self._ids: Ids = np.empty(max(64, 2 * len(ids)), np.int32)
         self._size = len(ids)
         self._ids[: self._size] = ids
-        begun = Text(self._ids[: self._size], lengths)
-        self._runs = {length: begun.runs(length) for length in lengths}
-        self._marked = dict.fromkeys(self._runs, self._size)  # ids, the runs before which are marked
+        self._runs: dict[int, Runs] = {}
+        self._marked: dict[int, int] = {}  # of these, ids the runs before which are marked
 
     def __len__(self) -> int:
         return self._size
@@ -112,7 +107,9 @@ class History:
         self._size = size
 
     def runs(self, length: int) -> Runs:
-        """Those of one of these lengths; marked only now, since a row that goes along with a text asks for none."""
+        """Those of this length, marked only now."""
+        if length not in self._runs:
+            self._runs[length], self._marked[length] = Runs(length), 0
         runs, marked = self._runs[length], self._marked[length]
         if marked < self._size:
             latest, count = self._ids[max(0, marked - length) : self._size], self._size - marked

@@ -14,7 +14,7 @@ through is not made again and again: rows for which there is no room go without.
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -31,6 +31,8 @@ FARTHEST = 1 << 14  # ids, the latest ones, that are looked through
 MARK_BYTES = 8
 ID_BYTES = 4
 ANCHOR = 32  # ids of the prompt's end before each, by which its beginning is found
+LATER = 256  # sequences that have ended, the latest ones, whose texts wait for a row that asks
+LATER_IDS = 1 << 15  # of their prompts and texts, about
 
 Key = bytes  # digest of model, tenant and prompt
 Mark = bytes  # of a sequence, so that what it has written is kept once
@@ -63,17 +65,26 @@ class Joined:
     """Completions of one prompt, ready to be looked through."""
 
     def __init__(self, anchor: Ids, texts: Sequence[Ids], lengths: tuple[int, ...]) -> None:
-        """The latest `FARTHEST` ids, each completion behind the prompt's end."""
-        parts: list[Ids] = []
+        """The latest `FARTHEST` ids, each completion behind the prompt's end; `lengths` of runs are looked for."""
+        self._parts: list[Ids] = []
+        self._text: Text | None = None
         left = FARTHEST
         for ids in reversed(texts):
-            parts += [ids[-left:], anchor]
+            self._parts += [ids[-left:], anchor]
             left -= len(ids) + len(anchor)
             if left <= 0:
                 break
-        self.text = Text(np.concatenate(parts[::-1])[-FARTHEST:], lengths)
         self.beginnings = Beginnings(texts)
-        self.bytes = self.text.nbytes + self.beginnings.nbytes
+        ids_bytes = ID_BYTES * min(FARTHEST, FARTHEST - left)
+        self.bytes = ids_bytes + len(lengths) * RUNS_BYTES + self.beginnings.nbytes  # made by and by
+
+    @property
+    def text(self) -> Text:
+        """All in one, made only now: a row that has begun as one of them does is not looked for in it."""
+        if self._text is None:
+            self._text = Text(np.concatenate(self._parts[::-1])[-FARTHEST:])
+            self._parts.clear()
+        return self._text
 
 
 class Known:
@@ -128,12 +139,30 @@ class Memory:
         self._known: OrderedDict[Key, Known] = OrderedDict()  # the latest used last
         self._joined: OrderedDict[Key, Known] = OrderedDict()  # those with something joined, the same way
         self._due: OrderedDict[Key, None] = OrderedDict()  # prompts that wait to be joined, the first come first
+        self._later: deque[tuple[SequenceSpec, list[int]]] = deque()
+        self._later_ids = 0
         self._step = self._left = 0  # of `AT_ONCE`, in this step
         self._joined_bytes = 0
         self.bytes = 0  # of all
 
+    def add_later(self, spec: SequenceSpec, tokens: list[int]) -> None:
+        """What a sequence has written that has ended: taken in when rows ask, which they may not do for long."""
+        self._later.append((spec, tokens))
+        self._later_ids += len(spec.prompt_ids) + len(tokens)
+        while len(self._later) > 1 and (len(self._later) > LATER or self._later_ids > LATER_IDS):
+            self._pop_later()
+
+    def _pop_later(self) -> tuple[SequenceSpec, list[int]]:
+        spec, tokens = self._later.popleft()
+        self._later_ids -= len(spec.prompt_ids) + len(tokens)
+        return spec, tokens
+
     def begin(self) -> None:
         """A step begins in which rows ask; what was not asked for in the one before waits no longer."""
+        while self._later:
+            spec, tokens = self._pop_later()
+            text = mark_of(spec.id), np.array(tokens, np.int32)
+            self.add(Completions(key_of(spec), spec.prompt_ids, [text]))
         self._step, self._left = self._step + 1, AT_ONCE
         for key in [key for key in self._due if key not in self._known or self._known[key].asked < self._step - 1]:
             del self._due[key]

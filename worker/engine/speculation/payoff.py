@@ -2,15 +2,20 @@
 
 A step of `rows` rows brings a token of each, and of a row whose drafts are accepted with chance p up to
 `p + p^2 + ... + p^k` more. It pays when it brings more tokens per second than a step without drafts, and when no row
-gets its own much later for it: one without drafts, or whose drafts fail, waits for the wider step, too. So both kinds
-of steps are timed as they come, and each is taken again now and then, since contexts grow and machines get busy.
+gets its own much later for it: one without drafts, or whose drafts fail, waits for the wider step, too. Rows of batches
+and jobs may: of these only the sum counts. So both kinds of steps are timed as they come, and each is taken again now
+and then, since contexts grow and machines get busy.
+
+That is a guess, and to make it takes time. So it is kept account of what drafts have brought and what they and looking
+for them have cost (`Account`): what is lost for good is a hundredth of the time.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from statistics import fmean, median
 
 RECENT = 0.07  # weight of the latest drafted token in a row's chance; the first ones weigh more
 SHARED_RECENT = 0.02  # and in that of all rows
@@ -28,6 +33,15 @@ ENOUGH = 5  # of them
 LEAST_SAMPLES = 2  # of which the lower one counts: a GPU compiles kernels in the first step of its kind, for seconds
 STALE = 500  # steps after which a time is taken again; sooner where fewer have been taken
 PLAIN_STALE = 150  # of a step without drafts, which costs little: an old one would let drafts go on at a loss
+EARNED = 0.01  # of a step: what each one allows to lose
+AT_FIRST = 3.0  # steps that may be lost before anything is known
+AGAIN = 1.0  # steps that must have been earned, where all were lost, until there is another try: a few at once say more
+SAVED = 8.0  # steps that may be lost after drafts have paid
+BUSY = 1.5  # times the median of a step that checks drafts: one that takes longer says something of the machine only
+PLAIN_BUSY = 3.0  # and of one without, which may come with a prompt or with none
+PLAIN_SAMPLES = 64  # latest ones
+TRUST = 1.2  # so much less than usual a step may bring by what is guessed of it, after drafts have paid
+LOOK = 0.25  # of a step: what it costs to wait for what a step is fed, before it is known to check nothing
 
 
 class Chance:
@@ -92,6 +106,7 @@ class StepTimes:
     """What steps of so many rows and such a width have taken lately."""
 
     def __init__(self) -> None:
+        self.beside: StepTimes | None = None  # of steps that take about as much more for drafts, though not as much
         self._steps = 0
         self._times: dict[tuple[int, int], deque[float]] = {}
         self._taken_at: dict[tuple[int, int], int] = {}
@@ -111,7 +126,17 @@ class StepTimes:
             return None
         # Few times may be those of busy moments: they are taken again soon.
         stale = (STALE if width > 1 else PLAIN_STALE) * min(1, len(times) / ENOUGH)
-        return None if self._steps - self._taken_at[key] >= stale else sorted(times)[(len(times) + 1) // 4]
+        return None if self._steps - self._taken_at[key] >= stale else _usual(times)
+
+    def _wide(self, rows: int) -> list[tuple[int, float]]:
+        """Widths of steps that check drafts, and seconds, as far as they are known."""
+        widths = sorted(each for of, each in self._times if of == about(rows) and each > 1)
+        return [(each, took) for each in widths if (took := self.known(rows, each)) is not None]
+
+    def usual(self, rows: int, width: int) -> float | None:
+        """Seconds, however old or few; None when there are none."""
+        times = self._times.get(_key(rows, width))
+        return _usual(times) if times else None
 
     def likely(self, rows: int, width: int) -> float | None:
         """Seconds, as those of narrower and of wider steps tell; None when nothing does.
@@ -125,11 +150,11 @@ class StepTimes:
         plain = self.known(rows, 1)
         if plain is None:
             return None
-        bucket, _ = _key(rows, 1)
-        widths = sorted(each for of, each in self._times if of == bucket and each > 1)
-        wide = [(each, took) for each in widths if (took := self.known(rows, each)) is not None]
+        wide = self._wide(rows)
+        if not wide and self.beside is not None and (theirs := self.beside.usual(rows, 1)) is not None:
+            wide = [(each, plain + took - theirs) for each, took in self.beside._wide(rows)]
         below = [(1, plain), *[each for each in wide if each[0] < width]]
-        above = next((each for each in wide if each[0] > width), None)
+        above = next((each for each in wide if each[0] >= width), None)
         if above is not None:
             return _on_line(below[-1], above, width)
         if len(below) <= 2 and width == below[-1][0] + 1:
@@ -137,13 +162,74 @@ class StepTimes:
         return None if len(below) == 1 else max(below[-1][1], _on_line(below[-2], below[-1], width))
 
 
+def _usual(times: Collection[float]) -> float:
+    return sorted(times)[(len(times) + 1) // 4]
+
+
 def _on_line(one: tuple[int, float], other: tuple[int, float], width: int) -> float:
     return one[1] + (other[1] - one[1]) * (width - one[0]) / (other[0] - one[0])
 
 
 def _key(rows: int, width: int) -> tuple[int, int]:
+    return about(rows), width
+
+
+def about(rows: int) -> int:
     """Batches of 5 to 8 rows are taken for alike, and so on: rows come and go, and a time must be known soon."""
-    return 1 << (rows - 1).bit_length(), width
+    return 1 << (rows - 1).bit_length()
+
+
+class Account:
+    """What drafts have brought and cost a batch of such a size, in steps without drafts."""
+
+    def __init__(self) -> None:
+        self._steps = AT_FIRST
+        self._plain: deque[float] = deque(maxlen=PLAIN_SAMPLES)
+        self._plain_tokens: deque[float] = deque(maxlen=PLAIN_SAMPLES)
+        self._checks: deque[float] = deque(maxlen=SAMPLES)
+        self.is_spent = False  # nothing may be tried until more steps have passed
+
+    @property
+    def plain_s(self) -> float:
+        """In which steps without drafts bring a token of each row; 0 while none is known.
+
+        That is more than one of them takes: one that follows a row's prompt tells nothing of the row yet.
+        """
+        if not any(self._plain_tokens):
+            return 0.0
+        most = PLAIN_BUSY * median(self._plain)
+        return fmean(min(each, most) for each in self._plain) / fmean(self._plain_tokens)
+
+    @property
+    def has_paid(self) -> bool:
+        """Whether drafts have brought more than they cost, lately."""
+        return self._steps > AT_FIRST
+
+    def plain(self, seconds: float, tokens: float) -> None:
+        """A step without drafts that follows one without, and so many tokens a row."""
+        self._plain.append(seconds)
+        self._plain_tokens.append(tokens)
+        self._add(EARNED)
+
+    def back(self, seconds: float, tokens: float) -> None:
+        """One that follows a step with drafts: it finds nothing under way, and tells nothing of most rows."""
+        if plain := self.plain_s:
+            self._add(EARNED + tokens - min(PLAIN_BUSY, seconds / plain))
+
+    def checked(self, seconds: float, tokens: float, plain: float) -> None:
+        """A step that has checked drafts, and so many tokens a row; `plain`: seconds for one without drafts."""
+        self._checks.append(seconds)
+        most = BUSY * median(self._checks) if len(self._checks) >= ENOUGH else 2 * tokens * plain
+        self._add(EARNED + tokens - min(seconds, most) / plain)
+
+    def looked(self, seconds: float, *, waited: bool) -> None:
+        """For drafts, in vain; `waited`: for what the step is fed, so that nothing could be computed ahead."""
+        if plain := self.plain_s:
+            self._add(-seconds / plain - (LOOK if waited else 0.0))
+
+    def _add(self, steps: float) -> None:
+        self._steps = min(SAVED, self._steps + steps)
+        self.is_spent = self._steps < (AGAIN if self.is_spent else 0.0)
 
 
 @dataclass(frozen=True)
@@ -152,7 +238,7 @@ class Try:
 
     chance: float
     length: int  # of its draft; 0: it has none
-    pace: float
+    pace: float  # infinite: it may wait for others' drafts
 
     def tokens(self, longest: int) -> float:
         """That it is likely to get, when no draft is longer than that."""
@@ -163,12 +249,15 @@ class Try:
         return total
 
 
-def best_length(times: StepTimes, rows: Sequence[Try], *, alone: bool) -> int:
-    """How long the drafts of this step should be at most; 0: none pays. `alone`: no prompt waits."""
+def best_length(times: StepTimes, rows: Sequence[Try], *, alone: bool, usual: float = 0.0) -> int:
+    """How long the drafts of this step should be at most; 0: none pays. `alone`: no prompt is in a hurry.
+
+    `usual`: what steps without drafts take on average for a token of each row, where prompts come when rows end.
+    """
     plain = times.known(len(rows), 1)
     if plain is None:
         return 0
-    best, best_rate = 0, MARGIN * len(rows) / plain
+    best, best_rate = 0, MARGIN * len(rows) / max(plain, usual)
     for longest in range(1, max(row.length for row in rows) + 1):
         seconds = times.likely(len(rows), longest + 1)
         if seconds is None:
