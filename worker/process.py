@@ -14,6 +14,7 @@ import socket
 import time
 import uuid
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 import structlog
@@ -46,7 +47,7 @@ from worker.engine.messages import RowRequest, StepOutput, engine_config
 from worker.engine.thread import EngineThread
 from worker.engine_watch import EngineWatch
 from worker.group.lead import GroupLead
-from worker.group.opening import ended, started
+from worker.group.opening import ended, prepared, started
 from worker.group.placement import Placement
 from worker.guest import Guest, Lodging, Workplace
 from worker.pause import Pause
@@ -99,7 +100,7 @@ class WorkerProcess:
         loaded = await started(self._engine, group, self._stop)
         if loaded is None:
             return 0
-        await asyncio.to_thread(self._lodging.prepare, Workplace(self._engine, loaded, group))
+        await prepared(partial(self._lodging.prepare, Workplace(self._engine, loaded, group)), group)
         self._card, self._tokenizer = loaded.card, loaded.tokenizer
         self._redis = connect(self._settings.redis)
         self._control = connect(self._settings.redis, blocking=True)

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import socket
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -41,7 +42,7 @@ from worker.group.messages import (
     Turn,
     Unit,
 )  # fmt: skip
-from worker.group.opening import started
+from worker.group.opening import prepared, started
 from worker.group.placement import Host, Placement
 from worker.group.turns import FAILED, LineError, Outcome, TurnsIn, TurnsOut
 from worker.peers.directory import ring_secret
@@ -198,6 +199,16 @@ async def failed_there(lead: GroupLead, played: Played) -> None:
         await asyncio.sleep(0.05)
 
 
+async def failed_alone(lead: GroupLead, played: Played) -> None:
+    theirs = Outcome()
+    for number, ask in enumerate((b"work", b""), 1):
+        lead.unit(ask)
+        lead.united(b"")
+        await played.talk.say(Failed(number, "no memory" if number == 1 else "nothing is under way"))
+        theirs.add_unit(number, FAILED)
+    await played.talk.say(Progress(theirs.turn, theirs.sum))
+
+
 async def failed_here(lead: GroupLead, played: Played) -> None:
     lead.unit(b"work")
     with pytest.raises(ServiceUnavailableError, match="rank 1"):
@@ -213,6 +224,7 @@ async def failed_here(lead: GroupLead, played: Played) -> None:
         (behind, "not finished turn 1"),
         (learned_otherwise, "something else in turn 1"),
         (failed_there, "no memory"),
+        (failed_alone, "no memory"),
         (failed_here, "has not failed where rank 0 has"),
     ],
 )
@@ -229,6 +241,18 @@ async def test_what_counts_as_the_loss_of_a_rank(redis_url: str, misdeed: Callab
         with pytest.raises(ServiceUnavailableError):
             while True:
                 lead.turn([], Seen(2))
+
+
+async def test_a_rank_that_is_lost_while_rank_0_prepares_ends_the_group(redis_url: str) -> None:
+    never = threading.Event()
+    async with met(redis_url, "prepares") as (lead, played, losses):
+        await prepared(lambda: None, lead)
+        preparing = asyncio.create_task(prepared(lambda: never.wait() and None, lead))  # in a sum with the lost one
+        await cut(lead, played)
+        with pytest.raises(ServiceUnavailableError, match="the group is lost: rank 1"):
+            await preparing
+        assert losses and lead._ending
+    never.set()
 
 
 async def test_equal_turns_are_no_loss(redis_url: str) -> None:
@@ -263,6 +287,7 @@ async def test_work_comes_whole_however_long_and_may_fail_everywhere(
         await played.talk.say(Progress(theirs.turn, theirs.sum))
         await wait_until(lambda: lead._followers[0].turn == 3)
         assert lead._followers[0].sum == lead._sums[3] and not losses, "the group goes on"
+        assert not lead._followers[0].failure, "what all have had is no fault of one"
 
 
 async def test_a_rank_that_is_told_to_end_lets_rank_0_end_in_order(redis_url: str) -> None:

@@ -1,6 +1,9 @@
 """How a worker of a group starts and ends: its engine, and the other ranks with theirs."""
 
 import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 
 from shared.process.loops import cancel
 from worker.engine.model.loader import LoadedModel
@@ -30,6 +33,33 @@ async def started(engine: EngineThread, group: GroupLead | None, stop: asyncio.E
         raise
     finally:
         stopping.cancel()
+
+
+async def prepared(work: Callable[[], None], group: GroupLead | None) -> None:
+    """Do what blocks before the worker is ready, unless a rank is lost meanwhile: see `GroupLead.unless_lost`.
+
+    In a thread that nobody waits for at the end: with a rank lost it may be in a sum that never ends.
+    """
+    done: Future[None] = Future()
+    done.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
+    threading.Thread(target=run, name="prepare", daemon=True).start()
+    waits = asyncio.wrap_future(done)
+    if group is None:
+        return await waits
+    try:
+        await group.unless_lost(waits)
+    except BaseException as error:
+        await group.close(error)
+        raise
 
 
 async def ended(group: GroupLead | None) -> None:
