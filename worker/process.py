@@ -100,7 +100,9 @@ class WorkerProcess:
         loaded = await started(self._engine, group, self._stop)
         if loaded is None:
             return 0
-        await prepared(partial(self._lodging.prepare, Workplace(self._engine, loaded, group)), group)
+        prepare = partial(self._lodging.prepare, Workplace(self._engine, loaded, group))
+        if not await prepared(prepare, group, self._stop):
+            return 0
         self._card, self._tokenizer = loaded.card, loaded.tokenizer
         self._redis = connect(self._settings.redis)
         self._control = connect(self._settings.redis, blocking=True)

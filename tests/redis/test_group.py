@@ -243,15 +243,26 @@ async def test_what_counts_as_the_loss_of_a_rank(redis_url: str, misdeed: Callab
                 lead.turn([], Seen(2))
 
 
-async def test_a_rank_that_is_lost_while_rank_0_prepares_ends_the_group(redis_url: str) -> None:
-    never = threading.Event()
+@pytest.mark.parametrize("is_lost", [True, False])
+async def test_a_group_can_end_while_rank_0_prepares(redis_url: str, is_lost: bool) -> None:
+    never, stop = threading.Event(), asyncio.Event()
+
+    def stuck() -> None:  # in a sum, with the one that is lost
+        never.wait()
+
     async with met(redis_url, "prepares") as (lead, played, losses):
-        await prepared(lambda: None, lead)
-        preparing = asyncio.create_task(prepared(lambda: never.wait() and None, lead))  # in a sum with the lost one
-        await cut(lead, played)
-        with pytest.raises(ServiceUnavailableError, match="the group is lost: rank 1"):
-            await preparing
-        assert losses and lead._ending
+        lead._on_lost = lambda reason: (losses.append(reason), stop.set())  # as a worker's
+        assert await prepared(lambda: None, lead, stop)
+        preparing = asyncio.create_task(prepared(stuck, lead, stop))
+        await asyncio.sleep(0)
+        if is_lost:
+            await cut(lead, played)
+            with pytest.raises(ServiceUnavailableError, match="the group is lost: rank 1"):
+                await preparing
+        else:
+            stop.set()
+            assert not await preparing
+        assert lead._ending and bool(losses) == is_lost
     never.set()
 
 
