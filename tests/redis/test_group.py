@@ -348,6 +348,19 @@ async def test_a_rank_0_whose_others_never_come_can_be_told_to_end(redis_url: st
         assert await waits is None and not losses
 
 
+async def test_a_rank_whose_process_ends_while_rank_0_waits_is_no_order_to_end(redis_url: str) -> None:
+    async with led(redis_url, "ends early") as (lead, _, losses):
+        stop = asyncio.Event()
+        lead._on_lost = lambda reason: (losses.append(reason), stop.set())  # as a worker's
+        waits = asyncio.create_task(started(EngineThread(EngineConfig("unused"), print, print), lead, stop))
+        done, _ = await asyncio.wait([waits], timeout=2 * meeting.LOOK_S)
+        assert not done
+        lead._on_exit(1, 2)
+        with pytest.raises(SetupError, match="rank 1's process has ended with exit code 2"):
+            await waits
+        assert losses
+
+
 async def test_nothing_is_left_in_redis(redis_url: str) -> None:
     async with met(redis_url, "keys") as (_, played, _):
         await meeting.leave(played.redis, played.placed)
