@@ -29,7 +29,7 @@ from shared.redis.queue.affinity import WarmNotes
 from shared.redis.queue.sequence_queue import ClaimPlan, SequenceQueue
 from shared.redis.ring.metric_store import MetricWriter
 from shared.redis.ring.pause import PauseSwitch
-from shared.redis.ring.worker_registry import WorkerRegistry, WorkerState, WorkerStatus
+from shared.redis.ring.worker_registry import DifferingWeights, WorkerRegistry, WorkerState, WorkerStatus
 from shared.redis.tokens.log import read_tokens
 from shared.redis.tokens.writer import FrameWriter
 from shared.sequences import Claim, ModelCard
@@ -81,6 +81,7 @@ class WorkerProcess:
         self._state: WorkerState = "starting"
         self._started_ms = now_ms()
         self._others: list[str] = []
+        self._differing = DifferingWeights(self.id, allowed=settings.allow_other_weights)
         self._death: BaseException | None = None
         self.stalled = False  # the engine's thread is alive and stuck: this process cannot end in order
         self._stop = asyncio.Event()
@@ -387,7 +388,7 @@ class WorkerProcess:
         )
 
     async def _beat(self) -> None:
-        await self._registry.heartbeat(self._status())
+        self._differing.heard(await self._registry.heartbeat(self._status()), time.monotonic())
         await self._peers.tend()
         await self._count()
         await self._adapters.tend()

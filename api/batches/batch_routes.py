@@ -92,7 +92,9 @@ async def create_batch(body: BatchBody, ring: TheRing, idempotency_key: Idempote
         rings=tuple(each.name for each in ring.home.others),
     )
     with contextlib.suppress(UnknownBatchError):
-        return await _shown(ring, _same(await ring.batches.find(spec.id), spec))
+        found = _same(await ring.batches.find(spec.id), spec)
+        await ring.batches.keep_listed(found)
+        return await _shown(ring, found)
     await check(ring, "file", body.input_file_id)
     file = await ring.files.find(body.input_file_id)
     if file.purpose != "batch":

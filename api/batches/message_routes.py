@@ -23,7 +23,7 @@ from api.batches.batch_routes import IdempotencyKey, cancel
 from api.batches.file_routes import TTL_S
 from api.batches.lines import too_much
 from api.batches.shapes import MESSAGES
-from api.batches.work import MAX_LINES
+from api.batches.work import MAX_LINE_BYTES, MAX_LINES
 from api.generation.target import find_job_target
 from api.http.bodies import LONG_BYTES
 from api.http.errors import json_reply
@@ -34,6 +34,7 @@ from api.ring.room import aside
 from shared.errors import (
     ConflictError,
     InvalidRequestError,
+    PayloadTooLargeError,
     ServiceUnavailableError,
     UnknownBatchError,
     UnknownFileError,
@@ -49,6 +50,8 @@ TheRing = Annotated[Ring, Depends(ring_of)]
 
 PREFIX = "msgbatch_"
 WINDOW_S = DAY_S  # Anthropic's
+_MAX_PARAMS = MAX_LINE_BYTES - 256  # of one request: the rest of its line is shorter
+_FAR_TOO_MANY = 10 * MAX_LINES  # places with the word `custom_id`: some may be in params
 _CUSTOM_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _BREAKS = bytes.maketrans(b"\r\n", b"  ")  # between the values of a request, which gets one line
 _BODY = {
@@ -105,8 +108,7 @@ _params_decoder = msgspec.json.Decoder(dict[str, Any])
 async def create_message_batch(request: Request, ring: TheRing, idempotency_key: IdempotencyKey = "") -> Response:
     """Requests to /v1/messages, answered when there is room; what is wrong with one of them is its own result."""
     raw = await request.body()
-    asked = await aside(_read, raw) if len(raw) > LONG_BYTES else _read(raw)
-    digest = hashlib.sha256(raw).hexdigest()
+    asked, digest = await aside(_read, raw) if len(raw) > LONG_BYTES else _read(raw)
     now, tenant = int(time.time()), asker().tenant
     spec = BatchSpec(
         id=new_batch_id(idempotency_key, tenant, PREFIX),
@@ -124,18 +126,37 @@ async def create_message_batch(request: Request, ring: TheRing, idempotency_key:
         rings=tuple(each.name for each in ring.home.others),
     )
     with contextlib.suppress(UnknownBatchError):
-        return _shown(_same(await ring.batches.find(spec.id), digest), request)
+        found = _same(await ring.batches.find(spec.id), digest)
+        await ring.batches.keep_listed(found)
+        return _shown(found, request)
     await _check(ring, asked)
     await _write(ring, spec, asked)
-    await ring.batches.create(spec, len(asked))
-    record = await ring.batches.find(spec.id)
+    try:
+        await ring.batches.create(spec, len(asked))
+    except Exception:
+        with contextlib.suppress(Exception):
+            await _stored(ring, spec)
+        raise
+    return _shown(_same(await _stored(ring, spec), digest), request)
+
+
+async def _stored(ring: Ring, spec: BatchSpec) -> BatchRecord:
+    """The batch under the id of `spec`. Lines that were written for it and are not its lines are deleted."""
+    try:
+        record = await ring.batches.find(spec.id)
+    except UnknownBatchError:
+        await ring.files.delete(spec.input_file_id)
+        raise
     if record.spec.input_file_id != spec.input_file_id:  # the same request came twice at once
         await ring.files.delete(spec.input_file_id)
-    return _shown(_same(record, digest), request)
+    return record
 
 
-def _read(raw: bytes) -> list[_Asked]:
-    """The requests; their params are not looked at."""
+def _read(raw: bytes) -> tuple[list[_Asked], str]:
+    """The requests, whose params are not looked at, and the digest of all."""
+    many = InvalidRequestError(f"'requests' has 1 to {MAX_LINES} requests", param="requests")
+    if raw.count(b'"custom_id"') > _FAR_TOO_MANY:
+        raise many
     try:
         asked = _body_decoder.decode(raw)
     except msgspec.ValidationError as error:
@@ -144,7 +165,7 @@ def _read(raw: bytes) -> list[_Asked]:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequestError(f"the body is not valid JSON: {error}") from None
     if not 1 <= len(asked.requests) <= MAX_LINES:
-        raise InvalidRequestError(f"'requests' has 1 to {MAX_LINES} requests", param="requests")
+        raise many
     seen: set[str] = set()
     for number, each in enumerate(asked.requests):
         if not _CUSTOM_ID.fullmatch(each.custom_id):
@@ -152,7 +173,9 @@ def _read(raw: bytes) -> list[_Asked]:
         if each.custom_id in seen:
             raise InvalidRequestError("was used before", param=f"requests[{number}].custom_id")
         seen.add(each.custom_id)
-    return asked.requests
+        if len(memoryview(each.params)) > _MAX_PARAMS:
+            raise PayloadTooLargeError(f"has more than {_MAX_PARAMS} bytes", param=f"requests[{number}].params")
+    return asked.requests, hashlib.sha256(raw).hexdigest()
 
 
 async def _check(ring: Ring, asked: Sequence[_Asked]) -> None:
@@ -196,14 +219,19 @@ async def _write(ring: Ring, spec: BatchSpec, asked: Sequence[_Asked]) -> Stored
     writer = ring.files.writer(spec.input_file_id)
     try:
         for each in asked:
-            params = bytes(each.params).translate(_BREAKS)
-            line = b'{"custom_id":"%s","method":"POST","url":"%s","body":%s}\n'
-            await writer.add(line % (each.custom_id.encode(), MESSAGES.encode(), params))
-        # It is read before the batch expires, and deleted when its job is there.
+            long = len(memoryview(each.params)) > LONG_BYTES
+            await writer.add(await aside(_line, each) if long else _line(each))
+        # It is read before the batch expires, and deleted when the batch has ended.
         return await writer.close(f"{spec.id}.jsonl", "batch", 2 * WINDOW_S, spec.tenant, listed=False)
     except BaseException:
         await writer.discard()
         raise
+
+
+def _line(asked: _Asked) -> bytes:
+    params = bytes(asked.params).translate(_BREAKS)
+    line = b'{"custom_id":"%s","method":"POST","url":"%s","body":%s}\n'
+    return line % (asked.custom_id.encode(), MESSAGES.encode(), params)
 
 
 def _same(found: BatchRecord, digest: str) -> BatchRecord:
@@ -303,7 +331,11 @@ async def delete_message_batch(batch_id: str, ring: TheRing) -> Response:
             await ring.files.delete(file_id)
     if record.job:
         with contextlib.suppress(UnknownJobError, ServiceUnavailableError, InvalidRequestError):
-            await ring_keeping(ring, record.ring).jobs.delete(record.job)
+            jobs = ring_keeping(ring, record.ring).jobs
+            try:
+                await jobs.delete(record.job)
+            except ConflictError:  # it runs on though its batch has failed; nobody waits for its results
+                await jobs.cancel(record.job)
     await ring.batches.delete(record.spec)  # last: until then the delete may be repeated
     return json_reply({"id": batch_id, "type": "message_batch_deleted"})
 

@@ -36,7 +36,7 @@ from shared.errors import (
 )
 from shared.jobs import TERMINAL, InputLine, JobInput, JobSpec, JobStatus, input_line, read_input
 from shared.redis.connection.faults import reason
-from shared.redis.files.batch_store import BatchError, BatchRecord, BatchSpec, BatchState
+from shared.redis.files.batch_store import ENDED, BatchError, BatchRecord, BatchSpec, BatchState
 from shared.redis.files.file_store import FileWriter
 from shared.redis.jobs.ledger import JobLedger
 from shared.redis.jobs.store import new_job_id
@@ -156,10 +156,7 @@ class BatchWork:
 
     async def _validate(self, record: BatchRecord) -> None:
         spec = record.spec
-        there = ring_keeping(self._ring, record.ring)
-        begun = await there.jobs.submitted_under(_job_key(spec), spec.tenant)
-        if begun:  # by a process that could not say so any more
-            await self._begin(there, spec, begun)
+        if await self._is_begun(spec):
             return
         if record.cancelling_at or time.time() >= spec.expires_at:
             await self._end_unbegun(record, "cancelled" if record.cancelling_at else "expired")
@@ -193,22 +190,32 @@ class BatchWork:
         else:
             await self._begin(there, spec, job_id)
 
+    async def _is_begun(self, spec: BatchSpec) -> bool:
+        """Whether the batch has a job, or had one: of a process that has died, or of one that took our lease."""
+        record = await self._store.find(spec.id)
+        if record.job or record.state in ENDED:
+            return True
+        there = ring_keeping(self._ring, record.ring)
+        job_id = await there.jobs.submitted_under(_job_key(spec), spec.tenant)
+        if job_id:  # who made it could not say so any more
+            await self._begin(there, spec, job_id)
+        return bool(job_id)
+
     async def _begin(self, ring: Ring, spec: BatchSpec, job_id: str) -> None:
         """The batch's job is there."""
         told = (await ring.jobs.spec(job_id)).metadata
         changes = {"job": job_id, "lines": told["lines"], "model": told["model"]}
         await self._store.change(spec.id, state="in_progress", in_progress_at=int(time.time()), **changes)
         log.info("batch.in_progress", batch=spec.id, job=job_id)
-        if shape_of(spec.endpoint).in_one_file:  # its lines came with the request: nobody else knows of this file
-            with contextlib.suppress(UnknownFileError):
-                await self._ring.files.delete(spec.input_file_id)
 
     async def _refuse(self, record: BatchRecord, error: ParallmError, errors: tuple[BatchError, ...]) -> None:
         """End a batch that cannot be one, with these errors; or where each line is answered, with `error` for each."""
+        if await self._is_begun(record.spec):  # since we looked: its input file may have been deleted then
+            return
         if shape_of(record.spec.endpoint).in_one_file:
             await self._end_unbegun(record, "failed", error)
         else:
-            await self._store.end(record.spec.id, "failed", errors=errors)
+            await self._end(record.spec, "failed", errors=errors)
 
     async def _end_unbegun(self, record: BatchRecord, state: BatchState, error: ParallmError | None = None) -> None:
         """End a batch that has no job: all its lines are told so, or `error`, if they can be read."""
@@ -235,9 +242,18 @@ class BatchWork:
         except ServiceUnavailableError:
             raise
         except ParallmError as error:  # the file was deleted
+            if await self._is_begun(spec):
+                return
             fields = {"errors": (BatchError(error.code or error.type, error.message, error.param),)}
+        await self._end(spec, state, **fields)
+
+    async def _end(self, spec: BatchSpec, state: BatchState, **fields: Any) -> None:
+        """The batch has ended. A file of lines that came with the request goes now: nobody reads it again."""
         await self._store.end(spec.id, state, **fields)
         log.info("batch.ended", batch=spec.id, state=state)
+        if shape_of(spec.endpoint).in_one_file:
+            with contextlib.suppress(UnknownFileError):
+                await self._ring.files.delete(spec.input_file_id)
 
     async def _check_shapes(self, record: BatchRecord) -> tuple[Named, int, int]:
         """Every line's shape; what the first readable one names, its number, and how many lines there are."""
@@ -316,7 +332,7 @@ class BatchWork:
         try:
             status = await there.jobs.status(record.job)
         except UnknownJobError as error:
-            await self._store.end(spec.id, "failed", errors=(BatchError("job_lost", error.message),))
+            await self._end(spec, "failed", errors=(BatchError("job_lost", error.message),))
             return
         if status.status not in TERMINAL:
             raise ServiceUnavailableError("the job goes on: Redis had to forget how it ended")
@@ -330,8 +346,7 @@ class BatchWork:
         failure = (BatchError("job_failed", status.error),) if status.status == "failed" else ()
         counts = {name: told[name] for name in (*_COUNTED, *LineUsage._fields)}
         fields = {**counts, "has_output": int(output.size > 0), "has_errors": int(errors.size > 0), "errors": failure}
-        await self._store.end(spec.id, _ENDS[status.status], **fields)
-        log.info("batch.ended", batch=spec.id, state=status.status)
+        await self._end(spec, _ENDS[status.status], **fields)
 
     async def _close(self, spec: BatchSpec, writer: FileWriter, kind: str) -> None:
         """A file of answers is complete. Lists of files show it where its client knows it as a file."""

@@ -20,7 +20,7 @@ from shared.redis.connection.faults import is_refusal, reason
 from shared.redis.ring.child_troubles import ChildTroubles
 from shared.redis.ring.pause import PauseMode, PauseSwitch
 from shared.redis.ring.worker_registry import WorkerStatus
-from shared.redis.training.board import TrainingBoard, lately_trained
+from shared.redis.training.board import live_trainers
 
 router = APIRouter(tags=["operations"])
 TheRing = Annotated[Ring, Depends(ring_of)]
@@ -224,7 +224,8 @@ async def _look(ring: Ring, report: RingHealth) -> None:
             use.memory = max(use.memory, round(memory / settings.memory_pressure_threshold, 4))
         if not any(worker.state in SERVING for worker in workers):
             report.reasons.append(f"no worker of model '{card.name}' takes work")
-    report.trainers = await _trainers(ring)
+    trainers = await live_trainers(ring.redis, time.time_ns() // 1_000_000)
+    report.trainers = [TrainerHealth.model_validate(to_builtins(trainer)) for trainer in trainers]
     report.model_loaded = any(worker.state in SERVING for worker in report.workers)
     report.reasons += [trouble.told for trouble in await ChildTroubles(ring.redis).read()]
     order = await PauseSwitch(ring.redis).current()
@@ -244,16 +245,6 @@ def _worker(worker: WorkerStatus) -> WorkerHealth:
     caches = {"memory_cache": memory, "ssd_cache": files and CacheHealth(**files)}
     ranks = {"ranks": [structs.asdict(rank) for rank in worker.ranks]}
     return WorkerHealth.model_validate(structs.asdict(worker) | caches | ranks)
-
-
-async def _trainers(ring: Ring) -> list[TrainerHealth]:
-    live = []
-    for policy in await lately_trained(ring.redis, time.time_ns() // 1_000_000):
-        board = TrainingBoard(ring.redis, policy)
-        status = await board.status()
-        if status is not None and await board.alive():
-            live.append(TrainerHealth.model_validate(to_builtins(status)))
-    return live
 
 
 def _memory(workers: list[WorkerStatus]) -> float:

@@ -39,8 +39,12 @@ async def test_a_killed_worker_goes_on_from_disk(tmp_path: Path) -> None:
             assert warm["usage"]["prompt_tokens_details"]["cached_tokens"] > 200
             assert warm["choices"][0]["text"] == cold["choices"][0]["text"]
             await worker(lambda cache: (cache["hits"], cache["errors"], cache["limit_bytes"]) == (1, 0, 50 * 10**9))
-            metrics = (await http.get("/metrics")).text
-            assert f'mlx_parallm_ssd_cache_hits_total{{model_name="{MODEL}"}} 1.0' in metrics
+
+            async def counted() -> bool:  # a worker writes its counters after the heartbeat that /health reads
+                hits = f'mlx_parallm_ssd_cache_hits_total{{model_name="{MODEL}"}} 1.0'
+                return hits in (await http.get("/metrics")).text
+
+            await wait_until(counted, timeout_s=60)
 
             async def shown() -> bool:  # the page gathers what it shows once in a while
                 page = (await http.get("/dashboard")).text

@@ -1,12 +1,14 @@
 """A whole worker process object: sequences with adapters from the queue to the committed result."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import msgspec
 import pytest
 from redis.asyncio import Redis
+from structlog.testing import capture_logs
 
 from shared.adapter_files.config import mlx_config
 from shared.adapter_files.formats import prepare
@@ -63,15 +65,19 @@ async def results_of(redis: Redis, model: str, job: str, count: int) -> dict[str
 
 
 async def test_sequences_run_on_published_versions(
-    redis: Redis, worker: WorkerProcess, llama: LoadedModel, tmp_path: Path
+    redis: Redis, worker: WorkerProcess, llama: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = llama.card.name
     registry = WorkerRegistry(redis)
+    monkeypatch.setattr("shared.redis.ring.worker_registry.TELL_AFTER_S", 0.0)
+    await redis.zadd(keys.weights(model), {"others": time.time() * 1000 + 60_000})  # before the worker is up
 
     async def up() -> bool:
-        return bool(await registry.workers(model))
+        return bool(await registry.workers(model)) and any(line["event"] == "worker.ready" for line in lines)
 
-    await wait_until(up)
+    with capture_logs() as lines:
+        await wait_until(up)
+    assert [line["worker"] for line in lines if line["event"] == "worker.weights_differ"] == ["w1"]
     await publish(redis, make_adapter(llama.model, tmp_path / "made"), tmp_path, llama.card.base_sha256)
     group = [
         row(f"g{at}", prompt_of(8), "math", group="g", kv_on_swap="keep", adapter_policy="follow") for at in range(4)

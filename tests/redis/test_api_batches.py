@@ -10,7 +10,7 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from api.batches.work import MAX_LINES, BatchWork
+from api.batches.work import MAX_LINE_BYTES, MAX_LINES, BatchWork
 from shared.errors import ServiceUnavailableError
 from shared.redis import keys
 from shared.redis.files.batch_store import BatchSpec, BatchStore, new_batch_id
@@ -419,6 +419,7 @@ NO_MESSAGES: list[tuple[Any, str]] = [
         "not valid JSON",
     ),
     ({"requests": [asked(str(at)) for at in range(MAX_LINES + 1)]}, "requests"),
+    (b'{"requests": [' + b'"custom_id",' * (11 * MAX_LINES) + b'""]}', "1 to 50000 requests"),  # counted unread
 ]
 
 
@@ -428,6 +429,9 @@ async def test_a_message_batch_that_makes_no_sense_is_refused_and_says_where(ser
         refused = await server.http.post(MESSAGES, content=content)
         assert (refused.status_code, refused.json()["error"]["type"]) == (400, "invalid_request_error"), refused.text
         assert where in refused.json()["error"]["message"], (where, refused.text)
+    long = await server.post(MESSAGES, {"requests": [asked("a"), asked("b", metadata="x" * MAX_LINE_BYTES)]})
+    assert (long.status_code, long.json()["error"]["type"]) == (413, "request_too_large")
+    assert "requests[1].params" in long.json()["error"]["message"]
     unknown = await server.post(MESSAGES, {"requests": [asked("a", model="nobody")]})
     assert (unknown.status_code, unknown.json()["error"]["type"]) == (404, "not_found_error")
     for path in ("msgbatch_no", "batch_no", "msgbatch_no/results"):
@@ -472,6 +476,95 @@ async def test_a_message_batch_under_one_idempotency_key_is_one_with_one_file(se
     assert other.status_code == 409
 
 
+async def test_a_batch_that_is_stored_and_not_listed_is_listed_by_its_repetition(server: Api, redis: Redis) -> None:
+    bodies = {MESSAGES: {"requests": [asked("a")]}}
+    bodies["/v1/batches"] = {**DAY, "input_file_id": (await uploaded(server, text(line("a")))).json()["id"]}
+    ids = []
+    for path, body in bodies.items():
+        made = (await server.post(path, body, headers={"idempotency-key": "k"})).json()["id"]
+        ids.append(made)
+        for listed in (keys.pending_batches(), keys.batches()):
+            assert await redis.zrem(listed, made), "as if the process had died before it wrote them"
+        assert (await server.post(path, body, headers={"idempotency-key": "k"})).json()["id"] == made
+        assert [each["id"] for each in (await server.http.get(path)).json()["data"]] == [made]
+        await server.post(f"{path}/{made}/cancel", {})
+    for made in ids:
+        await wait_until(lambda each=made: ended_in(server, each))
+
+
+async def ended_in(server: Api, batch_id: str) -> bool:
+    return (await server.ring.batches.find(batch_id)).state == "cancelled"
+
+
+async def test_lines_of_a_message_batch_that_could_not_be_stored_do_not_stay(
+    server: Api, redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def dies(*_: object) -> None:
+        raise RedisConnectionError("Redis is away")
+
+    monkeypatch.setattr(server.ring.batches, "create", dies)
+    assert (await server.post(MESSAGES, {"requests": [asked("a")]})).status_code == 529
+    assert [key async for key in redis.scan_iter("parallm:file:*")] == []
+
+
+@pytest.mark.parametrize("path", [MESSAGES, "/v1/batches"])
+async def test_a_process_that_lost_its_lease_does_not_end_a_batch_whose_job_another_one_has_made(
+    server: Api, redis: Redis, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    batches, take = server.ring.batches, server.ring.batches.take
+
+    async def leave_it(*_: str) -> bool:
+        return False
+
+    monkeypatch.setattr(batches, "take", leave_it)  # the server's own work, until the end of this
+    await join_worker(redis)
+    made = (
+        (await message_batch(server, [asked("a")]))["id"]
+        if path == MESSAGES
+        else await created(server, text(line("a")))
+    )
+    record = await batches.find(made)
+    slow, fast = BatchWork(server.ring), BatchWork(server.ring)
+    check = slow._check_shapes
+
+    async def overtaken(*of: Any) -> Any:
+        monkeypatch.setattr(slow, "_check_shapes", check)
+        await fast._validate(record)
+        if path == "/v1/batches":
+            await server.ring.files.delete(record.spec.input_file_id)  # as its client may, when it is in progress
+        return await check(*of)
+
+    monkeypatch.setattr(slow, "_check_shapes", overtaken)
+    await slow._validate(record)
+    after = await batches.find(made)
+    assert (after.state, after.errors, bool(after.job)) == ("in_progress", (), True)
+    if path == MESSAGES:
+        assert (await server.ring.files.find(record.spec.input_file_id)).bytes, "until the end"
+    await server.post(f"{path}/{made}/cancel", {})
+    monkeypatch.setattr(batches, "take", take)
+    await wait_until(lambda: ended_in(server, made))
+    await wait_until(lambda: lines_are_gone(server, made))
+
+
+async def test_an_ended_message_batch_is_deleted_though_its_job_runs_on(server: Api, redis: Redis) -> None:
+    await join_worker(redis)
+    made = (await message_batch(server, [asked("a")]))["id"]
+    await wait_until(lambda: has_job(server, made))
+    job = (await server.ring.batches.find(made)).job
+    await server.ring.batches.end(made, "failed")
+    assert (await server.http.delete(f"{MESSAGES}/{made}")).status_code == 200
+    assert (await server.ring.jobs.status(job)).status == "cancelled"
+
+
+async def lines_are_gone(server: Api, batch_id: str) -> bool:
+    spec = (await server.ring.batches.find(batch_id)).spec
+    return not await server.ring.redis.exists(keys.file(spec.input_file_id))
+
+
+async def has_job(server: Api, batch_id: str) -> bool:
+    return bool((await server.ring.batches.find(batch_id)).job)
+
+
 async def test_requests_of_a_message_batch_that_never_ran_are_told_why(server: Api, redis: Redis) -> None:
     requests = [asked(str(at)) for at in range(300)]
     canceled, expired, failed = [await message_batch(server, requests) for _ in range(3)]
@@ -507,6 +600,7 @@ async def test_results_that_are_gone_leave_an_archived_message_batch(server: Api
     await server.post(f"{MESSAGES}/{made['id']}/cancel", {})
     shown, _ = await ended_messages(server, made["id"])
     assert shown["archived_at"] is None
+    await wait_until(lambda: lines_are_gone(server, made["id"]))
     await redis.hincrby(keys.batch(made["id"]), "ended_at", -8 * keys.DAY_S)
     await redis.delete(keys.file((await server.ring.batches.find(made["id"])).spec.output_file_id))
     archived = (await server.http.get(f"{MESSAGES}/{made['id']}")).json()

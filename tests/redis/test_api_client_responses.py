@@ -8,6 +8,7 @@ import pytest
 from openai.types.responses import Response
 
 from api.batches.lines import BatchLine, answer, named_by, planned
+from api.batches.shapes import shape_of
 from api.generation.target import find_target
 from api.openai.chat import UNUSED_HEADER
 from shared.frames import TokenLogprob
@@ -147,7 +148,7 @@ async def test_a_line_of_a_batch_is_answered_as_a_request_is(server: Api, worker
     tops = tuple((TokenLogprob(token, -0.25),) for token in tokens)
     prompt = worker.specs[-1].prompt_ids
     done = Trajectory(0, 0, prompt, tokens, "", (-0.25,) * len(tokens), "stop", top_logprobs=tops, cached_tokens=3)
-    written = answer("b-0", stored, [msgspec.json.encode(done)], "succeeded", codec(), MODEL)
+    written = answer(shape_of(line.url), "b-0", stored, [msgspec.json.encode(done)], "succeeded", codec(), MODEL)
     told = json.loads(written.line)["response"]["body"]
     assert told.pop("usage")["input_tokens_details"]["cached_tokens"] == 3
     for fresh in ("created_at", "usage"):

@@ -76,6 +76,10 @@ async def test_ranks_of_a_trainer_are_shown_while_it_lives(redis_url: str, redis
     ranks = tuple(RankStatus(at, f"mac{at}", "10.0.0.1", "ring", state) for at, state in enumerate(states))
     await board.hold("o")
     await board.write(TrainerStatus(policy="policy", run="r", owner="o", heartbeat_ms=now_ms, ranks=ranks))
+    newer = TrainingBoard(redis, "newer")
+    await newer.hold("n")
+    await newer.write(TrainerStatus(policy="newer", run="r", owner="n", heartbeat_ms=now_ms))
+    await redis.hset(keys.training("newer"), "state", "of a version to come")
     async with api(redis_url) as server:
         found = await scrape(server)
         health = (await server.http.get("/health")).json()

@@ -6,6 +6,10 @@ redis-py sends under `asyncio.wait_for`, which before Python 3.12 loses a cancel
 
 import asyncio
 
+import pytest
+import uvloop
+from redis.exceptions import ConnectionError as RedisConnectionError
+
 from shared.redis.connection.client import connect
 
 
@@ -24,3 +28,19 @@ async def test_a_cancelled_loop_over_redis_ends(redis_url: str) -> None:
         done, _ = await asyncio.wait({task}, timeout=5)
         assert done, f"not cancelled after {turns % 37} turns of the event loop"
     await redis.aclose()
+
+
+def test_a_connection_that_was_closed_under_a_command_is_no_error_of_the_program_on_uvloop(redis_url: str) -> None:
+    async def send() -> None:
+        client = connect(redis_url)
+        connection = await client.connection_pool.get_connection()
+        connection._writer.transport.abort()
+        await asyncio.sleep(0)  # by then the loop has closed it
+        with pytest.raises(RedisConnectionError):
+            await connection.send_command("PING")
+        await client.connection_pool.release(connection)
+        assert await client.ping(), "it connects anew"
+        await client.aclose()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(send())

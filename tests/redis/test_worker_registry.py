@@ -6,10 +6,12 @@ from typing import Any
 import msgspec
 import pytest
 from redis.asyncio import Redis
+from structlog.testing import capture_logs
 
 from shared.errors import NotFoundError, SetupError
 from shared.redis import keys
-from shared.redis.ring.worker_registry import WorkerRegistry, WorkerStatus, weights_of
+from shared.redis.ring import worker_registry
+from shared.redis.ring.worker_registry import DifferingWeights, WorkerRegistry, WorkerStatus, weights_of
 from shared.sequences import ModelCard
 from shared.text.codec import TokenizerBundle
 from tests.waiting import wait_until
@@ -132,10 +134,13 @@ async def test_many_of_the_same_weights_that_start_at_once_read_nobodys_heartbea
     async def reads() -> int:
         return int((await redis.info("commandstats")).get("cmdstat_hgetall", {"calls": 0})["calls"])
 
+    await asyncio.gather(
+        *(WorkerRegistry(redis).heartbeat(working(f"there{i}", card("m"))) for i in range(worker_registry.FEW))
+    )
     before = await reads()
     await asyncio.gather(*(start(f"w{i}") for i in range(20)))
     assert await reads() == before
-    assert len(await WorkerRegistry(redis).live("m")) == 20
+    assert len(await WorkerRegistry(redis).live("m")) == worker_registry.FEW + 20
 
 
 async def test_a_tokenizer_that_is_there_is_not_sent_again(redis: Redis) -> None:
@@ -168,6 +173,7 @@ async def seen(redis: Redis, worker: str) -> bool:
 async def test_of_two_that_start_at_once_the_first_may_stay(redis: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shared.redis.ring.worker_registry.PATIENCE_S", 0.0)
     monkeypatch.setattr("shared.redis.ring.worker_registry.LOOK_AGAIN_S", 0.01)
+    monkeypatch.setattr("shared.redis.ring.worker_registry.READY_WITHIN_S", 0.0)
     registry, other = WorkerRegistry(redis), msgspec.structs.replace(card("m"), base_sha256="other")
     first = working("w1", card("m"), state="starting", started_ms=1)
     second = working("w2", other, state="starting", started_ms=2)
@@ -182,3 +188,48 @@ async def test_what_a_worker_of_an_older_version_has_is_not_known(redis: Redis) 
     registry = WorkerRegistry(redis)
     await registry.heartbeat(status("w1", "m"))
     await registry.admit(card("m"), lambda: working("w2", card("m")))
+
+
+async def test_the_older_of_two_that_start_at_once_is_refused_when_the_younger_was_let_in_before_it_was_seen(
+    redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shared.redis.ring.worker_registry.PATIENCE_S", 0.0)
+    monkeypatch.setattr("shared.redis.ring.worker_registry.LOOK_AGAIN_S", 0.01)
+    monkeypatch.setattr("shared.redis.ring.worker_registry.READY_WITHIN_S", 60.0)
+    registry, other = WorkerRegistry(redis), msgspec.structs.replace(card("m"), base_sha256="other")
+    younger = working("w2", other, state="starting", started_ms=2)
+    await registry.admit(other, lambda: younger)
+    joining = asyncio.create_task(
+        registry.admit(card("m"), lambda: working("w1", card("m"), state="starting", started_ms=1))
+    )
+    await wait_until(lambda: seen(redis, "w1"))
+    await registry.heartbeat(msgspec.structs.replace(younger, state="ready"))
+    with pytest.raises(SetupError, match="worker 'w2'"):
+        await asyncio.wait_for(joining, 60)
+    assert await registry.live("m") == ["w2"]
+
+
+async def test_a_worker_of_a_version_that_names_its_weights_in_heartbeats_alone_is_noticed(
+    redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shared.redis.ring.worker_registry.PATIENCE_S", 0.0)
+    monkeypatch.setattr("shared.redis.ring.worker_registry.LOOK_AGAIN_S", 0.01)
+    registry, other = WorkerRegistry(redis), msgspec.structs.replace(card("m"), base_sha256="other")
+    await registry.heartbeat(working("w1", card("m")))
+    await redis.delete(keys.weights("m"))
+    with pytest.raises(SetupError, match="worker 'w1'"):
+        await registry.admit(other, lambda: working("w2", other, state="starting"))
+
+
+async def test_workers_that_a_lost_redis_brought_together_are_told_of_once(redis: Redis) -> None:
+    registry, other = WorkerRegistry(redis), msgspec.structs.replace(card("m"), base_sha256="other")
+    ours, differing = DifferingWeights("w1", allowed=False), DifferingWeights("w3", allowed=True)
+    await registry.heartbeat(working("w2", other))
+    with capture_logs() as lines:
+        for now in (0.0, worker_registry.TELL_AFTER_S - 1):
+            ours.heard(await registry.heartbeat(working("w1", card("m"))), now)
+        assert not lines, "it may be one that tries to join"
+        for each in (ours, differing):
+            for now in (30.0, 60.0, 90.0):
+                each.heard(await registry.heartbeat(working("w1", card("m"))), now)
+    assert [(line["event"], line["worker"]) for line in lines] == [("worker.weights_differ", "w1")]

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from api.batches.lines import answer
+from api.batches.shapes import shape_of
 from api.generation.choice import ReplyPlan
 from api.generation.splitter import SplitPlan
 from shared.jobs import JobInput, LineRequest
@@ -23,7 +24,7 @@ def test_a_batch_counts_tokens_of_reasoning_as_its_answers_do(shown: bool) -> No
     thought = ids("<think>so so</think>")
     said = (*thought, *ids("hello"))
     stored = msgspec.json.encode(Trajectory(0, 0, (1,), said, "", (-1.0,) * len(said), "length"))
-    got = answer("batch-1", asked, [stored], "completed", codec(), "m")
+    got = answer(shape_of("/v1/chat/completions"), "batch-1", asked, [stored], "completed", codec(), "m")
     told = json.loads(got.line)["response"]["body"]["usage"]
     assert got.usage.reasoning_tokens == told["completion_tokens_details"]["reasoning_tokens"] == len(thought)
     assert got.usage.output_tokens == told["completion_tokens"] == len(said)

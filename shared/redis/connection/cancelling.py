@@ -5,6 +5,7 @@ from typing import Any
 
 from redis.asyncio.connection import ConnectionPool
 from redis.connection import HiredisRespSerializer
+from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 
@@ -37,5 +38,9 @@ class _Cancellable:
                 await super().send_packed_command(command, check_health)  # type: ignore[misc]
         except TimeoutError:
             raise RedisTimeoutError("Timeout writing to socket") from None
+        except RuntimeError as error:  # uvloop's, where asyncio lets the next read fail
+            if "handler is closed" not in str(error):
+                raise
+            raise RedisConnectionError("the connection was closed") from None
         finally:
             self.socket_timeout = limit

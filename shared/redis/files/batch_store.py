@@ -113,6 +113,14 @@ class BatchStore:
             pipe.hsetnx(keys.batch(spec.id), "lines", str(lines))
             pipe.expire(keys.batch(spec.id), keys.BATCH_TTL_S)
             await pipe.execute()
+        await self._list(spec)
+
+    async def keep_listed(self, record: BatchRecord) -> None:
+        """Put a batch that has not ended on its lists, in case the process that stored it could not any more."""
+        if record.state not in ENDED:
+            await self._list(record.spec)
+
+    async def _list(self, spec: BatchSpec) -> None:
         lists = {keys.batches(), keys.batches(spec.tenant), keys.pending_batches()}
         added = [("ZADD", key, "NX", time.time(), spec.id) for key in lists]
         old = [("ZREMRANGEBYSCORE", key, "-inf", spec.created_at - 2 * keys.BATCH_TTL_S) for key in lists]

@@ -26,6 +26,9 @@ log = structlog.get_logger()
 SOURCES_KEPT = 8
 PATIENCE_S = keys.WORKER_TTL_S + 2.0  # with workers of other weights: dead ones are gone by then
 LOOK_AGAIN_S = 1.0
+READY_WITHIN_S = 3.0  # a worker that was let in
+TELL_AFTER_S = PATIENCE_S + keys.WORKER_TTL_S + 2.0  # one that is refused has gone by then, and its weights with it
+FEW = 32  # workers of a model, up to which one that joins reads all heartbeats
 MANY = 64  # workers of a model, from which on processes look at heartbeats for one another
 AT_ONCE = 128  # heartbeats in one round trip
 
@@ -101,20 +104,25 @@ class WorkerRegistry:
         """Begin the heartbeats of a worker, before it registers its model.
 
         SetupError while workers of the same name compute with something else. Those that have died without a word are
-        waited for; of two that start at once the first one may stay. Nobody reads the heartbeats of a ring in which all
-        have the same: of n that start at once each would read n.
+        waited for, and so, for a while, are those that start with us: one that looked before our first heartbeat is
+        about to be ready, though it began after us. Of several that wait for one another, the first one may stay.
+
+        Nobody reads the heartbeats of a large ring in which all have the same: of n that start at once each would read
+        n. In a small one they are read, since a worker of an earlier version says what it has nowhere else.
         """
-        until = time.monotonic() + PATIENCE_S
+        began = time.monotonic()
         while True:
             ours = status()
-            if not await self.heartbeat(ours):
+            if not await self.heartbeat(ours) and await self._redis.zcard(keys.workers(card.name)) > FEW:
                 return
-            others = [other for other in await self.workers(card.name) if _contradicts(other, ours)]
-            if not others:
+            others = [other for other in await self.workers(card.name) if _has_others(other, ours)]
+            first = [other for other in others if _was_first(other, ours)]
+            waited_s = time.monotonic() - began
+            if not others or (not first and waited_s > READY_WITHIN_S):
                 return
-            if time.monotonic() > until:
+            if first and waited_s > PATIENCE_S:
                 await self.remove(card.name, ours.id)
-                raise SetupError(_differs(ours, others))
+                raise SetupError(_differs(ours, first))
             await asyncio.sleep(LOOK_AGAIN_S)
 
     async def heartbeat(self, status: WorkerStatus) -> bool:
@@ -223,10 +231,34 @@ class WorkerRegistry:
         return msgspec.json.decode(data, type=TokenizerBundle)
 
 
-def _contradicts(other: WorkerStatus, ours: WorkerStatus) -> bool:
-    """Whether another worker serves something else under our name, and was first."""
-    if other.id == ours.id or not other.weights or other.weights == ours.weights:
-        return False
+class DifferingWeights:
+    """Tells the log, once, that workers of a model compute with different things all the same.
+
+    Admission cannot keep apart those that a Redis without its data, or the former replica of one, did not know of.
+    """
+
+    def __init__(self, worker_id: str, *, allowed: bool) -> None:
+        self._worker_id, self._told = worker_id, allowed
+        self._since: float | None = None
+
+    def heard(self, there_are: bool, now: float) -> None:
+        """What a heartbeat of ours has found, and when, by a steady clock."""
+        if not there_are:
+            self._since = None
+            return
+        self._since = now if self._since is None else self._since
+        if not self._told and now - self._since >= TELL_AFTER_S:
+            self._told = True
+            what = "other workers of this model have other weights, or keep trying to join with them"
+            log.warning("worker.weights_differ", worker=self._worker_id, reason=what)
+
+
+def _has_others(other: WorkerStatus, ours: WorkerStatus) -> bool:
+    """Whether another worker has something else under our name."""
+    return bool(other.id != ours.id and other.weights and other.weights != ours.weights)
+
+
+def _was_first(other: WorkerStatus, ours: WorkerStatus) -> bool:
     return other.state != "starting" or (other.started_ms, other.id) < (ours.started_ms, ours.id)
 
 

@@ -9,13 +9,16 @@ import time
 from typing import Any, TypeVar
 
 import msgspec
+import structlog
 from redis.asyncio import Redis
 
 from shared.adapters import not_yours
 from shared.owners import ANYBODY, Asker
 from shared.redis import keys
-from shared.redis.connection.client import Script
+from shared.redis.connection.client import Script, ask_all
 from shared.training import ALERT_KINDS, Alert, AlertKind, TrainerStatus, TrainingPoint, TrajectoryStats
+
+log = structlog.get_logger()
 
 POINTS_KEPT = 4096
 ALERTS_KEPT = 256
@@ -100,9 +103,8 @@ class TrainingBoard:
         return bytes(await self._redis.get(keys.trainer_alive(self.policy)) or b"").decode()
 
     async def status(self) -> TrainerStatus | None:
-        """The trainer's last word; None when there never was one."""
-        fields = await self._hash(keys.training(self.policy))
-        return None if b"policy" not in fields else _read(fields, TrainerStatus)
+        """The trainer's last word; None when there never was one, or none that can be read."""
+        return _status(self.policy, await self._hash(keys.training(self.policy)))
 
     async def alert_counts(self) -> dict[AlertKind, int]:
         """Alerts so far, by kind."""
@@ -159,10 +161,15 @@ async def trained_policies(redis: Redis) -> list[str]:
     return [name.decode() for name in await redis.zrevrange(keys.trainings(), 0, -1)]
 
 
-async def lately_trained(redis: Redis, now_ms: int) -> list[str]:
-    """Of them, those whose trainer may live."""
+async def live_trainers(redis: Redis, now_ms: int) -> list[TrainerStatus]:
+    """The last words of trainers that live, the newest first."""
     since = now_ms - 1000 * keys.TRAINER_TTL_S
-    return [name.decode() for name in await redis.zrevrangebyscore(keys.trainings(), "+inf", since)]
+    policies = [name.decode() for name in await redis.zrevrangebyscore(keys.trainings(), "+inf", since)]
+    boards = [("HGETALL", keys.training(policy)) for policy in policies]
+    owners = [("GET", keys.trainer_alive(policy)) for policy in policies]
+    answers = await ask_all(redis, [*boards, *owners])
+    live = [_status(*each) for *each, owner in zip(policies, answers, answers[len(policies) :], strict=False) if owner]
+    return [status for status in live if status is not None]
 
 
 def _flat(message: TrainerStatus | TrainingPoint) -> tuple[dict[str, str], list[str]]:
@@ -175,6 +182,15 @@ def _flat(message: TrainerStatus | TrainingPoint) -> tuple[dict[str, str], list[
         if value is not None
     }
     return fields, absent
+
+
+def _status(policy: str, fields: dict[bytes, bytes]) -> TrainerStatus | None:
+    """A status; None, and a line in our log, when it cannot be read, as a newer trainer's may."""
+    try:
+        return None if b"policy" not in fields else _read(fields, TrainerStatus)
+    except (msgspec.DecodeError, ValueError) as error:
+        log.warning("training.unreadable_board", policy=policy, error=str(error))
+        return None
 
 
 def _read(fields: dict[bytes, bytes], kind: type[T]) -> T:
