@@ -14,7 +14,6 @@ import socket
 import time
 import uuid
 from collections.abc import Callable
-from functools import partial
 from typing import TypeVar
 
 import structlog
@@ -93,16 +92,15 @@ class WorkerProcess:
         self._loop = asyncio.get_running_loop()
         s = self._settings
         adapters = SlotConfig(s.adapter_slots, s.adapter_rank, s.adapter_dtype)
-        config = engine_config(s)
-        placed = self._placed
+        config, placed = engine_config(s), self._placed
         self._group = group = None if placed is None else GroupLead(s, placed, self._on_lost, config, adapters)
         self._engine = EngineThread(config, self._on_step, self._on_death, adapters, self._on_adapters, group)
         self._watch = EngineWatch(self._engine, s.engine_stall_s, self._on_stall)
         loaded = await started(self._engine, group, self._stop)
         if loaded is None:
             return 0
-        prepare = partial(self._lodging.prepare, Workplace(self._engine, loaded, group))
-        if not await prepared(prepare, group, self._stop):
+        place = Workplace(self._engine, loaded, group)
+        if not await prepared(lambda: self._lodging.prepare(place), group, self._stop):
             return 0
         self._card, self._tokenizer = loaded.card, loaded.tokenizer
         self._redis = connect(self._settings.redis)
@@ -110,7 +108,7 @@ class WorkerProcess:
         try:
             leave_out_what_is_loaded()
             await self._open(loaded.card, loaded.tokenizer)
-            self._lodging.open(Workplace(self._engine, loaded, group), self._stop)
+            self._lodging.open(place, self._stop)
             await self._serve()
         finally:
             gone = self._registry.remove(self._card.name, self.id)
