@@ -46,7 +46,7 @@ from worker.engine.messages import RowRequest, StepOutput, engine_config
 from worker.engine.thread import EngineThread
 from worker.engine_watch import EngineWatch
 from worker.group.lead import GroupLead
-from worker.group.opening import ended, started
+from worker.group.opening import ended, prepared, started
 from worker.group.placement import Placement
 from worker.guest import Guest, Lodging, Workplace
 from worker.pause import Pause
@@ -92,22 +92,23 @@ class WorkerProcess:
         self._loop = asyncio.get_running_loop()
         s = self._settings
         adapters = SlotConfig(s.adapter_slots, s.adapter_rank, s.adapter_dtype)
-        config = engine_config(s)
-        placed = self._placed
+        config, placed = engine_config(s), self._placed
         self._group = group = None if placed is None else GroupLead(s, placed, self._on_lost, config, adapters)
         self._engine = EngineThread(config, self._on_step, self._on_death, adapters, self._on_adapters, group)
         self._watch = EngineWatch(self._engine, s.engine_stall_s, self._on_stall)
         loaded = await started(self._engine, group, self._stop)
         if loaded is None:
             return 0
-        await asyncio.to_thread(self._lodging.prepare, Workplace(self._engine, loaded, group))
+        place = Workplace(self._engine, loaded, group)
+        if not await prepared(lambda: self._lodging.prepare(place), group, self._stop):
+            return 0
         self._card, self._tokenizer = loaded.card, loaded.tokenizer
         self._redis = connect(self._settings.redis)
         self._control = connect(self._settings.redis, blocking=True)
         try:
             leave_out_what_is_loaded()
             await self._open(loaded.card, loaded.tokenizer)
-            self._lodging.open(Workplace(self._engine, loaded, group), self._stop)
+            self._lodging.open(place, self._stop)
             await self._serve()
         finally:
             gone = self._registry.remove(self._card.name, self.id)

@@ -5,6 +5,7 @@ with /v1/training/update and /training/checkpoint are handed to it here. Samples
 /v1/adapters. Whoever holds the policy is believed: keep keys to those who may train.
 """
 
+import time
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -65,7 +66,8 @@ async def beat(policy: Policy, request: Request, ring: TheRing) -> Response:
         if heartbeat.point is not None:
             await board.add(heartbeat.point)
         if heartbeat.status is not None:
-            await board.write(msgspec.structs.replace(heartbeat.status, owner=heartbeat.owner))
+            told = {"owner": heartbeat.owner, "ranks": (), "heartbeat_ms": int(time.time() * 1000)}
+            await board.write(msgspec.structs.replace(heartbeat.status, **told))
     return json_reply(Holder(holder, model, name))
 
 

@@ -18,7 +18,7 @@ import mlx.nn as nn  # noqa: E402
 import msgspec  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
-from mlx.utils import tree_flatten  # noqa: E402
+from mlx.utils import tree_flatten, tree_map  # noqa: E402
 from mlx_lm.generate import generation_stream  # noqa: E402
 from pytest import MonkeyPatch  # noqa: E402
 
@@ -167,6 +167,15 @@ def gradient(group: Any, folder: str) -> Any:
         mx.eval(value, whole)
     told = {name: np.array(each, np.float32).ravel().tolist() for name, each in sorted(whole.items())}
     return {"loss": value.item(), "gradient": told}
+
+
+def dora(group: Any, folder: str) -> int:
+    """A new DoRA policy's digest, on ranks whose norms differ as those of unlike machines do."""
+    loaded = _load(folder, group, sharding="data")
+    assert group is not None and loaded.whole is not None
+    loaded.model.update(tree_map(lambda value: value * (1 + 1e-3 * group.rank()), loaded.model.parameters()))
+    with mx.stream(generation_stream):
+        return Policy(loaded.model, AdapterShape(kind="dora", rank=4), whole=loaded.whole).digest()
 
 
 class Recorded:

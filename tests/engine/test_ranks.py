@@ -158,6 +158,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
         ran.add(f"gradient {name}", "gradient", name)
     for key, (name, how) in LEARNED.items():
         ran.add(f"learns {key}", "learns", name, kind=key.split(",")[0], **how)
+    ran.add("dora", "dora", "llama")
     for name in ("three_heads", "olmo2"):
         ran.add(f"refused {name}", "refusal", name)
     return ran.start()
@@ -259,6 +260,11 @@ def test_gradients_of_a_divided_model_are_those_of_one_process(ran: Ran, name: s
     assert_close(told["gradient"], alone["gradient"])
     largest = [max(map(abs, each)) for each in alone["gradient"].values()]
     assert min(largest) > 10 * CLOSE, "each of them is large enough to be told from nothing"
+
+
+def test_ranks_that_round_otherwise_begin_with_the_same_dora(ran: Ran) -> None:
+    first, other = ran._told["dora"]
+    assert first == other
 
 
 @pytest.mark.parametrize("key", LEARNED)

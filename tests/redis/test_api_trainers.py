@@ -37,6 +37,12 @@ async def test_one_trainer_holds_a_policy_and_is_believed(server: Api, redis: Re
     board = TrainingBoard(redis, "policy")
     told = await board.status()
     assert isinstance(told, TrainerStatus) and (told.owner, told.train_step) == ("a", 3)
+    claims = {"ranks": [{"rank": 0, "host": "h", "address": "a", "sums_by": "ring", "state": "lost"}]}
+    far = status(train_step=4, heartbeat_ms=1 << 50, **claims)
+    await server.http.put(BEAT, json={"owner": "a", "status": far})
+    told = await board.status()
+    assert told is not None and (told.train_step, told.ranks) == (4, ()), "it has no ranks, and the time is the api's"
+    assert 0 < told.heartbeat_ms < 1 << 50
     point = {"train_step": 3, "policy_step": 1, "version": 2, "at_ms": 5, "loss": 0.5}
     await server.http.put(BEAT, json={"owner": "a", "point": point})
     assert [each.loss for each in await board.points()] == [0.5]

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import socket
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -41,7 +42,7 @@ from worker.group.messages import (
     Turn,
     Unit,
 )  # fmt: skip
-from worker.group.opening import started
+from worker.group.opening import prepared, started
 from worker.group.placement import Host, Placement
 from worker.group.turns import FAILED, LineError, Outcome, TurnsIn, TurnsOut
 from worker.peers.directory import ring_secret
@@ -198,6 +199,16 @@ async def failed_there(lead: GroupLead, played: Played) -> None:
         await asyncio.sleep(0.05)
 
 
+async def failed_alone(lead: GroupLead, played: Played) -> None:
+    theirs = Outcome()
+    for number, ask in enumerate((b"work", b""), 1):
+        lead.unit(ask)
+        lead.united(b"")
+        await played.talk.say(Failed(number, "no memory" if number == 1 else "nothing is under way"))
+        theirs.add_unit(number, FAILED)
+    await played.talk.say(Progress(theirs.turn, theirs.sum))
+
+
 async def failed_here(lead: GroupLead, played: Played) -> None:
     lead.unit(b"work")
     with pytest.raises(ServiceUnavailableError, match="rank 1"):
@@ -213,6 +224,7 @@ async def failed_here(lead: GroupLead, played: Played) -> None:
         (behind, "not finished turn 1"),
         (learned_otherwise, "something else in turn 1"),
         (failed_there, "no memory"),
+        (failed_alone, "no memory"),
         (failed_here, "has not failed where rank 0 has"),
     ],
 )
@@ -229,6 +241,29 @@ async def test_what_counts_as_the_loss_of_a_rank(redis_url: str, misdeed: Callab
         with pytest.raises(ServiceUnavailableError):
             while True:
                 lead.turn([], Seen(2))
+
+
+@pytest.mark.parametrize("is_lost", [True, False])
+async def test_a_group_can_end_while_rank_0_prepares(redis_url: str, is_lost: bool) -> None:
+    never, stop = threading.Event(), asyncio.Event()
+
+    def stuck() -> None:  # in a sum, with the one that is lost
+        never.wait()
+
+    async with met(redis_url, "prepares") as (lead, played, losses):
+        lead._on_lost = lambda reason: (losses.append(reason), stop.set())  # as a worker's
+        assert await prepared(lambda: None, lead, stop)
+        preparing = asyncio.create_task(prepared(stuck, lead, stop))
+        await asyncio.sleep(0)
+        if is_lost:
+            await cut(lead, played)
+            with pytest.raises(ServiceUnavailableError, match="the group is lost: rank 1"):
+                await preparing
+        else:
+            stop.set()
+            assert not await preparing
+        assert lead._ending and bool(losses) == is_lost
+    never.set()
 
 
 async def test_equal_turns_are_no_loss(redis_url: str) -> None:
@@ -263,6 +298,7 @@ async def test_work_comes_whole_however_long_and_may_fail_everywhere(
         await played.talk.say(Progress(theirs.turn, theirs.sum))
         await wait_until(lambda: lead._followers[0].turn == 3)
         assert lead._followers[0].sum == lead._sums[3] and not losses, "the group goes on"
+        assert not lead._followers[0].failure, "what all have had is no fault of one"
 
 
 async def test_a_rank_that_is_told_to_end_lets_rank_0_end_in_order(redis_url: str) -> None:
@@ -310,6 +346,19 @@ async def test_a_rank_0_whose_others_never_come_can_be_told_to_end(redis_url: st
         assert not done
         stop.set()
         assert await waits is None and not losses
+
+
+async def test_a_rank_whose_process_ends_while_rank_0_waits_is_no_order_to_end(redis_url: str) -> None:
+    async with led(redis_url, "ends early") as (lead, _, losses):
+        stop = asyncio.Event()
+        lead._on_lost = lambda reason: (losses.append(reason), stop.set())  # as a worker's
+        waits = asyncio.create_task(started(EngineThread(EngineConfig("unused"), print, print), lead, stop))
+        done, _ = await asyncio.wait([waits], timeout=2 * meeting.LOOK_S)
+        assert not done
+        lead._on_exit(1, 2)
+        with pytest.raises(SetupError, match="rank 1's process has ended with exit code 2"):
+            await waits
+        assert losses
 
 
 async def test_nothing_is_left_in_redis(redis_url: str) -> None:

@@ -154,6 +154,23 @@ async def test_data_without_a_finite_gradient_is_no_members_fault(redis_url: str
         assert not ring.tasks[member.name].done() and len(learner._speeds) == 2
 
 
+async def test_a_minibatch_in_which_a_member_had_nothing_says_nothing_of_its_speed(redis_url: str) -> None:
+    rates: list[str] = []
+
+    class Kept(dict[str, float]):
+        def __setitem__(self, name: str, rate: float) -> None:
+            rates.append(name)
+            super().__setitem__(name, rate)
+
+    async with trainers(redis_url, SEVERAL) as ring:
+        learner = await ring.leader(trainers=2)
+        member = await ring.member()
+        learner._speeds = Kept()
+        groups = [replace(each, samples=each.samples[-1:]) for each in await made_groups(learner, 0)]
+        assert (await learner.train(groups, 0, 0, PROBES)).report.updated
+    assert rates.count(member.name) == 2, "of four updates it had a sample in two: its minibatch had two, the other one"
+
+
 async def test_one_that_joins_later_takes_part_and_another_leader_is_followed(redis_url: str) -> None:
     async with trainers(redis_url) as ring:
         learner = await ring.leader()

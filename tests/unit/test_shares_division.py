@@ -44,6 +44,11 @@ def test_parts_are_in_the_proportion_of_the_speeds_and_few_groups_are_divided() 
     assert sorted(group.id for part in divide(groups_of(1, 8), [1.0, 1.0]) for group in part) == ["0", "0"]
 
 
+def test_what_cannot_be_divided_is_the_first_ones() -> None:
+    (group,) = groups_of(1, 1)
+    assert divide([group], [1.0, 1.0]) == [[group], []]
+
+
 def test_a_long_prompt_is_not_computed_twice_for_a_better_balance() -> None:
     groups = [SampleGroup(str(at), (1,) * 500, group.samples) for at, group in enumerate(groups_of(3, 4))]
     assert [[group.id for group in part] for part in divide(groups, [1.0, 1.0])] in (

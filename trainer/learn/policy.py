@@ -86,6 +86,8 @@ class Policy:
                 checkpoint_instance(layer)
         self.model.train()
         self.load(_fresh(self.arrays(), seed))
+        if whole is not None and whole.by_data:
+            self.agree()  # each rank has computed DoRA's norms itself
 
     def whole(self, gradient: Any) -> Any:
         """The gradient of a batch, which all ranks have computed a part of if there are several: summed over them."""

@@ -52,7 +52,7 @@ class SharedStep:
         for update in range(len(self._plan.order)):
             computed = await self._computed(update)
             for name, each in computed.items():
-                if each.seconds and name not in self._away:
+                if each.positions and each.seconds and name not in self._away:
                     rate = each.positions / each.seconds
                     speeds[name] = rate + (1 - _RECENT) * (speeds.get(name, rate) - rate)
             await self._host.run(lambda: self._apply([*computed.values()]))  # noqa: B023 - it is awaited

@@ -33,8 +33,8 @@ class Follower:
         self.turns = turns
         self.loaded: Loaded | None = None
         self.turn = self.sum = 0  # the latest turn that it has taken, and what came of all so far
-        self.failed = 0  # the latest unit that has failed there, and why
-        self.failure = ""
+        self.failed = 0  # the latest unit that has failed there
+        self.failure = ""  # why the first one has that has failed there alone, as far as is known
         self.failed_at = 0.0
         self._talk = talk
         self._quiet = 0

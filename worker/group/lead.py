@@ -190,7 +190,8 @@ class GroupLead:
                 self._wake()
             case Failed(number, reason):
                 with self._lock:
-                    follower.failed, follower.failure, follower.failed_at = number, reason, time.monotonic()
+                    follower.failed, follower.failed_at = number, time.monotonic()
+                    follower.failure = follower.failure or reason  # what comes after it comes of it
                     self._lock.notify_all()
             case Stopping():
                 self._on_stopping()
@@ -241,8 +242,10 @@ class GroupLead:
                 if follower.failed > done and now - follower.failed_at > silence_s:  # we may wait for it for ever
                     self._lose(f"rank {follower.rank} ({follower.host}): {follower.failure}")
             for follower in wrong:
+                otherwise = f"has computed something else in turn {follower.turn}"
                 self._lose(
-                    f"rank {follower.rank} ({follower.host}) has computed something else in turn {follower.turn}"
+                    f"rank {follower.rank} ({follower.host})"
+                    + (f": {follower.failure}" if follower.failure else f" {otherwise}")
                 )
 
     def _on_exit(self, rank: int, code: int) -> None:
@@ -365,6 +368,9 @@ class GroupLead:
                 self._settings.distributed_silence_s,
             )
             others = [each for each in followers if each.failed != number]
+            if not others:
+                for each in followers:
+                    each.failure = ""  # ours, too: it is the data's fault
         if others or self.lost:
             reason = self.lost or f"rank {others[0].rank} ({others[0].host}) has not failed where rank 0 has"
             self._loop.call_soon_threadsafe(self._lose, reason)

@@ -136,7 +136,8 @@ async def look_for(redis: Redis, placed: Placement, ours: Member) -> Meeting:
             if meeting is not None and placed.rank < len(meeting.nonces) and meeting.nonces[placed.rank] == ours.nonce:
                 return meeting
         if time.monotonic() - told_at > TELL_S:
-            log.info("group.looking", rank=placed.rank, of=placed.size)
+            hint = "rank 0 waits for all ranks; if its process has ended, its last line says why"
+            log.info("group.looking", rank=placed.rank, of=placed.size, group=placed.group, hint=hint)
             told_at = time.monotonic()
         await asyncio.sleep(LOOK_S)
 

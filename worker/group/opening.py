@@ -1,31 +1,75 @@
 """How a worker of a group starts and ends: its engine, and the other ranks with theirs."""
 
 import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 from shared.process.loops import cancel
 from worker.engine.model.loader import LoadedModel
 from worker.engine.thread import EngineThread
 from worker.group.lead import GroupLead
 
+T = TypeVar("T")
+
 
 async def started(engine: EngineThread, group: GroupLead | None, stop: asyncio.Event) -> LoadedModel | None:
     """An engine's model, once it is loaded, on all ranks of its group if it has one.
 
-    None: it is told to stop before the others are there, who may never come.
+    None: it is told to stop before: the others may never come.
     """
     if group is None:
         return await asyncio.to_thread(engine.start)
-    stopping = asyncio.create_task(stop.wait())
-    opening = asyncio.create_task(group.open(engine.wake_up))
-    try:
-        await asyncio.wait({opening, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        if not opening.done():
-            await cancel([opening])
-            await group.close()
-            return None
-        opening.result()
+
+    async def load() -> LoadedModel:
+        await group.open(engine.wake_up)
         return await group.unless_lost(asyncio.wrap_future(engine.begin()))
+
+    return await _unless_stopped(load(), group, stop)
+
+
+async def prepared(work: Callable[[], None], group: GroupLead | None, stop: asyncio.Event) -> bool:
+    """Do what blocks before the worker is ready; False: as a group's, it is told to stop before.
+
+    In a thread that nobody waits for at the end: with a rank lost it may be in a sum that never ends.
+    """
+    done: Future[None] = Future()
+    done.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
+    threading.Thread(target=run, name="prepare", daemon=True).start()
+    waits = asyncio.wrap_future(done)
+    if group is None:
+        await waits
+        return True
+
+    async def wait() -> bool:
+        await group.unless_lost(waits)
+        return True
+
+    return await _unless_stopped(wait(), group, stop) is not None
+
+
+async def _unless_stopped(work: Coroutine[Any, Any, T], group: GroupLead, stop: asyncio.Event) -> T | None:
+    """What comes of it, or None when we are told to stop before; the other ranks end where nothing comes of it."""
+    working, stopping = asyncio.create_task(work), asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done() or group.lost:  # the loss of a rank stops us, too, and `work` is about to say so
+            return await working
+        await cancel([working])
+        await group.close()
+        return None
     except BaseException as error:
+        working.cancel()
         await group.close(error)
         raise
     finally:

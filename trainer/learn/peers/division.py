@@ -49,7 +49,7 @@ def _fitting(group: SampleGroup, left: float) -> int:
             return abs(left)
         return abs(left - end) + (prompt if taken < count else 0)
 
-    return min(enumerate(ends), key=misses)[0]
+    return min(reversed([*enumerate(ends)]), key=misses)[0]  # of two as good ones the larger, so that none is idle
 
 
 def longest_first(sizes: Sequence[int], parts: int) -> list[list[int]]:
