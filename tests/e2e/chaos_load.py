@@ -272,10 +272,10 @@ class Load:
             self.report.violation(f"job {job_id}: another answer than the one to {prompt!r} alone")
 
     async def reads_from(self, api: Member, within_s: float = 20.0) -> None:
-        """Before an api is killed: wait until a stream is in its middle there."""
+        """Before an api is killed: wait until a stream has more to come from there than lies on its way."""
         until = time.monotonic() + within_s
         while time.monotonic() < until and not self.stopping:
-            if any(s.api == api.name and 0 < len(s.tokens) < len(s.expected) - 60 for s in self.open):
+            if any(s.api == api.name and 0 < len(s.tokens) < len(s.expected) - LONGEST // 2 for s in self.open):
                 return
             await asyncio.sleep(0.01)
 
