@@ -27,7 +27,7 @@ from shared.errors import (
     UnknownJobError,
 )
 from shared.jobs import TERMINAL, JobStatus
-from shared.redis.files.batch_store import ENDED, PREFIX, BatchRecord, BatchSpec, new_batch_id, unknown_batch
+from shared.redis.files.batch_store import ENDED, PREFIX, BatchRecord, BatchSpec, new_batch_id
 from shared.redis.files.file_store import new_file_id
 
 router = APIRouter(tags=["openai"], route_class=BodyRoute)
@@ -130,7 +130,7 @@ async def list_batches(
 )
 async def retrieve_batch(batch_id: str, ring: TheRing) -> Response:
     """Its state, counts and files."""
-    return await _shown(ring, await ring.batches.find(_own(batch_id)))
+    return await _shown(ring, await ring.batches.find(batch_id, PREFIX))
 
 
 @router.post(
@@ -141,19 +141,12 @@ async def retrieve_batch(batch_id: str, ring: TheRing) -> Response:
 )
 async def cancel_batch(batch_id: str, ring: TheRing) -> Response:
     """End it; what has been answered stays, and is in the output file."""
-    return await _shown(ring, await cancel(ring, _own(batch_id)))
+    return await _shown(ring, await cancel(ring, batch_id, PREFIX))
 
 
-def _own(batch_id: str) -> str:
-    """The id of a batch of this protocol; UnknownBatchError for one of another."""
-    if not batch_id.startswith(PREFIX):
-        raise unknown_batch(batch_id)
-    return batch_id
-
-
-async def cancel(ring: Ring, batch_id: str) -> BatchRecord:
-    """Ask a batch to end, once or several times; ConflictError when it has ended."""
-    record = await ring.batches.find(batch_id)
+async def cancel(ring: Ring, batch_id: str, prefix: str = "") -> BatchRecord:
+    """Ask a batch to end, once or several times; ConflictError when it has ended. `prefix`: of its protocol's ids."""
+    record = await ring.batches.find(batch_id, prefix)
     if record.cancelling_at == 0:
         first = await ring.batches.change(batch_id, cancelling_at=int(time.time()))
         record = await ring.batches.find(batch_id)

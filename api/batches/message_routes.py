@@ -41,7 +41,7 @@ from shared.errors import (
     UnknownJobError,
     UnsupportedParameterError,
 )
-from shared.redis.files.batch_store import ENDED, BatchRecord, BatchSpec, new_batch_id, unknown_batch
+from shared.redis.files.batch_store import ENDED, BatchRecord, BatchSpec, new_batch_id
 from shared.redis.files.file_store import StoredFile, new_file_id
 from shared.redis.keys import DAY_S
 
@@ -277,7 +277,7 @@ async def list_message_batches(
 )
 async def retrieve_message_batch(batch_id: str, request: Request, ring: TheRing) -> Response:
     """Its status and counts, and where its results are."""
-    return _shown(await _found(ring, batch_id), request)
+    return _shown(await ring.batches.find(batch_id, PREFIX), request)
 
 
 @router.get(
@@ -288,7 +288,7 @@ async def retrieve_message_batch(batch_id: str, request: Request, ring: TheRing)
 )
 async def message_batch_results(batch_id: str, ring: TheRing) -> Response:
     """What has become of each request, streamed."""
-    record = await _found(ring, batch_id)
+    record = await ring.batches.find(batch_id, PREFIX)
     if record.state not in ENDED:
         raise InvalidRequestError(f"batch {batch_id} has no results yet: its requests are being processed")
     try:
@@ -308,9 +308,8 @@ async def message_batch_results(batch_id: str, ring: TheRing) -> Response:
 )
 async def cancel_message_batch(batch_id: str, request: Request, ring: TheRing) -> Response:
     """End it; what has been answered stays."""
-    await _found(ring, batch_id)
     try:
-        return _shown(await cancel(ring, batch_id), request)
+        return _shown(await cancel(ring, batch_id, PREFIX), request)
     except ConflictError:  # clients try again after 409
         raise InvalidRequestError(f"batch {batch_id} cannot be canceled: its processing has ended") from None
 
@@ -323,7 +322,7 @@ async def cancel_message_batch(batch_id: str, request: Request, ring: TheRing) -
 )
 async def delete_message_batch(batch_id: str, ring: TheRing) -> Response:
     """Forget one that has ended, with its requests and results."""
-    record = await _found(ring, batch_id)
+    record = await ring.batches.find(batch_id, PREFIX)
     if record.state not in ENDED:
         raise InvalidRequestError(f"batch {batch_id} is being processed: cancel it first")
     for file_id in (record.spec.input_file_id, record.spec.output_file_id):
@@ -338,12 +337,6 @@ async def delete_message_batch(batch_id: str, ring: TheRing) -> Response:
                 await jobs.cancel(record.job)
     await ring.batches.delete(record.spec)  # last: until then the delete may be repeated
     return json_reply({"id": batch_id, "type": "message_batch_deleted"})
-
-
-async def _found(ring: Ring, batch_id: str) -> BatchRecord:
-    if not batch_id.startswith(PREFIX):
-        raise unknown_batch(batch_id)
-    return await ring.batches.find(batch_id)
 
 
 def _shown(record: BatchRecord, request: Request) -> Response:

@@ -19,14 +19,18 @@ from typing import Any
 SCANS = "transformers.utils.import_utils"
 
 
-class _Remembering:
-    """Loads the module that scans, and puts what has been kept in front of its scan."""
+class _Around:
+    """Loads a module with another loader."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)  # type: ignore[no-any-return]
+
+
+class _Remembering(_Around):
+    """Loads the module that scans, and puts what has been kept in front of its scan."""
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
@@ -48,14 +52,8 @@ class _Remembering:
         module.define_import_structure = remembered
 
 
-class _Plain:
+class _Plain(_Around):
     """Loads a module without rich, unless somebody has it already."""
-
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)  # type: ignore[no-any-return]
 
     def exec_module(self, module: ModuleType) -> None:
         hidden = "rich" not in sys.modules

@@ -242,11 +242,9 @@ class GroupLead:
                 if follower.failed > done and now - follower.failed_at > silence_s:  # we may wait for it for ever
                     self._lose(f"rank {follower.rank} ({follower.host}): {follower.failure}")
             for follower in wrong:
-                otherwise = f"has computed something else in turn {follower.turn}"
-                self._lose(
-                    f"rank {follower.rank} ({follower.host})"
-                    + (f": {follower.failure}" if follower.failure else f" {otherwise}")
-                )
+                differs = f" has computed something else in turn {follower.turn}"
+                what = f": {follower.failure}" if follower.failure else differs
+                self._lose(f"rank {follower.rank} ({follower.host}){what}")
 
     def _on_exit(self, rank: int, code: int) -> None:
         told = f"rank {rank}'s process has ended with exit code {code}"

@@ -129,9 +129,9 @@ class BatchStore:
         if spec.webhook is not None:
             await webhooks.wait_for(self._redis, "batch", spec.id)
 
-    async def find(self, batch_id: str) -> BatchRecord:
-        """A batch by its id; UnknownBatchError when there is none."""
-        (record,) = await self._find([batch_id])
+    async def find(self, batch_id: str, prefix: str = "") -> BatchRecord:
+        """A batch by its id; UnknownBatchError when there is none, or none with this prefix: another protocol's."""
+        (record,) = await self._find([batch_id]) if batch_id.startswith(prefix) else (None,)
         if record is None:
             raise unknown_batch(batch_id)
         return record
