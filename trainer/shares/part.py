@@ -42,10 +42,10 @@ class Part:
         """For this update, by the weights that the policy has now."""
         plan, optimizer = self._plan, self._optimizer
         started, at, sums = time.perf_counter(), plan.order[update], Sums()
+        if self._ahead is None and optimizer.looks_ahead(plan):  # even without samples now: the weights change after this
+            self._ahead = yield from self._look_ahead()
         if not plan.minis[at]:
             return Computed({}, sums)
-        if self._ahead is None and optimizer.looks_ahead(plan):
-            self._ahead = yield from self._look_ahead()
         batches = self._ahead[at] if self._ahead else optimizer.each_prepared(plan.minis[at], self._policy_step)
         tree = yield from optimizer.gradient(batches, plan.parts[at], sums)
         gradient = {} if tree is None else {name: np.array(value) for name, value in tree_flatten(tree)}
