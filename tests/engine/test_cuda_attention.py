@@ -1,9 +1,13 @@
 """Attention of decode steps on CUDA: as MLX's own, for every shape that it takes; left alone where it has none."""
 
+from functools import partial
+from typing import Any
+
 import mlx.core as mx
 import pytest
 
 from worker.engine.kv.cuda import attention as cuda_attention
+from worker.engine.kv.cuda import few_shapes
 from worker.engine.kv.quantised import Packing
 
 ROWS, SCALE = 3, 0.11
@@ -115,3 +119,46 @@ def test_without_cuda_mlxs_attention_stays() -> None:
     before = mx.fast.scaled_dot_product_attention
     assert not cuda_attention.install()
     assert mx.fast.scaled_dot_product_attention is before
+
+
+@pytest.mark.parametrize("rows, past", [(1, 0), (3, 0), (3, 41), (5, 500)])
+def test_a_prompt_in_a_shape_of_few_is_what_it_is_in_its_own(rows: int, past: int) -> None:
+    at_once, heads, size = 21, 4, 16
+    positions = past + at_once
+    queries, keys, values = (
+        drawn(rows, count, each, size, dtype=mx.float16).swapaxes(1, 2)
+        for count, each in ((at_once, heads), (positions, 2), (positions, 2))
+    )
+    at, own = mx.arange(positions)[None], mx.arange(past, positions)[:, None]
+    begins = mx.arange(rows)[:, None, None, None] * (past > 0)  # what sees nothing is nothing in particular
+    fused, seen = mx.fast.scaled_dot_product_attention, []
+
+    def kept(*given: mx.array, **others: Any) -> mx.array:
+        seen.append(tuple(each.shape for each in given))
+        return fused(*given, **others)
+
+    for mask in ("causal", at <= own, (at <= own) & (at >= begins), (at >= begins)[:, :, :1]):
+        for sinks in (None, drawn(heads, dtype=mx.float16)):
+            assert not few_shapes.is_for(queries, keys, values, mask), "a trainer's"
+            with few_shapes.applied():
+                assert few_shapes.is_for(queries, keys, values, mask)
+
+            def out(call: Any, keys: mx.array, mask: Any = mask, sinks: Any = sinks) -> mx.array:
+                return call(queries, keys, values, mask=mask, scale=SCALE, sinks=sinks).astype(mx.float32)
+
+            one, other = out(fused, keys), out(partial(few_shapes.in_few_shapes, kept), keys)
+            assert one.shape == other.shape and mx.allclose(one, other, atol=2e-3)
+            learned = [
+                mx.grad(lambda keys, call=call: out(call, keys).sum())(keys)
+                for call in (fused, partial(few_shapes.in_few_shapes, fused))
+            ]
+            assert mx.allclose(*learned, atol=2e-3), "what nobody reads adds nothing to a gradient, NaN least of all"
+    assert {(shapes[0][0], shapes[0][2]) for shapes in seen} == {(few_shapes.rows_for(rows), 32)}
+
+
+def test_prompts_of_all_lengths_have_few_shapes() -> None:
+    sizes = {few_shapes.size_for(count) for count in range(1, 4097)}
+    assert len(sizes) == 19 and all(few_shapes.size_for(size) == size for size in sizes)
+    assert all(count <= few_shapes.size_for(count) <= max(16, 2 * count) for count in range(1, 20_000))
+    assert all(few_shapes.size_for(count) <= 1.25 * count for count in range(1025, 20_000))
+    assert {few_shapes.rows_for(count) for count in range(1, 33)} == {1, 2, 3, 4, 6, 8, 12, 16, 24, 32}

@@ -19,6 +19,7 @@ from shared.sequences import SequenceSpec
 from worker.engine.batch.adapters import Adapters, NoAdapters
 from worker.engine.batch.row import Row, RowTag
 from worker.engine.heads.head import Head, Heads
+from worker.engine.kv.cuda import few_shapes
 from worker.engine.kv.layout import KvLayout
 from worker.engine.model.batching import takes_padding
 from worker.engine.model.pooling import hidden_states
@@ -61,7 +62,7 @@ class RowModel:
         """Hidden states [B, L, H] behind the last norm; only of models that have them (`check`)."""
         assert self._hidden is not None, "a model without hidden states"
         self._enter(cache[-1])
-        with self._moved():
+        with self._moved(), few_shapes.applied():
             hidden_BLH: mx.array = self._hidden(tokens_BL, cache=cache[:-1])
         return hidden_BLH
 
@@ -114,7 +115,7 @@ class RowModel:
     def __call__(self, tokens_BL: mx.array, cache: list[Any]) -> mx.array:
         """Logits [B, L, V] in fp32; with bf16 logits a trainer's log-probabilities differ by up to 6e-2."""
         self._enter(cache[-1])
-        with self._moved():
+        with self._moved(), few_shapes.applied():
             logits_BLV: mx.array = self.model(tokens_BL, cache=cache[:-1]).astype(mx.float32)
         # A prefill's logits are never computed, and must not be kept: they hold its whole graph.
         is_decode_step = tokens_BL.shape[1] == 1
@@ -131,7 +132,7 @@ class RowModel:
         tokens_BL = mx.array([[max(0, each) for each in ids] for ids in ids_BL])
         features_B = [None if row.viewing is None else row.viewing.features for row in rows]
         seen_BLH, deep = with_images(embeddings(self.model)(tokens_BL), ids_BL, starts_B, features_B)
-        with self._spread(ids_BL, starts_B, features_B, deep):
+        with self._spread(ids_BL, starts_B, features_B, deep), few_shapes.applied():
             logits_BLV: mx.array = self.model(tokens_BL, cache=cache[:-1], input_embeddings=seen_BLH).astype(mx.float32)
         self.tokens_B1 = self.logits_B1V = None
         return logits_BLV

@@ -17,6 +17,7 @@ import mlx.core as mx
 
 _SETTINGS = {
     "MLX_CUDA_GRAPH_CACHE_SIZE": "5000",
+    "MLX_CUDA_SDPA_CACHE_SIZE": "2048",  # plans of cuDNN, of 256: kv/cuda/few_shapes.py
     "MLX_MAX_OPS_PER_BUFFER": "30",  # cuts by count ...
     "MLX_MAX_MB_PER_BUFFER": "100000",  # ... and not by size, or each KV length would have graphs of its own
 }

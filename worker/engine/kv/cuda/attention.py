@@ -27,6 +27,8 @@ from typing import Any, cast
 
 import mlx.core as mx
 
+from worker.engine.kv.cuda import few_shapes
+
 SWITCH = "PARALLM_CUDA_ATTENTION"  # 0: MLX's own
 _HEAD_SIZES = (64, 128, 256)
 _DTYPES = (mx.bfloat16, mx.float16, mx.float32)
@@ -164,7 +166,7 @@ def packs(keys: mx.array, values: mx.array) -> bool:
 
 @cache
 def install() -> bool:
-    """Put the kernels before MLX's attention, in this process; False without CUDA."""
+    """Put the kernels before MLX's attention, in this process, and few shapes; False without CUDA."""
     if os.environ.get(SWITCH, "1") == "0" or not mx.cuda.is_available():
         return False
     fused = mx.fast.scaled_dot_product_attention
@@ -172,9 +174,11 @@ def install() -> bool:
     def plain_or_fused(
         q: mx.array, k: mx.array, v: mx.array, *, scale: float, mask: Any = None, sinks: Any = None, **others: Any
     ) -> mx.array:
-        if others or not is_for(q, k, v, mask):
-            return fused(q, k, v, scale=scale, mask=mask, sinks=sinks, **others)
-        return attention(q, k, v, scale, mask, sinks)
+        if not others and is_for(q, k, v, mask):
+            return attention(q, k, v, scale, mask, sinks)
+        if few_shapes.is_for(q, k, v, mask):
+            return few_shapes.in_few_shapes(fused, q, k, v, mask, scale=scale, sinks=sinks, **others)
+        return fused(q, k, v, scale=scale, mask=mask, sinks=sinks, **others)
 
     mx.fast.scaled_dot_product_attention = plain_or_fused
     return True
