@@ -47,7 +47,7 @@ def rows_for(count: int) -> int:
 
 
 def is_for(queries: mx.array, keys: mx.array, values: mx.array, mask: Any) -> bool:
-    """Whether they are to have one of few shapes: several queries at once, "causal" or with booleans for all queries."""
+    """Whether they are to have one of few shapes: several queries at once, "causal" or with booleans for each."""
     is_drawn = isinstance(mask, mx.array) and mask.dtype == mx.bool_ and mask.shape[-1] == keys.shape[2]
     return (
         _applied.get()
