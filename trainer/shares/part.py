@@ -42,7 +42,8 @@ class Part:
         """For this update, by the weights that the policy has now."""
         plan, optimizer = self._plan, self._optimizer
         started, at, sums = time.perf_counter(), plan.order[update], Sums()
-        if self._ahead is None and optimizer.looks_ahead(plan):  # even without samples now: the weights change after this
+        # Even without samples now, for the weights change after this.
+        if self._ahead is None and optimizer.looks_ahead(plan):
             self._ahead = yield from self._look_ahead()
         if not plan.minis[at]:
             return Computed({}, sums)
