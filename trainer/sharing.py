@@ -39,6 +39,10 @@ class LearnerSettings(BaseModel):
     sync_wait_s: float = Field(
         default=600.0, gt=0, description="with federation: a round is over so long after its first weights have come"
     )
+    sync_moments: Literal["own", "average"] = Field(
+        default="own",
+        description="with federation: AdamW's moments after a round: own, as before it; average, those of all runs",
+    )
     outer_rate: float = Field(default=1.0, gt=0, le=2, description="with federation: how far to go to the average")
     outer_momentum: float = Field(
         default=0.0,
@@ -68,7 +72,7 @@ class LearnerSettings(BaseModel):
     def _check_federation(self, over_http: bool) -> None:
         usual = LearnerSettings.model_fields
         if not self.federation:
-            for name in ("sync_every", "sync_redis", "sync_wait_s", "outer_rate", "outer_momentum"):
+            for name in ("sync_every", "sync_redis", "sync_wait_s", "sync_moments", "outer_rate", "outer_momentum"):
                 if getattr(self, name) != usual[name].default:
                     raise SetupError(f"--{name.replace('_', '-')} goes with --federation NAME")
             return

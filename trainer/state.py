@@ -1,6 +1,6 @@
 """The progress of a run, and the types of its weights: plain data, saved with every checkpoint."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -9,6 +9,14 @@ import numpy.typing as npt
 
 Arrays = dict[str, npt.NDArray[np.float32]]  # an adapter's parameters under mlx-lm's names
 Moments = dict[str, np.ndarray[Any, Any]]  # an optimizer's state
+
+
+@dataclass(frozen=True)
+class GradientMeans:
+    """What AdamW's moments say of a gradient: they without their bias towards 0, by parameter."""
+
+    first: Arrays = field(default_factory=dict)  # mean of the gradient; empty: not told, or there was no update yet
+    second: Arrays = field(default_factory=dict)  # mean of its square
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,11 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx.utils import tree_map
 
 from trainer import gate
 from trainer.gate import GateLimits
+from trainer.learn.adam import StepSizes
 from trainer.learn.batches import Sample, SampleGroup, pad
 from trainer.learn.compute import at_once
 from trainer.learn.learner import Learner, Trained
@@ -17,7 +19,7 @@ from trainer.learn.optimize import Optimizer
 from trainer.learn.options import AdapterShape, LossName, LossOptions, OptimizeOptions, RatioBase, Schedule
 from trainer.learn.policy import Policy
 from trainer.learn.steps import StepReport
-from trainer.state import Arrays
+from trainer.state import Arrays, GradientMeans
 from worker.engine.model.loader import LoadedModel
 
 OPTIONS = OptimizeOptions(schedule=Schedule(peak=1e-3), microbatch_tokens=64, max_completion=8, distances_every=0)
@@ -157,6 +159,27 @@ def test_a_gradient_that_is_not_finite_changes_nothing(policy: Policy) -> None:
     assert not report.updated and report.nonfinite_gradients == 1
     assert all(np.array_equal(value, before[name]) for name, value in policy.weights().items())
     assert all(np.array_equal(value, moments[name]) for name, value in optimizer.adam.moments().items())
+
+
+def test_moments_of_learners_of_any_age_say_the_same_of_the_same_gradient(llama: LoadedModel) -> None:
+    def learned(updates: int, by: float) -> Optimizer:
+        optimizer = Optimizer(Policy(llama.model, AdapterShape(rank=4), seed=1), OPTIONS)
+        gradient = tree_map(lambda value: mx.full(value.shape, by), optimizer.policy.nothing())
+        for _ in range(updates):
+            optimizer.adam.update(gradient, StepSizes(1e-3, OPTIONS.adam_betas))
+        return optimizer
+
+    assert learned(0, 0.5).adam.means(OPTIONS.adam_betas) == GradientMeans()
+    young, old = learned(1, 0.5), learned(30, 0.5)
+    for optimizer in (young, old):
+        means = optimizer.adam.means(OPTIONS.adam_betas)
+        assert means.first.keys() == means.second.keys() == optimizer.policy.weights().keys()
+        assert all(value == pytest.approx(0.5, rel=1e-5) for value in means.first.values())
+        assert all(value == pytest.approx(0.25, rel=1e-5) for value in means.second.values())
+    other = learned(30, -2.0)
+    other.adam.take_means(young.adam.means(OPTIONS.adam_betas), OPTIONS.adam_betas)
+    taken, expected = other.adam.moments(), old.adam.moments()
+    assert all(value == pytest.approx(expected[name], rel=1e-5) for name, value in taken.items())
 
 
 def test_mismatch_and_staleness_are_told_apart(policy: Policy) -> None:

@@ -171,6 +171,7 @@ def test_rollouts_that_are_tempered_or_filtered_come_with_the_samplers_own_logpr
         (["--join-run", "a b"], "--join-run: 'a b'"),
         (["--mode", "sft", "--dataset", "x", "--join-run", "a"], "--join-run has no use with --mode sft"),
         (["--sync-every", "5"], "--sync-every goes with --federation NAME"),
+        (["--sync-moments", "average"], "--sync-moments goes with --federation NAME"),
         (["--federation", "a"], "--federation needs --sync-every"),
         (["--federation", "a b", "--sync-every", "5"], "--federation: 'a b'"),
         (["--federation", "a", "--sync-every", "5", "--learner", "service"], "leave out --learner"),

@@ -15,6 +15,7 @@ from shared.redis.training.rounds import RoundStore
 from tests.redis.shared_trainers import MADE, PROBES, Trainers, made_groups, same, settings, steps, trainers
 from trainer.learn.options import Schedule
 from trainer.learners.loop_learner import build_learner
+from trainer.rounds.average import Learned
 from trainer.rounds.federation import Federation, federation
 from trainer.rounds.learner import RoundLearner
 
@@ -58,6 +59,24 @@ async def test_each_round_ends_in_the_average_weighted_by_samples(ring: Trainers
     assert same(await one.weights(), await other.weights())
 
 
+async def test_moments_are_averaged_where_all_want_it(ring: Trainers) -> None:
+    shared = {"sync_moments": "average"}
+    one, other = await joined(ring, "one", **shared), await joined(ring, "other", **shared)
+    groups = [await made_groups(one, seed) for seed in range(4)]
+    fewer = [each[:1] for each in groups[2:]]
+    alone = [await ring.alone(), await ring.alone()]
+    for learner, each in zip(alone, (groups[:2], fewer), strict=True):
+        await steps(learner, each)
+    mine, theirs = [(await learner.snapshot()).optimizer for learner in alone]
+    await asyncio.gather(steps(one, groups[:2]), steps(other, fewer))
+    for learner in (one, other):
+        moments = (await learner.snapshot()).optimizer
+        assert moments["step"] == 2
+        for name in mine.keys() - {"step", "learning_rate"}:
+            expected = (24 * mine[name] + 8 * theirs[name]) / 32
+            np.testing.assert_allclose(moments[name], expected, rtol=1e-4, atol=1e-11, err_msg=name)
+
+
 async def test_one_that_is_away_is_left_out_and_goes_on_from_the_average(ring: Trainers, redis_url: str) -> None:
     one, away = await joined(ring, "one", sync_wait_s=0.5), await joined(ring, "away")
     groups = [await made_groups(one, seed) for seed in range(6)]
@@ -83,17 +102,18 @@ async def test_what_is_not_finite_is_in_no_average(ring: Trainers) -> None:
     for place in (one, other):
         assert same(await place.join({"a": start["a"] + (place is other)}), start), "the first one says where all begin"
     bad = {"a": np.array([1, np.nan, 2], np.float32)}
-    found = await asyncio.gather(one.exchange({"a": start["a"] + 2}, 5), other.exchange(bad, 500))
-    assert all(each["a"].tolist() == [2, 2, 2] for each in found)
-    found = await asyncio.gather(one.exchange(bad, 5), other.exchange(bad, 5))
-    assert all(each["a"].tolist() == [2, 2, 2] for each in found), "nobody's change: the average stays"
+    found = await asyncio.gather(one.exchange(Learned({"a": start["a"] + 2}, 5)), other.exchange(Learned(bad, 500)))
+    assert all(each.weights["a"].tolist() == [2, 2, 2] for each in found)
+    found = await asyncio.gather(one.exchange(Learned(bad, 5)), other.exchange(Learned(bad, 5)))
+    assert all(each.weights["a"].tolist() == [2, 2, 2] for each in found), "nobody's change: the average stays"
 
 
 async def test_a_change_that_is_told_again_counts_once(ring: Trainers) -> None:
     place = await entered(ring, "one")
     await place.join({"a": np.zeros(3, np.float32)})
-    await place._tell(1, {"a": np.full(3, 9.0, np.float32)}, 5)  # of a start that was killed then
-    assert (await place.exchange({"a": np.full(3, 1.0, np.float32)}, 5))["a"].tolist() == [1, 1, 1]
+    await place._tell(1, Learned({"a": np.full(3, 9.0, np.float32)}, 5))  # of a start that was killed then
+    again = await place.exchange(Learned({"a": np.full(3, 1.0, np.float32)}, 5))
+    assert again.weights["a"].tolist() == [1, 1, 1]
 
 
 async def test_another_base_rank_or_rhythm_is_refused_by_name(ring: Trainers, redis_url: str) -> None:
@@ -102,6 +122,7 @@ async def test_another_base_rank_or_rhythm_is_refused_by_name(ring: Trainers, re
     for given, said in (
         ({"lora_rank": 8}, "--lora-rank 8: the federation 'f' has 16"),
         ({"sync_every": 3}, "--sync-every 3"),
+        ({"sync_moments": "average"}, "--sync-moments average: the federation 'f' has own"),
     ):
         with pytest.raises(SetupError, match=said):
             await entered(ring, "other", **given)

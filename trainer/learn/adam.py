@@ -9,6 +9,7 @@ Invariants.
 """
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from mlx.utils import tree_flatten, tree_map, tree_map_with_path
 
-from trainer.state import Moments
+from trainer.state import GradientMeans, Moments
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,28 @@ class AdamSteps:
             raise ValueError("the optimizer's moments do not fit this adapter")
         self._adam.state = self.as_kept(moments)
 
+    def means(self, betas: tuple[float, float]) -> GradientMeans:
+        """The moments without their bias towards 0, by parameter; `betas`: of the updates so far."""
+        if not self.count:
+            return GradientMeans()
+        first, second = (
+            {_parameter(name): value / weight for name, value in self.moments().items() if name.endswith(kind)}
+            for kind, weight in self._weights(betas)
+        )
+        return GradientMeans(first, second)
+
+    def take_means(self, means: GradientMeans, betas: tuple[float, float]) -> None:
+        """Have the moments whose means these are; the number of updates, on which their bias depends, stays."""
+        moments = self.moments()
+        for (kind, weight), arrays in zip(self._weights(betas), (means.first, means.second), strict=True):
+            ours = [name for name in moments if name.endswith(kind)]
+            moments |= {name: arrays[_parameter(name)] * weight for name in ours}
+        self.load_moments(moments)
+
+    def _weights(self, betas: tuple[float, float]) -> list[tuple[str, np.float32]]:
+        """What ends a moment's name, and the sum of the weights that the gradients so far have in it."""
+        return [(kind, np.float32(1 - beta**self.count)) for kind, beta in zip((".m", ".v"), betas, strict=True)]
+
     def as_kept(self, moments: Mapping[str, npt.NDArray[Any]]) -> Any:
         """What `kept` gave when `moments` told the same; for `put_back`."""
         # In the present state's tree: it has empty places where a module has lists that are no parameters.
@@ -106,6 +129,11 @@ class AdamSteps:
     def ordered(self, gradient: Mapping[str, npt.NDArray[Any]]) -> Any:
         """A gradient that was kept by its parameters' names, as a tree in their order."""
         return tree_map_with_path(lambda name, _: mx.array(gradient[name]), self._model.trainable_parameters())
+
+
+def _parameter(name: str) -> str:
+    """Whose moment this is; where some parameters learn apart, their optimizer's number stands in front."""
+    return re.sub(r"^states\.\d+\.|\.[mv]$", "", name)
 
 
 def added(gradient: Any, more: Any) -> Any:

@@ -26,10 +26,11 @@ from trainer.learn.options import AdapterShape, OptimizeOptions, ValueOptions
 from trainer.learn.packing import pack, unpack
 from trainer.learn.policy import Policy
 from trainer.learn.steps import StepReport
-from trainer.state import Arrays, Snapshot
+from trainer.state import Arrays, GradientMeans, Snapshot
 from trainer.vision.sight import Sight
 from worker.engine.model.sites import Whole
 
+_NO_MEANS = GradientMeans()
 _OLDER = "older-"  # begins the names of earlier weights in a state
 
 
@@ -84,9 +85,15 @@ class Learner:
         older = self.begin(policy_step)
         return (yield from self.optimizer.train_step(groups, step, policy_step=policy_step, older=older))
 
-    def put(self, weights: Arrays) -> None:
-        """Other weights in the midst of a train step; `revert` takes them back, too."""
+    def put(self, weights: Arrays, means: GradientMeans = _NO_MEANS) -> None:
+        """Other weights, and moments, in the midst of a train step; `revert` takes them back, too."""
         self._policy.load(weights)
+        if means.first:
+            self.optimizer.adam.take_means(means, self.optimizer.options.adam_betas)
+
+    def means(self) -> GradientMeans:
+        """What the present moments say of the gradient."""
+        return self.optimizer.adam.means(self.optimizer.options.adam_betas)
 
     def go_on_from(self, weights: Arrays) -> None:
         """Other weights, which are good, with the present moments."""

@@ -21,15 +21,18 @@ from shared.redis.connection.client import connect, require
 from shared.redis.training.chunks import Parcel
 from shared.redis.training.rounds import Change, RoundStore, Standing
 from trainer.learn.packing import pack, unpack
-from trainer.rounds.average import Average, averaged, usable
+from trainer.rounds.average import Average, Learned, averaged, usable
 from trainer.settings import TrainSettings
-from trainer.state import Arrays
+from trainer.state import Arrays, GradientMeans
 
 log = structlog.get_logger()
 
 BEAT_S = 1.5
 LOOK_S = 0.2
-_SAME = ("lora_kind", "lora_rank", "lora_scale", "lora_targets", "sync_every", "outer_rate", "outer_momentum")
+_SAME = (
+    *("lora_kind", "lora_rank", "lora_scale", "lora_targets"),
+    *("sync_every", "sync_moments", "outer_rate", "outer_momentum"),
+)
 
 
 class Federation:
@@ -56,10 +59,16 @@ class Federation:
         theirs: dict[str, object] = msgspec.json.decode(spec)
         mine = msgspec.json.decode(msgspec.json.encode(self._spec))
         for name, value in mine.items():
-            if theirs.get(name) != value:
+            usual = "own" if name == "sync_moments" else None  # of a federation from before there was a choice
+            if theirs.get(name, usual) != value:
                 named = "another base" if name == "base" else f"--{name.replace('_', '-')} {value}"
                 has = f"the federation {self._store.name!r} has {theirs.get(name)}"
                 raise SetupError(f"{named}: {has}")
+
+    @property
+    def averages_moments(self) -> bool:
+        """Whether runs tell their moments, and go on with those of all."""
+        return self._settings.sync_moments == "average"
 
     @property
     def round(self) -> int:
@@ -85,13 +94,13 @@ class Federation:
                 await self._store.members.beat(self._member)
             await asyncio.sleep(BEAT_S)
 
-    async def exchange(self, delta: Arrays, samples: int) -> Arrays:
+    async def exchange(self, learned: Learned) -> Average:
         """Tell what was changed since the last average; the next one."""
         assert self._standing is not None, "it has joined"
         number, began = self._standing.round + 1, time.monotonic()
         now = await self._now()
         if now.round < number:
-            await self._tell(number, delta, samples)
+            await self._tell(number, learned)
         while (now := await self._now()).round < number:
             told, waited_s = await self._store.told(number)
             missing = set(await self._store.members.alive()) - told.keys()
@@ -111,12 +120,12 @@ class Federation:
             counted=counted,
             seconds=round(time.monotonic() - began, 1),
         )
-        return average.weights
+        return average
 
-    async def _tell(self, number: int, delta: Arrays, samples: int) -> None:
-        data = await asyncio.to_thread(pack, {"delta": delta})
+    async def _tell(self, number: int, learned: Learned) -> None:
+        data = await asyncio.to_thread(pack, {"delta": learned.delta} | _packed(learned.means))
         lives_s = int(self._settings.sync_wait_s) + keys.ADAPTER_UPLOAD_TTL_S
-        await self._store.tell(number, self._member, await self._store.parcels.put(data, lives_s), samples)
+        await self._store.tell(number, self._member, await self._store.parcels.put(data, lives_s), learned.samples)
 
     async def _close_once(self, number: int) -> None:
         """What has come since it was looked at counts; and another may have had the turn just before."""
@@ -127,25 +136,27 @@ class Federation:
 
     async def _close(self, before: Standing, told: dict[str, Change]) -> None:
         last = await self._average(before)
-        deltas: dict[str, tuple[Arrays, int]] = {}
+        runs: dict[str, Learned] = {}
         for member in sorted(told):
             try:
                 data = await self._store.parcels.get(told[member].delta)
-                delta = (await asyncio.to_thread(unpack, data, "delta"))["delta"]
+                groups = await asyncio.to_thread(unpack, data, "delta")
             except (NotFoundError, ValueError) as error:
                 log.warning("round.left_out", member=member, reason=str(error))
                 continue
-            if usable(delta, last.weights):
-                deltas[member] = delta, told[member].samples
+            learned = Learned(groups["delta"], told[member].samples, _unpacked(groups))
+            if usable(learned, last.weights):
+                runs[member] = learned
             else:
                 log.warning("round.left_out", member=member, reason="it is of another adapter, or not finite")
-        settings, changes = self._settings, list(deltas.values())
+        settings, changes = self._settings, list(runs.values())
         if not changes:  # nobody's: the average stays, and the round is over
-            changes = [({name: 0 * value for name, value in last.weights.items()}, 1)]
+            changes = [Learned({name: 0 * value for name, value in last.weights.items()}, 1)]
         average = await asyncio.to_thread(averaged, last, changes, settings.outer_rate, settings.outer_momentum)
-        data = await asyncio.to_thread(pack, {"weights": average.weights, "momentum": average.momentum})
+        kept = {"weights": average.weights, "momentum": average.momentum} | _packed(average.means)
+        data = await asyncio.to_thread(pack, kept)
         state = await self._store.parcels.put(data)
-        if not await self._store.close(before, state, frozenset(deltas)):
+        if not await self._store.close(before, state, frozenset(runs)):
             await self._store.parcels.drop(state)
             return
         for change in told.values():
@@ -174,7 +185,15 @@ class Federation:
     async def _average(self, now: Standing) -> Average:
         parcel: Parcel = now.state
         groups = unpack(await self._store.parcels.get(parcel), "weights")
-        return Average(groups["weights"], groups.get("momentum", {}))
+        return Average(groups["weights"], groups.get("momentum", {}), _unpacked(groups))
+
+
+def _packed(means: GradientMeans) -> dict[str, Arrays]:
+    return {"first": means.first, "second": means.second} if means.first else {}
+
+
+def _unpacked(groups: dict[str, Arrays]) -> GradientMeans:
+    return GradientMeans(groups.get("first", {}), groups.get("second", {}))
 
 
 @asynccontextmanager

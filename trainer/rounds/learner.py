@@ -2,7 +2,8 @@
 
 The loop sees a learner as any other: the last of each `--sync-every` train steps ends in the average, which the gate
 judges as it would the step alone. The versions in between are the run's own, and it samples from them. Moments stay the
-run's own, as in DiLoCo. What the gate refuses is taken back to the run's own last good weights, as ever.
+run's own, as in DiLoCo, or are averaged, too (`--sync-moments`). What the gate refuses is taken back to the run's own
+last good weights and moments, as ever.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,8 +17,9 @@ from trainer.learn.batches import SampleGroup
 from trainer.learn.compute import ComputeHost, at_once
 from trainer.learn.learner import Learner, Trained
 from trainer.learners.loop_learner import HostLearner
+from trainer.rounds.average import Learned
 from trainer.rounds.federation import Federation
-from trainer.state import Arrays
+from trainer.state import Arrays, GradientMeans
 
 log = structlog.get_logger()
 
@@ -54,12 +56,14 @@ class RoundLearner(HostLearner):
         if self._steps >= self._every:
             present = await self.weights()
             delta = {name: value - self._anchor[name] for name, value in present.items()}
+            means = await self._host.run(at_once(learner.means)) if self._place.averages_moments else GradientMeans()
             try:
-                self._anchor = await self._place.exchange(delta, self._samples)
+                average = await self._place.exchange(Learned(delta, self._samples, means))
             except (RedisError, OSError) as error:  # learned alone so far; asked again after the next step
                 log.warning("round.redis_away", error=reason(error))
             else:
                 self._steps = self._samples = 0
-                await self._host.run(at_once(lambda: learner.put(self._anchor)))
+                self._anchor = average.weights
+                await self._host.run(at_once(lambda: learner.put(average.weights, average.means)))
                 report = replace(report, updated=True)
         return await self._host.run(lambda: learner.checked(report, probes))
