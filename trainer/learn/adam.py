@@ -104,7 +104,7 @@ class AdamSteps:
         if not self.count:
             return GradientMeans()
         first, second = (
-            {_parameter(name): value / weight for name, value in self.moments().items() if name.endswith(kind)}
+            {_parameter(n): (at / weight).astype(np.float32) for n, at in self.moments().items() if n.endswith(kind)}
             for kind, weight in self._weights(betas)
         )
         return GradientMeans(first, second)
