@@ -43,7 +43,7 @@ class LearnerSettings(BaseModel):
         default="own",
         description="with federation: AdamW's moments after a round: own, as before it; average, those of all runs",
     )
-    outer_rate: float = Field(default=1.0, gt=0, le=2, description="with federation: how far to go to the average")
+    outer_rate: float = Field(default=1.0, gt=0, le=10, description="with federation: how far to go to the average")
     outer_momentum: float = Field(
         default=0.0,
         ge=0,

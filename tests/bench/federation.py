@@ -73,7 +73,7 @@ def settings(options: argparse.Namespace, folder: Path, name: str, prompts: int,
             *("--evaluate-every", str(options.evaluate_every), "--evaluate-prompts", str(options.evaluated)),
             *("--distances-every", "0", "--parity-every", "0", "--checkpoint-every", "0"),
             *("--max-update-rms", "1", "--reward-margin", "1"),
-            *("--seed", str(options.seed), *more),
+            *("--seed", str(options.seed), *options.settings.split(), *more),
         ],
     )
 
@@ -153,7 +153,8 @@ def main() -> None:
     parser.add_argument("--evaluate-every", type=int, default=40, help="a multiple of --sync-every")
     parser.add_argument("--evaluated", type=int, default=2000, help="held-out questions")
     parser.add_argument("--sync-every", type=int, default=5)
-    parser.add_argument("--rounds", default="", help="further settings of both runs, such as '--outer-rate 1.5'")
+    parser.add_argument("--rounds", default="", help="further settings of the two, such as '--outer-rate 1.5'")
+    parser.add_argument("--settings", default="", help="further settings of all runs, such as '--max-lag 0'")
     parser.add_argument("--prompts", type=int, default=64, help="in a step of the pooled run; of each member half")
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--pooled-rate", type=float, default=1e-3, help="the pooled run's learning rate")
