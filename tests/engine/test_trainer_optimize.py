@@ -3,13 +3,14 @@ from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_map
 
 from trainer import gate
 from trainer.gate import GateLimits
-from trainer.learn.adam import StepSizes
+from trainer.learn.adam import AdamSteps, StepSizes
 from trainer.learn.batches import Sample, SampleGroup, pad
 from trainer.learn.compute import at_once
 from trainer.learn.learner import Learner, Trained
@@ -161,25 +162,28 @@ def test_a_gradient_that_is_not_finite_changes_nothing(policy: Policy) -> None:
     assert all(np.array_equal(value, moments[name]) for name, value in optimizer.adam.moments().items())
 
 
-def test_moments_of_learners_of_any_age_say_the_same_of_the_same_gradient(llama: LoadedModel) -> None:
-    def learned(updates: int, by: float) -> Optimizer:
-        optimizer = Optimizer(Policy(llama.model, AdapterShape(rank=4), seed=1), OPTIONS)
-        gradient = tree_map(lambda value: mx.full(value.shape, by), optimizer.policy.nothing())
+@pytest.mark.parametrize("apart", [None, lambda name: name.startswith("heads.")])
+def test_moments_of_any_age_say_the_same_of_the_same_gradient(apart: Callable[[str], bool] | None) -> None:
+    def learned(updates: int, by: float) -> AdamSteps:
+        model = nn.Module()
+        model.layers, model.heads = [nn.Linear(2, 3), nn.Linear(3, 1)], {"value": nn.Linear(3, 1)}
+        adam = AdamSteps(model, apart)
         for _ in range(updates):
-            optimizer.adam.update(gradient, StepSizes(1e-3, OPTIONS.adam_betas))
-        return optimizer
+            gradient = tree_map(lambda value: mx.full(value.shape, by), model.trainable_parameters())
+            adam.update(gradient, StepSizes(1e-3, betas, apart_rate=1e-2))
+        return adam
 
-    assert learned(0, 0.5).adam.means(OPTIONS.adam_betas) == GradientMeans()
-    young, old = learned(1, 0.5), learned(30, 0.5)
-    for optimizer in (young, old):
-        means = optimizer.adam.means(OPTIONS.adam_betas)
-        assert means.first.keys() == means.second.keys() == optimizer.policy.weights().keys()
+    betas = (0.9, 0.99)
+    assert learned(0, 0.5).means(betas) == GradientMeans()
+    young, old, other = learned(1, 0.5), learned(30, 0.5), learned(30, -2.0)
+    for adam in (young, old):
+        means = adam.means(betas)
+        assert means.first.keys() == means.second.keys() >= {"layers.0.weight", "heads.value.bias"}
         assert all(value == pytest.approx(0.5, rel=1e-5) for value in means.first.values())
         assert all(value == pytest.approx(0.25, rel=1e-5) for value in means.second.values())
-    other = learned(30, -2.0)
-    other.adam.take_means(young.adam.means(OPTIONS.adam_betas), OPTIONS.adam_betas)
-    taken, expected = other.adam.moments(), old.adam.moments()
-    assert all(value == pytest.approx(expected[name], rel=1e-5) for name, value in taken.items())
+    other.take_means(young.means(betas), betas)
+    expected = old.moments()
+    assert all(value == pytest.approx(expected[name], rel=1e-5) for name, value in other.moments().items())
 
 
 def test_mismatch_and_staleness_are_told_apart(policy: Policy) -> None:
