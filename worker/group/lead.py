@@ -28,7 +28,7 @@ from shared.redis.connection.client import connect
 from worker.engine.batch.adapters import SlotConfig
 from worker.engine.messages import EngineConfig
 from worker.engine.model.loader import LoadedModel, model_folder
-from worker.engine.orders import Order
+from worker.engine.orders import Order, without_pixels
 from worker.engine.ranks.turns import Consent, Seen, TurnFacts
 from worker.group import meeting
 from worker.group.backend import Jaccl, backend_of, join, listens_at, own_places
@@ -209,7 +209,7 @@ class GroupLead:
             return
         for follower, loaded in zip(self._followers, theirs, strict=True):
             assert loaded is not None, "seen just now"
-            for what in ("weights", "tokenizer", "kv_bytes_per_token"):
+            for what in Loaded.__struct_fields__:
                 if getattr(loaded, what) != getattr(ours, what):
                     named = f"rank {follower.rank} ({follower.host}) has loaded other {what} than rank 0"
                     self._all_loaded.set_exception(SetupError(f"{named}: ranks of one group need the same model"))
@@ -312,7 +312,7 @@ class GroupLead:
             self._consent.hear(0, seen.read, seen.unreadable)
             facts = self._consent.facts(seen)
             self._number += 1
-        self._send(Turn(self._number, facts, list(orders)))
+        self._send(Turn(self._number, facts, [without_pixels(order) for order in orders]))
         return facts
 
     def _send(self, message: Turn | Unit | Part) -> None:
@@ -379,4 +379,4 @@ class GroupLead:
 def loaded_of(loaded: LoadedModel) -> Loaded:
     """What ranks compare when they have loaded their parts."""
     card = loaded.card
-    return Loaded(card.base_sha256, card.tokenizer_sha256, card.kv_bytes_per_token)
+    return Loaded(card.base_sha256, card.tokenizer_sha256, card.kv_bytes_per_token, card.vision)
