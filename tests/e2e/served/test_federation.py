@@ -21,7 +21,6 @@ checkpoint_every: 1
 probe_prompts: 2
 federation: both
 sync_every: 2
-sync_moments: average
 sync_wait_s: 60
 """
 
