@@ -101,7 +101,7 @@ async def train(
             await check_judges(settings.reward_name, settings.reward_options, way.judges)
         if settings.held_out_reward:
             await check_judges(settings.held_out_reward, settings.held_out_reward_options, way.judges)
-        sight = None if loaded is None else sight_of(loaded.tower)
+        sight = None if loaded is None else sight_of(loaded)
         pictures = None if sight is None else stack.enter_context(closing(Pictures(sight)))
         conversation = ChatEncoder(ring.codec, settings.chat_template_kwargs, pictures)
         model = None if loaded is None else loaded.model

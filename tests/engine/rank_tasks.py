@@ -149,6 +149,44 @@ def loads(group: Any, folder: str, seed: int, made: list[list[Any]]) -> Any:
         return {"tokens": tokens, "versions": {each.id: bench.versions(each.id) for each in rows}}
 
 
+def sees(group: Any, folder: str, seed: int) -> Any:
+    """Rows with images and rows of text come and go; images are encoded once and told piece by piece."""
+    from tests.engine.vision_bench import Gaze
+    from tests.engine.vision_models import WHAT, picture
+
+    draw, loaded = random.Random(seed), _load(folder, group)
+    texts = ["Tell me of the sea. " * 4, WHAT, "<image> or <image>?", "<image> and <image>, then <image>: which?"]
+    with MonkeyPatch.context() as patch:
+        patch.setattr("worker.engine.engine.IMAGE_BYTES", 600)
+        bench = Gaze(loaded, prefill_chunk=16, image_cache_bytes=20_000)
+        asked: list[str] = []
+        for turn in range(60):
+            if draw.random() < 0.4:
+                text = draw.choice(texts)
+                shown = [picture(draw.randrange(6), 60, 45) for _ in range(text.count("<image>"))]
+                for sample in range(draw.choice([1, 1, 3])):
+                    asked.append(f"{turn} {sample}")
+                    bench.ask(asked[-1], text, shown, group=str(turn), max_tokens=draw.choice([3, 15]))
+            if draw.random() < 0.2 and asked:
+                bench.engine.cancel(draw.choice(asked))
+            bench.turn()
+        bench.run()
+        bench.ask("broken", WHAT, [picture(99)], breaks=True)
+        bench.run()
+        bench.ask("whole", WHAT, [picture(99)])
+        bench.run()
+        gallery, stats = bench.engine._gallery, bench.engine.stats().vision
+        assert not gallery._wanted and not gallery._failed and not gallery.busy and 0 < stats.bytes <= 20_000
+        assert (stats.encoded > 0) == (loaded.tower is not None) == (group is None or group.rank() == 0)
+        ends = {seq: bench.finish(seq) for seq in bench.shown}
+        return {
+            "tokens": {seq: bench.tokens(seq) for seq in bench.shown},
+            "ends": {seq: end.reason for seq, end in ends.items()},
+            "cached": {seq: end.cached_tokens for seq, end in ends.items()},
+            "why": ends["broken"].error_message,
+        }
+
+
 def gradient(group: Any, folder: str) -> Any:
     """Of LoRA everywhere, summed over ranks; and what a train step's update makes of its first parameters."""
     loaded = _load(folder, group)

@@ -1,5 +1,6 @@
 """A bench whose sequences bring images."""
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -8,6 +9,7 @@ from tests.engine.conftest import Bench
 from tests.engine.vision_models import alone, image_spec
 from worker.engine.messages import Picture, RowRequest
 from worker.engine.model.loader import LoadedModel
+from worker.engine.orders import Submit, obey, without_pixels
 
 
 class Gaze(Bench):
@@ -19,14 +21,18 @@ class Gaze(Bench):
 
     def ask(self, seq: str, text: str, pictures: list[Any] = (), *, group: str = "", **sampling: Any) -> None:  # type: ignore[assignment]
         assert self.loaded.card.vision is not None
-        detail = sampling.pop("detail", "high")
+        detail, breaks = sampling.pop("detail", "high"), sampling.pop("breaks", False)
         spec, sent = image_spec(seq, self.loaded.card.vision, text, list(pictures), detail, **sampling)
         spec = msgspec.structs.replace(spec, group=group)
         self.shown[seq] = spec, list(pictures)
+        if breaks:
+            sent = tuple(replace(each, tiles=[tile[:-7] for tile in each.tiles]) for each in sent)
         self.send(spec, sent)
 
     def send(self, spec: Any, sent: tuple[Picture, ...]) -> None:
-        self.engine.submit([RowRequest(spec, pictures=sent)])
+        order = Submit([RowRequest(spec, pictures=sent)])
+        ranks = self.loaded.ranks
+        obey(order if ranks is None or ranks.rank == 0 else without_pixels(order), self.engine, None)
 
     def check(self, reference: Any, *names: str) -> None:
         for seq in names or self.shown:

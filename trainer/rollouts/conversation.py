@@ -50,7 +50,9 @@ class ChatEncoder:
         if not has_images(prompt):
             return Opening(tuple(self._codec.encode_chat(list(prompt), **self._variables)))
         if self._pictures is None:
-            raise SetupError("a prompt has images, and this policy sees none (or its learner is not the run's own)")
+            raise SetupError(
+                "a prompt has images, and this policy sees none (or ranks divide it, or its learner is not the run's own)"
+            )
         chat = await self._pictures.of(prompt)
         text = chat.images.expanded(self._codec.render_chat(chat.messages, **self._variables))
         ids = self._codec.encode(text, add_special_tokens=False)

@@ -255,7 +255,8 @@ class _Encoder:
         """A chat with its images apart; ValueError where there may be none."""
         if self._shelf is None:
             raise ValueError(
-                "it has images: these are learned from in --mode rl, sft and dpo, by a model that sees, not over HTTP"
+                "it has images: these are learned from in --mode rl, sft and dpo, by a model that sees, not over HTTP "
+                "and not by several ranks"
             )
         return self._shelf.chat(messages)
 

@@ -91,7 +91,7 @@ class TuneRun(DataRun[SampleGroup]):
 
     async def _gather(self, loaded: LoadedModel) -> None:
         settings = self._settings
-        sight = sight_of(loaded.tower)
+        sight = sight_of(loaded)
         if sight is not None and not settings.over_http:  # a job's images would have to go with each of its prompts
             self._shelf = Shelf(sight)
         policy = feedback_policy(settings.dataset)

@@ -12,6 +12,7 @@ import mlx.core as mx
 
 from shared.errors import EngineError
 from worker.engine.messages import Picture
+from worker.engine.model.loader import LoadedModel
 from worker.engine.vision.families import AnyTower, Tower
 from worker.engine.vision.features import Seen
 
@@ -73,9 +74,9 @@ class Sight:
         return made
 
 
-def sight_of(tower: AnyTower | None) -> Sight | None:
-    """None without a tower."""
-    return None if tower is None else Sight(tower)
+def sight_of(loaded: LoadedModel) -> Sight | None:
+    """None without a tower, and where ranks divide the model, of which only the leading one has it."""
+    return None if loaded.tower is None or loaded.ranks is not None else Sight(loaded.tower)
 
 
 def _encoded(tower: AnyTower, picture: Picture) -> Seen:

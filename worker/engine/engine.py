@@ -44,6 +44,7 @@ from worker.engine.vision.gallery import Gallery
 log = logging.getLogger(__name__)
 
 FAILURES_IN_A_ROW = 3  # forwards that fail one after another before the engine gives up
+IMAGE_BYTES = 2 << 20  # of images' vectors that other ranks are sent between two decode steps
 
 
 class Engine:
@@ -59,14 +60,15 @@ class Engine:
         """`wake`: called in another thread when a waiting row may go on; without it nothing is done in threads."""
         self._ranks = loaded.ranks
         self._config = config = config if self._ranks is None else in_lockstep(config)
+        told = self._ranks is not None
         self._codec = TextCodec(loaded.tokenizer)
         self._eos_ids = frozenset(loaded.card.eos_token_ids)
         self._grammars = Grammars(loaded.tokenizer, loaded.card.vocab_size, None if self._ranks else wake)
         self._limits = Limits.of(loaded.card, loaded.kv_limit_bytes, loaded.draft_kv)
         bound_freed_memory(self._limits.kv_limit_bytes)
         self._model = RowModel(loaded.model, adapters, loaded.kv, loaded.heads, loaded.ranks)
-        self._gallery = Gallery(loaded.tower, config, loaded.card, in_thread=wake is not None)
-        self._pieces = Pieces(ChunkSize(config.prefill_chunk, config.piece_s), told=self._ranks is not None)
+        self._gallery = Gallery(loaded.tower, config, loaded.card, in_thread=wake is not None, told=told)
+        self._pieces = Pieces(ChunkSize(config.prefill_chunk, config.piece_s), told=told)
         self._class_turns = ClassTurns()
         score_positions = config.score_chunk_bytes // (4 * loaded.card.vocab_size)
         new_kv, pieces = self._model.new_kv(), self._pieces
@@ -153,7 +155,11 @@ class Engine:
     def seen(self) -> Seen:
         """Among several ranks, once before each turn: what this one has seen since the last one."""
         self.settle()
-        return Seen(now_ms(), self._pieces.took_s, *self._model.adapters.take_read())
+        if not self._frozen:
+            self._look_at_images()
+        with mx.stream(self._batch.stream):
+            images = self._gallery.news(IMAGE_BYTES * self._haste)
+        return Seen(now_ms(), self._pieces.took_s, *self._model.adapters.take_read(), images)
 
     def turn(self, facts: TurnFacts | None = None) -> StepOutput:
         """One turn of the loop. `facts`: among several ranks, the same on all of them."""
@@ -163,6 +169,7 @@ class Engine:
         self._model.adapters.agree(facts.read, facts.unreadable)
         self._end(self._deadlines.passed(self._rows.values(), facts.now_ms), Finish("deadline"))
         with mx.stream(self._batch.stream):
+            self._gallery.learn(facts.images)
             self.prefixes.work()
         if not self._frozen:
             self._compute()
@@ -172,15 +179,13 @@ class Engine:
 
     def _compute(self) -> None:
         self.settle()
-        with mx.stream(self._batch.stream):
-            self._gallery.work(self._config.between_steps_s * (1 if self._batch.decoding else UNDISTURBED))
+        if self._ranks is None:
+            self._look_at_images()
         self._pieces.open()
         self._start(self._followers.ready(self._batch.prefilling_rows), wait=False)
         self._admit()
         of = self._class_turns.choose(self._batch.waiting | self._lane.waiting)
-        budget = self._pieces.chunk.tokens
-        if not self._batch.decoding:
-            budget *= UNDISTURBED
+        budget = self._pieces.chunk.tokens * self._haste
         if of == "batch":
             budget = self._pieces.pace.piece(budget)
         in_lane = self._lane.first(of) is not None
@@ -191,6 +196,15 @@ class Engine:
             self._decode(share.batch, of)
         elif not in_lane:
             self._pieces.forget()  # nothing was computed: that says nothing of the machine's pace
+
+    @property
+    def _haste(self) -> int:
+        """How many times as much is done between two steps as while rows decode."""
+        return 1 if self._batch.decoding else UNDISTURBED
+
+    def _look_at_images(self) -> None:
+        with mx.stream(self._batch.stream):
+            self._gallery.work(self._config.between_steps_s * self._haste)
 
     def settle(self) -> None:
         """Wait for the prompts' pieces under way: after their turn's events are told, before new commands are taken."""

@@ -3,6 +3,7 @@
 An order is obeyed before the turn that follows it, on every rank in the same order (worker/group/).
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -10,7 +11,7 @@ import msgspec
 from shared.adapters import AdapterManifest
 from worker.engine.engine import Engine
 from worker.engine.lora.slots import AdapterSlots
-from worker.engine.messages import EndReason, RowRequest
+from worker.engine.messages import EndReason, Picture, RowRequest
 from worker.engine.speculation.memory import Completions
 
 
@@ -82,6 +83,17 @@ class KeepOnDisk(msgspec.Struct, frozen=True, tag=True):
 
 
 Order = Submit | Cancel | SetAside | Freeze | Thaw | ClearCache | Provide | Withdraw | Point | Remember | KeepOnDisk
+
+
+def without_pixels(order: Order) -> Order:
+    """As ranks that follow are told it: they get what the leading rank's tower makes of images."""
+    if not isinstance(order, Submit) or not any(request.pictures for request in order.requests):
+        return order
+    return Submit([replace(request, pictures=_emptied(request.pictures)) for request in order.requests])
+
+
+def _emptied(pictures: tuple[Picture, ...]) -> tuple[Picture, ...]:
+    return tuple(replace(picture, tiles=[]) for picture in pictures)
 
 
 def obey(order: Order, engine: Engine, slots: AdapterSlots | None) -> None:

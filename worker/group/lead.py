@@ -209,7 +209,7 @@ class GroupLead:
             return
         for follower, loaded in zip(self._followers, theirs, strict=True):
             assert loaded is not None, "seen just now"
-            for what in ("weights", "tokenizer", "kv_bytes_per_token"):
+            for what in Loaded.__struct_fields__:
                 if getattr(loaded, what) != getattr(ours, what):
                     named = f"rank {follower.rank} ({follower.host}) has loaded other {what} than rank 0"
                     self._all_loaded.set_exception(SetupError(f"{named}: ranks of one group need the same model"))
@@ -379,4 +379,4 @@ class GroupLead:
 def loaded_of(loaded: LoadedModel) -> Loaded:
     """What ranks compare when they have loaded their parts."""
     card = loaded.card
-    return Loaded(card.base_sha256, card.tokenizer_sha256, card.kv_bytes_per_token)
+    return Loaded(card.base_sha256, card.tokenizer_sha256, card.kv_bytes_per_token, card.vision)

@@ -3,6 +3,7 @@
 import msgspec
 
 from shared.adapters import AdapterManifest
+from shared.images.refs import VisionSpec
 from worker.engine.batch.adapters import SlotConfig
 from worker.engine.messages import EngineConfig
 from worker.engine.orders import Order
@@ -80,6 +81,7 @@ class Loaded(msgspec.Struct, frozen=True, tag=True):
     weights: str  # hash of the model's files
     tokenizer: str
     kv_bytes_per_token: int
+    vision: VisionSpec | None = None  # what images are prepared for
 
 
 class Fetched(msgspec.Struct, frozen=True, tag=True):

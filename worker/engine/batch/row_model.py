@@ -103,6 +103,7 @@ class RowModel:
         index = mx.array(keep)
         self.logits_B1V, self.tokens_B1 = self.logits_B1V[index], self.tokens_B1[index]
         self.rows, self.versions = rows, tuple(self.versions[at] for at in keep)
+        self._place()
 
     def same(self, tokens: mx.array) -> mx.array:
         """Drawn tokens, as the leading rank has them."""
@@ -140,14 +141,20 @@ class RowModel:
     def _enter(self, tag: RowTag) -> None:
         """Compute with the adapters of these rows from now on."""
         versions = self.adapters.select(tag.rows)
-        if tag.rows is not self.rows and self._placement is not None:
-            spots = [row.viewing and row.viewing.features and row.viewing.features.spots for row in tag.rows]
-            shifts = [each.shift if each else 0 for each in spots]
-            self._shift_B = mx.array(shifts) if any(shifts) else None
-        if tag.rows is not self.rows or versions is not self.versions:
+        are_others = tag.rows is not self.rows
+        if are_others or versions is not self.versions:
             for row, version in zip(tag.rows, versions, strict=True):
                 row.kv_versions.add(version)
         self.rows, self.versions = tag.rows, versions
+        if are_others:
+            self._place()
+
+    def _place(self) -> None:
+        """Where our rows go on behind their images."""
+        if self._placement is not None:
+            spots = [row.viewing and row.viewing.features and row.viewing.features.spots for row in self.rows]
+            shifts = [each.shift if each else 0 for each in spots]
+            self._shift_B = mx.array(shifts) if any(shifts) else None
 
     def _moved(self) -> AbstractContextManager[None]:
         """A forward of what comes behind the prompts of rows with images."""

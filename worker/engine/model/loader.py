@@ -59,7 +59,7 @@ class LoadedModel:
     kv: KvLayout = field(default_factory=KvLayout)
     draft: DraftModel | None = None
     heads: Heads = field(default_factory=dict)  # of its own
-    tower: AnyTower | None = None  # that sees
+    tower: AnyTower | None = None  # that sees; of several ranks, the leading one has it
     whole: Whole | None = None  # where ranks divide the model: what it was before
 
     @property
@@ -123,7 +123,13 @@ def _load(config: EngineConfig, ranks: Ranks | None) -> LoadedModel:
     draft = _draft_model(config, bundle)
     limit = config.kv_limit_bytes or free_bytes() // 2
     limit = limit if ranks is None else ranks.least(limit)  # all admit the same rows
-    return LoadedModel(card, bundle, model, model_config, path, limit, kv, draft, heads, tower, whole)
+    eyes = tower if _sees(ranks) else None
+    return LoadedModel(card, bundle, model, model_config, path, limit, kv, draft, heads, eyes, whole)
+
+
+def _sees(ranks: Ranks | None) -> bool:
+    """Whether this rank looks at images; those that follow are told what it sees."""
+    return ranks is None or ranks.rank == 0
 
 
 def _read(
@@ -142,7 +148,7 @@ def _read(
             classifier = Classifier(described)
             model, model_config = classifier.load(path, lazy=ranks is not None)
             heads = classifier.heads(hidden_size(model))
-        elif is_vision(described) and ranks is None:
+        elif is_vision(described):
             (model, tower), model_config = load_seeing(path, described), described
         else:
             check_known(described)
@@ -159,7 +165,7 @@ def _read(
         raise SetupError(f"cannot load the model at {path}: {type(error).__name__}: {error}") from error
     _set_dtype(model, config.dtype)
     mx.eval(model.parameters()) if ranks is None else read_weights(model)
-    for part in () if tower is None else tower.parts:
+    for part in tower.parts if tower is not None and _sees(ranks) else ():
         _set_dtype(part, config.dtype)
         mx.eval(part.parameters())
     return model, export_tokenizer(tokenizer), model_config, heads, tower, whole

@@ -2,7 +2,9 @@
 
 Each rank's `Engine.seen` says what it has seen since its last turn. The leading rank hands these to its `Consent`, and
 what `Consent.facts` makes of them goes to all ranks with the messages of the next turn: `Engine.turn(facts)`. The clock
-is the leading rank's; an adapter version is written into its slot once every rank has read its part of it.
+is the leading rank's; an adapter version is written into its slot once every rank has read its part of it. Images are
+seen by the leading rank's tower alone, and what it has made of them comes to all ranks, piece by piece: so they compute
+with the same bits, and rows with images begin in the same turn.
 """
 
 from __future__ import annotations
@@ -18,6 +20,20 @@ def now_ms() -> int:
     return time.time_ns() // 1_000_000
 
 
+class ImagePiece(msgspec.Struct, frozen=True, array_like=True):
+    """Some of an image's vectors [T, H], or why there are none."""
+
+    key: bytes  # of the image
+    start: int = 0  # vectors of it that came before
+    total: int = 0  # T
+    width: int = 0  # H
+    dtype: str = ""  # as safetensors calls it
+    vectors: bytes = b""  # from `start` on, in C order
+    rows: int = 0  # of the image's grid; 0: its positions go by none
+    columns: int = 0
+    fault: str = ""  # why the tower has failed
+
+
 class Seen(msgspec.Struct, frozen=True, array_like=True):
     """By one rank, since its last turn."""
 
@@ -25,6 +41,7 @@ class Seen(msgspec.Struct, frozen=True, array_like=True):
     took_s: float = 0.0  # what the latest turn that computed has taken
     read: tuple[str, ...] = ()  # adapter versions that it has read
     unreadable: tuple[tuple[str, str], ...] = ()  # versions that it could not read, and why
+    images: tuple[ImagePiece, ...] = ()  # what its tower has made, which all ranks are to have
 
     @property
     def is_news(self) -> bool:
@@ -39,11 +56,7 @@ class TurnFacts(msgspec.Struct, frozen=True, array_like=True):
     took_s: float = 0.0
     read: tuple[str, ...] = ()  # adapter versions that all ranks have read by now
     unreadable: tuple[tuple[str, str], ...] = ()  # versions that some rank could not read, and why
-
-    @property
-    def is_news(self) -> bool:
-        """Whether a turn is to be taken for them."""
-        return bool(self.read or self.unreadable)
+    images: tuple[ImagePiece, ...] = ()  # what the leading rank's tower has made
 
 
 class Consent:
@@ -69,4 +82,5 @@ class Consent:
             del self._read[version]
         failed = tuple((version, self._failed.pop(version)) for version in through if version in self._failed)
         gone = {version for version, _ in failed}
-        return TurnFacts(own.now_ms, own.took_s, tuple(each for each in through if each not in gone), failed)
+        read = tuple(each for each in through if each not in gone)
+        return TurnFacts(own.now_ms, own.took_s, read, failed, own.images)

@@ -1,8 +1,13 @@
 """Which images are encoded next, some tiles at a time between decode steps, and the vectors that are kept of them.
 
+Of several ranks, the leading one has the tower. What it has made of an image is nobody's yet, itself included, but goes
+to all ranks in pieces, with the facts of turns (`worker/engine/ranks/turns.py`): `news` is what the next turn says, and
+`learn` takes it in. So all of them know of each image, and of one that has failed, in the same turn.
+
 Invariants. Lives in the engine's thread. Rows that wait for one image wait for one encoding. A row holds its vectors
 itself, so what is forgotten here is only what a later row may want again. Vectors are known by the image's key, which
-says all that they depend on (`shared/images/refs.py`); an engine has one model.
+says all that they depend on (`shared/images/refs.py`); an engine has one model. On several ranks, what is waited for
+and what is kept follows from orders and facts alone; how far the tower is, only the leading rank knows.
 """
 
 from __future__ import annotations
@@ -10,7 +15,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, KeysView, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
@@ -19,11 +24,14 @@ import mlx.core as mx
 from shared.errors import EngineError, ParallmError, UnsupportedModelError
 from shared.images.refs import image_key
 from shared.sequences import ModelCard, SequenceSpec
+from worker.engine.kv.parcels import HostArray, as_array, as_bytes, on_host
 from worker.engine.messages import EngineConfig, Picture, VisionStats
+from worker.engine.ranks.turns import ImagePiece
 from worker.engine.vision.album import Album
 from worker.engine.vision.families import AnyTower, Tower
 from worker.engine.vision.features import ImageFeatures, Seen
 from worker.engine.vision.gemma import GemmaTower
+from worker.engine.vision.positions import Grid
 from worker.engine.vision.qwen import QwenTower
 
 log = logging.getLogger(__name__)
@@ -40,6 +48,19 @@ class _Encoding:
     done: list[mx.array] = field(default_factory=list)  # their vectors
     layers: Iterator[mx.array] | None = None  # under way, of a tower that goes by these
     looked: bool = False  # whether it is on disk
+    made: Seen | None = None  # all of it, which other ranks are being told of
+    fault: str = ""  # why it has failed, which they are to be told
+    known: list[mx.array] = field(default_factory=list)  # vectors that all ranks have
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the tower is through with it."""
+        return self.made is not None or bool(self.fault)
+
+    @property
+    def count(self) -> int:
+        """Of the vectors that all ranks have."""
+        return sum(map(len, self.known))
 
 
 @dataclass(eq=False)
@@ -52,9 +73,9 @@ class Viewing:
     waits: bool = False  # for some of them to be encoded
 
     @property
-    def keys(self) -> set[bytes]:
-        """Of its images."""
-        return {image.key for image in self.spec.images}
+    def keys(self) -> KeysView[bytes]:
+        """Of its images, each once; in one order on all ranks, as no set's is."""
+        return dict.fromkeys(image.key for image in self.spec.images).keys()
 
 
 class TileTimes:
@@ -89,9 +110,14 @@ class TileTimes:
 class Gallery:
     """Of one engine; without a tower it takes no images."""
 
-    def __init__(self, tower: AnyTower | None, config: EngineConfig, card: ModelCard, *, in_thread: bool) -> None:
-        """`in_thread`: where files are read and written, if there is a folder for them."""
-        self._tower = tower
+    def __init__(
+        self, tower: AnyTower | None, config: EngineConfig, card: ModelCard, *, in_thread: bool, told: bool = False
+    ) -> None:
+        """`in_thread`: where files are read and written, if there is a folder for them.
+
+        `told`: an image counts as encoded once all ranks have been told; those that follow have no tower.
+        """
+        self._tower, self._vision, self._told = tower, card.vision, told
         self._album: Album | None = None
         if tower is not None and config.disk is not None:
             self._album = Album(config.disk, card, in_thread=in_thread)
@@ -139,9 +165,9 @@ class Gallery:
 
     def _refusal(self, viewing: Viewing) -> ParallmError | None:
         spec = viewing.spec
-        if self._tower is None:
+        vision = self._vision
+        if vision is None:
             return UnsupportedModelError("this model takes no images", param="messages")
-        vision = self._tower.vision
         if any(image.key != image_key(image.sha256, image.detail, vision) for image in spec.images):
             return EngineError("the images were prepared for another processor than this worker's")
         if spec.kind != "generate" or spec.sampling.prompt_logprobs is not None:
@@ -186,48 +212,84 @@ class Gallery:
     def work(self, seconds: float) -> None:
         """Encode for about so long, a tile at least; an image of which one fails is told to those that wait for it."""
         until = time.perf_counter() + seconds
-        while (key := self._next()) is not None:
+        while self._tower is not None and (key := self._next()) is not None:
             encoding = self._waiting[key]
             try:
-                self._advance(key, encoding, until)
+                self._advance(self._tower, key, encoding, until)
             except Exception as error:
                 log.exception("engine.image_failed")
-                self._waiting.pop(key, None)
-                self._failed[key] = f"the image could not be encoded: {type(error).__name__}: {error}"
+                encoding.fault = f"the image could not be encoded: {type(error).__name__}: {error}"
+                if not self._told:
+                    self._fail(key, encoding.fault)
             if time.perf_counter() > until:
                 return
 
+    def news(self, most: int) -> tuple[ImagePiece, ...]:
+        """What the other ranks are to be told of in the next turn: about so many bytes, a vector at least."""
+        pieces: list[ImagePiece] = []
+        for key, encoding in self._waiting.items():
+            if most <= 0:
+                break
+            if encoding.fault:
+                pieces.append(ImagePiece(key, fault=encoding.fault))
+            elif encoding.made is not None:
+                pieces.append(_piece(key, encoding.made, encoding.count, most))
+                most -= len(pieces[-1].vectors)
+        return tuple(pieces)
+
+    def learn(self, pieces: Sequence[ImagePiece]) -> None:
+        """Take in what all ranks are told; of an image that nobody waits for any more, nothing."""
+        for piece in pieces:
+            encoding = self._waiting.get(piece.key)
+            if encoding is None:
+                continue
+            if piece.fault:
+                self._fail(piece.key, piece.fault)
+            elif piece.start == encoding.count:  # else it was given up amid its pieces, and is wanted anew
+                encoding.known.append(_vectors(piece))
+                if encoding.count == piece.total:
+                    vectors_TH = mx.concatenate(encoding.known)
+                    mx.eval(vectors_TH)
+                    self._take(piece.key, Seen(vectors_TH, Grid(piece.rows, piece.columns) if piece.rows else None))
+
     def _next(self) -> bytes | None:
         """The image that has waited longest, but for those that may come from disk."""
-        return next((key for key in self._waiting if self._album is None or not self._album.waits(key)), None)
+        to_do = (key for key, encoding in self._waiting.items() if not encoding.is_over)
+        return next((key for key in to_do if self._album is None or not self._album.waits(key)), None)
 
-    def _advance(self, key: bytes, encoding: _Encoding, until: float) -> None:
-        assert self._tower is not None, "images are refused without a tower"
+    def _advance(self, tower: AnyTower, key: bytes, encoding: _Encoding, until: float) -> None:
         if self._album is not None and not encoding.looked:
             encoding.looked = True
             vectors_TH = self._album.take(key)
             if vectors_TH is not None:
                 size = encoding.picture.width, encoding.picture.height
                 self._hits += 1
-                self._take(key, Seen(vectors_TH, None if isinstance(self._tower, Tower) else self._tower.grid(*size)))
+                self._take(key, Seen(vectors_TH, None if isinstance(tower, Tower) else tower.grid(*size)))
                 return
-        if isinstance(self._tower, Tower):
-            seen = self._tiles(self._tower, encoding, until)
+        if isinstance(tower, Tower):
+            seen = self._tiles(tower, encoding, until)
         else:
-            seen = self._layers(self._tower, encoding, until)
+            seen = self._layers(tower, encoding, until)
         if seen is None:
             return
         mx.eval(seen.vectors_TH)
         self._encoded += 1
         if self._album is not None:
             self._album.keep(key, seen.vectors_TH)
-        self._take(key, seen)
+        if self._told:
+            encoding.made = seen
+        else:
+            self._take(key, seen)
 
     def _take(self, key: bytes, seen: Seen) -> None:
         del self._waiting[key]
         self._kept[key] = seen
         self._bytes += seen.vectors_TH.nbytes
         self._shrink()
+
+    def _fail(self, key: bytes, fault: str) -> None:
+        self._waiting.pop(key, None)
+        self._failed[key] = fault
 
     def end(self) -> None:
         """End what runs in threads."""
@@ -273,3 +335,20 @@ class Gallery:
                 return
             if not self._wanted[key]:
                 self._bytes -= self._kept.pop(key).vectors_TH.nbytes
+
+
+def _piece(key: bytes, made: Seen, start: int, most: int) -> ImagePiece:
+    """The next vectors of an image: about so many bytes."""
+    total, width = made.vectors_TH.shape
+    end = start + max(1, most * total // made.vectors_TH.nbytes)
+    part_TH = made.vectors_TH[start:end]
+    flat = as_bytes(part_TH)
+    mx.eval(flat)
+    host = on_host(part_TH, flat)
+    rows, columns = made.grid or (0, 0)
+    return ImagePiece(key, start, total, width, host.dtype, bytes(host.data), rows, columns)
+
+
+def _vectors(piece: ImagePiece) -> mx.array:
+    """[T, H] of them."""
+    return as_array(HostArray(piece.dtype, (-1, piece.width), memoryview(piece.vectors)))
