@@ -98,10 +98,7 @@ def sequences(group: Any, folder: str, specs: list[Any], config: dict[str, Any],
 
 def adapters(group: Any, folder: str, made: list[list[Any]], specs: list[Any]) -> Any:
     """Rows of many versions in one batch, followers that move to one that is loaded amid them."""
-    files = {}
-    for path, manifest in made:
-        each = msgspec.convert(manifest, AdapterManifest)
-        files[each.id] = MadeAdapter(Path(path), each, None)
+    files = _made(made)
     with AdapterBench(_load(folder, group), files, slots=5) as bench:
         bench.provide(*(version for version in files if version != "a@2"))
         bench.publish("a@1")
@@ -123,10 +120,7 @@ def adapters(group: Any, folder: str, made: list[list[Any]], specs: list[Any]) -
 def loads(group: Any, folder: str, seed: int, made: list[list[Any]]) -> Any:
     """Versions that come, are waited for and are pushed out of two slots while rows come and go."""
     draw = random.Random(seed)
-    files = {}
-    for path, manifest in made:
-        each = msgspec.convert(manifest, AdapterManifest)
-        files[each.id] = MadeAdapter(Path(path), each, None)
+    files = _made(made)
     with AdapterBench(_load(folder, group), files, slots=2, prefill_chunk=16) as bench:
         bench.provide()
         bench.publish("a@1")
@@ -149,24 +143,29 @@ def loads(group: Any, folder: str, seed: int, made: list[list[Any]]) -> Any:
         return {"tokens": tokens, "versions": {each.id: bench.versions(each.id) for each in rows}}
 
 
-def sees(group: Any, folder: str, seed: int) -> Any:
-    """Rows with images and rows of text come and go; images are encoded once and told piece by piece."""
-    from tests.engine.vision_bench import Gaze
+def sees(group: Any, folder: str, seed: int, made: list[list[Any]]) -> Any:
+    """Rows with images and rows of text come and go; each image is encoded once, and told piece by piece."""
+    from tests.engine.vision_bench import AdaptedGaze
     from tests.engine.vision_models import WHAT, picture
 
     draw, loaded = random.Random(seed), _load(folder, group)
     texts = ["Tell me of the sea. " * 4, WHAT, "<image> or <image>?", "<image> and <image>, then <image>: which?"]
-    with MonkeyPatch.context() as patch:
+    most = 20_000  # bytes of images' vectors
+    with (
+        MonkeyPatch.context() as patch,
+        AdaptedGaze(loaded, _made(made), prefill_chunk=16, image_cache_bytes=most) as bench,
+    ):
         patch.setattr("worker.engine.engine.IMAGE_BYTES", 600)
-        bench = Gaze(loaded, prefill_chunk=16, image_cache_bytes=20_000)
+        bench.publish("a@1")
         asked: list[str] = []
-        for turn in range(60):
+        for turn in range(40):
             if draw.random() < 0.4:
-                text = draw.choice(texts)
+                text, adapter = draw.choice(texts), draw.choice(["", "", "a@1"])
                 shown = [picture(draw.randrange(6), 60, 45) for _ in range(text.count("<image>"))]
                 for sample in range(draw.choice([1, 1, 3])):
                     asked.append(f"{turn} {sample}")
-                    bench.ask(asked[-1], text, shown, group=str(turn), max_tokens=draw.choice([3, 15]))
+                    tokens = draw.choice([3, 15])
+                    bench.ask(asked[-1], text, shown, group=str(turn), adapter=adapter, max_tokens=tokens)
             if draw.random() < 0.2 and asked:
                 bench.engine.cancel(draw.choice(asked))
             bench.turn()
@@ -176,15 +175,20 @@ def sees(group: Any, folder: str, seed: int) -> Any:
         bench.ask("whole", WHAT, [picture(99)])
         bench.run()
         gallery, stats = bench.engine._gallery, bench.engine.stats().vision
-        assert not gallery._wanted and not gallery._failed and not gallery.busy and 0 < stats.bytes <= 20_000
+        assert not gallery._wanted and not gallery._failed and not gallery.busy and 0 < stats.bytes <= most
         assert (stats.encoded > 0) == (loaded.tower is not None) == (group is None or group.rank() == 0)
-        ends = {seq: bench.finish(seq) for seq in bench.shown}
         return {
             "tokens": {seq: bench.tokens(seq) for seq in bench.shown},
-            "ends": {seq: end.reason for seq, end in ends.items()},
-            "cached": {seq: end.cached_tokens for seq, end in ends.items()},
-            "why": ends["broken"].error_message,
+            "ends": {seq: bench.finish(seq).reason for seq in bench.shown},
+            "cached": sum(bench.finish(seq).cached_tokens for seq in bench.shown),
+            "why": bench.finish("broken").error_message,
         }
+
+
+def _made(made: list[list[Any]]) -> dict[str, MadeAdapter]:
+    """Adapters as a task names them."""
+    each = [(path, msgspec.convert(manifest, AdapterManifest)) for path, manifest in made]
+    return {manifest.id: MadeAdapter(Path(path), manifest, None) for path, manifest in each}
 
 
 def gradient(group: Any, folder: str) -> Any:

@@ -17,7 +17,9 @@ from tests.engine.test_ranks import (
     assert_equal,
     assert_loaded,
     assert_scheduled,
+    assert_seen,
     assert_true_to_versions,
+    needs_eyes,
     sequences_of,
 )
 from worker.engine.model.chain import plan
@@ -34,6 +36,9 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
+SEEING = ("qwen2_5_vl", "lfm2_vl")
+
+
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     ran = Ran(tmp_path_factory.mktemp("pipeline"), 2, MODELS)
@@ -41,6 +46,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     ran.add("schedule qwen3_5", "schedule", "qwen3_5", seed=1)
     ran.add_adapters(("llama",))
     ran.add("memory", "memory", "qwen3_moe")
+    ran.add_seeing(SEEING)
     return ran.start("pipeline")
 
 
@@ -67,6 +73,12 @@ def test_three_ranks_do_too_and_where_there_are_no_sends(three: Ran, key: str) -
 
 def test_whatever_the_schedule_ranks_stay_together(ran: Ran) -> None:
     assert_scheduled(ran, "qwen3_5")
+
+
+@needs_eyes
+@pytest.mark.parametrize("name", SEEING)
+def test_images_that_one_rank_encodes_are_seen_by_all(ran: Ran, name: str) -> None:
+    assert_seen(ran, name)
 
 
 def test_rows_of_many_versions_are_true_to_them(ran: Ran) -> None:

@@ -1,6 +1,7 @@
 """Ranks over MLX's ring that divide a model: they say what one process says of it, and all of them say the same."""
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
 
@@ -47,6 +48,9 @@ LEARNED = {  # how a learner learns, and on what
     "dpo, pairs divided": ("llama", {"sharding": "data"}),
     "distill, rows divided": ("llama", {"sharding": "data"}),
 }  # fmt: skip
+SEEING = ("smolvlm", "qwen3_vl", "gemma3")  # of tests/engine/vision_models.py
+SEES = find_spec("mlx_vlm") is not None
+needs_eyes = pytest.mark.skipif(not SEES, reason="mlx-vlm is not installed")
 LEARNING = ("llama", "quantised", "qwen3_moe", "gpt_oss")
 EXPERTS = tuple(f"mlp.switch_mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj"))
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # of llama: how it is loaded, and how it runs
@@ -121,6 +125,19 @@ class Ran:
             if name == "llama":
                 self.add("loads", "loads", name, made=[files[0], files[1], files[2]], seed=3)
 
+    def add_seeing(self, names: Sequence[str]) -> None:
+        """Rows with images, of small models that see."""
+        if not SEES:
+            return
+        from tests.engine.vision_models import write_vision_model
+
+        for at, name in enumerate(names):
+            key = f"sees {name}"
+            self.folders[key] = str(write_vision_model(self._folder / key, name))
+            made = make_adapter(self.loaded(key).model, self._folder / f"{key}-adapters")
+            files = [[str(made.path), msgspec.to_builtins(made.manifest)]]
+            self.add(key, "sees", key, seed=at, made=files)
+
     @staticmethod
     def adapted() -> list[SequenceSpec]:
         """Rows of many versions, and those that follow."""
@@ -159,6 +176,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     for key, (name, how) in LEARNED.items():
         ran.add(f"learns {key}", "learns", name, kind=key.split(",")[0], **how)
     ran.add("dora", "dora", "llama")
+    ran.add_seeing(SEEING)
     for name in ("three_heads", "olmo2"):
         ran.add(f"refused {name}", "refusal", name)
     return ran.start()
@@ -204,6 +222,25 @@ def assert_scheduled(ran: Ran, name: str) -> None:
 @pytest.mark.parametrize("name", ["llama", "gpt_oss", "quantised"])
 def test_whatever_the_schedule_ranks_stay_together_and_tokens_are_those_of_one_process(ran: Ran, name: str) -> None:
     assert_scheduled(ran, name)
+
+
+def assert_seen(ran: Ran, name: str) -> None:
+    """Rows with images say what they say in one process, as far as they went in both."""
+    told, alone = ran.told(f"sees {name}"), ran.alone(f"sees {name}")
+    assert told["ends"]["broken"] == "error" and "could not be encoded" in told["why"]
+    for seq, tokens in told["tokens"].items():
+        theirs = alone["tokens"][seq]
+        if "cancelled" in (told["ends"][seq], alone["ends"][seq]):
+            assert tokens[: len(theirs)] == theirs[: len(tokens)]
+        else:
+            assert tokens == theirs and told["ends"][seq] == alone["ends"][seq]
+    assert told["cached"] and len({tuple(each) for each in told["tokens"].values()}) > 5
+
+
+@needs_eyes
+@pytest.mark.parametrize("name", SEEING)
+def test_images_that_one_rank_encodes_are_seen_by_all(ran: Ran, name: str) -> None:
+    assert_seen(ran, name)
 
 
 def assert_true_to_versions(ran: Ran, name: str) -> Any:

@@ -34,8 +34,9 @@ from worker.engine.kv.disk.folder import Folder
 from worker.engine.kv.kinds import kind_of, leaves
 from worker.engine.messages import DiskConfig, EngineConfig, RowRequest, SpeculationConfig
 from worker.engine.model.loader import LoadedModel, load_model
+from worker.engine.ranks.turns import ImagePiece
 from worker.engine.vision import album
-from worker.engine.vision.gallery import TRIED_AGAIN, TileTimes
+from worker.engine.vision.gallery import TRIED_AGAIN, Gallery, TileTimes, Viewing
 from worker.engine.vision.positions import Grid, Spots
 from worker.engine.vision.qwen import QwenTower
 
@@ -292,6 +293,45 @@ def test_rows_that_cannot_see_are_refused_and_the_others_go_on(seeing: LoadedMod
     bench.run()
     bench.check(reference, "later")
     assert not bench.engine._gallery._wanted and not bench.engine._gallery._failed
+
+
+@pytest.mark.parametrize("family", ["smolvlm", "qwen3_vl"], indirect=True)
+def test_an_image_that_is_given_up_amid_its_pieces_comes_whole_to_all_ranks_when_it_is_wanted_anew(
+    seeing: LoadedModel,
+) -> None:
+    assert seeing.card.vision is not None
+    spec, sent = image_spec("s", seeing.card.vision, WHAT, [picture(1, 60, 60)])
+    config = EngineConfig("unused")
+    ranks = [Gallery(tower, config, seeing.card, in_thread=False, told=True) for tower in (seeing.tower, None)]
+    given_up, wanted = ([Viewing(spec, spec.kv_prompt) for _ in ranks] for _ in range(2))
+
+    def look(viewings: list[Viewing]) -> None:
+        for rank, viewing in zip(ranks, viewings, strict=True):
+            rank.open(viewing, sent)
+            rank.work(60)
+
+    def tell(most: int) -> tuple[ImagePiece, ...]:
+        pieces = ranks[0].news(most)
+        for rank in ranks:
+            rank.learn(pieces)
+        return pieces
+
+    look(given_up)
+    (first,) = tell(1)
+    assert first.total > 2 and len(first.vectors) < 1000
+    late = ranks[0].news(1)
+    for rank, viewing in zip(ranks, given_up, strict=True):
+        assert not rank.ready(viewing), "not even on the rank that has made all of it"
+        rank.close(viewing)
+    look(wanted)
+    for rank in ranks:
+        rank.learn(late)
+    while not ranks[0].ready(wanted[0]):
+        assert tell(2000)
+    assert ranks[1].ready(wanted[1])
+    ours, theirs = (viewing.features for viewing in wanted)
+    assert ours is not None and theirs is not None and mx.array_equal(ours.vectors_TH, theirs.vectors_TH)
+    assert (ours.spots is None) == (theirs.spots is None) == (seeing.card.vision.family != "qwen")
 
 
 @pytest.mark.long

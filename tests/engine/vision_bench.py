@@ -5,6 +5,8 @@ from typing import Any
 
 import msgspec
 
+from tests.engine.adapter_bench import AdapterBench
+from tests.engine.adapter_models import MadeAdapter
 from tests.engine.conftest import Bench
 from tests.engine.vision_models import alone, image_spec
 from worker.engine.messages import Picture, RowRequest
@@ -19,11 +21,13 @@ class Gaze(Bench):
         super().__init__(loaded, **({"block_size": 16} | config))
         self.shown: dict[str, tuple[Any, list[Any]]] = {}
 
-    def ask(self, seq: str, text: str, pictures: list[Any] = (), *, group: str = "", **sampling: Any) -> None:  # type: ignore[assignment]
+    def ask(
+        self, seq: str, text: str, pictures: list[Any] = (), *, group: str = "", adapter: str = "", **sampling: Any
+    ) -> None:  # type: ignore[assignment]
         assert self.loaded.card.vision is not None
         detail, breaks = sampling.pop("detail", "high"), sampling.pop("breaks", False)
         spec, sent = image_spec(seq, self.loaded.card.vision, text, list(pictures), detail, **sampling)
-        spec = msgspec.structs.replace(spec, group=group)
+        spec = msgspec.structs.replace(spec, group=group, adapter=adapter)
         self.shown[seq] = spec, list(pictures)
         if breaks:
             sent = tuple(replace(each, tiles=[tile[:-7] for tile in each.tiles]) for each in sent)
@@ -38,3 +42,11 @@ class Gaze(Bench):
         for seq in names or self.shown:
             spec, pictures = self.shown[seq]
             assert self.tokens(seq) == alone(reference, spec.prompt_ids, pictures, spec.sampling.max_tokens), seq
+
+
+class AdaptedGaze(AdapterBench, Gaze):
+    """With adapters, too."""
+
+    def __init__(self, loaded: LoadedModel, made: dict[str, MadeAdapter], **config: Any) -> None:
+        super().__init__(loaded, made, **({"block_size": 16} | config))
+        self.shown = {}

@@ -51,7 +51,7 @@ class ChatEncoder:
             return Opening(tuple(self._codec.encode_chat(list(prompt), **self._variables)))
         if self._pictures is None:
             raise SetupError(
-                "a prompt has images, and this policy sees none (or ranks divide it, or its learner is not the run's own)"
+                "a prompt has images, and this policy sees none (or its learner is not the run's own, or has ranks)"
             )
         chat = await self._pictures.of(prompt)
         text = chat.images.expanded(self._codec.render_chat(chat.messages, **self._variables))

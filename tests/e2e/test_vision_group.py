@@ -1,0 +1,67 @@
+"""Two ranks that see as one worker: the tokens of mlx-vlm alone, bad pictures, and a rank that dies amid images."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from openai import OpenAI
+
+pytest.importorskip("mlx_vlm")
+
+from tests.e2e.bad_images import attack
+from tests.e2e.rings import MODEL, Ring, ring
+from tests.e2e.served.test_group import RANKS, children, worker_of
+from tests.e2e.test_vision import ask, shown
+from tests.engine.vision_models import alone, picture, whole_model, write_vision_model
+
+
+@pytest.fixture(scope="module")
+def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ring]:
+    folder = write_vision_model(tmp_path_factory.mktemp("model") / MODEL)
+    settings = ("--max-batch-size", "8", "--lease-ms", "1000")
+    with ring(tmp_path_factory.mktemp("group"), "--model", str(folder), *RANKS, *settings) as started:
+        yield started
+
+
+@pytest.fixture
+def client(group: Ring) -> Iterator[OpenAI]:
+    with OpenAI(base_url=group.openai_url, api_key="none", max_retries=0, timeout=120) as made:
+        yield made
+
+
+def test_chats_with_images_say_what_mlx_vlm_says(client: OpenAI) -> None:
+    asked = [("What?", shown(1)), ("What?", shown(2)), ("No picture",), ("A", shown(1), "B", shown(3), "C")]
+    with ThreadPoolExecutor() as pool:
+        answers = list(pool.map(lambda parts: ask(client, *parts, n=2), asked))
+    model = whole_model("smolvlm")
+    for answer, seeds in zip(answers, ([1], [2], [], [1, 3]), strict=True):
+        said = alone(model, tuple(answer.prompt_token_ids), [picture(seed) for seed in seeds], 6)
+        for choice in answer.choices:
+            assert choice.token_ids == said[: len(choice.token_ids)]
+
+
+def test_damaged_pictures_among_good_ones_are_answered_and_lose_no_rank(client: OpenAI, group: Ring) -> None:
+    leading = worker_of(group)
+    counts = asyncio.run(attack(group.url, MODEL, 40))
+    assert {status for kind, status in counts if kind == "noise"} == {400} and counts["good", 200] > 3
+    assert worker_of(group) == leading
+
+
+@pytest.mark.parametrize("victim", ["follower", "rank 0"])
+def test_a_rank_that_dies_amid_images_costs_no_token(client: OpenAI, group: Ring, victim: str) -> None:
+    leading = worker_of(group)
+    pid = leading if victim == "rank 0" else children(leading)[0]
+    seeds = range(100, 106) if victim == "rank 0" else range(200, 206)
+    parts = [shown(seed) for seed in seeds]
+    with ThreadPoolExecutor() as pool:
+        asked = pool.submit(ask, client, "Which?", *parts, max_tokens=40, extra_body={"return_token_ids": True})
+        os.kill(pid, signal.SIGKILL)
+        answer = asked.result()
+    (choice,) = answer.choices
+    prompt = tuple(answer.prompt_token_ids)
+    said = alone(whole_model("smolvlm"), prompt, [picture(seed) for seed in seeds], 40)
+    assert choice.token_ids == said[: len(choice.token_ids)]
+    assert worker_of(group) != leading, "the group that has answered is another"
