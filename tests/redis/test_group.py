@@ -6,6 +6,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,16 @@ import pytest
 from shared.adapters import AdapterManifest
 from shared.errors import EngineError, ServiceUnavailableError, SetupError
 from shared.frames import TokenEvent
+from shared.images.refs import VisionSpec
 from shared.process.settings import WorkerSettings, load
 from shared.redis import keys
 from shared.redis.connection.client import connect
 from shared.sequences import SamplingParams, SequenceSpec
 from tests.waiting import wait_until
 from worker.engine.batch.adapters import SlotConfig
-from worker.engine.messages import EngineConfig, RowRequest, engine_config
+from worker.engine.messages import EngineConfig, Picture, RowRequest, engine_config
 from worker.engine.orders import Cancel, Submit
-from worker.engine.ranks.turns import Seen, TurnFacts
+from worker.engine.ranks.turns import ImagePiece, Seen, TurnFacts
 from worker.engine.thread import EngineThread
 from worker.group import meeting
 from worker.group.followers import MAGIC
@@ -50,7 +52,8 @@ from worker.peers.wire import Channel, Connection, PeerError, greet
 
 MODEL = Path(__file__).parents[2] / "models" / "tiny"
 MANIFEST = AdapterManifest("a", 1, "lora", 4, 2.0, (), "", 0, "0" * 64, 9, 1 << 20, 0)
-OURS = Loaded("weights", "tokenizer", 64)
+VISION = VisionSpec("pixtral", "[IMG]", 1, 16, 64, 1)
+OURS = Loaded("weights", "tokenizer", 64, VISION)
 
 
 class Played:
@@ -117,12 +120,15 @@ async def met(redis_url: str, name: str, *flags: str) -> AsyncIterator[tuple[Gro
 
 async def test_a_turn_comes_as_it_was_sent_and_its_end_ends_the_follower(redis_url: str) -> None:
     spec = SequenceSpec("s", "tiny", (1, 2), SamplingParams(4, 0), deadline_ms=7)
-    request = RowRequest(spec, 2, (TokenEvent("s", 1, 0, [5], [-0.5], version="a@1"),))
+    bare = RowRequest(spec, 2, (TokenEvent("s", 1, 0, [5], [-0.5], version="a@1"),), (Picture(b"image", [], 7, 9),))
+    shown = replace(bare, pictures=(Picture(b"image", [b"pixels"], 7, 9),))
+    seen = Seen(9, 0.5, ("a@1",), images=(ImagePiece(b"image", 1, 2, 3, "F32", b"123456789012"),))
     async with met(redis_url, "turns") as (lead, played, losses):
-        facts = await asyncio.to_thread(lead.turn, [Submit([request]), Cancel("t", "abort")], Seen(9, 0.5, ("a@1",)))
+        facts = await asyncio.to_thread(lead.turn, [Submit([shown]), Cancel("t", "abort")], seen)
         turn = await asyncio.to_thread(played.turns.next)
-        assert (turn.number, turn.facts, turn.orders) == (1, facts, [Submit([request]), Cancel("t", "abort")])
+        assert (turn.number, turn.facts, turn.orders) == (1, facts, [Submit([bare]), Cancel("t", "abort")])
         assert facts.read == (), "rank 1 has not read it"
+        assert facts.images == seen.images
         await played.talk.say(Read(("a@1",)))
         await wait_until(lambda: lead.turn([], Seen(10)).read == ("a@1",))
         assert not losses
@@ -150,12 +156,13 @@ async def test_a_rank_with_something_else_is_refused_by_name(redis_url: str, nam
         meets.cancel()
 
 
-async def test_other_weights_are_refused(redis_url: str) -> None:
-    async with met(redis_url, "weights") as (lead, played, _):
+@pytest.mark.parametrize(("what", "other"), [("weights", "others"), ("vision", None)])
+async def test_a_rank_that_has_loaded_something_else_is_refused(redis_url: str, what: str, other: Any) -> None:
+    async with met(redis_url, "loaded") as (lead, played, _):
         lead._ours = OURS
-        await played.talk.say(msgspec.structs.replace(OURS, weights="others"))
+        await played.talk.say(msgspec.structs.replace(OURS, **{what: other}))
         await wait_until(lead._all_loaded.done)
-        with pytest.raises(SetupError, match=r"rank 1 .* has loaded other weights"):
+        with pytest.raises(SetupError, match=rf"rank 1 .* has loaded other {what}"):
             lead._all_loaded.result()
 
 

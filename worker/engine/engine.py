@@ -44,7 +44,7 @@ from worker.engine.vision.gallery import Gallery
 log = logging.getLogger(__name__)
 
 FAILURES_IN_A_ROW = 3  # forwards that fail one after another before the engine gives up
-IMAGE_BYTES = 2 << 20  # of images' vectors that other ranks are sent between two decode steps
+IMAGE_BYTES = 1 << 20  # of images' vectors that other ranks are sent between two decode steps
 
 
 class Engine:

@@ -53,7 +53,6 @@ from worker.engine.orders import (
     Thaw,
     Withdraw,
     obey,
-    without_pixels,
 )
 from worker.engine.ranks.turns import TurnFacts
 from worker.engine.speculation.memory import Completions
@@ -301,7 +300,7 @@ class EngineThread:
                 return False
             commands, self._commands = self._commands, deque()
         if self._lead is not None:
-            orders = [without_pixels(order) for _, order in commands if order is not None]
+            orders = [order for _, order in commands if order is not None]
             self._facts = self._lead.turn(orders, engine.seen())
         for run, _ in commands:
             run(engine)

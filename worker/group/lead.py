@@ -28,7 +28,7 @@ from shared.redis.connection.client import connect
 from worker.engine.batch.adapters import SlotConfig
 from worker.engine.messages import EngineConfig
 from worker.engine.model.loader import LoadedModel, model_folder
-from worker.engine.orders import Order
+from worker.engine.orders import Order, without_pixels
 from worker.engine.ranks.turns import Consent, Seen, TurnFacts
 from worker.group import meeting
 from worker.group.backend import Jaccl, backend_of, join, listens_at, own_places
@@ -312,7 +312,7 @@ class GroupLead:
             self._consent.hear(0, seen.read, seen.unreadable)
             facts = self._consent.facts(seen)
             self._number += 1
-        self._send(Turn(self._number, facts, list(orders)))
+        self._send(Turn(self._number, facts, [without_pixels(order) for order in orders]))
         return facts
 
     def _send(self, message: Turn | Unit | Part) -> None:
