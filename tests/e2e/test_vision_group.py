@@ -52,7 +52,7 @@ def test_damaged_pictures_among_good_ones_are_answered_and_lose_no_rank(client: 
 
 def test_a_rank_that_dies_amid_images_costs_no_token(client: OpenAI, group: Ring) -> None:
     leading, seeds = worker_of(group), range(100, 106)
-    (follower,) = children(leading)
+    follower, *_ = children(leading)  # what it has started later reads images
     parts = [shown(seed) for seed in seeds]
     with ThreadPoolExecutor() as pool:
         asked = pool.submit(ask, client, "Which?", *parts, max_tokens=40)
