@@ -33,6 +33,7 @@ from worker.engine.kv.prefix_cache import PrefixCache
 from worker.engine.kv.slabs import KvRows
 from worker.engine.model.pooling import Pool
 from worker.engine.sampling.draw import most_likely, top_lists
+from worker.engine.sampling.prompt_tokens import others, others_from, own_from
 from worker.engine.scheduler import widest
 
 log = logging.getLogger(__name__)
@@ -56,6 +57,7 @@ class PrefillTask:
     kv_versions: set[str] = field(default_factory=set)  # that the KV has been computed with
     logprobs: list[float] = field(default_factory=list)  # of ids[1 + score_from :]
     top_logprobs: list[list[TokenLogprob]] = field(default_factory=list)
+    others: dict[Row, list[list[TokenLogprob]]] = field(default_factory=dict)  # that a row asks about in their places
     pool: Pool | None = None  # of an embedding: then all ids are fed, and nothing is scored
     outputs: dict[str, npt.NDArray[np.float32]] = field(default_factory=dict)  # of the heads that have read it, by name
     network: NetworkRows | None = None  # in the place of a prompt
@@ -96,7 +98,7 @@ def task_for(row: Row, adapter: str = "") -> PrefillTask:
     if row.spec.kind in ("embed", "head"):
         return PrefillTask([row], ids, 0, adapter, pool=Pool("last" if row.spec.kind == "head" else row.spec.pooling))
     if wants_prompt_logprobs(row):
-        return PrefillTask([row], ids, 0, adapter, row.sampling.prompt_logprobs or 0)
+        return PrefillTask([row], ids, _asked_from(row), adapter, row.sampling.prompt_logprobs or 0)
     score_from = len(row.spec.prompt_ids) - 1 if row.spec.kind == "score" else len(ids) - 1
     return PrefillTask([row], ids, score_from, adapter)
 
@@ -183,9 +185,14 @@ class PrefillLane:
         prompt = len(row.spec.prompt_ids)
         event = TokenEvent(row.spec.id, row.attempt, row.start, [], [])
         if wants_prompt_logprobs(row):
-            event.prompt_logprobs = [None, *task.logprobs[: prompt - 1]]
+            first, end = own_from(row.sampling, prompt), prompt - 1 - task.score_from
+            own = slice(first - task.score_from, end)
+            event.prompt_logprobs = [*[None] * (first + 1), *task.logprobs[own]]
             if count := row.sampling.prompt_logprobs:
-                event.prompt_top_logprobs = [[], *(top[:count] for top in task.top_logprobs[: prompt - 1])]
+                tops = (top[:count] for top in task.top_logprobs[own])
+                event.prompt_top_logprobs = [*([] for _ in range(first + 1)), *tops]
+            if row in task.others:
+                event.prompt_others = [*([] for _ in range(task.score_from + 1)), *task.others[row][:end]]
         if row.spec.kind == "score":
             event.score_logprobs = task.logprobs[prompt - 1 - task.score_from :]
             event.finish = Finish("stop", cached_tokens=row.cached_tokens)
@@ -350,13 +357,21 @@ def _waits_for(task: PrefillTask, head: str, adapter: str) -> bool:
     return task.adapter == adapter and head in heads and not task.left and head not in task.outputs
 
 
+def _asked_from(row: Row) -> int:
+    own, others = own_from(row.sampling, len(row.spec.prompt_ids)), others_from(row.sampling)
+    return own if others is None else min(own, others)
+
+
 def _collect(task: PrefillTask, logits_LV: mx.array, targets: list[int]) -> None:
-    """Reduce a chunk's logits to the log-probabilities of the ids that follow."""
+    """Reduce a chunk's logits to the log-probabilities of the ids that follow, and of others that are asked about."""
     logprobs_LV = logits_LV - mx.logsumexp(logits_LV, axis=-1, keepdims=True)
     chosen_L = mx.take_along_axis(logprobs_LV, mx.array(targets)[:, None], axis=-1)[:, 0]
     if task.top_count:
         count = min(task.top_count, logprobs_LV.shape[-1])
         task.top_logprobs += top_lists(*most_likely(logprobs_LV, count))
+    for row in task.rows:
+        if others_from(row.sampling) is not None and wants_prompt_logprobs(row):
+            task.others.setdefault(row, []).extend(others(row.sampling, logits_LV, logprobs_LV, task.done))
     task.logprobs += cast(list[float], chosen_L.tolist())
 
 
