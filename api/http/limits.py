@@ -25,7 +25,10 @@ MAX_REQUESTS_BYTES = 64 << 20  # of them, which are in memory at once; --max-upl
 BYTES_PER_NUMBER = 8
 BYTES_PER_OBJECT = 50
 # Take images as `data:` URLs or base64, which may be long
-IMAGES = frozenset({"/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/v1/jobs"})
+SAMPLES = "/api/v1/asample"
+IMAGES = frozenset(
+    {"/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/v1/jobs", SAMPLES}
+)
 LARGE_BYTES = 1 << 18  # of a body: to look at its shape takes some 10 ms from here on
 
 UPLOADS = re.compile(
