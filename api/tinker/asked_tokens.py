@@ -89,7 +89,9 @@ def _rows(targets: TensorBody, places: int) -> tuple[tuple[int, ...], ...]:
     if targets.dtype != "int64" or shape is None or len(shape) != 2 or shape[0] != places:
         given = f"{targets.dtype} of shape {shape}"
         raise InvalidRequestError(f"'{_TARGETS}' is an int64 array [{places}, K], not {given}", param=_TARGETS)
-    ids = [int(each) for each in data]
+    ids = [each for each in data if isinstance(each, int)]
+    if len(ids) < len(data):
+        raise InvalidRequestError("a token id is a whole number", param=_TARGETS)
     if crow is None and columns is None:
         if len(ids) != places * shape[1]:
             raise InvalidRequestError(f"{len(ids)} numbers are no array {shape}", param=_TARGETS)

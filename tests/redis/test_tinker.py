@@ -314,6 +314,7 @@ async def test_questions_about_a_prompt_s_tokens_that_do_not_fit_it_are_refused_
         targets([5, 6, 7]),
         targets([5, 6], []),
         targets([0.5, 6.0], dtype="float32"),
+        targets([0.5, 6.0]),
         targets([-1, -1]),
         targets([5, -2]),
         targets([5, 10**9]),
