@@ -20,7 +20,7 @@ Invariants.
 import math
 import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -126,7 +126,7 @@ class Optimizer:
                 ahead.append((yield from self.prepare(mini, policy_step, several=plan.several)))
         known, values = None, self.options.value
         if values is not None:
-            known = judged(ahead, values)
+            known = ValueSums(*peers.numbers(astuple(judged(ahead, values))))
             shifted(ahead, values, known)
         sums = Sums()
         for at in plan.order:
