@@ -11,23 +11,48 @@ from typing import cast
 import mlx.core as mx
 import numpy as np
 
-from shared.frames import TokenLogprob
-from shared.sequences import LEAST_TEMPERATURE, SamplingParams
+from shared.frames import TokenEvent, TokenLogprob
+from shared.sequences import LEAST_TEMPERATURE, SamplingParams, SequenceSpec
 from worker.engine.sampling.draw import draw_by_chance, mix_seeds, uniforms
 
 _SMALLEST = float(np.finfo(np.float32).tiny)  # a token that has less of a chance is never drawn
 
 
-def own_from(sampling: SamplingParams, prompt: int) -> int:
-    """The first place whose own token gets a log-probability, of a prompt of so many tokens."""
-    return max(0, prompt - 1 - sampling.prompt_logprobs_last) if sampling.prompt_logprobs_last else 0
+def asked_from(spec: SequenceSpec) -> int:
+    """The first place of its prompt that anything is asked about."""
+    own, named = _own_from(spec), (place for place, ids in enumerate(spec.sampling.prompt_named) if ids)
+    return 0 if spec.sampling.prompt_draws else min(own, next(named, own))
 
 
-def others_from(sampling: SamplingParams) -> int | None:
-    """The first place of which another token is wanted; None: of none is."""
-    if sampling.prompt_draws:
-        return 0
-    return next((place for place, ids in enumerate(sampling.prompt_named) if ids), None)
+def wants_others(sampling: SamplingParams) -> bool:
+    """Whether another token than the prompt's own is asked about."""
+    return bool(sampling.prompt_draws or any(sampling.prompt_named))
+
+
+def tell(
+    event: TokenEvent,
+    spec: SequenceSpec,
+    first: int,
+    own: Sequence[float],
+    top: Sequence[list[TokenLogprob]],
+    others: Sequence[list[TokenLogprob]] | None,
+) -> None:
+    """Put into an event what is asked about a prompt. Scores are by place from `first` on, and may go on behind it.
+
+    Of the prompt's first token there is nothing to tell.
+    """
+    start, end, count = _own_from(spec), len(spec.prompt_ids) - 1 - first, spec.sampling.prompt_logprobs
+    asked = slice(start - first, end)
+    event.prompt_logprobs = [*[None] * (start + 1), *own[asked]]
+    if count:
+        event.prompt_top_logprobs = [*([] for _ in range(start + 1)), *(each[:count] for each in top[asked])]
+    if others is not None:
+        event.prompt_others = [*([] for _ in range(first + 1)), *others[:end]]
+
+
+def _own_from(spec: SequenceSpec) -> int:
+    last = spec.sampling.prompt_logprobs_last
+    return max(0, len(spec.prompt_ids) - 1 - last) if last else 0
 
 
 def others(
