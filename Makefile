@@ -89,7 +89,7 @@ clients: setup
 	  test -x .venv-tinker-$$version/bin/python || $(BIN)/python -m venv .venv-tinker-$$version; \
 	  .venv-tinker-$$version/bin/python -m pip install --quiet --disable-pip-version-check \
 	    -r tests/clients/requirements-tinker.txt tinker==$$version; \
-	  $(BIN)/python -m tests.clients --python .venv-tinker-$$version/bin/python tinker_train; \
+	  $(BIN)/python -m tests.clients --python .venv-tinker-$$version/bin/python tinker_train images_tinker; \
 	done
 	$(if $(COOKBOOK),.venv-tinker-0.38.0/bin/python -m pip install --quiet --disable-pip-version-check \
 	  -r tests/clients/requirements-cookbook.txt)

@@ -78,6 +78,7 @@ class TokenEvent(msgspec.Struct, array_like=True):
     score_logprobs: list[float] | None = None  # kind "score": with the finish
     prompt_top_logprobs: list[list[TokenLogprob]] | None = None
     embedding: bytes | None = None  # what a head or kind "embed" gives, fp32 LE, or a network: tensors; with the finish
+    prompt_others: list[list[TokenLogprob]] | None = None  # of each prompt token: those named there, then those drawn
 
     @property
     def end(self) -> int:
@@ -92,6 +93,7 @@ class TokenEvent(msgspec.Struct, array_like=True):
             told += sum(map(len, self.top_logprobs))
         if self.prompt_logprobs is not None:
             told += len(self.prompt_logprobs) + sum(map(len, self.prompt_top_logprobs or ()))
+            told += sum(map(len, self.prompt_others or ()))
         return told
 
 

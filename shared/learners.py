@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from shared.adapters import LoraKind
 from shared.errors import InvalidRequestError
+from shared.images.refs import ImageRef
 
 LossName = Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "dro"]
 ValueType = Literal["float32", "int64"]
@@ -84,6 +85,7 @@ class Datum(msgspec.Struct, frozen=True, array_like=True):
 
     tokens: bytes  # [L] int32, little-endian
     inputs: dict[str, Values]
+    images: tuple[ImageRef, ...] = ()  # in order; as many tokens are the model's placeholder as they have vectors
 
     def ids(self) -> npt.NDArray[np.int32]:
         """The token ids [L]."""
@@ -101,6 +103,7 @@ class Pass(msgspec.Struct, frozen=True, tag="pass"):
     loss: LossName
     constants: dict[str, float] = {}
     backward: bool = True
+    files: dict[bytes, bytes] = {}  # of the images, by SHA-256
 
 
 class Step(msgspec.Struct, frozen=True, tag="step"):
@@ -225,6 +228,7 @@ class ServiceCard(msgspec.Struct, frozen=True, kw_only=True):
     max_rank: int
     max_learners: int
     learners: int = 0  # in its memory
+    sees: bool = False  # learns from images, too
 
 
 def checked(request: Pass, vocabulary: int, context: int) -> None:

@@ -67,6 +67,10 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
     allowed_token_ids: tuple[int, ...] = ()  # nothing else is drawn; (): anything
     bad_words: tuple[tuple[int, ...], ...] = ()  # ids that the completion must not contain in a row
     logprob_token_ids: tuple[int, ...] = ()  # log-probabilities of these in the place of the top_logprobs most likely
+    prompt_logprobs_last: int = 0  # those of so many tokens at the prompt's end alone; 0: of all
+    # With prompt_logprobs, of each prompt token but the first: tokens whose log-probability there is wanted, too
+    prompt_named: tuple[tuple[int, ...], ...] = ()
+    prompt_draws: int = 0  # with prompt_logprobs: so many tokens are drawn in the place of each, too, by temperature
 
 
 class Collection(msgspec.Struct, frozen=True, omit_defaults=True):

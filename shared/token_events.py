@@ -30,6 +30,7 @@ def join(events: list[TokenEvent]) -> TokenEvent:
         last.score_logprobs,
         next((event.prompt_top_logprobs for event in events if event.prompt_top_logprobs is not None), None),
         last.embedding,
+        next((event.prompt_others for event in events if event.prompt_others is not None), None),
     )
 
 
@@ -100,6 +101,7 @@ def part(event: TokenEvent, start: int, end: int) -> TokenEvent:
         event.score_logprobs if is_last else None,
         event.prompt_top_logprobs if is_first else None,
         event.embedding if is_last else None,
+        event.prompt_others if is_first else None,
     )
 
 

@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from shared.errors import SetupError
 from trainer.learn.compute import ComputeHost
 from trainer.learn.learner import Learner
 from trainer.learners.asks import LearnerOptions
@@ -64,7 +63,5 @@ async def open_learner(parts: Parts, settings: TrainSettings) -> LoopLearner:
         return await RoundLearner.open_in(parts.host, build, place, settings.sync_every)
     if lead is None:
         return await HostLearner.open(parts.host, build)
-    if parts.sight is not None:
-        raise SetupError(f"{settings.model} sees images, which others that compute with a run do not get")
     spec = run_spec(settings, options, parts.ring.model, parts.ring.base_sha256)
     return await SharedLearner.open_shared(parts.host, build, lead, spec, settings.trainers, settings.learner_wait_s)

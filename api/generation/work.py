@@ -60,6 +60,7 @@ class Work(msgspec.Struct, frozen=True):
         """
         carried = self.n * sum(map(len, self.prompts)) + self.n * len(self.prompts) * len(self.sampling.grammar) // 4
         carried += self.n * len(self.prompts) * len(self.prediction_ids) + sum(map(len, self.tensors)) // 4
+        carried += sum(map(len, self.sampling.prompt_named))
         if carried > MOST_CARRIED:
             raise InvalidRequestError(
                 f"the sequences of this request carry {carried} tokens, and {MOST_CARRIED} is the limit: a prompt "
@@ -68,6 +69,9 @@ class Work(msgspec.Struct, frozen=True):
                 param="n",
             )
         now = int(1000 * time.time())
+        others = self.sampling  # of a prompt's further samples: what else there is to say of it, the first one says
+        if others.prompt_named or others.prompt_draws:
+            others = msgspec.structs.replace(others, prompt_named=(), prompt_draws=0)
         first = now + int(1000 * first_token_timeout_s) if first_token_timeout_s else 0
         return [
             SequenceSpec(
@@ -75,7 +79,8 @@ class Work(msgspec.Struct, frozen=True):
                 model=self.model,
                 prompt_ids=prompt,
                 sampling=msgspec.structs.replace(
-                    self.sampling, seed=seed_in_request(self.sampling.seed, s + (p if self.seed_by_prompt else 0))
+                    self.sampling if s == 0 else others,
+                    seed=seed_in_request(self.sampling.seed, s + (p if self.seed_by_prompt else 0)),
                 ),
                 sequence_class=sequence_class,
                 kind=self.kind,

@@ -24,8 +24,11 @@ REQUESTS = "/v1/messages/batches"  # a body of many requests, each of which its 
 MAX_REQUESTS_BYTES = 64 << 20  # of them, which are in memory at once; --max-upload-bytes if that is less
 BYTES_PER_NUMBER = 8
 BYTES_PER_OBJECT = 50
+SAMPLES = "/api/v1/asample"
 # Take images as `data:` URLs or base64, which may be long
-IMAGES = frozenset({"/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/v1/jobs"})
+IMAGES = frozenset(
+    {"/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/v1/jobs", SAMPLES}
+)
 LARGE_BYTES = 1 << 18  # of a body: to look at its shape takes some 10 ms from here on
 
 UPLOADS = re.compile(

@@ -23,12 +23,13 @@ Keep = Callable[[bytes, bytes], Awaitable[None]]  # takes the SHA-256 and the by
 
 
 class NamedImage(NamedTuple):
-    """As a request names it; exactly one of both is there."""
+    """As a request names it; exactly one of URL, file and data is there."""
 
     where: str  # in the request, for whom it is refused
     url: str | None
     file_id: str | None
     detail: str | None
+    data: bytes | None = None
 
 
 async def read_images(
@@ -61,10 +62,15 @@ async def read_images(
 
 async def _data(ring: Ring, image: NamedImage) -> bytes:
     """The bytes of an image, wherever they are."""
+    most = ring.settings.max_image_bytes
     if image.file_id is not None:
         return await _file(ring, image.file_id)
-    assert image.url is not None, "an image is one of both"
-    url, most = image.url, ring.settings.max_image_bytes
+    if image.data is not None:
+        if len(image.data) > most:
+            raise _too_large(most)
+        return image.data
+    assert image.url is not None, "an image is one of the three"
+    url = image.url
     if url[:5].lower() != "data:":
         return await ring.image_fetch.get(url)
     if len(url) > 2 * most:

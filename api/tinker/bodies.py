@@ -2,15 +2,16 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 from pydantic import AfterValidator, Field
 
 from api.http.fields import Off, RequestModel
 from api.tinker.names import ID, SAVE_NAME
+from api.tinker.prompts import Ids, ImageChunk, Piece, whole
 from shared.errors import InvalidRequestError, UnsupportedParameterError
-from shared.learners import Datum, LossName, Pass, Step, Values
+from shared.learners import LossName, Step, Values
 
 Id = Annotated[str, Field(pattern=ID)]
 SaveName = Annotated[str, Field(pattern=SAVE_NAME)]
@@ -30,6 +31,7 @@ Texts = Annotated[dict[str, str], AfterValidator(_short)] | None
 Positive = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 LONGEST_TTL_S = 10 * 366 * 86_400
 MOST_DENSE = 2**23  # values of a pass's sparse arrays, written out
+MOST_DRAWS = 20  # at one place of a prompt
 
 
 class Body(RequestModel):
@@ -168,16 +170,27 @@ class SamplerBody(Body):
 
 
 class ChunkBody(RequestModel):
-    """A piece of a prompt; only tokens are taken."""
+    """A piece of a prompt: tokens, an image's bytes in base64, or an image's address."""
 
     type: str = "encoded_text"
     tokens: list[int] | None = None
+    data: str | None = None
+    location: str | None = None
+    format: Literal["png", "jpeg"] | None = Field(default=None, description="not looked at: the bytes tell")
+    expected_tokens: Number | None = None
 
-    def ids(self) -> list[int]:
-        """Its tokens; UnsupportedParameterError for an image or sound."""
-        if self.type != "encoded_text" or self.tokens is None:
-            raise UnsupportedParameterError(f"a chunk of type {self.type[:40]!r} is not supported", param="chunks")
-        return self.tokens
+    def piece(self) -> Piece:
+        """What it is; InvalidRequestError for one of no type, UnsupportedParameterError for sound and others."""
+        if self.type == "encoded_text" and self.tokens is not None:
+            return self.tokens
+        if self.type == "image" and self.data is not None:
+            return ImageChunk(self.expected_tokens, url=f"data:;base64,{self.data}")
+        if self.type == "image_asset_pointer" and self.location is not None:
+            return ImageChunk(self.expected_tokens, url=self.location)
+        if self.type in _CHUNKS:
+            message = f"a chunk of type {self.type!r} has {_CHUNKS[self.type]!r}"
+            raise InvalidRequestError(message, param="chunks")
+        raise UnsupportedParameterError(f"a chunk of type {self.type[:40]!r} is not supported", param="chunks")
 
 
 class InputBody(RequestModel):
@@ -185,9 +198,9 @@ class InputBody(RequestModel):
 
     chunks: list[ChunkBody] = Field(max_length=4096)
 
-    def ids(self) -> list[int]:
-        """All its tokens."""
-        return [token for chunk in self.chunks for token in chunk.ids()]
+    def pieces(self) -> list[Piece]:
+        """Its tokens, as one piece where there are no images between them."""
+        return whole([chunk.piece() for chunk in self.chunks])
 
 
 class TensorBody(RequestModel):
@@ -219,14 +232,28 @@ class DatumBody(RequestModel):
     model_input: InputBody
     loss_fn_inputs: dict[str, TensorBody] = Field(max_length=16)
 
-    def datum(self) -> Datum:
-        """As the learner gets it."""
-        try:
-            ids = np.array(self.model_input.ids(), np.int64)
-        except OverflowError as error:
-            raise InvalidRequestError(NO_TOKEN, param="model_input") from error
+    def given(self) -> "GivenDatum":
+        """As it was asked."""
         inputs = {name: tensor.values() for name, tensor in self.loss_fn_inputs.items()}
-        return Datum(tokens_of(ids), inputs)
+        return GivenDatum(self.model_input.pieces(), inputs)
+
+
+class GivenDatum(NamedTuple):
+    """A datum whose images have not been looked at."""
+
+    pieces: list[Piece]
+    inputs: dict[str, Values]
+
+
+class GivenPass(NamedTuple):
+    """A pass likewise, and which learner's which it is."""
+
+    model_id: str
+    seq_id: int
+    data: list[GivenDatum]
+    loss: LossName
+    constants: dict[str, float]
+    backward: bool
 
 
 class PassInput(RequestModel):
@@ -245,15 +272,16 @@ class PassBody(Body):
     forward_backward_input: PassInput | None = None
     forward_input: PassInput | None = None
 
-    def request(self, *, backward: bool) -> Pass:
-        """What the learner is asked."""
+    def given(self, *, backward: bool) -> GivenPass:
+        """As it was asked."""
         given = self.forward_backward_input or self.forward_input
         if given is None:
             raise InvalidRequestError("there is no 'forward_backward_input'", param="forward_backward_input")
         tensors = (tensor for each in given.data for tensor in each.loss_fn_inputs.values())
         check_dense(tensor.shape or () for tensor in tensors if tensor.sparse_crow_indices is not None)
-        data = tuple(each.datum() for each in given.data)
-        return Pass(data, loss_named(given.loss_fn), given.loss_fn_config or {}, backward)
+        data = [each.given() for each in given.data]
+        loss, constants = loss_named(given.loss_fn), given.loss_fn_config or {}
+        return GivenPass(self.model_id, self.seq_id, data, loss, constants, backward)
 
 
 class SampleParams(RequestModel):
@@ -270,12 +298,7 @@ class SampleParams(RequestModel):
 class SampleBody(Body):
     """POST asample."""
 
-    off: ClassVar[Off] = {
-        "target_prompt_logprobs": (),
-        "prompt_alt_tokens_k": (0,),
-        "prompt_logprobs_last_n": (),
-        "record_stability_info": (False,),
-    }
+    off: ClassVar[Off] = {"record_stability_info": (False,)}
 
     num_samples: int = Field(default=1, ge=1, le=256)
     prompt: InputBody
@@ -287,6 +310,9 @@ class SampleBody(Body):
     prompt_logprobs: bool | None = None
     topk_prompt_logprobs: int = Field(default=0, ge=0, le=20)
     topk_sample_logprobs: int = Field(default=0, ge=0, le=20)
+    target_prompt_logprobs: TensorBody | None = None
+    prompt_alt_tokens_k: int = Field(default=0, ge=0, le=MOST_DRAWS)
+    prompt_logprobs_last_n: int | None = Field(default=None, ge=1, lt=2**31)
 
 
 class FutureBody(Body):
@@ -309,6 +335,7 @@ class TtlBody(Body):
 
 
 NO_TOKEN = "a token id is a number from 0 on"
+_CHUNKS = {"encoded_text": "tokens", "image": "data", "image_asset_pointer": "location"}  # what each type needs
 LOSSES: dict[str, LossName] = {
     "cross_entropy": "cross_entropy",
     "importance_sampling": "importance_sampling",
@@ -325,8 +352,12 @@ def loss_named(name: str) -> LossName:
     return LOSSES[name]
 
 
-def tokens_of(ids: "np.ndarray[Any, np.dtype[np.int64]]") -> bytes:
+def tokens_of(given: Ids) -> bytes:
     """Token ids as a datum has them; InvalidRequestError for numbers that are none."""
+    try:
+        ids = np.array(given, np.int64)
+    except OverflowError as error:
+        raise InvalidRequestError(NO_TOKEN, param="model_input") from error
     if ids.size and (ids.min() < 0 or ids.max() >= 2**31):
         raise InvalidRequestError(NO_TOKEN, param="model_input")
     return ids.astype("<i4").tobytes()

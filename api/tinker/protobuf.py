@@ -9,12 +9,14 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
 
-from api.tinker.bodies import check_dense, dense, loss_named, tokens_of
+from api.tinker.bodies import GivenDatum, GivenPass, TensorBody, check_dense, dense, loss_named
+from api.tinker.prompts import ImageChunk, Piece, whole
 from shared.errors import InvalidRequestError, UnsupportedParameterError
-from shared.learners import Datum, Pass, PassDone, Values
+from shared.learners import PassDone, Values
 
 _TYPES = descriptor_pb2.FieldDescriptorProto
 _SCALARS = {
@@ -32,7 +34,8 @@ _MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
     "Tensor": {"dense": (1, "bytes"), "sparse_csr": (2, "SparseCsr"), "dtype": (3, "int32"), "shape": (4, "*int64")},
     "EncodedText": {"tokens": (1, "bytes")},
     "Other": {},
-    "Chunk": {"encoded_text": (1, "EncodedText"), "image": (2, "Other"), "dmel": (3, "Other")},
+    "Image": {"data": (1, "bytes"), "expected_tokens": (3, "?int32"), "override_dimensions": (4, "Other")},
+    "Chunk": {"encoded_text": (1, "EncodedText"), "image": (2, "Image"), "dmel": (3, "Other")},
     "Input": {"key": (1, "string"), "value": (2, "Tensor")},
     "Datum": {"model_input": (1, "*Chunk"), "loss_fn_inputs": (2, "*Input")},
     "Constant": {"key": (1, "string"), "value": (2, "double")},
@@ -72,14 +75,17 @@ _MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
         "logprobs": (3, "?bytes"),
         "topk_sampled_logprobs": (4, "TopkLogprobs"),
     },
+    "PromptAltTokens": {"tokens": (1, "Tensor"), "logprobs": (2, "Tensor")},
     "SampleResponse": {
         "sequences": (1, "*SampledSequence"),
         "prompt_logprobs": (2, "?bytes"),
         "topk_prompt_logprobs": (3, "TopkLogprobs"),
         "prompt_cache_hit_tokens": (4, "int32"),
+        "target_prompt_logprobs": (5, "Tensor"),
+        "prompt_alt_tokens": (6, "PromptAltTokens"),
     },
 }
-_FLOAT32, _INT64 = 1, 2
+_FLOAT32, _INT64, _INT32 = 1, 2, 3
 _NUMPY = {_FLOAT32: "<f4", _INT64: "<i8"}
 _NO_LOGPROB = -99999.0  # of an empty place of a top-k
 
@@ -109,15 +115,7 @@ def _classes() -> dict[str, Any]:
 _MESSAGE = _classes()
 
 
-class AskedPass(NamedTuple):
-    """A pass, and which learner's which it is."""
-
-    model_id: str
-    seq_id: int
-    request: Pass
-
-
-def read_pass(body: bytes) -> AskedPass:
+def read_pass(body: bytes) -> GivenPass:
     """The body of forward_backward; InvalidRequestError when it is none."""
     message = _MESSAGE["ForwardBackwardRequest"]()
     try:
@@ -137,20 +135,27 @@ def read_pass(body: bytes) -> AskedPass:
             data.append(_datum(datum))
         except ValueError as error:
             raise InvalidRequestError(f"invalid 'data[{index}]': {error}", param=f"data[{index}]") from error
-    request = Pass(tuple(data), loss_named(message.loss_fn), constants, not message.forward_only)
+    loss = loss_named(message.loss_fn)
     if message.seq_id < 1:
         raise InvalidRequestError("a request's number is 1 or more", param="seq_id")
-    return AskedPass(message.model_id, message.seq_id, request)
+    return GivenPass(message.model_id, message.seq_id, data, loss, constants, not message.forward_only)
 
 
-def _datum(message: Any) -> Datum:
-    pieces = []
-    for chunk in message.model_input:
-        if not chunk.HasField("encoded_text"):
-            raise UnsupportedParameterError("a chunk that is no text is not supported", param="chunks")
-        pieces.append(np.frombuffer(chunk.encoded_text.tokens, "<i4"))
-    ids = np.concatenate(pieces).astype(np.int64) if pieces else np.zeros(0, np.int64)
-    return Datum(tokens_of(ids), {each.key: _values(each.value) for each in message.loss_fn_inputs})
+def _datum(message: Any) -> GivenDatum:
+    pieces = list(map(_piece, message.model_input))
+    return GivenDatum(whole(pieces), {each.key: _values(each.value) for each in message.loss_fn_inputs})
+
+
+def _piece(chunk: Any) -> Piece:
+    if chunk.HasField("encoded_text"):
+        return np.frombuffer(chunk.encoded_text.tokens, "<i4")
+    if not chunk.HasField("image"):
+        raise UnsupportedParameterError("a chunk that is no text and no image is not supported", param="chunks")
+    image = chunk.image
+    if image.HasField("override_dimensions"):
+        raise UnsupportedParameterError("an image is seen in its own size", param="override_dimensions")
+    expected = image.expected_tokens if image.HasField("expected_tokens") else None
+    return ImageChunk(expected, data=image.data)
 
 
 def _values(tensor: Any) -> Values:
@@ -200,10 +205,19 @@ class Sampled(NamedTuple):
     top: Top
 
 
-def sample_bytes(
-    sequences: Sequence[Sampled], k: int, prompt: Sequence[float | None] | None, prompt_top: Top, prompt_k: int
-) -> bytes:
-    """A SampleResponse; log-probabilities of the prompt only where there are some."""
+class PromptSaid(NamedTuple):
+    """What is told of a prompt: its own tokens', the likeliest ones, those that were named, those that were drawn."""
+
+    logprobs: Sequence[float | None] | None
+    top: Top
+    top_k: int
+    targets: tuple[TensorBody, npt.NDArray[np.float32]] | None
+    drawn: Top
+    drawn_k: int
+
+
+def sample_bytes(sequences: Sequence[Sampled], k: int, prompt: PromptSaid) -> bytes:
+    """A SampleResponse; of the prompt only what was asked for."""
     message = _MESSAGE["SampleResponse"]()
     for each in sequences:
         made = message.sequences.add(stop_reason=0 if each.stopped else 1)
@@ -211,12 +225,34 @@ def sample_bytes(
         made.logprobs = np.array(each.logprobs, "<f4").tobytes()
         if k:
             made.topk_sampled_logprobs.CopyFrom(_top(each.top, k))
-    if prompt is not None:
-        message.prompt_logprobs = np.array([np.nan if p is None else p for p in prompt], "<f4").tobytes()
-    if prompt_k:
-        message.topk_prompt_logprobs.CopyFrom(_top(prompt_top, prompt_k))
+    if prompt.logprobs is not None:
+        message.prompt_logprobs = np.array([np.nan if p is None else p for p in prompt.logprobs], "<f4").tobytes()
+    if prompt.top_k:
+        message.topk_prompt_logprobs.CopyFrom(_top(prompt.top, prompt.top_k))
+    if prompt.targets is not None:
+        message.target_prompt_logprobs.CopyFrom(_like(*prompt.targets))
+    if prompt.drawn_k:
+        shape = [len(prompt.drawn), prompt.drawn_k]
+        ids = np.array([[token for token, _ in row] for row in prompt.drawn], "<i4")
+        logprobs = np.array([[logprob for _, logprob in row] for row in prompt.drawn], "<f4")
+        for tensor, values in ((message.prompt_alt_tokens.tokens, ids), (message.prompt_alt_tokens.logprobs, logprobs)):
+            tensor.dense, tensor.dtype = values.tobytes(), _INT32 if values is ids else _FLOAT32
+            tensor.shape.extend(shape)
     encoded: bytes = message.SerializeToString()
     return encoded
+
+
+def _like(asked: TensorBody, values: npt.NDArray[np.float32]) -> Any:
+    """A Tensor of these values in the layout of what was asked."""
+    tensor = _MESSAGE["Tensor"](dtype=_FLOAT32, shape=asked.shape or [])
+    data = values.astype("<f4").tobytes()
+    if asked.sparse_crow_indices is None:
+        tensor.dense = data
+        return tensor
+    tensor.sparse_csr.values = data
+    tensor.sparse_csr.crow_indices = np.array(asked.sparse_crow_indices, "<i8").tobytes()
+    tensor.sparse_csr.col_indices = np.array(asked.sparse_col_indices, "<i8").tobytes()
+    return tensor
 
 
 def _top(rows: Top, k: int) -> Any:

@@ -25,12 +25,21 @@ from api.http.errors import error_responses, from_validation, json_reply
 from api.ring.caller import client
 from api.ring.ring import Ring, TheRing
 from api.ring.room import aside
+from api.tinker.asked_tokens import AskedTokens
 from api.tinker.bodies import SampleBody, SamplerBody
 from api.tinker.names import ID, SavePath, keeper, sampler_of, session_named, spec_named
-from api.tinker.protobuf import Sampled, Top, sample_bytes
+from api.tinker.prompts import seen_prompt, text_of
+from api.tinker.protobuf import PromptSaid, Sampled, Top, sample_bytes
 from shared.adapters import version_id
-from shared.errors import InvalidRequestError, NotFoundError, ParallmError, UnsupportedModelError
+from shared.errors import (
+    InvalidRequestError,
+    NotFoundError,
+    ParallmError,
+    UnsupportedModelError,
+    UnsupportedParameterError,
+)
 from shared.frames import TokenEvent, TokenLogprob
+from shared.images.refs import ImageRef
 from shared.redis.queue.named_requests import NamedRequests
 from shared.redis.training.tinker_store import TinkerSample, TinkerSampler
 from shared.token_events import join
@@ -66,12 +75,12 @@ async def asample(body: SampleBody, ring: TheRing) -> Response:
         raise InvalidRequestError("a sample has a 'sampling_session_id' and a 'seq_id'", param="sampling_session_id")
     sampler = await _known(ring, body.sampling_session_id)
     id = f"{sampler.id}:sample:{body.seq_id}"
-    work = await _work(ring, sampler, body, id)
+    work, tokens = await _work(ring, sampler, body, id)
     who = keeper()
     if await ring.tinker.put(who, id, TinkerSample(ring.api_id), new=True):
         token = client.set(None)  # the sample does not end with this request
         try:
-            task = asyncio.create_task(_draw(ring, who, id, work, body))
+            task = asyncio.create_task(_draw(ring, who, id, work, body, tokens))
         finally:
             client.reset(token)
         name = f"{who}/{id}"
@@ -124,7 +133,7 @@ def _own(ring: Ring, target: Target) -> Target:
     return target
 
 
-async def _work(ring: Ring, sampler: TinkerSampler, body: SampleBody, id: str) -> Work:
+async def _work(ring: Ring, sampler: TinkerSampler, body: SampleBody, id: str) -> tuple[Work, AskedTokens]:
     params = body.sampling_params
     stops = params.stop
     fields: dict[str, Any] = {
@@ -146,16 +155,27 @@ async def _work(ring: Ring, sampler: TinkerSampler, body: SampleBody, id: str) -
     if body.prompt_logprobs or body.topk_prompt_logprobs:
         fields["prompt_logprobs"] = body.topk_prompt_logprobs
     target = _own(ring, await find_target(ring, sampler.base_model, sampler.adapter, session=""))
+    card = target.served.card
+    pieces = await aside(body.prompt.pieces)
+    ids, images = text_of(pieces), tuple[ImageRef, ...]()
+    if ids is None:
+        for name in ("prompt_logprobs", "topk_prompt_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k"):
+            if getattr(body, name):
+                raise UnsupportedParameterError("it does not go with images", param=name)
+        ids, images, _ = await seen_prompt(ring, card, target.served.codec, pieces, "prompt")
+    tokens = await aside(AskedTokens.of, body, len(ids), card.vocab_size)
     asked = Asked(
         endpoint="completions",
-        prompts=[await aside(body.prompt.ids)],
+        prompts=[list(ids)],
         max_tokens=params.max_tokens,
-        default_tokens=target.served.card.context_length,
+        default_tokens=card.context_length,
         clamp=params.max_tokens is None,
         logprobs=body.topk_sample_logprobs or None,
+        images=images,
+        image_token=0 if card.vision is None else card.vision.image_token_id,
     )
     work, _ = await plan(ring, await aside(_fields, fields), target, asked)
-    return work
+    return await aside(tokens.put_into, work, body), tokens
 
 
 def _fields(given: dict[str, Any]) -> SamplingFields:
@@ -165,11 +185,11 @@ def _fields(given: dict[str, Any]) -> SamplingFields:
         raise from_validation(error.errors(include_url=False)) from None
 
 
-async def _draw(ring: Ring, who: str, id: str, work: Work, body: SampleBody) -> None:
+async def _draw(ring: Ring, who: str, id: str, work: Work, body: SampleBody, tokens: AskedTokens) -> None:
     """Sample, and keep the result or why there is none."""
     try:
         gathered = await gather_all(ring, work)
-        result = TinkerSample(ring.api_id, "done", await aside(_result, gathered, body))
+        result = TinkerSample(ring.api_id, "done", await aside(_result, gathered, body, tokens))
     except asyncio.CancelledError:
         return
     except ParallmError as error:
@@ -182,7 +202,7 @@ async def _draw(ring: Ring, who: str, id: str, work: Work, body: SampleBody) -> 
         await ring.tinker.put(who, id, result)
 
 
-def _result(gathered: Sequence[list[TokenEvent]], body: SampleBody) -> bytes:
+def _result(gathered: Sequence[list[TokenEvent]], body: SampleBody, tokens: AskedTokens) -> bytes:
     wholes = [join(events) for events in gathered]
     sequences = [
         Sampled(
@@ -193,9 +213,18 @@ def _result(gathered: Sequence[list[TokenEvent]], body: SampleBody) -> bytes:
         )
         for whole in wholes
     ]
-    prompt = wholes[0].prompt_logprobs if body.prompt_logprobs else None
-    tops = _top(wholes[0].prompt_top_logprobs) if body.topk_prompt_logprobs else ()
-    return sample_bytes(sequences, body.topk_sample_logprobs, prompt, tops, body.topk_prompt_logprobs)
+    first, top_k = wholes[0], body.topk_prompt_logprobs
+    told = first.prompt_others or [[] for _ in first.prompt_logprobs or ()]
+    targets = None if tokens.targets is None else (tokens.targets, tokens.logprobs(told))
+    prompt = PromptSaid(
+        first.prompt_logprobs if body.prompt_logprobs else None,
+        _top(first.prompt_top_logprobs) if top_k else (),
+        top_k,
+        targets,
+        _top(tokens.drawn(told)) if tokens.draws else (),
+        tokens.draws,
+    )
+    return sample_bytes(sequences, body.topk_sample_logprobs, prompt)
 
 
 def _top(rows: list[list[TokenLogprob]] | None) -> Top:

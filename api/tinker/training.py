@@ -22,6 +22,8 @@ from api.ring.ring import Ring, TheRing
 from api.ring.room import aside
 from api.tinker.bodies import (
     ExternalBody,
+    GivenDatum,
+    GivenPass,
     LoadBody,
     LoraBody,
     Metadata,
@@ -31,19 +33,29 @@ from api.tinker.bodies import (
     PublishBody,
     SaveBody,
     StepBody,
+    tokens_of,
 )
 from api.tinker.names import INFLIGHT, SavePath, adapter_of, keeper, learner_of, session_named, spec_named
-from api.tinker.protobuf import AskedPass, read_pass
+from api.tinker.prompts import ImageChunk, seen_prompt, text_of
+from api.tinker.protobuf import read_pass
 from shared import learners
 from shared.adapters import LoraKind
-from shared.errors import ConflictError, InvalidRequestError, ServiceUnavailableError, UnsupportedParameterError
-from shared.learners import Begin, LearnerSpec, Load, Publish, Save, checked
+from shared.errors import (
+    ConflictError,
+    InvalidRequestError,
+    ServiceUnavailableError,
+    UnsupportedModelError,
+    UnsupportedParameterError,
+)
+from shared.learners import Begin, Datum, LearnerSpec, Load, Pass, Publish, Save, checked
 from shared.redis import keys
 from shared.sequences import ModelCard
 
 router = APIRouter(tags=["tinker"], prefix="/api/v1", route_class=BodyRoute)
 ERRORS = error_responses(400, 404, 409, 429, 503)
 ALPHA = 32.0  # of LoRA, whatever the rank, as in Tinker
+MOST_IMAGES = 1024  # of a pass
+MOST_PIXELS = 1 << 26  # of a pass's images as the model sees them: a service holds their tiles, 3 bytes each
 _KIND = "lora_kind"  # in a learner's metadata
 _KIND_PARAM = f"user_metadata.{_KIND}"
 
@@ -172,21 +184,58 @@ async def unload_model(body: ModelId, ring: TheRing) -> Response:
     return json_reply({"request_id": f"{spec.id}:0", "model_id": spec.id})
 
 
-async def _pass(ring: Ring, asked: AskedPass) -> Response:
+async def _pass(ring: Ring, asked: GivenPass) -> Response:
     spec = await spec_named(ring, asked.model_id)
-    card, _ = await ring.known(spec.model)
-    await aside(checked, asked.request, card.vocab_size, card.context_length)
-    return await _placed(ring, spec.id, asked.seq_id, asked.request)
+    card, codec = await ring.known(spec.model)
+    data, files = await aside(_texts, asked.data), dict[bytes, bytes]()
+    if any(datum is None for datum in data):
+        await _check_seen(ring, spec, card, asked.data)
+        pixels = 0
+
+        async def keep(sha256: bytes, file: bytes) -> None:
+            files[sha256] = file
+
+        for at, datum in enumerate(asked.data):
+            if data[at] is None:
+                where = f"data[{at}].model_input"
+                prompt = await seen_prompt(ring, card, codec, datum.pieces, where, keep)
+                data[at] = Datum(tokens_of(prompt.ids), datum.inputs, prompt.images)
+                pixels += prompt.pixels
+                if pixels > MOST_PIXELS:
+                    raise _too_many(f"{MOST_PIXELS} pixels, as the model sees them", where)
+    whole = tuple(datum for datum in data if datum is not None)
+    request = Pass(whole, asked.loss, asked.constants, asked.backward, files)
+    await aside(checked, request, card.vocab_size, card.context_length)
+    return await _placed(ring, spec.id, asked.seq_id, request)
 
 
-def _read_json(body: bytes, backward: bool) -> AskedPass:
+def _texts(data: list[GivenDatum]) -> list[Datum | None]:
+    """Those of text alone; None for others."""
+    texts = ((text_of(datum.pieces), datum.inputs) for datum in data)
+    return [None if ids is None else Datum(tokens_of(ids), inputs) for ids, inputs in texts]
+
+
+async def _check_seen(ring: Ring, spec: LearnerSpec, card: ModelCard, data: list[GivenDatum]) -> None:
+    """Before images are read; UnsupportedModelError when nobody learns from them."""
+    service = await ring.learners.service(spec.model)
+    if card.vision is not None and service is not None and not service.sees:
+        raise UnsupportedModelError(f"the training service of '{spec.model}' does not learn from images", param="data")
+    if sum(isinstance(piece, ImageChunk) for datum in data for piece in datum.pieces) > MOST_IMAGES:
+        raise _too_many(str(MOST_IMAGES), "data")
+
+
+def _too_many(most: str, where: str) -> InvalidRequestError:
+    return InvalidRequestError(f"the images of a pass are at most {most}: send fewer data at a time", param=where)
+
+
+def _read_json(body: bytes, backward: bool) -> GivenPass:
     try:
         parsed = PassBody.model_validate(msgspec.json.decode(body))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequestError(f"the body is not valid JSON: {error}") from error
     except ValidationError as error:
         raise from_validation(error.errors(include_url=False)) from None
-    return AskedPass(parsed.model_id, parsed.seq_id, parsed.request(backward=backward))
+    return parsed.given(backward=backward)
 
 
 async def _placed(ring: Ring, learner: str, number: int, request: learners.Request, more: str = "") -> Response:

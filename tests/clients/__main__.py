@@ -32,6 +32,7 @@ NEEDS = {
     "openai_agents_sessions": "agents",
     "train_loggers": "trackio",
     "tinker_train": "tinker",
+    "images_tinker": "tinker",
     "tinker_recipes": "tinker_cookbook",
 }
 APART = {
@@ -118,7 +119,11 @@ def main() -> int:
     ):
         passed = [run(script, python, arguments.node, server.url) for script in chosen if script not in seeing]
         if seeing:  # behind the others, which expect one model
-            with beside(server, "worker", EYES, r"worker\.ready"):
+            learns = any(path.stem == "images_tinker" for path in seeing)
+            with (
+                beside(server, "worker", EYES, r"worker\.ready"),
+                beside(server, "trainer.service", EYES, r"learners\.ready") if learns else contextlib.nullcontext(),
+            ):
                 passed += [run(script, python, arguments.node, server.url) for script in seeing]
     print(f"{sum(passed)} passed, {len(passed) - sum(passed)} failed")
     return 0 if all(passed) else 1

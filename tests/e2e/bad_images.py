@@ -127,8 +127,8 @@ def made(dice: random.Random) -> Sent:
     return Sent(kind, KINDS[kind](dice), dice.choice(TYPES))
 
 
-def bodies(model: str, sent: Sent) -> list[tuple[str, dict[str, Any]]]:
-    """The same picture in each way that it may be sent."""
+def bodies(model: str, sent: Sent, sampler: str = "", number: int = 0) -> list[tuple[str, dict[str, Any]]]:
+    """The same picture in each way that it may be sent; `sampler`: one of Tinker's, and its next sample's number."""
     text = base64.b64encode(sent.data).decode()
     url, ask = f"data:{sent.declared};base64,{text}", "What is it?"
     common = {"model": model, "temperature": 0}
@@ -137,6 +137,8 @@ def bodies(model: str, sent: Sent) -> list[tuple[str, dict[str, Any]]]:
     theirs = sent.declared if sent.declared in TYPES[:2] else TYPES[0]  # others are refused before the file is read
     source = {"type": "base64", "media_type": theirs, "data": text}
     block = [{"type": "image", "source": source}, {"type": "text", "text": ask}]
+    chunks = [{"type": "image", "data": text, "format": "png"}, {"type": "encoded_text", "tokens": [5]}]
+    sample = {"prompt": {"chunks": chunks}, "sampling_params": {"max_tokens": 3}, "num_samples": 2}
     return [
         ("/v1/chat/completions", {**common, "max_tokens": 3, "messages": [{"role": "user", "content": chat}]}),
         (
@@ -145,6 +147,7 @@ def bodies(model: str, sent: Sent) -> list[tuple[str, dict[str, Any]]]:
         ),
         ("/v1/messages", {**common, "max_tokens": 3, "messages": [{"role": "user", "content": block}]}),
         ("/v1/jobs", {"kind": "generate", **common, "max_tokens": 3, "prompts": [[{"role": "user", "content": chat}]]}),
+        ("/api/v1/asample", {"sampling_session_id": sampler, "seq_id": number, **sample}),
     ]
 
 
@@ -154,8 +157,8 @@ async def attack(url: str, model: str, pictures: int, seed: int = 17, at_once: i
     good = Sent("good", written(drawn(random.Random(1)).convert("RGB"), "PNG"))
     said = set[str]()
 
-    async def send(client: httpx.AsyncClient, sent: Sent, way: int) -> None:
-        path, body = bodies(model, sent)[0 if sent.kind == "good" else way]
+    async def send(client: httpx.AsyncClient, sent: Sent, way: int, number: int) -> None:
+        path, body = bodies(model, sent, sampler, number)[0 if sent.kind == "good" else way]
         try:
             answer = await client.post(path, content=json.dumps(body), headers={"Content-Type": "application/json"})
         finally:
@@ -172,10 +175,14 @@ async def attack(url: str, model: str, pictures: int, seed: int = 17, at_once: i
             said.add(answer.json()["choices"][0]["message"]["content"])
 
     async with httpx.AsyncClient(base_url=url, timeout=120) as client, asyncio.TaskGroup() as group:
-        for _ in range(pictures):
+        session = (await client.post("/api/v1/create_session", json={})).json()["session_id"]
+        asked = {"session_id": session, "sampling_session_seq_id": 0, "base_model": model}
+        made_sampler = await client.post("/api/v1/create_sampling_session", json=asked)
+        sampler = made_sampler.json()["sampling_session_id"]
+        for number in range(pictures):
             await turn.acquire()
             sent = good if dice.random() < GOOD else made(dice)
-            group.create_task(send(client, sent, dice.randrange(4)))
+            group.create_task(send(client, sent, dice.randrange(5), number))
     assert len(said) == 1, f"one picture, several answers: {said}"
     return counts
 

@@ -4,6 +4,7 @@ import asyncio
 import base64
 import contextlib
 import io
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
+import numpy as np
 import openai
 import pytest
 from openai import OpenAI
@@ -18,6 +20,7 @@ from PIL import Image
 
 pytest.importorskip("mlx_vlm")
 
+from api.tinker.protobuf import _MESSAGE
 from tests.e2e.bad_images import Sent, attack, bodies
 from tests.e2e.rings import MODEL, Ring, ring
 from tests.engine.vision_models import alone, codec, picture, png, whole_model, write_vision_model
@@ -30,7 +33,7 @@ INPUTS = ("input_tokens", "cache_read_input_tokens", "cache_creation_input_token
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ring]:
     folder = write_vision_model(tmp_path_factory.mktemp("model") / MODEL)
-    with ring(tmp_path_factory.mktemp("ring"), "--model", str(folder)) as started:
+    with ring(tmp_path_factory.mktemp("ring"), "--model", str(folder), "--learners", "2") as started:
         yield started
 
 
@@ -179,6 +182,132 @@ def test_anthropics_messages_see_the_same_images(client: OpenAI, served: Ring) -
     content[1]["source"]["data"] = "AAAA"
     refused = httpx.post(served.url + "/v1/messages", json=asked)
     assert refused.status_code == 400 and refused.json()["error"]["message"].startswith("messages[0].content[1]: ")
+
+
+class Tinker:
+    """Its routes as the JSON of its SDK has them (tests/clients has the SDK itself)."""
+
+    def __init__(self, served: Ring) -> None:
+        self._url = served.url + "/api/v1/"
+        self.session = self.ask("create_session")["session_id"]
+        named = {"session_id": self.session, "sampling_session_seq_id": 0, "base_model": MODEL}
+        self.sampler = self.ask("create_sampling_session", **named)["sampling_session_id"]
+        self._samples = itertools.count()
+
+    def ask(self, route: str, status: int = 200, **body: Any) -> dict[str, Any]:
+        answer = httpx.post(self._url + route, json=body, timeout=60)
+        assert answer.status_code == status, answer.text
+        found: dict[str, Any] = answer.json()
+        return found
+
+    def done(self, placed: dict[str, Any]) -> httpx.Response:
+        """What comes of it; the SDK polls in this way."""
+        while True:
+            asked = {"request_id": placed["request_id"]}
+            answer = httpx.post(self._url + "retrieve_future", json=asked, timeout=60)
+            if answer.status_code != 408:
+                return answer
+
+    def sample(self, chunks: list[dict[str, Any]], status: int = 200, **more: Any) -> dict[str, Any]:
+        params = {"max_tokens": 6, "temperature": 0, "stop": []}
+        named = {"sampling_session_id": self.sampler, "seq_id": next(self._samples), "sampling_params": params}
+        return self.ask("asample", status, prompt={"chunks": chunks}, **named, **more)
+
+
+def chunks_of(ids: list[int], image: dict[str, Any]) -> list[dict[str, Any]]:
+    """A chat's prompt with a chunk in the place of what its template has written for the image."""
+    fake = codec().token_to_id("<fake_token_around_image>")
+    places = [at for at, token in enumerate(ids) if token == fake]
+    start, end = places[0], places[-1] + 1
+    texts = [{"type": "encoded_text", "tokens": each} for each in (ids[:start], ids[end:])]
+    return [texts[0], {**image, "expected_tokens": end - start}, texts[1]]
+
+
+def image_chunk(seed: int) -> dict[str, Any]:
+    return {"type": "image", "data": base64.b64encode(png(picture(seed))).decode(), "format": "png"}
+
+
+def test_tinkers_samples_and_passes_see_what_a_chat_sees(client: OpenAI, served: Ring) -> None:
+    chat, tinker = ask(client, "What?", shown(1), "Say.", max_tokens=6), Tinker(served)
+    prompt, said = list(chat.prompt_token_ids), list(chat.choices[0].token_ids)
+    chunks = chunks_of(prompt, image_chunk(1))
+    message = _MESSAGE["SampleResponse"]()
+    message.ParseFromString(tinker.done(tinker.sample(chunks, num_samples=2)).content)
+    for sequence in message.sequences:
+        assert np.frombuffer(sequence.tokens, "<i4").tolist()[: len(said)] == said
+    model = {"session_id": tinker.session, "model_seq_id": 0, "base_model": MODEL, "lora_config": {"rank": 4}}
+    made = tinker.ask("create_model", **model)
+    whole = [*prompt, 7, 8, 9]
+    tensors = {
+        "target_tokens": {"data": whole[1:], "dtype": "int64"},
+        "weights": {"data": [0.0] * (len(prompt) - 1) + [1.0] * 3, "dtype": "float32"},
+    }
+    chunks[-1]["tokens"] += [7, 8]
+    datum = {"model_input": {"chunks": chunks}, "loss_fn_inputs": tensors}
+    numbers, losses = itertools.count(1), []
+
+    def asked(**datum: Any) -> dict[str, Any]:
+        given = {"data": [datum], "loss_fn": "cross_entropy"}
+        return {"model_id": made["model_id"], "seq_id": next(numbers), "forward_backward_input": given}
+
+    for _ in range(3):
+        placed = tinker.ask("forward_backward", **asked(**datum))
+        stepped = {"model_id": made["model_id"], "seq_id": next(numbers), "adam_params": {"learning_rate": 0.01}}
+        assert "metrics" in tinker.done(tinker.ask("optim_step", **stepped)).json()
+        losses.append(tinker.done(placed).json()["metrics"]["loss:sum"])
+    assert losses[2] < losses[1] < losses[0]
+    other = {"chunks": [image_chunk(2) if each["type"] == "image" else each for each in chunks]}
+    placed = tinker.ask("forward", **asked(model_input=other, loss_fn_inputs=tensors))
+    assert tinker.done(placed).json()["metrics"]["loss:sum"] != pytest.approx(losses[2], rel=1e-3)
+
+
+def test_tinkers_bad_chunks_are_refused_by_name_and_cost_no_number(client: OpenAI, served: Ring) -> None:
+    prompt, tinker = list(ask(client, "What?", shown(1), "Say.").prompt_token_ids), Tinker(served)
+    chunks = chunks_of(prompt, image_chunk(1))
+    count, last = chunks[1]["expected_tokens"], chunks[-1]["tokens"]
+
+    def with_chunk(**changes: Any) -> list[dict[str, Any]]:
+        return [chunks[0], {**chunks[1], **changes}, chunks[2]]
+
+    pointer = {"type": "image_asset_pointer", "format": "png"}
+    many = [each for _ in range(17) for each in (chunks[1], chunks[2])]
+    huge = base64.b64encode(bytes(11 << 20)).decode()
+    bad: list[tuple[str, list[dict[str, Any]]]] = [
+        (f"comes to {count} tokens", with_chunk(expected_tokens=count - 1)),
+        ("prompt.chunks[1]", with_chunk(data="AAAA")),
+        ("damaged", with_chunk(data="@")),
+        ("--max-image-bytes", with_chunk(data=huge, expected_tokens=None)),
+        ("17 images", many),
+        ("https", [{**pointer, "location": "file:///etc/passwd"}, chunks[2]]),
+        ("does not fetch", [{**pointer, "location": "https://169.254.169.254/a.png"}, chunks[2]]),
+        ("cannot be told", [{"type": "encoded_text", "tokens": prompt}, *chunks]),
+        ("format", with_chunk(format="svg")),
+        ("expected_tokens", with_chunk(expected_tokens=-1)),
+        ("dmel", with_chunk(type="dmel")),
+        ("takes up to", [chunks[0], chunks[1], {"type": "encoded_text", "tokens": last * 4000}]),
+    ]
+    for words, given in bad:
+        refused = tinker.sample(given, 400)["error"]
+        assert words in refused["message"] or words in str(refused["param"]), (words, refused)
+    assert "images" in tinker.sample(chunks, 400, prompt_logprobs=True)["error"]["message"]
+    model = {"session_id": tinker.session, "model_seq_id": 0, "base_model": MODEL, "lora_config": {"rank": 4}}
+    made = tinker.ask("create_model", **model)["model_id"]
+    tensors = {
+        "target_tokens": {"data": prompt, "dtype": "int64"},
+        "weights": {"data": [1.0] * len(prompt), "dtype": "float32"},
+    }
+    for words, given in [*bad[:4], *bad[5:10], ("target_tokens of shape", chunks[1:])]:
+        datum = {"model_input": {"chunks": given}, "loss_fn_inputs": tensors}
+        asked = {"data": [datum], "loss_fn": "cross_entropy"}
+        refused = tinker.ask("forward_backward", 400, model_id=made, seq_id=1, forward_backward_input=asked)["error"]
+        assert words in refused["message"] or words.removeprefix("prompt.") in str(refused["param"]), (words, refused)
+    datum = {"model_input": {"chunks": chunks}, "loss_fn_inputs": tensors}
+    asked = {"data": [datum], "loss_fn": "cross_entropy"}
+    placed = tinker.ask("forward_backward", model_id=made, seq_id=1, forward_backward_input=asked)
+    assert "loss:sum" in tinker.done(placed).json()["metrics"]
+    begun = tinker.sample(chunks, num_samples=4)
+    tinker.ask("cancel_future", request_id=begun["request_id"])
+    assert tinker.done(begun).status_code == 410
 
 
 async def test_damaged_pictures_among_good_ones_are_answered_and_lose_nobody(served: Ring) -> None:

@@ -114,3 +114,71 @@ def test_prompt_logprobs_are_not_sent_again_after_a_takeover(bench: Bench) -> No
     bench.submit(spec("a", prompt_of(2), prompt_logprobs=0), prior=prior, attempt=2)
     bench.run()
     assert all(event.prompt_logprobs is None for event in bench.events["a"])
+
+
+@pytest.mark.parametrize("chunk", [7, 512])
+def test_a_prompts_last_logprobs_cost_no_more_than_they_need(llama: LoadedModel, chunk: int) -> None:
+    prompt, bench = prompt_of(90), Bench(llama, prefill_chunk=chunk)
+    bench.submit(spec("before", prompt_of(90), max_tokens=1))
+    bench.run()
+    spy = SpiedModel.inside(bench)
+    bench.submit(spec("last", prompt, max_tokens=1, prompt_logprobs=2, prompt_logprobs_last=5))
+    bench.run()
+    event, expected = bench.events["last"][0], full_logprobs(llama, prompt)
+    assert event.prompt_logprobs is not None and event.prompt_top_logprobs is not None
+    assert event.prompt_logprobs[:85] == [None] * 85 and event.prompt_top_logprobs[:85] == [[]] * 85
+    chosen = [expected[place][prompt[place + 1]] for place in range(84, 89)]
+    assert np.allclose(event.prompt_logprobs[85:], chosen, atol=1e-4)
+    for got, place in zip(event.prompt_top_logprobs[85:], range(84, 89), strict=True):
+        assert_top(got, expected[place], 2)
+    assert bench.finish("last").cached_tokens >= 64 and sum(spy.fed) <= 90 - 64
+
+
+def test_prompts_of_one_text_may_ask_for_other_parts_of_it(model: LoadedModel) -> None:
+    prompt, bench = prompt_of(40), Bench(model)
+    bench.submit(
+        spec("last", prompt, prompt_logprobs=0, prompt_logprobs_last=3),
+        spec("whole", prompt, prompt_logprobs=1),
+        spec("named", prompt, prompt_logprobs=0, prompt_logprobs_last=1, prompt_named=((), (), (5, 9), (5,))),
+    )
+    bench.run()
+    last, whole, named = (bench.events[seq][0] for seq in ("last", "whole", "named"))
+    assert last.prompt_logprobs is not None and whole.prompt_logprobs is not None and named.prompt_logprobs is not None
+    assert last.prompt_logprobs == [None] * 37 + whole.prompt_logprobs[37:]
+    assert named.prompt_logprobs == [None] * 39 + whole.prompt_logprobs[39:]
+    assert named.prompt_others is not None and len(named.prompt_others) == 40
+    expected = full_logprobs(model, prompt)
+    assert [[each.token for each in row] for row in named.prompt_others[:5]] == [[], [], [], [5, 9], [5]]
+    assert np.allclose([each.logprob for each in named.prompt_others[3]], expected[2][[5, 9]], atol=1e-4)
+    assert np.allclose(named.prompt_others[4][0].logprob, expected[3][5], atol=1e-4)
+    assert last.prompt_others is None and whole.prompt_others is None
+
+
+def test_tokens_drawn_in_a_prompts_places_follow_the_models_chances(llama: LoadedModel) -> None:
+    prompt, many = [5, 9, 5], 2000
+    asked = spec("a", prompt, max_tokens=1, seed=3, temperature=0.7, prompt_logprobs=0, prompt_draws=many)
+    greedy = spec("g", prompt, max_tokens=1, prompt_logprobs=0, prompt_draws=2)
+    whole = Bench(llama)
+    whole.submit(asked, greedy)
+    whole.run()
+    pieces = Bench(llama, prefill_chunk=1)
+    pieces.submit(asked)
+    pieces.run()
+    drawn = whole.events["a"][0].prompt_others
+    assert drawn is not None and drawn[0] == [] and [len(row) for row in drawn[1:]] == [many] * 2
+    again = pieces.events["a"][0].prompt_others
+    assert again is not None and [[t.token for t in row] for row in again] == [[t.token for t in row] for row in drawn]
+    best = whole.events["g"][0].prompt_others
+    logprobs = full_logprobs(llama, prompt)
+    for place in range(2):
+        tempered = np.exp(logprobs[place] / 0.7)
+        chances = tempered / tempered.sum()
+        told = {each.token: each.logprob for each in drawn[place + 1]}
+        assert np.allclose(list(told.values()), logprobs[place][list(told)], atol=1e-4)
+        counts = np.bincount([each.token for each in drawn[place + 1]], minlength=len(chances))
+        # Pearson's statistic over tokens that are to be expected: mean their number, deviation sqrt(2 of it).
+        common = chances * many >= 5
+        off = ((counts - many * chances)[common] ** 2 / (many * chances)[common]).sum()
+        assert off < common.sum() + 6 * np.sqrt(2 * common.sum())
+        assert best is not None
+        assert {each.token for each in best[place + 1]} == {int(logprobs[place].argmax())}

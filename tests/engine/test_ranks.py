@@ -44,6 +44,7 @@ LEARNED = {  # how a learner learns, and on what
     "ppo": ("llama", {}), "sft": ("llama", {}), "dpo": ("gpt_oss", {}), "distill": ("qwen3_moe", {}),
     "pairs": ("llama", {}), "vectors": ("quantised", {}),  # of a head
     "grpo, samples divided": ("qwen3_moe", {"sharding": "data"}),
+    "ppo, samples divided": ("llama", {"sharding": "data"}),
     "sft, examples divided": ("quantised", {"sharding": "data"}),
     "dpo, pairs divided": ("llama", {"sharding": "data"}),
     "distill, rows divided": ("llama", {"sharding": "data"}),

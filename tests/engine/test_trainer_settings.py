@@ -163,7 +163,6 @@ def test_rollouts_that_are_tempered_or_filtered_come_with_the_samplers_own_logpr
         (["--mode", "distill", "--dataset", "x"], "--mode distill needs a --teacher"),
         (["--mode", "distill", "--dataset", "x", "--teacher", "a@1"], "asked of an api: give --connect-to HOST:PORT"),
         (["--mode", "sft", "--dataset", "x", "--teacher", "a@1"], "--teacher has no use with --mode sft"),
-        (["--learner", "shared", "--loss", "ppo"], "leave out --learner shared"),
         (["--learner", "shared", "--over-http", "--connect-to", "a:1"], "leave out --over-http"),
         (["--trainers", "2"], "--trainers 2 goes with --learner shared"),
         (["--exchange", "bfloat16"], "--exchange bfloat16 goes with --learner shared"),

@@ -17,7 +17,8 @@ from PIL import Image
 
 pytest.importorskip("mlx_vlm")
 
-from shared.errors import SetupError
+from shared.errors import EngineError, SetupError, UnsupportedModelError
+from shared.learners import Datum, LearnerSpec, Pass, Step, Values
 from shared.text.codec import TextCodec
 from shared.trajectories import Trajectory
 from tests.engine.test_vision import WHAT, Gaze
@@ -31,6 +32,7 @@ from trainer.learn.options import AdapterShape, Schedule
 from trainer.learn.policy import Policy
 from trainer.rollouts.conversation import ChatEncoder
 from trainer.rollouts.environments import Observation
+from trainer.service.learner import ServiceLearner
 from trainer.tuning.examples import Tuning, read_examples
 from trainer.tuning.learner import TuneLearner
 from trainer.vision.pictures import Pictures
@@ -87,6 +89,41 @@ def test_a_policy_learns_from_the_vectors_that_the_worker_has_sampled_with(seein
     assert max(np.abs(array).max() for array in gradients[0].values()) > 0.1
     blind = msgspec.structs.replace(trajectories[0], images=trajectories[1].images[:1])
     assert finished(measure_parity(policy, [blind])) > 0.05, "of another image they are others"
+
+
+@pytest.mark.long
+def test_a_learner_of_the_service_sees_what_the_worker_has_sampled_with(seeing: LoadedModel) -> None:
+    bench, vision = Gaze(seeing), seeing.card.vision
+    assert vision is not None and seeing.tower is not None
+    asked = {"one": (WHAT, [1]), "two": ("<image>\n<image> Compare.", [6, 2]), "text": ("Tell me of the sea.", [])}
+    data, shown = [], {}
+    for name, (text, seeds) in asked.items():
+        bench.ask(name, text, [drawn(seed) for seed in seeds], temperature=1.0, seed=3, max_tokens=7)
+    bench.run()
+    for name, (text, seeds) in asked.items():
+        spec, sent = image_spec(name, vision, text, [drawn(seed) for seed in seeds])
+        shown |= {each.key: each for each in sent}
+        whole = [*spec.prompt_ids, *bench.tokens(name)]
+        weights = np.array([0.0] * (len(spec.prompt_ids) - 1) + [1.0] * 7, np.float32)
+        inputs = {"target_tokens": Values.of(np.array(whole[1:])), "weights": Values.of(weights)}
+        data.append(Datum(np.array(whole[:-1], "<i4").tobytes(), inputs, spec.images))
+    learner_spec = LearnerSpec(id="l", model="m", rank=4, scale=2.0)
+    learner = ServiceLearner(seeing.model, learner_spec, sight=Sight(seeing.tower, tile_bytes=0))
+    first = finished(learner.run(Pass(tuple(data), "cross_entropy"), shown))
+    for name, output in zip(asked, first.outputs, strict=True):
+        assert np.allclose(output["logprobs"].array()[-7:], bench.logprobs(name), atol=1e-2), name
+    learner.step(Step(learning_rate=1e-3))
+    again = finished(learner.run(Pass(tuple(data), "cross_entropy", backward=False), shown))
+    assert again.metrics["loss:sum"] < first.metrics["loss:sum"]
+    blind = Datum(data[0].tokens, data[0].inputs, data[1].images[:1])
+    (other,) = finished(learner.run(Pass((blind,), "cross_entropy", backward=False), shown)).outputs
+    gaps = other["logprobs"].array()[-7:] - again.outputs[0]["logprobs"].array()[-7:]
+    assert np.abs(gaps).max() > 0.05, "of another image they are others"
+    with pytest.raises(UnsupportedModelError, match="learn from images"):
+        finished(ServiceLearner(seeing.model, learner_spec).run(Pass((data[0],), "cross_entropy"), shown))
+    short = Datum(data[0].tokens, data[0].inputs, (msgspec.structs.replace(data[0].images[0], tokens=1),))
+    with pytest.raises(EngineError, match="vectors"):
+        finished(learner.run(Pass((short,), "cross_entropy"), shown))
 
 
 @pytest.mark.parametrize("family", ["smolvlm"], indirect=True, scope="module")

@@ -25,6 +25,7 @@ from trainer.shares.joining import run_spec
 from trainer.shares.leader import SharedLearner
 from trainer.shares.member import Member
 from trainer.state import Arrays
+from trainer.vision.sight import Sight, sight_of
 from worker.engine.messages import EngineConfig
 from worker.engine.model.loader import LoadedModel, load_model
 
@@ -46,12 +47,14 @@ class Trainers:
     redis_url: str
     stack: contextlib.AsyncExitStack
     options: LearnerOptions = MADE
+    model: str = "models/tiny"
+    sight: Sight | None = None  # of the latest leader, or of who learns alone
     tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     members: list[Member] = field(default_factory=list)
 
     async def host(self) -> tuple[ThreadHost, LoadedModel]:
         host = await self.stack.enter_async_context(ThreadHost())
-        return host, await host.run(at_once(lambda: load_model(EngineConfig("models/tiny", dtype="float32"))))
+        return host, await host.run(at_once(lambda: load_model(EngineConfig(self.model, dtype="float32"))))
 
     async def run(self) -> SharedRun:
         redis = await self.stack.enter_async_context(contextlib.aclosing(connect(self.redis_url)))
@@ -60,13 +63,15 @@ class Trainers:
 
     async def alone(self) -> HostLearner:
         host, loaded = await self.host()
-        return await HostLearner.open(host, lambda: build_learner(loaded.model, self.options))
+        sight = self.sight = sight_of(loaded.tower)
+        return await HostLearner.open(host, lambda: build_learner(loaded.model, self.options, sight))
 
     async def leader(self, trainers: int = 1, **given: Any) -> SharedLearner:
         host, loaded = await self.host()
         lead = await self.stack.enter_async_context(Lead(await self.run()))
         spec = run_spec(settings(**given), self.options, "tiny", loaded.card.base_sha256)
-        build = lambda: build_learner(loaded.model, self.options)  # noqa: E731
+        sight = self.sight = sight_of(loaded.tower)
+        build = lambda: build_learner(loaded.model, self.options, sight)  # noqa: E731
         return await SharedLearner.open_shared(host, build, lead, spec, trainers, 30)
 
     async def member(self, base: str = "", **given: Any) -> Member:
@@ -88,9 +93,11 @@ class Trainers:
 
 
 @contextlib.asynccontextmanager
-async def trainers(redis_url: str, options: LearnerOptions = MADE) -> AsyncIterator[Trainers]:
+async def trainers(
+    redis_url: str, options: LearnerOptions = MADE, model: str = "models/tiny"
+) -> AsyncIterator[Trainers]:
     async with contextlib.AsyncExitStack() as stack:
-        yield Trainers(redis_url, stack, options)
+        yield Trainers(redis_url, stack, options, model)
 
 
 async def made_groups(learner: HostLearner, seed: int) -> list[SampleGroup]:

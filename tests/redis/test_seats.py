@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -50,7 +51,7 @@ PASS = Pass(
 class Poor(ServiceLearner):
     """One for whose passes there is not the memory."""
 
-    def run(self, request: Pass) -> Work[PassDone]:
+    def run(self, request: Pass, *_: Any) -> Work[PassDone]:
         raise MemoryError
         yield
 

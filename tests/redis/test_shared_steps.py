@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,11 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from shared.errors import ConflictError, ServiceUnavailableError, SetupError
 from tests.redis.shared_trainers import MADE, PROBES, Trainers, largest_gap, made_groups, same, steps, trainers
 from tests.waiting import wait_until
+from trainer.learn.advantages import ValueSums
+from trainer.learn.batches import Sample, SampleGroup
 from trainer.learn.compute import Work
 from trainer.learn.learner import Trained
-from trainer.learn.options import LossOptions
+from trainer.learn.options import LossOptions, ValueOptions
 from trainer.shares.exchange import gradient_bytes, gradient_of
 from trainer.shares.member import Member
 from trainer.shares.part import Computed, Part
@@ -27,7 +30,19 @@ SEVERAL = replace(
 )
 
 
-@pytest.mark.parametrize("options", [MADE, SEVERAL], ids=["one update", "four updates, KL, entropy"])
+VALUED = replace(
+    SEVERAL,
+    optimize=replace(
+        SEVERAL.optimize,
+        loss=LossOptions("ppo", 0.2, 0.2, kl_coefficient=0.1, entropy_bonus=0.01),
+        value=ValueOptions(hidden=4, rate=10.0, discount=0.9, decay=0.8, scale="std"),
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    "options", [MADE, SEVERAL, VALUED], ids=["one update", "four updates, KL, entropy", "a value head"]
+)
 async def test_two_and_three_processes_make_what_one_makes(redis_url: str, options: Any) -> None:
     outcomes = []
     for count in (0, 1, 2):
@@ -49,12 +64,52 @@ async def test_two_and_three_processes_make_what_one_makes(redis_url: str, optio
             assert (theirs.report.tokens, theirs.report.sequences) == (mine.report.tokens, mine.report.sequences)
             assert theirs.report.entropy == pytest.approx(mine.report.entropy, abs=1e-5)
             assert theirs.report.kl == pytest.approx(mine.report.kl, abs=1e-6)
+            if mine.report.value_loss is not None:
+                assert theirs.report.value_loss == pytest.approx(mine.report.value_loss, rel=1e-5)
+                assert theirs.report.explained == pytest.approx(mine.report.explained, abs=1e-5)
             assert largest_gap(mine.weights, theirs.weights) < 1e-6
+
+
+async def test_a_member_learns_from_images_that_the_leader_has_seen(redis_url: str, tmp_path: Path) -> None:
+    pytest.importorskip("mlx_vlm")
+    from tests.engine.vision_models import image_spec, picture, write_vision_model
+
+    folder = str(write_vision_model(tmp_path / "eyes"))
+    outcomes = []
+    for count in (0, 1):
+        async with trainers(redis_url, model=folder) as ring:
+            learner: Any = await (ring.leader(trainers=2) if count else ring.alone())
+            assert ring.sight is not None
+            steps_of, rng = [], np.random.default_rng(0)
+            for step in range(2):
+                groups = []
+                for at in range(4):
+                    spec, sent = image_spec("s", ring.sight.vision, "What? <image> Say.", [picture(at % 3 + step)])
+                    for each in sent:
+                        ring.sight.show(each)
+                    said = [tuple(rng.integers(0, 99, 5).tolist()) for _ in range(2)]
+                    samples = [
+                        Sample(ids, (-4.0,) * 5, (True,) * 5, (0,) * 5, 1 - 2.0 * i) for i, ids in enumerate(said)
+                    ]
+                    images = {"images": spec.images, "image_token": spec.image_token}
+                    groups.append(SampleGroup(f"g{at}", spec.prompt_ids, tuple(samples), **images))  # type: ignore[arg-type]
+                steps_of.append(groups)
+            if count:
+                member = await ring.member()
+            outcomes.append(await steps(learner, steps_of))
+            if count:
+                assert member.name in learner._speeds, "it has computed"
+                assert member._sight is not None and ring.sight.knows(spec.images[0].key)
+                assert any(member._sight.knows(image.key) for groups in steps_of for g in groups for image in g.images)
+    for mine, theirs in zip(*outcomes, strict=True):
+        assert theirs.report.loss == pytest.approx(mine.report.loss, abs=1e-6)
+        assert theirs.report.grad_norm == pytest.approx(mine.report.grad_norm, rel=1e-5)
+        assert largest_gap(mine.weights, theirs.weights) < 1e-6
 
 
 async def outcome(redis_url: str, spoil: Any = None) -> tuple[list[Trained], list[BaseException | None]]:
     """Three steps of a leader and two members, the first of which is spoilt; how the members' lives ended."""
-    async with trainers(redis_url, SEVERAL) as ring:
+    async with trainers(redis_url, VALUED) as ring:
         learner = await ring.leader(trainers=3)
         groups = [await made_groups(learner, seed) for seed in range(3)]
         # By name, as parts go: the first has no samples of the first update, and some of the two that follow.
@@ -81,18 +136,26 @@ async def undisturbed(redis_url: str, kept: list[list[Trained]]) -> list[Trained
 
 
 def breaks(member: Member, ring: Trainers) -> None:
-    def failing(part: Part, update: int, weights: Arrays) -> Work[Computed]:
+    def failing(part: Part, update: int, weights: Arrays, known: ValueSums | None) -> Work[Computed]:
         if update == 2:
             raise RuntimeError("out of memory")
-        return original(part, update, weights)
+        return original(part, update, weights, known)
 
     original, member._gradient = member._gradient, failing  # type: ignore[method-assign]
 
 
 def lies(member: Member, ring: Trainers) -> None:
-    def wrong(part: Part, update: int, weights: Arrays) -> Work[Computed]:
-        computed = yield from original(part, update, weights)
+    def wrong(part: Part, update: int, weights: Arrays, known: ValueSums | None) -> Work[Computed]:
+        computed = yield from original(part, update, weights, known)
         return replace(computed, gradient={name: value * np.nan for name, value in computed.gradient.items()})
+
+    original, member._gradient = member._gradient, wrong  # type: ignore[method-assign]
+
+
+def lies_of_values(member: Member, ring: Trainers) -> None:
+    def wrong(part: Part, update: int, weights: Arrays, known: ValueSums | None) -> Work[Computed]:
+        computed = yield from original(part, update, weights, known)
+        return replace(computed, known=computed.known and replace(computed.known, returns=np.nan))
 
     original, member._gradient = member._gradient, wrong  # type: ignore[method-assign]
 
@@ -126,7 +189,7 @@ def answers_late(member: Member, ring: Trainers) -> None:
     original, member._run.answer = member._run.answer, late  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("spoil", [breaks, lies, dies, answers_late])
+@pytest.mark.parametrize("spoil", [breaks, lies, lies_of_values, dies, answers_late])
 async def test_what_a_member_does_not_do_is_done_by_the_leader_to_the_byte(
     redis_url: str, undisturbed: list[Trained], spoil: Any
 ) -> None:
@@ -136,7 +199,7 @@ async def test_what_a_member_does_not_do_is_done_by_the_leader_to_the_byte(
         assert theirs.report.loss == pytest.approx(mine.report.loss, abs=1e-6)
         assert theirs.report.nonfinite_gradients == 0
         assert largest_gap(mine.weights, theirs.weights) < 1e-5
-    assert isinstance(ends[0], ServiceUnavailableError) == (spoil in (breaks, lies))
+    assert isinstance(ends[0], ServiceUnavailableError) == (spoil in (breaks, lies, lies_of_values))
     assert ends[1] is None
 
 

@@ -97,8 +97,9 @@ async def test_a_pass_is_the_same_as_json_and_as_protobuf_and_is_placed_once(ser
     assert again.json() == first == {"request_id": f"{learner}:1", "model_id": learner}
     found = await server.ring.learners.request(learner, 2)
     assert found is not None and isinstance(found[0], Pass)
-    assert read_pass(content).request == found[0]
-    assert found[0].backward and not read_pass(binary_pass(learner, forward_only=True)).request.backward
+    given, (datum,) = read_pass(content), found[0].data
+    assert datum.ids().tolist() == given.data[0].pieces[0].tolist() and datum.inputs == given.data[0].inputs
+    assert found[0].backward and not read_pass(binary_pass(learner, forward_only=True)).backward
     begin = await server.ring.learners.request(learner, 1)
     assert begin is not None and begin[0] == Begin()
 
@@ -278,10 +279,68 @@ async def test_what_cannot_be_done_is_refused_by_name(server: Api) -> None:
         server, "asample", 400, sampling_session_id=sampler, seq_id=0, prompt=prompt, sampling_params={"stop": ""}
     )
     assert not await server.ring.learners.waits(learner, 2)
-    image = _MESSAGE["ForwardBackwardRequest"](model_id=learner, loss_fn="ppo")
-    image.data.add().model_input.add().image.SetInParent()
+    sound = _MESSAGE["ForwardBackwardRequest"](model_id=learner, loss_fn="ppo")
+    sound.data.add().model_input.add().dmel.SetInParent()
     with pytest.raises(InvalidRequestError, match="no text"):
-        read_pass(image.SerializeToString())
+        read_pass(sound.SerializeToString())
+    shown = _MESSAGE["ForwardBackwardRequest"]()
+    shown.ParseFromString(binary_pass(learner))
+    shown.data[0].model_input.add().image.data = b"a file"
+    blind = await server.http.post("/api/v1/forward_backward", content=shown.SerializeToString(), headers=PROTOBUF)
+    assert blind.status_code == 400 and "takes no images" in blind.text
+    shown.data[0].model_input[1].image.override_dimensions.SetInParent()
+    with pytest.raises(InvalidRequestError, match="its own size"):
+        read_pass(shown.SerializeToString())
+
+
+async def test_questions_about_a_prompt_s_tokens_that_do_not_fit_it_are_refused_by_name(server: Api) -> None:
+    session = (await ask(server, "create_session", tags=[], user_metadata=None, sdk_version="x"))["session_id"]
+    made = await ask(server, "create_sampling_session", session_id=session, sampling_session_seq_id=0, base_model=MODEL)
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]}
+    body = {"sampling_session_id": made["sampling_session_id"], "seq_id": 0, "prompt": prompt, "prompt_logprobs": True}
+
+    def targets(data: list[Any], shape: list[int] | None = None, **more: Any) -> dict[str, Any]:
+        given = {"data": data, "dtype": "int64", "shape": [2, 1] if shape is None else shape, **more}
+        return {"target_prompt_logprobs": given}
+
+    csr = {"sparse_crow_indices": [0, 1, 1], "sparse_col_indices": [0]}
+    wrong: list[dict[str, Any]] = [
+        {"prompt_logprobs_last_n": 3},
+        {"prompt_logprobs_last_n": 0},
+        {"prompt_logprobs_last_n": 1, "prompt_logprobs": False},
+        {"prompt_alt_tokens_k": -1},
+        {"prompt_alt_tokens_k": 21},
+        targets([5, 6, 7], [3, 1]),
+        targets([5, 6, 7]),
+        targets([5, 6], []),
+        targets([0.5, 6.0], dtype="float32"),
+        targets([0.5, 6.0]),
+        targets([-1, -1]),
+        targets([5, -2]),
+        targets([5, 10**9]),
+        targets([5, 2**70]),
+        targets([5], **{**csr, "sparse_col_indices": [1]}),
+        targets([5], **{**csr, "sparse_col_indices": [0, 0]}),
+        targets([5], **{**csr, "sparse_crow_indices": [0, 2, 1]}),
+        targets([5], **{**csr, "sparse_crow_indices": [0, 1]}),
+        targets([5], sparse_crow_indices=[0, 1, 1]),
+        targets([5], [2, 2**30], **{**csr, "sparse_col_indices": [2**30]}),
+    ]
+    for fields in wrong:
+        name = next(iter(fields))
+        answer = await server.post("/api/v1/asample", {**body, "sampling_params": {"max_tokens": 1}, **fields})
+        assert answer.status_code == 400, (fields, answer.text)
+        assert name.split("_")[0] in str(answer.json()["error"]), (fields, answer.text)
+    for chunk in (
+        {"type": "image", "data": "QUJD", "format": "png"},
+        {"type": "image_asset_pointer", "location": "https://a.example/b.png", "format": "png"},
+        {"type": "image", "format": "png"},
+        {"type": "dmel", "dmel": "QUJD"},
+        {"type": "encoded_text"},
+    ):
+        shown = {**body, "prompt_logprobs": False, "prompt": {"chunks": [chunk]}}
+        answer = await server.post("/api/v1/asample", {**shown, "sampling_params": {"max_tokens": 1}})
+        assert answer.status_code == 400, (chunk, answer.text)
 
 
 async def test_a_save_makes_a_learner_of_its_shape(server: Api) -> None:

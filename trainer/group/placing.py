@@ -49,7 +49,6 @@ def _check_by_data(settings: TrainSettings) -> None:
     """SetupError that names what ranks cannot learn each from a part of the samples."""
     refused = {
         f"--mode {settings.mode}": (settings.mode == "reward", "a head's gradients are not summed over samples"),
-        f"--loss {settings.loss}": (settings.loss == "ppo", "its advantages are compared over all of a step's samples"),
     }
     for flag, (asked, why) in refused.items():
         if asked:

@@ -1,10 +1,13 @@
 """Generalized advantage estimation (Schulman et al., arXiv 1506.02438). Shape suffixes: T steps, N copies, B rows."""
 
+from dataclasses import astuple, dataclass
+
 import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float32]
 Flags = npt.NDArray[np.bool_]
+_ROUNDED = 1e-13  # of a sum of squares in fp64
 
 
 def advantages(
@@ -39,6 +42,57 @@ def of_tokens(rewards_B: Floats, values_BT: Floats, mask_BT: Flags, discount: fl
     found_BT = np.zeros(mask_BT.shape, np.float32)
     np.put_along_axis(found_BT, order_BT, found_TB.T, axis=1)
     return np.where(mask_BT, found_BT, np.float32(0.0))
+
+
+@dataclass(frozen=True)
+class ValueSums:
+    """Over tokens, of what a value head is compared with; those of parts add up."""
+
+    tokens: float = 0.0
+    advantages: float = 0.0  # which are what the values were wrong by
+    squared_advantages: float = 0.0
+    returns: float = 0.0  # what the values should have been
+    squared_returns: float = 0.0
+
+    @classmethod
+    def of(cls, advantages_N: Floats, returns_N: Floats) -> "ValueSums":
+        """Of some tokens."""
+        found, wanted = advantages_N.astype(np.float64), returns_N.astype(np.float64)
+        sums = (found.sum(), np.square(found).sum(), wanted.sum(), np.square(wanted).sum())
+        return cls(float(len(found)), *map(float, sums))
+
+    def plus(self, more: "ValueSums") -> "ValueSums":
+        """Of both."""
+        return ValueSums(*(own + other for own, other in zip(astuple(self), astuple(more), strict=True)))
+
+    @property
+    def finite(self) -> bool:
+        """Whether every number is."""
+        return bool(np.isfinite(astuple(self)).all())
+
+    @property
+    def mean(self) -> float:
+        """Of advantages."""
+        return self.advantages / self.tokens if self.tokens else 0.0
+
+    @property
+    def deviation(self) -> float:
+        """Of advantages."""
+        return float(np.sqrt(self._variance(self.advantages, self.squared_advantages)))
+
+    @property
+    def explained(self) -> float:
+        """See `explained`."""
+        variance = self._variance(self.returns, self.squared_returns)
+        return 1 - self._variance(self.advantages, self.squared_advantages) / variance if variance else 0.0
+
+    def _variance(self, total: float, squares: float) -> float:
+        """0 where it is no more than the squares are rounded by."""
+        if not self.tokens:
+            return 0.0
+        mean = squares / self.tokens
+        variance = mean - (total / self.tokens) ** 2
+        return 0.0 if variance <= _ROUNDED * mean else variance
 
 
 def explained(values: Floats, returns: Floats) -> float:

@@ -10,7 +10,7 @@ Invariants.
   bits depend on the batch that a token was decoded in, is left out, and an on-policy run repeats to the byte.
 - A gradient that is not finite changes nothing: the update is left out and the report says so.
 - With a value head (PPO) a pass before the first update says the values of all tokens. From these and the rewards come
-  advantages (GAE), which are then shifted to mean 0 over the train step's tokens (`_with_advantages`), and what
+  advantages (GAE), which are then shifted to mean 0 over the train step's tokens (`judged`, `shifted`), and what
   values should have been. So values are the present policy's, not those of the older one that may have sampled: they
   know more, and the ratio alone corrects for who sampled.
 - Two distances are reported apart. *Mismatch* is logpi_v - logmu with the weights v that sampled the token: other
@@ -20,7 +20,7 @@ Invariants.
 import math
 import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -30,7 +30,7 @@ import numpy as np
 import structlog
 
 from trainer.learn.adam import AdamSteps, StepSizes, added
-from trainer.learn.advantages import Floats, explained, of_tokens
+from trainer.learn.advantages import ValueSums, of_tokens
 from trainer.learn.batches import STD_EPSILON, Microbatch, SampleGroup, microbatches, pad
 from trainer.learn.logprobs import (
     BatchArrays,
@@ -126,8 +126,8 @@ class Optimizer:
                 ahead.append((yield from self.prepare(mini, policy_step, several=plan.several)))
         known, values = None, self.options.value
         if values is not None:
-            with np.errstate(over="ignore", invalid="ignore"):  # rewards too large: no finite gradient, says the gate
-                known = _with_advantages(ahead, values)
+            known = ValueSums(*peers.numbers(astuple(judged(ahead, values))))
+            shifted(ahead, values, known)
         sums = Sums()
         for at in plan.order:
             # What needs no pass ahead is cut one by one, to sizes that follow what the ones before have taken.
@@ -135,8 +135,7 @@ class Optimizer:
             gradient = yield from self.gradient(prepared, plan.parts[at], sums)
             yield from self.apply(gradient, plan.rate, sums)
         sums.put(peers.numbers(sums.added()))
-        report = self.report(plan, sums, before, time.perf_counter() - started, distances)
-        return report if known is None else replace(report, value_loss=sums.value / len(plan.order), explained=known)
+        return self.report(plan, sums, before, time.perf_counter() - started, distances, known)
 
     # -- a train step's pieces, for whoever computes it in parts
 
@@ -308,14 +307,22 @@ class Optimizer:
         entropy = mx.where(x.mask_BT, mx.stop_gradient(scores.entropy_BT), 0.0).sum()
         value, head = mx.array(0.0), self.options.value
         if head is not None and scores.values_BT is not None:
-            assert prepared.values_BT is not None and prepared.returns_BT is not None, "`_with_advantages` was called"
+            assert prepared.values_BT is not None and prepared.returns_BT is not None, "`judged` was called"
             errors_BT = value_errors(scores.values_BT, prepared.values_BT, prepared.returns_BT, head.clip)
             value = 0.5 * token_average(errors_BT, x.mask_BT, options.name, totals)
             loss = loss + head.coefficient * value
         return loss, entropy, parts.clipped_BT.sum(), mx.stop_gradient(kl), mx.stop_gradient(value)
 
-    def report(self, plan: Plan, sums: Sums, before: Arrays, seconds: float, distances: Distances | None) -> StepReport:
-        """What the step did; `before`: the weights that it began with."""
+    def report(
+        self,
+        plan: Plan,
+        sums: Sums,
+        before: Arrays,
+        seconds: float,
+        distances: Distances | None,
+        known: ValueSums | None = None,
+    ) -> StepReport:
+        """What the step did; `before`: the weights that it began with, `known`: with a value head."""
         totals, updates = plan.totals, len(plan.order)
         seen = totals.tokens * self.options.epochs
         return StepReport(
@@ -332,6 +339,8 @@ class Optimizer:
             seconds=seconds,
             distances=distances,
             nonfinite_gradients=sums.nonfinite,
+            value_loss=None if known is None else sums.value / updates,
+            explained=None if known is None else known.explained,
         )
 
 
@@ -339,38 +348,36 @@ def _is_head(name: str) -> bool:
     return name.startswith("heads.")
 
 
-def _with_advantages(ahead: list[list[Prepared]], options: ValueOptions) -> float:
-    """Say what each token's advantage and return are, in place; how well values were known (`explained`).
+def judged(ahead: list[list[Prepared]], options: ValueOptions) -> ValueSums:
+    """Say what each token's advantage and return are, in place; their sums.
 
     Values are those of before the step's first update, whichever version has sampled: a baseline may be any function of
     the state, and the newest head fits the present policy best (Andrychowicz et al., arXiv 2006.05990 section 3.5).
-    Advantages get mean 0. Dividing by their deviation, too, is the usual way, but once all samples earn the same they
-    are only what the values are wrong by, and would be made as large as ever.
     """
-    every = [prepared for mini in ahead for prepared in mini]
-    masks = [prepared.batch.mask_BT for prepared in every]
-    values = [np.array(prepared.values_BT) for prepared in every]
-    found = [
-        of_tokens(prepared.batch.advantage_B, values_BT, mask_BT, options.discount, options.decay)
-        for prepared, values_BT, mask_BT in zip(every, values, masks, strict=True)
-    ]
-    returns = [each + values_BT for each, values_BT in zip(found, values, strict=True)]
+    sums = ValueSums()
+    with np.errstate(over="ignore", invalid="ignore"):  # rewards too large: no finite gradient, says the gate
+        for mini in ahead:
+            for at, prepared in enumerate(mini):
+                batch, values_BT = prepared.batch, np.array(prepared.values_BT)
+                found_BT = of_tokens(batch.advantage_B, values_BT, batch.mask_BT, options.discount, options.decay)
+                returns_BT = found_BT + values_BT
+                sums = sums.plus(ValueSums.of(found_BT[batch.mask_BT], returns_BT[batch.mask_BT]))
+                mini[at] = replace(prepared, advantage_BT=mx.array(found_BT), returns_BT=mx.array(returns_BT))
+    return sums
 
-    def told(arrays: list[Floats]) -> Floats:
-        return np.concatenate([array[mask_BT] for array, mask_BT in zip(arrays, masks, strict=True)])
 
-    mean = told(found).mean(dtype=np.float64)
-    scale = told(found).std(dtype=np.float64) + STD_EPSILON if options.scale == "std" else 1.0
-    whole = iter(zip(found, returns, strict=True))
-    for mini in ahead:
-        for at, prepared in enumerate(mini):
-            advantage_BT, returns_BT = next(whole)
-            mini[at] = replace(
-                prepared,
-                advantage_BT=mx.array(((advantage_BT - mean) / scale).astype(np.float32)),
-                returns_BT=mx.array(returns_BT),
-            )
-    return explained(told(values), told(returns))
+def shifted(ahead: list[list[Prepared]], options: ValueOptions, sums: ValueSums) -> None:
+    """Give advantages mean 0 over all of the train step's tokens, whose sums these are, in place.
+
+    Dividing by their deviation, too, is the usual way, but once all samples earn the same they are only what the values
+    are wrong by, and would be made as large as ever.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        scale = sums.deviation + STD_EPSILON if options.scale == "std" else 1.0
+        for mini in ahead:
+            for at, prepared in enumerate(mini):
+                advantage_BT = (np.array(prepared.advantage_BT, np.float64) - sums.mean) / scale
+                mini[at] = replace(prepared, advantage_BT=mx.array(advantage_BT.astype(np.float32)))
 
 
 def rms_change(before: Arrays, after: Arrays) -> float:

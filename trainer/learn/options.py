@@ -230,8 +230,6 @@ class DataSettings(HeadSettings, PpoSettings, LearnerSettings):
             if group_size < 2:
                 raise SetupError("--group-size 1 leaves a sample nothing to be compared with: it goes with --loss ppo")
             return
-        if self.learner == "shared":
-            raise SetupError("--loss ppo needs the values of a whole step in one process: leave out --learner shared")
         if scale == "leave_one_out":
             raise SetupError(f"--advantage-scale {scale} compares the samples of a group: with --loss ppo values do")
 

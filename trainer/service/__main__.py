@@ -69,7 +69,7 @@ async def _serve(settings: LearnersSettings) -> int:
         named = [card for card in same if card.name == loaded.card.name]  # else by whichever name it is served
         card = (named or same)[0]
         id = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(3)}"
-        service = LearnerService(settings, host, loaded.model, card, redis, id)
+        service = LearnerService(settings, host, loaded, card, redis, id)
         running = asyncio.current_task()
         assert running is not None
         stopping.obey(service.stop, lambda: service.stopping, running.cancel)

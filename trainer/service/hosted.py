@@ -116,8 +116,8 @@ class HostedLearners:
         id = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(3)}"
         try:
             async with contextlib.aclosing(connect(self._settings.redis)) as redis:
-                host, model = EngineHost(place.engine), place.loaded.model
-                service = self._service = LearnerService(self._settings, host, model, card, redis, id)
+                host = EngineHost(place.engine)
+                service = self._service = LearnerService(self._settings, host, place.loaded, card, redis, id)
                 if self._stopping.is_set():
                     return
                 log.info("learners.ready", model=card.name, places=self._settings.max_learners)

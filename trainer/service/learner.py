@@ -10,7 +10,8 @@ Invariants.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import mlx.core as mx
@@ -21,7 +22,7 @@ from mlx.utils import tree_flatten
 from safetensors.numpy import load as read_safetensors
 from safetensors.numpy import save as write_safetensors
 
-from shared.errors import ConflictError, InvalidRequestError
+from shared.errors import ConflictError, InvalidRequestError, UnsupportedModelError
 from shared.learners import Datum, LearnerSpec, LossName, Pass, PassDone, Step, StepDone, Values
 from trainer.learn.adam import AdamSteps, StepSizes, added, all_finite
 from trainer.learn.compute import Work
@@ -30,21 +31,28 @@ from trainer.learn.options import AdapterShape
 from trainer.learn.policy import Policy, share_tree
 from trainer.service.losses import elementwise
 from trainer.state import Arrays
+from trainer.vision.places import Shown, looking, shown_in_rows
+from trainer.vision.sight import Sight
+from worker.engine.messages import Picture
 
 WIDTH = 8  # rows are padded to a multiple of it, so that few shapes occur
 MOST_TARGETS = 64  # a position of a microbatch, on average: rows are padded to the most of one of them, too
 _SPOILED = "spoiled"  # a name in a state
 Floats = npt.NDArray[np.float32]
+_NO_PICTURES: Mapping[bytes, Picture] = MappingProxyType({})
 
 
 class ServiceLearner:
     """Belongs to the thread that built it; ValueError when the model has no layers for the adapter."""
 
-    def __init__(self, model: Any, spec: LearnerSpec, microbatch_tokens: int = 8192) -> None:
+    def __init__(
+        self, model: Any, spec: LearnerSpec, microbatch_tokens: int = 8192, sight: Sight | None = None
+    ) -> None:
         targets = _targets(share_tree(model), attention=spec.attention, mlp=spec.mlp)
         shape = AdapterShape(spec.kind, spec.rank, spec.scale, targets)
         self._policy = Policy(model, shape, seed=spec.seed)
         self._microbatch_tokens = microbatch_tokens
+        self._sight = sight
         self._chunk = head_chunk(self._policy.base)
         self._gradient = nn.value_and_grad(self._policy.model, self._loss)
         self._waiting: Any = None  # gradients, as a tree like the trainable parameters
@@ -53,17 +61,18 @@ class ServiceLearner:
 
     # -- learning
 
-    def run(self, request: Pass) -> Work[PassDone]:
-        """A forward, with gradients if they are asked for; yields after every microbatch.
+    def run(self, request: Pass, pictures: Mapping[bytes, Picture] = _NO_PICTURES) -> Work[PassDone]:
+        """A forward, with gradients if they are asked for; yields after every microbatch and every image.
 
-        InvalidRequestError when the loss or a gradient is not finite.
+        `pictures`: of its images, by key. InvalidRequestError when the loss or a gradient is not finite.
         """
         outputs: list[dict[str, Values]] = [{} for _ in request.data]
         total, gradients = 0.0, None
         for part in _parts(request.data, self._microbatch_tokens):
             data = [request.data[i] for i in part]
-            tokens_BL, inputs, seen = _padded(data)
-            asked = (tokens_BL, inputs, seen, request.loss, request.constants)
+            ids_BL, inputs, seen = _padded(data)
+            shown = yield from self._shown(ids_BL, data, pictures)
+            asked = (mx.array(ids_BL), inputs, seen, request.loss, request.constants, shown)
             if request.backward:
                 (value, logp, each), more = self._gradient(self._policy.model, *asked)
                 gradients = added(gradients, more)
@@ -158,6 +167,17 @@ class ServiceLearner:
 
     # -- computing
 
+    def _shown(
+        self, ids_BL: npt.NDArray[np.int32], data: Sequence[Datum], pictures: Mapping[bytes, Picture]
+    ) -> Work[Shown | None]:
+        """The images of some rows; EngineError when what is seen is not what the rows have places for."""
+        if not any(datum.images for datum in data):
+            return None
+        if self._sight is None:
+            raise UnsupportedModelError("this service does not learn from images", param="data")
+        images_B = yield from self._sight.rows([datum.images for datum in data], pictures)
+        return shown_in_rows(ids_BL, images_B, self._sight.vision.image_token_id)
+
     def _loss(
         self,
         model: Any,
@@ -166,10 +186,13 @@ class ServiceLearner:
         seen: mx.array,
         loss: LossName,
         constants: dict[str, float],
+        shown: Shown | None,
     ) -> tuple[mx.array, mx.array, mx.array]:
         """The sum, the log-probability of each target and the loss of each."""
         body, head = halves_of(model, self._chunk)
-        logp = _logps(head, body(tokens_BL), inputs["target_tokens"], self._chunk)
+        with looking(model, tokens_BL, shown, shown and shown.rows) as images:
+            hidden_BLH = body(tokens_BL, **images)
+        logp = _logps(head, hidden_BLH, inputs["target_tokens"], self._chunk)
         each = elementwise(loss, logp, inputs, constants, seen)
         return each.sum(), logp, each
 
@@ -219,7 +242,7 @@ def _width(length: int) -> int:
     return -(-length // WIDTH) * WIDTH
 
 
-def _padded(data: Sequence[Datum]) -> tuple[mx.array, dict[str, mx.array], mx.array]:
+def _padded(data: Sequence[Datum]) -> tuple[npt.NDArray[np.int32], dict[str, mx.array], mx.array]:
     """Tokens [B, L], inputs [B, L, K] and what of them is seen [B, L, K]; rows are padded on the right."""
     width = _width(max(len(datum.tokens) // 4 for datum in data))
     most = max(_targets_each(datum) for datum in data)
@@ -235,7 +258,7 @@ def _padded(data: Sequence[Datum]) -> tuple[mx.array, dict[str, mx.array], mx.ar
             array = values.array().reshape(len(ids), -1)
             inputs[name][row, : len(ids), : array.shape[1]] = array
             seen[row, : len(ids), : array.shape[1]] = True
-    return mx.array(tokens_BL), {name: mx.array(value) for name, value in inputs.items()}, mx.array(seen)
+    return tokens_BL, {name: mx.array(value) for name, value in inputs.items()}, mx.array(seen)
 
 
 def _output(loss: LossName, datum: Datum, logp: mx.array, each: mx.array) -> dict[str, Values]:

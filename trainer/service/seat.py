@@ -53,6 +53,8 @@ from trainer.learn.compute import Work, at_once
 from trainer.service.learner import ServiceLearner
 from trainer.service.run_learner import RunLearner, decoded
 from trainer.service.turns import Turns
+from trainer.vision.pictures import Pictures
+from worker.engine.messages import Picture
 
 log = structlog.get_logger()
 
@@ -88,10 +90,13 @@ class Seat:
         state_every: int,
         state_after_s: float,
         max_saves: int,
+        pictures: Pictures | None = None,
     ) -> None:
+        """`pictures`: reads the images of passes; None: this service learns from none."""
         self._held, self._store, self._adapters, self._turns, self._card = held, store, adapters, turns, card
         self._state_every, self._state_after_s = state_every, state_after_s
         self._max_saves = max_saves
+        self._pictures = pictures
         self._learner: ServiceLearner | RunLearner | None = None
         self._number = held.applied  # of the last request that the learner has carried out
         self._applied, self._state = held.applied, held.state  # of the stored state
@@ -233,7 +238,8 @@ class Seat:
         match request:
             case Pass():
                 await asyncio.to_thread(checked, request, self._card.vocab_size, self._card.context_length)
-                return await self._compute(lambda: learner.run(request)), None
+                pictures = await self._seen(request)
+                return await self._compute(lambda: learner.run(request, pictures)), None
             case Step():
                 return await self._compute(at_once(lambda: learner.step(request))), None
             case Load():
@@ -256,6 +262,11 @@ class Seat:
                     return done, None
                 await self._adapters.pin(self._held.spec.adapter, version, f"save-{request.name}", request.ttl_s)
                 return done, self._info(request, size=size, version=version)
+
+    async def _seen(self, request: Pass) -> dict[bytes, Picture]:
+        """The tiles of a pass's images, by key."""
+        images = [image for datum in request.data for image in datum.images]
+        return await self._pictures.of_refs(images, request.files) if images and self._pictures is not None else {}
 
     async def _told(self, request: Ask) -> tuple[Answer, SaveInfo | None]:
         """What a run's learner says; much of it is kept as a save, the next one in its place."""

@@ -8,7 +8,6 @@ epoch.
 import asyncio
 import contextlib
 from functools import partial
-from typing import Any
 
 import structlog
 from redis.asyncio import Redis
@@ -28,6 +27,9 @@ from trainer.service.run_learner import RunLearner
 from trainer.service.seat import LostError, Seat, gone
 from trainer.service.settings import LearnersSettings
 from trainer.service.turns import Turns
+from trainer.vision.pictures import Pictures
+from trainer.vision.sight import Sight
+from worker.engine.model.loader import LoadedModel
 
 log = structlog.get_logger()
 
@@ -42,9 +44,13 @@ class LearnerService:
     """Trains the learners of one model that it gets hold of."""
 
     def __init__(
-        self, settings: LearnersSettings, host: ComputeHost, model: Any, card: ModelCard, redis: Redis, id: str
+        self, settings: LearnersSettings, host: ComputeHost, loaded: LoadedModel, card: ModelCard, redis: Redis, id: str
     ) -> None:
-        self._settings, self._model, self._card, self._id = settings, model, card, id
+        """`card`: how the ring calls the model."""
+        self._settings, self._model, self._card, self._id = settings, loaded.model, card, id
+        # A pass brings the tiles of its images along, and shows each when it is its turn.
+        self._sight = None if loaded.tower is None else Sight(loaded.tower, tile_bytes=0)
+        self._pictures = None if self._sight is None else Pictures(self._sight)
         self._turns = Turns(host)
         self._store = LearnerStore(redis)
         self._adapters = AdapterStore(redis, keep_n=settings.adapter_keep_n, who_asks=whoever_it_is_for)
@@ -78,6 +84,8 @@ class LearnerService:
                     await self._let_go(learner, 0)
             renewing.cancel()
             await asyncio.gather(renewing, return_exceptions=True)
+            if self._pictures is not None:
+                self._pictures.close()
 
     async def _look(self) -> None:
         """Take what waits, as far as there are places."""
@@ -116,6 +124,7 @@ class LearnerService:
             state_every=self._settings.state_every,
             state_after_s=self._settings.state_after_s,
             max_saves=self._settings.max_saves,
+            pictures=self._pictures,
         )
         task = asyncio.create_task(seat.run(partial(self._build, held.spec)))
         self._seats[learner] = (seat, task)
@@ -125,7 +134,7 @@ class LearnerService:
     def _build(self, spec: LearnerSpec) -> ServiceLearner | RunLearner:
         if spec.run:
             return RunLearner(self._model, spec.run)
-        return ServiceLearner(self._model, spec, self._settings.microbatch_tokens)
+        return ServiceLearner(self._model, spec, self._settings.microbatch_tokens, self._sight)
 
     def _ended(self, learner: str, task: "asyncio.Task[None]") -> None:
         """A seat has ended by itself."""
@@ -177,6 +186,7 @@ class LearnerService:
                         max_rank=self._settings.max_rank,
                         max_learners=self._settings.max_learners,
                         learners=len(self._seats),
+                        sees=self._sight is not None,
                     )
                 )
             except (RedisError, OSError) as error:

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Self
 
 import msgspec
@@ -17,11 +17,13 @@ from shared.errors import ConflictError, NotFoundError
 from shared.redis.connection.faults import reason
 from shared.redis.training.chunks import Parcel
 from shared.redis.training.shared_runs import SharedRun
+from trainer.learn.advantages import ValueSums
 from trainer.learn.packing import pack, unpack
 from trainer.shares.messages import Answer, Begin, Done, Go, Leave, Ready, RunSpec, StepPart, Trouble, Word
 from trainer.shares.part import Computed
 from trainer.sharing import ExchangeDtype
 from trainer.state import Arrays
+from worker.engine.messages import Picture
 
 log = structlog.get_logger()
 
@@ -100,6 +102,7 @@ class Lead:
         self._closing: asyncio.Task[None] | None = None
         self._lost = self._done = False
         self._parts: list[Parcel] = []
+        self._pictures: dict[bytes, tuple[Parcel, float]] = {}  # images that were put, by key, and when
         self.late_at = float("inf")  # on time.monotonic's clock: whoever has not answered by then is given up
 
     async def __aenter__(self) -> Self:
@@ -150,8 +153,14 @@ class Lead:
 
     # -- one train step
 
-    async def open(self, weights: Arrays, origin: Arrays | None, parts: Mapping[str, StepPart]) -> None:
-        """Tell members that a step begins."""
+    async def open(
+        self,
+        weights: Arrays,
+        origin: Arrays | None,
+        parts: Mapping[str, StepPart],
+        pictures: Sequence[Picture] = (),
+    ) -> None:
+        """Tell members that a step begins; `pictures`: of their samples."""
         if self._closing is not None:
             await self._closing
         self._step += 1
@@ -161,12 +170,22 @@ class Lead:
             told[member] = await self._run.parcels.put(await asyncio.to_thread(msgspec.msgpack.encode, part))
         self._parts = list(told.values())
         first = None if origin is None else await self._origin.of(origin)
-        await self._say(Begin(self.epoch, self._step, await self._weights.of(weights), told, first))
+        shown = {picture.key.hex(): await self._shown(picture) for picture in pictures}
+        await self._say(Begin(self.epoch, self._step, await self._weights.of(weights), told, first, shown))
 
-    async def go(self, update: int, weights: Arrays) -> None:
+    async def _shown(self, picture: Picture) -> Parcel:
+        """Where an image lies, which members keep, too."""
+        now = time.monotonic()
+        self._pictures = {key: put for key, put in self._pictures.items() if now - put[1] < _FRESH_S}
+        if picture.key not in self._pictures:
+            data = await asyncio.to_thread(msgspec.msgpack.encode, picture)
+            self._pictures[picture.key] = await self._run.parcels.put(data), now
+        return self._pictures[picture.key][0]
+
+    async def go(self, update: int, weights: Arrays, known: ValueSums | None = None) -> None:
         """Tell members that the next update begins."""
         self.late_at = float("inf")
-        await self._say(Go(self.epoch, self._step, update, await self._weights.of(weights)))
+        await self._say(Go(self.epoch, self._step, update, await self._weights.of(weights), known))
 
     def close(self, weights: Arrays) -> None:
         """The step is over, and these are most likely the next one's weights: members get them in the meantime."""
@@ -237,7 +256,7 @@ class Lead:
                 log.warning("shared.member_lost", member=answer.member, reason=str(error))
                 return None
             await self._drop(answer)
-        return Computed(gradient, answer.sums, answer.positions, time.perf_counter() - began)
+        return Computed(gradient, answer.sums, answer.positions, time.perf_counter() - began, answer.known)
 
     async def _drop(self, answer: Done) -> None:
         if answer.gradient is not None:

@@ -72,10 +72,10 @@ class SharedLearner(HostLearner):
             report = StepReport(updated=False)
         else:
             shared = SharedStep(self._host, self._learner, self._lead, plan, before, policy_step)
-            sums = await shared.take(members, self._speeds)
+            sums, known = await shared.take(members, self._speeds), shared.known
             seconds, is_shared = time.perf_counter() - began, shared.is_shared
             report = await self._host.run(
-                at_once(lambda: self._learner.optimizer.report(plan, sums, before, seconds, distances))
+                at_once(lambda: self._learner.optimizer.report(plan, sums, before, seconds, distances, known))
             )
         trained = await self._host.run(lambda: self._learner.checked(report, probes))
         if is_shared:

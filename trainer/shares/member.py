@@ -10,7 +10,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 import msgspec
 import structlog
@@ -22,23 +22,28 @@ from shared.redis.connection.client import connect, require
 from shared.redis.connection.faults import reason
 from shared.redis.training.chunks import Parcel
 from shared.redis.training.shared_runs import RunNow, SharedRun
+from trainer.learn.advantages import ValueSums
 from trainer.learn.compute import ComputeHost, Work, at_once
 from trainer.learn.learner import Learner
 from trainer.learn.packing import unpack
+from trainer.learn.steps import Plan
 from trainer.learners.loop_learner import build_learner
 from trainer.settings import TrainSettings
 from trainer.shares.exchange import BEAT_S, LOOK_S, gradient_bytes
 from trainer.shares.joining import options_of
-from trainer.shares.messages import Answer, Begin, Done, Go, Leave, Ready, RunSpec, StepPart, Trouble, Word
+from trainer.shares.messages import LOOK, Answer, Begin, Done, Go, Leave, Ready, RunSpec, StepPart, Trouble, Word
 from trainer.shares.part import Computed, Part
 from trainer.sharing import ExchangeDtype
 from trainer.state import Arrays
+from trainer.vision.sight import sight_of
+from worker.engine.messages import Picture
 from worker.engine.model.loader import LoadedModel
 
 log = structlog.get_logger()
 
 _word: msgspec.msgpack.Decoder[Word] = msgspec.msgpack.Decoder(Word)
 _part: msgspec.msgpack.Decoder[StepPart] = msgspec.msgpack.Decoder(StepPart)
+_picture: msgspec.msgpack.Decoder[Picture] = msgspec.msgpack.Decoder(Picture)
 
 
 class Member:
@@ -51,6 +56,7 @@ class Member:
         self._now: RunNow | None = None
         self._spec: RunSpec | None = None
         self._learner: Learner | None = None
+        self._sight = sight_of(loaded.tower)
         self._after = "0-0"
         self._words: list[Word] = []
         self._part: Part | None = None
@@ -112,7 +118,7 @@ class Member:
             options = options_of(spec, self._settings, self._loaded.card.base_sha256)
             try:
                 model = self._loaded.model
-                self._learner = await self._host.run(at_once(lambda: build_learner(model, options)))
+                self._learner = await self._host.run(at_once(lambda: build_learner(model, options, self._sight)))
             except ValueError as error:
                 raise SetupError(f"the run {self._run.name!r} has another model: {error}") from error
         self._now, self._spec, self._part = now, spec, None
@@ -143,7 +149,7 @@ class Member:
                 case Begin():
                     await self._begin(word)
                 case Go() if self._part is not None and word.step == self._step:
-                    await self._compute(word.update, word.weights)
+                    await self._compute(word.update, word.weights, word.known)
                 case Ready():
                     await self._weights(word.weights)
                 case Leave() if word.member == self.name:
@@ -161,14 +167,24 @@ class Member:
         part = await asyncio.to_thread(_part.decode, body)
         origin = None if word.origin is None else unpack(await self._run.parcels.get(word.origin))["weights"]
         learner.optimizer.policy.origin = origin
+        await self._look_at(part.plan, word.pictures)
         self._part = Part(learner.optimizer, part.plan, part.policy_step)
-        await self._compute(0, word.weights)
+        await self._compute(0 if learner.optimizer.options.value is None else LOOK, word.weights)
 
-    async def _compute(self, update: int, parcel: Parcel) -> None:
+    async def _look_at(self, plan: Plan, pictures: Mapping[str, Parcel]) -> None:
+        """Fetch what is not known of the part's images."""
+        keys = {image.key for mini in plan.minis for group in mini for image in group.images}
+        for key in keys:
+            assert self._sight is not None, "a run whose base is ours sees what we see"
+            if not self._sight.knows(key) and key.hex() in pictures:
+                data = await self._run.parcels.get(pictures[key.hex()])
+                self._sight.show(await asyncio.to_thread(_picture.decode, data))
+
+    async def _compute(self, update: int, parcel: Parcel, known: ValueSums | None = None) -> None:
         assert self._now is not None and self._part is not None
         weights, part = await self._weights(parcel), self._part
         try:
-            computed = await self._host.run(lambda: self._gradient(part, update, weights))
+            computed = await self._host.run(lambda: self._gradient(part, update, weights, known))
         except Exception as error:
             log.exception("member.failed")
             message = f"{type(error).__name__}: {error}"
@@ -183,7 +199,16 @@ class Member:
             data = await asyncio.to_thread(gradient_bytes, computed.gradient, self._exchange)
             parcelled = await self._run.parcels.put(data)
         await self._tell(
-            Done(self._now.epoch, self.name, self._step, update, parcelled, computed.sums, computed.positions)
+            Done(
+                self._now.epoch,
+                self.name,
+                self._step,
+                update,
+                parcelled,
+                computed.sums,
+                computed.positions,
+                computed.known,
+            )
         )
 
     @property
@@ -191,10 +216,10 @@ class Member:
         assert self._spec is not None
         return self._spec.exchange
 
-    def _gradient(self, part: Part, update: int, weights: Arrays) -> Work[Computed]:
+    def _gradient(self, part: Part, update: int, weights: Arrays, known: ValueSums | None) -> Work[Computed]:
         assert self._learner is not None
         self._learner.optimizer.policy.load(weights)
-        return (yield from part.gradient(update))
+        return (yield from part.look() if update == LOOK else part.gradient(update, known))
 
     async def _weights(self, parcel: Parcel) -> Arrays:
         if self._known is None or self._known[0] != parcel:

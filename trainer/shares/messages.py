@@ -1,14 +1,18 @@
 """What a leader and its members say to each other: plain messages, msgpack. Weights and gradients are parcels.
 
 **step** a train step, by a number that grows · **update** the place of an AdamW update in it, from 0 · **part** what
-one process computes of it: the same minibatches with fewer samples, under the whole step's totals.
+one process computes of it: the same minibatches with fewer samples, under the whole step's totals · **look** what comes
+before a step's first update with a value head: what the values of a part come to. Its number is `LOOK`.
 """
 
 import msgspec
 
 from shared.redis.training.chunks import Parcel
+from trainer.learn.advantages import ValueSums
 from trainer.learn.steps import Plan, Sums
 from trainer.sharing import ExchangeDtype
+
+LOOK = -1  # in the place of an update
 
 
 class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,13 +34,16 @@ class StepPart(msgspec.Struct, frozen=True):
 
 
 class Begin(msgspec.Struct, frozen=True, tag="begin"):
-    """A train step begins: its first weights, and a `StepPart` for each member that takes part."""
+    """A train step begins, with its look or first update: its first weights, a `StepPart` for each member that takes
+    part, and the images of their samples.
+    """
 
     epoch: str
     step: int
     weights: Parcel
     parts: dict[str, Parcel]
     origin: Parcel | None = None  # what the run began with, where the loss needs it
+    pictures: dict[str, Parcel] = {}  # by their keys in hex: `Picture`, msgpack
 
 
 class Go(msgspec.Struct, frozen=True, tag="go"):
@@ -46,6 +53,7 @@ class Go(msgspec.Struct, frozen=True, tag="go"):
     step: int
     update: int
     weights: Parcel
+    known: ValueSums | None = None  # of all parts, with a value head
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
@@ -67,7 +75,7 @@ Word = Begin | Go | Ready | Leave
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
-    """A member's gradient for one update."""
+    """A member's gradient for one update, or its look."""
 
     epoch: str
     member: str
@@ -76,6 +84,7 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
     gradient: Parcel | None  # None: its part has no token in the loss
     sums: Sums
     positions: int
+    known: ValueSums | None = None
 
 
 class Trouble(msgspec.Struct, frozen=True, tag="trouble"):

@@ -3,20 +3,23 @@
 import asyncio
 import time
 from collections.abc import Sequence
+from functools import reduce
 
 import structlog
 from redis.exceptions import RedisError
 
 from shared.redis.connection.faults import reason
 from trainer.learn.adam import added
+from trainer.learn.advantages import ValueSums
 from trainer.learn.compute import ComputeHost, Work, at_once
 from trainer.learn.learner import Learner
 from trainer.learn.steps import Plan, Sums
 from trainer.shares.division import divided
 from trainer.shares.exchange import LEAST_PATIENCE_S, PATIENCE, Lead
-from trainer.shares.messages import StepPart
+from trainer.shares.messages import LOOK, StepPart
 from trainer.shares.part import Computed, Part
 from trainer.state import Arrays
+from worker.engine.messages import Picture
 
 log = structlog.get_logger()
 
@@ -38,6 +41,7 @@ class SharedStep:
         self._plans: dict[str, Plan] = {}
         self._parts: dict[str, Part] = {}  # that this process computes
         self._away: set[str] = set()  # members that do not take part any more
+        self.known: ValueSums | None = None  # of all parts, once they were looked at
 
     async def take(self, members: Sequence[str], speeds: dict[str, float]) -> Sums:
         """Every update of the step; `speeds` (positions a second, by member) are used and kept up to date.
@@ -49,6 +53,9 @@ class SharedStep:
         usual = sum(known) / len(known) if known else 1.0
         plans = divided(self._plan, [speeds.get(name, usual) for name in names])
         self._plans = {name: plan for name, plan in zip(names, plans, strict=True) if any(plan.minis)}
+        if self._learner.optimizer.options.value is not None:
+            looked = await self._computed(LOOK)
+            self.known = reduce(ValueSums.plus, (each.known for each in looked.values() if each.known is not None))
         for update in range(len(self._plan.order)):
             computed = await self._computed(update)
             for name, each in computed.items():
@@ -86,25 +93,33 @@ class SharedStep:
         if not wanted:
             return {}
         try:
-            if update:
-                await self._lead.go(update, await self._host.run(at_once(self._learner.weights)))
+            if update > 0 or (update == 0 and self.known is not None):
+                weights = await self._host.run(at_once(self._learner.weights))
+                await self._lead.go(update, weights, self.known)
             else:
                 policy, options = self._learner.optimizer.policy, self._learner.optimizer.options
                 origin = policy.origin if options.loss.kl_coefficient else None
                 parts = {name: StepPart(self._plans[name], self._policy_step) for name in wanted}
-                await self._lead.open(self._before, origin, parts)
+                await self._lead.open(self._before, origin, parts, self._pictures(wanted))
             return await self._lead.collect(update, wanted, self._learner.shapes, began)
         except (RedisError, OSError) as error:
             log.warning("shared.redis_away", error=reason(error), lost=wanted)
             return {}
 
+    def _pictures(self, wanted: Sequence[str]) -> list[Picture]:
+        """The images that these members' samples show."""
+        sight = self._learner.optimizer.policy.sight
+        minis = (mini for name in wanted for mini in self._plans[name].minis)
+        keys = {image.key for mini in minis for group in mini for image in group.images}
+        return [] if sight is None else [sight.picture(key) for key in sorted(keys)]
+
     async def _own(self, name: str, update: int) -> Computed:
         """What this process computes: its own part, or one of a member that is away."""
         if name not in self._parts:
-            before = None if update == 0 else self._before
+            before = None if update <= 0 else self._before
             self._parts[name] = Part(self._learner.optimizer, self._plans[name], self._policy_step, before)
         part = self._parts[name]
-        return await self._host.run(lambda: part.gradient(update))
+        return await self._host.run(lambda: part.look() if update == LOOK else part.gradient(update, self.known))
 
     async def _doubted(self, name: str, update: int, theirs: Computed) -> Computed:
         """A member's numbers are not finite: ours, and if those are, the member goes."""

@@ -4,13 +4,13 @@ import base64
 import binascii
 import hashlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from shared.errors import InvalidRequestError, SetupError
+from shared.errors import EngineError, InvalidRequestError, SetupError
 from shared.image_files.reader import ImageReader
 from shared.images.chat import ChatImages, SizedImage
-from shared.images.refs import Detail, ImageRef
+from shared.images.refs import Detail, ImageRef, image_key
 from shared.jobs import Message
 from trainer.vision.sight import Sight
 from worker.engine.messages import Picture
@@ -58,6 +58,14 @@ class Pictures:
         """The tiles of an image that has been read."""
         width, height, tiles = await self._reader.tiles(data, self._sight.vision, ref.detail)
         return Picture(ref.key, tiles, width, height)
+
+    async def of_refs(self, refs: Iterable[ImageRef], files: Mapping[bytes, bytes]) -> dict[bytes, Picture]:
+        """The tiles of images that somebody else has read, by key; EngineError where he reads them otherwise."""
+        wanted = {ref.key: ref for ref in refs}
+        for ref in wanted.values():
+            if ref.key != image_key(ref.sha256, ref.detail, self._sight.vision) or ref.sha256 not in files:
+                raise EngineError("the images were prepared for another processor than this one's")
+        return {key: await self.picture(ref, files[ref.sha256]) for key, ref in wanted.items()}
 
     def close(self) -> None:
         """End the processes."""

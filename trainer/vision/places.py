@@ -77,6 +77,28 @@ def shown(laid: Laid, image_token: int, images: Sequence[Seen]) -> Shown:
     return Shown(vectors_NW, prompts, rows, mx.array(behind_3BT))
 
 
+def shown_in_rows(rows_BL: npt.NDArray[np.int32], images_B: Sequence[Sequence[Seen]], image_token: int) -> Shown | None:
+    """Of whole rows, padded on the right; `images_B`: of each row. None: there are none.
+
+    A row has as many placeholders as its images have vectors, which come first: a later one, which a model may write
+    as it writes any token, is a token.
+    """
+    images = [image for each in images_B for image in each]
+    if not images:
+        return None
+    wanted_B = np.array([sum(len(image.vectors_TH) for image in each) for each in images_B])
+    there_BL = rows_BL == image_token
+    there_BL &= np.cumsum(there_BL, axis=1) <= wanted_B[:, None]
+    at_BL = np.where(there_BL, np.cumsum(there_BL).reshape(there_BL.shape) - 1, -1)
+    grids = [image.grid for image in images if image.grid is not None]
+    places = Places(mx.array(at_BL))
+    if grids:
+        spots_B = _spots(there_BL, np.zeros(len(rows_BL), np.int32), grids)
+        positions_3BL = np.stack([spots.piece(0, rows_BL.shape[1]) for spots in spots_B], axis=1)
+        places = Places(places.at_BL, mx.array(positions_3BL))
+    return Shown(mx.concatenate([image.vectors_TH for image in images]), places, places, None)
+
+
 def _spots(there_PS: npt.NDArray[np.bool_], padding_P: npt.NDArray[np.int32], grids: Sequence[Grid]) -> list[Spots]:
     """Of each prompt; its images are those that come next."""
     left, spots = list(grids), []

@@ -5,12 +5,13 @@ longest ago go first; an image is shown anew with each group that has it.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from threading import Lock
 
 import mlx.core as mx
 
 from shared.errors import EngineError
+from shared.images.refs import ImageRef
 from worker.engine.messages import Picture
 from worker.engine.model.loader import LoadedModel
 from worker.engine.vision.families import AnyTower, Tower
@@ -49,24 +50,46 @@ class Sight:
             while self._tile_bytes > self._most[0] and len(self._pictures) > 1:
                 self._tile_bytes -= _size(self._pictures.popitem(last=False)[1])
 
+    def picture(self, key: bytes) -> Picture:
+        """The tiles of an image; EngineError when they are not there any more."""
+        with self._lock:
+            found = self._pictures.get(key)
+        if found is None and self.bring is not None:
+            found = self.bring(key)
+            self.show(found)
+        if found is None:
+            raise EngineError(
+                f"the images under way have more than {self._most[0]} bytes of tiles: the first have gone"
+            )
+        return found
+
     def seen(self, keys: Sequence[bytes]) -> list[Seen]:
         """What the tower makes of these images; EngineError for one whose tiles are not there."""
         return [self._of(key) for key in keys]
+
+    def rows(
+        self, images_B: Sequence[Sequence[ImageRef]], pictures: Mapping[bytes, Picture]
+    ) -> Generator[None, None, list[list[Seen]]]:
+        """What the tower makes of the images of each row, whose tiles come along; yields after every image.
+
+        EngineError for one that has not as many vectors as its row has places.
+        """
+        found: list[list[Seen]] = [[] for _ in images_B]
+        for seen, images in zip(found, images_B, strict=True):
+            for image in images:
+                if image.key in pictures:
+                    self.show(pictures[image.key])
+                seen += self.seen([image.key])
+                if len(seen[-1].vectors_TH) != image.tokens:
+                    raise EngineError("an image has not as many vectors as there are places for it")
+                yield
+        return found
 
     def _of(self, key: bytes) -> Seen:
         if key in self._vectors:
             self._vectors.move_to_end(key)
             return self._vectors[key]
-        with self._lock:
-            picture = self._pictures.get(key)
-        if picture is None and self.bring is not None:
-            picture = self.bring(key)
-            self.show(picture)
-        if picture is None:
-            raise EngineError(
-                f"the images under way have more than {self._most[0]} bytes of tiles: the first have gone"
-            )
-        made = _encoded(self._tower, picture)
+        made = _encoded(self._tower, self.picture(key))
         self._vectors[key] = made
         self._vector_bytes += made.vectors_TH.nbytes
         while self._vector_bytes > self._most[1] and len(self._vectors) > 1:

@@ -85,6 +85,50 @@ def downloaded(training: tinker.TrainingClient, rest: object, saved: str) -> dic
     return found
 
 
+def about_the_prompt(sampler: tinker.SamplingClient) -> None:
+    """Its last log-probabilities alone, those of tokens that are named, and tokens that are drawn in its places."""
+    prompt, one = types.ModelInput.from_ints(WHOLE), types.SamplingParams(max_tokens=1, seed=3)
+    own = sampler.compute_logprobs(prompt).result()
+    asked = {"include_prompt_logprobs": True, "topk_prompt_logprobs": 2, "prompt_logprobs_last_n": 2}
+    last = sampler.sample(prompt, 2, one, **asked).result()
+    assert last.prompt_logprobs[:-2] == [None] * (len(WHOLE) - 2)
+    np.testing.assert_allclose(last.prompt_logprobs[-2:], own[-2:], atol=1e-4)
+    assert last.topk_prompt_logprobs[:-2] == [None] * (len(WHOLE) - 2) and len(last.topk_prompt_logprobs[-1]) == 2
+    dense = np.full((len(WHOLE) - 1, 2), -1, np.int64)
+    dense[:, 0] = WHOLE[1:]
+    dense[1, 1] = WHOLE[0]
+    crow, columns = [0, *[0] * (len(WHOLE) - 2), 1], [1]
+    sparse = types.TensorData(
+        data=np.array(WHOLE[-1:]),
+        dtype="int64",
+        shape=list(dense.shape),
+        sparse_crow_indices=crow,
+        sparse_col_indices=columns,
+    )
+    told = sampler.sample(prompt, 1, one, target_prompt_logprobs=types.TensorData.from_numpy(dense)).result()
+    found = np.array(told.target_prompt_logprobs.data).reshape(dense.shape)
+    np.testing.assert_allclose(found[:, 0], own[1:], atol=1e-4)
+    assert told.prompt_logprobs is None and (found[dense == -1] == 0).all() and found[1, 1] < 0
+    few = sampler.sample(prompt, 1, one, target_prompt_logprobs=sparse, prompt_alt_tokens_k=3).result()
+    assert (few.target_prompt_logprobs.sparse_crow_indices, few.target_prompt_logprobs.shape) == (
+        crow,
+        [len(WHOLE) - 1, 2],
+    )
+    np.testing.assert_allclose(few.target_prompt_logprobs.data, own[-1:], atol=1e-4)
+    drawn = np.array(few.prompt_alt_tokens.tokens.data).reshape(few.prompt_alt_tokens.tokens.shape)
+    assert drawn.shape == (len(WHOLE) - 1, 3)
+    again = types.TensorData.from_numpy(drawn.astype(np.int64))
+    told = sampler.sample(prompt, 1, one, target_prompt_logprobs=again).result()
+    np.testing.assert_allclose(told.target_prompt_logprobs.data, few.prompt_alt_tokens.logprobs.data, atol=1e-4)
+    for wrong in ({"prompt_alt_tokens_k": 21}, {"include_prompt_logprobs": True, "prompt_logprobs_last_n": len(WHOLE)}):
+        try:
+            sampler.sample(prompt, 1, one, **wrong).result()
+        except tinker.TinkerError as error:
+            assert next(reversed(wrong)) in str(error), error
+        else:
+            raise AssertionError(f"{wrong} was taken")
+
+
 def main() -> None:
     service = tinker.ServiceClient(base_url=URL, api_key="tml-any-key-of-ours")
     served = {each.model_name: each for each in service.get_server_capabilities().supported_models}
@@ -121,6 +165,9 @@ def main() -> None:
         types.ModelInput.from_ints(PROMPT), 1, one, include_prompt_logprobs=True, topk_prompt_logprobs=3
     ).result()
     assert tops.topk_prompt_logprobs is not None
+
+    if "prompt_logprobs_last_n" in inspect.signature(base.sample).parameters:  # 0.38
+        about_the_prompt(base)
 
     # What the service says of a forward is what workers say of the version.
     said = training.forward([datum(weights=[1.0] * len(ANSWER))], "cross_entropy").result()

@@ -33,6 +33,7 @@ from worker.engine.kv.prefix_cache import PrefixCache
 from worker.engine.kv.slabs import KvRows
 from worker.engine.model.pooling import Pool
 from worker.engine.sampling.draw import most_likely, top_lists
+from worker.engine.sampling.prompt_tokens import asked_from, others, tell, wants_others
 from worker.engine.scheduler import widest
 
 log = logging.getLogger(__name__)
@@ -56,6 +57,7 @@ class PrefillTask:
     kv_versions: set[str] = field(default_factory=set)  # that the KV has been computed with
     logprobs: list[float] = field(default_factory=list)  # of ids[1 + score_from :]
     top_logprobs: list[list[TokenLogprob]] = field(default_factory=list)
+    others: dict[Row, list[list[TokenLogprob]]] = field(default_factory=dict)  # that a row asks about in their places
     pool: Pool | None = None  # of an embedding: then all ids are fed, and nothing is scored
     outputs: dict[str, npt.NDArray[np.float32]] = field(default_factory=dict)  # of the heads that have read it, by name
     network: NetworkRows | None = None  # in the place of a prompt
@@ -96,7 +98,7 @@ def task_for(row: Row, adapter: str = "") -> PrefillTask:
     if row.spec.kind in ("embed", "head"):
         return PrefillTask([row], ids, 0, adapter, pool=Pool("last" if row.spec.kind == "head" else row.spec.pooling))
     if wants_prompt_logprobs(row):
-        return PrefillTask([row], ids, 0, adapter, row.sampling.prompt_logprobs or 0)
+        return PrefillTask([row], ids, asked_from(row.spec), adapter, row.sampling.prompt_logprobs or 0)
     score_from = len(row.spec.prompt_ids) - 1 if row.spec.kind == "score" else len(ids) - 1
     return PrefillTask([row], ids, score_from, adapter)
 
@@ -161,10 +163,8 @@ class PrefillLane:
 
     def _joinable(self, task: PrefillTask) -> PrefillTask | None:
         """An equal task; what it has fed already cannot be scored any more."""
-        for other in self._tasks:
-            if other.key == task.key and (other.done == 0 or not task.reports):
-                return other
-        return None
+        equal = (other for other in self._tasks if other.key == task.key)
+        return next((other for other in equal if other.done == 0 or not task.reports), None)
 
     def remove(self, row: Row) -> None:
         """Forget a row, and its task when nobody else waits for it."""
@@ -183,9 +183,7 @@ class PrefillLane:
         prompt = len(row.spec.prompt_ids)
         event = TokenEvent(row.spec.id, row.attempt, row.start, [], [])
         if wants_prompt_logprobs(row):
-            event.prompt_logprobs = [None, *task.logprobs[: prompt - 1]]
-            if count := row.sampling.prompt_logprobs:
-                event.prompt_top_logprobs = [[], *(top[:count] for top in task.top_logprobs[: prompt - 1])]
+            tell(event, row.spec, task.score_from, task.logprobs, task.top_logprobs, task.others.get(row))
         if row.spec.kind == "score":
             event.score_logprobs = task.logprobs[prompt - 1 - task.score_from :]
             event.finish = Finish("stop", cached_tokens=row.cached_tokens)
@@ -351,12 +349,14 @@ def _waits_for(task: PrefillTask, head: str, adapter: str) -> bool:
 
 
 def _collect(task: PrefillTask, logits_LV: mx.array, targets: list[int]) -> None:
-    """Reduce a chunk's logits to the log-probabilities of the ids that follow."""
+    """Reduce a chunk's logits to the log-probabilities of the ids that follow, and of others that are asked about."""
     logprobs_LV = logits_LV - mx.logsumexp(logits_LV, axis=-1, keepdims=True)
     chosen_L = mx.take_along_axis(logprobs_LV, mx.array(targets)[:, None], axis=-1)[:, 0]
     if task.top_count:
-        count = min(task.top_count, logprobs_LV.shape[-1])
-        task.top_logprobs += top_lists(*most_likely(logprobs_LV, count))
+        task.top_logprobs += top_lists(*most_likely(logprobs_LV, min(task.top_count, logprobs_LV.shape[-1])))
+    for row in task.rows:
+        if wants_others(row.sampling) and wants_prompt_logprobs(row):
+            task.others.setdefault(row, []).extend(others(row.sampling, logits_LV, logprobs_LV, task.done))
     task.logprobs += cast(list[float], chosen_L.tolist())
 
 

@@ -1,0 +1,103 @@
+"""What a sample's client asks about other tokens in the places of its prompt's own: those it names, and some drawn.
+
+The SDK names them in an array [prompt tokens - 1, K], dense or CSR, in which -1 asks for nothing; what comes back has
+the same layout. Row i is about the prompt's token i + 1.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain, pairwise
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from api.generation.plan import MAX_WHOLE_LOGPROBS
+from api.generation.work import Work
+from api.tinker.bodies import SampleBody, TensorBody
+from shared.errors import InvalidRequestError
+from shared.frames import TokenLogprob
+from shared.sequences import vocabulary_error
+
+_TARGETS = "target_prompt_logprobs"
+_LAST, _DRAWS = "prompt_logprobs_last_n", "prompt_alt_tokens_k"
+
+
+@dataclass(frozen=True)
+class AskedTokens:
+    """Of one sample."""
+
+    targets: TensorBody | None = None
+    rows: tuple[tuple[int, ...], ...] = ()  # ids of the targets by place, -1 where nothing is asked for
+    draws: int = 0
+
+    @classmethod
+    def of(cls, body: SampleBody, prompt: int, vocabulary: int) -> "AskedTokens":
+        """For a prompt of so many tokens; InvalidRequestError for what does not fit it."""
+        last, targets, places = body.prompt_logprobs_last_n, body.target_prompt_logprobs, prompt - 1
+        if last is not None and not body.prompt_logprobs:
+            raise InvalidRequestError(f"'{_LAST}' goes with 'prompt_logprobs'", param=_LAST)
+        if last is not None and last > places:
+            raise InvalidRequestError(f"'{_LAST}' is 1 to {places} for a prompt of {prompt} tokens", param=_LAST)
+        if body.prompt_alt_tokens_k * places > MAX_WHOLE_LOGPROBS:
+            message = f"{places} places with {body.prompt_alt_tokens_k} tokens each are more than {MAX_WHOLE_LOGPROBS}"
+            raise InvalidRequestError(message, param=_DRAWS)
+        if targets is None:
+            return cls(draws=body.prompt_alt_tokens_k)
+        rows = _rows(targets, places)
+        named = [token for row in rows for token in row if token != -1]
+        if not named or len(named) > MAX_WHOLE_LOGPROBS:
+            message = f"'{_TARGETS}' names 1 to {MAX_WHOLE_LOGPROBS} tokens, this one {len(named)}"
+            raise InvalidRequestError(message, param=_TARGETS)
+        if error := vocabulary_error(named, vocabulary, _TARGETS):
+            raise error
+        return cls(targets, rows, body.prompt_alt_tokens_k)
+
+    def put_into(self, work: Work, body: SampleBody) -> Work:
+        """What the worker is asked for."""
+        if not (self.rows or self.draws or body.prompt_logprobs_last_n):
+            return work
+        named = tuple(tuple(token for token in row if token != -1) for row in self.rows)
+        own, last = work.sampling.prompt_logprobs, body.prompt_logprobs_last_n or 0
+        sampling = msgspec.structs.replace(
+            work.sampling,
+            prompt_logprobs=own or 0,
+            prompt_logprobs_last=1 if own is None else last,  # nobody reads them: as few as can be
+            prompt_named=named,
+            prompt_draws=self.draws,
+        )
+        return msgspec.structs.replace(work, sampling=sampling)
+
+    def logprobs(self, told: Sequence[Sequence[TokenLogprob]]) -> npt.NDArray[np.float32]:
+        """Of the targets, one after another, 0 where nothing is asked for; `told` by prompt token."""
+        found = (self._of_row(row, each) for row, each in zip(self.rows, told[1:], strict=True))
+        return np.array(list(chain.from_iterable(found)), np.float32)
+
+    def drawn(self, told: Sequence[Sequence[TokenLogprob]]) -> list[list[TokenLogprob]]:
+        """What was drawn, by place."""
+        return [list(each[len(each) - self.draws :]) for each in told[1:]]
+
+    @staticmethod
+    def _of_row(row: Sequence[int], told: Sequence[TokenLogprob]) -> list[float]:
+        known = iter(told)
+        return [0.0 if token == -1 else next(known).logprob for token in row]
+
+
+def _rows(targets: TensorBody, places: int) -> tuple[tuple[int, ...], ...]:
+    """InvalidRequestError when it is no array [places, K] of int64."""
+    shape, crow, columns, data = targets.shape, targets.sparse_crow_indices, targets.sparse_col_indices, targets.data
+    if targets.dtype != "int64" or shape is None or len(shape) != 2 or shape[0] != places:
+        given = f"{targets.dtype} of shape {shape}"
+        raise InvalidRequestError(f"'{_TARGETS}' is an int64 array [{places}, K], not {given}", param=_TARGETS)
+    ids = [each for each in data if isinstance(each, int)]
+    if len(ids) < len(data):
+        raise InvalidRequestError("a token id is a whole number", param=_TARGETS)
+    if crow is None and columns is None:
+        if len(ids) != places * shape[1]:
+            raise InvalidRequestError(f"{len(ids)} numbers are no array {shape}", param=_TARGETS)
+        return tuple(tuple(ids[at * shape[1] : (at + 1) * shape[1]]) for at in range(places))
+    if crow is None or columns is None or len(columns) != len(ids) or any(each >= shape[1] for each in columns):
+        raise InvalidRequestError("its columns are not those of its shape", param=_TARGETS)
+    if len(crow) != places + 1 or crow[0] != 0 or crow[-1] != len(ids) or any(b < a for a, b in pairwise(crow)):
+        raise InvalidRequestError("its row pointers are not those of its shape", param=_TARGETS)
+    return tuple(tuple(ids[start:end]) for start, end in pairwise(crow))
