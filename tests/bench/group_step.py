@@ -6,7 +6,7 @@ environment, since what NCCL and MLX do about CUDA graphs is settled at start; a
 take turns, since a machine's speed drifts.
 
 Of each case and number of rows: what a decode step takes, least and median, what of it the host spends in handing over
-work (`mx.async_eval`), what of it the engine's thread works and does not wait, how many operations it has, its time
+work (`mx.async_eval`), what of it the engine's thread works and does not wait, how many operations a GPU has, its time
 with sums over ranks left out (wrong tokens in the same time as right ones), and how many times faster than one rank it
 is, round by round: least, median, most. Then what the host takes to hand over one operation of each kind: where the
 device is quicker, a step's time is made of these.
@@ -46,6 +46,7 @@ KV_BYTES = 16 << 30  # bounds what MLX keeps of freed memory, too
 AS_MLX_HAS_IT = {"NCCL_GRAPH_MIXING_SUPPORT": "1", "NCCL_GRAPH_REGISTER": "1", "NCCL_CGA_CLUSTER_SIZE": "4"}
 LARGER = {"MLX_MAX_OPS_PER_BUFFER": "100"}
 APART = "GROUP_STEP_APART"  # each product by itself, those of the same input too
+PLAIN = "GROUP_STEP_PLAIN"  # mlx-lm's forward
 CASES: list[tuple[int, str, dict[str, str]]] = [
     (1, "alone", {}),
     (2, "as set", {}),
@@ -54,6 +55,8 @@ CASES: list[tuple[int, str, dict[str, str]]] = [
     (2, "graphs of 100", LARGER),
     (1, "graphs of 100", LARGER),
     (2, "products apart", {APART: "1"}),
+    (1, "mlx-lm's forward", {PLAIN: "1"}),
+    (2, "mlx-lm's forward", {PLAIN: "1"}),
 ]
 OPERATIONS = -1  # in place of rows: ask what handing over one of each kind takes
 
@@ -114,6 +117,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--cases", type=int, nargs="*", default=list(range(len(CASES))), help="by their numbers")
     parser.add_argument("--prompt", type=int, default=2048, help="tokens of the prompt that is timed")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="two ranks more, with these variables (commas)"
+    )
     parser.add_argument("--rank", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank:
@@ -127,7 +133,8 @@ def measure(shape: str, args: argparse.Namespace) -> None:
     """Let all cases take turns."""
     until = time.monotonic() + args.seconds
     with tempfile.TemporaryDirectory() as folder:
-        cases = [started(shape, *CASES[at], Path(folder)) for at in args.cases]
+        told = [(2, each, dict(pair.split("=", 1) for pair in each.split(","))) for each in args.set]
+        cases = [started(shape, *each, Path(folder)) for each in [*(CASES[at] for at in args.cases), *told]]
         watch = threading.Timer(args.seconds + 15, _kill, [cases])
         watch.start()
         for case in cases:
@@ -187,9 +194,12 @@ def rank(shape: str, ranks: int) -> None:
     import mlx.core as mx
     from mlx_lm.generate import generation_stream
 
+    from worker.engine.batch import row_model
     from worker.engine.messages import EngineConfig
     from worker.engine.model import cuda_graphs
 
+    if PLAIN in os.environ:
+        row_model.one_token_of = lambda model: None
     cuda = mx.cuda.is_available()
     cuda_graphs.prepare(sums=ranks > 1)
     group = mx.distributed.init(strict=True, backend="nccl" if cuda else "ring") if ranks > 1 else None
@@ -223,6 +233,7 @@ def random_model(shape: str, group: Any, folder: Path) -> Any:
     from worker.engine.kv.layout import KvLayout
     from worker.engine.messages import EngineConfig
     from worker.engine.model.loader import _measure, load_model
+    from worker.engine.model.one_token import join_products
     from worker.engine.model.sharding import read_weights, shard
     from worker.engine.model.sites import Whole, module_shapes
     from worker.engine.ranks.ranks import ranks_of
@@ -247,7 +258,10 @@ def random_model(shape: str, group: Any, folder: Path) -> Any:
     if ranks is not None:
         shard(model, ranks)
     model.set_dtype(mx.float32 if small else mx.bfloat16)
-    read_weights(model, joins=ranks is not None and APART not in os.environ)
+    joins = APART not in os.environ
+    read_weights(model, joins=joins and ranks is not None)
+    if joins and ranks is None and mx.cuda.is_available():
+        join_products(model)
     mx.clear_cache()
     bytes_each, window, vocabulary, dtype = _measure(model, KvLayout())
     card = msgspec.structs.replace(
@@ -319,7 +333,8 @@ def step_ms(loaded: Any, config: Any, rows: int) -> dict[str, float]:
 
     try:
         mx.async_eval = counting
-        _turn(engine, loaded)
+        with as_on_a_gpu():
+            _turn(engine, loaded)
         mx.async_eval = timed
         times, worked = [], time.thread_time()
         for _ in range(3):
@@ -334,6 +349,22 @@ def step_ms(loaded: Any, config: Any, rows: int) -> dict[str, float]:
     mx.synchronize()
     by_step = {"handed": handed[0] / STEPS * 1000, "worked": worked / STEPS * 1000}
     return {"ms": median(times) * 1000, "operations": counted[0], **by_step}
+
+
+@contextmanager
+def as_on_a_gpu() -> Iterator[None]:
+    """What is one operation on a GPU, or two, is so many on a CPU, too; what they compute then is not what is asked."""
+    import mlx.core as mx
+
+    plain = {name: getattr(mx.fast, name) for name in ("rms_norm", "rope", "scaled_dot_product_attention")}
+    if mx.default_device() == mx.Device(mx.cpu):
+        mx.fast.rms_norm = mx.fast.rope = lambda x, *_, **__: mx.contiguous(x)
+        mx.fast.scaled_dot_product_attention = lambda x, *_, **__: mx.contiguous(mx.contiguous(x))
+    try:
+        yield
+    finally:
+        for name, each in plain.items():
+            setattr(mx.fast, name, each)
 
 
 def operation_us(loaded: Any, group: Any) -> dict[str, float]:
