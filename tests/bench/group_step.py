@@ -196,11 +196,13 @@ def rank(shape: str, ranks: int) -> None:
 
     from worker.engine.batch import row_model
     from worker.engine.messages import EngineConfig
-    from worker.engine.model import cuda_graphs
+    from worker.engine.model import cuda_graphs, one_token
 
+    cuda = mx.cuda.is_available()
     if PLAIN in os.environ:
         row_model.one_token_of = lambda model: None
-    cuda = mx.cuda.is_available()
+    elif not cuda:  # where a worker would not wait for the compiler
+        row_model.one_token_of = lambda model: one_token.OneToken(model, compiles=True)
     cuda_graphs.prepare(sums=ranks > 1)
     group = mx.distributed.init(strict=True, backend="nccl" if cuda else "ring") if ranks > 1 else None
     began = time.perf_counter()
@@ -313,18 +315,11 @@ def step_ms(loaded: Any, config: Any, rows: int) -> dict[str, float]:
     """Of a decode step: its time, what the host hands over work for, what its thread works; and its operations."""
     import mlx.core as mx
 
-    engine = _engine(loaded, config, rows, PROMPT, WARM + STEPS + 40)
-    while len(_turn(engine, loaded).events) < rows:
-        pass
-    for _ in range(WARM - 1):
+    counted = operations(loaded, config, rows)
+    engine = _decoding(loaded, config, rows)
+    for _ in range(WARM):
         _turn(engine, loaded)
-    handed, counted, plain = [0.0], [0], mx.async_eval
-
-    def counting(*arrays: Any) -> None:
-        text = io.StringIO()
-        mx.export_to_dot(text, *arrays)
-        counted[0] += text.getvalue().count("shape=rectangle")
-        plain(*arrays)
+    handed, plain = [0.0], mx.async_eval
 
     def timed(*arrays: Any) -> None:
         began = time.perf_counter()
@@ -332,9 +327,6 @@ def step_ms(loaded: Any, config: Any, rows: int) -> dict[str, float]:
         handed[0] += time.perf_counter() - began
 
     try:
-        mx.async_eval = counting
-        with as_on_a_gpu():
-            _turn(engine, loaded)
         mx.async_eval = timed
         times, worked = [], time.thread_time()
         for _ in range(3):
@@ -348,7 +340,39 @@ def step_ms(loaded: Any, config: Any, rows: int) -> dict[str, float]:
     engine.close()
     mx.synchronize()
     by_step = {"handed": handed[0] / STEPS * 1000, "worked": worked / STEPS * 1000}
-    return {"ms": median(times) * 1000, "operations": counted[0], **by_step}
+    return {"ms": median(times) * 1000, "operations": counted, **by_step}
+
+
+def _decoding(loaded: Any, config: Any, rows: int) -> Any:
+    """An engine whose rows all have their first token."""
+    engine = _engine(loaded, config, rows, PROMPT, WARM + STEPS + 40)
+    while len(_turn(engine, loaded).events) < rows:
+        pass
+    return engine
+
+
+def operations(loaded: Any, config: Any, rows: int) -> int:
+    """Of a decode step on a GPU."""
+    import mlx.core as mx
+
+    counted, plain = [0], mx.async_eval
+
+    def counting(*arrays: Any) -> None:
+        text = io.StringIO()
+        mx.export_to_dot(text, *arrays)
+        counted[0] += text.getvalue().count("shape=rectangle")
+        plain(*arrays)
+
+    try:
+        with as_on_a_gpu():
+            engine = _decoding(loaded, config, rows)
+            mx.async_eval = counting
+            _turn(engine, loaded)
+    finally:
+        mx.async_eval = plain
+    engine.close()
+    mx.synchronize()
+    return counted[0]
 
 
 @contextmanager
@@ -359,7 +383,7 @@ def as_on_a_gpu() -> Iterator[None]:
     plain = {name: getattr(mx.fast, name) for name in ("rms_norm", "rope", "scaled_dot_product_attention")}
     if mx.default_device() == mx.Device(mx.cpu):
         mx.fast.rms_norm = mx.fast.rope = lambda x, *_, **__: mx.contiguous(x)
-        mx.fast.scaled_dot_product_attention = lambda x, *_, **__: mx.contiguous(mx.contiguous(x))
+        mx.fast.scaled_dot_product_attention = lambda q, k, v, **_: mx.contiguous(mx.depends(q, [k, v]))
     try:
         yield
     finally:

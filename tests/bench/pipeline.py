@@ -1,10 +1,12 @@
 """Two ranks that hold a model layer by layer, against one process: `python -m tests.bench.pipeline`.
 
-Random weights in fp32 on the CPU, also where there is a GPU, over MLX's ring, with one thread a process for products: on
-a machine of two cores each rank has its own. With `--cores N` each process has N of the machine's by itself (three
-times N, then), as if it had a machine: a rank waits for another with one of them, and computes with another. A prompt is fed in pieces, and rows decode in two parts, so that a rank may compute one while the other computes another.
+Random weights in fp32, on the CPU also where there is a GPU, over MLX's ring, with one thread a process for products. A
+prompt is fed in pieces, and rows decode in two parts, so that a rank may compute one while the other computes another.
 Printed is how many times faster two ranks are than one, least, median and most of all rounds, and what the least times
 say; of rows also how many times faster in parts than in one.
+
+On a machine of two cores each rank has one of them, if nothing else runs. `--cores N` gives each of the three processes
+N cores of its own, as if it had a machine: MLX's ring waits with a busy core, which the products do not need then.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ def main() -> None:
         _write(Path(folder))
         cores = sorted(os.sched_getaffinity(0))
         if 3 * args.cores > len(cores):
-            parser.error(f"--cores {args.cores}: three processes need {3 * args.cores} cores, and {len(cores)} are here")
+            parser.error(f"--cores {args.cores}: three processes need {3 * args.cores}, and {len(cores)} are here")
         alone, *two = [stack.enter_context(each) for each in _started(Path(folder), cores, args.cores)]
         times: dict[str, list[list[float]]] = {}
         for _ in range(args.rounds):

@@ -1,28 +1,26 @@
-"""The forward of one token a row, with few operations: of Llama, Qwen2 and Qwen3, whose layers are alike.
+"""The forward of one token a row, of few operations: for Llama, Qwen2 and Qwen3, whose layers are alike.
 
-On a GPU a decode step takes as long as the host needs to make its operations and to give them out, more so where ranks
-divide a model, since the second GPU shortens neither. mlx-lm's layer has 44, 26 of them views: it flattens what each
-product is fed and takes it apart again, transposes every weight, and moves the axes of heads for the one position that
-there is. Here rows are [B, D] all the way, weights have been transposed once and for all, heads are a reshape, and norms
-read a joined product as it lies: 27 operations a layer are left (`tests.bench.group_step` counts them). The numbers
-are those of mlx-lm's forward.
+On a GPU a decode step takes as long as the host needs to make its operations and to give them out, the more so where
+ranks divide a model: a second GPU shortens neither. mlx-lm's layer of Qwen3 is 51 operations, 31 of them views: it
+flattens what a product is fed and undoes that behind it, transposes every weight, and moves the axis of heads over that
+of the one position there is. Here rows are [B, D] all the way, weights have been transposed once and for all, heads are
+a reshape, and products of one input are joined: 24 operations are left, two sums over ranks besides. The numbers are
+those of mlx-lm's forward (tests/engine/test_one_token.py: bit by bit).
 
 What lies between the attention of one layer and that of the next, sums over ranks included, depends on the number of
-rows alone. So it is compiled as one function, which all layers share: their weights are arguments. MLX then makes these
-operations without Python. Attention and KV are called as in any forward, so every kind of KV does.
+rows alone. So it is compiled as one function, which all layers share, since weights are its arguments. MLX then makes
+these operations without Python. KV and attention are called as in any forward, so each kind of KV is what it was.
 
-Rows with adapters, other families and layers held by other ranks have mlx-lm's forward.
+Rows with adapters, other families and models that ranks hold layer by layer have mlx-lm's forward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, cast
 
 import mlx.core as mx
-import mlx.nn as nn
 from mlx.nn.layers.distributed import QuantizedShardedToAllLinear, ShardedToAllLinear
 from mlx_lm.models import llama, qwen2, qwen3
 from mlx_lm.models.activations import swiglu
@@ -144,7 +142,7 @@ class OneToken:
         self._behind = [arrays for _, _, arrays in layers]
         last_norm, eps = inner.norm.weight, inner.norm.eps
         first, last = self._layers[0], self._layers[-1]
-        head = embedding.as_linear if model.args.tie_word_embeddings else partial(_apply, *Product.of(_bare(model.lm_head)))
+        head = embedding.as_linear if model.args.tie_word_embeddings else _called(_bare(model.lm_head))
 
         def begin(arrays: Any, tokens_B1: mx.array, offset_B: mx.array) -> Any:
             h_BD = embedding(tokens_B1.reshape(-1))
@@ -250,5 +248,6 @@ def _bare(module: Any) -> Any:
     return module.get("linear") or module.get("embedding") or module
 
 
-def _apply(how: Product, arrays: Arrays, x_BI: mx.array) -> mx.array:
-    return how(arrays, x_BI)
+def _called(linear: Any) -> Callable[[mx.array], mx.array]:
+    how, arrays = Product.of(linear)
+    return lambda x_BI: how(arrays, x_BI)
