@@ -46,7 +46,7 @@ KV_BYTES = 16 << 30  # bounds what MLX keeps of freed memory, too
 AS_MLX_HAS_IT = {"NCCL_GRAPH_MIXING_SUPPORT": "1", "NCCL_GRAPH_REGISTER": "1", "NCCL_CGA_CLUSTER_SIZE": "4"}
 LARGER = {"MLX_MAX_OPS_PER_BUFFER": "100"}
 APART = "GROUP_STEP_APART"  # each product by itself, those of the same input too
-PLAIN = "GROUP_STEP_PLAIN"  # mlx-lm's forward
+PLAIN = "GROUP_STEP_PLAIN"  # mlx-lm's forward; tests.bench.group heeds it, too
 CASES: list[tuple[int, str, dict[str, str]]] = [
     (1, "alone", {}),
     (2, "as set", {}),
@@ -194,15 +194,10 @@ def rank(shape: str, ranks: int) -> None:
     import mlx.core as mx
     from mlx_lm.generate import generation_stream
 
-    from worker.engine.batch import row_model
     from worker.engine.messages import EngineConfig
-    from worker.engine.model import cuda_graphs, one_token
+    from worker.engine.model import cuda_graphs
 
     cuda = mx.cuda.is_available()
-    if PLAIN in os.environ:
-        row_model.one_token_of = lambda model: None
-    elif not cuda:  # where a worker would not wait for the compiler
-        row_model.one_token_of = lambda model: one_token.OneToken(model, compiles=True)
     cuda_graphs.prepare(sums=ranks > 1)
     group = mx.distributed.init(strict=True, backend="nccl" if cuda else "ring") if ranks > 1 else None
     began = time.perf_counter()
@@ -231,15 +226,20 @@ def random_model(shape: str, group: Any, folder: Path) -> Any:
     from mlx_lm.models import qwen3
 
     from tests.engine.small_models import LLAMA, write_model
+    from worker.engine.batch import row_model
     from worker.engine.kv.cuda import attention
     from worker.engine.kv.layout import KvLayout
     from worker.engine.messages import EngineConfig
     from worker.engine.model.loader import _measure, load_model
-    from worker.engine.model.one_token import join_products
+    from worker.engine.model.one_token import OneToken, join_products
     from worker.engine.model.sharding import read_weights, shard
     from worker.engine.model.sites import Whole, module_shapes
     from worker.engine.ranks.ranks import ranks_of
 
+    if PLAIN in os.environ:
+        row_model.one_token_of = lambda model: None
+    elif not mx.cuda.is_available():  # where a worker would not wait for the compiler
+        row_model.one_token_of = lambda model: OneToken(model, compiles=True)
     other = load_model(EngineConfig(str(write_model(folder / "tiny", LLAMA))))  # for its tokenizer
     attention.install()
     small = shape in ON_A_CPU

@@ -119,9 +119,10 @@ class RowModel:
         self._enter(cache[-1])
         # A prefill's logits are never computed, and must not be kept: they hold its whole graph.
         is_decode_step = tokens_BL.shape[1] == 1
-        quick = self._one_token if is_decode_step and not any(self.versions) else None
+        quick = self._one_token if is_decode_step else None
         if quick is not None and quick.takes(cache[:-1]):
-            logits_BLV = quick(tokens_BL, cache[:-1]).astype(mx.float32)
+            forward = quick.adapted if any(self.versions) else quick
+            logits_BLV = forward(tokens_BL, cache[:-1]).astype(mx.float32)
         else:
             with self._moved():
                 logits_BLV = self.model(tokens_BL, cache=cache[:-1]).astype(mx.float32)

@@ -11,13 +11,15 @@ What lies between the attention of one layer and that of the next, sums over ran
 rows alone. So it is compiled as one function, which all layers share, since weights are its arguments. MLX then makes
 these operations without Python. KV and attention are called as in any forward, so each kind of KV is what it was.
 
-Rows with adapters, other families and models that ranks hold layer by layer have mlx-lm's forward.
+With adapters in a batch the same is done, but not compiled. Other families, and models that ranks hold layer by layer,
+have mlx-lm's forward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, cast
 
 import mlx.core as mx
@@ -27,8 +29,11 @@ from mlx_lm.models.activations import swiglu
 from mlx_lm.models.base import create_attention_mask, scaled_dot_product_attention
 
 from worker.engine.model.joined import Joined, arrays_of, join
+from worker.engine.model.sites import summed
 
 Arrays = tuple[mx.array, ...]
+Adapt = Callable[[str, mx.array, list[mx.array]], list[mx.array]]
+"""Outputs of a layer's linears with the rows' adapters: which linears, what they read, what they make of it alone."""
 
 _FAMILIES = (llama, qwen2, qwen3)
 _INNER = (llama.LlamaModel, qwen2.Qwen2Model, qwen3.Qwen3Model)
@@ -60,6 +65,14 @@ class Product:
 
     def __call__(self, arrays: Arrays, x_BI: mx.array) -> mx.array:
         """[B, out]."""
+        y_BO = self.partial(arrays, x_BI)
+        if self.group is None:
+            return y_BO
+        y_BO = mx.distributed.all_sum(y_BO, group=self.group)
+        return y_BO + arrays[self.names.index("bias")] if "bias" in self.names else y_BO
+
+    def partial(self, arrays: Arrays, x_BI: mx.array) -> mx.array:
+        """The same without the sum over ranks and the bias behind it."""
         by = dict(zip(self.names, arrays, strict=True))
         if self.bits:
             y_BO = mx.quantized_matmul(
@@ -76,9 +89,7 @@ class Product:
             return mx.addmm(by["bias"], x_BI, by["weight"])
         else:
             y_BO = x_BI @ by["weight"]
-        if self.group is not None:
-            y_BO = mx.distributed.all_sum(y_BO, group=self.group)
-        return y_BO + by["bias"] if "bias" in by else y_BO
+        return y_BO + by["bias"] if "bias" in by and self.group is None else y_BO
 
 
 @dataclass(frozen=True)
@@ -93,16 +104,18 @@ class Layer:
     eps: tuple[float, ...]  # of the norms: before attention, before the feed-forward part, of q and k
     rope: Any = field(compare=False)  # the same in all layers
 
-    def before(self, arrays: Any, h_BD: mx.array, offset_B: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+    def before(
+        self, arrays: Any, h_BD: mx.array, offset_B: mx.array, adapt: Adapt | None = None
+    ) -> tuple[mx.array, mx.array, mx.array]:
         """q, k, v [B, heads, 1, size] of the rows' tokens."""
         norm, products, norms = arrays
         x_BD = mx.fast.rms_norm(h_BD, norm, self.eps[0])
-        ys = [product(each, x_BD) for product, each in zip(self.inputs, products, strict=True)]
+        ys = _outputs("inputs", self.inputs, products, x_BD, self.heads, adapt)
         if len(ys) == 1:
             return self._taken_apart(norms, ys[0].reshape(h_BD.shape[0], sum(self.heads), 1, -1), offset_B)
         q, k, v = (y.reshape(h_BD.shape[0], heads, 1, -1) for y, heads in zip(ys, self.heads, strict=True))
         if norms:
-            q, k = mx.fast.rms_norm(q, norms[0], self.eps[2]), mx.fast.rms_norm(k, norms[1], self.eps[2])
+            q, k = (mx.fast.rms_norm(each, norm, self.eps[2]) for each, norm in zip((q, k), norms[-2:], strict=True))
         return self.rope(q, offset=offset_B), self.rope(k, offset=offset_B), v
 
     def _taken_apart(self, norms: Arrays, qkv: mx.array, offset_B: mx.array) -> tuple[mx.array, mx.array, mx.array]:
@@ -118,14 +131,32 @@ class Layer:
         q, k = mx.split(self.rope(qk, offset=offset_B), [of_q], axis=1)
         return q, k, qkv[:, of_q + of_k :]
 
-    def behind(self, arrays: Any, h_BD: mx.array, attended: mx.array) -> mx.array:
+    def behind(self, arrays: Any, h_BD: mx.array, attended: mx.array, adapt: Adapt | None = None) -> mx.array:
         """The layer's output [B, D], of what it was fed and what attention [B, heads, 1, size] makes of it."""
         output, norm, gate_up, down = arrays
-        h_BD = h_BD + self.output(output, attended.reshape(h_BD.shape[0], -1))
+        h_BD = h_BD + _outputs("output", (self.output,), (output,), attended.reshape(h_BD.shape[0], -1), (), adapt)[0]
         x_BD = mx.fast.rms_norm(h_BD, norm, self.eps[1])
-        ys = [product(each, x_BD) for product, each in zip(self.gate_up, gate_up, strict=True)]
-        gate, up = mx.split(ys[0], 2, axis=-1) if len(ys) == 1 else ys
-        return h_BD + self.down(down, swiglu(gate, up))
+        ys = _outputs("gate_up", self.gate_up, gate_up, x_BD, (1, 1), adapt)
+        gate, up = ys if len(ys) == 2 else mx.split(ys[0], 2, axis=-1)
+        return h_BD + _outputs("down", (self.down,), (down,), swiglu(gate, up), (), adapt)[0]
+
+
+def _outputs(
+    which: str,
+    products: Sequence[Product],
+    arrays: Sequence[Arrays],
+    x_BI: mx.array,
+    widths: Sequence[int],
+    adapt: Adapt | None,
+) -> list[mx.array]:
+    """Of linears that read x; of joined ones one output, but with adapters. `widths`: how theirs are to each other."""
+    if adapt is None:
+        return [product(each, x_BI) for product, each in zip(products, arrays, strict=True)]
+    ys = [product.partial(each, x_BI) for product, each in zip(products, arrays, strict=True)]
+    if len(ys) < len(widths):
+        ends = list(accumulate(width * ys[0].shape[-1] // sum(widths) for width in widths))
+        ys = list(mx.split(ys[0], ends[:-1], axis=-1))
+    return adapt(which, x_BI, ys)
 
 
 class OneToken:
@@ -133,7 +164,7 @@ class OneToken:
 
     def __init__(self, model: Any, *, compiles: bool) -> None:
         """`compiles`: what lies between attention; on a CPU a compiler would run for seconds while rows wait."""
-        inner, embedding = model.model, _bare(model.model.embed_tokens)
+        self._model, inner, embedding = model, model.model, _bare(model.model.embed_tokens)
         self._compiled = mx.compile if compiles else lambda of: of
         self._scale = inner.layers[0].self_attn.scale
         layers = [_layer(each) for each in inner.layers]
@@ -161,17 +192,33 @@ class OneToken:
         return len(caches) == len(self._layers) and all(isinstance(each.offset, mx.array) for each in caches)
 
     def __call__(self, tokens_B1: mx.array, caches: Sequence[Any]) -> mx.array:
-        """Logits [B, 1, V]."""
+        """Logits [B, 1, V] of rows of the base."""
         mask = create_attention_mask(tokens_B1, caches[0])
         h, q, k, v = self._begin(self._before[0], tokens_B1, caches[0].offset)
         for at, cache in enumerate(caches):
-            keys, values = cache.update_and_fetch(k, v)
-            attended = scaled_dot_product_attention(q, keys, values, cache=cache, scale=self._scale, mask=mask)
+            attended = self._attended(q, k, v, cache, mask)
             if at + 1 < len(caches):
                 arrays = self._behind[at], self._before[at + 1]
                 h, q, k, v = self._steps[at](*arrays, h, attended, caches[at + 1].offset)
         logits_BV = self._end(self._behind[-1], h, attended)
         return cast(mx.array, logits_BV[:, None])
+
+    def adapted(self, tokens_B1: mx.array, caches: Sequence[Any]) -> mx.array:
+        """The same of rows with adapters, in the slots that are selected. Nothing is compiled: slots are written to."""
+        inner, mask = self._model.model, create_attention_mask(tokens_B1, caches[0])
+        h = inner.embed_tokens(tokens_B1).reshape(tokens_B1.shape[0], -1)
+        for at, (layer, cache) in enumerate(zip(inner.layers, caches, strict=True)):
+            how, adapt = self._layers[at], _adapting(layer)
+            q, k, v = how.before(self._before[at], h, cache.offset, adapt)
+            h = how.behind(self._behind[at], h, self._attended(q, k, v, cache, mask), adapt)
+        h_B1D = inner.norm(h)[:, None]
+        tied = self._model.args.tie_word_embeddings
+        return cast(mx.array, inner.embed_tokens.as_linear(h_B1D) if tied else self._model.lm_head(h_B1D))
+
+    def _attended(self, q: mx.array, k: mx.array, v: mx.array, cache: Any, mask: Any) -> mx.array:
+        keys, values = cache.update_and_fetch(k, v)
+        attended = scaled_dot_product_attention(q, keys, values, cache=cache, scale=self._scale, mask=mask)
+        return cast(mx.array, attended)
 
     def _step(self, one: Layer, other: Layer) -> Callable[..., Any]:
         """From the attention of a layer to that of the next."""
@@ -222,7 +269,8 @@ def _layer(layer: Any) -> tuple[Layer, Any, Any]:
     how = Layer(heads, inputs, output, gate_up, down, eps, attention.rope)
     weights = tuple(norm.weight for norm in norms)
     if norms and len(inputs) == 1:
-        weights = (_of_heads(weights, heads),)
+        weights = (_of_heads(weights, heads), *weights)
+    mx.eval([attention.rope[name] for name in arrays_of(attention.rope)])
     return how, (first.weight, of_inputs, weights), (of_output, second.weight, of_gate_up, of_down)
 
 
@@ -232,6 +280,32 @@ def _of_heads(weights: Arrays, heads: Sequence[int]) -> mx.array:
     whole = mx.concatenate(parts)
     mx.eval(whole)
     return whole
+
+
+def _adapting(layer: Any) -> Adapt:
+    attention, mlp = layer.self_attn, layer.mlp
+    linears = {
+        "inputs": (attention.q_proj, attention.k_proj, attention.v_proj),
+        "output": (attention.o_proj,),
+        "gate_up": (mlp.gate_proj, mlp.up_proj),
+        "down": (mlp.down_proj,),
+    }
+
+    def adapt(which: str, x_BI: mx.array, ys: list[mx.array]) -> list[mx.array]:
+        members: list[int] = []
+        out = list(ys)
+        for at, linear in enumerate(linears[which]):
+            if hasattr(linear, "member"):
+                group, _ = linear.member
+                members.append(at)
+            else:
+                out[at] = summed(linear, ys[at])
+        if members:  # all of one group, in its order
+            for at, y in zip(members, group.added(x_BI, [ys[at] for at in members]), strict=True):
+                out[at] = y
+        return out
+
+    return adapt
 
 
 def _products(parts: Sequence[Any]) -> tuple[tuple[Product, ...], tuple[Arrays, ...]]:
