@@ -7,6 +7,7 @@ import mlx.core as mx
 import mlx_lm
 import pytest
 from mlx_lm.models.cache import BatchKVCache
+from mlx_lm.tuner.lora import LoRALinear
 
 from tests.engine.adapter_bench import AdapterBench, row
 from tests.engine.adapter_models import make_adapter
@@ -74,6 +75,10 @@ def test_other_models_keep_their_forward(tmp_path: Path) -> None:
     assert one_token_of(load(tmp_path / "gemma", gemma)) is None
     windows = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8}
     assert one_token_of(load(tmp_path / "windows", LLAMA | windows)) is None
+    model = load(tmp_path / "wrapped", LLAMA)
+    assert one_token_of(model) is not None
+    model.layers[1].mlp.up_proj = LoRALinear.from_base(model.layers[1].mlp.up_proj)
+    assert one_token_of(model) is None, "what it would compute is not known"
 
 
 def test_rows_of_the_base_beside_adapters_and_alone(tmp_path: Path) -> None:

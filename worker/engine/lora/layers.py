@@ -254,6 +254,11 @@ class MultiLoRALinear(nn.Module):  # type: ignore[misc]
         self.member = group, index
         self._rows = group.rows
 
+    @property
+    def bare(self) -> Any:
+        """The model's own linear."""
+        return self.linear
+
     def __call__(self, x: mx.array) -> mx.array:
         """y for x [B, L, in]."""
         if self._rows.slots_B is None:
@@ -270,6 +275,11 @@ class MultiLoRAEmbedding(nn.Module):  # type: ignore[misc]
         super().__init__()
         self.embedding = embedding
         self._stack = stack
+
+    @property
+    def bare(self) -> Any:
+        """The model's own embedding."""
+        return self.embedding
 
     def __call__(self, ids_BL: mx.array) -> mx.array:
         """Vectors [B, L, dims]."""

@@ -17,19 +17,18 @@ have mlx-lm's forward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, cast
 
 import mlx.core as mx
-from mlx.nn.layers.distributed import QuantizedShardedToAllLinear, ShardedToAllLinear
 from mlx_lm.models import llama, qwen2, qwen3
 from mlx_lm.models.activations import swiglu
 from mlx_lm.models.base import create_attention_mask, scaled_dot_product_attention
 
 from worker.engine.model.joined import Joined, arrays_of, join
-from worker.engine.model.sites import summed
+from worker.engine.model.sites import EMBEDDINGS, LINEARS, REDUCING, summed
 
 Arrays = tuple[mx.array, ...]
 Adapt = Callable[[str, mx.array, list[mx.array]], list[mx.array]]
@@ -37,7 +36,6 @@ Adapt = Callable[[str, mx.array, list[mx.array]], list[mx.array]]
 
 _FAMILIES = (llama, qwen2, qwen3)
 _INNER = (llama.LlamaModel, qwen2.Qwen2Model, qwen3.Qwen3Model)
-_REDUCING = (ShardedToAllLinear, QuantizedShardedToAllLinear)
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,7 @@ class Product:
     def of(cls, linear: Any) -> tuple[Product, Arrays]:
         """A linear as mlx-lm or MLX has it, plain, quantised or divided."""
         arrays = {name: linear[name] for name in arrays_of(linear)}
-        group = linear.group if isinstance(linear, _REDUCING) else None
+        group = linear.group if isinstance(linear, REDUCING) else None
         if "scales" in arrays:
             how = cls(tuple(arrays), group, linear.bits, linear.group_size, linear.mode)
         else:
@@ -248,11 +246,24 @@ def join_products(model: Any) -> None:
 
 
 def _is_known(model: Any) -> bool:
-    known = [(family.Model, inner, family.TransformerBlock) for family, inner in zip(_FAMILIES, _INNER, strict=True)]
-    for whole, inner, block in known:
-        if type(model) is whole and type(model.model) is inner:
-            return all(type(layer) is block and not getattr(layer, "use_sliding", False) for layer in model.layers)
-    return False
+    """Whether all of it is what mlx-lm makes, sharded or with our adapters."""
+    family = next((each for each in _FAMILIES if type(model) is each.Model), None)
+    if family is None or type(model.model) not in _INNER or "embed_tokens" not in model.model:
+        return False
+    parts = (family.TransformerBlock, family.Attention, family.MLP)
+    heads = [model.lm_head] if "lm_head" in model else []
+    linears = [*heads, *(linear for layer in model.layers for linear in _linears(layer))]
+    return (
+        all((type(layer), type(layer.self_attn), type(layer.mlp)) == parts for layer in model.layers)
+        and not any(getattr(layer, "use_sliding", False) for layer in model.layers)
+        and all(isinstance(_bare(linear), LINEARS) for linear in linears)
+        and isinstance(_bare(model.model.embed_tokens), EMBEDDINGS)
+    )
+
+
+def _linears(layer: Any) -> Iterator[Any]:
+    for part in (layer.get("self_attn", {}), layer.get("mlp", {})):
+        yield from (module for name, module in part.items() if name.endswith("_proj"))
 
 
 def _layer(layer: Any) -> tuple[Layer, Any, Any]:
@@ -318,8 +329,8 @@ def _products(parts: Sequence[Any]) -> tuple[tuple[Product, ...], tuple[Arrays, 
 
 
 def _bare(module: Any) -> Any:
-    """The model's own, which adapters may have been put around."""
-    return module.get("linear") or module.get("embedding") or module
+    """The model's own, which our adapters may have been put around."""
+    return getattr(module, "bare", module)
 
 
 def _called(linear: Any) -> Callable[[mx.array], mx.array]:
