@@ -162,7 +162,7 @@ class OneToken:
 
     def __init__(self, model: Any, *, compiles: bool) -> None:
         """`compiles`: what lies between attention; on a CPU a compiler would run for seconds while rows wait."""
-        self._model, inner, embedding = model, model.model, _bare(model.model.embed_tokens)
+        self.model, inner, embedding = model, model.model, _bare(model.model.embed_tokens)
         self._compiled = mx.compile if compiles else lambda of: of
         self._scale = inner.layers[0].self_attn.scale
         layers = [_layer(each) for each in inner.layers]
@@ -203,15 +203,15 @@ class OneToken:
 
     def adapted(self, tokens_B1: mx.array, caches: Sequence[Any]) -> mx.array:
         """The same of rows with adapters, in the slots that are selected. Nothing is compiled: slots are written to."""
-        inner, mask = self._model.model, create_attention_mask(tokens_B1, caches[0])
+        inner, mask = self.model.model, create_attention_mask(tokens_B1, caches[0])
         h = inner.embed_tokens(tokens_B1).reshape(tokens_B1.shape[0], -1)
         for at, (layer, cache) in enumerate(zip(inner.layers, caches, strict=True)):
             how, adapt = self._layers[at], _adapting(layer)
             q, k, v = how.before(self._before[at], h, cache.offset, adapt)
             h = how.behind(self._behind[at], h, self._attended(q, k, v, cache, mask), adapt)
         h_B1D = inner.norm(h)[:, None]
-        tied = self._model.args.tie_word_embeddings
-        return cast(mx.array, inner.embed_tokens.as_linear(h_B1D) if tied else self._model.lm_head(h_B1D))
+        tied = self.model.args.tie_word_embeddings
+        return cast(mx.array, inner.embed_tokens.as_linear(h_B1D) if tied else self.model.lm_head(h_B1D))
 
     def _attended(self, q: mx.array, k: mx.array, v: mx.array, cache: Any, mask: Any) -> mx.array:
         keys, values = cache.update_and_fetch(k, v)
@@ -262,7 +262,7 @@ def _is_known(model: Any) -> bool:
 
 
 def _linears(layer: Any) -> Iterator[Any]:
-    for part in (layer.get("self_attn", {}), layer.get("mlp", {})):
+    for part in (layer.self_attn, layer.mlp):
         yield from (module for name, module in part.items() if name.endswith("_proj"))
 
 
@@ -306,11 +306,11 @@ def _adapting(layer: Any) -> Adapt:
         members: list[int] = []
         out = list(ys)
         for at, linear in enumerate(linears[which]):
-            if hasattr(linear, "member"):
+            if isinstance(linear, LINEARS):
+                out[at] = summed(linear, ys[at])
+            else:
                 group, _ = linear.member
                 members.append(at)
-            else:
-                out[at] = summed(linear, ys[at])
         if members:  # all of one group, in its order
             for at, y in zip(members, group.added(x_BI, [ys[at] for at in members]), strict=True):
                 out[at] = y
