@@ -243,6 +243,7 @@ def join_products(model: Any) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         join([attention.q_proj, attention.k_proj, attention.v_proj])
         join([mlp.gate_proj, mlp.up_proj])
+        mx.clear_cache()  # of the parts, or all of them would be there twice
 
 
 def _is_known(model: Any) -> bool:
