@@ -120,6 +120,7 @@ class RowModel:
         # A prefill's logits are never computed, and must not be kept: they hold its whole graph.
         is_decode_step = tokens_BL.shape[1] == 1
         quick = self._one_token if is_decode_step else None
+        # Not in place of another module that has been put in the model's.
         if quick is not None and quick.model is self.model and quick.takes(cache[:-1]):
             forward = quick.adapted if any(self.versions) else quick
             logits_BLV = forward(tokens_BL, cache[:-1]).astype(mx.float32)
