@@ -3,8 +3,8 @@
 Random weights, made on the device; one process a rank, which take their turns as those of a worker do: rank 0 sends
 orders and facts over a `TurnsOut`, the others obey them. Without Redis and without text. Of each shape, by ranks: a
 prompt's time to its first token, tokens a second of 1, 8 and 32 rows, the same of 32 rows over eight adapters of rank
-16, and what rank 0's thread works in a step and what of it sending the turn takes. The last lines are the ratios to one
-rank.
+16. Of a step at rank 0: what its thread works and does not wait, what giving operations out takes (waits for the device
+among it), what sending the turn takes. The last lines are the ratios to one rank.
 
 On CUDA the shapes 8B and 32B in bfloat16 over NCCL, one GPU a rank; elsewhere a small one in fp32 over the ring.
 """
@@ -25,7 +25,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tests.bench.group_step import PROMPT, SHAPES, random_model
+from tests.bench.group_step import PROMPT, SHAPES, handing_over, random_model
 
 ROWS = (1, 8, 32)
 ADAPTERS, RANK = 8, 16
@@ -280,9 +280,10 @@ def measure(turns: Turns, folder: Path, prompt: int) -> None:
         print(f"prompt of {prompt}, ms = {prompt_ms(turns, prompt)}", flush=True)
     for count in ROWS:
         turns.sending_s = 0.0
-        step_s, worked_s, steps = _step_s(turns, ["" for _ in range(count)])
+        step_s, worked_s, handed_s, steps = _step_s(turns, ["" for _ in range(count)])
         print(f"tok/s of {count} rows = {count / step_s}", flush=True)
         print(f"thread works at {count} rows, ms = {worked_s * 1000}", flush=True)
+        print(f"handing over at {count} rows, ms = {handed_s * 1000}", flush=True)
         if turns._ranks > 1:
             print(f"sending turns of {count} rows, us = {turns.sending_s / steps * 1e6}", flush=True)
     loaded = turns.loaded
@@ -339,8 +340,8 @@ def prompt_ms(turns: Turns, length: int) -> float:
     return min(times) * 1000
 
 
-def _step_s(turns: Turns, rows: list[str]) -> tuple[float, float, int]:
-    """Seconds of a decode step, those in which the thread works and does not wait, and how many turns were taken."""
+def _step_s(turns: Turns, rows: list[str]) -> tuple[float, float, float, int]:
+    """Seconds of a decode step, those that the thread works, those of giving operations out; turns that were taken."""
     from worker.engine.orders import Cancel
 
     order = _submit(rows, PROMPT, TOKENS, 1000 + len(rows))
@@ -352,14 +353,15 @@ def _step_s(turns: Turns, rows: list[str]) -> tuple[float, float, int]:
     for _ in range(WARM):
         turns.take()
     times, worked = [], time.thread_time()
-    for _ in range(ROUNDS):
-        began = time.perf_counter()
-        for _ in range(STEPS // ROUNDS):
-            turns.take()
-        times.append((time.perf_counter() - began) / (STEPS // ROUNDS))
+    with handing_over() as handed:
+        for _ in range(ROUNDS):
+            began = time.perf_counter()
+            for _ in range(STEPS // ROUNDS):
+                turns.take()
+            times.append((time.perf_counter() - began) / (STEPS // ROUNDS))
     worked = time.thread_time() - worked
     turns.take(*(Cancel(request.spec.id, "cancelled") for request in order.requests))
-    return median(times), worked / STEPS, taken + WARM + STEPS
+    return median(times), worked / STEPS, handed[0] / STEPS, taken + WARM + STEPS
 
 
 if __name__ == "__main__":
