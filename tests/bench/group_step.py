@@ -194,9 +194,12 @@ def rank(shape: str, ranks: int) -> None:
     import mlx.core as mx
     from mlx_lm.generate import generation_stream
 
+    from worker.engine.batch import row_model
     from worker.engine.messages import EngineConfig
-    from worker.engine.model import cuda_graphs
+    from worker.engine.model import cuda_graphs, one_token
 
+    # Also on a CPU, where a worker does not wait for the compiler: what counts here is the host's work.
+    row_model.one_token_of = lambda model: one_token.OneToken(model, compiles=True)
     cuda = mx.cuda.is_available()
     cuda_graphs.prepare(sums=ranks > 1)
     group = mx.distributed.init(strict=True, backend="nccl" if cuda else "ring") if ranks > 1 else None
@@ -231,15 +234,13 @@ def random_model(shape: str, group: Any, folder: Path) -> Any:
     from worker.engine.kv.layout import KvLayout
     from worker.engine.messages import EngineConfig
     from worker.engine.model.loader import _measure, load_model
-    from worker.engine.model.one_token import OneToken, join_products
+    from worker.engine.model.one_token import join_products
     from worker.engine.model.sharding import read_weights, shard
     from worker.engine.model.sites import Whole, module_shapes
     from worker.engine.ranks.ranks import ranks_of
 
     if PLAIN in os.environ:
         row_model.one_token_of = lambda model: None
-    elif not mx.cuda.is_available():  # where a worker would not wait for the compiler
-        row_model.one_token_of = lambda model: OneToken(model, compiles=True)
     other = load_model(EngineConfig(str(write_model(folder / "tiny", LLAMA))))  # for its tokenizer
     attention.install()
     small = shape in ON_A_CPU
