@@ -55,7 +55,7 @@ from trainer.warm_up import rehearse  # noqa: E402
 from worker.engine.batch import row_model  # noqa: E402
 from worker.engine.messages import EngineConfig, SpeculationConfig  # noqa: E402
 from worker.engine.model.loader import LoadedModel, load_model  # noqa: E402
-from worker.engine.model.one_token import OneToken  # noqa: E402
+from worker.engine.model.one_token import OneToken, one_token_of  # noqa: E402
 from worker.engine.ranks import ranks  # noqa: E402
 from worker.engine.ranks.ranks import Ranks  # noqa: E402
 
@@ -81,7 +81,9 @@ def sequences(group: Any, folder: str, specs: list[Any], config: dict[str, Any],
     engine = dict(engine)
     if engine.pop("compiles", False):
         with MonkeyPatch.context() as patch:
-            patch.setattr(row_model, "one_token_of", lambda model: OneToken(model, compiles=True))
+            patch.setattr(
+                row_model, "one_token_of", lambda model: one_token_of(model) and OneToken(model, compiles=True)
+            )
             return sequences(group, folder, specs, config, engine)
     drafts = engine.pop("drafts", 0)
     speculation = SpeculationConfig(tokens=drafts, adapts_to_time=False) if drafts else None
