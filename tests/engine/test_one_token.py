@@ -8,12 +8,14 @@ import mlx_lm
 import pytest
 from mlx_lm.models.cache import BatchKVCache
 from mlx_lm.tuner.lora import LoRALinear
+from msgspec import structs
 
 from tests.engine.adapter_bench import AdapterBench, row
-from tests.engine.adapter_models import make_adapter
+from tests.engine.adapter_models import LINEARS, make_adapter
 from tests.engine.conftest import prompt_of
 from tests.engine.kv_models import CONFIGS
 from tests.engine.small_models import LLAMA, QWEN3, write_model
+from worker.engine.batch import row_model
 from worker.engine.messages import EngineConfig
 from worker.engine.model.loader import load_model
 from worker.engine.model.one_token import OneToken, join_products, one_token_of
@@ -81,16 +83,25 @@ def test_other_models_keep_their_forward(tmp_path: Path) -> None:
     assert one_token_of(model) is None, "what it would compute is not known"
 
 
-def test_rows_of_the_base_beside_adapters_and_alone(tmp_path: Path) -> None:
-    """With an adapter a batch has mlx-lm's forward, without one ours: a row of the base says the same in both."""
-    loaded = load_model(EngineConfig(str(write_model(tmp_path / "model", QWEN3)), kv_limit_bytes=1 << 28))
-    made = make_adapter(loaded.model, tmp_path)
-    with AdapterBench(loaded, {made.manifest.id: made}) as bench:
-        bench.provide(made.manifest.id)
-        bench.publish(made.manifest.id)
-        prompt = prompt_of(9)
-        for name, beside in (("alone", []), ("mixed", ["a@1"]), ("again", [])):
-            bench.submit(row(name, prompt, "", max_tokens=12), *(row(f"{name}+", prompt, each) for each in beside))
-            bench.run()
-        assert bench.tokens("alone") == bench.tokens("mixed") == bench.tokens("again")
-        assert bench.tokens("mixed+")[:12] != bench.tokens("mixed")
+def test_rows_with_adapters_and_of_the_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one batch and apart; adapters change some linears of a layer, or all. As with mlx-lm's forward."""
+    write_model(tmp_path / "model", QWEN3)
+    keys = {"few": ("self_attn.q_proj", "self_attn.v_proj"), "all": LINEARS}
+    told = {}
+    for step in (lambda model: None, lambda model: OneToken(model, compiles=True)):
+        monkeypatch.setattr(row_model, "one_token_of", step)
+        for name in keys:
+            loaded = load_model(EngineConfig(str(tmp_path / "model"), kv_limit_bytes=1 << 28))
+            made = make_adapter(loaded.model, tmp_path / f"{name}{len(told)}", keys=keys[name])
+            with AdapterBench(loaded, {made.manifest.id: made}) as bench:
+                bench.publish(made.manifest.id)
+                rows = [
+                    row(f"s{at}", prompt_of(9, at), each, max_tokens=8) for at, each in enumerate(("", "a@1", "a@1"))
+                ]
+                for each in (rows[:1], [structs.replace(each, id=f"{each.id}+") for each in rows]):
+                    bench.submit(*each)
+                    bench.run()
+                told[name, len(told)] = {seq: (bench.tokens(seq), bench.logprobs(seq)) for seq in bench.events}
+    few, everything, ours_few, ours = told.values()
+    assert few == ours_few and everything == ours and few != everything
+    assert few["s0"][0] == few["s0+"][0], "the base says the same beside adapters"

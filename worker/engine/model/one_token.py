@@ -11,8 +11,8 @@ What lies between the attention of one layer and that of the next, sums over ran
 rows alone. So it is compiled as one function, which all layers share, since weights are its arguments. MLX then makes
 these operations without Python. KV and attention are called as in any forward, so each kind of KV is what it was.
 
-With adapters in a batch the same is done, but not compiled. Other families, and models that ranks hold layer by layer,
-have mlx-lm's forward.
+With adapters in a batch the same is done, but what they change is not compiled. Other families, and models that ranks
+hold layer by layer, have mlx-lm's forward.
 """
 
 from __future__ import annotations
@@ -181,6 +181,7 @@ class OneToken:
             return head(mx.fast.rms_norm(last.behind(arrays, h_BD, attended), last_norm, eps))
 
         self._begin, self._end = self._compiled(begin), self._compiled(end)
+        self._parts = {how: (self._compiled(how.before), self._compiled(how.behind)) for how in set(self._layers)}
         self._between: dict[tuple[Layer, Layer], Callable[..., Any]] = {}
         pairs = zip(self._layers, self._layers[1:], strict=False)
         self._steps = [self._step(one, other) for one, other in pairs]
@@ -202,13 +203,21 @@ class OneToken:
         return cast(mx.array, logits_BV[:, None])
 
     def adapted(self, tokens_B1: mx.array, caches: Sequence[Any]) -> mx.array:
-        """The same of rows with adapters, in the slots that are selected. Nothing is compiled: slots are written to."""
+        """The same of rows with adapters, in the slots that are selected. What they change is not compiled."""
         inner, mask = self.model.model, create_attention_mask(tokens_B1, caches[0])
         h = inner.embed_tokens(tokens_B1).reshape(tokens_B1.shape[0], -1)
         for at, (layer, cache) in enumerate(zip(inner.layers, caches, strict=True)):
-            how, adapt = self._layers[at], _adapting(layer)
-            q, k, v = how.before(self._before[at], h, cache.offset, adapt)
-            h = how.behind(self._behind[at], h, self._attended(q, k, v, cache, mask), adapt)
+            how, adapt = self._layers[at], Adapting(layer)
+            before, behind = self._parts[how]
+            if adapt.changes("inputs"):
+                q, k, v = how.before(self._before[at], h, cache.offset, adapt)
+            else:
+                q, k, v = before(self._before[at], h, cache.offset)
+            attended = self._attended(q, k, v, cache, mask)
+            if adapt.changes("output", "gate_up", "down"):
+                h = how.behind(self._behind[at], h, attended, adapt)
+            else:
+                h = behind(self._behind[at], h, attended)
         h_B1D = inner.norm(h)[:, None]
         tied = self.model.args.tie_word_embeddings
         return cast(mx.array, inner.embed_tokens.as_linear(h_B1D) if tied else self.model.lm_head(h_B1D))
@@ -294,19 +303,27 @@ def _of_heads(weights: Arrays, heads: Sequence[int]) -> mx.array:
     return whole
 
 
-def _adapting(layer: Any) -> Adapt:
-    attention, mlp = layer.self_attn, layer.mlp
-    linears = {
-        "inputs": (attention.q_proj, attention.k_proj, attention.v_proj),
-        "output": (attention.o_proj,),
-        "gate_up": (mlp.gate_proj, mlp.up_proj),
-        "down": (mlp.down_proj,),
-    }
+class Adapting:
+    """A layer's adapters, of the slots that are selected: an `Adapt`."""
 
-    def adapt(which: str, x_BI: mx.array, ys: list[mx.array]) -> list[mx.array]:
+    def __init__(self, layer: Any) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self._linears = {
+            "inputs": (attention.q_proj, attention.k_proj, attention.v_proj),
+            "output": (attention.o_proj,),
+            "gate_up": (mlp.gate_proj, mlp.up_proj),
+            "down": (mlp.down_proj,),
+        }
+
+    def changes(self, *which: str) -> bool:
+        """Whether any of these linears has adapters."""
+        return any(not isinstance(linear, LINEARS) for each in which for linear in self._linears[each])
+
+    def __call__(self, which: str, x_BI: mx.array, ys: list[mx.array]) -> list[mx.array]:
+        """Outputs of these linears, of their partial sums."""
         members: list[int] = []
         out = list(ys)
-        for at, linear in enumerate(linears[which]):
+        for at, linear in enumerate(self._linears[which]):
             if isinstance(linear, LINEARS):
                 out[at] = summed(linear, ys[at])
             else:
@@ -316,8 +333,6 @@ def _adapting(layer: Any) -> Adapt:
             for at, y in zip(members, group.added(x_BI, [ys[at] for at in members]), strict=True):
                 out[at] = y
         return out
-
-    return adapt
 
 
 def _products(parts: Sequence[Any]) -> tuple[tuple[Product, ...], tuple[Arrays, ...]]:
