@@ -125,7 +125,7 @@ class RowModel:
             forward = quick.adapted if any(self.versions) else quick
             logits_BLV = forward(tokens_BL, cache[:-1]).astype(mx.float32)
         else:
-            with self._moved():
+            with self._moved(), few_shapes.applied():
                 logits_BLV = self.model(tokens_BL, cache=cache[:-1]).astype(mx.float32)
         self.tokens_B1 = tokens_BL if is_decode_step else None
         self.logits_B1V = logits_BLV if is_decode_step else None
