@@ -3,7 +3,8 @@
 Random weights, made on the device; one process a rank, which take their turns as those of a worker do: rank 0 sends
 orders and facts over a `TurnsOut`, the others obey them. Without Redis and without text. Of each shape, by ranks: a
 prompt's time to its first token, tokens a second of 1, 8 and 32 rows, the same of 32 rows over eight adapters of rank
-16, and what sending the turns takes of a step. The last lines are the ratios to one rank.
+16. Of a step at rank 0: what its thread works and does not wait, what giving operations out takes (waits for the device
+among it), what sending the turn takes. The last lines are the ratios to one rank.
 
 On CUDA the shapes 8B and 32B in bfloat16 over NCCL, one GPU a rank; elsewhere a small one in fp32 over the ring.
 """
@@ -24,7 +25,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tests.bench.group_step import PROMPT, SHAPES, random_model
+from tests.bench.group_step import PROMPT, SHAPES, handing_over, random_model
 
 ROWS = (1, 8, 32)
 ADAPTERS, RANK = 8, 16
@@ -65,7 +66,7 @@ def _has_cuda() -> bool:
 def _print_ratios(shape: str, one: dict[str, float], several: dict[str, float], ranks: int) -> None:
     for name in one:
         if name in several and one[name] and not name.startswith(("memory", "made", "sending")):
-            is_time = name.endswith("ms")
+            is_time = name.endswith("ms")  # so that more is better
             ratio = one[name] / several[name] if is_time else several[name] / one[name]
             print(f"{shape:5} {ranks} ranks over 1: {name:34} {ratio:5.2f}", flush=True)
 
@@ -279,8 +280,10 @@ def measure(turns: Turns, folder: Path, prompt: int) -> None:
         print(f"prompt of {prompt}, ms = {prompt_ms(turns, prompt)}", flush=True)
     for count in ROWS:
         turns.sending_s = 0.0
-        step_s, steps = _step_s(turns, ["" for _ in range(count)])
+        step_s, worked_s, handed_s, steps = _step_s(turns, ["" for _ in range(count)])
         print(f"tok/s of {count} rows = {count / step_s}", flush=True)
+        print(f"thread works at {count} rows, ms = {worked_s * 1000}", flush=True)
+        print(f"handing over at {count} rows, ms = {handed_s * 1000}", flush=True)
         if turns._ranks > 1:
             print(f"sending turns of {count} rows, us = {turns.sending_s / steps * 1e6}", flush=True)
     loaded = turns.loaded
@@ -288,7 +291,7 @@ def measure(turns: Turns, folder: Path, prompt: int) -> None:
     names = [path for path in whole if path.endswith(ADAPTED)]
     versions = _load(turns, adapters({path: whole[path] for path in names}, folder))
     count = max(ROWS)
-    step_s, _ = _step_s(turns, [versions[at % ADAPTERS] for at in range(count)])
+    step_s, *_ = _step_s(turns, [versions[at % ADAPTERS] for at in range(count)])
     print(f"tok/s of {count} rows, {ADAPTERS} adapters = {count / step_s}", flush=True)
 
 
@@ -337,8 +340,8 @@ def prompt_ms(turns: Turns, length: int) -> float:
     return min(times) * 1000
 
 
-def _step_s(turns: Turns, rows: list[str]) -> tuple[float, int]:
-    """Seconds of a decode step, and how many turns were taken."""
+def _step_s(turns: Turns, rows: list[str]) -> tuple[float, float, float, int]:
+    """Seconds of a decode step, those that the thread works, those of giving operations out; turns that were taken."""
     from worker.engine.orders import Cancel
 
     order = _submit(rows, PROMPT, TOKENS, 1000 + len(rows))
@@ -349,14 +352,16 @@ def _step_s(turns: Turns, rows: list[str]) -> tuple[float, int]:
         taken += 1
     for _ in range(WARM):
         turns.take()
-    times = []
-    for _ in range(ROUNDS):
-        began = time.perf_counter()
-        for _ in range(STEPS // ROUNDS):
-            turns.take()
-        times.append((time.perf_counter() - began) / (STEPS // ROUNDS))
+    times, worked = [], time.thread_time()
+    with handing_over() as handed:
+        for _ in range(ROUNDS):
+            began = time.perf_counter()
+            for _ in range(STEPS // ROUNDS):
+                turns.take()
+            times.append((time.perf_counter() - began) / (STEPS // ROUNDS))
+    worked = time.thread_time() - worked
     turns.take(*(Cancel(request.spec.id, "cancelled") for request in order.requests))
-    return median(times), taken + WARM + STEPS
+    return median(times), worked / STEPS, handed[0] / STEPS, taken + WARM + STEPS
 
 
 if __name__ == "__main__":

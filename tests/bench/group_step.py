@@ -6,7 +6,7 @@ environment, since what NCCL and MLX do about CUDA graphs is settled at start; a
 take turns, since a machine's speed drifts.
 
 Of each case and number of rows: what a decode step takes, least and median, what of it the host spends in handing over
-work (`mx.async_eval`), what of it the engine's thread works and does not wait, how many operations it has, its time
+work (`mx.async_eval`), what of it the engine's thread works and does not wait, how many operations a GPU has, its time
 with sums over ranks left out (wrong tokens in the same time as right ones), and how many times faster than one rank it
 is, round by round: least, median, most. Then what the host takes to hand over one operation of each kind: where the
 device is quicker, a step's time is made of these.
@@ -46,6 +46,7 @@ KV_BYTES = 16 << 30  # bounds what MLX keeps of freed memory, too
 AS_MLX_HAS_IT = {"NCCL_GRAPH_MIXING_SUPPORT": "1", "NCCL_GRAPH_REGISTER": "1", "NCCL_CGA_CLUSTER_SIZE": "4"}
 LARGER = {"MLX_MAX_OPS_PER_BUFFER": "100"}
 APART = "GROUP_STEP_APART"  # each product by itself, those of the same input too
+PLAIN = "GROUP_STEP_PLAIN"  # mlx-lm's forward; tests.bench.group heeds it, too
 CASES: list[tuple[int, str, dict[str, str]]] = [
     (1, "alone", {}),
     (2, "as set", {}),
@@ -54,6 +55,8 @@ CASES: list[tuple[int, str, dict[str, str]]] = [
     (2, "graphs of 100", LARGER),
     (1, "graphs of 100", LARGER),
     (2, "products apart", {APART: "1"}),
+    (1, "mlx-lm's forward", {PLAIN: "1"}),
+    (2, "mlx-lm's forward", {PLAIN: "1"}),
 ]
 OPERATIONS = -1  # in place of rows: ask what handing over one of each kind takes
 
@@ -114,6 +117,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--cases", type=int, nargs="*", default=list(range(len(CASES))), help="by their numbers")
     parser.add_argument("--prompt", type=int, default=2048, help="tokens of the prompt that is timed")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="two ranks more, with these variables (commas)"
+    )
     parser.add_argument("--rank", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank:
@@ -127,7 +133,8 @@ def measure(shape: str, args: argparse.Namespace) -> None:
     """Let all cases take turns."""
     until = time.monotonic() + args.seconds
     with tempfile.TemporaryDirectory() as folder:
-        cases = [started(shape, *CASES[at], Path(folder)) for at in args.cases]
+        told = [(2, each, dict(pair.split("=", 1) for pair in each.split(","))) for each in args.set]
+        cases = [started(shape, *each, Path(folder)) for each in [*(CASES[at] for at in args.cases), *told]]
         watch = threading.Timer(args.seconds + 15, _kill, [cases])
         watch.start()
         for case in cases:
@@ -187,9 +194,12 @@ def rank(shape: str, ranks: int) -> None:
     import mlx.core as mx
     from mlx_lm.generate import generation_stream
 
+    from worker.engine.batch import row_model
     from worker.engine.messages import EngineConfig
-    from worker.engine.model import cuda_graphs
+    from worker.engine.model import cuda_graphs, one_token
 
+    # Also on a CPU, where a worker does not wait for the compiler: what counts here is the host's work.
+    row_model.one_token_of = lambda model: one_token.OneToken(model, compiles=True)
     cuda = mx.cuda.is_available()
     cuda_graphs.prepare(sums=ranks > 1)
     group = mx.distributed.init(strict=True, backend="nccl" if cuda else "ring") if ranks > 1 else None
@@ -219,14 +229,18 @@ def random_model(shape: str, group: Any, folder: Path) -> Any:
     from mlx_lm.models import qwen3
 
     from tests.engine.small_models import LLAMA, write_model
+    from worker.engine.batch import row_model
     from worker.engine.kv.cuda import attention
     from worker.engine.kv.layout import KvLayout
     from worker.engine.messages import EngineConfig
     from worker.engine.model.loader import _measure, load_model
+    from worker.engine.model.one_token import join_products
     from worker.engine.model.sharding import read_weights, shard
     from worker.engine.model.sites import Whole, module_shapes
     from worker.engine.ranks.ranks import ranks_of
 
+    if PLAIN in os.environ:
+        row_model.one_token_of = lambda model: None
     other = load_model(EngineConfig(str(write_model(folder / "tiny", LLAMA))))  # for its tokenizer
     attention.install()
     small = shape in ON_A_CPU
@@ -247,7 +261,10 @@ def random_model(shape: str, group: Any, folder: Path) -> Any:
     if ranks is not None:
         shard(model, ranks)
     model.set_dtype(mx.float32 if small else mx.bfloat16)
-    read_weights(model, joins=ranks is not None and APART not in os.environ)
+    joins = APART not in os.environ
+    read_weights(model, joins=joins and ranks is not None)
+    if joins and ranks is None and mx.cuda.is_available():
+        join_products(model)
     mx.clear_cache()
     bytes_each, window, vocabulary, dtype = _measure(model, KvLayout())
     card = msgspec.structs.replace(
@@ -299,12 +316,56 @@ def step_ms(loaded: Any, config: Any, rows: int) -> dict[str, float]:
     """Of a decode step: its time, what the host hands over work for, what its thread works; and its operations."""
     import mlx.core as mx
 
+    counted = operations(loaded, config, rows)
+    engine = _decoding(loaded, config, rows)
+    for _ in range(WARM):
+        _turn(engine, loaded)
+    times, worked = [], time.thread_time()
+    with handing_over() as handed:
+        for _ in range(3):
+            began = time.perf_counter()
+            for _ in range(STEPS // 3):
+                _turn(engine, loaded)
+            times.append((time.perf_counter() - began) / (STEPS // 3))
+    worked = time.thread_time() - worked
+    engine.close()
+    mx.synchronize()
+    by_step = {"handed": handed[0] / STEPS * 1000, "worked": worked / STEPS * 1000}
+    return {"ms": median(times) * 1000, "operations": counted, **by_step}
+
+
+@contextmanager
+def handing_over() -> Iterator[list[float]]:
+    """Seconds that giving operations out takes, in a list of one."""
+    import mlx.core as mx
+
+    handed, plain = [0.0], mx.async_eval
+
+    def timed(*arrays: Any) -> None:
+        began = time.perf_counter()
+        plain(*arrays)
+        handed[0] += time.perf_counter() - began
+
+    mx.async_eval = timed
+    try:
+        yield handed
+    finally:
+        mx.async_eval = plain
+
+
+def _decoding(loaded: Any, config: Any, rows: int) -> Any:
+    """An engine whose rows all have their first token."""
     engine = _engine(loaded, config, rows, PROMPT, WARM + STEPS + 40)
     while len(_turn(engine, loaded).events) < rows:
         pass
-    for _ in range(WARM - 1):
-        _turn(engine, loaded)
-    handed, counted, plain = [0.0], [0], mx.async_eval
+    return engine
+
+
+def operations(loaded: Any, config: Any, rows: int) -> int:
+    """Of a decode step on a GPU."""
+    import mlx.core as mx
+
+    counted, plain = [0], mx.async_eval
 
     def counting(*arrays: Any) -> None:
         text = io.StringIO()
@@ -312,28 +373,32 @@ def step_ms(loaded: Any, config: Any, rows: int) -> dict[str, float]:
         counted[0] += text.getvalue().count("shape=rectangle")
         plain(*arrays)
 
-    def timed(*arrays: Any) -> None:
-        began = time.perf_counter()
-        plain(*arrays)
-        handed[0] += time.perf_counter() - began
-
     try:
-        mx.async_eval = counting
-        _turn(engine, loaded)
-        mx.async_eval = timed
-        times, worked = [], time.thread_time()
-        for _ in range(3):
-            began = time.perf_counter()
-            for _ in range(STEPS // 3):
-                _turn(engine, loaded)
-            times.append((time.perf_counter() - began) / (STEPS // 3))
-        worked = time.thread_time() - worked
+        with as_on_a_gpu():
+            engine = _decoding(loaded, config, rows)
+            mx.async_eval = counting
+            _turn(engine, loaded)
     finally:
         mx.async_eval = plain
     engine.close()
     mx.synchronize()
-    by_step = {"handed": handed[0] / STEPS * 1000, "worked": worked / STEPS * 1000}
-    return {"ms": median(times) * 1000, "operations": counted[0], **by_step}
+    return counted[0]
+
+
+@contextmanager
+def as_on_a_gpu() -> Iterator[None]:
+    """What is one operation on a GPU, or two, is so many on a CPU, too; what they compute then is not what is asked."""
+    import mlx.core as mx
+
+    plain = {name: getattr(mx.fast, name) for name in ("rms_norm", "rope", "scaled_dot_product_attention")}
+    if mx.default_device() == mx.Device(mx.cpu):
+        mx.fast.rms_norm = mx.fast.rope = lambda x, *_, **__: mx.contiguous(x)
+        mx.fast.scaled_dot_product_attention = lambda q, k, v, **_: mx.contiguous(mx.depends(q, [k, v]))
+    try:
+        yield
+    finally:
+        for name, each in plain.items():
+            setattr(mx.fast, name, each)
 
 
 def operation_us(loaded: Any, group: Any) -> dict[str, float]:

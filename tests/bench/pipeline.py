@@ -1,9 +1,12 @@
 """Two ranks that hold a model layer by layer, against one process: `python -m tests.bench.pipeline`.
 
-Random weights in fp32, over MLX's ring, one thread a process: on a machine of two cores each rank has its own. A
+Random weights in fp32, on the CPU also where there is a GPU, over MLX's ring, with one thread a process for products. A
 prompt is fed in pieces, and rows decode in two parts, so that a rank may compute one while the other computes another.
 Printed is how many times faster two ranks are than one, least, median and most of all rounds, and what the least times
 say; of rows also how many times faster in parts than in one.
+
+On a machine of two cores each rank has one of them, if nothing else runs. `--cores N` gives each of the three processes
+N cores of its own, as if it had a machine: MLX's ring waits with a busy core, which the products do not need then.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from tests.bench.group_step import _turn
 
 SHAPE = {"num_hidden_layers": 8, "hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8}
 VOCABULARY = 512
+ON_THE_CPU = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "PARALLM_CUDA_ATTENTION": "0"}
 PROMPT, PIECE, TOKENS = 1024, 128, 16
 ROWS = (2, 32)
 
@@ -35,6 +39,7 @@ def main() -> None:
     """Rounds of one process and of two."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--cores", type=int, default=0, help="for each process alone; 0: all have all")
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank:
@@ -42,7 +47,10 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         _write(Path(folder))
-        alone, *two = [stack.enter_context(each) for each in _started(Path(folder))]
+        cores = sorted(os.sched_getaffinity(0))
+        if 3 * args.cores > len(cores):
+            parser.error(f"--cores {args.cores}: three processes need {3 * args.cores}, and {len(cores)} are here")
+        alone, *two = [stack.enter_context(each) for each in _started(Path(folder), cores, args.cores)]
         times: dict[str, list[list[float]]] = {}
         for _ in range(args.rounds):
             for what in ("prompt", *ROWS):
@@ -63,18 +71,21 @@ def _told(slow: Sequence[float], fast: Sequence[float]) -> str:
     return f"{min(ratios):.2f} {median(ratios):.2f} {max(ratios):.2f}, least times {least:.2f}"
 
 
-def _started(folder: Path) -> list[subprocess.Popen[str]]:
+def _started(folder: Path, cores: list[int], each_has: int) -> list[subprocess.Popen[str]]:
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2)]
         hosts = [[f"127.0.0.1:{each.getsockname()[1]}"] for each in sockets]
     (folder / "hosts.json").write_text(json.dumps(hosts))
     command = [sys.executable, "-m", "tests.bench.pipeline", "--rank", str(folder)]
     processes = []
-    for at in (None, 0, 1):
+    for place, at in enumerate((None, 0, 1)):
         group = {} if at is None else {"MLX_RANK": str(at), "MLX_HOSTFILE": str(folder / "hosts.json")}
-        environment = os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"} | group
+        environment = os.environ | ON_THE_CPU | group
         pipe = subprocess.PIPE
-        processes.append(subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True))
+        process = subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True)
+        if each_has:  # before it has made a thread that computes: it still starts Python
+            os.sched_setaffinity(process.pid, cores[place * each_has : (place + 1) * each_has])
+        processes.append(process)
     return processes
 
 

@@ -52,8 +52,10 @@ from trainer.tuning.examples import Tuning  # noqa: E402
 from trainer.tuning.learner import TuneLearner  # noqa: E402
 from trainer.tuning.led import LedTuner  # noqa: E402
 from trainer.warm_up import rehearse  # noqa: E402
+from worker.engine.batch import row_model  # noqa: E402
 from worker.engine.messages import EngineConfig, SpeculationConfig  # noqa: E402
 from worker.engine.model.loader import LoadedModel, load_model  # noqa: E402
+from worker.engine.model.one_token import OneToken, one_token_of  # noqa: E402
 from worker.engine.ranks import ranks  # noqa: E402
 from worker.engine.ranks.ranks import Ranks  # noqa: E402
 
@@ -77,6 +79,12 @@ def schedule(group: Any, folder: str, seed: int, **config: Any) -> Any:
 def sequences(group: Any, folder: str, specs: list[Any], config: dict[str, Any], engine: dict[str, Any]) -> Any:
     """These sequences in one batch: tokens, log-probabilities, and what is reported of each."""
     engine = dict(engine)
+    if engine.pop("compiles", False):
+        with MonkeyPatch.context() as patch:
+            patch.setattr(
+                row_model, "one_token_of", lambda model: one_token_of(model) and OneToken(model, compiles=True)
+            )
+            return sequences(group, folder, specs, config, engine)
     drafts = engine.pop("drafts", 0)
     speculation = SpeculationConfig(tokens=drafts, adapts_to_time=False) if drafts else None
     bench = Bench(_load(folder, group, **config), speculation=speculation, **engine)

@@ -58,6 +58,7 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # of llama: how it 
     "kv in 8 bits": ({"kv_bits": 8, "kv_group_size": 32}, {}),
     "bounded kv": ({"max_kv_size": 24}, {}),
     "drafts": ({}, {"drafts": 4}),
+    "compiled steps": ({}, {"compiles": True}),  # as on a GPU, sums and all
 }
 
 

@@ -189,10 +189,13 @@ class LinearGroup(Stack):
         return super().write(slot, weights)
 
     def _outputs(self, x: mx.array) -> list[mx.array]:
+        return self.added(x, [partial_sums(linear, x) for linear in self._linears])
+
+    def added(self, x: mx.array, ys: list[mx.array]) -> list[mx.array]:
+        """All members' outputs, of what each makes of x by itself (`partial_sums`)."""
         rows = self.rows
         slots_B = rows.slots_B
         assert slots_B is not None and self.a is not None
-        ys = [partial_sums(linear, x) for linear in self._linears]
         if rows.kernel == "fused" and x.size == slots_B.size * self._inputs and self._is_fusible(x, ys):
             self._fused = self._fused or FusedProjections(self.a, self.bs)
             ys = self._fused.one_pass(x, ys, slots_B)
@@ -248,16 +251,21 @@ class MultiLoRALinear(nn.Module):  # type: ignore[misc]
         super().__init__()
         self.linear = linear
         self._plain = linear.__call__
-        self._group = group
+        self.member = group, index
         self._rows = group.rows
-        self._index = index
+
+    @property
+    def bare(self) -> Any:
+        """The model's own linear."""
+        return self.linear
 
     def __call__(self, x: mx.array) -> mx.array:
         """y for x [B, L, in]."""
         if self._rows.slots_B is None:
             y: mx.array = self._plain(x)
             return y
-        return self._group.output(self._index, x)
+        group, index = self.member
+        return group.output(index, x)
 
 
 class MultiLoRAEmbedding(nn.Module):  # type: ignore[misc]
@@ -267,6 +275,11 @@ class MultiLoRAEmbedding(nn.Module):  # type: ignore[misc]
         super().__init__()
         self.embedding = embedding
         self._stack = stack
+
+    @property
+    def bare(self) -> Any:
+        """The model's own embedding."""
+        return self.embedding
 
     def __call__(self, ids_BL: mx.array) -> mx.array:
         """Vectors [B, L, dims]."""

@@ -30,6 +30,7 @@ from worker.engine.messages import EngineConfig
 from worker.engine.model import cuda_graphs
 from worker.engine.model.batching import check_batch
 from worker.engine.model.draft import DraftModel, check_tokenizer
+from worker.engine.model.one_token import join_products
 from worker.engine.model.pipeline import cut
 from worker.engine.model.pooling import hidden_size
 from worker.engine.model.sharding import read_weights, shard
@@ -165,6 +166,8 @@ def _read(
         raise SetupError(f"cannot load the model at {path}: {type(error).__name__}: {error}") from error
     _set_dtype(model, config.dtype)
     mx.eval(model.parameters()) if ranks is None else read_weights(model)
+    if ranks is None and mx.cuda.is_available() and mx.default_device() != mx.Device(mx.cpu):
+        join_products(model)
     for part in tower.parts if tower is not None and _sees(ranks) else ():
         _set_dtype(part, config.dtype)
         mx.eval(part.parameters())

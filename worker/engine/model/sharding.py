@@ -9,9 +9,6 @@ What cannot be cut is refused with the reason: mlx-lm divides the numbers of hea
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from copy import copy
-from itertools import accumulate
 from typing import Any
 
 import mlx.core as mx
@@ -26,6 +23,7 @@ from mlx.utils import tree_flatten
 
 from shared.errors import SetupError
 from worker.engine.model.batching import family
+from worker.engine.model.joined import Joined, join
 from worker.engine.model.sites import find_sites, shared_inputs
 from worker.engine.ranks.ranks import Ranks
 
@@ -41,7 +39,6 @@ _HEADS = ("n_heads", "num_attention_heads", "num_heads", "num_v_heads", "num_k_h
 _KV_HEADS = ("n_kv_heads", "num_key_value_heads", "num_kv_heads")
 _OUTPUTS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 _INPUTS = ("o_proj", "down_proj")
-_FEW = 64  # positions of a decode step; of more, taking a product's outputs apart costs more than further products
 
 
 def shard(model: Any, ranks: Ranks) -> None:
@@ -76,13 +73,13 @@ class _OutputPart:
     """
 
     sums_gradients = False
-    joined: _Joined | None = None  # with others that read the same input
+    joined: Joined | None = None  # with others that read the same input
     place = 0  # among these
     group: Any
 
     def __call__(self, x: mx.array) -> mx.array:
         """Of x [..., in], this rank's outputs."""
-        if self.joined is not None and x.size <= _FEW * x.shape[-1]:
+        if self.joined is not None and self.joined.is_for(x):
             return self.joined.output(self.place, x)
         if self.sums_gradients:
             x = sum_gradients(self.group)(x)
@@ -101,63 +98,12 @@ class _QuantizedPart(_OutputPart, nn.QuantizedLinear):  # type: ignore[misc]
 _PARTS: dict[type, type] = {AllToShardedLinear: _LinearPart, QuantizedAllToShardedLinear: _QuantizedPart}
 
 
-class _Joined:
-    """Parts that read the same input (q, k, v; gate, up), as one product where few positions are fed.
-
-    A decode step of a part takes as long as the host needs to give its operations out. MLX asks cuBLAS anew for each
-    product and captures it as a graph of its own, so these cost the host most, beside the sums over ranks.
-
-    Whoever is called first computes for all and hands the others theirs, if they are called with the very same array.
-    """
-
-    def __init__(self, parts: Sequence[Any]) -> None:
-        """Their weights become views of one array."""
-        self._product = copy(parts[0])
-        self._ends = list(accumulate(part["weight"].shape[0] for part in parts))
-        self._x: mx.array | None = None
-        self._ys: list[mx.array | None] = []
-        for name in _arrays_of(parts[0]):
-            whole = mx.concatenate([part[name] for part in parts])
-            mx.eval(whole)
-            self._product[name] = whole
-            for part, begin, end in zip(parts, [0, *self._ends], self._ends, strict=False):
-                part[name] = whole[begin:end]
-                mx.eval(part[name])
-        for place, part in enumerate(parts):
-            object.__setattr__(part, "joined", self)
-            object.__setattr__(part, "place", place)
-
-    def output(self, place: int, x: mx.array) -> mx.array:
-        """Of the part at this place."""
-        if x is not self._x or (y := self._ys[place]) is None:
-            self._x, self._ys = x, list(mx.split(self._product(x), self._ends[:-1], axis=-1))
-            y = self._ys[place]
-            assert y is not None, "just made"
-        self._ys[place] = None
-        if not any(each is not None for each in self._ys):
-            self._x = None
-        return y
-
-
-def _arrays_of(part: Any) -> list[str]:
-    return [name for name, value in part.items() if isinstance(value, mx.array)]
-
-
-def _alike(part: Any) -> tuple[Any, ...]:
-    """What parts have in common that one product computes."""
-    arrays = [(name, part[name].dtype, part[name].shape[1:]) for name in sorted(_arrays_of(part))]
-    how = [getattr(part, name, None) for name in ("bits", "group_size", "mode")]
-    return (type(part), *arrays, *how)
-
-
 def _join(model: Any) -> None:
     sites = {path: site for path, site in find_sites(model).items() if isinstance(site.module, _OutputPart)}
     if not sites:
         return
     for paths in shared_inputs(model, sites):
-        parts = [sites[path].module for path in paths]
-        if len(parts) > 1 and len({_alike(part) for part in parts}) == 1:
-            _Joined(parts)
+        join([sites[path].module for path in paths])
 
 
 def sum_gradients_of(model: Any) -> None:

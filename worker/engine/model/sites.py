@@ -25,10 +25,10 @@ from worker.engine.ranks.ranks import Ranks
 
 SiteKind = Literal["linear", "switch", "embedding"]
 
-_REDUCING = (ShardedToAllLinear, QuantizedShardedToAllLinear)
-_LINEARS = (nn.Linear, nn.QuantizedLinear, *_REDUCING)
+REDUCING = (ShardedToAllLinear, QuantizedShardedToAllLinear)
+LINEARS = (nn.Linear, nn.QuantizedLinear, *REDUCING)
 _SWITCHES = (SwitchLinear, QuantizedSwitchLinear)
-_EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
+EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
 _QUANTIZED = (nn.QuantizedLinear, nn.QuantizedEmbedding, QuantizedSwitchLinear, QuantizedShardedToAllLinear)
 _INTERLEAVED = ("in_proj_qkv", "qkvg_proj", "qkv_proj")  # of their outputs, a rank has parts that do not lie together
 
@@ -147,7 +147,7 @@ def _cut(held: Site, whole: Whole) -> Site | None:
 
 def partial_sums(linear: Any, x: mx.array) -> mx.array:
     """What a linear makes of x, without the sum over ranks and the bias behind it, if it has that sum."""
-    if not isinstance(linear, _REDUCING):
+    if not isinstance(linear, REDUCING):
         y: mx.array = linear(x)
         return y
     if not isinstance(linear, _QUANTIZED):
@@ -167,7 +167,7 @@ def partial_sums(linear: Any, x: mx.array) -> mx.array:
 
 def summed(linear: Any, y: mx.array) -> mx.array:
     """What `partial_sums` has left out."""
-    if not isinstance(linear, _REDUCING):
+    if not isinstance(linear, REDUCING):
         return y
     y = mx.distributed.all_sum(y, group=linear.group)
     return y + linear["bias"] if "bias" in linear else y
@@ -178,11 +178,11 @@ def _site(path: str, module: Any, switches: Collection[int]) -> Site | None:
         if id(module) not in switches:
             return None  # called in a way that hides which row a token belongs to
         return Site(path, "switch", module.input_dims, module.output_dims, module, module.num_experts)
-    if not isinstance(module, _LINEARS + _EMBEDDINGS) or module.weight.ndim != 2:
+    if not isinstance(module, LINEARS + EMBEDDINGS) or module.weight.ndim != 2:
         return None
     rows, width = module.weight.shape
     width = width * 32 // module.bits if isinstance(module, _QUANTIZED) else width
-    if isinstance(module, _EMBEDDINGS):
+    if isinstance(module, EMBEDDINGS):
         return Site(path, "embedding", rows, width, module)
     return Site(path, "linear", width, rows, module)
 

@@ -1,0 +1,107 @@
+"""A decode step of few operations says what mlx-lm's forward says: on a CPU bit by bit."""
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx_lm
+import pytest
+from mlx_lm.models.cache import BatchKVCache
+from mlx_lm.tuner.lora import LoRALinear
+from msgspec import structs
+
+from tests.engine.adapter_bench import AdapterBench, row
+from tests.engine.adapter_models import LINEARS, make_adapter
+from tests.engine.conftest import prompt_of
+from tests.engine.kv_models import CONFIGS
+from tests.engine.small_models import LLAMA, QWEN3, write_model
+from worker.engine.batch import row_model
+from worker.engine.messages import EngineConfig
+from worker.engine.model.loader import load_model
+from worker.engine.model.one_token import OneToken, join_products, one_token_of
+
+BIASES = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
+SCALED = {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}
+MODELS: dict[str, tuple[dict[str, Any], int | None]] = {
+    "llama": (LLAMA | BIASES | SCALED, None),
+    "qwen2": (LLAMA | {"model_type": "qwen2"}, None),
+    "qwen3": (QWEN3, None),
+    "qwen3 in 4 bits": (QWEN3 | {"tie_word_embeddings": False}, 4),
+}
+
+
+def load(folder: Path, config: dict[str, Any], bits: int | None = None) -> Any:
+    return mlx_lm.utils.load_model(write_model(folder / "model", config, bits=bits))[0]
+
+
+def decoded(model: Any, step: Any, tokens: int = 4) -> list[mx.array]:
+    """Logits of some steps behind prompts of several lengths; `step` is called as the model is."""
+    caches = [BatchKVCache([0, 2, 1]) for _ in model.layers]
+    model(mx.array([[5, 6, 7], [1, 2, 9], [3, 4, 8]]), cache=caches)
+    told = []
+    for at in range(tokens):
+        told.append(step(mx.array([[at], [at + 7], [3 * at]]), caches))
+    mx.eval(told)
+    return told
+
+
+def is_same(one: mx.array, other: mx.array) -> bool:
+    on_cpu = mx.default_device() == mx.Device(mx.cpu)  # elsewhere products of another width add up in another order
+    return bool(mx.array_equal(one, other) if on_cpu else mx.allclose(one, other, rtol=1e-2, atol=1e-2))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_those_of_mlx_lm(name: str, tmp_path: Path) -> None:
+    model = load(tmp_path, *MODELS[name])
+    wanted = decoded(model, lambda tokens, caches: model(tokens, cache=caches))
+    apart = decoded(model, OneToken(model, compiles=False))
+    join_products(model)
+    joined = OneToken(model, compiles=True)
+    assert len(joined._layers[0].inputs) == 1, "products of the same input are one"
+    for which in (apart, decoded(model, joined)):
+        for one, other in zip(wanted, which, strict=True):
+            assert is_same(one, other)
+
+
+def test_layers_of_different_kinds_are_compiled_by_themselves(tmp_path: Path) -> None:
+    """As in files of mixed quantisation."""
+    model = load(tmp_path, QWEN3 | {"num_hidden_layers": 3})
+    model.layers[1].mlp.down_proj = model.layers[1].mlp.down_proj.to_quantized(32, 8)
+    wanted = decoded(model, lambda tokens, caches: model(tokens, cache=caches))
+    for one, other in zip(wanted, decoded(model, OneToken(model, compiles=True)), strict=True):
+        assert is_same(one, other)
+
+
+def test_other_models_keep_their_forward(tmp_path: Path) -> None:
+    gemma = LLAMA | CONFIGS["gemma3_text"] | {"model_type": "gemma3_text"}
+    assert one_token_of(load(tmp_path / "gemma", gemma)) is None
+    windows = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8}
+    assert one_token_of(load(tmp_path / "windows", LLAMA | windows)) is None
+    model = load(tmp_path / "wrapped", LLAMA)
+    assert one_token_of(model) is not None
+    model.layers[1].mlp.up_proj = LoRALinear.from_base(model.layers[1].mlp.up_proj)
+    assert one_token_of(model) is None, "what it would compute is not known"
+
+
+def test_rows_with_adapters_and_of_the_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one batch and apart; adapters change some linears of a layer, or all. As with mlx-lm's forward."""
+    write_model(tmp_path / "model", QWEN3)
+    keys = {"few": ("self_attn.q_proj", "self_attn.v_proj"), "all": LINEARS}
+    told = {}
+    for step in (lambda model: None, lambda model: OneToken(model, compiles=True)):
+        monkeypatch.setattr(row_model, "one_token_of", step)
+        for name in keys:
+            loaded = load_model(EngineConfig(str(tmp_path / "model"), kv_limit_bytes=1 << 28))
+            made = make_adapter(loaded.model, tmp_path / f"{name}{len(told)}", keys=keys[name])
+            with AdapterBench(loaded, {made.manifest.id: made}) as bench:
+                bench.publish(made.manifest.id)
+                rows = [
+                    row(f"s{at}", prompt_of(9, at), each, max_tokens=8) for at, each in enumerate(("", "a@1", "a@1"))
+                ]
+                for each in (rows[:1], [structs.replace(each, id=f"{each.id}+") for each in rows]):
+                    bench.submit(*each)
+                    bench.run()
+                told[name, len(told)] = {seq: (bench.tokens(seq), bench.logprobs(seq)) for seq in bench.events}
+    few, everything, ours_few, ours = told.values()
+    assert few == ours_few and everything == ours and few != everything
+    assert few["s0"][0] == few["s0+"][0], "the base says the same beside adapters"

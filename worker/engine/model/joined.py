@@ -1,0 +1,73 @@
+"""Linears that read the same input (q, k, v; gate, up), as one product where few positions are fed.
+
+A decode step on a GPU takes as long as the host needs to give its operations out. MLX asks cuBLAS anew for each product
+and captures it as a graph of its own, so these cost the host most, beside sums over ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+from itertools import accumulate
+from typing import Any
+
+import mlx.core as mx
+
+_FEW = 64  # positions of a decode step; of more, taking a product's outputs apart costs more than further products
+
+
+class Joined:
+    """Several linears whose weights are views of one array.
+
+    Whoever is called first computes for all and hands the others theirs, if they are called with the very same array.
+    """
+
+    def __init__(self, parts: Sequence[Any]) -> None:
+        """Their weights become these views."""
+        self.product = copy(parts[0])
+        self._ends = list(accumulate(part["weight"].shape[0] for part in parts))
+        self._x: mx.array | None = None
+        self._ys: list[mx.array | None] = []
+        for name in arrays_of(parts[0]):
+            whole = mx.concatenate([part[name] for part in parts])
+            mx.eval(whole)
+            self.product[name] = whole
+            for part, begin, end in zip(parts, [0, *self._ends], self._ends, strict=False):
+                part[name] = whole[begin:end]
+                mx.eval(part[name])
+        for place, part in enumerate(parts):
+            object.__setattr__(part, "joined", self)
+            object.__setattr__(part, "place", place)
+
+    def is_for(self, x: mx.array) -> bool:
+        """Whether few positions [..., in] are fed."""
+        return x.size <= _FEW * x.shape[-1]
+
+    def output(self, place: int, x: mx.array) -> mx.array:
+        """Of the part at this place."""
+        if x is not self._x or (y := self._ys[place]) is None:
+            self._x, self._ys = x, list(mx.split(self.product(x), self._ends[:-1], axis=-1))
+            y = self._ys[place]
+            assert y is not None, "just made"
+        self._ys[place] = None
+        if not any(each is not None for each in self._ys):
+            self._x = None
+        return y
+
+
+def join(parts: Sequence[Any]) -> None:
+    """Let linears of the same input be one product, if one can compute them."""
+    if len(parts) > 1 and len({_alike(part) for part in parts}) == 1:
+        Joined(parts)
+
+
+def arrays_of(part: Any) -> list[str]:
+    """Names of a module's own arrays."""
+    return [name for name, value in part.items() if isinstance(value, mx.array)]
+
+
+def _alike(part: Any) -> tuple[Any, ...]:
+    """What parts have in common that one product computes."""
+    arrays = [(name, part[name].dtype, part[name].shape[1:]) for name in sorted(arrays_of(part))]
+    how = [getattr(part, name, None) for name in ("bits", "group_size", "mode")]
+    return (type(part), *arrays, *how)

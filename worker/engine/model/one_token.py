@@ -1,0 +1,354 @@
+"""The forward of one token a row, of few operations: for Llama, Qwen2 and Qwen3, whose layers are alike.
+
+On a GPU a decode step takes as long as the host needs to make its operations and to give them out, the more so where
+ranks divide a model: a second GPU shortens neither. mlx-lm's layer of Qwen3 is 51 operations, 31 of them views: it
+flattens what a product is fed and undoes that behind it, transposes every weight, and moves the axis of heads over that
+of the one position there is. Here rows are [B, D] all the way, weights have been transposed once and for all, heads are
+a reshape, and products of one input are joined: 24 operations are left, two sums over ranks besides. The numbers are
+those of mlx-lm's forward (tests/engine/test_one_token.py: bit by bit).
+
+What lies between the attention of one layer and that of the next, sums over ranks included, depends on the number of
+rows alone. So it is compiled as one function, which all layers share, since weights are its arguments. MLX then makes
+these operations without Python. KV and attention are called as in any forward, so each kind of KV is what it was.
+
+With adapters in a batch the same is done, but what they change is not compiled. Other families, and models that ranks
+hold layer by layer, have mlx-lm's forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any, cast
+
+import mlx.core as mx
+from mlx_lm.models import llama, qwen2, qwen3
+from mlx_lm.models.activations import swiglu
+from mlx_lm.models.base import create_attention_mask, scaled_dot_product_attention
+
+from worker.engine.model.joined import Joined, arrays_of, join
+from worker.engine.model.sites import EMBEDDINGS, LINEARS, REDUCING, summed
+
+Arrays = tuple[mx.array, ...]
+Adapt = Callable[[str, mx.array, list[mx.array]], list[mx.array]]
+"""Outputs of a layer's linears with the rows' adapters: which linears, what they read, what they make of it alone."""
+
+_FAMILIES = (llama, qwen2, qwen3)
+_INNER = (llama.LlamaModel, qwen2.Qwen2Model, qwen3.Qwen3Model)
+
+
+@dataclass(frozen=True)
+class Product:
+    """How a linear computes. Its arrays come with each call, so that all layers share what is compiled."""
+
+    names: tuple[str, ...]  # of its arrays
+    group: Any = None  # of the ranks that it sums over
+    bits: int = 0  # 0: not quantised, and the weight comes as [in, out]
+    group_size: int = 0
+    mode: str = ""
+
+    @classmethod
+    def of(cls, linear: Any) -> tuple[Product, Arrays]:
+        """A linear as mlx-lm or MLX has it, plain, quantised or divided."""
+        arrays = {name: linear[name] for name in arrays_of(linear)}
+        group = linear.group if isinstance(linear, REDUCING) else None
+        if "scales" in arrays:
+            how = cls(tuple(arrays), group, linear.bits, linear.group_size, linear.mode)
+        else:
+            arrays["weight"] = arrays["weight"].T
+            mx.eval(arrays["weight"])  # a view that no step makes again
+            how = cls(tuple(arrays), group)
+        return how, tuple(arrays.values())
+
+    def __call__(self, arrays: Arrays, x_BI: mx.array) -> mx.array:
+        """[B, out]."""
+        y_BO = self.partial(arrays, x_BI)
+        if self.group is None:
+            return y_BO
+        y_BO = mx.distributed.all_sum(y_BO, group=self.group)
+        return y_BO + arrays[self.names.index("bias")] if "bias" in self.names else y_BO
+
+    def partial(self, arrays: Arrays, x_BI: mx.array) -> mx.array:
+        """The same without the sum over ranks and the bias behind it."""
+        by = dict(zip(self.names, arrays, strict=True))
+        if self.bits:
+            y_BO = mx.quantized_matmul(
+                x_BI,
+                by["weight"],
+                scales=by["scales"],
+                biases=by.get("biases"),
+                transpose=True,
+                group_size=self.group_size,
+                bits=self.bits,
+                mode=self.mode,
+            )
+        elif "bias" in by and self.group is None:
+            return mx.addmm(by["bias"], x_BI, by["weight"])
+        else:
+            y_BO = x_BI @ by["weight"]
+        return y_BO + by["bias"] if "bias" in by and self.group is None else y_BO
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What a layer does, but for its arrays: layers that are equal in it share what is compiled."""
+
+    heads: tuple[int, int, int]  # of q, k, v on this rank
+    inputs: tuple[Product, ...]  # of q, k and v; one, where they are joined
+    output: Product
+    gate_up: tuple[Product, ...]
+    down: Product
+    eps: tuple[float, ...]  # of the norms: before attention, before the feed-forward part, of q and k
+    rope: Any = field(compare=False)  # the same in all layers
+
+    def before(
+        self, arrays: Any, h_BD: mx.array, offset_B: mx.array, adapt: Adapt | None = None
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        """q, k, v [B, heads, 1, size] of the rows' tokens."""
+        norm, products, norms = arrays
+        x_BD = mx.fast.rms_norm(h_BD, norm, self.eps[0])
+        ys = _outputs("inputs", self.inputs, products, x_BD, self.heads, adapt)
+        if len(ys) == 1:
+            return self._taken_apart(norms, ys[0].reshape(h_BD.shape[0], sum(self.heads), 1, -1), offset_B)
+        q, k, v = (y.reshape(h_BD.shape[0], heads, 1, -1) for y, heads in zip(ys, self.heads, strict=True))
+        if norms:
+            q, k = (mx.fast.rms_norm(each, norm, self.eps[2]) for each, norm in zip((q, k), norms[-2:], strict=True))
+        return self.rope(q, offset=offset_B), self.rope(k, offset=offset_B), v
+
+    def _taken_apart(self, norms: Arrays, qkv: mx.array, offset_B: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+        """q, k, v of all heads [B, heads, 1, size]: q and k have their norm and their positions together.
+
+        The norm is that of all heads as they lie, since a part of them would be copied first. It rounds before it is
+        weighted, so weighting it by itself gives the same numbers.
+        """
+        of_q, of_k, _ = self.heads
+        qk = qkv[:, : of_q + of_k]
+        if norms:
+            qk = mx.fast.rms_norm(qkv, None, self.eps[2])[:, : of_q + of_k] * norms[0]
+        q, k = mx.split(self.rope(qk, offset=offset_B), [of_q], axis=1)
+        return q, k, qkv[:, of_q + of_k :]
+
+    def behind(self, arrays: Any, h_BD: mx.array, attended: mx.array, adapt: Adapt | None = None) -> mx.array:
+        """The layer's output [B, D], of what it was fed and what attention [B, heads, 1, size] makes of it."""
+        output, norm, gate_up, down = arrays
+        h_BD = h_BD + _outputs("output", (self.output,), (output,), attended.reshape(h_BD.shape[0], -1), (), adapt)[0]
+        x_BD = mx.fast.rms_norm(h_BD, norm, self.eps[1])
+        ys = _outputs("gate_up", self.gate_up, gate_up, x_BD, (1, 1), adapt)
+        gate, up = ys if len(ys) == 2 else mx.split(ys[0], 2, axis=-1)
+        return h_BD + _outputs("down", (self.down,), (down,), swiglu(gate, up), (), adapt)[0]
+
+
+def _outputs(
+    which: str,
+    products: Sequence[Product],
+    arrays: Sequence[Arrays],
+    x_BI: mx.array,
+    widths: Sequence[int],
+    adapt: Adapt | None,
+) -> list[mx.array]:
+    """Of linears that read x; of joined ones one output, but with adapters. `widths`: how theirs are to each other."""
+    if adapt is None:
+        return [product(each, x_BI) for product, each in zip(products, arrays, strict=True)]
+    ys = [product.partial(each, x_BI) for product, each in zip(products, arrays, strict=True)]
+    if len(ys) < len(widths):
+        ends = list(accumulate(width * ys[0].shape[-1] // sum(widths) for width in widths))
+        ys = list(mx.split(ys[0], ends[:-1], axis=-1))
+    return adapt(which, x_BI, ys)
+
+
+class OneToken:
+    """Of one model: its weights are as they are when this is made."""
+
+    def __init__(self, model: Any, *, compiles: bool) -> None:
+        """`compiles`: what lies between attention; on a CPU a compiler would run for seconds while rows wait."""
+        self.model, inner, embedding = model, model.model, _bare(model.model.embed_tokens)
+        self._compiled = mx.compile if compiles else lambda of: of
+        self._scale = inner.layers[0].self_attn.scale
+        layers = [_layer(each) for each in inner.layers]
+        self._layers = [layer for layer, _, _ in layers]
+        self._before = [arrays for _, arrays, _ in layers]
+        self._behind = [arrays for _, _, arrays in layers]
+        last_norm, eps = inner.norm.weight, inner.norm.eps
+        first, last = self._layers[0], self._layers[-1]
+        head = embedding.as_linear if model.args.tie_word_embeddings else _called(_bare(model.lm_head))
+
+        def begin(arrays: Any, tokens_B1: mx.array, offset_B: mx.array) -> Any:
+            h_BD = embedding(tokens_B1.reshape(-1))
+            return h_BD, *first.before(arrays, h_BD, offset_B)
+
+        def end(arrays: Any, h_BD: mx.array, attended: mx.array) -> mx.array:
+            return head(mx.fast.rms_norm(last.behind(arrays, h_BD, attended), last_norm, eps))
+
+        self._begin, self._end = self._compiled(begin), self._compiled(end)
+        self._parts = {how: (self._compiled(how.before), self._compiled(how.behind)) for how in set(self._layers)}
+        self._between: dict[tuple[Layer, Layer], Callable[..., Any]] = {}
+        pairs = zip(self._layers, self._layers[1:], strict=False)
+        self._steps = [self._step(one, other) for one, other in pairs]
+
+    def takes(self, caches: Sequence[Any]) -> bool:
+        """Whether these are caches of a batch, each with its rows' positions."""
+        return len(caches) == len(self._layers) and all(isinstance(each.offset, mx.array) for each in caches)
+
+    def __call__(self, tokens_B1: mx.array, caches: Sequence[Any]) -> mx.array:
+        """Logits [B, 1, V] of rows of the base."""
+        mask = create_attention_mask(tokens_B1, caches[0])
+        h, q, k, v = self._begin(self._before[0], tokens_B1, caches[0].offset)
+        for at, cache in enumerate(caches):
+            attended = self._attended(q, k, v, cache, mask)
+            if at + 1 < len(caches):
+                arrays = self._behind[at], self._before[at + 1]
+                h, q, k, v = self._steps[at](*arrays, h, attended, caches[at + 1].offset)
+        logits_BV = self._end(self._behind[-1], h, attended)
+        return cast(mx.array, logits_BV[:, None])
+
+    def adapted(self, tokens_B1: mx.array, caches: Sequence[Any]) -> mx.array:
+        """The same of rows with adapters, in the slots that are selected. What they change is not compiled."""
+        inner, mask = self.model.model, create_attention_mask(tokens_B1, caches[0])
+        h = inner.embed_tokens(tokens_B1).reshape(tokens_B1.shape[0], -1)
+        for at, (layer, cache) in enumerate(zip(inner.layers, caches, strict=True)):
+            how, adapt = self._layers[at], Adapting(layer)
+            before, behind = self._parts[how]
+            if adapt.changes("inputs"):
+                q, k, v = how.before(self._before[at], h, cache.offset, adapt)
+            else:
+                q, k, v = before(self._before[at], h, cache.offset)
+            attended = self._attended(q, k, v, cache, mask)
+            if adapt.changes("output", "gate_up", "down"):
+                h = how.behind(self._behind[at], h, attended, adapt)
+            else:
+                h = behind(self._behind[at], h, attended)
+        h_B1D = inner.norm(h)[:, None]
+        tied = self.model.args.tie_word_embeddings
+        return cast(mx.array, inner.embed_tokens.as_linear(h_B1D) if tied else self.model.lm_head(h_B1D))
+
+    def _attended(self, q: mx.array, k: mx.array, v: mx.array, cache: Any, mask: Any) -> mx.array:
+        keys, values = cache.update_and_fetch(k, v)
+        attended = scaled_dot_product_attention(q, keys, values, cache=cache, scale=self._scale, mask=mask)
+        return cast(mx.array, attended)
+
+    def _step(self, one: Layer, other: Layer) -> Callable[..., Any]:
+        """From the attention of a layer to that of the next."""
+        if (one, other) not in self._between:
+
+            def between(behind: Any, before: Any, h_BD: mx.array, attended: mx.array, offset_B: mx.array) -> Any:
+                h_BD = one.behind(behind, h_BD, attended)
+                return h_BD, *other.before(before, h_BD, offset_B)
+
+            self._between[one, other] = self._compiled(between)
+        return self._between[one, other]
+
+
+def one_token_of(model: Any) -> OneToken | None:
+    """For a model that is known here."""
+    return OneToken(model, compiles=mx.default_device() != mx.Device(mx.cpu)) if _is_known(model) else None
+
+
+def join_products(model: Any) -> None:
+    """Let q, k, v and gate, up be one product each, in a process that holds a whole model."""
+    if not _is_known(model):
+        return
+    for layer in model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        join([attention.q_proj, attention.k_proj, attention.v_proj])
+        join([mlp.gate_proj, mlp.up_proj])
+        mx.clear_cache()  # of the parts, or all of them would be there twice
+
+
+def _is_known(model: Any) -> bool:
+    """Whether all of it is what mlx-lm makes, sharded or with our adapters."""
+    family = next((each for each in _FAMILIES if type(model) is each.Model), None)
+    if family is None or type(model.model) not in _INNER or "embed_tokens" not in model.model:
+        return False
+    parts = (family.TransformerBlock, family.Attention, family.MLP)
+    heads = [model.lm_head] if "lm_head" in model else []
+    linears = [*heads, *(linear for layer in model.layers for linear in _linears(layer))]
+    return (
+        all((type(layer), type(layer.self_attn), type(layer.mlp)) == parts for layer in model.layers)
+        and not any(getattr(layer, "use_sliding", False) for layer in model.layers)
+        and all(isinstance(_bare(linear), LINEARS) for linear in linears)
+        and isinstance(_bare(model.model.embed_tokens), EMBEDDINGS)
+    )
+
+
+def _linears(layer: Any) -> Iterator[Any]:
+    for part in (layer.self_attn, layer.mlp):
+        yield from (module for name, module in part.items() if name.endswith("_proj"))
+
+
+def _layer(layer: Any) -> tuple[Layer, Any, Any]:
+    """What it does, and its arrays before and behind attention."""
+    attention, mlp = layer.self_attn, layer.mlp
+    inputs, of_inputs = _products([attention.q_proj, attention.k_proj, attention.v_proj])
+    gate_up, of_gate_up = _products([mlp.gate_proj, mlp.up_proj])
+    output, of_output = Product.of(_bare(attention.o_proj))
+    down, of_down = Product.of(_bare(mlp.down_proj))
+    norms = [attention.q_norm, attention.k_norm] if "q_norm" in attention else []
+    first, second = layer.input_layernorm, layer.post_attention_layernorm
+    heads = (attention.n_heads, attention.n_kv_heads, attention.n_kv_heads)
+    eps = tuple(norm.eps for norm in (first, second, *norms[:1]))
+    how = Layer(heads, inputs, output, gate_up, down, eps, attention.rope)
+    weights = tuple(norm.weight for norm in norms)
+    if norms and len(inputs) == 1:
+        weights = (_of_heads(weights, heads), *weights)
+    mx.eval([attention.rope[name] for name in arrays_of(attention.rope)])
+    return how, (first.weight, of_inputs, weights), (of_output, second.weight, of_gate_up, of_down)
+
+
+def _of_heads(weights: Arrays, heads: Sequence[int]) -> mx.array:
+    """Weights [size] of the norms of q and k, for each of their heads [q and k heads, 1, size]."""
+    parts = [mx.broadcast_to(each, (count, 1, each.size)) for each, count in zip(weights, heads, strict=False)]
+    whole = mx.concatenate(parts)
+    mx.eval(whole)
+    return whole
+
+
+class Adapting:
+    """A layer's adapters, of the slots that are selected: an `Adapt`."""
+
+    def __init__(self, layer: Any) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self._linears = {
+            "inputs": (attention.q_proj, attention.k_proj, attention.v_proj),
+            "output": (attention.o_proj,),
+            "gate_up": (mlp.gate_proj, mlp.up_proj),
+            "down": (mlp.down_proj,),
+        }
+
+    def changes(self, *which: str) -> bool:
+        """Whether any of these linears has adapters."""
+        return any(not isinstance(linear, LINEARS) for each in which for linear in self._linears[each])
+
+    def __call__(self, which: str, x_BI: mx.array, ys: list[mx.array]) -> list[mx.array]:
+        """Outputs of these linears, of their partial sums."""
+        members: list[int] = []
+        out = list(ys)
+        for at, linear in enumerate(self._linears[which]):
+            if isinstance(linear, LINEARS):
+                out[at] = summed(linear, ys[at])
+            else:
+                group, _ = linear.member
+                members.append(at)
+        if members:  # all of one group, in its order
+            for at, y in zip(members, group.added(x_BI, [ys[at] for at in members]), strict=True):
+                out[at] = y
+        return out
+
+
+def _products(parts: Sequence[Any]) -> tuple[tuple[Product, ...], tuple[Arrays, ...]]:
+    """Of linears that read the same input."""
+    bare = [_bare(part) for part in parts]
+    joined: Joined | None = getattr(bare[0], "joined", None)
+    whole = bare if joined is None else [joined.product]
+    hows, arrays = zip(*(Product.of(each) for each in whole), strict=True)
+    return hows, arrays
+
+
+def _bare(module: Any) -> Any:
+    """The model's own, which our adapters may have been put around."""
+    return getattr(module, "bare", module)
+
+
+def _called(linear: Any) -> Callable[[mx.array], mx.array]:
+    how, arrays = Product.of(linear)
+    return lambda x_BI: how(arrays, x_BI)
