@@ -3,7 +3,6 @@
 import signal
 import threading
 from pathlib import Path
-from typing import Any
 
 from tests.e2e.rings import MODEL, Process, Ring
 from tests.training.kills import check, train
@@ -34,8 +33,7 @@ def test_a_shared_run_outlives_its_leader_and_members_that_die_or_freeze(served:
     thread = threading.Thread(target=disturb)
     thread.start()
     try:
-        how: dict[str, Any] = {"max_lag": 0, "kills": 1, "learner": "shared", "trainers": 2}
-        outcome = train(served, tmp_path, "shared", steps=STEPS, loss="ppo", **how)
+        outcome = train(served, tmp_path, "shared", steps=STEPS, max_lag=0, kills=1, learner="shared", trainers=2)
         check(outcome, STEPS, on_policy=True)
         over.set()
         thread.join()
