@@ -30,6 +30,7 @@ from worker.engine.speculation.memory import (
 )
 from worker.engine.speculation.memory import (
     FARTHEST,
+    IDLE,
     JOINED_SHARE,
     KEPT,
     LATER,
@@ -41,6 +42,7 @@ from worker.engine.speculation.memory import (
     bytes_of,
     key_of,
     mark_of,
+    owner_of,
 )
 from worker.engine.speculation.payoff import (
     AT_FIRST,
@@ -67,37 +69,28 @@ def test_a_history_grows_and_shows_its_latest_ids() -> None:
     history = History(range(50))
     for each in range(50, 400):
         history.add([each])
-    assert len(history) == 400 and history.latest(3).tolist() == [397, 398, 399]
-    assert history.latest(1000).tolist() == list(range(400))
+    assert len(history) == 400 and history.end(3) == [397, 398, 399]
+    assert history.end(1000) == history.ids.tolist() == list(range(400))
 
 
-@given(st.lists(st.integers(0, 3), max_size=9), st.lists(st.integers(0, 90), min_size=AT_ONCE + 1, max_size=99))
-def test_many_ids_at_once_are_the_same_as_one_after_the_other(begun: list[int], more: list[int]) -> None:
-    at_once, single = History(begun), History(begun)
-    at_once.add(more)
-    for id_ in more:
-        single.add([id_])
-        for length in (1, 3):
-            single.runs(length)
-    assert at_once.latest(200).tolist() == single.latest(200).tolist() == begun + more
-    assert all(at_once.runs(length)._marks == single.runs(length)._marks for length in (1, 3))
-
-
-@given(st.lists(st.integers(0, 3), max_size=40), st.integers(1, 4))
+@given(st.lists(st.integers(0, 3), max_size=3 * AT_ONCE), st.integers(1, 4))
 def test_no_run_that_goes_on_is_overlooked(ids: list[int], begun: int) -> None:
     history = History(ids[:begun])
     for each in ids[begun:]:
         history.add([each])
-    texts = [history, Text(np.array(ids, np.int32))]
-    for length in (1, 3):
-        ends = [ids[max(0, end - 3) : end] for end in range(length, len(ids))]
-        assert all(text.runs(length).may_have(end) for end in ends for text in texts)
+    for text in (history, Text(np.array(ids, np.int32))):
+        for length in (1, 3):
+            ends = [ids[max(0, end - 3) : end] for end in range(length, len(ids))]
+            assert all(text.may_have(end, length) for end in ends)
 
 
 def test_most_runs_that_do_not_occur_are_known_not_to() -> None:
-    text = Text(np.arange(1000, dtype=np.int32))
-    strange = sum(text.runs(2).may_have([at, at + 2]) for at in range(998))
-    assert strange < 100 and not text.runs(2).may_have([5])
+    row = History([])
+    for each in range(1000):
+        row.add([each])
+    for text, most in ((Text(np.arange(1000, dtype=np.int32)), 100), (row, 100 + AT_ONCE)):
+        strange = sum(text.may_have([at, at + 2], 2) for at in range(998))
+        assert strange < most and not text.may_have([5], 2)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +178,7 @@ def along(*more: int, source: Ids = TEXT, begun: int = BEGUN, least: int = 1) ->
     course, row = Course(), [1, *source[:begun].tolist()]
     assert found(course, source, np.array(row, np.int32), 3, least, WINDOW).ids == source[begun : begun + 3].tolist()
     for id_ in more:
-        course.follow([id_], source)
+        course.follow([id_], History(source.tolist()))
         row.append(id_)
         guess = found(course, source, np.array(row, np.int32), 3, least, WINDOW)
     return guess.ids
@@ -222,7 +215,7 @@ def test_a_row_goes_on_along_its_own_text() -> None:
     course, text = Course(is_own=True), [*range(100, 130), *range(100, 110)]
     assert found(course, ids(*text), ids(*text), 2, 1, 4) == Guess([110, 111], 4)
     text.append(9)
-    course.follow([9], ids(*text))
+    course.follow([9], History(text))
     assert found(course, ids(*text), ids(*text), 3, 1, 4) == Guess([111, 112, 113], 1)
 
 
@@ -230,32 +223,32 @@ def test_a_row_goes_on_along_its_own_text() -> None:
 def test_a_place_in_a_text_that_repeats_itself_is_kept_however_short_its_period(period: int) -> None:
     text, course = History([*range(period)] * 9), Course(is_own=True)
     for turn in range(4):
-        guess = course.draft(text, slice(None), End(text.latest(4).tolist(), 1), 5)
+        guess = course.draft(text, slice(None), End(text.end(4), 1), 5)
         assert guess.ids == [at % period for at in range(5)]
         assert guess.matched == min(WINDOW, 4 + 6 * turn), "it is not looked for again"
         drawn = [*guess.ids, (guess.ids[-1] + 1) % period]
         text.add(drawn)
-        course.follow(drawn, text.ids)
+        course.follow(drawn, text)
 
 
 def test_a_row_that_has_gone_on_far_is_looked_for_again_in_place_of_being_followed() -> None:
     row = History(TEXT[:5].tolist())
     course, text = Course(), Text(TEXT)
-    assert course.draft(text, slice(None), End(row.latest(4).tolist(), 1), 1) == Guess([105], 4, [(1, 1)])
+    assert course.draft(text, slice(None), End(row.end(4), 1), 1) == Guess([105], 4, [(1, 1)])
     row.add(TEXT[5:50].tolist())
-    course.follow(TEXT[5:50].tolist(), row.ids)
+    course.follow(TEXT[5:50].tolist(), row)
     assert course._now is None and not row._marked, "nor is it asked yet where its runs are"
-    assert course.draft(text, slice(None), End(row.latest(4).tolist(), 1), 1) == Guess([150], 4, [(1, 1)])
-    assert row.runs(1).may_have([148]) and not row.runs(1).may_have([149]) and row._marked == {1: 50}
+    assert course.draft(text, slice(None), End(row.end(4), 1), 1) == Guess([150], 4, [(1, 1)])
+    assert row.may_have([148], 1) and not row.may_have([149], 1) and row._marked == {1: 50}
 
 
 def test_of_several_texts_those_count_that_say_what_is_drawn_and_all_of_them_where_none_does() -> None:
     source = ids(*[BREAK, *range(20), 30, 31, 32] * 2, BREAK, *range(20), 40, 41, 42)
     course, row = Course(), list(range(20))
     assert found(course, source, ids(*row), 1, 1, WINDOW).votes == [(2, 3)]
-    course.follow([9], source)
+    course.follow([9], History(source.tolist()))
     assert found(course, source, ids(*row, 9), 2, 1, WINDOW).ids == [31, 32]
-    course.follow([41], source)
+    course.follow([41], History(source.tolist()))
     assert found(course, source, ids(*row, 9, 41), 2, 1, WINDOW).ids == [42]
 
 
@@ -309,8 +302,8 @@ def test_memory_keeps_to_its_bytes_and_to_tenants() -> None:
     assert asked(memory, of("f", prompt)) is None, "larger than all that is kept"
     for at in range(9):
         memory.add(written(of("e", prompt), ids(*[5] * 100_000), begin=at))
-    assert memory.bytes <= 3 * size and asked(memory, of("e", prompt)) is not None
-    assert all(asked(memory, of(each, prompt)) is None for each in "abd"), "asked for longest ago"
+    assert len(memory._shelves[owner_of(of("e", prompt))].known[of("e", prompt)]) == 2, "who writes most loses its own"
+    assert memory.bytes <= 3 * size and all(asked(memory, of(each, prompt)) is not None for each in "ab")
 
 
 def test_memory_keeps_the_latest_completions_of_a_prompt() -> None:
@@ -320,7 +313,7 @@ def test_memory_keeps_the_latest_completions_of_a_prompt() -> None:
     known = asked(memory, key)
     assert known is not None and known.text.ids[20::22].tolist() == [19] * KEPT, "each behind the prompt's end"
     assert known.text.ids[known.text.ids >= 100].tolist() == list(range(103, 100 + KEPT + 3))
-    assert known.beginnings.draft(ids(), 1) == Guess([100 + KEPT + 2], 0, [(1, KEPT)])
+    assert known.beginnings.draft([], 1) == Guess([100 + KEPT + 2], 0, [(1, KEPT)])
 
 
 def test_no_more_is_held_than_is_counted() -> None:
@@ -335,7 +328,7 @@ def test_no_more_is_held_than_is_counted() -> None:
         asked(memory, at.to_bytes(16))
     held = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
-    assert memory._joined and held < memory.bytes <= 1 << 20, "what is joined, too"
+    assert memory._joined_bytes and held < memory.bytes <= 1 << 20, "what is joined, too"
 
 
 @pytest.mark.parametrize("prompts", [JOINED_AT_ONCE, 130])
@@ -360,13 +353,14 @@ def test_what_rows_ask_for_in_every_step_is_joined_once_and_a_little_of_it_in_a_
         ready = sum(memory.joined(key) is not None for key in keys)
         assert made == min(prompts, step * JOINED_AT_ONCE) and ready <= made
     assert ready == prompts
+    (known,) = (shelf.known for shelf in memory._shelves.values())
     for _ in range(3):  # sequences of all prompts end all the time: each has its turn
         for key in keys:
-            memory.add(Completions(key, (1,), [(mark_of(f"{len(memory._known[key])}"), ids(1, 2, 4))]))
+            memory.add(Completions(key, (1,), [(mark_of(f"{len(known[key])}"), ids(1, 2, 4))]))
         for _ in range(steps):
             memory.begin()
             assert all(memory.joined(key) is not None for key in keys), "an older one until then"
-    assert made == 4 * prompts and all(known.is_joined for known in memory._known.values())
+    assert made == 4 * prompts and all(each.is_joined for each in known.values())
 
 
 def test_what_rows_look_through_is_not_joined_again_and_again_where_there_is_no_room_for_all() -> None:
@@ -384,6 +378,52 @@ def test_what_rows_look_through_is_not_joined_again_and_again_where_there_is_no_
         memory.begin()
         others = [memory.joined(key) for key in keys[-3:]]
     assert all(others), "nobody has asked for those of the others since"
+
+
+def test_a_tenant_that_writes_and_asks_for_much_leaves_others_theirs() -> None:
+    """What both have written while nobody asked, what is kept of it, and what their rows look through."""
+    memory = Memory(1 << 20, (1,))
+    prompts = {"few": range(2), "many": range(300)}
+    memory.add_later(SequenceSpec("few", "m", (9,), SamplingParams(1, 0), tenant="few"), [5, 6])
+    for at in range(LATER + 9):
+        memory.add_later(SequenceSpec(str(at), "m", (at,), SamplingParams(1, 0), tenant="many"), [7, 8])
+    assert asked(memory, of("few", (9,))) is not None
+    for tenant, each in prompts.items():
+        for at in each:
+            memory.add(written(of(tenant, (at,)), np.arange(900, dtype=np.int32), begin=at))
+    ready = dict.fromkeys(prompts, 0)
+    for _ in range(60):
+        memory.begin()
+        for tenant in ("many", "few"):
+            asks = [of(tenant, (at,)) for at in prompts[tenant]]
+            ready[tenant] = sum(memory.joined(key) is not None for key in asks)
+    assert ready["few"] == len(prompts["few"]) and 2 < ready["many"] < len(prompts["many"]) / 5
+    keys = [of(tenant, (at,)) for tenant in ("many", "few") for at in prompts[tenant]]
+    before = [memory.joined(key) for key in keys]
+    for _ in range(3):
+        memory.begin()
+        assert [memory.joined(key) for key in keys] == before, "nobody takes it back"
+
+
+def test_tenants_wait_in_turn_for_what_they_look_through() -> None:
+    memory = Memory(64 << 20, (1,))
+    keys = [of("many", (at,)) for at in range(5 * JOINED_AT_ONCE)]
+    for key in (*keys, of("few", (1,))):
+        memory.add(written(key, ids(1, 2, 3)))
+    memory.begin()
+    assert sum(memory.joined(key) is not None for key in keys) > 0
+    memory.joined(of("few", (1,)))
+    assert asked(memory, keys[0]) is not None and memory.joined(of("few", (1,))) is not None
+
+
+def test_what_a_tenant_has_not_asked_for_for_long_goes_before_what_others_ask_for() -> None:
+    memory = Memory(1 << 20, (1,))
+    for at in range(10):
+        memory.add(written(of("gone", (at,)), np.arange(9_000, dtype=np.int32), begin=at))
+    memory._step += IDLE + 1
+    for at in range(30):
+        memory.add(written(of("here", (at,)), np.arange(9_000, dtype=np.int32), begin=at))
+    assert [len(shelf.known) for shelf in memory._shelves.values()] == [(1 << 20) // bytes_of(ids(*range(9_000)))]
 
 
 def test_no_more_is_joined_than_is_looked_through() -> None:
@@ -409,7 +449,7 @@ def test_what_comes_again_from_elsewhere_is_kept_once() -> None:
 def test_beginnings_say_what_most_texts_go_on_with(texts: list[list[int]], end: list[int]) -> None:
     beginnings = Beginnings([ids(*text) for text in texts])
     nexts = [text[len(end)] for text in texts if text[: len(end)] == end and len(text) > len(end)]
-    guess = beginnings.draft(ids(*end), 1)
+    guess = beginnings.draft(end, 1)
     if not nexts:
         assert guess.ids == []
         return
@@ -582,8 +622,8 @@ def test_what_was_written_while_nobody_asked_is_taken_in_when_a_row_does_the_lat
     for each in specs:
         memory.add_later(each, [7, 8])
     assert memory.bytes == 0
-    known = asked(memory, key_of(specs[0]))
-    assert known is not None and len(memory._known[key_of(specs[0])]) == KEPT and not memory._later
+    assert asked(memory, key_of(specs[0])) is not None and not len(memory._later)
+    assert [len(each) for shelf in memory._shelves.values() for each in shelf.known.values()] == [KEPT, KEPT]
     memory.add_later(SequenceSpec("long", "m", (5,) * LATER_IDS, SamplingParams(1, 0)), [7, 8])
     memory.add_later(specs[0], [7, 8])
-    assert len(memory._later) == 1 and memory._later_ids == 3, "no more is held than that"
+    assert len(memory._later) == 1 and memory._later.ids == 3, "no more is held than that"

@@ -64,6 +64,7 @@ class RunningBatch:
         self._passed = 0  # steps in a row that have told first tokens and decoded nothing
         self.started: list[Row] = []  # got their first token in the latest step
         self.unfed = 0  # tokens of each row that the latest step has told and not fed
+        self.has_decoded = False  # the latest step has fed the rows that decode, though it may have told nothing
         # On a CPU, MLX computes while it dispatches: there a first token would wait for all of the next decode step.
         self._tells_at_once = mx.default_device() == mx.Device(mx.cpu)
         maybe_set_recommended_wired_limit()
@@ -157,8 +158,9 @@ class RunningBatch:
                 early |= self._join(group)
             if early and self._tells_at_once and self._passed < PASSES:
                 self._passed += 1
+                self.has_decoded = False
                 return self._tell()
-            self._passed = 0
+            self._passed, self.has_decoded = 0, bool(self._cache)
             return self._decode()
 
     # -- prompts
@@ -303,7 +305,10 @@ class RunningBatch:
                 self._keeping.at_stops(*group.progress, group.kv_of)
 
     def _told(self, rows: Sequence[Row], fed: Sequence[int], untold: set[Row]) -> list[tuple[Row, int]]:
-        tokens = [(row, token) for row, token in zip(rows, fed, strict=True) if row not in untold]
+        return self._news([(row, token) for row, token in zip(rows, fed, strict=True) if row not in untold])
+
+    def _news(self, tokens: list[tuple[Row, int]]) -> list[tuple[Row, int]]:
+        """What a step tells; some rows have started by it."""
         told = dict.fromkeys(row for row, _ in tokens) if self._prefilling else ()
         self.started = [row for row in told if row in self._prefilling]
         for row in self.started:

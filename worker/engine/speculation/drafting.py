@@ -365,12 +365,12 @@ class Drafting:
         source.is_predicted = source.by_model = False
         joined = source.joined
         if joined is not None and source.prediction is None and source.written < BEGINNING:
-            written = source.history.latest(source.written)
+            written = source.history.end(source.written)
             if (guess := joined.beginnings.draft(written, longest)).ids:
                 return self._worth(row, source, guess)
         guess, far = NOTHING, min(FARTHEST, LOOKED_THROUGH // rows)
         history = source.history
-        end = End(history.latest(WINDOW).tolist(), least)
+        end = End(history.end(WINDOW), least)
         if joined is not None:
             guess = source.kept.draft(joined.text, slice(-far, None), end, longest)
         if source.prediction is not None:

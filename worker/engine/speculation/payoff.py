@@ -13,7 +13,7 @@ for them have cost (`Account`): what is lost for good is a hundredth of the time
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
@@ -63,9 +63,13 @@ class Chance:
     def learn(self, drafted: int, accepted: int, recent: float = RECENT) -> None:
         """One draft was tried."""
         known, seen = self.known, self._seen
-        for at in range(min(accepted + 1, drafted)):
-            seen += 1
-            known += max(recent, 1 / seen) * ((at < accepted) - known)
+        if seen * recent >= 1:  # each weighs as much as the next one
+            known = 1 - (1 - known) * (1 - recent) ** accepted
+            known *= 1.0 if accepted == drafted else 1 - recent
+        else:
+            for at in range(min(accepted + 1, drafted)):
+                seen += 1
+                known += max(recent, 1 / seen) * ((at < accepted) - known)
         self.known, self._seen = known, seen
         self._failures = 0 if accepted else self._failures + 1
 
@@ -90,6 +94,8 @@ class Chance:
 
     def length(self, most: int) -> int:
         """How long a draft is worth it."""
+        if self.known**most >= UNLIKELY:
+            return most
         length, reached = 0, 1.0
         while length < most and reached * self.known >= UNLIKELY:
             reached *= self.known
@@ -249,6 +255,22 @@ class Try:
         return total
 
 
+def tokens_by_length(rows: Sequence[Try]) -> Iterator[list[float]]:
+    """What each row is likely to get of drafts of at most 1, 2, ... tokens, to the longest; one list, which changes."""
+    chances, tokens = [1.0] * len(rows), [1.0] * len(rows)
+    for longest in range(1, max(row.length for row in rows) + 1):
+        for at, row in enumerate(rows):
+            if row.length >= longest:
+                chances[at] *= row.chance
+                tokens[at] += chances[at]
+        yield tokens
+
+
+def slowest(rows: Sequence[Try], tokens: Sequence[float]) -> float:
+    """Steps without drafts that the row which gains least gets its tokens in."""
+    return min(map(max, tokens, [row.pace for row in rows]))
+
+
 def best_length(times: StepTimes, rows: Sequence[Try], *, alone: bool, usual: float = 0.0) -> int:
     """How long the drafts of this step should be at most; 0: none pays. `alone`: no prompt is in a hurry.
 
@@ -258,12 +280,11 @@ def best_length(times: StepTimes, rows: Sequence[Try], *, alone: bool, usual: fl
     if plain is None:
         return 0
     best, best_rate = 0, MARGIN * len(rows) / max(plain, usual)
-    for longest in range(1, max(row.length for row in rows) + 1):
+    for longest, tokens in enumerate(tokens_by_length(rows), 1):
         seconds = times.likely(len(rows), longest + 1)
         if seconds is None:
             break
-        tokens = [row.tokens(longest) for row in rows]
-        slowest = min(max(each, row.pace) for each, row in zip(tokens, rows, strict=True)) if alone else 1.0
-        if sum(tokens) / seconds > best_rate and seconds <= SLOWED * slowest * plain:
-            best, best_rate = longest, sum(tokens) / seconds
+        brings = sum(tokens) / seconds
+        if brings > best_rate and seconds <= SLOWED * plain * (slowest(rows, tokens) if alone else 1.0):
+            best, best_rate = longest, brings
     return best
