@@ -161,6 +161,18 @@ def test_a_right_prediction_takes_a_fraction_of_the_forwards(llama: LoadedModel)
     assert stats.tokens == 3 * 48 and stats.speculation.accepted == stats.speculation.drafted
 
 
+def test_each_forward_of_rows_that_decode_is_a_step_though_it_may_tell_nothing(llama: LoadedModel) -> None:
+    """As one does that follows a step with drafts: it feeds what has been told already."""
+    (row,) = predicted(Bench(llama), spec("s", prompt_of(9), max_tokens=40, temperature=1.0))
+    bench = Bench(llama, speculation=replace(ALWAYS, own_text=False))
+    spy = SpiedModel.inside(bench)
+    bench.submit(structs.replace(row, prediction_ids=row.prediction_ids[:12]))
+    bench.run()
+    prompt, first, *decoded = spy.fed
+    assert (prompt, first) == (8, 1) and 1 in decoded and max(decoded) > 1
+    assert bench.engine.stats().steps == len(decoded)
+
+
 def test_layers_that_we_do_not_know_get_no_drafts(llama: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llama.model, "make_cache", lambda: [ConcatenateKVCache()] * 2, raising=False)
     stats = Bench(llama, speculation=ALWAYS).engine.stats().speculation

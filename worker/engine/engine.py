@@ -329,8 +329,8 @@ class Engine:
             self._give_up_batch(error)
             return
         self._failures = 0
+        self._steps += self._batch.has_decoded
         if tokens:
-            self._steps += 1
             self._tell(tokens)
 
     def _tell(self, tokens: list[tuple[Row, int]]) -> None:

@@ -48,6 +48,11 @@ class PartedBatch:
         return sum(part.decoding for part in self.parts)
 
     @property
+    def has_decoded(self) -> bool:
+        """Whether the latest step has fed rows that decode."""
+        return self.parts[self._at].has_decoded
+
+    @property
     def stream(self) -> Any:
         """The stream that all compute on."""
         return self.parts[0].stream

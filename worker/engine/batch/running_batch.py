@@ -64,6 +64,7 @@ class RunningBatch:
         self._passed = 0  # steps in a row that have told first tokens and decoded nothing
         self.started: list[Row] = []  # got their first token in the latest step
         self.unfed = 0  # tokens of each row that the latest step has told and not fed
+        self.has_decoded = False  # the latest step has fed the rows that decode, though it may have told nothing
         # On a CPU, MLX computes while it dispatches: there a first token would wait for all of the next decode step.
         self._tells_at_once = mx.default_device() == mx.Device(mx.cpu)
         maybe_set_recommended_wired_limit()
@@ -157,8 +158,9 @@ class RunningBatch:
                 early |= self._join(group)
             if early and self._tells_at_once and self._passed < PASSES:
                 self._passed += 1
+                self.has_decoded = False
                 return self._tell()
-            self._passed = 0
+            self._passed, self.has_decoded = 0, bool(self._cache)
             return self._decode()
 
     # -- prompts
