@@ -46,6 +46,7 @@ from worker.engine.speculation.payoff import (
     AT_FIRST,
     EARNED,
     ENOUGH,
+    FIRST_SHARE,
     HOPE,
     LEAST_SAMPLES,
     LONGEST_PAUSE,
@@ -53,6 +54,7 @@ from worker.engine.speculation.payoff import (
     STALE,
     Account,
     Chance,
+    Purse,
     StepTimes,
     Try,
     best_length,
@@ -67,8 +69,8 @@ def test_a_history_grows_and_shows_its_latest_ids() -> None:
     history = History(range(50))
     for each in range(50, 400):
         history.add([each])
-    assert len(history) == 400 and history.latest(3).tolist() == [397, 398, 399]
-    assert history.latest(1000).tolist() == list(range(400))
+    assert len(history) == 400 and history.end(3) == [397, 398, 399]
+    assert history.end(1000) == history.ids.tolist() == list(range(400))
 
 
 @given(st.lists(st.integers(0, 3), max_size=9), st.lists(st.integers(0, 90), min_size=AT_ONCE + 1, max_size=99))
@@ -79,7 +81,7 @@ def test_many_ids_at_once_are_the_same_as_one_after_the_other(begun: list[int], 
         single.add([id_])
         for length in (1, 3):
             single.runs(length)
-    assert at_once.latest(200).tolist() == single.latest(200).tolist() == begun + more
+    assert at_once.end(200) == single.end(200) == begun + more
     assert all(at_once.runs(length)._marks == single.runs(length)._marks for length in (1, 3))
 
 
@@ -185,7 +187,7 @@ def along(*more: int, source: Ids = TEXT, begun: int = BEGUN, least: int = 1) ->
     course, row = Course(), [1, *source[:begun].tolist()]
     assert found(course, source, np.array(row, np.int32), 3, least, WINDOW).ids == source[begun : begun + 3].tolist()
     for id_ in more:
-        course.follow([id_], source)
+        course.follow([id_], History(source.tolist()))
         row.append(id_)
         guess = found(course, source, np.array(row, np.int32), 3, least, WINDOW)
     return guess.ids
@@ -222,7 +224,7 @@ def test_a_row_goes_on_along_its_own_text() -> None:
     course, text = Course(is_own=True), [*range(100, 130), *range(100, 110)]
     assert found(course, ids(*text), ids(*text), 2, 1, 4) == Guess([110, 111], 4)
     text.append(9)
-    course.follow([9], ids(*text))
+    course.follow([9], History(text))
     assert found(course, ids(*text), ids(*text), 3, 1, 4) == Guess([111, 112, 113], 1)
 
 
@@ -230,22 +232,22 @@ def test_a_row_goes_on_along_its_own_text() -> None:
 def test_a_place_in_a_text_that_repeats_itself_is_kept_however_short_its_period(period: int) -> None:
     text, course = History([*range(period)] * 9), Course(is_own=True)
     for turn in range(4):
-        guess = course.draft(text, slice(None), End(text.latest(4).tolist(), 1), 5)
+        guess = course.draft(text, slice(None), End(text.end(4), 1), 5)
         assert guess.ids == [at % period for at in range(5)]
         assert guess.matched == min(WINDOW, 4 + 6 * turn), "it is not looked for again"
         drawn = [*guess.ids, (guess.ids[-1] + 1) % period]
         text.add(drawn)
-        course.follow(drawn, text.ids)
+        course.follow(drawn, text)
 
 
 def test_a_row_that_has_gone_on_far_is_looked_for_again_in_place_of_being_followed() -> None:
     row = History(TEXT[:5].tolist())
     course, text = Course(), Text(TEXT)
-    assert course.draft(text, slice(None), End(row.latest(4).tolist(), 1), 1) == Guess([105], 4, [(1, 1)])
+    assert course.draft(text, slice(None), End(row.end(4), 1), 1) == Guess([105], 4, [(1, 1)])
     row.add(TEXT[5:50].tolist())
-    course.follow(TEXT[5:50].tolist(), row.ids)
+    course.follow(TEXT[5:50].tolist(), row)
     assert course._now is None and not row._marked, "nor is it asked yet where its runs are"
-    assert course.draft(text, slice(None), End(row.latest(4).tolist(), 1), 1) == Guess([150], 4, [(1, 1)])
+    assert course.draft(text, slice(None), End(row.end(4), 1), 1) == Guess([150], 4, [(1, 1)])
     assert row.runs(1).may_have([148]) and not row.runs(1).may_have([149]) and row._marked == {1: 50}
 
 
@@ -253,9 +255,9 @@ def test_of_several_texts_those_count_that_say_what_is_drawn_and_all_of_them_whe
     source = ids(*[BREAK, *range(20), 30, 31, 32] * 2, BREAK, *range(20), 40, 41, 42)
     course, row = Course(), list(range(20))
     assert found(course, source, ids(*row), 1, 1, WINDOW).votes == [(2, 3)]
-    course.follow([9], source)
+    course.follow([9], History(source.tolist()))
     assert found(course, source, ids(*row, 9), 2, 1, WINDOW).ids == [31, 32]
-    course.follow([41], source)
+    course.follow([41], History(source.tolist()))
     assert found(course, source, ids(*row, 9, 41), 2, 1, WINDOW).ids == [42]
 
 
@@ -320,7 +322,7 @@ def test_memory_keeps_the_latest_completions_of_a_prompt() -> None:
     known = asked(memory, key)
     assert known is not None and known.text.ids[20::22].tolist() == [19] * KEPT, "each behind the prompt's end"
     assert known.text.ids[known.text.ids >= 100].tolist() == list(range(103, 100 + KEPT + 3))
-    assert known.beginnings.draft(ids(), 1) == Guess([100 + KEPT + 2], 0, [(1, KEPT)])
+    assert known.beginnings.draft([], 1) == Guess([100 + KEPT + 2], 0, [(1, KEPT)])
 
 
 def test_no_more_is_held_than_is_counted() -> None:
@@ -409,7 +411,7 @@ def test_what_comes_again_from_elsewhere_is_kept_once() -> None:
 def test_beginnings_say_what_most_texts_go_on_with(texts: list[list[int]], end: list[int]) -> None:
     beginnings = Beginnings([ids(*text) for text in texts])
     nexts = [text[len(end)] for text in texts if text[: len(end)] == end and len(text) > len(end)]
-    guess = beginnings.draft(ids(*end), 1)
+    guess = beginnings.draft(end, 1)
     if not nexts:
         assert guess.ids == []
         return
@@ -537,8 +539,10 @@ def test_rows_of_batches_wait_for_the_drafts_of_others() -> None:
 
 
 def account_of(seconds: float) -> Account:
-    account = Account()
-    account.plain(seconds, 1.0)
+    """Of a batch that has decoded until it may try."""
+    account = Account(Purse())
+    while account.is_spent:
+        account.plain(seconds, 1.0)
     return account
 
 
@@ -554,6 +558,17 @@ def test_what_drafts_and_looking_for_them_lose_is_a_hundredth_of_all_steps(took:
         account.looked(0.1, waited=True)
         lost += took - 1 + 0.1
     assert plain * EARNED / 3 < lost < AT_FIRST + 2 * took + plain * EARNED
+
+
+def test_nothing_is_tried_before_it_can_be_paid_for_and_all_sizes_share_what_is_lent() -> None:
+    purse, steps = Purse(), [0, 0]
+    accounts = [Account(purse) for _ in steps]
+    for at, account in enumerate(accounts):
+        while account.is_spent:
+            account.plain(1.0, 1.0)
+            steps[at] += 1
+        assert sum(steps) * FIRST_SHARE >= 0.99 * AT_FIRST * (at + 1)
+    assert steps[1] > steps[0] / 2, "the second one waits, too"
 
 
 def test_drafts_that_pay_are_made_all_the_time_though_the_machine_is_busy_at_times() -> None:

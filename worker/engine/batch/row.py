@@ -16,8 +16,7 @@ from typing import Any
 from msgspec import structs
 
 from shared.errors import InvalidGrammarError
-from shared.frames import Finish, TokenEvent, TokenLogprob
-from shared.token_events import merged
+from shared.frames import Finish, TokenEvent
 from worker.engine.kv.entries import UNASKED
 from worker.engine.messages import RowRequest
 from worker.engine.sampling.draw import Draw
@@ -168,42 +167,33 @@ class Row:
     def _stopped_by(self, token: int) -> Finish:
         return Finish("stop", None if token in self.eos_ids else token)
 
-    def event(
-        self,
-        token: int,
-        logprob: float,
-        top: list[TokenLogprob] | None,
-        version: str,
-    ) -> TokenEvent:
-        """Take the next token and make the event that tells of it."""
-        position = len(self.tokens)
-        finish, text = self.accept(token)
-        finish = None if finish is None else self._counted(finish)
-        tops = None if top is None else [top]
-        return TokenEvent(self.spec.id, self.attempt, position, [token], [logprob], tops, text, version, finish)
-
     def next_events(self, tokens: Iterable[int]) -> list[TokenEvent]:
         """Take tokens that were drawn: the events that tell of them, and of the row's end if its grammar has failed.
 
         What a draft says behind the last token is left out.
         """
         events: list[TokenEvent] = []
+        seq, attempt, top = self.spec.id, self.attempt, self.sampling.top_logprobs
         for token in tokens:
-            events.append(self._next_event(token))
-            if events[-1].finish is not None:
-                self.is_over = True
+            draw, index = self.draws.popleft()
+            tops = None if top is None else [draw.top_logprobs(index, top)]
+            position, logprob, version = len(self.tokens), draw.logprob(index), draw.versions[index]
+            finish, text = self.accept(token)
+            last = events[-1] if events else None
+            if last is None or self.text is not None or last.version != version:  # those with text stay apart
+                events.append(TokenEvent(seq, attempt, position, [token], [logprob], tops, text, version))
+            else:
+                last.tokens.append(token)
+                last.logprobs.append(logprob)
+                if last.top_logprobs is not None and tops is not None:
+                    last.top_logprobs += tops
+            if finish is not None:
+                events[-1].finish, self.is_over = self._counted(finish), True
                 break
-        events = merged(events) if len(events) > 1 else events
         # The grammar has been asked about what comes behind all of them.
         if not self.is_over and self.place is not None and self.place.fault:
             events.append(self.last_event(Finish.failed(InvalidGrammarError(self.place.fault))))
         return events
-
-    def _next_event(self, token: int) -> TokenEvent:
-        draw, index = self.draws.popleft()
-        top = self.sampling.top_logprobs
-        tops = None if top is None else draw.top_logprobs(index, top)
-        return self.event(token, draw.logprob(index), tops, draw.versions[index])
 
     def last_event(self, finish: Finish) -> TokenEvent:
         """An event without tokens that ends the sequence; it carries the text that was held back."""

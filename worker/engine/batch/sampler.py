@@ -73,8 +73,7 @@ class RowSampler:
             positions_B = np.array([row.position for row in rows], np.int64)
             positions_N = positions_B[places.index] + places.steps
             plan = _Plan((), vocab, self._candidates, (numbers.at(places.index), positions_N))
-        of_row = self._model.versions
-        versions = tuple(of_row[at] for at in places.index.tolist())
+        versions = tuple(map(self._model.versions.__getitem__, places.index.tolist()))
         return plan.drawn(logits_NV, logprobs_NV, inputs_N[:, None], versions, self._model.same)
 
 

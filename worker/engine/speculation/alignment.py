@@ -47,57 +47,62 @@ class Alignment:
         """`places`: of what may come next, which so many ids lie before as they do in the row."""
         self.ids = ids
         self.places = list(places)
-        self._held = _ones(matched)  # a bit for each of the latest ids, of the last one the lowest
+        self._keep(_ones(matched))
 
-    @property
-    def held(self) -> int:
-        """The latest ids that the text says."""
-        return self._held.bit_count()
-
-    @property
-    def misses(self) -> int:
-        """The latest ids in a row that it does not."""
-        return (self._held & -self._held).bit_length() - 1 if self._held else WINDOW
+    def _keep(self, bits: int) -> None:
+        """Which of the latest ids the text says: a bit for each, of the last one the lowest."""
+        self._bits = bits
+        self.held = bits.bit_count()
+        self.misses = (bits & -bits).bit_length() - 1 if bits else WINDOW  # the latest ids in a row that it does not
 
     def is_kept(self, least: int) -> bool:
         """Whether the row goes along, by so many ids at least."""
-        enough = max(HELD, least) if self.misses else least
-        return bool(self.places) and self.misses <= MISSES and self.held >= enough
+        enough = HELD if self.misses and least < HELD else least
+        return self.held >= enough
 
-    def follow(self, ids: Sequence[int]) -> None:
+    def follow(self, ids: list[int]) -> None:
         """The row has gone on with these."""
         said = said_at(self.ids, self.places, len(ids))
-        if said and said.count(list(ids)) == len(said):  # quickly, since that is so most of the time
-            self._held = (self._held << len(ids) | _ones(len(ids))) & _ones(WINDOW)
-            self.places = [place + len(ids) for place in self.places]
-            return
         if len(said) == 1:
-            self._follow_one(ids, said[0])
-            return
-        goes_along = list(zip(self.places, said, strict=True))
+            held, goes_on = _held(ids, said[0]), min(said[0]) >= 0
+            places = [self.places[0] + len(ids)] if goes_on else []
+        else:
+            held, places = self._held_by_some(ids, said)
+        self._keep((self._bits << len(ids) | held) & _ones(WINDOW))
+        self.places = places
+
+    def _held_by_some(self, ids: list[int], said: list[list[int]]) -> tuple[int, list[int]]:
+        """Which of these some place says, and the places that go on: those that say an id, wherever some do."""
+        held, goes_along = 0, list(zip(self.places, said, strict=True))
         for at, id_ in enumerate(ids):
             same = [each for each in goes_along if each[1][at] == id_]
-            self._held = (self._held << 1 | bool(same)) & _ones(WINDOW)
+            held = held << 1 | bool(same)
             goes_along = same or [each for each in goes_along if each[1][at] not in (BREAK, PAST_END)]
-        self.places = [place + len(ids) for place, _ in goes_along]
-
-    def _follow_one(self, ids: Sequence[int], said: Sequence[int]) -> None:
-        held, is_there = self._held, True
-        for id_, other in zip(ids, said, strict=True):
-            is_there = is_there and other >= 0
-            held = held << 1 | (is_there and id_ == other)
-        self._held = held & _ones(WINDOW)
-        self.places = [self.places[0] + len(ids)] if is_there else []
+        return held, [place + len(ids) for place, _ in goes_along]
 
     def find_near(self, end: Sequence[int]) -> int:
         """Go to where the text says what the row has drawn in place of what it missed; how many ids say so."""
         at = self.places[-1]
         low, high = (at, at + AHEAD) if self.misses == 1 else (max(0, at - NEAR[0]), at + NEAR[1])
-        place, matched = nearest(self.ids[low : min(high, len(self.ids) - 1)].tolist(), end, at - low, WINDOW)
-        if matched:
-            self.places = [low + place]
-            self._held |= _ones(matched)
+        near = self.ids[low : min(high, len(self.ids) - 1)].tolist()
+        if end[-1] not in near:
+            return 0
+        place, matched = nearest(near, end, at - low, WINDOW)
+        self.places = [low + place]
+        self._keep(self._bits | _ones(matched))
         return matched
+
+
+def _held(ids: list[int], said: list[int]) -> int:
+    """Which of these are said: a bit for each."""
+    if ids == said:
+        return _ones(len(ids))
+    if ids[:-1] == said[:-1]:  # a draft that has held, and what was drawn behind it
+        return _ones(len(ids)) - 1
+    held = 0
+    for id_, other in zip(ids, said, strict=True):
+        held = held << 1 | (id_ == other)
+    return held
 
 
 def _ones(count: int) -> int:
@@ -119,15 +124,22 @@ class Course:
         """The row goes on there for sure."""
         self._now = Alignment(ids, [place], WINDOW)
 
-    def follow(self, ids: Sequence[int], own: Ids) -> None:
-        """The row has gone on with these; `own`: its own text, which says them already."""
+    @property
+    def is_anywhere(self) -> bool:
+        """Whether there is a place to follow the row from."""
+        return self._now is not None
+
+    def follow(self, ids: list[int], row: History) -> None:
+        """The row has gone on with these; `row`: what it has read and written, which says them already."""
         if len(ids) > WINDOW:
             self._now = None  # to look for its place takes less time than to follow that far
         if self._now is None:
             return
         if self._is_own:
-            self._now.ids = own  # a text of a short period has not said all of them before
+            self._now.ids = row.ids  # a text of a short period has not said all of them before
         self._now.follow(ids)
+        if self._now.misses > MISSES or not self._now.places:
+            self._now = None
 
     def is_along(self, least: int) -> bool:
         """Whether the row goes along now, by so many ids at least."""
@@ -135,21 +147,22 @@ class Course:
 
     def draft(self, text: Text | History, span: slice, end: End, count: int) -> Guess:
         """At most `count` ids that the row goes on with by such a text; a place is looked for in that span of it."""
-        now, ids = self._now, text.ids
+        now, least = self._now, end.least
         if now is not None and self._is_own:
-            now.ids = ids
+            now.ids = text.ids
         sure = 0
-        if now is not None and now.is_kept(end.least):
-            if not now.misses and now.ids is ids:
+        if now is not None and now.is_kept(least):
+            if not now.misses and (self._is_own or now.ids is text.ids):
                 return self._said(now, count)
             sure = max(SURE - 1, now.find_near(end.ids)) if now.misses else now.held
-        if sure < len(end.ids) and text.runs(end.least).may_have(end.ids):
-            places, matched = occurrences(ids[span][:-1], end.ids, max(end.least, sure + 1), len(end.ids))
+        if sure < len(end.ids) and text.runs(least).may_have(end.ids):
+            ids = text.ids
+            places, matched = occurrences(ids[span][:-1], end.ids, max(least, sure + 1), len(end.ids))
             if matched:
                 low, _, _ = span.indices(len(ids))
                 chosen = places[-1:] if self._is_own else places
                 now = self._now = Alignment(ids, (chosen + low).tolist(), matched)
-        return self._said(now, count) if now is not None and self.is_along(end.least) else NOTHING
+        return self._said(now, count) if now is not None and now.is_kept(least) else NOTHING
 
     def _said(self, now: Alignment, count: int) -> Guess:
         # What is found for sure elsewhere counts for more than a place that was just missed.

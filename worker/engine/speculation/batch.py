@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from itertools import chain
+from itertools import repeat
 from typing import cast
 
 import mlx.core as mx
 import numpy as np
+import numpy.typing as npt
 
 from worker.engine.batch.keeping import Keeping
 from worker.engine.batch.parted_batch import PartedBatch
@@ -46,6 +47,9 @@ from worker.engine.kv.kinds import (
 from worker.engine.messages import EngineConfig
 from worker.engine.sampling.grammars import Place
 from worker.engine.speculation.drafting import Drafting
+from worker.engine.speculation.lookup import Ids
+
+Flags = npt.NDArray[np.bool_]
 
 ALIGN_SHARE = 16  # positions: to align these takes about what it costs in one step to write where each row ends
 LOOSE = 256  # positions by which a row may fall behind where a window would have to hold them
@@ -118,14 +122,15 @@ class SpeculatingBatch(RunningBatch):
         *caches, tag = self._cache
         self._cache = [*ragged(caches), tag]
         before = states(caches)
-        logits_BLV = self._fed([part.ids for part in parts])
-        inputs = self._accept(parts, logits_BLV)
+        ids_BL, is_fed_BL = padded([part.ids for part in parts])
+        logits_BLV = self._fed(ids_BL, is_fed_BL)
+        inputs = self._accept(parts, ids_BL, is_fed_BL, logits_BLV)
         width = logits_BLV.shape[1]
         if before and any(part.accepted + 1 < len(part.ids) for part in parts):
             self._take_back([width] * len(parts))
             go_back(self._cache[:-1], before)
             read = [part.ids[: part.accepted + 1] for part in parts]
-            again = self._fed(read).shape[1]
+            again = self._fed(*padded(read)).shape[1]
             self._take_back([again - len(ids) for ids in read])
             mx.eval([cache.state for cache in self._cache])  # this step's time, and not the next one's
         else:
@@ -141,14 +146,12 @@ class SpeculatingBatch(RunningBatch):
         ]
         return self._told([row for row, _ in told], [id_ for _, id_ in told], set())
 
-    def _fed(self, parts: Sequence[Sequence[int]]) -> mx.array:
-        """Feed so many ids of each row: logits [B, L, V]."""
-        lengths = [len(ids) for ids in parts]
-        width, caches = max(lengths), self._cache[:-1]
-        is_padded = min(lengths) < width
+    def _fed(self, ids_BL: Ids, is_fed_BL: Flags) -> mx.array:
+        """Feed each row its ids, without the padding: logits [B, L, V]."""
+        caches, is_padded = self._cache[:-1], not is_fed_BL.all()
         if is_padded:
-            expect(caches, lengths)
-        logits_BLV = self._model(mx.array([[*ids, *[0] * (width - len(ids))] for ids in parts]), cache=self._cache)
+            expect(caches, is_fed_BL.sum(axis=1).tolist())
+        logits_BLV = self._model(mx.array(ids_BL), cache=self._cache)
         if is_padded:
             have_read(caches)
         return logits_BLV
@@ -178,29 +181,29 @@ class SpeculatingBatch(RunningBatch):
             self._align()
         return super()._decode()
 
-    def _accept(self, parts: Sequence[_Part], logits_BLV: mx.array) -> list[int]:
+    def _accept(self, parts: Sequence[_Part], ids_BL: Ids, is_fed_BL: Flags, logits_BLV: mx.array) -> list[int]:
         """Draw at every place, and let each row move on as far as its draft holds; the inputs after that."""
-        lengths = np.array([len(part.ids) for part in parts])
-        index_N = np.arange(len(parts)).repeat(lengths)
-        starts = lengths.cumsum() - lengths
-        steps_N = np.arange(len(index_N)) - starts[index_N]
-        rows, width, vocab = logits_BLV.shape
-        logits_NV = logits_BLV.reshape(-1, vocab)
-        if len(index_N) < rows * width:
-            logits_NV = logits_NV[mx.array((index_N * width + steps_N).astype(np.int32))]
+        index_N, steps_N = is_fed_BL.nonzero()
+        logits_NV = logits_BLV.reshape(-1, logits_BLV.shape[2])
+        if len(index_N) < is_fed_BL.size:
+            logits_NV = logits_NV[mx.array(np.flatnonzero(is_fed_BL).astype(np.int32))]
         tokens_N, draw = self._sampler.ahead(
             Places(index_N, steps_N, lambda: tuple(row for part in parts for row in part.ahead())),
             logits_NV,
-            mx.array(np.fromiter(chain.from_iterable(part.ids for part in parts), np.int32)),
+            mx.array(ids_BL[is_fed_BL]),
         )
-        drawn = cast(list[int], tokens_N.tolist())
-        each = [(part, start, part.held(drawn[start:])) for part, start in zip(parts, starts.tolist(), strict=True)]
-        least = min(held for _, _, held in each)
+        drawn_BL = np.zeros_like(ids_BL)
+        drawn_BL[is_fed_BL] = np.array(tokens_N)
+        is_drawn_BL = (drawn_BL[:, :-1] == ids_BL[:, 1:]) & is_fed_BL[:, 1:]
+        held_B = np.logical_and.accumulate(is_drawn_BL, axis=1).sum(axis=1)
+        each = [part.sound(held) for part, held in zip(parts, held_B.tolist(), strict=True)]
+        least, start = min(each), 0
         inputs: list[int] = []
-        for part, start, held in each:
+        for part, held, drawn in zip(parts, each, drawn_BL.tolist(), strict=True):
             part.accept(least if self._move_together else held)
-            part.row.draws.extend((draw, start + step) for step in range(part.accepted + 1))
-            inputs.append(drawn[start + part.accepted])
+            part.row.draws.extend(zip(repeat(draw), range(start, start + part.accepted + 1), strict=False))
+            inputs.append(drawn[part.accepted])
+            start += len(part.ids)
         return inputs
 
 
@@ -214,6 +217,14 @@ def batch_of(
     if not drafting.is_on:
         return RunningBatch(model, config, pieces, keeping)
     return SpeculatingBatch(model, config, pieces, keeping, drafting)
+
+
+def padded(rows: Sequence[Sequence[int]]) -> tuple[Ids, Flags]:
+    """Ids of rows [B, L], with 0 behind the shorter ones; and which of them are theirs."""
+    lengths_B1 = np.array([len(ids) for ids in rows])[:, None]
+    width = int(lengths_B1.max())
+    ids_BL = np.array([[*ids, *[0] * (width - len(ids))] for ids in rows], np.int32)
+    return ids_BL, np.arange(width) < lengths_B1
 
 
 def shorten(parts: Sequence[_Part]) -> int:
@@ -260,12 +271,9 @@ class _Part:
         places: Sequence[Place | None] = self._places or [None] * len(self.ids)
         return [row.ahead(*each, step) for step, each in enumerate(zip(written, places, strict=True))]
 
-    def held(self, drawn: Sequence[int]) -> int:
-        """How far its draft says what was drawn behind each id."""
-        held, last = 0, len(self.ids) - 1
-        while held < last and drawn[held] == self.ids[held + 1] and not (self._places and self._places[held].fault):
-            held += 1
-        return held
+    def sound(self, held: int) -> int:
+        """So far of its draft, or to where its grammar fails."""
+        return next((at for at, place in enumerate(self._places[:held]) if place.fault), held)
 
     def accept(self, held: int) -> None:
         """Move the row on so far."""

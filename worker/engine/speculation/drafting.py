@@ -38,6 +38,7 @@ from worker.engine.speculation.payoff import (
     UNLIKELY,
     Account,
     Chance,
+    Purse,
     StepTimes,
     Try,
     about,
@@ -80,6 +81,7 @@ class Drafting:
         self._memory = Memory(self._config.memory_bytes, self._lengths)
         self._step = 0
         self._accounts: dict[int, Account] = {}
+        self._purse = Purse()
         self._told = 0  # tokens since the step began
         self._looks_since = 0.0
         self._all_batch = False  # rows of the latest step in which some were looked at
@@ -127,7 +129,10 @@ class Drafting:
     @property
     def _account(self) -> Account:
         """Of batches like the one that runs."""
-        return self._accounts.setdefault(about(self._size), Account())
+        size = about(self._size)
+        if size not in self._accounts:
+            self._accounts[size] = Account(self._purse)
+        return self._accounts[size]
 
     def _looked_in_vain(self, *, waited: bool) -> None:
         self._account.looked(self._clock() - self._looks_since - self._waited, waited=waited)
@@ -365,12 +370,12 @@ class Drafting:
         source.is_predicted = source.by_model = False
         joined = source.joined
         if joined is not None and source.prediction is None and source.written < BEGINNING:
-            written = source.history.latest(source.written)
+            written = source.history.end(source.written)
             if (guess := joined.beginnings.draft(written, longest)).ids:
                 return self._worth(row, source, guess)
         guess, far = NOTHING, min(FARTHEST, LOOKED_THROUGH // rows)
         history = source.history
-        end = End(history.latest(WINDOW).tolist(), least)
+        end = End(history.end(WINDOW), least)
         if joined is not None:
             guess = source.kept.draft(joined.text, slice(-far, None), end, longest)
         if source.prediction is not None:

@@ -19,6 +19,7 @@ BREAK = -1  # between two texts: no id, so nothing is matched or drafted across 
 PAST_END = -2  # of all of them
 VOTERS = 32  # places, the latest ones, that say what comes next
 BEGINNING = 64  # ids of a text that are counted from its first one
+END = 64  # of a row's ids that are at hand without an array
 AT_ONCE = 24  # ids from which on an array takes less time than one after the other
 OWN_VOTES = 2  # texts that a row's own chance counts for beside theirs
 _BITS = 16
@@ -86,12 +87,16 @@ class Text:
 
 
 class History:
-    """Ids of a row, to which more are added at the end."""
+    """Ids of a row, to which more are added at the end.
+
+    They are copied into an array when somebody looks through it, which most steps do not.
+    """
 
     def __init__(self, ids: Sequence[int]) -> None:
         self._ids: Ids = np.empty(max(64, 2 * len(ids)), np.int32)
-        self._size = len(ids)
+        self._size = self._copied = len(ids)
         self._ids[: self._size] = ids
+        self._end = list(ids[-END:])  # the latest ids, all that are not copied yet among them
         self._runs: dict[int, Runs] = {}
         self._marked: dict[int, int] = {}  # of these, ids the runs before which are marked
 
@@ -100,11 +105,19 @@ class History:
 
     def add(self, ids: Sequence[int]) -> None:
         """At the end."""
-        size = self._size + len(ids)
+        self._end += ids
+        self._size += len(ids)
+        if len(self._end) > 2 * END:
+            self._copy()
+            del self._end[:-END]
+
+    def _copy(self) -> None:
+        new, size = self._size - self._copied, self._size
         if size > len(self._ids):
-            self._ids = np.concatenate([self._ids[: self._size], np.empty(size, np.int32)])
-        self._ids[self._size : size] = ids
-        self._size = size
+            self._ids = np.concatenate([self._ids[: self._copied], np.empty(size, np.int32)])
+        if new:
+            self._ids[self._copied : size] = self._end[-new:]
+            self._copied = size
 
     def runs(self, length: int) -> Runs:
         """Those of this length, marked only now."""
@@ -112,22 +125,28 @@ class History:
             self._runs[length], self._marked[length] = Runs(length), 0
         runs, marked = self._runs[length], self._marked[length]
         if marked < self._size:
-            latest, count = self._ids[max(0, marked - length) : self._size], self._size - marked
+            count = self._size - marked
             self._marked[length] = self._size
             if count > AT_ONCE:
-                runs.add(latest)
+                runs.add(self.ids[max(0, marked - length) :])
             else:
-                runs.add_ends(latest.tolist(), len(latest) - count)
+                latest = self.end(count + length)
+                runs.add_ends(latest, len(latest) - count)
         return runs
 
     @property
     def ids(self) -> Ids:
         """All of them; a view."""
+        if self._copied < self._size:
+            self._copy()
         return self._ids[: self._size]
 
-    def latest(self, count: int) -> Ids:
-        """The last ones, at most `count`; a view."""
-        return self._ids[max(0, self._size - count) : self._size]
+    def end(self, count: int) -> list[int]:
+        """The last ones, at most `count`."""
+        if count <= len(self._end) or self._size == len(self._end):
+            return self._end[-count:] if count else []
+        latest: list[int] = self.ids[max(0, self._size - count) :].tolist()
+        return latest
 
 
 class Guess(NamedTuple):
@@ -169,10 +188,10 @@ class Beginnings:
         """What it takes."""
         return self._table.nbytes
 
-    def draft(self, written: Ids, count: int) -> Guess:
+    def draft(self, written: Sequence[int], count: int) -> Guess:
         """At most `count` ids that texts which begin so go on with: at each place what most say, then the latest."""
         matched = len(written)
-        rows = np.flatnonzero((self._table[:, :matched] == written).all(axis=1))
+        rows = np.flatnonzero((self._table[:, :matched] == np.array(written, np.int32)).all(axis=1))
         return goes_on(self._table.ravel(), (rows * (BEGINNING + 1) + matched).tolist(), matched, count)
 
 
@@ -221,9 +240,10 @@ def goes_round(text: Ids, places: Sequence[int], matched: int, count: int) -> Gu
 def said_at(source: Ids, places: Sequence[int], count: int) -> list[list[int]]:
     """The next `count` ids at each of these places; PAST_END behind the last one."""
     said = [source[place : place + count].tolist() for place in places]
-    if len(said) == 1 and len(said[0]) == count:
-        return said
-    return [ids if len(ids) == count else ids + [PAST_END] * (count - len(ids)) for ids in said]
+    for ids in said:
+        if len(ids) < count:
+            ids += [PAST_END] * (count - len(ids))
+    return said
 
 
 def goes_on(source: Ids, places: Sequence[int], matched: int, count: int) -> Guess:

@@ -13,7 +13,7 @@ for them have cost (`Account`): what is lost for good is a hundredth of the time
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
@@ -34,7 +34,9 @@ LEAST_SAMPLES = 2  # of which the lower one counts: a GPU compiles kernels in th
 STALE = 500  # steps after which a time is taken again; sooner where fewer have been taken
 PLAIN_STALE = 150  # of a step without drafts, which costs little: an old one would let drafts go on at a loss
 EARNED = 0.01  # of a step: what each one allows to lose
-AT_FIRST = 3.0  # steps that may be lost before anything is known
+FIRST_SHARE = 0.02  # of all time, besides: what batches of sizes of which nothing is known yet may lose
+AT_FIRST = 0.5  # steps that such a batch may lose, once there is so much
+PAID = 3.0  # steps that are left over: drafts have brought more than they cost
 AGAIN = 1.0  # steps that must have been earned, where all were lost, until there is another try: a few at once say more
 SAVED = 8.0  # steps that may be lost after drafts have paid
 BUSY = 1.5  # times the median of a step that checks drafts: one that takes longer says something of the machine only
@@ -63,9 +65,13 @@ class Chance:
     def learn(self, drafted: int, accepted: int, recent: float = RECENT) -> None:
         """One draft was tried."""
         known, seen = self.known, self._seen
-        for at in range(min(accepted + 1, drafted)):
-            seen += 1
-            known += max(recent, 1 / seen) * ((at < accepted) - known)
+        if seen * recent >= 1:  # each weighs as much as the next one
+            known = 1 - (1 - known) * (1 - recent) ** accepted
+            known *= 1.0 if accepted == drafted else 1 - recent
+        else:
+            for at in range(min(accepted + 1, drafted)):
+                seen += 1
+                known += max(recent, 1 / seen) * ((at < accepted) - known)
         self.known, self._seen = known, seen
         self._failures = 0 if accepted else self._failures + 1
 
@@ -90,6 +96,8 @@ class Chance:
 
     def length(self, most: int) -> int:
         """How long a draft is worth it."""
+        if self.known**most >= UNLIKELY:
+            return most
         length, reached = 0, 1.0
         while length < most and reached * self.known >= UNLIKELY:
             reached *= self.known
@@ -179,15 +187,36 @@ def about(rows: int) -> int:
     return 1 << (rows - 1).bit_length()
 
 
+class Purse:
+    """A share of the time of all steps, of which batches of each size get what they may lose before they earn it."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+
+    def earn(self, seconds: float) -> None:
+        """A step of that length, of whichever size."""
+        self._seconds += FIRST_SHARE * seconds
+
+    def give(self, seconds: float) -> bool:
+        """Whether there is so much, which is gone then."""
+        if self._seconds < seconds:
+            return False
+        self._seconds -= seconds
+        return True
+
+
 class Account:
     """What drafts have brought and cost a batch of such a size, in steps without drafts."""
 
-    def __init__(self) -> None:
-        self._steps = AT_FIRST
+    def __init__(self, purse: Purse) -> None:
+        """It begins with nothing, so that nothing is lost by the first steps of all."""
+        self._purse = purse
+        self._is_new = True  # has got nothing of the purse
+        self._steps = 0.0
         self._plain: deque[float] = deque(maxlen=PLAIN_SAMPLES)
         self._plain_tokens: deque[float] = deque(maxlen=PLAIN_SAMPLES)
         self._checks: deque[float] = deque(maxlen=SAMPLES)
-        self.is_spent = False  # nothing may be tried until more steps have passed
+        self.is_spent = True  # nothing may be tried until more steps have passed
 
     @property
     def plain_s(self) -> float:
@@ -203,13 +232,17 @@ class Account:
     @property
     def has_paid(self) -> bool:
         """Whether drafts have brought more than they cost, lately."""
-        return self._steps > AT_FIRST
+        return self._steps > PAID
 
     def plain(self, seconds: float, tokens: float) -> None:
         """A step without drafts that follows one without, and so many tokens a row."""
         self._plain.append(seconds)
         self._plain_tokens.append(tokens)
         self._add(EARNED)
+        self._purse.earn(seconds)
+        if self._is_new and self.plain_s and self._purse.give(AT_FIRST * self.plain_s):
+            self._is_new, self.is_spent = False, False
+            self._steps += AT_FIRST
 
     def back(self, seconds: float, tokens: float) -> None:
         """One that follows a step with drafts: it finds nothing under way, and tells nothing of most rows."""
@@ -249,6 +282,22 @@ class Try:
         return total
 
 
+def tokens_by_length(rows: Sequence[Try]) -> Iterator[list[float]]:
+    """What each row is likely to get of drafts of at most 1, 2, ... tokens, to the longest; one list, which changes."""
+    chances, tokens = [1.0] * len(rows), [1.0] * len(rows)
+    for longest in range(1, max(row.length for row in rows) + 1):
+        for at, row in enumerate(rows):
+            if row.length >= longest:
+                chances[at] *= row.chance
+                tokens[at] += chances[at]
+        yield tokens
+
+
+def slowest(rows: Sequence[Try], tokens: Sequence[float]) -> float:
+    """Steps without drafts that the row which gains least gets its tokens in."""
+    return min(map(max, tokens, [row.pace for row in rows]))
+
+
 def best_length(times: StepTimes, rows: Sequence[Try], *, alone: bool, usual: float = 0.0) -> int:
     """How long the drafts of this step should be at most; 0: none pays. `alone`: no prompt is in a hurry.
 
@@ -258,12 +307,11 @@ def best_length(times: StepTimes, rows: Sequence[Try], *, alone: bool, usual: fl
     if plain is None:
         return 0
     best, best_rate = 0, MARGIN * len(rows) / max(plain, usual)
-    for longest in range(1, max(row.length for row in rows) + 1):
+    for longest, tokens in enumerate(tokens_by_length(rows), 1):
         seconds = times.likely(len(rows), longest + 1)
         if seconds is None:
             break
-        tokens = [row.tokens(longest) for row in rows]
-        slowest = min(max(each, row.pace) for each, row in zip(tokens, rows, strict=True)) if alone else 1.0
-        if sum(tokens) / seconds > best_rate and seconds <= SLOWED * slowest * plain:
-            best, best_rate = longest, sum(tokens) / seconds
+        brings = sum(tokens) / seconds
+        if brings > best_rate and seconds <= SLOWED * plain * (slowest(rows, tokens) if alone else 1.0):
+            best, best_rate = longest, brings
     return best

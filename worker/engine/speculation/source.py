@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from worker.engine.batch.row import Row
@@ -32,11 +31,12 @@ class Source:
     predicted: Course = field(default_factory=Course)
     kept: Course = field(default_factory=Course)  # with what others have written
 
-    def add(self, ids: Sequence[int]) -> None:
+    def add(self, ids: list[int]) -> None:
         """The row has gone on with these."""
         self.history.add(ids)
         for each in (self.own, self.predicted, self.kept):
-            each.follow(ids, self.history.ids)
+            if each.is_anywhere:
+                each.follow(ids, self.history)
         self.told += len(ids)
 
     @property
