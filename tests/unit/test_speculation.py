@@ -30,6 +30,7 @@ from worker.engine.speculation.memory import (
 )
 from worker.engine.speculation.memory import (
     FARTHEST,
+    IDLE,
     JOINED_SHARE,
     KEPT,
     LATER,
@@ -41,6 +42,7 @@ from worker.engine.speculation.memory import (
     bytes_of,
     key_of,
     mark_of,
+    owner_of,
 )
 from worker.engine.speculation.payoff import (
     AT_FIRST,
@@ -311,8 +313,8 @@ def test_memory_keeps_to_its_bytes_and_to_tenants() -> None:
     assert asked(memory, of("f", prompt)) is None, "larger than all that is kept"
     for at in range(9):
         memory.add(written(of("e", prompt), ids(*[5] * 100_000), begin=at))
-    assert memory.bytes <= 3 * size and asked(memory, of("e", prompt)) is not None
-    assert all(asked(memory, of(each, prompt)) is None for each in "abd"), "asked for longest ago"
+    assert len(memory._shelves[owner_of(of("e", prompt))].known[of("e", prompt)]) == 2, "who writes most loses its own"
+    assert memory.bytes <= 3 * size and all(asked(memory, of(each, prompt)) is not None for each in "ab")
 
 
 def test_memory_keeps_the_latest_completions_of_a_prompt() -> None:
@@ -337,7 +339,7 @@ def test_no_more_is_held_than_is_counted() -> None:
         asked(memory, at.to_bytes(16))
     held = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
-    assert memory._joined and held < memory.bytes <= 1 << 20, "what is joined, too"
+    assert memory._joined_bytes and held < memory.bytes <= 1 << 20, "what is joined, too"
 
 
 @pytest.mark.parametrize("prompts", [JOINED_AT_ONCE, 130])
@@ -362,13 +364,14 @@ def test_what_rows_ask_for_in_every_step_is_joined_once_and_a_little_of_it_in_a_
         ready = sum(memory.joined(key) is not None for key in keys)
         assert made == min(prompts, step * JOINED_AT_ONCE) and ready <= made
     assert ready == prompts
+    (known,) = (shelf.known for shelf in memory._shelves.values())
     for _ in range(3):  # sequences of all prompts end all the time: each has its turn
         for key in keys:
-            memory.add(Completions(key, (1,), [(mark_of(f"{len(memory._known[key])}"), ids(1, 2, 4))]))
+            memory.add(Completions(key, (1,), [(mark_of(f"{len(known[key])}"), ids(1, 2, 4))]))
         for _ in range(steps):
             memory.begin()
             assert all(memory.joined(key) is not None for key in keys), "an older one until then"
-    assert made == 4 * prompts and all(known.is_joined for known in memory._known.values())
+    assert made == 4 * prompts and all(each.is_joined for each in known.values())
 
 
 def test_what_rows_look_through_is_not_joined_again_and_again_where_there_is_no_room_for_all() -> None:
@@ -386,6 +389,52 @@ def test_what_rows_look_through_is_not_joined_again_and_again_where_there_is_no_
         memory.begin()
         others = [memory.joined(key) for key in keys[-3:]]
     assert all(others), "nobody has asked for those of the others since"
+
+
+def test_a_tenant_that_writes_and_asks_for_much_leaves_others_theirs() -> None:
+    """What both have written while nobody asked, what is kept of it, and what their rows look through."""
+    memory = Memory(1 << 20, (1,))
+    prompts = {"few": range(2), "many": range(300)}
+    memory.add_later(SequenceSpec("few", "m", (9,), SamplingParams(1, 0), tenant="few"), [5, 6])
+    for at in range(LATER + 9):
+        memory.add_later(SequenceSpec(str(at), "m", (at,), SamplingParams(1, 0), tenant="many"), [7, 8])
+    assert asked(memory, of("few", (9,))) is not None
+    for tenant, each in prompts.items():
+        for at in each:
+            memory.add(written(of(tenant, (at,)), np.arange(900, dtype=np.int32), begin=at))
+    ready = dict.fromkeys(prompts, 0)
+    for _ in range(60):
+        memory.begin()
+        for tenant in ("many", "few"):
+            asks = [of(tenant, (at,)) for at in prompts[tenant]]
+            ready[tenant] = sum(memory.joined(key) is not None for key in asks)
+    assert ready["few"] == len(prompts["few"]) and 2 < ready["many"] < len(prompts["many"]) / 5
+    keys = [of(tenant, (at,)) for tenant in ("many", "few") for at in prompts[tenant]]
+    before = [memory.joined(key) for key in keys]
+    for _ in range(3):
+        memory.begin()
+        assert [memory.joined(key) for key in keys] == before, "nobody takes it back"
+
+
+def test_tenants_wait_in_turn_for_what_they_look_through() -> None:
+    memory = Memory(64 << 20, (1,))
+    keys = [of("many", (at,)) for at in range(5 * JOINED_AT_ONCE)]
+    for key in (*keys, of("few", (1,))):
+        memory.add(written(key, ids(1, 2, 3)))
+    memory.begin()
+    assert sum(memory.joined(key) is not None for key in keys) > 0
+    memory.joined(of("few", (1,)))
+    assert asked(memory, keys[0]) is not None and memory.joined(of("few", (1,))) is not None
+
+
+def test_what_a_tenant_has_not_asked_for_for_long_goes_before_what_others_ask_for() -> None:
+    memory = Memory(1 << 20, (1,))
+    for at in range(10):
+        memory.add(written(of("gone", (at,)), np.arange(9_000, dtype=np.int32), begin=at))
+    memory._step += IDLE + 1
+    for at in range(30):
+        memory.add(written(of("here", (at,)), np.arange(9_000, dtype=np.int32), begin=at))
+    assert [len(shelf.known) for shelf in memory._shelves.values()] == [(1 << 20) // bytes_of(ids(*range(9_000)))]
 
 
 def test_no_more_is_joined_than_is_looked_through() -> None:
@@ -597,8 +646,8 @@ def test_what_was_written_while_nobody_asked_is_taken_in_when_a_row_does_the_lat
     for each in specs:
         memory.add_later(each, [7, 8])
     assert memory.bytes == 0
-    known = asked(memory, key_of(specs[0]))
-    assert known is not None and len(memory._known[key_of(specs[0])]) == KEPT and not memory._later
+    assert asked(memory, key_of(specs[0])) is not None and not len(memory._later)
+    assert [len(each) for shelf in memory._shelves.values() for each in shelf.known.values()] == [KEPT, KEPT]
     memory.add_later(SequenceSpec("long", "m", (5,) * LATER_IDS, SamplingParams(1, 0)), [7, 8])
     memory.add_later(specs[0], [7, 8])
-    assert len(memory._later) == 1 and memory._later_ids == 3, "no more is held than that"
+    assert len(memory._later) == 1 and memory._later.ids == 3, "no more is held than that"

@@ -6,16 +6,17 @@ asked for once more. Adapter versions do not matter here, since a draft is only 
 Other workers of the ring have written some of it (worker/ring_memory.py).
 
 Invariants. Completions are kept by tenant: nobody's text is drafted for anybody else, nor shows in how soon somebody
-else's tokens come. What is kept is bounded in bytes, what it is looked through by included; the prompts that were asked
-for longest ago go first. A step joins the completions of a few prompts at most, and what the rows of a step look
-through is not made again and again: rows for which there is no room go without.
+else's tokens come. What is kept is bounded in bytes, what it is looked through by included; where that is too much, the
+tenant that holds most gives up the prompts that it has asked for longest ago. A step joins the completions of a few
+prompts at most, tenants in turn, and what the rows of a step look through is not made again and again: rows for which
+there is no room go without, unless other tenants' rows have more of it.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,17 +35,27 @@ ANCHOR = 32  # ids of the prompt's end before each, by which its beginning is fo
 LATER = 256  # sequences that have ended, the latest ones, whose texts wait for a row that asks
 LATER_IDS = 1 << 15  # of their prompts and texts, about
 
-Key = bytes  # digest of model, tenant and prompt
+OWNER_BYTES = 8
+IDLE = 1 << 14  # steps in which rows have asked: who has not for so long gives up what it holds before others do
+
+Owner = bytes  # digest of a tenant
+Key = bytes  # that, and digest of model, tenant and prompt
 Mark = bytes  # of a sequence, so that what it has written is kept once
 
 
 def key_of(spec: SequenceSpec) -> Key:
     """Where completions of a sequence's prompt are kept; those of another tenant, or model, are kept elsewhere."""
+    owner = hashlib.blake2b(spec.tenant.encode(), digest_size=OWNER_BYTES).digest()
     digest = hashlib.blake2b(digest_size=16)
     for name in (spec.model.encode(), spec.tenant.encode()):
         digest.update(b"%d:%s" % (len(name), name))
     digest.update(np.array(spec.kv_prompt, np.int64).tobytes())
-    return digest.digest()
+    return owner + digest.digest()
+
+
+def owner_of(key: Key) -> Owner:
+    """Whose prompt it is."""
+    return key[:OWNER_BYTES]
 
 
 def mark_of(seq: str) -> Mark:
@@ -129,6 +140,52 @@ def text_behind(prompt_ids: Sequence[int], ids: Sequence[int]) -> Ids:
     return np.array([BREAK, *prompt_ids[-ANCHOR:], *ids], np.int32)
 
 
+class Later:
+    """What sequences have written that have ended, until rows ask; too much of it goes where there is most of it."""
+
+    def __init__(self) -> None:
+        self._ended: dict[str, deque[tuple[SequenceSpec, list[int]]]] = {}  # by tenant, the latest last
+        self._ids: dict[str, int] = {}  # of prompts and texts
+        self.ids = 0
+
+    def __len__(self) -> int:
+        return sum(map(len, self._ended.values()))
+
+    def add(self, spec: SequenceSpec, tokens: list[int]) -> None:
+        """One more."""
+        self._ended.setdefault(spec.tenant, deque()).append((spec, tokens))
+        self._count(spec.tenant, len(spec.prompt_ids) + len(tokens))
+        while (count := len(self)) > 1 and (count > LATER or self.ids > LATER_IDS):
+            self._pop(max(self._ended, key=lambda of: len(self._ended[of]) if count > LATER else self._ids[of]))
+
+    def take(self) -> Iterator[tuple[SequenceSpec, list[int]]]:
+        """All of them, and none stays."""
+        while self._ended:
+            yield self._pop(next(iter(self._ended)))
+
+    def _pop(self, tenant: str) -> tuple[SequenceSpec, list[int]]:
+        spec, tokens = self._ended[tenant].popleft()
+        self._count(tenant, -len(spec.prompt_ids) - len(tokens))
+        if not self._ended[tenant]:
+            del self._ended[tenant], self._ids[tenant]
+        return spec, tokens
+
+    def _count(self, tenant: str, ids: int) -> None:
+        self._ids[tenant] = self._ids.get(tenant, 0) + ids
+        self.ids += ids
+
+
+class Shelf:
+    """What is kept of one tenant."""
+
+    def __init__(self) -> None:
+        self.known: OrderedDict[Key, Known] = OrderedDict()  # the latest used last
+        self.joined: OrderedDict[Key, Known] = OrderedDict()  # those with something joined, the same way
+        self.due: OrderedDict[Key, None] = OrderedDict()  # prompts that wait to be joined, the first come first
+        self.used = 0  # the step in which it was, last
+        self.bytes = self.joined_bytes = 0  # the former of all
+
+
 class Memory:
     """Of one engine."""
 
@@ -136,102 +193,139 @@ class Memory:
         """`lengths`: of the runs of ids that are looked for."""
         self._limit_bytes = limit_bytes
         self._lengths = lengths
-        self._known: OrderedDict[Key, Known] = OrderedDict()  # the latest used last
-        self._joined: OrderedDict[Key, Known] = OrderedDict()  # those with something joined, the same way
-        self._due: OrderedDict[Key, None] = OrderedDict()  # prompts that wait to be joined, the first come first
-        self._later: deque[tuple[SequenceSpec, list[int]]] = deque()
-        self._later_ids = 0
+        self._shelves: OrderedDict[Owner, Shelf] = OrderedDict()  # the latest used last
+        self._due: OrderedDict[Owner, None] = OrderedDict()  # who waits for prompts to be joined, in turn
+        self._later = Later()
         self._step = self._left = 0  # of `AT_ONCE`, in this step
         self._joined_bytes = 0
         self.bytes = 0  # of all
 
     def add_later(self, spec: SequenceSpec, tokens: list[int]) -> None:
         """What a sequence has written that has ended: taken in when rows ask, which they may not do for long."""
-        self._later.append((spec, tokens))
-        self._later_ids += len(spec.prompt_ids) + len(tokens)
-        while len(self._later) > 1 and (len(self._later) > LATER or self._later_ids > LATER_IDS):
-            self._pop_later()
-
-    def _pop_later(self) -> tuple[SequenceSpec, list[int]]:
-        spec, tokens = self._later.popleft()
-        self._later_ids -= len(spec.prompt_ids) + len(tokens)
-        return spec, tokens
+        self._later.add(spec, tokens)
 
     def begin(self) -> None:
         """A step begins in which rows ask; what was not asked for in the one before waits no longer."""
-        while self._later:
-            spec, tokens = self._pop_later()
+        for spec, tokens in self._later.take():
             text = mark_of(spec.id), np.array(tokens, np.int32)
             self.add(Completions(key_of(spec), spec.prompt_ids, [text]))
         self._step, self._left = self._step + 1, AT_ONCE
-        for key in [key for key in self._due if key not in self._known or self._known[key].asked < self._step - 1]:
-            del self._due[key]
+        for owner in list(self._due):
+            shelf = self._shelves[owner]
+            for key in [key for key in shelf.due if not self._is_asked(shelf.known.get(key))]:
+                del shelf.due[key]
+            if not shelf.due:
+                del self._due[owner]
+
+    def _is_asked(self, known: Known | None) -> bool:
+        """For a prompt, in this step or in the one before."""
+        return known is not None and known.asked >= self._step - 1
 
     def add(self, completions: Completions) -> None:
         """What sequences have written; what is known already changes nothing."""
-        key = completions.key
-        known = self._known.setdefault(key, Known(completions.prompt_ids))
-        self._known.move_to_end(key)
+        key, owner = completions.key, owner_of(completions.key)
+        shelf = self._shelves.setdefault(owner, Shelf())
+        known = shelf.known.setdefault(key, Known(completions.prompt_ids))
+        self._use(owner, shelf, key)
         for mark, ids in completions.texts:
             if mark in known or bytes_of(ids) > self._limit_bytes:
                 continue
             known.add(mark, ids)
-            self.bytes += bytes_of(ids)
+            self._count(shelf, bytes_of(ids))
             if len(known) > KEPT:
-                self.bytes -= known.forget_oldest()
-        self._keep_to_limit()
+                self._count(shelf, -known.forget_oldest())
         if not known:
-            self._known.pop(key, None)
+            self._forget(owner, shelf, key)
+        self._keep_to_limit()
+
+    def _use(self, owner: Owner, shelf: Shelf, key: Key) -> None:
+        self._shelves.move_to_end(owner)
+        shelf.known.move_to_end(key)
+        shelf.used = self._step
+
+    def _count(self, shelf: Shelf, more: int) -> None:
+        shelf.bytes += more
+        self.bytes += more
 
     def joined(self, key: Key) -> Joined | None:
         """What a row looks through that has this prompt; None: nothing is known, or nothing is ready yet."""
-        known = self._known.get(key)
-        if known is None:
+        owner = owner_of(key)
+        shelf = self._shelves.get(owner)
+        known = None if shelf is None else shelf.known.get(key)
+        if shelf is None or known is None:
             return None
-        self._known.move_to_end(key)
-        if key in self._joined:
-            self._joined.move_to_end(key)
+        self._use(owner, shelf, key)
+        if key in shelf.joined:
+            shelf.joined.move_to_end(key)
         known.asked = self._step
         if not known.is_joined:
-            self._due[key] = None
+            shelf.due[key] = self._due[owner] = None
         while self._due and self._left > 0:
-            self._join(self._due.popitem(last=False)[0])
+            self._join_next(self._due.popitem(last=False)[0])
         return known.joined  # an older one until its turn has come
 
-    def _join(self, key: Key) -> None:
-        known = self._known.get(key)
-        if known is None or not self._has_room(known):
-            return
+    def _join_next(self, owner: Owner) -> None:
+        """The prompt of this tenant that has waited longest."""
+        shelf = self._shelves[owner]
+        key, _ = shelf.due.popitem(last=False)
+        if shelf.due:
+            self._due[owner] = None
         self._left -= 1
-        self._forget_joined(key)
+        known = shelf.known.get(key)
+        if known is None or not self._has_room(shelf, known):
+            return
+        self._forget_joined(shelf, key)
         joined = known.join(self._lengths)
-        self._joined[key] = known
-        self._joined_bytes += joined.bytes
-        self.bytes += joined.bytes
+        shelf.joined[key] = known
+        self._count_joined(shelf, joined.bytes)
         self._keep_to_limit()
 
-    def _has_room(self, known: Known) -> bool:
-        """Whether this may be joined beside what rows of this step and of the one before have asked for."""
+    def _count_joined(self, shelf: Shelf, more: int) -> None:
+        shelf.joined_bytes += more
+        self._joined_bytes += more
+        self._count(shelf, more)
+
+    def _has_room(self, shelf: Shelf, known: Known) -> bool:
+        """Whether this may be joined beside what rows of this step and of the one before have asked for.
+
+        If not, a tenant that has more of the room, and would have after it, gives up some.
+        """
         largest = FARTHEST * ID_BYTES + len(self._lengths) * RUNS_BYTES + KEPT * (BEGINNING + 1) * ID_BYTES
         most = self._limit_bytes // JOINED_SHARE - largest + (known.joined.bytes if known.joined is not None else 0)
         while self._joined_bytes > most:
-            oldest, of_it = next(iter(self._joined.items()), (b"", known))
-            if of_it.asked >= self._step - 1:
+            holders = [each for each in self._shelves.values() if each.joined]
+            if not holders:
                 return False
-            self._forget_joined(oldest)
+            unused = (each for each in holders if not self._is_asked(next(iter(each.joined.values()))))
+            holder = next(unused, None) or max(holders, key=lambda each: each.joined_bytes)
+            oldest, of_it = next(iter(holder.joined.items()))
+            if self._is_asked(of_it) and holder.joined_bytes - largest < shelf.joined_bytes + largest:
+                return False
+            self._forget_joined(holder, oldest)
         return True
 
-    def _forget_joined(self, key: Key) -> None:
-        known = self._joined.pop(key, None)
+    def _forget_joined(self, shelf: Shelf, key: Key) -> None:
+        known = shelf.joined.pop(key, None)
         if known is not None and known.joined is not None:
-            self._joined_bytes -= known.joined.bytes
-            self.bytes -= known.joined.bytes
+            self._count_joined(shelf, -known.joined.bytes)
             known.joined, known.is_joined = None, False
 
     def _keep_to_limit(self) -> None:
         while self.bytes > self._limit_bytes:
-            oldest, of_it = next(iter(self._known.items()))
-            self.bytes -= of_it.forget_oldest()
+            owner, shelf = next(iter(self._shelves.items()))
+            if shelf.used >= self._step - IDLE:
+                owner, shelf = max(self._shelves.items(), key=lambda each: each[1].bytes)
+            oldest, of_it = next(iter(shelf.known.items()))
+            self._count(shelf, -of_it.forget_oldest())
             if not of_it:
-                self._forget_joined(oldest)
-                del self._known[oldest]
+                self._forget(owner, shelf, oldest)
+
+    def _forget(self, owner: Owner, shelf: Shelf, key: Key) -> None:
+        """A prompt of which nothing is left, and its tenant with the last one."""
+        self._forget_joined(shelf, key)
+        del shelf.known[key]
+        shelf.due.pop(key, None)
+        if not shelf.due:
+            self._due.pop(owner, None)
+        if not shelf.known:
+            del self._shelves[owner]
