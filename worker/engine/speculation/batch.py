@@ -192,18 +192,18 @@ class SpeculatingBatch(RunningBatch):
             logits_NV,
             mx.array(ids_BL[is_fed_BL]),
         )
-        drawn_BL = np.zeros_like(ids_BL)
-        drawn_BL[is_fed_BL] = np.array(tokens_N)
-        is_drawn_BL = (drawn_BL[:, :-1] == ids_BL[:, 1:]) & is_fed_BL[:, 1:]
-        held_B = np.logical_and.accumulate(is_drawn_BL, axis=1).sum(axis=1)
-        each = [part.sound(held) for part, held in zip(parts, held_B.tolist(), strict=True)]
-        least, start = min(each), 0
-        inputs: list[int] = []
-        for part, held, drawn in zip(parts, each, drawn_BL.tolist(), strict=True):
-            part.accept(least if self._move_together else held)
-            part.row.draws.extend(zip(repeat(draw), range(start, start + part.accepted + 1), strict=False))
-            inputs.append(drawn[part.accepted])
+        drawn, start = cast(list[int], tokens_N.tolist()), 0
+        each: list[tuple[_Part, int, int]] = []
+        for part in parts:
+            each.append((part, start, part.held(drawn, start)))
             start += len(part.ids)
+        least = min(held for _, _, held in each)
+        inputs: list[int] = []
+        for part, start, held in each:
+            part.accept(least if self._move_together else held)
+            end = start + part.accepted
+            part.row.draws.extend(zip(repeat(draw), range(start, end + 1), strict=False))
+            inputs.append(drawn[end])
         return inputs
 
 
@@ -271,9 +271,14 @@ class _Part:
         places: Sequence[Place | None] = self._places or [None] * len(self.ids)
         return [row.ahead(*each, step) for step, each in enumerate(zip(written, places, strict=True))]
 
-    def sound(self, held: int) -> int:
-        """So far of its draft, or to where its grammar fails."""
-        return next((at for at, place in enumerate(self._places[:held]) if place.fault), held)
+    def held(self, drawn: Sequence[int], start: int) -> int:
+        """How far its draft says what was drawn behind each id, from `start` on."""
+        ids, held, last = self.ids, 0, len(self.ids) - 1
+        while held < last and drawn[start + held] == ids[held + 1]:
+            held += 1
+        if self._places:
+            return next((at for at, place in enumerate(self._places[:held]) if place.fault), held)
+        return held
 
     def accept(self, held: int) -> None:
         """Move the row on so far."""
