@@ -75,33 +75,24 @@ def test_a_history_grows_and_shows_its_latest_ids() -> None:
     assert history.end(1000) == history.ids.tolist() == list(range(400))
 
 
-@given(st.lists(st.integers(0, 3), max_size=9), st.lists(st.integers(0, 90), min_size=AT_ONCE + 1, max_size=99))
-def test_many_ids_at_once_are_the_same_as_one_after_the_other(begun: list[int], more: list[int]) -> None:
-    at_once, single = History(begun), History(begun)
-    at_once.add(more)
-    for id_ in more:
-        single.add([id_])
-        for length in (1, 3):
-            single.runs(length)
-    assert at_once.end(200) == single.end(200) == begun + more
-    assert all(at_once.runs(length)._marks == single.runs(length)._marks for length in (1, 3))
-
-
-@given(st.lists(st.integers(0, 3), max_size=40), st.integers(1, 4))
+@given(st.lists(st.integers(0, 3), max_size=3 * AT_ONCE), st.integers(1, 4))
 def test_no_run_that_goes_on_is_overlooked(ids: list[int], begun: int) -> None:
     history = History(ids[:begun])
     for each in ids[begun:]:
         history.add([each])
-    texts = [history, Text(np.array(ids, np.int32))]
-    for length in (1, 3):
-        ends = [ids[max(0, end - 3) : end] for end in range(length, len(ids))]
-        assert all(text.runs(length).may_have(end) for end in ends for text in texts)
+    for text in (history, Text(np.array(ids, np.int32))):
+        for length in (1, 3):
+            ends = [ids[max(0, end - 3) : end] for end in range(length, len(ids))]
+            assert all(text.may_have(end, length) for end in ends)
 
 
 def test_most_runs_that_do_not_occur_are_known_not_to() -> None:
-    text = Text(np.arange(1000, dtype=np.int32))
-    strange = sum(text.runs(2).may_have([at, at + 2]) for at in range(998))
-    assert strange < 100 and not text.runs(2).may_have([5])
+    row = History([])
+    for each in range(1000):
+        row.add([each])
+    for text, most in ((Text(np.arange(1000, dtype=np.int32)), 100), (row, 100 + AT_ONCE)):
+        strange = sum(text.may_have([at, at + 2], 2) for at in range(998))
+        assert strange < most and not text.may_have([5], 2)
 
 
 @pytest.mark.parametrize(
@@ -250,7 +241,7 @@ def test_a_row_that_has_gone_on_far_is_looked_for_again_in_place_of_being_follow
     course.follow(TEXT[5:50].tolist(), row)
     assert course._now is None and not row._marked, "nor is it asked yet where its runs are"
     assert course.draft(text, slice(None), End(row.end(4), 1), 1) == Guess([150], 4, [(1, 1)])
-    assert row.runs(1).may_have([148]) and not row.runs(1).may_have([149]) and row._marked == {1: 50}
+    assert row.may_have([148], 1) and not row.may_have([149], 1) and row._marked == {1: 50}
 
 
 def test_of_several_texts_those_count_that_say_what_is_drawn_and_all_of_them_where_none_does() -> None:

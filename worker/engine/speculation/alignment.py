@@ -155,7 +155,7 @@ class Course:
             if not now.misses and (self._is_own or now.ids is text.ids):
                 return self._said(now, count)
             sure = max(SURE - 1, now.find_near(end.ids)) if now.misses else now.held
-        if sure < len(end.ids) and text.runs(least).may_have(end.ids):
+        if sure < len(end.ids) and text.may_have(end.ids, least):
             ids = text.ids
             places, matched = occurrences(ids[span][:-1], end.ids, max(least, sure + 1), len(end.ids))
             if matched:

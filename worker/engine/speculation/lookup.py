@@ -20,7 +20,7 @@ PAST_END = -2  # of all of them
 VOTERS = 32  # places, the latest ones, that say what comes next
 BEGINNING = 64  # ids of a text that are counted from its first one
 END = 64  # of a row's ids that are at hand without an array
-AT_ONCE = 24  # ids from which on an array takes less time than one after the other
+AT_ONCE = 24  # ids of a row that are looked through one by one, at most
 OWN_VOTES = 2  # texts that a row's own chance counts for beside theirs
 _BITS = 16
 RUNS_BYTES = (1 << _BITS) // 8
@@ -49,13 +49,6 @@ class Runs:
         marks = np.frombuffer(self._marks, np.uint8)
         marks |= np.packbits(marked, bitorder="little")
 
-    def add_ends(self, ids: Sequence[int], since: int) -> None:
-        """The runs that end at places from `since` on in these: the text goes on behind each of them now."""
-        marks, length = self._marks, self._length
-        for end in range(max(since, length), len(ids)):
-            place = _place(ids[end - length : end])
-            marks[place >> 3] |= 1 << (place & 7)
-
     def may_have(self, ids: Sequence[int]) -> bool:
         """Whether the run at the end of these may be one of them."""
         if len(ids) < self._length:
@@ -78,12 +71,15 @@ class Text:
         self.ids = ids
         self._runs: dict[int, Runs] = {}
 
-    def runs(self, length: int) -> Runs:
-        """Those of this length; marked only now, since a row that goes along with a text asks for none."""
+    def may_have(self, end: Sequence[int], length: int) -> bool:
+        """Whether it may go on behind the last so many of these.
+
+        Its runs are marked only now, since a row that goes along with a text asks for none.
+        """
         if length not in self._runs:
             self._runs[length] = Runs(length)
             self._runs[length].add(self.ids)
-        return self._runs[length]
+        return self._runs[length].may_have(end)
 
 
 class History:
@@ -119,20 +115,18 @@ class History:
             self._ids[self._copied : size] = self._end[-new:]
             self._copied = size
 
-    def runs(self, length: int) -> Runs:
-        """Those of this length, marked only now."""
+    def may_have(self, end: Sequence[int], length: int) -> bool:
+        """Whether it may go on behind the last so many of these, as it does not behind its own end.
+
+        Its runs are marked only now, some at once; among the ids since then the last one is looked for.
+        """
         if length not in self._runs:
             self._runs[length], self._marked[length] = Runs(length), 0
-        runs, marked = self._runs[length], self._marked[length]
-        if marked < self._size:
-            count = self._size - marked
-            self._marked[length] = self._size
-            if count > AT_ONCE:
-                runs.add(self.ids[max(0, marked - length) :])
-            else:
-                latest = self.end(count + length)
-                runs.add_ends(latest, len(latest) - count)
-        return runs
+        new = self._size - self._marked[length]
+        if new > AT_ONCE:
+            self._runs[length].add(self.ids[max(0, self._marked[length] - length) :])
+            self._marked[length], new = self._size, 0
+        return end[-1] in self.end(new + 1)[:-1] or self._runs[length].may_have(end)
 
     @property
     def ids(self) -> Ids:
