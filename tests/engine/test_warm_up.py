@@ -1,6 +1,6 @@
 """What is measured and warmed up before the first row."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import mlx.core as mx
 import pytest
@@ -9,7 +9,8 @@ from tests.engine.conftest import Bench, prompt_of, spec
 from worker.engine.kv.prefix_cache import PrefixCache
 from worker.engine.messages import EngineConfig, SpeculationConfig
 from worker.engine.model.loader import LoadedModel
-from worker.engine.speculation.batch import SpeculatingBatch
+from worker.engine.speculation.batch import Flags, SpeculatingBatch
+from worker.engine.speculation.lookup import Ids
 from worker.engine.warm_up import CHUNKS, CPU_CHUNKS, largest_chunk, largest_width, prepare, rehearse, usual_rows
 
 
@@ -59,10 +60,9 @@ def test_rows_of_usual_sizes_are_decoded_and_leave_nothing_behind(llama: LoadedM
 def test_each_way_to_check_drafts_is_rehearsed(llama: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     ways, fed = set(), SpeculatingBatch._fed
 
-    def noted(self: SpeculatingBatch, parts: Sequence[Sequence[int]]) -> mx.array:
-        lengths = {len(ids) for ids in parts}
-        ways.add((len(parts), max(lengths), len(lengths) > 1, any(self._slack)))
-        return fed(self, parts)
+    def noted(self: SpeculatingBatch, ids_BL: Ids, is_fed_BL: Flags) -> mx.array:
+        ways.add((*ids_BL.shape, not is_fed_BL.all(), any(self._slack)))
+        return fed(self, ids_BL, is_fed_BL)
 
     monkeypatch.setattr(SpeculatingBatch, "_fed", noted)
     assert list(rehearse(llama, EngineConfig("", max_rows=4, speculation=SpeculationConfig(3)))) == [1, 4]
