@@ -305,7 +305,10 @@ class RunningBatch:
                 self._keeping.at_stops(*group.progress, group.kv_of)
 
     def _told(self, rows: Sequence[Row], fed: Sequence[int], untold: set[Row]) -> list[tuple[Row, int]]:
-        tokens = [(row, token) for row, token in zip(rows, fed, strict=True) if row not in untold]
+        return self._news([(row, token) for row, token in zip(rows, fed, strict=True) if row not in untold])
+
+    def _news(self, tokens: list[tuple[Row, int]]) -> list[tuple[Row, int]]:
+        """What a step tells; some rows have started by it."""
         told = dict.fromkeys(row for row, _ in tokens) if self._prefilling else ()
         self.started = [row for row in told if row in self._prefilling]
         for row in self.started:

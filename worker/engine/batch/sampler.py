@@ -41,6 +41,7 @@ class RowSampler:
         self._rows: tuple[Row, ...] = ()
         self._plan: _Plan | None = None
         self._plain = PlainRows()
+        self._ahead: tuple[Numbers, bytes, _Plan] | None = None  # of plain rows, and how many places each had, last
 
     def __call__(self, logprobs_BV: mx.array) -> mx.array:
         """Token ids [B] uint32; `logprobs_BV` is the fp32 log-softmax of the raw logits."""
@@ -71,10 +72,18 @@ class RowSampler:
             plan = _Plan(places.rows(), vocab, self._candidates)
         else:
             positions_B = np.array([row.position for row in rows], np.int64)
-            positions_N = positions_B[places.index] + places.steps
-            plan = _Plan((), vocab, self._candidates, (numbers.at(places.index), positions_N))
+            plan = self._plan_ahead(numbers, places.index, positions_B[places.index] + places.steps, vocab)
         versions = tuple(map(self._model.versions.__getitem__, places.index.tolist()))
         return plan.drawn(logits_NV, logprobs_NV, inputs_N[:, None], versions, self._model.same)
+
+    def _plan_ahead(self, numbers: Numbers, index: Indices, positions_N: Indices, vocab: int) -> _Plan:
+        """Of places in plain rows; where each row has as many as in the latest step, only positions differ."""
+        same = index.tobytes()
+        if self._ahead is None or self._ahead[0] is not numbers or self._ahead[1] != same:
+            self._ahead = numbers, same, _Plan((), vocab, self._candidates, (numbers.at(index), positions_N))
+            return self._ahead[2]
+        self._ahead[2].begin(positions_N)
+        return self._ahead[2]
 
 
 @dataclass(frozen=True)
@@ -123,16 +132,20 @@ class _Plan:
         self._steps_left = self._edits.steps_valid or -1
         numbers, positions = plain or (Numbers.of(rows), np.array([row.position for row in rows], np.int64))
         drawn = numbers.drawn
-        self._drawn = _Subset(drawn, len(numbers))
+        self._drawn, self._places = _Subset(drawn, len(numbers)), drawn
+        self.begin(positions)
         if drawn:
-            is_all = self._drawn.is_all
-            self._positions_S = positions if is_all else positions[drawn]
-            self._prepare_draw(numbers if is_all else numbers.at(np.array(drawn)), vocab, candidates)
+            self._prepare_draw(numbers if self._drawn.is_all else numbers.at(np.array(drawn)), vocab, candidates)
         wanted = [index for index, row in enumerate(rows) if row.sampling.top_logprobs]
         self._top = _Subset(wanted, len(rows))
         self._top_index = {index: at for at, index in enumerate(wanted)}
         self.reported = _Reported(rows, drawn)
         self._top_count = min(max((rows[index].sampling.top_logprobs or 0 for index in wanted), default=0), vocab)
+
+    def begin(self, positions: Indices) -> None:
+        """Draw for these positions of the rows next."""
+        if not self._drawn.is_empty:
+            self._positions_S = positions if self._drawn.is_all else positions[self._places]
 
     @property
     def expired(self) -> bool:

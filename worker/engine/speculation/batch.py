@@ -112,10 +112,9 @@ class SpeculatingBatch(RunningBatch):
             return self._decode_plainly()
         return self._check(parts)
 
-    def _told(self, rows: Sequence[Row], fed: Sequence[int], untold: set[Row]) -> list[tuple[Row, int]]:
-        tokens = super()._told(rows, fed, untold)
+    def _news(self, tokens: list[tuple[Row, int]]) -> list[tuple[Row, int]]:
         self._drafting.told(len(tokens))
-        return tokens
+        return super()._news(tokens)
 
     def _check(self, parts: Sequence[_Part]) -> list[tuple[Row, int]]:
         """Feed inputs and drafts; tell the inputs, what holds of the drafts, and what was drawn behind that."""
@@ -139,12 +138,13 @@ class SpeculatingBatch(RunningBatch):
         self._drafting.checked(width, [(part.row, len(part.ids) - 1, part.accepted) for part in parts])
         untold, self._untold = self._untold, {part.row for part in parts}
         self.unfed, self._known = 1, True
-        told = [
-            (part.row, id_)
-            for part, input_ in zip(parts, inputs, strict=True)
-            for id_ in (*part.told(part.row in untold), input_)
-        ]
-        return self._told([row for row, _ in told], [id_ for _, id_ in told], set())
+        return self._news(
+            [
+                (part.row, id_)
+                for part, input_ in zip(parts, inputs, strict=True)
+                for id_ in (*part.told(part.row in untold), input_)
+            ]
+        )
 
     def _fed(self, ids_BL: Ids, is_fed_BL: Flags) -> mx.array:
         """Feed each row its ids, without the padding: logits [B, L, V]."""
