@@ -29,7 +29,7 @@ def store(cache: PrefixCache, ids: list[int], version: str = "", tenant: str | N
 
 def found(cache: PrefixCache, ids: list[int], version: str = "", tenant: str | None = "one") -> int:
     """Length of the hit, which holds the KV of exactly these ids."""
-    prefix = cache.longest(ids, version, len(ids), tenant)
+    prefix = cache.longest(ids, version, len(ids), set() if tenant is None else {tenant})
     for layer in prefix.kv:
         assert layer.offset == prefix.length == layer.keys.shape[2]
         assert layer.keys[0, 0, :, 0].tolist() == ids[: prefix.length]
@@ -55,7 +55,7 @@ def test_the_longest_tail_is_taken_and_never_more_than_was_asked_for() -> None:
         store(cache, [1, 2, 3][:length])
     assert found(cache, [1, 2, 3, 4]) == 3
     assert found(cache, [1, 2, 9]) == 2
-    assert cache.longest([1, 2, 3, 4], "", 2, "one").length == 2
+    assert cache.longest([1, 2, 3, 4], "", 2, {"one"}).length == 2
 
 
 def test_only_tails_that_are_a_good_part_of_their_prompt_are_kept() -> None:
@@ -129,7 +129,16 @@ def test_a_short_prompt_that_comes_again_feeds_one_token(name: str, llama: Loade
         assert (bench.finish(f"cold{at}").cached_tokens, bench.finish(f"warm{at}").cached_tokens) == (0, 16)
 
 
-def test_rows_of_several_tenants_find_nobody_s_tail(llama: LoadedModel) -> None:
+def test_several_tenants_find_what_each_of_them_would_find() -> None:
+    cache = cache_of()
+    store(cache, [1, 2, 3], tenant="one")
+    store(cache, [1, 2, 3], tenant="other")
+    store(cache, [1], tenant="third")
+    lengths = [cache.longest([1, 2, 3, 9], "", 4, set(each)).length for each in (["one", "other"], ["one", "third"])]
+    assert lengths == [3, 1] and cache.longest([1, 2, 3, 9], "", 4, {"one", "fourth"}).length == 0
+
+
+def test_rows_of_several_tenants_find_tails_that_each_of_them_has(llama: LoadedModel) -> None:
     def of(tenant: str, seq: str) -> SequenceSpec:
         return msgspec.structs.replace(spec(seq, prompt), tenant=tenant)
 
@@ -143,8 +152,8 @@ def test_rows_of_several_tenants_find_nobody_s_tail(llama: LoadedModel) -> None:
     bench.run()
     bench.submit(of("one", "beside"), of("two", "together"))
     bench.run()
-    bench.submit(of("one", "last"))
+    bench.submit(of("one", "last"), of("two", "last, too"))
     bench.run()
     cached = {seq: bench.finish(seq).cached_tokens for seq in bench.events}
-    assert cached == {"first": 0, "another's": 0, "again": 0, "beside": 0, "together": 0, "last": 16}
+    assert cached == {"first": 0, "another's": 0, "again": 0, "beside": 0, "together": 0, "last": 16, "last, too": 16}
     assert len({tuple(bench.tokens(seq)) for seq in bench.events}) == 1

@@ -25,7 +25,7 @@ from worker.engine.batch.network_run import NetworkRows, is_spent
 from worker.engine.batch.parted_batch import PartedBatch
 from worker.engine.batch.prompt_group import Entry
 from worker.engine.batch.prompts_in_flight import Pieces
-from worker.engine.batch.row import Row, RowTag, one_tenant
+from worker.engine.batch.row import Row, RowTag, tenants_of
 from worker.engine.batch.row_model import RowModel
 from worker.engine.batch.running_batch import RunningBatch
 from worker.engine.kv.entries import UNASKED
@@ -81,7 +81,7 @@ class PrefillTask:
 
     def entry(self, version: str, prefixes: PrefixCache) -> Entry:
         """For the batch, to prefill what is not cached."""
-        prefix = prefixes.longest(self.ids, version, len(self.ids) - 1, one_tenant(self.rows))
+        prefix = prefixes.longest(self.ids, version, len(self.ids) - 1, tenants_of(self.rows))
         for row in self.rows:
             row.take_kv(prefix.length, {version} if prefix.length else set())
         stops = prefixes.stops(self.ids, version, prefix.length)
@@ -332,7 +332,7 @@ class PrefillLane:
     def _begin(self, task: PrefillTask) -> None:
         """Start from what is cached; ids that are to be scored are fed in any case."""
         version = self._model.adapters.version(task.rows[0])
-        prefix = self._prefixes.longest(task.ids, version, task.score_from, one_tenant(task.rows))
+        prefix = self._prefixes.longest(task.ids, version, task.score_from, tenants_of(task.rows))
         task.kv, task.done = prefix.kv or self._model.new_kv(), prefix.length
         task.cached, task.kv_versions = prefix.length, {version} if prefix.length else set()
         if task.pool is None:

@@ -225,10 +225,9 @@ def events_of(tokens: Iterable[tuple[Row, int]]) -> list[TokenEvent]:
     ]
 
 
-def one_tenant(rows: Iterable[Row]) -> str | None:
-    """Whose rows they are; None: of several tenants."""
-    first, *others = {row.spec.tenant for row in rows}
-    return None if others else first
+def tenants_of(rows: Iterable[Row]) -> set[str]:
+    """Whose rows they are."""
+    return {row.spec.tenant for row in rows}
 
 
 class WaitingRows(deque[Row]):

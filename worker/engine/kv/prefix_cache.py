@@ -20,7 +20,7 @@ or a limit of 0, nothing is stored and nothing is found.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,16 +96,16 @@ class PrefixCache:
 
     # -- find
 
-    def longest(self, ids: Sequence[int], version: str, at_most: int, tenant: str | None = None) -> Prefix:
+    def longest(self, ids: Sequence[int], version: str, at_most: int, tenants: Collection[str] = frozenset()) -> Prefix:
         """The longest cached prefix, at most `at_most` ids: what comes after it is still to be fed.
 
-        Tails are found with a tenant only, and its own.
+        Tails are found with tenants only: what each of them would find of its own.
         """
-        is_short = len(ids) < self._block_size and (tenant is None or self.needs_snapshots)
+        is_short = len(ids) < self._block_size and (not tenants or self.needs_snapshots)
         if not self._limit or at_most < 1 or is_short:
             return Prefix()
         runs, snapshot, length = self._beginning(ids, version, at_most)
-        tail = None if tenant is None or length == at_most else self._tail_behind(ids, version, runs, tenant)
+        tail = None if not tenants or length == at_most else self._tail_behind(ids, version, runs, tenants)
         if not (length or tail):
             self._misses += 1
             return Prefix()
@@ -124,14 +124,18 @@ class PrefixCache:
         self._shrink()
         return prefix
 
-    def _tail_behind(self, ids: Sequence[int], version: str, runs: dict[Segment, int], tenant: str) -> Place | None:
-        """The longest tail of these ids behind the blocks that are known."""
+    def _tail_behind(
+        self, ids: Sequence[int], version: str, runs: dict[Segment, int], tenants: Collection[str]
+    ) -> Place | None:
+        """The longest tail of these ids behind the blocks that are known; of several tenants' the shortest."""
         if self.needs_snapshots:
             return None
         segment, blocks = next(reversed(runs.items()), (None, 0))
         key = segment.keys[blocks - 1] if segment else self._keys.root(version)
         start = self._block_size * sum(runs.values())
-        return self._tails.find(key, tenant, ids[start : start + self._block_size])
+        behind = ids[start : start + self._block_size]
+        found = [place for tenant in tenants if (place := self._tails.find(key, tenant, behind))]
+        return min(found, key=lambda place: len(place[2])) if len(found) == len(tenants) else None
 
     def known(self, ids: Sequence[int], version: str, at_most: int) -> int:
         """The length that a hit would have now."""
