@@ -205,10 +205,7 @@ class Runs:
         return self.tokens / self.turns
 
     def warm_up(self) -> None:
-        """Check drafts, on a GPU first as a worker does, so that no kernel is compiled in a step that counts.
-
-        Then decode without, as a worker has that is not new: by this it has earned that drafts may be tried.
-        """
+        """Check drafts, on a GPU first as a worker does, so that no kernel is compiled in a step that counts."""
         if mx.default_device() != mx.Device(mx.cpu):
             list(rehearse(self._loaded, self._config))
         drafting = self._drafting.drafting
@@ -216,7 +213,6 @@ class Runs:
         drafting._config = replace(config, adapts_to_time=False, adapts_to_rows=False)
         self._both([0.5] * self._rows, 1000, every=0)
         drafting._config = config
-        self._both([0.0] * self._rows, 1001, every=0)
         self._forget()
 
     def ratio(self, chance: float, seed: int) -> float:

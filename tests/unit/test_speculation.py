@@ -48,7 +48,6 @@ from worker.engine.speculation.payoff import (
     AT_FIRST,
     EARNED,
     ENOUGH,
-    FIRST_SHARE,
     HOPE,
     LEAST_SAMPLES,
     LONGEST_PAUSE,
@@ -56,7 +55,6 @@ from worker.engine.speculation.payoff import (
     STALE,
     Account,
     Chance,
-    Purse,
     StepTimes,
     Try,
     best_length,
@@ -579,10 +577,8 @@ def test_rows_of_batches_wait_for_the_drafts_of_others() -> None:
 
 
 def account_of(seconds: float) -> Account:
-    """Of a batch that has decoded until it may try."""
-    account = Account(Purse())
-    while account.is_spent:
-        account.plain(seconds, 1.0)
+    account = Account()
+    account.plain(seconds, 1.0)
     return account
 
 
@@ -598,17 +594,6 @@ def test_what_drafts_and_looking_for_them_lose_is_a_hundredth_of_all_steps(took:
         account.looked(0.1, waited=True)
         lost += took - 1 + 0.1
     assert plain * EARNED / 3 < lost < AT_FIRST + 2 * took + plain * EARNED
-
-
-def test_nothing_is_tried_before_it_can_be_paid_for_and_all_sizes_share_what_is_lent() -> None:
-    purse, steps = Purse(), [0, 0]
-    accounts = [Account(purse) for _ in steps]
-    for at, account in enumerate(accounts):
-        while account.is_spent:
-            account.plain(1.0, 1.0)
-            steps[at] += 1
-        assert sum(steps) * FIRST_SHARE >= 0.99 * AT_FIRST * (at + 1)
-    assert steps[1] > steps[0] / 2, "the second one waits, too"
 
 
 def test_drafts_that_pay_are_made_all_the_time_though_the_machine_is_busy_at_times() -> None:

@@ -38,7 +38,6 @@ from worker.engine.speculation.payoff import (
     UNLIKELY,
     Account,
     Chance,
-    Purse,
     StepTimes,
     Try,
     about,
@@ -81,7 +80,6 @@ class Drafting:
         self._memory = Memory(self._config.memory_bytes, self._lengths)
         self._step = 0
         self._accounts: dict[int, Account] = {}
-        self._purse = Purse()
         self._told = 0  # tokens since the step began
         self._looks_since = 0.0
         self._all_batch = False  # rows of the latest step in which some were looked at
@@ -129,10 +127,7 @@ class Drafting:
     @property
     def _account(self) -> Account:
         """Of batches like the one that runs."""
-        size = about(self._size)
-        if size not in self._accounts:
-            self._accounts[size] = Account(self._purse)
-        return self._accounts[size]
+        return self._accounts.setdefault(about(self._size), Account())
 
     def _looked_in_vain(self, *, waited: bool) -> None:
         self._account.looked(self._clock() - self._looks_since - self._waited, waited=waited)

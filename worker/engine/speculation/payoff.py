@@ -34,9 +34,7 @@ LEAST_SAMPLES = 2  # of which the lower one counts: a GPU compiles kernels in th
 STALE = 500  # steps after which a time is taken again; sooner where fewer have been taken
 PLAIN_STALE = 150  # of a step without drafts, which costs little: an old one would let drafts go on at a loss
 EARNED = 0.01  # of a step: what each one allows to lose
-FIRST_SHARE = 0.02  # of all time, besides: what batches of sizes of which nothing is known yet may lose
-AT_FIRST = 0.5  # steps that such a batch may lose, once there is so much
-PAID = 3.0  # steps that are left over: drafts have brought more than they cost
+AT_FIRST = 3.0  # steps that may be lost before anything is known
 AGAIN = 1.0  # steps that must have been earned, where all were lost, until there is another try: a few at once say more
 SAVED = 8.0  # steps that may be lost after drafts have paid
 BUSY = 1.5  # times the median of a step that checks drafts: one that takes longer says something of the machine only
@@ -187,36 +185,15 @@ def about(rows: int) -> int:
     return 1 << (rows - 1).bit_length()
 
 
-class Purse:
-    """A share of the time of all steps, of which batches of each size get what they may lose before they earn it."""
-
-    def __init__(self) -> None:
-        self._seconds = 0.0
-
-    def earn(self, seconds: float) -> None:
-        """A step of that length, of whichever size."""
-        self._seconds += FIRST_SHARE * seconds
-
-    def give(self, seconds: float) -> bool:
-        """Whether there is so much, which is gone then."""
-        if self._seconds < seconds:
-            return False
-        self._seconds -= seconds
-        return True
-
-
 class Account:
     """What drafts have brought and cost a batch of such a size, in steps without drafts."""
 
-    def __init__(self, purse: Purse) -> None:
-        """It begins with nothing, so that nothing is lost by the first steps of all."""
-        self._purse = purse
-        self._is_new = True  # has got nothing of the purse
-        self._steps = 0.0
+    def __init__(self) -> None:
+        self._steps = AT_FIRST
         self._plain: deque[float] = deque(maxlen=PLAIN_SAMPLES)
         self._plain_tokens: deque[float] = deque(maxlen=PLAIN_SAMPLES)
         self._checks: deque[float] = deque(maxlen=SAMPLES)
-        self.is_spent = True  # nothing may be tried until more steps have passed
+        self.is_spent = False  # nothing may be tried until more steps have passed
 
     @property
     def plain_s(self) -> float:
@@ -232,17 +209,13 @@ class Account:
     @property
     def has_paid(self) -> bool:
         """Whether drafts have brought more than they cost, lately."""
-        return self._steps > PAID
+        return self._steps > AT_FIRST
 
     def plain(self, seconds: float, tokens: float) -> None:
         """A step without drafts that follows one without, and so many tokens a row."""
         self._plain.append(seconds)
         self._plain_tokens.append(tokens)
         self._add(EARNED)
-        self._purse.earn(seconds)
-        if self._is_new and self.plain_s and self._purse.give(AT_FIRST * self.plain_s):
-            self._is_new, self.is_spent = False, False
-            self._steps += AT_FIRST
 
     def back(self, seconds: float, tokens: float) -> None:
         """One that follows a step with drafts: it finds nothing under way, and tells nothing of most rows."""
