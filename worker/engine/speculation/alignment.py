@@ -58,7 +58,7 @@ class Alignment:
     def is_kept(self, least: int) -> bool:
         """Whether the row goes along, by so many ids at least."""
         enough = HELD if self.misses and least < HELD else least
-        return self.held >= enough
+        return bool(self.places) and self.misses <= MISSES and self.held >= enough
 
     def follow(self, ids: list[int]) -> None:
         """The row has gone on with these."""
@@ -138,8 +138,8 @@ class Course:
         if self._is_own:
             self._now.ids = row.ids  # a text of a short period has not said all of them before
         self._now.follow(ids)
-        if self._now.misses > MISSES or not self._now.places:
-            self._now = None
+        if self._is_own and self._now.misses > MISSES:
+            self._now = None  # one of others may say again, later, what the row goes on with
 
     def is_along(self, least: int) -> bool:
         """Whether the row goes along now, by so many ids at least."""
