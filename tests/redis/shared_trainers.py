@@ -63,14 +63,14 @@ class Trainers:
 
     async def alone(self) -> HostLearner:
         host, loaded = await self.host()
-        sight = self.sight = sight_of(loaded.tower)
+        sight = self.sight = sight_of(loaded)
         return await HostLearner.open(host, lambda: build_learner(loaded.model, self.options, sight))
 
     async def leader(self, trainers: int = 1, **given: Any) -> SharedLearner:
         host, loaded = await self.host()
         lead = await self.stack.enter_async_context(Lead(await self.run()))
         spec = run_spec(settings(**given), self.options, "tiny", loaded.card.base_sha256)
-        sight = self.sight = sight_of(loaded.tower)
+        sight = self.sight = sight_of(loaded)
         build = lambda: build_learner(loaded.model, self.options, sight)  # noqa: E731
         return await SharedLearner.open_shared(host, build, lead, spec, trainers, 30)
 

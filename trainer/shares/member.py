@@ -56,7 +56,7 @@ class Member:
         self._now: RunNow | None = None
         self._spec: RunSpec | None = None
         self._learner: Learner | None = None
-        self._sight = sight_of(loaded.tower)
+        self._sight = sight_of(loaded)
         self._after = "0-0"
         self._words: list[Word] = []
         self._part: Part | None = None
