@@ -77,6 +77,8 @@ def test_other_models_keep_their_forward(tmp_path: Path) -> None:
     assert one_token_of(load(tmp_path / "gemma", gemma)) is None
     windows = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8}
     assert one_token_of(load(tmp_path / "windows", LLAMA | windows)) is None
+    dynamic = {"rope_scaling": {"type": "dynamic", "factor": 2.0}}
+    assert one_token_of(load(tmp_path / "dynamic", LLAMA | dynamic)) is None
     model = load(tmp_path / "wrapped", LLAMA)
     assert one_token_of(model) is not None
     model.layers[1].mlp.up_proj = LoRALinear.from_base(model.layers[1].mlp.up_proj)

@@ -32,7 +32,7 @@ class LeadingTrainer:
     def __init__(self, settings: TrainSettings, placed: Placement) -> None:
         self._settings = settings
         self._config = EngineConfig(
-            settings.model, dtype=settings.dtype or None, sharding=settings.distributed_sharding
+            settings.model, dtype=settings.dtype or None, sharding=settings.distributed_sharding, sees=False
         )
         self._gone = asyncio.Event()
         self._stop: Callable[[], None] = lambda: None

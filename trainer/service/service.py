@@ -28,7 +28,7 @@ from trainer.service.seat import LostError, Seat, gone
 from trainer.service.settings import LearnersSettings
 from trainer.service.turns import Turns
 from trainer.vision.pictures import Pictures
-from trainer.vision.sight import Sight
+from trainer.vision.sight import sight_of
 from worker.engine.model.loader import LoadedModel
 
 log = structlog.get_logger()
@@ -49,7 +49,7 @@ class LearnerService:
         """`card`: how the ring calls the model."""
         self._settings, self._model, self._card, self._id = settings, loaded.model, card, id
         # A pass brings the tiles of its images along, and shows each when it is its turn.
-        self._sight = None if loaded.tower is None else Sight(loaded.tower, tile_bytes=0)
+        self._sight = sight_of(loaded, tile_bytes=0)
         self._pictures = None if self._sight is None else Pictures(self._sight)
         self._turns = Turns(host)
         self._store = LearnerStore(redis)

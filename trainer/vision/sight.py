@@ -97,9 +97,9 @@ class Sight:
         return made
 
 
-def sight_of(loaded: LoadedModel) -> Sight | None:
+def sight_of(loaded: LoadedModel, tile_bytes: int = TILE_BYTES) -> Sight | None:
     """None without a tower, and where ranks divide the model, of which only the leading one has it."""
-    return None if loaded.tower is None or loaded.ranks is not None else Sight(loaded.tower)
+    return None if loaded.tower is None or loaded.ranks is not None else Sight(loaded.tower, tile_bytes)
 
 
 def _encoded(tower: AnyTower, picture: Picture) -> Seen:

@@ -80,6 +80,7 @@ class EngineConfig:
     guest_share: float = 0.2  # of the thread's time that guests get while rows decode; 0: none
     speculation: SpeculationConfig | None = None  # None: no drafts
     image_cache_bytes: int = 256 << 20  # of images' vectors that no row uses
+    sees: bool = True  # False: of a model that sees only the text is used
     sharding: Sharding = "tensor"  # what each of several ranks holds
 
 

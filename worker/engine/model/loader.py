@@ -149,7 +149,7 @@ def _read(
             classifier = Classifier(described)
             model, model_config = classifier.load(path, lazy=ranks is not None)
             heads = classifier.heads(hidden_size(model))
-        elif is_vision(described):
+        elif is_vision(described) and config.sees:
             (model, tower), model_config = load_seeing(path, described), described
         else:
             check_known(described)

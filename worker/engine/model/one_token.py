@@ -23,9 +23,11 @@ from itertools import accumulate
 from typing import Any, cast
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx_lm.models import llama, qwen2, qwen3
 from mlx_lm.models.activations import swiglu
 from mlx_lm.models.base import create_attention_mask, scaled_dot_product_attention
+from mlx_lm.models.rope_utils import Llama3RoPE, SuScaledRoPE, YarnRoPE
 
 from worker.engine.model.joined import Joined, arrays_of, join
 from worker.engine.model.sites import EMBEDDINGS, LINEARS, REDUCING, summed
@@ -36,6 +38,7 @@ Adapt = Callable[[str, mx.array, list[mx.array]], list[mx.array]]
 
 _FAMILIES = (llama, qwen2, qwen3)
 _INNER = (llama.LlamaModel, qwen2.Qwen2Model, qwen3.Qwen3Model)
+_ROPES = (nn.RoPE, Llama3RoPE, SuScaledRoPE, YarnRoPE)  # of mlx-lm's others one reads the positions on the host
 
 
 @dataclass(frozen=True)
@@ -266,6 +269,7 @@ def _is_known(model: Any) -> bool:
     return (
         all((type(layer), type(layer.self_attn), type(layer.mlp)) == parts for layer in model.layers)
         and not any(getattr(layer, "use_sliding", False) for layer in model.layers)
+        and all(isinstance(layer.self_attn.rope, _ROPES) for layer in model.layers)
         and all(isinstance(_bare(linear), LINEARS) for linear in linears)
         and isinstance(_bare(model.model.embed_tokens), EMBEDDINGS)
     )
