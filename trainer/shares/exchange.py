@@ -32,6 +32,7 @@ LOOK_S = 1.0  # how long one look for an answer takes, before it is asked who li
 PATIENCE = 10.0  # a living member that takes so many times as long as it should is given up
 LEAST_PATIENCE_S = 30.0
 _FRESH_S = 300.0  # half of a parcel's time to live
+_PICTURE_BYTES = 256 << 20  # of images that lie in Redis between two steps, for whoever joins and for steps to come
 _answer: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 
@@ -164,7 +165,7 @@ class Lead:
         if self._closing is not None:
             await self._closing
         self._step += 1
-        self.late_at = float("inf")
+        self.late_at, began = float("inf"), time.monotonic()
         told = {}
         for member, part in parts.items():
             told[member] = await self._run.parcels.put(await asyncio.to_thread(msgspec.msgpack.encode, part))
@@ -172,6 +173,7 @@ class Lead:
         first = None if origin is None else await self._origin.of(origin)
         shown = {picture.key.hex(): await self._shown(picture) for picture in pictures}
         await self._say(Begin(self.epoch, self._step, await self._weights.of(weights), told, first, shown))
+        self.late_at += time.monotonic() - began  # if it was set in the meantime: members have only heard of it now
 
     async def _shown(self, picture: Picture) -> Parcel:
         """Where an image lies, which members keep, too."""
@@ -184,8 +186,9 @@ class Lead:
 
     async def go(self, update: int, weights: Arrays, known: ValueSums | None = None) -> None:
         """Tell members that the next update begins."""
-        self.late_at = float("inf")
+        self.late_at, began = float("inf"), time.monotonic()
         await self._say(Go(self.epoch, self._step, update, await self._weights.of(weights), known))
+        self.late_at += time.monotonic() - began
 
     def close(self, weights: Arrays) -> None:
         """The step is over, and these are most likely the next one's weights: members get them in the meantime."""
@@ -196,6 +199,9 @@ class Lead:
             for parcel in self._parts:
                 await self._run.parcels.drop(parcel)
             self._parts = []
+            while sum(parcel.size for parcel, _ in self._pictures.values()) > _PICTURE_BYTES:
+                key = next(iter(self._pictures))  # of the oldest
+                await self._run.parcels.drop(self._pictures.pop(key)[0])
             await self._say(Ready(self.epoch, await self._weights.of(weights)))
         except (RedisError, OSError) as error:
             log.warning("shared.redis_away", error=reason(error))

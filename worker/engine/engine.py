@@ -35,7 +35,7 @@ from worker.engine.ranks.lockstep import in_lockstep
 from worker.engine.ranks.turns import Seen, TurnFacts, now_ms
 from worker.engine.sampling.grammars import Grammars
 from worker.engine.sampling.stop_text import RowText
-from worker.engine.scheduler import UNDISTURBED, ChunkSize, ClassTurns, Limits, Reserved, share_prefill
+from worker.engine.scheduler import ChunkSize, ClassTurns, Limits, Reserved, haste, share_prefill
 from worker.engine.speculation.batch import batch_of
 from worker.engine.speculation.draft_batch import draft_batch
 from worker.engine.speculation.drafting import Drafting
@@ -44,7 +44,6 @@ from worker.engine.vision.gallery import Gallery
 log = logging.getLogger(__name__)
 
 FAILURES_IN_A_ROW = 3  # forwards that fail one after another before the engine gives up
-IMAGE_BYTES = 1 << 20  # of images' vectors that other ranks are sent between two decode steps
 
 
 class Engine:
@@ -70,7 +69,7 @@ class Engine:
         self._gallery = Gallery(loaded.tower, config, loaded.card, in_thread=wake is not None, told=told)
         self._pieces = Pieces(ChunkSize(config.prefill_chunk, config.piece_s), told=told)
         self._class_turns = ClassTurns()
-        score_positions = config.score_chunk_bytes // (4 * loaded.card.vocab_size)
+        score_positions = max(1, config.score_chunk_bytes // (4 * loaded.card.vocab_size))
         new_kv, pieces = self._model.new_kv(), self._pieces
         self.prefixes = prefix_cache(config, loaded.card, new_kv, wake, lambda: pieces.token_s, loaded.shares)
         self._keeping = Keeping(self.prefixes, self._limits.kv_bytes, config.keep_bytes)
@@ -78,7 +77,7 @@ class Engine:
         self.drafting = Drafting(config.speculation, new_kv, drafts)  # is told what others have written
         self._batch = batch_of(self._model, config, pieces, self._keeping, self.drafting)
         self._lane = PrefillLane(
-            self._model, self.prefixes, self._keeping, max(1, score_positions), self._pieces, config.prefill_area
+            self._model, self.prefixes, self._keeping, score_positions, pieces, config.prefill_area
         )
         self._followers = Followers(self.prefixes, self._model.adapters)
         self._waiting = WaitingRows()
@@ -122,8 +121,7 @@ class Engine:
 
     def cancel(self, seq_id: str, reason: EndReason = "cancelled") -> None:
         """End a sequence; unknown ones are ignored."""
-        row = self._rows.get(seq_id)
-        if row is not None:
+        if (row := self._rows.get(seq_id)) is not None:
             self._end([row], Finish(reason))
 
     def freeze(self, *, clear_cache: bool) -> None:
@@ -155,10 +153,11 @@ class Engine:
     def seen(self) -> Seen:
         """Among several ranks, once before each turn: what this one has seen since the last one."""
         self.settle()
-        if not self._frozen:
-            self._look_at_images()
+        times = haste(self._batch.decoding)
         with mx.stream(self._batch.stream):
-            images = self._gallery.news(IMAGE_BYTES * self._haste)
+            if not self._frozen:
+                self._gallery.work(self._config.between_steps_s * times)
+            images = self._gallery.news(times)
         return Seen(now_ms(), self._pieces.took_s, *self._model.adapters.take_read(), images)
 
     def turn(self, facts: TurnFacts | None = None) -> StepOutput:
@@ -180,14 +179,14 @@ class Engine:
     def _compute(self) -> None:
         self.settle()
         if self._ranks is None:
-            self._look_at_images()
+            with mx.stream(self._batch.stream):
+                self._gallery.work(self._config.between_steps_s * haste(self._batch.decoding))
         self._pieces.open()
         self._start(self._followers.ready(self._batch.prefilling_rows), wait=False)
         self._admit()
         of = self._class_turns.choose(self._batch.waiting | self._lane.waiting)
-        budget = self._pieces.chunk.tokens * self._haste
-        if of == "batch":
-            budget = self._pieces.pace.piece(budget)
+        budget = self._pieces.chunk.tokens * haste(self._batch.decoding)
+        budget = self._pieces.pace.piece(budget) if of == "batch" else budget
         in_lane = self._lane.first(of) is not None
         share = share_prefill(budget, batch_waits=of in self._batch.waiting, lane_waits=in_lane)
         if in_lane:
@@ -196,15 +195,6 @@ class Engine:
             self._decode(share.batch, of)
         elif not in_lane:
             self._pieces.forget()  # nothing was computed: that says nothing of the machine's pace
-
-    @property
-    def _haste(self) -> int:
-        """How many times as much is done between two steps as while rows decode."""
-        return 1 if self._batch.decoding else UNDISTURBED
-
-    def _look_at_images(self) -> None:
-        with mx.stream(self._batch.stream):
-            self._gallery.work(self._config.between_steps_s * self._haste)
 
     def settle(self) -> None:
         """Wait for the prompts' pieces under way: after their turn's events are told, before new commands are taken."""

@@ -18,7 +18,7 @@ from shared.sequences import ModelCard, SequenceClass, SequenceSpec, held, vocab
 
 SMALLEST_PIECE = 64  # tokens of a batch prompt in one turn: fewer waste a forward
 NARROWEST = 256  # tokens that one prompt is fed at least, however long its past: more forwards would cost more
-UNDISTURBED = 4  # chunks of prompt at once while nothing decodes; still short enough for cancels and arrivals
+UNDISTURBED = 4  # times as much at once while nothing decodes; still short enough for cancels and arrivals
 PASSES = 3  # turns in a row in which interactive prompts pass a batch prompt, or a CPU's decode step
 LONG_TOGETHER = 4  # long prompts that are fed in turn
 SHARE_OF_A_PIECE = 0.5  # of what a turn takes without it: the time for a piece of a batch prompt
@@ -35,6 +35,11 @@ class PrefillShare:
 
     batch: int
     lane: int
+
+
+def haste(decoding: bool) -> int:
+    """How many times as much is done between two steps as while rows decode."""
+    return 1 if decoding else UNDISTURBED
 
 
 def share_prefill(budget: int, *, batch_waits: bool, lane_waits: bool) -> PrefillShare:

@@ -78,11 +78,18 @@ class Peers:
         return tree if self._ranks is None else _tree(self._ranks.same(_vector(tree)), tree)
 
     def numbers(self, own: Sequence[float]) -> list[float]:
-        """Each summed."""
+        """Each summed, in fp64: a variance is a small difference of two sums."""
         if self._ranks is None:
             return list(own)
-        summed = mx.distributed.all_sum(mx.array(list(own), mx.float32), group=self._ranks.group)
-        told: list[float] = np.array(summed).tolist()
+        mine = np.array(own, np.float64)
+        halves_2N = np.zeros((2, len(mine)), np.float32)
+        with np.errstate(over="ignore", invalid="ignore"):  # what is not finite stays so
+            halves_2N[0] = mine
+            halves_2N[1] = np.where(np.isfinite(halves_2N[0]), mine - halves_2N[0], 0.0)
+        by_rank_R2N = np.zeros((self._ranks.size, *halves_2N.shape), np.float32)
+        by_rank_R2N[self._ranks.rank] = halves_2N  # beside zeros, so that the sum rounds nothing
+        told_R2N = np.array(mx.distributed.all_sum(mx.array(by_rank_R2N), group=self._ranks.group), np.float64)
+        told: list[float] = told_R2N.sum((0, 1)).tolist()
         return told
 
     def largest(self, own: float) -> float:

@@ -36,6 +36,7 @@ from worker.engine.vision.qwen import QwenTower
 
 log = logging.getLogger(__name__)
 
+TOLD_BYTES = 1 << 20  # of vectors that other ranks are sent between two decode steps
 TRIED_AGAIN = 64  # calls until larger numbers of tiles are
 
 
@@ -224,9 +225,10 @@ class Gallery:
             if time.perf_counter() > until:
                 return
 
-    def news(self, most: int) -> tuple[ImagePiece, ...]:
-        """What the other ranks are to be told of in the next turn: about so many bytes, a vector at least."""
+    def news(self, times: int) -> tuple[ImagePiece, ...]:
+        """What the other ranks are to be told of in the next turn: so many times the usual bytes, a vector at least."""
         pieces: list[ImagePiece] = []
+        most = TOLD_BYTES * times
         for key, encoding in self._waiting.items():
             if most <= 0:
                 break
