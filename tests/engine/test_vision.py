@@ -35,7 +35,7 @@ from worker.engine.kv.kinds import kind_of, leaves
 from worker.engine.messages import DiskConfig, EngineConfig, RowRequest, SpeculationConfig
 from worker.engine.model.loader import LoadedModel, load_model
 from worker.engine.ranks.turns import ImagePiece
-from worker.engine.vision import album
+from worker.engine.vision import album, gallery
 from worker.engine.vision.gallery import TRIED_AGAIN, Gallery, TileTimes, Viewing
 from worker.engine.vision.positions import Grid, Spots
 from worker.engine.vision.qwen import QwenTower
@@ -297,8 +297,9 @@ def test_rows_that_cannot_see_are_refused_and_the_others_go_on(seeing: LoadedMod
 
 @pytest.mark.parametrize("family", ["smolvlm", "qwen3_vl"], indirect=True)
 def test_an_image_that_is_given_up_amid_its_pieces_comes_whole_to_all_ranks_when_it_is_wanted_anew(
-    seeing: LoadedModel,
+    seeing: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(gallery, "TOLD_BYTES", 1)
     assert seeing.card.vision is not None
     spec, sent = image_spec("s", seeing.card.vision, WHAT, [picture(1, 60, 60)])
     config = EngineConfig("unused")
@@ -310,8 +311,8 @@ def test_an_image_that_is_given_up_amid_its_pieces_comes_whole_to_all_ranks_when
             rank.open(viewing, sent)
             rank.work(60)
 
-    def tell(most: int) -> tuple[ImagePiece, ...]:
-        pieces = ranks[0].news(most)
+    def tell(times: int) -> tuple[ImagePiece, ...]:
+        pieces = ranks[0].news(times)
         for rank in ranks:
             rank.learn(pieces)
         return pieces

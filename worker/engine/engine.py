@@ -69,16 +69,14 @@ class Engine:
         self._gallery = Gallery(loaded.tower, config, loaded.card, in_thread=wake is not None, told=told)
         self._pieces = Pieces(ChunkSize(config.prefill_chunk, config.piece_s), told=told)
         self._class_turns = ClassTurns()
-        score_positions = max(1, config.score_chunk_bytes // (4 * loaded.card.vocab_size))
+        at_once = max(1, config.score_chunk_bytes // (4 * loaded.card.vocab_size))
         new_kv, pieces = self._model.new_kv(), self._pieces
         self.prefixes = prefix_cache(config, loaded.card, new_kv, wake, lambda: pieces.token_s, loaded.shares)
         self._keeping = Keeping(self.prefixes, self._limits.kv_bytes, config.keep_bytes)
         drafts = draft_batch(loaded, config)
         self.drafting = Drafting(config.speculation, new_kv, drafts)  # is told what others have written
         self._batch = batch_of(self._model, config, pieces, self._keeping, self.drafting)
-        self._lane = PrefillLane(
-            self._model, self.prefixes, self._keeping, score_positions, pieces, config.prefill_area
-        )
+        self._lane = PrefillLane(self._model, self.prefixes, self._keeping, at_once, pieces, config.prefill_area)
         self._followers = Followers(self.prefixes, self._model.adapters)
         self._waiting = WaitingRows()
         self._rows: dict[str, Row] = {}

@@ -37,8 +37,8 @@ class PrefillShare:
     lane: int
 
 
-def haste(decoding: bool) -> int:
-    """How many times as much is done between two steps as while rows decode."""
+def haste(decoding: int) -> int:
+    """How many times as much is done between two steps as while rows decode, of which there are so many."""
     return 1 if decoding else UNDISTURBED
 
 
