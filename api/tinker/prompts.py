@@ -13,7 +13,7 @@ import numpy.typing as npt
 from api.ring.named_images import Keep, NamedImage, read_images
 from api.ring.ring import Ring
 from api.ring.room import aside
-from shared.errors import InvalidRequestError, ParallmError
+from shared.errors import ContextLengthExceededError, InvalidRequestError, ParallmError
 from shared.images.chat import ChatImages
 from shared.images.refs import ImageRef
 from shared.sequences import ModelCard
@@ -27,6 +27,9 @@ class ImageChunk(NamedTuple):
     url: str | None = None
     data: bytes | None = None
 
+
+MOST_DATA = 4096  # of a pass
+MOST_CHUNKS = 4096  # of a prompt
 
 Ids = Sequence[int] | npt.NDArray[np.int32]
 Piece = Ids | ImageChunk
@@ -63,6 +66,10 @@ async def seen_prompt(
 
     `where` the prompt stands in the request; `keep`: who takes the bytes, None: the tenant's images, for a worker.
     """
+    length = sum(len(piece) for piece in pieces if not isinstance(piece, ImageChunk))
+    if length > card.context_length:  # before images are read for it
+        message = f"the model takes up to {card.context_length} tokens, this prompt has {length} besides its images"
+        raise ContextLengthExceededError(message, param=where)
     chunks = {at: piece for at, piece in enumerate(pieces) if isinstance(piece, ImageChunk)}
     named = [NamedImage(f"{where}.chunks[{at}]", chunk.url, None, None, chunk.data) for at, chunk in chunks.items()]
     try:
@@ -72,21 +79,13 @@ async def seen_prompt(
             error.param = where
         raise
     assert images is not None, "a prompt without images is its ids"
-    ids, end = await aside(_ids, codec, pieces, images, where)
-    try:
-        # What is learned from may have such an id behind its images: the model wrote it, as any other token.
-        images.check(ids if keep is None else ids[:end])
-    except InvalidRequestError as error:
-        error.param = where
-        raise
-    if ids[-1] == images.vision.image_token_id:
-        raise InvalidRequestError("a prompt cannot end with an image", param=where)
+    ids = await aside(_ids, codec, pieces, images, where, keep is not None)
     sides = (layout.tiles * layout.last[0] * layout.last[1] for layout in images.layouts)
     return SeenPrompt(ids, images.refs, sum(sides))
 
 
-def _ids(codec: TextCodec, pieces: Sequence[Piece], images: ChatImages, where: str) -> tuple[list[int], int]:
-    """And where the last image ends."""
+def _ids(codec: TextCodec, pieces: Sequence[Piece], images: ChatImages, where: str, learned: bool) -> list[int]:
+    """`learned`: the prompt is a datum's."""
     ids: list[int] = []
     texts, end = iter(images.layouts), 0
     for at, piece in enumerate(pieces):
@@ -101,4 +100,12 @@ def _ids(codec: TextCodec, pieces: Sequence[Piece], images: ChatImages, where: s
             )
         ids += own
         end = len(ids)
-    return ids, end
+    try:
+        # What is learned from may have such an id behind its images: the model wrote it, as any other token.
+        images.check(ids[:end] if learned else ids)
+    except InvalidRequestError as error:
+        error.param = where
+        raise
+    if ids[-1] == images.vision.image_token_id:
+        raise InvalidRequestError("a prompt cannot end with an image", param=where)
+    return ids

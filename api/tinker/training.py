@@ -199,7 +199,7 @@ async def _pass(ring: Ring, asked: GivenPass) -> Response:
             if data[at] is None:
                 where = f"data[{at}].model_input"
                 prompt = await seen_prompt(ring, card, codec, datum.pieces, where, keep)
-                data[at] = Datum(tokens_of(prompt.ids), datum.inputs, prompt.images)
+                data[at] = Datum(await aside(tokens_of, prompt.ids), datum.inputs, prompt.images)
                 pixels += prompt.pixels
                 if pixels > MOST_PIXELS:
                     raise _too_many(f"{MOST_PIXELS} pixels, as the model sees them", where)
@@ -220,8 +220,12 @@ async def _check_seen(ring: Ring, spec: LearnerSpec, card: ModelCard, data: list
     service = await ring.learners.service(spec.model)
     if card.vision is not None and service is not None and not service.sees:
         raise UnsupportedModelError(f"the training service of '{spec.model}' does not learn from images", param="data")
-    if sum(isinstance(piece, ImageChunk) for datum in data for piece in datum.pieces) > MOST_IMAGES:
+    if await aside(_count_images, data) > MOST_IMAGES:
         raise _too_many(str(MOST_IMAGES), "data")
+
+
+def _count_images(data: list[GivenDatum]) -> int:
+    return sum(isinstance(piece, ImageChunk) for datum in data for piece in datum.pieces)
 
 
 def _too_many(most: str, where: str) -> InvalidRequestError:

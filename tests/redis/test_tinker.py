@@ -7,6 +7,7 @@ tests/clients.
 from typing import Any
 
 import httpx
+import msgspec
 import numpy as np
 import pytest
 from redis.asyncio import Redis
@@ -14,6 +15,7 @@ from redis.asyncio import Redis
 from api.http.api_keys import KeyRing
 from api.tinker.protobuf import _MESSAGE, read_pass
 from shared.errors import InvalidRequestError
+from shared.images.refs import VisionSpec
 from shared.learners import (
     Begin,
     BeginDone,
@@ -390,3 +392,37 @@ def test_any_key_of_ours_may_stand_behind_tinker_s_prefix() -> None:
         assert ring.find(key) is not None, key
     for key in ("tml-tml-plm-a-key-of-ours", "a-key-of-ours", "tml-"):
         assert ring.find(key) is None, key
+
+
+@pytest.fixture
+async def seeing(server: Api, monkeypatch: pytest.MonkeyPatch) -> Api:
+    """The api of a model that sees."""
+    card, codec = await server.ring.known(MODEL)
+    card = msgspec.structs.replace(card, vision=VisionSpec("pixtral", "[IMG]", 9, 8, 128, 1))
+
+    async def known(name: str) -> Any:
+        return card, codec
+
+    monkeypatch.setattr(server.ring, "known", known)
+    return server
+
+
+async def shown_pass(server: Api, learner: str, *chunks: dict[str, Any]) -> httpx.Response:
+    body = json_pass(learner)
+    body["forward_backward_input"]["data"][0]["model_input"]["chunks"] += chunks
+    return await server.post("/api/v1/forward_backward", body)
+
+
+async def test_a_pass_too_long_is_refused_before_its_images_are_looked_at(seeing: Api) -> None:
+    learner = await made(seeing)
+    await seeing.ring.learners.announce(ServiceCard(id="s", model=MODEL, max_rank=8, max_learners=4, sees=True))
+    many = {"type": "encoded_text", "tokens": [5] * (1 << 20)}
+    damaged = {"type": "image", "data": "AAAA", "format": "png"}
+    answer = await shown_pass(seeing, learner, damaged, many)
+    assert answer.status_code == 400 and "takes up to" in answer.text
+    message = _MESSAGE["ForwardBackwardRequest"](model_id=learner, seq_id=1, loss_fn="cross_entropy")
+    datum = message.data.add()
+    for _ in range(4097):
+        datum.model_input.add().encoded_text.tokens = b""
+    with pytest.raises(InvalidRequestError, match="4097 chunks"):
+        read_pass(message.SerializeToString())
