@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from api.ring.named_images import Keep, NamedImage, read_images
+from api.ring.named_images import Keep, Known, NamedImage, read_images
 from api.ring.ring import Ring
 from api.ring.room import aside
 from shared.errors import ContextLengthExceededError, InvalidRequestError, ParallmError
@@ -60,11 +60,18 @@ def text_of(pieces: Sequence[Piece]) -> Ids | None:
 
 
 async def seen_prompt(
-    ring: Ring, card: ModelCard, codec: TextCodec, pieces: Sequence[Piece], where: str, keep: Keep | None = None
+    ring: Ring,
+    card: ModelCard,
+    codec: TextCodec,
+    pieces: Sequence[Piece],
+    where: str,
+    keep: Keep | None = None,
+    known: Known | None = None,
 ) -> SeenPrompt:
     """Read, check and keep the images of a prompt; InvalidRequestError names the chunk.
 
     `where` the prompt stands in the request; `keep`: who takes the bytes, None: the tenant's images, for a worker.
+    `known`: as of `read_images`.
     """
     length = sum(len(piece) for piece in pieces if not isinstance(piece, ImageChunk))
     if length > card.context_length:  # before images are read for it
@@ -73,7 +80,7 @@ async def seen_prompt(
     chunks = {at: piece for at, piece in enumerate(pieces) if isinstance(piece, ImageChunk)}
     named = [NamedImage(f"{where}.chunks[{at}]", chunk.url, None, None, chunk.data) for at, chunk in chunks.items()]
     try:
-        images = await read_images(ring, card, named, keep)
+        images = await read_images(ring, card, named, keep, known)
     except ParallmError as error:
         if error.param == "messages":  # of which there are none here
             error.param = where

@@ -18,6 +18,7 @@ from api.http.bodies import BodyRoute
 from api.http.errors import error_responses, from_validation, json_reply
 from api.http.limits import PROTOBUF
 from api.ring.caller import asker
+from api.ring.named_images import Known
 from api.ring.ring import Ring, TheRing
 from api.ring.room import aside
 from api.tinker.bodies import (
@@ -49,6 +50,7 @@ from shared.errors import (
 )
 from shared.learners import Begin, Datum, LearnerSpec, Load, Pass, Publish, Save, checked
 from shared.redis import keys
+from shared.redis.training.learner_store import MOST_BYTES
 from shared.sequences import ModelCard
 
 router = APIRouter(tags=["tinker"], prefix="/api/v1", route_class=BodyRoute)
@@ -56,6 +58,7 @@ ERRORS = error_responses(400, 404, 409, 429, 503)
 ALPHA = 32.0  # of LoRA, whatever the rank, as in Tinker
 MOST_IMAGES = 1024  # of a pass
 MOST_PIXELS = 1 << 26  # of a pass's images as the model sees them: a service holds their tiles, 3 bytes each
+MOST_FILE_BYTES = MOST_BYTES // 2  # of a pass's images
 _KIND = "lora_kind"  # in a learner's metadata
 _KIND_PARAM = f"user_metadata.{_KIND}"
 
@@ -190,15 +193,20 @@ async def _pass(ring: Ring, asked: GivenPass) -> Response:
     data, files = await aside(_texts, asked.data), dict[bytes, bytes]()
     if any(datum is None for datum in data):
         await _check_seen(ring, spec, card, asked.data)
-        pixels = 0
+        size, pixels, known = 0, 0, Known()
 
         async def keep(sha256: bytes, file: bytes) -> None:
+            nonlocal size
+            if sha256 not in files:
+                size += len(file)
+            if size > MOST_FILE_BYTES:
+                raise _too_many(f"{MOST_FILE_BYTES >> 20} MiB of files", "data")
             files[sha256] = file
 
         for at, datum in enumerate(asked.data):
             if data[at] is None:
                 where = f"data[{at}].model_input"
-                prompt = await seen_prompt(ring, card, codec, datum.pieces, where, keep)
+                prompt = await seen_prompt(ring, card, codec, datum.pieces, where, keep, known)
                 data[at] = Datum(await aside(tokens_of, prompt.ids), datum.inputs, prompt.images)
                 pixels += prompt.pixels
                 if pixels > MOST_PIXELS:

@@ -426,3 +426,26 @@ async def test_a_pass_too_long_is_refused_before_its_images_are_looked_at(seeing
         datum.model_input.add().encoded_text.tokens = b""
     with pytest.raises(InvalidRequestError, match="4097 chunks"):
         read_pass(message.SerializeToString())
+
+
+async def test_a_pass_fetches_a_url_once_and_takes_so_many_bytes_of_images(
+    seeing: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner, fetched = await made(seeing), list[str]()
+    await seeing.ring.learners.announce(ServiceCard(id="s", model=MODEL, max_rank=8, max_learners=4, sees=True))
+
+    async def get(url: str) -> bytes:
+        fetched.append(url)
+        return f"{url:>2000}".encode()
+
+    async def checked(data: bytes) -> tuple[bytes, tuple[int, int]]:
+        return data[-8:], (8, 8)
+
+    monkeypatch.setattr(seeing.ring.image_fetch, "get", get)
+    monkeypatch.setattr(seeing.ring.images, "checked", checked)
+    monkeypatch.setattr("api.tinker.training.MOST_FILE_BYTES", 5000)
+    pointers = [{"type": "image_asset_pointer", "location": f"https://a.example/{at}.png"} for at in (0, 1, 0, 1, 2)]
+    answer = await shown_pass(seeing, learner, *pointers[:4])
+    assert "of files" not in answer.text and len(fetched) == 2
+    answer = await shown_pass(seeing, learner, *pointers)
+    assert answer.status_code == 400 and "of files" in answer.text and len(fetched) == 5
