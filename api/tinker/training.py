@@ -48,7 +48,7 @@ from shared.errors import (
     UnsupportedModelError,
     UnsupportedParameterError,
 )
-from shared.learners import Begin, Datum, LearnerSpec, Load, Pass, Publish, Save, checked
+from shared.learners import Begin, Datum, LearnerSpec, Load, Pass, Publish, Save, SeenPass, checked
 from shared.redis import keys
 from shared.redis.training.learner_store import MOST_BYTES
 from shared.sequences import ModelCard
@@ -212,7 +212,7 @@ async def _pass(ring: Ring, asked: GivenPass) -> Response:
                 if pixels > MOST_PIXELS:
                     raise _too_many(f"{MOST_PIXELS} pixels, as the model sees them", where)
     whole = tuple(datum for datum in data if datum is not None)
-    request = Pass(whole, asked.loss, asked.constants, asked.backward, files)
+    request = (SeenPass if files else Pass)(whole, asked.loss, asked.constants, asked.backward, files)
     await aside(checked, request, card.vocab_size, card.context_length)
     return await _placed(ring, spec.id, asked.seq_id, request)
 
@@ -226,6 +226,8 @@ def _texts(data: list[GivenDatum]) -> list[Datum | None]:
 async def _check_seen(ring: Ring, spec: LearnerSpec, card: ModelCard, data: list[GivenDatum]) -> None:
     """Before images are read; UnsupportedModelError when nobody learns from them."""
     service = await ring.learners.service(spec.model)
+    if card.vision is not None and service is None:
+        raise _no_service(spec.model)
     if card.vision is not None and service is not None and not service.sees:
         raise UnsupportedModelError(f"the training service of '{spec.model}' does not learn from images", param="data")
     if await aside(_count_images, data) > MOST_IMAGES:
@@ -293,9 +295,13 @@ async def _trainable(ring: Ring, name: str) -> ModelCard:
     """UnknownModelError, or ServiceUnavailableError when nobody trains learners of this model."""
     card = (await ring.served(await meant(ring, name))).card
     if await ring.learners.service(card.name) is None:
-        start = f"start one with mlx_parallm_learners --model {name}"
-        raise ServiceUnavailableError(f"no training service of '{card.name}' is alive: {start}", retry_after_s=5)
+        raise _no_service(card.name, name)
     return card
+
+
+def _no_service(model: str, called: str = "") -> ServiceUnavailableError:
+    start = f"start one with mlx_parallm_learners --model {called or model}"
+    return ServiceUnavailableError(f"no training service of '{model}' is alive: {start}", retry_after_s=5)
 
 
 def _check_optimizer(config: dict[str, Any] | None) -> None:

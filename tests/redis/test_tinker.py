@@ -23,8 +23,10 @@ from shared.learners import (
     Load,
     Pass,
     PassDone,
+    Request,
     SaveDone,
     SaveInfo,
+    SeenPass,
     ServiceCard,
     Step,
     StepDone,
@@ -449,3 +451,18 @@ async def test_a_pass_fetches_a_url_once_and_takes_so_many_bytes_of_images(
     assert "of files" not in answer.text and len(fetched) == 2
     answer = await shown_pass(seeing, learner, *pointers)
     assert answer.status_code == 400 and "of files" in answer.text and len(fetched) == 5
+
+
+async def test_a_pass_with_images_waits_for_a_service_that_is_known(seeing: Api, redis: Redis) -> None:
+    learner = await made(seeing)
+    await redis.delete(keys.learner_service(MODEL))
+    answer = await shown_pass(seeing, learner, {"type": "image", "data": "AAAA"})
+    assert answer.status_code == 503 and "no training service" in answer.text
+
+
+def test_a_service_from_before_images_cannot_read_a_pass_that_has_some() -> None:
+    files = {b"a": b"b"}
+    request = msgspec.msgpack.encode(SeenPass((), "cross_entropy", files=files))
+    assert msgspec.msgpack.decode(request, type=Request) == SeenPass((), "cross_entropy", files=files)
+    with pytest.raises(msgspec.ValidationError, match="seen_pass"):
+        msgspec.msgpack.decode(request, type=Begin | Pass | Step)
