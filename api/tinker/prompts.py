@@ -113,6 +113,6 @@ def _ids(codec: TextCodec, pieces: Sequence[Piece], images: ChatImages, where: s
     except InvalidRequestError as error:
         error.param = where
         raise
-    if ids[-1] == images.vision.image_token_id:
+    if end == len(ids) and ids[-1] == images.vision.image_token_id:
         raise InvalidRequestError("a prompt cannot end with an image", param=where)
     return ids
