@@ -192,6 +192,9 @@ async def _pass(ring: Ring, asked: GivenPass) -> Response:
     card, codec = await ring.known(spec.model)
     data, files = await aside(_texts, asked.data), dict[bytes, bytes]()
     if any(datum is None for datum in data):
+        if await ring.learners.knows(spec.id, asked.seq_id + 1):  # whatever has become of its images' URLs
+            await ring.learners.wake(spec)
+            return _reply(spec.id, asked.seq_id)
         await _check_seen(ring, spec, card, asked.data)
         size, pixels, known = 0, 0, Known()
 
@@ -254,6 +257,10 @@ def _read_json(body: bytes, backward: bool) -> GivenPass:
 
 async def _placed(ring: Ring, learner: str, number: int, request: learners.Request, more: str = "") -> Response:
     await ring.learners.place(await ring.learners.spec(learner), number + 1, request)
+    return _reply(learner, number, more)
+
+
+def _reply(learner: str, number: int, more: str = "") -> Response:
     answer: dict[str, Any] = {"request_id": f"{learner}:{number}{more}", "model_id": learner}
     return json_reply(answer)
 

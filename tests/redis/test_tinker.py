@@ -466,3 +466,17 @@ def test_a_service_from_before_images_cannot_read_a_pass_that_has_some() -> None
     assert msgspec.msgpack.decode(request, type=Request) == SeenPass((), "cross_entropy", files=files)
     with pytest.raises(msgspec.ValidationError, match="seen_pass"):
         msgspec.msgpack.decode(request, type=Begin | Pass | Step)
+
+
+async def test_what_was_accepted_stays_so_when_its_image_is_gone(seeing: Api) -> None:
+    learner = await made(seeing)
+    await ask(seeing, "forward_backward", **json_pass(learner))
+    gone = {"type": "image_asset_pointer", "location": "https://gone.example/a.png"}
+    answer = await shown_pass(seeing, learner, gone)
+    assert answer.status_code == 200 and answer.json()["request_id"] == f"{learner}:1"
+    named = {"session_id": learner.partition(":")[0], "sampling_session_seq_id": 0, "base_model": MODEL}
+    sampler = (await ask(seeing, "create_sampling_session", **named))["sampling_session_id"]
+    sample = {"sampling_session_id": sampler, "seq_id": 0, "sampling_params": {"max_tokens": 1}}
+    first = await ask(seeing, "asample", **sample, prompt={"chunks": [{"type": "encoded_text", "tokens": [5]}]})
+    assert await ask(seeing, "asample", **sample, prompt={"chunks": [gone]}) == first
+    assert "error" in await ask(seeing, "asample", 400, **{**sample, "seq_id": 1}, prompt={"chunks": [gone]})
