@@ -319,7 +319,6 @@ async def test_questions_about_a_prompt_s_tokens_that_do_not_fit_it_are_refused_
         targets([5, 6], []),
         targets([0.5, 6.0], dtype="float32"),
         targets([0.5, 6.0]),
-        targets([-1, -1]),
         targets([5, -2]),
         targets([5, 10**9]),
         targets([5, 2**70]),
@@ -480,3 +479,21 @@ async def test_what_was_accepted_stays_so_when_its_image_is_gone(seeing: Api) ->
     first = await ask(seeing, "asample", **sample, prompt={"chunks": [{"type": "encoded_text", "tokens": [5]}]})
     assert await ask(seeing, "asample", **sample, prompt={"chunks": [gone]}) == first
     assert "error" in await ask(seeing, "asample", 400, **{**sample, "seq_id": 1}, prompt={"chunks": [gone]})
+
+
+async def test_targets_that_ask_for_nothing_are_told_as_zeros(server: Api) -> None:
+    session = (await ask(server, "create_session", tags=[], user_metadata=None, sdk_version="x"))["session_id"]
+    made = await ask(server, "create_sampling_session", session_id=session, sampling_session_seq_id=0, base_model=MODEL)
+    named = {"sampling_session_id": made["sampling_session_id"], "seq_id": 0, "sampling_params": {"max_tokens": 8}}
+    targets = {"data": [-1, -1, -1, -1], "dtype": "int64", "shape": [2, 2]}
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]}
+    begun = await ask(server, "asample", **named, prompt=prompt, target_prompt_logprobs=targets)
+
+    async def done() -> bool:
+        return (await future(server, begun["request_id"])).status_code != 408
+
+    await wait_until(done)
+    message = _MESSAGE["SampleResponse"]()
+    message.ParseFromString((await future(server, begun["request_id"], PROTOBUF["content-type"])).content)
+    told = message.target_prompt_logprobs
+    assert list(told.shape) == [2, 2] and np.frombuffer(told.dense, "<f4").tolist() == [0.0] * 4
