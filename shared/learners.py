@@ -106,6 +106,10 @@ class Pass(msgspec.Struct, frozen=True, tag="pass"):
     files: dict[bytes, bytes] = {}  # of the images, by SHA-256
 
 
+class SeenPass(Pass, frozen=True, tag="seen_pass"):
+    """One with images. A service from before images cannot read it, so that none learns from their placeholders."""
+
+
 class Step(msgspec.Struct, frozen=True, tag="step"):
     """One AdamW update (Loshchilov, Hutter, arXiv 1711.05101) with the gradients that wait, which are then gone."""
 
@@ -155,7 +159,7 @@ class Ask(msgspec.Struct, frozen=True, tag="ask"):
     upload: str = ""  # where it lies in chunks, in place of `body`
 
 
-Request = Begin | Pass | Step | Save | Load | Publish | Ask
+Request = Begin | Pass | SeenPass | Step | Save | Load | Publish | Ask
 
 
 class BeginDone(msgspec.Struct, frozen=True, tag="begin"):

@@ -35,7 +35,9 @@ UPLOADS = re.compile(
     r"/v1/files|/v1/jobs|/v1/adapters|/v1/adapters/[^/]+/versions|/upload_adapter|/update_adapter_weights"
 )
 _UNSAID = ("", "application/x-www-form-urlencoded")  # what `curl -d` says: only the dashboard takes such forms
-_IMAGE = re.compile(rb'"(?:url|image_url)"\s*+:\s*+"data:[^"\\]*+"|"data"\s*+:\s*+"[a-z0-9+/=]*+"', re.IGNORECASE)
+_IMAGE = re.compile(
+    rb'"(?:url|image_url|location)"\s*+:\s*+"data:[^"\\]*+"|"data"\s*+:\s*+"[a-z0-9+/=]*+"', re.IGNORECASE
+)
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.?)*+(?:"|\Z)', re.DOTALL)  # possessive: one pass, whatever the text
 # A piece of JSON that is taken in one call, so that other threads get a turn in between; it never ends in a string.
 _PIECE = re.compile(rb'(?:[^"]++|"(?:[^"\\]++|\\.?)*+(?:"|\Z)){1,10000}+', re.DOTALL)

@@ -22,6 +22,9 @@ _PIECE = 1 << 18  # read at a time: no thread holds the interpreter for longer; 
 Keep = Callable[[bytes, bytes], Awaitable[None]]  # takes the SHA-256 and the bytes of an image that has been checked
 
 
+Known = dict[str, tuple[bytes, tuple[int, int]]]  # SHA-256 and size of images that were fetched and kept, by URL
+
+
 class NamedImage(NamedTuple):
     """As a request names it; exactly one of URL, file and data is there."""
 
@@ -33,11 +36,12 @@ class NamedImage(NamedTuple):
 
 
 async def read_images(
-    ring: Ring, card: ModelCard, named: Sequence[NamedImage], keep: Keep | None = None
+    ring: Ring, card: ModelCard, named: Sequence[NamedImage], keep: Keep | None = None, known: Known | None = None
 ) -> ChatImages | None:
     """Read, check and keep the images of a chat; None when it has none. InvalidRequestError names the part to blame.
 
-    `keep`: who takes their bytes; None: the tenant's images, which wait for a worker.
+    `keep`: who takes their bytes; None: the tenant's images, which wait for a worker. `known`: images that are
+    not fetched again, and grows by those that are.
     """
     if not named:
         return None
@@ -50,12 +54,17 @@ async def read_images(
     images: list[SizedImage] = []
     for image in named:
         try:
-            data = await _data(ring, image)
-            sha256, size = await ring.images.checked(data)
-            await (keep or ring.images.keep)(sha256, data)
+            found = None if known is None or image.url is None else known.get(image.url)
+            if found is None:
+                data = await _data(ring, image)
+                found = await ring.images.checked(data)
+                await (keep or ring.images.keep)(found[0], data)
+                if known is not None and image.url is not None and image.url[:5].lower() != "data:":
+                    known[image.url] = found
         except InvalidRequestError as error:
             error.param = image.where
             raise
+        sha256, size = found
         images.append(SizedImage(sha256, *size, "low" if image.detail == "low" else "high"))
     return ChatImages.of(card.vision, images)
 

@@ -46,8 +46,8 @@ class AskedTokens:
             return cls(draws=body.prompt_alt_tokens_k)
         rows = _rows(targets, places)
         named = [token for row in rows for token in row if token != -1]
-        if not named or len(named) > MAX_WHOLE_LOGPROBS:
-            message = f"'{_TARGETS}' names 1 to {MAX_WHOLE_LOGPROBS} tokens, this one {len(named)}"
+        if len(named) > MAX_WHOLE_LOGPROBS:
+            message = f"'{_TARGETS}' names at most {MAX_WHOLE_LOGPROBS} tokens, this one {len(named)}"
             raise InvalidRequestError(message, param=_TARGETS)
         if error := vocabulary_error(named, vocabulary, _TARGETS):
             raise error
@@ -55,7 +55,7 @@ class AskedTokens:
 
     def put_into(self, work: Work, body: SampleBody) -> Work:
         """What the worker is asked for."""
-        if not (self.rows or self.draws or body.prompt_logprobs_last_n):
+        if not (self._names or self.draws or body.prompt_logprobs_last_n):
             return work
         named = tuple(tuple(token for token in row if token != -1) for row in self.rows)
         own, last = work.sampling.prompt_logprobs, body.prompt_logprobs_last_n or 0
@@ -70,12 +70,18 @@ class AskedTokens:
 
     def logprobs(self, told: Sequence[Sequence[TokenLogprob]]) -> npt.NDArray[np.float32]:
         """Of the targets, one after another, 0 where nothing is asked for; `told` by prompt token."""
+        if not self._names:  # and nothing is told
+            return np.zeros(sum(map(len, self.rows)), np.float32)
         found = (self._of_row(row, each) for row, each in zip(self.rows, told[1:], strict=True))
         return np.array(list(chain.from_iterable(found)), np.float32)
 
     def drawn(self, told: Sequence[Sequence[TokenLogprob]]) -> list[list[TokenLogprob]]:
         """What was drawn, by place."""
         return [list(each[len(each) - self.draws :]) for each in told[1:]]
+
+    @property
+    def _names(self) -> bool:
+        return any(token != -1 for row in self.rows for token in row)
 
     @staticmethod
     def _of_row(row: Sequence[int], told: Sequence[TokenLogprob]) -> list[float]:

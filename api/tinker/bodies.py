@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field
 
 from api.http.fields import Off, RequestModel
 from api.tinker.names import ID, SAVE_NAME
-from api.tinker.prompts import Ids, ImageChunk, Piece, whole
+from api.tinker.prompts import MOST_CHUNKS, MOST_DATA, Ids, ImageChunk, Piece, whole
 from shared.errors import InvalidRequestError, UnsupportedParameterError
 from shared.learners import LossName, Step, Values
 
@@ -196,7 +196,7 @@ class ChunkBody(RequestModel):
 class InputBody(RequestModel):
     """A prompt."""
 
-    chunks: list[ChunkBody] = Field(max_length=4096)
+    chunks: list[ChunkBody] = Field(max_length=MOST_CHUNKS)
 
     def pieces(self) -> list[Piece]:
         """Its tokens, as one piece where there are no images between them."""
@@ -259,7 +259,7 @@ class GivenPass(NamedTuple):
 class PassInput(RequestModel):
     """Data, and what its loss is."""
 
-    data: list[DatumBody] = Field(min_length=1, max_length=4096)
+    data: list[DatumBody] = Field(min_length=1, max_length=MOST_DATA)
     loss_fn: str
     loss_fn_config: dict[str, float] | None = None
 

@@ -10,10 +10,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from api.ring.named_images import Keep, NamedImage, read_images
+from api.ring.named_images import Keep, Known, NamedImage, read_images
 from api.ring.ring import Ring
 from api.ring.room import aside
-from shared.errors import InvalidRequestError, ParallmError
+from shared.errors import ContextLengthExceededError, InvalidRequestError, ParallmError
 from shared.images.chat import ChatImages
 from shared.images.refs import ImageRef
 from shared.sequences import ModelCard
@@ -27,6 +27,9 @@ class ImageChunk(NamedTuple):
     url: str | None = None
     data: bytes | None = None
 
+
+MOST_DATA = 4096  # of a pass
+MOST_CHUNKS = 4096  # of a prompt
 
 Ids = Sequence[int] | npt.NDArray[np.int32]
 Piece = Ids | ImageChunk
@@ -57,36 +60,39 @@ def text_of(pieces: Sequence[Piece]) -> Ids | None:
 
 
 async def seen_prompt(
-    ring: Ring, card: ModelCard, codec: TextCodec, pieces: Sequence[Piece], where: str, keep: Keep | None = None
+    ring: Ring,
+    card: ModelCard,
+    codec: TextCodec,
+    pieces: Sequence[Piece],
+    where: str,
+    keep: Keep | None = None,
+    known: Known | None = None,
 ) -> SeenPrompt:
     """Read, check and keep the images of a prompt; InvalidRequestError names the chunk.
 
     `where` the prompt stands in the request; `keep`: who takes the bytes, None: the tenant's images, for a worker.
+    `known`: as of `read_images`.
     """
+    length = sum(len(piece) for piece in pieces if not isinstance(piece, ImageChunk))
+    if length > card.context_length:  # before images are read for it
+        message = f"the model takes up to {card.context_length} tokens, this prompt has {length} besides its images"
+        raise ContextLengthExceededError(message, param=where)
     chunks = {at: piece for at, piece in enumerate(pieces) if isinstance(piece, ImageChunk)}
     named = [NamedImage(f"{where}.chunks[{at}]", chunk.url, None, None, chunk.data) for at, chunk in chunks.items()]
     try:
-        images = await read_images(ring, card, named, keep)
+        images = await read_images(ring, card, named, keep, known)
     except ParallmError as error:
         if error.param == "messages":  # of which there are none here
             error.param = where
         raise
     assert images is not None, "a prompt without images is its ids"
-    ids, end = await aside(_ids, codec, pieces, images, where)
-    try:
-        # What is learned from may have such an id behind its images: the model wrote it, as any other token.
-        images.check(ids if keep is None else ids[:end])
-    except InvalidRequestError as error:
-        error.param = where
-        raise
-    if ids[-1] == images.vision.image_token_id:
-        raise InvalidRequestError("a prompt cannot end with an image", param=where)
+    ids = await aside(_ids, codec, pieces, images, where, keep is not None)
     sides = (layout.tiles * layout.last[0] * layout.last[1] for layout in images.layouts)
     return SeenPrompt(ids, images.refs, sum(sides))
 
 
-def _ids(codec: TextCodec, pieces: Sequence[Piece], images: ChatImages, where: str) -> tuple[list[int], int]:
-    """And where the last image ends."""
+def _ids(codec: TextCodec, pieces: Sequence[Piece], images: ChatImages, where: str, learned: bool) -> list[int]:
+    """`learned`: the prompt is a datum's."""
     ids: list[int] = []
     texts, end = iter(images.layouts), 0
     for at, piece in enumerate(pieces):
@@ -101,4 +107,12 @@ def _ids(codec: TextCodec, pieces: Sequence[Piece], images: ChatImages, where: s
             )
         ids += own
         end = len(ids)
-    return ids, end
+    try:
+        # What is learned from may have such an id behind its images: the model wrote it, as any other token.
+        images.check(ids[:end] if learned else ids)
+    except InvalidRequestError as error:
+        error.param = where
+        raise
+    if end == len(ids) and ids[-1] == images.vision.image_token_id:
+        raise InvalidRequestError("a prompt cannot end with an image", param=where)
+    return ids

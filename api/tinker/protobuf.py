@@ -14,7 +14,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
 
 from api.tinker.bodies import GivenDatum, GivenPass, TensorBody, check_dense, dense, loss_named
-from api.tinker.prompts import ImageChunk, Piece, whole
+from api.tinker.prompts import MOST_CHUNKS, MOST_DATA, ImageChunk, Piece, whole
 from shared.errors import InvalidRequestError, UnsupportedParameterError
 from shared.learners import PassDone, Values
 
@@ -122,6 +122,8 @@ def read_pass(body: bytes) -> GivenPass:
         message.ParseFromString(body)
     except DecodeError as error:
         raise InvalidRequestError("the body is no ForwardBackwardRequest") from error
+    if len(message.data) > MOST_DATA:
+        raise InvalidRequestError(f"{len(message.data)} data, and a pass has {MOST_DATA} at most", param="data")
     constants = {each.key: each.value for each in message.loss_fn_config}
     for each in message.loss_fn_config_v2:
         if each.value.HasField("text"):
@@ -142,6 +144,8 @@ def read_pass(body: bytes) -> GivenPass:
 
 
 def _datum(message: Any) -> GivenDatum:
+    if len(message.model_input) > MOST_CHUNKS:
+        raise ValueError(f"{len(message.model_input)} chunks, and a prompt has {MOST_CHUNKS} at most")
     pieces = list(map(_piece, message.model_input))
     return GivenDatum(whole(pieces), {each.key: _values(each.value) for each in message.loss_fn_inputs})
 

@@ -75,8 +75,13 @@ async def asample(body: SampleBody, ring: TheRing) -> Response:
         raise InvalidRequestError("a sample has a 'sampling_session_id' and a 'seq_id'", param="sampling_session_id")
     sampler = await _known(ring, body.sampling_session_id)
     id = f"{sampler.id}:sample:{body.seq_id}"
-    work, tokens = await _work(ring, sampler, body, id)
+    sequences = [f"{id}:{number}" for number in range(body.num_samples)]
+    answer: dict[str, Any] = {"request_id": id, "sample_sequence_ids": sequences}
     who = keeper()
+    shows = any(chunk.type != "encoded_text" for chunk in body.prompt.chunks)
+    if shows and await ring.tinker.find(who, TinkerSample, id) is not None:
+        return json_reply(answer)  # whatever has become of its images' URLs
+    work, tokens = await _work(ring, sampler, body, id)
     if await ring.tinker.put(who, id, TinkerSample(ring.api_id), new=True):
         token = client.set(None)  # the sample does not end with this request
         try:
@@ -86,8 +91,7 @@ async def asample(body: SampleBody, ring: TheRing) -> Response:
         name = f"{who}/{id}"
         _running[name] = task
         task.add_done_callback(lambda _: _running.pop(name, None))
-    sequences = [f"{id}:{number}" for number in range(body.num_samples)]
-    return json_reply({"request_id": id, "sample_sequence_ids": sequences})
+    return json_reply(answer)
 
 
 async def cancel_sample(ring: Ring, id: str) -> None:

@@ -18,6 +18,7 @@ from api.http.bodies import BodyRoute
 from api.http.errors import error_responses, from_validation, json_reply
 from api.http.limits import PROTOBUF
 from api.ring.caller import asker
+from api.ring.named_images import Known
 from api.ring.ring import Ring, TheRing
 from api.ring.room import aside
 from api.tinker.bodies import (
@@ -47,8 +48,9 @@ from shared.errors import (
     UnsupportedModelError,
     UnsupportedParameterError,
 )
-from shared.learners import Begin, Datum, LearnerSpec, Load, Pass, Publish, Save, checked
+from shared.learners import Begin, Datum, LearnerSpec, Load, Pass, Publish, Save, SeenPass, checked
 from shared.redis import keys
+from shared.redis.training.learner_store import MOST_BYTES
 from shared.sequences import ModelCard
 
 router = APIRouter(tags=["tinker"], prefix="/api/v1", route_class=BodyRoute)
@@ -56,6 +58,7 @@ ERRORS = error_responses(400, 404, 409, 429, 503)
 ALPHA = 32.0  # of LoRA, whatever the rank, as in Tinker
 MOST_IMAGES = 1024  # of a pass
 MOST_PIXELS = 1 << 26  # of a pass's images as the model sees them: a service holds their tiles, 3 bytes each
+MOST_FILE_BYTES = MOST_BYTES // 2  # of a pass's images
 _KIND = "lora_kind"  # in a learner's metadata
 _KIND_PARAM = f"user_metadata.{_KIND}"
 
@@ -189,22 +192,30 @@ async def _pass(ring: Ring, asked: GivenPass) -> Response:
     card, codec = await ring.known(spec.model)
     data, files = await aside(_texts, asked.data), dict[bytes, bytes]()
     if any(datum is None for datum in data):
+        if await ring.learners.knows(spec.id, asked.seq_id + 1):  # whatever has become of its images' URLs
+            await ring.learners.wake(spec)
+            return _reply(spec.id, asked.seq_id)
         await _check_seen(ring, spec, card, asked.data)
-        pixels = 0
+        size, pixels, known = 0, 0, Known()
 
         async def keep(sha256: bytes, file: bytes) -> None:
+            nonlocal size
+            if sha256 not in files:
+                size += len(file)
+            if size > MOST_FILE_BYTES:
+                raise _too_many(f"{MOST_FILE_BYTES >> 20} MiB of files", "data")
             files[sha256] = file
 
         for at, datum in enumerate(asked.data):
             if data[at] is None:
                 where = f"data[{at}].model_input"
-                prompt = await seen_prompt(ring, card, codec, datum.pieces, where, keep)
-                data[at] = Datum(tokens_of(prompt.ids), datum.inputs, prompt.images)
+                prompt = await seen_prompt(ring, card, codec, datum.pieces, where, keep, known)
+                data[at] = Datum(await aside(tokens_of, prompt.ids), datum.inputs, prompt.images)
                 pixels += prompt.pixels
                 if pixels > MOST_PIXELS:
                     raise _too_many(f"{MOST_PIXELS} pixels, as the model sees them", where)
     whole = tuple(datum for datum in data if datum is not None)
-    request = Pass(whole, asked.loss, asked.constants, asked.backward, files)
+    request = (SeenPass if files else Pass)(whole, asked.loss, asked.constants, asked.backward, files)
     await aside(checked, request, card.vocab_size, card.context_length)
     return await _placed(ring, spec.id, asked.seq_id, request)
 
@@ -218,10 +229,16 @@ def _texts(data: list[GivenDatum]) -> list[Datum | None]:
 async def _check_seen(ring: Ring, spec: LearnerSpec, card: ModelCard, data: list[GivenDatum]) -> None:
     """Before images are read; UnsupportedModelError when nobody learns from them."""
     service = await ring.learners.service(spec.model)
+    if card.vision is not None and service is None:
+        raise _no_service(spec.model)
     if card.vision is not None and service is not None and not service.sees:
         raise UnsupportedModelError(f"the training service of '{spec.model}' does not learn from images", param="data")
-    if sum(isinstance(piece, ImageChunk) for datum in data for piece in datum.pieces) > MOST_IMAGES:
+    if await aside(_count_images, data) > MOST_IMAGES:
         raise _too_many(str(MOST_IMAGES), "data")
+
+
+def _count_images(data: list[GivenDatum]) -> int:
+    return sum(isinstance(piece, ImageChunk) for datum in data for piece in datum.pieces)
 
 
 def _too_many(most: str, where: str) -> InvalidRequestError:
@@ -240,6 +257,10 @@ def _read_json(body: bytes, backward: bool) -> GivenPass:
 
 async def _placed(ring: Ring, learner: str, number: int, request: learners.Request, more: str = "") -> Response:
     await ring.learners.place(await ring.learners.spec(learner), number + 1, request)
+    return _reply(learner, number, more)
+
+
+def _reply(learner: str, number: int, more: str = "") -> Response:
     answer: dict[str, Any] = {"request_id": f"{learner}:{number}{more}", "model_id": learner}
     return json_reply(answer)
 
@@ -281,9 +302,13 @@ async def _trainable(ring: Ring, name: str) -> ModelCard:
     """UnknownModelError, or ServiceUnavailableError when nobody trains learners of this model."""
     card = (await ring.served(await meant(ring, name))).card
     if await ring.learners.service(card.name) is None:
-        start = f"start one with mlx_parallm_learners --model {name}"
-        raise ServiceUnavailableError(f"no training service of '{card.name}' is alive: {start}", retry_after_s=5)
+        raise _no_service(card.name, name)
     return card
+
+
+def _no_service(model: str, called: str = "") -> ServiceUnavailableError:
+    start = f"start one with mlx_parallm_learners --model {called or model}"
+    return ServiceUnavailableError(f"no training service of '{model}' is alive: {start}", retry_after_s=5)
 
 
 def _check_optimizer(config: dict[str, Any] | None) -> None:

@@ -305,6 +305,11 @@ def test_tinkers_bad_chunks_are_refused_by_name_and_cost_no_number(client: OpenA
     asked = {"data": [datum], "loss_fn": "cross_entropy"}
     placed = tinker.ask("forward_backward", model_id=made, seq_id=1, forward_backward_input=asked)
     assert "loss:sum" in tinker.done(placed).json()["metrics"]
+    drawn = [*chunks[:2], {"type": "encoded_text", "tokens": [*last[:-1], codec().token_to_id("<image>")]}]
+    datum = {"model_input": {"chunks": drawn}, "loss_fn_inputs": tensors}
+    asked = {"data": [datum], "loss_fn": "cross_entropy"}
+    placed = tinker.ask("forward_backward", model_id=made, seq_id=2, forward_backward_input=asked)
+    assert "loss:sum" in tinker.done(placed).json()["metrics"]
     begun = tinker.sample(chunks, num_samples=4)
     tinker.ask("cancel_future", request_id=begun["request_id"])
     assert tinker.done(begun).status_code == 410

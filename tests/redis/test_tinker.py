@@ -7,6 +7,7 @@ tests/clients.
 from typing import Any
 
 import httpx
+import msgspec
 import numpy as np
 import pytest
 from redis.asyncio import Redis
@@ -14,6 +15,7 @@ from redis.asyncio import Redis
 from api.http.api_keys import KeyRing
 from api.tinker.protobuf import _MESSAGE, read_pass
 from shared.errors import InvalidRequestError
+from shared.images.refs import VisionSpec
 from shared.learners import (
     Begin,
     BeginDone,
@@ -21,8 +23,10 @@ from shared.learners import (
     Load,
     Pass,
     PassDone,
+    Request,
     SaveDone,
     SaveInfo,
+    SeenPass,
     ServiceCard,
     Step,
     StepDone,
@@ -315,7 +319,6 @@ async def test_questions_about_a_prompt_s_tokens_that_do_not_fit_it_are_refused_
         targets([5, 6], []),
         targets([0.5, 6.0], dtype="float32"),
         targets([0.5, 6.0]),
-        targets([-1, -1]),
         targets([5, -2]),
         targets([5, 10**9]),
         targets([5, 2**70]),
@@ -390,3 +393,107 @@ def test_any_key_of_ours_may_stand_behind_tinker_s_prefix() -> None:
         assert ring.find(key) is not None, key
     for key in ("tml-tml-plm-a-key-of-ours", "a-key-of-ours", "tml-"):
         assert ring.find(key) is None, key
+
+
+@pytest.fixture
+async def seeing(server: Api, monkeypatch: pytest.MonkeyPatch) -> Api:
+    """The api of a model that sees."""
+    card, codec = await server.ring.known(MODEL)
+    card = msgspec.structs.replace(card, vision=VisionSpec("pixtral", "[IMG]", 9, 8, 128, 1))
+
+    async def known(name: str) -> Any:
+        return card, codec
+
+    monkeypatch.setattr(server.ring, "known", known)
+    return server
+
+
+async def shown_pass(server: Api, learner: str, *chunks: dict[str, Any]) -> httpx.Response:
+    body = json_pass(learner)
+    body["forward_backward_input"]["data"][0]["model_input"]["chunks"] += chunks
+    return await server.post("/api/v1/forward_backward", body)
+
+
+async def test_a_pass_too_long_is_refused_before_its_images_are_looked_at(seeing: Api) -> None:
+    learner = await made(seeing)
+    await seeing.ring.learners.announce(ServiceCard(id="s", model=MODEL, max_rank=8, max_learners=4, sees=True))
+    many = {"type": "encoded_text", "tokens": [5] * (1 << 20)}
+    damaged = {"type": "image", "data": "AAAA", "format": "png"}
+    answer = await shown_pass(seeing, learner, damaged, many)
+    assert answer.status_code == 400 and "takes up to" in answer.text
+    message = _MESSAGE["ForwardBackwardRequest"](model_id=learner, seq_id=1, loss_fn="cross_entropy")
+    datum = message.data.add()
+    for _ in range(4097):
+        datum.model_input.add().encoded_text.tokens = b""
+    with pytest.raises(InvalidRequestError, match="4097 chunks"):
+        read_pass(message.SerializeToString())
+
+
+async def test_a_pass_fetches_a_url_once_and_takes_so_many_bytes_of_images(
+    seeing: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner, fetched = await made(seeing), list[str]()
+    await seeing.ring.learners.announce(ServiceCard(id="s", model=MODEL, max_rank=8, max_learners=4, sees=True))
+
+    async def get(url: str) -> bytes:
+        fetched.append(url)
+        return f"{url:>2000}".encode()
+
+    async def checked(data: bytes) -> tuple[bytes, tuple[int, int]]:
+        return data[-8:], (8, 8)
+
+    monkeypatch.setattr(seeing.ring.image_fetch, "get", get)
+    monkeypatch.setattr(seeing.ring.images, "checked", checked)
+    monkeypatch.setattr("api.tinker.training.MOST_FILE_BYTES", 5000)
+    pointers = [{"type": "image_asset_pointer", "location": f"https://a.example/{at}.png"} for at in (0, 1, 0, 1, 2)]
+    answer = await shown_pass(seeing, learner, *pointers[:4])
+    assert "of files" not in answer.text and len(fetched) == 2
+    answer = await shown_pass(seeing, learner, *pointers)
+    assert answer.status_code == 400 and "of files" in answer.text and len(fetched) == 5
+
+
+async def test_a_pass_with_images_waits_for_a_service_that_is_known(seeing: Api, redis: Redis) -> None:
+    learner = await made(seeing)
+    await redis.delete(keys.learner_service(MODEL))
+    answer = await shown_pass(seeing, learner, {"type": "image", "data": "AAAA"})
+    assert answer.status_code == 503 and "no training service" in answer.text
+
+
+def test_a_service_from_before_images_cannot_read_a_pass_that_has_some() -> None:
+    files = {b"a": b"b"}
+    request = msgspec.msgpack.encode(SeenPass((), "cross_entropy", files=files))
+    assert msgspec.msgpack.decode(request, type=Request) == SeenPass((), "cross_entropy", files=files)
+    with pytest.raises(msgspec.ValidationError, match="seen_pass"):
+        msgspec.msgpack.decode(request, type=Begin | Pass | Step)
+
+
+async def test_what_was_accepted_stays_so_when_its_image_is_gone(seeing: Api) -> None:
+    learner = await made(seeing)
+    await ask(seeing, "forward_backward", **json_pass(learner))
+    gone = {"type": "image_asset_pointer", "location": "https://gone.example/a.png"}
+    answer = await shown_pass(seeing, learner, gone)
+    assert answer.status_code == 200 and answer.json()["request_id"] == f"{learner}:1"
+    named = {"session_id": learner.partition(":")[0], "sampling_session_seq_id": 0, "base_model": MODEL}
+    sampler = (await ask(seeing, "create_sampling_session", **named))["sampling_session_id"]
+    sample = {"sampling_session_id": sampler, "seq_id": 0, "sampling_params": {"max_tokens": 1}}
+    first = await ask(seeing, "asample", **sample, prompt={"chunks": [{"type": "encoded_text", "tokens": [5]}]})
+    assert await ask(seeing, "asample", **sample, prompt={"chunks": [gone]}) == first
+    assert "error" in await ask(seeing, "asample", 400, **{**sample, "seq_id": 1}, prompt={"chunks": [gone]})
+
+
+async def test_targets_that_ask_for_nothing_are_told_as_zeros(server: Api) -> None:
+    session = (await ask(server, "create_session", tags=[], user_metadata=None, sdk_version="x"))["session_id"]
+    made = await ask(server, "create_sampling_session", session_id=session, sampling_session_seq_id=0, base_model=MODEL)
+    named = {"sampling_session_id": made["sampling_session_id"], "seq_id": 0, "sampling_params": {"max_tokens": 8}}
+    targets = {"data": [-1, -1, -1, -1], "dtype": "int64", "shape": [2, 2]}
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]}
+    begun = await ask(server, "asample", **named, prompt=prompt, target_prompt_logprobs=targets)
+
+    async def done() -> bool:
+        return (await future(server, begun["request_id"])).status_code != 408
+
+    await wait_until(done)
+    message = _MESSAGE["SampleResponse"]()
+    message.ParseFromString((await future(server, begun["request_id"], PROTOBUF["content-type"])).content)
+    told = message.target_prompt_logprobs
+    assert list(told.shape) == [2, 2] and np.frombuffer(told.dense, "<f4").tolist() == [0.0] * 4

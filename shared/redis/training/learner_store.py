@@ -91,6 +91,10 @@ class LearnerStore:
             raise ConflictError(f"request {number} is far ahead of those that were asked before")
         if said == 0:
             raise QueueFullError("this learner has as many requests waiting as it may have; try again shortly")
+        await self.wake(spec)
+
+    async def wake(self, spec: LearnerSpec) -> None:
+        """Have a service look at a learner."""
         due = waiting_learners(self._redis, spec.model)
         await due.add(spec.id)
         await due.hasten(spec.id)
