@@ -20,8 +20,6 @@ _HEAD_CHARS = 1024  # in which `data:image/png;base64,` has to end
 _PIECE = 1 << 18  # read at a time: no thread holds the interpreter for longer; whole groups of four
 
 Keep = Callable[[bytes, bytes], Awaitable[None]]  # takes the SHA-256 and the bytes of an image that has been checked
-
-
 Known = dict[str, tuple[bytes, tuple[int, int]]]  # SHA-256 and size of images that were fetched and kept, by URL
 
 

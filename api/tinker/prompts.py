@@ -19,6 +19,9 @@ from shared.images.refs import ImageRef
 from shared.sequences import ModelCard
 from shared.text.codec import TextCodec
 
+MOST_DATA = 4096  # of a pass
+MOST_CHUNKS = 4096  # of a prompt
+
 
 class ImageChunk(NamedTuple):
     """As a request has it; exactly one of both is there."""
@@ -27,9 +30,6 @@ class ImageChunk(NamedTuple):
     url: str | None = None
     data: bytes | None = None
 
-
-MOST_DATA = 4096  # of a pass
-MOST_CHUNKS = 4096  # of a prompt
 
 Ids = Sequence[int] | npt.NDArray[np.int32]
 Piece = Ids | ImageChunk

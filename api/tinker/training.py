@@ -228,11 +228,13 @@ def _texts(data: list[GivenDatum]) -> list[Datum | None]:
 
 async def _check_seen(ring: Ring, spec: LearnerSpec, card: ModelCard, data: list[GivenDatum]) -> None:
     """Before images are read; UnsupportedModelError when nobody learns from them."""
-    service = await ring.learners.service(spec.model)
-    if card.vision is not None and service is None:
-        raise _no_service(spec.model)
-    if card.vision is not None and service is not None and not service.sees:
-        raise UnsupportedModelError(f"the training service of '{spec.model}' does not learn from images", param="data")
+    if card.vision is not None:  # else the images themselves are refused
+        service = await ring.learners.service(spec.model)
+        if service is None:
+            raise _no_service(spec.model)
+        if not service.sees:
+            message = f"the training service of '{spec.model}' does not learn from images"
+            raise UnsupportedModelError(message, param="data")
     if await aside(_count_images, data) > MOST_IMAGES:
         raise _too_many(str(MOST_IMAGES), "data")
 

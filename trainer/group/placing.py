@@ -47,9 +47,6 @@ def check(settings: TrainSettings) -> None:
 
 def _check_by_data(settings: TrainSettings) -> None:
     """SetupError that names what ranks cannot learn each from a part of the samples."""
-    refused = {
-        f"--mode {settings.mode}": (settings.mode == "reward", "a head's gradients are not summed over samples"),
-    }
-    for flag, (asked, why) in refused.items():
-        if asked:
-            raise SetupError(f"{flag} cannot be had with --distributed-sharding data: {why}")
+    if settings.mode == "reward":
+        why = "a head's gradients are not summed over samples"
+        raise SetupError(f"--mode {settings.mode} cannot be had with --distributed-sharding data: {why}")

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Self
 
 import msgspec
@@ -165,30 +165,36 @@ class Lead:
         if self._closing is not None:
             await self._closing
         self._step += 1
-        self.late_at, began = float("inf"), time.monotonic()
-        told = {}
-        for member, part in parts.items():
-            told[member] = await self._run.parcels.put(await asyncio.to_thread(msgspec.msgpack.encode, part))
-        self._parts = list(told.values())
-        first = None if origin is None else await self._origin.of(origin)
-        shown = {picture.key.hex(): await self._shown(picture) for picture in pictures}
-        await self._say(Begin(self.epoch, self._step, await self._weights.of(weights), told, first, shown))
-        self.late_at += time.monotonic() - began  # if it was set in the meantime: members have only heard of it now
+        with self._telling():
+            told = {}
+            for member, part in parts.items():
+                told[member] = await self._run.parcels.put(await asyncio.to_thread(msgspec.msgpack.encode, part))
+            self._parts = list(told.values())
+            first = None if origin is None else await self._origin.of(origin)
+            shown = await self._shown(pictures)
+            await self._say(Begin(self.epoch, self._step, await self._weights.of(weights), told, first, shown))
 
-    async def _shown(self, picture: Picture) -> Parcel:
-        """Where an image lies, which members keep, too."""
+    async def _shown(self, pictures: Sequence[Picture]) -> dict[str, Parcel]:
+        """Where images lie, by key, which members keep, too."""
         now = time.monotonic()
         self._pictures = {key: put for key, put in self._pictures.items() if now - put[1] < _FRESH_S}
-        if picture.key not in self._pictures:
-            data = await asyncio.to_thread(msgspec.msgpack.encode, picture)
-            self._pictures[picture.key] = await self._run.parcels.put(data), now
-        return self._pictures[picture.key][0]
+        for picture in pictures:
+            if picture.key not in self._pictures:
+                data = await asyncio.to_thread(msgspec.msgpack.encode, picture)
+                self._pictures[picture.key] = await self._run.parcels.put(data), now
+        return {picture.key.hex(): self._pictures[picture.key][0] for picture in pictures}
+
+    @contextlib.contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Members hear of it at the end: if it is said in the meantime when they are late, that counts from then on."""
+        self.late_at, began = float("inf"), time.monotonic()
+        yield
+        self.late_at += time.monotonic() - began
 
     async def go(self, update: int, weights: Arrays, known: ValueSums | None = None) -> None:
         """Tell members that the next update begins."""
-        self.late_at, began = float("inf"), time.monotonic()
-        await self._say(Go(self.epoch, self._step, update, await self._weights.of(weights), known))
-        self.late_at += time.monotonic() - began
+        with self._telling():
+            await self._say(Go(self.epoch, self._step, update, await self._weights.of(weights), known))
 
     def close(self, weights: Arrays) -> None:
         """The step is over, and these are most likely the next one's weights: members get them in the meantime."""
@@ -199,9 +205,11 @@ class Lead:
             for parcel in self._parts:
                 await self._run.parcels.drop(parcel)
             self._parts = []
-            while sum(parcel.size for parcel, _ in self._pictures.values()) > _PICTURE_BYTES:
-                key = next(iter(self._pictures))  # of the oldest
-                await self._run.parcels.drop(self._pictures.pop(key)[0])
+            kept = sum(parcel.size for parcel, _ in self._pictures.values())
+            while kept > _PICTURE_BYTES:
+                oldest, _ = self._pictures.pop(next(iter(self._pictures)))
+                kept -= oldest.size
+                await self._run.parcels.drop(oldest)
             await self._say(Ready(self.epoch, await self._weights.of(weights)))
         except (RedisError, OSError) as error:
             log.warning("shared.redis_away", error=reason(error))

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import mlx.core as mx
 import numpy as np
+import numpy.typing as npt
 from mlx.utils import tree_flatten, tree_map_with_path
 
 from trainer.learn.batches import SampleGroup
@@ -79,8 +80,18 @@ class Peers:
 
     def numbers(self, own: Sequence[float]) -> list[float]:
         """Each summed, in fp64: a variance is a small difference of two sums."""
+        summed: list[float] = self._by_rank(own).sum(0).tolist()
+        return summed
+
+    def largest(self, own: float) -> float:
+        """Of all ranks' numbers."""
+        of_all: list[float] = self._by_rank([own])[:, 0].tolist()
+        return max(of_all)
+
+    def _by_rank(self, own: Sequence[float]) -> npt.NDArray[np.float64]:
+        """All ranks' numbers [R, N], on each of them."""
         if self._ranks is None:
-            return list(own)
+            return np.array([own], np.float64)
         mine = np.array(own, np.float64)
         halves_2N = np.zeros((2, len(mine)), np.float32)
         with np.errstate(over="ignore", invalid="ignore"):  # what is not finite stays so
@@ -89,15 +100,8 @@ class Peers:
         by_rank_R2N = np.zeros((self._ranks.size, *halves_2N.shape), np.float32)
         by_rank_R2N[self._ranks.rank] = halves_2N  # beside zeros, so that the sum rounds nothing
         told_R2N = np.array(mx.distributed.all_sum(mx.array(by_rank_R2N), group=self._ranks.group), np.float64)
-        told: list[float] = told_R2N.sum((0, 1)).tolist()
-        return told
-
-    def largest(self, own: float) -> float:
-        """Of all ranks' numbers."""
-        if self._ranks is None:
-            return own
-        by_rank = [own if rank == self._ranks.rank else 0.0 for rank in range(self._ranks.size)]
-        return max(self.numbers(by_rank))
+        numbers_RN: npt.NDArray[np.float64] = told_R2N.sum(1)
+        return numbers_RN
 
 
 def _vector(tree: Any) -> mx.array:

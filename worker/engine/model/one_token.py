@@ -30,7 +30,7 @@ from mlx_lm.models.base import create_attention_mask, scaled_dot_product_attenti
 from mlx_lm.models.rope_utils import Llama3RoPE, SuScaledRoPE, YarnRoPE
 
 from worker.engine.model.joined import Joined, arrays_of, join
-from worker.engine.model.sites import EMBEDDINGS, LINEARS, REDUCING, summed
+from worker.engine.model.sites import EMBEDDINGS, LINEARS, REDUCING, quantized_product, summed
 
 Arrays = tuple[mx.array, ...]
 Adapt = Callable[[str, mx.array, list[mx.array]], list[mx.array]]
@@ -76,16 +76,7 @@ class Product:
         """The same without the sum over ranks and the bias behind it."""
         by = dict(zip(self.names, arrays, strict=True))
         if self.bits:
-            y_BO = mx.quantized_matmul(
-                x_BI,
-                by["weight"],
-                scales=by["scales"],
-                biases=by.get("biases"),
-                transpose=True,
-                group_size=self.group_size,
-                bits=self.bits,
-                mode=self.mode,
-            )
+            y_BO = quantized_product(x_BI, by, self)
         elif "bias" in by and self.group is None:
             return mx.addmm(by["bias"], x_BI, by["weight"])
         else:

@@ -7,7 +7,7 @@ their deltas can share operations. Groups are found by tracing one forward, so n
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -153,15 +153,20 @@ def partial_sums(linear: Any, x: mx.array) -> mx.array:
     if not isinstance(linear, _QUANTIZED):
         product: mx.array = x @ linear["weight"].T
         return product
+    return quantized_product(x, linear, linear)
+
+
+def quantized_product(x: mx.array, arrays: Mapping[str, mx.array], how: Any) -> mx.array:
+    """x [..., in] times quantised weights, [..., out]; `how` has their bits, group size and mode."""
     return mx.quantized_matmul(
         x,
-        linear["weight"],
-        scales=linear["scales"],
-        biases=linear.get("biases"),
+        arrays["weight"],
+        scales=arrays["scales"],
+        biases=arrays.get("biases"),
         transpose=True,
-        group_size=linear.group_size,
-        bits=linear.bits,
-        mode=linear.mode,
+        group_size=how.group_size,
+        bits=how.bits,
+        mode=how.mode,
     )
 
 
