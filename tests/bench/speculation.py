@@ -191,10 +191,15 @@ class Runs:
         )
         self._loaded, self._config = loaded, replace(config, speculation=drafts)
         self._plain, self._drafting = Engine(loaded, config), Engine(loaded, self._config)
-        self._drafting.drafting._clock = clock
+        self._drafting.drafting._clock = self._own_clock
+        self._elsewhere = 0.0
         self._rows, self._tokens, self._context, self._vocab = rows, tokens, context, loaded.card.vocab_size
         self._least = context // 4 if mixed else context
         self._forget()
+
+    def _own_clock(self) -> float:
+        """Without what the engine that does not draft has taken in between: it is no part of a step."""
+        return clock() - self._elsewhere
 
     def _forget(self) -> None:
         self.drafted = self.accepted = self.changed = self.tokens = self.turns = 0
@@ -256,12 +261,14 @@ class Runs:
         plain, drafting = self._begun(chances, seed)
         for begin in count(1, STRETCH):
             for each in (plain, drafting):
+                began = clock()
                 for turn in range(begin, begin + STRETCH):
                     if every and turn % every == 0 and turn < self._tokens:
                         each.arrive(self._late(turn))
                     if each.is_busy:
                         each.turn()
                 each.rest()
+                self._elsewhere += clock() - began if each is plain else 0.0
             if not (plain.is_busy or drafting.is_busy):
                 break
         after = self._drafting.stats().speculation

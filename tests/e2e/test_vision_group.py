@@ -7,15 +7,18 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import redis
 from openai import OpenAI
 
 pytest.importorskip("mlx_vlm")
 
+from shared.redis import keys
 from tests.e2e.bad_images import attack
 from tests.e2e.rings import MODEL, Ring, ring
 from tests.e2e.served.test_group import RANKS, children, worker_of
 from tests.e2e.test_vision import ask, shown
 from tests.engine.vision_models import alone, picture, whole_model, write_vision_model
+from tests.waiting import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -50,12 +53,20 @@ def test_damaged_pictures_among_good_ones_are_answered_and_lose_no_rank(client: 
     assert worker_of(group) == leading
 
 
+def is_asked(at: Ring) -> bool:
+    """Whether the ring has taken a sequence on that is not over."""
+    with redis.Redis.from_url(at.redis_url) as client:
+        found = list(client.scan_iter(match=keys.sequence(MODEL, "*"), count=1000))
+        return any(client.hget(key, "state") in (b"queued", b"running") for key in found)
+
+
 def test_a_rank_that_dies_amid_images_costs_no_token(client: OpenAI, group: Ring) -> None:
     leading, seeds = worker_of(group), range(100, 106)
     follower, *_ = children(leading)  # what it has started later reads images
     parts = [shown(seed) for seed in seeds]
     with ThreadPoolExecutor() as pool:
         asked = pool.submit(ask, client, "Which?", *parts, max_tokens=40)
+        asyncio.run(wait_until(lambda: asked.done() or is_asked(group)))  # without a worker it would be refused
         os.kill(follower, signal.SIGKILL)
         answer = asked.result()
     (choice,) = answer.choices

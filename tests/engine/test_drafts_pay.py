@@ -127,6 +127,18 @@ def test_a_busy_moment_of_the_machine_does_not_end_drafts() -> None:
     assert taken["busy"] < 1.2 * taken["quiet"], taken
 
 
+@pytest.mark.parametrize(("rows", "fixed", "most"), [(8, 0.4, 1.2), (32, 0.3, 1.3)])
+def test_a_machine_that_turns_slow_does_not_end_drafts(rows: int, fixed: float, most: float) -> None:
+    """All steps take thrice from the twentieth on; what those without drafts took before is no measure any more."""
+    taken = {"slow": 0, "quiet": 0}
+    for seed in range(4):
+        for name, busy in (("slow", [range(20, 10**6)]), ("quiet", [])):
+            world = World([0.7] * rows, 0.02, fixed=fixed, busy=busy, seed=seed)
+            world.run()
+            taken[name] += len(world.steps)
+    assert taken["slow"] < most * taken["quiet"], taken
+
+
 def test_rows_for_which_nothing_suggests_itself_are_seldom_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     looks, look = [0], Drafting._draft
 

@@ -118,11 +118,14 @@ class Drafting:
         width, before = self._widths
         if width > 1:
             plain = (self._account.plain_s if self._all_batch else 0.0) or self._times.usual(self._size, 1) or took
-            self._account.checked(took, tokens, plain)
+            if self._account.checked(took, tokens, plain):
+                self._account.doubt(self._times.forget(self._size))
         elif before > 1:
             self._account.back(took, tokens)
         elif width:
             self._account.plain(took, tokens)
+            if (known := self._times.known(self._size, 1)) is not None:
+                self._account.timed(known)
 
     @property
     def _account(self) -> Account:

@@ -7,7 +7,8 @@ and jobs may: of these only the sum counts. So both kinds of steps are timed as 
 and then, since contexts grow and machines get busy.
 
 That is a guess, and to make it takes time. So it is kept account of what drafts have brought and what they and looking
-for them have cost (`Account`): what is lost for good is a hundredth of the time.
+for them have cost (`Account`): what is lost for good is a hundredth of the time. A loss may mean that all steps take
+longer than they did, on a machine that others use: it is believed once steps without drafts have been timed anew.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from statistics import fmean, median
+from statistics import fmean, median, median_low
 
 RECENT = 0.07  # weight of the latest drafted token in a row's chance; the first ones weigh more
 SHARED_RECENT = 0.02  # and in that of all rows
@@ -40,6 +41,7 @@ SAVED = 8.0  # steps that may be lost after drafts have paid
 BUSY = 1.5  # times the median of a step that checks drafts: one that takes longer says something of the machine only
 PLAIN_BUSY = 3.0  # and of one without, which may come with a prompt or with none
 PLAIN_SAMPLES = 64  # latest ones
+DOUBT = 2.0  # steps lost since drafts last paid: after that a step without is timed again
 TRUST = 1.2  # so much less than usual a step may bring by what is guessed of it, after drafts have paid
 LOOK = 0.25  # of a step: what it costs to wait for what a step is fed, before it is known to check nothing
 
@@ -134,6 +136,12 @@ class StepTimes:
         stale = (STALE if width > 1 else PLAIN_STALE) * min(1, len(times) / ENOUGH)
         return None if self._steps - self._taken_at[key] >= stale else _usual(times)
 
+    def forget(self, rows: int) -> float:
+        """What steps without drafts have taken, in seconds, since it may have changed; 0: nothing was known."""
+        seconds = self.usual(rows, 1) or 0.0
+        self._times.pop(_key(rows, 1), None)
+        return seconds
+
     def _wide(self, rows: int) -> list[tuple[int, float]]:
         """Widths of steps that check drafts, and seconds, as far as they are known."""
         widths = sorted(each for of, each in self._times if of == about(rows) and each > 1)
@@ -193,6 +201,8 @@ class Account:
         self._plain: deque[float] = deque(maxlen=PLAIN_SAMPLES)
         self._plain_tokens: deque[float] = deque(maxlen=PLAIN_SAMPLES)
         self._checks: deque[float] = deque(maxlen=SAMPLES)
+        self._lost = self._charged = 0.0  # in steps that check drafts, since these have last brought the most
+        self._doubted = 0.0  # what a step without drafts was thought to take, until that is timed anew
         self.is_spent = False  # nothing may be tried until more steps have passed
 
     @property
@@ -222,11 +232,30 @@ class Account:
         if plain := self.plain_s:
             self._add(EARNED + tokens - min(PLAIN_BUSY, seconds / plain))
 
-    def checked(self, seconds: float, tokens: float, plain: float) -> None:
-        """A step that has checked drafts, and so many tokens a row; `plain`: seconds for one without drafts."""
+    def checked(self, seconds: float, tokens: float, plain: float) -> bool:
+        """A step that has checked drafts, and so many tokens a row; `plain`: seconds for one without drafts.
+
+        Tells whether that is to be timed again, since so much has been lost by it.
+        """
         self._checks.append(seconds)
-        most = BUSY * median(self._checks) if len(self._checks) >= ENOUGH else 2 * tokens * plain
-        self._add(EARNED + tokens - min(seconds, most) / plain)
+        most = BUSY * median_low(self._checks) if len(self._checks) > 1 else (1 + tokens) * plain
+        counts = min(seconds, most) / plain
+        self._add(EARNED + tokens - counts)
+        self._lost = max(0.0, self._lost + counts - tokens)
+        self._charged = self._charged + counts if self._lost else 0.0
+        return self._lost > DOUBT
+
+    def doubt(self, plain: float) -> None:
+        """That a step without drafts takes so many seconds still."""
+        self._doubted = plain
+
+    def timed(self, plain: float) -> None:
+        """What such a step takes: what was lost only because all steps take longer was not lost."""
+        if self._doubted:
+            slower = max(1.0, plain / self._doubted)
+            self._add(self._charged * (1 - 1 / slower))
+            self._plain = deque((each * slower for each in self._plain), PLAIN_SAMPLES)
+            self._lost = self._charged = self._doubted = 0.0
 
     def looked(self, seconds: float, *, waited: bool) -> None:
         """For drafts, in vain; `waited`: for what the step is fed, so that nothing could be computed ahead."""
