@@ -6,7 +6,7 @@ Printed is how many times faster two ranks are than one, least, median and most 
 say; of rows also how many times faster in parts than in one.
 
 On a machine of two cores each rank has one of them, if nothing else runs. `--cores N` gives each of the three processes
-N cores of its own, as if it had a machine: MLX's ring waits with a busy core, which the products do not need then.
+N cores of its own, as if it had a machine.
 """
 
 from __future__ import annotations
@@ -105,7 +105,8 @@ def _asked(processes: list[subprocess.Popen[str]], what: object) -> float:
 def _write(folder: Path) -> None:
     from tests.engine.small_models import LLAMA, write_model
 
-    write_model(folder, LLAMA | SHAPE | {"num_key_value_heads": 8, "head_dim": 64, "vocab_size": VOCABULARY})
+    config = LLAMA | SHAPE | {"num_key_value_heads": 8, "head_dim": 64, "vocab_size": VOCABULARY}
+    write_model(folder, config | {"max_position_embeddings": 2 * PROMPT})
 
 
 def rank(folder: Path) -> None:
@@ -120,9 +121,12 @@ def rank(folder: Path) -> None:
     from worker.engine.batch.row_model import RowModel
     from worker.engine.messages import EngineConfig
     from worker.engine.model.loader import load_model
+    from worker.group.backend import let_sockets_wait
 
     in_parts = RowModel.stages
     group = mx.distributed.init(strict=True, backend="ring") if "MLX_RANK" in os.environ else None
+    if group is not None:
+        let_sockets_wait(json.loads(Path(os.environ["MLX_HOSTFILE"]).read_text()), group.rank())
     config = EngineConfig(
         str(folder), max_rows=max(ROWS), prefill_chunk=PIECE, prefix_cache_bytes=0, sharding="pipeline"
     )
@@ -149,9 +153,10 @@ def _engine(loaded: Any, config: Any, rows: int, length: int, tokens: int) -> An
 def _prompt_s(loaded: Any, config: Any) -> float:
     engine = _engine(loaded, config, 1, PROMPT, 1)
     began = time.perf_counter()
-    while not _turn(engine, loaded).events:
+    while not (events := _turn(engine, loaded).events):
         engine.settle()
     took = time.perf_counter() - began
+    assert events[0].tokens, events
     engine.close()
     return took
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import sys
+import time
 from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
@@ -57,9 +59,11 @@ from worker.engine.messages import EngineConfig, SpeculationConfig  # noqa: E402
 from worker.engine.model.loader import LoadedModel, load_model  # noqa: E402
 from worker.engine.model.one_token import OneToken, one_token_of  # noqa: E402
 from worker.engine.ranks import ranks  # noqa: E402
-from worker.engine.ranks.ranks import Ranks  # noqa: E402
+from worker.engine.ranks.ranks import Ranks, one_after_another  # noqa: E402
+from worker.group.backend import let_sockets_wait  # noqa: E402
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+PATIENCE_S = 30  # for another rank
 SHARDING: Any = "tensor"  # of the ranks
 GRAMMAR = json.dumps({"grammars": [{"json_schema": SCHEMA}]})
 
@@ -438,6 +442,24 @@ def refusal(group: Any, folder: str, **config: Any) -> Any:
     return ""
 
 
+def comes_back(group: Any, folder: str) -> Any:
+    """Whether the first rank gets what the last one makes in a decode step before that one goes on."""
+    mx.synchronize(generation_stream)  # the latest engine's forward is under way, and on the same links
+    ranks = one_after_another(Ranks(group))
+    got, made_B1H = Path(folder, "came-back"), mx.full((2, 1, 4), float(group.rank()))
+    told_B1H = ranks.from_last(made_B1H)
+    if group.rank() == 0:
+        came = bool((told_B1H == group.size() - 1).all())
+        got.touch()
+        return {"came": came}
+    ends = time.monotonic() + PATIENCE_S
+    while not got.exists() and time.monotonic() < ends:
+        time.sleep(0.01)
+    came = got.exists()
+    mx.eval(told_B1H)
+    return {"came": came}
+
+
 def by_sums(group: Any, task: str, **arguments: Any) -> Any:
     """Another task, where ranks hand on as they do without sends."""
     with MonkeyPatch.context() as patch:
@@ -479,6 +501,7 @@ def main(folder: Path, sharding: str) -> None:
     global CHANNEL, SHARDING
     SHARDING = sharding
     group = mx.distributed.init(strict=True, backend="ring")
+    let_sockets_wait(json.loads(Path(os.environ["MLX_HOSTFILE"]).read_text()), group.rank())
     CHANNEL = channel = Channel(folder, Ranks(group))
     Bench.facts = staticmethod(channel.facts)  # type: ignore[assignment]
     told = run(msgspec.json.decode((folder / "tasks.json").read_bytes(), type=list[Task]), group)

@@ -46,6 +46,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     ran.add("schedule qwen3_5", "schedule", "qwen3_5", seed=1)
     ran.add_adapters(("llama",))
     ran.add("memory", "memory", "qwen3_moe")
+    ran.add("comes back", "comes_back", "llama")
     ran.add_seeing(SEEING)
     return ran.start("pipeline")
 
@@ -57,6 +58,7 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     ran.add("llama", "sequences", "llama", **asked)
     ran.add("by sums", "by_sums", "llama", task="sequences", **asked)
     ran.add("refused gemma3", "refusal", "gemma3")
+    ran.add("comes back", "comes_back", "llama")
     return ran.start("pipeline")
 
 
@@ -79,6 +81,11 @@ def test_whatever_the_schedule_ranks_stay_together(ran: Ran) -> None:
 @pytest.mark.parametrize("name", SEEING)
 def test_images_that_one_rank_encodes_are_seen_by_all(ran: Ran, name: str) -> None:
     assert_seen(ran, name)
+
+
+def test_what_the_last_rank_makes_comes_back_while_it_goes_on(ran: Ran, three: Ran) -> None:
+    for ranks in (ran, three):
+        assert ranks.told("comes back") == {"came": True}
 
 
 def test_rows_of_many_versions_are_true_to_them(ran: Ran) -> None:

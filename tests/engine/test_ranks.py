@@ -1,6 +1,9 @@
 """Ranks over MLX's ring that divide a model: they say what one process says of it, and all of them say the same."""
 
+import os
+import socket
 from collections.abc import Sequence
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
@@ -20,6 +23,7 @@ from tests.engine.ranks import Task, start
 from tests.engine.small_models import LLAMA, write_model
 from worker.engine.messages import EngineConfig
 from worker.engine.model.loader import load_model
+from worker.group.backend import let_sockets_wait
 
 pytestmark = pytest.mark.long  # two processes
 
@@ -156,7 +160,7 @@ class Ran:
         """What all ranks say of a task."""
         first, *others = self._told[key]
         for other in others:
-            for what in ("tokens", "ends", "versions", "specs"):
+            for what in ("tokens", "ends", "versions", "specs", "came"):
                 assert other == first or other.get(what) == first.get(what), f"ranks differ in {what}"
         return first
 
@@ -317,3 +321,19 @@ def test_train_steps_on_a_divided_model_are_those_of_one_process(ran: Ran, key: 
     assert_close(told["weights"], alone["weights"], 2 * CLOSE)  # where a gradient is all but zero, rounding decides
     assert told["config"] == alone["config"], "what is published names whole layers"
     assert {each["digest"] for each in ran._told[f"learns {key}"]} == {told["digest"]}
+
+
+def test_sockets_of_the_ring_wait_and_no_others() -> None:
+    with ExitStack() as stack:
+        places, ends = [], []
+        for _ in range(2):
+            server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            places.append([f"127.0.0.1:{server.getsockname()[1]}"])
+            ends.append(stack.enter_context(socket.create_connection(server.getsockname())))
+            ends.append(stack.enter_context(server.accept()[0]))
+        for end in ends:
+            end.setblocking(False)
+        let_sockets_wait(places, 0)
+        assert [os.get_blocking(end.fileno()) for end in ends] == [False, True, True, False]
+        with pytest.raises(BlockingIOError):  # and not for ever
+            ends[1].recv(1)

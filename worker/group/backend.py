@@ -3,6 +3,7 @@
 import json
 import os
 import socket
+import struct
 import tempfile
 from collections.abc import Sequence
 from importlib import metadata
@@ -16,6 +17,8 @@ from shared.process.options.kv import PeerSettings
 from worker.engine.model import cuda_graphs
 from worker.group.placement import Backend, Host, Placement, RankSettings, address_of, with_port
 from worker.peers.directory import own_address
+
+LONGEST_WAIT_US = 1000  # Linux makes up to two ticks of its clock of it, so 8 ms
 
 
 def backend_of(placed: Placement) -> Backend:
@@ -87,7 +90,39 @@ def join(placed: Placement, backend: str, places: Sequence[Sequence[str]], optio
         raise SetupError(
             f"{backend} says rank {group.rank()} of {group.size()}, and not {placed.rank} of {placed.size}"
         )
+    if backend == "ring" and mx.default_device() == mx.Device(mx.cpu):
+        let_sockets_wait(places, placed.rank)
     return group
+
+
+def let_sockets_wait(places: Sequence[Sequence[str]], rank: int) -> None:
+    """Let this rank's sockets of the ring wait for what comes: MLX asks them without a pause, which takes a core.
+
+    For ranks that compute on their CPUs. MLX's thread of a socket receives first and then sends, so where a socket has
+    both to do, as for sums of 1 MB and more, it may send late by as much as it waits.
+    """
+    own, next_ = _ports(places[rank]), _ports(places[(rank + 1) % len(places)])
+    for file in Path("/dev/fd").iterdir():
+        try:
+            twin = socket.socket(fileno=os.dup(int(file.name)))
+        except OSError:  # no socket, or the folder itself, which is closed by now
+            continue
+        with twin:
+            if twin.family == socket.AF_INET and (twin.getsockname()[1] in own or _peer(twin) in next_):
+                for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+                    twin.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", 0, LONGEST_WAIT_US))
+                twin.setblocking(True)  # and with it MLX's, which is the same one
+
+
+def _ports(places: Sequence[str]) -> set[int]:
+    return {int(place.rpartition(":")[2]) for place in places}
+
+
+def _peer(connected: socket.socket) -> int:
+    try:
+        return int(connected.getpeername()[1])
+    except OSError:  # it listens
+        return 0
 
 
 class Jaccl:

@@ -1,16 +1,21 @@
 """The ranks that are one engine, as one of them sees them.
 
 Collectives are called by all ranks in the same order and on one stream, that of the batch: two streams of a process
-would mix their messages. They are for sums of a forward and for what is agreed at start; who may hang is asked over
-another way (`turns.py`).
+would mix their messages, but where each has links of its own. They are for sums of a forward and for what is agreed at
+start; who may hang is asked over another way (`turns.py`).
 """
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import mlx.core as mx
+
+# Arrays of this process that are held until they have come: it has one group, which outlives an engine.
+_COMING: deque[mx.array] = deque()
+_HELD = 8
 
 
 @dataclass(frozen=True)
@@ -20,6 +25,7 @@ class Ranks:
     group: Any  # mx.distributed.Group
     by_sums: bool = False  # hidden states are handed on by sums
     stream: Any = None  # on which ranks exchange; None: that of what they compute
+    back: Any = None  # on which what the last rank makes comes back, beside that one
 
     @property
     def rank(self) -> int:
@@ -65,7 +71,7 @@ class Ranks:
     def received(self, like: mx.array) -> mx.array:
         """What the rank before has handed on; of `like`, shape and dtype count."""
         if not self.by_sums:
-            return _begun(
+            return _awaited(
                 mx.distributed.recv(like.shape, like.dtype, self.rank - 1, group=self.group, stream=self.stream)
             )
         x = like
@@ -74,27 +80,33 @@ class Ranks:
         return x
 
     def from_last(self, x: mx.array) -> mx.array:
-        """The last rank's values, on all of them, once somebody wants them; they hang on nothing of the others."""
+        """The last rank's values, on all of them; of a decode step at once, else once somebody wants them."""
         last = self.size - 1
-        if self.rank == last and x.shape[1] == 1:  # of a decode step all is wanted, soon
-            _begun(x)
         if not self.overlaps:
-            own = x if self.rank == last else mx.zeros(x.shape, x.dtype)
+            own = _begun(x) if self.rank == last and _is_step(x) else x
+            own = own if self.rank == last else mx.zeros(x.shape, x.dtype)
             return mx.distributed.all_sum(own, group=self.group, stream=self.stream)
+        # To rank 0, which draws, by the link that closes the ring; to the others from rank to rank against the way of
+        # all else. So nothing else is on these links in this direction, and it has a stream of its own: where hidden
+        # states wait for a rank that computes, what it has made passes them.
         if self.rank == last:
-            return self._also_at(0, x)
-        before = (self.rank - 1) % self.size
-        values = mx.distributed.recv(x.shape, x.dtype, before, group=self.group, stream=self.stream)
-        return self._also_at(self.rank + 1, values) if self.rank + 1 < last else values
+            for rank in {0, last - 1}:
+                x = self._also_at(rank, x)
+        else:
+            before = last if self.rank == 0 else self.rank + 1
+            x = mx.distributed.recv(x.shape, x.dtype, before, group=self.group, stream=self.back)
+            x = self._also_at(self.rank - 1, x) if self.rank > 1 else x
+        return _awaited(x) if _is_step(x) else x
 
     def _also_at(self, rank: int, x: mx.array) -> mx.array:
         """These values, which whoever wants them here sends there, too."""
-        sent = mx.distributed.send(x, rank, group=self.group, stream=self.stream)
+        sent = mx.distributed.send(x, rank, group=self.group, stream=self.back)
         both: mx.array = mx.depends(x, sent)
         return both
 
     def least(self, value: int) -> int:
         """The smallest of all ranks' values, which is agreed on at start."""
+        _let_come()
         least = mx.distributed.all_min(mx.array([value], mx.int64), group=self.group, stream=self.stream)
         return int(cast(int, least.item()))
 
@@ -104,12 +116,14 @@ class Ranks:
 
     def most(self, value: float) -> float:
         """The largest of all ranks' values; infinity counts."""
+        _let_come()
         most = mx.distributed.all_max(mx.array([value], mx.float32), group=self.group, stream=self.stream)
         return cast(float, most.item())
 
 
 def ranks_of(group: Any | None) -> Ranks | None:
     """Of a group of MLX; None for one rank alone."""
+    _let_come()  # what an engine before this one has left
     return None if group is None or group.size() == 1 else Ranks(group)
 
 
@@ -117,13 +131,33 @@ def one_after_another(ranks: Ranks) -> Ranks:
     """Ranks that hold a model layer by layer."""
     if not has_sends():
         return replace(ranks, by_sums=True)
-    on_cpu = mx.default_device() == mx.Device(mx.cpu)
-    return replace(ranks, stream=mx.new_stream(mx.cpu) if on_cpu else None)
+    if mx.default_device() != mx.Device(mx.cpu):
+        return ranks
+    return replace(ranks, stream=mx.new_stream(mx.cpu), back=mx.new_stream(mx.cpu))
 
 
 def has_sends() -> bool:
     """Whether MLX can send from rank to rank on this device: its CUDA has sums and no sends (0.32)."""
     return mx.default_device() == mx.Device(mx.cpu) or not mx.cuda.is_available()
+
+
+def _let_come() -> None:
+    """Wait for what is under way: collectives take the same links."""
+    mx.eval(list(_COMING))
+    _COMING.clear()
+
+
+def _awaited(x: mx.array) -> mx.array:
+    """Under way, and held until it has come: MLX frees what nobody holds, though a stream is yet to write it."""
+    _COMING.append(_begun(x))
+    if len(_COMING) > _HELD:
+        mx.eval(_COMING.popleft())  # here long since
+    return x
+
+
+def _is_step(x: mx.array) -> bool:
+    """Whether a forward has read one token of each row: then all that it has made is wanted, soon."""
+    return x.shape[1] == 1
 
 
 def _begun(x: mx.array) -> mx.array:
