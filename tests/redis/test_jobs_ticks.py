@@ -3,17 +3,18 @@
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import msgspec
 import pytest
 from redis.asyncio import Redis
+from redis.exceptions import ConnectionError
 
 from shared.jobs import TERMINAL, JobInput, JobSpec, JobStatus, RewardSpec
 from shared.redis import keys
 from shared.redis.connection.client import connect
-from shared.redis.jobs.ledger import JobLedger
+from shared.redis.jobs.ledger import JobLedger, SampleRecord
 from shared.redis.jobs.store import JobStore
 from shared.redis.jobs.ticks import enqueue_tick
 from shared.redis.queue.sequence_queue import SequenceQueue
@@ -267,6 +268,55 @@ async def test_sequences_that_redis_lost_are_enqueued_again(
         await redis.delete(key)
     async with working(FakeWorker(redis)):
         assert (await advance(runner, job)).counts.succeeded == 20
+
+
+TEXTS = {"model": "nobody", "score_logprobs": False}
+
+
+@pytest.mark.parametrize("fields", [{}, TEXTS], ids=["sequences", "texts"])
+@pytest.mark.parametrize("is_written", [False, True])
+async def test_samples_that_redis_goes_away_over_are_recorded(
+    redis: Redis, runner: TickContext, monkeypatch: Any, fields: dict[str, Any], is_written: bool
+) -> None:
+    record, breaks = JobLedger.record, [True]
+
+    async def broken(self: JobLedger, job_id: str, records: list[SampleRecord]) -> int:
+        if not records or not breaks:
+            return await record(self, job_id, records)
+        breaks.clear()
+        if is_written:
+            await record(self, job_id, records)
+        raise ConnectionError("Connection closed by server.")
+
+    monkeypatch.setattr(JobLedger, "record", broken)
+    job = await submit(redis, prompts(20), spec("score" if fields else "rollout", reward={"name": "exact"}, **fields))
+    async with working(FakeWorker(redis)):
+        with pytest.raises(ConnectionError):
+            await advance(runner, job)
+        status = await advance(runner, job)
+    assert (status.status, status.counts.succeeded) == ("succeeded", 20) and not breaks
+    assert len(await trajectories(redis, job)) == 20
+
+
+@pytest.mark.parametrize("fields", [{}, TEXTS], ids=["sequences", "texts"])
+async def test_samples_that_redis_forgets_are_read_again(
+    redis: Redis, runner: TickContext, monkeypatch: Any, fields: dict[str, Any]
+) -> None:
+    keep, lost = work.JobWork._keep, list[SampleRecord]()
+
+    async def losing(self: work.JobWork, records: list[SampleRecord], entries: Sequence[bytes] = ()) -> None:
+        """As when a primary dies before its replicas have what it took."""
+        if lost or not records:
+            await keep(self, records, entries)
+        else:
+            lost.extend(records)
+
+    monkeypatch.setattr(work.JobWork, "_keep", losing)
+    monkeypatch.setattr(work, "REPAIR_AFTER_S", 0.3)
+    job = await submit(redis, prompts(20), spec("score" if fields else "rollout", reward={"name": "exact"}, **fields))
+    async with working(FakeWorker(redis)):
+        status = await advance(runner, job)
+    assert (status.status, status.counts.succeeded) == ("succeeded", 20) and lost
 
 
 async def test_a_job_whose_ticks_always_raise_fails_with_the_reason(

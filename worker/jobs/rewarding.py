@@ -3,8 +3,8 @@
 A reward may take longer than a tick, and a runner has few ticks at a time: a tick adds what has finished, records what
 has been scored meanwhile, and leaves the rest to the job's next one.
 
-Invariants. A sample that was added is handed out once, scored or bare. What a runner holds here dies with it, and is
-finished and not recorded as far as Redis knows: the next runner begins with it.
+Invariants. A sample that was added is handed out, scored or bare, until it is told to be recorded. What a runner holds
+here dies with it, and is finished and not recorded as far as Redis knows: the next runner begins with it.
 """
 
 import asyncio
@@ -37,16 +37,18 @@ class Rewarding:
         self.cursor = "0"  # in the stream of finished sequences
         self.taken_up = False  # given texts that an earlier runner had begun with
         self._pieces: dict[asyncio.Task[list[SampleRecord]], Sequence[FinishedSample]] = {}
+        self._records: list[SampleRecord] = []  # handed out, and not known to be recorded; and their entries
+        self._entries: list[bytes] = []
 
     @property
     def room(self) -> int:
         """How many more samples may be added."""
-        return MOST - sum(map(len, self._pieces.values()))
+        return MOST - len(self._records) - sum(map(len, self._pieces.values()))
 
     @property
     def busy(self) -> bool:
         """Whether samples are here."""
-        return bool(self._pieces)
+        return bool(self._pieces or self._records)
 
     def add(self, samples: Sequence[FinishedSample]) -> None:
         """Begin to score them."""
@@ -65,25 +67,28 @@ class Rewarding:
     async def take(self, wait_s: float) -> tuple[list[SampleRecord], list[bytes]]:
         """What can be recorded, and its entries; waits for it at most so long.
 
-        Raises what scoring raised; then all samples are dropped and read again.
+        The same is handed out again until it is `recorded`: Redis may go away meanwhile. Raises what scoring raised;
+        then all samples are dropped and read again.
         """
         self.used_at = time.monotonic()
-        if self._pieces:
+        if self._pieces and not self._records:
             await asyncio.wait(self._pieces, timeout=wait_s)
-        records: list[SampleRecord] = []
-        entries: list[bytes] = []
         for task in [task for task in self._pieces if task.done()]:
             samples = self._pieces.pop(task)
             try:
-                records += task.result()
+                self._records += task.result()
             except BaseException:
                 self.close()
                 raise
-            entries += [sample.entry for sample in samples if sample.entry]
-        return records, entries
+            self._entries += [sample.entry for sample in samples if sample.entry]
+        return self._records, self._entries
+
+    def recorded(self) -> None:
+        """What was handed out last is recorded."""
+        self._records, self._entries = [], []
 
     def close(self) -> None:
-        """Forget all samples."""
+        """Forget all samples; those that are not recorded are read again, from the first one on."""
         for task in self._pieces:
             task.cancel()
         self._begin()

@@ -44,7 +44,7 @@ LOOK_S = 0.5  # a cancelled or late job is noticed this soon
 AGAIN_S = 0.1  # while samples are being scored, new ones are looked for this often
 BATCH = 128  # sequences enqueued, or results gathered, at a time
 CANCEL_GRACE_S = 5.0  # for workers to hand in what a cancelled job's sequences have so far
-REPAIR_AFTER_S = 15.0  # without any progress: enqueue again what is in flight (a Redis crash may lose a second)
+REPAIR_AFTER_S = 15.0  # without any progress (a Redis crash may lose a second)
 
 
 class JobWork:
@@ -167,11 +167,17 @@ class JobWork:
         rewarding = self._rewarding
         count = min(BATCH, rewarding.room) if needs_model(self._spec) else 0
         came = await self._read_finished(count, 0 if rewarding.busy else wait_s) if count > 0 else 0
-        records, entries = await rewarding.take(min(wait_s, AGAIN_S) if rewarding.busy else 0)
-        await self._keep(records, entries)
-        if needs_model(self._spec) and not (came or records or rewarding.busy):
+        count = await self._keep_scored(min(wait_s, AGAIN_S) if rewarding.busy else 0)
+        if not (came or count or rewarding.busy):
             await self._repair(progress)
-        return came + len(records)
+        return came + count
+
+    async def _keep_scored(self, wait_s: float) -> int:
+        """Record what has been scored; how many samples that was."""
+        records, entries = await self._rewarding.take(wait_s)
+        await self._keep(records, entries)
+        self._rewarding.recorded()
+        return len(records)
 
     async def _read_finished(self, count: int, wait_s: float) -> int:
         """Hand finished sequences on to be scored; returns how many."""
@@ -230,7 +236,10 @@ class JobWork:
         return prompts
 
     async def _repair(self, progress: JobProgress) -> None:
-        """Enqueue again what is in flight after a long silence; the queue ignores what it still has."""
+        """After a long silence read again what has finished, and enqueue again what is in flight.
+
+        Of what is finished Redis may have lost that it was recorded. The queue ignores what it still has.
+        """
         now = time.monotonic()
         repaired = self._context.repaired
         silent_s = min(
@@ -239,6 +248,9 @@ class JobWork:
         if progress.recorded >= progress.expanded * self._spec.n or silent_s < REPAIR_AFTER_S:
             return
         repaired[self._spec.id] = now
+        self._rewarding.close()
+        if not needs_model(self._spec):
+            return
         prompts = await self._prompts_of({o // self._spec.n for o in await self._in_flight(progress)})
         with contextlib.suppress(QueueFullError):
             await self._enqueue(list(prompts.values()))
@@ -271,7 +283,7 @@ class JobWork:
         until = time.monotonic() + CANCEL_GRACE_S
         self._rewarding.end_bare()
         while self._rewarding.busy:
-            await self._keep(*await self._rewarding.take(LOOK_S))
+            await self._keep_scored(LOOK_S)
         while needs_model(self._spec) and progress.recorded < progress.expanded * self._spec.n:
             in_flight = (await self._in_flight(progress))[::-1]  # the queue's end first: a freed row claims its head
             for at in range(0, len(in_flight), BATCH):
