@@ -333,7 +333,9 @@ def test_sockets_of_the_ring_wait_and_no_others() -> None:
             ends.append(stack.enter_context(server.accept()[0]))
         for end in ends:
             end.setblocking(False)
+        open_before = len(list(Path("/dev/fd").iterdir()))
         let_sockets_wait(places, 0)
+        assert len(list(Path("/dev/fd").iterdir())) == open_before
         assert [os.get_blocking(end.fileno()) for end in ends] == [False, True, True, False]
         with pytest.raises(BlockingIOError):  # and not for ever
             ends[1].recv(1)

@@ -3,6 +3,7 @@
 import json
 import os
 import socket
+import stat
 import struct
 import tempfile
 from collections.abc import Sequence
@@ -102,16 +103,21 @@ def let_sockets_wait(places: Sequence[Sequence[str]], rank: int) -> None:
     both to do, as for sums of 1 MB and more, it may send late by as much as it waits.
     """
     own, next_ = _ports(places[rank]), _ports(places[(rank + 1) % len(places)])
-    for file in Path("/dev/fd").iterdir():
-        try:
-            twin = socket.socket(fileno=os.dup(int(file.name)))
-        except OSError:  # no socket, or the folder itself, which is closed by now
+    for number in [int(file.name) for file in Path("/dev/fd").iterdir()]:
+        if not _is_socket(number):
             continue
-        with twin:
+        with socket.socket(fileno=os.dup(number)) as twin:
             if twin.family == socket.AF_INET and (twin.getsockname()[1] in own or _peer(twin) in next_):
                 for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
                     twin.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", 0, LONGEST_WAIT_US))
                 twin.setblocking(True)  # and with it MLX's, which is the same one
+
+
+def _is_socket(number: int) -> bool:
+    try:
+        return stat.S_ISSOCK(os.fstat(number).st_mode)
+    except OSError:  # closed by now, as the folder itself is
+        return False
 
 
 def _ports(places: Sequence[str]) -> set[int]:
