@@ -15,6 +15,7 @@ MEASUREMENTS = {
     "memory": "memory of api and worker over 10,000 streamed requests",
     "adapters": "decode steps with 1, 4 and 8 adapters; the pause of a hot load",
     "hosted": "a trainer in the engine's thread: what decoding keeps, what training gets, memory",
+    "hosted_learners": "learners in the worker that serves: what streams keep of their speed, learners of theirs",
     "learners": "16 learners of a training service at once over one with equal tokens; their memory",
     "trainers": "two processes that share one run's train steps over one",
     "federation": "two runs whose data stays apart, averaged every few steps, against one with all of it",

@@ -1,0 +1,160 @@
+"""Learners in the worker that serves: `python -m tests.bench.hosted_learners [--shape small|qwen3-0.6b|...]`.
+
+What streams keep of their speed beside them, and learners of theirs beside streams: the whole program, with
+`--learners` and `--training-share`. Stretches of streams alone, of both and of learners alone take turns, so the ratios
+hold whatever else the machine does. Of the thread, streams are promised what the share leaves.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+from shared.learners import Datum, LearnerSpec, Pass, Step, Values
+from shared.redis.connection.client import connect
+from shared.redis.training.learner_store import LearnerStore
+from tests.bench.load import load
+from tests.bench.models import QWEN3_0_6B, QWEN3_4B, QWEN3_SMALL, random_qwen3
+from tests.e2e.rings import Process
+
+SHAPES = {"small": QWEN3_SMALL, "qwen3-0.6b": QWEN3_0_6B, "qwen3-4b": QWEN3_4B}
+NAME = "model"
+ALONE_S = 6.0
+ANSWER_S = 300.0
+
+
+class Learners:
+    """That ask for one pass and one step after another."""
+
+    def __init__(self, store: LearnerStore, count: int, rows: int, length: int, vocabulary: int) -> None:
+        self._store = store
+        self._specs = [
+            LearnerSpec(id=f"learner-{at}", model=NAME, rank=8, scale=8.0, seed=at, adapter=f"learner-{at}")
+            for at in range(count)
+        ]
+        self._numbers = [0] * count
+        self._shape, self._vocabulary = (rows, length), vocabulary
+        self.tokens = 0  # learnt from
+
+    async def create(self) -> None:
+        for spec in self._specs:
+            await self._store.create(spec)
+        await asyncio.gather(*(self._round(at) for at in range(len(self._specs))))  # kernels, and sizes
+
+    async def learn(self) -> None:
+        """Until cancelled; what is under way then comes to its end."""
+        stopping = asyncio.Event()
+        tasks = [asyncio.create_task(self._rounds(at, stopping)) for at in range(len(self._specs))]
+        try:
+            await asyncio.Event().wait()
+        finally:
+            stopping.set()
+            await asyncio.gather(*tasks)
+
+    async def _rounds(self, at: int, stopping: asyncio.Event) -> None:
+        while not stopping.is_set():
+            await self._round(at)
+
+    async def _round(self, at: int) -> None:
+        for request in (self._pass(at), Step(learning_rate=1e-5)):
+            self._numbers[at] += 1
+            await self._store.place(self._specs[at], self._numbers[at], request)
+            answer = await self._store.answer(self._specs[at].id, self._numbers[at], ANSWER_S)
+            assert answer is not None, "no answer"
+        self.tokens += self._shape[0] * self._shape[1]
+
+    def _pass(self, at: int) -> Pass:
+        draw = np.random.default_rng((at, self._numbers[at]))
+        rows, length = self._shape
+        weights = Values.of(np.ones(length, np.float32))
+        ids_2BL = draw.integers(3, self._vocabulary, (2, rows, length))
+        data = [
+            Datum(ids.astype("<i4").tobytes(), {"target_tokens": Values.of(targets), "weights": weights})
+            for ids, targets in zip(*ids_2BL, strict=True)
+        ]
+        return Pass(tuple(data), "cross_entropy")
+
+
+@contextlib.asynccontextmanager
+async def learning(learners: Learners) -> AsyncIterator[None]:
+    """They learn meanwhile."""
+    task = asyncio.create_task(learners.learn())
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+async def measure(options: argparse.Namespace, url: str, redis_url: str) -> None:
+    """Print what each keeps beside the other."""
+    vocabulary = SHAPES[options.shape]["vocab_size"]
+    prompts = np.random.default_rng(0).integers(3, vocabulary, (options.streams, 64)).tolist()
+    asked = {"model": NAME, "max_tokens": options.tokens, "temperature": 0.0, "ignore_eos": True}
+    bodies = [{**asked, "prompt": prompt} for prompt in prompts]
+    async with contextlib.aclosing(connect(redis_url)) as redis:
+        learners = Learners(LearnerStore(redis), options.learners, options.rows, options.length, vocabulary)
+        await learners.create()
+        await load(url, "/v1/completions", bodies)
+        kept, learnt, gaps = [], [], []
+        for _ in range(options.rounds):
+            alone = await load(url, "/v1/completions", bodies)
+            async with learning(learners):
+                before = learners.tokens
+                both = await load(url, "/v1/completions", bodies)
+                beside = (learners.tokens - before) / both.took_s
+            async with learning(learners):
+                before = learners.tokens
+                await asyncio.sleep(ALONE_S)
+                by_itself = (learners.tokens - before) / ALONE_S
+            kept.append(both.tokens_per_s / alone.tokens_per_s)
+            learnt.append(beside / by_itself)
+            gaps.append(1000 * max(gap for stream in both.streams for gap in stream.gaps_s))
+            print(
+                f"streams {alone.tokens_per_s:.0f} -> {both.tokens_per_s:.0f} tok/s, learners {by_itself:.0f} -> "
+                f"{beside:.0f}, longest gap {gaps[-1]:.0f} ms",
+                flush=True,
+            )
+    print(
+        f"share {options.share}: streams keep {median(kept):.2f} ({min(kept):.2f} to {max(kept):.2f}), promised "
+        f"{1 - options.share:.2f}; learners {median(learnt):.2f} ({min(learnt):.2f} to {max(learnt):.2f})"
+    )
+
+
+def main() -> None:
+    """Start the program, and measure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="small")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--learners", type=int, default=8)
+    parser.add_argument("--share", type=float, default=0.2, help="--training-share")
+    parser.add_argument("--rows", type=int, default=8, help="of a pass")
+    parser.add_argument("--length", type=int, default=64, help="tokens of a row")
+    parser.add_argument("--streams", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=256, help="of a stream")
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        model = random_qwen3(Path(folder, NAME), SHAPES[options.shape], options.dtype)
+        server = Process.start(
+            "api.serve.main", "--model", str(model), "--served-model-name", NAME, "--port", "0",
+            "--data-dir", f"{folder}/data", "--dtype", options.dtype, "--log-json", "true",
+            "--learners", str(options.learners), "--training-share", str(options.share),
+        )  # fmt: skip
+        try:
+            url = server.wait_for_line(r"ready: (http://\S+)/v1").group(1)
+            redis_url = server.wait_for_line(r"--redis (\S+)").group(1)
+            server.wait_for_line(r"learners\.ready")
+            asyncio.run(measure(options, url, redis_url))
+        finally:
+            server.stop()
+
+
+if __name__ == "__main__":
+    main()
