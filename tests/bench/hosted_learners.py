@@ -66,7 +66,7 @@ class Learners:
             await self._store.place(self._specs[at], self._numbers[at], request)
             answer = await self._store.answer(self._specs[at].id, self._numbers[at], ANSWER_S)
             assert answer is not None, "no answer"
-        self.tokens += self._shape[0] * self._shape[1]
+            self.tokens += self._shape[0] * self._shape[1] if isinstance(request, Pass) else 0
 
     def _pass(self, at: int) -> Pass:
         draw = np.random.default_rng((at, self._numbers[at]))
@@ -134,7 +134,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--learners", type=int, default=8)
     parser.add_argument("--share", type=float, default=0.2, help="--training-share")
-    parser.add_argument("--rows", type=int, default=8, help="of a pass")
+    parser.add_argument("--rows", type=int, default=2, help="of a pass: it counts when it is through")
     parser.add_argument("--length", type=int, default=64, help="tokens of a row")
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=256, help="of a stream")
