@@ -170,6 +170,8 @@ class JobWork:
         count = await self._keep_scored(min(wait_s, AGAIN_S) if rewarding.busy else 0)
         if not (came or count or rewarding.busy):
             await self._repair(progress)
+            if not needs_model(self._spec):
+                await asyncio.sleep(min(wait_s, AGAIN_S))  # where there is a stream, its reading has waited
         return came + count
 
     async def _keep_scored(self, wait_s: float) -> int:
