@@ -137,8 +137,8 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=2, help="of a pass: it counts when it is through")
     parser.add_argument("--length", type=int, default=64, help="tokens of a row")
     parser.add_argument("--streams", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=256, help="of a stream")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=1000, help="of a stream: passes of learners take seconds")
+    parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = random_qwen3(Path(folder, NAME), SHAPES[options.shape], options.dtype)
