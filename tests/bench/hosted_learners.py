@@ -15,14 +15,14 @@ from statistics import median
 
 import numpy as np
 
-from shared.learners import Datum, LearnerSpec, Pass, Step, Values
+from shared.learners import LearnerSpec, Pass, Step
 from shared.redis.connection.client import connect
 from shared.redis.training.learner_store import LearnerStore
+from tests.bench.learners import examples
 from tests.bench.load import load
-from tests.bench.models import QWEN3_0_6B, QWEN3_4B, QWEN3_SMALL, random_qwen3
+from tests.bench.models import SHAPES, random_qwen3
 from tests.e2e.rings import Process
 
-SHAPES = {"small": QWEN3_SMALL, "qwen3-0.6b": QWEN3_0_6B, "qwen3-4b": QWEN3_4B}
 NAME = "model"
 ALONE_S = 6.0
 ANSWER_S = 300.0
@@ -31,14 +31,14 @@ ANSWER_S = 300.0
 class Learners:
     """That ask for one pass and one step after another."""
 
-    def __init__(self, store: LearnerStore, count: int, rows: int, length: int, vocabulary: int) -> None:
+    def __init__(self, store: LearnerStore, count: int, shape: str, rows: int, length: int) -> None:
         self._store = store
         self._specs = [
             LearnerSpec(id=f"learner-{at}", model=NAME, rank=8, scale=8.0, seed=at, adapter=f"learner-{at}")
             for at in range(count)
         ]
         self._numbers = [0] * count
-        self._shape, self._vocabulary = (rows, length), vocabulary
+        self._shape, self._rows, self._length = shape, rows, length
         self.tokens = 0  # learnt from
 
     async def create(self) -> None:
@@ -46,12 +46,13 @@ class Learners:
             await self._store.create(spec)
         await asyncio.gather(*(self._round(at) for at in range(len(self._specs))))  # kernels, and sizes
 
-    async def learn(self) -> None:
-        """Until cancelled; what is under way then comes to its end."""
+    @contextlib.asynccontextmanager
+    async def learning(self) -> AsyncIterator[None]:
+        """They learn meanwhile; what is under way then comes to its end."""
         stopping = asyncio.Event()
         tasks = [asyncio.create_task(self._rounds(at, stopping)) for at in range(len(self._specs))]
         try:
-            await asyncio.Event().wait()
+            yield
         finally:
             stopping.set()
             await asyncio.gather(*tasks)
@@ -61,35 +62,13 @@ class Learners:
             await self._round(at)
 
     async def _round(self, at: int) -> None:
-        for request in (self._pass(at), Step(learning_rate=1e-5)):
+        rows, length = self._rows, self._length
+        for request in (examples(self._shape, rows, length, self._numbers[at]), Step(learning_rate=1e-5)):
             self._numbers[at] += 1
             await self._store.place(self._specs[at], self._numbers[at], request)
             answer = await self._store.answer(self._specs[at].id, self._numbers[at], ANSWER_S)
             assert answer is not None, "no answer"
-            self.tokens += self._shape[0] * self._shape[1] if isinstance(request, Pass) else 0
-
-    def _pass(self, at: int) -> Pass:
-        draw = np.random.default_rng((at, self._numbers[at]))
-        rows, length = self._shape
-        weights = Values.of(np.ones(length, np.float32))
-        ids_2BL = draw.integers(3, self._vocabulary, (2, rows, length))
-        data = [
-            Datum(ids.astype("<i4").tobytes(), {"target_tokens": Values.of(targets), "weights": weights})
-            for ids, targets in zip(*ids_2BL, strict=True)
-        ]
-        return Pass(tuple(data), "cross_entropy")
-
-
-@contextlib.asynccontextmanager
-async def learning(learners: Learners) -> AsyncIterator[None]:
-    """They learn meanwhile."""
-    task = asyncio.create_task(learners.learn())
-    try:
-        yield
-    finally:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
+            self.tokens += rows * length if isinstance(request, Pass) else 0
 
 
 async def measure(options: argparse.Namespace, url: str, redis_url: str) -> None:
@@ -99,17 +78,17 @@ async def measure(options: argparse.Namespace, url: str, redis_url: str) -> None
     asked = {"model": NAME, "max_tokens": options.tokens, "temperature": 0.0, "ignore_eos": True}
     bodies = [{**asked, "prompt": prompt} for prompt in prompts]
     async with contextlib.aclosing(connect(redis_url)) as redis:
-        learners = Learners(LearnerStore(redis), options.learners, options.rows, options.length, vocabulary)
+        learners = Learners(LearnerStore(redis), options.learners, options.shape, options.rows, options.length)
         await learners.create()
         await load(url, "/v1/completions", bodies)
         kept, learnt, gaps = [], [], []
         for _ in range(options.rounds):
             alone = await load(url, "/v1/completions", bodies)
-            async with learning(learners):
+            async with learners.learning():
                 before = learners.tokens
                 both = await load(url, "/v1/completions", bodies)
                 beside = (learners.tokens - before) / both.took_s
-            async with learning(learners):
+            async with learners.learning():
                 before = learners.tokens
                 await asyncio.sleep(ALONE_S)
                 by_itself = (learners.tokens - before) / ALONE_S

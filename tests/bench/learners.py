@@ -19,20 +19,18 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from shared.learners import Datum, LearnerSpec, Pass, Step, Values
-from tests.bench.models import QWEN3_0_6B, QWEN3_4B, QWEN3_SMALL, random_qwen3
+from tests.bench.models import SHAPES, random_qwen3
 from trainer.learn.compute import ThreadHost, at_once
 from trainer.service.learner import ServiceLearner
 from trainer.service.turns import Turns
 from worker.engine.messages import EngineConfig
 from worker.engine.model.loader import load_model
 
-SHAPES: dict[str, dict[str, Any]] = {"small": QWEN3_SMALL, "qwen3-0.6b": QWEN3_0_6B, "qwen3-4b": QWEN3_4B}
 MB = 1e6
 
 
@@ -50,14 +48,14 @@ class Options:
     rounds: int
 
 
-def examples(options: Options, rows: int, seed: int) -> Pass:
+def examples(shape: str, rows: int, length: int, seed: int) -> Pass:
     """A pass over random tokens."""
     draw = np.random.default_rng(seed)
-    vocabulary = SHAPES[options.shape]["vocab_size"]
+    vocabulary = SHAPES[shape]["vocab_size"]
 
     def datum() -> Datum:
-        ids, targets = draw.integers(0, vocabulary, (2, options.length))
-        weights = Values.of(np.ones(options.length, np.float32))
+        ids, targets = draw.integers(0, vocabulary, (2, length))
+        weights = Values.of(np.ones(length, np.float32))
         return Datum(ids.astype("<i4").tobytes(), {"target_tokens": Values.of(targets), "weights": weights})
 
     return Pass(tuple(datum() for _ in range(rows)), "cross_entropy")
@@ -104,7 +102,7 @@ async def measure(options: Options, folder: Path) -> None:
         learners = [await host.run(at_once(partial(build, seed))) for seed in range(count)]
         weights = await host.run(at_once(learners[0].weights))
         own = 3 * sum(value.nbytes for value in weights.values())  # and its two moments
-        passes = [examples(options, options.rows, seed) for seed in range(count)]
+        passes = [examples(options.shape, options.rows, options.length, seed) for seed in range(count)]
         joined = Pass(tuple(datum for request in passes for datum in request.data), "cross_entropy")
 
         async def side_by_side() -> Took:

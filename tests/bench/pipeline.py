@@ -118,15 +118,13 @@ def rank(folder: Path) -> None:
     import mlx.core as mx
 
     mx.set_default_device(mx.cpu)  # on a machine with a GPU, too; mlx-lm takes its stream when it is imported
+    from tests.engine.ranks import joined
     from worker.engine.batch.row_model import RowModel
     from worker.engine.messages import EngineConfig
     from worker.engine.model.loader import load_model
-    from worker.group.backend import let_sockets_wait
 
     in_parts = RowModel.stages
-    group = mx.distributed.init(strict=True, backend="ring") if "MLX_RANK" in os.environ else None
-    if group is not None:
-        let_sockets_wait(json.loads(Path(os.environ["MLX_HOSTFILE"]).read_text()), group.rank())
+    group = joined() if "MLX_RANK" in os.environ else None
     config = EngineConfig(
         str(folder), max_rows=max(ROWS), prefill_chunk=PIECE, prefix_cache_bytes=0, sharding="pipeline"
     )

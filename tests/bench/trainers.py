@@ -32,11 +32,10 @@ from worker.engine.model import fast_blas
 fast_blas.install()  # before MLX is loaded
 
 from api.serve.embedded_redis import EmbeddedRedis  # noqa: E402
-from tests.bench.models import QWEN3_0_6B, QWEN3_4B, QWEN3_SMALL  # noqa: E402
+from tests.bench.models import SHAPES  # noqa: E402
 from trainer.learn.batches import Sample, SampleGroup  # noqa: E402
 from worker.group.children import ALL_DEVICES  # noqa: E402
 
-SHAPES: dict[str, dict[str, Any]] = {"small": QWEN3_SMALL, "qwen3-0.6b": QWEN3_0_6B, "qwen3-4b": QWEN3_4B}
 RUN = "bench"  # and the number of processes: a member ends with the run that it finds ended
 WARM_UP = 2  # steps: the second is divided by the speeds of the first
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import sys
 import time
@@ -30,7 +29,7 @@ from shared.sequences import SamplingParams, SequenceSpec  # noqa: E402
 from tests.engine.adapter_bench import AdapterBench, row  # noqa: E402
 from tests.engine.adapter_models import MadeAdapter  # noqa: E402
 from tests.engine.conftest import Bench, prompt_of, spec  # noqa: E402
-from tests.engine.ranks import Channel, Task  # noqa: E402
+from tests.engine.ranks import Channel, Task, joined  # noqa: E402
 from trainer.datasets.learner import DataOptions  # noqa: E402
 from trainer.distilling.learner import DistillLearner  # noqa: E402
 from trainer.distilling.led import LedDistiller  # noqa: E402
@@ -60,7 +59,6 @@ from worker.engine.model.loader import LoadedModel, load_model  # noqa: E402
 from worker.engine.model.one_token import OneToken, one_token_of  # noqa: E402
 from worker.engine.ranks import ranks  # noqa: E402
 from worker.engine.ranks.ranks import Ranks, one_after_another  # noqa: E402
-from worker.group.backend import let_sockets_wait  # noqa: E402
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 PATIENCE_S = 30  # for another rank
@@ -500,8 +498,7 @@ def main(folder: Path, sharding: str) -> None:
     """One rank."""
     global CHANNEL, SHARDING
     SHARDING = sharding
-    group = mx.distributed.init(strict=True, backend="ring")
-    let_sockets_wait(json.loads(Path(os.environ["MLX_HOSTFILE"]).read_text()), group.rank())
+    group = joined()
     CHANNEL = channel = Channel(folder, Ranks(group))
     Bench.facts = staticmethod(channel.facts)  # type: ignore[assignment]
     told = run(msgspec.json.decode((folder / "tasks.json").read_bytes(), type=list[Task]), group)

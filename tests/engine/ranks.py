@@ -18,11 +18,13 @@ from multiprocessing.connection import Client, Listener
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import msgspec
 
 from worker.engine.engine import Engine
 from worker.engine.ranks.ranks import Ranks
 from worker.engine.ranks.turns import Consent, Seen, TurnFacts
+from worker.group.backend import let_sockets_wait
 
 PATIENCE_S = 240.0
 _KEY = b"ranks of one test"
@@ -59,6 +61,13 @@ def _environment(folder: Path, rank: int) -> dict[str, str]:
     """Each rank hashes otherwise: nothing may depend on the order of a set."""
     hosts = {"MLX_HOSTFILE": str(folder / "hosts.json"), "MLX_RANK": str(rank)}
     return os.environ | hosts | {"PYTHONHASHSEED": str(rank + 1)}
+
+
+def joined() -> Any:
+    """The group of the ring that this process is to be a rank of, by its environment."""
+    group = mx.distributed.init(strict=True, backend="ring")
+    let_sockets_wait(json.loads(Path(os.environ["MLX_HOSTFILE"]).read_text()), group.rank())
+    return group
 
 
 class Channel:

@@ -167,12 +167,12 @@ class JobWork:
         rewarding = self._rewarding
         count = min(BATCH, rewarding.room) if needs_model(self._spec) else 0
         came = await self._read_finished(count, 0 if rewarding.busy else wait_s) if count > 0 else 0
-        count = await self._keep_scored(min(wait_s, AGAIN_S) if rewarding.busy else 0)
-        if not (came or count or rewarding.busy):
+        kept = await self._keep_scored(min(wait_s, AGAIN_S) if rewarding.busy else 0)
+        if not (came or kept or rewarding.busy):
             await self._repair(progress)
             if not needs_model(self._spec):
                 await asyncio.sleep(min(wait_s, AGAIN_S))  # where there is a stream, its reading has waited
-        return came + count
+        return came + kept
 
     async def _keep_scored(self, wait_s: float) -> int:
         """Record what has been scored; how many samples that was."""

@@ -81,22 +81,24 @@ class Ranks:
 
     def from_last(self, x: mx.array) -> mx.array:
         """The last rank's values, on all of them; of a decode step at once, else once somebody wants them."""
-        last = self.size - 1
+        last, is_step = self.size - 1, x.shape[1] == 1  # of a decode step all is wanted, soon
         if not self.overlaps:
-            own = _begun(x) if self.rank == last and _is_step(x) else x
-            own = own if self.rank == last else mx.zeros(x.shape, x.dtype)
-            return mx.distributed.all_sum(own, group=self.group, stream=self.stream)
+            if self.rank != last:
+                x = mx.zeros(x.shape, x.dtype)
+            elif is_step:
+                _begun(x)
+            return mx.distributed.all_sum(x, group=self.group, stream=self.stream)
         # To rank 0, which draws, by the link that closes the ring; to the others from rank to rank against the way of
         # all else. So nothing else is on these links in this direction, and it has a stream of its own: where hidden
         # states wait for a rank that computes, what it has made passes them.
         if self.rank == last:
-            for rank in {0, last - 1}:
+            for rank in sorted({0, last - 1}):
                 x = self._also_at(rank, x)
         else:
             before = last if self.rank == 0 else self.rank + 1
             x = mx.distributed.recv(x.shape, x.dtype, before, group=self.group, stream=self.back)
             x = self._also_at(self.rank - 1, x) if self.rank > 1 else x
-        return _awaited(x) if _is_step(x) else x
+        return _awaited(x) if is_step else x
 
     def _also_at(self, rank: int, x: mx.array) -> mx.array:
         """These values, which whoever wants them here sends there, too."""
@@ -153,11 +155,6 @@ def _awaited(x: mx.array) -> mx.array:
     if len(_COMING) > _HELD:
         mx.eval(_COMING.popleft())  # here long since
     return x
-
-
-def _is_step(x: mx.array) -> bool:
-    """Whether a forward has read one token of each row: then all that it has made is wanted, soon."""
-    return x.shape[1] == 1
 
 
 def _begun(x: mx.array) -> mx.array:
