@@ -35,8 +35,9 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT / "tests/start
 importlib.import_module("tests.startup.sitecustomize")  # and this one, too
 
 # Each client of httpx reads a few hundred certificates anew, also one for http: all of a process of tests share theirs.
-_transports: Any = importlib.import_module("httpx._transports.default")
-_transports.create_ssl_context = functools.cache(_transports.create_ssl_context)
+for _http in ("httpx", "httpx2"):  # ours, and that of OpenAI's client
+    _transports: Any = importlib.import_module(f"{_http}._transports.default")
+    _transports.create_ssl_context = functools.cache(_transports.create_ssl_context)
 
 # Durations are no assertions: a machine that others use stops a test for seconds.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
