@@ -23,8 +23,15 @@
     __threadfence_system();
     asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(there), "r"(turn) : "memory");
     unsigned told;
+    unsigned long long now, began;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(began));  // in ns
     do {
       asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(told) : "l"(here) : "memory");
+      asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+      if (now - began > PATIENCE_S * 1000000000ull) {
+        if (!TRIES) __trap();  // what follows would be wrong
+        break;
+      }
     } while (static_cast<int>(told - turn) < 0);
   }
   __syncthreads();

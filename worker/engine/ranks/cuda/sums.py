@@ -9,8 +9,8 @@ the addition to what the layer was fed and the next norm, is the same kernel.
 `open_to(group)` is asked by all ranks together when they have met; where a rank cannot reach another's memory, or what
 comes of a first sum is wrong, sums stay NCCL's on all of them. So do those of many rows, as of prompts.
 
-A rank whose neighbour has died waits in the kernel for ever, as it would in NCCL's: the group is ended from outside
-(docs/workers.md).
+A rank whose neighbour has died waits in the kernel, as it would in NCCL's, until the group is ended from outside
+(docs/workers.md); if nobody does that, the kernel ends with an error, and the rank with it.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ MOST_RANKS = 8
 _ROWS = 128
 _CHUNK = 16_384  # bytes of a row
 _VECTOR = 16  # bytes that a thread takes
+_PATIENCE_S, _TRIAL_S = 120, 30  # for the other ranks, which may be compiling a kernel; and when it is tried out
 _DTYPES = (mx.bfloat16, mx.float16, mx.float32)
 _WORDS = HANDLE_BYTES // 4
 
@@ -39,8 +40,9 @@ _WORDS = HANDLE_BYTES // 4
 class NearSums:
     """Of one group, whose ranks reach one another's memory."""
 
-    def __init__(self, group: Any, places: list[int]) -> None:
-        """`places`: where this process reaches each rank's memory."""
+    def __init__(self, group: Any, places: list[int], *, tries: bool = False) -> None:
+        """`places`: where this process reaches each rank's memory. `tries`: a sum may be wrong, and does not wait."""
+        self._patience = {"PATIENCE_S": _TRIAL_S if tries else _PATIENCE_S, "TRIES": int(tries)}
         self.group, self._rank, self._size = group, group.rank(), group.size()
         self._places = mx.array(places, mx.uint64)
         mx.eval(self._places)
@@ -74,7 +76,13 @@ class NearSums:
         parts = arrays[0]
         rows, width = parts.shape
         threads = -(-width * parts.dtype.size // _VECTOR // 32) * 32
-        settings = {"WORLD": self._size, "RANK": self._rank, "ROWS": _ROWS, "CHUNK": _CHUNK, "THREADS": threads}
+        settings = self._patience | {
+            "WORLD": self._size,
+            "RANK": self._rank,
+            "ROWS": _ROWS,
+            "CHUNK": _CHUNK,
+            "THREADS": threads,
+        }
         made: list[mx.array] = _kernel(name, inputs, outputs)(
             inputs=arrays,
             template=[("T", parts.dtype), *settings.items()],
@@ -121,7 +129,7 @@ def open_to(group: Any) -> bool:
     _near = None
     if not 1 < group.size() <= MOST_RANKS:
         return False
-    opened, reason = None, ""
+    places, reason = [], ""
     try:
         own: SharedMemory | None = _own(group.size())
     except CudaError as error:
@@ -129,13 +137,13 @@ def open_to(group: Any) -> bool:
     told = _told(group, b"" if own is None else own.handle + _machine())
     if own is not None and all(each[HANDLE_BYTES:] == _machine() for each in told):
         try:
-            opened = NearSums(group, [_place(own, rank == group.rank(), each) for rank, each in enumerate(told)])
+            places = [_place(own, rank == group.rank(), each) for rank, each in enumerate(told)]
         except CudaError as error:
             reason = str(error)
-    if not _agreed(group, opened is not None) or not _agreed(group, opened is not None and _is_right(opened)):
-        log.info("ranks.sums_by_nccl reason=%s", reason or "another rank cannot, or on another machine")
+    if not _agreed(group, bool(places)) or not _agreed(group, _is_right(NearSums(group, places, tries=True))):
+        log.info("ranks.sums_by_nccl reason=%s", reason or "another rank cannot, is elsewhere, or sums come out wrong")
         return False
-    _near = opened
+    _near = NearSums(group, places)
     return True
 
 
@@ -175,4 +183,8 @@ def _is_right(near: NearSums) -> bool:
     size = near.group.size()
     wanted = size * (size + 1) // 2
     parts = mx.ones((4, 256), mx.float32) * (near.group.rank() + 1)
-    return all(mx.all(near.sum(parts) == wanted).item() for _ in range(3))
+    try:
+        return all(mx.all(near.sum(parts) == wanted).item() for _ in range(3))
+    except RuntimeError as error:  # MLX cannot compile it, say
+        log.warning("ranks.sums_fail error=%s", error)
+        return False
