@@ -157,7 +157,6 @@ def life(settings: ApiSettings, tally: Tally) -> Callable[[FastAPI], AbstractAsy
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         ring = Ring(settings, tally)
         app.state.ring = ring
-        await asyncio.to_thread(dashboard.warm_up)
         await ring.start()
         app.state.snapshots = {each.name: Snapshots(each) for each in ring.all}
         sampling = asyncio.create_task(sample_forever(ring, app.state.snapshots[ring.name]))

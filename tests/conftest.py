@@ -3,6 +3,7 @@
 PARALLM_TEST_REDIS names another server binary, such as a Redis 7.0.
 """
 
+import functools
 import gc
 import importlib
 import logging
@@ -32,6 +33,11 @@ ROOT = Path(__file__).parents[1]
 os.environ["PARALLM_TEST_SCANS"] = str(ROOT / ".pytest_cache" / "transformers")
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT / "tests/startup"), os.environ.get("PYTHONPATH")]))
 importlib.import_module("tests.startup.sitecustomize")  # and this one, too
+
+# Each client of httpx reads a few hundred certificates anew, also one for http: all of a process of tests share theirs.
+for _http in ("httpx", "httpx2"):  # ours, and that of OpenAI's client
+    _transports: Any = importlib.import_module(f"{_http}._transports.default")
+    _transports.create_ssl_context = functools.cache(_transports.create_ssl_context)
 
 # Durations are no assertions: a machine that others use stops a test for seconds.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -58,15 +58,18 @@ def _look_for_halves(value: Any) -> None:
             _look_for_halves(item)
 
 
-def _fail_fast(schema: Any) -> None:
+def _fail_fast(schema: Any, of: type[BaseModel]) -> None:
     if isinstance(schema, dict):
+        model = schema.get("cls") if schema.get("type") == "model" else None
+        if model is not None and model is not of and issubclass(model, RequestModel):
+            return  # did so itself, and so did those in it: to look again would take as long as all the rest
         if schema.get("type") in ("list", "tuple"):
             schema["fail_fast"] = True
         for part in schema.values():
-            _fail_fast(part)
+            _fail_fast(part, of)
     elif isinstance(schema, list):
         for part in schema:
-            _fail_fast(part)
+            _fail_fast(part, of)
 
 
 class RequestModel(BaseModel):
@@ -83,7 +86,7 @@ class RequestModel(BaseModel):
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         """As pydantic makes it, with lists that fail fast, and for once."""
         schema = handler(source)
-        _fail_fast(schema)
+        _fail_fast(schema, cls)
 
         def once(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
             return value if isinstance(value, source) else check(value)

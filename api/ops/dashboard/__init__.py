@@ -6,13 +6,11 @@ the templates and sets the headers of every answer, `assets.py` serves scripts a
 through the ring; everything shown is escaped.
 """
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Depends
 
 from api.ops.dashboard import actions, assets, batches, live, pages, session
-from api.ops.dashboard.render import warm_up
+from api.ops.dashboard.render import compile_all
 
-__all__ = ["router", "warm_up"]
-
-router = APIRouter(include_in_schema=False)
+router = APIRouter(include_in_schema=False, dependencies=[Depends(compile_all)])
 for module in (assets, session, pages, batches, live, actions):
     router.include_router(module.router)

@@ -4,6 +4,7 @@ Jinja escapes everything; nothing is marked as safe. The content security policy
 server's files alone, so that even a hole in the escaping would run nothing.
 """
 
+import functools
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
@@ -91,8 +92,12 @@ def _error(request: Request, error: ParallmError) -> Response:
     return page(request, "error.html", Page("Not here", "none"), status=error.status, error=error)
 
 
-def warm_up() -> None:
-    """Compile all templates now: at the first request it would delay the streams of this process."""
+@functools.cache
+def compile_all() -> None:
+    """All templates, before the first page: a process whose pages nobody opens starts 0.1 s sooner.
+
+    FastAPI calls what is not async in a thread, so that no stream of the process waits for it.
+    """
     for name in _templates.list_templates():
         _templates.get_template(name)
 
