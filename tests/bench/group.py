@@ -131,10 +131,13 @@ def _as_rank(shape: str, rank: int, ranks: int, prompt: int, port: int, folder: 
     from mlx_lm.generate import generation_stream
 
     from worker.engine.model import cuda_graphs
+    from worker.engine.ranks.cuda import sums
 
     is_cuda = mx.cuda.is_available()
     cuda_graphs.prepare(sums=ranks > 1)
     group = mx.distributed.init(strict=True, backend="nccl" if is_cuda else "ring") if ranks > 1 else None
+    if group is not None:
+        sums.open_to(group)
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as own, mx.stream(generation_stream):
         loaded = random_model(shape, group, Path(own))

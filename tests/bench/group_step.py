@@ -57,6 +57,7 @@ CASES: list[tuple[int, str, dict[str, str]]] = [
     (2, "products apart", {APART: "1"}),
     (1, "mlx-lm's forward", {PLAIN: "1"}),
     (2, "mlx-lm's forward", {PLAIN: "1"}),
+    (2, "NCCL's sums", {"PARALLM_CUDA_SUMS": "0"}),
 ]
 OPERATIONS = -1  # in place of rows: ask what handing over one of each kind takes
 
@@ -197,12 +198,15 @@ def rank(shape: str, ranks: int) -> None:
     from worker.engine.batch import row_model
     from worker.engine.messages import EngineConfig
     from worker.engine.model import cuda_graphs, one_token
+    from worker.engine.ranks.cuda import sums
 
     # Also on a CPU, where a worker does not wait for the compiler: what counts here is the host's work.
     row_model.one_token_of = lambda model: one_token.OneToken(model, compiles=True)
     cuda = mx.cuda.is_available()
     cuda_graphs.prepare(sums=ranks > 1)
     group = mx.distributed.init(strict=True, backend="nccl" if cuda else "ring") if ranks > 1 else None
+    if group is not None:
+        sums.open_to(group)
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder, mx.stream(generation_stream):
         loaded = random_model(shape, group, Path(folder))
@@ -406,6 +410,8 @@ def operation_us(loaded: Any, group: Any) -> dict[str, float]:
     import mlx.core as mx
     from mlx_lm.generate import generation_stream
 
+    from worker.engine.ranks.cuda import sums
+
     layer = loaded.model.layers[0]
     square = mx.zeros((layer.hidden_size, layer.hidden_size), layer.input_layernorm.weight.dtype)
     kinds: dict[str, tuple[int, Callable[[mx.array], mx.array]]] = {
@@ -414,14 +420,14 @@ def operation_us(loaded: Any, group: Any) -> dict[str, float]:
         **{f"product of {rows}": (rows, lambda x: x @ square) for rows in ROWS},
     }
     if group is not None:
-        kinds |= {f"sum of {rows}": (rows, lambda x: mx.distributed.all_sum(x, group=group)) for rows in ROWS}
+        kinds |= {f"sum of {rows}": (rows, lambda x: sums.all_sum(x, group)) for rows in ROWS}
     told: dict[str, float] = {}
     with mx.stream(generation_stream):
         mx.eval(square)
         for name, (rows, operation) in kinds.items():
             times = []
             for _ in range(5):
-                x = mx.zeros((rows, 1, layer.hidden_size), square.dtype)
+                x = mx.zeros((rows, layer.hidden_size), square.dtype)
                 mx.eval(x)
                 for _ in range(CHAIN):
                     x = operation(x)
@@ -438,12 +444,16 @@ def without_sums() -> Iterator[None]:
     """Each rank takes its own part for the sum."""
     import mlx.core as mx
 
-    plain = mx.distributed.all_sum
+    from worker.engine.model import one_token
+    from worker.engine.ranks.cuda import sums
+
+    plain, near = mx.distributed.all_sum, one_token.near_sums
     mx.distributed.all_sum = lambda x, *, group=None, stream=None: x
+    sums.near_sums = one_token.near_sums = lambda *_: None
     try:
         yield
     finally:
-        mx.distributed.all_sum = plain
+        mx.distributed.all_sum, sums.near_sums, one_token.near_sums = plain, near, near
 
 
 if __name__ == "__main__":

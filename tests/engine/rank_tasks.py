@@ -58,6 +58,7 @@ from worker.engine.messages import EngineConfig, SpeculationConfig  # noqa: E402
 from worker.engine.model.loader import LoadedModel, load_model  # noqa: E402
 from worker.engine.model.one_token import OneToken, one_token_of  # noqa: E402
 from worker.engine.ranks import ranks  # noqa: E402
+from worker.engine.ranks.cuda import sums  # noqa: E402
 from worker.engine.ranks.ranks import Ranks, one_after_another  # noqa: E402
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -429,6 +430,13 @@ def memory(group: Any, folder: str) -> Any:
     loaded = _load(folder, group)
     held = sum(each.nbytes for _, each in tree_flatten(loaded.model.parameters()))
     return {"held": held, "peak": mx.get_peak_memory() - before}
+
+
+def sums_on_a_cpu(group: Any, folder: str) -> Any:
+    """Whether ranks without GPUs sum through memory of theirs, and what their sums are."""
+    opened = sums.open_to(group)
+    told = sums.all_sum(mx.full((2, 16), float(group.rank() + 1)), group)
+    return {"came": opened, "sums": told.tolist()}
 
 
 def refusal(group: Any, folder: str, **config: Any) -> Any:

@@ -177,6 +177,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
         ran.add(f"schedule {name}", "schedule", name, seed=seed)
     ran.add_adapters(("llama", "quantised", "qwen3_moe"))
     ran.add("memory", "memory", "qwen3_moe")
+    ran.add("sums", "sums_on_a_cpu", "llama")
     for name in LEARNING:
         ran.add(f"gradient {name}", "gradient", name)
     for key, (name, how) in LEARNED.items():
@@ -283,6 +284,11 @@ def test_logprobs_of_a_version_are_those_of_one_process(ran: Ran) -> None:
     pinned = [each.id for each in ran.adapted() if each.adapter_policy != "follow" and each.id != "refused"]
     assert_close({seq: told["logprobs"][seq] for seq in pinned}, {seq: alone["logprobs"][seq] for seq in pinned})
     assert told["bytes"] < alone["bytes"], "a rank keeps its part of an adapter"
+
+
+def test_ranks_that_cannot_reach_one_anothers_memory_agree_on_mlxs_sums(ran: Ran) -> None:
+    told = ran.told("sums")
+    assert not told["came"] and told["sums"] == [[COUNT * (COUNT + 1) / 2] * 16] * 2
 
 
 def test_a_rank_has_its_part_of_the_weights(ran: Ran) -> None:

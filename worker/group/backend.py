@@ -16,6 +16,7 @@ import mlx.core as mx
 from shared.errors import ServiceUnavailableError, SetupError
 from shared.process.options.kv import PeerSettings
 from worker.engine.model import cuda_graphs
+from worker.engine.ranks.cuda import sums
 from worker.group.placement import Backend, Host, Placement, RankSettings, address_of, with_port
 from worker.peers.directory import own_address
 
@@ -93,6 +94,8 @@ def join(placed: Placement, backend: str, places: Sequence[Sequence[str]], optio
         )
     if backend == "ring" and mx.default_device() == mx.Device(mx.cpu):
         let_sockets_wait(places, placed.rank)
+    if backend == "nccl":
+        sums.open_to(group)
     return group
 
 

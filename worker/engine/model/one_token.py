@@ -31,6 +31,7 @@ from mlx_lm.models.rope_utils import Llama3RoPE, SuScaledRoPE, YarnRoPE
 
 from worker.engine.model.joined import Joined, arrays_of, join
 from worker.engine.model.sites import EMBEDDINGS, LINEARS, REDUCING, quantized_product, summed
+from worker.engine.ranks.cuda.sums import all_sum, near_sums
 
 Arrays = tuple[mx.array, ...]
 Adapt = Callable[[str, mx.array, list[mx.array]], list[mx.array]]
@@ -69,7 +70,7 @@ class Product:
         y_BO = self.partial(arrays, x_BI)
         if self.group is None:
             return y_BO
-        y_BO = mx.distributed.all_sum(y_BO, group=self.group)
+        y_BO = all_sum(y_BO, self.group)
         return y_BO + arrays[self.names.index("bias")] if "bias" in self.names else y_BO
 
     def partial(self, arrays: Arrays, x_BI: mx.array) -> mx.array:
@@ -83,6 +84,15 @@ class Product:
             y_BO = x_BI @ by["weight"]
         return y_BO + by["bias"] if "bias" in by and self.group is None else y_BO
 
+    def added_and_normed(
+        self, arrays: Arrays, x_BI: mx.array, h_BO: mx.array, norm: mx.array, eps: float
+    ) -> tuple[mx.array, mx.array]:
+        """h and what this makes of x, and the norm of that: what lies between this linear and the next one."""
+        if self.group is not None and "bias" not in self.names and (near := near_sums(self.group, h_BO)):
+            return near.added_and_normed(self.partial(arrays, x_BI), h_BO, norm, eps)
+        h_BO = h_BO + self(arrays, x_BI)
+        return h_BO, mx.fast.rms_norm(h_BO, norm, eps)
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -93,19 +103,18 @@ class Layer:
     output: Product
     gate_up: tuple[Product, ...]
     down: Product
-    eps: tuple[float, ...]  # of the norms: before attention, before the feed-forward part, of q and k
+    eps: tuple[float, ...]  # of the norms: behind attention, behind the layer, of q and k
     rope: Any = field(compare=False)  # the same in all layers
 
     def before(
-        self, arrays: Any, h_BD: mx.array, offset_B: mx.array, adapt: Adapt | None = None
+        self, arrays: Any, x_BD: mx.array, offset_B: mx.array, adapt: Adapt | None = None
     ) -> tuple[mx.array, mx.array, mx.array]:
-        """q, k, v [B, heads, 1, size] of the rows' tokens."""
-        norm, products, norms = arrays
-        x_BD = mx.fast.rms_norm(h_BD, norm, self.eps[0])
+        """q, k, v [B, heads, 1, size] of the rows' tokens, of what the layer was fed, behind its norm."""
+        products, norms = arrays
         ys = _outputs("inputs", self.inputs, products, x_BD, self.heads, adapt)
         if len(ys) == 1:
-            return self._taken_apart(norms, ys[0].reshape(h_BD.shape[0], sum(self.heads), 1, -1), offset_B)
-        q, k, v = (y.reshape(h_BD.shape[0], heads, 1, -1) for y, heads in zip(ys, self.heads, strict=True))
+            return self._taken_apart(norms, ys[0].reshape(x_BD.shape[0], sum(self.heads), 1, -1), offset_B)
+        q, k, v = (y.reshape(x_BD.shape[0], heads, 1, -1) for y, heads in zip(ys, self.heads, strict=True))
         if norms:
             q, k = (mx.fast.rms_norm(each, norm, self.eps[2]) for each, norm in zip((q, k), norms[-2:], strict=True))
         return self.rope(q, offset=offset_B), self.rope(k, offset=offset_B), v
@@ -123,14 +132,32 @@ class Layer:
         q, k = mx.split(self.rope(qk, offset=offset_B), [of_q], axis=1)
         return q, k, qkv[:, of_q + of_k :]
 
-    def behind(self, arrays: Any, h_BD: mx.array, attended: mx.array, adapt: Adapt | None = None) -> mx.array:
-        """The layer's output [B, D], of what it was fed and what attention [B, heads, 1, size] makes of it."""
-        output, norm, gate_up, down = arrays
-        h_BD = h_BD + _outputs("output", (self.output,), (output,), attended.reshape(h_BD.shape[0], -1), (), adapt)[0]
-        x_BD = mx.fast.rms_norm(h_BD, norm, self.eps[1])
+    def behind(
+        self, arrays: Any, h_BD: mx.array, attended: mx.array, adapt: Adapt | None = None
+    ) -> tuple[mx.array, mx.array]:
+        """The layer's output [B, D] and its norm, of what it was fed and what attention [B, heads, 1, size] makes."""
+        output, norm, gate_up, down, norm_behind = arrays
+        h_BD, x_BD = self._added("output", self.output, output, attended.reshape(h_BD.shape[0], -1), h_BD, adapt, norm)
         ys = _outputs("gate_up", self.gate_up, gate_up, x_BD, (1, 1), adapt)
         gate, up = ys if len(ys) == 2 else mx.split(ys[0], 2, axis=-1)
-        return h_BD + _outputs("down", (self.down,), (down,), swiglu(gate, up), (), adapt)[0]
+        return self._added("down", self.down, down, swiglu(gate, up), h_BD, adapt, norm_behind)
+
+    def _added(
+        self,
+        which: str,
+        product: Product,
+        arrays: Arrays,
+        x_BI: mx.array,
+        h_BD: mx.array,
+        adapt: Adapt | None,
+        norm: mx.array,
+    ) -> tuple[mx.array, mx.array]:
+        """h and what a linear, with adapters, makes of x; and the norm of that."""
+        eps = self.eps[which == "down"]
+        if adapt is None:
+            return product.added_and_normed(arrays, x_BI, h_BD, norm, eps)
+        h_BD = h_BD + _outputs(which, (product,), (arrays,), x_BI, (), adapt)[0]
+        return h_BD, mx.fast.rms_norm(h_BD, norm, eps)
 
 
 def _outputs(
@@ -159,20 +186,21 @@ class OneToken:
         self.model, inner, embedding = model, model.model, _bare(model.model.embed_tokens)
         self._compiled = mx.compile if compiles else lambda of: of
         self._scale = inner.layers[0].self_attn.scale
-        layers = [_layer(each) for each in inner.layers]
+        norms = [layer.input_layernorm for layer in inner.layers[1:]]
+        layers = [_layer(*each) for each in zip(inner.layers, [*norms, inner.norm], strict=True)]
         self._layers = [layer for layer, _, _ in layers]
         self._before = [arrays for _, arrays, _ in layers]
         self._behind = [arrays for _, _, arrays in layers]
-        last_norm, eps = inner.norm.weight, inner.norm.eps
-        first, last = self._layers[0], self._layers[-1]
+        first, last, norm = self._layers[0], self._layers[-1], inner.layers[0].input_layernorm
+        weight, eps = norm.weight, norm.eps
         head = embedding.as_linear if model.args.tie_word_embeddings else _called(_bare(model.lm_head))
 
         def begin(arrays: Any, tokens_B1: mx.array, offset_B: mx.array) -> Any:
             h_BD = embedding(tokens_B1.reshape(-1))
-            return h_BD, *first.before(arrays, h_BD, offset_B)
+            return h_BD, *first.before(arrays, mx.fast.rms_norm(h_BD, weight, eps), offset_B)
 
         def end(arrays: Any, h_BD: mx.array, attended: mx.array) -> mx.array:
-            return head(mx.fast.rms_norm(last.behind(arrays, h_BD, attended), last_norm, eps))
+            return head(last.behind(arrays, h_BD, attended)[1])
 
         self._begin, self._end = self._compiled(begin), self._compiled(end)
         self._parts = {how: (self._compiled(how.before), self._compiled(how.behind)) for how in set(self._layers)}
@@ -200,21 +228,22 @@ class OneToken:
         """The same of rows with adapters, in the slots that are selected. What they change is not compiled."""
         inner, mask = self.model.model, create_attention_mask(tokens_B1, caches[0])
         h = inner.embed_tokens(tokens_B1).reshape(tokens_B1.shape[0], -1)
+        x = inner.layers[0].input_layernorm(h)
         for at, (layer, cache) in enumerate(zip(inner.layers, caches, strict=True)):
             how, adapt = self._layers[at], Adapting(layer)
             before, behind = self._parts[how]
             if adapt.changes("inputs"):
-                q, k, v = how.before(self._before[at], h, cache.offset, adapt)
+                q, k, v = how.before(self._before[at], x, cache.offset, adapt)
             else:
-                q, k, v = before(self._before[at], h, cache.offset)
+                q, k, v = before(self._before[at], x, cache.offset)
             attended = self._attended(q, k, v, cache, mask)
             if adapt.changes("output", "gate_up", "down"):
-                h = how.behind(self._behind[at], h, attended, adapt)
+                h, x = how.behind(self._behind[at], h, attended, adapt)
             else:
-                h = behind(self._behind[at], h, attended)
-        h_B1D = inner.norm(h)[:, None]
+                h, x = behind(self._behind[at], h, attended)
+        x_B1D = x[:, None]
         tied = self.model.args.tie_word_embeddings
-        return cast(mx.array, inner.embed_tokens.as_linear(h_B1D) if tied else self.model.lm_head(h_B1D))
+        return cast(mx.array, inner.embed_tokens.as_linear(x_B1D) if tied else self.model.lm_head(x_B1D))
 
     def _attended(self, q: mx.array, k: mx.array, v: mx.array, cache: Any, mask: Any) -> mx.array:
         keys, values = cache.update_and_fetch(k, v)
@@ -226,8 +255,8 @@ class OneToken:
         if (one, other) not in self._between:
 
             def between(behind: Any, before: Any, h_BD: mx.array, attended: mx.array, offset_B: mx.array) -> Any:
-                h_BD = one.behind(behind, h_BD, attended)
-                return h_BD, *other.before(before, h_BD, offset_B)
+                h_BD, x_BD = one.behind(behind, h_BD, attended)
+                return h_BD, *other.before(before, x_BD, offset_B)
 
             self._between[one, other] = self._compiled(between)
         return self._between[one, other]
@@ -271,23 +300,23 @@ def _linears(layer: Any) -> Iterator[Any]:
         yield from (module for name, module in part.items() if name.endswith("_proj"))
 
 
-def _layer(layer: Any) -> tuple[Layer, Any, Any]:
-    """What it does, and its arrays before and behind attention."""
+def _layer(layer: Any, norm_behind: Any) -> tuple[Layer, Any, Any]:
+    """What it does, and its arrays before and behind attention. `norm_behind`: of the next layer, or the last one."""
     attention, mlp = layer.self_attn, layer.mlp
     inputs, of_inputs = _products([attention.q_proj, attention.k_proj, attention.v_proj])
     gate_up, of_gate_up = _products([mlp.gate_proj, mlp.up_proj])
     output, of_output = Product.of(_bare(attention.o_proj))
     down, of_down = Product.of(_bare(mlp.down_proj))
     norms = [attention.q_norm, attention.k_norm] if "q_norm" in attention else []
-    first, second = layer.input_layernorm, layer.post_attention_layernorm
+    norm = layer.post_attention_layernorm
     heads = (attention.n_heads, attention.n_kv_heads, attention.n_kv_heads)
-    eps = tuple(norm.eps for norm in (first, second, *norms[:1]))
+    eps = tuple(each.eps for each in (norm, norm_behind, *norms[:1]))
     how = Layer(heads, inputs, output, gate_up, down, eps, attention.rope)
-    weights = tuple(norm.weight for norm in norms)
+    weights = tuple(each.weight for each in norms)
     if norms and len(inputs) == 1:
         weights = (_of_heads(weights, heads), *weights)
     mx.eval([attention.rope[name] for name in arrays_of(attention.rope)])
-    return how, (first.weight, of_inputs, weights), (of_output, second.weight, of_gate_up, of_down)
+    return how, (of_inputs, weights), (of_output, norm.weight, of_gate_up, of_down, norm_behind.weight)
 
 
 def _of_heads(weights: Arrays, heads: Sequence[int]) -> mx.array:

@@ -21,6 +21,7 @@ from mlx.utils import tree_unflatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchLinear, SwitchMLP
 
+from worker.engine.ranks.cuda.sums import all_sum
 from worker.engine.ranks.ranks import Ranks
 
 SiteKind = Literal["linear", "switch", "embedding"]
@@ -174,7 +175,7 @@ def summed(linear: Any, y: mx.array) -> mx.array:
     """What `partial_sums` has left out."""
     if not isinstance(linear, REDUCING):
         return y
-    y = mx.distributed.all_sum(y, group=linear.group)
+    y = all_sum(y, linear.group)
     return y + linear["bias"] if "bias" in linear else y
 
 

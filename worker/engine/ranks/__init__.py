@@ -2,5 +2,6 @@
 
 `ranks.py` first: the group of MLX that the ranks sum over. `turns.py`: what a turn takes from the world, so that all
 ranks do the same in it. `lockstep.py`: what they may not do, or do otherwise. A rank's part of a model is made in
-`worker/engine/model/sharding.py` or `worker/engine/model/pipeline.py`.
+`worker/engine/model/sharding.py` or `worker/engine/model/pipeline.py`. `cuda/`: sums of decode steps through
+memory that the GPUs of one machine share.
 """

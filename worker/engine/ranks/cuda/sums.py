@@ -1,0 +1,190 @@
+"""Sums of a decode step over ranks of one machine, each with a GPU: one operation, in place of NCCL's.
+
+NCCL's sum costs the host 19 us to give out, where an operation of MLX costs 3 to 4, and the GPU 20 to 40 for some 8 KB
+that NVLink carries in one. A step of a model with 36 layers has 72 of them, and its host is what it waits for. So rows
+of a decode step are summed by a kernel of ours (`sum.cu`): each rank writes its part into memory of the others and
+waits there until theirs have come (as the one-shot sum of vLLM and of TensorRT-LLM do). What follows a sum in a layer,
+the addition to what the layer was fed and the next norm, is the same kernel.
+
+`open_to(group)` is asked by all ranks together when they have met; where a rank cannot reach another's memory, or what
+comes of a first sum is wrong, sums stay NCCL's on all of them. So do those of many rows, as of prompts.
+
+A rank whose neighbour has died waits in the kernel, as it would in NCCL's, until the group is ended from outside
+(docs/workers.md); if nobody does that, the kernel ends with an error, and the rank with it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from worker.engine.ranks.cuda.memory import HANDLE_BYTES, CudaError, SharedMemory
+
+log = logging.getLogger(__name__)
+
+SWITCH = "PARALLM_CUDA_SUMS"  # 0: NCCL's
+MOST_RANKS = 8
+_ROWS = 128
+_CHUNK = 16_384  # bytes of a row
+_VECTOR = 16  # bytes that a thread takes
+_PATIENCE_S, _TRIAL_S = 120, 30  # for the other ranks, which may be compiling a kernel; and when it is tried out
+_DTYPES = (mx.bfloat16, mx.float16, mx.float32)
+_WORDS = HANDLE_BYTES // 4
+
+
+class NearSums:
+    """Of one group, whose ranks reach one another's memory."""
+
+    def __init__(self, group: Any, places: list[int], *, tries: bool = False) -> None:
+        """`places`: where this process reaches each rank's memory. `tries`: a sum may be wrong, and does not wait."""
+        self._patience = {"PATIENCE_S": _TRIAL_S if tries else _PATIENCE_S, "TRIES": int(tries)}
+        self.group, self._rank, self._size = group, group.rank(), group.size()
+        self._places = mx.array(places, mx.uint64)
+        mx.eval(self._places)
+
+    def takes(self, parts: mx.array) -> bool:
+        """Whether the kernel is made for sums of these [rows, width]."""
+        width = parts.shape[-1] * parts.dtype.size
+        return (
+            parts.ndim == 2
+            and 0 < parts.shape[0] <= _ROWS
+            and parts.dtype in _DTYPES
+            and width % _VECTOR == 0
+            and width <= _CHUNK
+        )
+
+    def sum(self, parts: mx.array) -> mx.array:
+        """[rows, width] of all ranks' parts."""
+        (out,) = self._called("near_sum", ("parts", "places"), ("out",), [parts, self._places])
+        return out
+
+    def added_and_normed(self, parts: mx.array, fed: mx.array, norm: mx.array, eps: float) -> tuple[mx.array, mx.array]:
+        """What a layer was fed [rows, width] and the sum of all ranks' parts; and its norm (RMS), weighted."""
+        inputs = [parts, self._places, fed, norm, _number(eps)]
+        names = ("parts", "places", "fed", "norm", "eps")
+        out, normed = self._called("near_sum_normed", names, ("out", "normed"), inputs)
+        return out, normed
+
+    def _called(
+        self, name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], arrays: list[mx.array]
+    ) -> list[mx.array]:
+        parts = arrays[0]
+        rows, width = parts.shape
+        threads = -(-width * parts.dtype.size // _VECTOR // 32) * 32
+        settings = self._patience | {
+            "WORLD": self._size,
+            "RANK": self._rank,
+            "ROWS": _ROWS,
+            "CHUNK": _CHUNK,
+            "THREADS": threads,
+        }
+        made: list[mx.array] = _kernel(name, inputs, outputs)(
+            inputs=arrays,
+            template=[("T", parts.dtype), *settings.items()],
+            grid=(rows * threads, 1, 1),
+            threadgroup=(threads, 1, 1),
+            output_shapes=[parts.shape] * len(outputs),
+            output_dtypes=[parts.dtype] * len(outputs),
+        )
+        return made
+
+
+@cache
+def _kernel(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> Any:
+    header = "#include <cuda_bf16.h>\n#include <cuda_fp16.h>\n" + ("#define NORMED\n" if "normed" in outputs else "")
+    source = Path(__file__).with_name("sum.cu").read_text()
+    return mx.fast.cuda_kernel(f"parallm_{name}", inputs, outputs, source, header)
+
+
+@cache
+def _number(value: float) -> mx.array:
+    number = mx.array([value], mx.float32)
+    mx.eval(number)
+    return number
+
+
+_near: NearSums | None = None  # of this process, which is a rank of one group
+
+
+def near_sums(group: Any, parts: mx.array) -> NearSums | None:
+    """What sums these parts [rows, width] of a group's ranks, if it can."""
+    near = _near
+    return near if near is not None and near.group is group and near.takes(parts) else None
+
+
+def all_sum(parts: mx.array, group: Any) -> mx.array:
+    """Of all ranks' parts, by the kernel where it is made for them."""
+    near = near_sums(group, parts)
+    return mx.distributed.all_sum(parts, group=group) if near is None else near.sum(parts)
+
+
+def open_to(group: Any) -> bool:
+    """Let the ranks of a group sum by the kernel from now on, if all of them can; all call it together."""
+    global _near
+    _near = None
+    if not 1 < group.size() <= MOST_RANKS:
+        return False
+    places, reason = [], ""
+    try:
+        own: SharedMemory | None = _own(group.size())
+    except CudaError as error:
+        own, reason = None, str(error)
+    told = _told(group, b"" if own is None else own.handle + _machine())
+    if own is not None and all(each[HANDLE_BYTES:] == _machine() for each in told):
+        try:
+            places = [_place(own, rank == group.rank(), each) for rank, each in enumerate(told)]
+        except CudaError as error:
+            reason = str(error)
+    if not _agreed(group, bool(places)) or not _agreed(group, _is_right(NearSums(group, places, tries=True))):
+        log.info("ranks.sums_by_nccl reason=%s", reason or "another rank cannot, is elsewhere, or sums come out wrong")
+        return False
+    _near = NearSums(group, places)
+    return True
+
+
+def _own(size: int) -> SharedMemory:
+    if os.environ.get(SWITCH, "1") == "0" or not mx.cuda.is_available():
+        raise CudaError(f"{SWITCH}=0, or no CUDA")
+    return SharedMemory((1 + size) * _ROWS * 4 + 2 * size * _ROWS * _CHUNK)
+
+
+def _place(own: SharedMemory, is_own: bool, told: bytes) -> int:
+    return own.address if is_own else own.opened(told[:HANDLE_BYTES])
+
+
+def _machine() -> bytes:
+    """Which start of which machine this is, 36 bytes: a handle means nothing elsewhere."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
+    except OSError:
+        return b""
+
+
+def _told(group: Any, own: bytes) -> list[bytes]:
+    """Each rank's bytes, made up to the same length."""
+    length = HANDLE_BYTES + 36
+    words = mx.array(list(own.ljust(length, b"\0")), mx.int32)
+    mine = mx.arange(group.size())[:, None] == group.rank()
+    by_rank = mx.distributed.all_sum(mx.where(mine, words[None], 0), group=group)
+    return [bytes(each) for each in by_rank.tolist()]  # type: ignore[union-attr,arg-type]
+
+
+def _agreed(group: Any, is_so: bool) -> bool:
+    return bool(mx.distributed.all_sum(mx.array(int(is_so)), group=group).item() == group.size())
+
+
+def _is_right(near: NearSums) -> bool:
+    """Whether three turns of several rows add up: a GPU may have memory that another cannot write."""
+    size = near.group.size()
+    wanted = size * (size + 1) // 2
+    parts = mx.ones((4, 256), mx.float32) * (near.group.rank() + 1)
+    try:
+        return all(mx.all(near.sum(parts) == wanted).item() for _ in range(3))
+    except RuntimeError as error:  # MLX cannot compile it, say
+        log.warning("ranks.sums_fail error=%s", error)
+        return False
