@@ -15,7 +15,7 @@ JOB = {
     "kind": "generate",
     "model": MODEL,
     "prompts": [[5, 6], [8, 9]],
-    "max_tokens": 1000,
+    "max_tokens": 2000,
     "ignore_eos": True,
     "seed": 3,
 }
@@ -64,7 +64,7 @@ async def beside_a_full_batch(served: Ring) -> None:
         enough.set()
         await asyncio.gather(*streams)
         disturbed = await completions(http, job)
-        assert [len(tokens) for tokens in disturbed] == [1000, 1000]
+        assert [len(tokens) for tokens in disturbed] == [2000, 2000]
         assert disturbed == await completions(http, await submitted(http)), "tokens are those of an undisturbed run"
     assert served.server.printed("worker.made_room")
 
