@@ -1,20 +1,31 @@
 """Sums over ranks by memory that their GPUs share: as MLX's own, and MLX's own where there is none."""
 
+import os
 import subprocess
+from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx.nn.layers.distributed import shard_linear
 
 from tests.engine import cuda_sums
+from tests.engine.small_models import QWEN3, write_model
+from tests.engine.test_one_token import decoded
+from worker.engine.messages import EngineConfig
+from worker.engine.model.loader import load_model
+from worker.engine.model.one_token import OneToken
 from worker.engine.ranks.cuda import sums
 
 
 def _gpus() -> int:
+    """That this process may use."""
     try:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout
     except OSError:
         return 0
-    return len(listed.splitlines()) if mx.cuda.is_available() else 0
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    return min(len(listed.splitlines()), len(shown) if shown[0] else 99) if mx.cuda.is_available() else 0
 
 
 @pytest.mark.skipif(_gpus() < 2, reason="needs two CUDA devices")
@@ -28,3 +39,40 @@ def test_other_back_ends_keep_their_sums() -> None:
     parts = mx.ones((2, 64))
     assert sums.near_sums(alone, parts) is None
     assert mx.array_equal(sums.all_sum(parts, alone), parts)
+
+
+class OfOne(sums.NearSums):
+    """Of a group of one rank, by MLX's operations: what decode steps ask of the kernel."""
+
+    def __init__(self, group: Any) -> None:
+        self.group, self.asked = group, 0
+
+    def sum(self, parts: mx.array) -> mx.array:
+        """Of one rank."""
+        return parts
+
+    def added_and_normed(self, parts: mx.array, fed: mx.array, norm: mx.array, eps: float) -> tuple[mx.array, mx.array]:
+        """As the kernel does it, which reads all of them as one type."""
+        assert parts.dtype == fed.dtype == norm.dtype
+        self.asked += 1
+        return fed + parts, mx.fast.rms_norm(fed + parts, norm, eps)
+
+
+@pytest.mark.parametrize("norms", [mx.bfloat16, mx.float32])
+def test_a_decode_step_asks_for_sums_of_one_type_alone(
+    norms: mx.Dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_model(EngineConfig(str(write_model(tmp_path, QWEN3)))).model
+    model.set_dtype(mx.bfloat16)
+    for layer in model.layers:
+        layer.post_attention_layernorm.weight = layer.post_attention_layernorm.weight.astype(norms)
+    near = OfOne(mx.distributed.init(backend="ring"))
+    for layer in model.layers:
+        layer.self_attn.o_proj = shard_linear(layer.self_attn.o_proj, "sharded-to-all", group=near.group)
+        layer.mlp.down_proj = shard_linear(layer.mlp.down_proj, "sharded-to-all", group=near.group)
+    wanted = decoded(model, OneToken(model, compiles=False))
+    monkeypatch.setattr(sums, "_near", near)
+    for one, other in zip(wanted, decoded(model, OneToken(model, compiles=False)), strict=True):
+        assert mx.array_equal(one, other)
+    steps, layers = len(wanted), len(model.layers)
+    assert near.asked == 2 * steps * layers if norms == mx.bfloat16 else near.asked < 2 * steps * layers

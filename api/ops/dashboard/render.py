@@ -96,7 +96,7 @@ def _error(request: Request, error: ParallmError) -> Response:
 def compile_all() -> None:
     """All templates, before the first page: a process whose pages nobody opens starts 0.1 s sooner.
 
-    FastAPI calls what is not async in a thread, so that no stream of the process waits for it.
+    FastAPI calls what is not async in a thread, so that no stream of the process is held up for long.
     """
     for name in _templates.list_templates():
         _templates.get_template(name)

@@ -206,6 +206,8 @@ class RunningBatch:
             rows, fed = group.feed(width)
             self._keeping.at_stops(*group.at_stops(), group.kv_of)
             positions += rows * fed
+            # One after another: pieces that are computed at once would sum over ranks at once (ranks/cuda).
+            mx.async_eval(group.state)  # type: ignore[no-untyped-call]
             width = group.left if is_short else width - fed
         self._pieces.begin(group.state, positions)
 

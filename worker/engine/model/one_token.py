@@ -4,8 +4,9 @@ On a GPU a decode step takes as long as the host needs to make its operations an
 ranks divide a model: a second GPU shortens neither. mlx-lm's layer of Qwen3 is 51 operations, 31 of them views: it
 flattens what a product is fed and undoes that behind it, transposes every weight, and moves the axis of heads over that
 of the one position there is. Here rows are [B, D] all the way, weights have been transposed once and for all, heads are
-a reshape, and products of one input are joined: 24 operations are left, two sums over ranks besides. The numbers are
-those of mlx-lm's forward (tests/engine/test_one_token.py: bit by bit).
+a reshape, and products of one input are joined: 24 operations are left, two sums over ranks besides, or 22 where these
+do the additions and norms behind them, too (ranks/cuda). The numbers are those of mlx-lm's forward
+(tests/engine/test_one_token.py: bit by bit), but for the last bits of such sums.
 
 What lies between the attention of one layer and that of the next, sums over ranks included, depends on the number of
 rows alone. So it is compiled as one function, which all layers share, since weights are its arguments. MLX then makes
@@ -88,9 +89,13 @@ class Product:
         self, arrays: Arrays, x_BI: mx.array, h_BO: mx.array, norm: mx.array, eps: float
     ) -> tuple[mx.array, mx.array]:
         """h and what this makes of x, and the norm of that: what lies between this linear and the next one."""
-        if self.group is not None and "bias" not in self.names and (near := near_sums(self.group, h_BO)):
-            return near.added_and_normed(self.partial(arrays, x_BI), h_BO, norm, eps)
-        h_BO = h_BO + self(arrays, x_BI)
+        if self.group is None or "bias" in self.names:
+            h_BO = h_BO + self(arrays, x_BI)
+            return h_BO, mx.fast.rms_norm(h_BO, norm, eps)
+        parts_BO = self.partial(arrays, x_BI)
+        if near := near_sums(self.group, parts_BO, h_BO, norm):
+            return near.added_and_normed(parts_BO, h_BO, norm, eps)
+        h_BO = h_BO + all_sum(parts_BO, self.group)
         return h_BO, mx.fast.rms_norm(h_BO, norm, eps)
 
 

@@ -171,11 +171,11 @@ def quantized_product(x: mx.array, arrays: Mapping[str, mx.array], how: Any) -> 
     )
 
 
-def summed(linear: Any, y: mx.array) -> mx.array:
-    """What `partial_sums` has left out."""
+def summed(linear: Any, y: mx.array, *, learns: bool = False) -> mx.array:
+    """What `partial_sums` has left out. `learns`: gradients are asked for, which sums of decode steps do not have."""
     if not isinstance(linear, REDUCING):
         return y
-    y = all_sum(y, linear.group)
+    y = mx.distributed.all_sum(y, group=linear.group) if learns else all_sum(y, linear.group)
     return y + linear["bias"] if "bias" in linear else y
 
 

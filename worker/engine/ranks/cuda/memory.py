@@ -50,6 +50,13 @@ class SharedMemory:
         self._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), theirs, ctypes.c_uint(_LAZY_PEER_ACCESS))
         return int(address.value)
 
+    def free(self) -> None:
+        """Nobody else has opened it, or uses it."""
+        self._call("cuMemFree_v2", ctypes.c_uint64(self.address))
+
     def _call(self, name: str, *arguments: Any) -> None:
-        if status := getattr(self._cuda, name)(*arguments):
+        function = getattr(self._cuda, name, None)
+        if function is None:
+            raise CudaError(f"this CUDA driver has no {name}")
+        if status := function(*arguments):
             raise CudaError(f"{name}: error {status} of the CUDA driver")

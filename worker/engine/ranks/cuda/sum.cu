@@ -22,15 +22,17 @@
     const unsigned* here = own + TOLD + at * ROWS + row;
     __threadfence_system();
     asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(there), "r"(turn) : "memory");
-    unsigned told;
-    unsigned long long now, began;
+    unsigned told, asked = 0;
+    long long now, began;
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(began));  // in ns
     do {
       asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(told) : "l"(here) : "memory");
-      asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
-      if (now - began > PATIENCE_S * 1000000000ull) {
-        if (!TRIES) __trap();  // what follows would be wrong
-        break;
+      if (++asked % 256 == 0) {
+        asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+        if (now - began > PATIENCE_S * 1000000000ll) {
+          if (!TRIES) __trap();  // what follows would be wrong
+          break;
+        }
       }
     } while (static_cast<int>(told - turn) < 0);
   }
@@ -49,7 +51,7 @@
       for (int i = 0; i < PER; i++) total[i] += static_cast<float>(numbers[i]);
     }
   }
-  T made[PER];
+  alignas(16) T made[PER];
 #pragma unroll
   for (int i = 0; i < PER; i++) made[i] = static_cast<T>(total[i]);
 #ifndef NORMED

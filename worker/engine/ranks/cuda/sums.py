@@ -7,7 +7,10 @@ waits there until theirs have come (as the one-shot sum of vLLM and of TensorRT-
 the addition to what the layer was fed and the next norm, is the same kernel.
 
 `open_to(group)` is asked by all ranks together when they have met; where a rank cannot reach another's memory, or what
-comes of a first sum is wrong, sums stay NCCL's on all of them. So do those of many rows, as of prompts.
+comes of first sums is wrong, sums stay NCCL's on all of them. So do those of many rows, as of prompts.
+
+Invariant. In all that is computed at once, each sum of a process hangs on the one before: two that ran side by side
+would take the same turn. Decode steps are such chains, and nothing else calls `all_sum` or `near_sums`.
 
 A rank whose neighbour has died waits in the kernel, as it would in NCCL's, until the group is ended from outside
 (docs/workers.md); if nobody does that, the kernel ends with an error, and the rank with it.
@@ -34,7 +37,6 @@ _CHUNK = 16_384  # bytes of a row
 _VECTOR = 16  # bytes that a thread takes
 _PATIENCE_S, _TRIAL_S = 120, 30  # for the other ranks, which may be compiling a kernel; and when it is tried out
 _DTYPES = (mx.bfloat16, mx.float16, mx.float32)
-_WORDS = HANDLE_BYTES // 4
 
 
 class NearSums:
@@ -47,8 +49,8 @@ class NearSums:
         self._places = mx.array(places, mx.uint64)
         mx.eval(self._places)
 
-    def takes(self, parts: mx.array) -> bool:
-        """Whether the kernel is made for sums of these [rows, width]."""
+    def takes(self, parts: mx.array, *others: mx.array) -> bool:
+        """Whether the kernel is made for sums of these [rows, width], with others that it reads as the same type."""
         width = parts.shape[-1] * parts.dtype.size
         return (
             parts.ndim == 2
@@ -56,6 +58,7 @@ class NearSums:
             and parts.dtype in _DTYPES
             and width % _VECTOR == 0
             and width <= _CHUNK
+            and all(each.dtype == parts.dtype for each in others)
         )
 
     def sum(self, parts: mx.array) -> mx.array:
@@ -111,10 +114,10 @@ def _number(value: float) -> mx.array:
 _near: NearSums | None = None  # of this process, which is a rank of one group
 
 
-def near_sums(group: Any, parts: mx.array) -> NearSums | None:
-    """What sums these parts [rows, width] of a group's ranks, if it can."""
+def near_sums(group: Any, parts: mx.array, *others: mx.array) -> NearSums | None:
+    """What sums these parts [rows, width] of a group's ranks, if it can, also with others in the same kernel."""
     near = _near
-    return near if near is not None and near.group is group and near.takes(parts) else None
+    return near if near is not None and near.group is group and near.takes(parts, *others) else None
 
 
 def all_sum(parts: mx.array, group: Any) -> mx.array:
@@ -129,22 +132,27 @@ def open_to(group: Any) -> bool:
     _near = None
     if not 1 < group.size() <= MOST_RANKS:
         return False
-    places, reason = [], ""
+    own, places, reason = None, [], ""
     try:
-        own: SharedMemory | None = _own(group.size())
-    except CudaError as error:
-        own, reason = None, str(error)
+        own = _own(group.size())
+    except Exception as error:  # whatever it is: the others wait for this rank's word
+        reason = str(error)
     told = _told(group, b"" if own is None else own.handle + _machine())
     if own is not None and all(each[HANDLE_BYTES:] == _machine() for each in told):
         try:
             places = [_place(own, rank == group.rank(), each) for rank, each in enumerate(told)]
-        except CudaError as error:
+        except Exception as error:
             reason = str(error)
-    if not _agreed(group, bool(places)) or not _agreed(group, _is_right(NearSums(group, places, tries=True))):
-        log.info("ranks.sums_by_nccl reason=%s", reason or "another rank cannot, is elsewhere, or sums come out wrong")
-        return False
-    _near = NearSums(group, places)
-    return True
+    is_right = _agreed(group, bool(places))
+    for tries in (True, False):  # at last with the kernels that decode steps use
+        is_right = is_right and _agreed(group, _is_right(NearSums(group, places, tries=tries)))
+    if is_right:
+        _near = NearSums(group, places)
+        return True
+    log.info("ranks.sums_by_nccl reason=%s", reason or "another rank cannot, is elsewhere, or sums come out wrong")
+    if own is not None and not places:
+        own.free()
+    return False
 
 
 def _own(size: int) -> SharedMemory:
@@ -179,12 +187,18 @@ def _agreed(group: Any, is_so: bool) -> bool:
 
 
 def _is_right(near: NearSums) -> bool:
-    """Whether three turns of several rows add up: a GPU may have memory that another cannot write."""
-    size = near.group.size()
-    wanted = size * (size + 1) // 2
-    parts = mx.ones((4, 256), mx.float32) * (near.group.rank() + 1)
+    """Whether some turns of the widest rows add up: a GPU may have memory that another cannot write."""
+    size, rank = near.group.size(), near.group.rank()
+    wanted = size * (size + 1) / 2
+    ones = mx.ones((4, _CHUNK // 2), mx.bfloat16)
     try:
-        return all(mx.all(near.sum(parts) == wanted).item() for _ in range(3))
-    except RuntimeError as error:  # MLX cannot compile it, say
-        log.warning("ranks.sums_fail error=%s", error)
+        for _ in range(3):
+            added, normed = near.added_and_normed(ones * (rank + 1), ones, ones[0], 0.0)
+            mx.eval(added, normed)
+            made = mx.stack([near.sum(ones * (rank + 1)) - wanted, added - wanted - 1, normed - 1])
+            if mx.any(mx.abs(made) > 0.01).item():
+                return False
+    except Exception as error:  # MLX cannot compile it, say; the others wait for this rank's word
+        log.warning("ranks.sums_fail error=%s: %s=0 leaves them to NCCL", error, SWITCH)
         return False
+    return True
