@@ -13,7 +13,7 @@ import pytest
 
 from api.cli.client import InferenceClient, JobRequest
 from api.serve.embedded_redis import EmbeddedRedis
-from shared.jobs import JobInput, RewardSpec
+from shared.jobs import JobInput, JobStatus, RewardSpec
 from shared.redis import keys
 from shared.redis.connection.client import connect
 from shared.trajectories import Trajectory
@@ -110,14 +110,23 @@ async def test_a_stream_resumes_on_another_api_after_its_own_died(two_workers: R
         second.stop()
 
 
+async def anew_if_done(client: InferenceClient, submitted: JobStatus) -> JobStatus:
+    """The job, or another like it: it takes a second, and one that looks may get no core for so long."""
+    if (await client.status(submitted.id)).status != "succeeded":
+        return submitted
+    return await client.submit(*job(prompts=24, n=4, max_tokens=96))
+
+
 async def test_a_killed_worker_costs_no_sample_and_doubles_none(two_workers: Ring) -> None:
     async with InferenceClient(two_workers.url) as client:
-        submitted = await client.submit(*job(prompts=24, n=4, max_tokens=96))
         pids = {worker.id: worker.pid for worker in await asyncio.to_thread(two_workers.workers)}
+        submitted = await client.submit(*job(prompts=24, n=4, max_tokens=96))
         victims: list[int] = []
 
         async def holds_rows() -> bool:
             """Whether one stands still with rows in hand: on a busy machine it might be done before it is killed."""
+            nonlocal submitted
+            submitted = await anew_if_done(client, submitted)
             for worker, _ in (await running(two_workers)).most_common(1):
                 os.kill(pids[worker], signal.SIGSTOP)
                 if (await running(two_workers))[worker]:
@@ -163,6 +172,8 @@ async def test_a_killed_redis_is_started_again_and_the_job_goes_on(two_workers: 
         submitted = await client.submit(*job(prompts=24, n=4, max_tokens=96))
 
         async def has_rows() -> bool:
+            nonlocal submitted
+            submitted = await anew_if_done(client, submitted)
             return (await client.status(submitted.id)).counts.running > 0
 
         await wait_until(has_rows)
