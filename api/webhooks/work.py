@@ -37,6 +37,7 @@ AT_ONE_HOST = 4
 LOOK_S = 1.0
 LEASE_MS = int(3000 * TRY_S)  # a try and what stands around it take far less
 FIRST_S, LONGEST_S = 5.0, 3600.0  # between two tries
+ELSEWHERE_S = 30.0  # at most, where this process may not send: another one may, and chance says who looks
 MOMENT_MS = 1_000  # until a host has room again
 
 
@@ -123,8 +124,9 @@ class WebhookWork:
             await self._due.again([entry], MOMENT_MS)
             return True
         self._hosts[host] += 1
+        why = refusal(webhook.url, settings)  # as this process is set up now; another one may send it
         try:
-            if why := refusal(webhook.url, settings):  # as this process is set up now; another one may send it
+            if why:
                 raise NotSentError(why)
             event_id, payload = _message(kind, ended)
             await send(client, webhook.url, webhook.secret, event_id, payload, settings.webhook_private)
@@ -133,7 +135,7 @@ class WebhookWork:
             if passed_s > 3600 * settings.webhook_hours:
                 log.warning("webhook.given_up", **told, reason=error.message)
                 return False
-            pause_s = pause_after(passed_s)
+            pause_s = min(pause_after(passed_s), ELSEWHERE_S) if why else pause_after(passed_s)
             log.info("webhook.again", **told, reason=error.message, in_s=round(pause_s))
             await self._due.again([entry], int(1000 * pause_s))
             return True
