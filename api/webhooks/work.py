@@ -37,7 +37,7 @@ AT_ONE_HOST = 4
 LOOK_S = 1.0
 LEASE_MS = int(3000 * TRY_S)  # a try and what stands around it take far less
 FIRST_S, LONGEST_S = 5.0, 3600.0  # between two tries
-ELSEWHERE_S = 30.0  # at most, where this process may not send: another one may, and chance says who looks
+ELSEWHERE_S = 25.0  # the longest where this process may not send: another one may, and chance says who looks
 MOMENT_MS = 1_000  # until a host has room again
 
 
@@ -135,7 +135,7 @@ class WebhookWork:
             if passed_s > 3600 * settings.webhook_hours:
                 log.warning("webhook.given_up", **told, reason=error.message)
                 return False
-            pause_s = min(pause_after(passed_s), ELSEWHERE_S) if why else pause_after(passed_s)
+            pause_s = pause_after(passed_s, ELSEWHERE_S if why else LONGEST_S)
             log.info("webhook.again", **told, reason=error.message, in_s=round(pause_s))
             await self._due.again([entry], int(1000 * pause_s))
             return True
@@ -146,9 +146,9 @@ class WebhookWork:
         return False
 
 
-def pause_after(passed_s: float) -> float:
+def pause_after(passed_s: float, longest_s: float = LONGEST_S) -> float:
     """Seconds until the next try of a webhook whose thing ended so long ago: about twice as long each time."""
-    return min(LONGEST_S, max(FIRST_S, passed_s)) * random.uniform(0.8, 1.2)
+    return min(longest_s, max(FIRST_S, passed_s)) * random.uniform(0.8, 1.2)
 
 
 def _message(kind: str, ended: _Ended) -> tuple[str, bytes]:

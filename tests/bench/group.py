@@ -25,7 +25,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tests.bench.group_step import PROMPT, SHAPES, handing_over, random_model
+from tests.bench.group_step import PROMPT, SHAPES, group_of, handing_over, random_model
 
 ROWS = (1, 8, 32)
 ADAPTERS, RANK = 8, 16
@@ -130,14 +130,7 @@ def _as_rank(shape: str, rank: int, ranks: int, prompt: int, port: int, folder: 
     import mlx.core as mx
     from mlx_lm.generate import generation_stream
 
-    from worker.engine.model import cuda_graphs
-    from worker.engine.ranks.cuda import sums
-
-    is_cuda = mx.cuda.is_available()
-    cuda_graphs.prepare(sums=ranks > 1)
-    group = mx.distributed.init(strict=True, backend="nccl" if is_cuda else "ring") if ranks > 1 else None
-    if group is not None:
-        sums.open_to(group)
+    group = group_of(ranks)
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as own, mx.stream(generation_stream):
         loaded = random_model(shape, group, Path(own))

@@ -197,16 +197,11 @@ def rank(shape: str, ranks: int) -> None:
 
     from worker.engine.batch import row_model
     from worker.engine.messages import EngineConfig
-    from worker.engine.model import cuda_graphs, one_token
-    from worker.engine.ranks.cuda import sums
+    from worker.engine.model import one_token
 
     # Also on a CPU, where a worker does not wait for the compiler: what counts here is the host's work.
     row_model.one_token_of = lambda model: one_token.OneToken(model, compiles=True)
-    cuda = mx.cuda.is_available()
-    cuda_graphs.prepare(sums=ranks > 1)
-    group = mx.distributed.init(strict=True, backend="nccl" if cuda else "ring") if ranks > 1 else None
-    if group is not None:
-        sums.open_to(group)
+    group = group_of(ranks)
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder, mx.stream(generation_stream):
         loaded = random_model(shape, group, Path(folder))
@@ -224,6 +219,21 @@ def rank(shape: str, ranks: int) -> None:
             with without_sums():
                 told["bare"] = step_ms(loaded, config, rows)["ms"]
         print(json.dumps(told), flush=True)
+
+
+def group_of(ranks: int) -> Any:
+    """MLX's, of so many, as a worker's ranks join it; None for one. Before the first operation."""
+    import mlx.core as mx
+
+    from worker.engine.model import cuda_graphs
+    from worker.engine.ranks.cuda import sums
+
+    cuda_graphs.prepare(sums=ranks > 1)
+    if ranks == 1:
+        return None
+    group = mx.distributed.init(strict=True, backend="nccl" if mx.cuda.is_available() else "ring")
+    sums.open_to(group)
+    return group
 
 
 def random_model(shape: str, group: Any, folder: Path) -> Any:
@@ -444,16 +454,15 @@ def without_sums() -> Iterator[None]:
     """Each rank takes its own part for the sum."""
     import mlx.core as mx
 
-    from worker.engine.model import one_token
     from worker.engine.ranks.cuda import sums
 
-    plain, near = mx.distributed.all_sum, one_token.near_sums
+    plain, near = mx.distributed.all_sum, sums._near
     mx.distributed.all_sum = lambda x, *, group=None, stream=None: x
-    sums.near_sums = one_token.near_sums = lambda *_: None
+    sums._near = None
     try:
         yield
     finally:
-        mx.distributed.all_sum, sums.near_sums, one_token.near_sums = plain, near, near
+        mx.distributed.all_sum, sums._near = plain, near
 
 
 if __name__ == "__main__":

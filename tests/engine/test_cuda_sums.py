@@ -20,12 +20,11 @@ from worker.engine.ranks.cuda import sums
 
 def _gpus() -> int:
     """That this process may use."""
-    try:
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout
-    except OSError:
+    if not mx.cuda.is_available():
         return 0
-    shown = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    return min(len(listed.splitlines()), len(shown) if shown[0] else 99) if mx.cuda.is_available() else 0
+    if shown := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        return len(shown.split(","))
+    return len(subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout.splitlines())
 
 
 @pytest.mark.skipif(_gpus() < 2, reason="needs two CUDA devices")

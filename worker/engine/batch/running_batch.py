@@ -203,11 +203,11 @@ class RunningBatch:
         """Feed so many tokens of a group, or short prompts to their ends; in pieces, where rows have stops."""
         is_short, positions = width == group.left, 0
         while group.left and width > 0:
+            if positions:  # pieces that are computed at once would sum over ranks at once (ranks/cuda)
+                mx.async_eval(group.state)  # type: ignore[no-untyped-call]
             rows, fed = group.feed(width)
             self._keeping.at_stops(*group.at_stops(), group.kv_of)
             positions += rows * fed
-            # One after another: pieces that are computed at once would sum over ranks at once (ranks/cuda).
-            mx.async_eval(group.state)  # type: ignore[no-untyped-call]
             width = group.left if is_short else width - fed
         self._pieces.begin(group.state, positions)
 

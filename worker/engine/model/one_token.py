@@ -90,12 +90,13 @@ class Product:
     ) -> tuple[mx.array, mx.array]:
         """h and what this makes of x, and the norm of that: what lies between this linear and the next one."""
         if self.group is None or "bias" in self.names:
-            h_BO = h_BO + self(arrays, x_BI)
-            return h_BO, mx.fast.rms_norm(h_BO, norm, eps)
-        parts_BO = self.partial(arrays, x_BI)
-        if near := near_sums(self.group, parts_BO, h_BO, norm):
-            return near.added_and_normed(parts_BO, h_BO, norm, eps)
-        h_BO = h_BO + all_sum(parts_BO, self.group)
+            y_BO = self(arrays, x_BI)
+        else:
+            y_BO = self.partial(arrays, x_BI)
+            if near := near_sums(self.group, y_BO, h_BO, norm):
+                return near.added_and_normed(y_BO, h_BO, norm, eps)
+            y_BO = all_sum(y_BO, self.group)
+        h_BO = h_BO + y_BO
         return h_BO, mx.fast.rms_norm(h_BO, norm, eps)
 
 

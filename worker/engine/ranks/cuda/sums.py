@@ -63,20 +63,14 @@ class NearSums:
 
     def sum(self, parts: mx.array) -> mx.array:
         """[rows, width] of all ranks' parts."""
-        (out,) = self._called("near_sum", ("parts", "places"), ("out",), [parts, self._places])
-        return out
+        return self._called(("out",), parts=parts)[0]
 
     def added_and_normed(self, parts: mx.array, fed: mx.array, norm: mx.array, eps: float) -> tuple[mx.array, mx.array]:
         """What a layer was fed [rows, width] and the sum of all ranks' parts; and its norm (RMS), weighted."""
-        inputs = [parts, self._places, fed, norm, _number(eps)]
-        names = ("parts", "places", "fed", "norm", "eps")
-        out, normed = self._called("near_sum_normed", names, ("out", "normed"), inputs)
+        out, normed = self._called(("out", "normed"), parts=parts, fed=fed, norm=norm, eps=_number(eps))
         return out, normed
 
-    def _called(
-        self, name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], arrays: list[mx.array]
-    ) -> list[mx.array]:
-        parts = arrays[0]
+    def _called(self, outputs: tuple[str, ...], parts: mx.array, **others: mx.array) -> list[mx.array]:
         rows, width = parts.shape
         threads = -(-width * parts.dtype.size // _VECTOR // 32) * 32
         settings = self._patience | {
@@ -86,8 +80,9 @@ class NearSums:
             "CHUNK": _CHUNK,
             "THREADS": threads,
         }
-        made: list[mx.array] = _kernel(name, inputs, outputs)(
-            inputs=arrays,
+        inputs = {"parts": parts, "places": self._places, **others}
+        made: list[mx.array] = _kernel(tuple(inputs), outputs)(
+            inputs=list(inputs.values()),
             template=[("T", parts.dtype), *settings.items()],
             grid=(rows * threads, 1, 1),
             threadgroup=(threads, 1, 1),
@@ -98,10 +93,10 @@ class NearSums:
 
 
 @cache
-def _kernel(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> Any:
+def _kernel(inputs: tuple[str, ...], outputs: tuple[str, ...]) -> Any:
     header = "#include <cuda_bf16.h>\n#include <cuda_fp16.h>\n" + ("#define NORMED\n" if "normed" in outputs else "")
     source = Path(__file__).with_name("sum.cu").read_text()
-    return mx.fast.cuda_kernel(f"parallm_{name}", inputs, outputs, source, header)
+    return mx.fast.cuda_kernel(f"parallm_near_sum_{outputs[-1]}", inputs, outputs, source, header)
 
 
 @cache
@@ -140,14 +135,15 @@ def open_to(group: Any) -> bool:
     told = _told(group, b"" if own is None else own.handle + _machine())
     if own is not None and all(each[HANDLE_BYTES:] == _machine() for each in told):
         try:
-            places = [_place(own, rank == group.rank(), each) for rank, each in enumerate(told)]
+            handles = enumerate(each[:HANDLE_BYTES] for each in told)
+            places = [own.address if rank == group.rank() else own.opened(each) for rank, each in handles]
         except Exception as error:
             reason = str(error)
     is_right = _agreed(group, bool(places))
-    for tries in (True, False):  # at last with the kernels that decode steps use
-        is_right = is_right and _agreed(group, _is_right(NearSums(group, places, tries=tries)))
+    for near in (NearSums(group, places, tries=True), NearSums(group, places)):  # the latter as decode steps use it
+        is_right = is_right and _agreed(group, _is_right(near))
     if is_right:
-        _near = NearSums(group, places)
+        _near = near
         return True
     log.info("ranks.sums_by_nccl reason=%s", reason or "another rank cannot, is elsewhere, or sums come out wrong")
     if own is not None and not places:
@@ -159,10 +155,6 @@ def _own(size: int) -> SharedMemory:
     if os.environ.get(SWITCH, "1") == "0" or not mx.cuda.is_available():
         raise CudaError(f"{SWITCH}=0, or no CUDA")
     return SharedMemory((1 + size) * _ROWS * 4 + 2 * size * _ROWS * _CHUNK)
-
-
-def _place(own: SharedMemory, is_own: bool, told: bytes) -> int:
-    return own.address if is_own else own.opened(told[:HANDLE_BYTES])
 
 
 def _machine() -> bytes:
