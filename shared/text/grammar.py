@@ -158,7 +158,7 @@ def tokenizer_of(bundle: TokenizerBundle, vocab_size: int) -> LLTokenizer:
 def check(grammar: str, tokenizer: LLTokenizer) -> None:
     """InvalidGrammarError, in llguidance's words, when a grammar cannot be compiled.
 
-    It is compiled as a worker will: to validate it takes a quarter of that, and bounded here is what it costs there.
+    It is compiled as a worker will: to validate it takes half of that or less, and bounded here is what it costs there.
     """
     matcher = _compiled(grammar, tokenizer)
     if matcher.is_error():
