@@ -58,6 +58,8 @@ CASES: list[tuple[int, str, dict[str, str]]] = [
     (1, "mlx-lm's forward", {PLAIN: "1"}),
     (2, "mlx-lm's forward", {PLAIN: "1"}),
     (2, "NCCL's sums", {"PARALLM_CUDA_SUMS": "0"}),
+    (1, "MLX's products", {"PARALLM_CUDA_PRODUCTS": "0"}),
+    (2, "MLX's products", {"PARALLM_CUDA_PRODUCTS": "0"}),
 ]
 OPERATIONS = -1  # in place of rows: ask what handing over one of each kind takes
 

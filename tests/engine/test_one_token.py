@@ -6,6 +6,7 @@ from typing import Any
 import mlx.core as mx
 import mlx_lm
 import pytest
+from mlx_lm.models.activations import swiglu
 from mlx_lm.models.cache import BatchKVCache
 from mlx_lm.tuner.lora import LoRALinear
 from msgspec import structs
@@ -17,6 +18,8 @@ from tests.engine.kv_models import CONFIGS
 from tests.engine.small_models import LLAMA, QWEN3, write_model
 from worker.engine.batch import row_model
 from worker.engine.messages import EngineConfig
+from worker.engine.model.cuda import products
+from worker.engine.model.cuda.rotary import Rotary
 from worker.engine.model.loader import load_model
 from worker.engine.model.one_token import OneToken, join_products, one_token_of
 
@@ -61,6 +64,35 @@ def test_logits_are_those_of_mlx_lm(name: str, tmp_path: Path) -> None:
     for which in (apart, decoded(model, joined)):
         for one, other in zip(wanted, which, strict=True):
             assert is_same(one, other)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])  # with biases and without
+def test_products_by_a_kernel_are_where_products_were(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a kernel computes on CUDA is computed here by MLX's operations: which weights it is given."""
+    asked: list[str] = []
+
+    def product(x: mx.array, weight: mx.array) -> mx.array:
+        asked.append("product")
+        return x @ weight.T
+
+    def gated(x: mx.array, weight: mx.array) -> mx.array:
+        asked.append("gated")
+        return swiglu(*mx.split(x @ weight.T, 2, axis=-1))
+
+    model = load(tmp_path, MODELS[name][0] | {"tie_word_embeddings": False})
+    model.set_dtype(mx.bfloat16)
+    wanted = decoded(model, lambda tokens, caches: model(tokens, cache=caches))
+    join_products(model)
+    monkeypatch.setattr(products, "are_there", lambda: True)
+    monkeypatch.setattr(products, "product", product)
+    monkeypatch.setattr(products, "gated", gated)
+    monkeypatch.setattr(Rotary, "takes", lambda *_: False)
+    told = decoded(model, OneToken(model, compiles=False), tokens=1)
+    a_layer = ["product"] * 4 if name == "llama" else ["product", "product", "gated", "product"]
+    assert asked == [*a_layer * len(model.layers), "product"], "all of a layer's, and the head's"
+    assert mx.allclose(told[0], wanted[0], rtol=1e-2, atol=5e-2), "biases round by themselves"
 
 
 def test_layers_of_different_kinds_are_compiled_by_themselves(tmp_path: Path) -> None:

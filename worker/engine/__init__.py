@@ -9,5 +9,5 @@ together), `kv/` (keys and values that are kept), `lora/` (adapters), `heads/` (
 `orders.py` is what the thread tells the engine between two turns, `build.py` what it begins with, both the same on
 every rank of a group; `ranks/` is what keeps ranks together within a turn.
 `between_steps.py` lets somebody else compute between two decode steps, `warm_up.py` measures the machine before the
-first row. `fused.py`: several operations as one, on a GPU.
+first row. `fused.py`: several operations as one, on a GPU; `cuda/`: what our kernels share.
 """

@@ -4,9 +4,9 @@ On a GPU a decode step takes as long as the host needs to make its operations an
 ranks divide a model: a second GPU shortens neither. mlx-lm's layer of Qwen3 is 51 operations, 31 of them views: it
 flattens what a product is fed and undoes that behind it, transposes every weight, and moves the axis of heads over that
 of the one position there is. Here rows are [B, D] all the way, weights have been transposed once and for all, heads are
-a reshape, and products of one input are joined: 24 operations are left, two sums over ranks besides, or 22 where these
-do the additions and norms behind them, too (ranks/cuda). The numbers are those of mlx-lm's forward
-(tests/engine/test_one_token.py: bit by bit), but for the last bits of such sums.
+a reshape, and products of one input are joined: 24 operations are left, two sums over ranks besides. On CUDA kernels of
+ours do several of them at once (model/cuda, ranks/cuda): 17, of a rank 15. The numbers are those of mlx-lm's forward
+(tests/engine/test_one_token.py: bit by bit), but for the last bits that such kernels sum up in another order.
 
 What lies between the attention of one layer and that of the next, sums over ranks included, depends on the number of
 rows alone. So it is compiled as one function, which all layers share, since weights are its arguments. MLX then makes
@@ -30,74 +30,17 @@ from mlx_lm.models.activations import swiglu
 from mlx_lm.models.base import create_attention_mask, scaled_dot_product_attention
 from mlx_lm.models.rope_utils import Llama3RoPE, SuScaledRoPE, YarnRoPE
 
+from worker.engine.model.cuda.rotary import Rotary
 from worker.engine.model.joined import Joined, arrays_of, join
-from worker.engine.model.sites import EMBEDDINGS, LINEARS, REDUCING, quantized_product, summed
-from worker.engine.ranks.cuda.sums import all_sum, near_sums
+from worker.engine.model.product import Arrays, Product
+from worker.engine.model.sites import EMBEDDINGS, LINEARS, summed
 
-Arrays = tuple[mx.array, ...]
 Adapt = Callable[[str, mx.array, list[mx.array]], list[mx.array]]
 """Outputs of a layer's linears with the rows' adapters: which linears, what they read, what they make of it alone."""
 
 _FAMILIES = (llama, qwen2, qwen3)
 _INNER = (llama.LlamaModel, qwen2.Qwen2Model, qwen3.Qwen3Model)
 _ROPES = (nn.RoPE, Llama3RoPE, SuScaledRoPE, YarnRoPE)  # of mlx-lm's others one reads the positions on the host
-
-
-@dataclass(frozen=True)
-class Product:
-    """How a linear computes. Its arrays come with each call, so that all layers share what is compiled."""
-
-    names: tuple[str, ...]  # of its arrays
-    group: Any = None  # of the ranks that it sums over
-    bits: int = 0  # 0: not quantised, and the weight comes as [in, out]
-    group_size: int = 0
-    mode: str = ""
-
-    @classmethod
-    def of(cls, linear: Any) -> tuple[Product, Arrays]:
-        """A linear as mlx-lm or MLX has it, plain, quantised or divided."""
-        arrays = {name: linear[name] for name in arrays_of(linear)}
-        group = linear.group if isinstance(linear, REDUCING) else None
-        if "scales" in arrays:
-            how = cls(tuple(arrays), group, linear.bits, linear.group_size, linear.mode)
-        else:
-            arrays["weight"] = arrays["weight"].T
-            mx.eval(arrays["weight"])  # a view that no step makes again
-            how = cls(tuple(arrays), group)
-        return how, tuple(arrays.values())
-
-    def __call__(self, arrays: Arrays, x_BI: mx.array) -> mx.array:
-        """[B, out]."""
-        y_BO = self.partial(arrays, x_BI)
-        if self.group is None:
-            return y_BO
-        y_BO = all_sum(y_BO, self.group)
-        return y_BO + arrays[self.names.index("bias")] if "bias" in self.names else y_BO
-
-    def partial(self, arrays: Arrays, x_BI: mx.array) -> mx.array:
-        """The same without the sum over ranks and the bias behind it."""
-        by = dict(zip(self.names, arrays, strict=True))
-        if self.bits:
-            y_BO = quantized_product(x_BI, by, self)
-        elif "bias" in by and self.group is None:
-            return mx.addmm(by["bias"], x_BI, by["weight"])
-        else:
-            y_BO = x_BI @ by["weight"]
-        return y_BO + by["bias"] if "bias" in by and self.group is None else y_BO
-
-    def added_and_normed(
-        self, arrays: Arrays, x_BI: mx.array, h_BO: mx.array, norm: mx.array, eps: float
-    ) -> tuple[mx.array, mx.array]:
-        """h and what this makes of x, and the norm of that: what lies between this linear and the next one."""
-        if self.group is None or "bias" in self.names:
-            y_BO = self(arrays, x_BI)
-        else:
-            y_BO = self.partial(arrays, x_BI)
-            if near := near_sums(self.group, y_BO, h_BO, norm):
-                return near.added_and_normed(y_BO, h_BO, norm, eps)
-            y_BO = all_sum(y_BO, self.group)
-        h_BO = h_BO + y_BO
-        return h_BO, mx.fast.rms_norm(h_BO, norm, eps)
 
 
 @dataclass(frozen=True)
@@ -111,6 +54,7 @@ class Layer:
     down: Product
     eps: tuple[float, ...]  # of the norms: behind attention, behind the layer, of q and k
     rope: Any = field(compare=False)  # the same in all layers
+    rotary: Rotary | None = field(compare=False)  # the same by a kernel, with the norms before it
 
     def before(
         self, arrays: Any, x_BD: mx.array, offset_B: mx.array, adapt: Adapt | None = None
@@ -119,18 +63,21 @@ class Layer:
         products, norms = arrays
         ys = _outputs("inputs", self.inputs, products, x_BD, self.heads, adapt)
         if len(ys) == 1:
-            return self._taken_apart(norms, ys[0].reshape(x_BD.shape[0], sum(self.heads), 1, -1), offset_B)
+            return self._taken_apart(norms, ys[0], offset_B)
         q, k, v = (y.reshape(x_BD.shape[0], heads, 1, -1) for y, heads in zip(ys, self.heads, strict=True))
         if norms:
             q, k = (mx.fast.rms_norm(each, norm, self.eps[2]) for each, norm in zip((q, k), norms[-2:], strict=True))
         return self.rope(q, offset=offset_B), self.rope(k, offset=offset_B), v
 
-    def _taken_apart(self, norms: Arrays, qkv: mx.array, offset_B: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-        """q, k, v of all heads [B, heads, 1, size]: q and k have their norm and their positions together.
+    def _taken_apart(self, norms: Arrays, ys: mx.array, offset_B: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+        """q, k, v of [B, all heads * size]: q and k have their norm and their positions together.
 
         The norm is that of all heads as they lie, since a part of them would be copied first. It rounds before it is
         weighted, so weighting it by itself gives the same numbers.
         """
+        if self.rotary is not None and self.rotary.takes(ys, norms):
+            return self.rotary(ys, self.heads, norms[1:], self.eps[-1], offset_B)
+        qkv = ys.reshape(ys.shape[0], sum(self.heads), 1, -1)
         of_q, of_k, _ = self.heads
         qk = qkv[:, : of_q + of_k]
         if norms:
@@ -144,9 +91,11 @@ class Layer:
         """The layer's output [B, D] and its norm, of what it was fed and what attention [B, heads, 1, size] makes."""
         output, norm, gate_up, down, norm_behind = arrays
         h_BD, x_BD = self._added("output", self.output, output, attended.reshape(h_BD.shape[0], -1), h_BD, adapt, norm)
-        ys = _outputs("gate_up", self.gate_up, gate_up, x_BD, (1, 1), adapt)
-        gate, up = ys if len(ys) == 2 else mx.split(ys[0], 2, axis=-1)
-        return self._added("down", self.down, down, swiglu(gate, up), h_BD, adapt, norm_behind)
+        if adapt is None and len(self.gate_up) == 1:
+            x_BI = self.gate_up[0].gated(gate_up[0], x_BD)
+        else:
+            x_BI = swiglu(*_outputs("gate_up", self.gate_up, gate_up, x_BD, (1, 1), adapt))
+        return self._added("down", self.down, down, x_BI, h_BD, adapt, norm_behind)
 
     def _added(
         self,
@@ -317,7 +266,8 @@ def _layer(layer: Any, norm_behind: Any) -> tuple[Layer, Any, Any]:
     norm = layer.post_attention_layernorm
     heads = (attention.n_heads, attention.n_kv_heads, attention.n_kv_heads)
     eps = tuple(each.eps for each in (norm, norm_behind, *norms[:1]))
-    how = Layer(heads, inputs, output, gate_up, down, eps, attention.rope)
+    size = _bare(attention.q_proj)["weight"].shape[0] // attention.n_heads
+    how = Layer(heads, inputs, output, gate_up, down, eps, attention.rope, Rotary.of(attention.rope, size))
     weights = tuple(each.weight for each in norms)
     if norms and len(inputs) == 1:
         weights = (_of_heads(weights, heads), *weights)

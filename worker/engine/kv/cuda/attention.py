@@ -20,15 +20,19 @@ head sizes, few positions.
 from __future__ import annotations
 
 import os
-from functools import cache
+from collections.abc import Callable
+from functools import cache, lru_cache, partial
 from math import e, log2
 from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
 
+from worker.engine.cuda import kernel, number
 from worker.engine.kv.cuda import few_shapes
 
+_HERE = Path(__file__).parent
+_LOG2_E = log2(e)  # the kernels' powers are of two
 SWITCH = "PARALLM_CUDA_ATTENTION"  # 0: MLX's own
 _HEAD_SIZES = (64, 128, 256)
 _DTYPES = (mx.bfloat16, mx.float16, mx.float32)
@@ -46,18 +50,8 @@ _TILED_BLOCKS = 396
 
 @cache
 def _kernel(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> Any:
-    here = Path(__file__)
-    shared = "tensor_cores.cuh" if name == "tiles" else "eight.cuh"
-    source, header = (here.with_name(file).read_text() for file in (f"{name}.cu", shared))
-    return mx.fast.cuda_kernel(f"parallm_{name}", inputs, outputs, source, header, ensure_row_contiguous=False)
-
-
-@cache
-def _scale(scale: float) -> mx.array:
-    """As the kernel takes it: its powers are of two."""
-    number = mx.array([scale * log2(e)], mx.float32)
-    mx.eval(number)
-    return number
+    pieces = "tensor_cores.cuh" if name == "tiles" else "eight.cuh"
+    return kernel(_HERE / f"{name}.cu", inputs, outputs, (pieces,), copies=False)
 
 
 @cache
@@ -89,9 +83,9 @@ def _is_plain(mask: Any) -> bool:
     return bool(mask.dtype == mx.bool_ and mask.ndim == 4 and mask.shape[1] == 1)
 
 
-def _is_tiled(queries: mx.array, shared_by: int) -> bool:
-    """Whether that many queries of a KV head are for `tiles.cu`."""
-    return queries.dtype in (mx.bfloat16, mx.float16) and queries.shape[3] in _TILED_SIZES and shared_by >= _TILED_FROM
+def _is_tiled(dtype: mx.Dtype, size: int, shared_by: int) -> bool:
+    """Whether so many queries that share a KV head are for `tiles.cu`."""
+    return dtype in (mx.bfloat16, mx.float16) and size in _TILED_SIZES and shared_by >= _TILED_FROM
 
 
 def attention(
@@ -106,13 +100,32 @@ def attention(
 ) -> mx.array:
     """[rows, query heads, queries, size] for queries of that shape; keys and values [rows, KV heads, positions, size],
     or packed (`kv/quantised.py`) if there are `bits`."""
-    rows, query_heads, at_once, size = queries.shape
-    kv_heads, positions = keys.shape[1:3]
+    rows, _, at_once, _ = queries.shape
+    _, kv_heads, positions, _ = keys.shape
     masked = isinstance(mask, mx.array)
     seen = mx.broadcast_to(mask, (rows, 1, at_once, positions)) if masked else _nothing()
-    template = [("T", queries.dtype), ("D", size), ("MASKED", masked)]
+    read, join = _calls(queries.shape, kv_heads, positions, queries.dtype, masked, sinks is not None, bits, group_size)
+    part, about = read(inputs=[queries, keys, values, seen, number(scale * _LOG2_E)])
+    (out,) = join(inputs=[part, about, about if sinks is None else sinks.astype(mx.float32)])
+    return cast(mx.array, out)
+
+
+@lru_cache(2048)
+def _calls(
+    shape: tuple[int, int, int, int],
+    kv_heads: int,
+    positions: int,
+    dtype: mx.Dtype,
+    masked: bool,
+    sinks: bool,
+    bits: int,
+    group_size: int,
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Both kernels, but for their inputs. All layers of a step ask for the same, and a step waits for its host."""
+    rows, query_heads, at_once, size = shape
+    template = [("T", dtype), ("D", size), ("MASKED", masked)]
     shared_by = query_heads // kv_heads * at_once
-    if not bits and _is_tiled(queries, shared_by):
+    if not bits and _is_tiled(dtype, size, shared_by):
         name, threads, at_a_time, blocks = "tiles", _TILED_THREADS, _TILED_QUERIES, _TILED_BLOCKS
     else:
         at_a_time = 1 if shared_by == 1 else 2 if shared_by == 2 else 4
@@ -122,25 +135,23 @@ def attention(
     stretches = 1
     while stretches * rows * across < blocks and stretches * 2 * _STRETCH <= positions:
         stretches *= 2
-    read = _kernel(name, ("queries", "keys", "values", "mask", "scale"), ("part", "about"))
-    join = _kernel("join", ("part", "about", "sinks"), ("out",))
-    part, about = read(
-        inputs=[queries, keys, values, seen, _scale(scale)],
+    read = partial(
+        _kernel(name, ("queries", "keys", "values", "mask", "scale"), ("part", "about")),
         template=[*template, ("THREADS", threads)],
         grid=(stretches * threads, across, rows),
         threadgroup=(threads, 1, 1),
         output_shapes=[(rows, query_heads * at_once, stretches, each) for each in (size, 2)],
         output_dtypes=[mx.float32, mx.float32],
     )
-    (out,) = join(
-        inputs=[part, about, about if sinks is None else sinks.astype(mx.float32)],
-        template=[("T", queries.dtype), ("D", size), ("SINKS", sinks is not None)],
-        grid=(queries.size, 1, 1),
+    join = partial(
+        _kernel("join", ("part", "about", "sinks"), ("out",)),
+        template=[("T", dtype), ("D", size), ("SINKS", sinks)],
+        grid=(rows * query_heads * at_once * size, 1, 1),
         threadgroup=(size, 1, 1),
-        output_shapes=[queries.shape],
-        output_dtypes=[queries.dtype],
+        output_shapes=[shape],
+        output_dtypes=[dtype],
     )
-    return cast(mx.array, out)
+    return read, join
 
 
 def pack(keys: mx.array, values: mx.array, bits: int, group_size: int) -> tuple[mx.array, mx.array]:

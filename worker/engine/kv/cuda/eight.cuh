@@ -1,5 +1,3 @@
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 
 // Eight numbers as they are stored, then as floats. `at`: which eight of the head's.
 template <typename T, int D, int BITS, int GROUP>

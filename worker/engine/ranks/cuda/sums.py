@@ -20,12 +20,12 @@ from __future__ import annotations
 
 import logging
 import os
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
+from worker.engine.cuda import kernel, number
 from worker.engine.ranks.cuda.memory import HANDLE_BYTES, CudaError, SharedMemory
 
 log = logging.getLogger(__name__)
@@ -37,6 +37,7 @@ _CHUNK = 16_384  # bytes of a row
 _VECTOR = 16  # bytes that a thread takes
 _PATIENCE_S, _TRIAL_S = 120, 30  # for the other ranks, which may be compiling a kernel; and when it is tried out
 _DTYPES = (mx.bfloat16, mx.float16, mx.float32)
+_SOURCE = Path(__file__).with_name("sum.cu")
 
 
 class NearSums:
@@ -67,7 +68,7 @@ class NearSums:
 
     def added_and_normed(self, parts: mx.array, fed: mx.array, norm: mx.array, eps: float) -> tuple[mx.array, mx.array]:
         """What a layer was fed [rows, width] and the sum of all ranks' parts; and its norm (RMS), weighted."""
-        out, normed = self._called(("out", "normed"), parts=parts, fed=fed, norm=norm, eps=_number(eps))
+        out, normed = self._called(("out", "normed"), parts=parts, fed=fed, norm=norm, eps=number(eps))
         return out, normed
 
     def _called(self, outputs: tuple[str, ...], parts: mx.array, **others: mx.array) -> list[mx.array]:
@@ -81,7 +82,8 @@ class NearSums:
             "THREADS": threads,
         }
         inputs = {"parts": parts, "places": self._places, **others}
-        made: list[mx.array] = _kernel(tuple(inputs), outputs)(
+        normed = ("#define NORMED",) if "normed" in outputs else ()
+        made: list[mx.array] = kernel(_SOURCE, tuple(inputs), outputs, normed)(
             inputs=list(inputs.values()),
             template=[("T", parts.dtype), *settings.items()],
             grid=(rows * threads, 1, 1),
@@ -90,20 +92,6 @@ class NearSums:
             output_dtypes=[parts.dtype] * len(outputs),
         )
         return made
-
-
-@cache
-def _kernel(inputs: tuple[str, ...], outputs: tuple[str, ...]) -> Any:
-    header = "#include <cuda_bf16.h>\n#include <cuda_fp16.h>\n" + ("#define NORMED\n" if "normed" in outputs else "")
-    source = Path(__file__).with_name("sum.cu").read_text()
-    return mx.fast.cuda_kernel(f"parallm_near_sum_{outputs[-1]}", inputs, outputs, source, header)
-
-
-@cache
-def _number(value: float) -> mx.array:
-    number = mx.array([value], mx.float32)
-    mx.eval(number)
-    return number
 
 
 _near: NearSums | None = None  # of this process, which is a rank of one group

@@ -1,5 +1,3 @@
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 #include <cuda/std/type_traits>
 
 // Two numbers in a register, the first one in its lower half.
@@ -11,6 +9,24 @@ __device__ unsigned paired(T first, T second) {
 
 __device__ inline unsigned word(const uint4& four, int which) {
   return which == 0 ? four.x : which == 1 ? four.y : which == 2 ? four.z : four.w;
+}
+
+// Sixteen bytes that are read once in a step: what others have in the cache stays there. All that is asked for before
+// any of it is used is on its way at once.
+__device__ inline uint4 read_once(const void* from) {
+  uint4 four;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+      : "=r"(four.x), "=r"(four.y), "=r"(four.z), "=r"(four.w)
+      : "l"(from));
+  return four;
+}
+
+__device__ inline uint4 read_often(const void* from) {
+  uint4 four;
+  asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
+      : "=r"(four.x), "=r"(four.y), "=r"(four.z), "=r"(four.w)
+      : "l"(from));
+  return four;
 }
 
 // sums[16 x 8] += a[16 x 16] times b[16 x 8], spread over a warp.

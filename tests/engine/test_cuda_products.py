@@ -1,0 +1,100 @@
+"""Kernels of a decode step on CUDA say what MLX's operations say; without CUDA these stay."""
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.models.activations import swiglu
+from mlx_lm.models.rope_utils import Llama3RoPE, YarnRoPE
+
+from worker.engine.model.cuda import products
+from worker.engine.model.cuda.rotary import Rotary
+
+needs_cuda = pytest.mark.skipif(not mx.cuda.is_available(), reason="needs a CUDA device")
+TYPES = (mx.bfloat16, mx.float16)
+
+
+def drawn(*shape: int, dtype: mx.Dtype = mx.bfloat16) -> mx.array:
+    return mx.random.normal(shape).astype(dtype)
+
+
+def is_close(one: mx.array, other: mx.array, rtol: float = 2e-2) -> bool:
+    one, other = one.astype(mx.float32), other.astype(mx.float32)
+    return bool(mx.abs(one - other).max() <= rtol * mx.abs(other).max())
+
+
+@needs_cuda
+@pytest.mark.parametrize("dtype", TYPES)
+def test_products_of_few_rows(dtype: mx.Dtype) -> None:
+    """Outputs that fill no block, inputs that fill no round of the warps."""
+    for rows, outputs, inputs in (
+        (2, 4096, 4096),
+        (2, 100, 64),
+        (8, 33, 96),
+        (9, 4096, 128),
+        (17, 48, 4096),
+        (32, 64, 32),
+    ):
+        x, weight = drawn(rows, inputs, dtype=dtype), drawn(outputs, inputs, dtype=dtype)
+        assert products.is_for(x, weight)
+        assert is_close(products.product(x, weight), x.astype(mx.float32) @ weight.astype(mx.float32).T)
+    for rows, outputs, inputs in ((2, 64, 64), (5, 8, 32), (32, 1000, 256)):
+        x, weight = drawn(rows, inputs, dtype=dtype), (drawn(outputs, inputs) / inputs**0.5).astype(dtype)
+        wanted = swiglu(*mx.split(x.astype(mx.float32) @ weight.astype(mx.float32).T, 2, axis=-1))
+        assert is_close(products.gated(x, weight), wanted, 5e-2)
+
+
+@needs_cuda
+def test_a_row_has_the_same_sums_among_others() -> None:
+    x, weight = drawn(32, 4096), drawn(256, 4096)
+    whole = products.product(x, weight)
+    for rows in (2, 7, 8, 12, 31):
+        assert mx.array_equal(products.product(x[:rows], weight), whole[:rows])
+
+
+def test_what_the_kernel_is_not_made_for() -> None:
+    assert not products.is_for(drawn(33, 64), drawn(64, 64)), "many rows"
+    assert not products.is_for(drawn(1, 64), drawn(64, 64)), "one"
+    assert not products.is_for(drawn(2, 48), drawn(64, 48)), "no whole steps"
+    assert not products.is_for(drawn(2, 64), drawn(64, 64, dtype=mx.float16)), "two types"
+    assert not products.is_for(drawn(2, 64, dtype=mx.float32), drawn(64, 64, dtype=mx.float32))
+
+
+@needs_cuda
+@pytest.mark.parametrize("dtype", (*TYPES, mx.float32))
+@pytest.mark.parametrize("normed", [True, False])
+def test_queries_and_keys_are_turned_as_mlx_turns_them(dtype: mx.Dtype, normed: bool) -> None:
+    config = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 512}
+    for rope, size, heads in (
+        (nn.RoPE(128, base=1e6), 128, (16, 4, 4)),
+        (nn.RoPE(64, base=1e4, scale=0.5), 64, (3, 1, 1)),
+        (nn.RoPE(80), 80, (2, 2, 2)),
+        (Llama3RoPE(64, 4096, False, 5e5, config), 64, (8, 2, 2)),
+    ):
+        rotary = Rotary.of(rope, size)
+        assert rotary is not None
+        qkv, offset = drawn(3, sum(heads) * size, dtype=dtype), mx.array([0, 7, 1900])
+        norms = [drawn(size, dtype=dtype) for _ in range(2)] if normed else []
+        assert rotary.takes(qkv, norms)
+        made = rotary(qkv, heads, norms, 1e-6, offset)
+        ends = [heads[0] * size, (heads[0] + heads[1]) * size]
+        apart = [each.reshape(3, -1, 1, size) for each in mx.split(qkv, ends, axis=-1)]
+        for at, norm in enumerate(norms):
+            apart[at] = mx.fast.rms_norm(apart[at], norm, 1e-6)
+        wanted = [rope(apart[0], offset=offset), rope(apart[1], offset=offset), apart[2]]
+        for one, other in zip(made, wanted, strict=True):
+            assert one.shape == other.shape and one.dtype == dtype
+            assert is_close(one, other, 1e-5 if dtype == mx.float32 else 1e-2)
+
+
+@needs_cuda
+def test_other_positions_stay_with_mlx() -> None:
+    others: list[Any] = [nn.RoPE(64, traditional=True), nn.RoPE(32), YarnRoPE(64)]
+    assert [Rotary.of(rope, 64) for rope in others] == [None] * 3
+
+
+def test_without_cuda_none_of_them_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(products.SWITCH, "0")
+    assert not products.are_there()
+    assert Rotary.of(nn.RoPE(64), 64) is None

@@ -1,0 +1,46 @@
+"""What kernels of ours for CUDA share: how they are made, and pieces of their source (`*.cuh`)."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+_HERE = Path(__file__).parent
+_TYPES = "#include <cuda_bf16.h>\n#include <cuda_fp16.h>\n"
+
+
+@cache
+def kernel(
+    source: Path,
+    inputs: tuple[str, ...],
+    outputs: tuple[str, ...],
+    headers: tuple[str, ...] = (),
+    *,
+    copies: bool = True,
+) -> Any:
+    """The kernel in a file, as `mx.fast.cuda_kernel` makes it.
+
+    `headers`: files beside it or here, or definitions ("#define NAME"). `copies`: inputs that do not lie row by row
+    come as copies that do; else the kernel reads strides.
+    """
+    header = _TYPES + "".join(_text(each, source.parent) for each in headers)
+    switches = [each.split()[-1] for each in headers if each.startswith("#")]
+    name = "_".join(("parallm", source.stem, *outputs, *switches))  # what MLX knows it by
+    return mx.fast.cuda_kernel(name, inputs, outputs, source.read_text(), header, ensure_row_contiguous=copies)
+
+
+def _text(header: str, folder: Path) -> str:
+    if header.startswith("#"):
+        return f"{header}\n"
+    return next(each for each in (folder / header, _HERE / header) if each.exists()).read_text()
+
+
+@cache
+def number(value: float) -> mx.array:
+    """As a kernel takes it, [1] in float32."""
+    made = mx.array([value], mx.float32)
+    mx.eval(made)
+    return made

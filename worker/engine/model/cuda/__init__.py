@@ -1,0 +1,1 @@
+"""Kernels of ours for a model's forward on CUDA."""

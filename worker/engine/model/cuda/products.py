@@ -1,0 +1,67 @@
+"""Products of a decode step with few rows on CUDA, one kernel each (`product.cu`).
+
+MLX asks cuBLAS for these and captures what it does as a graph of its own, which costs the host 14 to 24 us each; one
+kernel costs it 7 to 10. It takes the GPU as long as cuBLAS's, and a decode step takes its host's time wherever that is
+longer. With one row MLX has a kernel of its own, which is quicker. What a row's sums are does not depend on how many
+other rows there are.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+
+from worker.engine.cuda import kernel
+
+SWITCH = "PARALLM_CUDA_PRODUCTS"  # 0: MLX's own
+MOST_ROWS = 32
+_DTYPES = (mx.bfloat16, mx.float16)
+_STEP = 32  # inputs that a warp multiplies at once
+_OUTPUTS = 32  # of a block
+_WARPS, _AHEAD = 8, 2  # with 4 and 4 a step of an 8B with 32 rows takes a fifth longer
+_SOURCE = Path(__file__).with_name("product.cu")
+
+
+def are_there() -> bool:
+    """Whether this process can run the kernel."""
+    return os.environ.get(SWITCH, "1") != "0" and mx.cuda.is_available()
+
+
+def is_for(x: mx.array, weight: mx.array) -> bool:
+    """Whether the kernel is made for x [rows, in] and weights [out, in]."""
+    rows, inputs = x.shape
+    return 1 < rows <= MOST_ROWS and inputs % _STEP == 0 and x.dtype in _DTYPES and weight.dtype == x.dtype
+
+
+def product(x: mx.array, weight: mx.array) -> mx.array:
+    """x W^T [rows, out], summed in float32."""
+    return _made(x, weight, weight.shape[0], is_gated=False)
+
+
+def gated(x: mx.array, weight: mx.array) -> mx.array:
+    """SwiGLU of the halves of x W^T, [rows, out / 2], with the roundings of mlx-lm's."""
+    return _made(x, weight, weight.shape[0] // 2, is_gated=True)
+
+
+def _made(x: mx.array, weight: mx.array, width: int, *, is_gated: bool) -> mx.array:
+    rows = x.shape[0]
+    threads, outputs = 32 * _WARPS, _OUTPUTS // 2 if is_gated else _OUTPUTS
+    settings: dict[str, Any] = {
+        "T": x.dtype,
+        "ROWS": 8 if rows <= 8 else 16 if rows <= 16 else MOST_ROWS,
+        "WARPS": _WARPS,
+        "AHEAD": _AHEAD,
+        "GATED": is_gated,
+    }
+    (y,) = kernel(_SOURCE, ("x", "weight"), ("y",), ("tensor_cores.cuh",))(
+        inputs=[x, weight],
+        template=list(settings.items()),
+        grid=(-(-width // outputs) * threads, 1, 1),
+        threadgroup=(threads, 1, 1),
+        output_shapes=[(rows, width)],
+        output_dtypes=[x.dtype],
+    )
+    return cast(mx.array, y)

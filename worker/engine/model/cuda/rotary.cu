@@ -1,0 +1,63 @@
+// A warp takes a head of a row: its norm, weighted, and its turn by the row's position, with the roundings of MLX's
+// separate operations. Heads of values are copied.
+  const int lane = threadIdx.x % 32, head = (blockIdx.x * blockDim.x + threadIdx.x) / 32, row = blockIdx.y;
+  if (head >= QUERIES + 2 * KEYS) return;
+  const T* from = qkv + (static_cast<long>(row) * (QUERIES + 2 * KEYS) + head) * SIZE;
+  constexpr int HALF = SIZE / 2, PAIRS = (HALF + 31) / 32;
+  const bool is_query = head < QUERIES, is_value = head >= QUERIES + KEYS;
+  T* to = is_query ? queries + (static_cast<long>(row) * QUERIES + head) * SIZE
+      : is_value   ? values + (static_cast<long>(row) * KEYS + head - QUERIES - KEYS) * SIZE
+                   : keys + (static_cast<long>(row) * KEYS + head - QUERIES) * SIZE;
+  T low[PAIRS], high[PAIRS];
+#pragma unroll
+  for (int i = 0; i < PAIRS; i++) {
+    const int at = i * 32 + lane;
+    low[i] = at < HALF ? from[at] : static_cast<T>(0.0f);
+    high[i] = at < HALF ? from[HALF + at] : static_cast<T>(0.0f);
+  }
+  if (!is_value) {
+#ifdef NORMED
+    float squares = 0.0f;
+#pragma unroll
+    for (int i = 0; i < PAIRS; i++) {
+      const float first = static_cast<float>(low[i]), second = static_cast<float>(high[i]);
+      squares += first * first + second * second;
+    }
+#pragma unroll
+    for (int away = 16; away > 0; away /= 2) squares += __shfl_xor_sync(0xffffffffu, squares, away);
+    const float by = rsqrtf(squares / SIZE + eps[0]);
+    const T* weights = is_query ? of_queries : of_keys;
+#pragma unroll
+    for (int i = 0; i < PAIRS; i++) {
+      const int at = i * 32 + lane;
+      if (at < HALF) {
+        low[i] = static_cast<T>(static_cast<float>(static_cast<T>(static_cast<float>(low[i]) * by)) *
+            static_cast<float>(weights[at]));
+        high[i] = static_cast<T>(static_cast<float>(static_cast<T>(static_cast<float>(high[i]) * by)) *
+            static_cast<float>(weights[HALF + at]));
+      }
+    }
+#endif
+    const float position = scale[0] * static_cast<float>(offset[row]);
+#pragma unroll
+    for (int i = 0; i < PAIRS; i++) {
+      const int at = i * 32 + lane;
+#ifdef PERIODS
+      const float turns = at < HALF ? static_cast<float>(1.0 / periods[at]) : 0.0f;
+#else
+      const float turns = exp2f(-(static_cast<float>(at) / static_cast<float>(HALF)) * log2_base[0]);
+#endif
+      const float angle = position * turns, cosine = cosf(angle), sine = sinf(angle);
+      const float first = static_cast<float>(low[i]), second = static_cast<float>(high[i]);
+      low[i] = static_cast<T>(first * cosine - second * sine);
+      high[i] = static_cast<T>(first * sine + second * cosine);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < PAIRS; i++) {
+    const int at = i * 32 + lane;
+    if (at < HALF) {
+      to[at] = low[i];
+      to[HALF + at] = high[i];
+    }
+  }

@@ -1,0 +1,77 @@
+"""Queries and keys of a decode step: their norm and their rotary position in one kernel on CUDA (`rotary.cu`).
+
+RoPE: Su et al., arXiv 2104.09864, as MLX has it, halves of a head turned against each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import log2
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.rope_utils import Llama3RoPE
+
+from worker.engine.cuda import kernel, number
+from worker.engine.model.cuda import products
+
+_DTYPES = (mx.bfloat16, mx.float16, mx.float32)
+_THREADS = 128  # four heads
+_SOURCE = Path(__file__).with_name("rotary.cu")
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """What the layers of a model have in common."""
+
+    size: int  # of a head
+    scale: float
+    base: float  # 0: there are periods
+    periods: mx.array | None = None  # [size / 2] float32, in positions, over 2 pi
+
+    @classmethod
+    def of(cls, rope: Any, size: int) -> Rotary | None:
+        """None for what the kernel is not made for."""
+        if not products.are_there() or size % 2 or getattr(rope, "dims", 0) != size or rope.traditional:
+            return None
+        if type(rope) is nn.RoPE:
+            return cls(size, rope.scale, rope.base)
+        return cls(size, 1.0, 0.0, rope._freqs) if type(rope) is Llama3RoPE else None
+
+    def __call__(
+        self,
+        qkv: mx.array,
+        heads: Sequence[int],
+        norms: Sequence[mx.array],
+        eps: float,
+        offset_B: mx.array,
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        """q, k, v [B, heads, 1, size] of [B, all their heads * size]; `norms` of q and k [size], or none."""
+        inputs = {"qkv": qkv, "offset": offset_B, "scale": number(self.scale)}
+        headers: tuple[str, ...] = ()
+        if self.periods is None:
+            inputs["log2_base"] = number(log2(self.base))
+        else:
+            inputs["periods"] = self.periods
+            headers += ("#define PERIODS",)
+        if norms:
+            inputs |= {"of_queries": norms[0], "of_keys": norms[1], "eps": number(eps)}
+            headers += ("#define NORMED",)
+        queries, keys, _ = heads
+        rows, across = qkv.shape[0], -(-sum(heads) * 32 // _THREADS)
+        q, k, v = kernel(_SOURCE, tuple(inputs), ("queries", "keys", "values"), headers)(
+            inputs=list(inputs.values()),
+            template=[("T", qkv.dtype), ("SIZE", self.size), ("QUERIES", queries), ("KEYS", keys)],
+            grid=(across * _THREADS, rows, 1),
+            threadgroup=(_THREADS, 1, 1),
+            output_shapes=[(rows, count, 1, self.size) for count in heads],
+            output_dtypes=[qkv.dtype] * 3,
+        )
+        return q, k, v
+
+    def takes(self, qkv: mx.array, norms: Sequence[mx.array]) -> bool:
+        """Whether the kernel is made for these types."""
+        return qkv.dtype in _DTYPES and all(each.dtype == qkv.dtype for each in norms)

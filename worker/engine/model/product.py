@@ -1,0 +1,85 @@
+"""How a linear computes in the forward of one token a row (`one_token.py`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.activations import swiglu
+
+from worker.engine.model.cuda import products
+from worker.engine.model.joined import arrays_of
+from worker.engine.model.sites import REDUCING, quantized_product
+from worker.engine.ranks.cuda.sums import all_sum, near_sums
+
+Arrays = tuple[mx.array, ...]
+
+
+@dataclass(frozen=True)
+class Product:
+    """How a linear computes. Its arrays come with each call, so that all layers share what is compiled."""
+
+    names: tuple[str, ...]  # of its arrays; "stored": the weight as [out, in], too, for a kernel of ours
+    group: Any = None  # of the ranks that it sums over
+    bits: int = 0  # 0: not quantised, and the weight comes as [in, out]
+    group_size: int = 0
+    mode: str = ""
+
+    @classmethod
+    def of(cls, linear: Any) -> tuple[Product, Arrays]:
+        """A linear as mlx-lm or MLX has it, plain, quantised or divided."""
+        arrays = {name: linear[name] for name in arrays_of(linear)}
+        group = linear.group if isinstance(linear, REDUCING) else None
+        if "scales" in arrays:
+            how = cls(tuple(arrays), group, linear.bits, linear.group_size, linear.mode)
+        else:
+            if products.are_there():
+                arrays["stored"] = arrays["weight"]
+            arrays["weight"] = arrays["weight"].T
+            mx.eval(arrays["weight"])  # a view that no step makes again
+            how = cls(tuple(arrays), group)
+        return how, tuple(arrays.values())
+
+    def __call__(self, arrays: Arrays, x_BI: mx.array) -> mx.array:
+        """[B, out]."""
+        y_BO = self.partial(arrays, x_BI)
+        if self.group is None:
+            return y_BO
+        y_BO = all_sum(y_BO, self.group)
+        return y_BO + arrays[self.names.index("bias")] if "bias" in self.names else y_BO
+
+    def partial(self, arrays: Arrays, x_BI: mx.array) -> mx.array:
+        """The same without the sum over ranks and the bias behind it."""
+        by = dict(zip(self.names, arrays, strict=True))
+        if self.bits:
+            y_BO = quantized_product(x_BI, by, self)
+        elif "stored" in by and products.is_for(x_BI, by["stored"]):
+            y_BO = products.product(x_BI, by["stored"])
+        elif "bias" in by and self.group is None:
+            return mx.addmm(by["bias"], x_BI, by["weight"])
+        else:
+            y_BO = x_BI @ by["weight"]
+        return y_BO + by["bias"] if "bias" in by and self.group is None else y_BO
+
+    def gated(self, arrays: Arrays, x_BI: mx.array) -> mx.array:
+        """SwiGLU of the halves of what this makes of x, [B, out / 2]."""
+        by = dict(zip(self.names, arrays, strict=True))
+        if "stored" in by and "bias" not in by and products.is_for(x_BI, by["stored"]):
+            return products.gated(x_BI, by["stored"])
+        y_BI: mx.array = swiglu(*mx.split(self(arrays, x_BI), 2, axis=-1))
+        return y_BI
+
+    def added_and_normed(
+        self, arrays: Arrays, x_BI: mx.array, h_BO: mx.array, norm: mx.array, eps: float
+    ) -> tuple[mx.array, mx.array]:
+        """h and what this makes of x, and the norm of that: what lies between this linear and the next one."""
+        if self.group is None or "bias" in self.names:
+            y_BO = self(arrays, x_BI)
+        else:
+            y_BO = self.partial(arrays, x_BI)
+            if near := near_sums(self.group, y_BO, h_BO, norm):
+                return near.added_and_normed(y_BO, h_BO, norm, eps)
+            y_BO = all_sum(y_BO, self.group)
+        h_BO = h_BO + y_BO
+        return h_BO, mx.fast.rms_norm(h_BO, norm, eps)
