@@ -1,5 +1,6 @@
 """Kernels of a decode step on CUDA say what MLX's operations say; without CUDA these stay."""
 
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -8,8 +9,10 @@ import pytest
 from mlx_lm.models.activations import swiglu
 from mlx_lm.models.rope_utils import Llama3RoPE, YarnRoPE
 
+from tests.engine.test_one_token import MODELS, decoded, load
 from worker.engine.model.cuda import products
 from worker.engine.model.cuda.rotary import Rotary
+from worker.engine.model.one_token import OneToken, join_products
 
 needs_cuda = pytest.mark.skipif(not mx.cuda.is_available(), reason="needs a CUDA device")
 TYPES = (mx.bfloat16, mx.float16)
@@ -76,7 +79,7 @@ def test_queries_and_keys_are_turned_as_mlx_turns_them(dtype: mx.Dtype, normed: 
         assert rotary is not None
         qkv, offset = drawn(3, sum(heads) * size, dtype=dtype), mx.array([0, 7, 1900])
         norms = [drawn(size, dtype=dtype) for _ in range(2)] if normed else []
-        assert rotary.takes(qkv, norms)
+        assert rotary.takes(qkv, norms, offset)
         made = rotary(qkv, heads, norms, 1e-6, offset)
         ends = [heads[0] * size, (heads[0] + heads[1]) * size]
         apart = [each.reshape(3, -1, 1, size) for each in mx.split(qkv, ends, axis=-1)]
@@ -86,6 +89,18 @@ def test_queries_and_keys_are_turned_as_mlx_turns_them(dtype: mx.Dtype, normed: 
         for one, other in zip(made, wanted, strict=True):
             assert one.shape == other.shape and one.dtype == dtype
             assert is_close(one, other, 1e-5 if dtype == mx.float32 else 1e-2)
+
+
+@needs_cuda
+@pytest.mark.parametrize("name", ["llama", "qwen3"])  # with biases and without
+def test_a_decode_step_of_sixteen_bits_says_what_mlx_lm_says(name: str, tmp_path: Path) -> None:
+    """Compiled, of products that are joined."""
+    model = load(tmp_path, MODELS[name][0] | {"tie_word_embeddings": False})
+    model.set_dtype(mx.bfloat16)
+    wanted = decoded(model, lambda tokens, caches: model(tokens, cache=caches))
+    join_products(model)
+    for one, other in zip(decoded(model, OneToken(model, compiles=True)), wanted, strict=True):
+        assert is_close(one, other, 5e-2)
 
 
 @needs_cuda

@@ -22,7 +22,7 @@ VOCAB, TOKENS, NOISE = 5000, 128, 0.05
 
 
 class World:
-    """Rows of one batch; a step of width w > 1 takes 1 + fixed + slope * (w - 1), give or take a little."""
+    """Rows of one batch on a GPU; a step of width w > 1 takes 1 + fixed + slope * (w - 1), give or take a little."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class World:
         self._now = 0.0
         self._together, self._busy = together, busy
         self.asked = 0  # steps in which rows were asked for drafts
-        self._drafting = Drafting(SpeculationConfig(5), [KVCache()], clock=lambda: self._now)
+        self._drafting = Drafting(SpeculationConfig(5), [KVCache()], clock=lambda: self._now, on_cpu=False)
         self._written: dict[Row, list[int]] = {}
         for at, chance in enumerate(chances):
             written = [self._id() for _ in range(TOKENS + 6)]
@@ -234,3 +234,10 @@ def more_operations(layers: int) -> int:
         mx.export_to_dot(graph, model(mx.zeros((2, 3), mx.int32), cache=caches))
         counts.append(graph.getvalue().count("shape=rectangle"))
     return counts[1] - counts[0]
+
+
+@pytest.mark.parametrize(("rows", "lends"), [(8, True), (9, False), (32, False)])
+def test_on_a_cpu_many_rows_try_nothing_at_first(rows: int, *, lends: bool) -> None:
+    drafting = Drafting(SpeculationConfig(), [KVCache()])
+    drafting.begin(rows, alone=True, hurried=False)
+    assert drafting._account.is_spent is not lends

@@ -596,6 +596,26 @@ def test_what_drafts_and_looking_for_them_lose_is_a_hundredth_of_all_steps(took:
     assert plain * EARNED / 3 < lost < AT_FIRST + 2 * took + plain * EARNED
 
 
+def test_where_a_try_costs_much_it_is_paid_for_before() -> None:
+    account, tries, lost = Account(lends=False), [], 0.0
+    for step in range(2_000):
+        if account.is_spent:
+            account.plain(1.0, 1.0)
+        else:
+            account.checked(2.5, 1.0, 1.0)
+            tries.append(step)
+            lost += 1.5
+            assert lost < 1.5 + 0.02 * (step + 1), "one try more than has been paid for"
+    assert tries[0] == 25 and len(tries) > 10
+    paying = Account(lends=False)
+    for step in range(200):
+        if paying.is_spent:
+            paying.plain(1.0, 1.0)
+        else:
+            paying.checked(1.5, 2.0, 1.0)
+        assert paying.is_spent == (step < 24), "and goes on if it pays"
+
+
 def test_drafts_that_pay_are_made_all_the_time_though_the_machine_is_busy_at_times() -> None:
     account = account_of(1.0)
     for step in range(2_000):

@@ -6,7 +6,8 @@ flattens what a product is fed and undoes that behind it, transposes every weigh
 of the one position there is. Here rows are [B, D] all the way, weights have been transposed once and for all, heads are
 a reshape, and products of one input are joined: 24 operations are left, two sums over ranks besides. On CUDA kernels of
 ours do several of them at once (model/cuda, ranks/cuda): 17, of a rank 15. The numbers are those of mlx-lm's forward
-(tests/engine/test_one_token.py: bit by bit), but for the last bits that such kernels sum up in another order.
+(tests/engine/test_one_token.py: bit by bit), but for the last bits where such kernels sum up in another order or round
+less often.
 
 What lies between the attention of one layer and that of the next, sums over ranks included, depends on the number of
 rows alone. So it is compiled as one function, which all layers share, since weights are its arguments. MLX then makes
@@ -75,7 +76,7 @@ class Layer:
         The norm is that of all heads as they lie, since a part of them would be copied first. It rounds before it is
         weighted, so weighting it by itself gives the same numbers.
         """
-        if self.rotary is not None and self.rotary.takes(ys, norms):
+        if self.rotary is not None and self.rotary.takes(ys, norms, offset_B):
             return self.rotary(ys, self.heads, norms[1:], self.eps[-1], offset_B)
         qkv = ys.reshape(ys.shape[0], sum(self.heads), 1, -1)
         of_q, of_k, _ = self.heads

@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import mlx.core as mx
+
 from worker.engine.batch.row import Row
 from worker.engine.kv.kinds import may_be_taken_back
 from worker.engine.messages import SpeculationConfig, SpeculationStats
@@ -37,10 +39,10 @@ from worker.engine.speculation.payoff import (
     TRUST,
     UNLIKELY,
     Account,
+    Accounts,
     Chance,
     StepTimes,
     Try,
-    about,
     best_length,
 )
 from worker.engine.speculation.source import Source, pace, up_to_stop
@@ -61,8 +63,10 @@ class Drafting:
         kv: Sequence[Any],
         model: DraftBatch | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        *,
+        on_cpu: bool | None = None,
     ) -> None:
-        """Of rows that have such caches; `model`: rows that a draft model reads along with."""
+        """Of rows that have such caches; `model`: rows that a draft model reads along with; `on_cpu`: None asks MLX."""
         self._config = config or SpeculationConfig()
         self.is_on = config is not None and may_be_taken_back(kv)
         self._keeps = self.is_on and self._config.memory_bytes > 0
@@ -79,7 +83,7 @@ class Drafting:
         self._lengths = tuple({self._config.ngram_min, self._config.ngram_max})
         self._memory = Memory(self._config.memory_bytes, self._lengths)
         self._step = 0
-        self._accounts: dict[int, Account] = {}
+        self._accounts = Accounts(on_cpu=mx.default_device() == mx.Device(mx.cpu) if on_cpu is None else on_cpu)
         self._told = 0  # tokens since the step began
         self._looks_since = 0.0
         self._all_batch = False  # rows of the latest step in which some were looked at
@@ -129,8 +133,7 @@ class Drafting:
 
     @property
     def _account(self) -> Account:
-        """Of batches like the one that runs."""
-        return self._accounts.setdefault(about(self._size), Account())
+        return self._accounts.of(self._size)
 
     def _looked_in_vain(self, *, waited: bool) -> None:
         self._account.looked(self._clock() - self._looks_since - self._waited, waited=waited)

@@ -7,8 +7,9 @@ and jobs may: of these only the sum counts. So both kinds of steps are timed as 
 and then, since contexts grow and machines get busy.
 
 That is a guess, and to make it takes time. So it is kept account of what drafts have brought and what they and looking
-for them have cost (`Account`): what is lost for good is a hundredth of the time. A loss may mean that all steps take
-longer than they did, on a machine that others use: it is believed once steps without drafts have been timed anew.
+for them have cost (`Account`): what is lost for good is a hundredth of the time, of many rows on a CPU two, and nothing
+in advance. A loss may mean that all steps take longer than they did, on a machine that others use: it is believed once
+steps without drafts have been timed anew.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ PLAIN_STALE = 150  # of a step without drafts, which costs little: an old one wo
 EARNED = 0.01  # of a step: what each one allows to lose
 AT_FIRST = 3.0  # steps that may be lost before anything is known
 AGAIN = 1.0  # steps that must have been earned, where all were lost, until there is another try: a few at once say more
+FEW_ROWS = 8  # of which a CPU checks drafts at little more than it takes anyway
 SAVED = 8.0  # steps that may be lost after drafts have paid
 BUSY = 1.5  # times the median of a step that checks drafts: one that takes longer says something of the machine only
 PLAIN_BUSY = 3.0  # and of one without, which may come with a prompt or with none
@@ -196,14 +198,17 @@ def about(rows: int) -> int:
 class Account:
     """What drafts have brought and cost a batch of such a size, in steps without drafts."""
 
-    def __init__(self) -> None:
-        self._steps = AT_FIRST
+    def __init__(self, *, lends: bool = True) -> None:
+        """`lends`: some may be lost at first. Else two hundredths of the time must have paid for half a step before a
+        try: where a step that checks drafts takes several times as long as others, three are much of a short job."""
+        self._steps = AT_FIRST if lends else 0.0
+        self._earned, self._again = (EARNED, AGAIN) if lends else (2 * EARNED, AGAIN / 2)
         self._plain: deque[float] = deque(maxlen=PLAIN_SAMPLES)
         self._plain_tokens: deque[float] = deque(maxlen=PLAIN_SAMPLES)
         self._checks: deque[float] = deque(maxlen=SAMPLES)
         self._lost = self._charged = 0.0  # in steps that check drafts, since these have last brought the most
         self._doubted = 0.0  # what a step without drafts was thought to take, until that is timed anew
-        self.is_spent = False  # nothing may be tried until more steps have passed
+        self.is_spent = not lends  # nothing may be tried until more steps have passed
 
     @property
     def plain_s(self) -> float:
@@ -225,12 +230,12 @@ class Account:
         """A step without drafts that follows one without, and so many tokens a row."""
         self._plain.append(seconds)
         self._plain_tokens.append(tokens)
-        self._add(EARNED)
+        self._add(self._earned)
 
     def back(self, seconds: float, tokens: float) -> None:
         """One that follows a step with drafts: it finds nothing under way, and tells nothing of most rows."""
         if plain := self.plain_s:
-            self._add(EARNED + tokens - min(PLAIN_BUSY, seconds / plain))
+            self._add(self._earned + tokens - min(PLAIN_BUSY, seconds / plain))
 
     def checked(self, seconds: float, tokens: float, plain: float) -> bool:
         """A step that has checked drafts, and so many tokens a row; `plain`: seconds for one without drafts.
@@ -240,7 +245,7 @@ class Account:
         self._checks.append(seconds)
         most = BUSY * median_low(self._checks) if len(self._checks) > 1 else (1 + tokens) * plain
         counts = min(seconds, most) / plain
-        self._add(EARNED + tokens - counts)
+        self._add(self._earned + tokens - counts)
         self._lost = max(0.0, self._lost + counts - tokens)
         self._charged = self._charged + counts if self._lost else 0.0
         return self._lost > DOUBT
@@ -264,7 +269,22 @@ class Account:
 
     def _add(self, steps: float) -> None:
         self._steps = min(SAVED, self._steps + steps)
-        self.is_spent = self._steps < (AGAIN if self.is_spent else 0.0)
+        self.is_spent = self._steps < (self._again if self.is_spent else 0.0)
+
+
+class Accounts:
+    """Of batches of each size; on a CPU a step of many rows takes longer for each token of a draft."""
+
+    def __init__(self, *, on_cpu: bool) -> None:
+        self._on_cpu = on_cpu
+        self._of: dict[int, Account] = {}
+
+    def of(self, rows: int) -> Account:
+        """Of batches of about so many rows."""
+        size = about(rows)
+        if size not in self._of:
+            self._of[size] = Account(lends=size <= FEW_ROWS or not self._on_cpu)
+        return self._of[size]
 
 
 @dataclass(frozen=True)

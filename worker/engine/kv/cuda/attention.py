@@ -48,7 +48,7 @@ _TILED_THREADS = 64
 _TILED_BLOCKS = 396
 
 
-@cache
+@cache  # by names, which are told apart sooner than paths
 def _kernel(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> Any:
     pieces = "tensor_cores.cuh" if name == "tiles" else "eight.cuh"
     return kernel(_HERE / f"{name}.cu", inputs, outputs, (pieces,), copies=False)
@@ -158,8 +158,8 @@ def pack(keys: mx.array, values: mx.array, bits: int, group_size: int) -> tuple[
     """Both [rows, KV heads, 1, size], as `Packing.pack` has them."""
     rows, heads, _, size = keys.shape
     words = size * bits // 32 + 2 * size // group_size * keys.dtype.size // 4
-    kernel = _kernel("pack", ("keys", "values"), ("packed_keys", "packed_values"))
-    packed_keys, packed_values = kernel(
+    pack_both = _kernel("pack", ("keys", "values"), ("packed_keys", "packed_values"))
+    packed_keys, packed_values = pack_both(
         inputs=[keys, values],
         template=[("T", keys.dtype), ("D", size), ("BITS", bits), ("GROUP", group_size)],
         grid=(2 * 32, heads, rows),

@@ -1,4 +1,3 @@
-
 // Eight numbers as they are stored, then as floats. `at`: which eight of the head's.
 template <typename T, int D, int BITS, int GROUP>
 struct Eight {

@@ -3,18 +3,22 @@
 MLX asks cuBLAS for these and captures what it does as a graph of its own, which costs the host 14 to 24 us each; one
 kernel costs it 7 to 10. It takes the GPU as long as cuBLAS's, and a decode step takes its host's time wherever that is
 longer. With one row MLX has a kernel of its own, which is quicker. What a row's sums are does not depend on how many
-other rows there are.
+other rows there are, of 2 to 32.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
 
 from worker.engine.cuda import kernel
+
+log = logging.getLogger(__name__)
 
 SWITCH = "PARALLM_CUDA_PRODUCTS"  # 0: MLX's own
 MOST_ROWS = 32
@@ -26,8 +30,19 @@ _SOURCE = Path(__file__).with_name("product.cu")
 
 
 def are_there() -> bool:
-    """Whether this process can run the kernel."""
-    return os.environ.get(SWITCH, "1") != "0" and mx.cuda.is_available()
+    """Whether this process computes by the kernel."""
+    is_wanted = os.environ.get(SWITCH, "1") != "0" and mx.default_device() != mx.Device(mx.cpu)
+    return is_wanted and mx.cuda.is_available() and _runs()
+
+
+@cache
+def _runs() -> bool:
+    """Whether it compiles here and is right: it needs tensor cores that know bfloat16 (compute capability 8.0)."""
+    try:
+        return bool(mx.all(product(mx.ones((2, 64), mx.bfloat16), mx.ones((32, 64), mx.bfloat16)) == 64).item())
+    except RuntimeError as error:
+        log.warning("model.products_fail error=%s: MLX computes them (%s=0 says so at once)", error, SWITCH)
+        return False
 
 
 def is_for(x: mx.array, weight: mx.array) -> bool:
@@ -42,7 +57,7 @@ def product(x: mx.array, weight: mx.array) -> mx.array:
 
 
 def gated(x: mx.array, weight: mx.array) -> mx.array:
-    """SwiGLU of the halves of x W^T, [rows, out / 2], with the roundings of mlx-lm's."""
+    """SwiGLU of the halves of x W^T, [rows, out / 2]: products are rounded as by themselves, the sigmoid once."""
     return _made(x, weight, weight.shape[0] // 2, is_gated=True)
 
 

@@ -72,6 +72,7 @@ class Rotary:
         )
         return q, k, v
 
-    def takes(self, qkv: mx.array, norms: Sequence[mx.array]) -> bool:
-        """Whether the kernel is made for these types."""
-        return qkv.dtype in _DTYPES and all(each.dtype == qkv.dtype for each in norms)
+    def takes(self, qkv: mx.array, norms: Sequence[mx.array], offset_B: mx.array) -> bool:
+        """Whether the kernel is made for these."""
+        is_typed = qkv.dtype in _DTYPES and all(each.dtype == qkv.dtype for each in norms)
+        return is_typed and offset_B.dtype == mx.int32 and offset_B.shape == qkv.shape[:1]
