@@ -3,6 +3,7 @@
 import json
 import re
 import threading
+import time
 
 import jsonschema
 import pytest
@@ -186,19 +187,29 @@ def test_the_thread_compiles_beside_the_loop(llama_folder: object) -> None:
 
 
 class Gate:
-    """Holds compilations up until it is opened, and knows which have begun."""
+    """Holds compilations up until it is opened or lets some through, and knows which have begun."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun: list[str] = []
         self.open = threading.Event()
+        self.let = threading.Semaphore(0)
+        self._at_it = threading.Semaphore(0)
         compile_ = grammars.matcher_of
 
         def held(text: str, tokenizer: LLTokenizer) -> LLMatcher:
             self.begun.append(text)
-            assert self.open.wait(60)
+            self._at_it.release()
+            until = time.monotonic() + 60
+            while not self.open.is_set() and not self.let.acquire(timeout=0.02):
+                assert time.monotonic() < until, "nobody opens it"
             return compile_(text, tokenizer)
 
         monkeypatch.setattr(grammars, "matcher_of", held)
+
+    def wait_for(self, count: int) -> None:
+        """Until so many more have come to it: a thread may have taken one and not come yet."""
+        for _ in range(count):
+            assert self._at_it.acquire(timeout=60)
 
 
 def test_one_owner_s_grammars_leave_the_others_their_turn(llama: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,14 +218,17 @@ def test_one_owner_s_grammars_leave_the_others_their_turn(llama: LoadedModel, mo
     many = [grammar.of_regex(f"a{{{count}}}") for count in range(1, 7)]
     places = [compiling.open(each, [], "a") for each in many]
     other = grammar.of_regex("b")
+    gate.wait_for(grammars.THREADS)
     places.append(compiling.open(other, [], "b"))
+    assert set(gate.begun) == set(many[: grammars.THREADS])
+    gate.let.release(grammars.THREADS)
+    gate.wait_for(grammars.THREADS)
+    assert other in gate.begun[grammars.THREADS :], "before the rest of the first owner's"
     gate.open.set()
     for _ in places:
         assert compiled.acquire(timeout=60)
     compiling.close()
     assert all(place.ready for place in places)
-    assert set(gate.begun[: grammars.THREADS]) == set(many[: grammars.THREADS])
-    assert gate.begun.index(other) <= grammars.THREADS + 1, "before the rest of the first owner's"
 
 
 def test_a_cancelled_row_s_grammar_is_not_begun(llama_folder: object, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,16 +117,19 @@ def test_other_models_keep_their_forward(tmp_path: Path) -> None:
     assert one_token_of(model) is None, "what it would compute is not known"
 
 
-def test_rows_with_adapters_and_of_the_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("config", "dora"), [(QWEN3, False), (LLAMA | BIASES, True)])
+def test_rows_with_adapters_and_of_the_base(
+    config: dict[str, Any], dora: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In one batch and apart; adapters change some linears of a layer, or all. As with mlx-lm's forward."""
-    write_model(tmp_path / "model", QWEN3)
+    write_model(tmp_path / "model", config)
     keys = {"few": ("self_attn.q_proj", "self_attn.v_proj"), "all": LINEARS}
     told = {}
     for step in (lambda model: None, lambda model: OneToken(model, compiles=True)):
         monkeypatch.setattr(row_model, "one_token_of", step)
         for name in keys:
             loaded = load_model(EngineConfig(str(tmp_path / "model"), kv_limit_bytes=1 << 28))
-            made = make_adapter(loaded.model, tmp_path / f"{name}{len(told)}", keys=keys[name])
+            made = make_adapter(loaded.model, tmp_path / f"{name}{len(told)}", keys=keys[name], dora=dora)
             with AdapterBench(loaded, {made.manifest.id: made}) as bench:
                 bench.publish(made.manifest.id)
                 rows = [

@@ -12,6 +12,7 @@ y_j [M, out_j] in T, slots [M] uint32; slot 0 is the base and costs one comparis
 multiple of 8, in and out_j are multiples of 8.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -160,23 +161,16 @@ def _names(letter: str, count: int) -> list[str]:
     return [f"{letter}{k}" for k in range(count)]
 
 
-class FusedProjections:
-    """The kernels of projections that read one input, with everything that a call repeats worked out once."""
-
-    def __init__(self, a_SIJ: mx.array, bs: list[mx.array]) -> None:
-        shape = _Shape(a_SIJ.dtype, a_SIJ.shape[1], bs[0].shape[1], tuple(b.shape[-1] for b in bs))
-        self._a, self._bs = a_SIJ, bs
-        self._grid = sum(shape.tiles) * THREADS
-        self._dtypes = [shape.dtype] * len(bs)
-        self._one_pass = _one_pass_kernel(shape)
-
-    def one_pass(self, x: mx.array, ys: list[mx.array], slots_M: mx.array) -> list[mx.array]:
-        """y_j + x A[slot] B_j[slot] for every projection j, in one operation; x [M, 1, in] or [M, in]."""
-        out: list[mx.array] = self._one_pass(
-            inputs=[x, self._a, slots_M, *self._bs, *ys],
-            grid=(self._grid, x.shape[0], 1),
-            threadgroup=(THREADS, 1, 1),
-            output_shapes=[y.shape for y in ys],
-            output_dtypes=self._dtypes,
-        )
-        return out
+def one_pass(
+    x: mx.array, a_SIJ: mx.array, bs: Sequence[mx.array], ys: Sequence[mx.array], slots_M: mx.array
+) -> list[mx.array]:
+    """y_j + x A[slot] B_j[slot] for every projection j, in one operation; x [M, 1, in] or [M, in]."""
+    shape = _Shape(a_SIJ.dtype, a_SIJ.shape[1], bs[0].shape[1], tuple(b.shape[-1] for b in bs))
+    out: list[mx.array] = _one_pass_kernel(shape)(
+        inputs=[x, a_SIJ, slots_M, *bs, *ys],
+        grid=(sum(shape.tiles) * THREADS, x.shape[0], 1),
+        threadgroup=(THREADS, 1, 1),
+        output_shapes=[y.shape for y in ys],
+        output_dtypes=[shape.dtype] * len(bs),
+    )
+    return out

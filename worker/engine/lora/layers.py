@@ -18,18 +18,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from worker.engine.lora.kernels import FusedProjections
-from worker.engine.model.sites import Site, partial_sums, summed
+from worker.engine.lora.deltas import Deltas, Held, Kernel
+from worker.engine.model.sites import REDUCING, Site, partial_sums
 
 SMALLEST_RANK = 8
-Kernel = Literal["gather", "take", "fused"]
-"""How the deltas of a group are computed: `gather` two gathered matmuls, `take` copies of the rows' weights and plain
-matmuls, `fused` one operation for all members (CUDA, one token per row; `take` for more)."""
 
 
 @dataclass
@@ -161,12 +158,14 @@ class LinearGroup(Stack):
     def __init__(self, sites: Sequence[Site], rows: RowSlots, slots: int, dtype: mx.Dtype) -> None:
         super().__init__(sites, rows, slots, dtype)
         self._linears = [site.module for site in sites]
-        self._fused: FusedProjections | None = None
+        self._deltas: dict[tuple[Kernel, bool], Deltas] = {}
+        self._groups = tuple(each.group if isinstance(each, REDUCING) else None for each in self._linears)
+        self._biased = tuple("bias" in each for each in self._linears)
+        self._biases = tuple(each.bias for each in self._linears if "bias" in each)
         self._x: mx.array | None = None
         self._ys: list[mx.array | None] = []  # outputs for x that other members will ask for
         self._left = 0
         widths = [width for site in sites for width in (site.held_inputs, site.held_outputs)]
-        self._inputs = sites[0].held_inputs
         self._fits_fused = all(width % 8 == 0 for width in widths)
 
     def output(self, index: int, x: mx.array) -> mx.array:
@@ -185,56 +184,31 @@ class LinearGroup(Stack):
 
     def write(self, slot: int, weights: Sequence[SiteWeights | None]) -> bool:
         """As in `Stack`."""
-        self._fused = None
+        self._deltas.clear()  # gains may have come
         return super().write(slot, weights)
 
     def _outputs(self, x: mx.array) -> list[mx.array]:
-        return self.added(x, [partial_sums(linear, x) for linear in self._linears])
+        slots_B = self.rows.slots_B
+        assert slots_B is not None, "rows that use adapters"
+        ys = [partial_sums(linear, x) for linear in self._linears]
+        return self.deltas.added(self.held(), slots_B, x, ys)
 
-    def added(self, x: mx.array, ys: list[mx.array]) -> list[mx.array]:
-        """All members' outputs, of what each makes of x by itself (`partial_sums`)."""
-        rows = self.rows
-        slots_B = rows.slots_B
-        assert slots_B is not None and self.a is not None
-        if rows.kernel == "fused" and x.size == slots_B.size * self._inputs and self._is_fusible(x, ys):
-            self._fused = self._fused or FusedProjections(self.a, self.bs)
-            ys = self._fused.one_pass(x, ys, slots_B)
-        else:
-            x_BLI = x.reshape(slots_B.size, -1, self._inputs).astype(self.dtype)
-            deltas = deltas_of(x_BLI, self.a, self.bs, slots_B, rows.kernel)
-            ys = [y + delta.astype(y.dtype).reshape(y.shape) for y, delta in zip(ys, deltas, strict=True)]
-        ys = [summed(linear, y) for linear, y in zip(self._linears, ys, strict=True)]
-        if rows.dora:
-            ys = [self._gained(index, y, slots_B) for index, y in enumerate(ys)]
-        return ys
+    @property
+    def deltas(self) -> Deltas:
+        """What is added to the linears' outputs (`partial_sums`) in the forward that is being built."""
+        key = self.rows.kernel, self.rows.dora
+        if key not in self._deltas:
+            gained = tuple(self.rows.dora and gains is not None for gains in self.gains)
+            self._deltas[key] = Deltas(
+                self.rows.kernel, self.dtype, self._fits_fused, self._groups, self._biased, gained
+            )
+        return self._deltas[key]
 
-    def _is_fusible(self, x: mx.array, ys: list[mx.array]) -> bool:
-        return self._fits_fused and x.dtype == self.dtype == ys[0].dtype
-
-    def _gained(self, index: int, y: mx.array, slots_B: mx.array) -> mx.array:
-        """DoRA: the sum without bias times the gain; rows of other kinds have gain 1."""
-        gains_SO = self.gains[index]
-        if gains_SO is None:
-            return y
-        gain = gains_SO[slots_B].astype(y.dtype)
-        y_BLO = y.reshape(slots_B.shape[0], -1, y.shape[-1]) * gain[:, None, :]
-        linear = self._linears[index]
-        if "bias" in linear:
-            y_BLO = y_BLO + linear.bias * (1 - gain[:, None, :])
-        return y_BLO.reshape(y.shape)
-
-
-def deltas_of(
-    x_BLI: mx.array, a_SIJ: mx.array, bs: list[mx.array], slots_B: mx.array, kernel: Kernel
-) -> list[mx.array]:
-    """x A[slot] B_j[slot], [B, L, out_j], of every member, by plain operations."""
-    rank = bs[0].shape[1]
-    if kernel == "gather":
-        h_BLJ = mx.gather_mm(x_BLI, a_SIJ, rhs_indices=slots_B)
-        parts = mx.split(h_BLJ, len(bs), axis=-1) if len(bs) > 1 else [h_BLJ]
-        return [mx.gather_mm(part, b, rhs_indices=slots_B) for part, b in zip(parts, bs, strict=True)]
-    h_BLJ = x_BLI @ a_SIJ[slots_B]
-    return [h_BLJ[..., j * rank : (j + 1) * rank] @ b[slots_B] for j, b in enumerate(bs)]
+    def held(self) -> Held:
+        """What it computes that with."""
+        assert self.a is not None, "it has been written"
+        gains = tuple(each for each, is_there in zip(self.gains, self.deltas.gained, strict=True) if is_there)
+        return self.a, tuple(self.bs), tuple(each for each in gains if each is not None), self._biases
 
 
 def _times(x_BLI: mx.array, w_SIO: mx.array, slots_B: mx.array) -> mx.array:

@@ -17,9 +17,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from worker.engine.lora.kernels import FusedProjections
+from worker.engine.lora.deltas import Kernel, deltas_of
+from worker.engine.lora.kernels import one_pass
 from worker.engine.lora.layers import (
-    Kernel,
     LinearGroup,
     MultiLoRAEmbedding,
     MultiLoRALinear,
@@ -29,7 +29,6 @@ from worker.engine.lora.layers import (
     SiteWeights,
     Stack,
     best_kernel,
-    deltas_of,
     follow_routing,
     padded_rank,
 )
@@ -103,7 +102,7 @@ class AdaptedModel:
         a, bs, x = _zeros(sites, rank, self.dtype, rows=1)
         ys = [mx.zeros((1, 1, site.held_outputs), self.dtype) for site in sites]
         try:
-            mx.eval(FusedProjections(a, bs).one_pass(x, ys, mx.array([1], mx.uint32)))
+            mx.eval(one_pass(x, a, bs, ys, mx.array([1], mx.uint32)))
         except Exception:
             log.exception("lora.fused_kernel_failed shape=%s", shape)
             self.rows.kernel = "take"

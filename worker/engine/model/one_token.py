@@ -13,14 +13,15 @@ What lies between the attention of one layer and that of the next, sums over ran
 rows alone. So it is compiled as one function, which all layers share, since weights are its arguments. MLX then makes
 these operations without Python. KV and attention are called as in any forward, so each kind of KV is what it was.
 
-With adapters in a batch the same is done, but what they change is not compiled. Other families, and models that ranks
-hold layer by layer, have mlx-lm's forward.
+With adapters in a batch the same is done (`adapting.py`). Other families, and models that ranks hold layer by layer,
+have mlx-lm's forward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from typing import Any, cast
 
@@ -31,13 +32,11 @@ from mlx_lm.models.activations import swiglu
 from mlx_lm.models.base import create_attention_mask, scaled_dot_product_attention
 from mlx_lm.models.rope_utils import Llama3RoPE, SuScaledRoPE, YarnRoPE
 
+from worker.engine.model.adapting import BEFORE, BEHIND, Adapting, Parts, adapted_parts
 from worker.engine.model.cuda.rotary import Rotary
 from worker.engine.model.joined import Joined, arrays_of, join
 from worker.engine.model.product import Arrays, Product
-from worker.engine.model.sites import EMBEDDINGS, LINEARS, summed
-
-Adapt = Callable[[str, mx.array, list[mx.array]], list[mx.array]]
-"""Outputs of a layer's linears with the rows' adapters: which linears, what they read, what they make of it alone."""
+from worker.engine.model.sites import EMBEDDINGS, LINEARS
 
 _FAMILIES = (llama, qwen2, qwen3)
 _INNER = (llama.LlamaModel, qwen2.Qwen2Model, qwen3.Qwen3Model)
@@ -58,11 +57,11 @@ class Layer:
     rotary: Rotary | None = field(compare=False)  # the same by a kernel, with the norms before it
 
     def before(
-        self, arrays: Any, x_BD: mx.array, offset_B: mx.array, adapt: Adapt | None = None
+        self, arrays: Any, x_BD: mx.array, offset_B: mx.array, adapt: Adapting | None = None
     ) -> tuple[mx.array, mx.array, mx.array]:
         """q, k, v [B, heads, 1, size] of the rows' tokens, of what the layer was fed, behind its norm."""
         products, norms = arrays
-        ys = _outputs("inputs", self.inputs, products, x_BD, self.heads, adapt)
+        ys = _outputs("inputs", self.inputs, products, x_BD, self.heads, _if_changed(adapt, "inputs"))
         if len(ys) == 1:
             return self._taken_apart(norms, ys[0], offset_B)
         q, k, v = (y.reshape(x_BD.shape[0], heads, 1, -1) for y, heads in zip(ys, self.heads, strict=True))
@@ -87,15 +86,16 @@ class Layer:
         return q, k, qkv[:, of_q + of_k :]
 
     def behind(
-        self, arrays: Any, h_BD: mx.array, attended: mx.array, adapt: Adapt | None = None
+        self, arrays: Any, h_BD: mx.array, attended: mx.array, adapt: Adapting | None = None
     ) -> tuple[mx.array, mx.array]:
         """The layer's output [B, D] and its norm, of what it was fed and what attention [B, heads, 1, size] makes."""
         output, norm, gate_up, down, norm_behind = arrays
         h_BD, x_BD = self._added("output", self.output, output, attended.reshape(h_BD.shape[0], -1), h_BD, adapt, norm)
-        if adapt is None and len(self.gate_up) == 1:
+        own = _if_changed(adapt, "gate_up")
+        if own is None and len(self.gate_up) == 1:
             x_BI = self.gate_up[0].gated(gate_up[0], x_BD)
         else:
-            x_BI = swiglu(*_outputs("gate_up", self.gate_up, gate_up, x_BD, (1, 1), adapt))
+            x_BI = swiglu(*_outputs("gate_up", self.gate_up, gate_up, x_BD, (1, 1), own))
         return self._added("down", self.down, down, x_BI, h_BD, adapt, norm_behind)
 
     def _added(
@@ -105,15 +105,19 @@ class Layer:
         arrays: Arrays,
         x_BI: mx.array,
         h_BD: mx.array,
-        adapt: Adapt | None,
+        adapt: Adapting | None,
         norm: mx.array,
     ) -> tuple[mx.array, mx.array]:
         """h and what a linear, with adapters, makes of x; and the norm of that."""
-        eps = self.eps[which == "down"]
-        if adapt is None:
+        eps, own = self.eps[which == "down"], _if_changed(adapt, which)
+        if own is None:
             return product.added_and_normed(arrays, x_BI, h_BD, norm, eps)
-        h_BD = h_BD + _outputs(which, (product,), (arrays,), x_BI, (), adapt)[0]
+        h_BD = h_BD + _outputs(which, (product,), (arrays,), x_BI, (), own)[0]
         return h_BD, mx.fast.rms_norm(h_BD, norm, eps)
+
+
+def _if_changed(adapt: Adapting | None, which: str) -> Adapting | None:
+    return adapt if adapt is not None and adapt.changes(which) else None
 
 
 def _outputs(
@@ -122,7 +126,7 @@ def _outputs(
     arrays: Sequence[Arrays],
     x_BI: mx.array,
     widths: Sequence[int],
-    adapt: Adapt | None,
+    adapt: Adapting | None,
 ) -> list[mx.array]:
     """Of linears that read x; of joined ones one output, but with adapters. `widths`: how theirs are to each other."""
     if adapt is None:
@@ -159,8 +163,8 @@ class OneToken:
             return head(last.behind(arrays, h_BD, attended)[1])
 
         self._begin, self._end = self._compiled(begin), self._compiled(end)
-        self._parts = {how: (self._compiled(how.before), self._compiled(how.behind)) for how in set(self._layers)}
-        self._between: dict[tuple[Layer, Layer], Callable[..., Any]] = {}
+        self._parts: dict[Any, Callable[..., Any]] = {}  # by what they compute
+        self._latest: dict[Any, tuple[Any, Callable[..., Any]]] = {}  # by place, of rows with adapters
         pairs = zip(self._layers, self._layers[1:], strict=False)
         self._steps = [self._step(one, other) for one, other in pairs]
 
@@ -181,24 +185,24 @@ class OneToken:
         return cast(mx.array, logits_BV[:, None])
 
     def adapted(self, tokens_B1: mx.array, caches: Sequence[Any]) -> mx.array:
-        """The same of rows with adapters, in the slots that are selected. What they change is not compiled."""
+        """The same of rows with adapters, in the slots that are selected."""
         inner, mask = self.model.model, create_attention_mask(tokens_B1, caches[0])
+        before = [adapted_parts(layer, BEFORE) for layer in inner.layers]
+        behind = [adapted_parts(layer, BEHIND) for layer in inner.layers]
         h = inner.embed_tokens(tokens_B1).reshape(tokens_B1.shape[0], -1)
         x = inner.layers[0].input_layernorm(h)
-        for at, (layer, cache) in enumerate(zip(inner.layers, caches, strict=True)):
-            how, adapt = self._layers[at], Adapting(layer)
-            before, behind = self._parts[how]
-            if adapt.changes("inputs"):
-                q, k, v = how.before(self._before[at], x, cache.offset, adapt)
-            else:
-                q, k, v = before(self._before[at], x, cache.offset)
+        first = self._known("first", (before[0].parts,), self._first)
+        q, k, v = first(self._before[0], x, caches[0].offset, before[0].held)
+        for at, cache in enumerate(caches):
             attended = self._attended(q, k, v, cache, mask)
-            if adapt.changes("output", "gate_up", "down"):
-                h, x = how.behind(self._behind[at], h, attended, adapt)
-            else:
-                h, x = behind(self._behind[at], h, attended)
-        x_B1D = x[:, None]
-        tied = self.model.args.tie_word_embeddings
+            if at + 1 < len(caches):
+                one, other = behind[at], before[at + 1]
+                make = partial(self._step, self._layers[at], self._layers[at + 1])
+                step = self._known(at, (one.parts, other.parts), make)
+                arrays = self._behind[at], self._before[at + 1]
+                h, q, k, v = step(*arrays, h, attended, caches[at + 1].offset, one.held, other.held)
+        x = self._known("last", (behind[-1].parts,), self._last)(self._behind[-1], h, attended, behind[-1].held)
+        x_B1D, tied = x[:, None], self.model.args.tie_word_embeddings
         return cast(mx.array, inner.embed_tokens.as_linear(x_B1D) if tied else self.model.lm_head(x_B1D))
 
     def _attended(self, q: mx.array, k: mx.array, v: mx.array, cache: Any, mask: Any) -> mx.array:
@@ -206,16 +210,49 @@ class OneToken:
         attended = scaled_dot_product_attention(q, keys, values, cache=cache, scale=self._scale, mask=mask)
         return cast(mx.array, attended)
 
-    def _step(self, one: Layer, other: Layer) -> Callable[..., Any]:
-        """From the attention of a layer to that of the next."""
-        if (one, other) not in self._between:
+    def _step(self, one: Layer, other: Layer, of_one: Parts = (), of_other: Parts = ()) -> Callable[..., Any]:
+        """From the attention of a layer to that of the next, with what adapters change in them."""
 
-            def between(behind: Any, before: Any, h_BD: mx.array, attended: mx.array, offset_B: mx.array) -> Any:
-                h_BD, x_BD = one.behind(behind, h_BD, attended)
-                return h_BD, *other.before(before, x_BD, offset_B)
+        def between(
+            behind: Any, before: Any, h_BD: mx.array, attended: mx.array, offset_B: mx.array, *held: Any
+        ) -> Any:
+            h_BD, x_BD = one.behind(behind, h_BD, attended, Adapting(of_one, held[0]) if of_one else None)
+            adapt = Adapting(of_other, held[1]) if of_other else None
+            return h_BD, *other.before(before, x_BD, offset_B, adapt)
 
-            self._between[one, other] = self._compiled(between)
-        return self._between[one, other]
+        return self._once((one, other, of_one, of_other), between)
+
+    def _first(self, parts: Parts) -> Callable[..., Any]:
+        """To the first attention."""
+        layer = self._layers[0]
+
+        def before(arrays: Any, x_BD: mx.array, offset_B: mx.array, held: Any) -> Any:
+            return layer.before(arrays, x_BD, offset_B, Adapting(parts, held) if parts else None)
+
+        return self._once((None, layer, parts), before)
+
+    def _last(self, parts: Parts) -> Callable[..., Any]:
+        """From the last attention to the last norm."""
+        layer = self._layers[-1]
+
+        def behind(arrays: Any, h_BD: mx.array, attended: mx.array, held: Any) -> Any:
+            return layer.behind(arrays, h_BD, attended, Adapting(parts, held) if parts else None)[1]
+
+        return self._once((layer, None, parts), behind)
+
+    def _known(self, place: Any, parts: tuple[Parts, ...], make: Callable[..., Any]) -> Callable[..., Any]:
+        """As in the step before, if the same is adapted: to find it by what it computes takes too long."""
+        before, step = self._latest.get(place, ((), None))
+        if step is None or before != parts:
+            step = make(*parts)
+            self._latest[place] = parts, step
+        return step
+
+    def _once(self, key: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+        """It compiled, the first time that it is asked for."""
+        if key not in self._parts:
+            self._parts[key] = self._compiled(function)
+        return self._parts[key]
 
 
 def one_token_of(model: Any) -> OneToken | None:
@@ -282,38 +319,6 @@ def _of_heads(weights: Arrays, heads: Sequence[int]) -> mx.array:
     whole = mx.concatenate(parts)
     mx.eval(whole)
     return whole
-
-
-class Adapting:
-    """A layer's adapters, of the slots that are selected: an `Adapt`."""
-
-    def __init__(self, layer: Any) -> None:
-        attention, mlp = layer.self_attn, layer.mlp
-        self._linears = {
-            "inputs": (attention.q_proj, attention.k_proj, attention.v_proj),
-            "output": (attention.o_proj,),
-            "gate_up": (mlp.gate_proj, mlp.up_proj),
-            "down": (mlp.down_proj,),
-        }
-
-    def changes(self, *which: str) -> bool:
-        """Whether any of these linears has adapters."""
-        return any(not isinstance(linear, LINEARS) for each in which for linear in self._linears[each])
-
-    def __call__(self, which: str, x_BI: mx.array, ys: list[mx.array]) -> list[mx.array]:
-        """Outputs of these linears, of their partial sums."""
-        members: list[int] = []
-        out = list(ys)
-        for at, linear in enumerate(self._linears[which]):
-            if isinstance(linear, LINEARS):
-                out[at] = summed(linear, ys[at])
-            else:
-                group, _ = linear.member
-                members.append(at)
-        if members:  # all of one group, in its order
-            for at, y in zip(members, group.added(x_BI, [ys[at] for at in members]), strict=True):
-                out[at] = y
-        return out
 
 
 def _products(parts: Sequence[Any]) -> tuple[tuple[Product, ...], tuple[Arrays, ...]]:

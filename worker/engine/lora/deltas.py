@@ -1,0 +1,77 @@
+"""What adapters add to linears that read one input, as a function of arrays: like layers share it, compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import mlx.core as mx
+
+from worker.engine.lora.kernels import one_pass
+from worker.engine.ranks.cuda.sums import all_sum
+
+Kernel = Literal["gather", "take", "fused"]
+"""How deltas are computed: `gather` two gathered matmuls, `take` copies of the rows' weights and plain matmuls, `fused`
+one operation for all members (CUDA, one token per row; `take` for more)."""
+
+Held = tuple[mx.array, tuple[mx.array, ...], tuple[mx.array, ...], tuple[mx.array, ...]]
+"""A [S, in, J*R] and each B [S, R, out]; gains [S, out] and biases [out] of the members that have them."""
+
+
+@dataclass(frozen=True)
+class Deltas:
+    """Of J members: how, and not with which arrays."""
+
+    kernel: Kernel
+    dtype: mx.Dtype  # of A and B
+    fits_fused: bool  # widths are multiples of 8
+    groups: tuple[Any, ...]  # of the ranks that each member's outputs are summed over, or None
+    biased: tuple[bool, ...]
+    gained: tuple[bool, ...]  # by DoRA, in this forward
+
+    def added(self, held: Held, slots_B: mx.array, x: mx.array, ys: list[mx.array]) -> list[mx.array]:
+        """All members' outputs, of what each makes of x [B, L, in], [B*L, in] or [B, in] by itself (`partial_sums`)."""
+        a_SIJ, bs, gains, biases = held
+        one_token = x.size == slots_B.size * a_SIJ.shape[1]
+        if self.kernel == "fused" and one_token and self.fits_fused and x.dtype == self.dtype == ys[0].dtype:
+            ys = one_pass(x, a_SIJ, bs, ys, slots_B)
+        else:
+            x_BLI = x.reshape(slots_B.size, -1, a_SIJ.shape[1]).astype(self.dtype)
+            deltas = deltas_of(x_BLI, a_SIJ, bs, slots_B, self.kernel)
+            ys = [y + delta.astype(y.dtype).reshape(y.shape) for y, delta in zip(ys, deltas, strict=True)]
+        gain_of, bias_of = (_by_member(*each) for each in ((self.gained, gains), (self.biased, biases)))
+        for at, group in enumerate(self.groups):
+            if group is not None:
+                ys[at] = all_sum(ys[at], group)
+                ys[at] = ys[at] if (bias := bias_of[at]) is None else ys[at] + bias
+            if (gains_SO := gain_of[at]) is not None:
+                ys[at] = _gained(ys[at], gains_SO, bias_of[at], slots_B)
+        return ys
+
+
+def _by_member(has: tuple[bool, ...], arrays: tuple[mx.array, ...]) -> list[mx.array | None]:
+    left = iter(arrays)
+    return [next(left) if each else None for each in has]
+
+
+def _gained(y: mx.array, gains_SO: mx.array, bias: mx.array | None, slots_B: mx.array) -> mx.array:
+    """DoRA: the sum without bias times the gain; rows of other kinds have gain 1."""
+    gain_BO = gains_SO[slots_B].astype(y.dtype)
+    y_BLO = y.reshape(slots_B.shape[0], -1, y.shape[-1]) * gain_BO[:, None, :]
+    if bias is not None:
+        y_BLO = y_BLO + bias * (1 - gain_BO[:, None, :])
+    return y_BLO.reshape(y.shape)
+
+
+def deltas_of(
+    x_BLI: mx.array, a_SIJ: mx.array, bs: Sequence[mx.array], slots_B: mx.array, kernel: Kernel
+) -> list[mx.array]:
+    """x A[slot] B_j[slot], [B, L, out_j], of every member, by plain operations."""
+    rank = bs[0].shape[1]
+    if kernel == "gather":
+        h_BLJ = mx.gather_mm(x_BLI, a_SIJ, rhs_indices=slots_B)
+        parts = mx.split(h_BLJ, len(bs), axis=-1) if len(bs) > 1 else [h_BLJ]
+        return [mx.gather_mm(part, b, rhs_indices=slots_B) for part, b in zip(parts, bs, strict=True)]
+    h_BLJ = x_BLI @ a_SIJ[slots_B]
+    return [h_BLJ[..., j * rank : (j + 1) * rank] @ b[slots_B] for j, b in enumerate(bs)]

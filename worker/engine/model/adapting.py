@@ -1,0 +1,70 @@
+"""What adapters change in a decode step of few operations (`one_token.py`), apart from the arrays they do it with.
+
+So a step with adapters is compiled as one without: layers whose linears are adapted alike share what is compiled, and
+the arrays, which a hot load replaces, are its arguments. The layers of adapters tell both (`lora/layers.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from worker.engine.model.sites import LINEARS
+
+Parts = tuple[tuple[str, tuple[int, ...], Any], ...]
+"""Linears of a layer that read one input: which, the places of those with adapters, and how deltas are computed."""
+
+Held = tuple[Any, ...]
+"""The rows' slots, then the arrays of each part; () where nothing is changed."""
+
+_LINEARS = {
+    "inputs": ("q_proj", "k_proj", "v_proj"),
+    "output": ("o_proj",),
+    "gate_up": ("gate_proj", "up_proj"),
+    "down": ("down_proj",),
+}
+BEFORE, BEHIND = ("inputs",), ("output", "gate_up", "down")  # attention
+
+
+class Adapting:
+    """A layer's adapters in a forward."""
+
+    def __init__(self, parts: Parts, held: Held) -> None:
+        self._slots_B, *arrays = held
+        self._parts = {which: (*how, of_it) for (which, *how), of_it in zip(parts, arrays, strict=True)}
+
+    def changes(self, which: str) -> bool:
+        """Whether any of these linears has adapters."""
+        return which in self._parts
+
+    def __call__(self, which: str, x_BI: mx.array, ys: Sequence[mx.array]) -> list[mx.array]:
+        """Outputs of these linears, of what each makes of x by itself."""
+        places, deltas, held = self._parts[which]
+        out = list(ys)
+        for at, y in zip(places, deltas.added(held, self._slots_B, x_BI, [ys[at] for at in places]), strict=True):
+            out[at] = y
+        return out
+
+
+class Adapted(NamedTuple):
+    """What adapters change in some linears of a layer, and with which arrays."""
+
+    parts: Parts
+    held: Held
+
+
+def adapted_parts(layer: Any, of: Sequence[str]) -> Adapted:
+    """In the forward that is being built."""
+    parts: list[tuple[str, tuple[int, ...], Any]] = []
+    held: list[Any] = []
+    for which in of:
+        owner = layer.self_attn if which in ("inputs", "output") else layer.mlp
+        linears = [owner[name] for name in _LINEARS[which]]
+        places = tuple(at for at, linear in enumerate(linears) if not isinstance(linear, LINEARS))
+        if places:
+            group, _ = linears[places[0]].member  # all of one group, in its order
+            parts.append((which, places, group.deltas))
+            held += [group.held()] if held else [group.rows.slots_B, group.held()]
+    return Adapted(tuple(parts), tuple(held))
