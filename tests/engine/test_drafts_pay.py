@@ -236,8 +236,10 @@ def more_operations(layers: int) -> int:
     return counts[1] - counts[0]
 
 
-@pytest.mark.parametrize(("rows", "lends"), [(8, True), (9, False), (32, False)])
-def test_on_a_cpu_many_rows_try_nothing_at_first(rows: int, *, lends: bool) -> None:
-    drafting = Drafting(SpeculationConfig(), [KVCache()])
+@pytest.mark.parametrize(
+    ("rows", "on_cpu", "lends"), [(8, True, True), (9, True, False), (32, True, False), (32, False, True)]
+)
+def test_on_a_cpu_many_rows_try_nothing_at_first(rows: int, *, on_cpu: bool, lends: bool) -> None:
+    drafting = Drafting(SpeculationConfig(), [KVCache()], on_cpu=on_cpu)
     drafting.begin(rows, alone=True, hurried=False)
     assert drafting._account.is_spent is not lends

@@ -12,7 +12,7 @@ y_j [M, out_j] in T, slots [M] uint32; slot 0 is the base and costs one comparis
 multiple of 8, in and out_j are multiples of 8.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -144,8 +144,9 @@ _CUDA_TYPES = {mx.bfloat16: "__nv_bfloat16", mx.float16: "__half", mx.float32: "
 
 
 @lru_cache
-def _one_pass_kernel(shape: _Shape) -> Kernel:
-    count = len(shape.outs)
+def _one_pass_call(dtype: mx.Dtype, inputs: int, rank: int, outs: tuple[int, ...]) -> Callable[..., list[mx.array]]:
+    """The kernel, with all that does not depend on the rows: a step asks for it in each layer."""
+    shape, count = _Shape(dtype, inputs, rank, outs), len(outs)
     source = _CUDA_BEGIN + _select(count) + _CUDA_COPY + _CUDA_INNER + _CUDA_EXPAND
     kernel: Kernel = mx.fast.cuda_kernel(
         name=f"lora_one_pass_{shape.name}",
@@ -154,7 +155,19 @@ def _one_pass_kernel(shape: _Shape) -> Kernel:
         source=shape.constants(THREADS) + source,
         header=_CUDA_HEADER,
     )
-    return kernel
+    across, dtypes = sum(shape.tiles) * THREADS, [dtype] * count
+
+    def call(inputs: list[mx.array], shapes: list[tuple[int, ...]]) -> list[mx.array]:
+        out: list[mx.array] = kernel(
+            inputs=inputs,
+            grid=(across, inputs[0].shape[0], 1),
+            threadgroup=(THREADS, 1, 1),
+            output_shapes=shapes,
+            output_dtypes=dtypes,
+        )
+        return out
+
+    return call
 
 
 def _names(letter: str, count: int) -> list[str]:
@@ -165,12 +178,5 @@ def one_pass(
     x: mx.array, a_SIJ: mx.array, bs: Sequence[mx.array], ys: Sequence[mx.array], slots_M: mx.array
 ) -> list[mx.array]:
     """y_j + x A[slot] B_j[slot] for every projection j, in one operation; x [M, 1, in] or [M, in]."""
-    shape = _Shape(a_SIJ.dtype, a_SIJ.shape[1], bs[0].shape[1], tuple(b.shape[-1] for b in bs))
-    out: list[mx.array] = _one_pass_kernel(shape)(
-        inputs=[x, a_SIJ, slots_M, *bs, *ys],
-        grid=(sum(shape.tiles) * THREADS, x.shape[0], 1),
-        threadgroup=(THREADS, 1, 1),
-        output_shapes=[y.shape for y in ys],
-        output_dtypes=[shape.dtype] * len(bs),
-    )
-    return out
+    call = _one_pass_call(a_SIJ.dtype, a_SIJ.shape[1], bs[0].shape[1], tuple(b.shape[2] for b in bs))
+    return call([x, a_SIJ, slots_M, *bs, *ys], [y.shape for y in ys])

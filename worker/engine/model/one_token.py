@@ -200,7 +200,8 @@ class OneToken:
                 make = partial(self._step, self._layers[at], self._layers[at + 1])
                 step = self._known(at, (one.parts, other.parts), make)
                 arrays = self._behind[at], self._before[at + 1]
-                h, q, k, v = step(*arrays, h, attended, caches[at + 1].offset, one.held, other.held)
+                held = (one.held, other.held) if one.parts or other.parts else ()  # or what rows of the base have
+                h, q, k, v = step(*arrays, h, attended, caches[at + 1].offset, *held)
         x = self._known("last", (behind[-1].parts,), self._last)(self._behind[-1], h, attended, behind[-1].held)
         x_B1D, tied = x[:, None], self.model.args.tie_word_embeddings
         return cast(mx.array, inner.embed_tokens.as_linear(x_B1D) if tied else self.model.lm_head(x_B1D))
@@ -245,7 +246,7 @@ class OneToken:
         before, step = self._latest.get(place, ((), None))
         if step is None or before != parts:
             step = make(*parts)
-            self._latest[place] = parts, step
+        self._latest[place] = parts, step  # also if they are equal: the same ones are compared sooner
         return step
 
     def _once(self, key: Any, function: Callable[..., Any]) -> Callable[..., Any]:
