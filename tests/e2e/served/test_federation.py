@@ -45,7 +45,7 @@ def test_a_run_that_is_killed_costs_its_change_and_comes_back(served: Ring, tmp_
     one, other = (started(served, tmp_path, name, seed) for seed, name in enumerate(("one", "other")))
     again = None
     try:
-        other.wait_for_line('"train.step"')
+        other.wait_for_line(r'"train\.step"')
         other.stop(signal.SIGKILL)
         again = started(served, tmp_path, "other", 1)
         for process in (one, again):

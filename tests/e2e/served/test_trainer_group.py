@@ -38,7 +38,7 @@ def test_ranks_learn_one_version_and_go_on_after_the_death_of_one(served: Ring, 
         first.stop(signal.SIGKILL)
     again = trained(served, tmp_path)
     try:
-        again.wait_for_line('"train.step"')
+        again.wait_for_line(r'"train\.step"')
         (follower,) = children(again.popen.pid)
         os.kill(follower, signal.SIGTERM)  # as mlx.launch tells every rank
         assert again.wait(60) == 0, again.output
