@@ -1,5 +1,6 @@
 """Work of others between decode steps: its share, its pauses, its errors, and rows that do not notice it."""
 
+import gc
 import threading
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
@@ -262,6 +263,7 @@ def test_rows_are_the_same_token_for_token_while_training_runs(served: LoadedMod
 
 
 def test_training_shares_the_served_base(served: LoadedModel) -> None:
+    gc.collect()  # what tests before have left in cycles may go at any moment
     mx.synchronize()
     before = mx.get_active_memory()
     student = learner(served)
