@@ -24,7 +24,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from worker.engine.lora.deltas import Deltas, Held, Kernel
-from worker.engine.model.sites import REDUCING, Site, partial_sums
+from worker.engine.model.sites import Site, group_of, partial_sums
 
 SMALLEST_RANK = 8
 
@@ -159,7 +159,7 @@ class LinearGroup(Stack):
         super().__init__(sites, rows, slots, dtype)
         self._linears = [site.module for site in sites]
         self._deltas: dict[tuple[Kernel, bool], Deltas] = {}
-        self._groups = tuple(each.group if isinstance(each, REDUCING) else None for each in self._linears)
+        self._groups = tuple(map(group_of, self._linears))
         self._biased = tuple("bias" in each for each in self._linears)
         self._biases = tuple(each.bias for each in self._linears if "bias" in each)
         self._x: mx.array | None = None

@@ -35,6 +35,11 @@ class Adapting:
         self._slots_B, *arrays = held
         self._parts = {which: (*how, of_it) for (which, *how), of_it in zip(parts, arrays, strict=True)}
 
+    @classmethod
+    def of(cls, parts: Parts, held: Held) -> Adapting | None:
+        """None where nothing is changed."""
+        return cls(parts, held) if parts else None
+
     def changes(self, which: str) -> bool:
         """Whether any of these linears has adapters."""
         return which in self._parts

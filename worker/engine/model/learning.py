@@ -39,7 +39,7 @@ class DividedLoRA(LoRALinear):  # type: ignore[misc]
         a, b = site.held(self.lora_a, self.lora_b)
         y = partial_sums(self.linear, x)
         y = y + (self.scale * ((x @ a) @ b)).astype(y.dtype)
-        return summed(self.linear, y, learns=True)
+        return summed(self.linear, y)
 
 
 class DividedLoRASwitch(LoRASwitchLinear):  # type: ignore[misc]

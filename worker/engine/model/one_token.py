@@ -217,9 +217,9 @@ class OneToken:
         def between(
             behind: Any, before: Any, h_BD: mx.array, attended: mx.array, offset_B: mx.array, *held: Any
         ) -> Any:
-            h_BD, x_BD = one.behind(behind, h_BD, attended, Adapting(of_one, held[0]) if of_one else None)
-            adapt = Adapting(of_other, held[1]) if of_other else None
-            return h_BD, *other.before(before, x_BD, offset_B, adapt)
+            held_one, held_other = held or ((), ())
+            h_BD, x_BD = one.behind(behind, h_BD, attended, Adapting.of(of_one, held_one))
+            return h_BD, *other.before(before, x_BD, offset_B, Adapting.of(of_other, held_other))
 
         return self._once((one, other, of_one, of_other), between)
 
@@ -228,7 +228,7 @@ class OneToken:
         layer = self._layers[0]
 
         def before(arrays: Any, x_BD: mx.array, offset_B: mx.array, held: Any) -> Any:
-            return layer.before(arrays, x_BD, offset_B, Adapting(parts, held) if parts else None)
+            return layer.before(arrays, x_BD, offset_B, Adapting.of(parts, held))
 
         return self._once((None, layer, parts), before)
 
@@ -237,7 +237,7 @@ class OneToken:
         layer = self._layers[-1]
 
         def behind(arrays: Any, h_BD: mx.array, attended: mx.array, held: Any) -> Any:
-            return layer.behind(arrays, h_BD, attended, Adapting(parts, held) if parts else None)[1]
+            return layer.behind(arrays, h_BD, attended, Adapting.of(parts, held))[1]
 
         return self._once((layer, None, parts), behind)
 

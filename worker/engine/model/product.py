@@ -10,7 +10,7 @@ from mlx_lm.models.activations import swiglu
 
 from worker.engine.model.cuda import products
 from worker.engine.model.joined import arrays_of
-from worker.engine.model.sites import REDUCING, quantized_product
+from worker.engine.model.sites import group_of, quantized_product
 from worker.engine.ranks.cuda.sums import all_sum, near_sums
 
 Arrays = tuple[mx.array, ...]
@@ -30,7 +30,7 @@ class Product:
     def of(cls, linear: Any) -> tuple[Product, Arrays]:
         """A linear as mlx-lm or MLX has it, plain, quantised or divided."""
         arrays = {name: linear[name] for name in arrays_of(linear)}
-        group = linear.group if isinstance(linear, REDUCING) else None
+        group = group_of(linear)
         if "scales" in arrays:
             how = cls(tuple(arrays), group, linear.bits, linear.group_size, linear.mode)
         else:

@@ -21,7 +21,6 @@ from mlx.utils import tree_unflatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchLinear, SwitchMLP
 
-from worker.engine.ranks.cuda.sums import all_sum
 from worker.engine.ranks.ranks import Ranks
 
 SiteKind = Literal["linear", "switch", "embedding"]
@@ -171,11 +170,17 @@ def quantized_product(x: mx.array, arrays: Mapping[str, mx.array], how: Any) -> 
     )
 
 
-def summed(linear: Any, y: mx.array, *, learns: bool = False) -> mx.array:
-    """What `partial_sums` has left out. `learns`: gradients are asked for, which sums of decode steps do not have."""
-    if not isinstance(linear, REDUCING):
+def group_of(linear: Any) -> Any:
+    """Of the ranks that a linear's outputs are summed over; None: its outputs are whole."""
+    return linear.group if isinstance(linear, REDUCING) else None
+
+
+def summed(linear: Any, y: mx.array) -> mx.array:
+    """What `partial_sums` has left out, with its gradient, which sums of decode steps (ranks/cuda) do not have."""
+    group = group_of(linear)
+    if group is None:
         return y
-    y = mx.distributed.all_sum(y, group=linear.group) if learns else all_sum(y, linear.group)
+    y = mx.distributed.all_sum(y, group=group)
     return y + linear["bias"] if "bias" in linear else y
 
 
