@@ -10,6 +10,8 @@ from mlx_lm.models.activations import swiglu
 from mlx_lm.models.rope_utils import Llama3RoPE, YarnRoPE
 
 from tests.engine.test_one_token import MODELS, decoded, load
+from worker.engine.lora.deltas import deltas_of
+from worker.engine.lora.kernels import one_pass, one_pass_joined
 from worker.engine.model.cuda import products
 from worker.engine.model.cuda.rotary import Rotary
 from worker.engine.model.one_token import OneToken, join_products
@@ -89,6 +91,32 @@ def test_queries_and_keys_are_turned_as_mlx_turns_them(dtype: mx.Dtype, normed: 
         for one, other in zip(made, wanted, strict=True):
             assert one.shape == other.shape and one.dtype == dtype
             assert is_close(one, other, 1e-5 if dtype == mx.float32 else 1e-2)
+
+
+@needs_cuda
+@pytest.mark.parametrize("dtype", (*TYPES, mx.float32))
+def test_deltas_of_outputs_apart_and_side_by_side(dtype: mx.Dtype) -> None:
+    """Of several rows, some of the base; widths that fill no block, and more than one."""
+    for inputs, widths, places, rank, rows in (
+        (4096, (4096, 1024, 1024), (0, 2), 16, 9),
+        (96, (40, 8, 24), (0, 1, 2), 8, 4),
+        (64, (2048, 2056), (1,), 64, 1),
+    ):
+        x, y = drawn(rows, inputs, dtype=dtype), drawn(rows, sum(widths), dtype=dtype)
+        a = (drawn(3, inputs, rank * len(places)) / inputs**0.5).astype(dtype)
+        bs = [drawn(3, rank, widths[at], dtype=dtype) for at in places]
+        slots = mx.array([at % 3 for at in range(1, rows + 1)], mx.uint32)
+        ys = mx.split(y, [sum(widths[: at + 1]) for at in range(len(widths) - 1)], axis=-1)
+        exact = [x[:, None].astype(mx.float32), a.astype(mx.float32), [b.astype(mx.float32) for b in bs]]
+        wanted = [each.astype(mx.float32) for each in ys]
+        for at, each in zip(places, deltas_of(*exact, slots, "take"), strict=True):
+            wanted[at] = wanted[at] + each[:, 0]
+        apart = one_pass(x, a, bs, [ys[at] for at in places], slots)
+        for at, each in zip(places, apart, strict=True):
+            assert is_close(each, wanted[at])
+            ys[at] = each
+        whole = one_pass_joined(x, a, bs, y, slots, widths, places)
+        assert mx.array_equal(whole, mx.concatenate(ys, axis=-1)), "the same, and what lies between as it was"
 
 
 @needs_cuda

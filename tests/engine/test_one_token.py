@@ -17,6 +17,7 @@ from tests.engine.conftest import prompt_of
 from tests.engine.kv_models import CONFIGS
 from tests.engine.small_models import LLAMA, QWEN3, write_model
 from worker.engine.batch import row_model
+from worker.engine.lora import deltas, stacks
 from worker.engine.messages import EngineConfig
 from worker.engine.model.cuda import products
 from worker.engine.model.cuda.rotary import Rotary
@@ -142,3 +143,48 @@ def test_rows_with_adapters_and_of_the_base(
     few, everything, ours_few, ours = told.values()
     assert few == ours_few and everything == ours and few != everything
     assert few["s0"][0] == few["s0+"][0], "the base says the same beside adapters"
+
+
+@pytest.mark.parametrize("config", [QWEN3, LLAMA | BIASES])
+def test_deltas_by_a_kernel_are_where_deltas_were(
+    config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a kernel adds on CUDA is added here by MLX's operations: to which columns, with which weights."""
+    asked: list[tuple[int, ...]] = []
+
+    def one_pass(x: mx.array, a: mx.array, bs: Any, ys: Any, slots: mx.array) -> list[mx.array]:
+        added = deltas.deltas_of(x.reshape(slots.size, 1, -1), a, bs, slots, "gather")
+        return [y + each.reshape(y.shape) for y, each in zip(ys, added, strict=True)]
+
+    def joined(x: mx.array, a: mx.array, bs: Any, y: mx.array, slots: mx.array, widths: Any, places: Any) -> mx.array:
+        asked.append(places)
+        ends = [sum(widths[: at + 1]) for at in range(len(widths))]
+        ys = mx.split(y, ends[:-1], axis=-1)
+        for at, each in zip(places, one_pass(x, a, bs, [ys[at] for at in places], slots), strict=True):
+            ys[at] = each
+        return mx.concatenate(ys, axis=-1)
+
+    write_model(tmp_path / "model", config)
+    loaded = load_model(EngineConfig(str(tmp_path / "model"), kv_limit_bytes=1 << 28))
+    join_products(loaded.model)
+    told = []
+    for step in (lambda model: None, lambda model: OneToken(model, compiles=False)):
+        monkeypatch.setattr(row_model, "one_token_of", step)
+        made = {}
+        for name, keys in (("a", ("self_attn.v_proj", "mlp.down_proj")), ("b", LINEARS)):
+            folder = tmp_path / f"{name}{len(told)}"
+            made[f"{name}@1"] = make_adapter(loaded.model, folder, name=name, keys=keys)
+        with AdapterBench(loaded, made) as bench:
+            for name in made:
+                bench.publish(name)
+                bench.submit(
+                    row(f"on {name}", prompt_of(9, 1), name, max_tokens=8), row(f"beside {name}", prompt_of(9, 0))
+                )
+                bench.run()
+            told.append({seq: (bench.tokens(seq), bench.logprobs(seq)) for seq in bench.events})
+        monkeypatch.setattr(stacks, "best_kernel", lambda dtype: "fused")
+        for module in (deltas, stacks):
+            monkeypatch.setattr(module, "one_pass", one_pass)
+            monkeypatch.setattr(module, "one_pass_joined", joined)
+    assert told[0] == told[1]
+    assert {(2,), (0, 1, 2), (0, 1)} == set(asked), "of v, of all of attention's inputs, of gate and up"

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import mlx.core as mx
 
-from worker.engine.lora.kernels import one_pass
+from worker.engine.lora.kernels import one_pass, one_pass_joined
 from worker.engine.ranks.cuda.sums import all_sum
 
 Kernel = Literal["gather", "take", "fused"]
@@ -29,17 +29,19 @@ class Deltas:
     groups: tuple[Any, ...]  # of the ranks that each member's outputs are summed over, or None
     biased: tuple[bool, ...]
     gained: tuple[bool, ...]  # by DoRA, in this forward
+    widths: tuple[int, ...] = ()  # of the linears that the members are joined with, if they are
+    places: tuple[int, ...] = ()  # the members' among them
+
+    @property
+    def ends_with_sum(self) -> bool:
+        """Whether members' outputs are `parts`, summed over ranks."""
+        has_more = (group is not None and biased for group, biased in zip(self.groups, self.biased, strict=True))
+        return not any(self.gained) and not any(has_more)
 
     def added(self, held: Held, slots_B: mx.array, x: mx.array, ys: list[mx.array]) -> list[mx.array]:
         """All members' outputs, of what each makes of x [B, L, in], [B*L, in] or [B, in] by itself (`partial_sums`)."""
-        a_SIJ, bs, gains, biases = held
-        one_token = x.size == slots_B.size * a_SIJ.shape[1]
-        if self.kernel == "fused" and one_token and self.fits_fused and x.dtype == self.dtype == ys[0].dtype:
-            ys = one_pass(x, a_SIJ, bs, ys, slots_B)
-        else:
-            x_BLI = x.reshape(slots_B.size, -1, a_SIJ.shape[1]).astype(self.dtype)
-            deltas = deltas_of(x_BLI, a_SIJ, bs, slots_B, self.kernel)
-            ys = [y + delta.astype(y.dtype).reshape(y.shape) for y, delta in zip(ys, deltas, strict=True)]
+        _, _, gains, biases = held
+        ys = self.parts(held, slots_B, x, ys)
         gain_of, bias_of = (_by_member(*each) for each in ((self.gained, gains), (self.biased, biases)))
         for at, group in enumerate(self.groups):
             if group is not None:
@@ -48,6 +50,27 @@ class Deltas:
             if (gains_SO := gain_of[at]) is not None:
                 ys[at] = _gained(ys[at], gains_SO, bias_of[at], slots_B)
         return ys
+
+    def parts(self, held: Held, slots_B: mx.array, x: mx.array, ys: list[mx.array]) -> list[mx.array]:
+        """The same before sums over ranks, biases behind these and gains."""
+        a_SIJ, bs, _, _ = held
+        if self._fuses(a_SIJ, slots_B, x, ys[0]):
+            return one_pass(x, a_SIJ, bs, ys, slots_B)
+        x_BLI = x.reshape(slots_B.size, -1, a_SIJ.shape[1]).astype(self.dtype)
+        deltas = deltas_of(x_BLI, a_SIJ, bs, slots_B, self.kernel)
+        return [y + delta.astype(y.dtype).reshape(y.shape) for y, delta in zip(ys, deltas, strict=True)]
+
+    def joined(self, held: Held, slots_B: mx.array, x: mx.array, y: mx.array) -> mx.array | None:
+        """All outputs of the joined linears, of theirs [B, width]; None: the kernel is not made for these."""
+        a_SIJ, bs, _, _ = held
+        is_whole = bool(self.widths) and self.ends_with_sum and not any(self.groups)
+        if not is_whole or any(width % 8 for width in self.widths) or not self._fuses(a_SIJ, slots_B, x, y):
+            return None
+        return one_pass_joined(x, a_SIJ, bs, y, slots_B, self.widths, self.places)
+
+    def _fuses(self, a_SIJ: mx.array, slots_B: mx.array, x: mx.array, y: mx.array) -> bool:
+        one_token = x.size == slots_B.size * a_SIJ.shape[1]
+        return self.kernel == "fused" and one_token and self.fits_fused and x.dtype == self.dtype == y.dtype
 
 
 def _by_member(has: tuple[bool, ...], arrays: tuple[mx.array, ...]) -> list[mx.array | None]:

@@ -4,16 +4,20 @@ A decode step on a GPU is bound by the number of operations, not by their arithm
 read the same input (q, k, v; gate, up) share one operation, which computes the r inner products again in every output
 tile (few rows) and accumulates in fp32.
 
+Outputs lie apart, one array a projection, or side by side in one, as a joined product makes them. So do the sums, and
+what lies beside them is copied.
+
 Shapes are written into the source, one kernel object per shape, because MLX works template arguments out again in every
 call, and a decode step of a large model is bound by what the host does.
 
 Layouts, with J projections of one input and rank r: A [S, in, J*r] in T, B_j [S, r, out_j] in T (scale folded in),
-y_j [M, out_j] in T, slots [M] uint32; slot 0 is the base and costs one comparison. T is bf16, fp16 or fp32; r is a
-multiple of 8, in and out_j are multiples of 8.
+y_j [M, out_j] or y [M, all out] in T, slots [M] uint32; slot 0 is the base and costs one comparison. T is bf16, fp16 or
+fp32; r is a power of two from 8 on, widths are multiples of 8.
 """
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -72,23 +76,47 @@ _CUDA_INNER = """
 """
 
 
-def _select(count: int) -> str:
-    """Pick projection j's pointers and width by the block's tile number; tiles are laid end to end."""
-    text = "  int j = 0; int tile = blockIdx.x; const T* B = B0; const T* y = y0; T* o = o0; int OUT = OUT0;\n"
-    for k in range(1, count):
-        text += (
-            f"  if (j == {k - 1} && tile >= TILES{k - 1}) "
-            f"{{ tile -= TILES{k - 1}; j = {k}; B = B{k}; y = y{k}; o = o{k}; OUT = OUT{k}; }}\n"
-        )
+class _Columns(NamedTuple):
+    """Some of an output, side by side."""
+
+    output: int  # which
+    begin: int
+    across: int
+    width: int  # of the whole output
+    projection: int | None  # that makes them; None: it has no adapters
+
+    @property
+    def tiles(self) -> int:
+        """Blocks that a row of them needs."""
+        return -(-self.across // (THREADS * COLUMNS))
+
+
+def _select(columns: Sequence[_Columns]) -> str:
+    """Those of this block: tiles of all are laid end to end."""
+    text, begin = "", 0
+    for each in columns:
+        base = f"{each.output} + {each.begin}"
+        chosen = "j = -1;" if each.projection is None else f"j = {each.projection}; B = B{each.projection};"
+        text += f"  if (blockIdx.x >= {begin}) {{\n"
+        text += f"    tile = blockIdx.x - {begin}; OUT = {each.across}; WIDTH = {each.width};\n"
+        text += f"    y = y{base}; o = o{base}; {chosen}\n  }}\n"
+        begin += each.tiles
     return text
 
 
+_CUDA_BEGIN = """
+  const int tid = threadIdx.x, m = blockIdx.y;
+  int tile = 0, OUT = 0, WIDTH = 0, j = 0;
+  const T *y = nullptr, *B = nullptr;
+  T* o = nullptr;
+"""
+
 _CUDA_COPY = """
+  const int slot = j < 0 ? 0 : slots[m];
   const int column = (tile * NT + tid) * 8;
+  const size_t place = size_t(m) * WIDTH + column;
   if (slot == 0) {
-    if (column < OUT)
-      *reinterpret_cast<Eight<T>*>(o + size_t(m) * OUT + column) =
-          *reinterpret_cast<const Eight<T>*>(y + size_t(m) * OUT + column);
+    if (column < OUT) *reinterpret_cast<Eight<T>*>(o + place) = *reinterpret_cast<const Eight<T>*>(y + place);
     return;
   }
 """
@@ -96,7 +124,7 @@ _CUDA_COPY = """
 _CUDA_EXPAND = """
   if (column < OUT) {
     float sum[8];
-    load8(y + size_t(m) * OUT + column, sum);
+    load8(y + place, sum);
     const T* b = B + (size_t(slot) * R) * OUT + column;
     float delta[8] = {0, 0, 0, 0, 0, 0, 0, 0};
     #pragma unroll
@@ -109,53 +137,40 @@ _CUDA_EXPAND = """
     }
     #pragma unroll
     for (int c = 0; c < 8; ++c) sum[c] += static_cast<float>(static_cast<T>(delta[c]));
-    store8(o + size_t(m) * OUT + column, sum);
+    store8(o + place, sum);
   }
 """
-
-_CUDA_BEGIN = "  const int tid = threadIdx.x, m = blockIdx.y; const int slot = slots[m];\n"
-
-
-class _Shape(NamedTuple):
-    """What a kernel is compiled for."""
-
-    dtype: mx.Dtype
-    inputs: int
-    rank: int
-    outs: tuple[int, ...]
-
-    @property
-    def tiles(self) -> tuple[int, ...]:
-        return tuple(-(-out // (THREADS * COLUMNS)) for out in self.outs)
-
-    @property
-    def name(self) -> str:
-        return "_".join(map(str, (_CUDA_TYPES[self.dtype].strip("_"), self.inputs, self.rank, *self.outs)))
-
-    def constants(self, threads: int) -> str:
-        values = {"IN": self.inputs, "R": self.rank, "JR": self.rank * len(self.outs), "NT": threads}
-        for k, (out, tiles) in enumerate(zip(self.outs, self.tiles, strict=True)):
-            values |= {f"OUT{k}": out, f"TILES{k}": tiles}
-        lines = "".join(f"  constexpr int {name} = {value};\n" for name, value in values.items())
-        return f"  using T = {_CUDA_TYPES[self.dtype]};\n{lines}"
-
 
 _CUDA_TYPES = {mx.bfloat16: "__nv_bfloat16", mx.float16: "__half", mx.float32: "float"}
 
 
 @lru_cache
-def _one_pass_call(dtype: mx.Dtype, inputs: int, rank: int, outs: tuple[int, ...]) -> Callable[..., list[mx.array]]:
-    """The kernel, with all that does not depend on the rows: a step asks for it in each layer."""
-    shape, count = _Shape(dtype, inputs, rank, outs), len(outs)
-    source = _CUDA_BEGIN + _select(count) + _CUDA_COPY + _CUDA_INNER + _CUDA_EXPAND
+def _call(
+    dtype: mx.Dtype, inputs: int, rank: int, widths: tuple[int, ...], joined: tuple[int, ...] | None
+) -> Callable[..., list[mx.array]]:
+    """The kernel, with all that does not depend on the rows: a step asks for it in each layer.
+
+    `joined`: of all linears whose outputs lie in one, of these widths, those that have adapters.
+    """
+    if joined is None:
+        columns = [_Columns(at, 0, width, width, at) for at, width in enumerate(widths)]
+    else:
+        begins, whole = [0, *accumulate(widths)], sum(widths)
+        places = {at: projection for projection, at in enumerate(joined)}
+        columns = [_Columns(0, begins[at], width, whole, places.get(at)) for at, width in enumerate(widths)]
+    outputs, projections = (len(widths), len(widths)) if joined is None else (1, len(joined))
+    of = _CUDA_TYPES[dtype]
+    constants = {"IN": inputs, "R": rank, "JR": rank * projections, "NT": THREADS}
+    told = "".join(f"  constexpr int {name} = {value};\n" for name, value in constants.items())
+    names = [of.strip("_"), inputs, rank, *widths, *([] if joined is None else ["of", *joined])]
     kernel: Kernel = mx.fast.cuda_kernel(
-        name=f"lora_one_pass_{shape.name}",
-        input_names=["x", "A", "slots", *_names("B", count), *_names("y", count)],
-        output_names=_names("o", count),
-        source=shape.constants(THREADS) + source,
+        name=f"lora_one_pass_{'_'.join(map(str, names))}",
+        input_names=["x", "A", "slots", *_names("B", projections), *_names("y", outputs)],
+        output_names=_names("o", outputs),
+        source=f"  using T = {of};\n{told}{_CUDA_BEGIN}{_select(columns)}{_CUDA_COPY}{_CUDA_INNER}{_CUDA_EXPAND}",
         header=_CUDA_HEADER,
     )
-    across, dtypes = sum(shape.tiles) * THREADS, [dtype] * count
+    across, dtypes = sum(each.tiles for each in columns) * THREADS, [dtype] * outputs
 
     def call(inputs: list[mx.array], shapes: list[tuple[int, ...]]) -> list[mx.array]:
         out: list[mx.array] = kernel(
@@ -178,5 +193,19 @@ def one_pass(
     x: mx.array, a_SIJ: mx.array, bs: Sequence[mx.array], ys: Sequence[mx.array], slots_M: mx.array
 ) -> list[mx.array]:
     """y_j + x A[slot] B_j[slot] for every projection j, in one operation; x [M, 1, in] or [M, in]."""
-    call = _one_pass_call(a_SIJ.dtype, a_SIJ.shape[1], bs[0].shape[1], tuple(b.shape[2] for b in bs))
+    call = _call(a_SIJ.dtype, a_SIJ.shape[1], bs[0].shape[1], tuple(b.shape[2] for b in bs), None)
     return call([x, a_SIJ, slots_M, *bs, *ys], [y.shape for y in ys])
+
+
+def one_pass_joined(
+    x: mx.array,
+    a_SIJ: mx.array,
+    bs: Sequence[mx.array],
+    y: mx.array,
+    slots_M: mx.array,
+    widths: tuple[int, ...],
+    places: tuple[int, ...],
+) -> mx.array:
+    """The same where y has the outputs of linears of these widths side by side, each B's projection at its place."""
+    call = _call(a_SIJ.dtype, a_SIJ.shape[1], bs[0].shape[1], widths, places)
+    return call([x, a_SIJ, slots_M, *bs, y], [y.shape])[0]

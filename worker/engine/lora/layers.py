@@ -24,6 +24,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from worker.engine.lora.deltas import Deltas, Held, Kernel
+from worker.engine.model.joined import joined_of
 from worker.engine.model.sites import Site, group_of, partial_sums
 
 SMALLEST_RANK = 8
@@ -167,6 +168,7 @@ class LinearGroup(Stack):
         self._left = 0
         widths = [width for site in sites for width in (site.held_inputs, site.held_outputs)]
         self._fits_fused = all(width % 8 == 0 for width in widths)
+        self._joined = joined_of(self._linears)
 
     def output(self, index: int, x: mx.array) -> mx.array:
         """Member `index`'s output for x [B, L, in] or [B*L, in]."""
@@ -200,7 +202,7 @@ class LinearGroup(Stack):
         if key not in self._deltas:
             gained = tuple(self.rows.dora and gains is not None for gains in self.gains)
             self._deltas[key] = Deltas(
-                self.rows.kernel, self.dtype, self._fits_fused, self._groups, self._biased, gained
+                self.rows.kernel, self.dtype, self._fits_fused, self._groups, self._biased, gained, *self._joined
             )
         return self._deltas[key]
 

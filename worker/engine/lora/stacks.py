@@ -18,7 +18,7 @@ from typing import Any
 import mlx.core as mx
 
 from worker.engine.lora.deltas import Kernel, deltas_of
-from worker.engine.lora.kernels import one_pass
+from worker.engine.lora.kernels import one_pass, one_pass_joined
 from worker.engine.lora.layers import (
     LinearGroup,
     MultiLoRAEmbedding,
@@ -32,6 +32,7 @@ from worker.engine.lora.layers import (
     follow_routing,
     padded_rank,
 )
+from worker.engine.model.joined import joined_of
 from worker.engine.model.sites import Site, Whole, find_sites, mixtures, replace_modules, shared_inputs
 
 log = logging.getLogger(__name__)
@@ -101,8 +102,12 @@ class AdaptedModel:
         self._prepared.add(shape)
         a, bs, x = _zeros(sites, rank, self.dtype, rows=1)
         ys = [mx.zeros((1, 1, site.held_outputs), self.dtype) for site in sites]
+        slots, (widths, places) = mx.array([1], mx.uint32), joined_of([site.module for site in sites])
         try:
-            mx.eval(one_pass(x, a, bs, ys, mx.array([1], mx.uint32)))
+            mx.eval(one_pass(x, a, bs, ys, slots))
+            if widths and not any(width % 8 for width in widths):
+                y = mx.zeros((1, sum(widths)), self.dtype)
+                mx.eval(one_pass_joined(x, a, bs, y, slots, widths, places))
         except Exception:
             log.exception("lora.fused_kernel_failed shape=%s", shape)
             self.rows.kernel = "take"

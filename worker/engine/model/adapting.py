@@ -7,7 +7,7 @@ the arrays, which a hot load replaces, are its arguments. The layers of adapters
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 
@@ -51,6 +51,23 @@ class Adapting:
         for at, y in zip(places, deltas.added(held, self._slots_B, x_BI, [ys[at] for at in places]), strict=True):
             out[at] = y
         return out
+
+    def joined(self, which: str, x_BI: mx.array, y_BO: mx.array) -> mx.array | None:
+        """The same where linears are one product; None: they have to be taken apart."""
+        _, deltas, held = self._parts[which]
+        y: mx.array | None = deltas.joined(held, self._slots_B, x_BI, y_BO)
+        return y
+
+    def ends_with_sum(self, which: str) -> bool:
+        """Whether an output is that of `part`, summed over ranks."""
+        ends: bool = self._parts[which][1].ends_with_sum
+        return ends
+
+    def part(self, which: str, x_BI: mx.array, y_BO: mx.array) -> mx.array:
+        """Before sums over ranks, of a linear that no other shares its input with."""
+        _, deltas, held = self._parts[which]
+        (y,) = deltas.parts(held, self._slots_B, x_BI, [y_BO])
+        return cast(mx.array, y)
 
 
 class Adapted(NamedTuple):

@@ -25,7 +25,8 @@ class Joined:
     def __init__(self, parts: Sequence[Any]) -> None:
         """Their weights become these views."""
         self.product = copy(parts[0])
-        self._ends = list(accumulate(part["weight"].shape[0] for part in parts))
+        self.widths = tuple(int(part["weight"].shape[0]) for part in parts)
+        self._ends = list(accumulate(self.widths))
         self._x: mx.array | None = None
         self._ys: list[mx.array | None] = []
         for name in arrays_of(parts[0]):
@@ -59,6 +60,12 @@ def join(parts: Sequence[Any]) -> None:
     """Let linears of the same input be one product, if one can compute them."""
     if len(parts) > 1 and len({_alike(part) for part in parts}) == 1:
         Joined(parts)
+
+
+def joined_of(parts: Sequence[Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Widths of all that these linears are joined with, and their places among them; nothing where they are not."""
+    joined: Joined | None = getattr(parts[0], "joined", None)
+    return ((), ()) if joined is None else (joined.widths, tuple(part.place for part in parts))
 
 
 def arrays_of(part: Any) -> list[str]:

@@ -95,7 +95,8 @@ class Layer:
         if own is None and len(self.gate_up) == 1:
             x_BI = self.gate_up[0].gated(gate_up[0], x_BD)
         else:
-            x_BI = swiglu(*_outputs("gate_up", self.gate_up, gate_up, x_BD, (1, 1), own))
+            ys = _outputs("gate_up", self.gate_up, gate_up, x_BD, (1, 1), own)
+            x_BI = swiglu(*(ys if len(ys) == 2 else mx.split(ys[0], 2, axis=-1)))
         return self._added("down", self.down, down, x_BI, h_BD, adapt, norm_behind)
 
     def _added(
@@ -110,10 +111,13 @@ class Layer:
     ) -> tuple[mx.array, mx.array]:
         """h and what a linear, with adapters, makes of x; and the norm of that."""
         eps, own = self.eps[which == "down"], _if_changed(adapt, which)
-        if own is None:
-            return product.added_and_normed(arrays, x_BI, h_BD, norm, eps)
-        h_BD = h_BD + _outputs(which, (product,), (arrays,), x_BI, (), own)[0]
-        return h_BD, mx.fast.rms_norm(h_BD, norm, eps)
+        y_BD = product.partial(arrays, x_BI)
+        if own is not None:
+            if not own.ends_with_sum(which):
+                h_BD = h_BD + own(which, x_BI, [y_BD])[0]
+                return h_BD, mx.fast.rms_norm(h_BD, norm, eps)
+            y_BD = own.part(which, x_BI, y_BD)
+        return product.added_and_normed(arrays, y_BD, h_BD, norm, eps)
 
 
 def _if_changed(adapt: Adapting | None, which: str) -> Adapting | None:
@@ -128,11 +132,16 @@ def _outputs(
     widths: Sequence[int],
     adapt: Adapting | None,
 ) -> list[mx.array]:
-    """Of linears that read x; of joined ones one output, but with adapters. `widths`: how theirs are to each other."""
+    """Of linears that read x; of joined ones one output, unless adapters need them apart.
+
+    `widths`: how theirs are to each other.
+    """
     if adapt is None:
         return [product(each, x_BI) for product, each in zip(products, arrays, strict=True)]
     ys = [product.partial(each, x_BI) for product, each in zip(products, arrays, strict=True)]
     if len(ys) < len(widths):
+        if (whole := adapt.joined(which, x_BI, ys[0])) is not None:
+            return [whole]
         ends = list(accumulate(width * ys[0].shape[-1] // sum(widths) for width in widths))
         ys = list(mx.split(ys[0], ends[:-1], axis=-1))
     return adapt(which, x_BI, ys)

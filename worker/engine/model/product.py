@@ -43,7 +43,9 @@ class Product:
 
     def __call__(self, arrays: Arrays, x_BI: mx.array) -> mx.array:
         """[B, out]."""
-        y_BO = self.partial(arrays, x_BI)
+        return self._summed(arrays, self.partial(arrays, x_BI))
+
+    def _summed(self, arrays: Arrays, y_BO: mx.array) -> mx.array:
         if self.group is None:
             return y_BO
         y_BO = all_sum(y_BO, self.group)
@@ -71,15 +73,11 @@ class Product:
         return y_BI
 
     def added_and_normed(
-        self, arrays: Arrays, x_BI: mx.array, h_BO: mx.array, norm: mx.array, eps: float
+        self, arrays: Arrays, y_BO: mx.array, h_BO: mx.array, norm: mx.array, eps: float
     ) -> tuple[mx.array, mx.array]:
-        """h and what this makes of x, and the norm of that: what lies between this linear and the next one."""
-        if self.group is None or "bias" in self.names:
-            y_BO = self(arrays, x_BI)
-        else:
-            y_BO = self.partial(arrays, x_BI)
-            if near := near_sums(self.group, y_BO, h_BO, norm):
-                return near.added_and_normed(y_BO, h_BO, norm, eps)
-            y_BO = all_sum(y_BO, self.group)
-        h_BO = h_BO + y_BO
+        """h and `partial` sums, and the norm of that: what lies between this linear and the next one."""
+        is_sum = self.group is not None and "bias" not in self.names
+        if is_sum and (near := near_sums(self.group, y_BO, h_BO, norm)):
+            return near.added_and_normed(y_BO, h_BO, norm, eps)
+        h_BO = h_BO + self._summed(arrays, y_BO)
         return h_BO, mx.fast.rms_norm(h_BO, norm, eps)
