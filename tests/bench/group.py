@@ -287,8 +287,10 @@ def measure(turns: Turns, folder: Path, prompt: int) -> None:
     names = [path for path in whole if path.endswith(ADAPTED)]
     versions = _load(turns, adapters({path: whole[path] for path in names}, folder))
     count = max(ROWS)
-    step_s, *_ = _step_s(turns, [versions[at % ADAPTERS] for at in range(count)])
+    step_s, worked_s, handed_s, _ = _step_s(turns, [versions[at % ADAPTERS] for at in range(count)])
     print(f"tok/s of {count} rows, {ADAPTERS} adapters = {count / step_s}", flush=True)
+    print(f"thread works with adapters, ms = {worked_s * 1000}", flush=True)
+    print(f"handing over with adapters, ms = {handed_s * 1000}", flush=True)
 
 
 def _load(turns: Turns, made: Sequence[Made]) -> list[str]:
