@@ -199,10 +199,10 @@ def rank(shape: str, ranks: int) -> None:
 
     from worker.engine.batch import row_model
     from worker.engine.messages import EngineConfig
-    from worker.engine.model import one_token
+    from worker.engine.model import decode_step
 
     # Also on a CPU, where a worker does not wait for the compiler: what counts here is the host's work.
-    row_model.one_token_of = lambda model: one_token.OneToken(model, compiles=True)
+    row_model.decode_step_of = lambda model: decode_step.DecodeStep(model, compiles=True)
     group = group_of(ranks)
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder, mx.stream(generation_stream):
@@ -249,14 +249,14 @@ def random_model(shape: str, group: Any, folder: Path) -> Any:
     from worker.engine.kv.cuda import attention
     from worker.engine.kv.layout import KvLayout
     from worker.engine.messages import EngineConfig
+    from worker.engine.model.decode_step import join_products
     from worker.engine.model.loader import _measure, load_model
-    from worker.engine.model.one_token import join_products
     from worker.engine.model.sharding import read_weights, shard
     from worker.engine.model.sites import Whole, module_shapes
     from worker.engine.ranks.ranks import ranks_of
 
     if PLAIN in os.environ:
-        row_model.one_token_of = lambda model: None
+        row_model.decode_step_of = lambda model: None
     other = load_model(EngineConfig(str(write_model(folder / "tiny", LLAMA))))  # for its tokenizer
     attention.install()
     small = shape in ON_A_CPU

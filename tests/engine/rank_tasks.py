@@ -55,8 +55,8 @@ from trainer.tuning.led import LedTuner  # noqa: E402
 from trainer.warm_up import rehearse  # noqa: E402
 from worker.engine.batch import row_model  # noqa: E402
 from worker.engine.messages import EngineConfig, SpeculationConfig  # noqa: E402
+from worker.engine.model.decode_step import DecodeStep, decode_step_of  # noqa: E402
 from worker.engine.model.loader import LoadedModel, load_model  # noqa: E402
-from worker.engine.model.one_token import OneToken, one_token_of  # noqa: E402
 from worker.engine.ranks import ranks  # noqa: E402
 from worker.engine.ranks.cuda import sums  # noqa: E402
 from worker.engine.ranks.ranks import Ranks, one_after_another  # noqa: E402
@@ -85,7 +85,7 @@ def sequences(group: Any, folder: str, specs: list[Any], config: dict[str, Any],
     if engine.pop("compiles", False):
         with MonkeyPatch.context() as patch:
             patch.setattr(
-                row_model, "one_token_of", lambda model: one_token_of(model) and OneToken(model, compiles=True)
+                row_model, "decode_step_of", lambda model: decode_step_of(model) and DecodeStep(model, compiles=True)
             )
             return sequences(group, folder, specs, config, engine)
     drafts = engine.pop("drafts", 0)

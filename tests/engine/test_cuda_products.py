@@ -9,12 +9,12 @@ import pytest
 from mlx_lm.models.activations import swiglu
 from mlx_lm.models.rope_utils import Llama3RoPE, YarnRoPE
 
-from tests.engine.test_one_token import MODELS, decoded, load
+from tests.engine.test_decode_step import MODELS, decoded, load
 from worker.engine.lora.deltas import deltas_of
 from worker.engine.lora.kernels import one_pass, one_pass_joined
 from worker.engine.model.cuda import products
 from worker.engine.model.cuda.rotary import Rotary
-from worker.engine.model.one_token import OneToken, join_products
+from worker.engine.model.decode_step import DecodeStep, join_products
 
 needs_cuda = pytest.mark.skipif(not mx.cuda.is_available(), reason="needs a CUDA device")
 TYPES = (mx.bfloat16, mx.float16)
@@ -82,6 +82,12 @@ def test_queries_and_keys_are_turned_as_mlx_turns_them(dtype: mx.Dtype, normed: 
         qkv, offset = drawn(3, sum(heads) * size, dtype=dtype), mx.array([0, 7, 1900])
         norms = [drawn(size, dtype=dtype) for _ in range(2)] if normed else []
         assert rotary.takes(qkv, norms, offset)
+        several = mx.concatenate([qkv[:, None], drawn(3, 2, qkv.shape[1], dtype=dtype)], axis=1)
+        turned = rotary(several.reshape(9, -1), heads, norms, 1e-6, offset)
+        for later in range(3):
+            alone = rotary(several[:, later], heads, norms, 1e-6, offset + later)
+            for one, other in zip(turned, alone, strict=True):
+                assert mx.array_equal(one[:, :, later], other[:, :, 0]), "several tokens of a row stand side by side"
         made = rotary(qkv, heads, norms, 1e-6, offset)
         ends = [heads[0] * size, (heads[0] + heads[1]) * size]
         apart = [each.reshape(3, -1, 1, size) for each in mx.split(qkv, ends, axis=-1)]
@@ -128,7 +134,7 @@ def test_a_decode_step_of_sixteen_bits_says_what_mlx_lm_says(name: str, tmp_path
     model.set_dtype(mx.bfloat16)
     wanted = decoded(model, lambda tokens, caches: model(tokens, cache=caches))
     join_products(model)
-    for one, other in zip(decoded(model, OneToken(model, compiles=True)), wanted, strict=True):
+    for one, other in zip(decoded(model, DecodeStep(model, compiles=True)), wanted, strict=True):
         assert is_close(one, other, 5e-2)
 
 

@@ -11,10 +11,10 @@ from mlx.nn.layers.distributed import shard_linear
 
 from tests.engine import cuda_sums
 from tests.engine.small_models import QWEN3, write_model
-from tests.engine.test_one_token import decoded
+from tests.engine.test_decode_step import decoded
 from worker.engine.messages import EngineConfig
+from worker.engine.model.decode_step import DecodeStep
 from worker.engine.model.loader import load_model
-from worker.engine.model.one_token import OneToken
 from worker.engine.ranks.cuda import sums
 
 
@@ -69,9 +69,9 @@ def test_a_decode_step_asks_for_sums_of_one_type_alone(
     for layer in model.layers:
         layer.self_attn.o_proj = shard_linear(layer.self_attn.o_proj, "sharded-to-all", group=near.group)
         layer.mlp.down_proj = shard_linear(layer.mlp.down_proj, "sharded-to-all", group=near.group)
-    wanted = decoded(model, OneToken(model, compiles=False))
+    wanted = decoded(model, DecodeStep(model, compiles=False))
     monkeypatch.setattr(sums, "_near", near)
-    for one, other in zip(wanted, decoded(model, OneToken(model, compiles=False)), strict=True):
+    for one, other in zip(wanted, decoded(model, DecodeStep(model, compiles=False)), strict=True):
         assert mx.array_equal(one, other)
     steps, layers = len(wanted), len(model.layers)
     assert near.asked == 2 * steps * layers if norms == mx.bfloat16 else near.asked < 2 * steps * layers

@@ -22,7 +22,7 @@ from worker.engine.heads.head import Head, Heads
 from worker.engine.kv.cuda import few_shapes
 from worker.engine.kv.layout import KvLayout
 from worker.engine.model.batching import takes_padding
-from worker.engine.model.one_token import one_token_of
+from worker.engine.model.decode_step import decode_step_of
 from worker.engine.model.pooling import hidden_states
 from worker.engine.networks.network import Network
 from worker.engine.ranks.ranks import Ranks
@@ -49,7 +49,7 @@ class RowModel:
         self.adapters: Adapters = adapters or NoAdapters()
         self.takes_padding = takes_padding(model)
         self._placement = placement_of(model)
-        self._one_token = one_token_of(model)
+        self._decode_step = decode_step_of(model)
         self._shift_B: mx.array | None = None  # of the positions of these rows, behind their prompts
         self.rows: tuple[Row, ...] = ()
         self.versions: tuple[str, ...] = ()
@@ -115,21 +115,25 @@ class RowModel:
     def _hidden(self) -> Callable[..., mx.array] | None:
         return hidden_states(self.model)
 
-    def __call__(self, tokens_BL: mx.array, cache: list[Any]) -> mx.array:
-        """Logits [B, L, V] in fp32; with bf16 logits a trainer's log-probabilities differ by up to 6e-2."""
+    def __call__(self, tokens_BL: mx.array, cache: list[Any], *, checks: bool = False) -> mx.array:
+        """Logits [B, L, V] in fp32; with bf16 logits a trainer's log-probabilities differ by up to 6e-2.
+
+        `checks`: these are drafts, each row's behind its next input.
+        """
         self._enter(cache[-1])
         # A prefill's logits are never computed, and must not be kept: they hold its whole graph.
-        is_decode_step = tokens_BL.shape[1] == 1
-        quick = self._one_token if is_decode_step else None
-        # Not in place of another module that has been put in the model's.
-        if quick is not None and quick.model is self.model and quick.takes(cache[:-1]):
-            forward = quick.adapted if any(self.versions) else quick
-            logits_BLV = forward(tokens_BL, cache[:-1]).astype(mx.float32)
-        else:
-            with self._moved(), few_shapes.applied():
-                logits_BLV = self.model(tokens_BL, cache=cache[:-1]).astype(mx.float32)
-        self.tokens_B1 = tokens_BL if is_decode_step else None
-        self.logits_B1V = logits_BLV if is_decode_step else None
+        is_one_token = tokens_BL.shape[1] == 1
+        quick = self._decode_step if is_one_token or checks else None
+        with nullcontext() if is_one_token else few_shapes.applied():
+            # Not in place of another module that has been put in the model's.
+            if quick is not None and quick.model is self.model and quick.takes(cache[:-1]):
+                forward = quick.adapted if any(self.versions) else quick
+                logits_BLV = forward(tokens_BL, cache[:-1]).astype(mx.float32)
+            else:
+                with self._moved():
+                    logits_BLV = self.model(tokens_BL, cache=cache[:-1]).astype(mx.float32)
+        self.tokens_B1 = tokens_BL if is_one_token else None
+        self.logits_B1V = logits_BLV if is_one_token else None
         return logits_BLV
 
     def feed(self, ids_BL: list[list[int]], starts_B: Sequence[int], cache: list[Any]) -> mx.array:

@@ -13,10 +13,13 @@ from worker.engine.ranks.cuda.sums import all_sum
 
 Kernel = Literal["gather", "take", "fused"]
 """How deltas are computed: `gather` two gathered matmuls, `take` copies of the rows' weights and plain matmuls, `fused`
-one operation for all members (CUDA, one token per row; `take` for more)."""
+one operation for all members (CUDA, few tokens per row; `take` for more)."""
 
 Held = tuple[mx.array, tuple[mx.array, ...], tuple[mx.array, ...], tuple[mx.array, ...]]
 """A [S, in, J*R] and each B [S, R, out]; gains [S, out] and biases [out] of the members that have them."""
+
+
+_FEW = 8  # tokens of a row: the kernel reads A anew for each, and a decode step has no time for more operations
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ class Deltas:
         """The same before sums over ranks, biases behind these and gains."""
         a_SIJ, bs, _, _ = held
         if self._fuses(a_SIJ, slots_B, x, ys[0]):
-            return one_pass(x, a_SIJ, bs, ys, slots_B)
+            return one_pass(x, a_SIJ, bs, ys, _of_each(slots_B, x, a_SIJ))
         x_BLI = x.reshape(slots_B.size, -1, a_SIJ.shape[1]).astype(self.dtype)
         deltas = deltas_of(x_BLI, a_SIJ, bs, slots_B, self.kernel)
         return [y + delta.astype(y.dtype).reshape(y.shape) for y, delta in zip(ys, deltas, strict=True)]
@@ -66,11 +69,17 @@ class Deltas:
         is_whole = bool(self.widths) and self.ends_with_sum and not any(self.groups)
         if not is_whole or any(width % 8 for width in self.widths) or not self._fuses(a_SIJ, slots_B, x, y):
             return None
-        return one_pass_joined(x, a_SIJ, bs, y, slots_B, self.widths, self.places)
+        return one_pass_joined(x, a_SIJ, bs, y, _of_each(slots_B, x, a_SIJ), self.widths, self.places)
 
     def _fuses(self, a_SIJ: mx.array, slots_B: mx.array, x: mx.array, y: mx.array) -> bool:
-        one_token = x.size == slots_B.size * a_SIJ.shape[1]
-        return self.kernel == "fused" and one_token and self.fits_fused and x.dtype == self.dtype == y.dtype
+        are_few = x.size <= _FEW * slots_B.size * a_SIJ.shape[1]
+        return self.kernel == "fused" and are_few and self.fits_fused and x.dtype == self.dtype == y.dtype
+
+
+def _of_each(slots_B: mx.array, x: mx.array, a_SIJ: mx.array) -> mx.array:
+    """The slots of all that x [rows, tokens, in], or its like in memory, holds."""
+    tokens = x.size // (slots_B.size * a_SIJ.shape[1])
+    return slots_B if tokens == 1 else mx.repeat(slots_B, tokens)
 
 
 def _by_member(has: tuple[bool, ...], arrays: tuple[mx.array, ...]) -> list[mx.array | None]:

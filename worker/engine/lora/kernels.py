@@ -175,7 +175,7 @@ def _call(
     def call(inputs: list[mx.array], shapes: list[tuple[int, ...]]) -> list[mx.array]:
         out: list[mx.array] = kernel(
             inputs=inputs,
-            grid=(across, inputs[0].shape[0], 1),
+            grid=(across, inputs[2].size, 1),
             threadgroup=(THREADS, 1, 1),
             output_shapes=shapes,
             output_dtypes=dtypes,
@@ -192,7 +192,7 @@ def _names(letter: str, count: int) -> list[str]:
 def one_pass(
     x: mx.array, a_SIJ: mx.array, bs: Sequence[mx.array], ys: Sequence[mx.array], slots_M: mx.array
 ) -> list[mx.array]:
-    """y_j + x A[slot] B_j[slot] for every projection j, in one operation; x [M, 1, in] or [M, in]."""
+    """y_j + x A[slot] B_j[slot] for every projection j, in one operation; x [M, in] or its like in memory."""
     call = _call(a_SIJ.dtype, a_SIJ.shape[1], bs[0].shape[1], tuple(b.shape[2] for b in bs), None)
     return call([x, a_SIJ, slots_M, *bs, *ys], [y.shape for y in ys])
 

@@ -1,4 +1,4 @@
-"""What adapters change in a decode step of few operations (`one_token.py`), apart from the arrays they do it with.
+"""What adapters change in a decode step of few operations (`decode_step.py`), apart from the arrays they do it with.
 
 So a step with adapters is compiled as one without: layers whose linears are adapted alike share what is compiled, and
 the arrays, which a hot load replaces, are its arguments. The layers of adapters tell both (`lora/layers.py`).
@@ -44,18 +44,18 @@ class Adapting:
         """Whether any of these linears has adapters."""
         return which in self._parts
 
-    def __call__(self, which: str, x_BI: mx.array, ys: Sequence[mx.array]) -> list[mx.array]:
+    def __call__(self, which: str, x_NI: mx.array, ys: Sequence[mx.array]) -> list[mx.array]:
         """Outputs of these linears, of what each makes of x by itself."""
         places, deltas, held = self._parts[which]
         out = list(ys)
-        for at, y in zip(places, deltas.added(held, self._slots_B, x_BI, [ys[at] for at in places]), strict=True):
+        for at, y in zip(places, deltas.added(held, self._slots_B, x_NI, [ys[at] for at in places]), strict=True):
             out[at] = y
         return out
 
-    def joined(self, which: str, x_BI: mx.array, y_BO: mx.array) -> mx.array | None:
+    def joined(self, which: str, x_NI: mx.array, y_NO: mx.array) -> mx.array | None:
         """The same where linears are one product; None: they have to be taken apart."""
         _, deltas, held = self._parts[which]
-        y: mx.array | None = deltas.joined(held, self._slots_B, x_BI, y_BO)
+        y: mx.array | None = deltas.joined(held, self._slots_B, x_NI, y_NO)
         return y
 
     def ends_with_sum(self, which: str) -> bool:
@@ -63,10 +63,10 @@ class Adapting:
         ends: bool = self._parts[which][1].ends_with_sum
         return ends
 
-    def part(self, which: str, x_BI: mx.array, y_BO: mx.array) -> mx.array:
+    def part(self, which: str, x_NI: mx.array, y_NO: mx.array) -> mx.array:
         """Before sums over ranks, of a linear that no other shares its input with."""
         _, deltas, held = self._parts[which]
-        (y,) = deltas.parts(held, self._slots_B, x_BI, [y_BO])
+        (y,) = deltas.parts(held, self._slots_B, x_NI, [y_NO])
         return cast(mx.array, y)
 
 

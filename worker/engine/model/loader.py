@@ -29,8 +29,8 @@ from worker.engine.kv.layout import KvLayout, layout_of
 from worker.engine.messages import EngineConfig
 from worker.engine.model import cuda_graphs
 from worker.engine.model.batching import check_batch
+from worker.engine.model.decode_step import join_products
 from worker.engine.model.draft import DraftModel, check_tokenizer
-from worker.engine.model.one_token import join_products
 from worker.engine.model.pipeline import cut
 from worker.engine.model.pooling import hidden_size
 from worker.engine.model.sharding import read_weights, shard

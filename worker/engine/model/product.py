@@ -1,4 +1,4 @@
-"""How a linear computes in the forward of one token a row (`one_token.py`)."""
+"""How a linear computes in the forward of a decode step (`decode_step.py`)."""
 
 from __future__ import annotations
 
@@ -41,43 +41,43 @@ class Product:
             how = cls(tuple(arrays), group)
         return how, tuple(arrays.values())
 
-    def __call__(self, arrays: Arrays, x_BI: mx.array) -> mx.array:
+    def __call__(self, arrays: Arrays, x_NI: mx.array) -> mx.array:
         """[B, out]."""
-        return self._summed(arrays, self.partial(arrays, x_BI))
+        return self._summed(arrays, self.partial(arrays, x_NI))
 
-    def _summed(self, arrays: Arrays, y_BO: mx.array) -> mx.array:
+    def _summed(self, arrays: Arrays, y_NO: mx.array) -> mx.array:
         if self.group is None:
-            return y_BO
-        y_BO = all_sum(y_BO, self.group)
-        return y_BO + arrays[self.names.index("bias")] if "bias" in self.names else y_BO
+            return y_NO
+        y_NO = all_sum(y_NO, self.group)
+        return y_NO + arrays[self.names.index("bias")] if "bias" in self.names else y_NO
 
-    def partial(self, arrays: Arrays, x_BI: mx.array) -> mx.array:
+    def partial(self, arrays: Arrays, x_NI: mx.array) -> mx.array:
         """The same without the sum over ranks and the bias behind it."""
         by = dict(zip(self.names, arrays, strict=True))
         if self.bits:
-            y_BO = quantized_product(x_BI, by, self)
-        elif "stored" in by and products.is_for(x_BI, by["stored"]):
-            y_BO = products.product(x_BI, by["stored"])
+            y_NO = quantized_product(x_NI, by, self)
+        elif "stored" in by and products.is_for(x_NI, by["stored"]):
+            y_NO = products.product(x_NI, by["stored"])
         elif "bias" in by and self.group is None:
-            return mx.addmm(by["bias"], x_BI, by["weight"])
+            return mx.addmm(by["bias"], x_NI, by["weight"])
         else:
-            y_BO = x_BI @ by["weight"]
-        return y_BO + by["bias"] if "bias" in by and self.group is None else y_BO
+            y_NO = x_NI @ by["weight"]
+        return y_NO + by["bias"] if "bias" in by and self.group is None else y_NO
 
-    def gated(self, arrays: Arrays, x_BI: mx.array) -> mx.array:
+    def gated(self, arrays: Arrays, x_NI: mx.array) -> mx.array:
         """SwiGLU of the halves of what this makes of x, [B, out / 2]."""
         by = dict(zip(self.names, arrays, strict=True))
-        if "stored" in by and "bias" not in by and products.is_for(x_BI, by["stored"]):
-            return products.gated(x_BI, by["stored"])
-        y_BI: mx.array = swiglu(*mx.split(self(arrays, x_BI), 2, axis=-1))
-        return y_BI
+        if "stored" in by and "bias" not in by and products.is_for(x_NI, by["stored"]):
+            return products.gated(x_NI, by["stored"])
+        y_NI: mx.array = swiglu(*mx.split(self(arrays, x_NI), 2, axis=-1))
+        return y_NI
 
     def added_and_normed(
-        self, arrays: Arrays, y_BO: mx.array, h_BO: mx.array, norm: mx.array, eps: float
+        self, arrays: Arrays, y_NO: mx.array, h_NO: mx.array, norm: mx.array, eps: float
     ) -> tuple[mx.array, mx.array]:
         """h and `partial` sums, and the norm of that: what lies between this linear and the next one."""
         is_sum = self.group is not None and "bias" not in self.names
-        if is_sum and (near := near_sums(self.group, y_BO, h_BO, norm)):
-            return near.added_and_normed(y_BO, h_BO, norm, eps)
-        h_BO = h_BO + self._summed(arrays, y_BO)
-        return h_BO, mx.fast.rms_norm(h_BO, norm, eps)
+        if is_sum and (near := near_sums(self.group, y_NO, h_NO, norm)):
+            return near.added_and_normed(y_NO, h_NO, norm, eps)
+        h_NO = h_NO + self._summed(arrays, y_NO)
+        return h_NO, mx.fast.rms_norm(h_NO, norm, eps)

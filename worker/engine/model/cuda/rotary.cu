@@ -1,13 +1,14 @@
-// A warp takes a head of a row: its norm, weighted, and its turn by the row's position, with the roundings of MLX's
-// separate operations. Heads of values are copied.
-  const int lane = threadIdx.x % 32, head = (blockIdx.x * blockDim.x + threadIdx.x) / 32, row = blockIdx.y;
+// A warp takes a head of a row's token: its norm, weighted, and its turn by the token's position, with the roundings of
+// MLX's separate operations. Heads of values are copied.
+  const int lane = threadIdx.x % 32, head = (blockIdx.x * blockDim.x + threadIdx.x) / 32, token = blockIdx.y;
   if (head >= QUERIES + 2 * KEYS) return;
-  const T* from = qkv + (static_cast<long>(row) * (QUERIES + 2 * KEYS) + head) * SIZE;
+  const int at_once = qkv_shape[0] / offset_shape[0], row = token / at_once, at_row = token % at_once;
+  const T* from = qkv + (static_cast<long>(token) * (QUERIES + 2 * KEYS) + head) * SIZE;
   constexpr int HALF = SIZE / 2, PAIRS = (HALF + 31) / 32;
   const bool is_query = head < QUERIES, is_value = head >= QUERIES + KEYS;
-  T* to = is_query ? queries + (static_cast<long>(row) * QUERIES + head) * SIZE
-      : is_value   ? values + (static_cast<long>(row) * KEYS + head - QUERIES - KEYS) * SIZE
-                   : keys + (static_cast<long>(row) * KEYS + head - QUERIES) * SIZE;
+  T* const whole = is_query ? queries : is_value ? values : keys;
+  const int heads = is_query ? QUERIES : KEYS, own = is_query ? head : is_value ? head - QUERIES - KEYS : head - QUERIES;
+  T* const to = whole + ((static_cast<long>(row) * heads + own) * at_once + at_row) * SIZE;
   T low[PAIRS], high[PAIRS];
 #pragma unroll
   for (int i = 0; i < PAIRS; i++) {
@@ -38,7 +39,7 @@
       }
     }
 #endif
-    const float position = scale[0] * static_cast<float>(offset[row]);
+    const float position = scale[0] * static_cast<float>(offset[row] + at_row);
 #pragma unroll
     for (int i = 0; i < PAIRS; i++) {
       const int at = i * 32 + lane;

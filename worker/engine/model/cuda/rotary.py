@@ -49,7 +49,7 @@ class Rotary:
         eps: float,
         offset_B: mx.array,
     ) -> tuple[mx.array, mx.array, mx.array]:
-        """q, k, v [B, heads, 1, size] of [B, all their heads * size]; `norms` of q and k [size], or none."""
+        """q, k, v [B, heads, L, size] of [B * L, all their heads * size]; `norms` of q and k [size], or none."""
         inputs = {"qkv": qkv, "offset": offset_B, "scale": number(self.scale)}
         headers: tuple[str, ...] = ()
         if self.periods is None:
@@ -61,13 +61,13 @@ class Rotary:
             inputs |= {"of_queries": norms[0], "of_keys": norms[1], "eps": number(eps)}
             headers += ("#define NORMED",)
         queries, keys, _ = heads
-        rows, across = qkv.shape[0], -(-sum(heads) * 32 // _THREADS)
+        tokens, rows, across = qkv.shape[0], offset_B.shape[0], -(-sum(heads) * 32 // _THREADS)
         q, k, v = kernel(_SOURCE, tuple(inputs), ("queries", "keys", "values"), headers)(
             inputs=list(inputs.values()),
             template=[("T", qkv.dtype), ("SIZE", self.size), ("QUERIES", queries), ("KEYS", keys)],
-            grid=(across * _THREADS, rows, 1),
+            grid=(across * _THREADS, tokens, 1),
             threadgroup=(_THREADS, 1, 1),
-            output_shapes=[(rows, count, 1, self.size) for count in heads],
+            output_shapes=[(rows, count, tokens // rows, self.size) for count in heads],
             output_dtypes=[qkv.dtype] * 3,
         )
         return q, k, v
@@ -75,4 +75,4 @@ class Rotary:
     def takes(self, qkv: mx.array, norms: Sequence[mx.array], offset_B: mx.array) -> bool:
         """Whether the kernel is made for these."""
         is_typed = qkv.dtype in _DTYPES and all(each.dtype == qkv.dtype for each in norms)
-        return is_typed and offset_B.dtype == mx.int32 and offset_B.shape == qkv.shape[:1]
+        return is_typed and offset_B.dtype == mx.int32 and offset_B.ndim == 1

@@ -21,8 +21,8 @@ from worker.engine.lora import deltas, stacks
 from worker.engine.messages import EngineConfig
 from worker.engine.model.cuda import products
 from worker.engine.model.cuda.rotary import Rotary
+from worker.engine.model.decode_step import DecodeStep, decode_step_of, join_products
 from worker.engine.model.loader import load_model
-from worker.engine.model.one_token import OneToken, join_products, one_token_of
 
 BIASES = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
 SCALED = {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}
@@ -49,6 +49,15 @@ def decoded(model: Any, step: Any, tokens: int = 4) -> list[mx.array]:
     return told
 
 
+def checked(model: Any, step: Any) -> list[mx.array]:
+    """Logits of three tokens a row, and of one behind them."""
+    caches = [BatchKVCache([0, 2, 1]) for _ in model.layers]
+    model(mx.array([[5, 6, 7], [1, 2, 9], [3, 4, 8]]), cache=caches)
+    told = [step(mx.array([[1, 2, 3], [4, 5, 6], [7, 8, 9]]), caches), step(mx.array([[4], [1], [5]]), caches)]
+    mx.eval(told)
+    return told
+
+
 def is_same(one: mx.array, other: mx.array) -> bool:
     on_cpu = mx.default_device() == mx.Device(mx.cpu)  # elsewhere products of another width add up in another order
     return bool(mx.array_equal(one, other) if on_cpu else mx.allclose(one, other, rtol=1e-2, atol=1e-2))
@@ -58,13 +67,25 @@ def is_same(one: mx.array, other: mx.array) -> bool:
 def test_logits_are_those_of_mlx_lm(name: str, tmp_path: Path) -> None:
     model = load(tmp_path, *MODELS[name])
     wanted = decoded(model, lambda tokens, caches: model(tokens, cache=caches))
-    apart = decoded(model, OneToken(model, compiles=False))
+    apart = decoded(model, DecodeStep(model, compiles=False))
     join_products(model)
-    joined = OneToken(model, compiles=True)
+    joined = DecodeStep(model, compiles=True)
     assert len(joined._layers[0].inputs) == 1, "products of the same input are one"
     for which in (apart, decoded(model, joined)):
         for one, other in zip(wanted, which, strict=True):
             assert is_same(one, other)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_drafts_are_checked_as_mlx_lm_would(name: str, tmp_path: Path) -> None:
+    model = load(tmp_path, *MODELS[name])
+    wanted = checked(model, lambda tokens, caches: model(tokens, cache=caches))
+    apart = checked(model, DecodeStep(model, compiles=False))
+    join_products(model)
+    for which in (apart, checked(model, DecodeStep(model, compiles=True))):
+        for one, other in zip(wanted, which, strict=True):
+            assert one.shape == other.shape
+            assert is_same(one, other) or mx.allclose(one, other, rtol=1e-4, atol=1e-4), "but for the last bits"
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])  # with biases and without
@@ -90,7 +111,7 @@ def test_products_by_a_kernel_are_where_products_were(
     monkeypatch.setattr(products, "product", product)
     monkeypatch.setattr(products, "gated", gated)
     monkeypatch.setattr(Rotary, "takes", lambda *_: False)
-    told = decoded(model, OneToken(model, compiles=False), tokens=1)
+    told = decoded(model, DecodeStep(model, compiles=False), tokens=1)
     a_layer = ["product"] * 4 if name == "llama" else ["product", "product", "gated", "product"]
     assert asked == [*a_layer * len(model.layers), "product"], "all of a layer's, and the head's"
     assert mx.allclose(told[0], wanted[0], rtol=1e-2, atol=5e-2), "biases round by themselves"
@@ -101,21 +122,21 @@ def test_layers_of_different_kinds_are_compiled_by_themselves(tmp_path: Path) ->
     model = load(tmp_path, QWEN3 | {"num_hidden_layers": 3})
     model.layers[1].mlp.down_proj = model.layers[1].mlp.down_proj.to_quantized(32, 8)
     wanted = decoded(model, lambda tokens, caches: model(tokens, cache=caches))
-    for one, other in zip(wanted, decoded(model, OneToken(model, compiles=True)), strict=True):
+    for one, other in zip(wanted, decoded(model, DecodeStep(model, compiles=True)), strict=True):
         assert is_same(one, other)
 
 
 def test_other_models_keep_their_forward(tmp_path: Path) -> None:
     gemma = LLAMA | CONFIGS["gemma3_text"] | {"model_type": "gemma3_text"}
-    assert one_token_of(load(tmp_path / "gemma", gemma)) is None
+    assert decode_step_of(load(tmp_path / "gemma", gemma)) is None
     windows = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8}
-    assert one_token_of(load(tmp_path / "windows", LLAMA | windows)) is None
+    assert decode_step_of(load(tmp_path / "windows", LLAMA | windows)) is None
     dynamic = {"rope_scaling": {"type": "dynamic", "factor": 2.0}}
-    assert one_token_of(load(tmp_path / "dynamic", LLAMA | dynamic)) is None
+    assert decode_step_of(load(tmp_path / "dynamic", LLAMA | dynamic)) is None
     model = load(tmp_path / "wrapped", LLAMA)
-    assert one_token_of(model) is not None
+    assert decode_step_of(model) is not None
     model.layers[1].mlp.up_proj = LoRALinear.from_base(model.layers[1].mlp.up_proj)
-    assert one_token_of(model) is None, "what it would compute is not known"
+    assert decode_step_of(model) is None, "what it would compute is not known"
 
 
 @pytest.mark.parametrize(("config", "dora"), [(QWEN3, False), (LLAMA | BIASES, True)])
@@ -126,8 +147,8 @@ def test_rows_with_adapters_and_of_the_base(
     write_model(tmp_path / "model", config)
     keys = {"few": ("self_attn.q_proj", "self_attn.v_proj"), "all": LINEARS}
     told = {}
-    for step in (lambda model: None, lambda model: OneToken(model, compiles=True)):
-        monkeypatch.setattr(row_model, "one_token_of", step)
+    for step in (lambda model: None, lambda model: DecodeStep(model, compiles=True)):
+        monkeypatch.setattr(row_model, "decode_step_of", step)
         for name in keys:
             loaded = load_model(EngineConfig(str(tmp_path / "model"), kv_limit_bytes=1 << 28))
             made = make_adapter(loaded.model, tmp_path / f"{name}{len(told)}", keys=keys[name], dora=dora)
@@ -168,8 +189,8 @@ def test_deltas_by_a_kernel_are_where_deltas_were(
     loaded = load_model(EngineConfig(str(tmp_path / "model"), kv_limit_bytes=1 << 28))
     join_products(loaded.model)
     told = []
-    for step in (lambda model: None, lambda model: OneToken(model, compiles=False)):
-        monkeypatch.setattr(row_model, "one_token_of", step)
+    for step in (lambda model: None, lambda model: DecodeStep(model, compiles=False)):
+        monkeypatch.setattr(row_model, "decode_step_of", step)
         made = {}
         for name, keys in (("a", ("self_attn.v_proj", "mlp.down_proj")), ("b", LINEARS)):
             folder = tmp_path / f"{name}{len(told)}"
