@@ -40,11 +40,13 @@ def test_products_of_few_rows(dtype: mx.Dtype) -> None:
         (9, 4096, 128),
         (17, 48, 4096),
         (32, 64, 32),
+        (75, 4096, 1024),
+        (192, 100, 64),
     ):
         x, weight = drawn(rows, inputs, dtype=dtype), drawn(outputs, inputs, dtype=dtype)
         assert products.is_for(x, weight)
         assert is_close(products.product(x, weight), x.astype(mx.float32) @ weight.astype(mx.float32).T)
-    for rows, outputs, inputs in ((2, 64, 64), (5, 8, 32), (32, 1000, 256)):
+    for rows, outputs, inputs in ((2, 64, 64), (5, 8, 32), (32, 1000, 256), (48, 1000, 256)):
         x, weight = drawn(rows, inputs, dtype=dtype), (drawn(outputs, inputs) / inputs**0.5).astype(dtype)
         wanted = swiglu(*mx.split(x.astype(mx.float32) @ weight.astype(mx.float32).T, 2, axis=-1))
         assert is_close(products.gated(x, weight), wanted, 5e-2)
@@ -52,14 +54,16 @@ def test_products_of_few_rows(dtype: mx.Dtype) -> None:
 
 @needs_cuda
 def test_a_row_has_the_same_sums_among_others() -> None:
-    x, weight = drawn(32, 4096), drawn(256, 4096)
+    x, weight = drawn(72, 4096), drawn(256, 4096)
     whole = products.product(x, weight)
-    for rows in (2, 7, 8, 12, 31):
+    for rows in (2, 7, 8, 12, 31, 48):
         assert mx.array_equal(products.product(x[:rows], weight), whole[:rows])
 
 
 def test_what_the_kernel_is_not_made_for() -> None:
-    assert not products.is_for(drawn(33, 64), drawn(64, 64)), "many rows"
+    assert not products.is_for(drawn(257, 64), drawn(64, 64)), "many rows"
+    assert not products.is_for(drawn(33, 4096), drawn(4096, 4096)), "more than a few, and weights that are not small"
+    assert products.is_for(drawn(33, 64), drawn(64, 64))
     assert not products.is_for(drawn(1, 64), drawn(64, 64)), "one"
     assert not products.is_for(drawn(2, 48), drawn(64, 48)), "no whole steps"
     assert not products.is_for(drawn(2, 64), drawn(64, 64, dtype=mx.float16)), "two types"

@@ -1,9 +1,10 @@
-// y = x W^T for few rows. A block computes 32 outputs of all rows: two tiles of 16, with GATED one of each half of the
-// weights. Its warps take turns at the inputs, some steps of 32 at a time, and their sums are added up in the end.
+// y = x W^T for few rows. A block computes 32 outputs of up to ROWS rows: two tiles of 16, with GATED one of each half of
+// the weights. Its warps take turns at the inputs, some steps of 32 at a time, and their sums are added up in the end.
 // Which input is which of a tile's 16 does not matter, if weights and x agree: so a thread reads eight in a row of both,
 // and multiplies twice.
   constexpr int PER = 8, TILES = ROWS / 8, OUTPUTS = 32, MADE = GATED ? OUTPUTS / 2 : OUTPUTS;
-  const int rows = x_shape[0], inputs = x_shape[1], outputs = weight_shape[0];
+  const int begin = blockIdx.y * ROWS, rows = min(ROWS, x_shape[0] - begin);
+  const int inputs = x_shape[1], outputs = weight_shape[0];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = lane / 4, place = lane % 4;
   const int first = blockIdx.x * MADE;
 
@@ -15,7 +16,7 @@
   }
   const T* xs[TILES];
 #pragma unroll
-  for (int i = 0; i < TILES; i++) xs[i] = x + static_cast<long>(min(i * 8 + group, rows - 1)) * inputs + place * PER;
+  for (int i = 0; i < TILES; i++) xs[i] = x + static_cast<long>(begin + min(i * 8 + group, rows - 1)) * inputs + place * PER;
 
   float sums[2][TILES][4] = {};
   // `at_once` steps: all that they read is asked for before it is multiplied.
@@ -73,5 +74,5 @@
       const T half = static_cast<T>(gate * static_cast<float>(open));
       made = static_cast<T>(static_cast<float>(half) * static_cast<float>(static_cast<T>(up)));
     }
-    if (first + output < width) y[static_cast<long>(row) * width + first + output] = made;
+    if (first + output < width) y[static_cast<long>(begin + row) * width + first + output] = made;
   }

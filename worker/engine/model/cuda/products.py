@@ -1,9 +1,10 @@
-"""Products of a decode step with few rows on CUDA, one kernel each (`product.cu`).
+"""Products of a decode step on CUDA, of few rows, one kernel each (`product.cu`).
 
 MLX asks cuBLAS for these and captures what it does as a graph of its own, which costs the host 14 to 24 us each; one
 kernel costs it 7 to 10. It takes the GPU as long as cuBLAS's, and a decode step takes its host's time wherever that is
-longer. With one row MLX has a kernel of its own, which is quicker. What a row's sums are does not depend on how many
-other rows there are, of 2 to 32.
+longer. With one row MLX has a kernel of its own, which is quicker. Of more than 32 rows, as where drafts are checked, it
+reads weights several times over, which small ones stand. What a row's sums are does not depend on how many other rows
+there are.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from worker.engine.cuda import kernel
 log = logging.getLogger(__name__)
 
 SWITCH = "PARALLM_CUDA_PRODUCTS"  # 0: MLX's own
-MOST_ROWS = 32
+AT_ONCE = 32  # rows
+MOST_ROWS = 256  # if weights are ...
+SMALL = 16 << 20  # bytes: they stay in an H100's cache of 50 MB
 _DTYPES = (mx.bfloat16, mx.float16)
 _STEP = 32  # inputs that a warp multiplies at once
 _OUTPUTS = 32  # of a block
@@ -48,7 +51,8 @@ def _runs() -> bool:
 def is_for(x: mx.array, weight: mx.array) -> bool:
     """Whether the kernel is made for x [rows, in] and weights [out, in]."""
     rows, inputs = x.shape
-    return 1 < rows <= MOST_ROWS and inputs % _STEP == 0 and x.dtype in _DTYPES and weight.dtype == x.dtype
+    are_few = 1 < rows <= (MOST_ROWS if weight.nbytes <= SMALL else AT_ONCE)
+    return are_few and inputs % _STEP == 0 and x.dtype in _DTYPES and weight.dtype == x.dtype
 
 
 def product(x: mx.array, weight: mx.array) -> mx.array:
@@ -66,7 +70,7 @@ def _made(x: mx.array, weight: mx.array, width: int, *, is_gated: bool) -> mx.ar
     threads, outputs = 32 * _WARPS, _OUTPUTS // 2 if is_gated else _OUTPUTS
     settings: dict[str, Any] = {
         "T": x.dtype,
-        "ROWS": 8 if rows <= 8 else 16 if rows <= 16 else MOST_ROWS,
+        "ROWS": (at_once := 8 if rows <= 8 else 16 if rows <= 16 else AT_ONCE),
         "WARPS": _WARPS,
         "AHEAD": _AHEAD,
         "GATED": is_gated,
@@ -74,7 +78,7 @@ def _made(x: mx.array, weight: mx.array, width: int, *, is_gated: bool) -> mx.ar
     (y,) = kernel(_SOURCE, ("x", "weight"), ("y",), ("tensor_cores.cuh",))(
         inputs=[x, weight],
         template=list(settings.items()),
-        grid=(-(-width // outputs) * threads, 1, 1),
+        grid=(-(-width // outputs) * threads, -(-rows // at_once), 1),
         threadgroup=(threads, 1, 1),
         output_shapes=[(rows, width)],
         output_dtypes=[x.dtype],
