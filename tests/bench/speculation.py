@@ -18,6 +18,9 @@ rows share a step, and with drafts rows end apart.
 drafts while as many rows copy, p99 with drafts over without. `--clock cpu` counts the process's CPU time in place of
 the wall's, which says more on a CPU that others use, too; what drafts learn of step times is counted so, too.
 
+Rows of a job (`--batch`, as rollouts are) may wait for one another's drafts, where others may not: of these only the sum
+counts.
+
 `--parts`: where a step's time goes, with drafts and without. With `--clock thread` and `--shape host` it is what the
 engine's thread does itself, since MLX computes in another one on a CPU: as many operations as a model of 28 layers has
 and next to no arithmetic.
@@ -40,7 +43,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from shared.sequences import SamplingParams, SequenceSpec
+from shared.sequences import SamplingParams, SequenceClass, SequenceSpec
 from tests.bench.adapters import SHAPES, random_model
 from worker.engine import engine
 from worker.engine.batch.row_model import RowModel
@@ -183,7 +186,15 @@ class Runs:
     """One engine with drafts and one without, over the same prompts."""
 
     def __init__(
-        self, loaded: LoadedModel, rows: int, tokens: int, context: int, drafts: SpeculationConfig, *, mixed: bool
+        self,
+        loaded: LoadedModel,
+        rows: int,
+        tokens: int,
+        context: int,
+        drafts: SpeculationConfig,
+        *,
+        mixed: bool,
+        batch: bool,
     ) -> None:
         # Prompts are read at once: rows that decode beside others' prompts would be at their ends before all decode.
         config = EngineConfig(
@@ -195,6 +206,7 @@ class Runs:
         self._elsewhere = 0.0
         self._rows, self._tokens, self._context, self._vocab = rows, tokens, context, loaded.card.vocab_size
         self._least = context // 4 if mixed else context
+        self._class: SequenceClass = "batch" if batch else "interactive"
         self._forget()
 
     def _own_clock(self) -> float:
@@ -313,6 +325,7 @@ class Runs:
                     prompt,
                     SamplingParams(self._tokens, seed + at, temperature=1.0, ignore_eos=True),
                     prediction_ids=guess,
+                    sequence_class=self._class,
                 )
             )
             for at, (prompt, guess) in enumerate(zip(prompts, guesses, strict=True))
@@ -346,6 +359,7 @@ def main() -> None:
     parser.add_argument("--mixed", action="store_true")
     parser.add_argument("--beside", action="store_true")
     parser.add_argument("--always", action="store_true", help="draft whatever it takes (--no-adaptive-k)")
+    parser.add_argument("--batch", action="store_true", help="rows of a job, such as rollouts")
     parser.add_argument("--parts", action="store_true")
     parser.add_argument("--clock", choices=list(CLOCKS), default="wall")
     args = parser.parse_args()
@@ -356,10 +370,10 @@ def main() -> None:
     for rows in args.rows:
         sizes = loaded, rows, args.tokens, args.context, SpeculationConfig(args.draft, adapts_to_time=not args.always)
         if args.beside:
-            _show_waits(rows, Runs(*sizes, mixed=args.mixed), args.rounds)
+            _show_waits(rows, Runs(*sizes, mixed=args.mixed, batch=args.batch), args.rounds)
             continue
         for chance in args.chances:
-            runs = Runs(*sizes, mixed=args.mixed)
+            runs = Runs(*sizes, mixed=args.mixed, batch=args.batch)
             runs.warm_up()
             if parts is not None:
                 runs.parts(parts, chance, 99)

@@ -2,9 +2,9 @@
 
 MLX asks cuBLAS for these and captures what it does as a graph of its own, which costs the host 14 to 24 us each; one
 kernel costs it 7 to 10. It takes the GPU as long as cuBLAS's, and a decode step takes its host's time wherever that is
-longer. With one row MLX has a kernel of its own, which is quicker. Of more than 32 rows, as where drafts are checked, it
-reads weights several times over, which small ones stand. What a row's sums are does not depend on how many other rows
-there are.
+longer. With one row MLX has a kernel of its own, which is quicker. For more than 32 rows, as where drafts are checked,
+it reads weights several times over, which small ones stand. What a row's sums are does not depend on how many other
+rows there are.
 """
 
 from __future__ import annotations
