@@ -18,8 +18,8 @@ rows share a step, and with drafts rows end apart.
 drafts while as many rows copy, p99 with drafts over without. `--clock cpu` counts the process's CPU time in place of
 the wall's, which says more on a CPU that others use, too; what drafts learn of step times is counted so, too.
 
-Rows of a job (`--batch`, as rollouts are) may wait for one another's drafts, where others may not: of these only the sum
-counts.
+Rows of a job (`--batch`, as rollouts are) may wait for one another's drafts, where others may not: of these only the
+sum counts.
 
 `--parts`: where a step's time goes, with drafts and without. With `--clock thread` and `--shape host` it is what the
 engine's thread does itself, since MLX computes in another one on a CPU: as many operations as a model of 28 layers has

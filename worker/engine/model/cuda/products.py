@@ -27,8 +27,9 @@ MOST_ROWS = 256  # if weights are ...
 SMALL = 16 << 20  # bytes: they stay in an H100's cache of 50 MB
 _DTYPES = (mx.bfloat16, mx.float16)
 _STEP = 32  # inputs that a warp multiplies at once
-_OUTPUTS = 32  # of a block
-_WARPS, _AHEAD = 8, 2  # with 4 and 4 a step of an 8B with 32 rows takes a fifth longer
+_WARPS = 8
+_FEW = (32, 2)  # outputs of a block, and steps that a warp reads ahead; with 4 warps and 4 an 8B is a fifth slower
+_MANY = (64, 1)  # of 64 rows: what both read anew for one another is half as much
 _SOURCE = Path(__file__).with_name("product.cu")
 
 
@@ -67,18 +68,21 @@ def gated(x: mx.array, weight: mx.array) -> mx.array:
 
 def _made(x: mx.array, weight: mx.array, width: int, *, is_gated: bool) -> mx.array:
     rows = x.shape[0]
-    threads, outputs = 32 * _WARPS, _OUTPUTS // 2 if is_gated else _OUTPUTS
+    threads, (outputs, ahead) = 32 * _WARPS, _FEW if rows <= AT_ONCE else _MANY
+    at_once = 8 if rows <= 8 else 16 if rows <= 16 else AT_ONCE if rows <= AT_ONCE else 2 * AT_ONCE
     settings: dict[str, Any] = {
         "T": x.dtype,
-        "ROWS": (at_once := 8 if rows <= 8 else 16 if rows <= 16 else AT_ONCE),
+        "ROWS": at_once,
+        "OUTPUTS": outputs,
         "WARPS": _WARPS,
-        "AHEAD": _AHEAD,
+        "AHEAD": ahead,
         "GATED": is_gated,
     }
+    made = outputs // 2 if is_gated else outputs
     (y,) = kernel(_SOURCE, ("x", "weight"), ("y",), ("tensor_cores.cuh",))(
         inputs=[x, weight],
         template=list(settings.items()),
-        grid=(-(-width // outputs) * threads, -(-rows // at_once), 1),
+        grid=(-(-width // made) * threads, -(-rows // at_once), 1),
         threadgroup=(threads, 1, 1),
         output_shapes=[(rows, width)],
         output_dtypes=[x.dtype],
