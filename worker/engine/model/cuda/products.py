@@ -27,9 +27,12 @@ MOST_ROWS = 256  # if weights are ...
 SMALL = 16 << 20  # bytes: they stay in an H100's cache of 50 MB
 _DTYPES = (mx.bfloat16, mx.float16)
 _STEP = 32  # inputs that a warp multiplies at once
-_WARPS = 8
-_FEW = (32, 2)  # outputs of a block, and steps that a warp reads ahead; with 4 warps and 4 an 8B is a fifth slower
-_MANY = (64, 1)  # of 64 rows: what both read anew for one another is half as much
+_FEW = (
+    32,
+    8,
+    2,
+)  # outputs and warps of a block, and steps that a warp reads ahead; with 4 and 4 an 8B is a fifth slower
+_MANY = (64, 4, 1)  # of 64 rows: what both read anew for one another is half as much
 _SOURCE = Path(__file__).with_name("product.cu")
 
 
@@ -68,17 +71,17 @@ def gated(x: mx.array, weight: mx.array) -> mx.array:
 
 def _made(x: mx.array, weight: mx.array, width: int, *, is_gated: bool) -> mx.array:
     rows = x.shape[0]
-    threads, (outputs, ahead) = 32 * _WARPS, _FEW if rows <= AT_ONCE else _MANY
+    outputs, warps, ahead = _FEW if rows <= AT_ONCE else _MANY
     at_once = 8 if rows <= 8 else 16 if rows <= 16 else AT_ONCE if rows <= AT_ONCE else 2 * AT_ONCE
     settings: dict[str, Any] = {
         "T": x.dtype,
         "ROWS": at_once,
         "OUTPUTS": outputs,
-        "WARPS": _WARPS,
+        "WARPS": warps,
         "AHEAD": ahead,
         "GATED": is_gated,
     }
-    made = outputs // 2 if is_gated else outputs
+    made, threads = outputs // 2 if is_gated else outputs, 32 * warps
     (y,) = kernel(_SOURCE, ("x", "weight"), ("y",), ("tensor_cores.cuh",))(
         inputs=[x, weight],
         template=list(settings.items()),
