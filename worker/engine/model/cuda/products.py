@@ -45,8 +45,9 @@ def are_there() -> bool:
 @cache
 def _runs() -> bool:
     """Whether it compiles here and is right: it needs tensor cores that know bfloat16 (compute capability 8.0)."""
+    ones = [mx.ones((rows, 64), mx.bfloat16) for rows in (2, AT_ONCE + 1)]
     try:
-        return bool(mx.all(product(mx.ones((2, 64), mx.bfloat16), mx.ones((32, 64), mx.bfloat16)) == 64).item())
+        return all(bool(mx.all(product(each, ones[1]) == 64).item()) for each in ones)
     except RuntimeError as error:
         log.warning("model.products_fail error=%s: MLX computes them (%s=0 says so at once)", error, SWITCH)
         return False
