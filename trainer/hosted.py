@@ -201,11 +201,8 @@ def hosted_settings(worker: WorkerSettings) -> TrainSettings:
         _refuse_another_place(worker, worker.train_config)
     if settings.mode != "rl":
         raise SetupError(f"--mode {settings.mode} runs in a process of its own: mlx_parallm_train")
-    if settings.learner != "own" or settings.agents is not None or settings.join_run or settings.federation:
-        raise SetupError(
-            "--learner service or shared, --join-run, --federation and --agents are for a process of its own: "
-            "mlx_parallm_train"
-        )
+    if settings.learner == "service" or settings.agents is not None or settings.join_run:
+        raise SetupError("--learner service, --join-run and --agents are for a process of its own: mlx_parallm_train")
     bound_s = settings.microbatch_s or worker.training_pause_ms / 1000
     ring = {"redis": worker.redis, "connect_to": "", "over_http": False}
     ring["distributed_sharding"] = worker.distributed_sharding

@@ -79,10 +79,10 @@ class LearnerSettings(BaseModel):
         _check_name("--federation", self.federation)
         if not self.sync_every:
             raise SetupError("--federation needs --sync-every: how many train steps are between two rounds")
-        if self.learner != "own" or self.join_run or self.agents is not None or over_http:
-            raise SetupError(
-                "--federation goes with a learner of one's own: leave out --learner, --join-run, --agents, --over-http"
-            )
+        if self.learner != "own" or self.join_run or self.agents is not None:
+            raise SetupError("--federation goes with a learner of one's own: leave out --learner, --join-run, --agents")
+        if over_http and not self.sync_redis:
+            raise SetupError("--federation with --over-http needs --sync-redis: the ring's own Redis is out of sight")
 
 
 def _check_name(flag: str, name: str) -> None:

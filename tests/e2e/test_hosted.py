@@ -18,7 +18,7 @@ import yaml
 from shared.redis.connection.client import connect
 from shared.redis.training.board import TrainingBoard
 from shared.training import TrainerStatus
-from tests.e2e.rings import MODEL, ROOT, Ring, ring
+from tests.e2e.rings import MODEL, ROOT, Process, Ring, ring
 from tests.waiting import wait_until
 from trainer.metrics import StepMetrics, read
 
@@ -157,3 +157,44 @@ def test_training_only_ends_with_the_training(tmp_path: Path, ranks: int) -> Non
     assert len(metrics(tmp_path)) == 2
     adapter = json.loads((tmp_path / "run/policy/checkpoints/step-000002/adapter_config.json").read_text())
     assert adapter["lora_parameters"]["rank"] == 4, "the flag goes before the file"
+
+
+async def test_a_member_computes_for_a_worker_that_learns(tmp_path: Path) -> None:
+    """`learner: shared`: the worker leads, and its streams go on."""
+    file = config(tmp_path, steps=4, prompts_per_step=4, evaluate_every=0, max_lag=0, learner="shared", trainers=2)
+    with ring(tmp_path / "ring", *HOSTED, "--train-config", str(file)) as served:
+        member = Process.start(
+            "trainer", "--redis", served.redis_url, "--model", f"models/{MODEL}", "--join-run", "policy",
+            "--log-json", "true",
+        )  # fmt: skip
+        try:
+            streams = Streams(served.url)
+            async with streams.going():
+                await wait_until(lambda: bool(served.server.printed("train.ended")), timeout_s=90)
+            assert await asyncio.to_thread(member.wait, 30) == 0, member.output
+            assert member.printed('"member.ready"')
+        finally:
+            member.stop(signal.SIGKILL)
+        shared = [json.loads(line) for line in served.server.printed('"shared.step"')]
+    assert [each["trainers"] for each in shared] == [2] * 4 and not any(each["lost"] for each in shared)
+    assert [line.train_step for line in metrics(tmp_path)] == list(range(4))
+    assert min(streams.answers.values()) > 0 and len(streams.texts) == 1
+
+
+def test_a_worker_that_learns_and_a_run_over_http_average_their_weights(tmp_path: Path) -> None:
+    """The run that comes later counts from its first round on."""
+    rounds = {"federation": "both", "sync_every": 2, "sync_wait_s": 60, "prompts_per_step": 4}
+    file = config(tmp_path, evaluate_every=0, parity_every=0, steps=1000, **rounds)
+    with ring(tmp_path / "ring", *HOSTED, "--train-config", str(file)) as served:
+        other = Process.start(
+            "trainer", "--connect-to", served.url, "--over-http", "--sync-redis", served.redis_url,
+            "--model", f"models/{MODEL}", "--config", str(file), "--adapter", "other", "--steps", "6",
+            "--log-json", "true",
+        )  # fmt: skip
+        try:
+            assert other.wait(120) == 0, other.output
+        finally:
+            other.stop(signal.SIGKILL)
+        for process in (other, served.server):
+            rounds_over = [json.loads(line) for line in process.printed('"round.over"')]
+            assert sum((each["runs"], each["counted"]) == (2, True) for each in rounds_over) >= 2

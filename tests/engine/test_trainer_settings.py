@@ -174,6 +174,7 @@ def test_rollouts_that_are_tempered_or_filtered_come_with_the_samplers_own_logpr
         (["--federation", "a"], "--federation needs --sync-every"),
         (["--federation", "a b", "--sync-every", "5"], "--federation: 'a b'"),
         (["--federation", "a", "--sync-every", "5", "--learner", "service"], "leave out --learner"),
+        (["--federation", "a", "--sync-every", "5", "--over-http", "--connect-to", "h:1"], "needs --sync-redis"),
         (["--mode", "dpo", "--dataset", "x", "--temperature", "0.5"], "--temperature has no use with --mode dpo"),
     ],
 )

@@ -94,10 +94,7 @@ async def _over_redis(url: str, settings: TrainSettings, mine: LoadedModel | Non
                 card.base_sha256, codec, source, sink, board, mailbox, live, id, learners, others, model=card.name
             )
             try:
-                if settings.federation:
-                    async with federation(settings, url, card.base_sha256, id) as place:
-                        yield replace(ring, federation=place)
-                else:
+                async with _in_federation(ring, settings, url) as ring:
                     yield ring
             finally:
                 if learners is not None:
@@ -121,4 +118,16 @@ async def _over_http(api: HttpApi, settings: TrainSettings, mine: LoadedModel | 
             source = HttpSource(api, held.model, settings.run_name, settings.group_deadline_s)
             sink = HttpSink(api, settings.adapter, held.model)
             codec = TextCodec(mine.tokenizer)
-            yield Ring(mine.card.base_sha256, codec, source, sink, board, mailbox, id=held.ring)
+            ring = Ring(mine.card.base_sha256, codec, source, sink, board, mailbox, id=held.ring)
+            async with _in_federation(ring, settings, settings.sync_redis) as ring:
+                yield ring
+
+
+@asynccontextmanager
+async def _in_federation(ring: Ring, settings: TrainSettings, url: str) -> AsyncIterator[Ring]:
+    """The ring, with the run's place in its federation if it has one; `url`: of the Redis that the ring is in."""
+    if not settings.federation:
+        yield ring
+        return
+    async with federation(settings, url, ring.base_sha256, ring.id) as place:
+        yield replace(ring, federation=place)
