@@ -166,7 +166,7 @@ def dies(member: Member, ring: Trainers) -> None:
     async def silent(*_: object) -> None: ...
 
     async def dying(*_: object) -> None:
-        member._run.beat = silent  # type: ignore[method-assign]
+        member._run.members.beat = silent  # type: ignore[method-assign]
         await member._run.members.gone(member.name)
         await asyncio.get_running_loop().create_future()
 
@@ -177,11 +177,12 @@ def answers_late(member: Member, ring: Trainers) -> None:
     """Frozen in the midst of its part until the others have made a step: its answer comes, and is nobody's."""
 
     async def late(body: bytes) -> None:
-        beat, member._run.beat = member._run.beat, silent  # type: ignore[method-assign]
-        await ring.run_of(member).members.gone(member.name)
+        members = member._run.members
+        beat, members.beat = members.beat, silent  # type: ignore[method-assign]
+        await members.gone(member.name)
         while not any(word for word in await ring.run_of(member).words(member._after, 0.05)):
             pass
-        member._run.beat = beat  # type: ignore[method-assign]
+        members.beat = beat  # type: ignore[method-assign]
         await original(body)
 
     async def silent(*_: object) -> None: ...
