@@ -8,10 +8,13 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx.nn.layers.distributed import shard_linear
+from mlx_lm.models.cache import BatchKVCache
 
 from tests.engine import cuda_sums
-from tests.engine.small_models import QWEN3, write_model
-from tests.engine.test_decode_step import decoded
+from tests.engine.adapter_models import make_adapter, twin
+from tests.engine.small_models import LLAMA, QWEN3, write_model
+from tests.engine.test_decode_step import BIASES, decoded
+from tests.engine.test_multi_lora import adapted_with
 from worker.engine.messages import EngineConfig
 from worker.engine.model.decode_step import DecodeStep
 from worker.engine.model.loader import load_model
@@ -75,3 +78,25 @@ def test_a_decode_step_asks_for_sums_of_one_type_alone(
         assert mx.array_equal(one, other)
     steps, layers = len(wanted), len(model.layers)
     assert near.asked == 2 * steps * layers if norms == mx.bfloat16 else near.asked < 2 * steps * layers
+
+
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("config", [QWEN3, LLAMA | BIASES])
+def test_sums_behind_adapted_linears_take_the_addition_and_the_norm_along(
+    config: dict[str, Any], dora: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nothing but the sum follows; with biases and gains the numbers are right, too."""
+    model = load_model(EngineConfig(str(write_model(tmp_path / "model", config)))).model
+    base = twin(model)
+    made, near = make_adapter(base, tmp_path / "a", dora=dora), OfOne(mx.distributed.init(backend="ring"))
+    for layer in model.layers:
+        layer.self_attn.o_proj = shard_linear(layer.self_attn.o_proj, "sharded-to-all", group=near.group)
+        layer.mlp.down_proj = shard_linear(layer.mlp.down_proj, "sharded-to-all", group=near.group)
+    adapted = adapted_with(model, [made])
+    monkeypatch.setattr(sums, "_near", near)
+    adapted.select([1, 0], dora)
+    tokens = mx.array([[7], [9]])
+    told = DecodeStep(model, compiles=False).adapted(tokens, [BatchKVCache([0, 0]) for _ in model.layers])
+    for at, reference in enumerate((made.reference, base)):
+        assert mx.allclose(told[at], reference(tokens[at : at + 1])[0], rtol=1e-3, atol=1e-3)
+    assert near.asked == (0 if dora or config is not QWEN3 else 2 * len(model.layers))

@@ -18,7 +18,7 @@ from tests.engine.kv_models import CONFIGS
 from tests.engine.small_models import LLAMA, QWEN3, write_model
 from worker.engine.batch import row_model
 from worker.engine.lora import deltas, stacks
-from worker.engine.messages import EngineConfig
+from worker.engine.messages import EngineConfig, SpeculationConfig
 from worker.engine.model.cuda import products
 from worker.engine.model.cuda.rotary import Rotary
 from worker.engine.model.decode_step import DecodeStep, decode_step_of, join_products
@@ -166,16 +166,27 @@ def test_rows_with_adapters_and_of_the_base(
     assert few["s0"][0] == few["s0+"][0], "the base says the same beside adapters"
 
 
+def one_pass(x: mx.array, a: mx.array, bs: Any, ys: Any, slots: mx.array) -> list[mx.array]:
+    """By MLX's operations."""
+    added = deltas.deltas_of(x.reshape(slots.size, 1, -1), a, bs, slots, "gather")
+    return [y + each.reshape(y.shape) for y, each in zip(ys, added, strict=True)]
+
+
+def test_all_tokens_of_a_row_have_its_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deltas, "one_pass", one_pass)
+    a, b, x, y = (mx.random.normal(shape) for shape in ((3, 16, 8), (3, 8, 24), (2, 3, 16), (2, 3, 24)))
+    fused = deltas.Deltas("fused", mx.float32, True, (None,), (False,), (False,))
+    slots = mx.array([2, 1], mx.uint32)
+    (made,) = fused.parts((a, (b,), (), ()), slots, x, [y])
+    assert mx.allclose(made, y + deltas.deltas_of(x, a, [b], slots, "gather")[0], atol=1e-5)
+
+
 @pytest.mark.parametrize("config", [QWEN3, LLAMA | BIASES])
 def test_deltas_by_a_kernel_are_where_deltas_were(
     config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a kernel adds on CUDA is added here by MLX's operations: to which columns, with which weights."""
     asked: list[tuple[int, ...]] = []
-
-    def one_pass(x: mx.array, a: mx.array, bs: Any, ys: Any, slots: mx.array) -> list[mx.array]:
-        added = deltas.deltas_of(x.reshape(slots.size, 1, -1), a, bs, slots, "gather")
-        return [y + each.reshape(y.shape) for y, each in zip(ys, added, strict=True)]
 
     def joined(x: mx.array, a: mx.array, bs: Any, y: mx.array, slots: mx.array, widths: Any, places: Any) -> mx.array:
         asked.append(places)
@@ -199,7 +210,7 @@ def test_deltas_by_a_kernel_are_where_deltas_were(
             for name in made:
                 bench.publish(name)
                 bench.submit(
-                    row(f"on {name}", prompt_of(9, 1), name, max_tokens=8), row(f"beside {name}", prompt_of(9, 0))
+                    row(f"on {name}", prompt_of(6, 1), name, max_tokens=8), row(f"beside {name}", prompt_of(6, 0))
                 )
                 bench.run()
             told.append({seq: (bench.tokens(seq), bench.logprobs(seq)) for seq in bench.events})
@@ -209,3 +220,34 @@ def test_deltas_by_a_kernel_are_where_deltas_were(
             monkeypatch.setattr(module, "one_pass_joined", joined)
     assert told[0] == told[1]
     assert {(2,), (0, 1, 2), (0, 1)} == set(asked), "of v, of all of attention's inputs, of gate and up"
+
+
+def test_a_step_that_checks_drafts_is_of_few_operations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fed: list[tuple[str, int]] = []
+
+    class Noting(DecodeStep):
+        def __call__(self, tokens_BL: mx.array, caches: Any) -> mx.array:
+            fed.append(("base", tokens_BL.shape[1]))
+            return super().__call__(tokens_BL, caches)
+
+        def adapted(self, tokens_BL: mx.array, caches: Any) -> mx.array:
+            fed.append(("adapted", tokens_BL.shape[1]))
+            return super().adapted(tokens_BL, caches)
+
+    monkeypatch.setattr(row_model, "decode_step_of", lambda model: Noting(model, compiles=False))
+    write_model(tmp_path / "model", QWEN3)
+    loaded = load_model(EngineConfig(str(tmp_path / "model"), kv_limit_bytes=1 << 28))
+    made = make_adapter(loaded.model, tmp_path / "a")
+    drafts = SpeculationConfig(3, adapts_to_rows=False, adapts_to_time=False, own_text=False)
+    with AdapterBench(loaded, {"a@1": made}, speculation=drafts) as bench:
+        bench.publish("a@1")
+        for of, adapter in (("base", ""), ("adapted", "a@1")):
+            bench.submit(row(f"{of} alone", prompt_of(9, 1), adapter))
+            bench.run()
+            said = bench.tokens(f"{of} alone")
+            assert {(of, 1)} == set(fed)
+            fed.clear()
+            bench.submit(row(f"{of} again", prompt_of(9, 1), adapter, prediction_ids=tuple(said)))
+            bench.run()
+            assert (of, 4) in fed and bench.tokens(f"{of} again") == said
+            fed.clear()

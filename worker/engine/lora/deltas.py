@@ -19,7 +19,9 @@ Held = tuple[mx.array, tuple[mx.array, ...], tuple[mx.array, ...], tuple[mx.arra
 """A [S, in, J*R] and each B [S, R, out]; gains [S, out] and biases [out] of the members that have them."""
 
 
-_FEW = 8  # tokens of a row: the kernel reads A anew for each, and a decode step has no time for more operations
+_FEW = (
+    2048  # inner products, of rows with several tokens: the kernel reads A anew for each token, plain operations do not
+)
 
 
 @dataclass(frozen=True)
@@ -37,9 +39,8 @@ class Deltas:
 
     @property
     def ends_with_sum(self) -> bool:
-        """Whether members' outputs are `parts`, summed over ranks."""
-        has_more = (group is not None and biased for group, biased in zip(self.groups, self.biased, strict=True))
-        return not any(self.gained) and not any(has_more)
+        """Whether members' outputs are `parts`, summed over ranks, with the bias behind that."""
+        return not any(self.gained)
 
     def added(self, held: Held, slots_B: mx.array, x: mx.array, ys: list[mx.array]) -> list[mx.array]:
         """All members' outputs, of what each makes of x [B, L, in], [B*L, in] or [B, in] by itself (`partial_sums`)."""
@@ -64,7 +65,7 @@ class Deltas:
         return [y + delta.astype(y.dtype).reshape(y.shape) for y, delta in zip(ys, deltas, strict=True)]
 
     def joined(self, held: Held, slots_B: mx.array, x: mx.array, y: mx.array) -> mx.array | None:
-        """All outputs of the joined linears, of theirs [B, width]; None: the kernel is not made for these."""
+        """All outputs of the joined linears, of theirs [N, width]; None: the kernel is not made for these."""
         a_SIJ, bs, _, _ = held
         is_whole = bool(self.widths) and self.ends_with_sum and not any(self.groups)
         if not is_whole or any(width % 8 for width in self.widths) or not self._fuses(a_SIJ, slots_B, x, y):
@@ -72,7 +73,8 @@ class Deltas:
         return one_pass_joined(x, a_SIJ, bs, y, _of_each(slots_B, x, a_SIJ), self.widths, self.places)
 
     def _fuses(self, a_SIJ: mx.array, slots_B: mx.array, x: mx.array, y: mx.array) -> bool:
-        are_few = x.size <= _FEW * slots_B.size * a_SIJ.shape[1]
+        count = x.size // a_SIJ.shape[1]
+        are_few = count == slots_B.size or count * a_SIJ.shape[2] <= _FEW
         return self.kernel == "fused" and are_few and self.fits_fused and x.dtype == self.dtype == y.dtype
 
 

@@ -32,7 +32,7 @@ from worker.engine.lora.layers import (
     follow_routing,
     padded_rank,
 )
-from worker.engine.model.joined import joined_of
+from worker.engine.model.joined import JoinedWith, joined_of
 from worker.engine.model.sites import Site, Whole, find_sites, mixtures, replace_modules, shared_inputs
 
 log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class AdaptedModel:
         self._groups = [*shared_inputs(model, self.sites), *others]
         self._stacks: dict[str, Stack] = {}  # by the group's first path
         self._routings = mixtures(model)
-        self._prepared: set[tuple[int, ...]] = set()
+        self._prepared: set[tuple[tuple[int, ...], JoinedWith]] = set()
 
     def select(self, slots: list[int], dora: bool) -> None:
         """The slots of the next forward's rows."""
@@ -97,12 +97,13 @@ class AdaptedModel:
 
     def _compile(self, sites: list[Site], rank: int) -> None:
         shape = (rank, sites[0].held_inputs, *(site.held_outputs for site in sites))
-        if shape in self._prepared or any(width % 8 for width in shape):
+        widths, places = joined = joined_of([site.module for site in sites])
+        if (shape, joined) in self._prepared or any(width % 8 for width in shape):
             return
-        self._prepared.add(shape)
+        self._prepared.add((shape, joined))
         a, bs, x = _zeros(sites, rank, self.dtype, rows=1)
         ys = [mx.zeros((1, 1, site.held_outputs), self.dtype) for site in sites]
-        slots, (widths, places) = mx.array([1], mx.uint32), joined_of([site.module for site in sites])
+        slots = mx.array([1], mx.uint32)
         try:
             mx.eval(one_pass(x, a, bs, ys, slots))
             if widths and not any(width % 8 for width in widths):

@@ -59,7 +59,7 @@ class Adapting:
         return y
 
     def ends_with_sum(self, which: str) -> bool:
-        """Whether an output is that of `part`, summed over ranks."""
+        """Whether an output is that of `part`, summed over ranks, with the bias behind that."""
         ends: bool = self._parts[which][1].ends_with_sum
         return ends
 

@@ -62,8 +62,12 @@ def join(parts: Sequence[Any]) -> None:
         Joined(parts)
 
 
-def joined_of(parts: Sequence[Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Widths of all that these linears are joined with, and their places among them; nothing where they are not."""
+JoinedWith = tuple[tuple[int, ...], tuple[int, ...]]
+"""Widths of all that some linears are joined with, and their places among them; nothing where they are not."""
+
+
+def joined_of(parts: Sequence[Any]) -> JoinedWith:
+    """Of these linears."""
     joined: Joined | None = getattr(parts[0], "joined", None)
     return ((), ()) if joined is None else (joined.widths, tuple(part.place for part in parts))
 

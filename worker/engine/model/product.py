@@ -42,7 +42,7 @@ class Product:
         return how, tuple(arrays.values())
 
     def __call__(self, arrays: Arrays, x_NI: mx.array) -> mx.array:
-        """[B, out]."""
+        """[N, out]."""
         return self._summed(arrays, self.partial(arrays, x_NI))
 
     def _summed(self, arrays: Arrays, y_NO: mx.array) -> mx.array:
@@ -65,7 +65,7 @@ class Product:
         return y_NO + by["bias"] if "bias" in by and self.group is None else y_NO
 
     def gated(self, arrays: Arrays, x_NI: mx.array) -> mx.array:
-        """SwiGLU of the halves of what this makes of x, [B, out / 2]."""
+        """SwiGLU of the halves of what this makes of x, [N, out / 2]."""
         by = dict(zip(self.names, arrays, strict=True))
         if "stored" in by and "bias" not in by and products.is_for(x_NI, by["stored"]):
             return products.gated(x_NI, by["stored"])

@@ -4,7 +4,7 @@ MLX asks cuBLAS for these and captures what it does as a graph of its own, which
 kernel costs it 7 to 10. It takes the GPU as long as cuBLAS's, and a decode step takes its host's time wherever that is
 longer. With one row MLX has a kernel of its own, which is quicker. For more than 32 rows, as where drafts are checked,
 it reads weights several times over, which small ones stand. What a row's sums are does not depend on how many other
-rows there are.
+rows there are, of 2 to 32, and of more.
 """
 
 from __future__ import annotations
@@ -22,17 +22,14 @@ from worker.engine.cuda import kernel
 log = logging.getLogger(__name__)
 
 SWITCH = "PARALLM_CUDA_PRODUCTS"  # 0: MLX's own
-AT_ONCE = 32  # rows
-MOST_ROWS = 256  # if weights are ...
-SMALL = 16 << 20  # bytes: they stay in an H100's cache of 50 MB
+AT_ONCE = 32  # rows of a block, of few
+MOST_ROWS = 256  # by weights of `SMALL` bytes at most
+SMALL = 16 << 20  # they stay in an H100's cache of 50 MB
 _DTYPES = (mx.bfloat16, mx.float16)
 _STEP = 32  # inputs that a warp multiplies at once
-_FEW = (
-    32,
-    8,
-    2,
-)  # outputs and warps of a block, and steps that a warp reads ahead; with 4 and 4 an 8B is a fifth slower
-_MANY = (64, 4, 1)  # of 64 rows: what both read anew for one another is half as much
+# Outputs and warps of a block, and steps that a warp reads ahead. With 4 warps and 4 steps an 8B is a fifth slower at
+# 32 rows; what blocks of 64 rows and 64 outputs read anew for one another is half as much.
+_OF_FEW, _OF_MANY = (32, 8, 2), (64, 4, 1)
 _SOURCE = Path(__file__).with_name("product.cu")
 
 
@@ -45,9 +42,15 @@ def are_there() -> bool:
 @cache
 def _runs() -> bool:
     """Whether it compiles here and is right: it needs tensor cores that know bfloat16 (compute capability 8.0)."""
-    ones = [mx.ones((rows, 64), mx.bfloat16) for rows in (2, AT_ONCE + 1)]
     try:
-        return all(bool(mx.all(product(each, ones[1]) == 64).item()) for each in ones)
+        for rows in (2, AT_ONCE + 1):
+            x, weight = (mx.arange(count * 64).reshape(count, 64) % by - 3 for count, by in ((rows, 7), (66, 5)))
+            exact = x.astype(mx.float32) @ weight.astype(mx.float32).T  # of whole numbers: in any order
+            made = product(x.astype(mx.bfloat16), weight.astype(mx.bfloat16))
+            if not mx.array_equal(made, exact.astype(mx.bfloat16)):
+                log.warning("model.products_wrong rows=%d: MLX computes them", rows)
+                return False
+        return True
     except RuntimeError as error:
         log.warning("model.products_fail error=%s: MLX computes them (%s=0 says so at once)", error, SWITCH)
         return False
@@ -72,7 +75,7 @@ def gated(x: mx.array, weight: mx.array) -> mx.array:
 
 def _made(x: mx.array, weight: mx.array, width: int, *, is_gated: bool) -> mx.array:
     rows = x.shape[0]
-    outputs, warps, ahead = _FEW if rows <= AT_ONCE else _MANY
+    outputs, warps, ahead = _OF_FEW if rows <= AT_ONCE else _OF_MANY
     at_once = 8 if rows <= 8 else 16 if rows <= 16 else AT_ONCE if rows <= AT_ONCE else 2 * AT_ONCE
     settings: dict[str, Any] = {
         "T": x.dtype,
