@@ -1,5 +1,6 @@
 """A decode step of few operations says what mlx-lm's forward says: on a CPU bit by bit."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +39,25 @@ def load(folder: Path, config: dict[str, Any], bits: int | None = None) -> Any:
     return mlx_lm.utils.load_model(write_model(folder / "model", config, bits=bits))[0]
 
 
-def decoded(model: Any, step: Any, tokens: int = 4) -> list[mx.array]:
-    """Logits of some steps behind prompts of several lengths; `step` is called as the model is."""
+def prompted(model: Any) -> list[BatchKVCache]:
+    """Caches of three rows behind their prompts."""
     caches = [BatchKVCache([0, 2, 1]) for _ in model.layers]
     model(mx.array([[5, 6, 7], [1, 2, 9], [3, 4, 8]]), cache=caches)
-    told = []
+    return caches
+
+
+def in_both_ways(model: Any, ask: Callable[[Any, Any], list[mx.array]]) -> list[list[mx.array]]:
+    """What a decode step says with products apart, and compiled with those of one input joined."""
+    apart = ask(model, DecodeStep(model, compiles=False))
+    join_products(model)
+    joined = DecodeStep(model, compiles=True)
+    assert len(joined._layers[0].inputs) == 1, "products of the same input are one"
+    return [apart, ask(model, joined)]
+
+
+def decoded(model: Any, step: Any, tokens: int = 4) -> list[mx.array]:
+    """Logits of some steps behind prompts of several lengths; `step` is called as the model is."""
+    caches, told = prompted(model), []
     for at in range(tokens):
         told.append(step(mx.array([[at], [at + 7], [3 * at]]), caches))
     mx.eval(told)
@@ -51,8 +66,7 @@ def decoded(model: Any, step: Any, tokens: int = 4) -> list[mx.array]:
 
 def checked(model: Any, step: Any) -> list[mx.array]:
     """Logits of three tokens a row, and of one behind them."""
-    caches = [BatchKVCache([0, 2, 1]) for _ in model.layers]
-    model(mx.array([[5, 6, 7], [1, 2, 9], [3, 4, 8]]), cache=caches)
+    caches = prompted(model)
     told = [step(mx.array([[1, 2, 3], [4, 5, 6], [7, 8, 9]]), caches), step(mx.array([[4], [1], [5]]), caches)]
     mx.eval(told)
     return told
@@ -67,11 +81,7 @@ def is_same(one: mx.array, other: mx.array) -> bool:
 def test_logits_are_those_of_mlx_lm(name: str, tmp_path: Path) -> None:
     model = load(tmp_path, *MODELS[name])
     wanted = decoded(model, lambda tokens, caches: model(tokens, cache=caches))
-    apart = decoded(model, DecodeStep(model, compiles=False))
-    join_products(model)
-    joined = DecodeStep(model, compiles=True)
-    assert len(joined._layers[0].inputs) == 1, "products of the same input are one"
-    for which in (apart, decoded(model, joined)):
+    for which in in_both_ways(model, decoded):
         for one, other in zip(wanted, which, strict=True):
             assert is_same(one, other)
 
@@ -80,9 +90,7 @@ def test_logits_are_those_of_mlx_lm(name: str, tmp_path: Path) -> None:
 def test_drafts_are_checked_as_mlx_lm_would(name: str, tmp_path: Path) -> None:
     model = load(tmp_path, *MODELS[name])
     wanted = checked(model, lambda tokens, caches: model(tokens, cache=caches))
-    apart = checked(model, DecodeStep(model, compiles=False))
-    join_products(model)
-    for which in (apart, checked(model, DecodeStep(model, compiles=True))):
+    for which in in_both_ways(model, checked):
         for one, other in zip(wanted, which, strict=True):
             assert one.shape == other.shape
             assert is_same(one, other) or mx.allclose(one, other, rtol=1e-4, atol=1e-4), "but for the last bits"

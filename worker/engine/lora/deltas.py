@@ -19,9 +19,8 @@ Held = tuple[mx.array, tuple[mx.array, ...], tuple[mx.array, ...], tuple[mx.arra
 """A [S, in, J*R] and each B [S, R, out]; gains [S, out] and biases [out] of the members that have them."""
 
 
-_FEW = (
-    2048  # inner products, of rows with several tokens: the kernel reads A anew for each token, plain operations do not
-)
+# Inner products, where rows have several tokens: the kernel reads A anew for each token, plain operations do not.
+_FEW = 2048
 
 
 @dataclass(frozen=True)
