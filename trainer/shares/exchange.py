@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Self
 
 import msgspec
@@ -104,7 +104,8 @@ class Lead:
         self._lost = self._done = False
         self._parts: list[Parcel] = []
         self._pictures: dict[bytes, tuple[Parcel, float]] = {}  # images that were put, by key, and when
-        self.late_at = float("inf")  # on time.monotonic's clock: whoever has not answered by then is given up
+        self._within_s, self._since = float("inf"), 0.0
+        self.late: set[str] = set()  # members that were given up in this step, though they live
 
     async def __aenter__(self) -> Self:
         return self
@@ -165,14 +166,14 @@ class Lead:
         if self._closing is not None:
             await self._closing
         self._step += 1
-        with self._telling():
-            told = {}
-            for member, part in parts.items():
-                told[member] = await self._run.parcels.put(await asyncio.to_thread(msgspec.msgpack.encode, part))
-            self._parts = list(told.values())
-            first = None if origin is None else await self._origin.of(origin)
-            shown = await self._shown(pictures)
-            await self._say(Begin(self.epoch, self._step, await self._weights.of(weights), told, first, shown))
+        self.late = set()
+        told = {}
+        for member, part in parts.items():
+            told[member] = await self._run.parcels.put(await asyncio.to_thread(msgspec.msgpack.encode, part))
+        self._parts = list(told.values())
+        first = None if origin is None else await self._origin.of(origin)
+        shown = await self._shown(pictures)
+        await self._say(Begin(self.epoch, self._step, await self._weights.of(weights), told, first, shown))
 
     async def _shown(self, pictures: Sequence[Picture]) -> dict[str, Parcel]:
         """Where images lie, by key, which members keep, too."""
@@ -184,17 +185,13 @@ class Lead:
                 self._pictures[picture.key] = await self._run.parcels.put(data), now
         return {picture.key.hex(): self._pictures[picture.key][0] for picture in pictures}
 
-    @contextlib.contextmanager
-    def _telling(self) -> Iterator[None]:
-        """Members hear of it at the end: if it is said in the meantime when they are late, that counts from then on."""
-        self.late_at, began = float("inf"), time.monotonic()
-        yield
-        self.late_at += time.monotonic() - began
+    def expect(self, within_s: float) -> None:
+        """Members that have not answered in so long from now, or from when they were told, are given up."""
+        self._within_s, self._since = within_s, time.monotonic()
 
     async def go(self, update: int, weights: Arrays, known: ValueSums | None = None) -> None:
         """Tell members that the next update begins."""
-        with self._telling():
-            await self._say(Go(self.epoch, self._step, update, await self._weights.of(weights), known))
+        await self._say(Go(self.epoch, self._step, update, await self._weights.of(weights), known))
 
     def close(self, weights: Arrays) -> None:
         """The step is over, and these are most likely the next one's weights: members get them in the meantime."""
@@ -230,7 +227,7 @@ class Lead:
         How long one took is counted from `began`, on perf_counter's clock: the way of its bytes is a part of it.
         """
         found: dict[str, Computed] = {}
-        waited = set(wanted)
+        waited, told = set(wanted), time.monotonic()
         while waited:
             for place, body in await self._run.answers(self._after, LOOK_S):
                 self._after = place
@@ -249,8 +246,9 @@ class Lead:
             for member in waited - set(await self._run.members.alive()):
                 log.warning("shared.member_lost", member=member, reason="it is dead, or was stopped")
                 waited.discard(member)
-            if waited and time.monotonic() > self.late_at:
+            if waited and time.monotonic() > max(told, self._since) + self._within_s:
                 log.warning("shared.member_lost", members=sorted(waited), reason="it takes too long")
+                self.late |= waited
                 break
         return found
 

@@ -14,7 +14,7 @@ from trainer.learn.advantages import ValueSums
 from trainer.learn.compute import ComputeHost, Work, at_once
 from trainer.learn.learner import Learner
 from trainer.learn.steps import Plan, Sums
-from trainer.shares.division import divided
+from trainer.shares.division import divided, positions
 from trainer.shares.exchange import LEAST_PATIENCE_S, PATIENCE, Lead
 from trainer.shares.messages import LOOK, StepPart
 from trainer.shares.part import Computed, Part
@@ -26,6 +26,9 @@ log = structlog.get_logger()
 ME = ""  # this process, among the members
 _RECENT = 0.5  # weight of the last time in a speed
 _AGAIN = 1.05  # by which one that got no sample of a step counts as faster, so that it is measured again at times
+_LATE = (
+    0.25  # by which one that was given up though it lives counts as slower, so that it is waited for with less at stake
+)
 
 
 class SharedStep:
@@ -41,6 +44,7 @@ class SharedStep:
         self._plans: dict[str, Plan] = {}
         self._parts: dict[str, Part] = {}  # that this process computes
         self._away: set[str] = set()  # members that do not take part any more
+        self._speeds: dict[str, float] = {}
         self.known: ValueSums | None = None  # of all parts, once they were looked at
 
     async def take(self, members: Sequence[str], speeds: dict[str, float]) -> Sums:
@@ -52,6 +56,7 @@ class SharedStep:
         known = [speeds[name] for name in names if name in speeds]
         usual = sum(known) / len(known) if known else 1.0
         plans = divided(self._plan, [speeds.get(name, usual) for name in names])
+        self._speeds = speeds
         self._plans = {name: plan for name, plan in zip(names, plans, strict=True) if any(plan.minis)}
         if self._learner.optimizer.options.value is not None:
             looked = await self._computed(LOOK)
@@ -63,6 +68,8 @@ class SharedStep:
                     rate = each.positions / each.seconds
                     speeds[name] = rate + (1 - _RECENT) * (speeds.get(name, rate) - rate)
             await self._host.run(lambda: self._apply([*computed.values()]))  # noqa: B023 - it is awaited
+        for name in self._lead.late:
+            speeds[name] = _LATE * speeds.get(name, usual)
         for name in speeds.keys() & set(members) - self._plans.keys():
             speeds[name] *= _AGAIN
         self.is_shared = self._plans.keys() != {ME}
@@ -71,11 +78,12 @@ class SharedStep:
 
     async def _computed(self, update: int) -> dict[str, Computed]:
         """Each part of the update once, in the parts' order."""
+        self._lead.expect(float("inf"))  # nobody is late before it is known how long a part takes
         others = asyncio.create_task(self._others(update))
         try:
             found = {} if ME not in self._plans else {ME: await self._own(ME, update)}
             own_s = found[ME].seconds if found else 0.0
-            self._lead.late_at = time.monotonic() + max(LEAST_PATIENCE_S, PATIENCE * own_s)
+            self._lead.expect(max(LEAST_PATIENCE_S, PATIENCE * max(own_s, self._usual_s(update))))
             found |= await others
         finally:
             others.cancel()
@@ -86,6 +94,18 @@ class SharedStep:
             elif name != ME and not found[name].finite:
                 found[name] = await self._doubted(name, update, found[name])
         return {name: found[name] for name in self._plans}
+
+    def _usual_s(self, update: int) -> float:
+        """How long the slowest part of an update should take, as far as speeds are known."""
+        updates = range(len(self._plan.order)) if update == LOOK else [update]
+        return max(
+            (
+                sum(positions(plan, each) for each in updates) / self._speeds[name]
+                for name, plan in self._plans.items()
+                if self._speeds.get(name)
+            ),
+            default=0.0,
+        )
 
     async def _others(self, update: int) -> dict[str, Computed]:
         began = time.perf_counter()
