@@ -243,16 +243,13 @@ class RunningBatch:
 
     def _draw(self, inputs_B: mx.array, cache: Sequence[Any]) -> mx.array:
         """Feed one token of each row and begin to compute the next one [B]."""
-        return self._drawn(self._one_token(inputs_B, cache))
+        self._one_token(inputs_B, cache)
+        return self._sampler()
 
-    def _one_token(self, inputs_B: mx.array, cache: Sequence[Any]) -> mx.array:
-        """Logits [B, V] behind one token of each row."""
-        logits_BV = self._model(inputs_B[:, None], cache=list(cache))[:, -1, :]
+    def _one_token(self, inputs_B: mx.array, cache: Sequence[Any]) -> None:
+        """Feed one token of each row; the model keeps the logits until they are drawn from."""
+        self._model(inputs_B[:, None], cache=list(cache))
         share_offsets(cache[:-1])
-        return logits_BV
-
-    def _drawn(self, logits_BV: mx.array) -> mx.array:
-        return self._sampler(logits_BV - mx.logsumexp(logits_BV, axis=-1, keepdims=True))
 
     def _decode(self) -> list[tuple[Row, int]]:
         """Begin the next decode step, and tell what it is fed."""
@@ -261,7 +258,7 @@ class RunningBatch:
             return []
         inputs_B, rows = self._next_B, self._decoding_rows
         if self._draws_late:
-            self._one_token(inputs_B, self._cache)  # the model keeps its logits until they are drawn from
+            self._one_token(inputs_B, self._cache)
             self._undrawn = True
         else:
             self._next_B = self._draw(inputs_B, self._cache)
@@ -272,8 +269,7 @@ class RunningBatch:
         """Draw what the step before has left."""
         if self._undrawn:
             self._undrawn = False
-            assert self._model.logits_B1V is not None, "nothing of these rows was fed since"
-            self._next_B = self._drawn(self._model.logits_B1V[:, -1, :])
+            self._next_B = self._sampler()
 
     def _tell(self) -> list[tuple[Row, int]]:
         """Tell what the next decode step is fed, before it begins."""

@@ -25,10 +25,17 @@ from worker.engine.batch.row import Row
 from worker.engine.batch.row_model import RowModel
 from worker.engine.batch.token_masks import TokenMasks
 from worker.engine.sampling.asked_tokens import Asked, AskedTokens
-from worker.engine.sampling.draw import Draw, draw_by_chance, most_likely, nucleus_threshold, uniforms
+from worker.engine.sampling.draw import (
+    SMALLEST,
+    Draw,
+    draw_by_chance,
+    draw_of_all,
+    most_likely,
+    nucleus_threshold,
+    uniforms,
+)
 
 LOWEST = -9999.0  # reported of what cannot be drawn: JSON has no infinity (OpenAI's number)
-SMALLEST = 1e-37  # a chance below this counts as none
 SORT_ALL_BELOW = 1024  # a vocabulary this small is sorted whole: cheaper than asking whether candidates suffice
 
 
@@ -43,17 +50,16 @@ class RowSampler:
         self._plain = PlainRows()
         self._ahead: tuple[Numbers, bytes, _Plan] | None = None  # of plain rows, and how many places each had, last
 
-    def __call__(self, logprobs_BV: mx.array) -> mx.array:
-        """Token ids [B] uint32; `logprobs_BV` is the fp32 log-softmax of the raw logits."""
+    def __call__(self) -> mx.array:
+        """Token ids [B] uint32, of the logits that the model has kept."""
         rows = self._model.rows
-        plan = self._plan
-        if plan is None or rows is not self._rows or plan.expired:
-            self._rows, self._plan = rows, (plan := _Plan(rows, logprobs_BV.shape[-1], self._candidates))
         logits_B1V, tokens_B1 = self._model.logits_B1V, self._model.tokens_B1
         assert logits_B1V is not None and tokens_B1 is not None, "the sampler runs after a one-token forward"
+        plan = self._plan
+        if plan is None or rows is not self._rows or plan.expired:
+            self._rows, self._plan = rows, (plan := _Plan(rows, logits_B1V.shape[-1], self._candidates))
         self._model.logits_B1V = None
-        logits_BV = logits_B1V[:, -1, :]
-        tokens_B, draw = plan.drawn(logits_BV, logprobs_BV, tokens_B1, self._model.versions, self._model.same)
+        tokens_B, draw = plan.drawn(logits_B1V[:, -1, :], tokens_B1, self._model.versions, self._model.same)
         for index, row in enumerate(rows):
             row.draws.append((draw, index))
             row.position += 1
@@ -66,7 +72,6 @@ class RowSampler:
         """
         self._plan = None  # what it counts step by step is out of date now
         rows, vocab = self._model.rows, logits_NV.shape[-1]
-        logprobs_NV = logits_NV - mx.logsumexp(logits_NV, axis=-1, keepdims=True)
         numbers = self._plain.numbers(rows)
         if numbers is None:
             plan = _Plan(places.rows(), vocab, self._candidates)
@@ -74,7 +79,7 @@ class RowSampler:
             positions_B = np.array([row.position for row in rows], np.int64)
             plan = self._plan_ahead(numbers, places.index, positions_B[places.index] + places.steps, vocab)
         versions = tuple(map(self._model.versions.__getitem__, places.index.tolist()))
-        return plan.drawn(logits_NV, logprobs_NV, inputs_N[:, None], versions, self._model.same)
+        return plan.drawn(logits_NV, inputs_N[:, None], versions, self._model.same)
 
     def _plan_ahead(self, numbers: Numbers, index: Indices, positions_N: Indices, vocab: int) -> _Plan:
         """Of places in plain rows; where each row has as many as in the latest step, only positions differ."""
@@ -141,6 +146,7 @@ class _Plan:
         self._top_index = {index: at for at, index in enumerate(wanted)}
         self.reported = _Reported(rows, drawn)
         self._top_count = min(max((rows[index].sampling.top_logprobs or 0 for index in wanted), default=0), vocab)
+        self._tells_others = bool(self._top_count or self._asked.ids or not self.reported.is_empty)
 
     def begin(self, positions: Indices) -> None:
         """Draw for these positions of the rows next."""
@@ -178,20 +184,25 @@ class _Plan:
     def drawn(
         self,
         logits_BV: mx.array,
-        logprobs_BV: mx.array,
         inputs_B1: mx.array,
         versions: tuple[str, ...],
         same: Callable[[mx.array], mx.array],
     ) -> tuple[mx.array, Draw]:
         """Token ids [B] uint32, and what is told of them; `inputs_B1` are the ids that were fed.
 
+        Log-probabilities of all tokens are made only where a row asks for more than those of its own: logits are large.
         `same`: makes the drawn tokens those of the leading rank, where there are several.
         """
         tokens_B = same(self.draw(logits_BV, inputs_B1))
-        logprobs_BV = self.reported.of(logprobs_BV)
-        logprobs_B = mx.take_along_axis(logprobs_BV, tokens_B[:, None], axis=-1)[:, 0]
-        top_TK = self._most_likely(logprobs_BV)
-        asked_N = self._asked.of(logprobs_BV)
+        totals_B1 = mx.logsumexp(logits_BV, axis=-1, keepdims=True)
+        top_TK = asked_N = None
+        if self._tells_others:
+            logprobs_BV = self.reported.of(logits_BV - totals_B1)
+            logprobs_B1 = mx.take_along_axis(logprobs_BV, tokens_B[:, None], axis=-1)
+            top_TK, asked_N = self._most_likely(logprobs_BV), self._asked.of(logprobs_BV)
+        else:
+            logprobs_B1 = mx.take_along_axis(logits_BV, tokens_B[:, None], axis=-1) - totals_B1
+        logprobs_B = logprobs_B1[:, 0]
         # Now, or reading them a step later would queue behind the next forward.
         mx.async_eval(tokens_B, logprobs_B, *(top_TK or ()), *(() if asked_N is None else (asked_N,)))  # type: ignore[no-untyped-call]
         return tokens_B, Draw(versions, logprobs_B, top_TK, self._top_index, Asked(self._asked, asked_N))
@@ -228,6 +239,8 @@ class _Plan:
         self.reported.keep_drawn(logits_SV, chances_SV, smallest_S1)
         uniforms_S1 = uniforms(self._seeds_S, self._positions_S)
         self._positions_S += 1
+        if smallest_S1 is self._smallest_S1:
+            return draw_of_all(chances_SV, uniforms_S1)
         return draw_by_chance(chances_SV, smallest_S1, uniforms_S1)
 
     def _nucleus(self, chances_FV: mx.array) -> mx.array:
@@ -257,6 +270,7 @@ class _Reported:
         self._drawn = _Subset([index for index in asked if index in place], len(rows))
         self._among_drawn = _Subset([place[index] for index in asked if index in place], len(drawn))
         self._parts: list[tuple[_Subset, mx.array]] = []
+        self.is_empty = not asked
 
     def keep_edited(self, logits_BV: mx.array) -> None:
         """The logits after all edits."""

@@ -16,6 +16,7 @@ from shared.frames import TokenLogprob
 from worker.engine.fused import fused
 from worker.engine.sampling.asked_tokens import Asked
 
+SMALLEST = 1e-37  # a chance below this counts as none
 _MASK_64 = (1 << 64) - 1
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -69,12 +70,20 @@ def nucleus_threshold(
 
 @fused
 def draw_by_chance(chances_SV: mx.array, smallest_S1: mx.array, uniforms_S1: mx.array) -> mx.array:
-    """Token ids [S] uint32: each in proportion to its chance, among those of at least `smallest_S1` > 0.
-
-    Excluded tokens are masked twice: a parallel scan rounds so that its sum may creep up on a token of weight 0.
-    """
+    """Token ids [S] uint32: each in proportion to its chance, among those of at least `smallest_S1` > 0."""
     kept_SV = chances_SV >= smallest_S1
-    cumulative_SV = mx.where(kept_SV, mx.cumsum(mx.where(kept_SV, chances_SV, 0), axis=-1), 0)
+    return _drawn(kept_SV, mx.cumsum(mx.where(kept_SV, chances_SV, 0), axis=-1), uniforms_S1)
+
+
+@fused
+def draw_of_all(chances_SV: mx.array, uniforms_S1: mx.array) -> mx.array:
+    """The same of all tokens that have a chance: chances of none at all are too small to move a sum."""
+    return _drawn(chances_SV >= SMALLEST, mx.cumsum(chances_SV, axis=-1), uniforms_S1)
+
+
+def _drawn(kept_SV: mx.array, cumulative_SV: mx.array, uniforms_S1: mx.array) -> mx.array:
+    """Excluded tokens are masked again: a parallel scan rounds so that its sum may creep up on one of weight 0."""
+    cumulative_SV = mx.where(kept_SV, cumulative_SV, 0)
     return mx.argmax(cumulative_SV > uniforms_S1 * mx.max(cumulative_SV, axis=-1, keepdims=True), axis=-1)
 
 
