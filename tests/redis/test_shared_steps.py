@@ -234,6 +234,9 @@ async def test_a_member_that_lives_and_never_answers_is_given_up(
             assert largest_gap(mine.weights, theirs.weights) < 1e-5
         assert len(answers) == 4 and await learner._lead.members() == [member.name]
         assert learner._speeds[member.name] < learner._speeds[""] / 2
+        learner._speeds |= {member.name: 1.0, "": 1e9}
+        await learner.train(groups[0], 3, 3, PROBES)
+        assert learner._speeds[member.name] == pytest.approx(1.05), "who had nothing to do was not late with it"
 
 
 async def test_data_without_a_finite_gradient_is_no_members_fault(redis_url: str) -> None:

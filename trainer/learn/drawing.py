@@ -18,11 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from shared.trajectories import Drawing, Trajectory
-from worker.engine.sampling.draw import nucleus_threshold
+from worker.engine.sampling.draw import SMALLEST, nucleus_threshold
 
 COLDEST = 1e-4  # below it a sampler is greedy, and a gradient in proportion to 1 / temperature means nothing
 _NEVER = -1e9  # a logit without a chance; infinity would make the entropy not a number
-_SMALLEST = 1e-37  # a chance below this counts as none
 
 Column = npt.NDArray[np.float32]
 
@@ -110,7 +109,7 @@ def as_drawn(logits: mx.array, targets: mx.array, drawn: DrawnPositions) -> mx.a
     top_k_N1 = mx.minimum(drawn.top_k, vocab).astype(mx.int32).reshape(-1, 1)
     threshold_N1, _ = nucleus_threshold(chances_NV, top_k_N1, drawn.top_p.reshape(-1, 1), vocab)
     least_N1 = drawn.min_p.reshape(-1, 1) * mx.max(chances_NV, axis=-1, keepdims=True)
-    smallest_N1 = mx.maximum(mx.maximum(threshold_N1, least_N1), _SMALLEST)
+    smallest_N1 = mx.maximum(mx.maximum(threshold_N1, least_N1), SMALLEST)
     kept = (chances_NV >= smallest_N1).reshape(logits.shape) | (mx.arange(vocab) == targets[..., None])
     return mx.where(kept, logits, _NEVER)
 

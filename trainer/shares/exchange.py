@@ -104,8 +104,7 @@ class Lead:
         self._lost = self._done = False
         self._parts: list[Parcel] = []
         self._pictures: dict[bytes, tuple[Parcel, float]] = {}  # images that were put, by key, and when
-        self._within_s, self._since = float("inf"), 0.0
-        self.late: set[str] = set()  # members that were given up in this step, though they live
+        self._within_s, self._since = float("inf"), 0.0  # seconds, and from when on time.monotonic's clock: `expect`
 
     async def __aenter__(self) -> Self:
         return self
@@ -166,7 +165,6 @@ class Lead:
         if self._closing is not None:
             await self._closing
         self._step += 1
-        self.late = set()
         told = {}
         for member, part in parts.items():
             told[member] = await self._run.parcels.put(await asyncio.to_thread(msgspec.msgpack.encode, part))
@@ -221,8 +219,8 @@ class Lead:
 
     async def collect(
         self, update: int, wanted: Collection[str], shapes: Mapping[str, tuple[int, ...]], began: float
-    ) -> dict[str, Computed]:
-        """Gradients by member, of those that have answered; the others are dead, too slow, or in trouble.
+    ) -> tuple[dict[str, Computed], set[str]]:
+        """Gradients by member, of those that have answered, and who is late; the others are dead, or in trouble.
 
         How long one took is counted from `began`, on perf_counter's clock: the way of its bytes is a part of it.
         """
@@ -248,9 +246,8 @@ class Lead:
                 waited.discard(member)
             if waited and time.monotonic() > max(told, self._since) + self._within_s:
                 log.warning("shared.member_lost", members=sorted(waited), reason="it takes too long")
-                self.late |= waited
                 break
-        return found
+        return found, waited
 
     def _at(self, update: int) -> tuple[str, int, int]:
         return self.epoch, self._step, update

@@ -71,8 +71,8 @@ class SharedLearner(HostLearner):
         if plan.totals.tokens == 0:
             report = StepReport(updated=False)
         else:
-            shared = SharedStep(self._host, self._learner, self._lead, plan, before, policy_step)
-            sums, known = await shared.take(members, self._speeds), shared.known
+            shared = SharedStep(self._host, self._learner, self._lead, plan, before, policy_step, self._speeds)
+            sums, known = await shared.take(members), shared.known
             seconds, is_shared = time.perf_counter() - began, shared.is_shared
             report = await self._host.run(
                 at_once(lambda: self._learner.optimizer.report(plan, sums, before, seconds, distances, known))

@@ -26,37 +26,41 @@ log = structlog.get_logger()
 ME = ""  # this process, among the members
 _RECENT = 0.5  # weight of the last time in a speed
 _AGAIN = 1.05  # by which one that got no sample of a step counts as faster, so that it is measured again at times
-_LATE = (
-    0.25  # by which one that was given up though it lives counts as slower, so that it is waited for with less at stake
-)
+_LATE = 0.25  # by which one that was given up though it lives counts as slower: soon it gets nothing to be late with
 
 
 class SharedStep:
     """From its plan to the last update; the weights are the learner's."""
 
     def __init__(
-        self, host: ComputeHost, learner: Learner, lead: Lead, plan: Plan, before: Arrays, policy_step: int
+        self,
+        host: ComputeHost,
+        learner: Learner,
+        lead: Lead,
+        plan: Plan,
+        before: Arrays,
+        policy_step: int,
+        speeds: dict[str, float],
     ) -> None:
+        """`speeds`: positions a second by member, which are used and kept up to date."""
         self._host, self._learner, self._lead = host, learner, lead
         self._plan, self._before, self._policy_step = plan, before, policy_step
+        self._speeds = speeds
         self.is_shared = False  # a member had a part
         self._sums = Sums()
         self._plans: dict[str, Plan] = {}
         self._parts: dict[str, Part] = {}  # that this process computes
         self._away: set[str] = set()  # members that do not take part any more
-        self._speeds: dict[str, float] = {}
+        self._late: set[str] = set()  # those of them that live
         self.known: ValueSums | None = None  # of all parts, once they were looked at
 
-    async def take(self, members: Sequence[str], speeds: dict[str, float]) -> Sums:
-        """Every update of the step; `speeds` (positions a second, by member) are used and kept up to date.
+    async def take(self, members: Sequence[str]) -> Sums:
+        """Every update of the step.
 
         A member's seconds are those from the update's begin until its gradient is here: who is far away gets less.
         """
-        names = [ME, *members]
-        known = [speeds[name] for name in names if name in speeds]
-        usual = sum(known) / len(known) if known else 1.0
-        plans = divided(self._plan, [speeds.get(name, usual) for name in names])
-        self._speeds = speeds
+        names, speeds = [ME, *members], self._speeds
+        plans = divided(self._plan, [speeds.get(name, self._usual(names)) for name in names])
         self._plans = {name: plan for name, plan in zip(names, plans, strict=True) if any(plan.minis)}
         if self._learner.optimizer.options.value is not None:
             looked = await self._computed(LOOK)
@@ -68,13 +72,18 @@ class SharedStep:
                     rate = each.positions / each.seconds
                     speeds[name] = rate + (1 - _RECENT) * (speeds.get(name, rate) - rate)
             await self._host.run(lambda: self._apply([*computed.values()]))  # noqa: B023 - it is awaited
-        for name in self._lead.late:
-            speeds[name] = _LATE * speeds.get(name, usual)
+        for name in self._late:
+            speeds[name] = _LATE * speeds.get(name, self._usual(names))
         for name in speeds.keys() & set(members) - self._plans.keys():
             speeds[name] *= _AGAIN
         self.is_shared = self._plans.keys() != {ME}
         log.info("shared.step", trainers=len(self._plans), lost=sorted(self._away))
         return self._sums
+
+    def _usual(self, names: Sequence[str]) -> float:
+        """The speed of one of which nothing is known: as the others', as far as these are known."""
+        known = [self._speeds[name] for name in names if name in self._speeds]
+        return sum(known) / len(known) if known else 1.0
 
     async def _computed(self, update: int) -> dict[str, Computed]:
         """Each part of the update once, in the parts' order."""
@@ -121,10 +130,12 @@ class SharedStep:
                 origin = policy.origin if options.loss.kl_coefficient else None
                 parts = {name: StepPart(self._plans[name], self._policy_step) for name in wanted}
                 await self._lead.open(self._before, origin, parts, self._pictures(wanted))
-            return await self._lead.collect(update, wanted, self._learner.shapes, began)
+            found, late = await self._lead.collect(update, wanted, self._learner.shapes, began)
         except (RedisError, OSError) as error:
             log.warning("shared.redis_away", error=reason(error), lost=wanted)
             return {}
+        self._late |= late
+        return found
 
     def _pictures(self, wanted: Sequence[str]) -> list[Picture]:
         """The images that these members' samples show."""

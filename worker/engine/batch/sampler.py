@@ -239,7 +239,7 @@ class _Plan:
         self.reported.keep_drawn(logits_SV, chances_SV, smallest_S1)
         uniforms_S1 = uniforms(self._seeds_S, self._positions_S)
         self._positions_S += 1
-        if smallest_S1 is self._smallest_S1:
+        if self._filtered.is_empty and self._min_p_S1 is None:
             return draw_of_all(chances_SV, uniforms_S1)
         return draw_by_chance(chances_SV, smallest_S1, uniforms_S1)
 
