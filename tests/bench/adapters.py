@@ -34,6 +34,7 @@ from worker.engine.kv.cuda import attention as cuda_attention
 from worker.engine.lora.slots import AdapterSlots
 from worker.engine.messages import EngineConfig, RowRequest
 from worker.engine.model import cuda_graphs
+from worker.engine.model.decode_step import join_products
 from worker.engine.model.loader import LoadedModel
 
 ROUNDS, STEPS, PROMPT = 5, 24, 32
@@ -65,6 +66,8 @@ def in_memory(config: dict[str, Any], dtype: str = "float32") -> LoadedModel:
     model.update(tree_map(lambda p: p.astype(getattr(mx, dtype)), model.parameters()))
     model.eval()
     mx.eval(model.parameters())
+    if mx.cuda.is_available() and mx.default_device() != mx.Device(mx.cpu):
+        join_products(model)  # as a load does
     card = ModelCard("random", 4096, config["vocab_size"], (), "", "", kv_bytes_per_token=1, dtype=dtype)
     bundle = TokenizerBundle(tokenizer_json=EMPTY_TOKENIZER, chat_template="", eos_token_ids=(), special_tokens={})
     return LoadedModel(card, bundle, model, config, Path(), 1 << 50)

@@ -113,6 +113,33 @@ def _written(old: mx.array, places: mx.array, new: mx.array, end: int, step: int
     return mx.put_along_axis(old, places, new, axis=2) if new.shape[3] else old
 
 
+def are_plain(caches: Sequence[Any]) -> bool:
+    """Whether these hold what a decode step may write in place."""
+    return all(type(each) in (BatchKVCache, RaggedKVCache) and each.keys is not None for each in caches)
+
+
+def with_room(caches: Sequence[Any], count: int) -> list[tuple[mx.array, mx.array]]:
+    """Keys and values [B, H, positions, D] of plain caches, in which the next `count` positions may be written.
+
+    Arrays with room behind what is written are a cache's own: whoever copies rows out of them takes what is written.
+    """
+    for cache in caches:
+        short = cache._idx + count - cache.keys.shape[2]
+        if short > 0:
+            room = -(-(cache.keys.shape[2] + short) // cache.step) * cache.step - cache._idx
+            parts = [each[..., : cache._idx, :] for each in (cache.keys, cache.values)]
+            cache.keys, cache.values = (mx.pad(each, [(0, 0), (0, 0), (0, room), (0, 0)]) for each in parts)
+    return [(cache.keys, cache.values) for cache in caches]
+
+
+def have_written(caches: Sequence[Any], count: int) -> None:
+    """It has been: so many positions of each row, where it ends."""
+    offset_B = caches[0].offset + count
+    for cache in caches:
+        cache.offset = offset_B
+        cache._idx += count
+
+
 class RaggedQuantisedKVCache(BatchQuantisedKVCache, RaggedKVCache):
     """Of quantised layers."""
 

@@ -49,9 +49,9 @@ _TILED_BLOCKS = 396
 
 
 @cache  # by names, which are told apart sooner than paths
-def _kernel(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> Any:
-    pieces = "tensor_cores.cuh" if name == "tiles" else "eight.cuh"
-    return kernel(_HERE / f"{name}.cu", inputs, outputs, (pieces,), copies=False)
+def _kernel(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], *, in_place: bool = False) -> Any:
+    pieces = ("tensor_cores.cuh" if name == "tiles" else "eight.cuh", *(["#define IN_PLACE"] if in_place else []))
+    return kernel(_HERE / f"{name}.cu", inputs, outputs, pieces, copies=False)
 
 
 @cache
@@ -110,6 +110,31 @@ def attention(
     return cast(mx.array, out)
 
 
+def reads_in_place(keys: mx.array, values: mx.array) -> bool:
+    """Whether `attention_in_place` is made for these."""
+    size = keys.shape[3]
+    return is_on() and size in _HEAD_SIZES and keys.dtype in _DTYPES and values.shape == keys.shape
+
+
+def is_on() -> bool:
+    """Whether this process computes by the kernels."""
+    return os.environ.get(SWITCH, "1") != "0" and mx.cuda.is_available() and mx.default_device() != mx.Device(mx.cpu)
+
+
+def attention_in_place(
+    queries: mx.array, keys: mx.array, values: mx.array, scale: float, offset_B: mx.array, padding_B: mx.array
+) -> mx.array:
+    """[rows * queries, query heads * size] of queries [rows, heads, queries, size], a row's behind one another.
+
+    `offset_B`: positions that each row has read before the first of them; `padding_B`: before the row's own first one.
+    """
+    kv_heads, room = keys.shape[1:3]
+    read, join = _calls(queries.shape, kv_heads, room, queries.dtype, False, False, 0, 0, in_place=True)
+    part, about = read(inputs=[queries, keys, values, offset_B, padding_B, number(scale * _LOG2_E)])
+    (out,) = join(inputs=[part, about, about, queries])
+    return cast(mx.array, out)
+
+
 @lru_cache(2048)
 def _calls(
     shape: tuple[int, int, int, int],
@@ -120,6 +145,8 @@ def _calls(
     sinks: bool,
     bits: int,
     group_size: int,
+    *,
+    in_place: bool = False,
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Both kernels, but for their inputs. All layers of a step ask for the same, and a step waits for its host."""
     rows, query_heads, at_once, size = shape
@@ -135,8 +162,9 @@ def _calls(
     stretches = 1
     while stretches * rows * across < blocks and stretches * 2 * _STRETCH <= positions:
         stretches *= 2
+    seen, of_join = (("offset", "padding"), ("queries",)) if in_place else (("mask",), ())
     read = partial(
-        _kernel(name, ("queries", "keys", "values", "mask", "scale"), ("part", "about")),
+        _kernel(name, ("queries", "keys", "values", *seen, "scale"), ("part", "about"), in_place=in_place),
         template=[*template, ("THREADS", threads)],
         grid=(stretches * threads, across, rows),
         threadgroup=(threads, 1, 1),
@@ -144,11 +172,11 @@ def _calls(
         output_dtypes=[mx.float32, mx.float32],
     )
     join = partial(
-        _kernel("join", ("part", "about", "sinks"), ("out",)),
+        _kernel("join", ("part", "about", "sinks", *of_join), ("out",), in_place=in_place),
         template=[("T", dtype), ("D", size), ("SINKS", sinks)],
         grid=(rows * query_heads * at_once * size, 1, 1),
         threadgroup=(size, 1, 1),
-        output_shapes=[shape],
+        output_shapes=[(rows * at_once, query_heads * size) if in_place else shape],
         output_dtypes=[dtype],
     )
     return read, join
@@ -178,7 +206,7 @@ def packs(keys: mx.array, values: mx.array) -> bool:
 @cache
 def install() -> bool:
     """Put the kernels before MLX's attention, in this process, and few shapes; False without CUDA."""
-    if os.environ.get(SWITCH, "1") == "0" or not mx.cuda.is_available():
+    if not is_on():
         return False
     fused = mx.fast.scaled_dot_product_attention
 

@@ -9,4 +9,10 @@
     sum += about[(of * stretches + s) * 2 + 1] * by;
     total += part[(static_cast<long>(of) * stretches + s) * D + number] * by;
   }
-  out[static_cast<long>(of) * D + number] = static_cast<T>(sum > 0.0f ? total / sum : 0.0f);
+#ifdef IN_PLACE  // a row's queries one behind another, each with all its heads
+  const int at_once = queries_shape[2], query = of % at_once, head = of / at_once % queries_shape[1];
+  const long to = (static_cast<long>(of / heads) * at_once + query) * queries_shape[1] + head;
+#else
+  const long to = of;
+#endif
+  out[to * D + number] = static_cast<T>(sum > 0.0f ? total / sum : 0.0f);

@@ -6,15 +6,20 @@
   __shared__ float best_of[SLOTS][HEADS], sum_of[SLOTS][HEADS], values_of[SLOTS][HEADS][D];
   __shared__ float weight_of[SLOTS][AHEAD][HEADS], less_of[SLOTS][HEADS];
 
-  const int kv_heads = keys_shape[1], positions = keys_shape[2];
+  const int kv_heads = keys_shape[1];
   const int query_heads = queries_shape[1], shared_by = query_heads / kv_heads;
   const int at_once = queries_shape[2];  // no constant: a kernel takes seconds to compile
   const int of_kv_head = shared_by * at_once;  // queries: those of one head lie side by side
   const int per_head = (of_kv_head + HEADS - 1) / HEADS;
   const int row = blockIdx.z, kv_head = blockIdx.y / per_head;
   const int first = (blockIdx.y % per_head) * HEADS, count = min(HEADS, of_kv_head - first);
-  const int stretches = gridDim.x, length = (positions + stretches - 1) / stretches;
-  const int begin = blockIdx.x * length, end = min(positions, begin + length);
+#ifdef IN_PLACE
+  const int low = padding[row], last = low + offset[row], positions = last + at_once;  // `last`: the first query's own
+#else
+  const int low = 0, positions = keys_shape[2];
+#endif
+  const int stretches = gridDim.x, length = (positions - low + stretches - 1) / stretches;
+  const int begin = low + blockIdx.x * length, end = min(positions, begin + length);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, at = lane % LANES, side = lane / LANES;
   const int slot = warp * ABREAST + side;
   const int own = at / ALIKE * OWN, own_ahead = own / HEADS, own_head = own % HEADS;
@@ -25,7 +30,6 @@
   const char* value_row =
       reinterpret_cast<const char*>(values) + (row * values_strides[0] + kv_head * values_strides[1]) * size;
   const long key_step = keys_strides[2] * size, value_step = values_strides[2] * size;
-  const bool* seen = MASKED ? reinterpret_cast<const bool*>(mask) + row * mask_strides[0] : nullptr;
 
   float query[HEADS][8], query_sum[HEADS], weighted[HEADS][8], best[OWN], sums[OWN];
 #pragma unroll
@@ -41,12 +45,21 @@
       weighted[h][i] = 0.0f;
     }
   }
+#ifdef IN_PLACE
+  int until[OWN];
+#else
   const bool* seen_by[OWN];
+#endif
 #pragma unroll
   for (int o = 0; o < OWN; o++) {
     best[o] = -1e30f;
     sums[o] = 0.0f;
-    seen_by[o] = MASKED ? seen + min(first + own_head + o, of_kv_head - 1) % at_once * mask_strides[2] : nullptr;
+    const int which = min(first + own_head + o, of_kv_head - 1) % at_once;
+#ifdef IN_PLACE
+    until[o] = min(end, last + which + 1);
+#else
+    seen_by[o] = MASKED ? reinterpret_cast<const bool*>(mask) + row * mask_strides[0] + which * mask_strides[2] : nullptr;
+#endif
   }
 
   for (int base = begin + warp * STEP; base < end; base += WARPS * STEP) {
@@ -54,7 +67,11 @@
     bool is_seen[OWN], any = false;
 #pragma unroll
     for (int o = 0; o < OWN; o++) {
+#ifdef IN_PLACE
+      is_seen[o] = own_position < until[o];
+#else
       is_seen[o] = own_position < end && (!MASKED || seen_by[o][own_position * mask_strides[3]]);
+#endif
       any = any || is_seen[o];
     }
     if (!__any_sync(0xffffffffu, any)) continue;

@@ -5,25 +5,38 @@
   constexpr int WARPS = THREADS / 32, QUERIES = 16, AT_A_TIME = 16;
   __shared__ float best_of[WARPS][QUERIES], sum_of[WARPS][QUERIES], values_of[WARPS][QUERIES][D];
 
-  const int kv_heads = keys_shape[1], positions = keys_shape[2];
+  const int kv_heads = keys_shape[1];
   const int query_heads = queries_shape[1], shared_by = query_heads / kv_heads, at_once = queries_shape[2];
   const int of_kv_head = shared_by * at_once;  // queries: those of one head lie side by side
   const int per_head = (of_kv_head + QUERIES - 1) / QUERIES, share = (of_kv_head + per_head - 1) / per_head;
   const int row = blockIdx.z, kv_head = blockIdx.y / per_head;
   const int first = blockIdx.y % per_head * share, count = min(share, of_kv_head - first);
-  const int stretches = gridDim.x, length = (positions + stretches - 1) / stretches;
-  const int begin = blockIdx.x * length, end = min(positions, begin + length);
+#ifdef IN_PLACE
+  const int low = padding[row], last = low + offset[row], positions = last + at_once;  // `last`: the first query's own
+#else
+  const int low = 0, positions = keys_shape[2];
+#endif
+  const int stretches = gridDim.x, length = (positions - low + stretches - 1) / stretches;
+  const int begin = low + blockIdx.x * length, end = min(positions, begin + length);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, of = lane / 4, at = lane % 4;
 
   const T* key_row = keys + row * keys_strides[0] + kv_head * keys_strides[1];
   const T* value_row = values + row * values_strides[0] + kv_head * values_strides[1];
+#ifdef IN_PLACE
+  int until[2];
+#else
   const bool* seen_by[2];
+#endif
   unsigned query[D / 32][2][4];
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     const int query_at = min(first + of + half * 8, of_kv_head - 1);
+#ifdef IN_PLACE
+    until[half] = min(end, last + query_at % at_once + 1);
+#else
     seen_by[half] =
         MASKED ? reinterpret_cast<const bool*>(mask) + row * mask_strides[0] + query_at % at_once * mask_strides[2] : nullptr;
+#endif
     const T* from = queries + row * queries_strides[0] + (kv_head * shared_by + query_at / at_once) * queries_strides[1]
         + query_at % at_once * queries_strides[2];
 #pragma unroll
@@ -43,7 +56,11 @@
 #pragma unroll
     for (int i = 0; i < 8; i++) {
       const int position = base + (i / 2 % 2) * 8 + at * 2 + i % 2;
+#ifdef IN_PLACE
+      const bool is_seen = position < until[i / 4];
+#else
       const bool is_seen = position < end && (!MASKED || seen_by[i / 4][position * mask_strides[3]]);
+#endif
       bits |= static_cast<unsigned>(is_seen) << i;
     }
     return bits;

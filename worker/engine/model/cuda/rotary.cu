@@ -1,14 +1,20 @@
 // A warp takes a head of a row's token: its norm, weighted, and its turn by the token's position, with the roundings of
-// MLX's separate operations. Heads of values are copied.
+// MLX's separate operations. Heads of values are copied. PLACED: keys and values are written in place, where their row ends.
   const int lane = threadIdx.x % 32, head = (blockIdx.x * blockDim.x + threadIdx.x) / 32, token = blockIdx.y;
   if (head >= QUERIES + 2 * KEYS) return;
   const int at_once = qkv_shape[0] / offset_shape[0], row = token / at_once, at_row = token % at_once;
   const T* from = qkv + (static_cast<long>(token) * (QUERIES + 2 * KEYS) + head) * SIZE;
   constexpr int HALF = SIZE / 2, PAIRS = (HALF + 31) / 32;
   const bool is_query = head < QUERIES, is_value = head >= QUERIES + KEYS;
-  T* const whole = is_query ? queries : is_value ? values : keys;
   const int heads = is_query ? QUERIES : KEYS, own = is_query ? head : is_value ? head - QUERIES - KEYS : head - QUERIES;
-  T* const to = whole + ((static_cast<long>(row) * heads + own) * at_once + at_row) * SIZE;
+#ifdef PLACED
+  T* const whole = is_query ? queries : const_cast<T*>(is_value ? values : keys);
+  const int room = is_query ? at_once : keys_shape[2], first = is_query ? 0 : padding[row] + offset[row];
+#else
+  T* const whole = is_query ? queries : is_value ? values : keys;
+  const int room = at_once, first = 0;
+#endif
+  T* const to = whole + ((static_cast<long>(row) * heads + own) * room + first + at_row) * SIZE;
   T low[PAIRS], high[PAIRS];
 #pragma unroll
   for (int i = 0; i < PAIRS; i++) {

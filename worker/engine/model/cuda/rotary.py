@@ -20,6 +20,7 @@ from worker.engine.model.cuda import products
 
 _DTYPES = (mx.bfloat16, mx.float16, mx.float32)
 _THREADS = 128  # four heads
+_OUTPUTS = ("queries", "keys", "values")
 _SOURCE = Path(__file__).with_name("rotary.cu")
 
 
@@ -50,8 +51,41 @@ class Rotary:
         offset_B: mx.array,
     ) -> tuple[mx.array, mx.array, mx.array]:
         """q, k, v [B, heads, L, size] of [B * L, all their heads * size]; `norms` of q and k [size], or none."""
-        inputs = {"qkv": qkv, "offset": offset_B, "scale": number(self.scale)}
-        headers: tuple[str, ...] = ()
+        shapes = [(offset_B.shape[0], count, qkv.shape[0] // offset_B.shape[0], self.size) for count in heads]
+        q, k, v = self._turned(qkv, heads, norms, eps, offset_B, {}, dict(zip(_OUTPUTS, shapes, strict=True)))
+        return q, k, v
+
+    def placed(
+        self,
+        qkv: mx.array,
+        heads: Sequence[int],
+        norms: Sequence[mx.array],
+        eps: float,
+        rows: Sequence[mx.array],
+        kv: Sequence[mx.array],
+    ) -> mx.array:
+        """q; k and v are written in place into `kv` [B, heads, positions, size], where each row ends.
+
+        `rows` [B]: positions that each has read, and those before its first one (kv/cuda/place.py).
+        """
+        offset_B, padding_B = rows
+        shape = offset_B.shape[0], heads[0], qkv.shape[0] // offset_B.shape[0], self.size
+        held = {"keys": kv[0], "values": kv[1], "padding": padding_B}
+        (q,) = self._turned(qkv, heads, norms, eps, offset_B, held, {"queries": shape})
+        return q
+
+    def _turned(
+        self,
+        qkv: mx.array,
+        heads: Sequence[int],
+        norms: Sequence[mx.array],
+        eps: float,
+        offset_B: mx.array,
+        held: dict[str, mx.array],
+        outputs: dict[str, tuple[int, ...]],
+    ) -> list[mx.array]:
+        inputs = {"qkv": qkv, "offset": offset_B, "scale": number(self.scale), **held}
+        headers: tuple[str, ...] = ("#define PLACED",) if held else ()
         if self.periods is None:
             inputs["log2_base"] = number(log2(self.base))
         else:
@@ -61,16 +95,16 @@ class Rotary:
             inputs |= {"of_queries": norms[0], "of_keys": norms[1], "eps": number(eps)}
             headers += ("#define NORMED",)
         queries, keys, _ = heads
-        tokens, rows, across = qkv.shape[0], offset_B.shape[0], -(-sum(heads) * 32 // _THREADS)
-        q, k, v = kernel(_SOURCE, tuple(inputs), ("queries", "keys", "values"), headers)(
+        tokens, across = qkv.shape[0], -(-sum(heads) * 32 // _THREADS)
+        made: list[mx.array] = kernel(_SOURCE, tuple(inputs), tuple(outputs), headers, copies=not held)(
             inputs=list(inputs.values()),
             template=[("T", qkv.dtype), ("SIZE", self.size), ("QUERIES", queries), ("KEYS", keys)],
             grid=(across * _THREADS, tokens, 1),
             threadgroup=(_THREADS, 1, 1),
-            output_shapes=[(rows, count, tokens // rows, self.size) for count in heads],
-            output_dtypes=[qkv.dtype] * 3,
+            output_shapes=list(outputs.values()),
+            output_dtypes=[qkv.dtype] * len(outputs),
         )
-        return q, k, v
+        return made
 
     def takes(self, qkv: mx.array, norms: Sequence[mx.array], offset_B: mx.array) -> bool:
         """Whether the kernel is made for these."""

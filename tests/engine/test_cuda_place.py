@@ -1,0 +1,166 @@
+"""Plain KV written and read in place on CUDA: steps say what they say by MLX's updates; without CUDA these stay."""
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache
+
+from shared.sequences import SamplingParams, SequenceSpec
+from tests.engine.small_models import QWEN3_BENCH, write_model
+from tests.engine.test_cuda_attention import SCALE, drawn, needs_cuda, seen_by, wanted
+from worker.engine.engine import Engine
+from worker.engine.kv.cuda import attention as cuda_attention
+from worker.engine.kv.cuda import place
+from worker.engine.kv.kinds import ragged, take_back
+from worker.engine.kv.ragged import are_plain, have_written, with_room
+from worker.engine.messages import EngineConfig, RowRequest, SpeculationConfig
+from worker.engine.model.cuda.rotary import Rotary
+from worker.engine.model.loader import LoadedModel, load_model
+
+
+def batch(length: int = 5, room: int | None = None) -> BatchKVCache:
+    """Three rows, of which two have padding, behind so many positions."""
+    cache = BatchKVCache([0, 2, 1])
+    cache.update_and_fetch(*(mx.random.normal((3, 2, length, 4)) for _ in range(2)))
+    if room is not None:
+        cache.keys, cache.values = cache.keys[..., :room, :], cache.values[..., :room, :]
+    return cache
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize(("length", "room"), [(5, None), (5, 6), (255, None), (256, None)])
+def test_room_is_behind_what_is_written_and_what_is_counted_is_what_an_update_counts(
+    length: int, room: int | None, apart: bool
+) -> None:
+    ours, theirs = batch(length, room), batch(length)
+    theirs.keys, theirs.values = (mx.array(each[..., : length + 1, :]) for each in (ours.keys, ours.values))
+    both = [ragged([each]) if apart else [each] for each in (ours, theirs)]
+    if apart:
+        for each in both:
+            take_back(each, [1, 0, 3], [0, 0, 0])
+    (ours,), (theirs,) = both
+    assert are_plain([ours])
+    end, held = ours._idx, mx.array(ours.keys)
+    ((keys, values),) = with_room([ours], 3)
+    assert keys is ours.keys and values is ours.values
+    assert keys.shape == values.shape and keys.shape[2] >= end + 3
+    assert keys.shape[2] == held.shape[2] or keys.shape[2] % ours.step == 0, "whole steps: few lengths are compiled for"
+    assert mx.array_equal(keys[..., :end, :], held[..., :end, :])
+    have_written([ours], 3)
+    theirs.update_and_fetch(*(mx.zeros((3, 2, 3, 4)) for _ in range(2)))
+    assert ours._idx == theirs._idx and mx.array_equal(ours.offset, theirs.offset)
+    places_B = (ours.left_padding + ours.offset).tolist()
+    behind = ours.slack.positions if apart else [0, 0, 0]
+    assert places_B == [ours._idx - each for each in behind], "where a row ends is its padding and what it has read"
+
+
+def test_other_kv_is_not_written_in_place() -> None:
+    window = BatchRotatingKVCache(8, [0, 0])
+    window.update_and_fetch(*(mx.zeros((2, 2, 3, 4)) for _ in range(2)))
+    assert not are_plain([window]) and not are_plain([batch(), window])
+    assert not are_plain([BatchKVCache([0, 0])]), "nothing is written yet"
+    assert not are_plain(ragged([window]))
+    if mx.default_device() == mx.Device(mx.cpu):
+        rotary = Rotary(64, 1.0, 1e4)
+        assert not place.is_for(mx.zeros((3, 1), mx.int32), [batch()], {mx.float32}, rotary), "on a CPU"
+
+
+@needs_cuda
+def test_attention_in_place() -> None:
+    """As by its definition: of rows with padding, of one stretch and of several, some behind where others end."""
+    for dtype, size, heads, kv_heads, at_once in (
+        (mx.bfloat16, 128, 16, 8, 1),
+        (mx.bfloat16, 128, 8, 2, 6),
+        (mx.float16, 64, 14, 2, 1),
+        (mx.float16, 64, 6, 2, 5),
+        (mx.float32, 256, 6, 2, 2),
+    ):
+        for end, room, behind in product((64, 300, 1500), (2048,), (0, 3)):
+            queries = drawn(3, heads, at_once, size, dtype=dtype)
+            keys, values = (drawn(3, kv_heads, room, size, dtype=dtype) for _ in range(2))
+            mask = seen_by(end, at_once)
+            padding = [0, end // 3, end - at_once]
+            ends = [end - behind, end, end]
+            offset = mx.array([last - at_once - each for last, each in zip(ends, padding, strict=True)])
+            out = cuda_attention.attention_in_place(queries, keys, values, SCALE, offset, mx.array(padding))
+            for row, last in enumerate(ends):
+                seen = mask[row : row + 1, ..., end - last :] if last < end else mask[row : row + 1]
+                part = slice(row, row + 1)
+                close = wanted(queries[part], keys[part, :, :last], values[part, :, :last], seen)
+                made = out.reshape(3, at_once, heads, size)[part].swapaxes(1, 2).astype(mx.float32)
+                assert mx.allclose(made, close, atol=2e-2 if dtype != mx.float32 else 1e-5)
+
+
+@needs_cuda
+@pytest.mark.parametrize("normed", [True, False])
+def test_keys_and_values_are_written_where_their_row_ends(normed: bool) -> None:
+    heads, size, rotary = (4, 2, 2), 128, Rotary.of(nn.RoPE(128), 128)
+    assert rotary is not None
+    norms = [drawn(size), drawn(size)] if normed else []
+    for count in (1, 3):
+        qkv, offset, padding = drawn(3 * count, 8 * size), mx.array([0, 7, 200]), mx.array([5, 0, 50])
+        kv = drawn(3, 2, 256, size), drawn(3, 2, 256, size)
+        copies = [mx.array(each) for each in kv]
+        mx.eval(copies, kv)
+        q, *new = rotary(qkv, heads, norms, 1e-6, offset)
+        assert mx.array_equal(rotary.placed(qkv, heads, norms, 1e-6, (offset, padding), kv), q)
+        for held, copy, each in zip(kv, copies, new, strict=True):
+            for row, at in enumerate((5, 7, 250)):
+                copy[row, :, at : at + count] = each[row]
+            assert mx.array_equal(held, copy), "there, and nowhere else"
+
+
+PROMPTS = [tuple((at * 31 + row * 7) % 250 for at in range(length)) for row, length in enumerate((70, 9, 130, 41, 70))]
+
+
+def said(loaded: LoadedModel, guesses: dict[str, tuple[int, ...]]) -> dict[str, list[int]]:
+    """What rows say that come and go, some twice, some of one prompt, some with drafts."""
+    speculation = SpeculationConfig(5, adapts_to_time=False, own_text=False)
+    engine = Engine(loaded, EngineConfig("", max_rows=8, prefix_cache_bytes=64 << 20, speculation=speculation))
+    told: dict[str, list[int]] = {}
+
+    def submit(round_: int) -> None:
+        for at, prompt in enumerate(PROMPTS):
+            name = f"{round_} {at}"
+            sampling = SamplingParams(20 + 40 * (at % 3) + 250 * (at == 1), at, temperature=1.0, ignore_eos=True)
+            told[name] = []
+            spec = SequenceSpec(name, "m", prompt, sampling, prediction_ids=guesses.get(name, ()))
+            engine.submit([RowRequest(spec)])
+
+    for turn in range(2000):
+        if turn in (0, 15, 60):
+            submit(turn)
+        if turn == 30:
+            engine.cancel("15 1")
+        for event in engine.turn().events:
+            told[event.seq] += event.tokens
+        engine.settle()
+        if turn > 60 and not engine.busy:
+            break
+    engine.close()
+    told.pop("15 1")  # how far it has come depends on drafts
+    return told
+
+
+@needs_cuda
+def test_rows_come_and_go_and_are_taken_back_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = load_model(EngineConfig(str(write_model(tmp_path / "m", QWEN3_BENCH))))
+    steps = 0
+    is_for = place.is_for
+
+    def counted(*of: Any) -> bool:
+        nonlocal steps
+        steps += (taken := is_for(*of))
+        return taken
+
+    monkeypatch.setattr(place, "is_for", lambda *of: False)
+    plain = said(loaded, {})
+    guesses = {name: tuple(id_ if at % 4 else 0 for at, id_ in enumerate(ids)) for name, ids in plain.items()}
+    monkeypatch.setattr(place, "is_for", counted)
+    for drafts in ({}, {name: each for name, each in guesses.items() if name[-1] in "013"}):
+        assert said(loaded, drafts) == plain
+    assert steps > 200
