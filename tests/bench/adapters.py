@@ -34,8 +34,8 @@ from worker.engine.kv.cuda import attention as cuda_attention
 from worker.engine.lora.slots import AdapterSlots
 from worker.engine.messages import EngineConfig, RowRequest
 from worker.engine.model import cuda_graphs
-from worker.engine.model.decode_step import join_products
 from worker.engine.model.loader import LoadedModel
+from worker.engine.model.step.decode_step import join_products
 
 ROUNDS, STEPS, PROMPT = 5, 24, 32
 MEDIUM: dict[str, Any] = {**QWEN3_SMALL, "hidden_size": 512, "num_hidden_layers": 8, "intermediate_size": 1536}

@@ -199,7 +199,7 @@ def rank(shape: str, ranks: int) -> None:
 
     from worker.engine.batch import row_model
     from worker.engine.messages import EngineConfig
-    from worker.engine.model import decode_step
+    from worker.engine.model.step import decode_step
 
     # Also on a CPU, where a worker does not wait for the compiler: what counts here is the host's work.
     row_model.decode_step_of = lambda model: decode_step.DecodeStep(model, compiles=True)
@@ -249,10 +249,10 @@ def random_model(shape: str, group: Any, folder: Path) -> Any:
     from worker.engine.kv.cuda import attention
     from worker.engine.kv.layout import KvLayout
     from worker.engine.messages import EngineConfig
-    from worker.engine.model.decode_step import join_products
     from worker.engine.model.loader import _measure, load_model
     from worker.engine.model.sharding import read_weights, shard
     from worker.engine.model.sites import Whole, module_shapes
+    from worker.engine.model.step.decode_step import join_products
     from worker.engine.ranks.ranks import ranks_of
 
     if PLAIN in os.environ:

@@ -55,8 +55,8 @@ from trainer.tuning.led import LedTuner  # noqa: E402
 from trainer.warm_up import rehearse  # noqa: E402
 from worker.engine.batch import row_model  # noqa: E402
 from worker.engine.messages import EngineConfig, SpeculationConfig  # noqa: E402
-from worker.engine.model.decode_step import DecodeStep, decode_step_of  # noqa: E402
 from worker.engine.model.loader import LoadedModel, load_model  # noqa: E402
+from worker.engine.model.step.decode_step import DecodeStep, decode_step_of  # noqa: E402
 from worker.engine.ranks import ranks  # noqa: E402
 from worker.engine.ranks.cuda import sums  # noqa: E402
 from worker.engine.ranks.ranks import Ranks, one_after_another  # noqa: E402

@@ -14,7 +14,7 @@ from worker.engine.lora.deltas import deltas_of
 from worker.engine.lora.kernels import one_pass, one_pass_joined
 from worker.engine.model.cuda import products
 from worker.engine.model.cuda.rotary import Rotary
-from worker.engine.model.decode_step import DecodeStep, join_products
+from worker.engine.model.step.decode_step import DecodeStep, join_products
 
 needs_cuda = pytest.mark.skipif(not mx.cuda.is_available(), reason="needs a CUDA device")
 TYPES = (mx.bfloat16, mx.float16)

@@ -16,8 +16,8 @@ from tests.engine.small_models import LLAMA, QWEN3, write_model
 from tests.engine.test_decode_step import BIASES, decoded
 from tests.engine.test_multi_lora import adapted_with
 from worker.engine.messages import EngineConfig
-from worker.engine.model.decode_step import DecodeStep
 from worker.engine.model.loader import load_model
+from worker.engine.model.step.decode_step import DecodeStep
 from worker.engine.ranks.cuda import sums
 
 

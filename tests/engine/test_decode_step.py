@@ -22,8 +22,8 @@ from worker.engine.lora import deltas, stacks
 from worker.engine.messages import EngineConfig, SpeculationConfig
 from worker.engine.model.cuda import products
 from worker.engine.model.cuda.rotary import Rotary
-from worker.engine.model.decode_step import DecodeStep, decode_step_of, join_products
 from worker.engine.model.loader import load_model
+from worker.engine.model.step.decode_step import DecodeStep, decode_step_of, join_products
 
 BIASES = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
 SCALED = {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}

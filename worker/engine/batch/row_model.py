@@ -22,8 +22,8 @@ from worker.engine.heads.head import Head, Heads
 from worker.engine.kv.cuda import few_shapes
 from worker.engine.kv.layout import KvLayout
 from worker.engine.model.batching import takes_padding
-from worker.engine.model.decode_step import decode_step_of
 from worker.engine.model.pooling import hidden_states
+from worker.engine.model.step.decode_step import decode_step_of
 from worker.engine.networks.network import Network
 from worker.engine.ranks.ranks import Ranks
 from worker.engine.vision.features import ImageFeatures, embeddings, with_images

@@ -29,12 +29,12 @@ from worker.engine.kv.layout import KvLayout, layout_of
 from worker.engine.messages import EngineConfig
 from worker.engine.model import cuda_graphs
 from worker.engine.model.batching import check_batch
-from worker.engine.model.decode_step import join_products
 from worker.engine.model.draft import DraftModel, check_tokenizer
 from worker.engine.model.pipeline import cut
 from worker.engine.model.pooling import hidden_size
 from worker.engine.model.sharding import read_weights, shard
 from worker.engine.model.sites import Whole, module_shapes
+from worker.engine.model.step.decode_step import join_products
 from worker.engine.ranks.lockstep import check_settings
 from worker.engine.ranks.ranks import Ranks, one_after_another, ranks_of
 from worker.engine.scheduler import DraftKv

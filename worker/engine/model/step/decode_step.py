@@ -37,11 +37,11 @@ from mlx_lm.models.rope_utils import Llama3RoPE, SuScaledRoPE, YarnRoPE
 from worker.engine.kv.cuda import place
 from worker.engine.kv.cuda.attention import attention_in_place
 from worker.engine.kv.ragged import have_written, with_room
-from worker.engine.model.adapting import BEFORE, BEHIND, Adapting, Parts, adapted_parts
 from worker.engine.model.joined import join
-from worker.engine.model.layer import Layer, Rows, bare, called, layer_of
-from worker.engine.model.product import Arrays
 from worker.engine.model.sites import EMBEDDINGS, LINEARS
+from worker.engine.model.step.adapting import BEFORE, BEHIND, Adapting, Parts, adapted_parts
+from worker.engine.model.step.layer import Layer, Rows, bare, called, layer_of
+from worker.engine.model.step.product import Arrays
 
 LAYERS_AT_ONCE = (
     2  # that a GPU is given at a time where it has nothing to do: 10.0 ms in place of 15 for a check of 0.6B

@@ -10,10 +10,10 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.activations import swiglu
 
-from worker.engine.model.adapting import Adapting
 from worker.engine.model.cuda.rotary import Rotary
 from worker.engine.model.joined import Joined, arrays_of
-from worker.engine.model.product import Arrays, Product
+from worker.engine.model.step.adapting import Adapting
+from worker.engine.model.step.product import Arrays, Product
 
 Rows = tuple[mx.array, ...]
 """Positions [B] that each row has read; where its KV is written in place, also those before its first one."""
