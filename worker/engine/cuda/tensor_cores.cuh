@@ -41,3 +41,35 @@ __device__ void multiply(float* sums, const unsigned* a, unsigned b_low, unsigne
         : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b_low), "r"(b_high));
 }
+
+// Sixteen bytes to shared memory, on their way while others are used; `end_copies` closes a group of them.
+__device__ inline void copy_ahead(void* to, const void* from) {
+  const unsigned at = static_cast<unsigned>(__cvta_generic_to_shared(to));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(at), "l"(from) : "memory");
+}
+
+__device__ inline void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Until at most so many groups are on their way.
+template <int GROUPS>
+__device__ void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(GROUPS) : "memory");
+}
+
+// Four 8 x 8 tiles of 16-bit numbers from shared memory, spread over a warp; each lane names a row of one.
+__device__ inline void four_tiles(unsigned* four, const void* from) {
+  const unsigned at = static_cast<unsigned>(__cvta_generic_to_shared(from));
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+      : "=r"(four[0]), "=r"(four[1]), "=r"(four[2]), "=r"(four[3])
+      : "r"(at)
+      : "memory");
+}
+
+// SwiGLU of two numbers of T, rounded as MLX's operations round.
+template <typename T>
+__device__ T opened(T gate, T up) {
+  const float of_gate = static_cast<float>(gate);
+  const T open = static_cast<T>(1.0f / (1.0f + __expf(-of_gate)));
+  const T half = static_cast<T>(of_gate * static_cast<float>(open));
+  return static_cast<T>(static_cast<float>(half) * static_cast<float>(up));
+}

@@ -75,10 +75,7 @@
         float up = 0.0f;
 #pragma unroll
         for (int i = 0; i < WARPS; i++) up += parts[i][row][MADE + output];
-        const float gate = static_cast<float>(made);
-        const T open = static_cast<T>(1.0f / (1.0f + __expf(-gate)));
-        const T half = static_cast<T>(gate * static_cast<float>(open));
-        made = static_cast<T>(static_cast<float>(half) * static_cast<float>(static_cast<T>(up)));
+        made = opened(made, static_cast<T>(up));
       }
       if (first + output < width) y[static_cast<long>(begin + from + row) * width + first + output] = made;
     }
