@@ -45,8 +45,8 @@ def are_there() -> bool:
 def _runs() -> bool:
     """Whether it compiles here and is right: it needs tensor cores that know bfloat16 (compute capability 8.0)."""
     try:
-        for rows in (2, AT_ONCE + 1):
-            x, weight = (mx.arange(count * 256).reshape(count, 256) % by - 3 for count, by in ((rows, 7), (66, 5)))
+        for rows, outputs in ((2, 66), (AT_ONCE + 1, 66), (AT_ONCE + 1, 64 * _BLOCKS)):
+            x, weight = (mx.arange(count * 256).reshape(count, 256) % by - 3 for count, by in ((rows, 7), (outputs, 5)))
             exact = x.astype(mx.float32) @ weight.astype(mx.float32).T  # of whole numbers: in any order
             made = product(x.astype(mx.bfloat16), weight.astype(mx.bfloat16))
             if not mx.array_equal(made, exact.astype(mx.bfloat16)):
