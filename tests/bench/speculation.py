@@ -95,6 +95,8 @@ class Decoding:
         engine.submit(requests)
         while not all(self.written.values()):
             self.turn()
+        if not self.is_whole:
+            raise SystemExit("a row ended before all of them decoded: give --tokens more")
         self.waits.clear()
         self._begin()
         self._since = dict.fromkeys(self.written, 0.0)
