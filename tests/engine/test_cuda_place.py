@@ -20,6 +20,7 @@ from worker.engine.kv.ragged import are_plain, have_written, with_room
 from worker.engine.messages import EngineConfig, RowRequest, SpeculationConfig
 from worker.engine.model.cuda.rotary import Rotary
 from worker.engine.model.loader import LoadedModel, load_model
+from worker.engine.model.step.decode_step import DecodeStep
 
 
 def batch(length: int = 5, room: int | None = None) -> BatchKVCache:
@@ -48,7 +49,7 @@ def test_room_is_behind_what_is_written_and_what_is_counted_is_what_an_update_co
     ((keys, values),) = with_room([ours], 3)
     assert keys is ours.keys and values is ours.values
     assert keys.shape == values.shape and keys.shape[2] >= end + 3
-    assert keys.shape[2] == held.shape[2] or keys.shape[2] % ours.step == 0, "whole steps: few lengths are compiled for"
+    assert keys.shape[2] % ours.step == 0, "whole steps: few lengths are compiled for"
     assert mx.array_equal(keys[..., :end, :], held[..., :end, :])
     have_written([ours], 3)
     theirs.update_and_fetch(*(mx.zeros((3, 2, 3, 4)) for _ in range(2)))
@@ -65,8 +66,10 @@ def test_other_kv_is_not_written_in_place() -> None:
     assert not are_plain([BatchKVCache([0, 0])]), "nothing is written yet"
     assert not are_plain(ragged([window]))
     if mx.default_device() == mx.Device(mx.cpu):
+        plain = BatchKVCache([0, 0])
+        plain.update_and_fetch(*(mx.zeros((2, 2, 3, 64)) for _ in range(2)))
         rotary = Rotary(64, 1.0, 1e4)
-        assert not place.is_for(mx.zeros((3, 1), mx.int32), [batch()], {mx.float32}, rotary), "on a CPU"
+        assert not place.is_for(mx.zeros((2, 1), mx.int32), [plain], {mx.float32}, rotary), "on a CPU"
 
 
 @needs_cuda
@@ -114,13 +117,42 @@ def test_keys_and_values_are_written_where_their_row_ends(normed: bool) -> None:
             assert mx.array_equal(held, copy), "there, and nowhere else"
 
 
-PROMPTS = [tuple((at * 31 + row * 7) % 250 for at in range(length)) for row, length in enumerate((70, 9, 130, 41, 70))]
+def test_what_is_not_drawn_from_is_not_written_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A piece of a prompt may be one token wide: nobody asks for its logits, without which its KV would not come."""
+    loaded = load_model(EngineConfig(str(write_model(tmp_path / "m", QWEN3_BENCH))))
+    asked: list[tuple[tuple[int, ...], bool]] = []
+    reads = DecodeStep._reads
+
+    def noted(step: DecodeStep, tokens_BL: mx.array, caches: Any, in_place: bool) -> Any:
+        asked.append((tokens_BL.shape, in_place))
+        return reads(step, tokens_BL, caches, in_place)
+
+    monkeypatch.setattr(DecodeStep, "_reads", noted)
+    engine = Engine(loaded, EngineConfig("", max_rows=8, prefix_cache_bytes=64 << 20, prefill_chunk=64))
+    for at, length in enumerate((64, 66, 66)):  # the second has a piece of one token, of 64 and more, or behind a hit
+        prompt = (*range(3, 3 + 64), *range(100 + at, 100 + at + length - 64))
+        engine.submit([RowRequest(SequenceSpec(str(at), "m", prompt, SamplingParams(4, at, ignore_eos=True)))])
+        while engine.busy:
+            engine.turn()
+            engine.settle()
+    engine.close()
+    pieces = [shape for shape, in_place in asked if not in_place]
+    assert pieces and set(pieces) == {(1, 1)}
+    assert sum(in_place for _, in_place in asked) >= 3 * 4, "each token that is drawn"
+
+
+PROMPTS = [
+    tuple((at * 31 + row * 7) % 250 for at in range(length)) for row, length in enumerate((70, 9, 130, 41, 70, 514))
+]
+PROMPTS.append((*PROMPTS[0][:64], 7, 9))  # behind the others' blocks one token is left before the last, and of 514
 
 
 def said(loaded: LoadedModel, guesses: dict[str, tuple[int, ...]]) -> dict[str, list[int]]:
     """What rows say that come and go, some twice, some of one prompt, some with drafts."""
     speculation = SpeculationConfig(5, adapts_to_time=False, own_text=False)
-    engine = Engine(loaded, EngineConfig("", max_rows=8, prefix_cache_bytes=64 << 20, speculation=speculation))
+    engine = Engine(
+        loaded, EngineConfig("", max_rows=8, prefix_cache_bytes=64 << 20, prefill_chunk=512, speculation=speculation)
+    )
     told: dict[str, list[int]] = {}
 
     def submit(round_: int) -> None:

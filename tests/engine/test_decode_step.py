@@ -234,13 +234,13 @@ def test_a_step_that_checks_drafts_is_of_few_operations(tmp_path: Path, monkeypa
     fed: list[tuple[str, int]] = []
 
     class Noting(DecodeStep):
-        def __call__(self, tokens_BL: mx.array, caches: Any) -> mx.array:
+        def __call__(self, tokens_BL: mx.array, *of: Any, **how: Any) -> mx.array:
             fed.append(("base", tokens_BL.shape[1]))
-            return super().__call__(tokens_BL, caches)
+            return super().__call__(tokens_BL, *of, **how)
 
-        def adapted(self, tokens_BL: mx.array, caches: Any) -> mx.array:
+        def adapted(self, tokens_BL: mx.array, *of: Any, **how: Any) -> mx.array:
             fed.append(("adapted", tokens_BL.shape[1]))
-            return super().adapted(tokens_BL, caches)
+            return super().adapted(tokens_BL, *of, **how)
 
     monkeypatch.setattr(row_model, "decode_step_of", lambda model: Noting(model, compiles=False))
     write_model(tmp_path / "model", QWEN3)

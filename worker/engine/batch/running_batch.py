@@ -248,7 +248,7 @@ class RunningBatch:
 
     def _one_token(self, inputs_B: mx.array, cache: Sequence[Any]) -> None:
         """Feed one token of each row; the model keeps the logits until they are drawn from."""
-        self._model(inputs_B[:, None], cache=list(cache))
+        self._model(inputs_B[:, None], cache=list(cache), draws=not self._draws_late)
         share_offsets(cache[:-1])
 
     def _decode(self) -> list[tuple[Row, int]]:

@@ -121,12 +121,13 @@ def are_plain(caches: Sequence[Any]) -> bool:
 def with_room(caches: Sequence[Any], count: int) -> list[tuple[mx.array, mx.array]]:
     """Keys and values [B, H, positions, D] of plain caches, in which the next `count` positions may be written.
 
-    Arrays with room behind what is written are a cache's own: whoever copies rows out of them takes what is written.
+    They are whole steps long, lest what is compiled for their lengths pile up. Arrays with room behind what is written
+    are a cache's own and lie in order: whoever copies rows out of them takes what is written.
     """
     for cache in caches:
-        short = cache._idx + count - cache.keys.shape[2]
-        if short > 0:
-            room = -(-(cache.keys.shape[2] + short) // cache.step) * cache.step - cache._idx
+        end, length = cache._idx + count, cache.keys.shape[2]
+        if length < end or length % cache.step:
+            room = -(-end // cache.step) * cache.step - cache._idx
             parts = [each[..., : cache._idx, :] for each in (cache.keys, cache.values)]
             cache.keys, cache.values = (mx.pad(each, [(0, 0), (0, 0), (0, room), (0, 0)]) for each in parts)
     return [(cache.keys, cache.values) for cache in caches]

@@ -5,7 +5,9 @@ The next step is given out before that, so each step copied all KV: of 32 rows o
 bfloat16) 0.27 GB a layer, for each of keys and values, and as much memory again. Here a kernel writes a row's next keys
 and values where that row ends (`rotary.cu`), and attention reads all up to there (`read.cu`, `tiles.cu`). That the one
 comes after the other is said by the queries, which the former makes and the latter reads; the next step follows from
-what the model says in this one. So nobody else may read what has been written before the step's logits are asked for.
+what the model says in this one. MLX knows of nothing else that it is written: where a step's logits are not asked for,
+as of pieces of prompts and of a draft model, it would never be, and before they are, nobody else may read it. So only
+steps that are drawn from at once come here (`RowModel`).
 
 Lengths of rows are numbers on the device, and arrays are as long as there is room. So a step's shapes are those of the
 step before, and attention is compiled with what lies around it.

@@ -1,9 +1,8 @@
 // y = x W^T for few rows. A block computes OUTPUTS outputs of up to ROWS rows, in tiles of 16, with GATED half of them of
 // each half of the weights. Its warps take turns at the inputs, some steps of 32 at a time, and their sums are added up in
-// the end, some rows at a time. Which input is which of a tile's 16 does not matter, if weights and x agree: so a thread
+// the end. Which input is which of a tile's 16 does not matter, if weights and x agree: so a thread
 // reads eight in a row of both, and multiplies twice.
   constexpr int PER = 8, TILES = ROWS / 8, MADE = GATED ? OUTPUTS / 2 : OUTPUTS;
-  constexpr int PHASE = ROWS < 1024 / OUTPUTS ? ROWS : 1024 / OUTPUTS;  // rows added up at once, in 34 KB of shared memory
   const int begin = blockIdx.y * ROWS, rows = min(ROWS, x_shape[0] - begin);
   const int inputs = x_shape[1], outputs = weight_shape[0];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = lane / 4, place = lane % 4;
@@ -51,32 +50,27 @@
   for (int at = whole * AHEAD + warp; at < inputs / 32; at += WARPS)
     add(cuda::std::integral_constant<int, 1>{}, at * 32);
 
-  __shared__ float parts[WARPS][PHASE][OUTPUTS + 1];  // one more, lest columns share a bank
+  __shared__ float parts[WARPS][ROWS][OUTPUTS + 1];  // one more, lest columns share a bank
   const int width = GATED ? outputs / 2 : outputs;
 #pragma unroll
-  for (int from = 0; from < ROWS; from += PHASE) {
-    if (from > 0) __syncthreads();
+  for (int tile = 0; tile < OUTPUTS / 16; tile++)
 #pragma unroll
-    for (int tile = 0; tile < OUTPUTS / 16; tile++)
+    for (int i = 0; i < TILES; i++)
 #pragma unroll
-      for (int i = 0; i < PHASE / 8; i++)
+      for (int which = 0; which < 4; which++)
+        parts[warp][i * 8 + place * 2 + which % 2][tile * 16 + group + which / 2 * 8] = sums[tile][i][which];
+  __syncthreads();
+  for (int at = threadIdx.x; at < rows * MADE; at += 32 * WARPS) {
+    const int row = at / MADE, output = at % MADE;
+    float total = 0.0f;
 #pragma unroll
-        for (int which = 0; which < 4; which++)
-          parts[warp][i * 8 + place * 2 + which % 2][tile * 16 + group + which / 2 * 8] =
-              sums[tile][from / 8 + i][which];
-    __syncthreads();
-    for (int at = threadIdx.x; at < min(PHASE, rows - from) * MADE; at += 32 * WARPS) {
-      const int row = at / MADE, output = at % MADE;
-      float total = 0.0f;
+    for (int i = 0; i < WARPS; i++) total += parts[i][row][output];
+    T made = static_cast<T>(total);
+    if constexpr (GATED) {
+      float up = 0.0f;
 #pragma unroll
-      for (int i = 0; i < WARPS; i++) total += parts[i][row][output];
-      T made = static_cast<T>(total);
-      if constexpr (GATED) {
-        float up = 0.0f;
-#pragma unroll
-        for (int i = 0; i < WARPS; i++) up += parts[i][row][MADE + output];
-        made = opened(made, static_cast<T>(up));
-      }
-      if (first + output < width) y[static_cast<long>(begin + from + row) * width + first + output] = made;
+      for (int i = 0; i < WARPS; i++) up += parts[i][row][MADE + output];
+      made = opened(made, static_cast<T>(up));
     }
+    if (first + output < width) y[static_cast<long>(begin + row) * width + first + output] = made;
   }

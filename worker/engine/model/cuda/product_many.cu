@@ -1,7 +1,7 @@
 // y = x W^T for more rows than a block of `product.cu` takes. A block computes OUTPUTS outputs of 64 rows, with GATED half
 // of them of each half of the weights. What it multiplies comes into shared memory 64 inputs at a time, while what came
-// before is multiplied: three such stages. A row of a stage is 128 bytes, whose sixteenths are swapped by the row's number,
-// so that eight rows are read from all banks at once. Each of four warps has 32 rows and half the outputs.
+// before is multiplied: three such stages. A row of a stage is 128 bytes, whose eighths are swapped by the row's number, so
+// that eight rows are read from all banks at once. Each of four warps has 32 rows and half the outputs.
   constexpr int ROWS = 64, STEP = 64, STAGES = 3, TILES = OUTPUTS / 16, MADE = GATED ? OUTPUTS / 2 : OUTPUTS;
   __shared__ alignas(128) T of_x[STAGES][ROWS * STEP];
   __shared__ alignas(128) T of_weight[STAGES][OUTPUTS * STEP];
@@ -10,7 +10,7 @@
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = blockIdx.x * MADE;
   const int own_rows = warp / 2 * 32, own_outputs = warp % 2 * (OUTPUTS / 2);
 
-  // A thread brings every eighth row's sixteenth of 128 bytes.
+  // A thread brings an eighth of every sixteenth row.
   const int piece = threadIdx.x % 8, from_row = threadIdx.x / 8;
   auto bring = [&](int stage, int step) {
 #pragma unroll

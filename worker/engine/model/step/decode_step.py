@@ -5,10 +5,10 @@ ranks divide a model: a second GPU shortens neither. mlx-lm's layer of Qwen3 is 
 flattens what a product is fed and undoes that behind it, transposes every weight, and moves the axis of heads over that
 of the one position there is. Here all is [N, D], of N = rows x tokens a row, weights have been transposed once and for
 all, heads are a reshape where a row has one token, and products of one input are joined: 24 operations are left, two
-sums over ranks besides. On CUDA kernels of ours do several of them at once (model/cuda, ranks/cuda): 17, of a rank 15.
-Where drafts are checked a row has several tokens, and a layer moves the axis of heads once. The numbers are those of
-mlx-lm's forward (tests/engine/test_decode_step.py: bit by bit), but for the last bits where such kernels sum up in
-another order or round less often.
+sums over ranks besides. On CUDA kernels of ours do several of them at once (model/cuda, ranks/cuda, kv/cuda): 11, of a
+rank 9. Where drafts are checked a row has several tokens, and a layer moves the axis of heads once, or a kernel does.
+The numbers are those of mlx-lm's forward (tests/engine/test_decode_step.py: bit by bit), but for the last bits where
+such kernels sum up in another order or round less often.
 
 What lies between the attention of one layer and that of the next, sums over ranks included, depends on the number of
 rows and tokens alone. So it is compiled as one function, which all layers share, since weights are its arguments. MLX
@@ -123,10 +123,10 @@ class DecodeStep:
         """Whether these are caches of a batch, each with its rows' positions."""
         return len(caches) == len(self._layers) and all(isinstance(each.offset, mx.array) for each in caches)
 
-    def __call__(self, tokens_BL: mx.array, caches: Sequence[Any]) -> mx.array:
-        """Logits [B, L, V] of rows of the base."""
+    def __call__(self, tokens_BL: mx.array, caches: Sequence[Any], *, in_place: bool = False) -> mx.array:
+        """Logits [B, L, V] of rows of the base. `in_place`: they are asked for before anything else reads the KV."""
         rows, count = tokens_BL.shape
-        kv = self._reads(tokens_BL, caches)
+        kv = self._reads(tokens_BL, caches, in_place)
         compiled = self._compiled_for(count, kv.room)
         functions = compiled.base
         if functions is None:
@@ -143,10 +143,10 @@ class DecodeStep:
         kv.end()
         return logits_NV.reshape(rows, count, -1)
 
-    def adapted(self, tokens_BL: mx.array, caches: Sequence[Any]) -> mx.array:
+    def adapted(self, tokens_BL: mx.array, caches: Sequence[Any], *, in_place: bool = False) -> mx.array:
         """The same of rows with adapters, in the slots that are selected."""
         rows, count = tokens_BL.shape
-        kv = self._reads(tokens_BL, caches)
+        kv = self._reads(tokens_BL, caches, in_place)
         compiled = self._compiled_for(count, kv.room)
         inner = self.model.model
         before = [adapted_parts(layer, BEFORE) for layer in inner.layers]
@@ -173,8 +173,10 @@ class DecodeStep:
         tied = self.model.args.tie_word_embeddings
         return cast(mx.array, inner.embed_tokens.as_linear(x_BLD) if tied else self.model.lm_head(x_BLD))
 
-    def _reads(self, tokens_BL: mx.array, caches: Sequence[Any]) -> _Reads:
-        in_place = self._may_place and place.is_for(tokens_BL, caches, self._dtypes, self._layers[0].rotary)
+    def _reads(self, tokens_BL: mx.array, caches: Sequence[Any], in_place: bool) -> _Reads:
+        in_place = (
+            in_place and self._may_place and place.is_for(tokens_BL, caches, self._dtypes, self._layers[0].rotary)
+        )
         mask = None if in_place else create_attention_mask(tokens_BL, caches[0])
         return _Reads(caches, tokens_BL.shape[1], self._scale, mask, in_place=in_place)
 
