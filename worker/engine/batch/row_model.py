@@ -115,16 +115,16 @@ class RowModel:
     def _hidden(self) -> Callable[..., mx.array] | None:
         return hidden_states(self.model)
 
-    def __call__(self, tokens_BL: mx.array, cache: list[Any], *, checks: bool = False, draws: bool = False) -> mx.array:
+    def __call__(self, tokens_BL: mx.array, cache: list[Any], *, draws: bool = False) -> mx.array:
         """Logits [B, L, V] in fp32; with bf16 logits a trainer's log-probabilities differ by up to 6e-2.
 
-        `checks`: these are drafts, each row's behind its next input. `draws`: the logits are asked for before anything
-        else reads what this writes, so that it may be written in place (kv/cuda/place.py).
+        `draws`: the rows' next inputs, and drafts behind them. The logits are asked for before anything else reads what
+        this writes, so that it may be written in place (kv/cuda/place.py).
         """
         self._enter(cache[-1])
         # A prefill's logits are never computed, and must not be kept: they hold its whole graph.
         is_one_token = tokens_BL.shape[1] == 1
-        quick = self._decode_step if is_one_token or checks else None
+        quick = self._decode_step if is_one_token or draws else None
         with nullcontext() if is_one_token else few_shapes.applied():
             # Not in place of another module that has been put in the model's.
             if quick is not None and quick.model is self.model and quick.takes(cache[:-1]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,16 @@ import mlx.core as mx
 
 _HERE = Path(__file__).parent
 _TYPES = "#include <cuda_bf16.h>\n#include <cuda_fp16.h>\n"
+
+
+def is_used() -> bool:
+    """Whether this process computes on CUDA."""
+    return mx.cuda.is_available() and mx.default_device() != mx.Device(mx.cpu)
+
+
+def is_on(switch: str) -> bool:
+    """Whether it does, and that variable does not turn such kernels off."""
+    return os.environ.get(switch, "1") != "0" and is_used()
 
 
 @cache

@@ -21,6 +21,7 @@ from shared.errors import SetupError
 from shared.process.options.group import Sharding
 from shared.sequences import ModelCard
 from shared.text.codec import TokenizerBundle
+from worker.engine import cuda
 from worker.engine.heads.classifier import Classifier, is_classifier
 from worker.engine.heads.head import Heads
 from worker.engine.kv.cuda import attention as cuda_attention
@@ -166,7 +167,7 @@ def _read(
         raise SetupError(f"cannot load the model at {path}: {type(error).__name__}: {error}") from error
     _set_dtype(model, config.dtype)
     mx.eval(model.parameters()) if ranks is None else read_weights(model)
-    if ranks is None and mx.cuda.is_available() and mx.default_device() != mx.Device(mx.cpu):
+    if ranks is None and cuda.is_used():
         join_products(model)
     for part in tower.parts if tower is not None and _sees(ranks) else ():
         _set_dtype(part, config.dtype)

@@ -151,7 +151,7 @@ class SpeculatingBatch(RunningBatch):
         caches, is_padded = self._cache[:-1], not is_fed_BL.all()
         if is_padded:
             expect(caches, is_fed_BL.sum(axis=1).tolist())
-        logits_BLV = self._model(mx.array(ids_BL), cache=self._cache, checks=True, draws=True)
+        logits_BLV = self._model(mx.array(ids_BL), cache=self._cache, draws=True)
         if is_padded:
             have_read(caches)
         return logits_BLV

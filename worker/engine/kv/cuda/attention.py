@@ -19,7 +19,6 @@ head sizes, few positions.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from functools import cache, lru_cache, partial
 from math import e, log2
@@ -28,7 +27,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 
-from worker.engine.cuda import kernel, number
+from worker.engine.cuda import is_on, kernel, number
 from worker.engine.kv.cuda import few_shapes
 
 _HERE = Path(__file__).parent
@@ -113,12 +112,7 @@ def attention(
 def reads_in_place(keys: mx.array, values: mx.array) -> bool:
     """Whether `attention_in_place` is made for these."""
     size = keys.shape[3]
-    return is_on() and size in _HEAD_SIZES and keys.dtype in _DTYPES and values.shape == keys.shape
-
-
-def is_on() -> bool:
-    """Whether this process computes by the kernels."""
-    return os.environ.get(SWITCH, "1") != "0" and mx.cuda.is_available() and mx.default_device() != mx.Device(mx.cpu)
+    return is_on(SWITCH) and size in _HEAD_SIZES and keys.dtype in _DTYPES and values.shape == keys.shape
 
 
 def attention_in_place(
@@ -206,7 +200,7 @@ def packs(keys: mx.array, values: mx.array) -> bool:
 @cache
 def install() -> bool:
     """Put the kernels before MLX's attention, in this process, and few shapes; False without CUDA."""
-    if not is_on():
+    if not is_on(SWITCH):
         return False
     fused = mx.fast.scaled_dot_product_attention
 

@@ -1,13 +1,13 @@
 """Plain KV of a batch on CUDA, written and read in place in decode steps.
 
 MLX updates an array in place only if nothing else holds it, and what a step reads is held until it has been computed.
-The next step is given out before that, so each step copied all KV: of 32 rows of 2,048 positions (8 heads of 128,
-bfloat16) 0.27 GB a layer, for each of keys and values, and as much memory again. Here a kernel writes a row's next keys
-and values where that row ends (`rotary.cu`), and attention reads all up to there (`read.cu`, `tiles.cu`). That the one
-comes after the other is said by the queries, which the former makes and the latter reads; the next step follows from
-what the model says in this one. MLX knows of nothing else that it is written: where a step's logits are not asked for,
-as of pieces of prompts and of a draft model, it would never be, and before they are, nobody else may read it. So only
-steps that are drawn from at once come here (`RowModel`).
+Where the GPU is slower than its host, the next step is given out before that, and copies all KV: of 32 rows of 2,048
+positions (8 heads of 128, bfloat16) 134 MB of keys a layer and as much of values, and as much memory again. Here a
+kernel writes a row's next keys and values where that row ends (`rotary.cu`), and attention reads all up to there
+(`read.cu`, `tiles.cu`). That the one comes after the other is said by the queries, which the former makes and the
+latter reads; the next step follows from what the model says in this one. MLX knows of nothing else that it is written:
+where a step's logits are not asked for, as of pieces of prompts and of a draft model, it would never be, and before
+they are, nobody else may read it. So only steps that are drawn from at once come here (`RowModel`).
 
 Lengths of rows are numbers on the device, and arrays are as long as there is room. So a step's shapes are those of the
 step before, and attention is compiled with what lies around it.

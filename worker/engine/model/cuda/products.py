@@ -10,14 +10,13 @@ other rows there are, of 2 to 32, and of more.
 from __future__ import annotations
 
 import logging
-import os
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
 
-from worker.engine.cuda import kernel
+from worker.engine.cuda import is_on, kernel
 
 log = logging.getLogger(__name__)
 
@@ -37,8 +36,7 @@ _FEW, _MANY = (Path(__file__).with_name(name) for name in ("product.cu", "produc
 
 def are_there() -> bool:
     """Whether this process computes by the kernel."""
-    is_wanted = os.environ.get(SWITCH, "1") != "0" and mx.default_device() != mx.Device(mx.cpu)
-    return is_wanted and mx.cuda.is_available() and _runs()
+    return is_on(SWITCH) and _runs()
 
 
 @cache
