@@ -51,10 +51,14 @@ class AdapterBench(Bench):
         self.slots.point(name, int(number))
 
     def publish_and_read(self, version: str) -> None:
-        """Publish, and let the reader finish before any other turn: rows must not end while it reads."""
-        self.woken.clear()
+        """Publish, and let the reader finish before any other turn: rows must not end while it reads.
+
+        The reader wakes for every version that it has read, and may have one before this.
+        """
         self.publish(version)
-        assert self.woken.wait(60)
+        while version not in [manifest.id for manifest, _ in self.slots._read.copy()]:
+            assert self.woken.wait(60)
+            self.woken.clear()
 
     def run_amid_a_hot_load(self, rows: Sequence[SequenceSpec]) -> None:
         """Run rows of `a` and `b@1`; when the one that is called s1 has some tokens, `a@2` comes. All are true."""
