@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import mlx.core as mx
 import pytest
@@ -110,7 +110,7 @@ class SpiedModel:
         self.fails: Callable[[mx.array], bool] = lambda tokens_BL: False
 
     @classmethod
-    def inside(cls, bench: Bench) -> "SpiedModel":
+    def inside(cls, bench: Bench) -> Self:
         model = bench.engine._model
         model.model = spy = cls(model.model)
         return spy

@@ -57,6 +57,33 @@ def numbers(events: list[TokenEvent]) -> list[float]:
     return own + [each.logprob for event in events for top in event.top_logprobs or () for each in top]
 
 
+def parting(ours: list[int], theirs: list[int]) -> int | None:
+    """Where two rows say something else for the first time."""
+    return next((at for at, (one, other) in enumerate(zip(ours, theirs, strict=False)) if one != other), None)
+
+
+class Shaken(SpiedModel):
+    """A model whose logits differ by last bits, in another way in each forward."""
+
+    size = 0.0
+
+    def __call__(self, tokens_BL: mx.array, cache: list[Any]) -> mx.array:
+        logits = super().__call__(tokens_BL, cache)
+        return logits + self.size * mx.random.normal(logits.shape)
+
+
+def is_on_edge(loaded: LoadedModel, row: SequenceSpec, tokens: list[int], size: float) -> bool:
+    """Whether last bits decide one of these tokens: a number of its seed, or another logit, lies that close by."""
+    for _ in range(16):
+        bench = Bench(loaded, prefix_cache_bytes=0)
+        Shaken.inside(bench).size = size
+        bench.submit(row)
+        bench.run()
+        if bench.tokens(row.id)[: len(tokens)] != tokens:
+            return True
+    return False
+
+
 def guess(tokens: list[int], right: float, draw: random.Random) -> tuple[int, ...]:
     return tuple(token if draw.random() < right else draw.randrange(250) for token in tokens)
 
@@ -118,8 +145,13 @@ def check(loaded: LoadedModel, seed: int, config: SpeculationConfig) -> int:
             tokens = drafting.tokens(each.id)
             assert tokens == plain.tokens(each.id)[: len(tokens)]
             continue
-        assert told(drafting.events[each.id]) == told(plain.events[each.id])
-        assert numbers(drafting.events[each.id]) == pytest.approx(numbers(plain.events[each.id]), abs=close)
+        ours, theirs = drafting.events[each.id], plain.events[each.id]
+        if (at := parting(drafting.tokens(each.id), plain.tokens(each.id))) is not None:
+            assert is_on_edge(loaded, each, plain.tokens(each.id)[: at + 1], close / 5)
+            assert drafting.logprobs(each.id)[:at] == pytest.approx(plain.logprobs(each.id)[:at], abs=close)
+            continue
+        assert told(ours) == told(theirs)
+        assert numbers(ours) == pytest.approx(numbers(theirs), abs=close)
     return drafting.engine.stats().speculation.accepted
 
 
@@ -133,6 +165,7 @@ EVERY_KIND = [
 @settings(max_examples=42)
 @given(st.integers(0, 1 << 30), st.sampled_from(EVERY_KIND), st.booleans())
 @example(782751988080, "llama 4", True)  # a code changes
+@example(26169243, "gemma3_text", True)  # a number of the seed lies 1e-7 from where another token begins
 def test_drafts_change_nothing(model_of: Model, llama: LoadedModel, seed: int, name: str, always: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(batch, "LOOSE", random.Random(seed).choice([3, batch.LOOSE]))  # far behind is soon reached
