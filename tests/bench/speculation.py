@@ -148,7 +148,7 @@ class Parts:
         self._inner = [0.0]
         self._is_on = False
         for name, owner, methods in (
-            ("drafts", Drafting, ("tries", "drafts", "checked")),
+            ("drafts", Drafting, ("tries", "drafts", "ahead", "checked")),
             ("building", RowModel, ("__call__",)),
             ("giving out", mx, ("async_eval",)),
             ("taking back", SpeculatingBatch, ("_take_back",)),

@@ -15,7 +15,7 @@ from shared.sequences import SamplingParams, SequenceSpec
 from worker.engine.batch.row import Row
 from worker.engine.kv.kinds import ragged, take_back
 from worker.engine.messages import RowRequest, SpeculationConfig
-from worker.engine.speculation.drafting import SILENT, Drafting
+from worker.engine.speculation.drafting import SILENT, Drafting, Step
 from worker.engine.speculation.memory import ANCHOR, FARTHEST
 
 VOCAB, TOKENS, NOISE = 5000, 128, 0.05
@@ -31,14 +31,19 @@ class World:
         fixed: float = 0.0,
         *,
         together: bool = False,
+        overlaps: bool = False,
         busy: Sequence[range] = (),
         seed: int = 0,
     ) -> None:
-        """`chances`: that a token of a row's prediction is right; None: it has none. `busy`: steps that take thrice."""
+        """`chances`: that a token of a row's prediction is right; None: it has none. `busy`: steps that take thrice.
+
+        `overlaps`: a step that checks drafts is read behind the next one, or behind nothing.
+        """
         self._draw = random.Random(len(chances) + 1000 * seed)
         self._slope, self._fixed = slope, fixed
         self._now = 0.0
-        self._together, self._busy = together, busy
+        self._together, self._overlaps, self._busy = together, overlaps, busy
+        self._unread: list[list[int]] | None = None  # the drafts of a step that has not been read
         self.asked = 0  # steps in which rows were asked for drafts
         self._drafting = Drafting(SpeculationConfig(5), [KVCache()], clock=lambda: self._now, on_cpu=False)
         self._written: dict[Row, list[int]] = {}
@@ -46,6 +51,7 @@ class World:
             written = [self._id() for _ in range(TOKENS + 6)]
             guess = tuple(id_ if self._draw.random() < (chance or 0) else self._id() for id_ in written[:TOKENS])
             guess = () if chance is None else guess
+            written += [0] * 6  # which a step may reach, and nobody foretells
             prompt, sampling = tuple(self._id() for _ in range(64)), SamplingParams(TOKENS, at, ignore_eos=True)
             row = Row(RowRequest(SequenceSpec(str(at), "m", prompt, sampling, prediction_ids=guess)), frozenset(), None)
             row.position = 1
@@ -61,20 +67,26 @@ class World:
         while self._written:
             rows, began = list(self._written), self._now
             self._drafting.begin(len(rows), alone=True, hurried=False)
-            drafts = self._drafts(rows)
-            width = 1 + max(len(draft) for draft in drafts)
-            held = [self._move(row, draft) for row, draft in zip(rows, drafts, strict=True)]
-            self._drafting.told(len(rows) + sum(held))
-            self._known = width > 1
-            takes = 1 + self._fixed * self._known + self._slope * (width - 1)
-            takes *= 3 if any(len(self.steps) in steps for steps in self._busy) else 1
-            self._now += takes * self._draw.lognormvariate(0, NOISE)
-            if self._known:
-                results = [(row, len(draft), each) for row, draft, each in zip(rows, drafts, held, strict=True)]
-                self._drafting.checked(width, results)
+            if self._unread is not None:
+                self._go_on(rows, self._unread)
+            else:
+                drafts = self._drafts(rows)
+                width = 1 + max(len(draft) for draft in drafts)
+                if width > 1 and self._known and self._overlaps:
+                    for row in rows:
+                        self._tell(row, row.position)
+                    self._unread = drafts
+                    self._drafting.checks(width, "begins")
+                else:
+                    self._check(rows, drafts)
+                    if width > 1:
+                        self._drafting.checks(width)
+                    self._known = width > 1
             self.steps.append(self._now - began)
             gone = [row for row in rows if len(row.tokens) >= TOKENS]
             self._drafting.remove(gone)
+            if self._unread is not None:
+                self._unread = [each for each, row in zip(self._unread, rows, strict=True) if row not in gone] or None
             self._written = {row: ids for row, ids in self._written.items() if row not in gone}
         return TOKENS / self._now
 
@@ -85,23 +97,57 @@ class World:
         inputs = [self._written[row][row.position - 1] for row in rows]
         return self._drafting.drafts(rows, inputs, together=self._together)
 
+    def _go_on(self, rows: list[Row], drafts: list[list[int]]) -> None:
+        """Read a step, behind another one if its rows go on."""
+        width = 1 + max(len(draft) for draft in drafts)
+        guesses, length = [list[int]() for _ in rows], 0
+        if self._drafting.tries(rows, known=True):
+            guesses, length = self._drafting.ahead(rows, [width] * len(rows))
+        held = self._check(rows, drafts)
+        for row in rows:
+            self._tell(row, row.position)
+        if length:
+            self._drafting.checks(1 + length, "follows")
+            self._unread = [ids[each + 1 : each + 1 + length] for ids, each in zip(guesses, held, strict=True)]
+        else:
+            self._drafting.only_reads()
+            self._unread, self._known = None, True
+
+    def _check(self, rows: list[Row], drafts: list[list[int]]) -> list[int]:
+        """Let the time of such a step pass; how much has held of each draft."""
+        width = 1 + max(len(draft) for draft in drafts)
+        held = [self._move(row, draft) for row, draft in zip(rows, drafts, strict=True)]
+        self._drafting.told(len(rows) + sum(held))
+        takes = 1 + self._fixed * (width > 1) + self._slope * (width - 1)
+        takes *= 3 if any(len(self.steps) in steps for steps in self._busy) else 1
+        self._now += takes * self._draw.lognormvariate(0, NOISE)
+        if width > 1:
+            results = [(row, len(draft), each) for row, draft, each in zip(rows, drafts, held, strict=True)]
+            self._drafting.checked(width, results)
+        return held
+
     def _move(self, row: Row, draft: list[int]) -> int:
         ids, at = self._written[row], row.position
         held = next((step for step, id_ in enumerate(draft) if id_ != ids[at + step]), len(draft))
-        row.tokens += ids[at - 1 : at + held]
+        self._tell(row, at + held)
         row.position += held + 1
         return held
+
+    def _tell(self, row: Row, end: int) -> None:
+        row.tokens += self._written[row][len(row.tokens) : end]
 
 
 @pytest.mark.parametrize(("rows", "slope"), [(1, 0.15), (1, 0.5), (8, 0.25), (32, 0.05), (32, 0.45), (32, 1.0)])
 @pytest.mark.parametrize("chance", [0.0, 0.3, 0.7, 1.0])
-def test_drafts_are_never_a_loss(rows: int, slope: float, chance: float) -> None:
-    assert fmean(World([chance] * rows, slope, seed=seed).run() for seed in range(3)) > 0.95
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_drafts_are_never_a_loss(rows: int, slope: float, chance: float, *, overlaps: bool) -> None:
+    assert fmean(World([chance] * rows, slope, overlaps=overlaps, seed=seed).run() for seed in range(3)) > 0.95
 
 
 @pytest.mark.parametrize(("rows", "slope", "least"), [(1, 0.15, 2.0), (8, 0.25, 1.4), (32, 0.05, 2.5)])
-def test_copies_come_sooner(rows: int, slope: float, least: float) -> None:
-    assert World([1.0] * rows, slope).run() > least
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_copies_come_sooner(rows: int, slope: float, least: float, *, overlaps: bool) -> None:
+    assert World([1.0] * rows, slope, overlaps=overlaps).run() > least
 
 
 @pytest.mark.parametrize(("rows", "chance", "least"), [(8, 0.7, 1.15), (8, 1.0, 2.2), (32, 1.0, 2.2)])
@@ -197,6 +243,22 @@ def test_a_step_whose_drafts_are_all_dropped_is_not_timed() -> None:
         drafting.checks_nothing()
         now += 1.0
     assert drafting._step_times[True].known(1, 1) is None
+
+
+def test_a_check_that_the_next_step_reads_is_timed_as_a_whole() -> None:
+    now = 0.0
+    drafting = Drafting(SpeculationConfig(), [KVCache()], clock=lambda: now)
+    steps: list[tuple[float, int, Step]] = [(0.1, 6, "begins"), (2.0, 6, "follows"), (2.0, 6, "follows")]
+    for took, width, step in [*steps, (2.0, 3, "follows"), (1.0, 3, "follows"), (0.9, 3, "reads")]:
+        drafting.begin(1, alone=True, hurried=False)
+        if step == "reads":
+            drafting.only_reads()
+        else:
+            drafting.checks(width, step)
+        now += took
+    drafting.begin(1, alone=True, hurried=False)
+    times = {width: list(each) for (_, width), each in drafting._step_times[True]._times.items()}
+    assert times == {6: pytest.approx([2.0, 2.0]), 3: pytest.approx([1.0])}
 
 
 def test_of_a_long_prediction_no_more_is_taken_in_than_is_read() -> None:

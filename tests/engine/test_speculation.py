@@ -2,7 +2,7 @@
 
 import random
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import mlx.core as mx
 import msgspec
@@ -194,6 +194,97 @@ def test_a_right_prediction_takes_a_fraction_of_the_forwards(llama: LoadedModel)
     assert stats.tokens == 3 * 48 and stats.speculation.accepted == stats.speculation.drafted
 
 
+class Witness(SpiedModel):
+    """Notes of each forward how far it reads, and whether the step before has been read by then."""
+
+    bench: Bench
+    seen: list[tuple[int, bool]]  # rows of each forward of several ids
+    farthest: int
+
+    def __call__(self, tokens_BL: mx.array, cache: list[Any]) -> mx.array:
+        running = self.bench.engine._batch
+        assert isinstance(running, batch.SpeculatingBatch)
+        if tokens_BL.shape[1] > 1 and running.decoding:
+            self.seen.append((tokens_BL.shape[0], running._unread is not None))
+        self.farthest = max(self.farthest, cast(int, cache[0].offset.max().item()) + tokens_BL.shape[1])
+        return super().__call__(tokens_BL, cache)
+
+    @classmethod
+    def of(cls, bench: Bench) -> "Witness":
+        spy = cls.inside(bench)
+        spy.bench, spy.seen, spy.farthest = bench, [], 0
+        return spy
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3 8"])
+def test_the_next_step_is_given_out_before_one_that_checks_is_read(model_of: Model, name: str) -> None:
+    """Rows of unequal luck and length: some leave while a step is unread, one joins, and the others go on."""
+    plain, draw = Bench(model_of(name)), random.Random(1)
+    sizes = (60, 90, 120, 150, 70)
+    rows = [spec(f"s{at}", prompt_of(9, seed=at), max_tokens=size) for at, size in enumerate(sizes)]
+    rows = predicted(plain, *rows)
+    rows = [structs.replace(row, prediction_ids=guess(list(row.prediction_ids), 0.8, draw)) for row in rows]
+    at_once, bench = (
+        Bench(model_of(name), speculation=replace(ALWAYS, own_text=False, overlaps=overlaps))
+        for overlaps in (False, True)
+    )
+    witnesses = [Witness.of(each) for each in (at_once, bench)]
+    for each in (at_once, bench):
+        each.submit(*rows[:4])
+        for _ in range(9):
+            each.turn()
+        each.submit(rows[4])
+        each.run()
+        assert [each.tokens(row.id) for row in rows] == [plain.tokens(row.id) for row in rows]
+    of_rows = [[count for count, is_unread in witness.seen if is_unread] for witness in witnesses]
+    assert not of_rows[0] and 2 * len(of_rows[1]) > len(witnesses[1].seen) and {2, 3, 4, 5} <= set(of_rows[1])
+    stats, other = (each.engine.stats().speculation for each in (bench, at_once))
+    assert stats.accepted > 0.9 * other.accepted and stats.steps < 1.1 * other.steps
+    told_of = sum(bench.finish(row.id).accepted_prediction_tokens for row in rows)
+    assert 0 <= stats.accepted - told_of <= 5 * len(rows), "all but what lies behind the rows' ends"
+
+
+@pytest.mark.parametrize("size", [30, 52])
+def test_a_step_that_checks_feeds_nothing_behind_the_context(llama: LoadedModel, size: int) -> None:
+    short = replace(llama, card=structs.replace(llama.card, context_length=60))
+    plain = Bench(short)
+    sizes = [size, 4, 4, 4]  # the first one is at its end while the others have many tokens before them
+    each = [spec(f"s{at}", prompt_of(size, seed=at), max_tokens=60 - size) for at, size in enumerate(sizes)]
+    rows = predicted(plain, *each)
+    bench = Bench(short, speculation=ALWAYS)
+    witness = Witness.of(bench)
+    bench.submit(*rows)
+    bench.run()
+    assert [bench.tokens(each.id) for each in rows] == [plain.tokens(each.id) for each in rows]
+    assert 50 < witness.farthest <= 60 and (size > 50 or any(is_unread for _, is_unread in witness.seen))
+
+
+class Zeros(SpiedModel):
+    """A model of which the last row says 0 half of the time."""
+
+    def __call__(self, tokens_BL: mx.array, cache: list[Any]) -> mx.array:
+        logits = super().__call__(tokens_BL, cache)
+        logits[-1, :, 0] = mx.logsumexp(logits[-1], axis=-1)
+        return logits
+
+
+def test_what_fills_the_places_of_a_shorter_draft_never_holds(llama: LoadedModel) -> None:
+    rows = [spec(f"s{at}", prompt_of(9, seed=at), max_tokens=60, temperature=1.0, seed=at) for at in range(3)]
+    told = []
+    for speculation in (None, replace(ALWAYS, own_text=False, memory_bytes=0)):
+        bench = Bench(llama, speculation=speculation)
+        Zeros.inside(bench)
+        bench.submit(*rows)
+        bench.run()
+        told.append([bench.tokens(row.id) for row in rows])
+        rows[:2] = [
+            structs.replace(row, prediction_ids=tuple(each)) for row, each in zip(rows, told[0][:2], strict=False)
+        ]
+    stats = bench.engine.stats().speculation
+    assert told[1] == told[0] and 15 < told[1][2].count(0) < 45
+    assert stats.accepted == stats.drafted > 80 and not bench.finish("s2").accepted_prediction_tokens
+
+
 def test_each_forward_of_rows_that_decode_is_a_step_though_it_may_tell_nothing(llama: LoadedModel) -> None:
     """As one does that follows a step with drafts: it feeds what has been told already."""
     (row,) = predicted(Bench(llama), spec("s", prompt_of(9), max_tokens=40, temperature=1.0))
@@ -278,7 +369,7 @@ def test_rows_that_are_fast_by_turns_pile_up_no_padding(model_of: Model, name: s
     for at, each in enumerate(rows):
         turns = [id_ if (place // 12) % 2 == at else 250 for place, id_ in enumerate(each.prediction_ids)]
         rows[at] = structs.replace(each, prediction_ids=tuple(turns))
-    bench = Bench(model_of(name), speculation=replace(ALWAYS, own_text=False, memory_bytes=0))
+    bench = Bench(model_of(name), speculation=replace(ALWAYS, own_text=False, memory_bytes=0, overlaps=False))
     bench.submit(*rows)
     running = bench.engine._batch
     assert isinstance(running, batch.SpeculatingBatch)

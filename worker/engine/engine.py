@@ -74,7 +74,7 @@ class Engine:
         self.prefixes = prefix_cache(config, loaded.card, new_kv, wake, lambda: pieces.token_s, loaded.shares)
         self._keeping = Keeping(self.prefixes, self._limits.kv_bytes, config.keep_bytes)
         drafts = draft_batch(loaded, config)
-        self.drafting = Drafting(config.speculation, new_kv, drafts)  # is told what others have written
+        self.drafting = Drafting(config.speculation, new_kv, drafts, context=loaded.card.context_length)
         self._batch = batch_of(self._model, config, pieces, self._keeping, self.drafting)
         self._lane = PrefillLane(self._model, self.prefixes, self._keeping, at_once, pieces, config.prefill_area)
         self._followers = Followers(self.prefixes, self._model.adapters)

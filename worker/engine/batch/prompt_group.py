@@ -16,8 +16,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import mlx.core as mx
-
 from worker.engine.batch.row import Row, RowTag
 from worker.engine.batch.row_model import RowModel
 from worker.engine.kv.kinds import copies, end_of, keep_rows, shed
@@ -86,10 +84,10 @@ class PromptGroup:
         return max(len(place.ids) for place in self._places) - 1
 
     @property
-    def last_ids(self) -> mx.array:
-        """Each row's last token [B], once nothing else is left."""
+    def last_ids(self) -> list[int]:
+        """Each row's last token, once nothing else is left."""
         assert self.left == 0, "a prompt that is not through"
-        return mx.array([place.ids[0] for place in self._places])
+        return [place.ids[0] for place in self._places]
 
     @property
     def state(self) -> list[Any]:

@@ -215,10 +215,10 @@ class RunningBatch:
         """Let the rows of a group decode from the next step on; whether their first tokens are under way already."""
         early = self._is_early(group)
         if early:
-            next_B = self._draw(group.last_ids, group.cache)
+            next_B = self._draw(mx.array(group.last_ids), group.cache)
             self._pieces.drop()  # their end is waited for with the first tokens
         else:
-            next_B = group.last_ids
+            next_B = mx.array(group.last_ids)
             self._untold.update(group.rows)
         if not self._cache:
             self._cache, self._next_B, self._padding = list(group.cache), next_B, group.padding

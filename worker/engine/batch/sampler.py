@@ -81,6 +81,24 @@ class RowSampler:
         versions = tuple(map(self._model.versions.__getitem__, places.index.tolist()))
         return plan.drawn(logits_NV, inputs_N[:, None], versions, self._model.same)
 
+    def are_plain(self, rows: tuple[Row, ...]) -> bool:
+        """Whether `unread` draws for these."""
+        return self._plain.numbers(rows) is not None
+
+    def unread(self, steps_BL: mx.array, most: int, logits_NV: mx.array) -> tuple[mx.array, Draw]:
+        """As `ahead`, of plain rows, where only the device knows how far ahead of each: less than `most` steps."""
+        self._plan = None
+        rows, (count, width) = self._model.rows, steps_BL.shape
+        numbers = self._plain.numbers(rows)
+        assert numbers is not None, "plain rows"
+        positions_BM = np.array([row.position for row in rows], np.int64)[:, None] + np.arange(most)
+        noise_BM = uniforms(np.repeat(numbers.seeds, most), positions_BM.ravel()).reshape(count, most)
+        index = np.repeat(np.arange(count), width)
+        plan = self._plan_ahead(numbers, index, positions_BM[index, 0], logits_NV.shape[-1])
+        noise_N1 = mx.take_along_axis(noise_BM, steps_BL, axis=1).reshape(-1, 1)
+        versions = tuple(version for version in self._model.versions for _ in range(width))
+        return plan.drawn(logits_NV, steps_BL.reshape(-1, 1), versions, self._model.same, noise_N1)
+
     def _plan_ahead(self, numbers: Numbers, index: Indices, positions_N: Indices, vocab: int) -> _Plan:
         """Of places in plain rows; where each row has as many as in the latest step, only positions differ."""
         same = index.tobytes()
@@ -187,13 +205,15 @@ class _Plan:
         inputs_B1: mx.array,
         versions: tuple[str, ...],
         same: Callable[[mx.array], mx.array],
+        noise_B1: mx.array | None = None,
     ) -> tuple[mx.array, Draw]:
         """Token ids [B] uint32, and what is told of them; `inputs_B1` are the ids that were fed.
 
+        `noise_B1`: None: that of the rows' seeds and positions.
         Log-probabilities of all tokens are made only where a row asks for more than those of its own: logits are large.
         `same`: makes the drawn tokens those of the leading rank, where there are several.
         """
-        tokens_B = same(self.draw(logits_BV, inputs_B1))
+        tokens_B = same(self.draw(logits_BV, inputs_B1, noise_B1))
         totals_B1 = mx.logsumexp(logits_BV, axis=-1, keepdims=True)
         top_TK = asked_N = None
         if self._tells_others:
@@ -207,7 +227,7 @@ class _Plan:
         mx.async_eval(tokens_B, logprobs_B, *(top_TK or ()), *(() if asked_N is None else (asked_N,)))  # type: ignore[no-untyped-call]
         return tokens_B, Draw(versions, logprobs_B, top_TK, self._top_index, Asked(self._asked, asked_N))
 
-    def draw(self, logits_BV: mx.array, inputs_B1: mx.array) -> mx.array:
+    def draw(self, logits_BV: mx.array, inputs_B1: mx.array, noise_B1: mx.array | None = None) -> mx.array:
         """Token ids [B] uint32; `inputs_B1` are the ids that were fed."""
         self._steps_left -= 1
         if not self._edits.is_empty:
@@ -221,12 +241,12 @@ class _Plan:
         self.reported.keep_edited(logits_BV)
         if self._drawn.is_empty:
             return mx.argmax(logits_BV, axis=-1)
-        tokens_S = self._draw(self._drawn.of(logits_BV))
+        tokens_S = self._draw(self._drawn.of(logits_BV), None if noise_B1 is None else self._drawn.of(noise_B1))
         if self._drawn.is_all:
             return tokens_S
         return self._drawn.put(mx.argmax(logits_BV, axis=-1), tokens_S)
 
-    def _draw(self, logits_SV: mx.array) -> mx.array:
+    def _draw(self, logits_SV: mx.array, uniforms_S1: mx.array | None) -> mx.array:
         if self._inverse_temperature_S1 is not None:
             logits_SV = logits_SV * self._inverse_temperature_S1
         chances_SV = mx.softmax(logits_SV, axis=-1)
@@ -237,8 +257,9 @@ class _Plan:
             limit_S1 = self._min_p_S1 * mx.max(chances_SV, axis=-1, keepdims=True)
             smallest_S1 = mx.maximum(smallest_S1, limit_S1)
         self.reported.keep_drawn(logits_SV, chances_SV, smallest_S1)
-        uniforms_S1 = uniforms(self._seeds_S, self._positions_S)
-        self._positions_S += 1
+        if uniforms_S1 is None:
+            uniforms_S1 = uniforms(self._seeds_S, self._positions_S)
+            self._positions_S += 1
         if self._filtered.is_empty and self._min_p_S1 is None:
             return draw_of_all(chances_SV, uniforms_S1)
         return draw_by_chance(chances_SV, smallest_S1, uniforms_S1)

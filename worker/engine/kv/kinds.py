@@ -279,6 +279,11 @@ def may_be_taken_back(caches: Sequence[Any]) -> bool:
     return all(kind_of(leaf).is_known for leaf in leaves(caches))
 
 
+def may_be_unread(caches: Sequence[Any]) -> bool:
+    """Whether rows of a batch may be taken back by as much as only the device knows: all leaves are cut anywhere."""
+    return all(kind_of(leaf).is_cut for leaf in leaves(caches))
+
+
 def ragged(caches: Sequence[Any]) -> list[Any]:
     """Batched caches in the form in which rows may end apart."""
     return mapped(caches, lambda leaf: kind_of(leaf).ragged(leaf))
@@ -293,10 +298,14 @@ def take_back(caches: Sequence[Any], unused: Sequence[int], slack: Sequence[int]
     least = min(after)
     after = [each - least for each in after]
     share_offsets(caches, mx.array(list(unused)))
-    apart = Slack(after) if any(after) else None
-    for leaf in _with_ends(caches):
-        leaf.end_apart(least, apart)
+    end_apart(caches, least, Slack.of(after) if any(after) else None)
     return after
+
+
+def end_apart(caches: Sequence[Any], least: int, slack: Slack | None) -> None:
+    """All rows end `least` positions earlier than was counted, and each by its slack; `share_offsets` counts, too."""
+    for leaf in _with_ends(caches):
+        leaf.end_apart(least, slack)
 
 
 def share_offsets(caches: Sequence[Any], unused_B: mx.array | None = None) -> None:

@@ -24,13 +24,41 @@ from worker.engine.kv.quantised import BatchQuantisedKVCache
 class Slack:
     """Of each row of a batch."""
 
-    def __init__(self, positions: Sequence[int]) -> None:
-        self.positions = list(positions)
-        self.most = max(positions, default=0)
-        self._before_B1 = mx.array(self.positions)[:, None]
+    def __init__(self, before_B: mx.array, positions: Sequence[int] | None = None) -> None:
+        """`positions`: the same numbers, if the host knows them."""
+        self.before_B = before_B
+        self.positions = positions
+        self._before_B1 = before_B[:, None]
         # Leaves of one kind ask for the same ones.
         self._places: dict[tuple[int, int], mx.array] = {}
         self._written_at: dict[tuple[int, tuple[int, ...]], mx.array] = {}
+
+    @classmethod
+    def of(cls, positions: Sequence[int]) -> Slack:
+        """Of rows that the host knows it of."""
+        return cls(mx.array(list(positions)), list(positions))
+
+    @property
+    def on_host(self) -> Sequence[int]:
+        """The positions."""
+        assert self.positions is not None, "a step that checks drafts has not been read"
+        return self.positions
+
+    def more(self, unused_B: mx.array) -> Slack:
+        """Of rows that have been taken back by so much more, which only the device knows."""
+        return Slack(self.before_B + unused_B)
+
+    def less(self, positions: int) -> Slack:
+        """Of the same rows, where the last one ends so much earlier than was counted."""
+        return Slack(self.before_B - positions) if positions else self
+
+    def of_rows(self, keep: Sequence[int]) -> Slack:
+        """Of some of them."""
+        return Slack(self.before_B[mx.array(list(keep))])
+
+    def and_rows(self, count: int) -> Slack:
+        """Of so many more, behind the others, that end together with the one that ends last."""
+        return Slack(mx.concatenate([self.before_B, mx.zeros(count, self.before_B.dtype)]))
 
     def places(self, end: int, count: int) -> mx.array:
         """The next `count` places [B, N] of each row, in a leaf that is written up to `end`."""
@@ -91,7 +119,7 @@ class RaggedKVCache(BatchKVCache):  # type: ignore[misc]
         """Let all rows end together."""
         if self.slack is None:
             return
-        parts = list(enumerate(self.slack.positions))
+        parts = list(enumerate(self.slack.on_host))
         self.keys, self.values = (
             mx.concatenate(
                 [
@@ -101,7 +129,7 @@ class RaggedKVCache(BatchKVCache):  # type: ignore[misc]
             )
             for each in (self.keys, self.values)
         )
-        self.left_padding = self.left_padding + mx.array(self.slack.positions)
+        self.left_padding = self.left_padding + self.slack.before_B
         self.slack = None
 
 
@@ -173,7 +201,7 @@ class RaggedWindowKVCache(RaggedKVCache):
         """Drop what no row will see any more, where so many positions have no room; before or after their mask."""
         if self.keys is None or self._idx + count <= self.keys.shape[2]:
             return
-        most = 0 if self.slack is None else self.slack.most
+        most = 0 if self.slack is None else max(self.slack.on_host)
         more = self._idx - most - self.max_size + 1
         if more > 0:
             self.keys, self.values = (each[..., more : self._idx, :] for each in (self.keys, self.values))

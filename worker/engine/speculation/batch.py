@@ -10,19 +10,22 @@ at different positions from then on. Recurrent layers cannot forget what they ha
 its end, all rows go back to where the step began and read again what holds. If such layers read padding, too, rows
 move on by equally much: as far as the shortest draft goes and holds.
 
-Invariants. Before a step that checks, the host knows what it feeds; a step without drafts is `RunningBatch`'s own.
+To know what has held before the next step is given out, the device would wait for the host, and the host for the
+device. So a step that checks may stay *unread* until the next one is under way (unread.py).
+
+Invariants. A step without drafts is `RunningBatch`'s own; when it begins, all steps before it have been read. Batches
+with states, windows, grammars or penalties are read at once.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
-from itertools import repeat
+from collections.abc import Collection, Iterable, Sequence
+from itertools import accumulate
 from typing import cast
 
 import mlx.core as mx
 import numpy as np
-import numpy.typing as npt
 
 from worker.engine.batch.keeping import Keeping
 from worker.engine.batch.parted_batch import PartedBatch
@@ -34,24 +37,29 @@ from worker.engine.batch.running_batch import RunningBatch
 from worker.engine.batch.sampler import Places
 from worker.engine.kv.kinds import (
     align,
+    end_apart,
     end_of,
     expect,
     go_back,
     has_windows,
     have_read,
     keep_rows,
+    may_be_unread,
     ragged,
+    share_offsets,
     states,
     take_back,
 )
+from worker.engine.kv.ragged import Slack
 from worker.engine.messages import EngineConfig
-from worker.engine.sampling.grammars import Place
-from worker.engine.speculation.drafting import Drafting
+from worker.engine.sampling.draw import Draw
+from worker.engine.speculation.drafting import Drafting, are_dense
 from worker.engine.speculation.lookup import Ids
-
-Flags = npt.NDArray[np.bool_]
+from worker.engine.speculation.part import Flags, Part, padded, shorten
+from worker.engine.speculation.unread import Unread, cut, fed, filled, held
 
 ALIGN_SHARE = 16  # positions: to align these takes about what it costs in one step to write where each row ends
+SHORT = 8  # steps that check drafts and are read at once, after one that stayed unread for nothing
 LOOSE = 256  # positions by which a row may fall behind where a window would have to hold them
 
 
@@ -68,6 +76,10 @@ class SpeculatingBatch(RunningBatch):
         self._plain_steps = 0  # in a row
         self._joined = False  # rows have, since the step before
         self._known = False  # what the next step is fed: nothing is under way
+        self._unread: Unread | None = None  # the step before; `_slack` is of the one before that
+        self._was_followed = False  # by another one, or one before it was
+        self._at_once = 0  # steps to come that are read at once
+        self._late: list[tuple[Row, int]] = []  # what has been read in the step that runs, and is told in it
 
     def remove(self, rows: Iterable[Row]) -> None:
         """Free these rows' places and KV, and forget their drafts."""
@@ -75,16 +87,34 @@ class SpeculatingBatch(RunningBatch):
         self._drafting.remove(gone)
         super().remove(gone)
 
+    def stop_ahead(self) -> list[tuple[Row, int]]:
+        """Tell what has been drawn, and feed it no more."""
+        self._read()
+        return super().stop_ahead()
+
     def _join(self, group: PromptGroup) -> bool:
+        inputs = zip(group.rows, group.last_ids, strict=True)
+        if self._is_early(group) or not all(row.is_plain for row in group.rows):
+            self._read()
         self._joined, self._known = True, False
         early = super()._join(group)
-        self._set_slack([*self._slack, *[0] * len(group.rows)])
+        if self._unread is None:
+            self._set_slack([*self._slack, *[0] * len(group.rows)])
+        else:
+            self._unread = self._unread.and_rows(list(inputs))
+            end_apart(self._cache[:-1], 0, self._unread.slack)
         return early
 
     def _filter(self, gone: set[Row]) -> None:
-        slack = [each for each, row in zip(self._slack, self._decoding_rows, strict=True) if row not in gone]
+        keep = [at for at, row in enumerate(self._decoding_rows) if row not in gone]
+        slack = [self._slack[at] for at in keep if at < len(self._slack)]
         super()._filter(gone)
-        self._set_slack(slack)
+        self._unread = self._unread.of_rows(keep) if self._unread is not None and keep else None
+        if self._unread is None:
+            self._set_slack(slack)
+        else:
+            self._slack = slack
+            end_apart(self._cache[:-1], 0, self._unread.slack)
 
     def _set_slack(self, slack: list[int]) -> None:
         """After rows have come or gone."""
@@ -97,8 +127,20 @@ class SpeculatingBatch(RunningBatch):
         hurried = not alone and any(row.spec.sequence_class == "interactive" for row in self._prefilling)
         self._drafting.begin(len(rows), alone=alone, hurried=hurried)
         self._joined = False
-        known, self._known = self._known, False
-        if not self._drafting.tries(rows, known=known):
+        if self._late:  # rows have joined
+            return self._only_read(known=False)
+        before = self._unread
+        known, self._known = self._known or before is not None, False
+        tries = self._drafting.tries(rows, known=known)
+        if before is not None:
+            most = [*[before.length + 1] * len(before.parts), *[0] * len(before.joined)]
+            guesses, length = self._drafting.ahead(rows, most) if tries else ([], 0)
+            if length:
+                return self._check_ahead(guesses, length, before)
+            self._read()
+            self._at_once = 0 if self._was_followed else SHORT
+            return self._only_read(known=True)
+        if not tries:
             return self._decode_plainly()
         began = time.perf_counter()
         inputs = cast(list[int], self._next_B.tolist())
@@ -106,17 +148,22 @@ class SpeculatingBatch(RunningBatch):
         drafts = self._drafting.drafts(rows, inputs, together=self._move_together)
         if not any(drafts):
             return self._decode_plainly()
-        parts = [_Part(*each) for each in zip(rows, inputs, drafts, strict=True)]
+        self._at_once = max(0, self._at_once - 1)
+        if known and self._may_be_unread(rows, drafts):
+            return self._check_unread(rows, inputs, drafts)
+        parts = [Part(*each) for each in zip(rows, inputs, drafts, strict=True)]
         if self._move_together and not shorten(parts):
             self._drafting.checks_nothing()
             return self._decode_plainly()
         return self._check(parts)
 
     def _news(self, tokens: list[tuple[Row, int]]) -> list[tuple[Row, int]]:
+        late, self._late = self._late, []
+        tokens = [*late, *tokens]
         self._drafting.told(len(tokens))
         return super()._news(tokens)
 
-    def _check(self, parts: Sequence[_Part]) -> list[tuple[Row, int]]:
+    def _check(self, parts: Sequence[Part]) -> list[tuple[Row, int]]:
         """Feed inputs and drafts; tell the inputs, what holds of the drafts, and what was drawn behind that."""
         *caches, tag = self._cache
         self._cache = [*ragged(caches), tag]
@@ -135,16 +182,11 @@ class SpeculatingBatch(RunningBatch):
         else:
             self._take_back([width - 1 - part.accepted for part in parts])
         self._next_B = mx.array(inputs, mx.uint32)
+        self._drafting.checks(width)
         self._drafting.checked(width, [(part.row, len(part.ids) - 1, part.accepted) for part in parts])
         untold, self._untold = self._untold, {part.row for part in parts}
         self.unfed, self._known = 1, True
-        return self._news(
-            [
-                (part.row, id_)
-                for part, input_ in zip(parts, inputs, strict=True)
-                for id_ in (*part.told(part.row in untold), input_)
-            ]
-        )
+        return self._news(news_of(parts, inputs, untold))
 
     def _fed(self, ids_BL: Ids, is_fed_BL: Flags) -> mx.array:
         """Feed each row its ids, without the padding: logits [B, L, V]."""
@@ -181,7 +223,7 @@ class SpeculatingBatch(RunningBatch):
             self._align()
         return super()._decode()
 
-    def _accept(self, parts: Sequence[_Part], ids_BL: Ids, is_fed_BL: Flags, logits_BLV: mx.array) -> list[int]:
+    def _accept(self, parts: Sequence[Part], ids_BL: Ids, is_fed_BL: Flags, logits_BLV: mx.array) -> list[int]:
         """Draw at every place, and let each row move on as far as its draft holds; the inputs after that."""
         index_N, steps_N = is_fed_BL.nonzero()
         logits_NV = logits_BLV.reshape(-1, logits_BLV.shape[2])
@@ -192,19 +234,111 @@ class SpeculatingBatch(RunningBatch):
             logits_NV,
             mx.array(ids_BL[is_fed_BL]),
         )
-        drawn, start = cast(list[int], tokens_N.tolist()), 0
-        each: list[tuple[_Part, int, int]] = []
-        for part in parts:
-            each.append((part, start, part.held(drawn, start)))
-            start += len(part.ids)
-        least = min(held for _, _, held in each)
-        inputs: list[int] = []
-        for part, start, held in each:
-            part.accept(least if self._move_together else held)
-            end = start + part.accepted
-            part.row.draws.extend(zip(repeat(draw), range(start, end + 1), strict=False))
-            inputs.append(drawn[end])
-        return inputs
+        return self._hold(parts, tokens_N, draw, [0, *accumulate(len(part.ids) for part in parts)][:-1])
+
+    def _hold(self, parts: Sequence[Part], tokens_N: mx.array, draw: Draw, starts: Sequence[int]) -> list[int]:
+        """Read what was drawn, and let each row move on so far; the inputs after that. `starts`: rows' first places."""
+        drawn = cast(list[int], tokens_N.tolist())
+        holds = [part.held(drawn, start) for part, start in zip(parts, starts, strict=True)]
+        if self._move_together:
+            holds = [min(holds)] * len(parts)
+        for part, start, count in zip(parts, starts, holds, strict=True):
+            part.accept(count, draw, start)
+        return [drawn[start + count] for start, count in zip(starts, holds, strict=True)]
+
+    # -- steps that stay unread
+
+    def _may_be_unread(self, rows: tuple[Row, ...], drafts: list[list[int]]) -> bool:
+        """Whether what such drafts bring may be read in the next step."""
+        return (
+            self._drafting.overlaps
+            and not self._at_once
+            and not self._move_together
+            and are_dense(drafts, max(map(len, drafts)))
+            and may_be_unread(self._cache[:-1])
+            and self._sampler.are_plain(rows)
+        )
+
+    def _check_unread(self, rows: tuple[Row, ...], inputs: list[int], drafts: list[list[int]]) -> list[tuple[Row, int]]:
+        """Feed inputs and drafts, all of them as long as the longest; tell the inputs."""
+        length = max(map(len, drafts))
+        parts = [Part(*each) for each in zip(rows, inputs, drafts, strict=True)]
+        self._cache = [*ragged(self._cache[:-1]), self._cache[-1]]
+        draft_BK = mx.array([filled(draft, length) for draft in drafts], mx.uint32)
+        steps_BL = mx.broadcast_to(mx.arange(1 + length), (len(rows), 1 + length))
+        self._next_B = mx.array(inputs, mx.uint32)
+        self._unread = self._begun(parts, draft_BK, steps_BL, 1 + length, Slack.of(self._slack))
+        self._drafting.checks(1 + length, "begins")
+        self._was_followed = False
+        untold, self._untold = self._untold, set(rows)
+        return self._told(rows, inputs, untold)
+
+    def _check_ahead(self, guesses: list[list[int]], length: int, before: Unread) -> list[tuple[Row, int]]:
+        """Feed what the step before draws and drafts behind it; then read that step, and tell what it has brought."""
+        draft_BK, steps_BL = cut(guesses, length, before)
+        unread = self._begun([], draft_BK, steps_BL, before.length + length + 2, before.slack)
+        inputs, least = self._moved_on(before)
+        unread.slack = unread.slack.less(least)
+        end_apart(self._cache[:-1], least, unread.slack)
+        behind = [(part.row, input_, part.accepted + 1) for part, input_ in zip(before.parts, inputs, strict=True)]
+        behind += [(row, input_, 0) for row, input_ in before.joined]
+        for (row, input_, at), guess in zip(behind, guesses, strict=True):
+            unread.parts.append(Part(row, input_, guess[at : at + length]))
+        self._unread, self._was_followed = unread, True
+        self._drafting.checks(1 + length, "follows")
+        return self._news([])
+
+    def _begun(self, parts: list[Part], draft_BK: mx.array, steps_BL: mx.array, most: int, slack: Slack) -> Unread:
+        """Feed inputs and drafts, and draw behind each id: so many steps ahead of the rows, less than `most`."""
+        caches, length = self._cache[:-1], draft_BK.shape[1]
+        ids_BL = fed(self._next_B, draft_BK)
+        logits_BLV = self._model(ids_BL, cache=self._cache, draws=True)
+        tokens_N, draw = self._sampler.unread(steps_BL, most, logits_BLV.reshape(-1, logits_BLV.shape[2]))
+        held_B, self._next_B = held(tokens_N.reshape(ids_BL.shape), draft_BK)
+        unused_B = length - held_B
+        slack = slack.more(unused_B)
+        share_offsets(caches, unused_B)
+        end_apart(caches, 0, slack)
+        mx.async_eval(held_B, self._next_B, slack.before_B)  # type: ignore[no-untyped-call]
+        self._plain_steps = self.unfed = 0
+        starts = list(range(0, ids_BL.size, 1 + length))
+        return Unread(parts, length, tokens_N, draw, held_B, slack, starts)
+
+    def _only_read(self, *, known: bool) -> list[tuple[Row, int]]:
+        """A step that tells what the one before has brought, and feeds nothing: rows may have ended by it."""
+        self._drafting.only_reads()
+        self.unfed, self._known, self.has_decoded = 1, known, False
+        return self._news([])
+
+    def _read(self) -> None:
+        """Read the step before, if it has not been: what the next one is fed is known then."""
+        before, self._unread = self._unread, None
+        if before is None:
+            return
+        _, least = self._moved_on(before)
+        end_apart(self._cache[:-1], least, Slack.of(self._slack) if any(self._slack) else None)
+
+    def _moved_on(self, before: Unread) -> tuple[list[int], int]:
+        """Read a step: what its rows are fed next, and positions by which all end sooner than was counted."""
+        parts = before.parts
+        inputs = self._hold(parts, before.tokens_N, before.draw, before.starts)
+        self._late += news_of(parts, inputs, self._untold)
+        self._untold.update(part.row for part in parts)
+        self._drafting.checked(1 + before.length, [(part.row, len(part.ids) - 1, part.accepted) for part in parts])
+        slack = [was + before.length - part.accepted for was, part in zip(self._slack, parts, strict=True)]
+        slack += [0] * len(before.joined)
+        least = min(slack)
+        self._slack = [each - least for each in slack]
+        return inputs, least
+
+
+def news_of(parts: Sequence[Part], inputs: Sequence[int], untold: Collection[Row]) -> list[tuple[Row, int]]:
+    """What has held of these, and what was drawn behind that."""
+    return [
+        (part.row, id_)
+        for part, input_ in zip(parts, inputs, strict=True)
+        for id_ in (*part.told(part.row in untold), input_)
+    ]
 
 
 def batch_of(
@@ -217,76 +351,3 @@ def batch_of(
     if not drafting.is_on:
         return RunningBatch(model, config, pieces, keeping)
     return SpeculatingBatch(model, config, pieces, keeping, drafting)
-
-
-def padded(rows: Sequence[Sequence[int]]) -> tuple[Ids, Flags]:
-    """Ids of rows [B, L], with 0 behind the shorter ones; and which of them are theirs."""
-    lengths_B1 = np.array([len(ids) for ids in rows])[:, None]
-    width = int(lengths_B1.max())
-    ids_BL = np.array([[*ids, *[0] * (width - len(ids))] for ids in rows], np.int32)
-    return ids_BL, np.arange(width) < lengths_B1
-
-
-def shorten(parts: Sequence[_Part]) -> int:
-    """Make all drafts as long as the shortest, which is told."""
-    shortest = min(len(part.ids) for part in parts) - 1
-    for part in parts:
-        part.shorten(shortest)
-    return shortest
-
-
-class _Part:
-    """One row's part of a step: what it is fed."""
-
-    def __init__(self, row: Row, token: int, draft: list[int]) -> None:
-        self.row = row
-        self.accepted = 0
-        self._places: list[Place] = []  # in its grammar, if it has one, behind each of the ids
-        if row.place is None:
-            self.ids = [token, *draft]
-        else:
-            self.ids = [token]
-            self._follow(row.place, draft)
-
-    def _follow(self, place: Place, draft: list[int]) -> None:
-        """Draft as much as its grammar allows: nothing else would be drawn."""
-        if place.taken < self.row.position:
-            place.take(self.ids[0])
-        self._places.append(place)
-        for id_ in draft:
-            after = None if place.is_over else place.after(id_)
-            if after is None or after.fault:
-                break
-            self.ids.append(id_)
-            self._places.append(place := after)
-
-    def shorten(self, length: int) -> None:
-        """Make its draft no longer than that."""
-        del self.ids[length + 1 :], self._places[length + 1 :]
-
-    def ahead(self) -> list[Row]:
-        """The row as it is behind each of these ids."""
-        row, tokens = self.row, self.row.tokens_behind(self.ids[0])
-        written = [[*tokens, *self.ids[1 : step + 1]] if row.depends_on_tokens else [] for step in range(len(self.ids))]
-        places: Sequence[Place | None] = self._places or [None] * len(self.ids)
-        return [row.ahead(*each, step) for step, each in enumerate(zip(written, places, strict=True))]
-
-    def held(self, drawn: Sequence[int], start: int) -> int:
-        """How far its draft says what was drawn behind each id, from `start` on."""
-        ids, held, last = self.ids, 0, len(self.ids) - 1
-        while held < last and drawn[start + held] == ids[held + 1]:
-            held += 1
-        if self._places:
-            return next((at for at, place in enumerate(self._places[:held]) if place.fault), held)
-        return held
-
-    def accept(self, held: int) -> None:
-        """Move the row on so far."""
-        self.accepted = held
-        self.row.position += self.accepted + 1
-        if self._places:
-            self.row.place = self._places[held]
-
-    def told(self, is_untold: bool) -> list[int]:
-        """What is news of it: its input, unless that is the end of a prompt or has been told, and what was accepted."""
-        return self.ids[1 if is_untold else 0 : self.accepted + 1]

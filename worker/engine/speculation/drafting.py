@@ -14,25 +14,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 
 from worker.engine.batch.row import Row
 from worker.engine.kv.kinds import may_be_taken_back
 from worker.engine.messages import SpeculationConfig, SpeculationStats
-from worker.engine.speculation.alignment import WINDOW, End
 from worker.engine.speculation.draft_batch import DraftBatch
 from worker.engine.speculation.draft_times import best_step
-from worker.engine.speculation.lookup import BEGINNING, NOTHING, Guess, History, Text
-from worker.engine.speculation.memory import (
-    ANCHOR,
-    FARTHEST,
-    Completions,
-    Memory,
-    key_of,
-    text_behind,
-)
+from worker.engine.speculation.memory import FARTHEST, Completions, Memory
 from worker.engine.speculation.model_drafts import ModelDrafts
 from worker.engine.speculation.payoff import (
     SHARED_RECENT,
@@ -45,13 +36,17 @@ from worker.engine.speculation.payoff import (
     Try,
     best_length,
 )
-from worker.engine.speculation.source import Source, pace, up_to_stop
+from worker.engine.speculation.source import Source, draft, pace, source_of, up_to_stop
 
 LOOKED_THROUGH = 1 << 18  # ids in one step
 WORTH_KEEPING = 2  # tokens
 NEW_AT_ONCE = 1 << 13  # ids of new rows in one step, one row at least: a long text takes milliseconds to be taken in
 SILENT = 16  # steps in which nothing suggests itself for any row: after that ...
 SELDOM = 4  # ... one step in so many asks again, for to ask takes time itself
+
+
+# A step that checks drafts is read at once, or by the one that follows it, or by one that does nothing else.
+Step = Literal["plain", "checks", "begins", "follows", "reads"]
 
 
 class Drafting:
@@ -65,9 +60,14 @@ class Drafting:
         clock: Callable[[], float] = time.perf_counter,
         *,
         on_cpu: bool | None = None,
+        context: int = 1 << 62,
     ) -> None:
-        """Of rows that have such caches; `model`: rows that a draft model reads along with; `on_cpu`: None asks MLX."""
+        """Of rows that have such caches; `model`: rows that a draft model reads along with; `on_cpu`: None asks MLX.
+
+        `context`: ids that the model reads of a row, at most.
+        """
         self._config = config or SpeculationConfig()
+        self._context = context
         self.is_on = config is not None and may_be_taken_back(kv)
         self._keeps = self.is_on and self._config.memory_bytes > 0
         self._clock = clock
@@ -78,12 +78,17 @@ class Drafting:
         self._began = self._waited = 0.0
         self._size = 0
         self._alone = self._hurried = False
-        self._reads = False  # the draft model has read prompts in the step that runs
+        self._model_reads = False  # the draft model has read prompts in the step that runs
         self._widths = (0, 0)  # of the step that runs and of the one before; 0: not to be timed
         self._lengths = tuple({self._config.ngram_min, self._config.ngram_max})
         self._memory = Memory(self._config.memory_bytes, self._lengths)
         self._step = 0
-        self._accounts = Accounts(on_cpu=mx.default_device() == mx.Device(mx.cpu) if on_cpu is None else on_cpu)
+        on_cpu = mx.default_device() == mx.Device(mx.cpu) if on_cpu is None else on_cpu
+        self._accounts = Accounts(on_cpu=on_cpu)
+        self.overlaps = self.is_on and self._config.overlaps and model is None
+        self._predicted: set[Row] = set()  # whose drafts in the latest step that checks some are of their predictions
+        self._step_is: Step = "plain"  # the one that runs
+        self._half = 0.0, 0.0  # seconds and tokens of a step that began what another one reads
         self._told = 0  # tokens since the step began
         self._looks_since = 0.0
         self._all_batch = False  # rows of the latest step in which some were looked at
@@ -98,16 +103,18 @@ class Drafting:
         """A step begins, of so many rows; `alone`: no prompt is fed beside it; `hurried`: somebody waits for one."""
         now, (width, before), is_alone = self._clock(), self._widths, alone and self._alone
         took = now - self._began - self._waited
-        # A step without drafts is told while the next one runs: what it takes shows between two of them. Amid prompts
-        # rows come and go all the time. What was not looked at for long is caught up with in one step.
-        may_be_timed, self._reads = not (self._reads or self._catches_up), False
-        if may_be_timed and self._size and (width > 1 or width == before == 1) and (rows == self._size or not is_alone):
+        # What is told while the next step runs takes what shows between two such steps. Amid prompts rows come and go
+        # all the time. What was not looked at for long is caught up with in one step.
+        shows = self._step_is == "checks" or (self._step_is in ("plain", "follows") and width == before > 0)
+        may_be_timed = shows and not (self._model_reads or self._catches_up)
+        self._model_reads = False
+        if may_be_timed and self._size and (rows == self._size or not is_alone):
             self._step_times[is_alone].took(self._size, width, took)
         if self._size and self._config.adapts_to_time:
             self._settle(now - self._began, self._told / self._size)
         self._began, self._waited, self._size, self._alone, self._hurried = now, 0.0, rows, alone, hurried
         self._widths, self._told = (1, width), 0
-        self._rested, self._catches_up = self._rested + 1, False
+        self._rested, self._catches_up, self._step_is = self._rested + 1, False, "plain"
 
     def told(self, tokens: int) -> None:
         """So many since the step began."""
@@ -120,6 +127,11 @@ class Drafting:
         steps have none. So what steps take on average counts there, and else what such steps take.
         """
         width, before = self._widths
+        if self._step_is == "begins":
+            self._half = took, tokens
+            return
+        if self._step_is == "reads":
+            took, tokens = took + self._half[0], tokens + self._half[1]
         if width > 1:
             plain = (self._account.plain_s if self._all_batch else 0.0) or self._times.usual(self._size, 1) or took
             if self._account.checked(took, tokens, plain):
@@ -191,7 +203,7 @@ class Drafting:
         if self._model is None:
             return False
         if self._alone:
-            self._reads = self._model.read_along([row for row in rows if row in self._rows], self._times)
+            self._model_reads = self._model.read_along([row for row in rows if row in self._rows], self._times)
         self._model.begin(self._step)
         return bool(self._model.lengths(rows))
 
@@ -215,6 +227,9 @@ class Drafting:
         lengths = self._model.lengths(silent) if self._model is not None else {}
         if together and not all(draft or row in lengths for row, draft in zip(rows, drafts, strict=True)):
             drafts, lengths = [[] for _ in rows], {}
+        if (room := self._room(rows)) < self._config.tokens:
+            drafts = [draft[:room] for draft in drafts]
+            lengths = {row: min(length, room) for row, length in lengths.items() if room}
         if (any(drafts) or lengths) and self._config.adapts_to_time:
             longest, by_model = self._best(rows, drafts, lengths)
             drafts = [draft[:longest] for draft in drafts]
@@ -224,6 +239,30 @@ class Drafting:
         if not any(drafts):
             self.checks_nothing()
         return drafts
+
+    def ahead(self, rows: Sequence[Row], most: Sequence[int]) -> tuple[list[list[int]], int]:
+        """What each row may go on with, where a step that has not been read brings up to `most` ids of each.
+
+        And how long the next drafts should be, which lie anywhere behind the first of these ids; 0: none pays.
+        """
+        room = self._room(rows) - max(most)
+        if room <= 0:
+            return [], 0
+        guesses: list[list[int]] = []
+        for row, behind in zip(rows, most, strict=True):
+            source = self._source(row)
+            guesses.append([] if source is None else self._draft(row, source, len(rows), behind))
+        # What is left of them behind a draft that holds to its end; of one that does not there is more.
+        drafts = [ids[behind : behind + room] for ids, behind in zip(guesses, most, strict=True)]
+        longest = max(map(len, drafts))
+        if longest and self._config.adapts_to_time:
+            longest, _ = self._best(rows, drafts, {})
+        return guesses, longest if are_dense(drafts, longest) else 0
+
+    def _room(self, rows: Sequence[Row]) -> int:
+        """Ids that may be fed behind the next input of each: a step is as wide for all, and some models know no more
+        positions than their context has."""
+        return self._context - max(len(row.prompt) + row.position for row in rows)
 
     def _wake(self, rows: Sequence[Row], drafts: list[list[int]]) -> None:
         """Let rows that pause draft along: the step is as wide without them, and they would wait for it in vain."""
@@ -276,9 +315,17 @@ class Drafting:
         """Since start."""
         return self._stats if self._model is None else replace(self._stats, draft_model=self._model.name)
 
+    def checks(self, width: int, step: Step = "checks") -> None:
+        """The step that runs checks drafts."""
+        self._widths, self._step_is = (width, self._widths[1]), step
+        self._predicted = {row for row, source in self._rows.items() if source.is_predicted}
+
+    def only_reads(self) -> None:
+        """The step that runs only reads the one before."""
+        self._widths, self._step_is = (self._widths[1], self._widths[1]), "reads"
+
     def checked(self, width: int, results: Iterable[tuple[Row, int, int]]) -> None:
-        """A step of this width has checked drafts: of each row, how many tokens were drafted and accepted."""
-        self._widths = (width, self._widths[1])
+        """The latest step that `checks` has been read: of each row, how many tokens were drafted and accepted."""
         drafts = drafted = accepted = 0
         held_at = [*self._stats.accepted_at, *([0] * (width - 1 - len(self._stats.accepted_at)))]
         for row, tried, held in results:
@@ -289,7 +336,7 @@ class Drafting:
                 drafts, drafted, accepted = drafts + 1, drafted + tried, accepted + held
                 for at in range(held):
                     held_at[at] += 1
-                if self._rows[row].is_predicted:
+                if row in self._predicted:
                     row.predicted = row.predicted[0] + held, row.predicted[1] + tried - held
         was = self._stats
         self._stats = replace(
@@ -338,63 +385,16 @@ class Drafting:
         for row in rows:
             if left <= 0:
                 break
-            self._rows[row] = self._new(row)
+            self._rows[row] = source_of(row, self._config, self._chance.value, keeps=self._keeps)
             left -= len(row.spec.prompt_ids) + min(FARTHEST, len(row.spec.prediction_ids))
 
-    def _new(self, row: Row) -> Source:
-        spec, config = row.spec, self._config
-        predicted = spec.prediction_ids[:FARTHEST]
-        prompt = spec.prompt_ids[-FARTHEST if config.prompt_lookup else -ANCHOR :]
-        source = Source(
-            History([*prompt, *row.tokens]),
-            len(row.tokens),
-            Chance(self._chance.value),
-            Text(text_behind(spec.prompt_ids, predicted)) if predicted else None,
-            key_of(spec) if self._keeps else None,
-            prompt=len(prompt),
-        )
-        if source.prediction is not None and not row.tokens:
-            text = source.prediction.ids
-            source.predicted.begin(text, len(text) - len(predicted))
-        return source
+    def _draft(self, row: Row, source: Source, rows: int, behind: int = 0) -> list[int]:
+        return draft(row, source, self._config, self._chance_by_model(row), LOOKED_THROUGH // rows, behind)
 
-    def _draft(self, row: Row, source: Source, rows: int) -> list[int]:
-        """What the row may go on with; [] while nothing suggests itself."""
-        config, room = self._config, row.sampling.max_tokens - row.position
-        if source.rests or room <= 1:
-            return []  # what is drawn behind the draft comes with it
-        by_model = 0.0 if self._model is None else self._model.chance(row)
-        is_doubtful = config.adapts_to_rows and source.chance.value < max(config.threshold, by_model)
-        least = config.ngram_max if is_doubtful else config.ngram_min
-        most = source.chance.length(config.tokens) if config.adapts_to_rows else config.tokens
-        most, longest = min(most, room - 1), min(config.tokens, room - 1)
-        source.is_predicted = source.by_model = False
-        joined = source.joined
-        if joined is not None and source.prediction is None and source.written < BEGINNING:
-            written = source.history.end(source.written)
-            if (guess := joined.beginnings.draft(written, longest)).ids:
-                return self._worth(row, source, guess)
-        guess, far = NOTHING, min(FARTHEST, LOOKED_THROUGH // rows)
-        history = source.history
-        end = End(history.end(WINDOW), least)
-        if joined is not None:
-            guess = source.kept.draft(joined.text, slice(-far, None), end, longest)
-        if source.prediction is not None:
-            theirs = source.predicted.draft(source.prediction, slice(far), end, most)
-            if theirs.ids and theirs.matched >= guess.matched:
-                guess, source.is_predicted = theirs, True
-        # What the row has written itself counts where more of its end is found there: no more than is looked for.
-        if config.own_text and (guess.matched < config.ngram_max or source.own.is_along(least)):
-            end = End(end.ids[-config.ngram_max :], least)
-            own = source.own.draft(history, slice(-far, None), end, most)
-            if own.matched > guess.matched:
-                guess, source.is_predicted = own, False
-        return self._worth(row, source, guess)
+    def _chance_by_model(self, row: Row) -> float:
+        return 0.0 if self._model is None else self._model.chance(row)
 
-    def _worth(self, row: Row, source: Source, guess: Guess) -> list[int]:
-        """As much of a draft as is likely to be reached."""
-        source.likely = source.chance.value
-        if guess.votes and self._config.adapts_to_rows:
-            agreed, source.likely = guess.agreed(source.chance.value, UNLIKELY)
-            return up_to_stop(row, guess.ids[:agreed])
-        return up_to_stop(row, guess.ids)
+
+def are_dense(drafts: Sequence[list[int]], longest: int) -> bool:
+    """Whether at least half of the places are used, where each row is given so many."""
+    return 2 * sum(min(longest, len(draft)) for draft in drafts) >= longest * len(drafts)

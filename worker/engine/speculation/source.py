@@ -1,4 +1,4 @@
-"""What is known of one row: the texts that it may go on along, and how its drafts have held."""
+"""What is known of one row: the texts that it may go on along, how its drafts have held, and what the next one says."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import math
 from dataclasses import dataclass, field
 
 from worker.engine.batch.row import Row
-from worker.engine.speculation.alignment import Course
-from worker.engine.speculation.lookup import History, Text
-from worker.engine.speculation.memory import Joined, Key
-from worker.engine.speculation.payoff import Chance
+from worker.engine.messages import SpeculationConfig
+from worker.engine.speculation.alignment import WINDOW, Course, End
+from worker.engine.speculation.lookup import BEGINNING, NOTHING, Guess, History, Text
+from worker.engine.speculation.memory import ANCHOR, FARTHEST, Joined, Key, key_of, text_behind
+from worker.engine.speculation.payoff import UNLIKELY, Chance
 
 
 @dataclass
@@ -57,3 +58,70 @@ def up_to_stop(row: Row, draft: list[int]) -> list[int]:
     if not row.stop_ids or row.stop_ids.isdisjoint(draft):
         return draft
     return next((draft[:at] for at, id_ in enumerate(draft) if id_ in row.stop_ids), draft)
+
+
+def source_of(row: Row, config: SpeculationConfig, chance: float, *, keeps: bool) -> Source:
+    """Of a new row; `chance`: of all rows' drafts lately; `keeps`: what others have written is kept."""
+    spec = row.spec
+    predicted = spec.prediction_ids[:FARTHEST]
+    prompt = spec.prompt_ids[-FARTHEST if config.prompt_lookup else -ANCHOR :]
+    source = Source(
+        History([*prompt, *row.tokens]),
+        len(row.tokens),
+        Chance(chance),
+        Text(text_behind(spec.prompt_ids, predicted)) if predicted else None,
+        key_of(spec) if keeps else None,
+        prompt=len(prompt),
+    )
+    if source.prediction is not None and not row.tokens:
+        text = source.prediction.ids
+        source.predicted.begin(text, len(text) - len(predicted))
+    return source
+
+
+def draft(
+    row: Row, source: Source, config: SpeculationConfig, by_model: float, looked_through: int, behind: int
+) -> list[int]:
+    """What the row may go on with; [] while nothing suggests itself.
+
+    `by_model`: the chance of a draft model's drafts; `looked_through`: ids of a text, at most; `behind`: the row may
+    have gone on by so many ids that are not known, so as many more are wanted.
+    """
+    room = row.sampling.max_tokens - row.position
+    if source.rests or room <= 1:
+        return []  # what is drawn behind the draft comes with it
+    is_doubtful = config.adapts_to_rows and source.chance.value < max(config.threshold, by_model)
+    least = config.ngram_max if is_doubtful else config.ngram_min
+    most = source.chance.length(config.tokens) if config.adapts_to_rows else config.tokens
+    most, longest = min(most + behind, room - 1), min(config.tokens + behind, room - 1)
+    source.is_predicted = source.by_model = False
+    joined = source.joined
+    if joined is not None and source.prediction is None and source.written < BEGINNING:
+        written = source.history.end(source.written)
+        if (guess := joined.beginnings.draft(written, longest)).ids:
+            return _worth(row, source, config, guess, behind)
+    guess, far = NOTHING, min(FARTHEST, looked_through)
+    history = source.history
+    end = End(history.end(WINDOW), least)
+    if joined is not None:
+        guess = source.kept.draft(joined.text, slice(-far, None), end, longest)
+    if source.prediction is not None:
+        theirs = source.predicted.draft(source.prediction, slice(far), end, most)
+        if theirs.ids and theirs.matched >= guess.matched:
+            guess, source.is_predicted = theirs, True
+    # What the row has written itself counts where more of its end is found there: no more than is looked for.
+    if config.own_text and (guess.matched < config.ngram_max or source.own.is_along(least)):
+        end = End(end.ids[-config.ngram_max :], least)
+        own = source.own.draft(history, slice(-far, None), end, most)
+        if own.matched > guess.matched:
+            guess, source.is_predicted = own, False
+    return _worth(row, source, config, guess, behind)
+
+
+def _worth(row: Row, source: Source, config: SpeculationConfig, guess: Guess, behind: int) -> list[int]:
+    """As much of a draft as is likely to be reached, as far as the row is known."""
+    source.likely = source.chance.value
+    if guess.votes and not behind and config.adapts_to_rows:
+        agreed, source.likely = guess.agreed(source.chance.value, UNLIKELY)
+        return up_to_stop(row, guess.ids[:agreed])
+    return up_to_stop(row, guess.ids)

@@ -1,0 +1,89 @@
+"""A step that checks drafts and stays unread while the next one is given out.
+
+Nobody knows yet how far its rows have gone on: by what was drawn behind the last id that holds, so by one id at least
+and by all of their drafts and one more at most. What a row may go on with from the last id on that the host knows is
+given to the device, and the next draft is cut out of that there: behind as many ids as the row has gone on by. Whether
+these are the ids that the text says does not matter: where a row differs, it is taken to go on along the text.
+
+Noise of draws is cut out in the same way; how far rows end before one another is counted on the device (kv/ragged.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import mlx.core as mx
+
+from worker.engine.batch.row import Row
+from worker.engine.kv.ragged import Slack
+from worker.engine.sampling.draw import Draw
+from worker.engine.speculation.part import Part
+
+NOT_FED = -1  # ids that hold of a row that a step was not given out for: it stands where it stood
+_NO_ID = 0xFFFFFFFF  # in the place of a draft's id: nothing that is drawn
+
+
+@dataclass
+class Unread:
+    """Of the rows that are left in the batch. N: places of all rows that it was given out for, row by row."""
+
+    parts: list[Part]
+    length: int  # of each row's draft
+    tokens_N: mx.array  # drawn behind each id
+    draw: Draw
+    held_B: mx.array  # ids of each draft
+    slack: Slack  # after what has not held is taken back
+    starts: list[int]  # each row's first place
+    joined: list[tuple[Row, int]] = field(default_factory=list)  # rows that it was not given out for, and their inputs
+
+    def of_rows(self, keep: Sequence[int]) -> Unread:
+        """Of some of them."""
+        count = len(self.parts)
+        kept = [at for at in keep if at < count]
+        return replace(
+            self,
+            parts=[self.parts[at] for at in kept],
+            starts=[self.starts[at] for at in kept],
+            held_B=self.held_B[mx.array(list(keep))],
+            slack=self.slack.of_rows(keep),
+            joined=[self.joined[at - count] for at in keep if at >= count],
+        )
+
+    def and_rows(self, joined: Sequence[tuple[Row, int]]) -> Unread:
+        """Of these besides, behind the others: rows that end together with the one that ends last, and their inputs."""
+        behind_B = mx.full(len(joined), NOT_FED, mx.int32)
+        return replace(
+            self,
+            held_B=mx.concatenate([self.held_B, behind_B]),
+            slack=self.slack.and_rows(len(joined)),
+            joined=[*self.joined, *joined],
+        )
+
+
+def filled(ids: list[int], length: int) -> list[int]:
+    """So many ids, some of which are none."""
+    return [*ids[:length], *[_NO_ID] * (length - len(ids))]
+
+
+def fed(next_B: mx.array, draft_BK: mx.array) -> mx.array:
+    """Inputs and drafts [B, K + 1]; 0 where a draft has no id."""
+    return mx.concatenate([next_B[:, None], mx.where(draft_BK == _NO_ID, mx.array(0, mx.uint32), draft_BK)], axis=1)
+
+
+def held(tokens_BL: mx.array, draft_BK: mx.array) -> tuple[mx.array, mx.array]:
+    """How many ids of each draft were drawn [B], and what was drawn behind them [B]; L = K + 1."""
+    end_B1 = mx.full((draft_BK.shape[0], 1), _NO_ID, mx.uint32)
+    held_B1 = mx.argmin(tokens_BL == mx.concatenate([draft_BK, end_B1], axis=1), axis=1, keepdims=True)
+    return held_B1[:, 0].astype(mx.int32), mx.take_along_axis(tokens_BL, held_B1, axis=1)[:, 0]
+
+
+def cut(guesses: Sequence[list[int]], length: int, before: Unread) -> tuple[mx.array, mx.array]:
+    """Drafts [B, K] of so many ids, and how many steps ahead of what is known each next draw is [B, K + 1].
+
+    `guesses`: what each row may go on with behind what it was fed first in the step before.
+    """
+    width = before.length + 1 + length
+    guesses_BM = mx.array([filled(ids, width) for ids in guesses], mx.uint32)
+    steps_BL = before.held_B[:, None] + mx.arange(1, length + 2)
+    return mx.take_along_axis(guesses_BM, steps_BL[:, :-1], axis=1), steps_BL
