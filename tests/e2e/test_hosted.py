@@ -67,8 +67,9 @@ class Streams:
 
     async def _answered(self, http: httpx.AsyncClient, model: str) -> bool:
         async with http.stream("POST", "/v1/chat/completions", json={**ASK, "model": model}) as answer:
-            if answer.status_code == 503:  # the only worker was killed, and the next one is not there yet
-                assert "no live worker serves" in (text := (await answer.aread()).decode()), text
+            if answer.status_code == 503:  # the only worker was killed, or the learner has published nothing yet
+                text = (await answer.aread()).decode()
+                assert "no live worker serves" in text or "has not published its first version yet" in text, text
                 return not self._going
             assert answer.status_code == 200, await answer.aread()
             lines = [line async for line in answer.aiter_lines() if line.startswith("data: ")]
