@@ -1,6 +1,7 @@
 """What is measured and warmed up before the first row."""
 
 from collections.abc import Callable
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -65,10 +66,18 @@ def test_each_way_to_check_drafts_is_rehearsed(llama: LoadedModel, monkeypatch: 
         return fed(self, ids_BL, is_fed_BL)
 
     monkeypatch.setattr(SpeculatingBatch, "_fed", noted)
+    followed, ahead = [], SpeculatingBatch._check_ahead
+
+    def counted(self: SpeculatingBatch, *of: Any) -> Any:
+        followed.append(len(self._decoding_rows))
+        return ahead(self, *of)
+
+    monkeypatch.setattr(SpeculatingBatch, "_check_ahead", counted)
     assert list(rehearse(llama, EngineConfig("", max_rows=4, speculation=SpeculationConfig(3)))) == [1, 4]
     for width in (2, 3, 4):
         assert {(4, width, uneven, apart) for uneven in (True, False) for apart in (True, False)} <= ways
         assert (1, width, False, False) in ways
+    assert {1, 4} <= set(followed), "before they are read"
 
 
 def test_long_prompts_in_pieces_decode_as_they_do_whole(llama: LoadedModel) -> None:

@@ -35,12 +35,14 @@ USUAL_PROMPT = 128  # tokens, of the prompts that are measured together
 FREE_PART = 8  # of the free memory, an eighth may go for a forward
 WARM_UP_S = 60.0  # after which no more is tried
 WARM_TOKENS = 24
+FOLLOWED = 4  # steps that check drafts, of which one is followed by another before it is read
 SAMPLINGS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {"temperature": 1.0},
     {"temperature": 0.7, "top_p": 0.95, "top_k": 40},
     {"temperature": 0.0, "top_logprobs": 5},
 )
+PLAIN = SAMPLINGS[:3]  # of which a step may stay unread
 
 Forward = Callable[[int, int], float]  # rows, width -> seconds; infinite: it takes too much memory
 
@@ -120,15 +122,18 @@ def rehearse(loaded: LoadedModel, config: EngineConfig) -> Iterator[int]:
     """Decode rows of usual sizes, in engines of their own; the numbers of rows, as they are done.
 
     Drafts are checked in steps of every width, in each of the ways that have kernels of their own: of one length or of
-    several, by rows that end together or of which some have fallen behind.
+    several, by rows that end together or of which some have fallen behind, in steps that are read at once and in such
+    that others follow before.
     """
     until = time.perf_counter() + WARM_UP_S
     drafts = config.speculation and replace(
         config.speculation, adapts_to_rows=False, adapts_to_time=False, own_text=False
     )
-    of_length = [replace(drafts, tokens=length) for length in range(1, drafts.tokens + 1)] if drafts else []
+    lengths = range(1, drafts.tokens + 1) if drafts else ()
+    of_length = [replace(drafts, tokens=length, overlaps=False) for length in lengths] if drafts else []
     engines = [Engine(loaded, replace(config, speculation=each)) for each in (None, *of_length)]
-    most = max(WARM_TOKENS, _tokens_with(len(of_length)))
+    overlapping = Engine(loaded, replace(config, speculation=drafts))
+    most = max(WARM_TOKENS, _tokens_with(len(lengths)))
     try:
         for rows in usual_rows(config.max_rows):
             for samplings in (SAMPLINGS[:1], SAMPLINGS):
@@ -138,11 +143,16 @@ def rehearse(loaded: LoadedModel, config: EngineConfig) -> Iterator[int]:
                 for others in (tokens, length):  # these draft one token less
                     guesses = [_guess(said[row], row, others if row % 2 else tokens) for row in range(rows)]
                     _decoded(loaded, engine, _requests(loaded, SAMPLINGS, tokens, guesses), until)
+            if drafts and drafts.overlaps:
+                tokens = _tokens_with(drafts.tokens, FOLLOWED)
+                said = _decoded(loaded, engines[0], _requests(loaded, PLAIN, tokens, [()] * rows), until)
+                guesses = [_guess(said[row], row, tokens) for row in range(rows)]
+                _decoded(loaded, overlapping, _requests(loaded, PLAIN, tokens, guesses), until)
             if _is_late(loaded, until):
                 return
             yield rows
     finally:
-        for engine in engines:
+        for engine in (*engines, overlapping):
             engine.close()
 
 
@@ -171,9 +181,9 @@ def usual_rows(most: int) -> list[int]:
     return sorted({*rows, most})
 
 
-def _tokens_with(length: int) -> int:
-    """Of a row whose drafts are so long: one, two steps that check drafts, and two that do not."""
-    return 1 + 2 * (length + 1) + 2
+def _tokens_with(length: int, checks: int = 2) -> int:
+    """Of a row whose drafts are so long: one, so many steps that check drafts, and two that do not."""
+    return 1 + checks * (length + 1) + 2
 
 
 def _guess(said: Sequence[int], row: int, length: int) -> tuple[int, ...]:
