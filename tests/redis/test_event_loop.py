@@ -367,8 +367,8 @@ async def send(http: httpx.AsyncClient, path: str, body: Any) -> None:
 async def longest(loop: Loop, name: str, attack: Callable[[], Awaitable[None]]) -> float:
     """The longest step of the loop, in times of the known work.
 
-    A long one is tried once more: a full collection of garbage may fall into any step, and takes 10 to 50 ms while
-    large answers are made by other threads.
+    A long one is tried once more: a full collection of garbage may fall into any step, and takes 10 to 25 ms on a
+    quiet machine while large answers are made by other threads.
     """
     times = math.inf
     for _ in range(2):
