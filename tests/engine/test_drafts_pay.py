@@ -78,9 +78,9 @@ class World:
                     self._unread = drafts
                     self._drafting.checks(width, "begins")
                 else:
-                    self._check(rows, drafts)
                     if width > 1:
                         self._drafting.checks(width)
+                    self._check(rows, drafts)
                     self._known = width > 1
             self.steps.append(self._now - began)
             gone = [row for row in rows if len(row.tokens) >= TOKENS]

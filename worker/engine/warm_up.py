@@ -129,11 +129,12 @@ def rehearse(loaded: LoadedModel, config: EngineConfig) -> Iterator[int]:
     drafts = config.speculation and replace(
         config.speculation, adapts_to_rows=False, adapts_to_time=False, own_text=False
     )
-    lengths = range(1, drafts.tokens + 1) if drafts else ()
-    of_length = [replace(drafts, tokens=length, overlaps=False) for length in lengths] if drafts else []
+    of_length = (
+        [replace(drafts, tokens=length, overlaps=False) for length in range(1, drafts.tokens + 1)] if drafts else []
+    )
     engines = [Engine(loaded, replace(config, speculation=each)) for each in (None, *of_length)]
-    overlapping = Engine(loaded, replace(config, speculation=drafts))
-    most = max(WARM_TOKENS, _tokens_with(len(lengths)))
+    followed = [Engine(loaded, replace(config, speculation=drafts))] if drafts and drafts.overlaps else []
+    most = max(WARM_TOKENS, _tokens_with(len(of_length)))
     try:
         for rows in usual_rows(config.max_rows):
             for samplings in (SAMPLINGS[:1], SAMPLINGS):
@@ -143,16 +144,16 @@ def rehearse(loaded: LoadedModel, config: EngineConfig) -> Iterator[int]:
                 for others in (tokens, length):  # these draft one token less
                     guesses = [_guess(said[row], row, others if row % 2 else tokens) for row in range(rows)]
                     _decoded(loaded, engine, _requests(loaded, SAMPLINGS, tokens, guesses), until)
-            if drafts and drafts.overlaps:
-                tokens = _tokens_with(drafts.tokens, FOLLOWED)
+            for engine in followed:
+                tokens = _tokens_with(len(of_length), FOLLOWED)
                 said = _decoded(loaded, engines[0], _requests(loaded, PLAIN, tokens, [()] * rows), until)
                 guesses = [_guess(said[row], row, tokens) for row in range(rows)]
-                _decoded(loaded, overlapping, _requests(loaded, PLAIN, tokens, guesses), until)
+                _decoded(loaded, engine, _requests(loaded, PLAIN, tokens, guesses), until)
             if _is_late(loaded, until):
                 return
             yield rows
     finally:
-        for engine in (*engines, overlapping):
+        for engine in (*engines, *followed):
             engine.close()
 
 

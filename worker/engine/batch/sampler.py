@@ -85,7 +85,7 @@ class RowSampler:
         """Whether `unread` draws for these."""
         return self._plain.numbers(rows) is not None
 
-    def unread(self, steps_BL: mx.array, most: int, logits_NV: mx.array) -> tuple[mx.array, Draw]:
+    def unread(self, steps_BL: mx.array, most: int, logits_NV: mx.array, inputs_N: mx.array) -> tuple[mx.array, Draw]:
         """As `ahead`, of plain rows, where only the device knows how far ahead of each: less than `most` steps."""
         self._plan = None
         rows, (count, width) = self._model.rows, steps_BL.shape
@@ -96,8 +96,8 @@ class RowSampler:
         index = np.repeat(np.arange(count), width)
         plan = self._plan_ahead(numbers, index, positions_BM[index, 0], logits_NV.shape[-1])
         noise_N1 = mx.take_along_axis(noise_BM, steps_BL, axis=1).reshape(-1, 1)
-        versions = tuple(version for version in self._model.versions for _ in range(width))
-        return plan.drawn(logits_NV, steps_BL.reshape(-1, 1), versions, self._model.same, noise_N1)
+        versions = tuple(map(self._model.versions.__getitem__, index.tolist()))
+        return plan.drawn(logits_NV, inputs_N[:, None], versions, self._model.same, noise_N1)
 
     def _plan_ahead(self, numbers: Numbers, index: Indices, positions_N: Indices, vocab: int) -> _Plan:
         """Of places in plain rows; where each row has as many as in the latest step, only positions differ."""

@@ -279,8 +279,8 @@ def may_be_taken_back(caches: Sequence[Any]) -> bool:
     return all(kind_of(leaf).is_known for leaf in leaves(caches))
 
 
-def may_be_unread(caches: Sequence[Any]) -> bool:
-    """Whether rows of a batch may be taken back by as much as only the device knows: all leaves are cut anywhere."""
+def are_cut(caches: Sequence[Any]) -> bool:
+    """Whether all leaves can be cut at any length."""
     return all(kind_of(leaf).is_cut for leaf in leaves(caches))
 
 

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from shared.errors import SetupError
 from shared.text.codec import TokenizerBundle
-from worker.engine.kv.kinds import kind_of, leaves
+from worker.engine.kv.kinds import are_cut, leaves
 from worker.engine.kv.layout import KvLayout
 from worker.engine.scheduler import DraftKv
 
@@ -34,7 +34,7 @@ class DraftModel:
     def check(self) -> None:
         """SetupError if its rows cannot forget what was drafted in vain."""
         caches = self.kv.new(self.model)
-        if not all(kind_of(leaf).is_cut for leaf in leaves(caches)):
+        if not are_cut(caches):
             odd = sorted({type(leaf).__name__ for leaf in leaves(caches)} - {"KVCache"})
             raise SetupError(
                 f"the draft model keeps its KV in mlx-lm's {', '.join(odd)}, which cannot forget refused drafts; "

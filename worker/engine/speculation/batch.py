@@ -44,7 +44,6 @@ from worker.engine.kv.kinds import (
     has_windows,
     have_read,
     keep_rows,
-    may_be_unread,
     ragged,
     share_offsets,
     states,
@@ -72,6 +71,7 @@ class SpeculatingBatch(RunningBatch):
         super().__init__(model, config, pieces, keeping)
         self._drafting = drafting
         self._move_together = not model.takes_padding  # a row cannot read less than another one
+        self._overlaps = drafting.overlaps and not self._move_together
         self._slack: list[int] = []  # positions by which each row ends before the one that ends last
         self._plain_steps = 0  # in a row
         self._joined = False  # rows have, since the step before
@@ -251,49 +251,51 @@ class SpeculatingBatch(RunningBatch):
     def _may_be_unread(self, rows: tuple[Row, ...], drafts: list[list[int]]) -> bool:
         """Whether what such drafts bring may be read in the next step."""
         return (
-            self._drafting.overlaps
+            self._overlaps
             and not self._at_once
-            and not self._move_together
             and are_dense(drafts, max(map(len, drafts)))
-            and may_be_unread(self._cache[:-1])
             and self._sampler.are_plain(rows)
         )
 
     def _check_unread(self, rows: tuple[Row, ...], inputs: list[int], drafts: list[list[int]]) -> list[tuple[Row, int]]:
-        """Feed inputs and drafts, all of them as long as the longest; tell the inputs."""
+        """Feed inputs, which have been told, and drafts, all of them as long as the longest."""
         length = max(map(len, drafts))
-        parts = [Part(*each) for each in zip(rows, inputs, drafts, strict=True)]
         self._cache = [*ragged(self._cache[:-1]), self._cache[-1]]
         draft_BK = mx.array([filled(draft, length) for draft in drafts], mx.uint32)
         steps_BL = mx.broadcast_to(mx.arange(1 + length), (len(rows), 1 + length))
-        self._next_B = mx.array(inputs, mx.uint32)
-        self._unread = self._begun(parts, draft_BK, steps_BL, 1 + length, Slack.of(self._slack))
-        self._drafting.checks(1 + length, "begins")
+        self._unread = self._begun(draft_BK, steps_BL, 1 + length, Slack.of(self._slack))
+        self._unread.parts = [Part(*each) for each in zip(rows, inputs, drafts, strict=True)]
         self._was_followed = False
-        untold, self._untold = self._untold, set(rows)
-        return self._told(rows, inputs, untold)
+        self._drafting.checks(1 + length, "begins")
+        return self._news([])
 
     def _check_ahead(self, guesses: list[list[int]], length: int, before: Unread) -> list[tuple[Row, int]]:
         """Feed what the step before draws and drafts behind it; then read that step, and tell what it has brought."""
         draft_BK, steps_BL = cut(guesses, length, before)
-        unread = self._begun([], draft_BK, steps_BL, before.length + length + 2, before.slack)
+        unread = self._begun(draft_BK, steps_BL, before.length + length + 2, before.slack)
         inputs, least = self._moved_on(before)
         unread.slack = unread.slack.less(least)
         end_apart(self._cache[:-1], least, unread.slack)
         behind = [(part.row, input_, part.accepted + 1) for part, input_ in zip(before.parts, inputs, strict=True)]
         behind += [(row, input_, 0) for row, input_ in before.joined]
-        for (row, input_, at), guess in zip(behind, guesses, strict=True):
-            unread.parts.append(Part(row, input_, guess[at : at + length]))
+        unread.parts = [
+            Part(row, input_, guess[at : at + length]) for (row, input_, at), guess in zip(behind, guesses, strict=True)
+        ]
         self._unread, self._was_followed = unread, True
         self._drafting.checks(1 + length, "follows")
         return self._news([])
 
-    def _begun(self, parts: list[Part], draft_BK: mx.array, steps_BL: mx.array, most: int, slack: Slack) -> Unread:
-        """Feed inputs and drafts, and draw behind each id: so many steps ahead of the rows, less than `most`."""
+    def _begun(self, draft_BK: mx.array, steps_BL: mx.array, most: int, slack: Slack) -> Unread:
+        """Feed inputs and drafts, and draw behind each id: so many steps ahead of the rows, less than `most`.
+
+        The parts are its caller's to say.
+        """
         caches, length = self._cache[:-1], draft_BK.shape[1]
         ids_BL = fed(self._next_B, draft_BK)
         logits_BLV = self._model(ids_BL, cache=self._cache, draws=True)
-        tokens_N, draw = self._sampler.unread(steps_BL, most, logits_BLV.reshape(-1, logits_BLV.shape[2]))
+        tokens_N, draw = self._sampler.unread(
+            steps_BL, most, logits_BLV.reshape(-1, logits_BLV.shape[2]), ids_BL.reshape(-1)
+        )
         held_B, self._next_B = held(tokens_N.reshape(ids_BL.shape), draft_BK)
         unused_B = length - held_B
         slack = slack.more(unused_B)
@@ -302,7 +304,7 @@ class SpeculatingBatch(RunningBatch):
         mx.async_eval(held_B, self._next_B, slack.before_B)  # type: ignore[no-untyped-call]
         self._plain_steps = self.unfed = 0
         starts = list(range(0, ids_BL.size, 1 + length))
-        return Unread(parts, length, tokens_N, draw, held_B, slack, starts)
+        return Unread([], length, tokens_N, draw, held_B, slack, starts)
 
     def _only_read(self, *, known: bool) -> list[tuple[Row, int]]:
         """A step that tells what the one before has brought, and feeds nothing: rows may have ended by it."""
@@ -323,7 +325,6 @@ class SpeculatingBatch(RunningBatch):
         parts = before.parts
         inputs = self._hold(parts, before.tokens_N, before.draw, before.starts)
         self._late += news_of(parts, inputs, self._untold)
-        self._untold.update(part.row for part in parts)
         self._drafting.checked(1 + before.length, [(part.row, len(part.ids) - 1, part.accepted) for part in parts])
         slack = [was + before.length - part.accepted for was, part in zip(self._slack, parts, strict=True)]
         slack += [0] * len(before.joined)

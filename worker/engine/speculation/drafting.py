@@ -19,7 +19,7 @@ from typing import Any, Literal
 import mlx.core as mx
 
 from worker.engine.batch.row import Row
-from worker.engine.kv.kinds import may_be_taken_back
+from worker.engine.kv.kinds import are_cut, may_be_taken_back
 from worker.engine.messages import SpeculationConfig, SpeculationStats
 from worker.engine.speculation.draft_batch import DraftBatch
 from worker.engine.speculation.draft_times import best_step
@@ -85,7 +85,8 @@ class Drafting:
         self._step = 0
         on_cpu = mx.default_device() == mx.Device(mx.cpu) if on_cpu is None else on_cpu
         self._accounts = Accounts(on_cpu=on_cpu)
-        self.overlaps = self.is_on and self._config.overlaps and model is None
+        # What only the device knows may be taken back from KV that can be cut anywhere.
+        self.overlaps = self.is_on and self._config.overlaps and model is None and are_cut(kv)
         self._predicted: set[Row] = set()  # whose drafts in the latest step that checks some are of their predictions
         self._step_is: Step = "plain"  # the one that runs
         self._half = 0.0, 0.0  # seconds and tokens of a step that began what another one reads
@@ -389,10 +390,8 @@ class Drafting:
             left -= len(row.spec.prompt_ids) + min(FARTHEST, len(row.spec.prediction_ids))
 
     def _draft(self, row: Row, source: Source, rows: int, behind: int = 0) -> list[int]:
-        return draft(row, source, self._config, self._chance_by_model(row), LOOKED_THROUGH // rows, behind)
-
-    def _chance_by_model(self, row: Row) -> float:
-        return 0.0 if self._model is None else self._model.chance(row)
+        by_model = 0.0 if self._model is None else self._model.chance(row)
+        return draft(row, source, self._config, by_model, LOOKED_THROUGH // rows, behind)
 
 
 def are_dense(drafts: Sequence[list[int]], longest: int) -> bool:
