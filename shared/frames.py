@@ -27,6 +27,9 @@ class TokenLogprob(msgspec.Struct, array_like=True, frozen=True, gc=False):
     logprob: float
 
 
+TokenLogprobs = tuple[TokenLogprob, ...]  # of one place; unlike a list, a tuple of them is not looked at in collections
+
+
 class VersionSpan(msgspec.Struct, array_like=True, frozen=True):
     """Completion positions [start, end) were computed with adapter version `version` ("" is the base)."""
 
@@ -70,15 +73,15 @@ class TokenEvent(msgspec.Struct, array_like=True):
     position: int  # of tokens[0]
     tokens: list[int]
     logprobs: list[float]
-    top_logprobs: list[list[TokenLogprob]] | None = None  # one list per token
+    top_logprobs: list[TokenLogprobs] | None = None  # one list per token
     text: str | None = None
     version: str = ""  # adapter version of all tokens in this event
     finish: Finish | None = None
     prompt_logprobs: list[float | None] | None = None  # with the first event, when asked for
     score_logprobs: list[float] | None = None  # kind "score": with the finish
-    prompt_top_logprobs: list[list[TokenLogprob]] | None = None
+    prompt_top_logprobs: list[TokenLogprobs] | None = None
     embedding: bytes | None = None  # what a head or kind "embed" gives, fp32 LE, or a network: tensors; with the finish
-    prompt_others: list[list[TokenLogprob]] | None = None  # of each prompt token: those named there, then those drawn
+    prompt_others: list[TokenLogprobs] | None = None  # of each prompt token: those named there, then those drawn
 
     @property
     def end(self) -> int:

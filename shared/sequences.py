@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from shared.errors import IncompatibleVersionError, TokenOutOfRangeError, UnreadableMessageError
-from shared.frames import Finish, TokenLogprob, VersionSpan
+from shared.frames import Finish, TokenLogprobs, VersionSpan
 from shared.heads import HeadSpec
 from shared.images.refs import ImageRef, VisionSpec, kv_ids
 from shared.splits import Arm
@@ -154,11 +154,11 @@ class SequenceResult(msgspec.Struct, frozen=True, omit_defaults=True):
     completion_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()  # fp32 log-probability of each completion token (what a trainer calls mu), in
     # the mode that the spec's sampling says
-    top_logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
+    top_logprobs: tuple[TokenLogprobs, ...] = ()
     spans: tuple[VersionSpan, ...] = ()
     text: str | None = None  # only of rows with stop strings; else the reader decodes the ids
     prompt_logprobs: tuple[float | None, ...] = ()
-    prompt_top_logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
+    prompt_top_logprobs: tuple[TokenLogprobs, ...] = ()
     score_logprobs: tuple[float, ...] = ()
     embedding: bytes = b""  # kind "embed", or what a head gives: fp32, little-endian; what a network gives: tensors
     timings: Timings = Timings()

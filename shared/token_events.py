@@ -47,8 +47,8 @@ def merged(events: list[TokenEvent]) -> list[TokenEvent]:
             continue
         last.tokens += event.tokens
         last.logprobs += event.logprobs
-        if event.top_logprobs is not None:
-            last.top_logprobs = (last.top_logprobs or []) + event.top_logprobs
+        if last.top_logprobs is not None:
+            last.top_logprobs += event.top_logprobs or ()
         last.finish = event.finish
         last.score_logprobs = event.score_logprobs
         last.embedding = event.embedding

@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from shared.frames import Finish, FinishReason, TokenEvent, TokenLogprob, VersionSpan, spans_of
+from shared.frames import Finish, FinishReason, TokenEvent, TokenLogprobs, VersionSpan, spans_of
 from shared.images.refs import ImageRef
 from shared.jobs import SamplingOverrides
 from shared.sequences import LEAST_TEMPERATURE, LogprobsMode, SamplingParams, SequenceResult, SequenceSpec, Timings
@@ -42,7 +42,7 @@ class Trajectory(msgspec.Struct, frozen=True, omit_defaults=True):
     logprobs: tuple[float, ...]  # one per completion token, fp32, in the mode that `logprobs_mode` says
     finish_reason: FinishReason
     spans: tuple[VersionSpan, ...] = ()
-    top_logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
+    top_logprobs: tuple[TokenLogprobs, ...] = ()
     stop_match: str | int | None = None
     reward: Reward | None = None
     error: str = ""
@@ -52,7 +52,7 @@ class Trajectory(msgspec.Struct, frozen=True, omit_defaults=True):
     timings: Timings = Timings()
     metadata: dict[str, Any] = {}
     prompt_logprobs: tuple[float | None, ...] = ()  # kind "batch", where the line asks for them
-    prompt_top_logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()  # likewise
+    prompt_top_logprobs: tuple[TokenLogprobs, ...] = ()  # likewise
     embedding: bytes = b""  # kind "batch", likewise: fp32, little-endian (base64 in JSON)
     cached_tokens: int = 0  # prompt tokens whose KV came from the prefix cache
     loss_mask: tuple[int, ...] = ()  # per completion token: 1 the model's own, 0 a tool's words; (): all 1
@@ -102,11 +102,11 @@ def result_of(
         prompt_tokens=len(spec.prompt_ids),
         completion_ids=tuple(whole.tokens),
         logprobs=tuple(whole.logprobs),
-        top_logprobs=tuple(map(tuple, whole.top_logprobs or ())),
+        top_logprobs=tuple(whole.top_logprobs or ()),
         spans=spans_of(events),
         text=whole.text,
         prompt_logprobs=tuple(whole.prompt_logprobs or ()),
-        prompt_top_logprobs=tuple(map(tuple, whole.prompt_top_logprobs or ())),
+        prompt_top_logprobs=tuple(whole.prompt_top_logprobs or ()),
         score_logprobs=tuple(whole.score_logprobs or ()),
         embedding=whole.embedding or b"",
         timings=timings,
@@ -155,12 +155,12 @@ def event_of(seq: str, trajectory: Trajectory, *, with_text: bool) -> TokenEvent
         position=0,
         tokens=list(t.completion_ids),
         logprobs=list(t.logprobs),
-        top_logprobs=list(map(list, t.top_logprobs)) or None,
+        top_logprobs=list(t.top_logprobs) or None,
         text=t.text if with_text else None,
         version=t.spans[-1].version if t.spans else "",
         finish=Finish(t.finish_reason, t.stop_match, cached_tokens=t.cached_tokens),
         prompt_logprobs=list(t.prompt_logprobs) or None,
-        prompt_top_logprobs=list(map(list, t.prompt_top_logprobs)) or None,
+        prompt_top_logprobs=list(t.prompt_top_logprobs) or None,
         embedding=t.embedding or None,
     )
 

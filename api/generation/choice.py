@@ -10,7 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from api.generation.splitter import Piece, SplitPlan, Splitter
-from shared.frames import Finish, TokenEvent, TokenLogprob, VersionSpan, spans_of
+from shared.frames import Finish, TokenEvent, TokenLogprobs, VersionSpan, spans_of
 from shared.text.codec import TextCodec
 from shared.token_events import join
 
@@ -82,12 +82,12 @@ class Delta(msgspec.Struct):
     text: str
     tokens: list[int]
     logprobs: list[float]
-    top_logprobs: list[list[TokenLogprob]] | None
+    top_logprobs: list[TokenLogprobs] | None
     first: bool  # nothing of this choice was shown before
     finish: Finish | None
     seen_tokens: int = 0  # so many of `tokens` the client of a resumed stream has; of `text` only new text is here
     prompt_logprobs: list[float | None] | None = None
-    prompt_top_logprobs: list[list[TokenLogprob]] | None = None
+    prompt_top_logprobs: list[TokenLogprobs] | None = None
     versions: tuple[VersionSpan, ...] = ()  # of the new tokens, when the request wants them
     piece: Piece | None = None  # new text taken apart, when the plan says so
     calls_ended_it: bool = False

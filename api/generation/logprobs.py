@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from api.generation.choice import ReplyPlan
-from shared.frames import TokenLogprob
+from shared.frames import TokenLogprob, TokenLogprobs
 from shared.text.codec import TextCodec
 
 LOWEST = -9999.0  # what OpenAI shows for a probability of nothing; JSON has no infinity
@@ -48,7 +48,7 @@ class TokenNames:
         return f"token_id:{token}" if self._by_id else self._codec.token_text(token)
 
     def chat(
-        self, tokens: Sequence[int], logprobs: Sequence[float], tops: Sequence[Sequence[TokenLogprob]] | None
+        self, tokens: Sequence[int], logprobs: Sequence[float], tops: Sequence[TokenLogprobs] | None
     ) -> list[ChatLogprob]:
         """`choices[].logprobs.content`."""
         return [
@@ -67,7 +67,7 @@ class TokenNames:
             data = self._bytes[top.token] = list(self._codec.token_bytes(top.token))
         return ChatToken(self.name(top.token), floored(top.logprob), data)
 
-    def top(self, tops: Sequence[TokenLogprob], token: int, logprob: float) -> dict[str, float]:
+    def top(self, tops: TokenLogprobs, token: int, logprob: float) -> dict[str, float]:
         """The most likely tokens and the one that was drawn, which may make one more."""
         named: dict[str, float] = {}
         for top in tops:
@@ -79,7 +79,7 @@ class TokenNames:
         self,
         prompt: Sequence[int],
         logprobs: Sequence[float | None],
-        tops: Sequence[Sequence[TokenLogprob]] | None,
+        tops: Sequence[TokenLogprobs] | None,
         count: int,
     ) -> list[dict[str, dict[str, Any]] | None]:
         """vLLM's `prompt_logprobs`: for each prompt token a map of id -> log-probability, rank, text."""
@@ -88,7 +88,7 @@ class TokenNames:
             for i, (token, logprob) in enumerate(zip(prompt, logprobs, strict=True))
         ]
 
-    def _ranked(self, token: int, logprob: float, tops: Sequence[TokenLogprob]) -> dict[str, dict[str, Any]]:
+    def _ranked(self, token: int, logprob: float, tops: TokenLogprobs) -> dict[str, dict[str, Any]]:
         ranked = {
             str(top.token): {"logprob": floored(top.logprob), "rank": rank, "decoded_token": self.name(top.token)}
             for rank, top in enumerate(tops, 1)
@@ -124,7 +124,7 @@ class TextOffsets:
         built: TextLogprobs,
         tokens: Sequence[int],
         logprobs: Sequence[float | None],
-        tops: Sequence[Sequence[TokenLogprob]] | None,
+        tops: Sequence[TokenLogprobs] | None,
         seen: int = 0,
     ) -> None:
         """Add the next tokens, but for the first `seen` of them; a prompt's first one has no log-probability."""

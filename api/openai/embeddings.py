@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 from fastapi import APIRouter, Request
@@ -158,7 +159,7 @@ def embeddings_answer(body: EmbeddingRequest, work: Work, vectors: Sequence[npt.
     }
 
 
-def shown_vector(body: EmbeddingRequest, vector: npt.NDArray[np.float32]) -> str | list[float]:
+def shown_vector(body: EmbeddingRequest, vector: npt.NDArray[np.float32]) -> str | msgspec.Raw:
     """One embedding as the request wants it."""
     if body.dimensions is not None:
         if body.dimensions > len(vector):
@@ -169,5 +170,9 @@ def shown_vector(body: EmbeddingRequest, vector: npt.NDArray[np.float32]) -> str
         vector = vector / length if length > 0 else vector
     if body.encoding_format == "base64":
         return base64.b64encode(vector.astype("<f4").tobytes()).decode()
-    shown: list[float] = vector.tolist()
-    return shown
+    return written_vector(vector)
+
+
+def written_vector(vector: npt.NDArray[np.float32]) -> msgspec.Raw:
+    """Its numbers as JSON: a list for each of many vectors would be looked through by every collection of garbage."""
+    return msgspec.Raw(msgspec.json.encode(vector.tolist()))

@@ -204,7 +204,7 @@ def _token_choice(index: int, events: list[TokenEvent], logprobs: int | None) ->
 def _token_logprobs(event: TokenEvent) -> list[dict[str, Any]]:
     """With `logprobs` 0 the drawn token stands alone under `top_logprobs`, as in vLLM."""
     tops = event.top_logprobs or [
-        [TokenLogprob(token, logprob)] for token, logprob in zip(event.tokens, event.logprobs, strict=True)
+        (TokenLogprob(token, logprob),) for token, logprob in zip(event.tokens, event.logprobs, strict=True)
     ]
     return [
         {**_named(token, logprob), "top_logprobs": [_named(each.token, each.logprob) for each in top]}

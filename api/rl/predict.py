@@ -6,6 +6,7 @@ next tokens, `next_token_ids` and `next_token_log_probs`, [B, K].
 """
 
 import uuid
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -23,7 +24,7 @@ from api.generation.target import Target, target_of
 from api.http.bodies import LONG_BYTES, BodyRoute
 from api.http.errors import error_responses, from_validation
 from api.http.fields import RequestModel, complaint
-from api.openai.embeddings import vectors_of, vectors_reply
+from api.openai.embeddings import vectors_of, vectors_reply, written_vector
 from api.ring.ring import Ring, TheRing
 from api.ring.room import aside
 from api.rl.act import PolicyFields
@@ -139,12 +140,15 @@ async def _by_language_model(body: PredictRequest, asked: LanguageFields, ring: 
         greedy = SamplingParams(max_tokens=room, seed=0, temperature=0.0, top_logprobs=body.top_k or 10)
         gathered = await gather_all(ring, plain_work("predict", target, settings, prompts, greedy))
         tops = [next(event.top_logprobs[0] for event in events if event.top_logprobs) for events in gathered]
-        outputs["next_token_ids"] = _tensor("int64", [[each.token for each in top] for top in tops])
-        outputs["next_token_log_probs"] = _tensor("float32", [[each.logprob for each in top] for top in tops])
+        outputs["next_token_ids"] = _tensor("int64", [[each.token for each in top] for top in tops], len(tops[0]))
+        outputs["next_token_log_probs"] = _tensor(
+            "float32", [[each.logprob for each in top] for top in tops], len(tops[0])
+        )
 
     def answer() -> dict[str, Any]:
         if vectors:
-            outputs["embedding"] = _tensor("float32", [vector.tolist() for vector in vectors])
+            rows = [written_vector(vector) for vector in vectors]
+            outputs["embedding"] = _tensor("float32", rows, len(vectors[0]))
         return {
             "id": f"predict-{uuid.uuid4().hex}",
             "object": "prediction",
@@ -155,5 +159,5 @@ async def _by_language_model(body: PredictRequest, asked: LanguageFields, ring: 
     return await vectors_reply(vectors, answer)
 
 
-def _tensor(dtype: str, rows: list[list[Any]]) -> dict[str, Any]:
-    return {"dtype": dtype, "shape": [len(rows), len(rows[0])], "data": rows}
+def _tensor(dtype: str, rows: Sequence[Any], width: int) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": [len(rows), width], "data": rows}

@@ -16,7 +16,7 @@ from api.generation.plan import MAX_WHOLE_LOGPROBS
 from api.generation.work import Work
 from api.tinker.bodies import SampleBody, TensorBody
 from shared.errors import InvalidRequestError
-from shared.frames import TokenLogprob
+from shared.frames import TokenLogprobs
 from shared.sequences import vocabulary_error
 
 _TARGETS = "target_prompt_logprobs"
@@ -68,23 +68,23 @@ class AskedTokens:
         )
         return msgspec.structs.replace(work, sampling=sampling)
 
-    def logprobs(self, told: Sequence[Sequence[TokenLogprob]]) -> npt.NDArray[np.float32]:
+    def logprobs(self, told: Sequence[TokenLogprobs]) -> npt.NDArray[np.float32]:
         """Of the targets, one after another, 0 where nothing is asked for; `told` by prompt token."""
         if not self._names:  # and nothing is told
             return np.zeros(sum(map(len, self.rows)), np.float32)
         found = (self._of_row(row, each) for row, each in zip(self.rows, told[1:], strict=True))
         return np.array(list(chain.from_iterable(found)), np.float32)
 
-    def drawn(self, told: Sequence[Sequence[TokenLogprob]]) -> list[list[TokenLogprob]]:
+    def drawn(self, told: Sequence[TokenLogprobs]) -> list[TokenLogprobs]:
         """What was drawn, by place."""
-        return [list(each[len(each) - self.draws :]) for each in told[1:]]
+        return [each[len(each) - self.draws :] for each in told[1:]]
 
     @property
     def _names(self) -> bool:
         return any(token != -1 for row in self.rows for token in row)
 
     @staticmethod
-    def _of_row(row: Sequence[int], told: Sequence[TokenLogprob]) -> list[float]:
+    def _of_row(row: Sequence[int], told: TokenLogprobs) -> list[float]:
         known = iter(told)
         return [0.0 if token == -1 else next(known).logprob for token in row]
 

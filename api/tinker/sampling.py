@@ -38,7 +38,7 @@ from shared.errors import (
     UnsupportedModelError,
     UnsupportedParameterError,
 )
-from shared.frames import TokenEvent, TokenLogprob
+from shared.frames import TokenEvent, TokenLogprobs
 from shared.images.refs import ImageRef
 from shared.redis.queue.named_requests import NamedRequests
 from shared.redis.training.tinker_store import TinkerSample, TinkerSampler
@@ -218,7 +218,7 @@ def _result(gathered: Sequence[list[TokenEvent]], body: SampleBody, tokens: Aske
         for whole in wholes
     ]
     first, top_k = wholes[0], body.topk_prompt_logprobs
-    told = first.prompt_others or [[] for _ in first.prompt_logprobs or ()]
+    told = first.prompt_others or [() for _ in first.prompt_logprobs or ()]
     targets = None if tokens.targets is None else (tokens.targets, tokens.logprobs(told))
     prompt = PromptSaid(
         first.prompt_logprobs if body.prompt_logprobs else None,
@@ -231,5 +231,5 @@ def _result(gathered: Sequence[list[TokenEvent]], body: SampleBody, tokens: Aske
     return sample_bytes(sequences, body.topk_sample_logprobs, prompt)
 
 
-def _top(rows: list[list[TokenLogprob]] | None) -> Top:
+def _top(rows: Sequence[TokenLogprobs] | None) -> Top:
     return [[(each.token, each.logprob) for each in row] for row in rows or ()]

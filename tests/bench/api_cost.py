@@ -63,7 +63,7 @@ async def play(redis: Redis, streams: int, steps: int, rate: float, started: asy
 
 def event(spec: SequenceSpec, position: int, token: int, finish: Finish | None) -> TokenEvent:
     top = spec.sampling.top_logprobs
-    tops = None if not top else [[TokenLogprob(token + k, -1.0 - k) for k in range(top)]]
+    tops = None if not top else [tuple(TokenLogprob(token + k, -1.0 - k) for k in range(top))]
     return TokenEvent(spec.id, 1, position, [token], [-1.25], tops, finish=finish)
 
 

@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from shared.frames import TokenEvent, TokenLogprob
+from shared.frames import TokenEvent, TokenLogprobs
 from shared.sequences import SamplingParams, SequenceSpec
 from tests.engine.conftest import Bench, SpiedModel, prompt_of, spec
 from tests.engine.small_models import dense_logits
@@ -17,7 +17,7 @@ def full_logprobs(model: LoadedModel, ids: list[int]) -> np.ndarray:
     return np.array(logits_LV - mx.logsumexp(logits_LV, axis=-1, keepdims=True))
 
 
-def assert_top(got: list[TokenLogprob], logprobs_V: np.ndarray, count: int) -> None:
+def assert_top(got: TokenLogprobs, logprobs_V: np.ndarray, count: int) -> None:
     assert [each.token for each in got] == np.argsort(-logprobs_V)[:count].tolist()
     assert np.allclose([each.logprob for each in got], np.sort(logprobs_V)[::-1][:count], atol=1e-4)
 
@@ -41,7 +41,7 @@ def test_chosen_and_top_logprobs_ignore_temperature_penalties_and_filters(model:
             else:
                 assert event.top_logprobs is not None
                 assert_top(event.top_logprobs[0], row, count)
-    assert all(event.top_logprobs == [[]] for event in bench.events["d"])
+    assert all(event.top_logprobs == [()] for event in bench.events["d"])
 
 
 @pytest.mark.parametrize("chunk", [7, 64, 512])
@@ -64,7 +64,7 @@ def test_prompt_logprobs_come_first_and_equal_a_full_forward(model: LoadedModel,
         chosen = [row[token] for row, token in zip(expected, prompt[1:], strict=False)]
         assert np.allclose(first.prompt_logprobs[1:], chosen, atol=1e-4)
     tops = bench.events["a"][0].prompt_top_logprobs
-    assert tops is not None and tops[0] == [] and len(tops) == 90
+    assert tops is not None and tops[0] == () and len(tops) == 90
     for got, row in zip(tops[1:], expected, strict=False):
         assert_top(got, row, 3)
     assert bench.events["b"][0].prompt_top_logprobs is None
@@ -126,7 +126,7 @@ def test_a_prompts_last_logprobs_cost_no_more_than_they_need(llama: LoadedModel,
     bench.run()
     event, expected = bench.events["last"][0], full_logprobs(llama, prompt)
     assert event.prompt_logprobs is not None and event.prompt_top_logprobs is not None
-    assert event.prompt_logprobs[:85] == [None] * 85 and event.prompt_top_logprobs[:85] == [[]] * 85
+    assert event.prompt_logprobs[:85] == [None] * 85 and event.prompt_top_logprobs[:85] == [()] * 85
     chosen = [expected[place][prompt[place + 1]] for place in range(84, 89)]
     assert np.allclose(event.prompt_logprobs[85:], chosen, atol=1e-4)
     for got, place in zip(event.prompt_top_logprobs[85:], range(84, 89), strict=True):
@@ -165,7 +165,7 @@ def test_tokens_drawn_in_a_prompts_places_follow_the_models_chances(llama: Loade
     pieces.submit(asked)
     pieces.run()
     drawn = whole.events["a"][0].prompt_others
-    assert drawn is not None and drawn[0] == [] and [len(row) for row in drawn[1:]] == [many] * 2
+    assert drawn is not None and drawn[0] == () and [len(row) for row in drawn[1:]] == [many] * 2
     again = pieces.events["a"][0].prompt_others
     assert again is not None and [[t.token for t in row] for row in again] == [[t.token for t in row] for row in drawn]
     best = whole.events["g"][0].prompt_others

@@ -152,7 +152,7 @@ class ScriptedWorker:
         event = TokenEvent(claim.spec.id, claim.attempt, position, tokens, [-0.25] * len(tokens), finish=finish)
         event.version = answer.version(position)
         if sampling.top_logprobs is not None:
-            event.top_logprobs = [[TokenLogprob(token, -0.25)] * answer.competitors for token in tokens]
+            event.top_logprobs = [(TokenLogprob(token, -0.25),) * answer.competitors for token in tokens]
         if claim.spec.kind in ("embed", "head", "network"):
             event.embedding = answer.embedding
         if position == 0 and sampling.prompt_logprobs is not None:

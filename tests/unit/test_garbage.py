@@ -1,7 +1,10 @@
 """Full garbage collections of a process that is ready."""
 
+import gc
 import subprocess
 import sys
+
+from shared.frames import Frame, TokenEvent, TokenLogprob, decode_frame, encode_frame
 
 LOADED = """
 import gc
@@ -37,3 +40,11 @@ print(len(gc.get_objects()))
 def test_they_leave_out_what_a_process_has_imported() -> None:
     done = subprocess.run([sys.executable, "-c", IMPORTED], capture_output=True, text=True, check=True)
     assert 1_000 <= int(done.stdout) < 50_000
+
+
+def test_what_is_told_of_a_long_answers_tokens_is_not_looked_through() -> None:
+    tops = [(TokenLogprob(token, -0.5), TokenLogprob(token + 1, -1.5)) for token in range(3)]
+    event = TokenEvent("a", 1, 0, [0, 1, 2], [-0.5] * 3, tops)
+    (read,) = decode_frame(encode_frame(Frame("w", 0, [event]))).events
+    gc.collect()
+    assert read.top_logprobs == tops and not any(map(gc.is_tracked, read.top_logprobs))

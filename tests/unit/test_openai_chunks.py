@@ -39,7 +39,7 @@ def events(text: str, finish: Finish | None, *, top: int | None = None, each: in
     out: list[TokenEvent] = []
     for at in range(0, len(tokens), each):
         part = tokens[at : at + each]
-        tops = None if top is None else [[TokenLogprob(token + k, -0.5 - k) for k in range(top)] for token in part]
+        tops = None if top is None else [tuple(TokenLogprob(token + k, -0.5 - k) for k in range(top)) for token in part]
         out.append(TokenEvent("s", 1, at, part, [-0.5] * len(part), tops))
     if finish is not None:
         out[-1].finish = finish
@@ -258,7 +258,7 @@ def test_a_whole_reply_says_what_its_stream_says() -> None:
 def test_echo_and_prompt_logprobs_each_show_as_many_competitors_as_they_asked_for() -> None:
     own = events("c", Finish("length"), top=1)
     own[0].prompt_logprobs = [None, -1.0]
-    own[0].prompt_top_logprobs = [[], [TokenLogprob(ids(letter)[0], -float(k)) for k, letter in enumerate("xyz")]]
+    own[0].prompt_top_logprobs = [(), tuple(TokenLogprob(ids(letter)[0], -float(k)) for k, letter in enumerate("xyz"))]
     reply = plan(echo=("ab",), logprobs=1, prompt_logprobs=3)
     choice = json.loads(whole_body(reply, codec(), own))["choices"][0]
     assert choice["logprobs"]["top_logprobs"][1] == {"x": -0.0, "b": -1.0}

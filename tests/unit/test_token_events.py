@@ -26,15 +26,15 @@ def full() -> TokenEvent:
         position=5,
         tokens=[7, 8, 9],
         logprobs=[-0.5, -1.5, -2.5],
-        top_logprobs=[[TokenLogprob(token, -0.1 * token)] for token in (7, 8, 9)],
+        top_logprobs=[(TokenLogprob(token, -0.1 * token),) for token in (7, 8, 9)],
         text="abc",
         version="policy@4",
         finish=Finish("stop", 9, cached_tokens=2),
         prompt_logprobs=[None, -0.25],
         score_logprobs=[-4.0],
-        prompt_top_logprobs=[[], [TokenLogprob(1, -0.75)]],
+        prompt_top_logprobs=[(), (TokenLogprob(1, -0.75),)],
         embedding=b"\0\0\x80\x3f",
-        prompt_others=[[], [TokenLogprob(2, -1.75)]],
+        prompt_others=[(), (TokenLogprob(2, -1.75),)],
     )
 
 
@@ -103,9 +103,9 @@ def test_a_result_is_the_same_from_the_whole_and_from_its_pieces() -> None:
     assert {name: getattr(result, name) for name in said} == said
     lists = {"completion_ids": whole.tokens, "logprobs": whole.logprobs, "score_logprobs": whole.score_logprobs}
     assert {name: list(getattr(result, name)) for name in lists} == lists
-    assert [list(top) for top in result.top_logprobs] == whole.top_logprobs
+    assert list(result.top_logprobs) == whole.top_logprobs
     assert list(result.prompt_logprobs) == whole.prompt_logprobs
-    assert [list(top) for top in result.prompt_top_logprobs] == whole.prompt_top_logprobs
+    assert list(result.prompt_top_logprobs) == whole.prompt_top_logprobs
 
 
 def test_a_trajectory_is_an_event_again() -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shared.errors import EngineError, ParallmError, UnsupportedModelError
-from shared.frames import Finish, TokenEvent, TokenLogprob
+from shared.frames import Finish, TokenEvent, TokenLogprobs
 from shared.sequences import SequenceClass
 from worker.engine.batch.adapters import Adapters
 from worker.engine.batch.keeping import Keeping
@@ -56,8 +56,8 @@ class PrefillTask:
     stops: list[int] = field(default_factory=list)  # `done` at which states are stored; in order
     kv_versions: set[str] = field(default_factory=set)  # that the KV has been computed with
     logprobs: list[float] = field(default_factory=list)  # of ids[1 + score_from :]
-    top_logprobs: list[list[TokenLogprob]] = field(default_factory=list)
-    others: dict[Row, list[list[TokenLogprob]]] = field(default_factory=dict)  # that a row asks about in their places
+    top_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    others: dict[Row, list[TokenLogprobs]] = field(default_factory=dict)  # that a row asks about in their places
     pool: Pool | None = None  # of an embedding: then all ids are fed, and nothing is scored
     outputs: dict[str, npt.NDArray[np.float32]] = field(default_factory=dict)  # of the heads that have read it, by name
     network: NetworkRows | None = None  # in the place of a prompt

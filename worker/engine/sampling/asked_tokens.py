@@ -5,7 +5,7 @@ from typing import cast
 
 import mlx.core as mx
 
-from shared.frames import TokenLogprob
+from shared.frames import TokenLogprob, TokenLogprobs
 from shared.sequences import SamplingParams
 
 
@@ -39,7 +39,7 @@ class Asked:
         self._logprobs_N = logprobs_N
         self._values: list[float] = []
 
-    def of(self, index: int) -> list[TokenLogprob] | None:
+    def of(self, index: int) -> TokenLogprobs | None:
         """Of row `index`, in the order in which it named them; None when it names none."""
         ids = self._tokens.ids.get(index)
         if ids is None or self._logprobs_N is None:
@@ -47,4 +47,4 @@ class Asked:
         if not self._values:
             self._values = cast(list[float], self._logprobs_N.tolist())
         start = self._tokens.starts[index]
-        return [TokenLogprob(token, self._values[start + at]) for at, token in enumerate(ids)]
+        return tuple([TokenLogprob(token, self._values[start + at]) for at, token in enumerate(ids)])

@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from shared.frames import TokenLogprob
+from shared.frames import TokenLogprob, TokenLogprobs
 from worker.engine.fused import fused
 from worker.engine.sampling.asked_tokens import Asked
 
@@ -87,11 +87,12 @@ def _drawn(kept_SV: mx.array, cumulative_SV: mx.array, uniforms_S1: mx.array) ->
     return mx.argmax(cumulative_SV > uniforms_S1 * mx.max(cumulative_SV, axis=-1, keepdims=True), axis=-1)
 
 
-def top_lists(ids_TK: mx.array, values_TK: mx.array) -> list[list[TokenLogprob]]:
+def top_lists(ids_TK: mx.array, values_TK: mx.array) -> list[TokenLogprobs]:
     """The result of `most_likely` on the host."""
     ids, values = cast(list[list[int]], ids_TK.tolist()), cast(list[list[float]], values_TK.tolist())
     return [
-        [TokenLogprob(token, value) for token, value in zip(*row, strict=True)] for row in zip(ids, values, strict=True)
+        tuple([TokenLogprob(token, value) for token, value in zip(*row, strict=True)])
+        for row in zip(ids, values, strict=True)
     ]
 
 
@@ -129,15 +130,15 @@ class Draw:
             self._logprobs = cast(list[float], self._arrays[0].tolist())
         return self._logprobs[index]
 
-    def top_logprobs(self, index: int, count: int) -> list[TokenLogprob]:
+    def top_logprobs(self, index: int, count: int) -> TokenLogprobs:
         """The `count` most likely tokens of row `index`, best first; or those that it names itself."""
         if (named := self._asked.of(index)) is not None:
             return named
         top_TK = self._arrays[1]
         if count == 0 or top_TK is None:
-            return []
+            return ()
         if self._top is None:
             self._top = np.array(top_TK[0]), np.array(top_TK[1])
         at = self._top_index[index]  # only its own part: another row may have asked for the whole vocabulary
         ids, values = (part[at, :count].tolist() for part in self._top)
-        return [TokenLogprob(token, value) for token, value in zip(ids, values, strict=True)]
+        return tuple([TokenLogprob(token, value) for token, value in zip(ids, values, strict=True)])

@@ -11,7 +11,7 @@ from typing import cast
 import mlx.core as mx
 import numpy as np
 
-from shared.frames import TokenEvent, TokenLogprob
+from shared.frames import TokenEvent, TokenLogprob, TokenLogprobs
 from shared.sequences import LEAST_TEMPERATURE, SamplingParams, SequenceSpec
 from worker.engine.sampling.draw import draw_by_chance, mix_seeds, uniforms
 
@@ -34,8 +34,8 @@ def tell(
     spec: SequenceSpec,
     first: int,
     own: Sequence[float],
-    top: Sequence[list[TokenLogprob]],
-    others: Sequence[list[TokenLogprob]] | None,
+    top: Sequence[TokenLogprobs],
+    others: Sequence[TokenLogprobs] | None,
 ) -> None:
     """Put into an event what is asked about a prompt. Scores are by place from `first` on, and may go on behind it.
 
@@ -45,9 +45,9 @@ def tell(
     asked = slice(start - first, end)
     event.prompt_logprobs = [*[None] * (start + 1), *own[asked]]
     if count:
-        event.prompt_top_logprobs = [*([] for _ in range(start + 1)), *(each[:count] for each in top[asked])]
+        event.prompt_top_logprobs = [*[()] * (start + 1), *(each[:count] for each in top[asked])]
     if others is not None:
-        event.prompt_others = [*([] for _ in range(first + 1)), *others[:end]]
+        event.prompt_others = [*[()] * (first + 1), *others[:end]]
 
 
 def _own_from(spec: SequenceSpec) -> int:
@@ -55,9 +55,7 @@ def _own_from(spec: SequenceSpec) -> int:
     return max(0, len(spec.prompt_ids) - 1 - last) if last else 0
 
 
-def others(
-    sampling: SamplingParams, logits_LV: mx.array, logprobs_LV: mx.array, first: int
-) -> list[list[TokenLogprob]]:
+def others(sampling: SamplingParams, logits_LV: mx.array, logprobs_LV: mx.array, first: int) -> list[TokenLogprobs]:
     """Of the places from `first` on: the tokens that are named there, in their order, then those that are drawn."""
     count = logits_LV.shape[0]
     named = [list(ids) for ids in sampling.prompt_named[first : first + count]]
@@ -66,17 +64,17 @@ def others(
     if sampling.prompt_draws:
         drawn = [_drawn(sampling, logits_LV, first, at) for at in range(sampling.prompt_draws)]
         by_place = np.stack([np.array(ids_L) for ids_L in drawn], axis=1).tolist()
-        found = [[*own, *more] for own, more in zip(found, _told(by_place, logprobs_LV), strict=True)]
+        found = [(*own, *more) for own, more in zip(found, _told(by_place, logprobs_LV), strict=True)]
     return found
 
 
-def _told(ids: Sequence[list[int]], logprobs_LV: mx.array) -> list[list[TokenLogprob]]:
+def _told(ids: Sequence[list[int]], logprobs_LV: mx.array) -> list[TokenLogprobs]:
     flat = [(place, token) for place, tokens in enumerate(ids) for token in tokens]
     if not flat:
-        return [[] for _ in ids]
+        return [()] * len(ids)
     places_N, tokens_N = (mx.array(list(each)) for each in zip(*flat, strict=True))
     values = iter(cast(list[float], logprobs_LV[places_N, tokens_N].tolist()))
-    return [[TokenLogprob(token, next(values)) for token in tokens] for tokens in ids]
+    return [tuple([TokenLogprob(token, next(values)) for token in tokens]) for tokens in ids]
 
 
 def _drawn(sampling: SamplingParams, logits_LV: mx.array, first: int, at: int) -> mx.array:
