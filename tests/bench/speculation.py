@@ -223,9 +223,9 @@ class Runs:
         """That a row got of a forward with drafts on, on average."""
         return self.tokens / self.turns
 
-    def warm_up(self) -> None:
+    def warm_up(self, *, rehearses: bool = True) -> None:
         """Check drafts, on a GPU first as a worker does, so that no kernel is compiled in a step that counts."""
-        if mx.default_device() != mx.Device(mx.cpu):
+        if rehearses and mx.default_device() != mx.Device(mx.cpu):
             list(rehearse(self._loaded, self._config))
         drafting = self._drafting.drafting
         config = drafting._config
@@ -362,6 +362,8 @@ def main() -> None:
     parser.add_argument("--beside", action="store_true")
     parser.add_argument("--always", action="store_true", help="draft whatever it takes (--no-adaptive-k)")
     parser.add_argument("--batch", action="store_true", help="rows of a job, such as rollouts")
+    parser.add_argument("--at-once", action="store_true", help="each check is read before the next one is given out")
+    parser.add_argument("--unrehearsed", action="store_true", help="on a GPU: rounds compile kernels, too")
     parser.add_argument("--parts", action="store_true")
     parser.add_argument("--clock", choices=list(CLOCKS), default="wall")
     args = parser.parse_args()
@@ -370,13 +372,14 @@ def main() -> None:
     loaded = sure_model({**SHAPES, "host": HOST}[args.shape], args.dtype)
     parts = Parts() if args.parts else None
     for rows in args.rows:
-        sizes = loaded, rows, args.tokens, args.context, SpeculationConfig(args.draft, adapts_to_time=not args.always)
+        config = SpeculationConfig(args.draft, adapts_to_time=not args.always, overlaps=not args.at_once)
+        sizes = loaded, rows, args.tokens, args.context, config
         if args.beside:
             _show_waits(rows, Runs(*sizes, mixed=args.mixed, batch=args.batch), args.rounds)
             continue
         for chance in args.chances:
             runs = Runs(*sizes, mixed=args.mixed, batch=args.batch)
-            runs.warm_up()
+            runs.warm_up(rehearses=not args.unrehearsed)
             if parts is not None:
                 runs.parts(parts, chance, 99)
             ratios = [runs.ratio(chance, seed) for seed in range(args.rounds)]
