@@ -139,7 +139,10 @@ class TextOffsets:
 
 
 def in_parts(shown: Iterable[Any]) -> list[Any]:
-    """A list as JSON, position by position: a long one that is written in one piece holds up all other threads."""
+    """A list as JSON, position by position: a long one that is written in one piece holds up all other threads.
+
+    What is made as it is written is also soon gone, where every collection of garbage would look through all of it.
+    """
     return [None if each is None else msgspec.Raw(msgspec.json.encode(each)) for each in shown]
 
 

@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 from fastapi import APIRouter, Request
 from pydantic import Field, model_validator
 from starlette.responses import Response
 
+from api.generation.logprobs import in_parts
 from api.generation.plan import UNSAMPLED, check_prompts, encoded, plain_work, truncated
 from api.generation.running import gather_all
 from api.generation.sampling import PromptFields
@@ -106,7 +106,7 @@ async def pool(body: PoolingRequest, request: Request, ring: TheRing) -> Respons
     vectors = await vectors_of(target.ring, work)
 
     def answer() -> dict[str, Any]:
-        shown = [shown_vector(body, vector) for vector in vectors]
+        shown = in_parts(shown_vector(body, vector) for vector in vectors)
         return {
             "id": f"pool-{uuid.uuid4().hex}",
             "object": "list",
@@ -150,7 +150,7 @@ def prompt_usage(prompts: Sequence[Sequence[int]]) -> dict[str, int]:
 
 def embeddings_answer(body: EmbeddingRequest, work: Work, vectors: Sequence[npt.NDArray[np.float32]]) -> dict[str, Any]:
     """The reply of /v1/embeddings."""
-    shown = [shown_vector(body, vector) for vector in vectors]
+    shown = in_parts(shown_vector(body, vector) for vector in vectors)
     return {
         "object": "list",
         "data": [{"object": "embedding", "index": at, "embedding": each} for at, each in enumerate(shown)],
@@ -159,7 +159,7 @@ def embeddings_answer(body: EmbeddingRequest, work: Work, vectors: Sequence[npt.
     }
 
 
-def shown_vector(body: EmbeddingRequest, vector: npt.NDArray[np.float32]) -> str | msgspec.Raw:
+def shown_vector(body: EmbeddingRequest, vector: npt.NDArray[np.float32]) -> str | list[float]:
     """One embedding as the request wants it."""
     if body.dimensions is not None:
         if body.dimensions > len(vector):
@@ -170,9 +170,5 @@ def shown_vector(body: EmbeddingRequest, vector: npt.NDArray[np.float32]) -> str
         vector = vector / length if length > 0 else vector
     if body.encoding_format == "base64":
         return base64.b64encode(vector.astype("<f4").tobytes()).decode()
-    return written_vector(vector)
-
-
-def written_vector(vector: npt.NDArray[np.float32]) -> msgspec.Raw:
-    """Its numbers as JSON: a list for each of many vectors would be looked through by every collection of garbage."""
-    return msgspec.Raw(msgspec.json.encode(vector.tolist()))
+    shown: list[float] = vector.tolist()
+    return shown

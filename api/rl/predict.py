@@ -6,7 +6,7 @@ next tokens, `next_token_ids` and `next_token_log_probs`, [B, K].
 """
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import numpy as np
@@ -15,6 +15,7 @@ from fastapi import APIRouter, Request
 from pydantic import Field, ValidationError, model_validator
 from starlette.responses import Response
 
+from api.generation.logprobs import in_parts
 from api.generation.networks import Format, described, manifest_of, question
 from api.generation.networks import answer as answer_of
 from api.generation.plan import UNSAMPLED, check_prompts, encoded, plain_work, room_for
@@ -24,7 +25,7 @@ from api.generation.target import Target, target_of
 from api.http.bodies import LONG_BYTES, BodyRoute
 from api.http.errors import error_responses, from_validation
 from api.http.fields import RequestModel, complaint
-from api.openai.embeddings import vectors_of, vectors_reply, written_vector
+from api.openai.embeddings import vectors_of, vectors_reply
 from api.ring.ring import Ring, TheRing
 from api.ring.room import aside
 from api.rl.act import PolicyFields
@@ -140,15 +141,13 @@ async def _by_language_model(body: PredictRequest, asked: LanguageFields, ring: 
         greedy = SamplingParams(max_tokens=room, seed=0, temperature=0.0, top_logprobs=body.top_k or 10)
         gathered = await gather_all(ring, plain_work("predict", target, settings, prompts, greedy))
         tops = [next(event.top_logprobs[0] for event in events if event.top_logprobs) for events in gathered]
-        outputs["next_token_ids"] = _tensor("int64", [[each.token for each in top] for top in tops], len(tops[0]))
-        outputs["next_token_log_probs"] = _tensor(
-            "float32", [[each.logprob for each in top] for top in tops], len(tops[0])
-        )
+        count = len(tops[0])
+        outputs["next_token_ids"] = _tensor("int64", count, ([each.token for each in top] for top in tops))
+        outputs["next_token_log_probs"] = _tensor("float32", count, ([each.logprob for each in top] for top in tops))
 
     def answer() -> dict[str, Any]:
         if vectors:
-            rows = [written_vector(vector) for vector in vectors]
-            outputs["embedding"] = _tensor("float32", rows, len(vectors[0]))
+            outputs["embedding"] = _tensor("float32", len(vectors[0]), (vector.tolist() for vector in vectors))
         return {
             "id": f"predict-{uuid.uuid4().hex}",
             "object": "prediction",
@@ -159,5 +158,6 @@ async def _by_language_model(body: PredictRequest, asked: LanguageFields, ring: 
     return await vectors_reply(vectors, answer)
 
 
-def _tensor(dtype: str, rows: Sequence[Any], width: int) -> dict[str, Any]:
-    return {"dtype": dtype, "shape": [len(rows), width], "data": rows}
+def _tensor(dtype: str, width: int, rows: Iterable[list[Any]]) -> dict[str, Any]:
+    data = in_parts(rows)
+    return {"dtype": dtype, "shape": [len(data), width], "data": data}
