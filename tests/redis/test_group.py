@@ -174,6 +174,19 @@ async def cut(lead: GroupLead, played: Played) -> None:
     played.talk._connection.close()
 
 
+async def cut_before_it_read(lead: GroupLead, played: Played) -> None:
+    """The connection is reset then, where it ends otherwise."""
+    talk = played.talk._connection._socket
+
+    def is_told() -> bool:
+        with contextlib.suppress(BlockingIOError):
+            return bool(talk.recv(1, socket.MSG_PEEK))
+        return False
+
+    await wait_until(is_told)
+    talk.close()
+
+
 async def out_of_step(lead: GroupLead, played: Played) -> None:
     lead.turn([], Seen(1))
     lead.turned([TokenEvent("s", 1, 0, [5], [-0.5])])
@@ -227,6 +240,7 @@ async def failed_here(lead: GroupLead, played: Played) -> None:
     [
         (silent, "said nothing for 1 s"),
         (cut, "closed"),
+        (cut_before_it_read, "closed"),
         (out_of_step, "something else in turn 1"),
         (behind, "not finished turn 1"),
         (learned_otherwise, "something else in turn 1"),

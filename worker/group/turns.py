@@ -13,7 +13,7 @@ import msgspec
 
 from shared.frames import TokenEvent
 from worker.group.messages import Part, Turn, Unit
-from worker.peers.wire import frame_mac
+from worker.peers.wire import CLOSED, frame_mac
 
 LARGEST = 256 << 20  # bytes of a turn's orders
 FAILED = b"failed"  # what comes of a unit of work then
@@ -91,8 +91,10 @@ class TurnsIn:
             while view:
                 count = self._socket.recv_into(view)
                 if not count:
-                    raise LineError("it closed the connection")
+                    raise LineError(CLOSED)
                 view = view[count:]
+        except ConnectionError as error:
+            raise LineError(CLOSED) from error
         except OSError as error:
             raise LineError(f"the connection broke: {error.strerror or error}") from error
         return bytes(data)

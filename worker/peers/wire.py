@@ -25,6 +25,7 @@ STALL_S = 5.0  # without a byte
 HEAD_BYTES = 40 << 20  # of a frame, at most
 ASK_BYTES = 8 << 20
 PARCEL_BYTES = 1 << 30
+CLOSED = "it closed the connection"  # also if it had not read all of ours: that resets the connection
 _SIZES = 12  # 4 of the head's size, 8 of the body's
 _MAC = 32
 _CHUNK = 1 << 20  # handed to a socket at once
@@ -85,7 +86,7 @@ class Connection:
         while view:
             count = await self._within(self._loop.sock_recv_into(self._socket, view[:_CHUNK]))
             if not count:
-                raise PeerError("it closed the connection")
+                raise PeerError(CLOSED)
             view = view[count:]
         return data
 
@@ -104,6 +105,8 @@ class Connection:
                 return await step
         except TimeoutError as error:
             raise PeerError(f"it stalled for {self.stall_s:g} s") from error
+        except ConnectionError as error:
+            raise PeerError(CLOSED) from error
         except OSError as error:
             raise PeerError(f"the connection broke: {error.strerror or error}") from error
 
