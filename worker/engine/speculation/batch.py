@@ -193,7 +193,7 @@ class SpeculatingBatch(RunningBatch):
         caches, is_padded = self._cache[:-1], not is_fed_BL.all()
         if is_padded:
             expect(caches, is_fed_BL.sum(axis=1).tolist())
-        logits_BLV = self._model(mx.array(ids_BL), cache=self._cache, draws=True, idle=True)
+        logits_BLV = self._model(mx.array(ids_BL), cache=self._cache, draws=True)
         if is_padded:
             have_read(caches)
         return logits_BLV
@@ -292,7 +292,7 @@ class SpeculatingBatch(RunningBatch):
         """
         caches, length = self._cache[:-1], draft_BK.shape[1]
         ids_BL = fed(self._next_B, draft_BK)
-        logits_BLV = self._model(ids_BL, cache=self._cache, draws=True, idle=self._unread is None)
+        logits_BLV = self._model(ids_BL, cache=self._cache, draws=True)
         tokens_N, draw = self._sampler.unread(
             steps_BL, most, logits_BLV.reshape(-1, logits_BLV.shape[2]), ids_BL.reshape(-1)
         )

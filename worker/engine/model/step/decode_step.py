@@ -123,13 +123,8 @@ class DecodeStep:
         """Whether these are caches of a batch, each with its rows' positions."""
         return len(caches) == len(self._layers) and all(isinstance(each.offset, mx.array) for each in caches)
 
-    def __call__(
-        self, tokens_BL: mx.array, caches: Sequence[Any], *, in_place: bool = False, early: bool = False
-    ) -> mx.array:
-        """Logits [B, L, V] of rows of the base. `in_place`: they are asked for before anything else reads the KV.
-
-        `early`: a GPU is given the first layers while the host makes the others.
-        """
+    def __call__(self, tokens_BL: mx.array, caches: Sequence[Any], *, in_place: bool = False) -> mx.array:
+        """Logits [B, L, V] of rows of the base. `in_place`: they are asked for before anything else reads the KV."""
         rows, count = tokens_BL.shape
         kv = self._reads(tokens_BL, caches, in_place)
         compiled = self._compiled_for(count, kv.room)
@@ -141,17 +136,14 @@ class DecodeStep:
             attended = kv.attended(at, qkv)
             arrays = self._behind[at], self._before[at + 1]
             h, *qkv = functions.steps[at](h, attended, kv.rows(at + 1), kv.of(at), kv.of(at + 1), *arrays)
-            if early:
-                self._give_out(at, h, qkv)
+            self._give_out(count, at, h, qkv)
         last = len(caches) - 1
         attended = kv.attended(last, qkv)
         logits_NV: mx.array = functions.end(h, attended, kv.rows(last), kv.of(last), self._behind[-1])
         kv.end()
         return logits_NV.reshape(rows, count, -1)
 
-    def adapted(
-        self, tokens_BL: mx.array, caches: Sequence[Any], *, in_place: bool = False, early: bool = False
-    ) -> mx.array:
+    def adapted(self, tokens_BL: mx.array, caches: Sequence[Any], *, in_place: bool = False) -> mx.array:
         """The same of rows with adapters, in the slots that are selected."""
         rows, count = tokens_BL.shape
         kv = self._reads(tokens_BL, caches, in_place)
@@ -171,8 +163,7 @@ class DecodeStep:
             arrays = self._behind[at], self._before[at + 1]
             held = (one.held, other.held) if one.parts or other.parts else ()  # or what rows of the base have
             h, *qkv = step(h, attended, kv.rows(at + 1), kv.of(at), kv.of(at + 1), *arrays, *held)
-            if early:
-                self._give_out(at, h, qkv)
+            self._give_out(count, at, h, qkv)
         last = len(caches) - 1
         end = self._known(compiled, last, (behind[-1].parts,), partial(self._last, compiled))
         attended = kv.attended(last, qkv)
@@ -189,9 +180,9 @@ class DecodeStep:
         mask = None if in_place else create_attention_mask(tokens_BL, caches[0])
         return _Reads(caches, tokens_BL.shape[1], self._scale, mask, in_place=in_place)
 
-    def _give_out(self, at: int, h_ND: mx.array, qkv: Sequence[mx.array]) -> None:
-        """What a layer has made, a few layers at a time."""
-        if at % LAYERS_AT_ONCE == 0 and self._compiles:
+    def _give_out(self, count: int, at: int, h_ND: mx.array, qkv: Sequence[mx.array]) -> None:
+        """Let a GPU begin with the first layers while the host makes the others: it idles before a check."""
+        if count > 1 and at % LAYERS_AT_ONCE == 0 and self._compiles:
             mx.async_eval(h_ND, *qkv)  # type: ignore[no-untyped-call]
 
     def _compiled_for(self, count: int, room: int) -> _Compiled:
