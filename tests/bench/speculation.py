@@ -32,6 +32,7 @@ from worker.engine.model import fast_blas
 fast_blas.install()
 
 import argparse
+import math
 import random
 import time
 from collections import Counter
@@ -50,6 +51,7 @@ from worker.engine.batch.row_model import RowModel
 from worker.engine.engine import Engine
 from worker.engine.messages import EngineConfig, RowRequest, SpeculationConfig
 from worker.engine.model.loader import LoadedModel
+from worker.engine.scheduler import ChunkSize, PieceSizes
 from worker.engine.speculation.batch import SpeculatingBatch
 from worker.engine.speculation.drafting import Drafting
 from worker.engine.warm_up import rehearse
@@ -184,6 +186,13 @@ class Parts:
         return done, {**self.each, "rest": 1000 * (clock() - began) - sum(self.each.values())}
 
 
+class AtOnce(PieceSizes):
+    """Prompts are read at once, also those of a job: rows that decode beside others' would end before all decode."""
+
+    def piece(self, budget: int) -> int:
+        return budget
+
+
 class Runs:
     """One engine with drafts and one without, over the same prompts."""
 
@@ -198,12 +207,13 @@ class Runs:
         mixed: bool,
         batch: bool,
     ) -> None:
-        # Prompts are read at once: rows that decode beside others' prompts would be at their ends before all decode.
         config = EngineConfig(
             "", max_rows=rows + 1, prefill_rows=rows, prefill_chunk=rows * context, prefix_cache_bytes=0
         )
         self._loaded, self._config = loaded, replace(config, speculation=drafts)
         self._plain, self._drafting = Engine(loaded, config), Engine(loaded, self._config)
+        for each in (self._plain, self._drafting):
+            each._pieces.pace, each._pieces.chunk = AtOnce(), ChunkSize(rows * context, math.inf)
         self._drafting.drafting._clock = self._own_clock
         self._elsewhere = 0.0
         self._rows, self._tokens, self._context, self._vocab = rows, tokens, context, loaded.card.vocab_size
@@ -382,7 +392,10 @@ def main() -> None:
             runs.warm_up(rehearses=not args.unrehearsed)
             if parts is not None:
                 runs.parts(parts, chance, 99)
-            ratios = [runs.ratio(chance, seed) for seed in range(args.rounds)]
+            ratios = []
+            for seed in range(args.rounds):
+                ratios.append(runs.ratio(chance, seed))
+                print(f"{rows:3} rows, predictions right in {chance:.0%}: round {seed}: x {ratios[-1]:.2f}", flush=True)
             if not ratios:
                 continue
             shown = " ".join(f"{ratio:.2f}" for ratio in ratios)

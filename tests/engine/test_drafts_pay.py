@@ -173,6 +173,18 @@ def test_a_busy_moment_of_the_machine_does_not_end_drafts() -> None:
     assert taken["busy"] < 1.2 * taken["quiet"], taken
 
 
+def test_busy_moments_in_which_a_length_is_first_timed_do_not_rule_it_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two steps of thirteen take thrice; with what two of those told, drafts of one token were made for 200 steps."""
+    monkeypatch.setattr(f"{__name__}.TOKENS", 384)
+    taken = {"busy": 0, "quiet": 0}
+    for seed in (3, 4, 6, 7):
+        for name, busy in (("busy", [range(at, at + 2) for at in range(7, 500, 13)]), ("quiet", [])):
+            world = World([0.7] * 32, 0.02, fixed=0.05, overlaps=True, busy=busy, seed=seed)
+            world.run()
+            taken[name] += len(world.steps)
+    assert taken["busy"] < 1.15 * taken["quiet"], taken
+
+
 @pytest.mark.parametrize(("rows", "fixed", "most"), [(8, 0.4, 1.2), (32, 0.3, 1.3)])
 def test_a_machine_that_turns_slow_does_not_end_drafts(rows: int, fixed: float, most: float) -> None:
     """All steps take thrice from the twentieth on; what those without drafts took before is no measure any more."""

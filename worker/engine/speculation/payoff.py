@@ -34,6 +34,7 @@ SAMPLES = 24  # latest times of one kind of step, of which the lower quartile co
 ENOUGH = 5  # of them
 LEAST_SAMPLES = 2  # of which the lower one counts: a GPU compiles kernels in the first step of its kind, for seconds
 STALE = 500  # steps after which a time is taken again; sooner where fewer have been taken
+DOUBTED = 4  # ... and sooner still if it is out of line: so many, twice as many for each time that has been taken
 PLAIN_STALE = 150  # of a step without drafts, which costs little: an old one would let drafts go on at a loss
 EARNED = 0.01  # of a step: what each one allows to lose
 AT_FIRST = 3.0  # steps that may be lost before anything is known
@@ -134,9 +135,21 @@ class StepTimes:
         times = self._times.get(key, ())
         if len(times) < LEAST_SAMPLES:
             return None
-        # Few times may be those of busy moments: they are taken again soon.
+        # Few times may be those of busy moments: they are taken again soon, and sooner if they look like it.
         stale = (STALE if width > 1 else PLAIN_STALE) * min(1, len(times) / ENOUGH)
-        return None if self._steps - self._taken_at[key] >= stale else _usual(times)
+        seconds, sooner = _usual(times), DOUBTED << len(times)
+        if width > 1 and sooner < stale and self._is_doubtful(rows, width):
+            seconds, stale = min(times), sooner
+        return None if self._steps - self._taken_at[key] >= stale else seconds
+
+    def _is_doubtful(self, rows: int, width: int) -> bool:
+        """Whether a step takes much more than narrower ones let expect, so that busy moments may have been timed."""
+        seconds, plain = self.usual(rows, width), self.usual(rows, 1)
+        if not (seconds and plain):
+            return False
+        narrower = max((each for of, each in self._times if of == about(rows) and 1 < each < width), default=0)
+        below = (2, 2 * plain) if not narrower else (narrower, self.usual(rows, narrower) or 0.0)
+        return seconds > BUSY * max(plain, _on_line((1, plain), below, width))
 
     def forget(self, rows: int) -> float:
         """What steps without drafts have taken, in seconds, since it may have changed; 0: nothing was known."""
