@@ -139,7 +139,7 @@ class StepTimes:
         stale = (STALE if width > 1 else PLAIN_STALE) * min(1, len(times) / ENOUGH)
         seconds, sooner = _usual(times), DOUBTED << len(times)
         if width > 1 and sooner < stale and self._is_doubtful(rows, width):
-            seconds, stale = min(times), sooner
+            seconds, stale = sorted(times)[len(times) // 4], sooner  # of three the least: two may be of one moment
         return None if self._steps - self._taken_at[key] >= stale else seconds
 
     def _is_doubtful(self, rows: int, width: int) -> bool:
