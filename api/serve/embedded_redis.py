@@ -8,6 +8,7 @@ second).
 
 import fcntl
 import os
+import random
 import shutil
 import signal
 import socket
@@ -23,6 +24,8 @@ from shared.errors import SetupError
 HOST = "127.0.0.1"
 ANSWER_WITHIN_S = 20.0  # a server that says LOADING gets as long as it needs
 UNLOCK_WITHIN_S = 10.0  # after the death of its owner, a server writes its data out and goes
+_PORTS = 20_000, 32_768  # outgoing connections are given those behind: from 32,768 on Linux, from 49,152 on macOS
+_TRIES = 100
 _WATCHDOG = Path(__file__).with_name("watchdog.py")
 
 _MISSING = """\
@@ -200,6 +203,10 @@ def find_binary() -> Path:
 
 
 def _free_port() -> int:
+    """One that no outgoing connection is given: it might be, until the server has it or while one starts again."""
+    ports = (random.SystemRandom().randrange(*_PORTS) for _ in range(_TRIES))  # whatever seed a program has set
+    if (port := next(filter(_port_is_free, ports), None)) is not None:
+        return port
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         return int(probe.getsockname()[1])
