@@ -138,17 +138,17 @@ class StepTimes:
         # Few times may be those of busy moments: they are taken again soon, and sooner if they look like it.
         stale = (STALE if width > 1 else PLAIN_STALE) * min(1, len(times) / ENOUGH)
         seconds, sooner = _usual(times), DOUBTED << len(times)
-        if width > 1 and sooner < stale and self._is_doubtful(rows, width):
+        if width > 1 and sooner < stale and self._is_doubtful(rows, width, seconds):
             seconds, stale = sorted(times)[len(times) // 4], sooner  # of three the least: two may be of one moment
         return None if self._steps - self._taken_at[key] >= stale else seconds
 
-    def _is_doubtful(self, rows: int, width: int) -> bool:
-        """Whether a step takes much more than narrower ones let expect, so that busy moments may have been timed."""
-        seconds, plain = self.usual(rows, width), self.usual(rows, 1)
-        if not (seconds and plain):
+    def _is_doubtful(self, rows: int, width: int, seconds: float) -> bool:
+        """Whether that is much more than narrower steps let expect, so that busy moments may have been timed."""
+        plain = self.usual(rows, 1)
+        if plain is None:
             return False
         narrower = max((each for of, each in self._times if of == about(rows) and 1 < each < width), default=0)
-        below = (2, 2 * plain) if not narrower else (narrower, self.usual(rows, narrower) or 0.0)
+        below = (narrower, self.usual(rows, narrower) or 0.0) if narrower else (2, 2 * plain)
         return seconds > BUSY * max(plain, _on_line((1, plain), below, width))
 
     def forget(self, rows: int) -> float:
