@@ -124,7 +124,7 @@ class EmbeddedRedis:
 
     def _start_on_a_port(self, binary: Path) -> None:
         for attempt in range(5):
-            self.port = self._fixed_port or _free_port()
+            self.port = self._fixed_port or free_port()
             if not _port_is_free(self.port):
                 if self._fixed_port:
                     raise SetupError(f"port {self.port} is taken; give another one with --redis-port, or 0 for any")
@@ -202,7 +202,7 @@ def find_binary() -> Path:
     raise SetupError(_MISSING)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """One that no outgoing connection is given: it might be, until the server has it or while one starts again."""
     ports = (random.SystemRandom().randrange(*_PORTS) for _ in range(_TRIES))  # whatever seed a program has set
     if (port := next(filter(_port_is_free, ports), None)) is not None:

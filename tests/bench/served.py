@@ -10,7 +10,6 @@ import argparse
 import asyncio
 import json
 import random
-import socket
 import statistics
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from typing import Any
 
 import httpx
 
+from api.serve.embedded_redis import free_port
 from tests.bench.load import LoadFigures, load
 from tests.bench.models import QWEN3_0_6B, QWEN3_4B, QWEN3_SMALL, random_qwen3
 from tests.e2e.rings import Process
@@ -70,11 +70,6 @@ def our_bodies(model: str, prompts: list[list[int]], tokens: int) -> list[dict[s
 
 def peer_bodies(texts: list[str], tokens: int) -> list[dict[str, Any]]:
     return [{"prompt": text, "max_tokens": tokens, "temperature": 0} for text in texts]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 def start_peer(model: Path) -> tuple["subprocess.Popen[bytes]", str]:

@@ -5,7 +5,6 @@ import contextlib
 import os
 import random
 import signal
-import socket
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from api.serve.embedded_redis import EmbeddedRedis
+from api.serve.embedded_redis import EmbeddedRedis, free_port
 from tests.e2e.chaos_proxy import Proxy
 from tests.e2e.rings import MODEL, Process
 from tests.redis.clusters import Cluster
@@ -280,9 +279,3 @@ def trainer_arguments(redis_url: str, folder: Path) -> tuple[str, ...]:
     task = ("--task", "arithmetic", "--task-count", "16", "--learning-rate", "1e-4", "--lora-rank", "4")
     kept = ("--run-dir", str(folder / "train"), "--checkpoint-every", "5", "--parity-every", "0")
     return ("--redis", redis_url, "--model", f"models/{MODEL}", *task, *sizes, *kept)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-    return port

@@ -13,7 +13,7 @@ from typing import Any
 import redis as sync_redis
 from redis.crc import key_slot
 
-from api.serve.embedded_redis import HOST, _free_port, find_binary
+from api.serve.embedded_redis import HOST, find_binary, free_port
 from tests.redis.sentinels import Server
 
 SHARDS = 3
@@ -157,7 +157,7 @@ class Cluster:
     # -- inside
 
     def _start(self) -> Server:
-        port = _free_port()
+        port = free_port()
         (self._folder / str(port)).mkdir()
         return Server(port, self._spawn(port))
 
@@ -172,7 +172,7 @@ class Cluster:
             "appendonly": "yes",
             "appendfsync": "everysec",
             "cluster-enabled": "yes",
-            "cluster-port": str(self._bus.setdefault(port, _free_port())),
+            "cluster-port": str(self._bus.setdefault(port, free_port())),
             "cluster-node-timeout": str(NODE_TIMEOUT_MS),
             "repl-diskless-sync-delay": "0",
             "cluster-replica-validity-factor": "0",

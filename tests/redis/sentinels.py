@@ -13,7 +13,7 @@ from typing import Any
 
 import redis as sync_redis
 
-from api.serve.embedded_redis import HOST, _free_port, find_binary
+from api.serve.embedded_redis import HOST, find_binary, free_port
 
 SERVICE = "ring"
 DOWN_AFTER_MS = 800
@@ -152,7 +152,7 @@ class Watched:
         return server
 
     def _start(self, options: Mapping[str, str], sentinel: list[str] | None = None) -> Server:
-        port = _free_port()
+        port = free_port()
         folder = self._folder / str(port)
         folder.mkdir()
         own = {"bind": HOST, "port": str(port), "dir": str(folder), "logfile": str(folder / "log"), **options}

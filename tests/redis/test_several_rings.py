@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from redis.asyncio import Redis
 
 from api.http.api_keys import line_of
 from api.ring.choosing import HEADER
-from api.serve.embedded_redis import EmbeddedRedis
+from api.serve.embedded_redis import EmbeddedRedis, free_port
 from shared.redis.adapters.store import AdapterStore
 from shared.redis.connection.client import connect
 from shared.redis.ring.worker_registry import WorkerRegistry, WorkerStatus
@@ -36,12 +35,6 @@ LINES = [
     line_of(KEYS["bob"], name="bob", tenant="bobs"),
     line_of(KEYS["root"], name="root", role="admin"),
 ]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-    return port
 
 
 def script(spec: SequenceSpec) -> Answer:

@@ -9,7 +9,6 @@ environment goes on with the new version.
 """
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from threading import Event
 import httpx
 import pytest
 
+from api.serve.embedded_redis import free_port
 from tests.e2e.rings import MODEL, ROOT, Process, ring
 from trainer.metrics import read
 
@@ -53,13 +53,6 @@ def atropos(*arguments: str, log: Path) -> Iterator["subprocess.Popen[bytes]"]:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def wait_until_up(url: str, process: "subprocess.Popen[bytes]") -> None:
