@@ -58,6 +58,7 @@ from worker.engine.speculation.payoff import (
     StepTimes,
     Try,
     best_length,
+    brought,
 )
 
 
@@ -484,9 +485,9 @@ def test_one_draft_that_fails_does_not_stop_a_row_whose_drafts_hold() -> None:
 
 
 def test_what_drafts_bring() -> None:
-    assert Try(0.5, 2, 1.0).tokens(3) == pytest.approx(1 + 0.75)
-    assert Try(1.0, 5, 1.0).tokens(3) == pytest.approx(1 + 3)
-    assert Try(1.0, 0, 3.0).tokens(3) == 1
+    all_, least = brought([Try(0.5, 2, 1.0), Try(1.0, 5, 1.0), Try(1.0, 0, 1.7)], 3)
+    assert all_ == pytest.approx([1.5 + 2 + 1, 1.75 + 3 + 1, 1.75 + 4 + 1])
+    assert least == pytest.approx([1.5, 1.7, 1.7]), "one row gains less than the one without a draft is used to"
 
 
 def times_of(rows: int, *seconds: float) -> StepTimes:

@@ -31,6 +31,7 @@ MISSES = 4  # latest ids that the text does not say, at most
 AHEAD = 3  # ids that a row may leave out, by the first one behind them alone
 NEAR = (8, 16)  # ids before and behind a place that was missed twice: there one id that is found says enough
 SURE = 2  # ids that a row's end must have elsewhere for the row to leave a place that it has missed
+STEADY = 8  # of the latest ids: a row that goes along by so many is looked for near its place only, when it misses one
 
 
 class End(NamedTuple):
@@ -59,6 +60,11 @@ class Alignment:
         """Whether the row goes along, by so many ids at least."""
         enough = HELD if self.misses and least < HELD else least
         return bool(self.places) and self.misses <= MISSES and self.held >= enough
+
+    @property
+    def has_slipped(self) -> bool:
+        """Whether only the latest id is not what the text says, which has said most of those before."""
+        return self.misses == 1 and self.held >= STEADY
 
     def follow(self, ids: list[int]) -> None:
         """The row has gone on with these."""
@@ -145,6 +151,11 @@ class Course:
         """Whether the row goes along now, by so many ids at least."""
         return self._now is not None and self._now.is_kept(least)
 
+    @property
+    def has_slipped(self) -> bool:
+        """Whether the row most likely goes on behind the id that the text did not say: so it is not looked for."""
+        return self._now is not None and self._now.has_slipped
+
     def draft(self, text: Text | History, span: slice, end: End, count: int) -> Guess:
         """At most `count` ids that the row goes on with by such a text; a place is looked for in that span of it."""
         now, least = self._now, end.least
@@ -152,9 +163,13 @@ class Course:
             now.ids = text.ids
         sure = 0
         if now is not None and now.is_kept(least):
-            if not now.misses and (self._is_own or now.ids is text.ids):
+            is_of_text = self._is_own or now.ids is text.ids
+            if not now.misses and is_of_text:
                 return self._said(now, count)
+            has_slipped = now.has_slipped
             sure = max(SURE - 1, now.find_near(end.ids)) if now.misses else now.held
+            if has_slipped and is_of_text:
+                return self._said(now, count)
         if sure < len(end.ids) and text.may_have(end.ids, least):
             ids = text.ids
             places, matched = occurrences(ids[span][:-1], end.ids, max(least, sure + 1), len(end.ids))

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from statistics import median_low
 
-from worker.engine.speculation.payoff import ENOUGH, MARGIN, SHARED_RECENT, SLOWED, STALE, StepTimes, Try
+from worker.engine.speculation.payoff import ENOUGH, MARGIN, SHARED_RECENT, SLOWED, STALE, StepTimes, Try, brought
 
 
 class DraftTimes:
@@ -71,16 +71,16 @@ def best_step(
     if plain is None:
         return 0, False
     best, best_rate = (0, False), MARGIN * rows / plain
-    for longest in range(1, max(row.length for row in (*by_text, *by_model)) + 1):
+    most = max(row.length for row in (*by_text, *by_model))
+    brings = zip(*brought(by_text, most), *brought(by_model, most), strict=True)
+    for longest, (of_text, least_of_text, of_model, least_of_model) in enumerate(brings, 1):
         checks = times.likely(rows, longest + 1)
         if checks is None:
             break
-        for with_model, tries, took in (
-            (False, by_text, checks),
-            (True, by_model, checks + seconds(longest)),
+        for with_model, tokens, least, took in (
+            (False, of_text, least_of_text, checks),
+            (True, of_model, least_of_model, checks + seconds(longest)),
         ):
-            tokens = [row.tokens(longest) for row in tries]
-            slowest = min(max(each, row.pace) for each, row in zip(tokens, tries, strict=True)) if alone else 1.0
-            if sum(tokens) / took > best_rate and took <= SLOWED * slowest * plain:
-                best, best_rate = (longest, with_model), sum(tokens) / took
+            if tokens / took > best_rate and took <= SLOWED * (least if alone else 1.0) * plain:
+                best, best_rate = (longest, with_model), tokens / took
     return best

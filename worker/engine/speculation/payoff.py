@@ -15,9 +15,11 @@ steps without drafts have been timed anew.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from statistics import fmean, median, median_low
+from typing import NamedTuple
+
+import numpy as np
 
 RECENT = 0.07  # weight of the latest drafted token in a row's chance; the first ones weigh more
 SHARED_RECENT = 0.02  # and in that of all rows
@@ -120,13 +122,16 @@ class StepTimes:
         self.beside: StepTimes | None = None  # of steps that take about as much more for drafts, though not as much
         self._steps = 0
         self._times: dict[tuple[int, int], deque[float]] = {}
+        self._usual: dict[tuple[int, int], float] = {}  # of these; asked for many times in a step
         self._taken_at: dict[tuple[int, int], int] = {}
 
     def took(self, rows: int, width: int, seconds: float) -> None:
         """One step."""
         self._steps += 1
         key = _key(rows, width)
-        self._times.setdefault(key, deque(maxlen=SAMPLES)).append(seconds)
+        times = self._times.setdefault(key, deque(maxlen=SAMPLES))
+        times.append(seconds)
+        self._usual[key] = sorted(times)[(len(times) + 1) // 4]
         self._taken_at[key] = self._steps
 
     def known(self, rows: int, width: int) -> float | None:
@@ -137,7 +142,7 @@ class StepTimes:
             return None
         # Few times may be those of busy moments: they are taken again soon, and sooner if they look like it.
         stale = (STALE if width > 1 else PLAIN_STALE) * min(1, len(times) / ENOUGH)
-        seconds, sooner = _usual(times), DOUBTED << len(times)
+        seconds, sooner = self._usual[key], DOUBTED << len(times)
         if width > 1 and sooner < stale and self._is_doubtful(rows, width, seconds):
             seconds, stale = sorted(times)[len(times) // 4], sooner  # of three the least: two may be of one moment
         return None if self._steps - self._taken_at[key] >= stale else seconds
@@ -153,9 +158,8 @@ class StepTimes:
 
     def forget(self, rows: int) -> float:
         """What steps without drafts have taken, in seconds, since it may have changed; 0: nothing was known."""
-        seconds = self.usual(rows, 1) or 0.0
         self._times.pop(_key(rows, 1), None)
-        return seconds
+        return self._usual.pop(_key(rows, 1), 0.0)
 
     def _wide(self, rows: int) -> list[tuple[int, float]]:
         """Widths of steps that check drafts, and seconds, as far as they are known."""
@@ -164,8 +168,7 @@ class StepTimes:
 
     def usual(self, rows: int, width: int) -> float | None:
         """Seconds, however old or few; None when there are none."""
-        times = self._times.get(_key(rows, width))
-        return _usual(times) if times else None
+        return self._usual.get(_key(rows, width))
 
     def likely(self, rows: int, width: int) -> float | None:
         """Seconds, as those of narrower and of wider steps tell; None when nothing does.
@@ -189,10 +192,6 @@ class StepTimes:
         if len(below) <= 2 and width == below[-1][0] + 1:
             return below[-1][1]  # it may be so: who does not try does not know
         return None if len(below) == 1 else max(below[-1][1], _on_line(below[-2], below[-1], width))
-
-
-def _usual(times: Collection[float]) -> float:
-    return sorted(times)[(len(times) + 1) // 4]
 
 
 def _on_line(one: tuple[int, float], other: tuple[int, float], width: int) -> float:
@@ -300,37 +299,22 @@ class Accounts:
         return self._of[size]
 
 
-@dataclass(frozen=True)
-class Try:
+class Try(NamedTuple):
     """One row in a step that may check drafts."""
 
     chance: float
     length: int  # of its draft; 0: it has none
     pace: float  # infinite: it may wait for others' drafts
 
-    def tokens(self, longest: int) -> float:
-        """That it is likely to get, when no draft is longer than that."""
-        total = reached = 1.0
-        for _ in range(min(self.length, longest)):
-            reached *= self.chance
-            total += reached
-        return total
 
-
-def tokens_by_length(rows: Sequence[Try]) -> Iterator[list[float]]:
-    """What each row is likely to get of drafts of at most 1, 2, ... tokens, to the longest; one list, which changes."""
-    chances, tokens = [1.0] * len(rows), [1.0] * len(rows)
-    for longest in range(1, max(row.length for row in rows) + 1):
-        for at, row in enumerate(rows):
-            if row.length >= longest:
-                chances[at] *= row.chance
-                tokens[at] += chances[at]
-        yield tokens
-
-
-def slowest(rows: Sequence[Try], tokens: Sequence[float]) -> float:
-    """Steps without drafts that the row which gains least gets its tokens in."""
-    return min(map(max, tokens, [row.pace for row in rows]))
+def brought(rows: Sequence[Try], longest: int) -> tuple[list[float], list[float]]:
+    """Tokens that a step is likely to bring where no draft is longer than 1, 2, ... to `longest`: of all rows, and, in
+    steps without drafts, of the one that gains least."""
+    chances_B1, lengths_B1, paces_B1 = (np.array(each)[:, None] for each in zip(*rows, strict=True))
+    chances_BK = np.where(np.arange(longest) < lengths_B1, chances_B1, 0.0)
+    tokens_BK = 1 + chances_BK.cumprod(axis=1).cumsum(axis=1)
+    paced_BK = np.maximum(tokens_BK, paces_B1)
+    return tokens_BK.sum(axis=0).tolist(), paced_BK.min(axis=0).tolist()
 
 
 def best_length(times: StepTimes, rows: Sequence[Try], *, alone: bool, usual: float = 0.0) -> int:
@@ -342,11 +326,11 @@ def best_length(times: StepTimes, rows: Sequence[Try], *, alone: bool, usual: fl
     if plain is None:
         return 0
     best, best_rate = 0, MARGIN * len(rows) / max(plain, usual)
-    for longest, tokens in enumerate(tokens_by_length(rows), 1):
+    brings = brought(rows, max(row.length for row in rows))
+    for longest, (tokens, least) in enumerate(zip(*brings, strict=True), 1):
         seconds = times.likely(len(rows), longest + 1)
         if seconds is None:
             break
-        brings = sum(tokens) / seconds
-        if brings > best_rate and seconds <= SLOWED * plain * (slowest(rows, tokens) if alone else 1.0):
-            best, best_rate = longest, brings
+        if tokens / seconds > best_rate and seconds <= SLOWED * plain * (least if alone else 1.0):
+            best, best_rate = longest, tokens / seconds
     return best

@@ -110,7 +110,8 @@ def draft(
         if theirs.ids and theirs.matched >= guess.matched:
             guess, source.is_predicted = theirs, True
     # What the row has written itself counts where more of its end is found there: no more than is looked for.
-    if config.own_text and (guess.matched < config.ngram_max or source.own.is_along(least)):
+    is_sure = guess.matched >= config.ngram_max or source.kept.has_slipped or source.predicted.has_slipped
+    if config.own_text and not (is_sure and not source.own.is_along(least)):
         end = End(end.ids[-config.ngram_max :], least)
         own = source.own.draft(history, slice(-far, None), end, most)
         if own.matched > guess.matched:
