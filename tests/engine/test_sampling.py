@@ -12,7 +12,7 @@ from shared.sequences import SamplingParams, SequenceSpec
 from worker.engine.batch.row import Row
 from worker.engine.batch.sampler import _Plan
 from worker.engine.messages import RowRequest
-from worker.engine.sampling.draw import draw_by_chance, mix_seeds, nucleus_threshold, uniforms
+from worker.engine.sampling.draw import draw_by_chance, mix_seeds, nucleus_threshold, uniforms, uniforms_at
 
 PROMPT = (1, 2, 2, 3, 40)
 COMPLETION = [3, 3, 5, 7, 3]
@@ -171,6 +171,14 @@ def test_draws_are_in_proportion_and_never_an_excluded_token() -> None:
     assert np.bincount(np.array(tokens), minlength=6).tolist() == [0, 1000, 0, 2000, 1000, 0]
     edge = draw_by_chance(chances_V[None], mx.array([[0.15]]), mx.array([[1 - 2**-24]]))
     assert edge.item() == 4
+
+
+def test_noise_is_the_same_wherever_it_is_made() -> None:
+    seeds = mix_seeds([0, 1, -1, 2**63, 2**80 + 7])
+    positions = np.arange(7, dtype=np.uint64) + np.array([[0], [100], [2**31], [2**32 - 3], [5]], np.uint64)
+    wanted = np.array(uniforms(np.repeat(seeds, 7), positions.ravel().astype(np.int64))).reshape(5, 7)
+    made = uniforms_at(mx.array(seeds)[:, None], mx.array(positions))
+    assert np.array_equal(np.array(made), wanted) and made.dtype == mx.float32
 
 
 def test_uniforms_are_uniform_and_differ_by_seed_and_position() -> None:

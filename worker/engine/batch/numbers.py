@@ -7,7 +7,9 @@ a step that draws for many places of each repeats their numbers and asks no row 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
+import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
@@ -41,6 +43,11 @@ class Numbers:
         """Those of some rows, maybe more than once."""
         floats = [each[index] for each in (self.temperature, self.top_p, self.min_p)]
         return Numbers(self.seeds[index], self.top_k[index], floats)
+
+    @cached_property
+    def seeds_B1(self) -> mx.array:
+        """The seeds, on the device."""
+        return mx.array(self.seeds)[:, None]
 
     @property
     def drawn(self) -> list[int]:

@@ -33,6 +33,7 @@ from worker.engine.sampling.draw import (
     most_likely,
     nucleus_threshold,
     uniforms,
+    uniforms_at,
 )
 
 LOWEST = -9999.0  # reported of what cannot be drawn: JSON has no infinity (OpenAI's number)
@@ -85,21 +86,19 @@ class RowSampler:
         """Whether `unread` draws for these."""
         return self._plain.numbers(rows) is not None
 
-    def unread(self, steps_BL: mx.array, most: int, logits_NV: mx.array, inputs_N: mx.array) -> tuple[mx.array, Draw]:
-        """As `ahead`, of plain rows, where only the device knows how far ahead of each: less than `most` steps."""
+    def unread(self, positions_BL: mx.array, logits_NV: mx.array, inputs_N: mx.array) -> tuple[mx.array, Draw]:
+        """As `ahead`, of plain rows, at positions (uint64) that only the device knows."""
         self._plan = None
-        rows, (count, width) = self._model.rows, steps_BL.shape
+        rows, (count, width) = self._model.rows, positions_BL.shape
         numbers = self._plain.numbers(rows)
         assert numbers is not None, "plain rows"
-        positions_BM = np.array([row.position for row in rows], np.int64)[:, None] + np.arange(most)
-        noise_BM = uniforms(np.repeat(numbers.seeds, most), positions_BM.ravel()).reshape(count, most)
         index = np.repeat(np.arange(count), width)
-        plan = self._plan_ahead(numbers, index, positions_BM[index, 0], logits_NV.shape[-1])
-        noise_N1 = mx.take_along_axis(noise_BM, steps_BL, axis=1).reshape(-1, 1)
+        plan = self._plan_ahead(numbers, index, None, logits_NV.shape[-1])
+        noise_N1 = uniforms_at(numbers.seeds_B1, positions_BL).reshape(-1, 1)
         versions = tuple(map(self._model.versions.__getitem__, index.tolist()))
         return plan.drawn(logits_NV, inputs_N[:, None], versions, self._model.same, noise_N1)
 
-    def _plan_ahead(self, numbers: Numbers, index: Indices, positions_N: Indices, vocab: int) -> _Plan:
+    def _plan_ahead(self, numbers: Numbers, index: Indices, positions_N: Indices | None, vocab: int) -> _Plan:
         """Of places in plain rows; where each row has as many as in the latest step, only positions differ."""
         same = index.tobytes()
         if self._ahead is None or self._ahead[0] is not numbers or self._ahead[1] != same:
@@ -144,9 +143,12 @@ class _Plan:
         rows: tuple[Row, ...],
         vocab: int,
         candidates: int,
-        plain: tuple[Numbers, Indices] | None = None,
+        plain: tuple[Numbers, Indices | None] | None = None,
     ) -> None:
-        """`plain`: numbers and positions of places in plain rows, which are not looked at then."""
+        """`plain`: numbers and positions of places in plain rows, which are not looked at then.
+
+        Positions may be None where noise comes with each draw.
+        """
         self._edits = LogitEdits(rows, vocab)
         self._penalties = Penalties(rows, vocab)
         self._tokens = TokenMasks(rows, vocab)
@@ -166,9 +168,9 @@ class _Plan:
         self._top_count = min(max((rows[index].sampling.top_logprobs or 0 for index in wanted), default=0), vocab)
         self._tells_others = bool(self._top_count or self._asked.ids or not self.reported.is_empty)
 
-    def begin(self, positions: Indices) -> None:
+    def begin(self, positions: Indices | None) -> None:
         """Draw for these positions of the rows next."""
-        if not self._drawn.is_empty:
+        if positions is not None and not self._drawn.is_empty:
             self._positions_S = positions if self._drawn.is_all else positions[self._places]
 
     @property

@@ -6,6 +6,7 @@ token is found by inverse CDF in the order of token ids, so a row gets the same 
 
 from __future__ import annotations
 
+from functools import cache
 from typing import cast
 
 import mlx.core as mx
@@ -19,6 +20,7 @@ from worker.engine.sampling.asked_tokens import Asked
 SMALLEST = 1e-37  # a chance below this counts as none
 _MASK_64 = (1 << 64) - 1
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_FACTORS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
 def mix_seeds(seeds: list[int]) -> npt.NDArray[np.uint64]:
@@ -34,9 +36,30 @@ def uniforms(mixed_seeds_B: npt.NDArray[np.uint64], positions_B: npt.NDArray[np.
 
 
 def _mix(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    bits = (bits ^ (bits >> np.uint64(30))) * _FACTORS[0]
+    bits = (bits ^ (bits >> np.uint64(27))) * _FACTORS[1]
     return bits ^ (bits >> np.uint64(31))
+
+
+def uniforms_at(mixed_seeds: mx.array, positions: mx.array) -> mx.array:
+    """The same for positions that only the device knows; both uint64, of shapes that broadcast."""
+    return _uniforms_at(mixed_seeds, positions, *_numbers())
+
+
+@fused
+def _uniforms_at(seeds: mx.array, positions: mx.array, golden: mx.array, first: mx.array, second: mx.array) -> mx.array:
+    bits = seeds + (positions + 1) * golden
+    bits = (bits ^ (bits >> 30)) * first
+    bits = (bits ^ (bits >> 27)) * second
+    return ((bits ^ (bits >> 31)) >> 40).astype(mx.float32) * 2**-24
+
+
+@cache
+def _numbers() -> list[mx.array]:
+    """As arrays: a compiler would take them for numbers with a sign."""
+    numbers = [mx.array(np.array(each)) for each in (_GOLDEN, *_FACTORS)]
+    mx.eval(numbers)
+    return numbers
 
 
 def nucleus_threshold(

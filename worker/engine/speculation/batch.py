@@ -55,7 +55,7 @@ from worker.engine.sampling.draw import Draw
 from worker.engine.speculation.drafting import Drafting, are_dense
 from worker.engine.speculation.lookup import Ids
 from worker.engine.speculation.part import Flags, Part, padded, shorten
-from worker.engine.speculation.unread import Unread, cut, fed, filled, held
+from worker.engine.speculation.unread import Unread, cut, fed, filled, held, positions_of
 
 ALIGN_SHARE = 16  # positions: to align these takes about what it costs in one step to write where each row ends
 SHORT = 8  # steps that check drafts and are read at once, after one that stayed unread for nothing
@@ -262,8 +262,8 @@ class SpeculatingBatch(RunningBatch):
         length = max(map(len, drafts))
         self._cache = [*ragged(self._cache[:-1]), self._cache[-1]]
         draft_BK = mx.array([filled(draft, length) for draft in drafts], mx.uint32)
-        steps_BL = mx.broadcast_to(mx.arange(1 + length), (len(rows), 1 + length))
-        self._unread = self._begun(draft_BK, steps_BL, 1 + length, Slack.of(self._slack))
+        positions_BL = positions_of(rows)[:, None] + mx.arange(1 + length).astype(mx.uint64)
+        self._unread = self._begun(draft_BK, positions_BL, Slack.of(self._slack))
         self._unread.parts = [Part(*each) for each in zip(rows, inputs, drafts, strict=True)]
         self._was_followed = False
         self._drafting.checks(1 + length, "begins")
@@ -271,8 +271,8 @@ class SpeculatingBatch(RunningBatch):
 
     def _check_ahead(self, guesses: list[list[int]], length: int, before: Unread) -> list[tuple[Row, int]]:
         """Feed what the step before draws and drafts behind it; then read that step, and tell what it has brought."""
-        draft_BK, steps_BL = cut(guesses, length, before)
-        unread = self._begun(draft_BK, steps_BL, before.length + length + 2, before.slack)
+        draft_BK, positions_BL = cut(guesses, length, before)
+        unread = self._begun(draft_BK, positions_BL, before.slack)
         inputs, least = self._moved_on(before)
         unread.slack = unread.slack.less(least)
         end_apart(self._cache[:-1], least, unread.slack)
@@ -285,17 +285,13 @@ class SpeculatingBatch(RunningBatch):
         self._drafting.checks(1 + length, "follows")
         return self._news([])
 
-    def _begun(self, draft_BK: mx.array, steps_BL: mx.array, most: int, slack: Slack) -> Unread:
-        """Feed inputs and drafts, and draw behind each id: so many steps ahead of the rows, less than `most`.
-
-        The parts are its caller's to say.
-        """
+    def _begun(self, draft_BK: mx.array, positions_BL: mx.array, slack: Slack) -> Unread:
+        """Feed inputs and drafts, and draw behind each id, at these positions. The parts are its caller's to say."""
         caches, length = self._cache[:-1], draft_BK.shape[1]
         ids_BL = fed(self._next_B, draft_BK)
         logits_BLV = self._model(ids_BL, cache=self._cache, draws=True)
-        tokens_N, draw = self._sampler.unread(
-            steps_BL, most, logits_BLV.reshape(-1, logits_BLV.shape[2]), ids_BL.reshape(-1)
-        )
+        logits_NV = logits_BLV.reshape(-1, logits_BLV.shape[2])
+        tokens_N, draw = self._sampler.unread(positions_BL, logits_NV, ids_BL.reshape(-1))
         held_B, self._next_B = held(tokens_N.reshape(ids_BL.shape), draft_BK)
         unused_B = length - held_B
         slack = slack.more(unused_B)
@@ -304,7 +300,7 @@ class SpeculatingBatch(RunningBatch):
         mx.async_eval(held_B, self._next_B, slack.before_B)  # type: ignore[no-untyped-call]
         self._plain_steps = self.unfed = 0
         starts = list(range(0, ids_BL.size, 1 + length))
-        return Unread([], length, tokens_N, draw, held_B, slack, starts)
+        return Unread([], length, tokens_N, draw, held_B, slack, starts, positions_BL[:, 0])
 
     def _only_read(self, *, known: bool) -> list[tuple[Row, int]]:
         """A step that tells what the one before has brought, and feeds nothing: rows may have ended by it."""

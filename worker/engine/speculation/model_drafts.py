@@ -18,7 +18,7 @@ from worker.engine.batch.row import Row
 from worker.engine.messages import SpeculationConfig
 from worker.engine.speculation.draft_batch import DraftBatch, RowFailedError
 from worker.engine.speculation.draft_times import DraftTimes, best_step
-from worker.engine.speculation.payoff import SHARED_RECENT, Chance, StepTimes, Try
+from worker.engine.speculation.payoff import SHARED_RECENT, Chance, StepTimes, Try, brought
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +94,8 @@ class ModelDrafts:
         if plain is None or not by_model:
             return []
         took = (times.likely(len(rows), longest + 1) or plain) + self.seconds(longest)
-        saved = plain - took / each.tokens(longest)  # by a token of each row
+        tokens, _ = brought([each], longest)
+        saved = plain - took / tokens[-1]  # by a token of each row
         return [row for row in new if self._saves(row, saved / len(rows))]
 
     def _is_servable(self, row: Row) -> bool:

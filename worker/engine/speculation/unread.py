@@ -35,6 +35,7 @@ class Unread:
     held_B: mx.array  # ids of each draft
     slack: Slack  # after what has not held is taken back
     starts: list[int]  # each row's first place
+    positions_B: mx.array  # at which each row's first place is drawn, uint64
     joined: list[tuple[Row, int]] = field(default_factory=list)  # rows that it was not given out for, and their inputs
 
     def of_rows(self, keep: Sequence[int]) -> Unread:
@@ -46,6 +47,7 @@ class Unread:
             parts=[self.parts[at] for at in kept],
             starts=[self.starts[at] for at in kept],
             held_B=self.held_B[mx.array(list(keep))],
+            positions_B=self.positions_B[mx.array(list(keep))],
             slack=self.slack.of_rows(keep),
             joined=[self.joined[at - count] for at in keep if at >= count],
         )
@@ -56,9 +58,15 @@ class Unread:
         return replace(
             self,
             held_B=mx.concatenate([self.held_B, behind_B]),
+            positions_B=mx.concatenate([self.positions_B, positions_of([row for row, _ in joined])]),
             slack=self.slack.and_rows(len(joined)),
             joined=[*self.joined, *joined],
         )
+
+
+def positions_of(rows: Sequence[Row]) -> mx.array:
+    """At which each of them is drawn for next, uint64 [B]."""
+    return mx.array([row.position for row in rows], mx.uint64)
 
 
 def filled(ids: list[int], length: int) -> list[int]:
@@ -79,11 +87,12 @@ def held(tokens_BL: mx.array, draft_BK: mx.array) -> tuple[mx.array, mx.array]:
 
 
 def cut(guesses: Sequence[list[int]], length: int, before: Unread) -> tuple[mx.array, mx.array]:
-    """Drafts [B, K] of so many ids, and how many steps ahead of what is known each next draw is [B, K + 1].
+    """Drafts [B, K] of so many ids, and the positions of the next draws, uint64 [B, K + 1].
 
     `guesses`: what each row may go on with behind what it was fed first in the step before.
     """
     width = before.length + 1 + length
     guesses_BM = mx.array([filled(ids, width) for ids in guesses], mx.uint32)
     steps_BL = before.held_B[:, None] + mx.arange(1, length + 2)
-    return mx.take_along_axis(guesses_BM, steps_BL[:, :-1], axis=1), steps_BL
+    positions_BL = before.positions_B[:, None] + steps_BL.astype(mx.uint64)
+    return mx.take_along_axis(guesses_BM, steps_BL[:, :-1], axis=1), positions_BL
