@@ -149,9 +149,16 @@ class Draw:
 
     def logprob(self, index: int) -> float:
         """Of the token drawn for row `index`."""
+        return self._read()[index]
+
+    def logprobs(self, low: int, high: int) -> list[float]:
+        """Of the tokens drawn for these rows."""
+        return self._read()[low:high]
+
+    def _read(self) -> list[float]:
         if self._logprobs is None:
             self._logprobs = cast(list[float], self._arrays[0].tolist())
-        return self._logprobs[index]
+        return self._logprobs
 
     def top_logprobs(self, index: int, count: int) -> TokenLogprobs:
         """The `count` most likely tokens of row `index`, best first; or those that it names itself."""
