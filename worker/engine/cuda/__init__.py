@@ -37,16 +37,25 @@ def kernel(
     `headers`: files beside it or here, or definitions ("#define NAME"). `copies`: inputs that do not lie row by row
     come as copies that do; else the kernel reads strides.
     """
-    header = _TYPES + "".join(_text(each, source.parent) for each in headers)
+    header = _TYPES + "".join(_included(each, source.parent) for each in headers)
     switches = [each.split()[-1] for each in headers if each.startswith("#")]
     name = "_".join(("parallm", source.stem, *outputs, *switches))  # what MLX knows it by
-    return mx.fast.cuda_kernel(name, inputs, outputs, source.read_text(), header, ensure_row_contiguous=copies)
+    # MLX hashes all of a kernel's source whenever it gives one out: 2 us of 8, where that is 8 KB. So it gets the names
+    # of files, and of what it looks for in them: which inputs' shapes and strides are wanted.
+    text = source.read_text()
+    named = [f"{each}_{what}" for each in inputs for what in ("shape", "strides", "ndim") if f"{each}_{what}" in text]
+    body = f"{_include(source)}// {' '.join(named)}\n"
+    return mx.fast.cuda_kernel(name, inputs, outputs, body, header, ensure_row_contiguous=copies)
 
 
-def _text(header: str, folder: Path) -> str:
+def _included(header: str, folder: Path) -> str:
     if header.startswith("#"):
         return f"{header}\n"
-    return next(each for each in (folder / header, _HERE / header) if each.exists()).read_text()
+    return _include(next(each for each in (folder / header, _HERE / header) if each.exists()))
+
+
+def _include(file: Path) -> str:
+    return f'#include "{file.resolve()}"\n'
 
 
 @cache
