@@ -61,21 +61,18 @@ class Alignment:
         enough = HELD if self.misses and least < HELD else least
         return bool(self.places) and self.misses <= MISSES and self.held >= enough
 
-    @property
-    def has_slipped(self) -> bool:
-        """Whether only the latest id is not what the text says, which has said most of those before."""
-        return self.misses == 1 and self.held >= STEADY
-
     def follow(self, ids: list[int]) -> None:
         """The row has gone on with these."""
-        said = said_at(self.ids, self.places, len(ids))
-        if len(said) == 1:
-            held, goes_on = _held(ids, said[0]), min(said[0]) >= 0
-            places = [self.places[0] + len(ids)] if goes_on else []
+        count = len(ids)
+        if len(self.places) == 1:  # quickly, since that is so most of the time
+            place = self.places[0]
+            said = self.ids[place : place + count].tolist()
+            goes_on = len(said) == count and min(said) >= 0
+            held = _held(ids, said if goes_on else [*said, *[PAST_END] * (count - len(said))])
+            self.places = [place + count] if goes_on else []
         else:
-            held, places = self._held_by_some(ids, said)
-        self._keep((self._bits << len(ids) | held) & _ones(WINDOW))
-        self.places = places
+            held, self.places = self._held_by_some(ids, said_at(self.ids, self.places, count))
+        self._keep((self._bits << count | held) & _ALL)
 
     def _held_by_some(self, ids: list[int], said: list[list[int]]) -> tuple[int, list[int]]:
         """Which of these some place says, and the places that go on: those that say an id, wherever some do."""
@@ -116,6 +113,7 @@ def _ones(count: int) -> int:
 
 
 _ONES = [(1 << count) - 1 for count in range(WINDOW + 1)]
+_ALL = _ONES[WINDOW]
 
 
 class Course:
@@ -125,21 +123,18 @@ class Course:
         """`is_own`: the text is the row's own, which grows; of equal places there the latest one counts."""
         self._is_own = is_own
         self._now: Alignment | None = None
+        self.has_slipped = False  # in the latest draft: the row most likely goes on behind the id that was not said
 
     def begin(self, ids: Ids, place: int) -> None:
         """The row goes on there for sure."""
         self._now = Alignment(ids, [place], WINDOW)
 
-    @property
-    def is_anywhere(self) -> bool:
-        """Whether there is a place to follow the row from."""
-        return self._now is not None
-
     def follow(self, ids: list[int], row: History) -> None:
         """The row has gone on with these; `row`: what it has read and written, which says them already."""
+        if self._now is None:
+            return
         if len(ids) > WINDOW:
             self._now = None  # to look for its place takes less time than to follow that far
-        if self._now is None:
             return
         if self._is_own:
             self._now.ids = row.ids  # a text of a short period has not said all of them before
@@ -151,24 +146,17 @@ class Course:
         """Whether the row goes along now, by so many ids at least."""
         return self._now is not None and self._now.is_kept(least)
 
-    @property
-    def has_slipped(self) -> bool:
-        """Whether the row most likely goes on behind the id that the text did not say: so it is not looked for."""
-        return self._now is not None and self._now.has_slipped
-
     def draft(self, text: Text | History, span: slice, end: End, count: int) -> Guess:
         """At most `count` ids that the row goes on with by such a text; a place is looked for in that span of it."""
         now, least = self._now, end.least
         if now is not None and self._is_own:
             now.ids = text.ids
-        sure = 0
+        sure, self.has_slipped = 0, False
         if now is not None and now.is_kept(least):
-            is_of_text = self._is_own or now.ids is text.ids
-            if not now.misses and is_of_text:
-                return self._said(now, count)
-            has_slipped = now.has_slipped
+            is_steady = now.misses <= 1 and now.held >= STEADY
             sure = max(SURE - 1, now.find_near(end.ids)) if now.misses else now.held
-            if has_slipped and is_of_text:
+            if (is_steady or not now.misses) and (self._is_own or now.ids is text.ids):
+                self.has_slipped = now.misses > 0
                 return self._said(now, count)
         if sure < len(end.ids) and text.may_have(end.ids, least):
             ids = text.ids

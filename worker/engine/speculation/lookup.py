@@ -245,8 +245,13 @@ def goes_on(source: Ids, places: Sequence[int], matched: int, count: int) -> Gue
 
     Of equally many the latest place counts. Nothing goes on behind a BREAK.
     """
+    if len(places) == 1:  # quickly, since that is so most of the time
+        ids: list[int] = source[places[0] : places[0] + count].tolist()
+        if ids and min(ids) < 0:
+            del ids[ids.index(BREAK) :]
+        return Guess(ids, matched, [(1, 1)] * len(ids))
     said = said_at(source, places, count)
-    if said and min(said[-1]) >= 0 and said.count(said[-1]) == len(said):  # quickly, since that is so most of the time
+    if said and min(said[-1]) >= 0 and said.count(said[-1]) == len(said):  # and so is this
         return Guess(said[-1], matched, [(len(said), len(said))] * count)
     draft: list[int] = []
     votes: list[tuple[int, int]] = []

@@ -36,8 +36,7 @@ class Source:
         """The row has gone on with these."""
         self.history.add(ids)
         for each in (self.own, self.predicted, self.kept):
-            if each.is_anywhere:
-                each.follow(ids, self.history)
+            each.follow(ids, self.history)
         self.told += len(ids)
 
     @property
@@ -90,7 +89,8 @@ def draft(
     room = row.sampling.max_tokens - row.position
     if source.rests or room <= 1:
         return []  # what is drawn behind the draft comes with it
-    is_doubtful = config.adapts_to_rows and source.chance.value < max(config.threshold, by_model)
+    chance = source.likely = source.chance.value
+    is_doubtful = config.adapts_to_rows and chance < max(config.threshold, by_model)
     least = config.ngram_max if is_doubtful else config.ngram_min
     most = source.chance.length(config.tokens) if config.adapts_to_rows else config.tokens
     most, longest = min(most + behind, room - 1), min(config.tokens + behind, room - 1)
@@ -100,18 +100,20 @@ def draft(
         written = source.history.end(source.written)
         if (guess := joined.beginnings.draft(written, longest)).ids:
             return _worth(row, source, config, guess, behind)
-    guess, far = NOTHING, min(FARTHEST, looked_through)
+    guess, far, has_slipped = NOTHING, min(FARTHEST, looked_through), False
     history = source.history
     end = End(history.end(WINDOW), least)
     if joined is not None:
         guess = source.kept.draft(joined.text, slice(-far, None), end, longest)
+        has_slipped = source.kept.has_slipped
     if source.prediction is not None:
         theirs = source.predicted.draft(source.prediction, slice(far), end, most)
+        has_slipped |= source.predicted.has_slipped
         if theirs.ids and theirs.matched >= guess.matched:
             guess, source.is_predicted = theirs, True
     # What the row has written itself counts where more of its end is found there: no more than is looked for.
-    is_sure = guess.matched >= config.ngram_max or source.kept.has_slipped or source.predicted.has_slipped
-    if config.own_text and not (is_sure and not source.own.is_along(least)):
+    is_sure = guess.matched >= config.ngram_max or has_slipped
+    if config.own_text and (not is_sure or source.own.is_along(least)):
         end = End(end.ids[-config.ngram_max :], least)
         own = source.own.draft(history, slice(-far, None), end, most)
         if own.matched > guess.matched:
@@ -121,8 +123,7 @@ def draft(
 
 def _worth(row: Row, source: Source, config: SpeculationConfig, guess: Guess, behind: int) -> list[int]:
     """As much of a draft as is likely to be reached, as far as the row is known."""
-    source.likely = source.chance.value
     if guess.votes and not behind and config.adapts_to_rows:
-        agreed, source.likely = guess.agreed(source.chance.value, UNLIKELY)
+        agreed, source.likely = guess.agreed(source.likely, UNLIKELY)
         return up_to_stop(row, guess.ids[:agreed])
     return up_to_stop(row, guess.ids)
