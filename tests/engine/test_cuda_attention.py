@@ -48,6 +48,7 @@ def test_plain_kv_of_every_type_and_size() -> None:
         (mx.bfloat16, 128, 8, 2, 1),
         (mx.bfloat16, 128, 8, 2, 3),
         (mx.bfloat16, 128, 8, 2, 6),
+        (mx.bfloat16, 128, 8, 2, cuda_attention.MOST_QUERIES),
         (mx.bfloat16, 64, 14, 2, 1),
         (mx.float16, 64, 2, 2, 1),
         (mx.float16, 64, 6, 2, 5),
@@ -103,7 +104,8 @@ def test_it_takes_only_what_it_is_made_for() -> None:
     several = mx.zeros((2, 4, cuda_attention.MOST_QUERIES, 64))
     assert cuda_attention.is_for(several, keys, keys, seen), "a draft"
     assert not cuda_attention.is_for(several, keys, keys, "causal"), "a prompt's last piece"
-    assert not cuda_attention.is_for(mx.zeros((2, 4, 7, 64)), keys, keys, seen), "more queries a row"
+    more = mx.zeros((2, 4, cuda_attention.MOST_QUERIES + 1, 64))
+    assert not cuda_attention.is_for(more, keys, keys, seen), "more queries a row"
     assert not cuda_attention.is_for(queries, keys[:, :, :10], keys[:, :, :10], None), "few positions"
     assert not cuda_attention.is_for(queries, keys, mx.zeros((2, 2, 100, 32)), None), "values of another size"
     assert not cuda_attention.is_for(

@@ -78,6 +78,7 @@ def test_attention_in_place() -> None:
     for dtype, size, heads, kv_heads, at_once in (
         (mx.bfloat16, 128, 16, 8, 1),
         (mx.bfloat16, 128, 8, 2, 6),
+        (mx.bfloat16, 128, 16, 8, cuda_attention.MOST_QUERIES),
         (mx.float16, 64, 14, 2, 1),
         (mx.float16, 64, 6, 2, 5),
         (mx.float32, 256, 6, 2, 2),

@@ -212,6 +212,23 @@ def test_a_place_is_lost_behind_too_many_misses_and_where_little_has_held() -> N
     assert along(9, begun=4) and not along(9, begun=3)
 
 
+def test_a_row_that_slips_is_looked_for_elsewhere_only_if_it_seldom_does() -> None:
+    text = Text(ids(*range(100, 180), 119, 9, 50, 51, 9, 9, 60, 61))
+
+    def draft(course: Course, *drawn: list[int]) -> list[int]:
+        row = History(list(range(100, 120)))
+        for each in ([], *drawn):
+            row.add(each)
+            course.follow(each, row)
+            guess = course.draft(text, slice(None), End(row.end(WINDOW), 1), 2)
+        return guess.ids
+
+    course = Course()
+    assert draft(course, [9]) == [121, 122] and course.has_slipped, "though 119 and 9 are followed by 50 elsewhere"
+    assert draft(course := Course(), [9], [9]) == [60, 61] and not course.has_slipped
+    assert draft(course := Course(), [9], [*range(121, 126)], [9], [9]) == [128, 129] and course.has_slipped
+
+
 def test_a_row_goes_on_along_its_own_text() -> None:
     course, text = Course(is_own=True), [*range(100, 130), *range(100, 110)]
     assert found(course, ids(*text), ids(*text), 2, 1, 4) == Guess([110, 111], 4)

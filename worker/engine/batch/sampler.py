@@ -37,6 +37,7 @@ from worker.engine.sampling.draw import (
 )
 
 LOWEST = -9999.0  # reported of what cannot be drawn: JSON has no infinity (OpenAI's number)
+NOISE_STEPS = 32  # that noise is made for at once
 SORT_ALL_BELOW = 1024  # a vocabulary this small is sorted whole: cheaper than asking whether candidates suffice
 
 
@@ -49,7 +50,7 @@ class RowSampler:
         self._rows: tuple[Row, ...] = ()
         self._plan: _Plan | None = None
         self._plain = PlainRows()
-        self._ahead: tuple[Numbers, bytes, _Plan] | None = None  # of plain rows, and how many places each had, last
+        self._ahead: tuple[Numbers, bytes | int, _Plan] | None = None  # of plain rows, and which places each had, last
 
     def __call__(self) -> mx.array:
         """Token ids [B] uint32, of the logits that the model has kept."""
@@ -89,22 +90,24 @@ class RowSampler:
     def unread(self, positions_BL: mx.array, logits_NV: mx.array, inputs_N: mx.array) -> tuple[mx.array, Draw]:
         """As `ahead`, of plain rows, at positions (uint64) that only the device knows."""
         self._plan = None
-        rows, (count, width) = self._model.rows, positions_BL.shape
-        numbers = self._plain.numbers(rows)
+        width, numbers = positions_BL.shape[1], self._plain.numbers(self._model.rows)
         assert numbers is not None, "plain rows"
-        index = np.repeat(np.arange(count), width)
-        plan = self._plan_ahead(numbers, index, None, logits_NV.shape[-1])
+        plan = self._plan_ahead(numbers, width, None, logits_NV.shape[-1])
         noise_N1 = uniforms_at(numbers.seeds_B1, positions_BL).reshape(-1, 1)
-        versions = tuple(map(self._model.versions.__getitem__, index.tolist()))
+        versions = tuple([version for version in self._model.versions for _ in range(width)])
         return plan.drawn(logits_NV, inputs_N[:, None], versions, self._model.same, noise_N1)
 
-    def _plan_ahead(self, numbers: Numbers, index: Indices, positions_N: Indices | None, vocab: int) -> _Plan:
-        """Of places in plain rows; where each row has as many as in the latest step, only positions differ."""
-        same = index.tobytes()
+    def _plan_ahead(self, numbers: Numbers, index: Indices | int, positions_N: Indices | None, vocab: int) -> _Plan:
+        """Of places in plain rows: `index` tells the row of each, or how many each row has.
+
+        Where that is as in the latest step, only positions differ.
+        """
+        same = index if isinstance(index, int) else index.tobytes()
         if self._ahead is None or self._ahead[0] is not numbers or self._ahead[1] != same:
-            self._ahead = numbers, same, _Plan((), vocab, self._candidates, (numbers.at(index), positions_N))
-            return self._ahead[2]
-        self._ahead[2].begin(positions_N)
+            at = np.repeat(np.arange(len(numbers)), index) if isinstance(index, int) else index
+            self._ahead = numbers, same, _Plan((), vocab, self._candidates, (numbers.at(at), positions_N))
+        else:
+            self._ahead[2].begin(positions_N)
         return self._ahead[2]
 
 
@@ -158,6 +161,7 @@ class _Plan:
         numbers, positions = plain or (Numbers.of(rows), np.array([row.position for row in rows], np.int64))
         drawn = numbers.drawn
         self._drawn, self._places = _Subset(drawn, len(numbers)), drawn
+        self._noise_steps = NOISE_STEPS if plain is None else 1  # plain rows' places are told anew in each step
         self.begin(positions)
         if drawn:
             self._prepare_draw(numbers if self._drawn.is_all else numbers.at(np.array(drawn)), vocab, candidates)
@@ -172,6 +176,8 @@ class _Plan:
         """Draw for these positions of the rows next."""
         if positions is not None and not self._drawn.is_empty:
             self._positions_S = positions if self._drawn.is_all else positions[self._places]
+        self._noises_SK: mx.array | None = None
+        self._noise_at = 0
 
     @property
     def expired(self) -> bool:
@@ -260,11 +266,21 @@ class _Plan:
             smallest_S1 = mx.maximum(smallest_S1, limit_S1)
         self.reported.keep_drawn(logits_SV, chances_SV, smallest_S1)
         if uniforms_S1 is None:
-            uniforms_S1 = uniforms(self._seeds_S, self._positions_S)
-            self._positions_S += 1
+            uniforms_S1 = self._noise()
         if self._filtered.is_empty and self._min_p_S1 is None:
             return draw_of_all(chances_SV, uniforms_S1)
         return draw_by_chance(chances_SV, smallest_S1, uniforms_S1)
+
+    def _noise(self) -> mx.array:
+        """Of the next step, [S, 1]. It is made for several at once: numpy takes as long for one, and uploads cost."""
+        if self._noises_SK is None or self._noise_at == self._noises_SK.shape[1]:
+            steps = np.arange(self._noise_steps)
+            positions_SK = self._positions_S[:, None] + steps
+            noises_N1 = uniforms(np.repeat(self._seeds_S, len(steps)), positions_SK.ravel())
+            self._noises_SK, self._noise_at = noises_N1.reshape(positions_SK.shape), 0
+            self._positions_S = self._positions_S + len(steps)
+        self._noise_at += 1
+        return self._noises_SK[:, self._noise_at - 1 : self._noise_at]
 
     def _nucleus(self, chances_FV: mx.array) -> mx.array:
         k_F1, p_F1 = self._top_k_F1, self._top_p_F1

@@ -31,7 +31,7 @@ MISSES = 4  # latest ids that the text does not say, at most
 AHEAD = 3  # ids that a row may leave out, by the first one behind them alone
 NEAR = (8, 16)  # ids before and behind a place that was missed twice: there one id that is found says enough
 SURE = 2  # ids that a row's end must have elsewhere for the row to leave a place that it has missed
-STEADY = 8  # of the latest ids: a row that goes along by so many is looked for near its place only, when it misses one
+STEADY = 8  # of the latest ids: a row that goes along by so many and misses one is not looked for in all of the text
 
 
 class End(NamedTuple):
@@ -60,6 +60,15 @@ class Alignment:
         """Whether the row goes along, by so many ids at least."""
         enough = HELD if self.misses and least < HELD else least
         return bool(self.places) and self.misses <= MISSES and self.held >= enough
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether the row most likely goes on here: the text has said the latest ids, or most but the last one or two.
+
+        That two differ at once says little only where others do, too.
+        """
+        missed = WINDOW - self.held
+        return not self.misses or (self.held >= STEADY and (self.misses == 1 or 2 == self.misses < missed))
 
     def follow(self, ids: list[int]) -> None:
         """The row has gone on with these."""
@@ -153,11 +162,12 @@ class Course:
             now.ids = text.ids
         sure, self.has_slipped = 0, False
         if now is not None and now.is_kept(least):
-            is_steady = now.misses <= 1 and now.held >= STEADY
+            is_steady = now.is_steady
             sure = max(SURE - 1, now.find_near(end.ids)) if now.misses else now.held
-            if (is_steady or not now.misses) and (self._is_own or now.ids is text.ids):
-                self.has_slipped = now.misses > 0
-                return self._said(now, count)
+            if is_steady and (self._is_own or now.ids is text.ids):
+                guess = self._said(now, count)
+                self.has_slipped = now.misses > 0 and bool(guess.ids)
+                return guess
         if sure < len(end.ids) and text.may_have(end.ids, least):
             ids = text.ids
             places, matched = occurrences(ids[span][:-1], end.ids, max(least, sure + 1), len(end.ids))

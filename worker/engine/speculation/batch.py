@@ -297,10 +297,13 @@ class SpeculatingBatch(RunningBatch):
         slack = slack.more(unused_B)
         share_offsets(caches, unused_B)
         end_apart(caches, 0, slack)
-        mx.async_eval(held_B, self._next_B, slack.before_B)  # type: ignore[no-untyped-call]
+        positions_B = positions_BL[
+            :, 0
+        ]  # computed now, though nobody may ask: else each step would hold the one before
+        mx.async_eval(held_B, self._next_B, slack.before_B, positions_B)  # type: ignore[no-untyped-call]
         self._plain_steps = self.unfed = 0
         starts = list(range(0, ids_BL.size, 1 + length))
-        return Unread([], length, tokens_N, draw, held_B, slack, starts, positions_BL[:, 0])
+        return Unread([], length, tokens_N, draw, held_B, slack, starts, positions_B)
 
     def _only_read(self, *, known: bool) -> list[tuple[Row, int]]:
         """A step that tells what the one before has brought, and feeds nothing: rows may have ended by it."""

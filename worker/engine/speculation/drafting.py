@@ -249,11 +249,10 @@ class Drafting:
         room = self._room(rows) - max(most)
         if room <= 0:
             return [], 0
-        sources = [self._source(row) for row in rows]
-        guesses = [
-            [] if source is None else self._draft(row, source, len(rows), behind)
-            for row, source, behind in zip(rows, sources, most, strict=True)
-        ]
+        guesses: list[list[int]] = []
+        for row, behind in zip(rows, most, strict=True):
+            source = self._source(row)
+            guesses.append([] if source is None else self._draft(row, source, len(rows), behind))
         # What is left of them behind a draft that holds to its end; of one that does not there is more.
         drafts = [ids[behind : behind + room] for ids, behind in zip(guesses, most, strict=True)]
         longest = max(map(len, drafts))

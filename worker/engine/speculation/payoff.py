@@ -14,12 +14,11 @@ steps without drafts have been timed anew.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from statistics import fmean, median, median_low
 from typing import NamedTuple
-
-import numpy as np
 
 RECENT = 0.07  # weight of the latest drafted token in a row's chance; the first ones weigh more
 SHARED_RECENT = 0.02  # and in that of all rows
@@ -310,11 +309,16 @@ class Try(NamedTuple):
 def brought(rows: Sequence[Try], longest: int) -> tuple[list[float], list[float]]:
     """Tokens that a step is likely to bring where no draft is longer than 1, 2, ... to `longest`: of all rows, and, in
     steps without drafts, of the one that gains least."""
-    chances_B1, lengths_B1, paces_B1 = (np.array(each)[:, None] for each in zip(*rows, strict=True))
-    chances_BK = np.where(np.arange(longest) < lengths_B1, chances_B1, 0.0)
-    tokens_BK = 1 + chances_BK.cumprod(axis=1).cumsum(axis=1)
-    paced_BK = np.maximum(tokens_BK, paces_B1)
-    return tokens_BK.sum(axis=0).tolist(), paced_BK.min(axis=0).tolist()
+    all_, least = [0.0] * longest, [math.inf] * longest
+    for chance, length, pace in rows:
+        reached = tokens = 1.0
+        for at in range(longest):
+            if at < length:
+                reached *= chance
+                tokens += reached
+            all_[at] += tokens
+            least[at] = min(least[at], max(tokens, pace))
+    return all_, least
 
 
 def best_length(times: StepTimes, rows: Sequence[Try], *, alone: bool, usual: float = 0.0) -> int:

@@ -5,7 +5,8 @@ and by all of their drafts and one more at most. What a row may go on with from 
 given to the device, and the next draft is cut out of that there: behind as many ids as the row has gone on by. Whether
 these are the ids that the text says does not matter: where a row differs, it is taken to go on along the text.
 
-Noise of draws is cut out in the same way; how far rows end before one another is counted on the device (kv/ragged.py).
+The device counts positions, too: those that are drawn for, of which noise is made (sampling/draw.py), and by how many
+rows end before one another (kv/ragged.py).
 """
 
 from __future__ import annotations
