@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from statistics import fmean, median, median_low
+from statistics import median, median_low
 from typing import NamedTuple
 
 RECENT = 0.07  # weight of the latest drafted token in a row's chance; the first ones weigh more
@@ -216,6 +216,7 @@ class Account:
         self._earned, self._again = (EARNED, AGAIN) if lends else (2 * EARNED, AGAIN / 2)
         self._plain: deque[float] = deque(maxlen=PLAIN_SAMPLES)
         self._plain_tokens: deque[float] = deque(maxlen=PLAIN_SAMPLES)
+        self._plain_s: float | None = None  # None: more are known since
         self._checks: deque[float] = deque(maxlen=SAMPLES)
         self._lost = self._charged = 0.0  # in steps that check drafts, since these have last brought the most
         self._doubted = 0.0  # what a step without drafts was thought to take, until that is timed anew
@@ -227,10 +228,11 @@ class Account:
 
         That is more than one of them takes: one that follows a row's prompt tells nothing of the row yet.
         """
-        if not any(self._plain_tokens):
-            return 0.0
-        most = PLAIN_BUSY * median(self._plain)
-        return fmean(min(each, most) for each in self._plain) / fmean(self._plain_tokens)
+        if self._plain_s is None:
+            most = PLAIN_BUSY * median(self._plain) if self._plain else 0.0
+            told = sum(self._plain_tokens)
+            self._plain_s = sum(min(each, most) for each in self._plain) / told if told else 0.0
+        return self._plain_s
 
     @property
     def has_paid(self) -> bool:
@@ -241,6 +243,7 @@ class Account:
         """A step without drafts that follows one without, and so many tokens a row."""
         self._plain.append(seconds)
         self._plain_tokens.append(tokens)
+        self._plain_s = None
         self._add(self._earned)
 
     def back(self, seconds: float, tokens: float) -> None:
@@ -270,7 +273,7 @@ class Account:
         if self._doubted:
             slower = max(1.0, plain / self._doubted)
             self._add(self._charged * (1 - 1 / slower))
-            self._plain = deque((each * slower for each in self._plain), PLAIN_SAMPLES)
+            self._plain, self._plain_s = deque((each * slower for each in self._plain), PLAIN_SAMPLES), None
             self._lost = self._charged = self._doubted = 0.0
 
     def looked(self, seconds: float, *, waited: bool) -> None:
