@@ -297,9 +297,8 @@ class SpeculatingBatch(RunningBatch):
         slack = slack.more(unused_B)
         share_offsets(caches, unused_B)
         end_apart(caches, 0, slack)
-        positions_B = positions_BL[
-            :, 0
-        ]  # computed now, though nobody may ask: else each step would hold the one before
+        positions_B = positions_BL[:, 0]
+        # Positions, too, though nobody may ask for them: else each step would hold on to the one before it.
         mx.async_eval(held_B, self._next_B, slack.before_B, positions_B)  # type: ignore[no-untyped-call]
         self._plain_steps = self.unfed = 0
         starts = list(range(0, ids_BL.size, 1 + length))
