@@ -172,12 +172,9 @@ class Row:
 
         What a draft says behind the last token is left out.
         """
-        ids = list(tokens)
-        if self._tells_no_more_of(ids):
-            return [self._told(ids)]
         events: list[TokenEvent] = []
         seq, attempt, top = self.spec.id, self.attempt, self.sampling.top_logprobs
-        for token in ids:
+        for token in tokens:
             draw, index = self.draws.popleft()
             tops = None if top is None else [draw.top_logprobs(index, top)]
             position, logprob, version = len(self.tokens), draw.logprob(index), draw.versions[index]
@@ -197,28 +194,6 @@ class Row:
         if not self.is_over and self.place is not None and self.place.fault:
             events.append(self.last_event(Finish.failed(InvalidGrammarError(self.place.fault))))
         return events
-
-    def _tells_no_more_of(self, ids: list[int]) -> bool:
-        """Whether these, all of one draw, come with nothing but their log-probabilities, and end nothing."""
-        return (
-            len(ids) > 1
-            and self.text is None
-            and self.place is None
-            and self.sampling.top_logprobs is None
-            and self.draws[0][0] is self.draws[len(ids) - 1][0]
-            and len(self.tokens) + len(ids) < self.sampling.max_tokens
-            and self.stop_ids.isdisjoint(ids)
-        )
-
-    def _told(self, ids: list[int]) -> TokenEvent:
-        """Take these: a draw has one version for all places of a row, which lie behind one another."""
-        draw, index = self.draws[0]
-        for _ in ids:
-            self.draws.popleft()
-        position = len(self.tokens)
-        self.tokens += ids
-        logprobs = draw.logprobs(index, index + len(ids))
-        return TokenEvent(self.spec.id, self.attempt, position, ids, logprobs, version=draw.versions[index])
 
     def last_event(self, finish: Finish) -> TokenEvent:
         """An event without tokens that ends the sequence; it carries the text that was held back."""

@@ -176,8 +176,7 @@ class _Plan:
         """Draw for these positions of the rows next."""
         if positions is not None and not self._drawn.is_empty:
             self._positions_S = positions if self._drawn.is_all else positions[self._places]
-        self._noises_SK: mx.array | None = None
-        self._noise_at = 0
+        self._noise_at = self._noise_steps  # none is made yet
 
     @property
     def expired(self) -> bool:
@@ -273,14 +272,14 @@ class _Plan:
 
     def _noise(self) -> mx.array:
         """Of the next step, [S, 1]. It is made for several at once: numpy takes as long for one, and uploads cost."""
-        if self._noises_SK is None or self._noise_at == self._noises_SK.shape[1]:
-            steps = np.arange(self._noise_steps)
-            positions_SK = self._positions_S[:, None] + steps
-            noises_N1 = uniforms(np.repeat(self._seeds_S, len(steps)), positions_SK.ravel())
-            self._noises_SK, self._noise_at = noises_N1.reshape(positions_SK.shape), 0
-            self._positions_S = self._positions_S + len(steps)
-        self._noise_at += 1
-        return self._noises_SK[:, self._noise_at - 1 : self._noise_at]
+        at, steps = self._noise_at, self._noise_steps
+        if at == steps:
+            positions_SK = self._positions_S[:, None] + np.arange(steps)
+            noises_N1 = uniforms(np.repeat(self._seeds_S, steps), positions_SK.ravel())
+            self._noises_SK, at = noises_N1.reshape(positions_SK.shape), 0
+            self._positions_S = self._positions_S + steps
+        self._noise_at = at + 1
+        return self._noises_SK[:, at : at + 1]
 
     def _nucleus(self, chances_FV: mx.array) -> mx.array:
         k_F1, p_F1 = self._top_k_F1, self._top_p_F1

@@ -7,7 +7,7 @@ token is found by inverse CDF in the order of token ids, so a row gets the same 
 from __future__ import annotations
 
 from functools import cache
-from typing import cast
+from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
@@ -25,20 +25,15 @@ _FACTORS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 def mix_seeds(seeds: list[int]) -> npt.NDArray[np.uint64]:
     """Seeds [B] of any size as well mixed 64-bit numbers; once per change of the batch."""
-    return _mix(np.array([seed & _MASK_64 for seed in seeds], np.uint64) + _GOLDEN)
+    mixed: npt.NDArray[np.uint64] = _mix(np.array([seed & _MASK_64 for seed in seeds], np.uint64) + _GOLDEN, *_FACTORS)
+    return mixed
 
 
 def uniforms(mixed_seeds_B: npt.NDArray[np.uint64], positions_B: npt.NDArray[np.int64]) -> mx.array:
     """One number in [0, 1 - 2^-24] per row from (seed, position): splitmix64 (doi 10.1145/2714064.2660195); [B, 1]."""
-    bits_B = _mix(mixed_seeds_B + (positions_B.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
-    uniforms_B = (bits_B >> np.uint64(40)).astype(np.float32) * np.float32(2**-24)
+    bits_B = _mix(mixed_seeds_B + (positions_B.astype(np.uint64) + 1) * _GOLDEN, *_FACTORS)
+    uniforms_B = (bits_B >> 40).astype(np.float32) * np.float32(2**-24)
     return mx.array(uniforms_B[:, None])
-
-
-def _mix(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    bits = (bits ^ (bits >> np.uint64(30))) * _FACTORS[0]
-    bits = (bits ^ (bits >> np.uint64(27))) * _FACTORS[1]
-    return bits ^ (bits >> np.uint64(31))
 
 
 def uniforms_at(mixed_seeds: mx.array, positions: mx.array) -> mx.array:
@@ -48,10 +43,8 @@ def uniforms_at(mixed_seeds: mx.array, positions: mx.array) -> mx.array:
 
 @fused
 def _uniforms_at(seeds: mx.array, positions: mx.array, golden: mx.array, first: mx.array, second: mx.array) -> mx.array:
-    bits = seeds + (positions + 1) * golden
-    bits = (bits ^ (bits >> 30)) * first
-    bits = (bits ^ (bits >> 27)) * second
-    return ((bits ^ (bits >> 31)) >> 40).astype(mx.float32) * 2**-24
+    bits: mx.array = _mix(seeds + (positions + 1) * golden, first, second)
+    return (bits >> 40).astype(mx.float32) * 2**-24
 
 
 @cache
@@ -60,6 +53,13 @@ def _numbers() -> list[mx.array]:
     numbers = [mx.array(np.array(each)) for each in (_GOLDEN, *_FACTORS)]
     mx.eval(numbers)
     return numbers
+
+
+def _mix(bits: Any, first: Any, second: Any) -> Any:
+    """Of uint64, by these factors, on the host or on the device."""
+    bits = (bits ^ (bits >> 30)) * first
+    bits = (bits ^ (bits >> 27)) * second
+    return bits ^ (bits >> 31)
 
 
 def nucleus_threshold(
@@ -149,16 +149,9 @@ class Draw:
 
     def logprob(self, index: int) -> float:
         """Of the token drawn for row `index`."""
-        return self._read()[index]
-
-    def logprobs(self, low: int, high: int) -> list[float]:
-        """Of the tokens drawn for these rows."""
-        return self._read()[low:high]
-
-    def _read(self) -> list[float]:
         if self._logprobs is None:
             self._logprobs = cast(list[float], self._arrays[0].tolist())
-        return self._logprobs
+        return self._logprobs[index]
 
     def top_logprobs(self, index: int, count: int) -> TokenLogprobs:
         """The `count` most likely tokens of row `index`, best first; or those that it names itself."""

@@ -72,16 +72,14 @@ class Alignment:
 
     def follow(self, ids: list[int]) -> None:
         """The row has gone on with these."""
-        count = len(ids)
-        if len(self.places) == 1:  # quickly, since that is so most of the time
-            place = self.places[0]
-            said = self.ids[place : place + count].tolist()
-            goes_on = len(said) == count and min(said) >= 0
-            held = _held(ids, said if goes_on else [*said, *[PAST_END] * (count - len(said))])
-            self.places = [place + count] if goes_on else []
+        said = said_at(self.ids, self.places, len(ids))
+        if len(said) == 1:
+            held, goes_on = _held(ids, said[0]), min(said[0]) >= 0
+            places = [self.places[0] + len(ids)] if goes_on else []
         else:
-            held, self.places = self._held_by_some(ids, said_at(self.ids, self.places, count))
-        self._keep((self._bits << count | held) & _ALL)
+            held, places = self._held_by_some(ids, said)
+        self._keep((self._bits << len(ids) | held) & _ones(WINDOW))
+        self.places = places
 
     def _held_by_some(self, ids: list[int], said: list[list[int]]) -> tuple[int, list[int]]:
         """Which of these some place says, and the places that go on: those that say an id, wherever some do."""
@@ -122,7 +120,6 @@ def _ones(count: int) -> int:
 
 
 _ONES = [(1 << count) - 1 for count in range(WINDOW + 1)]
-_ALL = _ONES[WINDOW]
 
 
 class Course:

@@ -262,7 +262,7 @@ class SpeculatingBatch(RunningBatch):
         length = max(map(len, drafts))
         self._cache = [*ragged(self._cache[:-1]), self._cache[-1]]
         draft_BK = mx.array([filled(draft, length) for draft in drafts], mx.uint32)
-        positions_BL = positions_of(rows)[:, None] + mx.arange(1 + length).astype(mx.uint64)
+        positions_BL = positions_of(rows)[:, None] + mx.arange(1 + length, dtype=mx.uint64)
         self._unread = self._begun(draft_BK, positions_BL, Slack.of(self._slack))
         self._unread.parts = [Part(*each) for each in zip(rows, inputs, drafts, strict=True)]
         self._was_followed = False

@@ -89,8 +89,8 @@ def draft(
     room = row.sampling.max_tokens - row.position
     if source.rests or room <= 1:
         return []  # what is drawn behind the draft comes with it
-    chance = source.likely = source.chance.value
-    is_doubtful = config.adapts_to_rows and chance < max(config.threshold, by_model)
+    source.likely = source.chance.value
+    is_doubtful = config.adapts_to_rows and source.likely < max(config.threshold, by_model)
     least = config.ngram_max if is_doubtful else config.ngram_min
     most = source.chance.length(config.tokens) if config.adapts_to_rows else config.tokens
     most, longest = min(most + behind, room - 1), min(config.tokens + behind, room - 1)

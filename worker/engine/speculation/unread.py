@@ -41,14 +41,14 @@ class Unread:
 
     def of_rows(self, keep: Sequence[int]) -> Unread:
         """Of some of them."""
-        count = len(self.parts)
+        count, index = len(self.parts), mx.array(list(keep))
         kept = [at for at in keep if at < count]
         return replace(
             self,
             parts=[self.parts[at] for at in kept],
             starts=[self.starts[at] for at in kept],
-            held_B=self.held_B[mx.array(list(keep))],
-            positions_B=self.positions_B[mx.array(list(keep))],
+            held_B=self.held_B[index],
+            positions_B=self.positions_B[index],
             slack=self.slack.of_rows(keep),
             joined=[self.joined[at - count] for at in keep if at >= count],
         )
