@@ -46,7 +46,7 @@ import mlx.core as mx
 
 from shared.sequences import SamplingParams, SequenceClass, SequenceSpec
 from tests.bench.adapters import SHAPES, random_model
-from worker.engine import engine
+from worker.engine.batch import running_batch
 from worker.engine.batch.row_model import RowModel
 from worker.engine.engine import Engine
 from worker.engine.messages import EngineConfig, RowRequest, SpeculationConfig
@@ -154,7 +154,7 @@ class Parts:
             ("building", RowModel, ("__call__",)),
             ("giving out", mx, ("async_eval",)),
             ("taking back", SpeculatingBatch, ("_take_back",)),
-            ("telling", engine, ("events_of",)),
+            ("telling", running_batch, ("events_of",)),
         ):
             for method in methods:
                 setattr(owner, method, self._timed(name, getattr(owner, method)))

@@ -26,7 +26,7 @@ from worker.engine.batch.keeping import Keeping
 from worker.engine.batch.prefill_lane import Followers, PrefillLane, PrefillTask, promote, task_for
 from worker.engine.batch.prompt_group import Entry
 from worker.engine.batch.prompts_in_flight import Pieces
-from worker.engine.batch.row import Deadlines, Row, WaitingRows, events_of
+from worker.engine.batch.row import Deadlines, Row, WaitingRows
 from worker.engine.batch.row_model import RowModel
 from worker.engine.kv.disk.tiered_cache import prefix_cache
 from worker.engine.messages import EndReason, EngineConfig, EngineStats, RowRequest, StepOutput, Throughput
@@ -138,7 +138,8 @@ class Engine:
         """Let rows go without a last word and keep their KV: they go on later, here or elsewhere."""
         self.settle()
         with mx.stream(self._batch.stream):
-            self._tell(self._batch.stop_ahead())
+            self._batch.stop_ahead()
+            self._tell(self._batch.news())
             rows = [self._rows[seq] for seq in seq_ids if seq in self._rows]
             self._batch.set_aside(rows)
             self._lane.set_aside(rows)
@@ -324,7 +325,7 @@ class Engine:
 
     def _decode(self, prefill_tokens: int, of: SequenceClass) -> None:
         try:
-            tokens = self._batch.step(prefill_tokens, of)
+            self._batch.step(prefill_tokens, of)
             with mx.stream(self._batch.stream):
                 self._batch.keep_started()
         except Exception as error:
@@ -332,24 +333,23 @@ class Engine:
             return
         self._failures = 0
         self._steps += self._batch.has_decoded
-        if tokens:
-            self._tell(tokens)
+        self._tell(self._batch.news())
 
-    def _tell(self, tokens: list[tuple[Row, int]]) -> None:
-        events = events_of(tokens)
+    def _tell(self, events: list[TokenEvent], *, keeps: bool = True) -> None:
         self._events += events
         self._throughput.add(sum(len(event.tokens) for event in events), time.monotonic())
         ended = [self._rows[event.seq] for event in events if event.finish is not None]
-        if ended:
+        if ended and keeps:
             with mx.stream(self._batch.stream):
                 self._batch.keep_answers(ended)
-            self._leave(ended)
+        self._leave(ended)
 
     def _give_up_batch(self, error: Exception, besides: Iterable[Row] = ()) -> None:
         rows = [*self._batch.give_up(), *besides]
+        self._tell(self._batch.news(), keeps=False)
         self._pieces.forget()
         self._batch = batch_of(self._model, self._config, self._pieces, self._keeping, self.drafting)
-        self._failed(rows, error)
+        self._failed([row for row in rows if not row.is_over], error)
 
     def _load_adapters(self) -> None:
         with mx.stream(self._batch.stream):

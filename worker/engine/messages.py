@@ -44,6 +44,7 @@ class SpeculationConfig:
     adapts_to_rows: bool = True  # drafts are as long, and as frequent, as a row's are accepted
     adapts_to_time: bool = True  # a step has drafts only where those take less time than they save
     overlaps: bool = True  # a step that checks drafts is given out before the one before it has been read
+    reads_beside: bool | None = None  # while it is given out, in another thread; None: on CUDA (speculation/unread.py)
     memory_bytes: int = 0  # of what sequences have written, by prompt, for others of the same prompt; 0: none is kept
     threshold: float = 0.3  # a row whose drafts are accepted more seldom gets one where its end occurs in full length
     own_text: bool = True  # a row's own text is drafted from

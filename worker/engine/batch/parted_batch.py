@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
+from shared.frames import TokenEvent
 from shared.sequences import SequenceClass
 from worker.engine.batch.prompt_group import Entry
 from worker.engine.batch.row import Row
@@ -72,11 +73,15 @@ class PartedBatch:
         for part in self.parts:
             part.remove(gone)
 
-    def step(self, prefill_tokens: int, of: SequenceClass = "interactive") -> list[tuple[Row, int]]:
-        """One decode step of the part whose turn it is; each of its rows' new token."""
+    def step(self, prefill_tokens: int, of: SequenceClass = "interactive") -> None:
+        """One decode step of the part whose turn it is; each of its rows' new token is news."""
         after = [*range(self._at + 1, len(self.parts)), *range(self._at + 1)]
         self._at = next((at for at in after if len(self.parts[at])), self._at)
-        return self.parts[self._at].step(prefill_tokens, of)
+        self.parts[self._at].step(prefill_tokens, of)
+
+    def news(self) -> list[TokenEvent]:
+        """What has been told and not been taken yet, also by a step that has failed."""
+        return [event for part in self.parts for event in part.news()]
 
     def keep_started(self) -> None:
         """Store prompts of rows that have their first token."""
@@ -88,9 +93,10 @@ class PartedBatch:
             if ours := [row for row in ended if row in part]:
                 part.keep_answers(ours)
 
-    def stop_ahead(self) -> list[tuple[Row, int]]:
+    def stop_ahead(self) -> None:
         """Tell what has been drawn, and feed it no more: each row's KV ends before its last token."""
-        return [token for part in self.parts for token in part.stop_ahead()]
+        for part in self.parts:
+            part.stop_ahead()
 
     def set_aside(self, rows: Iterable[Row]) -> None:
         """Keep the KV of rows that are about to leave and go on later, or elsewhere."""

@@ -115,11 +115,11 @@ class RowModel:
     def _hidden(self) -> Callable[..., mx.array] | None:
         return hidden_states(self.model)
 
-    def __call__(self, tokens_BL: mx.array, cache: list[Any], *, draws: bool = False) -> mx.array:
+    def __call__(self, tokens_BL: mx.array, cache: list[Any], *, draws: bool = False, whole: bool = False) -> mx.array:
         """Logits [B, L, V] in fp32; with bf16 logits a trainer's log-probabilities differ by up to 6e-2.
 
         `draws`: the rows' next inputs, and drafts behind them. The logits are asked for before anything else reads what
-        this writes, so that it may be written in place (kv/cuda/place.py).
+        this writes, so that it may be written in place (kv/cuda/place.py). `whole`: nothing of it is given out yet.
         """
         self._enter(cache[-1])
         # A prefill's logits are never computed, and must not be kept: they hold its whole graph.
@@ -129,7 +129,7 @@ class RowModel:
             # Not in place of another module that has been put in the model's.
             if quick is not None and quick.model is self.model and quick.takes(cache[:-1]):
                 forward = quick.adapted if any(self.versions) else quick
-                logits_BLV = forward(tokens_BL, cache[:-1], in_place=draws).astype(mx.float32)
+                logits_BLV = forward(tokens_BL, cache[:-1], in_place=draws, whole=whole).astype(mx.float32)
             else:
                 with self._moved():
                     logits_BLV = self.model(tokens_BL, cache=cache[:-1]).astype(mx.float32)

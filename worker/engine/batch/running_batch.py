@@ -23,11 +23,12 @@ import mlx.core as mx
 from mlx_lm.generate import generation_stream
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
+from shared.frames import TokenEvent
 from shared.sequences import SequenceClass
 from worker.engine.batch.keeping import Keeping
 from worker.engine.batch.prompt_group import Entry, PromptGroup, extend, kv_in, with_stop
 from worker.engine.batch.prompts_in_flight import Pieces
-from worker.engine.batch.row import Row, RowTag
+from worker.engine.batch.row import Row, RowTag, events_of
 from worker.engine.batch.row_model import RowModel
 from worker.engine.batch.sampler import RowSampler
 from worker.engine.kv.kinds import end_of, keep_rows, share_offsets
@@ -62,6 +63,7 @@ class RunningBatch:
         self._inserted: set[Row] = set()
         self._turn = 0
         self._passed = 0  # steps in a row that have told first tokens and decoded nothing
+        self._events: list[TokenEvent] = []  # that have not been taken
         self.started: list[Row] = []  # got their first token in the latest step
         self.unfed = 0  # tokens of each row that the latest step has told and not fed
         self.has_decoded = False  # the latest step has fed the rows that decode, though it may have told nothing
@@ -148,8 +150,13 @@ class RunningBatch:
         if self._undrawn:
             self._model.keep(keep, self._decoding_rows)
 
-    def step(self, prefill_tokens: int, of: SequenceClass = "interactive") -> list[tuple[Row, int]]:
-        """One decode step, and about `prefill_tokens` of prompts of one class; each row's new token."""
+    def news(self) -> list[TokenEvent]:
+        """What has been told and not been taken yet, also by a step that has failed."""
+        events, self._events = self._events, []
+        return events
+
+    def step(self, prefill_tokens: int, of: SequenceClass = "interactive") -> None:
+        """One decode step, and about `prefill_tokens` of prompts of one class; each row's new token is news."""
         self._turn += 1
         with mx.stream(self.stream):
             self._draw_late()
@@ -159,9 +166,10 @@ class RunningBatch:
             if early and self._tells_at_once and self._passed < PASSES:
                 self._passed += 1
                 self.has_decoded = False
-                return self._tell()
+                self._tell()
+                return
             self._passed, self.has_decoded = 0, bool(self._cache)
-            return self._decode()
+            self._decode()
 
     # -- prompts
 
@@ -251,11 +259,11 @@ class RunningBatch:
         self._model(inputs_B[:, None], cache=list(cache), draws=not self._draws_late)
         share_offsets(cache[:-1])
 
-    def _decode(self) -> list[tuple[Row, int]]:
+    def _decode(self) -> None:
         """Begin the next decode step, and tell what it is fed."""
         self.started, self.unfed = [], 0
         if not self._cache:
-            return []
+            return
         inputs_B, rows = self._next_B, self._decoding_rows
         if self._draws_late:
             self._one_token(inputs_B, self._cache)
@@ -263,7 +271,7 @@ class RunningBatch:
         else:
             self._next_B = self._draw(inputs_B, self._cache)
         untold, self._untold = self._untold, set()
-        return self._told(rows, cast(list[int], inputs_B.tolist()), untold)
+        self._told(rows, cast(list[int], inputs_B.tolist()), untold)
 
     def _draw_late(self) -> None:
         """Draw what the step before has left."""
@@ -271,20 +279,19 @@ class RunningBatch:
             self._undrawn = False
             self._next_B = self._sampler()
 
-    def _tell(self) -> list[tuple[Row, int]]:
+    def _tell(self) -> None:
         """Tell what the next decode step is fed, before it begins."""
         rows, untold = self._decoding_rows, self._untold
         self._untold, self.unfed = set(rows), 1
-        return self._told(rows, cast(list[int], self._next_B.tolist()), untold)
+        self._told(rows, cast(list[int], self._next_B.tolist()), untold)
 
-    def stop_ahead(self) -> list[tuple[Row, int]]:
+    def stop_ahead(self) -> None:
         """Tell what has been drawn, and feed it no more: each row's KV ends before its last token."""
         if not self._cache:
-            return []
+            return
         self._draw_late()
-        tokens = self._tell()
+        self._tell()
         self._keeping.prompts(self.started, self.kv_of)  # the next step knows only those that start in it
-        return tokens
 
     def keep_started(self) -> None:
         """Store prompts of rows that have their first token."""
@@ -302,16 +309,16 @@ class RunningBatch:
             if gone.intersection(group.rows):
                 self._keeping.at_stops(*group.progress, group.kv_of)
 
-    def _told(self, rows: Sequence[Row], fed: Sequence[int], untold: set[Row]) -> list[tuple[Row, int]]:
-        return self._news([(row, token) for row, token in zip(rows, fed, strict=True) if row not in untold])
+    def _told(self, rows: Sequence[Row], fed: Sequence[int], untold: set[Row]) -> None:
+        self._add_news([(row, token) for row, token in zip(rows, fed, strict=True) if row not in untold])
 
-    def _news(self, tokens: list[tuple[Row, int]]) -> list[tuple[Row, int]]:
+    def _add_news(self, tokens: list[tuple[Row, int]]) -> None:
         """What a step tells; some rows have started by it."""
         told = dict.fromkeys(row for row, _ in tokens) if self._prefilling else ()
         self.started = [row for row in told if row in self._prefilling]
         for row in self.started:
             del self._prefilling[row]
-        return tokens
+        self._events += events_of(tokens)
 
     def kv_of(self, rows: list[Row]) -> KvRows:
         """The KV of rows that decode, as it lies in the batch."""

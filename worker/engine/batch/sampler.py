@@ -88,14 +88,14 @@ class RowSampler:
         return self._plain.numbers(rows) is not None
 
     def unread(self, positions_BL: mx.array, logits_NV: mx.array, inputs_N: mx.array) -> tuple[mx.array, Draw]:
-        """As `ahead`, of plain rows, at positions (uint64) that only the device knows."""
+        """As `ahead`, of plain rows, at positions (uint64) that only the device knows; the caller gives it out."""
         self._plan = None
         width, numbers = positions_BL.shape[1], self._plain.numbers(self._model.rows)
         assert numbers is not None, "plain rows"
         plan = self._plan_ahead(numbers, width, None, logits_NV.shape[-1])
         noise_N1 = uniforms_at(numbers.seeds_B1, positions_BL).reshape(-1, 1)
         versions = tuple([version for version in self._model.versions for _ in range(width)])
-        return plan.drawn(logits_NV, inputs_N[:, None], versions, self._model.same, noise_N1)
+        return plan.drawn(logits_NV, inputs_N[:, None], versions, self._model.same, noise_N1, gives=False)
 
     def _plan_ahead(self, numbers: Numbers, index: Indices | int, positions_N: Indices | None, vocab: int) -> _Plan:
         """Of places in plain rows: `index` tells the row of each, or how many each row has.
@@ -213,12 +213,14 @@ class _Plan:
         versions: tuple[str, ...],
         same: Callable[[mx.array], mx.array],
         noise_B1: mx.array | None = None,
+        *,
+        gives: bool = True,
     ) -> tuple[mx.array, Draw]:
         """Token ids [B] uint32, and what is told of them; `inputs_B1` are the ids that were fed.
 
         `noise_B1`: None: that of the rows' seeds and positions.
         Log-probabilities of all tokens are made only where a row asks for more than those of its own: logits are large.
-        `same`: makes the drawn tokens those of the leading rank, where there are several.
+        `same`: makes the drawn tokens those of the leading rank, where there are several. `gives`: out.
         """
         tokens_B = same(self.draw(logits_BV, inputs_B1, noise_B1))
         totals_B1 = mx.logsumexp(logits_BV, axis=-1, keepdims=True)
@@ -230,8 +232,8 @@ class _Plan:
         else:
             logprobs_B1 = mx.take_along_axis(logits_BV, tokens_B[:, None], axis=-1) - totals_B1
         logprobs_B = logprobs_B1[:, 0]
-        # Now, or reading them a step later would queue behind the next forward.
-        mx.async_eval(tokens_B, logprobs_B, *(top_TK or ()), *(() if asked_N is None else (asked_N,)))  # type: ignore[no-untyped-call]
+        if gives:  # now, or reading them a step later would queue behind the next forward
+            mx.async_eval(tokens_B, logprobs_B, *(top_TK or ()), *(() if asked_N is None else (asked_N,)))  # type: ignore[no-untyped-call]
         return tokens_B, Draw(versions, logprobs_B, top_TK, self._top_index, Asked(self._asked, asked_N))
 
     def draw(self, logits_BV: mx.array, inputs_B1: mx.array, noise_B1: mx.array | None = None) -> mx.array:

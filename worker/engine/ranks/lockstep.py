@@ -11,7 +11,7 @@ from worker.engine.messages import EngineConfig
 
 def in_lockstep(config: EngineConfig) -> EngineConfig:
     """The configuration, with no decision left to the clock of a rank."""
-    speculation = config.speculation and replace(config.speculation, adapts_to_time=False)
+    speculation = config.speculation and replace(config.speculation, adapts_to_time=False, reads_beside=False)
     return replace(config, lane_s=math.inf, speculation=speculation)
 
 

@@ -147,6 +147,11 @@ class Draw:
         self._top_index = top_index  # row of the batch -> row of the top arrays
         self._asked = asked
 
+    @property
+    def logprobs_B(self) -> mx.array:
+        """Of the tokens drawn."""
+        return self._arrays[0]
+
     def logprob(self, index: int) -> float:
         """Of the token drawn for row `index`."""
         if self._logprobs is None:

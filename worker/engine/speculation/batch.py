@@ -55,7 +55,7 @@ from worker.engine.sampling.draw import Draw
 from worker.engine.speculation.drafting import Drafting, are_dense
 from worker.engine.speculation.lookup import Ids
 from worker.engine.speculation.part import Flags, Part, padded, shorten
-from worker.engine.speculation.unread import Unread, cut, fed, filled, held, positions_of
+from worker.engine.speculation.unread import Beside, Unread, cut, fed, filled, held, positions_of
 
 ALIGN_SHARE = 16  # positions: to align these takes about what it costs in one step to write where each row ends
 SHORT = 8  # steps that check drafts and are read at once, after one that stayed unread for nothing
@@ -79,6 +79,7 @@ class SpeculatingBatch(RunningBatch):
         self._unread: Unread | None = None  # the step before; `_slack` is of the one before that
         self._was_followed = False  # by another one, or one before it was
         self._at_once = 0  # steps to come that are read at once
+        self._beside = Beside() if drafting.reads_beside else None
         self._late: list[tuple[Row, int]] = []  # what has been read in the step that runs, and is told in it
 
     def remove(self, rows: Iterable[Row]) -> None:
@@ -87,10 +88,10 @@ class SpeculatingBatch(RunningBatch):
         self._drafting.remove(gone)
         super().remove(gone)
 
-    def stop_ahead(self) -> list[tuple[Row, int]]:
+    def stop_ahead(self) -> None:
         """Tell what has been drawn, and feed it no more."""
         self._read()
-        return super().stop_ahead()
+        super().stop_ahead()
 
     def _join(self, group: PromptGroup) -> bool:
         inputs = zip(group.rows, group.last_ids, strict=True)
@@ -121,14 +122,15 @@ class SpeculatingBatch(RunningBatch):
         nothing = [0] * len(slack)
         self._slack = take_back(self._cache[:-1], nothing, slack) if any(self._slack) and slack else nothing
 
-    def _decode(self) -> list[tuple[Row, int]]:
+    def _decode(self) -> None:
         rows = self._decoding_rows
         alone = not (self._groups or self._unfed or self._joined)
         hurried = not alone and any(row.spec.sequence_class == "interactive" for row in self._prefilling)
         self._drafting.begin(len(rows), alone=alone, hurried=hurried)
         self._joined = False
         if self._late:  # rows have joined
-            return self._only_read(known=False)
+            self._only_read(known=False)
+            return
         before = self._unread
         known, self._known = self._known or before is not None, False
         tries = self._drafting.tries(rows, known=known)
@@ -136,34 +138,40 @@ class SpeculatingBatch(RunningBatch):
             most = [*[before.length + 1] * len(before.parts), *[0] * len(before.joined)]
             guesses, length = self._drafting.ahead(rows, most) if tries else ([], 0)
             if length:
-                return self._check_ahead(guesses, length, before)
+                self._check_ahead(guesses, length, before)
+                return
             self._read()
             self._at_once = 0 if self._was_followed else SHORT
-            return self._only_read(known=True)
+            self._only_read(known=True)
+            return
         if not tries:
-            return self._decode_plainly()
+            self._decode_plainly()
+            return
         began = time.perf_counter()
         inputs = cast(list[int], self._next_B.tolist())
         self._drafting.waited(time.perf_counter() - began)
         drafts = self._drafting.drafts(rows, inputs, together=self._move_together)
         if not any(drafts):
-            return self._decode_plainly()
+            self._decode_plainly()
+            return
         self._at_once = max(0, self._at_once - 1)
         if known and self._may_be_unread(rows, drafts):
-            return self._check_unread(rows, inputs, drafts)
+            self._check_unread(rows, inputs, drafts)
+            return
         parts = [Part(*each) for each in zip(rows, inputs, drafts, strict=True)]
         if self._move_together and not shorten(parts):
             self._drafting.checks_nothing()
-            return self._decode_plainly()
-        return self._check(parts)
+            self._decode_plainly()
+            return
+        self._check(parts)
 
-    def _news(self, tokens: list[tuple[Row, int]]) -> list[tuple[Row, int]]:
+    def _add_news(self, tokens: list[tuple[Row, int]]) -> None:
         late, self._late = self._late, []
         tokens = [*late, *tokens]
         self._drafting.told(len(tokens))
-        return super()._news(tokens)
+        super()._add_news(tokens)
 
-    def _check(self, parts: Sequence[Part]) -> list[tuple[Row, int]]:
+    def _check(self, parts: Sequence[Part]) -> None:
         """Feed inputs and drafts; tell the inputs, what holds of the drafts, and what was drawn behind that."""
         *caches, tag = self._cache
         self._cache = [*ragged(caches), tag]
@@ -186,7 +194,7 @@ class SpeculatingBatch(RunningBatch):
         self._drafting.checked(width, [(part.row, len(part.ids) - 1, part.accepted) for part in parts])
         untold, self._untold = self._untold, {part.row for part in parts}
         self.unfed, self._known = 1, True
-        return self._news(news_of(parts, inputs, untold))
+        self._add_news(news_of(parts, inputs, untold))
 
     def _fed(self, ids_BL: Ids, is_fed_BL: Flags) -> mx.array:
         """Feed each row its ids, without the padding: logits [B, L, V]."""
@@ -216,12 +224,12 @@ class SpeculatingBatch(RunningBatch):
             self._padding = keep_rows(caches, list(range(len(self._padding))), self._padding)
         self._slack = [0] * len(self._slack)
 
-    def _decode_plainly(self) -> list[tuple[Row, int]]:
+    def _decode_plainly(self) -> None:
         """A step without drafts; after some, rows end together again: the sooner the shorter they are."""
         self._plain_steps += 1
         if any(self._slack) and self._plain_steps > (end_of(self._cache[:-1]) or LOOSE) // ALIGN_SHARE:
             self._align()
-        return super()._decode()
+        super()._decode()
 
     def _accept(self, parts: Sequence[Part], ids_BL: Ids, is_fed_BL: Flags, logits_BLV: mx.array) -> list[int]:
         """Draw at every place, and let each row move on as far as its draft holds; the inputs after that."""
@@ -257,39 +265,54 @@ class SpeculatingBatch(RunningBatch):
             and self._sampler.are_plain(rows)
         )
 
-    def _check_unread(self, rows: tuple[Row, ...], inputs: list[int], drafts: list[list[int]]) -> list[tuple[Row, int]]:
+    def _check_unread(self, rows: tuple[Row, ...], inputs: list[int], drafts: list[list[int]]) -> None:
         """Feed inputs, which have been told, and drafts, all of them as long as the longest."""
         length = max(map(len, drafts))
         self._cache = [*ragged(self._cache[:-1]), self._cache[-1]]
         draft_BK = mx.array([filled(draft, length) for draft in drafts], mx.uint32)
         positions_BL = positions_of(rows)[:, None] + mx.arange(1 + length, dtype=mx.uint64)
-        self._unread = self._begun(draft_BK, positions_BL, Slack.of(self._slack))
+        self._unread = self._made(draft_BK, positions_BL, Slack.of(self._slack))
+        self._unread.give_out(self._next_B)
         self._unread.parts = [Part(*each) for each in zip(rows, inputs, drafts, strict=True)]
         self._was_followed = False
         self._drafting.checks(1 + length, "begins")
-        return self._news([])
+        self._add_news([])
 
-    def _check_ahead(self, guesses: list[list[int]], length: int, before: Unread) -> list[tuple[Row, int]]:
-        """Feed what the step before draws and drafts behind it; then read that step, and tell what it has brought."""
+    def _check_ahead(self, guesses: list[list[int]], length: int, before: Unread) -> None:
+        """Feed what the step before draws and drafts behind it; and read that step, and tell what it has brought."""
         draft_BK, positions_BL = cut(guesses, length, before)
-        unread = self._begun(draft_BK, positions_BL, before.slack)
-        inputs, least = self._moved_on(before)
+        unread = self._made(draft_BK, positions_BL, before.slack, whole=self._beside is not None)
+        if self._beside is None:
+            unread.give_out(self._next_B)
+            least = self._tell_of(before, unread, guesses)
+        else:
+            next_B = self._next_B
+            least = self._beside(lambda: unread.give_out(next_B), lambda: self._tell_of(before, unread, guesses))
         unread.slack = unread.slack.less(least)
         end_apart(self._cache[:-1], least, unread.slack)
+        self._unread, self._was_followed = unread, True
+
+    def _tell_of(self, before: Unread, unread: Unread, guesses: list[list[int]]) -> int:
+        """Read the step before and tell of it, now that one which feeds these is under way; how much sooner all end."""
+        length = unread.length
+        inputs, least = self._moved_on(before)
         behind = [(part.row, input_, part.accepted + 1) for part, input_ in zip(before.parts, inputs, strict=True)]
         behind += [(row, input_, 0) for row, input_ in before.joined]
         unread.parts = [
             Part(row, input_, guess[at : at + length]) for (row, input_, at), guess in zip(behind, guesses, strict=True)
         ]
-        self._unread, self._was_followed = unread, True
         self._drafting.checks(1 + length, "follows")
-        return self._news([])
+        self._add_news([])
+        if self._beside is not None:
+            self._drafting.foresee([part.row for part in unread.parts], 1 + length)
+        return least
 
-    def _begun(self, draft_BK: mx.array, positions_BL: mx.array, slack: Slack) -> Unread:
-        """Feed inputs and drafts, and draw behind each id, at these positions. The parts are its caller's to say."""
+    def _made(self, draft_BK: mx.array, positions_BL: mx.array, slack: Slack, *, whole: bool = False) -> Unread:
+        """Feed inputs and drafts, and draw behind each id, at these positions: nearly all, or the `whole`, is to be
+        given out. The parts are its caller's to say."""
         caches, length = self._cache[:-1], draft_BK.shape[1]
         ids_BL = fed(self._next_B, draft_BK)
-        logits_BLV = self._model(ids_BL, cache=self._cache, draws=True)
+        logits_BLV = self._model(ids_BL, cache=self._cache, draws=True, whole=whole)
         logits_NV = logits_BLV.reshape(-1, logits_BLV.shape[2])
         tokens_N, draw = self._sampler.unread(positions_BL, logits_NV, ids_BL.reshape(-1))
         held_B, self._next_B = held(tokens_N.reshape(ids_BL.shape), draft_BK)
@@ -297,18 +320,15 @@ class SpeculatingBatch(RunningBatch):
         slack = slack.more(unused_B)
         share_offsets(caches, unused_B)
         end_apart(caches, 0, slack)
-        positions_B = positions_BL[:, 0]
-        # Positions, too, though nobody may ask for them: else each step would hold on to the one before it.
-        mx.async_eval(held_B, self._next_B, slack.before_B, positions_B)  # type: ignore[no-untyped-call]
         self._plain_steps = self.unfed = 0
         starts = list(range(0, ids_BL.size, 1 + length))
-        return Unread([], length, tokens_N, draw, held_B, slack, starts, positions_B)
+        return Unread([], length, tokens_N, draw, held_B, slack, starts, positions_BL[:, 0])
 
-    def _only_read(self, *, known: bool) -> list[tuple[Row, int]]:
+    def _only_read(self, *, known: bool) -> None:
         """A step that tells what the one before has brought, and feeds nothing: rows may have ended by it."""
         self._drafting.only_reads()
         self.unfed, self._known, self.has_decoded = 1, known, False
-        return self._news([])
+        self._add_news([])
 
     def _read(self) -> None:
         """Read the step before, if it has not been: what the next one is fed is known then."""

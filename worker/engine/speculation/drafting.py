@@ -87,6 +87,9 @@ class Drafting:
         self._accounts = Accounts(on_cpu=on_cpu)
         # What only the device knows may be taken back from KV that can be cut anywhere.
         self.overlaps = self.is_on and self._config.overlaps and model is None and are_cut(kv)
+        beside = self._config.reads_beside
+        self.reads_beside = mx.cuda.is_available() if beside is None else beside
+        self._foreseen: dict[Row, tuple[tuple[int, int], list[int]]] = {}  #
         self._predicted: set[Row] = set()  # whose drafts in the latest step that checks some are of their predictions
         self._step_is: Step = "plain"  # the one that runs
         self._half = 0.0, 0.0  # seconds and tokens of a step that began what another one reads
@@ -249,16 +252,28 @@ class Drafting:
         room = self._room(rows) - max(most)
         if room <= 0:
             return [], 0
+        foreseen, self._foreseen = self._foreseen, {}
         guesses: list[list[int]] = []
         for row, behind in zip(rows, most, strict=True):
-            source = self._source(row)
-            guesses.append([] if source is None else self._draft(row, source, len(rows), behind))
+            place, guess = foreseen.get(row, (None, []))
+            is_so = place == (len(row.tokens), behind)
+            guesses.append(guess if is_so else self._guess(row, len(rows), behind))
         # What is left of them behind a draft that holds to its end; of one that does not there is more.
         drafts = [ids[behind : behind + room] for ids, behind in zip(guesses, most, strict=True)]
         longest = max(map(len, drafts))
         if longest and self._config.adapts_to_time:
             longest, _ = self._best(rows, drafts, {})
         return guesses, longest if are_dense(drafts, longest) else 0
+
+    def foresee(self, rows: Sequence[Row], behind: int) -> None:
+        """Look for what `ahead` will be asked for next, where each row that stays goes on by up to so many ids."""
+        self._foreseen = {
+            row: ((len(row.tokens), behind), self._guess(row, len(rows), behind)) for row in rows if not row.is_over
+        }
+
+    def _guess(self, row: Row, rows: int, behind: int) -> list[int]:
+        source = self._source(row)
+        return [] if source is None else self._draft(row, source, rows, behind)
 
     def _room(self, rows: Sequence[Row]) -> int:
         """Ids that may be fed behind the next input of each: a step is as wide for all, and some models know no more

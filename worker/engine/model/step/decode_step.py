@@ -123,8 +123,13 @@ class DecodeStep:
         """Whether these are caches of a batch, each with its rows' positions."""
         return len(caches) == len(self._layers) and all(isinstance(each.offset, mx.array) for each in caches)
 
-    def __call__(self, tokens_BL: mx.array, caches: Sequence[Any], *, in_place: bool = False) -> mx.array:
-        """Logits [B, L, V] of rows of the base. `in_place`: they are asked for before anything else reads the KV."""
+    def __call__(
+        self, tokens_BL: mx.array, caches: Sequence[Any], *, in_place: bool = False, whole: bool = False
+    ) -> mx.array:
+        """Logits [B, L, V] of rows of the base. `in_place`: they are asked for before anything else reads the KV.
+
+        `whole`: nothing is given out before all of it is.
+        """
         rows, count = tokens_BL.shape
         kv = self._reads(tokens_BL, caches, in_place)
         compiled = self._compiled_for(count, kv.room)
@@ -136,14 +141,16 @@ class DecodeStep:
             attended = kv.attended(at, qkv)
             arrays = self._behind[at], self._before[at + 1]
             h, *qkv = functions.steps[at](h, attended, kv.rows(at + 1), kv.of(at), kv.of(at + 1), *arrays)
-            self._give_out(count, at, h, qkv)
+            self._give_out(0 if whole else count, at, h, qkv)
         last = len(caches) - 1
         attended = kv.attended(last, qkv)
         logits_NV: mx.array = functions.end(h, attended, kv.rows(last), kv.of(last), self._behind[-1])
         kv.end()
         return logits_NV.reshape(rows, count, -1)
 
-    def adapted(self, tokens_BL: mx.array, caches: Sequence[Any], *, in_place: bool = False) -> mx.array:
+    def adapted(
+        self, tokens_BL: mx.array, caches: Sequence[Any], *, in_place: bool = False, whole: bool = False
+    ) -> mx.array:
         """The same of rows with adapters, in the slots that are selected."""
         rows, count = tokens_BL.shape
         kv = self._reads(tokens_BL, caches, in_place)
@@ -163,7 +170,7 @@ class DecodeStep:
             arrays = self._behind[at], self._before[at + 1]
             held = (one.held, other.held) if one.parts or other.parts else ()  # or what rows of the base have
             h, *qkv = step(h, attended, kv.rows(at + 1), kv.of(at), kv.of(at + 1), *arrays, *held)
-            self._give_out(count, at, h, qkv)
+            self._give_out(0 if whole else count, at, h, qkv)
         last = len(caches) - 1
         end = self._known(compiled, last, (behind[-1].parts,), partial(self._last, compiled))
         attended = kv.attended(last, qkv)
