@@ -107,16 +107,17 @@ class RowModel:
         self.rows, self.versions = rows, tuple(self.versions[at] for at in keep)
         self._place()
 
-    def same(self, tokens: mx.array) -> mx.array:
-        """Drawn tokens, as the leading rank has them."""
-        return tokens if self._ranks is None else self._ranks.same(tokens)
+    @property
+    def same(self) -> Callable[[mx.array], mx.array] | None:
+        """Makes drawn tokens those of the leading rank; None where there is one only."""
+        return None if self._ranks is None else self._ranks.same
 
     @property
     def _hidden(self) -> Callable[..., mx.array] | None:
         return hidden_states(self.model)
 
     def __call__(self, tokens_BL: mx.array, cache: list[Any], *, draws: bool = False, whole: bool = False) -> mx.array:
-        """Logits [B, L, V] in fp32; with bf16 logits a trainer's log-probabilities differ by up to 6e-2.
+        """Logits [B, L, V], as the model rounds them.
 
         `draws`: the rows' next inputs, and drafts behind them. The logits are asked for before anything else reads what
         this writes, so that it may be written in place (kv/cuda/place.py). `whole`: nothing of it is given out yet.
@@ -129,19 +130,20 @@ class RowModel:
             # Not in place of another module that has been put in the model's.
             if quick is not None and quick.model is self.model and quick.takes(cache[:-1]):
                 forward = quick.adapted if any(self.versions) else quick
-                logits_BLV = forward(tokens_BL, cache[:-1], in_place=draws, whole=whole).astype(mx.float32)
+                logits_BLV = forward(tokens_BL, cache[:-1], in_place=draws, whole=whole)
             else:
                 with self._moved():
-                    logits_BLV = self.model(tokens_BL, cache=cache[:-1]).astype(mx.float32)
+                    logits_BLV = self.model(tokens_BL, cache=cache[:-1])
         self.tokens_B1 = tokens_BL if is_one_token else None
         self.logits_B1V = logits_BLV if is_one_token else None
         return logits_BLV
 
     def feed(self, ids_BL: list[list[int]], starts_B: Sequence[int], cache: list[Any]) -> mx.array:
-        """Logits of pieces of the rows' contexts, each from its place on; ids of images are read as their features."""
+        """Logits [B, L, V] in fp32 of pieces of the rows' contexts, each from its place on; ids of images are read as
+        their features. With bf16 logits a trainer's log-probabilities would differ by up to 6e-2."""
         rows = cast(RowTag, cache[-1]).rows
         if all(row.viewing is None for row in rows):
-            return self(mx.array(ids_BL), cache=cache)
+            return self(mx.array(ids_BL), cache=cache).astype(mx.float32)
         self._enter(cache[-1])
         tokens_BL = mx.array([[max(0, each) for each in ids] for ids in ids_BL])
         features_B = [None if row.viewing is None else row.viewing.features for row in rows]

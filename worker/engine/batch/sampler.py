@@ -25,6 +25,7 @@ from worker.engine.batch.row import Row
 from worker.engine.batch.row_model import RowModel
 from worker.engine.batch.token_masks import TokenMasks
 from worker.engine.sampling.asked_tokens import Asked, AskedTokens
+from worker.engine.sampling.cuda import draws
 from worker.engine.sampling.draw import (
     SMALLEST,
     Draw,
@@ -163,6 +164,7 @@ class _Plan:
         self._drawn, self._places = _Subset(drawn, len(numbers)), drawn
         self._noise_steps = NOISE_STEPS if plain is None else 1  # plain rows' places are told anew in each step
         self.begin(positions)
+        self._keeps_all = True
         if drawn:
             self._prepare_draw(numbers if self._drawn.is_all else numbers.at(np.array(drawn)), vocab, candidates)
         wanted = [index for index, row in enumerate(rows) if row.sampling.top_logprobs]
@@ -171,6 +173,9 @@ class _Plan:
         self.reported = _Reported(rows, drawn)
         self._top_count = min(max((rows[index].sampling.top_logprobs or 0 for index in wanted), default=0), vocab)
         self._tells_others = bool(self._top_count or self._asked.ids or not self.reported.is_empty)
+        edits = self._edits, self._penalties, self._tokens, self._masks
+        are_bare = self._drawn.is_all and all(each.is_empty for each in edits) and not self._tells_others
+        self._is_bare = bool(drawn) and are_bare and self._keeps_all and draws.are_there()
 
     def begin(self, positions: Indices | None) -> None:
         """Draw for these positions of the rows next."""
@@ -191,6 +196,7 @@ class _Plan:
         self._min_p_S1 = _column(numbers.min_p) if bool((numbers.min_p > 0).any()) else None
         filtered = numbers.filtered(vocab)
         self._filtered = _Subset(filtered, len(numbers))
+        self._keeps_all = not filtered and self._min_p_S1 is None
         if filtered:
             self._prepare_filters(numbers.at(np.array(filtered)), vocab, candidates)
 
@@ -211,7 +217,7 @@ class _Plan:
         logits_BV: mx.array,
         inputs_B1: mx.array,
         versions: tuple[str, ...],
-        same: Callable[[mx.array], mx.array],
+        same: Callable[[mx.array], mx.array] | None,
         noise_B1: mx.array | None = None,
         *,
         gives: bool = True,
@@ -222,7 +228,15 @@ class _Plan:
         Log-probabilities of all tokens are made only where a row asks for more than those of its own: logits are large.
         `same`: makes the drawn tokens those of the leading rank, where there are several. `gives`: out.
         """
-        tokens_B = same(self.draw(logits_BV, inputs_B1, noise_B1))
+        if same is None and self._is_bare and draws.is_for(logits_BV):
+            noise_B1 = self._noise() if noise_B1 is None else noise_B1
+            tokens_B, logprobs_B = draws.drawn(logits_BV, noise_B1, self._inverse_temperature_S1)
+            if gives:
+                mx.async_eval(tokens_B, logprobs_B)  # type: ignore[no-untyped-call]
+            return tokens_B, Draw(versions, logprobs_B, None, {}, Asked(self._asked, None))
+        logits_BV = logits_BV.astype(mx.float32)
+        tokens_B = self.draw(logits_BV, inputs_B1, noise_B1)
+        tokens_B = tokens_B if same is None else same(tokens_B)
         totals_B1 = mx.logsumexp(logits_BV, axis=-1, keepdims=True)
         top_TK = asked_N = None
         if self._tells_others:
@@ -276,12 +290,12 @@ class _Plan:
         """Of the next step, [S, 1]. It is made for several at once: numpy takes as long for one, and uploads cost."""
         at, steps = self._noise_at, self._noise_steps
         if at == steps:
-            positions_SK = self._positions_S[:, None] + np.arange(steps)
-            noises_N1 = uniforms(np.repeat(self._seeds_S, steps), positions_SK.ravel())
-            self._noises_SK, at = noises_N1.reshape(positions_SK.shape), 0
+            positions_KS = self._positions_S + np.arange(steps)[:, None]
+            noises_N1 = uniforms(np.tile(self._seeds_S, steps), positions_KS.ravel())
+            self._noises_KS1, at = noises_N1.reshape(*positions_KS.shape, 1), 0
             self._positions_S = self._positions_S + steps
         self._noise_at = at + 1
-        return self._noises_SK[:, at : at + 1]
+        return self._noises_KS1[at]
 
     def _nucleus(self, chances_FV: mx.array) -> mx.array:
         k_F1, p_F1 = self._top_k_F1, self._top_p_F1
