@@ -1,7 +1,10 @@
 """Drafts change when tokens come, and nothing else: every feature beside every other, over each kind of KV."""
 
 import random
+import threading
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import count
 from typing import Any, Literal, cast
 
 import mlx.core as mx
@@ -19,9 +22,12 @@ from tests.engine.adapter_bench import AdapterBench, make_versions, row
 from tests.engine.adapter_models import MadeAdapter
 from tests.engine.conftest import Bench, SpiedModel, prompt_of, spec
 from tests.engine.kv_models import Model
+from worker.engine.batch.row import Row
 from worker.engine.messages import SpeculationConfig
 from worker.engine.model.loader import LoadedModel
-from worker.engine.speculation import batch
+from worker.engine.speculation import batch, drafting
+from worker.engine.speculation.drafting import Drafting
+from worker.engine.speculation.unread import Unread
 
 ALWAYS = SpeculationConfig(adapts_to_rows=False, adapts_to_time=False, memory_bytes=1 << 20)
 ROWS = SpeculationConfig(adapts_to_time=False)  # as long as each row's are accepted
@@ -122,6 +128,7 @@ def check(loaded: LoadedModel, seed: int, config: SpeculationConfig) -> int:
     right = draw.choice([0.0, 0.6, 0.9, 1.0])
     rows = [msgspec.structs.replace(each, prediction_ids=guess(plain.tokens(each.id), right, draw)) for each in rows]
     chunk, kept = draw.choice([4, 64]), draw.choice([0, 1 << 24])
+    config = replace(config, reads_beside=bool(seed % 2))
     drafting = Bench(loaded, speculation=config, prefill_chunk=chunk, prefix_cache_bytes=kept, block_size=4)
     drafting.engine._batch._tells_at_once = draw.random() < 0.5
     cancelled: set[str] = set()
@@ -245,6 +252,64 @@ def test_the_next_step_is_given_out_before_one_that_checks_is_read(model_of: Mod
     assert stats.accepted > 0.9 * other.accepted and stats.steps < 1.1 * other.steps
     told_of = sum(bench.finish(row.id).accepted_prediction_tokens for row in rows)
     assert 0 <= stats.accepted - told_of <= 5 * len(rows), "all but what lies behind the rows' ends"
+
+
+BESIDE = replace(ALWAYS, own_text=False, memory_bytes=0, reads_beside=True)
+
+
+def test_a_step_is_read_and_told_while_the_next_one_is_given_out(
+    llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = predicted(Bench(llama), *(spec(f"s{at}", prompt_of(9, seed=at), max_tokens=60) for at in range(3)))
+    bench, give_out, foresee, draft = (
+        Bench(llama, speculation=BESIDE),
+        Unread.give_out,
+        Drafting.foresee,
+        drafting.draft,
+    )
+    looked, waited, drafts = threading.Event(), list[bool](), count()
+
+    def behind_the_other(step: Unread, next_B: mx.array) -> None:
+        before = cast(batch.SpeculatingBatch, bench.engine._batch)._unread
+        if before is not None and before is not step:
+            waited.append(looked.wait(5))
+            looked.clear()
+        give_out(step, next_B)
+
+    def beside(drafting: Drafting, rows: Sequence[Row], behind: int) -> None:
+        foresee(drafting, rows, behind)
+        looked.set()
+
+    monkeypatch.setattr(Unread, "give_out", behind_the_other)
+    monkeypatch.setattr(Drafting, "foresee", beside)
+    monkeypatch.setattr(drafting, "draft", lambda *args: (next(drafts), draft(*args))[1])
+    bench.submit(*rows)
+    bench.run()
+    assert [bench.tokens(each.id) for each in rows] == [list(each.prediction_ids) for each in rows]
+    assert len(waited) > 5 and all(waited)
+    assert next(drafts) < len(rows) * (len(waited) + 4), "what was looked for beside is not looked for again"
+
+
+def test_what_is_told_while_a_step_fails_to_be_given_out_is_told_once(
+    llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One row ends by what is told then, and the others behind it."""
+    sizes = (22, 60, 60)
+    rows = predicted(Bench(llama), *(spec(f"s{at}", prompt_of(9, seed=at), max_tokens=n) for at, n in enumerate(sizes)))
+    bench, give_out, given = Bench(llama, speculation=BESIDE), Unread.give_out, count()
+
+    def failing(step: Unread, next_B: mx.array) -> None:
+        if next(given) == 3:
+            raise RuntimeError("no memory is left")
+        give_out(step, next_B)
+
+    monkeypatch.setattr(Unread, "give_out", failing)
+    bench.submit(*rows)
+    bench.run()
+    for each in rows:
+        tokens = bench.tokens(each.id)
+        assert 18 < len(tokens) < 40 and tokens == list(each.prediction_ids)[: len(tokens)]
+    assert [bench.finish(each.id).reason for each in rows] == ["length", "error", "error"]
 
 
 @pytest.mark.parametrize("size", [30, 52])

@@ -591,6 +591,14 @@ def test_what_longer_drafts_take_is_known_from_steps_amid_prompts() -> None:
     assert times.likely(16, 2) is None, "of other sizes nothing is"
 
 
+def test_two_checks_of_a_moment_in_which_kernels_are_compiled_do_not_end_drafts() -> None:
+    account = Account()
+    for seconds in (60.0, 45.0, 1.4, 1.4, 1.4):
+        account.checked(seconds, 2.9, 1.0)
+        assert not account.is_spent
+    assert account.has_paid
+
+
 def test_rows_of_batches_wait_for_the_drafts_of_others() -> None:
     times = times_of(4, 1.0, 1.5)
     one = [Try(0.9, 1, 1.0)] * 3

@@ -52,9 +52,9 @@ from worker.engine.kv.kinds import (
 from worker.engine.kv.ragged import Slack
 from worker.engine.messages import EngineConfig
 from worker.engine.sampling.draw import Draw
-from worker.engine.speculation.drafting import Drafting, are_dense
+from worker.engine.speculation.drafting import Drafting
 from worker.engine.speculation.lookup import Ids
-from worker.engine.speculation.part import Flags, Part, padded, shorten
+from worker.engine.speculation.part import Flags, Part, are_dense, padded, shorten
 from worker.engine.speculation.unread import Beside, Unread, cut, fed, filled, held, positions_of
 
 ALIGN_SHARE = 16  # positions: to align these takes about what it costs in one step to write where each row ends
@@ -79,7 +79,7 @@ class SpeculatingBatch(RunningBatch):
         self._unread: Unread | None = None  # the step before; `_slack` is of the one before that
         self._was_followed = False  # by another one, or one before it was
         self._at_once = 0  # steps to come that are read at once
-        self._beside = Beside() if drafting.reads_beside else None
+        self._beside = Beside.asked_for(config.speculation)
         self._late: list[tuple[Row, int]] = []  # what has been read in the step that runs, and is told in it
 
     def remove(self, rows: Iterable[Row]) -> None:

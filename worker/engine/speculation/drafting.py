@@ -25,6 +25,7 @@ from worker.engine.speculation.draft_batch import DraftBatch
 from worker.engine.speculation.draft_times import best_step
 from worker.engine.speculation.memory import FARTHEST, Completions, Memory
 from worker.engine.speculation.model_drafts import ModelDrafts
+from worker.engine.speculation.part import are_dense
 from worker.engine.speculation.payoff import (
     SHARED_RECENT,
     TRUST,
@@ -36,7 +37,7 @@ from worker.engine.speculation.payoff import (
     Try,
     best_length,
 )
-from worker.engine.speculation.source import Source, draft, pace, source_of, up_to_stop
+from worker.engine.speculation.source import Source, draft, source_of, try_of, up_to_stop
 
 LOOKED_THROUGH = 1 << 18  # ids in one step
 WORTH_KEEPING = 2  # tokens
@@ -87,9 +88,7 @@ class Drafting:
         self._accounts = Accounts(on_cpu=on_cpu)
         # What only the device knows may be taken back from KV that can be cut anywhere.
         self.overlaps = self.is_on and self._config.overlaps and model is None and are_cut(kv)
-        beside = self._config.reads_beside
-        self.reads_beside = mx.cuda.is_available() if beside is None else beside
-        self._foreseen: dict[Row, tuple[tuple[int, int], list[int]]] = {}  #
+        self._foreseen: dict[Row, tuple[int, int, list[int]]] = {}  # of so many tokens, and up to so many to come: ids
         self._predicted: set[Row] = set()  # whose drafts in the latest step that checks some are of their predictions
         self._step_is: Step = "plain"  # the one that runs
         self._half = 0.0, 0.0  # seconds and tokens of a step that began what another one reads
@@ -255,9 +254,9 @@ class Drafting:
         foreseen, self._foreseen = self._foreseen, {}
         guesses: list[list[int]] = []
         for row, behind in zip(rows, most, strict=True):
-            place, guess = foreseen.get(row, (None, []))
-            is_so = place == (len(row.tokens), behind)
-            guesses.append(guess if is_so else self._guess(row, len(rows), behind))
+            *place, guess = foreseen.get(row, (-1, -1, []))
+            is_so = place == [len(row.tokens), behind]
+            guesses.append(guess if is_so else self._draft(row, self._source(row), len(rows), behind))
         # What is left of them behind a draft that holds to its end; of one that does not there is more.
         drafts = [ids[behind : behind + room] for ids, behind in zip(guesses, most, strict=True)]
         longest = max(map(len, drafts))
@@ -267,13 +266,10 @@ class Drafting:
 
     def foresee(self, rows: Sequence[Row], behind: int) -> None:
         """Look for what `ahead` will be asked for next, where each row that stays goes on by up to so many ids."""
-        self._foreseen = {
-            row: ((len(row.tokens), behind), self._guess(row, len(rows), behind)) for row in rows if not row.is_over
-        }
-
-    def _guess(self, row: Row, rows: int, behind: int) -> list[int]:
-        source = self._source(row)
-        return [] if source is None else self._draft(row, source, rows, behind)
+        for row in rows:
+            if not row.is_over:
+                guess = self._draft(row, self._source(row), len(rows), behind)
+                self._foreseen[row] = len(row.tokens), behind, guess
 
     def _room(self, rows: Sequence[Row]) -> int:
         """Ids that may be fed behind the next input of each: a step is as wide for all, and some models know no more
@@ -296,7 +292,7 @@ class Drafting:
 
     def _best(self, rows: Sequence[Row], drafts: Sequence[list[int]], lengths: Mapping[Row, int]) -> tuple[int, bool]:
         """How long drafts should be at most, and whether those of the draft model pay; (0, False): none pays."""
-        by_text = self._tries(rows, drafts)
+        by_text = [try_of(row, self._rows.get(row), draft) for row, draft in zip(rows, drafts, strict=True)]
         if self._model is None or not lengths:
             usual = self._account.plain_s * (TRUST if self._account.has_paid else 1.0) if self._all_batch else 0.0
             return best_length(self._times, by_text, alone=not self._hurried, usual=usual), False
@@ -307,13 +303,6 @@ class Drafting:
         longest, pays = best_step(self._times, by_text, by_model, self._model.seconds, alone=not self._hurried)
         self._model.judge(pays=pays)
         return longest, pays
-
-    def _tries(self, rows: Sequence[Row], drafts: Sequence[list[int]]) -> list[Try]:
-        sources = [self._rows.get(row) for row in rows]
-        return [
-            Try(source.likely, len(draft), pace(row, source)) if source is not None else Try(0.0, 0, pace(row))
-            for row, source, draft in zip(rows, sources, drafts, strict=True)
-        ]
 
     def _filled(
         self, rows: Sequence[Row], inputs: Sequence[int], drafts: list[list[int]], lengths: Mapping[Row, int]
@@ -380,6 +369,7 @@ class Drafting:
             self._model.remove(rows)
         for row in rows:
             self._rows.pop(row, None)
+            self._foreseen.pop(row, None)
             if self._keeps and row.is_over and len(row.tokens) >= WORTH_KEEPING:
                 self._memory.add_later(row.spec, row.tokens)
 
@@ -404,11 +394,7 @@ class Drafting:
             self._rows[row] = source_of(row, self._config, self._chance.value, keeps=self._keeps)
             left -= len(row.spec.prompt_ids) + min(FARTHEST, len(row.spec.prediction_ids))
 
-    def _draft(self, row: Row, source: Source, rows: int, behind: int = 0) -> list[int]:
+    def _draft(self, row: Row, source: Source | None, rows: int, behind: int = 0) -> list[int]:
         by_model = 0.0 if self._model is None else self._model.chance(row)
-        return draft(row, source, self._config, by_model, LOOKED_THROUGH // rows, behind)
-
-
-def are_dense(drafts: Sequence[list[int]], longest: int) -> bool:
-    """Whether at least half of the places are used, where each row is given so many."""
-    return 2 * sum(min(longest, len(draft)) for draft in drafts) >= longest * len(drafts)
+        looked_through = LOOKED_THROUGH // rows
+        return [] if source is None else draft(row, source, self._config, by_model, looked_through, behind)

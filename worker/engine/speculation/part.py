@@ -32,6 +32,11 @@ def shorten(parts: Sequence[Part]) -> int:
     return shortest
 
 
+def are_dense(drafts: Sequence[list[int]], longest: int) -> bool:
+    """Whether at least half of the places are used, where each row is given so many."""
+    return 2 * sum(min(longest, len(draft)) for draft in drafts) >= longest * len(drafts)
+
+
 class Part:
     """One row's part of a step: what it is fed."""
 

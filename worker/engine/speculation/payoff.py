@@ -42,6 +42,9 @@ AT_FIRST = 3.0  # steps that may be lost before anything is known
 AGAIN = 1.0  # steps that must have been earned, where all were lost, until there is another try: a few at once say more
 FEW_ROWS = 8  # of which a CPU checks drafts at little more than it takes anyway
 SAVED = 8.0  # steps that may be lost after drafts have paid
+KNOWN_CHECKS = (
+    3  # of which one or two may be of a moment in which kernels are compiled: before, one loses a step at most
+)
 BUSY = 1.5  # times the median of a step that checks drafts: one that takes longer says something of the machine only
 PLAIN_BUSY = 3.0  # and of one without, which may come with a prompt or with none
 PLAIN_SAMPLES = 64  # latest ones
@@ -214,6 +217,8 @@ class Account:
         try: where a step that checks drafts takes several times as long as others, three are much of a short job."""
         self._steps = AT_FIRST if lends else 0.0
         self._earned, self._again = (EARNED, AGAIN) if lends else (2 * EARNED, AGAIN / 2)
+        # Checks; before, each loses a step at most: two may be of one moment in which a GPU's kernels are compiled.
+        self._enough = 3 if lends else 2
         self._plain: deque[float] = deque(maxlen=PLAIN_SAMPLES)
         self._plain_tokens: deque[float] = deque(maxlen=PLAIN_SAMPLES)
         self._plain_s: float | None = None  # None: more are known since
@@ -257,7 +262,7 @@ class Account:
         Tells whether that is to be timed again, since so much has been lost by it.
         """
         self._checks.append(seconds)
-        most = BUSY * median_low(self._checks) if len(self._checks) > 1 else (1 + tokens) * plain
+        most = BUSY * median_low(self._checks) if len(self._checks) >= self._enough else (1 + tokens) * plain
         counts = min(seconds, most) / plain
         self._add(self._earned + tokens - counts)
         self._lost = max(0.0, self._lost + counts - tokens)

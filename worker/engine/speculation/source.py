@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from worker.engine.batch.row import Row
@@ -10,7 +11,7 @@ from worker.engine.messages import SpeculationConfig
 from worker.engine.speculation.alignment import WINDOW, Course, End
 from worker.engine.speculation.lookup import BEGINNING, NOTHING, Guess, History, Text
 from worker.engine.speculation.memory import ANCHOR, FARTHEST, Joined, Key, key_of, text_behind
-from worker.engine.speculation.payoff import UNLIKELY, Chance
+from worker.engine.speculation.payoff import UNLIKELY, Chance, Try
 
 
 @dataclass
@@ -50,6 +51,11 @@ def pace(row: Row, source: Source | None = None) -> float:
     if row.spec.sequence_class != "interactive":
         return math.inf
     return 1.0 if source is None else source.chance.pace
+
+
+def try_of(row: Row, source: Source | None, draft: Sequence[int]) -> Try:
+    """A row's part of a step in which its draft may be checked; `source`: None where it has not been looked at yet."""
+    return Try(0.0, 0, pace(row)) if source is None else Try(source.likely, len(draft), pace(row, source))
 
 
 def up_to_stop(row: Row, draft: list[int]) -> list[int]:

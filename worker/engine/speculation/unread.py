@@ -22,7 +22,9 @@ from typing import TypeVar
 import mlx.core as mx
 
 from worker.engine.batch.row import Row
+from worker.engine.cuda import is_used
 from worker.engine.kv.ragged import Slack
+from worker.engine.messages import SpeculationConfig
 from worker.engine.sampling.draw import Draw
 from worker.engine.speculation.part import Part
 
@@ -38,6 +40,12 @@ class Beside:
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "beside")
+
+    @classmethod
+    def asked_for(cls, config: SpeculationConfig | None) -> Beside | None:
+        """None: all is done in one thread."""
+        asked = False if config is None else config.reads_beside
+        return cls() if (is_used() if asked is None else asked) else None
 
     def __call__(self, give: Callable[[], None], do: Callable[[], T]) -> T:
         """What comes of `do`. It reads arrays that have been given out before, and makes none: streams are threads'."""
