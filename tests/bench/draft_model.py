@@ -119,7 +119,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--context", type=int, default=64)
-    parser.add_argument("--draft", type=int, default=5, help="tokens of a draft, at most")
+    parser.add_argument("--draft", type=int, default=7, help="tokens of a draft, at most")
     parser.add_argument("--faint", type=float, default=0.02)
     parser.add_argument("--rounds", type=int, default=3)
     on_cpu = mx.default_device() == mx.Device(mx.cpu)

@@ -168,7 +168,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=8)
-    parser.add_argument("--draft", type=int, default=5, help="tokens of a draft, at most")
+    parser.add_argument("--draft", type=int, default=7, help="tokens of a draft, at most")
     parser.add_argument("--block-size", type=int, nargs="+", default=[64, 8], help="64: more than a prompt has")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--wall", action="store_true", help="what the engine's clock tells, though tokens/s do not")

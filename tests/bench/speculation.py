@@ -364,7 +364,7 @@ def main() -> None:
     parser.add_argument("--chances", type=float, nargs="+", default=[1.0, 0.7, 0.0])
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--context", type=int, default=256)
-    parser.add_argument("--draft", type=int, default=5, help="tokens of a draft, at most")
+    parser.add_argument("--draft", type=int, default=7, help="tokens of a draft, at most")
     parser.add_argument("--rounds", type=int, default=3)
     on_cpu = mx.default_device() == mx.Device(mx.cpu)
     parser.add_argument("--dtype", default="float32" if on_cpu else "bfloat16")

@@ -29,7 +29,7 @@ from worker.engine.speculation import batch, drafting
 from worker.engine.speculation.drafting import Drafting
 from worker.engine.speculation.unread import Unread
 
-ALWAYS = SpeculationConfig(adapts_to_rows=False, adapts_to_time=False, memory_bytes=1 << 20)
+ALWAYS = SpeculationConfig(5, adapts_to_rows=False, adapts_to_time=False, memory_bytes=1 << 20)
 ROWS = SpeculationConfig(adapts_to_time=False)  # as long as each row's are accepted
 CLOSE = 1e-4  # log-probabilities
 PACKED_CLOSE = {8: 0.01, 4: 0.2}  # by bits: a last bit may change a whole code; so those rows draw nothing by chance

@@ -36,7 +36,7 @@ class DiskConfig:
 class SpeculationConfig:
     """Drafts of tokens that are to come, checked several at once (worker/engine/speculation)."""
 
-    tokens: int = 5  # of one draft, at most
+    tokens: int = 7  # of one draft, at most
     most_rows: int = 0  # of a batch that gets drafts; 0: no bound
     ngram_max: int = 4  # ids of a row's end that are looked for, at most
     ngram_min: int = 1

@@ -23,7 +23,7 @@ class SpeculationSettings(BaseModel):
     draft_context_len: int = Field(
         default=0, ge=0, description="tokens of a prompt that the draft model reads, the last ones; 0: all"
     )
-    num_speculative_tokens: int = Field(default=5, ge=1, le=32, description="tokens of a draft, at most")
+    num_speculative_tokens: int = Field(default=7, ge=1, le=32, description="tokens of a draft, at most")
     spec_decode_disable_batch_size: int = Field(
         default=8, ge=0, description="rows of a batch from which on nothing is drafted; 0: no bound but what it pays"
     )
