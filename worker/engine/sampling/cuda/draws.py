@@ -1,8 +1,8 @@
 """Draws of rows without filters on CUDA: one kernel that reads the logits once (`drawn.cu`).
 
 MLX's operations go over them some ten times, in float32: 0.5 ms for 192 places of 150,000 tokens, which is a tenth of a
-step of a small model that checks drafts. A token is found as `sampling/draw.py` finds it, by inverse CDF in the order of
-ids.
+step of a small model that checks drafts. A token is found as `sampling/draw.py` finds it, by inverse CDF in the
+order of ids.
 """
 
 from __future__ import annotations
