@@ -154,7 +154,7 @@ class Parts:
             ("building", RowModel, ("__call__",)),
             ("giving out", mx, ("async_eval",)),
             ("taking back", SpeculatingBatch, ("_take_back",)),
-            ("telling", running_batch, ("events_of",)),
+            ("telling", running_batch, ("tell",)),
         ):
             for method in methods:
                 setattr(owner, method, self._timed(name, getattr(owner, method)))

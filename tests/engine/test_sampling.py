@@ -10,8 +10,9 @@ from msgspec.structs import replace
 from shared.frames import TokenEvent
 from shared.sequences import SamplingParams, SequenceSpec
 from worker.engine.batch.row import Row
-from worker.engine.batch.sampler import _Plan
+from worker.engine.batch.sampler import Guesses, _Plan
 from worker.engine.messages import RowRequest
+from worker.engine.sampling.cuda import draws
 from worker.engine.sampling.draw import draw_by_chance, mix_seeds, nucleus_threshold, uniforms, uniforms_at
 
 PROMPT = (1, 2, 2, 3, 40)
@@ -188,3 +189,49 @@ def test_uniforms_are_uniform_and_differ_by_seed_and_position() -> None:
     assert abs(drawn.mean() - 0.5) < 0.005
     assert np.abs(np.histogram(drawn, 20, (0, 1))[0] / len(drawn) - 0.05).max() < 0.004
     assert len(np.unique(drawn)) > 0.99 * len(drawn)
+
+
+def test_guesses_are_drawn_in_fp32_of_what_a_model_rounds() -> None:
+    rows = tuple(row_of(params(seed=seed)) for seed in range(64))
+    rounded = (3 * mx.random.normal((64, 20_000))).astype(mx.bfloat16)
+    fed = mx.zeros(64, mx.uint32)
+    tokens = Guesses(rows, 20_000).draw(rounded, fed)
+    for each in rows:
+        each.position -= 1
+    assert tokens.tolist() == Guesses(rows, 20_000).draw(rounded.astype(mx.float32), fed).tolist()
+
+
+def test_what_the_kernel_draws_does_not_depend_on_the_rows_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which rows a kernel for CUDA draws for; what it draws is tested where there is CUDA (test_cuda_draws.py)."""
+    of_kernel = 3
+
+    def stand_in(logits: mx.array, uniforms: mx.array, inverse: mx.array | None) -> tuple[mx.array, mx.array]:
+        count = logits.shape[0]
+        assert logits.dtype == mx.bfloat16 and uniforms.shape == (count, 1)
+        asked.append(None if inverse is None else inverse[:, 0].tolist())
+        return mx.full(count, of_kernel, mx.uint32), mx.full(count, -1.0)
+
+    asked: list[list[float] | None] = []
+    bare = [params(seed=1), params(seed=2, temperature=0.5), params(seed=3, top_logprobs=1)]
+    others = [params(temperature=0.0), params(top_p=0.5), params(top_k=2), params(min_p=0.1), params(bad_words=((7,),))]
+    others += [params(presence_penalty=1.0), params(logit_bias={5: 1.0}), params(min_tokens=99)]
+    logits = mx.random.normal((len(bare) + len(others), 50)).astype(mx.bfloat16)
+    logits[:, of_kernel] = -50  # nobody else's choice
+
+    def tokens(*sampling: SamplingParams) -> list[int]:
+        rows = tuple(map(row_of, sampling))
+        logits_BV, fed = logits[: len(rows)], mx.zeros((len(rows), 1), mx.uint32)
+        drawn_B, draw = _Plan(rows, 50, 16).drawn(logits_BV, fed, ("",) * len(rows), None)
+        chances = logits_BV.astype(mx.float32)
+        chances -= mx.logsumexp(chances, axis=-1, keepdims=True)
+        for at, token in enumerate(drawn_B.tolist()):
+            by_kernel = len(asked) == 1 and len(rows) == 2
+            assert draw.logprob(at) == pytest.approx(-1.0 if by_kernel else chances[at, token].item(), abs=1e-4)
+        return drawn_B.tolist()
+
+    without = tokens(*bare, *others)
+    monkeypatch.setattr(draws, "are_there", lambda: True)
+    monkeypatch.setattr(draws, "drawn", stand_in)
+    assert tokens(*bare[:2]) == [of_kernel] * 2 and asked == [[1.0, 2.0]]
+    assert tokens(*bare, *others) == [of_kernel] * 3 + without[3:] and asked[1:] == [[1.0, 2.0, 1.0]]
+    assert tokens(*others) == tokens(*others) and len(asked) == 2

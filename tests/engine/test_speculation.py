@@ -22,9 +22,11 @@ from tests.engine.adapter_bench import AdapterBench, make_versions, row
 from tests.engine.adapter_models import MadeAdapter
 from tests.engine.conftest import Bench, SpiedModel, prompt_of, spec
 from tests.engine.kv_models import Model
+from worker.engine.batch.keeping import Keeping
 from worker.engine.batch.row import Row
 from worker.engine.messages import SpeculationConfig
 from worker.engine.model.loader import LoadedModel
+from worker.engine.sampling.draw import Draw
 from worker.engine.speculation import batch, drafting
 from worker.engine.speculation.drafting import Drafting
 from worker.engine.speculation.unread import Unread
@@ -310,6 +312,49 @@ def test_what_is_told_while_a_step_fails_to_be_given_out_is_told_once(
         tokens = bench.tokens(each.id)
         assert 18 < len(tokens) < 40 and tokens == list(each.prediction_ids)[: len(tokens)]
     assert [bench.finish(each.id).reason for each in rows] == ["length", "error", "error"]
+
+
+def test_a_row_that_cannot_be_told_of_ends_and_those_before_it_have_been_told(
+    llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device's error may come when log-probabilities are read: behind a row's last token, amid another's."""
+    rows = predicted(Bench(llama), *(spec(f"s{at}", prompt_of(9, seed=at), max_tokens=13) for at in range(3)))
+    bench, logprob, left = Bench(llama, speculation=BESIDE), Draw.logprob, count(-15)
+
+    def failing(draw: Draw, index: int) -> float:
+        if len(bench.engine._rows["s0"].tokens) == 13 and next(left) == -13:
+            raise RuntimeError("the device has failed")
+        return logprob(draw, index)
+
+    monkeypatch.setattr(Draw, "logprob", failing)
+    bench.submit(*rows)
+    bench.run()
+    assert [bench.finish(each.id).reason for each in rows] == ["length", "error", "error"]
+    assert not bench.engine.has_rows and not bench.engine.busy
+    for each in rows:
+        tokens = bench.tokens(each.id)
+        assert tokens == list(each.prediction_ids)[: len(tokens)]
+
+
+def test_what_is_told_before_rows_fail_to_be_set_aside_is_told_once(
+    llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = predicted(Bench(llama), *(spec(f"s{at}", prompt_of(9, seed=at), max_tokens=40) for at in range(2)))
+    bench = Bench(llama, speculation=BESIDE)
+    bench.submit(*rows)
+    bench.until(lambda: len(bench.tokens("s0")) > 12)  # a step is unread
+    before = [len(bench.tokens(each.id)) for each in rows]
+
+    def failing(*args: object) -> None:
+        raise RuntimeError("no memory is left")
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="no memory"):
+        patch.setattr(Keeping, "prompts", failing)
+        bench.engine.set_aside([each.id for each in rows])
+    bench.engine.cancel("s0")
+    bench.run()
+    assert [bench.finish(each.id).reason for each in rows] == ["cancelled", "length"]
+    assert len(bench.tokens("s0")) > before[0] and bench.tokens("s1") == list(rows[1].prediction_ids)
 
 
 @pytest.mark.parametrize("size", [30, 52])

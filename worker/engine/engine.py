@@ -138,8 +138,10 @@ class Engine:
         """Let rows go without a last word and keep their KV: they go on later, here or elsewhere."""
         self.settle()
         with mx.stream(self._batch.stream):
-            self._batch.stop_ahead()
-            self._tell(self._batch.news())
+            try:
+                self._batch.stop_ahead()
+            finally:
+                self._tell(self._batch.news())
             rows = [self._rows[seq] for seq in seq_ids if seq in self._rows]
             self._batch.set_aside(rows)
             self._lane.set_aside(rows)
@@ -326,8 +328,6 @@ class Engine:
     def _decode(self, prefill_tokens: int, of: SequenceClass) -> None:
         try:
             self._batch.step(prefill_tokens, of)
-            with mx.stream(self._batch.stream):
-                self._batch.keep_started()
         except Exception as error:
             self._give_up_batch(error)
             return
@@ -349,7 +349,7 @@ class Engine:
         self._tell(self._batch.news(), keeps=False)
         self._pieces.forget()
         self._batch = batch_of(self._model, self._config, self._pieces, self._keeping, self.drafting)
-        self._failed([row for row in rows if not row.is_over], error)
+        self._failed([row for row in rows if self._rows.get(row.spec.id) is row], error)
 
     def _load_adapters(self) -> None:
         with mx.stream(self._batch.stream):

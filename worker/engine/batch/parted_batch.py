@@ -83,10 +83,6 @@ class PartedBatch:
         """What has been told and not been taken yet, also by a step that has failed."""
         return [event for part in self.parts for event in part.news()]
 
-    def keep_started(self) -> None:
-        """Store prompts of rows that have their first token."""
-        self.parts[self._at].keep_started()
-
     def keep_answers(self, ended: Sequence[Row]) -> None:
         """Store what these have written; they leave next."""
         for part in self.parts:

@@ -128,9 +128,14 @@ class Row:
     def is_plain(self) -> bool:
         """Whether what is drawn depends on the logits, a seed and a position only, and no more than it is told."""
         s = self.sampling
-        asks = s.logit_bias or s.allowed_token_ids or s.top_logprobs or s.logprob_token_ids
-        waits = self.position < s.min_tokens or s.logprobs_mode != "raw_logprobs"
-        return not (asks or waits or self.place is not None or self.depends_on_tokens)
+        return self.is_unedited and not (s.top_logprobs or s.logprob_token_ids or s.logprobs_mode != "raw_logprobs")
+
+    @property
+    def is_unedited(self) -> bool:
+        """Whether its logits are drawn from as the model says them."""
+        s = self.sampling
+        edits = s.logit_bias or s.allowed_token_ids or self.position < s.min_tokens
+        return not (edits or self.place is not None or self.depends_on_tokens)
 
     def tokens_behind(self, token: int) -> list[int]:
         """The completion behind its next input; [] where the draw does not depend on it."""
@@ -167,19 +172,19 @@ class Row:
     def _stopped_by(self, token: int) -> Finish:
         return Finish("stop", None if token in self.eos_ids else token)
 
-    def next_events(self, tokens: Iterable[int]) -> list[TokenEvent]:
-        """Take tokens that were drawn: the events that tell of them, and of the row's end if its grammar has failed.
+    def tell(self, tokens: Iterable[int], events: list[TokenEvent]) -> None:
+        """Take tokens that were drawn, and add the events that tell of them, and of the row's end if its grammar fails.
 
-        What a draft says behind the last token is left out.
+        What a draft says behind the last token is left out. Should it fail, what has been taken until then is told.
         """
-        events: list[TokenEvent] = []
+        before = len(events)
         seq, attempt, top = self.spec.id, self.attempt, self.sampling.top_logprobs
         for token in tokens:
             draw, index = self.draws.popleft()
             tops = None if top is None else [draw.top_logprobs(index, top)]
             position, logprob, version = len(self.tokens), draw.logprob(index), draw.versions[index]
             finish, text = self.accept(token)
-            last = events[-1] if events else None
+            last = events[-1] if len(events) > before else None
             if last is None or self.text is not None or last.version != version:  # those with text stay apart
                 events.append(TokenEvent(seq, attempt, position, [token], [logprob], tops, text, version))
             else:
@@ -193,7 +198,6 @@ class Row:
         # The grammar has been asked about what comes behind all of them.
         if not self.is_over and self.place is not None and self.place.fault:
             events.append(self.last_event(Finish.failed(InvalidGrammarError(self.place.fault))))
-        return events
 
     def last_event(self, finish: Finish) -> TokenEvent:
         """An event without tokens that ends the sequence; it carries the text that was held back."""
@@ -218,11 +222,10 @@ class Row:
         )
 
 
-def events_of(tokens: Iterable[tuple[Row, int]]) -> list[TokenEvent]:
-    """The events that tell of a step's tokens, those of a row in a row."""
-    return [
-        event for row, told in groupby(tokens, itemgetter(0)) for event in row.next_events(token for _, token in told)
-    ]
+def tell(tokens: Iterable[tuple[Row, int]], events: list[TokenEvent]) -> None:
+    """Add the events that tell of a step's tokens, those of a row in a row."""
+    for row, told in groupby(tokens, itemgetter(0)):
+        row.tell((token for _, token in told), events)
 
 
 def tenants_of(rows: Iterable[Row]) -> set[str]:

@@ -1,4 +1,4 @@
-"""The model as the running batch sees it: knows the rows of every forward and returns fp32 logits.
+"""The model as the running batch sees it: knows the rows of every forward.
 
 The last element of `cache` is the batch's `RowTag`; the model itself gets the rest. What the sampler needs of the
 latest one-token forward is left here: rows, the versions they computed with, input ids and raw logits.

@@ -28,7 +28,7 @@ from shared.sequences import SequenceClass
 from worker.engine.batch.keeping import Keeping
 from worker.engine.batch.prompt_group import Entry, PromptGroup, extend, kv_in, with_stop
 from worker.engine.batch.prompts_in_flight import Pieces
-from worker.engine.batch.row import Row, RowTag, events_of
+from worker.engine.batch.row import Row, RowTag, tell
 from worker.engine.batch.row_model import RowModel
 from worker.engine.batch.sampler import RowSampler
 from worker.engine.kv.kinds import end_of, keep_rows, share_offsets
@@ -156,7 +156,10 @@ class RunningBatch:
         return events
 
     def step(self, prefill_tokens: int, of: SequenceClass = "interactive") -> None:
-        """One decode step, and about `prefill_tokens` of prompts of one class; each row's new token is news."""
+        """One decode step, and about `prefill_tokens` of prompts of one class; each row's new token is news.
+
+        Prompts of rows that have their first token are stored.
+        """
         self._turn += 1
         with mx.stream(self.stream):
             self._draw_late()
@@ -167,9 +170,10 @@ class RunningBatch:
                 self._passed += 1
                 self.has_decoded = False
                 self._tell()
-                return
-            self._passed, self.has_decoded = 0, bool(self._cache)
-            self._decode()
+            else:
+                self._passed, self.has_decoded = 0, bool(self._cache)
+                self._decode()
+            self._keeping.prompts(self.started, self.kv_of)
 
     # -- prompts
 
@@ -293,10 +297,6 @@ class RunningBatch:
         self._tell()
         self._keeping.prompts(self.started, self.kv_of)  # the next step knows only those that start in it
 
-    def keep_started(self) -> None:
-        """Store prompts of rows that have their first token."""
-        self._keeping.prompts(self.started, self.kv_of)
-
     def keep_answers(self, ended: list[Row]) -> None:
         """Store what these have written; they leave next."""
         self._keeping.answers(ended, self.unfed, self.kv_of, undrawn=int(self._undrawn))
@@ -318,7 +318,7 @@ class RunningBatch:
         self.started = [row for row in told if row in self._prefilling]
         for row in self.started:
             del self._prefilling[row]
-        self._events += events_of(tokens)
+        tell(tokens, self._events)
 
     def kv_of(self, rows: list[Row]) -> KvRows:
         """The KV of rows that decode, as it lies in the batch."""

@@ -133,7 +133,7 @@ class Guesses:
 
     def draw(self, logits_BV: mx.array, inputs_B: mx.array) -> mx.array:
         """The next token of each [B] uint32; `inputs_B` are the ids that were fed."""
-        tokens_B = self._plan.draw(logits_BV, inputs_B[:, None])
+        tokens_B = self._plan.draw(logits_BV.astype(mx.float32), inputs_B[:, None])
         for row in self._rows:
             row.position += 1
         return tokens_B
@@ -164,7 +164,7 @@ class _Plan:
         self._drawn, self._places = _Subset(drawn, len(numbers)), drawn
         self._noise_steps = NOISE_STEPS if plain is None else 1  # plain rows' places are told anew in each step
         self.begin(positions)
-        self._keeps_all = True
+        self._bare = self._bare_S = _Subset([], len(numbers))
         if drawn:
             self._prepare_draw(numbers if self._drawn.is_all else numbers.at(np.array(drawn)), vocab, candidates)
         wanted = [index for index, row in enumerate(rows) if row.sampling.top_logprobs]
@@ -173,9 +173,9 @@ class _Plan:
         self.reported = _Reported(rows, drawn)
         self._top_count = min(max((rows[index].sampling.top_logprobs or 0 for index in wanted), default=0), vocab)
         self._tells_others = bool(self._top_count or self._asked.ids or not self.reported.is_empty)
-        edits = self._edits, self._penalties, self._tokens, self._masks
-        are_bare = self._drawn.is_all and all(each.is_empty for each in edits) and not self._tells_others
-        self._is_bare = bool(drawn) and are_bare and self._keeps_all and draws.are_there()
+        if drawn and draws.are_there():
+            bare = [at for at in self._unfiltered if plain or rows[drawn[at]].is_unedited]
+            self._bare_S, self._bare = _Subset(bare, len(drawn)), _Subset([drawn[at] for at in bare], len(numbers))
 
     def begin(self, positions: Indices | None) -> None:
         """Draw for these positions of the rows next."""
@@ -196,7 +196,9 @@ class _Plan:
         self._min_p_S1 = _column(numbers.min_p) if bool((numbers.min_p > 0).any()) else None
         filtered = numbers.filtered(vocab)
         self._filtered = _Subset(filtered, len(numbers))
-        self._keeps_all = not filtered and self._min_p_S1 is None
+        keeps_all = numbers.min_p <= 0
+        keeps_all[filtered] = False
+        self._unfiltered: list[int] = np.flatnonzero(keeps_all).tolist()
         if filtered:
             self._prepare_filters(numbers.at(np.array(filtered)), vocab, candidates)
 
@@ -228,15 +230,20 @@ class _Plan:
         Log-probabilities of all tokens are made only where a row asks for more than those of its own: logits are large.
         `same`: makes the drawn tokens those of the leading rank, where there are several. `gives`: out.
         """
-        if same is None and self._is_bare and draws.is_for(logits_BV):
-            noise_B1 = self._noise() if noise_B1 is None else noise_B1
-            tokens_B, logprobs_B = draws.drawn(logits_BV, noise_B1, self._inverse_temperature_S1)
-            if gives:
-                mx.async_eval(tokens_B, logprobs_B)  # type: ignore[no-untyped-call]
-            return tokens_B, Draw(versions, logprobs_B, None, {}, Asked(self._asked, None))
+        uniforms_S1 = None
+        if not self._drawn.is_empty:
+            uniforms_S1 = self._noise() if noise_B1 is None else self._drawn.of(noise_B1)
+        bare = None
+        if same is None and uniforms_S1 is not None and not self._bare.is_empty and draws.is_for(logits_BV):
+            bare = self._draw_bare(logits_BV, uniforms_S1)
+            if self._bare.is_all and not self._tells_others:
+                if gives:
+                    mx.async_eval(*bare)  # type: ignore[no-untyped-call]
+                return bare[0], Draw(versions, bare[1], None, {}, Asked(self._asked, None))
         logits_BV = logits_BV.astype(mx.float32)
-        tokens_B = self.draw(logits_BV, inputs_B1, noise_B1)
+        tokens_B = self.draw(logits_BV, inputs_B1, uniforms_S1)
         tokens_B = tokens_B if same is None else same(tokens_B)
+        tokens_B = tokens_B if bare is None else self._bare.put(tokens_B, bare[0])  # whoever else is in the batch
         totals_B1 = mx.logsumexp(logits_BV, axis=-1, keepdims=True)
         top_TK = asked_N = None
         if self._tells_others:
@@ -250,8 +257,14 @@ class _Plan:
             mx.async_eval(tokens_B, logprobs_B, *(top_TK or ()), *(() if asked_N is None else (asked_N,)))  # type: ignore[no-untyped-call]
         return tokens_B, Draw(versions, logprobs_B, top_TK, self._top_index, Asked(self._asked, asked_N))
 
-    def draw(self, logits_BV: mx.array, inputs_B1: mx.array, noise_B1: mx.array | None = None) -> mx.array:
-        """Token ids [B] uint32; `inputs_B1` are the ids that were fed."""
+    def _draw_bare(self, logits_BV: mx.array, uniforms_S1: mx.array) -> tuple[mx.array, mx.array]:
+        """Tokens and log-probabilities of rows that draw from all that the model says, by a kernel of ours."""
+        by_S1 = self._inverse_temperature_S1
+        inverse_N1 = None if by_S1 is None else self._bare_S.of(by_S1)
+        return draws.drawn(self._bare.of(logits_BV), self._bare_S.of(uniforms_S1), inverse_N1)
+
+    def draw(self, logits_BV: mx.array, inputs_B1: mx.array, uniforms_S1: mx.array | None = None) -> mx.array:
+        """Token ids [B] uint32 of logits in fp32; `inputs_B1` are the ids that were fed."""
         self._steps_left -= 1
         if not self._edits.is_empty:
             logits_BV = self._edits.apply(logits_BV)
@@ -264,7 +277,7 @@ class _Plan:
         self.reported.keep_edited(logits_BV)
         if self._drawn.is_empty:
             return mx.argmax(logits_BV, axis=-1)
-        tokens_S = self._draw(self._drawn.of(logits_BV), None if noise_B1 is None else self._drawn.of(noise_B1))
+        tokens_S = self._draw(self._drawn.of(logits_BV), uniforms_S1)
         if self._drawn.is_all:
             return tokens_S
         return self._drawn.put(mx.argmax(logits_BV, axis=-1), tokens_S)

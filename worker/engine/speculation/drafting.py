@@ -265,9 +265,9 @@ class Drafting:
         return guesses, longest if are_dense(drafts, longest) else 0
 
     def foresee(self, rows: Sequence[Row], behind: int) -> None:
-        """Look for what `ahead` will be asked for next, where each row that stays goes on by up to so many ids."""
+        """Look for what `ahead` asks for in the next step; which rows pause, and what others wrote, is this step's."""
         for row in rows:
-            if not row.is_over:
+            if row in self._rows and not row.is_over:
                 guess = self._draft(row, self._source(row), len(rows), behind)
                 self._foreseen[row] = len(row.tokens), behind, guess
 

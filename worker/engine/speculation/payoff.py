@@ -42,9 +42,6 @@ AT_FIRST = 3.0  # steps that may be lost before anything is known
 AGAIN = 1.0  # steps that must have been earned, where all were lost, until there is another try: a few at once say more
 FEW_ROWS = 8  # of which a CPU checks drafts at little more than it takes anyway
 SAVED = 8.0  # steps that may be lost after drafts have paid
-KNOWN_CHECKS = (
-    3  # of which one or two may be of a moment in which kernels are compiled: before, one loses a step at most
-)
 BUSY = 1.5  # times the median of a step that checks drafts: one that takes longer says something of the machine only
 PLAIN_BUSY = 3.0  # and of one without, which may come with a prompt or with none
 PLAIN_SAMPLES = 64  # latest ones
