@@ -1,13 +1,16 @@
 """Where a sequence ends, and which text is shown on the way."""
 
+from typing import cast
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.frames import TokenEvent
-from shared.sequences import SequenceClass
 from tests.engine.conftest import Bench, spec
 from tests.engine.small_models import EOS
+from worker.engine.batch.row import Row
+from worker.engine.batch.running_batch import RunningBatch
 from worker.engine.model.loader import LoadedModel
 from worker.engine.sampling.stop_text import StopMatcher
 
@@ -22,13 +25,13 @@ def forced(text: str | bytes, seq: str = "s", **sampling: object):  # type: igno
 
 def say(bench: Bench, seq: str, tokens: list[int]) -> None:
     """Run a sequence, replacing each drawn token by the given one on its way to the row."""
-    batch = bench.engine._batch
-    inner, left = batch.step, list(tokens)
+    batch = cast(RunningBatch, bench.engine._batch)
+    inner, left = batch._add_news, list(tokens)
 
-    def step(prefill_tokens: int, of: SequenceClass = "interactive"):  # type: ignore[no-untyped-def]
-        return [(row, left.pop(0) if row.spec.id == seq else token) for row, token in inner(prefill_tokens, of)]
+    def said(tokens: list[tuple[Row, int]]) -> None:
+        inner([(row, left.pop(0) if row.spec.id == seq else token) for row, token in tokens])
 
-    batch.step = step  # type: ignore[method-assign]
+    batch._add_news = said  # type: ignore[method-assign]
     bench.run()
 
 
