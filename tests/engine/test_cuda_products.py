@@ -1,5 +1,6 @@
 """Kernels of a decode step on CUDA say what MLX's operations say; without CUDA these stay."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from mlx_lm.models.activations import swiglu
 from mlx_lm.models.rope_utils import Llama3RoPE, YarnRoPE
 
 from tests.engine.test_decode_step import MODELS, decoded, load
+from worker.engine.cuda import is_right
 from worker.engine.lora.deltas import deltas_of
 from worker.engine.lora.kernels import one_pass, one_pass_joined
 from worker.engine.model.cuda import products
@@ -153,3 +155,17 @@ def test_without_cuda_none_of_them_is_there(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv(products.SWITCH, "0")
     assert not products.are_there()
     assert Rotary.of(nn.RoPE(64), 64) is None
+
+
+def test_why_mlx_computes_in_a_kernel_s_place_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    def failing() -> Iterator[tuple[str, bool]]:
+        yield "rows=2", True
+        raise RuntimeError("no compiler")
+
+    assert is_right("a.kernel", "SWITCH", lambda: [("rows=2", True), ("rows=3", True)]) and not caplog.messages
+    assert not is_right("a.kernel", "SWITCH", lambda: [("rows=2", True), ("rows=3", False)])
+    assert not is_right("a.kernel", "SWITCH", failing)
+    assert caplog.messages == [
+        "a.kernel_wrong rows=3: MLX computes them",
+        "a.kernel_fail error=no compiler: MLX computes them (SWITCH=0 says so at once)",
+    ]

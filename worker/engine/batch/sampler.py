@@ -62,7 +62,8 @@ class RowSampler:
         if plan is None or rows is not self._rows or plan.expired:
             self._rows, self._plan = rows, (plan := _Plan(rows, logits_B1V.shape[-1], self._candidates))
         self._model.logits_B1V = None
-        tokens_B, draw = plan.drawn(logits_B1V[:, -1, :], tokens_B1, self._model.versions, self._model.same)
+        drawn = plan.drawn(logits_B1V[:, -1, :], tokens_B1, self._model.versions, self._model.same)
+        tokens_B, draw = _given_out(*drawn)
         for index, row in enumerate(rows):
             row.draws.append((draw, index))
             row.position += 1
@@ -82,7 +83,7 @@ class RowSampler:
             positions_B = np.array([row.position for row in rows], np.int64)
             plan = self._plan_ahead(numbers, places.index, positions_B[places.index] + places.steps, vocab)
         versions = tuple(map(self._model.versions.__getitem__, places.index.tolist()))
-        return plan.drawn(logits_NV, inputs_N[:, None], versions, self._model.same)
+        return _given_out(*plan.drawn(logits_NV, inputs_N[:, None], versions, self._model.same))
 
     def are_plain(self, rows: tuple[Row, ...]) -> bool:
         """Whether `unread` draws for these."""
@@ -96,7 +97,7 @@ class RowSampler:
         plan = self._plan_ahead(numbers, width, None, logits_NV.shape[-1])
         noise_N1 = uniforms_at(numbers.seeds_B1, positions_BL).reshape(-1, 1)
         versions = tuple([version for version in self._model.versions for _ in range(width)])
-        return plan.drawn(logits_NV, inputs_N[:, None], versions, self._model.same, noise_N1, gives=False)
+        return plan.drawn(logits_NV, inputs_N[:, None], versions, self._model.same, noise_N1)
 
     def _plan_ahead(self, numbers: Numbers, index: Indices | int, positions_N: Indices | None, vocab: int) -> _Plan:
         """Of places in plain rows: `index` tells the row of each, or how many each row has.
@@ -110,6 +111,12 @@ class RowSampler:
         else:
             self._ahead[2].begin(positions_N)
         return self._ahead[2]
+
+
+def _given_out(tokens_B: mx.array, draw: Draw) -> tuple[mx.array, Draw]:
+    """Now, or reading them a step later would queue behind the next forward."""
+    mx.async_eval(tokens_B, *draw.arrays)  # type: ignore[no-untyped-call]
+    return tokens_B, draw
 
 
 @dataclass(frozen=True)
@@ -221,14 +228,12 @@ class _Plan:
         versions: tuple[str, ...],
         same: Callable[[mx.array], mx.array] | None,
         noise_B1: mx.array | None = None,
-        *,
-        gives: bool = True,
     ) -> tuple[mx.array, Draw]:
         """Token ids [B] uint32, and what is told of them; `inputs_B1` are the ids that were fed.
 
         `noise_B1`: None: that of the rows' seeds and positions.
         Log-probabilities of all tokens are made only where a row asks for more than those of its own: logits are large.
-        `same`: makes the drawn tokens those of the leading rank, where there are several. `gives`: out.
+        `same`: makes the drawn tokens those of the leading rank, where there are several.
         """
         uniforms_S1 = None
         if not self._drawn.is_empty:
@@ -237,8 +242,6 @@ class _Plan:
         if same is None and uniforms_S1 is not None and not self._bare.is_empty and draws.is_for(logits_BV):
             bare = self._draw_bare(logits_BV, uniforms_S1)
             if self._bare.is_all and not self._tells_others:
-                if gives:
-                    mx.async_eval(*bare)  # type: ignore[no-untyped-call]
                 return bare[0], Draw(versions, bare[1], None, {}, Asked(self._asked, None))
         logits_BV = logits_BV.astype(mx.float32)
         tokens_B = self.draw(logits_BV, inputs_B1, uniforms_S1)
@@ -253,8 +256,6 @@ class _Plan:
         else:
             logprobs_B1 = mx.take_along_axis(logits_BV, tokens_B[:, None], axis=-1) - totals_B1
         logprobs_B = logprobs_B1[:, 0]
-        if gives:  # now, or reading them a step later would queue behind the next forward
-            mx.async_eval(tokens_B, logprobs_B, *(top_TK or ()), *(() if asked_N is None else (asked_N,)))  # type: ignore[no-untyped-call]
         return tokens_B, Draw(versions, logprobs_B, top_TK, self._top_index, Asked(self._asked, asked_N))
 
     def _draw_bare(self, logits_BV: mx.array, uniforms_S1: mx.array) -> tuple[mx.array, mx.array]:

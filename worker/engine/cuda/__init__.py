@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+
+log = logging.getLogger(__name__)
 
 _HERE = Path(__file__).parent
 _TYPES = "#include <cuda_bf16.h>\n#include <cuda_fp16.h>\n"
@@ -21,6 +25,22 @@ def is_used() -> bool:
 def is_on(switch: str) -> bool:
     """Whether it does, and that variable does not turn such kernels off."""
     return os.environ.get(switch, "1") != "0" and is_used()
+
+
+def is_right(what: str, switch: str, trials: Callable[[], Iterable[tuple[str, bool]]]) -> bool:
+    """Whether a kernel compiles here, and each trial of it, by its name, has said so; a log line tells what has not.
+
+    `what`: as the log names it; `switch`: the variable that turns it off.
+    """
+    try:
+        for name, is_so in trials():
+            if not is_so:
+                log.warning("%s_wrong %s: MLX computes them", what, name)
+                return False
+    except RuntimeError as error:
+        log.warning("%s_fail error=%s: MLX computes them (%s=0 says so at once)", what, error, switch)
+        return False
+    return True
 
 
 @cache

@@ -39,6 +39,11 @@ class Asked:
         self._logprobs_N = logprobs_N
         self._values: list[float] = []
 
+    @property
+    def arrays(self) -> list[mx.array]:
+        """What lies on the device."""
+        return [] if self._logprobs_N is None else [self._logprobs_N]
+
     def of(self, index: int) -> TokenLogprobs | None:
         """Of row `index`, in the order in which it named them; None when it names none."""
         ids = self._tokens.ids.get(index)

@@ -148,9 +148,10 @@ class Draw:
         self._asked = asked
 
     @property
-    def logprobs_B(self) -> mx.array:
-        """Of the tokens drawn."""
-        return self._arrays[0]
+    def arrays(self) -> list[mx.array]:
+        """What lies on the device."""
+        logprobs_B, top_TK = self._arrays
+        return [logprobs_B, *(top_TK or ()), *self._asked.arrays]
 
     def logprob(self, index: int) -> float:
         """Of the token drawn for row `index`."""

@@ -31,7 +31,6 @@ from worker.engine.speculation.part import Part
 NOT_FED = -1  # ids that hold of a row that a step was not given out for: it stands where it stood
 _NO_ID = 0xFFFFFFFF  # in the place of a draft's id: nothing that is drawn
 
-
 T = TypeVar("T")
 
 
@@ -74,8 +73,8 @@ class Unread:
     def give_out(self, next_B: mx.array) -> None:
         """Let it be computed, and what its rows are fed next."""
         # Positions, too, though nobody may ask for them: else each step would hold on to the one before it.
-        known = self.tokens_N, self.draw.logprobs_B, self.held_B, next_B, self.slack.before_B, self.positions_B
-        mx.async_eval(*known)  # type: ignore[no-untyped-call]
+        known = self.tokens_N, self.held_B, next_B, self.slack.before_B, self.positions_B
+        mx.async_eval(*known, *self.draw.arrays)  # type: ignore[no-untyped-call]
 
     def of_rows(self, keep: Sequence[int]) -> Unread:
         """Of some of them."""

@@ -9,16 +9,14 @@ other rows there are, of 2 to 32, and of more.
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
 
-from worker.engine.cuda import is_on, kernel
-
-log = logging.getLogger(__name__)
+from worker.engine.cuda import is_on, is_right, kernel
 
 SWITCH = "PARALLM_CUDA_PRODUCTS"  # 0: MLX's own
 AT_ONCE = 32  # rows of a block, of few
@@ -42,18 +40,15 @@ def are_there() -> bool:
 @cache
 def _runs() -> bool:
     """Whether it compiles here and is right: it needs tensor cores that know bfloat16 (compute capability 8.0)."""
-    try:
-        for rows, outputs in ((2, 66), (AT_ONCE + 1, 66), (AT_ONCE + 1, 64 * _BLOCKS)):
-            x, weight = (mx.arange(count * 256).reshape(count, 256) % by - 3 for count, by in ((rows, 7), (outputs, 5)))
-            exact = x.astype(mx.float32) @ weight.astype(mx.float32).T  # of whole numbers: in any order
-            made = product(x.astype(mx.bfloat16), weight.astype(mx.bfloat16))
-            if not mx.array_equal(made, exact.astype(mx.bfloat16)):
-                log.warning("model.products_wrong rows=%d: MLX computes them", rows)
-                return False
-        return True
-    except RuntimeError as error:
-        log.warning("model.products_fail error=%s: MLX computes them (%s=0 says so at once)", error, SWITCH)
-        return False
+    return is_right("model.products", SWITCH, _trials)
+
+
+def _trials() -> Iterator[tuple[str, bool]]:
+    for rows, outputs in ((2, 66), (AT_ONCE + 1, 66), (AT_ONCE + 1, 64 * _BLOCKS)):
+        x, weight = (mx.arange(count * 256).reshape(count, 256) % by - 3 for count, by in ((rows, 7), (outputs, 5)))
+        exact = x.astype(mx.float32) @ weight.astype(mx.float32).T  # of whole numbers: in any order
+        made = product(x.astype(mx.bfloat16), weight.astype(mx.bfloat16))
+        yield f"rows={rows}", bool(mx.array_equal(made, exact.astype(mx.bfloat16)))
 
 
 def is_for(x: mx.array, weight: mx.array) -> bool:

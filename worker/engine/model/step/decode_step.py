@@ -141,7 +141,8 @@ class DecodeStep:
             attended = kv.attended(at, qkv)
             arrays = self._behind[at], self._before[at + 1]
             h, *qkv = functions.steps[at](h, attended, kv.rows(at + 1), kv.of(at), kv.of(at + 1), *arrays)
-            self._give_out(0 if whole else count, at, h, qkv)
+            if not whole:
+                self._give_out(count, at, h, qkv)
         last = len(caches) - 1
         attended = kv.attended(last, qkv)
         logits_NV: mx.array = functions.end(h, attended, kv.rows(last), kv.of(last), self._behind[-1])
@@ -170,7 +171,8 @@ class DecodeStep:
             arrays = self._behind[at], self._before[at + 1]
             held = (one.held, other.held) if one.parts or other.parts else ()  # or what rows of the base have
             h, *qkv = step(h, attended, kv.rows(at + 1), kv.of(at), kv.of(at + 1), *arrays, *held)
-            self._give_out(0 if whole else count, at, h, qkv)
+            if not whole:
+                self._give_out(count, at, h, qkv)
         last = len(caches) - 1
         end = self._known(compiled, last, (behind[-1].parts,), partial(self._last, compiled))
         attended = kv.attended(last, qkv)

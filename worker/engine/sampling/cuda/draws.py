@@ -7,21 +7,19 @@ order of ids.
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Iterator
 from functools import cache
 from math import log
 from pathlib import Path
 
 import mlx.core as mx
 
-from worker.engine.cuda import is_on, kernel
+from worker.engine.cuda import is_on, is_right, kernel
 
 SWITCH = "PARALLM_CUDA_DRAWS"  # 0: MLX's own
 _DTYPES = (mx.bfloat16, mx.float16, mx.float32)
 _THREADS = 1024
 _SOURCE = Path(__file__).with_name("drawn.cu")
-
-_log = logging.getLogger(__name__)
 
 
 def are_there() -> bool:
@@ -32,22 +30,20 @@ def are_there() -> bool:
 @cache
 def _runs() -> bool:
     """Whether it compiles here and is right: every token of equal chances, and of few that have any."""
-    try:
-        for vocab in (1000, 1001):
-            uniforms_N1 = (mx.arange(vocab).reshape(-1, 1) + 0.5) / vocab
-            tokens_N, logprobs_N = drawn(mx.zeros((vocab, vocab), mx.bfloat16), uniforms_N1, None)
-            is_right = mx.array_equal(tokens_N, mx.arange(vocab)) and mx.allclose(logprobs_N, mx.array(-log(vocab)))
-            some_1V = mx.where(mx.arange(vocab) % 333 == 1, 2.0, -mx.inf)[None]  # tokens 1, 334 and 667 (and 1000)
-            few = len(range(1, vocab, 333))
-            likely_N1 = (mx.arange(few).reshape(-1, 1) + 0.5) / few
-            tokens_N, _ = drawn(mx.repeat(some_1V, few, 0), likely_N1, mx.full((few, 1), 0.5))
-            if not (is_right and mx.array_equal(tokens_N, 1 + 333 * mx.arange(few))):
-                _log.warning("sampling.draws_wrong vocab=%d: MLX draws", vocab)
-                return False
-        return True
-    except RuntimeError as error:
-        _log.warning("sampling.draws_fail error=%s: MLX draws (%s=0 says so at once)", error, SWITCH)
-        return False
+    return is_right("sampling.draws", SWITCH, _trials)
+
+
+def _trials() -> Iterator[tuple[str, bool]]:
+    for vocab in (1000, 1001):
+        uniforms_N1 = (mx.arange(vocab).reshape(-1, 1) + 0.5) / vocab
+        tokens_N, logprobs_N = drawn(mx.zeros((vocab, vocab), mx.bfloat16), uniforms_N1, None)
+        yield f"vocab={vocab}", bool(mx.array_equal(tokens_N, mx.arange(vocab)))
+        yield f"logprobs vocab={vocab}", bool(mx.allclose(logprobs_N, mx.array(-log(vocab))))
+        some_1V = mx.where(mx.arange(vocab) % 333 == 1, 2.0, -mx.inf)[None]  # tokens 1, 334 and 667 (and 1000)
+        few = len(range(1, vocab, 333))
+        likely_N1 = (mx.arange(few).reshape(-1, 1) + 0.5) / few
+        tokens_N, _ = drawn(mx.repeat(some_1V, few, 0), likely_N1, mx.full((few, 1), 0.5))
+        yield f"few vocab={vocab}", bool(mx.array_equal(tokens_N, 1 + 333 * mx.arange(few)))
 
 
 def is_for(logits_NV: mx.array) -> bool:
