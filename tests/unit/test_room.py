@@ -139,8 +139,11 @@ async def test_a_thread_keeps_its_place_when_its_client_leaves(monkeypatch: pyte
 
 
 def test_other_threads_go_on_while_a_long_text_is_tokenized() -> None:
-    """`Tokenizer.encode` holds the interpreter's lock all along: this thread would not turn once."""
-    text, done = "1 23 " * 40_000, threading.Event()
+    """`Tokenizer.encode` holds the interpreter's lock all along: this thread would turn once, before it began.
+
+    The text is so long (0.2 s) that a thread which waits for a busy machine at every turn has its turns too.
+    """
+    text, done = "1 23 " * 200_000, threading.Event()
     began = threading.Event()
 
     def encode() -> None:
