@@ -1,4 +1,4 @@
-"""Routes with JSON bodies: a long one is read and checked beside the event loop, in the turn of its key."""
+"""Routes with bodies: a long one of JSON is read and checked beside the event loop, in the turn of its key."""
 
 import json
 from collections.abc import Callable, Coroutine
@@ -17,14 +17,14 @@ LONG_BYTES = 16 << 10  # of a body: it may take some 10 ms from here on
 
 
 class BodyRoute(APIRoute):
-    """A route whose body is a `RequestModel`."""
+    """A route whose body is a `RequestModel`, or which reads it by itself."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """FastAPI's hook."""
         handle, field = super().get_route_handler(), self.body_field
-        if field is None:
-            return handle
-        body: TypeAdapter[Any] = TypeAdapter(field.field_info.annotation or Any)
+        body: TypeAdapter[Any] | None = None
+        if field is not None:
+            body = TypeAdapter(field.field_info.annotation or Any)
 
         async def handled(request: Request) -> Response:
             return await handle(_BodyRequest(request, body))
@@ -35,21 +35,28 @@ class BodyRoute(APIRoute):
 class _BodyRequest(Request):
     """What is its JSON to FastAPI is the model itself when the body is long: it is valid, and stays as it is."""
 
-    def __init__(self, request: Request, model: TypeAdapter[Any]) -> None:
+    def __init__(self, request: Request, model: TypeAdapter[Any] | None) -> None:
         super().__init__(request.scope, request.receive)
         self._model = model
 
+    async def body(self) -> bytes:
+        """In one piece, as it has come (limits.py): Starlette would copy it in the event loop, 64 MB of it even."""
+        if not hasattr(self, "_body"):
+            self._body = b"".join([piece async for piece in self.stream() if piece])
+        return self._body
+
     async def json(self) -> Any:
         body = await self.body()
-        if len(body) <= LONG_BYTES:
+        if self._model is None or len(body) <= LONG_BYTES:
             return await super().json()
         try:
-            return await aside(self._read, body)
+            return await aside(self._read, self._model, body)
         except ParallmError as error:
             raise BodyError(error) from error
 
-    def _read(self, body: bytes) -> Any:
+    @staticmethod
+    def _read(model: TypeAdapter[Any], body: bytes) -> Any:
         try:
-            return self._model.validate_python(json.loads(body))
+            return model.validate_python(json.loads(body))
         except ValidationError as error:
             raise from_validation(error.errors(include_url=False)) from None

@@ -90,8 +90,10 @@ class BodyLimit:
                     return message
                 held.append(message.get("body", b""))
                 if not message.get("more_body"):
-                    body, held = b"".join(held), None
+                    pieces, held = held, None
                     try:
+                        # In another thread `join` lets go of the interpreter's lock while it copies what is long.
+                        body = b"".join(pieces) if read <= LARGE_BYTES else await aside(b"".join, pieces)
                         if len(body) > self._settings.max_request_bytes and scope["path"] in IMAGES:
                             await aside(check_beside_images, body, self._settings.max_request_bytes)
                         if binary or scope["path"] == REQUESTS:

@@ -12,7 +12,7 @@ from starlette.responses import Response, StreamingResponse
 
 from api.generation.collection import check_scoring
 from api.generation.target import JobTarget, find_job_target
-from api.http.bodies import LONG_BYTES
+from api.http.bodies import LONG_BYTES, BodyRoute
 from api.http.errors import error_responses, from_validation, json_reply
 from api.http.limits import check_shape, is_multipart
 from api.jobs.body import JobBody, upload_inputs
@@ -29,7 +29,7 @@ from shared.redis.jobs.ledger import unknown_job
 from shared.redis.jobs.store import new_job_id
 from shared.rewards.kinds import check
 
-router = APIRouter(tags=["jobs"])
+router = APIRouter(tags=["jobs"], route_class=BodyRoute)
 TheRing = Annotated[Ring, Depends(ring_of)]
 
 PAGE = 500
