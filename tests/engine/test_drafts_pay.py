@@ -72,9 +72,10 @@ class World:
             else:
                 drafts = self._drafts(rows)
                 width = 1 + max(len(draft) for draft in drafts)
-                if width > 1 and self._known and self._overlaps:
+                if width > 1 and self._overlaps and (self._known or self._drafting.has_paid):
                     for row in rows:
                         self._tell(row, row.position)
+                    self._drafting.told(0 if self._known else len(rows))
                     self._unread = drafts
                     self._drafting.checks(width, "begins")
                 else:

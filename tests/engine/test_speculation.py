@@ -28,7 +28,7 @@ from worker.engine.messages import SpeculationConfig
 from worker.engine.model.loader import LoadedModel
 from worker.engine.sampling.draw import Draw
 from worker.engine.speculation import batch, drafting
-from worker.engine.speculation.drafting import Drafting
+from worker.engine.speculation.drafting import Drafting, Step
 from worker.engine.speculation.unread import Unread
 
 ALWAYS = SpeculationConfig(5, adapts_to_rows=False, adapts_to_time=False, memory_bytes=1 << 20)
@@ -256,6 +256,52 @@ def test_the_next_step_is_given_out_before_one_that_checks_is_read(model_of: Mod
     assert 0 <= stats.accepted - told_of <= 5 * len(rows), "all but what lies behind the rows' ends"
 
 
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What each step with drafts is."""
+    seen, checks, only_reads = list[str](), Drafting.checks, Drafting.only_reads
+
+    def checking(drafting: Drafting, width: int, step: Step = "checks") -> None:
+        seen.append(step)
+        checks(drafting, width, step)
+
+    def reading(drafting: Drafting) -> None:
+        seen.append("reads")
+        only_reads(drafting)
+
+    monkeypatch.setattr(Drafting, "checks", checking)
+    monkeypatch.setattr(Drafting, "only_reads", reading)
+    return seen
+
+
+def test_a_check_stays_unread_from_the_first_one_on_whatever_the_rows_before_were_like(
+    llama: LoadedModel, steps: list[str]
+) -> None:
+    """Short ones end before a step can follow the one that begins: after that others are read at once for a while."""
+    sizes = {"s0": 8, "s1": 8, "s2": 60, "s3": 60}
+    rows = predicted(Bench(llama), *(spec(name, prompt_of(9, seed=n), max_tokens=n) for name, n in sizes.items()))
+    bench = Bench(llama, speculation=replace(ALWAYS, own_text=False, memory_bytes=0))
+    for some, seen in ((rows[:2], ["begins", "reads"]), (rows[2:], ["begins", "follows", "follows"])):
+        steps.clear()
+        bench.submit(*some)
+        bench.run()
+        assert steps[: len(seen)] == seen
+    assert [bench.tokens(each.id) for each in rows] == [list(each.prediction_ids) for each in rows]
+
+
+def test_checks_stay_unread_after_one_behind_which_none_was_tried(
+    llama: LoadedModel, steps: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That nothing follows it, since a step without drafts is to be timed, says nothing of what there is to draft."""
+    rows = predicted(Bench(llama), *(spec(f"s{at}", prompt_of(9, seed=at), max_tokens=60) for at in range(3)))
+    bench, tries = Bench(llama, speculation=replace(ALWAYS, own_text=False, memory_bytes=0)), Drafting.tries
+    monkeypatch.setattr(Drafting, "tries", lambda *args, known: steps != ["begins"] and tries(*args, known=known))
+    bench.submit(*rows)
+    bench.run()
+    assert steps[:5] == ["begins", "reads", "begins", "follows", "follows"]
+    assert [bench.tokens(each.id) for each in rows] == [list(each.prediction_ids) for each in rows]
+
+
 BESIDE = replace(ALWAYS, own_text=False, memory_bytes=0, reads_beside=True)
 
 
@@ -301,7 +347,7 @@ def test_what_is_told_while_a_step_fails_to_be_given_out_is_told_once(
     bench, give_out, given = Bench(llama, speculation=BESIDE), Unread.give_out, count()
 
     def failing(step: Unread, next_B: mx.array) -> None:
-        if next(given) == 3:
+        if next(given) == 4:
             raise RuntimeError("no memory is left")
         give_out(step, next_B)
 

@@ -98,6 +98,8 @@ class SpeculatingBatch(RunningBatch):
         if self._is_early(group) or not all(row.is_plain for row in group.rows):
             self._read()
         self._joined, self._known = True, False
+        if not self._cache:  # other texts than those that had no drafts to go on with
+            self._at_once = 0
         early = super()._join(group)
         if self._unread is None:
             self._set_slack([*self._slack, *[0] * len(group.rows)])
@@ -141,7 +143,7 @@ class SpeculatingBatch(RunningBatch):
                 self._check_ahead(guesses, length, before)
                 return
             self._read()
-            self._at_once = 0 if self._was_followed else SHORT
+            self._at_once = SHORT if tries and not self._was_followed else 0
             self._only_read(known=True)
             return
         if not tries:
@@ -155,7 +157,7 @@ class SpeculatingBatch(RunningBatch):
             self._decode_plainly()
             return
         self._at_once = max(0, self._at_once - 1)
-        if known and self._may_be_unread(rows, drafts):
+        if (known or self._drafting.has_paid) and self._may_be_unread(rows, drafts):
             self._check_unread(rows, inputs, drafts)
             return
         parts = [Part(*each) for each in zip(rows, inputs, drafts, strict=True)]
@@ -266,7 +268,7 @@ class SpeculatingBatch(RunningBatch):
         )
 
     def _check_unread(self, rows: tuple[Row, ...], inputs: list[int], drafts: list[list[int]]) -> None:
-        """Feed inputs, which have been told, and drafts, all of them as long as the longest."""
+        """Feed inputs and drafts, all of them as long as the longest; tell the inputs."""
         length = max(map(len, drafts))
         self._cache = [*ragged(self._cache[:-1]), self._cache[-1]]
         draft_BK = mx.array([filled(draft, length) for draft in drafts], mx.uint32)
@@ -276,7 +278,8 @@ class SpeculatingBatch(RunningBatch):
         self._unread.parts = [Part(*each) for each in zip(rows, inputs, drafts, strict=True)]
         self._was_followed = False
         self._drafting.checks(1 + length, "begins")
-        self._add_news([])
+        untold, self._untold = self._untold, set(rows)
+        self._told(rows, inputs, untold)
 
     def _check_ahead(self, guesses: list[list[int]], length: int, before: Unread) -> None:
         """Feed what the step before draws and drafts behind it; and read that step, and tell what it has brought."""

@@ -45,7 +45,6 @@ NEW_AT_ONCE = 1 << 13  # ids of new rows in one step, one row at least: a long t
 SILENT = 16  # steps in which nothing suggests itself for any row: after that ...
 SELDOM = 4  # ... one step in so many asks again, for to ask takes time itself
 
-
 # A step that checks drafts is read at once, or by the one that follows it, or by one that does nothing else.
 Step = Literal["plain", "checks", "begins", "follows", "reads"]
 
@@ -63,8 +62,7 @@ class Drafting:
         on_cpu: bool | None = None,
         context: int = 1 << 62,
     ) -> None:
-        """Of rows that have such caches; `model`: rows that a draft model reads along with; `on_cpu`: None asks MLX.
-
+        """Of rows that have such caches; `model`: rows that a draft model reads along with; `on_cpu`: None asks MLX;
         `context`: ids that the model reads of a row, at most.
         """
         self._config = config or SpeculationConfig()
@@ -84,8 +82,7 @@ class Drafting:
         self._lengths = tuple({self._config.ngram_min, self._config.ngram_max})
         self._memory = Memory(self._config.memory_bytes, self._lengths)
         self._step = 0
-        on_cpu = mx.default_device() == mx.Device(mx.cpu) if on_cpu is None else on_cpu
-        self._accounts = Accounts(on_cpu=on_cpu)
+        self._accounts = Accounts(on_cpu=mx.default_device() == mx.Device(mx.cpu) if on_cpu is None else on_cpu)
         # What only the device knows may be taken back from KV that can be cut anywhere.
         self.overlaps = self.is_on and self._config.overlaps and model is None and are_cut(kv)
         self._foreseen: dict[Row, tuple[int, int, list[int]]] = {}  # of so many tokens, and up to so many to come: ids
@@ -150,6 +147,11 @@ class Drafting:
     def _account(self) -> Account:
         return self._accounts.of(self._size)
 
+    @property
+    def has_paid(self) -> bool:
+        """Drafts, in batches like this one; or nobody asks."""
+        return self._account.has_paid or not self._config.adapts_to_time
+
     def _looked_in_vain(self, *, waited: bool) -> None:
         self._account.looked(self._clock() - self._looks_since - self._waited, waited=waited)
 
@@ -169,8 +171,6 @@ class Drafting:
         if not rows or (most and len(rows) > most):
             return False
         rests = times and self._account.is_spent
-        if rests and self._model is None:
-            return False
         new = [row for row in rows if row not in self._rows]
         if new:
             self._silent = 0
