@@ -25,7 +25,7 @@ from api.batches.lines import too_much
 from api.batches.shapes import MESSAGES
 from api.batches.work import MAX_LINE_BYTES, MAX_LINES
 from api.generation.target import find_job_target
-from api.http.bodies import LONG_BYTES
+from api.http.bodies import LONG_BYTES, BodyRoute
 from api.http.errors import json_reply
 from api.ring.caller import asker, key_name
 from api.ring.choosing import ring_keeping
@@ -45,7 +45,7 @@ from shared.redis.files.batch_store import ENDED, BatchRecord, BatchSpec, new_ba
 from shared.redis.files.file_store import StoredFile, new_file_id
 from shared.redis.keys import DAY_S
 
-router = APIRouter(tags=["anthropic"])
+router = APIRouter(tags=["anthropic"], route_class=BodyRoute)
 TheRing = Annotated[Ring, Depends(ring_of)]
 
 PREFIX = "msgbatch_"

@@ -40,7 +40,7 @@ class _BodyRequest(Request):
         self._model = model
 
     async def body(self) -> bytes:
-        """In one piece, as it has come (limits.py): Starlette would copy it in the event loop, 64 MB of it even."""
+        """As `BodyLimit` hands it on, in one piece: Starlette would copy it in the event loop, 64 MB of it even."""
         if not hasattr(self, "_body"):
             self._body = b"".join([piece async for piece in self.stream() if piece])
         return self._body

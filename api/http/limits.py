@@ -3,6 +3,7 @@
 import asyncio
 import re
 import time
+from functools import partial
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -92,21 +93,23 @@ class BodyLimit:
                 if not message.get("more_body"):
                     pieces, held = held, None
                     try:
-                        # In another thread `join` lets go of the interpreter's lock while it copies what is long.
-                        body = b"".join(pieces) if read <= LARGE_BYTES else await aside(b"".join, pieces)
-                        if len(body) > self._settings.max_request_bytes and scope["path"] in IMAGES:
-                            await aside(check_beside_images, body, self._settings.max_request_bytes)
-                        if binary or scope["path"] == REQUESTS:
-                            pass
-                        elif len(body) > LARGE_BYTES:
-                            await aside(check_shape, body, most_values, most_objects)
-                        else:
-                            check_shape(body, most_values, most_objects)
+                        look = partial(self._whole, pieces, scope["path"], binary, most_values, most_objects)
+                        body = await aside(look) if read > LARGE_BYTES else look()
                     except ParallmError as error:
                         raise BodyError(error) from error
                     return {"type": "http.request", "body": body, "more_body": False}
 
         await self._app(scope, bounded, send)
+
+    def _whole(self, pieces: list[bytes], path: str, binary: bool, most_values: int, most_objects: int) -> bytes:
+        """The body, which has been looked at; what is long is copied without the interpreter's lock."""
+        body = b"".join(pieces)
+        pieces.clear()  # else it would be there twice while it is looked at
+        if len(body) > self._settings.max_request_bytes and path in IMAGES:
+            check_beside_images(body, self._settings.max_request_bytes)
+        if not binary and path != REQUESTS:
+            check_shape(body, most_values, most_objects)
+        return body
 
     def _bounds(self, path: str, upload: bool) -> tuple[int, int, int]:
         """Bytes of a body, and values and objects in it; 0 objects: as many as go with the values."""

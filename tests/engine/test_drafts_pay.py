@@ -72,7 +72,7 @@ class World:
             else:
                 drafts = self._drafts(rows)
                 width = 1 + max(len(draft) for draft in drafts)
-                if width > 1 and self._overlaps and (self._known or self._drafting.has_paid):
+                if width > 1 and self._overlaps and (self._known or not self._drafting.owes):
                     for row in rows:
                         self._tell(row, row.position)
                     self._drafting.told(0 if self._known else len(rows))

@@ -302,6 +302,32 @@ def test_checks_stay_unread_after_one_behind_which_none_was_tried(
     assert [bench.tokens(each.id) for each in rows] == [list(each.prediction_ids) for each in rows]
 
 
+def test_where_drafts_have_lost_more_than_they_brought_the_first_check_is_read_at_once(
+    llama: LoadedModel, steps: list[str]
+) -> None:
+    rows = predicted(Bench(llama), *(spec(f"s{at}", prompt_of(9, seed=at), max_tokens=200) for at in range(3)))
+    for lost in (0.0, 1.0):
+        bench, now = Bench(llama, speculation=replace(ALWAYS, own_text=False, adapts_to_time=True)), count()
+        bench.engine.drafting._clock = lambda now=now: float(next(now))
+        bench.engine.drafting._accounts.of(len(rows))._steps -= lost
+        steps.clear()
+        bench.submit(*rows)
+        bench.run()
+        assert steps[:2] == (["checks", "begins"] if lost else ["begins", "follows"])
+
+
+def test_a_check_that_stays_unread_tells_what_it_is_fed(llama: LoadedModel, steps: list[str]) -> None:
+    """On a GPU a row's first token is under way then."""
+    (row,) = predicted(Bench(llama), spec("s", prompt_of(9), max_tokens=60))
+    bench = Bench(llama, speculation=replace(ALWAYS, own_text=False, memory_bytes=0))
+    bench.engine._batch._tells_at_once = False
+    bench.submit(row)
+    bench.until(lambda: bool(steps))
+    assert steps == ["begins"] and bench.tokens("s") == list(row.prediction_ids[:1])
+    bench.run()
+    assert bench.tokens("s") == list(row.prediction_ids)
+
+
 BESIDE = replace(ALWAYS, own_text=False, memory_bytes=0, reads_beside=True)
 
 

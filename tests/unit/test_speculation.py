@@ -596,7 +596,7 @@ def test_two_checks_of_a_moment_in_which_kernels_are_compiled_do_not_end_drafts(
     for seconds in (60.0, 45.0, 1.4, 1.4, 1.4):
         account.checked(seconds, 2.9, 1.0)
         assert not account.is_spent
-    assert account.has_paid
+    assert not account.owes
 
 
 def test_rows_of_batches_wait_for_the_drafts_of_others() -> None:

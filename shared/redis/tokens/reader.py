@@ -33,7 +33,7 @@ REFUSED_S = 5.0  # of writes; whoever has heard nothing for so long is told
 PING_EVERY_S = 5.0  # on a silent subscription: a connection that died without a word is found
 SLACK_MS = 2_000  # between our clock and Redis'
 PAGE = 256  # frames decoded without a pause
-LOGS_AT_ONCE = 64  # sequences: redis-py reads an answer in 50 us, and two of each without a pause
+LOGS_AT_ONCE = 64  # sequences: two answers of each are read without a pause, in 50 us each
 
 
 class FrameReader:

@@ -13,8 +13,9 @@ move on by equally much: as far as the shortest draft goes and holds.
 To know what has held before the next step is given out, the device would wait for the host, and the host for the
 device. So a step that checks may stay *unread* until the next one is under way (unread.py).
 
-Invariants. A step without drafts is `RunningBatch`'s own; when it begins, all steps before it have been read. Batches
-with states, windows, grammars or penalties are read at once.
+Invariants. A step without drafts is `RunningBatch`'s own; when it begins, all steps before it have been read. Of steps
+that stay unread, the first one tells what it is fed. Batches with states, windows, grammars or penalties are read at
+once.
 """
 
 from __future__ import annotations
@@ -157,7 +158,7 @@ class SpeculatingBatch(RunningBatch):
             self._decode_plainly()
             return
         self._at_once = max(0, self._at_once - 1)
-        if (known or self._drafting.has_paid) and self._may_be_unread(rows, drafts):
+        if (known or not self._drafting.owes) and self._may_be_unread(rows, drafts):
             self._check_unread(rows, inputs, drafts)
             return
         parts = [Part(*each) for each in zip(rows, inputs, drafts, strict=True)]

@@ -148,9 +148,9 @@ class Drafting:
         return self._accounts.of(self._size)
 
     @property
-    def has_paid(self) -> bool:
-        """Drafts, in batches like this one; or nobody asks."""
-        return self._account.has_paid or not self._config.adapts_to_time
+    def owes(self) -> bool:
+        """Whether drafts have cost more than they brought, in batches of this size; False where steps are not timed."""
+        return self._config.adapts_to_time and self._account.owes
 
     def _looked_in_vain(self, *, waited: bool) -> None:
         self._account.looked(self._clock() - self._looks_since - self._waited, waited=waited)
@@ -294,7 +294,7 @@ class Drafting:
         """How long drafts should be at most, and whether those of the draft model pay; (0, False): none pays."""
         by_text = [try_of(row, self._rows.get(row), draft) for row, draft in zip(rows, drafts, strict=True)]
         if self._model is None or not lengths:
-            usual = self._account.plain_s * (TRUST if self._account.has_paid else 1.0) if self._all_batch else 0.0
+            usual = self._account.plain_s * (1.0 if self._account.owes else TRUST) if self._all_batch else 0.0
             return best_length(self._times, by_text, alone=not self._hurried, usual=usual), False
         by_model = [
             Try(self._model.chance(row), lengths[row], each.pace) if row in lengths else each

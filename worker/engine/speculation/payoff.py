@@ -46,7 +46,7 @@ BUSY = 1.5  # times the median of a step that checks drafts: one that takes long
 PLAIN_BUSY = 3.0  # and of one without, which may come with a prompt or with none
 PLAIN_SAMPLES = 64  # latest ones
 DOUBT = 2.0  # steps lost since drafts last paid: after that a step without is timed again
-TRUST = 1.2  # so much less than usual a step may bring by what is guessed of it, after drafts have paid
+TRUST = 1.2  # so much less than usual a step may bring by what is guessed of it, while drafts owe nothing
 LOOK = 0.25  # of a step: what it costs to wait for what a step is fed, before it is known to check nothing
 
 
@@ -237,9 +237,9 @@ class Account:
         return self._plain_s
 
     @property
-    def has_paid(self) -> bool:
-        """Whether drafts have brought more than they cost, lately."""
-        return self._steps > AT_FIRST
+    def owes(self) -> bool:
+        """Whether drafts have cost more than they brought, and than each step since allows to lose."""
+        return self._steps <= AT_FIRST
 
     def plain(self, seconds: float, tokens: float) -> None:
         """A step without drafts that follows one without, and so many tokens a row."""
