@@ -27,8 +27,10 @@ def is_on(switch: str) -> bool:
     return os.environ.get(switch, "1") != "0" and is_used()
 
 
+@cache
 def is_right(what: str, switch: str, trials: Callable[[], Iterable[tuple[str, bool]]]) -> bool:
     """Whether a kernel compiles here, and each trial of it, by its name, has said so; a log line tells what has not.
+    It is tried once in a process.
 
     `what`: as the log names it; `switch`: the variable that turns it off.
     """

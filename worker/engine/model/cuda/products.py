@@ -10,7 +10,6 @@ other rows there are, of 2 to 32, and of more.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -34,16 +33,11 @@ _FEW, _MANY = (Path(__file__).with_name(name) for name in ("product.cu", "produc
 
 def are_there() -> bool:
     """Whether this process computes by the kernel."""
-    return is_on(SWITCH) and _runs()
-
-
-@cache
-def _runs() -> bool:
-    """Whether it compiles here and is right: it needs tensor cores that know bfloat16 (compute capability 8.0)."""
-    return is_right("model.products", SWITCH, _trials)
+    return is_on(SWITCH) and is_right("model.products", SWITCH, _trials)
 
 
 def _trials() -> Iterator[tuple[str, bool]]:
+    """It needs tensor cores that know bfloat16 (compute capability 8.0)."""
     for rows, outputs in ((2, 66), (AT_ONCE + 1, 66), (AT_ONCE + 1, 64 * _BLOCKS)):
         x, weight = (mx.arange(count * 256).reshape(count, 256) % by - 3 for count, by in ((rows, 7), (outputs, 5)))
         exact = x.astype(mx.float32) @ weight.astype(mx.float32).T  # of whole numbers: in any order

@@ -8,7 +8,6 @@ order of ids.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
 from math import log
 from pathlib import Path
 
@@ -24,16 +23,11 @@ _SOURCE = Path(__file__).with_name("drawn.cu")
 
 def are_there() -> bool:
     """Whether this process draws by the kernel."""
-    return is_on(SWITCH) and _runs()
-
-
-@cache
-def _runs() -> bool:
-    """Whether it compiles here and is right: every token of equal chances, and of few that have any."""
-    return is_right("sampling.draws", SWITCH, _trials)
+    return is_on(SWITCH) and is_right("sampling.draws", SWITCH, _trials)
 
 
 def _trials() -> Iterator[tuple[str, bool]]:
+    """Every token of equal chances, and of few that have any."""
     for vocab in (1000, 1001):
         uniforms_N1 = (mx.arange(vocab).reshape(-1, 1) + 0.5) / vocab
         tokens_N, logprobs_N = drawn(mx.zeros((vocab, vocab), mx.bfloat16), uniforms_N1, None)
