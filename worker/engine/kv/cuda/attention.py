@@ -103,8 +103,10 @@ def attention(
     _, kv_heads, positions, _ = keys.shape
     masked = isinstance(mask, mx.array)
     seen = mx.broadcast_to(mask, (rows, 1, at_once, positions)) if masked else _nothing()
-    read, join = _calls(queries.shape, kv_heads, positions, queries.dtype, masked, sinks is not None, bits, group_size)
-    part, about = read(inputs=[queries, keys, values, seen, number(scale * _LOG2_E)])
+    read, join = _calls(
+        queries.shape, kv_heads, positions, queries.dtype, scale, masked, sinks is not None, bits, group_size
+    )
+    part, about = read(inputs=[queries, keys, values, seen])
     (out,) = join(inputs=[part, about, about if sinks is None else sinks.astype(mx.float32)])
     return cast(mx.array, out)
 
@@ -123,8 +125,8 @@ def attention_in_place(
     `offset_B`: positions that each row has read before the first of them; `padding_B`: before the row's own first one.
     """
     kv_heads, room = keys.shape[1:3]
-    read, join = _calls(queries.shape, kv_heads, room, queries.dtype, False, False, 0, 0, in_place=True)
-    part, about = read(inputs=[queries, keys, values, offset_B, padding_B, number(scale * _LOG2_E)])
+    read, join = _calls(queries.shape, kv_heads, room, queries.dtype, scale, False, False, 0, 0, in_place=True)
+    part, about = read(inputs=[queries, keys, values, offset_B, padding_B])
     (out,) = join(inputs=[part, about, about, queries])
     return cast(mx.array, out)
 
@@ -135,6 +137,7 @@ def _calls(
     kv_heads: int,
     positions: int,
     dtype: mx.Dtype,
+    scale: float,
     masked: bool,
     sinks: bool,
     bits: int,
@@ -144,7 +147,7 @@ def _calls(
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Both kernels, but for their inputs. All layers of a step ask for the same, and a step waits for its host."""
     rows, query_heads, at_once, size = shape
-    template = [("T", dtype), ("D", size), ("MASKED", masked)]
+    template = [("T", dtype), ("D", size), ("MASKED", masked), ("SCALE", number(scale * _LOG2_E))]
     shared_by = query_heads // kv_heads * at_once
     if not bits and _is_tiled(dtype, size, shared_by):
         name, threads, at_a_time, blocks = "tiles", _TILED_THREADS, _TILED_QUERIES, _TILED_BLOCKS
@@ -158,7 +161,7 @@ def _calls(
         stretches *= 2
     seen, of_join = (("offset", "padding"), ("queries",)) if in_place else (("mask",), ())
     read = partial(
-        _kernel(name, ("queries", "keys", "values", *seen, "scale"), ("part", "about"), in_place=in_place),
+        _kernel(name, ("queries", "keys", "values", *seen), ("part", "about"), in_place=in_place),
         template=[*template, ("THREADS", threads)],
         grid=(stretches * threads, across, rows),
         threadgroup=(threads, 1, 1),
@@ -207,7 +210,7 @@ def install() -> bool:
     def plain_or_fused(
         q: mx.array, k: mx.array, v: mx.array, *, scale: float, mask: Any = None, sinks: Any = None, **others: Any
     ) -> mx.array:
-        if not others and is_for(q, k, v, mask):
+        if not others and scale >= 0 and is_for(q, k, v, mask):
             return attention(q, k, v, scale, mask, sinks)
         if few_shapes.is_for(q, k, v, mask):
             return few_shapes.in_few_shapes(fused, q, k, v, mask, scale=scale, sinks=sinks, **others)

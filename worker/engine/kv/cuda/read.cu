@@ -40,7 +40,7 @@
     query_sum[h] = 0.0f;
 #pragma unroll
     for (int i = 0; i < 8; i++) {
-      query[h][i] = static_cast<float>(from[(at * 8 + i) * queries_strides[3]]) * scale[0];
+      query[h][i] = static_cast<float>(from[(at * 8 + i) * queries_strides[3]]) * __int_as_float(SCALE);
       query_sum[h] += query[h][i];
       weighted[h][i] = 0.0f;
     }

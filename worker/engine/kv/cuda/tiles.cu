@@ -106,7 +106,7 @@
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         float& each = score[i / 2][half * 2 + i % 2];
-        each = is_seen >> (half * 4 + i) & 1 ? each * scale[0] : -1e30f;
+        each = is_seen >> (half * 4 + i) & 1 ? each * __int_as_float(SCALE) : -1e30f;
         top = fmaxf(top, each);
       }
       top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));

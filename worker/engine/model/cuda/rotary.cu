@@ -32,7 +32,7 @@
     }
 #pragma unroll
     for (int away = 16; away > 0; away /= 2) squares += __shfl_xor_sync(0xffffffffu, squares, away);
-    const float by = rsqrtf(squares / SIZE + eps[0]);
+    const float by = rsqrtf(squares / SIZE + __int_as_float(EPS));
     const T* weights = is_query ? of_queries : of_keys;
 #pragma unroll
     for (int i = 0; i < PAIRS; i++) {
@@ -45,14 +45,14 @@
       }
     }
 #endif
-    const float position = scale[0] * static_cast<float>(offset[row] + at_row);
+    const float position = __int_as_float(SCALE) * static_cast<float>(offset[row] + at_row);
 #pragma unroll
     for (int i = 0; i < PAIRS; i++) {
       const int at = i * 32 + lane;
 #ifdef PERIODS
       const float turns = at < HALF ? static_cast<float>(1.0 / periods[at]) : 0.0f;
 #else
-      const float turns = exp2f(-(static_cast<float>(at) / static_cast<float>(HALF)) * log2_base[0]);
+      const float turns = exp2f(-(static_cast<float>(at) / static_cast<float>(HALF)) * __int_as_float(LOG2_BASE));
 #endif
       const float angle = position * turns, cosine = cosf(angle), sine = sinf(angle);
       const float first = static_cast<float>(low[i]), second = static_cast<float>(high[i]);

@@ -38,7 +38,7 @@ class Rotary:
         """None for what the kernel is not made for."""
         if not products.are_there() or size % 2 or getattr(rope, "dims", 0) != size or rope.traditional:
             return None
-        if type(rope) is nn.RoPE:
+        if type(rope) is nn.RoPE and rope.base > 1 and rope.scale >= 0:
             return cls(size, rope.scale, rope.base)
         return cls(size, 1.0, 0.0, rope._freqs) if type(rope) is Llama3RoPE else None
 
@@ -84,21 +84,23 @@ class Rotary:
         held: dict[str, mx.array],
         outputs: dict[str, tuple[int, ...]],
     ) -> list[mx.array]:
-        inputs = {"qkv": qkv, "offset": offset_B, "scale": number(self.scale), **held}
+        inputs = {"qkv": qkv, "offset": offset_B, **held}
+        settings: dict[str, Any] = {"T": qkv.dtype, "SIZE": self.size, "SCALE": number(self.scale)}
         headers: tuple[str, ...] = ("#define PLACED",) if held else ()
         if self.periods is None:
-            inputs["log2_base"] = number(log2(self.base))
+            settings["LOG2_BASE"] = number(log2(self.base))
         else:
             inputs["periods"] = self.periods
             headers += ("#define PERIODS",)
         if norms:
-            inputs |= {"of_queries": norms[0], "of_keys": norms[1], "eps": number(eps)}
+            inputs |= {"of_queries": norms[0], "of_keys": norms[1]}
+            settings["EPS"] = number(eps)
             headers += ("#define NORMED",)
-        queries, keys, _ = heads
+        settings["QUERIES"], settings["KEYS"], _ = heads
         tokens, across = qkv.shape[0], -(-sum(heads) * 32 // _THREADS)
         made: list[mx.array] = kernel(_SOURCE, tuple(inputs), tuple(outputs), headers, copies=not held)(
             inputs=list(inputs.values()),
-            template=[("T", qkv.dtype), ("SIZE", self.size), ("QUERIES", queries), ("KEYS", keys)],
+            template=list(settings.items()),
             grid=(across * _THREADS, tokens, 1),
             threadgroup=(_THREADS, 1, 1),
             output_shapes=list(outputs.values()),

@@ -79,7 +79,7 @@
 #pragma unroll
   for (int away = 16; away > 0; away /= 2) squares += __shfl_xor_sync(0xffffffffu, squares, away);
   if (has) {
-    const float by = rsqrtf(squares / width + eps[0]);
+    const float by = rsqrtf(squares / width + __int_as_float(EPS));
 #pragma unroll
     for (int i = 0; i < PER; i++) {
       const T scaled = static_cast<T>(static_cast<float>(made[i]) * by);

@@ -68,10 +68,12 @@ class NearSums:
 
     def added_and_normed(self, parts: mx.array, fed: mx.array, norm: mx.array, eps: float) -> tuple[mx.array, mx.array]:
         """What a layer was fed [rows, width] and the sum of all ranks' parts; and its norm (RMS), weighted."""
-        out, normed = self._called(("out", "normed"), parts=parts, fed=fed, norm=norm, eps=number(eps))
+        out, normed = self._called(("out", "normed"), parts=parts, fed=fed, norm=norm, eps=eps)
         return out, normed
 
-    def _called(self, outputs: tuple[str, ...], parts: mx.array, **others: mx.array) -> list[mx.array]:
+    def _called(
+        self, outputs: tuple[str, ...], parts: mx.array, eps: float = 0.0, **others: mx.array
+    ) -> list[mx.array]:
         rows, width = parts.shape
         threads = -(-width * parts.dtype.size // _VECTOR // 32) * 32
         settings = self._patience | {
@@ -80,6 +82,7 @@ class NearSums:
             "ROWS": _ROWS,
             "CHUNK": _CHUNK,
             "THREADS": threads,
+            "EPS": number(eps),
         }
         inputs = {"parts": parts, "places": self._places, **others}
         normed = ("#define NORMED",) if "normed" in outputs else ()
