@@ -54,11 +54,13 @@ def kernel(
     headers: tuple[str, ...] = (),
     *,
     copies: bool = True,
+    shared_memory: int = 0,
 ) -> Any:
     """The kernel in a file, as `mx.fast.cuda_kernel` makes it.
 
     `headers`: files beside it or here, or definitions ("#define NAME"). `copies`: inputs that do not lie row by row
-    come as copies that do; else the kernel reads strides.
+    come as copies that do; else the kernel reads strides. `shared_memory`: bytes that a block has, but for
+    what it names itself.
     """
     header = _TYPES + "".join(_included(each, source.parent) for each in headers)
     switches = [each.split()[-1] for each in headers if each.startswith("#")]
@@ -68,7 +70,7 @@ def kernel(
     text = source.read_text()
     named = [f"{each}_{what}" for each in inputs for what in ("shape", "strides", "ndim") if f"{each}_{what}" in text]
     body = f"{_include(source)}// {' '.join(named)}\n"
-    return mx.fast.cuda_kernel(name, inputs, outputs, body, header, ensure_row_contiguous=copies)
+    return mx.fast.cuda_kernel(name, inputs, outputs, body, header, copies, shared_memory)
 
 
 def _included(header: str, folder: Path) -> str:

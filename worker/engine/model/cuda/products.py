@@ -1,17 +1,17 @@
-"""Products of a decode step on CUDA, one kernel each: of few rows (`product.cu`), and of more (`product_many.cu`).
+"""Products of a decode step on CUDA: of few rows by `product.cu`, of more by `product_many.cu` and `product_sum.cu`.
 
 MLX asks cuBLAS for these and captures what it does as a graph of its own, which costs the host 14 to 24 us each; one
-kernel costs it 7 to 10. It takes the GPU as long as cuBLAS's, and a decode step takes its host's time wherever that is
-longer. With one row MLX has a kernel of its own, which is quicker. Products of more than 32 rows, as where drafts are
-checked, read weights several times over, which small ones stand. What a row's sums are does not depend on how many
-other rows there are, of 2 to 32, and of more.
+kernel costs it 4 to 8. Where cuBLAS launches clusters in two dimensions, as it does for most products of 256 rows on a
+Hopper, MLX also makes a whole graph of 30 operations anew in place of changing one. With one row MLX has a kernel of its
+own, which is quicker. What a row's sums are does not depend on how many other rows there are, of 2 to 32, and of more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import mlx.core as mx
 
@@ -19,70 +19,133 @@ from worker.engine.cuda import is_on, is_right, kernel
 
 SWITCH = "PARALLM_CUDA_PRODUCTS"  # 0: MLX's own
 AT_ONCE = 32  # rows of a block, of few
-MOST_ROWS = 256  # by weights of `SMALL` bytes at most
-SMALL = 16 << 20  # they stay in an H100's cache of 50 MB
+MOST_ROWS = 256
+LARGEST = 256 << 20  # bytes of weights that many rows are multiplied with
+_HOPPER = "sm_90"  # what many rows need
 _DTYPES = (mx.bfloat16, mx.float16)
 _STEP, _STEP_OF_MANY = 32, 64  # inputs that are multiplied at once
 # Outputs and warps of a block, and steps that a warp reads ahead. With 4 warps and 4 steps an 8B is a fifth slower at
 # 32 rows.
 _OF_FEW = (32, 8, 2)
-_ROWS_OF_MANY = 64  # of a block
-_BLOCKS = 132  # an H100's multiprocessors: with fewer blocks of 64 outputs these have 32
-_FEW, _MANY = (Path(__file__).with_name(name) for name in ("product.cu", "product_many.cu"))
+_STAGES = 4  # of many
+_OUTPUTS_OF_MANY = (64, 96, 160)
+_SPLITS = (1, 2, 3, 4, 6, 8)
+_FEW, _MANY, _SUM = (Path(__file__).with_name(f"product{name}.cu") for name in ("", "_many", "_sum"))
+_SUM_THREADS = 256
 
 
 def are_there() -> bool:
-    """Whether this process computes by the kernel."""
-    return is_on(SWITCH) and is_right("model.products", SWITCH, _trials)
+    """Whether this process computes by the kernels; `is_for` knows for which rows."""
+    return is_on(SWITCH) and is_right("model.products", SWITCH, _trials_of_few)
 
 
-def _trials() -> Iterator[tuple[str, bool]]:
+def _are_many_there() -> bool:
+    return is_right("model.products_of_many", SWITCH, _trials_of_many)
+
+
+def _trials_of_few() -> Iterator[tuple[str, bool]]:
     """It needs tensor cores that know bfloat16 (compute capability 8.0)."""
-    for rows, outputs in ((2, 66), (AT_ONCE + 1, 66), (AT_ONCE + 1, 64 * _BLOCKS)):
-        x, weight = (mx.arange(count * 256).reshape(count, 256) % by - 3 for count, by in ((rows, 7), (outputs, 5)))
+    yield from _trials((2, 66, 256))
+
+
+def _trials_of_many() -> Iterator[tuple[str, bool]]:
+    yield _HOPPER, mx.device_info().get("architecture") == _HOPPER
+    yield from _trials((AT_ONCE + 1, 66, 256), (70, 200, 4096), (MOST_ROWS, 9000, 2560))
+
+
+def _trials(*shapes: tuple[int, int, int]) -> Iterator[tuple[str, bool]]:
+    for rows, outputs, inputs in shapes:
+        x, weight = (
+            mx.arange(count * inputs).reshape(count, inputs) % by - 3 for count, by in ((rows, 7), (outputs, 5))
+        )
         exact = x.astype(mx.float32) @ weight.astype(mx.float32).T  # of whole numbers: in any order
         made = product(x.astype(mx.bfloat16), weight.astype(mx.bfloat16))
-        yield f"rows={rows}", bool(mx.array_equal(made, exact.astype(mx.bfloat16)))
+        yield f"rows={rows} outputs={outputs}", bool(mx.array_equal(made, exact.astype(mx.bfloat16)))
 
 
 def is_for(x: mx.array, weight: mx.array) -> bool:
-    """Whether the kernel is made for x [rows, in] and weights [out, in]."""
+    """Whether the kernels are made for x [rows, in] and weights [out, in]."""
     rows, inputs = x.shape
     if rows <= AT_ONCE:
         is_sized = rows > 1 and inputs % _STEP == 0
     else:
-        is_sized = rows <= MOST_ROWS and weight.nbytes <= SMALL and inputs % _STEP_OF_MANY == 0
-    return is_sized and x.dtype in _DTYPES and weight.dtype == x.dtype
+        is_sized = rows <= MOST_ROWS and weight.nbytes <= LARGEST and inputs % _STEP_OF_MANY == 0
+    return is_sized and x.dtype in _DTYPES and weight.dtype == x.dtype and (rows <= AT_ONCE or _are_many_there())
 
 
 def product(x: mx.array, weight: mx.array) -> mx.array:
     """x W^T [rows, out], summed in float32."""
-    return _made(x, weight, weight.shape[0], is_gated=False)
+    return _made(x, weight, is_gated=False)
 
 
 def gated(x: mx.array, weight: mx.array) -> mx.array:
     """SwiGLU of the halves of x W^T, [rows, out / 2]: products are rounded as by themselves, the sigmoid once."""
-    return _made(x, weight, weight.shape[0] // 2, is_gated=True)
+    return _made(x, weight, is_gated=True)
 
 
-def _made(x: mx.array, weight: mx.array, width: int, *, is_gated: bool) -> mx.array:
-    rows = x.shape[0]
-    settings: dict[str, Any] = {"T": x.dtype, "GATED": is_gated}
-    if rows <= AT_ONCE:
-        outputs, warps, ahead = _OF_FEW
-        source, at_once = _FEW, 8 if rows <= 8 else 16 if rows <= 16 else AT_ONCE
-        settings |= {"ROWS": at_once, "OUTPUTS": outputs, "WARPS": warps, "AHEAD": ahead}
-    else:
-        source, at_once, warps = _MANY, _ROWS_OF_MANY, 4
-        outputs = 64 if weight.shape[0] * -(-rows // at_once) >= 64 * _BLOCKS else 32
-        settings |= {"OUTPUTS": outputs}
-    made, threads = outputs // 2 if is_gated else outputs, 32 * warps
-    (y,) = kernel(source, ("x", "weight"), ("y",), ("tensor_cores.cuh",))(
+def _made(x: mx.array, weight: mx.array, *, is_gated: bool) -> mx.array:
+    return (_made_of_few if x.shape[0] <= AT_ONCE else _made_of_many)(x, weight, is_gated=is_gated)
+
+
+def _made_of_few(x: mx.array, weight: mx.array, *, is_gated: bool) -> mx.array:
+    rows, (outputs, warps, ahead) = x.shape[0], _OF_FEW
+    at_once = 8 if rows <= 8 else 16 if rows <= 16 else AT_ONCE
+    width, made, threads = weight.shape[0], outputs, 32 * warps
+    if is_gated:
+        width, made = width // 2, made // 2
+    settings = {"ROWS": at_once, "OUTPUTS": outputs, "WARPS": warps, "AHEAD": ahead}
+    (y,) = kernel(_FEW, ("x", "weight"), ("y",), ("tensor_cores.cuh",))(
         inputs=[x, weight],
-        template=list(settings.items()),
-        grid=(-(-width // made) * threads, -(-rows // at_once), 1),
+        template=[("T", x.dtype), ("GATED", is_gated), *settings.items()],
+        grid=(-(-width // made) * threads, 1, 1),
         threadgroup=(threads, 1, 1),
         output_shapes=[(rows, width)],
         output_dtypes=[x.dtype],
     )
     return cast(mx.array, y)
+
+
+def _made_of_many(x: mx.array, weight: mx.array, *, is_gated: bool) -> mx.array:
+    rows, width = x.shape[0], weight.shape[0] // 2 if is_gated else weight.shape[0]
+    outputs, splits = _blocks_of_many(*weight.shape, is_gated=is_gated)
+    groups = -(-rows // 64)
+    memory = _STAGES * (groups * 64 + outputs) * _STEP_OF_MANY * 2 + 1024
+    settings = {"OUTPUTS": outputs, "SPLITS": splits, "GROUPS": groups, "STAGES": _STAGES}
+    (y,) = kernel(_MANY, ("x", "weight"), ("y",), ("tensor_cores.cuh", "warpgroups.cuh"), shared_memory=memory)(
+        inputs=[x, weight],
+        template=[("T", x.dtype), ("GATED", is_gated), *settings.items()],
+        grid=(-(-weight.shape[0] // outputs) * groups * 128, splits, 1),
+        threadgroup=(groups * 128, 1, 1),
+        output_shapes=[(rows, width) if splits == 1 else (splits, rows, width)],
+        output_dtypes=[x.dtype if splits == 1 else mx.float32],
+    )
+    if splits == 1:
+        return cast(mx.array, y)
+    (y,) = kernel(_SUM, ("parts",), ("y",))(
+        inputs=[y],
+        template=[("T", x.dtype), ("SPLITS", splits)],
+        grid=(-(-rows * width // 4), 1, 1),
+        threadgroup=(_SUM_THREADS, 1, 1),
+        output_shapes=[(rows, width)],
+        output_dtypes=[x.dtype],
+    )
+    return cast(mx.array, y)
+
+
+@cache
+def _blocks_of_many(outputs: int, inputs: int, *, is_gated: bool) -> tuple[int, int]:
+    """Outputs of a block, and stretches of the inputs."""
+    return min(
+        ((width, splits) for width in _OUTPUTS_OF_MANY for splits in _SPLITS if splits == 1 or not is_gated),
+        key=lambda blocks: _ns_of_many(outputs, inputs, *blocks),
+    )
+
+
+def _ns_of_many(outputs: int, inputs: int, width: int, splits: int) -> float:
+    """What 256 rows would take."""
+    steps, blocks = -(-inputs // _STEP_OF_MANY // splits), -(-outputs // width) * splits
+    read = (MOST_ROWS + width) * _STEP_OF_MANY * 2
+    step = max(read / 90, read * min(blocks, 132) / 5000, MOST_ROWS * width * _STEP_OF_MANY * 2 / 5500)
+    if splits > 1 and outputs % 4:
+        return float("inf")
+    return -(-blocks // 132) * (steps * step + 1500) + (2500 + outputs * MOST_ROWS * 8 * splits / 4500) * (splits > 1)
