@@ -19,6 +19,9 @@ from worker.engine.model.cuda.rotary import Rotary
 from worker.engine.model.step.decode_step import DecodeStep, join_products
 
 needs_cuda = pytest.mark.skipif(not mx.cuda.is_available(), reason="needs a CUDA device")
+needs_hopper = pytest.mark.skipif(
+    not mx.cuda.is_available() or mx.device_info().get("architecture") != "sm_90", reason="needs a Hopper"
+)
 TYPES = (mx.bfloat16, mx.float16)
 
 
@@ -29,6 +32,19 @@ def drawn(*shape: int, dtype: mx.Dtype = mx.bfloat16) -> mx.array:
 def is_close(one: mx.array, other: mx.array, rtol: float = 2e-2) -> bool:
     one, other = one.astype(mx.float32), other.astype(mx.float32)
     return bool(mx.abs(one - other).max() <= rtol * mx.abs(other).max())
+
+
+def assert_right(rows: int, outputs: int, inputs: int, dtype: mx.Dtype) -> None:
+    x, weight = drawn(rows, inputs, dtype=dtype), drawn(outputs, inputs, dtype=dtype)
+    assert products.is_for(x, weight)
+    assert is_close(products.product(x, weight), x.astype(mx.float32) @ weight.astype(mx.float32).T)
+
+
+def assert_right_behind_a_gate(rows: int, outputs: int, inputs: int, dtype: mx.Dtype) -> None:
+    x, weight = drawn(rows, inputs, dtype=dtype), (drawn(outputs, inputs) / inputs**0.5).astype(dtype)
+    assert products.is_for(x, weight)
+    wanted = swiglu(*mx.split(x.astype(mx.float32) @ weight.astype(mx.float32).T, 2, axis=-1))
+    assert is_close(products.gated(x, weight), wanted, 5e-2)
 
 
 @needs_cuda
@@ -42,35 +58,72 @@ def test_products_of_few_rows(dtype: mx.Dtype) -> None:
         (9, 4096, 128),
         (17, 48, 4096),
         (32, 64, 32),
-        (75, 4096, 1024),
-        (192, 100, 64),
     ):
-        x, weight = drawn(rows, inputs, dtype=dtype), drawn(outputs, inputs, dtype=dtype)
-        assert products.is_for(x, weight)
-        assert is_close(products.product(x, weight), x.astype(mx.float32) @ weight.astype(mx.float32).T)
-    for rows, outputs, inputs in ((2, 64, 64), (5, 8, 32), (32, 1000, 256), (48, 1000, 256)):
-        x, weight = drawn(rows, inputs, dtype=dtype), (drawn(outputs, inputs) / inputs**0.5).astype(dtype)
-        wanted = swiglu(*mx.split(x.astype(mx.float32) @ weight.astype(mx.float32).T, 2, axis=-1))
-        assert is_close(products.gated(x, weight), wanted, 5e-2)
+        assert_right(rows, outputs, inputs, dtype)
+    for rows, outputs, inputs in ((2, 64, 64), (5, 8, 32), (32, 1000, 256)):
+        assert_right_behind_a_gate(rows, outputs, inputs, dtype)
+
+
+@needs_hopper
+@pytest.mark.parametrize("dtype", TYPES)
+def test_products_of_more_rows(dtype: mx.Dtype) -> None:
+    """By blocks of all widths, of one warpgroup to four, and as sums of stretches of the inputs or as a whole."""
+    blocks = set()
+    for rows, outputs, inputs in (
+        (33, 100, 64),
+        (75, 4096, 1024),
+        (192, 101, 128),
+        (64, 1024, 2048),
+        (129, 2560, 9728),
+        (256, 6144, 2560),
+        (250, 9720, 2560),
+    ):
+        assert_right(rows, outputs, inputs, dtype)
+        blocks.add(products.blocks_of_many(outputs, inputs, is_gated=False))
+    for rows, outputs, inputs in ((48, 1000, 256), (90, 66, 64), (256, 6144, 1024), (256, 19456, 2560)):
+        assert_right_behind_a_gate(rows, outputs, inputs, dtype)
+        blocks.add(products.blocks_of_many(outputs, inputs, is_gated=True))
+    assert {width for width, _ in blocks} == {64, 96, 160} and len({splits for _, splits in blocks}) > 2
 
 
 @needs_cuda
+@pytest.mark.parametrize("rows", [3, 32, pytest.param(200, marks=needs_hopper)])
+def test_what_lies_behind_a_product_is_what_separate_operations_make(rows: int) -> None:
+    for outputs, inputs in ((1024, 2048), (2560, 9728), (8192, 64), (136, 4096)):
+        x, weight = drawn(rows, inputs), (drawn(outputs, inputs) / inputs**0.5).astype(mx.bfloat16)
+        fed, norm = drawn(rows, outputs), drawn(outputs)
+        assert products.adds_and_norms(x, weight, fed, norm)
+        added, normed = products.added_and_normed(x, weight, fed, norm, 1e-6)
+        wanted = fed + products.product(x, weight)
+        assert mx.array_equal(added, wanted)
+        assert is_close(normed, mx.fast.rms_norm(wanted, norm, 1e-6), 1e-2)
+    assert not products.adds_and_norms(x, weight[:-2], fed[:, :-2], norm[:-2]), "no whole vectors"
+    assert not products.adds_and_norms(x, weight, fed.astype(mx.float32), norm), "two types"
+
+
+@needs_hopper
 def test_a_row_has_the_same_sums_among_others() -> None:
-    x, weight = drawn(72, 4096), drawn(256, 4096)
+    x, weight = drawn(256, 4096), drawn(256, 4096)
     whole = products.product(x, weight)
     few = products.product(x[:32], weight)
-    for rows in (2, 7, 8, 12, 31, 48):
+    for rows in (2, 7, 8, 12, 31, 48, 100, 192):
         assert mx.array_equal(products.product(x[:rows], weight), (few if rows <= 32 else whole)[:rows])
 
 
 def test_what_the_kernel_is_not_made_for() -> None:
     assert not products.is_for(drawn(257, 64), drawn(64, 64)), "many rows"
-    assert not products.is_for(drawn(33, 4096), drawn(4096, 4096)), "more than a few, and weights that are not small"
-    assert products.is_for(drawn(33, 64), drawn(64, 64))
+    assert products.is_for(drawn(32, 64), drawn(64, 64))
     assert not products.is_for(drawn(1, 64), drawn(64, 64)), "one"
     assert not products.is_for(drawn(2, 48), drawn(64, 48)), "no whole steps"
     assert not products.is_for(drawn(2, 64), drawn(64, 64, dtype=mx.float16)), "two types"
     assert not products.is_for(drawn(2, 64, dtype=mx.float32), drawn(64, 64, dtype=mx.float32))
+
+
+@needs_hopper
+def test_more_than_a_few_rows_by_weights_that_are_large_stay_with_mlx() -> None:
+    weight = mx.zeros((products.LARGEST // 128 // 2, 128), mx.bfloat16)
+    assert products.is_for(drawn(33, 128), weight)
+    assert not products.is_for(drawn(33, 128), mx.zeros((weight.shape[0] + 1, 128), mx.bfloat16))
 
 
 @needs_cuda

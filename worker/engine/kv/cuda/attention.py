@@ -45,6 +45,7 @@ _TILED_FROM = 5  # queries that share a KV head; below, `read.cu` waits for memo
 _TILED_QUERIES = 16  # of a block of `tiles.cu`
 _TILED_THREADS = 64
 _TILED_BLOCKS = 396
+_JOIN_THREADS = 256
 
 
 @cache  # by names, which are told apart sooner than paths
@@ -171,8 +172,8 @@ def _calls(
     join = partial(
         _kernel("join", ("part", "about", "sinks", *of_join), ("out",), in_place=in_place),
         template=[("T", dtype), ("D", size), ("SINKS", sinks)],
-        grid=(rows * query_heads * at_once * size, 1, 1),
-        threadgroup=(size, 1, 1),
+        grid=(rows * query_heads * at_once * size // 4, 1, 1),
+        threadgroup=(_JOIN_THREADS, 1, 1),
         output_shapes=[(rows * at_once, query_heads * size) if in_place else shape],
         output_dtypes=[dtype],
     )

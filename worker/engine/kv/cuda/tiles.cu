@@ -70,25 +70,41 @@
 #pragma unroll
   for (int i = 0; i < D / 2; i++) weighted[i / 32][i / 4 % 8][i % 4] = 0.0f;
 
-  unsigned now = begin + warp * AT_A_TIME < end ? seen(begin + warp * AT_A_TIME) : 0;
-  for (int base = begin + warp * AT_A_TIME; base < end; base += WARPS * AT_A_TIME) {
-    const unsigned is_seen = now;
-    now = base + WARPS * AT_A_TIME < end ? seen(base + WARPS * AT_A_TIME) : 0;  // early: they are waited for
-    if (!__any_sync(0xffffffffu, is_seen != 0)) continue;
-    uint4 key[2][D / 32], value[D / 64][4];
+  // Keys and values come a round ahead, while those before are multiplied: few warps fit, and each waits for its own.
+  uint4 key[2][D / 32], value[D / 64][4], next_key[2][D / 32], next_value[D / 64][4];
+  auto bring = [&](int base) {
 #pragma unroll
     for (int eight = 0; eight < 2; eight++) {
       const T* from = key_row + static_cast<long>(min(base + eight * 8 + of, end - 1)) * keys_strides[2] + at * 8;
 #pragma unroll
-      for (int chunk = 0; chunk < D / 32; chunk++) key[eight][chunk] = *reinterpret_cast<const uint4*>(from + chunk * 32);
+      for (int chunk = 0; chunk < D / 32; chunk++) next_key[eight][chunk] = read_often(from + chunk * 32);
     }
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const int position = base + i / 2 * 8 + at * 2 + i % 2;
       const T* from = value_row + static_cast<long>(min(position, end - 1)) * values_strides[2] + of * 8;
 #pragma unroll
-      for (int half = 0; half < D / 64; half++) value[half][i] = *reinterpret_cast<const uint4*>(from + half * 64);
+      for (int half = 0; half < D / 64; half++) next_value[half][i] = read_often(from + half * 64);
     }
+  };
+
+  const int own = begin + warp * AT_A_TIME;
+  unsigned next_seen = 0;
+  if (own < end) {
+    next_seen = seen(own);
+    bring(own);
+  }
+  for (int base = own; base < end; base += WARPS * AT_A_TIME) {
+    const unsigned is_seen = next_seen;
+#pragma unroll
+    for (int i = 0; i < D / 16; i++) key[i % 2][i / 2] = next_key[i % 2][i / 2];
+#pragma unroll
+    for (int i = 0; i < D / 16; i++) value[i / 4][i % 4] = next_value[i / 4][i % 4];
+    if (base + WARPS * AT_A_TIME < end) {
+      next_seen = seen(base + WARPS * AT_A_TIME);
+      bring(base + WARPS * AT_A_TIME);
+    }
+    if (!__any_sync(0xffffffffu, is_seen != 0)) continue;
     float score[2][4] = {};
 #pragma unroll
     for (int chunk = 0; chunk < D / 32; chunk++) {

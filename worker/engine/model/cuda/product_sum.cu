@@ -1,14 +1,28 @@
-// What stretches of the inputs have added to each number of a product: four numbers a thread.
-  const long four = static_cast<long>(blockIdx.x) * blockDim.x + threadIdx.x, numbers = parts_shape[1] * static_cast<long>(parts_shape[2]);
-  if (four * 4 >= numbers) return;
-  float sums[4] = {};
+// What stretches of the inputs have added to each number of a product, a row of it a block. NORMED: behind that what lies
+// between the product and the next one (`add_and_norm.cuh`), also of a product made as a whole, which is one part.
+  constexpr int PER = 16 / sizeof(T);
+  const long from = static_cast<long>(blockIdx.x) * WIDTH, mine = from + threadIdx.x * PER;
+  alignas(16) T made[PER];
+  if (threadIdx.x * PER < WIDTH) {
+    float sums[PER] = {};
 #pragma unroll
-  for (int split = 0; split < SPLITS; split++) {
-    const float4 part = *reinterpret_cast<const float4*>(parts + split * numbers + four * 4);
-    sums[0] += part.x;
-    sums[1] += part.y;
-    sums[2] += part.z;
-    sums[3] += part.w;
+    for (int part = 0; part < PARTS; part++) {
+      const auto* const numbers = parts + part * static_cast<long>(gridDim.x) * WIDTH + mine;
+      constexpr int VECTORS = PER * sizeof(*parts) / 16, IN_ONE = PER / VECTORS;
+#pragma unroll
+      for (int vector = 0; vector < VECTORS; vector++) {
+        const uint4 raw = reinterpret_cast<const uint4*>(numbers)[vector];
+#pragma unroll
+        for (int i = 0; i < IN_ONE; i++)
+          sums[vector * IN_ONE + i] += static_cast<float>(reinterpret_cast<decltype(numbers)>(&raw)[i]);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < PER; i++) made[i] = static_cast<T>(sums[i]);
+#ifndef NORMED
+    *reinterpret_cast<uint4*>(out + mine) = *reinterpret_cast<uint4*>(made);
+#endif
   }
-#pragma unroll
-  for (int i = 0; i < 4; i++) y[four * 4 + i] = static_cast<T>(sums[i]);
+#ifdef NORMED
+  add_and_norm<THREADS, PER>(made, WIDTH, __int_as_float(EPS), fed + from, norm, out + from, normed + from);
+#endif

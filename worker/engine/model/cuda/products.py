@@ -1,21 +1,22 @@
 """Products of a decode step on CUDA: of few rows by `product.cu`, of more by `product_many.cu` and `product_sum.cu`.
 
 MLX asks cuBLAS for these and captures what it does as a graph of its own, which costs the host 14 to 24 us each; one
-kernel costs it 4 to 8. Where cuBLAS launches clusters in two dimensions, as it does for most products of 256 rows on a
-Hopper, MLX also makes a whole graph of 30 operations anew in place of changing one. With one row MLX has a kernel of its
-own, which is quicker. What a row's sums are does not depend on how many other rows there are, of 2 to 32, and of more.
+kernel costs it 4 to 8. Where cuBLAS launches clusters in two dimensions, as for most products of 256 rows on a Hopper,
+MLX also builds a graph of 30 operations anew in place of changing one. With one row MLX has a kernel of its own, which
+is quicker. What a row's sums are does not depend on how many other rows there are, of 2 to 32, and of more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from math import inf
 from pathlib import Path
 from typing import cast
 
 import mlx.core as mx
 
-from worker.engine.cuda import is_on, is_right, kernel
+from worker.engine.cuda import is_on, is_right, kernel, number
 
 SWITCH = "PARALLM_CUDA_PRODUCTS"  # 0: MLX's own
 AT_ONCE = 32  # rows of a block, of few
@@ -30,8 +31,10 @@ _OF_FEW = (32, 8, 2)
 _STAGES = 4  # of many
 _OUTPUTS_OF_MANY = (64, 96, 160)
 _SPLITS = (1, 2, 3, 4, 6, 8)
+_MULTIPROCESSORS, _BYTES_PER_NS = 132, 47  # of an H200, and what each of them reads from its cache
 _FEW, _MANY, _SUM = (Path(__file__).with_name(f"product{name}.cu") for name in ("", "_many", "_sum"))
-_SUM_THREADS = 256
+_PER = 8  # numbers of 16 bits that a thread adds up, ...
+_WIDEST = 1024 * _PER  # ... and those of a row
 
 
 def are_there() -> bool:
@@ -39,8 +42,10 @@ def are_there() -> bool:
     return is_on(SWITCH) and is_right("model.products", SWITCH, _trials_of_few)
 
 
+@cache
 def _are_many_there() -> bool:
-    return is_right("model.products_of_many", SWITCH, _trials_of_many)
+    is_made_for = mx.device_info().get("architecture") == _HOPPER
+    return is_made_for and is_right("model.products_of_many", SWITCH, _trials_of_many)
 
 
 def _trials_of_few() -> Iterator[tuple[str, bool]]:
@@ -49,7 +54,6 @@ def _trials_of_few() -> Iterator[tuple[str, bool]]:
 
 
 def _trials_of_many() -> Iterator[tuple[str, bool]]:
-    yield _HOPPER, mx.device_info().get("architecture") == _HOPPER
     yield from _trials((AT_ONCE + 1, 66, 256), (70, 200, 4096), (MOST_ROWS, 9000, 2560))
 
 
@@ -75,19 +79,53 @@ def is_for(x: mx.array, weight: mx.array) -> bool:
 
 def product(x: mx.array, weight: mx.array) -> mx.array:
     """x W^T [rows, out], summed in float32."""
-    return _made(x, weight, is_gated=False)
+    parts = _parts(x, weight)
+    return parts if parts.ndim == 2 else _summed(parts, x.dtype)[0]
 
 
 def gated(x: mx.array, weight: mx.array) -> mx.array:
     """SwiGLU of the halves of x W^T, [rows, out / 2]: products are rounded as by themselves, the sigmoid once."""
-    return _made(x, weight, is_gated=True)
+    return _parts(x, weight, is_gated=True)
 
 
-def _made(x: mx.array, weight: mx.array, *, is_gated: bool) -> mx.array:
-    return (_made_of_few if x.shape[0] <= AT_ONCE else _made_of_many)(x, weight, is_gated=is_gated)
+def added_and_normed(
+    x: mx.array, weight: mx.array, fed: mx.array, norm: mx.array, eps: float
+) -> tuple[mx.array, mx.array]:
+    """What a layer was fed [rows, out] and x W^T; and its norm (RMS), weighted."""
+    added, normed = _summed(_parts(x, weight), x.dtype, eps, fed=fed, norm=norm)
+    return added, normed
 
 
-def _made_of_few(x: mx.array, weight: mx.array, *, is_gated: bool) -> mx.array:
+def adds_and_norms(x: mx.array, weight: mx.array, fed: mx.array, norm: mx.array) -> bool:
+    """Whether `added_and_normed` is made for these."""
+    is_whole = weight.shape[0] % _PER == 0 and weight.shape[0] <= _WIDEST
+    return is_for(x, weight) and is_whole and x.dtype == fed.dtype == norm.dtype
+
+
+def _parts(x: mx.array, weight: mx.array, *, is_gated: bool = False) -> mx.array:
+    """[rows, out], or the sums of stretches of the inputs [stretches, rows, out] in float32."""
+    return (_parts_of_few if x.shape[0] <= AT_ONCE else _parts_of_many)(x, weight, is_gated=is_gated)
+
+
+def _summed(parts: mx.array, dtype: mx.Dtype, eps: float = 0.0, **others: mx.array) -> list[mx.array]:
+    """[rows, out] of `parts`; or both of `added_and_normed`, with `others` what the layer was fed and the norm's."""
+    rows, width = parts.shape[-2:]
+    threads = -(-width // _PER // 32) * 32
+    settings = {"WIDTH": width, "PARTS": 1 if parts.ndim == 2 else parts.shape[0], "THREADS": threads}
+    outputs = ("out", "normed") if others else ("out",)
+    headers = ("#define NORMED", "add_and_norm.cuh") if others else ()
+    made: list[mx.array] = kernel(_SUM, ("parts", *others), outputs, headers)(
+        inputs=[parts, *others.values()],
+        template=[("T", dtype), ("P", parts.dtype), *settings.items(), ("EPS", number(eps))],
+        grid=(rows * threads, 1, 1),
+        threadgroup=(threads, 1, 1),
+        output_shapes=[(rows, width)] * len(outputs),
+        output_dtypes=[dtype] * len(outputs),
+    )
+    return made
+
+
+def _parts_of_few(x: mx.array, weight: mx.array, *, is_gated: bool) -> mx.array:
     rows, (outputs, warps, ahead) = x.shape[0], _OF_FEW
     at_once = 8 if rows <= 8 else 16 if rows <= 16 else AT_ONCE
     width, made, threads = weight.shape[0], outputs, 32 * warps
@@ -105,9 +143,9 @@ def _made_of_few(x: mx.array, weight: mx.array, *, is_gated: bool) -> mx.array:
     return cast(mx.array, y)
 
 
-def _made_of_many(x: mx.array, weight: mx.array, *, is_gated: bool) -> mx.array:
+def _parts_of_many(x: mx.array, weight: mx.array, *, is_gated: bool) -> mx.array:
     rows, width = x.shape[0], weight.shape[0] // 2 if is_gated else weight.shape[0]
-    outputs, splits = _blocks_of_many(*weight.shape, is_gated=is_gated)
+    outputs, splits = blocks_of_many(*weight.shape, is_gated=is_gated)
     groups = -(-rows // 64)
     memory = _STAGES * (groups * 64 + outputs) * _STEP_OF_MANY * 2 + 1024
     settings = {"OUTPUTS": outputs, "SPLITS": splits, "GROUPS": groups, "STAGES": _STAGES}
@@ -119,21 +157,11 @@ def _made_of_many(x: mx.array, weight: mx.array, *, is_gated: bool) -> mx.array:
         output_shapes=[(rows, width) if splits == 1 else (splits, rows, width)],
         output_dtypes=[x.dtype if splits == 1 else mx.float32],
     )
-    if splits == 1:
-        return cast(mx.array, y)
-    (y,) = kernel(_SUM, ("parts",), ("y",))(
-        inputs=[y],
-        template=[("T", x.dtype), ("SPLITS", splits)],
-        grid=(-(-rows * width // 4), 1, 1),
-        threadgroup=(_SUM_THREADS, 1, 1),
-        output_shapes=[(rows, width)],
-        output_dtypes=[x.dtype],
-    )
     return cast(mx.array, y)
 
 
 @cache
-def _blocks_of_many(outputs: int, inputs: int, *, is_gated: bool) -> tuple[int, int]:
+def blocks_of_many(outputs: int, inputs: int, *, is_gated: bool) -> tuple[int, int]:
     """Outputs of a block, and stretches of the inputs."""
     return min(
         ((width, splits) for width in _OUTPUTS_OF_MANY for splits in _SPLITS if splits == 1 or not is_gated),
@@ -142,10 +170,10 @@ def _blocks_of_many(outputs: int, inputs: int, *, is_gated: bool) -> tuple[int, 
 
 
 def _ns_of_many(outputs: int, inputs: int, width: int, splits: int) -> float:
-    """What 256 rows would take."""
+    """About what 256 rows take, in ns: a block waits for what it reads, and all of them for sums of stretches."""
+    if splits > 1 and (outputs % _PER or outputs > _WIDEST):
+        return inf
     steps, blocks = -(-inputs // _STEP_OF_MANY // splits), -(-outputs // width) * splits
     read = (MOST_ROWS + width) * _STEP_OF_MANY * 2
-    step = max(read / 90, read * min(blocks, 132) / 5000, MOST_ROWS * width * _STEP_OF_MANY * 2 / 5500)
-    if splits > 1 and outputs % 4:
-        return float("inf")
-    return -(-blocks // 132) * (steps * step + 1500) + (2500 + outputs * MOST_ROWS * 8 * splits / 4500) * (splits > 1)
+    added_up = 4000 + splits * outputs * MOST_ROWS * 4 * 2 / 4000 if splits > 1 else 0
+    return -(-blocks // _MULTIPROCESSORS) * (steps * read / _BYTES_PER_NS + 3000) + added_up

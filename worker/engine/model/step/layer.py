@@ -105,12 +105,13 @@ class Layer:
     ) -> tuple[mx.array, mx.array]:
         """h and what a linear, with adapters, makes of x; and the norm of that."""
         eps, own = self.eps[which == "down"], _if_changed(adapt, which)
+        if own is None:
+            return product.added(arrays, x_NI, h_ND, norm, eps)
         y_ND = product.partial(arrays, x_NI)
-        if own is not None:
-            if not own.ends_with_sum(which):
-                h_ND = h_ND + own(which, x_NI, [y_ND])[0]
-                return h_ND, mx.fast.rms_norm(h_ND, norm, eps)
-            y_ND = own.part(which, x_NI, y_ND)
+        if not own.ends_with_sum(which):
+            h_ND = h_ND + own(which, x_NI, [y_ND])[0]
+            return h_ND, mx.fast.rms_norm(h_ND, norm, eps)
+        y_ND = own.part(which, x_NI, y_ND)
         return product.added_and_normed(arrays, y_ND, h_ND, norm, eps)
 
 

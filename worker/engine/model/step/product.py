@@ -72,10 +72,20 @@ class Product:
         y_NI: mx.array = swiglu(*mx.split(self(arrays, x_NI), 2, axis=-1))
         return y_NI
 
+    def added(
+        self, arrays: Arrays, x_NI: mx.array, h_NO: mx.array, norm: mx.array, eps: float
+    ) -> tuple[mx.array, mx.array]:
+        """h and what this makes of x, and the norm of that: what lies between this linear and the next one."""
+        if self.group is None and "stored" in self.names and "bias" not in self.names:
+            weight = arrays[self.names.index("stored")]
+            if products.adds_and_norms(x_NI, weight, h_NO, norm):
+                return products.added_and_normed(x_NI, weight, h_NO, norm, eps)
+        return self.added_and_normed(arrays, self.partial(arrays, x_NI), h_NO, norm, eps)
+
     def added_and_normed(
         self, arrays: Arrays, y_NO: mx.array, h_NO: mx.array, norm: mx.array, eps: float
     ) -> tuple[mx.array, mx.array]:
-        """h and `partial` sums, and the norm of that: what lies between this linear and the next one."""
+        """The same of `partial` sums."""
         is_sum = self.group is not None and "bias" not in self.names
         if is_sum and (near := near_sums(self.group, y_NO, h_NO, norm)):
             return near.added_and_normed(y_NO, h_NO, norm, eps)

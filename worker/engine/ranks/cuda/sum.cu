@@ -57,34 +57,6 @@
 #ifndef NORMED
   if (has) reinterpret_cast<uint4*>(out + static_cast<long>(row) * width)[at] = *reinterpret_cast<uint4*>(made);
 #else
-  // What the layer was fed is added, and the norm of that taken, with the roundings of separate operations.
-  const long from = static_cast<long>(row) * width + at * PER;
-  float squares = 0.0f;
-  if (has) {
-    const uint4 raw = *reinterpret_cast<const uint4*>(fed + from);
-    const T* numbers = reinterpret_cast<const T*>(&raw);
-#pragma unroll
-    for (int i = 0; i < PER; i++) {
-      made[i] = static_cast<T>(static_cast<float>(numbers[i]) + static_cast<float>(made[i]));
-      squares += static_cast<float>(made[i]) * static_cast<float>(made[i]);
-    }
-    *reinterpret_cast<uint4*>(out + from) = *reinterpret_cast<uint4*>(made);
-  }
-  __shared__ float by_warp[32];
-#pragma unroll
-  for (int away = 16; away > 0; away /= 2) squares += __shfl_xor_sync(0xffffffffu, squares, away);
-  if (at % 32 == 0) by_warp[at / 32] = squares;
-  __syncthreads();
-  squares = at % 32 < THREADS / 32 ? by_warp[at % 32] : 0.0f;
-#pragma unroll
-  for (int away = 16; away > 0; away /= 2) squares += __shfl_xor_sync(0xffffffffu, squares, away);
-  if (has) {
-    const float by = rsqrtf(squares / width + __int_as_float(EPS));
-#pragma unroll
-    for (int i = 0; i < PER; i++) {
-      const T scaled = static_cast<T>(static_cast<float>(made[i]) * by);
-      made[i] = static_cast<T>(static_cast<float>(scaled) * static_cast<float>(norm[at * PER + i]));
-    }
-    *reinterpret_cast<uint4*>(normed + from) = *reinterpret_cast<uint4*>(made);
-  }
+  const long from = static_cast<long>(row) * width;
+  add_and_norm<THREADS, PER>(made, width, __int_as_float(EPS), fed + from, norm, out + from, normed + from);
 #endif

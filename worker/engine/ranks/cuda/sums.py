@@ -85,7 +85,7 @@ class NearSums:
             "EPS": number(eps),
         }
         inputs = {"parts": parts, "places": self._places, **others}
-        normed = ("#define NORMED",) if "normed" in outputs else ()
+        normed = ("#define NORMED", "add_and_norm.cuh") if "normed" in outputs else ()
         made: list[mx.array] = kernel(_SOURCE, tuple(inputs), outputs, normed)(
             inputs=list(inputs.values()),
             template=[("T", parts.dtype), *settings.items()],
