@@ -21,7 +21,7 @@ from worker.engine.cuda import is_on, is_right, kernel, number
 SWITCH = "PARALLM_CUDA_PRODUCTS"  # 0: MLX's own
 AT_ONCE = 32  # rows of a block, of few
 MOST_ROWS = 256
-LARGEST = 256 << 20  # bytes of weights that many rows are multiplied with
+LARGEST = 128 << 20  # bytes of weights that many rows are multiplied with: those of a 4B were measured
 _HOPPER = "sm_90"  # what many rows need
 _DTYPES = (mx.bfloat16, mx.float16)
 _STEP, _STEP_OF_MANY = 32, 64  # inputs that are multiplied at once
