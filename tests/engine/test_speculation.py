@@ -309,11 +309,37 @@ def test_where_drafts_have_lost_more_than_they_brought_the_first_check_is_read_a
     for lost in (0.0, 1.0):
         bench, now = Bench(llama, speculation=replace(ALWAYS, own_text=False, adapts_to_time=True)), count()
         bench.engine.drafting._clock = lambda now=now: float(next(now))
-        bench.engine.drafting._accounts.of(len(rows))._steps -= lost
+        bench.engine.drafting._accounts.of(len(rows), has_texts=True)._steps -= lost
         steps.clear()
         bench.submit(*rows)
         bench.run()
         assert steps[:2] == (["checks", "begins"] if lost else ["begins", "follows"])
+
+
+@pytest.mark.parametrize("by", ["prediction", "memory"])
+def test_rows_with_a_text_do_not_wait_for_what_those_without_one_have_lost(
+    llama: LoadedModel, steps: list[str], by: str
+) -> None:
+    """As in a job's second epoch, behind a first one in which nothing was to be drafted from."""
+    rows, again = (
+        [spec(f"{name}{at}", prompt_of(9, seed=at), max_tokens=60) for at in range(3)] for name in ("s", "again ")
+    )
+    bench, now = Bench(llama, speculation=replace(ALWAYS, own_text=False, adapts_to_time=True)), count()
+    if by == "prediction":
+        rows = predicted(Bench(llama), *rows)
+    else:
+        bench.submit(*rows)
+        bench.run()
+        rows = again
+    drafting = bench.engine.drafting
+    drafting._clock = lambda: float(next(now))
+    lost = drafting._accounts.of(len(rows), has_texts=False)
+    lost._add(-100.0)
+    steps.clear()
+    bench.submit(*rows)
+    bench.run()
+    assert steps and drafting._has_texts and lost._steps < -90
+    assert bench.engine.stats().speculation.accepted > 100
 
 
 def test_a_check_that_stays_unread_tells_what_it_is_fed(llama: LoadedModel, steps: list[str]) -> None:

@@ -32,12 +32,11 @@ from worker.engine.speculation.payoff import (
     UNLIKELY,
     Account,
     Accounts,
-    Chance,
     StepTimes,
     Try,
     best_length,
 )
-from worker.engine.speculation.source import Source, draft, source_of, try_of, up_to_stop
+from worker.engine.speculation.source import Source, Texts, draft, source_of, try_of, up_to_stop
 
 LOOKED_THROUGH = 1 << 18  # ids in one step
 WORTH_KEEPING = 2  # tokens
@@ -71,7 +70,6 @@ class Drafting:
         self._keeps = self.is_on and self._config.memory_bytes > 0
         self._clock = clock
         self._rows: dict[Row, Source] = {}
-        self._chance = Chance()  # of all rows lately: what a new row begins with
         self._step_times = {alone: StepTimes() for alone in (True, False)}  # the latter amid prompts
         self._step_times[True].beside, self._step_times[False].beside = self._step_times[False], self._step_times[True]
         self._began = self._waited = 0.0
@@ -79,8 +77,8 @@ class Drafting:
         self._alone = self._hurried = False
         self._model_reads = False  # the draft model has read prompts in the step that runs
         self._widths = (0, 0)  # of the step that runs and of the one before; 0: not to be timed
-        self._lengths = tuple({self._config.ngram_min, self._config.ngram_max})
-        self._memory = Memory(self._config.memory_bytes, self._lengths)
+        self._memory = Memory(self._config.memory_bytes, tuple({self._config.ngram_min, self._config.ngram_max}))
+        self._texts, self._has_texts = Texts(self._memory, keeps=self._keeps), False
         self._step = 0
         self._accounts = Accounts(on_cpu=mx.default_device() == mx.Device(mx.cpu) if on_cpu is None else on_cpu)
         # What only the device knows may be taken back from KV that can be cut anywhere.
@@ -145,7 +143,7 @@ class Drafting:
 
     @property
     def _account(self) -> Account:
-        return self._accounts.of(self._size)
+        return self._accounts.of(self._size, has_texts=self._has_texts)
 
     @property
     def owes(self) -> bool:
@@ -170,6 +168,7 @@ class Drafting:
         self._step += 1
         if not rows or (most and len(rows) > most):
             return False
+        self._has_texts = self._texts.of_most(rows)
         rests = times and self._account.is_spent
         new = [row for row in rows if row not in self._rows]
         if new:
@@ -357,7 +356,7 @@ class Drafting:
         """Of one draft."""
         if self._model is None or not self._rows[row].by_model:
             self._rows[row].chance.learn(tried, held)
-            self._chance.learn(tried, held, SHARED_RECENT)
+            self._texts.chance(row).learn(tried, held, SHARED_RECENT)
             return
         self._model.learn(row, tried, held)
         was = self._stats
@@ -369,6 +368,7 @@ class Drafting:
             self._model.remove(rows)
         for row in rows:
             self._rows.pop(row, None)
+            self._texts.remove(row)
             self._foreseen.pop(row, None)
             if self._keeps and row.is_over and len(row.tokens) >= WORTH_KEEPING:
                 self._memory.add_later(row.spec, row.tokens)
@@ -391,7 +391,7 @@ class Drafting:
         for row in rows:
             if left <= 0:
                 break
-            self._rows[row] = source_of(row, self._config, self._chance.value, keeps=self._keeps)
+            self._rows[row] = source_of(row, self._config, self._texts.chance(row).value, keeps=self._keeps)
             left -= len(row.spec.prompt_ids) + min(FARTHEST, len(row.spec.prediction_ids))
 
     def _draft(self, row: Row, source: Source | None, rows: int, behind: int = 0) -> list[int]:

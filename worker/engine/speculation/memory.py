@@ -204,11 +204,21 @@ class Memory:
         """What a sequence has written that has ended: taken in when rows ask, which they may not do for long."""
         self._later.add(spec, tokens)
 
-    def begin(self) -> None:
-        """A step begins in which rows ask; what was not asked for in the one before waits no longer."""
+    def _take_in(self) -> None:
         for spec, tokens in self._later.take():
             text = mark_of(spec.id), np.array(tokens, np.int32)
             self.add(Completions(key_of(spec), spec.prompt_ids, [text]))
+
+    def knows(self, spec: SequenceSpec) -> bool:
+        """Whether something has been written behind that prompt."""
+        self._take_in()
+        key = key_of(spec)
+        shelf = self._shelves.get(owner_of(key))
+        return shelf is not None and key in shelf.known
+
+    def begin(self) -> None:
+        """A step begins in which rows ask; what was not asked for in the one before waits no longer."""
+        self._take_in()
         self._step, self._left = self._step + 1, AT_ONCE
         for owner in list(self._due):
             shelf = self._shelves[owner]

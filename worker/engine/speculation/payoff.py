@@ -289,18 +289,18 @@ class Account:
 
 
 class Accounts:
-    """Of batches of each size; on a CPU a step of many rows takes longer for each token of a draft."""
+    """Of batches of each size, with texts and without; on a CPU many rows take longer for each drafted token."""
 
     def __init__(self, *, on_cpu: bool) -> None:
         self._on_cpu = on_cpu
-        self._of: dict[int, Account] = {}
+        self._of: dict[tuple[int, bool], Account] = {}
 
-    def of(self, rows: int) -> Account:
-        """Of batches of about so many rows."""
+    def of(self, rows: int, *, has_texts: bool) -> Account:
+        """Of batches of about so many rows; `has_texts`: most of them have one to draft from besides their own."""
         size = about(rows)
-        if size not in self._of:
-            self._of[size] = Account(lends=size <= FEW_ROWS or not self._on_cpu)
-        return self._of[size]
+        if (size, has_texts) not in self._of:
+            self._of[size, has_texts] = Account(lends=size <= FEW_ROWS or not self._on_cpu)
+        return self._of[size, has_texts]
 
 
 class Try(NamedTuple):

@@ -10,7 +10,7 @@ from worker.engine.batch.row import Row
 from worker.engine.messages import SpeculationConfig
 from worker.engine.speculation.alignment import WINDOW, Course, End
 from worker.engine.speculation.lookup import BEGINNING, NOTHING, Guess, History, Text
-from worker.engine.speculation.memory import ANCHOR, FARTHEST, Joined, Key, key_of, text_behind
+from worker.engine.speculation.memory import ANCHOR, FARTHEST, Joined, Key, Memory, key_of, text_behind
 from worker.engine.speculation.payoff import UNLIKELY, Chance, Try
 
 
@@ -44,6 +44,34 @@ class Source:
     def written(self) -> int:
         """Ids behind the prompt."""
         return len(self.history) - self.prompt
+
+
+class Texts:
+    """Which rows had a text to draft from besides their own when they came: how drafts of such rows hold, and whether
+    they pay, says nothing of the others'."""
+
+    def __init__(self, memory: Memory, *, keeps: bool) -> None:
+        self._memory, self._keeps = memory, keeps
+        self._has: dict[Row, bool] = {}
+        self._chances = {has: Chance() for has in (True, False)}
+
+    def chance(self, row: Row) -> Chance:
+        """Of drafts of all such rows lately: what a new one begins with."""
+        return self._chances[self.of(row)]
+
+    def of(self, row: Row) -> bool:
+        """Whether that one had."""
+        if row not in self._has:
+            self._has[row] = bool(row.spec.prediction_ids) or (self._keeps and self._memory.knows(row.spec))
+        return self._has[row]
+
+    def of_most(self, rows: Sequence[Row]) -> bool:
+        """Whether half of them had, or more."""
+        return 2 * sum(map(self.of, rows)) >= len(rows)
+
+    def remove(self, row: Row) -> None:
+        """It has left."""
+        self._has.pop(row, None)
 
 
 def pace(row: Row, source: Source | None = None) -> float:
