@@ -2,6 +2,7 @@
 
 import random
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
@@ -27,8 +28,10 @@ from worker.engine.batch.row import Row
 from worker.engine.messages import SpeculationConfig
 from worker.engine.model.loader import LoadedModel
 from worker.engine.sampling.draw import Draw
-from worker.engine.speculation import batch, drafting
+from worker.engine.speculation import batch, drafting, source
 from worker.engine.speculation.drafting import Drafting, Step
+from worker.engine.speculation.memory import key_of
+from worker.engine.speculation.source import Texts
 from worker.engine.speculation.unread import Unread
 
 ALWAYS = SpeculationConfig(5, adapts_to_rows=False, adapts_to_time=False, memory_bytes=1 << 20)
@@ -340,6 +343,34 @@ def test_rows_with_a_text_do_not_wait_for_what_those_without_one_have_lost(
     bench.run()
     assert steps and drafting._has_texts and lost._steps < -90
     assert bench.engine.stats().speculation.accepted > 100
+
+
+def test_long_prompts_of_new_rows_are_looked_at_over_several_steps(
+    llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt's hash takes as long as the prompt is; of rows that have left nothing is known."""
+    hashed, looks = Counter[str](), list[int]()
+
+    def counted(each: SequenceSpec) -> bytes:
+        hashed[each.id] += 1
+        return key_of(each)
+
+    def of_most(texts: Texts, rows: list[Row]) -> bool:
+        before = hashed.total()
+        most = look(texts, rows)
+        looks.append(hashed.total() - before)
+        return most
+
+    look = Texts.of_most
+    monkeypatch.setattr(source, "key_of", counted)
+    monkeypatch.setattr(source, "NEW_AT_ONCE", 20)
+    monkeypatch.setattr(Texts, "of_most", of_most)
+    bench = Bench(llama, speculation=replace(ALWAYS, own_text=False))
+    rows = [spec(f"s{at}", prompt_of(16, seed=at), max_tokens=20) for at in range(6)]
+    bench.submit(*rows)
+    bench.run()
+    assert max(looks) == 2 and hashed == {row.id: 1 for row in rows}
+    assert not bench.engine.drafting._texts._known
 
 
 def test_a_check_that_stays_unread_tells_what_it_is_fed(llama: LoadedModel, steps: list[str]) -> None:

@@ -36,11 +36,10 @@ from worker.engine.speculation.payoff import (
     Try,
     best_length,
 )
-from worker.engine.speculation.source import Source, Texts, draft, source_of, try_of, up_to_stop
+from worker.engine.speculation.source import NEW_AT_ONCE, Source, Texts, draft, source_of, try_of, up_to_stop
 
 LOOKED_THROUGH = 1 << 18  # ids in one step
 WORTH_KEEPING = 2  # tokens
-NEW_AT_ONCE = 1 << 13  # ids of new rows in one step, one row at least: a long text takes milliseconds to be taken in
 SILENT = 16  # steps in which nothing suggests itself for any row: after that ...
 SELDOM = 4  # ... one step in so many asks again, for to ask takes time itself
 
@@ -391,7 +390,7 @@ class Drafting:
         for row in rows:
             if left <= 0:
                 break
-            self._rows[row] = source_of(row, self._config, self._texts.chance(row).value, keeps=self._keeps)
+            self._rows[row] = source_of(row, self._config, self._texts)
             left -= len(row.spec.prompt_ids) + min(FARTHEST, len(row.spec.prediction_ids))
 
     def _draft(self, row: Row, source: Source | None, rows: int, behind: int = 0) -> list[int]:

@@ -209,10 +209,9 @@ class Memory:
             text = mark_of(spec.id), np.array(tokens, np.int32)
             self.add(Completions(key_of(spec), spec.prompt_ids, [text]))
 
-    def knows(self, spec: SequenceSpec) -> bool:
+    def knows(self, key: Key) -> bool:
         """Whether something has been written behind that prompt."""
         self._take_in()
-        key = key_of(spec)
         shelf = self._shelves.get(owner_of(key))
         return shelf is not None and key in shelf.known
 

@@ -13,6 +13,8 @@ from worker.engine.speculation.lookup import BEGINNING, NOTHING, Guess, History,
 from worker.engine.speculation.memory import ANCHOR, FARTHEST, Joined, Key, Memory, key_of, text_behind
 from worker.engine.speculation.payoff import UNLIKELY, Chance, Try
 
+NEW_AT_ONCE = 1 << 13  # ids of new rows in one step, one row at least: a long text takes milliseconds to be taken in
+
 
 @dataclass
 class Source:
@@ -52,7 +54,7 @@ class Texts:
 
     def __init__(self, memory: Memory, *, keeps: bool) -> None:
         self._memory, self._keeps = memory, keeps
-        self._has: dict[Row, bool] = {}
+        self._known: dict[Row, tuple[Key | None, bool]] = {}
         self._chances = {has: Chance() for has in (True, False)}
 
     def chance(self, row: Row) -> Chance:
@@ -61,17 +63,34 @@ class Texts:
 
     def of(self, row: Row) -> bool:
         """Whether that one had."""
-        if row not in self._has:
-            self._has[row] = bool(row.spec.prediction_ids) or (self._keeps and self._memory.knows(row.spec))
-        return self._has[row]
+        return self._look_at(row)[1]
+
+    def key(self, row: Row) -> Key | None:
+        """Of what others have written behind its prompt; None: that is not kept."""
+        return self._look_at(row)[0]
 
     def of_most(self, rows: Sequence[Row]) -> bool:
-        """Whether half of them had, or more."""
-        return 2 * sum(map(self.of, rows)) >= len(rows)
+        """Whether half of them had, or more, as far as this step has time to look at those that are new."""
+        left, with_text = NEW_AT_ONCE, 0
+        for row in rows:
+            if (looked_at := self._known.get(row)) is None:
+                if left <= 0:
+                    continue
+                left -= len(row.spec.prompt_ids)
+                looked_at = self._look_at(row)
+            with_text += 1 if looked_at[1] else -1
+        return with_text >= 0
+
+    def _look_at(self, row: Row) -> tuple[Key | None, bool]:
+        if row not in self._known:
+            key = key_of(row.spec) if self._keeps else None
+            has_text = bool(row.spec.prediction_ids) or (key is not None and self._memory.knows(key))
+            self._known[row] = key, has_text
+        return self._known[row]
 
     def remove(self, row: Row) -> None:
         """It has left."""
-        self._has.pop(row, None)
+        self._known.pop(row, None)
 
 
 def pace(row: Row, source: Source | None = None) -> float:
@@ -93,17 +112,17 @@ def up_to_stop(row: Row, draft: list[int]) -> list[int]:
     return next((draft[:at] for at, id_ in enumerate(draft) if id_ in row.stop_ids), draft)
 
 
-def source_of(row: Row, config: SpeculationConfig, chance: float, *, keeps: bool) -> Source:
-    """Of a new row; `chance`: of all rows' drafts lately; `keeps`: what others have written is kept."""
+def source_of(row: Row, config: SpeculationConfig, texts: Texts) -> Source:
+    """Of a new row."""
     spec = row.spec
     predicted = spec.prediction_ids[:FARTHEST]
     prompt = spec.prompt_ids[-FARTHEST if config.prompt_lookup else -ANCHOR :]
     source = Source(
         History([*prompt, *row.tokens]),
         len(row.tokens),
-        Chance(chance),
+        Chance(texts.chance(row).value),
         Text(text_behind(spec.prompt_ids, predicted)) if predicted else None,
-        key_of(spec) if keeps else None,
+        texts.key(row),
         prompt=len(prompt),
     )
     if source.prediction is not None and not row.tokens:
