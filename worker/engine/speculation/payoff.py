@@ -209,8 +209,9 @@ def about(rows: int) -> int:
 class Account:
     """What drafts have brought and cost a batch of such a size, in steps without drafts."""
 
-    def __init__(self, *, lends: bool = True) -> None:
-        """`lends`: some may be lost at first. Else two hundredths of the time must have paid for half a step before a
+    def __init__(self, *, lends: bool = True, beside: Account | None = None) -> None:
+        """`beside`: of batches of the same size, whose steps without drafts take as long. `lends`: some may be lost at
+        first. Else two hundredths of the time must have paid for half a step before a
         try: where a step that checks drafts takes several times as long as others, three are much of a short job."""
         self._steps = AT_FIRST if lends else 0.0
         self._earned, self._again = (EARNED, AGAIN) if lends else (2 * EARNED, AGAIN / 2)
@@ -222,7 +223,10 @@ class Account:
         self._checks: deque[float] = deque(maxlen=SAMPLES)
         self._lost = self._charged = 0.0  # in steps that check drafts, since these have last brought the most
         self._doubted = 0.0  # what a step without drafts was thought to take, until that is timed anew
-        self.is_spent = not lends  # nothing may be tried until more steps have passed
+        if beside is not None:
+            self._plain, self._plain_tokens = beside._plain.copy(), beside._plain_tokens.copy()
+            self._steps = self._steps if lends else max(0.0, beside._steps)
+        self.is_spent = self._steps < self._again and not lends  # nothing may be tried until more steps have passed
 
     @property
     def plain_s(self) -> float:
@@ -239,7 +243,7 @@ class Account:
     @property
     def owes(self) -> bool:
         """Whether drafts have cost more than they brought, and than each step since allows to lose."""
-        return self._steps <= AT_FIRST
+        return self._steps < AT_FIRST
 
     def plain(self, seconds: float, tokens: float) -> None:
         """A step without drafts that follows one without, and so many tokens a row."""
@@ -299,7 +303,8 @@ class Accounts:
         """Of batches of about so many rows; `has_texts`: most of them have one to draft from besides their own."""
         size = about(rows)
         if (size, has_texts) not in self._of:
-            self._of[size, has_texts] = Account(lends=size <= FEW_ROWS or not self._on_cpu)
+            lends, beside = size <= FEW_ROWS or not self._on_cpu, self._of.get((size, not has_texts))
+            self._of[size, has_texts] = Account(lends=lends, beside=beside)
         return self._of[size, has_texts]
 
 
