@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from mlx_lm.models.cache import ConcatenateKVCache
+from mlx_lm.models.cache import BatchKVCache, ConcatenateKVCache
 from msgspec import structs
 
 from shared.frames import TokenEvent
@@ -31,6 +31,7 @@ from worker.engine.sampling.draw import Draw
 from worker.engine.speculation import batch, drafting, source
 from worker.engine.speculation.drafting import Drafting, Step
 from worker.engine.speculation.memory import key_of
+from worker.engine.speculation.payoff import AT_FIRST, FIRST_CHANCE
 from worker.engine.speculation.source import Texts
 from worker.engine.speculation.unread import Unread
 
@@ -343,6 +344,48 @@ def test_rows_with_a_text_do_not_wait_for_what_those_without_one_have_lost(
     bench.run()
     assert steps and drafting._has_texts and lost._steps < -90
     assert bench.engine.stats().speculation.accepted > 100
+
+
+def test_drafts_are_charged_to_what_allowed_them_whoever_has_come_or_left_since() -> None:
+    """As if rows without texts joined whenever a check is read."""
+    now = [0.0]
+    drafting = Drafting(SpeculationConfig(), [BatchKVCache([0])], clock=lambda: now[0], on_cpu=False)
+
+    def begin(*, has_texts: bool) -> None:
+        drafting.begin(4, alone=True, hurried=False)
+        drafting._has_texts = has_texts
+
+    def end(seconds: float) -> None:
+        drafting.told(4)
+        now[0] += seconds
+
+    for at in range(20):
+        begin(has_texts=at % 2 == 0)
+        end(1.0)
+    texts, others = (drafting._accounts.of(4, has_texts=each) for each in (True, False))
+    for checks in count():
+        begin(has_texts=True)
+        if texts.is_spent or checks == 100:
+            break
+        drafting.checks(8, "begins")
+        end(1.5)
+        begin(has_texts=False)
+        drafting.only_reads()
+        end(1.5)
+        for _ in range(3):  # timed anew, as after a loss
+            begin(has_texts=True)
+            end(1.0)
+    assert 2 < checks < 10 and others._steps > AT_FIRST
+
+
+def test_rows_with_a_text_begin_with_what_is_known_of_such_rows(llama: LoadedModel) -> None:
+    copying, foretold = spec("own", [5, 6, 7] * 8, max_tokens=40), spec("foretold", prompt_of(9), max_tokens=40)
+    for has_text, rows in ((False, [copying]), (True, predicted(Bench(llama), foretold))):
+        bench = Bench(llama, speculation=replace(ALWAYS, memory_bytes=0))
+        bench.submit(*rows)
+        bench.run()
+        chances = bench.engine.drafting._texts._chances
+        assert chances[has_text].known != FIRST_CHANCE and chances[not has_text].known == FIRST_CHANCE
 
 
 def test_long_prompts_of_new_rows_are_looked_at_over_several_steps(

@@ -82,6 +82,7 @@ class Drafting:
         self._accounts = Accounts(on_cpu=mx.default_device() == mx.Device(mx.cpu) if on_cpu is None else on_cpu)
         # What only the device knows may be taken back from KV that can be cut anywhere.
         self.overlaps = self.is_on and self._config.overlaps and model is None and are_cut(kv)
+        self._tried_on = Account()  # the latest drafts; others may be most when their check is read
         self._foreseen: dict[Row, tuple[int, int, list[int]]] = {}  # of so many tokens, and up to so many to come: ids
         self._predicted: set[Row] = set()  # whose drafts in the latest step that checks some are of their predictions
         self._step_is: Step = "plain"  # the one that runs
@@ -130,11 +131,11 @@ class Drafting:
         if self._step_is == "reads":
             took, tokens = took + self._half[0], tokens + self._half[1]
         if width > 1:
-            plain = (self._account.plain_s if self._all_batch else 0.0) or self._times.usual(self._size, 1) or took
-            if self._account.checked(took, tokens, plain):
-                self._account.doubt(self._times.forget(self._size))
+            plain = (self._tried_on.plain_s if self._all_batch else 0.0) or self._times.usual(self._size, 1) or took
+            if self._tried_on.checked(took, tokens, plain):
+                self._tried_on.doubt(self._times.forget(self._size))
         elif before > 1:
-            self._account.back(took, tokens)
+            self._tried_on.back(took, tokens)
         elif width:
             self._account.plain(took, tokens)
             if (known := self._times.known(self._size, 1)) is not None:
@@ -320,7 +321,7 @@ class Drafting:
 
     def checks(self, width: int, step: Step = "checks") -> None:
         """The step that runs checks drafts."""
-        self._widths, self._step_is = (width, self._widths[1]), step
+        self._widths, self._step_is, self._tried_on = (width, self._widths[1]), step, self._account
         self._predicted = {row for row, source in self._rows.items() if source.is_predicted}
 
     def only_reads(self) -> None:

@@ -201,7 +201,7 @@ class Memory:
         self.bytes = 0  # of all
 
     def add_later(self, spec: SequenceSpec, tokens: list[int]) -> None:
-        """What a sequence has written that has ended: taken in when rows ask, which they may not do for long."""
+        """What a sequence has written that has ended: taken in when rows come or ask."""
         self._later.add(spec, tokens)
 
     def _take_in(self) -> None:

@@ -7,9 +7,10 @@ and jobs may: of these only the sum counts. So both kinds of steps are timed as 
 and then, since contexts grow and machines get busy.
 
 That is a guess, and to make it takes time. So it is kept account of what drafts have brought and what they and looking
-for them have cost (`Account`): what is lost for good is a hundredth of the time, of many rows on a CPU two, and nothing
-in advance. A loss may mean that all steps take longer than they did, on a machine that others use: it is believed once
-steps without drafts have been timed anew.
+for them have cost (`Account`), where rows have texts to draft from and where they have none. What is lost for good is a
+hundredth of the time and three steps of each, of many rows on a CPU two hundredths, and nothing in advance. A loss may
+mean that all steps take longer than they did, on a machine that others use: it is believed once steps without drafts
+have been timed anew.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from statistics import median, median_low
 from typing import NamedTuple
 
 RECENT = 0.07  # weight of the latest drafted token in a row's chance; the first ones weigh more
-SHARED_RECENT = 0.02  # and in that of all rows
+SHARED_RECENT = 0.02  # and in that of all rows with a text to draft from, or of all without
 FEW = 2.0  # drafted tokens, as many as what a row begins with counts for
 FIRST_CHANCE = 0.5  # before anything is known
 HOPE = 0.7  # what a row that has paused is tried with

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import cast
 
 import mlx.core as mx
+from mlx_lm.models.activations import swiglu
 
 from worker.engine.cuda import is_on, is_right, kernel, number
 
@@ -32,6 +33,7 @@ _STAGES = 4  # of many
 _OUTPUTS_OF_MANY = (64, 96, 160)
 _SPLITS = (1, 2, 3, 4, 6, 8)
 _MULTIPROCESSORS, _BYTES_PER_NS = 132, 47  # of an H200, and what each of them reads from its cache
+_FULL = _OUTPUTS_OF_MANY[-1] * _MULTIPROCESSORS  # outputs that the widest blocks are made for, of few inputs
 _FEW, _MANY, _SUM = (Path(__file__).with_name(f"product{name}.cu") for name in ("", "_many", "_sum"))
 _PER = 8  # numbers of 16 bits that a thread adds up, ...
 _WIDEST = 1024 * _PER  # ... and those of a row
@@ -39,7 +41,10 @@ _WIDEST = 1024 * _PER  # ... and those of a row
 
 def are_there() -> bool:
     """Whether this process computes by the kernels; `is_for` knows for which rows."""
-    return is_on(SWITCH) and is_right("model.products", SWITCH, _trials_of_few)
+    are_few_there = is_on(SWITCH) and is_right("model.products", SWITCH, _trials_of_few)
+    if are_few_there:
+        _are_many_there()  # found out when a model is loaded, and not amid a request
+    return are_few_there
 
 
 @cache
@@ -50,21 +55,30 @@ def _are_many_there() -> bool:
 
 def _trials_of_few() -> Iterator[tuple[str, bool]]:
     """It needs tensor cores that know bfloat16 (compute capability 8.0)."""
-    yield from _trials((2, 66, 256))
+    yield from _trials(mx.bfloat16, (2, 66, 256))
 
 
 def _trials_of_many() -> Iterator[tuple[str, bool]]:
-    yield from _trials((AT_ONCE + 1, 66, 256), (70, 200, 4096), (MOST_ROWS, 9000, 2560))
+    """Blocks of all widths, and stretches; the widest have no register to spare."""
+    yield from _trials(mx.float16, (AT_ONCE + 1, 66, 256), (MOST_ROWS, _FULL, 64))
+    yield from _trials(mx.bfloat16, (70, 200, 4096), (MOST_ROWS, 2560, 4096), (MOST_ROWS, _FULL, 64))
+    x, weight = _whole(MOST_ROWS, 64) / 3, _whole(_FULL, 64) / 4
+    exact = swiglu(*mx.split(x @ weight.T, 2, axis=-1))
+    for dtype in _DTYPES:
+        made = gated(x.astype(dtype), weight.astype(dtype)).astype(mx.float32)
+        yield f"gated {dtype}", bool(mx.abs(made - exact).max() <= 0.05 * mx.abs(exact).max())
 
 
-def _trials(*shapes: tuple[int, int, int]) -> Iterator[tuple[str, bool]]:
+def _trials(dtype: mx.Dtype, *shapes: tuple[int, int, int]) -> Iterator[tuple[str, bool]]:
     for rows, outputs, inputs in shapes:
-        x, weight = (
-            mx.arange(count * inputs).reshape(count, inputs) % by - 3 for count, by in ((rows, 7), (outputs, 5))
-        )
-        exact = x.astype(mx.float32) @ weight.astype(mx.float32).T  # of whole numbers: in any order
-        made = product(x.astype(mx.bfloat16), weight.astype(mx.bfloat16))
-        yield f"rows={rows} outputs={outputs}", bool(mx.array_equal(made, exact.astype(mx.bfloat16)))
+        x, weight = _whole(rows, inputs), _whole(outputs, inputs)
+        made, exact = product(x.astype(dtype), weight.astype(dtype)), x @ weight.T
+        yield f"{dtype} rows={rows} outputs={outputs}", bool(mx.array_equal(made, exact.astype(dtype)))
+
+
+def _whole(rows: int, inputs: int) -> mx.array:
+    """Numbers that a product sums up to the same in any order."""
+    return ((mx.arange(rows * inputs).reshape(rows, inputs) * 37 // 11) % 7 - 3).astype(mx.float32)
 
 
 def is_for(x: mx.array, weight: mx.array) -> bool:
