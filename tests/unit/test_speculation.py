@@ -54,6 +54,7 @@ from worker.engine.speculation.payoff import (
     PLAIN_STALE,
     STALE,
     Account,
+    Accounts,
     Chance,
     StepTimes,
     Try,
@@ -644,6 +645,21 @@ def test_where_a_try_costs_much_it_is_paid_for_before() -> None:
         else:
             paying.checked(1.5, 2.0, 1.0)
         assert paying.is_spent == (step < 24), "and goes on if it pays"
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_rows_with_texts_and_those_without_have_accounts_of_their_own(on_cpu: bool) -> None:
+    """What steps without drafts take is known to both, and of each nothing is lost by what the other's drafts lose."""
+    accounts = Accounts(on_cpu=on_cpu)
+    without = accounts.of(32, has_texts=False)
+    for _ in range(400):
+        without.plain(2.0, 1.0)
+    without.checked(30.0, 1.0, 2.0)
+    texts = accounts.of(32, has_texts=True)
+    assert without.plain_s == texts.plain_s == 2.0 and texts.is_spent == texts.owes == on_cpu
+    texts.plain(4.0, 1.0)
+    assert texts.plain_s > without.plain_s == 2.0
+    assert accounts.of(20, has_texts=True) is texts and accounts.of(20, has_texts=False) is without
 
 
 def test_drafts_that_pay_are_made_all_the_time_though_the_machine_is_busy_at_times() -> None:

@@ -212,8 +212,8 @@ class Account:
 
     def __init__(self, *, lends: bool = True, beside: Account | None = None) -> None:
         """`beside`: of batches of the same size, whose steps without drafts take as long. `lends`: some may be lost at
-        first. Else two hundredths of the time must have paid for half a step before a
-        try: where a step that checks drafts takes several times as long as others, three are much of a short job."""
+        first. Else two hundredths of the time must have paid for half a step before a try: where a step that checks
+        drafts takes several times as long as others, three are much of a short job."""
         self._steps = AT_FIRST if lends else 0.0
         self._earned, self._again = (EARNED, AGAIN) if lends else (2 * EARNED, AGAIN / 2)
         # Checks; before, each loses a step at most: two may be of one moment in which a GPU's kernels are compiled.
@@ -226,8 +226,7 @@ class Account:
         self._doubted = 0.0  # what a step without drafts was thought to take, until that is timed anew
         if beside is not None:
             self._plain, self._plain_tokens = beside._plain.copy(), beside._plain_tokens.copy()
-            self._steps = self._steps if lends else max(0.0, beside._steps)
-        self.is_spent = self._steps < self._again and not lends  # nothing may be tried until more steps have passed
+        self.is_spent = not lends  # nothing may be tried until more steps have passed
 
     @property
     def plain_s(self) -> float:
