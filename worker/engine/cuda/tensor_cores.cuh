@@ -56,15 +56,6 @@ __device__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(GROUPS) : "memory");
 }
 
-// Four 8 x 8 tiles of 16-bit numbers from shared memory, spread over a warp; each lane names a row of one.
-__device__ inline void four_tiles(unsigned* four, const void* from) {
-  const unsigned at = static_cast<unsigned>(__cvta_generic_to_shared(from));
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-      : "=r"(four[0]), "=r"(four[1]), "=r"(four[2]), "=r"(four[3])
-      : "r"(at)
-      : "memory");
-}
-
 // SwiGLU of two numbers of T, rounded as MLX's operations round.
 template <typename T>
 __device__ T opened(T gate, T up) {

@@ -59,11 +59,7 @@ class Texts:
 
     def chance(self, row: Row) -> Chance:
         """Of drafts of all such rows lately: what a new one begins with."""
-        return self._chances[self.of(row)]
-
-    def of(self, row: Row) -> bool:
-        """Whether that one had."""
-        return self._look_at(row)[1]
+        return self._chances[self._look_at(row)[1]]
 
     def key(self, row: Row) -> Key | None:
         """Of what others have written behind its prompt; None: that is not kept."""

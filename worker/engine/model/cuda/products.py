@@ -9,7 +9,7 @@ is quicker. What a row's sums are does not depend on how many other rows there a
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from math import inf
 from pathlib import Path
 from typing import cast
@@ -23,7 +23,7 @@ SWITCH = "PARALLM_CUDA_PRODUCTS"  # 0: MLX's own
 AT_ONCE = 32  # rows of a block, of few
 MOST_ROWS = 256
 LARGEST = 128 << 20  # bytes of weights that many rows are multiplied with: those of a 4B were measured
-_HOPPER = "sm_90"  # what many rows need
+HOPPER = "sm_90"  # what many rows need
 _DTYPES = (mx.bfloat16, mx.float16)
 _STEP, _STEP_OF_MANY = 32, 64  # inputs that are multiplied at once
 # Outputs and warps of a block, and steps that a warp reads ahead. With 4 warps and 4 steps an 8B is a fifth slower at
@@ -41,16 +41,15 @@ _WIDEST = 1024 * _PER  # ... and those of a row
 
 def are_there() -> bool:
     """Whether this process computes by the kernels; `is_for` knows for which rows."""
-    are_few_there = is_on(SWITCH) and is_right("model.products", SWITCH, _trials_of_few)
-    if are_few_there:
-        _are_many_there()  # found out when a model is loaded, and not amid a request
-    return are_few_there
+    return is_on(SWITCH) and is_right("model.products", SWITCH, _trials_of_few)
 
 
 @cache
-def _are_many_there() -> bool:
-    is_made_for = mx.device_info().get("architecture") == _HOPPER
-    return is_made_for and is_right("model.products_of_many", SWITCH, _trials_of_many)
+def are_many_there(dtype: mx.Dtype) -> bool:
+    """Whether more rows of that type do, too. Asked when a model is loaded, it is found out there, and not amid a
+    request."""
+    is_made_for = dtype in _DTYPES and mx.device_info().get("architecture") == HOPPER
+    return is_made_for and is_right("model.products_of_many", SWITCH, partial(_trials_of_many, dtype))
 
 
 def _trials_of_few() -> Iterator[tuple[str, bool]]:
@@ -58,15 +57,14 @@ def _trials_of_few() -> Iterator[tuple[str, bool]]:
     yield from _trials(mx.bfloat16, (2, 66, 256))
 
 
-def _trials_of_many() -> Iterator[tuple[str, bool]]:
-    """Blocks of all widths, and stretches; the widest have no register to spare."""
-    yield from _trials(mx.float16, (AT_ONCE + 1, 66, 256), (MOST_ROWS, _FULL, 64))
-    yield from _trials(mx.bfloat16, (70, 200, 4096), (MOST_ROWS, 2560, 4096), (MOST_ROWS, _FULL, 64))
+def _trials_of_many(dtype: mx.Dtype) -> Iterator[tuple[str, bool]]:
+    """Blocks of 64 and 160 outputs, and stretches; the widest have no register to spare."""
+    shapes = (AT_ONCE + 1, 66, 256), (70, 200, 4096), (MOST_ROWS, 2560, 4096), (MOST_ROWS, _FULL, 64)
+    yield from _trials(dtype, *shapes)
     x, weight = _whole(MOST_ROWS, 64) / 3, _whole(_FULL, 64) / 4
     exact = swiglu(*mx.split(x @ weight.T, 2, axis=-1))
-    for dtype in _DTYPES:
-        made = gated(x.astype(dtype), weight.astype(dtype)).astype(mx.float32)
-        yield f"gated {dtype}", bool(mx.abs(made - exact).max() <= 0.05 * mx.abs(exact).max())
+    made = gated(x.astype(dtype), weight.astype(dtype)).astype(mx.float32)
+    yield f"gated {dtype}", bool(mx.abs(made - exact).max() <= 0.05 * mx.abs(exact).max())
 
 
 def _trials(dtype: mx.Dtype, *shapes: tuple[int, int, int]) -> Iterator[tuple[str, bool]]:
@@ -88,7 +86,7 @@ def is_for(x: mx.array, weight: mx.array) -> bool:
         is_sized = rows > 1 and inputs % _STEP == 0
     else:
         is_sized = rows <= MOST_ROWS and weight.nbytes <= LARGEST and inputs % _STEP_OF_MANY == 0
-    return is_sized and x.dtype in _DTYPES and weight.dtype == x.dtype and (rows <= AT_ONCE or _are_many_there())
+    return is_sized and x.dtype in _DTYPES and weight.dtype == x.dtype and (rows <= AT_ONCE or are_many_there(x.dtype))
 
 
 def product(x: mx.array, weight: mx.array) -> mx.array:
@@ -118,7 +116,27 @@ def adds_and_norms(x: mx.array, weight: mx.array, fed: mx.array, norm: mx.array)
 
 def _parts(x: mx.array, weight: mx.array, *, is_gated: bool = False) -> mx.array:
     """[rows, out], or the sums of stretches of the inputs [stretches, rows, out] in float32."""
-    return (_parts_of_few if x.shape[0] <= AT_ONCE else _parts_of_many)(x, weight, is_gated=is_gated)
+    rows, width = x.shape[0], weight.shape[0] // 2 if is_gated else weight.shape[0]
+    source, memory, splits = _FEW, 0, 1
+    if rows <= AT_ONCE:
+        outputs, warps, ahead = _OF_FEW
+        settings = {"ROWS": 8 if rows <= 8 else 16 if rows <= 16 else AT_ONCE, "WARPS": warps, "AHEAD": ahead}
+    else:
+        outputs, splits = blocks_of_many(*weight.shape, is_gated=is_gated)
+        groups = -(-rows // 64)
+        source, warps = _MANY, 4 * groups
+        memory = _STAGES * (groups * 64 + outputs) * _STEP_OF_MANY * 2 + 1024
+        settings = {"SPLITS": splits, "GROUPS": groups, "STAGES": _STAGES}
+    headers = ("tensor_cores.cuh", "warpgroups.cuh") if source is _MANY else ("tensor_cores.cuh",)
+    (y,) = kernel(source, ("x", "weight"), ("y",), headers, shared_memory=memory)(
+        inputs=[x, weight],
+        template=[("T", x.dtype), ("GATED", is_gated), ("OUTPUTS", outputs), *settings.items()],
+        grid=(-(-weight.shape[0] // outputs) * 32 * warps, splits, 1),
+        threadgroup=(32 * warps, 1, 1),
+        output_shapes=[(rows, width) if splits == 1 else (splits, rows, width)],
+        output_dtypes=[x.dtype if splits == 1 else mx.float32],
+    )
+    return cast(mx.array, y)
 
 
 def _summed(parts: mx.array, dtype: mx.Dtype, eps: float = 0.0, **others: mx.array) -> list[mx.array]:
@@ -137,41 +155,6 @@ def _summed(parts: mx.array, dtype: mx.Dtype, eps: float = 0.0, **others: mx.arr
         output_dtypes=[dtype] * len(outputs),
     )
     return made
-
-
-def _parts_of_few(x: mx.array, weight: mx.array, *, is_gated: bool) -> mx.array:
-    rows, (outputs, warps, ahead) = x.shape[0], _OF_FEW
-    at_once = 8 if rows <= 8 else 16 if rows <= 16 else AT_ONCE
-    width, made, threads = weight.shape[0], outputs, 32 * warps
-    if is_gated:
-        width, made = width // 2, made // 2
-    settings = {"ROWS": at_once, "OUTPUTS": outputs, "WARPS": warps, "AHEAD": ahead}
-    (y,) = kernel(_FEW, ("x", "weight"), ("y",), ("tensor_cores.cuh",))(
-        inputs=[x, weight],
-        template=[("T", x.dtype), ("GATED", is_gated), *settings.items()],
-        grid=(-(-width // made) * threads, 1, 1),
-        threadgroup=(threads, 1, 1),
-        output_shapes=[(rows, width)],
-        output_dtypes=[x.dtype],
-    )
-    return cast(mx.array, y)
-
-
-def _parts_of_many(x: mx.array, weight: mx.array, *, is_gated: bool) -> mx.array:
-    rows, width = x.shape[0], weight.shape[0] // 2 if is_gated else weight.shape[0]
-    outputs, splits = blocks_of_many(*weight.shape, is_gated=is_gated)
-    groups = -(-rows // 64)
-    memory = _STAGES * (groups * 64 + outputs) * _STEP_OF_MANY * 2 + 1024
-    settings = {"OUTPUTS": outputs, "SPLITS": splits, "GROUPS": groups, "STAGES": _STAGES}
-    (y,) = kernel(_MANY, ("x", "weight"), ("y",), ("tensor_cores.cuh", "warpgroups.cuh"), shared_memory=memory)(
-        inputs=[x, weight],
-        template=[("T", x.dtype), ("GATED", is_gated), *settings.items()],
-        grid=(-(-weight.shape[0] // outputs) * groups * 128, splits, 1),
-        threadgroup=(groups * 128, 1, 1),
-        output_shapes=[(rows, width) if splits == 1 else (splits, rows, width)],
-        output_dtypes=[x.dtype if splits == 1 else mx.float32],
-    )
-    return cast(mx.array, y)
 
 
 @cache

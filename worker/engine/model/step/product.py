@@ -35,6 +35,7 @@ class Product:
             how = cls(tuple(arrays), group, linear.bits, linear.group_size, linear.mode)
         else:
             if products.are_there():
+                products.are_many_there(arrays["weight"].dtype)
                 arrays["stored"] = arrays["weight"]
             arrays["weight"] = arrays["weight"].T
             mx.eval(arrays["weight"])  # a view that no step makes again
