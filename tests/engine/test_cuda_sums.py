@@ -64,8 +64,7 @@ class OfOne(sums.NearSums):
 def test_a_decode_step_asks_for_sums_of_one_type_alone(
     norms: mx.Dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = load_model(EngineConfig(str(write_model(tmp_path, QWEN3)))).model
-    model.set_dtype(mx.bfloat16)
+    model = load_model(EngineConfig(str(write_model(tmp_path, QWEN3)), dtype="bfloat16")).model
     for layer in model.layers:
         layer.post_attention_layernorm.weight = layer.post_attention_layernorm.weight.astype(norms)
     near = OfOne(mx.distributed.init(backend="ring"))
