@@ -86,16 +86,19 @@ def test_products_of_more_rows(dtype: mx.Dtype) -> None:
 @needs_cuda
 @pytest.mark.parametrize("rows", [3, 32, pytest.param(200, marks=needs_hopper)])
 def test_what_lies_behind_a_product_is_what_separate_operations_make(rows: int) -> None:
+    """Of parts, and of a product that was made as a whole."""
     for outputs, inputs in ((1024, 2048), (2560, 9728), (8192, 64), (136, 4096)):
         x, weight = drawn(rows, inputs), (drawn(outputs, inputs) / inputs**0.5).astype(mx.bfloat16)
         fed, norm = drawn(rows, outputs), drawn(outputs)
-        assert products.adds_and_norms(x, weight, fed, norm)
-        added, normed = products.added_and_normed(x, weight, fed, norm, 1e-6)
-        wanted = fed + products.product(x, weight)
-        assert mx.array_equal(added, wanted)
-        assert is_close(normed, mx.fast.rms_norm(wanted, norm, 1e-6), 1e-2)
-    assert not products.adds_and_norms(x, weight[:-2], fed[:, :-2], norm[:-2]), "no whole vectors"
-    assert not products.adds_and_norms(x, weight, fed.astype(mx.float32), norm), "two types"
+        assert products.adds_and_norms(fed, norm)
+        made = products.product(x, weight)
+        wanted = fed + made
+        for each in (products.parts(x, weight), made):
+            added, normed = products.added_and_normed(each, fed, norm, 1e-6)
+            assert mx.array_equal(added, wanted)
+            assert is_close(normed, mx.fast.rms_norm(wanted, norm, 1e-6), 1e-2)
+    assert not products.adds_and_norms(fed[:, :-2], norm[:-2]), "no whole vectors"
+    assert not products.adds_and_norms(fed.astype(mx.float32), norm), "two types"
 
 
 @needs_cuda

@@ -111,11 +111,13 @@ def test_products_by_a_kernel_are_where_products_were(
         asked.append("gated")
         return swiglu(*mx.split(x @ weight.T, 2, axis=-1))
 
-    def added_and_normed(
-        x: mx.array, weight: mx.array, fed: mx.array, norm: mx.array, eps: float
-    ) -> tuple[mx.array, mx.array]:
+    def parts(x: mx.array, weight: mx.array) -> mx.array:
+        asked.append("parts")
+        return x @ weight.T
+
+    def added_and_normed(made: mx.array, fed: mx.array, norm: mx.array, eps: float) -> tuple[mx.array, mx.array]:
         asked.append("added")
-        added = fed + x @ weight.T
+        added = fed + made
         return added, mx.fast.rms_norm(added, norm, eps)
 
     model = load(tmp_path, MODELS[name][0] | {"tie_word_embeddings": False})
@@ -125,10 +127,12 @@ def test_products_by_a_kernel_are_where_products_were(
     monkeypatch.setattr(products, "are_there", lambda: True)
     monkeypatch.setattr(products, "product", product)
     monkeypatch.setattr(products, "gated", gated)
+    monkeypatch.setattr(products, "parts", parts)
     monkeypatch.setattr(products, "added_and_normed", added_and_normed)
     monkeypatch.setattr(Rotary, "takes", lambda *_: False)
     told = decoded(model, DecodeStep(model, compiles=False), tokens=1)
-    a_layer = ["product"] * 4 if name == "llama" else ["product", "added", "gated", "added"]
+    of_biases = ["product", "product", "added", "product", "product", "added"]
+    a_layer = of_biases if name == "llama" else ["product", "parts", "added", "gated", "parts", "added"]
     assert asked == [*a_layer * len(model.layers), "product"], "all of a layer's, and the head's"
     assert mx.allclose(told[0], wanted[0], rtol=1e-2, atol=5e-2), "biases round by themselves"
 

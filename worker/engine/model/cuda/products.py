@@ -55,6 +55,11 @@ def are_many_there(dtype: mx.Dtype) -> bool:
 def _trials_of_few() -> Iterator[tuple[str, bool]]:
     """It needs tensor cores that know bfloat16 (compute capability 8.0)."""
     yield from _trials(mx.bfloat16, (2, 66, 256))
+    made, fed, norm = (_whole(rows, 72).astype(mx.bfloat16) for rows in (3, 3, 1))
+    added, normed = added_and_normed(made, fed + 1, norm[0], 1e-6)
+    exact = mx.fast.rms_norm(made + fed + 1, norm[0], 1e-6).astype(mx.float32)
+    is_so = mx.array_equal(added, made + fed + 1) and mx.abs(normed - exact).max() <= 0.02 * mx.abs(exact).max()
+    yield "added and normed", bool(is_so)
 
 
 def _trials_of_many(dtype: mx.Dtype) -> Iterator[tuple[str, bool]]:
@@ -91,31 +96,17 @@ def is_for(x: mx.array, weight: mx.array) -> bool:
 
 def product(x: mx.array, weight: mx.array) -> mx.array:
     """x W^T [rows, out], summed in float32."""
-    parts = _parts(x, weight)
-    return parts if parts.ndim == 2 else _summed(parts, x.dtype)[0]
+    made = parts(x, weight)
+    return made if made.ndim == 2 else _summed(made, x.dtype)[0]
 
 
 def gated(x: mx.array, weight: mx.array) -> mx.array:
     """SwiGLU of the halves of x W^T, [rows, out / 2]: products are rounded as by themselves, the sigmoid once."""
-    return _parts(x, weight, is_gated=True)
+    return parts(x, weight, is_gated=True)
 
 
-def added_and_normed(
-    x: mx.array, weight: mx.array, fed: mx.array, norm: mx.array, eps: float
-) -> tuple[mx.array, mx.array]:
-    """What a layer was fed [rows, out] and x W^T; and its norm (RMS), weighted."""
-    added, normed = _summed(_parts(x, weight), x.dtype, eps, fed=fed, norm=norm)
-    return added, normed
-
-
-def adds_and_norms(x: mx.array, weight: mx.array, fed: mx.array, norm: mx.array) -> bool:
-    """Whether `added_and_normed` is made for these."""
-    is_whole = weight.shape[0] % _PER == 0 and weight.shape[0] <= _WIDEST
-    return is_for(x, weight) and is_whole and x.dtype == fed.dtype == norm.dtype
-
-
-def _parts(x: mx.array, weight: mx.array, *, is_gated: bool = False) -> mx.array:
-    """[rows, out], or the sums of stretches of the inputs [stretches, rows, out] in float32."""
+def parts(x: mx.array, weight: mx.array, *, is_gated: bool = False) -> mx.array:
+    """x W^T [rows, out], or the sums of stretches of the inputs [stretches, rows, out] in float32."""
     rows, width = x.shape[0], weight.shape[0] // 2 if is_gated else weight.shape[0]
     source, memory, splits = _FEW, 0, 1
     if rows <= AT_ONCE:
@@ -137,6 +128,19 @@ def _parts(x: mx.array, weight: mx.array, *, is_gated: bool = False) -> mx.array
         output_dtypes=[x.dtype if splits == 1 else mx.float32],
     )
     return cast(mx.array, y)
+
+
+def adds_and_norms(fed: mx.array, norm: mx.array) -> bool:
+    """Whether `added_and_normed` is made for these, on this device."""
+    width = norm.size
+    is_whole = width % _PER == 0 and width <= _WIDEST
+    return fed.dtype in _DTYPES and fed.dtype == norm.dtype and is_whole and are_there()
+
+
+def added_and_normed(made: mx.array, fed: mx.array, norm: mx.array, eps: float) -> tuple[mx.array, mx.array]:
+    """What a layer was fed [rows, out] and a product, or the `parts` of it; and the norm (RMS) of that, weighted."""
+    added, normed = _summed(made, fed.dtype, eps, fed=fed, norm=norm)
+    return added, normed
 
 
 def _summed(parts: mx.array, dtype: mx.Dtype, eps: float = 0.0, **others: mx.array) -> list[mx.array]:

@@ -13,7 +13,7 @@ from mlx_lm.models.activations import swiglu
 from worker.engine.model.cuda.rotary import Rotary
 from worker.engine.model.joined import Joined, arrays_of
 from worker.engine.model.step.adapting import Adapting
-from worker.engine.model.step.product import Arrays, Product
+from worker.engine.model.step.product import Arrays, Product, added_and_normed
 
 Rows = tuple[mx.array, ...]
 """Positions [B] that each row has read; where its KV is written in place, also those before its first one."""
@@ -109,8 +109,7 @@ class Layer:
             return product.added(arrays, x_NI, h_ND, norm, eps)
         y_ND = product.partial(arrays, x_NI)
         if not own.ends_with_sum(which):
-            h_ND = h_ND + own(which, x_NI, [y_ND])[0]
-            return h_ND, mx.fast.rms_norm(h_ND, norm, eps)
+            return added_and_normed(own(which, x_NI, [y_ND])[0], h_ND, norm, eps)
         y_ND = own.part(which, x_NI, y_ND)
         return product.added_and_normed(arrays, y_ND, h_ND, norm, eps)
 

@@ -31,10 +31,11 @@ class Product:
         """A linear as mlx-lm or MLX has it, plain, quantised or divided."""
         arrays = {name: linear[name] for name in arrays_of(linear)}
         group = group_of(linear)
+        by_kernels = products.are_there()  # quantised ones have none, but for what lies behind them
         if "scales" in arrays:
             how = cls(tuple(arrays), group, linear.bits, linear.group_size, linear.mode)
         else:
-            if products.are_there():
+            if by_kernels:
                 products.are_many_there(arrays["weight"].dtype)
                 arrays["stored"] = arrays["weight"]
             arrays["weight"] = arrays["weight"].T
@@ -79,8 +80,8 @@ class Product:
         """h and what this makes of x, and the norm of that: what lies between this linear and the next one."""
         if self.group is None and "stored" in self.names and "bias" not in self.names:
             weight = arrays[self.names.index("stored")]
-            if products.adds_and_norms(x_NI, weight, h_NO, norm):
-                return products.added_and_normed(x_NI, weight, h_NO, norm, eps)
+            if products.is_for(x_NI, weight) and products.adds_and_norms(h_NO, norm):
+                return products.added_and_normed(products.parts(x_NI, weight), h_NO, norm, eps)
         return self.added_and_normed(arrays, self.partial(arrays, x_NI), h_NO, norm, eps)
 
     def added_and_normed(
@@ -90,5 +91,12 @@ class Product:
         is_sum = self.group is not None and "bias" not in self.names
         if is_sum and (near := near_sums(self.group, y_NO, h_NO, norm)):
             return near.added_and_normed(y_NO, h_NO, norm, eps)
-        h_NO = h_NO + self._summed(arrays, y_NO)
-        return h_NO, mx.fast.rms_norm(h_NO, norm, eps)
+        return added_and_normed(self._summed(arrays, y_NO), h_NO, norm, eps)
+
+
+def added_and_normed(y_NO: mx.array, h_NO: mx.array, norm: mx.array, eps: float) -> tuple[mx.array, mx.array]:
+    """h and what a linear made, and the norm of that."""
+    if y_NO.dtype == h_NO.dtype and products.adds_and_norms(h_NO, norm):
+        return products.added_and_normed(y_NO, h_NO, norm, eps)
+    h_NO = h_NO + y_NO
+    return h_NO, mx.fast.rms_norm(h_NO, norm, eps)
