@@ -125,6 +125,7 @@ def test_products_by_a_kernel_are_where_products_were(
     wanted = decoded(model, lambda tokens, caches: model(tokens, cache=caches))
     join_products(model)
     monkeypatch.setattr(products, "are_there", lambda: True)
+    monkeypatch.setattr(products, "are_many_there", lambda _: False)
     monkeypatch.setattr(products, "product", product)
     monkeypatch.setattr(products, "gated", gated)
     monkeypatch.setattr(products, "parts", parts)
