@@ -32,17 +32,19 @@ class World:
         *,
         together: bool = False,
         overlaps: bool = False,
+        idles: float = 0.25,
         busy: Sequence[range] = (),
         seed: int = 0,
     ) -> None:
         """`chances`: that a token of a row's prediction is right; None: it has none. `busy`: steps that take thrice.
 
-        `overlaps`: a step that checks drafts is read behind the next one, or behind nothing.
+        `overlaps`: a step that checks drafts is read behind the next one, or behind nothing. `idles`: by so much longer
+        takes a step that has waited for what it is fed, and then checks nothing.
         """
         self._draw = random.Random(len(chances) + 1000 * seed)
         self._slope, self._fixed = slope, fixed
         self._now = 0.0
-        self._together, self._overlaps, self._busy = together, overlaps, busy
+        self._together, self._overlaps, self._idles, self._busy = together, overlaps, idles, busy
         self._unread: list[list[int]] | None = None  # the drafts of a step that has not been read
         self.asked = 0  # steps in which rows were asked for drafts
         self._drafting = Drafting(SpeculationConfig(5), [KVCache()], clock=lambda: self._now, on_cpu=False)
@@ -96,7 +98,10 @@ class World:
             return [[] for _ in rows]
         self.asked += 1
         inputs = [self._written[row][row.position - 1] for row in rows]
-        return self._drafting.drafts(rows, inputs, together=self._together)
+        drafts = self._drafting.drafts(rows, inputs, together=self._together)
+        if not (self._known or any(drafts)):
+            self._now += self._idles
+        return drafts
 
     def _go_on(self, rows: list[Row], drafts: list[list[int]]) -> None:
         """Read a step, behind another one if its rows go on."""
@@ -209,6 +214,14 @@ def test_rows_for_which_nothing_suggests_itself_are_seldom_looked_at(monkeypatch
     monkeypatch.setattr(Drafting, "_draft", counted)
     World([None] * 4, 0.1).run()
     assert 4 * SILENT < looks[0] < 4 * TOKENS / 2
+
+
+@pytest.mark.parametrize("idles", [0.3, 0.9])
+def test_waiting_in_vain_for_what_steps_are_fed_costs_little(idles: float) -> None:
+    """Among many rows some one's text seems to go on as it did, nearly always, and then does not."""
+    world = World([None] * 32, 0.1, idles=idles)
+    assert world.run() > 0.95
+    assert world.asked > 2
 
 
 @pytest.mark.parametrize("chance", [0.3, 0.7])

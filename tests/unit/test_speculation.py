@@ -622,7 +622,7 @@ def test_what_drafts_and_looking_for_them_lose_is_a_hundredth_of_all_steps(took:
             account.plain(1.0, 1.0)
             continue
         account.checked(took, 1.0, 1.0)
-        account.looked(0.1, waited=True)
+        account.looked(0.1)
         lost += took - 1 + 0.1
     assert plain * EARNED / 3 < lost < AT_FIRST + 2 * took + plain * EARNED
 

@@ -88,9 +88,7 @@ class Drafting:
         self._step_is: Step = "plain"  # the one that runs
         self._half = 0.0, 0.0  # seconds and tokens of a step that began what another one reads
         self._told = 0  # tokens since the step began
-        self._looks_since = 0.0
         self._all_batch = False  # rows of the latest step in which some were looked at
-        self._waits_in_vain = False  # for what the step that runs is fed, should it check nothing
         self._rested = 0  # steps that nothing has been looked at
         self._catches_up = False  # in the step that runs
         self._silent = 0  # times in a row that nothing suggested itself, without a new row
@@ -135,8 +133,10 @@ class Drafting:
             if self._tried_on.checked(took, tokens, plain):
                 self._tried_on.doubt(self._times.forget(self._size))
         elif before > 1:
-            self._tried_on.back(took, tokens)
-        elif width:
+            self._tried_on.idled(took, tokens)
+        elif not width:
+            self._account.idled(took, tokens)
+        else:
             self._account.plain(took, tokens)
             if (known := self._times.known(self._size, 1)) is not None:
                 self._account.timed(known)
@@ -149,9 +149,6 @@ class Drafting:
     def owes(self) -> bool:
         """Whether drafts have cost more than they brought, in batches of this size; False where steps are not timed."""
         return self._config.adapts_to_time and self._account.owes
-
-    def _looked_in_vain(self, *, waited: bool) -> None:
-        self._account.looked(self._clock() - self._looks_since - self._waited, waited=waited)
 
     @property
     def _times(self) -> StepTimes:
@@ -176,7 +173,7 @@ class Drafting:
         rests |= self._silent > SILENT and self._step % SELDOM != 0
         if (rests and self._model is None) or (times and self._times.known(len(rows), 1) is None):
             return False
-        self._looks_since, self._waits_in_vain = self._clock(), not known
+        began = self._clock()
         self._all_batch = all(row.spec.sequence_class == "batch" for row in rows)
         self._rested, self._catches_up = 0, self._rested > SELDOM
         self._take_in(new)
@@ -197,7 +194,7 @@ class Drafting:
             may = any(self._draft(row, source, len(rows)) for row, source in sources)
             self._silent = 0 if may else self._silent + 1
         if not may:
-            self._looked_in_vain(waited=False)
+            self._account.looked(self._clock() - began)
         return may
 
     def _model_may_draft(self, rows: Sequence[Row]) -> bool:
@@ -287,7 +284,6 @@ class Drafting:
     def checks_nothing(self) -> None:
         """The step that runs, though it has waited for its inputs: what was waited for belongs to the step before."""
         self._widths = (0, self._widths[1])
-        self._looked_in_vain(waited=self._waits_in_vain)
 
     def _best(self, rows: Sequence[Row], drafts: Sequence[list[int]], lengths: Mapping[Row, int]) -> tuple[int, bool]:
         """How long drafts should be at most, and whether those of the draft model pay; (0, False): none pays."""

@@ -48,7 +48,6 @@ PLAIN_BUSY = 3.0  # and of one without, which may come with a prompt or with non
 PLAIN_SAMPLES = 64  # latest ones
 DOUBT = 2.0  # steps lost since drafts last paid: after that a step without is timed again
 TRUST = 1.2  # so much less than usual a step may bring by what is guessed of it, while drafts owe nothing
-LOOK = 0.25  # of a step: what it costs to wait for what a step is fed, before it is known to check nothing
 
 
 class Chance:
@@ -252,8 +251,9 @@ class Account:
         self._plain_s = None
         self._add(self._earned)
 
-    def back(self, seconds: float, tokens: float) -> None:
-        """One that follows a step with drafts: it finds nothing under way, and tells nothing of most rows."""
+    def idled(self, seconds: float, tokens: float) -> None:
+        """A step without drafts that found nothing under way: behind one with, or it has waited for its inputs, which
+        might have had some."""
         if plain := self.plain_s:
             self._add(self._earned + tokens - min(PLAIN_BUSY, seconds / plain))
 
@@ -282,10 +282,10 @@ class Account:
             self._plain, self._plain_s = deque((each * slower for each in self._plain), PLAIN_SAMPLES), None
             self._lost = self._charged = self._doubted = 0.0
 
-    def looked(self, seconds: float, *, waited: bool) -> None:
-        """For drafts, in vain; `waited`: for what the step is fed, so that nothing could be computed ahead."""
+    def looked(self, seconds: float) -> None:
+        """For drafts, without waiting for what the step is fed, in vain."""
         if plain := self.plain_s:
-            self._add(-seconds / plain - (LOOK if waited else 0.0))
+            self._add(-seconds / plain)
 
     def _add(self, steps: float) -> None:
         self._steps = min(SAVED, self._steps + steps)
