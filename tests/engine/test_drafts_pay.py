@@ -94,7 +94,7 @@ class World:
         return TOKENS / self._now
 
     def _drafts(self, rows: list[Row]) -> list[list[int]]:
-        if not self._drafting.tries(rows, known=self._known):
+        if not self._drafting.tries(rows, known=self._known, together=self._together):
             return [[] for _ in rows]
         self.asked += 1
         inputs = [self._written[row][row.position - 1] for row in rows]
@@ -147,7 +147,8 @@ class World:
 @pytest.mark.parametrize("chance", [0.0, 0.3, 0.7, 1.0])
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_drafts_are_never_a_loss(rows: int, slope: float, chance: float, *, overlaps: bool) -> None:
-    assert fmean(World([chance] * rows, slope, overlaps=overlaps, seed=seed).run() for seed in range(3)) > 0.95
+    worlds = [World([chance] * rows, slope, overlaps=overlaps, idles=0.8, seed=seed) for seed in range(3)]
+    assert fmean(world.run() for world in worlds) > 0.95
 
 
 @pytest.mark.parametrize(("rows", "slope", "least"), [(1, 0.15, 2.0), (8, 0.25, 1.4), (32, 0.05, 2.5)])
@@ -216,6 +217,12 @@ def test_rows_for_which_nothing_suggests_itself_are_seldom_looked_at(monkeypatch
     assert 4 * SILENT < looks[0] < 4 * TOKENS / 2
 
 
+def test_no_step_waits_for_what_it_is_fed_where_no_draft_would_pay() -> None:
+    """A few at most, before that is known: what texts say behind an id that is not known is weighed first."""
+    worlds = [World([0.3] * 32, 0.15, fixed=1.0, seed=seed) for seed in range(3)]
+    assert all(world.run() > 0.95 and 0 < world.asked < 8 for world in worlds)
+
+
 @pytest.mark.parametrize("idles", [0.3, 0.9])
 def test_waiting_in_vain_for_what_steps_are_fed_costs_little(idles: float) -> None:
     """Among many rows some one's text seems to go on as it did, nearly always, and then does not."""
@@ -245,7 +252,7 @@ def test_a_row_without_drafts_waits_little_longer_beside_rows_with_them(slope: f
 def test_rows_that_move_together_are_hardly_asked_for_drafts_while_one_has_none() -> None:
     world = World([1.0, None], 0.1, together=True)
     assert world.run() > 0.95 and max(world.steps) < 1.1 * 1.5, "no step checks drafts"
-    assert 0 < world.asked < TOKENS / 4
+    assert world.asked < 4, "of the row without something seems to go on now and then"
     assert World([1.0, 1.0], 0.1, together=True).run() > 1.4
 
 

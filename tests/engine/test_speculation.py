@@ -299,7 +299,7 @@ def test_checks_stay_unread_after_one_behind_which_none_was_tried(
     """That nothing follows it, since a step without drafts is to be timed, says nothing of what there is to draft."""
     rows = predicted(Bench(llama), *(spec(f"s{at}", prompt_of(9, seed=at), max_tokens=60) for at in range(3)))
     bench, tries = Bench(llama, speculation=replace(ALWAYS, own_text=False, memory_bytes=0)), Drafting.tries
-    monkeypatch.setattr(Drafting, "tries", lambda *args, known: steps != ["begins"] and tries(*args, known=known))
+    monkeypatch.setattr(Drafting, "tries", lambda *args, **how: steps != ["begins"] and tries(*args, **how))
     bench.submit(*rows)
     bench.run()
     assert steps[:5] == ["begins", "reads", "begins", "follows", "follows"]

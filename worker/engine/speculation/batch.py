@@ -136,7 +136,7 @@ class SpeculatingBatch(RunningBatch):
             return
         before = self._unread
         known, self._known = self._known or before is not None, False
-        tries = self._drafting.tries(rows, known=known)
+        tries = self._drafting.tries(rows, known=known, together=self._move_together)
         if before is not None:
             most = [*[before.length + 1] * len(before.parts), *[0] * len(before.joined)]
             guesses, length = self._drafting.ahead(rows, most) if tries else ([], 0)

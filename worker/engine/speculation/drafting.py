@@ -159,8 +159,11 @@ class Drafting:
         """For the step before, within this one."""
         self._waited = seconds
 
-    def tries(self, rows: Sequence[Row], *, known: bool) -> bool:
-        """Whether some row may get a draft, by what has been told of it; `known`: by what it will be fed."""
+    def tries(self, rows: Sequence[Row], *, known: bool, together: bool = False) -> bool:
+        """Whether some row may get a draft, by what has been told of it; `known`: by what it will be fed.
+
+        `together`: as in `drafts`.
+        """
         most, times = self._config.most_rows, self._config.adapts_to_time
         self._step += 1
         if not rows or (most and len(rows) > most):
@@ -191,8 +194,10 @@ class Drafting:
         if known:
             may = not all(source.rests for _, source in sources)
         else:
-            may = any(self._draft(row, source, len(rows)) for row, source in sources)
-            self._silent = 0 if may else self._silent + 1
+            drafts = self._suggested(rows, 1)
+            self._silent = 0 if any(drafts) else self._silent + 1
+            may = all(drafts) if together else any(drafts)
+            may = may and (not times or self._best(rows, drafts, {})[0] > 0)
         if not may:
             self._account.looked(self._clock() - began)
         return may
@@ -211,17 +216,10 @@ class Drafting:
 
         `together`: rows move on by equally much, so either all of them have one, or none does.
         """
-        drafts: list[list[int]] = []
         for row, token in zip(rows, inputs, strict=True):
-            source = self._source(row)
-            if source is None:
-                drafts.append([])
-                continue
-            if row.position > len(row.tokens):
+            if (source := self._source(row)) is not None and row.position > len(row.tokens):
                 source.add([token])
-            drafts.append(self._draft(row, source, len(rows)))
-        if any(drafts):
-            self._wake(rows, drafts)
+        drafts = self._suggested(rows, 0)
         silent = [row for row, draft in zip(rows, drafts, strict=True) if not draft and row in self._rows]
         lengths = self._model.lengths(silent) if self._model is not None else {}
         if together and not all(draft or row in lengths for row, draft in zip(rows, drafts, strict=True)):
@@ -272,14 +270,20 @@ class Drafting:
         positions than their context has."""
         return self._context - max(len(row.prompt) + row.position for row in rows)
 
-    def _wake(self, rows: Sequence[Row], drafts: list[list[int]]) -> None:
-        """Let rows that pause draft along: the step is as wide without them, and they would wait for it in vain."""
-        for at, row in enumerate(rows):
+    def _suggested(self, rows: Sequence[Row], behind: int) -> list[list[int]]:
+        """For each row what its texts say, behind so many ids that are not known.
+
+        Where some have such, rows that pause draft along: the step is as wide without them, and they would wait for it
+        in vain.
+        """
+        drafts = [self._draft(row, self._source(row), len(rows), behind)[behind:] for row in rows]
+        for at, row in enumerate(rows if any(drafts) else ()):
             source = self._rows.get(row)
             if source is not None and source.rests and source.chance.known >= UNLIKELY:
                 source.rests = False
                 source.joined = None if source.key is None else self._memory.joined(source.key)
-                drafts[at] = self._draft(row, source, len(rows))
+                drafts[at] = self._draft(row, source, len(rows), behind)[behind:]
+        return drafts
 
     def checks_nothing(self) -> None:
         """The step that runs, though it has waited for its inputs: what was waited for belongs to the step before."""
