@@ -50,6 +50,7 @@ from worker.engine.speculation.payoff import (
     ENOUGH,
     HOPE,
     LEAST_SAMPLES,
+    LIKELY,
     LONGEST_PAUSE,
     PLAIN_STALE,
     STALE,
@@ -605,6 +606,14 @@ def test_rows_of_batches_wait_for_the_drafts_of_others() -> None:
     one = [Try(0.9, 1, 1.0)] * 3
     assert best_length(times, [*one, Try(0.0, 0, 1.0)], alone=True) == 0
     assert best_length(times, [Try(0.9, 1, np.inf)] * 4, alone=True) == 1
+
+
+def test_rows_that_begin_without_hope_have_some_now_and_then() -> None:
+    """What others like them have come to stand for is no reason never to try one."""
+    chance = Chance(0.1)
+    assert chance.pauses(1) and chance.value == 0.1
+    assert not chance.pauses(2) and chance.value == HOPE
+    assert not Chance(LIKELY).pauses(1)
 
 
 def account_of(seconds: float) -> Account:

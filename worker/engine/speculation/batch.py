@@ -71,8 +71,8 @@ class SpeculatingBatch(RunningBatch):
     ) -> None:
         super().__init__(model, config, pieces, keeping)
         self._drafting = drafting
-        self._move_together = not model.takes_padding  # a row cannot read less than another one
-        self._overlaps = drafting.overlaps and not self._move_together
+        drafting.moves_together = not model.takes_padding  # a row cannot read less than another one
+        self._overlaps = drafting.overlaps and not drafting.moves_together
         self._slack: list[int] = []  # positions by which each row ends before the one that ends last
         self._plain_steps = 0  # in a row
         self._joined = False  # rows have, since the step before
@@ -136,7 +136,7 @@ class SpeculatingBatch(RunningBatch):
             return
         before = self._unread
         known, self._known = self._known or before is not None, False
-        tries = self._drafting.tries(rows, known=known, together=self._move_together)
+        tries = self._drafting.tries(rows, known=known)
         if before is not None:
             most = [*[before.length + 1] * len(before.parts), *[0] * len(before.joined)]
             guesses, length = self._drafting.ahead(rows, most) if tries else ([], 0)
@@ -153,7 +153,7 @@ class SpeculatingBatch(RunningBatch):
         began = time.perf_counter()
         inputs = cast(list[int], self._next_B.tolist())
         self._drafting.waited(time.perf_counter() - began)
-        drafts = self._drafting.drafts(rows, inputs, together=self._move_together)
+        drafts = self._drafting.drafts(rows, inputs)
         if not any(drafts):
             self._decode_plainly()
             return
@@ -162,7 +162,7 @@ class SpeculatingBatch(RunningBatch):
             self._check_unread(rows, inputs, drafts)
             return
         parts = [Part(*each) for each in zip(rows, inputs, drafts, strict=True)]
-        if self._move_together and not shorten(parts):
+        if self._drafting.moves_together and not shorten(parts):
             self._drafting.checks_nothing()
             self._decode_plainly()
             return
@@ -251,7 +251,7 @@ class SpeculatingBatch(RunningBatch):
         """Read what was drawn, and let each row move on so far; the inputs after that. `starts`: rows' first places."""
         drawn = cast(list[int], tokens_N.tolist())
         holds = [part.held(drawn, start) for part, start in zip(parts, starts, strict=True)]
-        if self._move_together:
+        if self._drafting.moves_together:
             holds = [min(holds)] * len(parts)
         for part, start, count in zip(parts, starts, holds, strict=True):
             part.accept(count, draw, start)

@@ -74,6 +74,7 @@ class Drafting:
         self._began = self._waited = 0.0
         self._size = 0
         self._alone = self._hurried = False
+        self._by_model = False  # the step that runs has waited for its inputs since the draft model might draft
         self._model_reads = False  # the draft model has read prompts in the step that runs
         self._widths = (0, 0)  # of the step that runs and of the one before; 0: not to be timed
         self._memory = Memory(self._config.memory_bytes, tuple({self._config.ngram_min, self._config.ngram_max}))
@@ -82,6 +83,7 @@ class Drafting:
         self._accounts = Accounts(on_cpu=mx.default_device() == mx.Device(mx.cpu) if on_cpu is None else on_cpu)
         # What only the device knows may be taken back from KV that can be cut anywhere.
         self.overlaps = self.is_on and self._config.overlaps and model is None and are_cut(kv)
+        self.moves_together = False  # all rows by equally much: either all of them have a draft, or none does
         self._tried_on = Account()  # the latest drafts; others may be most when their check is read
         self._foreseen: dict[Row, tuple[int, int, list[int]]] = {}  # of so many tokens, and up to so many to come: ids
         self._predicted: set[Row] = set()  # whose drafts in the latest step that checks some are of their predictions
@@ -133,9 +135,10 @@ class Drafting:
             if self._tried_on.checked(took, tokens, plain):
                 self._tried_on.doubt(self._times.forget(self._size))
         elif before > 1:
-            self._tried_on.idled(took, tokens)
+            self._tried_on.back(took, tokens)
         elif not width:
-            self._account.idled(took, tokens)
+            if not self._by_model:  # which rests for that
+                self._account.waited(took, tokens)
         else:
             self._account.plain(took, tokens)
             if (known := self._times.known(self._size, 1)) is not None:
@@ -159,11 +162,9 @@ class Drafting:
         """For the step before, within this one."""
         self._waited = seconds
 
-    def tries(self, rows: Sequence[Row], *, known: bool, together: bool = False) -> bool:
-        """Whether some row may get a draft, by what has been told of it; `known`: by what it will be fed.
-
-        `together`: as in `drafts`.
-        """
+    def tries(self, rows: Sequence[Row], *, known: bool) -> bool:
+        """Whether some row may get a draft; `known`: by what it will be fed. Else nothing is computed until that is, so
+        drafts must seem to pay by what has been told."""
         most, times = self._config.most_rows, self._config.adapts_to_time
         self._step += 1
         if not rows or (most and len(rows) > most):
@@ -187,7 +188,8 @@ class Drafting:
             source.joined = None if source.key is None or source.rests else self._memory.joined(source.key)
             if source.joined is not None or source.prediction is not None:
                 source.chance.hope()
-        if self._model_may_draft(rows):
+        self._by_model = self._model_may_draft(rows)
+        if self._by_model:
             return True
         if rests:
             return False
@@ -196,7 +198,7 @@ class Drafting:
         else:
             drafts = self._suggested(rows)
             self._silent = 0 if any(drafts) else self._silent + 1
-            may = all(drafts) if together else any(drafts)
+            may = all(drafts) if self.moves_together else any(drafts)
             may = may and (not times or self._best(rows, drafts, {})[0] > 0)
         if not may:
             self._account.looked(self._clock() - began)
@@ -211,22 +213,20 @@ class Drafting:
         self._model.begin(self._step)
         return bool(self._model.lengths(rows))
 
-    def drafts(self, rows: Sequence[Row], inputs: Sequence[int], *, together: bool = False) -> list[list[int]]:
-        """A draft for each row, behind its next input; [] for none.
-
-        `together`: rows move on by equally much, so either all of them have one, or none does.
-        """
+    def drafts(self, rows: Sequence[Row], inputs: Sequence[int]) -> list[list[int]]:
+        """A draft for each row, behind its next input; [] for none."""
         for row, token in zip(rows, inputs, strict=True):
             if (source := self._source(row)) is not None and row.position > len(row.tokens):
                 source.add([token])
         drafts = self._suggested(rows)
         silent = [row for row, draft in zip(rows, drafts, strict=True) if not draft and row in self._rows]
         lengths = self._model.lengths(silent) if self._model is not None else {}
-        if together and not all(draft or row in lengths for row, draft in zip(rows, drafts, strict=True)):
+        if self.moves_together and not all(draft or row in lengths for row, draft in zip(rows, drafts, strict=True)):
             drafts, lengths = [[] for _ in rows], {}
         if (room := self._room(rows)) < self._config.tokens:
             drafts = [draft[:room] for draft in drafts]
             lengths = {row: min(length, room) for row, length in lengths.items() if room}
+        is_judged = bool(lengths)
         if (any(drafts) or lengths) and self._config.adapts_to_time:
             longest, by_model = self._best(rows, drafts, lengths)
             drafts = [draft[:longest] for draft in drafts]
@@ -234,6 +234,8 @@ class Drafting:
         if lengths:
             drafts = self._filled(rows, inputs, drafts, lengths)
         if not any(drafts):
+            if self._model is not None and self._by_model and not is_judged:
+                self._model.judge(pays=False)  # it had something to say of rows alone that have drafts by their texts
             self.checks_nothing()
         return drafts
 
@@ -272,7 +274,7 @@ class Drafting:
 
     def _suggested(self, rows: Sequence[Row]) -> list[list[int]]:
         """For each row what its texts say. Where some say anything, rows that pause draft along: the step is as wide
-        without them, and they would wait for it in vain."""
+        without them, and they would wait for it in vain. So they do if it is asked again in the same step."""
         drafts = [self._draft(row, self._source(row), len(rows)) for row in rows]
         for at, row in enumerate(rows if any(drafts) else ()):
             source = self._rows.get(row)
@@ -283,7 +285,7 @@ class Drafting:
         return drafts
 
     def checks_nothing(self) -> None:
-        """The step that runs, though it has waited for its inputs: what was waited for belongs to the step before."""
+        """The step that runs, though it has waited for its inputs: it tells nothing of what others take."""
         self._widths = (0, self._widths[1])
 
     def _best(self, rows: Sequence[Row], drafts: Sequence[list[int]], lengths: Mapping[Row, int]) -> tuple[int, bool]:

@@ -47,6 +47,7 @@ BUSY = 1.5  # times the median of a step that checks drafts: one that takes long
 PLAIN_BUSY = 3.0  # and of one without, which may come with a prompt or with none
 PLAIN_SAMPLES = 64  # latest ones
 DOUBT = 2.0  # steps lost since drafts last paid: after that a step without is timed again
+WAIT = 0.25  # of a step: what it costs at least to wait for what a step is fed, and then to check nothing
 TRUST = 1.2  # so much less than usual a step may bring by what is guessed of it, while drafts owe nothing
 
 
@@ -58,7 +59,7 @@ class Chance:
         self.pace = 1.0  # tokens of a step that checks drafts, lately
         self._steps = 1  # of these
         self._seen = FEW
-        self._failures = 0
+        self._failures = int(value < LIKELY)  # of such rows before, or it would never be hoped for
         self._hopes = False
 
     @property
@@ -251,11 +252,15 @@ class Account:
         self._plain_s = None
         self._add(self._earned)
 
-    def idled(self, seconds: float, tokens: float) -> None:
-        """A step without drafts that found nothing under way: behind one with, or it has waited for its inputs, which
-        might have had some."""
+    def back(self, seconds: float, tokens: float) -> None:
+        """A step without drafts behind one with: it finds nothing under way, and tells nothing of most rows."""
         if plain := self.plain_s:
             self._add(self._earned + tokens - min(PLAIN_BUSY, seconds / plain))
+
+    def waited(self, seconds: float, tokens: float) -> None:
+        """A step that has waited for what it is fed, and then had no drafts: it finds nothing under way, either."""
+        if plain := self.plain_s:
+            self._add(self._earned + tokens - min(PLAIN_BUSY, max(1 + WAIT, seconds / plain)))
 
     def checked(self, seconds: float, tokens: float, plain: float) -> bool:
         """A step that has checked drafts, and so many tokens a row; `plain`: seconds for one without drafts.
