@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from mlx.utils import tree_map
 from mlx_lm.models.cache import BatchKVCache, ConcatenateKVCache
 from msgspec import structs
 
@@ -96,6 +97,30 @@ def is_on_edge(loaded: LoadedModel, row: SequenceSpec, tokens: list[int], size: 
     return False
 
 
+def moves(loaded: LoadedModel, row: SequenceSpec, tokens: list[int]) -> list[float]:
+    """How far its numbers move where weights differ by a rounding: some few move a thousand times as far as others."""
+    kept, told = loaded.model.parameters(), list[list[float]]()
+    try:
+        for seed in [None, *range(4)]:
+            if seed is not None:
+                mx.random.seed(seed)
+                loaded.model.update(tree_map(rounded, kept))
+            bench = Bench(loaded, prefix_cache_bytes=0)
+            bench.submit(row)
+            bench.run()
+            if bench.tokens(row.id) == tokens:
+                told.append(numbers(bench.events[row.id]))
+    finally:
+        loaded.model.update(kept)
+    moved = [[abs(one - other) for one, other in zip(each, told[0], strict=True)] for each in told[1:]]
+    return [max(each) for each in zip(*moved, strict=True)]
+
+
+def rounded(weight: mx.array) -> mx.array:
+    """With other last bits, where it is not a code of a quantised one."""
+    return weight * (1 + 1e-7 * mx.random.normal(weight.shape)) if weight.dtype == mx.float32 else weight
+
+
 def guess(tokens: list[int], right: float, draw: random.Random) -> tuple[int, ...]:
     return tuple(token if draw.random() < right else draw.randrange(250) for token in tokens)
 
@@ -164,7 +189,10 @@ def check(loaded: LoadedModel, seed: int, config: SpeculationConfig) -> int:
             assert drafting.logprobs(each.id)[:at] == pytest.approx(plain.logprobs(each.id)[:at], abs=close)
             continue
         assert told(ours) == told(theirs)
-        assert numbers(ours) == pytest.approx(numbers(theirs), abs=close)
+        apart = [abs(one - other) for one, other in zip(numbers(ours), numbers(theirs), strict=True)]
+        if max(apart, default=0.0) > close:
+            by_rounding = moves(loaded, each, plain.tokens(each.id))
+            assert all(one <= max(close, 2 * other) for one, other in zip(apart, by_rounding, strict=True)), apart
     return drafting.engine.stats().speculation.accepted
 
 
@@ -178,6 +206,7 @@ EVERY_KIND = [
 @settings(max_examples=42)
 @given(st.integers(0, 1 << 30), st.sampled_from(EVERY_KIND), st.booleans())
 @example(782751988080, "llama 4", True)  # a code changes
+@example(20, "qwen3_5 last-24", True)  # a token whose numbers a rounding moves by 2e-4
 @example(26169243, "gemma3_text", True)  # a number of the seed lies 1e-7 from where another token begins
 def test_drafts_change_nothing(model_of: Model, llama: LoadedModel, seed: int, name: str, always: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:
