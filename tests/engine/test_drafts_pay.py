@@ -47,7 +47,7 @@ class Guesser:
         self.rows[:] = [row for row in self.rows if row not in gone]
 
     def drafts(self, _: Any, lengths: dict[Row, int]) -> dict[Row, list[int]]:
-        return {row: self._world.guess(row, count, self._chance, self._takes) for row, count in lengths.items()}
+        return self._world.guesses(lengths, self._chance, self._takes)
 
 
 class World:
@@ -94,11 +94,13 @@ class World:
         self.steps: list[float] = []
         self._known = False
 
-    def guess(self, row: Row, count: int, chance: float, takes: float) -> list[int]:
-        """So many ids behind what a row is fed, each of them right by that chance; a forward for each takes so long."""
-        self._now += takes * count
-        behind = self._written[row][row.position : row.position + count]
-        return [id_ if self._draw.random() < chance else self._id() for id_ in behind]
+    def guesses(self, lengths: dict[Row, int], chance: float, takes: float) -> dict[Row, list[int]]:
+        """So many ids behind what rows are fed, each right by that chance; a forward of all rows takes so long."""
+        self._now += takes * max(lengths.values())
+        behind = {row: self._written[row][row.position : row.position + count] for row, count in lengths.items()}
+        return {
+            row: [id_ if self._draw.random() < chance else self._id() for id_ in ids] for row, ids in behind.items()
+        }
 
     def _id(self) -> int:
         return self._draw.randrange(VOCAB)
@@ -264,7 +266,7 @@ def test_what_waits_for_a_draft_model_cost_is_not_charged_to_texts(monkeypatch: 
 
 
 def test_no_step_waits_for_what_it_is_fed_where_no_draft_would_pay() -> None:
-    """A few at most, before that is known: what texts say behind an id that is not known is weighed first."""
+    """A few at most, before that is known: what texts say behind the ids that are told is weighed first."""
     worlds = [World([0.3] * 32, 0.15, fixed=1.0, seed=seed) for seed in range(3)]
     assert all(world.run() > 0.95 and 0 < world.asked < 8 for world in worlds)
 

@@ -259,8 +259,7 @@ class Account:
 
     def waited(self, seconds: float, tokens: float) -> None:
         """A step that has waited for what it is fed, and then had no drafts: it finds nothing under way, either."""
-        if plain := self.plain_s:
-            self._add(self._earned + tokens - min(PLAIN_BUSY, max(1 + WAIT, seconds / plain)))
+        self.back(max(seconds, (1 + WAIT) * self.plain_s), tokens)
 
     def checked(self, seconds: float, tokens: float, plain: float) -> bool:
         """A step that has checked drafts, and so many tokens a row; `plain`: seconds for one without drafts.

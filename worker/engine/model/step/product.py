@@ -80,8 +80,8 @@ class Product:
         """h and what this makes of x, and the norm of that: what lies between this linear and the next one."""
         if self.group is None and "stored" in self.names and "bias" not in self.names:
             weight = arrays[self.names.index("stored")]
-            is_whole = x_NI.dtype == h_NO.dtype and products.is_for(x_NI, weight)
-            if is_whole and products.adds_and_norms(h_NO, norm):
+            is_one_type = x_NI.dtype == h_NO.dtype
+            if is_one_type and products.is_for(x_NI, weight) and products.adds_and_norms(h_NO, norm):
                 return products.added_and_normed(products.parts(x_NI, weight), h_NO, norm, eps)
         return self.added_and_normed(arrays, self.partial(arrays, x_NI), h_NO, norm, eps)
 
