@@ -183,7 +183,11 @@ def test_rows_with_adapters_and_of_the_base(
                     bench.run()
                 told[name, len(told)] = {seq: (bench.tokens(seq), bench.logprobs(seq)) for seq in bench.events}
     few, everything, ours_few, ours = told.values()
-    assert few == ours_few and everything == ours and few != everything
+    last_bits = 0.0 if mx.default_device() == mx.Device(mx.cpu) else 1e-4
+    for theirs, each in ((few, ours_few), (everything, ours)):
+        for seq, (tokens, logprobs) in theirs.items():
+            assert each[seq] == (tokens, pytest.approx(logprobs, rel=0, abs=last_bits))
+    assert few != everything
     assert few["s0"][0] == few["s0+"][0], "the base says the same beside adapters"
 
 

@@ -27,11 +27,13 @@ from worker.engine.speculation.memory import FARTHEST, Completions, Memory
 from worker.engine.speculation.model_drafts import ModelDrafts
 from worker.engine.speculation.part import are_dense
 from worker.engine.speculation.payoff import (
+    SELDOM,
     SHARED_RECENT,
     TRUST,
     UNLIKELY,
     Account,
     Accounts,
+    Silence,
     StepTimes,
     Try,
     best_length,
@@ -40,8 +42,6 @@ from worker.engine.speculation.source import NEW_AT_ONCE, Source, Texts, draft, 
 
 LOOKED_THROUGH = 1 << 18  # ids in one step
 WORTH_KEEPING = 2  # tokens
-SILENT = 16  # steps in which nothing suggests itself for any row: after that ...
-SELDOM = 4  # ... one step in so many asks again, for to ask takes time itself
 
 # A step that checks drafts is read at once, or by the one that follows it, or by one that does nothing else.
 Step = Literal["plain", "checks", "begins", "follows", "reads"]
@@ -93,7 +93,7 @@ class Drafting:
         self._all_batch = False  # rows of the latest step in which some were looked at
         self._rested = 0  # steps that nothing has been looked at
         self._catches_up = False  # in the step that runs
-        self._silent = 0  # times in a row that nothing suggested itself, without a new row
+        self._silence = Silence()
         self._model = None if model is None or not self.is_on else ModelDrafts(model, self._config, clock)
         self._stats = SpeculationStats(self.is_on)
 
@@ -173,8 +173,8 @@ class Drafting:
         rests = times and self._account.is_spent
         new = [row for row in rows if row not in self._rows]
         if new:
-            self._silent = 0
-        rests |= self._silent > SILENT and self._step % SELDOM != 0
+            self._silence.ends()
+        rests |= self._silence.rests(self._step, self._times.usual(len(rows), 1))
         if (rests and self._model is None) or (times and self._times.known(len(rows), 1) is None):
             return False
         began = self._clock()
@@ -189,19 +189,19 @@ class Drafting:
             if source.joined is not None or source.prediction is not None:
                 source.chance.hope()
         self._by_model = self._model_may_draft(rows)
-        if self._by_model:
-            return True
-        if rests:
-            return False
+        if self._by_model or rests:
+            return self._by_model
         if known:
             may = not all(source.rests for _, source in sources)
         else:
             drafts = self._suggested(rows)
-            self._silent = 0 if any(drafts) else self._silent + 1
             may = all(drafts) if self.moves_together else any(drafts)
             may = may and (not times or self._best(rows, drafts, {})[0] > 0)
+        asked = self._clock() - began
+        if not known:
+            self._silence.asked(asked, pays=may)
         if not may:
-            self._account.looked(self._clock() - began)
+            self._account.looked(asked)
         return may
 
     def _model_may_draft(self, rows: Sequence[Row]) -> bool:

@@ -48,6 +48,9 @@ PLAIN_BUSY = 3.0  # and of one without, which may come with a prompt or with non
 PLAIN_SAMPLES = 64  # latest ones
 DOUBT = 2.0  # steps lost since drafts last paid: after that a step without is timed again
 WAIT = 0.25  # of a step: what it costs at least to wait for what a step is fed, and then to check nothing
+SILENT = 8  # steps in which nothing suggests itself that would pay: after that it is asked for again seldom, ...
+SELDOM = 4  # ... in one step of so many, or of more where to ask takes long
+ASKED = 0.005  # of the time is what asking may take then
 TRUST = 1.2  # so much less than usual a step may bring by what is guessed of it, while drafts owe nothing
 
 
@@ -113,6 +116,31 @@ class Chance:
 def pause(failures: int) -> int:
     """Steps from one try to the next after so many have failed in a row."""
     return 1 << min(LONGEST_PAUSE, failures)
+
+
+class Silence:
+    """Steps in a row in which nothing suggests itself that would pay: after some of them it is asked for seldom."""
+
+    def __init__(self) -> None:
+        self._steps, self._asking_s = 0, 0.0
+
+    def ends(self) -> None:
+        """A new row has come."""
+        self._steps = 0
+
+    def asked(self, seconds: float, *, pays: bool) -> None:
+        """A step has asked, in so much time; `pays`: something that would suggests itself."""
+        self._steps, self._asking_s = 0 if pays else self._steps + 1, seconds
+
+    def rests(self, step: int, step_s: float | None) -> bool:
+        """Whether this step asks for nothing; `step_s`: what one without drafts takes, None: not known.
+
+        One in a power of two does, so that rows which pause are asked when they try again.
+        """
+        every, most = SELDOM, 1 << LONGEST_PAUSE
+        while step_s is not None and every < most and self._asking_s > ASKED * every * step_s:
+            every *= 2
+        return self._steps > SILENT and step % every != 0
 
 
 class StepTimes:
