@@ -272,6 +272,11 @@ def test_asking_many_rows_in_vain_costs_little(monkeypatch: pytest.MonkeyPatch) 
     assert World([None] * 32, 0.02, fixed=0.3, asking=0.11).run() > 0.985
 
 
+def test_rows_that_do_not_pay_at_first_are_asked_in_every_step() -> None:
+    """Their texts are right in 70%, and after their first drafts all seem poor: silence is that none has any."""
+    assert World([0.7] * 32, 0.02, fixed=0.3, overlaps=True, asking=0.11, seed=6).run() > 1.2
+
+
 @pytest.mark.parametrize("asking", [0.01, 0.11])
 def test_rows_that_begin_to_copy_later_are_asked_in_time(asking: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """After 256 tokens each row says again what it has said; one that is asked ever more seldom would miss most."""

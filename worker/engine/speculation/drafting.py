@@ -78,7 +78,7 @@ class Drafting:
         self._model_reads = False  # the draft model has read prompts in the step that runs
         self._widths = (0, 0)  # of the step that runs and of the one before; 0: not to be timed
         self._memory = Memory(self._config.memory_bytes, tuple({self._config.ngram_min, self._config.ngram_max}))
-        self._texts, self._has_texts = Texts(self._memory, keeps=self._keeps), False
+        self._texts, self._has_texts, self._asked = Texts(self._memory, keeps=self._keeps), False, 0
         self._step = 0
         self._accounts = Accounts(on_cpu=mx.default_device() == mx.Device(mx.cpu) if on_cpu is None else on_cpu)
         # What only the device knows may be taken back from KV that can be cut anywhere.
@@ -141,7 +141,7 @@ class Drafting:
                 self._account.waited(took, tokens)
         else:
             self._account.plain(took, tokens)
-            if (known := self._times.known(self._size, 1)) is not None:
+            if self._account.doubted and (known := self._times.known(self._size, 1)) is not None:
                 self._account.timed(known)
 
     @property
@@ -169,18 +169,17 @@ class Drafting:
         self._step += 1
         if not rows or (most and len(rows) > most):
             return False
-        self._has_texts = self._texts.of_most(rows)
-        rests = times and self._account.is_spent
-        new = [row for row in rows if row not in self._rows]
-        if new:
+        if new := not all(map(self._rows.__contains__, rows)):
             self._silence.ends()
-        rests |= self._silence.rests(self._step, self._times.usual(len(rows), 1))
+        if new or len(rows) != self._asked:
+            self._has_texts, self._asked = self._texts.of_most(rows), len(rows)
+        rests = self._silence.rests(self._step, self._times, len(rows)) or (times and self._account.is_spent)
         if (rests and self._model is None) or (times and self._times.known(len(rows), 1) is None):
             return False
         began = self._clock()
         self._all_batch = all(row.spec.sequence_class == "batch" for row in rows)
         self._rested, self._catches_up = 0, self._rested > SELDOM
-        self._take_in(new)
+        self._take_in([row for row in rows if row not in self._rows] if new else ())
         sources = [(row, source) for row in rows if (source := self._source(row)) is not None]
         self._memory.begin()
         for _, source in sources:
@@ -197,11 +196,9 @@ class Drafting:
             drafts = self._suggested(rows)
             may = all(drafts) if self.moves_together else any(drafts)
             may = may and (not times or self._best(rows, drafts, {})[0] > 0)
-        asked = self._clock() - began
-        if not known:
-            self._silence.asked(asked, pays=may)
+            self._silence.asked(self._clock() - began, drafts, pays=may)
         if not may:
-            self._account.looked(asked)
+            self._account.looked(self._clock() - began)
         return may
 
     def _model_may_draft(self, rows: Sequence[Row]) -> bool:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from statistics import median, median_low
 from typing import NamedTuple
 
@@ -48,7 +48,8 @@ PLAIN_BUSY = 3.0  # and of one without, which may come with a prompt or with non
 PLAIN_SAMPLES = 64  # latest ones
 DOUBT = 2.0  # steps lost since drafts last paid: after that a step without is timed again
 WAIT = 0.25  # of a step: what it costs at least to wait for what a step is fed, and then to check nothing
-SILENT = 8  # steps in which nothing suggests itself that would pay: after that it is asked for again seldom, ...
+MANY = 8  # rows of which one has a draft: so many may pay soon, as more is known of them
+SILENT = 4  # steps in which fewer have one, and it does not pay: after that it is asked for again seldom, ...
 SELDOM = 4  # ... in one step of so many, or of more where to ask takes long
 ASKED = 0.005  # of the time is what asking may take then
 TRUST = 1.2  # so much less than usual a step may bring by what is guessed of it, while drafts owe nothing
@@ -119,7 +120,7 @@ def pause(failures: int) -> int:
 
 
 class Silence:
-    """Steps in a row in which nothing suggests itself that would pay: after some of them it is asked for seldom."""
+    """Steps in a row in which drafts suggest themselves for few rows, and do not pay: after some it is asked seldom."""
 
     def __init__(self) -> None:
         self._steps, self._asking_s = 0, 0.0
@@ -128,19 +129,22 @@ class Silence:
         """A new row has come."""
         self._steps = 0
 
-    def asked(self, seconds: float, *, pays: bool) -> None:
-        """A step has asked, in so much time; `pays`: something that would suggests itself."""
-        self._steps, self._asking_s = 0 if pays else self._steps + 1, seconds
+    def asked(self, seconds: float, drafts: Sequence[Sequence[int]], *, pays: bool) -> None:
+        """A step has asked all rows, in so much time; `pays`: by what they are likely to bring now."""
+        is_silent = not pays and MANY * sum(map(bool, drafts)) < len(drafts)
+        self._steps, self._asking_s = self._steps + 1 if is_silent else 0, seconds
 
-    def rests(self, step: int, step_s: float | None) -> bool:
-        """Whether this step asks for nothing; `step_s`: what one without drafts takes, None: not known.
+    def rests(self, step: int, times: StepTimes, rows: int) -> bool:
+        """Whether this step, of so many rows, asks for nothing.
 
         One in a power of two does, so that rows which pause are asked when they try again.
         """
-        every, most = SELDOM, 1 << LONGEST_PAUSE
-        while step_s is not None and every < most and self._asking_s > ASKED * every * step_s:
+        if self._steps <= SILENT or step % SELDOM:
+            return self._steps > SILENT
+        every, most, step_s = SELDOM, 1 << LONGEST_PAUSE, times.usual(rows, 1) or math.inf
+        while every < most and self._asking_s > ASKED * every * step_s:
             every *= 2
-        return self._steps > SILENT and step % every != 0
+        return step % every != 0
 
 
 class StepTimes:
@@ -150,7 +154,7 @@ class StepTimes:
         self.beside: StepTimes | None = None  # of steps that take about as much more for drafts, though not as much
         self._steps = 0
         self._times: dict[tuple[int, int], deque[float]] = {}
-        self._usual: dict[tuple[int, int], float] = {}  # of these; asked for many times in a step
+        self._usual: dict[tuple[int, int], float] = {}  # of these, since they were asked for: many times in some steps
         self._taken_at: dict[tuple[int, int], int] = {}
 
     def took(self, rows: int, width: int, seconds: float) -> None:
@@ -159,7 +163,7 @@ class StepTimes:
         key = _key(rows, width)
         times = self._times.setdefault(key, deque(maxlen=SAMPLES))
         times.append(seconds)
-        self._usual[key] = sorted(times)[(len(times) + 1) // 4]
+        self._usual.pop(key, None)
         self._taken_at[key] = self._steps
 
     def known(self, rows: int, width: int) -> float | None:
@@ -170,7 +174,7 @@ class StepTimes:
             return None
         # Few times may be those of busy moments: they are taken again soon, and sooner if they look like it.
         stale = (STALE if width > 1 else PLAIN_STALE) * min(1, len(times) / ENOUGH)
-        seconds, sooner = self._usual[key], DOUBTED << len(times)
+        seconds, sooner = self._usual_of(key, times), DOUBTED << len(times)
         if width > 1 and sooner < stale and self._is_doubtful(rows, width, seconds):
             seconds, stale = sorted(times)[len(times) // 4], sooner  # of three the least: two may be of one moment
         return None if self._steps - self._taken_at[key] >= stale else seconds
@@ -186,8 +190,10 @@ class StepTimes:
 
     def forget(self, rows: int) -> float:
         """What steps without drafts have taken, in seconds, since it may have changed; 0: nothing was known."""
+        seconds = self.usual(rows, 1) or 0.0
         self._times.pop(_key(rows, 1), None)
-        return self._usual.pop(_key(rows, 1), 0.0)
+        self._usual.pop(_key(rows, 1), None)
+        return seconds
 
     def _wide(self, rows: int) -> list[tuple[int, float]]:
         """Widths of steps that check drafts, and seconds, as far as they are known."""
@@ -196,7 +202,14 @@ class StepTimes:
 
     def usual(self, rows: int, width: int) -> float | None:
         """Seconds, however old or few; None when there are none."""
-        return self._usual.get(_key(rows, width))
+        key = _key(rows, width)
+        times = self._times.get(key)
+        return self._usual_of(key, times) if times else None
+
+    def _usual_of(self, key: tuple[int, int], times: Collection[float]) -> float:
+        if key not in self._usual:
+            self._usual[key] = sorted(times)[(len(times) + 1) // 4]
+        return self._usual[key]
 
     def likely(self, rows: int, width: int) -> float | None:
         """Seconds, as those of narrower and of wider steps tell; None when nothing does.
@@ -251,7 +264,7 @@ class Account:
         self._plain_s: float | None = None  # None: more are known since
         self._checks: deque[float] = deque(maxlen=SAMPLES)
         self._lost = self._charged = 0.0  # in steps that check drafts, since these have last brought the most
-        self._doubted = 0.0  # what a step without drafts was thought to take, until that is timed anew
+        self.doubted = 0.0  # what a step without drafts was thought to take, until that is timed anew
         if beside is not None:
             self._plain, self._plain_tokens = beside._plain.copy(), beside._plain_tokens.copy()
         self.is_spent = not lends  # nothing may be tried until more steps have passed
@@ -304,15 +317,15 @@ class Account:
 
     def doubt(self, plain: float) -> None:
         """That a step without drafts takes so many seconds still."""
-        self._doubted = plain
+        self.doubted = plain
 
     def timed(self, plain: float) -> None:
         """What such a step takes: what was lost only because all steps take longer was not lost."""
-        if self._doubted:
-            slower = max(1.0, plain / self._doubted)
+        if self.doubted:
+            slower = max(1.0, plain / self.doubted)
             self._add(self._charged * (1 - 1 / slower))
             self._plain, self._plain_s = deque((each * slower for each in self._plain), PLAIN_SAMPLES), None
-            self._lost = self._charged = self._doubted = 0.0
+            self._lost = self._charged = self.doubted = 0.0
 
     def looked(self, seconds: float) -> None:
         """For drafts, without waiting for what the step is fed, in vain."""
