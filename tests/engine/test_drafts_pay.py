@@ -17,7 +17,7 @@ from worker.engine.kv.kinds import ragged, take_back
 from worker.engine.messages import RowRequest, SpeculationConfig
 from worker.engine.speculation.drafting import Drafting, Step
 from worker.engine.speculation.memory import ANCHOR, FARTHEST
-from worker.engine.speculation.payoff import SILENT
+from worker.engine.speculation.silence import SILENT
 
 VOCAB, TOKENS, NOISE = 5000, 128, 0.05
 

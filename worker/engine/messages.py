@@ -4,9 +4,9 @@
 `EngineStats` may be read at any time.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, Self
 
 from shared.errors import ParallmError
 from shared.frames import Finish, TokenEvent
@@ -176,6 +176,21 @@ class SpeculationStats:
     draft_model: str = ""  # its name; "": there is none, or it has failed
     model_drafted: int = 0  # of the drafted tokens, those that it said
     model_accepted: int = 0
+
+    def plus(self, width: int, drafts: Sequence[tuple[int, int]]) -> Self:
+        """With one more step of such a width; of each draft its tokens, and how many of them were accepted."""
+        held_at = [*self.accepted_at, *[0] * (width - 1 - len(self.accepted_at))]
+        for _, held in drafts:
+            for at in range(held):
+                held_at[at] += 1
+        return replace(
+            self,
+            steps=self.steps + 1,
+            drafts=self.drafts + len(drafts),
+            drafted=self.drafted + sum(tried for tried, _ in drafts),
+            accepted=self.accepted + sum(held for _, held in drafts),
+            accepted_at=tuple(held_at),
+        )
 
 
 @dataclass(frozen=True)

@@ -27,17 +27,16 @@ from worker.engine.speculation.memory import FARTHEST, Completions, Memory
 from worker.engine.speculation.model_drafts import ModelDrafts
 from worker.engine.speculation.part import are_dense
 from worker.engine.speculation.payoff import (
-    SELDOM,
     SHARED_RECENT,
     TRUST,
     UNLIKELY,
     Account,
     Accounts,
-    Silence,
     StepTimes,
     Try,
     best_length,
 )
+from worker.engine.speculation.silence import SELDOM, Silence
 from worker.engine.speculation.source import NEW_AT_ONCE, Source, Texts, draft, source_of, try_of, up_to_stop
 
 LOOKED_THROUGH = 1 << 18  # ids in one step
@@ -79,7 +78,8 @@ class Drafting:
         self._widths = (0, 0)  # of the step that runs and of the one before; 0: not to be timed
         self._memory = Memory(self._config.memory_bytes, tuple({self._config.ngram_min, self._config.ngram_max}))
         self._texts, self._has_texts, self._asked = Texts(self._memory, keeps=self._keeps), False, 0
-        self._step = 0
+        self._step = self._began_in = 0  # the one that runs, and the latest one that was accounted for
+        self._asks_at = 0  # the next step in which rows are asked, if nothing changes; 0: maybe this one
         self._accounts = Accounts(on_cpu=mx.default_device() == mx.Device(mx.cpu) if on_cpu is None else on_cpu)
         # What only the device knows may be taken back from KV that can be cut anywhere.
         self.overlaps = self.is_on and self._config.overlaps and model is None and are_cut(kv)
@@ -99,27 +99,31 @@ class Drafting:
 
     def begin(self, rows: int, *, alone: bool, hurried: bool) -> None:
         """A step begins, of so many rows; `alone`: no prompt is fed beside it; `hurried`: somebody waits for one."""
+        self._step += 1
+        if self._step < self._asks_at and alone and rows == self._size:
+            return
+        steps, self._began_in, self._asks_at = self._step - self._began_in, self._step, 0
         now, (width, before), is_alone = self._clock(), self._widths, alone and self._alone
-        took = now - self._began - self._waited
+        took = (now - self._began - self._waited) / steps
         # What is told while the next step runs takes what shows between two such steps. Amid prompts rows come and go
         # all the time. What was not looked at for long is caught up with in one step.
         shows = self._step_is == "checks" or (self._step_is in ("plain", "follows") and width == before > 0)
-        may_be_timed = shows and not (self._model_reads or self._catches_up)
+        may_be_timed = shows and not (self._model_reads or self._catches_up) and (is_alone or steps == 1)
         self._model_reads = False
         if may_be_timed and self._size and (rows == self._size or not is_alone):
-            self._step_times[is_alone].took(self._size, width, took)
+            self._step_times[is_alone].took(self._size, width, took, steps)
         if self._size and self._config.adapts_to_time:
-            self._settle(now - self._began, self._told / self._size)
+            self._settle((now - self._began) / steps, self._told / self._size / steps, steps)
         self._began, self._waited, self._size, self._alone, self._hurried = now, 0.0, rows, alone, hurried
         self._widths, self._told = (1, width), 0
-        self._rested, self._catches_up, self._step_is = self._rested + 1, False, "plain"
+        self._rested, self._catches_up, self._step_is = self._rested + steps, False, "plain"
 
     def told(self, tokens: int) -> None:
         """So many since the step began."""
         self._told += tokens
 
-    def _settle(self, took: float, tokens: float) -> None:
-        """The account of the step before.
+    def _settle(self, took: float, tokens: float, steps: int) -> None:
+        """The account of the step before, or of so many on average.
 
         Prompts of batches and jobs come as rows end, so sooner with drafts: more of them come in a step, and fewer
         steps have none. So what steps take on average counts there, and else what such steps take.
@@ -140,7 +144,7 @@ class Drafting:
             if not self._by_model:  # which rests for that
                 self._account.waited(took, tokens)
         else:
-            self._account.plain(took, tokens)
+            self._account.plain(took, tokens, steps)
             if self._account.doubted and (known := self._times.known(self._size, 1)) is not None:
                 self._account.timed(known)
 
@@ -166,15 +170,21 @@ class Drafting:
         """Whether some row may get a draft; `known`: by what it will be fed. Else nothing is computed until that is, so
         drafts must seem to pay by what has been told."""
         most, times = self._config.most_rows, self._config.adapts_to_time
-        self._step += 1
-        if not rows or (most and len(rows) > most):
+        if self._asks_at or not rows or (most and len(rows) > most):
             return False
         if new := not all(map(self._rows.__contains__, rows)):
             self._silence.ends()
         if new or len(rows) != self._asked:
             self._has_texts, self._asked = self._texts.of_most(rows), len(rows)
-        rests = self._silence.rests(self._step, self._times, len(rows)) or (times and self._account.is_spent)
-        if (rests and self._model is None) or (times and self._times.known(len(rows), 1) is None):
+        asks_at = self._silence.asks_at(self._step, self._times, len(rows))
+        asks_at = max(asks_at, self._step + self._account.rests if times else 0)
+        rests = asks_at > self._step
+        if rests and self._model is None:
+            is_steady = self._alone and self._widths == (1, 1) and not self._account.doubted
+            if is_steady and self._texts.have_seen(rows):
+                self._asks_at = asks_at
+            return False
+        if times and self._times.known(len(rows), 1) is None:
             return False
         began = self._clock()
         self._all_batch = all(row.spec.sequence_class == "batch" for row in rows)
@@ -326,27 +336,16 @@ class Drafting:
 
     def checked(self, width: int, results: Iterable[tuple[Row, int, int]]) -> None:
         """The latest step that `checks` has been read: of each row, how many tokens were drafted and accepted."""
-        drafts = drafted = accepted = 0
-        held_at = [*self._stats.accepted_at, *([0] * (width - 1 - len(self._stats.accepted_at)))]
+        drafts: list[tuple[int, int]] = []
         for row, tried, held in results:
             if row in self._rows:
                 self._rows[row].chance.moved(held + 1)
             if tried:
                 self._learn(row, tried, held)
-                drafts, drafted, accepted = drafts + 1, drafted + tried, accepted + held
-                for at in range(held):
-                    held_at[at] += 1
+                drafts.append((tried, held))
                 if row in self._predicted:
                     row.predicted = row.predicted[0] + held, row.predicted[1] + tried - held
-        was = self._stats
-        self._stats = replace(
-            was,
-            steps=was.steps + 1,
-            drafts=was.drafts + drafts,
-            drafted=was.drafted + drafted,
-            accepted=was.accepted + accepted,
-            accepted_at=tuple(held_at),
-        )
+        self._stats = self._stats.plus(width, drafts)
 
     def _learn(self, row: Row, tried: int, held: int) -> None:
         """Of one draft."""

@@ -48,10 +48,7 @@ PLAIN_BUSY = 3.0  # and of one without, which may come with a prompt or with non
 PLAIN_SAMPLES = 64  # latest ones
 DOUBT = 2.0  # steps lost since drafts last paid: after that a step without is timed again
 WAIT = 0.25  # of a step: what it costs at least to wait for what a step is fed, and then to check nothing
-MANY = 8  # rows of which one has a draft: so many may pay soon, as more is known of them
-SILENT = 4  # steps in which fewer have one, and it does not pay: after that it is asked for again seldom, ...
-SELDOM = 4  # ... in one step of so many, or of more where to ask takes long
-ASKED = 0.005  # of the time is what asking may take then
+LONGEST_REST = 1 << LONGEST_PAUSE  # steps
 TRUST = 1.2  # so much less than usual a step may bring by what is guessed of it, while drafts owe nothing
 
 
@@ -119,34 +116,6 @@ def pause(failures: int) -> int:
     return 1 << min(LONGEST_PAUSE, failures)
 
 
-class Silence:
-    """Steps in a row in which drafts suggest themselves for few rows, and do not pay: after some it is asked seldom."""
-
-    def __init__(self) -> None:
-        self._steps, self._asking_s = 0, 0.0
-
-    def ends(self) -> None:
-        """A new row has come."""
-        self._steps = 0
-
-    def asked(self, seconds: float, drafts: Sequence[Sequence[int]], *, pays: bool) -> None:
-        """A step has asked all rows, in so much time; `pays`: by what they are likely to bring now."""
-        is_silent = not pays and MANY * sum(map(bool, drafts)) < len(drafts)
-        self._steps, self._asking_s = self._steps + 1 if is_silent else 0, seconds
-
-    def rests(self, step: int, times: StepTimes, rows: int) -> bool:
-        """Whether this step, of so many rows, asks for nothing.
-
-        One in a power of two does, so that rows which pause are asked when they try again.
-        """
-        if self._steps <= SILENT or step % SELDOM:
-            return self._steps > SILENT
-        every, most, step_s = SELDOM, 1 << LONGEST_PAUSE, times.usual(rows, 1) or math.inf
-        while every < most and self._asking_s > ASKED * every * step_s:
-            every *= 2
-        return step % every != 0
-
-
 class StepTimes:
     """What steps of so many rows and such a width have taken lately."""
 
@@ -157,9 +126,9 @@ class StepTimes:
         self._usual: dict[tuple[int, int], float] = {}  # of these, since they were asked for: many times in some steps
         self._taken_at: dict[tuple[int, int], int] = {}
 
-    def took(self, rows: int, width: int, seconds: float) -> None:
-        """One step."""
-        self._steps += 1
+    def took(self, rows: int, width: int, seconds: float, steps: int = 1) -> None:
+        """One step, or so many on average."""
+        self._steps += steps
         key = _key(rows, width)
         times = self._times.setdefault(key, deque(maxlen=SAMPLES))
         times.append(seconds)
@@ -282,16 +251,21 @@ class Account:
         return self._plain_s
 
     @property
+    def rests(self) -> int:
+        """Steps in which nothing may be tried, about."""
+        return min(LONGEST_REST, math.ceil((self._again - self._steps) / self._earned)) if self.is_spent else 0
+
+    @property
     def owes(self) -> bool:
         """Whether drafts have cost more than they brought, and than each step since allows to lose."""
         return self._steps < AT_FIRST
 
-    def plain(self, seconds: float, tokens: float) -> None:
-        """A step without drafts that follows one without, and so many tokens a row."""
+    def plain(self, seconds: float, tokens: float, steps: int = 1) -> None:
+        """A step without drafts that follows one without, and so many tokens a row; or so many, on average."""
         self._plain.append(seconds)
         self._plain_tokens.append(tokens)
         self._plain_s = None
-        self._add(self._earned)
+        self._add(self._earned * steps)
 
     def back(self, seconds: float, tokens: float) -> None:
         """A step without drafts behind one with: it finds nothing under way, and tells nothing of most rows."""

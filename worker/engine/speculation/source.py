@@ -77,6 +77,10 @@ class Texts:
             with_text += 1 if looked_at[1] else -1
         return with_text >= 0
 
+    def have_seen(self, rows: Sequence[Row]) -> bool:
+        """Whether all of them have been looked at."""
+        return all(row in self._known for row in rows)
+
     def _look_at(self, row: Row) -> tuple[Key | None, bool]:
         if row not in self._known:
             key = key_of(row.spec) if self._keeps else None
