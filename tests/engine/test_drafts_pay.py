@@ -272,6 +272,49 @@ def test_asking_many_rows_in_vain_costs_little(monkeypatch: pytest.MonkeyPatch) 
     assert World([None] * 32, 0.02, fixed=0.3, asking=0.11).run() > 0.985
 
 
+def test_steps_in_which_nothing_is_asked_do_not_even_look_at_the_clock() -> None:
+    world, looks = World([None] * 32, 0.02, fixed=0.3, asking=0.11), [0]
+
+    def clock() -> float:
+        looks[0] += 1
+        return world._now
+
+    world._drafting._clock = clock
+    world.run()
+    assert looks[0] < TOKENS
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_rows_that_come_in_a_silence_are_asked_at_once(*, alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More of them than there were, or in the place of others: then a prompt has been fed beside the step before."""
+    monkeypatch.setattr(f"{__name__}.VOCAB", 10**8)
+    world, late = World([None] * 8, 0.02, asking=0.11), World([1.0] * 8, 0.02, seed=1)
+    drafting, came = world._drafting, [0]  # after so many steps; 0: not yet
+    begin, told, drafts = drafting.begin, drafting.told, world._drafts
+
+    def begun(rows: int, **_: bool) -> None:
+        begin(rows, alone=alone or not 0 < came[0] == len(world.steps), hurried=False)
+
+    def come(tokens: int) -> None:
+        told(tokens)
+        if not came[0] and len(world.steps) > TOKENS // 3 and drafting._asks_at > drafting._step + 4:
+            came[0] = len(world.steps)
+            world._written = {**(world._written if alone else {}), **late._written}
+
+    def asked(rows: list[Row]) -> list[list[int]]:
+        given = drafts(rows)
+        if came[0] and any(given):
+            raise StopIteration
+        return given
+
+    monkeypatch.setattr(drafting, "begin", begun)
+    monkeypatch.setattr(drafting, "told", come)
+    monkeypatch.setattr(world, "_drafts", asked)
+    with pytest.raises(StopIteration):
+        world.run()
+    assert len(world.steps) < came[0] + 6
+
+
 def test_rows_that_do_not_pay_at_first_are_asked_in_every_step() -> None:
     """Their texts are right in 70%, and after their first drafts all seem poor: silence is that none has any."""
     assert World([0.7] * 32, 0.02, fixed=0.3, overlaps=True, asking=0.11, seed=6).run() > 1.2
