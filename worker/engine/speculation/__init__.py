@@ -6,5 +6,6 @@ and what its next draft says), `model_drafts.py` (when a draft model drafts, and
 that it reads along with), then what is pure: `lookup.py` (where a text has gone on before from the same words),
 `alignment.py` (where a row is in a text that it goes along with, though not word by word), `memory.py` (what
 sequences of the same prompt have written), `payoff.py` (whether a wider step pays, by what steps have taken and what
-was accepted), `draft_times.py` (whether a draft model's drafts pay for its own forwards).
+was accepted), `silence.py` (when rows are asked again that had nothing to say), `draft_times.py` (whether a draft
+model's drafts pay for its own forwards).
 """
