@@ -7,6 +7,7 @@ from statistics import fmean, quantiles
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from mlx_lm.models import llama
 from mlx_lm.models.cache import BatchKVCache, KVCache
@@ -16,7 +17,7 @@ from worker.engine.batch.row import Row
 from worker.engine.kv.kinds import ragged, take_back
 from worker.engine.messages import RowRequest, SpeculationConfig
 from worker.engine.speculation.drafting import Drafting, Step
-from worker.engine.speculation.memory import ANCHOR, FARTHEST
+from worker.engine.speculation.memory import ANCHOR, FARTHEST, Completions, key_of
 from worker.engine.speculation.silence import SILENT
 
 VOCAB, TOKENS, NOISE = 5000, 128, 0.05
@@ -64,6 +65,7 @@ class World:
         overlaps: bool = False,
         idles: float = 0.25,
         asking: float = 0.0,
+        kept: int = 0,
         model: tuple[float, float] | None = None,
         busy: Sequence[range] = (),
         seed: int = 0,
@@ -72,7 +74,8 @@ class World:
 
         `overlaps`: a step that checks drafts is read behind the next one, or behind nothing. `idles`: by so much longer
         takes a step that has waited for what it is fed, and then checks nothing. `asking`: what it takes to ask all
-        rows for drafts. `model`: that a token of a draft model is right, and what its forward takes.
+        rows for drafts. `kept`: bytes of what others write. `model`: that a token of a draft model is right, and what
+        its forward takes.
         """
         self._draw = random.Random(len(chances) + 1000 * seed)
         self._slope, self._fixed = slope, fixed
@@ -81,7 +84,8 @@ class World:
         self._unread: list[list[int]] | None = None  # the drafts of a step that has not been read
         self.asked = 0  # steps in which rows were asked for drafts
         drafts_by: Any = None if model is None else Guesser(self, *model)
-        self._drafting = Drafting(SpeculationConfig(5), [KVCache()], drafts_by, lambda: self._now, on_cpu=False)
+        config = SpeculationConfig(5, memory_bytes=kept)
+        self._drafting = Drafting(config, [KVCache()], drafts_by, lambda: self._now, on_cpu=False)
         self._drafting.moves_together = together
         self._suggested, self._asking = self._drafting._suggested, asking
         self._drafting._suggested = self._ask  # type: ignore[method-assign]
@@ -313,6 +317,24 @@ def test_rows_that_come_in_a_silence_are_asked_at_once(*, alone: bool, monkeypat
     with pytest.raises(StopIteration):
         world.run()
     assert len(world.steps) < came[0] + 6
+
+
+def test_rows_are_asked_once_others_have_written_behind_their_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here all rows of a batch, by another worker, after a third of their tokens and amid a long silence."""
+    monkeypatch.setattr(f"{__name__}.VOCAB", 10**8)
+    world = World([None] * 32, 0.02, fixed=0.3, asking=0.11, kept=1 << 24)
+    drafting, told, came = world._drafting, world._drafting.told, [0]
+
+    def come(tokens: int) -> None:
+        told(tokens)
+        if not came[0] and len(world.steps) > TOKENS // 3 and drafting._asks_at > drafting._step + 4:
+            came[0] = len(world.steps)
+            texts = [(row.spec, np.array(ids[:TOKENS], np.int32)) for row, ids in world._written.items()]
+            drafting.remember([Completions(key_of(each), each.prompt_ids, [(b"", ids)]) for each, ids in texts])
+
+    monkeypatch.setattr(drafting, "told", come)
+    world.run()
+    assert came[0] and len(world.steps) < came[0] + (TOKENS - came[0]) / 3
 
 
 def test_rows_that_do_not_pay_at_first_are_asked_in_every_step() -> None:

@@ -23,7 +23,7 @@ from worker.engine.kv.kinds import are_cut, may_be_taken_back
 from worker.engine.messages import SpeculationConfig, SpeculationStats
 from worker.engine.speculation.draft_batch import DraftBatch
 from worker.engine.speculation.draft_times import best_step
-from worker.engine.speculation.memory import FARTHEST, Completions, Memory
+from worker.engine.speculation.memory import FARTHEST, Completions, Key, Memory
 from worker.engine.speculation.model_drafts import ModelDrafts
 from worker.engine.speculation.part import are_dense
 from worker.engine.speculation.payoff import (
@@ -60,8 +60,7 @@ class Drafting:
         context: int = 1 << 62,
     ) -> None:
         """Of rows that have such caches; `model`: rows that a draft model reads along with; `on_cpu`: None asks MLX;
-        `context`: ids that the model reads of a row, at most.
-        """
+        `context`: ids that the model reads of a row, at most."""
         self._config = config or SpeculationConfig()
         self._context = context
         self.is_on = config is not None and may_be_taken_back(kv)
@@ -71,7 +70,7 @@ class Drafting:
         self._step_times = {alone: StepTimes() for alone in (True, False)}  # the latter amid prompts
         self._step_times[True].beside, self._step_times[False].beside = self._step_times[False], self._step_times[True]
         self._began = self._waited = 0.0
-        self._size = 0
+        self._size = self._told = 0  # rows of the step that runs, and tokens since it began
         self._alone = self._hurried = False
         self._by_model = False  # the step that runs has waited for its inputs since the draft model might draft
         self._model_reads = False  # the draft model has read prompts in the step that runs
@@ -89,7 +88,6 @@ class Drafting:
         self._predicted: set[Row] = set()  # whose drafts in the latest step that checks some are of their predictions
         self._step_is: Step = "plain"  # the one that runs
         self._half = 0.0, 0.0  # seconds and tokens of a step that began what another one reads
-        self._told = 0  # tokens since the step began
         self._all_batch = False  # rows of the latest step in which some were looked at
         self._rested = 0  # steps that nothing has been looked at
         self._catches_up = False  # in the step that runs
@@ -180,8 +178,8 @@ class Drafting:
         asks_at = max(asks_at, self._step + self._account.rests if times else 0)
         rests = asks_at > self._step
         if rests and self._model is None:
-            is_steady = self._alone and self._widths == (1, 1) and not self._account.doubted
-            if is_steady and self._texts.have_seen(rows):
+            is_steady = self._alone and self._widths == (1, 1) and self._texts.have_seen(rows)
+            if is_steady and not self._account.doubted:
                 self._asks_at = asks_at
             return False
         if times and self._times.known(len(rows), 1) is None:
@@ -362,16 +360,24 @@ class Drafting:
         if self._model is not None:
             self._model.remove(rows)
         for row in rows:
-            self._rows.pop(row, None)
+            source = self._rows.pop(row, None)
             self._texts.remove(row)
             self._foreseen.pop(row, None)
             if self._keeps and row.is_over and len(row.tokens) >= WORTH_KEEPING:
                 self._memory.add_later(row.spec, row.tokens)
+                self._hear({source.key} if source is not None else set())
 
-    def remember(self, completions: Iterable[Completions]) -> None:
+    def remember(self, completions: Sequence[Completions]) -> None:
         """What other workers' sequences have written."""
         for each in completions:
             self._memory.add(each)
+        self._hear({each.key for each in completions})
+
+    def _hear(self, keys: set[Key | None]) -> None:
+        """Something has been written behind these prompts: where rows have them, they are asked in the next step."""
+        if any(source.key in keys for source in self._rows.values() if source.key is not None):
+            self._silence.ends()
+            self._asks_at = min(self._asks_at, self._step + 1)
 
     def _source(self, row: Row) -> Source | None:
         """What is known of it, what has been told of it included; None: it has not been looked at yet."""
@@ -391,5 +397,4 @@ class Drafting:
 
     def _draft(self, row: Row, source: Source | None, rows: int, behind: int = 0) -> list[int]:
         by_model = 0.0 if self._model is None else self._model.chance(row)
-        looked_through = LOOKED_THROUGH // rows
-        return [] if source is None else draft(row, source, self._config, by_model, looked_through, behind)
+        return [] if source is None else draft(row, source, self._config, by_model, LOOKED_THROUGH // rows, behind)
