@@ -319,6 +319,51 @@ def test_rows_that_come_in_a_silence_are_asked_at_once(*, alone: bool, monkeypat
     assert len(world.steps) < came[0] + 6
 
 
+def test_many_steps_at_once_are_timed_as_each_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jobs one behind another, that end amid a silence, and nothing to do for long between them."""
+    monkeypatch.setattr(f"{__name__}.VOCAB", 10**8)
+    monkeypatch.setattr(f"{__name__}.TOKENS", 120)
+    world = World([None] * 32, 0.02, fixed=0.3, asking=0.11)
+    drafting, began = world._drafting, [0]
+    begin = drafting.begin
+
+    def begun(rows: int, **_: bool) -> None:
+        begin(rows, alone=len(world.steps) != began[0], hurried=False)
+        if len(world.steps) > 8:
+            assert drafting._account.plain_s == pytest.approx(1.0, abs=0.06)
+
+    monkeypatch.setattr(drafting, "begin", begun)
+    for job in range(1, 5):
+        world.run()
+        assert drafting._times.usual(32, 1) == pytest.approx(0.98, abs=0.03)
+        assert drafting._account._steps == pytest.approx(3 + (0.01 * TOKENS - 0.11 * 8) * job, abs=0.5)
+        world._now, world._written, began[0] = (
+            world._now + 100,
+            World([None] * 32, 0.02, seed=job)._written,
+            len(world.steps),
+        )
+
+
+def test_no_clock_decides_who_is_asked_where_ranks_run_in_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would check drafts in different steps, and wait for one another for ever."""
+    monkeypatch.setattr(f"{__name__}.VOCAB", 300)
+    steps = []
+    for asking in (0.0, 0.4):
+        world = World([None] * 2, 0.1, asking=asking)
+        world._drafting._config = SpeculationConfig(5, adapts_to_time=False)
+        tries, tried = world._drafting.tries, []
+
+        def noted(rows: Sequence[Row], *, known: bool, tries: Any = tries, tried: list[bool] = tried) -> bool:
+            tried.append(tries(rows, known=known))
+            return tried[-1]
+
+        monkeypatch.setattr(world._drafting, "tries", noted)
+        world.run()
+        steps.append(tried)
+    assert steps[0] == steps[1]
+    assert 0 < sum(steps[0]) < len(steps[0]) / 2
+
+
 def test_rows_are_asked_once_others_have_written_behind_their_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here all rows of a batch, by another worker, after a third of their tokens and amid a long silence."""
     monkeypatch.setattr(f"{__name__}.VOCAB", 10**8)
@@ -346,6 +391,7 @@ def test_rows_that_do_not_pay_at_first_are_asked_in_every_step() -> None:
 def test_rows_that_begin_to_copy_later_are_asked_in_time(asking: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """After 256 tokens each row says again what it has said; one that is asked ever more seldom would miss most."""
     monkeypatch.setattr(f"{__name__}.TOKENS", 512)
+    monkeypatch.setattr(f"{__name__}.VOCAB", 10**8)
     world = World([None] * 8, 0.02, fixed=0.3, asking=asking)
     for row, ids in world._written.items():
         world._written[row] = [*ids[:256], *ids[:256], *ids[512:]]

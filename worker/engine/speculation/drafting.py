@@ -23,7 +23,7 @@ from worker.engine.kv.kinds import are_cut, may_be_taken_back
 from worker.engine.messages import SpeculationConfig, SpeculationStats
 from worker.engine.speculation.draft_batch import DraftBatch
 from worker.engine.speculation.draft_times import best_step
-from worker.engine.speculation.memory import FARTHEST, Completions, Key, Memory
+from worker.engine.speculation.memory import Completions, Key, Memory
 from worker.engine.speculation.model_drafts import ModelDrafts
 from worker.engine.speculation.part import are_dense
 from worker.engine.speculation.payoff import (
@@ -37,7 +37,7 @@ from worker.engine.speculation.payoff import (
     best_length,
 )
 from worker.engine.speculation.silence import SELDOM, Silence
-from worker.engine.speculation.source import NEW_AT_ONCE, Source, Texts, draft, source_of, try_of, up_to_stop
+from worker.engine.speculation.source import Source, Texts, draft, new_sources, try_of, up_to_stop
 
 LOOKED_THROUGH = 1 << 18  # ids in one step
 WORTH_KEEPING = 2  # tokens
@@ -69,7 +69,7 @@ class Drafting:
         self._rows: dict[Row, Source] = {}
         self._step_times = {alone: StepTimes() for alone in (True, False)}  # the latter amid prompts
         self._step_times[True].beside, self._step_times[False].beside = self._step_times[False], self._step_times[True]
-        self._began = self._waited = 0.0
+        self._began = self._waited = self._looked_s = 0.0
         self._size = self._told = 0  # rows of the step that runs, and tokens since it began
         self._alone = self._hurried = False
         self._by_model = False  # the step that runs has waited for its inputs since the draft model might draft
@@ -111,9 +111,11 @@ class Drafting:
         if may_be_timed and self._size and (rows == self._size or not is_alone):
             self._step_times[is_alone].took(self._size, width, took, steps)
         if self._size and self._config.adapts_to_time:
-            self._settle((now - self._began) / steps, self._told / self._size / steps, steps)
+            is_known = is_alone or steps == 1  # else nothing may have run for long before these rows came
+            took = (now - self._began - self._looked_s) / steps if is_known else 0.0
+            self._settle(took, self._told / self._size / steps, steps)
         self._began, self._waited, self._size, self._alone, self._hurried = now, 0.0, rows, alone, hurried
-        self._widths, self._told = (1, width), 0
+        self._widths, self._told, self._looked_s = (1, width), 0, 0.0
         self._rested, self._catches_up, self._step_is = self._rested + steps, False, "plain"
 
     def told(self, tokens: int) -> None:
@@ -121,7 +123,7 @@ class Drafting:
         self._told += tokens
 
     def _settle(self, took: float, tokens: float, steps: int) -> None:
-        """The account of the step before, or of so many on average.
+        """The account of the step before, or of so many on average; `took`: 0 where that is not known.
 
         Prompts of batches and jobs come as rows end, so sooner with drafts: more of them come in a step, and fewer
         steps have none. So what steps take on average counts there, and else what such steps take.
@@ -141,6 +143,8 @@ class Drafting:
         elif not width:
             if not self._by_model:  # which rests for that
                 self._account.waited(took, tokens)
+        elif not took:
+            self._account.earned(steps)
         else:
             self._account.plain(took, tokens, steps)
             if self._account.doubted and (known := self._times.known(self._size, 1)) is not None:
@@ -174,7 +178,7 @@ class Drafting:
             self._silence.ends()
         if new or len(rows) != self._asked:
             self._has_texts, self._asked = self._texts.of_most(rows), len(rows)
-        asks_at = self._silence.asks_at(self._step, self._times, len(rows))
+        asks_at = self._silence.asks_at(self._step, self._times if times else None, len(rows))
         asks_at = max(asks_at, self._step + self._account.rests if times else 0)
         rests = asks_at > self._step
         if rests and self._model is None:
@@ -187,7 +191,8 @@ class Drafting:
         began = self._clock()
         self._all_batch = all(row.spec.sequence_class == "batch" for row in rows)
         self._rested, self._catches_up = 0, self._rested > SELDOM
-        self._take_in([row for row in rows if row not in self._rows] if new else ())
+        if new:
+            self._rows |= new_sources([row for row in rows if row not in self._rows], self._config, self._texts)
         sources = [(row, source) for row in rows if (source := self._source(row)) is not None]
         self._memory.begin()
         for _, source in sources:
@@ -206,7 +211,8 @@ class Drafting:
             may = may and (not times or self._best(rows, drafts, {})[0] > 0)
             self._silence.asked(self._clock() - began, drafts, pays=may)
         if not may:
-            self._account.looked(self._clock() - began)
+            self._looked_s = self._clock() - began
+            self._account.looked(self._looked_s)
         return may
 
     def _model_may_draft(self, rows: Sequence[Row]) -> bool:
@@ -385,15 +391,6 @@ class Drafting:
         if source is not None and source.told < len(row.tokens):
             source.add(row.tokens[source.told :])
         return source
-
-    def _take_in(self, rows: Sequence[Row]) -> None:
-        """As many new rows as this step has time for."""
-        left = NEW_AT_ONCE
-        for row in rows:
-            if left <= 0:
-                break
-            self._rows[row] = source_of(row, self._config, self._texts)
-            left -= len(row.spec.prompt_ids) + min(FARTHEST, len(row.spec.prediction_ids))
 
     def _draft(self, row: Row, source: Source | None, rows: int, behind: int = 0) -> list[int]:
         by_model = 0.0 if self._model is None else self._model.chance(row)

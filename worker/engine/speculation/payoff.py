@@ -127,11 +127,11 @@ class StepTimes:
         self._taken_at: dict[tuple[int, int], int] = {}
 
     def took(self, rows: int, width: int, seconds: float, steps: int = 1) -> None:
-        """One step, or so many on average."""
+        """One step, or so many on average: these count for some, of all that are remembered."""
         self._steps += steps
         key = _key(rows, width)
         times = self._times.setdefault(key, deque(maxlen=SAMPLES))
-        times.append(seconds)
+        times.extend([seconds] * min(steps, ENOUGH))
         self._usual.pop(key, None)
         self._taken_at[key] = self._steps
 
@@ -262,9 +262,13 @@ class Account:
 
     def plain(self, seconds: float, tokens: float, steps: int = 1) -> None:
         """A step without drafts that follows one without, and so many tokens a row; or so many, on average."""
-        self._plain.append(seconds)
-        self._plain_tokens.append(tokens)
+        self._plain.extend([seconds] * min(steps, PLAIN_SAMPLES))
+        self._plain_tokens.extend([tokens] * min(steps, PLAIN_SAMPLES))
         self._plain_s = None
+        self.earned(steps)
+
+    def earned(self, steps: int) -> None:
+        """So many steps without drafts, of which it is not known what they took."""
         self._add(self._earned * steps)
 
     def back(self, seconds: float, tokens: float) -> None:

@@ -131,6 +131,18 @@ def source_of(row: Row, config: SpeculationConfig, texts: Texts) -> Source:
     return source
 
 
+def new_sources(rows: Sequence[Row], config: SpeculationConfig, texts: Texts) -> dict[Row, Source]:
+    """Of as many new rows as a step has time for."""
+    sources: dict[Row, Source] = {}
+    left = NEW_AT_ONCE
+    for row in rows:
+        if left <= 0:
+            break
+        sources[row] = source_of(row, config, texts)
+        left -= len(row.spec.prompt_ids) + min(FARTHEST, len(row.spec.prediction_ids))
+    return sources
+
+
 def draft(
     row: Row, source: Source, config: SpeculationConfig, by_model: float, looked_through: int, behind: int
 ) -> list[int]:
