@@ -336,7 +336,7 @@ def test_many_steps_at_once_are_timed_as_each_by_itself(monkeypatch: pytest.Monk
     for job in range(1, 5):
         world.run()
         assert drafting._times.usual(32, 1) == pytest.approx(0.98, abs=0.03)
-        assert drafting._account._steps == pytest.approx(3 + (0.01 * TOKENS - 0.11 * 8) * job, abs=0.5)
+        assert drafting._account._steps == pytest.approx(3 + (0.01 * TOKENS - 0.11 * 6) * job, abs=0.5)
         world._now, world._written, began[0] = (
             world._now + 100,
             World([None] * 32, 0.02, seed=job)._written,

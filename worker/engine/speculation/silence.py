@@ -9,7 +9,7 @@ from worker.engine.speculation.payoff import LONGEST_REST, StepTimes
 MANY = 8  # rows of which one has a draft: so many may pay soon, as more is known of them
 SILENT = 16  # steps in which fewer have one, and it does not pay: after that one in ...
 SELDOM = 4  # ... so many asks again
-DEAR = 4  # where asking takes long: steps after which fewer ask still
+DEAR = 2  # where asking takes long: steps after which fewer ask still
 ASKED = 0.005  # of the time is what asking may take then
 
 
