@@ -2,7 +2,7 @@
 
 import io
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import fmean, quantiles
 from typing import Any
 
@@ -288,31 +288,42 @@ def test_steps_in_which_nothing_is_asked_do_not_even_look_at_the_clock() -> None
     assert looks[0] < TOKENS
 
 
+def in_a_silence(world: World, act: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Let that happen once while rows are not asked for long; after how many steps, once it has."""
+    drafting, told, came = world._drafting, world._drafting.told, list[int]()
+
+    def tell(tokens: int) -> None:
+        told(tokens)
+        if not came and len(world.steps) > TOKENS // 3 and drafting._asks_at > drafting._step + 4:
+            came.append(len(world.steps))
+            act()
+
+    monkeypatch.setattr(drafting, "told", tell)
+    return came
+
+
 @pytest.mark.parametrize("alone", [True, False])
 def test_rows_that_come_in_a_silence_are_asked_at_once(*, alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """More of them than there were, or in the place of others: then a prompt has been fed beside the step before."""
     monkeypatch.setattr(f"{__name__}.VOCAB", 10**8)
     world, late = World([None] * 8, 0.02, asking=0.11), World([1.0] * 8, 0.02, seed=1)
-    drafting, came = world._drafting, [0]  # after so many steps; 0: not yet
-    begin, told, drafts = drafting.begin, drafting.told, world._drafts
+    drafting = world._drafting
+    begin, drafts = drafting.begin, world._drafts
+
+    def come() -> None:
+        world._written = {**(world._written if alone else {}), **late._written}
 
     def begun(rows: int, **_: bool) -> None:
-        begin(rows, alone=alone or not 0 < came[0] == len(world.steps), hurried=False)
-
-    def come(tokens: int) -> None:
-        told(tokens)
-        if not came[0] and len(world.steps) > TOKENS // 3 and drafting._asks_at > drafting._step + 4:
-            came[0] = len(world.steps)
-            world._written = {**(world._written if alone else {}), **late._written}
+        begin(rows, alone=alone or came != [len(world.steps)], hurried=False)
 
     def asked(rows: list[Row]) -> list[list[int]]:
         given = drafts(rows)
-        if came[0] and any(given):
+        if came and any(given):
             raise StopIteration
         return given
 
+    came = in_a_silence(world, come, monkeypatch)
     monkeypatch.setattr(drafting, "begin", begun)
-    monkeypatch.setattr(drafting, "told", come)
     monkeypatch.setattr(world, "_drafts", asked)
     with pytest.raises(StopIteration):
         world.run()
@@ -337,11 +348,8 @@ def test_many_steps_at_once_are_timed_as_each_by_itself(monkeypatch: pytest.Monk
         world.run()
         assert drafting._times.usual(32, 1) == pytest.approx(0.98, abs=0.03)
         assert drafting._account._steps == pytest.approx(3 + (0.01 * TOKENS - 0.11 * 6) * job, abs=0.5)
-        world._now, world._written, began[0] = (
-            world._now + 100,
-            World([None] * 32, 0.02, seed=job)._written,
-            len(world.steps),
-        )
+        world._written = World([None] * 32, 0.02, seed=job)._written
+        world._now, began[0] = world._now + 100, len(world.steps)
 
 
 def test_no_clock_decides_who_is_asked_where_ranks_run_in_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -368,18 +376,14 @@ def test_rows_are_asked_once_others_have_written_behind_their_prompt(monkeypatch
     """Here all rows of a batch, by another worker, after a third of their tokens and amid a long silence."""
     monkeypatch.setattr(f"{__name__}.VOCAB", 10**8)
     world = World([None] * 32, 0.02, fixed=0.3, asking=0.11, kept=1 << 24)
-    drafting, told, came = world._drafting, world._drafting.told, [0]
 
-    def come(tokens: int) -> None:
-        told(tokens)
-        if not came[0] and len(world.steps) > TOKENS // 3 and drafting._asks_at > drafting._step + 4:
-            came[0] = len(world.steps)
-            texts = [(row.spec, np.array(ids[:TOKENS], np.int32)) for row, ids in world._written.items()]
-            drafting.remember([Completions(key_of(each), each.prompt_ids, [(b"", ids)]) for each, ids in texts])
+    def come() -> None:
+        texts = [(row.spec, np.array(ids[:TOKENS], np.int32)) for row, ids in world._written.items()]
+        world._drafting.remember([Completions(key_of(each), each.prompt_ids, [(b"", ids)]) for each, ids in texts])
 
-    monkeypatch.setattr(drafting, "told", come)
+    came = in_a_silence(world, come, monkeypatch)
     world.run()
-    assert came[0] and len(world.steps) < came[0] + (TOKENS - came[0]) / 3
+    assert came and len(world.steps) < came[0] + (TOKENS - came[0]) / 3
 
 
 def test_rows_that_do_not_pay_at_first_are_asked_in_every_step() -> None:

@@ -76,7 +76,8 @@ class Drafting:
         self._model_reads = False  # the draft model has read prompts in the step that runs
         self._widths = (0, 0)  # of the step that runs and of the one before; 0: not to be timed
         self._memory = Memory(self._config.memory_bytes, tuple({self._config.ngram_min, self._config.ngram_max}))
-        self._texts, self._has_texts, self._asked = Texts(self._memory, keeps=self._keeps), False, 0
+        self._texts = Texts(self._memory, keeps=self._keeps)
+        self._has_texts, self._size_then = False, 0  # most rows of a batch of that size, when it was looked at
         self._step = self._began_in = 0  # the one that runs, and the latest one that was accounted for
         self._asks_at = 0  # the next step in which rows are asked, if nothing changes; 0: maybe this one
         self._accounts = Accounts(on_cpu=mx.default_device() == mx.Device(mx.cpu) if on_cpu is None else on_cpu)
@@ -102,18 +103,18 @@ class Drafting:
             return
         steps, self._began_in, self._asks_at = self._step - self._began_in, self._step, 0
         now, (width, before), is_alone = self._clock(), self._widths, alone and self._alone
-        took = (now - self._began - self._waited) / steps
+        took = now - self._began
+        may_have_idled = steps > 1 and not is_alone  # nothing may have run for long before the rows of this step came
         # What is told while the next step runs takes what shows between two such steps. Amid prompts rows come and go
         # all the time. What was not looked at for long is caught up with in one step.
         shows = self._step_is == "checks" or (self._step_is in ("plain", "follows") and width == before > 0)
-        may_be_timed = shows and not (self._model_reads or self._catches_up) and (is_alone or steps == 1)
+        may_be_timed = shows and not (self._model_reads or self._catches_up or may_have_idled)
         self._model_reads = False
         if may_be_timed and self._size and (rows == self._size or not is_alone):
-            self._step_times[is_alone].took(self._size, width, took, steps)
+            self._step_times[is_alone].took(self._size, width, (took - self._waited) / steps, steps)
         if self._size and self._config.adapts_to_time:
-            is_known = is_alone or steps == 1  # else nothing may have run for long before these rows came
-            took = (now - self._began - self._looked_s) / steps if is_known else 0.0
-            self._settle(took, self._told / self._size / steps, steps)
+            usual = 0.0 if may_have_idled else (took - self._looked_s) / steps
+            self._settle(usual, self._told / self._size / steps, steps)
         self._began, self._waited, self._size, self._alone, self._hurried = now, 0.0, rows, alone, hurried
         self._widths, self._told, self._looked_s = (1, width), 0, 0.0
         self._rested, self._catches_up, self._step_is = self._rested + steps, False, "plain"
@@ -176,8 +177,8 @@ class Drafting:
             return False
         if new := not all(map(self._rows.__contains__, rows)):
             self._silence.ends()
-        if new or len(rows) != self._asked:
-            self._has_texts, self._asked = self._texts.of_most(rows), len(rows)
+        if new or len(rows) != self._size_then:
+            self._has_texts, self._size_then = self._texts.of_most(rows), len(rows)
         asks_at = self._silence.asks_at(self._step, self._times if times else None, len(rows))
         asks_at = max(asks_at, self._step + self._account.rests if times else 0)
         rests = asks_at > self._step
@@ -365,13 +366,15 @@ class Drafting:
         """They have left, or compute their context again; what was written to its end is kept."""
         if self._model is not None:
             self._model.remove(rows)
+        written: set[Key | None] = set()
         for row in rows:
             source = self._rows.pop(row, None)
             self._texts.remove(row)
             self._foreseen.pop(row, None)
             if self._keeps and row.is_over and len(row.tokens) >= WORTH_KEEPING:
                 self._memory.add_later(row.spec, row.tokens)
-                self._hear({source.key} if source is not None else set())
+                written |= {source.key} if source is not None else set()
+        self._hear(written)
 
     def remember(self, completions: Sequence[Completions]) -> None:
         """What other workers' sequences have written."""
