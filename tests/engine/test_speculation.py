@@ -26,6 +26,7 @@ from tests.engine.conftest import Bench, SpiedModel, prompt_of, spec
 from tests.engine.kv_models import Model
 from worker.engine.batch.keeping import Keeping
 from worker.engine.batch.row import Row
+from worker.engine.batch.row_model import RowModel
 from worker.engine.messages import SpeculationConfig
 from worker.engine.model.loader import LoadedModel
 from worker.engine.sampling.draw import Draw
@@ -210,7 +211,10 @@ EVERY_KIND = [
 @example(26169243, "gemma3_text", True)  # a number of the seed lies 1e-7 from where another token begins
 def test_drafts_change_nothing(model_of: Model, llama: LoadedModel, seed: int, name: str, always: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(batch, "LOOSE", random.Random(seed).choice([3, batch.LOOSE]))  # far behind is soon reached
+        draw = random.Random(seed)
+        patch.setattr(batch, "LOOSE", draw.choice([3, batch.LOOSE]))  # far behind is soon reached
+        if draw.random() < 0.5:
+            patch.setattr(RowModel, "draws_in_place", property(lambda _: True, lambda *_: None), raising=False)
         check(llama if name == "llama" else model_of(name), seed, ALWAYS if always else ROWS)
 
 
@@ -696,6 +700,28 @@ def test_rows_that_are_fast_by_turns_pile_up_no_padding(model_of: Model, name: s
                 running._align()
             assert not min(running._padding)
     assert aligned > 2 and [bench.tokens(each.id) for each in rows] == [plain.tokens(each.id) for each in rows]
+
+
+@pytest.mark.parametrize(("in_place", "loose", "aligns"), [(False, 256, True), (True, 256, False), (True, 3, True)])
+def test_rows_end_together_again_where_it_costs_to_write_them_apart(
+    llama: LoadedModel, monkeypatch: pytest.MonkeyPatch, *, in_place: bool, loose: int, aligns: bool
+) -> None:
+    """Or where one keeps much room for another that is far behind."""
+    monkeypatch.setattr(RowModel, "draws_in_place", property(lambda _: in_place, lambda *_: None), raising=False)
+    monkeypatch.setattr(batch, "LOOSE", loose)
+    plain = Bench(llama)
+    rows = predicted(plain, *(spec(f"s{at}", prompt_of(9, seed=at), max_tokens=40, temperature=1.0) for at in range(2)))
+    rows[0] = structs.replace(rows[0], prediction_ids=rows[0].prediction_ids[:12])
+    rows[1] = structs.replace(rows[1], prediction_ids=())
+    bench = Bench(llama, speculation=replace(ALWAYS, own_text=False, memory_bytes=0))
+    slacks, align = [], batch.align
+    monkeypatch.setattr(batch, "align", lambda caches: (slacks.append(list(running._slack)), align(caches)))
+    running = bench.engine._batch
+    assert isinstance(running, batch.SpeculatingBatch)
+    bench.submit(*rows)
+    bench.run()
+    assert [bench.tokens(each.id) for each in rows] == [plain.tokens(each.id) for each in rows]
+    assert len(slacks) == aligns and all(max(each) > 3 for each in slacks)
 
 
 def test_a_failed_forward_ends_its_rows_and_the_next_ones_are_drafted_for(llama: LoadedModel) -> None:

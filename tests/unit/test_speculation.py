@@ -585,6 +585,19 @@ def test_old_times_are_taken_again_and_a_single_one_soon(seconds: float, taken: 
     assert waits == sorted(waits) and waits[0] < STALE / 20 and waits[-2:] == [STALE, STALE]
 
 
+def test_what_has_paid_is_tried_again_in_full_length_however_long_ago_that_was() -> None:
+    """The first check after a long time takes longer than others, and one of a short draft seldom pays for it."""
+    times, four = times_of(4, 1.0, 1.3, 1.3, 1.3, 1.3, 1.3), [Try(0.7, 5, 1.0)] * 4
+    times.took(4, 1, 1.0, STALE)
+    assert times.known(4, 6) is None and best_length(times, four, alone=True) == 5
+    times.took(4, 2, 2.9)
+    times.took(4, 2, 2.8)
+    assert best_length(times, four, alone=True) == 5, "nor does what that one took say much of longer ones"
+    times = times_of(4, 1.0, 3.5, 3.6, 3.7, 3.8, 3.9)
+    times.took(4, 1, 1.0, STALE)
+    assert best_length(times, four, alone=True) == 1, "what has not paid is begun anew"
+
+
 def test_what_longer_drafts_take_is_known_from_steps_amid_prompts() -> None:
     times, beside = times_of(4, 2.0), times_of(4, 1.0, 1.5, 1.6)
     times.beside = beside

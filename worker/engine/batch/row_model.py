@@ -55,6 +55,7 @@ class RowModel:
         self.versions: tuple[str, ...] = ()
         self.tokens_B1: mx.array | None = None
         self.logits_B1V: mx.array | None = None
+        self.draws_in_place = False  # the latest forward of rows that draw wrote KV in place, wherever they end
 
     def new_kv(self) -> list[Any]:
         """Empty KV of one row, one cache per layer."""
@@ -126,14 +127,17 @@ class RowModel:
         # A prefill's logits are never computed, and must not be kept: they hold its whole graph.
         is_one_token = tokens_BL.shape[1] == 1
         quick = self._decode_step if is_one_token or draws else None
+        in_place = False
         with nullcontext() if is_one_token else few_shapes.applied():
             # Not in place of another module that has been put in the model's.
             if quick is not None and quick.model is self.model and quick.takes(cache[:-1]):
                 forward = quick.adapted if any(self.versions) else quick
                 logits_BLV = forward(tokens_BL, cache[:-1], in_place=draws, whole=whole)
+                in_place = quick.was_in_place
             else:
                 with self._moved():
                     logits_BLV = self.model(tokens_BL, cache=cache[:-1])
+        self.draws_in_place = in_place if draws else self.draws_in_place
         self.tokens_B1 = tokens_BL if is_one_token else None
         self.logits_B1V = logits_BLV if is_one_token else None
         return logits_BLV

@@ -119,16 +119,8 @@ class RaggedKVCache(BatchKVCache):  # type: ignore[misc]
         """Let all rows end together."""
         if self.slack is None:
             return
-        parts = list(enumerate(self.slack.on_host))
-        self.keys, self.values = (
-            mx.concatenate(
-                [
-                    mx.pad(each[at : at + 1, :, : self._idx - behind], [(0, 0), (0, 0), (behind, 0), (0, 0)])
-                    for at, behind in parts
-                ]
-            )
-            for each in (self.keys, self.values)
-        )
+        places_BN = mx.maximum(self.slack.places(0, self._idx), 0)  # what comes before a row's first one is padding
+        self.keys, self.values = _of_places(self.keys, places_BN), _of_places(self.values, places_BN)
         self.left_padding = self.left_padding + self.slack.before_B
         self.slack = None
 
@@ -139,6 +131,14 @@ def _written(old: mx.array, places: mx.array, new: mx.array, end: int, step: int
     if short > 0:
         old = mx.pad(old, [(0, 0), (0, 0), (0, -(-short // step) * step), (0, 0)])
     return mx.put_along_axis(old, places, new, axis=2) if new.shape[3] else old
+
+
+def _of_places(old: mx.array, places_BN: mx.array) -> mx.array:
+    """What lies there, [B, H, N, D]: whole vectors, where `take_along_axis` would take each number by itself."""
+    if not old.shape[3]:
+        return old[:, :, : places_BN.shape[1]]
+    rows, heads = old.shape[:2]
+    return old[mx.arange(rows)[:, None, None], mx.arange(heads)[None, :, None], places_BN[:, None]]
 
 
 def are_plain(caches: Sequence[Any]) -> bool:

@@ -60,7 +60,7 @@ from worker.engine.speculation.unread import Beside, Unread, cut, fed, filled, h
 
 ALIGN_SHARE = 16  # positions: to align these takes about what it costs in one step to write where each row ends
 SHORT = 8  # steps that check drafts and are read at once, after one that stayed unread for nothing
-LOOSE = 256  # positions by which a row may fall behind where a window would have to hold them
+LOOSE = 256  # positions by which a row may fall behind where that is held for it by a window, or by all in place
 
 
 class SpeculatingBatch(RunningBatch):
@@ -228,9 +228,16 @@ class SpeculatingBatch(RunningBatch):
         self._slack = [0] * len(self._slack)
 
     def _decode_plainly(self) -> None:
-        """A step without drafts; after some, rows end together again: the sooner the shorter they are."""
+        """A step without drafts; after some, rows end together again: the sooner the shorter they are.
+
+        Where KV is written in place it costs nothing that rows end apart, but for room that one far behind keeps.
+        """
         self._plain_steps += 1
-        if any(self._slack) and self._plain_steps > (end_of(self._cache[:-1]) or LOOSE) // ALIGN_SHARE:
+        may_be = LOOSE if self._model.draws_in_place else 0
+        if (
+            max(self._slack, default=0) > may_be
+            and self._plain_steps > (end_of(self._cache[:-1]) or LOOSE) // ALIGN_SHARE
+        ):
             self._align()
         super()._decode()
 

@@ -185,10 +185,16 @@ class StepTimes:
 
         A step that checks drafts may take more than one without by itself, and more for each token of a draft: on a GPU
         it is the former that counts, in a large batch on a CPU the latter. So after one token two are tried where they
-        pay if the second one takes nothing, and then both are known.
+        pay if the second one takes nothing, and then both are known. Times that were known are as good a guess: at what
+        once paid one need not arrive step by step.
         """
         if (seconds := self.known(rows, width)) is not None:
             return seconds
+        guesses = [each for each in (self._in_line(rows, width), self.usual(rows, width)) if each is not None]
+        return min(guesses, default=None)
+
+    def _in_line(self, rows: int, width: int) -> float | None:
+        """Seconds with others' that are known."""
         plain = self.known(rows, 1)
         if plain is None:
             return None
