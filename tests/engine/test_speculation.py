@@ -211,7 +211,7 @@ EVERY_KIND = [
 @example(26169243, "gemma3_text", True)  # a number of the seed lies 1e-7 from where another token begins
 def test_drafts_change_nothing(model_of: Model, llama: LoadedModel, seed: int, name: str, always: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        draw = random.Random(seed)
+        draw = random.Random(f"{seed} apart")
         patch.setattr(batch, "LOOSE", draw.choice([3, batch.LOOSE]))  # far behind is soon reached
         if draw.random() < 0.5:
             patch.setattr(RowModel, "draws_in_place", property(lambda _: True, lambda *_: None), raising=False)
@@ -710,7 +710,9 @@ def test_rows_end_together_again_where_it_costs_to_write_them_apart(
     monkeypatch.setattr(RowModel, "draws_in_place", property(lambda _: in_place, lambda *_: None), raising=False)
     monkeypatch.setattr(batch, "LOOSE", loose)
     plain = Bench(llama)
-    rows = predicted(plain, *(spec(f"s{at}", prompt_of(9, seed=at), max_tokens=40, temperature=1.0) for at in range(2)))
+    rows = predicted(
+        plain, *(spec(f"s{at}", prompt_of(70, seed=at), max_tokens=40, temperature=1.0) for at in range(2))
+    )
     rows[0] = structs.replace(rows[0], prediction_ids=rows[0].prediction_ids[:12])
     rows[1] = structs.replace(rows[1], prediction_ids=())
     bench = Bench(llama, speculation=replace(ALWAYS, own_text=False, memory_bytes=0))

@@ -53,6 +53,7 @@ from worker.engine.speculation.payoff import (
     LIKELY,
     LONGEST_PAUSE,
     PLAIN_STALE,
+    SAMPLES,
     STALE,
     Account,
     Accounts,
@@ -588,11 +589,17 @@ def test_old_times_are_taken_again_and_a_single_one_soon(seconds: float, taken: 
 def test_what_has_paid_is_tried_again_in_full_length_however_long_ago_that_was() -> None:
     """The first check after a long time takes longer than others, and one of a short draft seldom pays for it."""
     times, four = times_of(4, 1.0, 1.3, 1.3, 1.3, 1.3, 1.3), [Try(0.7, 5, 1.0)] * 4
+    for _ in range(SAMPLES):
+        times.took(4, 6, 1.3)
     times.took(4, 1, 1.0, STALE)
     assert times.known(4, 6) is None and best_length(times, four, alone=True) == 5
     times.took(4, 2, 2.9)
     times.took(4, 2, 2.8)
     assert best_length(times, four, alone=True) == 5, "nor does what that one took say much of longer ones"
+    for took in (4.0, 4.0):
+        assert times.likely(4, 6) == 1.3, "one may be of a busy moment, or the first after a long time"
+        times.took(4, 6, took)
+    assert times.known(4, 6) == 4.0, "what it took long ago counts no more"
     times = times_of(4, 1.0, 3.5, 3.6, 3.7, 3.8, 3.9)
     times.took(4, 1, 1.0, STALE)
     assert best_length(times, four, alone=True) == 1, "what has not paid is begun anew"

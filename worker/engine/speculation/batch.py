@@ -59,6 +59,7 @@ from worker.engine.speculation.part import Flags, Part, are_dense, padded, short
 from worker.engine.speculation.unread import Beside, Unread, cut, fed, filled, held, positions_of
 
 ALIGN_SHARE = 16  # positions: to align these takes about what it costs in one step to write where each row ends
+ROOM_SHARE = 4  # of the positions that KV has room for: so far a row may end behind another where that costs nothing
 SHORT = 8  # steps that check drafts and are read at once, after one that stayed unread for nothing
 LOOSE = 256  # positions by which a row may fall behind where that is held for it by a window, or by all in place
 
@@ -75,6 +76,7 @@ class SpeculatingBatch(RunningBatch):
         self._overlaps = drafting.overlaps and not drafting.moves_together
         self._slack: list[int] = []  # positions by which each row ends before the one that ends last
         self._plain_steps = 0  # in a row
+        self._is_in_place = False  # the latest one wrote KV so, wherever rows end
         self._joined = False  # rows have, since the step before
         self._known = False  # what the next step is fed: nothing is under way
         self._unread: Unread | None = None  # the step before; `_slack` is of the one before that
@@ -233,13 +235,12 @@ class SpeculatingBatch(RunningBatch):
         Where KV is written in place it costs nothing that rows end apart, but for room that one far behind keeps.
         """
         self._plain_steps += 1
-        may_be = LOOSE if self._model.draws_in_place else 0
-        if (
-            max(self._slack, default=0) > may_be
-            and self._plain_steps > (end_of(self._cache[:-1]) or LOOSE) // ALIGN_SHARE
-        ):
+        end = end_of(self._cache[:-1]) or LOOSE
+        may_be = min(LOOSE, end // ROOM_SHARE) if self._is_in_place else 0
+        if max(self._slack, default=0) > may_be and self._plain_steps > end // ALIGN_SHARE:
             self._align()
         super()._decode()
+        self._is_in_place = self._model.draws_in_place
 
     def _accept(self, parts: Sequence[Part], ids_BL: Ids, is_fed_BL: Flags, logits_BLV: mx.array) -> list[int]:
         """Draw at every place, and let each row move on as far as its draft holds; the inputs after that."""

@@ -125,12 +125,18 @@ class StepTimes:
         self._times: dict[tuple[int, int], deque[float]] = {}
         self._usual: dict[tuple[int, int], float] = {}  # of these, since they were asked for: many times in some steps
         self._taken_at: dict[tuple[int, int], int] = {}
+        self._taken: dict[tuple[int, int], int] = {}  # how often, those included that are not remembered
 
     def took(self, rows: int, width: int, seconds: float, steps: int = 1) -> None:
         """One step, or so many on average: these count for some, of all that are remembered."""
         self._steps += steps
         key = _key(rows, width)
         times = self._times.setdefault(key, deque(maxlen=SAMPLES))
+        if width > 1 and self._steps - self._taken_at.get(key, self._steps) >= STALE:
+            old = self._usual_of(key, times)
+            times.clear()
+            times.append(old)  # for as much as a new one: the first check after a long time takes longer than others
+        self._taken[key] = self._taken.get(key, 0) + min(steps, ENOUGH)
         times.extend([seconds] * min(steps, ENOUGH))
         self._usual.pop(key, None)
         self._taken_at[key] = self._steps
@@ -138,12 +144,12 @@ class StepTimes:
     def known(self, rows: int, width: int) -> float | None:
         """Seconds; None when nothing is known, or what is known is old."""
         key = _key(rows, width)
-        times = self._times.get(key, ())
-        if len(times) < LEAST_SAMPLES:
+        times, taken = self._times.get(key, ()), self._taken.get(key, 0)
+        if not times or taken < LEAST_SAMPLES:
             return None
         # Few times may be those of busy moments: they are taken again soon, and sooner if they look like it.
-        stale = (STALE if width > 1 else PLAIN_STALE) * min(1, len(times) / ENOUGH)
-        seconds, sooner = self._usual_of(key, times), DOUBTED << len(times)
+        stale = (STALE if width > 1 else PLAIN_STALE) * min(1, taken / ENOUGH)
+        seconds, sooner = self._usual_of(key, times), DOUBTED << min(SAMPLES, taken)
         if width > 1 and sooner < stale and self._is_doubtful(rows, width, seconds):
             seconds, stale = sorted(times)[len(times) // 4], sooner  # of three the least: two may be of one moment
         return None if self._steps - self._taken_at[key] >= stale else seconds
@@ -160,8 +166,8 @@ class StepTimes:
     def forget(self, rows: int) -> float:
         """What steps without drafts have taken, in seconds, since it may have changed; 0: nothing was known."""
         seconds = self.usual(rows, 1) or 0.0
-        self._times.pop(_key(rows, 1), None)
-        self._usual.pop(_key(rows, 1), None)
+        for each in (self._times, self._usual, self._taken):
+            each.pop(_key(rows, 1), None)
         return seconds
 
     def _wide(self, rows: int) -> list[tuple[int, float]]:
