@@ -137,7 +137,8 @@ class RowModel:
             else:
                 with self._moved():
                     logits_BLV = self.model(tokens_BL, cache=cache[:-1])
-        self.draws_in_place = in_place if draws else self.draws_in_place
+        if draws:
+            self.draws_in_place = in_place
         self.tokens_B1 = tokens_BL if is_one_token else None
         self.logits_B1V = logits_BLV if is_one_token else None
         return logits_BLV

@@ -59,9 +59,9 @@ from worker.engine.speculation.part import Flags, Part, are_dense, padded, short
 from worker.engine.speculation.unread import Beside, Unread, cut, fed, filled, held, positions_of
 
 ALIGN_SHARE = 16  # positions: to align these takes about what it costs in one step to write where each row ends
-ROOM_SHARE = 4  # of the positions that KV has room for: so far a row may end behind another where that costs nothing
+ROOM_SHARE = 4  # of all positions: more than that a row may not fall behind, either, where rows end apart for long
 SHORT = 8  # steps that check drafts and are read at once, after one that stayed unread for nothing
-LOOSE = 256  # positions by which a row may fall behind where that is held for it by a window, or by all in place
+LOOSE = 256  # positions by which a row may fall behind, where a window has to hold them or all rows keep room for them
 
 
 class SpeculatingBatch(RunningBatch):

@@ -144,9 +144,9 @@ class StepTimes:
     def known(self, rows: int, width: int) -> float | None:
         """Seconds; None when nothing is known, or what is known is old."""
         key = _key(rows, width)
-        times, taken = self._times.get(key, ()), self._taken.get(key, 0)
-        if not times or taken < LEAST_SAMPLES:
+        if (taken := self._taken.get(key, 0)) < LEAST_SAMPLES:
             return None
+        times = self._times[key]
         # Few times may be those of busy moments: they are taken again soon, and sooner if they look like it.
         stale = (STALE if width > 1 else PLAIN_STALE) * min(1, taken / ENOUGH)
         seconds, sooner = self._usual_of(key, times), DOUBTED << min(SAMPLES, taken)
@@ -191,8 +191,8 @@ class StepTimes:
 
         A step that checks drafts may take more than one without by itself, and more for each token of a draft: on a GPU
         it is the former that counts, in a large batch on a CPU the latter. So after one token two are tried where they
-        pay if the second one takes nothing, and then both are known. Times that were known are as good a guess: at what
-        once paid one need not arrive step by step.
+        pay if the second one takes nothing, and then both are known. Old times are as good a guess: what once paid
+        need not be tried in all lengths below it.
         """
         if (seconds := self.known(rows, width)) is not None:
             return seconds
