@@ -69,7 +69,7 @@ def test_other_kv_is_not_written_in_place() -> None:
         plain = BatchKVCache([0, 0])
         plain.update_and_fetch(*(mx.zeros((2, 2, 3, 64)) for _ in range(2)))
         rotary = Rotary(64, 1.0, 1e4)
-        assert not place.is_for(mx.zeros((2, 1), mx.int32), [plain], {mx.float32}, rotary), "on a CPU"
+        assert not place.is_for([plain], 1, {mx.float32}, rotary), "on a CPU"
 
 
 @needs_cuda

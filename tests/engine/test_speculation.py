@@ -214,7 +214,7 @@ def test_drafts_change_nothing(model_of: Model, llama: LoadedModel, seed: int, n
         draw = random.Random(f"{seed} apart")
         patch.setattr(batch, "LOOSE", draw.choice([3, batch.LOOSE]))  # far behind is soon reached
         if draw.random() < 0.5:
-            patch.setattr(RowModel, "draws_in_place", property(lambda _: True, lambda *_: None), raising=False)
+            patch.setattr(RowModel, "draws_in_place", lambda *_: True)
         check(llama if name == "llama" else model_of(name), seed, ALWAYS if always else ROWS)
 
 
@@ -707,7 +707,7 @@ def test_rows_end_together_again_where_it_costs_to_write_them_apart(
     llama: LoadedModel, monkeypatch: pytest.MonkeyPatch, *, in_place: bool, loose: int, aligns: bool
 ) -> None:
     """Or where one keeps much room for another that is far behind."""
-    monkeypatch.setattr(RowModel, "draws_in_place", property(lambda _: in_place, lambda *_: None), raising=False)
+    monkeypatch.setattr(RowModel, "draws_in_place", lambda *_: in_place)
     monkeypatch.setattr(batch, "LOOSE", loose)
     plain = Bench(llama)
     rows = predicted(

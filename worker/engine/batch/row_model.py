@@ -23,7 +23,7 @@ from worker.engine.kv.cuda import few_shapes
 from worker.engine.kv.layout import KvLayout
 from worker.engine.model.batching import takes_padding
 from worker.engine.model.pooling import hidden_states
-from worker.engine.model.step.decode_step import decode_step_of
+from worker.engine.model.step.decode_step import DecodeStep, decode_step_of
 from worker.engine.networks.network import Network
 from worker.engine.ranks.ranks import Ranks
 from worker.engine.vision.features import ImageFeatures, embeddings, with_images
@@ -55,7 +55,6 @@ class RowModel:
         self.versions: tuple[str, ...] = ()
         self.tokens_B1: mx.array | None = None
         self.logits_B1V: mx.array | None = None
-        self.draws_in_place = False  # the latest forward of rows that draw wrote KV in place, wherever they end
 
     def new_kv(self) -> list[Any]:
         """Empty KV of one row, one cache per layer."""
@@ -117,6 +116,16 @@ class RowModel:
     def _hidden(self) -> Callable[..., mx.array] | None:
         return hidden_states(self.model)
 
+    def _quick(self, caches: list[Any]) -> DecodeStep | None:
+        """The decode step for these caches; not in place of another module that has been put in the model's."""
+        quick = self._decode_step
+        return quick if quick is not None and quick.model is self.model and quick.takes(caches) else None
+
+    def draws_in_place(self, cache: list[Any]) -> bool:
+        """Whether KV of rows' next inputs is written in place, so that it costs nothing where each of them ends."""
+        quick = self._quick(cache[:-1])
+        return quick is not None and quick.may_be_in_place(cache[:-1], 1)
+
     def __call__(self, tokens_BL: mx.array, cache: list[Any], *, draws: bool = False, whole: bool = False) -> mx.array:
         """Logits [B, L, V], as the model rounds them.
 
@@ -126,19 +135,14 @@ class RowModel:
         self._enter(cache[-1])
         # A prefill's logits are never computed, and must not be kept: they hold its whole graph.
         is_one_token = tokens_BL.shape[1] == 1
-        quick = self._decode_step if is_one_token or draws else None
-        in_place = False
+        quick = self._quick(cache[:-1]) if is_one_token or draws else None
         with nullcontext() if is_one_token else few_shapes.applied():
-            # Not in place of another module that has been put in the model's.
-            if quick is not None and quick.model is self.model and quick.takes(cache[:-1]):
+            if quick is not None:
                 forward = quick.adapted if any(self.versions) else quick
                 logits_BLV = forward(tokens_BL, cache[:-1], in_place=draws, whole=whole)
-                in_place = quick.was_in_place
             else:
                 with self._moved():
                     logits_BLV = self.model(tokens_BL, cache=cache[:-1])
-        if draws:
-            self.draws_in_place = in_place
         self.tokens_B1 = tokens_BL if is_one_token else None
         self.logits_B1V = logits_BLV if is_one_token else None
         return logits_BLV

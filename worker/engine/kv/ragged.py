@@ -221,8 +221,8 @@ class RaggedWindowKVCache(RaggedKVCache):
             index, part = mx.array(rows), slice(self._idx - width, self._idx)
             return self.keys[index, :, part], self.values[index, :, part]
         index = mx.array(rows)
-        places_RW = mx.maximum(self.slack.places(self._idx - width, width)[index], 0)[:, None, :, None]
-        return tuple(mx.take_along_axis(each[index], places_RW, 2) for each in (self.keys, self.values))
+        places_RW = mx.maximum(self.slack.places(self._idx - width, width)[index], 0)
+        return tuple(_of_places(each[index], places_RW) for each in (self.keys, self.values))
 
     def filter(self, batch_indices: Any) -> None:
         """Keep these rows."""

@@ -76,7 +76,6 @@ class SpeculatingBatch(RunningBatch):
         self._overlaps = drafting.overlaps and not drafting.moves_together
         self._slack: list[int] = []  # positions by which each row ends before the one that ends last
         self._plain_steps = 0  # in a row
-        self._is_in_place = False  # the latest one wrote KV so, wherever rows end
         self._joined = False  # rows have, since the step before
         self._known = False  # what the next step is fed: nothing is under way
         self._unread: Unread | None = None  # the step before; `_slack` is of the one before that
@@ -235,12 +234,11 @@ class SpeculatingBatch(RunningBatch):
         Where KV is written in place it costs nothing that rows end apart, but for room that one far behind keeps.
         """
         self._plain_steps += 1
-        end = end_of(self._cache[:-1]) or LOOSE
-        may_be = min(LOOSE, end // ROOM_SHARE) if self._is_in_place else 0
-        if max(self._slack, default=0) > may_be and self._plain_steps > end // ALIGN_SHARE:
-            self._align()
+        if any(self._slack) and self._plain_steps > (end := end_of(self._cache[:-1]) or LOOSE) // ALIGN_SHARE:
+            may_be = min(LOOSE, end // ROOM_SHARE) if self._model.draws_in_place(self._cache) else 0
+            if max(self._slack) > may_be:
+                self._align()
         super()._decode()
-        self._is_in_place = self._model.draws_in_place
 
     def _accept(self, parts: Sequence[Part], ids_BL: Ids, is_fed_BL: Flags, logits_BLV: mx.array) -> list[int]:
         """Draw at every place, and let each row move on as far as its draft holds; the inputs after that."""

@@ -29,9 +29,9 @@ from worker.engine.kv.ragged import are_plain
 log = logging.getLogger(__name__)
 
 
-def is_for(tokens_BL: mx.array, caches: Sequence[Any], dtypes: Collection[mx.Dtype], rotary: Any) -> bool:
-    """Whether a decode step of such a model may write these caches in place."""
-    if tokens_BL.shape[1] > kernels.MOST_QUERIES or not are_plain(caches):
+def is_for(caches: Sequence[Any], count: int, dtypes: Collection[mx.Dtype], rotary: Any) -> bool:
+    """Whether a decode step of such a model may write so many tokens of each row in place in these caches."""
+    if count > kernels.MOST_QUERIES or not are_plain(caches):
         return False
     keys, values = caches[0].keys, caches[0].values
     is_typed = dtypes == {keys.dtype} and keys.shape[3] == rotary.size

@@ -118,11 +118,14 @@ class DecodeStep:
         self._embedding = embedding
         self._head = embedding.as_linear if model.args.tie_word_embeddings else called(bare(model.lm_head))
         self._each: OrderedDict[tuple[int, int], _Compiled] = OrderedDict()  # by tokens of a row, and room
-        self.was_in_place = False  # in the latest forward KV was written and read so
 
     def takes(self, caches: Sequence[Any]) -> bool:
         """Whether these are caches of a batch, each with its rows' positions."""
         return len(caches) == len(self._layers) and all(isinstance(each.offset, mx.array) for each in caches)
+
+    def may_be_in_place(self, caches: Sequence[Any], count: int) -> bool:
+        """Whether so many tokens of each row may be written where these caches hold them, wherever rows end."""
+        return self._may_place and place.is_for(caches, count, self._dtypes, self._layers[0].rotary)
 
     def __call__(
         self, tokens_BL: mx.array, caches: Sequence[Any], *, in_place: bool = False, whole: bool = False
@@ -184,11 +187,10 @@ class DecodeStep:
         return cast(mx.array, inner.embed_tokens.as_linear(x_BLD) if tied else self.model.lm_head(x_BLD))
 
     def _reads(self, tokens_BL: mx.array, caches: Sequence[Any], in_place: bool) -> _Reads:
-        self.was_in_place = (
-            in_place and self._may_place and place.is_for(tokens_BL, caches, self._dtypes, self._layers[0].rotary)
-        )
-        mask = None if self.was_in_place else create_attention_mask(tokens_BL, caches[0])
-        return _Reads(caches, tokens_BL.shape[1], self._scale, mask, in_place=self.was_in_place)
+        count = tokens_BL.shape[1]
+        in_place = in_place and self.may_be_in_place(caches, count)
+        mask = None if in_place else create_attention_mask(tokens_BL, caches[0])
+        return _Reads(caches, count, self._scale, mask, in_place=in_place)
 
     def _give_out(self, count: int, at: int, h_ND: mx.array, qkv: Sequence[mx.array]) -> None:
         """Let a GPU begin with the first layers while the host makes the others: it idles before a check."""
