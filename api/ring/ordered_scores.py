@@ -30,7 +30,7 @@ class OrderedScores:
     """Orders scores; what `shared.scoring.score.Rewards` asks for functions."""
 
     def __init__(self, redis: Redis, within_s: float) -> None:
-        self._orders = Orders(redis, keys.score_orders(), kept=KEPT)
+        self._orders = Orders(redis, keys.score_orders(), most_waiting=KEPT)
         self._within_s = within_s
         self._asking: defaultdict[str, int] = defaultdict(int)
         self._room: defaultdict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(OF_A_KEY))
@@ -72,5 +72,5 @@ class OrderedScores:
         try:
             return await self._orders.answer(order_id, within_s)
         except asyncio.CancelledError:
-            await self._orders.finish(entry)
+            await self._orders.done([entry])
             raise

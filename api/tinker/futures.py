@@ -4,7 +4,6 @@ Not there yet: 408, upon which the SDK asks again. Gone for ever: 410, upon whic
 refused has a result, too: its error, and whose fault it was.
 """
 
-import asyncio
 import time
 from typing import Any
 
@@ -24,12 +23,12 @@ from shared.adapters import version_id
 from shared.errors import GoneError, InvalidRequestError, NotFoundError
 from shared.learners import Answer, BeginDone, Failed, LearnerSpec, LoadDone, PassDone, SaveDone, StepDone, Told
 from shared.redis import keys
+from shared.redis.poll import Backoff
 from shared.redis.training.tinker_store import TinkerSample, TinkerSampler
 
 router = APIRouter(tags=["tinker"], prefix="/api/v1", route_class=BodyRoute)
 
 POLL_S = 20.0  # the SDK gives up a poll after 45
-_LOOK_S = (0.005, 0.25)  # pauses between looks for a sample, first and longest
 
 
 @router.post("/retrieve_future", summary="A result", response_class=Response, responses=error_responses(400, 404))
@@ -69,7 +68,7 @@ async def cancel_future(body: FutureBody, ring: TheRing) -> Response:
 
 
 async def _sample(ring: Ring, id: str) -> Response:
-    until, pause = time.monotonic() + POLL_S, _LOOK_S[0]
+    until, backoff = time.monotonic() + POLL_S, Backoff()
     while True:
         found = await ring.tinker.find(keeper(), TinkerSample, id)
         if found is None:
@@ -83,8 +82,7 @@ async def _sample(ring: Ring, id: str) -> Response:
             raise _gone()
         if time.monotonic() > until:
             return _again(id)
-        await asyncio.sleep(pause)
-        pause = min(2 * pause, _LOOK_S[1])
+        await backoff.pause()
 
 
 async def _shown(ring: Ring, spec: LearnerSpec, answer: Answer, sampler: str, latest: bool) -> dict[str, Any]:

@@ -132,9 +132,9 @@ async def answer_order(policy: Policy, request: Request, ring: TheRing) -> Respo
         raise InvalidRequestError("'entry' is that of an order", param="entry")
     orders = Orders(ring.redis, keys.training_orders(policy))
     if letter.answer is not None:
-        await orders.tell(letter.id, msgspec.json.encode(letter.answer))
+        await orders.reply(letter.id, msgspec.json.encode(letter.answer))
     if letter.done:
-        await orders.finish(letter.entry)
+        await orders.done([letter.entry])
     return json_reply({"object": "order", "id": letter.id, "done": letter.done})
 
 

@@ -193,7 +193,7 @@ async def debug(ring: TheRing, policy: PolicyName = "", points: Annotated[int, Q
             "alert_counts": await board.alert_counts(),
             "alerts": await board.alerts(20),
             "trajectories": await board.trajectories(),
-            "orders_waiting": await Orders(ring.redis, keys.training_orders(name)).waiting(),
+            "orders_waiting": await Orders(ring.redis, keys.training_orders(name)).length(),
             "adapter": adapter,
             "rejected": [{"version": m.version, "gate": m.gate} for m in rejected],
             "history": await ring.adapters.history(name, 20),

@@ -19,7 +19,9 @@ import uvloop
 from api.serve.embedded_redis import EmbeddedRedis
 from shared.adapters import AdapterManifest
 from shared.redis import keys
-from shared.redis.adapters import bytes as adapter_bytes
+from shared.redis.adapters.catalog import AdapterCatalog
+from shared.redis.adapters.store import upload
+from shared.redis.chunks import CHUNK_BYTES, Chunks
 from shared.redis.connection.client import connect
 from tests.bench.frames import STEPS_A_SECOND, measure
 from tests.waiting import wait_until
@@ -52,13 +54,13 @@ async def fly_forever(
         parent=0,
         sha256=sha256,
         size=SIZE,
-        chunk_size=adapter_bytes.CHUNK_BYTES,
+        chunk_size=CHUNK_BYTES,
         created_ms=time.time_ns() // 1_000_000,
     )
     key = keys.adapter_bytes("bench", 1)
     while True:
-        await adapter_bytes.upload(redis, key, path, sha256, adapter_bytes.CHUNK_BYTES)
-        async for _ in adapter_bytes.fetch(redis, manifest):
+        await upload(Chunks(redis, key), path, sha256)
+        async for _ in AdapterCatalog(redis).fetch(manifest):
             pass
         await redis.unlink(key)
         flights.value += 1

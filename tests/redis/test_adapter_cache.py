@@ -17,7 +17,7 @@ from redis.asyncio import Redis
 from shared.adapters import AdapterManifest
 from shared.errors import AdapterDamagedError
 from shared.redis import keys
-from shared.redis.adapters import bytes as adapter_bytes
+from shared.redis.adapters import store as store_module
 from shared.redis.adapters.store import AdapterStore
 from tests.e2e.rings import ROOT
 from tests.redis.adapter_versions import publish
@@ -49,7 +49,7 @@ asyncio.run(main())
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapter_bytes, "CHUNK_BYTES", 256)
+    monkeypatch.setattr(store_module, "CHUNK_BYTES", 256)
 
 
 @pytest.fixture

@@ -12,9 +12,10 @@ from shared.adapters import AdapterEvent, AdapterManifest, GateCheck
 from shared.errors import AdapterDamagedError, AdapterRejectedError, ConflictError, UnknownAdapterError
 from shared.owners import Asker
 from shared.redis import keys
-from shared.redis.adapters import bytes as adapter_bytes
+from shared.redis.adapters import store as store_module
 from shared.redis.adapters.store import AdapterStore
 from shared.redis.adapters.watch import watch
+from shared.redis.chunks import Chunks
 from shared.redis.training.board import TrainingBoard
 from tests.redis.adapter_versions import prepared, publish
 from tests.redis.scripted_worker import CARD
@@ -34,7 +35,7 @@ def store(redis: Redis) -> AdapterStore:
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapter_bytes, "CHUNK_BYTES", 512)
+    monkeypatch.setattr(store_module, "CHUNK_BYTES", 512)
 
 
 async def fetched(store: AdapterStore, manifest: AdapterManifest) -> bytes:
@@ -70,14 +71,14 @@ async def test_a_torn_publish_is_invisible(store: AdapterStore, redis: Redis, tm
 async def test_bytes_that_went_missing_before_the_flip_are_refused(
     store: AdapterStore, redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = adapter_bytes.upload
+    whole = store_module.upload
 
-    async def expiring(redis: Redis, key: str, *arguments: object) -> int:
-        count = await whole(redis, key, *arguments)  # type: ignore[arg-type]
-        await redis.delete(key)
+    async def expiring(chunks: Chunks, *arguments: object) -> int:
+        count = await whole(chunks, *arguments)  # type: ignore[arg-type]
+        await redis.delete(keys.adapter_bytes("policy", 1))
         return count
 
-    monkeypatch.setattr(adapter_bytes, "upload", expiring)
+    monkeypatch.setattr(store_module, "upload", expiring)
     with pytest.raises(ConflictError, match="took too long"):
         await publish(store)
     assert await store.names() == []

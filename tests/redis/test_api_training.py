@@ -232,4 +232,4 @@ async def test_an_order_that_nobody_took_in_time_is_not_carried_out(redis: Redis
 
 
 async def _none_waits(orders: Orders) -> bool:
-    return await orders.waiting() == 0
+    return await orders.length() == 0

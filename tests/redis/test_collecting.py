@@ -13,8 +13,8 @@ from shared.frames import VersionSpan
 from shared.redis import keys
 from shared.redis.connection.client import connect
 from shared.redis.ring.worker_registry import WorkerRegistry
-from shared.redis.training.trajectory_intake import SCORERS, TrajectoryIntake
-from shared.redis.training.trajectory_queue import TrajectoryQueue
+from shared.redis.training.trajectory_intake import TrajectoryIntake
+from shared.redis.training.trajectory_queue import CONSUMER, TrajectoryQueue
 from shared.scoring.pool import RewardPool
 from shared.sequences import SequenceSpec
 from shared.trajectories import LiveTrajectory, Trajectory
@@ -119,7 +119,7 @@ async def test_what_found_no_place_is_scored_as_soon_as_there_is_one(
         running = asyncio.create_task(runner.run())
 
         async def all_read() -> bool:
-            return bool((await redis.xpending(keys.collected(MODEL), SCORERS))["pending"] == 12)
+            return bool((await redis.xpending(keys.collected(MODEL), TrajectoryIntake.group))["pending"] == 12)
 
         async def all_scored() -> bool:
             return len(await collected(redis)) == 12
@@ -142,8 +142,8 @@ async def test_what_a_dead_runner_held_is_found_behind_all_that_another_one_has_
     await wait_until(lambda: _length(redis, 1))
     ((_, fields),) = await redis.xrange(stream)
     entries = [await redis.xadd(stream, fields) for _ in range(800)]
-    await redis.xreadgroup(SCORERS, "dead", {stream: ">"})
-    await redis.xclaim(stream, SCORERS, "dead", 0, entries[-1:], idle=3_600_000)
+    await redis.xreadgroup(TrajectoryIntake.group, "dead", {stream: ">"})
+    await redis.xclaim(stream, TrajectoryIntake.group, "dead", 0, entries[-1:], idle=3_600_000)
     async with scorer(redis_url) as runner:
         counts = [await runner.collect(MODEL) for _ in range(3)]
         await asyncio.gather(*runner.under_way)
@@ -213,12 +213,12 @@ async def test_a_runner_that_dies_before_it_forgets_doubles_nothing(
         patch.setattr(TrajectoryIntake, "done", die)
         async with scorer(redis_url) as dying:
             assert await taken(dying) == 1
-            assert (await redis.xpending(keys.collected(MODEL), SCORERS))["pending"] == 1
+            assert (await redis.xpending(keys.collected(MODEL), TrajectoryIntake.group))["pending"] == 1
     monkeypatch.setattr("shared.redis.training.trajectory_intake.TAKE_OVER_MS", 0)
     async with scorer(redis_url, "r2") as next_one:
         assert await taken(next_one) == 1
     assert len(await collected(redis)) == 1
-    assert await redis.xpending(keys.collected(MODEL), SCORERS) == {
+    assert await redis.xpending(keys.collected(MODEL), TrajectoryIntake.group) == {
         "pending": 0, "min": None, "max": None, "consumers": []
     }  # fmt: skip
 
@@ -265,11 +265,11 @@ async def test_a_trainer_that_comes_back_gets_what_it_had_read_first(redis: Redi
     queue = TrajectoryQueue(redis, "p")
     for i in range(5):
         await queue.add(live(i))
-    first = await queue.read(3)
+    first = await queue.take(CONSUMER, 3)
     await queue.done([first[0].entry])
     again = TrajectoryQueue(redis, "p")
-    assert [each.live.id for each in await again.read(2)] == ["t1", "t2"]
-    assert [each.live.id for each in await again.read(9) or await again.read(9)] == ["t3", "t4"]
+    assert [each.live.id for each in await again.take(CONSUMER, 2)] == ["t1", "t2"]
+    assert [each.live.id for each in await again.take(CONSUMER, 9) or await again.take(CONSUMER, 9)] == ["t3", "t4"]
     await again.done([each.entry for each in first])
     stats = await redis.hgetall(keys.trajectory_stats("p"))
     assert int(stats[b"consumed"]) == 3, "said again it changes nothing"

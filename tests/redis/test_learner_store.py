@@ -6,8 +6,8 @@ from redis.asyncio import Redis
 
 from shared.errors import ConflictError, NotFoundError, QueueFullError
 from shared.learners import Failed, LearnerSpec, SaveInfo, Step, StepDone
-from shared.redis import keys
-from shared.redis.training import chunks, learner_store
+from shared.redis import chunks, keys
+from shared.redis.training import learner_store
 from shared.redis.training.learner_store import Held, LearnerStore, waiting_learners
 
 SPEC = LearnerSpec(id="one", model="tiny", rank=4, scale=8.0, seed=3)

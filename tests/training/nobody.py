@@ -34,8 +34,8 @@ class NoOrders:
     async def wait(self, timeout_s: float) -> None:
         await asyncio.sleep(timeout_s)
 
-    async def tell(self, order_id: str, answer: bytes) -> None:
+    async def reply(self, order_id: str, answer: bytes) -> None:
         """Nothing."""
 
-    async def done(self, received: Received[Any]) -> None:
+    async def finish(self, received: Received[Any]) -> None:
         """Nothing."""

@@ -34,11 +34,11 @@ class OrderDesk(Protocol):
     async def wait(self, timeout_s: float) -> None:
         """Until something new may be there."""
 
-    async def tell(self, order_id: str, answer: bytes) -> None:
-        """Answer; said again it replaces the answer."""
+    async def reply(self, order_id: str, answer: bytes) -> None:
+        """Answer; repeating it replaces the answer."""
 
-    async def done(self, received: Received[Any]) -> None:
-        """It will not come again."""
+    async def finish(self, received: Received[Any]) -> None:
+        """Acknowledge an order: it will not be delivered again."""
 
 
 class RingMailbox(BackgroundReader):
@@ -72,17 +72,17 @@ class RingMailbox(BackgroundReader):
 
     async def answer(self, received: Received[Order], answer: Answer, *, keep: bool = False) -> None:
         """Tell whoever waits; with `keep` the order is done only when a checkpoint has its effect."""
-        await self._orders.tell(received.id, msgspec.json.encode(answer))
+        await self._orders.reply(received.id, msgspec.json.encode(answer))
         if keep:
             self._kept.append(received)
         else:
-            await self._orders.done(received)
+            await self._orders.finish(received)
 
     async def saved(self) -> None:
         """A checkpoint is on disk: what was kept is done."""
         kept, self._kept = self._kept, []
         for received in kept:
-            await self._orders.done(received)
+            await self._orders.finish(received)
 
     async def _read_round(self) -> None:
         await self._ready.wait()
@@ -95,13 +95,13 @@ class RingMailbox(BackgroundReader):
     async def _sort(self, received: Received[bytes]) -> None:
         if received.id in self._known or received.id in self._seen or received.too_late:
             log.info("order.left_out", order=received.id, too_late=received.too_late)
-            await self._orders.done(received)
+            await self._orders.finish(received)
             return
         try:
             order: Order = _order.decode(received.body)
         except msgspec.DecodeError as error:
-            await self._orders.tell(received.id, msgspec.json.encode(Refusal.of(ParallmError(f"unreadable: {error}"))))
-            await self._orders.done(received)
+            await self._orders.reply(received.id, msgspec.json.encode(Refusal.of(ParallmError(f"unreadable: {error}"))))
+            await self._orders.finish(received)
             return
         self._seen.append(received.id)
         self._waiting.append(Received(received.entry, received.id, order, received.deadline_ms, received.again))

@@ -270,13 +270,11 @@ class HttpOrders:
         """A while."""
         await asyncio.sleep(min(timeout_s, ORDER_LOOK_S))
 
-    async def tell(self, order_id: str, answer: bytes) -> None:
-        """Answer."""
+    async def reply(self, order_id: str, answer: bytes) -> None:
         said = msgspec.json.decode(answer, type=Answer)
         await self._answer(AnswerLetter(self._owner, "0-0", order_id, said))
 
-    async def done(self, received: Received[Any]) -> None:
-        """It will not come again."""
+    async def finish(self, received: Received[Any]) -> None:
         await self._answer(AnswerLetter(self._owner, received.entry, received.id, done=True))
 
     async def _answer(self, letter: AnswerLetter) -> None:

@@ -21,8 +21,8 @@ from redis.exceptions import RedisError
 
 from shared.errors import ConflictError, EngineError, NotFoundError, ServiceUnavailableError, SetupError
 from shared.learners import Answer, Ask, Begin, BeginDone, Failed, LearnerSpec, Request, ServiceCard, Told
+from shared.redis.chunks import CHUNK_BYTES
 from shared.redis.connection.faults import reason
-from shared.redis.training.chunks import CHUNK_BYTES
 from shared.redis.training.learner_store import LearnerStore
 from shared.trajectories import Trajectory
 from trainer.learn.batches import SampleGroup

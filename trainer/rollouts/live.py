@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 import structlog
 
 from shared.redis.connection.background_reader import BackgroundReader
-from shared.redis.training.trajectory_queue import Delivered, TrajectoryQueue
+from shared.redis.training.trajectory_queue import CONSUMER, Delivered, TrajectoryQueue
 from shared.trajectories import LiveTrajectory
 from trainer.rollouts.groups import Lag, RolloutGroup, usable
 from trainer.rollouts.pacing import StaleWatch
@@ -88,7 +88,9 @@ class LiveCollector(BackgroundReader):
     async def _read_round(self) -> None:
         """Read ahead, a few batches at most; what is not read survives us in Redis."""
         try:
-            deliveries = await self._queue.read(READ_AT_ONCE) if self._waiting < READ_AHEAD * self._per_step else []
+            deliveries = (
+                await self._queue.take(CONSUMER, READ_AT_ONCE) if self._waiting < READ_AHEAD * self._per_step else []
+            )
             for delivered in deliveries:
                 await self._take(delivered)
             if not deliveries:

@@ -18,7 +18,7 @@ from redis.exceptions import RedisError
 from shared.errors import NotFoundError, ServiceUnavailableError, SetupError
 from shared.redis import keys
 from shared.redis.connection.client import connect, require
-from shared.redis.training.chunks import Parcel
+from shared.redis.training.parcels import Parcel
 from shared.redis.training.rounds import Change, RoundStore, Standing
 from trainer.learn.packing import pack, unpack
 from trainer.rounds.average import Average, Learned, averaged, usable

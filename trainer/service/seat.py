@@ -46,7 +46,7 @@ from shared.learners import (
 from shared.owners import working_for
 from shared.redis import keys
 from shared.redis.adapters.store import AdapterStore
-from shared.redis.training.chunks import CHUNK_BYTES
+from shared.redis.chunks import CHUNK_BYTES
 from shared.redis.training.learner_store import MOST_BYTES, Held, LearnerStore
 from shared.sequences import ModelCard
 from trainer.learn.compute import Work, at_once

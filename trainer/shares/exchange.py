@@ -15,7 +15,7 @@ from redis.exceptions import RedisError
 
 from shared.errors import ConflictError, NotFoundError
 from shared.redis.connection.faults import reason
-from shared.redis.training.chunks import Parcel
+from shared.redis.training.parcels import Parcel
 from shared.redis.training.shared_runs import SharedRun
 from trainer.learn.advantages import ValueSums
 from trainer.learn.packing import pack, unpack

@@ -20,7 +20,7 @@ from shared.errors import NotFoundError, ServiceUnavailableError, SetupError
 from shared.process.discovery import ring_url
 from shared.redis.connection.client import connect, require
 from shared.redis.connection.faults import reason
-from shared.redis.training.chunks import Parcel
+from shared.redis.training.parcels import Parcel
 from shared.redis.training.shared_runs import RunNow, SharedRun
 from trainer.learn.advantages import ValueSums
 from trainer.learn.compute import ComputeHost, Work, at_once

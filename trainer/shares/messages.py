@@ -7,7 +7,7 @@ before a step's first update with a value head: what the values of a part come t
 
 import msgspec
 
-from shared.redis.training.chunks import Parcel
+from shared.redis.training.parcels import Parcel
 from trainer.learn.advantages import ValueSums
 from trainer.learn.steps import Plan, Sums
 from trainer.sharing import ExchangeDtype

@@ -146,7 +146,7 @@ class Collecting:
                 continue  # it may be closed by now
             for model, some in itertools.groupby(entries, key=lambda each: each[0]):
                 intake, these = self._intake(model), list(some)
-                settled = await intake.again(self._context.runner, [entry for _, entry in these])
+                settled = await intake.still_held(self._context.runner, [entry for _, entry in these])
                 sequences = await self._with_texts(model, settled)
                 for each in these:
                     del lane.later[each]
@@ -230,7 +230,7 @@ class Collecting:
                 reward = live.trajectory.reward
                 log.debug("collect.added", trajectory=live.id, reward=reward.value if reward else None)
         if made:
-            await intake.done([each for each, _ in made])
+            await intake.done([each.entry for each, _ in made])
 
     async def _keep(self, live: LiveTrajectory, collect: Collection) -> None:
         """Keep an answer for feedback; one that did not end by itself nobody has seen whole."""

@@ -92,8 +92,8 @@ class Scores:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(received.deadline_ms / 1000 - time.time()):
                     rewards = await self._scored(received)
-                await self._orders.tell(received.id, msgspec.json.encode(rewards))
-            await self._orders.done(received)
+                await self._orders.reply(received.id, msgspec.json.encode(rewards))
+            await self._orders.finish(received)
         except (RedisError, OSError) as error:  # it comes again
             log.warning("scores.redis_away", error=reason(error))
         except Exception:

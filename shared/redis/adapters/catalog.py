@@ -3,17 +3,19 @@
 A version that nobody used for ADAPTER_TTL_S has expired even where a pointer still names it; reading it says so.
 """
 
+import asyncio
+import hashlib
 from collections.abc import AsyncIterator
 
 import msgspec
 from redis.asyncio import Redis
 
 from shared.adapters import AdapterManifest, AdapterRef, ResolvedAdapter, unknown_adapter, version_id
-from shared.errors import ConflictError, IncompatibleVersionError, UnknownAdapterError
+from shared.errors import AdapterDamagedError, ConflictError, IncompatibleVersionError, UnknownAdapterError
 from shared.heads import HeadKind
 from shared.owners import WhoAsks, anybody
 from shared.redis import keys
-from shared.redis.adapters import bytes as adapter_bytes
+from shared.redis.chunks import Chunks
 
 MOST_WITH_HEAD = 8  # versions that are named to somebody who looks for a head
 LOOKED_AT = 64  # of the newest, for that
@@ -128,9 +130,26 @@ class AdapterCatalog:
             raise ConflictError(f"adapter {manifest.id} did not pass its gate")
         return ResolvedAdapter(manifest.name, manifest.version, choice.follows, manifest)
 
-    def fetch(self, manifest: AdapterManifest) -> AsyncIterator[bytes]:
-        """The bytes of a version, checked on the way: adapter_bytes.fetch."""
-        return adapter_bytes.fetch(self._redis, manifest)
+    async def fetch(self, manifest: AdapterManifest) -> AsyncIterator[bytes]:
+        """The bytes of a version; AdapterDamagedError in place of the last chunk when they are not what was published.
+
+        So a reader never has all of the bytes before they have the right hash.
+        """
+        digest, size, number = hashlib.sha256(), 0, 0
+        chunks = Chunks(self._redis, keys.adapter_bytes(manifest.name, manifest.version))
+        async for chunk in chunks.pieces(manifest.chunks):
+            if chunk is None and number == 0:
+                raise UnknownAdapterError(f"the bytes of adapter {manifest.id} are gone: deleted or expired")
+            if chunk is None:
+                raise AdapterDamagedError(f"adapter {manifest.id}: chunk {number} of {manifest.chunks} is missing")
+            await asyncio.to_thread(digest.update, chunk)
+            size, number = size + len(chunk), number + 1
+            if number == manifest.chunks and (size != manifest.size or digest.hexdigest() != manifest.sha256):
+                raise AdapterDamagedError(
+                    f"adapter {manifest.id}: its {size} bytes have sha256 {digest.hexdigest()}, "
+                    f"the manifest says {manifest.size} bytes and {manifest.sha256}"
+                )
+            yield chunk
 
     async def history(self, name: str, limit: int = 100) -> list[AdapterFlip]:
         """The moves of `latest`, newest first."""

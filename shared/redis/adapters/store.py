@@ -10,11 +10,12 @@ Invariants.
 """
 
 import asyncio
+import hashlib
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import BinaryIO, NamedTuple, NoReturn
 
 import msgspec
 from redis.asyncio import Redis
@@ -22,6 +23,7 @@ from redis.asyncio import Redis
 from shared.adapters import (
     AdapterEvent,
     AdapterManifest,
+    AdapterRef,
     AdapterStatus,
     GateCheck,
     PreparedAdapter,
@@ -29,13 +31,14 @@ from shared.adapters import (
     unknown_adapter,
     version_id,
 )
-from shared.errors import AdapterRejectedError, ConflictError, ForbiddenError, UnknownAdapterError
+from shared.errors import AdapterDamagedError, AdapterRejectedError, ConflictError, ForbiddenError, UnknownAdapterError
 from shared.owners import WhoAsks, anybody
 from shared.redis import keys
-from shared.redis.adapters import bytes as adapter_bytes
-from shared.redis.adapters.pins import AdapterPins
+from shared.redis.adapters.catalog import AdapterCatalog
+from shared.redis.chunks import CHUNK_BYTES, Chunks
 from shared.redis.connection.client import Script, ask, ask_all
 
+ACK_AGE_MS = keys.DAY_S * 1000
 LOG_LENGTH = 2000  # entries that are looked at; the log holds about 1,000
 
 _publish = Script("adapter_publish")
@@ -43,6 +46,8 @@ _flip = Script("adapter_flip")
 _reject = Script("adapter_reject")
 _delete = Script("adapter_delete")
 _forget = Script("adapter_forget")
+_pin = Script("adapter_pin")
+_ack = Script("adapter_ack")
 
 
 class SplitEnd(NamedTuple):
@@ -52,7 +57,7 @@ class SplitEnd(NamedTuple):
     verdict: bytes
 
 
-class AdapterStore(AdapterPins):
+class AdapterStore(AdapterCatalog):
     """All adapters of a ring. `keep_n` above 0: publishing prunes older versions."""
 
     def __init__(self, redis: Redis, *, keep_n: int = 0, who_asks: WhoAsks = anybody) -> None:
@@ -94,7 +99,7 @@ class AdapterStore(AdapterPins):
             parent=await self.latest(name) if parent is None else parent,
             sha256=adapter.sha256,
             size=adapter.size,
-            chunk_size=adapter_bytes.CHUNK_BYTES,
+            chunk_size=CHUNK_BYTES,
             created_ms=time.time_ns() // 1_000_000,
             train_step=train_step,
             metrics={k: v for k, v in (metrics or {}).items() if math.isfinite(v)},  # JSON has no other numbers
@@ -143,7 +148,7 @@ class AdapterStore(AdapterPins):
         name, version = manifest.name, manifest.version
         data = keys.adapter_bytes(name, version)
         try:
-            chunks = await adapter_bytes.upload(self._redis, data, path, manifest.sha256, manifest.chunk_size)
+            chunks = await upload(Chunks(self._redis, data), path, manifest.sha256, manifest.chunk_size)
             async with self._redis.pipeline(transaction=False) as pipe:
                 pipe.zadd(keys.adapters(), {name: manifest.created_ms})
                 pipe.expire(keys.adapters(), keys.ADAPTER_TTL_S)
@@ -288,6 +293,51 @@ class AdapterStore(AdapterPins):
         head, fields = keys.adapter(name), ("best", version, "best_value", repr(value))
         await ask_all(self._redis, [("HSET", head, *fields), ("EXPIRE", head, keys.ADAPTER_TTL_S)])
 
+    # -- use: pins keep a version from being deleted, and put off its expiry, as what workers have loaded does
+
+    async def pin(self, name: str, version: int, owner: str, ttl_s: float) -> None:
+        """Keep a version from being deleted for a while; again with the same owner renews. UnknownAdapterError."""
+        done = await _pin(
+            self._redis,
+            [keys.adapter_pins(name), *_used(name, version)],
+            [str(version), owner, str(max(1, int(ttl_s * 1000))), str(keys.ADAPTER_TTL_S)],
+        )
+        if not done:
+            raise UnknownAdapterError(f"there is no adapter {version_id(name, version)}")
+
+    async def unpin(self, name: str, version: int, owner: str) -> None:
+        """End a pin."""
+        await self._redis.zrem(keys.adapter_pins(name), f"{version}:{owner}")
+
+    async def pin_all(self, reference: str, owner: str, ttl_s: float) -> None:
+        """Pin every version that a reference names; a bare name pins nothing. UnknownAdapterError when one has gone."""
+        for name, version in _named_versions(reference):
+            await self.pin(name, version, owner, ttl_s)
+
+    async def unpin_all(self, reference: str, owner: str) -> None:
+        """End what `pin_all` began."""
+        for name, version in _named_versions(reference):
+            await self.unpin(name, version, owner)
+
+    async def lasting(self, name: str, besides: Collection[str]) -> set[int]:
+        """Versions that will be asked for again: latest, best, and those that anybody pins besides these owners."""
+        async with self._redis.pipeline(transaction=False) as pipe:
+            pipe.hmget(keys.adapter(name), ["latest", "best"])
+            pipe.zrangebyscore(keys.adapter_pins(name), int(time.time() * 1000), "+inf")
+            heads, pins = await pipe.execute()
+        owners = (pin.decode().split(":", 1) for pin in pins)
+        return {int(head) for head in heads if head} | {
+            int(version) for version, owner in owners if owner not in besides
+        }
+
+    async def acknowledge(self, worker: str, name: str, version: int) -> None:
+        """A worker says which version it has loaded; again at times, so that the version does not expire."""
+        await _ack(
+            self._redis,
+            [keys.adapter_acks(name), *_used(name, version)],
+            [worker, str(version), str(keys.ADAPTER_TTL_S), str(ACK_AGE_MS)],
+        )
+
     # -- deleting
 
     async def delete(self, name: str, version: int | None = None) -> None:
@@ -398,3 +448,37 @@ def _refuse(status: str, manifest: AdapterManifest, latest: int) -> NoReturn:
     if status == "moved":
         raise ConflictError(f"the latest version of {manifest.name!r} is {latest} by now")
     raise ConflictError(f"the bytes of {manifest.id} were gone before it was published: the upload took too long")
+
+
+async def upload(chunks: Chunks, path: Path, sha256: str, chunk_bytes: int = CHUNK_BYTES) -> int:
+    """Write a file's chunks and return how many; AdapterDamagedError when its hash is not `sha256` any more."""
+    digest, count = hashlib.sha256(), 0
+    with path.open("rb") as file:
+        while chunk := await asyncio.to_thread(_read, file, chunk_bytes, digest):
+            await chunks.put(count, chunk)
+            count += 1
+    if digest.hexdigest() != sha256:
+        raise AdapterDamagedError(f"{path.name} changed while it was uploaded")
+    return count
+
+
+def _read(file: BinaryIO, size: int, digest: "hashlib._Hash") -> bytes:
+    chunk = file.read(size)
+    digest.update(chunk)
+    return chunk
+
+
+def _named_versions(reference: str) -> list[tuple[str, int]]:
+    choices = AdapterRef.parse(reference).choices if "@" in reference else ()
+    return [(choice.name, choice.version) for choice in choices if choice.version]
+
+
+def _used(name: str, version: int) -> list[str]:
+    """The keys that live on when a version is used; the manifest stands first."""
+    return [
+        keys.adapter_manifest(name, version),
+        keys.adapter_bytes(name, version),
+        keys.adapter(name),
+        keys.adapter_versions(name),
+        keys.adapter_log(name),
+    ]

@@ -15,7 +15,8 @@ from redis.asyncio import Redis
 from shared.errors import InvalidRequestError, ServiceUnavailableError, UnknownFileError
 from shared.owners import ANYBODY, Asker
 from shared.redis import keys
-from shared.redis.connection.client import ask, ask_all
+from shared.redis.chunks import Chunks
+from shared.redis.connection.client import ask_all
 
 CHUNK_BYTES = 1 << 20
 LISTED_AT_ONCE = 256  # files that a list reads from Redis in one call
@@ -46,6 +47,7 @@ class FileWriter:
     def __init__(self, redis: Redis, file_id: str) -> None:
         self._redis = redis
         self._id = file_id
+        self._bytes = Chunks(redis, keys.file_bytes(file_id), keys.FILE_UPLOAD_TTL_S)
         self._held = bytearray()
         self._chunks = 0
         self.size = 0
@@ -95,11 +97,7 @@ class FileWriter:
 
     async def _flush(self) -> None:
         chunk = bytes(self._held[:CHUNK_BYTES])
-        async with self._redis.pipeline(transaction=False) as pipe:
-            pipe.hset(keys.file_bytes(self._id), mapping={str(self._chunks): chunk})
-            for rule in ({"nx": True}, {"gt": True}):  # never shorter: a late writer of the same file is harmless
-                pipe.expire(keys.file_bytes(self._id), keys.FILE_UPLOAD_TTL_S, **rule)
-            await pipe.execute()
+        await self._bytes.put(self._chunks, chunk)
         del self._held[:CHUNK_BYTES]
         self._chunks += 1
 
@@ -123,8 +121,7 @@ class FileStore:
 
     async def read(self, file: StoredFile) -> AsyncIterator[bytes]:
         """The bytes, a chunk at a time."""
-        for number in range(file.chunks):
-            chunk = await ask(self._redis, "HGET", keys.file_bytes(file.id), number)
+        async for chunk in Chunks(self._redis, keys.file_bytes(file.id)).pieces(file.chunks):
             if chunk is None and await self._redis.exists(keys.file(file.id)):
                 raise ServiceUnavailableError(f"bytes of file {file.id} are missing in Redis: upload it again")
             if chunk is None:

@@ -4,13 +4,13 @@ import contextlib
 
 from shared.errors import InvalidRequestError, UnknownAdapterError
 from shared.jobs import JobSpec
-from shared.redis.adapters.pins import AdapterPins
+from shared.redis.adapters.store import AdapterStore
 from shared.rewards.kinds import check
 
 PIN_S = 86_400.0  # renewed by every tick
 
 
-async def pin(adapters: AdapterPins, spec: JobSpec) -> None:
+async def pin(adapters: AdapterStore, spec: JobSpec) -> None:
     """Begin, or go on; UnknownAdapterError when the job's own version has gone.
 
     That a reward model has gone is an error of each sample, as everything that goes wrong with it.
@@ -21,7 +21,7 @@ async def pin(adapters: AdapterPins, spec: JobSpec) -> None:
             await adapters.pin_all(model, _owner(spec), PIN_S)
 
 
-async def unpin(adapters: AdapterPins, spec: JobSpec) -> None:
+async def unpin(adapters: AdapterStore, spec: JobSpec) -> None:
     """End it."""
     for reference in (spec.adapter, *_scoring(spec)):
         await adapters.unpin_all(reference, _owner(spec))

@@ -15,6 +15,7 @@ from redis.asyncio import Redis
 from shared.redis import keys
 from shared.redis.connection.client import members
 from shared.redis.ring.worker_registry import WorkerRegistry
+from shared.redis.stored import Stored
 
 PauseMode = Literal["abort", "wait", "keep"]
 
@@ -34,22 +35,22 @@ class PauseSwitch:
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
         self._registry = WorkerRegistry(redis)
+        self._order = Stored(redis, PauseOrder, keys.PAUSE_TTL_S, renews=True)
 
     async def current(self) -> PauseOrder | None:
         """The pause in force; reading it renews its time to live."""
-        order = await self._redis.getex(keys.pause(), ex=keys.PAUSE_TTL_S)
-        return None if order is None else msgspec.json.decode(order, type=PauseOrder)
+        return await self._order.find(keys.pause())
 
     async def set(self, mode: PauseMode, *, clear_cache: bool) -> PauseOrder:
         """Put a pause in force; it replaces an earlier one."""
         order = PauseOrder(uuid.uuid4().hex[:12], mode, clear_cache, time.time_ns() // 1_000_000)
-        await self._redis.set(keys.pause(), msgspec.json.encode(order), ex=keys.PAUSE_TTL_S)
+        await self._order.put(keys.pause(), order)
         await self._tell()
         return order
 
     async def clear(self) -> None:
         """Let the workers go on."""
-        await self._redis.delete(keys.pause())
+        await self._order.forget(keys.pause())
         await self._tell()
 
     async def restless(self, order: PauseOrder | None) -> list[str]:

@@ -5,6 +5,6 @@ which the trainer takes exactly once. `orders.py`: what users ask of a trainer (
 `board.py`: what the trainer tells of itself.
 `learner_store.py`: learners of the training service, their requests, answers, states and saves.
 `shared_runs.py`: runs whose train steps several processes share. `rounds.py`: runs that average their weights.
-`presence.py`: who takes part in either and lives. `chunks.py`: bytes of weights and states, of all of these.
+`presence.py`: who takes part in either and lives. `parcels.py`: bytes of weights and gradients, of all of these.
 `tinker_store.py`: what clients of Tinker's protocol have besides: sessions, samplers, samples.
 """

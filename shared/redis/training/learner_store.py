@@ -21,13 +21,14 @@ from redis.asyncio import Redis
 from shared.errors import ConflictError, NotFoundError, QueueFullError
 from shared.learners import Answer, LearnerSpec, Request, SaveInfo, ServiceCard
 from shared.redis import keys
+from shared.redis.chunks import Chunks
 from shared.redis.connection.client import Argument, Script, ask
 from shared.redis.due.due_list import DueList
-from shared.redis.training import chunks
+from shared.redis.poll import poll
+from shared.redis.stored import Stored
 
 MOST_WAITING = 256  # requests of a learner that its state does not hold yet
 MOST_BYTES = 2**27  # and their size
-_LOOK_S = (0.005, 0.25)  # pauses between looks for an answer, first and longest
 
 _create = Script("learner_create")
 _place = Script("learner_place")
@@ -62,6 +63,7 @@ class LearnerStore:
 
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
+        self._services = Stored(redis, ServiceCard, keys.LEARNER_SERVICE_TTL_S)
 
     # -- who asks
 
@@ -104,16 +106,15 @@ class LearnerStore:
 
         NotFoundError when the learner is gone, or the answer's time to live is over.
         """
-        until, pause = time.monotonic() + within_s, _LOOK_S[0]
-        while True:
-            raw = await self._redis.get(keys.learner_answer(learner, number))
-            if raw is not None:
-                return await asyncio.to_thread(_answer_decoder.decode, raw)
-            await self._not_over(learner, number)
-            if time.monotonic() >= until:
-                return None
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, _LOOK_S[1])
+
+        async def look() -> bytes | None:
+            raw: bytes | None = await self._redis.get(keys.learner_answer(learner, number))
+            if raw is None:
+                await self._not_over(learner, number)
+            return raw
+
+        raw = await poll(look, within_s)
+        return None if raw is None else await asyncio.to_thread(_answer_decoder.decode, raw)
 
     async def _not_over(self, learner: str, number: int) -> None:
         spec, done = await ask(self._redis, "HMGET", keys.learner(learner), "spec", "done")
@@ -257,26 +258,26 @@ class LearnerStore:
     async def put_state(self, learner: str, state: bytes) -> str:
         """Store a state that nothing points to yet; its id."""
         name = secrets.token_hex(8)
-        await chunks.put(self._redis, keys.learner_state(learner, name), state)
+        await Chunks(self._redis, keys.learner_state(learner, name)).write(state)
         return name
 
     async def put_saved(self, learner: str, state: bytes) -> str:
         """Store a save's state that nothing points to yet; its id."""
         name = secrets.token_hex(8)
-        await chunks.put(self._redis, keys.learner_saved(learner, name), state)
+        await Chunks(self._redis, keys.learner_saved(learner, name)).write(state)
         return name
 
     async def put_asked(self, learner: str, body: bytes) -> str:
         """Store what is asked where it is too large for a request; it stays as long as an answer does."""
         name = secrets.token_hex(8)
         key = keys.learner_saved(learner, name)
-        await chunks.put(self._redis, key, body)
+        await Chunks(self._redis, key).write(body)
         await ask(self._redis, "EXPIRE", key, keys.LEARNER_ANSWER_TTL_S)
         return name
 
     async def asked(self, learner: str, name: str) -> bytes:
         """What `put_asked` was given; NotFoundError."""
-        return await chunks.get(self._redis, keys.learner_saved(learner, name))
+        return await Chunks(self._redis, keys.learner_saved(learner, name)).read()
 
     async def drop_asked(self, learner: str, name: str) -> None:
         """It is not needed any more."""
@@ -284,25 +285,23 @@ class LearnerStore:
 
     async def state(self, held: Held) -> bytes:
         """The bytes of a learner's present state."""
-        return await chunks.get(self._redis, keys.learner_state(held.id, held.state))
+        return await Chunks(self._redis, keys.learner_state(held.id, held.state)).read()
 
     async def saved(self, learner: str, name: str) -> bytes:
         """The bytes of a save; NotFoundError."""
         info = await self.save_named(learner, "state", name)
-        return await chunks.get(self._redis, keys.learner_saved(learner, info.bytes_id))
+        return await Chunks(self._redis, keys.learner_saved(learner, info.bytes_id)).read()
 
     def saved_pieces(self, learner: str, info: SaveInfo) -> AsyncIterator[bytes]:
         """The bytes of a save as they come; NotFoundError when they are gone."""
-        return chunks.pieces(self._redis, keys.learner_saved(learner, info.bytes_id))
+        return Chunks(self._redis, keys.learner_saved(learner, info.bytes_id)).stored()
 
     # -- services
 
     async def announce(self, card: ServiceCard) -> None:
         """A service lives."""
-        value = msgspec.json.encode(card)
-        await self._redis.set(keys.learner_service(card.model), value, ex=keys.LEARNER_SERVICE_TTL_S)
+        await self._services.put(keys.learner_service(card.model), card)
 
     async def service(self, model: str) -> ServiceCard | None:
         """A service that trains learners of this model, if one lives."""
-        raw = await self._redis.get(keys.learner_service(model))
-        return None if raw is None else msgspec.json.decode(raw, type=ServiceCard)
+        return await self._services.find(keys.learner_service(model))

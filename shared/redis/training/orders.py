@@ -5,169 +5,86 @@ runner's quick scores. An order is delivered at least once and stays until `done
 An order that nobody has taken by its deadline is not carried out any more.
 """
 
-import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from redis.asyncio import Redis
-from redis.exceptions import ResponseError
 
 from shared.errors import QueueFullError
 from shared.redis import keys
-from shared.redis.connection.faults import code_of
-
-TAKERS = "takers"  # the consumer group
-_LOOK_S = (0.01, 0.25)  # pauses between looks for an answer, first and longest
-
+from shared.redis.connection.client import ask_all
+from shared.redis.poll import poll
+from shared.redis.stream import Entry, Stream
 
 Body = TypeVar("Body")
 
 
 @dataclass(frozen=True)
 class Received(Generic[Body]):
-    """An order in somebody's hands; its body is bytes until its taker has decoded it."""
+    """An order in the hands of its taker; the body is bytes until the taker has decoded it."""
 
     entry: str
     id: str
     body: Body
     deadline_ms: int
-    again: bool  # it was delivered before, to us in an earlier life or to somebody who has died
+    again: bool  # it was delivered before, to us in an earlier life or to a taker that has died
 
     @property
     def too_late(self) -> bool:
-        """Nobody waits for it any more, and nobody has begun it."""
+        """True when its deadline has passed before anybody began it."""
         return not self.again and time.time_ns() // 1_000_000 > self.deadline_ms
 
 
-class Orders:
+class Orders(Stream[Received[bytes]]):
     """One stream of orders."""
 
-    def __init__(self, redis: Redis, stream: str, *, blocking: Redis | None = None, kept: int = 32) -> None:
-        self._redis = redis
-        self._blocking = blocking or redis
-        self._stream = stream
-        self._kept = kept
-        self._resumed_at = "0-0"
-        self._resuming = True
+    group = "takers"
+    unreadable = "order.unreadable"
+
+    def __init__(self, redis: Redis, key: str, *, blocking: Redis | None = None, most_waiting: int = 32) -> None:
+        super().__init__(redis, key, blocking=blocking)
+        self._most_waiting = most_waiting
 
     # -- who asks
 
     async def place(self, order_id: str, body: bytes, within_s: float) -> str:
         """Ask, and get the order's entry; the answer comes to `answer`. QueueFullError when too many wait already."""
-        waiting = await self.waiting()
-        if waiting >= self._kept:
-            raise QueueFullError(f"{waiting} orders are waiting and {self._kept} is the limit; try again shortly")
+        waiting = await self.length()
+        if waiting >= self._most_waiting:
+            raise QueueFullError(
+                f"{waiting} orders are waiting and {self._most_waiting} is the limit; try again shortly"
+            )
         deadline = time.time_ns() // 1_000_000 + int(1000 * within_s)
         async with self._redis.pipeline(transaction=True) as pipe:
             fields: dict[Any, Any] = {"id": order_id, "d": body, "deadline_ms": deadline}
-            pipe.xadd(self._stream, fields)
-            pipe.expire(self._stream, keys.ORDER_TTL_S)
+            pipe.xadd(self._key, fields)
+            pipe.expire(self._key, keys.ORDER_TTL_S)
             entry: bytes = (await pipe.execute())[0]
         return entry.decode()
 
     async def answer(self, order_id: str, within_s: float) -> bytes | None:
         """Wait for the answer; None when there is none in time."""
-        until, pause = time.monotonic() + within_s, _LOOK_S[0]
-        while True:
-            raw = await self._redis.get(keys.answer(order_id))
-            if raw is not None or time.monotonic() >= until:
-                return None if raw is None else bytes(raw)
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, _LOOK_S[1])
+        raw = await poll(lambda: self._redis.get(keys.answer(order_id)), within_s)
+        return None if raw is None else bytes(raw)
 
-    async def waiting(self) -> int:
-        """Orders that are not done."""
-        return int(await self._redis.xlen(self._stream))
+    async def withdrawn(self, entries: Sequence[str]) -> set[str]:
+        """Those of these orders that were finished or withdrawn."""
+        ranges = await ask_all(self._redis, [("XRANGE", self._key, entry, entry) for entry in entries])
+        return {entry for entry, there in zip(entries, ranges, strict=True) if not there}
 
     # -- who does it
 
-    async def take(self, consumer: str, count: int = 1) -> list[Received[bytes]]:
-        """The next orders: first those that this consumer had and did not finish, then new ones; does not wait."""
-        if self._resuming:
-            orders = await self.unfinished(consumer, self._resumed_at, count)
-            if orders:
-                self._resumed_at = orders[-1].entry
-                return orders
-            self._resuming = False
-        return await self.fresh(consumer, count)
-
-    async def unfinished(self, consumer: str, after: str, count: int) -> list[Received[bytes]]:
-        """Orders behind entry `after` that this consumer took and has not finished; takes nothing."""
-        return await self._received(await self._read(consumer, after, count), again=True)
-
-    async def fresh(self, consumer: str, count: int) -> list[Received[bytes]]:
-        """Orders that nobody has taken."""
-        return await self._received(await self._read(consumer, ">", count), again=False)
-
-    async def take_over(self, consumer: str, idle_ms: int, count: int) -> list[Received[bytes]]:
-        """Orders that somebody else took and has not finished for so long."""
-        try:
-            _, entries, _ = await self._redis.xautoclaim(
-                self._stream, TAKERS, consumer, min_idle_time=idle_ms, count=count
-            )
-        except ResponseError as error:
-            if code_of(error) == "NOGROUP":
-                return []
-            raise
-        return await self._received(entries, again=True)
-
-    async def wait(self, timeout_s: float) -> None:
-        """Until something new may be there."""
-        await self._blocking.xread({self._stream: "$"}, count=1, block=max(1, int(1000 * timeout_s)))
-
-    async def withdrawn(self, entries: Sequence[str]) -> set[str]:
-        """Which of these orders nobody waits for any more."""
-        if not entries:
-            return set()
-        async with self._redis.pipeline(transaction=False) as pipe:
-            for entry in entries:
-                pipe.xrange(self._stream, entry, entry, count=1)
-            ranges = await pipe.execute()
-        return {entry for entry, there in zip(entries, ranges, strict=True) if not there}
-
-    async def tell(self, order_id: str, answer: bytes) -> None:
-        """Answer; said again it replaces the answer."""
+    async def reply(self, order_id: str, answer: bytes) -> None:
+        """Answer; repeating it replaces the answer."""
         await self._redis.set(keys.answer(order_id), answer, ex=keys.ANSWER_TTL_S)
 
-    async def done(self, received: Received[Any]) -> None:
-        """It will not come again."""
-        await self.finish(received.entry)
+    async def finish(self, received: Received[Any]) -> None:
+        """Acknowledge an order: it will not be delivered again."""
+        await self.done([received.entry])
 
-    async def finish(self, entry: str) -> None:
-        """The order of this entry will not come again."""
-        async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.xack(self._stream, TAKERS, entry)
-            pipe.xdel(self._stream, entry)
-            await pipe.execute()
-
-    async def _read(self, consumer: str, after: str, count: int) -> list[tuple[bytes, dict[bytes, bytes]]]:
-        streams: dict[Any, Any] = {self._stream: after}
-        try:
-            answer = await self._redis.xreadgroup(TAKERS, consumer, streams, count=count)
-        except ResponseError as error:
-            if code_of(error) != "NOGROUP":
-                raise
-            if not await self._redis.exists(self._stream):
-                return []
-            await self._make_group()
-            return await self._read(consumer, after, count)
-        return [entry for _, entries in answer for entry in entries]
-
-    async def _make_group(self) -> None:
-        try:
-            await self._redis.xgroup_create(self._stream, TAKERS, id="0")
-        except ResponseError as error:
-            if code_of(error) != "BUSYGROUP" and await self._redis.exists(self._stream):
-                raise
-
-    async def _received(self, entries: list[tuple[bytes, dict[bytes, bytes]]], *, again: bool) -> list[Received[bytes]]:
-        received: list[Received[bytes]] = []
-        for entry, fields in entries:
-            if not fields:  # it had to make room
-                await self._redis.xack(self._stream, TAKERS, entry)
-                continue
-            order = (fields[b"id"].decode(), fields[b"d"], int(fields[b"deadline_ms"]))
-            received.append(Received(entry.decode(), *order, again))
-        return received
+    @staticmethod
+    def _decode(entry: Entry) -> Received[bytes]:
+        fields = entry.fields
+        return Received(entry.id, fields[b"id"].decode(), fields[b"d"], int(fields[b"deadline_ms"]), entry.again)

@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 
 from shared.redis import keys
 from shared.redis.connection.client import Script, ask, server_time_ms
-from shared.redis.training.chunks import Parcel, Parcels
+from shared.redis.training.parcels import Parcel, Parcels
 from shared.redis.training.presence import Presence
 
 TURN_S = 30

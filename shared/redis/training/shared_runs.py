@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 
 from shared.redis import keys
 from shared.redis.connection.client import Argument, Script, ask
-from shared.redis.training.chunks import Parcels
+from shared.redis.training.parcels import Parcels
 from shared.redis.training.presence import Presence
 
 _MOST_WORDS = 256

@@ -4,7 +4,7 @@ All of it stands under its keeper, a digest of the tenant's or API key's name, s
 """
 
 import time
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 from redis.asyncio import Redis
@@ -12,6 +12,7 @@ from redis.asyncio import Redis
 from shared.learners import SaveKind
 from shared.redis import keys
 from shared.redis.connection.client import members
+from shared.redis.stored import Stored
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -54,41 +55,41 @@ class TinkerDownload(msgspec.Struct, frozen=True, array_like=True):
     version: int
 
 
-_KINDS = {TinkerSession: "session", TinkerSampler: "sampler", TinkerSample: "sample"}
-
-
 class TinkerStore:
     """The things of all keepers."""
 
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
+        self._stored: dict[type[msgspec.Struct], tuple[str, Stored[Any]]] = {
+            TinkerSession: ("session", Stored(redis, TinkerSession, keys.TINKER_TTL_S, packed=True, renews=True)),
+            TinkerSampler: ("sampler", Stored(redis, TinkerSampler, keys.TINKER_TTL_S, packed=True, renews=True)),
+            TinkerSample: ("sample", Stored(redis, TinkerSample, keys.SAMPLE_TTL_S, packed=True)),
+        }
+        self._downloads = Stored(redis, TinkerDownload, keys.TINKER_DOWNLOAD_TTL_S, packed=True)
 
     async def put(self, keeper: str, id: str, thing: msgspec.Struct, *, new: bool = False) -> bool:
         """Write a thing; with `new` only if there is none of this id, which the answer tells."""
-        kind = type(thing)
-        ttl_s = keys.SAMPLE_TTL_S if kind is TinkerSample else keys.TINKER_TTL_S
-        name = keys.tinker_thing(keeper, f"{_KINDS[kind]}:{id}")
-        return bool(await self._redis.set(name, msgspec.msgpack.encode(thing), ex=ttl_s, nx=new))
+        name, stored = self._stored[type(thing)]
+        return await stored.put(keys.tinker_thing(keeper, f"{name}:{id}"), thing, new=new)
 
     async def find(self, keeper: str, kind: type[T], id: str) -> T | None:
         """A thing; to find it renews its time to live, but for that of a sample."""
-        name = keys.tinker_thing(keeper, f"{_KINDS[kind]}:{id}")
-        raw = await self._redis.get(name) if kind is TinkerSample else await self._redis.getex(name, keys.TINKER_TTL_S)
-        return None if raw is None else msgspec.msgpack.decode(raw, type=kind)
+        name, stored = self._stored[kind]
+        found: T | None = await stored.find(keys.tinker_thing(keeper, f"{name}:{id}"))
+        return found
 
     async def forget(self, keeper: str, kind: type[T], id: str) -> None:
         """Forget a thing."""
-        await self._redis.delete(keys.tinker_thing(keeper, f"{_KINDS[kind]}:{id}"))
+        name, stored = self._stored[kind]
+        await stored.forget(keys.tinker_thing(keeper, f"{name}:{id}"))
 
     async def put_download(self, digest: str, download: TinkerDownload) -> None:
         """An address, by its digest, stands for a checkpoint from now on."""
-        name = keys.tinker_download(digest)
-        await self._redis.set(name, msgspec.msgpack.encode(download), ex=keys.TINKER_DOWNLOAD_TTL_S)
+        await self._downloads.put(keys.tinker_download(digest), download)
 
     async def download(self, digest: str) -> TinkerDownload | None:
         """What an address stands for; None when it is over."""
-        raw = await self._redis.get(keys.tinker_download(digest))
-        return None if raw is None else msgspec.msgpack.decode(raw, type=TinkerDownload)
+        return await self._downloads.find(keys.tinker_download(digest))
 
     async def note_run(self, keeper: str, learner: str) -> None:
         """A learner is the keeper's."""
