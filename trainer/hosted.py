@@ -24,8 +24,8 @@ from shared.errors import EngineError, ParallmError, QueueFullError, ServiceUnav
 from shared.process.nested_config import is_nested
 from shared.process.settings import WorkerSettings, load
 from trainer.group import placing
-from trainer.group.rank import RankLearner
 from trainer.learn.compute import EngineHost, Others, SharedEngine
+from trainer.learners.ranks import RankLearner
 from trainer.loop import TrainLoop
 from trainer.rollouts.scorers import ring_judges
 from trainer.run import tasks, train

@@ -30,7 +30,7 @@ from shared.trajectories import LiveTrajectory
 from trainer.inbox import AllStale, Batch, Moved
 from trainer.learn.batches import SampleGroup, sample_groups
 from trainer.learn.drawing import uncorrected
-from trainer.learn.learner import Trained
+from trainer.learn.learner import Learner, Trained
 from trainer.learn.steps import StepReport
 from trainer.metrics import MetricsLog, StepMetrics, Timing, figures, point_of, progress, status_of, step_metrics
 from trainer.orders import Stepped, carry_out
@@ -190,16 +190,16 @@ class TrainLoop:
         if settings.resume != "no" and (checkpoint := self.checkpoints.load(settings.resume)) is not None:
             await self._resume(checkpoint, config)
         resumed, learner = checkpoint is not None, self._learner
-        fresh = await learner.weights() if settings.start_from and not resumed else {}
+        fresh = await learner.call(Learner.weights) if settings.start_from and not resumed else {}
         start = await starting_weights(
             settings.start_from, self.state, self._publisher, learner.shapes, resumed=resumed, fresh=fresh
         )
         if settings.resume == "no":
             self.checkpoints = begin_anew(settings, self.checkpoints)
         if start is not None:
-            await self._learner.begin_with(start)
+            await self._learner.call(Learner.begin_with, start)
             if not resumed:
-                await self._learner.load(start)
+                await self._learner.call(Learner.load, start)
                 await keep_start(settings.start_from, start, self.state, self._publisher)
         self.state.ring, self.state.base_sha256 = self._ring.id, self._ring.base_sha256
         self.state.mode = settings.mode
@@ -224,7 +224,7 @@ class TrainLoop:
         differs = differences(checkpoint.adapter_config, config)
         try:
             if not differs:
-                await self._learner.restore(checkpoint)
+                await self._learner.call(Learner.restore, checkpoint)
         except ValueError as error:  # another model
             differs = str(error)
         if differs:
@@ -273,7 +273,7 @@ class TrainLoop:
         try:
             failed = await self._serving.offer(trained, batch, dropped, serve=serve)
         except ParallmError:  # stopped on a full disk, say: what the gate has not passed is not saved either
-            await self._learner.revert()
+            await self._learner.call(Learner.revert)
             raise
         timing.publish_s = time.perf_counter() - started - timing.train_s
         self._count(batch, trained.report, timing)
@@ -303,12 +303,12 @@ class TrainLoop:
         """
         step, policy_step = self._schedule_step(), self.state.policy_step
         try:
-            return await self._learner.train(groups, step, policy_step, self._probes)
+            return await self._learner.call(Learner.train, groups, step, policy_step, self._probes)
         except Exception as error:
             if not posted:
                 raise
             log.exception("order.broken")
-            await self._learner.revert()
+            await self._learner.call(Learner.revert)
             raise EngineError(f"the train step failed, nothing has changed: {type(error).__name__}: {error}") from error
 
     def _schedule_step(self) -> int:
@@ -349,7 +349,7 @@ class TrainLoop:
         self.state.saves += 1
         self._inbox.keep_books(self.state)
         self._serving.keep_books()
-        snapshot = await self._learner.snapshot()
+        snapshot = await self._learner.call(Learner.snapshot)
         state: RunState = msgspec.json.decode(msgspec.json.encode(self.state), type=RunState)
         checkpoint = Checkpoint(snapshot.adapter, snapshot.adapter_config, snapshot.optimizer, state)
         saved = await self._disk.run(self.checkpoints.save, checkpoint, name)

@@ -5,24 +5,23 @@ from typing import Any
 
 from trainer.learn.compute import ComputeHost
 from trainer.learn.learner import Learner
-from trainer.learners.asks import LearnerOptions
-from trainer.learners.loop_learner import HostLearner, LoopLearner, build_learner
+from trainer.learners.handle import Handle, HostHandle
+from trainer.learners.kinds import PolicyOptions, made_with
 from trainer.loggers.loggers import Loggers
-from trainer.ranks.learner import LedLearner
 from trainer.ring.ring import Ring
 from trainer.rollouts.conversation import ChatEncoder
 from trainer.rollouts.environments import Environment
-from trainer.rounds.learner import RoundLearner
+from trainer.rounds.learner import RoundHandle
 from trainer.settings import TrainSettings
 from trainer.shares.joining import run_spec
-from trainer.shares.leader import SharedLearner
+from trainer.shares.leader import SharedHandle
 from trainer.vision.sight import Sight
 from worker.engine.model.sites import Whole
 
 
-def learner_options(settings: TrainSettings) -> LearnerOptions:
+def policy_options(settings: TrainSettings) -> PolicyOptions:
     """What the run's learner is made with."""
-    return LearnerOptions(
+    return PolicyOptions(
         None if settings.head_only else settings.adapter_shape(),
         settings.optimize_options(),
         settings.limits(),
@@ -47,21 +46,17 @@ class Parts:
     whole: Whole | None = None  # where ranks divide the model: what it was before
 
 
-async def open_learner(parts: Parts, settings: TrainSettings) -> LoopLearner:
+async def open_learner(parts: Parts, settings: TrainSettings) -> Handle[Learner]:
     """The run's learner, where the settings want it; ValueError when the model has no layers for its adapter."""
-    options = learner_options(settings)
+    options, lead, place = policy_options(settings), parts.ring.lead, parts.ring.federation
     if parts.ring.learners is not None:
         return await parts.ring.learners.open(options, settings.run_name, settings.folder)
-
-    def build() -> Learner:
-        if parts.host.others is not None:
-            return LedLearner(parts.host.others, parts.model, options, parts.whole)
-        return build_learner(parts.model, options, parts.sight)
-
-    lead, place = parts.ring.lead, parts.ring.federation
+    mine: HostHandle[Learner] = await HostHandle.open(
+        parts.host, made_with("policy", options), parts.model, parts.sight, parts.whole
+    )
     if place is not None:
-        return await RoundLearner.open_in(parts.host, build, place, settings.sync_every)
+        return RoundHandle(mine, place, settings.sync_every)
     if lead is None:
-        return await HostLearner.open(parts.host, build)
-    spec = run_spec(settings, options, parts.ring.model, parts.ring.base_sha256)
-    return await SharedLearner.open_shared(parts.host, build, lead, spec, settings.trainers, settings.learner_wait_s)
+        return mine
+    await lead.begin(run_spec(settings, options, parts.ring.model, parts.ring.base_sha256))
+    return SharedHandle(mine, lead, settings.trainers, settings.learner_wait_s)

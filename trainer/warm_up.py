@@ -8,9 +8,10 @@ import numpy as np
 
 from trainer.learn.batches import Sample, SampleGroup
 from trainer.learn.compute import Others, Work
-from trainer.learners.loop_learner import build_learner
-from trainer.parts import learner_options
-from trainer.ranks.learner import LedLearner
+from trainer.learn.learner import Learner
+from trainer.learners.handle import Local
+from trainer.learners.kinds import made_with
+from trainer.parts import policy_options
 from trainer.settings import TrainSettings
 from worker.engine.model.loader import LoadedModel
 
@@ -21,14 +22,11 @@ STEPS = 2  # the first one finds out how large a microbatch may be
 
 def rehearse(loaded: LoadedModel, settings: TrainSettings, others: Others | None) -> Work[None]:
     """Train on made-up samples; runs in the engine's thread, with `others` on all ranks of a group."""
-    options = learner_options(settings)
-    if others is None:
-        learner = build_learner(loaded.model, options)
-    else:
-        learner = LedLearner(others, loaded.model, options, loaded.whole)
+    made = made_with("policy", policy_options(settings))
+    local: Local[Learner] = Local.open(made, loaded.model, whole=loaded.whole, others=others)
     groups = _groups(loaded.card.vocab_size, min(COMPLETION, settings.max_tokens))
     for step in range(STEPS):
-        yield from learner.train(groups, step, step, [groups[0].prompt_ids])
+        yield from local.work(Learner.train, groups, step, step, [groups[0].prompt_ids])
 
 
 def _groups(vocab_size: int, completion: int) -> list[SampleGroup]:

@@ -8,7 +8,7 @@ from redis.asyncio import Redis
 T = TypeVar("T", bound=msgspec.Struct)
 
 
-class Stored(Generic[T]):
+class StoredMessage(Generic[T]):
     """Messages of one kind, each under a key of its own."""
 
     def __init__(self, redis: Redis, kind: type[T], ttl_s: int, *, packed: bool = False, renews: bool = False) -> None:

@@ -82,7 +82,7 @@ def learner_options(options: argparse.Namespace) -> Any:
     """What the learner of each run is made with."""
     from trainer.gate import GateLimits
     from trainer.learn.options import AdapterShape, OptimizeOptions, Schedule
-    from trainer.learners.asks import LearnerOptions
+    from trainer.learners.kinds import PolicyOptions
 
     optimize = OptimizeOptions(
         schedule=Schedule(peak=1e-5),
@@ -90,7 +90,7 @@ def learner_options(options: argparse.Namespace) -> Any:
         max_completion=options.length,
         distances_every=0,
     )
-    return LearnerOptions(AdapterShape(rank=options.rank), optimize, GateLimits())
+    return PolicyOptions(AdapterShape(rank=options.rank), optimize, GateLimits())
 
 
 async def lead(options: argparse.Namespace, url: str, model: str, trainers: int) -> None:
@@ -101,9 +101,11 @@ async def lead(options: argparse.Namespace, url: str, model: str, trainers: int)
     from shared.redis.connection.client import connect
     from shared.redis.training.shared_runs import SharedRun
     from trainer.learn.compute import ThreadHost, at_once
-    from trainer.learners.loop_learner import build_learner
+    from trainer.learn.learner import Learner
+    from trainer.learners.handle import HostHandle
+    from trainer.learners.kinds import made_with
     from trainer.shares.exchange import Lead
-    from trainer.shares.leader import SharedLearner
+    from trainer.shares.leader import SharedHandle
     from trainer.shares.messages import RunSpec
     from worker.engine.messages import EngineConfig
     from worker.engine.model.loader import load_model
@@ -125,9 +127,9 @@ async def lead(options: argparse.Namespace, url: str, model: str, trainers: int)
             exchange=options.exchange,
             version=version(),
         )
-        learner = await SharedLearner.open_shared(
-            host, lambda: build_learner(loaded.model, made), leading, spec, trainers, options.limit_s
-        )
+        mine: HostHandle[Learner] = await HostHandle.open(host, made_with("policy", made), loaded.model)
+        await leading.begin(spec)
+        learner = SharedHandle(mine, leading, trainers, options.limit_s)
 
         async def check() -> str:
             present = 1 + len(await leading.members())
@@ -146,26 +148,30 @@ async def lead_ranks(options: argparse.Namespace, url: str, model: str, trainers
     from trainer.group.lead import leading
     from trainer.group.placing import placement
     from trainer.learn.compute import ComputeHost, ThreadHost, at_once
-    from trainer.learners.loop_learner import HostLearner, build_learner
-    from trainer.ranks.learner import LedLearner
+    from trainer.learn.learner import Learner
+    from trainer.learners.handle import HostHandle
+    from trainer.learners.kinds import made_with
     from trainer.settings import TrainSettings
     from worker.engine.messages import EngineConfig
     from worker.engine.model.loader import LoadedModel, load_model
 
     made = learner_options(options)
 
-    async def steps(host: ComputeHost, loaded: LoadedModel, build: Any) -> dict[str, Any]:
+    async def steps(host: ComputeHost, loaded: LoadedModel) -> dict[str, Any]:
         say(f"  rank 0 of {trainers}: {loaded.card.dtype} base on {device()} loaded")
 
         async def check() -> str:
             return f"{trainers} ranks"
 
-        return await taken(options, await HostLearner.open(host, build), check)
+        learner: HostHandle[Learner] = await HostHandle.open(
+            host, made_with("policy", made), loaded.model, whole=loaded.whole
+        )
+        return await taken(options, learner, check)
 
     if trainers == 1:
         async with ThreadHost() as host:
             loaded = await host.run(at_once(lambda: load_model(EngineConfig(model))))
-            print(json.dumps(await steps(host, loaded, lambda: build_learner(loaded.model, made))))
+            print(json.dumps(await steps(host, loaded)))
         return
     line = ["--redis", url, "--model", model, "--num-local-ranks", str(trainers), "--distributed-sharding", "data"]
     settings = load(TrainSettings, line)
@@ -173,21 +179,19 @@ async def lead_ranks(options: argparse.Namespace, url: str, model: str, trainers
     assert placed is not None, "there are several"
     async with leading(settings, placed) as leads:
         loaded = await leads.loaded()
-
-        def build() -> LedLearner:
-            return LedLearner(leads.lead, loaded.model, made, loaded.whole)
-
-        figures = await leads.run(steps(leads.host, loaded, build))
+        figures = await leads.run(steps(leads.host, loaded))
     print(json.dumps(figures))
 
 
 async def taken(options: argparse.Namespace, learner: Any, check: Callable[[], Awaitable[str]]) -> dict[str, Any]:
     """All steps; `check` says after each who takes part."""
+    from trainer.learn.learner import Learner
+
     seconds, losses = [], []
     for step in range(WARM_UP + options.steps):
         groups, began = groups_of(options, step), time.perf_counter()
-        trained = await learner.train(groups, step, step, ((1, 2, 3, 4),))
-        await learner.accept()
+        trained = await learner.call(Learner.train, groups, step, step, ((1, 2, 3, 4),))
+        await learner.call(Learner.accept)
         seconds.append(time.perf_counter() - began)
         losses.append(trained.report.loss)
         say(f"  step {step + 1} of {WARM_UP + options.steps}: {seconds[-1]:.2f} s, {await check()}")

@@ -31,27 +31,20 @@ from tests.engine.adapter_models import MadeAdapter  # noqa: E402
 from tests.engine.conftest import Bench, prompt_of, spec  # noqa: E402
 from tests.engine.ranks import Channel, Task, joined  # noqa: E402
 from trainer.datasets.learner import DataOptions  # noqa: E402
-from trainer.distilling.learner import DistillLearner  # noqa: E402
-from trainer.distilling.led import LedDistiller  # noqa: E402
 from trainer.distilling.teacher import ScoredRow  # noqa: E402
 from trainer.gate import GateLimits  # noqa: E402
-from trainer.group.rank import RankLearner  # noqa: E402
 from trainer.heads.examples import Example, Form, Text, spread_of  # noqa: E402
 from trainer.heads.learner import HeadLearner  # noqa: E402
-from trainer.heads.led import LedHead  # noqa: E402
 from trainer.learn.batches import Sample, SampleGroup  # noqa: E402
 from trainer.learn.compute import finished  # noqa: E402
-from trainer.learn.learner import Learner  # noqa: E402
 from trainer.learn.losses import LossOptions  # noqa: E402
 from trainer.learn.options import AdapterShape, HeadSettings, OptimizeOptions, Schedule, ValueOptions  # noqa: E402
 from trainer.learn.policy import Policy  # noqa: E402
-from trainer.learners.asks import LearnerOptions  # noqa: E402
-from trainer.learners.loop_learner import build_learner  # noqa: E402
-from trainer.ranks.learner import LedLearner  # noqa: E402
+from trainer.learners.handle import Local  # noqa: E402
+from trainer.learners.kinds import HeadOptions, Kind, PolicyOptions, TuneOptions, made_with  # noqa: E402
+from trainer.learners.ranks import RankLearner  # noqa: E402
 from trainer.settings import TrainSettings  # noqa: E402
 from trainer.tuning.examples import Tuning  # noqa: E402
-from trainer.tuning.learner import TuneLearner  # noqa: E402
-from trainer.tuning.led import LedTuner  # noqa: E402
 from trainer.warm_up import rehearse  # noqa: E402
 from worker.engine.batch import row_model  # noqa: E402
 from worker.engine.messages import EngineConfig, SpeculationConfig  # noqa: E402
@@ -259,6 +252,18 @@ def learns(group: Any, folder: str, kind: str, checkpoint_layers: bool = False, 
     return told
 
 
+class Asked:
+    """A learner whose methods are called as a run calls them: on all ranks, where there are several."""
+
+    def __init__(self, loaded: LoadedModel, kind: Kind, options: Any) -> None:
+        made = made_with(kind, options)
+        self._local: Local[Any] = Local.open(made, loaded.model, whole=loaded.whole, others=CHANNEL)
+        self.here = self._local.learner
+
+    def __getattr__(self, method: str) -> Any:
+        return lambda *args: finished(self._local.named_work(method, args))
+
+
 def learns_from_samples(loaded: LoadedModel, kind: str, checkpoint_layers: bool) -> Any:
     loss = LossOptions("ppo", 0.2, 0.2) if kind == "ppo" else LossOptions(kl_coefficient=0.05)
     value = ValueOptions(hidden=8, rate=10.0) if kind == "ppo" else None
@@ -267,19 +272,16 @@ def learns_from_samples(loaded: LoadedModel, kind: str, checkpoint_layers: bool)
         loss=loss, value=value, schedule=Schedule(peak=1e-4), microbatch_tokens=256, microbatch_s=1e-4, minibatches=2,
         max_completion=12, distances_every=2, max_grad_norm=0.05,
     )  # fmt: skip
-    options = LearnerOptions(AdapterShape(rank=4), optimize, GateLimits(), 1, checkpoint_layers)
-    learner: Learner
-    if CHANNEL is None:
-        learner = build_learner(loaded.model, options)
-    else:
+    options = PolicyOptions(AdapterShape(rank=4), optimize, GateLimits(), 1, checkpoint_layers)
+    if CHANNEL is not None:
         finished(rehearse(loaded, TrainSettings(max_tokens=2, lora_rank=2), CHANNEL))  # leaves nothing behind
-        learner = LedLearner(CHANNEL, loaded.model, options, loaded.whole)
-    recorded = recording(learner)
+    learner = Asked(loaded, "policy", options)
+    recorded = recording(learner.here)
     learner.load(moved(learner.weights()))
     learner.begin_with(moved(learner.weights()))
     groups, told = samples(), []
     for step in range(3):
-        trained = finished(learner.train(groups, step, step, [groups[0].prompt_ids]))
+        trained = learner.train(groups, step, step, [groups[0].prompt_ids])
         checks = [float(check.passed) for check in trained.checks]
         distances = trained.report.distances
         told.append([trained.report.loss, trained.report.grad_norm, trained.report.kl, *checks])
@@ -289,77 +291,75 @@ def learns_from_samples(loaded: LoadedModel, kind: str, checkpoint_layers: bool)
         else:
             learner.accept()
             learner.anchor(learner.weights())
-    snapshot, gaps = learner.snapshot(), finished(learner.gaps(groups, None))
+    snapshot, gaps = learner.snapshot(), learner.gaps(groups, None)
     before = learner.weights()
-    finished(learner.train(groups, 3, 3, []))
+    learner.train(groups, 3, 3, [])
     learner.restore(snapshot)
     assert all(np.array_equal(each, before[name]) for name, each in learner.weights().items())
     wrong = snapshot.adapter | {"other": np.zeros(1, np.float32)}
     with pytest.raises(ValueError, match="other"):
         learner.load(wrong)
-    last = finished(learner.train(groups, 3, 3, []))
+    last = learner.train(groups, 3, 3, [])
     told.append([last.report.loss, last.report.grad_norm, *gaps])
     one = [replace(groups[0], samples=groups[0].samples[:1])]  # fewer than there are ranks
-    last = finished(learner.train(one, 4, 4, []))
+    last = learner.train(one, 4, 4, [])
     told.append([last.report.loss, last.report.grad_norm])
-    return result(learner, told, recorded)
+    return result(learner.here, told, recorded)
 
 
 def learns_from_data(loaded: LoadedModel, kind: str, checkpoint_layers: bool) -> Any:
     options = DataOptions(Schedule(peak=1e-4), AdapterShape(rank=4), 96, 0.05, 0.0, (0.9, 0.99), 1, checkpoint_layers)
     tuning: Tuning = "dpo" if kind == "dpo" else "sft"
-    learner: Any
+    learner: Asked
     items: list[Any] = [replace(group, samples=group.samples[: 1 if kind == "distill" else 2]) for group in samples()]
     if kind in ("pairs", "vectors"):
         items = examples(kind)
         learner = header(loaded, items, "pairs" if kind == "pairs" else "vectors", options)
     else:
-        learner = distiller(loaded, items, options) if kind == "distill" else tuner(loaded, tuning, options)
-    recorded = recording(learner)
+        if kind == "distill":
+            items = taught(items)
+            learner = Asked(loaded, "distill", options)
+        else:
+            learner = Asked(loaded, "tune", TuneOptions(tuning, 0.3, options))
+    recorded = recording(learner.here)
     learner.begin_with(moved(learner.weights()))
     told = []
     for step in range(3):
-        report = finished(learner.train(items, step))
-        measured = finished(learner.measure(items))
+        report = learner.train(items, step)
+        measured = learner.measure(items)
         told.append([report.loss, report.grad_norm, measured.loss or 0.0, measured.margin or 0.0])
         if step == 1:
             learner.revert()
         else:
             learner.accept()
     snapshot, good = learner.snapshot(), learner.weights()
-    finished(learner.train(items, 3))
+    learner.train(items, 3)
     learner.restore(snapshot, good)
-    report = finished(learner.train(items, 3))
+    report = learner.train(items, 3)
     told.append([report.loss, report.grad_norm])
-    if isinstance(learner, HeadLearner):
-        told += finished(learner.read([item.texts[0] for item in items]))
-    return result(learner, told, recorded)
+    if isinstance(learner.here, HeadLearner):
+        told += learner.read([item.texts[0] for item in items])
+    return result(learner.here, told, recorded)
 
 
-def tuner(loaded: LoadedModel, tuning: Tuning, options: DataOptions) -> TuneLearner:
-    if CHANNEL is None:
-        return TuneLearner(loaded.model, tuning, options.shape or AdapterShape(), 0.3, options)
-    return LedTuner(CHANNEL, loaded.model, tuning, 0.3, options, loaded.whole)
-
-
-def distiller(loaded: LoadedModel, items: list[SampleGroup], options: DataOptions) -> DistillLearner:
-    """Of a teacher whose scores are made up."""
-    draw, rows = np.random.default_rng(3), {}
+def taught(items: list[SampleGroup]) -> list[ScoredRow]:
+    """By a teacher whose scores are made up."""
+    draw, rows = np.random.default_rng(3), []
     for item in items:
         (sample,) = item.samples
         top = [draw.choice(250, 4, replace=False).tolist() for _ in sample.completion_ids]
         scores = [(-1.5 - np.arange(4) * draw.uniform(0.5, 1)).tolist() for _ in sample.completion_ids]
-        rows[item.id] = ScoredRow(
-            "t@1",
-            item.prompt_ids,
-            sample.completion_ids,
-            sample.mask,
-            tuple(map(tuple, top)),
-            tuple(map(tuple, scores)),
+        rows.append(
+            ScoredRow(
+                "t@1",
+                item.prompt_ids,
+                sample.completion_ids,
+                sample.mask,
+                tuple(map(tuple, top)),
+                tuple(map(tuple, scores)),
+            )
         )
-    if CHANNEL is None:
-        return DistillLearner(loaded.model, rows, options.shape or AdapterShape(), options)
-    return LedDistiller(CHANNEL, loaded.model, rows, options, loaded.whole)
+    return rows
 
 
 def examples(kind: str) -> list[Example]:
@@ -374,13 +374,11 @@ def examples(kind: str) -> list[Example]:
     return [Example((text(at),), action=tuple(draw.normal(0, 2, 2).tolist())) for at in range(6)]
 
 
-def header(loaded: LoadedModel, items: list[Example], form: Form, options: DataOptions) -> HeadLearner:
+def header(loaded: LoadedModel, items: list[Example], form: Form, options: DataOptions) -> Asked:
     """Of pairs with a LoRA beside it, of vectors alone."""
     start, head = (0.0, HeadSettings(head_hidden=8)) if form == "pairs" else (spread_of(items), HeadSettings())
     options = options if form == "pairs" else replace(options, shape=None)
-    if CHANNEL is None:
-        return HeadLearner(loaded.model, form, (), start, head, options)
-    return LedHead(CHANNEL, loaded.model, form, (), start, head, options, loaded.whole)
+    return Asked(loaded, "head", HeadOptions(form, (), start, head.model_dump(), options))
 
 
 def recording(learner: Any) -> Recorded:

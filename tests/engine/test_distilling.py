@@ -106,13 +106,12 @@ def score(model: Any, items: Sequence[SampleGroup], teacher: str = "t@1") -> lis
 def test_a_learner_measures_and_learns_by_what_the_teacher_says_of_tokens_that_count(
     llama: LoadedModel, options: dict[str, Any]
 ) -> None:
-    teaching = DistillLearner(llama.model, {}, SHAPE, OPTIONS)
+    teaching = DistillLearner(llama.model, SHAPE, OPTIONS)
     teaching.begin_with(random_weights(teaching, 8))
-    rows = {str(at): row for at, row in enumerate(score(teaching._policy.model, examples("sft", 8, seed=4)))}
-    learning = DistillLearner(llama.model, rows, SHAPE, replace(OPTIONS, **options))
-    batch = [row.group(name) for name, row in rows.items()]
+    batch = score(teaching._policy.model, examples("sft", 8, seed=4))
+    learning = DistillLearner(llama.model, SHAPE, replace(OPTIONS, **options))
     wanted, alike = [], []
-    for row in rows.values():
+    for row in batch:
         ids = [*row.prompt_ids, *row.completion_ids]
         logits = np.array(learning._policy.model(mx.array([ids[:-1]])), np.float64)[0]
         at = np.flatnonzero(row.counts) + len(row.prompt_ids) - 1

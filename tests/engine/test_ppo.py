@@ -15,7 +15,7 @@ from shared.process.settings import load
 from tests.unit.networks import GAUSSIAN, LSTM, MLP, computed, inputs_of, spec_of, weights_of
 from trainer.learn.compute import finished
 from trainer.learn.options import LossOptions, MemoryKind, Schedule
-from trainer.ppo.learner import LearnerOptions, PpoLearner
+from trainer.ppo.learner import PpoLearner, PpoLearnerOptions
 from trainer.ppo.losses import PpoOptions, Steps, ppo
 from trainer.ppo.network import check_learnable, first_weights, outputs_of, two_layers
 from trainer.ppo.run import network_of, options_of
@@ -177,7 +177,7 @@ def test_gradients_are_differences_of_the_loss(described: dict[str, Any]) -> Non
 
 
 def learner(rate: float = 0.01) -> PpoLearner:
-    options = LearnerOptions(OPTIONS, Schedule(peak=rate), 2, 3, 0.5, 0.0, (0.9, 0.99), 7)
+    options = PpoLearnerOptions(OPTIONS, Schedule(peak=rate), 2, 3, 0.5, 0.0, (0.9, 0.99), 7)
     return PpoLearner(spec_of(MLP), weights_of(MLP), options)
 
 
@@ -225,7 +225,7 @@ def test_learning_makes_what_was_better_likelier() -> None:
 def test_what_was_seen_three_steps_ago_is_learned_by_a_network_that_remembers(memory: MemoryKind) -> None:
     """The first of four observations says what is right to do in all of them; the others say nothing."""
     spec = two_layers(1, 2, discrete=True, memory=memory)
-    options = LearnerOptions(OPTIONS, Schedule(peak=0.01), 2, 2, 0.5, 0.0, (0.9, 0.99), 7)
+    options = PpoLearnerOptions(OPTIONS, Schedule(peak=0.01), 2, 2, 0.5, 0.0, (0.9, 0.99), 7)
     one, draw, rows = PpoLearner(spec, first_weights(spec, 0), options), np.random.default_rng(0), 64
     for at in range(16):
         right = np.repeat(draw.integers(0, 2, (rows, 1)), 4, axis=1)

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,7 @@ async def test_a_refused_step_leaves_the_served_version_and_training_goes_on(
     sink = MemorySink()
     original = Learner.train
 
+    @wraps(Learner.train)
     def poisoned(self: Learner, groups: Any, step: int, *rest: Any) -> Any:
         if step == 2:
             groups = [_spoiled(group) for group in groups]
@@ -341,6 +343,7 @@ async def test_the_best_version_is_the_anchor_also_after_a_resume(
     anchored: list[Any] = []
     original = Learner.anchor
 
+    @wraps(Learner.anchor)
     def noted(self: Learner, best: Any) -> None:
         anchored.append(best)
         original(self, best)

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +48,11 @@ class Desk:
         self.arrived.clear()
         await self.arrived.wait()
 
-    async def tell(self, order_id: str, answer: bytes) -> None:
+    async def reply(self, order_id: str, answer: bytes) -> None:
         self.answers[order_id] = msgspec.json.decode(answer, type=Answer)
         self.settled(order_id)
 
-    async def done(self, received: Received[Any]) -> None:
+    async def finish(self, received: Received[Any]) -> None:
         self.settled(received.id)
 
     def settled(self, order_id: str) -> None:
@@ -212,6 +213,7 @@ async def test_a_posted_update_that_breaks_is_refused_and_all_is_as_before(
     whole = Learner.train
     left = [1]
 
+    @wraps(Learner.train)
     def short_of_memory(self: Learner, *arguments: Any) -> Any:
         trained = yield from whole(self, *arguments)
         if left:

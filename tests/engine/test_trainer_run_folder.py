@@ -2,6 +2,7 @@
 
 import errno
 import os
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,7 @@ async def test_what_the_gate_has_not_passed_is_taken_back_when_the_run_is_stoppe
             raise full(publisher.folder)
         return write(publisher, *args)
 
+    @wraps(Learner.revert)
     def reverting(learner: Learner) -> None:
         before = learner.weights()
         revert(learner)

@@ -15,21 +15,21 @@ from tests.engine.test_trainer_optimize import OPTIONS, groups_of
 from trainer.gate import GateLimits
 from trainer.learn.batches import SampleGroup
 from trainer.learn.compute import ThreadHost, at_once
-from trainer.learn.learner import Trained
+from trainer.learn.learner import Learner, Trained
 from trainer.learn.options import AdapterShape, Schedule
-from trainer.learners.asks import LearnerOptions
-from trainer.learners.loop_learner import HostLearner, build_learner
+from trainer.learners.handle import Handle, HostHandle
+from trainer.learners.kinds import PolicyOptions, made_with
 from trainer.settings import TrainSettings
 from trainer.shares.exchange import Lead
 from trainer.shares.joining import run_spec
-from trainer.shares.leader import SharedLearner
+from trainer.shares.leader import SharedHandle
 from trainer.shares.member import Member
 from trainer.state import Arrays
 from trainer.vision.sight import Sight, sight_of
 from worker.engine.messages import EngineConfig
 from worker.engine.model.loader import LoadedModel, load_model
 
-MADE = LearnerOptions(
+MADE = PolicyOptions(
     AdapterShape(rank=4), replace(OPTIONS, schedule=Schedule(peak=1e-5), microbatch_tokens=40), GateLimits(), seed=3
 )
 PROBES = ((1, 2, 3, 4),)
@@ -46,7 +46,7 @@ class Trainers:
 
     redis_url: str
     stack: contextlib.AsyncExitStack
-    options: LearnerOptions = MADE
+    options: PolicyOptions = MADE
     model: str = "models/tiny"
     sight: Sight | None = None  # of the latest leader, or of who learns alone
     tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
@@ -61,18 +61,19 @@ class Trainers:
         blocking = await self.stack.enter_async_context(contextlib.aclosing(connect(self.redis_url, blocking=True)))
         return SharedRun(redis, RUN, blocking=blocking)
 
-    async def alone(self) -> HostLearner:
+    async def alone(self) -> HostHandle[Learner]:
         host, loaded = await self.host()
         sight = self.sight = sight_of(loaded)
-        return await HostLearner.open(host, lambda: build_learner(loaded.model, self.options, sight))
+        return await HostHandle.open(host, made_with("policy", self.options), loaded.model, sight)
 
-    async def leader(self, trainers: int = 1, **given: Any) -> SharedLearner:
+    async def leader(self, trainers: int = 1, **given: Any) -> SharedHandle:
         host, loaded = await self.host()
         lead = await self.stack.enter_async_context(Lead(await self.run()))
         spec = run_spec(settings(**given), self.options, "tiny", loaded.card.base_sha256)
         sight = self.sight = sight_of(loaded)
-        build = lambda: build_learner(loaded.model, self.options, sight)  # noqa: E731
-        return await SharedLearner.open_shared(host, build, lead, spec, trainers, 30)
+        mine: HostHandle[Learner] = await HostHandle.open(host, made_with("policy", self.options), loaded.model, sight)
+        await lead.begin(spec)
+        return SharedHandle(mine, lead, trainers, 30)
 
     async def member(self, base: str = "", **given: Any) -> Member:
         host, loaded = await self.host()
@@ -94,23 +95,24 @@ class Trainers:
 
 @contextlib.asynccontextmanager
 async def trainers(
-    redis_url: str, options: LearnerOptions = MADE, model: str = "models/tiny"
+    redis_url: str, options: PolicyOptions = MADE, model: str = "models/tiny"
 ) -> AsyncIterator[Trainers]:
     async with contextlib.AsyncExitStack() as stack:
         yield Trainers(redis_url, stack, options, model)
 
 
-async def made_groups(learner: HostLearner, seed: int) -> list[SampleGroup]:
+async def made_groups(learner: Any, seed: int) -> list[SampleGroup]:
     """Groups whose sampler is the present policy."""
-    return await learner._host.run(at_once(lambda: groups_of(learner._learner.optimizer.policy, seed)))
+    mine: HostHandle[Learner] = learner if isinstance(learner, HostHandle) else learner._mine
+    return await mine.host.run(at_once(lambda: groups_of(mine.learner.optimizer.policy, seed)))
 
 
-async def steps(learner: HostLearner, groups: list[list[SampleGroup]]) -> list[Trained]:
+async def steps(learner: Handle[Learner], groups: list[list[SampleGroup]]) -> list[Trained]:
     """Train steps on given groups, all accepted."""
     done = []
     for step, each in enumerate(groups):
-        done.append(await learner.train(each, step, step, PROBES))
-        await learner.accept()
+        done.append(await learner.call(Learner.train, each, step, step, PROBES))
+        await learner.call(Learner.accept)
     return done
 
 

@@ -13,11 +13,13 @@ from shared.errors import SetupError
 from shared.redis.connection.client import connect
 from shared.redis.training.rounds import RoundStore
 from tests.redis.shared_trainers import MADE, PROBES, Trainers, made_groups, same, settings, steps, trainers
+from trainer.learn.learner import Learner
 from trainer.learn.options import Schedule
-from trainer.learners.loop_learner import build_learner
+from trainer.learners.handle import HostHandle
+from trainer.learners.kinds import made_with
 from trainer.rounds.average import Learned
 from trainer.rounds.federation import Federation, federation
-from trainer.rounds.learner import RoundLearner
+from trainer.rounds.learner import RoundHandle
 
 OPTIONS = replace(MADE, optimize=replace(MADE.optimize, schedule=Schedule(peak=1e-3)))
 
@@ -27,10 +29,11 @@ async def entered(ring: Trainers, name: str, **given: Any) -> Federation:
     return await ring.stack.enter_async_context(federation(settings(**given), ring.redis_url, "base", "ring"))
 
 
-async def joined(ring: Trainers, name: str, **given: Any) -> RoundLearner:
+async def joined(ring: Trainers, name: str, **given: Any) -> RoundHandle:
     place = await entered(ring, name, **given)
     host, loaded = await ring.host()
-    return await RoundLearner.open_in(host, lambda: build_learner(loaded.model, ring.options), place, 2)
+    mine: HostHandle[Learner] = await HostHandle.open(host, made_with("policy", ring.options), loaded.model)
+    return RoundHandle(mine, place, 2)
 
 
 @pytest.fixture
@@ -43,7 +46,7 @@ async def test_each_round_ends_in_the_average_weighted_by_samples(ring: Trainers
     one, other = await joined(ring, "one"), await joined(ring, "other")
     groups = [await made_groups(one, seed) for seed in range(4)]
     fewer = [each[:1] for each in groups[2:]]
-    begun = await one.weights()
+    begun = await one.call(Learner.weights)
     alone = [await ring.alone(), await ring.alone()]
     mine, theirs = [
         (await steps(learner, each))[-1].weights for learner, each in zip(alone, (groups[:2], fewer), strict=True)
@@ -56,7 +59,7 @@ async def test_each_round_ends_in_the_average_weighted_by_samples(ring: Trainers
     assert not same(done[0][0].weights, done[1][0].weights), "in between they are apart"
     for name, value in done[0][-1].weights.items():
         np.testing.assert_allclose(value, expected[name], atol=2e-7)
-    assert same(await one.weights(), await other.weights())
+    assert same(await one.call(Learner.weights), await other.call(Learner.weights))
 
 
 async def test_moments_are_averaged_where_all_want_it(ring: Trainers) -> None:
@@ -67,10 +70,10 @@ async def test_moments_are_averaged_where_all_want_it(ring: Trainers) -> None:
     alone = [await ring.alone(), await ring.alone()]
     for learner, each in zip(alone, (groups[:2], fewer), strict=True):
         await steps(learner, each)
-    mine, theirs = [(await learner.snapshot()).optimizer for learner in alone]
+    mine, theirs = [(await learner.call(Learner.snapshot)).optimizer for learner in alone]
     await asyncio.gather(steps(one, groups[:2]), steps(other, fewer))
     for learner in (one, other):
-        moments = (await learner.snapshot()).optimizer
+        moments = (await learner.call(Learner.snapshot)).optimizer
         assert moments["step"] == 2
         for name in mine.keys() - {"step", "learning_rate"}:
             expected = (24 * mine[name] + 8 * theirs[name]) / 32
@@ -80,13 +83,13 @@ async def test_moments_are_averaged_where_all_want_it(ring: Trainers) -> None:
 async def test_one_that_is_away_is_left_out_and_goes_on_from_the_average(ring: Trainers, redis_url: str) -> None:
     one, away = await joined(ring, "one", sync_wait_s=0.5), await joined(ring, "away")
     groups = [await made_groups(one, seed) for seed in range(6)]
-    await away.train(groups[0], 0, 0, PROBES)  # it has joined, and lives, and is slow
-    await away.accept()
+    await away.call(Learner.train, groups[0], 0, 0, PROBES)  # it has joined, and lives, and is slow
+    await away.call(Learner.accept)
     done = await steps(one, groups[1:3])
     async with contextlib.aclosing(connect(redis_url)) as redis:
         now = await RoundStore(redis, "f").now()
         assert now is not None and (now.round, now.taken) == (1, {"ring/one"})
-        back = await away.train(groups[3], 1, 1, PROBES)
+        back = await away.call(Learner.train, groups[3], 1, 1, PROBES)
         assert same(back.weights, done[-1].weights), "what it has learned meanwhile is in no average"
         await one._place.__aexit__(None, None, None)
         later = await joined(ring, "later")

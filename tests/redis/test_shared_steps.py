@@ -15,7 +15,7 @@ from tests.waiting import wait_until
 from trainer.learn.advantages import ValueSums
 from trainer.learn.batches import Sample, SampleGroup
 from trainer.learn.compute import Work
-from trainer.learn.learner import Trained
+from trainer.learn.learner import Learner, Trained
 from trainer.learn.options import LossOptions, ValueOptions
 from trainer.shares.exchange import gradient_bytes, gradient_of
 from trainer.shares.member import Member
@@ -235,7 +235,7 @@ async def test_a_member_that_lives_and_never_answers_is_given_up(
         assert len(answers) == 4 and await learner._lead.members() == [member.name]
         assert learner._speeds[member.name] < learner._speeds[""] / 2
         learner._speeds |= {member.name: 1.0, "": 1e9}
-        await learner.train(groups[0], 3, 3, PROBES)
+        await learner.call(Learner.train, groups[0], 3, 3, PROBES)
         assert learner._speeds[member.name] == pytest.approx(1.05), "who had nothing to do was not late with it"
 
 
@@ -245,12 +245,12 @@ async def test_data_without_a_finite_gradient_is_no_members_fault(redis_url: str
         member = await ring.member()
         groups = await made_groups(learner, 0)
         bad = [replace(each, samples=tuple(replace(s, advantage=np.inf) for s in each.samples)) for each in groups]
-        before = await learner.weights()
-        trained = await learner.train(bad, 0, 0, PROBES)
+        before = await learner.call(Learner.weights)
+        trained = await learner.call(Learner.train, bad, 0, 0, PROBES)
         assert trained.report.nonfinite_gradients == 1 and not trained.report.updated
-        assert same(await learner.weights(), before)
-        await learner.revert()
-        assert (await learner.train(groups, 1, 0, PROBES)).report.updated
+        assert same(await learner.call(Learner.weights), before)
+        await learner.call(Learner.revert)
+        assert (await learner.call(Learner.train, groups, 1, 0, PROBES)).report.updated
         assert not ring.tasks[member.name].done() and len(learner._speeds) == 2
 
 
@@ -267,7 +267,7 @@ async def test_a_minibatch_in_which_a_member_had_nothing_says_nothing_of_its_spe
         member = await ring.member()
         learner._speeds = Kept()
         groups = [replace(each, samples=each.samples[-1:]) for each in await made_groups(learner, 0)]
-        assert (await learner.train(groups, 0, 0, PROBES)).report.updated
+        assert (await learner.call(Learner.train, groups, 0, 0, PROBES)).report.updated
     assert rates.count(member.name) == 2, "of four updates it had a sample in two: its minibatch had two, the other one"
 
 
@@ -275,21 +275,21 @@ async def test_one_that_joins_later_takes_part_and_another_leader_is_followed(re
     async with trainers(redis_url) as ring:
         learner = await ring.leader()
         groups = [await made_groups(learner, seed) for seed in range(4)]
-        alone = await learner.train(groups[0], 0, 0, PROBES)
+        alone = await learner.call(Learner.train, groups[0], 0, 0, PROBES)
         assert learner._speeds == {} and alone.report.updated
-        await learner.accept()
+        await learner.call(Learner.accept)
         member = await ring.member()
         learner._trainers = 2
-        await learner.train(groups[1], 1, 1, PROBES)
+        await learner.call(Learner.train, groups[1], 1, 1, PROBES)
         assert member.name in learner._speeds
-        snapshot = await learner.snapshot()
+        snapshot = await learner.call(Learner.snapshot)
         second = await ring.leader(trainers=2)
-        await second.restore(snapshot)
-        await second.train(groups[2], 2, 2, PROBES)
+        await second.call(Learner.restore, snapshot)
+        await second.call(Learner.train, groups[2], 2, 2, PROBES)
         assert member.name in second._speeds
         await wait_until(lambda: learner._lead._lost)
         with pytest.raises(ConflictError, match="another process leads"):
-            await learner.train(groups[3], 3, 3, PROBES)
+            await learner.call(Learner.train, groups[3], 3, 3, PROBES)
 
 
 async def test_a_redis_that_is_away_and_words_that_nobody_can_read_cost_no_step(redis_url: str) -> None:
@@ -306,13 +306,13 @@ async def test_a_redis_that_is_away_and_words_that_nobody_can_read_cost_no_step(
             await say(word)
 
         run.say = failing  # type: ignore[method-assign]
-        first = await learner.train(groups[0], 0, 0, PROBES)
+        first = await learner.call(Learner.train, groups[0], 0, 0, PROBES)
         assert first.report.updated and member.name not in learner._speeds
-        await learner.accept()
+        await learner.call(Learner.accept)
         await wait_until(lambda: not away)
         await say(b"not a word")
         await run.answer(b"not an answer")
-        second = await learner.train(groups[1], 1, 1, PROBES)
+        second = await learner.call(Learner.train, groups[1], 1, 1, PROBES)
         assert second.report.updated and member.name in learner._speeds
         assert not ring.tasks[member.name].done()
 

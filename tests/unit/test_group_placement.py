@@ -9,7 +9,7 @@ import pytest
 from shared.errors import SetupError
 from shared.process.settings import ServeSettings, WorkerSettings, load
 from trainer.group import placing
-from trainer.group.rank import RankLearner
+from trainer.learners.ranks import RankLearner
 from trainer.settings import TrainSettings
 from worker.group.placement import Placement, address_of, own_device, own_names, placement
 from worker.guest import rank_of_guest

@@ -15,6 +15,7 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from shared.errors import SetupError
+from trainer.learn.calls import exposed, exposed_read
 from trainer.learn.compute import Work
 from trainer.learn.options import AdapterShape, Schedule
 from trainer.learn.peers.peers import Peers
@@ -101,14 +102,17 @@ class DataLearner(ABC, Generic[T]):
 
     # -- what a kind of run says
 
+    @exposed
     @abstractmethod
     def measure(self, items: Sequence[T]) -> Work[Measured]:
         """What the weights get right."""
 
+    @exposed_read
     @abstractmethod
     def weights(self) -> Arrays:
         """A copy as plain data."""
 
+    @exposed_read
     @abstractmethod
     def config(self) -> bytes:
         """`adapter_config.json` of them."""
@@ -145,6 +149,7 @@ class DataLearner(ABC, Generic[T]):
 
     # -- learning
 
+    @exposed
     def train(self, items: Sequence[T], step: int) -> Work[DataReport]:
         """One update; `step` sets the learning rates."""
         loss, gradients = 0.0, None
@@ -195,15 +200,18 @@ class DataLearner(ABC, Generic[T]):
 
     # -- weights
 
+    @exposed
     def begin_with(self, weights: Arrays) -> None:
         """Learn on from these."""
         self._load(weights)
         self.accept()
 
+    @exposed_read
     def snapshot(self) -> Snapshot:
         """All of the state, for a checkpoint."""
         return Snapshot(self.weights(), self.config(), self._moments())
 
+    @exposed
     def restore(self, snapshot: Snapshot, good: Arrays | None = None) -> None:
         """Go on exactly where a checkpoint was taken; `good`: the last good weights, where those are others.
 
@@ -218,12 +226,14 @@ class DataLearner(ABC, Generic[T]):
         if good is not None:
             self._good, self._good_moments = good, fresh
 
+    @exposed
     def accept(self) -> None:
         """The present weights are the last good ones."""
         self._good = self.weights()
         # Arrays are shared, since an update replaces them.
         self._good_moments = {name: tree_map(lambda value: value, adam.state) for name, adam in self._adams.items()}
 
+    @exposed
     def revert(self) -> None:
         """Back to the last good weights and their moments."""
         self._load(self._good)

@@ -28,7 +28,9 @@ from shared.errors import ConflictError, ParallmError, SetupError
 from trainer import gate
 from trainer.datasets.learner import DataLearner, DataOptions, Measured
 from trainer.datasets.lines import Data, batch_of
-from trainer.learn.compute import ComputeHost, at_once
+from trainer.learn.compute import ComputeHost
+from trainer.learners.handle import HostHandle
+from trainer.learners.kinds import Made
 from trainer.metrics import append, cut
 from trainer.ring.join import Way, way_to_ring
 from trainer.ring.ring import Ring
@@ -40,8 +42,8 @@ from trainer.versions.publish import Publisher
 from trainer.versions.run_folder import WAYS, begin_anew, check_home
 from trainer.versions.run_lock import run_lock
 from trainer.versions.start import keep_start, starting_weights
+from trainer.vision.sight import Sight
 from worker.engine.model.loader import LoadedModel
-from worker.engine.model.sites import Whole
 
 T = TypeVar("T")
 
@@ -100,7 +102,6 @@ class DataRun(ABC, Generic[T]):
         self._saved = 0  # train step of the latest checkpoint
         self._latest = 0  # version that was the latest when this run began or last moved it
         self._told = 0.0
-        self._whole: Whole | None = None  # where ranks divide the model: what it was before
         self.state = RunState(settings.run_name, ring=ring.id, base_sha256=ring.base_sha256)
 
     # -- what a kind of run says
@@ -120,8 +121,13 @@ class DataRun(ABC, Generic[T]):
         """The data, of texts with at most `longest` tokens."""
 
     @abstractmethod
-    def _new_learner(self, model: Any) -> DataLearner[T]:
-        """In the MLX thread."""
+    def _made_with(self) -> Made:
+        """What the run's learner is built with, once the data is read."""
+
+    @property
+    def _sight(self) -> Sight | None:
+        """What the learner sees images with; None: the data has none."""
+        return None
 
     @abstractmethod
     async def _parity(self, version: int) -> list[GateCheck]:
@@ -144,11 +150,12 @@ class DataRun(ABC, Generic[T]):
     async def start(self, loaded: LoadedModel) -> None:
         """Read the data, make the learner, go on from a checkpoint if there is one."""
         settings = self._settings
-        self._whole = loaded.whole
         await self._gather(loaded)
         self._data = await asyncio.to_thread(self._read, loaded.card.context_length)
-        self._learner = await self._host.run(at_once(lambda: self._new_learner(loaded.model)))
-        config = await self._host.run(at_once(self._learner.config))
+        self._learner: HostHandle[DataLearner[T]] = await HostHandle.open(
+            self._host, self._made_with(), loaded.model, self._sight, loaded.whole
+        )
+        config = self._learner.config
         sink = self._ring.sink
         self._publisher = Publisher(sink, settings.folder, settings.adapter, config, self._ring.base_sha256, self._disk)
         checkpoint = self._load(config)
@@ -156,7 +163,7 @@ class DataRun(ABC, Generic[T]):
             self.state = checkpoint.state
             self._saved = self.state.train_step
         resumed, shapes = checkpoint is not None, self._learner.shapes
-        fresh = await self._host.run(at_once(self._learner.weights)) if settings.start_from and not resumed else {}
+        fresh = await self._learner.call(DataLearner.weights) if settings.start_from and not resumed else {}
         start = await starting_weights(
             settings.start_from, self.state, self._publisher, shapes, resumed=resumed, fresh=fresh
         )
@@ -171,12 +178,12 @@ class DataRun(ABC, Generic[T]):
         first_line = 0 if not resumed else self._saved if self.state.offered else self._saved + 1
         await self._disk.run(cut, settings.folder / "metrics.jsonl", "step", first_line)
         if start is not None:
-            await self._host.run(at_once(lambda: self._learner.begin_with(start)))
+            await self._learner.call(DataLearner.begin_with, start)
             if not resumed:
                 await keep_start(settings.start_from, start, self.state, self._publisher)
         if checkpoint is not None:
             good = await self._good_weights()
-            await self._host.run(at_once(lambda: self._learner.restore(checkpoint, good)))
+            await self._learner.call(DataLearner.restore, checkpoint, good)
         self.state.ring, self.state.base_sha256 = self._ring.id, self._ring.base_sha256
         self.state.mode = settings.mode
         log.info(
@@ -189,7 +196,7 @@ class DataRun(ABC, Generic[T]):
         version = self.state.version
         if not self.state.unpublished or (version and version not in self._publisher.kept()):
             return None
-        return self._publisher.weights_of(version) if version else await self._host.run(at_once(self._learner.weights))
+        return self._publisher.weights_of(version) if version else await self._learner.call(DataLearner.weights)
 
     def _load(self, config: bytes) -> Checkpoint | None:
         """Where the run goes on; None: it begins. SetupError when the folder holds another run."""
@@ -214,7 +221,7 @@ class DataRun(ABC, Generic[T]):
         while state.train_step < settings.steps and not self.stopping:
             batch = batch_of(self._data.learned, settings.prompts_per_step, state.train_step, settings.seed)
             step = state.train_step
-            report = await self._host.run(lambda batch=batch, step=step: self._learner.train(batch, step))  # type: ignore[misc]
+            report = await self._learner.call(DataLearner.train, batch, step)
             state.train_step += 1
             state.unpublished += 1
             state.consumed += len(batch)
@@ -234,7 +241,7 @@ class DataRun(ABC, Generic[T]):
         return state
 
     async def _measure(self) -> Measured:
-        return await self._host.run(lambda: self._learner.measure(self._data.held_out))
+        return await self._learner.call(DataLearner.measure, self._data.held_out)
 
     # -- versions
 
@@ -245,7 +252,7 @@ class DataRun(ABC, Generic[T]):
         if state.train_step != self._saved:
             await self._save()
         measured = await self._measure()
-        weights = await self._host.run(at_once(self._learner.weights))
+        weights = await self._learner.call(DataLearner.weights)
         checks = [
             gate.finite_weights(weights),
             gate.finite_gradients(0 if trained.is_finite else 1),
@@ -265,7 +272,7 @@ class DataRun(ABC, Generic[T]):
         else:
             self._rejections += 1
             state.rejected += 1
-            await self._host.run(at_once(self._learner.revert))
+            await self._learner.call(DataLearner.revert)
             log.warning("version.rejected", checks=gate.failures(published.checks))
         await self._tell(trained, measured)
         await self._save()
@@ -293,7 +300,7 @@ class DataRun(ABC, Generic[T]):
         """What is served now is what the run goes back to."""
         state = self.state
         self._rejections = 0
-        await self._host.run(at_once(self._learner.accept))
+        await self._learner.call(DataLearner.accept)
         self._latest = state.version = version
         state.held_out = right
         state.swaps += 1
@@ -303,7 +310,7 @@ class DataRun(ABC, Generic[T]):
         log.info("version.served", version=version_id(self._settings.adapter, version), held_out=right)
 
     async def _save(self) -> None:
-        snapshot = await self._host.run(at_once(self._learner.snapshot))
+        snapshot = await self._learner.call(DataLearner.snapshot)
         self.state.saves += 1
         self._saved = self.state.train_step
         checkpoint = Checkpoint(snapshot.adapter, snapshot.adapter_config, snapshot.optimizer, self.state)

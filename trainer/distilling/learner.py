@@ -1,6 +1,6 @@
 """What distilling computes: how far the student is from its teacher's scores. Belongs to the MLX thread."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -10,38 +10,29 @@ import numpy as np
 from trainer.datasets.learner import DataOptions, Measured
 from trainer.distilling.loss import UNKNOWN, divergences
 from trainer.distilling.teacher import ScoredRow
-from trainer.learn.batches import SampleGroup, pad
+from trainer.learn.batches import SampleGroup
 from trainer.learn.compute import Work
-from trainer.learn.logprobs import BatchArrays, halves_of, to_arrays
+from trainer.learn.logprobs import BatchArrays, halves_of
 from trainer.learn.options import AdapterShape
-from trainer.tuning.learner import TuneLearner
+from trainer.tuning.learner import RowLearner
 from worker.engine.model.sites import Whole
 
 
-class DistillLearner(TuneLearner):
-    """A LoRA that learns from a teacher's scores; `rows` by the ids of their groups."""
+class DistillLearner(RowLearner[ScoredRow]):
+    """A LoRA that learns from a teacher's scores."""
 
-    def __init__(
-        self,
-        model: Any,
-        rows: Mapping[str, ScoredRow],
-        shape: AdapterShape,
-        options: DataOptions,
-        whole: Whole | None = None,
-    ) -> None:
-        super().__init__(model, "sft", shape, 0.0, options, whole=whole)
-        self._rows = rows
+    def __init__(self, model: Any, shape: AdapterShape, options: DataOptions, whole: Whole | None = None) -> None:
+        super().__init__(model, shape, options, whole=whole)
         self._of_student = nn.value_and_grad(self._policy.model, self._distance)
 
-    def know(self, rows: Mapping[str, ScoredRow]) -> None:
-        """These scores, in place of those that it has."""
-        self._rows = rows
+    def group(self, item: ScoredRow) -> SampleGroup:
+        return item.group("")
 
-    def measure(self, items: Sequence[SampleGroup]) -> Work[Measured]:
+    def measure(self, items: Sequence[ScoredRow]) -> Work[Measured]:
         """The share of tokens that student and teacher take for the likeliest alike, and the divergence a token."""
         alike, distance, tokens = 0, 0.0, self._tokens(items)
         for part in self._parts(items):
-            x, (ids_NK, teacher_NK) = to_arrays(pad(part)), self._scores_of(part)
+            x, (ids_NK, teacher_NK) = self._arrays(part), self._scores_of(part)
             body, head = halves_of(self._policy.model, self._chunk)
             hidden_NH = _counting(body, x)
             step = self._chunk or len(ids_NK)
@@ -52,20 +43,19 @@ class DistillLearner(TuneLearner):
             yield
         return Measured(alike / tokens, distance / tokens)
 
-    def _gradient(self, part: Sequence[SampleGroup], items: Sequence[SampleGroup]) -> tuple[Any, dict[str, Any]]:
+    def _gradient(self, part: Sequence[ScoredRow], items: Sequence[ScoredRow]) -> tuple[Any, dict[str, Any]]:
         scores = self._scores_of(part)
-        value, gradients = self._of_student(self._policy.model, to_arrays(pad(part)), *scores, self._tokens(items))
+        value, gradients = self._of_student(self._policy.model, self._arrays(part), *scores, self._tokens(items))
         return value, {"body": gradients}
 
     def _distance(self, model: Any, x: BatchArrays, ids_NK: mx.array, teacher_NK: mx.array, whole: int) -> mx.array:
         body, head = halves_of(model, self._chunk)
         return divergences(head, _counting(body, x), ids_NK, teacher_NK, self._chunk).sum() / whole
 
-    def _scores_of(self, part: Sequence[SampleGroup]) -> tuple[mx.array, mx.array]:
+    def _scores_of(self, part: Sequence[ScoredRow]) -> tuple[mx.array, mx.array]:
         """The teacher's tokens and their log-probabilities [N, K] at the positions that count, row by row."""
-        rows = [self._rows[item.id] for item in part]
-        ids = [top for row in rows for top in row.top_ids]
-        logprobs = [top for row in rows for top in row.top_logprobs]
+        ids = [top for row in part for top in row.top_ids]
+        logprobs = [top for row in part for top in row.top_logprobs]
         shape = len(ids), max(map(len, ids))
         ids_NK, teacher_NK = np.zeros(shape, np.int32), np.full(shape, UNKNOWN, np.float32)
         for at, (top, logps) in enumerate(zip(ids, logprobs, strict=True)):

@@ -6,28 +6,27 @@ Data, split, versions and gate are those of `--mode sft`. The scores are asked f
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from shared.errors import SetupError
 from trainer.datasets.lines import Data, split
 from trainer.datasets.run import options_of
-from trainer.distilling.learner import DistillLearner
-from trainer.distilling.led import LedDistiller
 from trainer.distilling.teacher import FILE, ScoredRow, read_kept, scored
 from trainer.learn.batches import SampleGroup
+from trainer.learners.kinds import Made, made_with
 from trainer.ring.http_client import HttpApi
 from trainer.tuning.examples import Examples, read_examples
-from trainer.tuning.run import TuneRun
+from trainer.tuning.run import RowRun
 from trainer.versions.checkpoint import write_whole
 from worker.engine.model.loader import LoadedModel
 
 
-class DistillRun(TuneRun):
+class DistillRun(RowRun[ScoredRow]):
     """By a teacher's scores."""
 
-    _rows: dict[str, ScoredRow]
+    measures_first = True
+    _rows: list[ScoredRow]
     _too_long = 0
 
     async def _gather(self, loaded: LoadedModel) -> None:
@@ -51,11 +50,11 @@ class DistillRun(TuneRun):
             rows = [row.within(loaded.card.vocab_size) for row in rows]
             rows = [*rows[:own], *(msgspec.structs.replace(row, held_out=True) for row in rows[own:])]
             self._asked = True
-        self._rows = {str(at): row for at, row in enumerate(rows)}
+        self._rows = rows
 
     async def _keep_gathered(self) -> None:
         if self._asked:
-            lines = b"".join(msgspec.json.encode(row) + b"\n" for row in self._rows.values())
+            lines = b"".join(msgspec.json.encode(row) + b"\n" for row in self._rows)
             await self._disk.run(write_whole, self._settings.folder / FILE, lines)
 
     def _check_data(self, rows: Sequence[ScoredRow], longest: int) -> None:
@@ -74,15 +73,15 @@ class DistillRun(TuneRun):
     def _examples(self, path: Path, longest: int) -> Examples:
         return read_examples(path, "sft", self._ring.codec, longest, self._settings.chat_template_kwargs)
 
-    def _read(self, longest: int) -> Data[SampleGroup]:
-        learned = [row.group(name) for name, row in self._rows.items() if not row.held_out]
-        held_out = [row.group(name) for name, row in self._rows.items() if row.held_out]
+    def _read(self, longest: int) -> Data[ScoredRow]:
+        learned = [row for row in self._rows if not row.held_out]
+        held_out = [row for row in self._rows if row.held_out]
         if not held_out:
             learned, held_out = split(learned, self._settings.seed)
         return Data(learned, held_out, self._too_long, "distill")
 
-    def _new_learner(self, model: Any) -> DistillLearner:
-        settings, options = self._settings, options_of(self._settings)
-        if self._host.others is not None:
-            return LedDistiller(self._host.others, model, self._rows, options, self._whole)
-        return DistillLearner(model, self._rows, settings.adapter_shape(), options)
+    def _made_with(self) -> Made:
+        return made_with("distill", options_of(self._settings))
+
+    def _group(self, item: ScoredRow) -> SampleGroup:
+        return item.group("")

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from shared.process.lifeline import follow_parent
-from trainer.group.rank import RankLearner
+from trainer.learners.ranks import RankLearner
 from trainer.settings import TrainSettings
 from worker.engine.model.loader import LoadedModel, load_model
 from worker.group.following import Follower

@@ -25,6 +25,7 @@ from shared.heads import POLICY, REWARD, HeadKind, HeadSpec
 from trainer.datasets.learner import DataLearner, DataOptions, Measured, Size, policy_of
 from trainer.heads.examples import ACTING, Example, Form, Spread, Text
 from trainer.heads.network import Net, arrays_of, load_arrays, padded, scaled
+from trainer.learn.calls import exposed
 from trainer.learn.compute import Work
 from trainer.learn.head_net import HeadNet
 from trainer.learn.logprobs import cut
@@ -107,6 +108,7 @@ class HeadLearner(DataLearner[Example]):
         right, loss = (float(np.average(each, weights=weights_N)) for each in (right_N, losses_N))
         return Measured(max(0.0, right), loss)
 
+    @exposed
     def read(self, texts: Sequence[Text]) -> Work[list[list[float]]]:
         """What the head says of each text."""
         said: list[list[float]] = []

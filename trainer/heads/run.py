@@ -7,7 +7,7 @@ it would do.
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import cast
 
 import numpy as np
 import structlog
@@ -24,8 +24,9 @@ from trainer.datasets.lines import Data, split
 from trainer.datasets.run import ASK_AGAIN_S, DataRun, options_of
 from trainer.heads.examples import Example, Examples, Spread, Text, read_examples, spread_of
 from trainer.heads.learner import HeadLearner
-from trainer.heads.led import LedHead
 from trainer.learn.options import HeadSettings
+from trainer.learners.handle import HostHandle
+from trainer.learners.kinds import HeadOptions, Made, made_with
 
 log = structlog.get_logger()
 
@@ -35,7 +36,6 @@ PARITY_TEXTS = 4
 class HeadRun(DataRun[Example]):
     """It learns with a LoRA or alone."""
 
-    _learner: HeadLearner
     _examples: Examples  # as they were read
 
     def _read(self, longest: int) -> Data[Example]:
@@ -52,7 +52,7 @@ class HeadRun(DataRun[Example]):
             raise SetupError(f"--held-out-dataset has actions of {held_out_numbers} numbers, --dataset of {numbers}")
         return Data(examples.items, held_out.items, examples.too_long, examples.form)
 
-    def _new_learner(self, model: Any) -> HeadLearner:
+    def _made_with(self) -> Made:
         settings, form = self._settings, self._examples.form
         start: float | Spread = 0.0
         if form == "scores":
@@ -63,31 +63,33 @@ class HeadRun(DataRun[Example]):
         options = options_of(settings)
         if settings.head_only:
             options = replace(options, shape=None)
-        if self._host.others is not None:
-            return LedHead(self._host.others, model, form, self._examples.labels, start, head, options, self._whole)
-        return HeadLearner(model, form, self._examples.labels, start, head, options)
+        return made_with("head", HeadOptions(form, self._examples.labels, start, head.model_dump(), options))
 
     async def _parity(self, version: int) -> list[GateCheck]:
         texts = [example.texts[0] for example in self._data.held_out[:PARITY_TEXTS]]
         said, failed = await self._answered(version_id(self._settings.adapter, version), texts)
         if failed:
             return [GateCheck("reload_parity", False, failed)]
-        mine = await self._host.run(lambda: self._learner.read(texts))
+        mine = await cast(HostHandle[HeadLearner], self._learner).call(HeadLearner.read, texts)
         gap = np.abs(np.array([self._compared(each) for each in mine]) - np.array(said))
         return [gate.at_most("reload_parity", float(np.mean(gap)), self._settings.max_parity)]
 
+    @property
+    def _head(self) -> HeadLearner:
+        return cast(HeadLearner, self._learner.learner)
+
     def _compared(self, outputs: Sequence[float]) -> list[float]:
         """What of a head's outputs is held against what a worker says."""
-        spec = self._learner.spec
+        spec = self._head.spec
         if spec.kind == "gaussian":
-            return self._learner.in_deviations(outputs)
+            return self._head.in_deviations(outputs)
         if spec.kind == "categorical":
             return softmax(outputs)
         return softmax(outputs)[:1] if spec.labels else list(outputs)
 
     async def _answered(self, model: str, texts: Sequence[Text]) -> tuple[list[list[float]], str]:
         """What workers say of these, once some do, or the run is to stop; and what failed, else ""."""
-        ask = self._policy if self._learner.spec.kind in ("categorical", "gaussian") else self._rewards
+        ask = self._policy if self._head.spec.kind in ("categorical", "gaussian") else self._rewards
         while True:
             said: list[list[float]] = []
             try:
@@ -102,7 +104,7 @@ class HeadRun(DataRun[Example]):
 
     async def _rewards(self, model: str, texts: Sequence[Text]) -> tuple[list[list[float]], str]:
         label = self._examples.labels[0] if self._examples.labels else ""
-        options = RewardModelOptions(model, self._learner.name, label)
+        options = RewardModelOptions(model, self._head.name, label)
         samples = [RewardSample(text.answer, None, text.prompt) for text in texts]
         rewards = await self._way.judges.score("model", options, samples)
         failed = next((reward.error for reward in rewards if reward.value is None), "")
@@ -110,7 +112,7 @@ class HeadRun(DataRun[Example]):
 
     async def _policy(self, model: str, texts: Sequence[Text]) -> tuple[list[list[float]], str]:
         try:
-            outputs = await self._way.judges.outputs(model, self._learner.name, [text.ids for text in texts])
+            outputs = await self._way.judges.outputs(model, self._head.name, [text.ids for text in texts])
         except ServiceUnavailableError:
             raise
         except ParallmError as error:

@@ -18,6 +18,7 @@ from shared.trajectories import Trajectory
 from trainer import gate
 from trainer.gate import GateLimits
 from trainer.learn.batches import SampleGroup
+from trainer.learn.calls import exposed, exposed_read
 from trainer.learn.compute import Work
 from trainer.learn.logprobs import cut
 from trainer.learn.measures import measure_gaps, measure_parity, measure_probe_kl
@@ -73,6 +74,7 @@ class Learner:
         self._before = self.optimizer.adam.kept()
         self.shapes = {name: tuple(value.shape) for name, value in self._good.items()}
 
+    @exposed
     def train(
         self, groups: Sequence[SampleGroup], step: int, policy_step: int, probes: Sequence[tuple[int, ...]]
     ) -> Work[Trained]:
@@ -80,21 +82,25 @@ class Learner:
         report = yield from self.step(groups, step, policy_step)
         return (yield from self.checked(report, probes))
 
+    @exposed
     def step(self, groups: Sequence[SampleGroup], step: int, policy_step: int) -> Work[StepReport]:
         """One train step without its checks."""
         older = self.begin(policy_step)
         return (yield from self.optimizer.train_step(groups, step, policy_step=policy_step, older=older))
 
+    @exposed
     def put(self, weights: Arrays, means: GradientMeans = _NO_MEANS) -> None:
         """Other weights, and moments, in the midst of a train step; `revert` takes them back, too."""
         self._policy.load(weights)
         if means.first:
             self.optimizer.adam.take_means(means, self.optimizer.options.adam_betas)
 
+    @exposed_read
     def means(self) -> GradientMeans:
         """What the present moments say of the gradient."""
         return self.optimizer.adam.means(self.optimizer.options.adam_betas)
 
+    @exposed
     def go_on_from(self, weights: Arrays) -> None:
         """Other weights, which are good, with the present moments."""
         self._policy.load(weights)
@@ -108,6 +114,7 @@ class Learner:
             self._older.popitem(last=False)
         return self._older
 
+    @exposed
     def checked(self, report: StepReport, probes: Sequence[tuple[int, ...]]) -> Work[Trained]:
         """The end of a train step: the present weights, and what the gate wants to know of them."""
         weights = self._policy.weights()
@@ -127,32 +134,39 @@ class Learner:
         )
         return Trained(report, weights, checks)
 
+    @exposed
     def parity(self, trajectories: Sequence[Trajectory]) -> Work[float]:
         """Mean difference to a worker's log-probabilities."""
         return measure_parity(self._policy, trajectories)
 
+    @exposed
     def gaps(self, samples: Sequence[SampleGroup], weights: Arrays | None) -> Work[list[float]]:
         """Mean difference of each sample's log-probabilities to those of these weights; None is the base."""
         scores, positions = self.optimizer.scores, self.optimizer.options.microbatch_tokens
         return measure_gaps(self._policy, weights, samples, scores, positions)
 
+    @exposed
     def anchor(self, best: Arrays | None) -> None:
         """Set the weights of the best version: later ones must stay near it."""
         self._best = best
 
+    @exposed
     def begin_with(self, weights: Arrays) -> None:
         """The run begins, or began, with these in place of the base; `load` and `restore` set the present ones."""
         self._policy.origin = weights
 
+    @exposed
     def accept(self) -> None:
         """The present weights are the last good ones."""
         self._good = self._policy.weights()
 
+    @exposed
     def revert(self) -> None:
         """Back to the last good weights and to the moments that made them, as if the train step had not been."""
         self._policy.load(self._good)
         self.optimizer.adam.put_back(self._before)
 
+    @exposed
     def load(self, weights: Arrays) -> None:
         """Go on from older weights after a rollback, without momentum: it points to where rewards collapsed."""
         self._policy.load(weights)
@@ -163,18 +177,22 @@ class Learner:
         """See `Policy`."""
         return self._policy.digest()
 
+    @exposed_read
     def weights(self) -> Arrays:
         """The present adapter."""
         return self._policy.weights()
 
+    @exposed_read
     def config(self) -> bytes:
         """Its `adapter_config.json`."""
         return self._policy.config()
 
+    @exposed_read
     def snapshot(self) -> Snapshot:
         """All of the state, for a checkpoint."""
         return Snapshot(self._policy.weights(), self._policy.config(), self.optimizer.adam.moments())
 
+    @exposed
     def restore(self, snapshot: Snapshot) -> None:
         """Go on exactly where a checkpoint was taken."""
         self._policy.load(snapshot.adapter)

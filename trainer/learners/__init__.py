@@ -1,4 +1,5 @@
-"""A run's learner, wherever it is: in a thread of its own process, or in the training service.
+"""Where a learner computes: one mechanism for this process's thread, a worker's engine, ranks, and the service.
 
-`loop_learner.py` is what the loop sees of it, `asks.py` what is asked of one in the service, and `obeying.py` does it.
+`handle.py` first: what a run sees of its learner. `kinds.py` builds one from plain data, `ranks.py` has the ranks of a
+group carry out each call together. What a call is, and which methods may be called, is in trainer/learn/calls.py.
 """

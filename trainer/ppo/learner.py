@@ -15,6 +15,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from shared.adapter_files.config import network_config
 from shared.networks.spec import VALUE, NetworkSpec
+from trainer.learn.calls import exposed, exposed_read
 from trainer.learn.compute import Work
 from trainer.learn.options import Schedule
 from trainer.ppo.losses import PpoOptions, PpoParts, Steps, log_probabilities, ppo
@@ -25,7 +26,7 @@ Floats = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
-class LearnerOptions:
+class PpoLearnerOptions:
     """Constants of every train step."""
 
     loss: PpoOptions
@@ -54,7 +55,7 @@ class Learned(NamedTuple):
 class PpoLearner:
     """AdamW over a network's weights."""
 
-    def __init__(self, network: NetworkSpec, weights: Arrays, options: LearnerOptions) -> None:
+    def __init__(self, network: NetworkSpec, weights: Arrays, options: PpoLearnerOptions) -> None:
         self._network, self._options = network, options
         self._adam = optim.AdamW(
             learning_rate=0.0,
@@ -67,7 +68,9 @@ class PpoLearner:
         self._adam.init(self._weights)
         self._gradient = mx.value_and_grad(self._loss)
         self._good = self.snapshot()
+        self.shapes = {name: tuple(value.shape) for name, value in weights.items()}
 
+    @exposed
     def train(self, steps: Steps, at: int) -> Work[Learned]:
         """Learn from steps; `at`: the number of the train step."""
         options, rows = self._options, len(steps.logp_BL)
@@ -88,6 +91,7 @@ class PpoLearner:
         counted = np.stack(told)[made] if any(made) else np.stack(told)
         return Learned(len(made) - sum(made), *counted.mean(axis=0).tolist())
 
+    @exposed
     def policy(self, weights: Arrays, steps: Steps) -> tuple[Floats, Floats]:
         """Log-probabilities [B, L] of the actions, and values, by these weights."""
         shape, moved = steps.logp_BL.shape, steps.moved()
@@ -95,25 +99,35 @@ class PpoLearner:
         logp_R, _ = log_probabilities(outputs, moved.actions.reshape(-1, *moved.actions.shape[2:]))
         return np.array(logp_R).reshape(shape), np.array(outputs[VALUE]).reshape(shape)
 
+    @exposed_read
     def weights(self) -> Arrays:
         """A copy as plain data."""
         return {name: np.array(value) for name, value in tree_flatten(self._weights)}
 
+    @exposed_read
+    def config(self) -> bytes:
+        """Its `adapter_config.json`."""
+        return network_config(self._network)
+
+    @exposed_read
     def snapshot(self) -> Snapshot:
         """All of the state."""
         moments = {name: np.array(value) for name, value in tree_flatten(self._adam.state)}
-        return Snapshot(self.weights(), network_config(self._network), moments)
+        return Snapshot(self.weights(), self.config(), moments)
 
+    @exposed
     def restore(self, snapshot: Snapshot) -> None:
         """Go on exactly where it was taken."""
         self._weights = _tree(snapshot.adapter)
         self._adam.state = tree_unflatten([(name, mx.array(value)) for name, value in snapshot.optimizer.items()])
         self._good = snapshot
 
+    @exposed
     def accept(self) -> None:
         """The present weights are the last good ones."""
         self._good = self.snapshot()
 
+    @exposed
     def revert(self) -> None:
         """Back to the last good weights and their moments."""
         self.restore(self._good)

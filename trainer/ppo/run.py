@@ -25,11 +25,12 @@ from shared.networks.spec import NetworkSpec
 from shared.training import TrainerState, TrainerStatus, TrainingPoint
 from trainer import gate
 from trainer.learn.advantages import advantages, explained
-from trainer.learn.compute import ComputeHost, at_once
+from trainer.learn.compute import ComputeHost
+from trainer.learners.handle import HostHandle
 from trainer.metrics import append, cut
 from trainer.ppo.acting import Actor, Player, evaluate
 from trainer.ppo.environments import Environments, open_environments, our_space
-from trainer.ppo.learner import Learned, LearnerOptions, PpoLearner
+from trainer.ppo.learner import Learned, PpoLearner, PpoLearnerOptions
 from trainer.ppo.losses import PpoOptions, Steps
 from trainer.ppo.network import check_learnable, described, first_weights, two_layers
 from trainer.ppo.sequences import steps_of
@@ -115,10 +116,10 @@ def sequence_length(settings: TrainSettings, network: NetworkSpec) -> int:
     return settings.bptt_steps if network.state else 1
 
 
-def options_of(settings: TrainSettings) -> LearnerOptions:
+def options_of(settings: TrainSettings) -> PpoLearnerOptions:
     """The constants of a train step."""
     options = settings.optimize_options()
-    return LearnerOptions(
+    return PpoLearnerOptions(
         PpoOptions(options.loss, settings.value_clip, settings.value_coefficient),
         options.schedule,
         settings.update_epochs or _EPOCHS,
@@ -182,7 +183,8 @@ class PpoRun:
         if settings.resume == "no":
             self._checkpoints = begin_anew(settings, self._checkpoints)
         first = first_weights(self._network, settings.seed)
-        self._learner = await self._host.run(at_once(lambda: PpoLearner(self._network, first, options_of(settings))))
+        build = lambda: PpoLearner(self._network, first, options_of(settings))  # noqa: E731
+        self._learner = await HostHandle.build(self._host, build)
         latest = await self._sink.latest_version()
         if checkpoint is not None:
             if latest != checkpoint.state.version and not self._publisher.moved_by_us(latest):
@@ -190,12 +192,12 @@ class PpoRun:
                     f"{version_id(settings.adapter, latest)} is the latest, and not of this run: {WAYS}"
                 )
             self.state = checkpoint.state
-            await self._host.run(at_once(lambda: self._learner.restore(checkpoint)))
+            await self._learner.call(PpoLearner.restore, checkpoint)
         await self._disk.run(cut, settings.folder / "metrics.jsonl", "step", self.state.train_step + 1)
         self._began -= self.state.seconds
         if checkpoint is None or latest != self.state.version:
             self.state.version = latest
-            weights = await self._host.run(at_once(self._learner.weights))
+            weights = await self._learner.call(PpoLearner.weights)
             if problem := await self._publish(weights, [], {}):
                 raise ParallmError(f"the first version of {settings.adapter} was rejected: {problem}")
             await self._save()
@@ -238,7 +240,7 @@ class PpoRun:
         )  # fmt: skip
         steps = steps_of(rollout, advantages_TN)
         step = state.train_step
-        learned = await self._host.run(lambda: self._learner.train(steps, step))
+        learned = await self._learner.call(PpoLearner.train, steps, step)
         state.train_step += 1
         state.consumed += rollout.rewards_TN.size
         state.trajectories += len(rollout.returns)
@@ -285,8 +287,8 @@ class PpoRun:
 
     async def _serve(self, steps: Steps, learned: Learned) -> str:
         """Make what was learned the latest version, or go back and say why; ParallmError after too many rejections."""
-        weights = await self._host.run(at_once(self._learner.weights))
-        logp, _ = await self._host.run(at_once(lambda: self._learner.policy(weights, steps)))
+        weights = await self._learner.call(PpoLearner.weights)
+        logp, _ = await self._learner.call(PpoLearner.policy, weights, steps)
         apart = (logp - steps.logp_BL).astype(np.float64)
         checks = [
             gate.finite_gradients(learned.left_out),
@@ -296,11 +298,11 @@ class PpoRun:
         problem = await self._publish(weights, checks, metrics, steps.taken(slice(_PROBES)))
         if not problem:
             self._rejections = 0
-            await self._host.run(at_once(self._learner.accept))
+            await self._learner.call(PpoLearner.accept)
             return ""
         self._rejections += 1
         self.state.rejected += 1
-        await self._host.run(at_once(self._learner.revert))
+        await self._learner.call(PpoLearner.revert)
         log.warning("version.rejected", checks=problem)
         if self._rejections >= self._settings.max_rejections:
             said = f"{self._rejections} candidates in a row failed the gate: {problem}"
@@ -336,13 +338,13 @@ class PpoRun:
             actions=said.actions[:, None],
             logp_BL=said.logp[:, None],
         )
-        logp, values = await self._host.run(at_once(lambda: self._learner.policy(weights, first)))
+        logp, values = await self._learner.call(PpoLearner.policy, weights, first)
         logp, values = logp[:, 0], values[:, 0]
         gap = float(np.mean(np.abs(logp - said.logp)) + np.mean(np.abs(values - said.values) / (1 + np.abs(values))))
         return gate.at_most("reload_parity", gap, self._settings.max_parity)
 
     async def _save(self) -> None:
-        snapshot = await self._host.run(at_once(self._learner.snapshot))
+        snapshot = await self._learner.call(PpoLearner.snapshot)
         self.state.saves += 1
         checkpoint = Checkpoint(snapshot.adapter, snapshot.adapter_config, snapshot.optimizer, self.state)
         name = await self._disk.run(self._checkpoints.save, checkpoint)

@@ -11,9 +11,8 @@ Invariants.
 import asyncio
 import secrets
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import msgspec
 import structlog
@@ -24,35 +23,16 @@ from shared.learners import Answer, Ask, Begin, BeginDone, Failed, LearnerSpec, 
 from shared.redis.chunks import CHUNK_BYTES
 from shared.redis.connection.faults import reason
 from shared.redis.training.learner_store import LearnerStore
-from shared.trajectories import Trajectory
-from trainer.learn.batches import SampleGroup
-from trainer.learn.learner import Trained
+from trainer.learn.calls import call_of, signature_of
+from trainer.learn.learner import Learner
 from trainer.learn.options import AdapterShape
-from trainer.learn.packing import pack, unpack
-from trainer.learners.asks import (
-    Accept,
-    Asked,
-    Gaps,
-    Get,
-    LearnerOptions,
-    Numbers,
-    Packed,
-    Parity,
-    Put,
-    Restore,
-    Revert,
-    Said,
-    Train,
-    TrainDone,
-)
-from trainer.state import Arrays, Snapshot
+from trainer.learners.handle import Handle
+from trainer.learners.kinds import PolicyOptions
 
 log = structlog.get_logger()
 
-T = TypeVar("T", TrainDone, Numbers, Packed)
 _LOOK_S = 2.0  # how long one look for an answer takes, before it is asked whether there is a service at all
 _FILE = "learner"  # of the run's folder: the id of its last learner
-_said: msgspec.msgpack.Decoder[Said] = msgspec.msgpack.Decoder(Said)
 
 
 class ServiceLearners:
@@ -60,9 +40,9 @@ class ServiceLearners:
 
     def __init__(self, store: LearnerStore, model: str, wait_s: float) -> None:
         self._store, self._model, self._wait_s = store, model, wait_s
-        self._open: ServiceLearner | None = None
+        self._open: ServiceHandle | None = None
 
-    async def open(self, options: LearnerOptions, run: str, folder: Path) -> "ServiceLearner":
+    async def open(self, options: PolicyOptions, run: str, folder: Path) -> "ServiceHandle":
         """A new learner; what the run's former start has had is dropped.
 
         SetupError when the service does not take its rank, ServiceUnavailableError when there is none in time.
@@ -86,7 +66,7 @@ class ServiceLearners:
             await self._store.drop(self._model, former)
         await asyncio.to_thread(_note, file, spec.id)
         await self._store.create(spec)
-        self._open = ServiceLearner(self._store, spec, self._wait_s)
+        self._open = ServiceHandle(self._store, spec, self._wait_s)
         await self._open.begin()
         return self._open
 
@@ -109,8 +89,8 @@ class ServiceLearners:
                 log.warning("learner.not_dropped", reason=reason(error))
 
 
-class ServiceLearner:
-    """One of them; see `LoopLearner`. ServiceUnavailableError when there is no service for `wait_s`."""
+class ServiceHandle(Handle[Learner]):
+    """One of them. ServiceUnavailableError when there is no service for `wait_s`."""
 
     def __init__(self, store: LearnerStore, spec: LearnerSpec, wait_s: float) -> None:
         self._store, self._spec, self._wait_s = store, spec, wait_s
@@ -130,77 +110,28 @@ class ServiceLearner:
             answer = await self._answered(Begin())
         if not isinstance(answer, BeginDone):
             _refused(answer)
-        self.config = (await self._ask(Get("config"), Packed)).data
-        weights = await self.weights()
+        self.config = await self.call(Learner.config)
+        weights = await self.call(Learner.weights)
         self.shapes = {name: tuple(value.shape) for name, value in weights.items()}
 
-    async def train(
-        self, groups: Sequence[SampleGroup], step: int, policy_step: int, probes: Sequence[tuple[int, ...]]
-    ) -> Trained:
-        """One train step and its checks."""
-        done = await self._ask(Train(tuple(groups), step, policy_step, tuple(probes)), TrainDone)
-        return Trained(done.report, unpack(done.weights)["weights"], done.checks)
-
-    async def accept(self) -> None:
-        """The present weights are the last good ones."""
-        await self._ask(Accept(), Packed)
-
-    async def revert(self) -> None:
-        """Back to the last good ones."""
-        await self._ask(Revert(), Packed)
-
-    async def parity(self, trajectories: Sequence[Trajectory]) -> float:
-        """Mean difference to a worker's log-probabilities."""
-        return (await self._ask(Parity(tuple(trajectories)), Numbers)).values[0]
-
-    async def gaps(self, samples: Sequence[SampleGroup], weights: Arrays | None) -> list[float]:
-        """Mean difference of each sample's log-probabilities to those of these weights; None is the base."""
-        return list((await self._ask(Gaps(tuple(samples), _packed(weights)), Numbers)).values)
-
-    async def anchor(self, best: Arrays | None) -> None:
-        """Later versions must stay near these."""
-        await self._ask(Put("best", _packed(best)), Packed)
-
-    async def begin_with(self, weights: Arrays) -> None:
-        """What the run begins, or began, with in place of the base."""
-        await self._ask(Put("origin", _packed(weights)), Packed)
-
-    async def load(self, weights: Arrays) -> None:
-        """Go on from older weights, without momentum."""
-        await self._ask(Put("present", _packed(weights)), Packed)
-
-    async def weights(self) -> Arrays:
-        """The present adapter."""
-        return unpack((await self._ask(Get("weights"), Packed)).data)["weights"]
-
-    async def snapshot(self) -> Snapshot:
-        """All of the state, for a checkpoint."""
-        groups = unpack((await self._ask(Get("snapshot"), Packed)).data)
-        return Snapshot(groups["adapter"], self.config, groups["optimizer"])
-
-    async def restore(self, snapshot: Snapshot) -> None:
-        """Go on exactly where a checkpoint was taken; ValueError when it is another adapter's."""
-        try:
-            await self._ask(Restore(pack({"adapter": snapshot.adapter, "optimizer": snapshot.optimizer})), Packed)
-        except ConflictError as error:
-            raise ValueError(str(error)) from error
-
-    # -- asking
-
-    async def _ask(self, asked: Asked, kind: type[T]) -> T:
+    async def _called(self, method: str, args: tuple[Any, ...]) -> Any:
+        """Send a call and wait for its result; ValueError when what is given is another adapter's."""
         async with self._one:
-            body = await asyncio.to_thread(msgspec.msgpack.encode, asked)
+            body = await asyncio.to_thread(lambda: msgspec.msgpack.encode(call_of(method, args)))
             request = Ask(body)
             if len(body) > CHUNK_BYTES:
                 request = Ask(upload=await self._store.put_asked(self.id, body))
             answer = await self._answered(request)
             if not isinstance(answer, Told):
-                _refused(answer)
+                try:
+                    _refused(answer)
+                except ConflictError as error:
+                    raise ValueError(str(error)) from error
             data = await self._store.saved(self.id, answer.name) if answer.name else answer.body
-            said = await asyncio.to_thread(_said.decode, data)
-        if not isinstance(said, kind):
-            raise EngineError(f"the service has answered {type(said).__name__} in place of {kind.__name__}")
-        return said
+            try:
+                return await asyncio.to_thread(signature_of(Learner, method).result.decode, data)
+            except (msgspec.DecodeError, ValueError) as error:
+                raise EngineError(f"the service's answer to {method} cannot be read: {error}") from error
 
     async def _answered(self, request: Request) -> Answer:
         """Placed once, however often it takes to place it; looked for until it is there."""
@@ -235,10 +166,6 @@ def _noted(file: Path) -> str:
 def _note(file: Path, learner: str) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(learner)
-
-
-def _packed(weights: Arrays | None) -> bytes | None:
-    return None if weights is None else pack({"weights": weights})
 
 
 def _refused(answer: Answer) -> NoReturn:

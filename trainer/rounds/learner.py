@@ -6,17 +6,17 @@ run's own, as in DiLoCo, or are averaged, too (`--sync-moments`). What the gate 
 last good weights and moments, as ever.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import structlog
 from redis.exceptions import RedisError
 
 from shared.redis.connection.faults import reason
 from trainer.learn.batches import SampleGroup
-from trainer.learn.compute import ComputeHost, at_once
 from trainer.learn.learner import Learner, Trained
-from trainer.learners.loop_learner import HostLearner
+from trainer.learners.handle import Handle, HostHandle
 from trainer.rounds.average import Learned
 from trainer.rounds.federation import Federation
 from trainer.state import Arrays, GradientMeans
@@ -24,39 +24,33 @@ from trainer.state import Arrays, GradientMeans
 log = structlog.get_logger()
 
 
-class RoundLearner(HostLearner):
-    """One in the thread of the run's host."""
+class RoundHandle(Handle[Learner]):
+    """A learner in the thread of the run's host, `mine`, and its place in a federation."""
 
-    def __init__(self, host: ComputeHost, learner: Learner, config: bytes, place: Federation, every: int) -> None:
-        super().__init__(host, learner, config)
-        self._place, self._every = place, every
+    def __init__(self, mine: HostHandle[Learner], place: Federation, every: int) -> None:
+        self._mine, self._place, self._every = mine, place, every
+        self.shapes, self.config = mine.shapes, mine.config
         self._anchor: Arrays = {}  # the last average
         self._steps = self._samples = 0  # since then
 
-    @classmethod
-    async def open_in(
-        cls, host: ComputeHost, build: Callable[[], Learner], place: Federation, every: int
-    ) -> "RoundLearner":
-        """Build it; ValueError when the model has no layers for the adapter."""
-        learner = await host.run(at_once(build))
-        return cls(host, learner, await host.run(at_once(learner.config)), place, every)
+    async def _called(self, method: str, args: tuple[Any, ...]) -> Any:
+        return await (self._train(*args) if method == Learner.train.__name__ else self._mine._called(method, args))
 
-    async def train(
+    async def _train(
         self, groups: Sequence[SampleGroup], step: int, policy_step: int, probes: Sequence[tuple[int, ...]]
     ) -> Trained:
         """One train step, with the average where it is due, and the checks."""
-        learner = self._learner
+        mine = self._mine
         if not self._anchor:
-            mine = await self.weights()
-            self._anchor = await self._place.join(mine)
-            await self._host.run(at_once(lambda: learner.go_on_from(self._anchor)))
-        report = await self._host.run(lambda: learner.step(groups, step, policy_step))
+            self._anchor = await self._place.join(await mine.call(Learner.weights))
+            await mine.call(Learner.go_on_from, self._anchor)
+        report = await mine.call(Learner.step, groups, step, policy_step)
         self._steps += 1
         self._samples += report.sequences
         if self._steps >= self._every:
-            present = await self.weights()
+            present = await mine.call(Learner.weights)
             delta = {name: value - self._anchor[name] for name, value in present.items()}
-            means = await self._host.run(at_once(learner.means)) if self._place.averages_moments else GradientMeans()
+            means = await mine.call(Learner.means) if self._place.averages_moments else GradientMeans()
             try:
                 average = await self._place.exchange(Learned(delta, self._samples, means))
             except (RedisError, OSError) as error:  # learned alone so far; asked again after the next step
@@ -64,6 +58,6 @@ class RoundLearner(HostLearner):
             else:
                 self._steps = self._samples = 0
                 self._anchor = average.weights
-                await self._host.run(at_once(lambda: learner.put(average.weights, average.means)))
+                await mine.call(Learner.put, average.weights, average.means)
                 report = replace(report, updated=True)
-        return await self._host.run(lambda: learner.checked(report, probes))
+        return await mine.call(Learner.checked, report, probes)

@@ -1,7 +1,7 @@
-"""The learner of a run of `mlx_parallm_train` in a service: the same `Learner` that the run would have of its own.
+"""A run's learner in the MLX thread of a service: `mlx_parallm_train --learner service` has no model of its own.
 
-Its requests are the methods of `trainer/learn/learner.py:Learner`; what they make is, to the byte, what they would make
-in the run's own process on this machine.
+Its requests are calls of its exposed methods (trainer/learn/calls.py); what they make is, to the byte, what they would
+make in the run's own process on this machine.
 """
 
 from typing import Any
@@ -9,14 +9,12 @@ from typing import Any
 import msgspec
 
 from shared.errors import ConflictError
+from trainer.learn.calls import Call, arguments_of, called, encoded
 from trainer.learn.compute import Work
-from trainer.learn.learner import Learner, Trained
-from trainer.learn.packing import pack
-from trainer.learners.asks import Asked, Get, LearnerOptions, Numbers, Packed, Said, TrainDone
-from trainer.learners.loop_learner import build_learner
-from trainer.learners.obeying import obeyed
+from trainer.learn.learner import Learner
+from trainer.learners.kinds import PolicyOptions, policy_learner
 
-_asked: msgspec.msgpack.Decoder[Asked] = msgspec.msgpack.Decoder(Asked)
+_call: msgspec.msgpack.Decoder[Call] = msgspec.msgpack.Decoder(Call)
 
 
 class RunLearner:
@@ -24,38 +22,17 @@ class RunLearner:
 
     def __init__(self, model: Any, made_with: bytes) -> None:
         try:
-            options = msgspec.msgpack.decode(made_with, type=LearnerOptions)
+            options = msgspec.msgpack.decode(made_with, type=PolicyOptions)
         except msgspec.DecodeError as error:
             raise ValueError(f"its options cannot be read: {error}") from error
-        self._learner: Learner = build_learner(model, options)
+        self._learner = policy_learner(model, options)
 
-    def answer(self, asked: Asked) -> Work[bytes]:
-        """Do what is asked, and say what came of it; ConflictError when what is given is another adapter's."""
+    def answer(self, method: str, arguments: tuple[Any, ...]) -> Work[bytes]:
+        """The result of a call; ConflictError when what is given is another adapter's."""
         try:
-            said = yield from self._said(asked)
+            return encoded((yield from called(self._learner, method, arguments)))
         except ValueError as error:
             raise ConflictError(str(error)) from error
-        return msgspec.msgpack.encode(said)
-
-    def _said(self, asked: Asked) -> Work[Said]:
-        if isinstance(asked, Get):
-            return Packed(self._get(asked))
-        match (yield from obeyed(self._learner, asked)):
-            case Trained(report, weights, checks):
-                return TrainDone(report, checks, pack({"weights": weights}))
-            case float(gap):
-                return Numbers((gap,))
-            case list(gaps):
-                return Numbers(tuple(gaps))
-        return Packed()
-
-    def _get(self, asked: Get) -> bytes:
-        if asked.what == "config":
-            return self._learner.config()
-        if asked.what == "weights":
-            return pack({"weights": self._learner.weights()})
-        snapshot = self._learner.snapshot()
-        return pack({"adapter": snapshot.adapter, "optimizer": snapshot.optimizer})
 
     def state(self) -> bytes:
         """All that it goes on from."""
@@ -66,9 +43,10 @@ class RunLearner:
         self._learner.resume(state)
 
 
-def decoded(body: bytes) -> Asked:
-    """What is asked; ConflictError when it cannot be read."""
+def read_call(body: bytes) -> tuple[str, tuple[Any, ...]]:
+    """The method and the arguments of a request; ConflictError when it cannot be read. In any thread."""
     try:
-        return _asked.decode(body)
+        call = _call.decode(body)
     except msgspec.DecodeError as error:
         raise ConflictError(f"this cannot be asked of a run's learner: {error}") from error
+    return call.method, arguments_of(Learner, call)

@@ -51,7 +51,7 @@ from shared.redis.training.learner_store import MOST_BYTES, Held, LearnerStore
 from shared.sequences import ModelCard
 from trainer.learn.compute import Work, at_once
 from trainer.service.learner import ServiceLearner
-from trainer.service.run_learner import RunLearner, decoded
+from trainer.service.run_learner import RunLearner, read_call
 from trainer.service.turns import Turns
 from trainer.vision.pictures import Pictures
 from worker.engine.messages import Picture
@@ -274,8 +274,8 @@ class Seat:
         if not isinstance(learner, RunLearner):
             raise ConflictError("this learner is not that of a run of mlx_parallm_train")
         body = await self._store.asked(id, request.upload) if request.upload else request.body
-        asked = await asyncio.to_thread(decoded, body)
-        said = await self._compute(lambda: learner.answer(asked))
+        method, arguments = await asyncio.to_thread(read_call, body)
+        said = await self._compute(lambda: learner.answer(method, arguments))
         if len(said) <= CHUNK_BYTES:
             return Told(said), None
         now = time.time_ns() // 1_000_000

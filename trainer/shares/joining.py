@@ -6,7 +6,7 @@ import msgspec
 
 from shared.errors import SetupError
 from shared.process.settings import version
-from trainer.learners.asks import LearnerOptions
+from trainer.learners.kinds import PolicyOptions
 from trainer.settings import TrainSettings
 from trainer.shares.messages import RunSpec
 
@@ -18,7 +18,7 @@ SAME = (
 _OWN = ("microbatch_tokens", "microbatch_s", "microbatch_gb", "gradient_checkpointing")  # as this machine can
 
 
-def run_spec(settings: TrainSettings, options: LearnerOptions, model: str, base_sha256: str) -> RunSpec:
+def run_spec(settings: TrainSettings, options: PolicyOptions, model: str, base_sha256: str) -> RunSpec:
     """What others are told of a run."""
     return RunSpec(
         model=model,
@@ -30,7 +30,7 @@ def run_spec(settings: TrainSettings, options: LearnerOptions, model: str, base_
     )
 
 
-def options_of(spec: RunSpec, mine: TrainSettings, base_sha256: str) -> LearnerOptions:
+def options_of(spec: RunSpec, mine: TrainSettings, base_sha256: str) -> PolicyOptions:
     """What a member's learner is made with; SetupError when its base, or a setting that it was given, is another."""
     if spec.version != version():
         raise SetupError(f"the run {mine.join_run!r} is one of version {spec.version}, this is {version()}")
@@ -44,7 +44,7 @@ def options_of(spec: RunSpec, mine: TrainSettings, base_sha256: str) -> LearnerO
         if value != spec.settings.get(name):
             flag = f"--{name.replace('_', '-')}"
             raise SetupError(f"{flag} {value}, but the run {mine.join_run!r} has {spec.settings.get(name)}")
-    options = msgspec.msgpack.decode(spec.options, type=LearnerOptions)
+    options = msgspec.msgpack.decode(spec.options, type=PolicyOptions)
     sizes = {name for name in _OWN if name in mine.model_fields_set}
     optimize = options.optimize
     if "microbatch_tokens" in sizes:

@@ -15,56 +15,45 @@ Invariants.
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import structlog
 
 from trainer.learn.batches import SampleGroup
-from trainer.learn.compute import ComputeHost, Work, at_once
+from trainer.learn.compute import Work, at_once
 from trainer.learn.learner import Learner, Trained
 from trainer.learn.measures import Distances
 from trainer.learn.steps import Plan, StepReport
-from trainer.learners.loop_learner import HostLearner
+from trainer.learners.handle import Handle, HostHandle
 from trainer.shares.exchange import Lead
-from trainer.shares.messages import RunSpec
 from trainer.shares.step import SharedStep
 from trainer.state import Arrays
 
 log = structlog.get_logger()
 
 
-class SharedLearner(HostLearner):
-    """One that leads. `trainers`: the first step waits until so many processes take part, for `wait_s` at most."""
+class SharedHandle(Handle[Learner]):
+    """A learner in the thread of the run's host, `mine`, whose train steps others share.
 
-    def __init__(
-        self, host: ComputeHost, learner: Learner, config: bytes, lead: Lead, trainers: int, wait_s: float
-    ) -> None:
-        super().__init__(host, learner, config)
+    `trainers`: the first step waits until so many processes take part, for `wait_s` at most.
+    """
+
+    def __init__(self, mine: HostHandle[Learner], lead: Lead, trainers: int, wait_s: float) -> None:
+        self._mine, self._host, self._learner = mine, mine.host, mine.learner
+        self.shapes, self.config = mine.shapes, mine.config
         self._lead, self._trainers, self._wait_s = lead, trainers, wait_s
         self._speeds: dict[str, float] = {}  # positions a second
 
-    @classmethod
-    async def open_shared(
-        cls,
-        host: ComputeHost,
-        build: Callable[[], Learner],
-        lead: Lead,
-        spec: RunSpec,
-        trainers: int,
-        wait_s: float,
-    ) -> "SharedLearner":
-        """Build it and let others join; ValueError when the model has no layers for the adapter."""
-        learner = await host.run(at_once(build))
-        await lead.begin(spec)
-        return cls(host, learner, await host.run(at_once(learner.config)), lead, trainers, wait_s)
+    async def _called(self, method: str, args: tuple[Any, ...]) -> Any:
+        return await (self._train(*args) if method == Learner.train.__name__ else self._mine._called(method, args))
 
-    async def train(
+    async def _train(
         self, groups: Sequence[SampleGroup], step: int, policy_step: int, probes: Sequence[tuple[int, ...]]
     ) -> Trained:
-        """One train step and its checks."""
         members = await self._members()
         if not members:
-            return await super().train(groups, step, policy_step, probes)
+            return await self._mine.call(Learner.train, groups, step, policy_step, probes)
         began = time.perf_counter()
         plan, before, distances = await self._host.run(lambda: self._begin(groups, step, policy_step))
         is_shared = False
@@ -77,7 +66,7 @@ class SharedLearner(HostLearner):
             report = await self._host.run(
                 at_once(lambda: self._learner.optimizer.report(plan, sums, before, seconds, distances, known))
             )
-        trained = await self._host.run(lambda: self._learner.checked(report, probes))
+        trained = await self._mine.call(Learner.checked, report, probes)
         if is_shared:
             self._lead.close(trained.weights)
         return trained

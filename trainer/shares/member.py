@@ -27,7 +27,7 @@ from trainer.learn.compute import ComputeHost, Work, at_once
 from trainer.learn.learner import Learner
 from trainer.learn.packing import unpack
 from trainer.learn.steps import Plan
-from trainer.learners.loop_learner import build_learner
+from trainer.learners.kinds import policy_learner
 from trainer.settings import TrainSettings
 from trainer.shares.exchange import BEAT_S, LOOK_S, gradient_bytes
 from trainer.shares.joining import options_of
@@ -118,7 +118,7 @@ class Member:
             options = options_of(spec, self._settings, self._loaded.card.base_sha256)
             try:
                 model = self._loaded.model
-                self._learner = await self._host.run(at_once(lambda: build_learner(model, options, self._sight)))
+                self._learner = await self._host.run(at_once(lambda: policy_learner(model, options, self._sight)))
             except ValueError as error:
                 raise SetupError(f"the run {self._run.name!r} has another model: {error}") from error
         self._now, self._spec, self._part = now, spec, None

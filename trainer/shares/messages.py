@@ -20,7 +20,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str  # served name of the base
     base_sha256: str
-    options: bytes  # LearnerOptions (trainer/learners/asks.py), msgpack
+    options: bytes  # PolicyOptions (trainer/learners/kinds.py), msgpack
     settings: dict[str, object]  # those that a member may not have of its own
     exchange: ExchangeDtype = "float32"  # of gradients
     version: str = ""  # of the leader's package

@@ -4,9 +4,10 @@ The reference of dpo is what the run begins with: the base, or the version of `-
 computed without gradients, of each pair once.
 """
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -15,6 +16,7 @@ import numpy as np
 from shared.trajectories import Trajectory
 from trainer.datasets.learner import DataLearner, DataOptions, Measured, Size, policy_of
 from trainer.learn.batches import SampleGroup, pad
+from trainer.learn.calls import exposed
 from trainer.learn.compute import Work
 from trainer.learn.logprobs import (
     BatchArrays,
@@ -36,6 +38,7 @@ from trainer.tuning.losses import answer_logps, cross_entropy, margins, preferen
 from trainer.vision.sight import Sight
 from worker.engine.model.sites import Whole
 
+T = TypeVar("T")
 _Pair = tuple[tuple[int, ...] | tuple[bytes, ...], ...]  # keys of images, prompt, chosen, rejected
 
 
@@ -47,26 +50,84 @@ class _Said(NamedTuple):
     tokens: int
 
 
-class TuneLearner(DataLearner[SampleGroup]):
+class RowLearner(DataLearner[T]):
+    """A LoRA that learns from rows of tokens; `group`: the rows of an item."""
+
+    def __init__(
+        self,
+        model: Any,
+        shape: AdapterShape,
+        options: DataOptions,
+        sight: Sight | None = None,
+        whole: Whole | None = None,
+    ) -> None:
+        """`sight`: what it sees images with, None: its items have none; `whole`: see `Policy`."""
+        self._policy = policy_of(model, shape, options, sight, whole)
+        self._chunk = head_chunk(self._policy.base)
+        super().__init__(options, {"body": self._policy.model})
+
+    @abstractmethod
+    def group(self, item: T) -> SampleGroup:
+        """The rows of an item, with the tokens that count."""
+
+    @exposed
+    def parity(self, trajectories: Sequence[Trajectory]) -> Work[float]:
+        """Mean difference to a worker's log-probabilities of what it has sampled."""
+        return measure_parity(self._policy, trajectories)
+
+    def weights(self) -> Arrays:
+        return self._policy.weights()
+
+    def config(self) -> bytes:
+        return self._policy.config()
+
+    def digest(self) -> int:
+        return self._policy.digest()
+
+    def _load(self, weights: Arrays) -> None:
+        self._policy.load(weights)
+
+    @property
+    def _peers(self) -> Peers:
+        return self._policy.peers
+
+    def _whole(self, gradients: dict[str, Any]) -> dict[str, Any]:
+        return {"body": self._policy.whole(gradients["body"])}
+
+    def _agree(self) -> None:
+        self._policy.agree()
+
+    def _arrays(self, part: Sequence[T]) -> BatchArrays:
+        return to_arrays(pad([self.group(item) for item in part]), self._policy.sight)
+
+    def _size(self, item: T) -> Size:
+        group = self.group(item)
+        longest = max(len(sample.completion_ids) for sample in group.samples)
+        return Size(len(group.samples), len(group.prompt_ids) + longest)
+
+    def _tokens(self, items: Sequence[T]) -> int:
+        return sum(sum(sample.mask) for item in items for sample in self.group(item).samples)
+
+
+class TuneLearner(RowLearner[SampleGroup]):
     """A LoRA, by cross entropy or by preferences."""
 
     def __init__(self, model: Any, tuning: Tuning, shape: AdapterShape, beta: float, options: DataOptions,
         sight: Sight | None = None, whole: Whole | None = None,
     ) -> None:  # fmt: skip
-        """`sight`: what it sees images with, None: its examples have none; `whole`: see `Policy`."""
         self._tuning, self._beta = tuning, beta
-        self._policy = policy_of(model, shape, options, sight, whole)
+        super().__init__(model, shape, options, sight, whole)
         shared = not options.checkpoint_layers and can_share_prompts(self._policy.base)
-        self._chunk = head_chunk(self._policy.base)
         self._scores = partial(shared_scores if shared else row_scores, chunk=self._chunk, entropy=False)
         self._of_policy = nn.value_and_grad(self._policy.model, self._loss)
         self._references: dict[_Pair, tuple[float, float]] = {}
-        super().__init__(options, {"body": self._policy.model})
+
+    def group(self, item: SampleGroup) -> SampleGroup:
+        return item
 
     # -- learning
 
     def begin_with(self, weights: Arrays) -> None:
-        """See `DataLearner`."""
         super().begin_with(weights)
         self._policy.origin, self._references = weights, {}
 
@@ -92,45 +153,7 @@ class TuneLearner(DataLearner[SampleGroup]):
         right, loss, margin = self._peers.numbers([sum(each > 0 for each in gained), loss, sum(gained)])
         return Measured(right / len(items), loss, margin / len(items))
 
-    def parity(self, trajectories: Sequence[Trajectory]) -> Work[float]:
-        """Mean difference to a worker's log-probabilities of what it has sampled."""
-        return measure_parity(self._policy, trajectories)
-
-    # -- weights
-
-    def weights(self) -> Arrays:
-        """See `DataLearner`."""
-        return self._policy.weights()
-
-    def config(self) -> bytes:
-        """See `DataLearner`."""
-        return self._policy.config()
-
-    def digest(self) -> int:
-        """See `Policy`."""
-        return self._policy.digest()
-
-    def _load(self, weights: Arrays) -> None:
-        self._policy.load(weights)
-
-    @property
-    def _peers(self) -> Peers:
-        return self._policy.peers
-
-    def _whole(self, gradients: dict[str, Any]) -> dict[str, Any]:
-        return {"body": self._policy.whole(gradients["body"])}
-
-    def _agree(self) -> None:
-        self._policy.agree()
-
     # -- batches
-
-    def _size(self, item: SampleGroup) -> Size:
-        longest = max(len(sample.completion_ids) for sample in item.samples)
-        return Size(len(item.samples), len(item.prompt_ids) + longest)
-
-    def _tokens(self, items: Sequence[SampleGroup]) -> int:
-        return sum(sum(sample.mask) for item in items for sample in item.samples)
 
     def _gradient(self, part: Sequence[SampleGroup], items: Sequence[SampleGroup]) -> tuple[Any, dict[str, Any]]:
         reference_B = self._reference(part) if self._tuning == "dpo" else None
@@ -145,9 +168,6 @@ class TuneLearner(DataLearner[SampleGroup]):
 
     def _margins(self, model: Any, x: BatchArrays, reference_B: mx.array) -> mx.array:
         return margins(answer_logps(self._scores(model, x).logp_BT, x.mask_BT), reference_B, self._beta)
-
-    def _arrays(self, part: Sequence[SampleGroup]) -> BatchArrays:
-        return to_arrays(pad(part), self._policy.sight)
 
     def _reference(self, part: Sequence[SampleGroup]) -> mx.array:
         """Log-probability [B] of each answer by what the run began with."""

@@ -8,10 +8,11 @@ A worker that has loaded a version is asked for samples behind held-out prompts,
 import asyncio
 import secrets
 import time
+from abc import abstractmethod
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TypeVar, cast
 
 import structlog
 
@@ -25,15 +26,16 @@ from trainer.datasets.lines import Data, split
 from trainer.datasets.run import ASK_AGAIN_S, DataRun, options_of
 from trainer.learn.batches import SampleGroup
 from trainer.learn.options import feedback_policy
+from trainer.learners.handle import HostHandle
+from trainer.learners.kinds import Made, TuneOptions, made_with
 from trainer.ring.http_client import HttpApi
 from trainer.rollouts.groups import RolloutRequest
 from trainer.tuning import feedback
 from trainer.tuning.examples import Examples, Tuning, read_examples
-from trainer.tuning.learner import TuneLearner
-from trainer.tuning.led import LedTuner
+from trainer.tuning.learner import RowLearner
 from trainer.versions.checkpoint import write_whole
 from trainer.vision.shelf import Shelf
-from trainer.vision.sight import sight_of
+from trainer.vision.sight import Sight, sight_of
 from worker.engine.model.loader import LoadedModel
 
 PARITY_PROMPTS = 4
@@ -42,14 +44,62 @@ _CUT_OFF = ("abort", "cancelled", "deadline")  # by a pause, a person or the clo
 
 log = structlog.get_logger()
 
+T = TypeVar("T")
 
-class TuneRun(DataRun[SampleGroup]):
+
+class RowRun(DataRun[T]):
+    """A run whose versions are held against what a worker samples behind held-out prompts."""
+
+    _shelf: Shelf | None = None  # of a model that sees
+
+    @abstractmethod
+    def _group(self, item: T) -> SampleGroup:
+        """The rows of an item."""
+
+    async def _parity(self, version: int) -> list[GateCheck]:
+        while True:
+            samples = await self._samples(version)
+            if failed := next((sample.error for sample in samples if sample.error), ""):
+                return [GateCheck("reload_parity", False, failed)]
+            if not self._unanswered:
+                learner = cast(HostHandle[RowLearner[T]], self._learner)
+                gap = await learner.call(RowLearner.parity, samples)
+                return [gate.at_most("reload_parity", gap, self._settings.max_parity)]
+            log.warning("gate.waits", version=version, why=self._unanswered)
+            await asyncio.sleep(ASK_AGAIN_S)
+
+    async def _samples(self, version: int) -> list[Trajectory]:
+        """What a worker says behind some held-out prompts; where it is kept from that, `_unanswered` says why."""
+        settings, run = self._settings, secrets.token_hex(3)
+        samples: list[Trajectory] = []
+        self._unanswered = ""
+        for at, item in enumerate(map(self._group, self._data.held_out[:PARITY_PROMPTS])):
+            seed = derived_seed(settings.seed, version, at)
+            tokens = min(PARITY_TOKENS, len(item.samples[0].completion_ids))  # the prompt may fill the context
+            request = RolloutRequest(
+                id=f"{settings.run_name}-{run}-parity-{version}-{at}",
+                prompt_ids=item.prompt_ids,
+                n=1,
+                sampling=SamplingOverrides(max_tokens=tokens, seed=seed),
+                adapter=version_id(settings.adapter, version),
+                images=item.images,
+                image_token=item.image_token,
+                files={} if self._shelf is None else self._shelf.files(item.images),
+            )
+            try:
+                samples += await self._ring.source.generate(request)
+            except ServiceUnavailableError as error:  # over HTTP a job has a deadline
+                self._unanswered = str(error)
+                break
+        cut_off = next((each.finish_reason for each in samples if each.finish_reason in _CUT_OFF), "")
+        self._unanswered = self._unanswered or (cut_off and f"a sample ended with {cut_off!r}")
+        return samples
+
+
+class TuneRun(RowRun[SampleGroup]):
     """By cross entropy or by preferences."""
 
     measures_first = True
-    _learner: TuneLearner
-
-    _shelf: Shelf | None = None  # of a model that sees
     _preferences: bytes | None = None  # asked of the ring, and not in the run's folder yet
 
     @property
@@ -75,17 +125,18 @@ class TuneRun(DataRun[SampleGroup]):
             return Data(*split(examples.items, settings.seed), examples.too_long, self._tuning)
         return Data(examples.items, read(settings.held_out_dataset).items, examples.too_long, self._tuning)
 
-    def _new_learner(self, model: Any) -> TuneLearner:
-        settings, sight = self._settings, None if self._shelf is None else self._shelf.sight
-        if self._host.others is not None:
-            options = options_of(settings)
-            return LedTuner(self._host.others, model, self._tuning, settings.dpo_beta, options, self._whole)
-        return TuneLearner(
-            model, self._tuning, settings.adapter_shape(), settings.dpo_beta, options_of(settings), sight
-        )
+    def _made_with(self) -> Made:
+        settings = self._settings
+        return made_with("tune", TuneOptions(self._tuning, settings.dpo_beta, options_of(settings)))
+
+    @property
+    def _sight(self) -> Sight | None:
+        return None if self._shelf is None else self._shelf.sight
+
+    def _group(self, item: SampleGroup) -> SampleGroup:
+        return item
 
     def close(self) -> None:
-        """See `DataRun`."""
         if self._shelf is not None:
             self._shelf.close()
 
@@ -110,41 +161,3 @@ class TuneRun(DataRun[SampleGroup]):
         if self._preferences is None:
             return
         await self._disk.run(write_whole, self._settings.folder / feedback.FILE, self._preferences)
-
-    async def _parity(self, version: int) -> list[GateCheck]:
-        while True:
-            samples = await self._samples(version)
-            if failed := next((sample.error for sample in samples if sample.error), ""):
-                return [GateCheck("reload_parity", False, failed)]
-            if not self._unanswered:
-                gap = await self._host.run(partial(self._learner.parity, samples))
-                return [gate.at_most("reload_parity", gap, self._settings.max_parity)]
-            log.warning("gate.waits", version=version, why=self._unanswered)
-            await asyncio.sleep(ASK_AGAIN_S)
-
-    async def _samples(self, version: int) -> list[Trajectory]:
-        """What a worker says behind some held-out prompts; where it is kept from that, `_unanswered` says why."""
-        settings, run = self._settings, secrets.token_hex(3)
-        samples: list[Trajectory] = []
-        self._unanswered = ""
-        for at, item in enumerate(self._data.held_out[:PARITY_PROMPTS]):
-            seed = derived_seed(settings.seed, version, at)
-            tokens = min(PARITY_TOKENS, len(item.samples[0].completion_ids))  # the prompt may fill the context
-            request = RolloutRequest(
-                id=f"{settings.run_name}-{run}-parity-{version}-{at}",
-                prompt_ids=item.prompt_ids,
-                n=1,
-                sampling=SamplingOverrides(max_tokens=tokens, seed=seed),
-                adapter=version_id(settings.adapter, version),
-                images=item.images,
-                image_token=item.image_token,
-                files={} if self._shelf is None else self._shelf.files(item.images),
-            )
-            try:
-                samples += await self._ring.source.generate(request)
-            except ServiceUnavailableError as error:  # over HTTP a job has a deadline
-                self._unanswered = str(error)
-                break
-        cut_off = next((each.finish_reason for each in samples if each.finish_reason in _CUT_OFF), "")
-        self._unanswered = self._unanswered or (cut_off and f"a sample ended with {cut_off!r}")
-        return samples

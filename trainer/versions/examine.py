@@ -9,7 +9,8 @@ import msgspec
 from shared.adapters import GateCheck, version_id
 from shared.seeds import derived_seed
 from trainer import gate
-from trainer.learners.loop_learner import LoopLearner
+from trainer.learn.learner import Learner
+from trainer.learners.handle import Handle
 from trainer.parts import Parts
 from trainer.rollouts.episodes import EpisodeOptions, Episodes
 from trainer.rollouts.groups import RolloutRequest
@@ -25,7 +26,7 @@ class Examiner:
 
     settings: TrainSettings
     parts: Parts
-    learner: LoopLearner
+    learner: Handle[Learner]
     probes: Sequence[tuple[int, ...]]
     run: str  # begins the ids of what it asks
 
@@ -47,7 +48,7 @@ class Examiner:
                     adapter=adapter,
                 )
             )
-            difference = await self.learner.parity(samples)
+            difference = await self.learner.call(Learner.parity, samples)
             checks.append(gate.at_most("reload_parity", difference, settings.max_parity))
         if not settings.evaluate_every or step % settings.evaluate_every:
             return checks, None

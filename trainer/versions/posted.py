@@ -14,7 +14,8 @@ from shared.adapters import version_id
 from shared.errors import EngineError, LogprobsMismatchError, ParallmError
 from shared.trajectories import LiveTrajectory, Trajectory
 from trainer.learn.batches import Sample, SampleGroup, loss_mask
-from trainer.learners.loop_learner import LoopLearner
+from trainer.learn.learner import Learner
+from trainer.learners.handle import Handle
 from trainer.settings import TrainSettings
 from trainer.state import Arrays
 from trainer.versions.publish import Publisher
@@ -42,7 +43,7 @@ class LogprobCheck:
     """Compares one update's trajectories."""
 
     settings: TrainSettings
-    learner: LoopLearner
+    learner: Handle[Learner]
     publisher: Publisher
     served: int
 
@@ -101,7 +102,7 @@ class LogprobCheck:
     async def _run(self, groups: list[SampleGroup], weights: Arrays | None) -> list[float]:
         """What breaks in the learner's thread (for memory, say) refuses the update, and the run goes on."""
         try:
-            return await self.learner.gaps(groups, weights)
+            return await self.learner.call(Learner.gaps, groups, weights)
         except Exception as error:
             log.exception("posted.broken")
             reason = f"{type(error).__name__}: {error}"

@@ -18,8 +18,8 @@ from trainer import gate
 from trainer.gate import RewardWatch, Standing
 from trainer.inbox import Batch
 from trainer.learn.batches import Dropped
-from trainer.learn.learner import Trained
-from trainer.learners.loop_learner import LoopLearner
+from trainer.learn.learner import Learner, Trained
+from trainer.learners.handle import Handle
 from trainer.parts import Parts
 from trainer.rollouts.groups import RolloutGroup, mean_reward
 from trainer.rollouts.held_out import Evaluated
@@ -42,7 +42,7 @@ class Serving:
         self,
         settings: TrainSettings,
         parts: Parts,
-        learner: LoopLearner,
+        learner: Handle[Learner],
         publisher: Publisher,
         examiner: Examiner,
         state: RunState,
@@ -72,7 +72,7 @@ class Serving:
         if state.best_held_out is None:  # of a checkpoint from before this was kept
             state.best_held_out = state.held_out
         if not state.unpublished:
-            weights = await self._learner.weights()
+            weights = await self._learner.call(Learner.weights)
             self._served(await self._publish(weights))
         self.begun = True
         await self._anchor()
@@ -107,7 +107,7 @@ class Serving:
         settings, state = self._settings, self._state
         weights = await self._publisher.take_over(version)
         await self._publisher.note(version)
-        await self._learner.load(weights)
+        await self._learner.call(Learner.load, weights)
         state.policy_step += settings.max_lag + 1
         state.policy_steps = {}
         state.best_version, state.best_reward = 0, None
@@ -228,14 +228,14 @@ class Serving:
 
     async def _accept(self) -> None:
         state = self._state
-        await self._learner.accept()
+        await self._learner.call(Learner.accept)
         state.policy_step += 1
         state.updates += 1
         state.last_update_ms = time.time_ns() // 1_000_000
         self._rejections = 0
 
     async def _take_back(self, failed: str, *, counts: bool) -> str:
-        await self._learner.revert()
+        await self._learner.call(Learner.revert)
         self._state.rejected += 1
         self._rejections += counts
         self._failed = failed
@@ -287,7 +287,7 @@ class Serving:
         weights = self._publisher.weights_of(target)
         served = await self._serve_again(target, weights, reason)
         await self._parts.ring.sink.alert("reward_collapse", reason)
-        await self._learner.load(weights)
+        await self._learner.call(Learner.load, weights)
         state.policy_step += settings.max_lag + 1
         state.policy_steps = {v: s for v, s in state.policy_steps.items() if v <= target}
         state.rollbacks += 1
@@ -319,7 +319,7 @@ class Serving:
         """Later versions stay in reach of the best one, as long as its weights are there."""
         best = self._state.best_version
         weights = self._publisher.weights_of(best) if best in self._publisher.kept() else None
-        await self._learner.anchor(weights)
+        await self._learner.call(Learner.anchor, weights)
 
 
 def tasks_of(group: RolloutGroup, batch: Batch) -> str:

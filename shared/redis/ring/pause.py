@@ -15,7 +15,7 @@ from redis.asyncio import Redis
 from shared.redis import keys
 from shared.redis.connection.client import members
 from shared.redis.ring.worker_registry import WorkerRegistry
-from shared.redis.stored import Stored
+from shared.redis.stored import StoredMessage
 
 PauseMode = Literal["abort", "wait", "keep"]
 
@@ -35,7 +35,7 @@ class PauseSwitch:
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
         self._registry = WorkerRegistry(redis)
-        self._order = Stored(redis, PauseOrder, keys.PAUSE_TTL_S, renews=True)
+        self._order = StoredMessage(redis, PauseOrder, keys.PAUSE_TTL_S, renews=True)
 
     async def current(self) -> PauseOrder | None:
         """The pause in force; reading it renews its time to live."""

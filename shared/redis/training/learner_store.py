@@ -25,7 +25,7 @@ from shared.redis.chunks import Chunks
 from shared.redis.connection.client import Argument, Script, ask
 from shared.redis.due.due_list import DueList
 from shared.redis.poll import poll
-from shared.redis.stored import Stored
+from shared.redis.stored import StoredMessage
 
 MOST_WAITING = 256  # requests of a learner that its state does not hold yet
 MOST_BYTES = 2**27  # and their size
@@ -63,7 +63,7 @@ class LearnerStore:
 
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
-        self._services = Stored(redis, ServiceCard, keys.LEARNER_SERVICE_TTL_S)
+        self._services = StoredMessage(redis, ServiceCard, keys.LEARNER_SERVICE_TTL_S)
 
     # -- who asks
 

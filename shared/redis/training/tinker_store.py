@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 from shared.learners import SaveKind
 from shared.redis import keys
 from shared.redis.connection.client import members
-from shared.redis.stored import Stored
+from shared.redis.stored import StoredMessage
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -60,12 +60,13 @@ class TinkerStore:
 
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
-        self._stored: dict[type[msgspec.Struct], tuple[str, Stored[Any]]] = {
-            TinkerSession: ("session", Stored(redis, TinkerSession, keys.TINKER_TTL_S, packed=True, renews=True)),
-            TinkerSampler: ("sampler", Stored(redis, TinkerSampler, keys.TINKER_TTL_S, packed=True, renews=True)),
-            TinkerSample: ("sample", Stored(redis, TinkerSample, keys.SAMPLE_TTL_S, packed=True)),
+        ttl_s = keys.TINKER_TTL_S
+        self._stored: dict[type[msgspec.Struct], tuple[str, StoredMessage[Any]]] = {
+            TinkerSession: ("session", StoredMessage(redis, TinkerSession, ttl_s, packed=True, renews=True)),
+            TinkerSampler: ("sampler", StoredMessage(redis, TinkerSampler, ttl_s, packed=True, renews=True)),
+            TinkerSample: ("sample", StoredMessage(redis, TinkerSample, keys.SAMPLE_TTL_S, packed=True)),
         }
-        self._downloads = Stored(redis, TinkerDownload, keys.TINKER_DOWNLOAD_TTL_S, packed=True)
+        self._downloads = StoredMessage(redis, TinkerDownload, keys.TINKER_DOWNLOAD_TTL_S, packed=True)
 
     async def put(self, keeper: str, id: str, thing: msgspec.Struct, *, new: bool = False) -> bool:
         """Write a thing; with `new` only if there is none of this id, which the answer tells."""
