@@ -3,6 +3,7 @@
 Plain data goes in and out. What an item's loss is, and what is measured of it, a kind of run says itself.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,11 +11,11 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
-import mlx.optimizers as optim
 import numpy as np
-from mlx.utils import tree_flatten, tree_map, tree_unflatten
+from mlx.utils import tree_map
 
 from shared.errors import SetupError
+from trainer.learn.adam import AdamSteps, StepSizes, update_together
 from trainer.learn.calls import exposed, exposed_read
 from trainer.learn.compute import Work
 from trainer.learn.options import AdapterShape, Schedule
@@ -88,13 +89,7 @@ class DataLearner(ABC, Generic[T]):
     ) -> None:
         """`rates`: of a part, in multiples of the learning rate."""
         self._options, self._learns, self._rates = options, dict(learns), dict(rates or {})
-        betas, decay = list(options.adam_betas), options.weight_decay
-        self._adams: dict[str, Any] = {
-            name: optim.AdamW(learning_rate=0.0, betas=betas, weight_decay=decay, bias_correction=True)
-            for name in learns
-        }
-        for name, adam in self._adams.items():
-            adam.init(self._learns[name].trainable_parameters())
+        self._adams = {name: AdamSteps(module) for name, module in learns.items()}
         self._good: Arrays = {}
         self._good_moments: dict[str, Any] = {}
         self.accept()
@@ -167,17 +162,21 @@ class DataLearner(ABC, Generic[T]):
                 name: tree_map(mx.zeros_like, each.trainable_parameters()) for name, each in self._learns.items()
             }
         (loss,) = self._peers.numbers([loss])
-        clipped, norm = optim.clip_grad_norm(self._whole(gradients), self._options.max_grad_norm)
-        grad_norm, tokens = float(norm.item()), self._tokens(items)
-        if not np.isfinite(grad_norm) or not np.isfinite(loss):
-            return DataReport(loss, grad_norm, is_finite=False, tokens=tokens)
-        rate = self._options.schedule.rate(step)
-        for name, adam in self._adams.items():
-            adam.learning_rate = rate * self._rates.get(name, 1.0)
-            adam.update(self._learns[name], clipped[name])
-            mx.eval(self._learns[name].trainable_parameters(), adam.state)
-        self._agree()
-        return DataReport(loss, grad_norm, is_finite=True, tokens=tokens)
+        if not np.isfinite(loss):
+            return DataReport(loss, math.nan, is_finite=False, tokens=self._tokens(items))
+        norm, updated = update_together(
+            self._adams, self._whole(gradients), self._sizes(step), self._options.max_grad_norm
+        )
+        if updated:
+            self._agree()
+        return DataReport(loss, norm, is_finite=updated, tokens=self._tokens(items))
+
+    def _sizes(self, step: int) -> dict[str, StepSizes]:
+        options, rate = self._options, self._options.schedule.rate(step)
+        return {
+            name: StepSizes(rate * self._rates.get(name, 1.0), options.adam_betas, options.weight_decay)
+            for name in self._adams
+        }
 
     def _own_parts(self, items: Sequence[T]) -> Iterator[list[T] | None]:
         """This rank's of them; None: others have more."""
@@ -219,9 +218,8 @@ class DataLearner(ABC, Generic[T]):
         """
         fresh = self._good_moments
         self._load(snapshot.adapter)
-        state = tree_unflatten([(name, mx.array(value)) for name, value in snapshot.optimizer.items()])
         for name, adam in self._adams.items():
-            adam.state = state[name]
+            adam.load_moments(_of_part(snapshot.optimizer, name))
         self.accept()
         if good is not None:
             self._good, self._good_moments = good, fresh
@@ -230,16 +228,18 @@ class DataLearner(ABC, Generic[T]):
     def accept(self) -> None:
         """The present weights are the last good ones."""
         self._good = self.weights()
-        # Arrays are shared, since an update replaces them.
-        self._good_moments = {name: tree_map(lambda value: value, adam.state) for name, adam in self._adams.items()}
+        self._good_moments = {name: adam.kept() for name, adam in self._adams.items()}
 
     @exposed
     def revert(self) -> None:
         """Back to the last good weights and their moments."""
         self._load(self._good)
         for name, adam in self._adams.items():
-            adam.state = self._good_moments[name]
+            adam.put_back(self._good_moments[name])
 
     def _moments(self) -> Moments:
-        state = {name: adam.state for name, adam in self._adams.items()}
-        return {name: np.array(value) for name, value in tree_flatten(state)}
+        return {f"{part}.{name}": value for part, adam in self._adams.items() for name, value in adam.moments().items()}
+
+
+def _of_part(moments: Moments, part: str) -> Moments:
+    return {name.removeprefix(f"{part}."): value for name, value in moments.items() if name.startswith(f"{part}.")}

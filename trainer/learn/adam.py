@@ -84,9 +84,15 @@ class AdamSteps:
         """The present moments, to be put back by `put_back`; arrays are shared, since an update replaces them."""
         return tree_map(lambda value: value, self._adam.state)
 
-    def put_back(self, kept: Any) -> None:
-        """Restore what `kept` gave: the moments from before an update that was refused."""
+    def parameters(self) -> Any:
+        """The module's trainable parameters as a tree; arrays are shared, since an update replaces them."""
+        return tree_map(lambda value: value, self._model.trainable_parameters())
+
+    def put_back(self, kept: Any, parameters: Any = None) -> None:
+        """Restore what `kept` gave, and with `parameters` the weights: those from before an update that was refused."""
         self._adam.state = kept
+        if parameters is not None:
+            self._model.update(parameters)
 
     def moments(self) -> Moments:
         """The state as plain data."""
@@ -129,6 +135,25 @@ class AdamSteps:
     def ordered(self, gradient: Mapping[str, npt.NDArray[Any]]) -> Any:
         """A gradient that was kept by its parameters' names, as a tree in their order."""
         return tree_map_with_path(lambda name, _: mx.array(gradient[name]), self._model.trainable_parameters())
+
+
+def update_together(
+    adams: Mapping[str, AdamSteps], gradients: Mapping[str, Any], sizes: Mapping[str, StepSizes], max_grad_norm: float
+) -> tuple[float, bool]:
+    """One update of several modules, scaled down by the norm of all gradients; the norm, and whether it was made.
+
+    All of them are updated or none is: an update that would not be finite changes nothing.
+    """
+    clipped, norm = optim.clip_grad_norm(dict(gradients), max_grad_norm or math.inf)
+    if not math.isfinite(norm.item()):
+        return norm.item(), False
+    before = {name: (adam.parameters(), adam.kept()) for name, adam in adams.items()}
+    for name, adam in adams.items():
+        if not adam.update(clipped[name], sizes[name])[1]:
+            for other, (parameters, moments) in before.items():
+                adams[other].put_back(moments, parameters)
+            return norm.item(), False
+    return norm.item(), True
 
 
 def _parameter(name: str) -> str:

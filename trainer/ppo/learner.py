@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-import mlx.optimizers as optim
+import mlx.nn as nn
 import numpy as np
 import numpy.typing as npt
 from mlx.utils import tree_flatten, tree_unflatten
 
 from shared.adapter_files.config import network_config
 from shared.networks.spec import VALUE, NetworkSpec
+from trainer.learn.adam import AdamSteps, StepSizes
 from trainer.learn.calls import exposed, exposed_read
 from trainer.learn.compute import Work
 from trainer.learn.options import Schedule
@@ -57,15 +58,8 @@ class PpoLearner:
 
     def __init__(self, network: NetworkSpec, weights: Arrays, options: PpoLearnerOptions) -> None:
         self._network, self._options = network, options
-        self._adam = optim.AdamW(
-            learning_rate=0.0,
-            betas=list(options.adam_betas),
-            eps=1e-5,
-            weight_decay=options.weight_decay,
-            bias_correction=True,
-        )
-        self._weights = _tree(weights)
-        self._adam.init(self._weights)
+        self._weights = _Weights(_tree(weights))
+        self._adam = AdamSteps(self._weights)
         self._gradient = mx.value_and_grad(self._loss)
         self._good = self.snapshot()
         self.shapes = {name: tuple(value.shape) for name, value in weights.items()}
@@ -74,19 +68,19 @@ class PpoLearner:
     def train(self, steps: Steps, at: int) -> Work[Learned]:
         """Learn from steps; `at`: the number of the train step."""
         options, rows = self._options, len(steps.logp_BL)
-        self._adam.learning_rate = options.schedule.rate(at)
+        betas, decay = options.adam_betas, options.weight_decay
+        sizes = StepSizes(options.schedule.rate(at), betas, decay, eps=1e-5, max_grad_norm=options.max_grad_norm)
         draw = np.random.default_rng([options.seed, at])
         told: list[Floats] = []
         made: list[bool] = []
         for _ in range(options.epochs):
             for chosen in np.array_split(draw.permutation(rows), min(rows, options.minibatches)):
-                parts, gradients = self._gradient(self._weights, steps.taken(chosen).moved())
-                clipped, norm = optim.clip_grad_norm(gradients, options.max_grad_norm)
-                told.append(np.array(mx.stack([*parts, norm])))
-                made.append(bool(np.isfinite(told[-1][0]) and np.isfinite(told[-1][-1])))
-                if made[-1]:
-                    self._weights = self._adam.apply_gradients(clipped, self._weights)
-                    mx.eval(self._weights, self._adam.state)
+                present = self._weights.trainable_parameters()
+                parts, gradients = self._gradient(present, steps.taken(chosen).moved())
+                figures = np.array(mx.stack([*parts]))
+                norm, updated = self._adam.update(gradients, sizes) if np.isfinite(figures[0]) else (np.nan, False)
+                told.append(np.array([*figures, norm], np.float32))
+                made.append(updated)
                 yield
         counted = np.stack(told)[made] if any(made) else np.stack(told)
         return Learned(len(made) - sum(made), *counted.mean(axis=0).tolist())
@@ -102,7 +96,7 @@ class PpoLearner:
     @exposed_read
     def weights(self) -> Arrays:
         """A copy as plain data."""
-        return {name: np.array(value) for name, value in tree_flatten(self._weights)}
+        return {name: np.array(value) for name, value in tree_flatten(self._weights.trainable_parameters())}
 
     @exposed_read
     def config(self) -> bytes:
@@ -112,14 +106,13 @@ class PpoLearner:
     @exposed_read
     def snapshot(self) -> Snapshot:
         """All of the state."""
-        moments = {name: np.array(value) for name, value in tree_flatten(self._adam.state)}
-        return Snapshot(self.weights(), self.config(), moments)
+        return Snapshot(self.weights(), self.config(), self._adam.moments())
 
     @exposed
     def restore(self, snapshot: Snapshot) -> None:
         """Go on exactly where it was taken."""
-        self._weights = _tree(snapshot.adapter)
-        self._adam.state = tree_unflatten([(name, mx.array(value)) for name, value in snapshot.optimizer.items()])
+        self._weights.update(_tree(snapshot.adapter))
+        self._adam.load_moments(snapshot.optimizer)
         self._good = snapshot
 
     @exposed
@@ -135,6 +128,15 @@ class PpoLearner:
     def _loss(self, weights: dict[str, Any], batch: Steps) -> PpoParts:
         outputs = outputs_of(self._network, weights, batch.observed_BLI, batch.begins_BL, batch.state)
         return ppo(outputs, batch, self._options.loss)
+
+
+class _Weights(nn.Module):  # type: ignore[misc]
+    """A tree of parameters as a module, which AdamSteps updates."""
+
+    def __init__(self, tree: dict[str, Any]) -> None:
+        super().__init__()
+        for name, value in tree.items():
+            self[name] = value
 
 
 def _tree(weights: Arrays) -> dict[str, Any]:
