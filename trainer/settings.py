@@ -287,7 +287,6 @@ class TrainSettings(HeldOutSettings, CurriculumSettings, JoinSettings, DataSetti
 
     def check(self) -> None:
         """SetupError when settings contradict each other: before a model is loaded, not after."""
-        super().check()
         if self.atropos_url and self.source in ("live", "posted"):
             raise SetupError(
                 f"--atropos-url with --source {self.source}: give --source both for live traffic beside it"

@@ -26,11 +26,12 @@ from pydantic_settings import (
 )
 
 from shared.errors import SetupError
-from shared.process import nested_config
+from shared.process import nested_config, settings_file
 from shared.process.foreign_flags import native
 from shared.process.options.group import GroupSettings
 from shared.process.options.kv import KvSettings, PeerSettings
 from shared.process.options.model_aliases import ModelAliases
+from shared.process.options.rates import Rate
 from shared.process.options.responses import ResponseSettings
 from shared.process.options.rings import OtherRings
 from shared.process.options.speculation import SpeculationSettings
@@ -264,7 +265,7 @@ class ApiSettings(ProcessSettings, ResponseSettings, WebhookSettings):
     max_concurrent_requests: int = Field(
         default=1024, ge=0, description="requests for tokens under way in one api process before 429; 0: no bound"
     )
-    rate_limit: str = Field(default="", description="requests for tokens of each key, or each address: 600/minute")
+    rate_limit: Rate = Field(default="", description="requests for tokens of each key, or each address: 600/minute")
     memory_pressure_threshold: float = Field(
         default=0.9,
         ge=0,
@@ -304,17 +305,6 @@ class ApiSettings(ProcessSettings, ResponseSettings, WebhookSettings):
         default=16, ge=0, description="versions that an upload leaves, besides latest, best and used; 0: all"
     )
     max_adapter_bytes: int = Field(default=1_073_741_824, ge=1024, description="one adapter version")
-
-    @field_validator("rate_limit")
-    @classmethod
-    def _is_a_rate(cls, rate: str) -> str:
-        from limits import parse  # here, since most processes ask for none
-
-        try:
-            parse(rate or "1/second")
-        except ValueError:
-            raise ValueError(f"{rate!r} is no rate such as 600/minute") from None
-        return rate
 
 
 class RunnerSettings(ProcessSettings):
@@ -375,7 +365,7 @@ def load(
     if "--version" in args:
         print(version())
         raise SystemExit(0)
-    path = _config_path(args)
+    path = settings_file.named(args)
     configured: type[S] = type(kind.__name__, (kind,), {"config_file": path, "__module__": kind.__module__})
     source: CliSettingsSource[Any] = CliSettingsSource(
         configured, cli_parse_args=args, cli_prog_name=Path(sys.argv[0]).name
@@ -403,24 +393,3 @@ def _complaint(kind: type[ProcessSettings], error: ErrorDetails) -> str:
     known = sorted(each.replace("-", "_") for each in kind.flags() if each.islower())
     near = difflib.get_close_matches(name, known, n=1)
     return f"{name}: there is no such setting" + (f"; did you mean {near[0]}?" if near else "")
-
-
-def _config_path(args: list[str]) -> Path | None:
-    named = os.environ.get("PARALLM_CONFIG", "")
-    for i, arg in enumerate(args):
-        if arg == "--config" and i + 1 < len(args):
-            named = args[i + 1]
-        elif arg.startswith("--config="):
-            named = arg.split("=", 1)[1]
-    if not named:
-        return None
-    path = Path(named)
-    if not path.is_file():
-        raise SetupError(f"--config {named}: no such file")
-    try:
-        content = yaml.safe_load(path.read_bytes())
-    except yaml.YAMLError as error:
-        raise SetupError(f"--config {named} is not YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(content, dict | None):
-        raise SetupError(f"--config {named}: settings are lines of `name: value`")
-    return path

@@ -130,7 +130,8 @@ def _load(config: EngineConfig, ranks: Ranks | None) -> LoadedModel:
 
 def check_model(config: EngineConfig) -> None:
     """SetupError for what `load_model` refuses before it reads weights; a hub name is not looked at, nor fetched."""
-    for name in filter(None, (config.model, config.speculation and config.speculation.draft_model)):
+    draft = "" if config.speculation is None else config.speculation.draft_model
+    for name in filter(None, (config.model, draft)):
         if not Path(name).expanduser().exists() and is_hub_name(name):
             continue
         path = model_folder(name)
@@ -143,7 +144,7 @@ def check_model(config: EngineConfig) -> None:
 def _described(path: Path) -> dict[str, Any]:
     """The config.json of a model that can be loaded; SetupError for another one."""
     try:
-        described = mlx_lm.utils.load_config(path)
+        described: dict[str, Any] = mlx_lm.utils.load_config(path)
         if not (is_classifier(described) or is_vision(described) or described.get("model_file")):
             mlx_lm.utils._get_classes(described)
     except (OSError, ValueError, KeyError) as error:
