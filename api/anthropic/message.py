@@ -7,7 +7,7 @@ import msgspec
 from api.anthropic.blocks import BlockWriter, Event
 from api.anthropic.body import MessagesRequest
 from api.generation.choice import Choice, Delta, ReplyPlan, usage
-from api.generation.splitter import Piece
+from api.generation.languages.pieces import Piece
 from shared.frames import Finish, TokenEvent
 from shared.text.codec import TextCodec
 from shared.token_events import join

@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from api.generation.tool_formats import HERMES, format_name
+from api.generation.languages.families import family_of
+from api.generation.languages.tool_formats import HERMES
 from api.http.fields import HistoryModel, RequestModel, complaint
 from shared.errors import InvalidGrammarError, InvalidRequestError, UnsupportedParameterError
 from shared.text import grammar
@@ -141,7 +142,7 @@ class ToolUse(msgspec.Struct, frozen=True):
 
     def form(self, codec: TextCodec) -> str:
         """The form in which calls will come."""
-        return HERMES if self.forced else format_name(codec.bundle.chat_template)
+        return HERMES if self.forced else family_of(codec.bundle.chat_template).form
 
     def grammar(self, codec: TextCodec, otherwise: str = "") -> str:
         """What the completion must be; "" when anything goes. `otherwise`: the grammar of an answer without calls."""

@@ -10,7 +10,7 @@ from api.anthropic.blocks import BlockWriter
 from api.anthropic.body import CountRequest, MessagesRequest
 from api.anthropic.planning import takes_system_anywhere
 from api.anthropic.turns import ChatWriter, places_of_images, without_telemetry
-from api.generation.splitter import CallPart, Piece
+from api.generation.languages.pieces import CallPart, Piece
 from api.http.errors import from_validation
 from shared.errors import InvalidRequestError
 from shared.text.codec import TextCodec, TokenizerBundle

@@ -11,13 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from api.generation.choice import Choice
+from api.generation.languages.families import family_of
+from api.generation.languages.pieces import CallPart, Piece, SplitPlan
+from api.generation.languages.splitter import Splitter
+from api.generation.languages.tool_formats import HERMES, tool_format
 from api.generation.plan import unchecked_plan
-from api.generation.splitter import CallPart, Piece, SplitPlan, Splitter
 from api.generation.target import Target
-from api.generation.tool_formats import HERMES, format_name, tool_format
 from api.openai.bodies import ChatCompletionRequest, ChatMessage
 from api.openai.chat import asked_of
-from api.openai.conversations import behind_thinking, conversation, for_template, template_messages, thinking_after
+from api.openai.conversations import conversation, for_template, template_messages
 from api.openai.tools import ToolUse
 from api.ring.ring import ServedModel
 from shared.errors import InvalidGrammarError, InvalidRequestError, UnsupportedParameterError
@@ -167,13 +169,13 @@ def test_how_the_text_was_cut_makes_no_difference(parts: list[str], cuts: list[i
 )
 def test_other_forms_are_read_by_mlx_lms_parsers(template: str, text: str, expected: str) -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"n": {"type": "integer"}}}}}]
-    plan = SplitPlan(format=format_name(template), tools=json.dumps(tools).encode())
+    plan = SplitPlan(format=family_of(template).form, tools=json.dumps(tools).encode())
     assert taken(plan, text).calls == [CallPart(0, "f", expected, complete=True)]
 
 
 def test_the_parsers_come_without_mlx() -> None:
     code = (
-        "import sys; from api.generation.tool_formats import tool_format\n"
+        "import sys; from api.generation.languages.tool_formats import tool_format\n"
         "tool_format('glm47'); tool_format('minicpm5')\n"
         "assert not any(name.split('.')[0] in ('mlx', 'mlx_lm') for name in sys.modules)"
     )
@@ -269,7 +271,7 @@ def test_an_answer_in_a_format_may_be_a_call_instead(marked: TextCodec) -> None:
     ],
 )
 def test_a_grammar_waits_for_the_reasoning(marked: TextCodec, thinking: Any, completion: str, allowed: bool) -> None:
-    text = behind_thinking(grammar.of_regex(r"\d+"), thinking, ("<think>", "</think>"), marked)
+    text = family_of("").behind_thinking(grammar.of_regex(r"\d+"), thinking, ("<think>", "</think>"), marked)
     assert allows(text, completion, marked) is allowed
 
 
@@ -355,7 +357,7 @@ def test_tool_choice_none_hides_the_tools() -> None:
     ("prompt", "thinking"), [("x<think>\n", "open"), ("<think>\n\n</think>\n\n", ""), ("x", "may")]
 )
 def test_the_prompts_end_tells_what_comes(prompt: str, thinking: str) -> None:
-    assert thinking_after(prompt, ("<think>", "</think>")) == thinking
+    assert family_of("").thinking_after(prompt, ("<think>", "</think>")) == thinking
 
 
 def test_a_special_mark_is_seen_although_special_tokens_are_hidden() -> None:
@@ -393,3 +395,24 @@ async def test_a_special_mark_is_seen_in_the_text_of_a_row_with_stop_strings_too
     choice = Choice(plan, marked)
     choice.take([TokenEvent(plan.sequence(0), 1, 0, spelled, [0.0] * len(spelled), finish=Finish("length"))])
     assert choice.reasoning == len(spelled) - len("yes")
+
+
+@pytest.mark.parametrize(
+    ("thinking", "completion", "allowed"),
+    [
+        ("may", "<|channel|>final<|message|>42", True),
+        ("may", "<|channel|>analysis<|message|>so<|end|><|start|>assistant<|channel|>final<|message|>42", True),
+        ("may", "<|channel|>analysis<|message|>so<|end|>42", False),
+        ("may", "42", False),
+        ("open", "so<|end|><|start|>assistant<|channel|>final<|message|>42", True),
+        ("", "42", True),
+    ],
+)
+def test_a_grammar_waits_for_harmony_s_final_message(thinking: Any, completion: str, allowed: bool) -> None:
+    harmony = family_of("<|start|>assistant<|channel|>analysis<|message|>")
+    text = harmony.behind_thinking(grammar.of_regex(r"\d+"), thinking, harmony.marks("") or ("", ""), codec())
+    assert allows(text, completion, codec()) is allowed
+    marks = ("<|channel|>", "<|message|>", "<|start|>", "<|end|>")
+    special = _codec_with(*marks, template="")
+    text = harmony.behind_thinking(grammar.of_regex(r"\d+"), thinking, harmony.marks("") or ("", ""), special)
+    assert allows(text, completion, special) is allowed

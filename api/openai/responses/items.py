@@ -7,8 +7,8 @@ response, whose events nobody reads.
 from collections.abc import Sequence
 from typing import Any
 
+from api.generation.languages.pieces import CallPart, Piece
 from api.generation.logprobs import ChatLogprob
-from api.generation.splitter import CallPart, Piece
 
 Event = dict[str, Any]
 

@@ -5,8 +5,8 @@ from typing import Any
 import msgspec
 
 from api.generation.choice import Choice, Delta, ReplyPlan, ends_with_stop_token, usage
+from api.generation.languages.pieces import Piece
 from api.generation.logprobs import ChatLogprob, TokenNames
-from api.generation.splitter import Piece
 from api.openai.responses.body import ResponseRequest
 from api.openai.responses.items import Event, ItemWriter
 from shared.frames import Finish, TokenEvent
