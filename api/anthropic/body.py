@@ -138,13 +138,13 @@ class PromptedFields(RequestModel):
             raise complaint("output_format", "'output_format' and 'output_config.format' say the same twice")
         return self
 
-    def chat(self, template: str, *, system_anywhere: bool = True) -> ChatCompletionRequest:
+    def chat(self, template: str) -> ChatCompletionRequest:
         """The same request to /v1/chat/completions; `template`: the model's, which says what it can be told.
 
         InvalidRequestError for a reference to a tool that is not there.
         """
         tools = self.tools or []
-        writer = ChatWriter({tool.name: tool.shown() for tool in tools}, system_anywhere=system_anywhere)
+        writer = ChatWriter({tool.name: tool.shown() for tool in tools})
         writer.begin(self.system or [])
         for turn in self.messages:
             writer.add(turn)

@@ -15,6 +15,7 @@ import msgspec
 from api.generation.languages.families import Family, Marks, Thinking, family_of
 from api.generation.languages.pieces import SplitPlan
 from api.openai.bodies import ChatCompletionRequest, ChatFields, ChatMessage
+from api.openai.fitting import fitted
 from api.openai.tools import ToolUse
 from api.ring.room import LARGE_CHARS, LARGE_COUNT, aside
 from shared.errors import InvalidRequestError, UnsupportedParameterError
@@ -143,7 +144,7 @@ def _rendered(
         mark = f"the-end-{secrets.token_hex(12)}"
         messages[-1]["content"] += mark
     text = codec.render_chat(
-        for_template(messages, tools, codec),
+        for_template(fitted(messages, codec), tools, codec),
         add_generation_prompt=body.add_generation_prompt is not False and not mark,
         tools=tools.shown if tools is not None and "tools" in codec.bundle.chat_template else None,
         **{**variables, **asked},
