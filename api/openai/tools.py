@@ -159,6 +159,15 @@ class ToolUse(msgspec.Struct, frozen=True):
             return grammar.of_lark(self._free_text(codec))
         return ""
 
+    def unenforced(self, codec: TextCodec) -> list[str]:
+        """Parts of schemas that the answer is held to, which no grammar can enforce: `tools.FUNCTION.PLACE`."""
+        held = [each for each in self.callable if self.forced or (each.strict and self.form(codec) == HERMES)]
+        return [
+            f"tools.{function.name}.{place}"
+            for function in held
+            for place in grammar.enforceable(function.parameters or {})[1]
+        ]
+
     @property
     def _more(self) -> str:
         return f"({grammar.literal(chr(10))} call){{0,{MAX_FORCED_CALLS - 1}}}" if self.parallel else ""
@@ -189,4 +198,9 @@ def _arguments(function: FunctionDefinition, enforced: bool) -> str:
     schema = function.parameters or {"type": "object", "properties": {}, "additionalProperties": False}
     if schema.get("type", "object") != "object":
         raise InvalidGrammarError(f"the parameters of '{function.name}' are not of type object", param="tools")
-    return grammar.inline_schema({"type": "object", **schema})
+    listed = schema.get("enum")
+    if isinstance(listed, list) and not any(isinstance(each, dict) for each in listed):
+        raise InvalidGrammarError(
+            f"the parameters of '{function.name}' have an 'enum' without an object", param="tools"
+        )
+    return grammar.inline_schema({"type": "object", **grammar.enforceable(schema)[0]})

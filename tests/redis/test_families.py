@@ -130,3 +130,22 @@ async def test_several_messages_of_the_system_reach_every_endpoint_s_model(
             answer = await server.post(path, body)
             assert answer.status_code == 200, answer.text
             assert prompt(worker) == "system: one\n\ntwo\nuser: hi\nlate\n"
+
+
+async def test_parts_of_a_schema_that_nothing_enforces_are_named_by_the_answer(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
+    parameters = {**CLOCK["parameters"], "not": {"required": ["hour"]}}  # type: ignore[dict-item]
+    async with served(redis_url, monkeypatch, FIRST, text) as (server, _):
+        function = {**CLOCK, "parameters": parameters}
+        chat = {"messages": HELLO, "tools": [{"type": "function", "function": function}], "tool_choice": "required"}
+        asked = {"input": "hi", "tools": [{"type": "function", **function}], "tool_choice": "required"}
+        tool = {"name": "clock", "input_schema": parameters}
+        message = {"model": "scripted", "max_tokens": 99, "messages": HELLO, "tools": [tool]}
+        forced = {**message, "tool_choice": {"type": "any"}}
+        for path, body in (("/v1/chat/completions", chat), ("/v1/responses", asked), ("/v1/messages", forced)):
+            answer = await server.post(path, body)
+            assert answer.status_code == 200, answer.text
+            assert answer.headers["x-parallm-unused-parameters"] == "tools.clock.not"
+        assert "x-parallm-unused-parameters" not in (await server.post("/v1/messages", message)).headers

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette.responses import Response
 
 from api.generation.choice import Choice
 from api.generation.languages.families import family_of
@@ -18,7 +19,7 @@ from api.generation.languages.tool_formats import HERMES, tool_format
 from api.generation.plan import unchecked_plan
 from api.generation.target import Target
 from api.openai.bodies import ChatCompletionRequest, ChatMessage
-from api.openai.chat import asked_of
+from api.openai.chat import UNUSED_HEADER, asked_of, unused_hints, with_unused
 from api.openai.conversations import conversation, for_template, template_messages
 from api.openai.tools import ToolUse
 from api.ring.ring import ServedModel
@@ -395,6 +396,118 @@ async def test_a_special_mark_is_seen_in_the_text_of_a_row_with_stop_strings_too
     choice = Choice(plan, marked)
     choice.take([TokenEvent(plan.sequence(0), 1, 0, spelled, [0.0] * len(spelled), finish=Finish("length"))])
     assert choice.reasoning == len(spelled) - len("yes")
+
+
+# -- schemas of which a grammar can enforce only a part
+
+
+def tool_with(**parameters: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", "parameters": {"type": "object", **parameters}}}
+
+
+PLAIN = {"a": {"type": "integer"}}
+CONDITION = {"if": {"properties": {"a": {"const": 1}}}, "then": {"required": ["b"]}, "else": {"required": ["c"]}}
+PARTLY: list[tuple[dict[str, Any], list[str]]] = [  # parameters of a function, and what of them is not enforced
+    ({"properties": PLAIN}, []),
+    ({"properties": PLAIN, "not": {"required": ["b"]}}, ["not"]),
+    ({"properties": PLAIN, **CONDITION}, ["if", "then", "else"]),
+    ({"properties": {"not": {"type": "integer"}, "if": {"enum": [{"not": 1}]}}}, []),
+    ({"properties": {"a": {"type": "array", "uniqueItems": True, "items": {"not": {}}}}},
+     ["properties.a.uniqueItems", "properties.a.items.not"]),
+    ({"properties": {"a": {"anyOf": [{"type": "null"}, {"type": "string", "pattern": "^(?!x)"}]}}},
+     ["properties.a.anyOf.1.pattern"]),
+    ({"properties": {"a": {"type": "string", "pattern": "^[a-z]+$", "format": "uuid"}}}, []),
+    ({"properties": {"a": {"type": "string", "format": "path"}, "b": {"type": "integer", "format": "int32"}}},
+     ["properties.a.format"]),
+    ({"additionalProperties": {"type": "string"}, "propertyNames": {"type": "string"}}, ["propertyNames"]),
+    ({"properties": {"a": {"$ref": "#/$defs/d"}}, "$defs": {"d": {"type": "object", "not": {}}}}, ["$defs.d.not"]),
+    ({"properties": PLAIN, "minProperties": 1}, ["minProperties"]),
+    ({"properties": PLAIN, "required": ["a"], "maxProperties": 2}, []),
+    ({"minProperties": 1}, []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("parameters", "places"), PARTLY)
+def test_what_no_grammar_can_enforce_is_left_out_and_named(parameters: dict[str, Any], places: list[str]) -> None:
+    use = use_of(tools=[tool_with(**parameters)], tool_choice="required")
+    assert use is not None
+    grammar.check(use.grammar(codec()), grammar.tokenizer_of(bundle(), codec().vocab_size))
+    assert use.unenforced(codec()) == [f"tools.f.{place}" for place in places]
+
+
+def test_the_rest_of_a_schema_is_enforced() -> None:
+    use = use_of(tools=[tool_with(properties=PLAIN, required=["a"], **CONDITION)], tool_choice="required")
+    assert use is not None
+    call = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+    assert allows(use.grammar(codec()), call, codec())
+    assert not allows(use.grammar(codec()), call.replace("1", '"one"'), codec())
+
+
+KEYWORDS: dict[str, Any] = {
+    "not": {}, "if": {}, "then": {}, "else": {}, "dependentRequired": {}, "dependentSchemas": {}, "dependencies": {},
+    "uniqueItems": True, "contains": {}, "minContains": 1, "maxContains": 1, "propertyNames": {},
+    "unevaluatedProperties": False, "unevaluatedItems": False, "$dynamicRef": "#a", "$dynamicAnchor": "a",
+    "$recursiveRef": "#", "$recursiveAnchor": True, "$anchor": "a", "$comment": "a", "$id": "https://a.example/b",
+    "$vocabulary": {}, "contentEncoding": "base64", "contentMediaType": "a/b", "contentSchema": {}, "multipleOf": 2,
+    "prefixItems": [{}], "additionalItems": False, "items": {}, "oneOf": [{"type": "object"}], "anyOf": [{}],
+    "allOf": [{}], "const": {}, "enum": [{}], "patternProperties": {}, "additionalProperties": {}, "definitions": {},
+    "$defs": {}, "title": "a", "description": "a", "default": {}, "examples": [], "readOnly": True, "writeOnly": True,
+    "deprecated": True, "minLength": 1, "maxLength": 1, "minItems": 1, "maxItems": 1, "minimum": 1, "maximum": 1,
+    "exclusiveMinimum": 1, "exclusiveMaximum": 1, "nullable": True, "discriminator": {},
+}  # fmt: skip
+
+
+def test_the_grammar_s_library_enforces_every_other_keyword_of_a_schema() -> None:
+    tokenizer = grammar.tokenizer_of(bundle(), codec().vocab_size)
+    for name, value in KEYWORDS.items():
+        schema = {"type": "object", name: value}
+        left_out = grammar.enforceable(schema)[1]
+        try:
+            grammar.check(grammar.of_schema(schema), tokenizer)
+            assert left_out == [], name
+        except InvalidGrammarError:
+            assert left_out == [name]
+
+
+def test_only_schemas_that_the_answer_is_held_to_are_named() -> None:
+    loose = tool_with(properties=PLAIN, **{"not": {}})
+    strict = {**loose, "function": {**loose["function"], "strict": True}}
+    assert [use.unenforced(codec()) for use in (use_of(tools=[loose]), use_of(tools=[strict])) if use] == [
+        [],
+        ["tools.f.not"],
+    ]
+    named = {"type": "function", "function": {"name": "clock"}}
+    use = use_of(tools=[loose, CLOCK], tool_choice=named)
+    assert use is not None and use.unenforced(codec()) == []
+
+
+def test_the_header_s_names_are_letters_that_it_has_a_place_for() -> None:
+    names = {f"p{at}": {"not": {}} for at in range(40)}
+    body = request(tools=[tool_with(properties={"a\r\nx: y, \u00e9": {"not": {}}, **names})], tool_choice="required")
+    shown = with_unused(Response(), unused_hints(body, codec())).headers[UNUSED_HEADER]
+    assert shown.startswith("tools.f.properties.a??x:?y???.not, tools.f.properties.p0.not, ")
+    assert shown.endswith(", and 9 more")
+
+
+@pytest.mark.parametrize(
+    ("parameters", "reason"),
+    [
+        ({"enum": ["a", "b"]}, "'f' have an 'enum' without an object"),
+        ({"properties": {"a": {"type": "string", "enum": [1]}}}, "required property .a. is unsatisfiable"),
+        ({"properties": {"a": {"pattern": "["}}}, "unclosed character class"),
+    ],
+)
+def test_an_error_of_a_schema_shows_nothing_of_the_grammar_around_it(parameters: dict[str, Any], reason: str) -> None:
+    with pytest.raises(InvalidGrammarError, match=reason) as raised:
+        use = use_of(tools=[tool_with(**parameters, required=["a"])], tool_choice="required")
+        assert use is not None
+        grammar.check(use.grammar(codec()), grammar.tokenizer_of(bundle(), codec().vocab_size))
+    assert "x-guidance" not in raised.value.message and "%json" not in raised.value.message
+
+
+def test_an_error_of_a_grammar_shows_where_in_it() -> None:
+    with pytest.raises(InvalidGrammarError, match=r"unknown name: \"foo\"\n +1 \| start: foo"):
+        grammar.check(grammar.of_lark("start: foo"), grammar.tokenizer_of(bundle(), codec().vocab_size))
 
 
 @pytest.mark.parametrize(
