@@ -100,6 +100,7 @@ RULES: dict[str, Rule] = {
     # Anthropic's
     "POST /v1/messages": WORK,
     "POST /v1/messages/count_tokens": WORK,
+    "GET /api/hello": NOTHING,
     "POST /v1/messages/batches": WORK,
     "GET /v1/messages/batches": LIST,
     "GET /v1/messages/batches/{batch_id}": SEE_BATCH,
@@ -232,6 +233,7 @@ RULES: dict[str, Rule] = {
 
 def rule_of(method: str, path: str) -> Rule | None:
     """The rule of a route by its pattern; None: nobody has stated one."""
+    method = method.replace("HEAD", "GET")
     return PAGE if path == "/dashboard" or path.startswith("/dashboard/") else RULES.get(f"{method} {path}")
 
 

@@ -67,8 +67,8 @@ class ThinkingConfig(RequestModel):
 
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: int | None = Field(default=None, ge=1, description="goes with `enabled`; for templates that know it")
-    display: Literal["summarized", "omitted"] | None = Field(
-        default=None, description="omitted: thinking blocks come without their text; else it comes whole"
+    display: Literal["summarized", "omitted", "updates"] | None = Field(
+        default=None, description="omitted, updates: thinking blocks come without their text; else it comes whole"
     )
 
     @model_validator(mode="after")
@@ -76,6 +76,11 @@ class ThinkingConfig(RequestModel):
         if (self.type == "enabled") != (self.budget_tokens is not None):
             raise complaint("budget_tokens", "'budget_tokens' goes with type 'enabled', and with no other")
         return self
+
+    @property
+    def omits_text(self) -> bool:
+        """True for `omitted`, and for `updates`: it shows notes on progress, which only Anthropic's models write."""
+        return self.display in ("omitted", "updates")
 
     def variables(self) -> dict[str, Any]:
         """What the templates of reasoning models call the switch and the budget."""
@@ -202,6 +207,7 @@ class MessagesRequest(DrawFields, PromptedFields):
         "inference_geo": (),
         "mcp_servers": ([],),
         "speed": ("standard",),
+        "safeguards": ([],),  # who asks for them relies on verdicts about each call
     }
 
     max_tokens: int = Field(
