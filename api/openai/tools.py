@@ -6,6 +6,7 @@ arguments of functions with `strict` follow their schema then, too, when the mod
 """
 
 import json
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -43,13 +44,13 @@ def known_type(*known: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-def by_type(otherwise: str) -> Discriminator:
-    """Tells the kinds of a union apart. A tag is not an identifier, so that no error takes it for a field
-    (api/http/errors.py)."""
+def by_type(otherwise: str, same: Mapping[str, str] | None = None) -> Discriminator:
+    """Tells the kinds of a union apart; `same`: types that share the class of another one. A tag is not an identifier,
+    so that no error takes it for a field (api/http/errors.py)."""
 
     def tag(value: Any) -> str:
-        kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", otherwise)
-        return f"<{kind}>"
+        kind = str(value.get("type") if isinstance(value, dict) else getattr(value, "type", otherwise))
+        return f"<{(same or {}).get(kind, kind)}>"
 
     return Discriminator(tag)
 
