@@ -70,6 +70,8 @@ RULES: dict[str, Rule] = {
     "POST /v1/chat/completions": WORK,
     "POST /v1/embeddings": WORK,
     "POST /v1/responses": WORK,  # responses and conversations are found under the asker's own name alone
+    "POST /v1/responses/input_tokens": WORK,
+    "POST /v1/responses/compact": WORK,
     "GET /v1/responses/{response_id}": WORK,
     "DELETE /v1/responses/{response_id}": WORK,
     "POST /v1/responses/{response_id}/cancel": WORK,

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import openai
 import pytest
 from openai import AsyncOpenAI
 from openai.types.responses import ResponseStreamEvent
@@ -36,12 +37,15 @@ def tool_call(name: str, arguments: dict[str, Any]) -> str:
 ANSWERS = {
     "close": Answer("<think>I must</think>I close it.\n" + tool_call("agents_v1__close_agent", {"target": "a"})),
     "patch": Answer(tool_call("apply_patch", {"input": "*** Begin Patch\n*** End Patch"})),
+    "list": Answer(tool_call("exec_command", {"cmd": "ls"})),
+    "alone.": Answer("We closed the agent."),  # the end of what a compaction asks
 }
 
 
 def script(spec: SequenceSpec) -> Answer:
     """By the last word of the prompt."""
-    return ANSWERS.get(codec().decode(spec.prompt_ids).split()[-1], Answer("done"))
+    asked = codec().decode(spec.prompt_ids)
+    return Answer("<think>hm") if "only think" in asked else ANSWERS.get(asked.split()[-1], Answer("done"))
 
 
 @pytest.fixture
@@ -253,6 +257,52 @@ async def test_a_background_response_has_its_tools_whoever_goes_on_with_it(
     assert '"arguments": {"input": "*** Begin Patch' in prompt(worker)
     await client.responses.create(model=MODEL, previous_response_id=made.id)
     assert prompt(worker).startswith("user: patch\nassistant: <tool_call>"), "what was said before may be all"
+
+
+async def test_tokens_are_counted_as_a_response_reads_them(client: AsyncOpenAI, worker: ScriptedWorker) -> None:
+    first = await client.responses.create(model=MODEL, input="hi")
+    body: dict[str, Any] = {"model": MODEL, "input": "list", "tools": [EXEC], "instructions": "be kind"}
+    for more in ({}, {"previous_response_id": first.id}):
+        read = await client.responses.create(**body, **more)
+        asked = len(worker.specs)
+        counted = await client.responses.input_tokens.count(**body, **more)
+        assert read.usage is not None and counted.input_tokens == read.usage.input_tokens
+        assert len(worker.specs) == asked, "counting generates nothing"
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.input_tokens.count(model=MODEL, input="hi", previous_response_id="resp_none")
+
+
+async def test_a_conversation_is_compacted_and_gone_on_with(client: AsyncOpenAI, worker: ScriptedWorker) -> None:
+    first = await client.responses.create(model=MODEL, input="close", tools=[AGENTS])  # type: ignore[list-item]
+    call = first.output[-1]
+    assert call.type == "function_call"
+    output: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "closed"}
+    compacted = await client.responses.compact(
+        model=MODEL, previous_response_id=first.id, input=[output], instructions="be kind"
+    )
+    asked = prompt(worker)
+    assert asked.startswith("system: be kind\nuser: close\nassistant: <think>I must</think>I close it.")
+    assert "closed" in asked and "Write a summary" in asked
+    assert compacted.object == "response.compaction" and compacted.usage.input_tokens == len(asked)
+    user, summary = compacted.output
+    assert (user.type, user.role, summary.type) == ("message", "user", "compaction")
+    assert unsealed(summary.encrypted_content) == "We closed the agent."
+    going_on: list[Any] = [*(item.to_dict(warnings=False) for item in compacted.output), said("user", "and now?")]
+    second = await client.responses.create(model=MODEL, input=going_on)
+    about = "user: Summary of the conversation so far:\n\nWe closed the agent.\n"
+    assert prompt(worker) == f"user: close\n{about}user: and now?\n"
+    await client.responses.create(model=MODEL, input="more", previous_response_id=second.id)
+    assert about in prompt(worker), "it is stored as it came"
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.retrieve(compacted.id)
+
+
+async def test_a_compaction_that_cannot_be_is_refused(server: Api, worker: ScriptedWorker) -> None:
+    for name, value in (("stream", True), ("background", True), ("conversation", "conv_1")):
+        refused = await server.post(f"{PATH}/compact", {"model": MODEL, "input": "hi", name: value})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
+    refused = await server.post(f"{PATH}/compact", {"model": MODEL, "input": "only think"})
+    assert refused.json()["error"]["param"] == "max_output_tokens", "a summary that says nothing would lose all"
 
 
 async def test_paths_and_methods_that_are_not_there_say_what_is(server: Api) -> None:

@@ -166,6 +166,8 @@ WORST: dict[str, tuple[str, Any]] = {
     "items": ("/v1/responses", {"model": MODEL, "input": [_HI] * 9990, "store": False}),
     "items to be kept": ("/v1/responses", {"model": MODEL, "input": SAID}),
     "a response in the background": ("/v1/responses", {"model": MODEL, "input": SAID, "background": True}),
+    "items to count": ("/v1/responses/input_tokens", {"model": MODEL, "input": SAID}),
+    "items to compact": ("/v1/responses/compact", {"model": MODEL, "input": SAID}),
     "tools of namespaces": ("/v1/responses", {"model": MODEL, "input": "hi", "tools": SPACES}),
     "choices of tools": ("/v1/responses", {"model": MODEL, "input": "hi", "tools": [CUSTOM], "tool_choice": ALLOWED}),
     "calls of custom tools": ("/v1/responses", {"model": MODEL, "input": EDITS}),

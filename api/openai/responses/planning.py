@@ -81,6 +81,19 @@ async def plan_response(
         raise _renamed(error) from None
 
 
+async def count_tokens(ring: Ring, body: ResponseRequest, target: Target, begun: Sequence[int]) -> int:
+    """The tokens of the prompt that a request comes to."""
+    try:
+        _, asked = await _fitting(ring, body, target, begun, _unkept)
+    except InvalidRequestError as error:
+        raise _renamed(error) from None
+    return len(asked.prompts[0])
+
+
+async def _unkept(sha256: bytes, data: bytes) -> None:
+    """Of images that are only counted, nothing is kept."""
+
+
 async def _fitting(
     ring: Ring, body: ResponseRequest, target: Target, begun: Sequence[int], keep: Keep | None
 ) -> tuple[ChatCompletionRequest, Asked]:
