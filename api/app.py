@@ -40,7 +40,7 @@ from api.openai import (
     replies,
     similarities,
 )
-from api.openai.responses import conversations
+from api.openai.responses import compaction, conversations
 from api.openai.responses import routes as responses
 from api.openai.responses.background import BackgroundWork
 from api.ops import dashboard, deadletters, health, metrics, pause, prefix_cache, server_info, snapshot
@@ -95,6 +95,7 @@ ROUTED = (
         files,
         batches,
         responses,
+        compaction,
         conversations,
         classifications,
         models,

@@ -70,6 +70,8 @@ RULES: dict[str, Rule] = {
     "POST /v1/chat/completions": WORK,
     "POST /v1/embeddings": WORK,
     "POST /v1/responses": WORK,  # responses and conversations are found under the asker's own name alone
+    "POST /v1/responses/input_tokens": WORK,
+    "POST /v1/responses/compact": WORK,
     "GET /v1/responses/{response_id}": WORK,
     "DELETE /v1/responses/{response_id}": WORK,
     "POST /v1/responses/{response_id}/cancel": WORK,
@@ -100,6 +102,7 @@ RULES: dict[str, Rule] = {
     # Anthropic's
     "POST /v1/messages": WORK,
     "POST /v1/messages/count_tokens": WORK,
+    "GET /api/hello": NOTHING,
     "POST /v1/messages/batches": WORK,
     "GET /v1/messages/batches": LIST,
     "GET /v1/messages/batches/{batch_id}": SEE_BATCH,
@@ -232,6 +235,7 @@ RULES: dict[str, Rule] = {
 
 def rule_of(method: str, path: str) -> Rule | None:
     """The rule of a route by its pattern; None: nobody has stated one."""
+    method = method.replace("HEAD", "GET")
     return PAGE if path == "/dashboard" or path.startswith("/dashboard/") else RULES.get(f"{method} {path}")
 
 

@@ -4,6 +4,7 @@
 (https://platform.openai.com/docs/guides/error-codes). A message says what was wrong, where, and what to do.
 """
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 
@@ -71,7 +72,11 @@ class NotFoundError(ParallmError, status=404, type="invalid_request_error", code
 
 
 class MethodNotAllowedError(InvalidRequestError, status=405, code="method_not_allowed"):
-    """The path exists, the method does not."""
+    """The path exists, the method does not; `allowed` are those that do."""
+
+    def __init__(self, message: str, allowed: Sequence[str]) -> None:
+        super().__init__(message)
+        self.allowed = allowed
 
 
 class UnknownModelError(NotFoundError, code="model_not_found"):

@@ -68,6 +68,7 @@ class TrainerStatus(msgspec.Struct, frozen=True, kw_only=True):
     value_loss: float | None = None  # of a value head, in the last train step
     explained: float | None = None  # how well its values were known before: 1 is all
     ranks: tuple[RankStatus, ...] = ()  # that divide the model among them; (): it is one process
+    mode: str = ""  # of learning, as `--mode` has it; "": rl, of a trainer that does not say
 
 
 class TrainingPoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,6 +100,7 @@ class TrainingPoint(msgspec.Struct, frozen=True, kw_only=True):
     train_s: float = 0.0
     publish_s: float = 0.0
     gate: str = ""  # "" when the version passed, else the failed checks
+    held_out_loss: float | None = None  # of a run on a data set
 
 
 class Beat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

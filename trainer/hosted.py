@@ -75,6 +75,10 @@ class HostedTrainer:
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
+    def resolved(self) -> str:
+        """The run's settings as YAML."""
+        return self._settings.resolved()
+
     def prepare(self, place: LendingWorker) -> None:
         """Find out what memory there is for a microbatch; compile what a train step needs, where that takes time."""
         if not self._settings.microbatch_gb:
@@ -211,7 +215,7 @@ def hosted_settings(worker: WorkerSettings) -> TrainSettings:
 
 async def _check(settings: TrainSettings) -> None:
     """SetupError when tasks or reward are not there: before the model is loaded, not after."""
-    async with ring_judges(settings.redis) as judges, tasks(settings, judges):
+    async with ring_judges(settings.redis or "redis://") as judges, tasks(settings, judges):  # "": a dry run
         pass
 
 

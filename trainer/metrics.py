@@ -283,27 +283,36 @@ def status_of(
     ranks: tuple[RankStatus, ...],
 ) -> TrainerStatus:
     """The totals and the last train step; owner and heartbeat are the board's to fill in."""
-    return TrainerStatus(
-        **_same(TrainerStatus, state),
-        policy=settings.adapter,
-        owner="",
-        model=settings.model,
+    return msgspec.structs.replace(
+        totals_of(settings, state, now, checkpoints, started_ms),
         source=settings.source,
-        state=now,
-        started_ms=started_ms,
         reward=last.reward if last else None,
         loss=last.loss if last else None,
         kl=last.kl if last else None,
         lag=last.lag_max if last else 0,
-        checkpoint_saves=state.saves,
-        updates_per_s=updates_per_s(state),
         tokens_per_s=last.tokens_per_s if last else 0.0,
-        checkpoints=tuple(checkpoints.names()),
-        latest_checkpoint=checkpoints.pointer("latest") or "",
-        best_checkpoint=checkpoints.pointer("best") or "",
         value_loss=last.value_loss if last else None,
         explained=last.explained if last else None,
         ranks=ranks,
+    )
+
+
+def totals_of(
+    settings: TrainSettings, state: RunState, now: TrainerState, checkpoints: CheckpointStore, started_ms: int
+) -> TrainerStatus:
+    """What every kind of run says of itself."""
+    return TrainerStatus(
+        **_same(TrainerStatus, state) | {"mode": settings.mode},
+        policy=settings.adapter,
+        owner="",
+        model=settings.model,
+        state=now,
+        started_ms=started_ms,
+        checkpoint_saves=state.saves,
+        updates_per_s=updates_per_s(state),
+        checkpoints=tuple(checkpoints.names()),
+        latest_checkpoint=checkpoints.pointer("latest") or "",
+        best_checkpoint=checkpoints.pointer("best") or "",
     )
 
 

@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run a worker until SIGTERM or SIGINT; the process's exit code."""
     placed, is_strict = None, False
     try:
-        settings = load(WorkerSettings, argv)
+        settings = load(WorkerSettings, argv, rehearse=_rehearse)
         configure(settings.log_level, settings.log_json)
         asyncio.run(join(settings))
         if not settings.redis:
@@ -61,6 +61,21 @@ def main(argv: list[str] | None = None) -> int:
     elif code and os.environ.get(VARIABLE) != "1":
         _begin_anew()
     return code
+
+
+def _rehearse(settings: WorkerSettings) -> str:
+    """Check what can be known before the ring is joined and weights are read; the guest's settings, to be printed."""
+    placed = placement(settings)
+    fast_blas.install()
+    # These import mlx, so only after fast_blas.install.
+    from worker.engine.messages import engine_config
+    from worker.engine.model.loader import check_model
+    from worker.guest import invited, own_settings, rank_of_guest
+
+    if placed is not None:
+        rank_of_guest(settings)
+    check_model(engine_config(settings))
+    return own_settings(None if placed is not None and placed.rank else invited(settings))
 
 
 def _leave_group(code: int, *, is_strict: bool) -> None:

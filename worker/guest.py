@@ -41,7 +41,8 @@ class Guest(Protocol):
     """Called on the worker's event loop or in a thread; none of it may block for long but `stop`.
 
     A guest that has a `prepare(place)`, too, is asked in a thread before the worker is ready, and may block. One that
-    has a `rank(loaded)` may be a guest of several ranks: that makes what the other ranks do in its place.
+    has a `rank(loaded)` may be a guest of several ranks: that makes what the other ranks do in its place. `--dry-run`
+    prints what a `resolved()` returns: the guest's own settings, as YAML.
     """
 
     def start(self, place: Workplace, ended: Callable[[bool], None]) -> None:
@@ -55,6 +56,12 @@ def invited(settings: WorkerSettings) -> Guest | None:
     """The guest that the settings name."""
     kind = _kind(settings)
     return None if kind is None else cast(Guest, kind(settings))
+
+
+def own_settings(guest: Guest | None) -> str:
+    """The guest's own settings, as a further document of YAML; "" where it has none."""
+    resolved = getattr(guest, "resolved", None)
+    return "" if resolved is None else f"---\n{resolved()}"
 
 
 def rank_of_guest(settings: WorkerSettings) -> Callable[[LoadedModel], Learning] | None:

@@ -22,6 +22,7 @@ from shared.adapter_files.config import MAX_CONFIG_BYTES, read_config
 from shared.adapter_files.formats import CONFIG_FILE, MLX_FILE, PEFT_FILE, inherit_config, prepare
 from shared.adapters import NETWORK_BASE, AdapterManifest, check_name
 from shared.errors import AdapterRejectedError, InvalidRequestError, PayloadTooLargeError, UnknownAdapterError
+from shared.redis.training.board import TrainingBoard
 from shared.sequences import ModelCard
 
 _BLOCK = 1 << 20
@@ -114,12 +115,18 @@ async def publish(ring: Ring, name: str, fields: UploadFields, files: AdapterFil
         train_step=fields.train_step,
         metrics=fields.metrics,
         gate=checks_of(fields.gate),
-        source=files.source,
+        source=await _source(ring, name, fields, files),
         set_latest=fields.set_latest,
         if_latest=fields.if_latest,
     )
     ring.splits.forget(name)
     return manifest
+
+
+async def _source(ring: Ring, name: str, fields: UploadFields, files: AdapterFiles) -> str:
+    """Where a version comes from: a candidate is its policy's trainer's, if one lives."""
+    is_trained = not fields.set_latest and await TrainingBoard(ring.redis, name).alive()
+    return "trainer" if is_trained else files.source
 
 
 def _check_nature(name: str, known: str, model: str | None, *, is_network: bool) -> None:

@@ -154,13 +154,14 @@ def shown(name: str, state: SplitState) -> dict[str, Any]:
         "floor": split.floor,
         "verdict_after": split.verdict_after,
         "confidence": split.confidence,
-        "latest": split.latest,
+        "latest": state.latest,
+        "latest_at_start": split.latest,
         "started_ms": state.started_ms,
         "rewards": state.counted,
         "versions": [
             {
                 "id": f"{name}@{version}",
-                "share": 0.0 if state.over else shares[version],
+                "share": shares[version],
                 "rewards": state.earned[version].count,
                 "mean_reward": state.earned[version].mean if state.earned[version].count else None,
             }

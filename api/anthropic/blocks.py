@@ -10,7 +10,7 @@ from typing import Any
 
 import pydantic_core
 
-from api.generation.splitter import CallPart, Piece
+from api.generation.languages.pieces import CallPart, Piece
 
 Event = dict[str, Any]
 

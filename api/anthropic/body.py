@@ -67,8 +67,8 @@ class ThinkingConfig(RequestModel):
 
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: int | None = Field(default=None, ge=1, description="goes with `enabled`; for templates that know it")
-    display: Literal["summarized", "omitted"] | None = Field(
-        default=None, description="omitted: thinking blocks come without their text; else it comes whole"
+    display: Literal["summarized", "omitted", "updates"] | None = Field(
+        default=None, description="omitted, updates: thinking blocks come without their text; else it comes whole"
     )
 
     @model_validator(mode="after")
@@ -76,6 +76,11 @@ class ThinkingConfig(RequestModel):
         if (self.type == "enabled") != (self.budget_tokens is not None):
             raise complaint("budget_tokens", "'budget_tokens' goes with type 'enabled', and with no other")
         return self
+
+    @property
+    def omits_text(self) -> bool:
+        """True for `omitted`, and for `updates`: it shows notes on progress, which only Anthropic's models write."""
+        return self.display in ("omitted", "updates")
 
     def variables(self) -> dict[str, Any]:
         """What the templates of reasoning models call the switch and the budget."""
@@ -138,13 +143,13 @@ class PromptedFields(RequestModel):
             raise complaint("output_format", "'output_format' and 'output_config.format' say the same twice")
         return self
 
-    def chat(self, template: str, *, system_anywhere: bool = True) -> ChatCompletionRequest:
+    def chat(self, template: str) -> ChatCompletionRequest:
         """The same request to /v1/chat/completions; `template`: the model's, which says what it can be told.
 
         InvalidRequestError for a reference to a tool that is not there.
         """
         tools = self.tools or []
-        writer = ChatWriter({tool.name: tool.shown() for tool in tools}, system_anywhere=system_anywhere)
+        writer = ChatWriter({tool.name: tool.shown() for tool in tools})
         writer.begin(self.system or [])
         for turn in self.messages:
             writer.add(turn)
@@ -202,6 +207,7 @@ class MessagesRequest(DrawFields, PromptedFields):
         "inference_geo": (),
         "mcp_servers": ([],),
         "speed": ("standard",),
+        "safeguards": ([],),  # who asks for them relies on verdicts about each call
     }
 
     max_tokens: int = Field(

@@ -7,7 +7,7 @@ import msgspec
 from api.anthropic.blocks import BlockWriter, Event
 from api.anthropic.body import MessagesRequest
 from api.generation.choice import Choice, Delta, ReplyPlan, usage
-from api.generation.splitter import Piece
+from api.generation.languages.pieces import Piece
 from shared.frames import Finish, TokenEvent
 from shared.text.codec import TextCodec
 from shared.token_events import join
@@ -29,7 +29,7 @@ class MessageWriter:
         self._finish: Finish | None = None
         self._called = False
         name = plan.id.rpartition("-")[2]
-        omits = body.thinking is not None and body.thinking.display == "omitted"
+        omits = body.thinking is not None and body.thinking.omits_text
         self._writer = BlockWriter(name[:22], shows_thinking=not omits)
         self._choice = Choice(plan, codec)
         self.id = f"msg_{plan.name or name}"

@@ -1,7 +1,7 @@
 """From a message request to work: the chat that it comes to, planned as any chat."""
 
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 
 import msgspec
 from pydantic import ValidationError
@@ -38,22 +38,11 @@ async def chat_of(body: PromptedFields, codec: TextCodec, *, long: bool) -> Chat
 
     `long`: it takes a while, and is made beside the event loop.
     """
-    make = partial(body.chat, codec.bundle.chat_template, system_anywhere=takes_system_anywhere(codec))
+    make = partial(body.chat, codec.bundle.chat_template)
     try:
         return await aside(make) if long else make()
     except ValidationError as error:
         raise _renamed(from_validation(error.errors())) from error
-
-
-@lru_cache(maxsize=16)  # models
-def takes_system_anywhere(codec: TextCodec) -> bool:
-    """Whether the model's template shows what the system says in the middle: many refuse it, some leave it out."""
-    said = [{"role": role, "content": f"a {role} speaks"} for role in ("system", "user", "assistant", "user", "system")]
-    said[-1]["content"] = "in the middle"
-    try:
-        return said[-1]["content"] in codec.render_chat(said)
-    except InvalidRequestError:
-        return False
 
 
 async def asked_by(

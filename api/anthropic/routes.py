@@ -87,6 +87,13 @@ async def count_tokens(body: CountRequest, request: Request, ring: TheRing) -> T
     return TokenCount(input_tokens=len(asked.prompts[0]))
 
 
+@router.head("/api/hello", include_in_schema=False)
+@router.get("/api/hello", summary="Is the server there? (Claude Code)")
+async def hello() -> dict[str, str]:
+    """Answered without a key: Claude Code asks when it starts, to have the connection by its first request."""
+    return {"message": "hello"}
+
+
 async def _unkept(sha256: bytes, data: bytes) -> None:
     """Of images that are only counted, nothing is kept."""
 

@@ -180,13 +180,11 @@ Part = str | dict[str, Any]  # of a chat's message: text, or an image
 class ChatWriter:
     """Writes turns as messages of a chat. Turns of one role that follow each other are one, as Anthropic has them.
 
-    `tools`: the definitions of those that results may refer to. `system_anywhere`: whether the model's template has a
-    place for what the system says in the middle of a conversation; else the user says it.
+    `tools`: the definitions of those that results may refer to.
     """
 
-    def __init__(self, tools: Mapping[str, dict[str, Any]], *, system_anywhere: bool = True) -> None:
+    def __init__(self, tools: Mapping[str, dict[str, Any]]) -> None:
         self._tools = tools
-        self._system_role = "system" if system_anywhere else "user"
         self.chat: list[dict[str, Any]] = []
 
     def begin(self, system: Sequence[TextBlock]) -> None:
@@ -199,7 +197,7 @@ class ChatWriter:
         if turn.role == "assistant":
             self._add_answer(turn.content)
             return
-        role = self._system_role if turn.role == "system" and self.chat else turn.role
+        role = turn.role
         said: list[Part] = []
         brought: list[Part] = []  # images of results, which the user shows behind them: those of tools are text alone
         for block in turn.content:

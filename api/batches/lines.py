@@ -182,7 +182,8 @@ async def _plan_chat(ring: Ring, line: BatchLine, target: Target, keep: Keep) ->
 async def _plan_completion(ring: Ring, line: BatchLine, target: Target, keep: Keep) -> list[JobInput]:
     body = await _valid(CompletionRequest, line)
     _check_sampled(body, body.logprobs)
-    work, reply_plan = await plan(ring, body, target, await completions.asked_of(target.served.codec, body))
+    asked = await completions.asked_of(target.served.codec, body, ring.settings)
+    work, reply_plan = await plan(ring, body, target, asked)
     return _inputs(line, work, plan=_bare(reply_plan))
 
 

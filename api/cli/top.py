@@ -163,7 +163,8 @@ def _trainings(ring: RingSnapshot) -> Table:
         run = training.status
         state = _state(run.state) if training.alive else "[dim]not running[/]"
         figures = ("" if value is None else f"{value:.3g}" for value in (run.reward, run.loss, run.kl))
-        table.add_row(escape(run.policy), state, str(run.train_step), f"@{run.version}", *figures, str(run.lag))
+        lag = str(run.lag) if run.mode in ("", "rl") else ""
+        table.add_row(escape(run.policy), state, str(run.train_step), f"@{run.version}", *figures, lag)
     return table
 
 

@@ -6,8 +6,8 @@ The way in: `target.py` (which model and adapter) -> `plan.py` (the plan of the 
 `sampling.py`, which has the fields of a request and the sampling parameters, and `structured.py`, the grammar) ->
 `work.py` (the work as sequence specs) -> `running.py` (enqueue, read, cancel).
 
-The way out: `choice.py` (token events to new text) with `splitter.py` (reasoning, content, tool calls; the forms stand
-in `tool_formats.py`), and `logprobs.py`. `api/http/sse.py` sends the bytes.
+The way out: `choice.py` (token events to new text) with `languages/` (reasoning, content, tool calls, as each family
+of models writes them), and `logprobs.py`. `api/http/sse.py` sends the bytes.
 
 For some requests only: `resume.py` (streams that outlive their connection), `collection.py` (live traffic that is
 trained on), `continuations.py` (log-probabilities of given texts), `heads.py` (what heads say of texts),

@@ -9,7 +9,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from api.generation.splitter import Piece, SplitPlan, Splitter
+from api.generation.languages.channels import splitter_of
+from api.generation.languages.pieces import Piece, SplitPlan
+from api.generation.languages.reasoning_count import ReasoningCount
+from api.generation.languages.splitter import Splitter
 from shared.frames import Finish, TokenEvent, TokenLogprobs, VersionSpan, spans_of
 from shared.text.codec import TextCodec
 from shared.token_events import join
@@ -115,23 +118,18 @@ class Progress(msgspec.Struct, frozen=True):
 NOTHING_SEEN = Progress()
 
 
-LOOK_BACK = 64  # tokens: a mark may come in several events, and its text behind its tokens
-
-
 class Choice:
     """One choice while its events come in. With `seen` it shows only what lies beyond."""
 
     __slots__ = (
-        "_codec", "_decoder", "_eos", "_recent", "_show_stop", "_skip_chars", "_skip_tokens", "_split", "_splitter",
-        "_thought", "_versions", "begun", "cached", "chars", "ended", "prediction", "reasoning", "seen_end", "tokens",
+        "_decoder", "_eos", "_show_stop", "_skip_chars", "_skip_tokens", "_split", "_splitter", "_thought", "_versions",
+        "begun", "cached", "chars", "ended", "prediction", "seen_end", "tokens",
     )  # fmt: skip
 
     def __init__(self, plan: ReplyPlan, codec: TextCodec, seen: Progress = NOTHING_SEEN) -> None:
         self._split = plan.split
-        self._codec = codec
-        self._splitter = None if plan.split is None else Splitter(plan.split)
-        self._thought = plan.split.think_end if plan.split is not None and plan.split.thinking else ""
-        self._recent: list[int] = []  # tokens that may have the beginning of the mark that ends reasoning
+        self._splitter = None if plan.split is None else splitter_of(plan.split)
+        self._thought = None if plan.split is None else ReasoningCount(plan.split, codec)
         self._decoder = codec.stream(plan.shown_tokens(codec))
         self._eos = plan.eos_token_ids
         self._show_stop = plan.show_stop_token
@@ -143,9 +141,13 @@ class Choice:
         self.tokens = 0
         self.chars = 0
         self.cached = 0
-        self.reasoning = 0  # tokens of it, its marks included
         self.prediction = Prediction()
         self.ended = False
+
+    @property
+    def reasoning(self) -> int:
+        """Tokens of reasoning, its marks included."""
+        return 0 if self._thought is None else self._thought.tokens
 
     def take(self, events: list[TokenEvent]) -> Delta:
         """All that the events add, as one delta."""
@@ -195,38 +197,14 @@ class Choice:
             delta.older_calls = self._split is not None and self._split.older
             delta.calls_ended_it = whole and self._split is not None and not self._split.named
         delta.piece = piece
-        if self._thought:
-            self._count_reasoning(splitter, delta.tokens)
-
-    def _count_reasoning(self, splitter: Splitter, tokens: list[int]) -> None:
-        recent = self._recent + tokens
-        if splitter.in_reasoning:
-            self.reasoning = self.tokens
-        elif splitter.reasoned:
-            self.reasoning = self.tokens - len(recent) + _until(self._thought, recent, self._codec)
-            self._thought = ""
-        self._recent = recent[-LOOK_BACK:]
+        if self._thought is not None:
+            self._thought.take(delta.tokens)
 
     def _skip(self, delta: Delta) -> None:
         delta.seen_tokens, chars = min(self._skip_tokens, len(delta.tokens)), min(self._skip_chars, len(delta.text))
         self._skip_tokens -= delta.seen_tokens
         self._skip_chars -= chars
         delta.text = delta.text[chars:]
-
-
-def _until(mark: str, tokens: list[int], codec: TextCodec) -> int:
-    """How many tokens there are up to the end of a mark; all of them when it is not among them."""
-    whole = codec.added_token(mark)
-    if whole is not None and whole in tokens:
-        return tokens.index(whole) + 1  # else it is spelled
-    pieces, text = codec.visible_pieces([mark]), ""
-    for at, token in enumerate(tokens, 1):
-        piece = pieces[token]
-        text += piece if isinstance(piece, str) else piece.decode(errors="replace")
-        if mark in text:
-            return at
-        text = text[-len(mark) :]
-    return len(tokens)
 
 
 def ends_with_stop_token(tokens: list[int], finish: Finish, eos_token_ids: tuple[int, ...]) -> bool:
@@ -276,7 +254,7 @@ def usage(plan: ReplyPlan, choices: Sequence[Choice]) -> Usage:
     completion = sum(choice.tokens for choice in choices)
     cached = sum(max(choice.cached for choice in choices[p : p + plan.n]) for p in range(0, len(choices), plan.n))
     details = None
-    if plan.predicted or (plan.split is not None and plan.split.thinking):
+    if plan.predicted or (plan.split is not None and plan.split.think_end):
         details = CompletionDetails(
             sum(choice.reasoning for choice in choices),
             sum(choice.prediction.accepted for choice in choices),

@@ -14,6 +14,7 @@ import msgspec
 
 from api.generation.choice import Endpoint, ReplyPlan
 from api.generation.collection import collection_for_feedback, collection_of
+from api.generation.languages.pieces import SplitPlan
 from api.generation.sampling import (
     MAX_TOP_LOGPROBS,
     WHOLE_VOCABULARY,
@@ -22,7 +23,6 @@ from api.generation.sampling import (
     for_a_trainer,
     sampling_of,
 )
-from api.generation.splitter import SplitPlan
 from api.generation.target import Target
 from api.generation.work import Work
 from api.ring.ring import Ring

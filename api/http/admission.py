@@ -39,6 +39,7 @@ WORK = frozenset(
         "/v1/completions",
         "/v1/chat/completions",
         "/v1/responses",
+        "/v1/responses/compact",
         "/v1/messages",
         "/v1/embeddings",
         "/v1/classifications",

@@ -11,7 +11,7 @@ from api.http.errors import error_response
 from api.ring.caller import ApiKey, calling
 from shared.errors import AuthenticationError, ForbiddenError
 
-OPEN_PATHS = frozenset({"/health", "/livez", "/readyz", "/ping", "/metrics"})
+OPEN_PATHS = frozenset({"/health", "/livez", "/readyz", "/ping", "/metrics", "/api/hello"})
 OPEN_DOWNLOADS = "downloads"  # under /api/v1: addresses that are secret themselves (api/tinker/downloads.py)
 
 

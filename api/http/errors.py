@@ -13,6 +13,7 @@ import msgspec
 import structlog
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import iter_route_contexts
 from pydantic import BaseModel, Field
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError, WatchError
@@ -91,12 +92,14 @@ def error_object(error: ParallmError) -> bytes:
 
 
 def error_response(error: ParallmError) -> Response:
-    """The response for an error, with `Retry-After` where it helps."""
+    """The response for an error, with `Retry-After` where it helps, and `Allow`."""
     headers = {}
     if isinstance(error, QueueFullError | ServiceUnavailableError):
         headers["Retry-After"] = str(error.retry_after_s)
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
+    if isinstance(error, MethodNotAllowedError):
+        headers["Allow"] = ", ".join(error.allowed)
     return ErrorResponse(error, headers)
 
 
@@ -169,10 +172,17 @@ def _from_http(request: Request, error: HTTPException) -> ParallmError:
     if error.status_code == 404:
         return NotFoundError(f"unknown route: {route}")
     if error.status_code == 405:
-        return MethodNotAllowedError(f"method not allowed: {route}")
+        allowed = _allowed_methods(request)
+        return MethodNotAllowedError(f"method not allowed: {route}; that path takes {' and '.join(allowed)}", allowed)
     if error.status_code == 413:
         return PayloadTooLargeError(str(error.detail))
     return InvalidRequestError(str(error.detail))
+
+
+def _allowed_methods(request: Request) -> list[str]:
+    """The methods that some route takes at the path of a request."""
+    there = (each for each in iter_route_contexts(request.app.routes) if each.path_regex.match(request.url.path))
+    return sorted({method for each in there for method in each.methods or ()})
 
 
 def from_validation(errors: Sequence[Any]) -> InvalidRequestError:

@@ -28,7 +28,16 @@ BYTES_PER_OBJECT = 50
 SAMPLES = "/api/v1/asample"
 # Take images as `data:` URLs or base64, which may be long
 IMAGES = frozenset(
-    {"/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/v1/jobs", SAMPLES}
+    {
+        "/v1/chat/completions",
+        "/v1/responses",
+        "/v1/responses/input_tokens",
+        "/v1/responses/compact",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
+        "/v1/jobs",
+        SAMPLES,
+    }
 )
 LARGE_BYTES = 1 << 18  # of a body: to look at its shape takes some 10 ms from here on
 

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from api.generation.sampling import MAX_TOP_LOGPROBS, StrictId
 from api.http.fields import LogitBias, RequestModel, Stop, complaint
@@ -37,6 +37,10 @@ class RewardBody(RequestModel):
         return RewardSpec(self.name, {**self.options, **(self.model_extra or {})})
 
 
+def _named(value: Any) -> Any:
+    return {"name": value} if isinstance(value, str) else value
+
+
 class JobBody(RequestModel):
     """A job. With a multipart upload, this is the `spec` field and the prompts are in `file`."""
 
@@ -55,7 +59,9 @@ class JobBody(RequestModel):
         default=None, description="of the job, or a list with one object for each prompt"
     )
     n: int = Field(default=1, ge=1, le=4096, description="samples for each prompt")
-    reward: RewardBody | None = None
+    reward: Annotated[RewardBody | None, BeforeValidator(_named)] = Field(
+        default=None, description="a reward's name, or an object with its options"
+    )
     score_logprobs: bool = Field(default=True, description="kind score: log-probabilities, or the reward alone")
     max_tokens: int = Field(default=256, ge=1)
     temperature: float = Field(default=1.0, ge=0, le=2)

@@ -1,5 +1,6 @@
 """POST /v1/chat/completions: messages through the model's chat template, then as any completion."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +25,8 @@ from shared.text.codec import TextCodec
 router = APIRouter(tags=["openai"], route_class=BodyRoute)
 
 UNUSED_HEADER = "x-parallm-unused-parameters"
+MAX_NAMES, MAX_NAME = 32, 128  # in that header: schemas may have any number of parts, of any length
+_NO_NAME = re.compile(r"[^!-+\--~]")  # letters that a header has no place for, and the comma that separates names
 _NO_HINT = {("reasoning_effort", "none"), ("verbosity", "medium")}  # ask for nothing
 
 
@@ -88,13 +91,19 @@ def _hints(body: ChatCompletionRequest) -> dict[str, Any]:
 
 
 def unused_hints(body: ChatCompletionRequest, codec: TextCodec) -> list[str]:
-    """The hints of a request that the model's template does not know: the answer's headers tell of them."""
+    """The hints of a request that the model's template does not know, and parts of its tools' schemas that no grammar
+    can enforce: the answer's headers name them."""
     asked = _hints(body).items()
-    return [name for name, value in asked if name not in codec.bundle.chat_template and (name, value) not in _NO_HINT]
+    unused = [name for name, value in asked if name not in codec.bundle.chat_template and (name, value) not in _NO_HINT]
+    enforced = body.tool_choice not in (None, "none", "auto") or any(tool.function.strict for tool in body.tools or ())
+    tools = ToolUse.of(body.tools, body.tool_choice, body.parallel_tool_calls) if enforced else None
+    return unused if tools is None else unused + tools.unenforced(codec)
 
 
 def with_unused(response: Response, unused: list[str]) -> Response:
     """The response, saying which parameters had nobody to follow them."""
     if unused:
-        response.headers[UNUSED_HEADER] = ", ".join(unused)
+        shown = [_NO_NAME.sub("?", name)[:MAX_NAME] for name in unused[:MAX_NAMES]]
+        more = [f"and {len(unused) - MAX_NAMES} more"] if len(unused) > MAX_NAMES else []
+        response.headers[UNUSED_HEADER] = ", ".join(shown + more)
     return response

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 
 from api.generation.choice import Choice, Delta, Progress, PromptDetails, ReplyPlan, Usage, shown_versions, usage
+from api.generation.languages.pieces import CallPart, Piece
 from api.generation.logprobs import TextLogprobs, TextOffsets, TokenNames
-from api.generation.splitter import CallPart, Piece
 from shared.text.codec import TextCodec
 
 _json = msgspec.json.Encoder()

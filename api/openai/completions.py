@@ -12,11 +12,10 @@ from api.openai.bodies import CompletionRequest
 from api.openai.replies import reply, whole_body
 from api.ring.ring import TheRing
 from shared.frames import Finish, TokenEvent
+from shared.process.settings import ApiSettings
 from shared.text.codec import TextCodec
 
 router = APIRouter(tags=["openai"], route_class=BodyRoute)
-
-DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
 @router.post(
@@ -29,7 +28,7 @@ async def create_completion(body: CompletionRequest, request: Request, ring: The
     target = await target_of(ring, body, request, split=True)
     ring = target.ring
     codec = target.served.codec
-    work, reply_plan = await plan(ring, body, target, await asked_of(codec, body))
+    work, reply_plan = await plan(ring, body, target, await asked_of(codec, body, ring.settings))
     scored = reply_plan.logprobs is not None or reply_plan.prompt_logprobs is not None
     if reply_plan.scores_only and not scored and not body.stream:  # an echo without scores needs no worker
         events = [
@@ -39,13 +38,13 @@ async def create_completion(body: CompletionRequest, request: Request, ring: The
     return await reply(ring, codec, work, reply_plan, bool(body.stream))
 
 
-async def asked_of(codec: TextCodec, body: CompletionRequest) -> Asked:
+async def asked_of(codec: TextCodec, body: CompletionRequest, settings: ApiSettings) -> Asked:
     """The prompts as ids, and what only this endpoint knows of them."""
     return Asked(
         endpoint="completions",
         prompts=await encoded(codec, body.prompt, body.add_special_tokens is not False),
         max_tokens=body.max_tokens,
-        default_tokens=DEFAULT_MAX_TOKENS,
+        default_tokens=settings.default_max_tokens,
         logprobs=body.logprobs,
         echo=body.prompt if body.echo else (),
         grammar=grammar_of_outputs(body.structured_outputs),

@@ -12,42 +12,15 @@ from typing import Any
 
 import msgspec
 
-from api.generation.splitter import SplitPlan, Thinking
+from api.generation.languages.families import Family, Marks, Thinking, family_of
+from api.generation.languages.pieces import SplitPlan
 from api.openai.bodies import ChatCompletionRequest, ChatFields, ChatMessage
+from api.openai.fitting import fitted
 from api.openai.tools import ToolUse
 from api.ring.room import LARGE_CHARS, LARGE_COUNT, aside
 from shared.errors import InvalidRequestError, UnsupportedParameterError
 from shared.images.chat import ChatImages
-from shared.text import grammar
 from shared.text.codec import TextCodec
-
-_MARKS = (  # of reasoning
-    ("<think>", "</think>"),
-    ("<longcat_think>", "</longcat_think>"),
-    ("<|think:start|>", "<|think:end|>"),
-    ("[THINK]", "[/THINK]"),
-)
-
-
-def thinking_after(prompt: str, marks: tuple[str, str]) -> Thinking:
-    """What a completion of this prompt begins with."""
-    start, end = marks
-    written = prompt.rstrip()
-    if written.endswith(start):
-        return "open"
-    return "" if written.endswith(end) else "may"
-
-
-def behind_thinking(text: str, thinking: Thinking, marks: tuple[str, str], codec: TextCodec) -> str:
-    """A grammar that lets the model reason before it begins."""
-    if not text or not thinking:
-        return text
-    thought = grammar.until("thought", marks[1], codec)
-    if thinking == "open":
-        return grammar.compose(f"start: thought BLANK @body\nBLANK: /\\n{{0,2}}/\n{thought}", {"body": text})
-    opening = f"({grammar.mark(marks[0], codec)} thought BLANK)?"
-    return grammar.compose(f"start: {opening} @body\nBLANK: /\\n{{0,2}}/\n{thought}", {"body": text})
-
 
 _OWN_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
@@ -79,14 +52,16 @@ async def conversation(
     text, ids = await _encoded(codec, body, tools, variables, begun, images)
     if tools is not None:
         wanted = tools.grammar(codec, wanted)
-    marks, thinking = _reasoning(codec, body, text)
+    family = family_of(codec.bundle.chat_template)
+    marks, thinking = _reasoning(family, codec, body, text)
     if marks is not None:
-        wanted = behind_thinking(wanted, thinking, marks, codec)
-    if tools is None and not thinking:
+        wanted = family.behind_thinking(wanted, thinking, marks, codec)
+    thinks = bool(thinking) or family.thinks_again or family.channels
+    if tools is None and not thinks:
         return Conversation(ids, None, wanted)
-    start, end = (marks or ("", "")) if thinking else ("", "")
+    start, end = (marks or ("", "")) if thinks else ("", "")
     show = body.include_reasoning is not False
-    split = SplitPlan(thinking=thinking, think_start=start, think_end=end, show_thinking=show)
+    split = SplitPlan(thinking=thinking, think_start=start, think_end=end, show_thinking=show, family=family.name)
     if tools is not None:
         split = msgspec.structs.replace(
             split,
@@ -100,14 +75,14 @@ async def conversation(
     return Conversation(ids, split, wanted)
 
 
-def _reasoning(codec: TextCodec, body: ChatFields, prompt: str) -> tuple[tuple[str, str] | None, Thinking]:
+def _reasoning(family: Family, codec: TextCodec, body: ChatFields, prompt: str) -> tuple[Marks | None, Thinking]:
     """The marks of the model's reasoning, if the answer may have any, and how the answer begins."""
     goes_on = bool(body.continue_final_message)
-    marks = next((marks for marks in _MARKS if marks[1] in codec.bundle.chat_template), None)
-    if marks is None or (body.add_generation_prompt is False and not goes_on):
+    marks = family.marks(codec.bundle.chat_template)
+    if marks is None or (body.add_generation_prompt is False and not goes_on and not family.channels):
         return None, ""
-    thinking = thinking_after(prompt, marks)
-    if goes_on and thinking == "may":  # it cannot begin with reasoning any more
+    thinking = family.thinking_after(prompt, marks)
+    if goes_on and thinking == "may" and not family.channels:  # it cannot begin with reasoning any more
         begun = _last_text(body.messages)
         thinking = "open" if begun.rfind(marks[0]) > begun.rfind(marks[1]) else ""
     return marks, thinking
@@ -169,7 +144,7 @@ def _rendered(
         mark = f"the-end-{secrets.token_hex(12)}"
         messages[-1]["content"] += mark
     text = codec.render_chat(
-        for_template(messages, tools, codec),
+        for_template(fitted(messages, codec), tools, codec),
         add_generation_prompt=body.add_generation_prompt is not False and not mark,
         tools=tools.shown if tools is not None and "tools" in codec.bundle.chat_template else None,
         **{**variables, **asked},

@@ -11,10 +11,10 @@ from fastapi import APIRouter, Header
 from starlette.responses import Response
 
 from api.generation.choice import DONE, Choice, Delta, ReplyPlan, shown_versions, usage
+from api.generation.languages.pieces import Piece
 from api.generation.logprobs import TextOffsets, TokenNames, in_parts
 from api.generation.resume import reading, remember, take_over
 from api.generation.running import LARGE_SIZE, Events, Generation, by_choice, gather_all
-from api.generation.splitter import Piece
 from api.generation.work import Work
 from api.http.errors import error_object, error_responses, from_fault
 from api.http.sse import EventStream

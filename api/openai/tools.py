@@ -6,12 +6,14 @@ arguments of functions with `strict` follow their schema then, too, when the mod
 """
 
 import json
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from api.generation.tool_formats import HERMES, format_name
+from api.generation.languages.families import family_of
+from api.generation.languages.tool_formats import HERMES
 from api.http.fields import HistoryModel, RequestModel, complaint
 from shared.errors import InvalidGrammarError, InvalidRequestError, UnsupportedParameterError
 from shared.text import grammar
@@ -42,13 +44,13 @@ def known_type(*known: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-def by_type(otherwise: str) -> Discriminator:
-    """Tells the kinds of a union apart. A tag is not an identifier, so that no error takes it for a field
-    (api/http/errors.py)."""
+def by_type(otherwise: str, same: Mapping[str, str] | None = None) -> Discriminator:
+    """Tells the kinds of a union apart; `same`: types that share the class of another one. A tag is not an identifier,
+    so that no error takes it for a field (api/http/errors.py)."""
 
     def tag(value: Any) -> str:
-        kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", otherwise)
-        return f"<{kind}>"
+        kind = str(value.get("type") if isinstance(value, dict) else getattr(value, "type", otherwise))
+        return f"<{(same or {}).get(kind, kind)}>"
 
     return Discriminator(tag)
 
@@ -141,7 +143,7 @@ class ToolUse(msgspec.Struct, frozen=True):
 
     def form(self, codec: TextCodec) -> str:
         """The form in which calls will come."""
-        return HERMES if self.forced else format_name(codec.bundle.chat_template)
+        return HERMES if self.forced else family_of(codec.bundle.chat_template).form
 
     def grammar(self, codec: TextCodec, otherwise: str = "") -> str:
         """What the completion must be; "" when anything goes. `otherwise`: the grammar of an answer without calls."""
@@ -157,6 +159,15 @@ class ToolUse(msgspec.Struct, frozen=True):
         if self.form(codec) == HERMES and any(each.strict for each in self.callable):
             return grammar.of_lark(self._free_text(codec))
         return ""
+
+    def unenforced(self, codec: TextCodec) -> list[str]:
+        """Parts of schemas that the answer is held to, which no grammar can enforce: `tools.FUNCTION.PLACE`."""
+        held = [each for each in self.callable if self.forced or (each.strict and self.form(codec) == HERMES)]
+        return [
+            f"tools.{function.name}.{place}"
+            for function in held
+            for place in grammar.enforceable(function.parameters or {})[1]
+        ]
 
     @property
     def _more(self) -> str:
@@ -188,4 +199,9 @@ def _arguments(function: FunctionDefinition, enforced: bool) -> str:
     schema = function.parameters or {"type": "object", "properties": {}, "additionalProperties": False}
     if schema.get("type", "object") != "object":
         raise InvalidGrammarError(f"the parameters of '{function.name}' are not of type object", param="tools")
-    return grammar.inline_schema({"type": "object", **schema})
+    listed = schema.get("enum")
+    if isinstance(listed, list) and not any(isinstance(each, dict) for each in listed):
+        raise InvalidGrammarError(
+            f"the parameters of '{function.name}' have an 'enum' without an object", param="tools"
+        )
+    return grammar.inline_schema({"type": "object", **grammar.enforceable(schema)[0]})

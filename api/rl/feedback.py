@@ -24,6 +24,7 @@ from api.ring.ring import Ring, TheRing
 from api.ring.room import aside
 from shared.errors import ConflictError, InvalidRequestError, NotFoundError
 from shared.redis.kept.answer_store import Answer, Verdict, answers_of, live_of
+from shared.splits import MOST_REWARD
 
 router = APIRouter(tags=["training"], route_class=BodyRoute)
 
@@ -37,7 +38,7 @@ class FeedbackBody(RequestModel):
 
     id: str = Field(min_length=1, max_length=256, description="of the completion, response or message")
     choice: int = Field(default=0, ge=0, le=1023, description="which of its choices")
-    reward: float | None = Field(default=None, ge=-1e6, le=1e6, description="what the answer is worth")
+    reward: float | None = Field(default=None, ge=-MOST_REWARD, le=MOST_REWARD, description="what the answer is worth")
     rating: Literal["up", "down"] | Annotated[int, Field(strict=True, ge=1, le=STARS)] | None = Field(
         default=None, description="up: reward 1, down: 0; 1 to 5 stars: 0 to 1"
     )
@@ -55,7 +56,7 @@ class FeedbackBody(RequestModel):
     def _rated(cls, value: Any) -> Any:
         if value in (None, "up", "down") or (type(value) is int and 1 <= value <= STARS):
             return value
-        raise complaint("rating", f"'rating' is 'up', 'down', or 1 to {STARS} stars")
+        raise complaint("", f"'up', 'down', or 1 to {STARS} stars")
 
     @model_validator(mode="after")
     def _one(self) -> "FeedbackBody":
@@ -88,30 +89,31 @@ async def feedback(body: FeedbackBody, ring: TheRing) -> Response:
     `status` is `counted` (its policy's trainer gets it) or `noted` (a remark alone).
     """
     keeper = answers_of(asker().tenant)
-    ring, answer = await _found(ring, keeper, _name(body.id, body.choice), "id")
+    ring, answer = await _found(ring, keeper, body.id, body.choice, "id")
     worth = body.worth
     if worth is None:
         await ring.answers.note(keeper, answer.name, body.text or "")
         return json_reply(_said(answer, "noted", None))
     verdicts = {answer.name: Verdict(worth, text=body.text or "")}
     if body.preferred_over is not None:
-        _, other = await _found(ring, keeper, _name(body.preferred_over, body.preferred_over_choice), "preferred_over")
+        preferred_over, choice = body.preferred_over, body.preferred_over_choice
+        _, other = await _found(ring, keeper, preferred_over, choice, "preferred_over")
         await aside(_check_pair, answer, other)
         verdicts = {
             answer.name: Verdict(worth, over=other.name, text=body.text or ""),
             other.name: Verdict(0.0, under=answer.name),
         }
     if not await ring.answers.judge(keeper, verdicts, body.key or ""):
-        worth = await _standing(ring, keeper, answer.name, body.key)
+        worth = await _standing(ring, keeper, answer.name, body)
     return json_reply(_said(answer, "counted", worth))
 
 
-async def _standing(ring: Ring, keeper: str, name: str, key: str | None) -> float:
+async def _standing(ring: Ring, keeper: str, name: str, body: FeedbackBody) -> float:
     """The reward of the verdict that the answer has by this idempotency key; else ConflictError."""
     now = await ring.answers.find(keeper, name)
     if now is None:
-        raise _unknown(name, "id")
-    if key and now.key == key and now.verdict is not None:
+        raise _unknown(body.id, "id", body.choice)
+    if body.key and now.key == body.key and now.verdict is not None:
         return now.verdict.reward
     raise ConflictError(
         "this answer, or the one that it is compared with, has another verdict already, or is gone", param="id"
@@ -150,13 +152,14 @@ def _name(given: str, choice: int) -> str:
     return f"{found[1]}-{choice}"
 
 
-async def _found(ring: Ring, keeper: str, name: str, param: str) -> tuple[Ring, Answer]:
+async def _found(ring: Ring, keeper: str, id: str, choice: int, param: str) -> tuple[Ring, Answer]:
     """The answer and the ring of its model; one that has only just been given may not be kept yet."""
     _check_kept(ring)
+    name = _name(id, choice)
     until = time.monotonic() + KEPT_WITHIN_S
     while not (found := await from_each(ring, lambda each: each.answers.find(keeper, name))) or found[0][1] is None:
         if time.monotonic() > until:
-            raise _unknown(name, param)
+            raise _unknown(id, param, choice)
         await asyncio.sleep(0.1)
     there, answer = found[0]
     assert answer is not None, "looked at above"
@@ -168,9 +171,10 @@ def _check_kept(ring: Ring) -> None:
         raise InvalidRequestError("this server keeps no answers for feedback (--feedback-ttl-days)")
 
 
-def _unknown(name: str, param: str) -> NotFoundError:
+def _unknown(id: str, param: str, choice: int = 0) -> NotFoundError:
+    of = f"choice {choice} of " if choice else ""
     return NotFoundError(
-        f"no answer {name[:200]!r} waits for feedback: it is not this tenant's, was cut short, asked for "
+        f"no answer {of}{id[:200]!r} waits for feedback: it is not this tenant's, was cut short, asked for "
         "'collect_trajectory' itself, or its time is over",
         param=param,
     )

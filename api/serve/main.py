@@ -11,6 +11,7 @@ import http.client
 import os
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,6 +43,7 @@ log = structlog.get_logger()
 TRAINER = "trainer.hosted:HostedTrainer"
 LEARNERS = "trainer.service.hosted:HostedLearners"
 TRAINER_FLAGS = ("lora_rank", "atropos_url")  # of ours that are the hosted trainer's settings
+GUEST_FLAGS = ("training_share", "training_pause_ms", "end_with_guest")  # of ours that bound what a guest does
 SECRETS = ("PARALLM_API_KEY", "PARALLM_CONNECT_KEY", "PARALLM_REDIS_PASSWORD")
 READY_TIMEOUT_S = 600.0  # a large model loads for minutes
 READY_ANSWER_S = 5.0
@@ -54,14 +56,8 @@ REDIS_ATTEMPTS = 5
 def main(argv: list[str] | None = None) -> int:
     """Serve until SIGTERM or SIGINT; the process's exit code."""
     try:
-        settings = load(ServeSettings, argv)
-        configure(settings.log_level, settings.log_json)
-        share_file(settings)
-        check_modes(settings)
-        check_exposure(settings)
-        tracing.target(settings.otlp_endpoint)  # a wrong one is told once, here
-        for secret in SECRETS:
-            os.environ.pop(secret, None)  # no child inherits it: the apis get digests of keys, the others nothing
+        settings = load(ServeSettings, argv, rehearse=_rehearse)
+        _check(settings)
         asyncio.run(join(settings))
         with _embedded(settings) as server:
             if server is not None:
@@ -70,6 +66,38 @@ def main(argv: list[str] | None = None) -> int:
     except (SetupError, ServiceUnavailableError) as error:
         print(f"mlx_parallm_serve: {error}", file=sys.stderr)
         return 2
+
+
+def _check(settings: ServeSettings) -> None:
+    """SetupError for what this process refuses by itself; afterwards the settings are ready for children."""
+    configure(settings.log_level, settings.log_json)
+    share_file(settings)
+    check_modes(settings)
+    check_exposure(settings)
+    tracing.target(settings.otlp_endpoint)  # a wrong one is told once, here
+    if "adapter_cache_dir" not in settings.model_fields_set:
+        settings.adapter_cache_dir = settings.data_dir / "adapters"  # of this ring, not of the working directory
+    for secret in SECRETS:
+        os.environ.pop(secret, None)  # no child inherits it: the apis get digests of keys, the others nothing
+
+
+def _rehearse(settings: ServeSettings) -> str:
+    """Check what a start checks before it joins a ring and reads weights, in a worker, too; the trainer's settings.
+
+    SetupError with the words of the worker that would refuse to start.
+    """
+    _check(settings)
+    if not settings.workers:
+        return ""
+    first = worker_spec(settings, 0)  # has all that the others have, and the guest
+    command = [sys.executable, "-m", first.module, "--dry-run"]
+    environment = {**os.environ, **first.environment}
+    made = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    if made.returncode:
+        raise SetupError(made.stderr.strip())
+    sys.stderr.write(made.stderr)
+    _, separator, guest = made.stdout.partition("---\n")
+    return separator + guest
 
 
 def share_file(settings: ServeSettings) -> None:
@@ -98,11 +126,16 @@ def check_modes(settings: ServeSettings) -> None:
     if settings.trains:
         if not settings.workers:
             raise SetupError("a hosted trainer needs a worker on this machine: --workers 1, or run mlx_parallm_train")
+        if settings.guest:
+            raise SetupError(f"--guest {settings.guest}: the first worker's guest is the trainer; leave one out")
         if settings.train_config is not None and not settings.train_config.is_file():
             raise SetupError(f"--train-config {settings.train_config}: no such file")
         return
-    for name in ("train_config", *TRAINER_FLAGS):
-        if getattr(settings, name):
+    useless = ["train_config", *TRAINER_FLAGS]
+    if not (settings.learners or settings.guest):
+        useless += GUEST_FLAGS
+    for name in useless:
+        if getattr(settings, name) != ServeSettings.model_fields[name].default:
             flag = f"--{name.replace('_', '-')}"
             raise SetupError(f"{flag} is for a hosted trainer: add --mode inference_and_training")
 

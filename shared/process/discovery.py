@@ -2,14 +2,12 @@
 
 from pydantic import SecretStr
 
-from shared.errors import SetupError
 from shared.process.settings import JoinSettings
 
 
 async def ring_url(settings: JoinSettings) -> str:
     """The Redis of the ring that the settings name, "" when they name none; SetupError when they name it twice."""
-    if settings.redis and settings.connect_to:
-        raise SetupError("--redis and --connect-to both name a ring: give one of them")
+    JoinSettings.check(settings)
     if settings.redis or not settings.connect_to:
         return settings.redis
     from shared.process.ring_query import find_redis  # and httpx: most processes are told their Redis

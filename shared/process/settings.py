@@ -1,7 +1,7 @@
 """One settings model per process: flags > environment (`PARALLM_*`) > YAML > defaults; unknown keys fail.
 
 `load(ServeSettings, argv)` parses a command line. `--config FILE` (or `PARALLM_CONFIG`) names the YAML file;
-`--dry-run` prints what was resolved, secrets hidden, and exits.
+`--dry-run` checks what a start would check, prints what was resolved, secrets hidden, and exits.
 """
 
 import difflib
@@ -9,7 +9,7 @@ import importlib.metadata
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar, cast
 
@@ -26,11 +26,12 @@ from pydantic_settings import (
 )
 
 from shared.errors import SetupError
-from shared.process import nested_config
+from shared.process import nested_config, settings_file
 from shared.process.foreign_flags import native
 from shared.process.options.group import GroupSettings
 from shared.process.options.kv import KvSettings, PeerSettings
 from shared.process.options.model_aliases import ModelAliases
+from shared.process.options.rates import Rate
 from shared.process.options.responses import ResponseSettings
 from shared.process.options.rings import OtherRings
 from shared.process.options.speculation import SpeculationSettings
@@ -85,7 +86,7 @@ class ProcessSettings(BaseSettings):
         validation_alias=AliasChoices("otlp_endpoint", "otlp_traces_endpoint", "PARALLM_OTLP_ENDPOINT"),
         description="OpenTelemetry collector that gets traces, such as http://127.0.0.1:4318; needs the extra `traces`",
     )
-    dry_run: bool = Field(default=False, description="print the resolved settings and exit")
+    dry_run: bool = Field(default=False, description="check the settings, print what was resolved, and exit")
     config: str = Field(default="", description="YAML file with settings")
 
     @classmethod
@@ -126,8 +127,9 @@ class ProcessSettings(BaseSettings):
     def resolved(self) -> str:
         """The settings as YAML, secrets hidden."""
         shown = self.model_dump(mode="json")
-        for name in ("redis", "otlp_endpoint"):
-            shown[name] = address.shown(shown[name])
+        for name in shown:
+            if name.endswith(("redis", "_endpoint", "_url")):
+                shown[name] = address.shown(shown[name])
         return yaml.safe_dump(shown, sort_keys=False)
 
     def environment(self) -> dict[str, str]:
@@ -151,6 +153,11 @@ class JoinSettings(ProcessSettings):
     connect_to: str = Field(default="", description="the ring to join: an api of it (HOST:PORT) or its Redis")
     connect_key: SecretStr = Field(default=SecretStr(""), description="API key for the api that --connect-to names")
     redis_password: SecretStr = Field(default=SecretStr(""), description="of its Redis: an api does not tell it")
+
+    def check(self) -> None:
+        """SetupError when settings contradict each other."""
+        if self.redis and self.connect_to:
+            raise SetupError("--redis and --connect-to both name a ring: give one of them")
 
 
 class WorkerSettings(JoinSettings, KvSettings, SsdSettings, PeerSettings, SpeculationSettings, GroupSettings):
@@ -201,7 +208,9 @@ class WorkerSettings(JoinSettings, KvSettings, SsdSettings, PeerSettings, Specul
     adapter_dtype: Literal["", "float32", "float16", "bfloat16"] = Field(
         default="", description="of loaded adapters; default: the model's activations"
     )
-    adapter_cache_dir: Path = Field(default=Path(".parallm/adapters"), description="fetched adapter files")
+    adapter_cache_dir: Path = Field(
+        default=Path(".parallm/adapters"), description="fetched adapter files; serve: adapters in --data-dir"
+    )
     adapter_cache_gb: float = Field(default=4, gt=0, description="size of that folder")
     guest: str = Field(default="", description="shares the engine's thread, such as trainer.hosted:HostedTrainer")
     end_with_guest: bool = Field(default=False, description="end when the guest has done its work")
@@ -256,7 +265,7 @@ class ApiSettings(ProcessSettings, ResponseSettings, WebhookSettings):
     max_concurrent_requests: int = Field(
         default=1024, ge=0, description="requests for tokens under way in one api process before 429; 0: no bound"
     )
-    rate_limit: str = Field(default="", description="requests for tokens of each key, or each address: 600/minute")
+    rate_limit: Rate = Field(default="", description="requests for tokens of each key, or each address: 600/minute")
     memory_pressure_threshold: float = Field(
         default=0.9,
         ge=0,
@@ -322,7 +331,9 @@ class ServeSettings(WorkerSettings, ApiSettings, RunnerSettings):
     atropos_url: str = Field(default="", description="Atropos' run-api, for the hosted trainer to learn from")
     lora_rank: int = Field(default=0, ge=0, description="of the hosted trainer's adapter; 0: as its settings say")
     learners: int = Field(default=0, ge=0, description="places for learners of a training service in the first worker")
-    data_dir: Path = Field(default=Path(".parallm"), description="Redis data, uploads, caches")
+    data_dir: Path = Field(
+        default=Path(".parallm"), description="of the embedded Redis, the adapter cache, hosted runs"
+    )
     workers: int = Field(default=1, ge=0, description="worker processes on this machine; 0: others will join")
     api_processes: int = Field(default=1, ge=1, description="that share the port")
     redis_port: int = Field(default=0, ge=0, le=65535, description="port of the embedded Redis; 0: a free one")
@@ -339,17 +350,22 @@ class ServeSettings(WorkerSettings, ApiSettings, RunnerSettings):
 
 
 def load(
-    kind: type[S], argv: list[str] | None = None, under: Mapping[str, Any] = {}, over: Mapping[str, Any] = {}
+    kind: type[S],
+    argv: list[str] | None = None,
+    under: Mapping[str, Any] = {},
+    over: Mapping[str, Any] = {},
+    rehearse: Callable[[S], str] = lambda settings: "",
 ) -> S:
     """Settings of one process from a command line, the environment and YAML; `under` and `over` the command line's.
 
-    Raises SetupError naming the wrong key; exits 0 after `--help`, `--version` and `--dry-run`.
+    `rehearse` makes the checks of a start for `--dry-run`, and returns what is printed after the settings. Raises
+    SetupError naming the wrong key; exits 0 after `--help`, `--version` and `--dry-run`.
     """
     args = native(list(sys.argv[1:] if argv is None else argv), kind.flags())
     if "--version" in args:
         print(version())
         raise SystemExit(0)
-    path = _config_path(args)
+    path = settings_file.named(args)
     configured: type[S] = type(kind.__name__, (kind,), {"config_file": path, "__module__": kind.__module__})
     source: CliSettingsSource[Any] = CliSettingsSource(
         configured, cli_parse_args=args, cli_prog_name=Path(sys.argv[0]).name
@@ -361,8 +377,10 @@ def load(
         raise SetupError("bad settings: " + "; ".join(_complaint(kind, e) for e in error.errors())) from error
     result = cast(S, kind.model_construct(settings.model_fields_set, **settings.model_dump()))
     if result.dry_run:
+        os.environ.pop("PARALLM_DRY_RUN", None)  # settings that `rehearse` loads are not to be printed there
         result.check()
-        print(result.resolved(), end="")
+        further = rehearse(result)
+        print(result.resolved() + further, end="")
         raise SystemExit(0)
     return result
 
@@ -371,28 +389,7 @@ def _complaint(kind: type[ProcessSettings], error: ErrorDetails) -> str:
     """One wrong setting: which, and why; for a name that there is not, the nearest that there is."""
     name = ".".join(map(str, error["loc"])) or "settings"
     if error["type"] != "extra_forbidden":
-        return f"{name}: {error['msg']}"
+        return f"{name}: {error['msg'].removeprefix('Value error, ')}"
     known = sorted(each.replace("-", "_") for each in kind.flags() if each.islower())
     near = difflib.get_close_matches(name, known, n=1)
     return f"{name}: there is no such setting" + (f"; did you mean {near[0]}?" if near else "")
-
-
-def _config_path(args: list[str]) -> Path | None:
-    named = os.environ.get("PARALLM_CONFIG", "")
-    for i, arg in enumerate(args):
-        if arg == "--config" and i + 1 < len(args):
-            named = args[i + 1]
-        elif arg.startswith("--config="):
-            named = arg.split("=", 1)[1]
-    if not named:
-        return None
-    path = Path(named)
-    if not path.is_file():
-        raise SetupError(f"--config {named}: no such file")
-    try:
-        content = yaml.safe_load(path.read_bytes())
-    except yaml.YAMLError as error:
-        raise SetupError(f"--config {named} is not YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(content, dict | None):
-        raise SetupError(f"--config {named}: settings are lines of `name: value`")
-    return path

@@ -9,6 +9,7 @@ heavy is imported for it; the job runner's processes do the work, or, for `judge
 """
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -172,6 +173,14 @@ class RewardKind:
         """JSON schema of its options."""
         return msgspec.json.schema(self.options)
 
+    def form(self, given: Collection[str]) -> str:
+        """How to write a reward whose needed options are not all given; "" if they are."""
+        needed = [field.encode_name for field in msgspec.structs.fields(self.options) if field.required]
+        if set(needed) <= set(given):
+            return ""
+        options = ", ".join(f'"{name}": ...' for name in needed)
+        return f'; write it as {{"name": "{self.name}", "options": {{{options}}}}}'
+
 
 REWARDS: dict[str, RewardKind] = {
     kind.name: kind
@@ -254,7 +263,8 @@ def check(spec: RewardSpec) -> CheckedReward:
     try:
         options: Options = msgspec.convert(spec.options, kind.options)
     except msgspec.ValidationError as error:
-        raise InvalidRequestError(f"options of reward {spec.name!r}: {error}", param="reward.options") from error
+        message = f"options of reward {spec.name!r}: {error}{kind.form(spec.options)}"
+        raise InvalidRequestError(message, param="reward.options") from error
     parts = options.parts if isinstance(options, WeightedOptions) else ()
     return CheckedReward(spec, options, tuple(check(RewardSpec(part.name, part.options)) for part in parts))
 

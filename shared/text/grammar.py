@@ -22,6 +22,8 @@ from shared.text.codec import TextCodec, TokenizerBundle
 # Between JSON's tokens: what pretty printers write, and no more, or a weak model writes blanks until max_tokens.
 WHITESPACE = r"(\x20|\r?\n(\x20{0,32}|\t{0,8}))?"
 
+_EXCERPT = re.compile(r"\n +\d+ \| ")  # of a grammar, in llguidance's errors
+
 MAX_CHARS = 1 << 18  # of a grammar, which travels with every choice of a request
 MAX_DEPTH = 128  # of a schema
 MAX_PATTERNS = 64  # `patternProperties` in a schema
@@ -70,6 +72,57 @@ def check_size(schema: dict[str, Any] | bool) -> None:
         left += [(each, depth + 1) for each in parts]
     if found > MAX_PATTERNS:
         raise InvalidGrammarError(f"the schema has {found} 'patternProperties', and {MAX_PATTERNS} is the limit")
+
+
+# What llguidance has no rules for. A schema that has it is refused, unless its user says to go without: `enforceable`.
+_UNENFORCED = frozenset(
+    {
+        "$dynamicAnchor", "$dynamicRef", "$recursiveAnchor", "$recursiveRef", "contains", "dependencies",
+        "dependentRequired", "dependentSchemas", "else", "if", "maxContains", "minContains", "not", "propertyNames",
+        "then", "unevaluatedItems", "unevaluatedProperties", "uniqueItems",
+    }
+)  # fmt: skip
+_FORMATS = frozenset(
+    {"date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown", "uri", "uuid"}
+)
+_NO_PATTERN = re.compile(r"\(\?<?[=!]|\\[1-9bB]")  # look-around, references back, borders of words
+_NAMED_PARTS = frozenset({"properties", "patternProperties", "$defs", "definitions"})
+_PARTS = frozenset({"items", "prefixItems", "additionalItems", "additionalProperties", "anyOf", "oneOf", "allOf"})
+
+
+def enforceable(schema: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """A JSON schema without the keywords that no grammar can enforce, and their places in it."""
+    check_size(schema)
+    places: list[str] = []
+
+    def kept(part: Any, place: str) -> Any:
+        if isinstance(part, list):
+            return [kept(each, f"{place}{at}.") for at, each in enumerate(part)]
+        if not isinstance(part, dict):
+            return part
+        shown = {}
+        for name, value in part.items():
+            if _is_unenforced(name, part):
+                places.append(place + name)
+            elif name in _NAMED_PARTS and isinstance(value, dict):
+                shown[name] = {each: kept(value[each], f"{place}{name}.{each}.") for each in value}
+            else:
+                shown[name] = kept(value, f"{place}{name}.") if name in _PARTS else value
+        return shown
+
+    return kept(schema, ""), places
+
+
+def _is_unenforced(name: str, schema: dict[str, Any]) -> bool:
+    value = schema[name]
+    if name in ("minProperties", "maxProperties"):
+        named, required = schema.get("properties") or {}, schema.get("required") or ()
+        return not all(each in required for each in named)
+    if name == "format" and "string" in schema.get("type", "string"):
+        return value not in _FORMATS
+    if name == "pattern" and isinstance(value, str):
+        return _NO_PATTERN.search(value) is not None
+    return name in _UNENFORCED
 
 
 def of_object() -> str:
@@ -162,7 +215,13 @@ def check(grammar: str, tokenizer: LLTokenizer) -> None:
     """
     matcher = _compiled(grammar, tokenizer)
     if matcher.is_error():
-        raise InvalidGrammarError(matcher.get_error().strip())
+        raise InvalidGrammarError(_complaint(matcher.get_error()))
+
+
+def _complaint(error: str) -> str:
+    """An error in words for whoever wrote the grammar, who did not write the one that we make around a schema."""
+    _, found, reason = error.strip().partition("failed to compile JSON schema: ")
+    return _EXCERPT.split(reason)[0] if found else error.strip()
 
 
 def matcher_of(grammar: str, tokenizer: LLTokenizer) -> LLMatcher:

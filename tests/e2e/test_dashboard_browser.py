@@ -13,6 +13,9 @@ import pytest_asyncio
 
 from api.cli.client import InferenceClient, JobRequest
 from shared.jobs import JobInput, RewardSpec
+from shared.redis.connection.client import connect
+from shared.redis.training.board import TrainingBoard
+from shared.training import TrainerStatus, TrainingPoint
 from tests.e2e.browser import Browser, Tab, browser, expect, find_browser, tab
 from tests.e2e.rings import MODEL, Ring, ring
 from tests.waiting import wait_until
@@ -168,6 +171,24 @@ async def test_a_batch_goes_on_under_one_s_eyes_and_is_cancelled_there(served: R
         await expect(page).to_have_url(re.compile("/dashboard/files/"))
         await expect(page.locator("details.line .snippet").first).to_contain_text(HOSTILE)
         assert await page.locator("details.line .bad").first.text_content() == "batch_cancelled"
+        await check(shown, served)
+
+
+async def test_a_run_names_the_figures_that_it_has(served: Ring, chromium: Browser) -> None:
+    redis = connect(served.redis_url)
+    board = TrainingBoard(redis, "curves")
+    await board.write(TrainerStatus(policy="curves", run="r", owner="o"))
+    for step, held_out in enumerate((None, 0.25)):
+        await board.add(
+            TrainingPoint(train_step=step, policy_step=step, version=1, at_ms=1, reward=step / 2, held_out=held_out)
+        )
+    await redis.aclose()
+    async with tab(chromium) as shown:
+        await shown.open(f"{served.url}/dashboard/training")
+        run = shown.page.locator("[sse-swap=curves-curves]")
+        await expect(run.locator("[data-chart=reward] output span")).to_have_text(["batch 0.5", "held out 0.25"])
+        await expect(run.locator("[data-chart=lag] output span")).to_have_text(["oldest token 0 versions"])
+        await expect(run.locator("[data-chart=kl]")).to_contain_text("no figures yet")
         await check(shown, served)
 
 

@@ -25,6 +25,9 @@ CITY = {
 }
 WEATHER = {"type": "function", "function": {"name": "get_weather", "parameters": CITY}}
 FLAT = {"type": "function", "name": "get_weather", "parameters": CITY}
+PATCH = {"type": "custom", "name": "patch", "format": {"type": "grammar", "syntax": "lark", "definition": "start: A"}}
+OURS = {"type": "namespace", "name": "tools", "description": "Ours.", "tools": [FLAT, PATCH]}
+SPACED = [OURS, {"type": "web_search"}]
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +111,9 @@ RESPONSES: list[dict[str, Any]] = [
         "metadata": {"a": "b"},
         "max_output_tokens": 12,
     },
+    {"input": "hello", "tools": SPACED, "tool_choice": {"type": "function", "name": "get_weather"}},
+    {"input": "hello", "tools": SPACED, "tool_choice": {"type": "custom", "name": "patch"}, "service_tier": "flex"},
+    {"input": "hello", "tools": SPACED, "include": ["reasoning.encrypted_content"], "max_output_tokens": 24},
 ]
 
 
@@ -175,8 +181,8 @@ def test_the_client_reads_text_calls_and_streams(client: OpenAI) -> None:
         ({"prompt": {"id": "p"}}, "prompt"),
         ({"previous_response_id": "resp_1", "conversation": "conv_1"}, "previous_response_id"),
         ({"background": True, "store": False}, "background"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
+        ({"tools": [{"type": "file_search"}]}, "tools[0].type"),
+        ({"input": [{"type": "item_reference"}]}, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
         ({"input": []}, "input"),
         ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "foo"}}}}, "text.format"),

@@ -73,6 +73,8 @@ def named(adapter: str, file: str) -> dict[str, dict[str, Any]]:
         "POST /v1/chat/completions": {"json": {"model": MODEL, "adapter": f"{adapter}@1", **CHAT}},
         "POST /v1/embeddings": {"json": {"model": adapter, "input": "hi"}},
         "POST /v1/responses": {"json": {"model": adapter, "input": "hi"}},
+        "POST /v1/responses/input_tokens": {"json": {"model": adapter, "input": "hi"}},
+        "POST /v1/responses/compact": {"json": {"model": adapter, "input": "hi"}},
         "GET /v1/responses/{response_id}": {"path": said},
         "DELETE /v1/responses/{response_id}": {"path": said},
         "POST /v1/responses/{response_id}/cancel": {"path": f"{said}/cancel"},

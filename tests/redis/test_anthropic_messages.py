@@ -173,8 +173,9 @@ async def test_thinking_is_switched_and_shown_as_it_is_asked_for(server: Api, wo
     assert codec().decode(worker.specs[-1].prompt_ids).endswith("<think></think>")
     await whole(server, "say", thinking=None)
     assert codec().decode(worker.specs[-1].prompt_ids).endswith("<think></think>"), "unasked there is none"
-    hidden = await whole(server, "think", thinking={"type": "adaptive", "display": "omitted"})
-    assert hidden["content"][0]["thinking"] == "" and hidden["content"][0]["signature"]
+    for display in ("omitted", "updates"):
+        hidden = await whole(server, "think", thinking={"type": "adaptive", "display": display})
+        assert hidden["content"][0]["thinking"] == "" and hidden["content"][0]["signature"]
     answer = await server.post(PATH, body("say", thinking={"type": "enabled", "budget_tokens": 1024}))
     assert answer.headers["x-parallm-unused-parameters"] == "thinking.budget_tokens"
     effort = await server.post(PATH, body("say", output_config={"effort": "high"}))
@@ -212,6 +213,20 @@ async def test_tokens_are_counted_as_a_message_reads_them(server: Api, worker: S
     usage = (await whole(server, "say", **prompt))["usage"]
     assert answer.json() == {"input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"]}
     assert len(worker.specs) == 1, "counting generates nothing"
+
+
+async def test_claude_code_finds_the_server_and_goes_on_without_what_is_refused(
+    redis_url: str, worker: ScriptedWorker, tmp_path: Path
+) -> None:
+    (file := tmp_path / "keys").write_text(line_of("a-key-that-is-long-enough"))
+    async with api(redis_url, api_key_file=file) as server:
+        for method in ("HEAD", "GET"):
+            assert (await server.http.request(method, "/api/hello")).status_code == 200, "without a key"
+        mine = {"headers": {"x-api-key": "a-key-that-is-long-enough"}}
+        safeguards = [{"type": "dangerous_tool_use", "classifier_context": {"v": 1, "permission_mode": "auto"}}]
+        refused = await server.post(PATH, body("say", safeguards=safeguards), **mine)
+        assert error_of(refused) == (400, "invalid_request_error")
+        assert "'safeguards'" in refused.json()["error"]["message"], "by this word it knows what to leave out"
 
 
 def error_of(answer: Any) -> tuple[int, str]:

@@ -45,9 +45,31 @@ async def test_a_completion_is_whole_and_counted(server: Api, worker: ScriptedWo
         "prompt_tokens_details": {"cached_tokens": 0},
     }
     (spec,) = worker.specs
-    assert (spec.prompt_ids, spec.sampling.seed, spec.sampling.max_tokens) == (tuple(ids("say")), 7, 16)
+    assert (spec.prompt_ids, spec.sampling.seed, spec.sampling.max_tokens) == (
+        tuple(ids("say")),
+        7,
+        CARD.context_length - 3,
+    )
     assert spec.api == server.ring.api_id
     assert spec.deadline_ms > spec.enqueued_ms
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "say"}),
+        ("/v1/chat/completions", {"messages": HELLO}),
+        ("/v1/responses", {"input": "say"}),
+        ("/generate", {"prompt": "say"}),
+    ],
+)
+async def test_a_request_that_does_not_say_gets_the_servers_default(
+    redis_url: str, worker: ScriptedWorker, path: str, body: dict[str, Any]
+) -> None:
+    async with api(redis_url, default_max_tokens=5) as server:
+        response = await server.post(path, {"model": MODEL, **body})
+    assert response.status_code == 200, response.text
+    assert [spec.sampling.max_tokens for spec in worker.specs] == [5]
 
 
 async def test_a_chat_goes_through_the_models_template(server: Api, worker: ScriptedWorker) -> None:
@@ -228,7 +250,7 @@ async def test_a_model_without_a_live_worker_is_503_and_an_unknown_one_404(redis
         ({"prompt": [10_000]}, "token_out_of_range"),
         ({"prompt": "a" * 256}, "context_length_exceeded"),
         ({"prompt": "a", "max_tokens": 256}, "context_length_exceeded"),
-        ({"prompt": "a", "min_tokens": 17}, None),
+        ({"prompt": "a", "min_tokens": 256}, None),
     ],
 )
 async def test_impossible_prompts_are_refused_before_the_queue(

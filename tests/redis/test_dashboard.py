@@ -9,16 +9,20 @@ from typing import Any
 import msgspec
 import pytest
 from redis.asyncio import Redis
+from safetensors.numpy import save
 
 from api.ops.dashboard.parts import RewardsKept
 from api.ops.dashboard.render import duration, number
 from api.ops.dashboard.samples import histogram
 from shared.redis.adapters.store import AdapterStore
+from shared.redis.training.board import TrainingBoard
+from shared.training import TrainerStatus, TrainingPoint
 from tests.redis.adapter_versions import publish
 from tests.redis.api_servers import Api
 from tests.redis.dashboard_pages import HOSTILE, Checked, dashboard, events, filled, finished_job
 from tests.redis.scripted_worker import MODEL
 from tests.waiting import wait_until
+from trainer.ppo.network import first_weights, two_layers
 
 STATIC = Path(__file__).parents[2] / "api" / "ops" / "dashboard" / "static"
 
@@ -90,6 +94,48 @@ async def test_parts_of_the_page_arrive_as_events(server: Api, redis: Redis) -> 
         assert HOSTILE not in data
     training = await events(server, "/dashboard/events/training", '"reward"')
     assert msgspec.json.decode(training["curves-policy"])["reward"] == {"x": [0], "series": [[0.5], [None], [0.25]]}
+
+
+@pytest.mark.parametrize(
+    ("mode", "has", "lacks"),
+    [
+        ("", {"KL to the base", "Lag", "trajectories", "rollbacks"}, {"episodes", "examples"}),
+        ("ppo", {"Mean return", "KL to the version that acted", "episodes"}, {"Lag", "KL to the base", "tok/s"}),
+        ("sft", {"Right of what is held out", "examples"}, {"Lag", "KL to the base", "Reward", "Entropy"}),
+    ],
+)
+async def test_a_run_shows_the_figures_that_its_mode_has(
+    server: Api, redis: Redis, mode: str, has: set[str], lacks: set[str]
+) -> None:
+    board = TrainingBoard(redis, "pole")
+    await board.write(TrainerStatus(policy="pole", run="r", owner="o", mode=mode, checkpoints=("a", "b", "c")))
+    await board.add(
+        TrainingPoint(train_step=1, policy_step=1, version=1, at_ms=1, held_out=0.5, held_out_loss=0.25, explained=0.75)
+    )
+    page = (await server.http.get("/dashboard/training")).text
+    text = re.findall(r">([^<>]+)</(?:dt|span)>", page)
+    assert has <= {*text} and not lacks & {*text}
+    drawn = re.findall(r'data-chart="([^"]+)" data-series="([^"]+)"', page)
+    curves = msgspec.json.decode((await events(server, "/dashboard/events/training", '"loss"'))["curves-pole"])
+    assert {name: len(series.split("|")) for name, series in drawn} == {
+        name: len(chart["series"]) for name, chart in curves.items()
+    }
+
+
+async def test_a_network_has_layers_and_no_rank(server: Api, redis: Redis) -> None:
+    network = two_layers(4, 2, discrete=True)
+    tensors = save(first_weights(network, 0))
+    config = msgspec.json.encode({"network": network})
+    for policy, source in (("pole", "trainer"), ("pole", "upload")):
+        if source == "trainer":
+            await TrainingBoard(redis, policy).hold("a trainer")
+        files = {"a": ("adapters.safetensors", tensors), "c": ("adapter_config.json", config)}
+        fields = {"name": policy, "set_latest": str(source == "upload").lower()}
+        answer = await server.http.post("/upload_adapter", data=fields, files=files)
+        assert answer.status_code == 200, answer.text
+    page = (await server.http.get("/dashboard/adapters/pole")).text
+    assert re.findall(r"network of 6 layers · [0-9.]+ KB · (\w+)<", page) == ["upload", "trainer"]
+    assert "rank" not in page
 
 
 async def test_a_change_is_pushed_to_an_open_page(server: Api, redis: Redis) -> None:

@@ -153,8 +153,12 @@ async def test_answers_are_judged_on_a_page(redis_url: str, redis: Redis) -> Non
     async with api(redis_url, feedback_ttl_days=1) as server:
         live = msgspec.structs.replace(live, collected_ms=time.time_ns() // 1_000_000)
         await server.ring.answers.keep("1-0", live)
+        nothing = msgspec.structs.replace(live.trajectory, text=" \n")
+        await server.ring.answers.keep("2-0", msgspec.structs.replace(live, id="cmpl-2-0", trajectory=nothing))
         page = (await server.http.get("/dashboard/feedback")).text
         assert Checked(page).inline == [] and "policy@3" in page
+        assert page.count('<th scope="row">(nothing)') == 1
+        await server.ring.answers.judge(answers_of(""), {"2-0": Verdict(0.0)})
         form = {"name": "1-0", "rating": "down"}
         foreign = await server.http.post("/dashboard/feedback", data=form)
         judged = await server.http.post("/dashboard/feedback", data=form, headers=SAME)

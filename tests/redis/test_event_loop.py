@@ -6,6 +6,7 @@ Threads beside the loop that keep the interpreter's lock would not show here: te
 """
 
 import asyncio
+import base64
 import gc
 import json
 import threading
@@ -108,6 +109,11 @@ PARTS = [{"role": "user", "content": [{"type": "text", "text": "é"}] * 8}] * 11
 CALLS = [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}] * 4900}]
 USES = [{"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "f", "input": {}}] * 4900}, _HI]
 SAID = [{"role": "user", "content": "x" * 6} for _ in range(15)] + [{"type": "reasoning", "summary": []}] * 4000
+CUSTOM = {"type": "namespace", "name": "n", "tools": [{"type": "custom", "name": f"f{at}"} for at in range(128)]}
+SPACES = [{**CUSTOM, "name": f"n{at}"} for at in range(70)]
+ALLOWED = {"type": "allowed_tools", "mode": "auto", "tools": CUSTOM["tools"]}
+EDITS = [{"type": "custom_tool_call", "call_id": "c", "name": "f", "input": "é" * 50}] * 4096
+FILES = [{"role": "user", "content": [{"type": "input_file", "file_data": base64.b64encode(b"x" * 700_000).decode()}]}]
 TOOL = {"type": "object", "properties": {f"p{at}": {"type": "string"} for at in range(80)}}
 PATTERNS = {"patternProperties": {f"^a{at}[a-z]*b": {} for at in range(60)}, "type": "object"}
 
@@ -160,6 +166,12 @@ WORST: dict[str, tuple[str, Any]] = {
     "items": ("/v1/responses", {"model": MODEL, "input": [_HI] * 9990, "store": False}),
     "items to be kept": ("/v1/responses", {"model": MODEL, "input": SAID}),
     "a response in the background": ("/v1/responses", {"model": MODEL, "input": SAID, "background": True}),
+    "items to count": ("/v1/responses/input_tokens", {"model": MODEL, "input": SAID}),
+    "items to compact": ("/v1/responses/compact", {"model": MODEL, "input": SAID}),
+    "tools of namespaces": ("/v1/responses", {"model": MODEL, "input": "hi", "tools": SPACES}),
+    "choices of tools": ("/v1/responses", {"model": MODEL, "input": "hi", "tools": [CUSTOM], "tool_choice": ALLOWED}),
+    "calls of custom tools": ("/v1/responses", {"model": MODEL, "input": EDITS}),
+    "files of text": ("/v1/responses", {"model": MODEL, "input": FILES}),
     "items of a conversation": ("/v1/conversations", {"items": [_HI] * 4096}),
     "a long item of a conversation": ("/v1/conversations", {"items": MEGABYTE}),
     "wrong items of a conversation": ("/v1/conversations", {"items": [{"type": "reasoning", "summary": [{}]}] * 4900}),
@@ -249,6 +261,11 @@ async def a_long_history(http: httpx.AsyncClient) -> None:
     assert made.status_code == 200, made.text
     name = made.json()["id"]
     assert (await http.get(f"/v1/responses/{name}/input_items")).json()["has_more"]
+    mine = [{"type": "item_reference", "id": f"rs_{name[5:]}_i{at:04d}"} for at in range(15, 4000)]
+    foreign = [{"type": "item_reference", "id": f"msg_{at}_00"} for at in range(1000)]
+    for references, status in (([*SAID[:1], *mine], 200), (foreign, 404)):
+        answer = await http.post("/v1/responses", json={"model": MODEL, "input": references})
+        assert answer.status_code == status, answer.text[:300]
     followed = {
         "model": MODEL,
         "input": "hi",

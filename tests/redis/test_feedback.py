@@ -223,7 +223,7 @@ async def test_feedback_may_come_before_the_answer_is_kept(keeping: Api, redis: 
         ({"id": "x", "rating": "up", "reward": 1}, "rating"),
         ({"id": "x", "rating": 6}, "rating"),
         ({"id": "x", "rating": True}, "rating"),
-        ({"id": "x", "reward": 1e9}, "reward"),
+        ({"id": "x", "reward": 1.1e9}, "reward"),
         ({"id": "x", "reward": 1, "stars": 3}, "stars"),
         ({"id": "x", "reward": 1, "choice": -1}, "choice"),
     ],
@@ -231,8 +231,21 @@ async def test_feedback_may_come_before_the_answer_is_kept(keeping: Api, redis: 
 async def test_bad_feedback_is_refused_by_name(keeping: Api, body: dict[str, Any], param: str) -> None:
     refused = await keeping.post("/v1/feedback", body)
     assert refused.status_code == 400
-    assert refused.json()["error"]["param"].startswith(param), refused.text
+    assert refused.json()["error"]["param"] == param, refused.text
     assert param != "rating" or "stars" in refused.text or "one of" in refused.text
+
+
+@pytest.mark.parametrize(
+    ("asked", "shown"),
+    [({"id": "chatcmpl-away"}, "'chatcmpl-away'"), ({"id": "resp_away", "choice": 2}, "choice 2 of 'resp_away'")],
+)
+async def test_an_unknown_answer_is_named_as_it_was_asked_for(
+    keeping: Api, monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any], shown: str
+) -> None:
+    monkeypatch.setattr("api.rl.feedback.KEPT_WITHIN_S", 0.0)
+    refused = await keeping.post("/v1/feedback", {**asked, "reward": -1e9})
+    assert refused.status_code == 404
+    assert f"no answer {shown} waits" in refused.json()["error"]["message"]
 
 
 async def test_who_does_not_want_it_is_not_kept(redis_url: str, redis: Redis, tmp_path: Path) -> None:

@@ -102,7 +102,8 @@ async def test_the_verdict_moves_the_latest_version(
     told = await seen(server)
     assert (told["state"], told["rewards"]) == ("decided", 20)
     assert (told["verdict"]["winner"], told["verdict"]["outcome"]) == (f"policy@{better}", outcome)
-    assert await adapters.latest("policy") == better
+    assert await adapters.latest("policy") == told["latest"] == better and told["latest_at_start"] == latest
+    assert {each["id"]: each["share"] for each in told["versions"]} == {f"policy@{better}": 1, f"policy@{worse}": 0}
     moves = [flip.version for flip in await adapters.history("policy")]
     assert len(moves) == {"promoted": 2, "rolled_back": 3, "kept": 1}[outcome], "it moves once"
     if outcome == "promoted":
@@ -184,7 +185,8 @@ async def test_a_person_who_moves_the_latest_version_ends_the_split(
     await earn(redis, state, 2, [1.0] * 5)
     told = await seen(server)
     assert (told["state"], told["verdict"], await server.ring.adapters.latest("policy")) == ("over", None, 3)
-    assert "3" in told["over"] and [each["share"] for each in told["versions"]] == [0, 0]
+    assert "3" in told["over"] and (told["latest"], told["latest_at_start"]) == (3, 1)
+    assert [each["share"] for each in told["versions"]] == [0, 0]
 
 
 async def test_a_version_that_goes_ends_the_split_and_pruning_leaves_it(server: Api, worker: ScriptedWorker) -> None:

@@ -52,7 +52,7 @@ async def test_both_rewards_of_held_out_tasks_are_drawn(redis: Redis) -> None:
     await board.add(point(0, reward=0.1, held_out=0.2, held_out_true=0.5))
     await board.add(point(1, reward=0.3))
     await board.add(point(2, reward=0.5, held_out=0.6, held_out_true=0.1))
-    assert training_charts(await board.points())["reward"] == {
+    assert training_charts("rl", await board.points())["reward"] == {
         "x": [0, 1, 2],
         "series": [[0.1, 0.3, 0.5], [0.2, None, 0.6], [0.5, None, 0.1]],
     }

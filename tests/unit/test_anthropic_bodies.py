@@ -8,13 +8,10 @@ from pydantic import ValidationError
 
 from api.anthropic.blocks import BlockWriter
 from api.anthropic.body import CountRequest, MessagesRequest
-from api.anthropic.planning import takes_system_anywhere
 from api.anthropic.turns import ChatWriter, places_of_images, without_telemetry
-from api.generation.splitter import CallPart, Piece
+from api.generation.languages.pieces import CallPart, Piece
 from api.http.errors import from_validation
 from shared.errors import InvalidRequestError
-from shared.text.codec import TextCodec, TokenizerBundle
-from tests.unit.api_texts import CHAT, bundle
 
 HELLO = [{"role": "user", "content": "hi"}]
 USE = {"type": "tool_use", "id": "toolu_1", "name": "clock", "input": {"zone": "UTC"}}
@@ -183,28 +180,6 @@ def test_a_deferred_tool_is_told_of_where_a_search_has_found_it() -> None:
     assert [tool.function.name for tool in named or ()] == ["search", "later"]
     with pytest.raises(InvalidRequestError, match="no tool is named 'later'"):
         request(messages=turns, tools=tools[:1]).chat("")
-
-
-def test_what_the_system_says_in_the_middle_is_the_user_s_where_the_template_has_no_place_for_it() -> None:
-    turns = [*HELLO, {"role": "system", "content": "brief"}, {"role": "assistant", "content": "ok"}, *HELLO]
-    made = request(system="s", messages=turns).chat("", system_anywhere=False).messages
-    said = [(each.role, each.content) for each in made]
-    assert said == [("system", "s"), ("user", "hi\nbrief"), ("assistant", "ok"), ("user", "hi")]
-    first = request(messages=[{"role": "system", "content": "s"}, *HELLO]).chat("", system_anywhere=False).messages
-    assert [each.role for each in first] == ["system", "user"]
-
-
-@pytest.mark.parametrize(
-    ("template", "takes"),
-    [
-        (CHAT, True),
-        ("{{ messages[0].content }}{{ messages[1].content }}", False),
-        ("{% if messages[-1].role == 'system' %}{{ raise_exception('first') }}{% endif %}", False),
-    ],
-)
-def test_a_template_is_asked_whether_it_takes_what_the_system_says_in_the_middle(template: str, takes: bool) -> None:
-    shown = TokenizerBundle(bundle().tokenizer_json, template, bundle().eos_token_ids, bundle().special_tokens)
-    assert takes_system_anywhere(TextCodec(shown)) == takes
 
 
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "x"}}

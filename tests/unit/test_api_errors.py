@@ -123,6 +123,14 @@ async def test_requests_that_no_route_takes(
     assert error_of(response)["param"] == param
 
 
+async def test_a_wrong_method_is_answered_with_those_that_the_path_takes() -> None:
+    app = app_with()
+    app.delete("/body")(lambda: None)
+    response = await ask(app, "GET", "/body")
+    assert (response.status_code, response.headers["allow"]) == (405, "DELETE, POST")
+    assert "takes DELETE and POST" in error_of(response)["message"]
+
+
 async def test_a_body_that_announces_too_much_is_refused_unread() -> None:
     response = await ask(app_with(), "POST", "/body", content=b"x" * 1025)
     assert response.status_code == 413

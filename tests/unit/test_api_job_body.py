@@ -147,6 +147,10 @@ def test_lists_beside_an_upload_belong_into_its_lines() -> None:
     assert "lines of the file" in from_validation(caught.value.errors()).message
 
 
+def test_a_reward_may_be_a_name_alone() -> None:
+    assert body(reward="gsm8k").spec(CARD).reward == RewardSpec("gsm8k")
+
+
 def test_reward_options_may_stand_beside_the_name() -> None:
     flat = body(reward={"name": "gsm8k", "strict": True}).spec(CARD).reward
     nested = body(reward={"name": "gsm8k", "options": {"strict": True}}).spec(CARD).reward

@@ -8,7 +8,7 @@ import pytest
 from api.batches.lines import answer
 from api.batches.shapes import shape_of
 from api.generation.choice import ReplyPlan
-from api.generation.splitter import SplitPlan
+from api.generation.languages.pieces import SplitPlan
 from shared.jobs import JobInput, LineRequest
 from shared.sequences import SamplingParams
 from shared.trajectories import Trajectory

@@ -11,7 +11,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletionChunk
 
 from api.generation.choice import Choice, ReplyPlan, usage
-from api.generation.splitter import SplitPlan
+from api.generation.languages.pieces import SplitPlan
 from api.openai.chunks import ChunkWriter, event_id, seen_until
 from api.openai.replies import whole_body
 from shared.frames import Finish, TokenEvent, TokenLogprob

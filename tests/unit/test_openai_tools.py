@@ -9,15 +9,18 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette.responses import Response
 
 from api.generation.choice import Choice
+from api.generation.languages.families import family_of
+from api.generation.languages.pieces import CallPart, Piece, SplitPlan
+from api.generation.languages.splitter import Splitter
+from api.generation.languages.tool_formats import HERMES, tool_format
 from api.generation.plan import unchecked_plan
-from api.generation.splitter import CallPart, Piece, SplitPlan, Splitter
 from api.generation.target import Target
-from api.generation.tool_formats import HERMES, format_name, tool_format
 from api.openai.bodies import ChatCompletionRequest, ChatMessage
-from api.openai.chat import asked_of
-from api.openai.conversations import behind_thinking, conversation, for_template, template_messages, thinking_after
+from api.openai.chat import UNUSED_HEADER, asked_of, unused_hints, with_unused
+from api.openai.conversations import conversation, for_template, template_messages
 from api.openai.tools import ToolUse
 from api.ring.ring import ServedModel
 from shared.errors import InvalidGrammarError, InvalidRequestError, UnsupportedParameterError
@@ -167,13 +170,13 @@ def test_how_the_text_was_cut_makes_no_difference(parts: list[str], cuts: list[i
 )
 def test_other_forms_are_read_by_mlx_lms_parsers(template: str, text: str, expected: str) -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"n": {"type": "integer"}}}}}]
-    plan = SplitPlan(format=format_name(template), tools=json.dumps(tools).encode())
+    plan = SplitPlan(format=family_of(template).form, tools=json.dumps(tools).encode())
     assert taken(plan, text).calls == [CallPart(0, "f", expected, complete=True)]
 
 
 def test_the_parsers_come_without_mlx() -> None:
     code = (
-        "import sys; from api.generation.tool_formats import tool_format\n"
+        "import sys; from api.generation.languages.tool_formats import tool_format\n"
         "tool_format('glm47'); tool_format('minicpm5')\n"
         "assert not any(name.split('.')[0] in ('mlx', 'mlx_lm') for name in sys.modules)"
     )
@@ -269,7 +272,7 @@ def test_an_answer_in_a_format_may_be_a_call_instead(marked: TextCodec) -> None:
     ],
 )
 def test_a_grammar_waits_for_the_reasoning(marked: TextCodec, thinking: Any, completion: str, allowed: bool) -> None:
-    text = behind_thinking(grammar.of_regex(r"\d+"), thinking, ("<think>", "</think>"), marked)
+    text = family_of("").behind_thinking(grammar.of_regex(r"\d+"), thinking, ("<think>", "</think>"), marked)
     assert allows(text, completion, marked) is allowed
 
 
@@ -355,7 +358,7 @@ def test_tool_choice_none_hides_the_tools() -> None:
     ("prompt", "thinking"), [("x<think>\n", "open"), ("<think>\n\n</think>\n\n", ""), ("x", "may")]
 )
 def test_the_prompts_end_tells_what_comes(prompt: str, thinking: str) -> None:
-    assert thinking_after(prompt, ("<think>", "</think>")) == thinking
+    assert family_of("").thinking_after(prompt, ("<think>", "</think>")) == thinking
 
 
 def test_a_special_mark_is_seen_although_special_tokens_are_hidden() -> None:
@@ -393,3 +396,136 @@ async def test_a_special_mark_is_seen_in_the_text_of_a_row_with_stop_strings_too
     choice = Choice(plan, marked)
     choice.take([TokenEvent(plan.sequence(0), 1, 0, spelled, [0.0] * len(spelled), finish=Finish("length"))])
     assert choice.reasoning == len(spelled) - len("yes")
+
+
+# -- schemas of which a grammar can enforce only a part
+
+
+def tool_with(**parameters: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", "parameters": {"type": "object", **parameters}}}
+
+
+PLAIN = {"a": {"type": "integer"}}
+CONDITION = {"if": {"properties": {"a": {"const": 1}}}, "then": {"required": ["b"]}, "else": {"required": ["c"]}}
+PARTLY: list[tuple[dict[str, Any], list[str]]] = [  # parameters of a function, and what of them is not enforced
+    ({"properties": PLAIN}, []),
+    ({"properties": PLAIN, "not": {"required": ["b"]}}, ["not"]),
+    ({"properties": PLAIN, **CONDITION}, ["if", "then", "else"]),
+    ({"properties": {"not": {"type": "integer"}, "if": {"enum": [{"not": 1}]}}}, []),
+    ({"properties": {"a": {"type": "array", "uniqueItems": True, "items": {"not": {}}}}},
+     ["properties.a.uniqueItems", "properties.a.items.not"]),
+    ({"properties": {"a": {"anyOf": [{"type": "null"}, {"type": "string", "pattern": "^(?!x)"}]}}},
+     ["properties.a.anyOf.1.pattern"]),
+    ({"properties": {"a": {"type": "string", "pattern": "^[a-z]+$", "format": "uuid"}}}, []),
+    ({"properties": {"a": {"type": "string", "format": "path"}, "b": {"type": "integer", "format": "int32"}}},
+     ["properties.a.format"]),
+    ({"additionalProperties": {"type": "string"}, "propertyNames": {"type": "string"}}, ["propertyNames"]),
+    ({"properties": {"a": {"$ref": "#/$defs/d"}}, "$defs": {"d": {"type": "object", "not": {}}}}, ["$defs.d.not"]),
+    ({"properties": PLAIN, "minProperties": 1}, ["minProperties"]),
+    ({"properties": PLAIN, "required": ["a"], "maxProperties": 2}, []),
+    ({"minProperties": 1}, []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("parameters", "places"), PARTLY)
+def test_what_no_grammar_can_enforce_is_left_out_and_named(parameters: dict[str, Any], places: list[str]) -> None:
+    use = use_of(tools=[tool_with(**parameters)], tool_choice="required")
+    assert use is not None
+    grammar.check(use.grammar(codec()), grammar.tokenizer_of(bundle(), codec().vocab_size))
+    assert use.unenforced(codec()) == [f"tools.f.{place}" for place in places]
+
+
+def test_the_rest_of_a_schema_is_enforced() -> None:
+    use = use_of(tools=[tool_with(properties=PLAIN, required=["a"], **CONDITION)], tool_choice="required")
+    assert use is not None
+    call = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+    assert allows(use.grammar(codec()), call, codec())
+    assert not allows(use.grammar(codec()), call.replace("1", '"one"'), codec())
+
+
+KEYWORDS: dict[str, Any] = {
+    "not": {}, "if": {}, "then": {}, "else": {}, "dependentRequired": {}, "dependentSchemas": {}, "dependencies": {},
+    "uniqueItems": True, "contains": {}, "minContains": 1, "maxContains": 1, "propertyNames": {},
+    "unevaluatedProperties": False, "unevaluatedItems": False, "$dynamicRef": "#a", "$dynamicAnchor": "a",
+    "$recursiveRef": "#", "$recursiveAnchor": True, "$anchor": "a", "$comment": "a", "$id": "https://a.example/b",
+    "$vocabulary": {}, "contentEncoding": "base64", "contentMediaType": "a/b", "contentSchema": {}, "multipleOf": 2,
+    "prefixItems": [{}], "additionalItems": False, "items": {}, "oneOf": [{"type": "object"}], "anyOf": [{}],
+    "allOf": [{}], "const": {}, "enum": [{}], "patternProperties": {}, "additionalProperties": {}, "definitions": {},
+    "$defs": {}, "title": "a", "description": "a", "default": {}, "examples": [], "readOnly": True, "writeOnly": True,
+    "deprecated": True, "minLength": 1, "maxLength": 1, "minItems": 1, "maxItems": 1, "minimum": 1, "maximum": 1,
+    "exclusiveMinimum": 1, "exclusiveMaximum": 1, "nullable": True, "discriminator": {},
+}  # fmt: skip
+
+
+def test_the_grammar_s_library_enforces_every_other_keyword_of_a_schema() -> None:
+    tokenizer = grammar.tokenizer_of(bundle(), codec().vocab_size)
+    for name, value in KEYWORDS.items():
+        schema = {"type": "object", name: value}
+        left_out = grammar.enforceable(schema)[1]
+        try:
+            grammar.check(grammar.of_schema(schema), tokenizer)
+            assert left_out == [], name
+        except InvalidGrammarError:
+            assert left_out == [name]
+
+
+def test_only_schemas_that_the_answer_is_held_to_are_named() -> None:
+    loose = tool_with(properties=PLAIN, **{"not": {}})
+    strict = {**loose, "function": {**loose["function"], "strict": True}}
+    assert [use.unenforced(codec()) for use in (use_of(tools=[loose]), use_of(tools=[strict])) if use] == [
+        [],
+        ["tools.f.not"],
+    ]
+    named = {"type": "function", "function": {"name": "clock"}}
+    use = use_of(tools=[loose, CLOCK], tool_choice=named)
+    assert use is not None and use.unenforced(codec()) == []
+
+
+def test_the_header_s_names_are_letters_that_it_has_a_place_for() -> None:
+    names = {f"p{at}": {"not": {}} for at in range(40)}
+    body = request(tools=[tool_with(properties={"a\r\nx: y, \u00e9": {"not": {}}, **names})], tool_choice="required")
+    shown = with_unused(Response(), unused_hints(body, codec())).headers[UNUSED_HEADER]
+    assert shown.startswith("tools.f.properties.a??x:?y???.not, tools.f.properties.p0.not, ")
+    assert shown.endswith(", and 9 more")
+
+
+@pytest.mark.parametrize(
+    ("parameters", "reason"),
+    [
+        ({"enum": ["a", "b"]}, "'f' have an 'enum' without an object"),
+        ({"properties": {"a": {"type": "string", "enum": [1]}}}, "required property .a. is unsatisfiable"),
+        ({"properties": {"a": {"pattern": "["}}}, "unclosed character class"),
+    ],
+)
+def test_an_error_of_a_schema_shows_nothing_of_the_grammar_around_it(parameters: dict[str, Any], reason: str) -> None:
+    with pytest.raises(InvalidGrammarError, match=reason) as raised:
+        use = use_of(tools=[tool_with(**parameters, required=["a"])], tool_choice="required")
+        assert use is not None
+        grammar.check(use.grammar(codec()), grammar.tokenizer_of(bundle(), codec().vocab_size))
+    assert "x-guidance" not in raised.value.message and "%json" not in raised.value.message
+
+
+def test_an_error_of_a_grammar_shows_where_in_it() -> None:
+    with pytest.raises(InvalidGrammarError, match=r"unknown name: \"foo\"\n +1 \| start: foo"):
+        grammar.check(grammar.of_lark("start: foo"), grammar.tokenizer_of(bundle(), codec().vocab_size))
+
+
+@pytest.mark.parametrize(
+    ("thinking", "completion", "allowed"),
+    [
+        ("may", "<|channel|>final<|message|>42", True),
+        ("may", "<|channel|>analysis<|message|>so<|end|><|start|>assistant<|channel|>final<|message|>42", True),
+        ("may", "<|channel|>analysis<|message|>so<|end|>42", False),
+        ("may", "42", False),
+        ("open", "so<|end|><|start|>assistant<|channel|>final<|message|>42", True),
+        ("", "42", True),
+    ],
+)
+def test_a_grammar_waits_for_harmony_s_final_message(thinking: Any, completion: str, allowed: bool) -> None:
+    harmony = family_of("<|start|>assistant<|channel|>analysis<|message|>")
+    text = harmony.behind_thinking(grammar.of_regex(r"\d+"), thinking, harmony.marks("") or ("", ""), codec())
+    assert allows(text, completion, codec()) is allowed
+    marks = ("<|channel|>", "<|message|>", "<|start|>", "<|end|>")
+    special = _codec_with(*marks, template="")
+    text = harmony.behind_thinking(grammar.of_regex(r"\d+"), thinking, harmony.marks("") or ("", ""), special)
+    assert allows(text, completion, special) is allowed

@@ -25,6 +25,10 @@ def settings(**changes: Any) -> ServeSettings:
         ({"learners": 2, "mode": "inference_and_training"}, "has a guest already"),
         ({"learners": 2, "guest": "a:B"}, "has a guest already"),
         ({"atropos_url": "http://localhost:8001"}, "--atropos-url is for a hosted trainer"),
+        ({"training_share": 0.5}, "--training-share is for a hosted trainer"),
+        ({"training_pause_ms": 5}, "--training-pause-ms is for a hosted trainer"),
+        ({"end_with_guest": True}, "--end-with-guest is for a hosted trainer"),
+        ({"mode": "training_only", "guest": "a:B"}, "--guest a:B: the first worker's guest is the trainer"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(changes: dict[str, Any], complaint: str) -> None:
@@ -50,7 +54,7 @@ def test_the_first_worker_hosts_the_trainer(changes: dict[str, Any]) -> None:
 
 
 def test_the_first_worker_hosts_the_training_service() -> None:
-    made = settings(workers=2, learners=3)
+    made = settings(workers=2, learners=3, training_share=0.5)
     check_modes(made)
     first, second = worker_spec(made, 0), worker_spec(made, 1)
     assert (first.environment["PARALLM_GUEST"], second.environment["PARALLM_GUEST"]) == (LEARNERS, "")

@@ -98,3 +98,21 @@ def test_it_is_known_which_settings_were_given(tmp_path: Path, monkeypatch: pyte
     settings = load(TrainSettings, ["--config", str(file), "--seed", "0"])
     assert settings.model_fields_set >= {"lora_rank", "loss", "seed"}
     assert not settings.model_fields_set & {"ratio", "minibatches"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (["--kv-bits", "3"], "kv_bits: 3 is none of 8 and 4"),
+        (["--rate-limit", "many"], "rate_limit: 'many' is no rate such as 600/minute"),
+        (["--redis", "redis://one", "--connect-to", "two:1", "--dry-run"], "both name a ring"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_what_it_can_be(flags: list[str], complaint: str) -> None:
+    with pytest.raises(SetupError, match=complaint):
+        load(ServeSettings, flags)
+
+
+def test_rates_that_can_be_read_are_taken() -> None:
+    for rate in ("", "600/minute", "10 per second"):
+        assert load(ServeSettings, ["--rate-limit", rate]).rate_limit == rate

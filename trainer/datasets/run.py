@@ -25,13 +25,14 @@ import structlog
 
 from shared.adapters import GateCheck, version_id
 from shared.errors import ConflictError, ParallmError, SetupError
+from shared.training import TrainerState, TrainerStatus, TrainingPoint
 from trainer import gate
 from trainer.datasets.learner import DataLearner, DataOptions, Measured
 from trainer.datasets.lines import Data, batch_of
 from trainer.learn.compute import ComputeHost
 from trainer.learners.handle import HostHandle
 from trainer.learners.kinds import Made
-from trainer.metrics import append, cut
+from trainer.metrics import append, cut, totals_of
 from trainer.ring.join import Way, way_to_ring
 from trainer.ring.ring import Ring
 from trainer.settings import TrainSettings
@@ -83,6 +84,7 @@ async def train_on_data(
         run = kind(settings, host, way, ring)
         stack.callback(run.close)
         begun(run)
+        ring.board.begin(run.status, run.stop)
         await run.start(loaded)
         return await run.run()
 
@@ -102,6 +104,8 @@ class DataRun(ABC, Generic[T]):
         self._saved = 0  # train step of the latest checkpoint
         self._latest = 0  # version that was the latest when this run began or last moved it
         self._told = 0.0
+        self._last: DataLine | None = None
+        self._since, self._started_ms = time.monotonic(), time.time_ns() // 1_000_000  # of the last line; of the run
         self.state = RunState(settings.run_name, ring=ring.id, base_sha256=ring.base_sha256)
 
     # -- what a kind of run says
@@ -146,6 +150,16 @@ class DataRun(ABC, Generic[T]):
     def stopping(self) -> bool:
         """Whether it was asked to."""
         return self._stop.is_set()
+
+    def status(self, now: TrainerState) -> TrainerStatus:
+        """What the ring is told of the run."""
+        state, settings = self.state, self._settings
+        return msgspec.structs.replace(
+            totals_of(settings, state, now, self._checkpoints, self._started_ms),
+            source=settings.dataset.name if settings.dataset else "", policy_step=state.swaps,
+            best_reward=state.best_held_out, loss=self._last.loss if self._last else None,
+            trajectories=state.consumed,
+        )  # fmt: skip
 
     async def start(self, loaded: LoadedModel) -> None:
         """Read the data, make the learner, go on from a checkpoint if there is one."""
@@ -212,6 +226,7 @@ class DataRun(ABC, Generic[T]):
     async def run(self) -> RunState:
         """To the end."""
         settings, state = self._settings, self.state
+        self._since = time.monotonic()
         if self.measures_first and not state.train_step:
             begins_with = await self._measure()
             state.held_out = begins_with.right
@@ -223,6 +238,8 @@ class DataRun(ABC, Generic[T]):
             step = state.train_step
             report = await self._learner.call(DataLearner.train, batch, step)
             state.train_step += 1
+            state.updates += 1
+            state.last_update_ms = time.time_ns() // 1_000_000
             state.unpublished += 1
             state.consumed += len(batch)
             state.tokens += report.tokens
@@ -334,6 +351,15 @@ class DataRun(ABC, Generic[T]):
             self.state.version,
         )
         await self._disk.run(append, self._settings.folder / "metrics.jsonl", line)
+        now, self._last = time.monotonic(), line
+        self.state.seconds += now - self._since
+        self._since = now
+        point = TrainingPoint(
+            train_step=line.step, policy_step=self.state.swaps, version=line.version, at_ms=time.time_ns() // 1_000_000,
+            source=self._settings.mode, held_out=line.held_out, held_out_loss=line.held_out_loss, loss=line.loss,
+            grad_norm=line.grad_norm, tokens=line.tokens,
+        )  # fmt: skip
+        await self._ring.board.show("training", point)
         if measured is not None or time.monotonic() - self._told > REPORT_S:
             self._told = time.monotonic()
             log.info("train.step", **msgspec.structs.asdict(line))

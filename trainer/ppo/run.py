@@ -10,6 +10,7 @@ its version is served, so that a resumed run goes on with the weights that it ha
 """
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -27,7 +28,7 @@ from trainer import gate
 from trainer.learn.advantages import advantages, explained
 from trainer.learn.compute import ComputeHost
 from trainer.learners.handle import HostHandle
-from trainer.metrics import append, cut
+from trainer.metrics import append, cut, totals_of
 from trainer.ppo.acting import Actor, Player, evaluate
 from trainer.ppo.environments import Environments, open_environments, our_space
 from trainer.ppo.learner import Learned, PpoLearner, PpoLearnerOptions
@@ -154,7 +155,8 @@ class PpoRun:
         self._checkpoints = CheckpointStore(settings.folder / "checkpoints", settings.keep_checkpoints)
         self._actor = Actor(api, settings.adapter, network)
         self._rejections = 0
-        self._began = time.monotonic()
+        self._last: PpoLine | None = None
+        self._began, self._started_ms = time.monotonic(), time.time_ns() // 1_000_000
         self.state = RunState(settings.run_name, mode="ppo")
 
     def stop(self) -> None:
@@ -168,12 +170,13 @@ class PpoRun:
 
     def status(self, now: TrainerState) -> TrainerStatus:
         """What the ring is told of the run."""
-        state, settings = self.state, self._settings
-        return TrainerStatus(
-            policy=settings.adapter, run=settings.run_name, owner="", source=settings.task, state=now,
-            train_step=state.train_step, policy_step=state.swaps, version=state.version,
-            best_version=state.best_version, best_reward=state.best_held_out, held_out=state.held_out,
-            trajectories=state.trajectories, swaps=state.swaps, rejected=state.rejected, checkpoint_saves=state.saves,
+        state, settings, last = self.state, self._settings, self._last
+        learned = _finite(last.learned) if last else {}
+        return msgspec.structs.replace(
+            totals_of(settings, state, now, self._checkpoints, self._started_ms),
+            model="", source=settings.task, policy_step=state.swaps, best_reward=state.best_held_out,
+            reward=last.mean_return if last else None, loss=learned.get("loss"), kl=learned.get("kl"),
+            value_loss=learned.get("value_loss"), explained=last.explained if last else None,
         )  # fmt: skip
 
     async def start(self) -> None:
@@ -298,6 +301,8 @@ class PpoRun:
         problem = await self._publish(weights, checks, metrics, steps.taken(slice(_PROBES)))
         if not problem:
             self._rejections = 0
+            self.state.updates += 1
+            self.state.last_update_ms = time.time_ns() // 1_000_000
             await self._learner.call(PpoLearner.accept)
             return ""
         self._rejections += 1
@@ -354,15 +359,20 @@ class PpoRun:
 
     async def _tell(self, line: PpoLine) -> None:
         await self._disk.run(append, self._settings.folder / "metrics.jsonl", line)
-        learned = line.learned
+        self._last, learned = line, _finite(line.learned)
         point = TrainingPoint(
             train_step=line.step, policy_step=self.state.swaps, version=line.version, at_ms=time.time_ns() // 1_000_000,
-            source=self._settings.task, reward=line.mean_return, held_out=line.evaluated, loss=learned["loss"],
-            kl=learned["kl"], entropy=learned["entropy"], clip_fraction=learned["clipped"],
-            grad_norm=learned["grad_norm"], wait_s=line.act_s, gate=line.gate,
+            source=self._settings.task, reward=line.mean_return, held_out=line.evaluated, loss=learned.get("loss"),
+            kl=learned.get("kl"), entropy=learned.get("entropy"), clip_fraction=learned.get("clipped"),
+            value_loss=learned.get("value_loss"), explained=line.explained, grad_norm=learned.get("grad_norm"),
+            wait_s=line.act_s, gate=line.gate,
         )  # fmt: skip
         await self._board.show("training", point)
         log.info(
             "train.step", step=line.step, environment_steps=line.environment_steps, mean_return=line.mean_return,
             evaluated=line.evaluated, version=line.version, off_policy=line.off_policy,
         )  # fmt: skip
+
+
+def _finite(learned: dict[str, float | None]) -> dict[str, float]:
+    return {name: value for name, value in learned.items() if value is not None and math.isfinite(value)}

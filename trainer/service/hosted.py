@@ -57,6 +57,10 @@ class HostedLearners:
         self._service: LearnerService | None = None
         self._thread: threading.Thread | None = None
 
+    def resolved(self) -> str:
+        """The service's settings as YAML."""
+        return self._settings.resolved()
+
     def start(self, place: LendingWorker, ended: Callable[[bool], None]) -> None:
         """Train from now on."""
 

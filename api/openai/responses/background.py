@@ -89,10 +89,8 @@ async def begin(
     await ring.check_pause()
     who, settings = keeper(), ring.settings
     spec, run = _run_of(ring, body, work, plan, history)
-    base = plan.id.rpartition("-")[2][:24]
-    given = (
-        await aside(shown_items, body.input, base) if len(body.input) > LARGE_COUNT else shown_items(body.input, base)
-    )
+    large = len(body.input) > LARGE_COUNT
+    given = await aside(shown_items, body.input, writer.name) if large else shown_items(body.input, writer.name)
     stored = StoredResponse(
         state="queued",
         body=without_output(writer.shown(status="queued")),
@@ -129,7 +127,9 @@ def _run_of(
     run = Run(
         spec=encode(spec),
         plan=msgspec.json.encode(msgspec.structs.replace(plan, prompts=(), deadline_ms=deadline_ms)),
-        request=body.model_dump_json(by_alias=True, exclude_none=True, exclude={"input", "webhook"}).encode(),
+        request=body.model_dump_json(
+            by_alias=True, exclude_none=True, exclude={"input", "webhook", "client_metadata"}
+        ).encode(),
         tenant=asker().tenant,
         key=key_name(),
         webhook=webhook_of(ring, body.webhook),

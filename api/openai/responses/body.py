@@ -13,39 +13,36 @@ from api.generation.structured import Schema
 from api.generation.target import first_words
 from api.http.fields import Off, RequestModel, complaint
 from api.openai.bodies import ChatCompletionRequest
-from api.openai.responses.turns import Items, messages_of, without_turns
-from api.openai.tools import MAX_TOOLS, FunctionDefinition, by_type, known_type
+from api.openai.responses.messages import messages_of, without_turns
+from api.openai.responses.tools import ResponseTool, ToolName, chosen, left_out_of, offered, own_tools
+from api.openai.responses.turns import Items
+from api.openai.tools import MAX_TOOLS, Tool, by_type, known_type
 from api.webhooks.body import WebhookBody
 
 MAX_NAME = 256  # letters in the name of a response or a conversation
 
 
-class FunctionTool(FunctionDefinition):
-    """A function that the model may call."""
-
-    off: ClassVar[Off] = {"allowed_callers": (), "defer_loading": (False,), "output_schema": ()}
-
-    type: Literal["function"]
-
-
-class FunctionChoice(RequestModel):
-    """The one function to call."""
-
-    type: Literal["function"]
-    name: str
-
-
-class AllowedFunctions(RequestModel):
+class AllowedTools(RequestModel):
     """Some of the tools, and whether one of them must be called."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: list[Annotated[FunctionChoice, known_type("function")]] = Field(min_length=1, max_length=MAX_TOOLS)
+    tools: list[Annotated[ToolName, known_type("function", "custom")]] = Field(min_length=1, max_length=MAX_TOOLS)
 
 
-# Reasoning comes as text, so there is nothing to decrypt.
-Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
-LOGPROBS = "message.output_text.logprobs"
+LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
+Included = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    # Of what is not there: tools that OpenAI runs, and images, whose URLs are always shown.
+    "message.input_image.image_url",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "file_search_call.results",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+]
+Summary = Literal["auto", "concise", "detailed"]
 
 
 class TextFormat(RequestModel):
@@ -72,16 +69,13 @@ class TextConfig(RequestModel):
 
 
 class Reasoning(RequestModel):
-    """How the model reasons. Its reasoning comes whole, so `auto` gets no summary besides."""
+    """How the model reasons."""
 
-    off: ClassVar[Off] = {
-        "summary": ("auto",),
-        "generate_summary": ("auto",),
-        "context": ("auto",),
-        "mode": ("standard",),
-    }
+    off: ClassVar[Off] = {"context": ("auto",), "mode": ("standard",)}
 
     effort: str | None = None
+    summary: Summary | None = Field(default=None, description="accepted: reasoning comes whole, and without a summary")
+    generate_summary: Summary | None = Field(default=None, description="the older name of `summary`")
 
 
 class ConversationName(RequestModel):
@@ -103,14 +97,12 @@ class ResponseRequest(DrawFields):
     off: ClassVar[Off] = {
         "prompt": (),
         "stream_options": ({}, {"include_obfuscation": False}),
-        "service_tier": ("auto", "default"),
-        "context_management": (),
         "moderation": (),
         "access_programs": (),
         "image": (),
     }
 
-    input: Items
+    input: Items = Field(default_factory=list, description="may be left out behind what was said before")
     instructions: str | None = Field(default=None, description="a system message before the input")
     webhook: WebhookBody | None = Field(default=None, description="with `background`: who is told of its end")
     store: bool | None = Field(
@@ -129,15 +121,15 @@ class ResponseRequest(DrawFields):
     stream: bool | None = False
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
-    tools: list[Annotated[FunctionTool, known_type("function")]] | None = Field(default=None, max_length=MAX_TOOLS)
+    tools: list[ResponseTool] | None = Field(default=None, max_length=MAX_TOOLS)
     tool_choice: Annotated[
         Literal["none", "auto", "required"]
         | Annotated[
-            Annotated[FunctionChoice, Tag("<function>")] | Annotated[AllowedFunctions, Tag("<allowed_tools>")],
-            by_type("function"),
+            Annotated[ToolName, Tag("<function>")] | Annotated[AllowedTools, Tag("<allowed_tools>")],
+            by_type("function", {"custom": "function"}),
         ]
         | None,
-        known_type("function", "allowed_tools"),
+        known_type("function", "custom", "allowed_tools"),
     ] = None
     parallel_tool_calls: bool | None = True
     max_tool_calls: int | None = Field(
@@ -149,6 +141,13 @@ class ResponseRequest(DrawFields):
         default=None, description="auto: of an input that does not fit the context the oldest turns go"
     )
     metadata: dict[str, str] | None = Field(default=None, description="comes back with the response")
+    service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast", "ultrafast"] | None = Field(
+        default=None, description="accepted: there is one tier, and the answer says `default`"
+    )
+    context_management: list[dict[str, Any]] | None = Field(
+        default=None, description="accepted, not used: POST /v1/responses/compact shortens a conversation"
+    )
+    client_metadata: dict[str, Any] | None = Field(default=None, description="accepted, not used")
     safety_identifier: str | None = Field(default=None, description="accepted, not used")
     prompt_cache_key: str | None = Field(default=None, description="accepted, not used")
     prompt_cache_retention: str | None = Field(default=None, description="accepted, not used")
@@ -162,8 +161,12 @@ class ResponseRequest(DrawFields):
 
     @model_validator(mode="after")
     def _possible(self) -> "ResponseRequest":
+        if not self.input and self.conversation is None and self.previous_response_id is None:
+            raise complaint("input", "is required, unless a conversation or a response is gone on with")
         if self.conversation is not None and self.previous_response_id is not None:
             raise complaint("previous_response_id", "'conversation' and 'previous_response_id' exclude each other")
+        if (count := sum(1 for _ in own_tools(self.tools or ()))) > MAX_TOOLS:
+            raise complaint("tools", f"{count} tools with those of namespaces, and {MAX_TOOLS} is the limit")
         if self.webhook is not None and not self.background:
             raise complaint("webhook", "'webhook' needs 'background': who waits for the answer hears of its end")
         if self.background and self.store is False:
@@ -194,19 +197,33 @@ class ResponseRequest(DrawFields):
         }
         body |= self.model_dump(mode="json", by_alias=True, exclude_unset=True, include=_SAME)
         if self.tools:
-            functions = [tool.model_dump(exclude={"type"}, exclude_none=True) for tool in self.tools]
-            body["tools"] = [{"type": "function", "function": each} for each in functions]
+            body["tools"] = [Tool(type="function", function=each.function) for each in offered(self.tools)]
         body["tool_choice"] = self._choice()
         return ChatCompletionRequest.model_validate(body)
 
     def _choice(self) -> Any:
         choice = self.tool_choice
-        if isinstance(choice, FunctionChoice):
-            return _named(choice)
-        if isinstance(choice, AllowedFunctions):
-            allowed = {"mode": choice.mode, "tools": [_named(each) for each in choice.tools]}
+        if isinstance(choice, ToolName):
+            return self._named(choice)
+        if isinstance(choice, AllowedTools):
+            allowed = {"mode": choice.mode, "tools": [self._named(each) for each in choice.tools]}
             return {"type": choice.type, "allowed_tools": allowed}
         return choice
+
+    def _named(self, choice: ToolName) -> dict[str, Any]:
+        return {"type": "function", "function": {"name": chosen(self.tools or (), choice)}}
+
+    def left_out(self) -> list[str]:
+        """What of it no model here sees, and what is not done."""
+        found = left_out_of(self.tools or ()) | {item.left_out for item in self.input}
+        asked = self.reasoning or Reasoning()
+        if {"concise", "detailed"} & {asked.summary, asked.generate_summary}:
+            found.add("reasoning.summary")
+        if self.service_tier not in (None, "auto", "default"):
+            found.add("service_tier")
+        if self.context_management:
+            found.add("context_management")
+        return sorted(found - {""})
 
     def _format(self) -> dict[str, Any] | None:
         wanted = None if self.text is None else self.text.format
@@ -215,7 +232,3 @@ class ResponseRequest(DrawFields):
         if wanted.type != "json_schema":
             return {"type": wanted.type}
         return {"type": wanted.type, "json_schema": {"name": wanted.name, "schema": wanted.schema_}}
-
-
-def _named(choice: FunctionChoice) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": choice.name}}

@@ -13,6 +13,7 @@ from api.http.errors import error_responses
 from api.http.fields import RequestModel
 from api.openai.responses.history import keeper
 from api.openai.responses.kept import After, Entry, ItemPage, Limit, Order, page, shown_items
+from api.openai.responses.references import resolved
 from api.openai.responses.turns import Item, Items
 from api.ring.ring import Ring, TheRing
 from api.ring.room import LARGE_COUNT, aside
@@ -62,9 +63,8 @@ _ROUTE = "/v1/conversations/{conversation_id}"
 _ITEM = _ROUTE + "/items/{item_id}"
 
 
-async def _shown(items: list[Item] | None) -> list[Entry]:
-    base = secrets.token_hex(12)
-    items = items or []
+async def _shown(ring: Ring, given: list[Item]) -> list[Entry]:
+    base, items = secrets.token_hex(12), await resolved(ring, given)
     return await aside(shown_items, items, base) if len(items) > LARGE_COUNT else shown_items(items, base)
 
 
@@ -81,7 +81,7 @@ async def create_conversation(body: ConversationBody, ring: TheRing) -> Conversa
     made = Conversation(id=name, created_at=now, metadata=body.metadata or {})
     await ring.conversations.create(keeper(), name, made.model_dump_json().encode())
     if body.items:
-        await ring.conversations.add(keeper(), name, await _shown(body.items))
+        await ring.conversations.add(keeper(), name, await _shown(ring, body.items))
     return made
 
 
@@ -114,7 +114,7 @@ async def delete_conversation(conversation_id: str, ring: TheRing) -> dict[str, 
 )
 async def add_items(conversation_id: str, body: NewItems, ring: TheRing) -> Response:
     """At its end; the answer has them all."""
-    added = await _shown(body.items)
+    added = await _shown(ring, body.items)
     await ring.conversations.add(keeper(), conversation_id, added)
     return page(added, "", len(added), "asc")
 

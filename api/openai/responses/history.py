@@ -60,7 +60,7 @@ async def history_of(ring: Ring, body: ResponseRequest) -> History:
         return History()
     found = await ring.conversations.find(keeper(), body.conversation.id)
     raws = [raw for _, raw in found.items]
-    _check_size(ring, raws, "conversation")
+    check_size(ring, raws, "conversation")
     return await _read(raws, [found.ids])
 
 
@@ -72,7 +72,7 @@ async def _followed(ring: Ring, last: str) -> History:
     raws = [raw for turn in turns for raw in (turn.input, turn.output)]
     if too_long:
         raise _too_long(ring, "previous_response_id")
-    _check_size(ring, raws, "previous_response_id")
+    check_size(ring, raws, "previous_response_id")
     return await _read(raws, [turn.ids for turn in turns])
 
 
@@ -95,7 +95,8 @@ def _check_turn(turn: Turn, last: str) -> None:
         raise ConflictError(f"response {turn.id[:200]!r} has {turn.state}, and has no answer to follow", param=param)
 
 
-def _check_size(ring: Ring, raws: Sequence[bytes], param: str) -> None:
+def check_size(ring: Ring, raws: Sequence[bytes], param: str) -> None:
+    """InvalidRequestError when stored items are more than a request may have."""
     if sum(map(len, raws)) > ring.settings.max_request_bytes:
         raise _too_long(ring, param)
 
@@ -118,10 +119,15 @@ def _decoded(raws: Sequence[bytes], ids: Sequence[bytes]) -> History:
     for raw in raws:
         value = json.loads(raw)
         found += value if isinstance(value, list) else [value]
-    for item in found:
+    return History(read_items(found), _joined_ids(ids))
+
+
+def read_items(stored: list[dict[str, Any]]) -> list[Item]:
+    """Items as they are stored."""
+    for item in stored:
         for part in item["content"] if isinstance(item.get("content"), list) else ():
             part.pop("logprobs", None)  # of no use to the model
-    return History(_items.validate_python(found) if found else [], _joined_ids(ids))
+    return _items.validate_python(stored) if stored else []
 
 
 def _joined_ids(ids: Sequence[bytes]) -> list[int]:

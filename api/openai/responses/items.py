@@ -1,14 +1,16 @@
 """The output of a response: its items, and the events that tell of them as they grow.
 
-An item is reasoning, a message or a function call; one is open at a time. The same writer makes the items of a whole
-response, whose events nobody reads.
+An item is reasoning, a message or a call; one is open at a time. A call of a tool of a namespace, or of a custom tool,
+comes in the form that its client knows. The same writer makes the items of a whole response, whose events nobody reads.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
+from api.generation.languages.pieces import CallPart, Piece
 from api.generation.logprobs import ChatLogprob
-from api.generation.splitter import CallPart, Piece
+from api.openai.responses.sealed import sealed
+from api.openai.responses.tools import CustomTool, ResponseTool, input_of, offered
 
 Event = dict[str, Any]
 
@@ -16,13 +18,21 @@ _TEXTS = {"message": "output_text", "reasoning": "reasoning_text"}  # kind of it
 
 
 class ItemWriter:
-    """Turns pieces of a completion into items and events. `base` names the items."""
+    """Turns pieces of a completion into items and events.
 
-    def __init__(self, base: str) -> None:
-        self._base = base
+    `name` is in the ids of items, `calls` in those of calls. `seals`: reasoning comes in a form, too, in which clients
+    send it back that send no reasoning as text.
+    """
+
+    def __init__(self, name: str, calls: str, tools: Sequence[ResponseTool] = (), *, seals: bool = False) -> None:
+        self._name = name
+        self._named_calls = calls
+        self._tools = {each.function.name: each for each in offered(tools)}
+        self._seals = seals
+        self._arguments = ""  # of the custom tool that is being called, from which its text is made
         self._logprobs: list[ChatLogprob] = []  # of tokens that no text has come of yet
         self.items: list[dict[str, Any]] = []  # as they are now
-        self._open = ""  # kind of the last item while it grows: message, reasoning, call
+        self._open = ""  # kind of the last item while it grows: message, reasoning, call, custom
         self._calls = 0
 
     def take(self, piece: Piece, logprobs: Sequence[ChatLogprob] = ()) -> list[Event]:
@@ -57,13 +67,12 @@ class ItemWriter:
 
     def _begin(self, kind: str) -> list[Event]:
         self._open = kind
-        at = len(self.items)
         if kind == "message":
             part: dict[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-            item: dict[str, Any] = {"id": f"msg_{self._base}{at:02d}", "type": "message", "role": "assistant"}
+            item: dict[str, Any] = {"id": self._id("msg"), "type": "message", "role": "assistant"}
         else:
             part = {"type": "reasoning_text", "text": ""}
-            item = {"id": f"rs_{self._base}{at:02d}", "type": "reasoning", "summary": []}
+            item = {"id": self._id("rs"), "type": "reasoning", "summary": []}
         item |= {"status": "in_progress", "content": []}
         added = self._added(item)
         item["content"] = [{**part, "logprobs": []} if kind == "message" else dict(part)]
@@ -74,11 +83,15 @@ class ItemWriter:
         if not kind:
             return []
         item = self.items[-1]
+        if kind == "custom":
+            return self._close_custom(item)
         item["status"] = status
         if kind == "call":
             said = {"name": item["name"], "arguments": item["arguments"]}
             return [self._event("function_call_arguments.done", item, **said), self._done(item)]
         part = item["content"][0]
+        if kind == "reasoning" and self._seals:
+            item["encrypted_content"] = sealed(part["text"])
         return [
             self._event(f"{_TEXTS[kind]}.done", item, content_index=0, text=part["text"], **_told(part)),
             self._event("content_part.done", item, content_index=0, part=part),
@@ -88,24 +101,38 @@ class ItemWriter:
     def _call(self, part: CallPart) -> list[Event]:
         events = self._begin_call(part.name) if part.name else []
         item = self.items[-1]
-        if part.arguments:
+        if part.arguments and self._open == "custom":
+            self._arguments += part.arguments
+        elif part.arguments:
             item["arguments"] += part.arguments
             events.append(self._event("function_call_arguments.delta", item, delta=part.arguments))
         return events + (self._close("completed") if part.complete else [])
 
     def _begin_call(self, name: str) -> list[Event]:
         events = self._close("completed")
-        item = {
-            "id": f"fc_{self._base}{len(self.items):02d}",
-            "type": "function_call",
-            "call_id": f"call_{self._base}{self._calls:02d}",
-            "name": name,
-            "arguments": "",
-            "status": "in_progress",
+        known = self._tools.get(name)
+        custom = known is not None and isinstance(known.tool, CustomTool)
+        item: dict[str, Any] = {
+            "id": self._id("ctc" if custom else "fc"),
+            "type": "custom_tool_call" if custom else "function_call",
+            "call_id": f"call_{self._named_calls}{self._calls:02d}",
+            "name": name if known is None else known.tool.name,
         }
+        if known is not None and known.namespace is not None:
+            item["namespace"] = known.namespace
+        item |= {"input": ""} if custom else {"arguments": "", "status": "in_progress"}
         self._calls += 1
-        self._open = "call"
+        self._open = "custom" if custom else "call"
         return [*events, self._added(item)]
+
+    def _close_custom(self, item: dict[str, Any]) -> list[Event]:
+        """The text comes at once: what its arguments say is known when they have ended."""
+        item["input"], self._arguments = input_of(self._arguments), ""
+        events = [self._event("custom_tool_call_input.delta", item, delta=item["input"])] if item["input"] else []
+        return [*events, self._event("custom_tool_call_input.done", item, input=item["input"]), self._done(item)]
+
+    def _id(self, kind: str) -> str:
+        return f"{kind}_{self._name}_{len(self.items):02d}"
 
     def _added(self, item: dict[str, Any]) -> Event:
         self.items.append(item)

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from api.http.bodies import LONG_BYTES
 from api.http.errors import json_reply
 from api.openai.responses.body import ResponseRequest
-from api.openai.responses.turns import FunctionCallItem, FunctionOutputItem, InputMessage, Item, TextPart
+from api.openai.responses.turns import Item
 from api.openai.responses.writer import ResponseWriter
 from api.ring.ring import Ring
 from api.ring.room import LARGE_COUNT, aside
@@ -26,31 +26,8 @@ Entry = tuple[str, bytes]  # an item's id and its JSON
 
 def shown_items(items: Sequence[Item], base: str) -> list[Entry]:
     """Items of an input as a client gets them back, under ids of their own that begin with `base`."""
-    return [(name, msgspec.json.encode(shown)) for name, shown in (_shown(*each, base) for each in enumerate(items))]
-
-
-def _shown(at: int, item: Item, base: str) -> tuple[str, dict[str, Any]]:
-    if isinstance(item, InputMessage):
-        name = f"msg_{base}i{at:04d}"
-        written: dict[str, Any] = {"type": "output_text", "annotations": [], "logprobs": []}
-        part = written if item.role == "assistant" else {"type": "input_text"}
-        content = [
-            {**part, "text": each.text} if isinstance(each, TextPart) else each.model_dump() for each in item.content
-        ]
-        return name, {"id": name, "type": "message", "role": item.role, "status": "completed", "content": content}
-    if isinstance(item, FunctionCallItem):
-        name = f"fc_{base}i{at:04d}"
-        called = {"call_id": item.call_id, "name": item.name, "arguments": item.arguments}
-        return name, {"id": name, "type": "function_call", "status": "completed", **called}
-    if isinstance(item, FunctionOutputItem):
-        name = f"fco_{base}i{at:04d}"
-        output = "".join(part.text for part in item.output)
-        shown = {"type": "function_call_output", "call_id": item.call_id, "output": output}
-        return name, {"id": name, **shown, "status": "completed"}
-    name = f"rs_{base}i{at:04d}"
-    summary = [part.model_dump() for part in item.summary]
-    content = [part.model_dump() for part in item.content or ()]
-    return name, {"id": name, "type": "reasoning", "summary": summary, "content": content, "status": "completed"}
+    names = [f"{item.prefix}_{base}_i{at:04d}" for at, item in enumerate(items)]
+    return [(name, msgspec.json.encode({"id": name, **item.shown()})) for name, item in zip(names, items, strict=True)]
 
 
 def without_output(shown: dict[str, Any]) -> bytes:
@@ -63,12 +40,12 @@ def joined(entries: Sequence[Entry]) -> bytes:
     return b"[%s]" % b",".join(raw for _, raw in entries)
 
 
-async def keep(ring: Ring, who: str, body: ResponseRequest, writer: ResponseWriter, base: str, ids: bytes) -> None:
+async def keep(ring: Ring, who: str, body: ResponseRequest, writer: ResponseWriter, ids: bytes) -> None:
     """Keep an answered response, and add its items to its conversation; both may be repeated."""
 
     def write() -> tuple[list[Entry], list[Entry], bytes]:
         output = [(item["id"], msgspec.json.encode(item)) for item in writer.output]
-        return shown_items(body.input, base), output, without_output(writer.shown())
+        return shown_items(body.input, writer.name), output, without_output(writer.shown())
 
     large = len(body.input) > LARGE_COUNT or len(writer.tokens) > LONG_BYTES // 8
     given, output, shown = await aside(write) if large else write()

@@ -1,6 +1,7 @@
 """From a request to /v1/responses to work: the chat that it comes to, planned as any chat."""
 
 from collections.abc import Sequence
+from typing import TypeGuard
 
 from pydantic import ValidationError
 
@@ -13,11 +14,14 @@ from api.openai.bodies import ChatCompletionRequest
 from api.openai.chat import asked_of
 from api.openai.images import images_of
 from api.openai.responses.body import ResponseRequest
-from api.openai.responses.turns import turn_starts
+from api.openai.responses.messages import turn_starts
+from api.openai.responses.parts import ImagePart
+from api.openai.responses.turns import CallOutputItem, Item
 from api.ring.named_images import Keep
 from api.ring.ring import Ring
 from api.ring.room import LARGE_COUNT, aside
 from shared.errors import InvalidRequestError
+from shared.sequences import ModelCard
 
 NAMES = {  # of a chat's fields -> ours
     "messages": "input",
@@ -50,6 +54,16 @@ def _renamed(error: InvalidRequestError) -> InvalidRequestError:
     return error
 
 
+def left_out(body: ResponseRequest, card: ModelCard) -> list[str]:
+    """What of a request the model does not see, or is not done, though it is taken: the answer's header names it."""
+    unseen = card.vision is None and any(map(_has_images, body.input))
+    return [*body.left_out(), *(["input.input_image"] if unseen else [])]
+
+
+def _has_images(item: Item) -> TypeGuard[CallOutputItem]:
+    return isinstance(item, CallOutputItem) and any(isinstance(part, ImagePart) for part in item.output)
+
+
 async def plan_response(
     ring: Ring, body: ResponseRequest, target: Target, begun: Sequence[int] = (), keep: Keep | None = None
 ) -> tuple[ChatCompletionRequest, Work, ReplyPlan]:
@@ -67,11 +81,27 @@ async def plan_response(
         raise _renamed(error) from None
 
 
+async def count_tokens(ring: Ring, body: ResponseRequest, target: Target, begun: Sequence[int]) -> int:
+    """The tokens of the prompt that a request comes to."""
+    try:
+        _, asked = await _fitting(ring, body, target, begun, _unkept)
+    except InvalidRequestError as error:
+        raise _renamed(error) from None
+    return len(asked.prompts[0])
+
+
+async def _unkept(sha256: bytes, data: bytes) -> None:
+    """Of images that are only counted, nothing is kept."""
+
+
 async def _fitting(
     ring: Ring, body: ResponseRequest, target: Target, begun: Sequence[int], keep: Keep | None
 ) -> tuple[ChatCompletionRequest, Asked]:
     """The chat; with `truncation: auto` without as few of its oldest turns as it takes to fit the context."""
     card, codec = target.served.card, target.served.codec
+    if card.vision is None:
+        seen = [item.in_words() if _has_images(item) else item for item in body.input]
+        body = body.model_copy(update={"input": seen})
     behind = body.max_output_tokens or min(ring.settings.default_max_tokens, card.context_length // 8)
     most = min(ring.settings.max_prompt_tokens or card.context_length, card.context_length - behind)
     skipped, last, tried = 0, 0, -1

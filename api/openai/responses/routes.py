@@ -2,9 +2,10 @@
 
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
+from pydantic import BaseModel
 from starlette.responses import Response
 
 from api.generation.running import Generation, by_choice, gather_all
@@ -20,7 +21,8 @@ from api.openai.responses.body import ResponseRequest
 from api.openai.responses.history import history_of, is_stored, keeper, own_ids
 from api.openai.responses.items import Event
 from api.openai.responses.kept import After, ItemPage, Limit, Order, entries, keep, page, whole
-from api.openai.responses.planning import NAMES, plan_response
+from api.openai.responses.planning import NAMES, count_tokens, left_out, plan_response
+from api.openai.responses.references import resolved
 from api.openai.responses.writer import ResponseWriter
 from api.ring.ring import TheRing
 from api.ring.room import aside
@@ -38,13 +40,14 @@ async def create_response(body: ResponseRequest, request: Request, ring: TheRing
     """Text, structured text and function calls, behind what was said before."""
     stored = is_stored(ring, body)
     body.store = stored
+    body.input = await resolved(ring, body.input)
     history = await history_of(ring, body)
     asked = body.model_copy(update={"input": [*history.items, *body.input]}) if history.items else body
     target = await target_of(ring, asked, request, split=True)
     there = target.ring  # where it is computed; responses and conversations stay in the process's own ring
     codec = target.served.codec
     chat, work, reply_plan = await plan_response(there, asked, target, history.ids)
-    unused = [NAMES.get(name, name) for name in unused_hints(chat, codec)]
+    unused = [*(NAMES.get(name, name) for name in unused_hints(chat, codec)), *left_out(asked, target.served.card)]
     writer = ResponseWriter(body, reply_plan, codec)
     if body.background:
         begun = await background.begin(there, body, work, reply_plan, writer, history.ids)
@@ -57,7 +60,7 @@ async def create_response(body: ResponseRequest, request: Request, ring: TheRing
         if stored or body.conversation is not None:
             before = history.ids if body.conversation is None else ()
             ids = own_ids(before, reply_plan.prompts[0], writer.tokens)
-            await keep(ring, keeper(), body, writer, reply_plan.id.rpartition("-")[2][:24], ids)
+            await keep(ring, keeper(), body, writer, ids)
 
     if body.stream:
         return with_unused(EventStream(_events(await Generation.start(there, work), writer, kept)), unused)
@@ -65,6 +68,24 @@ async def create_response(body: ResponseRequest, request: Request, ring: TheRing
     answer = await written(events, partial(writer.whole, events))
     await kept()
     return with_unused(Response(answer, media_type="application/json"), unused)
+
+
+class InputTokens(BaseModel):
+    """What a request's prompt comes to."""
+
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
+
+
+@router.post(
+    "/v1/responses/input_tokens", summary="Count the tokens of a response's input", responses=error_responses(404, 409)
+)
+async def count_input_tokens(body: ResponseRequest, request: Request, ring: TheRing) -> InputTokens:
+    """As many as POST /v1/responses would read; nothing is generated, and nothing is stored."""
+    history = await history_of(ring, body)
+    asked = body.model_copy(update={"input": [*history.items, *await resolved(ring, body.input)]})
+    target = await target_of(ring, asked, request, split=True)
+    return InputTokens(input_tokens=await count_tokens(target.ring, asked, target, history.ids))
 
 
 async def _events(

@@ -1,156 +1,363 @@
-"""The `input` of POST /v1/responses: a text or items of earlier turns, and the messages of a chat that they come to."""
+"""The `input` of POST /v1/responses: a text, or the items of earlier turns, whichever server they came from.
 
-from collections.abc import Sequence
+An item of a type that another server made for itself alone is left out of the model's view where the turns around it
+say enough without it (`LeftOut`); the answer's header names it.
+"""
+
+import json
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, Tag, WithJsonSchema, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, Tag, WithJsonSchema, model_validator
 
 from api.http.fields import HistoryModel, Off, complaint
+from api.openai.responses.parts import Content, ImagePart, Part, TextPart, text_of
+from api.openai.responses.sealed import unsealed
+from api.openai.responses.tools import arguments_of, name_in_chat
 from api.openai.tools import by_type, known_type
-from shared.errors import InvalidRequestError
 
 MAX_ITEMS = 4096  # a chat has as many messages
+MAX_ID = 256
 
 
-class TextPart(HistoryModel):
-    """A part of a message; text alone."""
+class InputItem(HistoryModel):
+    """What all items have. `prefix` begins the id of one that is stored."""
 
-    off: ClassVar[Off] = {"annotations": ([],), "logprobs": ([],)}
+    prefix: ClassVar[str] = "item"
 
-    type: Literal["input_text", "output_text", "text"]
-    text: str
+    id: str | None = None
+    status: str | None = None
 
+    @property
+    def left_out(self) -> str:
+        """What the model does not see of it, as the answer's header calls it; "": it sees all."""
+        return ""
 
-class ImagePart(HistoryModel):
-    """An image in a user's message: a URL, or a file of /v1/files."""
-
-    type: Literal["input_image"]
-    image_url: str | None = None
-    file_id: str | None = None
-    detail: Literal["auto", "low", "high"] | None = None
-
-    @model_validator(mode="after")
-    def _one(self) -> "ImagePart":
-        if (self.image_url is None) == (self.file_id is None):
-            raise complaint("image_url", "an image has either 'image_url' or 'file_id'")
-        return self
-
-    def part(self) -> dict[str, Any]:
-        """As a chat has it."""
-        if self.file_id is not None:
-            return {"type": "file", "file": {"file_id": self.file_id, "detail": self.detail}}
-        return {"type": "image_url", "image_url": {"url": self.image_url, "detail": self.detail}}
+    def shown(self) -> dict[str, Any]:
+        """The item as a client gets it back, but for its id."""
+        raise NotImplementedError
 
 
-def _parts(value: Any) -> Any:
-    return [{"type": "text", "text": value}] if isinstance(value, str) else value
-
-
-# A text, or parts of one.
-Text = Annotated[
-    list[Annotated[TextPart, known_type("input_text", "output_text", "text")]],
-    BeforeValidator(_parts),
-    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}),
-]
-
-
-_TEXTS = ("input_text", "output_text", "text")
-# The same with images in between.
-Seen = Annotated[
-    list[
-        Annotated[
-            Annotated[
-                Annotated[TextPart, Tag("<input_text>")]
-                | Annotated[TextPart, Tag("<output_text>")]
-                | Annotated[TextPart, Tag("<text>")]
-                | Annotated[ImagePart, Tag("<input_image>")],
-                by_type("text"),
-            ],
-            known_type(*_TEXTS, "input_image"),
-        ]
-    ],
-    BeforeValidator(_parts),
-    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}),
-]
-
-
-def _content(parts: Sequence[TextPart | ImagePart]) -> str | list[dict[str, Any]]:
-    """A message's content as a chat has it."""
-    texts = [part for part in parts if isinstance(part, TextPart)]
-    if len(texts) == len(parts):
-        return _joined(texts)
-    return [part.part() if isinstance(part, ImagePart) else {"type": "text", "text": part.text} for part in parts]
-
-
-def _joined(parts: list[TextPart]) -> str:
-    return "".join(part.text for part in parts)
-
-
-class InputMessage(HistoryModel):
+class InputMessage(InputItem):
     """A message of an earlier turn, or the new one."""
 
-    off: ClassVar[Off] = {"phase": ()}
-
+    prefix: ClassVar[str] = "msg"
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: Seen
-    id: str | None = None
-    status: str | None = None
+    content: Content
+
+    def shown(self) -> dict[str, Any]:
+        """Its texts in the form of its role."""
+        written: dict[str, Any] = {"type": "output_text", "annotations": [], "logprobs": []}
+        part = written if self.role == "assistant" else {"type": "input_text"}
+        return {"type": "message", "role": self.role, "status": "completed", "content": _shown(self.content, part)}
 
 
-class FunctionCallItem(HistoryModel):
-    """A call that the model made."""
+def _shown(parts: list[Part], text: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{**text, "text": part.text} if isinstance(part, TextPart) else part.model_dump() for part in parts]
 
-    off: ClassVar[Off] = {"namespace": (), "caller": (), "async": (False,), "async_": (False,)}
 
-    type: Literal["function_call"]
+class CallItem(InputItem):
+    """A call that the model made, of a function or of a custom tool."""
+
+    off: ClassVar[Off] = {"async": (False,), "async_": (False,)}
+
+    type: Literal["function_call", "custom_tool_call"]
     call_id: str
     name: str
+    namespace: str | None = None
+
+    @property
+    def name_in_chat(self) -> str:
+        """The name that the model knows the tool by."""
+        return name_in_chat(self.namespace, self.name)
+
+    def _named(self) -> dict[str, Any]:
+        return {"type": self.type, "call_id": self.call_id, "name": self.name} | (
+            {} if self.namespace is None else {"namespace": self.namespace}
+        )
+
+
+class FunctionCallItem(CallItem):
+    """A call of a function."""
+
+    prefix: ClassVar[str] = "fc"
+
+    type: Literal["function_call"]
     arguments: str
-    id: str | None = None
-    status: str | None = None
+
+    def shown(self) -> dict[str, Any]:
+        """With its arguments."""
+        return {**self._named(), "status": "completed", "arguments": self.arguments}
 
 
-class FunctionOutputItem(HistoryModel):
+class CustomCallItem(CallItem):
+    """A call of a custom tool."""
+
+    prefix: ClassVar[str] = "ctc"
+
+    type: Literal["custom_tool_call"]
+    input: str
+
+    @property
+    def arguments(self) -> str:
+        """The arguments of the function that the model knows it as."""
+        return arguments_of(self.input)
+
+    def shown(self) -> dict[str, Any]:
+        """With its text."""
+        return {**self._named(), "input": self.input}
+
+
+class CallOutputItem(InputItem):
     """What a call brought."""
 
-    type: Literal["function_call_output"]
+    prefix: ClassVar[str] = "fco"
+
+    type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
-    output: Text
-    id: str | None = None
-    status: str | None = None
+    output: Content
+
+    def in_words(self) -> "CallOutputItem":
+        """The same for a model that sees no images: a client's tool may bring one to any model."""
+        output = [_UNSEEN if isinstance(part, ImagePart) else part for part in self.output]
+        return self.model_copy(update={"output": output})
+
+    def shown(self) -> dict[str, Any]:
+        """One text, unless it has more than text."""
+        plain = all(isinstance(part, TextPart) for part in self.output)
+        output = text_of(self.output) if plain else _shown(self.output, {"type": "input_text"})
+        return {"type": self.type, "call_id": self.call_id, "output": output, "status": "completed"}
+
+
+_UNSEEN = TextPart(type="input_text", text="[an image, which you cannot see]")
 
 
 class _Thought(HistoryModel):
-    type: Literal["reasoning_text", "summary_text"]
+    type: Literal["reasoning_text", "summary_text", "text"]
     text: str
 
 
-class ReasoningItem(HistoryModel):
+class ReasoningItem(InputItem):
     """What the model thought; its template decides whether it sees that again."""
 
-    off: ClassVar[Off] = {"encrypted_content": ()}
+    prefix: ClassVar[str] = "rs"
 
     type: Literal["reasoning"]
     summary: list[_Thought] = Field(default_factory=list)
     content: list[_Thought] | None = None
-    id: str | None = None
-    status: str | None = None
+    encrypted_content: str | None = None
+
+    @property
+    def text(self) -> str:
+        """All of it that can be read here."""
+        return "".join(part.text for part in self.content or ()) or (
+            unsealed(self.encrypted_content) or "".join(part.text for part in self.summary)
+        )
+
+    @property
+    def left_out(self) -> str:
+        """Thoughts that another server has encrypted."""
+        return "input.reasoning.encrypted_content" if self.encrypted_content and not self.text else ""
+
+    def shown(self) -> dict[str, Any]:
+        """With what was encrypted, for whoever can read it."""
+        content = [part.model_dump() for part in self.content or ()]
+        shown = {"type": "reasoning", "summary": [part.model_dump() for part in self.summary], "content": content}
+        return {**shown, "status": "completed"} | (
+            {} if self.encrypted_content is None else {"encrypted_content": self.encrypted_content}
+        )
+
+
+class ItemReference(InputItem):
+    """Stands for an item of a stored response; it is replaced before anything else is done (`references.py`)."""
+
+    type: Literal["item_reference"]
+
+    @model_validator(mode="after")
+    def _named(self) -> "ItemReference":
+        if not self.id or len(self.id) > MAX_ID:
+            raise complaint("id", f"a reference needs the 'id' of an item, of at most {MAX_ID} characters")
+        return self
+
+
+class _AsGiven(InputItem):
+    """An item that is stored with all of its fields."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+
+    def shown(self) -> dict[str, Any]:
+        """All that came."""
+        return self.model_dump(exclude_unset=True, exclude={"id"})
+
+
+class CompactionItem(_AsGiven):
+    """What stands for the turns before it: a summary, if this server made it (`compaction.py`)."""
+
+    prefix: ClassVar[str] = "cmp"
+
+    encrypted_content: str
+
+    @property
+    def text(self) -> str:
+        """The summary; "" where another server has encrypted it."""
+        return unsealed(self.encrypted_content)
+
+    @property
+    def left_out(self) -> str:
+        """A summary that cannot be read here."""
+        return "" if self.text else f"input.{self.type}"
+
+
+class OtherCallItem(_AsGiven):
+    """A call of a tool that has a form of its own with OpenAI: `local_shell_call`, `mcp_call` and the like."""
+
+    call_id: str | None = None
+    name: str | None = None
+    action: dict[str, Any] | None = None
+    operation: dict[str, Any] | None = None
+    given: str | None = Field(default=None, alias="arguments")
+    output: str | None = None  # of an `mcp_call`, which has both
+    error: Any = None
+
+    @property
+    def called(self) -> str:
+        """The id by which its output names it."""
+        return self.call_id or self.id or ""
+
+    @property
+    def name_in_chat(self) -> str:
+        """The name of the function that the model sees in its place."""
+        return self.name or self.type.removesuffix("_call")
+
+    @property
+    def arguments(self) -> str:
+        """The arguments of that function."""
+        return self.given or json.dumps(self.action or self.operation or {}, ensure_ascii=False)
+
+    @property
+    def brought(self) -> str | None:
+        """What it brought, where the item has that, too."""
+        if self.type != "mcp_call":
+            return None
+        return self.output if self.output is not None else f"Error: {json.dumps(self.error, ensure_ascii=False)}"
+
+    def shown(self) -> dict[str, Any]:
+        """With the id by which its output names it, which its own may have been."""
+        return self.model_dump(exclude_unset=True, exclude={"id"}, by_alias=True) | (
+            {} if self.type == "mcp_call" else {"call_id": self.called}
+        )
+
+
+class OtherOutputItem(_AsGiven):
+    """What such a call brought."""
+
+    call_id: str | None = None
+    output: Any = None
+
+    @property
+    def called(self) -> str:
+        """The id of the call."""
+        return self.call_id or self.id or ""
+
+    @property
+    def text(self) -> str:
+        """What the model sees of it."""
+        return self.output if isinstance(self.output, str) else json.dumps(self.output, ensure_ascii=False)
+
+    def shown(self) -> dict[str, Any]:
+        """With the id of the call, which its own may have been."""
+        return {**super().shown(), "call_id": self.called}
+
+
+class AgentMessage(_AsGiven):
+    """What one agent of a client says to another one."""
+
+    author: str = ""
+    recipient: str = ""
+    content: list[dict[str, Any]] = Field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """What of it can be read here."""
+        said = "".join(text for part in self.content if isinstance(text := part.get("text"), str))
+        return f"Message from {self.author} to {self.recipient}:\n{said}" if said else ""
+
+    @property
+    def left_out(self) -> str:
+        """Words that another server has encrypted."""
+        return "" if self.text else "input.agent_message"
+
+
+class LeftOut(_AsGiven):
+    """An item that the model does not see: what OpenAI's own tools did, whose results stand in the answer after it."""
+
+    @property
+    def left_out(self) -> str:
+        """All of it."""
+        return f"input.{self.type}"
 
 
 def _kind(value: Any) -> Any:
-    return {"type": "message", **value} if isinstance(value, dict) and "type" not in value else value
+    if not isinstance(value, dict) or value.get("type") is not None:
+        return value
+    return {**value, "type": "item_reference" if value.keys() <= {"id", "type"} and "id" in value else "message"}
 
+
+_OTHER_CALLS = ("local_shell_call", "shell_call", "apply_patch_call", "mcp_call")
+_OTHER_OUTPUTS = ("local_shell_call_output", "shell_call_output", "apply_patch_call_output")
+_COMPACTIONS = ("compaction", "compaction_summary", "context_compaction")
+_LEFT_OUT = (
+    "web_search_call",
+    "file_search_call",
+    "code_interpreter_call",
+    "image_generation_call",
+    "computer_call",
+    "computer_call_output",
+    "tool_search_call",
+    "tool_search_output",
+    "mcp_list_tools",
+    "mcp_approval_request",
+    "mcp_approval_response",
+    "configuration_update",
+)
+_KNOWN = ("message", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output")
 
 Item = Annotated[
     Annotated[
         Annotated[InputMessage, Tag("<message>")]
         | Annotated[FunctionCallItem, Tag("<function_call>")]
-        | Annotated[FunctionOutputItem, Tag("<function_call_output>")]
-        | Annotated[ReasoningItem, Tag("<reasoning>")],
-        by_type("message"),
+        | Annotated[CustomCallItem, Tag("<custom_tool_call>")]
+        | Annotated[CallOutputItem, Tag("<call_output>")]
+        | Annotated[ReasoningItem, Tag("<reasoning>")]
+        | Annotated[ItemReference, Tag("<item_reference>")]
+        | Annotated[CompactionItem, Tag("<compaction>")]
+        | Annotated[OtherCallItem, Tag("<other_call>")]
+        | Annotated[OtherOutputItem, Tag("<other_output>")]
+        | Annotated[AgentMessage, Tag("<agent_message>")]
+        | Annotated[LeftOut, Tag("<left_out>")],
+        by_type(
+            "message",
+            {
+                **dict.fromkeys(("function_call_output", "custom_tool_call_output"), "call_output"),
+                **dict.fromkeys(_COMPACTIONS, "compaction"),
+                **dict.fromkeys(_OTHER_CALLS, "other_call"),
+                **dict.fromkeys(_OTHER_OUTPUTS, "other_output"),
+                **dict.fromkeys(_LEFT_OUT, "left_out"),
+            },
+        ),
     ],
-    known_type("message", "function_call", "function_call_output", "reasoning"),
+    known_type(
+        *_KNOWN,
+        "reasoning",
+        "item_reference",
+        "agent_message",
+        *_COMPACTIONS,
+        *_OTHER_CALLS,
+        *_OTHER_OUTPUTS,
+        *_LEFT_OUT,
+    ),
     BeforeValidator(_kind),
 ]
 
@@ -167,52 +374,8 @@ Items = Annotated[
     Field(min_length=1),
     WithJsonSchema(
         {
-            "description": "a text, or the turns so far: messages, function calls, their outputs, reasoning",
+            "description": "a text, or the turns so far: messages, calls, their outputs, reasoning, references",
             "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}],
         }
     ),
 ]
-
-
-def without_turns(messages: list[dict[str, Any]], skipped: int) -> list[dict[str, Any]]:
-    """Messages without the oldest turns: a turn begins with a user's message. What the system says stays."""
-    if not skipped:
-        return messages
-    starts = turn_starts(messages)
-    return [each for at, each in enumerate(messages) if at >= starts[skipped] or _is_system(each)]
-
-
-def turn_starts(messages: list[dict[str, Any]]) -> list[int]:
-    """Where each turn begins."""
-    return [0, *(at for at, each in enumerate(messages) if at and each["role"] == "user")]
-
-
-def _is_system(message: dict[str, Any]) -> bool:
-    return message["role"] in ("system", "developer")
-
-
-def messages_of(instructions: str | None, given: list[Item]) -> list[dict[str, Any]]:
-    """Items as messages: a call belongs to the assistant's message before it, reasoning to the one after."""
-    messages: list[dict[str, Any]] = []
-    if instructions:
-        messages.append({"role": "system", "content": instructions})
-    thought = ""
-    for item in given:
-        if isinstance(item, ReasoningItem):
-            thought = "".join(part.text for part in item.content or item.summary)
-        elif isinstance(item, FunctionOutputItem):
-            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _joined(item.output)})
-        elif isinstance(item, FunctionCallItem):
-            function = {"name": item.name, "arguments": item.arguments}
-            if not messages or messages[-1]["role"] != "assistant":
-                messages.append({"role": "assistant", "content": ""})
-            messages[-1].setdefault("tool_calls", []).append(
-                {"id": item.call_id, "type": "function", "function": function}
-            )
-        else:
-            messages.append({"role": item.role, "content": _content(item.content)})
-        if thought and messages and messages[-1]["role"] == "assistant":
-            messages[-1]["reasoning_content"], thought = thought, ""
-    if not messages:
-        raise InvalidRequestError("'input' has no message", param="input")
-    return messages

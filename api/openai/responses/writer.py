@@ -5,10 +5,11 @@ from typing import Any
 import msgspec
 
 from api.generation.choice import Choice, Delta, ReplyPlan, ends_with_stop_token, usage
+from api.generation.languages.pieces import Piece
 from api.generation.logprobs import ChatLogprob, TokenNames
-from api.generation.splitter import Piece
-from api.openai.responses.body import ResponseRequest
+from api.openai.responses.body import ENCRYPTED, ResponseRequest
 from api.openai.responses.items import Event, ItemWriter
+from api.openai.responses.tools import HostedTool, shown_tool
 from shared.frames import Finish, TokenEvent
 from shared.redis.kept.response_store import ResponseState
 from shared.text.codec import TextCodec
@@ -22,16 +23,17 @@ class ResponseWriter:
         self._body = body
         self._plan = plan
         self._names = TokenNames(codec, by_id=False)
-        self._name = plan.id.rpartition("-")[2]
-        self._writer = ItemWriter(self._name[:24])
+        calls = plan.id.rpartition("-")[2]
+        self.name = plan.name or calls
+        self._writer = ItemWriter(self.name, calls[:24], body.tools or (), seals=ENCRYPTED in (body.include or ()))
         self._finish: Finish | None = None
         self.choice = Choice(plan, codec)
         self.tokens: list[int] = []  # of the answer so far
 
     @property
     def id(self) -> str:
-        """The response's id."""
-        return f"resp_{self._plan.name or self._name}"
+        """The response's id. Those of its items have its name in them, too (`references.py`)."""
+        return f"resp_{self.name}"
 
     @property
     def output(self) -> list[dict[str, Any]]:
@@ -74,7 +76,7 @@ class ResponseWriter:
     def shown(self, **changed: Any) -> dict[str, Any]:
         """The response object as it is now."""
         body, cut = self._body, self.status == "incomplete"
-        given = body.model_dump(by_alias=True, exclude_none=True, include={"tools", "tool_choice", "reasoning"})
+        given = body.model_dump(by_alias=True, exclude_none=True, include={"tool_choice"})
         wanted = body.text.format if body.text is not None else None
         verbosity = body.text.verbosity if body.text is not None else None
         shown_verbosity = {} if verbosity is None else {"verbosity": verbosity}
@@ -94,11 +96,12 @@ class ResponseWriter:
             "output": self._writer.items,
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,
-            "reasoning": {"effort": None, "summary": None, **given.get("reasoning", {})},
+            "reasoning": {"effort": None if body.reasoning is None else body.reasoning.effort, "summary": None},
+            **({} if body.service_tier is None else {"service_tier": "default"}),
             "temperature": 1.0 if body.temperature is None else body.temperature,
             "text": {"format": shown_format, **shown_verbosity},
             "tool_choice": given.get("tool_choice", "auto"),
-            "tools": [{"parameters": {}, "strict": False, **tool} for tool in given.get("tools", [])],
+            "tools": [shown_tool(tool) for tool in body.tools or () if not isinstance(tool, HostedTool)],
             "top_logprobs": body.top_logprobs or 0,
             "top_p": 1.0 if body.top_p is None else body.top_p,
             "truncation": body.truncation or "disabled",

@@ -1,11 +1,12 @@
 """What the charts draw: plain columns of numbers, time in Unix seconds first; None is a gap.
 
-A chart is `{"x": [...], "series": [[...], ...]}`; which series it has, and their names, stands in its template.
+A chart is `{"x": [...], "series": [[...], ...]}`; which series it has, and their names, stands in its template, and
+those of training in TRAINING.
 """
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from api.ops.ring_view import RingSample
 from shared.training import TrainingPoint
@@ -43,21 +44,54 @@ def ring_charts(history: Sequence[RingSample]) -> dict[str, Chart]:
     }
 
 
-def training_charts(points: Sequence[TrainingPoint]) -> dict[str, Chart]:
+class TrainingChart(NamedTuple):
+    """A chart of a run; `series`: what a series is called, and the field of a point that it draws."""
+
+    name: str
+    title: str
+    unit: str
+    series: dict[str, str]
+
+
+_RL = (
+    TrainingChart(
+        "reward", "Reward", "", {"batch": "reward", "held out": "held_out", "held out, true": "held_out_true"}
+    ),
+    TrainingChart("loss", "Loss", "", {"loss": "loss", "of values": "value_loss"}),
+    TrainingChart("kl", "KL to the base", "", {"k3": "kl"}),
+    TrainingChart("lag", "Lag", "versions", {"oldest token": "lag_max", "mean": "lag_mean"}),
+    TrainingChart("entropy", "Entropy", "nats", {"per token": "entropy"}),
+    TrainingChart("speed", "Learned from", "tok/s", {"tokens": "tokens_per_s"}),
+)
+_PPO = (
+    TrainingChart("reward", "Mean return", "", {"episodes": "reward", "evaluated": "held_out"}),
+    TrainingChart("loss", "Loss", "", {"loss": "loss", "of values": "value_loss"}),
+    TrainingChart("kl", "KL to the version that acted", "", {"per step": "kl"}),
+    TrainingChart("values", "Variance that values explain", "", {"share": "explained"}),
+    TrainingChart("entropy", "Entropy", "nats", {"per step": "entropy"}),
+    TrainingChart("clipped", "Clipped", "", {"share": "clip_fraction"}),
+)
+_DATA = (
+    TrainingChart("held_out", "Right of what is held out", "", {"share": "held_out"}),
+    TrainingChart("loss", "Loss", "", {"loss": "loss", "held out": "held_out_loss"}),
+    TrainingChart("gradient", "Norm of the gradient", "", {"norm": "grad_norm"}),
+)
+TRAINING = {"": _RL, "rl": _RL, "ppo": _PPO}  # by the run's mode; of all others: _DATA
+
+
+def charts_of(mode: str) -> tuple[TrainingChart, ...]:
+    """The charts of a run that learns by this mode."""
+    return TRAINING.get(mode, _DATA)
+
+
+def training_charts(mode: str, points: Sequence[TrainingPoint]) -> dict[str, Chart]:
     """The curves of a run, by train step."""
     step = max(1, -(-len(points) // POINTS))
     shown = [point for i, point in enumerate(points) if i % step == 0 or i == len(points) - 1]
     x = [point.train_step for point in shown]
     return {
-        "reward": {
-            "x": x,
-            "series": [[p.reward for p in shown], [p.held_out for p in shown], [p.held_out_true for p in shown]],
-        },
-        "loss": {"x": x, "series": [[p.loss for p in shown], [p.value_loss for p in shown]]},
-        "kl": {"x": x, "series": [[p.kl for p in shown]]},
-        "entropy": {"x": x, "series": [[p.entropy for p in shown]]},
-        "lag": {"x": x, "series": [[p.lag_max for p in shown], [p.lag_mean for p in shown]]},
-        "speed": {"x": x, "series": [[p.tokens_per_s for p in shown]]},
+        chart.name: {"x": x, "series": [[getattr(point, field) for point in shown] for field in chart.series.values()]}
+        for chart in charts_of(mode)
     }
 
 

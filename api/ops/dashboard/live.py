@@ -113,9 +113,10 @@ async def training_events(ring: TheRing, snapshots: TheSnapshots) -> Response:
     async def look(snapshot: RingSnapshot) -> Parts:
         shown: Parts = {}
         for run in await training_views(ring):
-            policy = run.view.status.policy
+            status = run.view.status
+            policy = status.policy
             shown[f"run-{policy}"] = part("run", ring=snapshot, run=run)
-            shown[f"curves-{policy}"] = _json(training_charts(run.points))
+            shown[f"curves-{policy}"] = _json(training_charts(status.mode, run.points))
         return shown
 
     return _stream(ring, snapshots, look)

@@ -3,6 +3,7 @@
 import time
 from typing import NamedTuple
 
+from api.ops.dashboard.curves import TrainingChart, charts_of
 from api.ops.dashboard.samples import Histogram, metadata, reward_histogram
 from api.ops.ring_view import TrainingView
 from api.ops.snapshot import trainings
@@ -50,6 +51,11 @@ class RunView(NamedTuple):
     view: TrainingView
     points: list[TrainingPoint]
     alerts: list[Alert]
+
+    @property
+    def charts(self) -> tuple[TrainingChart, ...]:
+        """Those of its mode."""
+        return charts_of(self.view.status.mode)
 
 
 class RewardsKept:

@@ -71,7 +71,9 @@ class SplitState(msgspec.Struct, frozen=True):
 
     @property
     def shares(self) -> dict[int, float]:
-        """Of its versions."""
+        """Of its versions; once it is over, the latest version gets all requests."""
+        if self.over:
+            return {version: float(version == self.latest) for version in self.split.versions}
         return dict(zip(self.split.versions, shares(self.split, self.earned), strict=True))
 
     @property

@@ -86,6 +86,15 @@ def test_each_train_step_serves_a_version_that_acts_otherwise(
         )
         status = http.get("/v1/training/status", params={"policy": name}).json()
         assert (status["trainer"]["train_step"], status["trainer"]["source"]) == (2, task), status
+        assert manifest["source"] == "trainer"
+        shown = http.get("/dashboard/training").text
+        trainer = status["trainer"]
+    assert (trainer["mode"], trainer["updates"], trainer["latest_checkpoint"]) == ("ppo", 2, "step-000002")
+    assert (trainer["reward"], trainer["explained"]) == (told[-1].mean_return, told[-1].explained)
+    assert trainer["last_update_ms"] > trainer["started_ms"] > 0 and trainer["updates_per_s"] > 0
+    for field in ("loss", "kl", "value_loss"):
+        assert trainer[field] == told[-1].learned[field]
+    assert f"run {name}, mode ppo, task {task}" in shown
 
 
 async def test_sequences_are_learned_from_with_what_workers_remembered(served: Ring) -> None:

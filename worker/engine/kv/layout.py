@@ -59,16 +59,21 @@ class KvLayout:
         return f"{used[0].bits} bits, groups of {used[0].group_size}, {len(used)} of {len(self.packings)} caches"
 
 
-def layout_of(model: Any, bits: int, group_size: int, bound: int = 0) -> KvLayout:
-    """The layout that the settings ask for; SetupError if this model's KV cannot be so. `bound`: `--max-kv-size`."""
+def check_asked(bits: int, group_size: int, bound: int) -> None:
+    """SetupError for a layout that no model's KV can have."""
     if bound and bits:
         raise SetupError(f"--max-kv-size {bound} with --kv-bits {bits}: bounded KV cannot be quantised; leave one out")
+    if bits and group_size not in _GROUP_SIZES:
+        raise SetupError(f"--kv-group-size {group_size}: MLX quantises in groups of 32, 64 or 128")
+
+
+def layout_of(model: Any, bits: int, group_size: int, bound: int = 0) -> KvLayout:
+    """The layout that the settings ask for; SetupError if this model's KV cannot be so. `bound`: `--max-kv-size`."""
+    check_asked(bits, group_size, bound)
     if bound:
         return _bounded(model, bound)
     if not bits:
         return KvLayout()
-    if group_size not in _GROUP_SIZES:
-        raise SetupError(f"--kv-group-size {group_size}: MLX quantises in groups of 32, 64 or 128")
     caches = make_prompt_cache(model)
     _fed(model, caches)
     packings, reasons = [], Counter[str]()

@@ -26,7 +26,7 @@ from worker.engine.heads.classifier import Classifier, is_classifier
 from worker.engine.heads.head import Heads
 from worker.engine.kv.cuda import attention as cuda_attention
 from worker.engine.kv.kinds import window_of
-from worker.engine.kv.layout import KvLayout, layout_of
+from worker.engine.kv.layout import KvLayout, check_asked, layout_of
 from worker.engine.messages import EngineConfig
 from worker.engine.model import cuda_graphs
 from worker.engine.model.batching import check_batch
@@ -97,8 +97,7 @@ def _load(config: EngineConfig, ranks: Ranks | None) -> LoadedModel:
     path = model_folder(config.model)
     model, bundle, model_config, heads, tower, whole = _read(path, config, ranks)
     context = _context_length(model_config, config.max_context)
-    bound = config.max_kv_size if config.max_kv_size < context else 0  # a longer row is refused in any case
-    kv = layout_of(model, config.kv_bits, config.kv_group_size, bound)
+    kv = layout_of(model, config.kv_bits, config.kv_group_size, _bound(config, context))
     kv_bytes, kv_window, vocab, dtype = _measure(model, kv)
     kv_bytes = kv_bytes if ranks is None else ranks.largest(kv_bytes)
     states = hidden_size(model)
@@ -127,6 +126,35 @@ def _load(config: EngineConfig, ranks: Ranks | None) -> LoadedModel:
     limit = limit if ranks is None else ranks.least(limit)  # all admit the same rows
     eyes = tower if _sees(ranks) else None
     return LoadedModel(card, bundle, model, model_config, path, limit, kv, draft, heads, eyes, whole)
+
+
+def check_model(config: EngineConfig) -> None:
+    """SetupError for what `load_model` refuses before it reads weights; a hub name is not looked at, nor fetched."""
+    draft = "" if config.speculation is None else config.speculation.draft_model
+    for name in filter(None, (config.model, draft)):
+        if not Path(name).expanduser().exists() and is_hub_name(name):
+            continue
+        path = model_folder(name)
+        described = _described(path)
+        if name == config.model:
+            context = _context_length(described, config.max_context)
+            check_asked(config.kv_bits, config.kv_group_size, _bound(config, context))
+
+
+def _described(path: Path) -> dict[str, Any]:
+    """The config.json of a model that can be loaded; SetupError for another one."""
+    try:
+        described: dict[str, Any] = mlx_lm.utils.load_config(path)
+        if not (is_classifier(described) or is_vision(described) or described.get("model_file")):
+            mlx_lm.utils._get_classes(described)
+    except (OSError, ValueError, KeyError) as error:
+        raise SetupError(f"cannot load the model at {path}: {type(error).__name__}: {error}") from error
+    return described
+
+
+def _bound(config: EngineConfig, context: int) -> int:
+    """Positions that a row's KV keeps; 0: all, as where a longer row is refused in any case."""
+    return config.max_kv_size if config.max_kv_size < context else 0
 
 
 def _sees(ranks: Ranks | None) -> bool:
@@ -205,12 +233,17 @@ def _draft_model(config: EngineConfig, bundle: TokenizerBundle) -> DraftModel | 
     return draft
 
 
+def is_hub_name(name: str) -> bool:
+    """True if a model that is no folder here may be one of the hub."""
+    return name.count("/") == 1 and not name.startswith((".", "~", "/"))
+
+
 def model_folder(name: str) -> Path:
     """The model's folder; a hub name is downloaded or found in the hub's cache."""
     path = Path(name).expanduser()
     if path.exists():
         return path
-    if name.count("/") != 1 or name.startswith((".", "~", "/")):
+    if not is_hub_name(name):
         raise SetupError(f"no model folder {name!r}; give a folder or a hub name such as mlx-community/<model>")
     try:
         return Path(mlx_lm.utils._download(name))

@@ -31,7 +31,8 @@
     const time = figure.dataset.time === "yes";
     const names = figure.dataset.series.split("|");
     const series = names.map((name, i) => ({
-      label: name, stroke: colour(COLOURS[i % COLOURS.length]), width: 1.75, spanGaps: true, points: { show: false },
+      label: name, stroke: colour(COLOURS[i % COLOURS.length]), width: 1.75, spanGaps: true,
+      points: { show: (plot, at) => plot.data[at].filter((each) => each !== null).length === 1 }, // one makes no line
       value: (_, value) => shown(value),
     }));
     return {
@@ -45,7 +46,7 @@
   }
 
   function range(low, high, fromZero) {
-    if (low === null || high === null) return [0, 1];
+    if (low === null || high === null || (low === 0 && high === 0)) return [0, 1];
     const bottom = fromZero ? 0 : low;
     const room = (high - bottom || Math.abs(high) || 1) * 0.08;
     return fromZero ? [0, Math.max(1, high + room)] : [bottom - room, high + room];
@@ -56,7 +57,9 @@
     const names = figure.dataset.series.split("|");
     const unit = figure.dataset.unit;
     const out = figure.querySelector("output");
-    const parts = names.map((name, i) => {
+    const known = names.map((_, i) => i).filter((i) => plot.data[i + 1].some((value) => value !== null));
+    const parts = known.map((i) => {
+      const name = names[i];
       const values = plot.data[i + 1];
       const newest = index === null || index === undefined;
       const value = newest ? values.findLast((each) => each !== null) : values[index];

@@ -1,0 +1,69 @@
+"""What a completion is taken apart into, and the plan by which that is done."""
+
+import msgspec
+
+from api.generation.languages.families import Thinking, named
+from api.generation.languages.tool_formats import ToolFormat, tool_format
+
+
+class SplitPlan(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What to look for in a completion. A part of the reply's plan, so it may lie in Redis for a while."""
+
+    format: str = ""  # of tool calls; "": none are looked for
+    tools: bytes = b""  # JSON of their definitions: some forms are read with their types
+    parallel: bool = True  # else only the first call counts
+    sure: bool = False  # a grammar makes every call a call in Hermes' form
+    named: bool = False  # the request named the function: OpenAI's finish_reason is then "stop"
+    older: bool = False  # a call is shown in OpenAI's older form, `function_call`
+    thinking: Thinking = ""  # open: the prompt ended inside; may: the completion may begin with it
+    think_start: str = ""
+    think_end: str = ""
+    show_thinking: bool = True
+    family: str = ""  # of the model, by name
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Texts that must be visible to be found, even as special tokens."""
+        family, marks = named(self.family), [self.think_start, self.think_end]
+        if self.think_end:
+            marks += family.thought_tokens
+        if self.format:
+            marks += [self._format.start, self._format.end, self._format.lead, *family.call_tokens]
+        return tuple(dict.fromkeys(filter(None, marks)))
+
+    @property
+    def _format(self) -> ToolFormat:
+        return tool_format(self.format)
+
+
+class CallPart(msgspec.Struct):
+    """What is new of one tool call."""
+
+    index: int  # of the call in the choice
+    name: str = ""  # in its first part
+    arguments: str = ""  # the next letters of the JSON
+    complete: bool = False  # nothing more of it comes
+
+
+class Piece(msgspec.Struct):
+    """What a delta of text brought."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[CallPart] = []
+
+    def add(self, later: "Piece") -> None:
+        """Take in what came right after."""
+        self.content += later.content
+        self.reasoning += later.reasoning
+        for part in later.calls:
+            self.add_part(part)
+
+    def add_part(self, part: CallPart) -> None:
+        """Take in more of a call, or the next one."""
+        if self.calls and self.calls[-1].index == part.index:
+            last = self.calls[-1]
+            joined = CallPart(part.index, last.name + part.name, last.arguments + part.arguments, part.complete)
+            self.calls = [*self.calls[:-1], joined]
+        else:
+            self.calls = [*self.calls, part]

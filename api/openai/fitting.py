@@ -1,0 +1,194 @@
+"""Messages as the chat template of the model takes them: many refuse, or leave out, what OpenAI's clients send.
+
+What a template takes is found out once, by rendering small conversations with it (`Demands.of`). Only where it would
+refuse or not show what was said, messages are changed:
+
+- Several system messages at the beginning become one. One behind the beginning is said by the user, in one turn with
+  what the user says there, since such templates want turns to alternate; behind a tool's result it is a part of that.
+- Ids of calls become nine letters and digits (Mistral), the same ones for the same id.
+- A message with several calls becomes several, each with its result (Llama 3, GPT-OSS).
+- Reasoning of earlier turns goes into the field in which the model's family looks for it.
+
+Invariant. Turns that come again make the same messages again, so that what a worker has read of a conversation is found
+in its prefix cache when the next turn is asked for.
+"""
+
+import hashlib
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from api.generation.languages.families import family_of
+from shared.errors import InvalidRequestError
+from shared.text.codec import TextCodec
+
+Message = dict[str, Any]
+
+_SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
+_LETTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+
+
+@dataclass(frozen=True)
+class Demands:
+    """What a template wants of messages."""
+
+    one_system_first: bool  # it shows one system message at the beginning, and no second one
+    no_late_system: bool  # none behind the beginning
+    user_after_tool: bool  # the user may speak right behind the result of a call
+    short_ids: bool  # ids of calls have nine letters and digits
+    single_calls: bool  # a message has one call
+
+    @classmethod
+    @lru_cache(maxsize=16)  # models
+    def of(cls, codec: TextCodec) -> "Demands":
+        """The demands of the model's template."""
+
+        def shows(messages: list[Message], *texts: str) -> bool:
+            try:
+                shown = codec.render_chat(messages)
+            except InvalidRequestError:
+                return False
+            return all(text in shown for text in texts)
+
+        begin, ask, answer = _said("system", "first-of-all"), _said("user", "a-question"), _said("assistant", "a-reply")
+        late = _said("system", "something-late")
+        results = [_result("call00001", "result-one"), _result("call00002", "result-two")]
+        calls = [_call("call00001", "function_one"), _call("call00002", "function_two")]
+        long = [ask, _calling(_call("call_of_twenty_letters", "function_one")), _result("call_of_twenty_letters", "x")]
+        single = [ask, _calling(calls[0]), results[0]]
+        apart = [*single, _calling(calls[1]), results[1]]
+        both = "function_one", "function_two"
+        system = begin["content"], late["content"]  # some show the last one alone
+        return cls(
+            one_system_first=not shows([begin, late, ask], *system) and shows([begin, ask], begin["content"]),
+            no_late_system=not shows([begin, ask, answer, ask, late], *system)
+            or not shows([begin, ask, answer, late, ask], *system),
+            user_after_tool=shows([*single, ask]) or not shows(single),
+            short_ids=shows(single) and not shows(long),
+            single_calls=not shows([ask, _calling(*calls), *results], *both) and shows(apart, *both),
+        )
+
+
+def _said(role: str, content: str) -> Message:
+    return {"role": role, "content": content}
+
+
+def _call(name: str, function: str) -> dict[str, Any]:
+    return {"id": name, "type": "function", "function": {"name": function, "arguments": {"key": "value"}}}
+
+
+def _calling(*calls: dict[str, Any]) -> Message:
+    return {"role": "assistant", "content": "", "tool_calls": list(calls)}
+
+
+def _result(name: str, content: str) -> Message:
+    return {"role": "tool", "tool_call_id": name, "content": content}
+
+
+def fitted(messages: list[Message], codec: TextCodec) -> list[Message]:
+    """Messages as the model's template takes them."""
+    if any(message["role"] == "system" for message in messages[1:]):
+        demands = Demands.of(codec)
+        if demands.one_system_first:
+            messages = _with_one_beginning(messages)
+        if demands.no_late_system:
+            messages = _without_late_system(messages, demands.user_after_tool)
+    if any("tool_calls" in message or "tool_call_id" in message for message in messages):
+        demands = Demands.of(codec)
+        if demands.short_ids:
+            messages = [_with_short_ids(message) for message in messages]
+        if demands.single_calls:
+            messages = _with_single_calls(messages)
+    field = family_of(codec.bundle.chat_template).thought_field
+    return messages if field == "reasoning_content" else [_with_thought_in(field, message) for message in messages]
+
+
+def _with_one_beginning(messages: list[Message]) -> list[Message]:
+    count = next((at for at, message in enumerate(messages) if message["role"] != "system"), len(messages))
+    if count < 2:
+        return messages
+    first = {**messages[0], "content": "\n\n".join(message["content"] for message in messages[:count])}
+    return [first, *messages[count:]]
+
+
+def _without_late_system(messages: list[Message], user_after_tool: bool) -> list[Message]:
+    shown: list[Message] = []
+    begun = False  # somebody else than the system has spoken
+    joins = False  # what the last message says is in part the system's, so what the user says next goes into it
+    for message in messages:
+        begun = begun or message["role"] != "system"
+        late = begun and message["role"] == "system"
+        last = shown[-1]["role"] if shown else ""
+        if late and last == "tool" and not user_after_tool:
+            shown[-1] = {**shown[-1], "content": _joined(shown[-1]["content"], message["content"])}
+        elif (late or (joins and message["role"] == "user")) and last == "user":
+            shown[-1] = {**shown[-1], "content": _joined(shown[-1]["content"], message["content"])}
+            joins = True
+        else:
+            shown.append({**message, "role": "user"} if late else message)
+            joins = late
+    return shown
+
+
+def _joined(first: Any, second: Any) -> Any:
+    """The contents of two messages as one: a line is broken between texts."""
+    if isinstance(first, str) and isinstance(second, str):
+        return f"{first}\n{second}"
+    parts = [[{"type": "text", "text": each}] if isinstance(each, str) else each for each in (first, second)]
+    return [*parts[0], *parts[1]]
+
+
+def _with_short_ids(message: Message) -> Message:
+    shown = dict(message)
+    if "tool_call_id" in message:
+        shown["tool_call_id"] = _short_id(message["tool_call_id"])
+    if "tool_calls" in message:
+        shown["tool_calls"] = [{**call, "id": _short_id(call["id"])} for call in message["tool_calls"]]
+    return shown
+
+
+def _short_id(name: str | None) -> str:
+    """Nine letters and digits for an id; one that has them already stays."""
+    name = name or ""
+    if _SHORT_ID.fullmatch(name):
+        return name
+    number = int.from_bytes(hashlib.sha256(name.encode(errors="replace")).digest(), "big")
+    return "".join(_LETTERS[number // len(_LETTERS) ** at % len(_LETTERS)] for at in range(9))
+
+
+def _with_single_calls(messages: list[Message]) -> list[Message]:
+    """Each call in a message of its own, and its result right behind it."""
+    shown: list[Message] = []
+    at = 0
+    while at < len(messages):
+        message, behind = messages[at], at + 1
+        calls = message.get("tool_calls") or ()
+        if len(calls) < 2:
+            shown.append(message)
+            at = behind
+            continue
+        while behind < len(messages) and messages[behind]["role"] == "tool":
+            behind += 1
+        results = messages[at + 1 : behind]
+        for number, call in enumerate(calls):
+            shown.append({**(message if number == 0 else _calling()), "tool_calls": [call]})
+            named = call["id"] is not None
+            mine = [each for each in results if each.get("tool_call_id") == call["id"]] if named else results[:1]
+            shown += mine
+            results = [each for each in results if not any(each is one for one in mine)]
+        shown += results
+        at = behind
+    return shown
+
+
+def _with_thought_in(field: str, message: Message) -> Message:
+    """A message with its reasoning in this field. With a call, what the model said before it is a part of that: the
+    template of GPT-OSS refuses to show both."""
+    thought = message.get("reasoning_content")
+    if thought is None:
+        return message
+    shown = {name: value for name, value in message.items() if name != "reasoning_content"}
+    if message.get("tool_calls") and message["content"]:
+        thought, shown["content"] = f"{thought}\n{message['content']}", ""
+    return {**shown, field: thought}

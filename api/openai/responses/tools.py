@@ -1,0 +1,190 @@
+"""The tools of POST /v1/responses, and the functions of a chat that they come to.
+
+A tool of a namespace becomes a function whose name begins with the namespace's, and a custom tool, which takes any
+text, a function of that one text; a call gets its own name and form back (`items.py`). What a client sends to every
+server without asking whether it is there (`LEFT_OUT`) is left out of the model's view, and the answer's header says so;
+what the answer would be wrong without is refused.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
+
+import pydantic_core
+from pydantic import Field, Tag
+
+from api.http.fields import HistoryModel, Off, RequestModel
+from api.openai.tools import MAX_TOOLS, FunctionDefinition, by_type, known_type
+from shared.errors import InvalidRequestError
+
+LEFT_OUT = (
+    "web_search",
+    "web_search_2025_08_26",
+    "web_search_preview",
+    "web_search_preview_2025_03_11",
+    "image_generation",
+    "tool_search",
+)
+_NAME = r"^[A-Za-z0-9_.-]{1,128}$"
+_CALLERS: Off = {"allowed_callers": (["direct"], [])}
+_INPUT = "input"  # the one argument of the function that a custom tool becomes
+_ONE_TEXT = {
+    "type": "object",
+    "properties": {_INPUT: {"type": "string"}},
+    "required": [_INPUT],
+    "additionalProperties": False,
+}
+
+
+class FunctionTool(FunctionDefinition):
+    """A function that the model may call."""
+
+    off: ClassVar[Off] = _CALLERS
+
+    type: Literal["function"]
+    defer_loading: bool | None = Field(default=None, description="accepted: the model sees all tools from the start")
+
+
+class CustomFormat(HistoryModel):
+    """What the text of a custom tool must be. The model sees it; nothing enforces it."""
+
+    type: Literal["text", "grammar"]
+    syntax: str = ""
+    definition: str = ""
+
+
+class CustomTool(HistoryModel):
+    """A tool that takes any text."""
+
+    off: ClassVar[Off] = _CALLERS
+
+    type: Literal["custom"]
+    name: str = Field(pattern=_NAME)
+    description: str | None = None
+    format: CustomFormat | None = None
+    defer_loading: bool | None = None
+
+    @property
+    def form(self) -> str:
+        """What its text must be, for the model to read; "": any text."""
+        if self.format is None or self.format.type == "text":
+            return ""
+        return f"Its input follows this {self.format.syntax} grammar:\n{self.format.definition}"
+
+
+class HostedTool(HistoryModel):
+    """A tool that OpenAI's servers run: one of `LEFT_OUT`."""
+
+    type: str
+
+
+_own = Annotated[FunctionTool, Tag("<function>")] | Annotated[CustomTool, Tag("<custom>")]
+
+
+class Namespace(HistoryModel):
+    """Functions and custom tools under one name."""
+
+    type: Literal["namespace"]
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
+    description: str | None = None
+    tools: list[Annotated[Annotated[_own, by_type("function")], known_type("function", "custom")]] = Field(
+        max_length=MAX_TOOLS
+    )
+
+
+ResponseTool = Annotated[
+    Annotated[
+        _own | Annotated[Namespace, Tag("<namespace>")] | Annotated[HostedTool, Tag("<hosted>")],
+        by_type("function", dict.fromkeys(LEFT_OUT, "hosted")),
+    ],
+    known_type("function", "custom", "namespace", *LEFT_OUT),
+]
+
+
+class ToolName(RequestModel):
+    """The one tool to call."""
+
+    type: Literal["function", "custom"]
+    name: str
+    namespace: str | None = None
+
+
+def name_in_chat(namespace: str | None, name: str) -> str:
+    """The name of a tool as the model sees it."""
+    return f"{namespace.rstrip('_')}__{name}" if namespace else name
+
+
+@dataclass(frozen=True)
+class Offered:
+    """A tool as the model sees it, and what its client calls it."""
+
+    function: FunctionDefinition
+    tool: FunctionTool | CustomTool
+    namespace: str | None = None
+
+
+def offered(tools: Sequence[ResponseTool]) -> Iterator[Offered]:
+    """What the model sees of tools. The description of a namespace stands before that of its first tool."""
+    for namespace, tool in own_tools(tools):
+        about, named = tool.description, None
+        if namespace is not None:
+            named = namespace.name
+            if tool is namespace.tools[0]:
+                about = "\n\n".join(filter(None, (namespace.description, about)))
+        if isinstance(tool, CustomTool):
+            about = "\n\n".join(filter(None, (about, tool.form)))
+            given: dict[str, Any] = {"parameters": _ONE_TEXT}
+        else:
+            given = {"parameters": tool.parameters, "strict": tool.strict}
+        name = name_in_chat(named, tool.name)
+        yield Offered(FunctionDefinition.model_construct(name=name, description=about or None, **given), tool, named)
+
+
+def own_tools(tools: Sequence[ResponseTool]) -> Iterator[tuple[Namespace | None, FunctionTool | CustomTool]]:
+    """The client's own tools, each with its namespace."""
+    for tool in tools:
+        if isinstance(tool, Namespace):
+            yield from ((tool, inner) for inner in tool.tools)
+        elif not isinstance(tool, HostedTool):
+            yield None, tool
+
+
+def chosen(tools: Sequence[ResponseTool], choice: ToolName) -> str:
+    """The name, as the model sees it, of the tool that a choice names with its namespace or without;
+    InvalidRequestError for a name that several namespaces have."""
+    there = {space.name if space else None for space, tool in own_tools(tools) if tool.name == choice.name}
+    if choice.namespace is None and len(there) > 1 and None not in there:
+        raise InvalidRequestError(
+            f"several namespaces have a tool '{choice.name}': name the 'namespace', too", param="tool_choice"
+        )
+    named = next(iter(there)) if choice.namespace is None and len(there) == 1 else choice.namespace
+    return name_in_chat(named, choice.name)
+
+
+def left_out_of(tools: Sequence[ResponseTool]) -> set[str]:
+    """What the model does not see of tools, or sees and need not follow, as the answer's header calls it."""
+    found = {f"tools.{tool.type}" for tool in tools if isinstance(tool, HostedTool)}
+    found |= {"tools.defer_loading" for _, tool in own_tools(tools) if tool.defer_loading}
+    return found | {"tools.format" for _, tool in own_tools(tools) if isinstance(tool, CustomTool) and tool.form}
+
+
+def shown_tool(tool: ResponseTool) -> dict[str, Any]:
+    """A tool as a response repeats it."""
+    given = tool.model_dump(by_alias=True, exclude_none=True)
+    return {"parameters": {}, "strict": False, **given} if isinstance(tool, FunctionTool) else given
+
+
+def arguments_of(text: str) -> str:
+    """The arguments that stand for the text of a custom tool."""
+    return json.dumps({_INPUT: text}, ensure_ascii=False)
+
+
+def input_of(arguments: str) -> str:
+    """The text of a custom tool in a call's arguments, which may be cut off; all of them where they are another's."""
+    try:
+        found = pydantic_core.from_json(arguments, allow_partial="trailing-strings")
+    except ValueError:
+        return arguments
+    text = found.get(_INPUT) if isinstance(found, dict) and len(found) <= 1 else None
+    return text if isinstance(text, str) else "" if found == {} else arguments
