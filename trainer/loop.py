@@ -48,7 +48,7 @@ from trainer.versions.posted import LogprobCheck
 from trainer.versions.publish import Publisher
 from trainer.versions.run_folder import begin_anew, check_home
 from trainer.versions.served import Serving
-from trainer.versions.start import keep_start, starting_weights
+from trainer.versions.start import check_latest, keep_start, starting_weights
 
 log = structlog.get_logger()
 
@@ -189,6 +189,7 @@ class TrainLoop:
         checkpoint: Checkpoint | None = None
         if settings.resume != "no" and (checkpoint := self.checkpoints.load(settings.resume)) is not None:
             await self._resume(checkpoint, config)
+        await check_latest(settings, self.state, self._publisher)
         resumed, learner = checkpoint is not None, self._learner
         fresh = await learner.weights() if settings.start_from and not resumed else {}
         start = await starting_weights(

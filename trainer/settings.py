@@ -235,6 +235,9 @@ class TrainSettings(HeldOutSettings, CurriculumSettings, JoinSettings, DataSetti
     resume: Annotated[str, BeforeValidator(_no)] = Field(
         default="latest", description="latest, best, a checkpoint's name, or no"
     )
+    replace_latest: bool = Field(
+        default=False, description="begin although the adapter's latest version is not of this run, which replaces it"
+    )
     move_run: bool = Field(default=False, description="go on here with a run that was trained on another ring")
     tensorboard: Path | None = Field(default=None, description="folder for TensorBoard's events; needs the extra")
     logger: LoggerNames = Field(

@@ -122,6 +122,14 @@ async def test_a_run_that_is_killed_at_its_writes_gives_the_same_bytes(
     assert told == again and [line["step"] for line in told] == [0, 1, 2, 3, 4, 5, 6]
 
 
+async def test_a_new_run_does_not_displace_a_version_of_another_run(tmp_path: Path) -> None:
+    sink = MemorySink("taught", versions={1: {}}, latest=1, reserved=1)
+    with pytest.raises(SetupError, match=r"taught@1 is served .* \(--start-from taught@1\).*--replace-latest"):
+        await tuned(settings(tmp_path), sink)
+    state, _ = await tuned(settings(tmp_path, replace_latest=True), sink)
+    assert sink.latest == state.version == 3
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("how", ["silent", "abort", "refused"])
 async def test_a_worker_that_does_not_answer_says_nothing_of_a_version(

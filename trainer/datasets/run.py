@@ -40,7 +40,7 @@ from trainer.versions.disk import Disk
 from trainer.versions.publish import Publisher
 from trainer.versions.run_folder import WAYS, begin_anew, check_home
 from trainer.versions.run_lock import run_lock
-from trainer.versions.start import keep_start, starting_weights
+from trainer.versions.start import check_latest, keep_start, starting_weights
 from worker.engine.model.loader import LoadedModel
 from worker.engine.model.sites import Whole
 
@@ -169,6 +169,7 @@ class DataRun(ABC, Generic[T]):
         if checkpoint is not None:
             self.state = checkpoint.state
             self._saved = self.state.train_step
+        await check_latest(settings, self.state, self._publisher)
         resumed, shapes = checkpoint is not None, self._learner.shapes
         fresh = await self._host.run(at_once(self._learner.weights)) if settings.start_from and not resumed else {}
         start = await starting_weights(
