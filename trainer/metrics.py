@@ -285,7 +285,7 @@ def status_of(
     """The totals and the last train step; owner and heartbeat are the board's to fill in."""
     return msgspec.structs.replace(
         totals_of(settings, state, now, checkpoints, started_ms),
-        source=settings.source,
+        source=settings.source_shown,
         reward=last.reward if last else None,
         loss=last.loss if last else None,
         kl=last.kl if last else None,

@@ -252,6 +252,12 @@ class TrainSettings(HeldOutSettings, CurriculumSettings, JoinSettings, DataSetti
         return self.run or self.adapter
 
     @property
+    def source_shown(self) -> str:
+        """Where trajectories come from, for people."""
+        own = "atropos" if self.atropos_url else self.source
+        return "atropos and live" if own == "atropos" and self.source == "both" else own
+
+    @property
     def reward_name(self) -> str:
         """The reward of a data set."""
         return self.reward or ("gsm8k" if self.task == "gsm8k" else "exact")
