@@ -28,7 +28,7 @@ from shared.telemetry.spans import Past
 from shared.training import Order, Refusal, TrainerState, TrainerStatus
 from shared.trajectories import LiveTrajectory
 from trainer.inbox import AllStale, Batch, Moved
-from trainer.learn.batches import SampleGroup, sample_groups
+from trainer.learn.batches import Dropped, SampleGroup, sample_groups
 from trainer.learn.drawing import uncorrected
 from trainer.learn.learner import Trained
 from trainer.learn.steps import StepReport
@@ -66,11 +66,16 @@ class TrainLoop:
         self._last: StepMetrics | None = None
         self._started_ms = time.time_ns() // 1_000_000
         self._start_id = secrets.token_hex(3)
+        self._failure = ""  # of the first sample that failed
         self._disk = Disk(settings.folder, parts.ring.sink.alert, self._stop)
 
     async def run(self) -> RunState:
-        """Train until all steps are done or `stop` was called; the last state, which is also saved."""
+        """Train until all steps are done or `stop` was called; the last state, which is also saved.
+
+        ParallmError when all steps are done and every sample failed.
+        """
         await self._start()
+        before = self.state.trajectories - self.state.failed
         self._ring.board.begin(self.status, self.stop)
         try:
             if await self._begin():
@@ -84,6 +89,8 @@ class TrainLoop:
                     await self._train()
         finally:
             self._metrics.close()
+        if self._failure and not self.stopping and self.state.trajectories - self.state.failed == before:
+            raise ParallmError(f"nothing was learned: every sample failed, the first one: {self._failure[:500]}")
         return self.state
 
     async def _begin(self) -> bool:
@@ -277,7 +284,7 @@ class TrainLoop:
             await self._learner.revert()
             raise
         timing.publish_s = time.perf_counter() - started - timing.train_s
-        self._count(batch, trained.report, timing)
+        self._count(batch, trained.report, dropped, timing)
         self._inbox.pace_on(state, batch)
         own, stale = self._inbox.take_dropped()
         state.dropped = [*state.dropped, *own]
@@ -336,8 +343,10 @@ class TrainLoop:
             default=0,
         )
 
-    def _count(self, batch: Batch, report: StepReport, timing: Timing) -> None:
+    def _count(self, batch: Batch, report: StepReport, dropped: Dropped, timing: Timing) -> None:
         state = self.state
+        state.failed += dropped.failed
+        self._failure = self._failure or dropped.problem
         state.train_step += 1
         state.posted_steps += batch.source == "posted"
         state.live_steps += batch.source == "live"

@@ -114,7 +114,10 @@ async def train(
         loggers.ending = "stopped" if training.stopping else "finished"
         if ring.lead is not None and not training.stopping:
             ring.lead.end()
-    log.info("train.ended", steps=state.train_step, version=state.version, held_out=state.held_out)
+    log.info(
+        "train.ended", steps=state.train_step, version=state.version, held_out=state.held_out,
+        samples=state.trajectories, failed=state.failed,
+    )  # fmt: skip
     return state
 
 
