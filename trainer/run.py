@@ -72,7 +72,10 @@ def _own(settings: TrainSettings, options: Mapping[str, Any]) -> Environment:
 def loggers_of(settings: TrainSettings) -> Loggers:
     """Whom the run logs to, and which of its settings they see."""
     config = config_of(settings, without={*JoinSettings.model_fields, "system_prompt"})
-    return Loggers(settings.logger, project=settings.logger_project, run_name=settings.run_name, config=config)
+    return Loggers(
+        settings.logger, project=settings.logger_project, run_name=settings.run_name, config=config,
+        with_samples=settings.logger_samples,
+    )  # fmt: skip
 
 
 def _needed(scorer: Scorer | None) -> Scorer:

@@ -240,11 +240,20 @@ class TrainSettings(HeldOutSettings, CurriculumSettings, JoinSettings, DataSetti
     )
     move_run: bool = Field(default=False, description="go on here with a run that was trained on another ring")
     tensorboard: Path | None = Field(default=None, description="folder for TensorBoard's events; needs the extra")
+    show_samples: int = Field(
+        default=4,
+        ge=0,
+        le=32,
+        description="samples of a train step that are shown with their rewards, from the highest to the lowest: in the "
+        "log, on the dashboard, in samples.jsonl",
+    )
     logger: LoggerNames = Field(
         default=[],
         description="wandb, mlflow, trackio: whom each train step's figures go to; needs the extra of that name",
     )
     logger_project: str = Field(default="mlx-parallm", min_length=1, description="of the run, at these loggers")
+
+    logger_samples: bool = Field(default=False, description="loggers get the shown samples, too: prompts and replies")
 
     @property
     def run_name(self) -> str:
@@ -320,6 +329,8 @@ class TrainSettings(HeldOutSettings, CurriculumSettings, JoinSettings, DataSetti
             self.check_held_out()
             self.check_curriculum(self.task, self.source, self.atropos_url)
         check_installed(self.logger)
+        if self.logger_samples and not (self.logger and self.show_samples):
+            raise SetupError("--logger-samples goes with a --logger, and with --show-samples above 0")
         try:
             self.optimize_options()
         except ValueError as error:
