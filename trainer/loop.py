@@ -339,7 +339,9 @@ class TrainLoop:
             return
         self._showed = time.monotonic()
         for sample in self._samples:
-            said = {"failed": sample.error[:_LINE]} if sample.error else {"reward": sample.reward}
+            said = (
+                {"failed": sample.error[:_LINE]} if sample.reward is None else {"reward": float(f"{sample.reward:.4g}")}
+            )
             log.info("train.sample", **said, reply=sample.completion[:_LINE], tokens=sample.tokens)
 
     async def compare(self, trajectories: Sequence[LiveTrajectory]) -> int:

@@ -12,6 +12,7 @@ from shared.adapters import LoraKind, check_name
 from shared.errors import InvalidRequestError, SetupError
 from shared.jobs import SamplingOverrides
 from shared.process.options.group import TrainerGroupSettings
+from shared.process.panels import Panels
 from shared.process.settings import JoinSettings
 from shared.rewards.model_kinds import OWN_VARIABLES
 from shared.trajectories import drawing_of
@@ -30,6 +31,7 @@ from trainer.learn.options import (
     ScheduleName,
 )
 from trainer.loggers.choice import LoggerNames, check_installed
+from trainer.panels import PANELS
 from trainer.rollouts.atropos import Registration
 from trainer.rollouts.held_out import HeldOutSettings
 
@@ -44,6 +46,7 @@ class TrainSettings(HeldOutSettings, CurriculumSettings, JoinSettings, DataSetti
     """`mlx_parallm_train`: one per policy."""
 
     is_trainer: ClassVar[bool] = True
+    panels: ClassVar[Panels] = PANELS
 
     model: str = Field(
         default="models/tiny",
@@ -95,7 +98,12 @@ class TrainSettings(HeldOutSettings, CurriculumSettings, JoinSettings, DataSetti
     max_turns: int = Field(default=1, ge=1, description="replies in one sample, with tool results in between")
 
     steps: int = Field(default=100, ge=1, description="train steps")
-    prompts_per_step: int = Field(default=32, ge=1, description="groups in one train step")
+    prompts_per_step: int = Field(
+        default=32,
+        ge=1,
+        validation_alias=AliasChoices("prompts_per_step", "train_batch_size", "PARALLM_PROMPTS_PER_STEP"),
+        description="groups in one train step; each has group_size samples",
+    )
     source: Literal["prompts", "live", "both", "posted"] = Field(
         default="prompts",
         description="what to learn from: own prompts, live traffic, both, or only what users post",
@@ -114,7 +122,14 @@ class TrainSettings(HeldOutSettings, CurriculumSettings, JoinSettings, DataSetti
         validation_alias=AliasChoices("group_size", "num_generations", "PARALLM_GROUP_SIZE"),
         description="samples a prompt",
     )
-    max_tokens: int = Field(default=256, ge=1, description="of one reply")
+    max_tokens: int = Field(
+        default=256,
+        ge=1,
+        validation_alias=AliasChoices(
+            "max_tokens", "max_completion_length", "max_response_length", "PARALLM_MAX_TOKENS"
+        ),
+        description="of one reply; longer ones are cut off, and see mask_overlong",
+    )
     temperature: float = Field(default=1.0, gt=0, description="of rollouts")
     top_p: float = Field(default=1.0, gt=0, le=1, description="of rollouts")
     top_k: int = Field(default=0, ge=0, description="of rollouts; 0: off")
@@ -131,7 +146,12 @@ class TrainSettings(HeldOutSettings, CurriculumSettings, JoinSettings, DataSetti
     clip_high: float | None = Field(
         default=None, gt=0, description="how far above 1 it counts; default: 0.28, for ppo 0.2, gspo 0.0004"
     )
-    kl_coefficient: float = Field(default=0.0, ge=0, description="of k3 to what the run began with; 0 skips that pass")
+    kl_coefficient: float = Field(
+        default=0.0,
+        ge=0,
+        validation_alias=AliasChoices("kl_coefficient", "beta", "kl_loss_coef", "PARALLM_KL_COEFFICIENT"),
+        description="of k3 to what the run began with; 0 skips that pass",
+    )
     entropy_bonus: float = Field(
         default=0.0, ge=0, description="factor on the mean entropy, which is added to what is maximised"
     )

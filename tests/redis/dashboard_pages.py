@@ -134,7 +134,7 @@ async def filled(server: Api, redis: Redis) -> list[str]:
             groups=4,
             taught=3,
             samples=(ShownSample(0.75, HOSTILE, f"luxurious {HOSTILE}", components={HOSTILE: 1.0}),),
-        )  # fmt: skip
+        )
     )
     await board.add(TrainingPoint(train_step=0, policy_step=1, version=1, at_ms=1, reward=0.5, held_out_true=0.25))
     await board.alert("gate_failed", HOSTILE)

@@ -40,12 +40,13 @@ def _shown(trajectory: Trajectory, codec: TextCodec) -> ShownSample:
     reward, spans = trajectory.reward, trajectory.spans
     prompt = codec.decode(trajectory.prompt_ids[-_TOKENS:])
     completion = codec.decode(trajectory.completion_ids[:_TOKENS])
-    cut = len(trajectory.completion_ids) > _TOKENS or len(completion) > COMPLETION
+    cut_before = len(trajectory.prompt_ids) > _TOKENS or len(prompt) > PROMPT
+    cut_after = len(trajectory.completion_ids) > _TOKENS or len(completion) > COMPLETION
     why = problem(trajectory)
     return ShownSample(
         reward=None if why or reward is None else reward.value,
-        prompt=prompt if len(prompt) <= PROMPT else f"…{prompt[-PROMPT:]}",
-        completion=completion[:COMPLETION] + ("…" if cut else ""),
+        prompt=("…" if cut_before else "") + prompt[-PROMPT:],
+        completion=completion[:COMPLETION] + ("…" if cut_after else ""),
         tokens=len(trajectory.completion_ids),
         finish_reason=trajectory.finish_reason,
         version=spans[-1].version if spans else "",
