@@ -90,6 +90,8 @@ class TrainerStatus(msgspec.Struct, frozen=True, kw_only=True):
     overlong: int = 0  # samples that reached the length limit
     failed: int = 0  # samples without a completion or a reward
     samples: tuple[ShownSample, ...] = ()  # of the last train step, the highest reward first
+    held_out_right: float | None = None  # of a run on a data set: the share of held-out items that it has right
+    next_version_at: int = 0  # train step after which it offers its next version; 0: not known
 
 
 class TrainingPoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,6 +106,7 @@ class TrainingPoint(msgspec.Struct, frozen=True, kw_only=True):
     reward_std: float | None = None
     held_out: float | None = None
     held_out_true: float | None = None  # the second reward of the same answers
+    held_out_right: float | None = None  # of a run on a data set: the share of held-out items that is right
     loss: float | None = None
     value_loss: float | None = None  # of a value head; None: there is none
     explained: float | None = None  # share of the variance of what its values should have been that they had said

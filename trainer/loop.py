@@ -35,6 +35,7 @@ from trainer.learn.drawing import uncorrected
 from trainer.learn.learner import Trained
 from trainer.learn.steps import StepReport
 from trainer.metrics import (
+    PACES,
     MetricsLog,
     StepMetrics,
     Timing,
@@ -65,7 +66,6 @@ from trainer.versions.start import check_latest, keep_start, starting_weights
 
 log = structlog.get_logger()
 
-PACES = 20  # train steps whose pace says how long the rest will take
 SHOW_EVERY_S = 10.0  # between two train steps whose samples are logged
 _LINE = 240  # characters of a sample in the log
 

@@ -35,6 +35,8 @@ from trainer.versions.checkpoint import CheckpointStore
 
 log = structlog.get_logger()
 
+PACES = 20  # train steps whose pace says how long the rest of a run will take
+
 
 class StepMetrics(msgspec.Struct, frozen=True):
     """One line of metrics.jsonl. Means are over samples, unless they are said to be over tokens."""

@@ -1,12 +1,12 @@
 """The `--help` of a process with many settings: in panels, the common ones first, and a usage of one line."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 Panels = Mapping[str, Collection[str]]  # title -> settings
 
 
-def in_panels(panels: Panels) -> dict[str, Callable[..., Any]]:
+def in_panels(panels: Panels) -> dict[str, Any]:
     """What makes pydantic-settings' command line list each flag in its panel; nothing where there are none."""
     if not panels:
         return {}
