@@ -17,8 +17,8 @@ PANELS: Panels = {
         "dry_run",
     ),
     "tasks and rewards": (
-        "task_count", "task_options", "chat_template_kwargs", "own_code_timeout_s", "max_turns", "source",
-        "live_trajectories", "live_max_lag", "atropos_url", "atropos_max_token_len",
+        "task_count", "task_options", "chat_template_kwargs", "own_code_timeout_s", "own_code_processes", "max_turns",
+        "source", "live_trajectories", "live_max_lag", "atropos_url", "atropos_max_token_len",
     ),
     "rollouts": ("temperature", "top_p", "top_k", "min_p", "stop", "max_lag", "group_deadline_s"),
     "loss": (

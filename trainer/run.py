@@ -66,7 +66,7 @@ def _own(settings: TrainSettings, options: Mapping[str, Any]) -> Environment:
     """To be entered before it is asked anything: then it is loaded."""
     if ":" not in settings.task:
         raise SetupError(f"no task {settings.task!r}: arithmetic, jsonl, gsm8k, or package.module:Class")
-    return OwnEnvironment(settings.task, options, settings.own_code_timeout_s)
+    return OwnEnvironment(settings.task, options, settings.own_code_timeout_s, settings.own_code_processes)
 
 
 def loggers_of(settings: TrainSettings) -> Loggers:
@@ -139,7 +139,8 @@ async def tasks(settings: TrainSettings, judges: Judges) -> AsyncIterator[Tasks]
     async with AsyncExitStack() as stack:
 
         async def opened(reward: str, options: Mapping[str, Any]) -> Scorer:
-            return await stack.enter_async_context(open_scorer(reward, options, judges, settings.own_code_timeout_s))
+            own = settings.own_code_timeout_s, settings.own_code_processes
+            return await stack.enter_async_context(open_scorer(reward, options, judges, *own))
 
         scorer = second = measured = None
         if scored_tasks(settings):

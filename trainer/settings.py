@@ -95,6 +95,12 @@ class TrainSettings(HeldOutSettings, CurriculumSettings, JoinSettings, DataSetti
     own_code_timeout_s: float = Field(
         default=60.0, gt=0, description="one call of a reward or an environment of your own may take so long"
     )
+    own_code_processes: int = Field(
+        default=4,
+        ge=1,
+        le=64,
+        description="processes that a reward or an environment of your own gets, once a call has blocked its first one",
+    )
     max_turns: int = Field(default=1, ge=1, description="replies in one sample, with tool results in between")
 
     steps: int = Field(default=100, ge=1, description="train steps")
