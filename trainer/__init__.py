@@ -12,8 +12,7 @@
 
 Read `loop.py` first. Then `rollouts/` (samples and their rewards), `curricula/` (which tasks), `learn/` (the train
 step, the one room that computes with MLX), `versions/` (gate, publish, checkpoints) and `ring/` (how all of it
-reaches the ring). `settings.py` has the flags, `panels.py` their order in `--help`,
-`orders.py` what users ask, `metrics.py` what a run reports,
+reaches the ring). `settings.py` has the flags, `orders.py` what users ask, `metrics.py` what a run reports,
 `loggers/` the boards that others draw of it, `stopping.py` signals, `warm_up.py` the train steps before a hosted
 trainer is ready. `recipes/` holds settings, `tiny/` and `tiny_vision/` make our own small models.
 `datasets/` are runs that learn from a data set in place of rollouts: `heads/` a head that learns from preferences

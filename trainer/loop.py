@@ -13,10 +13,8 @@ Invariants.
 """
 
 import asyncio
-import math
 import secrets
 import time
-from collections import deque
 from collections.abc import Sequence
 
 import msgspec
@@ -27,7 +25,7 @@ from shared.errors import ConflictError, EngineError, ParallmError, SetupError
 from shared.redis.training.orders import Received
 from shared.telemetry import tracing
 from shared.telemetry.spans import Past
-from shared.training import Order, Refusal, ShownSample, TrainerState, TrainerStatus
+from shared.training import Order, Refusal, TrainerState, TrainerStatus
 from shared.trajectories import LiveTrajectory
 from trainer.inbox import AllStale, Batch, Moved
 from trainer.learn.batches import Dropped, SampleGroup, sample_groups
@@ -35,9 +33,9 @@ from trainer.learn.drawing import uncorrected
 from trainer.learn.learner import Trained
 from trainer.learn.steps import StepReport
 from trainer.metrics import (
-    PACES,
     MetricsLog,
     StepMetrics,
+    TimeLeft,
     Timing,
     figures,
     point_of,
@@ -50,7 +48,7 @@ from trainer.orders import Stepped, carry_out
 from trainer.parts import Parts, open_learner
 from trainer.rollouts.groups import RolloutGroup
 from trainer.rollouts.pacing import lag_of, oldest_version
-from trainer.rollouts.shown import shown_samples
+from trainer.rollouts.shown import SampleLog, shown_samples
 from trainer.settings import TrainSettings
 from trainer.sources import open_curriculum, open_inbox
 from trainer.state import RunState
@@ -66,9 +64,6 @@ from trainer.versions.start import check_latest, keep_start, starting_weights
 
 log = structlog.get_logger()
 
-SHOW_EVERY_S = 10.0  # between two train steps whose samples are logged
-_LINE = 240  # characters of a sample in the log
-
 
 class TrainLoop:
     """One run. `state` may be read at any time."""
@@ -81,9 +76,7 @@ class TrainLoop:
         self.checkpoints = CheckpointStore(settings.folder / "checkpoints", settings.keep_checkpoints)
         self._stop = asyncio.Event()
         self._last: StepMetrics | None = None
-        self._samples: tuple[ShownSample, ...] = ()  # of the last train step
-        self._showed = -math.inf  # when samples were last logged
-        self._paces: deque[float] = deque(maxlen=PACES)  # seconds of the last train steps
+        self._samples, self._left = SampleLog(), TimeLeft()
         self._started_ms = time.time_ns() // 1_000_000
         self._start_id = secrets.token_hex(3)
         self._failure = ""  # of the first sample that failed
@@ -202,15 +195,13 @@ class TrainLoop:
         others = self.parts.host.others
         ranks = () if others is None else others.ranks()
         return status_of(
-            self.settings, self.state, now, self._last, self.checkpoints, self._started_ms, ranks, self._samples,
+            self.settings, self.state, now, self._last, self.checkpoints, self._started_ms, ranks, self._samples.last,
             self._eta_s,
         )  # fmt: skip
 
     @property
     def _eta_s(self) -> float | None:
-        """Until all steps are done; None: that is not known, or there is no end."""
-        left = steps_of(self.settings) - (self.state.train_step - self.state.posted_steps)
-        return max(0, left) * sum(self._paces) / len(self._paces) if self._paces and steps_of(self.settings) else None
+        return self._left.of(steps_of(self.settings), self.state.train_step - self.state.posted_steps)
 
     # -- start and resume
 
@@ -325,24 +316,14 @@ class TrainLoop:
             curriculum=self._curriculum.figures() if self._curriculum and batch.source == "prompts" else None,
         )  # fmt: skip
         self._last = metrics
-        self._paces.append(timing.whole_s)
+        self._left.add(timing.whole_s)
         shown = self.settings.show_samples if batch.source == "prompts" else 0
-        self._samples = shown_samples(batch.groups, shown, self._ring.codec)
-        await self._disk.run(self._metrics.write, metrics, self._samples)
+        self._samples.last = shown_samples(batch.groups, shown, self._ring.codec)
+        await self._disk.run(self._metrics.write, metrics, self._samples.last)
         await self._ring.board.show("waiting", point_of(metrics))
         log.info("train.step", **progress(metrics, steps_of(self.settings), self._eta_s))
-        self._log_samples()
+        self._samples.show()
         return Stepped(metrics, dropped, sum(len(group.samples) for group in groups), trained.checks != ())
-
-    def _log_samples(self) -> None:
-        if not self._samples or time.monotonic() - self._showed < SHOW_EVERY_S:
-            return
-        self._showed = time.monotonic()
-        for sample in self._samples:
-            said = (
-                {"failed": sample.error[:_LINE]} if sample.reward is None else {"reward": float(f"{sample.reward:.4g}")}
-            )
-            log.info("train.sample", **said, reply=sample.completion[:_LINE], tokens=sample.tokens)
 
     async def compare(self, trajectories: Sequence[LiveTrajectory]) -> int:
         """Refuse posted log-probabilities that are not their version's; how many could not be compared."""

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from io import FileIO
@@ -264,6 +265,21 @@ def progress(m: StepMetrics, steps: int, eta_s: float | None) -> dict[str, str |
     if m.gate:
         fields["rejected"] = m.gate
     return fields
+
+
+class TimeLeft:
+    """How long the rest of a run takes, at the pace of its last train steps."""
+
+    def __init__(self) -> None:
+        self._paces: deque[float] = deque(maxlen=PACES)
+
+    def add(self, seconds: float) -> None:
+        """A train step took so long."""
+        self._paces.append(seconds)
+
+    def of(self, steps: int, done: int) -> float | None:
+        """Seconds until `steps` are made; None before the first train step, and where there is no end (0)."""
+        return max(0, steps - done) * sum(self._paces) / len(self._paces) if self._paces and steps else None
 
 
 def clock(seconds: float) -> str:

@@ -12,12 +12,12 @@ from shared.adapters import LoraKind, check_name
 from shared.errors import InvalidRequestError, SetupError
 from shared.jobs import SamplingOverrides
 from shared.process.options.group import TrainerGroupSettings
-from shared.process.panels import Panels
+from shared.process.panels import TRAINER, Panels
 from shared.process.settings import JoinSettings
 from shared.rewards.model_kinds import OWN_VARIABLES
 from shared.trajectories import drawing_of
 from trainer.curricula.settings import CurriculumSettings
-from trainer.gate import GateLimits
+from trainer.gate import GateSettings
 from trainer.learn.options import (
     CLIP_RANGES,
     AdapterShape,
@@ -30,8 +30,7 @@ from trainer.learn.options import (
     Schedule,
     ScheduleName,
 )
-from trainer.loggers.choice import LoggerNames, check_installed
-from trainer.panels import PANELS
+from trainer.loggers.choice import LoggerSettings
 from trainer.rollouts.atropos import Registration
 from trainer.rollouts.held_out import HeldOutSettings
 
@@ -42,11 +41,13 @@ def _no(value: Any) -> Any:
     return "no" if value is False else value  # YAML reads a bare `no` as false
 
 
-class TrainSettings(HeldOutSettings, CurriculumSettings, JoinSettings, DataSettings, TrainerGroupSettings):
+class TrainSettings(
+    HeldOutSettings, CurriculumSettings, LoggerSettings, GateSettings, JoinSettings, DataSettings, TrainerGroupSettings
+):
     """`mlx_parallm_train`: one per policy."""
 
     is_trainer: ClassVar[bool] = True
-    panels: ClassVar[Panels] = PANELS
+    panels: ClassVar[Panels] = TRAINER
 
     model: str = Field(
         default="models/tiny",
@@ -212,34 +213,6 @@ class TrainSettings(HeldOutSettings, CurriculumSettings, JoinSettings, DataSetti
     )
     distances_every: int = Field(default=10, ge=0, description="train steps between measurements of mismatch")
 
-    max_update_rms: float = Field(
-        default=0.05, gt=0, description="gate: largest root mean square of one update over all adapter parameters"
-    )
-    max_probe_kl: float = Field(
-        default=0.5, gt=0, description="gate: nats a token from the last good version, on fixed prompts"
-    )
-    max_base_kl: float = Field(
-        default=2.0, gt=0, description="gate: the same from what the run began with: the base, or start_from"
-    )
-    max_best_kl: float = Field(
-        default=1.0, gt=0, description="gate: the same from the best version, once one has been judged"
-    )
-    max_logprob_gap: float = Field(
-        default=0.5,
-        gt=0,
-        description="posted trajectories: mean difference, nats a token, to the log-probabilities of the named version",
-    )
-    max_parity: float = Field(
-        default=0.1, gt=0, description="gate: mean difference between log-probabilities in a worker and in the trainer"
-    )
-    reward_margin: float = Field(
-        default=0.15, gt=0, description="how far rewards may fall below those of the best version"
-    )
-    min_groups: int = Field(default=16, ge=1, description="groups before a version is judged by its rewards")
-    max_rejections: int = Field(default=5, ge=1, description="versions in a row that may fail before the run ends")
-    max_rollbacks: int = Field(
-        default=3, ge=1, description="rollbacks without a better version in between before the run ends"
-    )
     on_foreign_version: Literal["adopt", "pause", "override"] = Field(
         default="pause",
         description="when somebody else moves the policy's latest version: train on from it, wait for a person, or "
@@ -265,21 +238,6 @@ class TrainSettings(HeldOutSettings, CurriculumSettings, JoinSettings, DataSetti
         default=False, description="begin although the adapter's latest version is not of this run, which replaces it"
     )
     move_run: bool = Field(default=False, description="go on here with a run that was trained on another ring")
-    tensorboard: Path | None = Field(default=None, description="folder for TensorBoard's events; needs the extra")
-    show_samples: int = Field(
-        default=4,
-        ge=0,
-        le=32,
-        description="samples of a train step that are shown with their rewards, from the highest to the lowest: in the "
-        "log, on the dashboard, in samples.jsonl",
-    )
-    logger: LoggerNames = Field(
-        default=[],
-        description="wandb, mlflow, trackio: whom each train step's figures go to; needs the extra of that name",
-    )
-    logger_project: str = Field(default="mlx-parallm", min_length=1, description="of the run, at these loggers")
-
-    logger_samples: bool = Field(default=False, description="loggers get the shown samples, too: prompts and replies")
 
     @property
     def run_name(self) -> str:
@@ -325,10 +283,6 @@ class TrainSettings(HeldOutSettings, CurriculumSettings, JoinSettings, DataSetti
         )
         return plain if drawing_of(drawn) is None else drawn
 
-    def limits(self) -> GateLimits:
-        """The bounds of the gate that a learner checks."""
-        return GateLimits(self.max_update_rms, self.max_probe_kl, self.max_base_kl, self.max_best_kl)
-
     def check(self) -> None:
         """SetupError when settings contradict each other: before a model is loaded, not after."""
         if self.atropos_url and self.source in ("live", "posted"):
@@ -354,9 +308,7 @@ class TrainSettings(HeldOutSettings, CurriculumSettings, JoinSettings, DataSetti
             self._check_tasks()
             self.check_held_out()
             self.check_curriculum(self.task, self.source, self.atropos_url)
-        check_installed(self.logger)
-        if self.logger_samples and not (self.logger and self.show_samples):
-            raise SetupError("--logger-samples goes with a --logger, and with --show-samples above 0")
+        self.check_loggers()
         try:
             self.optimize_options()
         except ValueError as error:

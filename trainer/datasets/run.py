@@ -15,7 +15,6 @@ import asyncio
 import math
 import time
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -31,7 +30,7 @@ from trainer import gate
 from trainer.datasets.learner import DataLearner, DataOptions, Measured
 from trainer.datasets.lines import Data, batch_of
 from trainer.learn.compute import ComputeHost, at_once
-from trainer.metrics import PACES, append, clock, cut, totals_of
+from trainer.metrics import TimeLeft, append, clock, cut, totals_of
 from trainer.ring.join import Way, way_to_ring
 from trainer.ring.ring import Ring
 from trainer.settings import TrainSettings
@@ -107,7 +106,7 @@ class DataRun(ABC, Generic[T]):
         self._last: DataLine | None = None
         self._since, self._started_ms = time.monotonic(), time.time_ns() // 1_000_000  # of the last line; of the run
         self._whole: Whole | None = None  # where ranks divide the model: what it was before
-        self._paces: deque[float] = deque(maxlen=PACES)  # seconds of the last train steps
+        self._left = TimeLeft()
         self.state = RunState(settings.run_name, ring=ring.id, base_sha256=ring.base_sha256)
 
     # -- what a kind of run says
@@ -161,8 +160,7 @@ class DataRun(ABC, Generic[T]):
 
     @property
     def _eta_s(self) -> float | None:
-        left = self._settings.steps - self.state.train_step
-        return max(0, left) * sum(self._paces) / len(self._paces) if self._paces else None
+        return self._left.of(self._settings.steps, self.state.train_step)
 
     @property
     def _next_version_at(self) -> int:
@@ -365,7 +363,7 @@ class DataRun(ABC, Generic[T]):
         now, self._last = time.monotonic(), line
         self.state.seconds += now - self._since
         if trained is not None:
-            self._paces.append(now - self._since)
+            self._left.add(now - self._since)
         self._since = now
         point = TrainingPoint(
             train_step=line.step, policy_step=self.state.swaps, version=line.version, at_ms=time.time_ns() // 1_000_000,

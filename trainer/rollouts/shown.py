@@ -3,7 +3,11 @@
 They are of the run's own tasks. What users have written in live traffic, or have posted, is not shown.
 """
 
+import math
+import time
 from collections.abc import Iterable, Sequence
+
+import structlog
 
 from shared.text.codec import TextCodec
 from shared.training import ShownSample
@@ -12,7 +16,11 @@ from trainer.rollouts.groups import RolloutGroup, problem
 
 PROMPT = 400  # characters, of the prompt's end
 COMPLETION = 800  # of the completion's beginning
+SHOW_EVERY_S = 10.0  # between two train steps whose samples are logged
+_LINE = 240  # characters of a sample in the log
 _TOKENS = 400  # that are made into text, of either
+
+log = structlog.get_logger()
 
 
 def shown_samples(groups: Iterable[RolloutGroup], count: int, codec: TextCodec) -> tuple[ShownSample, ...]:
@@ -22,6 +30,26 @@ def shown_samples(groups: Iterable[RolloutGroup], count: int, codec: TextCodec) 
     failed = [t for t in samples if problem(t)][:1] if count else []
     ranked = sorted(scored, key=_reward, reverse=True)
     return tuple(_shown(t, codec) for t in [*_spread(ranked, count), *failed])
+
+
+class SampleLog:
+    """The samples of the last train step; logs them now and then, the replies alone: prompts stay out of logs."""
+
+    def __init__(self) -> None:
+        self.last: tuple[ShownSample, ...] = ()
+        self._logged = -math.inf
+
+    def show(self) -> None:
+        """Log them, unless a train step's have been logged just now."""
+        if not self.last or time.monotonic() - self._logged < SHOW_EVERY_S:
+            return
+        self._logged = time.monotonic()
+        for sample in self.last:
+            if sample.reward is None:
+                log.info("train.sample", failed=sample.error[:_LINE], reply=sample.completion[:_LINE])
+            else:
+                reward = float(f"{sample.reward:.4g}")
+                log.info("train.sample", reward=reward, reply=sample.completion[:_LINE], tokens=sample.tokens)
 
 
 def _spread(ranked: Sequence[Trajectory], count: int) -> list[Trajectory]:
