@@ -29,6 +29,19 @@ TrainerState = Literal["starting", "waiting", "training", "paused", "ended", "fa
 ForeignAction = Literal["adopt", "override"]  # what to do with a version that somebody else has made the latest
 
 
+class ShownSample(msgspec.Struct, frozen=True):
+    """A sample of the last train step with its reward, shortened for people."""
+
+    reward: float | None  # None: it failed
+    prompt: str  # its end
+    completion: str  # its beginning
+    tokens: int = 0  # of the completion
+    finish_reason: str = ""
+    version: str = ""  # that wrote its end; "": the base
+    components: dict[str, float] = {}  # of the reward
+    error: str = ""  # why it failed
+
+
 class TrainerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A trainer's totals and present state; None: not known yet, or not finite."""
 
@@ -69,6 +82,16 @@ class TrainerStatus(msgspec.Struct, frozen=True, kw_only=True):
     explained: float | None = None  # how well its values were known before: 1 is all
     ranks: tuple[RankStatus, ...] = ()  # that divide the model among them; (): it is one process
     mode: str = ""  # of learning, as `--mode` has it; "": rl, of a trainer that does not say
+    steps: int = 0  # train steps that the run is to make; 0: it has no end
+    eta_s: float | None = None  # until they are made, at the pace of the last ones
+    groups: int = 0  # of the last train step, as are the next four
+    taught: int = 0  # groups in the loss
+    zero_variance: int = 0  # groups whose samples all earned the same
+    overlong: int = 0  # samples that reached the length limit
+    failed: int = 0  # samples without a completion or a reward
+    samples: tuple[ShownSample, ...] = ()  # of the last train step, the highest reward first
+    held_out_right: float | None = None  # of a run on a data set: the share of held-out items that it has right
+    next_version_at: int = 0  # train step after which it offers its next version; 0: not known
 
 
 class TrainingPoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,6 +106,7 @@ class TrainingPoint(msgspec.Struct, frozen=True, kw_only=True):
     reward_std: float | None = None
     held_out: float | None = None
     held_out_true: float | None = None  # the second reward of the same answers
+    held_out_right: float | None = None  # of a run on a data set: the share of held-out items that is right
     loss: float | None = None
     value_loss: float | None = None  # of a value head; None: there is none
     explained: float | None = None  # share of the variance of what its values should have been that they had said

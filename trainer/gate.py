@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from pydantic import BaseModel, Field
 
 from shared.adapters import GateCheck
 from trainer.state import Arrays
@@ -22,6 +23,44 @@ class GateLimits:
     max_probe_kl: float = 0.5  # nats per token, from the last good version, on fixed prompts
     max_base_kl: float = 2.0  # as max_probe_kl, from what the run began with: small steps add up
     max_best_kl: float = 1.0  # from the best version that was judged
+
+
+class GateSettings(BaseModel):
+    """Part of TrainSettings: these bounds and others, and how many versions may miss them."""
+
+    max_update_rms: float = Field(
+        default=0.05, gt=0, description="gate: largest root mean square of one update over all adapter parameters"
+    )
+    max_probe_kl: float = Field(
+        default=0.5, gt=0, description="gate: nats a token from the last good version, on fixed prompts"
+    )
+    max_base_kl: float = Field(
+        default=2.0, gt=0, description="gate: the same from what the run began with: the base, or start_from"
+    )
+    max_best_kl: float = Field(
+        default=1.0, gt=0, description="gate: the same from the best version, once one has been judged"
+    )
+
+    max_logprob_gap: float = Field(
+        default=0.5,
+        gt=0,
+        description="posted trajectories: mean difference, nats a token, to the log-probabilities of the named version",
+    )
+    max_parity: float = Field(
+        default=0.1, gt=0, description="gate: mean difference between log-probabilities in a worker and in the trainer"
+    )
+    reward_margin: float = Field(
+        default=0.15, gt=0, description="how far rewards may fall below those of the best version"
+    )
+    min_groups: int = Field(default=16, ge=1, description="groups before a version is judged by its rewards")
+    max_rejections: int = Field(default=5, ge=1, description="versions in a row that may fail before the run ends")
+    max_rollbacks: int = Field(
+        default=3, ge=1, description="rollbacks without a better version in between before the run ends"
+    )
+
+    def limits(self) -> GateLimits:
+        """The bounds of the gate that a learner checks."""
+        return GateLimits(self.max_update_rms, self.max_probe_kl, self.max_base_kl, self.max_best_kl)
 
 
 def passed(checks: Iterable[GateCheck]) -> bool:

@@ -45,6 +45,7 @@ async def learn(
     def stop_all(agents: Agents) -> None:
         stopping.obey(agents.stop, lambda: agents.stopping, running.cancel)
 
+    log.info("train.starting", policy=settings.adapter, mode=settings.mode, model=settings.model)
     if settings.join_run:
         await take_part(settings, host, load, begun)
     elif team:

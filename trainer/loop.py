@@ -28,15 +28,27 @@ from shared.telemetry.spans import Past
 from shared.training import Order, Refusal, TrainerState, TrainerStatus
 from shared.trajectories import LiveTrajectory
 from trainer.inbox import AllStale, Batch, Moved
-from trainer.learn.batches import SampleGroup, sample_groups
+from trainer.learn.batches import Dropped, SampleGroup, sample_groups
 from trainer.learn.drawing import uncorrected
 from trainer.learn.learner import Learner, Trained
 from trainer.learn.steps import StepReport
-from trainer.metrics import MetricsLog, StepMetrics, Timing, figures, point_of, progress, status_of, step_metrics
+from trainer.metrics import (
+    MetricsLog,
+    StepMetrics,
+    TimeLeft,
+    Timing,
+    figures,
+    point_of,
+    progress,
+    status_of,
+    step_metrics,
+    steps_of,
+)
 from trainer.orders import Stepped, carry_out
 from trainer.parts import Parts, open_learner
 from trainer.rollouts.groups import RolloutGroup
 from trainer.rollouts.pacing import lag_of, oldest_version
+from trainer.rollouts.shown import SampleLog, shown_samples
 from trainer.settings import TrainSettings
 from trainer.sources import open_curriculum, open_inbox
 from trainer.state import RunState
@@ -48,7 +60,7 @@ from trainer.versions.posted import LogprobCheck
 from trainer.versions.publish import Publisher
 from trainer.versions.run_folder import begin_anew, check_home
 from trainer.versions.served import Serving
-from trainer.versions.start import keep_start, starting_weights
+from trainer.versions.start import check_latest, keep_start, starting_weights
 
 log = structlog.get_logger()
 
@@ -64,13 +76,19 @@ class TrainLoop:
         self.checkpoints = CheckpointStore(settings.folder / "checkpoints", settings.keep_checkpoints)
         self._stop = asyncio.Event()
         self._last: StepMetrics | None = None
+        self._samples, self._left = SampleLog(), TimeLeft()
         self._started_ms = time.time_ns() // 1_000_000
         self._start_id = secrets.token_hex(3)
+        self._failure = ""  # of the first sample that failed
         self._disk = Disk(settings.folder, parts.ring.sink.alert, self._stop)
 
     async def run(self) -> RunState:
-        """Train until all steps are done or `stop` was called; the last state, which is also saved."""
+        """Train until all steps are done or `stop` was called; the last state, which is also saved.
+
+        ParallmError when all steps are done and every sample failed.
+        """
         await self._start()
+        before = self.state.trajectories - self.state.failed
         self._ring.board.begin(self.status, self.stop)
         try:
             if await self._begin():
@@ -84,6 +102,8 @@ class TrainLoop:
                     await self._train()
         finally:
             self._metrics.close()
+        if self._failure and not self.stopping and self.state.trajectories - self.state.failed == before:
+            raise ParallmError(f"nothing was learned: every sample failed, the first one: {self._failure[:500]}")
         return self.state
 
     async def _begin(self) -> bool:
@@ -96,7 +116,9 @@ class TrainLoop:
                 return False
         if not self._serving.begun:
             await self._serving.begin()
-        log.info("train.ready", policy=self.settings.adapter, version=self.state.version, source=self.settings.source)
+        log.info(
+            "train.ready", policy=self.settings.adapter, version=self.state.version, source=self.settings.source_shown
+        )
         return True
 
     async def _refuse_while_paused(self, received: Received[Order]) -> None:
@@ -172,7 +194,14 @@ class TrainLoop:
         """What the board shows."""
         others = self.parts.host.others
         ranks = () if others is None else others.ranks()
-        return status_of(self.settings, self.state, now, self._last, self.checkpoints, self._started_ms, ranks)
+        return status_of(
+            self.settings, self.state, now, self._last, self.checkpoints, self._started_ms, ranks, self._samples.last,
+            self._eta_s,
+        )  # fmt: skip
+
+    @property
+    def _eta_s(self) -> float | None:
+        return self._left.of(steps_of(self.settings), self.state.train_step - self.state.posted_steps)
 
     # -- start and resume
 
@@ -189,6 +218,7 @@ class TrainLoop:
         checkpoint: Checkpoint | None = None
         if settings.resume != "no" and (checkpoint := self.checkpoints.load(settings.resume)) is not None:
             await self._resume(checkpoint, config)
+        await check_latest(settings, self.state, self._publisher)
         resumed, learner = checkpoint is not None, self._learner
         fresh = await learner.call(Learner.weights) if settings.start_from and not resumed else {}
         start = await starting_weights(
@@ -276,7 +306,7 @@ class TrainLoop:
             await self._learner.call(Learner.revert)
             raise
         timing.publish_s = time.perf_counter() - started - timing.train_s
-        self._count(batch, trained.report, timing)
+        self._count(batch, trained.report, dropped, timing)
         self._inbox.pace_on(state, batch)
         own, stale = self._inbox.take_dropped()
         state.dropped = [*state.dropped, *own]
@@ -286,9 +316,13 @@ class TrainLoop:
             curriculum=self._curriculum.figures() if self._curriculum and batch.source == "prompts" else None,
         )  # fmt: skip
         self._last = metrics
-        await self._disk.run(self._metrics.write, metrics)
+        self._left.add(timing.whole_s)
+        shown = self.settings.show_samples if batch.source == "prompts" else 0
+        self._samples.last = shown_samples(batch.groups, shown, self._ring.codec)
+        await self._disk.run(self._metrics.write, metrics, self._samples.last)
         await self._ring.board.show("waiting", point_of(metrics))
-        log.info("train.step", **progress(metrics, self.settings.steps))
+        log.info("train.step", **progress(metrics, steps_of(self.settings), self._eta_s))
+        self._samples.show()
         return Stepped(metrics, dropped, sum(len(group.samples) for group in groups), trained.checks != ())
 
     async def compare(self, trajectories: Sequence[LiveTrajectory]) -> int:
@@ -335,8 +369,10 @@ class TrainLoop:
             default=0,
         )
 
-    def _count(self, batch: Batch, report: StepReport, timing: Timing) -> None:
+    def _count(self, batch: Batch, report: StepReport, dropped: Dropped, timing: Timing) -> None:
         state = self.state
+        state.failed += dropped.failed
+        self._failure = self._failure or dropped.problem
         state.train_step += 1
         state.posted_steps += batch.source == "posted"
         state.live_steps += batch.source == "live"

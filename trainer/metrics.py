@@ -10,6 +10,7 @@ import json
 import math
 import os
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from io import FileIO
@@ -21,7 +22,7 @@ import numpy as np
 import structlog
 
 from shared.ranks import RankStatus
-from shared.training import TrainerState, TrainerStatus, TrainingPoint
+from shared.training import ShownSample, TrainerState, TrainerStatus, TrainingPoint
 from trainer.curricula.curriculum import CurriculumFigures
 from trainer.learn.batches import Dropped
 from trainer.learn.steps import StepReport
@@ -34,6 +35,8 @@ from trainer.state import RunState
 from trainer.versions.checkpoint import CheckpointStore
 
 log = structlog.get_logger()
+
+PACES = 20  # train steps whose pace says how long the rest of a run will take
 
 
 class StepMetrics(msgspec.Struct, frozen=True):
@@ -169,8 +172,15 @@ def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
+class SampleLine(msgspec.Struct, frozen=True):
+    """A line of `samples.jsonl`."""
+
+    train_step: int
+    samples: tuple[ShownSample, ...]
+
+
 class MetricsLog:
-    """Appends to `metrics.jsonl`, and hands its figures on: to TensorBoard's files, to the run's loggers."""
+    """Appends to `metrics.jsonl` and `samples.jsonl`, and hands the figures on: to TensorBoard's files, to loggers."""
 
     def __init__(
         self, path: Path, *, first_step: int = 0, tensorboard: Path | None = None, loggers: Loggers | None = None
@@ -179,15 +189,19 @@ class MetricsLog:
         self._curves = TensorBoardLog(tensorboard, first_step) if tensorboard is not None else None
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
-        cut(path, "train_step", first_step)
+        self._samples = path.with_name("samples.jsonl")
+        for file in (path, self._samples):
+            cut(file, "train_step", first_step)
         self._file = path.open("ab", buffering=0)
 
-    def write(self, metrics: StepMetrics) -> None:
+    def write(self, metrics: StepMetrics, samples: tuple[ShownSample, ...] = ()) -> None:
         """One line, visible to readers at once; on an OSError it is as if it had not been tried."""
+        if samples:  # first: tried again after a full disk, they may stand there twice, and figures may not
+            append(self._samples, SampleLine(metrics.train_step, samples))
         _add(self._file, msgspec.json.encode(metrics) + b"\n")
         values = msgspec.structs.asdict(metrics)
         if self._loggers is not None:
-            self._loggers.write(metrics.train_step, values)
+            self._loggers.write(metrics.train_step, values, samples)
         if self._curves is not None:
             try:
                 self._curves.write(metrics.train_step, values)
@@ -225,11 +239,14 @@ def read(path: Path) -> list[StepMetrics]:
     return [msgspec.json.decode(line, type=StepMetrics) for line in lines]
 
 
-def progress(m: StepMetrics, steps: int) -> dict[str, str | float]:
+def progress(m: StepMetrics, steps: int, eta_s: float | None) -> dict[str, str | float]:
     """The fields of the progress line that a person reads."""
     fields: dict[str, str | float] = {
-        "step": f"{m.train_step + 1}/{steps}",
+        "step": f"{m.train_step + 1}/{steps}" if steps else m.train_step + 1,
         "reward": round(m.reward, 3),
+        "taught": f"{m.taught}/{m.groups}",
+        "zero_variance": m.zero_variance,
+        "overlong": m.overlong,
         "loss": "not finite" if m.loss is None else float(f"{m.loss:.3g}"),
         "kl": float(f"{m.kl:.3g}"),
         "entropy": round(m.entropy, 3),
@@ -237,6 +254,10 @@ def progress(m: StepMetrics, steps: int) -> dict[str, str | float]:
         "tok_per_s": round(m.tokens_per_s),
         "version": m.version,
     }
+    if eta_s is not None:
+        fields["eta"] = clock(eta_s)
+    if m.failed:
+        fields["failed"] = m.failed
     if m.held_out is not None:
         fields["held_out"] = round(m.held_out, 3)
     if m.held_out_true is not None:
@@ -244,6 +265,27 @@ def progress(m: StepMetrics, steps: int) -> dict[str, str | float]:
     if m.gate:
         fields["rejected"] = m.gate
     return fields
+
+
+class TimeLeft:
+    """How long the rest of a run takes, at the pace of its last train steps."""
+
+    def __init__(self) -> None:
+        self._paces: deque[float] = deque(maxlen=PACES)
+
+    def add(self, seconds: float) -> None:
+        """A train step took so long."""
+        self._paces.append(seconds)
+
+    def of(self, steps: int, done: int) -> float | None:
+        """Seconds until `steps` are made; None before the first train step, and where there is no end (0)."""
+        return max(0, steps - done) * sum(self._paces) / len(self._paces) if self._paces and steps else None
+
+
+def clock(seconds: float) -> str:
+    """A time to go, for people: 3:05:00."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
 
 
 def figures(m: StepMetrics) -> dict[str, str | int | float]:
@@ -273,6 +315,9 @@ def cut(path: Path, field: str, first: int) -> None:
     temporary.replace(path)
 
 
+_LAST_STEP = ("groups", "taught", "zero_variance", "overlong", "failed")  # figures of it that a status has
+
+
 def status_of(
     settings: TrainSettings,
     state: RunState,
@@ -281,11 +326,15 @@ def status_of(
     checkpoints: CheckpointStore,
     started_ms: int,
     ranks: tuple[RankStatus, ...],
+    samples: tuple[ShownSample, ...],
+    eta_s: float | None,
 ) -> TrainerStatus:
     """The totals and the last train step; owner and heartbeat are the board's to fill in."""
+    own = {name: 0 if last is None else getattr(last, name) for name in _LAST_STEP}
     return msgspec.structs.replace(
         totals_of(settings, state, now, checkpoints, started_ms),
-        source=settings.source,
+        **own,
+        source=settings.source_shown,
         reward=last.reward if last else None,
         loss=last.loss if last else None,
         kl=last.kl if last else None,
@@ -294,6 +343,8 @@ def status_of(
         value_loss=last.value_loss if last else None,
         explained=last.explained if last else None,
         ranks=ranks,
+        eta_s=eta_s,
+        samples=samples,
     )
 
 
@@ -308,12 +359,18 @@ def totals_of(
         model=settings.model,
         state=now,
         started_ms=started_ms,
+        steps=steps_of(settings),
         checkpoint_saves=state.saves,
         updates_per_s=updates_per_s(state),
         checkpoints=tuple(checkpoints.names()),
         latest_checkpoint=checkpoints.pointer("latest") or "",
         best_checkpoint=checkpoints.pointer("best") or "",
     )
+
+
+def steps_of(settings: TrainSettings) -> int:
+    """Train steps until the run ends by itself; 0: it does not."""
+    return 0 if settings.source == "posted" else settings.steps
 
 
 def point_of(metrics: StepMetrics) -> TrainingPoint:

@@ -66,13 +66,16 @@ def _own(settings: TrainSettings, options: Mapping[str, Any]) -> Environment:
     """To be entered before it is asked anything: then it is loaded."""
     if ":" not in settings.task:
         raise SetupError(f"no task {settings.task!r}: arithmetic, jsonl, gsm8k, or package.module:Class")
-    return OwnEnvironment(settings.task, options, settings.own_code_timeout_s)
+    return OwnEnvironment(settings.task, options, settings.own_code_timeout_s, settings.own_code_processes)
 
 
 def loggers_of(settings: TrainSettings) -> Loggers:
     """Whom the run logs to, and which of its settings they see."""
     config = config_of(settings, without={*JoinSettings.model_fields, "system_prompt"})
-    return Loggers(settings.logger, project=settings.logger_project, run_name=settings.run_name, config=config)
+    return Loggers(
+        settings.logger, project=settings.logger_project, run_name=settings.run_name, config=config,
+        with_samples=settings.logger_samples,
+    )  # fmt: skip
 
 
 def _needed(scorer: Scorer | None) -> Scorer:
@@ -114,7 +117,10 @@ async def train(
         loggers.ending = "stopped" if training.stopping else "finished"
         if ring.lead is not None and not training.stopping:
             ring.lead.end()
-    log.info("train.ended", steps=state.train_step, version=state.version, held_out=state.held_out)
+    log.info(
+        "train.ended", steps=state.train_step, version=state.version, held_out=state.held_out,
+        samples=state.trajectories, failed=state.failed,
+    )  # fmt: skip
     return state
 
 
@@ -133,7 +139,8 @@ async def tasks(settings: TrainSettings, judges: Judges) -> AsyncIterator[Tasks]
     async with AsyncExitStack() as stack:
 
         async def opened(reward: str, options: Mapping[str, Any]) -> Scorer:
-            return await stack.enter_async_context(open_scorer(reward, options, judges, settings.own_code_timeout_s))
+            own = settings.own_code_timeout_s, settings.own_code_processes
+            return await stack.enter_async_context(open_scorer(reward, options, judges, *own))
 
         scorer = second = measured = None
         if scored_tasks(settings):

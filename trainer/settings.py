@@ -12,11 +12,12 @@ from shared.adapters import LoraKind, check_name
 from shared.errors import InvalidRequestError, SetupError
 from shared.jobs import SamplingOverrides
 from shared.process.options.group import TrainerGroupSettings
+from shared.process.panels import TRAINER, Panels
 from shared.process.settings import JoinSettings
 from shared.rewards.model_kinds import OWN_VARIABLES
 from shared.trajectories import drawing_of
 from trainer.curricula.settings import CurriculumSettings
-from trainer.gate import GateLimits
+from trainer.gate import GateSettings
 from trainer.learn.options import (
     CLIP_RANGES,
     AdapterShape,
@@ -29,7 +30,7 @@ from trainer.learn.options import (
     Schedule,
     ScheduleName,
 )
-from trainer.loggers.choice import LoggerNames, check_installed
+from trainer.loggers.choice import LoggerSettings
 from trainer.rollouts.atropos import Registration
 from trainer.rollouts.held_out import HeldOutSettings
 
@@ -40,10 +41,13 @@ def _no(value: Any) -> Any:
     return "no" if value is False else value  # YAML reads a bare `no` as false
 
 
-class TrainSettings(HeldOutSettings, CurriculumSettings, JoinSettings, DataSettings, TrainerGroupSettings):
+class TrainSettings(
+    HeldOutSettings, CurriculumSettings, LoggerSettings, GateSettings, JoinSettings, DataSettings, TrainerGroupSettings
+):
     """`mlx_parallm_train`: one per policy."""
 
     is_trainer: ClassVar[bool] = True
+    panels: ClassVar[Panels] = TRAINER
 
     model: str = Field(
         default="models/tiny",
@@ -92,10 +96,21 @@ class TrainSettings(HeldOutSettings, CurriculumSettings, JoinSettings, DataSetti
     own_code_timeout_s: float = Field(
         default=60.0, gt=0, description="one call of a reward or an environment of your own may take so long"
     )
+    own_code_processes: int = Field(
+        default=4,
+        ge=1,
+        le=64,
+        description="processes that a reward or an environment of your own gets, once a call has blocked its first one",
+    )
     max_turns: int = Field(default=1, ge=1, description="replies in one sample, with tool results in between")
 
     steps: int = Field(default=100, ge=1, description="train steps")
-    prompts_per_step: int = Field(default=32, ge=1, description="groups in one train step")
+    prompts_per_step: int = Field(
+        default=32,
+        ge=1,
+        validation_alias=AliasChoices("prompts_per_step", "train_batch_size", "PARALLM_PROMPTS_PER_STEP"),
+        description="groups in one train step; each has group_size samples",
+    )
     source: Literal["prompts", "live", "both", "posted"] = Field(
         default="prompts",
         description="what to learn from: own prompts, live traffic, both, or only what users post",
@@ -114,7 +129,14 @@ class TrainSettings(HeldOutSettings, CurriculumSettings, JoinSettings, DataSetti
         validation_alias=AliasChoices("group_size", "num_generations", "PARALLM_GROUP_SIZE"),
         description="samples a prompt",
     )
-    max_tokens: int = Field(default=256, ge=1, description="of one reply")
+    max_tokens: int = Field(
+        default=256,
+        ge=1,
+        validation_alias=AliasChoices(
+            "max_tokens", "max_completion_length", "max_response_length", "PARALLM_MAX_TOKENS"
+        ),
+        description="of one reply; longer ones are cut off, and see mask_overlong",
+    )
     temperature: float = Field(default=1.0, gt=0, description="of rollouts")
     top_p: float = Field(default=1.0, gt=0, le=1, description="of rollouts")
     top_k: int = Field(default=0, ge=0, description="of rollouts; 0: off")
@@ -131,7 +153,12 @@ class TrainSettings(HeldOutSettings, CurriculumSettings, JoinSettings, DataSetti
     clip_high: float | None = Field(
         default=None, gt=0, description="how far above 1 it counts; default: 0.28, for ppo 0.2, gspo 0.0004"
     )
-    kl_coefficient: float = Field(default=0.0, ge=0, description="of k3 to what the run began with; 0 skips that pass")
+    kl_coefficient: float = Field(
+        default=0.0,
+        ge=0,
+        validation_alias=AliasChoices("kl_coefficient", "beta", "kl_loss_coef", "PARALLM_KL_COEFFICIENT"),
+        description="of k3 to what the run began with; 0 skips that pass",
+    )
     entropy_bonus: float = Field(
         default=0.0, ge=0, description="factor on the mean entropy, which is added to what is maximised"
     )
@@ -186,34 +213,6 @@ class TrainSettings(HeldOutSettings, CurriculumSettings, JoinSettings, DataSetti
     )
     distances_every: int = Field(default=10, ge=0, description="train steps between measurements of mismatch")
 
-    max_update_rms: float = Field(
-        default=0.05, gt=0, description="gate: largest root mean square of one update over all adapter parameters"
-    )
-    max_probe_kl: float = Field(
-        default=0.5, gt=0, description="gate: nats a token from the last good version, on fixed prompts"
-    )
-    max_base_kl: float = Field(
-        default=2.0, gt=0, description="gate: the same from what the run began with: the base, or start_from"
-    )
-    max_best_kl: float = Field(
-        default=1.0, gt=0, description="gate: the same from the best version, once one has been judged"
-    )
-    max_logprob_gap: float = Field(
-        default=0.5,
-        gt=0,
-        description="posted trajectories: mean difference, nats a token, to the log-probabilities of the named version",
-    )
-    max_parity: float = Field(
-        default=0.1, gt=0, description="gate: mean difference between log-probabilities in a worker and in the trainer"
-    )
-    reward_margin: float = Field(
-        default=0.15, gt=0, description="how far rewards may fall below those of the best version"
-    )
-    min_groups: int = Field(default=16, ge=1, description="groups before a version is judged by its rewards")
-    max_rejections: int = Field(default=5, ge=1, description="versions in a row that may fail before the run ends")
-    max_rollbacks: int = Field(
-        default=3, ge=1, description="rollbacks without a better version in between before the run ends"
-    )
     on_foreign_version: Literal["adopt", "pause", "override"] = Field(
         default="pause",
         description="when somebody else moves the policy's latest version: train on from it, wait for a person, or "
@@ -235,18 +234,21 @@ class TrainSettings(HeldOutSettings, CurriculumSettings, JoinSettings, DataSetti
     resume: Annotated[str, BeforeValidator(_no)] = Field(
         default="latest", description="latest, best, a checkpoint's name, or no"
     )
-    move_run: bool = Field(default=False, description="go on here with a run that was trained on another ring")
-    tensorboard: Path | None = Field(default=None, description="folder for TensorBoard's events; needs the extra")
-    logger: LoggerNames = Field(
-        default=[],
-        description="wandb, mlflow, trackio: whom each train step's figures go to; needs the extra of that name",
+    replace_latest: bool = Field(
+        default=False, description="begin although the adapter's latest version is not of this run, which replaces it"
     )
-    logger_project: str = Field(default="mlx-parallm", min_length=1, description="of the run, at these loggers")
+    move_run: bool = Field(default=False, description="go on here with a run that was trained on another ring")
 
     @property
     def run_name(self) -> str:
         """First part of every id."""
         return self.run or self.adapter
+
+    @property
+    def source_shown(self) -> str:
+        """Where trajectories come from, for people."""
+        own = "atropos" if self.atropos_url else self.source
+        return "atropos and live" if own == "atropos" and self.source == "both" else own
 
     @property
     def reward_name(self) -> str:
@@ -281,10 +283,6 @@ class TrainSettings(HeldOutSettings, CurriculumSettings, JoinSettings, DataSetti
         )
         return plain if drawing_of(drawn) is None else drawn
 
-    def limits(self) -> GateLimits:
-        """The bounds of the gate that a learner checks."""
-        return GateLimits(self.max_update_rms, self.max_probe_kl, self.max_base_kl, self.max_best_kl)
-
     def check(self) -> None:
         """SetupError when settings contradict each other: before a model is loaded, not after."""
         if self.atropos_url and self.source in ("live", "posted"):
@@ -310,7 +308,7 @@ class TrainSettings(HeldOutSettings, CurriculumSettings, JoinSettings, DataSetti
             self._check_tasks()
             self.check_held_out()
             self.check_curriculum(self.task, self.source, self.atropos_url)
-        check_installed(self.logger)
+        self.check_loggers()
         try:
             self.optimize_options()
         except ValueError as error:

@@ -93,7 +93,8 @@ def open_inbox(
     own: IndexedSource | None = None
     live: LiveCollector | None = None
     if settings.atropos_url:
-        api, registration = AtroposApi(settings.atropos_url), settings.registration(books.train_step)
+        api = AtroposApi(settings.atropos_url, trouble=parts.ring.board.note)
+        registration = settings.registration(books.train_step)
         own = AtroposCollector(api, registration, books.cursor, books.consumed, books.pending)
     elif settings.source in ("prompts", "both"):
         own = _prompts(settings, parts, books, start, sampled_from, own_watch, curriculum)

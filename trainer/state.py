@@ -89,6 +89,7 @@ class RunState(msgspec.Struct):
     saves: int = 0  # checkpoints
     last_update_ms: int = 0  # Unix time of the last policy step; 0: none yet
     trajectories: int = 0
+    failed: int = 0  # of them: samples without a completion or a reward
     tokens: int = 0
     seconds: float = 0.0  # of training so far, over all resumes
     curriculum: CurriculumBooks | None = None

@@ -269,13 +269,24 @@ async def _by_split(ring: Ring, name: str, session: str) -> tuple[ResolvedAdapte
 
 
 async def check_published(ring: Ring, name: str) -> None:
-    """503 for an adapter that is not there yet: its trainer is loading, and publishes what it begins with."""
-    if await TrainingBoard(ring.redis, name).alive() and not await ring.adapters.latest(name):
+    """503 for an adapter that is not there yet: its trainer is loading, or has not offered a first version so far."""
+    board = TrainingBoard(ring.redis, name)
+    owner = await board.alive()
+    if not owner or await ring.adapters.latest(name):
+        return
+    status = await board.status()
+    if status is None or status.owner != owner or not status.next_version_at:  # else it is an earlier trainer's word
         raise ServiceUnavailableError(
             f"the trainer of policy '{name}' is starting and has not published its first version yet: ask again in a "
             "few seconds (/v1/training/status has it as current_lora)",
             retry_after_s=2,
         )
+    raise ServiceUnavailableError(
+        f"policy '{name}' has no version yet: its trainer (mode {status.mode}) has made {status.train_step} of "
+        f"{status.steps} train steps, and offers its first version after step {status.next_version_at}; ask the base "
+        "model until then",
+        retry_after_s=10,
+    )
 
 
 async def _live_base(ring: Ring, manifest: AdapterManifest) -> str | None:

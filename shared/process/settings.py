@@ -37,6 +37,7 @@ from shared.process.options.rings import OtherRings
 from shared.process.options.speculation import SpeculationSettings
 from shared.process.options.ssd import SsdSettings
 from shared.process.options.webhooks import WebhookSettings
+from shared.process.panels import Panels, in_panels
 from shared.redis.connection import address
 from shared.sequences import LogprobsMode
 
@@ -73,6 +74,7 @@ class ProcessSettings(BaseSettings):
     )
     config_file: ClassVar[Path | None] = None
     is_trainer: ClassVar[bool] = False
+    panels: ClassVar[Panels] = {}  # of `--help`; {}: it lists the settings one after another
 
     redis: str = Field(
         default="",
@@ -368,7 +370,7 @@ def load(
     path = settings_file.named(args)
     configured: type[S] = type(kind.__name__, (kind,), {"config_file": path, "__module__": kind.__module__})
     source: CliSettingsSource[Any] = CliSettingsSource(
-        configured, cli_parse_args=args, cli_prog_name=Path(sys.argv[0]).name
+        configured, cli_parse_args=args, cli_prog_name=Path(sys.argv[0]).name, **in_panels(kind.panels)
     )
     try:
         flags = source()

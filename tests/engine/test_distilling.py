@@ -203,4 +203,4 @@ async def test_held_out_rows_may_be_a_data_set_of_their_own(tmp_path: Path, monk
     await distilled(run)
     rows = (run.folder / "teacher.jsonl").read_bytes().splitlines()
     assert [b'"held_out":true' in row for row in rows] == [False] * 40 + [True]
-    assert lines(run)[0]["held_out"] == 1.0, "the base is its own teacher"
+    assert lines(run)[0]["held_out_right"] == 1.0, "the base is its own teacher"

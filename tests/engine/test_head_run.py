@@ -264,8 +264,12 @@ async def test_a_run_ends_where_somebody_else_has_moved_the_latest_version(tmp_p
     assert sink.latest == run.state.version > 3 and run.state.train_step == 6
 
 
-async def test_a_run_under_a_name_that_others_have_served_goes_on_from_their_latest_version(tmp_path: Path) -> None:
+async def test_a_run_under_a_name_that_others_have_served_replaces_their_version_only_where_it_may(
+    tmp_path: Path,
+) -> None:
     sink = MemorySink("judge")
     await train(tmp_path, Workers(), sink)
-    await train(tmp_path, Workers(), sink, run="another")
+    with pytest.raises(SetupError, match="judge@1 is served"):
+        await train(tmp_path, Workers(), sink, run="another")
+    await train(tmp_path, Workers(), sink, run="another", replace_latest=True)
     assert sink.latest == 2

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from shared.adapters import GateCheck
+from shared.errors import SetupError
 from shared.training import CheckpointAnswer, CheckpointOrder, Order, Refusal, ResumeAnswer, ResumeOrder, UpdateOrder
 from tests.engine.test_trainer_loop import settings
 from tests.engine.test_trainer_orders import TEACHES, Unstopped
@@ -48,6 +49,33 @@ class Person(Unstopped):
 @pytest.fixture(autouse=True)
 def _often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.versions.foreign.LOOK_S", 0.01)
+
+
+async def taken(tmp_path: Path) -> MemorySink:
+    """A store that a run in another folder has left: the second version of the policy is the latest."""
+    _, sink = await train(settings(tmp_path / "theirs", parity_every=0, steps=1))
+    assert sink.latest == sink.reserved == 2
+    return sink
+
+
+async def test_a_new_run_does_not_displace_a_version_that_it_does_not_go_on_from(tmp_path: Path) -> None:
+    sink = await taken(tmp_path)
+    ours = settings(tmp_path / "ours", parity_every=0, steps=1)
+    for start_from in ("", "policy@1"):
+        with pytest.raises(SetupError, match=r"policy@2 is served .* \(--start-from policy@2\).*--replace-latest"):
+            await train(ours.model_copy(update={"start_from": start_from}), sink)
+    assert sink.latest == 2 and sink.reserved == 2, "nothing was published"
+    state, _ = await train(ours.model_copy(update={"start_from": "policy@2"}), sink)
+    assert sink.latest == state.version == 4 and state.started_from == "policy@2"
+
+
+async def test_a_new_run_replaces_the_latest_version_when_its_settings_say_so(tmp_path: Path) -> None:
+    sink = await taken(tmp_path)
+    ours = settings(tmp_path / "ours", parity_every=0, steps=1)
+    state, _ = await train(ours.model_copy(update={"replace_latest": True}), sink)
+    assert sink.latest == state.version == 4
+    anew, _ = await train(ours.model_copy(update={"resume": "no"}), sink)  # over a run of its own it needs no leave
+    assert sink.latest == anew.version == 6 and anew.train_step == 1
 
 
 class Attended:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from shared.errors import ParallmError
 from shared.frames import VersionSpan
 from shared.redis.training.orders import Received
 from shared.training import Answer, CheckpointAnswer, CheckpointOrder, Order, Refusal, UpdateAnswer, UpdateOrder
@@ -19,6 +20,7 @@ from tests.engine.test_trainer_loop import settings
 from tests.training.in_process import MemorySink
 from tests.training.run import train
 from trainer.learn.learner import Learner
+from trainer.loop import TrainLoop
 from trainer.metrics import read
 from trainer.rollouts.environments import ArithmeticEnvironment, Observation, Outcome
 from trainer.versions.checkpoint import CheckpointStore
@@ -196,15 +198,28 @@ async def test_a_run_without_signal_says_so_once(tmp_path: Path) -> None:
     assert state.train_step == 4 and state.policy_step == 0
 
 
-async def test_a_run_whose_samples_all_fail_says_why(tmp_path: Path) -> None:
-    class Broken(ArithmeticEnvironment):
-        async def step(self, observation: Observation, action: str) -> Outcome:
-            raise KeyError("answer")
+class Broken(ArithmeticEnvironment):
+    """Every sample fails."""
 
-    sink = MemorySink()
-    await train(settings(tmp_path, steps=2, no_signal_after=2), sink, environment=Broken(count=8))
-    ((kind, message),) = sink.alerts
-    assert kind == "no_signal" and "16 samples failed, the first one: KeyError: 'answer' (test_" in message
+    async def step(self, observation: Observation, action: str) -> Outcome:
+        raise KeyError("answer")
+
+
+async def test_a_run_whose_samples_all_fail_ends_and_says_why(tmp_path: Path) -> None:
+    sink, loops = MemorySink(), list[TrainLoop]()
+    run = settings(tmp_path, steps=9, no_signal_after=2)
+    with pytest.raises(ParallmError, match=r"every sample of 2 train steps in a row failed: .* KeyError: 'answer'"):
+        await train(run, sink, environment=Broken(count=8), on_loop=loops.append)
+    assert [kind for kind, _ in sink.alerts] == ["no_signal", "gave_up"]
+    assert all("16 samples failed, the first one: KeyError: 'answer' (test_" in message for _, message in sink.alerts)
+    assert (loops[0].state.trajectories, loops[0].state.failed) == (32, 32)
+
+
+async def test_a_short_run_whose_samples_all_failed_is_no_success(tmp_path: Path) -> None:
+    with pytest.raises(ParallmError, match="every sample failed, the first one: KeyError: 'answer'"):
+        await train(settings(tmp_path, steps=1), environment=Broken(count=8))
+    state, _ = await train(settings(tmp_path, steps=2))
+    assert (state.train_step, state.trajectories, state.failed) == (2, 32, 16), "mended, it goes on"
 
 
 async def test_a_posted_update_that_breaks_is_refused_and_all_is_as_before(

@@ -36,6 +36,42 @@ def test_flags_beat_the_environment_which_beats_yaml(tmp_path: Path, monkeypatch
     assert settings.adapter_shape().targets == ("q_proj",)
 
 
+def test_every_setting_stands_in_one_panel_of_the_help_the_common_ones_first(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    listed = [name for names in TrainSettings.panels.values() for name in names]
+    assert sorted(listed) == sorted(TrainSettings.model_fields), "one in no panel, in two, or gone"
+    with pytest.raises(SystemExit):
+        load(TrainSettings, ["--help"])
+    help = capsys.readouterr().out
+    titles = [f"\n{title}:\n" for title in TrainSettings.panels]
+    assert [help.index(title) for title in titles] == sorted(help.index(title) for title in titles)
+    common = help[: help.index(titles[1])]
+    assert 18 <= len(TrainSettings.panels["common"]) <= 22
+    assert all(f"--{name.replace('_', '-')}" in common for name in TrainSettings.panels["common"])
+    assert "--distributed-mode" not in common and "PARALLM" not in help
+    with pytest.raises(SystemExit):
+        load(TrainSettings, ["--bogus"])
+    assert len(capsys.readouterr().err.splitlines()) == 2, "a wrong flag is not buried under all the right ones"
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("max_completion_length", "max_tokens"),  # TRL
+        ("beta", "kl_coefficient"),
+        ("max_response_length", "max_tokens"),  # verl
+        ("train_batch_size", "prompts_per_step"),
+        ("kl_loss_coef", "kl_coefficient"),
+    ],
+)
+def test_names_of_trl_and_verl_are_taken(tmp_path: Path, theirs: str, ours: str) -> None:
+    flag = load(TrainSettings, [f"--{theirs.replace('_', '-')}", "3"])
+    (tmp_path / "run.yaml").write_text(f"{theirs}: 3\n")
+    file = load(TrainSettings, ["--config", str(tmp_path / "run.yaml")])
+    assert getattr(flag, ours) == getattr(file, ours) == 3
+
+
 def test_a_bare_no_in_yaml_is_the_word(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("resume: no\n")

@@ -16,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from shared.errors import ServiceUnavailableError, SetupError
 from shared.text.codec import TextCodec
+from shared.training import TrainerStatus
 from shared.trajectories import Trajectory
 from tests.training.in_process import MemorySink
 from tests.training.run import in_process_ring, train
@@ -82,7 +83,9 @@ async def test_a_run_in_pieces_gives_the_same_bytes_as_one_run(tmp_path: Path, m
     assert [line["step"] for line in told] == [line["step"] for line in again] == [0, 1, 2, 3, 4]
     assert [line["loss"] for line in told] == [line["loss"] for line in again]
     assert (state.version, sink.latest, state.rejected) == (2, 2, 0) and state.tokens > 0
-    assert told[-1]["held_out_loss"] < told[0]["held_out_loss"] and told[-1]["held_out"] > told[0]["held_out"]
+    assert (
+        told[-1]["held_out_loss"] < told[0]["held_out_loss"] and told[-1]["held_out_right"] > told[0]["held_out_right"]
+    )
     assert (told[-1]["held_out_margin"] is None) if mode == "sft" else (told[-1]["held_out_margin"] > 0)
     assert {check.name for check in sink.candidates[1].gate} >= {"reward_floor", "finite_weights"}
 
@@ -122,6 +125,35 @@ async def test_a_run_that_is_killed_at_its_writes_gives_the_same_bytes(
     assert told == again and [line["step"] for line in told] == [0, 1, 2, 3, 4, 5, 6]
 
 
+async def test_the_board_says_when_the_next_version_comes(tmp_path: Path) -> None:
+    run, seen = settings(tmp_path, steps=5), list[tuple[str, int, int, int]]()
+    async with in_process_ring(run, MemorySink(run.adapter)) as (host, loaded, ring):
+        tuning = TuneRun(run, host, Way(None, None), ring)  # type: ignore[arg-type]
+        ring.board.begin(tuning.status, tuning.stop)
+        write = ring.board._board.write
+
+        async def noted(status: TrainerStatus) -> None:
+            seen.append((status.state, status.train_step, status.version, status.next_version_at))
+            await write(status)
+
+        ring.board._board.write = noted  # type: ignore[method-assign]
+        await ring.board.show("starting")
+        await tuning.start(loaded)
+        await tuning.run()
+        last = tuning.status("ended")
+    assert seen[0] == ("starting", 0, 0, 2), "the first one comes after step 2"
+    assert seen[1:] == [("training", step, step // 2 + step // 5, min(5, step // 2 * 2 + 2)) for step in range(6)]
+    assert (last.steps, last.eta_s, last.mode, last.held_out) == (5, 0, "sft", None) and last.held_out_right
+
+
+async def test_a_new_run_does_not_displace_a_version_of_another_run(tmp_path: Path) -> None:
+    sink = MemorySink("taught", versions={1: {}}, latest=1, reserved=1)
+    with pytest.raises(SetupError, match=r"taught@1 is served .* \(--start-from taught@1\).*--replace-latest"):
+        await tuned(settings(tmp_path), sink)
+    state, _ = await tuned(settings(tmp_path, replace_latest=True), sink)
+    assert sink.latest == state.version == 3
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("how", ["silent", "abort", "refused"])
 async def test_a_worker_that_does_not_answer_says_nothing_of_a_version(
@@ -158,7 +190,7 @@ async def test_a_version_that_a_worker_does_not_confirm_is_not_served(tmp_path: 
     state, sink = await tuned(run)
     assert (state.version, sink.latest, state.rejected) == (0, 0, 2)
     assert "reload_parity" in {check.name for check in sink.rejected[1] if not check.passed}
-    assert lines(run)[-1]["held_out"] == pytest.approx(lines(run)[2]["held_out"], abs=0.2)
+    assert lines(run)[-1]["held_out_right"] == pytest.approx(lines(run)[2]["held_out_right"], abs=0.2)
 
 
 @pytest.mark.long

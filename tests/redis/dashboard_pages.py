@@ -19,7 +19,7 @@ from shared.redis.files.file_store import FileStore
 from shared.redis.jobs.ledger import JobLedger, SampleRecord
 from shared.redis.ring.worker_registry import WorkerRegistry, WorkerStatus
 from shared.redis.training.board import TrainingBoard
-from shared.training import TrainerStatus, TrainingPoint
+from shared.training import ShownSample, TrainerStatus, TrainingPoint
 from shared.trajectories import Reward, Trajectory
 from tests.redis.adapter_versions import publish
 from tests.redis.api_servers import Api, api
@@ -123,7 +123,18 @@ async def filled(server: Api, redis: Redis) -> list[str]:
     await store.reject("policy", rejected.version, [GateCheck("probe_kl", False, HOSTILE)])
     board = TrainingBoard(redis, "policy")
     await board.write(
-        TrainerStatus(policy="policy", run=HOSTILE, owner="o", loss=0.5, state="paused", problem=f"since {HOSTILE}")
+        TrainerStatus(
+            policy="policy",
+            run=HOSTILE,
+            owner="o",
+            loss=0.5,
+            state="paused",
+            problem=f"since {HOSTILE}",
+            steps=40,
+            groups=4,
+            taught=3,
+            samples=(ShownSample(0.75, HOSTILE, f"luxurious {HOSTILE}", components={HOSTILE: 1.0}),),
+        )
     )
     await board.add(TrainingPoint(train_step=0, policy_step=1, version=1, at_ms=1, reward=0.5, held_out_true=0.25))
     await board.alert("gate_failed", HOSTILE)

@@ -147,6 +147,14 @@ async def test_a_trainer_that_is_starting_is_waited_for_not_unknown(server: Api,
         answer = await server.post(path, body)
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "2"), answer.text
         assert "is starting" in answer.json()["error"]["message"]
+    status = TrainerStatus(policy="fresh", run="r", owner="me", mode="sft", train_step=3, steps=100, next_version_at=7)
+    for owner, said in (
+        ("earlier", "is starting"),
+        ("me", "made 3 of 100 train steps, and offers its first version a"),
+    ):
+        await board.write(msgspec.structs.replace(status, owner=owner))
+        answer = await server.post("/v1/chat/completions", chat)
+        assert answer.status_code == 503 and said in answer.json()["error"]["message"]
     assert (await server.post("/v1/chat/completions", {**chat, "model": "fresh@3"})).status_code == 404
     await publish(server.ring.adapters, "fresh")
     assert (await server.post("/v1/chat/completions", chat)).status_code == 200

@@ -93,6 +93,8 @@ async def test_parts_of_the_page_arrive_as_events(server: Api, redis: Redis) -> 
             Checked(data)
         assert HOSTILE not in data
     training = await events(server, "/dashboard/events/training", '"reward"')
+    assert "luxurious" in training["samples-policy"] and "0.75" in training["samples-policy"]
+    assert HOSTILE not in training["samples-policy"]
     assert msgspec.json.decode(training["curves-policy"])["reward"] == {"x": [0], "series": [[0.5], [None], [0.25]]}
 
 

@@ -3,24 +3,27 @@
 import asyncio
 import sys
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import msgspec
 import pytest
 from redis.asyncio import Redis
+from structlog.testing import capture_logs
 
 from api.ops.dashboard.curves import training_charts
 from shared.errors import ConflictError
 from shared.redis import keys
 from shared.redis.training.board import TrainingBoard, trained_policies
-from shared.training import ALERT_KINDS, Alert, TrainerState, TrainerStatus, TrainingPoint, TrajectoryStats
+from shared.training import ALERT_KINDS, Alert, ShownSample, TrainerState, TrainerStatus, TrainingPoint, TrajectoryStats
 from tests.waiting import wait_until
 from trainer.ring import board as board_module
 from trainer.ring.board import RingBoard
 
 STATUS = TrainerStatus(
-    policy="policy", run="run", owner="a", heartbeat_ms=5, loss=0.25, version=3, checkpoints=("step-1", "mine")
-)
+    policy="policy", run="run", owner="a", heartbeat_ms=5, loss=0.25, version=3, checkpoints=("step-1", "mine"),
+    eta_s=90.0, samples=(ShownSample(0.5, "prompt", "reply", components={"form": 1.0}), ShownSample(None, "", "")),
+)  # fmt: skip
 
 
 def point(step: int, **fields: float) -> TrainingPoint:
@@ -84,9 +87,11 @@ async def test_a_policy_has_one_trainer(redis: Redis, monkeypatch: pytest.Monkey
     monkeypatch.setattr(board_module, "WAIT_FOR_OWNER_S", 0.1)
     async with RingBoard(TrainingBoard(redis, "policy")) as first:
         assert await TrainingBoard(redis, "policy").alive() == first.owner
-        with pytest.raises(ConflictError, match=f"has a trainer already: {first.owner}"):
+        with capture_logs() as lines, pytest.raises(ConflictError, match=f"has a trainer already: {first.owner}"):
             async with RingBoard(TrainingBoard(redis, "policy")):
                 pass
+        (line,) = lines  # before it waits
+        assert (line["event"], line["trainer"], line["waits_s"]) == ("train.policy_taken", first.owner, 0.1)
     assert await TrainingBoard(redis, "policy").alive() == ""
 
 
@@ -98,6 +103,23 @@ async def test_a_dead_trainer_of_this_host_is_not_waited_for(redis: Redis) -> No
     await board.hold(f"{host}:{gone.pid}:dead")
     async with RingBoard(TrainingBoard(redis, "policy")) as mine:
         assert await board.alive() == mine.owner
+
+
+async def test_what_keeps_a_run_from_learning_is_shown_with_the_next_heartbeat(
+    redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(board_module, "BEAT_S", 0.01)
+    board = TrainingBoard(redis, "policy")
+
+    async def shown(problem: str) -> bool:
+        status = await board.status()
+        return status is not None and status.problem == problem
+
+    async with RingBoard(board) as mine:
+        mine.begin(lambda state: msgspec.structs.replace(STATUS, state=state), lambda: None)
+        for problem in ("cannot reach Atropos", ""):
+            mine.note(problem)
+            await wait_until(partial(shown, problem))
 
 
 async def _owner(redis: Redis) -> str:

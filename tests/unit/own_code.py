@@ -7,6 +7,7 @@ import re
 import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -62,6 +63,28 @@ def score(completion: str, reference: Any, *, bonus: float = 0.0) -> tuple[float
         while True:
             pass
     return 0.5 + bonus, {"length": len(completion), "reference": float(reference is None)}
+
+
+class Shared:
+    """Writes each start of a call to a file; some of its calls end or block the process that they share with others."""
+
+    name = "shared"
+
+    def __init__(self, starts: str) -> None:
+        self._starts = starts
+
+    async def reset(self, index: int) -> Observation:
+        return Observation("task")
+
+    async def step(self, observation: Observation, action: str) -> Outcome:
+        with Path(self._starts).open("a") as starts:  # noqa: ASYNC230
+            starts.write(f"{action}\n")
+        if action == "block":
+            time.sleep(3600)  # noqa: ASYNC251
+        if action == "end":  # in a thread: no call has the event loop as it happens
+            threading.Timer(0.05, os._exit, [3]).start()
+        await asyncio.sleep(0.5)
+        return Outcome(1.0)
 
 
 class Drift:

@@ -4,6 +4,7 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+from structlog.testing import capture_logs
 
 from shared.errors import InvalidRequestError
 from trainer.learn.batches import sample_groups
@@ -131,3 +132,22 @@ async def test_a_wait_that_is_cancelled_while_the_batch_is_on_its_way_loses_noth
 async def test_what_a_killed_start_had_in_hand_counts_as_dropped() -> None:
     async with RunApi().collector(cursor=3, pending=[1, 2], consumed=1) as collector:
         assert collector.take_dropped() == [1, 2]
+
+
+async def test_a_run_api_that_is_away_is_reported_at_once_and_again_when_it_is_back() -> None:
+    answers = iter([httpx.ConnectError("connection refused"), httpx.Response(503, text="starting"), None])
+    problems: list[str] = []
+
+    async def away(request: httpx.Request) -> httpx.Response:
+        answer = next(answers)
+        if isinstance(answer, httpx.ConnectError):
+            raise answer
+        return answer or httpx.Response(200, content=b"{}")
+
+    api = AtroposApi("http://atropos:8001", httpx.MockTransport(away), problems.append)
+    with capture_logs() as lines:
+        await api.register(REGISTRATION)
+    await api.aclose()
+    assert problems == ["cannot reach Atropos at http://atropos:8001: connection refused", ""]
+    assert [line["event"] for line in lines] == ["atropos.away", "atropos.back"]
+    assert lines[0]["reason"] == problems[0] and lines[0]["log_level"] == "warning"

@@ -13,6 +13,7 @@ from structlog.testing import capture_logs
 
 from shared.errors import SetupError
 from shared.process.settings import load
+from shared.training import ShownSample
 from tests.unit.trainer_samples import group, trajectory
 from tests.waiting import wait_until
 from trainer.learn.batches import Dropped
@@ -22,7 +23,7 @@ from trainer.loggers import sender
 from trainer.loggers.choice import check_installed
 from trainer.loggers.figures import by_name
 from trainer.loggers.loggers import Loggers
-from trainer.loggers.tracked_run import TrackedRun
+from trainer.loggers.tracked_run import Samples, TrackedRun, rows
 from trainer.metrics import MetricsLog, Timing, step_metrics
 from trainer.run import loggers_of
 from trainer.settings import TrainSettings
@@ -35,6 +36,7 @@ class Board:
     def __init__(self) -> None:
         self.opened: list[TrackedRun] = []
         self.rows: list[tuple[int, Mapping[str, float]]] = []
+        self.samples: list[Samples] = []
         self.endings: list[str] = []
         self.failures: list[Exception] = []  # of the next calls
         self.go = threading.Event()  # a call waits for it
@@ -47,11 +49,12 @@ class Board:
         run.keep_id(run.known_id or f"run-{len(self.opened)}")
         return self
 
-    def write(self, train_step: int, figures: Mapping[str, float]) -> None:
+    def write(self, train_step: int, figures: Mapping[str, float], samples: Samples) -> None:
         self.entered.set()
         self.go.wait(60)
         self._fail()
         self.rows.append((train_step, figures))
+        self.samples.append(samples)
 
     def end(self, ending: str) -> None:
         self.endings.append(ending)
@@ -76,12 +79,13 @@ def train(log: MetricsLog, step: int) -> None:
     state = RunState("run", train_step=step + 1, version=step)
     batch = [group(trajectory(1.0), trajectory(0.0))]
     report = StepReport(updated=True, loss=float(step))
-    log.write(step_metrics(state, batch, report, Dropped(), Timing(1, 2, 1), [1], stale=0, held_out=None, gate=""))
+    metrics = step_metrics(state, batch, report, Dropped(), Timing(1, 2, 1), [1], stale=0, held_out=None, gate="")
+    log.write(metrics, (ShownSample(1.0, "a prompt", f"reply {step}"),))
 
 
-async def run(folder: Path, steps: range, *, anew: bool = False, ending: Any = "finished") -> None:
+async def run(folder: Path, steps: range, *, anew: bool = False, ending: Any = "finished", **more: Any) -> None:
     """A run of some train steps, as the trainer does it."""
-    async with Loggers(["board"], project="p", run_name="policy", config={"seed": 0}) as loggers:
+    async with Loggers(["board"], project="p", run_name="policy", config={"seed": 0}, **more) as loggers:
         log = MetricsLog(folder / "metrics.jsonl", first_step=steps.start, loggers=loggers)
         loggers.begin(folder, anew=anew)
         for step in steps:
@@ -100,6 +104,12 @@ async def test_every_train_step_arrives_with_its_figures_and_the_run_is_closed(t
     assert "rollout/held_out" not in figures, "not measured"
     assert board.endings == ["finished"]
     assert board.opened[0].config == {"seed": 0}
+    assert board.samples == [(), (), ()], "prompts and replies leave this machine only when the settings say so"
+
+
+async def test_samples_go_along_where_the_settings_say_so(tmp_path: Path, board: Board) -> None:
+    await run(tmp_path, range(2), with_samples=True)
+    assert rows(1, board.samples[1]) == [[1, 1.0, "a prompt", "reply 1", "", "", ""]]
 
 
 async def test_a_run_that_starts_again_goes_on_in_the_same_one_unless_it_begins_anew(

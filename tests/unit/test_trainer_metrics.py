@@ -1,21 +1,27 @@
+import json
 import resource
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from shared.training import ShownSample
 from tests.unit.trainer_samples import group, trajectory
 from trainer.learn.batches import Dropped
 from trainer.learn.steps import StepReport
-from trainer.metrics import MetricsLog, Timing, append, read, step_metrics
+from trainer.metrics import MetricsLog, StepMetrics, Timing, append, clock, progress, read, step_metrics
 from trainer.state import RunState
 
 
-def write(log: MetricsLog, step: int) -> None:
+def metrics(step: int, dropped: Dropped = Dropped()) -> StepMetrics:  # noqa: B008 - frozen
     batch = [group(trajectory(1.0), trajectory(0.0))]
     state = RunState("run", train_step=step + 1, version=step)
     report = StepReport(updated=True, loss=float(step))
-    log.write(step_metrics(state, batch, report, Dropped(), Timing(1, 2, 1), [1], stale=0, held_out=None, gate=""))
+    return step_metrics(state, batch, report, dropped, Timing(1, 2, 1), [1], stale=0, held_out=None, gate="")
+
+
+def write(log: MetricsLog, step: int) -> None:
+    log.write(metrics(step), (ShownSample(1.0, "prompt", f"reply {step}"),))
 
 
 def test_after_a_resume_every_train_step_stands_there_once(tmp_path: Path) -> None:
@@ -33,6 +39,17 @@ def test_after_a_resume_every_train_step_stands_there_once(tmp_path: Path) -> No
     assert [line.train_step for line in lines] == [0, 1, 2, 3]
     assert lines[0].reward == 0.5
     assert lines[0].tokens_per_s == 1.0
+    samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_bytes().splitlines()]
+    assert [line["samples"][0]["completion"] for line in samples] == [f"reply {step}" for step in range(4)]
+
+
+def test_the_progress_line_says_what_taught_and_how_long_the_rest_takes() -> None:
+    line = progress(metrics(2, Dropped(zero_variance=1, overlong=5, failed=3)), 40, 3 * 3600 + 5 * 60)
+    expected = {"step": "3/40", "taught": "0/1", "zero_variance": 1, "overlong": 5, "failed": 3, "eta": "3:05:00"}
+    assert line.items() >= expected.items()
+    endless = progress(metrics(2), 0, None)
+    assert endless["step"] == 3 and not {"eta", "failed"} & endless.keys()
+    assert [clock(seconds) for seconds in (0.4, 59.6, 3599.7)] == ["0:00:00", "0:01:00", "1:00:00"]
 
 
 class _Line(msgspec.Struct):

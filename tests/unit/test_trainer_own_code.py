@@ -1,7 +1,9 @@
 """A user's code in its process: whatever it does costs its sample, and is named."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -11,7 +13,15 @@ from tests.unit.own_code import HARD
 from tests.waiting import wait_until
 from trainer.rollouts import own_code
 from trainer.rollouts.environments import Observation
-from trainer.rollouts.own_code import BlockedError, OwnCodeError, OwnEnvironment, OwnFunction, alerts_of, place
+from trainer.rollouts.own_code import (
+    TOGETHER,
+    BlockedError,
+    OwnCodeError,
+    OwnEnvironment,
+    OwnFunction,
+    alerts_of,
+    place,
+)
 
 WHERE = "tests.unit.own_code:Hazards"
 
@@ -53,7 +63,7 @@ async def test_an_environment_is_what_it_was(hazards: OwnEnvironment) -> None:
 )
 async def test_code_that_hangs_costs_its_own_call_and_is_named(hasty: OwnEnvironment, action: str, said: str) -> None:
     seen = await hasty.reset(2)
-    first = hasty._process
+    first = hasty._places[0].process
     steps = [hasty.step(seen, each) for each in ("fine", action, "fine", "wait", "fine")]
     *fine, late = await asyncio.gather(*(steps[i] for i in (0, 2, 4, 1)), steps[3], return_exceptions=True)
     hung = fine.pop()
@@ -61,7 +71,7 @@ async def test_code_that_hangs_costs_its_own_call_and_is_named(hasty: OwnEnviron
     assert [getattr(outcome, "reward", outcome) for outcome in fine] == [2.0] * 3
     with pytest.raises(BlockedError, match=said):
         raise hung
-    assert hasty._process is not first
+    assert hasty._places[0].process is not first
 
 
 async def test_each_cause_sends_one_alert_however_many_samples_it_costs(hasty: OwnEnvironment) -> None:
@@ -104,11 +114,11 @@ async def test_a_cause_just_before_the_end_of_a_run_is_told(hazards: OwnEnvironm
 
 async def test_code_that_waits_too_long_costs_its_call_and_no_process(hasty: OwnEnvironment) -> None:
     seen = await hasty.reset(2)
-    process = hasty._process
+    process = hasty._places[0].process
     with pytest.raises(BlockedError, match=r"no end after 1\.5 s"):
         await hasty.step(seen, "wait")
     assert (await hasty.step(seen, "fine")).reward == 2.0
-    assert hasty._process is process
+    assert hasty._places[0].process is process
 
 
 @pytest.mark.long
@@ -120,14 +130,49 @@ async def test_many_that_hang_cost_nobody_else_a_call(hazards: OwnEnvironment) -
     assert [getattr(outcome, "reward", outcome) for outcome in outcomes[1::2]] == [2.0] * 5
 
 
+async def test_a_call_that_blocks_stops_few_others_once_it_is_known_that_calls_do(tmp_path: Path) -> None:
+    starts = tmp_path / "starts"
+    async with OwnEnvironment("tests.unit.own_code:Shared", {"starts": str(starts)}, 1.0, processes=4) as environment:
+        seen = await environment.reset(0)
+        actions = [*["fine"] * 20, *["block"] * 4]
+        outcomes = await asyncio.gather(*(environment.step(seen, each) for each in actions), return_exceptions=True)
+    assert all(isinstance(outcome, BlockedError) for outcome in outcomes[20:])
+    assert [getattr(outcome, "reward", outcome) for outcome in outcomes[:20]] == [1.0] * 20
+    begun = starts.read_text().split()
+    assert begun.count("block") >= 4
+    assert begun.count("fine") <= 20 + 20 + 3 * (TOGETHER - 1), "all that shared the first process, then few"
+
+
+async def test_calls_that_shared_a_process_with_the_one_that_ended_it_are_not_blamed(tmp_path: Path) -> None:
+    starts = tmp_path / "starts"
+    async with OwnEnvironment("tests.unit.own_code:Shared", {"starts": str(starts)}, 60.0, processes=4) as environment:
+        seen = await environment.reset(0)
+        actions = [*["fine"] * 6, "end", *["fine"] * 6]
+        outcomes = await asyncio.gather(*(environment.step(seen, each) for each in actions), return_exceptions=True)
+    assert isinstance(outcomes[6], BlockedError) and "ended its process 3 times" in str(outcomes[6])
+    assert [getattr(outcome, "reward", outcome) for outcome in outcomes[:6] + outcomes[7:]] == [1.0] * 12
+
+
+async def test_code_that_keeps_blocking_ends_the_run_by_name(
+    hazards: OwnEnvironment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(own_code, "GIVE_UP_AFTER", 3)
+    seen = await hazards.reset(2)
+    for action in ("exit", "fine", "fine", "exit"):
+        with contextlib.suppress(BlockedError):
+            await hazards.step(seen, action)
+    with pytest.raises(SetupError, match=r"environment 'tests.unit.own_code:Hazards' keeps blocking: 3 of its last 6"):
+        await hazards.step(seen, "exit")
+
+
 async def test_calls_that_are_slow_one_after_the_other_are_not_taken_for_one_that_hangs(
     hasty: OwnEnvironment,
 ) -> None:
     seen = await hasty.reset(2)
-    process = hasty._process
+    process = hasty._places[0].process
     outcomes = await asyncio.gather(*(hasty.step(seen, "busy") for _ in range(8)))
     assert [outcome.reward for outcome in outcomes] == [2.0] * 8
-    assert hasty._process is process
+    assert hasty._places[0].process is process
 
 
 async def test_a_reset_that_hangs_is_late_as_well(hasty: OwnEnvironment) -> None:
@@ -169,8 +214,8 @@ async def test_a_function_that_never_returns_leaves_nothing_behind() -> None:
         with pytest.raises(BlockedError, match=r"`score` blocked .* in score \(.*own_code\.py:\d+\)"):
             await function("hang", float("nan"))
         hanging = asyncio.create_task(function("hang", 1))
-        await wait_until(lambda: function._process is not None and not function._process.ended)
-        process = function._process
+        await wait_until(lambda: function._places[0].process is not None and not function._places[0].process.ended)
+        process = function._places[0].process
         assert process is not None
         pid = process._process.pid
     assert not psutil.pid_exists(pid)

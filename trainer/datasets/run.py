@@ -32,7 +32,7 @@ from trainer.datasets.lines import Data, batch_of
 from trainer.learn.compute import ComputeHost
 from trainer.learners.handle import HostHandle
 from trainer.learners.kinds import Made
-from trainer.metrics import append, cut, totals_of
+from trainer.metrics import TimeLeft, append, clock, cut, totals_of
 from trainer.ring.join import Way, way_to_ring
 from trainer.ring.ring import Ring
 from trainer.settings import TrainSettings
@@ -42,7 +42,7 @@ from trainer.versions.disk import Disk
 from trainer.versions.publish import Publisher
 from trainer.versions.run_folder import WAYS, begin_anew, check_home
 from trainer.versions.run_lock import run_lock
-from trainer.versions.start import keep_start, starting_weights
+from trainer.versions.start import check_latest, keep_start, starting_weights
 from trainer.vision.sight import Sight
 from worker.engine.model.loader import LoadedModel
 
@@ -62,7 +62,7 @@ class DataLine(msgspec.Struct, frozen=True):
     loss: float | None
     grad_norm: float | None
     tokens: int = 0  # in the loss, where it is of tokens
-    held_out: float | None = None  # the share that is right, where it was measured
+    held_out_right: float | None = None  # the share that is right, where it was measured
     held_out_loss: float | None = None
     held_out_margin: float | None = None  # of pairs
     version: int = 0  # that is served
@@ -85,6 +85,7 @@ async def train_on_data(
         stack.callback(run.close)
         begun(run)
         ring.board.begin(run.status, run.stop)
+        await ring.board.show("starting")
         await run.start(loaded)
         return await run.run()
 
@@ -106,6 +107,7 @@ class DataRun(ABC, Generic[T]):
         self._told = 0.0
         self._last: DataLine | None = None
         self._since, self._started_ms = time.monotonic(), time.time_ns() // 1_000_000  # of the last line; of the run
+        self._left = TimeLeft()
         self.state = RunState(settings.run_name, ring=ring.id, base_sha256=ring.base_sha256)
 
     # -- what a kind of run says
@@ -158,8 +160,20 @@ class DataRun(ABC, Generic[T]):
             totals_of(settings, state, now, self._checkpoints, self._started_ms),
             source=settings.dataset.name if settings.dataset else "", policy_step=state.swaps,
             best_reward=state.best_held_out, loss=self._last.loss if self._last else None,
-            trajectories=state.consumed,
+            trajectories=state.consumed, held_out=None, held_out_right=state.held_out, eta_s=self._eta_s,
+            next_version_at=self._next_version_at,
         )  # fmt: skip
+
+    @property
+    def _eta_s(self) -> float | None:
+        return self._left.of(self._settings.steps, self.state.train_step)
+
+    @property
+    def _next_version_at(self) -> int:
+        step, every, steps = self.state.train_step, self._settings.evaluate_every, self._settings.steps
+        if self.state.offered or not every:
+            return step if self.state.offered else steps
+        return min(steps, (step // every + 1) * every)
 
     async def start(self, loaded: LoadedModel) -> None:
         """Read the data, make the learner, go on from a checkpoint if there is one."""
@@ -176,6 +190,7 @@ class DataRun(ABC, Generic[T]):
         if checkpoint is not None:
             self.state = checkpoint.state
             self._saved = self.state.train_step
+        await check_latest(settings, self.state, self._publisher)
         resumed, shapes = checkpoint is not None, self._learner.shapes
         fresh = await self._learner.call(DataLearner.weights) if settings.start_from and not resumed else {}
         start = await starting_weights(
@@ -201,8 +216,9 @@ class DataRun(ABC, Generic[T]):
         self.state.ring, self.state.base_sha256 = self._ring.id, self._ring.base_sha256
         self.state.mode = settings.mode
         log.info(
-            "train.begins", form=self._data.form, examples=len(self._data.learned), held_out=len(self._data.held_out),
-            too_long=self._data.too_long, train_step=self.state.train_step,
+            "train.begins", form=self._data.form, examples=len(self._data.learned),
+            held_out_examples=len(self._data.held_out), too_long=self._data.too_long, train_step=self.state.train_step,
+            first_version_after=self._next_version_at,
         )  # fmt: skip
 
     async def _good_weights(self) -> Arrays | None:
@@ -254,7 +270,7 @@ class DataRun(ABC, Generic[T]):
                 await self._save()
         if state.train_step != self._saved:  # stopped between two candidates
             await self._save()
-        log.info("train.ended", steps=state.train_step, version=state.version, held_out=state.held_out)
+        log.info("train.ended", steps=state.train_step, version=state.version, held_out_right=state.held_out)
         return state
 
     async def _measure(self) -> Measured:
@@ -275,7 +291,7 @@ class DataRun(ABC, Generic[T]):
             gate.finite_gradients(0 if trained.is_finite else 1),
             gate.reward_floor(measured.right, state.held_out, settings.reward_margin),
         ]
-        metrics = {"held_out": measured.right, "loss": math.nan if trained.loss is None else trained.loss}
+        metrics = {"held_out_right": measured.right, "loss": math.nan if trained.loss is None else trained.loss}
         published = await self._publisher.publish(weights, state, checks, metrics, self._judged, self._latest)
         if published.forestalled:
             raise ConflictError(f"the run ends: {gate.failures(published.checks)}; {WAYS}")
@@ -324,7 +340,7 @@ class DataRun(ABC, Generic[T]):
         if state.best_held_out is None or right > state.best_held_out:
             state.best_version, state.best_held_out = version, right
             await self._ring.sink.set_best(version, right)
-        log.info("version.served", version=version_id(self._settings.adapter, version), held_out=right)
+        log.info("version.served", version=version_id(self._settings.adapter, version), held_out_right=right)
 
     async def _save(self) -> None:
         snapshot = await self._learner.call(DataLearner.snapshot)
@@ -353,16 +369,20 @@ class DataRun(ABC, Generic[T]):
         await self._disk.run(append, self._settings.folder / "metrics.jsonl", line)
         now, self._last = time.monotonic(), line
         self.state.seconds += now - self._since
+        if trained is not None:
+            self._left.add(now - self._since)
         self._since = now
         point = TrainingPoint(
             train_step=line.step, policy_step=self.state.swaps, version=line.version, at_ms=time.time_ns() // 1_000_000,
-            source=self._settings.mode, held_out=line.held_out, held_out_loss=line.held_out_loss, loss=line.loss,
-            grad_norm=line.grad_norm, tokens=line.tokens,
+            source=self._settings.mode, held_out_right=line.held_out_right, held_out_loss=line.held_out_loss,
+            loss=line.loss, grad_norm=line.grad_norm, tokens=line.tokens,
         )  # fmt: skip
         await self._ring.board.show("training", point)
         if measured is not None or time.monotonic() - self._told > REPORT_S:
             self._told = time.monotonic()
-            log.info("train.step", **msgspec.structs.asdict(line))
+            eta = {} if self._eta_s is None else {"eta": clock(self._eta_s)}
+            known = {name: value for name, value in msgspec.structs.asdict(line).items() if value is not None}
+            log.info("train.step", **(known | {"step": f"{line.step}/{self._settings.steps}"} | eta))
 
 
 def options_of(settings: TrainSettings) -> DataOptions:

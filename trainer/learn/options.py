@@ -313,12 +313,12 @@ _OF_DATA = {  # settings of a trainer that all modes have a use for which learn 
     "dataset", "held_out_dataset", "steps", "prompts_per_step", "lora_kind", "lora_rank", "lora_scale", "lora_targets",
     "learning_rate", "schedule", "warmup_steps", "final_rate_fraction", "max_grad_norm", "weight_decay", "adam_beta1",
     "adam_beta2", "microbatch_tokens", "gradient_checkpointing", "max_parity", "reward_margin", "max_rejections",
-    "evaluate_every", "checkpoint_every", "keep_checkpoints", "resume", "move_run",
+    "evaluate_every", "checkpoint_every", "keep_checkpoints", "resume", "move_run", "replace_latest",
 }  # fmt: skip
 _OF_PPO = {  # settings of a trainer that `--mode ppo` has a use for, too
     "mode", "task", "task_options", "own_code_timeout_s", "connect_key", "adapter", "run", "run_dir", "seed", "steps",
     "clip_low", "clip_high", "entropy_bonus", "dual_clip", "learning_rate", "schedule", "warmup_steps",
     "final_rate_fraction", "max_grad_norm", "weight_decay", "adam_beta1", "adam_beta2", "minibatches", "max_probe_kl",
     "max_parity", "max_rejections", "evaluate_every", "evaluate_prompts", "checkpoint_every", "keep_checkpoints",
-    "resume",
+    "resume", "replace_latest",
 }  # fmt: skip

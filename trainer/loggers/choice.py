@@ -3,9 +3,10 @@
 import importlib.util
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator
+from pydantic import BaseModel, BeforeValidator, Field
 from pydantic_settings import NoDecode
 
 from shared.errors import SetupError
@@ -24,6 +25,32 @@ def _names(given: Any) -> Any:
 
 
 LoggerNames = Annotated[list[LoggerName], NoDecode, BeforeValidator(_names)]
+
+
+class LoggerSettings(BaseModel):
+    """Part of TrainSettings: who is shown a run, and what of it."""
+
+    tensorboard: Path | None = Field(default=None, description="folder for TensorBoard's events; needs the extra")
+    show_samples: int = Field(
+        default=4,
+        ge=0,
+        le=32,
+        description="samples of a train step that are shown with their rewards, from the highest to the lowest: in the "
+        "log, on the dashboard, in samples.jsonl",
+    )
+    logger: LoggerNames = Field(
+        default=[],
+        description="wandb, mlflow, trackio: whom each train step's figures go to; needs the extra of that name",
+    )
+    logger_project: str = Field(default="mlx-parallm", min_length=1, description="of the run, at these loggers")
+
+    logger_samples: bool = Field(default=False, description="loggers get the shown samples, too: prompts and replies")
+
+    def check_loggers(self) -> None:
+        """SetupError when a package is missing, or when samples would go to nobody."""
+        check_installed(self.logger)
+        if self.logger_samples and not (self.logger and self.show_samples):
+            raise SetupError("--logger-samples goes with a --logger, and with --show-samples above 0")
 
 
 def check_installed(names: Sequence[str]) -> None:

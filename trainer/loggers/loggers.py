@@ -12,7 +12,7 @@ import structlog
 
 from trainer.loggers.figures import by_name
 from trainer.loggers.sender import Sender
-from trainer.loggers.tracked_run import Ending, Plain, TrackedRun, Tracker
+from trainer.loggers.tracked_run import Ending, Plain, Samples, TrackedRun, Tracker
 
 log = structlog.get_logger()
 
@@ -31,7 +31,9 @@ class Loggers:
         project: str = "",
         run_name: str = "",
         config: Mapping[str, Plain | list[Plain]] | None = None,
+        with_samples: bool = False,
     ) -> None:
+        self._with_samples = with_samples
         self.config = config or {}
         self._names, self._project, self._run_name = names, project, run_name
         self._senders: list[Sender] = []
@@ -55,10 +57,10 @@ class Loggers:
             run = TrackedRun(self._project, self._run_name, self.config, id_file)
             self._senders.append(Sender(name, partial(_open, name), run, ended))
 
-    def write(self, train_step: int, values: Mapping[str, Any]) -> None:
-        """Hand on a line of metrics.jsonl; returns at once."""
+    def write(self, train_step: int, values: Mapping[str, Any], samples: Samples = ()) -> None:
+        """Hand on a line of metrics.jsonl, and the samples where the settings allow it; returns at once."""
         if self._senders:
-            point = train_step, dict(by_name(values))
+            point = train_step, dict(by_name(values)), samples if self._with_samples else ()
             for sender in self._senders:
                 sender.put(point)
 

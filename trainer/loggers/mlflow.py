@@ -8,7 +8,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, Run
 from mlflow.exceptions import MlflowException
 
-from trainer.loggers.tracked_run import Ending, TrackedRun
+from trainer.loggers.tracked_run import COLUMNS, Ending, Samples, TrackedRun, rows
 
 PARAMS_AT_ONCE = 100  # MLflow's bound, as is the next
 LONGEST_PARAM = 500
@@ -45,12 +45,15 @@ class MlflowRun:
             self._client.log_batch(run_id, params=params[at : at + PARAMS_AT_ONCE])
         return run_id
 
-    def write(self, train_step: int, figures: Mapping[str, float]) -> None:
-        """One call for all figures."""
+    def write(self, train_step: int, figures: Mapping[str, float], samples: Samples) -> None:
+        """One call for all figures; samples are a file of the run's artifacts."""
         now_ms = time.time_ns() // 1_000_000
         self._client.log_batch(
             self._id, metrics=[Metric(name, value, now_ms, train_step) for name, value in figures.items()]
         )
+        if samples:
+            shown = [dict(zip(COLUMNS, row, strict=True)) for row in rows(train_step, samples)]
+            self._client.log_dict(self._id, {"samples": shown}, f"samples/step-{train_step:06d}.json")
 
     def end(self, ending: Ending) -> None:
         """FINISHED, KILLED or FAILED."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 
 import structlog
 
-from trainer.loggers.tracked_run import Ending, TrackedRun, Tracker, TrackerKind
+from trainer.loggers.tracked_run import Ending, Samples, TrackedRun, Tracker, TrackerKind
 
 log = structlog.get_logger()
 
@@ -24,7 +24,7 @@ WRITE_TRIES = 5
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0  # between two tries
 _CREDENTIALS = re.compile(r"//[^/\s@]*@")
 
-Point = tuple[int, Mapping[str, float]]
+Point = tuple[int, Mapping[str, float], Samples]  # of a train step
 
 
 class Sender:

@@ -4,15 +4,19 @@ The run's id there is kept in a file of the run's folder, so that a run that is 
 """
 
 import contextlib
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from pydantic import BaseModel, SecretStr
 
+from shared.training import ShownSample
+
 Ending = Literal["finished", "stopped", "failed"]  # stopped: by a person or SIGTERM, with a checkpoint to go on from
 Plain = str | int | float | bool
+Samples = Sequence[ShownSample]  # of a train step; (): the run shows them to nobody
+COLUMNS = ("train_step", "reward", "prompt", "reply", "version", "finish_reason", "error")
 
 
 @dataclass(frozen=True)
@@ -42,8 +46,8 @@ class TrackedRun:
 class Tracker(Protocol):
     """A run that is open in a package. Its calls may take as long as they like, and may raise anything."""
 
-    def write(self, train_step: int, figures: Mapping[str, float]) -> None:
-        """The figures of a train step; may be called again with the same ones after an error."""
+    def write(self, train_step: int, figures: Mapping[str, float], samples: Samples) -> None:
+        """The figures of a train step and samples of it; may be called again with the same ones after an error."""
 
     def end(self, ending: Ending) -> None:
         """Close the run with this state, once all that was written has been handed on."""
@@ -53,6 +57,11 @@ class TrackerKind(Protocol):
     """How a run is opened in a package: a new one, or the one that it was before."""
 
     def __call__(self, run: TrackedRun) -> Tracker: ...
+
+
+def rows(train_step: int, samples: Samples) -> list[list[Plain | None]]:
+    """Samples as the rows of a table with COLUMNS."""
+    return [[train_step, s.reward, s.prompt, s.completion, s.version, s.finish_reason, s.error] for s in samples]
 
 
 def config_of(settings: BaseModel, without: Container[str]) -> dict[str, Plain | list[Plain]]:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import trackio
 
-from trainer.loggers.tracked_run import Ending, TrackedRun
+from trainer.loggers.tracked_run import COLUMNS, Ending, Samples, TrackedRun, rows
 
 
 class TrackioRun:
@@ -17,9 +17,10 @@ class TrackioRun:
         )
         run.keep_id(self._run.name)
 
-    def write(self, train_step: int, figures: Mapping[str, float]) -> None:
-        """One entry."""
-        self._run.log(dict(figures), step=train_step)
+    def write(self, train_step: int, figures: Mapping[str, float], samples: Samples) -> None:
+        """One entry, with the samples as a table."""
+        table = {"samples": trackio.Table(columns=list(COLUMNS), data=rows(train_step, samples))} if samples else {}
+        self._run.log({**figures, **table}, step=train_step)
 
     def end(self, ending: Ending) -> None:
         """Trackio has no states, so the last entry says how the run ended."""

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import wandb
 
-from trainer.loggers.tracked_run import Ending, TrackedRun
+from trainer.loggers.tracked_run import COLUMNS, Ending, Samples, TrackedRun, rows
 
 FINISH_S = 15  # W&B's own bound on what it still has to upload; it would hold up the process's exit
 START_S = 60.0
@@ -41,9 +41,10 @@ class WandbRun:
         self._run.define_metric("train_step")
         self._run.define_metric("*", step_metric="train_step")
 
-    def write(self, train_step: int, figures: Mapping[str, float]) -> None:
-        """One row of its history."""
-        self._run.log({"train_step": train_step, **figures})
+    def write(self, train_step: int, figures: Mapping[str, float], samples: Samples) -> None:
+        """One row of its history, with the samples as a table."""
+        table = {"samples": wandb.Table(columns=list(COLUMNS), data=rows(train_step, samples))} if samples else {}
+        self._run.log({"train_step": train_step, **figures, **table})
 
     def end(self, ending: Ending) -> None:
         """Finished or failed, as W&B has it; `ended` in its summary says which of ours."""

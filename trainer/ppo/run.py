@@ -46,6 +46,7 @@ from trainer.versions.disk import Disk
 from trainer.versions.publish import Publisher
 from trainer.versions.run_folder import WAYS, begin_anew, run_mode
 from trainer.versions.run_lock import run_lock
+from trainer.versions.start import check_latest
 
 log = structlog.get_logger()
 
@@ -183,6 +184,7 @@ class PpoRun:
         """Go on from a checkpoint, or begin; then the latest version is what learns."""
         settings = self._settings
         checkpoint = self._load()
+        await check_latest(settings, self.state if checkpoint is None else checkpoint.state, self._publisher)
         if settings.resume == "no":
             self._checkpoints = begin_anew(settings, self._checkpoints)
         first = first_weights(self._network, settings.seed)

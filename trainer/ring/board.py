@@ -61,9 +61,14 @@ class RingBoard:
     async def __aenter__(self) -> Self:
         until = time.monotonic() + WAIT_FOR_OWNER_S
         holder = await self._board.hold(self.owner)
+        if holder != self.owner and not _dead(holder):
+            log.warning("train.policy_taken", policy=self._board.policy, trainer=holder, waits_s=WAIT_FOR_OWNER_S)
         while holder != self.owner:
             if not _dead(holder) and time.monotonic() > until:
-                raise ConflictError(f"policy {self._board.policy!r} has a trainer already: {holder}")
+                raise ConflictError(
+                    f"policy {self._board.policy!r} has a trainer already: {holder} (host:process:start); end that "
+                    "one, or publish under another name (--adapter)"
+                )
             await asyncio.sleep(0.2)
             holder = await self._board.hold(self.owner, holder if _dead(holder) else "")
         self._beating = asyncio.create_task(self._beat())
@@ -94,6 +99,10 @@ class RingBoard:
             if point is not None:
                 await self._board.add(point)
             await self._write()
+
+    def note(self, problem: str) -> None:
+        """What keeps the run from learning, for the next heartbeat; "": nothing does any more."""
+        self._problem = problem[:2000]
 
     async def _write(self) -> None:
         if self._status is not None:

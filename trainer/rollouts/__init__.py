@@ -3,7 +3,7 @@
 Read in this order: `groups.py` (the types, who generates, and who brings groups), `collector.py` (keeps groups coming)
 with `pacing.py` (how far ahead of training), `episodes.py` (one group from start to end),
 `conversation.py` (token ids turn by turn), `environments.py` (tasks), `scorers.py`
-(rewards of data sets) and `held_out.py` (what a run is measured on).
+(rewards of data sets), `held_out.py` (what a run is measured on) and `shown.py` (samples for people to read).
 
 Other sources: `live.py` (live traffic), `atropos.py` (Atropos' run-api). Code of the user's own runs in a process that
 can be killed: `own_code.py` (our side), `own_messages.py`, `own_process.py` (its side), `copies.py` (its side where a

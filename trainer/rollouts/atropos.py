@@ -14,7 +14,7 @@ Invariants.
 
 import asyncio
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Self
 
 import httpx
@@ -69,10 +69,17 @@ class Registration(msgspec.Struct, frozen=True):
 
 
 class AtroposApi:
-    """run-api's side for trainers."""
+    """run-api's side for trainers. `trouble` hears why run-api cannot be asked at present, and "" once it can again."""
 
-    def __init__(self, url: str, transport: httpx.AsyncBaseTransport | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        transport: httpx.AsyncBaseTransport | None = None,
+        trouble: Callable[[str], None] = lambda problem: None,
+    ) -> None:
         self.url = url.rstrip("/")
+        self._trouble = trouble
+        self._away = False
         self._http = httpx.AsyncClient(base_url=self.url, timeout=30, transport=transport, trust_env=False)
 
     async def register(self, registration: Registration) -> None:
@@ -103,12 +110,29 @@ class AtroposApi:
             return self._http.request(method, path, headers=_JSON, **more)
 
         try:
-            response = await patiently(send, Patience(PATIENCE_S), _FAULTS)
+            response = await patiently(send, Patience(PATIENCE_S), _FAULTS, lambda outcome: self._say(path, outcome))
         except httpx.TransportError as error:
-            raise ServiceUnavailableError(f"cannot reach Atropos at {self.url}: {error}") from error
+            raise ServiceUnavailableError(self._problem(path, error)) from error
         if not response.is_success:
-            raise ServiceUnavailableError(f"{self.url}{path} answered {response.status_code}: {response.text}")
+            raise ServiceUnavailableError(self._problem(path, response))
+        if self._away:
+            self._away = False
+            self._trouble("")
+            log.info("atropos.back", url=self.url)
         return response.content
+
+    def _say(self, path: str, outcome: httpx.Response | httpx.TransportError) -> None:
+        """Report that run-api is away, once until it is back."""
+        if not self._away:
+            self._away = True
+            problem = self._problem(path, outcome)
+            self._trouble(problem)
+            log.warning("atropos.away", reason=problem, given_up_after_s=PATIENCE_S)
+
+    def _problem(self, path: str, outcome: httpx.Response | httpx.TransportError) -> str:
+        if isinstance(outcome, httpx.Response):
+            return f"{self.url}{path} answered {outcome.status_code}: {outcome.text}"[:500]
+        return f"cannot reach Atropos at {self.url}: {outcome or type(outcome).__name__}"
 
 
 _FAULTS = frozenset(range(500, 600))  # that may pass

@@ -1,9 +1,14 @@
-"""A reward or an environment of the user's own, in a process where it can be timed out and killed.
+"""A reward or an environment of the user's own, in processes where it can be timed out and killed.
 
 It cannot stop the trainer: not its signals, its status, its checkpoints. A call that takes longer than its time costs
 its sample. Where it blocks the whole process, the process is ended and started again; the log names the code and the
 line at which it hung, and what other calls had under way there is asked again. So `reset` and `step` may be called
 twice for the same task: an environment is stateless (trainer/rollouts/environments.py). An alert tells each cause once.
+
+All calls share one process until one of them blocks it. From then on calls are spread over several processes, few in
+each, so that those that block wait at the same time and stop few others. Where it is not known which call has ended a
+process, each of its calls is asked again in a process of its own: only a call that was alone counts as the cause. Code
+that blocks in half of its calls ends the run.
 """
 
 import asyncio
@@ -11,6 +16,7 @@ import contextlib
 import itertools
 import re
 import tempfile
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
@@ -44,7 +50,10 @@ log = structlog.get_logger()
 
 START_S = 900.0  # for imports, and for what an environment loads when it is built
 LATE_S = 5.0  # that a process may be silent beyond the time of a call
-TRIES = 3  # of a call whose process ended, nobody knows by whose fault
+TRIES = 3  # of a call whose process ended while it was alone there
+TOGETHER = 8  # calls in a process, once one of the last calls has blocked it
+REMEMBERED = 512  # calls, of which is known whether they have blocked a process
+GIVE_UP_AFTER = 24  # of them that have, if they are half of those remembered
 MOST_CAUSES = 64  # that alerts tell of, in a run
 TELL_AGAIN_S = 5.0  # after an alert that could not be sent; also how long the end of a run waits for the last one
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (\S+)$', re.MULTILINE)
@@ -69,22 +78,25 @@ class OwnCode:
 
     kind: ClassVar[Kind]
 
-    def __init__(self, path: str, options: Mapping[str, Any], timeout_s: float) -> None:
+    def __init__(self, path: str, options: Mapping[str, Any], timeout_s: float, processes: int = 1) -> None:
         self.title = f"{'reward' if self.kind == 'reward' else 'environment'} {path!r}"
         self._start = Start(self.kind, path, packed(dict(options)), timeout_s)
-        self._process: _OwnProcess | None = None
-        self._starting = asyncio.Lock()
+        self._places = [_Place() for _ in range(processes)]
+        self._suspects = 0  # calls that wait for a process of their own
+        self._left = asyncio.Event()  # a call has left its process
+        self._ended: deque[bool] = deque(maxlen=REMEMBERED)  # the last calls: whether each has blocked a process
         self.name = ""
         self.on_block: Callable[[str], None] = lambda cause: None  # called for each call that did not come to an end
 
     async def __aenter__(self) -> Self:
         """Start it; SetupError when there is no such object, or when it is not what it has to be."""
-        await self._running()
+        await self._running(self._places[0])
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if self._process is not None:
-            await self._process.close()
+        for place in self._places:
+            if place.process is not None:
+                await place.process.close()
 
     async def ask(self, what: What) -> Answer:
         """Carry a call out; OwnCodeError, or SetupError for what is wrong with the code as a whole."""
@@ -96,29 +108,79 @@ class OwnCode:
 
     async def _result(self, what: What) -> Answer:
         named = type(what).__name__.lower()
-        tries = 0
-        while tries < TRIES:
-            process = await self._running()
-            try:
-                answer = await process.ask(what)
-            except _LostError as lost:
-                if lost.at_fault:
-                    raise BlockedError(f"{self.title}: `{named}` {lost.reason}") from lost
-                tries += lost.nobody
-                continue
-            if answer.failed is not None:
-                raise _error(answer.failed, f"{self.title}: `{named}`")
-            return answer
-        raise BlockedError(f"{self.title}: its process ended {TRIES} times during `{named}`")
+        alone, tries = False, 0
+        while True:
+            async with self._place(alone) as place:
+                try:
+                    answer = await (await self._running(place)).ask(what)
+                    break
+                except _LostError as lost:
+                    tries += lost.nobody and alone
+                    if lost.at_fault or tries == TRIES:
+                        reason = lost.reason if lost.at_fault else f"ended its process {TRIES} times"
+                        raise self._blocked(f"`{named}` {reason}") from lost
+                    alone = alone or lost.nobody
+        self._ended.append(False)
+        if answer.failed is not None:
+            raise _error(answer.failed, f"{self.title}: `{named}`")
+        return answer
 
-    async def _running(self) -> "_OwnProcess":
-        async with self._starting:
-            if self._process is None or self._process.ended:
-                if self._process is not None:
-                    await self._process.close()
-                self._process = await _OwnProcess.begin(self._start, self.title)
-                self.name = self._process.name
-            return self._process
+    def _blocked(self, said: str) -> Exception:
+        """The error of a call that has blocked its process; SetupError where that has become usual."""
+        self._ended.append(True)
+        blocked, calls = sum(self._ended), len(self._ended)
+        if blocked < GIVE_UP_AFTER or 2 * blocked < calls:
+            return BlockedError(f"{self.title}: {said}")
+        return SetupError(
+            f"{self.title} keeps blocking: {blocked} of its last {calls} calls did not end within "
+            f"{self._start.timeout_s:g} s, the last one: {said}; mend it, or give it more time (--own-code-timeout-s)"
+        )
+
+    @contextlib.asynccontextmanager
+    async def _place(self, alone: bool) -> AsyncIterator["_Place"]:
+        """A place in one of the processes, held until the end of the block; `alone`: in a process without others."""
+        self._suspects += alone
+        try:
+            while (place := self._free_place(alone)) is None:
+                self._left.clear()
+                await self._left.wait()
+        finally:
+            self._suspects -= alone
+        place.calls += 1
+        place.alone = alone
+        try:
+            yield place
+        finally:
+            place.calls -= 1
+            place.alone = False
+            self._left.set()
+
+    def _free_place(self, alone: bool) -> "_Place | None":
+        """Where fewest calls are, if there is room; while suspects wait, the last process gets no other calls."""
+        if not (alone or self._suspects or any(self._ended)):
+            return None if self._places[0].alone else self._places[0]
+        open_to_it = self._places[:-1] if self._suspects and not alone else self._places
+        free = [place for place in open_to_it if not place.alone and place.calls < (1 if alone else TOGETHER)]
+        return min(free, key=lambda place: (place.calls, place.process is None), default=None)
+
+    async def _running(self, place: "_Place") -> "_OwnProcess":
+        async with place.starting:
+            if place.process is None or place.process.ended:
+                if place.process is not None:
+                    await place.process.close()
+                place.process = await _OwnProcess.begin(self._start, self.title)
+                self.name = place.process.name
+            return place.process
+
+
+class _Place:
+    """Where a process is started when it is needed, and the calls in it."""
+
+    def __init__(self) -> None:
+        self.process: _OwnProcess | None = None
+        self.starting = asyncio.Lock()
+        self.calls = 0
+        self.alone = False  # its one call shares the process with no other
 
 
 class _LostError(Exception):

@@ -40,11 +40,15 @@ class Judges(Models, Protocol):
 
 @contextlib.asynccontextmanager
 async def open_scorer(
-    reward: str, options: Mapping[str, Any], judges: Judges, own_code_timeout_s: float = 60.0
+    reward: str,
+    options: Mapping[str, Any],
+    judges: Judges,
+    own_code_timeout_s: float = 60.0,
+    own_code_processes: int = 1,
 ) -> AsyncIterator[Scorer]:
     """The scorer that settings name; SetupError when there is no such reward, or when it takes no such options."""
     if ":" in reward:
-        async with OwnFunction(reward, options, own_code_timeout_s) as function:
+        async with OwnFunction(reward, options, own_code_timeout_s, own_code_processes) as function:
             yield function
         return
     checked = _checked(reward, options)

@@ -140,12 +140,15 @@ class Publisher:
 
         await self.disk.run(write)
 
-    def moved_by_us(self, latest: int) -> bool:
-        """Whether it was this run, in this life or an earlier one, that made this version the latest."""
+    def moved_by_us(self, latest: int, *, unknown: bool = True) -> bool:
+        """Whether it was this run, in this life or an earlier one, that made this version the latest.
+
+        `unknown`: the answer for a folder in which nothing is written down.
+        """
         try:
             return latest in msgspec.json.decode((self.folder / _SERVED).read_bytes(), type=list[int])
         except (OSError, msgspec.DecodeError):
-            return True  # a folder from before this was written down
+            return unknown
 
     async def take_over(self, version: int) -> Arrays:
         """The weights of a version that somebody else has made the latest; kept from now on, as those of our own.

@@ -60,6 +60,8 @@ class Serving:
         self._posted = False  # whether the last offer was of posted trajectories
         self._failed = ""  # the last one's failed checks
         self._silent = 0  # train steps in a row without anything to learn from
+        self._all_failed = 0  # train steps in a row of which every sample failed; and the last one's reason
+        self._failure = ""
         self.held_out: Evaluated | None = None  # of the last offer
 
     async def begin(self) -> None:
@@ -140,7 +142,7 @@ class Serving:
         if not trained.checks:
             await self._count_silence(batch, dropped)
             return ""
-        self._silent = 0
+        self._silent = self._all_failed = 0
         if not serve:
             return await self._keep(trained)
         state = self._state
@@ -243,20 +245,25 @@ class Serving:
         return failed
 
     async def check_patience(self) -> None:
-        """Raise when too many train steps in a row have failed the gate, or too many versions were taken back."""
+        """ParallmError when train steps in a row failed the gate or lost all their samples, or were taken back."""
         gave_up = ""
         if self._rejections >= self._settings.max_rejections:
             gave_up = f"{self._rejections} train steps in a row failed the gate: {self._failed}"
         elif self._rollbacks >= self._settings.max_rollbacks:
             gave_up = f"{self._rollbacks} rollbacks and no better version in between; the last one: {self._rolled_back}"
+        elif self._all_failed >= self._settings.no_signal_after:
+            gave_up = f"every sample of {self._all_failed} train steps in a row failed: {self._failure}"
         if gave_up:
             await self._parts.ring.sink.alert("gave_up", f"the run ends: {gave_up}")
             raise ParallmError(gave_up)
 
     async def _count_silence(self, batch: Batch, dropped: Dropped) -> None:
         self._silent += 1
+        what = nothing_learned(dropped, batch.groups)
+        if batch.source != "posted":  # what others do must not end the run
+            failed = dropped.failed == sum(len(group.trajectories) for group in batch.groups)
+            self._all_failed, self._failure = (self._all_failed + 1 if failed else 0), what
         if self._silent == self._settings.no_signal_after:
-            what = nothing_learned(dropped, batch.groups)
             reason = f"{self._silent} train steps in a row had nothing to learn from; the last one: {what}"
             await self._parts.ring.sink.alert("no_signal", reason)
 

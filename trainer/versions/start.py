@@ -1,4 +1,8 @@
-"""`--start-from`: the adapter that a run begins with, out of the store or a folder, whoever trained it."""
+"""What a run begins with: `--start-from`, an adapter out of the store or a folder, whoever trained it.
+
+Invariant. No run begins by replacing a version that somebody else has made the latest, unless it goes on from it, or
+its settings say that it may.
+"""
 
 import asyncio
 import json
@@ -10,9 +14,11 @@ import numpy as np
 from shared.adapter_files.config import read_config
 from shared.adapter_files.formats import inherit_config, prepared
 from shared.adapter_files.tensors import read_tensors
+from shared.adapters import version_id
 from shared.errors import ParallmError, SetupError
 from trainer import gate
 from trainer.ring.ring import Stored
+from trainer.settings import TrainSettings
 from trainer.state import Arrays, RunState
 from trainer.versions.checkpoint import write_adapter
 from trainer.versions.publish import Publisher
@@ -20,6 +26,23 @@ from trainer.versions.publish import Publisher
 _KEPT = "start"  # a folder of the run: a version may be deleted, and what a run is held against must stay
 _MAX_BYTES = 2**40  # the file is the user's own
 _DIGITS = 18  # of a version's number
+
+
+async def check_latest(settings: TrainSettings, state: RunState, publisher: Publisher) -> None:
+    """SetupError when a run that has served nothing yet would replace a version that it does not go on from.
+
+    Called before the run's folder is set aside, which says what an earlier start of the run has served.
+    """
+    latest = await publisher.sink.latest_version()
+    named = version_id(settings.adapter, latest)
+    ours = state.version or publisher.moved_by_us(latest, unknown=False)
+    if not latest or ours or settings.replace_latest or settings.start_from == named:
+        return
+    train_on = "" if settings.mode == "ppo" else f"train on from it (--start-from {named}), "
+    raise SetupError(
+        f"{named} is served to everybody who asks for {settings.adapter}, and this run, which does not go on from it, "
+        f"would replace it: {train_on}publish under another name (--adapter NAME), or replace it (--replace-latest)"
+    )
 
 
 async def starting_weights(

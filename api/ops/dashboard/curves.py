@@ -72,7 +72,7 @@ _PPO = (
     TrainingChart("clipped", "Clipped", "", {"share": "clip_fraction"}),
 )
 _DATA = (
-    TrainingChart("held_out", "Right of what is held out", "", {"share": "held_out"}),
+    TrainingChart("held_out", "Right of what is held out", "", {"share": "held_out_right"}),
     TrainingChart("loss", "Loss", "", {"loss": "loss", "held out": "held_out_loss"}),
     TrainingChart("gradient", "Norm of the gradient", "", {"norm": "grad_norm"}),
 )

@@ -116,6 +116,7 @@ async def training_events(ring: TheRing, snapshots: TheSnapshots) -> Response:
             status = run.view.status
             policy = status.policy
             shown[f"run-{policy}"] = part("run", ring=snapshot, run=run)
+            shown[f"samples-{policy}"] = part("run_samples", run=run)
             shown[f"curves-{policy}"] = _json(training_charts(status.mode, run.points))
         return shown
 

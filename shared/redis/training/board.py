@@ -23,7 +23,7 @@ log = structlog.get_logger()
 POINTS_KEPT = 4096
 ALERTS_KEPT = 256
 
-_LISTS = frozenset({"checkpoints", "ranks"})  # fields of a status
+_LISTS = frozenset({"checkpoints", "ranks", "samples"})  # fields of a status
 
 T = TypeVar("T", TrainerStatus, TrainingPoint)
 

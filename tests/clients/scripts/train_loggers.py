@@ -21,7 +21,7 @@ BLOCK, FULL, LAST = 32768, 1, 4
 
 def train(name: str, folder: Path, steps: int) -> None:
     sizes = ("--steps", str(steps), "--prompts-per-step", "4", "--group-size", "2", "--max-tokens", "8")
-    options = ("--task-count", "8", "--parity-every", "0", "--probe-prompts", "2")
+    options = ("--task-count", "8", "--parity-every", "0", "--probe-prompts", "2", "--logger-samples")
     command = (sys.executable, "-m", "trainer", "--connect-to", URL, "--connect-key", SECRET, "--model", MODEL_DIR)
     done = subprocess.run(
         [*command, *sizes, *options, "--adapter", f"by-{name}", "--run-dir", str(folder / "train"), "--logger", name],

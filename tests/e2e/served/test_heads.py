@@ -345,14 +345,18 @@ def test_a_reward_model_is_trained_gated_resumed_and_learned_from(
         finally:
             trainer.stop()
     lines = [json.loads(line) for line in (tmp_path / "preference" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == list(range(1, 13)) and lines[-1]["held_out"] >= 0.9
+    assert [line["step"] for line in lines] == list(range(1, 13)) and lines[-1]["held_out_right"] >= 0.9
     described = http.get("/v1/adapters/preference").json()
     assert (described["latest"], described["versions"][-1]["heads"]["reward"]["kind"]) == (2, "scalar")
     assert {check["name"] for check in described["versions"][-1]["gate"]} >= {"reload_parity", "reward_floor"}
     told = http.get("/v1/training/status", params={"policy": "preference"}).json()["trainer"]
     assert (told["mode"], told["source"], told["train_step"], told["trajectories"]) == ("reward", "pairs.jsonl", 12, 96)
-    assert (told["state"], told["loss"], told["held_out"]) == ("ended", lines[-1]["loss"], lines[-1]["held_out"])
-    assert (told["best_reward"], told["latest_checkpoint"]) == (told["held_out"], "step-000012")
+    assert (told["state"], told["loss"], told["held_out_right"]) == (
+        "ended",
+        lines[-1]["loss"],
+        lines[-1]["held_out_right"],
+    )
+    assert (told["best_reward"], told["latest_checkpoint"]) == (told["held_out_right"], "step-000012")
     shown = http.get("/dashboard/training").text
     assert "run preference, mode reward, on models/tiny" in shown and "held out, right" in shown
     good, bad = score(http, model="preference@2", completions=["92", "12"], prompts="77+3=")

@@ -39,7 +39,11 @@ def test_a_policy_that_is_shown_a_new_task_answers_it(served: Ring, tmp_path: Pa
         trainer.stop()
     lines = [json.loads(line) for line in (tmp_path / "numbers" / "metrics.jsonl").read_text().splitlines()]
     begins, ends = lines[0], lines[-1]
-    assert begins["held_out"] < 0.5 and ends["held_out"] >= 0.9 and ends["held_out_loss"] < begins["held_out_loss"]
+    assert (
+        begins["held_out_right"] < 0.5
+        and ends["held_out_right"] >= 0.9
+        and ends["held_out_loss"] < begins["held_out_loss"]
+    )
     assert ends["version"] == 2 and ends["tokens"] > 16
     described = httpx.get(f"{served.url}/v1/adapters/numbers").json()
     assert described["latest"] == 2
