@@ -1,7 +1,7 @@
 """`mlx_parallm_train`: learn from rollouts of a running ring, and publish what was learned to it.
 
 A process of its own, on any machine that reaches the ring's Redis and has the model's files; or several that divide
-the model (trainer/group).
+the model (trainer/learners/group.py).
 """
 
 import asyncio
@@ -18,9 +18,9 @@ from shared.process.open_files import many_files
 from shared.process.settings import load
 from shared.redis.connection.client import require
 from shared.telemetry import tracing
-from trainer import stopping
-from trainer.agents.team import agents_of
-from trainer.group.placing import placement
+from trainer.learners.placing import placement
+from trainer.runs import stopping
+from trainer.runs.team import agents_of
 from trainer.settings import TrainSettings
 from worker.engine.model import fast_blas
 from worker.group.children import take_device
@@ -66,8 +66,8 @@ def main(argv: list[str] | None = None) -> int:
 async def _train(settings: TrainSettings, team: list[TrainSettings]) -> int:
     # These import mlx, so only after fast_blas.install.
     with no_collections(), many_files():
-        from trainer.kinds import learn
         from trainer.learn.compute import ThreadHost, at_once
+        from trainer.runs.kinds import learn
         from worker.engine.messages import EngineConfig
         from worker.engine.model.loader import LoadedModel, load_model
 
@@ -83,9 +83,8 @@ async def _train(settings: TrainSettings, team: list[TrainSettings]) -> int:
 
 async def _train_in_group(settings: TrainSettings, placed: Placement) -> int:
     with no_collections(), many_files():  # likewise
-        from trainer.group.follower import follow
-        from trainer.group.lead import leading
-        from trainer.kinds import learn
+        from trainer.learners.group import follow, leading
+        from trainer.runs.kinds import learn
     ranks = settings.model_copy()  # the run itself may need the api
     await join(ranks)
     if not ranks.redis:

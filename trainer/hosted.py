@@ -23,14 +23,14 @@ import yaml
 from shared.errors import EngineError, ParallmError, QueueFullError, ServiceUnavailableError, SetupError
 from shared.process.nested_config import is_nested
 from shared.process.settings import WorkerSettings, load
-from trainer.group import placing
 from trainer.learn.compute import EngineHost, Others, SharedEngine
+from trainer.learners import placing
 from trainer.learners.ranks import RankLearner
-from trainer.loop import TrainLoop
 from trainer.rollouts.scorers import ring_judges
-from trainer.run import tasks, train
+from trainer.runs.loop import TrainLoop
+from trainer.runs.rl import tasks, train
+from trainer.runs.warm_up import rehearse
 from trainer.settings import TrainSettings
-from trainer.warm_up import rehearse
 from worker.engine.model.loader import LoadedModel, free_bytes
 from worker.group.placement import placement
 

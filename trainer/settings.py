@@ -16,8 +16,7 @@ from shared.process.panels import TRAINER, Panels
 from shared.process.settings import JoinSettings
 from shared.rewards.model_kinds import OWN_VARIABLES
 from shared.trajectories import drawing_of
-from trainer.curricula.settings import CurriculumSettings
-from trainer.gate import GateSettings
+from trainer.learn.gate import GateSettings
 from trainer.learn.options import (
     CLIP_RANGES,
     AdapterShape,
@@ -32,6 +31,7 @@ from trainer.learn.options import (
 )
 from trainer.loggers.choice import LoggerSettings
 from trainer.rollouts.atropos import Registration
+from trainer.rollouts.curriculum_settings import CurriculumSettings
 from trainer.rollouts.held_out import HeldOutSettings
 
 _OF_DATA_SETS = ("dataset", "held_out_dataset", "reward", "reward_options", "system_prompt")

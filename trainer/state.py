@@ -40,7 +40,7 @@ class CurriculumBooks(msgspec.Struct, frozen=True):
 
     identity: str  # of the tasks and the curriculum
     drawn: dict[int, DrawnTask]  # by the index of each pending group
-    seen: bytes  # what tried tasks have earned (`trainer/curricula/pool.py`)
+    seen: bytes  # what tried tasks have earned (`trainer/rollouts/task_pool.py`)
     kinds: list[tuple[float, float]] = []  # of each kind of tasks: what it has earned, of how many samples
     wanted: float | None = None  # difficulty, as a place in the task set
 

@@ -1,7 +1,7 @@
 """`mlx_parallm adapters`: list, show, upload, roll back and delete adapter versions (api/adapters/routes.py).
 
 Also out of the ring again: download a version, or merge it into its base. Merging takes MLX, so a process of its own
-does it (`trainer/merging`).
+does it (`trainer/merging.py`).
 """
 
 import signal

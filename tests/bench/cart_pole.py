@@ -19,10 +19,10 @@ import numpy as np
 
 from shared.process.settings import load
 from tests.e2e.rings import Process, Ring, ring
-from trainer.ppo.acting import Actor, evaluate
-from trainer.ppo.cart_pole import CartPole
-from trainer.ppo.run import PpoLine, network_of
 from trainer.ring.http_client import HttpApi
+from trainer.rollouts.cart_pole import CartPole
+from trainer.runs.acting import Actor, evaluate
+from trainer.runs.ppo import PpoLine, network_of
 from trainer.settings import TrainSettings
 
 AIM = 450.0

@@ -27,9 +27,9 @@ import structlog
 
 from shared.jobs import Message
 from tests.training.run import train
-from trainer.curricula.difficulty import DifficultyField
-from trainer.metrics import read
+from trainer.rollouts.difficulty import DifficultyField
 from trainer.rollouts.environments import DatasetEnvironment, Scored, read_jsonl
+from trainer.runs.metrics import read
 from trainer.settings import TrainSettings
 from trainer.tiny.data import FAREWELL, THANKS, Split
 

@@ -27,10 +27,10 @@ from shared.training import TrainingPoint
 from tests.training.in_process import MemorySink
 from tests.training.nobody import NoBoard
 from tests.training.run import train
-from trainer.loop import TrainLoop
+from trainer.learners.federation import federation
 from trainer.ring.board import RingBoard
 from trainer.rollouts.environments import Observation, Outcome
-from trainer.rounds.federation import federation
+from trainer.runs.loop import TrainLoop
 from trainer.settings import TrainSettings
 from trainer.tiny.data import Split, arithmetic_prompts
 

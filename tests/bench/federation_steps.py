@@ -26,7 +26,7 @@ from tests.bench.federation import FAMILIES, family
 from trainer.learn.adam import AdamSteps, StepSizes
 from trainer.learn.options import AdapterShape
 from trainer.learn.policy import Policy
-from trainer.rounds.average import Average, Learned, averaged
+from trainer.learners.federation import Average, Learned, averaged
 from trainer.state import Arrays, GradientMeans
 from trainer.tiny.data import arithmetic_prompts
 from worker.engine.messages import EngineConfig

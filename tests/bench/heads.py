@@ -36,11 +36,11 @@ from shared.text.codec import TextCodec
 from tests.engine.adapter_bench import AdapterBench, row
 from tests.engine.adapter_models import MadeAdapter, twin
 from tests.training.run import train
-from trainer.datasets.learner import DataOptions
-from trainer.heads.examples import Example, Form, Text, spread_of
-from trainer.heads.learner import HeadLearner
 from trainer.learn.compute import finished
 from trainer.learn.options import AdapterShape, HeadSettings, Schedule
+from trainer.learners.data import DataOptions
+from trainer.learners.head_examples import Example, Form, Text, spread_of
+from trainer.learners.heads import HeadLearner
 from trainer.settings import TrainSettings
 from trainer.versions.checkpoint import write_adapter
 from worker.engine.messages import EngineConfig

@@ -32,16 +32,16 @@ from tests.bench.steady_training import Training, random_groups
 from tests.training.nobody import NoBoard, NoOrders
 from trainer.hosted import FREE_PART
 from trainer.learn.compute import EngineHost
-from trainer.learn.learner import Learner
-from trainer.loop import TrainLoop
-from trainer.metrics import read
-from trainer.parts import Parts
+from trainer.learners.policy import Learner
 from trainer.ring.board import RingBoard
 from trainer.ring.mailbox import RingMailbox
 from trainer.ring.ring import Ring
 from trainer.rollouts.environments import Observation, Outcome
+from trainer.runs.loop import TrainLoop
+from trainer.runs.metrics import read
+from trainer.runs.parts import Parts
+from trainer.runs.warm_up import rehearse
 from trainer.settings import TrainSettings
-from trainer.warm_up import rehearse
 from worker.engine.messages import EngineConfig
 from worker.engine.model.loader import free_bytes
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from tests.bench.local_ring import LocalRing
 from trainer.learn.batches import Sample, SampleGroup
-from trainer.learn.learner import Learner
+from trainer.learners.policy import Learner
 
 SETTLE_S = 120.0  # at most
 

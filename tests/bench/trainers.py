@@ -80,7 +80,7 @@ def groups_of(options: argparse.Namespace, step: int) -> list[SampleGroup]:
 
 def learner_options(options: argparse.Namespace) -> Any:
     """What the learner of each run is made with."""
-    from trainer.gate import GateLimits
+    from trainer.learn.gate import GateLimits
     from trainer.learn.options import AdapterShape, OptimizeOptions, Schedule
     from trainer.learners.kinds import PolicyOptions
 
@@ -101,12 +101,11 @@ async def lead(options: argparse.Namespace, url: str, model: str, trainers: int)
     from shared.redis.connection.client import connect
     from shared.redis.training.shared_runs import SharedRun
     from trainer.learn.compute import ThreadHost, at_once
-    from trainer.learn.learner import Learner
     from trainer.learners.handle import HostHandle
     from trainer.learners.kinds import made_with
-    from trainer.shares.exchange import Lead
-    from trainer.shares.leader import SharedHandle
-    from trainer.shares.messages import RunSpec
+    from trainer.learners.policy import Learner
+    from trainer.learners.shared import SharedHandle
+    from trainer.learners.shared_exchange import Lead, RunSpec
     from worker.engine.messages import EngineConfig
     from worker.engine.model.loader import load_model
 
@@ -145,12 +144,12 @@ async def lead(options: argparse.Namespace, url: str, model: str, trainers: int)
 async def lead_ranks(options: argparse.Namespace, url: str, model: str, trainers: int) -> None:
     """The same by ranks of one trainer; by one process, where there is one."""
     from shared.process.settings import load
-    from trainer.group.lead import leading
-    from trainer.group.placing import placement
     from trainer.learn.compute import ComputeHost, ThreadHost, at_once
-    from trainer.learn.learner import Learner
+    from trainer.learners.group import leading
     from trainer.learners.handle import HostHandle
     from trainer.learners.kinds import made_with
+    from trainer.learners.placing import placement
+    from trainer.learners.policy import Learner
     from trainer.settings import TrainSettings
     from worker.engine.messages import EngineConfig
     from worker.engine.model.loader import LoadedModel, load_model
@@ -185,7 +184,7 @@ async def lead_ranks(options: argparse.Namespace, url: str, model: str, trainers
 
 async def taken(options: argparse.Namespace, learner: Any, check: Callable[[], Awaitable[str]]) -> dict[str, Any]:
     """All steps; `check` says after each who takes part."""
-    from trainer.learn.learner import Learner
+    from trainer.learners.policy import Learner
 
     seconds, losses = [], []
     for step in range(WARM_UP + options.steps):
@@ -258,7 +257,7 @@ async def exchange_alone(options: argparse.Namespace, url: str) -> None:
     """Bytes and ms of one gradient from array to array, as each step has one a member; the weights go the other way."""
     from shared.redis.connection.client import connect
     from shared.redis.training.shared_runs import SharedRun
-    from trainer.shares.exchange import gradient_bytes, gradient_of
+    from trainer.learners.shared_exchange import gradient_bytes, gradient_of
 
     draw = np.random.default_rng(0)
     arrays = {

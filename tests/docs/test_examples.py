@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from tests.e2e.rings import ROOT, Ring, ring
-from trainer.metrics import StepMetrics, read
+from trainer.runs.metrics import StepMetrics, read
 
 EXAMPLES = ROOT / "examples"
 BIN = Path(sys.executable).parent

@@ -20,7 +20,7 @@ from shared.redis.training.board import TrainingBoard
 from shared.training import TrainerStatus
 from tests.e2e.rings import MODEL, ROOT, Process, Ring, ring
 from tests.waiting import wait_until
-from trainer.metrics import StepMetrics, read
+from trainer.runs.metrics import StepMetrics, read
 
 ASK = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 24, "temperature": 0, "stream": True}
 HOSTED = ("--mode", "inference_and_training", "--log-json", "true")

@@ -19,12 +19,12 @@ from shared.jobs import SamplingOverrides
 from tests.e2e.rings import MODEL, ROOT, Process, Ring, ring
 from tests.e2e.trained.test_training_api import pair
 from tests.waiting import wait_until
-from trainer.distilling.teacher import scored
 from trainer.learn.batches import Sample, SampleGroup
-from trainer.metrics import read
 from trainer.ring.http_client import HttpApi
 from trainer.ring.over_http import HttpSource
 from trainer.rollouts.groups import RolloutRequest
+from trainer.runs.metrics import read
+from trainer.runs.teacher import scored
 from worker.engine.messages import EngineConfig
 from worker.engine.model.loader import load_model
 

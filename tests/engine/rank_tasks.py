@@ -30,22 +30,22 @@ from tests.engine.adapter_bench import AdapterBench, row  # noqa: E402
 from tests.engine.adapter_models import MadeAdapter  # noqa: E402
 from tests.engine.conftest import Bench, prompt_of, spec  # noqa: E402
 from tests.engine.ranks import Channel, Task, joined  # noqa: E402
-from trainer.datasets.learner import DataOptions  # noqa: E402
-from trainer.distilling.teacher import ScoredRow  # noqa: E402
-from trainer.gate import GateLimits  # noqa: E402
-from trainer.heads.examples import Example, Form, Text, spread_of  # noqa: E402
-from trainer.heads.learner import HeadLearner  # noqa: E402
 from trainer.learn.batches import Sample, SampleGroup  # noqa: E402
 from trainer.learn.compute import finished  # noqa: E402
+from trainer.learn.gate import GateLimits  # noqa: E402
 from trainer.learn.losses import LossOptions  # noqa: E402
 from trainer.learn.options import AdapterShape, HeadSettings, OptimizeOptions, Schedule, ValueOptions  # noqa: E402
 from trainer.learn.policy import Policy  # noqa: E402
+from trainer.learners.data import DataOptions  # noqa: E402
+from trainer.learners.distilling import ScoredRow  # noqa: E402
 from trainer.learners.handle import Local  # noqa: E402
+from trainer.learners.head_examples import Example, Form, Text, spread_of  # noqa: E402
+from trainer.learners.heads import HeadLearner  # noqa: E402
 from trainer.learners.kinds import HeadOptions, Kind, PolicyOptions, TuneOptions, made_with  # noqa: E402
 from trainer.learners.ranks import RankLearner  # noqa: E402
+from trainer.learners.tuning_examples import Tuning  # noqa: E402
+from trainer.runs.warm_up import rehearse  # noqa: E402
 from trainer.settings import TrainSettings  # noqa: E402
-from trainer.tuning.examples import Tuning  # noqa: E402
-from trainer.warm_up import rehearse  # noqa: E402
 from worker.engine.batch import row_model  # noqa: E402
 from worker.engine.messages import EngineConfig, SpeculationConfig  # noqa: E402
 from worker.engine.model.loader import LoadedModel, load_model  # noqa: E402

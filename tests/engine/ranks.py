@@ -89,7 +89,7 @@ class Channel:
             self._lead.send_bytes(str(self._rank).encode())
 
     def unit(self, ask: bytes) -> None:
-        """Rank 0 of a learner (trainer/ranks): a unit of work, for all others; b"end": there is no further one."""
+        """Rank 0 of a learner (trainer/learners/ranks.py): a unit of work, for all others; b"end" is the last one."""
         for other in self._others:
             other.send_bytes(b"unit" + ask)
 

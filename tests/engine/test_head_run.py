@@ -18,14 +18,14 @@ from shared.text.codec import TextCodec
 from shared.trajectories import Reward
 from tests.training.in_process import InProcessSource, MemorySink
 from tests.training.nobody import NoBoard, NoOrders
-from trainer.heads.examples import Text
-from trainer.heads.learner import HeadLearner
-from trainer.heads.run import HeadRun
 from trainer.learn.compute import ThreadHost, at_once
+from trainer.learners.head_examples import Text
+from trainer.learners.heads import HeadLearner
 from trainer.ring.board import RingBoard
 from trainer.ring.join import Way
 from trainer.ring.mailbox import RingMailbox
 from trainer.ring.ring import Ring
+from trainer.runs.heads import HeadRun
 from trainer.settings import TrainSettings
 from trainer.versions.checkpoint import CheckpointStore
 from worker.engine.messages import EngineConfig
@@ -107,7 +107,7 @@ async def train(
 async def test_a_head_that_acts_is_served_once_a_worker_says_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, action: Callable[[int], Any], error: float
 ) -> None:
-    monkeypatch.setattr("trainer.heads.run.ASK_AGAIN_S", 0.0)
+    monkeypatch.setattr("trainer.runs.heads.ASK_AGAIN_S", 0.0)
     lines = [{"observation": f"{at % 2}", "action": action(at)} for at in range(40)]
     workers, sink = Workers(in_vain=2, away=ServiceUnavailableError("503: no worker"), error=error), MemorySink("judge")
     run = await train(tmp_path, workers, sink, lines=lines)
@@ -144,7 +144,7 @@ def learned(sink: MemorySink) -> float:
 async def test_a_worker_that_does_not_answer_is_asked_until_it_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, away: Exception | None
 ) -> None:
-    monkeypatch.setattr("trainer.heads.run.ASK_AGAIN_S", 0.0)
+    monkeypatch.setattr("trainer.runs.heads.ASK_AGAIN_S", 0.0)
     workers, sink = Workers(in_vain=3, away=away), MemorySink("judge")
     run = await train(tmp_path, workers, sink)
     assert (sink.latest, run.state.version, sink.rejected) == (1, 1, {}) and learned(sink) > 0

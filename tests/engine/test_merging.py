@@ -25,7 +25,7 @@ from tests.engine.test_multi_lora import MOE, SWITCHES
 from tests.unit.adapter_files import mlx_config as tuner_config
 from tests.unit.adapter_files import peft_config, peft_tensors, write
 from tests.unit.networks import MLP, weights_of
-from trainer.merging.merge import Merging, merge
+from trainer.merging import Merging, merge
 from worker.engine.messages import EngineConfig
 from worker.engine.model.loader import LoadedModel, load_model
 

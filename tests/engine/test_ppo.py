@@ -15,10 +15,10 @@ from shared.process.settings import load
 from tests.unit.networks import GAUSSIAN, LSTM, MLP, computed, inputs_of, spec_of, weights_of
 from trainer.learn.compute import finished
 from trainer.learn.options import LossOptions, MemoryKind, Schedule
-from trainer.ppo.learner import PpoLearner, PpoLearnerOptions
-from trainer.ppo.losses import PpoOptions, Steps, ppo
-from trainer.ppo.network import check_learnable, first_weights, outputs_of, two_layers
-from trainer.ppo.run import network_of, options_of
+from trainer.learn.ppo_losses import PpoOptions, Steps, ppo
+from trainer.learn.ppo_network import check_learnable, first_weights, outputs_of, two_layers
+from trainer.learners.ppo import PpoLearner, PpoLearnerOptions
+from trainer.runs.ppo import network_of, options_of
 from trainer.settings import TrainSettings
 
 Array = np.ndarray[Any, Any]

@@ -9,14 +9,14 @@ import pytest
 
 from shared.errors import ConflictError
 from tests.engine.test_trainer_optimize import OPTIONS, groups_of
-from trainer.gate import GateLimits
-from trainer.learn.calls import call_of, signature_of
 from trainer.learn.compute import finished
-from trainer.learn.learner import Learner, Trained
+from trainer.learn.gate import GateLimits
 from trainer.learn.options import AdapterShape, Schedule
 from trainer.learn.packing import pack, unpack
 from trainer.learn.policy import Policy
+from trainer.learners.calls import call_of, signature_of
 from trainer.learners.kinds import PolicyOptions, policy_learner
+from trainer.learners.policy import Learner, Trained
 from trainer.service.run_learner import RunLearner, read_call
 from worker.engine.messages import EngineConfig
 from worker.engine.model.loader import LoadedModel, load_model

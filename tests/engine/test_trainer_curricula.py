@@ -7,8 +7,8 @@ import pytest
 
 from tests.engine.test_trainer_loop import settings
 from tests.training.run import train
-from trainer.metrics import StepMetrics, read
 from trainer.rollouts.environments import ArithmeticEnvironment, Observation
+from trainer.runs.metrics import StepMetrics, read
 from trainer.settings import TrainSettings
 
 

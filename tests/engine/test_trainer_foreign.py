@@ -16,10 +16,10 @@ from tests.engine.test_trainer_orders import TEACHES, Unstopped
 from tests.training.in_process import MemorySink
 from tests.training.run import train
 from tests.waiting import wait_until
-from trainer.loop import TrainLoop
-from trainer.metrics import read
 from trainer.ring.ring import Candidate
 from trainer.rollouts.groups import RolloutSource
+from trainer.runs.loop import TrainLoop
+from trainer.runs.metrics import read
 
 
 class Meddled(MemorySink):

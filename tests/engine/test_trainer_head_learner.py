@@ -11,11 +11,11 @@ import pytest
 from mlx.utils import tree_flatten
 
 from shared.adapter_files.formats import prepare
-from trainer.datasets.learner import DataOptions
-from trainer.heads.examples import Example, Form, Spread, Text, spread_of
-from trainer.heads.learner import BLUR, HeadLearner, share_right
 from trainer.learn.compute import finished
 from trainer.learn.options import AdapterShape, HeadSettings, Schedule
+from trainer.learners.data import DataOptions
+from trainer.learners.head_examples import Example, Form, Spread, Text, spread_of
+from trainer.learners.heads import BLUR, HeadLearner, share_right
 from trainer.versions.checkpoint import write_adapter
 from worker.engine.model.loader import LoadedModel
 

@@ -13,8 +13,8 @@ from tests.engine.test_trainer_loop import settings
 from tests.training.in_process import MemorySink
 from tests.training.run import train
 from tests.unit.test_trainer_live import Queue
-from trainer.loop import TrainLoop
-from trainer.metrics import read
+from trainer.runs.loop import TrainLoop
+from trainer.runs.metrics import read
 from trainer.state import RunState
 
 

@@ -14,11 +14,11 @@ from shared.jobs import Message
 from shared.trajectories import Trajectory
 from tests.training.in_process import MemorySink
 from tests.training.run import train
-from trainer.learn.learner import Learner
-from trainer.metrics import read
+from trainer.learners.policy import Learner
 from trainer.rollouts.environments import ArithmeticEnvironment, Observation, Outcome
 from trainer.rollouts.groups import RolloutRequest
 from trainer.rollouts.held_out import Evaluated
+from trainer.runs.metrics import read
 from trainer.settings import TrainSettings
 from trainer.versions.checkpoint import CheckpointStore
 from trainer.versions.examine import Examiner

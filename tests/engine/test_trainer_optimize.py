@@ -8,18 +8,18 @@ import numpy as np
 import pytest
 from mlx.utils import tree_map
 
-from trainer import gate
-from trainer.gate import GateLimits
+from trainer.learn import gate
 from trainer.learn.adam import AdamSteps, StepSizes
 from trainer.learn.batches import Sample, SampleGroup, pad
 from trainer.learn.compute import at_once
-from trainer.learn.learner import Learner, Trained
+from trainer.learn.gate import GateLimits
 from trainer.learn.logprobs import PromptKeys, shared_scores, to_arrays
 from trainer.learn.losses import LOSSES
 from trainer.learn.optimize import Optimizer
 from trainer.learn.options import AdapterShape, LossName, LossOptions, OptimizeOptions, RatioBase, Schedule
 from trainer.learn.policy import Policy
 from trainer.learn.steps import StepReport
+from trainer.learners.policy import Learner, Trained
 from trainer.state import Arrays, GradientMeans
 from worker.engine.model.loader import LoadedModel
 

@@ -19,10 +19,10 @@ from shared.trajectories import LiveTrajectory, Reward, Trajectory
 from tests.engine.test_trainer_loop import settings
 from tests.training.in_process import MemorySink
 from tests.training.run import train
-from trainer.learn.learner import Learner
-from trainer.loop import TrainLoop
-from trainer.metrics import read
+from trainer.learners.policy import Learner
 from trainer.rollouts.environments import ArithmeticEnvironment, Observation, Outcome
+from trainer.runs.loop import TrainLoop
+from trainer.runs.metrics import read
 from trainer.versions.checkpoint import CheckpointStore
 
 MADE_UP = {"max_logprob_gap": 1e38}  # log-probabilities that no version has

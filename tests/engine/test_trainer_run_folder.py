@@ -12,9 +12,9 @@ from shared.errors import SetupError
 from tests.engine.test_trainer_loop import settings
 from tests.training.in_process import MemorySink
 from tests.training.run import train
-from trainer.learn.learner import Learner
-from trainer.loop import TrainLoop
-from trainer.metrics import read
+from trainer.learners.policy import Learner
+from trainer.runs.loop import TrainLoop
+from trainer.runs.metrics import read
 from trainer.versions.checkpoint import Checkpoint, CheckpointStore
 from trainer.versions.disk import Disk
 from trainer.versions.publish import Publisher

@@ -8,7 +8,7 @@ from shared.errors import SetupError
 from shared.process.settings import load
 from trainer.rollouts.held_out import TRUE
 from trainer.rollouts.scorers import ring_judges
-from trainer.run import held_out_tasks, tasks, training_tasks
+from trainer.runs.rl import held_out_tasks, tasks, training_tasks
 from trainer.settings import TrainSettings
 
 RECIPES = sorted(Path("trainer/recipes").glob("*.yaml"))

@@ -16,10 +16,10 @@ from tests.engine.test_trainer_loop import settings
 from tests.engine.test_trainer_optimize import finish, groups_of
 from tests.training.run import train
 from trainer.learn.batches import SampleGroup, pad
-from trainer.learn.learner import Learner
 from trainer.learn.optimize import Optimizer
 from trainer.learn.options import AdapterShape, AdvantageScale, LossOptions, OptimizeOptions, Schedule, ValueOptions
-from trainer.metrics import read
+from trainer.learners.policy import Learner
+from trainer.runs.metrics import read
 from trainer.settings import TrainSettings
 from trainer.versions.checkpoint import CheckpointStore
 from worker.engine.model.loader import LoadedModel

@@ -10,13 +10,13 @@ import numpy.typing as npt
 import pytest
 from mlx.utils import tree_flatten
 
-from trainer.datasets.learner import DataOptions
 from trainer.learn.batches import Sample, SampleGroup
 from trainer.learn.compute import finished
 from trainer.learn.options import AdapterShape, Schedule
+from trainer.learners.data import DataOptions
+from trainer.learners.tuning import TuneLearner
+from trainer.learners.tuning_examples import Tuning
 from trainer.state import Arrays
-from trainer.tuning.examples import Tuning
-from trainer.tuning.learner import TuneLearner
 from worker.engine.model.loader import LoadedModel
 
 Logps = list[npt.NDArray[np.float64]]

@@ -20,14 +20,14 @@ from shared.training import TrainerStatus
 from shared.trajectories import Trajectory
 from tests.training.in_process import MemorySink
 from tests.training.run import in_process_ring, train
-from trainer.metrics import read
 from trainer.ring.http_client import HttpApi
 from trainer.ring.join import Way
 from trainer.rollouts.groups import RolloutRequest
+from trainer.runs.feedback import JudgedAnswer
+from trainer.runs.metrics import read
+from trainer.runs.tuning import TuneRun
 from trainer.settings import TrainSettings
 from trainer.state import RunState
-from trainer.tuning.feedback import JudgedAnswer
-from trainer.tuning.run import TuneRun
 from trainer.versions.disk import Disk
 from trainer.versions.run_folder import run_mode
 from worker.engine.model.loader import export_tokenizer
@@ -159,8 +159,8 @@ async def test_a_new_run_does_not_displace_a_version_of_another_run(tmp_path: Pa
 async def test_a_worker_that_does_not_answer_says_nothing_of_a_version(
     tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.datasets.run.LAST_WAIT_S", 0.1)
-    monkeypatch.setattr("trainer.tuning.run.ASK_AGAIN_S", 0.01)
+    monkeypatch.setattr("trainer.runs.data.LAST_WAIT_S", 0.1)
+    monkeypatch.setattr("trainer.runs.tuning.ASK_AGAIN_S", 0.01)
     run, sink, asked = settings(tmp_path, steps=3), MemorySink("taught"), 0
 
     async def kept_from_it(request: RolloutRequest) -> list[Trajectory]:
@@ -325,7 +325,7 @@ async def test_preferences_are_asked_for_once_and_a_resumed_run_goes_on_with_the
                 answers[name] = JudgedAnswer(name, 10**13, policy, tuple(ids[0]), tuple(ids[1]), text, **said)
         return answers
 
-    monkeypatch.setattr("trainer.tuning.feedback.judged_answers", judged)
+    monkeypatch.setattr("trainer.runs.feedback.judged_answers", judged)
     tiny = TextCodec(export_tokenizer(mlx_lm.utils.load_tokenizer(Path("models/tiny"))))
     asking: dict[str, Any] = {"mode": "dpo", "dataset": Path("feedback:taught"), "connect_to": "127.0.0.1:1"}
     run = settings(tmp_path, **asking, steps=1)

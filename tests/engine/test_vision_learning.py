@@ -23,21 +23,21 @@ from shared.text.codec import TextCodec
 from shared.trajectories import Trajectory
 from tests.engine.test_vision import WHAT, Gaze
 from tests.engine.vision_models import CONFIGS, behind, image_spec, picture, png, whole_model, write_vision_model
-from trainer.datasets.learner import DataOptions
 from trainer.learn.batches import Sample, SampleGroup, pad
 from trainer.learn.compute import ThreadHost, at_once, finished
 from trainer.learn.logprobs import BatchArrays, can_share_prompts, row_scores, shared_scores, to_arrays
 from trainer.learn.measures import measure_parity
 from trainer.learn.options import AdapterShape, Schedule
 from trainer.learn.policy import Policy
+from trainer.learners.data import DataOptions
+from trainer.learners.tuning import TuneLearner
+from trainer.learners.tuning_examples import Tuning, read_examples
 from trainer.rollouts.conversation import ChatEncoder
 from trainer.rollouts.environments import Observation
+from trainer.rollouts.picture_shelf import Shelf
+from trainer.rollouts.pictures import Pictures
+from trainer.rollouts.sight import Sight
 from trainer.service.learner import ServiceLearner
-from trainer.tuning.examples import Tuning, read_examples
-from trainer.tuning.learner import TuneLearner
-from trainer.vision.pictures import Pictures
-from trainer.vision.shelf import Shelf
-from trainer.vision.sight import Sight
 from worker.engine.messages import EngineConfig
 from worker.engine.model.loader import LoadedModel, load_model
 

@@ -12,20 +12,19 @@ import numpy as np
 from shared.redis.connection.client import connect
 from shared.redis.training.shared_runs import SharedRun
 from tests.engine.test_trainer_optimize import OPTIONS, groups_of
-from trainer.gate import GateLimits
 from trainer.learn.batches import SampleGroup
 from trainer.learn.compute import ThreadHost, at_once
-from trainer.learn.learner import Learner, Trained
+from trainer.learn.gate import GateLimits
 from trainer.learn.options import AdapterShape, Schedule
 from trainer.learners.handle import Handle, HostHandle
 from trainer.learners.kinds import PolicyOptions, made_with
+from trainer.learners.policy import Learner, Trained
+from trainer.learners.shared import SharedHandle
+from trainer.learners.shared_exchange import Lead
+from trainer.learners.shared_member import Member, run_spec
+from trainer.rollouts.sight import Sight, sight_of
 from trainer.settings import TrainSettings
-from trainer.shares.exchange import Lead
-from trainer.shares.joining import run_spec
-from trainer.shares.leader import SharedHandle
-from trainer.shares.member import Member
 from trainer.state import Arrays
-from trainer.vision.sight import Sight, sight_of
 from worker.engine.messages import EngineConfig
 from worker.engine.model.loader import LoadedModel, load_model
 

@@ -22,7 +22,7 @@ from tests.redis.api_servers import Api
 from tests.redis.dashboard_pages import HOSTILE, Checked, dashboard, events, filled, finished_job
 from tests.redis.scripted_worker import MODEL
 from tests.waiting import wait_until
-from trainer.ppo.network import first_weights, two_layers
+from trainer.learn.ppo_network import first_weights, two_layers
 
 STATIC = Path(__file__).parents[2] / "api" / "ops" / "dashboard" / "static"
 

@@ -13,13 +13,11 @@ from shared.errors import SetupError
 from shared.redis.connection.client import connect
 from shared.redis.training.rounds import RoundStore
 from tests.redis.shared_trainers import MADE, PROBES, Trainers, made_groups, same, settings, steps, trainers
-from trainer.learn.learner import Learner
 from trainer.learn.options import Schedule
+from trainer.learners.federation import Federation, Learned, RoundHandle, federation
 from trainer.learners.handle import HostHandle
 from trainer.learners.kinds import made_with
-from trainer.rounds.average import Learned
-from trainer.rounds.federation import Federation, federation
-from trainer.rounds.learner import RoundHandle
+from trainer.learners.policy import Learner
 
 OPTIONS = replace(MADE, optimize=replace(MADE.optimize, schedule=Schedule(peak=1e-3)))
 

@@ -15,11 +15,11 @@ from tests.waiting import wait_until
 from trainer.learn.advantages import ValueSums
 from trainer.learn.batches import Sample, SampleGroup
 from trainer.learn.compute import Work
-from trainer.learn.learner import Learner, Trained
 from trainer.learn.options import LossOptions, ValueOptions
-from trainer.shares.exchange import gradient_bytes, gradient_of
-from trainer.shares.member import Member
-from trainer.shares.part import Computed, Part
+from trainer.learners.policy import Learner, Trained
+from trainer.learners.shared_exchange import Computed, gradient_bytes, gradient_of
+from trainer.learners.shared_member import Member
+from trainer.learners.shared_step import Part
 from trainer.state import Arrays
 
 SEVERAL = replace(
@@ -208,7 +208,9 @@ async def test_a_member_that_lives_and_never_answers_is_given_up(
     redis_url: str, undisturbed: list[Trained], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In any update, and soon it gets nothing more to do."""
-    monkeypatch.setattr("trainer.shares.step.LEAST_PATIENCE_S", 2.0)  # more than a busy machine takes to answer
+    monkeypatch.setattr(
+        "trainer.learners.shared_step.LEAST_PATIENCE_S", 2.0
+    )  # more than a busy machine takes to answer
     answers: list[bytes] = []
 
     async with trainers(redis_url, VALUED) as ring:
@@ -221,8 +223,8 @@ async def test_a_member_that_lives_and_never_answers_is_given_up(
             if len(answers) <= 3:  # a look and two updates
                 await answer(body)
                 return
-            monkeypatch.setattr("trainer.shares.step.LEAST_PATIENCE_S", 0.5)
-            monkeypatch.setattr("trainer.shares.step.PATIENCE", 2.0)
+            monkeypatch.setattr("trainer.learners.shared_step.LEAST_PATIENCE_S", 0.5)
+            monkeypatch.setattr("trainer.learners.shared_step.PATIENCE", 2.0)
             await asyncio.get_running_loop().create_future()
 
         member._run.answer = hung  # type: ignore[method-assign]

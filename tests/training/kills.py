@@ -26,7 +26,7 @@ import msgspec
 from api.demo.chats import ChatLog, chatting
 from tests.e2e.rings import MODEL, Process, Ring, ring
 from trainer.learn.options import LossName
-from trainer.metrics import StepMetrics, read
+from trainer.runs.metrics import StepMetrics, read
 from trainer.state import RunState
 
 RECIPE = """

@@ -19,14 +19,14 @@ from shared.text.codec import TextCodec
 from tests.training.in_process import InProcessSource, MemorySink
 from tests.training.nobody import NoBoard, NoOrders
 from trainer.learn.compute import ThreadHost, at_once
-from trainer.loop import TrainLoop
-from trainer.parts import Parts
 from trainer.ring.board import RingBoard
 from trainer.ring.mailbox import OrderDesk, RingMailbox
 from trainer.ring.ring import Ring
 from trainer.rollouts.conversation import ChatEncoder
 from trainer.rollouts.groups import RolloutSource
-from trainer.run import held_out_tasks, training_tasks
+from trainer.runs.loop import TrainLoop
+from trainer.runs.parts import Parts
+from trainer.runs.rl import held_out_tasks, training_tasks
 from trainer.settings import TrainSettings
 from trainer.state import RunState
 from worker.engine.messages import EngineConfig

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from trainer.learn.advantages import advantages, explained
-from trainer.ppo.cart_pole import LONGEST, CartPole, accelerations_of
+from trainer.rollouts.cart_pole import LONGEST, CartPole, accelerations_of
 
 
 def lagrange(state: np.ndarray, force: float) -> np.ndarray:

@@ -8,7 +8,7 @@ import pytest
 
 from shared.errors import SetupError
 from shared.process.settings import ServeSettings, WorkerSettings, load
-from trainer.group import placing
+from trainer.learners import placing
 from trainer.learners.ranks import RankLearner
 from trainer.settings import TrainSettings
 from worker.group.placement import Placement, address_of, own_device, own_names, placement

@@ -12,9 +12,9 @@ import pytest
 from shared.errors import ParallmError, SetupError
 from shared.process.settings import load
 from tests.waiting import wait_until
-from trainer.ppo.environments import Environments, open_environments
 from trainer.rollouts.copies import Copies
 from trainer.rollouts.own_messages import Act, Begin, Call, Space, Start, packed
+from trainer.runs.numeric_environments import Environments, open_environments
 from trainer.settings import TrainSettings
 
 DRIFT = "tests.unit.own_code:Drift"

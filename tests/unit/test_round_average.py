@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from trainer.rounds.average import Average, Learned, averaged, usable
+from trainer.learners.federation import Average, Learned, averaged, usable
 from trainer.state import Arrays, GradientMeans
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from trainer.learn.batches import Sample, SampleGroup
-from trainer.learn.peers.division import divide, longest_first
+from trainer.learn.peers import divide, longest_first
 
 
 def groups_of(count: int, size: int, seed: int = 0) -> list[SampleGroup]:

@@ -55,7 +55,7 @@ def test_a_setting_that_cannot_work_is_an_error(monkeypatch: pytest.MonkeyPatch)
 
 def test_while_traces_are_off_no_process_imports_the_sdk() -> None:
     code = (
-        "import sys, api.app, api.__main__, worker.process, worker.jobs.runner, trainer.loop\n"
+        "import sys, api.app, api.__main__, worker.process, worker.jobs.runner, trainer.runs.loop\n"
         "from shared.telemetry import tracing\n"
         "tracing.start('', 'api')\n"
         "assert tracing.provider() is None and tracing.begin('x', {}) is None and tracing.traceparent() == ''\n"

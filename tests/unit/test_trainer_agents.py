@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from shared.errors import SetupError
-from trainer.agents.team import MOST, agents_of
+from trainer.runs.team import MOST, agents_of
 
 TWO = """
 steps = 7

@@ -12,17 +12,17 @@ from pydantic import ValidationError
 
 from shared.errors import SetupError
 from tests.unit.test_trainer_collect import Player, fresh, settle
-from trainer.curricula.curriculum import Curriculum
-from trainer.curricula.difficulty import DifficultyField
-from trainer.curricula.options import CurriculumOptions
-from trainer.curricula.places import Wanted, kinds_of, places_of
-from trainer.curricula.pool import TaskPool
 from trainer.rollouts.collector import Collector
+from trainer.rollouts.curriculum import Curriculum
+from trainer.rollouts.curriculum_settings import CurriculumOptions
+from trainer.rollouts.difficulty import DifficultyField
 from trainer.rollouts.environments import DatasetEnvironment, Observation, Outcome, Scored, read_jsonl
 from trainer.rollouts.groups import RolloutGroup
 from trainer.rollouts.pacing import Pace
+from trainer.rollouts.task_places import Wanted, kinds_of, places_of
+from trainer.rollouts.task_pool import TaskPool
+from trainer.runs.sources import ENDLESS, open_curriculum
 from trainer.settings import TrainSettings
-from trainer.sources import ENDLESS, open_curriculum
 from trainer.state import CurriculumBooks, RunState
 
 BY_REWARD = CurriculumOptions("reward", floor=0.0)

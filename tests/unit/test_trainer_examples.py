@@ -10,8 +10,8 @@ import pytest
 from shared.errors import SetupError
 from shared.text.codec import TextCodec
 from tests.unit.api_texts import codec as byte_codec
-from trainer.datasets.lines import batch_of, split
-from trainer.heads.examples import Example, Text, read_examples
+from trainer.learners.head_examples import Example, Text, read_examples
+from trainer.learners.lines import batch_of, split
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,8 @@ import math
 
 import numpy as np
 
-from trainer import gate
-from trainer.gate import RewardWatch
+from trainer.learn import gate
+from trainer.learn.gate import RewardWatch
 
 
 def test_each_check_says_its_name_and_what_it_saw() -> None:

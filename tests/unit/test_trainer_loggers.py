@@ -24,8 +24,8 @@ from trainer.loggers.choice import check_installed
 from trainer.loggers.figures import by_name
 from trainer.loggers.loggers import Loggers
 from trainer.loggers.tracked_run import Samples, TrackedRun, rows
-from trainer.metrics import MetricsLog, Timing, step_metrics
-from trainer.run import loggers_of
+from trainer.runs.metrics import MetricsLog, Timing, step_metrics
+from trainer.runs.rl import loggers_of
 from trainer.settings import TrainSettings
 from trainer.state import RunState
 

@@ -9,7 +9,7 @@ from shared.training import ShownSample
 from tests.unit.trainer_samples import group, trajectory
 from trainer.learn.batches import Dropped
 from trainer.learn.steps import StepReport
-from trainer.metrics import MetricsLog, StepMetrics, Timing, append, clock, progress, read, step_metrics
+from trainer.runs.metrics import MetricsLog, StepMetrics, Timing, append, clock, progress, read, step_metrics
 from trainer.state import RunState
 
 

@@ -8,11 +8,11 @@ from shared.errors import UnknownAdapterError
 from tests.training.nobody import NoOrders
 from tests.unit.test_trainer_collect import Player, fresh
 from tests.unit.trainer_samples import group, trajectory
-from trainer.inbox import AllStale, Inbox, Moved
 from trainer.ring.mailbox import RingMailbox
 from trainer.rollouts.collector import Collector
 from trainer.rollouts.groups import RolloutGroup
 from trainer.rollouts.pacing import UNKNOWN_LAG, Pace, StaleWatch
+from trainer.runs.inbox import AllStale, Inbox, Moved
 from trainer.state import RunState
 
 

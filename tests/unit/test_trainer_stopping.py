@@ -8,7 +8,7 @@ import pytest
 
 SCRIPT = """
 import asyncio, signal, sys, time
-from trainer import stopping
+from trainer.runs import stopping
 stopping.LEAVE_S = 0.5
 
 async def main(hang):

@@ -7,7 +7,7 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tests.unit.trainer_samples import group, trajectory
 from trainer.learn.batches import Dropped
 from trainer.learn.steps import StepReport
-from trainer.metrics import MetricsLog, Timing, step_metrics
+from trainer.runs.metrics import MetricsLog, Timing, step_metrics
 from trainer.state import RunState
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -11,7 +11,7 @@ from shared.errors import SetupError
 from shared.text.codec import TextCodec
 from tests.unit.api_texts import EOS, bundle
 from trainer.learn.batches import SampleGroup
-from trainer.tuning.examples import Tuning, read_examples
+from trainer.learners.tuning_examples import Tuning, read_examples
 
 OPENING = "{% if add_generation_prompt %}<start>assistant\n{% endif %}"
 TURN = "<start>{{ m.role }}\n{{ m.content }}<eos>\n"

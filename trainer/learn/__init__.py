@@ -1,11 +1,12 @@
-"""The train step: advantages, log-probabilities, loss, one AdamW update. The trainer's MLX work is here.
+"""The mathematics of a train step, and the arrays that it needs. The trainer's MLX work is here and in the learners.
 
-Read in this order: `learner.py` (what the loop calls, in the MLX thread that `compute.py` gives it), `optimize.py` (one
-train step, also in parts; `steps.py` says what one is), `adam.py` (one update, also the training service's),
-`losses.py` (the losses by name), `logprobs.py` (log-probabilities with gradients) and `drawing.py` (the sampler's
-filters), `policy.py` (LoRA layers over the base's arrays, and a value head: `head_net.py`).
+Read in this order: `optimize.py` (one train step, also in parts; `steps.py` says what one is), `adam.py` (one update,
+of all learners), `losses.py` (the losses by name; `ppo_losses.py`, `preference.py`, `divergence.py`), `logprobs.py`
+(log-probabilities with gradients) and `drawing.py` (the sampler's filters), `policy.py` (LoRA layers over the base's
+arrays, and a value head: `head_net.py`), `ppo_network.py` (a network with gradients).
 
 Before that, in plain numpy: `batches.py` (groups to advantages and padded arrays), `advantages.py` (those of PPO).
-Besides: `measures.py` (distances between policies), `microbatch_size.py` (how large a microbatch may be), `packing.py`
-(a learner's state as bytes), `options.py` (plain data, without MLX), `peers/` (several that compute one train step).
+Besides: `compute.py` (the thread that computes), `gate.py` (bounds and checks of a version), `measures.py` (distances
+between policies), `microbatch_size.py`, `packing.py` (a learner's state as bytes), `options.py` (plain data, without
+MLX), `peers.py` (several processes that compute one train step), `picture_places.py` (images in the rows of a forward).
 """

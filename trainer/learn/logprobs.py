@@ -19,8 +19,8 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from trainer.learn.batches import Microbatch
 from trainer.learn.drawing import DrawnPositions, DrawnRows, as_drawn, positions_of
-from trainer.vision.places import Laid, Shown, behind, looking, shown
-from trainer.vision.sight import Sight
+from trainer.learn.picture_places import Laid, Shown, behind, looking, shown
+from trainer.rollouts.sight import Sight
 
 CHUNK_LOGITS = 1 << 26  # at most as many logits at once: 256 MB in fp32
 

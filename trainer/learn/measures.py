@@ -19,7 +19,7 @@ from shared.trajectories import Trajectory
 from trainer.learn.batches import Microbatch, Sample, SampleGroup, microbatches, pad
 from trainer.learn.drawing import corrected
 from trainer.learn.logprobs import BatchArrays, TokenScores, row_scores, to_arrays
-from trainer.learn.peers.peers import Peers
+from trainer.learn.peers import Peers
 from trainer.learn.policy import Policy
 from trainer.state import Arrays
 

@@ -29,10 +29,10 @@ from shared.adapter_files.config import mlx_config
 from shared.heads import VALUE, HeadSpec
 from trainer.learn.head_net import HeadNet
 from trainer.learn.options import AdapterShape
-from trainer.learn.peers.peers import Peers
+from trainer.learn.peers import Peers
+from trainer.learn.picture_places import held
+from trainer.rollouts.sight import Sight
 from trainer.state import Arrays
-from trainer.vision.places import held
-from trainer.vision.sight import Sight
 from worker.engine.model.learning import Gradients, attach_divided
 from worker.engine.model.sites import Whole
 

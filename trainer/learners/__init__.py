@@ -1,5 +1,11 @@
-"""Where a learner computes: one mechanism for this process's thread, a worker's engine, ranks, and the service.
+"""Learners: one class per kind of learning, and one mechanism for where it computes.
 
-`handle.py` first: what a run sees of its learner. `kinds.py` builds one from plain data, `ranks.py` has the ranks of a
-group carry out each call together. What a call is, and which methods may be called, is in trainer/learn/calls.py.
+What learns: `policy.py` (from groups of scored samples), `data.py` with `tuning.py`, `distilling.py` and `heads.py`
+(from the items of a data set, which `lines.py`, `tuning_examples.py` and `head_examples.py` read), `ppo.py` (a network).
+
+Where it computes: a run calls exposed methods (`calls.py`) through a handle (`handle.py`), in this process's thread or
+a worker's engine; `kinds.py` builds a learner from plain data. `ranks.py`: several ranks carry out each call together
+(`placing.py`, `group.py`). `service.py`: the training service has the learner. `shared.py`: other processes compute
+parts of its train steps (`shared_step.py`, `shared_exchange.py`; `shared_member.py` is such a process).
+`federation.py`: runs average their weights.
 """

@@ -3,19 +3,19 @@
 A run calls a learner's methods through a `Handle`: `await handle.call(Learner.train, groups, step, policy_step, [])`.
 `HostHandle` has the learner in the thread of its process's host, or of a worker's engine; where ranks divide the model
 or the samples, all of them carry out the call (ranks.py). A learner of the training service is called by messages
-(trainer/ring/service_learner.py). Where several processes share train steps, or average weights, the handle's `train`
-is more than one call (trainer/shares, trainer/rounds).
+(trainer/learners/service.py). Where several processes share train steps, or average weights, the handle's `train`
+is more than one call (shared.py, federation.py).
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, overload
 
-from trainer.learn.calls import called
 from trainer.learn.compute import ComputeHost, Others, Work, at_once
+from trainer.learners.calls import called
 from trainer.learners.kinds import AnyLearner, Made, made
 from trainer.learners.ranks import Leading
-from trainer.vision.sight import Sight
+from trainer.rollouts.sight import Sight
 from worker.engine.model.sites import Whole
 
 L = TypeVar("L")

@@ -6,16 +6,16 @@ from typing import Any, Literal
 
 import msgspec
 
-from trainer.datasets.learner import DataLearner, DataOptions
-from trainer.distilling.learner import DistillLearner
-from trainer.gate import GateLimits
-from trainer.heads.examples import Form, Spread
-from trainer.heads.learner import HeadLearner
-from trainer.learn.learner import Learner
+from trainer.learn.gate import GateLimits
 from trainer.learn.options import AdapterShape, HeadSettings, OptimizeOptions
-from trainer.tuning.examples import Tuning
-from trainer.tuning.learner import TuneLearner
-from trainer.vision.sight import Sight
+from trainer.learners.data import DataLearner, DataOptions
+from trainer.learners.distilling import DistillLearner
+from trainer.learners.head_examples import Form, Spread
+from trainer.learners.heads import HeadLearner
+from trainer.learners.policy import Learner
+from trainer.learners.tuning import TuneLearner
+from trainer.learners.tuning_examples import Tuning
+from trainer.rollouts.sight import Sight
 from worker.engine.model.sites import Whole
 
 Kind = Literal["policy", "tune", "distill", "head"]

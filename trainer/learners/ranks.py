@@ -1,9 +1,9 @@
 """A learner of several ranks: each has one, and all of them carry out what rank 0 is asked, unit by unit.
 
-What a learner does follows from plain data alone, so rank 0 sends the others each call (trainer/learn/calls.py) before
-it carries it out. Weights and moments are whole on every rank, gradients are sums over ranks
-(worker/engine/model/learning.py; trainer/learn/peers where each rank has all of the model). After each call the ranks
-compare the bits of their parameters. How ranks meet and are lost is in worker/group/.
+What a learner does follows from plain data alone, so rank 0 sends the others each call (calls.py) before it carries it
+out. Weights and moments are whole on every rank, gradients are sums over ranks (worker/engine/model/learning.py;
+trainer/learn/peers.py where each rank has all of the model). After each call the ranks compare the bits of their
+parameters. How ranks meet and are lost is in worker/group/.
 """
 
 from collections.abc import Callable
@@ -13,8 +13,8 @@ import mlx.core as mx
 import msgspec
 from mlx_lm.generate import generation_stream
 
-from trainer.learn.calls import Call, arguments_of, call_of, called, signature_of
 from trainer.learn.compute import Others, Work, at_once
+from trainer.learners.calls import Call, arguments_of, call_of, called, signature_of
 from trainer.learners.kinds import AnyLearner, Made, made
 from worker.engine.model.loader import LoadedModel
 

@@ -18,17 +18,17 @@ from shared.redis.training.shared_runs import SharedRun
 from shared.redis.training.trajectory_queue import TrajectoryQueue
 from shared.text.codec import CodecCache, TextCodec
 from shared.training import Beat, Holder
+from trainer.learners.federation import federation
+from trainer.learners.service import ServiceLearners
+from trainer.learners.shared_exchange import Lead
 from trainer.ring.board import RingBoard
 from trainer.ring.http_client import HttpApi
 from trainer.ring.mailbox import RingMailbox
 from trainer.ring.over_http import HttpBoard, HttpJudges, HttpOrders, HttpSink, HttpSource
 from trainer.ring.over_redis import RingSource, StoreSink
 from trainer.ring.ring import Ring
-from trainer.ring.service_learner import ServiceLearners
 from trainer.rollouts.scorers import Judges, ring_judges
-from trainer.rounds.federation import federation
 from trainer.settings import TrainSettings
-from trainer.shares.exchange import Lead
 from worker.engine.model.loader import LoadedModel
 
 

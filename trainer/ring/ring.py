@@ -9,12 +9,12 @@ from shared.adapters import GateCheck
 from shared.redis.training.trajectory_queue import TrajectoryQueue
 from shared.text.codec import TextCodec
 from shared.training import AlertKind
+from trainer.learners.federation import Federation
+from trainer.learners.service import ServiceLearners
+from trainer.learners.shared_exchange import Lead
 from trainer.ring.board import RingBoard
 from trainer.ring.mailbox import RingMailbox
-from trainer.ring.service_learner import ServiceLearners
 from trainer.rollouts.groups import RolloutSource
-from trainer.rounds.federation import Federation
-from trainer.shares.exchange import Lead
 from trainer.state import Arrays
 
 

@@ -16,7 +16,7 @@ from dataclasses import replace
 import structlog
 
 from shared.errors import ParallmError, SetupError, UnknownAdapterError
-from trainer.curricula.curriculum import Curriculum
+from trainer.rollouts.curriculum import Curriculum
 from trainer.rollouts.episodes import Episodes
 from trainer.rollouts.groups import IndexedSource, Lag, RolloutGroup
 from trainer.rollouts.own_code import BlockedError

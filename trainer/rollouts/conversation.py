@@ -17,7 +17,7 @@ from shared.jobs import Message
 from shared.text.codec import TextCodec
 from shared.trajectories import Trajectory
 from trainer.rollouts.environments import Observation, Outcome
-from trainer.vision.pictures import Pictures, has_images, plain
+from trainer.rollouts.pictures import Pictures, has_images, plain
 
 _MARK = "\u2063reply\u2063"  # invisible separators: no template alters them
 

@@ -20,7 +20,7 @@ from shared.adapters import check_name
 from shared.errors import InvalidRequestError, SetupError
 from shared.jobs import Message
 from shared.seeds import derived_seed
-from trainer.curricula.difficulty import DifficultyField, is_number
+from trainer.rollouts.difficulty import DifficultyField, is_number
 from trainer.tiny.data import Split, arithmetic_prompts
 
 MOST_TOKENS, MOST_TEMPERATURE = 2**16, 100.0  # of an answer to an environment's question

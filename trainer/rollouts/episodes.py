@@ -10,8 +10,8 @@ from shared.jobs import SamplingOverrides
 from shared.rewards.kinds import wrong_with
 from shared.seeds import derived_seed
 from shared.trajectories import Reward, Trajectory
-from trainer.curricula.curriculum import Curriculum
 from trainer.rollouts.conversation import ChatEncoder, joined
+from trainer.rollouts.curriculum import Curriculum
 from trainer.rollouts.environments import (
     Environment,
     Observation,

@@ -20,7 +20,7 @@ from shared.process.open_files import many_files
 from shared.process.settings import load
 from shared.redis.connection.client import connect, require
 from shared.redis.ring.worker_registry import WorkerRegistry
-from trainer import stopping
+from trainer.runs import stopping
 from trainer.service.settings import LearnersSettings
 from worker.engine.model import fast_blas
 

@@ -28,11 +28,11 @@ from trainer.learn.adam import AdamSteps, StepSizes, added, all_finite
 from trainer.learn.compute import Work
 from trainer.learn.logprobs import halves_of, head_chunk
 from trainer.learn.options import AdapterShape
+from trainer.learn.picture_places import Shown, looking, shown_in_rows
 from trainer.learn.policy import Policy, share_tree
+from trainer.rollouts.sight import Sight
 from trainer.service.losses import elementwise
 from trainer.state import Arrays
-from trainer.vision.places import Shown, looking, shown_in_rows
-from trainer.vision.sight import Sight
 from worker.engine.messages import Picture
 
 WIDTH = 8  # rows are padded to a multiple of it, so that few shapes occur

@@ -1,7 +1,7 @@
 """A run's learner in the MLX thread of a service: `mlx_parallm_train --learner service` has no model of its own.
 
-Its requests are calls of its exposed methods (trainer/learn/calls.py); what they make is, to the byte, what they would
-make in the run's own process on this machine.
+Its requests are calls of its exposed methods (trainer/learners/calls.py); what they make is, to the byte, what they
+would make in the run's own process on this machine.
 """
 
 from typing import Any
@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 
 from shared.errors import ConflictError
-from trainer.learn.calls import Call, arguments_of, called, encoded
 from trainer.learn.compute import Work
-from trainer.learn.learner import Learner
+from trainer.learners.calls import Call, arguments_of, called, encoded
 from trainer.learners.kinds import PolicyOptions, policy_learner
+from trainer.learners.policy import Learner
 
 _call: msgspec.msgpack.Decoder[Call] = msgspec.msgpack.Decoder(Call)
 

@@ -50,10 +50,10 @@ from shared.redis.chunks import CHUNK_BYTES
 from shared.redis.training.learner_store import MOST_BYTES, Held, LearnerStore
 from shared.sequences import ModelCard
 from trainer.learn.compute import Work, at_once
+from trainer.rollouts.pictures import Pictures
 from trainer.service.learner import ServiceLearner
 from trainer.service.run_learner import RunLearner, read_call
 from trainer.service.turns import Turns
-from trainer.vision.pictures import Pictures
 from worker.engine.messages import Picture
 
 log = structlog.get_logger()

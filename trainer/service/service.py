@@ -22,13 +22,13 @@ from shared.redis.connection.faults import reason
 from shared.redis.training.learner_store import LearnerStore, waiting_learners
 from shared.sequences import ModelCard
 from trainer.learn.compute import ComputeHost
+from trainer.rollouts.pictures import Pictures
+from trainer.rollouts.sight import sight_of
 from trainer.service.learner import ServiceLearner
 from trainer.service.run_learner import RunLearner
 from trainer.service.seat import LostError, Seat, gone
 from trainer.service.settings import LearnersSettings
 from trainer.service.turns import Turns
-from trainer.vision.pictures import Pictures
-from trainer.vision.sight import sight_of
 from worker.engine.model.loader import LoadedModel
 
 log = structlog.get_logger()

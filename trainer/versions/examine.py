@@ -8,13 +8,13 @@ import msgspec
 
 from shared.adapters import GateCheck, version_id
 from shared.seeds import derived_seed
-from trainer import gate
-from trainer.learn.learner import Learner
+from trainer.learn import gate
 from trainer.learners.handle import Handle
-from trainer.parts import Parts
+from trainer.learners.policy import Learner
 from trainer.rollouts.episodes import EpisodeOptions, Episodes
 from trainer.rollouts.groups import RolloutRequest
 from trainer.rollouts.held_out import Evaluated, evaluated
+from trainer.runs.parts import Parts
 from trainer.settings import TrainSettings
 
 _PARITY_SAMPLES = 4

@@ -20,8 +20,8 @@ from shared.adapters import version_id
 from shared.errors import ParallmError
 from shared.redis.training.orders import Received
 from shared.training import ForeignAction, Order, Refusal, ResumeAnswer, ResumeOrder
-from trainer.inbox import Moved
-from trainer.parts import Parts
+from trainer.runs.inbox import Moved
+from trainer.runs.parts import Parts
 from trainer.settings import TrainSettings
 from trainer.state import RunState
 from trainer.versions.served import Serving

@@ -14,8 +14,8 @@ from shared.adapters import version_id
 from shared.errors import EngineError, LogprobsMismatchError, ParallmError
 from shared.trajectories import LiveTrajectory, Trajectory
 from trainer.learn.batches import Sample, SampleGroup, loss_mask
-from trainer.learn.learner import Learner
 from trainer.learners.handle import Handle
+from trainer.learners.policy import Learner
 from trainer.settings import TrainSettings
 from trainer.state import Arrays
 from trainer.versions.publish import Publisher

@@ -13,7 +13,7 @@ from shared.adapter_files.formats import MLX_FILE
 from shared.adapters import GateCheck
 from shared.errors import AdapterRejectedError, ConflictError
 from shared.telemetry import tracing
-from trainer import gate
+from trainer.learn import gate
 from trainer.ring.ring import AdapterSink, Candidate, Stored
 from trainer.state import Arrays, RunState
 from trainer.versions.checkpoint import differences, write_adapter

@@ -14,16 +14,16 @@ import structlog
 
 from shared.adapters import GateCheck, version_id
 from shared.errors import ParallmError, UnknownAdapterError
-from trainer import gate
-from trainer.gate import RewardWatch, Standing
-from trainer.inbox import Batch
+from trainer.learn import gate
 from trainer.learn.batches import Dropped
-from trainer.learn.learner import Learner, Trained
+from trainer.learn.gate import RewardWatch, Standing
 from trainer.learners.handle import Handle
-from trainer.parts import Parts
+from trainer.learners.policy import Learner, Trained
 from trainer.rollouts.groups import RolloutGroup, mean_reward
 from trainer.rollouts.held_out import Evaluated
 from trainer.rollouts.pacing import oldest_version
+from trainer.runs.inbox import Batch
+from trainer.runs.parts import Parts
 from trainer.settings import TrainSettings
 from trainer.state import Arrays, RunState
 from trainer.versions.examine import Examiner

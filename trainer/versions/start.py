@@ -16,7 +16,7 @@ from shared.adapter_files.formats import inherit_config, prepared
 from shared.adapter_files.tensors import read_tensors
 from shared.adapters import version_id
 from shared.errors import ParallmError, SetupError
-from trainer import gate
+from trainer.learn import gate
 from trainer.ring.ring import Stored
 from trainer.settings import TrainSettings
 from trainer.state import Arrays, RunState

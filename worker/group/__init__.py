@@ -4,7 +4,7 @@ To Redis a group is one worker with one id: rank 0, an ordinary `WorkerProcess`,
 publishes. The other ranks *follow*: each runs the same engine and takes every turn that rank 0 takes, with the same
 orders (worker/engine/orders.py) and the same facts (worker/engine/ranks/turns.py), which rank 0 sends before it begins
 the turn itself. So all ranks call the same collectives in the same order. Units of a learner's work travel like turns:
-of a trainer that the worker hosts, or of one whose processes are a group of their own (trainer/group).
+of a trainer that the worker hosts, or of one whose processes are a group of their own (trainer/learners/group.py).
 
 Two connections lead from a follower to rank 0, both after a handshake by the ring's secret (worker/peers/wire.py).
 *turns*: from thread G to thread G, one way, blocking: nothing stands between rank 0's decision and a follower's turn.

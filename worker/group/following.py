@@ -1,7 +1,7 @@
 """A follower's process: it finds rank 0, loads its part of the model, and takes every turn that rank 0 takes.
 
-What a turn is, a kind of process says: `engine_rank.py` for a worker, trainer/group for a trainer. It speaks Redis to
-find its group. Whatever goes wrong here ends the process, and with it the group; rank 0's end is ours.
+What a turn is, a kind of process says: `engine_rank.py` for a worker, trainer/learners/group.py for a trainer. It
+speaks Redis to find its group. Whatever goes wrong here ends the process, and with it the group; rank 0's end is ours.
 """
 
 import asyncio

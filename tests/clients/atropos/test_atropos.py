@@ -22,7 +22,7 @@ import pytest
 
 from api.serve.embedded_redis import free_port
 from tests.e2e.rings import MODEL, ROOT, Process, ring
-from trainer.metrics import read
+from trainer.runs.metrics import read
 
 PYTHON = os.environ.get("PARALLM_ATROPOS_PYTHON", sys.executable)
 ENVIRONMENT = Path(__file__).parent / "sums_env.py"

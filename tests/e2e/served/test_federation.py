@@ -5,7 +5,7 @@ import signal
 from pathlib import Path
 
 from tests.e2e.rings import MODEL, Process, Ring
-from trainer.metrics import read
+from trainer.runs.metrics import read
 
 RECIPE = """
 task: arithmetic

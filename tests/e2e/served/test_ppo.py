@@ -17,13 +17,13 @@ from tests.e2e.served.test_heads import upload
 from tests.e2e.served.test_predictions import post
 from tests.waiting import wait_until
 from trainer.learn.compute import ThreadHost
-from trainer.ppo.acting import Actor, Player
-from trainer.ppo.cart_pole import CartPole
-from trainer.ppo.learner import PpoLearner
-from trainer.ppo.network import first_weights, two_layers
-from trainer.ppo.run import PpoLine, network_of, options_of, train_network
-from trainer.ppo.sequences import steps_of
+from trainer.learn.ppo_losses import steps_of
+from trainer.learn.ppo_network import first_weights, two_layers
+from trainer.learners.ppo import PpoLearner
 from trainer.ring.http_client import HttpApi
+from trainer.rollouts.cart_pole import CartPole
+from trainer.runs.acting import Actor, Player
+from trainer.runs.ppo import PpoLine, network_of, options_of, train_network
 from trainer.settings import TrainSettings
 from trainer.state import RunState
 

@@ -13,7 +13,7 @@ import pytest
 from tests.e2e.rings import MODEL, Process, Ring
 from tests.e2e.served.test_predictions import ids, log_probability, post
 from tests.waiting import wait_until
-from trainer.metrics import read
+from trainer.runs.metrics import read
 
 RAW = {"name": "judge", "template": "{prompt} {completion} is ", "marks": {"0": -1, "1": 0.5, "2": 3}, "lead": "so "}
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from shared.redis.connection.client import connect
 from tests.e2e.rings import MODEL, Process, Ring
 from tests.training.kills import check, train
-from trainer.metrics import read
+from trainer.runs.metrics import read
 
 STEPS = 4
 

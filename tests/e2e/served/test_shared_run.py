@@ -6,8 +6,8 @@ from pathlib import Path
 
 from tests.e2e.rings import MODEL, Process, Ring
 from tests.training.kills import check, train
-from trainer.metrics import read
-from trainer.shares.exchange import LOOK_S
+from trainer.learners.shared_exchange import LOOK_S
+from trainer.runs.metrics import read
 
 STEPS, FROZEN_S = 6, 6 + 2 * LOOK_S  # longer than a member may be silent
 

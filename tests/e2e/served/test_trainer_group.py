@@ -10,7 +10,7 @@ import httpx
 
 from tests.e2e.rings import MODEL, Process, Ring
 from tests.e2e.served.test_group import alive, children
-from trainer.metrics import read
+from trainer.runs.metrics import read
 
 STEPS = 400  # more than it takes before it is told to end
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 
 from tests.e2e.rings import MODEL, ROOT, Process, Ring
-from trainer.metrics import read
+from trainer.runs.metrics import read
 
 ASK = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 8, "temperature": 0}
 

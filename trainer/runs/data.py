@@ -1,0 +1,400 @@
+"""One run that learns from a data set: read, learn, hold against what is held out, publish through the gate.
+
+Every `evaluate_every` train steps, and at the end, the weights become a candidate. It passes when its numbers are
+finite, when what it has right of the held-out items is no less than the last good version's by more than
+`reward_margin`, and when a worker that has loaded it says, through the queue, what the trainer says. One that fails is
+rejected in the store, and weights and moments go back. Checkpoints are written at the same times, and every
+`checkpoint_every` train steps.
+
+Invariants. A worker that does not answer says nothing about the weights: it is asked until it does, and no longer than
+`LAST_WAIT_S` once the run is to stop. What has been learned is in a checkpoint before it is offered, and what no worker
+has judged is offered again by the next start, before anything else is learned.
+"""
+
+import asyncio
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any, ClassVar, Generic, TypeVar
+
+import msgspec
+import structlog
+
+from shared.adapters import GateCheck, version_id
+from shared.errors import ConflictError, ParallmError, SetupError
+from shared.training import TrainerState, TrainerStatus, TrainingPoint
+from trainer.learn import gate
+from trainer.learn.compute import ComputeHost
+from trainer.learners.data import DataLearner, DataOptions, Measured
+from trainer.learners.handle import HostHandle
+from trainer.learners.kinds import Made
+from trainer.learners.lines import Data, batch_of
+from trainer.ring.join import Way, way_to_ring
+from trainer.ring.ring import Ring
+from trainer.rollouts.sight import Sight
+from trainer.runs.metrics import TimeLeft, append, clock, cut, totals_of
+from trainer.settings import TrainSettings
+from trainer.state import Arrays, OfferedStep, RunState
+from trainer.versions.checkpoint import Checkpoint, CheckpointStore, differences
+from trainer.versions.disk import Disk
+from trainer.versions.publish import Publisher
+from trainer.versions.run_folder import WAYS, begin_anew, check_home
+from trainer.versions.run_lock import run_lock
+from trainer.versions.start import check_latest, keep_start, starting_weights
+from worker.engine.model.loader import LoadedModel
+
+T = TypeVar("T")
+
+log = structlog.get_logger()
+
+ASK_AGAIN_S = 2.0  # a worker that has not answered
+LAST_WAIT_S = 10.0  # for a worker's judgement, once the run is to stop
+REPORT_S = 10.0  # between two lines of the log
+
+
+class DataLine(msgspec.Struct, frozen=True):
+    """A line of `metrics.jsonl`."""
+
+    step: int  # 0: before the first one
+    loss: float | None
+    grad_norm: float | None
+    tokens: int = 0  # in the loss, where it is of tokens
+    held_out_right: float | None = None  # the share that is right, where it was measured
+    held_out_loss: float | None = None
+    held_out_margin: float | None = None  # of pairs
+    version: int = 0  # that is served
+
+
+async def train_on_data(
+    kind: "type[DataRun[Any]]",
+    settings: TrainSettings,
+    host: ComputeHost,
+    load: Callable[[], Awaitable[LoadedModel]],
+    begun: Callable[["DataRun[Any]"], None],
+) -> RunState:
+    """Train until all steps are done or the run is stopped; `begun` gets the run before its first step."""
+    async with AsyncExitStack() as stack:
+        way = await stack.enter_async_context(way_to_ring(settings))
+        loaded = await load()
+        ring = await stack.enter_async_context(way.join(loaded))
+        await stack.enter_async_context(run_lock(settings.folder))
+        run = kind(settings, host, way, ring)
+        stack.callback(run.close)
+        begun(run)
+        ring.board.begin(run.status, run.stop)
+        await ring.board.show("starting")
+        await run.start(loaded)
+        return await run.run()
+
+
+class DataRun(ABC, Generic[T]):
+    """The run's state and its steps."""
+
+    measures_first: ClassVar[bool] = False  # whether what it begins with has something right
+
+    def __init__(self, settings: TrainSettings, host: ComputeHost, way: Way, ring: Ring) -> None:
+        self._settings, self._host, self._way, self._ring = settings, host, way, ring
+        self._stop = asyncio.Event()
+        self._disk = Disk(settings.folder, ring.sink.alert, self._stop)
+        self._checkpoints = CheckpointStore(settings.folder / "checkpoints", settings.keep_checkpoints)
+        self._rejections = 0
+        self._unanswered = ""  # why no worker has judged the last candidate
+        self._saved = 0  # train step of the latest checkpoint
+        self._latest = 0  # version that was the latest when this run began or last moved it
+        self._told = 0.0
+        self._last: DataLine | None = None
+        self._since, self._started_ms = time.monotonic(), time.time_ns() // 1_000_000  # of the last line; of the run
+        self._left = TimeLeft()
+        self.state = RunState(settings.run_name, ring=ring.id, base_sha256=ring.base_sha256)
+
+    # -- what a kind of run says
+
+    async def _gather(self, loaded: LoadedModel) -> None:
+        """Ask the ring for data, if they come from there; nothing of the run's folder is changed."""
+
+    def _has_gathered(self, kept: Path) -> bool:
+        """Whether the run goes on with what it keeps there."""
+        return self._settings.resume != "no" and (kept.exists() or bool(self._checkpoints.names()))
+
+    async def _keep_gathered(self) -> None:
+        """Write down what was gathered, before anything is learned from it."""
+
+    @abstractmethod
+    def _read(self, longest: int) -> Data[T]:
+        """The data, of texts with at most `longest` tokens."""
+
+    @abstractmethod
+    def _made_with(self) -> Made:
+        """What the run's learner is built with, once the data is read."""
+
+    @property
+    def _sight(self) -> Sight | None:
+        """What the learner sees images with; None: the data has none."""
+        return None
+
+    @abstractmethod
+    async def _parity(self, version: int) -> list[GateCheck]:
+        """Whether a worker that has loaded the version says what we say; without an answer `_unanswered` says why."""
+
+    def close(self) -> None:
+        """End what the run has started besides."""
+
+    # -- the run
+
+    def stop(self) -> None:
+        """End after the train step under way."""
+        self._stop.set()
+
+    @property
+    def stopping(self) -> bool:
+        """Whether it was asked to."""
+        return self._stop.is_set()
+
+    def status(self, now: TrainerState) -> TrainerStatus:
+        """What the ring is told of the run."""
+        state, settings = self.state, self._settings
+        return msgspec.structs.replace(
+            totals_of(settings, state, now, self._checkpoints, self._started_ms),
+            source=settings.dataset.name if settings.dataset else "", policy_step=state.swaps,
+            best_reward=state.best_held_out, loss=self._last.loss if self._last else None,
+            trajectories=state.consumed, held_out=None, held_out_right=state.held_out, eta_s=self._eta_s,
+            next_version_at=self._next_version_at,
+        )  # fmt: skip
+
+    @property
+    def _eta_s(self) -> float | None:
+        return self._left.of(self._settings.steps, self.state.train_step)
+
+    @property
+    def _next_version_at(self) -> int:
+        step, every, steps = self.state.train_step, self._settings.evaluate_every, self._settings.steps
+        if self.state.offered or not every:
+            return step if self.state.offered else steps
+        return min(steps, (step // every + 1) * every)
+
+    async def start(self, loaded: LoadedModel) -> None:
+        """Read the data, make the learner, go on from a checkpoint if there is one."""
+        settings = self._settings
+        await self._gather(loaded)
+        self._data = await asyncio.to_thread(self._read, loaded.card.context_length)
+        self._learner: HostHandle[DataLearner[T]] = await HostHandle.open(
+            self._host, self._made_with(), loaded.model, self._sight, loaded.whole
+        )
+        config = self._learner.config
+        sink = self._ring.sink
+        self._publisher = Publisher(sink, settings.folder, settings.adapter, config, self._ring.base_sha256, self._disk)
+        checkpoint = self._load(config)
+        if checkpoint is not None:
+            self.state = checkpoint.state
+            self._saved = self.state.train_step
+        await check_latest(settings, self.state, self._publisher)
+        resumed, shapes = checkpoint is not None, self._learner.shapes
+        fresh = await self._learner.call(DataLearner.weights) if settings.start_from and not resumed else {}
+        start = await starting_weights(
+            settings.start_from, self.state, self._publisher, shapes, resumed=resumed, fresh=fresh
+        )
+        self._latest = await sink.latest_version()
+        at_home = resumed and self.state.ring in ("", self._ring.id)
+        if at_home and self._latest not in (0, self.state.version) and not self._publisher.moved_by_us(self._latest):
+            id = version_id(settings.adapter, self._latest)
+            raise ConflictError(f"{id} is the latest, and not of this run: {WAYS}")
+        if settings.resume == "no":
+            self._checkpoints = begin_anew(settings, self._checkpoints)
+        await self._keep_gathered()
+        first_line = 0 if not resumed else self._saved if self.state.offered else self._saved + 1
+        await self._disk.run(cut, settings.folder / "metrics.jsonl", "step", first_line)
+        if start is not None:
+            await self._learner.call(DataLearner.begin_with, start)
+            if not resumed:
+                await keep_start(settings.start_from, start, self.state, self._publisher)
+        if checkpoint is not None:
+            good = await self._good_weights()
+            await self._learner.call(DataLearner.restore, checkpoint, good)
+        self.state.ring, self.state.base_sha256 = self._ring.id, self._ring.base_sha256
+        self.state.mode = settings.mode
+        log.info(
+            "train.begins", form=self._data.form, examples=len(self._data.learned),
+            held_out_examples=len(self._data.held_out), too_long=self._data.too_long, train_step=self.state.train_step,
+            first_version_after=self._next_version_at,
+        )  # fmt: skip
+
+    async def _good_weights(self) -> Arrays | None:
+        """What a resumed run falls back to, before its checkpoint is restored; None: to the checkpoint."""
+        version = self.state.version
+        if not self.state.unpublished or (version and version not in self._publisher.kept()):
+            return None
+        return self._publisher.weights_of(version) if version else await self._learner.call(DataLearner.weights)
+
+    def _load(self, config: bytes) -> Checkpoint | None:
+        """Where the run goes on; None: it begins. SetupError when the folder holds another run."""
+        settings = self._settings
+        checkpoint = None if settings.resume == "no" else self._checkpoints.load(settings.resume)
+        if checkpoint is None:
+            return None
+        check_home(settings, checkpoint.state, self._ring)
+        if differs := differences(checkpoint.adapter_config, config):
+            raise SetupError(f"the checkpoint is of another run: {differs}; give another --run, or --resume no")
+        return checkpoint
+
+    async def run(self) -> RunState:
+        """To the end."""
+        settings, state = self._settings, self.state
+        self._since = time.monotonic()
+        if self.measures_first and not state.train_step:
+            begins_with = await self._measure()
+            state.held_out = begins_with.right
+            await self._tell(None, begins_with)
+        if state.offered or (state.unpublished and state.train_step >= settings.steps):
+            await self._publish(state.offered or OfferedStep(None, None, is_finite=True, tokens=0))
+        while state.train_step < settings.steps and not self.stopping:
+            batch = batch_of(self._data.learned, settings.prompts_per_step, state.train_step, settings.seed)
+            step = state.train_step
+            report = await self._learner.call(DataLearner.train, batch, step)
+            state.train_step += 1
+            state.updates += 1
+            state.last_update_ms = time.time_ns() // 1_000_000
+            state.unpublished += 1
+            state.consumed += len(batch)
+            state.tokens += report.tokens
+            due = settings.evaluate_every and state.train_step % settings.evaluate_every == 0
+            last = state.train_step == settings.steps or self.stopping
+            trained = OfferedStep(report.loss, report.grad_norm, report.is_finite, report.tokens)
+            if due or last:
+                await self._publish(trained)
+                continue
+            await self._tell(trained)
+            if settings.checkpoint_every and state.train_step - self._saved >= settings.checkpoint_every:
+                await self._save()
+        if state.train_step != self._saved:  # stopped between two candidates
+            await self._save()
+        log.info("train.ended", steps=state.train_step, version=state.version, held_out_right=state.held_out)
+        return state
+
+    async def _measure(self) -> Measured:
+        return await self._learner.call(DataLearner.measure, self._data.held_out)
+
+    # -- versions
+
+    async def _publish(self, trained: OfferedStep) -> None:
+        """Offer the weights, and tell of the train step that made them."""
+        settings, state = self._settings, self.state
+        state.offered = trained
+        if state.train_step != self._saved:
+            await self._save()
+        measured = await self._measure()
+        weights = await self._learner.call(DataLearner.weights)
+        checks = [
+            gate.finite_weights(weights),
+            gate.finite_gradients(0 if trained.is_finite else 1),
+            gate.reward_floor(measured.right, state.held_out, settings.reward_margin),
+        ]
+        metrics = {"held_out_right": measured.right, "loss": math.nan if trained.loss is None else trained.loss}
+        published = await self._publisher.publish(weights, state, checks, metrics, self._judged, self._latest)
+        if published.forestalled:
+            raise ConflictError(f"the run ends: {gate.failures(published.checks)}; {WAYS}")
+        if not published.version and self._unanswered:
+            log.warning("version.not_judged", why=self._unanswered)
+            await self._tell(trained, measured)
+            return
+        state.unpublished, state.offered = 0, None
+        if published.version:
+            await self._accept(published.version, measured.right)
+        else:
+            self._rejections += 1
+            state.rejected += 1
+            await self._learner.call(DataLearner.revert)
+            log.warning("version.rejected", checks=gate.failures(published.checks))
+        await self._tell(trained, measured)
+        await self._save()
+        if self._rejections >= settings.max_rejections:
+            said = f"{self._rejections} candidates in a row failed the gate: {gate.failures(published.checks)}"
+            await self._ring.sink.alert("gave_up", f"the run ends: {said}")
+            raise ParallmError(said)
+
+    async def _judged(self, version: int) -> list[GateCheck]:
+        """What a worker says of a version; a run that is stopped does not wait for it for long."""
+        asking, stop = asyncio.create_task(self._parity(version)), asyncio.create_task(self._stop.wait())
+        try:
+            await asyncio.wait({asking, stop}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({asking}, timeout=LAST_WAIT_S)
+            if asking.done():
+                return asking.result()
+            self._unanswered = self._unanswered or "no worker has answered before the run was stopped"
+            return [GateCheck("reload_parity", False, self._unanswered)]
+        finally:
+            for task in (asking, stop):
+                task.cancel()
+            await asyncio.gather(asking, stop, return_exceptions=True)
+
+    async def _accept(self, version: int, right: float) -> None:
+        """What is served now is what the run goes back to."""
+        state = self.state
+        self._rejections = 0
+        await self._learner.call(DataLearner.accept)
+        self._latest = state.version = version
+        state.held_out = right
+        state.swaps += 1
+        if state.best_held_out is None or right > state.best_held_out:
+            state.best_version, state.best_held_out = version, right
+            await self._ring.sink.set_best(version, right)
+        log.info("version.served", version=version_id(self._settings.adapter, version), held_out_right=right)
+
+    async def _save(self) -> None:
+        snapshot = await self._learner.call(DataLearner.snapshot)
+        self.state.saves += 1
+        self._saved = self.state.train_step
+        checkpoint = Checkpoint(snapshot.adapter, snapshot.adapter_config, snapshot.optimizer, self.state)
+        name = await self._disk.run(self._checkpoints.save, checkpoint)
+        if self.state.version and self.state.version == self.state.best_version:
+            await self._disk.run(self._checkpoints.set_best, name)
+        await asyncio.to_thread(self._publisher.forget, {self.state.version, self.state.best_version})
+
+    # -- figures
+
+    async def _tell(self, trained: OfferedStep | None, measured: Measured | None = None) -> None:
+        """Always before the checkpoint that holds it: a start drops the lines behind its checkpoint."""
+        line = DataLine(
+            self.state.train_step,
+            trained.loss if trained else None,
+            trained.grad_norm if trained else None,
+            trained.tokens if trained else 0,
+            measured.right if measured else None,
+            measured.loss if measured else None,
+            measured.margin if measured else None,
+            self.state.version,
+        )
+        await self._disk.run(append, self._settings.folder / "metrics.jsonl", line)
+        now, self._last = time.monotonic(), line
+        self.state.seconds += now - self._since
+        if trained is not None:
+            self._left.add(now - self._since)
+        self._since = now
+        point = TrainingPoint(
+            train_step=line.step, policy_step=self.state.swaps, version=line.version, at_ms=time.time_ns() // 1_000_000,
+            source=self._settings.mode, held_out_right=line.held_out_right, held_out_loss=line.held_out_loss,
+            loss=line.loss, grad_norm=line.grad_norm, tokens=line.tokens,
+        )  # fmt: skip
+        await self._ring.board.show("training", point)
+        if measured is not None or time.monotonic() - self._told > REPORT_S:
+            self._told = time.monotonic()
+            eta = {} if self._eta_s is None else {"eta": clock(self._eta_s)}
+            known = {name: value for name, value in msgspec.structs.asdict(line).items() if value is not None}
+            log.info("train.step", **(known | {"step": f"{line.step}/{self._settings.steps}"} | eta))
+
+
+def options_of(settings: TrainSettings) -> DataOptions:
+    """The constants of a train step, of a LoRA as the settings have it."""
+    options = settings.optimize_options()
+    return DataOptions(
+        schedule=options.schedule,
+        shape=settings.adapter_shape(),
+        microbatch_tokens=settings.microbatch_tokens,
+        max_grad_norm=settings.max_grad_norm,
+        weight_decay=settings.weight_decay,
+        adam_betas=options.adam_betas,
+        seed=settings.seed,
+        checkpoint_layers=settings.gradient_checkpointing,
+    )

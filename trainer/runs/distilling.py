@@ -1,0 +1,88 @@
+"""`mlx_parallm_train --mode distill`: a run that tunes a policy on a teacher's scores in place of the data's answers.
+
+Data, split, versions and gate are those of `--mode sft`. The scores are asked for once, before anything is learned.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from shared.errors import SetupError
+from trainer.learn.batches import SampleGroup
+from trainer.learners.distilling import ScoredRow
+from trainer.learners.kinds import Made, made_with
+from trainer.learners.lines import Data, split
+from trainer.learners.tuning_examples import Examples, read_examples
+from trainer.ring.http_client import HttpApi
+from trainer.runs.data import options_of
+from trainer.runs.teacher import FILE, read_kept, scored
+from trainer.runs.tuning import RowRun
+from trainer.versions.checkpoint import write_whole
+from worker.engine.model.loader import LoadedModel
+
+
+class DistillRun(RowRun[ScoredRow]):
+    """By a teacher's scores."""
+
+    measures_first = True
+    _rows: list[ScoredRow]
+    _too_long = 0
+
+    async def _gather(self, loaded: LoadedModel) -> None:
+        settings = self._settings
+        assert settings.dataset is not None, "checked with the settings"
+        kept = settings.folder / FILE
+        longest = loaded.card.context_length - 1  # the teacher says one token behind each row
+        if self._has_gathered(kept):
+            rows = await asyncio.to_thread(read_kept, kept, settings.teacher, settings.teacher_top_k)
+            await asyncio.to_thread(self._check_data, rows, longest)
+            self._asked = False
+        else:
+            examples = await asyncio.to_thread(self._examples, settings.dataset, longest)
+            items = examples.items
+            if settings.held_out_dataset is not None:
+                items += (await asyncio.to_thread(self._examples, settings.held_out_dataset, longest)).items
+            self._too_long = examples.too_long
+            async with HttpApi.of(settings) as api:
+                rows = await scored(api, settings.teacher, settings.teacher_top_k, items, loaded.card.tokenizer_sha256)
+            own = len(examples.items)
+            rows = [row.within(loaded.card.vocab_size) for row in rows]
+            rows = [*rows[:own], *(msgspec.structs.replace(row, held_out=True) for row in rows[own:])]
+            self._asked = True
+        self._rows = rows
+
+    async def _keep_gathered(self) -> None:
+        if self._asked:
+            lines = b"".join(msgspec.json.encode(row) + b"\n" for row in self._rows)
+            await self._disk.run(write_whole, self._settings.folder / FILE, lines)
+
+    def _check_data(self, rows: Sequence[ScoredRow], longest: int) -> None:
+        """SetupError when the scores are of other rows than those of the data, as far as these are still there."""
+        files = (self._settings.dataset, self._settings.held_out_dataset)
+        for path, held_out in zip(files, (False, True), strict=True):
+            if path is None or not path.exists():
+                continue
+            scored = [row.group("") for row in rows if row.held_out == held_out]
+            if scored != list(self._examples(path, longest).items):
+                raise SetupError(
+                    f"{self._settings.folder} holds a teacher's scores of other rows than those of {path}: "
+                    "give another --run, or --resume no"
+                )
+
+    def _examples(self, path: Path, longest: int) -> Examples:
+        return read_examples(path, "sft", self._ring.codec, longest, self._settings.chat_template_kwargs)
+
+    def _read(self, longest: int) -> Data[ScoredRow]:
+        learned = [row for row in self._rows if not row.held_out]
+        held_out = [row for row in self._rows if row.held_out]
+        if not held_out:
+            learned, held_out = split(learned, self._settings.seed)
+        return Data(learned, held_out, self._too_long, "distill")
+
+    def _made_with(self) -> Made:
+        return made_with("distill", options_of(self._settings))
+
+    def _group(self, item: ScoredRow) -> SampleGroup:
+        return item.group("")
