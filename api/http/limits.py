@@ -24,7 +24,7 @@ PROTOBUF = "application/x-protobuf"
 REQUESTS = "/v1/messages/batches"  # a body of many requests, each of which its route looks at by itself
 MAX_REQUESTS_BYTES = 64 << 20  # of them, which are in memory at once; --max-upload-bytes if that is less
 BYTES_PER_NUMBER = 8
-BYTES_PER_OBJECT = 50
+BYTES_PER_OBJECT = 512
 SAMPLES = "/api/v1/asample"
 # Take images as `data:` URLs or base64, which may be long
 IMAGES = frozenset(
@@ -75,15 +75,15 @@ class BodyLimit:
         if headers.get("content-type", "") in _UNSAID and not scope["path"].startswith("/dashboard"):
             headers["content-type"] = "application/json"
         upload = is_multipart(headers) and UPLOADS.fullmatch(scope["path"]) is not None
-        limit, most_values, most_objects = self._bounds(scope["path"], upload)
+        limit = self._limit(scope["path"], upload)
         detail = f"the body is larger than {limit} bytes"
         if scope["path"] == "/v1/jobs" and not upload:
             detail += "; upload many prompts as JSONL (multipart/form-data)"
         length = headers.get("content-length", "")
-        if length.isdigit() and int(length) > limit:
+        numbered = scope["path"] == PASSES and is_protobuf(headers)  # its route looks whose it was
+        if length.isdigit() and int(length) > limit and not numbered:
             await error_response(PayloadTooLargeError(detail))(scope, receive, send)
             return
-        binary = scope["path"] == PASSES and headers.get("content-type", "") == PROTOBUF
         read, until = 0, time.monotonic() + BODY_WITHIN_S
         held: list[bytes] | None = None if upload else []  # until the whole body has been looked at
 
@@ -95,45 +95,59 @@ class BodyLimit:
                     return message
                 read += len(message.get("body", b""))
                 if read > limit:
-                    raise BodyError(PayloadTooLargeError(detail))
+                    raise BodyError(PayloadTooLargeError(detail), b"".join((held or [])[:4]))
                 if held is None:
                     return message
                 held.append(message.get("body", b""))
                 if not message.get("more_body"):
                     pieces, held = held, None
+                    join = partial(_joined, pieces)
+                    body = await aside(join) if read > LARGE_BYTES else join()
                     try:
-                        look = partial(self._whole, pieces, scope["path"], binary, most_values, most_objects)
-                        body = await aside(look) if read > LARGE_BYTES else look()
+                        check = partial(self._check, body, scope["path"])
+                        await aside(check) if read > LARGE_BYTES else check()
                     except ParallmError as error:
-                        raise BodyError(error) from error
+                        raise BodyError(error, body) from error
                     return {"type": "http.request", "body": body, "more_body": False}
 
         await self._app(scope, bounded, send)
 
-    def _whole(self, pieces: list[bytes], path: str, binary: bool, most_values: int, most_objects: int) -> bytes:
-        """The body, which has been looked at; what is long is copied without the interpreter's lock."""
-        body = b"".join(pieces)
-        pieces.clear()  # else it would be there twice while it is looked at
+    def _check(self, body: bytes, path: str) -> None:
         if len(body) > self._settings.max_request_bytes and path in IMAGES:
             check_beside_images(body, self._settings.max_request_bytes)
-        if not binary and path != REQUESTS:
-            check_shape(body, most_values, most_objects)
-        return body
+        if path not in NUMBERS and path != REQUESTS:
+            check_shape(body, self._settings.max_json_values)
 
-    def _bounds(self, path: str, upload: bool) -> tuple[int, int, int]:
-        """Bytes of a body, and values and objects in it; 0 objects: as many as go with the values."""
-        limit, most_values = self._settings.max_request_bytes, self._settings.max_json_values
+    def _limit(self, path: str, upload: bool) -> int:
+        """Bytes of a body."""
+        limit = self._settings.max_request_bytes
         if upload:
-            return self._settings.max_upload_bytes, most_values, 0
+            return self._settings.max_upload_bytes
         if path in NUMBERS:
-            limit = self._settings.max_training_bytes
-            most_values = max(most_values, limit // BYTES_PER_NUMBER)
-            return limit, most_values, limit // BYTES_PER_OBJECT
+            return self._settings.max_training_bytes
         if path in IMAGES:
-            limit = max(limit, self._settings.max_image_request_bytes)
+            return max(limit, self._settings.max_image_request_bytes)
         if path == REQUESTS:
-            limit = max(limit, min(self._settings.max_upload_bytes, MAX_REQUESTS_BYTES))
-        return limit, most_values, 0
+            return max(limit, min(self._settings.max_upload_bytes, MAX_REQUESTS_BYTES))
+        return limit
+
+
+def most_numbers(settings: ApiSettings) -> tuple[int, int]:
+    """Values and objects of a body of NUMBERS, whose shape its route checks where it reads it (api/ring/apart.py)."""
+    limit = settings.max_training_bytes
+    return max(settings.max_json_values, limit // BYTES_PER_NUMBER), max(FEW_OBJECTS, limit // BYTES_PER_OBJECT)
+
+
+def is_protobuf(headers: Headers) -> bool:
+    """Whether a body is one of Tinker's messages."""
+    return headers.get("content-type", "") == PROTOBUF
+
+
+def _joined(pieces: list[bytes]) -> bytes:
+    """The body; what is long is copied without the interpreter's lock."""
+    body = b"".join(pieces)
+    pieces.clear()  # else it would be there twice
+    return body
 
 
 def is_multipart(headers: Headers) -> bool:
