@@ -23,6 +23,7 @@ NUMBERS = ("/v1/training/update", PASSES, "/api/v1/forward")  # long bodies of m
 PROTOBUF = "application/x-protobuf"
 REQUESTS = "/v1/messages/batches"  # a body of many requests, each of which its route looks at by itself
 MAX_REQUESTS_BYTES = 64 << 20  # of them, which are in memory at once; --max-upload-bytes if that is less
+MAX_FORM_BYTES = 128 << 10  # a form is read in the event loop; the longest text of ours takes 48 KiB of one
 BYTES_PER_NUMBER = 8
 BYTES_PER_OBJECT = 512
 SAMPLES = "/api/v1/asample"
@@ -75,7 +76,7 @@ class BodyLimit:
         if headers.get("content-type", "") in _UNSAID and not scope["path"].startswith("/dashboard"):
             headers["content-type"] = "application/json"
         upload = is_multipart(headers) and UPLOADS.fullmatch(scope["path"]) is not None
-        limit = self._limit(scope["path"], upload)
+        limit = most_bytes(self._settings, scope["path"], upload=upload)
         detail = f"the body is larger than {limit} bytes"
         if scope["path"] == "/v1/jobs" and not upload:
             detail += "; upload many prompts as JSONL (multipart/form-data)"
@@ -118,18 +119,20 @@ class BodyLimit:
         if path not in NUMBERS and path != REQUESTS:
             check_shape(body, self._settings.max_json_values)
 
-    def _limit(self, path: str, upload: bool) -> int:
-        """Bytes of a body."""
-        limit = self._settings.max_request_bytes
-        if upload:
-            return self._settings.max_upload_bytes
-        if path in NUMBERS:
-            return self._settings.max_training_bytes
-        if path in IMAGES:
-            return max(limit, self._settings.max_image_request_bytes)
-        if path == REQUESTS:
-            return max(limit, min(self._settings.max_upload_bytes, MAX_REQUESTS_BYTES))
-        return limit
+
+def most_bytes(settings: ApiSettings, path: str, *, upload: bool = False) -> int:
+    """Of a body that a route takes."""
+    if upload:
+        return settings.max_upload_bytes
+    if path in NUMBERS:
+        return settings.max_training_bytes
+    if path in IMAGES:
+        return max(settings.max_request_bytes, settings.max_image_request_bytes)
+    if path.startswith("/dashboard"):
+        return min(settings.max_request_bytes, MAX_FORM_BYTES)
+    if path == REQUESTS:
+        return max(settings.max_request_bytes, min(settings.max_upload_bytes, MAX_REQUESTS_BYTES))
+    return settings.max_request_bytes
 
 
 def most_numbers(settings: ApiSettings) -> tuple[int, int]:

@@ -238,8 +238,11 @@ def parsed(data: bytes) -> UpdateBody:
         fields, listed = {}, None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequestError(f"the body is not valid JSON: {error}") from error
+    if listed is not None and len(listed) > MAX_TRAJECTORIES:
+        most = f"at most {MAX_TRAJECTORIES} in an update"
+        raise InvalidRequestError(f"{len(listed)} trajectories, and there are {most}", param="trajectories")
     try:
-        if listed is None or len(listed) > MAX_TRAJECTORIES:
+        if listed is None:
             return UpdateBody.model_validate({**fields, "trajectories": listed})
         trajectories = [_posted(index, raw) for index, raw in enumerate(listed)]
         return UpdateBody.model_validate({**fields, "trajectories": trajectories})
