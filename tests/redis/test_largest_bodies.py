@@ -175,7 +175,7 @@ def every_body(learner: str) -> Iterator[Sent]:
     yield from bodies_of_numbers(learner)
     routes = [route for module in ROUTED for route in api_routes(module.router.routes)]
     for route in routes:
-        for method in sorted(route.methods & {"POST", "PUT", "PATCH", "DELETE"}):
+        for method in sorted({"POST", "PUT", "PATCH", "DELETE"} & (route.methods or set())):
             if route.path not in NUMBERS:
                 read = route.body_field is not None or route.dependant.request_param_name is not None
                 yield from itertools.islice(bodies_of(route, method), None if read else 1)
