@@ -46,9 +46,8 @@ UPLOADS = re.compile(
     r"/v1/files|/v1/jobs|/v1/adapters|/v1/adapters/[^/]+/versions|/upload_adapter|/update_adapter_weights"
 )
 _UNSAID = ("", "application/x-www-form-urlencoded")  # what `curl -d` says: only the dashboard takes such forms
-_IMAGE = re.compile(
-    rb'"(?:url|image_url|location)"\s*+:\s*+"data:[^"\\]*+"|"data"\s*+:\s*+"[a-z0-9+/=]*+"', re.IGNORECASE
-)
+_IMAGE = re.compile(rb'"(?:url|image_url|location)"\s*+:\s*+"(data:)|"data"\s*+:\s*+"', re.IGNORECASE)
+_BASE64 = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/="
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.?)*+(?:"|\Z)', re.DOTALL)  # possessive: one pass, whatever the text
 # A piece of JSON that is taken in one call, so that other threads get a turn in between; it never ends in a string.
 _PIECE = re.compile(rb'(?:[^"]++|"(?:[^"\\]++|\\.?)*+(?:"|\Z)){1,10000}+', re.DOTALL)
@@ -136,7 +135,7 @@ def most_bytes(settings: ApiSettings, path: str, *, upload: bool = False) -> int
 
 
 def most_numbers(settings: ApiSettings) -> tuple[int, int]:
-    """Values and objects of a body of NUMBERS, whose shape its route checks where it reads it (api/ring/apart.py)."""
+    """Values and objects of a body of NUMBERS; its shape is checked where it is read (api/ring/body_readers.py)."""
     limit = settings.max_training_bytes
     return max(settings.max_json_values, limit // BYTES_PER_NUMBER), max(FEW_OBJECTS, limit // BYTES_PER_OBJECT)
 
@@ -168,7 +167,16 @@ async def _in_time(receive: Receive, until: float) -> Message:
 
 def check_beside_images(body: bytes, most: int) -> None:
     """PayloadTooLargeError for a body that has more bytes than this besides the `data:` URLs of its images."""
-    if len(body) - sum(found.end() - found.start() for found in _IMAGE.finditer(body)) > most:
+    beside, at = len(body), 0
+    while (found := _IMAGE.search(body, at)) is not None:
+        at = found.end()
+        end = body.find(b'"', at)
+        if end < 0:
+            break
+        if body.find(b"\\", at, end) < 0 and (found[1] or not body[at:end].translate(None, _BASE64)):
+            beside -= end - at
+            at = end + 1
+    if beside > most:
         raise PayloadTooLargeError(f"the body is larger than {most} bytes, even without its images")
 
 

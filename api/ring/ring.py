@@ -20,7 +20,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 
 from api.load import Load
-from api.ring.apart import BodyReaders
+from api.ring.body_readers import BodyReaders
 from api.ring.caller import asker
 from api.ring.first_tokens import FirstTokens, Forecast
 from api.ring.grammars import GrammarChecker

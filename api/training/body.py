@@ -207,7 +207,7 @@ update_decoder = msgspec.msgpack.Decoder(Update)
 
 
 def policy_named(body: bytes, _: bytes) -> bytes:
-    """The policy that a body names, for which the rest is skipped; read apart, as `update_read` (api/ring/apart.py)."""
+    """The policy that a body names, for which the rest is skipped; like `update_read` called by BodyReaders."""
     try:
         return msgspec.json.decode(body, type=_Named).policy.encode()
     except msgspec.ValidationError:  # which `update_read` explains

@@ -53,7 +53,6 @@ def shapes(room: int, values: int, objects: int) -> dict[str, bytes]:
     """Values for a field."""
     return {
         "numbers": listed(b"-0.5", room, values),
-        "texts": listed(b'"a"', room, values),
         "objects": listed(b"{}", room, objects),
         "nests": listed(b'{"a":[' * 25 + b"1" + b"]}" * 25, room, objects // 26),
         "depth": b"[" * min(room, 400_000),

@@ -332,6 +332,7 @@ async def test_a_refused_request_has_its_place_so_that_what_comes_after_it_is_ca
         assert found is not None and isinstance(found[0], Refused), name
         of = {**passes, "optim_step": "step"}.get(name, "pass" if at < 8 else "other")
         assert (found[0].message, found[0].of) == (answer.json()["error"]["message"], of), name
+    assert not (await ask(server, "client/config"))["parallel_fwdbwd_chunks"], "or parts of a pass would not be sent"
     placed = await ask(server, "optim_step", model_id=learner, seq_id=len(refused) + 1, adam_params={})
     assert placed["request_id"] == f"{learner}:{len(refused) + 1}"
 

@@ -1,7 +1,7 @@
 """Reads long bodies in processes of their own: a decoder holds the interpreter's lock for as long as its input takes.
 
 What reads a body is a `Reader`, a function of a module. A short body is read in a thread (`aside`). A long one is sent
-to a process once (api/ring/apart_process.py), whose functions are then called one after the other, so that a route can
+to a process once (api/ring/body_process.py), whose functions are then called one after the other, so that a route can
 look up what the body names before all of it is read.
 
 Invariants. Keys take turns at the processes. A process is killed when its client leaves and when it takes more
@@ -14,8 +14,8 @@ from collections.abc import AsyncIterator, Callable
 
 import msgspec
 
-from api.ring.apart_process import Call, Outcome
-from api.ring.caller import while_wanted
+from api.ring.body_process import Call, Outcome
+from api.ring.caller import asking, while_wanted
 from api.ring.room import Room, aside
 from shared import errors
 from shared.errors import InvalidRequestError, ServiceUnavailableError
@@ -61,8 +61,8 @@ class Reading:
         except TimeoutError:
             raise ServiceUnavailableError("reading long bodies takes too long at the moment") from None
         except LostProcessError:
-            most = f"{COMPUTING_S:g} s of computing, or too much memory"
-            raise InvalidRequestError(f"to read the body takes more than {most}: send less at a time") from None
+            reason = "to read the body takes too much computing, or too much memory: send less at a time"
+            raise InvalidRequestError(reason) from None
         self.under_way = False
         if outcome.error:
             raise getattr(errors, outcome.error)(outcome.message, param=outcome.param)
@@ -72,8 +72,8 @@ class Reading:
 class BodyReaders:
     """The processes of one api process."""
 
-    def __init__(self, short_bytes: int = SHORT_BYTES) -> None:
-        self._short_bytes = short_bytes
+    def __init__(self, short_bytes: int = SHORT_BYTES, computing_s: float = COMPUTING_S) -> None:
+        self._short_bytes, self._computing_s = short_bytes, computing_s
         self._room = Room(PLACES)
         self._idle: list[CallProcess] = []
 
@@ -83,7 +83,9 @@ class BodyReaders:
         if len(body) <= self._short_bytes:
             yield Reading(body, None)
             return
-        async with self._room.place():
+        who = asking()
+        await while_wanted(self._room.enter(who))
+        try:
             process = await self._process()
             reading = Reading(body, process)
             try:
@@ -93,6 +95,8 @@ class BodyReaders:
                     process.kill()
                 else:
                     self._idle.append(process)
+        finally:
+            self._room.leave(who)
 
     async def _process(self) -> CallProcess:
         while self._idle:
@@ -100,7 +104,7 @@ class BodyReaders:
             if process.alive:
                 return process
             process.kill()
-        return await CallProcess.start("api.ring.apart_process", [str(COMPUTING_S)])
+        return await CallProcess.start("api.ring.body_process", [str(self._computing_s)])
 
     def close(self) -> None:
         """End the processes."""
