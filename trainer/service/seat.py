@@ -35,6 +35,7 @@ from shared.learners import (
     LoadDone,
     Pass,
     Publish,
+    Refused,
     Request,
     Save,
     SaveDone,
@@ -164,9 +165,10 @@ class Seat:
         elif not (again and _changes_nothing(request)):
             answer, save = await self._outcome(number, request, again)
             learner = self._learner
-            spoils = isinstance(request, Step) or (isinstance(request, Pass) and request.backward)
+            passed = (isinstance(request, Pass) and request.backward) or _refused(request, "pass")
+            spoils = passed or isinstance(request, Step) or _refused(request, "step")
             if spoils and isinstance(answer, Failed) and isinstance(learner, ServiceLearner):
-                reason = answer.message if isinstance(request, Pass) else ""
+                reason = answer.message if passed else ""
                 await self._compute(at_once(lambda: learner.spoil(reason)))
         self._number = number
         self._bytes += size
@@ -234,6 +236,8 @@ class Seat:
             return BeginDone(), None
         if isinstance(request, Ask):
             return await self._told(request)
+        if isinstance(request, Refused):
+            return Failed(request.message), None
         learner = self._mine
         match request:
             case Pass():
@@ -352,6 +356,10 @@ class Seat:
 
 def _changes_nothing(request: Request) -> bool:
     return isinstance(request, Save | Publish) or (isinstance(request, Pass) and not request.backward)
+
+
+def _refused(request: Request, of: str) -> bool:
+    return isinstance(request, Refused) and request.of == of
 
 
 def gone(error: BaseException) -> bool:
