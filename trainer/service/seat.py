@@ -331,8 +331,9 @@ class Seat:
             try:
                 folder = Path(open_files.enter_context(TemporaryDirectory(prefix="parallm-learner-")))
                 await asyncio.to_thread(write, folder)
-                shapes, hidden = self._card.modules, self._card.head_inputs
-                adapter = open_files.enter_context(prepared(folder, shapes=shapes, hidden_size=hidden))
+                shapes, hidden, dtype = self._card.modules, self._card.head_inputs, self._card.dtype
+                made = prepared(folder, shapes=shapes, hidden_size=hidden, dtype=dtype)
+                adapter = open_files.enter_context(made)
             except (OSError, SafetensorError) as error:
                 raise EngineError(f"the service could not write the version to its disk: {error}") from error
             manifest = await self._adapters.publish(
