@@ -96,9 +96,7 @@ _interactive_queue = Key(
     "parallm:{*}:queue:interactive", "stream", "api", "7 d, refreshed", "waiting and leased sequences"
 )
 _batch_queue = Key("parallm:{*}:queue:batch", "stream", "job runner", "7 d, refreshed", "waiting and leased sequences")
-_queue_of = Key(
-    "parallm:{*}:queue:*:*", "stream", "worker", "7 d, refreshed", "affinity to a worker; ~handed-back, ~suspects"
-)
+_queue_of = Key("parallm:{*}:queue:*:*", "stream", "worker", "7 d, refreshed", "for a worker; ~handed-back, ~suspects")
 
 
 @functools.lru_cache(maxsize=4096)  # every claim names many, again and again
@@ -236,10 +234,12 @@ kept_events = Key(
 )
 kept_uses = Key("parallm:kept:{*}:uses", "sorted set", "api", "a day longer", "what is kept, by its last use")
 kept_sizes = Key("parallm:kept:{*}:sizes", "hash", "api", "a day longer", "bytes of each, and of `all`")
-# Entries by the time in Unix milliseconds from which on one api process may take them. Lists: background,
-# webhooks, feedback, and learners:MODEL
+# Entries by the Unix milliseconds from which on they may be taken: background, webhooks, feedback, learners:MODEL
 due = Key("parallm:{*}:due", "sorted set", "api or job runner", "8 d, refreshed", "what is to be done, and when")
 due_owners = Key("parallm:{*}:due:owners", "hash", "api", "8 d, refreshed", "which process has taken which entry")
+due_of = Key("parallm:{*}:due:of:*", "sorted set", "api or job runner", "8 d, refreshed", "a tenant's part of a list")
+due_whose = Key("parallm:{*}:due:whose", "hash", "api or job runner", "8 d, refreshed", "whose part has an entry")
+due_turns = Key("parallm:{*}:due:turns", "sorted set", "api", "8 d, refreshed", "whose entries are taken next")
 
 
 def keeper(owner: str) -> str:
