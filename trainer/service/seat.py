@@ -154,7 +154,7 @@ class Seat:
         return self._learner
 
     async def _compute(self, start: Callable[[], Work[T]]) -> T:
-        return await self._turns.run(self._held.id, start)
+        return await self._turns.run(self._held.id, start, self._held.spec.owner)
 
     async def _carry_out(self, number: int, request: Request, size: int) -> None:
         again = number <= self._held.done  # it was answered before its service died
@@ -270,7 +270,9 @@ class Seat:
     async def _seen(self, request: Pass) -> dict[bytes, Picture]:
         """The tiles of a pass's images, by key."""
         images = [image for datum in request.data for image in datum.images]
-        return await self._pictures.of_refs(images, request.files) if images and self._pictures is not None else {}
+        if not images or self._pictures is None:
+            return {}
+        return await self._pictures.of_refs(images, request.files, self._held.spec.owner)
 
     async def _told(self, request: Ask) -> tuple[Answer, SaveInfo | None]:
         """What a run's learner says; much of it is kept as a save, the next one in its place."""
