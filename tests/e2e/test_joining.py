@@ -82,3 +82,21 @@ def test_a_worker_that_starts_while_redis_refuses_writes_says_so_and_waits(
             codes = [process.stop() for process in (waiting, leaving)]
     assert codes == [0, 0]
     assert "Traceback" not in waiting.output + leaving.output
+
+
+def test_learners_that_start_before_any_worker_wait_for_one(tmp_path: Path) -> None:
+    with EmbeddedRedis(tmp_path) as server:
+        command = ("--redis", server.url, "--model", f"models/{MODEL}")
+        waiting, leaving = (Process.start("trainer.service", *command) for _ in range(2))
+        try:
+            for process in (waiting, leaving):
+                process.wait_for_line("learners.waits_for_worker")
+            assert leaving.stop() == 0, "SIGTERM ends it while it waits"
+            worker = Process.start("worker", *command)
+            try:
+                waiting.wait_for_line("learners.ready")
+            finally:
+                assert worker.stop() == 0
+        finally:
+            codes = [process.stop() for process in (waiting, leaving)]
+    assert codes == [0, 0]
