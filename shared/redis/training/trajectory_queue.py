@@ -91,6 +91,11 @@ class TrajectoryQueue:
         entries = await self._redis.xrange(self._stream, f"({after}" if after else "-", "+", count=limit)
         return [_delivered(entry, fields) for entry, fields in entries]
 
+    async def newest(self) -> str:
+        """The entry that came last; "": none is there."""
+        found = await self._redis.xrevrange(self._stream, count=1)
+        return found[0][0].decode() if found else ""
+
     async def _group_read(self, after: str, count: int) -> list[tuple[bytes, dict[bytes, bytes] | None]]:
         streams: dict[Any, Any] = {self._stream: after}
         try:
@@ -118,3 +123,13 @@ class TrajectoryQueue:
 
 def _delivered(entry: bytes, fields: dict[bytes, bytes]) -> Delivered:
     return Delivered(entry.decode(), msgspec.json.decode(fields[b"d"], type=LiveTrajectory))
+
+
+def is_not_after(entry: str, other: str) -> bool:
+    """Whether an entry came before another one, or is it; "" came before all."""
+    return _order(entry) <= _order(other)
+
+
+def _order(entry: str) -> tuple[int, int]:
+    milliseconds, _, number = entry.partition("-")
+    return int(milliseconds or 0), int(number or 0)
