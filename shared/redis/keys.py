@@ -12,7 +12,7 @@ import hashlib
 
 GROUP = "workers"  # the consumer group on every sequence stream
 HANDED_BACK = "~handed-back"  # in a worker's place: sequences taken from a dead or leaving worker, claimed first
-SUSPECTS = "~suspects"  # in a worker's place: sequences that have killed workers, run alone
+SUSPECTS = "~suspects"  # in a worker's place: sequences whose workers have died twice, run apart from all others
 
 DAY_S = 86_400
 SEQUENCE_TTL_S = 3_600  # of a finished sequence and its log
@@ -105,9 +105,9 @@ def queue(model: str, sequence_class: str, worker: str = "") -> str:
     return _queue_of(model, sequence_class, worker) if worker else _queue(model, sequence_class)
 
 
-suspect_turn = Key("parallm:{*}:suspect-turn", "string", "worker", "5 s", "which worker runs empty for a suspect")
+suspect_turn = Key("parallm:{*}:suspect-turn", "string", "worker", "5 s", "which worker runs empty for suspects")
 reap_turn = Key("parallm:{*}:reap-turn", "string", "worker", "a twelfth of a lease", "who looked for dead workers last")
-# Fields: spec, state, attempt, deaths, worker, api, cancel, deadline, stream, entry, kv_at (who had it last)
+# Fields: spec, state, attempt, deaths, worker, api, cancel, deadline, stream, entry, kv_at (last owner), party, beside
 sequence = Key("parallm:{*}:seq:*", "hash", "api or job runner", "1 h after its end", "one sequence's state")
 sequence_log = Key("parallm:{*}:out:*", "stream", "worker", "1 h after its end", "one sequence's tokens, in chunks")
 finished = Key("parallm:{*}:finished:*", "stream", "job runner", "7 d", "results that no tick has recorded yet")
