@@ -135,6 +135,10 @@ class PayloadTooLargeError(ParallmError, status=413, type="invalid_request_error
     """The body is larger than this server takes."""
 
 
+class HeadersTooLargeError(ParallmError, status=431, type="invalid_request_error", code="headers_too_large"):
+    """The headers of a request are longer than this server takes."""
+
+
 class QueueFullError(ParallmError, status=429, type="rate_limit_error", code="queue_full"):
     """Too much work is waiting; try again after `retry_after_s` seconds."""
 

@@ -159,7 +159,14 @@ class Ask(msgspec.Struct, frozen=True, tag="ask"):
     upload: str = ""  # where it lies in chunks, in place of `body`
 
 
-Request = Begin | Pass | SeenPass | Step | Save | Load | Publish | Ask
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """One that an api has refused, in its place; its answer is that error, and its effect that of a failed one."""
+
+    message: str
+    of: Literal["pass", "step", "other"] = "other"  # a pass with gradients, an update
+
+
+Request = Begin | Pass | SeenPass | Step | Save | Load | Publish | Ask | Refused
 
 
 class BeginDone(msgspec.Struct, frozen=True, tag="begin"):

@@ -172,7 +172,7 @@ class Claim(msgspec.Struct, frozen=True):
     stream: str
     entry: str
     attempt: int  # 1 for the first; writes of an older attempt are refused
-    alone: bool = False  # it has killed workers: nothing may run beside it
+    suspect: bool = False  # it may have ended its workers: only other suspects run beside it
 
 
 class ModelCard(msgspec.Struct, frozen=True):

@@ -1,7 +1,8 @@
 """The images of claimed sequences: their bytes out of Redis, cut into the tiles that the model sees.
 
-Invariants. No image is decoded in this process (`shared/image_files/`). Sequences that bring one image at a time wait
-for one reading of it. What is kept is bounded in bytes, and only saves reading it again.
+Invariants. No image is decoded in this process (`shared/image_files/`), and tenants take turns at that. Sequences of a
+tenant that bring one image at a time wait for one reading of it. What is kept is bounded in bytes, and only saves
+reading it again.
 """
 
 import asyncio
@@ -33,7 +34,7 @@ class Pictures:
         self._limit = kept_bytes
         self._kept: OrderedDict[bytes, Picture] = OrderedDict()
         self._bytes = 0
-        self._alike: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
+        self._alike: WeakValueDictionary[tuple[str, bytes], asyncio.Lock] = WeakValueDictionary()
 
     async def of(self, spec: SequenceSpec) -> tuple[Picture, ...]:
         """What comes with a sequence; a ParallmError when an image has gone, or this worker sees none."""
@@ -49,10 +50,10 @@ class Pictures:
         self._reader.close()
 
     async def _picture(self, spec: SequenceSpec, image: ImageRef, vision: VisionSpec) -> Picture:
-        async with self._alike.setdefault(image.key, asyncio.Lock()):
+        async with self._alike.setdefault((spec.tenant, image.key), asyncio.Lock()):
             data = None if image.key in self._kept else await self._bytes_of(spec, image.sha256)
             if data is not None:
-                self._keep(await self._read(data, image, vision))
+                self._keep(await self._read(data, image, vision, spec.tenant))
             self._kept.move_to_end(image.key)
             picture = self._kept[image.key]
             self._shrink()
@@ -63,16 +64,17 @@ class Pictures:
         own = await job_image(self._redis, spec.job, sha256) if spec.job else None
         return await self._store.get(spec.tenant, sha256) if own is None else own
 
-    async def _read(self, data: bytes, image: ImageRef, vision: VisionSpec) -> Picture:
+    async def _read(self, data: bytes, image: ImageRef, vision: VisionSpec, tenant: str) -> Picture:
         try:
-            width, height, tiles = await self._reader.tiles(data, vision, image.detail)
+            width, height, tiles = await self._reader.tiles(data, vision, image.detail, tenant)
         except InvalidRequestError as error:
             raise EngineError(error.message) from error
         return Picture(image.key, tiles, width, height)
 
     def _keep(self, picture: Picture) -> None:
-        self._kept[picture.key] = picture
-        self._bytes += _size(picture)
+        if picture.key not in self._kept:  # another tenant's reading of it may have ended meanwhile
+            self._kept[picture.key] = picture
+            self._bytes += _size(picture)
 
     def _shrink(self) -> None:
         while self._bytes > self._limit and self._kept:

@@ -21,7 +21,7 @@ from redis.exceptions import RedisError
 
 from shared.errors import EngineError
 from shared.process.garbage import leave_out_what_is_loaded
-from shared.process.loops import begin, cancel
+from shared.process.loops import begin, cancel, until_taken
 from shared.process.settings import WorkerSettings
 from shared.redis.connection.client import connect
 from shared.redis.queue.affinity import WarmNotes
@@ -33,7 +33,6 @@ from shared.redis.tokens.log import read_tokens
 from shared.redis.tokens.writer import FrameWriter
 from shared.sequences import Claim, ModelCard
 from shared.telemetry.metrics import Tally
-from shared.text.codec import TokenizerBundle
 from worker.adapters.cache import DiskCache
 from worker.adapters.sync import AdapterSync
 from worker.cache_resets import CacheResets
@@ -46,7 +45,7 @@ from worker.engine.messages import RowRequest, StepOutput, engine_config
 from worker.engine.thread import EngineThread
 from worker.engine_watch import EngineWatch
 from worker.group.lead import GroupLead
-from worker.group.opening import ended, prepared, started
+from worker.group.opening import ended, joined, prepared, started
 from worker.group.placement import Placement
 from worker.guest import Guest, Lodging, Workplace
 from worker.pause import Pause
@@ -107,9 +106,10 @@ class WorkerProcess:
         self._control = connect(self._settings.redis, blocking=True)
         try:
             leave_out_what_is_loaded()
-            await self._open(loaded.card, loaded.tokenizer)
-            self._lodging.open(place, self._stop)
-            await self._serve()
+            self._open(loaded.card)
+            if await joined(until_taken("worker", self._join), group, self._stop):
+                self._lodging.open(place, self._stop)
+                await self._serve()
         finally:
             gone = self._registry.remove(self._card.name, self.id)
             for last_word in (gone, self._peers.close(), self._count(), self._adapters.close()):
@@ -127,7 +127,7 @@ class WorkerProcess:
         """Begin to drain; safe in a signal handler of the loop."""
         self._stop.set()
 
-    async def _open(self, card: ModelCard, tokenizer: TokenizerBundle) -> None:
+    def _open(self, card: ModelCard) -> None:
         self._queue = SequenceQueue(self._redis, card.name, lease_ms=self._settings.lease_ms)
         self._registry = WorkerRegistry(self._redis)
         tally = Tally()
@@ -162,25 +162,19 @@ class WorkerProcess:
         submit, take, pictures = self._engine.submit, self._publisher.take, Pictures(self._redis, card.vision)
         self._preparing = Preparing(self._adapters, self.rows, submit, self._submitted, take, self._peers, pictures)
         self._cache_resets = CacheResets(self._redis, self._engine, self.id)
-        self._orders = ControlChannel(
-            self._redis,
-            self._control,
-            card.name,
-            self.id,
-            self.rows,
-            self._engine.cancel,
-            self._publisher.flush_log,
-            self._pause.poke,
-            self._cache_resets.take,
-        )
+        obey = (self._engine.cancel, self._publisher.flush_log, self._pause.poke, self._cache_resets.take)
+        self._orders = ControlChannel(self._redis, self._control, card.name, self.id, self.rows, *obey)
+
+    async def _join(self) -> None:
+        """Have the ring know us."""
         if not self._settings.allow_other_weights:
-            await self._registry.admit(card, self._status)
-        await self._registry.register_model(card, tokenizer)
+            await self._registry.admit(self._card, self._status)
+        await self._registry.register_model(self._card, self._tokenizer)
         self._state = "ready"
         await self._pause.look()
         await self._beat()
         rows, chunk = self._settings.max_batch_size, self._engine.prefill_chunk
-        log.info("worker.ready", worker=self.id, model=card.name, rows=rows, prefill_chunk=chunk)
+        log.info("worker.ready", worker=self.id, model=self._card.name, rows=rows, prefill_chunk=chunk)
 
     async def _serve(self) -> None:
         claiming = begin("worker", claim=self._claim_forever, reap=self._reap_forever)

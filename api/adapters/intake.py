@@ -105,6 +105,7 @@ async def publish(ring: Ring, name: str, fields: UploadFields, files: AdapterFil
         workdir,
         shapes=card.modules if card else {},
         hidden_size=card.head_inputs if card else 0,
+        dtype=card.dtype if card else "",
         max_bytes=ring.settings.max_adapter_bytes,
     )
     manifest = await ring.adapters.publish(

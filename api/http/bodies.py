@@ -27,9 +27,17 @@ class BodyRoute(APIRoute):
             body = TypeAdapter(field.field_info.annotation or Any)
 
         async def handled(request: Request) -> Response:
-            return await handle(_BodyRequest(request, body))
+            reads = _BodyRequest(request, body)
+            try:
+                return await handle(reads)
+            except Exception as error:
+                await self.refused(reads, error)
+                raise
 
         return handled
+
+    async def refused(self, request: Request, error: Exception) -> None:
+        """Called with whatever a request ends in, before it is answered; for routes that keep books of it."""
 
 
 class _BodyRequest(Request):

@@ -6,9 +6,13 @@ off, so nothing is held for it for longer. Bodies have a time limit of their own
 """
 
 import asyncio
+from http import HTTPStatus
 
 import structlog
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from api.http.errors import error_object
+from shared.errors import HeadersTooLargeError
 
 log = structlog.get_logger()
 
@@ -23,7 +27,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     _cut: asyncio.TimerHandle | None = None
     _overdue: asyncio.TimerHandle | None = None
-    _header_bytes = 0
+    _header_bytes = 0  # received, of headers that have not ended
+    _block_bytes = 0  # of a request's line and headers, or of a body's trailers, as far as they have been read
     _in_headers = True
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -47,15 +52,42 @@ class BoundedProtocol(HttpToolsProtocol):
                 return
         super().data_received(data)
 
+    def send_400_response(self, msg: str) -> None:
+        """To what is no HTTP, or has too many headers."""
+        if self._block_bytes <= MAX_HEADER_BYTES:
+            super().send_400_response(msg)
+            return
+        status = f"HTTP/1.1 431 {HTTPStatus(431).phrase}\r\nconnection: close\r\ncontent-type: application/json\r\n"
+        body = error_object(HeadersTooLargeError(f"a request's headers are at most {MAX_HEADER_BYTES} bytes"))
+        self.transport.write(f"{status}content-length: {len(body)}\r\n\r\n".encode() + body)
+        self.transport.close()
+
+    def on_url(self, url: bytes) -> None:
+        """The request's address, or a part of it."""
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header, or a trailer."""
+        self._count(len(name) + len(value) + len(b": \r\n"))
+        super().on_header(name, value)
+
+    def _count(self, size: int) -> None:
+        """An exception ends the parser, upon which `send_400_response` is called."""
+        self._block_bytes += size
+        if self._block_bytes > MAX_HEADER_BYTES:
+            raise OverflowError
+
     def on_message_begin(self) -> None:
         """A request begins."""
+        self._block_bytes = 0
         super().on_message_begin()
         if self._overdue is None:
             self._expect_headers()
 
     def on_headers_complete(self) -> None:
         """Its headers are there."""
-        self._in_headers, self._header_bytes = False, 0
+        self._in_headers, self._header_bytes, self._block_bytes = False, 0, 0
         if self._overdue is not None:
             self._overdue.cancel()
             self._overdue = None

@@ -82,8 +82,11 @@ class RequestContext:
                 (log.debug if scope["path"] in OPEN_PATHS else log.info)("api.request", **fields)
 
     def _count(self, scope: Scope, status: int, seconds: float) -> None:
-        """By the route's pattern, so that ids in paths make no series of their own; 499: the client has left."""
-        route = getattr(scope.get("route"), "path", "other")
+        """By the route's pattern, so that ids in paths make no series of their own; 499: the client has left.
+
+        What no route answers is counted together, in particular methods that a path does not have.
+        """
+        route = getattr(scope.get("route"), "path", "other") if status != 405 else "other"
         method = scope["method"] if scope["method"] in _METHODS else "other"
         self._tally.counter("mlx_parallm_http_requests_total", method, route, str(status or 499)).add()
         self._tally.histogram("mlx_parallm_http_request_seconds", route).observe(seconds)

@@ -120,11 +120,14 @@ class ErrorResponse(Response):
 
 
 class BodyError(HTTPException):
-    """An error of ours while a body is read: there FastAPI lets no other kind out."""
+    """An error of ours while a body is read: there FastAPI lets no other kind out.
 
-    def __init__(self, error: ParallmError) -> None:
+    `body`: what there is of a body that is not handed on.
+    """
+
+    def __init__(self, error: ParallmError, body: bytes = b"") -> None:
         super().__init__(error.status, error.message)
-        self.error = error
+        self.error, self.body = error, body
 
 
 def install(app: FastAPI) -> None:

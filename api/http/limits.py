@@ -23,8 +23,9 @@ NUMBERS = ("/v1/training/update", PASSES, "/api/v1/forward")  # long bodies of m
 PROTOBUF = "application/x-protobuf"
 REQUESTS = "/v1/messages/batches"  # a body of many requests, each of which its route looks at by itself
 MAX_REQUESTS_BYTES = 64 << 20  # of them, which are in memory at once; --max-upload-bytes if that is less
+MAX_FORM_BYTES = 128 << 10  # a form is read in the event loop; the longest text of ours takes 48 KiB of one
 BYTES_PER_NUMBER = 8
-BYTES_PER_OBJECT = 50
+BYTES_PER_OBJECT = 512
 SAMPLES = "/api/v1/asample"
 # Take images as `data:` URLs or base64, which may be long
 IMAGES = frozenset(
@@ -45,9 +46,8 @@ UPLOADS = re.compile(
     r"/v1/files|/v1/jobs|/v1/adapters|/v1/adapters/[^/]+/versions|/upload_adapter|/update_adapter_weights"
 )
 _UNSAID = ("", "application/x-www-form-urlencoded")  # what `curl -d` says: only the dashboard takes such forms
-_IMAGE = re.compile(
-    rb'"(?:url|image_url|location)"\s*+:\s*+"data:[^"\\]*+"|"data"\s*+:\s*+"[a-z0-9+/=]*+"', re.IGNORECASE
-)
+_IMAGE = re.compile(rb'"(?:url|image_url|location)"\s*+:\s*+"(data:)|"data"\s*+:\s*+"', re.IGNORECASE)
+_BASE64 = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/="
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.?)*+(?:"|\Z)', re.DOTALL)  # possessive: one pass, whatever the text
 # A piece of JSON that is taken in one call, so that other threads get a turn in between; it never ends in a string.
 _PIECE = re.compile(rb'(?:[^"]++|"(?:[^"\\]++|\\.?)*+(?:"|\Z)){1,10000}+', re.DOTALL)
@@ -75,15 +75,15 @@ class BodyLimit:
         if headers.get("content-type", "") in _UNSAID and not scope["path"].startswith("/dashboard"):
             headers["content-type"] = "application/json"
         upload = is_multipart(headers) and UPLOADS.fullmatch(scope["path"]) is not None
-        limit, most_values, most_objects = self._bounds(scope["path"], upload)
+        limit = most_bytes(self._settings, scope["path"], upload=upload)
         detail = f"the body is larger than {limit} bytes"
         if scope["path"] == "/v1/jobs" and not upload:
             detail += "; upload many prompts as JSONL (multipart/form-data)"
         length = headers.get("content-length", "")
-        if length.isdigit() and int(length) > limit:
+        numbered = scope["path"] == PASSES and is_protobuf(headers)  # its route looks whose it was
+        if length.isdigit() and int(length) > limit and not numbered:
             await error_response(PayloadTooLargeError(detail))(scope, receive, send)
             return
-        binary = scope["path"] == PASSES and headers.get("content-type", "") == PROTOBUF
         read, until = 0, time.monotonic() + BODY_WITHIN_S
         held: list[bytes] | None = None if upload else []  # until the whole body has been looked at
 
@@ -95,45 +95,61 @@ class BodyLimit:
                     return message
                 read += len(message.get("body", b""))
                 if read > limit:
-                    raise BodyError(PayloadTooLargeError(detail))
+                    raise BodyError(PayloadTooLargeError(detail), b"".join((held or [])[:4]))
                 if held is None:
                     return message
                 held.append(message.get("body", b""))
                 if not message.get("more_body"):
                     pieces, held = held, None
+                    join = partial(_joined, pieces)
+                    body = await aside(join) if read > LARGE_BYTES else join()
                     try:
-                        look = partial(self._whole, pieces, scope["path"], binary, most_values, most_objects)
-                        body = await aside(look) if read > LARGE_BYTES else look()
+                        check = partial(self._check, body, scope["path"])
+                        await aside(check) if read > LARGE_BYTES else check()
                     except ParallmError as error:
-                        raise BodyError(error) from error
+                        raise BodyError(error, body) from error
                     return {"type": "http.request", "body": body, "more_body": False}
 
         await self._app(scope, bounded, send)
 
-    def _whole(self, pieces: list[bytes], path: str, binary: bool, most_values: int, most_objects: int) -> bytes:
-        """The body, which has been looked at; what is long is copied without the interpreter's lock."""
-        body = b"".join(pieces)
-        pieces.clear()  # else it would be there twice while it is looked at
+    def _check(self, body: bytes, path: str) -> None:
         if len(body) > self._settings.max_request_bytes and path in IMAGES:
             check_beside_images(body, self._settings.max_request_bytes)
-        if not binary and path != REQUESTS:
-            check_shape(body, most_values, most_objects)
-        return body
+        if path not in NUMBERS and path != REQUESTS:
+            check_shape(body, self._settings.max_json_values)
 
-    def _bounds(self, path: str, upload: bool) -> tuple[int, int, int]:
-        """Bytes of a body, and values and objects in it; 0 objects: as many as go with the values."""
-        limit, most_values = self._settings.max_request_bytes, self._settings.max_json_values
-        if upload:
-            return self._settings.max_upload_bytes, most_values, 0
-        if path in NUMBERS:
-            limit = self._settings.max_training_bytes
-            most_values = max(most_values, limit // BYTES_PER_NUMBER)
-            return limit, most_values, limit // BYTES_PER_OBJECT
-        if path in IMAGES:
-            limit = max(limit, self._settings.max_image_request_bytes)
-        if path == REQUESTS:
-            limit = max(limit, min(self._settings.max_upload_bytes, MAX_REQUESTS_BYTES))
-        return limit, most_values, 0
+
+def most_bytes(settings: ApiSettings, path: str, *, upload: bool = False) -> int:
+    """Of a body that a route takes."""
+    if upload:
+        return settings.max_upload_bytes
+    if path in NUMBERS:
+        return settings.max_training_bytes
+    if path in IMAGES:
+        return max(settings.max_request_bytes, settings.max_image_request_bytes)
+    if path.startswith("/dashboard"):
+        return min(settings.max_request_bytes, MAX_FORM_BYTES)
+    if path == REQUESTS:
+        return max(settings.max_request_bytes, min(settings.max_upload_bytes, MAX_REQUESTS_BYTES))
+    return settings.max_request_bytes
+
+
+def most_numbers(settings: ApiSettings) -> tuple[int, int]:
+    """Values and objects of a body of NUMBERS; its shape is checked where it is read (api/ring/body_readers.py)."""
+    limit = settings.max_training_bytes
+    return max(settings.max_json_values, limit // BYTES_PER_NUMBER), max(FEW_OBJECTS, limit // BYTES_PER_OBJECT)
+
+
+def is_protobuf(headers: Headers) -> bool:
+    """Whether a body is one of Tinker's messages."""
+    return headers.get("content-type", "") == PROTOBUF
+
+
+def _joined(pieces: list[bytes]) -> bytes:
+    """The body; what is long is copied without the interpreter's lock."""
+    body = b"".join(pieces)
+    pieces.clear()  # else it would be there twice
+    return body
 
 
 def is_multipart(headers: Headers) -> bool:
@@ -151,7 +167,16 @@ async def _in_time(receive: Receive, until: float) -> Message:
 
 def check_beside_images(body: bytes, most: int) -> None:
     """PayloadTooLargeError for a body that has more bytes than this besides the `data:` URLs of its images."""
-    if len(body) - sum(found.end() - found.start() for found in _IMAGE.finditer(body)) > most:
+    beside, at = len(body), 0
+    while (found := _IMAGE.search(body, at)) is not None:
+        at = found.end()
+        end = body.find(b'"', at)
+        if end < 0:
+            break
+        if body.find(b"\\", at, end) < 0 and (found[1] or not body[at:end].translate(None, _BASE64)):
+            beside -= end - at
+            at = end + 1
+    if beside > most:
         raise PayloadTooLargeError(f"the body is larger than {most} bytes, even without its images")
 
 

@@ -117,7 +117,7 @@ def _ready(ranks: tuple[RankStatus, ...]) -> int:
 
 async def _adapters(gauges: Gauges, ring: Ring, workers: list[WorkerStatus]) -> None:
     pointers = await ring.adapters.pointers()
-    for name, latest in pointers.items():
+    for name, latest in reversed(pointers.items()):  # the last published ones first, should there be too many
         gauges["mlx_parallm_adapter_latest_version"][(name,)] = latest
     split = await ring.splits.stored.among(pointers)
     for at in range(0, len(split), SPLITS_AT_ONCE):

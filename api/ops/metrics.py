@@ -4,6 +4,8 @@ Counters and histograms are the totals of all processes (shared/redis/ring/metri
 at this moment (api/ops/gauges.py). A client that asks for JSON gets the few figures that training code reads.
 """
 
+import itertools
+import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Annotated, Any
@@ -21,7 +23,7 @@ from api.ring.choosing import from_each
 from api.ring.ring import Ring, ring_of
 from shared.process.options.rings import HOME
 from shared.redis.ring.metric_store import read_totals
-from shared.telemetry.metrics import CATALOGUE, INF, SUM, parse_field, series
+from shared.telemetry.metrics import CATALOGUE, INF, MOST_SERIES, SUM, parse_field, series
 from shared.telemetry.metrics import Metric as Described
 
 router = APIRouter(tags=["operations"])
@@ -161,20 +163,29 @@ class _Figures(Collector):
         """Every family of the catalogue that has a value."""
         counted = _by_family(self._totals)
         _add_names_of_instrumentator(counted)
+        left_out: dict[tuple[str, ...], float] = {}
         for name, metric in CATALOGUE.items():
-            if values := self._gauges.get(name):
+            values: Mapping[tuple[str, ...], Any] = self._gauges.get(name) or counted.get(name) or {}
+            if len(values) > MOST_SERIES:
+                left_out[(name,)] = len(values) - MOST_SERIES
+                told = itertools.islice(values, MOST_SERIES) if name in self._gauges else sorted(values)[:MOST_SERIES]
+                values = {labels: values[labels] for labels in told}
+            if values and metric.kind == "histogram":
+                yield _histogram_family(metric, values)
+            elif values and name not in self._gauges:
+                yield _plain_family(metric, ((labels, counts.get("", 0.0)) for labels, counts in values.items()))
+            elif values:
                 yield _plain_family(metric, values.items())
-            elif metric.kind == "histogram" and counted.get(name):
-                yield _histogram_family(metric, counted[name])
-            elif counts := counted.get(name):
-                yield _plain_family(metric, ((labels, values.get("", 0.0)) for labels, values in counts.items()))
+        if left_out:
+            yield _plain_family(CATALOGUE["mlx_parallm_series_left_out"], left_out.items())
 
 
-_Series = dict[tuple[str, ...], dict[str, float]]  # label values -> bucket ("" of a counter) -> value
+_Counted = dict[tuple[str, ...], dict[str, float]]
+_Series = Mapping[tuple[str, ...], dict[str, float]]  # label values -> bucket ("" of a counter) -> value
 
 
-def _by_family(totals: dict[str, float]) -> dict[str, _Series]:
-    families: dict[str, _Series] = defaultdict(lambda: defaultdict(dict))
+def _by_family(totals: dict[str, float]) -> dict[str, _Counted]:
+    families: dict[str, _Counted] = defaultdict(lambda: defaultdict(dict))
     for field, value in totals.items():
         try:
             name, labels, bucket = parse_field(field)
@@ -184,7 +195,7 @@ def _by_family(totals: dict[str, float]) -> dict[str, _Series]:
     return families
 
 
-def _add_names_of_instrumentator(families: dict[str, _Series]) -> None:
+def _add_names_of_instrumentator(families: dict[str, _Counted]) -> None:
     """Our figures of HTTP requests, also under the names that vLLM's boards read."""
     requests, durations = families["http_requests_total"], families["http_request_duration_seconds"]
     for (method, route, status), values in families["mlx_parallm_http_requests_total"].items():
@@ -207,11 +218,11 @@ def _plain_family(metric: Described, values: Iterable[tuple[tuple[str, ...], flo
 def _histogram_family(metric: Described, series: _Series) -> Metric:
     family = HistogramMetricFamily(metric.name, metric.meaning, labels=metric.labels)
     for labels, values in sorted(series.items()):
-        below = 0.0
+        counts = [(float(bound), count) for bound, count in values.items() if bound != SUM]
         buckets: list[tuple[str, float]] = []
-        for bound in (*(str(bound) for bound in metric.buckets), INF):
-            below += values.get(bound, 0.0)
-            buckets.append((bound, below))
+        for bound in (*metric.buckets, math.inf):  # others than those counted by are sums of several
+            below = sum(count for counted_to, count in counts if counted_to <= bound)
+            buckets.append((INF if bound == math.inf else str(bound), below))
         family.add_metric(labels, buckets, values.get(SUM, 0.0))
         if metric.buckets[0] < 0:  # the library leaves these two out, since such a sum may shrink
             named = dict(zip(metric.labels, labels, strict=True))

@@ -4,7 +4,8 @@
 
 Work whose time depends on what a client sent stays off the event loop: `room.py` shares a few threads fairly between
 API keys (`caller.py` says whose work a task does), `grammars.py` checks grammars in processes that can be killed
-(`grammar_process.py`), and `ordered_scores.py` asks a job runner for rewards.
+(`grammar_process.py`), `body_readers.py` reads long bodies in others (`body_process.py`), and `ordered_scores.py` asks
+a job runner for rewards.
 
 Images are checked in such processes, too (`images.py`); `named_images.py` reads those that a request names, and
 `image_fetch.py` fetches them from hosts that the operator has named, where `public_addresses.py` says that the address

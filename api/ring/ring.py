@@ -20,6 +20,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 
 from api.load import Load
+from api.ring.body_readers import BodyReaders
 from api.ring.caller import asker
 from api.ring.first_tokens import FirstTokens, Forecast
 from api.ring.grammars import GrammarChecker
@@ -103,6 +104,7 @@ class Ring:
         self.affinity = Affinity(self.redis, self.registry)
         self.codecs = CodecCache(self.registry)
         self.grammars: GrammarChecker = home.grammars if home else GrammarChecker()
+        self.bodies: BodyReaders = home.bodies if home else BodyReaders()
         self.jobs = JobStore(self.redis)
         self.files: FileStore = home.files if home else FileStore(self.redis)
         self.batches: BatchStore = home.batches if home else BatchStore(self.redis)
@@ -163,6 +165,7 @@ class Ring:
         await self._let_go()
         self.patterns.close()
         await self.grammars.close()
+        self.bodies.close()
         await self.image_fetch.close()
 
     async def _let_go(self) -> None:

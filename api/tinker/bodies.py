@@ -11,7 +11,7 @@ from api.http.fields import Off, RequestModel
 from api.tinker.names import ID, SAVE_NAME
 from api.tinker.prompts import MOST_CHUNKS, MOST_DATA, Ids, ImageChunk, Piece, whole
 from shared.errors import InvalidRequestError, UnsupportedParameterError
-from shared.learners import LossName, Step, Values
+from shared.learners import Datum, LossName, Step, Values
 
 Id = Annotated[str, Field(pattern=ID)]
 SaveName = Annotated[str, Field(pattern=SAVE_NAME)]
@@ -235,14 +235,29 @@ class DatumBody(RequestModel):
     def given(self) -> "GivenDatum":
         """As it was asked."""
         inputs = {name: tensor.values() for name, tensor in self.loss_fn_inputs.items()}
-        return GivenDatum(self.model_input.pieces(), inputs)
+        return GivenDatum.of(self.model_input.pieces(), inputs)
 
 
 class GivenDatum(NamedTuple):
     """A datum whose images have not been looked at."""
 
-    pieces: list[Piece]
+    pieces: list[bytes | ImageChunk]  # token ids [L] as int32, little-endian
     inputs: dict[str, Values]
+
+    @classmethod
+    def of(cls, pieces: list[Piece], inputs: dict[str, Values]) -> "GivenDatum":
+        """InvalidRequestError for numbers that are no token ids."""
+        return cls([piece if isinstance(piece, ImageChunk) else tokens_of(piece) for piece in pieces], inputs)
+
+    @property
+    def text(self) -> Datum | None:
+        """One of text alone; None for others."""
+        (first, *more) = self.pieces
+        return Datum(first, self.inputs) if isinstance(first, bytes) and not more else None
+
+    def prompt(self) -> list[Piece]:
+        """Its pieces, for images to be read."""
+        return [np.frombuffer(piece, "<i4") if isinstance(piece, bytes) else piece for piece in self.pieces]
 
 
 class GivenPass(NamedTuple):

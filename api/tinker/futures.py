@@ -7,6 +7,7 @@ refused has a result, too: its error, and whose fault it was.
 import time
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
@@ -54,7 +55,7 @@ async def retrieve_future(body: FutureBody, request: Request, ring: TheRing) -> 
     if isinstance(answer, PassDone):
         if PROTOBUF in request.headers.get("accept", ""):
             return Response(await aside(pass_bytes, answer), media_type=PROTOBUF)
-        return json_reply(await aside(_shown_pass, answer))
+        return Response(await aside(_written_pass, answer), media_type="application/json")
     sampler = sampler_of(session, int(numbers[2])) if len(numbers) == 3 else ""
     return json_reply(await _shown(ring, spec, answer, sampler, latest))
 
@@ -105,21 +106,25 @@ async def _shown(ring: Ring, spec: LearnerSpec, answer: Answer, sampler: str, la
                 adapter = spec.adapter if latest else version_id(spec.adapter, answer.version)
                 await ring.tinker.put(keeper(), sampler, TinkerSampler(sampler, spec.model, adapter, path))
             return {"type": "save_weights_for_sampler", "path": path, "sampling_session_id": sampler or None}
-        case PassDone():
-            return _shown_pass(answer)
-        case Told():
-            raise _gone()  # of a run's learner, which is no client's
+        case PassDone() | Told():
+            raise _gone()  # of a run's learner, which is no client's; passes are written elsewhere
 
 
-def _shown_pass(answer: PassDone) -> dict[str, Any]:
+def _written_pass(answer: PassDone) -> bytes:
+    """As JSON, array by array: a long one in one piece would keep the interpreter's lock."""
     outputs = [
         {
-            name: {"data": values.array().ravel().tolist(), "dtype": values.dtype, "shape": list(values.shape)}
+            name: {
+                "data": msgspec.Raw(msgspec.json.encode(values.array().ravel().tolist())),
+                "dtype": values.dtype,
+                "shape": values.shape,
+            }
             for name, values in output.items()
         }
         for output in answer.outputs
     ]
-    return {"loss_fn_output_type": "ArrayRecord", "loss_fn_outputs": outputs, "metrics": answer.metrics}
+    shown = {"loss_fn_output_type": "ArrayRecord", "loss_fn_outputs": outputs, "metrics": answer.metrics}
+    return msgspec.json.encode(shown)
 
 
 def _again(id: str) -> Response:

@@ -5,7 +5,7 @@ part of the protocol. Fields that are not described are skipped, as protobuf doe
 """
 
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import groupby, islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +15,7 @@ from google.protobuf.message import DecodeError
 
 from api.tinker.bodies import GivenDatum, GivenPass, TensorBody, check_dense, dense, loss_named
 from api.tinker.prompts import MOST_CHUNKS, MOST_DATA, ImageChunk, Piece, whole
+from api.tinker.wire import check_items, fields, varint
 from shared.errors import InvalidRequestError, UnsupportedParameterError
 from shared.learners import PassDone, Values
 
@@ -85,6 +86,8 @@ _MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
         "prompt_alt_tokens": (6, "PromptAltTokens"),
     },
 }
+MOST_ITEMS = 1 << 18  # of a pass: 4,096 data with four arrays each are half of it
+_KINDS = {message: dict(described.values()) for message, described in _MESSAGES.items()}
 _FLOAT32, _INT64, _INT32 = 1, 2, 3
 _NUMPY = {_FLOAT32: "<f4", _INT64: "<i8"}
 _NO_LOGPROB = -99999.0  # of an empty place of a top-k
@@ -92,9 +95,9 @@ _NO_LOGPROB = -99999.0  # of an empty place of a top-k
 
 def _classes() -> dict[str, Any]:
     file = descriptor_pb2.FileDescriptorProto(name="parallm_tinker.proto", package="parallm_tinker", syntax="proto3")
-    for name, fields in _MESSAGES.items():
+    for name, described in _MESSAGES.items():
         message = file.message_type.add(name=name)
-        for field, (number, kind) in fields.items():
+        for field, (number, kind) in described.items():
             base = kind.lstrip("*?")
             label = _TYPES.LABEL_REPEATED if kind.startswith("*") else _TYPES.LABEL_OPTIONAL
             made = message.field.add(name=field, number=number, label=label)
@@ -115,8 +118,28 @@ def _classes() -> dict[str, Any]:
 _MESSAGE = _classes()
 
 
+def read_number(body: bytes) -> tuple[str, int, bool]:
+    """Of the body of forward_backward `model_id`, `seq_id` and whether gradients are asked for.
+
+    The body may be cut off: they stand before the data. InvalidRequestError when not even they can be read.
+    """
+    model, number, backward = "", 0, True
+    try:
+        for field in islice(fields(body, 0, len(body)), MOST_DATA + 64):
+            if field.number == 1 and field.is_bytes:
+                model = body[field.start : field.end].decode(errors="replace")
+            elif field.number in (2, 6) and not field.is_bytes:
+                value, _ = varint(body, field.start, field.end)
+                number, backward = (value, backward) if field.number == 2 else (number, not value)
+    except InvalidRequestError:
+        if not model:
+            raise
+    return model, number, backward
+
+
 def read_pass(body: bytes) -> GivenPass:
     """The body of forward_backward; InvalidRequestError when it is none."""
+    check_items(body, "ForwardBackwardRequest", _KINDS, MOST_ITEMS)
     message = _MESSAGE["ForwardBackwardRequest"]()
     try:
         message.ParseFromString(body)
@@ -147,7 +170,7 @@ def _datum(message: Any) -> GivenDatum:
     if len(message.model_input) > MOST_CHUNKS:
         raise ValueError(f"{len(message.model_input)} chunks, and a prompt has {MOST_CHUNKS} at most")
     pieces = list(map(_piece, message.model_input))
-    return GivenDatum(whole(pieces), {each.key: _values(each.value) for each in message.loss_fn_inputs})
+    return GivenDatum.of(whole(pieces), {each.key: _values(each.value) for each in message.loss_fn_inputs})
 
 
 def _piece(chunk: Any) -> Piece:

@@ -19,7 +19,9 @@ SessionPath = Annotated[str, Path(pattern=ID)]
 
 _FLAGS = {
     "pjwt_auth_enabled": False,
-    "parallel_fwdbwd_chunks": True,
+    # In order: of parts at once the SDK sends the first one last, and never when another was refused. Then its client
+    # waits for ever for the turn of what comes after them.
+    "parallel_fwdbwd_chunks": False,
     "proto_write_fwdbwd": False,  # where an SDK knows both, it writes JSON; newer ones know protobuf alone
     "proto_compress_fwdbwd": False,
     "create_model_via_load_weights": True,

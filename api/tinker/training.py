@@ -8,37 +8,34 @@ import secrets
 import time
 from typing import Any, cast, get_args
 
-import msgspec
 from fastapi import APIRouter, Request
-from pydantic import ValidationError
 from starlette.responses import Response
 
 from api.generation.target import meant
-from api.http.bodies import BodyRoute
-from api.http.errors import error_responses, from_validation, json_reply
-from api.http.limits import PROTOBUF
+from api.http.errors import error_responses, json_reply
+from api.http.limits import is_protobuf, most_numbers
 from api.ring.caller import asker
 from api.ring.named_images import Known
 from api.ring.ring import Ring, TheRing
 from api.ring.room import aside
+from api.tinker import passes
 from api.tinker.bodies import (
     ExternalBody,
     GivenDatum,
-    GivenPass,
     LoadBody,
     LoraBody,
     Metadata,
     ModelBody,
     ModelId,
-    PassBody,
     PublishBody,
     SaveBody,
     StepBody,
     tokens_of,
 )
 from api.tinker.names import INFLIGHT, SavePath, adapter_of, keeper, learner_of, session_named, spec_named
-from api.tinker.prompts import ImageChunk, seen_prompt, text_of
-from api.tinker.protobuf import read_pass
+from api.tinker.numbered import NumberedRoute
+from api.tinker.passes import Form, number_decoder
+from api.tinker.prompts import ImageChunk, seen_prompt
 from shared import learners
 from shared.adapters import LoraKind
 from shared.errors import (
@@ -53,7 +50,7 @@ from shared.redis import keys
 from shared.redis.training.learner_store import MOST_BYTES
 from shared.sequences import ModelCard
 
-router = APIRouter(tags=["tinker"], prefix="/api/v1", route_class=BodyRoute)
+router = APIRouter(tags=["tinker"], prefix="/api/v1", route_class=NumberedRoute)
 ERRORS = error_responses(400, 404, 409, 429, 503)
 ALPHA = 32.0  # of LoRA, whatever the rank, as in Tinker
 MOST_IMAGES = 1024  # of a pass
@@ -77,18 +74,15 @@ async def create_model(body: ModelBody, ring: TheRing) -> Response:
 @router.post("/forward_backward", summary="Gradients", response_class=Response, responses=ERRORS)
 async def forward_backward(request: Request, ring: TheRing) -> Response:
     """A pass as protobuf (with `forward_only`, one without gradients) or as JSON."""
-    body = await request.body()
     if request.headers.get("content-encoding", "identity") != "identity":
         raise UnsupportedParameterError("a compressed body is not taken: the client's configuration asks for none")
-    if request.headers.get("content-type", "") == PROTOBUF:
-        return await _pass(ring, await aside(read_pass, body))
-    return await _pass(ring, await aside(_read_json, body, True))
+    return await _pass(ring, request, Form(is_protobuf(request.headers)))
 
 
 @router.post("/forward", summary="Log-probabilities", response_class=Response, responses=ERRORS)
 async def forward(request: Request, ring: TheRing) -> Response:
     """A pass without gradients, as JSON."""
-    return await _pass(ring, await aside(_read_json, await request.body(), False))
+    return await _pass(ring, request, Form(backward=False))
 
 
 @router.post("/optim_step", summary="One update", response_class=Response, responses=ERRORS)
@@ -187,10 +181,14 @@ async def unload_model(body: ModelId, ring: TheRing) -> Response:
     return json_reply({"request_id": f"{spec.id}:0", "model_id": spec.id})
 
 
-async def _pass(ring: Ring, asked: GivenPass) -> Response:
-    spec = await spec_named(ring, asked.model_id)
-    card, codec = await ring.known(spec.model)
-    data, files = await aside(_texts, asked.data), dict[bytes, bytes]()
+async def _pass(ring: Ring, request: Request, form: Form) -> Response:
+    async with ring.bodies.reading(await request.body()) as reading:
+        form.most_values, form.most_objects = most_numbers(ring.settings)
+        named = number_decoder.decode(await reading.call(passes.number, form))
+        spec = await spec_named(ring, named.model_id)
+        card, codec = await ring.known(spec.model)
+        asked = await aside(passes.pass_decoder.decode, await reading.call(passes.given, form))
+    data, files = [each.text for each in asked.data], dict[bytes, bytes]()
     if any(datum is None for datum in data):
         if await ring.learners.knows(spec.id, asked.seq_id + 1):  # whatever has become of its images' URLs
             await ring.learners.wake(spec)
@@ -209,21 +207,15 @@ async def _pass(ring: Ring, asked: GivenPass) -> Response:
         for at, datum in enumerate(asked.data):
             if data[at] is None:
                 where = f"data[{at}].model_input"
-                prompt = await seen_prompt(ring, card, codec, datum.pieces, where, keep, known)
+                prompt = await seen_prompt(ring, card, codec, datum.prompt(), where, keep, known)
                 data[at] = Datum(await aside(tokens_of, prompt.ids), datum.inputs, prompt.images)
                 pixels += prompt.pixels
                 if pixels > MOST_PIXELS:
                     raise _too_many(f"{MOST_PIXELS} pixels, as the model sees them", where)
     whole = tuple(datum for datum in data if datum is not None)
-    request = (SeenPass if files else Pass)(whole, asked.loss, asked.constants, asked.backward, files)
-    await aside(checked, request, card.vocab_size, card.context_length)
-    return await _placed(ring, spec.id, asked.seq_id, request)
-
-
-def _texts(data: list[GivenDatum]) -> list[Datum | None]:
-    """Those of text alone; None for others."""
-    texts = ((text_of(datum.pieces), datum.inputs) for datum in data)
-    return [None if ids is None else Datum(tokens_of(ids), inputs) for ids, inputs in texts]
+    placed = (SeenPass if files else Pass)(whole, asked.loss, asked.constants, asked.backward, files)
+    await aside(checked, placed, card.vocab_size, card.context_length)
+    return await _placed(ring, spec.id, asked.seq_id, placed)
 
 
 async def _check_seen(ring: Ring, spec: LearnerSpec, card: ModelCard, data: list[GivenDatum]) -> None:
@@ -245,16 +237,6 @@ def _count_images(data: list[GivenDatum]) -> int:
 
 def _too_many(most: str, where: str) -> InvalidRequestError:
     return InvalidRequestError(f"the images of a pass are at most {most}: send fewer data at a time", param=where)
-
-
-def _read_json(body: bytes, backward: bool) -> GivenPass:
-    try:
-        parsed = PassBody.model_validate(msgspec.json.decode(body))
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidRequestError(f"the body is not valid JSON: {error}") from error
-    except ValidationError as error:
-        raise from_validation(error.errors(include_url=False)) from None
-    return parsed.given(backward=backward)
 
 
 async def _placed(ring: Ring, learner: str, number: int, request: learners.Request, more: str = "") -> Response:

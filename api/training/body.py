@@ -12,11 +12,12 @@ from pydantic import BeforeValidator, Field, FiniteFloat, ValidationError, model
 from api.generation.sampling import StrictId
 from api.http.errors import from_validation
 from api.http.fields import RequestModel, complaint
+from api.http.limits import check_shape
 from shared.adapters import AdapterRef
 from shared.errors import InvalidRequestError
 from shared.frames import VersionSpan
-from shared.sequences import LogprobsMode, ModelCard, vocabulary_error
-from shared.training import ForeignAction
+from shared.sequences import LogprobsMode, vocabulary_error
+from shared.training import ForeignAction, UpdateOrder
 from shared.trajectories import Drawing, LiveTrajectory, Reward, Trajectory
 
 MAX_TRAJECTORIES = 4096
@@ -178,13 +179,56 @@ class UpdateBody(RequestModel):
     policy: str = Field(default="", description="whose trainer; default: the setting `default_adapter`")
 
 
-def parsed(data: bytes) -> UpdateBody:
-    """A body, read trajectory by trajectory: tens of megabytes at once would be a second under the interpreter's lock.
+class Asked(msgspec.Struct, array_like=True):
+    """What a body is read with: its bounds, the policy, and what is known of its model."""
 
-    InvalidRequestError names the field.
-    """
-    if not data:
-        raise InvalidRequestError("a JSON body is required")
+    most_values: int = 0
+    most_objects: int = 0
+    policy: str = ""
+    model: str = ""
+    vocabulary: int = 0
+    context: int = 0
+
+
+class Update(msgspec.Struct, array_like=True):
+    """What a body comes to: the order for the trainer, and what must be there for it."""
+
+    order: bytes  # JSON
+    checkpoint_name: str
+    versions: dict[str, tuple[int, str]]  # that trajectories name: index and field of the first
+
+
+class _Named(msgspec.Struct):
+    policy: str = ""
+
+
+_asked = msgspec.msgpack.Decoder(Asked)
+update_decoder = msgspec.msgpack.Decoder(Update)
+
+
+def policy_named(body: bytes, _: bytes) -> bytes:
+    """The policy that a body names, for which the rest is skipped; like `update_read` called by BodyReaders."""
+    try:
+        return msgspec.json.decode(body, type=_Named).policy.encode()
+    except msgspec.ValidationError:  # which `update_read` explains
+        return b""
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequestError(
+            f"the body is not valid JSON: {error}" if body else "a JSON body is required"
+        ) from error
+
+
+def update_read(data: bytes, asked: bytes) -> bytes:
+    """An `Update`."""
+    known = _asked.decode(asked)
+    check_shape(data, known.most_values, known.most_objects)
+    body = parsed(data)
+    order = UpdateOrder(checked(body, known), body.update_inference, body.checkpoint_name)
+    return msgspec.msgpack.encode(Update(msgspec.json.encode(order), body.checkpoint_name, versions_named(body)))
+
+
+def parsed(data: bytes) -> UpdateBody:
+    """A body, read trajectory by trajectory; InvalidRequestError names the field."""
     try:
         fields: dict[str, Any] = dict(msgspec.json.decode(data, type=dict[str, msgspec.Raw]))
         given = fields.pop("trajectories", b"null")
@@ -194,8 +238,11 @@ def parsed(data: bytes) -> UpdateBody:
         fields, listed = {}, None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequestError(f"the body is not valid JSON: {error}") from error
+    if listed is not None and len(listed) > MAX_TRAJECTORIES:
+        most = f"at most {MAX_TRAJECTORIES} in an update"
+        raise InvalidRequestError(f"{len(listed)} trajectories, and there are {most}", param="trajectories")
     try:
-        if listed is None or len(listed) > MAX_TRAJECTORIES:
+        if listed is None:
             return UpdateBody.model_validate({**fields, "trajectories": listed})
         trajectories = [_posted(index, raw) for index, raw in enumerate(listed)]
         return UpdateBody.model_validate({**fields, "trajectories": trajectories})
@@ -252,21 +299,21 @@ def parsed_version(version: str, index: int, field: str) -> tuple[str, int]:
     return choices[0].name, choices[0].version
 
 
-def checked(body: UpdateBody, card: ModelCard, policy: str) -> tuple[LiveTrajectory, ...]:
+def checked(body: UpdateBody, asked: Asked) -> tuple[LiveTrajectory, ...]:
     """The trajectories as the trainer takes them, checked against its model; InvalidRequestError names the index."""
     for index, posted in enumerate(body.trajectories):
         where = f"trajectories[{index}]"
         for field, ids in (("prompt_ids", posted.prompt_ids), ("completion_ids", posted.completion_ids)):
-            if error := vocabulary_error(ids, card.vocab_size, f"{where}.{field}", f"{where}.{field}"):
+            if error := vocabulary_error(ids, asked.vocabulary, f"{where}.{field}", f"{where}.{field}"):
                 raise error
         length = len(posted.prompt_ids) + len(posted.completion_ids)
-        if length > card.context_length:
+        if length > asked.context:
             raise InvalidRequestError(
-                f"{where}: {length} tokens, the model's context is {card.context_length}",
+                f"{where}: {length} tokens, the model's context is {asked.context}",
                 param=f"{where}.completion_ids",
             )
     _check_groups(body.trajectories)
-    return tuple(posted.trajectory(i, policy, card.name) for i, posted in enumerate(body.trajectories))
+    return tuple(posted.trajectory(i, asked.policy, asked.model) for i, posted in enumerate(body.trajectories))
 
 
 def _check_groups(trajectories: Sequence[PostedTrajectory]) -> None:

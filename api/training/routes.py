@@ -17,20 +17,22 @@ from starlette.responses import Response
 from api.generation.target import card_of_base, check_published
 from api.http.bodies import BodyRoute
 from api.http.errors import error_responses, json_reply
+from api.http.limits import most_numbers
 from api.ring.caller import asker
 from api.ring.choosing import ring_of_adapter
 from api.ring.ring import Ring, ring_of
 from api.ring.room import aside
 from api.tenants import Right, check
 from api.training.body import (
+    Asked,
     CheckpointBody,
     ResumeBody,
     UpdateBody,
-    checked,
-    parsed,
     parsed_version,
+    policy_named,
     unknown,
-    versions_named,
+    update_decoder,
+    update_read,
 )
 from shared.adapters import check_name, version_id
 from shared.errors import (
@@ -50,12 +52,10 @@ from shared.training import (
     Answer,
     CheckpointAnswer,
     CheckpointOrder,
-    Order,
     Refusal,
     ResumeAnswer,
     ResumeOrder,
     UpdateAnswer,
-    UpdateOrder,
     check_checkpoint_name,
 )
 
@@ -83,13 +83,14 @@ async def update(request: Request, ring: TheRing, idempotency_key: IdempotencyKe
     `status` is `updated`, `rejected` (the gate's checks stand in `gate`; nothing has changed) or `no_signal` (no group
     had samples of different worth).
     """
-    body = await aside(parsed, await request.body())
-    ring, policy = await _policy(ring, body.policy, "change")
-    check_checkpoint_name(body.checkpoint_name)
-    trajectories = await aside(checked, body, await _card(ring, policy), policy)
-    await _check_versions(ring, body)
-    order = UpdateOrder(trajectories, body.update_inference, body.checkpoint_name)
-    answer = await _ordered(ring, policy, order, idempotency_key)
+    async with ring.bodies.reading(await request.body()) as reading:
+        ring, policy = await _policy(ring, (await reading.call(policy_named, None)).decode(), "change")
+        card, most = await _card(ring, policy), most_numbers(ring.settings)
+        asked = Asked(*most, policy, card.name, card.vocab_size, card.context_length)
+        read = await aside(update_decoder.decode, await reading.call(update_read, asked))
+    check_checkpoint_name(read.checkpoint_name)
+    await _check_versions(ring, read.versions)
+    answer = await _ordered(ring, policy, read.order, idempotency_key)
     assert isinstance(answer, UpdateAnswer)
     lora = version_id(policy, answer.version) if answer.version else None
     return json_reply(_shown(answer, "training.update", policy) | {"lora": lora})
@@ -110,7 +111,7 @@ async def checkpoint(
         raise InvalidRequestError("'name' and 'checkpoint_name' differ", param="checkpoint_name")
     ring, policy = await _policy(ring, body.policy, "change")
     name = check_checkpoint_name(body.name or body.checkpoint_name)
-    answer = await _ordered(ring, policy, CheckpointOrder(name), idempotency_key)
+    answer = await _ordered(ring, policy, msgspec.json.encode(CheckpointOrder(name)), idempotency_key)
     assert isinstance(answer, CheckpointAnswer)
     return json_reply(_shown(answer, "training.checkpoint", policy))
 
@@ -127,7 +128,7 @@ async def resume(body: ResumeBody, ring: TheRing, idempotency_key: IdempotencyKe
     `adopt`: train on from their version; `override`: serve the run's own version again.
     """
     ring, policy = await _policy(ring, body.policy, "change")
-    answer = await _ordered(ring, policy, ResumeOrder(body.action), idempotency_key)
+    answer = await _ordered(ring, policy, msgspec.json.encode(ResumeOrder(body.action)), idempotency_key)
     assert isinstance(answer, ResumeAnswer)
     shown = _shown(answer, "training.resume", policy)
     return json_reply(shown | {"lora": version_id(policy, answer.version)})
@@ -249,8 +250,7 @@ async def _card(ring: Ring, policy: str) -> ModelCard:
     return await card_of_base(ring, summary.base_sha256)
 
 
-async def _check_versions(ring: Ring, body: UpdateBody) -> None:
-    named = versions_named(body)
+async def _check_versions(ring: Ring, named: dict[str, tuple[int, str]]) -> None:
     missing = set()
     for version, (index, field) in named.items():
         try:
@@ -261,8 +261,8 @@ async def _check_versions(ring: Ring, body: UpdateBody) -> None:
         raise unknown(missing, named)
 
 
-async def _ordered(ring: Ring, policy: str, order: Order, idempotency_key: str) -> Answer:
-    """Place an order and wait for its answer; raises what the trainer refuses it with."""
+async def _ordered(ring: Ring, policy: str, order: bytes, idempotency_key: str) -> Answer:
+    """Place an order, which is JSON, and wait for its answer; raises what the trainer refuses it with."""
     orders, board = Orders(ring.redis, keys.training_orders(policy)), TrainingBoard(ring.redis, policy)
     order_id = f"order-{uuid.uuid4().hex}"
     if idempotency_key:
@@ -272,7 +272,7 @@ async def _ordered(ring: Ring, policy: str, order: Order, idempotency_key: str) 
     if reply is None:
         if not await board.alive():
             raise _nobody(policy)
-        await orders.place(order_id, await aside(msgspec.json.encode, order), ring.settings.request_timeout_s)
+        await orders.place(order_id, order, ring.settings.request_timeout_s)
     while reply is None and time.monotonic() < until:
         reply = await orders.answer(order_id, min(_LOOK_S, until - time.monotonic()))
         if reply is None and not await board.alive():

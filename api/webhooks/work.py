@@ -3,6 +3,9 @@
 Nothing is kept of the tries. How long ago the thing ended says when to try next, twice as long each time; the id of a
 message follows from the thing, so that a receiver knows one that it has had. A process that dies between two tries, or
 in one, leaves the entry to the next one that looks.
+
+Tenants take turns (shared/redis/due/due_list.py). A receiver that answers slowly holds a few of its tenant's places,
+and a tenant never holds all places: no other tenant's message waits for them.
 """
 
 import asyncio
@@ -33,16 +36,18 @@ from shared.webhooks import Webhook
 log = structlog.get_logger()
 
 AT_ONCE = 32
-AT_ONE_HOST = 4
+OF_ONE_TENANT = 24  # of these
+AT_ONE_RECEIVER = 4  # of a tenant's; a receiver is a host and a port
 LOOK_S = 1.0
 LEASE_MS = int(3000 * TRY_S)  # a try and what stands around it take far less
 FIRST_S, LONGEST_S = 5.0, 3600.0  # between two tries
 ELSEWHERE_S = 25.0  # the longest where this process may not send: another one may, and chance says who looks
-MOMENT_MS = 1_000  # until a host has room again
+MOMENT_MS = 1_000  # until a tenant has a place again, or one at this receiver
 
 
 class _Ended(NamedTuple):
     webhook: Webhook | None
+    kind: str
     name: str  # as its client knows it
     state: str
     at: float  # Unix seconds
@@ -60,8 +65,8 @@ class WebhookWork:
     def __init__(self, ring: Ring) -> None:
         self._ring = ring
         self._due = DueList(ring.redis, webhooks.LIST)
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._hosts: Counter[str] = Counter()
+        self._tasks: dict[asyncio.Task[None], str] = {}  # whose entry each is at
+        self._receivers: Counter[tuple[str, str]] = Counter()  # tries under way, by tenant and receiver
 
     async def run(self) -> None:
         """Send what is due, for ever; a process that may send none leaves them to others."""
@@ -72,23 +77,36 @@ class WebhookWork:
             try:
                 while True:
                     with contextlib.suppress(RedisError, OSError):
-                        for entry in await self._due.take(AT_ONCE - len(self._tasks), LEASE_MS):
-                            task = asyncio.create_task(self._work(client, entry))
-                            self._tasks.add(task)
-                            task.add_done_callback(self._tasks.discard)
+                        await self._take(client)
                     await asyncio.sleep(LOOK_S)
             finally:
                 for task in self._tasks:
                     task.cancel()
                 await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _work(self, client: httpx.AsyncClient, entry: str) -> None:
+    async def _take(self, client: httpx.AsyncClient) -> None:
+        """Begin with what is due, as far as there are places."""
+        busy = Counter(self._tasks.values())
+        left: list[str] = []
+        full = [tenant for tenant, places in busy.items() if places >= OF_ONE_TENANT]
+        for tenant, entry in await self._due.take_in_turns(AT_ONCE - len(self._tasks), LEASE_MS, full):
+            if busy[tenant] >= OF_ONE_TENANT:
+                left.append(entry)
+                continue
+            busy[tenant] += 1
+            task = asyncio.create_task(self._work(client, tenant, entry))
+            self._tasks[task] = tenant
+            task.add_done_callback(self._tasks.pop)
+        if left:
+            await self._due.again(left, MOMENT_MS)
+
+    async def _work(self, client: httpx.AsyncClient, tenant: str, entry: str) -> None:
         kind, *name = entry.split(" ")
         try:
             ended = await self._find(kind, name)
             if ended is None:
                 await self._due.again([entry], webhooks.LOOK_MS)
-            elif ended.webhook is None or not await self._settled(client, entry, kind, ended, ended.webhook):
+            elif ended.webhook is None or not await self._given_back(client, tenant, entry, ended, ended.webhook):
                 await self._due.done(entry)
         except NotFoundError:  # deleted, or its time to live is over
             await self._due.done(entry)
@@ -114,21 +132,24 @@ class WebhookWork:
             stored = await ring.responses.find(*name)
             over, state, at = stored.state not in RUNNING, stored.state, stored.ended_at
             webhook = msgspec.msgpack.decode(stored.run, type=_WebhookRun).webhook if stored.run else None
-        return _Ended(webhook, name[-1], state, at) if over else None
+        return _Ended(webhook, kind, name[-1], state, at) if over else None
 
-    async def _settled(self, client: httpx.AsyncClient, entry: str, kind: str, ended: _Ended, webhook: Webhook) -> bool:
+    async def _given_back(
+        self, client: httpx.AsyncClient, tenant: str, entry: str, ended: _Ended, webhook: Webhook
+    ) -> bool:
         """Try once; whether the entry has been given back for another try."""
-        host, settings = httpx.URL(webhook.url).host, self._ring.settings
-        told = {"kind": kind, "id": ended.name, "host": host}
-        if self._hosts[host] >= AT_ONE_HOST:
+        url, settings = httpx.URL(webhook.url), self._ring.settings
+        receiver = (tenant, f"{url.scheme}://{url.netloc.decode()}")
+        told = {"kind": ended.kind, "id": ended.name, "host": url.host}
+        if self._receivers[receiver] >= AT_ONE_RECEIVER:
             await self._due.again([entry], MOMENT_MS)
             return True
-        self._hosts[host] += 1
+        self._receivers[receiver] += 1
         why = refusal(webhook.url, settings)  # as this process is set up now; another one may send it
         try:
             if why:
                 raise NotSentError(why)
-            event_id, payload = _message(kind, ended)
+            event_id, payload = _message(ended)
             await send(client, webhook.url, webhook.secret, event_id, payload, settings.webhook_private)
         except NotSentError as error:
             passed_s = max(0.0, time.time() - ended.at)
@@ -140,8 +161,8 @@ class WebhookWork:
             await self._due.again([entry], int(1000 * pause_s))
             return True
         finally:
-            self._hosts[host] -= 1
-            self._hosts += Counter()
+            self._receivers[receiver] -= 1
+            self._receivers += Counter()
         log.info("webhook.sent", **told)
         return False
 
@@ -151,9 +172,9 @@ def pause_after(passed_s: float, longest_s: float = LONGEST_S) -> float:
     return min(longest_s, max(FIRST_S, passed_s)) * random.uniform(0.8, 1.2)
 
 
-def _message(kind: str, ended: _Ended) -> tuple[str, bytes]:
+def _message(ended: _Ended) -> tuple[str, bytes]:
     """The event's id, which follows from the thing, and its JSON, in OpenAI's shape."""
-    event_id = f"evt_{hashlib.sha256(f'{kind} {ended.name} {ended.at}'.encode()).hexdigest()[:32]}"
+    event_id = f"evt_{hashlib.sha256(f'{ended.kind} {ended.name} {ended.at}'.encode()).hexdigest()[:32]}"
     data = {"id": ended.name, "status": ended.state}
-    event = {"object": "event", "id": event_id, "type": f"{kind}.{ended.state}", "created_at": int(ended.at)}
+    event = {"object": "event", "id": event_id, "type": f"{ended.kind}.{ended.state}", "created_at": int(ended.at)}
     return event_id, msgspec.json.encode({**event, "data": data})

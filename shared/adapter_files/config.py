@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from shared.adapter_files.reach import SCALE_LARGEST
 from shared.adapters import AdapterKind
 from shared.errors import AdapterRejectedError
 from shared.heads import Heads, HeadSpec, check_fields, check_heads
@@ -110,8 +111,8 @@ def read_config(data: bytes) -> AdapterConfig:
         return config
     if not 1 <= config.rank <= MAX_RANK:
         raise AdapterRejectedError(f"adapter_config.json: rank {config.rank} is not within 1 to {MAX_RANK}")
-    if not math.isfinite(config.scale):
-        raise AdapterRejectedError(f"adapter_config.json: scale {config.scale} is not finite")
+    if not abs(config.scale) <= SCALE_LARGEST:
+        raise AdapterRejectedError(f"adapter_config.json: scale {config.scale} is not finite in float32")
     return config
 
 

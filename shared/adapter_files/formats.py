@@ -23,6 +23,7 @@ from typing import Literal, NamedTuple
 from shared.adapter_files.config import MAX_CONFIG_BYTES, AdapterConfig, mlx_config, network_config, read_config
 from shared.adapter_files.heads import PREFIX, checked_heads, parted
 from shared.adapter_files.networks import check_weights
+from shared.adapter_files.reach import check_lora
 from shared.adapter_files.tensors import Tensor, read_tensors, write_tensors
 from shared.adapters import AdapterManifest, ModuleShapes, PreparedAdapter
 from shared.errors import AdapterRejectedError
@@ -66,6 +67,7 @@ class _Base(NamedTuple):
 
     shapes: ModuleShapes
     hidden_size: int | None
+    dtype: str
 
 
 def prepare(
@@ -75,15 +77,16 @@ def prepare(
     *,
     shapes: ModuleShapes | None = None,
     hidden_size: int | None = 0,
+    dtype: str = "",
     max_bytes: int = DEFAULT_MAX_BYTES,
 ) -> PreparedAdapter:
     """Check an adapter's two files, and convert PEFT's layout into a new file in `workdir`.
 
     `tensors` must be a file that nobody else writes to. `shapes` and `hidden_size` are the base model's
     (`ModelCard.modules`, `head_inputs`); empty, None, of the size 0: not known, and then checked by the worker that
-    loads the adapter.
+    loads the adapter. `dtype`: in which the base computes (`ModelCard.dtype`); "": float32.
     """
-    return _prepare(read_config(config), tensors, workdir, _Base(shapes or {}, hidden_size), max_bytes)
+    return _prepare(read_config(config), tensors, workdir, _Base(shapes or {}, hidden_size, dtype), max_bytes)
 
 
 def prepare_directory(
@@ -92,6 +95,7 @@ def prepare_directory(
     *,
     shapes: ModuleShapes | None = None,
     hidden_size: int | None = 0,
+    dtype: str = "",
     max_bytes: int = DEFAULT_MAX_BYTES,
 ) -> PreparedAdapter:
     """Like `prepare`, of a copy of an mlx-lm or PEFT adapter directory; the directory may change meanwhile."""
@@ -107,7 +111,7 @@ def prepare_directory(
     if tensors.stat().st_size > max_bytes:
         raise AdapterRejectedError(f"{tensors.name} is larger than the {max_bytes} bytes that this server takes")
     shutil.copyfile(tensors, copy)
-    return _prepare(parsed, copy, workdir, _Base(shapes or {}, hidden_size), max_bytes)
+    return _prepare(parsed, copy, workdir, _Base(shapes or {}, hidden_size, dtype), max_bytes)
 
 
 @contextmanager
@@ -116,12 +120,15 @@ def prepared(
     *,
     shapes: ModuleShapes | None = None,
     hidden_size: int | None = 0,
+    dtype: str = "",
     max_bytes: int = DEFAULT_MAX_BYTES,
 ) -> Iterator[PreparedAdapter]:
     """`prepare_directory` in a temporary folder that lives as long as the block."""
     with TemporaryDirectory(prefix="parallm-adapter-") as workdir:
         folder = Path(workdir)
-        yield prepare_directory(directory, folder, shapes=shapes, hidden_size=hidden_size, max_bytes=max_bytes)
+        yield prepare_directory(
+            directory, folder, shapes=shapes, hidden_size=hidden_size, dtype=dtype, max_bytes=max_bytes
+        )
 
 
 def is_embedding(module: str) -> bool:
@@ -144,7 +151,7 @@ def _prepare(config: AdapterConfig, tensors: Path, workdir: Path, base: _Base, m
     adapting, of_heads = parted(read)
     heads = checked_heads(config.heads, of_heads, base.hidden_size)
     modules = _by_module(config, adapting)
-    _check(config, modules, base.shapes)
+    _check(config, modules, base)
     if config.format == "peft":
         path = workdir / f"converted.{MLX_FILE}"
         flat = {f"{module}.{part}": tensor for module, parts in modules.items() for part, tensor in parts.items()}
@@ -190,7 +197,7 @@ def _transposed(key: str, part: _Part, tensor: Tensor) -> Tensor:
     return Tensor(tensor.dtype, tensor.bits.T)
 
 
-def _check(config: AdapterConfig, modules: _Modules, shapes: ModuleShapes) -> None:
+def _check(config: AdapterConfig, modules: _Modules, base: _Base) -> None:
     for module, parts in modules.items():
         if not config.names(module):
             raise AdapterRejectedError(f"{module}: not among the modules that adapter_config.json names")
@@ -199,12 +206,13 @@ def _check(config: AdapterConfig, modules: _Modules, shapes: ModuleShapes) -> No
             raise AdapterRejectedError(
                 f"{module}: its tensors have rank {shape.rank}, adapter_config.json says {config.rank}"
             )
-        if shapes:
-            _check_base(module, shape, shapes)
+        if base.shapes:
+            _check_base(module, shape, base.shapes)
         for part, tensor in parts.items():
             index = tensor.first_not_finite()
             if index is not None:
                 raise AdapterRejectedError(f"{module}.{part}: value {index} is not finite")
+        check_lora(module, parts["lora_a"], parts["lora_b"], parts.get("m"), config.scale, base.dtype)
 
 
 def _check_parts(config: AdapterConfig, module: str, parts: Mapping[_Part, Tensor]) -> _Shape:

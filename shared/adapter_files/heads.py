@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from shared.adapter_files.reach import check_rows
 from shared.adapter_files.tensors import Tensor
 from shared.errors import AdapterRejectedError
 from shared.heads import HeadSpec
@@ -81,6 +82,7 @@ def _checked(where: str, spec: HeadSpec, parts: Mapping[str, Tensor], hidden_siz
         index = tensor.first_not_finite()
         if index is not None:
             raise AdapterRejectedError(f"{where}.{part}: value {index} is not finite")
+        check_rows(f"{where}.{part}", tensor)
     for field, given, size in (("inputs", spec.inputs, inputs), ("hidden", spec.hidden, hidden)):
         if given not in (0, size):
             raise AdapterRejectedError(f"{where}: adapter_config.json says {field} {given}, its tensors have {size}")

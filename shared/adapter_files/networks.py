@@ -5,6 +5,7 @@ What the network is stands in `adapter_config.json` under `network`. Biases may 
 
 from collections.abc import Mapping
 
+from shared.adapter_files.reach import check_rows
 from shared.adapter_files.tensors import Tensor
 from shared.errors import AdapterRejectedError
 from shared.networks.shapes import plan
@@ -23,3 +24,4 @@ def check_weights(network: NetworkSpec, tensors: Mapping[str, Tensor]) -> None:
             raise AdapterRejectedError(f"{name}: shape {list(tensor.shape)}, expected {list(planned.tensors[name])}")
         if (index := tensor.first_not_finite()) is not None:
             raise AdapterRejectedError(f"{name}: value {index} is not finite")
+        check_rows(name, tensor)

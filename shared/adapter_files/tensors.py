@@ -9,7 +9,7 @@ touched only through a memory map, so that a large file costs no memory.
 
 import math
 import mmap
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,6 +64,13 @@ class Tensor(NamedTuple):
             if wrong.any():
                 return start + int(wrong.argmax())
         return None
+
+    def magnitudes(self) -> Iterator[npt.NDArray[np.float32]]:
+        """The values without their signs as float32, some rows of the first dimension at a time."""
+        rows = max(1, _BLOCK // max(1, math.prod(self.shape[1:])))
+        sign = self.bits.dtype.type(1 << (8 * self.bits.itemsize - 1))
+        for start in range(0, self.shape[0], rows):
+            yield Tensor(self.dtype, self.bits[start : start + rows] & ~sign).floats()
 
     def floats(self) -> npt.NDArray[np.float32]:
         """The values as float32."""

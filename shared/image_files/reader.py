@@ -1,5 +1,7 @@
 """Asks a few processes about image files, one file at a time each; one that takes too long is ended with its process.
 
+Tenants take turns by the time that their files have taken.
+
 Invariants. No file is decoded in this process. A process that was given up, or has died over a file, answers nobody
 again, and the file is refused.
 """
@@ -13,6 +15,7 @@ from shared.image_files.pixels import Size, Tiles
 from shared.image_files.process import Answer, Question
 from shared.images.refs import Detail, VisionSpec
 from shared.process.call_process import CallProcess, LostProcessError
+from shared.turns import FairTurns
 
 PLACES = 2
 LIMIT_S = 20.0  # that one file may take, on a machine with little time to spare
@@ -25,7 +28,7 @@ class ImageReader:
     """The processes of one api or worker; they start with the first file."""
 
     def __init__(self, places: int = PLACES, limit_s: float = LIMIT_S, memory_bytes: int = MEMORY_BYTES) -> None:
-        self._turns = asyncio.Semaphore(places)
+        self._turns = FairTurns(places)
         self._limit_s = limit_s
         self._memory_bytes = memory_bytes
         self._idle: list[CallProcess] = []
@@ -35,9 +38,9 @@ class ImageReader:
         answer = await self._ask(Question(data))
         return Size(answer.width, answer.height)
 
-    async def tiles(self, data: bytes, vision: VisionSpec, detail: Detail) -> Tiles:
-        """The tiles that the model sees; errors as in `size`."""
-        answer = await self._ask(Question(data, vision, detail))
+    async def tiles(self, data: bytes, vision: VisionSpec, detail: Detail, tenant: str = "") -> Tiles:
+        """The tiles that the model sees, in the tenant's turn; errors as in `size`."""
+        answer = await self._ask(Question(data, vision, detail), tenant)
         return Tiles(answer.width, answer.height, answer.tiles)
 
     async def thumbnail(self, data: bytes, side: int) -> bytes:
@@ -49,8 +52,8 @@ class ImageReader:
         while self._idle:
             self._idle.pop().kill()
 
-    async def _ask(self, question: Question) -> Answer:
-        async with self._turns:
+    async def _ask(self, question: Question, tenant: str = "") -> Answer:
+        async with self._turns.turn(tenant):
             process = await self._process()
             try:
                 async with asyncio.timeout(self._limit_s):

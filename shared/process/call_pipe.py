@@ -38,13 +38,14 @@ class CallPipe:
 
     def write(self, message: bytes) -> None:
         """Send a message; OSError when the other process has ended."""
-        self._write.write(packed(message))
+        self._write.write(head_of(message))
+        self._write.write(message)
         self._write.flush()
 
 
-def packed(message: bytes) -> bytes:
-    """The bytes of a message on its way: its length, then the message."""
-    return _LENGTH.pack(len(message)) + message
+def head_of(message: bytes) -> bytes:
+    """What goes before a message on its way: its length."""
+    return _LENGTH.pack(len(message))
 
 
 def length_of(head: bytes) -> int:

@@ -19,7 +19,9 @@ import sys
 from collections.abc import Sequence
 
 from shared.errors import ServiceUnavailableError
-from shared.process.call_pipe import HEAD_BYTES, length_of, packed
+from shared.process.call_pipe import HEAD_BYTES, head_of, length_of
+
+PART_BYTES = 1 << 20
 
 
 class LostProcessError(Exception):
@@ -59,9 +61,12 @@ class CallProcess:
         return not self._killed and self._process.poll() is None
 
     async def send(self, message: bytes) -> None:
-        """Hand it a message."""
+        """Hand it a message; a long one in parts, since an event loop that writes copies what it writes."""
         try:
-            self._writer.write(packed(message))
+            self._writer.write(head_of(message))
+            for at in range(0, len(message), PART_BYTES):
+                self._writer.write(memoryview(message)[at : at + PART_BYTES])
+                await self._writer.drain()
             await self._writer.drain()
         except (OSError, RuntimeError) as error:
             raise LostProcessError from error

@@ -12,7 +12,7 @@ import hashlib
 
 GROUP = "workers"  # the consumer group on every sequence stream
 HANDED_BACK = "~handed-back"  # in a worker's place: sequences taken from a dead or leaving worker, claimed first
-SUSPECTS = "~suspects"  # in a worker's place: sequences that have killed workers, run alone
+SUSPECTS = "~suspects"  # in a worker's place: sequences whose workers have died twice, run apart from all others
 
 DAY_S = 86_400
 SEQUENCE_TTL_S = 3_600  # of a finished sequence and its log
@@ -96,9 +96,7 @@ _interactive_queue = Key(
     "parallm:{*}:queue:interactive", "stream", "api", "7 d, refreshed", "waiting and leased sequences"
 )
 _batch_queue = Key("parallm:{*}:queue:batch", "stream", "job runner", "7 d, refreshed", "waiting and leased sequences")
-_queue_of = Key(
-    "parallm:{*}:queue:*:*", "stream", "worker", "7 d, refreshed", "affinity to a worker; ~handed-back, ~suspects"
-)
+_queue_of = Key("parallm:{*}:queue:*:*", "stream", "worker", "7 d, refreshed", "for a worker; ~handed-back, ~suspects")
 
 
 @functools.lru_cache(maxsize=4096)  # every claim names many, again and again
@@ -107,9 +105,9 @@ def queue(model: str, sequence_class: str, worker: str = "") -> str:
     return _queue_of(model, sequence_class, worker) if worker else _queue(model, sequence_class)
 
 
-suspect_turn = Key("parallm:{*}:suspect-turn", "string", "worker", "5 s", "which worker runs empty for a suspect")
+suspect_turn = Key("parallm:{*}:suspect-turn", "string", "worker", "5 s", "which worker runs empty for suspects")
 reap_turn = Key("parallm:{*}:reap-turn", "string", "worker", "a twelfth of a lease", "who looked for dead workers last")
-# Fields: spec, state, attempt, deaths, worker, api, cancel, deadline, stream, entry, kv_at (who had it last)
+# Fields: spec, state, attempt, deaths, worker, api, cancel, deadline, stream, entry, kv_at (last owner), party, beside
 sequence = Key("parallm:{*}:seq:*", "hash", "api or job runner", "1 h after its end", "one sequence's state")
 sequence_log = Key("parallm:{*}:out:*", "stream", "worker", "1 h after its end", "one sequence's tokens, in chunks")
 finished = Key("parallm:{*}:finished:*", "stream", "job runner", "7 d", "results that no tick has recorded yet")
@@ -236,10 +234,12 @@ kept_events = Key(
 )
 kept_uses = Key("parallm:kept:{*}:uses", "sorted set", "api", "a day longer", "what is kept, by its last use")
 kept_sizes = Key("parallm:kept:{*}:sizes", "hash", "api", "a day longer", "bytes of each, and of `all`")
-# Entries by the time in Unix milliseconds from which on one api process may take them. Lists: background,
-# webhooks, feedback, and learners:MODEL
+# Entries by the Unix milliseconds from which on they may be taken: background, webhooks, feedback, learners:MODEL
 due = Key("parallm:{*}:due", "sorted set", "api or job runner", "8 d, refreshed", "what is to be done, and when")
 due_owners = Key("parallm:{*}:due:owners", "hash", "api", "8 d, refreshed", "which process has taken which entry")
+due_of = Key("parallm:{*}:due:of:*", "sorted set", "api or job runner", "8 d, refreshed", "a tenant's part of a list")
+due_whose = Key("parallm:{*}:due:whose", "hash", "api or job runner", "8 d, refreshed", "whose part has an entry")
+due_turns = Key("parallm:{*}:due:turns", "sorted set", "api", "8 d, refreshed", "whose entries are taken next")
 
 
 def keeper(owner: str) -> str:

@@ -101,6 +101,11 @@ class Stream(ABC, Generic[T]):
         entries = await self._redis.xrange(self._key, f"({after}" if after else "-", "+", count=limit)
         return [self._decode(Entry(id.decode(), fields, again=False)) for id, fields in entries]
 
+    async def newest(self) -> str:
+        """Id of the entry that was added last; "" when the stream is empty."""
+        found = await self._redis.xrevrange(self._key, count=1)
+        return found[0][0].decode() if found else ""
+
     async def wait(self, timeout_s: float) -> None:
         """Return when an entry was added, or after `timeout_s`."""
         await self._blocking.xread({self._key: "$"}, count=1, block=max(1, int(1000 * timeout_s)))

@@ -2,7 +2,7 @@
 
 A sample whose reward raises or takes longer than `timeout_s` gets a `Reward` with `error`; its job goes on unharmed.
 A process is handed a slice of samples at a time, which is short, and slices take turns by key and job
-(shared/scoring/shares.py), so that nobody's rewards wait for more than a slice of somebody else's. A process that
+(shared/turns.py), so that nobody's rewards wait for more than a slice of somebody else's. A process that
 neither answers nor obeys its timer is killed, and so is one whose caller has left.
 """
 
@@ -20,8 +20,9 @@ from shared.jobs import Prompt, RewardSpec
 from shared.process.call_process import CallProcess, LostProcessError
 from shared.rewards.kinds import CheckedReward
 from shared.scoring.process import LATE, Slice, Trial
-from shared.scoring.shares import FairTurns, Lateness, Share
+from shared.scoring.shares import Lateness, Share
 from shared.trajectories import Reward
+from shared.turns import FairTurns
 
 CHUNK = 16  # samples a slice, at most
 SLICE_S = 0.5  # after which a slice begins no other sample

@@ -17,6 +17,7 @@ MetricKind = Literal["counter", "gauge", "histogram"]
 
 SUM = "sum"  # in the place of a bucket: the sum of a histogram's observations
 INF = "+Inf"
+MOST_SERIES = 1000  # label sets of a metric that are exposed: adapters may be as many as clients make
 
 _LATENCY = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0,
             60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0)  # fmt: skip
@@ -28,6 +29,8 @@ _LENGTH = tuple(float(step * 10**power) for power in range(6) for step in (1, 2,
 _STEP = (1.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0)
 _SAMPLES = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
 _SWAP = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+_HTTP_REQUEST = (0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 30.0, 120.0)  # few: each is a line for each route
+_INSTRUMENTED = (0.1, 0.5, 1.0)  # as prometheus-fastapi-instrumentator has them
 _LAG = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _REWARD = (-1.0, -0.5, 0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 2.0, 5.0)
 
@@ -160,6 +163,11 @@ _OURS = (
     _gauge("mlx_parallm_adapter_loaded_version", ("adapter", "worker"), "the version that a worker computes with"),
     _gauge("mlx_parallm_jobs_active", (), "jobs that have not ended"),
     _gauge("mlx_parallm_ring_up", ("ring",), "whether a ring answers, of a process that serves several"),
+    _gauge(
+        "mlx_parallm_series_left_out",
+        ("metric",),
+        f"label sets that are not told, where there are more than {MOST_SERIES}; absent where none is",
+    ),
     _gauge("mlx_parallm_redis_used_memory_bytes", (), "memory of Redis"),
     _gauge("mlx_parallm_redis_connected_clients", (), "connections to Redis"),
     _gauge("mlx_parallm_redis_commands_per_second", (), "commands that Redis runs"),
@@ -202,7 +210,9 @@ _OURS = (
         "requests by what became of their first token's deadline: kept, missed, refused (it would have been missed)",
     ),
     _counter("mlx_parallm_http_requests_total", ("method", "route", "status"), "HTTP requests answered"),
-    _histogram("mlx_parallm_http_request_seconds", ("route",), _LATENCY, "HTTP requests, streams to their last byte"),
+    _histogram(
+        "mlx_parallm_http_request_seconds", ("route",), _HTTP_REQUEST, "HTTP requests, streams to their last byte"
+    ),
     _histogram(
         "mlx_parallm_reward", ("reward",), _REWARD, "rewards that the job runners have given; the sum may shrink"
     ),
@@ -251,7 +261,7 @@ _SEEDS = (
 # What vLLM's server has from prometheus-fastapi-instrumentator, on which its boards build; derived from ours when read.
 _HTTP = (
     _counter("http_requests_total", ("method", "status", "handler"), "requests but for probes; status: 2xx, 4xx, 5xx"),
-    _histogram("http_request_duration_seconds", ("handler",), _LATENCY, "requests but for probes"),
+    _histogram("http_request_duration_seconds", ("handler",), _INSTRUMENTED, "requests but for probes"),
 )
 
 CATALOGUE: dict[str, Metric] = {metric.name: metric for metric in (*_VLLM, *_OURS, *_TRAINING, *_SEEDS, *_HTTP)}

@@ -30,7 +30,7 @@ PROMPTS = [f"Tell me about the number {n}." for n in (3, 17, 29, 44, 58, 63, 71,
 LONGEST = 320
 PATIENCE_S = 60.0  # a client that is connected and sees nothing for so long has been forgotten
 OUTAGE_S = 300.0  # longest that no api may answer at all
-GIVEN_UP = "its workers died 3 times"
+GIVEN_UP = "with nothing beside it"  # a sequence whose workers have died again and again
 
 
 @dataclass

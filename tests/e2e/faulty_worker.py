@@ -1,9 +1,11 @@
-"""A real worker process with a fault: its engine blocks, or dies, over a sequence whose seed says so.
+"""A real worker process with a fault: its engine blocks or dies, or it is killed, over a sequence whose seed says so.
 
 `python -m tests.e2e.faulty_worker ARGUMENTS OF mlx_parallm_worker`.
 """
 
 import ctypes
+import os
+import signal
 import sys
 import threading
 from typing import Any
@@ -17,7 +19,7 @@ from worker import process  # noqa: E402
 from worker.engine.messages import StepOutput  # noqa: E402
 from worker.engine.thread import EngineThread  # noqa: E402
 
-BLOCK, DIE, FREEZE = 1001, 1002, 1003  # seeds; FREEZE never gives the interpreter back
+BLOCK, DIE, FREEZE, KILL = FAULTS = (1001, 1002, 1003, 1004)  # seeds; FREEZE never gives the interpreter back
 TOKENS = 8  # that the sequence has before the fault
 
 
@@ -36,9 +38,7 @@ class FaultyEngineThread(EngineThread):
         super().__init__(config, look, *rest)
 
     def submit(self, requests: Any) -> None:
-        self._seeds.update(
-            {r.spec.id: r.spec.sampling.seed for r in requests if r.spec.sampling.seed in (1001, 1002, 1003)}
-        )
+        self._seeds.update({r.spec.id: r.spec.sampling.seed for r in requests if r.spec.sampling.seed in FAULTS})
         super().submit(requests)
 
 
@@ -49,6 +49,8 @@ def strike(seed: int) -> None:
         raise MemoryError("struck")
     elif seed == FREEZE:
         ctypes.PyDLL(None).sleep(1000)
+    elif seed == KILL:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 process.EngineThread = FaultyEngineThread  # type: ignore[misc]

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import httpx
 import pytest
+import redis as sync_redis
 
+from api.serve.embedded_redis import EmbeddedRedis
 from tests.e2e.rings import MODEL, Process, Ring, ring
 
 KEY = "a-key-that-is-long-enough"
@@ -53,3 +55,48 @@ def test_what_keeps_a_process_from_joining_is_said(module: str, first: Ring) -> 
     code = process.wait(60)
     process.stop()
     assert code in (1, 2) and "no api answers at http://127.0.0.1:9" in process.output
+
+
+@pytest.mark.parametrize(
+    ("refuse", "accept", "code", "flags"),
+    [
+        ("CONFIG SET maxmemory 1", "CONFIG SET maxmemory 0", "OOM", ()),
+        ("REPLICAOF 127.0.0.1 1", "REPLICAOF NO ONE", "READONLY", ("--num-local-ranks", "2")),
+    ],
+    ids=["worker", "group"],
+)
+def test_a_worker_that_starts_while_redis_refuses_writes_says_so_and_waits(
+    refuse: str, accept: str, code: str, flags: tuple[str, ...], tmp_path: Path
+) -> None:
+    with EmbeddedRedis(tmp_path) as server, sync_redis.Redis.from_url(server.url) as client:
+        client.execute_command(refuse)
+        command = ("worker", "--redis", server.url, "--model", f"models/{MODEL}", *flags)
+        waiting, leaving = Process.start(*command), Process.start(*command)
+        try:
+            for process in (waiting, leaving):
+                process.wait_for_line(f"{code}.*waits_for_redis")
+            assert leaving.stop() == 0, "SIGTERM ends it while it waits"
+            client.execute_command(accept)
+            waiting.wait_for_line("worker.ready")
+        finally:
+            codes = [process.stop() for process in (waiting, leaving)]
+    assert codes == [0, 0]
+    assert "Traceback" not in waiting.output + leaving.output
+
+
+def test_learners_that_start_before_any_worker_wait_for_one(tmp_path: Path) -> None:
+    with EmbeddedRedis(tmp_path) as server:
+        command = ("--redis", server.url, "--model", f"models/{MODEL}")
+        waiting, leaving = (Process.start("trainer.service", *command) for _ in range(2))
+        try:
+            for process in (waiting, leaving):
+                process.wait_for_line("learners.waits_for_worker")
+            assert leaving.stop() == 0, "SIGTERM ends it while it waits"
+            worker = Process.start("worker", *command)
+            try:
+                waiting.wait_for_line("learners.ready")
+            finally:
+                assert worker.stop() == 0
+        finally:
+            codes = [process.stop() for process in (waiting, leaving)]
+    assert codes == [0, 0]

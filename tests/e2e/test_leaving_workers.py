@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.e2e.faulty_worker import BLOCK, DIE, FREEZE
+from tests.e2e.faulty_worker import BLOCK, DIE, FREEZE, KILL
 from tests.e2e.hanging_peer import HANGS
 from tests.e2e.rings import MODEL, Process, Ring, ring
 from tests.waiting import wait_until
@@ -255,3 +255,30 @@ def stopped(process: Process) -> Iterator[None]:
 async def answers(http: httpx.AsyncClient, status: int) -> bool:
     body = {"model": MODEL, "prompt": "x", "max_tokens": 1, "deadline_s": 0.1}
     return (await http.post("/v1/completions", json=body)).status_code == status
+
+
+async def test_a_sequence_that_kills_every_worker_costs_the_others_a_few_rounds_and_no_token(
+    workerless: Ring, tmp_path: Path
+) -> None:
+    lives: list[Process] = []
+
+    async def supervise() -> None:
+        while True:
+            name = f"again-{len(lives)}"
+            with worker(workerless, tmp_path, name, module="tests.e2e.faulty_worker") as process:
+                lives.append(process)
+                await wait_until(lambda: process.popen.poll() is not None, timeout_s=3600)
+
+    innocent = (1, 2, 3, 4)
+    supervising = asyncio.create_task(supervise())
+    try:
+        streams = [told(workerless.url, seed) for seed in (*innocent[:2], KILL, *innocent[2:])]
+        first, second, guilty, *rest = await asyncio.gather(*streams, return_exceptions=True)
+    finally:
+        supervising.cancel()
+        await asyncio.gather(supervising, return_exceptions=True)
+    assert "with nothing beside it" in str(guilty)
+    deaths = sum(process.popen.returncode == -signal.SIGKILL for process in lives)
+    assert 1 <= deaths <= 2 + 3, "two with all five, then at most halves of 3, 2 and 1"
+    with worker(workerless, tmp_path / "sane", "sane"):
+        assert [first, second, *rest] == [await told(workerless.url, seed) for seed in innocent]

@@ -245,3 +245,14 @@ def test_what_this_model_cannot_take_is_refused_by_name(tmp_path: Path, changes:
     manifest = msgspec.structs.replace(made.manifest, **changes)
     with pytest.raises(AdapterRejectedError, match=word):
         read_adapter(made.path, manifest, find_sites(model), mx.float32, 64)
+
+
+def test_what_is_not_finite_in_the_dtype_of_the_worker_is_refused(tmp_path: Path) -> None:
+    import msgspec
+
+    model = model_of(LLAMA)
+    made = make_adapter(model, tmp_path, keys=LINEARS)
+    manifest = msgspec.structs.replace(made.manifest, scale=1e8)
+    assert read_adapter(made.path, manifest, find_sites(model), mx.float32, 64)
+    with pytest.raises(AdapterRejectedError, match="not finite in mlx"):
+        read_adapter(made.path, manifest, find_sites(model), mx.float16, 64)

@@ -127,6 +127,14 @@ async def test_a_person_says_that_the_run_goes_on_from_their_version(tmp_path: P
     assert sink.candidates[min(v for v in sink.versions if v > 3 and v not in sink.rejected)].parent == 2
 
 
+async def test_samples_that_were_under_way_when_a_version_was_adopted_are_no_alert(tmp_path: Path) -> None:
+    run = Attended(tmp_path, max_lag=3)
+    await run.paused()
+    assert await run.person.ask(ResumeOrder("adopt"), "resume") == ResumeAnswer("adopt", 2)
+    _, sink = await run.training
+    assert [kind for kind, _ in sink.alerts] == ["foreign_version"]
+
+
 async def test_a_person_says_that_the_runs_own_version_is_served_again(tmp_path: Path) -> None:
     run = Attended(tmp_path)
     await run.paused()

@@ -132,6 +132,9 @@ async def test_weights_alone_take_the_latest_versions_configuration(server: Api)
     assert (await server.ring.adapters.manifest("actor", 2)).scale == 20.0
 
 
+SCALED = mlx_config(lora_parameters={"rank": 4, "scale": 1e300})
+
+
 def _nan() -> Files:
     tensors = lora()
     tensors[f"{Q}.lora_b"][1, 2] = np.nan
@@ -142,6 +145,8 @@ def _nan() -> Files:
     ("upload", "fields", "status", "reason"),
     [
         (_nan, {}, 400, "not finite"),
+        (lambda: files(SCALED), {}, 400, "scale 1e+300 is not finite in float32"),
+        (lambda: files(mlx_config(), {**lora(), f"{Q}.lora_b": np.full((4, 20), 3e38, np.float32)}), {}, 400, "6e+39"),
         (lambda: files(mlx_config(), lora(rank=8)), {}, 400, "rank"),
         (lambda: [("file", ("adapters.safetensors", save(lora())[:-9], BINARY))], {}, 400, "adapters.safetensors"),
         (lambda: [("file", ("adapters.npz", b"x", BINARY))], {}, 400, "adapters.npz"),

@@ -6,14 +6,17 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 from redis.asyncio import Redis
 
+from api.app import ROUTED
+from api.ops.metrics import exposition
 from shared.ranks import RankState, RankStatus
 from shared.redis import keys
 from shared.redis.connection.client import server_time_ms
 from shared.redis.training.board import TrainingBoard
-from shared.telemetry.metrics import CATALOGUE
+from shared.telemetry.metrics import CATALOGUE, MOST_SERIES, Tally
 from shared.training import TrainerStatus
 from tests.redis.api_servers import Api, api
 from tests.redis.scripted_worker import MODEL, Answer, working
+from tests.unit.test_bodies import api_routes
 
 
 async def scrape(server: Api) -> dict[str, dict[tuple[str, ...], float]]:
@@ -47,6 +50,34 @@ async def test_any_api_tells_of_the_whole_ring(redis_url: str) -> None:
         assert 'http_request_duration_seconds_count{handler="/v1/completions"} 1.0' in text
         assert 'http_requests_total{handler="/metrics"' not in text, "probes are left out"
         assert f'mlx_parallm_queue_depth{{class="interactive",model_name="{MODEL}"}} 0.0' in text
+
+
+async def test_methods_that_a_route_does_not_have_are_counted_together(redis_url: str) -> None:
+    async with api(redis_url) as server:
+        for path in ("/health", "/v1/completions", "/nowhere"):
+            assert (await server.http.patch(path)).status_code in (404, 405)
+        found = await scrape(server)
+    counted = {labels: count for labels, count in found["mlx_parallm_http_requests_total"].items() if "PATCH" in labels}
+    assert counted == {("PATCH", "other", "404"): 1, ("PATCH", "other", "405"): 2}
+
+
+def test_a_scrape_stays_small_whatever_clients_ask_for_and_make() -> None:
+    tally = Tally()
+    routes = [route.path for module in ROUTED for route in api_routes(module.router.routes)]
+    for route in routes:
+        for status in ("200", "400", "404", "503"):
+            tally.counter("mlx_parallm_http_requests_total", "POST", route, status).add()
+        tally.histogram("mlx_parallm_http_request_seconds", route).observe(0.3)
+    adapters = {(f"run-{at:04}",): float(at) for at in range(2 * MOST_SERIES)}
+    text = exposition({"mlx_parallm_adapter_latest_version": adapters}, tally.fields()).decode()
+    found = {family.name: family.samples for family in text_string_to_metric_families(text)}
+    assert len(found["mlx_parallm_adapter_latest_version"]) == MOST_SERIES
+    (left_out,) = found["mlx_parallm_series_left_out"]
+    assert (left_out.labels, left_out.value) == ({"metric": "mlx_parallm_adapter_latest_version"}, MOST_SERIES)
+    of_one = [each for each in found["http_request_duration_seconds"] if each.labels["handler"] == "/v1/completions"]
+    buckets = [(each.labels["le"], each.value) for each in of_one if each.name.endswith("_bucket")]
+    assert buckets == [("0.1", 0.0), ("0.5", 1.0), ("1.0", 1.0), ("+Inf", 1.0)]
+    assert len(text) < 3000 * len(set(routes)) + 100 * MOST_SERIES
 
 
 async def test_the_trainer_s_figures_come_from_its_board(redis_url: str, redis: Redis) -> None:

@@ -103,6 +103,22 @@ async def test_a_client_that_never_says_what_it_wants_is_cut_off(
         client.close()
 
 
+@pytest.mark.parametrize("at_once", [True, False], ids=["in one piece", "in pieces"])
+async def test_a_block_of_headers_is_as_long_as_is_said_and_no_longer(redis_url: str, at_once: bool) -> None:
+    loop = asyncio.get_running_loop()
+    async with api(redis_url) as server:
+        for size, status in ((60_000, b"200 OK"), (66_000, b"431 Request"), (100_000, b"431 Request")):
+            for line in (b"X-Long: " + b"a" * size, b"\r\n".join([b"X: 123456"] * (size // 11))):
+                client = await connect(server)
+                sent = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n" + line + b"\r\n\r\n"
+                for piece in (sent,) if at_once else (sent[:30_000], sent[30_000:]):
+                    await loop.sock_sendall(client, piece)
+                answer = await loop.sock_recv(client, 4096)
+                assert answer.startswith(b"HTTP/1.1 " + status), (size, answer)
+                assert status == b"200 OK" or b'"code":"headers_too_large"' in answer
+                client.close()
+
+
 async def test_headers_without_end_are_cut_off(redis_url: str) -> None:
     async with api(redis_url) as server:
         client = await connect(server)

@@ -22,7 +22,11 @@ from tests.redis.adapter_versions import publish
 from tests.redis.api_servers import Api, api
 from tests.redis.scripted_worker import CARD, MODEL, Answer, working
 from tests.unit.api_texts import EOS, bundle, codec, ids
+from tests.unit.trainer_samples import trajectory
 from tests.waiting import wait_until
+from trainer.rollouts.groups import RolloutGroup
+from trainer.rollouts.live import LiveCollector
+from trainer.rollouts.pacing import StaleWatch
 from worker.jobs.collecting import Collecting
 from worker.jobs.context import TickContext
 
@@ -273,3 +277,29 @@ async def test_a_trainer_that_comes_back_gets_what_it_had_read_first(redis: Redi
     await again.done([each.entry for each in first])
     stats = await redis.hgetall(keys.trajectory_stats("p"))
     assert int(stats[b"consumed"]) == 3, "said again it changes nothing"
+
+
+async def test_live_traffic_from_before_an_adoption_is_dropped_without_an_alert(redis: Redis) -> None:
+    queue, watch = TrajectoryQueue(redis, "p"), StaleWatch("live trajectories", after=2, max_lag=1)
+
+    def traffic(name: str, version: int) -> LiveTrajectory:
+        return LiveTrajectory(name, "p", MODEL, trajectory(1.0, spans=[(f"p@{version}", 0, 2)]))
+
+    def lag(group: RolloutGroup) -> int:
+        return 9 - int(group.trajectories[0].spans[0].version.partition("@")[2])
+
+    collector = LiveCollector(queue, 1, 1, 60.0, watch=watch)
+    for number in range(4):
+        assert await queue.add(traffic(f"before-{number}", 1))
+    await collector.adopted()
+    async with collector, asyncio.timeout(60):
+        assert await queue.add(traffic("fresh", 9))
+        assert [group.id for group in await collector.next_batch(lag)] == ["live-fresh"]
+        alert = asyncio.create_task(watch.wait())
+        batch = asyncio.create_task(collector.next_batch(lag))
+        assert collector.dropped["stale"] == 4 and not alert.done()
+        for number in range(2):
+            assert await queue.add(traffic(f"after-{number}", 1))
+        assert "2 live trajectories" in await alert, "what comes later is an alert, as ever"
+        batch.cancel()
+        await asyncio.gather(batch, return_exceptions=True)

@@ -1,17 +1,11 @@
 """No request decides for how long the event loop of an api process stands still.
 
-Measured is the longest step of the loop in the computing time of its thread, over that of a piece of work of known
+Measured is for how long the loop stood still (tests/redis/event_loops.py), over the time of a piece of work of known
 size at the same moment, so that neither a busy nor a slow machine counts.
-Threads beside the loop that keep the interpreter's lock would not show here: tests/unit/test_room.py looks at them.
 """
 
-import asyncio
 import base64
-import gc
 import json
-import threading
-import time
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -19,75 +13,15 @@ import numpy as np
 import pytest
 
 from shared.networks.tensors import pack, unpack
-from shared.process.garbage import leave_out_what_is_loaded
 from shared.sequences import SequenceSpec
-from tests.redis.api_servers import api
+from tests.redis.event_loops import LONGEST, Loop, event_loop
 from tests.redis.scripted_worker import MODEL, Answer, working
 from tests.redis.test_api_adapters import files
 from tests.unit.networks import LSTM, weights_of
 from tests.waiting import wait_until
 
-LONGEST = 10  # times `known_work`: 0.1 s where that takes 0.01 s
-SHORT_S = 0.02  # no machine does the known work in a tenth of this
 VALUES = 199_000
 _HI = {"role": "user", "content": "hi"}
-
-
-class Loop:
-    """An api process's event loop in a thread of its own."""
-
-    def __init__(self, redis_url: str) -> None:
-        self.longest_s = 0.0
-        self.what = ""
-        self.url = ""
-        self._redis_url = redis_url
-        self._ready = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
-
-    def start(self) -> None:
-        self._thread.start()
-        assert self._ready.wait(30)
-
-    def stop(self) -> None:
-        self._loop.call_soon_threadsafe(self._end.set)
-        self._thread.join(30)
-
-    def begin(self) -> None:
-        """Forget the longest step; what the test's own worker has kept is no part of an api that collects garbage."""
-        leave_out_what_is_loaded()
-        self.longest_s = 0.0
-
-    def step(self, handle: asyncio.Handle, run: Any) -> None:
-        """One step of any loop of this process."""
-        if threading.get_ident() != self._thread.ident:
-            run(handle)
-            return
-        began = time.thread_time()
-        run(handle)
-        took = time.thread_time() - began
-        if took > self.longest_s:
-            self.longest_s, self.what = took, repr(handle)
-
-    async def _serve(self) -> None:
-        self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()
-        async with api(self._redis_url) as server:
-            self.url = server.url
-            self._ready.set()
-            await self._end.wait()
-
-
-@pytest.fixture
-def loop(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Loop]:
-    made, run = Loop(redis_url), asyncio.Handle._run
-    monkeypatch.setattr(asyncio.Handle, "_run", lambda handle: made.step(handle, run))
-    gc.collect()
-    gc.freeze()  # as an api process does: what earlier tests have left here is not looked through in a step
-    made.start()
-    leave_out_what_is_loaded()  # as a process of the api does
-    yield made
-    gc.unfreeze()
-    made.stop()
-    gc.unfreeze()
 
 
 def chat(**fields: Any) -> dict[str, Any]:
@@ -277,17 +211,6 @@ async def a_long_history(http: httpx.AsyncClient) -> None:
     assert last.status_code == 200, last.text
 
 
-def known_work() -> float:
-    """Seconds of computing that this machine takes right now for work of known size: the least of three."""
-    taken = []
-    for _ in range(3):
-        began, total = time.thread_time(), 0
-        for at in range(200_000):
-            total += at % 7
-        taken.append(time.thread_time() - began)
-    return min(taken)
-
-
 def said(spec: SequenceSpec) -> Answer:
     """As much as is asked for."""
     if spec.kind == "network":
@@ -374,31 +297,41 @@ ATTACKS = {
 }
 
 
+async def least(loop: Loop, http: httpx.AsyncClient, path: str, content: bytes) -> tuple[httpx.Response, float]:
+    """The answer, and for how long the loop stood still; asked again when that was long, since others compute, too."""
+    stood = []
+    while not stood or (len(stood) < 2 and stood[0] > LONGEST):
+        await loop.begin()
+        answer = await http.post(path, content=content, headers={"content-type": "application/json"})
+        stood.append(await loop.stood())
+    return answer, min(stood)
+
+
 @pytest.mark.timeout(400)
-async def test_the_worst_that_each_endpoint_can_be_sent_stops_nobody_for_long(loop: Loop, redis_url: str) -> None:
+async def test_the_worst_that_each_endpoint_can_be_sent_stops_nobody_for_long(redis_url: str) -> None:
     found: dict[str, float] = {}
     async with (
         working(redis_url, said),
-        httpx.AsyncClient(base_url=loop.url, timeout=100, trust_env=False) as http,
+        httpx.AsyncClient(timeout=100, trust_env=False) as http,
     ):
-        first = await http.post("/v1/chat/completions", json=chat())
-        assert first.status_code == 200, first.text
-        assert (await http.get("/nowhere")).status_code == 404, "and FastAPI has looked at all routes"
-        for name, (path, body) in WORST.items():
-            loop.begin()
-            content = body if isinstance(body, bytes) else json.dumps(body).encode()
-            answer = await http.post(path, content=content, headers={"content-type": "application/json"})
-            refused = (503,) if path == "/v1/training/update" else ()  # no trainer is there
-            refused = (404,) if path.startswith("/api/v1/") else refused  # no such learner or sampler
-            assert answer.status_code in (200, 202, 400, 413, 429, *refused), (
-                f"{name}: {answer.status_code} {answer.text[:300]}"
-            )
-            found[name] = loop.longest_s / known_work() if loop.longest_s > SHORT_S else 0
-            print(f"{name}: {1000 * loop.longest_s:.0f} ms {answer.status_code} {answer.text[:80]} {loop.what[:100]}")
-        for name, attack in ATTACKS.items():
-            loop.begin()
-            await attack(http)
-            found[name] = loop.longest_s / known_work() if loop.longest_s > SHORT_S else 0
-            print(f"{name}: {1000 * loop.longest_s:.0f} ms {loop.what[:100]}")
+        with event_loop(redis_url) as loop:
+            http.base_url = httpx.URL(loop.url)
+            first = await http.post("/v1/chat/completions", json=chat())
+            assert first.status_code == 200, first.text
+            assert (await http.get("/nowhere")).status_code == 404, "and FastAPI has looked at all routes"
+            for name, (path, body) in WORST.items():
+                content = body if isinstance(body, bytes) else json.dumps(body).encode()
+                answer, found[name] = await least(loop, http, path, content)
+                refused = (503,) if path == "/v1/training/update" else ()  # no trainer is there
+                refused = (404,) if path.startswith("/api/v1/") else refused  # no such learner or sampler
+                assert answer.status_code in (200, 202, 400, 413, 429, *refused), (
+                    f"{name}: {answer.status_code} {answer.text[:300]}"
+                )
+                print(f"{name}: {found[name]:.1f} {answer.status_code} {answer.text[:80]}")
+            for name, attack in ATTACKS.items():
+                await loop.begin()
+                await attack(http)
+                found[name] = await loop.stood()
+                print(f"{name}: {found[name]:.1f}")
     slow = {name: round(times, 1) for name, times in found.items() if times > LONGEST}
-    assert not slow, f"steps of the event loop, in times of the known work: {slow}"
+    assert not slow, f"for how long the event loop stood still, in times of the known work: {slow}"

@@ -11,6 +11,7 @@ from shared.redis.connection.client import server_time_ms
 from shared.redis.queue.sequence_queue import SequenceQueue
 from shared.redis.tokens.log import read_tokens
 from shared.redis.tokens.writer import FrameWriter
+from shared.sequences import SequenceClass
 from tests.redis.sequences import (
     LEASE_MS,
     MODEL,
@@ -135,7 +136,7 @@ async def test_release_hands_back_at_once_and_is_no_death(redis: Redis) -> None:
     for attempt in range(1, 7):
         claims = await q.claim(f"w{attempt}", plan(1))
         assert [claim.attempt for claim in claims] == [attempt]
-        assert not claims[0].alone
+        assert not claims[0].suspect
         await q.release(f"w{attempt}", claims)
     await q.release("w1", claims)
     assert (await q.depth())["interactive"].waiting == 1
@@ -146,10 +147,10 @@ async def test_what_an_engine_failed_over_takes_a_death_along_and_is_given_up_in
     await q.enqueue([spec("s", job="j")])
     for attempt in (1, 2):
         claims = await q.claim(f"w{attempt}", plan(1, empty=True))
-        assert [(claim.attempt, claim.alone) for claim in claims] == [(attempt, False)]
+        assert [(claim.attempt, claim.suspect) for claim in claims] == [(attempt, False)]
         await q.release(f"w{attempt}", claims, failed=True)
     suspect = await q.claim("w3", plan(1, empty=True))
-    assert [claim.alone for claim in suspect] == [True]
+    assert [claim.suspect for claim in suspect] == [True]
     await q.release("w3", suspect, failed=True)
     assert await q.claim("w4", plan(1, empty=True)) == []
     await die(redis, suspect)
@@ -252,19 +253,116 @@ async def kill_twice(redis: Redis, q: SequenceQueue, count: int) -> None:
         assert await q.reap("w0", 0) == []
 
 
-async def test_a_suspect_runs_alone_and_innocents_survive(redis: Redis) -> None:
+async def test_suspects_run_apart_in_halves(redis: Redis) -> None:
     q = queue(redis)
     await q.enqueue([spec("innocent"), spec("poison")])
     await kill_twice(redis, q, 2)
     await q.enqueue([spec("other")])
     (first,) = await q.claim("w3", plan(8, empty=True))
-    assert (first.spec.id, first.alone, first.attempt) == ("innocent", True, 3)
+    assert (first.spec.id, first.suspect, first.attempt) == ("innocent", True, 3)
     assert await q.claim("w3", plan(7)) == [], "nothing may run beside it"
-    assert ids(await q.claim("w4", plan(8))) == [], "a busy worker runs empty for the next suspect"
+    assert ids(await q.claim("w4", plan(8))) == [], "a busy worker runs empty for the other half"
     assert ids(await q.claim("w5", plan(8))) == ["other"], "the others go on"
     assert await commit(redis, "w3", first)
     (second,) = await q.claim("w3", plan(8, empty=True))
-    assert (second.spec.id, second.alone) == ("poison", True)
+    assert (second.spec.id, second.suspect) == ("poison", True)
+
+
+class Workers:
+    """Workers of which each dies over a party that has a guilty sequence, and else ends all that it has."""
+
+    def __init__(self, redis: Redis, q: SequenceQueue, guilty: set[str], rows: int = 64) -> None:
+        self.redis, self.q, self.guilty, self.rows = redis, q, guilty, rows
+        self.deaths = 0
+        self.rounds = 0
+        self.ended_in: dict[str, int] = {}  # by sequence
+        self.parties: list[list[str]] = []
+
+    async def live_one_life(self) -> bool:
+        """One worker's life with what it is given; false when nothing waits."""
+        self.rounds += 1
+        me = f"w{self.rounds}"
+        claims = await self.q.claim(me, plan(self.rows, empty=True))
+        if not claims:
+            return False
+        self.parties.append(ids(claims))
+        if not self.guilty.isdisjoint(ids(claims)):
+            self.deaths += 1
+            await die(self.redis, claims)
+            assert await self.q.reap("reaper", 0) == []
+            return True
+        for claim in claims:
+            self.ended_in[claim.spec.id] = self.rounds
+            assert await commit(self.redis, me, claim)
+        return True
+
+
+@pytest.mark.parametrize("at", [0, 13, 31])
+@pytest.mark.parametrize("kind", ["interactive", "batch"])
+@pytest.mark.cluster
+async def test_the_guilty_one_of_n_suspects_is_found_after_log_n_deaths(
+    redis: Redis, at: int, kind: SequenceClass
+) -> None:
+    n, q = 32, queue(redis)
+    names = [f"s{i}" for i in range(n)]
+    await q.enqueue([spec(name, job="j", kind=kind, group="g") for name in names])
+    workers = Workers(redis, q, {names[at]})
+    while await workers.live_one_life():
+        pass
+    assert workers.deaths == 2 + 5, "two with all of them, then parties of 16, 8, 4, 2 and 1"
+    assert max(workers.ended_in.values()) <= 2 + 2 * 5, "the last innocent one: two parties for each halving"
+    assert sum(rounds <= 4 for rounds in workers.ended_in.values()) >= n // 2, "a half of them at the first"
+    results = {result.id: result.finish.reason for result in await gathered(redis, "j")}
+    assert results == {name: "error" if name == names[at] else "stop" for name in names}
+    assert (await q.depth())[kind].leased == (await q.depth())[kind].waiting == 0
+    ((_, letter),) = await redis.xrange(keys.dead_letters(MODEL))
+    assert letter[b"id"] == names[at].encode()
+
+
+async def test_of_two_guilty_ones_both_are_found_and_no_other(redis: Redis) -> None:
+    n, q = 24, queue(redis)
+    await q.enqueue([spec(f"s{i}", job="j") for i in range(n)])
+    guilty = {"s3", "s20"}
+    workers = Workers(redis, q, guilty)
+    while await workers.live_one_life():
+        pass
+    results = {result.id: result.finish.reason for result in await gathered(redis, "j")}
+    assert {name for name, reason in results.items() if reason == "error"} == guilty and len(results) == n
+
+
+async def test_what_only_fails_together_is_no_poison(redis: Redis) -> None:
+    """Say, rows for which there is not the memory."""
+    q = queue(redis)
+    await q.enqueue([spec(f"s{i}", job="j") for i in range(6)])
+    while claims := await q.claim("w", plan(8, empty=True)):
+        if len(claims) > 3:
+            await q.release("w", claims, failed=True)
+            continue
+        for claim in claims:
+            assert await commit(redis, "w", claim)
+    assert [result.finish.reason for result in await gathered(redis, "j")] == ["stop"] * 6
+
+
+async def test_a_cancelled_suspect_brings_none_of_another_party_in(redis: Redis) -> None:
+    q = queue(redis)
+    await q.enqueue([spec(f"s{i}", job="j") for i in range(8)])
+    await kill_twice(redis, q, 8)
+    await q.cancel(["s1"])
+    assert ids(await q.claim("w3", plan(8, empty=True))) == ["s0", "s2", "s3"]
+    assert ids(await q.claim("w4", plan(2, empty=True))) == ["s4", "s5"], "it has no more rows"
+    assert ids(await q.claim("w5", plan(8, empty=True))) == ["s6", "s7"]
+
+
+async def test_nothing_comes_in_until_the_last_of_a_party_has_ended(redis: Redis) -> None:
+    q = queue(redis)
+    await q.enqueue(specs("s", 4))
+    await kill_twice(redis, q, 4)
+    await q.enqueue([spec("other")])
+    first, second = await q.claim("w3", plan(8, empty=True))
+    assert await commit(redis, "w3", first)
+    assert await q.claim("w3", plan(7)) == []
+    assert await commit(redis, "w3", second)
+    assert ids(await q.claim("w3", plan(8, empty=True))) == ["s2", "s3"]
 
 
 @pytest.mark.cluster
@@ -289,7 +387,7 @@ async def test_a_released_suspect_stays_a_suspect(redis: Redis) -> None:
     await kill_twice(redis, q, 1)
     claims = await q.claim("w3", plan(8, empty=True))
     await q.release("w3", claims)
-    assert [claim.alone for claim in await q.claim("w4", plan(8, empty=True))] == [True]
+    assert [claim.suspect for claim in await q.claim("w4", plan(8, empty=True))] == [True]
 
 
 async def test_an_unreadable_spec_becomes_a_dead_letter_and_an_error(redis: Redis) -> None:

@@ -23,6 +23,7 @@ from shared.learners import (
     Load,
     Pass,
     PassDone,
+    Refused,
     Request,
     SaveDone,
     SaveInfo,
@@ -102,7 +103,7 @@ async def test_a_pass_is_the_same_as_json_and_as_protobuf_and_is_placed_once(ser
     found = await server.ring.learners.request(learner, 2)
     assert found is not None and isinstance(found[0], Pass)
     given, (datum,) = read_pass(content), found[0].data
-    assert datum.ids().tolist() == given.data[0].pieces[0].tolist() and datum.inputs == given.data[0].inputs
+    assert [datum.tokens] == given.data[0].pieces and datum.inputs == given.data[0].inputs
     assert found[0].backward and not read_pass(binary_pass(learner, forward_only=True)).backward
     begin = await server.ring.learners.request(learner, 1)
     assert begin is not None and begin[0] == Begin()
@@ -282,7 +283,8 @@ async def test_what_cannot_be_done_is_refused_by_name(server: Api) -> None:
     await ask(
         server, "asample", 400, sampling_session_id=sampler, seq_id=0, prompt=prompt, sampling_params={"stop": ""}
     )
-    assert not await server.ring.learners.waits(learner, 2)
+    placed = await server.ring.learners.request(learner, 2)
+    assert placed is not None and isinstance(placed[0], Refused)
     sound = _MESSAGE["ForwardBackwardRequest"](model_id=learner, loss_fn="ppo")
     sound.data.add().model_input.add().dmel.SetInParent()
     with pytest.raises(InvalidRequestError, match="no text"):
@@ -290,11 +292,58 @@ async def test_what_cannot_be_done_is_refused_by_name(server: Api) -> None:
     shown = _MESSAGE["ForwardBackwardRequest"]()
     shown.ParseFromString(binary_pass(learner))
     shown.data[0].model_input.add().image.data = b"a file"
+    shown.seq_id = 2
     blind = await server.http.post("/api/v1/forward_backward", content=shown.SerializeToString(), headers=PROTOBUF)
     assert blind.status_code == 400 and "takes no images" in blind.text
     shown.data[0].model_input[1].image.override_dimensions.SetInParent()
     with pytest.raises(InvalidRequestError, match="its own size"):
         read_pass(shown.SerializeToString())
+
+
+async def test_a_refused_request_has_its_place_so_that_what_comes_after_it_is_carried_out(server: Api) -> None:
+    """Tinker's SDK counts on after a refusal: a number that nobody placed would be waited for, for ever."""
+    learner = await made(server)
+    wrong = json_pass(learner, target_tokens=[6, 10**6], weights=[0.0, 1.0])
+    binary = binary_pass(learner).replace(b"\x06\x00\x00\x00", b"\xff\xff\xff\x7f", 1)
+    passes = {"forward_backward": "pass", "forward": "other", "protobuf": "pass", "protobuf forward": "other"}
+    refused: dict[str, Any] = {
+        "forward_backward": wrong,
+        "forward": wrong,
+        "protobuf": binary,
+        "protobuf forward": binary + b"\x30\x01",
+        "too many items": binary + b"\x1a\x00" * 300_000,
+        "too long": binary + b"\x00" * (64 << 20),
+        "deep": {**json_pass(learner), "loss": [[]] * 2_000_000},
+        "optim_step": {"adam_params": {"beta1": 1.0}},
+        "save_weights": {"path": "a/b"},
+        "save_weights_for_sampler": {"path": "a", "kind": "inflight"},
+        "save_weights_external": {"path": "a", "age_encryption_recipients": ["x"]},
+        "load_weights": {"path": f"tinker://{learner}/weights/nowhere", "optimizer": True},
+    }
+    for at, (name, body) in enumerate(refused.items(), 1):
+        if isinstance(body, bytes):
+            content = body.replace(b"\x10\x01", bytes([0x10, at]), 1)
+            answer = await server.http.post("/api/v1/forward_backward", content=content, headers=PROTOBUF)
+        else:
+            path = "forward_backward" if name == "deep" else name
+            answer = await server.post(f"/api/v1/{path}", {**body, "model_id": learner, "seq_id": at})
+        assert 400 <= answer.status_code < 500, (name, answer.text)
+        found = await server.ring.learners.request(learner, at + 1)
+        assert found is not None and isinstance(found[0], Refused), name
+        of = {**passes, "optim_step": "step"}.get(name, "pass" if at < 8 else "other")
+        assert (found[0].message, found[0].of) == (answer.json()["error"]["message"], of), name
+    assert not (await ask(server, "client/config"))["parallel_fwdbwd_chunks"], "or parts of a pass would not be sent"
+    placed = await ask(server, "optim_step", model_id=learner, seq_id=len(refused) + 1, adam_params={})
+    assert placed["request_id"] == f"{learner}:{len(refused) + 1}"
+
+
+async def test_a_refusal_takes_no_place_of_a_learner_that_is_somebody_else_s(server: Api) -> None:
+    learner = await made(server)
+    spec = msgspec.structs.replace(await server.ring.learners.spec(learner), id="theirs", keeper="theirs")
+    await server.ring.learners.create(spec)
+    await ask(server, "optim_step", 400, model_id="theirs", seq_id=1, adam_params={"beta1": 1.0})
+    await ask(server, "optim_step", 404, model_id="theirs", seq_id=1, adam_params={})
+    assert not await server.ring.learners.waits("theirs", 2)
 
 
 async def test_questions_about_a_prompt_s_tokens_that_do_not_fit_it_are_refused_by_name(server: Api) -> None:
@@ -408,8 +457,8 @@ async def seeing(server: Api, monkeypatch: pytest.MonkeyPatch) -> Api:
     return server
 
 
-async def shown_pass(server: Api, learner: str, *chunks: dict[str, Any]) -> httpx.Response:
-    body = json_pass(learner)
+async def shown_pass(server: Api, learner: str, *chunks: dict[str, Any], number: int = 1) -> httpx.Response:
+    body = {**json_pass(learner), "seq_id": number}
     body["forward_backward_input"]["data"][0]["model_input"]["chunks"] += chunks
     return await server.post("/api/v1/forward_backward", body)
 
@@ -448,7 +497,7 @@ async def test_a_pass_fetches_a_url_once_and_takes_so_many_bytes_of_images(
     pointers = [{"type": "image_asset_pointer", "location": f"https://a.example/{at}.png"} for at in (0, 1, 0, 1, 2)]
     answer = await shown_pass(seeing, learner, *pointers[:4])
     assert "of files" not in answer.text and len(fetched) == 2
-    answer = await shown_pass(seeing, learner, *pointers)
+    answer = await shown_pass(seeing, learner, *pointers, number=2)
     assert answer.status_code == 400 and "of files" in answer.text and len(fetched) == 5
 
 

@@ -5,18 +5,22 @@ import contextlib
 import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 from redis.asyncio import Redis
 
+from api.http.api_keys import line_of
+from api.webhooks.work import AT_ONE_RECEIVER, OF_ONE_TENANT
 from shared.redis import keys
 from shared.redis.jobs.ledger import JobLedger
 from shared.sequences import SequenceSpec
 from tests.redis.api_servers import Api, api
 from tests.redis.scripted_worker import MODEL, Answer, ScriptedWorker
 from tests.redis.sequences import end_leases
+from tests.redis.tenants import KEYS
 from tests.waiting import wait_until
 
 SECRET = "a-secret-of-the-receiver-alone"
@@ -154,6 +158,39 @@ async def test_a_process_that_dies_in_a_try_leaves_it_to_another_one(
     async with api(redis_url, **allowed):
         await wait_until(lambda: is_over(redis))
     assert len(receiver.came) == 2 and len({headers["webhook-id"] for _, headers, _ in receiver.came}) == 1
+
+
+async def test_slow_receivers_of_one_tenant_keep_no_other_one_s_message(
+    redis_url: str, worker: ScriptedWorker, receiver: Receiver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for room in ("work", "sending"):
+        monkeypatch.setattr(f"api.webhooks.{room}.TRY_S", 600.0)  # alice's tries never end
+    key_file = tmp_path / "keys"
+    key_file.write_text("\n".join(line_of(KEYS[who], name=who, tenant=who) for who in ("alice", "bob")))
+    async with contextlib.AsyncExitStack() as open_servers:
+        silent = [Receiver(silent=True) for _ in range(8)]
+        for made in silent:
+            server = await asyncio.start_server(made.answer, "127.0.0.1", 0)
+            open_servers.callback(server.close)
+            made.port = server.sockets[0].getsockname()[1]
+        hosts = [f"localhost:{each.port}" for each in (*silent, receiver)]
+        ring = api(redis_url, webhook_hosts=hosts, webhook_private=True, api_key_file=key_file)
+        served = await open_servers.enter_async_context(ring)
+
+        async def end_one(who: str, told: Receiver) -> None:
+            headers = {"authorization": f"Bearer {KEYS[who]}"}
+            created = await served.http.post("/v1/jobs", json={**JOB, "webhook": told.webhook}, headers=headers)
+            assert created.status_code == 202, created.text
+            await end(served, created.json()["id"])
+
+        for _ in range(6):
+            for made in silent:
+                await end_one("alice", made)
+        await wait_until(lambda: sum(len(made.came) for made in silent) == OF_ONE_TENANT)
+        assert max(len(made.came) for made in silent) <= AT_ONE_RECEIVER
+        await end_one("bob", receiver)
+        await wait_until(lambda: len(receiver.came) == 1)
+        assert sum(len(made.came) for made in silent) == OF_ONE_TENANT, "hers were held all the time"
 
 
 async def test_a_process_that_sends_none_leaves_them_to_others(

@@ -284,6 +284,54 @@ def test_a_value_that_is_not_finite_is_refused(tmp_path: Path, value: float, dty
     assert f"{V}.lora_b: value {OUT + 3} is not finite" in refused(tmp_path, mlx_config(), tensors)
 
 
+def scaled(value: float, part: str, *, dora: bool = False) -> dict[str, Array]:
+    tensors = lora(dora=dora)
+    tensors[f"{V}.{part}"] = np.full_like(tensors[f"{V}.{part}"], value)
+    return tensors
+
+
+@pytest.mark.parametrize(
+    ("tensors", "scale", "dtype", "words"),
+    [
+        (lora(), 1e300, "float32", "scale 1e+300 is not finite in float32"),
+        (scaled(3e38, "lora_a"), 0.0, "bfloat16", f"{V}.lora_a for inputs of 1 comes to inf"),
+        (scaled(3e38, "lora_b"), 2.0, "bfloat16", f"{V}.lora_b times the scale 2 comes to 6e+38"),
+        (scaled(3e38, "lora_b"), 1.0, "bfloat16", f"{V}: A B times the scale 1, for inputs of 1, comes to"),
+        (
+            scaled(1e5, "lora_a"),
+            1e-6,
+            "float16",
+            f"{V}.lora_a for inputs of 1 comes to 1.2e+06, which is not finite in f",
+        ),
+        (scaled(1e4, "lora_b"), 8.0, "float16", f"{V}.lora_b times the scale 8 comes to 8e+04"),
+    ],
+)
+def test_what_overflows_in_the_dtype_of_the_base_is_refused(
+    tmp_path: Path, tensors: dict[str, Array], scale: float, dtype: str, words: str
+) -> None:
+    config = mlx_config(lora_parameters={"rank": RANK, "scale": scale})
+    assert words in refused(tmp_path, config, tensors, dtype=dtype)
+
+
+def test_magnitudes_and_experts_that_overflow_are_refused(tmp_path: Path) -> None:
+    words = refused(tmp_path, mlx_config(**DORA), scaled(3e38, "m", dora=True), dtype="bfloat16")
+    assert f"{V}.m for inputs of 1 comes to" in words
+    draw, module = np.random.default_rng(3), "model.layers.0.mlp.switch_mlp.up_proj"
+    a, b = (draw.standard_normal(shape).astype(np.float32) for shape in ((2, RANK, IN), (2, OUT, RANK)))
+    a[1] = 3e38
+    assert f"{module}, expert 1.lora_a" in refused(
+        tmp_path, mlx_config(), {f"{module}.lora_a": a, f"{module}.lora_b": b}
+    )
+
+
+def test_what_is_large_and_fits_the_base_is_taken(tmp_path: Path) -> None:
+    folder = write(tmp_path / "adapter", mlx_config(), scaled(1e5, "lora_a"))
+    with prepared(folder, dtype="bfloat16") as adapter:
+        assert adapter.modules == (Q, V)
+    with pytest.raises(AdapterRejectedError), prepared(folder, dtype="float16"):
+        pass
+
+
 def test_other_dtypes_are_refused(tmp_path: Path) -> None:
     tensors = changed(f"{Q}.lora_a", None) | {f"{Q}.lora_a": np.zeros((IN, RANK), np.int8)}
     assert "dtype I8" in refused(tmp_path, mlx_config(), tensors)  # type: ignore[arg-type]

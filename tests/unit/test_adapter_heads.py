@@ -97,6 +97,7 @@ def test_without_heads_the_written_configuration_says_nothing_of_them() -> None:
         (SCALAR, head() | {"heads.reward.code": np.ones(3, np.float32)}, "heads.reward.code"),
         (SCALAR, head(hidden=5), "no 'activation'"),
         (SCALAR, head() | {"heads.reward.bias": np.array([np.nan], np.float32)}, "bias: value 0 is not finite"),
+        (SCALAR, head() | {"heads.reward.weight": np.full((1, H), 3e38, np.float32)}, "which is not finite in float32"),
         (SCALAR, head() | {"heads.reward.bias": np.ones(2, np.float32)}, "expected [1]"),
         (SCALAR, head() | {"heads.reward.hidden.bias": np.ones(2, np.float32)}, "there is no hidden layer"),
         (SCALAR, {"heads.reward.bias": np.ones(1, np.float32)}, "weight is missing"),

@@ -6,19 +6,18 @@ import pytest
 from pydantic import ValidationError
 
 from api.http.errors import from_validation
-from api.training.body import PostedTrajectory, UpdateBody, checked, versions_named
+from api.training.body import Asked, PostedTrajectory, UpdateBody, checked, versions_named
 from shared.errors import InvalidRequestError
 from shared.frames import VersionSpan
-from shared.sequences import ModelCard
 from shared.trajectories import Drawing, Trajectory
 
-CARD = ModelCard("m", 8, 100, (0,), "t", "b", 1, "float32")
+KNOWN = Asked(policy="policy", model="t", vocabulary=100, context=8)
 ONE: dict[str, Any] = {"prompt_ids": [1, 2], "completion_ids": [3, 4], "logprobs": [-1.0, -0.5], "reward": 1}
 
 
 def refusal(*trajectories: dict[str, Any], **more: Any) -> InvalidRequestError:
     with pytest.raises((ValidationError, InvalidRequestError)) as caught:
-        checked(UpdateBody.model_validate({"trajectories": list(trajectories), **more}), CARD, "policy")
+        checked(UpdateBody.model_validate({"trajectories": list(trajectories), **more}), KNOWN)
     error = caught.value
     return from_validation(error.errors()) if isinstance(error, ValidationError) else error
 
@@ -74,9 +73,9 @@ def test_a_result_line_of_a_job_and_a_collected_trajectory_can_be_posted() -> No
     }  # fmt: skip
     body = UpdateBody.model_validate({"trajectories": [line, {**ONE, "reward": None, "advantage": 2.0}]})
     with pytest.raises(InvalidRequestError):
-        checked(body, CARD, "policy")
+        checked(body, KNOWN)
     body = UpdateBody.model_validate({"trajectories": [line, {**ONE, "group": "b", "reward": None, "advantage": 2.0}]})
-    first, second = checked(body, CARD, "policy")
+    first, second = checked(body, KNOWN)
     assert first.trajectory.spans == (VersionSpan("policy@2", 0, 2),)
     assert first.trajectory.reward is not None and first.trajectory.reward.value == 0.5
     assert (first.trajectory.logprobs_mode, first.trajectory.drawn) == ("processed_logprobs", Drawing(0.7, top_p=0.9))

@@ -116,6 +116,17 @@ async def test_thumbnails_keep_proportions_within_their_bound(reader: ImageReade
         await reader.thumbnail(b"x", 128)
 
 
+async def test_a_tenant_with_many_files_is_not_in_another_one_s_way(reader: ImageReader) -> None:
+    done: list[str] = []
+
+    async def read(tenant: str) -> None:
+        await reader.tiles(file_of(Image.new("RGB", (64, 64))), VISION, "low", tenant)
+        done.append(tenant)
+
+    await asyncio.gather(*(read("alice") for _ in range(8)), read("bob"))
+    assert done.index("bob") == 1
+
+
 async def test_damaged_files_of_all_kinds_are_answered_and_lose_nobody(reader: ImageReader) -> None:
     dice, answers = random.Random(17), set()
     whole = [file_of(image(), form) for form in ("PNG", "JPEG", "WEBP", "GIF", "BMP")]

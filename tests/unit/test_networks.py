@@ -158,6 +158,7 @@ def test_weights_are_those_of_the_description(tmp_path: Path) -> None:
         ({**right, "pi.other": right["pi.bias"]}, "pi.other: the network has no such tensor"),
         ({**right, "pi.weight": right["pi.weight"].T.copy()}, "pi.weight: shape [16, 2], expected [2, 16]"),
         ({**right, "pi.weight": wrong}, "pi.weight: value 19 is not finite"),
+        ({**right, "pi.weight": np.full_like(wrong, 3e38)}, "pi.weight for inputs of 1 comes to inf"),
         ({**right, "pi.weight": right["pi.weight"].astype(np.float64)}, "dtype F64"),
     ):
         with pytest.raises(AdapterRejectedError) as refused:

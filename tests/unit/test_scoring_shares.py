@@ -4,7 +4,8 @@ import asyncio
 
 import pytest
 
-from shared.scoring.shares import GIVE_UP_AFTER, MOST_KNOWN, FairTurns, Lateness, Share
+from shared.scoring.shares import GIVE_UP_AFTER, Lateness, Share
+from shared.turns import MOST_KNOWN, FairTurns
 
 
 class Clock:

@@ -21,7 +21,7 @@ class Queue:
         self.waiting = [Delivered(f"{i}-0", live) for i, live in enumerate(lives)]
         self.acknowledged: list[str] = []
 
-    async def read(self, count: int) -> list[Delivered]:
+    async def take(self, consumer: str, count: int) -> list[Delivered]:
         found, self.waiting = self.waiting[:count], self.waiting[count:]
         return found
 

@@ -98,7 +98,8 @@ class StoreSink:
 
     async def stage(self, candidate: Candidate) -> int:
         """Store the candidate as the next version; the latest stays what it was."""
-        with prepared(candidate.directory, shapes=self._card.modules, hidden_size=self._card.head_inputs) as adapter:
+        shapes, hidden, dtype = self._card.modules, self._card.head_inputs, self._card.dtype
+        with prepared(candidate.directory, shapes=shapes, hidden_size=hidden, dtype=dtype) as adapter:
             manifest = await self._store.publish(
                 self._name,
                 adapter,

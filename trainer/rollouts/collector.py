@@ -52,6 +52,7 @@ class Collector(IndexedSource):
         self._curriculum = curriculum
         self._again = sorted(pending)
         self._running: dict[int, asyncio.Task[None]] = {}
+        self._before: set[int] = set()  # indices that were under way when another version was adopted
         self._steps_done = 0
         self._changed = asyncio.Event()
         self._failure: BaseException | None = None
@@ -90,6 +91,10 @@ class Collector(IndexedSource):
         """A batch that was handed out taught nothing, because its policy is no more."""
         super().discard(batch)
         self._forget([group.index for group in batch])
+
+    def adopted(self) -> None:
+        """The run goes on from another version."""
+        self._before = {*self._running, *(group.index for group in self.waiting)}
 
     def pace_on(self, steps_done: int) -> None:
         """A train step is done: more groups may start."""
@@ -175,7 +180,8 @@ class Collector(IndexedSource):
         if old:
             stale = [group.index for group in old]
             log.info("groups.stale", groups=len(stale), bound=self._pace.max_lag)
-            self._watch.dropped(old, ages[stale[-1]])
+            if late := [group for group in old if group.index not in self._before]:
+                self._watch.dropped(late, ages[late[-1].index])
             self.dropped += stale
             self._forget(stale)
             self.waiting = [group for group in self.waiting if group.index not in stale]

@@ -89,6 +89,10 @@ class IndexedSource(ABC):
         """A train step has been made of a batch that was handed out; most sources need not know."""
         return
 
+    def adopted(self) -> None:
+        """The run goes on from another version: what is under way is too old, and that is no reason for an alert."""
+        return
+
     @abstractmethod
     def pace_on(self, steps_done: int) -> None:
         """A train step is done: more groups may start."""

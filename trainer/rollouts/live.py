@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 import structlog
 
 from shared.redis.connection.background_reader import BackgroundReader
-from shared.redis.training.trajectory_queue import CONSUMER, Delivered, TrajectoryQueue
+from shared.redis.training.trajectory_queue import CONSUMER, Delivered, TrajectoryQueue, is_not_after
 from shared.trajectories import LiveTrajectory
 from trainer.rollouts.groups import Lag, RolloutGroup, usable
 from trainer.rollouts.pacing import StaleWatch
@@ -67,6 +67,7 @@ class LiveCollector(BackgroundReader):
         self._open: dict[str, _Open] = {}
         self._ready: list[_Ready] = []
         self._out: list[_Ready] = []  # the last batch
+        self._before = ""  # the newest entry when another version was adopted
         self._changed = asyncio.Event()
         self.taken: list[str] = list(taken)
         self.dropped: Counter[str] = Counter()
@@ -106,6 +107,10 @@ class LiveCollector(BackgroundReader):
             for entry in ready.entries:
                 self.taken.remove(entry)
         self._ready = [*back, *self._ready]
+
+    async def adopted(self) -> None:
+        """The run goes on from another version: what has come so far is too old, and that is no reason for an alert."""
+        self._before = await self._queue.newest()
 
     async def saved(self) -> None:
         """A checkpoint with `taken` is on disk."""
@@ -157,7 +162,8 @@ class LiveCollector(BackgroundReader):
             age = lag(ready.group)
             if age > self._max_lag:
                 self._drop("stale", ready.entries)
-                self._watch.dropped([ready.group], age)
+                if not all(is_not_after(entry, self._before) for entry in ready.entries):
+                    self._watch.dropped([ready.group], age)
             else:
                 fresh.append(ready)
         self._ready = fresh

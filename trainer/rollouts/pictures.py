@@ -54,18 +54,20 @@ class Pictures:
             files[sized[-1].sha256] = data
         return ShownChat(plain(messages), ChatImages.of(self._sight.vision, sized), files)
 
-    async def picture(self, ref: ImageRef, data: bytes) -> Picture:
+    async def picture(self, ref: ImageRef, data: bytes, tenant: str = "") -> Picture:
         """The tiles of an image that has been read."""
-        width, height, tiles = await self._reader.tiles(data, self._sight.vision, ref.detail)
+        width, height, tiles = await self._reader.tiles(data, self._sight.vision, ref.detail, tenant)
         return Picture(ref.key, tiles, width, height)
 
-    async def of_refs(self, refs: Iterable[ImageRef], files: Mapping[bytes, bytes]) -> dict[bytes, Picture]:
-        """The tiles of images that somebody else has read, by key; EngineError where he reads them otherwise."""
+    async def of_refs(
+        self, refs: Iterable[ImageRef], files: Mapping[bytes, bytes], tenant: str
+    ) -> dict[bytes, Picture]:
+        """The tiles of images that a tenant's client has read, by key; EngineError where it reads them otherwise."""
         wanted = {ref.key: ref for ref in refs}
         for ref in wanted.values():
             if ref.key != image_key(ref.sha256, ref.detail, self._sight.vision) or ref.sha256 not in files:
                 raise EngineError("the images were prepared for another processor than this one's")
-        return {key: await self.picture(ref, files[ref.sha256]) for key, ref in wanted.items()}
+        return {key: await self.picture(ref, files[ref.sha256], tenant) for key, ref in wanted.items()}
 
     def close(self) -> None:
         """End the processes."""

@@ -128,6 +128,13 @@ class Inbox:
         if batch.source == "prompts" and self._own is not None:
             self._own.discard(batch.groups)
 
+    async def adopted(self) -> None:
+        """The run goes on from another version than those that have sampled what is under way."""
+        if self._own is not None:
+            self._own.adopted()
+        if self._live is not None:
+            await self._live.adopted()
+
     def pace_on(self, state: RunState, batch: Batch) -> None:
         """A train step on this batch is done: more groups may start."""
         if self._own is not None:

@@ -173,7 +173,10 @@ class TrainLoop:
                     return work
                 self._inbox.give_back(work)
                 work = moved
+            policy_step = self.state.policy_step
             await self._foreign.settle(work, self._stop, self._carry_out)
+            if self.state.policy_step != policy_step:
+                await self._inbox.adopted()
             await self.save()  # a resume must not take back what a person has chosen
         return None
 

@@ -35,6 +35,7 @@ from shared.learners import (
     LoadDone,
     Pass,
     Publish,
+    Refused,
     Request,
     Save,
     SaveDone,
@@ -153,7 +154,7 @@ class Seat:
         return self._learner
 
     async def _compute(self, start: Callable[[], Work[T]]) -> T:
-        return await self._turns.run(self._held.id, start)
+        return await self._turns.run(self._held.id, start, self._held.spec.owner)
 
     async def _carry_out(self, number: int, request: Request, size: int) -> None:
         again = number <= self._held.done  # it was answered before its service died
@@ -164,9 +165,10 @@ class Seat:
         elif not (again and _changes_nothing(request)):
             answer, save = await self._outcome(number, request, again)
             learner = self._learner
-            spoils = isinstance(request, Step) or (isinstance(request, Pass) and request.backward)
+            passed = (isinstance(request, Pass) and request.backward) or _refused(request, "pass")
+            spoils = passed or isinstance(request, Step) or _refused(request, "step")
             if spoils and isinstance(answer, Failed) and isinstance(learner, ServiceLearner):
-                reason = answer.message if isinstance(request, Pass) else ""
+                reason = answer.message if passed else ""
                 await self._compute(at_once(lambda: learner.spoil(reason)))
         self._number = number
         self._bytes += size
@@ -234,6 +236,8 @@ class Seat:
             return BeginDone(), None
         if isinstance(request, Ask):
             return await self._told(request)
+        if isinstance(request, Refused):
+            return Failed(request.message), None
         learner = self._mine
         match request:
             case Pass():
@@ -266,7 +270,9 @@ class Seat:
     async def _seen(self, request: Pass) -> dict[bytes, Picture]:
         """The tiles of a pass's images, by key."""
         images = [image for datum in request.data for image in datum.images]
-        return await self._pictures.of_refs(images, request.files) if images and self._pictures is not None else {}
+        if not images or self._pictures is None:
+            return {}
+        return await self._pictures.of_refs(images, request.files, self._held.spec.owner)
 
     async def _told(self, request: Ask) -> tuple[Answer, SaveInfo | None]:
         """What a run's learner says; much of it is kept as a save, the next one in its place."""
@@ -327,8 +333,9 @@ class Seat:
             try:
                 folder = Path(open_files.enter_context(TemporaryDirectory(prefix="parallm-learner-")))
                 await asyncio.to_thread(write, folder)
-                shapes, hidden = self._card.modules, self._card.head_inputs
-                adapter = open_files.enter_context(prepared(folder, shapes=shapes, hidden_size=hidden))
+                shapes, hidden, dtype = self._card.modules, self._card.head_inputs, self._card.dtype
+                made = prepared(folder, shapes=shapes, hidden_size=hidden, dtype=dtype)
+                adapter = open_files.enter_context(made)
             except (OSError, SafetensorError) as error:
                 raise EngineError(f"the service could not write the version to its disk: {error}") from error
             manifest = await self._adapters.publish(
@@ -352,6 +359,10 @@ class Seat:
 
 def _changes_nothing(request: Request) -> bool:
     return isinstance(request, Save | Publish) or (isinstance(request, Pass) and not request.backward)
+
+
+def _refused(request: Request, of: str) -> bool:
+    return isinstance(request, Refused) and request.of == of
 
 
 def gone(error: BaseException) -> bool:

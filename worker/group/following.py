@@ -14,11 +14,9 @@ from typing import Any, Protocol
 
 import msgspec
 import structlog
-from redis.exceptions import RedisError
 
 from shared.errors import ServiceUnavailableError, SetupError
 from shared.redis.connection.client import connect
-from shared.redis.connection.faults import reason
 from worker.engine.model.loader import LoadedModel, model_folder
 from worker.group import meeting
 from worker.group.backend import Jaccl, backend_of, join, listens_at, own_places
@@ -115,12 +113,7 @@ class Follower(ABC):
             self._jaccl.check(placed)
         folder = await asyncio.to_thread(model_folder, settings.model)
         while True:
-            try:
-                secret = await meeting.secret_of(self._redis, placed)
-            except (RedisError, OSError) as error:
-                log.warning("group.redis_trouble", error=reason(error))
-                await asyncio.sleep(meeting.LOOK_S)
-                continue
+            secret = await meeting.secret_of(self._redis, placed)
             places = own_places(placed, backend, listens_at(settings, placed))
             ours = meeting.own_member(placed, backend, places, folder)
             place = await meeting.look_for(self._redis, placed, ours)

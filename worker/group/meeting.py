@@ -22,6 +22,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from shared.errors import SetupError
+from shared.process.loops import until_taken
 from shared.process.settings import version
 from shared.redis import keys
 from shared.redis.connection.client import ask_all
@@ -60,8 +61,8 @@ class Meeting(msgspec.Struct, frozen=True):
 
 
 async def secret_of(redis: Redis, placed: Placement) -> bytes:
-    """By which the ranks of a group know one another; b"": not to be had."""
-    return await ring_secret(redis, of=_SECRET[placed.kind])
+    """The secret by which the ranks of a group know one another, once Redis takes it; b"": not to be had."""
+    return await until_taken("group", lambda: ring_secret(redis, of=_SECRET[placed.kind]))
 
 
 def own_member(placed: Placement, backend: str, places: list[str], folder: Path) -> Member:

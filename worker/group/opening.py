@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -51,26 +51,33 @@ async def prepared(work: Callable[[], None], group: GroupLead | None, stop: asyn
         await waits
         return True
 
+    return await joined(waits, group, stop)
+
+
+async def joined(work: Awaitable[None], group: GroupLead | None, stop: asyncio.Event) -> bool:
+    """Wait until the ring knows the worker, which a Redis that is away puts off; False when told to stop before."""
+
     async def wait() -> bool:
-        await group.unless_lost(waits)
+        await (work if group is None else group.unless_lost(work))
         return True
 
     return await _unless_stopped(wait(), group, stop) is not None
 
 
-async def _unless_stopped(work: Coroutine[Any, Any, T], group: GroupLead, stop: asyncio.Event) -> T | None:
+async def _unless_stopped(work: Coroutine[Any, Any, T], group: GroupLead | None, stop: asyncio.Event) -> T | None:
     """What comes of it, or None when we are told to stop before; the other ranks end where nothing comes of it."""
     working, stopping = asyncio.create_task(work), asyncio.create_task(stop.wait())
     try:
         await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        if working.done() or group.lost:  # the loss of a rank stops us, too, and `work` is about to say so
+        if working.done() or (group is not None and group.lost):  # a rank's loss stops us, too: `work` is to say so
             return await working
         await cancel([working])
-        await group.close()
+        await ended(group)
         return None
     except BaseException as error:
         working.cancel()
-        await group.close(error)
+        if group is not None:
+            await group.close(error)
         raise
     finally:
         stopping.cancel()

@@ -109,7 +109,7 @@ async def begin(
         await ring.queue(work.model).enqueue([spec], prefer=await ring.affinity.preferred([spec]))
         ring.splits.sent(work.split_to)
         if run.webhook is not None:
-            await webhooks.wait_for(ring.home.redis, "response", who, writer.id)
+            await webhooks.wait_for(ring.home.redis, run.tenant, "response", who, writer.id)
         await due.hasten(entry)
     except ParallmError:  # refused as a whole
         await ring.responses.forget(who, writer.id)

@@ -3,10 +3,14 @@
 To take an entry moves its time into the future: that is the taker's lease. It renews the lease while it works, and a
 taker that dies leaves the entry to whoever looks when the lease is over. So an entry has one owner at a time, what a
 former owner says of it does not count, and it is there until its owner says that it is done.
+
+An entry may be somebody's, a tenant's say. Those who have entries that are due take turns, so that the wait for a turn
+depends on how many tenants there are, and not on how many entries another one has.
 """
 
 import secrets
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from redis.asyncio import Redis
 
@@ -19,22 +23,34 @@ _move = Script("due_move")
 _hasten = Script("due_hasten")
 
 
+class Due(NamedTuple):
+    """An entry that is due, and whose it is."""
+
+    who: str
+    entry: str
+
+
 class DueList:
     """The list of one name, in the hands of one process."""
 
     def __init__(self, redis: Redis, name: str) -> None:
         self._redis = redis
-        self._keys = [keys.due(name), keys.due_owners(name)]
+        self._keys = [keys.due(name), keys.due_owners(name), keys.due_whose(name), keys.due_turns(name)]
         self._owner = secrets.token_hex(8)
 
-    async def add(self, entry: str, in_ms: int = 0) -> None:
-        """Add an entry that is due in so long; one that is there keeps its time."""
-        await _add(self._redis, self._keys, [entry, in_ms, keys.DUE_TTL_S])
+    async def add(self, entry: str, in_ms: int = 0, who: str = "") -> None:
+        """Add an entry that is due in so long; one that is there keeps its time. `who`: takes turns with others."""
+        await _add(self._redis, self._keys, [entry, in_ms, keys.DUE_TTL_S, who])
 
     async def take(self, most: int, lease_ms: int) -> list[str]:
-        """At most so many of the entries that are due, which nobody else gets while the lease lasts."""
-        taken = await _take(self._redis, self._keys, [most, lease_ms, keys.DUE_TTL_S, self._owner])
-        return [entry.decode() for entry in taken]
+        """At most so many of the entries that are due, which no other process gets while the lease lasts."""
+        return [due.entry for due in await self.take_in_turns(most, lease_ms)]
+
+    async def take_in_turns(self, most: int, lease_ms: int, passing_over: Iterable[str] = ()) -> list[Due]:
+        """As `take`, with whose each is; nothing of those who are passed over."""
+        arguments: list[Argument] = [max(0, most), lease_ms, keys.DUE_TTL_S, self._owner, *passing_over]
+        taken = [each.decode() for each in await _take(self._redis, self._keys, arguments)]
+        return [Due(*pair) for pair in zip(taken[::2], taken[1::2], strict=True)]
 
     async def renew(self, entries: Iterable[str], lease_ms: int) -> None:
         """Renew the leases of entries that are still this process's."""
@@ -50,7 +66,7 @@ class DueList:
 
     async def hasten(self, entry: str) -> None:
         """Make an entry due now, or as soon as its owner gives it back; nothing when it is not there."""
-        await _hasten(self._redis, self._keys, [entry])
+        await _hasten(self._redis, self._keys, [entry, keys.DUE_TTL_S])
 
     async def drop(self, entry: str) -> None:
         """Remove an entry, whoever has it."""

@@ -20,9 +20,9 @@ def entry_of(kind: str, *name: str) -> str:
     return " ".join((kind, *name))
 
 
-async def wait_for(redis: Redis, kind: str, *name: str) -> None:
-    """Write the entry of a thing that has been made; may be repeated."""
-    await DueList(redis, LIST).add(entry_of(kind, *name), LOOK_MS)
+async def wait_for(redis: Redis, tenant: str, kind: str, *name: str) -> None:
+    """Write the entry of a thing that has been made for a tenant; may be repeated."""
+    await DueList(redis, LIST).add(entry_of(kind, *name), LOOK_MS, tenant)
 
 
 async def hasten(redis: Redis, kind: str, *name: str) -> None:

@@ -127,7 +127,7 @@ class BatchStore:
         kept = [("EXPIRE", key, keys.BATCH_TTL_S) for key in lists]
         await ask_all(self._redis, [*added, *old, *kept])
         if spec.webhook is not None:
-            await webhooks.wait_for(self._redis, "batch", spec.id)
+            await webhooks.wait_for(self._redis, spec.tenant, "batch", spec.id)
 
     async def find(self, batch_id: str, prefix: str = "") -> BatchRecord:
         """A batch by its id; UnknownBatchError when there is none, or none with this prefix: another protocol's."""

@@ -66,7 +66,7 @@ class JobStore:
             if not created:
                 await unpin(self._adapters, spec)
         if spec.webhook is not None and (created or (await self.status(job_id)).status not in TERMINAL):
-            await webhooks.wait_for(self._redis, "job", job_id)
+            await webhooks.wait_for(self._redis, spec.tenant, "job", job_id)
         if created:
             await enqueue_tick(self._redis, job_id, 0)
         return job_id, created

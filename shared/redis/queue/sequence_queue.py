@@ -5,8 +5,8 @@ worker under the next attempt, and an end is accepted from the owner of the curr
 One Lua call does each step, so a crash between two commands cannot lose or double a sequence.
 
 Each class has a shared stream, one per worker for sequences with affinity to it, one for what was taken from dead or
-leaving workers (claimed first), and one for suspects, which have killed workers and run alone. All keys of a model
-share a hash tag. Times are Redis' own.
+leaving workers (claimed first), and one for suspects, whose workers have died twice. One of them may be guilty, so they
+run apart, in halves, until it is alone (`lua/streams.lua`). All keys of a model share a hash tag. Times are Redis' own.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ STAGGER_S = 0.0001  # for each other worker; the first of n that wake looks afte
 OTHERS = 32  # workers at whose streams one claim looks, and about so many wait for what is for any of them
 LESS_WATCHFUL = 0.9  # times, after waking for nothing
 WORKERS_AT_ONCE = 64  # whose streams one call looks through for leases that have run out
-TURN_MS = 5_000  # a worker that runs empty for a suspect asks for work at least this often
+TURN_MS = 5_000  # a worker that runs empty for suspects asks for work at least this often
 
 _ENQUEUE, _CLAIM, _REAP, _RENEW = Script("enqueue"), Script("claim"), Script("reap"), Script("renew")
 _RELEASE, _DEPTH, _FORWARD = Script("release"), Script("depth"), Script("forward")
@@ -57,7 +57,7 @@ class ClaimPlan:
     batch_first: int
     batch_max: int  # batch never takes more than this; interactive may take every row
     kv_tokens: int  # free KV positions; an entry that does not fit waits, and all behind it
-    worker_is_empty: bool  # then the first entry need not fit, and a suspect may run
+    worker_is_empty: bool  # then the first entry need not fit, and suspects may run
     kv_window: int = 0  # positions that a row holds at most; 0: as many as it has
 
 
@@ -88,7 +88,7 @@ class _Asker:
     steal_in_s: float = 0.0  # until something may be stolen, 0: nothing
     held: list[Claim] = field(default_factory=list)  # as of its last renewal, and since
     renewed_at: float = -math.inf  # monotonic
-    alone: str = ""  # the last suspect that it was given
+    suspects: tuple[str, ...] = ()  # the last ones that it was given
     others: int = 0  # live workers beside it
     watchful: float = 0.0  # how often it waits for what is for any worker, beyond the least
     watches: bool = True  # it has, the last time
@@ -342,7 +342,8 @@ class SequenceQueue:
         rest = [keys.suspect_turn(self._model), keys.dead_letters(self._model)]
         args: list[Argument] = [keys.GROUP, worker_id, plan.rows, plan.interactive_first, plan.batch_first]
         args += [plan.batch_max, plan.kv_tokens, "1" if plan.worker_is_empty else "", STEAL_AFTER_MS, self._prefix]
-        args += [QUEUE_TTL_S, asker.alone, TURN_MS, "1" if handed_back else "", plan.kv_window]
+        args += [QUEUE_TTL_S, TURN_MS, "1" if handed_back else "", plan.kv_window]
+        args += () if plan.worker_is_empty else asker.suspects
         tips, rows, steal_in_ms = await _CLAIM(self._redis, [*own, *rest, *others], args)
         if not handed_back:
             asker.tips, asker.steal_in_s = dict(zip([*own, *others], tips, strict=True)), steal_in_ms / 1000
@@ -359,7 +360,9 @@ class SequenceQueue:
                 continue
             if claim is not None:
                 claims.append(claim)
-        self._askers[worker_id].held += claims
+        asker = self._askers[worker_id]
+        asker.held += claims
+        asker.suspects = tuple(claim.spec.id for claim in claims if claim.suspect) or asker.suspects
         return claims
 
     async def _settle(self, worker_id: str, row: list[Any]) -> Claim | None:
@@ -371,13 +374,13 @@ class SequenceQueue:
         except UnreadableMessageError as error:
             spec, unreadable = self._settlement.unreadable(seq.decode(), job.decode()), error
         spec = msgspec.structs.replace(spec, id=seq.decode(), model=self._model, api=api.decode(), job=job.decode())
-        claim = Claim(spec, stream.decode(), entry.decode(), int(attempt), verdict == b"alone")
-        if claim.alone:
-            self._askers[worker_id].alone = spec.id
+        claim = Claim(spec, stream.decode(), entry.decode(), int(attempt), verdict == b"suspect")
         if unreadable is not None:
             await self._settlement.give_up(worker_id, claim, unreadable.message, type(unreadable))
-        elif verdict == b"poison":
-            await self._settlement.give_up(worker_id, claim, f"its workers died {self._max_deaths} times")
+        elif verdict.startswith(b"poison "):
+            deaths = int(verdict.split()[1])
+            reason = f"its workers died {deaths} times, the last one with nothing beside it"
+            await self._settlement.give_up(worker_id, claim, reason)
         elif verdict in (b"cancelled", b"deadline"):
             await self._settlement.end(worker_id, claim, verdict.decode())
         else:

@@ -98,7 +98,7 @@ class LearnerStore:
     async def wake(self, spec: LearnerSpec) -> None:
         """Have a service look at a learner."""
         due = waiting_learners(self._redis, spec.model)
-        await due.add(spec.id)
+        await due.add(spec.id, who=spec.owner)
         await due.hasten(spec.id)
 
     async def answer(self, learner: str, number: int, within_s: float = 0.0) -> Answer | None:
@@ -186,6 +186,11 @@ class LearnerStore:
         epoch, spec, done, applied, state = found
         what = msgspec.json.decode(spec, type=LearnerSpec)
         return Held(learner, epoch.decode(), what, int(done or 0), int(applied or 0), (state or b"").decode())
+
+    async def is_asked(self, learner: str) -> bool:
+        """Whether there is something to carry out, or the learner is gone."""
+        spec, done, applied = await ask(self._redis, "HMGET", keys.learner(learner), "spec", "done", "applied")
+        return spec is None or (done or 0) != (applied or 0) or await self.waits(learner, int(done or 0) + 1)
 
     async def request(self, learner: str, number: int) -> tuple[Request, int] | None:
         """A request and its size in bytes, when it is there."""

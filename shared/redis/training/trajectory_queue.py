@@ -62,3 +62,13 @@ class TrajectoryQueue(Stream[Delivered]):
     @staticmethod
     def _decode(entry: Entry) -> Delivered:
         return Delivered(entry.id, msgspec.json.decode(entry.fields[b"d"], type=LiveTrajectory))
+
+
+def is_not_after(entry: str, other: str) -> bool:
+    """Whether an entry came before another one, or is it; "" came before all."""
+    return _order(entry) <= _order(other)
+
+
+def _order(entry: str) -> tuple[int, int]:
+    milliseconds, _, number = entry.partition("-")
+    return int(milliseconds or 0), int(number or 0)

@@ -32,6 +32,7 @@ def ids(text: str) -> list[int]:
 
 PROMPT, ANSWER = ids("The colour of the sky at noon is"), ids(" 4711")
 WHOLE = PROMPT + ANSWER
+WAIT_S = 120  # for an answer, which a client without one would wait for, for ever
 
 
 def datum(**inputs: list[float]) -> types.Datum:
@@ -236,12 +237,20 @@ def main() -> None:
     other = service.create_lora_training_client(base_model=MODEL, rank=4)
     if hasattr(other, "result"):
         other = other.result()
-    try:
-        other.forward_backward([wrong], "cross_entropy").result()
-    except Exception as error:
-        assert "target_tokens of shape" in str(error), error
-    else:
-        raise AssertionError("a wrong shape was taken")
+    adam, right = types.AdamParams(learning_rate=1e-4), datum(weights=[1.0] * len(ANSWER))
+    # Of 1,500 data, which are sent in two parts, one is wrong: neither it nor the part that was taken is learned from.
+    for data in ([wrong], [right] * 1500 + [wrong]):
+        passed, stepped = other.forward_backward(data, "cross_entropy"), other.optim_step(adam)
+        for words, future in (("target_tokens of shape", passed), ("a pass since the last one has failed", stepped)):
+            try:
+                future.result(timeout=WAIT_S)
+            except tinker.TinkerError as error:
+                assert words in str(error), error
+            else:
+                raise AssertionError(f"not refused: {words}")
+    passed, stepped = other.forward_backward([right], "cross_entropy"), other.optim_step(adam)
+    assert np.isfinite(passed.result(timeout=WAIT_S).metrics["loss:sum"])
+    assert stepped.result(timeout=WAIT_S).metrics["step:max"] == 1
     print(f"tinker {tinker.__version__}: loss {losses[0]:.2f} -> {losses[-1]:.2f} in 20 steps{custom}")
 
 

@@ -100,7 +100,15 @@ def learn_over_http(served: Ring) -> None:
         ask(served, "forward_backward", model_id=learner, seq_id=2 * step + 1, forward_backward_input=passed)
         adam = {"learning_rate": 0.005}
         ask(served, "optim_step", model_id=learner, seq_id=2 * step + 2, adam_params=adam)
-    last = ask(served, "save_weights_for_sampler", model_id=learner, seq_id=41, sampling_session_seq_id=0)
+    # What is refused is failed: the step after a refused pass changes nothing, and what comes then goes on.
+    wrong = {**datum, "model_input": {"chunks": [{"type": "encoded_text", "tokens": [10**6] * 6}]}}
+    body = {"model_id": learner, "seq_id": 41, "forward_backward_input": {**passed, "data": [wrong]}}
+    assert httpx.post(f"{served.url}/api/v1/forward_backward", json=body, timeout=60).status_code == 400
+    ask(served, "optim_step", model_id=learner, seq_id=42, adam_params={"learning_rate": 0.005})
+    last = ask(served, "save_weights_for_sampler", model_id=learner, seq_id=43, sampling_session_seq_id=0)
+    for number, words in ((41, "token id outside"), (42, "a pass since the last one has failed")):
+        failed = result(served, f"{learner}:{number}").json()
+        assert words in failed["error"] and failed["category"] == "user", failed
     losses = [result(served, f"{learner}:{number}").json()["metrics"]["loss:sum"] for number in (1, 39)]
     assert losses[1] < 0.1 * losses[0], losses
     sampler = result(served, last["request_id"]).json()["sampling_session_id"]

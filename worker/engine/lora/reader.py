@@ -142,7 +142,12 @@ def _site_weights(manifest: AdapterManifest, site: Site, tensors: Tensors, dtype
     a, b = site.held(a, b)
     scaled = b.astype(mx.float32) * manifest.scale
     gain = _gain(manifest, site, a, scaled, tensors[f"{site.path}.m"]) if manifest.kind == "dora" else None
-    return SiteWeights(mx.contiguous(a.astype(dtype)), mx.contiguous(scaled.astype(dtype)), gain)
+    held = SiteWeights(mx.contiguous(a.astype(dtype)), mx.contiguous(scaled.astype(dtype)), gain)
+    if not (mx.isfinite(held.a).all() & mx.isfinite(held.b).all()).item():
+        raise AdapterRejectedError(
+            f"{manifest.id}: {site.path} is not finite in {dtype}, in which this worker holds it"
+        )
+    return held
 
 
 def _gain(manifest: AdapterManifest, site: Site, a: mx.array, scaled_b: mx.array, m: mx.array) -> mx.array:

@@ -1,11 +1,11 @@
--- Claim sequences for a worker. In this order: a suspect, alone; own affinity, handed back and shared streams,
+-- Claim sequences for a worker. In this order: a party of suspects, with nothing beside it; own affinity, handed back and shared streams,
 -- interactive up to its quota, then batch up to its quota; rows left over to either class; then what other workers leave
 -- lying in their affinity streams.
 -- uses: streams letters
 --
 -- KEYS[1] own interactive   KEYS[2] handed back interactive   KEYS[3] interactive   KEYS[4] suspects interactive
 -- KEYS[5..8]                the same of batch
--- KEYS[9]                   string: the worker whose turn it is to run a suspect
+-- KEYS[9]                   string: the worker whose turn it is to run suspects
 -- KEYS[10] dead letters
 -- KEYS[11..]                other workers' streams: interactive, batch, interactive, batch, ...
 -- ARGV[1] group             ARGV[2] worker
@@ -17,17 +17,17 @@
 -- ARGV[9] steal_ms          age from which an entry may be stolen
 -- ARGV[10] prefix           of sequence hashes
 -- ARGV[11] ttl              of claimed sequences and dead letters, seconds
--- ARGV[12] alone            id of the suspect that this worker runs ('' none)
--- ARGV[13] turn_ms          how long a worker may take to run empty for a suspect, unless it asks again
--- ARGV[14] handed_back      '1': nothing but the handed back streams
--- ARGV[15] window           KV positions that a sequence takes at most, '0': as many as it says
+-- ARGV[12] turn_ms          how long a worker may take to run empty for suspects, unless it asks again
+-- ARGV[13] handed_back      '1': nothing but the handed back streams
+-- ARGV[14] window           KV positions that a sequence takes at most, '0': as many as it says
+-- ARGV[15..]                ids of the last suspects that this worker was given
 -- Returns {last generated ids of KEYS[1..8] and KEYS[11..], claims, ms until an entry that is too young may be stolen,
--- 0: none}; a claim is {stream, entry, id, spec, attempt, api, job, verdict} with verdict 'run', 'alone', 'cancelled' or
+-- 0: none}; a claim is {stream, entry, id, spec, attempt, api, job, verdict} with verdict 'run', 'suspect', 'cancelled' or
 -- 'deadline'. All are leased; the caller commits the end of the last two.
 local group, worker = ARGV[1], ARGV[2]
 local rows, batch_left, kv = tonumber(ARGV[3]), tonumber(ARGV[6]), tonumber(ARGV[7])
-local empty, steal_ms, prefix, ttl, alone = ARGV[8] == '1', tonumber(ARGV[9]), ARGV[10], ARGV[11], ARGV[12]
-local window = tonumber(ARGV[15])
+local empty, steal_ms, prefix, ttl = ARGV[8] == '1', tonumber(ARGV[9]), ARGV[10], ARGV[11]
+local window = tonumber(ARGV[14])
 local now = server_ms()
 local claims = {}
 local running = 0
@@ -144,29 +144,55 @@ local function tips()
   return ids
 end
 
-local function runs_a_suspect()
-  if alone == '' then return false end
-  local h = redis.call('HMGET', prefix .. alone, 'state', 'worker')
-  return h[1] == 'running' and h[2] == worker
+local function runs_suspects()
+  for i = 15, #ARGV do
+    local h = redis.call('HMGET', prefix .. ARGV[i], 'state', 'worker')
+    if h[1] == 'running' and h[2] == worker then return true end
+  end
+  return false
 end
 
--- Give a waiting suspect to this worker if it is empty. If not, one worker at a time runs empty for it.
+-- How many sequences the first party of a stream has; what has ended meanwhile does not count.
+local function size_of_party(stream)
+  local size, first = 0, nil
+  for _, entry in ipairs(undelivered(stream, group, rows)) do
+    local id = fields_of(entry).id
+    if verdict_on(id) == 'run' then
+      local party = redis.call('HGET', prefix .. id, 'party') or entry[1]
+      first = first or party
+      if party ~= first then break end
+      size = size + 1
+    end
+  end
+  return math.max(1, size)
+end
+
+local function take_party(stream)
+  local size = size_of_party(stream)
+  local used = take(stream, size, size, 0, 'suspect')
+  for _, claim in ipairs(claims) do
+    if claim[8] == 'suspect' then redis.call('HSET', prefix .. claim[3], 'beside', used - 1) end
+  end
+  return used
+end
+
+-- Give a waiting party to this worker if it is empty. If not, one worker at a time runs empty for it.
 local function suspects()
   if #undelivered(KEYS[4], group, 1) + #undelivered(KEYS[8], group, 1) == 0 then return false end
   if empty then
-    if rows > 0 and take(KEYS[4], 1, 1, 0, 'alone') == 0 then take(KEYS[8], 1, 1, 0, 'alone') end
+    if rows > 0 and take_party(KEYS[4]) == 0 then take_party(KEYS[8]) end
     if redis.call('GET', KEYS[9]) == worker then redis.call('DEL', KEYS[9]) end
     return running > 0
   end
-  redis.call('SET', KEYS[9], worker, 'NX', 'PX', ARGV[13])
+  redis.call('SET', KEYS[9], worker, 'NX', 'PX', ARGV[12])
   if redis.call('GET', KEYS[9]) ~= worker then return false end
-  redis.call('PEXPIRE', KEYS[9], ARGV[13])
+  redis.call('PEXPIRE', KEYS[9], ARGV[12])
   return true
 end
 
 local ids = tips()
-if runs_a_suspect() then return {ids, claims, 0} end
-if ARGV[14] == '1' then
+if runs_suspects() then return {ids, claims, 0} end
+if ARGV[13] == '1' then
   interactive(2, 2, rows)
   batch(6, 6, batch_left)
   return {ids, claims, 0}

@@ -1,7 +1,8 @@
 -- Take sequences away from workers that have not renewed their leases. They go to the handed back stream of their class,
 -- which is claimed before what has not begun, and each counts one death more. From `suspect_after` deaths on a sequence
--- goes to the suspects, which run alone, so that others are not given up with them; from `max_deaths` on it is leased to
--- the caller, who commits its end. Whoever goes on with one learns who had it. What waits for a worker without a heartbeat moves, too.
+-- goes to the suspects, in parties (streams.lua); one that has had `max_deaths`, and was alone at the last, is leased to
+-- the caller, who commits its end. Whoever goes on with one learns who had it. What waits for a worker without a
+-- heartbeat moves, too.
 -- uses: streams
 --
 -- KEYS[1] handed back interactive  KEYS[2] handed back batch  KEYS[3] suspects interactive  KEYS[4] suspects batch
@@ -11,13 +12,14 @@
 -- ARGV[5] max_deaths  ARGV[6] suspect_after  ARGV[7] ttl
 -- ARGV[8] shared    see KEYS[5..]
 -- ARGV[9..]         heartbeat keys of the workers of the streams that follow
--- Returns {number of leases that had run out, claims as claim.lua returns them, with verdict 'poison'}.
+-- Returns {number of leases that had run out, claims as claim.lua returns them, with verdict 'poison DEATHS'}.
 local group, worker, lease_ms, prefix = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 local max_deaths, suspect_after, ttl, shared = tonumber(ARGV[5]), tonumber(ARGV[6]), ARGV[7], tonumber(ARGV[8])
 local AT_ONCE = 256
 local now = server_ms()
 local poison = {}
 local reclaimed = 0
+local suspects = {[0] = {}, [1] = {}} -- by class, then by the worker that had them: in the order in which they are found
 
 local function settle(stream, entry, is_batch)
   local id = fields_of(entry).id or ''
@@ -26,15 +28,22 @@ local function settle(stream, entry, is_batch)
   if h[1] ~= 'running' then return drop(stream, group, entry[1]) end
   reclaimed = reclaimed + 1
   local deaths = count_up(prefix .. id, 'deaths')
-  if deaths < max_deaths then
-    redis.call('HSET', prefix .. id, 'kv_at', h[5] or '')
-    local target = KEYS[(deaths >= suspect_after and 3 or 1) + is_batch]
-    return move(stream, group, entry, target, prefix, ttl)
+  if not is_poison(prefix .. id, deaths, max_deaths) then
+    local owner = h[5] or ''
+    redis.call('HSET', prefix .. id, 'kv_at', owner)
+    if deaths < suspect_after then return move(stream, group, entry, KEYS[1 + is_batch], prefix, ttl) end
+    local of_class = suspects[is_batch]
+    if not of_class[owner] then
+      of_class[owner] = {}
+      of_class[#of_class + 1] = owner
+    end
+    table.insert(of_class[owner], {stream, entry})
+    return
   end
   redis.call('XCLAIM', stream, group, worker, 0, entry[1], 'JUSTID')
   local attempt = count_up(prefix .. id, 'attempt')
   redis.call('HSET', prefix .. id, 'worker', worker, 'stream', stream, 'entry', entry[1], 'started', now)
-  poison[#poison + 1] = {stream, entry[1], id, h[2] or '', attempt, h[3] or '', h[4] or '', 'poison'}
+  poison[#poison + 1] = {stream, entry[1], id, h[2] or '', attempt, h[3] or '', h[4] or '', 'poison ' .. deaths}
 end
 
 local function reap(stream, is_batch)
@@ -58,6 +67,11 @@ for i = 5, #KEYS do
     reap(KEYS[i], is_batch)
     local owner = math.floor((i - 5) / 2) - shared
     if owner >= 0 and redis.call('EXISTS', ARGV[9 + owner]) == 0 then dissolve(KEYS[i], is_batch) end
+  end
+end
+for is_batch, of_class in pairs(suspects) do
+  for _, owner in ipairs(of_class) do
+    divide(of_class[owner], owner .. '@' .. now, group, KEYS[3 + is_batch], prefix, ttl)
   end
 end
 return {reclaimed, poison}

@@ -67,3 +67,21 @@ local function move(stream, group, entry, target, seq_prefix, ttl)
   local moved = redis.call('XADD', target, '*', unpack(entry[2]))
   redis.call('HSET', seq_prefix .. id, 'state', 'queued', 'worker', '', 'stream', target, 'entry', moved)
 end
+
+-- Suspects: sequences that may have ended their workers. Those of one worker run in two halves, each a party that has a
+-- worker for itself; a half that ends its worker, too, is divided again. So with n of them the guilty one is alone after
+-- log2(n) more deaths, and no other one is given up because of it.
+
+-- Whether a sequence is to be given up: it has had its deaths, the last one when it ran alone.
+local function is_poison(key, deaths, max_deaths)
+  return deaths >= max_deaths and redis.call('HGET', key, 'beside') == '0'
+end
+
+-- Move suspects of one worker, each {stream, entry}, to the end of `target` as two parties of that name.
+local function divide(suspects, name, group, target, seq_prefix, ttl)
+  for i, each in ipairs(suspects) do
+    local half = i <= math.ceil(#suspects / 2) and 'a' or 'b'
+    move(each[1], group, each[2], target, seq_prefix, ttl)
+    redis.call('HSET', seq_prefix .. fields_of(each[2]).id, 'party', name .. '/' .. half)
+  end
+end
