@@ -190,7 +190,7 @@ async def taken(options: argparse.Namespace, learner: Any, check: Callable[[], A
     for step in range(WARM_UP + options.steps):
         groups, began = groups_of(options, step), time.perf_counter()
         trained = await learner.call(Learner.train, groups, step, step, ((1, 2, 3, 4),))
-        await learner.call(Learner.accept)
+        await learner.accept()
         seconds.append(time.perf_counter() - began)
         losses.append(trained.report.loss)
         say(f"  step {step + 1} of {WARM_UP + options.steps}: {seconds[-1]:.2f} s, {await check()}")

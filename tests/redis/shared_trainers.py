@@ -111,7 +111,7 @@ async def steps(learner: Handle[Learner], groups: list[list[SampleGroup]]) -> li
     done = []
     for step, each in enumerate(groups):
         done.append(await learner.call(Learner.train, each, step, step, PROBES))
-        await learner.call(Learner.accept)
+        await learner.accept()
     return done
 
 

@@ -44,7 +44,7 @@ async def test_each_round_ends_in_the_average_weighted_by_samples(ring: Trainers
     one, other = await joined(ring, "one"), await joined(ring, "other")
     groups = [await made_groups(one, seed) for seed in range(4)]
     fewer = [each[:1] for each in groups[2:]]
-    begun = await one.call(Learner.weights)
+    begun = await one.weights()
     alone = [await ring.alone(), await ring.alone()]
     mine, theirs = [
         (await steps(learner, each))[-1].weights for learner, each in zip(alone, (groups[:2], fewer), strict=True)
@@ -57,7 +57,7 @@ async def test_each_round_ends_in_the_average_weighted_by_samples(ring: Trainers
     assert not same(done[0][0].weights, done[1][0].weights), "in between they are apart"
     for name, value in done[0][-1].weights.items():
         np.testing.assert_allclose(value, expected[name], atol=2e-7)
-    assert same(await one.call(Learner.weights), await other.call(Learner.weights))
+    assert same(await one.weights(), await other.weights())
 
 
 async def test_moments_are_averaged_where_all_want_it(ring: Trainers) -> None:
@@ -68,10 +68,10 @@ async def test_moments_are_averaged_where_all_want_it(ring: Trainers) -> None:
     alone = [await ring.alone(), await ring.alone()]
     for learner, each in zip(alone, (groups[:2], fewer), strict=True):
         await steps(learner, each)
-    mine, theirs = [(await learner.call(Learner.snapshot)).optimizer for learner in alone]
+    mine, theirs = [(await learner.snapshot()).optimizer for learner in alone]
     await asyncio.gather(steps(one, groups[:2]), steps(other, fewer))
     for learner in (one, other):
-        moments = (await learner.call(Learner.snapshot)).optimizer
+        moments = (await learner.snapshot()).optimizer
         assert moments["step"] == 2
         for name in mine.keys() - {"step", "learning_rate"}:
             expected = (24 * mine[name] + 8 * theirs[name]) / 32
@@ -82,7 +82,7 @@ async def test_one_that_is_away_is_left_out_and_goes_on_from_the_average(ring: T
     one, away = await joined(ring, "one", sync_wait_s=0.5), await joined(ring, "away")
     groups = [await made_groups(one, seed) for seed in range(6)]
     await away.call(Learner.train, groups[0], 0, 0, PROBES)  # it has joined, and lives, and is slow
-    await away.call(Learner.accept)
+    await away.accept()
     done = await steps(one, groups[1:3])
     async with contextlib.aclosing(connect(redis_url)) as redis:
         now = await RoundStore(redis, "f").now()

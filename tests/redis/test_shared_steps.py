@@ -247,11 +247,11 @@ async def test_data_without_a_finite_gradient_is_no_members_fault(redis_url: str
         member = await ring.member()
         groups = await made_groups(learner, 0)
         bad = [replace(each, samples=tuple(replace(s, advantage=np.inf) for s in each.samples)) for each in groups]
-        before = await learner.call(Learner.weights)
+        before = await learner.weights()
         trained = await learner.call(Learner.train, bad, 0, 0, PROBES)
         assert trained.report.nonfinite_gradients == 1 and not trained.report.updated
-        assert same(await learner.call(Learner.weights), before)
-        await learner.call(Learner.revert)
+        assert same(await learner.weights(), before)
+        await learner.revert()
         assert (await learner.call(Learner.train, groups, 1, 0, PROBES)).report.updated
         assert not ring.tasks[member.name].done() and len(learner._speeds) == 2
 
@@ -279,12 +279,12 @@ async def test_one_that_joins_later_takes_part_and_another_leader_is_followed(re
         groups = [await made_groups(learner, seed) for seed in range(4)]
         alone = await learner.call(Learner.train, groups[0], 0, 0, PROBES)
         assert learner._speeds == {} and alone.report.updated
-        await learner.call(Learner.accept)
+        await learner.accept()
         member = await ring.member()
         learner._trainers = 2
         await learner.call(Learner.train, groups[1], 1, 1, PROBES)
         assert member.name in learner._speeds
-        snapshot = await learner.call(Learner.snapshot)
+        snapshot = await learner.snapshot()
         second = await ring.leader(trainers=2)
         await second.call(Learner.restore, snapshot)
         await second.call(Learner.train, groups[2], 2, 2, PROBES)
@@ -310,7 +310,7 @@ async def test_a_redis_that_is_away_and_words_that_nobody_can_read_cost_no_step(
         run.say = failing  # type: ignore[method-assign]
         first = await learner.call(Learner.train, groups[0], 0, 0, PROBES)
         assert first.report.updated and member.name not in learner._speeds
-        await learner.call(Learner.accept)
+        await learner.accept()
         await wait_until(lambda: not away)
         await say(b"not a word")
         await run.answer(b"not an answer")

@@ -299,13 +299,13 @@ class RoundHandle(Handle[Learner]):
         """One train step, with the average where it is due, and the checks."""
         mine = self._mine
         if not self._anchor:
-            self._anchor = await self._place.join(await mine.call(Learner.weights))
+            self._anchor = await self._place.join(await mine.weights())
             await mine.call(Learner.go_on_from, self._anchor)
         report = await mine.call(Learner.step, groups, step, policy_step)
         self._steps += 1
         self._samples += report.sequences
         if self._steps >= self._every:
-            present = await mine.call(Learner.weights)
+            present = await mine.weights()
             delta = {name: value - self._anchor[name] for name, value in present.items()}
             means = await mine.call(Learner.means) if self._place.averages_moments else GradientMeans()
             try:

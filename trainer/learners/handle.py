@@ -16,6 +16,7 @@ from trainer.learners.calls import called
 from trainer.learners.kinds import AnyLearner, Made, made
 from trainer.learners.ranks import Leading
 from trainer.rollouts.sight import Sight
+from trainer.state import Arrays, Snapshot
 from worker.engine.model.sites import Whole
 
 L = TypeVar("L")
@@ -42,6 +43,26 @@ class Handle(ABC, Generic[L]):
 
     @abstractmethod
     async def _called(self, method: str, args: tuple[Any, ...]) -> Any: ...
+
+    # -- what every learner has
+
+    async def weights(self) -> Arrays:
+        """A copy of the present weights."""
+        weights: Arrays = await self._called("weights", ())
+        return weights
+
+    async def snapshot(self) -> Snapshot:
+        """All of the learner's state, for a checkpoint."""
+        snapshot: Snapshot = await self._called("snapshot", ())
+        return snapshot
+
+    async def accept(self) -> None:
+        """The present weights are the last good ones."""
+        await self._called("accept", ())
+
+    async def revert(self) -> None:
+        """Go back to the last good weights and to the moments that made them."""
+        await self._called("revert", ())
 
 
 class Local(Generic[L]):

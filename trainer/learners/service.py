@@ -111,7 +111,7 @@ class ServiceHandle(Handle[Learner]):
         if not isinstance(answer, BeginDone):
             _refused(answer)
         self.config = await self.call(Learner.config)
-        weights = await self.call(Learner.weights)
+        weights = await self.weights()
         self.shapes = {name: tuple(value.shape) for name, value in weights.items()}
 
     async def _called(self, method: str, args: tuple[Any, ...]) -> Any:

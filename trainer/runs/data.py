@@ -14,7 +14,7 @@ has judged is offered again by the next start, before anything else is learned.
 import asyncio
 import math
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -24,7 +24,7 @@ import msgspec
 import structlog
 
 from shared.adapters import GateCheck, version_id
-from shared.errors import ConflictError, ParallmError, SetupError
+from shared.errors import SetupError
 from shared.training import TrainerState, TrainerStatus, TrainingPoint
 from trainer.learn import gate
 from trainer.learn.compute import ComputeHost
@@ -36,12 +36,12 @@ from trainer.ring.join import Way, way_to_ring
 from trainer.ring.ring import Ring
 from trainer.rollouts.sight import Sight
 from trainer.runs.metrics import TimeLeft, append, clock, cut, totals_of
+from trainer.runs.run import Run
 from trainer.settings import TrainSettings
 from trainer.state import Arrays, OfferedStep, RunState
-from trainer.versions.checkpoint import Checkpoint, CheckpointStore, differences
-from trainer.versions.disk import Disk
+from trainer.versions.checkpoint import Checkpoint, differences
 from trainer.versions.publish import Publisher
-from trainer.versions.run_folder import WAYS, begin_anew, check_home
+from trainer.versions.run_folder import check_home
 from trainer.versions.run_lock import run_lock
 from trainer.versions.start import check_latest, keep_start, starting_weights
 from worker.engine.model.loader import LoadedModel
@@ -90,25 +90,22 @@ async def train_on_data(
         return await run.run()
 
 
-class DataRun(ABC, Generic[T]):
+class DataRun(Run[DataLearner[T]], Generic[T]):
     """The run's state and its steps."""
 
     measures_first: ClassVar[bool] = False  # whether what it begins with has something right
 
     def __init__(self, settings: TrainSettings, host: ComputeHost, way: Way, ring: Ring) -> None:
-        self._settings, self._host, self._way, self._ring = settings, host, way, ring
-        self._stop = asyncio.Event()
-        self._disk = Disk(settings.folder, ring.sink.alert, self._stop)
-        self._checkpoints = CheckpointStore(settings.folder / "checkpoints", settings.keep_checkpoints)
-        self._rejections = 0
+        state = RunState(settings.run_name, ring=ring.id, base_sha256=ring.base_sha256)
+        super().__init__(settings, host, ring.sink, state)
+        self._way, self._ring = way, ring
         self._unanswered = ""  # why no worker has judged the last candidate
         self._saved = 0  # train step of the latest checkpoint
         self._latest = 0  # version that was the latest when this run began or last moved it
         self._told = 0.0
         self._last: DataLine | None = None
-        self._since, self._started_ms = time.monotonic(), time.time_ns() // 1_000_000  # of the last line; of the run
+        self._since = time.monotonic()  # of the last line
         self._left = TimeLeft()
-        self.state = RunState(settings.run_name, ring=ring.id, base_sha256=ring.base_sha256)
 
     # -- what a kind of run says
 
@@ -117,7 +114,7 @@ class DataRun(ABC, Generic[T]):
 
     def _has_gathered(self, kept: Path) -> bool:
         """Whether the run goes on with what it keeps there."""
-        return self._settings.resume != "no" and (kept.exists() or bool(self._checkpoints.names()))
+        return self.settings.resume != "no" and (kept.exists() or bool(self.checkpoints.names()))
 
     async def _keep_gathered(self) -> None:
         """Write down what was gathered, before anything is learned from it."""
@@ -144,20 +141,11 @@ class DataRun(ABC, Generic[T]):
 
     # -- the run
 
-    def stop(self) -> None:
-        """End after the train step under way."""
-        self._stop.set()
-
-    @property
-    def stopping(self) -> bool:
-        """Whether it was asked to."""
-        return self._stop.is_set()
-
     def status(self, now: TrainerState) -> TrainerStatus:
         """What the ring is told of the run."""
-        state, settings = self.state, self._settings
+        state, settings = self.state, self.settings
         return msgspec.structs.replace(
-            totals_of(settings, state, now, self._checkpoints, self._started_ms),
+            totals_of(settings, state, now, self.checkpoints, self._started_ms),
             source=settings.dataset.name if settings.dataset else "", policy_step=state.swaps,
             best_reward=state.best_held_out, loss=self._last.loss if self._last else None,
             trajectories=state.consumed, held_out=None, held_out_right=state.held_out, eta_s=self._eta_s,
@@ -166,43 +154,40 @@ class DataRun(ABC, Generic[T]):
 
     @property
     def _eta_s(self) -> float | None:
-        return self._left.of(self._settings.steps, self.state.train_step)
+        return self._left.of(self.settings.steps, self.state.train_step)
 
     @property
     def _next_version_at(self) -> int:
-        step, every, steps = self.state.train_step, self._settings.evaluate_every, self._settings.steps
+        step, every, steps = self.state.train_step, self.settings.evaluate_every, self.settings.steps
         if self.state.offered or not every:
             return step if self.state.offered else steps
         return min(steps, (step // every + 1) * every)
 
     async def start(self, loaded: LoadedModel) -> None:
         """Read the data, make the learner, go on from a checkpoint if there is one."""
-        settings = self._settings
+        settings = self.settings
         await self._gather(loaded)
         self._data = await asyncio.to_thread(self._read, loaded.card.context_length)
         self._learner: HostHandle[DataLearner[T]] = await HostHandle.open(
             self._host, self._made_with(), loaded.model, self._sight, loaded.whole
         )
         config = self._learner.config
-        sink = self._ring.sink
-        self._publisher = Publisher(sink, settings.folder, settings.adapter, config, self._ring.base_sha256, self._disk)
+        base = self._ring.base_sha256
+        self._publisher = Publisher(self._sink, settings.folder, settings.adapter, config, base, self._disk)
         checkpoint = self._load(config)
         if checkpoint is not None:
             self.state = checkpoint.state
             self._saved = self.state.train_step
         await check_latest(settings, self.state, self._publisher)
         resumed, shapes = checkpoint is not None, self._learner.shapes
-        fresh = await self._learner.call(DataLearner.weights) if settings.start_from and not resumed else {}
+        fresh = await self._learner.weights() if settings.start_from and not resumed else {}
         start = await starting_weights(
             settings.start_from, self.state, self._publisher, shapes, resumed=resumed, fresh=fresh
         )
-        self._latest = await sink.latest_version()
-        at_home = resumed and self.state.ring in ("", self._ring.id)
-        if at_home and self._latest not in (0, self.state.version) and not self._publisher.moved_by_us(self._latest):
-            id = version_id(settings.adapter, self._latest)
-            raise ConflictError(f"{id} is the latest, and not of this run: {WAYS}")
-        if settings.resume == "no":
-            self._checkpoints = begin_anew(settings, self._checkpoints)
+        self._latest = await self._sink.latest_version()
+        if resumed and self.state.ring in ("", self._ring.id) and self._latest:
+            self._check_ours(self._latest, self.state.version)
+        self._begin_folder_anew()
         await self._keep_gathered()
         first_line = 0 if not resumed else self._saved if self.state.offered else self._saved + 1
         await self._disk.run(cut, settings.folder / "metrics.jsonl", "step", first_line)
@@ -226,22 +211,21 @@ class DataRun(ABC, Generic[T]):
         version = self.state.version
         if not self.state.unpublished or (version and version not in self._publisher.kept()):
             return None
-        return self._publisher.weights_of(version) if version else await self._learner.call(DataLearner.weights)
+        return self._publisher.weights_of(version) if version else await self._learner.weights()
 
     def _load(self, config: bytes) -> Checkpoint | None:
         """Where the run goes on; None: it begins. SetupError when the folder holds another run."""
-        settings = self._settings
-        checkpoint = None if settings.resume == "no" else self._checkpoints.load(settings.resume)
+        checkpoint = self._checkpoint()
         if checkpoint is None:
             return None
-        check_home(settings, checkpoint.state, self._ring)
+        check_home(self.settings, checkpoint.state, self._ring)
         if differs := differences(checkpoint.adapter_config, config):
             raise SetupError(f"the checkpoint is of another run: {differs}; give another --run, or --resume no")
         return checkpoint
 
     async def run(self) -> RunState:
         """To the end."""
-        settings, state = self._settings, self.state
+        settings, state = self.settings, self.state
         self._since = time.monotonic()
         if self.measures_first and not state.train_step:
             begins_with = await self._measure()
@@ -280,39 +264,31 @@ class DataRun(ABC, Generic[T]):
 
     async def _publish(self, trained: OfferedStep) -> None:
         """Offer the weights, and tell of the train step that made them."""
-        settings, state = self._settings, self.state
+        settings, state = self.settings, self.state
         state.offered = trained
         if state.train_step != self._saved:
             await self._save()
         measured = await self._measure()
-        weights = await self._learner.call(DataLearner.weights)
+        weights = await self._learner.weights()
         checks = [
-            gate.finite_weights(weights),
             gate.finite_gradients(0 if trained.is_finite else 1),
             gate.reward_floor(measured.right, state.held_out, settings.reward_margin),
         ]
         metrics = {"held_out_right": measured.right, "loss": math.nan if trained.loss is None else trained.loss}
-        published = await self._publisher.publish(weights, state, checks, metrics, self._judged, self._latest)
-        if published.forestalled:
-            raise ConflictError(f"the run ends: {gate.failures(published.checks)}; {WAYS}")
+        published = await self._offer(weights, checks, metrics, self._judged, self._latest)
         if not published.version and self._unanswered:
             log.warning("version.not_judged", why=self._unanswered)
             await self._tell(trained, measured)
             return
         state.unpublished, state.offered = 0, None
+        failed = gate.failures(published.checks)
         if published.version:
-            await self._accept(published.version, measured.right)
+            await self._serve(published.version, measured.right)
         else:
-            self._rejections += 1
-            state.rejected += 1
-            await self._learner.call(DataLearner.revert)
-            log.warning("version.rejected", checks=gate.failures(published.checks))
+            await self._reject(failed)
         await self._tell(trained, measured)
         await self._save()
-        if self._rejections >= settings.max_rejections:
-            said = f"{self._rejections} candidates in a row failed the gate: {gate.failures(published.checks)}"
-            await self._ring.sink.alert("gave_up", f"the run ends: {said}")
-            raise ParallmError(said)
+        await self._check_patience(failed)
 
     async def _judged(self, version: int) -> list[GateCheck]:
         """What a worker says of a version; a run that is stopped does not wait for it for long."""
@@ -329,28 +305,18 @@ class DataRun(ABC, Generic[T]):
                 task.cancel()
             await asyncio.gather(asking, stop, return_exceptions=True)
 
-    async def _accept(self, version: int, right: float) -> None:
-        """What is served now is what the run goes back to."""
-        state = self.state
-        self._rejections = 0
-        await self._learner.call(DataLearner.accept)
-        self._latest = state.version = version
-        state.held_out = right
-        state.swaps += 1
-        if state.best_held_out is None or right > state.best_held_out:
-            state.best_version, state.best_held_out = version, right
-            await self._ring.sink.set_best(version, right)
-        log.info("version.served", version=version_id(self._settings.adapter, version), held_out_right=right)
+    async def _serve(self, version: int, right: float) -> None:
+        await self._accept(version)
+        self._latest, self.state.held_out = version, right
+        await self._note_best(version, right)
+        log.info("version.served", version=version_id(self.settings.adapter, version), held_out_right=right)
 
-    async def _save(self) -> None:
-        snapshot = await self._learner.call(DataLearner.snapshot)
+    async def _save(self, name: str = "", state: RunState | None = None) -> str:
         self.state.saves += 1
         self._saved = self.state.train_step
-        checkpoint = Checkpoint(snapshot.adapter, snapshot.adapter_config, snapshot.optimizer, self.state)
-        name = await self._disk.run(self._checkpoints.save, checkpoint)
-        if self.state.version and self.state.version == self.state.best_version:
-            await self._disk.run(self._checkpoints.set_best, name)
-        await asyncio.to_thread(self._publisher.forget, {self.state.version, self.state.best_version})
+        saved = await super()._save(name, state)
+        await self._forget_versions(self.state.version, self.state.best_version)
+        return saved
 
     # -- figures
 
@@ -366,7 +332,7 @@ class DataRun(ABC, Generic[T]):
             measured.margin if measured else None,
             self.state.version,
         )
-        await self._disk.run(append, self._settings.folder / "metrics.jsonl", line)
+        await self._disk.run(append, self.settings.folder / "metrics.jsonl", line)
         now, self._last = time.monotonic(), line
         self.state.seconds += now - self._since
         if trained is not None:
@@ -374,7 +340,7 @@ class DataRun(ABC, Generic[T]):
         self._since = now
         point = TrainingPoint(
             train_step=line.step, policy_step=self.state.swaps, version=line.version, at_ms=time.time_ns() // 1_000_000,
-            source=self._settings.mode, held_out_right=line.held_out_right, held_out_loss=line.held_out_loss,
+            source=self.settings.mode, held_out_right=line.held_out_right, held_out_loss=line.held_out_loss,
             loss=line.loss, grad_norm=line.grad_norm, tokens=line.tokens,
         )  # fmt: skip
         await self._ring.board.show("training", point)
@@ -382,7 +348,7 @@ class DataRun(ABC, Generic[T]):
             self._told = time.monotonic()
             eta = {} if self._eta_s is None else {"eta": clock(self._eta_s)}
             known = {name: value for name, value in msgspec.structs.asdict(line).items() if value is not None}
-            log.info("train.step", **(known | {"step": f"{line.step}/{self._settings.steps}"} | eta))
+            log.info("train.step", **(known | {"step": f"{line.step}/{self.settings.steps}"} | eta))
 
 
 def options_of(settings: TrainSettings) -> DataOptions:

@@ -31,7 +31,7 @@ class DistillRun(RowRun[ScoredRow]):
     _too_long = 0
 
     async def _gather(self, loaded: LoadedModel) -> None:
-        settings = self._settings
+        settings = self.settings
         assert settings.dataset is not None, "checked with the settings"
         kept = settings.folder / FILE
         longest = loaded.card.context_length - 1  # the teacher says one token behind each row
@@ -56,33 +56,33 @@ class DistillRun(RowRun[ScoredRow]):
     async def _keep_gathered(self) -> None:
         if self._asked:
             lines = b"".join(msgspec.json.encode(row) + b"\n" for row in self._rows)
-            await self._disk.run(write_whole, self._settings.folder / FILE, lines)
+            await self._disk.run(write_whole, self.settings.folder / FILE, lines)
 
     def _check_data(self, rows: Sequence[ScoredRow], longest: int) -> None:
         """SetupError when the scores are of other rows than those of the data, as far as these are still there."""
-        files = (self._settings.dataset, self._settings.held_out_dataset)
+        files = (self.settings.dataset, self.settings.held_out_dataset)
         for path, held_out in zip(files, (False, True), strict=True):
             if path is None or not path.exists():
                 continue
             scored = [row.group("") for row in rows if row.held_out == held_out]
             if scored != list(self._examples(path, longest).items):
                 raise SetupError(
-                    f"{self._settings.folder} holds a teacher's scores of other rows than those of {path}: "
+                    f"{self.settings.folder} holds a teacher's scores of other rows than those of {path}: "
                     "give another --run, or --resume no"
                 )
 
     def _examples(self, path: Path, longest: int) -> Examples:
-        return read_examples(path, "sft", self._ring.codec, longest, self._settings.chat_template_kwargs)
+        return read_examples(path, "sft", self._ring.codec, longest, self.settings.chat_template_kwargs)
 
     def _read(self, longest: int) -> Data[ScoredRow]:
         learned = [row for row in self._rows if not row.held_out]
         held_out = [row for row in self._rows if row.held_out]
         if not held_out:
-            learned, held_out = split(learned, self._settings.seed)
+            learned, held_out = split(learned, self.settings.seed)
         return Data(learned, held_out, self._too_long, "distill")
 
     def _made_with(self) -> Made:
-        return made_with("distill", options_of(self._settings))
+        return made_with("distill", options_of(self.settings))
 
     def _group(self, item: ScoredRow) -> SampleGroup:
         return item.group("")

@@ -39,7 +39,7 @@ class HeadRun(DataRun[Example]):
     _examples: Examples  # as they were read
 
     def _read(self, longest: int) -> Data[Example]:
-        settings = self._settings
+        settings = self.settings
         assert settings.dataset is not None, "checked with the settings"
         self._examples = examples = read_examples(settings.dataset, self._ring.codec, longest)
         if settings.held_out_dataset is None:
@@ -53,7 +53,7 @@ class HeadRun(DataRun[Example]):
         return Data(examples.items, held_out.items, examples.too_long, examples.form)
 
     def _made_with(self) -> Made:
-        settings, form = self._settings, self._examples.form
+        settings, form = self.settings, self._examples.form
         start: float | Spread = 0.0
         if form == "scores":
             start = float(np.mean([each.target for each in self._data.learned]))
@@ -67,12 +67,12 @@ class HeadRun(DataRun[Example]):
 
     async def _parity(self, version: int) -> list[GateCheck]:
         texts = [example.texts[0] for example in self._data.held_out[:PARITY_TEXTS]]
-        said, failed = await self._answered(version_id(self._settings.adapter, version), texts)
+        said, failed = await self._answered(version_id(self.settings.adapter, version), texts)
         if failed:
             return [GateCheck("reload_parity", False, failed)]
         mine = await cast(HostHandle[HeadLearner], self._learner).call(HeadLearner.read, texts)
         gap = np.abs(np.array([self._compared(each) for each in mine]) - np.array(said))
-        return [gate.at_most("reload_parity", float(np.mean(gap)), self._settings.max_parity)]
+        return [gate.at_most("reload_parity", float(np.mean(gap)), self.settings.max_parity)]
 
     @property
     def _head(self) -> HeadLearner:

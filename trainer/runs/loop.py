@@ -12,7 +12,6 @@ Invariants.
 - The served version is always a good one: a train step that fails the gate is taken back, weights and moments.
 """
 
-import asyncio
 import secrets
 import time
 from collections.abc import Sequence
@@ -49,38 +48,33 @@ from trainer.runs.metrics import (
 )
 from trainer.runs.orders import Stepped, carry_out
 from trainer.runs.parts import Parts, open_learner
+from trainer.runs.run import Run
 from trainer.runs.sources import open_curriculum, open_inbox
 from trainer.settings import TrainSettings
 from trainer.state import RunState
-from trainer.versions.checkpoint import Checkpoint, CheckpointStore, differences
-from trainer.versions.disk import Disk
+from trainer.versions.checkpoint import Checkpoint, differences
 from trainer.versions.examine import Examiner
 from trainer.versions.foreign import ForeignMoves
 from trainer.versions.posted import LogprobCheck
 from trainer.versions.publish import Publisher
-from trainer.versions.run_folder import begin_anew, check_home
+from trainer.versions.run_folder import check_home
 from trainer.versions.served import Serving
 from trainer.versions.start import check_latest, keep_start, starting_weights
 
 log = structlog.get_logger()
 
 
-class TrainLoop:
+class TrainLoop(Run[Learner]):
     """One run. `state` may be read at any time."""
 
     def __init__(self, settings: TrainSettings, parts: Parts) -> None:
-        self.settings = settings
+        super().__init__(settings, parts.host, parts.ring.sink, RunState(run=settings.run_name))
         self.parts = parts
         self._ring = parts.ring
-        self.state = RunState(run=settings.run_name)
-        self.checkpoints = CheckpointStore(settings.folder / "checkpoints", settings.keep_checkpoints)
-        self._stop = asyncio.Event()
         self._last: StepMetrics | None = None
         self._samples, self._left = SampleLog(), TimeLeft()
-        self._started_ms = time.time_ns() // 1_000_000
         self._start_id = secrets.token_hex(3)
         self._failure = ""  # of the first sample that failed
-        self._disk = Disk(settings.folder, parts.ring.sink.alert, self._stop)
 
     async def run(self) -> RunState:
         """Train until all steps are done or `stop` was called; the last state, which is also saved.
@@ -184,15 +178,6 @@ class TrainLoop:
         steps = self.state.train_step - self.state.posted_steps
         return self._stop.is_set() or (self.settings.source != "posted" and steps >= self.settings.steps)
 
-    def stop(self) -> None:
-        """End after the train step that runs now."""
-        self._stop.set()
-
-    @property
-    def stopping(self) -> bool:
-        """Whether `stop` was called."""
-        return self._stop.is_set()
-
     def status(self, now: TrainerState) -> TrainerStatus:
         """What the board shows."""
         others = self.parts.host.others
@@ -218,17 +203,15 @@ class TrainLoop:
         self._publisher = Publisher(
             self._ring.sink, settings.folder, settings.adapter, config, self._ring.base_sha256, self._disk
         )
-        checkpoint: Checkpoint | None = None
-        if settings.resume != "no" and (checkpoint := self.checkpoints.load(settings.resume)) is not None:
+        if (checkpoint := self._checkpoint()) is not None:
             await self._resume(checkpoint, config)
         await check_latest(settings, self.state, self._publisher)
         resumed, learner = checkpoint is not None, self._learner
-        fresh = await learner.call(Learner.weights) if settings.start_from and not resumed else {}
+        fresh = await learner.weights() if settings.start_from and not resumed else {}
         start = await starting_weights(
             settings.start_from, self.state, self._publisher, learner.shapes, resumed=resumed, fresh=fresh
         )
-        if settings.resume == "no":
-            self.checkpoints = begin_anew(settings, self.checkpoints)
+        self._begin_folder_anew()
         if start is not None:
             await self._learner.call(Learner.begin_with, start)
             if not resumed:
@@ -306,7 +289,7 @@ class TrainLoop:
         try:
             failed = await self._serving.offer(trained, batch, dropped, serve=serve)
         except ParallmError:  # stopped on a full disk, say: what the gate has not passed is not saved either
-            await self._learner.call(Learner.revert)
+            await self._learner.revert()
             raise
         timing.publish_s = time.perf_counter() - started - timing.train_s
         self._count(batch, trained.report, dropped, timing)
@@ -345,7 +328,7 @@ class TrainLoop:
             if not posted:
                 raise
             log.exception("order.broken")
-            await self._learner.call(Learner.revert)
+            await self._learner.revert()
             raise EngineError(f"the train step failed, nothing has changed: {type(error).__name__}: {error}") from error
 
     def _schedule_step(self) -> int:
@@ -388,12 +371,8 @@ class TrainLoop:
         self.state.saves += 1
         self._inbox.keep_books(self.state)
         self._serving.keep_books()
-        snapshot = await self._learner.call(Learner.snapshot)
         state: RunState = msgspec.json.decode(msgspec.json.encode(self.state), type=RunState)
-        checkpoint = Checkpoint(snapshot.adapter, snapshot.adapter_config, snapshot.optimizer, state)
-        saved = await self._disk.run(self.checkpoints.save, checkpoint, name)
-        if self.state.version == self.state.best_version:
-            await self._disk.run(self.checkpoints.set_best, saved)
+        saved = await self._save(name, state)
         await self._inbox.saved()
         await self._ring.board.show("waiting")
         log.info("checkpoint.saved", name=saved, train_step=state.train_step)

@@ -9,7 +9,6 @@ learns has acted are counted as off-policy; their ratio is against the version t
 its version is served, so that a resumed run goes on with the weights that it had, in new episodes.
 """
 
-import asyncio
 import math
 import time
 from collections.abc import Callable
@@ -20,8 +19,8 @@ import numpy as np
 import structlog
 
 from shared.adapter_files.config import network_config
-from shared.adapters import GateCheck, version_id
-from shared.errors import ConflictError, ParallmError, SetupError
+from shared.adapters import GateCheck
+from shared.errors import ParallmError, SetupError
 from shared.networks.spec import NetworkSpec
 from shared.training import TrainerState, TrainerStatus, TrainingPoint
 from trainer.learn import gate
@@ -38,12 +37,12 @@ from trainer.rollouts.own_messages import Space
 from trainer.runs.acting import Actor, Player, evaluate
 from trainer.runs.metrics import append, cut, totals_of
 from trainer.runs.numeric_environments import Environments, open_environments, our_space
+from trainer.runs.run import Run
 from trainer.settings import TrainSettings
 from trainer.state import Arrays, RunState
-from trainer.versions.checkpoint import Checkpoint, CheckpointStore
-from trainer.versions.disk import Disk
+from trainer.versions.checkpoint import Checkpoint
 from trainer.versions.publish import Publisher
-from trainer.versions.run_folder import WAYS, begin_anew, run_mode
+from trainer.versions.run_folder import WAYS, run_mode
 from trainer.versions.run_lock import run_lock
 from trainer.versions.start import check_latest
 
@@ -132,7 +131,7 @@ def options_of(settings: TrainSettings) -> PpoLearnerOptions:
     )
 
 
-class PpoRun:
+class PpoRun(Run[PpoLearner]):
     """The run's state and its steps."""
 
     def __init__(
@@ -144,36 +143,22 @@ class PpoRun:
         network: NetworkSpec,
         environments: Environments,
     ) -> None:
-        self._settings, self._host, self._board, self._network = settings, host, board, network
-        self._environments = environments
+        sink = HttpSink(api, settings.adapter, "")
+        super().__init__(settings, host, sink, RunState(settings.run_name, mode="ppo"))
+        self._board, self._network, self._environments = board, network, environments
         self._discount = _DISCOUNT if settings.discount is None else settings.discount
-        self._stop = asyncio.Event()
-        self._sink = HttpSink(api, settings.adapter, "")
-        self._disk = Disk(settings.folder, self._sink.alert, self._stop)
         config = network_config(network)
-        self._publisher = Publisher(self._sink, settings.folder, settings.adapter, config, "", self._disk)
-        self._checkpoints = CheckpointStore(settings.folder / "checkpoints", settings.keep_checkpoints)
+        self._publisher = Publisher(sink, settings.folder, settings.adapter, config, "", self._disk)
         self._actor = Actor(api, settings.adapter, network)
-        self._rejections = 0
         self._last: PpoLine | None = None
-        self._began, self._started_ms = time.monotonic(), time.time_ns() // 1_000_000
-        self.state = RunState(settings.run_name, mode="ppo")
-
-    def stop(self) -> None:
-        """End after the train step under way."""
-        self._stop.set()
-
-    @property
-    def stopping(self) -> bool:
-        """Whether it was asked to."""
-        return self._stop.is_set()
+        self._began = time.monotonic()
 
     def status(self, now: TrainerState) -> TrainerStatus:
         """What the ring is told of the run."""
-        state, settings, last = self.state, self._settings, self._last
+        state, settings, last = self.state, self.settings, self._last
         learned = _finite(last.learned) if last else {}
         return msgspec.structs.replace(
-            totals_of(settings, state, now, self._checkpoints, self._started_ms),
+            totals_of(settings, state, now, self.checkpoints, self._started_ms),
             model="", source=settings.task, policy_step=state.swaps, best_reward=state.best_held_out,
             reward=last.mean_return if last else None, loss=learned.get("loss"), kl=learned.get("kl"),
             value_loss=learned.get("value_loss"), explained=last.explained if last else None,
@@ -181,29 +166,27 @@ class PpoRun:
 
     async def start(self) -> None:
         """Go on from a checkpoint, or begin; then the latest version is what learns."""
-        settings = self._settings
+        settings = self.settings
         checkpoint = self._load()
         await check_latest(settings, self.state if checkpoint is None else checkpoint.state, self._publisher)
-        if settings.resume == "no":
-            self._checkpoints = begin_anew(settings, self._checkpoints)
+        self._begin_folder_anew()
         first = first_weights(self._network, settings.seed)
         build = lambda: PpoLearner(self._network, first, options_of(settings))  # noqa: E731
         self._learner = await HostHandle.build(self._host, build)
         latest = await self._sink.latest_version()
         if checkpoint is not None:
-            if latest != checkpoint.state.version and not self._publisher.moved_by_us(latest):
-                raise ConflictError(
-                    f"{version_id(settings.adapter, latest)} is the latest, and not of this run: {WAYS}"
-                )
+            self._check_ours(latest, checkpoint.state.version)
             self.state = checkpoint.state
             await self._learner.call(PpoLearner.restore, checkpoint)
         await self._disk.run(cut, settings.folder / "metrics.jsonl", "step", self.state.train_step + 1)
         self._began -= self.state.seconds
         if checkpoint is None or latest != self.state.version:
             self.state.version = latest
-            weights = await self._learner.call(PpoLearner.weights)
-            if problem := await self._publish(weights, [], {}):
+            first_published = await self._offer(await self._learner.weights(), [], {}, _unjudged, latest)
+            if not first_published.version:
+                problem = gate.failures(first_published.checks)
                 raise ParallmError(f"the first version of {settings.adapter} was rejected: {problem}")
+            await self._accept(first_published.version)
             await self._save()
         seed = [settings.seed, _PLAYED, self.state.train_step]
         environment = await self._environments.begin("played", settings.environment_copies, seed)
@@ -213,8 +196,7 @@ class PpoRun:
 
     def _load(self) -> Checkpoint | None:
         """Where the run goes on; None: it begins. SetupError when the folder holds another run."""
-        settings = self._settings
-        checkpoint = None if settings.resume == "no" else self._checkpoints.load(settings.resume)
+        settings, checkpoint = self.settings, self._checkpoint()
         if checkpoint is None:
             return None
         if (mode := run_mode(checkpoint.state)) != "ppo":
@@ -225,7 +207,7 @@ class PpoRun:
 
     async def run(self) -> RunState:
         """To the end."""
-        settings, state = self._settings, self.state
+        settings, state = self.settings, self.state
         reached = False
         while state.train_step < settings.steps and not self.stopping and not reached:
             reached = await self._train_step()
@@ -234,7 +216,7 @@ class PpoRun:
 
     async def _train_step(self) -> bool:
         """Play, learn, serve; whether the target is reached."""
-        settings, state = self._settings, self.state
+        settings, state = self.settings, self.state
         began, acting = time.monotonic(), state.version
         rollout = await self._player.play(settings.rollout_steps)
         act_s = time.monotonic() - began
@@ -278,62 +260,40 @@ class PpoRun:
 
     async def _evaluate(self) -> float:
         """Mean return of the served version, in episodes that nothing is learned from."""
-        settings, state = self._settings, self.state
+        settings, state = self.settings, self.state
         seed = [settings.seed, _EVALUATED, state.train_step]
         environment = await self._environments.begin("evaluated", settings.evaluate_prompts, seed)
         found = state.held_out = await evaluate(self._actor, environment, state.version)
-        if state.best_held_out is None or found > state.best_held_out:
-            state.best_held_out, state.best_version = found, state.version
-            await self._sink.set_best(state.version, found)
+        await self._note_best(state.version, found)
         return found
 
     # -- versions
 
     async def _serve(self, steps: Steps, learned: Learned) -> str:
         """Make what was learned the latest version, or go back and say why; ParallmError after too many rejections."""
-        weights = await self._learner.call(PpoLearner.weights)
+        weights = await self._learner.weights()
         logp, _ = await self._learner.call(PpoLearner.policy, weights, steps)
         apart = (logp - steps.logp_BL).astype(np.float64)
         checks = [
             gate.finite_gradients(learned.left_out),
-            gate.at_most("probe_kl", float(np.mean(np.exp(apart) - 1 - apart)), self._settings.max_probe_kl),
+            gate.at_most("probe_kl", float(np.mean(np.exp(apart) - 1 - apart)), self.settings.max_probe_kl),
         ]
         metrics = {"loss": learned.loss, "entropy": learned.entropy, "kl": learned.kl}
-        problem = await self._publish(weights, checks, metrics, steps.taken(slice(_PROBES)))
-        if not problem:
-            self._rejections = 0
-            self.state.updates += 1
-            self.state.last_update_ms = time.time_ns() // 1_000_000
-            await self._learner.call(PpoLearner.accept)
-            return ""
-        self._rejections += 1
-        self.state.rejected += 1
-        await self._learner.call(PpoLearner.revert)
-        log.warning("version.rejected", checks=problem)
-        if self._rejections >= self._settings.max_rejections:
-            said = f"{self._rejections} candidates in a row failed the gate: {problem}"
-            await self._sink.alert("gave_up", f"the run ends: {said}")
-            raise ParallmError(said)
-        return problem
-
-    async def _publish(
-        self, weights: Arrays, checks: list[GateCheck], metrics: dict[str, float], probes: Steps | None = None
-    ) -> str:
-        """Serve a version; else why it was rejected. ConflictError when somebody else has moved the latest."""
-        state = self.state
+        probes = steps.taken(slice(_PROBES))
 
         async def judged(version: int) -> list[GateCheck]:
-            return [await self._parity(version, weights, probes)] if probes is not None else []
+            return [await self._parity(version, weights, probes)]
 
-        checks = [gate.finite_weights(weights), *checks]
-        published = await self._publisher.publish(weights, state, checks, metrics, judged, if_latest=state.version)
-        if published.forestalled:
-            raise ConflictError(f"the run ends: {gate.failures(published.checks)}; {WAYS}")
-        if not published.version:
-            return gate.failures(published.checks)
-        state.version = published.version
-        state.swaps += 1
-        return ""
+        published = await self._offer(weights, checks, metrics, judged, self.state.version)
+        if published.version:
+            self.state.updates += 1
+            self.state.last_update_ms = time.time_ns() // 1_000_000
+            await self._accept(published.version)
+            return ""
+        problem = gate.failures(published.checks)
+        await self._reject(problem)
+        await self._check_patience(problem)
+        return problem
 
     async def _parity(self, version: int, weights: Arrays, probes: Steps) -> GateCheck:
         """Whether a worker that has loaded the version computes what we compute, of the first step of sequences."""
@@ -347,23 +307,20 @@ class PpoRun:
         logp, values = await self._learner.call(PpoLearner.policy, weights, first)
         logp, values = logp[:, 0], values[:, 0]
         gap = float(np.mean(np.abs(logp - said.logp)) + np.mean(np.abs(values - said.values) / (1 + np.abs(values))))
-        return gate.at_most("reload_parity", gap, self._settings.max_parity)
+        return gate.at_most("reload_parity", gap, self.settings.max_parity)
 
-    async def _save(self) -> None:
-        snapshot = await self._learner.call(PpoLearner.snapshot)
+    async def _save(self, name: str = "", state: RunState | None = None) -> str:
         self.state.saves += 1
-        checkpoint = Checkpoint(snapshot.adapter, snapshot.adapter_config, snapshot.optimizer, self.state)
-        name = await self._disk.run(self._checkpoints.save, checkpoint)
-        if self.state.version == self.state.best_version:
-            await self._disk.run(self._checkpoints.set_best, name)
-        await asyncio.to_thread(self._publisher.forget, {self.state.version, self.state.best_version})
+        saved = await super()._save(name, state)
+        await self._forget_versions(self.state.version, self.state.best_version)
+        return saved
 
     async def _tell(self, line: PpoLine) -> None:
-        await self._disk.run(append, self._settings.folder / "metrics.jsonl", line)
+        await self._disk.run(append, self.settings.folder / "metrics.jsonl", line)
         self._last, learned = line, _finite(line.learned)
         point = TrainingPoint(
             train_step=line.step, policy_step=self.state.swaps, version=line.version, at_ms=time.time_ns() // 1_000_000,
-            source=self._settings.task, reward=line.mean_return, held_out=line.evaluated, loss=learned.get("loss"),
+            source=self.settings.task, reward=line.mean_return, held_out=line.evaluated, loss=learned.get("loss"),
             kl=learned.get("kl"), entropy=learned.get("entropy"), clip_fraction=learned.get("clipped"),
             value_loss=learned.get("value_loss"), explained=line.explained, grad_norm=learned.get("grad_norm"),
             wait_s=line.act_s, gate=line.gate,
@@ -373,6 +330,10 @@ class PpoRun:
             "train.step", step=line.step, environment_steps=line.environment_steps, mean_return=line.mean_return,
             evaluated=line.evaluated, version=line.version, off_policy=line.off_policy,
         )  # fmt: skip
+
+
+async def _unjudged(version: int) -> list[GateCheck]:
+    return []
 
 
 def _finite(learned: dict[str, float | None]) -> dict[str, float]:

@@ -64,13 +64,13 @@ class RowRun(DataRun[T]):
             if not self._unanswered:
                 learner = cast(HostHandle[RowLearner[T]], self._learner)
                 gap = await learner.call(RowLearner.parity, samples)
-                return [gate.at_most("reload_parity", gap, self._settings.max_parity)]
+                return [gate.at_most("reload_parity", gap, self.settings.max_parity)]
             log.warning("gate.waits", version=version, why=self._unanswered)
             await asyncio.sleep(ASK_AGAIN_S)
 
     async def _samples(self, version: int) -> list[Trajectory]:
         """What a worker says behind some held-out prompts; where it is kept from that, `_unanswered` says why."""
-        settings, run = self._settings, secrets.token_hex(3)
+        settings, run = self.settings, secrets.token_hex(3)
         samples: list[Trajectory] = []
         self._unanswered = ""
         for at, item in enumerate(map(self._group, self._data.held_out[:PARITY_PROMPTS])):
@@ -104,10 +104,10 @@ class TuneRun(RowRun[SampleGroup]):
 
     @property
     def _tuning(self) -> Tuning:
-        return "dpo" if self._settings.mode == "dpo" else "sft"
+        return "dpo" if self.settings.mode == "dpo" else "sft"
 
     def _read(self, longest: int) -> Data[SampleGroup]:
-        settings, source = self._settings, self._settings.dataset
+        settings, source = self.settings, self.settings.dataset
         assert source is not None, "checked with the settings"
         read = partial(
             read_examples, tuning=self._tuning, codec=self._ring.codec, longest=longest,
@@ -126,7 +126,7 @@ class TuneRun(RowRun[SampleGroup]):
         return Data(examples.items, read(settings.held_out_dataset).items, examples.too_long, self._tuning)
 
     def _made_with(self) -> Made:
-        settings = self._settings
+        settings = self.settings
         return made_with("tune", TuneOptions(self._tuning, settings.dpo_beta, options_of(settings)))
 
     @property
@@ -141,7 +141,7 @@ class TuneRun(RowRun[SampleGroup]):
             self._shelf.close()
 
     async def _gather(self, loaded: LoadedModel) -> None:
-        settings = self._settings
+        settings = self.settings
         sight = sight_of(loaded)
         if sight is not None and not settings.over_http:  # a job's images would have to go with each of its prompts
             self._shelf = Shelf(sight)
@@ -160,4 +160,4 @@ class TuneRun(RowRun[SampleGroup]):
     async def _keep_gathered(self) -> None:
         if self._preferences is None:
             return
-        await self._disk.run(write_whole, self._settings.folder / feedback.FILE, self._preferences)
+        await self._disk.run(write_whole, self.settings.folder / feedback.FILE, self._preferences)

@@ -74,7 +74,7 @@ class Serving:
         if state.best_held_out is None:  # of a checkpoint from before this was kept
             state.best_held_out = state.held_out
         if not state.unpublished:
-            weights = await self._learner.call(Learner.weights)
+            weights = await self._learner.weights()
             self._served(await self._publish(weights))
         self.begun = True
         await self._anchor()
@@ -230,14 +230,14 @@ class Serving:
 
     async def _accept(self) -> None:
         state = self._state
-        await self._learner.call(Learner.accept)
+        await self._learner.accept()
         state.policy_step += 1
         state.updates += 1
         state.last_update_ms = time.time_ns() // 1_000_000
         self._rejections = 0
 
     async def _take_back(self, failed: str, *, counts: bool) -> str:
-        await self._learner.call(Learner.revert)
+        await self._learner.revert()
         self._state.rejected += 1
         self._rejections += counts
         self._failed = failed
