@@ -17,19 +17,24 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import mlx.core as mx
+import numpy as np
 import structlog
 import yaml
 
 from shared.errors import EngineError, ParallmError, QueueFullError, ServiceUnavailableError, SetupError
 from shared.process.nested_config import is_nested
 from shared.process.settings import WorkerSettings, load
-from trainer.learn.compute import EngineHost, Others, SharedEngine
+from trainer.learn.batches import Sample, SampleGroup
+from trainer.learn.compute import EngineHost, Others, SharedEngine, Work
 from trainer.learners import placing
+from trainer.learners.handle import Local
+from trainer.learners.kinds import made_with
+from trainer.learners.policy import Learner
 from trainer.learners.ranks import RankLearner
 from trainer.rollouts.scorers import ring_judges
 from trainer.runs.loop import TrainLoop
+from trainer.runs.parts import policy_options
 from trainer.runs.rl import tasks, train
-from trainer.runs.warm_up import rehearse
 from trainer.settings import TrainSettings
 from worker.engine.model.loader import LoadedModel, free_bytes
 from worker.group.placement import placement
@@ -229,3 +234,30 @@ def _refuse_another_place(worker: WorkerSettings, file: Path) -> None:
         mine = getattr(worker, _OF_THE_WORKER[key]) if key in _OF_THE_WORKER else value
         if value != mine:
             raise SetupError(f"{file}: {key}: {value}, but the worker has {mine or 'none'}: leave it out")
+
+
+GROUPS, SAMPLES = 8, 4
+PROMPT, COMPLETION = 128, 256  # tokens, the second one at most
+STEPS = 2  # the first one finds out how large a microbatch may be
+
+
+def rehearse(loaded: LoadedModel, settings: TrainSettings, others: Others | None) -> Work[None]:
+    """Train on made-up samples; runs in the engine's thread, with `others` on all ranks of a group."""
+    made = made_with("policy", policy_options(settings))
+    local: Local[Learner] = Local.open(made, loaded.model, whole=loaded.whole, others=others)
+    groups = _groups(loaded.card.vocab_size, min(COMPLETION, settings.max_tokens))
+    for step in range(STEPS):
+        yield from local.work(Learner.train, groups, step, step, [groups[0].prompt_ids])
+
+
+def _groups(vocab_size: int, completion: int) -> list[SampleGroup]:
+    draw = np.random.default_rng(0)
+
+    def ids(count: int) -> tuple[int, ...]:
+        return tuple(int(token) for token in draw.integers(0, vocab_size, count))
+
+    def sample(at: int) -> Sample:
+        logprobs = (-float(np.log(vocab_size)),) * completion
+        return Sample(ids(completion), logprobs, (True,) * completion, (0,) * completion, 1.0 if at % 2 else -1.0)
+
+    return [SampleGroup(str(at), ids(PROMPT), tuple(map(sample, range(SAMPLES)))) for at in range(GROUPS)]

@@ -30,7 +30,7 @@ from tests.bench.local_ring import LocalRing, LocalSink, LocalSource
 from tests.bench.models import QWEN3_0_6B, QWEN3_4B, QWEN3_SMALL, random_qwen3
 from tests.bench.steady_training import Training, random_groups
 from tests.training.nobody import NoBoard, NoOrders
-from trainer.hosted import FREE_PART
+from trainer.hosted import FREE_PART, rehearse
 from trainer.learn.compute import EngineHost
 from trainer.learners.policy import Learner
 from trainer.ring.board import RingBoard
@@ -40,7 +40,6 @@ from trainer.rollouts.environments import Observation, Outcome
 from trainer.runs.loop import TrainLoop
 from trainer.runs.metrics import read
 from trainer.runs.parts import Parts
-from trainer.runs.warm_up import rehearse
 from trainer.settings import TrainSettings
 from worker.engine.messages import EngineConfig
 from worker.engine.model.loader import free_bytes

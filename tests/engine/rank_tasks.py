@@ -30,6 +30,7 @@ from tests.engine.adapter_bench import AdapterBench, row  # noqa: E402
 from tests.engine.adapter_models import MadeAdapter  # noqa: E402
 from tests.engine.conftest import Bench, prompt_of, spec  # noqa: E402
 from tests.engine.ranks import Channel, Task, joined  # noqa: E402
+from trainer.hosted import rehearse  # noqa: E402
 from trainer.learn.batches import Sample, SampleGroup  # noqa: E402
 from trainer.learn.compute import finished  # noqa: E402
 from trainer.learn.gate import GateLimits  # noqa: E402
@@ -44,7 +45,6 @@ from trainer.learners.heads import HeadLearner  # noqa: E402
 from trainer.learners.kinds import HeadOptions, Kind, PolicyOptions, TuneOptions, made_with  # noqa: E402
 from trainer.learners.ranks import RankLearner  # noqa: E402
 from trainer.learners.tuning_examples import Tuning  # noqa: E402
-from trainer.runs.warm_up import rehearse  # noqa: E402
 from trainer.settings import TrainSettings  # noqa: E402
 from worker.engine.batch import row_model  # noqa: E402
 from worker.engine.messages import EngineConfig, SpeculationConfig  # noqa: E402

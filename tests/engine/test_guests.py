@@ -15,11 +15,11 @@ from shared.errors import EngineError
 from tests.engine.conftest import Bench, prompt_of, spec
 from tests.engine.small_models import QWEN3, write_model
 from tests.engine.test_thread import Outbox
+from trainer.hosted import rehearse
 from trainer.learn.batches import Sample, SampleGroup
 from trainer.learn.gate import GateLimits
 from trainer.learn.options import AdapterShape, OptimizeOptions, Schedule
 from trainer.learners.policy import Learner
-from trainer.runs.warm_up import rehearse
 from trainer.settings import TrainSettings
 from worker.engine.batch.adapters import SlotConfig
 from worker.engine.between_steps import Guests

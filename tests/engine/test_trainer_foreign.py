@@ -48,7 +48,7 @@ class Person(Unstopped):
 
 @pytest.fixture(autouse=True)
 def _often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.versions.foreign.LOOK_S", 0.01)
+    monkeypatch.setattr("trainer.runs.foreign.LOOK_S", 0.01)
 
 
 async def taken(tmp_path: Path) -> MemorySink:

@@ -18,10 +18,10 @@ from trainer.learners.policy import Learner
 from trainer.rollouts.environments import ArithmeticEnvironment, Observation, Outcome
 from trainer.rollouts.groups import RolloutRequest
 from trainer.rollouts.held_out import Evaluated
+from trainer.runs.examine import Examiner
 from trainer.runs.metrics import read
 from trainer.settings import TrainSettings
 from trainer.versions.checkpoint import CheckpointStore
-from trainer.versions.examine import Examiner
 
 SMALL: dict[str, Any] = {
     "model": "models/tiny",

@@ -21,7 +21,7 @@ from trainer.rollouts.groups import RolloutGroup
 from trainer.rollouts.pacing import Pace
 from trainer.rollouts.task_places import Wanted, kinds_of, places_of
 from trainer.rollouts.task_pool import TaskPool
-from trainer.runs.sources import ENDLESS, open_curriculum
+from trainer.runs.inbox import ENDLESS, open_curriculum
 from trainer.settings import TrainSettings
 from trainer.state import CurriculumBooks, RunState
 

@@ -164,7 +164,7 @@ class Collector(IndexedSource):
         for attempt in itertools.count(1):
             try:
                 return await self._player.play(index, self._adapter())
-            except UnknownAdapterError as error:  # whoever deleted it is waited for: `trainer.versions.foreign` says so
+            except UnknownAdapterError as error:  # whoever deleted it is waited for: `trainer.runs.foreign` says so
                 reason = str(error)
             except ParallmError as error:
                 if attempt >= _RETRIES or error.status < 429 or isinstance(error, SetupError):

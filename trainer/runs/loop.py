@@ -33,7 +33,9 @@ from trainer.learners.policy import Learner, Trained
 from trainer.rollouts.groups import RolloutGroup
 from trainer.rollouts.pacing import lag_of, oldest_version
 from trainer.rollouts.shown import SampleLog, shown_samples
-from trainer.runs.inbox import AllStale, Batch, Moved
+from trainer.runs.examine import Examiner
+from trainer.runs.foreign import ForeignMoves
+from trainer.runs.inbox import AllStale, Batch, Moved, open_curriculum, open_inbox
 from trainer.runs.metrics import (
     MetricsLog,
     StepMetrics,
@@ -48,17 +50,14 @@ from trainer.runs.metrics import (
 )
 from trainer.runs.orders import Stepped, carry_out
 from trainer.runs.parts import Parts, open_learner
+from trainer.runs.posted import LogprobCheck
 from trainer.runs.run import Run
-from trainer.runs.sources import open_curriculum, open_inbox
+from trainer.runs.served import Serving
 from trainer.settings import TrainSettings
 from trainer.state import RunState
 from trainer.versions.checkpoint import Checkpoint, differences
-from trainer.versions.examine import Examiner
-from trainer.versions.foreign import ForeignMoves
-from trainer.versions.posted import LogprobCheck
 from trainer.versions.publish import Publisher
 from trainer.versions.run_folder import check_home
-from trainer.versions.served import Serving
 from trainer.versions.start import check_latest, keep_start, starting_weights
 
 log = structlog.get_logger()

@@ -1,7 +1,7 @@
 """The life that every kind of run shares: go on or begin, offer versions, accept or revert, save, stop.
 
 A kind of run says what it learns from, what it checks of a version, and what it reports. `loop.py` (rl) has more to
-serve, because workers sample from its versions (trainer/versions/served.py).
+serve, because workers sample from its versions (trainer/runs/served.py).
 
 Invariants. What is served is what the learner falls back to. A version that the gate has refused is taken back, weights
 and moments; after `max_rejections` of them in a row the run ends. A `latest` that is not the run's own is not moved.

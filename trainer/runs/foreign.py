@@ -22,9 +22,9 @@ from shared.redis.training.orders import Received
 from shared.training import ForeignAction, Order, Refusal, ResumeAnswer, ResumeOrder
 from trainer.runs.inbox import Moved
 from trainer.runs.parts import Parts
+from trainer.runs.served import Serving
 from trainer.settings import TrainSettings
 from trainer.state import RunState
-from trainer.versions.served import Serving
 
 log = structlog.get_logger()
 

@@ -22,11 +22,11 @@ from trainer.learners.policy import Learner, Trained
 from trainer.rollouts.groups import RolloutGroup, mean_reward
 from trainer.rollouts.held_out import Evaluated
 from trainer.rollouts.pacing import oldest_version
+from trainer.runs.examine import Examiner
 from trainer.runs.inbox import Batch
 from trainer.runs.parts import Parts
 from trainer.settings import TrainSettings
 from trainer.state import Arrays, RunState
-from trainer.versions.examine import Examiner
 from trainer.versions.publish import Publisher
 
 log = structlog.get_logger()
