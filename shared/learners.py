@@ -58,7 +58,7 @@ class LearnerSpec(msgspec.Struct, frozen=True, kw_only=True):
     adapter: str = ""  # name under which its weights are published for sampling
     created_ms: int = 0  # Unix milliseconds
     metadata: dict[str, str] = {}
-    run: bytes = b""  # of a run of mlx_parallm_train: what its learner is made with (trainer/learners/asks.py), msgpack
+    run: bytes = b""  # of a run of mlx_parallm_train: what its learner is made with, msgpack
 
 
 class Values(msgspec.Struct, frozen=True, array_like=True):
@@ -153,7 +153,7 @@ class Publish(msgspec.Struct, frozen=True, tag="publish"):
 
 
 class Ask(msgspec.Struct, frozen=True, tag="ask"):
-    """What a run of `mlx_parallm_train` asks of its learner (trainer/learners/asks.py), msgpack."""
+    """What a run of `mlx_parallm_train` asks of its learner (trainer/learners/calls.py), msgpack."""
 
     body: bytes = b""
     upload: str = ""  # where it lies in chunks, in place of `body`

@@ -13,6 +13,9 @@ Read `keys.py` first: every key with its name, type, owner and time to live. The
     ring/        workers' heartbeats, the pause switch, summed metrics
     connection/  clients, Sentinel, Redis Cluster, and what an error may say
 
+What several of them are made of: `stream.py` (entries that a consumer group reads), `chunks.py` (bytes),
+`stored.py` (one message under one key) and `poll.py` (waiting for a key).
+
 A change of several keys is one Lua script, which stands in the `lua` folder of its room. In a cluster its keys share a
 slot; what is written for several slots is written in an order in which each step may be the last, and be repeated.
 """

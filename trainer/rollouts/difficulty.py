@@ -1,6 +1,6 @@
 """How hard a line of a data set says that its task is.
 
-Difficulties are only compared, never added (places.py), so levels, ages and 0-to-100 estimates need no settings of
+Difficulties are only compared, never added (task_places.py), so levels, ages and 0-to-100 estimates need no settings of
 their own. No numpy: `--help` and the process of a user's own environment load this, and nothing of places.
 """
 

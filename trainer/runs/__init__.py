@@ -6,4 +6,5 @@ trains on next, `served.py` the versions that workers sample from (`examine.py`,
 what users ask of it, `metrics.py` what it reports. `data.py` is a run on a data set: `tuning.py` (sft, dpo;
 `feedback.py`), `distilling.py` (`teacher.py` asks for the scores) and `heads.py` (`--mode reward`). `ppo.py` trains a
 network that acts (`acting.py`, `numeric_environments.py`). `team.py` and `agents.py`: several policies in one process.
+`stopping.py` turns signals into an end in order.
 """

@@ -38,7 +38,7 @@ class JudgedAnswer(msgspec.Struct, frozen=True):
 
 
 class PairLine(msgspec.Struct, frozen=True):
-    """A line of the file: a pair as token ids (`examples.py` reads it)."""
+    """A line of the file: a pair as token ids (trainer/learners/tuning_examples.py reads it)."""
 
     prompt_ids: tuple[int, ...]
     chosen_ids: tuple[int, ...]
