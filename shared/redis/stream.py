@@ -46,7 +46,7 @@ class Stream(ABC, Generic[T]):
     unreadable: ClassVar[str]  # event of the log line about an entry that cannot be decoded
 
     def __init__(self, redis: Redis, key: str, *, stats: str = "", blocking: Redis | None = None) -> None:
-        """`stats`: key of the counts of a stream that is bounded by its scripts; `blocking`: the connection of `wait`."""
+        """`stats`: key of the counts of a stream that its scripts bound; `blocking`: the connection of `wait`."""
         self._redis, self._blocking = redis, blocking or redis
         self._key, self._stats = key, stats
         self._resumed_at: str | None = "0-0"  # entries of an earlier life are returned up to here; None: all are
