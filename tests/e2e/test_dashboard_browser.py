@@ -75,11 +75,13 @@ async def test_the_browser_tells_of_what_a_page_must_not_do(served: Ring, chromi
     async with tab(chromium) as shown:
         await shown.page.goto(f"{served.url}/dashboard/jobs")
         await shown.page.evaluate("document.body.append(new Image()), document.images[0].src = 'http://127.0.0.1:9/x'")
+        # Chromium 150 looks at what an attribute would run when its event comes, later ones when it is written.
         await shown.page.evaluate("document.body.insertAdjacentHTML('beforeend', '<b onclick=alert(1)>')")
+        await shown.page.evaluate("document.querySelector('b[onclick]').click()")
         await shown.page.evaluate("setTimeout(() => { throw new Error('thrown') })")
         await wait_until(lambda: len(shown.complaints) == 3)
-        assert any("thrown" in text for text in shown.complaints)
-        assert any("Content Security Policy" in text for text in shown.complaints)
+        for wrong in ("Loading the image", "Executing inline event handler", "thrown"):
+            assert any(wrong in text for text in shown.complaints), shown.complaints
 
 
 @pytest.mark.parametrize(("width", "dark"), [(1280, False), (390, True)])
