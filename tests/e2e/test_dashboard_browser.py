@@ -2,9 +2,12 @@
 and actions are tested without one in tests/redis/test_dashboard.py.
 """
 
+import asyncio
 import json
 import re
+import subprocess
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -82,6 +85,22 @@ async def test_the_browser_tells_of_what_a_page_must_not_do(served: Ring, chromi
         await wait_until(lambda: len(shown.complaints) == 3)
         for wrong in ("Loading the image", "Executing inline event handler", "thrown"):
             assert any(wrong in text for text in shown.complaints), shown.complaints
+
+
+async def test_a_page_becomes_idle_for_tools_that_wait_for_it(served: Ring, chromium: Browser, tmp_path: Path) -> None:
+    async with tab(chromium) as shown:
+        session, reached = await shown.page.context.new_cdp_session(shown.page), list[str]()
+        session.on("Page.lifecycleEvent", lambda event: reached.append(event["name"]))
+        await session.send("Page.enable")
+        await session.send("Page.setLifecycleEventsEnabled", {"enabled": True})
+        await shown.open(f"{served.url}/dashboard")
+        await wait_until(lambda: "networkIdle" in reached[reached.index("init") :])  # before it: of an empty page
+
+    picture, profile = tmp_path / "dashboard.png", tmp_path / "profile"
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}", "--virtual-time-budget=5000"]
+    command = [BINARY, *flags, f"--screenshot={picture}", f"{served.url}/dashboard"]
+    await asyncio.to_thread(subprocess.run, command, check=True, capture_output=True, timeout=60)
+    assert picture.stat().st_size > 10_000
 
 
 @pytest.mark.parametrize(("width", "dark"), [(1280, False), (390, True)])
