@@ -78,7 +78,7 @@ async def measure(served: Ring, folder: Path) -> dict[str, list[float]]:
             began = time.monotonic()
             version = (await store.publish("hot", prepared, base_sha256=card.base_sha256)).id
             tasks = tasks or [asyncio.create_task(follower.run(http)) for follower in followers]
-            await wait_until(lambda known=version: all(known in each.first for each in followers), 30)
+            await wait_until(lambda known=version: all(known in each.first for each in followers))
             if number:
                 first: dict[str, float] = {}
                 for each in followers:
@@ -97,7 +97,7 @@ async def measure(served: Ring, folder: Path) -> dict[str, list[float]]:
 def main() -> None:
     """Print min median max for each worker."""
     with tempfile.TemporaryDirectory() as folder, ring(Path(folder) / "ring", "--workers", "2") as served:
-        asyncio.run(wait_until(lambda: len(served.server.printed("worker.ready")) == 2, 60))
+        asyncio.run(wait_until(lambda: len(served.server.printed("worker.ready")) == 2))
         for worker, ms in sorted(asyncio.run(measure(served, Path(folder))).items()):
             print(
                 f"worker {worker}: publish -> first token of the new version, {len(ms)} rounds: "

@@ -84,7 +84,7 @@ async def measure(url: str, rows: int, steps: int, pace: float, processes: int) 
     else:
         child = multiprocessing.get_context("spawn").Process(target=write_in_a_process, args=(url, rows, steps, pace))
         child.start()
-        await wait_until(lambda: any(cursor.position for cursor in first_cursors(reader)), 30)
+        await wait_until(lambda: any(cursor.position for cursor in first_cursors(reader)))
         began = time.perf_counter()  # after the child's imports
         tokens, latencies = await reading
         child.join()

@@ -21,7 +21,7 @@ from shared.redis.training.board import TrainingBoard
 from shared.training import TrainerStatus, TrainingPoint
 from tests.e2e.browser import Browser, Tab, browser, expect, find_browser, tab
 from tests.e2e.rings import MODEL, Ring, ring
-from tests.waiting import wait_until
+from tests.waiting import HANG_S, wait_until
 
 BINARY = find_browser()
 pytestmark = [
@@ -66,7 +66,7 @@ async def check(shown: Tab, served: Ring) -> None:
 
 
 async def post(url: str, status: int = 200, **arguments: Any) -> dict[str, Any]:
-    async with httpx.AsyncClient(timeout=60) as http:
+    async with httpx.AsyncClient(timeout=HANG_S) as http:
         answer = await http.post(url, **arguments)
     assert answer.status_code == status, answer.text
     answered: dict[str, Any] = answer.json()
@@ -99,7 +99,7 @@ async def test_a_page_becomes_idle_for_tools_that_wait_for_it(served: Ring, chro
     picture, profile = tmp_path / "dashboard.png", tmp_path / "profile"
     flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}", "--virtual-time-budget=5000"]
     command = [BINARY, *flags, f"--screenshot={picture}", f"{served.url}/dashboard"]
-    await asyncio.to_thread(subprocess.run, command, check=True, capture_output=True, timeout=60)
+    await asyncio.to_thread(subprocess.run, command, check=True, capture_output=True, timeout=HANG_S)
     assert picture.stat().st_size > 10_000
 
 

@@ -15,6 +15,7 @@ from shared.errors import EngineError
 from tests.engine.conftest import Bench, prompt_of, spec
 from tests.engine.small_models import QWEN3, write_model
 from tests.engine.test_thread import Outbox
+from tests.waiting import HANG_S
 from trainer.gate import GateLimits
 from trainer.learn.batches import Sample, SampleGroup
 from trainer.learn.learner import Learner
@@ -185,11 +186,11 @@ def test_work_that_a_stopped_engine_did_not_finish_fails(llama_folder: Path) -> 
             yield
 
     futures = [engine.run_between_steps(endless), engine.run_between_steps(endless)]
-    assert begun.wait(60)
+    assert begun.wait(HANG_S)
     assert engine.stop()
     for future in (*futures, engine.run_between_steps(endless)):
         with pytest.raises(EngineError, match="stopped"):
-            future.result(5)
+            future.result(HANG_S)
 
 
 def test_units_run_in_the_engines_thread_while_it_has_nothing_else_to_do(llama_folder: Path) -> None:
@@ -201,7 +202,7 @@ def test_units_run_in_the_engines_thread_while_it_has_nothing_else_to_do(llama_f
         yield
         return threading.current_thread().name
 
-    assert engine.run_between_steps(where).result(20) == "engine"
+    assert engine.run_between_steps(where).result(HANG_S) == "engine"
     assert engine.stats().guests.units == 2
     assert engine.stop()
 
@@ -287,7 +288,7 @@ def test_a_worker_that_trains_holds_one_base_and_the_trainers_own_state(tmp_path
             return function()
             yield
 
-        return engine.run_between_steps(work).result(60)
+        return engine.run_between_steps(work).result(HANG_S)
 
     engine.submit([RowRequest(spec(f"s{i}", prompt_of(8), max_tokens=1800)) for i in range(4)])
     outbox.wait(lambda: len(outbox.events) > 20)
@@ -295,7 +296,7 @@ def test_a_worker_that_trains_holds_one_base_and_the_trainers_own_state(tmp_path
     students = [call(lambda: learner(loaded))]
     for step in range(2):
         work = engine.run_between_steps(lambda step=step: students[0].train(batch()[:1], step, step, [(1, 2)]))
-        assert work.result(60).report.updated
+        assert work.result(HANG_S).report.updated
     hosted, state = call(mx.get_active_memory), call(students[0].snapshot)
     own = sum(value.nbytes for part in (state.adapter, state.optimizer) for value in part.values())
     assert not outbox.finished("s0"), "both were measured while rows decode"

@@ -143,7 +143,7 @@ class ScriptedWorker:
         await self._write(spec, [events[-1]], [Commit(claim, result, [events[-1]])])
 
     async def _hold(self, seq: str) -> None:
-        await wait_until(lambda: self.go.is_set() or seq in self.cancelled, timeout_s=60)
+        await wait_until(lambda: self.go.is_set() or seq in self.cancelled)
 
     def _event(
         self, claim: Claim, position: int, tokens: list[int], finish: Finish | None, answer: Answer

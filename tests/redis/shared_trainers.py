@@ -12,6 +12,7 @@ import numpy as np
 from shared.redis.connection.client import connect
 from shared.redis.training.shared_runs import SharedRun
 from tests.engine.test_trainer_optimize import OPTIONS, groups_of
+from tests.waiting import HANG_S
 from trainer.gate import GateLimits
 from trainer.learn.batches import SampleGroup
 from trainer.learn.compute import ThreadHost, at_once
@@ -72,7 +73,7 @@ class Trainers:
         spec = run_spec(settings(**given), self.options, "tiny", loaded.card.base_sha256)
         sight = self.sight = sight_of(loaded)
         build = lambda: build_learner(loaded.model, self.options, sight)  # noqa: E731
-        return await SharedLearner.open_shared(host, build, lead, spec, trainers, 30)
+        return await SharedLearner.open_shared(host, build, lead, spec, trainers, HANG_S)
 
     async def member(self, base: str = "", **given: Any) -> Member:
         host, loaded = await self.host()
