@@ -45,7 +45,16 @@ settings.load_profile("patient")
 
 # Files that take about 20 s and more.
 LONGEST = frozenset(
-    {"test_bad_input", "test_batches", "test_chaos", "test_deaths", "test_demo", "test_event_loop", "test_hosted"}
+    {
+        "test_bad_input",
+        "test_batches",
+        "test_benches",
+        "test_chaos",
+        "test_deaths",
+        "test_demo",
+        "test_event_loop",
+        "test_hosted",
+    }
     | {"test_jobs_runner", "test_kv_kinds", "test_leaving_workers", "test_pipeline", "test_prometheus", "test_ranks"}
     | {"test_trainer_kills", "test_trainer_loop", "test_training", "test_training_api", "test_training_over_http"}
     | {"test_commands", "test_dashboard_browser", "test_examples", "test_joining", "test_pause", "test_readme"}

@@ -39,6 +39,7 @@ from trainer.parts import Parts
 from trainer.ring.board import RingBoard
 from trainer.ring.mailbox import RingMailbox
 from trainer.ring.ring import Ring
+from trainer.rollouts.conversation import Opening
 from trainer.rollouts.environments import Observation, Outcome
 from trainer.settings import TrainSettings
 from trainer.warm_up import rehearse
@@ -163,9 +164,9 @@ class RandomPrompts:
     def __init__(self, options: Options, vocab: int) -> None:
         self._options, self._vocab = options, vocab
 
-    def prompt_ids(self, observation: Observation) -> tuple[int, ...]:
+    async def opening(self, observation: Observation) -> Opening:
         draw = np.random.default_rng(int(str(observation.prompt)))
-        return tuple(int(i) for i in draw.integers(3, self._vocab, self._options.prompt))
+        return Opening(tuple(int(i) for i in draw.integers(3, self._vocab, self._options.prompt)))
 
     def text(self, ids: Any) -> str:
         return ",".join(map(str, ids))

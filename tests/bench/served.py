@@ -9,6 +9,7 @@ the side can. Only ratios within a run mean something; machines are noisy. On a 
 import argparse
 import asyncio
 import json
+import math
 import random
 import statistics
 import subprocess
@@ -88,11 +89,11 @@ def start_peer(model: Path) -> tuple["subprocess.Popen[bytes]", str]:
 
 
 def spread(values: list[float]) -> str:
-    return f"{min(values):.2f} {statistics.median(values):.2f} {max(values):.2f}"
+    return f"{min(values):.2f} {statistics.median(values):.2f} {max(values):.2f}" if values else "none"
 
 
 def at(values: list[float], percent: float) -> float:
-    return values[min(len(values) - 1, int(len(values) * percent / 100))]
+    return values[min(len(values) - 1, int(len(values) * percent / 100))] if values else math.nan
 
 
 def decode_prompts(model: Path, prompts: list[list[int]]) -> list[str]:

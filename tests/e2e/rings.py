@@ -126,11 +126,12 @@ class Ring:
 
 
 @contextlib.contextmanager
-def ring(data_dir: Path, *arguments: str) -> Iterator[Ring]:
+def ring(data_dir: Path, *arguments: str, environment: dict[str, str] | None = None) -> Iterator[Ring]:
     """Start `mlx_parallm_serve` with the tiny model on a free port; stop it at the end and expect a clean exit."""
     server = Process.start(
-        "api.serve.main", "--model", f"models/{MODEL}", "--port", "0", "--data-dir", str(data_dir), *arguments
-    )
+        "api.serve.main", "--model", f"models/{MODEL}", "--port", "0", "--data-dir", str(data_dir), *arguments,
+        environment=environment,
+    )  # fmt: skip
     try:
         url = server.wait_for_line(r"ready: (http://\S+)/v1").group(1)
         redis_url = server.wait_for_line(r"--redis (\S+)").group(1)
