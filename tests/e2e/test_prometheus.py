@@ -52,7 +52,9 @@ VLLM = (
     "vllm:num_preemptions_total",
 )
 
-pytestmark = pytest.mark.skipif(shutil.which("prometheus") is None, reason="no `prometheus` on the PATH")
+pytestmark = pytest.mark.skipif(
+    shutil.which("prometheus") is None, reason="no `prometheus` on the PATH (apt install prometheus)"
+)
 
 
 @dataclass(frozen=True)
