@@ -185,6 +185,32 @@ async def test_an_engine_is_ready_before_it_is_warm_and_a_request_waits_for_one_
 
 
 @pytest.mark.usefixtures("compiles")
+def test_a_worker_that_is_never_idle_gets_its_kernels_and_nothing_else_amid_its_rows(
+    llama_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outbox = Outbox()
+    monkeypatch.setattr(warm_up, "PATIENCE_S", 0.0)
+    watched, quicken = Watched(monkeypatch, outbox), RowModel.quicken
+
+    def noted(model: RowModel) -> None:
+        watched.order.append("quick")
+        quicken(model)
+
+    monkeypatch.setattr(RowModel, "quicken", noted)
+    config = EngineConfig(str(llama_folder), max_rows=4, prefill_chunk=0, warm_up=True)
+    thread = EngineThread(config, outbox.on_step, outbox.on_death)
+    thread.start()
+    assert watched.begun.wait(100)
+    for seq in ("s", "t"):
+        thread.submit([RowRequest(spec(seq, prompt_of(5), max_tokens=200))])
+    watched.may_go_on.set()
+    outbox.wait(lambda: outbox.finished("s") and outbox.finished("t"))
+    amid = watched.order[: len(watched.order) - watched.order[::-1].index("token")]
+    assert amid.count("quick") == 1 and amid.count("piece") <= 4
+    assert thread.stop() and outbox.death is None
+
+
+@pytest.mark.usefixtures("compiles")
 async def test_a_warm_up_that_fails_leaves_the_engine_serving(
     llama_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

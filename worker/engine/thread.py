@@ -296,18 +296,19 @@ class EngineThread:
     def _next_commands(self, engine: Engine, warm_up: WarmUp) -> bool:
         """Run what was asked for, after waiting for something to do; False when it is time to stop.
 
-        While nobody asks and no row is there, a piece of the warm-up comes first.
+        While nobody asks and no row is there, or when it is due, a piece of the warm-up comes first.
         """
         with self._wake:
-            rehearses = not self._commands and not warm_up.is_over and engine.is_idle
+            idles = not self._commands and engine.is_idle
+            rehearses = not warm_up.is_over and (idles or (engine.decoding and warm_up.is_due))
             if not (self._commands or self._stopping or engine.busy or rehearses or self._guests.waits(engine.is_idle)):
                 self._turn_began = None
                 self._wake.wait(DEADLINE_CHECK_S if engine.has_rows else None)
-            self._turn_began = None if rehearses and not self._commands else time.monotonic()
+            self._turn_began = None if idles and rehearses else time.monotonic()
             if self._stopping:
                 return False
             commands, self._commands = self._commands, deque()
-        if rehearses and not commands:
+        if rehearses:
             commands.append((lambda engine: obey(Rehearse(), engine, self._slots, warm_up), Rehearse()))
         if self._lead is not None:
             orders = [order for _, order in commands if order is not None]

@@ -13,6 +13,8 @@ needed for the first time. A CPU does none of that.
 
 Invariants.
 - All of it is done in pieces, one at a time, and only while the engine is idle: who comes waits for one piece at most.
+  A worker that is never idle would decode by mlx-lm's forward for ever: there the kernels' few pieces come amid its
+  rows, `PATIENCE_S` apart.
   A piece is one forward, or one turn of an engine. The sizes that are tried end with the first one that takes more than
   PIECE_S, or CPU_PIECE_S, so where nothing is compiled no piece takes more than about four times as long, or, where the
   fewest tokens take longer than that, than these. What is compiled in a piece cannot be interrupted: seconds each.
@@ -54,6 +56,7 @@ FIRST_WIDTH = 1024  # of one prompt, before it is measured: scores of 4 MB a hea
 USUAL_PROMPT = 128  # tokens, of the prompts that are measured together
 FREE_PART = 8  # of the free memory, an eighth may go for a forward
 WARM_TOKENS = 24
+PATIENCE_S = 30.0  # between two pieces that come amid rows
 FOLLOWED = 4  # steps that check drafts, of which one is followed by another before it is read
 SAMPLINGS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
@@ -89,6 +92,13 @@ class WarmUp:
         self._adapters = _BaseOnly(adapters)
         self._pieces = self._all()
         self.is_over = not (_compiles() or config.largest_chunk)
+        self._is_quick = not _compiles()
+        self._latest = time.monotonic()  # when a piece ended
+
+    @property
+    def is_due(self) -> bool:
+        """Whether rows have waited long enough for our kernels to wait for them once more."""
+        return not (self._is_quick or self.is_over) and time.monotonic() - self._latest > PATIENCE_S
 
     def close(self) -> None:
         """Leave the rest undone."""
@@ -99,6 +109,7 @@ class WarmUp:
         with nullcontext() if self._loaded.ranks is None else mx.stream(generation_stream):
             try:
                 next(self._pieces)
+                self._latest = time.monotonic()
                 return
             except StopIteration:
                 pass
@@ -118,6 +129,7 @@ class WarmUp:
                 is_there()
                 yield
             self._engine.quicken()
+            self._is_quick = True
             yield
         chunk, width = config.prefill_chunk, 0
         forward = _timed(self._loaded, self._adapters)
