@@ -1,4 +1,4 @@
-"""Train steps on made-up samples before a hosted trainer's worker is ready, and so before any row can wait for them.
+"""Train steps on made-up samples before a hosted trainer's first ones, while no row is there that would wait for them.
 
 On a GPU the first backward pass compiles its kernels: 15.7 s in which no row would get a token (Qwen3-0.6B's shape, one
 NVIDIA H100). What is learned here is thrown away.
