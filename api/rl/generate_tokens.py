@@ -70,6 +70,7 @@ class TokenRequest(RequestModel):
 
     off: ClassVar[Off] = {
         "features": (),
+        "output_mode": ("tokens",),
         "priority": (0,),
         "kv_transfer_params": (),
     }

@@ -243,6 +243,18 @@ async def test_a_request_is_aborted_by_the_id_of_its_answer(server: Api) -> None
         assert (await events.all())[-1]["error"]["code"] == "cancelled"
 
 
+async def test_tokens_in_and_out_are_aborted_under_their_own_path(server: Api) -> None:
+    body = {"token_ids": ids("hold"), "request_id": "mine", "output_mode": "tokens"}
+    async with server.stream("/inference/v1/generate", body) as events:
+        first = await events.next()
+        assert first is not None
+        answer = await server.post("/inference/v1/abort_requests", {"request_ids": [first["request_id"]]})
+        assert answer.json()["aborted"] == ["mine"]
+        assert (await events.all())[-1]["error"]["code"] == "cancelled"
+    refused = await server.post("/inference/v1/generate", {**body, "output_mode": "text"})
+    assert refused.json()["error"]["param"] == "output_mode"
+
+
 async def test_a_name_leaves_nothing_behind_and_two_may_have_it(server: Api, worker: ScriptedWorker) -> None:
     body = {"messages": HELLO, "request_id": "same"}
     both = await asyncio.gather(*(server.post("/v1/chat/completions", body) for _ in range(2)))
