@@ -152,7 +152,8 @@ class ScriptedWorker:
         event = TokenEvent(claim.spec.id, claim.attempt, position, tokens, [-0.25] * len(tokens), finish=finish)
         event.version = answer.version(position)
         if sampling.top_logprobs is not None:
-            event.top_logprobs = [(TokenLogprob(token, -0.25),) * answer.competitors for token in tokens]
+            named = tuple(TokenLogprob(token, -0.5) for token in sampling.logprob_token_ids)
+            event.top_logprobs = [named or (TokenLogprob(token, -0.25),) * answer.competitors for token in tokens]
         if claim.spec.kind in ("embed", "head", "network"):
             event.embedding = answer.embedding
         if position == 0 and sampling.prompt_logprobs is not None:
