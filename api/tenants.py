@@ -122,6 +122,7 @@ RULES: dict[str, Rule] = {
     "POST /v1/rl/rollout": WORK,
     "POST /v1/predict": WORK,
     "POST /inference/v1/generate": WORK,
+    "POST /inference/v1/abort_requests": WORK,
     "POST /generate": WORK,
     "POST /tokenize": WORK,
     "POST /detokenize": WORK,

@@ -9,7 +9,7 @@ import importlib
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,16 @@ settings.load_profile("patient")
 
 # Files that take about 20 s and more.
 LONGEST = frozenset(
-    {"test_bad_input", "test_batches", "test_chaos", "test_deaths", "test_demo", "test_event_loop", "test_hosted"}
+    {
+        "test_bad_input",
+        "test_batches",
+        "test_benches",
+        "test_chaos",
+        "test_deaths",
+        "test_demo",
+        "test_event_loop",
+        "test_hosted",
+    }
     | {"test_jobs_runner", "test_kv_kinds", "test_leaving_workers", "test_pipeline", "test_prometheus", "test_ranks"}
     | {"test_trainer_kills", "test_trainer_loop", "test_training", "test_training_api", "test_training_over_http"}
     | {"test_commands", "test_dashboard_browser", "test_examples", "test_joining", "test_pause", "test_readme"}
@@ -96,6 +105,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         longest_first = sorted(paths, key=lambda path: (path.stem not in LONGEST, path))
         place |= {path: (i + 0.5) / len(paths) for i, path in enumerate(longest_first)}
     items.sort(key=lambda item: (item.path.parent.name == "unit", place[item.path], str(item.path)))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Why tests were skipped, a line for each reason: pytest's own summary has one for each line of each file."""
+    for line in why_skipped(terminalreporter.stats.get("skipped", [])):
+        terminalreporter.write_line(line)
+
+
+def why_skipped(reports: Sequence[pytest.TestReport]) -> list[str]:
+    """The most frequent reason first, and the files whose tests it keeps from running."""
+    files: dict[str, list[str]] = {}
+    for report in reports:
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        files.setdefault(reason.removeprefix("Skipped: "), []).append(report.nodeid.partition("::")[0])
+    often = sorted(files.items(), key=lambda item: -len(item[1]))
+    return [f"SKIPPED {len(found):3} {reason} ({', '.join(sorted(set(found)))})" for reason, found in often]
 
 
 def pytest_collection_finish() -> None:

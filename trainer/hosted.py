@@ -13,6 +13,7 @@ import gc
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -44,6 +45,7 @@ log = structlog.get_logger()
 TRIES = 4  # in a row, without a train step between them
 FIRST_PAUSE_S = 2.0
 FREE_PART = 16  # of the free memory, a sixteenth may go for a microbatch
+IDLE_WITHIN_S = 300.0  # after which training begins, warm or not
 _MAY_PASS = (EngineError, QueueFullError, ServiceUnavailableError)
 _OF_THE_WORKER = {"model": "model", "model_path": "model", "dtype": "dtype", "redis": "redis", "redis_url": "redis"}
 
@@ -84,18 +86,11 @@ class HostedTrainer:
         """The run's settings as YAML."""
         return self._settings.resolved()
 
-    def prepare(self, place: LendingWorker) -> None:
-        """Find out what memory there is for a microbatch; compile what a train step needs, where that takes time."""
+    def start(self, place: LendingWorker, ended: Callable[[bool], None]) -> None:
+        """Train from now on."""
         if not self._settings.microbatch_gb:
             bound = free_bytes() / FREE_PART / 1e9
             self._settings = self._settings.model_copy(update={"microbatch_gb": bound})
-        if self._warms_up and mx.default_device() != mx.Device(mx.cpu):
-            began = time.perf_counter()
-            place.engine.run_between_steps(lambda: rehearse(place.loaded, self._settings, place.others)).result()
-            log.info("training.warm", seconds=round(time.perf_counter() - began, 1))
-
-    def start(self, place: LendingWorker, ended: Callable[[bool], None]) -> None:
-        """Train from now on."""
 
         def run() -> None:
             done = False
@@ -138,6 +133,8 @@ class HostedTrainer:
     async def _train_until_done(self, place: LendingWorker) -> bool:
         """Whether all is done."""
         self._loop = asyncio.get_running_loop()
+        if self._warms_up and mx.default_device() != mx.Device(mx.cpu):
+            await self._warm_up(place)
         failures = 0
         while not self._stopping.is_set():
             before = self._train_steps()
@@ -156,6 +153,17 @@ class HostedTrainer:
             log.warning("training.again", in_s=pause_s, tries=failures)
             await self._pause(pause_s)
         return False
+
+    async def _warm_up(self, place: LendingWorker) -> None:
+        """Compile what a train step needs while no row is there; where one always is, it is compiled as it trains."""
+        began = time.perf_counter()
+        work = place.engine.run_between_steps(
+            lambda: rehearse(place.loaded, self._settings, place.others), when_idle=True
+        )
+        self._running = asyncio.create_task(_ended(work))
+        await asyncio.wait([self._running], timeout=IDLE_WITHIN_S)
+        work.cancel()
+        log.info("training.warm", seconds=round(time.perf_counter() - began, 1), all=not work.cancelled())
 
     async def _try(self, place: LendingWorker) -> Literal["done", "ended", "again"]:
         # Errors end in here: one that passed the loop above would stay in its frame, with all the run's arrays.
@@ -216,6 +224,14 @@ def hosted_settings(worker: WorkerSettings) -> TrainSettings:
     ring = {"redis": worker.redis, "connect_to": "", "over_http": False}
     ring["distributed_sharding"] = worker.distributed_sharding
     return settings.model_copy(update={"model": worker.model, "dtype": worker.dtype, "microbatch_s": bound_s, **ring})
+
+
+async def _ended(work: Future[None]) -> None:
+    """Once it has; what goes wrong in a rehearsal shows again in the run, where it is told."""
+    try:
+        await asyncio.wrap_future(work)
+    except Exception:
+        log.exception("training.not_warm")
 
 
 async def _check(settings: TrainSettings) -> None:

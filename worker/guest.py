@@ -40,9 +40,8 @@ class Workplace:
 class Guest(Protocol):
     """Called on the worker's event loop or in a thread; none of it may block for long but `stop`.
 
-    A guest that has a `prepare(place)`, too, is asked in a thread before the worker is ready, and may block. One that
-    has a `rank(loaded)` may be a guest of several ranks: that makes what the other ranks do in its place. `--dry-run`
-    prints what a `resolved()` returns: the guest's own settings, as YAML.
+    One that has a `rank(loaded)` may be a guest of several ranks: that makes what the other ranks do in its place.
+    `--dry-run` prints what a `resolved()` returns: the guest's own settings, as YAML.
     """
 
     def start(self, place: Workplace, ended: Callable[[bool], None]) -> None:
@@ -91,15 +90,6 @@ class Lodging:
         self._guest = guest
         self._end_with_guest = end_with_guest
         self.exit_code = 0  # of the worker, when nothing worse has happened
-
-    def prepare(self, place: Workplace) -> None:
-        """Let it make itself ready before the worker is; in a thread. What goes wrong shows again when it begins."""
-        prepare = getattr(self._guest, "prepare", None)  # not every guest needs to
-        if prepare is not None:
-            try:
-                prepare(place)
-            except Exception:
-                log.exception("worker.guest_not_prepared")
 
     def open(self, place: Workplace, end_worker: asyncio.Event) -> None:
         """Let the guest begin; called on the worker's loop."""

@@ -45,7 +45,7 @@ from worker.engine.messages import RowRequest, StepOutput, engine_config
 from worker.engine.thread import EngineThread
 from worker.engine_watch import EngineWatch
 from worker.group.lead import GroupLead
-from worker.group.opening import ended, joined, prepared, started
+from worker.group.opening import ended, joined, started
 from worker.group.placement import Placement
 from worker.guest import Guest, Lodging, Workplace
 from worker.pause import Pause
@@ -63,6 +63,7 @@ HEARTBEAT_S = 2.0
 WAIT_S = 1.0  # longest block of an idle worker; stealing looks around this often
 LOOK_FOR_ORPHANS_EVERY = 5  # heartbeats
 REFRESH_MODEL_EVERY = 150  # heartbeats between two refreshes of card and tokenizer
+COMPILING_S = 60  # for a piece of the engine's warm-up to end
 
 
 class WorkerProcess:
@@ -99,8 +100,6 @@ class WorkerProcess:
         if loaded is None:
             return 0
         place = Workplace(self._engine, loaded, group)
-        if not await prepared(lambda: self._lodging.prepare(place), group, self._stop):
-            return 0
         self._card, self._tokenizer = loaded.card, loaded.tokenizer
         self._redis = connect(self._settings.redis)
         self._control = connect(self._settings.redis, blocking=True)
@@ -118,7 +117,8 @@ class WorkerProcess:
                         await last_word
             self._preparing.close()
             await ended(group)
-            await asyncio.to_thread(self._engine.stop, 0 if self.stalled else 10)
+            patience_s = COMPILING_S if self._engine.stats().warms_up else 10
+            await asyncio.to_thread(self._engine.stop, 0 if self.stalled else patience_s)
             await self._redis.aclose()
             await self._control.aclose()
         return 1 if self._death else self._lodging.exit_code
@@ -173,8 +173,7 @@ class WorkerProcess:
         self._state = "ready"
         await self._pause.look()
         await self._beat()
-        rows, chunk = self._settings.max_batch_size, self._engine.prefill_chunk
-        log.info("worker.ready", worker=self.id, model=self._card.name, rows=rows, prefill_chunk=chunk)
+        log.info("worker.ready", worker=self.id, model=self._card.name, rows=self._settings.max_batch_size)
 
     async def _serve(self) -> None:
         claiming = begin("worker", claim=self._claim_forever, reap=self._reap_forever)

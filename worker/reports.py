@@ -94,6 +94,7 @@ def _extra(card: ModelCard, settings: WorkerSettings, stats: EngineStats, adapte
         "prefix_limit_bytes": settings.prefix_cache_gb * 1e9,
         "prefix_free_blocks": room // (settings.block_size * max(1, card.kv_bytes_per_token)),
         "kv_bytes_per_token": card.kv_bytes_per_token,
+        "warms_up": float(stats.warms_up),
         "adapter_slots": settings.adapter_slots,
         "adapter_slots_used": len(adapters.loaded),
         **{f"{ROWS_OF}{version}": rows for version, rows in adapters.loaded.items()},

@@ -13,7 +13,7 @@ from api.generation.languages.channels import splitter_of
 from api.generation.languages.pieces import Piece, SplitPlan
 from api.generation.languages.reasoning_count import ReasoningCount
 from api.generation.languages.splitter import Splitter
-from shared.frames import Finish, TokenEvent, TokenLogprobs, VersionSpan, spans_of
+from shared.frames import Finish, TokenEvent, TokenLogprob, TokenLogprobs, VersionSpan, spans_of
 from shared.text.codec import TextCodec
 from shared.token_events import join
 
@@ -34,6 +34,7 @@ class ReplyPlan(msgspec.Struct, frozen=True, omit_defaults=True):
     echo: tuple[str, ...] = ()  # prompt texts that come before their completions; (): no echo
     logprobs: int | None = None  # None: none; k: with the k most likely tokens
     prompt_logprobs: int | None = None  # likewise, as vLLM shows them
+    names_tokens: bool = False  # whose log-probabilities it wants in the place of the most likely ones'
     include_usage: bool = False
     usage_so_far: bool = False  # in every chunk
     event_ids: bool = False
@@ -106,6 +107,15 @@ class Delta(msgspec.Struct):
         return "function_call" if self.older_calls else "tool_calls"
 
 
+def with_drawn(event: TokenEvent) -> list[TokenLogprobs]:
+    """Each token's competitors, and the token itself where it is not among them."""
+    tops: list[TokenLogprobs] = event.top_logprobs or [()] * len(event.tokens)
+    return [
+        top if any(each.token == token for each in top) else (*top, TokenLogprob(token, logprob))
+        for token, logprob, top in zip(event.tokens, event.logprobs, tops, strict=True)
+    ]
+
+
 class Progress(msgspec.Struct, frozen=True):
     """How much of a choice a client has seen."""
 
@@ -122,8 +132,8 @@ class Choice:
     """One choice while its events come in. With `seen` it shows only what lies beyond."""
 
     __slots__ = (
-        "_decoder", "_eos", "_show_stop", "_skip_chars", "_skip_tokens", "_split", "_splitter", "_thought", "_versions",
-        "begun", "cached", "chars", "ended", "prediction", "seen_end", "tokens",
+        "_decoder", "_eos", "_names_tokens", "_show_stop", "_skip_chars", "_skip_tokens", "_split", "_splitter",
+        "_thought", "_versions", "begun", "cached", "chars", "ended", "prediction", "seen_end", "tokens",
     )  # fmt: skip
 
     def __init__(self, plan: ReplyPlan, codec: TextCodec, seen: Progress = NOTHING_SEEN) -> None:
@@ -133,6 +143,7 @@ class Choice:
         self._decoder = codec.stream(plan.shown_tokens(codec))
         self._eos = plan.eos_token_ids
         self._show_stop = plan.show_stop_token
+        self._names_tokens = plan.names_tokens
         self._versions = plan.weight_versions
         self._skip_tokens = seen.tokens
         self._skip_chars = seen.chars
@@ -160,7 +171,8 @@ class Choice:
             self.ended = True
             self.cached = finish.cached_tokens
             self.prediction = Prediction(finish.accepted_prediction_tokens, finish.rejected_prediction_tokens)
-        delta = Delta(text, event.tokens, event.logprobs, event.top_logprobs, not self.begun, finish)
+        tops = with_drawn(event) if self._names_tokens else event.top_logprobs
+        delta = Delta(text, event.tokens, event.logprobs, tops, not self.begun, finish)
         delta.prompt_logprobs = event.prompt_logprobs
         delta.prompt_top_logprobs = event.prompt_top_logprobs
         if self._splitter is not None:

@@ -68,11 +68,10 @@ class TokenNames:
         return ChatToken(self.name(top.token), floored(top.logprob), data)
 
     def top(self, tops: TokenLogprobs, token: int, logprob: float) -> dict[str, float]:
-        """The most likely tokens and the one that was drawn, which may make one more."""
-        named: dict[str, float] = {}
+        """The token that was drawn, and the most likely ones, which may make one more. Of one name the first counts."""
+        named = {self.name(token): floored(logprob)}
         for top in tops:
             named.setdefault(self.name(top.token), floored(top.logprob))
-        named.setdefault(self.name(token), floored(logprob))
         return named
 
     def of_prompt(

@@ -141,6 +141,7 @@ def unchecked_plan(body: SamplingFields, target: Target, asked: Asked, settings:
         echo=_echoed(asked, prompts, codec, body.skip_special_tokens is not False),
         logprobs=len(named) if named and asked.logprobs is not None else _top(asked.logprobs, card),
         prompt_logprobs=_top(body.prompt_logprobs, card),
+        names_tokens=bool(named),
         include_usage=bool(streamed and streamed.include_usage),
         usage_so_far=bool(streamed and streamed.include_usage and streamed.continuous_usage_stats),
         event_ids=bool(streamed and streamed.include_event_ids),

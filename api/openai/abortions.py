@@ -32,7 +32,7 @@ AT_ONCE = 64  # sequences that are looked for in one round trip
 
 
 class AbortBody(RequestModel):
-    """POST /abort_requests."""
+    """POST /abort_requests, and /inference/v1/abort_requests, which is vLLM's newer name of it."""
 
     request_ids: list[Annotated[str, Field(min_length=1, max_length=256)]] = Field(min_length=1, max_length=256)
 
@@ -44,6 +44,7 @@ class Aborted(BaseModel):
     unknown: list[str] = Field(description="not under way: never there, or ended")
 
 
+@router.post("/inference/v1/abort_requests", summary="Abort requests (vLLM)", responses=error_responses(400, 503))
 @router.post("/abort_requests", summary="Abort requests (vLLM)", responses=error_responses(400, 503))
 async def abort_requests(body: AbortBody, ring: TheRing) -> Aborted:
     """Their clients get an error of type `cancelled` (499); in a stream it is the last event."""

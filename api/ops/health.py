@@ -64,6 +64,9 @@ class WorkerHealth(BaseModel):
     host: str
     state: str = Field(description="starting, ready, paused, draining or stuck")
     engine_silent_s: float = Field(description="since the engine's turn under way began; 0: idle")
+    warms_up: bool = Field(
+        description="it serves, and measures and compiles while it is idle: first tokens may be slow"
+    )
     rows: int = Field(description="rows in use")
     max_rows: int
     tokens_per_s: float
@@ -243,8 +246,8 @@ def _worker(worker: WorkerStatus) -> WorkerHealth:
     names = CacheHealth.model_fields
     files = {name: int(said.get(f"disk_{name}", 0)) for name in names} if "disk_bytes" in said else None
     caches = {"memory_cache": memory, "ssd_cache": files and CacheHealth(**files)}
-    ranks = {"ranks": [structs.asdict(rank) for rank in worker.ranks]}
-    return WorkerHealth.model_validate(structs.asdict(worker) | caches | ranks)
+    more = {"ranks": [structs.asdict(rank) for rank in worker.ranks], "warms_up": bool(said.get("warms_up"))}
+    return WorkerHealth.model_validate(structs.asdict(worker) | caches | more)
 
 
 def _memory(workers: list[WorkerStatus]) -> float:

@@ -14,7 +14,7 @@ from fastapi import APIRouter, Request
 from pydantic import Field, model_validator
 from starlette.responses import Response
 
-from api.generation.choice import DONE, ReplyPlan, shown_versions
+from api.generation.choice import DONE, ReplyPlan, shown_versions, with_drawn
 from api.generation.logprobs import TokenNames, floored, in_parts
 from api.generation.plan import Asked, plan
 from api.generation.running import Generation, by_choice, gather_all
@@ -26,7 +26,7 @@ from api.http.fields import Off, RequestModel, complaint
 from api.http.sse import EventStream
 from api.openai.replies import stream_failure, written
 from api.ring.ring import TheRing
-from shared.frames import TokenEvent, TokenLogprob, spans_of
+from shared.frames import TokenEvent, spans_of
 from shared.text.codec import TextCodec
 from shared.token_events import join
 
@@ -70,6 +70,7 @@ class TokenRequest(RequestModel):
 
     off: ClassVar[Off] = {
         "features": (),
+        "output_mode": ("tokens",),
         "priority": (0,),
         "kv_transfer_params": (),
     }
@@ -141,7 +142,7 @@ async def generate_tokens(body: TokenRequest, request: Request, ring: TheRing) -
 def _whole(head: dict[str, Any], reply: ReplyPlan, codec: TextCodec, gathered: list[list[TokenEvent]]) -> bytes:
     answer = {
         **head,
-        "choices": in_parts(_token_choice(i, events, reply.logprobs) for i, events in enumerate(gathered)),
+        "choices": in_parts(_token_choice(i, events, reply) for i, events in enumerate(gathered)),
         "prompt_logprobs": None
         if reply.prompt_logprobs is None
         else _prompt_logprobs(codec, list(reply.prompts[0]), gathered[0], reply.prompt_logprobs),
@@ -160,7 +161,7 @@ async def _chunks(
         async for batch in generation.batches():
             out = b""
             for index, events in by_choice(batch):
-                choice = _token_choice(index, events, body.sampling_params.logprobs)
+                choice = _token_choice(index, events, reply)
                 tokens[index] += len(choice["token_ids"])
                 chunk: dict[str, Any] = {"request_id": request_id, "choices": [choice]}
                 if options.continuous_usage_stats:
@@ -185,7 +186,7 @@ def _usage(prompt: int, completion: int) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
-def _token_choice(index: int, events: list[TokenEvent], logprobs: int | None) -> dict[str, Any]:
+def _token_choice(index: int, events: list[TokenEvent], reply: ReplyPlan) -> dict[str, Any]:
     """A choice, or what is new of it."""
     finish = events[-1].finish
     choice: dict[str, Any] = {
@@ -196,16 +197,15 @@ def _token_choice(index: int, events: list[TokenEvent], logprobs: int | None) ->
         "stop_reason": None if finish is None else finish.stop_match,
         "weight_versions": shown_versions(spans_of(events)),
     }
-    if logprobs is not None:
-        choice["logprobs"] = {"content": in_parts(shown for event in events for shown in _token_logprobs(event))}
+    if reply.logprobs is not None:
+        named = (shown for event in events for shown in _token_logprobs(event, reply.names_tokens))
+        choice["logprobs"] = {"content": in_parts(named)}
     return choice
 
 
-def _token_logprobs(event: TokenEvent) -> list[dict[str, Any]]:
+def _token_logprobs(event: TokenEvent, names_tokens: bool) -> list[dict[str, Any]]:
     """With `logprobs` 0 the drawn token stands alone under `top_logprobs`, as in vLLM."""
-    tops = event.top_logprobs or [
-        (TokenLogprob(token, logprob),) for token, logprob in zip(event.tokens, event.logprobs, strict=True)
-    ]
+    tops = with_drawn(event) if names_tokens or not event.top_logprobs else event.top_logprobs
     return [
         {**_named(token, logprob), "top_logprobs": [_named(each.token, each.logprob) for each in top]}
         for token, logprob, top in zip(event.tokens, event.logprobs, tops, strict=True)

@@ -188,7 +188,7 @@ class WorkerSettings(JoinSettings, KvSettings, SsdSettings, PeerSettings, Specul
         default=0, ge=0, description="prompt tokens between two decode steps; 0: as many as this machine feeds in 50 ms"
     )
     warm_up: bool = Field(
-        default=True, description="on a GPU: decode rows of usual sizes before `ready`, so that kernels are compiled"
+        default=True, description="on a GPU: decode rows of usual sizes while there are no others, to compile kernels"
     )
     reserved_interactive_rows: int = Field(default=2, ge=0, description="rows that batch work never takes")
     interactive_share: float = Field(default=0.7, ge=0, le=1, description="share of rows when both classes wait")

@@ -89,7 +89,7 @@ async def settle(url: str) -> None:
         )
         return not any(int(info.get(name, 0)) for name in busy)
 
-    await wait_until(rests, 60)
+    await wait_until(rests)
     await redis.aclose()
 
 
@@ -105,7 +105,7 @@ async def main() -> None:
             flights = context.Value("i", 0)
             child = context.Process(target=fly, args=(server.url, folder, flights), daemon=True)
             child.start()
-            await wait_until(lambda flown=flights: bool(flown.value), 60)  # imports and the first are not measured
+            await wait_until(lambda flown=flights: bool(flown.value))  # imports and the first are not measured
             before = flights.value
             beside.append(await p99(server.url))
             total += flights.value - before

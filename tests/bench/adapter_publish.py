@@ -24,7 +24,7 @@ from tests.e2e.rings import MODEL, Ring, ring
 from tests.unit.adapter_files import mlx_config, write
 from tests.waiting import wait_until
 
-ROUNDS, STREAMS, RANK = 12, 8, 16
+ROUNDS, STREAMS, RANK, WORKERS = 12, 8, 16, 2
 SHAPES = {"self_attn.q_proj": (128, 128), "self_attn.v_proj": (128, 64), "mlp.down_proj": (384, 128)}
 CONFIG = mlx_config(num_layers=3, lora_parameters={"rank": RANK, "scale": 2.0, "dropout": 0.0})
 
@@ -78,7 +78,7 @@ async def measure(served: Ring, folder: Path) -> dict[str, list[float]]:
             began = time.monotonic()
             version = (await store.publish("hot", prepared, base_sha256=card.base_sha256)).id
             tasks = tasks or [asyncio.create_task(follower.run(http)) for follower in followers]
-            await wait_until(lambda known=version: all(known in each.first for each in followers), 30)
+            await wait_until(lambda known=version: all(known in each.first for each in followers))
             if number:
                 first: dict[str, float] = {}
                 for each in followers:
@@ -96,8 +96,8 @@ async def measure(served: Ring, folder: Path) -> dict[str, list[float]]:
 
 def main() -> None:
     """Print min median max for each worker."""
-    with tempfile.TemporaryDirectory() as folder, ring(Path(folder) / "ring", "--workers", "2") as served:
-        asyncio.run(wait_until(lambda: len(served.server.printed("worker.ready")) == 2, 60))
+    with tempfile.TemporaryDirectory() as folder, ring(Path(folder) / "ring", "--workers", str(WORKERS)) as served:
+        asyncio.run(wait_until(lambda: len(served.server.printed("worker.ready")) == WORKERS))
         for worker, ms in sorted(asyncio.run(measure(served, Path(folder))).items()):
             print(
                 f"worker {worker}: publish -> first token of the new version, {len(ms)} rounds: "

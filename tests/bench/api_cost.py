@@ -113,6 +113,7 @@ async def main() -> None:
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--rate", type=float, default=100)
+    parser.add_argument("--cases", type=int, default=4, help="of four, so many")
     chosen = parser.parse_args()
     cases: list[tuple[str, str, dict[str, Any]]] = [
         ("chat", "/v1/chat/completions", {}),
@@ -120,7 +121,7 @@ async def main() -> None:
         ("completions, logprobs 5", "/v1/completions", {"logprobs": 5}),
         ("chat, top_logprobs 5", "/v1/chat/completions", {"logprobs": True, "top_logprobs": 5}),
     ]
-    for name, path, extra in cases:
+    for name, path, extra in cases[: chosen.cases]:
         print(f"{name:24}", await measure(path, extra, chosen.streams, chosen.steps, chosen.rate), flush=True)
 
 

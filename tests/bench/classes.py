@@ -21,6 +21,7 @@ import httpx
 from tests.bench.load import stream_once
 from tests.bench.served import at, prompts_of, serving, spread
 
+BATCH_TOKENS = 1_000_000  # more than a stretch takes
 BATCHES = {"short": (32, 128), "long": (700, 16)}  # tokens of a prompt, and of a completion
 RESERVED = 2
 PATIENCE_S = 60.0  # for a batch to fill the worker, or to leave it
@@ -43,7 +44,7 @@ class Batch:
     async def __aenter__(self) -> "Batch":
         prompt, tokens = self._shape
         spec = {"kind": "generate", "model": self._model, "max_tokens": tokens, "ignore_eos": True}
-        prompts = prompts_of(1_000_000 // (prompt + tokens), prompt, 440, self._seed)
+        prompts = prompts_of(BATCH_TOKENS // (prompt + tokens), prompt, 440, self._seed)
         lines = "\n".join(json.dumps({"prompt": ids}) for ids in prompts)
         upload = self._client.post("/v1/jobs", data={"spec": json.dumps(spec)}, files={"file": lines.encode()})
         self._id = (await upload).raise_for_status().json()["id"]

@@ -15,6 +15,7 @@ import argparse
 import random
 import threading
 import time
+from math import nan
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -142,7 +143,7 @@ def report(title: str, alone: list[float], beside: list[float]) -> None:
     """p50, p99 and the longest."""
 
     def figures(found: list[float]) -> list[float]:
-        return [1e3 * found[min(len(found) - 1, int(part * len(found)))] for part in (0.5, 0.99, 1.0)]
+        return [1e3 * found[min(len(found) - 1, int(part * len(found)))] if found else nan for part in (0.5, 0.99, 1.0)]
 
     pairs = zip(("p50", "p99", "longest"), figures(alone), figures(beside), strict=True)
     shown = "   ".join(f"{name} {before:.1f} -> {after:.1f} ms" for name, before, after in pairs)

@@ -51,7 +51,7 @@ def main() -> None:
         os._exit(0)  # NCCL may wait for the others
     until, told = time.monotonic() + args.seconds, {}
     for shape in args.shapes or (["8B", "32B"] if _has_cuda() else ["small"]):
-        figures = {ranks: _case(shape, ranks, args.prompt, until) for ranks in (1, args.ranks)}
+        figures = {ranks: _case(shape, ranks, args.prompt, until) for ranks in {1, args.ranks}}
         told[shape] = figures
         _print_ratios(shape, figures[1], figures[args.ranks], args.ranks)
         if args.json:

@@ -51,6 +51,7 @@ BOUND = 1e-3  # of outputs, relative to the largest one of the head where that i
 BATCH, HELD_OUT, TEXTS = 64, 200, 64
 FORMS: dict[Form, int] = {"pairs": 1, "actions": 2, "vectors": 3}  # and the versions that they become
 VALUE = 4
+VALUE_FLAGS: list[str] = []  # of its run, besides the recipe's
 
 Doubles = npt.NDArray[np.float64]
 
@@ -137,6 +138,7 @@ def _head(loaded: LoadedModel, form: Form, folder: Path, steps: int) -> tuple[fl
 def _value(folder: Path, steps: int) -> tuple[float, float]:
     """Teach a policy by PPO, with a value head beside it; its last version goes into the folder."""
     flags = ["--config", "trainer/recipes/tiny-fixed.yaml", "--model", MODEL, "--loss", "ppo", "--steps", str(steps)]
+    flags += VALUE_FLAGS
     settings = load(TrainSettings, [*flags, "--run-dir", str(folder / "run"), "--evaluate-every", "0"])
     began = time.perf_counter()
     _, sink = asyncio.run(train(settings))

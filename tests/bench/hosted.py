@@ -1,8 +1,10 @@
 """A trainer hosted in the engine's thread: `python -m tests.bench.hosted [--shape small|qwen3-0.6b|...]`.
 
 What training costs the streams that decode meanwhile, what it gets done, and what memory it takes, all in one process
-on one model with random weights, without Redis. Stretches with and without training alternate, so the ratios hold
-whatever else the machine does. The last part is the real loop: rollouts in the same batch, gate, hot loads.
+on one model with random weights, without Redis. Stretches with and without training alternate, and each one with is
+compared to the two around it: on an H200 stretches of 5 s without training differ by a third among themselves, by which
+prompts join in them, so one pair says little. The last part is the real loop: rollouts in the same batch, gate, hot
+loads.
 """
 
 # ruff: noqa: E402
@@ -16,6 +18,7 @@ import json
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -36,6 +39,7 @@ from trainer.learners.policy import Learner
 from trainer.ring.board import RingBoard
 from trainer.ring.mailbox import RingMailbox
 from trainer.ring.ring import Ring
+from trainer.rollouts.conversation import Opening
 from trainer.rollouts.environments import Observation, Outcome
 from trainer.runs.loop import TrainLoop
 from trainer.runs.metrics import read
@@ -162,9 +166,9 @@ class RandomPrompts:
     def __init__(self, options: Options, vocab: int) -> None:
         self._options, self._vocab = options, vocab
 
-    def prompt_ids(self, observation: Observation) -> tuple[int, ...]:
+    async def opening(self, observation: Observation) -> Opening:
         draw = np.random.default_rng(int(str(observation.prompt)))
-        return tuple(int(i) for i in draw.integers(3, self._vocab, self._options.prompt))
+        return Opening(tuple(int(i) for i in draw.integers(3, self._vocab, self._options.prompt)))
 
     def text(self, ids: Any) -> str:
         return ",".join(map(str, ids))
@@ -253,18 +257,21 @@ def bench(options: Options, folder: Path) -> dict[str, Any]:
     watch(ring, options.stretch_s / 2)
     watch(ring, options.stretch_s, training)
     said(f"streams decode, microbatches of {training.size.positions} positions")
-    pairs = [(watch(ring, options.stretch_s), watch(ring, options.stretch_s, training)) for _ in range(options.rounds)]
+    alone, beside = [watch(ring, options.stretch_s)], list[Stretch]()
+    for _ in range(options.rounds):
+        beside.append(watch(ring, options.stretch_s, training))
+        alone.append(watch(ring, options.stretch_s))
     result: dict[str, Any] = {
         "device": str(mx.default_device()),
         "shape": options.shape,
         "dtype": options.dtype,
         "streams": options.streams,
         "share": options.share,
-        **figures(pairs),
-        "memory": memory(pairs, base, state),
+        **figures(alone, beside),
+        "memory": memory(alone, beside, base, state),
         "microbatch_positions": training.size.positions,
     }
-    said(f"decode kept {spread(result['decode_kept'])}, {result['train_tok_per_s_beside']:,.0f} train tok/s beside")
+    said(f"decode kept {kept(result)}, {result['train_tok_per_s_beside']:,.0f} train tok/s beside")
     ring.end_streams()
     idle = [watch(ring, options.stretch_s, training) for _ in range(options.rounds)]
     result["train_tok_per_s_idle"] = median(s.train_tokens / s.seconds for s in idle)
@@ -280,13 +287,23 @@ def bench(options: Options, folder: Path) -> dict[str, Any]:
     return result
 
 
-def figures(pairs: list[tuple[Stretch, Stretch]]) -> dict[str, Any]:
-    """What decoding and training had of stretches without and with training."""
-    alone, beside = zip(*pairs, strict=True)
+def rate(stretches: Sequence[Stretch]) -> float:
+    """Tokens a second of all of them."""
+    return sum(s.stream_tokens for s in stretches) / sum(s.seconds for s in stretches)
+
+
+def kept(result: dict[str, Any]) -> str:
+    """Of the speed of decoding, in all and by stretch."""
+    return f"{result['decode_kept_in_all']:.2f} in all, by stretch {spread(result['decode_kept'])}"
+
+
+def figures(alone: list[Stretch], beside: list[Stretch]) -> dict[str, Any]:
+    """What decoding and training had of stretches with training, each between two without."""
     return {
         "decode_tok_per_s_alone": median(s.rate for s in alone),
         "decode_tok_per_s_training": median(s.rate for s in beside),
-        "decode_kept": [b.rate / a.rate for a, b in pairs],
+        "decode_kept": [s.rate / rate(alone[at : at + 2]) for at, s in enumerate(beside)],
+        "decode_kept_in_all": rate(beside) / rate(alone),
         "train_tok_per_s_beside": median(s.train_tokens / s.seconds for s in beside),
         "train_steps_per_minute_beside": median(60 * s.train_steps / s.seconds for s in beside),
         "unit_ms_beside": median(1000 * s.unit_s / max(1, s.units) for s in beside),
@@ -296,9 +313,8 @@ def figures(pairs: list[tuple[Stretch, Stretch]]) -> dict[str, Any]:
     }
 
 
-def memory(pairs: list[tuple[Stretch, Stretch]], base: int, state: int) -> dict[str, float]:
+def memory(alone: list[Stretch], beside: list[Stretch], base: int, state: int) -> dict[str, float]:
     """Bytes and ratios; `state`: of adapter and optimizer."""
-    alone, beside = zip(*pairs, strict=True)
     inference, hosted = median(s.active_bytes for s in alone), median(s.active_bytes for s in beside)
     return {
         "base": base,
@@ -323,10 +339,10 @@ def _state_bytes(learner: Learner) -> int:
 def report(r: dict[str, Any]) -> None:
     """For a person, and one line for a program."""
     mb = {name: f"{value / 1e6:,.0f} MB" for name, value in r["memory"].items()}
-    kept, rates = spread(r["decode_kept"]), {name: f"{value:,.0f}" for name, value in r.items() if "_tok_per_s" in name}
+    rates = {name: f"{value:,.0f}" for name, value in r.items() if "_tok_per_s" in name}
     print(f"{r['device']}, {r['shape']} {r['dtype']}, {r['streams']} streams, share {r['share']}")
     print(f"decode          {rates['decode_tok_per_s_alone']} tok/s alone")
-    print(f"  and training  {rates['decode_tok_per_s_training']} tok/s, kept {kept}")
+    print(f"  and training  {rates['decode_tok_per_s_training']} tok/s, kept {kept(r)}")
     print(
         f"train           {rates['train_tok_per_s_beside']} tok/s in {r['time_share_beside']:.2f} of the time", end=""
     )

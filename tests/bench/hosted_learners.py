@@ -8,8 +8,9 @@ hold whatever else the machine does. Of the thread, streams are promised what th
 import argparse
 import asyncio
 import contextlib
+import math
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from statistics import median
 
@@ -93,8 +94,8 @@ async def measure(options: argparse.Namespace, url: str, redis_url: str) -> None
                 await asyncio.sleep(ALONE_S)
                 by_itself = (learners.tokens - before) / ALONE_S
             kept.append(both.tokens_per_s / alone.tokens_per_s)
-            learnt.append(beside / by_itself)
-            gaps.append(1000 * max(gap for stream in both.streams for gap in stream.gaps_s))
+            learnt.append(beside / by_itself if by_itself else math.nan)
+            gaps.append(1000 * max((gap for stream in both.streams for gap in stream.gaps_s), default=math.nan))
             print(
                 f"streams {alone.tokens_per_s:.0f} -> {both.tokens_per_s:.0f} tok/s, learners {by_itself:.0f} -> "
                 f"{beside:.0f}, longest gap {gaps[-1]:.0f} ms",
@@ -119,6 +120,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1000, help="of a stream: passes of learners take seconds")
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
+    with serving(options) as (url, redis_url):
+        asyncio.run(measure(options, url, redis_url))
+
+
+@contextlib.contextmanager
+def serving(options: argparse.Namespace) -> Iterator[tuple[str, str]]:
+    """The program, with learners: its URL and that of its Redis."""
     with tempfile.TemporaryDirectory() as folder:
         model = random_qwen3(Path(folder, NAME), SHAPES[options.shape], options.dtype)
         server = Process.start(
@@ -130,7 +138,7 @@ def main() -> None:
             url = server.wait_for_line(r"ready: (http://\S+)/v1").group(1)
             redis_url = server.wait_for_line(r"--redis (\S+)").group(1)
             server.wait_for_line(r"learners\.ready")
-            asyncio.run(measure(options, url, redis_url))
+            yield url, redis_url
         finally:
             server.stop()
 

@@ -1,7 +1,8 @@
 """KV in 8 and 4 bits over full precision: `python -m tests.bench.kv_bits [--shape small|medium|deep|0.6b|4b]`.
 
-Memory: bytes of KV that a batch holds in bfloat16, whatever the machine. Speed: decode steps of rows with a long
-context behind them (samples of one prompt), full precision and quantised in turn in one process, as ratios.
+Memory: bytes of KV that a batch of rows of 2,048 positions holds, over bfloat16, whatever the machine. Speed: decode
+steps of rows with a long context behind them (samples of one prompt), full precision and quantised in turn in one
+process, as ratios.
 """
 
 # ruff: noqa: E402
@@ -27,6 +28,7 @@ from worker.engine.model.loader import LoadedModel
 BITS = (8, 4)
 AIMS = {8: "aim: memory at least 1.8, speed at least 0.95 (32 rows of 2,048 on an H200)", 4: ""}
 STEPS = 24
+COUNTED_AT = 2048  # positions of the rows whose bytes are compared
 
 
 class Decoding:
@@ -78,11 +80,12 @@ def main() -> None:
     shape = SHAPES[args.shape] | {"head_dim": max(args.group_size, SHAPES[args.shape]["head_dim"])}
     brief = shape | {"num_hidden_layers": 2}
     held = {
-        bits: Decoding(each, 4, 200).bytes
+        bits: Decoding(each, 4, COUNTED_AT).bytes
         for bits, each in layouts(random_model(brief, "bfloat16"), args.group_size).items()
     }
     for bits in BITS:
-        print(f"{bits} bits: {held[0] / held[bits]:.2f} times as many rows in the same memory as in bfloat16")
+        rows = f"{held[0] / held[bits]:.2f} times as many rows of {COUNTED_AT:,}"
+        print(f"{bits} bits: {rows} in the same memory as in bfloat16")
     models = layouts(random_model(shape, args.dtype), args.group_size)
     for rows in args.rows or (8, 32):
         speeds: dict[int, list[float]] = {bits: [] for bits in models}

@@ -38,6 +38,8 @@ class LocalRing:
     def __init__(self, config: EngineConfig, rank: int) -> None:
         self.engine = EngineThread(config, self._on_step, self._on_death, SlotConfig(slots=4, max_rank=rank))
         self.loaded = self.engine.start()
+        while self.engine.stats().warms_up:
+            time.sleep(0.01)
         self.death: BaseException | None = None
         self.tokens = self.stream_tokens = 0
         self.steps_at: list[float] = []  # when a step brought tokens to streams

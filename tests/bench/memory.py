@@ -8,11 +8,12 @@ import asyncio
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 
 import psutil
 
 from tests.bench.load import load
-from tests.e2e.rings import Process
+from tests.e2e.rings import Process, ring
 
 BODY = {"model": "tiny", "prompt": "hello", "max_tokens": 4, "temperature": 0}
 
@@ -44,13 +45,8 @@ def main() -> None:
         [sys.executable, "-m", "tests.bench.peers", "memory", "models/tiny"], capture_output=True, text=True, check=True
     ).stdout
     print(f"raw mlx-lm, 32 rows of the same model: {int(raw) / 1e6:.1f} MB")
-    with tempfile.TemporaryDirectory() as folder:
-        server = Process.start("api.serve.main", "--model", "models/tiny", "--port", "0", "--data-dir", folder)
-        try:
-            url = server.wait_for_line(r"ready: (http://\S+)/v1").group(1)
-            asyncio.run(measure(url, server, arguments.requests))
-        finally:
-            server.stop()
+    with tempfile.TemporaryDirectory() as folder, ring(Path(folder)) as served:
+        asyncio.run(measure(served.url, served.server, arguments.requests))
 
 
 if __name__ == "__main__":

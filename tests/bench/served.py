@@ -9,6 +9,7 @@ the side can. Only ratios within a run mean something; machines are noisy. On a 
 import argparse
 import asyncio
 import json
+import math
 import random
 import statistics
 import subprocess
@@ -27,9 +28,11 @@ from api.serve.embedded_redis import free_port
 from tests.bench.load import LoadFigures, load
 from tests.bench.models import QWEN3_0_6B, QWEN3_4B, QWEN3_SMALL, random_qwen3
 from tests.e2e.rings import Process
+from tests.waiting import wait_until
 
 PROMPT_TOKENS = 64
 OUTPUT_TOKENS = 64
+WAIT_S = 1800.0  # for a server that reads a large model, or compiles its kernels for the first time
 SHAPES = {"qwen3-small": QWEN3_SMALL, "qwen3-0.6b": QWEN3_0_6B, "qwen3-4b": QWEN3_4B}
 
 
@@ -88,11 +91,11 @@ def start_peer(model: Path) -> tuple["subprocess.Popen[bytes]", str]:
 
 
 def spread(values: list[float]) -> str:
-    return f"{min(values):.2f} {statistics.median(values):.2f} {max(values):.2f}"
+    return f"{min(values):.2f} {statistics.median(values):.2f} {max(values):.2f}" if values else "none"
 
 
 def at(values: list[float], percent: float) -> float:
-    return values[min(len(values) - 1, int(len(values) * percent / 100))]
+    return values[min(len(values) - 1, int(len(values) * percent / 100))] if values else math.nan
 
 
 def decode_prompts(model: Path, prompts: list[list[int]]) -> list[str]:
@@ -125,6 +128,7 @@ async def measure(name: str, model: Path, url: str, arguments: argparse.Namespac
     vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
     if arguments.first_burst:
         await first_burst(name, model, url, arguments, vocabulary)
+    await warm(url)
     raw = Raw(model, arguments.tokens, arguments.dtype)
     peer = Peer(model, arguments.tokens, takes_part=not arguments.no_peer)
     try:
@@ -141,6 +145,17 @@ async def measure(name: str, model: Path, url: str, arguments: argparse.Namespac
     finally:
         raw.stop()
         peer.stop()
+
+
+async def warm(url: str) -> None:
+    """Once the worker has compiled what it compiles while it is idle: the other sides compute then, too."""
+    async with httpx.AsyncClient(timeout=60) as client:
+
+        async def is_warm() -> bool:
+            health = (await client.get(f"{url}/health")).json()
+            return not any(worker["warms_up"] for worker in health["workers"])
+
+        await wait_until(is_warm, WAIT_S)
 
 
 async def first_burst(name: str, model: Path, url: str, arguments: argparse.Namespace, vocabulary: int) -> None:
@@ -195,7 +210,8 @@ def serving(name: str, dtype: str, rows: int, *flags: str) -> Iterator[tuple[Pat
             "--dtype", dtype, "--max-batch-size", str(rows), *flags,
         )  # fmt: skip
         try:
-            yield model, server.wait_for_line(r"ready: (http://\S+)/v1").group(1)
+            url = server.wait_for_line(r"ready: (http://\S+)/v1", timeout_s=WAIT_S).group(1)
+            yield model, url
         finally:
             server.stop()
 

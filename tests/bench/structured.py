@@ -72,11 +72,13 @@ def main() -> None:
     args = parser.parse_args()
     print(f"{mx.default_device()}, {ROWS} rows, min-median-max of {args.rounds}")
     with tempfile.TemporaryDirectory() as folder:
-        if not args.model:
+        models = args.model
+        if not models:
             write_model(Path(folder) / "tiny", TINY_SHAPE)
             write_model(Path(folder) / "qwen3", QWEN3_BENCH)
-        for name in args.model or ["tiny", "qwen3"]:
-            loaded = replace(load_model(EngineConfig(str(Path(folder) / name))), kv_limit_bytes=1 << 40)
+            models = [f"{folder}/tiny", f"{folder}/qwen3"]
+        for path in models:
+            name, loaded = Path(path).name, replace(load_model(EngineConfig(path)), kv_limit_bytes=1 << 40)
             speed(loaded, 0), speed(loaded, ROWS)
             rounds = [[speed(loaded, constrained) for constrained in (0, 4, 8)] for _ in range(args.rounds)]
             plain = median(each[0] for each in rounds)

@@ -180,7 +180,7 @@ async def work(
         for name, model in served.items()
     ]
     tasks = [asyncio.create_task(process.run()) for process in processes]
-    await wait_until(lambda: all(process._state == "ready" for process in processes), 500)
+    await wait_until(lambda: all(process._state == "ready" for process in processes))
     ready()
     try:
         await asyncio.shield(asyncio.gather(*tasks))

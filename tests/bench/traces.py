@@ -29,10 +29,11 @@ from shared.frames import Finish, TokenEvent
 from shared.sequences import Claim, SamplingParams, SequenceResult, SequenceSpec, Timings
 from shared.telemetry import tracing
 from tests.bench.load import load, stream_once
-from tests.e2e.rings import MODEL, Process
+from tests.e2e.rings import MODEL, ring
 from worker.reports import trace_sequence
 
 TOKENS = 256
+CALLS = 2000
 BLOCKED = "import sys\nsys.modules.update({'opentelemetry.sdk': None, 'opentelemetry.exporter': None})\n"
 
 
@@ -88,18 +89,13 @@ def sides(folder: Path, collector: str) -> list[Side]:
 
 @contextlib.contextmanager
 def running(side: Side) -> Iterator[None]:
-    arguments = ["--model", f"models/{MODEL}", "--port", "0", "--data-dir", tempfile.mkdtemp(), *side.arguments]
-    server = Process.start(
-        "api.serve.main", *arguments, environment={**side.environment, "PARALLM_LOG_LEVEL": "WARNING"}
-    )
-    try:
-        side.url = server.wait_for_line(r"ready: (http://\S+)/v1").group(1)
-        children = psutil.Process(server.popen.pid).children()
+    environment = {**side.environment, "PARALLM_LOG_LEVEL": "WARNING"}
+    with tempfile.TemporaryDirectory() as place, ring(Path(place), *side.arguments, environment=environment) as served:
+        side.url = served.url
+        children = psutil.Process(served.server.popen.pid).children()
         side.processes = tuple(child for child in children if child.cmdline()[1:3] in (["-m", "api"], ["-m", "worker"]))
         assert len(side.processes) == 2, [child.cmdline() for child in children]
         yield
-    finally:
-        server.stop()
 
 
 async def measure(side: Side, requests: int, streams: int) -> Round:
@@ -144,10 +140,10 @@ def calls(collector: str) -> None:
             took.append((time.perf_counter() - began) / times)
         return 1e6 * min(took)
 
-    off = least(2000)
+    off = least(CALLS)
     os.environ["OTEL_BSP_MAX_QUEUE_SIZE"] = "100000"
     tracing.start(collector, "api")
-    on = least(200)
+    on = least(CALLS // 10)
     tracing.stop()
     print(f"calls of one request: {off:.1f} us off, {on:.0f} us on (6 spans, their export not counted)", flush=True)
 
@@ -179,7 +175,7 @@ def main() -> None:
             stack.enter_context(running(side))
         rounds: dict[str, list[Round]] = {side.name: [] for side in taking_part}
         for side in taking_part:
-            asyncio.run(measure(side, 80, 4))  # warm
+            asyncio.run(measure(side, min(80, chosen.requests), min(4, chosen.streams)))  # warm
         for at in range(chosen.rounds):
             try:
                 found = {

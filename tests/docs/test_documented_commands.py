@@ -23,6 +23,7 @@ import api.serve.main
 import trainer.__main__
 import trainer.service.__main__
 import worker.__main__
+from tests.waiting import HANG_S
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
@@ -108,6 +109,6 @@ def test_a_real_client_s_script_is_run_by_an_interpreter_that_is_named_from_here
     python = Path(sys.executable)
     relative = python.relative_to(ROOT) if python.is_relative_to(ROOT) else python
     command = [sys.executable, "-m", "tests.clients", "--python", str(relative), "openai_python"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 passed, 0 failed" in done.stdout

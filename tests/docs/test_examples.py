@@ -12,11 +12,11 @@ import httpx
 import pytest
 
 from tests.e2e.rings import ROOT, Ring, ring
+from tests.waiting import HANG_S
 from trainer.runs.metrics import StepMetrics, read
 
 EXAMPLES = ROOT / "examples"
 BIN = Path(sys.executable).parent
-TIMEOUT_S = 120
 
 
 def command(example: str, program: str) -> list[str]:
@@ -36,7 +36,7 @@ def without(arguments: list[str], *flags: str) -> list[str]:
 
 def run(*words: str | Path, typed: str = "") -> str:
     done = subprocess.run(
-        list(map(str, words)), cwd=ROOT, input=typed, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        list(map(str, words)), cwd=ROOT, input=typed, capture_output=True, text=True, timeout=HANG_S, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -70,7 +70,7 @@ def test_grpo_by_hand_makes_the_reward_rise(served: Ring) -> None:
     rewards = [float(value) for value in re.findall(r"mean reward ([\d.]+)", printed)]
     assert len(rewards) == 6 and rewards[0] > 0, printed
     assert max(rewards[-2:]) > rewards[0] + 0.1, printed
-    assert httpx.get(f"{served.url}/v1/adapters/policy", timeout=60).json()["latest"] == 7, "six steps, each served"
+    assert httpx.get(f"{served.url}/v1/adapters/policy", timeout=HANG_S).json()["latest"] == 7, "six steps, each served"
 
 
 def test_a_chat_is_streamed_and_remembers(served: Ring) -> None:
@@ -97,12 +97,12 @@ def test_two_agents_learn_over_one_base_and_ask_each_other(served: Ring, tmp_pat
     here = ("--connect-to", served.url.removeprefix("http://"), "--run-dir", str(tmp_path), "--steps", "2")
     run(BIN / "mlx_parallm_train", *arguments, *here)
     agents = ("black", "white")
-    dashboard = httpx.get(f"{served.url}/dashboard", timeout=60).text
+    dashboard = httpx.get(f"{served.url}/dashboard", timeout=HANG_S).text
     for agent in agents:
         lines = read(tmp_path / agent / "metrics.jsonl")
         assert [line.train_step for line in lines] == [0, 1] and all(line.failed == 0 for line in lines)
         assert any(line.taught for line in lines)
-        assert httpx.get(f"{served.url}/v1/adapters/{agent}", timeout=60).json()["latest"] == 3
+        assert httpx.get(f"{served.url}/v1/adapters/{agent}", timeout=HANG_S).json()["latest"] == 3
         assert agent in dashboard
     weights = [(tmp_path / agent / "checkpoints/step-000002/adapters.safetensors").read_bytes() for agent in agents]
     assert weights[0] != weights[1]

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.rings import ROOT
+from tests.waiting import HANG_S
 
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
@@ -52,7 +53,7 @@ class Shell:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=500,
+            timeout=HANG_S,
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
@@ -72,7 +73,7 @@ class Shell:
 def stop(process: "subprocess.Popen[str]") -> int:
     process.send_signal(signal.SIGTERM)
     try:
-        return process.wait(60)
+        return process.wait(HANG_S)
     finally:
         process.kill()
         assert process.stdout is not None
@@ -134,7 +135,7 @@ def test_a_trainer_learns_from_the_ring(shell: Shell) -> None:
 
 def test_make_has_the_targets_that_the_readme_names() -> None:
     for target in re.findall(r"make (\w+)", README):
-        done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, timeout=HANG_S)
         assert done.returncode == 0, done.stderr
 
 

@@ -21,6 +21,8 @@ import httpx
 import numpy as np
 from PIL import Image
 
+from tests.waiting import HANG_S
+
 FORMS = ("PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF")
 TYPES = ("image/png", "image/jpeg", "image/tiff", "image/svg+xml", "text/html", "application/x-\u00e9")
 GOOD = 0.25  # share of the pictures
@@ -174,7 +176,7 @@ async def attack(url: str, model: str, pictures: int, seed: int = 17, at_once: i
         if sent.kind == "good":
             said.add(answer.json()["choices"][0]["message"]["content"])
 
-    async with httpx.AsyncClient(base_url=url, timeout=120) as client, asyncio.TaskGroup() as group:
+    async with httpx.AsyncClient(base_url=url, timeout=HANG_S) as client, asyncio.TaskGroup() as group:
         session = (await client.post("/api/v1/create_session", json={})).json()["session_id"]
         asked = {"session_id": session, "sampling_session_seq_id": 0, "base_model": model}
         made_sampler = await client.post("/api/v1/create_sampling_session", json=asked)

@@ -2,7 +2,7 @@
 wrong, and raw bytes. `python -m tests.e2e.bad_input URL --examples 300` runs long against a server that you started.
 
 No answer may be a 5xx (504 where the request set itself a deadline, 503 where it needs a trainer), none may take longer
-than PATIENCE_S, every error is OpenAI's or Anthropic's object, and afterwards the server answers as before.
+than HANG_S, every error is OpenAI's or Anthropic's object, and afterwards the server answers as before.
 """
 
 import argparse
@@ -23,11 +23,11 @@ from hypothesis.errors import Unsatisfiable
 from safetensors.numpy import save
 
 from tests.unit.networks import LSTM, weights_of
+from tests.waiting import HANG_S
 
 MODEL = "tiny"
 NETWORK, HEADS = "a-network", "with-heads"
 H = 128  # of the tiny model
-PATIENCE_S = 30.0
 _TEXT = {"type": "string"}
 
 VALID: dict[str, dict[str, Any]] = {
@@ -184,7 +184,7 @@ def upload(url: str) -> None:
     }
     sizes = {"reward": 1, "topic": 2, "policy": 2, "force": 4}
     tensors = {f"heads.{name}.weight": np.full((size, H), 0.01, np.float32) for name, size in sizes.items()}
-    with httpx.Client(base_url=url, timeout=PATIENCE_S) as http:
+    with httpx.Client(base_url=url, timeout=HANG_S) as http:
         for name, weights, config in (
             (NETWORK, weights_of(LSTM), {"network": LSTM}),
             *[(HEADS, tensors, {"heads": heads})] * 2,
@@ -203,9 +203,8 @@ class Findings:
     def judge(self, what: str, send: Callable[[], Any], *, deadline: bool = False) -> None:
         try:
             response = send()
-            for _ in range(40):
-                if response.status_code not in (503, 529) or "more to do" not in response.text:
-                    break
+            until = time.monotonic() + HANG_S
+            while response.status_code in (503, 529) and "more to do" in response.text and time.monotonic() < until:
                 time.sleep(0.25)  # the machine is busy, and the server says so: once more, as a client would
                 response = send()
         except Exception as error:
@@ -295,7 +294,7 @@ def bounded(examples: int, derandomize: bool) -> Any:
 
 def mutate(url: str, findings: Findings, examples: int, derandomize: bool = True) -> None:
     """Valid requests made wrong."""
-    with httpx.Client(base_url=url, timeout=PATIENCE_S) as http:
+    with httpx.Client(base_url=url, timeout=HANG_S) as http:
         document = http.get("/openapi.json").json()
 
         @bounded(examples, derandomize)
@@ -313,7 +312,7 @@ def mutate(url: str, findings: Findings, examples: int, derandomize: bool = True
 
 def raw(url: str, findings: Findings) -> None:
     """Bodies that are no requests at all."""
-    with httpx.Client(base_url=url, timeout=PATIENCE_S) as http:
+    with httpx.Client(base_url=url, timeout=HANG_S) as http:
         for path in dict(_RIGHT):
             for body in RAW:
                 for kind in ("application/json", "multipart/form-data; boundary=x", "text/plain"):
@@ -357,7 +356,7 @@ def explore(url: str, findings: Findings, examples: int, derandomize: bool = Tru
                 asked = str(case.body)
                 findings.judge(
                     label,
-                    lambda: case.call(timeout=PATIENCE_S),
+                    lambda: case.call(timeout=HANG_S),
                     deadline="deadline" in asked or "timeout" in asked,
                 )
 

@@ -34,7 +34,7 @@ from shared.redis.connection.client import connect
 from tests.e2e.chaos import check_keys
 from tests.e2e.chaos_load import GIVEN_UP, PROMPTS, Answers, Report, body
 from tests.e2e.chaos_ring import ChaosRing, Member, chaos_ring
-from tests.waiting import wait_until
+from tests.waiting import HANG_S, comes_true
 
 URL = "/v1/completions"
 ENDED = frozenset({"completed", "failed", "expired", "cancelled"})
@@ -42,7 +42,6 @@ RANK = {"validating": 0, "in_progress": 1, "finalizing": 2, "cancelling": 3} | d
 LINES, TOKENS = (50, 1200), (1, 24)
 AT_ONCE = 3
 CANCELLED = 0.2  # share of the batches
-STUCK_S = 180.0
 ROLES = {"api": 4, "runner": 3, "worker": 3, "redis": 1}
 KILLED_IN = ("validating", "in_progress", "finalizing", "cancelling")
 
@@ -73,8 +72,8 @@ class Watched:
                 answer = await self._ask("POST", f"/v1/batches/{self.id}/cancel")
                 cancel_in = None if answer.status_code in (200, 409) else cancel_in
             self._see((await self._ask("GET", f"/v1/batches/{self.id}")).json())
-            if time.monotonic() - began > STUCK_S:
-                self._wrong(f"is {self.status} after {STUCK_S:.0f} s")
+            if time.monotonic() - began > HANG_S:
+                self._wrong(f"is {self.status} after {HANG_S:.0f} s")
                 return
         await self.judge()
 
@@ -146,11 +145,11 @@ class Watched:
 
     async def _ask(self, method: str, path: str, **arguments: Any) -> httpx.Response:
         """Of any api, until one answers."""
-        until = time.monotonic() + STUCK_S
+        until = time.monotonic() + HANG_S
         while True:
             url = self.rng.choice(self.ring.of("api")).url
             with contextlib.suppress(httpx.HTTPError):
-                async with httpx.AsyncClient(timeout=30) as http:
+                async with httpx.AsyncClient(timeout=HANG_S) as http:
                     answer = await http.request(method, url + path, **arguments)
                     if answer.status_code in (200, 409):
                         return answer
@@ -178,8 +177,7 @@ class Kills:
     async def one(self, batches: list[Watched]) -> None:
         """Wait until a batch is in a state of our choice, and a moment; kill somebody; wait until he is back."""
         wanted, (role,) = self.rng.choice(KILLED_IN), self.rng.choices(list(ROLES), list(ROLES.values()))
-        with contextlib.suppress(AssertionError):
-            await wait_until(lambda: any(each.status == wanted for each in batches), timeout_s=10)
+        await comes_true(lambda: any(each.status == wanted for each in batches), 10)
         found = [each for each in batches if each.status == wanted]
         found = found or [each for each in batches if each.status and each.status not in ENDED]
         if not found:
@@ -200,8 +198,8 @@ class Kills:
             owner = await self.redis.get(keys.batch_lease(batch.id)) or b""
             return bool(owner) or batch.status in ENDED
 
-        with contextlib.suppress(AssertionError, RedisError, OSError):
-            await wait_until(owned, timeout_s=0 if batch.status == "in_progress" else 2)
+        with contextlib.suppress(RedisError, OSError):
+            await comes_true(owned, 0 if batch.status == "in_progress" else 2)
         return next((member for member in self.ring.of("api") if member.name == owner.decode()), None)
 
 
@@ -254,7 +252,7 @@ async def expire(ring: ChaosRing, rng: random.Random, report: Report, answers: A
     await asyncio.gather(*(member.ready() for member in ring.members))
     for batch in (begun, unbegun):
         began = time.monotonic()
-        while batch.status not in ENDED and time.monotonic() - began < STUCK_S:
+        while batch.status not in ENDED and time.monotonic() - began < HANG_S:
             batch._see((await batch._ask("GET", f"/v1/batches/{batch.id}")).json())
             await asyncio.sleep(0.05)
         if batch.status != "expired":

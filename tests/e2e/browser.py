@@ -7,20 +7,21 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.waiting import HANG_S
+
 # Playwright's own, which takes a second to import, and every process of the tests would: only who shows a page does.
 Browser = Any
 Page = Any
 ConsoleMessage = Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
-WAIT_MS = 30_000
 
 
 def expect(what: Any) -> Any:
     """Playwright's, with time for a busy machine."""
     from playwright.async_api import expect
 
-    expect.set_options(timeout=WAIT_MS)
+    expect.set_options(timeout=1000 * HANG_S)
     return expect(what)
 
 
@@ -77,5 +78,5 @@ async def tab(chromium: Browser, width: int = 1280, *, dark: bool = False) -> As
         viewport={"width": width, "height": 900}, is_mobile=width < 600, color_scheme="dark" if dark else "light"
     )
     async with context:
-        context.set_default_timeout(WAIT_MS)
+        context.set_default_timeout(1000 * HANG_S)
         yield Tab(await context.new_page())

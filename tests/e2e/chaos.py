@@ -37,7 +37,7 @@ from tests.e2e.chaos_load import Answers, Load, Report
 from tests.e2e.chaos_policies import Policies
 from tests.e2e.chaos_ring import ChaosRing, Member, chaos_ring, role_of
 from tests.e2e.rings import MODEL
-from tests.waiting import wait_until
+from tests.waiting import HANG_S, wait_until
 
 WEIGHTS = {
     "rank.kill": 4, "rank.stop": 3,
@@ -175,7 +175,7 @@ async def _check_rest(ring: ChaosRing, report: Report) -> None:
 
     try:
         try:
-            await wait_until(quiet, timeout_s=90)  # rows of an api that died unread end after its heartbeat, 60 s
+            await wait_until(quiet)  # rows of an api that died unread end after its heartbeat, 60 s
         except AssertionError:
             report.violation(f"the ring does not come to rest: {seen}")
         for job_id, state in report.jobs.items():
@@ -225,7 +225,7 @@ def _check_trainer(ring: ChaosRing, folder: Path, report: Report) -> None:
 
 def _check_processes(ring: ChaosRing, report: Report) -> None:
     pids = {pid for member in ring.members for pid in member.descendants}
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + HANG_S
     while alive := [pid for pid in pids if _alive(pid)]:
         if time.monotonic() > deadline:
             report.violation(f"processes left over: {alive}")

@@ -17,6 +17,7 @@ from api.serve.embedded_redis import EmbeddedRedis, free_port
 from tests.e2e.chaos_proxy import Proxy
 from tests.e2e.rings import MODEL, Process
 from tests.redis.clusters import Cluster
+from tests.waiting import HANG_S
 
 READY = {"worker": "worker.ready", "api": "api.started", "runner": "runner.ready", "trainer": "train."}
 MODULES = {"worker": "worker", "api": "api", "runner": "worker.jobs", "trainer": "trainer"}
@@ -52,7 +53,7 @@ class Member:
 
     async def ready(self) -> None:
         """Wait for it; one that finds no Redis leaves with code 1 and is started again, as by a supervisor."""
-        until = time.monotonic() + 120
+        until = time.monotonic() + HANG_S
         while True:
             assert self.process is not None
             try:
@@ -149,7 +150,7 @@ class ChaosRing:
         follower = psutil.Process(member.pid).children()[0]
         follower.send_signal(signal.SIGKILL if how == "kill" else signal.SIGSTOP)
         assert member.process is not None
-        code = await asyncio.to_thread(member.process.wait, 60)
+        code = await asyncio.to_thread(member.process.wait)
         assert code == 1, f"{member.name} ended with {code} when it lost a rank:\n{tail(member)}"
         member.start()
         await member.ready()

@@ -13,6 +13,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceResponse,
 )
 
+from tests.waiting import HANG_S
+
 
 @dataclass(frozen=True)
 class Span:
@@ -47,9 +49,9 @@ class Collector:
             service = {a.key: _value(a.value) for a in resource.resource.attributes}["service.name"]
             self.spans += [_span(span, service) for scope in resource.scope_spans for span in scope.spans]
 
-    def wait_for(self, found: Callable[[list[Span]], bool], timeout_s: float = 20) -> list[Span]:
+    def wait_for(self, found: Callable[[list[Span]], bool]) -> list[Span]:
         """All spans, once they hold what is looked for."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + HANG_S
         while not found(list(self.spans)):
             assert time.monotonic() < deadline, [(span.service, span.name) for span in self.spans]
             threading.Event().wait(0.02)

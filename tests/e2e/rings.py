@@ -18,11 +18,10 @@ import httpx
 
 from shared.redis.connection.client import connect
 from shared.redis.ring.worker_registry import WorkerRegistry, WorkerStatus
-from tests.waiting import wait_until
+from tests.waiting import HANG_S, wait_until
 
 ROOT = Path(__file__).parents[2]
 MODEL = "tiny"
-START_TIMEOUT_S = 90
 LAST_LINES_S = 3  # children may hold the pipe after the death of the process that started them
 
 
@@ -57,8 +56,8 @@ class Process:
             for line in self.popen.stdout:
                 self.lines.append(line)
 
-    def wait_for_line(self, pattern: str, timeout_s: float = START_TIMEOUT_S) -> re.Match[str]:
-        deadline = time.monotonic() + timeout_s
+    def wait_for_line(self, pattern: str) -> re.Match[str]:
+        deadline = time.monotonic() + HANG_S
         while True:
             over = time.monotonic() > deadline
             if self.popen.poll() is not None:
@@ -78,17 +77,17 @@ class Process:
     def output(self) -> str:
         return "".join(self.lines)
 
-    def wait(self, timeout_s: float = 60) -> int:
+    def wait(self) -> int:
         """The exit code, once `lines` has all that was printed."""
-        code = self.popen.wait(timeout_s)
+        code = self.popen.wait(HANG_S)
         self._reading.join(LAST_LINES_S)
         return code
 
-    def stop(self, number: int = signal.SIGTERM, timeout_s: float = 60) -> int:
+    def stop(self, number: int = signal.SIGTERM) -> int:
         if self.popen.poll() is None:
             self.popen.send_signal(number)
         try:
-            return self.wait(timeout_s)
+            return self.wait()
         finally:
             if self.popen.poll() is None:
                 self.popen.kill()
@@ -123,15 +122,16 @@ class Ring:
         return asyncio.run(read())
 
     def health(self) -> dict[str, Any]:
-        return httpx.get(f"{self.url}/health", timeout=60).json()
+        return httpx.get(f"{self.url}/health", timeout=HANG_S).json()
 
 
 @contextlib.contextmanager
-def ring(data_dir: Path, *arguments: str) -> Iterator[Ring]:
+def ring(data_dir: Path, *arguments: str, environment: dict[str, str] | None = None) -> Iterator[Ring]:
     """Start `mlx_parallm_serve` with the tiny model on a free port; stop it at the end and expect a clean exit."""
     server = Process.start(
-        "api.serve.main", "--model", f"models/{MODEL}", "--port", "0", "--data-dir", str(data_dir), *arguments
-    )
+        "api.serve.main", "--model", f"models/{MODEL}", "--port", "0", "--data-dir", str(data_dir), *arguments,
+        environment=environment,
+    )  # fmt: skip
     try:
         url = server.wait_for_line(r"ready: (http://\S+)/v1").group(1)
         redis_url = server.wait_for_line(r"--redis (\S+)").group(1)
@@ -150,6 +150,6 @@ def two_workers_over(redis_url: str, data_dir: Path) -> Iterator[Ring]:
     """A ring with two workers on a Redis that asks for PASSWORD, which none of its processes prints."""
     flags = ("--workers", "2", "--lease-ms", "1000", "--redis", redis_url)
     with ring(data_dir, *flags) as started:
-        asyncio.run(wait_until(lambda: len(started.server.printed("worker.ready")) == 2, timeout_s=60))
+        asyncio.run(wait_until(lambda: len(started.server.printed("worker.ready")) == 2))
         yield started
     assert PASSWORD not in started.server.output

@@ -15,7 +15,7 @@ from api.cli.client import InferenceClient
 from api.cli.http import RequestFailedError
 from tests.e2e.rings import MODEL, Ring, ring
 from tests.unit.adapter_files import Array, mlx_config, peft_config, peft_tensors, write
-from tests.waiting import wait_until
+from tests.waiting import HANG_S, wait_until
 
 HELLO = [{"role": "user", "content": "hello"}]
 RANK = 4
@@ -52,7 +52,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Iterator[R
 
 @pytest.fixture
 def http(server: Ring) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=60) as client:
+    with httpx.Client(base_url=server.url, timeout=HANG_S) as client:
         yield client
 
 
@@ -81,7 +81,7 @@ async def test_base_and_two_versions_answer_side_by_side(server: Ring, http: htt
         assert (response.status_code, response.json()["policy_version"]) == (200, version), response.text
 
     models = [MODEL, "side@1", "side@2"]
-    async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=server.url, timeout=HANG_S) as client:
         bodies = [chat_body(model, return_weight_versions=True) for model in models * 3]
         replies = await asyncio.gather(*(client.post("/v1/chat/completions", json=body) for body in bodies))
     choices = [reply.json()["choices"][0] for reply in replies]
@@ -113,7 +113,7 @@ async def test_a_stream_follows_a_hot_load_and_a_pinned_one_does_not(server: Rin
                 if spans[policy]:
                     begun[policy].set()
 
-    async with httpx.AsyncClient(base_url=server.url, timeout=60) as client, asyncio.TaskGroup() as streams:
+    async with httpx.AsyncClient(base_url=server.url, timeout=HANG_S) as client, asyncio.TaskGroup() as streams:
         for policy in begun:
             streams.create_task(read(client, policy))
         for event in begun.values():

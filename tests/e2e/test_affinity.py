@@ -13,14 +13,14 @@ from shared.redis import keys
 from shared.redis.connection.client import connect
 from shared.redis.queue.affinity import marks
 from tests.e2e.rings import MODEL, Ring, ring
-from tests.waiting import wait_until
+from tests.waiting import HANG_S, wait_until
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ring]:
     """Two workers that are busy with a single row."""
     with ring(tmp_path_factory.mktemp("ring"), "--workers", "2", "--max-batch-size", "1") as started:
-        asyncio.run(wait_until(lambda: len(started.server.printed("worker.ready")) == 2, timeout_s=60))
+        asyncio.run(wait_until(lambda: len(started.server.printed("worker.ready")) == 2))
         yield started
 
 
@@ -53,7 +53,7 @@ async def warm_worker(server: Ring, ids: list[int]) -> str:
 
 
 async def test_a_second_request_with_the_prefix_goes_to_the_warm_worker(server: Ring) -> None:
-    async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=server.url, timeout=HANG_S) as client:
         warm = []
         for first in range(12):
             assert await cached(client, prompt(first)) == 0
@@ -65,7 +65,7 @@ async def test_a_second_request_with_the_prefix_goes_to_the_warm_worker(server: 
 
 async def test_a_busy_warm_worker_is_passed_over(server: Ring) -> None:
     ids = prompt(100)
-    async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=server.url, timeout=HANG_S) as client:
         await cached(client, ids)
         first = await warm_worker(server, ids)
         long = body(ids, max_tokens=1400, ignore_eos=True, stream=True)
@@ -78,7 +78,7 @@ async def test_a_busy_warm_worker_is_passed_over(server: Ring) -> None:
 
 async def test_a_dead_warm_worker_loses_nothing(server: Ring) -> None:
     ids = prompt(200)
-    async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=server.url, timeout=HANG_S) as client:
         await cached(client, ids)
         dead = await asyncio.to_thread(server.workers)
         (pid,) = {worker.pid for worker in dead if worker.id == await warm_worker(server, ids)}

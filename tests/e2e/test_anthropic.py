@@ -11,7 +11,7 @@ import pytest
 
 from tests.e2e.rings import MODEL, ring
 from tests.e2e.tool_model import write_tool_model
-from tests.waiting import wait_until
+from tests.waiting import HANG_S, wait_until
 
 SCHEMA = {
     "type": "object",
@@ -33,7 +33,7 @@ def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     arguments = ("--model", str(folder), "--model-alias", f"claude-*={MODEL}")
     with (
         ring(tmp_path_factory.mktemp("ring"), *arguments) as started,
-        httpx.Client(base_url=started.url, timeout=60) as client,
+        httpx.Client(base_url=started.url, timeout=HANG_S) as client,
     ):
         yield client
 
@@ -137,7 +137,7 @@ def test_a_message_batch_answers_what_the_endpoint_answers(http: httpx.Client) -
     listed = [{"custom_id": name, "params": params} for name, params in requests.items()]
     made = http.post(f"{PATH}/batches?beta=true", json={"requests": listed}).json()
     one = f"{PATH}/batches/{made['id']}"
-    asyncio.run(wait_until(lambda: http.get(one).json()["processing_status"] == "ended", 60))
+    asyncio.run(wait_until(lambda: http.get(one).json()["processing_status"] == "ended"))
     batch = http.get(one).json()
     counts = {"processing": 0, "succeeded": 5, "errored": 4, "canceled": 0, "expired": 0}
     assert batch["request_counts"] == counts

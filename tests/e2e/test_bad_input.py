@@ -17,7 +17,7 @@ from shared.redis.queue.sequence_queue import SequenceQueue
 from shared.sequences import SamplingParams, SequenceSpec, encode
 from tests.e2e import bad_input
 from tests.e2e.rings import MODEL, Ring
-from tests.waiting import wait_until
+from tests.waiting import HANG_S, wait_until
 
 ASK = {"model": MODEL, "prompt": "12+35=", "max_tokens": 4, "temperature": 0}
 
@@ -30,7 +30,7 @@ async def redis(served: Ring) -> AsyncIterator[Redis]:
 
 
 async def answers(served: Ring) -> str:
-    async with httpx.AsyncClient(base_url=served.url, timeout=60) as http:
+    async with httpx.AsyncClient(base_url=served.url, timeout=HANG_S) as http:
         answer = await http.post("/v1/completions", json=ASK)
         assert answer.status_code == 200, answer.text
         return answer.json()["choices"][0]["text"]
@@ -58,7 +58,7 @@ async def test_huge_requests_are_refused_by_their_size(served: Ring) -> None:
         413: {"prompt": "x" * 10_000_000},
         400: {"stop": [f"stop {i}" for i in range(5000)]},
     }
-    async with httpx.AsyncClient(base_url=served.url, timeout=60) as http:
+    async with httpx.AsyncClient(base_url=served.url, timeout=HANG_S) as http:
         for status, fields in cases.items():
             answer = await http.post("/v1/completions", json=ASK | fields)
             assert (answer.status_code, answer.json()["error"]["type"] != "") == (status, True), answer.text
@@ -127,9 +127,9 @@ async def test_garbage_in_every_stream_and_channel_stops_nobody(served: Ring, re
             for name in ("nobody", f"{job.id}-1", f"{job.id}-99"):
                 await redis.xadd(keys.finished(MODEL, job.id), {"id": name, "result": garbage})
         await redis.expire(keys.finished(MODEL, job.id), 60)
-        ended = await client.wait(job.id, timeout_s=60)
+        ended = await client.wait(job.id)
     assert (ended.status, ended.counts.succeeded) == ("succeeded", 2)
-    async with httpx.AsyncClient(base_url=served.url, timeout=60) as http:
+    async with httpx.AsyncClient(base_url=served.url, timeout=HANG_S) as http:
         found = (await http.get("/v1/deadletters")).json()["data"]
         reasons = {letter["reason"] for letter in found}
         assert "no such sequence" in reasons

@@ -18,7 +18,7 @@ import pytest
 
 from tests.e2e.openai_shapes import exact
 from tests.e2e.rings import MODEL, Ring, ring
-from tests.waiting import wait_until
+from tests.waiting import HANG_S, wait_until
 
 ENDED = ("completed", "failed", "expired", "cancelled")
 
@@ -35,8 +35,8 @@ def client(served: Ring) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def until(condition: Callable[[], bool], timeout_s: float) -> None:
-    asyncio.run(wait_until(condition, timeout_s))
+def until(condition: Callable[[], bool]) -> None:
+    asyncio.run(wait_until(condition))
 
 
 def line(custom_id: str, url: str, **body: Any) -> dict[str, Any]:
@@ -58,8 +58,8 @@ def create(client: openai.OpenAI, lines: list[dict[str, Any]]) -> Any:
     return client.batches.create(input_file_id=upload(client, lines), endpoint=url, completion_window="24h")
 
 
-def ended(client: openai.OpenAI, batch_id: str, timeout_s: float = 60) -> Any:
-    until(lambda: client.batches.retrieve(batch_id).status in ENDED, timeout_s=timeout_s)
+def ended(client: openai.OpenAI, batch_id: str) -> Any:
+    until(lambda: client.batches.retrieve(batch_id).status in ENDED)
     return client.batches.retrieve(batch_id)
 
 
@@ -183,12 +183,12 @@ def test_a_batch_whose_processes_die_in_every_state_has_each_line_once(served: R
         kill(served, "api")
         assert client.batches.create(**again).id == batch.id  # its answer might have been lost
         for victim, done in (("worker", 100), ("worker.jobs", 600)):
-            until(lambda done=done: reached("in_progress", done), timeout_s=60)  # type: ignore[misc]
+            until(lambda done=done: reached("in_progress", done))  # type: ignore[misc]
             kill(served, victim)
-        until(lambda: reached("finalizing"), timeout_s=60)
+        until(lambda: reached("finalizing"))
         time.sleep(rng.uniform(0, 1.2))
         kill(served, "api")
-        until(lambda: reached("completed"), timeout_s=60)
+        until(lambda: reached("completed"))
 
         done = client.batches.retrieve(batch.id)
         answered, refused = read(client, done.output_file_id), read(client, done.error_file_id)
@@ -200,7 +200,7 @@ def test_a_batch_whose_processes_die_in_every_state_has_each_line_once(served: R
         order = ["validating", "in_progress", "finalizing", "completed"]
         assert [order.index(state) for state in states] == sorted(map(order.index, states))
         assert client.batches.retrieve(batch.id) == done
-        jobs = httpx.get(f"{served.url}/v1/jobs", timeout=60).json()["data"]
+        jobs = httpx.get(f"{served.url}/v1/jobs", timeout=HANG_S).json()["data"]
         assert [job["metadata"]["batch"] for job in jobs].count(batch.id) == 1
 
 
@@ -216,7 +216,7 @@ def kill(served: Ring, module: str) -> None:
 def test_cancel_keeps_what_is_done(client: openai.OpenAI) -> None:
     lines = [chat_line(f"line {i}", max_tokens=40, ignore_eos=True) for i in range(1500)]
     batch = create(client, lines)
-    until(lambda: client.batches.retrieve(batch.id).request_counts.completed > 0, timeout_s=60)
+    until(lambda: client.batches.retrieve(batch.id).request_counts.completed > 0)
     assert client.batches.cancel(batch.id).status == "cancelling"
     done = ended(client, batch.id)
     assert done.status == "cancelled"

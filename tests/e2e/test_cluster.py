@@ -11,6 +11,7 @@ from shared.redis import keys
 from tests.e2e.rings import MODEL, PASSWORD, Ring, two_workers_over
 from tests.e2e.test_deaths import LONG, chunks, job, places, results_of
 from tests.redis.clusters import Cluster
+from tests.waiting import HANG_S
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +29,7 @@ def two_workers(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> I
 
 async def test_a_stream_and_a_job_go_on_when_shards_lose_their_primaries(cluster: Cluster, two_workers: Ring) -> None:
     async with (
-        httpx.AsyncClient(base_url=two_workers.url, timeout=60) as http,
+        httpx.AsyncClient(base_url=two_workers.url, timeout=HANG_S) as http,
         InferenceClient(two_workers.url) as client,
     ):
         whole = (await http.post("/v1/completions", json=LONG)).json()["choices"][0]["text"]

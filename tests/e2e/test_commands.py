@@ -23,6 +23,7 @@ from tests.e2e.rings import Ring, ring
 from tests.e2e.test_adapters import CONFIG, weights
 from tests.unit.adapter_files import write
 from tests.unit.networks import MLP, weights_of
+from tests.waiting import HANG_S
 
 KEY = "a-key-of-this-test"
 FOLDER = str(Path(__file__).parents[2] / "models" / "tiny")
@@ -119,7 +120,7 @@ def test_a_merge_is_ended_by_a_signal_that_comes_while_its_process_starts(monkey
     try:
         with pytest.raises(typer.Exit):
             adapters._merge([])
-        assert started[0].wait(60) == -signal.SIGTERM
+        assert started[0].wait(HANG_S) == -signal.SIGTERM
     finally:
         started[0].kill()
         signal.signal(signal.SIGTERM, before)
@@ -130,7 +131,7 @@ def test_a_merge_ends_with_its_command_and_says_what_has_ended_it(who: str, tmp_
     write(tmp_path / "lora", CONFIG, weights(1))
     merging = ["adapters", "merge", f"{tmp_path}/lora", f"{tmp_path}/merged", "--model", FOLDER]
     with subprocess.Popen([PROGRAM, *merging], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as command:
-        until = time.monotonic() + 60
+        until = time.monotonic() + HANG_S
         while time.monotonic() < until:
             children = psutil.Process(command.pid).children()
             if children and children[0].memory_info().rss > 2**25:  # it has begun to import
@@ -140,7 +141,7 @@ def test_a_merge_ends_with_its_command_and_says_what_has_ended_it(who: str, tmp_
             command.terminate()
         else:
             children[0].kill()
-        said = command.communicate(timeout=60)[1]
+        said = command.communicate(timeout=HANG_S)[1]
     assert command.returncode in ((1, 130) if who == "the command" else (1,)), said
     assert who == "the command" or "ended by signal 9" in said
     assert not children[0].is_running()

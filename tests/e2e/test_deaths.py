@@ -18,7 +18,7 @@ from shared.redis import keys
 from shared.redis.connection.client import connect
 from shared.trajectories import Trajectory
 from tests.e2e.rings import MODEL, Process, Ring, ring
-from tests.waiting import wait_until
+from tests.waiting import HANG_S, wait_until
 
 LONG = {"model": MODEL, "prompt": "Count from 1 to 60.", "max_tokens": 900, "ignore_eos": True, "seed": 5}
 
@@ -58,14 +58,14 @@ async def running(served: Ring) -> Counter[str]:
 @pytest.fixture(scope="module")
 def two_workers(tmp_path_factory: pytest.TempPathFactory):
     with ring(tmp_path_factory.mktemp("ring"), "--workers", "2", "--lease-ms", "1000") as started:
-        asyncio.run(wait_until(lambda: len(started.server.printed("worker.ready")) == 2, timeout_s=60))
+        asyncio.run(wait_until(lambda: len(started.server.printed("worker.ready")) == 2))
         yield started
 
 
 @pytest.fixture(scope="module")
 def whole(two_workers: Ring) -> str:
     """The answer to LONG when nobody dies."""
-    answer = httpx.post(f"{two_workers.url}/v1/completions", json=LONG, timeout=60)
+    answer = httpx.post(f"{two_workers.url}/v1/completions", json=LONG, timeout=HANG_S)
     assert answer.status_code == 200, answer.text
     text: str = answer.json()["choices"][0]["text"]
     return text
@@ -87,7 +87,7 @@ async def test_a_stream_resumes_on_another_api_after_its_own_died(two_workers: R
     try:
         first_url = await asyncio.to_thread(api_url, first)
         second_url = await asyncio.to_thread(api_url, second)
-        async with httpx.AsyncClient(timeout=60) as http:
+        async with httpx.AsyncClient(timeout=HANG_S) as http:
             body = {**LONG, "stream": True, "stream_options": {"include_event_ids": True}}
             seen = Seen()
             with contextlib.suppress(httpx.HTTPError):
@@ -147,7 +147,7 @@ async def test_a_killed_worker_costs_no_sample_and_doubles_none(two_workers: Rin
 
 
 async def test_a_stream_survives_its_worker_and_shows_the_same_tokens(two_workers: Ring, whole: str) -> None:
-    async with httpx.AsyncClient(base_url=two_workers.url, timeout=60) as http:
+    async with httpx.AsyncClient(base_url=two_workers.url, timeout=HANG_S) as http:
         text, killed = "", False
         async with http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as response:
             async for chunk in chunks(response):
@@ -194,7 +194,7 @@ def test_a_worker_told_to_stop_leaves_although_redis_is_silent(tmp_path: Path) -
         try:
             worker.wait_for_line("worker.ready")
             os.kill(server.pid, signal.SIGSTOP)
-            code = worker.stop(timeout_s=20)
+            code = worker.stop()
         finally:
             os.kill(server.pid, signal.SIGCONT)
             worker.stop(signal.SIGKILL)

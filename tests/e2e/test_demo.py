@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 from tests.e2e.rings import ROOT
+from tests.waiting import HANG_S
 
 
 def test_the_demo_chats_runs_two_jobs_and_writes_its_report(tmp_path: Path) -> None:
@@ -12,7 +13,7 @@ def test_the_demo_chats_runs_two_jobs_and_writes_its_report(tmp_path: Path) -> N
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=HANG_S,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "32 pictures in one batch" in done.stdout

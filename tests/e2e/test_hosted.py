@@ -19,7 +19,7 @@ from shared.redis.connection.client import connect
 from shared.redis.training.board import TrainingBoard
 from shared.training import TrainerStatus
 from tests.e2e.rings import MODEL, ROOT, Process, Ring, ring
-from tests.waiting import wait_until
+from tests.waiting import HANG_S, wait_until
 from trainer.runs.metrics import StepMetrics, read
 
 ASK = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 24, "temperature": 0, "stream": True}
@@ -61,9 +61,9 @@ class Streams:
         self._going = True
 
     async def run(self, model: str) -> None:
-        async with httpx.AsyncClient(base_url=self._url, timeout=60) as http:
+        async with httpx.AsyncClient(base_url=self._url, timeout=HANG_S) as http:
             while self._going:
-                await wait_until(lambda: self._answered(http, model), timeout_s=90)
+                await wait_until(lambda: self._answered(http, model))
 
     async def _answered(self, http: httpx.AsyncClient, model: str) -> bool:
         async with http.stream("POST", "/v1/chat/completions", json={**ASK, "model": model}) as answer:
@@ -92,7 +92,7 @@ class Streams:
 
 
 async def steps(folder: Path, count: int) -> list[StepMetrics]:
-    await wait_until(lambda: len(metrics(folder)) >= count, timeout_s=90)
+    await wait_until(lambda: len(metrics(folder)) >= count)
     return metrics(folder)
 
 
@@ -110,7 +110,7 @@ async def test_it_learns_while_streams_go_on_and_goes_on_after_a_kill(hosted: Ri
         await steps(tmp_path, 3)
         (worker,) = await asyncio.to_thread(hosted.workers)
         os.kill(worker.pid, signal.SIGKILL)
-        await wait_until(lambda: bool(hosted.server.printed("train.ended")), timeout_s=90)
+        await wait_until(lambda: bool(hosted.server.printed("train.ended")))
     lines = metrics(tmp_path)
     assert hosted.server.printed("run.resumed"), "the new worker goes on from the checkpoint"
     assert [line.train_step for line in lines] == list(range(8))
@@ -131,7 +131,7 @@ def test_training_that_fails_says_why_and_the_worker_serves_on(tmp_path: Path) -
         last = status(served)
         assert last is not None and last.state == "failed" and "update_norm" in last.problem
         answer = httpx.post(
-            f"{served.url}/v1/chat/completions", json={**ASK, "stream": False, "model": MODEL}, timeout=30
+            f"{served.url}/v1/chat/completions", json={**ASK, "stream": False, "model": MODEL}, timeout=HANG_S
         )
         assert answer.status_code == 200, answer.text
 
@@ -151,7 +151,7 @@ def test_training_only_ends_with_the_training(tmp_path: Path, ranks: int) -> Non
             "--mode", "training_only", "--train-config", str(file), "--lora-rank", "4",
             "--num-local-ranks", str(ranks),
         ],
-        cwd=ROOT, capture_output=True, text=True, timeout=90, check=False,
+        cwd=ROOT, capture_output=True, text=True, timeout=HANG_S, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(metrics(tmp_path)) == 2
@@ -171,8 +171,8 @@ async def test_a_member_computes_for_a_worker_that_learns(tmp_path: Path) -> Non
             await steps(tmp_path, 1)  # before that there is no policy to ask
             streams = Streams(served.url)
             async with streams.going():
-                await wait_until(lambda: bool(served.server.printed("train.ended")), timeout_s=90)
-            assert await asyncio.to_thread(member.wait, 30) == 0, member.output
+                await wait_until(lambda: bool(served.server.printed("train.ended")))
+            assert await asyncio.to_thread(member.wait) == 0, member.output
             assert member.printed('"member.ready"')
         finally:
             member.stop(signal.SIGKILL)
@@ -194,7 +194,7 @@ def test_a_worker_that_learns_and_a_run_over_http_average_their_weights(tmp_path
             "--log-json", "true",
         )  # fmt: skip
         try:
-            assert other.wait(120) == 0, other.output
+            assert other.wait() == 0, other.output
         finally:
             other.stop(signal.SIGKILL)
         for process in (other, served.server):

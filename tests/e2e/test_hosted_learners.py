@@ -14,7 +14,7 @@ from shared.redis.training.learner_store import LearnerStore
 from tests.e2e.rings import MODEL, ring
 from tests.e2e.served.test_learners import ROUNDS, answered, lessons
 from tests.e2e.test_hosted import Streams
-from tests.waiting import wait_until
+from tests.waiting import HANG_S, wait_until
 
 
 async def test_a_worker_trains_learners_while_streams_go_on_and_a_kill_loses_no_step(tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ async def test_a_worker_trains_learners_while_streams_go_on_and_a_kill_loses_no_
             workers = await asyncio.to_thread(served.workers)  # the killed one's last word may be there, too
             return all(worker.extra["guest_units"] > 0 for worker in workers)
 
-        await wait_until(computed, timeout_s=30)
-        async with httpx.AsyncClient(base_url=served.url, timeout=30) as http:
+        await wait_until(computed)
+        async with httpx.AsyncClient(base_url=served.url, timeout=HANG_S) as http:
             shown = (await http.get("/api/v1/get_server_capabilities")).json()["supported_models"]
         assert [each["trainable"] for each in shown] == [True]

@@ -9,6 +9,7 @@ import redis as sync_redis
 
 from api.serve.embedded_redis import EmbeddedRedis
 from tests.e2e.rings import MODEL, Process, Ring, ring
+from tests.waiting import HANG_S
 
 KEY = "a-key-that-is-long-enough"
 
@@ -36,9 +37,9 @@ def test_a_server_and_a_worker_join_through_an_api_with_a_key(first: Ring, tmp_p
         assert len(first.workers()) == 3
         assert not joined.printed("redis.started")
         body = {"model": MODEL, "prompt": "1+2=", "max_tokens": 2}
-        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=HANG_S)
         assert answer.status_code == 200, answer.text
-        seen = httpx.get(f"{url}/health", timeout=60).json()["workers"]
+        seen = httpx.get(f"{url}/health", timeout=HANG_S).json()["workers"]
         assert [each["id"] for each in seen] == [each["id"] for each in first.health()["workers"]]
     finally:
         assert (worker.stop(), joined.stop()) == (0, 0)
@@ -48,11 +49,11 @@ def test_a_server_and_a_worker_join_through_an_api_with_a_key(first: Ring, tmp_p
 @pytest.mark.parametrize("module", ["worker", "api.serve.main"])
 def test_what_keeps_a_process_from_joining_is_said(module: str, first: Ring) -> None:
     process = Process.start(module, "--connect-to", first.url, "--model", f"models/{MODEL}")
-    code = process.wait(60)
+    code = process.wait()
     process.stop()
     assert code == 2 and "PARALLM_CONNECT_KEY" in process.output
     process = Process.start(module, "--connect-to", "127.0.0.1:9", "--model", f"models/{MODEL}")
-    code = process.wait(60)
+    code = process.wait()
     process.stop()
     assert code in (1, 2) and "no api answers at http://127.0.0.1:9" in process.output
 

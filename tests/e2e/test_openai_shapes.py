@@ -15,6 +15,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from tests.e2e.openai_shapes import exact
 from tests.e2e.rings import MODEL, Ring, ring
 from tests.e2e.tool_model import write_tool_model
+from tests.waiting import HANG_S
 
 HELLO = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 24, "seed": 1}
 CITY = {
@@ -39,7 +40,7 @@ def served(tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.fixture
 def http(served: Ring):
-    with httpx.Client(base_url=served.openai_url, timeout=60) as made:
+    with httpx.Client(base_url=served.openai_url, timeout=HANG_S) as made:
         yield made
 
 

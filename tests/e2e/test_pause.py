@@ -12,7 +12,7 @@ import pytest
 from api.cli.client import InferenceClient, JobRequest
 from shared.jobs import JobInput
 from tests.e2e.rings import MODEL, Process, Ring, ring
-from tests.waiting import wait_until
+from tests.waiting import HANG_S, wait_until
 
 PROMPT = [20, 30, 40]
 
@@ -21,21 +21,21 @@ PROMPT = [20, 30, 40]
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ring]:
     arguments = ("--workers", "2", "--lease-ms", "2000", "--max-batch-size", "4", "--log-every-tokens", "4")
     with ring(tmp_path_factory.mktemp("ring"), *arguments) as started:
-        asyncio.run(wait_until(lambda: len(started.server.printed("worker.ready")) == 2, timeout_s=60))
+        asyncio.run(wait_until(lambda: len(started.server.printed("worker.ready")) == 2))
         yield started
 
 
 @pytest.fixture(scope="module")
 def expected(server: Ring) -> list[int]:
     """What a stream says whose rows nobody disturbs."""
-    (choice,) = httpx.post(f"{server.url}/v1/completions", json=body(), timeout=60).json()["choices"]
+    (choice,) = httpx.post(f"{server.url}/v1/completions", json=body(), timeout=HANG_S).json()["choices"]
     ids: list[int] = choice["token_ids"]
     return ids
 
 
 @pytest.fixture
 async def http(server: Ring) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=server.url, timeout=HANG_S) as client:
         yield client
         await client.post("/resume")
 

@@ -19,6 +19,7 @@ import httpx
 import pytest
 
 from tests.e2e.rings import MODEL, ROOT, Process, Ring, ring
+from tests.waiting import HANG_S
 
 CONFIGURATION = ROOT / "deploy/prometheus.yml"
 BOARD = ROOT / "deploy/grafana/parallm.json"
@@ -51,7 +52,9 @@ VLLM = (
     "vllm:num_preemptions_total",
 )
 
-pytestmark = pytest.mark.skipif(shutil.which("prometheus") is None, reason="no `prometheus` on the PATH")
+pytestmark = pytest.mark.skipif(
+    shutil.which("prometheus") is None, reason="no `prometheus` on the PATH (apt install prometheus)"
+)
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,7 @@ class Prometheus:
     def ask(self, expression: str) -> list[dict[str, Any]]:
         """What an expression finds then; AssertionError, with Prometheus' words, when it cannot be read."""
         asked = {"query": expression, "time": str(self.at)}
-        answer = httpx.get(f"{self.url}/api/v1/query", params=asked, timeout=60).json()
+        answer = httpx.get(f"{self.url}/api/v1/query", params=asked, timeout=HANG_S).json()
         assert answer["status"] == "success", f"{expression}: {answer.get('error')}"
         found: list[dict[str, Any]] = answer["data"]["result"]
         return found
@@ -109,7 +112,7 @@ def prometheus(served: Ring, folder: Path) -> Iterator[Prometheus]:
         yield Prometheus(f"http://127.0.0.1:{port}")
     finally:
         process.terminate()
-        process.wait(60)
+        process.wait(HANG_S)
 
 
 @contextlib.contextmanager
@@ -123,7 +126,7 @@ def load(served: Ring) -> Iterator[None]:
 
 
 async def chat(url: str) -> None:
-    async with httpx.AsyncClient(base_url=url, timeout=60) as http:
+    async with httpx.AsyncClient(base_url=url, timeout=HANG_S) as http:
         while True:
             body = {"messages": [{"role": "user", "content": "12+35= " * 20}], "max_tokens": 12}
             for model in (MODEL, "policy"):
@@ -133,9 +136,9 @@ async def chat(url: str) -> None:
             await asyncio.sleep(0.1)
 
 
-def with_samples(server: Prometheus, timeout_s: float = 90) -> Prometheus:
+def with_samples(server: Prometheus) -> Prometheus:
     """Of a moment when there was enough of everything for a rate, and no scrape that might still fail had begun."""
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + HANG_S
     wanted = (
         "sum(rate(mlx_parallm_reward_count[20s])) > 0 and on () count_over_time(mlx_parallm_rl_lag[1m]) > 5"
         ' and on () up{job="parallm"} == 1'

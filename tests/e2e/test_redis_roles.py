@@ -20,6 +20,7 @@ from tests.e2e.rings import MODEL, ROOT, Process
 from tests.e2e.test_adapters import CONFIG, weights
 from tests.redis.clusters import Cluster
 from tests.unit.adapter_files import write
+from tests.waiting import HANG_S
 
 PASSWORD = "a-password-of-the-role"
 
@@ -87,7 +88,7 @@ def denied(server: EmbeddedRedis | Cluster) -> list[tuple[str, str, str]]:
 async def use(url: str, adapter: Path) -> None:
     """What clients do: stream, resume, cancel by leaving, jobs with rewards, adapters, probes, figures."""
     body = {"model": MODEL, "prompt": "12+35=", "max_tokens": 24, "ignore_eos": True}
-    async with httpx.AsyncClient(base_url=url, timeout=60) as http:
+    async with httpx.AsyncClient(base_url=url, timeout=HANG_S) as http:
         streamed = {**body, "stream": True, "stream_options": {"include_event_ids": True}}
         async with http.stream("POST", "/v1/completions", json=streamed) as response:
             lines = [line async for line in response.aiter_lines()]
@@ -146,7 +147,7 @@ def test_every_process_works_under_its_minimal_user(kind: str, tmp_path: Path, r
             f"models/{MODEL}",
         )
         with started("trainer", server, "trainer", r"train\.ended", *training) as trainer:
-            assert trainer.wait(60) == 0
+            assert trainer.wait() == 0
         with started("worker", server, "worker", r"worker\.ready", *worker) as second:
             second.stop(signal.SIGTERM)
     assert denied(server) == []

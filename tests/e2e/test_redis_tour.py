@@ -27,7 +27,7 @@ from shared.redis.training.tinker_store import TinkerDownload, TinkerStore
 from shared.training import TrainerStatus, TrainingPoint
 from tests.e2e.rings import MODEL, ROOT, Ring
 from tests.redis.adapter_versions import publish
-from tests.waiting import wait_until
+from tests.waiting import HANG_S, wait_until
 
 PAGE = Path(ROOT) / "docs" / "redis.md"
 COMMANDS = re.findall(r"^\$R (.+?)\s*(?:# .*)?$", PAGE.read_text(), re.MULTILINE)
@@ -58,7 +58,7 @@ async def redis(served: Ring) -> AsyncIterator[Redis]:
 
 async def filled(served: Ring, redis: Redis) -> dict[str, str]:
     """Something under every heading; the names that the page leaves open."""
-    async with httpx.AsyncClient(base_url=served.url, timeout=60) as http:
+    async with httpx.AsyncClient(base_url=served.url, timeout=HANG_S) as http:
         body = {"model": MODEL, "prompt": "hello", "max_tokens": 8, "stream": True}
         stream = await http.post("/v1/completions", json={**body, "stream_options": {"include_event_ids": True}})
         request_id = re.findall(r'"id":"(cmpl-\w+)"', stream.text)[0]
@@ -194,17 +194,17 @@ async def test_the_channels_of_the_tour_speak(served: Ring, redis: Redis) -> Non
         listening = asyncio.create_task(listen())
         await publish(AdapterStore(redis), base="some other base", seed=1)
         await AdapterStore(redis).rollback("policy", version)
-        async with httpx.AsyncClient(base_url=served.url, timeout=60) as http:
+        async with httpx.AsyncClient(base_url=served.url, timeout=HANG_S) as http:
             body: dict[str, Any] = {"model": MODEL, "prompt": "hello", "max_tokens": 4}
             assert (await http.post("/v1/completions", json=body)).status_code == 200
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG_S):
             await listening
     assert heard == {"parallm:api:{*}:live", "parallm:adapters:events"}
 
 
 async def test_metrics_of_a_real_worker_add_up(served: Ring) -> None:
     labels = f'{{class="interactive",model_name="{MODEL}"}}'
-    async with httpx.AsyncClient(base_url=served.url, timeout=60) as http:
+    async with httpx.AsyncClient(base_url=served.url, timeout=HANG_S) as http:
         body = {"model": MODEL, "prompt": "hello", "max_tokens": 12, "ignore_eos": True}
         usage = (await http.post("/v1/completions", json=body)).json()["usage"]
         found: dict[str, float] = {}

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 
 from tests.e2e.rings import MODEL, Ring, ring
-from tests.waiting import wait_until
+from tests.waiting import HANG_S, wait_until
 
 STREAM = {"model": MODEL, "prompt": [7, 8, 9], "max_tokens": 1900, "ignore_eos": True, "stream": True}
 JOB = {
@@ -33,13 +33,13 @@ async def completions(http: httpx.AsyncClient, job: str) -> list[list[int]]:
     async def is_done() -> bool:
         return bool((await status(http, job))["status"] == "succeeded")
 
-    await wait_until(is_done, timeout_s=120)
+    await wait_until(is_done)
     lines = (await http.get(f"/v1/jobs/{job}/results")).raise_for_status()
     return [line["completion_ids"] for line in map(json.loads, lines.text.splitlines())]
 
 
 async def beside_a_full_batch(served: Ring) -> None:
-    async with httpx.AsyncClient(base_url=served.url, timeout=120) as http:
+    async with httpx.AsyncClient(base_url=served.url, timeout=HANG_S) as http:
         job = await submitted(http)
 
         async def is_full() -> bool:

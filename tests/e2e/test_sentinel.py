@@ -10,6 +10,7 @@ from api.cli.client import InferenceClient
 from tests.e2e.rings import PASSWORD, Ring, two_workers_over
 from tests.e2e.test_deaths import LONG, chunks, job, places, results_of
 from tests.redis.sentinels import Watched
+from tests.waiting import HANG_S
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +28,7 @@ def two_workers(watched: Watched, tmp_path_factory: pytest.TempPathFactory) -> I
 
 async def test_a_stream_and_a_job_go_on_at_the_new_primary(watched: Watched, two_workers: Ring) -> None:
     async with (
-        httpx.AsyncClient(base_url=two_workers.url, timeout=60) as http,
+        httpx.AsyncClient(base_url=two_workers.url, timeout=HANG_S) as http,
         InferenceClient(two_workers.url) as client,
     ):
         whole = (await http.post("/v1/completions", json=LONG)).json()["choices"][0]["text"]

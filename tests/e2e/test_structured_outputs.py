@@ -30,7 +30,7 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "measure", "schema": SC
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory):
     with ring(tmp_path_factory.mktemp("ring"), "--workers", "2", "--lease-ms", "1000") as started:
-        asyncio.run(wait_until(lambda: len(started.server.printed("worker.ready")) == 2, timeout_s=60))
+        asyncio.run(wait_until(lambda: len(started.server.printed("worker.ready")) == 2))
         yield started
 
 

@@ -11,6 +11,7 @@ from openai import OpenAI
 
 from tests.e2e.rings import MODEL, Ring, ring
 from tests.e2e.tool_model import write_tool_model
+from tests.waiting import HANG_S
 
 ASK = [{"role": "user", "content": "hello"}]
 SCHEMA = {
@@ -169,10 +170,12 @@ def test_a_stream_of_calls_resumes_where_it_stopped(served: Ring) -> None:
 
     made = []
     for cut in (1, 2, 9, 30):
-        with httpx.stream("POST", f"{served.openai_url}/chat/completions", json=body, timeout=60) as response:
+        with httpx.stream("POST", f"{served.openai_url}/chat/completions", json=body, timeout=HANG_S) as response:
             seen, last, stream_id = read(response.iter_lines(), until=cut)
         headers = {"Last-Event-ID": last}
-        with httpx.stream("GET", f"{served.openai_url}/streams/{stream_id}", headers=headers, timeout=60) as response:
+        with httpx.stream(
+            "GET", f"{served.openai_url}/streams/{stream_id}", headers=headers, timeout=HANG_S
+        ) as response:
             rest, _, _ = read(response.iter_lines())
         made.append(calls(seen + rest))
         assert (seen + rest)[-1]["choices"][0]["finish_reason"] in ("tool_calls", "length")

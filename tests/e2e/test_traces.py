@@ -14,7 +14,7 @@ import pytest
 from api.serve.embedded_redis import EmbeddedRedis
 from tests.e2e.collector import Collector, Span, collector
 from tests.e2e.rings import MODEL, ROOT, Process, Ring, ring
-from tests.waiting import wait_until
+from tests.waiting import HANG_S, wait_until
 
 KEY = "a-key-that-nobody-else-has"
 WORD = "peculiarword"  # in prompts and stop strings; may turn up nowhere
@@ -34,7 +34,7 @@ def received(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Ring, C
 
 def ask(served: Ring, path: str, body: dict[str, object], **headers: str) -> httpx.Response:
     told = {"authorization": f"Bearer {KEY}", **headers}
-    return httpx.post(f"{served.url}{path}", json=body, headers=told, timeout=60)
+    return httpx.post(f"{served.url}{path}", json=body, headers=told, timeout=HANG_S)
 
 
 def inside(spans: list[Span], parent: Span) -> dict[str, Span]:
@@ -112,7 +112,7 @@ def test_what_fails_says_so_and_probes_say_nothing(received: tuple[Ring, Collect
     [http] = [span for span in spans if span.id == work.parent]
     assert http.failed and http.attributes["http.response.status_code"] == 504
     for path in ("/livez", "/metrics", "/dashboard"):
-        httpx.get(f"{served.url}{path}", timeout=60)
+        httpx.get(f"{served.url}{path}", timeout=HANG_S)
     assert ask(served, "/v1/embeddings", {"model": MODEL, "input": "hello"}).status_code == 200
     spans = kept.wait_for(lambda found: any(span.name == f"embeddings {MODEL}" for span in found))
     assert {span.name for span in spans if span.kind == SERVER} <= {
@@ -150,7 +150,7 @@ def test_a_train_step_is_a_trace_of_what_it_consists_of(received: tuple[Ring, Co
         "--otlp-endpoint", kept.url, "--learning-rate", "1e-3",
     )  # fmt: skip
     try:
-        assert trainer.wait(90) == 0, trainer.output
+        assert trainer.wait() == 0, trainer.output
     finally:
         trainer.stop()
     steps = [span for span in kept.spans if span.name == "train step"]
@@ -188,7 +188,7 @@ def test_a_collector_that_is_away_costs_no_request_and_no_time_at_the_end(tmp_pa
             api, runner = processes[0], processes[1]
             served = Ring(api, api.wait_for_line(r"(http://127\.0\.0\.1:\d+)").group(1), redis.url)
             processes[2].wait_for_line("worker.ready")
-            asyncio.run(wait_until(lambda: httpx.get(f"{served.url}/readyz", timeout=60).status_code == 200))
+            asyncio.run(wait_until(lambda: httpx.get(f"{served.url}/readyz", timeout=HANG_S).status_code == 200))
             body = {"model": MODEL, "prompt": "hello", "max_tokens": 4}
             for _ in range(20):
                 assert ask(served, "/v1/completions", body).status_code == 200
@@ -197,7 +197,7 @@ def test_a_collector_that_is_away_costs_no_request_and_no_time_at_the_end(tmp_pa
             asyncio.run(wait_until(lambda: "job.finished" in runner.output))
             for process in processes:
                 process.popen.terminate()
-            assert [process.wait(60) for process in processes] == [0, 0, 0], "each ended in time, by itself"
+            assert [process.wait() for process in processes] == [0, 0, 0], "each ended in time, by itself"
         finally:
             for process in processes:
                 process.stop(signal.SIGKILL)
@@ -206,7 +206,7 @@ def test_a_collector_that_is_away_costs_no_request_and_no_time_at_the_end(tmp_pa
 def test_without_the_packages_the_flag_says_what_to_install(tmp_path: Path) -> None:
     blocked = "import sys; sys.modules['opentelemetry.sdk'] = None; from api.serve.main import main; sys.exit(main())"
     command = [sys.executable, "-c", blocked, "--otlp-endpoint", "http://127.0.0.1:4318", "--data-dir", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 2
     assert done.stderr.strip().endswith("--otlp-endpoint: traces need the extra of that name: "
                                         "pip install 'mlx-parallm[traces]'")  # fmt: skip

@@ -18,7 +18,7 @@ from shared.errors import ParallmError, SetupError
 from shared.jobs import SamplingOverrides
 from tests.e2e.rings import MODEL, ROOT, Process, Ring, ring
 from tests.e2e.trained.test_training_api import pair
-from tests.waiting import wait_until
+from tests.waiting import HANG_S, wait_until
 from trainer.learn.batches import Sample, SampleGroup
 from trainer.ring.http_client import HttpApi
 from trainer.ring.over_http import HttpSource
@@ -50,7 +50,7 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ring]:
 @pytest.fixture
 def http(keyed: Ring) -> Iterator[httpx.Client]:
     headers = {"Authorization": f"Bearer {KEY}"}
-    with httpx.Client(base_url=keyed.url, timeout=60, trust_env=False, headers=headers) as client:
+    with httpx.Client(base_url=keyed.url, timeout=HANG_S, trust_env=False, headers=headers) as client:
         yield client
 
 
@@ -90,7 +90,7 @@ def test_it_learns_shows_itself_and_leaves_no_jobs(keyed: Ring, http: httpx.Clie
         assert talks_to(process, keyed.url) and not talks_to(process, keyed.redis_url)
         told = status(http, "policy")
         assert told["training_enabled"] and told["trainer"]["train_step"] >= 1
-        assert process.wait(120) == 0, process.output
+        assert process.wait() == 0, process.output
     lines = read(tmp_path / "policy" / "metrics.jsonl")
     assert [line.train_step for line in lines] == list(range(8))
     assert any(line.taught for line in lines) and all(line.failed == 0 and not line.gate for line in lines)
@@ -137,9 +137,9 @@ def test_a_next_turn_goes_on_from_the_kv_of_the_answer(keyed: Ring, goes_on: boo
 def test_a_policy_has_one_trainer(keyed: Ring, http: httpx.Client, tmp_path: Path) -> None:
     posted = ("--source", "posted", "--parity-every", "0")
     with trainer(keyed, tmp_path / "first", "shared", *posted) as first:
-        asyncio.run(wait_until(lambda: (status(http, "shared")["trainer"] or {}).get("version") == 1, timeout_s=60))
+        asyncio.run(wait_until(lambda: (status(http, "shared")["trainer"] or {}).get("version") == 1))
         with trainer(keyed, tmp_path / "second", "shared", *posted, module="tests.e2e.hasty_trainer") as second:
-            assert second.wait(60) == 2 and "has a trainer already" in second.output
+            assert second.wait() == 2 and "has a trainer already" in second.output
         assert first.popen.poll() is None
 
 
@@ -161,7 +161,7 @@ def test_a_killed_one_resumes_and_an_api_that_dies_meanwhile_is_waited_for(
             api.kill()
             with contextlib.suppress(AssertionError):
                 asyncio.run(wait_until(lambda: bool(process.printed("train.api_away"))))
-        assert process.wait(120) == 0, process.output
+        assert process.wait() == 0, process.output
     assert process.printed("run.resumed")
     lines = read(tmp_path / "hard" / "metrics.jsonl")
     assert [line.train_step for line in lines] == list(range(8))
@@ -180,8 +180,8 @@ def test_orders_and_a_refused_version_go_the_same_way(keyed: Ring, http: httpx.C
     posted = ("--source", "posted", "--parity-every", "0", "--max-logprob-gap", "1e38", "--learning-rate")
     tame = trainer(keyed, tmp_path, "tame", *posted, "0.001")
     with tame as process, trainer(keyed, tmp_path, "wild", *posted, "1.0"):
-        asyncio.run(wait_until(lambda: (status(http, "tame")["trainer"] or {}).get("version") == 1, timeout_s=60))
-        asyncio.run(wait_until(lambda: (status(http, "wild")["trainer"] or {}).get("version") == 1, timeout_s=60))
+        asyncio.run(wait_until(lambda: (status(http, "tame")["trainer"] or {}).get("version") == 1))
+        asyncio.run(wait_until(lambda: (status(http, "wild")["trainer"] or {}).get("version") == 1))
         good = post("tame")
         assert (good["status"], good["lora"], good["checkpoint"]) == ("updated", "tame@2", "mine")
         saved = http.post("/training/checkpoint", json={"policy": "tame", "name": "later"}).json()
@@ -210,7 +210,7 @@ def test_what_keeps_it_from_training_is_said(
     keyed: Ring, tmp_path: Path, flags: tuple[str, ...], key: str, reason: str
 ) -> None:
     with trainer(keyed, tmp_path, "never", *flags, key=key) as process:
-        assert process.wait(60) == 2
+        assert process.wait() == 2
         assert reason in process.output
 
 
@@ -220,7 +220,7 @@ def test_a_judge_scores_for_it_over_http(keyed: Ring, tmp_path: Path) -> None:
     options = '{"model": "tiny", "template": "{prompt}{completion}", "marks": {"1": 0, "7": 1}}'
     flags = ("--task", "jsonl", "--dataset", str(data), "--reward", "judge", "--reward-options", options)
     with trainer(keyed, tmp_path, "judged", *flags, "--steps", "2", "--prompts-per-step", "2") as process:
-        assert process.wait(90) == 0, process.output
+        assert process.wait() == 0, process.output
     lines = read(tmp_path / "judged" / "metrics.jsonl")
     assert len(lines) == 2 and all(line.failed == 0 and 0 < line.reward < 1 for line in lines)
 

@@ -24,7 +24,7 @@ from api.tinker.protobuf import _MESSAGE
 from tests.e2e.bad_images import Sent, attack, bodies
 from tests.e2e.rings import MODEL, Ring, ring
 from tests.engine.vision_models import alone, codec, picture, png, whole_model, write_vision_model
-from tests.waiting import wait_until
+from tests.waiting import HANG_S, wait_until
 
 SIZES = [picture(seed).size for seed in (5, 6)]
 INPUTS = ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
@@ -160,7 +160,7 @@ def read_size(file: bytes) -> tuple[int, int]:
 
 
 def by_now(condition: Callable[[], bool]) -> None:
-    asyncio.run(wait_until(condition, 60))
+    asyncio.run(wait_until(condition))
 
 
 def block(seed: int) -> dict[str, Any]:
@@ -195,7 +195,7 @@ class Tinker:
         self._samples = itertools.count()
 
     def ask(self, route: str, status: int = 200, **body: Any) -> dict[str, Any]:
-        answer = httpx.post(self._url + route, json=body, timeout=60)
+        answer = httpx.post(self._url + route, json=body, timeout=HANG_S)
         assert answer.status_code == status, answer.text
         found: dict[str, Any] = answer.json()
         return found
@@ -204,7 +204,7 @@ class Tinker:
         """What comes of it; the SDK polls in this way."""
         while True:
             asked = {"request_id": placed["request_id"]}
-            answer = httpx.post(self._url + "retrieve_future", json=asked, timeout=60)
+            answer = httpx.post(self._url + "retrieve_future", json=asked, timeout=HANG_S)
             if answer.status_code != 408:
                 return answer
 
@@ -331,11 +331,11 @@ async def test_damaged_pictures_among_good_ones_are_answered_and_lose_nobody(ser
 
 async def test_clients_that_leave_amid_their_pictures_take_no_place_with_them(client: OpenAI, served: Ring) -> None:
     """Sixteen in one moment, of which the first holds a place of the processes that decode files."""
-    async with httpx.AsyncClient(base_url=served.url, timeout=60) as leaving, asyncio.TaskGroup() as group:
+    async with httpx.AsyncClient(base_url=served.url, timeout=HANG_S) as leaving, asyncio.TaskGroup() as group:
         for seed in range(100, 116):
             _, body = bodies(MODEL, Sent("", png(picture(seed, 900, 900))))[0]
             group.create_task(left(leaving, body))
-    assert ask(client, "What?", shown(60), timeout=60).usage.prompt_tokens > 20
+    assert ask(client, "What?", shown(60), timeout=HANG_S).usage.prompt_tokens > 20
 
 
 async def left(client: httpx.AsyncClient, body: dict[str, Any]) -> None:

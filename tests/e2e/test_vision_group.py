@@ -18,7 +18,7 @@ from tests.e2e.rings import MODEL, Ring, ring
 from tests.e2e.served.test_group import RANKS, children, worker_of
 from tests.e2e.test_vision import ask, shown
 from tests.engine.vision_models import alone, picture, whole_model, write_vision_model
-from tests.waiting import wait_until
+from tests.waiting import HANG_S, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ring]:
 
 @pytest.fixture
 def client(group: Ring) -> Iterator[OpenAI]:
-    with OpenAI(base_url=group.openai_url, api_key="none", max_retries=0, timeout=120) as made:
+    with OpenAI(base_url=group.openai_url, api_key="none", max_retries=0, timeout=HANG_S) as made:
         yield made
 
 

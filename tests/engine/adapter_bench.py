@@ -14,6 +14,7 @@ from shared.frames import TokenEvent, spans_of
 from shared.sequences import SamplingParams, SequenceSpec
 from tests.engine.adapter_models import MadeAdapter, make_adapter, twin
 from tests.engine.conftest import Bench
+from tests.waiting import HANG_S
 from worker.engine.batch.adapters import SlotConfig
 from worker.engine.engine import Engine
 from worker.engine.lora.slots import AdapterSlots
@@ -57,7 +58,7 @@ class AdapterBench(Bench):
         """
         self.publish(version)
         while version not in [manifest.id for manifest, _ in self.slots._read.copy()]:
-            assert self.woken.wait(60)
+            assert self.woken.wait(HANG_S)
             self.woken.clear()
 
     def run_amid_a_hot_load(self, rows: Sequence[SequenceSpec]) -> None:

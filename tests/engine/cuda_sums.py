@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from tests.waiting import HANG_S
 from worker.engine.ranks.cuda import sums
 
 SHAPES = ((1, 4096, mx.bfloat16), (32, 4096, mx.bfloat16), (3, 1000, mx.float16), (128, 5120, mx.bfloat16))
@@ -30,7 +31,7 @@ def start(ranks: int = 2) -> list[int]:
             subprocess.Popen([sys.executable, "-m", "tests.engine.cuda_sums", "rank"], env=os.environ | own)
         )
     try:
-        return [process.wait(150) for process in processes]
+        return [process.wait(HANG_S) for process in processes]
     finally:
         for process in processes:
             process.kill()

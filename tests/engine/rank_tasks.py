@@ -30,6 +30,7 @@ from tests.engine.adapter_bench import AdapterBench, row  # noqa: E402
 from tests.engine.adapter_models import MadeAdapter  # noqa: E402
 from tests.engine.conftest import Bench, prompt_of, spec  # noqa: E402
 from tests.engine.ranks import Channel, Task, joined  # noqa: E402
+from tests.waiting import HANG_S  # noqa: E402
 from trainer.hosted import rehearse  # noqa: E402
 from trainer.learn.batches import Sample, SampleGroup  # noqa: E402
 from trainer.learn.compute import finished  # noqa: E402
@@ -55,7 +56,6 @@ from worker.engine.ranks.cuda import sums  # noqa: E402
 from worker.engine.ranks.ranks import Ranks, one_after_another  # noqa: E402
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-PATIENCE_S = 30  # for another rank
 SHARDING: Any = "tensor"  # of the ranks
 GRAMMAR = json.dumps({"grammars": [{"json_schema": SCHEMA}]})
 
@@ -456,7 +456,7 @@ def comes_back(group: Any, folder: str) -> Any:
         came = bool((told_B1H == group.size() - 1).all())
         got.touch()
         return {"came": came}
-    ends = time.monotonic() + PATIENCE_S
+    ends = time.monotonic() + HANG_S
     while not got.exists() and time.monotonic() < ends:
         time.sleep(0.01)
     came = got.exists()

@@ -11,6 +11,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -21,12 +22,12 @@ from typing import Any
 import mlx.core as mx
 import msgspec
 
+from tests.waiting import HANG_S
 from worker.engine.engine import Engine
 from worker.engine.ranks.ranks import Ranks
 from worker.engine.ranks.turns import Consent, Seen, TurnFacts
 from worker.group.backend import let_sockets_wait
 
-PATIENCE_S = 240.0
 _KEY = b"ranks of one test"
 
 
@@ -48,7 +49,9 @@ def start(count: int, folder: Path, tasks: Sequence[Task], sharding: str = "tens
     command = [sys.executable, "-m", "tests.engine.rank_tasks", str(folder), sharding]
     ranks = [subprocess.Popen(command, env=_environment(folder, rank)) for rank in range(count)]
     try:
-        codes = [rank.wait(PATIENCE_S) for rank in ranks]
+        until = time.monotonic() + HANG_S
+        while None in (codes := [rank.poll() for rank in ranks]) and not any(codes) and time.monotonic() < until:
+            time.sleep(0.05)  # the others may wait for one that has failed
     finally:
         for rank in ranks:
             rank.kill()

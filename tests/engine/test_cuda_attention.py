@@ -85,7 +85,7 @@ def test_packed_kv_of_every_number_of_bits() -> None:
         queries = drawn(ROWS, 8, 1, size, dtype=dtype)
         packed = [packing.pack(drawn(ROWS, kv_heads, 1024, size, dtype=dtype))[..., :777, :] for _ in range(2)]
         one = [each[..., 5:6, :] for each in (drawn(ROWS, kv_heads, 9, size, dtype=dtype) for _ in range(2))]
-        for told, each in zip(cuda_attention.pack(*one, bits, group_size), one, strict=True):
+        for told, each in zip(cuda_attention.pack(*one, bits, group_size, packing.words(size)), one, strict=True):
             assert mx.array_equal(told, packing.pack(each))
         mask = seen_by(777)
         keys, values = (packing.unpack(each, size) for each in packed)

@@ -1,4 +1,4 @@
-"""Plain KV written and read in place on CUDA: steps say what they say by MLX's updates; without CUDA these stay."""
+"""KV, plain or packed, written and read in place on CUDA: steps say what they say by MLX's updates."""
 
 from itertools import product
 from pathlib import Path
@@ -16,7 +16,8 @@ from worker.engine.engine import Engine
 from worker.engine.kv.cuda import attention as cuda_attention
 from worker.engine.kv.cuda import place
 from worker.engine.kv.kinds import ragged, take_back
-from worker.engine.kv.ragged import are_plain, have_written, with_room
+from worker.engine.kv.quantised import BatchQuantisedKVCache, Packing
+from worker.engine.kv.ragged import have_written, may_be_in_place, packing_of, with_room
 from worker.engine.messages import EngineConfig, RowRequest, SpeculationConfig
 from worker.engine.model.cuda.rotary import Rotary
 from worker.engine.model.loader import LoadedModel, load_model
@@ -44,7 +45,7 @@ def test_room_is_behind_what_is_written_and_what_is_counted_is_what_an_update_co
         for each in both:
             take_back(each, [1, 0, 3], [0, 0, 0])
     (ours,), (theirs,) = both
-    assert are_plain([ours])
+    assert may_be_in_place([ours])
     end, held = ours._idx, mx.array(ours.keys)
     ((keys, values),) = with_room([ours], 3)
     assert keys is ours.keys and values is ours.values
@@ -59,12 +60,35 @@ def test_room_is_behind_what_is_written_and_what_is_counted_is_what_an_update_co
     assert places_B == [ours._idx - each for each in behind], "where a row ends is its padding and what it has read"
 
 
+@pytest.mark.parametrize("apart", [False, True])
+def test_packed_kv_has_the_same_room(apart: bool) -> None:
+    packing = Packing(8, 64, mx.float16, "packed")
+    plain, packed = BatchKVCache([0, 2, 1]), BatchQuantisedKVCache(packing, [0, 2, 1])
+    for length in (300, 2):  # as a prompt and a step that is not in place leave it
+        new = [mx.random.normal((3, 2, length, 64)) for _ in range(2)]
+        plain.update_and_fetch(*new)
+        packed.update_and_fetch(*new)
+    both = [ragged([each]) if apart else [each] for each in (plain, packed)]
+    if apart:
+        for each in both:
+            take_back(each, [1, 0, 3], [0, 0, 0])
+    for each in both:
+        assert may_be_in_place(each)
+        assert with_room(each, 2)[0][0].shape[2] == 512
+    assert packing_of(both[1]) == packing and packing_of(both[0]) is None
+    assert both[1][0].keys.shape[3] == packing.words(64)
+    assert not may_be_in_place([plain, packed]) and not may_be_in_place([packed, plain]), "a model of both"
+    unpacked = BatchQuantisedKVCache(Packing(8, 64, mx.float16), [0, 2, 1])
+    unpacked.update_and_fetch(*new)
+    assert not may_be_in_place([unpacked]), "which its model's attention cannot read as it is"
+
+
 def test_other_kv_is_not_written_in_place() -> None:
     window = BatchRotatingKVCache(8, [0, 0])
     window.update_and_fetch(*(mx.zeros((2, 2, 3, 4)) for _ in range(2)))
-    assert not are_plain([window]) and not are_plain([batch(), window])
-    assert not are_plain([BatchKVCache([0, 0])]), "nothing is written yet"
-    assert not are_plain(ragged([window]))
+    assert not may_be_in_place([window]) and not may_be_in_place([batch(), window])
+    assert not may_be_in_place([BatchKVCache([0, 0])]), "nothing is written yet"
+    assert not may_be_in_place(ragged([window]))
     if mx.default_device() == mx.Device(mx.cpu):
         plain = BatchKVCache([0, 0])
         plain.update_and_fetch(*(mx.zeros((2, 2, 3, 64)) for _ in range(2)))
@@ -90,7 +114,7 @@ def test_attention_in_place() -> None:
             padding = [0, end // 3, end - at_once]
             ends = [end - behind, end, end]
             offset = mx.array([last - at_once - each for last, each in zip(ends, padding, strict=True)])
-            out = cuda_attention.attention_in_place(queries, keys, values, SCALE, offset, mx.array(padding))
+            out = cuda_attention.attention_in_place(queries, (keys, values), SCALE, (offset, mx.array(padding)))
             for row, last in enumerate(ends):
                 seen = mask[row : row + 1, ..., end - last :] if last < end else mask[row : row + 1]
                 part = slice(row, row + 1)
@@ -100,18 +124,44 @@ def test_attention_in_place() -> None:
 
 
 @needs_cuda
+def test_attention_in_packed_place() -> None:
+    """As over plain KV that holds what was packed."""
+    for bits, group_size, dtype, size, heads, kv_heads, at_once in (
+        (8, 64, mx.bfloat16, 128, 32, 8, 1),
+        (8, 64, mx.bfloat16, 64, 8, 2, 3),
+        (8, 32, mx.float32, 128, 4, 4, 1),
+        (4, 64, mx.bfloat16, 128, 16, 8, 1),
+        (4, 128, mx.float16, 256, 4, 2, 5),
+    ):
+        packing, room = Packing(bits, group_size, dtype, "packed"), 1024
+        for end in (64, 1000):
+            queries = drawn(3, heads, at_once, size, dtype=dtype)
+            packed = [packing.pack(drawn(3, kv_heads, room, size, dtype=dtype)) for _ in range(2)]
+            keys, values = (packing.unpack(each, size)[..., :end, :] for each in packed)
+            padding = mx.array([0, end // 3, end - at_once])
+            rows = end - at_once - padding, padding
+            out = cuda_attention.attention_in_place(queries, packed, SCALE, rows, bits, group_size)
+            made = out.reshape(3, at_once, heads, size).swapaxes(1, 2).astype(mx.float32)
+            close = wanted(queries, keys, values, seen_by(end, at_once))
+            assert mx.allclose(made, close, atol=2e-2 if dtype != mx.float32 else 1e-4)
+
+
+@needs_cuda
+@pytest.mark.parametrize("packing", [None, Packing(8, 64, mx.bfloat16), Packing(4, 32, mx.bfloat16)], ids=str)
 @pytest.mark.parametrize("normed", [True, False])
-def test_keys_and_values_are_written_where_their_row_ends(normed: bool) -> None:
+def test_keys_and_values_are_written_where_their_row_ends(normed: bool, packing: Packing | None) -> None:
     heads, size, rotary = (4, 2, 2), 128, Rotary.of(nn.RoPE(128), 128)
     assert rotary is not None
     norms = [drawn(size), drawn(size)] if normed else []
     for count in (1, 3):
         qkv, offset, padding = drawn(3 * count, 8 * size), mx.array([0, 7, 200]), mx.array([5, 0, 50])
-        kv = drawn(3, 2, 256, size), drawn(3, 2, 256, size)
-        copies = [mx.array(each) for each in kv]
-        mx.eval(copies, kv)
+        kv = [drawn(3, 2, 256, size) for _ in range(2)]
         q, *new = rotary(qkv, heads, norms, 1e-6, offset)
-        assert mx.array_equal(rotary.placed(qkv, heads, norms, 1e-6, (offset, padding), kv), q)
+        if packing is not None:
+            kv, new = ([packing.pack(each) for each in part] for part in (kv, new))
+        copies = [each + 0 for each in kv]
+        mx.eval(copies, kv)
+        assert mx.array_equal(rotary.placed(qkv, heads, norms, 1e-6, (offset, padding), kv, packing), q)
         for held, copy, each in zip(kv, copies, new, strict=True):
             for row, at in enumerate((5, 7, 250)):
                 copy[row, :, at : at + count] = each[row]
@@ -180,8 +230,11 @@ def said(loaded: LoadedModel, guesses: dict[str, tuple[int, ...]]) -> dict[str, 
 
 
 @needs_cuda
-def test_rows_come_and_go_and_are_taken_back_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded = load_model(EngineConfig(str(write_model(tmp_path / "m", QWEN3_BENCH))))
+@pytest.mark.parametrize("bits", [0, 8])
+def test_rows_come_and_go_and_are_taken_back_in_place(
+    bits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = load_model(EngineConfig(str(write_model(tmp_path / "m", QWEN3_BENCH)), kv_bits=bits))
     steps = 0
     is_for = place.is_for
 

@@ -12,6 +12,7 @@ import pytest
 from shared.sequences import SequenceSpec
 from tests.engine.conftest import prompt_of, spec
 from tests.engine.test_thread import Outbox
+from tests.waiting import HANG_S
 from worker.engine.kv.disk import tier
 from worker.engine.messages import DiskConfig, EngineConfig, RowRequest
 from worker.engine.thread import EngineThread
@@ -38,7 +39,7 @@ class Served(Outbox):
 
     def until_files(self, count: int) -> None:
         """So many are known; the figure is of the latest turn."""
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + HANG_S
         while self.engine.stats().disk.files < count:
             assert time.monotonic() < deadline, "the files were not found"
             self.finish(spec(f"turn{time.monotonic_ns()}", prompt_of(5), max_tokens=1))

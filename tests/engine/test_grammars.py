@@ -14,6 +14,7 @@ from shared.sequences import SequenceSpec
 from shared.text import grammar
 from tests.engine.conftest import Bench, prompt_of, spec
 from tests.engine.small_models import EOS
+from tests.waiting import HANG_S
 from worker.engine.messages import EngineConfig, RowRequest
 from worker.engine.model.loader import LoadedModel
 from worker.engine.sampling import grammars
@@ -179,7 +180,7 @@ def test_the_thread_compiles_beside_the_loop(llama_folder: object) -> None:
     thread.start()
     try:
         thread.submit([RowRequest(constrained("s", PERSON))])
-        assert ended.wait(60)
+        assert ended.wait(HANG_S)
     finally:
         assert thread.stop()
     tokens = [token for event in events for token in event.tokens]
@@ -199,7 +200,7 @@ class Gate:
         def held(text: str, tokenizer: LLTokenizer) -> LLMatcher:
             self.begun.append(text)
             self._at_it.release()
-            until = time.monotonic() + 60
+            until = time.monotonic() + HANG_S
             while not self.open.is_set() and not self.let.acquire(timeout=0.02):
                 assert time.monotonic() < until, "nobody opens it"
             return compile_(text, tokenizer)
@@ -209,7 +210,7 @@ class Gate:
     def wait_for(self, count: int) -> None:
         """Until so many more have come to it: a thread may have taken one and not come yet."""
         for _ in range(count):
-            assert self._at_it.acquire(timeout=60)
+            assert self._at_it.acquire(timeout=HANG_S)
 
 
 def test_one_owner_s_grammars_leave_the_others_their_turn(llama: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,7 +227,7 @@ def test_one_owner_s_grammars_leave_the_others_their_turn(llama: LoadedModel, mo
     assert other in gate.begun[grammars.THREADS :], "before the rest of the first owner's"
     gate.open.set()
     for _ in places:
-        assert compiled.acquire(timeout=60)
+        assert compiled.acquire(timeout=HANG_S)
     compiling.close()
     assert all(place.ready for place in places)
 
@@ -247,9 +248,9 @@ def test_a_cancelled_row_s_grammar_is_not_begun(llama_folder: object, monkeypatc
     try:
         thread.submit([RowRequest(constrained(seq, text)) for seq, text in texts.items()])
         thread.cancel("c")
-        assert cancelled.wait(60)
+        assert cancelled.wait(HANG_S)
         gate.open.set()
-        assert ended.wait(60)
+        assert ended.wait(HANG_S)
     finally:
         gate.open.set()
         assert thread.stop()

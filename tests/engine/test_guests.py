@@ -15,6 +15,7 @@ from shared.errors import EngineError
 from tests.engine.conftest import Bench, prompt_of, spec
 from tests.engine.small_models import QWEN3, write_model
 from tests.engine.test_thread import Outbox
+from tests.waiting import HANG_S
 from trainer.hosted import rehearse
 from trainer.learn.batches import Sample, SampleGroup
 from trainer.learn.gate import GateLimits
@@ -27,7 +28,6 @@ from worker.engine.lora.slots import AdapterSlots
 from worker.engine.messages import EngineConfig, RowRequest
 from worker.engine.model.loader import LoadedModel, load_model
 from worker.engine.thread import EngineThread
-from worker.guest import Lodging
 
 Work = Generator[None, None, Any]
 
@@ -139,6 +139,26 @@ def test_time_without_guests_is_not_saved_up_for_a_burst() -> None:
     assert later.done <= 12
 
 
+def test_work_for_an_idle_engine_waits_until_no_row_is_there_and_others_pass_it() -> None:
+    clock = Clock()
+    guests, patient, other = Guests(0.5, clock), Labour(clock, 1.0, units=3), Labour(clock, 1.0, units=5)
+    guests.add(patient, when := Future[Any](), when_idle=True)
+    for decoding in (True, False):  # rows decode, or wait for an adapter
+        for _ in range(10):
+            guests.between_steps(decoding=decoding, decode_s=1.0)
+    assert patient.done == 0 and not guests.waits(is_idle=False) and guests.waits(is_idle=True)
+    guests.add(other, Future())
+    for _ in range(20):
+        guests.between_steps(decoding=True, decode_s=1.0)
+    assert (patient.done, other.done) == (0, 5)
+    guests.between_steps(decoding=False, decode_s=0.0, is_idle=True)
+    guests.between_steps(decoding=True, decode_s=1.0)
+    assert patient.done == 1, "it gives way to the row that has come"
+    while guests.waits(is_idle=True):
+        guests.between_steps(decoding=False, decode_s=0.0, is_idle=True)
+    assert when.result(0) == 3
+
+
 def test_a_share_of_nothing_works_on_an_idle_engine_only() -> None:
     guests, labour, _ = hosting(0.0, 1.0)
     for _ in range(50):
@@ -158,7 +178,7 @@ def test_pieces_run_in_order_and_an_error_concerns_its_owner_alone() -> None:
 
     guests.add(fails, broken)
     guests.add(Labour(Clock(), 1.0, units=1), last)
-    while guests.waiting:
+    while guests.waits(False):
         guests.between_steps(decoding=False, decode_s=0.0)
     assert first.result(0) == 2 and last.result(0) == 1
     with pytest.raises(RuntimeError, match="out of memory"):
@@ -170,7 +190,7 @@ def test_cancelled_work_is_closed_after_the_unit_that_ran() -> None:
     guests.between_steps(decoding=False, decode_s=0.0)
     assert future.cancel() and not labour.closed
     guests.between_steps(decoding=False, decode_s=0.0)
-    assert labour.closed and labour.done == 1 and not guests.waiting
+    assert labour.closed and labour.done == 1 and not guests.waits(False)
 
 
 def test_work_that_a_stopped_engine_did_not_finish_fails(llama_folder: Path) -> None:
@@ -185,11 +205,11 @@ def test_work_that_a_stopped_engine_did_not_finish_fails(llama_folder: Path) -> 
             yield
 
     futures = [engine.run_between_steps(endless), engine.run_between_steps(endless)]
-    assert begun.wait(60)
+    assert begun.wait(HANG_S)
     assert engine.stop()
     for future in (*futures, engine.run_between_steps(endless)):
         with pytest.raises(EngineError, match="stopped"):
-            future.result(5)
+            future.result(HANG_S)
 
 
 def test_units_run_in_the_engines_thread_while_it_has_nothing_else_to_do(llama_folder: Path) -> None:
@@ -201,7 +221,7 @@ def test_units_run_in_the_engines_thread_while_it_has_nothing_else_to_do(llama_f
         yield
         return threading.current_thread().name
 
-    assert engine.run_between_steps(where).result(20) == "engine"
+    assert engine.run_between_steps(where).result(HANG_S) == "engine"
     assert engine.stats().guests.units == 2
     assert engine.stop()
 
@@ -250,7 +270,7 @@ def test_rows_are_the_same_token_for_token_while_training_runs(served: LoadedMod
     student, guests, losses = learner(served), Guests(0.5), list[Any]()
 
     def train(bench: Bench) -> None:
-        if not guests.waiting:
+        if not guests.waits(False):
             step = len(losses)
             losses.append(Future[Any]())
             guests.add(lambda: student.train(batch(), step, step, [(1, 2, 3)]), losses[-1])
@@ -287,7 +307,7 @@ def test_a_worker_that_trains_holds_one_base_and_the_trainers_own_state(tmp_path
             return function()
             yield
 
-        return engine.run_between_steps(work).result(60)
+        return engine.run_between_steps(work).result(HANG_S)
 
     engine.submit([RowRequest(spec(f"s{i}", prompt_of(8), max_tokens=1800)) for i in range(4)])
     outbox.wait(lambda: len(outbox.events) > 20)
@@ -295,7 +315,7 @@ def test_a_worker_that_trains_holds_one_base_and_the_trainers_own_state(tmp_path
     students = [call(lambda: learner(loaded))]
     for step in range(2):
         work = engine.run_between_steps(lambda step=step: students[0].train(batch()[:1], step, step, [(1, 2)]))
-        assert work.result(60).report.updated
+        assert work.result(HANG_S).report.updated
     hosted, state = call(mx.get_active_memory), call(students[0].snapshot)
     own = sum(value.nbytes for part in (state.adapter, state.optimizer) for value in part.values())
     assert not outbox.finished("s0"), "both were measured while rows decode"
@@ -330,20 +350,6 @@ def test_rows_finish_while_an_endless_guest_works(llama_folder: Path) -> None:
     assert not future.done()
     future.cancel()
     assert engine.stop()
-
-
-def test_a_guest_that_cannot_prepare_leaves_the_worker_alone() -> None:
-    asked = []
-
-    class Broken:
-        def prepare(self, place: Any) -> None:
-            asked.append(place)
-            raise RuntimeError("no memory")
-
-    place: Any = object()
-    for guest in (None, object(), Broken()):
-        Lodging(guest, end_with_guest=False).prepare(place)  # type: ignore[arg-type]
-    assert asked == [place]
 
 
 @pytest.mark.long

@@ -17,6 +17,7 @@ from tests.engine.test_thread import Outbox
 from tests.engine.test_trainer_loop import settings
 from tests.training.in_process import InProcessSource, MemorySink
 from tests.training.run import train
+from tests.waiting import HANG_S
 from trainer import hosted
 from trainer.hosted import HostedTrainer, hosted_settings
 from trainer.learn.compute import EngineHost
@@ -151,7 +152,7 @@ def refused(tries: int, loop: Any) -> None:
 def test_what_may_pass_is_tried_again(monkeypatch: pytest.MonkeyPatch, each: Any, tries: int, done: bool) -> None:
     run = Run(monkeypatch, each)
     trainer = run.start()
-    assert run.ended.wait(60)
+    assert run.ended.wait(HANG_S)
     trainer.stop(5)
     assert (run.tries, run.done) == (tries, [done])
     assert not any(loop() for loop in run.loops), "a trainer that has ended holds no memory"
@@ -164,7 +165,7 @@ def test_another_try_goes_on_from_the_last_checkpoint_however_the_run_began(
     path.write_text("resume: no\n")
     run = Run(monkeypatch, out_of_memory_twice)
     trainer = run.start(path)
-    assert run.ended.wait(60)
+    assert run.ended.wait(HANG_S)
     trainer.stop(5)
     assert run.resumed == ["no", "latest", "latest"]
 
@@ -172,9 +173,9 @@ def test_another_try_goes_on_from_the_last_checkpoint_however_the_run_began(
 def test_a_run_that_does_not_end_in_time_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(monkeypatch, forever)
     trainer = run.start()
-    assert run.begun.wait(60)
+    assert run.begun.wait(HANG_S)
     trainer.stop(0.01)
-    assert run.ended.wait(60) and run.done == [False]
+    assert run.ended.wait(HANG_S) and run.done == [False]
 
 
 @pytest.mark.parametrize(

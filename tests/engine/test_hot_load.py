@@ -21,7 +21,7 @@ from tests.engine.adapter_bench import make_versions, row
 from tests.engine.adapter_models import MadeAdapter
 from tests.engine.conftest import prompt_of
 from tests.engine.small_models import LLAMA, write_model
-from tests.waiting import wait_until
+from tests.waiting import HANG_S, wait_until
 from worker.adapters.cache import DiskCache
 from worker.adapters.sync import AdapterSync
 from worker.engine.batch.adapters import AdapterStats, SlotConfig
@@ -84,7 +84,7 @@ class Worker:
         return [event.version for event in self.events.get(seq, []) for _ in event.tokens]
 
     async def until(self, condition: Any) -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG_S):
             while not condition():
                 self._changed.clear()
                 await self._changed.wait()
@@ -253,14 +253,14 @@ async def test_a_worker_that_ends_in_mid_load_serves_the_version_after_a_restart
 
     def slow_read(*arguments: Any) -> Any:
         reading.set()
-        assert go.wait(60)
+        assert go.wait(HANG_S)
         return read(*arguments)
 
     monkeypatch.setattr(adapter_reader, "read_adapter", slow_read)
     worker = ring.new_worker("w1")
     async with worker:
         await ring.publish("math", "a@1", worker.base_sha256)
-        assert await asyncio.to_thread(reading.wait, 60)
+        assert await asyncio.to_thread(reading.wait, HANG_S)
         threading.Timer(0.2, go.set).start()  # the engine is told to stop before that
     monkeypatch.undo()
     again = await ring.worker("w1")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from transformers.utils import logging as transformers_logging
 
 from shared.errors import SetupError
 from shared.text.codec import TextCodec
@@ -28,6 +29,45 @@ def test_the_card_describes_the_model(llama: LoadedModel) -> None:
     assert card.modules["model.embed_tokens"] == (320, 64)
     assert len(card.modules) == 16
     assert llama.kv_limit_bytes > 1 << 20
+
+
+LLAMA_3 = r"""(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+"""
+SINGLE, PAIR = [ord("1"), ord("2")], [256]
+
+
+@pytest.mark.parametrize(
+    ("of", "ids"),
+    [
+        ({"model_type": "mistral", "transformers_version": "4.50.0"}, SINGLE),
+        ({"model_type": "mistral"}, SINGLE),
+        ({"model_type": "mistral", "transformers_version": "5.1.0"}, PAIR),
+        ({"model_type": "llama", "transformers_version": "4.57.3"}, PAIR),
+        ({"model_type": "llama"}, PAIR),
+    ],
+)
+def test_the_wrong_split_of_older_mistral_folders_is_mended_and_no_other(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, of: dict[str, str], ids: list[int]
+) -> None:
+    write_model(tmp_path, LLAMA)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | of))
+    file = json.loads((tmp_path / "tokenizer.json").read_text())
+    vocab = file["model"]["vocab"]  # more than 100,000: of such a size are those in question
+    vocab["12"] = 256
+    vocab |= {f"<unused-{at}>": at for at in range(260, 100_100)}
+    file["model"]["merges"] = [["1", "2"]]
+    for at, token in enumerate(file["added_tokens"], 257):
+        token["id"] = vocab[token["content"]] = at
+    split = {"type": "Split", "pattern": {"Regex": LLAMA_3}, "behavior": "Isolated", "invert": False}
+    file["pre_tokenizer"] = {
+        "type": "Sequence",
+        "pretokenizers": [split, {**file["pre_tokenizer"], "use_regex": False}],
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(file))
+    transformers_logging.enable_propagation()
+    loaded = load_model(EngineConfig(str(tmp_path)))
+    assert TextCodec(loaded.tokenizer).encode("12", add_special_tokens=False) == ids
+    assert "incorrect regex" not in caplog.text
 
 
 def test_the_tokenizer_travels(llama: LoadedModel) -> None:

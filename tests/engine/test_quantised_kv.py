@@ -16,6 +16,7 @@ from tests.engine.adapter_models import make_adapter
 from tests.engine.conftest import Bench, prompt_of, spec
 from tests.engine.kv_models import GROUP, QUANTISED, small
 from tests.engine.small_models import LLAMA, TINY_SHAPE, write_model
+from tests.waiting import HANG_S
 from worker.engine.batch.adapters import SlotConfig
 from worker.engine.kv.cuda import attention as cuda_attention
 from worker.engine.kv.kinds import leaves
@@ -112,7 +113,7 @@ def test_rows_of_several_adapters_share_the_batch(llama_folder: Path, tmp_path: 
     bench.submit(*specs)
     bench.run()
     while bench.engine.has_rows:  # the adapter is read beside the turns
-        assert read.wait(60)
+        assert read.wait(HANG_S)
         read.clear()
         bench.turn()
         bench.run()

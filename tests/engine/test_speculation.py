@@ -24,6 +24,7 @@ from tests.engine.adapter_bench import AdapterBench, make_versions, row
 from tests.engine.adapter_models import MadeAdapter
 from tests.engine.conftest import Bench, SpiedModel, prompt_of, spec
 from tests.engine.kv_models import Model
+from tests.waiting import HANG_S
 from worker.engine.batch.keeping import Keeping
 from worker.engine.batch.row import Row
 from worker.engine.batch.row_model import RowModel
@@ -479,7 +480,7 @@ def test_a_step_is_read_and_told_while_the_next_one_is_given_out(
     def behind_the_other(step: Unread, next_B: mx.array) -> None:
         before = cast(batch.SpeculatingBatch, bench.engine._batch)._unread
         if before is not None and before is not step:
-            waited.append(looked.wait(5))
+            waited.append(looked.wait(HANG_S))
             looked.clear()
         give_out(step, next_B)
 

@@ -13,6 +13,7 @@ import pytest
 from shared.errors import SetupError
 from shared.frames import TokenEvent
 from tests.engine.conftest import prompt_of, spec
+from tests.waiting import HANG_S
 from worker.engine.messages import EngineConfig, RowRequest, StepOutput
 from worker.engine.thread import EngineThread
 
@@ -41,7 +42,7 @@ class Outbox:
 
     def wait(self, condition: Callable[[], bool]) -> None:
         with self._changed:
-            assert self._changed.wait_for(condition, 100), "the condition never came"
+            assert self._changed.wait_for(condition, HANG_S), "the condition never came"
 
     def finished(self, seq: str) -> bool:
         return any(event.seq == seq and event.finish is not None for event in self.events)
@@ -85,14 +86,14 @@ def test_cancel_reaches_a_running_sequence(engine: EngineThread, outbox: Outbox)
 def test_stats_stay_fresh_while_it_idles(engine: EngineThread, outbox: Outbox) -> None:
     engine.submit([RowRequest(spec("s", prompt_of(5)))])
     outbox.wait(lambda: outbox.finished("s"))
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + HANG_S
     while engine.stats().rows and time.monotonic() < deadline:
         pass
     stats = engine.stats()
     assert (stats.rows, stats.waiting, stats.tokens, stats.kv_bytes) == (0, 0, 8, 0)
     assert stats.kv_limit_bytes > 0
     asked_ms = time.monotonic_ns() // 1_000_000
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + HANG_S
     while engine.stats().last_step_ms < asked_ms:
         assert time.monotonic() < deadline, "an idle engine says nothing of itself"
 
@@ -151,7 +152,7 @@ engine = EngineThread(EngineConfig(sys.argv[1]), lambda output: some.set(), lamb
 engine.start()
 sampling = SamplingParams(max_tokens=900, seed=1, ignore_eos=True)
 engine.submit([RowRequest(SequenceSpec(str(i), "m", (1, 2, 3), sampling)) for i in range(4)])
-assert some.wait(60)
+assert some.wait()
 if sys.argv[2] == "stop":
     assert engine.stop()
 print("end of program")
@@ -163,7 +164,7 @@ def test_a_process_that_stops_in_mid_generation_exits_cleanly(llama_folder: Path
         [sys.executable, "-c", PROGRAM, str(llama_folder), "stop"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG_S,
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
     )

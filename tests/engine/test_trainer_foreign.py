@@ -88,7 +88,7 @@ class Attended:
         self.training = asyncio.create_task(train(self.run, self.sink, orders=self.person, on_loop=self.loops.append))
 
     async def paused(self) -> TrainLoop:
-        await wait_until(lambda: self.training.done() or bool(self.loops and _held(self.loops[0])), timeout_s=60)
+        await wait_until(lambda: self.training.done() or bool(self.loops and _held(self.loops[0])))
         assert not self.training.done(), "nobody was asked"
         return self.loops[0]
 
@@ -225,7 +225,7 @@ async def test_a_deleted_policy_is_published_anew_only_when_a_person_says_so(tmp
     person, loops = Person(), list[TrainLoop]()
     run = settings(tmp_path, parity_every=0, steps=4)
     training = asyncio.create_task(train(run, sink, orders=person, on_loop=loops.append, wrap_source=Waiting))
-    await wait_until(lambda: training.done() or bool(loops and _held(loops[0])), timeout_s=60)
+    await wait_until(lambda: training.done() or bool(loops and _held(loops[0])))
     assert not training.done() and "deleted" in sink.alerts[0][1]
     assert isinstance(await person.ask(ResumeOrder("adopt"), "adopt"), Refusal)
     assert isinstance(await person.ask(ResumeOrder("override"), "override"), ResumeAnswer)

@@ -11,6 +11,8 @@ import msgspec
 import numpy as np
 import pytest
 
+from tests.waiting import HANG_S
+
 pytest.importorskip("mlx_vlm")
 
 from shared.errors import EngineError
@@ -248,7 +250,7 @@ def test_a_disk_that_hangs_or_is_none_keeps_no_image_waiting(
 ) -> None:
     hangs = threading.Event()
     monkeypatch.setattr(album, "PATIENCE_S", 0.05)
-    monkeypatch.setattr(Folder, "read", lambda *_: hangs.wait(60) and b"")
+    monkeypatch.setattr(Folder, "read", lambda *_: hangs.wait(HANG_S) and b"")
     made = album.Album(DiskConfig(str(tmp_path)), seeing.card, in_thread=True)
     bench = Gaze(seeing)
     bench.engine._gallery._album = made

@@ -1,29 +1,73 @@
-"""What is measured and warmed up before the first row."""
+"""What is measured and warmed up while no row is there."""
 
+import threading
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
 
 import mlx.core as mx
+import msgspec
 import pytest
 
+from tests.engine.adapter_bench import AdapterBench
+from tests.engine.adapter_models import make_adapter
 from tests.engine.conftest import Bench, prompt_of, spec
+from tests.engine.test_thread import Outbox
+from tests.waiting import wait_until
+from worker.engine import warm_up
+from worker.engine.batch.row_model import RowModel
+from worker.engine.between_steps import Work
+from worker.engine.engine import Engine
 from worker.engine.kv.prefix_cache import PrefixCache
-from worker.engine.messages import EngineConfig, SpeculationConfig
+from worker.engine.messages import EngineConfig, RowRequest, SpeculationConfig, StepOutput
 from worker.engine.model.loader import LoadedModel
 from worker.engine.speculation.batch import Flags, SpeculatingBatch
 from worker.engine.speculation.lookup import Ids
-from worker.engine.warm_up import CHUNKS, CPU_CHUNKS, largest_chunk, largest_width, prepare, rehearse, usual_rows
+from worker.engine.thread import EngineThread
+from worker.engine.warm_up import (
+    CHUNKS,
+    CPU_CHUNKS,
+    Forward,
+    WarmUp,
+    begun,
+    largest_chunk,
+    largest_width,
+    rehearse,
+    usual_rows,
+)
+
+T = TypeVar("T")
 
 
-def forward(start_s: float, each_s: float, area_s: float = 0.0) -> Callable[[int, int], float]:
+def found(work: Work[T]) -> T:
+    """What comes of it in the end."""
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
+
+
+def machine(seconds: Callable[[int, int], float]) -> Forward:
+    """One whose forwards of so many rows of such a width take that."""
+
+    def forward(rows: int, width: int) -> Work[float]:
+        yield
+        return seconds(rows, width)
+
+    return forward
+
+
+def forward(start_s: float, each_s: float, area_s: float = 0.0) -> Forward:
     """A machine that takes this for a start, a token, and a square token of attention."""
-    return lambda rows, width: start_s + each_s * rows * width + area_s * rows * width * width
+    return machine(lambda rows, width: start_s + each_s * rows * width + area_s * rows * width * width)
 
 
 def test_the_chunk_is_what_the_bound_allows() -> None:
-    assert largest_chunk(forward(0.007, 2e-6), *CHUNKS, 0.05) == 16_384, "0.6B on a GPU"
-    assert largest_chunk(forward(0.01, 1.6e-5), *CHUNKS, 0.05) == 2048, "4B"
-    assert largest_chunk(forward(1.0, 1e-3), *CHUNKS, 0.05) == CHUNKS[0], "never none"
+    assert found(largest_chunk(forward(0.007, 2e-6), *CHUNKS, 0.05)) == 16_384, "0.6B on a GPU"
+    assert found(largest_chunk(forward(0.01, 1.6e-5), *CHUNKS, 0.05)) == 2048, "4B"
+    assert found(largest_chunk(forward(1.0, 1e-3), *CHUNKS, 0.05)) == CHUNKS[0], "never none"
 
 
 def test_a_fast_enough_machine_is_asked_once() -> None:
@@ -33,27 +77,183 @@ def test_a_fast_enough_machine_is_asked_once() -> None:
         asked.append(rows * width)
         return 1e-3
 
-    assert largest_chunk(quick, *CPU_CHUNKS, 0.25) == CPU_CHUNKS[1]
+    assert found(largest_chunk(machine(quick), *CPU_CHUNKS, 0.25)) == CPU_CHUNKS[1]
     assert asked == [CPU_CHUNKS[0]]
 
 
 def test_one_prompts_width_is_bounded_by_time_and_by_memory() -> None:
-    assert largest_width(forward(0.007, 2e-6, 4e-9), *CHUNKS, 0.05) == 2048
-    assert largest_width(lambda rows, width: float("inf") if width > 1024 else 0.0, *CHUNKS, 0.05) == 1024
+    assert found(largest_width(forward(0.007, 2e-6, 4e-9), *CHUNKS, 0.05)) == 2048
+    small = machine(lambda rows, width: float("inf") if width > 1024 else 0.0)
+    assert found(largest_width(small, *CHUNKS, 0.05)) == 1024
+
+
+def warmed(loaded: LoadedModel, config: EngineConfig) -> tuple[Engine, WarmUp]:
+    config = begun(config)
+    engine = Engine(loaded, config)
+    return engine, WarmUp(loaded, config, engine, None)
 
 
 def test_a_given_chunk_is_kept_and_a_cpu_decodes_nothing_before_its_first_row(llama: LoadedModel) -> None:
-    config = prepare(llama, EngineConfig("", prefill_chunk=64, warm_up=True))
-    assert (config.prefill_chunk, config.prefill_area) == (64, None)
-    assert config.piece_s == float("inf"), "and its pieces may take their time"
-    measured = prepare(llama, EngineConfig("", prefill_chunk=0))
-    assert measured.prefill_chunk in (64, 128, 256, 512)
-    assert measured.piece_s < 1
+    engine, warm_up = warmed(llama, EngineConfig("", prefill_chunk=64, warm_up=True))
+    assert warm_up.is_over
+    assert (engine._pieces.chunk.tokens, engine._pieces.area) == (64, None)
+    assert engine._config.piece_s == float("inf"), "and its pieces may take their time"
+
+
+def test_an_engine_begins_with_few_tokens_which_grow_in_time_until_they_are_measured(llama: LoadedModel) -> None:
+    engine, warm_up = warmed(llama, EngineConfig("", prefill_chunk=0))
+    chunk = engine._pieces.chunk
+    assert (chunk.tokens, warm_up.is_over) == (CPU_CHUNKS[0], False)
+    for _ in range(20):
+        chunk.turn(chunk.tokens, 0.01)
+    assert chunk.tokens == CPU_CHUNKS[1]
+    chunk.turn(chunk.tokens, 60.0)
+    assert chunk.tokens == CPU_CHUNKS[1] // 4
+    pieces = 0
+    while not warm_up.is_over:
+        warm_up.piece()
+        pieces += 1
+    assert pieces >= 2, "one forward each"
+    assert chunk.tokens in (64, 128, 256, 512)
+    chunk.turn(1, 0.01)
+    for _ in range(20):
+        chunk.turn(chunk.tokens, 0.01)
+    assert chunk.tokens in (64, 128, 256, 512), "it grows no further"
+    engine.close()
+
+
+@pytest.fixture
+def compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The warm-up takes this machine for one that has kernels to compile."""
+    monkeypatch.setattr(warm_up, "_compiles", lambda: True)
+
+
+class Watched:
+    """The pieces of a warm-up and the tokens of rows, in the order in which they came; the first piece is held."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, outbox: Outbox) -> None:
+        self.order: list[str] = []
+        self.begun, self.may_go_on = threading.Event(), threading.Event()
+        piece, on_step = WarmUp.piece, outbox.on_step
+
+        def held(warm_up: WarmUp) -> None:
+            self.order.append("piece")
+            self.begun.set()
+            assert self.may_go_on.wait(100)
+            piece(warm_up)
+
+        def noted(output: StepOutput) -> None:
+            self.order += ["token" for event in output.events if event.tokens]
+            on_step(output)
+
+        monkeypatch.setattr(WarmUp, "piece", held)
+        outbox.on_step = noted  # type: ignore[method-assign]
+
+
+@pytest.mark.usefixtures("compiles")
+async def test_an_engine_is_ready_before_it_is_warm_and_a_request_waits_for_one_piece(
+    llama_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outbox = Outbox()
+    watched, quicken = Watched(monkeypatch, outbox), RowModel.quicken
+
+    def noted(model: RowModel) -> None:
+        watched.order.append("quick")
+        quicken(model)
+
+    monkeypatch.setattr(RowModel, "quicken", noted)
+    config = EngineConfig(str(llama_folder), max_rows=4, prefill_chunk=0, warm_up=True)
+    thread = EngineThread(config, outbox.on_step, outbox.on_death)
+    thread.start()
+    assert watched.begun.wait(100) and thread.stats().warms_up, "ready, and warming up"
+    assert thread.silent_s() == 0, "nobody waits"
+    thread.submit([RowRequest(spec("s", prompt_of(5), max_tokens=8))])
+    assert thread.silent_s() > 0
+    watched.may_go_on.set()
+    outbox.wait(lambda: outbox.finished("s"))
+    assert watched.order[: 1 + 8] == ["piece", *["token"] * 8], "by mlx-lm's forward"
+    await wait_until(lambda: not thread.stats().warms_up)
+    assert watched.order.count("piece") > 40 and outbox.death is None
+    assert watched.order.count("quick") == 1
+    thread.submit([RowRequest(spec("again", prompt_of(5), max_tokens=8))])
+    outbox.wait(lambda: outbox.finished("again"))
+    assert thread.stop()
+    said = {
+        seq: [token for event in outbox.events if event.seq == seq for token in event.tokens] for seq in ("s", "again")
+    }
+    assert said["s"] == said["again"]
+
+
+@pytest.mark.usefixtures("compiles")
+def test_a_worker_that_is_never_idle_gets_its_kernels_and_nothing_else_amid_its_rows(
+    llama_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outbox = Outbox()
+    monkeypatch.setattr(warm_up, "PATIENCE_S", 0.0)
+    watched, quicken = Watched(monkeypatch, outbox), RowModel.quicken
+
+    def noted(model: RowModel) -> None:
+        watched.order.append("quick")
+        quicken(model)
+
+    monkeypatch.setattr(RowModel, "quicken", noted)
+    config = EngineConfig(str(llama_folder), max_rows=4, prefill_chunk=0, warm_up=True)
+    thread = EngineThread(config, outbox.on_step, outbox.on_death)
+    thread.start()
+    assert watched.begun.wait(100)
+    for seq in ("s", "t"):
+        thread.submit([RowRequest(spec(seq, prompt_of(5), max_tokens=200))])
+    watched.may_go_on.set()
+    outbox.wait(lambda: outbox.finished("s") and outbox.finished("t"))
+    amid = watched.order[: len(watched.order) - watched.order[::-1].index("token")]
+    assert amid.count("quick") == 1 and amid.count("piece") <= 4
+    assert thread.stop() and outbox.death is None
+
+
+@pytest.mark.usefixtures("compiles")
+async def test_a_warm_up_that_fails_leaves_the_engine_serving(
+    llama_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(warm_up, "usual_rows", failing)
+    outbox = Outbox()
+    config = EngineConfig(str(llama_folder), max_rows=4, prefill_chunk=0, warm_up=True)
+    thread = EngineThread(config, outbox.on_step, outbox.on_death)
+    thread.start()
+    await wait_until(lambda: not thread.stats().warms_up)
+    thread.submit([RowRequest(spec("s", prompt_of(5)))])
+    outbox.wait(lambda: outbox.finished("s"))
+    assert thread.stop() and outbox.death is None
+
+
+@pytest.mark.usefixtures("compiles")
+def test_rows_of_adapters_are_what_they_are_without_a_warm_up(llama: LoadedModel, tmp_path: Path) -> None:
+    made = {"a@1": make_adapter(llama.model, tmp_path)}
+
+    def told(*, warms_up: bool) -> list[list[int]]:
+        with AdapterBench(llama, made) as bench:
+            bench.publish_and_read("a@1")
+            bench.turn()
+            config = begun(replace(bench.engine._config, prefill_chunk=0, warm_up=True))
+            pieces = WarmUp(bench.loaded, config, bench.engine, bench.slots)
+            for row, adapter in (("first", "a@1"), ("base", None), ("next", "a@1")):
+                bench.submit(msgspec.structs.replace(spec(row, prompt_of(40)), adapter=adapter))
+                for _ in range(3):
+                    bench.turn()
+                while warms_up and not pieces.is_over:  # amid rows, which is more than a worker does
+                    pieces.piece()
+            bench.run()
+            assert bench.tokens("first") == bench.tokens("next") != bench.tokens("base")
+            return [bench.tokens(row) for row in ("first", "base", "next")]
+
+    assert told(warms_up=True) == told(warms_up=False)
 
 
 def test_rows_of_usual_sizes_are_decoded_and_leave_nothing_behind(llama: LoadedModel) -> None:
     assert usual_rows(128) == [1, 4, 16, 64, 128]
-    assert list(rehearse(llama, EngineConfig("", max_rows=5))) == [1, 4, 5]
+    assert list(dict.fromkeys(rehearse(llama, EngineConfig("", max_rows=5)))) == [1, 4, 5]
     bench = Bench(llama)
     assert bench.engine.stats().prefix.blocks == 0 and not bench.engine.busy
 
@@ -73,7 +273,8 @@ def test_each_way_to_check_drafts_is_rehearsed(llama: LoadedModel, monkeypatch: 
         return ahead(self, *of)
 
     monkeypatch.setattr(SpeculatingBatch, "_check_ahead", counted)
-    assert list(rehearse(llama, EngineConfig("", max_rows=4, speculation=SpeculationConfig(3)))) == [1, 4]
+    rows = rehearse(llama, EngineConfig("", max_rows=4, speculation=SpeculationConfig(3)))
+    assert list(dict.fromkeys(rows)) == [1, 4]
     for width in (2, 3, 4):
         assert {(4, width, uneven, apart) for uneven in (True, False) for apart in (True, False)} <= ways
         assert (1, width, False, False) in ways

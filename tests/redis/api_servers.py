@@ -17,7 +17,7 @@ from api.app import create_app
 from api.http.connections import bounded
 from api.ring.ring import Ring
 from shared.process.settings import ApiSettings
-from tests.waiting import wait_until
+from tests.waiting import HANG_S, comes_true
 
 _routes: list[BaseRoute] = []
 
@@ -39,7 +39,7 @@ class _Server(uvicorn.Server):
 
     async def main_loop(self) -> None:
         """As uvicorn's, which looks every 0.1 s whether it is to end."""
-        await wait_until(lambda: self.on_tick(0), math.inf)
+        await comes_true(lambda: self.on_tick(0), math.inf)
 
 
 class Api:
@@ -114,7 +114,7 @@ async def api(redis_url: str, *, send_buffer: int = 0, **settings: Any) -> Async
                 assert not serving.done(), serving.exception()
                 await asyncio.sleep(0.005)
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-            async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False, verify=False) as http:
+            async with httpx.AsyncClient(base_url=url, timeout=HANG_S, trust_env=False, verify=False) as http:
                 yield Api(url, app.state.ring, http)
         finally:
             server.should_exit = True

@@ -15,6 +15,7 @@ from redis.crc import key_slot
 
 from api.serve.embedded_redis import HOST, find_binary, free_port
 from tests.redis.sentinels import Server
+from tests.waiting import HANG_S
 
 SHARDS = 3
 SLOTS = 16_384
@@ -146,9 +147,9 @@ class Cluster:
                     return False
         return True
 
-    async def until(self, condition: Callable[[], bool], within_s: float = 30) -> None:
+    async def until(self, condition: Callable[[], bool]) -> None:
         """Wait for it, in a thread of its own."""
-        await asyncio.to_thread(self._until, condition, within_s)
+        await asyncio.to_thread(self._until, condition)
 
     def stop(self) -> None:
         for server in self.living:
@@ -222,8 +223,8 @@ class Cluster:
                 return [(first, last, int(primary[1])) for first, last, primary, *_ in slots]
         raise sync_redis.ConnectionError("no server of the cluster answers")
 
-    def _until(self, condition: Callable[[], bool], within_s: float = 30) -> None:
-        deadline = time.monotonic() + within_s
+    def _until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + HANG_S
         while True:
             try:
                 if condition():

@@ -25,6 +25,7 @@ from tests.redis.adapter_versions import publish
 from tests.redis.api_servers import Api, api
 from tests.redis.scripted_worker import CARD, MODEL
 from tests.unit.api_texts import bundle, ids
+from tests.waiting import HANG_S
 
 SAME = {"Sec-Fetch-Site": "same-origin"}
 HOSTILE = '<script>alert("x")</script>'
@@ -149,7 +150,7 @@ async def filled(server: Api, redis: Redis) -> list[str]:
 async def events(server: Api, path: str, until: str, **arguments: Any) -> dict[str, str]:
     """The newest data of each event, once `until` has been seen in one of them."""
     found: dict[str, str] = {}
-    async with asyncio.timeout(60), server.http.stream("GET", path, **arguments) as response:
+    async with asyncio.timeout(HANG_S), server.http.stream("GET", path, **arguments) as response:
         assert response.headers["content-type"].startswith("text/event-stream")
         name, data = "", []
         async for line in response.aiter_lines():

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from shared.process.garbage import leave_out_what_is_loaded
 from tests.redis.api_servers import api
+from tests.waiting import HANG_S
 
 LONGEST = 16  # times `known_work`: 0.1 s where that takes 6 ms
 SHORT_S = 0.02  # no machine does the known work in a tenth of this
@@ -31,11 +32,11 @@ class Loop:
 
     def start(self) -> None:
         self._thread.start()
-        assert self._ready.wait(30)
+        assert self._ready.wait(HANG_S)
 
     def stop(self) -> None:
         self._loop.call_soon_threadsafe(self._end.set)
-        self._thread.join(30)
+        self._thread.join(HANG_S)
 
     async def begin(self) -> None:
         """Forget what was; what the test's own worker has kept is no part of an api that collects garbage."""

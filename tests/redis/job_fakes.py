@@ -18,6 +18,7 @@ from shared.redis.tokens.writer import Commit, FrameWriter
 from shared.scoring.pool import RewardPool
 from shared.sequences import Claim, ModelCard, SequenceResult, SequenceSpec
 from shared.text.codec import TextCodec, TokenizerBundle
+from tests.waiting import HANG_S
 from worker.jobs.context import TickContext
 
 MODEL = "fake"
@@ -140,7 +141,7 @@ async def working(worker: FakeWorker) -> AsyncIterator[FakeWorker]:
 @contextlib.contextmanager
 def context(redis: Redis, blocking: Redis, runner: str = "r1", window: int = 64):  # type: ignore[no-untyped-def]
     """A runner's context inside the test process."""
-    pool = RewardPool(1, timeout_s=60)
+    pool = RewardPool(1, timeout_s=HANG_S)
     try:
         made = TickContext(runner, redis, blocking, pool, window=window)
         yield made

@@ -10,7 +10,7 @@ from shared.redis.tokens.log import read_tokens
 from shared.redis.tokens.reader import FrameReader
 from shared.redis.tokens.writer import FrameWriter
 from tests.redis.sequences import MODEL, commit, ending, gathered, ids, plan, queue, spec, stop, tokens
-from tests.waiting import wait_until
+from tests.waiting import HANG_S, wait_until
 
 
 class Outages(Protocol):
@@ -75,7 +75,7 @@ async def streams_go_on(outages: Outages, redis: Redis, reader: FrameReader, tot
     writing = asyncio.create_task(write())
     found: dict[int, list[int]] = {i: [] for i in range(8)}
     striking: asyncio.Task[None] | None = None
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_S):
         while not feed.done:
             for index, event in await feed.next():
                 found[index] += event.tokens
@@ -91,7 +91,7 @@ async def streams_go_on(outages: Outages, redis: Redis, reader: FrameReader, tot
 async def an_idle_worker_wakes(outages: Outages, redis: Redis) -> None:
     q = queue(redis)
     await q.claim("w1", plan(4))
-    waiting = asyncio.create_task(q.wait("w1", 30))
+    waiting = asyncio.create_task(q.wait("w1", HANG_S))
 
     async def it_blocks() -> bool:  # a connection that is only being made is not tried again
         return int((await redis.info("clients"))["blocked_clients"]) > 0
@@ -101,5 +101,5 @@ async def an_idle_worker_wakes(outages: Outages, redis: Redis) -> None:
     async with outages.away():
         pass
     await q.enqueue([spec("s")])
-    assert await asyncio.wait_for(waiting, 60)
+    assert await asyncio.wait_for(waiting, HANG_S)
     assert ids(await q.claim("w1", plan(4))) == ["s"]

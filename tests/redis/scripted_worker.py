@@ -143,7 +143,7 @@ class ScriptedWorker:
         await self._write(spec, [events[-1]], [Commit(claim, result, [events[-1]])])
 
     async def _hold(self, seq: str) -> None:
-        await wait_until(lambda: self.go.is_set() or seq in self.cancelled, timeout_s=60)
+        await wait_until(lambda: self.go.is_set() or seq in self.cancelled)
 
     def _event(
         self, claim: Claim, position: int, tokens: list[int], finish: Finish | None, answer: Answer
@@ -152,7 +152,8 @@ class ScriptedWorker:
         event = TokenEvent(claim.spec.id, claim.attempt, position, tokens, [-0.25] * len(tokens), finish=finish)
         event.version = answer.version(position)
         if sampling.top_logprobs is not None:
-            event.top_logprobs = [(TokenLogprob(token, -0.25),) * answer.competitors for token in tokens]
+            named = tuple(TokenLogprob(token, -0.5) for token in sampling.logprob_token_ids)
+            event.top_logprobs = [named or (TokenLogprob(token, -0.25),) * answer.competitors for token in tokens]
         if claim.spec.kind in ("embed", "head", "network"):
             event.embedding = answer.embedding
         if position == 0 and sampling.prompt_logprobs is not None:

@@ -14,6 +14,7 @@ from typing import Any
 import redis as sync_redis
 
 from api.serve.embedded_redis import HOST, find_binary, free_port
+from tests.waiting import HANG_S
 
 SERVICE = "ring"
 DOWN_AFTER_MS = 800
@@ -199,7 +200,7 @@ class Watched:
         return sync_redis.Redis(HOST, port, password=password or None, socket_timeout=1, **tls)
 
     def _until(self, condition: Any, server: Server | None = None) -> None:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + HANG_S
         while True:
             try:
                 if condition():

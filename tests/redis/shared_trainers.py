@@ -12,6 +12,7 @@ import numpy as np
 from shared.redis.connection.client import connect
 from shared.redis.training.shared_runs import SharedRun
 from tests.engine.test_trainer_optimize import OPTIONS, groups_of
+from tests.waiting import HANG_S
 from trainer.learn.batches import SampleGroup
 from trainer.learn.compute import ThreadHost, at_once
 from trainer.learn.gate import GateLimits
@@ -72,7 +73,7 @@ class Trainers:
         sight = self.sight = sight_of(loaded)
         mine: HostHandle[Learner] = await HostHandle.open(host, made_with("policy", self.options), loaded.model, sight)
         await lead.begin(spec)
-        return SharedHandle(mine, lead, trainers, 30)
+        return SharedHandle(mine, lead, trainers, HANG_S)
 
     async def member(self, base: str = "", **given: Any) -> Member:
         host, loaded = await self.host()

@@ -166,6 +166,7 @@ NAMES_NOTHING = {
     "POST /v1/files",
     "POST /v1/conversations",
     "POST /abort_requests",
+    "POST /inference/v1/abort_requests",
     "POST /v1/training/resume",
     "POST /api/v1/create_session",
     "GET /api/v1/downloads/{ring_name}/{ticket}/{file}",  # needs no key: tests/redis/test_tinker_downloads.py

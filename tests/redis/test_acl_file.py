@@ -15,6 +15,7 @@ import redis
 from api.cli.acl import ROLES
 from api.serve.embedded_redis import find_binary
 from shared.redis import keys
+from tests.waiting import HANG_S
 
 
 @contextlib.contextmanager
@@ -27,7 +28,7 @@ def server_with(aclfile: Path) -> Iterator[int]:
     with log.open("wb") as out:
         process = subprocess.Popen([find_binary(), "--aclfile", aclfile, *options], stdout=out, stderr=out)
     try:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + HANG_S
         while True:
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
                 break

@@ -21,7 +21,7 @@ from shared.redis.adapters import store as store_module
 from shared.redis.adapters.store import AdapterStore
 from tests.e2e.rings import ROOT
 from tests.redis.adapter_versions import publish
-from tests.waiting import wait_until
+from tests.waiting import HANG_S, wait_until
 from worker.adapters.cache import DiskCache
 
 HOLD = """
@@ -74,7 +74,7 @@ async def holder(url: str, folder: Path, manifest: AdapterManifest, max_bytes: i
 
 async def printed(process: asyncio.subprocess.Process) -> str:
     assert process.stdout is not None
-    return (await asyncio.wait_for(process.stdout.readline(), 60)).decode().strip()
+    return (await asyncio.wait_for(process.stdout.readline(), HANG_S)).decode().strip()
 
 
 def names(folder: Path) -> list[str]:
@@ -190,7 +190,7 @@ async def test_a_download_cancelled_while_room_is_made_for_it_leaves_nothing(
 
     def evict(cache: DiskCache, needed: int) -> None:
         begun.set()
-        assert go.wait(60)
+        assert go.wait(HANG_S)
 
     monkeypatch.setattr(DiskCache, "_evict", evict)
     task = asyncio.create_task(held(DiskCache(tmp_path, 2**20), store, await publish(store)))

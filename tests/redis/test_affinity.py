@@ -12,6 +12,7 @@ from shared.redis.queue.affinity import SHORTEST, Affinity, WarmNotes
 from shared.redis.ring.worker_registry import WorkerRegistry, WorkerStatus
 from shared.sequences import SequenceSpec
 from tests.redis.sequences import MODEL, beat, ids, plan, queue, spec, specs
+from tests.waiting import HANG_S, NEVER_S
 
 
 def asking(length: int, *, adapter: str = "", first: int = 0) -> SequenceSpec:
@@ -126,11 +127,11 @@ async def test_an_idle_worker_waits_no_longer_than_until_it_may_steal(redis: Red
     q = queue(redis)
     await beat(redis, "w1")
     assert await q.claim("w2", plan(8), others=["w1"]) == []
-    waiting = asyncio.create_task(q.wait("w2", 30))
+    waiting = asyncio.create_task(q.wait("w2", HANG_S))
     await q.enqueue(specs("s", 1), prefer=["w1"])
-    assert await asyncio.wait_for(waiting, 60), "it hears of what waits for others"
+    assert await asyncio.wait_for(waiting, HANG_S), "it hears of what waits for others"
     taken = await q.claim("w2", plan(8), others=["w1"])
     if not taken:  # too young to be stolen
-        assert not await asyncio.wait_for(q.wait("w2", 600), 60)
+        assert not await asyncio.wait_for(q.wait("w2", NEVER_S), HANG_S)
         taken = await q.claim("w2", plan(8), others=["w1"])
     assert ids(taken) == ["s0"]

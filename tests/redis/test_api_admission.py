@@ -179,7 +179,8 @@ async def test_a_sequence_that_waits_beyond_its_first_token_s_deadline_never_rea
         assert other.specs == [], "expired work reached a worker"
 
 
-PACE = {"claims_per_s:interactive": 2.0, "first_token_s": 0.1, "prompt_tokens": 2.0, "prompt_tokens_per_s": 100.0}
+# Of seconds so long that those of a busy machine are none.
+PACE = {"claims_per_s:interactive": 0.04, "first_token_s": 5.0, "prompt_tokens": 2.0, "prompt_tokens_per_s": 2.0}
 
 
 async def test_what_would_miss_its_first_token_s_deadline_is_refused_and_when_to_come_again_is_said(
@@ -188,7 +189,7 @@ async def test_what_would_miss_its_first_token_s_deadline_is_refused_and_when_to
     async with working(redis_url, lambda spec: Answer()) as worker:
         pass  # nobody claims
     await say(redis, worker, extra=PACE)
-    async with api(redis_url, first_token_timeout_s=4, admit_by_time=True) as server:
+    async with api(redis_url, first_token_timeout_s=200, admit_by_time=True) as server:
         waiting = [asyncio.create_task(server.post("/v1/completions", BODY)) for _ in range(8)]
         await wait_until(lambda: _length(redis, "interactive", 8))  # more than may wait, but all came at once
         await wait_until(lambda: _is(server, 429))
@@ -196,7 +197,7 @@ async def test_what_would_miss_its_first_token_s_deadline_is_refused_and_when_to
         assert refusal(refused) == (429, "first_token_too_late")
         message = refused.json()["error"]["message"]
         assert "The deadline is " in message and "37% of it is kept free" in message, "30%, more after a refusal"
-        assert 1 <= int(refused.headers["retry-after"]) <= 5
+        assert 1 <= int(refused.headers["retry-after"]) <= 250
         metrics = await _metrics(server)
         assert 'outcome="refused"' in metrics and "mlx_parallm_queue_predicted_seconds{" in metrics
         for each in waiting:
@@ -207,7 +208,11 @@ async def test_what_would_miss_its_first_token_s_deadline_is_refused_and_when_to
 async def test_a_later_deadline_is_let_in_where_an_early_one_is_refused(redis_url: str, redis: Redis) -> None:
     async with working(redis_url, lambda spec: Answer()) as worker:
         pass
-    await say(redis, worker, extra=PACE)
+    await say(
+        redis,
+        worker,
+        extra={**PACE, "claims_per_s:interactive": 2.0, "first_token_s": 0.1, "prompt_tokens_per_s": 100.0},
+    )
     async with api(redis_url, admit_by_time=True) as server:
         waiting = [asyncio.create_task(server.post("/v1/completions", BODY)) for _ in range(8)]
         await wait_until(lambda: _length(redis, "interactive", 8))
@@ -226,7 +231,7 @@ async def test_nothing_is_refused_by_time_without_a_measured_pace_or_unless_aske
     async with working(redis_url, lambda spec: Answer()) as worker:
         pass
     await say(redis, worker, extra=pace)
-    async with api(redis_url, first_token_timeout_s=4, **settings) as server:
+    async with api(redis_url, first_token_timeout_s=200, **settings) as server:
         waiting = [asyncio.create_task(server.post("/v1/completions", BODY)) for _ in range(20)]
         await wait_until(lambda: _length(redis, "interactive", 20))
         await _has_waited(redis)

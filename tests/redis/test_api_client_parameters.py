@@ -105,7 +105,8 @@ async def test_masks_and_named_log_probabilities_reach_the_worker(server: Api, w
     sampling = worker.specs[-1].sampling
     assert sampling.allowed_token_ids == tuple(sorted(wanted))
     assert (sampling.logprob_token_ids, sampling.top_logprobs) == (tuple(wanted), 0)
-    assert answer["choices"][0]["logprobs"]["top_logprobs"][0] == {"h": -0.25}
+    tops = answer["choices"][0]["logprobs"]["top_logprobs"][0]
+    assert list(tops.items()) == [("h", -0.25), ("a", -0.5), ("b", -0.5)], "the drawn token comes first, as in vLLM"
     none = {"prompt": "say", "logprobs": 0}  # but the drawn token's
     async with server.stream("/v1/completions", {**none, "stream": True}) as events:
         for shown in ((await events.all())[0], (await server.post("/v1/completions", none)).json()):
@@ -115,6 +116,24 @@ async def test_masks_and_named_log_probabilities_reach_the_worker(server: Api, w
     body = {"token_ids": ids("say"), "sampling_params": {"bad_words": ["x"], "allowed_token_ids": None}}
     await server.post("/inference/v1/generate", body)
     assert worker.specs[-1].sampling.bad_words == (tuple(ids("x")), tuple(ids(" x")))
+
+
+async def test_the_drawn_token_stands_with_those_that_a_request_names(server: Api, worker: ScriptedWorker) -> None:
+    """The worker says "hello", and the log-probabilities of "a" and "h" are wanted: "h" once, "e" besides."""
+    expected = [[("a", -0.5), ("h", -0.5)], [("a", -0.5), ("h", -0.5), ("e", -0.25)]]
+    chat = {"messages": HELLO, "logprobs": True, "logprob_token_ids": ids("ah")}
+    whole = (await server.post("/v1/chat/completions", chat)).json()["choices"][0]["logprobs"]["content"]
+    async with server.stream("/v1/chat/completions", chat) as events:
+        chunks = [chunk["choices"][0]["logprobs"] for chunk in await events.all()]
+    for shown in (whole, [token for chunk in chunks if chunk for token in chunk["content"]]):
+        tops = [[(top["token"], top["logprob"]) for top in token["top_logprobs"]] for token in shown]
+        assert tops[:2] == expected
+    body = {"token_ids": ids("say"), "sampling_params": {"logprobs": 1, "logprob_token_ids": ids("ah")}}
+    choice = (await server.post("/inference/v1/generate", body)).json()["choices"][0]
+    tops = [
+        [(top["token_id"], top["logprob"]) for top in token["top_logprobs"]] for token in choice["logprobs"]["content"]
+    ]
+    assert tops[:2] == [[(ids(name)[0], logprob) for name, logprob in named] for named in expected]
 
 
 async def test_a_prompt_is_cut_to_what_the_client_says(server: Api, worker: ScriptedWorker) -> None:
@@ -223,6 +242,18 @@ async def test_a_request_is_aborted_by_the_id_of_its_answer(server: Api) -> None
         assert first is not None
         assert (await server.post("/abort_requests", {"request_ids": [first["id"]]})).json()["aborted"]
         assert (await events.all())[-1]["error"]["code"] == "cancelled"
+
+
+async def test_tokens_in_and_out_are_aborted_under_their_own_path(server: Api) -> None:
+    body = {"token_ids": ids("hold"), "request_id": "mine", "output_mode": "tokens"}
+    async with server.stream("/inference/v1/generate", body) as events:
+        first = await events.next()
+        assert first is not None
+        answer = await server.post("/inference/v1/abort_requests", {"request_ids": [first["request_id"]]})
+        assert answer.json()["aborted"] == ["mine"]
+        assert (await events.all())[-1]["error"]["code"] == "cancelled"
+    refused = await server.post("/inference/v1/generate", {**body, "output_mode": "text"})
+    assert refused.json()["error"]["param"] == "output_mode"
 
 
 async def test_a_name_leaves_nothing_behind_and_two_may_have_it(server: Api, worker: ScriptedWorker) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.redis.api_servers import Api, api
 from tests.redis.scripted_worker import MODEL, Answer, working
-from tests.waiting import wait_until
+from tests.waiting import HANG_S, wait_until
 
 TEXT = "word " * 45
 
@@ -137,7 +137,7 @@ async def test_a_body_that_does_not_come_is_not_waited_for(redis_url: str, monke
         client = await connect(server)
         loop = asyncio.get_running_loop()
         await loop.sock_sendall(client, head(100) + b"{")
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG_S):
             answer = await loop.sock_recv(client, 4096)
         client.close()
     assert b" 400 " in answer.split(b"\r\n")[0] and b"did not arrive" in answer

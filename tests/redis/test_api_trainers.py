@@ -14,13 +14,14 @@ from tests.redis.adapter_versions import publish
 from tests.redis.api_servers import Api, api
 from tests.redis.scripted_worker import CARD, Answer, working
 from tests.redis.test_api_training import ONE
+from tests.waiting import HANG_S
 
 BEAT = "/v1/trainers/policy"
 
 
 @pytest.fixture
 async def server(redis_url: str) -> AsyncIterator[Api]:
-    async with working(redis_url, lambda spec: Answer()), api(redis_url, request_timeout_s=8) as serving:
+    async with working(redis_url, lambda spec: Answer()), api(redis_url, request_timeout_s=HANG_S) as serving:
         await publish(serving.ring.adapters)
         yield serving
 

@@ -31,7 +31,7 @@ from tests.redis.api_servers import Api, api
 from tests.redis.scripted_worker import Answer as Reply
 from tests.redis.scripted_worker import working
 from tests.unit.api_texts import ids
-from tests.waiting import wait_until
+from tests.waiting import HANG_S, wait_until
 from trainer.ring.mailbox import RingMailbox
 from worker.jobs.context import TickContext
 from worker.jobs.scores import Scores
@@ -42,7 +42,7 @@ UPDATED = UpdateAnswer("updated", 3, 4, 5, True, 2, {}, 0.5, 0.25, 0.0, "", "min
 
 @pytest.fixture
 async def server(redis_url: str) -> AsyncIterator[Api]:
-    async with working(redis_url, lambda spec: Reply()), api(redis_url, request_timeout_s=8) as serving:
+    async with working(redis_url, lambda spec: Reply()), api(redis_url, request_timeout_s=HANG_S) as serving:
         await publish(serving.ring.adapters)
         yield serving
 
@@ -232,9 +232,9 @@ async def test_orders_are_bounded(server: Api, redis: Redis) -> None:
 async def test_an_order_that_nobody_took_in_time_is_not_carried_out(redis: Redis, redis_url: str) -> None:
     orders = Orders(redis, keys.training_orders("policy"))
     await orders.place("late", msgspec.json.encode(CheckpointOrder()), 0)
-    await orders.place("fresh", msgspec.json.encode(CheckpointOrder()), 60)
+    await orders.place("fresh", msgspec.json.encode(CheckpointOrder()), int(HANG_S))
     async with trainer(redis_url, lambda received: CheckpointAnswer("c", 1)) as seen:
-        assert await orders.answer("fresh", 5) is not None
+        assert await orders.answer("fresh", HANG_S) is not None
         await wait_until(lambda: _none_waits(orders))  # the answer is told before the order is done
     assert [received.id for received in seen] == ["fresh"]
 

@@ -11,6 +11,7 @@ import uvloop
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from shared.redis.connection.client import connect
+from tests.waiting import HANG_S
 
 
 async def test_a_cancelled_loop_over_redis_ends(redis_url: str) -> None:
@@ -25,7 +26,7 @@ async def test_a_cancelled_loop_over_redis_ends(redis_url: str) -> None:
         for _ in range(turns % 37):
             await asyncio.sleep(0)
         task.cancel()
-        done, _ = await asyncio.wait({task}, timeout=5)
+        done, _ = await asyncio.wait({task}, timeout=HANG_S)
         assert done, f"not cancelled after {turns % 37} turns of the event loop"
     await redis.aclose()
 

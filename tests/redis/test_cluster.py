@@ -16,7 +16,7 @@ from shared.redis.connection.cluster import ClusterRedis
 from shared.redis.connection.routing import slot_of
 from shared.redis.jobs.ticks import arq_redis, enqueue_tick
 from tests.redis.clusters import SHARDS, Cluster
-from tests.waiting import wait_until
+from tests.waiting import HANG_S, wait_until
 
 KEYS = [f"parallm:{{{name}}}:model" for name in "abcdefgh"]  # in all three shards
 
@@ -89,7 +89,7 @@ async def test_commands_and_subscriptions_follow_a_failover(
     key, channel = "parallm:{a}:model", "parallm:api:{a}:live"
     async with aclosing(connect(cluster.url)) as other, redis.pubsub() as subscription:
         await subscription.subscribe(channel)
-        assert (await subscription.get_message(timeout=5))["type"] == "subscribe"
+        assert (await subscription.get_message(timeout=HANG_S))["type"] == "subscribe"
         await redis.set(key, 1, ex=600)
         await cluster.until(cluster.in_step)
         async with cluster.away(key, how) as old:
@@ -102,9 +102,9 @@ async def test_commands_and_subscriptions_follow_a_failover(
             assert (await pipe.execute())[0] == 3
         if how == signal.SIGSTOP:
             await subscription.connection.disconnect()  # a reader that hears nothing pings, and gives up
-        assert (await subscription.get_message(timeout=20))["type"] == "subscribe"
+        assert (await subscription.get_message(timeout=HANG_S))["type"] == "subscribe"
         assert await other.publish(channel, b"frame") == 1
-        assert (await subscription.get_message(timeout=5))["data"] == b"frame"
+        assert (await subscription.get_message(timeout=HANG_S))["data"] == b"frame"
     await asyncio.to_thread(cluster.thaw if how == signal.SIGSTOP else cluster.restart, old)
     await cluster.until(lambda: cluster.whole() and cluster.in_step())
 

@@ -23,7 +23,7 @@ from tests.redis.api_servers import Api, api
 from tests.redis.scripted_worker import CARD, MODEL, Answer, working
 from tests.unit.api_texts import EOS, bundle, codec, ids
 from tests.unit.trainer_samples import trajectory
-from tests.waiting import wait_until
+from tests.waiting import HANG_S, wait_until
 from trainer.rollouts.groups import RolloutGroup
 from trainer.rollouts.live import LiveCollector
 from trainer.rollouts.pacing import StaleWatch
@@ -95,7 +95,7 @@ async def test_a_reward_model_whose_workers_are_gone_keeps_nobody_else_waiting(
             return {live.id for live in await collected(redis)} == {f"{each['id']}-0" for each in (good, plain)}
 
         try:
-            await wait_until(both, timeout_s=30)
+            await wait_until(both)
             await wait_until(lambda: _length(redis, 8))  # what is added is forgotten a moment later
         finally:
             running.cancel()
@@ -129,10 +129,10 @@ async def test_what_found_no_place_is_scored_as_soon_as_there_is_one(
             return len(await collected(redis)) == 12
 
         try:
-            await wait_until(all_read, timeout_s=20)
+            await wait_until(all_read)
             assert asked == 4, "no more than there are places"
             opened.set()
-            await wait_until(all_scored, timeout_s=20)
+            await wait_until(all_scored)
         finally:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
@@ -292,7 +292,7 @@ async def test_live_traffic_from_before_an_adoption_is_dropped_without_an_alert(
     for number in range(4):
         assert await queue.add(traffic(f"before-{number}", 1))
     await collector.adopted()
-    async with collector, asyncio.timeout(60):
+    async with collector, asyncio.timeout(HANG_S):
         assert await queue.add(traffic("fresh", 9))
         assert [group.id for group in await collector.next_batch(lag)] == ["live-fresh"]
         alert = asyncio.create_task(watch.wait())

@@ -24,6 +24,7 @@ from tests.redis.api_servers import Api, api
 from tests.redis.dashboard_pages import HOSTILE, SAME, Checked, dashboard, events, failed_batch, filled, finished_job
 from tests.redis.scripted_worker import MODEL
 from tests.unit.api_texts import ids
+from tests.waiting import HANG_S
 
 
 @pytest.fixture
@@ -130,7 +131,7 @@ async def test_an_open_page_does_not_hold_up_the_server_s_end(redis_url: str) ->
     try:
         url = (await asyncio.to_thread(process.wait_for_line, r"(http://127[.\d]+:\d+)")).group(1)
         async with (
-            httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as http,
+            httpx.AsyncClient(base_url=url, timeout=HANG_S, trust_env=False) as http,
             http.stream("GET", "/dashboard/events/ring") as response,
         ):
             lines = response.aiter_lines()

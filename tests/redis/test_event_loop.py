@@ -10,7 +10,6 @@ from typing import Any
 
 import httpx
 import numpy as np
-import pytest
 
 from shared.networks.tensors import pack, unpack
 from shared.sequences import SequenceSpec
@@ -18,7 +17,7 @@ from tests.redis.event_loops import LONGEST, Loop, event_loop
 from tests.redis.scripted_worker import MODEL, Answer, working
 from tests.redis.test_api_adapters import files
 from tests.unit.networks import LSTM, weights_of
-from tests.waiting import wait_until
+from tests.waiting import HANG_S, wait_until
 
 VALUES = 199_000
 _HI = {"role": "user", "content": "hi"}
@@ -234,7 +233,7 @@ async def a_batch(http: httpx.AsyncClient) -> None:
     async def looked_through() -> bool:
         return (await http.get(f"/v1/batches/{made.json()['id']}")).json()["status"] == "failed"
 
-    await wait_until(looked_through, 60)
+    await wait_until(looked_through)
     assert (await http.get(f"/v1/files/{file['id']}/content")).content == data
 
 
@@ -307,12 +306,11 @@ async def least(loop: Loop, http: httpx.AsyncClient, path: str, content: bytes) 
     return answer, min(stood)
 
 
-@pytest.mark.timeout(400)
 async def test_the_worst_that_each_endpoint_can_be_sent_stops_nobody_for_long(redis_url: str) -> None:
     found: dict[str, float] = {}
     async with (
         working(redis_url, said),
-        httpx.AsyncClient(timeout=100, trust_env=False) as http,
+        httpx.AsyncClient(timeout=HANG_S, trust_env=False) as http,
     ):
         with event_loop(redis_url) as loop:
             http.base_url = httpx.URL(loop.url)

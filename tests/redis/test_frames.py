@@ -20,7 +20,7 @@ from shared.redis.tokens.log import read_tokens
 from shared.redis.tokens.reader import FrameReader
 from shared.redis.tokens.writer import FrameWriter
 from tests.redis.sequences import MODEL, ending, ids, plan, queue, spec, specs, state, stop, tokens
-from tests.waiting import wait_until
+from tests.waiting import HANG_S, NEVER_S, wait_until
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,7 +41,7 @@ def writer(redis: Redis) -> FrameWriter:
 async def read_to_the_end(feed: TokenFeed) -> dict[int, list[TokenEvent]]:
     """All events by sequence, checked: consecutive from the first one, and one finish at the end."""
     found: dict[int, list[TokenEvent]] = {}
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_S):
         while not feed.done:
             for index, event in await feed.next():
                 so_far = found.setdefault(index, [])
@@ -126,7 +126,7 @@ async def test_stale_attempts_are_dropped(reader: FrameReader, writer: FrameWrit
 @pytest.fixture
 def silent_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """Silence is no reason to ask the log: what comes of itself comes, and the rest never does."""
-    monkeypatch.setattr(token_feed, "SILENCE_S", 600.0)
+    monkeypatch.setattr(token_feed, "SILENCE_S", NEVER_S)
 
 
 @pytest.mark.usefixtures("silent_for_ever")
@@ -268,7 +268,7 @@ async def test_a_reader_frozen_while_its_stream_runs_over_gets_every_token(
             chunk = []
     os.kill(child.pid, signal.SIGCONT)
     await writer.write({"frozen": [stop("s", total)]}, {"s": [stop("s", total)]}, [])
-    out, _ = await asyncio.wait_for(child.communicate(), 60)
+    out, _ = await asyncio.wait_for(child.communicate(), HANG_S)
     assert out.split(b"\n")[-2] == b"end %d" % total
 
 

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import socket
-import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -44,7 +43,7 @@ from worker.group.messages import (
     Turn,
     Unit,
 )  # fmt: skip
-from worker.group.opening import prepared, started
+from worker.group.opening import started
 from worker.group.placement import Host, Placement
 from worker.group.turns import FAILED, LineError, Outcome, TurnsIn, TurnsOut
 from worker.peers.directory import ring_secret
@@ -262,29 +261,6 @@ async def test_what_counts_as_the_loss_of_a_rank(redis_url: str, misdeed: Callab
         with pytest.raises(ServiceUnavailableError):
             while True:
                 lead.turn([], Seen(2))
-
-
-@pytest.mark.parametrize("is_lost", [True, False])
-async def test_a_group_can_end_while_rank_0_prepares(redis_url: str, is_lost: bool) -> None:
-    never, stop = threading.Event(), asyncio.Event()
-
-    def stuck() -> None:  # in a sum, with the one that is lost
-        never.wait()
-
-    async with met(redis_url, "prepares") as (lead, played, losses):
-        lead._on_lost = lambda reason: (losses.append(reason), stop.set())  # as a worker's
-        assert await prepared(lambda: None, lead, stop)
-        preparing = asyncio.create_task(prepared(stuck, lead, stop))
-        await asyncio.sleep(0)
-        if is_lost:
-            await cut(lead, played)
-            with pytest.raises(ServiceUnavailableError, match="the group is lost: rank 1"):
-                await preparing
-        else:
-            stop.set()
-            assert not await preparing
-        assert lead._ending and bool(losses) == is_lost
-    never.set()
 
 
 async def test_equal_turns_are_no_loss(redis_url: str) -> None:

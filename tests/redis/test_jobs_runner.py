@@ -27,7 +27,7 @@ from shared.redis.jobs.ticks import arq_redis, enqueue_tick
 from shared.redis.queue.sequence_queue import ClaimPlan, SequenceQueue
 from shared.sequences import SequenceSpec
 from tests.redis.job_fakes import MODEL, FakeWorker, echo, prompts, register, spec, working
-from tests.waiting import wait_until
+from tests.waiting import HANG_S, NEVER_S, wait_until
 from worker.jobs import runner as runner_module
 
 ROOT = Path(__file__).parents[2]
@@ -74,22 +74,22 @@ async def ended(redis: Redis, job: str) -> bool:
     return (await JobStore(redis).status(job)).status in TERMINAL
 
 
-async def finish(redis: Redis, job: str, timeout_s: float = 60) -> JobStatus:
-    await wait_until(lambda: ended(redis, job), timeout_s)
+async def finish(redis: Redis, job: str) -> JobStatus:
+    await wait_until(lambda: ended(redis, job))
     return await JobStore(redis).status(job)
 
 
-async def ready(redis: Redis, timeout_s: float = 30) -> None:
+async def ready(redis: Redis) -> None:
     async def listening() -> bool:
         return bool((await redis.pubsub_numsub("arq:parallm:wake"))[0][1])
 
-    await wait_until(listening, timeout_s)
+    await wait_until(listening)
 
 
 async def test_a_submission_wakes_an_idle_runner(redis: Redis, redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the fallback poll nor the sweeper would come in time."""
-    monkeypatch.setattr(runner_module, "FALLBACK_POLL_S", 600.0)
-    monkeypatch.setattr(runner_module, "SWEEP_S", 600.0)
+    monkeypatch.setattr(runner_module, "FALLBACK_POLL_S", NEVER_S)
+    monkeypatch.setattr(runner_module, "SWEEP_S", NEVER_S)
     running = asyncio.create_task(runner_module.run(load(RunnerSettings, ["--redis", redis_url])))
     await ready(redis)
     async with working(FakeWorker(redis)):
@@ -114,14 +114,14 @@ async def test_a_killed_runner_s_job_is_finished_by_another_each_sample_once(red
 
     worker = FakeWorker(redis, paced, rows=16)
     async with working(worker):
-        await wait_until(lambda: recorded(redis, job, 100), 60)
+        await wait_until(lambda: recorded(redis, job, 100))
         first.kill()
         first.wait()
         killed = time.monotonic()
         stopped_at = (await JobLedger(redis).progress(job)).recorded
         assert stopped_at < 600
         start()
-        await wait_until(lambda: recorded(redis, job, stopped_at + 1), 60)
+        await wait_until(lambda: recorded(redis, job, stopped_at + 1))
         print(f"work goes on {time.monotonic() - killed:.1f} s after the kill (a new process included)")
         status = await finish(redis, job)
     assert (status.status, status.counts.succeeded, status.complete_through) == ("succeeded", 600, 600)
@@ -133,9 +133,9 @@ async def test_a_killed_runner_s_job_is_finished_by_another_each_sample_once(red
 async def test_a_second_runner_takes_over_within_seconds(redis: Redis, start: Start) -> None:
     runners = [start(), start()]
     job, _ = await JobStore(redis).create(spec(), prompts(10_000))
-    await wait_until(lambda: leased(redis, job), 60)
+    await wait_until(lambda: leased(redis, job))
     async with working(FakeWorker(redis, rows=32)):
-        await wait_until(lambda: recorded(redis, job, 200), 60)
+        await wait_until(lambda: recorded(redis, job, 200))
         owner = (await redis.get(keys.job_lease(job)) or b"").decode()
         dying = next((r for r in runners if f"-{r.pid}-" in owner), runners[0])
         dying.kill()
@@ -160,9 +160,9 @@ async def test_a_job_survives_a_kill_of_redis(tmp_path: Path, forgets: bool) -> 
     try:
         async with working(FakeWorker(redis, rows=32, forgets=True)):
             job, _ = await JobStore(redis).create(spec(), prompts(1500))
-            await wait_until(lambda: recorded(redis, job, 100), 60)
+            await wait_until(lambda: recorded(redis, job, 100))
             shutil.copytree(files, older)
-            await wait_until(lambda: recorded(redis, job, 500), 60)
+            await wait_until(lambda: recorded(redis, job, 500))
             assert server.pid is not None
             os.kill(server.pid, signal.SIGKILL)
             server.stop()
@@ -173,12 +173,12 @@ async def test_a_job_survives_a_kill_of_redis(tmp_path: Path, forgets: bool) -> 
             server = EmbeddedRedis(tmp_path, port=server.port)
             server.start()
             await lose_a_claim(redis)  # as a kill between the claim and its reply does
-            status = await finish(redis, job, 120)
+            status = await finish(redis, job)
         assert (status.status, status.counts.succeeded) == ("succeeded", 1500)
         assert len(await JobStore(redis).results(job, limit=4000)) == 1500
     finally:
         runner.terminate()
-        runner.wait(60)
+        runner.wait(HANG_S)
         await redis.aclose()
         server.stop()
 
@@ -193,7 +193,7 @@ async def test_a_runner_can_be_stopped_while_redis_is_away(tmp_path: Path) -> No
     server.stop()
     await asyncio.sleep(0.5)
     runner.terminate()
-    assert await asyncio.to_thread(runner.wait, 60) == 0
+    assert await asyncio.to_thread(runner.wait, HANG_S) == 0
 
 
 async def test_references_nested_too_deep_fail_their_samples_alone(redis: Redis, start: Start) -> None:
@@ -228,8 +228,8 @@ async def test_a_stopped_runner_leaves_nothing_behind(redis: Redis, start: Start
     await wait_until(lambda: leased(redis, waiting))
     children = psutil.Process(runner.pid).children(recursive=True)
     runner.send_signal(signal.SIGTERM)
-    assert await asyncio.to_thread(runner.wait, 60) == 0
-    psutil.wait_procs(children, timeout=5)
+    assert await asyncio.to_thread(runner.wait, HANG_S) == 0
+    psutil.wait_procs(children, timeout=HANG_S)
     assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
     assert not await redis.exists(keys.job_lease(waiting))
     assert (await JobStore(redis).status(waiting)).status == "running"  # another runner goes on with it
@@ -242,7 +242,7 @@ async def test_a_runner_and_its_pool_end_with_their_parent(redis: Redis, start: 
         await finish(redis, job)
     assert runner.stdin is not None
     runner.stdin.close()
-    assert await asyncio.to_thread(runner.wait, 60) == 0
+    assert await asyncio.to_thread(runner.wait, HANG_S) == 0
 
 
 async def test_the_pool_ends_with_a_killed_runner(redis: Redis, start: Start) -> None:
@@ -253,7 +253,7 @@ async def test_the_pool_ends_with_a_killed_runner(redis: Redis, start: Start) ->
     children = psutil.Process(runner.pid).children(recursive=True)
     assert children
     runner.kill()
-    _, alive = await asyncio.to_thread(psutil.wait_procs, children, 10)
+    _, alive = await asyncio.to_thread(psutil.wait_procs, children, HANG_S)
     assert not [child for child in alive if child.status() != psutil.STATUS_ZOMBIE]
 
 

@@ -22,7 +22,7 @@ from shared.seeds import seed_in_job
 from shared.sequences import SequenceSpec
 from shared.trajectories import Trajectory
 from tests.redis.job_fakes import MODEL, FakeWorker, codec, context, echo, lines, prompts, register, spec, working
-from tests.waiting import wait_until
+from tests.waiting import HANG_S, NEVER_S, wait_until
 from worker.jobs import runner as runner_module
 from worker.jobs import work
 from worker.jobs.context import TickContext
@@ -49,9 +49,9 @@ async def submit(redis: Redis, inputs: list[bytes], job: JobSpec) -> str:
     return (await JobStore(redis).create(job, inputs))[0]
 
 
-async def advance(runner: TickContext, job: str, timeout_s: float = 60) -> JobStatus:
+async def advance(runner: TickContext, job: str) -> JobStatus:
     """Run ticks until the job has ended, as arq would."""
-    until = time.monotonic() + timeout_s
+    until = time.monotonic() + HANG_S
     while True:
         status = await JobStore(runner.redis).status(job)
         if status.status in TERMINAL:
@@ -186,7 +186,7 @@ async def test_two_runners_on_one_job_record_each_sample_once(redis: Redis, redi
 
     async def run(name: str) -> None:
         with context(redis, blocking, name) as runner:
-            await (await work.JobWork.on(runner, stored)).advance(time.monotonic() + 60)
+            await (await work.JobWork.on(runner, stored)).advance(time.monotonic() + HANG_S)
 
     worker = FakeWorker(redis)
     async with working(worker):
@@ -218,10 +218,14 @@ async def test_cancelling_keeps_what_is_done(redis: Redis, runner: TickContext) 
 
 
 async def test_a_deadline_expires_the_job(redis: Redis, runner: TickContext) -> None:
-    deadline = int(time.time() * 1000) + 3000
-    job = await submit(redis, prompts(100), spec(deadline_ms=deadline))
+    job = await submit(redis, prompts(100), spec(deadline_ms=int(1000 * (time.time() + NEVER_S))))
     async with working(FakeWorker(redis, lambda s: echo(s) if s.id.endswith("-0") else None, rows=8)):
-        status = await advance(runner, job)
+        ending = asyncio.create_task(advance(runner, job))
+        await wait_until(lambda: _recorded(redis, job, 1))
+        deadline = int(time.time() * 1000)
+        now_over = msgspec.structs.replace(await JobStore(redis).spec(job), deadline_ms=deadline)
+        await redis.hset(keys.job(job), "spec", msgspec.json.encode(now_over))  # type: ignore[misc]
+        status = await ending
     assert status.status == "expired" and "deadline" in status.error
     assert status.counts.succeeded == 1
     counts = status.counts

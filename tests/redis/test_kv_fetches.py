@@ -20,6 +20,7 @@ from shared.sequences import ModelCard
 from shared.telemetry.metrics import Tally
 from tests.redis.kv_workers import BLOCK, IDS, WHOLE, Engine, Worker, of, on_disk, tell
 from tests.redis.sequences import MODEL, plan, queue, spec
+from tests.waiting import HANG_S
 from worker.engine.kv.parcels import unpack
 from worker.engine.messages import RowRequest
 from worker.peers import client, server, store, wire
@@ -270,7 +271,7 @@ async def test_nobody_gets_anything_who_does_not_know_the_secret(
             raise AssertionError("it was let in")
     monkeypatch.setattr(server, "HANDSHAKE_S", 0.1)
     reader, writer = await asyncio.open_connection(*address)
-    heard = await asyncio.wait_for(reader.read(), 60)
+    heard = await asyncio.wait_for(reader.read(), HANG_S)
     assert len(heard) == len(wire.MAGIC) + wire.NONCE, "who says nothing hears nothing but a nonce"
     writer.close()
     await heir.fetch("holder")

@@ -12,7 +12,6 @@ from urllib.parse import urlsplit
 
 import httpx
 import numpy as np
-import pytest
 from fastapi import params
 from fastapi.routing import APIRoute
 
@@ -27,6 +26,7 @@ from tests.redis.adapter_versions import publish
 from tests.redis.event_loops import LONGEST, event_loop
 from tests.redis.scripted_worker import MODEL, Answer, working
 from tests.unit.test_bodies import api_routes
+from tests.waiting import HANG_S
 
 SETTINGS = ApiSettings(redis="redis://127.0.0.1:1")
 VALUES = SETTINGS.max_json_values - 100
@@ -149,7 +149,7 @@ def protobuf(learner: str, room: int) -> dict[str, tuple[int, bytes]]:
 def send(url: str, sent: Sent) -> tuple[int, bytes]:
     """Without the interpreter's lock, but for a few lines."""
     parts = urlsplit(url)
-    connection = http.client.HTTPConnection(str(parts.hostname), parts.port, timeout=120)
+    connection = http.client.HTTPConnection(str(parts.hostname), parts.port, timeout=HANG_S)
     try:
         connection.request(sent.method, sent.path, sent.body, {"Content-Type": sent.kind})
         answer = connection.getresponse()
@@ -180,7 +180,6 @@ def every_body(learner: str) -> Iterator[Sent]:
                 yield from itertools.islice(bodies_of(route, method), None if read else 1)
 
 
-@pytest.mark.timeout(600)
 async def test_no_body_that_a_route_takes_stops_the_event_loop_for_long(redis_url: str) -> None:
     slow, good = dict[str, float](), 0
     async with working(redis_url, lambda spec: Answer("hi")):

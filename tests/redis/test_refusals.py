@@ -27,7 +27,7 @@ from tests.redis.api_servers import Api, api
 from tests.redis.job_fakes import FakeWorker, lines, register, spec
 from tests.redis.job_fakes import working as job_working
 from tests.redis.scripted_worker import MODEL, Answer, ScriptedWorker, working
-from tests.waiting import wait_until
+from tests.waiting import HANG_S, wait_until
 
 ROOT = Path(__file__).parents[2]
 SECRET = "xyzzy-plugh-7531"
@@ -175,7 +175,7 @@ async def test_a_request_that_is_under_way_is_told_why_nothing_comes(
     redis: Redis, redis_url: str, refusing: Refusing, code: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shared.redis.tokens.reader.REFUSED_S", 0.2)
-    async with serving(redis, redis_url) as (server, worker), asyncio.timeout(60):
+    async with serving(redis, redis_url) as (server, worker), asyncio.timeout(HANG_S):
 
         async def all_held() -> bool:
             logs = [keys.sequence_log(MODEL, spec.id) for spec in worker.specs]
@@ -205,7 +205,7 @@ async def test_a_request_that_came_in_during_a_refusal_is_told_too(
         for _ in range(2):
             feed = reader.open(MODEL, ["s"])
             with pytest.raises(ServiceUnavailableError, match="NOREPLICAS"):
-                async with asyncio.timeout(60):
+                async with asyncio.timeout(HANG_S):
                     await feed.next()
             feed.close()
     await reader.stop()
@@ -240,5 +240,5 @@ async def test_a_job_outlives_refusals_and_its_runner_logs_no_prompt(
 
 async def test_a_server_that_refuses_the_password_is_told_without_it(tmp_path: Path) -> None:
     with EmbeddedRedis(tmp_path) as server, pytest.raises(ServiceUnavailableError) as raised:
-        await require(server.url.replace("redis://", f"redis://nobody:{SECRET}@"), within_s=60)
+        await require(server.url.replace("redis://", f"redis://nobody:{SECRET}@"), within_s=HANG_S)
     assert SECRET not in str(raised.value) and "WRONGPASS" in str(raised.value)

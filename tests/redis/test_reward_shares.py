@@ -17,7 +17,7 @@ from shared.scoring.pool import RewardPool, RewardSample
 from shared.scoring.shares import Share
 from tests.redis.job_fakes import MODEL, FakeWorker, lines, prompts, register, spec, working
 from tests.redis.test_jobs_ticks import advance
-from tests.waiting import wait_until
+from tests.waiting import HANG_S, wait_until
 from worker.jobs import work
 from worker.jobs.context import TickContext
 from worker.jobs.scores import Scores
@@ -65,7 +65,7 @@ async def test_a_rollout_whose_reward_hangs_ends_too_and_takes_its_sequences_alo
 ) -> None:
     job, _ = await JobStore(redis).create(spec("rollout", reward=HANGS, key="bad"), prompts(300))
     async with working(FakeWorker(redis, lambda sequence: TEXT if len(sequence.prompt_ids) < 10 else None, rows=100)):
-        status = await advance(runner, job, 60)
+        status = await advance(runner, job)
     assert status.status == "failed" and "timed out" in status.error
     assert status.counts.failed > 0
     assert (await SequenceQueue(redis, MODEL).depth())["batch"].waiting == 0
@@ -98,7 +98,7 @@ async def test_another_key_s_job_is_done_while_sixteen_hang(
 async def test_what_a_dead_runner_had_in_hand_is_scored_by_the_next(
     redis: Redis, redis_url: str, runner: TickContext, monkeypatch: Any
 ) -> None:
-    runner.pool._timeout_s = 60
+    runner.pool._timeout_s = HANG_S
     job, _ = await JobStore(redis).create(*given(5, "1", {"name": "exact"}, ""))
     stored = await JobStore(redis).spec(job)
     half = await work.JobWork.on(runner, stored)

@@ -14,7 +14,7 @@ from shared.redis.connection.client import server_time_ms
 from shared.redis.queue import sequence_queue
 from shared.redis.queue.sequence_queue import SequenceQueue
 from tests.redis.sequences import MODEL, beat, commit, ids, plan, queue, spec, specs, state
-from tests.waiting import wait_until
+from tests.waiting import HANG_S, NEVER_S, wait_until
 
 
 async def test_two_workers_share_without_overlap(redis: Redis) -> None:
@@ -50,9 +50,9 @@ async def test_routing_a_running_sequence_tells_its_worker(redis: Redis) -> None
     await q.claim("w1", plan(1))
     async with redis.pubsub() as channel:
         await channel.subscribe(keys.control_channel("w1"))
-        assert (await channel.get_message(timeout=60))["type"] == "subscribe"
+        assert (await channel.get_message(timeout=HANG_S))["type"] == "subscribe"
         await q.route(["s"], "b")
-        message = await channel.get_message(timeout=60)
+        message = await channel.get_message(timeout=HANG_S)
     assert message["data"] == b"\x93\xa5route\xa1s\xa1b"
 
 
@@ -200,9 +200,9 @@ async def test_wait_wakes_for_new_work_and_not_for_what_a_claim_left(redis: Redi
     await q.enqueue(specs("s", 3))
     assert len(await q.claim("w1", plan(1))) == 1
     assert not await q.wait("w1", 0.05)
-    waiting = asyncio.create_task(q.wait("w1", 30))
+    waiting = asyncio.create_task(q.wait("w1", HANG_S))
     await q.enqueue([spec("t", kind="batch")])
-    assert await asyncio.wait_for(waiting, 60)
+    assert await asyncio.wait_for(waiting, HANG_S)
 
 
 async def test_wait_wakes_when_another_worker_hands_back(redis: Redis) -> None:
@@ -210,9 +210,9 @@ async def test_wait_wakes_when_another_worker_hands_back(redis: Redis) -> None:
     await q.enqueue(specs("s", 1))
     claims = await q.claim("w1", plan(1))
     assert await q.claim("w2", plan(1)) == []
-    waiting = asyncio.create_task(q.wait("w2", 30))
+    waiting = asyncio.create_task(q.wait("w2", HANG_S))
     await q.release("w1", claims)
-    assert await asyncio.wait_for(waiting, 60)
+    assert await asyncio.wait_for(waiting, HANG_S)
     assert ids(await q.claim("w2", plan(1))) == ["s0"]
 
 
@@ -252,7 +252,7 @@ class _Late(SequenceQueue):
 
     async def woken(self) -> "asyncio.Task[bool]":
         assert await self.claim("late", plan(4), others=["quick"]) == []
-        waiting = asyncio.create_task(self.wait("late", 60))
+        waiting = asyncio.create_task(self.wait("late", HANG_S))
         await wait_until(lambda: _waits(self._redis))
         await self.enqueue(specs("a", 3))
         return waiting
@@ -273,7 +273,7 @@ async def test_who_wakes_too_late_goes_on_waiting(redis: Redis) -> None:
     await wait_until(lambda: _waits(redis))
     assert not waiting.done(), "what woke it has been taken"
     await q.enqueue(specs("b", 2))
-    assert await asyncio.wait_for(waiting, 60)
+    assert await asyncio.wait_for(waiting, HANG_S)
     assert ids(await q.claim("late", plan(4), others=["quick"])) == ["b0", "b1"]
 
 
@@ -282,7 +282,7 @@ async def test_it_wakes_for_what_others_leave(redis: Redis) -> None:
     waiting = await q.woken()
     assert ids(await q.claim("quick", plan(1), others=["late"])) == ["a0"]
     q.looks.set()
-    assert await asyncio.wait_for(waiting, 60)
+    assert await asyncio.wait_for(waiting, HANG_S)
     assert ids(await q.claim("late", plan(4), others=["quick"])) == ["a1", "a2"]
 
 
@@ -311,14 +311,14 @@ async def test_of_many_free_workers_a_few_wait_for_what_is_for_any_and_the_other
         assert await q.claim(worker, plan(1), MANY) == []
     draws = iter([0.0, 0.0, 0.0, *[0.99] * 50])
     monkeypatch.setattr("random.random", lambda: next(draws))
-    waiting = {worker: asyncio.create_task(q.wait(worker, 600)) for worker, q in free.items()}
+    waiting = {worker: asyncio.create_task(q.wait(worker, NEVER_S)) for worker, q in free.items()}
     await wait_until(lambda: _waiting(redis, len(free)))
     await free["w0"].enqueue(specs("s", 1))
     await wait_until(lambda: _waiting(redis, len(free) - 3))
     assert await asyncio.gather(*[waiting[worker] for worker in ("w0", "w1", "w2")]) == [True] * 3
     await beat(redis, "w7")
     await free["w0"].enqueue(specs("own", 1), prefer=["w7"])
-    assert await asyncio.wait_for(waiting["w7"], 60)
+    assert await asyncio.wait_for(waiting["w7"], HANG_S)
     assert ids(await free["w7"].claim("w7", plan(1), MANY)) == ["own0"]
     for task in waiting.values():
         task.cancel()
@@ -339,7 +339,7 @@ async def test_who_finds_what_nobody_waited_for_waits_for_it_more_often_and_who_
         assert ids(await q.claim("w1", plan(1), MANY)) == [f"s{found}"]
         assert asker.chance == min(1.0, 2 * least)
     assert asker.chance == 1.0
-    waiting = asyncio.create_task(q.wait("w1", 60))
+    waiting = asyncio.create_task(q.wait("w1", HANG_S))
     await wait_until(lambda: _waits(redis))
     async with redis.pipeline() as pipe:  # it comes and is taken at once
         pipe.xadd(keys.queue(MODEL, "interactive"), {"id": "taken"})

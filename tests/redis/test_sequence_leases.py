@@ -29,7 +29,7 @@ from tests.redis.sequences import (
     stop,
     tokens,
 )
-from tests.waiting import wait_until
+from tests.waiting import HANG_S, wait_until
 
 
 async def test_a_dead_workers_sequence_is_taken_over_after_its_lease(redis: Redis) -> None:
@@ -204,9 +204,9 @@ async def test_cancelling_a_running_sequence_tells_its_worker(redis: Redis) -> N
     await q.claim("w1", plan(1))
     async with redis.pubsub() as channel:
         await channel.subscribe(keys.control_channel("w1"))
-        assert (await channel.get_message(timeout=60))["type"] == "subscribe"
+        assert (await channel.get_message(timeout=HANG_S))["type"] == "subscribe"
         assert await q.cancel(["s"]) == {"s": "w1"}
-        message = await channel.get_message(timeout=60)
+        message = await channel.get_message(timeout=HANG_S)
     assert message["data"] == b"\x92\xa6cancel\xa1s"
 
 
@@ -443,7 +443,7 @@ async def test_every_sequence_ends_exactly_once_among_dying_workers(redis: Redis
                     await commit(redis, me, claim)  # refused when its lease ran out first: then another ends it
             await asyncio.sleep(0)
 
-    await asyncio.wait_for(asyncio.gather(*(work(f"w{i}") for i in range(workers))), 60)
+    await asyncio.wait_for(asyncio.gather(*(work(f"w{i}") for i in range(workers))), HANG_S)
     results = await gathered(redis, "j")
     assert sorted(result.id for result in results) == sorted(f"s{i}" for i in range(total))
     assert (await q.depth())["interactive"].leased == 0

@@ -28,7 +28,7 @@ from tests.redis.scripted_worker import MODEL as SCRIPTED
 from tests.redis.scripted_worker import Answer
 from tests.redis.scripted_worker import working as scripted
 from tests.redis.test_jobs_ticks import advance
-from tests.waiting import wait_until
+from tests.waiting import HANG_S, wait_until
 
 JUDGE = JudgeOptions(model=MODEL, template="{completion}", marks={"0": 0.0, "1": 1.0})
 PLAIN = RewardSample("42", None)
@@ -62,7 +62,7 @@ async def test_without_a_worker_the_time_runs_out_and_nothing_stays_queued(redis
     (late,) = await judges.score("judge", JUDGE, [PLAIN], within_s=0.3)
     assert late.value is None and late.error == "no answer of 'fake' within 0.3 s"
     async with working(FakeWorker(redis, answering)) as worker:
-        (good,) = await judges.score("judge", JUDGE, [PLAIN], within_s=20)
+        (good,) = await judges.score("judge", JUDGE, [PLAIN], within_s=HANG_S)
         assert good.value == 0.5
         assert len(worker.seen) == 2, "what was late had been cancelled"
 
@@ -80,7 +80,7 @@ async def test_a_model_whose_workers_are_gone_keeps_no_other_waiting(redis: Redi
     await wait_until(full)
     try:
         async with working(FakeWorker(redis, answering)):
-            (good,) = await judges.score("judge", JUDGE, [PLAIN], within_s=20)
+            (good,) = await judges.score("judge", JUDGE, [PLAIN], within_s=HANG_S)
         assert good.value == 0.5, good.error
         assert not stuck.done()
     finally:
@@ -128,7 +128,7 @@ async def test_a_sample_without_what_the_template_wants_is_an_error_of_its_own(
     wanting = JudgeOptions(model=MODEL, template="{prompt} {completion} {reference}", marks={"0": 0.0, "1": 1.0})
     samples = [RewardSample("a", "r", "p"), RewardSample("a", None, "p"), RewardSample("a", "r")]
     async with working(FakeWorker(redis, answering)):
-        good, bare, unasked = await judges.score("judge", wanting, samples, within_s=20)
+        good, bare, unasked = await judges.score("judge", wanting, samples, within_s=HANG_S)
     assert good.value == 0.5
     assert (bare.value, unasked.value) == (None, None)
     assert "wants a reference" in bare.error and "wants a prompt" in unasked.error
@@ -162,7 +162,7 @@ async def test_a_job_is_cancelled_while_its_judge_thinks(redis: Redis, redis_url
             running = asyncio.create_task(advance(runner, job))
             await wait_until(lambda: len(worker.busy) == 5)
             await JobStore(redis).cancel(job)
-            await asyncio.wait_for(running, 60)
+            await asyncio.wait_for(running, HANG_S)
             await wait_until(lambda: not worker.busy)
         await runner.served.close()
     status = await JobStore(redis).status(job)

@@ -11,7 +11,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 from shared.errors import ConflictError, ServiceUnavailableError, SetupError
 from tests.redis.shared_trainers import MADE, PROBES, Trainers, largest_gap, made_groups, same, steps, trainers
-from tests.waiting import wait_until
+from tests.waiting import HANG_S, wait_until
 from trainer.learn.advantages import ValueSums
 from trainer.learn.batches import Sample, SampleGroup
 from trainer.learn.compute import Work
@@ -208,9 +208,7 @@ async def test_a_member_that_lives_and_never_answers_is_given_up(
     redis_url: str, undisturbed: list[Trained], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In any update, and soon it gets nothing more to do."""
-    monkeypatch.setattr(
-        "trainer.learners.shared_step.LEAST_PATIENCE_S", 2.0
-    )  # more than a busy machine takes to answer
+    monkeypatch.setattr("trainer.learners.shared_step.LEAST_PATIENCE_S", HANG_S)
     answers: list[bytes] = []
 
     async with trainers(redis_url, VALUED) as ring:
@@ -225,6 +223,7 @@ async def test_a_member_that_lives_and_never_answers_is_given_up(
                 return
             monkeypatch.setattr("trainer.learners.shared_step.LEAST_PATIENCE_S", 0.5)
             monkeypatch.setattr("trainer.learners.shared_step.PATIENCE", 2.0)
+            learner._lead.expect(0.5)
             await asyncio.get_running_loop().create_future()
 
         member._run.answer = hung  # type: ignore[method-assign]

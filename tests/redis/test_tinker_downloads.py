@@ -20,6 +20,7 @@ from shared.redis import keys
 from tests.redis.adapter_versions import publish
 from tests.redis.api_servers import Api, api
 from tests.redis.scripted_worker import MODEL, Answer
+from tests.waiting import HANG_S
 
 MODULE = "model.layers.0.self_attn.q_proj"
 A = np.linspace(-1, 1, 16, dtype=np.float32).reshape(8, 2)
@@ -55,7 +56,7 @@ async def saved(server: Api, name: str, kind: SaveKind, number: int, *, version:
 
 async def bare(url: str) -> httpx.Response:
     """As the SDK reads an address: nothing but the address."""
-    async with httpx.AsyncClient(timeout=60, trust_env=False) as http:
+    async with httpx.AsyncClient(timeout=HANG_S, trust_env=False) as http:
         return await http.get(url)
 
 

@@ -16,7 +16,7 @@ from shared.errors import ConflictError
 from shared.redis import keys
 from shared.redis.training.board import TrainingBoard, trained_policies
 from shared.training import ALERT_KINDS, Alert, ShownSample, TrainerState, TrainerStatus, TrainingPoint, TrajectoryStats
-from tests.waiting import wait_until
+from tests.waiting import HANG_S, wait_until
 from trainer.ring import board as board_module
 from trainer.ring.board import RingBoard
 
@@ -75,7 +75,7 @@ async def test_an_alert_is_an_event_a_count_and_an_entry(redis: Redis) -> None:
 
 
 async def _messages(channel: Any) -> AsyncIterator[Alert]:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_S):
         async for message in channel.listen():
             if message["type"] == "message":
                 yield msgspec.json.decode(message["data"], type=Alert)

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+from tests.waiting import HANG_S
+
 NOWHERE = "redis://127.0.0.1:1/0"
 COMMANDS = (["api", "--port", "0"], ["worker.jobs"], ["worker"], ["trainer", "--model", "models/tiny"])
 
@@ -17,7 +19,7 @@ def test_a_process_started_without_its_redis_says_so_and_ends() -> None:
     ]  # fmt: skip
     for command, process in zip(COMMANDS, processes, strict=True):
         try:
-            _, said = process.communicate(timeout=60)
+            _, said = process.communicate(timeout=HANG_S)
         finally:
             process.kill()
         assert process.returncode == 1, (command, said)

@@ -14,7 +14,7 @@ from shared.redis.ring import worker_registry
 from shared.redis.ring.worker_registry import DifferingWeights, WorkerRegistry, WorkerStatus, weights_of
 from shared.sequences import ModelCard
 from shared.text.codec import TokenizerBundle
-from tests.waiting import wait_until
+from tests.waiting import HANG_S, wait_until
 
 BUNDLE = TokenizerBundle("{}", "{{ messages }}", (1, 2), {"eos_token": "</s>"})
 
@@ -163,7 +163,7 @@ async def test_a_worker_that_died_does_not_keep_other_weights_out(
     await wait_until(lambda: seen(redis, "w2"))
     assert not joining.done()
     await redis.delete(keys.worker("m", "w1"))  # as its time to live does
-    await asyncio.wait_for(joining, 60)
+    await asyncio.wait_for(joining, HANG_S)
 
 
 async def seen(redis: Redis, worker: str) -> bool:
@@ -205,7 +205,7 @@ async def test_the_older_of_two_that_start_at_once_is_refused_when_the_younger_w
     await wait_until(lambda: seen(redis, "w1"))
     await registry.heartbeat(msgspec.structs.replace(younger, state="ready"))
     with pytest.raises(SetupError, match="worker 'w2'"):
-        await asyncio.wait_for(joining, 60)
+        await asyncio.wait_for(joining, HANG_S)
     assert await registry.live("m") == ["w2"]
 
 

@@ -9,7 +9,7 @@ from starlette.types import Message
 
 from api.http.sse import EventStream
 from api.ring.caller import until_disconnected
-from tests.waiting import wait_until
+from tests.waiting import HANG_S, wait_until
 
 SCOPE = {"type": "http", "path": "/v1/completions"}
 
@@ -66,7 +66,7 @@ async def test_a_client_that_leaves_closes_the_source_at_once() -> None:
     call = asyncio.create_task(EventStream(source.events())(SCOPE, connection.receive, connection.send))
     await wait_until(lambda: len(connection.sent) == 2)
     connection.gone.set()
-    await asyncio.wait_for(call, 60)
+    await asyncio.wait_for(call, HANG_S)
     assert source.closed
 
 
@@ -114,5 +114,5 @@ async def test_a_lost_cancellation_is_repeated() -> None:
 
     connection = Connection()
     connection.gone.set()
-    assert await asyncio.wait_for(until_disconnected(stubborn(), connection.receive), 60) is None
+    assert await asyncio.wait_for(until_disconnected(stubborn(), connection.receive), HANG_S) is None
     assert lost == 1

@@ -18,6 +18,7 @@ from api.cli.batch_client import BatchClient
 from api.cli.client import InferenceClient, JobRequest
 from api.cli.http import RequestFailedError
 from shared.jobs import JobCounts, JobInput, JobStatus, JobUsage, RewardSpec
+from tests.waiting import HANG_S
 
 Handler = Callable[[httpx.Request], httpx.Response]
 
@@ -146,7 +147,7 @@ async def test_wait_reports_progress_and_times_out() -> None:
 async def test_patience_ends() -> None:
     async with client(lambda request: httpx.Response(503), patience_s=0.2) as http:
         with pytest.raises(RequestFailedError) as caught:
-            await asyncio.wait_for(http.status("job-1"), 60)
+            await asyncio.wait_for(http.status("job-1"), HANG_S)
     assert caught.value.http_status == 503
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import HANG_S
 from worker.engine.kv.disk.folder import FILE, LOCK, PART, Folder
 
 ROOT = Path(__file__).parents[2]
@@ -158,7 +159,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path) -> None:
 
 def test_a_process_killed_while_it_writes_leaves_whole_files_and_a_true_count(tmp_path: Path) -> None:
     process = writer(tmp_path, 1, 4 << 20, 10_000, 200 << 20)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + HANG_S
     while not list(tmp_path.glob(f"*/*{PART}")) or len(list(tmp_path.glob(f"*/*{FILE}"))) < 3:
         assert time.monotonic() < deadline
     process.send_signal(signal.SIGKILL)

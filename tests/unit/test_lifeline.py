@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.waiting import HANG_S
+
 ROOT = Path(__file__).parents[2]
 WAIT = """
 import signal
@@ -37,17 +39,17 @@ def close(process: "subprocess.Popen[bytes]") -> None:
 def test_the_end_of_the_pipe_is_sigterm() -> None:
     with child("", "1") as process:
         close(process)
-        assert process.wait(60) == -signal.SIGTERM
+        assert process.wait(HANG_S) == -signal.SIGTERM
 
 
 def test_the_end_of_the_pipe_calls_what_it_was_given() -> None:
     with child("lambda: __import__('os')._exit(7)", "1") as process:
         close(process)
-        assert process.wait(60) == 7
+        assert process.wait(HANG_S) == 7
 
 
 def test_without_the_variable_stdin_is_left_alone() -> None:
     with child("", "0") as process:
         close(process)
         process.send_signal(signal.SIGUSR1)
-        assert process.wait(60) == -signal.SIGUSR1
+        assert process.wait(HANG_S) == -signal.SIGUSR1

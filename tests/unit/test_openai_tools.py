@@ -30,6 +30,7 @@ from shared.sequences import ModelCard
 from shared.text import grammar
 from shared.text.codec import TextCodec, TokenizerBundle
 from tests.unit.api_texts import bundle, codec
+from tests.waiting import HANG_S
 from worker.engine.sampling.stop_text import RowText
 
 WEATHER = {
@@ -180,7 +181,7 @@ def test_the_parsers_come_without_mlx() -> None:
         "tool_format('glm47'); tool_format('minicpm5')\n"
         "assert not any(name.split('.')[0] in ('mlx', 'mlx_lm') for name in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=HANG_S).returncode == 0
 
 
 # -- what is enforced

@@ -53,19 +53,25 @@ async def test_copies_are_played_side_by_side_and_begin_anew_each_for_itself() -
         assert (again.observations == begun).all()
 
 
+def process_of(environments: Environments) -> Any:
+    """The one that the environment lives in."""
+    assert environments._own is not None
+    (place,) = environments._own._places
+    assert place.process is not None
+    return place.process
+
+
 async def test_episodes_whose_process_was_killed_are_cut_off_and_new_ones_begin() -> None:
     async with opened() as environments:
         drift = await environments.begin("played", 4, [0])
         other = await environments.begin("evaluated", 2, [0])
         before = (await drift.act(pushed(4, by=0.5))).observations
-        own = environments._own
-        assert own is not None and own._process is not None
-        first = own._process
+        first = process_of(environments)
         os.kill(first._process.pid, signal.SIGKILL)
         await wait_until(lambda: first.ended)
         stepped = await drift.act(pushed(4, by=0.5))
         assert stepped.timed_out.all() and not stepped.failed.any() and (stepped.observations == before).all()
-        assert (np.abs(drift.observations[:, 0]) < 0.1).all() and own._process is not first
+        assert (np.abs(drift.observations[:, 0]) < 0.1).all() and process_of(environments) is not first
         assert (await other.act(pushed(2))).timed_out.all(), "the other set went with it"
         assert not (await drift.act(pushed(4, by=0.5))).timed_out.any()
 
@@ -73,11 +79,9 @@ async def test_episodes_whose_process_was_killed_are_cut_off_and_new_ones_begin(
 async def test_episodes_that_are_lost_again_and_again_end_the_run() -> None:
     async with opened() as environments:
         drift = await environments.begin("played", 4, [0])
-        own = environments._own
         with pytest.raises(ParallmError, match="3 times in a row, and nothing was played"):
             for _ in range(4):
-                assert own is not None and own._process is not None
-                now = own._process
+                now = process_of(environments)
                 os.kill(now._process.pid, signal.SIGKILL)
                 await wait_until(lambda now=now: now.ended)  # type: ignore[misc]
                 assert (await drift.act(pushed(4))).timed_out.all()

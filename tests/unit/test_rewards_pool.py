@@ -17,7 +17,7 @@ from shared.scoring import process as process_module
 from shared.scoring.pool import RewardPool, RewardSample, is_late
 from shared.scoring.process import Slice
 from shared.scoring.shares import Share
-from tests.waiting import wait_until
+from tests.waiting import HANG_S, NEVER_S, wait_until
 
 CATASTROPHIC = RewardSpec("regex", {"pattern": "^(a+)+$"})
 HANGS = "a" * 60 + "!"
@@ -25,7 +25,7 @@ HANGS = "a" * 60 + "!"
 
 @pytest.fixture
 async def pool() -> Any:
-    pool = RewardPool(2, timeout_s=60)
+    pool = RewardPool(2, timeout_s=HANG_S)
     yield pool
     pool.close()
 
@@ -76,7 +76,7 @@ async def test_a_sample_in_which_its_process_is_deaf_to_signals_is_marked_and_th
 
 
 async def test_a_caller_that_leaves_takes_its_process_along(pool: RewardPool) -> None:
-    pool._timeout_s = 600
+    pool._timeout_s = NEVER_S
     scoring = asyncio.create_task(pool.score(CATASTROPHIC, [RewardSample(HANGS, None)]))
     await wait_until(lambda: bool(pool._all))
     (process,) = pool._all

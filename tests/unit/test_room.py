@@ -13,7 +13,7 @@ from api.ring.room import Room, aside
 from shared.errors import RateLimitedError, RequestCancelledError
 from shared.owners import ANYBODY
 from tests.unit.api_texts import codec
-from tests.waiting import wait_until
+from tests.waiting import HANG_S, wait_until
 
 
 class Turns:
@@ -97,7 +97,7 @@ async def test_who_holds_and_who_waits_may_leave_in_one_moment(order: tuple[str,
         tasks[name].cancel()
     ended = await asyncio.gather(*tasks.values(), return_exceptions=True)
     assert all(isinstance(each, asyncio.CancelledError) for each in ended), ended
-    await asyncio.wait_for(room.enter("a"), 5)
+    await asyncio.wait_for(room.enter("a"), HANG_S)
     room.leave("a")
     assert not room._turns and not room._busy
 

@@ -6,6 +6,7 @@ import pytest
 
 from shared.scoring.shares import GIVE_UP_AFTER, Lateness, Share
 from shared.turns import MOST_KNOWN, FairTurns
+from tests.waiting import HANG_S
 
 
 class Clock:
@@ -76,7 +77,7 @@ async def test_who_leaves_blocks_nobody(as_its_turn_comes: bool) -> None:
     waiting.cancel()
     held.set()
     await asyncio.gather(holding, waiting, return_exceptions=True)
-    await asyncio.wait_for(table.have("c", "", 1.0), 60)
+    await asyncio.wait_for(table.have("c", "", 1.0), HANG_S)
     assert table.had == ["c"]
 
 

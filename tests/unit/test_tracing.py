@@ -11,6 +11,7 @@ from shared.sequences import Claim, SamplingParams, SequenceResult, SequenceSpec
 from shared.telemetry import tracing
 from shared.telemetry.spans import Past
 from tests.e2e.rings import ROOT
+from tests.waiting import HANG_S
 from worker.reports import sequence_spans
 
 COLLECTOR = "http://127.0.0.1:4318"
@@ -62,7 +63,7 @@ def test_while_traces_are_off_no_process_imports_the_sdk() -> None:
         "with tracing.span('x'): pass\n"
         "print([name for name in sys.modules if name.startswith(('opentelemetry.sdk', 'opentelemetry.exporter'))])"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=HANG_S)
     assert done.stdout.strip().splitlines()[-1:] == ["[]"], done.stderr
 
 

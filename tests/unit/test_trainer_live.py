@@ -9,6 +9,7 @@ import pytest
 from shared.redis.training.trajectory_queue import Delivered
 from shared.trajectories import LiveTrajectory
 from tests.unit.trainer_samples import trajectory
+from tests.waiting import HANG_S
 from trainer.learn.batches import sample_groups
 from trainer.rollouts.groups import RolloutGroup
 from trainer.rollouts.live import LiveCollector, group_of, posted_groups
@@ -43,7 +44,7 @@ def age(group: RolloutGroup) -> int:
 
 async def batch_of(queue: Queue, per_step: int, **options: object) -> tuple[list[RolloutGroup], LiveCollector]:
     collector = LiveCollector(queue, per_step, 9, 60.0, **options)  # type: ignore[arg-type]
-    async with collector, asyncio.timeout(60):
+    async with collector, asyncio.timeout(HANG_S):
         return await collector.next_batch(age), collector
 
 
@@ -91,7 +92,7 @@ async def test_what_the_checkpoint_has_learned_from_is_not_learned_again() -> No
 async def test_a_batch_that_was_not_used_comes_again() -> None:
     queue = Queue([live("a"), live("b"), live("c"), live("d")])
     collector = LiveCollector(queue, 2, 9, 60.0)
-    async with collector, asyncio.timeout(60):
+    async with collector, asyncio.timeout(HANG_S):
         first = await collector.next_batch(age)
         collector.give_back(first)
         assert collector.taken == []

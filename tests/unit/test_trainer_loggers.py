@@ -15,7 +15,7 @@ from shared.errors import SetupError
 from shared.process.settings import load
 from shared.training import ShownSample
 from tests.unit.trainer_samples import group, trajectory
-from tests.waiting import wait_until
+from tests.waiting import HANG_S, wait_until
 from trainer.learn.batches import Dropped
 from trainer.learn.steps import StepReport
 from trainer.loggers import loggers as loggers_module
@@ -51,7 +51,7 @@ class Board:
 
     def write(self, train_step: int, figures: Mapping[str, float], samples: Samples) -> None:
         self.entered.set()
-        self.go.wait(60)
+        self.go.wait(HANG_S)
         self._fail()
         self.rows.append((train_step, figures))
         self.samples.append(samples)

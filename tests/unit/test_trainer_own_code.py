@@ -10,7 +10,7 @@ import pytest
 
 from shared.errors import SetupError
 from tests.unit.own_code import HARD
-from tests.waiting import wait_until
+from tests.waiting import HANG_S, wait_until
 from trainer.rollouts import own_code
 from trainer.rollouts.environments import Observation
 from trainer.rollouts.own_code import (
@@ -29,7 +29,7 @@ WHERE = "tests.unit.own_code:Hazards"
 @pytest.fixture
 async def hazards() -> AsyncIterator[OwnEnvironment]:
     """No call runs out of its time."""
-    async with OwnEnvironment(WHERE, {"start": 5}, timeout_s=60) as environment:
+    async with OwnEnvironment(WHERE, {"start": 5}, timeout_s=HANG_S) as environment:
         yield environment
 
 
@@ -203,7 +203,7 @@ async def test_errors_name_the_line_and_mistakes_end_the_run(hazards: OwnEnviron
 )
 async def test_what_is_no_environment_is_refused(path: str, options: dict[str, int], said: str) -> None:
     with pytest.raises(SetupError, match=said):
-        async with OwnEnvironment(path, options, timeout_s=5):
+        async with OwnEnvironment(path, options, timeout_s=HANG_S):
             pass
 
 

@@ -8,6 +8,7 @@ from shared.errors import UnknownAdapterError
 from tests.training.nobody import NoOrders
 from tests.unit.test_trainer_collect import Player, fresh
 from tests.unit.trainer_samples import group, trajectory
+from tests.waiting import HANG_S
 from trainer.ring.mailbox import RingMailbox
 from trainer.rollouts.collector import Collector
 from trainer.rollouts.groups import RolloutGroup
@@ -36,7 +37,7 @@ async def never() -> Moved:
 async def test_a_run_that_gets_nothing_but_old_samples_says_so_once() -> None:
     watch = StaleWatch("samples", after=8, max_lag=1)
     own = Collector(Strange(), Pace(2, max_lag=1), lambda: "policy@9", watch=watch)
-    async with Inbox(own, None, RingMailbox(NoOrders()), never, [watch]) as inbox, asyncio.timeout(60):
+    async with Inbox(own, None, RingMailbox(NoOrders()), never, [watch]) as inbox, asyncio.timeout(HANG_S):
         work = await inbox.next(RunState("run"), lambda g: UNKNOWN_LAG, asyncio.Event())
         assert isinstance(work, AllStale)
         assert "samples in a row were too old to learn from" in work.reason
@@ -78,6 +79,6 @@ async def test_a_version_that_is_deleted_under_a_group_ends_no_run(monkeypatch: 
             return group(trajectory(), index=index)
 
     player = Deleted()
-    async with Collector(player, Pace(1, max_lag=0), lambda: latest[0]) as collector, asyncio.timeout(60):
+    async with Collector(player, Pace(1, max_lag=0), lambda: latest[0]) as collector, asyncio.timeout(HANG_S):
         assert [g.index for g in await collector.next_batch(0, fresh)] == [0]
     assert len(player.started) == 11, "more often than a ring that is away is asked again"

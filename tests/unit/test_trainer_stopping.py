@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from tests.waiting import HANG_S
+
 SCRIPT = """
 import asyncio, signal, sys, time
 from trainer.runs import stopping
@@ -64,7 +66,7 @@ def test_a_second_signal_ends_the_run_whatever_hangs(hang: str, signals: int, co
             assert process.stdout.readline() == "stopped\n"
         for _ in range(1, signals):
             process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=30)
+        output, _ = process.communicate(timeout=HANG_S)
     finally:
         process.kill()
     assert process.returncode == code and printed in output

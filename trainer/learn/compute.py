@@ -48,8 +48,8 @@ class Others(Protocol):
 class SharedEngine(Protocol):
     """What a worker's engine thread offers (worker/engine/between_steps.py)."""
 
-    def run_between_steps(self, start: Callable[[], Work[T]]) -> Future[T]:
-        """Run work there by its share; cancelling the future ends it."""
+    def run_between_steps(self, start: Callable[[], Work[T]], *, when_idle: bool = False) -> Future[T]:
+        """Run work there by its share, or only while no row is there; cancelling the future ends it."""
 
 
 class EngineHost:

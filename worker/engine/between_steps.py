@@ -7,7 +7,8 @@ Invariants.
 - At most one unit runs between two decode steps, so a row never waits for more than one.
 - While rows decode, a unit runs once decoding has paid for it: about `share / (1 - share)` seconds for each second that
   it has had. What a unit costs more than expected is paid before the next one. Decoding keeps `1 - share` of its speed.
-- While no row decodes, units follow one another.
+- While no row decodes, units follow one another. Work that is for an idle engine waits until no row is there at all,
+  and others pass it meanwhile.
 - An error of a unit goes to whoever asked for the work, and nowhere else.
 """
 
@@ -84,10 +85,11 @@ def _recent(before: float, now: float, weight: float) -> float:
     return weight * now + (1 - weight) * before if before else now
 
 
-@dataclass
+@dataclass(eq=False)
 class _Piece:
     start: Callable[[], Work[Any]]
     future: Future[Any]
+    when_idle: bool
     work: Work[Any] | None = None
 
 
@@ -101,28 +103,33 @@ class Guests:
         self._closed = False
         self.stats = GuestStats()
 
-    @property
-    def waiting(self) -> bool:
-        """Whether there is a unit to run."""
-        return bool(self._pieces)
+    def waits(self, is_idle: bool) -> bool:
+        """Whether there is a unit to run, now or between two decode steps; `is_idle`: no row is there."""
+        return any(is_idle or not piece.when_idle for piece in self._pieces)
 
-    def add(self, start: Callable[[], Work[T]], future: Future[T]) -> None:
-        """Take a piece of work, from any thread; cancelling the future ends it after the unit that runs."""
+    def add(self, start: Callable[[], Work[T]], future: Future[T], *, when_idle: bool = False) -> None:
+        """Take a piece of work, from any thread; cancelling the future ends it after the unit that runs.
+
+        `when_idle`: it is for an idle engine only.
+        """
         if self._closed:
             future.set_exception(EngineError("the engine has stopped"))
         else:
-            self._pieces.append(_Piece(start, future))
+            self._pieces.append(_Piece(start, future, when_idle))
 
-    def between_steps(self, *, decoding: bool, decode_s: float) -> None:
+    def between_steps(self, *, decoding: bool, decode_s: float, is_idle: bool = False) -> None:
         """Run one unit if it is time; `decode_s` is what the turn of the engine before has taken."""
         if decoding:
             self._share.decoded(decode_s)
-        while self._pieces and self._pieces[0].future.cancelled():
-            self._end(self._pieces.popleft())
-        if not self._pieces or (decoding and not self._share.may_work):
+        for piece in tuple(self._pieces):  # `add` may be called meanwhile
+            if piece.future.cancelled():
+                self._pieces.remove(piece)
+                self._end(piece)
+        may_run = [each for each in tuple(self._pieces) if is_idle or not each.when_idle]
+        if not may_run or (decoding and not self._share.may_work):
             return
         began = self._clock()
-        self._advance(self._pieces[0])
+        self._advance(may_run[0])
         self._count(self._clock() - began, decoding)
 
     def close(self) -> None:
@@ -141,11 +148,11 @@ class Guests:
             next(piece.work)
             return
         except StopIteration as end:
-            self._pieces.popleft()
+            self._pieces.remove(piece)
             if piece.future.set_running_or_notify_cancel():
                 piece.future.set_result(end.value)
         except Exception as error:
-            self._pieces.popleft()
+            self._pieces.remove(piece)
             if piece.future.set_running_or_notify_cancel():
                 piece.future.set_exception(error)
         piece.work = None

@@ -17,7 +17,7 @@ from worker.engine.model.batching import check_batch
 from worker.engine.model.loader import LoadedModel, load_model
 from worker.engine.orders import Order
 from worker.engine.ranks.turns import Seen, TurnFacts
-from worker.engine.warm_up import prepare
+from worker.engine.warm_up import WarmUp, begun
 
 OnAdapters = Callable[[AdapterStats], None]  # called in thread G after loads and failures; must be quick
 
@@ -42,10 +42,11 @@ class Lead(Protocol):
 class Built:
     """What came of it."""
 
-    config: EngineConfig  # with what was measured
+    config: EngineConfig  # with the sizes that it begins with
     loaded: LoadedModel
     engine: Engine
     slots: AdapterSlots | None
+    warm_up: WarmUp  # what is still to be measured and compiled
 
 
 def build(
@@ -62,6 +63,7 @@ def build(
     loaded = load_model(config, group)
     with nullcontext() if group is None else mx.stream(generation_stream):  # one stream for all sums of a group
         check_batch(loaded.model, config.max_rows)
-        config = prepare(loaded, config)
+        config = begun(config)
         slots = None if adapters is None else AdapterSlots(loaded, adapters, wake, on_adapters)
-        return Built(config, loaded, Engine(loaded, config, slots, wake), slots)
+        engine = Engine(loaded, config, slots, wake)
+        return Built(config, loaded, engine, slots, WarmUp(loaded, config, engine, slots))

@@ -65,18 +65,21 @@ class Engine:
         self._grammars = Grammars(loaded.tokenizer, loaded.card.vocab_size, None if self._ranks else wake)
         self._limits = Limits.of(loaded.card, loaded.kv_limit_bytes, loaded.draft_kv)
         bound_freed_memory(self._limits.kv_limit_bytes)
-        self._model = RowModel(loaded.model, adapters, loaded.kv, loaded.heads, loaded.ranks)
+        self._model = RowModel(
+            loaded.model, adapters, loaded.kv, loaded.heads, loaded.ranks, quick=config.quick_at_once
+        )
         self._gallery = Gallery(loaded.tower, config, loaded.card, in_thread=wake is not None, told=told)
-        self._pieces = Pieces(ChunkSize(config.prefill_chunk, config.piece_s), told=told)
+        chunk = ChunkSize(config.prefill_chunk, config.piece_s, config.largest_chunk)
+        self._pieces = Pieces(chunk, config.prefill_area, told=told)
         self._class_turns = ClassTurns()
         at_once = max(1, config.score_chunk_bytes // (4 * loaded.card.vocab_size))
         new_kv, pieces = self._model.new_kv(), self._pieces
         self.prefixes = prefix_cache(config, loaded.card, new_kv, wake, lambda: pieces.token_s, loaded.shares)
         self._keeping = Keeping(self.prefixes, self._limits.kv_bytes, config.keep_bytes)
-        drafts = draft_batch(loaded, config)
+        drafts = draft_batch(loaded, config, chunk)
         self.drafting = Drafting(config.speculation, new_kv, drafts, context=loaded.card.context_length)
         self._batch = batch_of(self._model, config, pieces, self._keeping, self.drafting)
-        self._lane = PrefillLane(self._model, self.prefixes, self._keeping, at_once, pieces, config.prefill_area)
+        self._lane = PrefillLane(self._model, self.prefixes, self._keeping, at_once, pieces)
         self._followers = Followers(self.prefixes, self._model.adapters)
         self._waiting = WaitingRows()
         self._rows: dict[str, Row] = {}
@@ -104,6 +107,21 @@ class Engine:
     def decoding(self) -> bool:
         """Whether any sequence prefills or decodes."""
         return not self._frozen and len(self._rows) > len(self._waiting)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no sequence is here, and nothing else is to be done or forbidden."""
+        return not (self._rows or self._frozen or self.busy)
+
+    def quicken(self) -> None:
+        """Decode by the forward that is made for it, if this model has one, from the next step on."""
+        with mx.stream(self._batch.stream):
+            self._model.quicken()
+
+    def measured(self, chunk: int, area: int | None) -> None:
+        """How much of prompts this machine feeds in time (warm_up.py); None: a forward may have any area."""
+        self._pieces.chunk.measured(chunk)
+        self._pieces.area = area
 
     def submit(self, requests: Iterable[RowRequest]) -> None:
         """Take sequences in; one that cannot run gets its finish in the next turn."""

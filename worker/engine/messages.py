@@ -61,10 +61,12 @@ class EngineConfig:
     max_rows: int = 32  # rows that hold a place in the batch, prefilling ones included
     prefill_rows: int = 32  # prompts that prefill together, at most
     prefill_chunk: int = 512  # prompt tokens between two decode steps, over all prompts; 0: measured (warm_up.py)
+    largest_chunk: int = 0  # that may become, while it is not measured yet, where pieces of prompts come in time
     prefill_area: int | None = None  # rows x width x (past + width) of a forward of prompts; None: no limit
     piece_s: float = float("inf")  # that a piece of prompts is planned to take; a late one makes the next one smaller
     lane_s: float = float("inf")  # for the prompts in our own lane between two decode steps
-    warm_up: bool = False  # decode rows of usual sizes before the first one comes; on a GPU
+    quick_at_once: bool = True  # decode steps have their own forward from the first one on, not only when warmed up
+    warm_up: bool = False  # decode rows of usual sizes while there are no others; on a GPU
     kv_limit_bytes: int | None = None  # None: half of what is free after loading
     dtype: str | None = None  # None: the model's own; float32 on a CPU
     max_context: int | None = None  # shortens the model's context
@@ -207,6 +209,7 @@ class EngineStats:
     """A snapshot of the engine."""
 
     rows: int = 0  # admitted: decoding or prefilling
+    warms_up: bool = False  # not all is measured or compiled yet (warm_up.py)
     prefilling: int = 0
     waiting: int = 0  # submitted, not admitted
     kv_bytes: int = 0  # reserved by the admitted rows

@@ -13,6 +13,7 @@ from worker.engine.engine import Engine
 from worker.engine.lora.slots import AdapterSlots
 from worker.engine.messages import EndReason, Picture, RowRequest
 from worker.engine.speculation.memory import Completions
+from worker.engine.warm_up import WarmUp
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
@@ -82,7 +83,24 @@ class KeepOnDisk(msgspec.Struct, frozen=True, tag=True):
     versions: dict[str, str]
 
 
-Order = Submit | Cancel | SetAside | Freeze | Thaw | ClearCache | Provide | Withdraw | Point | Remember | KeepOnDisk
+class Rehearse(msgspec.Struct, frozen=True, tag=True):
+    """Do the next piece of the warm-up."""
+
+
+Order = (
+    Submit
+    | Cancel
+    | SetAside
+    | Freeze
+    | Thaw
+    | ClearCache
+    | Provide
+    | Withdraw
+    | Point
+    | Remember
+    | KeepOnDisk
+    | Rehearse
+)
 
 
 def without_pixels(order: Order) -> Order:
@@ -96,7 +114,7 @@ def _emptied(pictures: tuple[Picture, ...]) -> tuple[Picture, ...]:
     return tuple(replace(picture, tiles=[]) for picture in pictures)
 
 
-def obey(order: Order, engine: Engine, slots: AdapterSlots | None) -> None:
+def obey(order: Order, engine: Engine, slots: AdapterSlots | None, warm_up: WarmUp | None = None) -> None:
     """Do as it says; in the engine's thread, between two turns."""
     match order:
         case Submit(requests):
@@ -115,6 +133,9 @@ def obey(order: Order, engine: Engine, slots: AdapterSlots | None) -> None:
             engine.drafting.remember(completions)
         case KeepOnDisk(versions):
             engine.prefixes.last(versions)
+        case Rehearse():
+            assert warm_up is not None, "an engine that is built as a worker's"
+            warm_up.piece()
         case Provide() | Withdraw() | Point():
             assert slots is not None, "this engine was started without adapters"
             _tell(order, slots)

@@ -106,10 +106,16 @@ class ChunkSize:
     as many tokens take longer, and all rows wait. `piece_s`: the time that a piece should take.
     """
 
-    def __init__(self, chunk: int, piece_s: float) -> None:
-        self._chunk = self.tokens = chunk
+    def __init__(self, chunk: int, piece_s: float, most: int = 0) -> None:
+        """`most`: up to which a chunk that nobody has measured yet may grow."""
+        self.tokens = chunk
+        self._chunk = max(chunk, most)
         self._piece_s = piece_s
         self._bare_s = 0.0  # mean of recent turns without a prompt
+
+    def measured(self, chunk: int) -> None:
+        """So many are fed in time."""
+        self._chunk = self.tokens = chunk
 
     def turn(self, tokens: int, seconds: float) -> None:
         """One turn's prompt tokens and time."""

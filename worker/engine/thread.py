@@ -47,6 +47,7 @@ from worker.engine.orders import (
     Order,
     Point,
     Provide,
+    Rehearse,
     Remember,
     SetAside,
     Submit,
@@ -56,6 +57,7 @@ from worker.engine.orders import (
 )
 from worker.engine.ranks.turns import TurnFacts
 from worker.engine.speculation.memory import Completions
+from worker.engine.warm_up import WarmUp
 
 log = logging.getLogger(__name__)
 
@@ -95,6 +97,7 @@ class EngineThread:
         self._stopping = False
         self._turn_began: float | None = None  # monotonic; None while there is nothing to do
         self._stats = EngineStats()
+        self._warms_up = True
         self._thread: threading.Thread | None = None
 
     def start(self) -> LoadedModel:
@@ -167,14 +170,15 @@ class EngineThread:
         self._command(run)
         return future
 
-    def run_between_steps(self, start: Callable[[], Work[T]]) -> Future[T]:
+    def run_between_steps(self, start: Callable[[], Work[T]], *, when_idle: bool = False) -> Future[T]:
         """Call `start` in thread G and advance what it gives by units between decode steps (between_steps.py).
 
-        Cancelling the future ends the work after the unit that runs.
+        Cancelling the future ends the work after the unit that runs. `when_idle`: only while no row is there and the
+        engine is warm.
         """
         future: Future[T] = Future()
         with self._wake:
-            self._guests.add(start, future)
+            self._guests.add(start, future, when_idle=when_idle)
             self._wake.notify()
         return future
 
@@ -200,15 +204,10 @@ class EngineThread:
 
     def stats(self) -> EngineStats:
         """The latest snapshot."""
-        stats = replace(self._stats, guests=self._guests.stats)
+        stats = replace(self._stats, guests=self._guests.stats, warms_up=self._warms_up)
         if self._turn_began is None:
             return replace(stats, last_step_ms=time.monotonic_ns() // 1_000_000)
         return stats
-
-    @property
-    def prefill_chunk(self) -> int:
-        """Prompt tokens between two decode steps; once it has started, what was measured."""
-        return self._config.prefill_chunk
 
     @property
     def alive(self) -> bool:
@@ -237,6 +236,8 @@ class EngineThread:
     def _command(self, run: Callable[[Engine], None], order: Order | None = None) -> None:
         with self._wake:
             self._commands.append((run, order))
+            if self._turn_began is None:
+                self._turn_began = time.monotonic()  # it waits from now on, if only for a piece of the warm-up
             self._wake.notify()
 
     def wake_up(self) -> None:
@@ -265,12 +266,13 @@ class EngineThread:
         loaded, engine = built.loaded, built.engine
         if self._lead is not None:
             self._lead.ready(loaded)
-        self._config, self._slots = built.config, built.slots
+        self._slots, warm_up = built.slots, built.warm_up
+        self._warms_up = not warm_up.is_over
         self._stats = engine.stats()
         ready.set_result(loaded)
         in_order = False
         try:
-            while self._next_commands(engine):
+            while self._next_commands(engine, warm_up):
                 began = time.perf_counter()
                 output = engine.turn(self._facts)
                 decode_s = time.perf_counter() - began
@@ -280,30 +282,40 @@ class EngineThread:
                 if output.events:
                     self._on_step(output)  # a token waits neither for a prompt nor for a guest
                 engine.settle()
-                self._guests.between_steps(decoding=engine.decoding, decode_s=decode_s)
+                is_idle = engine.is_idle and not self._warms_up
+                self._guests.between_steps(decoding=engine.decoding, decode_s=decode_s, is_idle=is_idle)
             in_order = True
         finally:
             with self._wake:
                 self._guests.close()
+            warm_up.close()
             engine.close(keep=in_order)
             if self._slots is not None:
                 self._slots.close()
 
-    def _next_commands(self, engine: Engine) -> bool:
-        """Run what was asked for, after waiting for something to do; False when it is time to stop."""
+    def _next_commands(self, engine: Engine, warm_up: WarmUp) -> bool:
+        """Run what was asked for, after waiting for something to do; False when it is time to stop.
+
+        While nobody asks and no row is there, or when it is due, a piece of the warm-up comes first.
+        """
         with self._wake:
-            if not (self._commands or self._stopping or engine.busy or self._guests.waiting):
+            idles = not self._commands and engine.is_idle
+            rehearses = not warm_up.is_over and (idles or (engine.decoding and warm_up.is_due))
+            if not (self._commands or self._stopping or engine.busy or rehearses or self._guests.waits(engine.is_idle)):
                 self._turn_began = None
                 self._wake.wait(DEADLINE_CHECK_S if engine.has_rows else None)
-            self._turn_began = time.monotonic()
+            self._turn_began = None if idles and rehearses else time.monotonic()
             if self._stopping:
                 return False
             commands, self._commands = self._commands, deque()
+        if rehearses:
+            commands.append((lambda engine: obey(Rehearse(), engine, self._slots, warm_up), Rehearse()))
         if self._lead is not None:
             orders = [order for _, order in commands if order is not None]
             self._facts = self._lead.turn(orders, engine.seen())
         for run, _ in commands:
             run(engine)
+        self._warms_up = not warm_up.is_over
         return True
 
 

@@ -1,29 +1,50 @@
-"""What is found out and made ready on a machine before the first row comes.
+"""What is found out and made ready on a machine while no row is there; a worker is ready, and serves, before it.
 
 *Sizes*: how much of prompts one forward may take, by the clock. A prompt's forward stands between two decode steps, so
 it gets `PIECE_S`; on a GPU 512 tokens take hardly longer than one, and a 0.6B model feeds 8,192 in that time. Where
 attention keeps its scores (on CUDA, for masked rows), time and memory grow with rows x width x (past + width): one
-prompt of 8,192 tokens of a 0.6B model took all of an H100's 80 GB. So that *area* has a limit of its own.
+prompt of 8,192 tokens of a 0.6B model took all of an H100's 80 GB. So that *area* has a limit of its own. Until both
+are measured an engine has sizes that any machine can do (`begun`), and its chunk grows as its pieces come in time.
 
-*Warm-up*: rows are decoded and thrown away, since a GPU compiles kernels, records graphs and gets memory when each is
-needed for the first time. A CPU does none of that, and is not kept waiting.
+*Kernels of ours*: each is compiled and tried first, and decode steps are mlx-lm's until that is done.
+
+*Rehearsal*: rows are decoded and thrown away, since a GPU compiles kernels, records graphs and gets memory when each is
+needed for the first time. A CPU does none of that.
+
+Invariants.
+- All of it is done in pieces, one at a time, and only while the engine is idle: who comes waits for one piece at most.
+  A worker that is never idle would decode by mlx-lm's forward for ever: there the kernels' few pieces come amid its
+  rows, `PATIENCE_S` apart.
+  A piece is one forward, or one turn of an engine. The sizes that are tried end with the first one that takes more than
+  PIECE_S, or CPU_PIECE_S, so where nothing is compiled no piece takes more than about four times as long, or, where the
+  fewest tokens take longer than that, than these. What is compiled in a piece cannot be interrupted: seconds each.
+- On several ranks all do the same pieces, and come to the same sizes (orders.py:Rehearse).
+- An error ends it, and nothing else, but among ranks, which would no longer do the same.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.generate import generation_stream
 
 from shared.sequences import SamplingParams, SequenceSpec
+from worker.engine.batch.adapters import Adapters, NoAdapters
+from worker.engine.batch.row import Row
+from worker.engine.between_steps import Work
 from worker.engine.engine import Engine
 from worker.engine.messages import EngineConfig, RowRequest
+from worker.engine.model.cuda import products
 from worker.engine.model.loader import LoadedModel, free_bytes
 from worker.engine.ranks.turns import TurnFacts
+from worker.engine.sampling.cuda import draws
 
 log = logging.getLogger(__name__)
 
@@ -31,10 +52,11 @@ PIECE_S = 0.05  # of a forward of prompts between two decode steps
 CPU_PIECE_S = 0.25  # there a decode step of many rows takes as long
 CHUNKS = (256, 16_384)  # fewest and most tokens of prompts at once
 CPU_CHUNKS = (64, 512)
+FIRST_WIDTH = 1024  # of one prompt, before it is measured: scores of 4 MB a head
 USUAL_PROMPT = 128  # tokens, of the prompts that are measured together
 FREE_PART = 8  # of the free memory, an eighth may go for a forward
-WARM_UP_S = 60.0  # after which no more is tried
 WARM_TOKENS = 24
+PATIENCE_S = 30.0  # between two pieces that come amid rows
 FOLLOWED = 4  # steps that check drafts, of which one is followed by another before it is read
 SAMPLINGS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
@@ -44,36 +66,119 @@ SAMPLINGS: tuple[dict[str, Any], ...] = (
 )
 PLAIN = SAMPLINGS[:3]  # of which a step may stay unread
 
-Forward = Callable[[int, int], float]  # rows, width -> seconds; infinite: it takes too much memory
+Forward = Callable[[int, int], Work[float]]  # rows, width -> seconds; infinite: it takes too much memory
 
 
-def prepare(loaded: LoadedModel, config: EngineConfig) -> EngineConfig:
-    """The configuration with what was measured; what can be warmed up is. In the engine's thread, before any row."""
-    began = time.perf_counter()
-    on_cpu = mx.default_device() == mx.Device(mx.cpu)
-    forward = _timed(loaded)
+def begun(config: EngineConfig) -> EngineConfig:
+    """The configuration to begin with: sizes that are safe anywhere where none are given."""
+    on_cpu = not _compiles()
+    (fewest, most), bound_s = (CPU_CHUNKS, CPU_PIECE_S) if on_cpu else (CHUNKS, PIECE_S)
     if not config.prefill_chunk:
-        bounds, bound_s = (CPU_CHUNKS, CPU_PIECE_S) if on_cpu else (CHUNKS, PIECE_S)
-        config = replace(config, prefill_chunk=largest_chunk(forward, *bounds, bound_s), piece_s=bound_s)
-    if on_cpu:
-        return replace(config, lane_s=CPU_PIECE_S)
-    width = largest_width(forward, *CHUNKS, PIECE_S)
-    config = replace(config, prefill_area=width * width, lane_s=PIECE_S)
-    measured = time.perf_counter()
-    rows = list(rehearse(loaded, config)) if config.warm_up else []
-    log.info(
-        "engine.warm prefill_chunk=%d prompt_width=%d rows=%s measured_s=%.1f warmed_s=%.1f",
-        config.prefill_chunk, width, rows, measured - began, time.perf_counter() - measured,
-    )  # fmt: skip
-    return config
+        config = replace(config, prefill_chunk=fewest, largest_chunk=most, piece_s=bound_s)
+    return replace(config, lane_s=bound_s, prefill_area=None if on_cpu else FIRST_WIDTH**2, quick_at_once=on_cpu)
 
 
-def largest_chunk(forward: Forward, fewest: int, most: int, bound_s: float) -> int:
+def _compiles() -> bool:
+    """Whether this device makes kernels when they are first needed."""
+    return mx.default_device() != mx.Device(mx.cpu)
+
+
+class WarmUp:
+    """Of one engine; in its thread."""
+
+    def __init__(self, loaded: LoadedModel, config: EngineConfig, engine: Engine, adapters: Adapters | None) -> None:
+        """`config`: as `begun` makes it. `adapters`: what the model's linears are put into, if anything."""
+        self._loaded, self._config, self._engine = loaded, config, engine
+        self._adapters = _BaseOnly(adapters)
+        self._pieces = self._all()
+        self.is_over = not (_compiles() or config.largest_chunk)
+        self._is_quick = not _compiles()
+        self._latest = time.monotonic()  # when a piece ended
+
+    @property
+    def is_due(self) -> bool:
+        """Whether rows have waited long enough for our kernels to wait for them once more."""
+        return not (self._is_quick or self.is_over) and time.monotonic() - self._latest > PATIENCE_S
+
+    def close(self) -> None:
+        """Leave the rest undone."""
+        self._pieces.close()
+
+    def piece(self) -> None:
+        """Do the next one."""
+        with nullcontext() if self._loaded.ranks is None else mx.stream(generation_stream):
+            try:
+                next(self._pieces)
+                self._latest = time.monotonic()
+                return
+            except StopIteration:
+                pass
+            except Exception:
+                if self._loaded.ranks is not None:
+                    raise
+                log.exception("engine.warm_up_failed: the engine goes on with what it has")
+        self.is_over = True
+
+    def _all(self) -> Work[None]:
+        config, on_cpu = self._config, not _compiles()
+        measures, rehearses = bool(config.largest_chunk), config.warm_up and not on_cpu
+        log.info("engine.warms_up measures_chunk=%s rehearses=%s", measures, rehearses)
+        began = time.perf_counter()
+        if not on_cpu:
+            for is_there in _trials(self._loaded):
+                is_there()
+                yield
+            self._engine.quicken()
+            self._is_quick = True
+            yield
+        chunk, width = config.prefill_chunk, 0
+        forward = _timed(self._loaded, self._adapters)
+        if measures:
+            bounds, bound_s = (CPU_CHUNKS, CPU_PIECE_S) if on_cpu else (CHUNKS, PIECE_S)
+            chunk = yield from largest_chunk(forward, *bounds, bound_s)
+        if not on_cpu:
+            width = yield from largest_width(forward, *CHUNKS, PIECE_S)
+        self._engine.measured(chunk, width * width or None)
+        measured = time.perf_counter()
+        rows: dict[int, None] = {}
+        if rehearses:
+            area = width * width
+            sized = replace(config, prefill_chunk=chunk, largest_chunk=0, prefill_area=area, quick_at_once=True)
+            for each in rehearse(self._loaded, sized, self._adapters):
+                rows[each] = None
+                yield
+        log.info(
+            "engine.warm prefill_chunk=%d prompt_width=%d rows=%s measured_s=%.1f warmed_s=%.1f",
+            chunk, width, list(rows), measured - began, time.perf_counter() - measured,
+        )  # fmt: skip
+
+
+def _trials(loaded: LoadedModel) -> Iterator[Callable[[], object]]:
+    """Of kernels of ours, which take seconds each: what asks for them later finds them tried."""
+    yield products.are_there
+    if products.are_there():
+        yield partial(products.are_many_there, getattr(mx, loaded.card.dtype))
+    yield draws.are_there
+
+
+class _BaseOnly(NoAdapters):
+    """For rows of the base, in a model whose linears may be those of adapters."""
+
+    def __init__(self, adapters: Adapters | None) -> None:
+        super().__init__()
+        self._adapters = adapters or NoAdapters()
+
+    def select(self, rows: tuple[Row, ...]) -> tuple[str, ...]:
+        """The base for everyone; whoever computes next selects anew."""
+        return self._adapters.select(rows)
+
+
+def largest_chunk(forward: Forward, fewest: int, most: int, bound_s: float) -> Work[int]:
     """The most tokens, of prompts of usual length, whose forward keeps the bound; a power of two."""
     best, tokens = fewest, fewest
     while tokens <= most:
         rows = max(1, tokens // USUAL_PROMPT)
-        took = forward(rows, tokens // rows)
+        took = yield from forward(rows, tokens // rows)
         if took > bound_s:
             break
         best = tokens
@@ -83,95 +188,101 @@ def largest_chunk(forward: Forward, fewest: int, most: int, bound_s: float) -> i
     return best
 
 
-def largest_width(forward: Forward, fewest: int, most: int, bound_s: float) -> int:
+def largest_width(forward: Forward, fewest: int, most: int, bound_s: float) -> Work[int]:
     """The most tokens of one prompt whose forward keeps the bound, and does not take too much memory."""
     best, width = fewest, 2 * fewest
-    while width <= most and forward(1, width) <= bound_s:
+    while width <= most and (yield from forward(1, width)) <= bound_s:
         best, width = width, 2 * width
     return best
 
 
-def _timed(loaded: LoadedModel) -> Forward:
-    """The quicker of two forwards, after one that makes what they need."""
-    on_cpu = mx.default_device() == mx.Device(mx.cpu)
+def _timed(loaded: LoadedModel, adapters: Adapters) -> Forward:
+    """The quicker of two forwards, on a GPU after one that makes what they need."""
+    on_cpu = not _compiles()
 
     def once(rows: int, width: int) -> float:
-        began = time.perf_counter()
-        caches = [cache.merge([cache] * rows) for cache in loaded.kv.new(loaded.model)]
-        loaded.model(mx.zeros((rows, width), mx.int32), cache=caches)
-        mx.eval([cache.state for cache in caches])
-        return time.perf_counter() - began
-
-    def forward(rows: int, width: int) -> float:
-        if on_cpu:
-            return min(once(rows, width) for _ in range(2))
+        adapters.select(())
         free, before = free_bytes(), mx.get_active_memory()
         mx.reset_peak_memory()
+        began = time.perf_counter()
         try:
-            seconds = min([once(rows, width) for _ in range(3)][1:])
+            caches = [cache.merge([cache] * rows) for cache in loaded.kv.new(loaded.model)]
+            loaded.model(mx.zeros((rows, width), mx.int32), cache=caches)
+            mx.eval([cache.state for cache in caches])
         except RuntimeError:  # out of memory
+            if on_cpu:
+                raise
             return float("inf")
-        return seconds if mx.get_peak_memory() - before <= free // FREE_PART else float("inf")
+        seconds = time.perf_counter() - began
+        return seconds if on_cpu or mx.get_peak_memory() - before <= free // FREE_PART else float("inf")
 
-    ranks = loaded.ranks
-    # All ranks come to the same sizes: what the slowest takes counts.
-    return forward if ranks is None else lambda rows, width: ranks.most(forward(rows, width))
+    def forward(rows: int, width: int) -> Work[float]:
+        times = []
+        for _ in range(2 if on_cpu else 3):
+            times.append(once(rows, width))
+            yield
+            if times[-1] == float("inf"):
+                break
+        seconds = min(times if on_cpu else times[1:] or times)
+        # All ranks come to the same sizes: what the slowest takes counts.
+        return seconds if loaded.ranks is None else loaded.ranks.most(seconds)
+
+    return forward
 
 
-def rehearse(loaded: LoadedModel, config: EngineConfig) -> Iterator[int]:
-    """Decode rows of usual sizes, in engines of their own; the numbers of rows, as they are done.
+def rehearse(loaded: LoadedModel, config: EngineConfig, adapters: Adapters | None = None) -> Iterator[int]:
+    """Decode rows of usual sizes, in engines of their own; after each turn, how many rows decode now.
 
-    Drafts are checked in steps of every width, in each of the ways that have kernels of their own: of one length or of
-    several, by rows that end together or of which some have fallen behind, in steps that are read at once and in such
-    that others follow before.
+    One way to draw after the other, then all in one batch: so no turn compiles the kernels of all. Drafts are checked
+    in steps of every width, in each of the ways that have kernels of their own: of one length or of several, by rows
+    that end together or of which some have fallen behind, in steps that are read at once and in such that others follow
+    before.
     """
-    until = time.perf_counter() + WARM_UP_S
     drafts = config.speculation and replace(
         config.speculation, adapts_to_rows=False, adapts_to_time=False, own_text=False
     )
     of_length = (
         [replace(drafts, tokens=length, overlaps=False) for length in range(1, drafts.tokens + 1)] if drafts else []
     )
-    engines = [Engine(loaded, replace(config, speculation=each)) for each in (None, *of_length)]
-    followed = [Engine(loaded, replace(config, speculation=drafts))] if drafts and drafts.overlaps else []
+
+    def engine_of(speculation: Any) -> Engine:
+        return Engine(loaded, replace(config, speculation=speculation, disk=None), adapters)
+
+    engines = [engine_of(each) for each in (None, *of_length)]
+    followed = [engine_of(drafts)] if drafts and drafts.overlaps else []
     most = max(WARM_TOKENS, _tokens_with(len(of_length)))
     try:
         for rows in usual_rows(config.max_rows):
-            for samplings in (SAMPLINGS[:1], SAMPLINGS):
-                said = _decoded(loaded, engines[0], _requests(loaded, samplings, most, [()] * rows), until)
+            alone = [SAMPLINGS[at : at + 1] for at in range(len(SAMPLINGS) if rows == 1 else 1)]
+            for samplings in (*alone, SAMPLINGS):
+                said = yield from _decoded(loaded, engines[0], _requests(loaded, samplings, most, [()] * rows))
             for length, engine in enumerate(engines[1:], 1):
                 tokens = _tokens_with(length)
                 for others in (tokens, length):  # these draft one token less
                     guesses = [_guess(said[row], row, others if row % 2 else tokens) for row in range(rows)]
-                    _decoded(loaded, engine, _requests(loaded, SAMPLINGS, tokens, guesses), until)
+                    yield from _decoded(loaded, engine, _requests(loaded, SAMPLINGS, tokens, guesses))
             for engine in followed:
                 tokens = _tokens_with(len(of_length), FOLLOWED)
-                said = _decoded(loaded, engines[0], _requests(loaded, PLAIN, tokens, [()] * rows), until)
+                said = yield from _decoded(loaded, engines[0], _requests(loaded, PLAIN, tokens, [()] * rows))
                 guesses = [_guess(said[row], row, tokens) for row in range(rows)]
-                _decoded(loaded, engine, _requests(loaded, PLAIN, tokens, guesses), until)
-            if _is_late(loaded, until):
-                return
-            yield rows
+                yield from _decoded(loaded, engine, _requests(loaded, PLAIN, tokens, guesses))
     finally:
         for engine in (*engines, *followed):
             engine.close()
 
 
-def _decoded(loaded: LoadedModel, engine: Engine, requests: Sequence[RowRequest], until: float) -> list[list[int]]:
-    """What each row says, as far as it comes until then."""
+def _decoded(
+    loaded: LoadedModel, engine: Engine, requests: Sequence[RowRequest]
+) -> Generator[int, None, list[list[int]]]:
+    """What each row says."""
     said: dict[str, list[int]] = {request.spec.id: [] for request in requests}
     engine.submit(requests)
-    while engine.busy and not _is_late(loaded, until):
+    while engine.busy:
         for event in engine.turn(None if loaded.ranks is None else TurnFacts(now_ms=0)).events:
             said[event.seq] += event.tokens
         engine.settle()
+        yield len(requests)
     return list(said.values())
-
-
-def _is_late(loaded: LoadedModel, until: float) -> bool:
-    """Whether this time has come, on any rank if there are several."""
-    late = time.perf_counter() > until
-    return late if loaded.ranks is None else loaded.ranks.most(late) > 0
 
 
 def usual_rows(most: int) -> list[int]:

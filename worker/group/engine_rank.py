@@ -75,7 +75,7 @@ class EngineRank(Follower):
         if seen.is_news:
             self._say(Read(seen.read, seen.unreadable))
         for order in turn.orders:
-            obey(self._own(order), engine, self._built.slots)
+            obey(self._own(order), engine, self._built.slots, self._built.warm_up)
         output = engine.turn(turn.facts)
         self._outcome.add(turn.number, output.events)
         engine.settle()

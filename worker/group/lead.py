@@ -28,7 +28,7 @@ from shared.redis.connection.client import connect
 from worker.engine.batch.adapters import SlotConfig
 from worker.engine.messages import EngineConfig
 from worker.engine.model.loader import LoadedModel, model_folder
-from worker.engine.orders import Order, without_pixels
+from worker.engine.orders import Order, Rehearse, without_pixels
 from worker.engine.ranks.turns import Consent, Seen, TurnFacts
 from worker.group import meeting
 from worker.group.backend import Jaccl, backend_of, join, listens_at, own_places
@@ -90,6 +90,7 @@ class GroupLead:
         self._lock = threading.Condition()  # notified of failures
         self._consent = Consent(placed.size)
         self._number = 0
+        self._rehearsal = 0  # the latest turn that begins with a piece of the warm-up, in which kernels are compiled
         self._outcome = Outcome()
         self._sums: dict[int, int] = {}
         self._all_loaded: Future[None] = Future()
@@ -228,16 +229,18 @@ class GroupLead:
             await asyncio.sleep(silence_s / LIFE_SIGNS)
             with self._lock:
                 number, sums = self._number, self._sums
+                rehearsal = self._rehearsal
                 wrong = [each for each in self._followers if sums.get(each.turn, each.sum) != each.sum]
                 done = self._outcome.turn
             now = time.monotonic()
             for follower in self._followers:
                 if follower.looked_at() > LIFE_SIGNS and follower.loaded:
                     self._lose(f"rank {follower.rank} ({follower.host}) has said nothing for {silence_s:g} s")
-                if follower.behind_s(number, now) > self._settings.distributed_turn_s:
+                turn_s = START_S if follower.turn < rehearsal else self._settings.distributed_turn_s
+                if follower.behind_s(number, now) > turn_s:
                     self._lose(
                         f"rank {follower.rank} ({follower.host}) has not finished turn {follower.turn + 1} for "
-                        f"{self._settings.distributed_turn_s:g} s"
+                        f"{turn_s:g} s"
                     )
                 if follower.failed > done and now - follower.failed_at > silence_s:  # we may wait for it for ever
                     self._lose(f"rank {follower.rank} ({follower.host}): {follower.failure}")
@@ -312,6 +315,8 @@ class GroupLead:
             self._consent.hear(0, seen.read, seen.unreadable)
             facts = self._consent.facts(seen)
             self._number += 1
+            if any(isinstance(order, Rehearse) for order in orders):
+                self._rehearsal = self._number
         self._send(Turn(self._number, facts, [without_pixels(order) for order in orders]))
         return facts
 

@@ -1,9 +1,7 @@
 """How a worker of a group starts and ends: its engine, and the other ranks with theirs."""
 
 import asyncio
-import threading
-from collections.abc import Awaitable, Callable, Coroutine
-from concurrent.futures import Future
+from collections.abc import Awaitable, Coroutine
 from typing import Any, TypeVar
 
 from shared.process.loops import cancel
@@ -27,31 +25,6 @@ async def started(engine: EngineThread, group: GroupLead | None, stop: asyncio.E
         return await group.unless_lost(asyncio.wrap_future(engine.begin()))
 
     return await _unless_stopped(load(), group, stop)
-
-
-async def prepared(work: Callable[[], None], group: GroupLead | None, stop: asyncio.Event) -> bool:
-    """Do what blocks before the worker is ready; False: as a group's, it is told to stop before.
-
-    In a thread that nobody waits for at the end: with a rank lost it may be in a sum that never ends.
-    """
-    done: Future[None] = Future()
-    done.set_running_or_notify_cancel()
-
-    def run() -> None:
-        try:
-            work()
-        except BaseException as error:
-            done.set_exception(error)
-        else:
-            done.set_result(None)
-
-    threading.Thread(target=run, name="prepare", daemon=True).start()
-    waits = asyncio.wrap_future(done)
-    if group is None:
-        await waits
-        return True
-
-    return await joined(waits, group, stop)
 
 
 async def joined(work: Awaitable[None], group: GroupLead | None, stop: asyncio.Event) -> bool:

@@ -9,6 +9,7 @@ import pytest
 from openai import OpenAI
 
 from tests.e2e.rings import MODEL, Ring
+from tests.waiting import HANG_S
 
 
 @pytest.fixture
@@ -39,7 +40,7 @@ def test_inputs_keep_their_order_and_equal_ones_are_equal(client: OpenAI) -> Non
 
 def test_text_and_its_ids_are_the_same_input(served: Ring, client: OpenAI) -> None:
     body = {"model": MODEL, "prompt": "hello there"}
-    ids = httpx.post(f"{served.url}/tokenize", json=body, timeout=60).json()["tokens"]
+    ids = httpx.post(f"{served.url}/tokenize", json=body, timeout=HANG_S).json()["tokens"]
     text = embed(client, "hello there")
     np.testing.assert_allclose(embed(client, ids), text, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(embed(client, [ids, ids]), [text[0]] * 2, rtol=1e-5, atol=1e-6)
@@ -48,7 +49,7 @@ def test_text_and_its_ids_are_the_same_input(served: Ring, client: OpenAI) -> No
 def test_floats_and_base64_are_the_same_numbers(served: Ring) -> None:
     def ask(**fields: object) -> dict:
         body = {"model": MODEL, "input": "hello", **fields}
-        return httpx.post(f"{served.openai_url}/embeddings", json=body, timeout=60).json()
+        return httpx.post(f"{served.openai_url}/embeddings", json=body, timeout=HANG_S).json()
 
     floats, encoded = ask(), ask(encoding_format="base64")
     decoded = np.frombuffer(base64.b64decode(encoded["data"][0]["embedding"]), "<f4")
@@ -89,7 +90,7 @@ def test_what_cannot_be_embedded_is_refused_by_name(client: OpenAI, fields: dict
 
 def test_scores_and_ranks_are_the_cosines_of_the_embeddings(served: Ring, client: OpenAI) -> None:
     def ask(path: str, **body: object) -> dict:
-        response = httpx.post(f"{served.url}{path}", json={"model": MODEL, **body}, timeout=60)
+        response = httpx.post(f"{served.url}{path}", json={"model": MODEL, **body}, timeout=HANG_S)
         assert response.status_code == 200, response.text
         return response.json()
 

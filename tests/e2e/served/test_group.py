@@ -16,7 +16,7 @@ import pytest
 from shared.process.options.group import LOST_EXIT_CODE
 from tests.e2e.rings import MODEL, Process, Ring, ring
 from tests.e2e.test_adapters import CONFIG, chat_body, upload, weights
-from tests.waiting import wait_until
+from tests.waiting import HANG_S, wait_until
 
 LONG = {"model": MODEL, "prompt": "Count from 1 to 60.", "max_tokens": 400, "ignore_eos": True, "temperature": 0}
 SETTINGS = ("--max-batch-size", "8", "--lease-ms", "1000", "--spec-decode", "ngram")
@@ -32,7 +32,7 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ring]:
 @pytest.fixture(scope="module")
 def whole(served: Ring) -> str:
     """What a single process says to LONG."""
-    text: str = httpx.post(f"{served.url}/v1/completions", json=LONG, timeout=60).json()["choices"][0]["text"]
+    text: str = httpx.post(f"{served.url}/v1/completions", json=LONG, timeout=HANG_S).json()["choices"][0]["text"]
     return text
 
 
@@ -62,7 +62,7 @@ MIXED = [
 
 async def answers(at: Ring) -> list[Any]:
     """What is answered to all, asked at the same time beside rows that are drawn and a stream that is dropped."""
-    async with httpx.AsyncClient(base_url=at.openai_url, timeout=120) as http:
+    async with httpx.AsyncClient(base_url=at.openai_url, timeout=HANG_S) as http:
 
         async def dropped() -> None:
             async with http.stream("POST", "/completions", json={**LONG, "stream": True}) as response:
@@ -85,11 +85,11 @@ async def answers(at: Ring) -> list[Any]:
 
 def test_two_ranks_answer_as_one_process_does(served: Ring, group: Ring) -> None:
     for at in (served, group):
-        with httpx.Client(base_url=at.url, timeout=60) as http:
+        with httpx.Client(base_url=at.url, timeout=HANG_S) as http:
             for seed in (1, 2):
                 assert upload(http, "both", weights(seed), CONFIG).status_code == 200
     assert asyncio.run(answers(group)) == asyncio.run(answers(served))
-    with httpx.Client(base_url=group.url, timeout=60) as http:
+    with httpx.Client(base_url=group.url, timeout=HANG_S) as http:
         for path in ("/pause?mode=keep", "/resume"):
             assert http.post(path).status_code == 200
         assert http.post("/v1/completions", json=body("Hello again")).status_code == 200
@@ -106,13 +106,13 @@ def test_two_ranks_answer_as_one_process_does(served: Ring, group: Ring) -> None
 )
 def test_a_stream_outlives_any_rank(whole: str, group: Ring, victim: str, number: signal.Signals) -> None:
     def is_there() -> bool:  # a busy machine may have had all of the stream before, in which the death before came late
-        return httpx.post(f"{group.url}/v1/completions", json=body("Hello"), timeout=60).status_code == 200
+        return httpx.post(f"{group.url}/v1/completions", json=body("Hello"), timeout=HANG_S).status_code == 200
 
     asyncio.run(wait_until(is_there))
     ends, text, is_hit = [], "", False
     leading = worker_of(group)
     pid = leading if victim == "rank 0" else children(leading)[0]
-    with httpx.stream("POST", f"{group.url}/v1/completions", json={**LONG, "stream": True}, timeout=120) as response:
+    with httpx.stream("POST", f"{group.url}/v1/completions", json={**LONG, "stream": True}, timeout=HANG_S) as response:
         for line in response.iter_lines():
             if not line.startswith("data: {"):
                 continue

@@ -16,7 +16,7 @@ from tests.e2e.rings import MODEL, ROOT, Process, Ring
 from tests.e2e.served.test_predictions import ids, post
 from tests.e2e.test_adapters import CONFIG, weights
 from tests.unit.adapter_files import Array
-from tests.waiting import wait_until
+from tests.waiting import HANG_S, wait_until
 from trainer.ring.http_client import HttpApi
 from trainer.ring.over_http import HttpJudges
 from trainer.rollouts.scorers import ring_judges
@@ -53,7 +53,7 @@ def upload(http: httpx.Client, name: str, tensors: dict[str, Array], config: Any
 
 @pytest.fixture
 def http(served: Ring) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=served.url, timeout=60) as made:
+    with httpx.Client(base_url=served.url, timeout=HANG_S) as made:
         yield made
 
 
@@ -61,7 +61,7 @@ def http(served: Ring) -> Iterator[httpx.Client]:
 def policy(served: Ring) -> dict[str, dict[str, Array]]:
     """Tensors by version: LoRA and heads (1, 2), LoRA alone (3)."""
     versions = {f"policy@{at}": weights(at) | tensors_of(at) for at in (1, 2)} | {"policy@3": weights(3)}
-    with httpx.Client(base_url=served.url, timeout=60) as http:
+    with httpx.Client(base_url=served.url, timeout=HANG_S) as http:
         for version, tensors in versions.items():
             config = {**CONFIG, **({} if version == "policy@3" else {"heads": HEADS})}
             response = upload(http, "policy", tensors, config, set_latest=str(version != "policy@3").lower())
@@ -240,7 +240,7 @@ def test_jobs_take_the_reward_and_a_weighted_one_may_hold_it(http: httpx.Client,
         status.update(http.get(f"/v1/jobs/{job}").json())
         return status["status"] not in ("queued", "running")
 
-    asyncio.run(wait_until(over, timeout_s=60))
+    asyncio.run(wait_until(over))
     assert (status["status"], status["reward_errors"], status["counts"]["succeeded"]) == ("succeeded", 0, 6)
     asked: list[Any] = ["12+30=", prompts[1], "12+30="]
     for line in map(json.loads, http.get(f"/v1/jobs/{job}/results").text.splitlines()):
@@ -341,7 +341,7 @@ def test_a_reward_model_is_trained_gated_resumed_and_learned_from(
     for steps in (6, 12):  # the second one goes on where the first one has ended
         trainer = trained(served, tmp_path, *fields, "--steps", str(steps))
         try:
-            assert trainer.wait(120) == 0, trainer.output
+            assert trainer.wait() == 0, trainer.output
         finally:
             trainer.stop()
     lines = [json.loads(line) for line in (tmp_path / "preference" / "metrics.jsonl").read_text().splitlines()]
@@ -369,7 +369,7 @@ def test_a_reward_model_is_trained_gated_resumed_and_learned_from(
         "taught",
     )  # fmt: skip
     try:
-        assert policy.wait(120) == 0, policy.output
+        assert policy.wait() == 0, policy.output
     finally:
         policy.stop()
     assert http.get("/v1/adapters/taught").json()["latest"] >= 1
@@ -387,8 +387,8 @@ def test_a_classifier_of_hugging_face_is_served_beside_the_model(
     save_file(body | {"score.weight": weight}, folder / "model.safetensors", {"format": "pt"})
     worker = Process.start("worker", "--redis", served.redis_url, "--model", str(folder))
     try:
-        asyncio.run(wait_until(lambda: "classifier" in http.get("/v1/models").text, timeout_s=60))
-        asyncio.run(wait_until(lambda: http.get("/v1/models/classifier").status_code == 200, timeout_s=60))
+        asyncio.run(wait_until(lambda: "classifier" in http.get("/v1/models").text))
+        asyncio.run(wait_until(lambda: http.get("/v1/models/classifier").status_code == 200))
         answer = post(http, "/v1/classifications", model="classifier", input=["hello", "12+35="])
         for text, each in zip(["hello", "12+35="], answer["data"], strict=True):
             wanted = softmax(weight @ state(http, "classifier", ids(http, text)))

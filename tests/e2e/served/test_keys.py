@@ -10,11 +10,11 @@ from shared.redis import keys
 from shared.redis.connection.client import connect
 from shared.redis.jobs.ticks import queue_name
 from tests.e2e.rings import MODEL, Ring
-from tests.waiting import wait_until
+from tests.waiting import HANG_S, wait_until
 
 
 async def test_a_run_leaves_no_key_without_owner_or_ttl(served: Ring) -> None:
-    async with httpx.AsyncClient(base_url=served.url, timeout=60) as http:
+    async with httpx.AsyncClient(base_url=served.url, timeout=HANG_S) as http:
         body = {"model": MODEL, "prompt": "hello", "max_tokens": 8, "stream": True}
         assert (await http.post("/v1/completions", json=body)).status_code == 200
     async with InferenceClient(served.url) as client:

@@ -29,6 +29,7 @@ from shared.learners import (
 from shared.redis.connection.client import connect
 from shared.redis.training.learner_store import LearnerStore
 from tests.e2e.rings import MODEL, Process, Ring
+from tests.waiting import HANG_S
 
 ROUNDS = 8
 
@@ -64,13 +65,13 @@ def lessons() -> list[Request]:
 
 
 async def answered(store: LearnerStore, learner: str, number: int) -> Answer:
-    answer = await store.answer(learner, number, 90)
+    answer = await store.answer(learner, number, HANG_S)
     assert answer is not None, f"request {number} of {learner} was not answered"
     return answer
 
 
 def ask(served: Ring, route: str, **body: Any) -> Any:
-    answer = httpx.post(f"{served.url}/api/v1/{route}", json=body, timeout=60)
+    answer = httpx.post(f"{served.url}/api/v1/{route}", json=body, timeout=HANG_S)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
@@ -78,7 +79,7 @@ def ask(served: Ring, route: str, **body: Any) -> Any:
 def result(served: Ring, request_id: str) -> httpx.Response:
     """Of what was asked, as a client waits for it."""
     while True:
-        answer = httpx.post(f"{served.url}/api/v1/retrieve_future", json={"request_id": request_id}, timeout=60)
+        answer = httpx.post(f"{served.url}/api/v1/retrieve_future", json={"request_id": request_id}, timeout=HANG_S)
         if answer.status_code != 408:
             assert answer.status_code == 200, answer.text
             return answer
@@ -103,7 +104,7 @@ def learn_over_http(served: Ring) -> None:
     # What is refused is failed: the step after a refused pass changes nothing, and what comes then goes on.
     wrong = {**datum, "model_input": {"chunks": [{"type": "encoded_text", "tokens": [10**6] * 6}]}}
     body = {"model_id": learner, "seq_id": 41, "forward_backward_input": {**passed, "data": [wrong]}}
-    assert httpx.post(f"{served.url}/api/v1/forward_backward", json=body, timeout=60).status_code == 400
+    assert httpx.post(f"{served.url}/api/v1/forward_backward", json=body, timeout=HANG_S).status_code == 400
     ask(served, "optim_step", model_id=learner, seq_id=42, adam_params={"learning_rate": 0.005})
     last = ask(served, "save_weights_for_sampler", model_id=learner, seq_id=43, sampling_session_seq_id=0)
     for number, words in ((41, "token id outside"), (42, "a pass since the last one has failed")):
@@ -173,4 +174,4 @@ def test_killed_services_lose_and_double_no_step(served: Ring) -> None:
 
     asyncio.run(play())
     body = {"model": "killed@1", "prompt": "What is 1 + 2?", "max_tokens": 2}
-    assert httpx.post(f"{served.url}/v1/completions", json=body, timeout=60).status_code == 200
+    assert httpx.post(f"{served.url}/v1/completions", json=body, timeout=HANG_S).status_code == 200

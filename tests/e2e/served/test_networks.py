@@ -14,6 +14,7 @@ from tests.e2e.rings import MODEL, Ring
 from tests.e2e.served.test_heads import upload
 from tests.e2e.served.test_predictions import post
 from tests.unit.networks import CONV, GAUSSIAN, LSTM, MLP, SERIES, TOKENS, Array, computed, inputs_of, weights_of
+from tests.waiting import HANG_S
 
 PREDICT, ACT = "/v1/predict", "/v1/rl/act"
 NETWORKS = {"mlp": MLP, "gaussian": GAUSSIAN, "lstm": LSTM, "series": SERIES, "conv": CONV, "tokens": TOKENS}
@@ -21,13 +22,13 @@ NETWORKS = {"mlp": MLP, "gaussian": GAUSSIAN, "lstm": LSTM, "series": SERIES, "c
 
 @pytest.fixture
 def http(served: Ring) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=served.url, timeout=60) as made:
+    with httpx.Client(base_url=served.url, timeout=HANG_S) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
 def networks(served: Ring) -> None:
-    with httpx.Client(base_url=served.url, timeout=60) as http:
+    with httpx.Client(base_url=served.url, timeout=HANG_S) as http:
         for name, described in NETWORKS.items():
             for seed in (0, 1) if name == "mlp" else (0,):
                 answer = upload(http, f"net-{name}", weights_of(described, seed), {"network": described})

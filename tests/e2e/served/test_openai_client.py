@@ -6,7 +6,7 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 
 from tests.e2e.rings import MODEL, Ring
-from tests.waiting import wait_until
+from tests.waiting import HANG_S, wait_until
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -123,7 +123,7 @@ async def test_a_disconnect_frees_the_row(served: Ring) -> None:
             break
         await stream.close()
 
-        async with httpx.AsyncClient(timeout=60) as http:
+        async with httpx.AsyncClient(timeout=HANG_S) as http:
 
             async def idle() -> bool:
                 health = (await http.get(f"{served.url}/health")).json()

@@ -15,7 +15,7 @@ from shared.process.settings import load
 from tests.e2e.rings import Ring
 from tests.e2e.served.test_heads import upload
 from tests.e2e.served.test_predictions import post
-from tests.waiting import wait_until
+from tests.waiting import HANG_S, wait_until
 from trainer.learn.compute import ThreadHost
 from trainer.learn.ppo_losses import steps_of
 from trainer.learn.ppo_network import first_weights, two_layers
@@ -70,7 +70,7 @@ def test_each_train_step_serves_a_version_that_acts_otherwise(
     told = lines(settings)
     assert [(line.step, line.version, line.off_policy) for line in told] == [(1, 2, 0), (2, 3, 0)]
     assert [line.evaluated is None for line in told] == [True, False] and told[-1].episodes > 0
-    with httpx.Client(base_url=served.url, timeout=60) as http:
+    with httpx.Client(base_url=served.url, timeout=HANG_S) as http:
         observed = np.random.default_rng(0).normal(0, 0.1, (20, 2 if "memory" in changes else 4)).tolist()
         shown = "action_means" if "memory" in changes else "action_probs"
         acted = [
@@ -102,7 +102,7 @@ async def test_sequences_are_learned_from_with_what_workers_remembered(served: R
     network = two_layers(2, 2, discrete=True, memory="gru")
     weights = {name: 3 * each for name, each in first_weights(network, 5).items()}
     weights["pi.weight"] *= 50
-    with httpx.Client(base_url=served.url, timeout=60) as http:
+    with httpx.Client(base_url=served.url, timeout=HANG_S) as http:
         assert upload(http, "ppo-gru", weights, {"network": msgspec.to_builtins(network)}).status_code == 200
     settings = load(TrainSettings, ["--mode", "ppo", "--task", "cart-pole-masked", "--memory", "gru"])
     learner = PpoLearner(network, weights, options_of(settings))
@@ -124,7 +124,7 @@ def test_a_run_goes_on_where_it_was_and_ends_where_somebody_else_serves(served: 
     settings = settings_of(served, tmp_path, "ppo-goes-on", steps=2, learning_rate="0.001")
     assert learn(settings).version == 3 and [line.step for line in lines(settings)] == [1, 2]
     network = network_of(settings)
-    with httpx.Client(base_url=served.url, timeout=60) as http:
+    with httpx.Client(base_url=served.url, timeout=HANG_S) as http:
         config = {"network": msgspec.to_builtins(network)}
         assert upload(http, "ppo-goes-on", first_weights(network, 9), config).status_code == 200
     with pytest.raises(ConflictError, match="ppo-goes-on@4 is the latest, and not of this run"):
@@ -134,21 +134,21 @@ def test_a_run_goes_on_where_it_was_and_ends_where_somebody_else_serves(served: 
 def test_a_run_ends_when_somebody_else_serves_another_version_meanwhile(served: Ring, tmp_path: Path) -> None:
     settings = settings_of(served, tmp_path, "ppo-moved", steps=1000, evaluate_every=0)
     network = network_of(settings)
-    with ThreadPoolExecutor(1) as thread, httpx.Client(base_url=served.url, timeout=60) as http:
+    with ThreadPoolExecutor(1) as thread, httpx.Client(base_url=served.url, timeout=HANG_S) as http:
         run = thread.submit(learn, settings)
         metrics = settings.folder / "metrics.jsonl"
         asyncio.run(wait_until(lambda: run.done() or (metrics.exists() and metrics.stat().st_size > 0)))
         config = {"network": msgspec.to_builtins(network)}
         assert upload(http, "ppo-moved", first_weights(network, 9), config).status_code == 200
         with pytest.raises(ConflictError, match=r"latest: version [0-9]+ has become the latest meanwhile"):
-            run.result(60)
+            run.result(HANG_S)
 
 
 def test_a_candidate_that_fails_the_gate_is_not_served(served: Ring, tmp_path: Path) -> None:
     settings = settings_of(served, tmp_path, "ppo-leaps", steps=9, max_probe_kl="1e-9", max_rejections=2)
     with pytest.raises(Exception, match="2 candidates in a row failed the gate: probe_kl"):
         learn(settings)
-    with httpx.Client(base_url=served.url, timeout=60) as http:
+    with httpx.Client(base_url=served.url, timeout=HANG_S) as http:
         assert http.get("/v1/adapters/ppo-leaps").json()["latest"] == 1
         points = http.get("/debug/training", params={"policy": "ppo-leaps"}).json()["points"]
     (line,) = lines(settings)

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 
 from tests.e2e.rings import MODEL, Ring
+from tests.waiting import HANG_S
 
 LABELS = ["sum", "a greeting", "7"]
 
 
 @pytest.fixture
 def http(served: Ring):
-    with httpx.Client(base_url=served.url, timeout=60) as made:
+    with httpx.Client(base_url=served.url, timeout=HANG_S) as made:
         yield made
 
 

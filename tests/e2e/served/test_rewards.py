@@ -12,7 +12,7 @@ import pytest
 
 from tests.e2e.rings import MODEL, Process, Ring
 from tests.e2e.served.test_predictions import ids, log_probability, post
-from tests.waiting import wait_until
+from tests.waiting import HANG_S, wait_until
 from trainer.runs.metrics import read
 
 RAW = {"name": "judge", "template": "{prompt} {completion} is ", "marks": {"0": -1, "1": 0.5, "2": 3}, "lead": "so "}
@@ -20,7 +20,7 @@ RAW = {"name": "judge", "template": "{prompt} {completion} is ", "marks": {"0": 
 
 @pytest.fixture
 def http(served: Ring) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=served.url, timeout=60) as made:
+    with httpx.Client(base_url=served.url, timeout=HANG_S) as made:
         yield made
 
 
@@ -181,7 +181,7 @@ def _ended(http: httpx.Client, job: str) -> dict[str, Any]:
         status.update(http.get(f"/v1/jobs/{job}").json())
         return status["status"] not in ("queued", "running")
 
-    asyncio.run(wait_until(over, timeout_s=60))
+    asyncio.run(wait_until(over))
     return status
 
 
@@ -196,7 +196,7 @@ def test_a_trainer_learns_from_a_judge(served: Ring, tmp_path: Path) -> None:
         options, "--steps", "2", "--prompts-per-step", "4", "--max-tokens", "6", "--adapter", "judged",
     )  # fmt: skip
     try:
-        assert trainer.wait(90) == 0, trainer.output
+        assert trainer.wait() == 0, trainer.output
     finally:
         trainer.stop()
     lines = read(tmp_path / "judged" / "metrics.jsonl")
@@ -213,7 +213,7 @@ def test_a_trainer_with_a_judge_that_nobody_serves_says_so(served: Ring, tmp_pat
         '{"model": "nobody"}',
     )  # fmt: skip
     try:
-        assert trainer.wait(60) == 2
+        assert trainer.wait() == 2
         assert "no model and no adapter 'nobody'" in trainer.output and "start a worker" in trainer.output
     finally:
         trainer.stop()

@@ -31,7 +31,7 @@ def test_ranks_learn_one_version_and_go_on_after_the_death_of_one(served: Ring, 
         first.wait_for_line('"step": "2/.*"train.step"')
         (follower,) = children(first.popen.pid)
         os.kill(follower, signal.SIGKILL)
-        assert first.wait(60) == 1, first.output
+        assert first.wait() == 1, first.output
         assert re.search(r"mlx_parallm_train: the group is lost: rank 1", first.output), first.output
         assert not alive(follower)
     finally:
@@ -41,7 +41,7 @@ def test_ranks_learn_one_version_and_go_on_after_the_death_of_one(served: Ring, 
         again.wait_for_line(r'"train\.step"')
         (follower,) = children(again.popen.pid)
         os.kill(follower, signal.SIGTERM)  # as mlx.launch tells every rank
-        assert again.wait(60) == 0, again.output
+        assert again.wait() == 0, again.output
         assert again.wait_for_line('"train_step": [12], .*"run.resumed"') and again.printed("another rank was told to")
     finally:
         again.stop(signal.SIGKILL)
@@ -61,7 +61,7 @@ def test_ranks_distil_from_what_an_api_says(served: Ring, tmp_path: Path) -> Non
         "--run-dir", str(tmp_path), "--log-json", "true",
     )  # fmt: skip
     try:
-        assert run.wait(90) == 0, run.output
+        assert run.wait() == 0, run.output
     finally:
         run.stop(signal.SIGKILL)
     steps = [json.loads(line) for line in run.printed('"train.step"')]

@@ -7,13 +7,14 @@ from typing import Any
 import httpx
 
 from tests.e2e.rings import MODEL, Process, Ring
+from tests.waiting import HANG_S
 
 WORDS = ("apple", "river", "stone", "cloud", "tiger", "music", "lemon", "paper", "green", "silver", "table")
 
 
 def chat(url: str, model: str, question: str) -> str:
     body = {"model": model, "messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": 6}
-    answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()
+    answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=HANG_S).json()
     content: str = answer["choices"][0]["message"]["content"]
     return content
 
@@ -34,7 +35,7 @@ def test_a_policy_that_is_shown_a_new_task_answers_it(served: Ring, tmp_path: Pa
         "--learning-rate", "3e-3", "--evaluate-every", "12", "--run-dir", str(tmp_path), "--log-json", "true",
     )  # fmt: skip
     try:
-        assert trainer.wait(120) == 0, trainer.output
+        assert trainer.wait() == 0, trainer.output
     finally:
         trainer.stop()
     lines = [json.loads(line) for line in (tmp_path / "numbers" / "metrics.jsonl").read_text().splitlines()]

@@ -10,6 +10,7 @@ from tests.e2e.rings import Ring
 from tests.e2e.served.test_heads import reference
 from tests.e2e.served.test_predictions import ids, post
 from tests.training.kills import check, train
+from tests.waiting import HANG_S
 
 
 def test_a_policy_that_ppo_has_taught_says_what_a_prompt_is_worth(served: Ring, tmp_path: Path) -> None:
@@ -20,7 +21,7 @@ def test_a_policy_that_ppo_has_taught_says_what_a_prompt_is_worth(served: Ring, 
     version = outcome.state.version
     name, observed = f"valued@{version}", ["12+34=", "hello"]
     tensors = load_file(tmp_path / "valued" / "versions" / str(version) / "adapters.safetensors")
-    with httpx.Client(base_url=served.url, timeout=60) as http:
+    with httpx.Client(base_url=served.url, timeout=HANG_S) as http:
         acted = post(http, "/v1/rl/act", model=name, observations=observed, actions=["46", "7"])
         wanted = [float(reference(http, tensors, name, "value", ids(http, text))[0]) for text in observed]
         np.testing.assert_allclose(acted["value_estimates"], wanted, atol=1e-5)

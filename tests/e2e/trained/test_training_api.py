@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from tests.e2e.rings import MODEL, Process, Ring
-from tests.waiting import wait_until
+from tests.waiting import HANG_S, wait_until
 
 ASK = {"messages": [{"role": "user", "content": "What is 12 + 30?"}], "max_tokens": 5}
 SCORED = {"collect_trajectory": True, "scoring_function": "exact", "metadata": {"reference": "42"}}
@@ -34,7 +34,7 @@ def trainer(served: Ring, folder: Path, policy: str, *flags: str) -> Iterator[Pr
 
 @pytest.fixture
 def http(served: Ring) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=served.url, timeout=60, trust_env=False) as client:
+    with httpx.Client(base_url=served.url, timeout=HANG_S, trust_env=False) as client:
         yield client
 
 
@@ -49,7 +49,7 @@ def ready(http: httpx.Client, policy: str) -> None:
     def held() -> bool:
         return (status(http, policy)["trainer"] or {}).get("version", 0) >= 1 and _serves(http, policy)
 
-    asyncio.run(wait_until(held, timeout_s=60))
+    asyncio.run(wait_until(held))
 
 
 def _serves(http: httpx.Client, policy: str) -> bool:
@@ -93,7 +93,7 @@ def test_live_traffic_trains_the_policy_that_it_talks_to(served: Ring, http: htt
                 list(pool.map(lambda i: collected(http, "live", stream=False), range(2)))
                 single = collected(http, "live", n=1)  # alone: compared with the others of its pool
                 assert single["choices"][0]["finish_reason"] in ("stop", "length")
-        assert process.wait(60) == 0, process.output
+        assert process.wait() == 0, process.output
     told = status(http, "live")
     assert told["training_enabled"] is False and told["trainer"]["state"] == "ended"
     assert told["trainer"]["train_step"] == 2
@@ -122,7 +122,7 @@ def test_a_killed_trainer_learns_from_every_live_trajectory_exactly_once(
     for _ in range(2):
         collected(http, "killed-live", model="killed-live@1")
     with trainer(served, tmp_path, "killed-live", *flags) as process:
-        assert process.wait(60) == 0, process.output
+        assert process.wait() == 0, process.output
     assert process.printed("run.resumed")
     told = status(http, "killed-live")
     assert told["trajectories"] == {"collected": 64, "dropped": 0, "consumed": 64, "waiting": 0, "bytes": 0}
@@ -175,7 +175,7 @@ def test_a_reward_that_inverts_brings_the_good_version_back(served: Ring, http: 
         "--steps", "5", "--parity-every", "0",
     )  # fmt: skip
     with trainer(served, tmp_path, "turning", *flags) as process:
-        assert process.wait(60) == 2, "rewards that stay turned end the run: nothing is learned from them"
+        assert process.wait() == 2, "rewards that stay turned end the run: nothing is learned from them"
     debug = http.get("/debug/training", params={"policy": "turning"}).json()
     assert debug["trainer"]["rollbacks"] == 3 and debug["trainer"]["state"] == "failed"
     assert "no better version in between" in debug["trainer"]["problem"]

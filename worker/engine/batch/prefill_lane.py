@@ -125,14 +125,12 @@ class PrefillLane:
         keeping: Keeping,
         score_positions: int,
         pieces: Pieces,
-        area: int | None = None,
     ) -> None:
         self._model = model
         self._prefixes = prefixes
         self._keeping = keeping
         self._score_positions = score_positions  # positions whose logits may exist at one time
         self._pieces = pieces
-        self._area = area  # bounds the width of a piece (scheduler.widest)
         self._tasks: list[PrefillTask] = []
         self._spent = -1.0  # the turn that has no more time for networks
 
@@ -241,7 +239,7 @@ class PrefillLane:
             return 0
         if not task.kv:
             self._begin(task)
-        length = int(min(budget, task.left, widest(task.done, self._area)))
+        length = int(min(budget, task.left, widest(task.done, self._pieces.area)))
         if length == 0:
             self._keep(task)
             return 0
@@ -298,7 +296,7 @@ class PrefillLane:
 
     def _together(self, task: PrefillTask, budget: int) -> list[PrefillTask]:
         """The task with others of its class that heads read, whole, in one forward; [] when there are no others."""
-        most = int(min(budget, widest(0, self._area)))
+        most = int(min(budget, widest(0, self._pieces.area)))
         tasks: list[PrefillTask] = []
         width = 0
         for other in (task, *(each for each in self._tasks if each is not task)):

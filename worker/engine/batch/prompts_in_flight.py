@@ -13,10 +13,14 @@ LATELY = 0.2  # weight of the latest piece
 class Pieces:
     """What one turn has begun to feed. Settled before the next turn, so at most one turn's pieces are under way."""
 
-    def __init__(self, chunk: ChunkSize, *, told: bool = False) -> None:
-        """`told`: what a turn has taken is told by another rank (`learn`)."""
+    def __init__(self, chunk: ChunkSize, area: int | None = None, *, told: bool = False) -> None:
+        """`area`: what rows x width x (past + width) of a forward may be (scheduler.widest); None: anything.
+
+        `told`: what a turn has taken is told by another rank (`learn`).
+        """
         self.pace = PieceSizes()
         self.chunk = chunk
+        self.area = area
         self.token_s = 0.0  # that one position has taken lately, what else ran beside it included; 0: not known
         self._states: list[Any] = []
         self._positions = 0

@@ -40,8 +40,10 @@ class RowModel:
         kv: KvLayout,
         heads: Heads = MappingProxyType({}),
         ranks: Ranks | None = None,
+        *,
+        quick: bool = True,
     ) -> None:
-        """`heads`: of the model itself; `ranks`: that hold the model together."""
+        """`heads`: of the model itself; `ranks`: that hold the model together. `quick`: False until `quicken`."""
         self.model = model
         self._kv = kv
         self._heads = heads
@@ -49,7 +51,9 @@ class RowModel:
         self.adapters: Adapters = adapters or NoAdapters()
         self.takes_padding = takes_padding(model)
         self._placement = placement_of(model)
-        self._decode_step = decode_step_of(model)
+        self._decode_step = decode_step_of(model) if quick else None
+        self._is_quick = quick
+        self._twins: list[RowModel] = []
         self._shift_B: mx.array | None = None  # of the positions of these rows, behind their prompts
         self.rows: tuple[Row, ...] = ()
         self.versions: tuple[str, ...] = ()
@@ -97,7 +101,15 @@ class RowModel:
 
     def twin(self) -> RowModel:
         """The same model for another batch."""
-        return RowModel(self.model, self.adapters, self._kv, self._heads, self._ranks)
+        twin = RowModel(self.model, self.adapters, self._kv, self._heads, self._ranks, quick=self._is_quick)
+        self._twins.append(twin)
+        return twin
+
+    def quicken(self) -> None:
+        """Let steps have the forward that is made for them, whose kernels are compiled and tried by this."""
+        self._decode_step, self._is_quick = decode_step_of(self.model), True
+        for twin in self._twins:
+            twin.quicken()
 
     def keep(self, keep: list[int], rows: tuple[Row, ...]) -> None:
         """Of the latest forward, what is still to be drawn from: these rows."""

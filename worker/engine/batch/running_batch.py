@@ -51,7 +51,6 @@ class RunningBatch:
         self._keeping = keeping
         self._sampler = RowSampler(model, config.top_candidates)
         self._most = config.prefill_rows
-        self._area = config.prefill_area
         self._unfed: list[Entry] = []  # in order of arrival
         self._groups: list[PromptGroup] = []  # that have begun and are not through
         self._after_short: dict[SequenceClass, bool] = {}
@@ -194,7 +193,7 @@ class RunningBatch:
         unfed = [Unfed(group.left, group.fed_at, end_of(group.cache)) for group in groups]
         unfed += [Unfed(len(entry.ids) - 1, past=entry.past) for entry in entries]
         after_short, equal = self._after_short.get(of, False), not self._model.takes_padding
-        feed = feed_next(unfed, budget, self._most, after_short=after_short, equal=equal, area=self._area)
+        feed = feed_next(unfed, budget, self._most, after_short=after_short, equal=equal, area=self._pieces.area)
         if feed.prompts[0] < len(groups):
             group = groups[feed.prompts[0]]
         else:

@@ -42,6 +42,10 @@ class Packing:
     dtype: mx.Dtype
     read: Read = "unpacked"  # by decode steps
 
+    def words(self, dim: int) -> int:
+        """Of a position: codes, scales and biases."""
+        return dim * self.bits // 32 + 2 * (dim // self.group_size) * self.dtype.size // 4
+
     def pack(self, array: mx.array) -> mx.array:
         """[..., dim] of numbers as [..., words] of uint32."""
         codes, scales, biases = mx.quantize(
@@ -119,7 +123,7 @@ class _Quantised:
         packing = self.packing
         if packing.read == "packed" and keys.shape[2] == 1 and cuda_attention.packs(keys, values):
             keys, values = keys.astype(packing.dtype), values.astype(packing.dtype)
-            return cuda_attention.pack(keys, values, packing.bits, packing.group_size)
+            return cuda_attention.pack(keys, values, packing.bits, packing.group_size, packing.words(keys.shape[3]))
         return packing.pack(keys), packing.pack(values)
 
     @property

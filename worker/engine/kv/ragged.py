@@ -18,7 +18,7 @@ from typing import Any, cast
 import mlx.core as mx
 from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache
 
-from worker.engine.kv.quantised import BatchQuantisedKVCache
+from worker.engine.kv.quantised import BatchQuantisedKVCache, Packing
 
 
 class Slack:
@@ -142,13 +142,23 @@ def _of_places(old: mx.array, places_BN: mx.array) -> mx.array:
     return old.reshape(-1, size)[first_BH1 + places_BN[:, None]]
 
 
-def are_plain(caches: Sequence[Any]) -> bool:
-    """Whether these hold what a decode step may write in place."""
-    return all(type(each) in (BatchKVCache, RaggedKVCache) and each.keys is not None for each in caches)
+def may_be_in_place(caches: Sequence[Any]) -> bool:
+    """Whether these hold what a decode step may write in place: plain KV, or packed KV that it reads as it is."""
+    first = packing_of(caches)
+    if first is not None and first.read != "packed":
+        return False
+    kinds = (BatchKVCache, RaggedKVCache) if first is None else (BatchQuantisedKVCache, RaggedQuantisedKVCache)
+    return all(type(each) in kinds and each.keys is not None and packing_of([each]) == first for each in caches)
+
+
+def packing_of(caches: Sequence[Any]) -> Packing | None:
+    """How the first of these packs its KV; None: it is plain, or of another kind."""
+    packing: Packing | None = getattr(caches[0], "packing", None)
+    return packing
 
 
 def with_room(caches: Sequence[Any], count: int) -> list[tuple[mx.array, mx.array]]:
-    """Keys and values [B, H, positions, D] of plain caches, in which the next `count` positions may be written.
+    """Keys and values [B, H, positions, D] of such caches, in which the next `count` positions may be written.
 
     They are whole steps long, lest what is compiled for their lengths pile up. Arrays with room behind what is written
     are a cache's own and lie in order: whoever copies rows out of them takes what is written.

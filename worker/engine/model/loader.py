@@ -46,6 +46,9 @@ _DEFAULT_CONTEXT = 4096
 _SMALLEST_CACHE = 256 << 20  # bytes of freed memory that MLX may keep in any case
 _DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+# Folders of these, written by transformers before 5.0, split text as Llama 3 does; the models have learned otherwise.
+# It mends them when it is asked to. Unasked it warns, and some of its versions warn of other models, too.
+_MISTRAL = frozenset({"ministral", "mistral", "mistral3", "pixtral", "voxtral"})
 
 
 @dataclass(frozen=True)
@@ -186,7 +189,8 @@ def _read(
             model, model_config = mlx_lm.utils.load_model(path, lazy, trust_remote_code=trusts)
         if ranks is not None:
             whole = _divide(model, ranks, config.sharding)
-        tokenizer = mlx_lm.utils.load_tokenizer(path, eos_token_ids=model_config.get("eos_token_id"))
+        split = {"fix_mistral_regex": described.get("model_type") in _MISTRAL}
+        tokenizer = mlx_lm.utils.load_tokenizer(path, split, model_config.get("eos_token_id"))
         if tower is not None and not tokenizer.chat_template:
             tokenizer.chat_template = chat_template(path)
     except SetupError as error:

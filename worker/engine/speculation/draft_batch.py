@@ -28,6 +28,7 @@ from worker.engine.kv.kinds import keep_rows, ragged, take_back
 from worker.engine.messages import EngineConfig
 from worker.engine.model.draft import DraftModel
 from worker.engine.model.loader import LoadedModel
+from worker.engine.scheduler import ChunkSize
 
 CATCH_UP = 64  # ids of a row that are fed at once, at most, when it has gone on without drafts
 Ids = tuple[int, ...]
@@ -44,7 +45,7 @@ class RowFailedError(Exception):
 class DraftBatch:
     """Of one engine."""
 
-    def __init__(self, draft: DraftModel, vocab: int, chunk: int, prompt_ids: int) -> None:
+    def __init__(self, draft: DraftModel, vocab: int, chunk: ChunkSize, prompt_ids: int) -> None:
         """`vocab`: of the model that it drafts for; `chunk`: ids fed at once; `prompt_ids`: of a prompt, 0: all."""
         self._model = _UntaggedModel(draft.model, None, draft.kv)
         self._draft = draft
@@ -104,7 +105,7 @@ class DraftBatch:
             self._feeding = [self._waiting.pop(ids) for ids in prompts]
             entries = [Entry(rows[:1], [*self._fit(ids), 0]) for ids, rows in zip(prompts, self._feeding, strict=True)]
             self._group = PromptGroup(self._model, entries)
-        rows, width = self._group.feed(self._chunk)
+        rows, width = self._group.feed(self._chunk.tokens)
         mx.eval(self._group.state)
         if not self._group.left:
             group, self._group = self._group, None
@@ -117,7 +118,7 @@ class DraftBatch:
         chosen, longest = [first], len(first)
         for ids in others:
             longest = max(longest, len(ids))
-            if longest * (len(chosen) + 1) > self._chunk:
+            if longest * (len(chosen) + 1) > self._chunk.tokens:
                 break
             chosen.append(ids)
         return chosen
@@ -198,7 +199,7 @@ class DraftBatch:
         for row in rows:
             self._read[row].settle(_ids_from(row, self._start(row) + self._read[row].known))
         unread = max(self.length(row) - self._read[row].known for row in rows if row in wanted)
-        most = max(2, min(CATCH_UP, self._chunk // len(rows)))
+        most = max(2, min(CATCH_UP, self._chunk.tokens // len(rows)))
         width = max(1, min(unread, most, min(map(self.length, rows))))
         for row in rows:
             read = self._read[row]
@@ -288,11 +289,11 @@ def _ahead(row: Row, token: int) -> Row:
         raise RowFailedError(row) from error
 
 
-def draft_batch(loaded: LoadedModel, config: EngineConfig) -> DraftBatch | None:
+def draft_batch(loaded: LoadedModel, config: EngineConfig, chunk: ChunkSize) -> DraftBatch | None:
     """An empty one; None: there is no draft model."""
     if loaded.draft is None or config.speculation is None:
         return None
-    return DraftBatch(loaded.draft, loaded.card.vocab_size, config.prefill_chunk, config.speculation.draft_context)
+    return DraftBatch(loaded.draft, loaded.card.vocab_size, chunk, config.speculation.draft_context)
 
 
 def _without(rows: Sequence[Row], gone: set[Row]) -> list[Row]:

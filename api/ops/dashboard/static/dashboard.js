@@ -1,6 +1,7 @@
 // Charts, the theme and the light that says whether the page is live. Everything else is htmx.
 (function () {
   "use strict";
+  const STREAM = document.currentScript.dataset.stream; // address of stream.js
   const COLOURS = ["--accent", "--blue", "--amber"];
   const plots = new Map(); // figure -> {plot, chart}
 
@@ -113,11 +114,40 @@
   document.addEventListener("htmx:sseOpen", () => say("live", "on"));
   document.addEventListener("htmx:sseError", () => say("reconnecting", "off"));
 
+  // What the extension uses of an EventSource, which is in a worker (stream.js).
+  class Stream extends EventTarget {
+    constructor(url) {
+      super();
+      this.readyState = EventSource.CONNECTING;
+      this.worker = new Worker(STREAM);
+      this.worker.onmessage = ({ data: { type, data, state } }) => {
+        this.readyState = state;
+        if (state === EventSource.CLOSED) this.close(); // the extension makes another one
+        const event = new MessageEvent(type, { data });
+        if (type === "open") this.onopen(event);
+        else if (type === "error") this.onerror(event);
+        else this.dispatchEvent(event);
+      };
+      this.worker.onerror = (event) => { this.close(); this.onerror(event); }; // its script did not load
+      this.worker.postMessage({ url });
+    }
+
+    addEventListener(name, listener) {
+      super.addEventListener(name, listener);
+      this.worker.postMessage({ listen: name });
+    }
+
+    close() {
+      this.worker.terminate();
+      this.readyState = EventSource.CLOSED;
+    }
+  }
+
   // A browser has six connections to a server for all its tabs: one that nobody looks at gives its own back.
   const HIDDEN_MS = 5000;
   let source = null;
   let hiding = 0;
-  htmx.createEventSource = (url) => (source = new EventSource(url));
+  htmx.createEventSource = (url) => (source = new Stream(url));
   document.addEventListener("visibilitychange", () => {
     clearTimeout(hiding);
     if (!source) return;

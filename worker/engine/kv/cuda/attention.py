@@ -5,12 +5,13 @@ positions (32 heads of 128 over 8, bfloat16) cost it 0.59 ms a layer on an H200,
 Packed KV (`kv/quantised.py`) would have to be unpacked in memory first. These kernels read KV once, as it is stored:
 
 - `read.cu`: a block reads a stretch of one row's positions for up to four queries that share a KV head. A group of
-  threads reads four positions at a time, eight numbers a thread (`eight.cuh`), and keeps a running maximum, sum and
-  weighted values (online softmax: Milakov and Gimelshein, arXiv 1805.02867); in the end the block adds up its groups'.
+  threads reads four positions at a time, or eight packed ones, eight numbers a thread (`eight.cuh`), and keeps a
+  running maximum, sum and weighted values (online softmax: Milakov and Gimelshein, arXiv 1805.02867); in the end the
+  block adds up its groups'.
 - `tiles.cu`: the same for up to 16 queries that share a KV head, on tensor cores, for plain KV of 16 bits: with six
   queries a row `read.cu` is busy multiplying (`tensor_cores.cuh` is how it does that).
 - `join.cu`: adds up a row's stretches (flash decoding: Dao et al., 2023), and the attention sink if the model has one.
-- `pack.cu`: packs what a step adds, in one operation in place of nine, which took 1.4 ms with 36 layers.
+- `pack.cu`: packs what a step adds where it is not written in place (`place.py`), in one operation in place of nine.
 
 `install()` puts all but the last before `mx.fast.scaled_dot_product_attention`; `kv/quantised.py` puts them before
 mlx-lm's quantised attention. What they are not made for goes on to MLX's own: many queries a row, additive masks, other
@@ -19,7 +20,7 @@ head sizes, few positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache, partial
 from math import e, log2
 from pathlib import Path
@@ -46,11 +47,12 @@ _TILED_QUERIES = 16  # of a block of `tiles.cu`
 _TILED_THREADS = 64
 _TILED_BLOCKS = 396
 _JOIN_THREADS = 256
+_PIECES = {"tiles": "tensor_cores.cuh", "pack": "pack.cuh"}
 
 
 @cache  # by names, which are told apart sooner than paths
 def _kernel(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], *, in_place: bool = False) -> Any:
-    pieces = ("tensor_cores.cuh" if name == "tiles" else "eight.cuh", *(["#define IN_PLACE"] if in_place else []))
+    pieces = (_PIECES.get(name, "eight.cuh"), *(["#define IN_PLACE"] if in_place else []))
     return kernel(_HERE / f"{name}.cu", inputs, outputs, pieces, copies=False)
 
 
@@ -112,22 +114,29 @@ def attention(
     return cast(mx.array, out)
 
 
-def reads_in_place(keys: mx.array, values: mx.array) -> bool:
-    """Whether `attention_in_place` is made for these."""
-    size = keys.shape[3]
-    return is_on(SWITCH) and size in _HEAD_SIZES and keys.dtype in _DTYPES and values.shape == keys.shape
+def reads_in_place(size: int, dtype: mx.Dtype) -> bool:
+    """Whether `attention_in_place` is made for heads of such a size."""
+    return is_on(SWITCH) and size in _HEAD_SIZES and dtype in _DTYPES
 
 
 def attention_in_place(
-    queries: mx.array, keys: mx.array, values: mx.array, scale: float, offset_B: mx.array, padding_B: mx.array
+    queries: mx.array,
+    kv: Sequence[mx.array],
+    scale: float,
+    rows: Sequence[mx.array],
+    bits: int = 0,
+    group_size: int = 0,
 ) -> mx.array:
     """[rows * queries, query heads * size] of queries [rows, heads, queries, size], a row's behind one another.
 
-    `offset_B`: positions that each row has read before the first of them; `padding_B`: before the row's own first one.
+    `kv`: keys and values, as `attention` has them. `rows` [B]: positions that each has read before the first of its
+    queries, and those before the row's own first one.
     """
-    kv_heads, room = keys.shape[1:3]
-    read, join = _calls(queries.shape, kv_heads, room, queries.dtype, scale, False, False, 0, 0, in_place=True)
-    part, about = read(inputs=[queries, keys, values, offset_B, padding_B])
+    kv_heads, room = kv[0].shape[1:3]
+    read, join = _calls(
+        queries.shape, kv_heads, room, queries.dtype, scale, False, False, bits, group_size, in_place=True
+    )
+    part, about = read(inputs=[queries, *kv, *rows])
     (out,) = join(inputs=[part, about, about, queries])
     return cast(mx.array, out)
 
@@ -180,10 +189,9 @@ def _calls(
     return read, join
 
 
-def pack(keys: mx.array, values: mx.array, bits: int, group_size: int) -> tuple[mx.array, mx.array]:
+def pack(keys: mx.array, values: mx.array, bits: int, group_size: int, words: int) -> tuple[mx.array, mx.array]:
     """Both [rows, KV heads, 1, size], as `Packing.pack` has them."""
     rows, heads, _, size = keys.shape
-    words = size * bits // 32 + 2 * size // group_size * keys.dtype.size // 4
     pack_both = _kernel("pack", ("keys", "values"), ("packed_keys", "packed_values"))
     packed_keys, packed_values = pack_both(
         inputs=[keys, values],

@@ -14,12 +14,27 @@ struct Eight {
         raw[4 * i] = four.x; raw[4 * i + 1] = four.y; raw[4 * i + 2] = four.z; raw[4 * i + 3] = four.w;
       }
     } else {
+      constexpr int GROUPS = D / GROUP, OF_CODES = D * BITS / 32, OF_SCALES = 2 * GROUPS * sizeof(T) / 4;
+      constexpr bool ALIGNED = OF_CODES % 2 == 0 && OF_SCALES % 2 == 0;  // to 8 bytes
       const unsigned* codes = reinterpret_cast<const unsigned*>(position);
+      if constexpr (words == 2 && ALIGNED) {
+        const uint2 two = reinterpret_cast<const uint2*>(codes)[at];
+        raw[0] = two.x; raw[1] = two.y;
+      } else {
 #pragma unroll
-      for (int i = 0; i < words; i++) raw[i] = codes[at * words + i];
-      const T* scales = reinterpret_cast<const T*>(codes + D * BITS / 32);
-      scale = scales[at * 8 / GROUP];
-      bias = scales[D / GROUP + at * 8 / GROUP];
+        for (int i = 0; i < words; i++) raw[i] = codes[at * words + i];
+      }
+      const T* scales = reinterpret_cast<const T*>(codes + OF_CODES);
+      if constexpr (sizeof(T) == 2 && GROUPS == 2 && ALIGNED) {  // both groups' scales and biases
+        const uint2 all = *reinterpret_cast<const uint2*>(scales);
+        const unsigned both = __byte_perm(all.x, all.y, at * 8 < GROUP ? 0x5410 : 0x7632);
+        const unsigned short first = both, second = both >> 16;
+        scale = reinterpret_cast<const T&>(first);
+        bias = reinterpret_cast<const T&>(second);
+      } else {
+        scale = scales[at * 8 / GROUP];
+        bias = scales[GROUPS + at * 8 / GROUP];
+      }
     }
   }
 

@@ -1,4 +1,4 @@
-"""Plain KV of a batch on CUDA, written and read in place in decode steps.
+"""KV of a batch on CUDA, plain or packed, written and read in place in decode steps.
 
 MLX updates an array in place only if nothing else holds it, and what a step reads is held until it has been computed.
 Where the GPU is slower than its host, the next step is given out before that, and copies all KV: of 32 rows of 2,048
@@ -24,35 +24,41 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from worker.engine.kv.cuda import attention as kernels
-from worker.engine.kv.ragged import are_plain
+from worker.engine.kv.quantised import Packing
+from worker.engine.kv.ragged import may_be_in_place, packing_of
 
 log = logging.getLogger(__name__)
 
 
 def is_for(caches: Sequence[Any], count: int, dtypes: Collection[mx.Dtype], rotary: Any) -> bool:
     """Whether a decode step of such a model may write so many tokens of each row in place in these caches."""
-    if count > kernels.MOST_QUERIES or not are_plain(caches):
+    if count > kernels.MOST_QUERIES or not may_be_in_place(caches):
         return False
-    keys, values = caches[0].keys, caches[0].values
-    is_typed = dtypes == {keys.dtype} and keys.shape[3] == rotary.size
-    return is_typed and kernels.reads_in_place(keys, values) and _runs(type(rotary).of)
+    packing, (keys, values) = packing_of(caches), (caches[0].keys, caches[0].values)
+    dtype, width = (keys.dtype, rotary.size) if packing is None else (packing.dtype, packing.words(rotary.size))
+    is_shaped = dtypes == {dtype} and keys.shape == values.shape and keys.shape[3] == width
+    return is_shaped and kernels.reads_in_place(rotary.size, dtype) and _runs(type(rotary).of, packing)
 
 
 @cache
-def _runs(rotary_of: Callable[[Any, int], Any]) -> bool:
+def _runs(rotary_of: Callable[[Any, int], Any], packing: Packing | None) -> bool:
     """Whether keys and values get where they belong, here and with this MLX."""
+    size = 64 if packing is None else max(64, packing.group_size)
+    dtype = mx.bfloat16 if packing is None else packing.dtype
     try:
-        rotary = rotary_of(nn.RoPE(64), 64)
-        qkv = (mx.arange(4 * 4 * 64).reshape(4, 4 * 64) % 11 - 5).astype(mx.bfloat16)
-        kv = tuple(mx.full((2, 1, 256, 64), 3.0, mx.bfloat16) for _ in range(2))
-        offset_B, padding_B = mx.array([0, 100]), mx.array([2, 7])
+        rotary = rotary_of(nn.RoPE(size), size)
+        qkv = (mx.arange(4 * 4 * size).reshape(4, 4 * size) % 11 - 5).astype(dtype)
+        new = rotary(qkv, (2, 1, 1), (), 1e-6, offset_B := mx.array([0, 100]))[1:]
+        held = mx.full((2, 1, 256, size), 3.0, dtype)
+        if packing is not None:
+            held, *new = (packing.pack(each) for each in (held, *new))
+        kv, padding_B = tuple(held + 0 for _ in range(2)), mx.array([2, 7])  # of their own memory
         mx.eval(qkv, kv, offset_B, padding_B)
-        _, k, v = rotary(qkv, (2, 1, 1), (), 1e-6, offset_B)
-        mx.eval(rotary.placed(qkv, (2, 1, 1), (), 1e-6, (offset_B, padding_B), kv))
-        for held, new in zip(kv, (k, v), strict=True):
-            wanted = mx.full(held.shape, 3.0, held.dtype)
-            wanted[0, :, 2:4], wanted[1, :, 107:109] = new[0], new[1]
-            if not mx.array_equal(held, wanted):
+        mx.eval(rotary.placed(qkv, (2, 1, 1), (), 1e-6, (offset_B, padding_B), kv, packing))
+        for each, own in zip(kv, new, strict=True):
+            wanted = held + 0
+            wanted[0, :, 2:4], wanted[1, :, 107:109] = own[0], own[1]
+            if not mx.array_equal(each, wanted):
                 log.warning("kv.not_in_place: MLX's own updates write KV")
                 return False
     except RuntimeError as error:

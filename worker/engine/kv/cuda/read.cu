@@ -1,6 +1,7 @@
 // A group's scores of `AHEAD` positions and `HEADS` queries lie spread over its threads, so each power is computed once; a
 // thread has those of the same queries each time, and keeps its share of their maxima and sums.
-  constexpr int LANES = D / 8, ABREAST = 32 / LANES, WARPS = THREADS / 32, AHEAD = 4;
+  constexpr int LANES = D / 8, ABREAST = 32 / LANES, WARPS = THREADS / 32;
+  constexpr int AHEAD = BITS ? 8 : 4;  // packed, twice as many are as many bytes under way
   constexpr int SLOTS = WARPS * ABREAST, STEP = ABREAST * AHEAD, SCORES = AHEAD * HEADS;
   constexpr int OWN = SCORES > LANES ? SCORES / LANES : 1, ALIKE = SCORES > LANES ? 1 : LANES / SCORES;
   __shared__ float best_of[SLOTS][HEADS], sum_of[SLOTS][HEADS], values_of[SLOTS][HEADS][D];

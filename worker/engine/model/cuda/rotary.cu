@@ -1,5 +1,6 @@
 // A warp takes a head of a row's token: its norm, weighted, and its turn by the token's position, with the roundings of
-// MLX's separate operations. Heads of values are copied. PLACED: keys and values are written in place, where their row ends.
+// MLX's separate operations. Heads of values are copied. PLACED: keys and values are written in place, where their row ends;
+// PACKED: as codes (`pack.cuh`).
   const int lane = threadIdx.x % 32, head = (blockIdx.x * blockDim.x + threadIdx.x) / 32, token = blockIdx.y;
   if (head >= QUERIES + 2 * KEYS) return;
   const int at_once = qkv_shape[0] / offset_shape[0], row = token / at_once, at_row = token % at_once;
@@ -8,13 +9,11 @@
   const bool is_query = head < QUERIES, is_value = head >= QUERIES + KEYS;
   const int heads = is_query ? QUERIES : KEYS, own = is_query ? head : is_value ? head - QUERIES - KEYS : head - QUERIES;
 #ifdef PLACED
-  T* const whole = is_query ? queries : const_cast<T*>(is_value ? values : keys);
   const int room = is_query ? at_once : keys_shape[2], first = is_query ? 0 : padding[row] + offset[row];
 #else
-  T* const whole = is_query ? queries : is_value ? values : keys;
   const int room = at_once, first = 0;
 #endif
-  T* const to = whole + ((static_cast<long>(row) * heads + own) * room + first + at_row) * SIZE;
+  const long place = (static_cast<long>(row) * heads + own) * room + first + at_row;
   T low[PAIRS], high[PAIRS];
 #pragma unroll
   for (int i = 0; i < PAIRS; i++) {
@@ -60,6 +59,25 @@
       high[i] = static_cast<T>(first * sine + second * cosine);
     }
   }
+#ifdef PACKED
+  if (!is_query) {
+    float numbers[2 * PAIRS];
+#pragma unroll
+    for (int i = 0; i < PAIRS; i++) {
+      numbers[i] = static_cast<float>(low[i]);
+      numbers[PAIRS + i] = static_cast<float>(high[i]);
+    }
+    unsigned* const packed = const_cast<unsigned*>(is_value ? values : keys);
+    pack_head<T, SIZE, BITS, GROUP>(numbers, packed + place * keys_shape[3], lane);
+    return;
+  }
+  T* const whole = queries;
+#elif defined(PLACED)
+  T* const whole = is_query ? queries : const_cast<T*>(is_value ? values : keys);
+#else
+  T* const whole = is_query ? queries : is_value ? values : keys;
+#endif
+  T* const to = whole + place * SIZE;
 #pragma unroll
   for (int i = 0; i < PAIRS; i++) {
     const int at = i * 32 + lane;

@@ -16,6 +16,7 @@ import mlx.nn as nn
 from mlx_lm.models.rope_utils import Llama3RoPE
 
 from worker.engine.cuda import kernel, number
+from worker.engine.kv.quantised import Packing
 from worker.engine.model.cuda import products
 
 _DTYPES = (mx.bfloat16, mx.float16, mx.float32)
@@ -63,15 +64,17 @@ class Rotary:
         eps: float,
         rows: Sequence[mx.array],
         kv: Sequence[mx.array],
+        packing: Packing | None = None,
     ) -> mx.array:
         """q; k and v are written in place into `kv` [B, heads, positions, size], where each row ends.
 
-        `rows` [B]: positions that each has read, and those before its first one (kv/cuda/place.py).
+        `rows` [B]: positions that each has read, and those before its first one (kv/cuda/place.py). `packing`: how a
+        position of `kv` is packed.
         """
         offset_B, padding_B = rows
         shape = offset_B.shape[0], heads[0], qkv.shape[0] // offset_B.shape[0], self.size
         held = {"keys": kv[0], "values": kv[1], "padding": padding_B}
-        (q,) = self._turned(qkv, heads, norms, eps, offset_B, held, {"queries": shape})
+        (q,) = self._turned(qkv, heads, norms, eps, offset_B, held, {"queries": shape}, packing)
         return q
 
     def _turned(
@@ -83,10 +86,14 @@ class Rotary:
         offset_B: mx.array,
         held: dict[str, mx.array],
         outputs: dict[str, tuple[int, ...]],
+        packing: Packing | None = None,
     ) -> list[mx.array]:
         inputs = {"qkv": qkv, "offset": offset_B, **held}
         settings: dict[str, Any] = {"T": qkv.dtype, "SIZE": self.size, "SCALE": number(self.scale)}
         headers: tuple[str, ...] = ("#define PLACED",) if held else ()
+        if packing is not None:
+            settings |= {"BITS": packing.bits, "GROUP": packing.group_size}
+            headers += ("#define PACKED", "pack.cuh")
         if self.periods is None:
             settings["LOG2_BASE"] = number(log2(self.base))
         else:

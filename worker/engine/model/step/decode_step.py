@@ -12,10 +12,11 @@ kernels sum up in another order or round less often.
 
 What lies between the attention of one layer and that of the next, sums over ranks included, depends on the number of
 rows and tokens alone. So it is compiled as one function, which all layers share, since weights are its arguments. MLX
-then makes these operations without Python. Plain KV is written and read in place on CUDA (kv/cuda/place.py), and that
-is part of the function; other KV and attention are called as in any forward, so each kind of KV is what it was. MLX
-finds what it has compiled by comparing the shapes of all arguments in turn with those of each earlier call, so what has
-other shapes comes first, and each number of tokens a row, and each length of KV, has functions of its own.
+then makes these operations without Python. Plain and packed KV are written and read in place on CUDA
+(kv/cuda/place.py), and that is part of the function; other KV and attention are called as in any forward, so each kind
+of KV is what it was. MLX finds what it has compiled by comparing the shapes of all arguments in turn with those of each
+earlier call, so what has other shapes comes first, and each number of tokens a row, and each length of KV, has
+functions of its own.
 
 With adapters in a batch the same is done (`adapting.py`). Other families, and models that ranks hold layer by layer,
 have mlx-lm's forward.
@@ -36,7 +37,8 @@ from mlx_lm.models.rope_utils import Llama3RoPE, SuScaledRoPE, YarnRoPE
 
 from worker.engine.kv.cuda import place
 from worker.engine.kv.cuda.attention import attention_in_place
-from worker.engine.kv.ragged import have_written, with_room
+from worker.engine.kv.quantised import Packing
+from worker.engine.kv.ragged import have_written, packing_of, with_room
 from worker.engine.model.joined import join
 from worker.engine.model.sites import EMBEDDINGS, LINEARS
 from worker.engine.model.step.adapting import BEFORE, BEHIND, Adapting, Parts, adapted_parts
@@ -61,7 +63,9 @@ class _Functions(NamedTuple):
 class _Compiled:
     """What has been compiled for so many tokens a row, and for KV of one length where it is written in place."""
 
-    def __init__(self) -> None:
+    def __init__(self, packing: Packing | None) -> None:
+        """`packing`: of that KV."""
+        self.packing = packing
         self.base: _Functions | None = None
         self.parts: dict[Any, Callable[..., Any]] = {}  # by what they compute
         self.latest: dict[int, tuple[Any, Callable[..., Any]]] = {}  # by place, of rows with adapters
@@ -75,6 +79,7 @@ class _Reads:
         self._rows: Rows = (caches[0].offset, caches[0].left_padding) if in_place else ()
         self._kv: Sequence[Arrays] = with_room(caches, count) if in_place else [()] * len(caches)
         self.room = int(caches[0].keys.shape[2]) if in_place else 0  # positions
+        self.packing = packing_of(caches) if in_place else None
 
     def rows(self, at: int) -> Rows:
         """Positions that they have read, as a layer has them."""
@@ -117,7 +122,7 @@ class DecodeStep:
         self._may_place = all(layer.may_place for layer in self._layers)
         self._embedding = embedding
         self._head = embedding.as_linear if model.args.tie_word_embeddings else called(bare(model.lm_head))
-        self._each: OrderedDict[tuple[int, int], _Compiled] = OrderedDict()  # by tokens of a row, and room
+        self._each: OrderedDict[Any, _Compiled] = OrderedDict()  # by tokens of a row, room, and packing
 
     def takes(self, caches: Sequence[Any]) -> bool:
         """Whether these are caches of a batch, each with its rows' positions."""
@@ -136,7 +141,7 @@ class DecodeStep:
         """
         rows, count = tokens_BL.shape
         kv = self._reads(tokens_BL, caches, in_place)
-        compiled = self._compiled_for(count, kv.room)
+        compiled = self._compiled_for(count, kv)
         functions = compiled.base
         if functions is None:
             functions = compiled.base = self._made(compiled)
@@ -159,7 +164,7 @@ class DecodeStep:
         """The same of rows with adapters, in the slots that are selected."""
         rows, count = tokens_BL.shape
         kv = self._reads(tokens_BL, caches, in_place)
-        compiled = self._compiled_for(count, kv.room)
+        compiled = self._compiled_for(count, kv)
         inner = self.model.model
         before = [adapted_parts(layer, BEFORE) for layer in inner.layers]
         behind = [adapted_parts(layer, BEHIND) for layer in inner.layers]
@@ -197,9 +202,10 @@ class DecodeStep:
         if count > 1 and at % LAYERS_AT_ONCE == 0 and self._compiles:
             mx.async_eval(h_ND, *qkv)  # type: ignore[no-untyped-call]
 
-    def _compiled_for(self, count: int, room: int) -> _Compiled:
-        compiled = self._each.setdefault((count, room), _Compiled())
-        self._each.move_to_end((count, room))
+    def _compiled_for(self, count: int, kv: _Reads) -> _Compiled:
+        key = count, kv.room, kv.packing
+        compiled = self._each.setdefault(key, _Compiled(kv.packing))
+        self._each.move_to_end(key)
         if len(self._each) > MOST_COMPILED:
             self._each.popitem(last=False)
         return compiled
@@ -211,18 +217,23 @@ class DecodeStep:
 
         def begin(tokens_BL: mx.array, rows: Rows, kv: Arrays, arrays: Any) -> Any:
             h_ND = self._embedding(tokens_BL.reshape(-1))
-            return h_ND, *first.before(arrays, mx.fast.rms_norm(h_ND, weight, eps), rows, kv)
+            x_ND = mx.fast.rms_norm(h_ND, weight, eps)
+            return h_ND, *first.before(arrays, x_ND, rows, kv, packing=compiled.packing)
 
         def end(h_ND: mx.array, x: mx.array, rows: Rows, kv: Arrays, arrays: Any) -> mx.array:
-            return self._head(last.behind(arrays, h_ND, self._attended(x, rows, kv))[1])
+            return self._head(last.behind(arrays, h_ND, self._attended(compiled, x, rows, kv))[1])
 
         pairs = zip(self._layers, self._layers[1:], strict=False)
         steps = [self._step(compiled, one, other) for one, other in pairs]
         return _Functions(self._compiled(begin), steps, self._compiled(end))
 
-    def _attended(self, x: mx.array, rows: Rows, kv: Arrays) -> mx.array:
+    def _attended(self, compiled: _Compiled, x: mx.array, rows: Rows, kv: Arrays) -> mx.array:
         """`x`: what attention has made; where KV is read in place, queries."""
-        return attention_in_place(x, kv[0], kv[1], self._scale, *rows) if kv else x
+        if not kv:
+            return x
+        packing = compiled.packing
+        how = () if packing is None else (packing.bits, packing.group_size)
+        return attention_in_place(x, kv, self._scale, rows, *how)
 
     def _step(
         self, compiled: _Compiled, one: Layer, other: Layer, of_one: Parts = (), of_other: Parts = ()
@@ -233,9 +244,10 @@ class DecodeStep:
             h_ND: mx.array, x: mx.array, rows: Rows, kv: Arrays, next_kv: Arrays, behind: Any, before: Any, *held: Any
         ) -> Any:
             held_one, held_other = held or ((), ())
-            attended = self._attended(x, rows, kv)
+            attended = self._attended(compiled, x, rows, kv)
             h_ND, x_ND = one.behind(behind, h_ND, attended, Adapting.of(of_one, held_one))
-            return h_ND, *other.before(before, x_ND, rows, next_kv, Adapting.of(of_other, held_other))
+            adapt = Adapting.of(of_other, held_other)
+            return h_ND, *other.before(before, x_ND, rows, next_kv, adapt, compiled.packing)
 
         return self._once(compiled, (one, other, of_one, of_other), between)
 
@@ -244,7 +256,7 @@ class DecodeStep:
         layer = self._layers[0]
 
         def before(x_ND: mx.array, rows: Rows, kv: Arrays, arrays: Any, held: Any) -> Any:
-            return layer.before(arrays, x_ND, rows, kv, Adapting.of(parts, held))
+            return layer.before(arrays, x_ND, rows, kv, Adapting.of(parts, held), compiled.packing)
 
         return self._once(compiled, (None, layer, parts), before)
 
@@ -253,7 +265,8 @@ class DecodeStep:
         layer = self._layers[-1]
 
         def behind(h_ND: mx.array, x: mx.array, rows: Rows, kv: Arrays, arrays: Any, held: Any) -> Any:
-            return layer.behind(arrays, h_ND, self._attended(x, rows, kv), Adapting.of(parts, held))[1]
+            attended = self._attended(compiled, x, rows, kv)
+            return layer.behind(arrays, h_ND, attended, Adapting.of(parts, held))[1]
 
         return self._once(compiled, (layer, None, parts), behind)
 

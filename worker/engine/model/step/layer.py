@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.activations import swiglu
 
+from worker.engine.kv.quantised import Packing
 from worker.engine.model.cuda.rotary import Rotary
 from worker.engine.model.joined import Joined, arrays_of
 from worker.engine.model.step.adapting import Adapting
@@ -38,11 +39,17 @@ class Layer:
         return self.rotary is not None and len(self.inputs) == 1
 
     def before(
-        self, arrays: Any, x_ND: mx.array, rows: Rows, kv: Arrays = (), adapt: Adapting | None = None
+        self,
+        arrays: Any,
+        x_ND: mx.array,
+        rows: Rows,
+        kv: Arrays = (),
+        adapt: Adapting | None = None,
+        packing: Packing | None = None,
     ) -> tuple[mx.array, ...]:
         """q, k, v [B, heads, L, size] of the rows' tokens, of what the layer was fed, behind its norm.
 
-        `kv`: its keys and values, in which these tokens' are written; then q alone.
+        `kv`: its keys and values, in which these tokens' are written, packed if there is a `packing`; then q alone.
         """
         products, norms = arrays
         offset_B = rows[0]
@@ -50,7 +57,8 @@ class Layer:
         if kv:
             assert self.rotary is not None, "may_place"
             whole = ys[0] if len(ys) == 1 else mx.concatenate(ys, axis=-1)
-            return (self.rotary.placed(whole.astype(kv[0].dtype), self.heads, norms[1:], self.eps[-1], rows, kv),)
+            whole = whole.astype(kv[0].dtype if packing is None else packing.dtype)
+            return (self.rotary.placed(whole, self.heads, norms[1:], self.eps[-1], rows, kv, packing),)
         if len(ys) == 1:
             return self._taken_apart(norms, ys[0], offset_B)
         q, k, v = (_by_heads(y, offset_B.shape[0], heads) for y, heads in zip(ys, self.heads, strict=True))
