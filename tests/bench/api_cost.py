@@ -33,12 +33,23 @@ from tests.unit.api_texts import EOS, bundle, codec
 MODEL = "flood"
 
 
-async def register(redis: Redis) -> None:
+@contextlib.asynccontextmanager
+async def worker(redis: Redis) -> AsyncIterator[None]:
+    """The ring has one, by its heartbeat."""
     card = ModelCard(MODEL, 1 << 20, codec().vocab_size, (EOS,), bundle().sha256, "base", 64, "float32")
     registry = WorkerRegistry(redis)
     await registry.register_model(card, bundle())
-    now = time.time_ns() // 1_000_000
-    await registry.heartbeat(WorkerStatus("w1", MODEL, "host", 1, "ready", 0, 999, 0, 0, 1, 0.0, 0, now, now))
+
+    async def beat() -> None:
+        while True:
+            now = time.time_ns() // 1_000_000
+            await registry.heartbeat(WorkerStatus("w1", MODEL, "host", 1, "ready", 0, 999, 0, 0, 1, 0.0, 0, now, now))
+            await asyncio.sleep(1)
+
+    async with asyncio.TaskGroup() as group:
+        beating = group.create_task(beat())
+        yield
+        beating.cancel()
 
 
 async def play(redis: Redis, streams: int, steps: int, rate: float, started: asyncio.Event) -> float:
@@ -83,20 +94,18 @@ async def serving(redis_url: str) -> AsyncIterator[tuple[str, psutil.Process]]:
 async def measure(path: str, extra: dict[str, Any], streams: int, steps: int, rate: float) -> str:
     with EmbeddedRedis(Path(tempfile.mkdtemp())) as server:
         redis = connect(server.url)
-        await register(redis)
-        async with serving(server.url) as (url, process):
+        async with worker(redis), serving(server.url) as (url, process):
             prompt: dict[str, Any] = (
                 {"messages": [{"role": "user", "content": "go"}]} if "chat" in path else {"prompt": "go"}
             )
             body = {"model": MODEL, **prompt, "max_tokens": steps, **extra}
             started = asyncio.Event()
-            clients = asyncio.create_task(load(url, path, [body] * streams))
-            playing = asyncio.create_task(play(redis, streams, steps, rate, started))
-            await started.wait()
-            before = process.cpu_times()
-            took = await playing
-            figures = await clients
-            after = process.cpu_times()
+            async with asyncio.TaskGroup() as group:
+                clients = group.create_task(load(url, path, [body] * streams))
+                playing = group.create_task(play(redis, streams, steps, rate, started))
+                await started.wait()
+                before = process.cpu_times()
+            took, figures, after = playing.result(), clients.result(), process.cpu_times()
         await redis.aclose()
     cpu = after.user + after.system - before.user - before.system
     tokens = streams * steps

@@ -29,6 +29,7 @@ import numpy as np
 
 from shared.process import logs
 from shared.seeds import derived_seed
+from shared.text.codec import TextCodec
 from tests.bench.local_ring import LocalRing, LocalSink, LocalSource
 from tests.bench.models import QWEN3_0_6B, QWEN3_4B, QWEN3_SMALL, random_qwen3
 from tests.bench.steady_training import Training, random_groups
@@ -161,7 +162,7 @@ class ByChance:
 
 
 class RandomPrompts:
-    """Stands for the tokenizer."""
+    """Stands for the chat template."""
 
     def __init__(self, options: Options, vocab: int) -> None:
         self._options, self._vocab = options, vocab
@@ -180,8 +181,7 @@ async def run_loop(ring: LocalRing, options: Options, folder: Path) -> dict[str,
     card = ring.loaded.card
     sink = LocalSink(ring, folder, settings.adapter)
     board, mailbox = RingBoard(NoBoard()), RingMailbox(NoOrders())
-    codec: Any = None  # RandomPrompts stands for it
-    local = Ring(card.base_sha256, codec, LocalSource(ring), sink, board, mailbox)
+    local = Ring(card.base_sha256, TextCodec(ring.loaded.tokenizer), LocalSource(ring), sink, board, mailbox)
     parts: Any = Parts(
         host=EngineHost(ring.engine),
         model=ring.loaded.model,
