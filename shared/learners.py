@@ -92,11 +92,11 @@ class Datum(msgspec.Struct, frozen=True, array_like=True):
         return np.frombuffer(self.tokens, "<i4")
 
 
-class Begin(msgspec.Struct, frozen=True, tag="begin"):
+class BeginRequest(msgspec.Struct, frozen=True, tag="begin"):
     """Nothing; its answer tells that a service has the learner, and that the model has layers for it."""
 
 
-class Pass(msgspec.Struct, frozen=True, tag="pass"):
+class PassRequest(msgspec.Struct, frozen=True, tag="pass"):
     """A forward over the data; with `backward` its gradients are added to those that wait for the next step."""
 
     data: tuple[Datum, ...]
@@ -106,11 +106,11 @@ class Pass(msgspec.Struct, frozen=True, tag="pass"):
     files: dict[bytes, bytes] = {}  # of the images, by SHA-256
 
 
-class SeenPass(Pass, frozen=True, tag="seen_pass"):
+class ImagePassRequest(PassRequest, frozen=True, tag="seen_pass"):
     """One with images. A service from before images cannot read it, so that none learns from their placeholders."""
 
 
-class Step(msgspec.Struct, frozen=True, tag="step"):
+class StepRequest(msgspec.Struct, frozen=True, tag="step"):
     """One AdamW update (Loshchilov, Hutter, arXiv 1711.05101) with the gradients that wait, which are then gone."""
 
     learning_rate: float = 1e-4
@@ -121,7 +121,7 @@ class Step(msgspec.Struct, frozen=True, tag="step"):
     max_grad_norm: float = 0.0  # 0: gradients are not clipped
 
 
-class Save(msgspec.Struct, frozen=True, tag="save"):
+class SaveRequest(msgspec.Struct, frozen=True, tag="save"):
     """Keep the state under a name, for `ttl_s` (0: as long as the service keeps saves).
 
     Of kind `external` the weights alone, which nobody goes on from.
@@ -133,7 +133,7 @@ class Save(msgspec.Struct, frozen=True, tag="save"):
     kind: Literal["state", "external"] = "state"
 
 
-class Load(msgspec.Struct, frozen=True, tag="load"):
+class LoadRequest(msgspec.Struct, frozen=True, tag="load"):
     """Go on from a save, of this learner or one of the same shape; without `optimizer` with moments of 0."""
 
     learner: str
@@ -141,7 +141,7 @@ class Load(msgspec.Struct, frozen=True, tag="load"):
     optimizer: bool = True
 
 
-class Publish(msgspec.Struct, frozen=True, tag="publish"):
+class PublishRequest(msgspec.Struct, frozen=True, tag="publish"):
     """Make the present weights the next version of the learner's adapter, so that workers sample from it.
 
     With `ttl_s` 0 it is no save: nothing keeps the version once newer ones have come.
@@ -152,21 +152,31 @@ class Publish(msgspec.Struct, frozen=True, tag="publish"):
     metadata: dict[str, str] = {}
 
 
-class Ask(msgspec.Struct, frozen=True, tag="ask"):
+class CallRequest(msgspec.Struct, frozen=True, tag="ask"):
     """What a run of `mlx_parallm_train` asks of its learner (trainer/learners/calls.py), msgpack."""
 
     body: bytes = b""
     upload: str = ""  # where it lies in chunks, in place of `body`
 
 
-class Refused(msgspec.Struct, frozen=True, tag="refused"):
+class RefusedRequest(msgspec.Struct, frozen=True, tag="refused"):
     """One that an api has refused, in its place; its answer is that error, and its effect that of a failed one."""
 
     message: str
     of: Literal["pass", "step", "other"] = "other"  # a pass with gradients, an update
 
 
-Request = Begin | Pass | SeenPass | Step | Save | Load | Publish | Ask | Refused
+Request = (
+    BeginRequest
+    | PassRequest
+    | ImagePassRequest
+    | StepRequest
+    | SaveRequest
+    | LoadRequest
+    | PublishRequest
+    | CallRequest
+    | RefusedRequest
+)
 
 
 class BeginDone(msgspec.Struct, frozen=True, tag="begin"):
@@ -200,21 +210,21 @@ class LoadDone(msgspec.Struct, frozen=True, tag="load"):
     step: int  # updates that its optimizer has made
 
 
-class Told(msgspec.Struct, frozen=True, tag="told"):
-    """What came of an `Ask`, msgpack."""
+class CallDone(msgspec.Struct, frozen=True, tag="told"):
+    """What came of an `CallRequest`, msgpack."""
 
     body: bytes = b""
     name: str = ""  # of a save that holds it, in place of `body`
 
 
-class Failed(msgspec.Struct, frozen=True, tag="failed"):
+class RequestFailed(msgspec.Struct, frozen=True, tag="failed"):
     """Nothing was changed by this request, except that gradients which lack a part of theirs are dropped."""
 
     message: str
     fault: Fault = "user"
 
 
-Answer = BeginDone | PassDone | StepDone | SaveDone | LoadDone | Told | Failed
+Answer = BeginDone | PassDone | StepDone | SaveDone | LoadDone | CallDone | RequestFailed
 
 
 class SaveInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -242,7 +252,7 @@ class ServiceCard(msgspec.Struct, frozen=True, kw_only=True):
     sees: bool = False  # learns from images, too
 
 
-def checked(request: Pass, vocabulary: int, context: int) -> None:
+def checked(request: PassRequest, vocabulary: int, context: int) -> None:
     """InvalidRequestError when a pass's data does not fit its loss, the model's vocabulary or its context."""
     if request.loss not in INPUTS:
         raise InvalidRequestError(f"no loss {request.loss!r}: {', '.join(INPUTS)}", param="loss_fn")

@@ -53,7 +53,7 @@ class Split(msgspec.Struct, frozen=True):
     tenant: str = ""  # the adapter's owner: whose requests it is about
 
 
-class Rewards(msgspec.Struct, frozen=True):
+class RewardSums(msgspec.Struct, frozen=True):
     """What a version has earned."""
 
     count: int = 0
@@ -61,7 +61,7 @@ class Rewards(msgspec.Struct, frozen=True):
     squares: float = 0.0  # sum of squared differences from the mean
 
 
-class Verdict(msgspec.Struct, frozen=True):
+class SplitVerdict(msgspec.Struct, frozen=True):
     """How a split has ended."""
 
     winner: int
@@ -77,9 +77,9 @@ class Belief(msgspec.Struct, frozen=True):
     error: float
 
 
-def beliefs(split: Split, earned: Mapping[int, Rewards]) -> list[Belief] | None:
+def beliefs(split: Split, earned: Mapping[int, RewardSums]) -> list[Belief] | None:
     """What is known of each version; None while all rewards are equal, or there are none."""
-    rewards = [earned.get(version, Rewards()) for version in split.versions]
+    rewards = [earned.get(version, RewardSums()) for version in split.versions]
     count = sum(each.count for each in rewards)
     if not count:
         return None
@@ -95,15 +95,15 @@ def beliefs(split: Split, earned: Mapping[int, Rewards]) -> list[Belief] | None:
     return found
 
 
-def shares(split: Split, earned: Mapping[int, Rewards]) -> tuple[float, ...]:
+def shares(split: Split, earned: Mapping[int, RewardSums]) -> tuple[float, ...]:
     """The share of each version; 1 together."""
     if not split.auto:
         return split.weights
-    return _shares(split, tuple(earned.get(version, Rewards()) for version in split.versions))
+    return _shares(split, tuple(earned.get(version, RewardSums()) for version in split.versions))
 
 
 @functools.lru_cache(maxsize=256)
-def _shares(split: Split, rewards: tuple[Rewards, ...]) -> tuple[float, ...]:
+def _shares(split: Split, rewards: tuple[RewardSums, ...]) -> tuple[float, ...]:
     """Kept by what they follow from: with many versions they take milliseconds, and are asked for again and again."""
     earned = dict(zip(split.versions, rewards, strict=True))
     known = beliefs(split, earned)
@@ -117,10 +117,12 @@ def _shares(split: Split, rewards: tuple[Rewards, ...]) -> tuple[float, ...]:
     return tuple(low + left * chance / total for low, chance in zip(least, chances, strict=True))
 
 
-def _least_shares(split: Split, earned: Mapping[int, Rewards]) -> list[float]:
+def _least_shares(split: Split, earned: Mapping[int, RewardSums]) -> list[float]:
     """The floor, and more of it for versions that lack rewards for a verdict."""
     more = [
-        max(0.0, min(_UNTRIED, weight) - split.floor) if earned.get(version, Rewards()).count < LEAST_REWARDS else 0.0
+        max(0.0, min(_UNTRIED, weight) - split.floor)
+        if earned.get(version, RewardSums()).count < LEAST_REWARDS
+        else 0.0
         for version, weight in zip(split.versions, split.weights, strict=True)
     ]
     room = _ROOM * (1 - split.floor * len(more))
@@ -150,7 +152,7 @@ def better(one: Belief, other: Belief) -> float:
     return _below((one.mean - other.mean) / math.hypot(one.error, other.error))
 
 
-def winner(split: Split, earned: Mapping[int, Rewards]) -> tuple[int, str]:
+def winner(split: Split, earned: Mapping[int, RewardSums]) -> tuple[int, str]:
     """The version that is to be the latest, and why.
 
     Of those that are surely better than the latest it is the one with the highest lower bound of its mean: one that has

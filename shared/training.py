@@ -29,7 +29,7 @@ TrainerState = Literal["starting", "waiting", "training", "paused", "ended", "fa
 ForeignAction = Literal["adopt", "override"]  # what to do with a version that somebody else has made the latest
 
 
-class ShownSample(msgspec.Struct, frozen=True):
+class BoardSample(msgspec.Struct, frozen=True):
     """A sample of the last train step with its reward, shortened for people."""
 
     reward: float | None  # None: it failed
@@ -89,7 +89,7 @@ class TrainerStatus(msgspec.Struct, frozen=True, kw_only=True):
     zero_variance: int = 0  # groups whose samples all earned the same
     overlong: int = 0  # samples that reached the length limit
     failed: int = 0  # samples without a completion or a reward
-    samples: tuple[ShownSample, ...] = ()  # of the last train step, the highest reward first
+    samples: tuple[BoardSample, ...] = ()  # of the last train step, the highest reward first
     held_out_right: float | None = None  # of a run on a data set: the share of held-out items that it has right
     next_version_at: int = 0  # train step after which it offers its next version; 0: not known
 

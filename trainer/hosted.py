@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import mlx.core as mx
 import numpy as np
@@ -26,11 +26,11 @@ from shared.errors import EngineError, ParallmError, QueueFullError, ServiceUnav
 from shared.process.nested_config import is_nested
 from shared.process.settings import WorkerSettings, load
 from trainer.learn.batches import Sample, SampleGroup
-from trainer.learn.compute import EngineHost, Others, SharedEngine, Work
+from trainer.learn.compute import EngineHost, LendingWorker, Others, Work
 from trainer.learners import placing
 from trainer.learners.handle import Local
 from trainer.learners.kinds import made_with
-from trainer.learners.policy import Learner
+from trainer.learners.policy import PolicyLearner
 from trainer.learners.ranks import RankLearner
 from trainer.rollouts.scorers import ring_judges
 from trainer.runs.loop import TrainLoop
@@ -48,21 +48,6 @@ FREE_PART = 16  # of the free memory, a sixteenth may go for a microbatch
 IDLE_WITHIN_S = 300.0  # after which training begins, warm or not
 _MAY_PASS = (EngineError, QueueFullError, ServiceUnavailableError)
 _OF_THE_WORKER = {"model": "model", "model_path": "model", "dtype": "dtype", "redis": "redis", "redis_url": "redis"}
-
-
-class LendingWorker(Protocol):
-    """What a worker lends (worker/guest.py)."""
-
-    @property
-    def engine(self) -> SharedEngine:
-        """Where MLX work runs."""
-
-    @property
-    def loaded(self) -> LoadedModel: ...
-
-    @property
-    def others(self) -> Others | None:
-        """The other ranks, where the worker is a group of several."""
 
 
 class HostedTrainer:
@@ -260,10 +245,10 @@ STEPS = 2  # the first one finds out how large a microbatch may be
 def rehearse(loaded: LoadedModel, settings: TrainSettings, others: Others | None) -> Work[None]:
     """Train on made-up samples; runs in the engine's thread, with `others` on all ranks of a group."""
     made = made_with("policy", policy_options(settings))
-    local: Local[Learner] = Local.open(made, loaded.model, whole=loaded.whole, others=others)
+    local: Local[PolicyLearner] = Local.open(made, loaded.model, whole=loaded.whole, others=others)
     groups = _groups(loaded.card.vocab_size, min(COMPLETION, settings.max_tokens))
     for step in range(STEPS):
-        yield from local.work(Learner.train, groups, step, step, [groups[0].prompt_ids])
+        yield from local.work(PolicyLearner.train, groups, step, step, [groups[0].prompt_ids])
 
 
 def _groups(vocab_size: int, completion: int) -> list[SampleGroup]:

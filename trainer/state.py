@@ -20,7 +20,7 @@ class GradientMeans:
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class LearnerSnapshot:
     """All of a learner's state. No random state: every draw follows from the run's seed and a counter."""
 
     adapter: Arrays

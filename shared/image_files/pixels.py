@@ -20,17 +20,17 @@ LONGEST_SIDE = 16_384
 MOST_RATIO = 100  # of the longer side to the shorter one: beyond that an image is a line
 
 
-class Size(NamedTuple):
+class ImageSize(NamedTuple):
     """Of an image as it is to be seen, turned as its file says."""
 
     width: int
     height: int
 
 
-def checked(data: bytes) -> Size:
+def checked(data: bytes) -> ImageSize:
     """The size of an image that can be decoded whole; InvalidRequestError says what is wrong with another one."""
     image = _decoded(data)
-    return Size(*image.size)
+    return ImageSize(*image.size)
 
 
 class Tiles(NamedTuple):

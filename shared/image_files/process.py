@@ -16,7 +16,7 @@ from shared.images.refs import Detail, VisionSpec
 from shared.process.call_pipe import CallPipe
 
 
-class Question(msgspec.Struct, array_like=True):
+class ImageQuestion(msgspec.Struct, array_like=True):
     """A file; asked for are its tiles, or a thumbnail, or neither: its size."""
 
     data: bytes
@@ -25,7 +25,7 @@ class Question(msgspec.Struct, array_like=True):
     thumbnail: int = 0  # pixels on its longer side
 
 
-class Answer(msgspec.Struct, array_like=True):
+class ImageAnswer(msgspec.Struct, array_like=True):
     """What was asked for, or what is wrong with the file."""
 
     width: int = 0  # of the image; of its last tile
@@ -35,7 +35,7 @@ class Answer(msgspec.Struct, array_like=True):
     thumbnail: bytes = b""  # PNG
 
 
-_question = msgspec.msgpack.Decoder(Question)
+_question = msgspec.msgpack.Decoder(ImageQuestion)
 
 
 def main() -> None:
@@ -50,18 +50,18 @@ def main() -> None:
             pipe.write(msgspec.msgpack.encode(answered(_question.decode(message))))
 
 
-def answered(question: Question) -> Answer:
+def answered(question: ImageQuestion) -> ImageAnswer:
     """The answer to one question."""
     try:
         if question.vision is not None:
-            return Answer(*tiles(question.data, question.vision, question.detail))
+            return ImageAnswer(*tiles(question.data, question.vision, question.detail))
         if question.thumbnail:
-            return Answer(thumbnail=thumbnail(question.data, question.thumbnail))
-        return Answer(*checked(question.data))
+            return ImageAnswer(thumbnail=thumbnail(question.data, question.thumbnail))
+        return ImageAnswer(*checked(question.data))
     except InvalidRequestError as error:
-        return Answer(complaint=error.message)
+        return ImageAnswer(complaint=error.message)
     except MemoryError:
-        return Answer(complaint="the image takes more memory to decode than one image may have")
+        return ImageAnswer(complaint="the image takes more memory to decode than one image may have")
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ MAX_BESIDE = 1 << 22  # numbers that a layer copies for a row, side by side, bef
 TensorShape = tuple[int, ...]
 
 
-class Plan(NamedTuple):
+class NetworkPlan(NamedTuple):
     """A network whose parts fit each other."""
 
     shapes: dict[str, Shape]  # of each input and layer, for one row
@@ -50,12 +50,12 @@ class Plan(NamedTuple):
         return max(1, min(most, MAX_PIECE // max(1, self.piece)))
 
 
-def plan(spec: NetworkSpec) -> Plan:
+def plan(spec: NetworkSpec) -> NetworkPlan:
     """What the signature comes to; ValueError names the layer and the reason."""
     return _plan(spec, {name: each.shape for name, each in spec.inputs.items()})
 
 
-def plan_row(spec: NetworkSpec, shapes: Mapping[str, TensorShape]) -> Plan:
+def plan_row(spec: NetworkSpec, shapes: Mapping[str, TensorShape]) -> NetworkPlan:
     """What rows with inputs of these shapes come to; ValueError when that is more than is computed at once."""
     planned = _plan(spec, dict(shapes))
     if (numbers := sum(map(math.prod, shapes.values()))) > MAX_NUMBERS:
@@ -80,7 +80,7 @@ def with_shapes(spec: NetworkSpec) -> NetworkSpec:
     return msgspec.structs.replace(spec, outputs=outputs)
 
 
-def _plan(spec: NetworkSpec, inputs: dict[str, Shape]) -> Plan:
+def _plan(spec: NetworkSpec, inputs: dict[str, Shape]) -> NetworkPlan:
     shapes = dict(inputs)
     ids = {name: each.below for name, each in spec.inputs.items() if each.dtype == "int32"}
     tensors: dict[str, TensorShape] = {}
@@ -100,7 +100,7 @@ def _plan(spec: NetworkSpec, inputs: dict[str, Shape]) -> Plan:
         raise ValueError(f"it has {count:,} weights; a network may have {MAX_WEIGHTS:,}")
     if products > MAX_ROW:
         raise ValueError(f"it takes {products:,} products for a row; {MAX_ROW:,} is the limit")
-    return Plan(shapes, tensors, frozenset(optional), max(piece, PRODUCTS_OF_A_KEPT_NUMBER * kept), products)
+    return NetworkPlan(shapes, tensors, frozenset(optional), max(piece, PRODUCTS_OF_A_KEPT_NUMBER * kept), products)
 
 
 def _fitted(
@@ -147,7 +147,7 @@ def _laid_side_by_side(layer: Layer, joined: Shape, shape: Shape) -> int:
 
 
 def _cost(layer: Layer, own: Mapping[str, TensorShape], beside: int, shape: Shape) -> tuple[int, int]:
-    """Products of one row: in one go, as `Plan.piece` counts them, and in all."""
+    """Products of one row: in one go, as `NetworkPlan.piece` counts them, and in all."""
     weights = 0 if isinstance(layer, Embedding | Parameter) else sum(math.prod(each) for each in own.values())
     steps = (shape[0] or 1) if len(shape) == 2 else 1
     in_one_go = weights if isinstance(layer, Recurrent) else weights * steps

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shared.errors import InvalidRequestError, UnreadableMessageError
-from shared.networks.shapes import Plan, plan_row
+from shared.networks.shapes import NetworkPlan, plan_row
 from shared.networks.spec import MAX_STEPS, Dtype, NetworkSpec, Shape, TensorSpec
 
 Array = npt.NDArray[Any]  # float32 or int32
@@ -55,7 +55,7 @@ def unpack(data: bytes) -> Tensors:
     return tensors
 
 
-def check_tensors(spec: NetworkSpec, tensors: Mapping[str, Array], param: str = "inputs") -> Plan:
+def check_tensors(spec: NetworkSpec, tensors: Mapping[str, Array], param: str = "inputs") -> NetworkPlan:
     """What such rows come to; InvalidRequestError, with the tensor to blame, when they are not what the network reads.
 
     A state may be left out, whole.

@@ -131,7 +131,7 @@ class LengthOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError("target must be at least 1, slack at least 0")
 
 
-class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class RewardPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One term of a weighted reward."""
 
     name: str
@@ -142,7 +142,7 @@ class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class WeightedOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The sum of other rewards, each times its weight; each part's value is a component under its name."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[RewardPart, ...]
 
     def __post_init__(self) -> None:
         names = [part.name for part in self.parts]

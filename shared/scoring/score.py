@@ -38,7 +38,7 @@ class Models(Protocol):
         """One reward a sample, in order."""
 
 
-class Rewards:
+class SampleScorer:
     """Scores samples by whatever their reward needs."""
 
     def __init__(self, functions: Functions, served: Models) -> None:

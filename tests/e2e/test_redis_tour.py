@@ -14,7 +14,7 @@ import pytest
 from redis.asyncio import Redis
 
 from api.cli.client import InferenceClient
-from shared.learners import Begin, LearnerSpec, SaveDone, SaveInfo, ServiceCard
+from shared.learners import BeginRequest, LearnerSpec, SaveDone, SaveInfo, ServiceCard
 from shared.redis import keys
 from shared.redis.adapters.store import AdapterStore
 from shared.redis.connection.client import connect
@@ -143,7 +143,7 @@ async def learned(store: LearnerStore, name: str) -> tuple[str, str]:
     spec = LearnerSpec(id=name, model=MODEL, rank=1, scale=1.0)
     await store.create(spec)
     for number in (1, 2):
-        await store.place(spec, number, Begin())
+        await store.place(spec, number, BeginRequest())
     held = await store.take(name)
     assert held is not None
     state, saved = await store.put_state(name, b"weights"), await store.put_saved(name, b"weights")

@@ -5,10 +5,10 @@ import pytest
 from redis.asyncio import Redis
 
 from shared.errors import ConflictError, NotFoundError, QueueFullError
-from shared.learners import Failed, LearnerSpec, SaveInfo, Step, StepDone
+from shared.learners import LearnerSpec, RequestFailed, SaveInfo, StepDone, StepRequest
 from shared.redis import chunks, keys
 from shared.redis.training import learner_store
-from shared.redis.training.learner_store import Held, LearnerStore, waiting_learners
+from shared.redis.training.learner_store import HeldLearner, LearnerStore, waiting_learners
 
 SPEC = LearnerSpec(id="one", model="tiny", rank=4, scale=8.0, seed=3)
 FAR_MS = 2**50
@@ -18,11 +18,11 @@ async def made(redis: Redis, count: int = 0) -> LearnerStore:
     store = LearnerStore(redis)
     await store.create(SPEC)
     for number in range(1, count + 1):
-        await store.place(SPEC, number, Step(learning_rate=number / 10))
+        await store.place(SPEC, number, StepRequest(learning_rate=number / 10))
     return store
 
 
-async def taken(store: LearnerStore) -> Held:
+async def taken(store: LearnerStore) -> HeldLearner:
     held = await store.take(SPEC.id)
     assert held is not None
     return held
@@ -39,11 +39,15 @@ async def test_a_learner_stays_what_it_was_made_as(redis: Redis) -> None:
 
 async def test_a_request_is_placed_once_under_its_number_in_any_order(redis: Redis) -> None:
     store = await made(redis)
-    await store.place(SPEC, 2, Step(learning_rate=0.2))
-    await store.place(SPEC, 1, Step(learning_rate=0.1))
-    await store.place(SPEC, 2, Step(learning_rate=0.9))
+    await store.place(SPEC, 2, StepRequest(learning_rate=0.2))
+    await store.place(SPEC, 1, StepRequest(learning_rate=0.1))
+    await store.place(SPEC, 2, StepRequest(learning_rate=0.9))
     found = [await store.request("one", number) for number in (1, 2, 3)]
-    assert [each and each[0] for each in found] == [Step(learning_rate=0.1), Step(learning_rate=0.2), None]
+    assert [each and each[0] for each in found] == [
+        StepRequest(learning_rate=0.1),
+        StepRequest(learning_rate=0.2),
+        None,
+    ]
     assert await waiting_learners(redis, "tiny").take(5, 1000) == ["one"]
 
 
@@ -51,21 +55,21 @@ async def test_too_much_is_refused_and_the_next_request_never_is(redis: Redis, m
     monkeypatch.setattr(learner_store, "MOST_WAITING", 2)
     store = await made(redis)
     for number in (2, 3):
-        await store.place(SPEC, number, Step())
+        await store.place(SPEC, number, StepRequest())
     with pytest.raises(QueueFullError):
-        await store.place(SPEC, 4, Step())
+        await store.place(SPEC, 4, StepRequest())
     with pytest.raises(ConflictError):
-        await store.place(SPEC, 99, Step())
-    await store.place(SPEC, 1, Step())
+        await store.place(SPEC, 99, StepRequest())
+    await store.place(SPEC, 1, StepRequest())
     with pytest.raises(NotFoundError):
-        await store.place(msgspec.structs.replace(SPEC, id="gone"), 1, Step())
+        await store.place(msgspec.structs.replace(SPEC, id="gone"), 1, StepRequest())
 
 
 async def test_an_answer_counts_once_and_a_former_owner_is_refused(redis: Redis) -> None:
     store = await made(redis, 2)
     frozen = await taken(store)
     owner = await taken(store)
-    assert not await store.tell(frozen, 1, Failed("late"))
+    assert not await store.tell(frozen, 1, RequestFailed("late"))
     assert await store.answer("one", 1) is None
     assert await store.tell(owner, 1, StepDone({"a": 1.0}))
     assert await store.tell(owner, 1, StepDone({"a": 2.0}))
@@ -152,7 +156,7 @@ async def test_a_dropped_learner_leaves_only_answers_and_its_service_is_refused(
     assert await waiting_learners(redis, "tiny").take(5, 1000) == []
     assert not await store.tell(held, 2, StepDone({}))
     with pytest.raises(NotFoundError):
-        await store.place(SPEC, 3, Step())
+        await store.place(SPEC, 3, StepRequest())
 
 
 async def test_what_a_service_still_writes_while_its_learner_is_dropped_does_not_stay(

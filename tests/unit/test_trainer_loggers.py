@@ -13,10 +13,10 @@ from structlog.testing import capture_logs
 
 from shared.errors import SetupError
 from shared.process.settings import load
-from shared.training import ShownSample
+from shared.training import BoardSample
 from tests.unit.trainer_samples import group, trajectory
 from tests.waiting import HANG_S, wait_until
-from trainer.learn.batches import Dropped
+from trainer.learn.batches import DroppedCounts
 from trainer.learn.steps import StepReport
 from trainer.loggers import loggers as loggers_module
 from trainer.loggers import sender
@@ -79,8 +79,8 @@ def train(log: MetricsLog, step: int) -> None:
     state = RunState("run", train_step=step + 1, version=step)
     batch = [group(trajectory(1.0), trajectory(0.0))]
     report = StepReport(updated=True, loss=float(step))
-    metrics = step_metrics(state, batch, report, Dropped(), Timing(1, 2, 1), [1], stale=0, held_out=None, gate="")
-    log.write(metrics, (ShownSample(1.0, "a prompt", f"reply {step}"),))
+    metrics = step_metrics(state, batch, report, DroppedCounts(), Timing(1, 2, 1), [1], stale=0, held_out=None, gate="")
+    log.write(metrics, (BoardSample(1.0, "a prompt", f"reply {step}"),))
 
 
 async def run(folder: Path, steps: range, *, anew: bool = False, ending: Any = "finished", **more: Any) -> None:

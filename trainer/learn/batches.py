@@ -60,7 +60,7 @@ class SampleGroup:
 
 
 @dataclass(frozen=True)
-class Dropped:
+class DroppedCounts:
     """Why groups and samples taught nothing."""
 
     zero_variance: int = 0  # groups
@@ -123,7 +123,7 @@ def sample_groups(
     *,
     scale: AdvantageScale | None = "mean",
     mask_overlong: bool = True,
-) -> tuple[list[SampleGroup], Dropped]:
+) -> tuple[list[SampleGroup], DroppedCounts]:
     """Advantages and masks of each group; groups without signal are left out.
 
     `scale`: None: samples are not compared with each other, so each has its reward, and no group is left out for it;
@@ -158,7 +158,7 @@ def sample_groups(
             kept.append(SampleGroup(group.id, first.prompt_ids, taught, first.images, first.image_token))
         else:
             cut_off += 1
-    return kept, Dropped(zero, few, failed, overlong, cut_off, first_problem)
+    return kept, DroppedCounts(zero, few, failed, overlong, cut_off, first_problem)
 
 
 def _pooled(groups: Sequence[RolloutGroup], scale: AdvantageScale | None) -> dict[str, float]:

@@ -13,6 +13,7 @@ from typing import Protocol, TypeVar
 import mlx.core as mx
 
 from shared.ranks import RankStatus
+from worker.engine.model.loader import LoadedModel
 
 T = TypeVar("T")
 Work = Generator[None, None, T]
@@ -50,6 +51,21 @@ class SharedEngine(Protocol):
 
     def run_between_steps(self, start: Callable[[], Work[T]], *, when_idle: bool = False) -> Future[T]:
         """Run work there by its share, or only while no row is there; cancelling the future ends it."""
+
+
+class LendingWorker(Protocol):
+    """What a worker lends to its guest (worker/guest.py:Workplace)."""
+
+    @property
+    def engine(self) -> SharedEngine:
+        """The thread in which all MLX work runs."""
+
+    @property
+    def loaded(self) -> LoadedModel: ...
+
+    @property
+    def others(self) -> Others | None:
+        """The other ranks of the worker's group; None for a worker of one process."""
 
 
 class EngineHost:

@@ -54,7 +54,7 @@ from trainer.learn.measures import Distances, measure, weights_in
 from trainer.learn.microbatch_size import MicrobatchSize
 from trainer.learn.options import OptimizeOptions, ValueOptions
 from trainer.learn.policy import Policy
-from trainer.learn.steps import Plan, StepReport, Sums
+from trainer.learn.steps import StepPlan, StepReport, Sums
 from trainer.state import Arrays
 
 log = structlog.get_logger()
@@ -139,14 +139,16 @@ class Optimizer:
 
     # -- a train step's pieces, for whoever computes it in parts
 
-    def plan(self, groups: Sequence[SampleGroup], step: int) -> Plan:
+    def plan(self, groups: Sequence[SampleGroup], step: int) -> StepPlan:
         """What the step will do; touches no array."""
         minis = self._minibatches(groups, step)
         parts = [self._totals(mini) for mini in minis]
-        return Plan(minis, self._order(len(minis), step), self._totals(groups), parts, self.options.schedule.rate(step))
+        return StepPlan(
+            minis, self._order(len(minis), step), self._totals(groups), parts, self.options.schedule.rate(step)
+        )
 
     def distances(
-        self, plan: Plan, step: int, policy_step: int, older: dict[int, Arrays]
+        self, plan: StepPlan, step: int, policy_step: int, older: dict[int, Arrays]
     ) -> Generator[None, None, Distances | None]:
         """How far sampler and policy are, where it is to be measured in this step."""
         if not self.options.distances_every or step % self.options.distances_every:
@@ -154,7 +156,7 @@ class Optimizer:
         batches = [batch for mini in plan.minis for _, batch in self._cut(mini)]
         return (yield from measure(self.policy, self.scores, batches, policy_step, older))
 
-    def looks_ahead(self, plan: Plan) -> bool:
+    def looks_ahead(self, plan: StepPlan) -> bool:
         """Whether a pass over all of the step comes before its first update."""
         options = self.options
         own = options.ratio == "trainer" or options.loss.kl_coefficient > 0
@@ -315,7 +317,7 @@ class Optimizer:
 
     def report(
         self,
-        plan: Plan,
+        plan: StepPlan,
         sums: Sums,
         before: Arrays,
         seconds: float,

@@ -20,24 +20,24 @@ from worker.engine.vision.language import placement_of
 from worker.engine.vision.positions import Grid, Spots
 
 
-class Places(NamedTuple):
+class PicturePlaces(NamedTuple):
     """Of the ids of some rows."""
 
     at_BL: mx.array  # the number of a vector; -1: a token
     positions_3BL: mx.array | None = None  # None: those of text
 
-    def until(self, end: int) -> "Places":
+    def until(self, end: int) -> "PicturePlaces":
         """The first ones of each row."""
         positions = self.positions_3BL
-        return Places(self.at_BL[:, :end], None if positions is None else positions[:, :, :end])
+        return PicturePlaces(self.at_BL[:, :end], None if positions is None else positions[:, :, :end])
 
 
 class Shown(NamedTuple):
     """The images of a batch."""
 
     vectors_NW: mx.array  # of all images, one after another
-    prompts: Places  # [P, S]
-    rows: Places  # [B, L]
+    prompts: PicturePlaces  # [P, S]
+    rows: PicturePlaces  # [B, L]
     behind_3BT: mx.array | None  # positions of completions, where those are not of text
 
 
@@ -62,7 +62,7 @@ def shown(laid: Laid, image_token: int, images: Sequence[Seen]) -> Shown:
         at_BL[row, :start] = at_PS[prompt, width - start :]
     vectors_NW = mx.concatenate([image.vectors_TH for image in images])
     grids = [image.grid for image in images if image.grid is not None]
-    prompts, rows = Places(mx.array(at_PS)), Places(mx.array(at_BL))
+    prompts, rows = PicturePlaces(mx.array(at_PS)), PicturePlaces(mx.array(at_BL))
     if not grids:
         return Shown(vectors_NW, prompts, rows, None)
     spots_P = _spots(there_PS, laid.padding_P, grids)
@@ -73,7 +73,10 @@ def shown(laid: Laid, image_token: int, images: Sequence[Seen]) -> Shown:
     positions_3BL = np.stack([spots.piece(0, laid.rows_BL.shape[1]) for spots in spots_B], axis=1)
     starts = zip(spots_B, laid.start_B, strict=True)
     behind_3BT = np.stack([spots.piece(start, laid.length) for spots, start in starts], axis=1)
-    prompts, rows = Places(prompts.at_BL, mx.array(positions_3PS)), Places(rows.at_BL, mx.array(positions_3BL))
+    prompts, rows = (
+        PicturePlaces(prompts.at_BL, mx.array(positions_3PS)),
+        PicturePlaces(rows.at_BL, mx.array(positions_3BL)),
+    )
     return Shown(vectors_NW, prompts, rows, mx.array(behind_3BT))
 
 
@@ -91,11 +94,11 @@ def shown_in_rows(rows_BL: npt.NDArray[np.int32], images_B: Sequence[Sequence[Se
     there_BL &= np.cumsum(there_BL, axis=1) <= wanted_B[:, None]
     at_BL = np.where(there_BL, np.cumsum(there_BL).reshape(there_BL.shape) - 1, -1)
     grids = [image.grid for image in images if image.grid is not None]
-    places = Places(mx.array(at_BL))
+    places = PicturePlaces(mx.array(at_BL))
     if grids:
         spots_B = _spots(there_BL, np.zeros(len(rows_BL), np.int32), grids)
         positions_3BL = np.stack([spots.piece(0, rows_BL.shape[1]) for spots in spots_B], axis=1)
-        places = Places(places.at_BL, mx.array(positions_3BL))
+        places = PicturePlaces(places.at_BL, mx.array(positions_3BL))
     return Shown(mx.concatenate([image.vectors_TH for image in images]), places, places, None)
 
 
@@ -113,7 +116,9 @@ def _spots(there_PS: npt.NDArray[np.bool_], padding_P: npt.NDArray[np.int32], gr
 
 
 @contextmanager
-def looking(model: Any, ids_BL: mx.array, seen: Shown | None, places: Places | None) -> Iterator[dict[str, mx.array]]:
+def looking(
+    model: Any, ids_BL: mx.array, seen: Shown | None, places: PicturePlaces | None
+) -> Iterator[dict[str, mx.array]]:
     """What a body is given beside the ids, for the time of one forward: embeddings [B, L, H] with vectors in them."""
     if seen is None or places is None:
         yield {}

@@ -30,7 +30,7 @@ class PpoOptions:
     value_coefficient: float
 
 
-class Steps(NamedTuple):
+class PpoSteps(NamedTuple):
     """Steps to learn from, in sequences; all of it is constant. Arrays of numpy, and of MLX once they are moved."""
 
     observed_BLI: Any
@@ -42,17 +42,17 @@ class Steps(NamedTuple):
     advantages_BL: Any
     returns_BL: Any
 
-    def taken(self, rows: Any) -> "Steps":
+    def taken(self, rows: Any) -> "PpoSteps":
         """Some of the sequences."""
         return self._each(lambda each: each[rows])
 
-    def moved(self) -> "Steps":
+    def moved(self) -> "PpoSteps":
         """As arrays of MLX."""
         return self._each(mx.array)
 
-    def _each(self, make: Callable[[Any], Any]) -> "Steps":
+    def _each(self, make: Callable[[Any], Any]) -> "PpoSteps":
         whole = self._asdict() | {"state": {name: make(each) for name, each in self.state.items()}}
-        return Steps(**{name: each if name == "state" else make(each) for name, each in whole.items()})
+        return PpoSteps(**{name: each if name == "state" else make(each) for name, each in whole.items()})
 
 
 class PpoParts(NamedTuple):
@@ -66,7 +66,7 @@ class PpoParts(NamedTuple):
     kl: mx.array  # from the version that has acted; the k3 estimate
 
 
-def ppo(outputs: dict[str, mx.array], steps: Steps, options: PpoOptions) -> PpoParts:
+def ppo(outputs: dict[str, mx.array], steps: PpoSteps, options: PpoOptions) -> PpoParts:
     """L = L_clip + c_v L_value - c_e H, of outputs [R, ...]."""
     rows = steps.logp_BL.size
     old_R, values_R, advantages_R, returns_R = (
@@ -97,7 +97,7 @@ def log_probabilities(outputs: dict[str, mx.array], actions: mx.array) -> tuple[
     return logp_R, mx.sum(log_std_RA + 0.5 * (1 + _LOG_2PI), axis=-1)
 
 
-def steps_of(rollout: Rollout, advantages_TN: Floats) -> Steps:
+def steps_of(rollout: Rollout, advantages_TN: Floats) -> PpoSteps:
     """One after another the sequences of all copies that begin at the same step, each with the state that it had then.
 
     An episode that begins inside of a sequence begins with zeros there; nothing that was seen before reaches it.
@@ -110,7 +110,7 @@ def steps_of(rollout: Rollout, advantages_TN: Floats) -> Steps:
         each_BL: npt.NDArray[Any] = each_CLN.swapaxes(1, 2).reshape(-1, each_CLN.shape[1], *each_TN.shape[2:])
         return each_BL
 
-    return Steps(
+    return PpoSteps(
         observed_BLI=cut(rollout.observed_TNI),
         begins_BL=cut(begins_TN.astype(np.float32)),
         state={name: np.concatenate([each[name] for each in rollout.states_C]) for name in rollout.states_C[0]},

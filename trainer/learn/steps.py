@@ -55,7 +55,7 @@ class Sums:
 
 
 @dataclass(frozen=True)
-class Plan:
+class StepPlan:
     """What a train step will do, whoever computes it."""
 
     minis: list[list[SampleGroup]]

@@ -22,7 +22,7 @@ from trainer.learn.peers import Peers
 from trainer.learn.policy import Policy
 from trainer.learners.calls import exposed, exposed_read
 from trainer.rollouts.sight import Sight
-from trainer.state import Arrays, Moments, Snapshot
+from trainer.state import Arrays, LearnerSnapshot, Moments
 from worker.engine.model.sites import Whole
 
 T = TypeVar("T")
@@ -59,7 +59,7 @@ class Measured(NamedTuple):
     margin: float | None = None
 
 
-class Size(NamedTuple):
+class ItemSize(NamedTuple):
     """What an item takes of a batch: rows, and positions of the longest one."""
 
     rows: int
@@ -117,7 +117,7 @@ class DataLearner(ABC, Generic[T]):
         """A sum over the bits of what learns, by which ranks see that they have the same."""
 
     @abstractmethod
-    def _size(self, item: T) -> Size: ...
+    def _size(self, item: T) -> ItemSize: ...
 
     @abstractmethod
     def _tokens(self, items: Sequence[T]) -> int:
@@ -206,12 +206,12 @@ class DataLearner(ABC, Generic[T]):
         self.accept()
 
     @exposed_read
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> LearnerSnapshot:
         """All of the state, for a checkpoint."""
-        return Snapshot(self.weights(), self.config(), self._moments())
+        return LearnerSnapshot(self.weights(), self.config(), self._moments())
 
     @exposed
-    def restore(self, snapshot: Snapshot, good: Arrays | None = None) -> None:
+    def restore(self, snapshot: LearnerSnapshot, good: Arrays | None = None) -> None:
         """Go on exactly where a checkpoint was taken; `good`: the last good weights, where those are others.
 
         Their moments are not known any more, unless nothing had been learned yet: they begin anew.

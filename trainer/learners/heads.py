@@ -28,8 +28,8 @@ from trainer.learn.logprobs import cut
 from trainer.learn.options import HeadSettings
 from trainer.learn.policy import share_tree
 from trainer.learners.calls import exposed
-from trainer.learners.data import DataLearner, DataOptions, Measured, Size, policy_of
-from trainer.learners.head_examples import ACTING, Example, Form, Spread, Text
+from trainer.learners.data import DataLearner, DataOptions, ItemSize, Measured, policy_of
+from trainer.learners.head_examples import ACTING, ActionSpread, Form, HeadExample, HeadText
 from trainer.state import Arrays
 from worker.engine.model.sites import Whole
 
@@ -40,7 +40,7 @@ _KINDS: dict[Form, HeadKind] = {"labels": "labels", "actions": "categorical", "v
 _LOG_2PI = math.log(2 * math.pi)
 
 
-class HeadLearner(DataLearner[Example]):
+class HeadLearner(DataLearner[HeadExample]):
     """Head and LoRA."""
 
     def __init__(
@@ -48,7 +48,7 @@ class HeadLearner(DataLearner[Example]):
         model: Any,
         form: Form,
         labels: Sequence[str],
-        start: float | Spread,
+        start: float | ActionSpread,
         head: HeadSettings,
         options: DataOptions,
         whole: Whole | None = None,
@@ -56,7 +56,7 @@ class HeadLearner(DataLearner[Example]):
         """`start`: what the head says at first; `whole`: what a model was that ranks divide."""
         self._ranks = None if whole is None else whole.ranks
         self._form, self.name = form, head.head or (POLICY if form in ACTING else REWARD)
-        self._spread = start if isinstance(start, Spread) else None
+        self._spread = start if isinstance(start, ActionSpread) else None
         self._policy = None if options.shape is None else policy_of(model, options.shape, options, whole=whole)
         body = share_tree(model) if self._policy is None else self._policy.model
         if self._policy is None:
@@ -80,7 +80,7 @@ class HeadLearner(DataLearner[Example]):
 
     # -- learning
 
-    def measure(self, items: Sequence[Example]) -> Work[Measured]:
+    def measure(self, items: Sequence[HeadExample]) -> Work[Measured]:
         """Of pairs, the share that is ranked as people did; of scores, of two at a time; of labels, the share named.
 
         Of actions, by their weights, the share that is likeliest, or of the vectors' variance what the means explain.
@@ -95,7 +95,7 @@ class HeadLearner(DataLearner[Example]):
             yield
         return self._measured(items, np.concatenate(said), np.concatenate(losses))
 
-    def _measured(self, items: Sequence[Example], said_BO: Outputs, losses_N: Outputs) -> Measured:
+    def _measured(self, items: Sequence[HeadExample], said_BO: Outputs, losses_N: Outputs) -> Measured:
         wanted = [example.target for example in items]
         if self._form not in ACTING:
             return Measured(share_right(self._form, said_BO, wanted))
@@ -108,7 +108,7 @@ class HeadLearner(DataLearner[Example]):
         return Measured(max(0.0, right), loss)
 
     @exposed
-    def read(self, texts: Sequence[Text]) -> Work[list[list[float]]]:
+    def read(self, texts: Sequence[HeadText]) -> Work[list[list[float]]]:
         """What the head says of each text."""
         said: list[list[float]] = []
         for text in texts:
@@ -164,21 +164,21 @@ class HeadLearner(DataLearner[Example]):
 
     # -- batches
 
-    def _size(self, item: Example) -> Size:
-        return Size(len(item.texts), max(len(text.ids) for text in item.texts))
+    def _size(self, item: HeadExample) -> ItemSize:
+        return ItemSize(len(item.texts), max(len(text.ids) for text in item.texts))
 
-    def _tokens(self, items: Sequence[Example]) -> int:
+    def _tokens(self, items: Sequence[HeadExample]) -> int:
         return 0
 
-    def _gradient(self, part: Sequence[Example], items: Sequence[Example]) -> tuple[Any, dict[str, Any]]:
+    def _gradient(self, part: Sequence[HeadExample], items: Sequence[HeadExample]) -> tuple[Any, dict[str, Any]]:
         value, gradients = self._of_net(*self._batch(part), len(items))
         return value, gradients
 
-    def _batch(self, examples: Sequence[Example]) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+    def _batch(self, examples: Sequence[HeadExample]) -> tuple[mx.array, mx.array, mx.array, mx.array]:
         ids_BL, last_B = padded([text.ids for example in examples for text in example.texts])
         return ids_BL, last_B, mx.array(self._targets(examples)), mx.array([example.weight for example in examples])
 
-    def _targets(self, examples: Sequence[Example]) -> Outputs:
+    def _targets(self, examples: Sequence[HeadExample]) -> Outputs:
         """[N], or of vectors [N, A] in deviations."""
         if self._spread is None:
             return np.array([example.target for example in examples], np.float32)
@@ -265,7 +265,7 @@ def load_arrays(head: HeadNet, name: str, arrays: Arrays) -> None:
         layer.weight, layer.bias = (mx.array(arrays[f"heads.{name}.{place}{part}"]) for part in ("weight", "bias"))
 
 
-def scaled(arrays: Arrays, name: str, spread: Spread | None, *, back: bool = False) -> Arrays:
+def scaled(arrays: Arrays, name: str, spread: ActionSpread | None, *, back: bool = False) -> Arrays:
     """A head's tensors for outputs in the unit of actions, or `back` for those in deviations."""
     if spread is None:
         return arrays

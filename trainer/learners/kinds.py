@@ -10,16 +10,16 @@ from trainer.learn.gate import GateLimits
 from trainer.learn.options import AdapterShape, HeadSettings, OptimizeOptions
 from trainer.learners.data import DataLearner, DataOptions
 from trainer.learners.distilling import DistillLearner
-from trainer.learners.head_examples import Form, Spread
+from trainer.learners.head_examples import ActionSpread, Form
 from trainer.learners.heads import HeadLearner
-from trainer.learners.policy import Learner
+from trainer.learners.policy import PolicyLearner
 from trainer.learners.tuning import TuneLearner
 from trainer.learners.tuning_examples import Tuning
 from trainer.rollouts.sight import Sight
 from worker.engine.model.sites import Whole
 
 Kind = Literal["policy", "tune", "distill", "head"]
-AnyLearner = Learner | DataLearner[Any]
+AnyLearner = PolicyLearner | DataLearner[Any]
 
 
 class Made(msgspec.Struct, frozen=True, tag=True):
@@ -56,16 +56,16 @@ class HeadOptions:
 
     form: Form
     labels: tuple[str, ...]
-    start: float | Spread  # what it says at first
+    start: float | ActionSpread  # what it says at first
     head: dict[str, Any]  # HeadSettings
     data: DataOptions
 
 
 def policy_learner(
     model: Any, options: PolicyOptions, sight: Sight | None = None, whole: Whole | None = None
-) -> Learner:
+) -> PolicyLearner:
     """A policy's learner; ValueError when the model has no layers for the adapter."""
-    return Learner(
+    return PolicyLearner(
         model, options.shape, options.optimize, options.limits, seed=options.seed,
         checkpoint_layers=options.checkpoint_layers, remembered=options.remembered, sight=sight, whole=whole,
     )  # fmt: skip

@@ -28,7 +28,7 @@ from trainer.learn.policy import Policy
 from trainer.learn.steps import StepReport
 from trainer.learners.calls import exposed, exposed_read
 from trainer.rollouts.sight import Sight
-from trainer.state import Arrays, GradientMeans, Snapshot
+from trainer.state import Arrays, GradientMeans, LearnerSnapshot
 from worker.engine.model.sites import Whole
 
 _NO_MEANS = GradientMeans()
@@ -44,7 +44,7 @@ class Trained:
     checks: tuple[GateCheck, ...]
 
 
-class Learner:
+class PolicyLearner:
     """Belongs to the thread that built it."""
 
     def __init__(
@@ -188,12 +188,12 @@ class Learner:
         return self._policy.config()
 
     @exposed_read
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> LearnerSnapshot:
         """All of the state, for a checkpoint."""
-        return Snapshot(self._policy.weights(), self._policy.config(), self.optimizer.adam.moments())
+        return LearnerSnapshot(self._policy.weights(), self._policy.config(), self.optimizer.adam.moments())
 
     @exposed
-    def restore(self, snapshot: Snapshot) -> None:
+    def restore(self, snapshot: LearnerSnapshot) -> None:
         """Go on exactly where a checkpoint was taken."""
         self._policy.load(snapshot.adapter)
         self.optimizer.adam.load_moments(snapshot.optimizer)

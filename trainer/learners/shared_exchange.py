@@ -16,11 +16,11 @@ from redis.exceptions import RedisError
 
 from shared.errors import ConflictError, NotFoundError
 from shared.redis.connection.faults import reason
-from shared.redis.training.parcels import Parcel
+from shared.redis.training.parcels import StoredParcel
 from shared.redis.training.shared_runs import SharedRun
 from trainer.learn.advantages import ValueSums
 from trainer.learn.packing import pack, unpack
-from trainer.learn.steps import Plan, Sums
+from trainer.learn.steps import StepPlan, Sums
 from trainer.sharing import ExchangeDtype
 from trainer.state import Arrays
 from worker.engine.messages import Picture
@@ -45,7 +45,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
 class StepPart(msgspec.Struct, frozen=True):
     """One process's part of a train step."""
 
-    plan: Plan
+    plan: StepPlan
     policy_step: int
 
 
@@ -67,26 +67,26 @@ class Computed:
         )
 
 
-class Begin(msgspec.Struct, frozen=True, tag="begin"):
+class BeginStep(msgspec.Struct, frozen=True, tag="begin"):
     """A train step begins, with its look or first update: its first weights, a `StepPart` for each member that takes
     part, and the images of their samples.
     """
 
     epoch: str
     step: int
-    weights: Parcel
-    parts: dict[str, Parcel]
-    origin: Parcel | None = None  # what the run began with, where the loss needs it
-    pictures: dict[str, Parcel] = {}  # by their keys in hex: `Picture`, msgpack
+    weights: StoredParcel
+    parts: dict[str, StoredParcel]
+    origin: StoredParcel | None = None  # what the run began with, where the loss needs it
+    pictures: dict[str, StoredParcel] = {}  # by their keys in hex: `Picture`, msgpack
 
 
-class Go(msgspec.Struct, frozen=True, tag="go"):
+class NextUpdate(msgspec.Struct, frozen=True, tag="go"):
     """The next update of the step, and its weights."""
 
     epoch: str
     step: int
     update: int
-    weights: Parcel
+    weights: StoredParcel
     known: ValueSums | None = None  # of all parts, with a value head
 
 
@@ -94,7 +94,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """The weights that the next step will most likely have."""
 
     epoch: str
-    weights: Parcel
+    weights: StoredParcel
 
 
 class Leave(msgspec.Struct, frozen=True, tag="leave"):
@@ -105,7 +105,7 @@ class Leave(msgspec.Struct, frozen=True, tag="leave"):
     reason: str
 
 
-Word = Begin | Go | Ready | Leave
+Word = BeginStep | NextUpdate | Ready | Leave
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
@@ -115,7 +115,7 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
     member: str
     step: int
     update: int
-    gradient: Parcel | None  # None: its part has no token in the loss
+    gradient: StoredParcel | None  # None: its part has no token in the loss
     sums: Sums
     positions: int
     known: ValueSums | None = None
@@ -177,10 +177,10 @@ class KeptParcel:
     def __init__(self, run: SharedRun) -> None:
         self._run = run
         self._data = b""
-        self._put: tuple[Parcel, float] | None = None
+        self._put: tuple[StoredParcel, float] | None = None
         self._one = asyncio.Lock()
 
-    async def of(self, arrays: Arrays) -> Parcel:
+    async def of(self, arrays: Arrays) -> StoredParcel:
         """Where these arrays lie."""
         async with self._one:
             data = await asyncio.to_thread(pack, {"weights": arrays})
@@ -194,7 +194,7 @@ class KeptParcel:
             return parcel
 
 
-class Lead:
+class RunLead:
     """A run's lead, from `begin` on. Belongs to the event loop; ConflictError when another process has taken it."""
 
     def __init__(self, run: SharedRun) -> None:
@@ -207,8 +207,8 @@ class Lead:
         self._beating: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
         self._lost = self._done = False
-        self._parts: list[Parcel] = []
-        self._pictures: dict[bytes, tuple[Parcel, float]] = {}  # images that were put, by key, and when
+        self._parts: list[StoredParcel] = []
+        self._pictures: dict[bytes, tuple[StoredParcel, float]] = {}  # images that were put, by key, and when
         self._within_s, self._since = float("inf"), 0.0  # seconds, and from when on time.monotonic's clock: `expect`
 
     async def __aenter__(self) -> Self:
@@ -276,9 +276,9 @@ class Lead:
         self._parts = list(told.values())
         first = None if origin is None else await self._origin.of(origin)
         shown = await self._shown(pictures)
-        await self._say(Begin(self.epoch, self._step, await self._weights.of(weights), told, first, shown))
+        await self._say(BeginStep(self.epoch, self._step, await self._weights.of(weights), told, first, shown))
 
-    async def _shown(self, pictures: Sequence[Picture]) -> dict[str, Parcel]:
+    async def _shown(self, pictures: Sequence[Picture]) -> dict[str, StoredParcel]:
         """Where images lie, by key, which members keep, too."""
         now = time.monotonic()
         self._pictures = {key: put for key, put in self._pictures.items() if now - put[1] < _FRESH_S}
@@ -294,7 +294,7 @@ class Lead:
 
     async def go(self, update: int, weights: Arrays, known: ValueSums | None = None) -> None:
         """Tell members that the next update begins."""
-        await self._say(Go(self.epoch, self._step, update, await self._weights.of(weights), known))
+        await self._say(NextUpdate(self.epoch, self._step, update, await self._weights.of(weights), known))
 
     def close(self, weights: Arrays) -> None:
         """The step is over, and these are most likely the next one's weights: members get them in the meantime."""

@@ -17,22 +17,22 @@ from trainer.learn.advantages import ValueSums
 from trainer.learn.compute import ComputeHost, Work, at_once
 from trainer.learn.optimize import Optimizer, Prepared, judged, shifted
 from trainer.learn.peers import divide
-from trainer.learn.steps import Plan, Sums
-from trainer.learners.policy import Learner
-from trainer.learners.shared_exchange import LEAST_PATIENCE_S, LOOK, PATIENCE, Computed, Lead, StepPart
+from trainer.learn.steps import StepPlan, Sums
+from trainer.learners.policy import PolicyLearner
+from trainer.learners.shared_exchange import LEAST_PATIENCE_S, LOOK, PATIENCE, Computed, RunLead, StepPart
 from trainer.state import Arrays
 from worker.engine.messages import Picture
 
 log = structlog.get_logger()
 
 
-class Part:
+class PartComputation:
     """Belongs to the thread of the optimizer's policy.
 
     `before`: the weights that the step began with, where its first update may be over.
     """
 
-    def __init__(self, optimizer: Optimizer, plan: Plan, policy_step: int, before: Arrays | None = None) -> None:
+    def __init__(self, optimizer: Optimizer, plan: StepPlan, policy_step: int, before: Arrays | None = None) -> None:
         self._optimizer, self._plan, self._policy_step, self._before = optimizer, plan, policy_step, before
         self._ahead: list[list[Prepared]] | None = None
         self._shifted = False
@@ -80,13 +80,13 @@ class Part:
         return ahead
 
 
-def divided(plan: Plan, speeds: Sequence[float]) -> list[Plan]:
+def divided(plan: StepPlan, speeds: Sequence[float]) -> list[StepPlan]:
     """A plan for each process, in the order of their speeds: their samples are those of the whole, each once."""
     minis = [divide(mini, speeds) for mini in plan.minis]
     return [replace(plan, minis=[parts[i] for parts in minis]) for i in range(len(speeds))]
 
 
-def positions(plan: Plan, update: int) -> int:
+def positions(plan: StepPlan, update: int) -> int:
     """How many the forward pass of one update has."""
     return sum(group.tokens for group in plan.minis[plan.order[update]])
 
@@ -103,9 +103,9 @@ class SharedStep:
     def __init__(
         self,
         host: ComputeHost,
-        learner: Learner,
-        lead: Lead,
-        plan: Plan,
+        learner: PolicyLearner,
+        lead: RunLead,
+        plan: StepPlan,
         before: Arrays,
         policy_step: int,
         speeds: dict[str, float],
@@ -116,8 +116,8 @@ class SharedStep:
         self._speeds = speeds
         self.is_shared = False  # a member had a part
         self._sums = Sums()
-        self._plans: dict[str, Plan] = {}
-        self._parts: dict[str, Part] = {}  # that this process computes
+        self._plans: dict[str, StepPlan] = {}
+        self._parts: dict[str, PartComputation] = {}  # that this process computes
         self._away: set[str] = set()  # members that do not take part any more
         self._late: set[str] = set()  # those of them that live
         self.known: ValueSums | None = None  # of all parts, once they were looked at
@@ -216,7 +216,7 @@ class SharedStep:
         """What this process computes: its own part, or one of a member that is away."""
         if name not in self._parts:
             before = None if update <= 0 else self._before
-            self._parts[name] = Part(self._learner.optimizer, self._plans[name], self._policy_step, before)
+            self._parts[name] = PartComputation(self._learner.optimizer, self._plans[name], self._policy_step, before)
         part = self._parts[name]
         return await self._host.run(lambda: part.look() if update == LOOK else part.gradient(update, self.known))
 

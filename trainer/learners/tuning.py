@@ -32,7 +32,7 @@ from trainer.learn.options import AdapterShape
 from trainer.learn.peers import Peers
 from trainer.learn.preference import answer_logps, cross_entropy, margins, preference
 from trainer.learners.calls import exposed
-from trainer.learners.data import DataLearner, DataOptions, Measured, Size, policy_of
+from trainer.learners.data import DataLearner, DataOptions, ItemSize, Measured, policy_of
 from trainer.learners.tuning_examples import Tuning
 from trainer.rollouts.sight import Sight
 from trainer.state import Arrays
@@ -100,10 +100,10 @@ class RowLearner(DataLearner[T]):
     def _arrays(self, part: Sequence[T]) -> BatchArrays:
         return to_arrays(pad([self.group(item) for item in part]), self._policy.sight)
 
-    def _size(self, item: T) -> Size:
+    def _size(self, item: T) -> ItemSize:
         group = self.group(item)
         longest = max(len(sample.completion_ids) for sample in group.samples)
-        return Size(len(group.samples), len(group.prompt_ids) + longest)
+        return ItemSize(len(group.samples), len(group.prompt_ids) + longest)
 
     def _tokens(self, items: Sequence[T]) -> int:
         return sum(sum(sample.mask) for item in items for sample in self.group(item).samples)

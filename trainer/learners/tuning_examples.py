@@ -28,7 +28,7 @@ from shared.jobs import Message
 from shared.text.codec import TextCodec
 from trainer.learn.batches import Sample, SampleGroup
 from trainer.learners.lines import Exchange, exchange, read_lines
-from trainer.rollouts.picture_shelf import Shelf
+from trainer.rollouts.picture_shelf import PictureShelf
 from trainer.rollouts.pictures import ShownChat, has_images, image_of
 
 Tuning = Literal["sft", "dpo"]
@@ -38,7 +38,7 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 _PLAIN = {"role", "content", "name", "weight"}  # fields of a message that is an answer
 
 
-class Examples(NamedTuple):
+class TuningExamples(NamedTuple):
     """Rows of sft, each with one sample, or pairs of dpo: the chosen sample, then the rejected one."""
 
     items: tuple[SampleGroup, ...]
@@ -67,8 +67,8 @@ def read_examples(
     codec: TextCodec,
     longest: int,
     variables: Mapping[str, Any] | None = None,
-    shelf: Shelf | None = None,
-) -> Examples:
+    shelf: PictureShelf | None = None,
+) -> TuningExamples:
     """The examples of a file; SetupError names the line. `variables`: of the chat template.
 
     `shelf`: where images are read and kept, None: there may be none.
@@ -90,7 +90,7 @@ def read_examples(
             raise SetupError(f"{path}, line {number}: {error}") from error
     if not fitting:
         raise SetupError(f"{path}: no example has at most {longest} tokens, which is the model's context")
-    return Examples(tuple(fitting), too_long)
+    return TuningExamples(tuple(fitting), too_long)
 
 
 class _Row:
@@ -153,7 +153,7 @@ class _Chat:
 class _Encoder:
     """Lines as token ids of one model."""
 
-    def __init__(self, codec: TextCodec, variables: dict[str, Any], shelf: Shelf | None) -> None:
+    def __init__(self, codec: TextCodec, variables: dict[str, Any], shelf: PictureShelf | None) -> None:
         self._codec, self._variables, self._shelf = codec, variables, shelf
         self._ends = [spelling for token in codec.bundle.eos_token_ids if (spelling := codec.token(token))]
 

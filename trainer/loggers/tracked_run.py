@@ -11,11 +11,11 @@ from typing import Any, Literal, Protocol
 
 from pydantic import BaseModel, SecretStr
 
-from shared.training import ShownSample
+from shared.training import BoardSample
 
 Ending = Literal["finished", "stopped", "failed"]  # stopped: by a person or SIGTERM, with a checkpoint to go on from
 Plain = str | int | float | bool
-Samples = Sequence[ShownSample]  # of a train step; (): the run shows them to nobody
+Samples = Sequence[BoardSample]  # of a train step; (): the run shows them to nobody
 COLUMNS = ("train_step", "reward", "prompt", "reply", "version", "finish_reason", "error")
 
 

@@ -11,7 +11,7 @@ from shared.text.codec import TextCodec
 from shared.training import AlertKind
 from trainer.learners.federation import Federation
 from trainer.learners.service import ServiceLearners
-from trainer.learners.shared_exchange import Lead
+from trainer.learners.shared_exchange import RunLead
 from trainer.ring.board import RingBoard
 from trainer.ring.mailbox import RingMailbox
 from trainer.rollouts.groups import RolloutSource
@@ -80,7 +80,7 @@ class AdapterSink(Protocol):
 
 
 @dataclass(frozen=True)
-class Ring:
+class TrainerRing:
     """What a run uses of its ring."""
 
     base_sha256: str
@@ -92,6 +92,6 @@ class Ring:
     live: TrajectoryQueue | None = None  # needed for the sources `live` and `both`
     id: str = ""  # the name of its data; "": not known
     learners: ServiceLearners | None = None  # where the training service has the run's learner
-    lead: Lead | None = None  # where others may compute with the run
+    lead: RunLead | None = None  # where others may compute with the run
     federation: Federation | None = None  # with which the run averages its weights
     model: str = ""  # served name of the base

@@ -29,7 +29,7 @@ _BEGINNING = 0.05  # positions, angles and speeds begin within it
 
 
 @dataclass(frozen=True)
-class Stepped:
+class CopiesStep:
     """What a step has come to, for each cart."""
 
     rewards: Floats
@@ -74,11 +74,11 @@ class CartPole:
         """Of each episode so far."""
         return self._steps.copy()
 
-    async def act(self, actions: npt.NDArray[Any]) -> Stepped:
+    async def act(self, actions: npt.NDArray[Any]) -> CopiesStep:
         """A step, as of environments that are not in this process."""
         return self.step(actions)
 
-    def step(self, actions: npt.NDArray[Any]) -> Stepped:
+    def step(self, actions: npt.NDArray[Any]) -> CopiesStep:
         """Act on each cart; those that have ended begin anew."""
         shares = np.clip(actions[:, 0].astype(np.float64), -1, 1) if self._by_force else np.where(actions == 1, 1.0, -1)
         speeds, accelerations = self._state[:, 1::2], accelerations_of(self._state, PUSH * shares)
@@ -87,7 +87,7 @@ class CartPole:
         self._steps += 1
         failed: Flags = np.any(np.abs(positions) > (FARTHEST, STEEPEST), axis=-1)
         timed_out = (self._steps >= self._longest) & ~failed
-        stepped = Stepped(np.ones(len(failed), np.float32), failed, timed_out, self.observations)
+        stepped = CopiesStep(np.ones(len(failed), np.float32), failed, timed_out, self.observations)
         ended = failed | timed_out
         self._state[ended] = self._begun(int(ended.sum()))
         self._steps[ended] = 0

@@ -17,7 +17,7 @@ from shared.jobs import Message
 from shared.text.codec import TextCodec
 from shared.trajectories import Trajectory
 from trainer.rollouts.environments import Observation, Outcome
-from trainer.rollouts.pictures import Pictures, has_images, plain
+from trainer.rollouts.pictures import ChatPictures, has_images, plain
 
 _MARK = "\u2063reply\u2063"  # invisible separators: no template alters them
 
@@ -35,7 +35,7 @@ class ChatEncoder:
     """Turns messages into ids with one model's tokenizer and chat template, and the template's `variables`."""
 
     def __init__(
-        self, codec: TextCodec, variables: Mapping[str, Any] | None = None, pictures: Pictures | None = None
+        self, codec: TextCodec, variables: Mapping[str, Any] | None = None, pictures: ChatPictures | None = None
     ) -> None:
         """`pictures`: reads the images of prompts; None: the policy sees none."""
         self._codec = codec

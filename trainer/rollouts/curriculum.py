@@ -16,7 +16,7 @@ import numpy as np
 
 from shared.seeds import derived_seed
 from trainer.rollouts.curriculum_settings import CurriculumOptions
-from trainer.rollouts.task_places import Places, Wanted, kinds_of
+from trainer.rollouts.task_places import Places, WantedDifficulty, kinds_of
 from trainer.rollouts.task_pool import TaskPool
 from trainer.state import CurriculumBooks, DrawnTask
 
@@ -44,9 +44,9 @@ class Curriculum:
         self._options, self._identity = options, identity
         self._pool = TaskPool(tasks, options.target, None if places is None else kinds_of(places))
         self._places = places
-        self._wanted: Wanted | None = None
+        self._wanted: WantedDifficulty | None = None
         if places is not None and options.name == "difficulty":
-            self._wanted = Wanted(places, options.target, options.pace)
+            self._wanted = WantedDifficulty(places, options.target, options.pace)
         self._drawn: dict[int, DrawnTask] = {}  # by the group's index; groups that are neither consumed nor dropped
         self._sums: np.ndarray | None = None  # of the weights, up to each task
         self._tasks: tuple[int, ...] = ()  # of the last batch

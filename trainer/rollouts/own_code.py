@@ -28,17 +28,17 @@ from shared.process.call_process import CallProcess, LostProcessError
 from shared.training import AlertKind
 from trainer.rollouts.environments import Observation, Outcome, Scored
 from trainer.rollouts.own_messages import (
-    Act,
-    Answer,
-    Begin,
-    Call,
-    Failed,
+    ActCall,
+    CodeAnswer,
+    CodeCall,
+    CodeFailure,
+    CopiesCall,
     Kind,
     Played,
-    Reset,
-    Score,
+    ResetCall,
+    ScoreCall,
     Start,
-    Step,
+    StepCall,
     What,
     decode_answer,
     encode,
@@ -98,7 +98,7 @@ class OwnCode:
             if place.process is not None:
                 await place.process.close()
 
-    async def ask(self, what: What) -> Answer:
+    async def ask(self, what: What) -> CodeAnswer:
         """Carry a call out; OwnCodeError, or SetupError for what is wrong with the code as a whole."""
         try:
             return await self._result(what)
@@ -106,7 +106,7 @@ class OwnCode:
             self.on_block(str(blocked))
             raise
 
-    async def _result(self, what: What) -> Answer:
+    async def _result(self, what: What) -> CodeAnswer:
         named = type(what).__name__.lower()
         alone, tries = False, 0
         while True:
@@ -197,7 +197,7 @@ class _OwnProcess:
     def __init__(self, process: CallProcess, stack: Any, start: Start, title: str) -> None:
         self._process, self._stack, self._start, self._title = process, stack, start, title
         self._numbers = itertools.count(1)
-        self._calls: dict[int, asyncio.Future[Answer]] = {}
+        self._calls: dict[int, asyncio.Future[CodeAnswer]] = {}
         self._reading: asyncio.Task[None] | None = None
         self.ended = False
         self.name = ""
@@ -227,15 +227,15 @@ class _OwnProcess:
         started._reading = asyncio.create_task(started._read())
         return started
 
-    async def ask(self, what: What) -> Answer:
+    async def ask(self, what: What) -> CodeAnswer:
         number = next(self._numbers)
-        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[CodeAnswer] = asyncio.get_running_loop().create_future()
         self._calls[number] = future
         try:
             if self.ended:
                 raise _LostError("its process has ended", at_fault=False)
             with contextlib.suppress(LostProcessError):  # the reader tells
-                await self._process.send(encode(Call(number, what)))
+                await self._process.send(encode(CodeCall(number, what)))
             return await future
         finally:
             self._calls.pop(number, None)
@@ -258,7 +258,7 @@ class _OwnProcess:
         except (LostProcessError, TimeoutError):
             self._lost()
 
-    def _tell(self, answer: Answer) -> None:
+    def _tell(self, answer: CodeAnswer) -> None:
         call = self._calls.get(answer.number)
         if call is not None and not call.done():
             call.set_result(answer)
@@ -284,13 +284,13 @@ class OwnEnvironment(OwnCode):
 
     async def reset(self, index: int) -> Observation:
         """Task number `index`."""
-        observation = (await self.ask(Reset(index))).observation
+        observation = (await self.ask(ResetCall(index))).observation
         assert observation is not None
         return observation
 
     async def step(self, observation: Observation, action: str) -> Outcome:
         """Judge what the model wrote."""
-        outcome = (await self.ask(Step(observation, action))).outcome
+        outcome = (await self.ask(StepCall(observation, action))).outcome
         assert outcome is not None
         return outcome
 
@@ -302,7 +302,7 @@ class OwnFunction(OwnCode):
 
     async def __call__(self, completion: str, reference: Any, prompt: str | Sequence[Message] = "") -> Scored:
         """What it says of a completion."""
-        outcome = (await self.ask(Score(completion, packed(reference)))).outcome
+        outcome = (await self.ask(ScoreCall(completion, packed(reference)))).outcome
         assert outcome is not None and outcome.reward is not None
         return outcome.reward, outcome.components
 
@@ -314,13 +314,13 @@ class OwnCopies(OwnCode):
 
     async def begin(self, name: str, copies: int, seed: Sequence[int], longest: int) -> Played:
         """Make a set of them."""
-        played = (await self.ask(Begin(name, copies, tuple(seed), longest))).played
+        played = (await self.ask(CopiesCall(name, copies, tuple(seed), longest))).played
         assert played is not None
         return played
 
     async def step(self, name: str, actions: list[Any]) -> Played:
         """A step of a set; LostEpisodesError when the process with it is no more."""
-        played = (await self.ask(Act(name, actions))).played
+        played = (await self.ask(ActCall(name, actions))).played
         assert played is not None
         return played
 
@@ -371,7 +371,7 @@ def place(stack: str) -> str:
     return f" in {function} ({file}:{line})"
 
 
-def _error(failed: Failed, said: str) -> Exception:
+def _error(failed: CodeFailure, said: str) -> Exception:
     if failed.kind == "setup":
         return SetupError(failed.error)
     if failed.kind == "lost":

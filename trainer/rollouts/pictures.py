@@ -26,7 +26,7 @@ class ShownChat(NamedTuple):
     files: dict[bytes, bytes]  # of the images, by hash
 
 
-class Pictures:
+class ChatPictures:
     """Of one run."""
 
     def __init__(self, sight: Sight) -> None:

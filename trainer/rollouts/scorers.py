@@ -18,7 +18,7 @@ from shared.jobs import Message, RewardSpec
 from shared.redis.connection.client import connect
 from shared.rewards.kinds import CheckedReward, check
 from shared.scoring.pool import RewardPool, RewardSample
-from shared.scoring.score import Models, Rewards
+from shared.scoring.score import Models, SampleScorer
 from shared.scoring.served import ServedRewards
 from shared.trajectories import Reward
 from trainer.rollouts.environments import Scored, Scorer
@@ -58,7 +58,7 @@ async def open_scorer(
             await pool.check(checked)  # its patterns
         except InvalidRequestError as error:
             raise SetupError(str(error)) from error
-        yield RewardScorer(Rewards(pool, judges), checked)
+        yield SampleScorer(SampleScorer(pool, judges), checked)
     finally:
         pool.close()
 
@@ -98,10 +98,10 @@ class _Waiting:
     future: "asyncio.Future[Reward]"
 
 
-class RewardScorer:
+class SampleScorer:
     """A reward of the registry. Samples that finish together are scored in one call."""
 
-    def __init__(self, rewards: Rewards, reward: CheckedReward) -> None:
+    def __init__(self, rewards: SampleScorer, reward: CheckedReward) -> None:
         self._rewards, self._reward = rewards, reward
         self._waiting: list[_Waiting] = []
         self._calls: set[asyncio.Task[None]] = set()

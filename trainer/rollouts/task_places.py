@@ -27,7 +27,7 @@ def kinds_of(places: Places) -> npt.NDArray[np.int64]:
     return np.asarray(level if len(levels) <= KINDS else np.minimum(places * KINDS, KINDS - 1), np.int64)
 
 
-class Wanted:
+class WantedDifficulty:
     """The wanted difficulty, as a place; it follows the rewards of the tasks near it, as AdaRFT's (arXiv 2504.05520).
 
     Where they earn more than the target the next ones are harder, where they earn less they are easier.

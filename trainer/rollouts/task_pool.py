@@ -22,7 +22,7 @@ _SEEN = np.dtype([("task", "<i8"), ("last", "<i8"), ("earned", "<f8"), ("tried",
 
 
 @dataclass(frozen=True)
-class Shares:
+class TaskShares:
     """Of all tasks; the rest has earned something in between."""
 
     solved: float
@@ -74,12 +74,12 @@ class TaskPool:
         low, high = 2 * self._target, 2 * (1 - self._target)
         return np.asarray((share / self._target) ** low * ((1 - share) / (1 - self._target)) ** high)
 
-    def shares(self) -> Shares:
+    def shares(self) -> TaskShares:
         """How many tasks are solved, hopeless and not tried yet."""
         tried = self._tried > 0
         share = self._earned[tried] / self._tried[tried]
         solved, hopeless = np.count_nonzero(share >= 1 - SURE), np.count_nonzero(share <= SURE)
-        return Shares(float(solved / len(self)), float(hopeless / len(self)), float(1 - tried.mean()))
+        return TaskShares(float(solved / len(self)), float(hopeless / len(self)), float(1 - tried.mean()))
 
     def packed(self) -> tuple[bytes, list[tuple[float, float]]]:
         """For a checkpoint: the tasks that were tried, and what each kind has earned of how many samples."""

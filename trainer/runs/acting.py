@@ -16,7 +16,7 @@ import numpy.typing as npt
 from shared.errors import ServiceUnavailableError
 from shared.networks.spec import LOGITS, NetworkSpec
 from trainer.ring.http_client import HttpApi
-from trainer.runs.numeric_environments import Environment
+from trainer.runs.numeric_environments import NumericEnvironment
 
 Floats = npt.NDArray[np.float32]
 State = dict[str, Floats]  # of recurrent layers, a row for each copy
@@ -108,7 +108,7 @@ class Player:
     """Copies of the environment that are played on from rollout to rollout."""
 
     def __init__(
-        self, actor: Actor, environment: Environment, discount: float, seed: list[int], length: int = 1
+        self, actor: Actor, environment: NumericEnvironment, discount: float, seed: list[int], length: int = 1
     ) -> None:
         """`length`: steps of a sequence."""
         self._actor, self._environment, self._discount, self._length = actor, environment, discount, length
@@ -164,7 +164,7 @@ class Player:
         )
 
 
-async def evaluate(actor: Actor, environment: Environment, version: int) -> float:
+async def evaluate(actor: Actor, environment: NumericEnvironment, version: int) -> float:
     """Mean return of one episode in each copy, of a version that does what it holds for best."""
     copies = environment.copies
     playing, returns, state = np.ones(copies, bool), np.zeros(copies), actor.begun(copies)

@@ -33,7 +33,7 @@ from trainer.learners.handle import HostHandle
 from trainer.learners.kinds import Made
 from trainer.learners.lines import Data, batch_of
 from trainer.ring.join import Way, way_to_ring
-from trainer.ring.ring import Ring
+from trainer.ring.ring import TrainerRing
 from trainer.rollouts.sight import Sight
 from trainer.runs.metrics import TimeLeft, append, clock, cut, totals_of
 from trainer.runs.run import Run
@@ -95,7 +95,7 @@ class DataRun(Run[DataLearner[T]], Generic[T]):
 
     measures_first: ClassVar[bool] = False  # whether what it begins with has something right
 
-    def __init__(self, settings: TrainSettings, host: ComputeHost, way: Way, ring: Ring) -> None:
+    def __init__(self, settings: TrainSettings, host: ComputeHost, way: Way, ring: TrainerRing) -> None:
         state = RunState(settings.run_name, ring=ring.id, base_sha256=ring.base_sha256)
         super().__init__(settings, host, ring.sink, state)
         self._way, self._ring = way, ring

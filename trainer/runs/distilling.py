@@ -14,7 +14,7 @@ from trainer.learn.batches import SampleGroup
 from trainer.learners.distilling import ScoredRow
 from trainer.learners.kinds import Made, made_with
 from trainer.learners.lines import Data, split
-from trainer.learners.tuning_examples import Examples, read_examples
+from trainer.learners.tuning_examples import TuningExamples, read_examples
 from trainer.ring.http_client import HttpApi
 from trainer.runs.data import options_of
 from trainer.runs.teacher import FILE, read_kept, scored
@@ -71,7 +71,7 @@ class DistillRun(RowRun[ScoredRow]):
                     "give another --run, or --resume no"
                 )
 
-    def _examples(self, path: Path, longest: int) -> Examples:
+    def _examples(self, path: Path, longest: int) -> TuningExamples:
         return read_examples(path, "sft", self._ring.codec, longest, self.settings.chat_template_kwargs)
 
     def _read(self, longest: int) -> Data[ScoredRow]:

@@ -10,7 +10,7 @@ from shared.adapters import GateCheck, version_id
 from shared.seeds import derived_seed
 from trainer.learn import gate
 from trainer.learners.handle import Handle
-from trainer.learners.policy import Learner
+from trainer.learners.policy import PolicyLearner
 from trainer.rollouts.episodes import EpisodeOptions, Episodes
 from trainer.rollouts.groups import RolloutRequest
 from trainer.rollouts.held_out import Evaluated, evaluated
@@ -26,7 +26,7 @@ class Examiner:
 
     settings: TrainSettings
     parts: Parts
-    learner: Handle[Learner]
+    learner: Handle[PolicyLearner]
     probes: Sequence[tuple[int, ...]]
     run: str  # begins the ids of what it asks
 
@@ -48,7 +48,7 @@ class Examiner:
                     adapter=adapter,
                 )
             )
-            difference = await self.learner.call(Learner.parity, samples)
+            difference = await self.learner.call(PolicyLearner.parity, samples)
             checks.append(gate.at_most("reload_parity", difference, settings.max_parity))
         if not settings.evaluate_every or step % settings.evaluate_every:
             return checks, None

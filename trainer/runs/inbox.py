@@ -41,7 +41,7 @@ log = structlog.get_logger()
 
 
 @dataclass(frozen=True)
-class Batch:
+class GroupBatch:
     """Groups for one train step."""
 
     groups: list[RolloutGroup]
@@ -62,7 +62,7 @@ class AllStale:
     reason: str
 
 
-Work = Batch | Received[Order] | Moved | AllStale
+Work = GroupBatch | Received[Order] | Moved | AllStale
 
 
 class Inbox:
@@ -122,7 +122,7 @@ class Inbox:
         if done[0].startswith("stale"):
             self._watches[int(done[0].split()[1])].reported()
             return AllStale(result)
-        return Batch(result, "live" if done[0] == "live" else "prompts")
+        return GroupBatch(result, "live" if done[0] == "live" else "prompts")
 
     def _give_back(self, name: str, work: Any) -> None:
         if name == "order":
@@ -132,14 +132,14 @@ class Inbox:
         elif name == "prompts" and self._own is not None:
             self._own.give_back(work)
 
-    def give_back(self, work: Batch | Received[Order]) -> None:
+    def give_back(self, work: GroupBatch | Received[Order]) -> None:
         """What was handed out and not used comes first again."""
         if isinstance(work, Received):
             self._give_back("order", work)
         else:
             self._give_back(work.source, work.groups)
 
-    def discard(self, batch: Batch) -> None:
+    def discard(self, batch: GroupBatch) -> None:
         """A batch that was handed out taught nothing, because its policy is no more."""
         if batch.source == "prompts" and self._own is not None:
             self._own.discard(batch.groups)
@@ -151,7 +151,7 @@ class Inbox:
         if self._live is not None:
             await self._live.adopted()
 
-    def pace_on(self, state: RunState, batch: Batch) -> None:
+    def pace_on(self, state: RunState, batch: GroupBatch) -> None:
         """A train step on this batch is done: more groups may start."""
         if self._own is not None:
             if batch.source == "prompts":

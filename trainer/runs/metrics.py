@@ -22,8 +22,8 @@ import numpy as np
 import structlog
 
 from shared.ranks import RankStatus
-from shared.training import ShownSample, TrainerState, TrainerStatus, TrainingPoint
-from trainer.learn.batches import Dropped
+from shared.training import BoardSample, TrainerState, TrainerStatus, TrainingPoint
+from trainer.learn.batches import DroppedCounts
 from trainer.learn.steps import StepReport
 from trainer.loggers.loggers import Loggers
 from trainer.loggers.tensorboard import TensorBoardLog
@@ -111,7 +111,7 @@ def step_metrics(
     state: RunState,
     batch: Sequence[RolloutGroup],
     report: StepReport,
-    dropped: Dropped,
+    dropped: DroppedCounts,
     timing: Timing,
     lags: Sequence[int],
     *,
@@ -176,7 +176,7 @@ class SampleLine(msgspec.Struct, frozen=True):
     """A line of `samples.jsonl`."""
 
     train_step: int
-    samples: tuple[ShownSample, ...]
+    samples: tuple[BoardSample, ...]
 
 
 class MetricsLog:
@@ -194,7 +194,7 @@ class MetricsLog:
             cut(file, "train_step", first_step)
         self._file = path.open("ab", buffering=0)
 
-    def write(self, metrics: StepMetrics, samples: tuple[ShownSample, ...] = ()) -> None:
+    def write(self, metrics: StepMetrics, samples: tuple[BoardSample, ...] = ()) -> None:
         """One line, visible to readers at once; on an OSError it is as if it had not been tried."""
         if samples:  # first: tried again after a full disk, they may stand there twice, and figures may not
             append(self._samples, SampleLine(metrics.train_step, samples))
@@ -326,7 +326,7 @@ def status_of(
     checkpoints: CheckpointStore,
     started_ms: int,
     ranks: tuple[RankStatus, ...],
-    samples: tuple[ShownSample, ...],
+    samples: tuple[BoardSample, ...],
     eta_s: float | None,
 ) -> TrainerStatus:
     """The totals and the last train step; owner and heartbeat are the board's to fill in."""

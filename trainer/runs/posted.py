@@ -15,7 +15,7 @@ from shared.errors import EngineError, LogprobsMismatchError, ParallmError
 from shared.trajectories import LiveTrajectory, Trajectory
 from trainer.learn.batches import Sample, SampleGroup, loss_mask
 from trainer.learners.handle import Handle
-from trainer.learners.policy import Learner
+from trainer.learners.policy import PolicyLearner
 from trainer.settings import TrainSettings
 from trainer.state import Arrays
 from trainer.versions.publish import Publisher
@@ -43,7 +43,7 @@ class LogprobCheck:
     """Compares one update's trajectories."""
 
     settings: TrainSettings
-    learner: Handle[Learner]
+    learner: Handle[PolicyLearner]
     publisher: Publisher
     served: int
 
@@ -102,7 +102,7 @@ class LogprobCheck:
     async def _run(self, groups: list[SampleGroup], weights: Arrays | None) -> list[float]:
         """What breaks in the learner's thread (for memory, say) refuses the update, and the run goes on."""
         try:
-            return await self.learner.call(Learner.gaps, groups, weights)
+            return await self.learner.call(PolicyLearner.gaps, groups, weights)
         except Exception as error:
             log.exception("posted.broken")
             reason = f"{type(error).__name__}: {error}"

@@ -26,10 +26,10 @@ from shared.training import TrainerState, TrainerStatus, TrainingPoint
 from trainer.learn import gate
 from trainer.learn.advantages import advantages, explained
 from trainer.learn.compute import ComputeHost
-from trainer.learn.ppo_losses import PpoOptions, Steps, steps_of
+from trainer.learn.ppo_losses import PpoOptions, PpoSteps, steps_of
 from trainer.learn.ppo_network import check_learnable, described, first_weights, two_layers
 from trainer.learners.handle import HostHandle
-from trainer.learners.ppo import Learned, PpoLearner, PpoLearnerOptions
+from trainer.learners.ppo import PpoLearner, PpoLearnerOptions, PpoStepReport
 from trainer.ring.board import RingBoard
 from trainer.ring.http_client import HttpApi
 from trainer.ring.over_http import HttpBoard, HttpSink
@@ -269,7 +269,7 @@ class PpoRun(Run[PpoLearner]):
 
     # -- versions
 
-    async def _serve(self, steps: Steps, learned: Learned) -> str:
+    async def _serve(self, steps: PpoSteps, learned: PpoStepReport) -> str:
         """Make what was learned the latest version, or go back and say why; ParallmError after too many rejections."""
         weights = await self._learner.weights()
         logp, _ = await self._learner.call(PpoLearner.policy, weights, steps)
@@ -295,7 +295,7 @@ class PpoRun(Run[PpoLearner]):
         await self._check_patience(problem)
         return problem
 
-    async def _parity(self, version: int, weights: Arrays, probes: Steps) -> GateCheck:
+    async def _parity(self, version: int, weights: Arrays, probes: PpoSteps) -> GateCheck:
         """Whether a worker that has loaded the version computes what we compute, of the first step of sequences."""
         said = await self._actor.act(probes.observed_BLI[:, 0], probes.state, version=version)
         first = probes._replace(

@@ -16,7 +16,7 @@ from trainer.rollouts.conversation import ChatEncoder
 from trainer.rollouts.environments import ArithmeticEnvironment, DatasetEnvironment, Environment, Scorer, read_jsonl
 from trainer.rollouts.held_out import BothScorers
 from trainer.rollouts.own_code import OwnCode, OwnEnvironment, alerts_of
-from trainer.rollouts.pictures import Pictures
+from trainer.rollouts.pictures import ChatPictures
 from trainer.rollouts.scorers import Judges, check_judges, open_scorer
 from trainer.rollouts.sight import sight_of
 from trainer.runs.loop import TrainLoop
@@ -105,7 +105,7 @@ async def train(
         if settings.held_out_reward:
             await check_judges(settings.held_out_reward, settings.held_out_reward_options, way.judges)
         sight = None if loaded is None else sight_of(loaded)
-        pictures = None if sight is None else stack.enter_context(closing(Pictures(sight)))
+        pictures = None if sight is None else stack.enter_context(closing(ChatPictures(sight)))
         conversation = ChatEncoder(ring.codec, settings.chat_template_kwargs, pictures)
         model = None if loaded is None else loaded.model
         whole = None if loaded is None else loaded.whole

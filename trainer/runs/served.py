@@ -15,15 +15,15 @@ import structlog
 from shared.adapters import GateCheck, version_id
 from shared.errors import ParallmError, UnknownAdapterError
 from trainer.learn import gate
-from trainer.learn.batches import Dropped
+from trainer.learn.batches import DroppedCounts
 from trainer.learn.gate import RewardWatch, Standing
 from trainer.learners.handle import Handle
-from trainer.learners.policy import Learner, Trained
+from trainer.learners.policy import PolicyLearner, Trained
 from trainer.rollouts.groups import RolloutGroup, mean_reward
 from trainer.rollouts.held_out import Evaluated
 from trainer.rollouts.pacing import oldest_version
 from trainer.runs.examine import Examiner
-from trainer.runs.inbox import Batch
+from trainer.runs.inbox import GroupBatch
 from trainer.runs.parts import Parts
 from trainer.settings import TrainSettings
 from trainer.state import Arrays, RunState
@@ -42,7 +42,7 @@ class Serving:
         self,
         settings: TrainSettings,
         parts: Parts,
-        learner: Handle[Learner],
+        learner: Handle[PolicyLearner],
         publisher: Publisher,
         examiner: Examiner,
         state: RunState,
@@ -109,7 +109,7 @@ class Serving:
         settings, state = self._settings, self._state
         weights = await self._publisher.take_over(version)
         await self._publisher.note(version)
-        await self._learner.call(Learner.load, weights)
+        await self._learner.call(PolicyLearner.load, weights)
         state.policy_step += settings.max_lag + 1
         state.policy_steps = {}
         state.best_version, state.best_reward = 0, None
@@ -132,7 +132,7 @@ class Serving:
         if served != state.version:
             self._served(served)
 
-    async def offer(self, trained: Trained, batch: Batch, dropped: Dropped, *, serve: bool = True) -> str:
+    async def offer(self, trained: Trained, batch: GroupBatch, dropped: DroppedCounts, *, serve: bool = True) -> str:
         """Serve new weights, or keep them unserved, or take the train step back; the failed checks.
 
         Nothing is offered when the step had nothing to learn from; several in a row are worth an alert.
@@ -167,7 +167,7 @@ class Serving:
         self._served(published.version)
         return ""
 
-    async def judge(self, batch: Batch) -> bool:
+    async def judge(self, batch: GroupBatch) -> bool:
         """Judge the versions that sampled this batch; True when rewards have collapsed and an older one is served.
 
         A curriculum's own choice judges nobody: harder tasks earn less, by whatever version.
@@ -210,7 +210,7 @@ class Serving:
             for tasks, watch in self._watches.items()
         }
 
-    def _decides_best(self, tasks: str, batch: Batch) -> bool:
+    def _decides_best(self, tasks: str, batch: GroupBatch) -> bool:
         """Whether these tasks say which version is the best: our own, else the first that judged one."""
         settings, state = self._settings, self._state
         if settings.evaluate_every or (batch.source == "live") != (settings.source == "live"):
@@ -257,7 +257,7 @@ class Serving:
             await self._parts.ring.sink.alert("gave_up", f"the run ends: {gave_up}")
             raise ParallmError(gave_up)
 
-    async def _count_silence(self, batch: Batch, dropped: Dropped) -> None:
+    async def _count_silence(self, batch: GroupBatch, dropped: DroppedCounts) -> None:
         self._silent += 1
         what = nothing_learned(dropped, batch.groups)
         if batch.source != "posted":  # what others do must not end the run
@@ -294,7 +294,7 @@ class Serving:
         weights = self._publisher.weights_of(target)
         served = await self._serve_again(target, weights, reason)
         await self._parts.ring.sink.alert("reward_collapse", reason)
-        await self._learner.call(Learner.load, weights)
+        await self._learner.call(PolicyLearner.load, weights)
         state.policy_step += settings.max_lag + 1
         state.policy_steps = {v: s for v, s in state.policy_steps.items() if v <= target}
         state.rollbacks += 1
@@ -326,10 +326,10 @@ class Serving:
         """Later versions stay in reach of the best one, as long as its weights are there."""
         best = self._state.best_version
         weights = self._publisher.weights_of(best) if best in self._publisher.kept() else None
-        await self._learner.call(Learner.anchor, weights)
+        await self._learner.call(PolicyLearner.anchor, weights)
 
 
-def tasks_of(group: RolloutGroup, batch: Batch) -> str:
+def tasks_of(group: RolloutGroup, batch: GroupBatch) -> str:
     """What kind of tasks a group is of: live traffic by its reward and environment, all of our own are one kind."""
     if batch.source != "live":
         return batch.source
@@ -337,7 +337,7 @@ def tasks_of(group: RolloutGroup, batch: Batch) -> str:
     return f"live/{first.reward.name if first.reward else ''}/{first.metadata.get('environment', '')}"[:256]
 
 
-def nothing_learned(dropped: Dropped, groups: Sequence[RolloutGroup]) -> str:
+def nothing_learned(dropped: DroppedCounts, groups: Sequence[RolloutGroup]) -> str:
     """Why a train step taught nothing, for a person."""
     samples = sum(len(group.trajectories) for group in groups)
     counts = [

@@ -28,10 +28,10 @@ from trainer.learners.handle import HostHandle
 from trainer.learners.kinds import Made, TuneOptions, made_with
 from trainer.learners.lines import Data, split
 from trainer.learners.tuning import RowLearner
-from trainer.learners.tuning_examples import Examples, Tuning, read_examples
+from trainer.learners.tuning_examples import Tuning, TuningExamples, read_examples
 from trainer.ring.http_client import HttpApi
 from trainer.rollouts.groups import RolloutRequest
-from trainer.rollouts.picture_shelf import Shelf
+from trainer.rollouts.picture_shelf import PictureShelf
 from trainer.rollouts.sight import Sight, sight_of
 from trainer.runs import feedback
 from trainer.runs.data import ASK_AGAIN_S, DataRun, options_of
@@ -50,7 +50,7 @@ T = TypeVar("T")
 class RowRun(DataRun[T]):
     """A run whose versions are held against what a worker samples behind held-out prompts."""
 
-    _shelf: Shelf | None = None  # of a model that sees
+    _shelf: PictureShelf | None = None  # of a model that sees
 
     @abstractmethod
     def _group(self, item: T) -> SampleGroup:
@@ -113,7 +113,7 @@ class TuneRun(RowRun[SampleGroup]):
             read_examples, tuning=self._tuning, codec=self._ring.codec, longest=longest,
             variables=settings.chat_template_kwargs, shelf=self._shelf,
         )  # fmt: skip
-        examples: Examples
+        examples: TuningExamples
         if self._preferences is not None:
             with TemporaryDirectory() as folder:
                 source = Path(folder) / feedback.FILE
@@ -144,7 +144,7 @@ class TuneRun(RowRun[SampleGroup]):
         settings = self.settings
         sight = sight_of(loaded)
         if sight is not None and not settings.over_http:  # a job's images would have to go with each of its prompts
-            self._shelf = Shelf(sight)
+            self._shelf = PictureShelf(sight)
         policy = feedback_policy(settings.dataset)
         if policy is None:
             return

@@ -16,34 +16,21 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable
-from typing import Protocol
 
 import structlog
 
 from shared.errors import SetupError
 from shared.process.settings import WorkerSettings, load
 from shared.redis.connection.client import connect
-from trainer.learn.compute import EngineHost, SharedEngine
+from trainer.learn.compute import EngineHost, LendingWorker
 from trainer.service.service import LearnerService
 from trainer.service.settings import LearnersSettings
-from worker.engine.model.loader import LoadedModel
 
 log = structlog.get_logger()
 
 MICROBATCH_TOKENS = 512  # unless it is said: a row waits for one microbatch
 PAUSES_S = (1.0, 60.0)  # between two tries, first and longest
 LAST_WORDS_S = 2.0
-
-
-class LendingWorker(Protocol):
-    """What a worker lends (worker/guest.py)."""
-
-    @property
-    def engine(self) -> SharedEngine:
-        """Where MLX work runs."""
-
-    @property
-    def loaded(self) -> LoadedModel: ...
 
 
 class HostedLearners:

@@ -31,7 +31,7 @@ from shared.redis.connection.faults import reason
 from shared.redis.training.learner_store import LearnerStore, waiting_learners
 from shared.sequences import ModelCard
 from trainer.learn.compute import ComputeHost
-from trainer.rollouts.pictures import Pictures
+from trainer.rollouts.pictures import ChatPictures
 from trainer.rollouts.sight import sight_of
 from trainer.service.learner import ServiceLearner
 from trainer.service.run_learner import RunLearner
@@ -79,7 +79,7 @@ class LearnerService:
         self._settings, self._model, self._card, self._id = settings, loaded.model, card, id
         # A pass brings the tiles of its images along, and shows each when it is its turn.
         self._sight = sight_of(loaded, tile_bytes=0)
-        self._pictures = None if self._sight is None else Pictures(self._sight)
+        self._pictures = None if self._sight is None else ChatPictures(self._sight)
         self._turns = Turns(host)
         self._store = LearnerStore(redis)
         self._adapters = AdapterStore(redis, keep_n=settings.adapter_keep_n, who_asks=whoever_it_is_for)

@@ -12,12 +12,12 @@ import random
 from pathlib import Path
 from typing import Any
 
-from trainer.tiny_vision.data import Example, counting
+from trainer.tiny_vision.data import PictureExample, counting
 
 SIZES = {"train": 4096, "held_out": 512}
 
 
-def line_of(example: Example, *, answers: bool = False) -> dict[str, Any]:
+def line_of(example: PictureExample, *, answers: bool = False) -> dict[str, Any]:
     """A line of a data set; `answers`: that is shown what to say."""
     file = io.BytesIO()
     example.picture.save(file, "PNG")

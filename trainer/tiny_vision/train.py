@@ -126,7 +126,7 @@ def drawn(rows: int, seed: int | str, task: Task | None = None) -> Drawn:
     return Drawn(np.stack(pixels), [each.question for each in examples], [each.answer for each in examples])
 
 
-class Batch:
+class PictureBatch:
     """Pictures and texts of one length, padded behind."""
 
     def __init__(self, tokenizer: Tokenizer, examples: Drawn) -> None:
@@ -168,7 +168,7 @@ def accuracy(model: Any, tokenizer: Tokenizer, task: Task, count: int) -> float:
     """Share of answers that greedy decoding gets right, on pictures that training has not drawn."""
     right = 0
     for first in range(0, count, 64):
-        batch = Batch(tokenizer, drawn(64, f"held out {task} {first}", task))
+        batch = PictureBatch(tokenizer, drawn(64, f"held out {task} {first}", task))
         logits_BTV = logits_of(model, batch.before_T, batch.pixels_BSSC, batch.behind_BT)
         hits_BT = (mx.argmax(logits_BTV, axis=-1) == batch.behind_BT) | (batch.mask_BT == 0)
         right += sum(bool(hit) for hit in np.asarray(mx.all(hits_BT, axis=-1)))
@@ -206,7 +206,7 @@ def train(model: Any, tokenizer: Tokenizer, examples: Iterator[Drawn], *, steps:
 
     began, losses = time.perf_counter(), list[float]()
     for step, each in enumerate(examples, 1):
-        batch = Batch(tokenizer, each)
+        batch = PictureBatch(tokenizer, each)
         loss = update(batch.before_T, batch.pixels_BSSC, batch.behind_BT, batch.mask_BT)
         mx.eval(loss, state)
         losses.append(float(np.asarray(loss)))

@@ -22,7 +22,7 @@ from shared.errors import ConflictError, UnknownAdapterError
 from shared.redis import keys
 from shared.redis.adapters.store import AdapterStore, SplitEnd
 from shared.redis.connection.client import Argument, Script, ask, ask_all
-from shared.splits import MOST_REWARD, Outcome, Rewards, Split, Verdict, shares, winner
+from shared.splits import MOST_REWARD, Outcome, RewardSums, Split, SplitVerdict, shares, winner
 from shared.trajectories import LiveTrajectory
 
 log = structlog.get_logger()
@@ -49,12 +49,12 @@ class SplitState(msgspec.Struct, frozen=True):
 
     id: str
     split: Split
-    earned: dict[int, Rewards]
+    earned: dict[int, RewardSums]
     latest: int
     served: frozenset[int]  # its versions that are there and not rejected
     started_ms: int
     moved: int = 0  # to which version somebody has moved `latest` while it ran
-    verdict: Verdict | None = None
+    verdict: SplitVerdict | None = None
 
     @property
     def over(self) -> str:
@@ -144,7 +144,7 @@ class Splits:
             served=frozenset(each.version for each in manifests if each.status == "published"),
             started_ms=int(raw[b"started_ms"]),
             moved=int(raw.get(b"moved", 0)),
-            verdict=msgspec.json.decode(raw[b"verdict"], type=Verdict) if b"verdict" in raw else None,
+            verdict=msgspec.json.decode(raw[b"verdict"], type=SplitVerdict) if b"verdict" in raw else None,
         )
 
     async def among(self, names: Collection[str]) -> list[str]:
@@ -159,7 +159,7 @@ class Splits:
         best, why = winner(state.split, state.earned)
         latest = state.split.latest
         outcome: Outcome = "kept" if best == latest else "promoted" if best > latest else "rolled_back"
-        verdict = msgspec.json.encode(Verdict(best, outcome, why, time.time_ns() // 1_000_000))
+        verdict = msgspec.json.encode(SplitVerdict(best, outcome, why, time.time_ns() // 1_000_000))
         if best == latest:
             if not await _end(self._redis, _keys(name), [state.id, verdict]):
                 return
@@ -209,6 +209,6 @@ def _keys(name: str) -> list[str]:
     return [keys.split(name), keys.split_answers(name)]
 
 
-def _earned(raw: Mapping[bytes, bytes], version: int) -> Rewards:
+def _earned(raw: Mapping[bytes, bytes], version: int) -> RewardSums:
     count, mean, squares = (raw.get(f"{what}:{version}".encode(), b"0") for what in ("count", "mean", "squares"))
-    return Rewards(int(count), float(mean), float(squares))
+    return RewardSums(int(count), float(mean), float(squares))

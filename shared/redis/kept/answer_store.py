@@ -35,7 +35,7 @@ class Verdict(msgspec.Struct, frozen=True, omit_defaults=True):
     text: str = ""
 
 
-class Answer(NamedTuple):
+class StoredAnswer(NamedTuple):
     """An answer as it is kept."""
 
     name: str
@@ -78,7 +78,7 @@ class AnswerStore:
         fields: dict[str, Argument] = {"id": live.id, "policy": live.policy, "live": _packed(live)}
         return await self._things.put(keeper, name, fields, "new")
 
-    async def find(self, keeper: str, name: str) -> Answer | None:
+    async def find(self, keeper: str, name: str) -> StoredAnswer | None:
         """An answer; None when the keeper has none of this name."""
         return _answer(name, await ask(self._redis, "HMGET", keys.kept(keeper, name), *_FIELDS))
 
@@ -108,11 +108,11 @@ class AnswerStore:
         """What an answer's verdict is about is in the trainer's queue."""
         await self._things.put(keeper, name, {"delivered": 1}, "there")
 
-    async def list(self, keeper: str, *, judged: bool, after: str = "", limit: int = 20) -> list[Answer]:
+    async def list(self, keeper: str, *, judged: bool, after: str = "", limit: int = 20) -> list[StoredAnswer]:
         """Answers with or without a verdict, the newest first, from behind `after`."""
         order = keys.kept_order(keeper, _ORDERS[judged])
         rank = await ask(self._redis, "ZREVRANK", order, after) if after else None
-        found: list[Answer] = []
+        found: list[StoredAnswer] = []
         gone: list[str] = []
         start = 0 if rank is None else int(rank) + 1
         until = start + LOOKED_AT
@@ -131,7 +131,7 @@ class AnswerStore:
             await self._forget(order, gone)
         return found
 
-    async def newest(self, keepers: Sequence[str], limit: int) -> Sequence[tuple[str, Answer]]:
+    async def newest(self, keepers: Sequence[str], limit: int) -> Sequence[tuple[str, StoredAnswer]]:
         """The newest answers of all of these that wait for a verdict, each with its keeper."""
         orders = [keys.kept_order(keeper, _ORDERS[0]) for keeper in keepers]
         looked = [("ZREVRANGE", order, 0, 2 * limit - 1, "WITHSCORES") for order in orders]
@@ -160,7 +160,7 @@ def due_answer(entry: str) -> tuple[str, Terms, str]:
     return keeper, Terms(int(ttl_s), int(size)), name
 
 
-def live_of(answer: Answer) -> LiveTrajectory:
+def live_of(answer: StoredAnswer) -> LiveTrajectory:
     """The trajectory that it would be; takes milliseconds for a long one."""
     return msgspec.json.decode(answer.packed, type=LiveTrajectory)
 
@@ -181,11 +181,11 @@ def _packed(live: LiveTrajectory) -> bytes:
     return msgspec.json.encode(msgspec.structs.replace(live, trajectory=trajectory))
 
 
-def _answer(name: str, row: Sequence[bytes | None]) -> Answer | None:
+def _answer(name: str, row: Sequence[bytes | None]) -> StoredAnswer | None:
     id_, policy, live, note, verdict, key, delivered = row
     if id_ is None or policy is None or live is None:
         return None
-    return Answer(
+    return StoredAnswer(
         name,
         id_.decode(),
         policy.decode(),

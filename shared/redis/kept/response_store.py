@@ -39,7 +39,7 @@ class StoredResponse(msgspec.Struct, frozen=True):
     ended_at: int = 0  # Unix seconds, of one with `run`
 
 
-class Turn(NamedTuple):
+class ResponseTurn(NamedTuple):
     """A response as one that follows it sees it; `state` "" is one that is not there."""
 
     id: str
@@ -83,7 +83,7 @@ class ResponseStore:
         """Its state; "" when there is none."""
         return (await ask(self._redis, "HGET", keys.kept(keeper, response_id), "state") or b"").decode()
 
-    async def chain(self, keeper: str, last: str, most: int, most_bytes: int) -> tuple[list[Turn], bool]:
+    async def chain(self, keeper: str, last: str, most: int, most_bytes: int) -> tuple[list[ResponseTurn], bool]:
         """A response and all that it follows, the first one first, and whether there are more than so many."""
         arguments = [*self._things.arguments(keeper, last)[:3], most, most_bytes]
         found = await _chain(self._redis, self._things.names(keeper, last), arguments)
@@ -137,6 +137,6 @@ def _stands_already(answer: Exception) -> bool:
     return isinstance(answer, ResponseError) and "equal or smaller" in str(answer)
 
 
-def _turn(row: Sequence[bytes | None]) -> Turn:
+def _turn(row: Sequence[bytes | None]) -> ResponseTurn:
     name, state, conversation, given, output, ids = ((part or b"") for part in row)
-    return Turn(name.decode(), state.decode(), conversation.decode(), given or b"[]", output or b"[]", ids)
+    return ResponseTurn(name.decode(), state.decode(), conversation.decode(), given or b"[]", output or b"[]", ids)

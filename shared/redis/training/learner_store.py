@@ -42,7 +42,7 @@ _answer_decoder: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answe
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldLearner:
     """A learner in a service's hands."""
 
     id: str
@@ -177,7 +177,7 @@ class LearnerStore:
 
     # -- who does it
 
-    async def take(self, learner: str) -> Held | None:
+    async def take(self, learner: str) -> HeldLearner | None:
         """Own a learner; None when it is gone."""
         names = [keys.learner(learner), keys.learner_requests(learner)]
         found = await _take(self._redis, names, [keys.LEARNER_TTL_S])
@@ -185,7 +185,7 @@ class LearnerStore:
             return None
         epoch, spec, done, applied, state = found
         what = msgspec.json.decode(spec, type=LearnerSpec)
-        return Held(learner, epoch.decode(), what, int(done or 0), int(applied or 0), (state or b"").decode())
+        return HeldLearner(learner, epoch.decode(), what, int(done or 0), int(applied or 0), (state or b"").decode())
 
     async def is_asked(self, learner: str) -> bool:
         """Whether there is something to carry out, or the learner is gone."""
@@ -206,17 +206,17 @@ class LearnerStore:
         trying, tries = await ask(self._redis, "HMGET", keys.learner(learner), "trying", "tries")
         return int(tries) if trying == str(number).encode() else 0
 
-    async def begun(self, held: Held, number: int) -> int:
+    async def begun(self, held: HeldLearner, number: int) -> int:
         """Note that a request is carried out: how often it was and came to no end, 0 when another service has it."""
         return int(await _try(self._redis, [keys.learner(held.id)], [held.epoch, number]))
 
-    async def ended(self, held: Held) -> None:
+    async def ended(self, held: HeldLearner) -> None:
         """It has come to an end, whatever became of it."""
         await _try(self._redis, [keys.learner(held.id)], [held.epoch, ""])
 
     async def tell(
         self,
-        held: Held,
+        held: HeldLearner,
         number: int,
         answer: Answer | None,
         *,
@@ -288,7 +288,7 @@ class LearnerStore:
         """It is not needed any more."""
         await ask(self._redis, "UNLINK", keys.learner_saved(learner, name))
 
-    async def state(self, held: Held) -> bytes:
+    async def state(self, held: HeldLearner) -> bytes:
         """The bytes of a learner's present state."""
         return await Chunks(self._redis, keys.learner_state(held.id, held.state)).read()
 

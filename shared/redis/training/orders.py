@@ -16,7 +16,7 @@ from shared.errors import QueueFullError
 from shared.redis import keys
 from shared.redis.connection.client import ask_all
 from shared.redis.poll import poll
-from shared.redis.stream import Entry, Stream
+from shared.redis.stream import Stream, StreamEntry
 
 Body = TypeVar("Body")
 
@@ -85,6 +85,6 @@ class Orders(Stream[Received[bytes]]):
         await self.done([received.entry])
 
     @staticmethod
-    def _decode(entry: Entry) -> Received[bytes]:
+    def _decode(entry: StreamEntry) -> Received[bytes]:
         fields = entry.fields
         return Received(entry.id, fields[b"id"].decode(), fields[b"d"], int(fields[b"deadline_ms"]), entry.again)

@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 
 from shared.redis import keys
 from shared.redis.connection.client import Script, ask, server_time_ms
-from shared.redis.training.parcels import Parcel, Parcels
+from shared.redis.training.parcels import Parcels, StoredParcel
 from shared.redis.training.presence import Presence
 
 TURN_S = 30
@@ -23,19 +23,19 @@ _begin = Script("round_begin")
 
 
 @dataclass(frozen=True)
-class Standing:
+class ClosedRound:
     """The last round that is over: its average, and whose changes are in it."""
 
     spec: bytes
     round: int
-    state: Parcel
+    state: StoredParcel
     taken: frozenset[str]
 
 
 class Change(msgspec.Struct, frozen=True, array_like=True):
     """What one run has changed since the last round."""
 
-    delta: Parcel
+    delta: StoredParcel
     samples: int  # that it has learned from
     told_ms: int
 
@@ -48,21 +48,21 @@ class RoundStore:
         self.parcels = Parcels(redis, lambda id: keys.round_bytes(name, id))
         self.members = Presence(redis, keys.round_members(name))  # runs; who is dead is not waited for
 
-    async def now(self) -> Standing | None:
+    async def now(self) -> ClosedRound | None:
         """How far it is; None: nobody has begun it."""
         key = keys.rounds(self.name)
         spec, number, state, taken = await ask(self._redis, "HMGET", key, "spec", "round", "state", "taken")
         if spec is None:
             return None
-        parcel = msgspec.msgpack.decode(state, type=Parcel)
-        return Standing(spec, int(number), parcel, frozenset(taken.decode().split("\n")) - {""})
+        parcel = msgspec.msgpack.decode(state, type=StoredParcel)
+        return ClosedRound(spec, int(number), parcel, frozenset(taken.decode().split("\n")) - {""})
 
-    async def begin(self, spec: bytes, state: Parcel) -> bool:
+    async def begin(self, spec: bytes, state: StoredParcel) -> bool:
         """Be the first; False: somebody was."""
         names = [keys.rounds(self.name), keys.round_bytes(self.name, state.id)]
         return bool(await _begin(self._redis, names, [spec, msgspec.msgpack.encode(state), keys.ROUNDS_TTL_S]))
 
-    async def tell(self, round: int, member: str, delta: Parcel, samples: int) -> None:
+    async def tell(self, round: int, member: str, delta: StoredParcel, samples: int) -> None:
         """What this run has changed, for the average of a round."""
         key = keys.round_deltas(self.name, round)
         change = Change(delta, samples, await server_time_ms(self._redis, key))
@@ -87,7 +87,7 @@ class RoundStore:
         """Whoever had the turn is done."""
         await ask(self._redis, "DEL", keys.round_turn(self.name))
 
-    async def close(self, before: Standing, state: Parcel, taken: frozenset[str]) -> bool:
+    async def close(self, before: ClosedRound, state: StoredParcel, taken: frozenset[str]) -> bool:
         """The next round is over with this average; False: it was before."""
         number = before.round + 1
         names = [

@@ -16,7 +16,7 @@ from redis.asyncio import Redis
 
 from shared.redis import keys
 from shared.redis.connection.client import Script
-from shared.redis.stream import Entry, Stream
+from shared.redis.stream import Stream, StreamEntry
 from shared.trajectories import LiveTrajectory
 
 CONSUMER = "trainer"  # one trainer a policy: the next one takes over what the last one had read
@@ -60,7 +60,7 @@ class TrajectoryQueue(Stream[Delivered]):
         return bool(await _add(self._redis, [self._key, self._stats, self._seen], args))
 
     @staticmethod
-    def _decode(entry: Entry) -> Delivered:
+    def _decode(entry: StreamEntry) -> Delivered:
         return Delivered(entry.id, msgspec.json.decode(entry.fields[b"d"], type=LiveTrajectory))
 
 
