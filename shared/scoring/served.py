@@ -56,8 +56,7 @@ from shared.rewards.model_kinds import (
 )
 from shared.scoring.pool import RewardSample
 from shared.sequences import ModelCard, SamplingParams, SequenceClass, SequenceKind, SequenceResult, SequenceSpec
-from shared.text.answered import answered
-from shared.text.codec import CodecCache, TextCodec
+from shared.text.codec import CodecCache, TextCodec, answered
 from shared.trajectories import Reward
 
 AT_ONCE = 64

@@ -381,3 +381,19 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 _BYTE_OF = _byte_alphabet()
+
+
+def answered(codec: TextCodec, prompt: str | Sequence[dict[str, Any] | int] | None, answer: str) -> list[int]:
+    """Ids of a prompt with its answer, as reward models read them in training, in jobs and when they serve.
+
+    A chat goes through the model's chat template with the answer as its last message; a text is followed by the answer;
+    a prompt of ids must be this model's. Special tokens that are spelled in the answer become spaces, so that what is
+    judged cannot speak for itself. InvalidRequestError when the chat template refuses the chat.
+    """
+    answer = codec.without_special(answer)
+    if prompt is None or isinstance(prompt, str):
+        return codec.encode((prompt or "") + answer)
+    if ids := [item for item in prompt if isinstance(item, int)]:
+        return [*ids, *codec.encode(answer, add_special_tokens=False)]
+    messages = [item for item in prompt if not isinstance(item, int)]
+    return codec.encode_chat([*messages, {"role": "assistant", "content": answer}], add_generation_prompt=False)

@@ -13,8 +13,7 @@ from shared.errors import ConflictError, ServiceUnavailableError, SetupError
 from shared.rewards.model_kinds import ModelOptions
 from shared.scoring.pool import RewardSample
 from shared.scoring.served import UNANSWERED
-from shared.text.answered import answered
-from shared.text.codec import TextCodec
+from shared.text.codec import TextCodec, answered
 from shared.trajectories import Reward
 from tests.training.in_process import InProcessSource, MemorySink
 from tests.training.nobody import NoBoard, NoOrders

@@ -21,9 +21,8 @@ from trainer.learn.steps import StepReport
 from trainer.loggers import loggers as loggers_module
 from trainer.loggers import sender
 from trainer.loggers.choice import check_installed
-from trainer.loggers.figures import by_name
 from trainer.loggers.loggers import Loggers
-from trainer.loggers.tracked_run import Samples, TrackedRun, rows
+from trainer.loggers.tracked_run import Samples, TrackedRun, by_name, rows
 from trainer.runs.metrics import MetricsLog, Timing, step_metrics
 from trainer.runs.rl import loggers_of
 from trainer.settings import TrainSettings

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from trainer.learn.options import LossName, LossOptions
 
@@ -164,6 +165,31 @@ def truncated_weights(old_BT: mx.array, sampler_BT: mx.array, mask_BT: mx.array,
     """
     weight_BT = mx.exp(mx.where(mask_BT, old_BT - sampler_BT, 0.0))
     return mx.stop_gradient(mx.minimum(weight_BT, bound))
+
+
+# -- tuning: B rows, T completion positions, N pairs; each loss is a part's share of the mean over a batch
+
+
+def cross_entropy(logp_BT: mx.array, mask_BT: mx.array, tokens: int) -> mx.array:
+    """Mean negative log-likelihood of the tokens in the mask; `tokens` counts those of the whole batch."""
+    return -mx.where(mask_BT, logp_BT, 0.0).sum() / tokens
+
+
+def answer_logps(logp_BT: mx.array, mask_BT: mx.array) -> mx.array:
+    """Log-probability [B] of each whole answer."""
+    return mx.where(mask_BT, logp_BT, 0.0).sum(axis=-1)
+
+
+def margins(logp_B: mx.array, reference_B: mx.array, beta: float) -> mx.array:
+    """By how much each pair's chosen answer, row 2 n, has gained on its rejected one, row 2 n + 1: [N], times beta."""
+    gained_B = logp_B - reference_B
+    return beta * (gained_B[0::2] - gained_B[1::2])
+
+
+def preference_loss(margin_N: mx.array, pairs: int) -> mx.array:
+    """DPO, arXiv 2305.18290 equation 7: -log sigmoid(margin); `pairs` of them are in the whole batch."""
+    loss: mx.array = nn.softplus(-margin_N).sum() / pairs
+    return loss
 
 
 def _ratio(x: LossInputs) -> mx.array:

@@ -1,7 +1,7 @@
 """The losses of PPO (Schulman et al., arXiv 1707.06347) over actions of policies that are networks.
 
-An action is a sequence of one token: its clipped term is that of `trainer/learn/losses.py`. Shape suffixes: B sequences
-of L steps, R = B L rows, I numbers observed, A numbers of an action.
+An action is a sequence of one token: its clipped term is that of `trainer/learn/losses.py`. Shape suffixes: T steps,
+N copies of the environment, B sequences of L steps, R = B L rows, I numbers observed, A numbers of an action.
 """
 
 import math
@@ -16,9 +16,26 @@ import numpy.typing as npt
 from shared.networks.spec import LOG_STD, LOGITS, MEAN, VALUE
 from trainer.learn.losses import LOSSES, LossInputs, StepTotals, value_errors
 from trainer.learn.options import LossOptions
-from trainer.runs.acting import Floats, Rollout
 
+Floats = npt.NDArray[np.float32]
+State = dict[str, Floats]  # of recurrent layers, a row for each copy
 _LOG_2PI = math.log(2 * math.pi)
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """Some steps of all copies."""
+
+    observed_TNI: Floats
+    actions_TN: npt.NDArray[Any]  # with a last dimension where an action is a vector
+    logp_TN: Floats
+    values_TN: Floats
+    rewards_TN: Floats  # with what follows a time-out, discounted
+    ended_TN: npt.NDArray[np.bool_]
+    states_C: tuple[State, ...]  # before the first step of each sequence
+    versions_T: tuple[int, ...]  # that acted
+    next_N: Floats  # values of what was observed at the end
+    returns: tuple[float, ...]  # of episodes that have ended
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 **pairs** `{"prompt"?, "chosen", "rejected"}`: a scalar head, the chosen answer above the rejected one (Bradley-Terry).
 **scores** `{"prompt"?, "completion", "score"}`: a scalar head, squared error. **labels** `{"prompt"?, "completion",
 "label"}`: a head of labels, cross entropy. `prompt` is a text or messages; an answer is a text, or a whole conversation
-of messages that ends with it. What is read of them is what the reward `model` reads (shared/text/answered.py).
+of messages that ends with it. What is read of them is what the reward `model` reads (shared/text/codec.py:answered).
 
 **actions** `{"observation", "action": "left", "weight"?}`: a categorical head, and **vectors** `{"observation",
 "action": [0.1, -0.3], "weight"?}`: a gaussian one, by the actions' log-probability. An observation is a text or
@@ -20,8 +20,7 @@ import numpy.typing as npt
 
 from shared.errors import InvalidRequestError, SetupError
 from shared.jobs import Message
-from shared.text.answered import answered
-from shared.text.codec import TextCodec
+from shared.text.codec import TextCodec, answered
 from trainer.learners.lines import exchange, read_lines
 from trainer.rollouts.pictures import has_images
 

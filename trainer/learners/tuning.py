@@ -27,10 +27,10 @@ from trainer.learn.logprobs import (
     shared_scores,
     to_arrays,
 )
+from trainer.learn.losses import answer_logps, cross_entropy, margins, preference_loss
 from trainer.learn.measures import measure_parity, weights_in
 from trainer.learn.options import AdapterShape
 from trainer.learn.peers import Peers
-from trainer.learn.preference import answer_logps, cross_entropy, margins, preference
 from trainer.learners.calls import exposed
 from trainer.learners.data import DataLearner, DataOptions, ItemSize, Measured, policy_of
 from trainer.learners.tuning_examples import Tuning
@@ -148,7 +148,7 @@ class TuneLearner(RowLearner[SampleGroup]):
             if part is not None:
                 margin_N = self._margins(self._policy.model, self._arrays(part), self._reference(part))
                 gained += np.array(margin_N).tolist()
-                loss += np.array(preference(margin_N, len(items))).item()
+                loss += np.array(preference_loss(margin_N, len(items))).item()
             yield
         right, loss, margin = self._peers.numbers([sum(each > 0 for each in gained), loss, sum(gained)])
         return Measured(right / len(items), loss, margin / len(items))
@@ -164,7 +164,7 @@ class TuneLearner(RowLearner[SampleGroup]):
     def _loss(self, model: Any, x: BatchArrays, reference_B: mx.array | None, whole: int) -> mx.array:
         if reference_B is None:
             return cross_entropy(self._scores(model, x).logp_BT, x.mask_BT, whole)
-        return preference(self._margins(model, x, reference_B), whole)
+        return preference_loss(self._margins(model, x, reference_B), whole)
 
     def _margins(self, model: Any, x: BatchArrays, reference_B: mx.array) -> mx.array:
         return margins(answer_logps(self._scores(model, x).logp_BT, x.mask_BT), reference_B, self._beta)

@@ -10,9 +10,8 @@ from typing import Any, Self
 
 import structlog
 
-from trainer.loggers.figures import by_name
 from trainer.loggers.sender import Sender
-from trainer.loggers.tracked_run import Ending, Plain, Samples, TrackedRun, Tracker
+from trainer.loggers.tracked_run import Ending, Plain, Samples, TrackedRun, Tracker, by_name
 
 log = structlog.get_logger()
 

@@ -4,7 +4,7 @@ The run's id there is kept in a file of the run's folder, so that a run that is 
 """
 
 import contextlib
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -17,6 +17,19 @@ Ending = Literal["finished", "stopped", "failed"]  # stopped: by a person or SIG
 Plain = str | int | float | bool
 Samples = Sequence[BoardSample]  # of a train step; (): the run shows them to nobody
 COLUMNS = ("train_step", "reward", "prompt", "reply", "version", "finish_reason", "error")
+GROUPS = {
+    "rollout": (
+        "reward", "reward_std", "held_out", "held_out_true", "completion_tokens", "groups", "taught", "failed",
+        "overlong", "zero_variance",
+    ),
+    "policy": (
+        "loss", "kl", "entropy", "clip_fraction", "grad_norm", "update_rms", "learning_rate", "value_loss", "explained",
+    ),
+    "staleness": ("lag_mean", "lag_max", "dropped", "mismatch", "mismatch_max", "staleness", "staleness_max"),
+    "curriculum": ("tasks_solved", "tasks_hopeless", "tasks_unseen", "difficulty", "wanted_difficulty"),
+    "speed": ("tokens", "tokens_per_s", "wait_s", "train_s", "publish_s"),
+    "run": ("policy_step", "version"),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -57,6 +70,14 @@ class TrackerKind(Protocol):
     """How a run is opened in a package: a new one, or the one that it was before."""
 
     def __call__(self, run: TrackedRun) -> Tracker: ...
+
+
+def by_name(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Figures of a line of metrics.jsonl as `group/figure`; those that were not measured are left out."""
+    for group, names in GROUPS.items():
+        for name in names:
+            if values[name] is not None:
+                yield f"{group}/{name}", values[name]
 
 
 def rows(train_step: int, samples: Samples) -> list[list[Plain | None]]:

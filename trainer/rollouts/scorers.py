@@ -58,7 +58,7 @@ async def open_scorer(
             await pool.check(checked)  # its patterns
         except InvalidRequestError as error:
             raise SetupError(str(error)) from error
-        yield SampleScorer(SampleScorer(pool, judges), checked)
+        yield RewardScorer(SampleScorer(pool, judges), checked)
     finally:
         pool.close()
 
@@ -98,7 +98,7 @@ class _Waiting:
     future: "asyncio.Future[Reward]"
 
 
-class SampleScorer:
+class RewardScorer:
     """A reward of the registry. Samples that finish together are scored in one call."""
 
     def __init__(self, rewards: SampleScorer, reward: CheckedReward) -> None:

@@ -15,11 +15,9 @@ import numpy.typing as npt
 
 from shared.errors import ServiceUnavailableError
 from shared.networks.spec import LOGITS, NetworkSpec
+from trainer.learn.ppo_losses import Floats, Rollout, State
 from trainer.ring.http_client import HttpApi
 from trainer.runs.numeric_environments import NumericEnvironment
-
-Floats = npt.NDArray[np.float32]
-State = dict[str, Floats]  # of recurrent layers, a row for each copy
 
 
 class _Tensor(msgspec.Struct):
@@ -49,22 +47,6 @@ class Acted:
         """Of some of them."""
         state = {name: each[rows] for name, each in self.state.items()}
         return Acted(self.version, self.actions[rows], self.logp[rows], self.values[rows], state)
-
-
-@dataclass(frozen=True)
-class Rollout:
-    """Some steps of all copies."""
-
-    observed_TNI: Floats
-    actions_TN: npt.NDArray[Any]  # with a last dimension where an action is a vector
-    logp_TN: Floats
-    values_TN: Floats
-    rewards_TN: Floats  # with what follows a time-out, discounted
-    ended_TN: npt.NDArray[np.bool_]
-    states_C: tuple[State, ...]  # before the first step of each sequence
-    versions_T: tuple[int, ...]  # that acted
-    next_N: Floats  # values of what was observed at the end
-    returns: tuple[float, ...]  # of episodes that have ended
 
 
 class Actor:
