@@ -16,7 +16,7 @@ class ParallmError(Exception):
     code: ClassVar[str | None] = None
 
     def __init_subclass__(cls, *, status: int = 0, type: str = "", code: str = "") -> None:
-        """What a class does not say is as in the class above it."""
+        """Set status, type and code of a class of errors; omitted ones are inherited."""
         cls.status = status or cls.status
         cls.type = type or cls.type
         cls.code = code or cls.code
@@ -52,7 +52,7 @@ class TokenOutOfRangeError(InvalidRequestError, code="token_out_of_range"):
 
 
 class UnsupportedModelError(InvalidRequestError, code="unsupported_model"):
-    """What is asked for needs something that this model does not have; the message says what."""
+    """The request needs something that this model does not have; the message names it."""
 
 
 class InvalidGrammarError(InvalidRequestError, code="invalid_grammar"):
@@ -128,7 +128,7 @@ class ConflictError(ParallmError, status=409, type="invalid_request_error", code
 
 
 class GoneError(ParallmError, status=410, type="invalid_request_error", code="gone"):
-    """What was there is over: the result of a Tinker client's request, or its session."""
+    """The result of a Tinker client's request, or its session, has expired."""
 
 
 class PayloadTooLargeError(ParallmError, status=413, type="invalid_request_error", code="payload_too_large"):

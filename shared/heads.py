@@ -30,7 +30,7 @@ _NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
 
 
 class HeadSpec(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a head is, besides its weights."""
+    """Definition of a head, without its weights."""
 
     kind: HeadKind
     labels: tuple[str, ...] = ()  # kinds "labels" and "categorical": one for each output, in order
@@ -57,7 +57,7 @@ class HeadSpec(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def outputs(self) -> int:
-        """Numbers that it gives."""
+        """Number of values that the head computes."""
         return len(self.labels) or 2 * self.size or 1
 
 

@@ -53,7 +53,7 @@ class SamplingOverrides(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What was asked for, without the inputs (they are stored apart, one JSON line a prompt)."""
+    """A submitted job without its inputs, which are stored apart, one JSON line a prompt."""
 
     id: str
     kind: JobKind
@@ -147,7 +147,7 @@ class JobUsage(msgspec.Struct, frozen=True):
 
 
 class JobStatus(msgspec.Struct, frozen=True):
-    """What `GET /v1/jobs/{id}` tells."""
+    """Body of the answer to `GET /v1/jobs/{id}`."""
 
     id: str
     kind: JobKind

@@ -43,7 +43,7 @@ CONSTANTS: dict[LossName, dict[str, float]] = {
 
 
 class LearnerSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What a learner is, fixed when it is made."""
+    """Definition of a learner, fixed when it is created."""
 
     id: str
     model: str  # served name of the base
@@ -88,7 +88,7 @@ class Datum(msgspec.Struct, frozen=True, array_like=True):
     images: tuple[ImageRef, ...] = ()  # in order; as many tokens are the model's placeholder as they have vectors
 
     def ids(self) -> npt.NDArray[np.int32]:
-        """The token ids [L]."""
+        """Token ids as int32, shape [L]."""
         return np.frombuffer(self.tokens, "<i4")
 
 
@@ -153,7 +153,7 @@ class PublishRequest(msgspec.Struct, frozen=True, tag="publish"):
 
 
 class CallRequest(msgspec.Struct, frozen=True, tag="ask"):
-    """What a run of `mlx_parallm_train` asks of its learner (trainer/learners/calls.py), msgpack."""
+    """A call of a learner's method by a run of `mlx_parallm_train`: a `Call` (trainer/learners/calls.py) as msgpack."""
 
     body: bytes = b""
     upload: str = ""  # where it lies in chunks, in place of `body`
@@ -180,11 +180,13 @@ Request = (
 
 
 class BeginDone(msgspec.Struct, frozen=True, tag="begin"):
-    """The learner is there."""
+    """The service has the learner, and the model has layers for it."""
 
 
 class PassDone(msgspec.Struct, frozen=True, tag="pass"):
-    """Of each datum: `logprobs` of its targets and, of cross_entropy, `elementwise_loss`; sums over all data."""
+    """For each datum the `logprobs` of its targets and, of cross_entropy, the `elementwise_loss`; `metrics` are sums
+    over all data.
+    """
 
     outputs: tuple[dict[str, Values], ...]
     metrics: dict[str, float]
@@ -211,7 +213,7 @@ class LoadDone(msgspec.Struct, frozen=True, tag="load"):
 
 
 class CallDone(msgspec.Struct, frozen=True, tag="told"):
-    """What came of an `CallRequest`, msgpack."""
+    """Result of a `CallRequest`, as msgpack."""
 
     body: bytes = b""
     name: str = ""  # of a save that holds it, in place of `body`
@@ -228,7 +230,7 @@ Answer = BeginDone | PassDone | StepDone | SaveDone | LoadDone | CallDone | Requ
 
 
 class SaveInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a save or a published version."""
+    """Metadata of a save or of a published version."""
 
     name: str
     kind: SaveKind
@@ -242,7 +244,7 @@ class SaveInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServiceCard(msgspec.Struct, frozen=True, kw_only=True):
-    """What a service that trains learners of a model tells of itself."""
+    """Heartbeat of a service that trains learners of a model."""
 
     id: str
     model: str

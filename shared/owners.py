@@ -26,11 +26,11 @@ class Asker:
         return cls(owner, limited=owner not in ("", ADMINS))
 
     def sees(self, owner: str) -> bool:
-        """Whether a thing of this owner is there for the asker."""
+        """True if the asker may read a thing of this owner."""
         return not self.limited or owner in ("", self.tenant)
 
     def owns(self, owner: str) -> bool:
-        """Whether it is the asker's to list, change, cancel and delete."""
+        """True if the asker may list, change, cancel and delete a thing of this owner."""
         return not self.limited or owner == self.tenant
 
     @property

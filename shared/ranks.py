@@ -8,7 +8,7 @@ RankState = Literal["loading", "ready", "lost"]
 
 
 class RankStatus(msgspec.Struct, frozen=True):
-    """One of them."""
+    """One rank of a group: where it runs and how it is."""
 
     rank: int
     host: str

@@ -90,7 +90,7 @@ class Collection(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class SequenceSpec(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a worker needs to decode one sequence, and where its tokens go."""
+    """All that a worker needs to decode one sequence, and where its tokens go."""
 
     id: str  # unique; of a job: "<job>-<ordinal>", so that enqueueing again changes nothing
     model: str
@@ -123,7 +123,7 @@ class SequenceSpec(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def kv_prompt(self) -> Sequence[int]:
-        """What the prompt's KV is found by: its ids, with what tells images apart in the place of their ids."""
+        """Ids under which the prompt's KV is stored: image placeholders become numbers that tell images apart."""
         return kv_ids(self.prompt_ids, self.image_token, self.images) if self.images else self.prompt_ids
 
     @property
@@ -144,7 +144,7 @@ class Timings(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class SequenceResult(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What is left of a sequence when it has ended; committed exactly once."""
+    """Result of a sequence that has ended; committed exactly once."""
 
     id: str
     finish: Finish
@@ -176,7 +176,7 @@ class Claim(msgspec.Struct, frozen=True):
 
 
 class ModelCard(msgspec.Struct, frozen=True):
-    """What a worker tells the registry about the model that it serves; api and job runner plan with it."""
+    """Facts about a served model that its worker registers; api and job runner plan with them."""
 
     name: str
     context_length: int  # prompt + completion, in tokens
@@ -205,7 +205,7 @@ class ModelCard(msgspec.Struct, frozen=True):
 
 
 def held(positions: int, window: int) -> int:
-    """Of so many positions, those that a row keeps KV of, where a card's `kv_window` is this."""
+    """Number of positions whose KV a row stores, with a card's `kv_window`."""
     return min(positions, window) if window else positions
 
 

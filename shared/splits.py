@@ -54,7 +54,7 @@ class Split(msgspec.Struct, frozen=True):
 
 
 class RewardSums(msgspec.Struct, frozen=True):
-    """What a version has earned."""
+    """Running sums of the rewards of one version."""
 
     count: int = 0
     mean: float = 0.0
@@ -78,7 +78,7 @@ class Belief(msgspec.Struct, frozen=True):
 
 
 def beliefs(split: Split, earned: Mapping[int, RewardSums]) -> list[Belief] | None:
-    """What is known of each version; None while all rewards are equal, or there are none."""
+    """Posterior of each version's mean reward; None while all rewards are equal, or there are none."""
     rewards = [earned.get(version, RewardSums()) for version in split.versions]
     count = sum(each.count for each in rewards)
     if not count:
@@ -180,5 +180,5 @@ def winner(split: Split, earned: Mapping[int, RewardSums]) -> tuple[int, str]:
 
 
 def _below(z: float) -> float:
-    """The standard normal distribution."""
+    """Distribution function of the standard normal distribution at z."""
     return 0.5 * math.erfc(-z / math.sqrt(2))

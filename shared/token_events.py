@@ -169,5 +169,5 @@ def _index(
 
 
 def _is_bare(event: TokenEvent) -> bool:
-    """Whether an event carries prompt logprobs alone."""
+    """True if the event carries prompt logprobs alone."""
     return not event.tokens and event.finish is None

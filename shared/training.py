@@ -128,7 +128,7 @@ class TrainingPoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Beat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a trainer without Redis tells its ring: that it owns the policy, and how it goes."""
+    """Heartbeat of a trainer without Redis: that it owns the policy, and its status."""
 
     owner: str
     instead_of: str = ""  # an owner that is known to be dead
@@ -179,7 +179,7 @@ UpdateOutcome = Literal["updated", "rejected", "no_signal"]
 
 
 class UpdateAnswer(msgspec.Struct, frozen=True, tag="updated"):
-    """What became of an update. `rejected`: the gate refused it and all is as before; `no_signal`: nothing to learn."""
+    """Result of an update. `rejected`: the gate refused it and all is as before; `no_signal`: nothing to learn."""
 
     status: UpdateOutcome
     train_step: int
@@ -197,14 +197,14 @@ class UpdateAnswer(msgspec.Struct, frozen=True, tag="updated"):
 
 
 class CheckpointAnswer(msgspec.Struct, frozen=True, tag="saved"):
-    """A checkpoint was saved."""
+    """The name of the checkpoint that was saved."""
 
     checkpoint: str
     train_step: int
 
 
 class ResumeAnswer(msgspec.Struct, frozen=True, tag="resumed"):
-    """The run goes on."""
+    """The run was resumed, with the version that it now serves."""
 
     action: ForeignAction
     version: int  # that is served and trained from now on
@@ -244,7 +244,7 @@ class TakenOrder(msgspec.Struct, frozen=True):
 
 
 class AnswerLetter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What such a trainer says of an order."""
+    """Answer of such a trainer to an order."""
 
     owner: str
     entry: str
@@ -264,7 +264,7 @@ class TrajectoryStats(msgspec.Struct, frozen=True):
 
 
 def is_checkpoint_name(name: str) -> bool:
-    """Whether a checkpoint can have it; `latest` and `best` point at others."""
+    """True if the name is allowed for a checkpoint; `latest` and `best` are pointers to others."""
     return re.fullmatch(NAME, name) is not None and name not in ("latest", "best")
 
 

@@ -166,7 +166,7 @@ def event_of(seq: str, trajectory: Trajectory, *, with_text: bool) -> TokenEvent
 
 
 def needs_processed(drawing: Drawing | None) -> bool:
-    """Whether a trainer can take into account how it was drawn, and so needs log-probabilities of just that."""
+    """True if a trainer can account for how a token was drawn, and so needs log-probabilities of that distribution."""
     return drawing is not None and drawing.temperature >= LEAST_TEMPERATURE and not drawing.edited
 
 

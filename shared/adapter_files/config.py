@@ -33,7 +33,7 @@ _LAYER = re.compile(r".*?\blayers\.\d+\.(?P<rest>.+)")
 
 
 class AdapterConfig(msgspec.Struct, frozen=True):
-    """What both formats say."""
+    """An adapter's configuration, as both formats state it."""
 
     format: Literal["mlx-lm", "peft"]
     kind: AdapterKind
@@ -44,7 +44,7 @@ class AdapterConfig(msgspec.Struct, frozen=True):
     network: NetworkSpec | None = None
 
     def names(self, module: str) -> bool:
-        """Whether the configuration means this module."""
+        """True if the configuration selects this module for an adapter."""
         if not self.targets:
             return True
         if self.format == "peft":  # PEFT: the path, or its end after a dot

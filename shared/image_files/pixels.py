@@ -21,7 +21,7 @@ MOST_RATIO = 100  # of the longer side to the shorter one: beyond that an image 
 
 
 class ImageSize(NamedTuple):
-    """Of an image as it is to be seen, turned as its file says."""
+    """Width and height in pixels, after the rotation that the image file asks for."""
 
     width: int
     height: int
@@ -34,7 +34,7 @@ def checked(data: bytes) -> ImageSize:
 
 
 class Tiles(NamedTuple):
-    """What a model sees of an image."""
+    """The tiles of an image as the model receives them."""
 
     width: int  # of the last one, in pixels; those before it are squares of `VisionSpec.tile`
     height: int

@@ -26,7 +26,7 @@ class ImageQuestion(msgspec.Struct, array_like=True):
 
 
 class ImageAnswer(msgspec.Struct, array_like=True):
-    """What was asked for, or what is wrong with the file."""
+    """The size, tiles or thumbnail of a file, or the reason why it was refused."""
 
     width: int = 0  # of the image; of its last tile
     height: int = 0

@@ -34,7 +34,7 @@ class ImageReader:
         self._idle: list[CallProcess] = []
 
     async def size(self, data: bytes) -> ImageSize:
-        """Of an image that can be decoded; InvalidRequestError says what is wrong with another file."""
+        """Size of an image that can be decoded; InvalidRequestError states what is wrong with any other file."""
         answer = await self._ask(ImageQuestion(data))
         return ImageSize(answer.width, answer.height)
 
@@ -48,7 +48,7 @@ class ImageReader:
         return (await self._ask(ImageQuestion(data, thumbnail=side))).thumbnail
 
     def close(self) -> None:
-        """End the processes."""
+        """Kill all processes that decode images."""
         while self._idle:
             self._idle.pop().kill()
 

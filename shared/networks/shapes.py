@@ -51,12 +51,12 @@ class NetworkPlan(NamedTuple):
 
 
 def plan(spec: NetworkSpec) -> NetworkPlan:
-    """What the signature comes to; ValueError names the layer and the reason."""
+    """Shapes of all layers for inputs of the signature's shapes; ValueError names the layer and the reason."""
     return _plan(spec, {name: each.shape for name, each in spec.inputs.items()})
 
 
 def plan_row(spec: NetworkSpec, shapes: Mapping[str, TensorShape]) -> NetworkPlan:
-    """What rows with inputs of these shapes come to; ValueError when that is more than is computed at once."""
+    """Shapes of all layers for one row with inputs of these shapes; ValueError when they exceed the limits."""
     planned = _plan(spec, dict(shapes))
     if (numbers := sum(map(math.prod, shapes.values()))) > MAX_NUMBERS:
         raise ValueError(f"its inputs have {numbers} numbers for one row; {MAX_NUMBERS} is the limit")

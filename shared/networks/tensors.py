@@ -31,7 +31,7 @@ _decoder = msgspec.msgpack.Decoder(dict[str, _Packed])
 
 
 def pack(tensors: Mapping[str, Array]) -> bytes:
-    """A message of them."""
+    """Encode tensors as one msgpack message."""
     return msgspec.msgpack.encode(
         {
             name: _Packed("int32" if each.dtype.kind == "i" else "float32", each.shape, _little(each).tobytes())
@@ -56,7 +56,8 @@ def unpack(data: bytes) -> Tensors:
 
 
 def check_tensors(spec: NetworkSpec, tensors: Mapping[str, Array], param: str = "inputs") -> NetworkPlan:
-    """What such rows come to; InvalidRequestError, with the tensor to blame, when they are not what the network reads.
+    """Shapes of all layers for these rows; InvalidRequestError names the tensor that the network does not read like
+    this.
 
     A state may be left out, whole.
     """

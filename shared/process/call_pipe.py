@@ -44,7 +44,7 @@ class CallPipe:
 
 
 def head_of(message: bytes) -> bytes:
-    """What goes before a message on its way: its length."""
+    """Header of a message on a pipe: its length in bytes."""
     return _LENGTH.pack(len(message))
 
 

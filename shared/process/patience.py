@@ -23,7 +23,7 @@ class Patience:
 
     @property
     def is_over(self) -> bool:
-        """Whether the next try would come too late."""
+        """True if the next attempt would start after the deadline."""
         return time.monotonic() + self.pause_s > self._until
 
     def heed(self, answer: httpx.Response) -> None:

@@ -165,7 +165,7 @@ class RewardKind:
 
     @property
     def description(self) -> str:
-        """What it computes."""
+        """One sentence on how the reward is computed, from the docstring of its options."""
         return (self.options.__doc__ or "").strip()
 
     @property
@@ -200,14 +200,14 @@ REWARDS: dict[str, RewardKind] = {
 
 
 class Score(NamedTuple):
-    """What a reward says of one completion."""
+    """Reward of one completion, with its components."""
 
     value: float
     components: dict[str, float] = {}  # noqa: RUF012 - a NamedTuple's default, never written
 
 
 def wrong_with(value: float) -> str:
-    """What keeps a number from being a reward; "" when nothing does."""
+    """Reason why a number cannot be a reward; "" when it can."""
     return "" if abs(value) <= LARGEST else f"the reward is {value}, and {LARGEST:g} is the largest"
 
 
@@ -220,12 +220,12 @@ class CheckedReward(NamedTuple):
 
     @property
     def all_options(self) -> list[Options]:
-        """Its options, or those of its parts."""
+        """Options of the reward, or those of each part of a mixture."""
         return [part.options for part in self.parts] or [self.options]
 
     @property
     def has_patterns(self) -> bool:
-        """Whether there is something to compile."""
+        """True if the reward has regular expressions to compile."""
         return any(isinstance(each, RegexOptions | FormatOptions) and each.pattern for each in self.all_options)
 
     def compile(self) -> None:
@@ -240,12 +240,12 @@ class CheckedReward(NamedTuple):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the reward has nothing to say without a reference."""
+        """True if the reward cannot be computed without a reference."""
         return any(_needs_reference(options) for options in self.all_options)
 
     @property
     def needs_prompt(self) -> bool:
-        """Whether the reward looks at the prompt."""
+        """True if the reward reads the prompt."""
         return any(isinstance(options, ModelOptions) and needs(options, PROMPT) for options in self.all_options)
 
     @property

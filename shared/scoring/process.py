@@ -76,7 +76,7 @@ def prepare() -> None:
 
 
 def try_patterns(trial: Trial) -> str:
-    """What is wrong with the reward's patterns; "" when nothing is."""
+    """Reason why the reward's patterns cannot be compiled in time; "" when they can."""
     try:
         with _time_limit(trial.timeout_s):
             check(trial.spec).compile()

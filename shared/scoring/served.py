@@ -151,7 +151,7 @@ class ServedRewards:
         return [each for each in scored if isinstance(each, Reward)]
 
     async def outputs(self, name: str, head: str, texts: Sequence[Sequence[int]]) -> list[list[float]]:
-        """What a head says of each text of ids; TimeoutError when nobody does."""
+        """Outputs of a head for each text of ids; TimeoutError when no worker answers."""
         model, ask = await self._resolve(name), _Ask(self, "batch", int(1000 * (time.time() + WITHIN_S)))
         async with asyncio.timeout(WITHIN_S):
             return [await ask.read(model, list(ids), head) for ids in texts]
@@ -294,14 +294,14 @@ class ServedRewards:
 
 @dataclass(frozen=True)
 class _Ask:
-    """What one sample asks of workers."""
+    """Requests to workers on behalf of one sample."""
 
     rewards: ServedRewards
     sequence_class: SequenceClass
     deadline_ms: int
 
     async def written(self, model: AskedModel, prompt: list[int], most: int) -> list[int]:
-        """What the model writes, greedily, without the token that ends it."""
+        """Greedy completion of the model, without the token that ends it."""
         sampling = SamplingParams(max_tokens=most, seed=0, temperature=0.0)
         (spec,) = self._specs(model, prompt, "generate", sampling, [()])
         (result,) = await self.rewards.run(model.card.name, [spec])
@@ -309,7 +309,7 @@ class _Ask:
         return ids[:-1] if ids and ids[-1] in model.card.eos_token_ids else ids
 
     async def read(self, model: AskedModel, ids: list[int], head: str) -> list[float]:
-        """What a head says of a text."""
+        """Outputs of a head for one text of ids."""
         (spec,) = self._specs(model, ids, "head", SamplingParams(max_tokens=0, seed=0), [()])
         (result,) = await self.rewards.run(model.card.name, [msgspec.structs.replace(spec, head=head)])
         return [value for (value,) in struct.iter_unpack("<f", result.embedding)]

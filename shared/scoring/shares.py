@@ -33,7 +33,7 @@ class Share:
 
     @property
     def given_up(self) -> bool:
-        """Whether so many have run out of time that the next ones will."""
+        """True if so many samples have run out of time that the next ones are expected to."""
         return self.late >= GIVE_UP_AFTER
 
     @property

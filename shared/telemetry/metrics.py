@@ -42,7 +42,7 @@ _ARM = ("adapter", "version")
 
 
 class Metric(NamedTuple):
-    """One family of figures."""
+    """Definition of one family of metrics."""
 
     name: str  # as it is exposed, a counter's `_total` included
     kind: MetricKind
@@ -268,7 +268,7 @@ CATALOGUE: dict[str, Metric] = {metric.name: metric for metric in (*_VLLM, *_OUR
 
 
 class Counter:
-    """A number that grows."""
+    """A number that only grows."""
 
     __slots__ = ("value",)
 
@@ -276,12 +276,11 @@ class Counter:
         self.value = 0.0
 
     def add(self, amount: float = 1) -> None:
-        """Count."""
         self.value += amount
 
 
 class Histogram:
-    """Observations by bucket."""
+    """Number of observations in each bucket, and their sum."""
 
     __slots__ = ("bounds", "counts", "sum")
 

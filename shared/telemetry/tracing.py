@@ -34,7 +34,7 @@ _INSTALL = "pip install 'mlx-parallm[traces]'"
 
 
 class Tracer(Protocol):
-    """What does the work of the functions below while traces are on: `shared.telemetry.opentelemetry.Tracing`."""
+    """Implementation of the functions below while traces are on: `shared.telemetry.opentelemetry.Tracing`."""
 
     provider: "TracerProvider"
 

@@ -131,7 +131,7 @@ class TextCodec:
         return self._special
 
     def is_special(self, spelling: str) -> bool:
-        """Whether decoding hides this token."""
+        """True if decoding hides this token."""
         return spelling in self._special
 
     def without_special(self, text: str) -> str:
@@ -193,11 +193,11 @@ class TextStream(Protocol):
         """The text that `ids` complete; it may be empty while a character is unfinished."""
 
     def flush(self) -> str:
-        """What was held back, as `decode` would show it at the end. Call it once."""
+        """The text that was held back, as `decode` would show it at the end. Call it once."""
 
 
 class DecoderShape(msgspec.Struct, frozen=True):
-    """What a tokenizer's `decoder` section does, as far as we decode it token by token.
+    """The part of a tokenizer's `decoder` section that decodes token by token.
 
     kind "bytes": GPT-2's byte alphabet (Llama 3, Qwen, ...). kind "pieces": SentencePiece's, with `<0xE2>` byte
     tokens and a word mark (Llama 2, Mistral, Gemma). kind "whole": anything else, decoded from the start each time.

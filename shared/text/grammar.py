@@ -126,7 +126,7 @@ def _is_unenforced(name: str, schema: dict[str, Any]) -> bool:
 
 
 def of_object() -> str:
-    """Any JSON object."""
+    """Grammar of any JSON object."""
     return of_schema({"type": "object"})
 
 
@@ -136,7 +136,7 @@ def of_regex(regex: str) -> str:
 
 
 def of_choice(choices: Sequence[str]) -> str:
-    """One of these texts."""
+    """Grammar of exactly one of these texts."""
     return of_lark("start: " + " | ".join(map(literal, choices)))
 
 
@@ -196,7 +196,7 @@ def of_ebnf(text: str) -> str:
 
 
 def literal(text: str) -> str:
-    """A string of Lark."""
+    """Quote a text as a string of Lark."""
     return json.dumps(text, ensure_ascii=False)
 
 

@@ -35,7 +35,7 @@ _end = Script("split_end")
 
 
 class _Manifest(msgspec.Struct, frozen=True):
-    """What a split needs of a version's manifest, which may name thousands of modules and labels."""
+    """The part of a version's manifest that a split reads; the rest may name thousands of modules and labels."""
 
     version: int
     status: AdapterStatus
@@ -71,7 +71,7 @@ class SplitState(msgspec.Struct, frozen=True):
 
     @property
     def shares(self) -> dict[int, float]:
-        """Of its versions; once it is over, the latest version gets all requests."""
+        """Share of the requests by version; once the split is over, the latest version gets all of them."""
         if self.over:
             return {version: float(version == self.latest) for version in self.split.versions}
         return dict(zip(self.split.versions, shares(self.split, self.earned), strict=True))
@@ -83,7 +83,7 @@ class SplitState(msgspec.Struct, frozen=True):
 
     @property
     def full(self) -> bool:
-        """Whether it has all rewards that the verdict takes."""
+        """True if enough rewards have been counted for a verdict."""
         return self.counted >= self.split.verdict_after
 
 

@@ -306,7 +306,7 @@ class AdapterStore(AdapterCatalog):
             raise UnknownAdapterError(f"there is no adapter {version_id(name, version)}")
 
     async def unpin(self, name: str, version: int, owner: str) -> None:
-        """End a pin."""
+        """Remove an owner's pin on a version."""
         await self._redis.zrem(keys.adapter_pins(name), f"{version}:{owner}")
 
     async def pin_all(self, reference: str, owner: str, ttl_s: float) -> None:
@@ -315,7 +315,7 @@ class AdapterStore(AdapterCatalog):
             await self.pin(name, version, owner, ttl_s)
 
     async def unpin_all(self, reference: str, owner: str) -> None:
-        """End what `pin_all` began."""
+        """Remove the pins that `pin_all` has set."""
         for name, version in _named_versions(reference):
             await self.unpin(name, version, owner)
 

@@ -42,7 +42,7 @@ class RedisUrl:
 
     @classmethod
     def of(cls, url: str) -> "RedisUrl":
-        """Of any URL; what is missing is ''."""
+        """Parse any URL; missing parts are ""."""
         scheme, _, rest = url.partition("://")
         rest, _, query = rest.partition("?")
         place, slash, path = rest.partition("/")
@@ -64,7 +64,7 @@ class SentinelAddress:
 
     @property
     def shown(self) -> str:
-        """The Sentinels, for messages."""
+        """Addresses of the Sentinels for log lines and errors, as `host:port, ...`."""
         return ", ".join(f"{host}:{port}" for host, port in self.sentinels)
 
     @classmethod
@@ -112,12 +112,12 @@ class ClusterAddress:
 
 
 def is_cluster(url: str) -> bool:
-    """Whether a URL names a Redis Cluster."""
+    """True if the URL's scheme is that of a Redis Cluster."""
     return RedisUrl.of(url).scheme in CLUSTER_SCHEMES
 
 
 def is_sentinel(url: str) -> bool:
-    """Whether a URL names a service of Sentinels."""
+    """True if the URL's scheme is that of a service found through Sentinels."""
     return RedisUrl.of(url).scheme in SENTINEL_SCHEMES
 
 

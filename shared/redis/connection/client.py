@@ -139,7 +139,7 @@ async def _check_kind(url: str, client: "Redis") -> None:
 
 
 async def answers(url: str, within_s: float = ANSWER_WITHIN_S) -> bool:
-    """Whether a Redis answers at this URL right now."""
+    """True if a Redis answers at this URL within the time."""
     try:
         await require(url, within_s)
     except (ServiceUnavailableError, SetupError):
@@ -148,7 +148,7 @@ async def answers(url: str, within_s: float = ANSWER_WITHIN_S) -> bool:
 
 
 async def infos(redis: "Redis") -> list[dict[str, Any]]:
-    """What the server says of itself (INFO), with the number of its `keys`; in a cluster each primary."""
+    """INFO of the server with its number of `keys`; one entry for each primary of a cluster."""
     servers = await redis.primaries() if isinstance(redis, ClusterRedis) else [redis]
     return [{**await server.info(), "keys": int(await server.dbsize())} for server in servers]
 
@@ -224,5 +224,5 @@ def _lua(name: str) -> str:
 
 
 def is_no_script(error: object) -> bool:
-    """Whether an answer means that the server does not know a script."""
+    """True if the error means that the server has not loaded the script."""
     return isinstance(error, ResponseError) and code_of(error) == "NOSCRIPT"

@@ -95,7 +95,7 @@ class ClusterRedis(DiscreetRedis):
         return await self.at(slot, lambda node: _one(self, node, command, options), waits_s)
 
     def pipeline(self, transaction: bool = True, shard_hint: str | None = None) -> Pipeline:
-        """As in redis-py."""
+        """As redis-py's `pipeline`, for keys of several slots."""
         return ClusterPipeline(self, transaction)
 
     def pubsub(self, **options: Any) -> PubSub:
@@ -103,7 +103,7 @@ class ClusterRedis(DiscreetRedis):
         return ClusterPubSub(self.topology, self.following, **options)
 
     async def aclose(self, close_connection_pool: bool | None = None) -> None:
-        """Close all connections."""
+        """Close the connections to all nodes."""
         pools = [*self._pools.values(), *(node.connection_pool for node in self._nodes.values())]
         for pool in pools:
             await pool.disconnect()
@@ -131,7 +131,7 @@ class ClusterRedis(DiscreetRedis):
         return [self.node(place) for place in await self.patiently(self.topology.primaries)]
 
     async def at(self, slot: int, act: Callable[[DiscreetRedis], Awaitable[T]], waits_s: float = 0.0) -> T:
-        """What `act` gives at the primary of a slot, wherever that is by now; it may wait there for `waits_s`."""
+        """Run `act` at the present primary of a slot and return its result; waits up to `waits_s` for a primary."""
 
         async def attempt() -> T:
             place = await self.topology.place(slot)
@@ -259,7 +259,7 @@ class ClusterPipeline(DiscreetPipeline):
         return WatchError("the slot of the watched keys has moved")
 
     async def execute(self, raise_on_error: bool = True) -> list[Any]:
-        """As in redis-py."""
+        """As redis-py's `execute`, divided by the slots of the commands."""
         if self.watching or self.explicit_transaction:
             there = self.connection_pool.connection_kwargs
             began = time.monotonic()
@@ -363,7 +363,7 @@ def _ours(pool: ConnectionPool) -> ConnectionPool:
 
 
 async def _nothing(error: Exception) -> None:
-    """What redis-py's Retry does between two attempts."""
+    """Take no action between two attempts of redis-py's Retry."""
 
 
 _ELSEWHERE = (AskError, TryAgainError, ClusterDownError)  # AskError: MovedError, too

@@ -110,7 +110,7 @@ def code_of(error: BaseException) -> str:
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether the server answers but takes no commands at the moment, whatever the command."""
+    """True if the server answers but refuses all commands at the moment."""
     return code_of(error) in _REFUSED
 
 

@@ -28,7 +28,7 @@ def slot_of(key: object) -> int:
 
 
 def is_sharded(channel: object) -> bool:
-    """Whether a channel belongs to a slot."""
+    """True if the channel's name has a hash tag, so that it belongs to a slot."""
     name = channel.decode(errors="replace") if isinstance(channel, bytes) else str(channel)
     return 0 <= name.find("{") < name.find("}") - 1
 

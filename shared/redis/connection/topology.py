@@ -61,7 +61,7 @@ class Topology:
         return list(self._primaries)
 
     def doubt(self, version: int) -> None:
-        """What was known under this version has turned out wrong, or cannot be reached."""
+        """Mark the topology of this version as doubtful: an address in it was wrong or cannot be reached."""
         self._in_doubt = self._in_doubt or version == self.version
 
     def moved(self, slot: int, place: Place) -> None:
@@ -72,7 +72,7 @@ class Topology:
             self._in_doubt = True
 
     async def is_current(self, slot: int, place: Place) -> bool:
-        """Whether a slot is a server's by the word of another one that has been asked after this call."""
+        """True if another server, asked after this call, says that the slot belongs to the server at `place`."""
         begun = self._checks
         async with self._checking:  # whoever came while a question about this server was on its way shares the next one
             if self._checked.get(place, (0, []))[0] <= begun:
@@ -138,11 +138,11 @@ class FollowingConnection(Connection):
 
 
 class FollowingTlsConnection(FollowingConnection, SSLConnection):
-    """The same over TLS."""
+    """A `FollowingConnection` that uses TLS."""
 
 
 def slots_answer(place: Place, error: ResponseError) -> Exception:
-    """What an error in place of an answer to CLUSTER SLOTS means."""
+    """Translate an error reply to CLUSTER SLOTS: NoClusterError for a server without cluster support."""
     if "cluster support disabled" in str(error):
         return NoClusterError(f"{place[0]}:{place[1]} is in no cluster")
     return error

@@ -34,7 +34,7 @@ _change = Script("batch_change")
 
 
 class BatchSpec(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What was asked for."""
+    """A batch as the client has submitted it."""
 
     id: str
     endpoint: str
@@ -97,7 +97,7 @@ def new_batch_id(idempotency_key: str = "", tenant: str = "", prefix: str = PREF
 
 
 class BatchStore:
-    """Batches by id."""
+    """Batches by id: their specification, progress, lease and expiry."""
 
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
@@ -202,7 +202,7 @@ class BatchStore:
         return bool(await _lease(self._redis, [keys.batch_lease(batch_id)], [owner, str(keys.BATCH_LEASE_MS)]))
 
     async def release(self, batch_id: str, owner: str) -> None:
-        """Give the lease back."""
+        """End the owner's lease, so that another process may take the batch."""
         await _lease(self._redis, [keys.batch_lease(batch_id)], [owner, "0"])
 
     async def _find(self, ids: list[str]) -> "list[BatchRecord | None]":

@@ -67,7 +67,7 @@ class JobLedger:
         self._redis = redis
 
     async def spec(self, job_id: str) -> JobSpec:
-        """What was asked for."""
+        """The job's specification; an error for an unknown job."""
         raw = await ask(self._redis, "HGET", keys.job(job_id), "spec")
         if raw is None:
             raise unknown_job(job_id)
@@ -85,7 +85,7 @@ class JobLedger:
         return bool(await _lease(self._redis, [keys.job_lease(job_id)], [runner, str(LEASE_MS)]))
 
     async def release(self, job_id: str, runner: str) -> None:
-        """Give the lease back."""
+        """End the runner's lease, so that another runner may take the job."""
         await _lease(self._redis, [keys.job_lease(job_id)], [runner, "0"])
 
     async def progress(self, job_id: str) -> JobProgress:

@@ -22,7 +22,7 @@ async def pin(adapters: AdapterStore, spec: JobSpec) -> None:
 
 
 async def unpin(adapters: AdapterStore, spec: JobSpec) -> None:
-    """End it."""
+    """Remove the pins that the job has set on its adapters."""
     for reference in (spec.adapter, *_scoring(spec)):
         await adapters.unpin_all(reference, _owner(spec))
 

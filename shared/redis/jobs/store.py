@@ -92,7 +92,7 @@ class JobStore:
         return status
 
     async def spec(self, job_id: str) -> JobSpec:
-        """What was asked for."""
+        """The job's specification; an error for an unknown job."""
         return await self._ledger.spec(job_id)
 
     async def cancel(self, job_id: str) -> JobStatus:

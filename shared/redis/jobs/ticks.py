@@ -66,7 +66,7 @@ def queue_name(redis: Redis) -> str:
 
 
 def tick_name(redis: Redis, job_id: str, number: int) -> str:
-    """What arq calls a tick, in the names of its keys."""
+    """Id of a tick in arq, which becomes part of its key names."""
     return f"{_TAG if isinstance(redis, ClusterRedis) else ''}{job_id}:{number}"
 
 

@@ -27,7 +27,7 @@ _judge = Script("kept_judge")
 
 
 class Verdict(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What somebody says of an answer."""
+    """A client's judgement of an answer."""
 
     reward: float
     over: str = ""  # the name of the answer that it was preferred to
@@ -105,7 +105,7 @@ class AnswerStore:
         return True
 
     async def delivered(self, keeper: str, name: str) -> None:
-        """What an answer's verdict is about is in the trainer's queue."""
+        """Record that the answer has been put into the trainer's queue."""
         await self._things.put(keeper, name, {"delivered": 1}, "there")
 
     async def list(self, keeper: str, *, judged: bool, after: str = "", limit: int = 20) -> list[StoredAnswer]:

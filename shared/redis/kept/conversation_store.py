@@ -43,7 +43,7 @@ class ConversationStore:
             raise unknown_conversation(name)
 
     async def body(self, keeper: str, name: str) -> bytes:
-        """What it says of itself; UnknownConversationError when there is none."""
+        """JSON body of the conversation; UnknownConversationError."""
         state, body = await ask(self._redis, "HMGET", keys.kept(keeper, name), "state", "body")
         if body is None or state is not None:  # a response is none
             raise unknown_conversation(name)

@@ -31,7 +31,7 @@ class ImageStore:
             raise
 
     async def get(self, tenant: str, sha256: bytes) -> bytes:
-        """Its bytes; ServiceUnavailableError when they have gone."""
+        """Bytes of an image; ServiceUnavailableError when they have expired."""
         data = await ask(self._redis, "HGET", keys.kept(images_of(tenant), sha256.hex()), "bytes")
         if data is None:
             raise ServiceUnavailableError(

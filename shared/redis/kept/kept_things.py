@@ -24,7 +24,7 @@ class Terms:
 
 
 class KeptThings:
-    """What responses, conversations and answers have in common."""
+    """Storage that responses, conversations and answers share."""
 
     def __init__(self, redis: Redis, terms: Terms) -> None:
         self._redis = redis

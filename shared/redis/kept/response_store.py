@@ -80,7 +80,7 @@ class ResponseStore:
         return msgspec.convert(fields, StoredResponse)
 
     async def state(self, keeper: str, response_id: str) -> str:
-        """Its state; "" when there is none."""
+        """State of a response; "" when there is none."""
         return (await ask(self._redis, "HGET", keys.kept(keeper, response_id), "state") or b"").decode()
 
     async def chain(self, keeper: str, last: str, most: int, most_bytes: int) -> tuple[list[ResponseTurn], bool]:

@@ -47,7 +47,7 @@ class DeadLetter(NamedTuple):
 
     @property
     def tenant(self) -> str:
-        """Its owner; a letter that cannot be read belongs to the admins, since it may be any tenant's."""
+        """Owner of the letter; one that cannot be read belongs to the admins, since it may be any tenant's."""
         return ADMINS if self.spec is None else self.spec.tenant
 
 
@@ -175,7 +175,7 @@ def split(letter_id: str) -> tuple[str, str]:
 
 
 def _is_64_bit(digits: str) -> bool:
-    """Whether Redis takes it for one of the two numbers of an entry's id."""
+    """True if the digits are one of the two 64-bit numbers of an entry's id."""
     return digits.isascii() and digits.isdigit() and len(digits) <= 20 and int(digits) < 2**64
 
 

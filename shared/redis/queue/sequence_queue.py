@@ -50,7 +50,7 @@ _RELEASE, _DEPTH, _FORWARD = Script("release"), Script("depth"), Script("forward
 
 @dataclass(frozen=True)
 class ClaimPlan:
-    """What a worker can take now (worker/claim_plan.py computes it)."""
+    """Rows and quotas with which a worker claims sequences now (worker/claim_plan.py computes it)."""
 
     rows: int  # free rows
     interactive_first: int  # quotas of the first round; a group that one lets in is taken whole if the rows allow it
@@ -167,7 +167,7 @@ class SequenceQueue:
         return await self._settlement.cancel(seq_ids)
 
     async def is_alive(self, seq: str) -> bool:
-        """Whether a sequence waits or runs."""
+        """True while the sequence is queued or running."""
         state = await ask(self._redis, "HGET", keys.sequence(self._model, seq), "state")
         return state in (b"queued", b"running")
 
@@ -247,7 +247,7 @@ class SequenceQueue:
         return {stream: g[0]["last-delivered-id"] if g else b"0-0" for stream, g in zip(streams, ours, strict=True)}
 
     async def may_reap(self, worker_id: str) -> bool:
-        """Whether it is this worker's turn: many workers need not look more often than a few.
+        """True if this worker should look for expired leases now; many workers need not look more often than a few.
 
         Each that asks every sixth of a lease keeps the looks at least half as far apart, and never farther than that.
         """

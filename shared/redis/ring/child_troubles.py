@@ -26,7 +26,7 @@ class ChildTrouble(msgspec.Struct, frozen=True):
 
     @property
     def told(self) -> str:
-        """A sentence for people."""
+        """Message shown to the operator."""
         again = f", {self.times} times in a row" if self.times > 1 else ""
         return f"{self.child} on {self.host} has ended with exit code {self.exit_code}{again}; it is started again"
 

@@ -24,14 +24,14 @@ _read = Script("completions_read")
 
 
 class Completion(msgspec.Struct, frozen=True, array_like=True):
-    """What one sequence has written."""
+    """Ids that one sequence has written."""
 
     mark: bytes  # of the sequence: a write that is repeated adds nothing
     packed: bytes  # ids, four bytes each, little-endian
 
     @property
     def is_whole(self) -> bool:
-        """Whether these can be ids."""
+        """True if mark and ids have possible lengths."""
         return len(self.mark) == MARK_BYTES and len(self.packed) % 4 == 0
 
 
@@ -62,7 +62,7 @@ class CompletionStore:
         await _add(self._redis, [keys.completions(name), keys.completion_uses(), keys.completion_sizes()], args)
 
     async def read(self, prompts: Sequence[bytes]) -> list[list[Completion]]:
-        """What is kept of each of these, the latest last; what cannot be read is left out."""
+        """The stored completions of each prompt, the latest last; unreadable ones are left out."""
         names = [prompt.hex() for prompt in prompts]
         found = await _read(
             self._redis,

@@ -27,7 +27,7 @@ _add = Script("metrics_add")
 
 
 class MetricWriter:
-    """Writes one process's tally."""
+    """Writes the tally of one process to Redis."""
 
     def __init__(self, redis: Redis, tally: Tally, role: Role, process_id: str) -> None:
         self._redis = redis

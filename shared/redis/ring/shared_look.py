@@ -32,7 +32,8 @@ class SharedLook(Generic[Seen]):
         self._known: dict[str, Seen] = {}  # of each model, the latest
 
     async def at(self, model: str, look: Callable[[], Awaitable[Seen]]) -> Seen:
-        """What somebody has seen within FRESH_MS; while one looks for it, what we knew last, which is little older.
+        """The result of a look that is at most FRESH_MS old; while another process looks, this process's last one,
+        little older.
 
         Who knows nothing waits for it, but not for ever: many processes that start at once would all look.
         """

@@ -38,7 +38,7 @@ WorkerState = Literal["starting", "ready", "paused", "draining", "stuck"]
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One heartbeat."""
+    """One heartbeat of a worker."""
 
     id: str
     model: str
@@ -73,7 +73,7 @@ def weights_of(card: ModelCard) -> str:
 
 
 class WorkerRegistry:
-    """The registry in Redis."""
+    """Heartbeats of all workers, in Redis."""
 
     def __init__(self, redis: "Redis", *, shares: bool = False) -> None:
         """`shares`: in a large ring other processes' looks at the workers serve here, too, and ours there."""
@@ -242,7 +242,7 @@ class DifferingWeights:
         self._since: float | None = None
 
     def heard(self, there_are: bool, now: float) -> None:
-        """What a heartbeat of ours has found, and when, by a steady clock."""
+        """Record whether a heartbeat found other weights, at a time of a monotonic clock."""
         if not there_are:
             self._since = None
             return
@@ -254,7 +254,7 @@ class DifferingWeights:
 
 
 def _has_others(other: WorkerStatus, ours: WorkerStatus) -> bool:
-    """Whether another worker has something else under our name."""
+    """True if another worker serves other weights under our model's name."""
     return bool(other.id != ours.id and other.weights and other.weights != ours.weights)
 
 

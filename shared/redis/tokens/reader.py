@@ -227,7 +227,7 @@ class FrameReader:
     # -- heartbeat
 
     async def announce(self) -> None:
-        """Write this process's heartbeat."""
+        """Write this api process's heartbeat."""
         key = keys.api(self.api_id)
         fields = {
             "host": socket.gethostname(),

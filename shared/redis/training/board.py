@@ -31,7 +31,7 @@ _alive = Script("trainer_alive")
 
 
 class TrainingBoard:
-    """One policy's board."""
+    """Training status and curve of one policy."""
 
     def __init__(self, redis: Redis, policy: str) -> None:
         self._redis = redis

@@ -73,7 +73,7 @@ class LearnerStore:
         return msgspec.json.decode(await _create(self._redis, [keys.learner(spec.id)], args), type=LearnerSpec)
 
     async def spec(self, learner: str) -> LearnerSpec:
-        """What a learner is; NotFoundError."""
+        """Definition of a learner; NotFoundError."""
         raw = await ask(self._redis, "HGET", keys.learner(learner), "spec")
         if raw is None:
             raise NotFoundError("there is no such learner, or its time to live is over")
@@ -171,7 +171,7 @@ class LearnerStore:
         await waiting_learners(self._redis, model).drop(learner)
 
     async def knows(self, learner: str, number: int) -> bool:
-        """Whether a request of this number was placed, and perhaps answered already."""
+        """True if a request of this number has been placed, answered or not."""
         done = await ask(self._redis, "HGET", keys.learner(learner), "done")
         return int(done or 0) >= number or await self.waits(learner, number)
 
@@ -188,7 +188,7 @@ class LearnerStore:
         return HeldLearner(learner, epoch.decode(), what, int(done or 0), int(applied or 0), (state or b"").decode())
 
     async def is_asked(self, learner: str) -> bool:
-        """Whether there is something to carry out, or the learner is gone."""
+        """True if a request waits to be carried out, or the learner is gone."""
         spec, done, applied = await ask(self._redis, "HMGET", keys.learner(learner), "spec", "done", "applied")
         return spec is None or (done or 0) != (applied or 0) or await self.waits(learner, int(done or 0) + 1)
 
@@ -198,7 +198,7 @@ class LearnerStore:
         return None if raw is None else (await asyncio.to_thread(_request_decoder.decode, raw), len(raw))
 
     async def waits(self, learner: str, number: int) -> bool:
-        """Whether a request of this number is there."""
+        """True if a request of this number is stored and not yet answered."""
         return bool(await ask(self._redis, "HEXISTS", keys.learner_requests(learner), number))
 
     async def tries(self, learner: str, number: int) -> int:
@@ -281,7 +281,7 @@ class LearnerStore:
         return name
 
     async def asked(self, learner: str, name: str) -> bytes:
-        """What `put_asked` was given; NotFoundError."""
+        """The bytes that `put_asked` has stored; NotFoundError."""
         return await Chunks(self._redis, keys.learner_saved(learner, name)).read()
 
     async def drop_asked(self, learner: str, name: str) -> None:
@@ -304,7 +304,7 @@ class LearnerStore:
     # -- services
 
     async def announce(self, card: ServiceCard) -> None:
-        """A service lives."""
+        """Write the heartbeat of a service."""
         await self._services.put(keys.learner_service(card.model), card)
 
     async def service(self, model: str) -> ServiceCard | None:

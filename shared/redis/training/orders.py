@@ -38,7 +38,7 @@ class Received(Generic[Body]):
 
 
 class Orders(Stream[Received[bytes]]):
-    """One stream of orders."""
+    """One stream of orders to a trainer."""
 
     group = "takers"
     unreadable = "order.unreadable"

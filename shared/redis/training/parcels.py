@@ -43,7 +43,7 @@ class Parcels:
         return parcel
 
     async def get(self, parcel: StoredParcel) -> bytes:
-        """What was put; NotFoundError when it is gone or damaged."""
+        """The stored bytes; NotFoundError when they have expired or are damaged."""
         data = await Chunks(self._redis, self._key(parcel.id)).read()
         if await asyncio.to_thread(_sha256, data) != parcel.sha256:
             raise NotFoundError("these bytes are not what was stored")

@@ -16,7 +16,7 @@ class Presence:
         self._redis, self._key = redis, key
 
     async def beat(self, name: str) -> None:
-        """It lives."""
+        """Record that this member is alive now."""
         now = await server_time_ms(self._redis, self._key)
         async with self._redis.pipeline(transaction=True) as pipe:
             pipe.zadd(self._key, {name: now})

@@ -33,7 +33,7 @@ class ClosedRound:
 
 
 class Change(msgspec.Struct, frozen=True, array_like=True):
-    """What one run has changed since the last round."""
+    """The difference that one run has made to the weights since the last round."""
 
     delta: StoredParcel
     samples: int  # that it has learned from
@@ -41,7 +41,7 @@ class Change(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RoundStore:
-    """One federation."""
+    """Rounds and members of one federation."""
 
     def __init__(self, redis: Redis, name: str) -> None:
         self._redis, self.name = redis, name
@@ -63,7 +63,7 @@ class RoundStore:
         return bool(await _begin(self._redis, names, [spec, msgspec.msgpack.encode(state), keys.ROUNDS_TTL_S]))
 
     async def tell(self, round: int, member: str, delta: StoredParcel, samples: int) -> None:
-        """What this run has changed, for the average of a round."""
+        """Publish this run's difference for the average of a round."""
         key = keys.round_deltas(self.name, round)
         change = Change(delta, samples, await server_time_ms(self._redis, key))
         async with self._redis.pipeline(transaction=True) as pipe:
@@ -80,7 +80,7 @@ class RoundStore:
         return found, (await server_time_ms(self._redis, key) - first) / 1000 if found else 0.0
 
     async def turn(self, member: str) -> bool:
-        """Whether it is this run's to average now."""
+        """True if this run now has the turn to average; the turn expires after TURN_S."""
         return bool(await self._redis.set(keys.round_turn(self.name), member, nx=True, ex=TURN_S))
 
     async def turn_over(self) -> None:

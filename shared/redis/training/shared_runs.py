@@ -51,11 +51,11 @@ class SharedRun:
         await _leave(self._redis, [keys.shared_run(self.name)], [epoch, int(done), 6 * keys.SHARED_RUN_TTL_S])
 
     async def say(self, word: bytes) -> None:
-        """To all members."""
+        """Send a message to all members."""
         await self._add(keys.shared_words(self.name), word)
 
     async def answers(self, after: str, within_s: float) -> list[tuple[str, bytes]]:
-        """What members have said behind a place, each with its place; waits so long for the first."""
+        """Messages of members after a stream position, each with its position; waits up to `within_s` for one."""
         return await self._behind(keys.shared_answers(self.name), after, within_s)
 
     async def answers_end(self) -> str:
@@ -70,11 +70,11 @@ class SharedRun:
         return None if epoch is None else RunNow(epoch.decode(), spec, ended is not None)
 
     async def answer(self, body: bytes) -> None:
-        """To the leader."""
+        """Send a message to the leader."""
         await self._add(keys.shared_answers(self.name), body)
 
     async def words(self, after: str, within_s: float) -> list[tuple[str, bytes]]:
-        """What the leader has said behind a place, each with its place; waits so long for the first."""
+        """Messages of the leader after a stream position, each with its position; waits up to `within_s` for one."""
         return await self._behind(keys.shared_words(self.name), after, within_s)
 
     async def words_end(self) -> str:

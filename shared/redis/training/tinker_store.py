@@ -27,7 +27,7 @@ class TinkerSession(msgspec.Struct, frozen=True):
 
 
 class TinkerSampler(msgspec.Struct, frozen=True):
-    """What samples are drawn from: a model, or `adapter` (name@version) over it."""
+    """Source of samples: a model, or `adapter` (name@version) over it."""
 
     id: str
     base_model: str
@@ -80,7 +80,7 @@ class TinkerStore:
         return found
 
     async def forget(self, keeper: str, kind: type[T], id: str) -> None:
-        """Forget a thing."""
+        """Delete a stored object of this kind."""
         name, stored = self._stored[kind]
         await stored.forget(keys.tinker_thing(keeper, f"{name}:{id}"))
 
@@ -89,7 +89,7 @@ class TinkerStore:
         await self._downloads.put(keys.tinker_download(digest), download)
 
     async def download(self, digest: str) -> TinkerDownload | None:
-        """What an address stands for; None when it is over."""
+        """File that a download address stands for; None when it has expired."""
         return await self._downloads.find(keys.tinker_download(digest))
 
     async def note_run(self, keeper: str, learner: str) -> None:

@@ -29,7 +29,7 @@ def collecting_keys(model: str) -> list[str]:
 
 
 def collecting_arguments(spec: SequenceSpec) -> list[Argument]:
-    """What a settling script needs to collect the sequence, or not."""
+    """Arguments of the settling script that say whether, and with which limits, the sequence is collected."""
     return ["1" if spec.collect else "", INTAKE_ENTRIES, INTAKE_BYTES, keys.COLLECTED_TTL_S, TrajectoryIntake.group]
 
 

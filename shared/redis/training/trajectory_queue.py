@@ -35,7 +35,7 @@ class Delivered:
 
 
 class TrajectoryQueue(Stream[Delivered]):
-    """One policy's queue."""
+    """Queue of the trajectories of one policy."""
 
     group = "trainers"
     unreadable = "trajectory.unreadable"
@@ -65,7 +65,7 @@ class TrajectoryQueue(Stream[Delivered]):
 
 
 def is_not_after(entry: str, other: str) -> bool:
-    """Whether an entry came before another one, or is it; "" came before all."""
+    """True if `entry` came before `other`, or is it; "" came before all."""
     return _order(entry) <= _order(other)
 
 
