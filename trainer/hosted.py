@@ -51,7 +51,7 @@ _OF_THE_WORKER = {"model": "model", "model_path": "model", "dtype": "dtype", "re
 
 
 class HostedTrainer:
-    """A worker's guest (worker/guest.py)."""
+    """A guest of a worker (worker/guest.py) that trains one policy."""
 
     rank = RankLearner  # what the other ranks of the worker's group do in its place
 
@@ -72,7 +72,7 @@ class HostedTrainer:
         return self._settings.resolved()
 
     def start(self, place: LendingWorker, ended: Callable[[bool], None]) -> None:
-        """Train from now on."""
+        """Start training in a thread of its own; `ended` gets True if the run is complete."""
         if not self._settings.microbatch_gb:
             bound = free_bytes() / FREE_PART / 1e9
             self._settings = self._settings.model_copy(update={"microbatch_gb": bound})
@@ -116,7 +116,7 @@ class HostedTrainer:
     # -- in the trainer's thread
 
     async def _train_until_done(self, place: LendingWorker) -> bool:
-        """Whether all is done."""
+        """Train, with retries; True if the run is complete."""
         self._loop = asyncio.get_running_loop()
         if self._warms_up and mx.default_device() != mx.Device(mx.cpu):
             await self._warm_up(place)

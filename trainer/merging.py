@@ -46,7 +46,7 @@ _TEMPLATES = "additional_chat_templates"
 
 @dataclass(frozen=True)
 class Merging:
-    """What is merged, and where to."""
+    """The adapter to merge, its base, and the folder to write."""
 
     base: str  # a folder or a hub name
     adapter: Path  # a folder, of mlx-lm's or PEFT's layout

@@ -354,7 +354,7 @@ class TrainSettings(
         return said
 
     def registration(self, train_step: int) -> Registration:
-        """What Atropos learns of this run."""
+        """Registration of this run at Atropos' run-api."""
         return Registration(
             wandb_group=self.run_name,
             wandb_project=self.logger_project,

@@ -13,7 +13,7 @@ Moments = dict[str, np.ndarray[Any, Any]]  # an optimizer's state
 
 @dataclass(frozen=True)
 class GradientMeans:
-    """What AdamW's moments say of a gradient: they without their bias towards 0, by parameter."""
+    """AdamW's moments without their bias towards 0, by parameter."""
 
     first: Arrays = field(default_factory=dict)  # mean of the gradient; empty: not told, or there was no update yet
     second: Arrays = field(default_factory=dict)  # mean of its square
@@ -36,7 +36,7 @@ class DrawnTask(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CurriculumBooks(msgspec.Struct, frozen=True):
-    """Where a curriculum is."""
+    """State of a curriculum in a checkpoint."""
 
     identity: str  # of the tasks and the curriculum
     drawn: dict[int, DrawnTask]  # by the index of each pending group

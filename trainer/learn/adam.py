@@ -57,7 +57,7 @@ class AdamSteps:
 
     @property
     def count(self) -> int:
-        """Updates so far."""
+        """Number of updates made so far."""
         return int(self._parts[-1].step.item())
 
     def update(self, gradient: Any, sizes: StepSizes) -> tuple[float, bool]:
@@ -124,11 +124,13 @@ class AdamSteps:
         self.load_moments(moments)
 
     def _weights(self, betas: tuple[float, float]) -> list[tuple[str, np.float32]]:
-        """What ends a moment's name, and the sum of the weights that the gradients so far have in it."""
+        """Suffix of each moment's name, with the sum of the weights that all gradients so far have in it: 1 -
+        beta^count.
+        """
         return [(kind, np.float32(1 - beta**self.count)) for kind, beta in zip((".m", ".v"), betas, strict=True)]
 
     def as_kept(self, moments: Mapping[str, npt.NDArray[Any]]) -> Any:
-        """What `kept` gave when `moments` told the same; for `put_back`."""
+        """Arrays that `kept` returned when `moments` returned these; argument of `put_back`."""
         # In the present state's tree: it has empty places where a module has lists that are no parameters.
         return tree_map_with_path(lambda name, _: mx.array(moments[name]), self._adam.state)
 
@@ -167,7 +169,7 @@ def added(gradient: Any, more: Any) -> Any:
 
 
 def all_finite(tree: Any) -> bool:
-    """Whether all numbers of a tree of arrays are finite."""
+    """True if all numbers of a tree of arrays are finite."""
     if tree is None:
         return True
     checks = [mx.isfinite(value).all() for _, value in tree_flatten(tree)]

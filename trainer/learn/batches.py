@@ -73,7 +73,7 @@ class DroppedCounts:
 
 @dataclass(frozen=True)
 class Microbatch:
-    """What one forward and backward pass takes."""
+    """Padded arrays for one forward and backward pass."""
 
     prompt_PS: npt.NDArray[np.int32]  # left-padded
     padding_P: npt.NDArray[np.int32]  # how many pads stand before each prompt
@@ -112,7 +112,7 @@ def group_advantages(rewards_G: npt.ArrayLike, scale: AdvantageScale = "mean") -
 
 
 def has_signal(rewards_G: npt.ArrayLike) -> bool:
-    """Whether the group can teach anything: with equal rewards every advantage is 0."""
+    """True if the rewards differ; with equal rewards every advantage is 0."""
     rewards = np.asarray(rewards_G, dtype=np.float64)
     return rewards.size > 1 and float(rewards.max() - rewards.min()) > 1e-9
 

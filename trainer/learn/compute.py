@@ -37,7 +37,7 @@ class Others(Protocol):
         """Let them do a unit of work: the first one of what `ask` says, or with b"" the next of what is under way."""
 
     def united(self, told: bytes) -> None:
-        """What came of it here, which must have come of it everywhere."""
+        """Report the result of a unit of work, which must be the same on every rank."""
 
     def failed(self) -> None:
         """It has failed here: returns when it has failed everywhere; ServiceUnavailableError when it has not."""
@@ -47,14 +47,14 @@ class Others(Protocol):
 
 
 class SharedEngine(Protocol):
-    """What a worker's engine thread offers (worker/engine/between_steps.py)."""
+    """Interface of a worker's engine thread (worker/engine/between_steps.py)."""
 
     def run_between_steps(self, start: Callable[[], Work[T]], *, when_idle: bool = False) -> Future[T]:
         """Run work there by its share, or only while no row is there; cancelling the future ends it."""
 
 
 class LendingWorker(Protocol):
-    """What a worker lends to its guest (worker/guest.py:Workplace)."""
+    """Resources of a worker that its guest uses (worker/guest.py:Workplace)."""
 
     @property
     def engine(self) -> SharedEngine:

@@ -53,7 +53,9 @@ class DrawnPositions(NamedTuple):
 
 
 def corrected(trajectory: Trajectory) -> Drawing | None:
-    """What the policy's log-probabilities have to be computed with; None: temperature 1, unfiltered."""
+    """Temperature and filters with which the policy's log-probabilities are computed; None: temperature 1,
+    unfiltered.
+    """
     drawn = trajectory.drawn
     if trajectory.logprobs_mode != "processed_logprobs" or drawn is None or drawn.temperature < COLDEST:
         return None

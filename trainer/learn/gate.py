@@ -64,7 +64,7 @@ class GateSettings(BaseModel):
 
 
 def passed(checks: Iterable[GateCheck]) -> bool:
-    """Whether a version may be served."""
+    """True if the version may be served."""
     return all(check.passed for check in checks)
 
 
@@ -117,7 +117,7 @@ def reward_floor(reward: float, good: float | None, margin: float) -> GateCheck:
 
 @dataclass(frozen=True)
 class Standing:
-    """What a version earned: mean over groups, and that mean's standard error."""
+    """Mean reward of a version over groups, and the standard error of that mean."""
 
     mean: float
     error: float

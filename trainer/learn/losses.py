@@ -45,7 +45,7 @@ class LossInputs:
 
 @dataclass(frozen=True)
 class LossParts:
-    """What a loss gives: a scalar, and where its clip was active."""
+    """Value of a loss, and where its clip was active."""
 
     loss: mx.array
     clipped_BT: mx.array  # bool, masked

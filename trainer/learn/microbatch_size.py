@@ -55,7 +55,9 @@ class MicrobatchSize:
         )
 
     def _may_fit(self, size: int) -> bool:
-        """Whether a larger size than was tried keeps the bound on memory, if its positions take up to twice as much."""
+        """True if a larger size than was tried keeps the bound on memory, even when its positions take twice as
+        much.
+        """
         position = 2 * max(self._position_bytes, default=self.expected_bytes)
         return not self.bound_bytes or min(size, self.largest) * position <= self.bound_bytes
 
@@ -109,7 +111,7 @@ class MicrobatchSize:
 
 
 class _Times:
-    """What microbatches of about one size have taken of late."""
+    """Recent durations of microbatches of about one size."""
 
     def __init__(self) -> None:
         self._skipped = 0

@@ -140,7 +140,7 @@ class Optimizer:
     # -- a train step's pieces, for whoever computes it in parts
 
     def plan(self, groups: Sequence[SampleGroup], step: int) -> StepPlan:
-        """What the step will do; touches no array."""
+        """Divide the groups of a train step into updates; touches no array."""
         minis = self._minibatches(groups, step)
         parts = [self._totals(mini) for mini in minis]
         return StepPlan(
@@ -157,7 +157,7 @@ class Optimizer:
         return (yield from measure(self.policy, self.scores, batches, policy_step, older))
 
     def looks_ahead(self, plan: StepPlan) -> bool:
-        """Whether a pass over all of the step comes before its first update."""
+        """True if a pass over all of the step comes before its first update."""
         options = self.options
         own = options.ratio == "trainer" or options.loss.kl_coefficient > 0
         return plan.several or own or options.value is not None
@@ -324,7 +324,7 @@ class Optimizer:
         distances: Distances | None,
         known: ValueSums | None = None,
     ) -> StepReport:
-        """What the step did; `before`: the weights that it began with, `known`: with a value head."""
+        """Report of the step; `before` are the weights that it began with, `known` the sums of a value head."""
         totals, updates = plan.totals, len(plan.order)
         seen = totals.tokens * self.options.epochs
         return StepReport(

@@ -83,7 +83,7 @@ class ValueOptions:
 
 @dataclass(frozen=True)
 class AdapterShape:
-    """What kind of adapter, and on which linear layers."""
+    """Kind and rank of an adapter, and the linear layers that it is on."""
 
     kind: LoraKind = "lora"
     rank: int = 16
@@ -211,7 +211,9 @@ class DataSettings(HeadSettings, PpoSettings, LearnerSettings):
     )
 
     def value_options(self, loss: LossName, learning_rate: float, scale: AdvantageScale) -> ValueOptions | None:
-        """Of the head that `--loss ppo` learns with, None for others; `learning_rate` is the adapter's."""
+        """Options of the value head that `--loss ppo` trains, None for other losses; `learning_rate` is the
+        adapter's.
+        """
         if loss != "ppo":
             return None
         return ValueOptions(

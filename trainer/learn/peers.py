@@ -59,7 +59,7 @@ class Peers:
         yield from [None] * (most - len(own))
 
     def unit(self, work: Work[T]) -> Generator[None, None, T]:
-        """What takes several units alone, and another number of them on each rank: as one."""
+        """Run work as one unit; alone it may take several units, and another number of them on each rank."""
         if self._ranks is None:
             return (yield from work)
         value = finished(work)
@@ -69,7 +69,7 @@ class Peers:
     # -- sums over all ranks
 
     def gradient(self, part: Any) -> Any:
-        """Of all shares, from each rank's."""
+        """Sum of all ranks' gradients, each of the rank's own share of the batch."""
         if self._ranks is None:
             return part
         vector = _vector(part)
@@ -85,7 +85,7 @@ class Peers:
         return summed
 
     def largest(self, own: float) -> float:
-        """Of all ranks' numbers."""
+        """Largest of all ranks' numbers."""
         of_all: list[float] = self._by_rank([own])[:, 0].tolist()
         return max(of_all)
 
@@ -111,7 +111,7 @@ def _vector(tree: Any) -> mx.array:
 
 
 def _tree(vector: mx.array, like: Any) -> Any:
-    """Back, evaluated."""
+    """Cut a vector into arrays of the tree `like`, evaluated."""
     leaves = tree_flatten(like)
     ends = list(accumulate(value.size for _, value in leaves))
     parts = mx.split(vector, ends[:-1])

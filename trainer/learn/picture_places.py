@@ -21,7 +21,7 @@ from worker.engine.vision.positions import Grid, Spots
 
 
 class PicturePlaces(NamedTuple):
-    """Of the ids of some rows."""
+    """Where image vectors take the place of tokens in some rows, shape [B, L]."""
 
     at_BL: mx.array  # the number of a vector; -1: a token
     positions_3BL: mx.array | None = None  # None: those of text
@@ -53,7 +53,9 @@ class Laid(NamedTuple):
 
 
 def shown(laid: Laid, image_token: int, images: Sequence[Seen]) -> Shown:
-    """Of prompts, and of rows that begin with them; `images`: of one prompt after another."""
+    """Places of images in prompts, and in rows that begin with them; `images` lists those of one prompt after
+    another.
+    """
     width = laid.prompt_PS.shape[1]
     there_PS = (laid.prompt_PS == image_token) & (np.arange(width)[None] >= laid.padding_P[:, None])
     at_PS = np.where(there_PS, np.cumsum(there_PS).reshape(there_PS.shape) - 1, -1)
@@ -81,7 +83,8 @@ def shown(laid: Laid, image_token: int, images: Sequence[Seen]) -> Shown:
 
 
 def shown_in_rows(rows_BL: npt.NDArray[np.int32], images_B: Sequence[Sequence[Seen]], image_token: int) -> Shown | None:
-    """Of whole rows, padded on the right; `images_B`: of each row. None: there are none.
+    """Places of images in whole rows, padded on the right; `images_B` lists those of each row. None: there are no
+    images.
 
     A row has as many placeholders as its images have vectors, which come first: a later one, which a model may write
     as it writes any token, is a token.
@@ -103,7 +106,7 @@ def shown_in_rows(rows_BL: npt.NDArray[np.int32], images_B: Sequence[Sequence[Se
 
 
 def _spots(there_PS: npt.NDArray[np.bool_], padding_P: npt.NDArray[np.int32], grids: Sequence[Grid]) -> list[Spots]:
-    """Of each prompt; its images are those that come next."""
+    """Places of images in each prompt; each prompt takes as many of the remaining images as it has room for."""
     left, spots = list(grids), []
     for there_S, padding in zip(there_PS, padding_P, strict=True):
         places = np.flatnonzero(there_S[padding:]).tolist()
@@ -119,7 +122,7 @@ def _spots(there_PS: npt.NDArray[np.bool_], padding_P: npt.NDArray[np.int32], gr
 def looking(
     model: Any, ids_BL: mx.array, seen: Shown | None, places: PicturePlaces | None
 ) -> Iterator[dict[str, mx.array]]:
-    """What a body is given beside the ids, for the time of one forward: embeddings [B, L, H] with vectors in them."""
+    """Extra arguments of a model's body for one forward: embeddings [B, L, H] with image vectors in them."""
     if seen is None or places is None:
         yield {}
         return

@@ -60,11 +60,11 @@ class PpoSteps(NamedTuple):
     returns_BL: Any
 
     def taken(self, rows: Any) -> "PpoSteps":
-        """Some of the sequences."""
+        """The sequences of these rows."""
         return self._each(lambda each: each[rows])
 
     def moved(self) -> "PpoSteps":
-        """As arrays of MLX."""
+        """The same arrays in MLX."""
         return self._each(mx.array)
 
     def _each(self, make: Callable[[Any], Any]) -> "PpoSteps":
@@ -73,7 +73,7 @@ class PpoSteps(NamedTuple):
 
 
 class PpoParts(NamedTuple):
-    """What the loss is made of; means over the rows."""
+    """The parts of the PPO loss, as means over the rows."""
 
     loss: mx.array
     policy: mx.array
@@ -102,7 +102,7 @@ def ppo(outputs: dict[str, mx.array], steps: PpoSteps, options: PpoOptions) -> P
 
 
 def log_probabilities(outputs: dict[str, mx.array], actions: mx.array) -> tuple[mx.array, mx.array]:
-    """Of actions [R], and the entropy of the policy that they come from [R]."""
+    """Log-probabilities [R] of the actions, and entropies [R] of the policy at each row."""
     if LOGITS in outputs:
         logits_RA = outputs[LOGITS]
         logps_RA = logits_RA - mx.logsumexp(logits_RA, axis=-1, keepdims=True)

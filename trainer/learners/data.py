@@ -43,7 +43,7 @@ class DataOptions:
 
 
 class DataReport(NamedTuple):
-    """What one train step did."""
+    """Figures of one train step."""
 
     loss: float
     grad_norm: float
@@ -60,7 +60,7 @@ class Measured(NamedTuple):
 
 
 class ItemSize(NamedTuple):
-    """What an item takes of a batch: rows, and positions of the longest one."""
+    """Size of an item in a batch: its rows, and positions of the longest one."""
 
     rows: int
     positions: int
@@ -100,7 +100,7 @@ class DataLearner(ABC, Generic[T]):
     @exposed
     @abstractmethod
     def measure(self, items: Sequence[T]) -> Work[Measured]:
-        """What the weights get right."""
+        """Measure how well the weights predict these items."""
 
     @exposed_read
     @abstractmethod
@@ -110,7 +110,7 @@ class DataLearner(ABC, Generic[T]):
     @exposed_read
     @abstractmethod
     def config(self) -> bytes:
-        """`adapter_config.json` of them."""
+        """`adapter_config.json` of the present weights."""
 
     @abstractmethod
     def digest(self) -> int:
@@ -136,7 +136,7 @@ class DataLearner(ABC, Generic[T]):
         return Peers()
 
     def _whole(self, gradients: dict[str, Any]) -> dict[str, Any]:
-        """Of all ranks, where several divide the model."""
+        """Sum gradients over all ranks where the model is divided; here there is one rank."""
         return gradients
 
     def _agree(self) -> None:
@@ -201,7 +201,7 @@ class DataLearner(ABC, Generic[T]):
 
     @exposed
     def begin_with(self, weights: Arrays) -> None:
-        """Learn on from these."""
+        """Continue from these weights, which also become the last good ones."""
         self._load(weights)
         self.accept()
 

@@ -45,7 +45,9 @@ class Average:
 
 @dataclass(frozen=True)
 class RunChange:
-    """What one run has changed since the last average, and from how many samples."""
+    """Difference that one run has made to the weights since the last average, and the number of samples it learned
+    from.
+    """
 
     delta: Arrays
     samples: int
@@ -53,7 +55,7 @@ class RunChange:
 
 
 def usable(learned: RunChange, like: Arrays) -> bool:
-    """Whether a change, and its means if it has some, are of this adapter, and every number is one to go on from."""
+    """True if a change, and its moments if there are any, have the adapter's shapes and usable numbers."""
     first, second = learned.means.first, learned.means.second
     told = [learned.delta, first, second] if first or second else [learned.delta]
     return all(_fits(arrays, like) for arrays in told) and all((value >= 0).all() for value in second.values())
@@ -80,7 +82,7 @@ def averaged(last: Average, runs: Sequence[RunChange], rate: float, momentum: fl
 
 
 def _means(runs: Sequence[RunChange]) -> GradientMeans:
-    """Of the runs that tell theirs."""
+    """Average of the moments of the runs that publish theirs, weighted by samples."""
     told = [run for run in runs if run.means.first]
     if not told:
         return GradientMeans()
@@ -140,7 +142,7 @@ class Federation:
 
     @property
     def averages_moments(self) -> bool:
-        """Whether runs tell their moments, and go on with those of all."""
+        """True if runs publish their moments and continue with the average."""
         return self._settings.sync_moments == "average"
 
     @property
@@ -201,7 +203,7 @@ class Federation:
         await self._store.tell(number, self._member, await self._store.parcels.put(data, lives_s), learned.samples)
 
     async def _close_once(self, number: int) -> None:
-        """What has come since it was looked at counts; and another may have had the turn just before."""
+        """Average the round, with changes that arrived meanwhile, unless another run has just done so."""
         now = await self._now()
         if now.round < number:
             told, _ = await self._store.told(number)

@@ -65,7 +65,7 @@ class LeadingTrainer:
         return loaded
 
     async def run(self, training: Coroutine[Any, Any, T]) -> T:
-        """What comes of the run; ServiceUnavailableError when a rank is lost meanwhile."""
+        """Run the training to its result; ServiceUnavailableError when a rank is lost meanwhile."""
         task = asyncio.create_task(training)
         try:
             return await self.lead.unless_lost(task)
@@ -110,7 +110,7 @@ async def leading(settings: TrainSettings, placed: Placement) -> AsyncIterator[L
 
 
 class TrainerRank(Follower):
-    """Of a group whose rank 0 has the run."""
+    """Follower in a group of processes whose rank 0 has the run."""
 
     def __init__(self, settings: TrainSettings, placed: Placement) -> None:
         super().__init__(settings, placed)

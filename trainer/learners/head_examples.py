@@ -50,7 +50,7 @@ class HeadExample(NamedTuple):
 
 
 class HeadExamples(NamedTuple):
-    """A data set."""
+    """A data set for a head."""
 
     form: Form
     items: tuple[HeadExample, ...]
@@ -59,24 +59,24 @@ class HeadExamples(NamedTuple):
 
 
 class ActionSpread(NamedTuple):
-    """Of the actions of a data set."""
+    """Mean and standard deviation of each dimension of the actions in a data set."""
 
     means: tuple[float, ...]
     stds: tuple[float, ...]  # where all are the same, as far as float32 can tell, 1 or what it can tell
 
     @property
     def scale(self) -> Floats:
-        """Of a gaussian head's outputs."""
+        """Factor by which a gaussian head's outputs are scaled: deviations for the means, 1 for the log deviations."""
         return np.array([*self.stds, *[1.0] * len(self.stds)], np.float32)
 
     @property
     def shift(self) -> Floats:
-        """Of what is scaled."""
+        """Offset that is added to a gaussian head's scaled outputs."""
         return np.array([*self.means, *np.log(self.stds)], np.float32)
 
 
 def spread_of(examples: Sequence[HeadExample]) -> ActionSpread:
-    """Of vectors."""
+    """Compute the spread of actions that are vectors."""
     actions_NA = np.array([example.action for example in examples])
     means_A, stds_A = actions_NA.mean(axis=0), actions_NA.std(axis=0)
     least_A = np.maximum(_LEAST_STD, _LEAST_PART * np.abs(means_A))
@@ -112,7 +112,7 @@ class _Line(msgspec.Struct, frozen=True):
 
     @property
     def named(self) -> str:
-        """Its label, or the name of its action; "": none."""
+        """Label of the line, or the name of its action; "": it has neither."""
         return self.action if isinstance(self.action, str) else self.label or ""
 
 

@@ -41,7 +41,7 @@ _LOG_2PI = math.log(2 * math.pi)
 
 
 class HeadLearner(DataLearner[HeadExample]):
-    """Head and LoRA."""
+    """Trains a head, and the LoRA below it."""
 
     def __init__(
         self,
@@ -81,7 +81,8 @@ class HeadLearner(DataLearner[HeadExample]):
     # -- learning
 
     def measure(self, items: Sequence[HeadExample]) -> Work[Measured]:
-        """Of pairs, the share that is ranked as people did; of scores, of two at a time; of labels, the share named.
+        """Share of pairs that are ranked as in the data; of scores, share of two at a time; of labels, share that is
+        predicted.
 
         Of actions, by their weights, the share that is likeliest, or of the vectors' variance what the means explain.
         """
@@ -109,7 +110,7 @@ class HeadLearner(DataLearner[HeadExample]):
 
     @exposed
     def read(self, texts: Sequence[HeadText]) -> Work[list[list[float]]]:
-        """What the head says of each text."""
+        """Outputs of the head for each text."""
         said: list[list[float]] = []
         for text in texts:
             outputs_O = np.array(self._net(*padded([text.ids])))[0]
@@ -120,7 +121,7 @@ class HeadLearner(DataLearner[HeadExample]):
         return said
 
     def in_deviations(self, outputs: Sequence[float]) -> list[float]:
-        """What a gaussian head says, in those of all actions."""
+        """Outputs of a gaussian head in units of the actions' standard deviations."""
         assert self._spread is not None
         said: list[float] = ((np.array(outputs) - self._spread.shift) / self._spread.scale).tolist()
         return said
@@ -128,12 +129,10 @@ class HeadLearner(DataLearner[HeadExample]):
     # -- weights
 
     def weights(self) -> Arrays:
-        """See `DataLearner`."""
         own = self._policy.weights() if self._policy is not None else {}
         return own | scaled(arrays_of(self._head, self.name), self.name, self._spread)
 
     def config(self) -> bytes:
-        """See `DataLearner`."""
         shape, heads = self._options.shape, {self.name: self.spec}
         if shape is None or self._policy is None:
             return mlx_config("head", 0, 0.0, (), heads)
@@ -190,7 +189,7 @@ class HeadLearner(DataLearner[HeadExample]):
         return mx.sum(weights_N * self._losses(self._net(ids_BL, last_B), targets)) / count
 
     def _losses(self, outputs_BO: mx.array, targets: mx.array) -> mx.array:
-        """Of each example; `targets` [N], of vectors [N, A]."""
+        """Loss [N] of each example; `targets` has shape [N], for vectors [N, A]."""
         losses_N: mx.array
         if self._form == "pairs":
             losses_N = nn.softplus(outputs_BO[1::2, 0] - outputs_BO[0::2, 0])
@@ -233,7 +232,7 @@ class Net(nn.Module):  # type: ignore[misc]
         self._states = states
 
     def __call__(self, ids_BL: mx.array, last_B: mx.array) -> mx.array:
-        """What the head says at the last token of each row, which is padded behind."""
+        """Outputs [B, O] of the head at the last token of each row; rows are padded on the right."""
         states_BLH = self._states(ids_BL)
         states_BH = states_BLH[mx.arange(ids_BL.shape[0]), last_B]
         outputs_BO: mx.array = self.head(states_BH.astype(mx.float32))
@@ -251,7 +250,7 @@ def padded(rows: Sequence[Sequence[int]]) -> tuple[mx.array, mx.array]:
 
 
 def arrays_of(head: HeadNet, name: str) -> Arrays:
-    """Its tensors under the names that an adapter's file has them by."""
+    """Arrays of a head under the names that they have in an adapter's file."""
     parts = {f"heads.{name}.weight": head.weight, f"heads.{name}.bias": head.bias}
     if "hidden" in head:
         parts |= {f"heads.{name}.hidden.weight": head.hidden.weight, f"heads.{name}.hidden.bias": head.hidden.bias}
@@ -259,7 +258,7 @@ def arrays_of(head: HeadNet, name: str) -> Arrays:
 
 
 def load_arrays(head: HeadNet, name: str, arrays: Arrays) -> None:
-    """Replace them."""
+    """Replace the head's arrays by those of an adapter's file."""
     layers = {"": head, "hidden.": head.hidden} if "hidden" in head else {"": head}
     for place, layer in layers.items():
         layer.weight, layer.bias = (mx.array(arrays[f"heads.{name}.{place}{part}"]) for part in ("weight", "bias"))

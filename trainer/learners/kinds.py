@@ -23,7 +23,7 @@ AnyLearner = PolicyLearner | DataLearner[Any]
 
 
 class Made(msgspec.Struct, frozen=True, tag=True):
-    """What a learner is built with: its kind, and the kind's options as msgpack."""
+    """Recipe of a learner: its kind, and the kind's options as msgpack."""
 
     kind: Kind
     options: bytes
@@ -43,7 +43,7 @@ class PolicyOptions:
 
 @dataclass(frozen=True)
 class TuneOptions:
-    """Of a LoRA that learns from answers, or from preferences."""
+    """Options of a LoRA that learns from answers (sft) or preferences (dpo)."""
 
     tuning: Tuning
     beta: float  # of dpo
@@ -52,7 +52,7 @@ class TuneOptions:
 
 @dataclass(frozen=True)
 class HeadOptions:
-    """Of a head, and of the LoRA that learns with it."""
+    """Options of a head, and of the LoRA that learns with it."""
 
     form: Form
     labels: tuple[str, ...]
@@ -93,7 +93,7 @@ _KINDS: dict[Kind, tuple[type[Any], Callable[..., AnyLearner]]] = {
 
 
 def made_with(kind: Kind, options: Any) -> Made:
-    """What such a learner is built with, as plain data."""
+    """Encode the recipe of a learner as plain data."""
     return Made(kind, msgspec.msgpack.encode(options))
 
 

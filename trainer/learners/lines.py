@@ -19,7 +19,7 @@ _SHUFFLED = 1  # what the order of a split is drawn for, beside the seed
 
 
 class Data(NamedTuple, Generic[T]):
-    """What a run learns from, and what it is measured on."""
+    """Data of a run: what it learns from, and what it is measured on."""
 
     learned: Sequence[T]
     held_out: Sequence[T]
@@ -48,7 +48,9 @@ def read_lines(path: Path, decoder: msgspec.json.Decoder[T]) -> list[tuple[int, 
 
 
 def split(items: Sequence[T], seed: int) -> tuple[list[T], list[T]]:
-    """What is learned from, and what is held out; SetupError when there is not enough for both."""
+    """Divide items at random into those that are learned from and those that are held out; SetupError for fewer than
+    two.
+    """
     held_out = min(MOST_HELD_OUT, max(1, round(HELD_OUT * len(items))))
     if len(items) - held_out < 1:
         raise SetupError("one example is too few: some are learned from, and some held out")
@@ -73,7 +75,7 @@ class Exchange(NamedTuple):
 
 
 def exchange(prompt: str | list[Message] | None, answer: Any) -> Exchange:
-    """Of an answer that is a text, or a whole conversation that ends with it; ValueError when it does not."""
+    """Exchange that ends with `answer`, a text or a whole conversation; ValueError when it ends otherwise."""
     if isinstance(answer, list):
         before = prompt if isinstance(prompt, list) else []
         if isinstance(prompt, str):

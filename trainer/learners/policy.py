@@ -97,7 +97,7 @@ class PolicyLearner:
 
     @exposed_read
     def means(self) -> GradientMeans:
-        """What the present moments say of the gradient."""
+        """Bias-corrected means of the gradient and of its square, from the present moments."""
         return self.optimizer.adam.means(self.optimizer.options.adam_betas)
 
     @exposed
@@ -174,17 +174,15 @@ class PolicyLearner:
         self.optimizer.adam.reset()
 
     def digest(self) -> int:
-        """See `Policy`."""
         return self._policy.digest()
 
     @exposed_read
     def weights(self) -> Arrays:
-        """The present adapter."""
+        """The present weights of the adapter."""
         return self._policy.weights()
 
     @exposed_read
     def config(self) -> bytes:
-        """Its `adapter_config.json`."""
         return self._policy.config()
 
     @exposed_read

@@ -41,7 +41,7 @@ class PpoLearnerOptions:
 
 
 class PpoStepReport(NamedTuple):
-    """What a train step did; all but the first are means over the updates that were made, or over all if none was."""
+    """Figures of a train step; all but the first are means over the updates that were made, or over all if none was."""
 
     left_out: int  # updates whose gradient was not finite
     loss: float
@@ -100,12 +100,10 @@ class PpoLearner:
 
     @exposed_read
     def config(self) -> bytes:
-        """Its `adapter_config.json`."""
         return network_config(self._network)
 
     @exposed_read
     def snapshot(self) -> LearnerSnapshot:
-        """All of the state."""
         return LearnerSnapshot(self.weights(), self.config(), self._adam.moments())
 
     @exposed

@@ -111,7 +111,7 @@ class ServiceHandle(Handle[PolicyLearner]):
 
     @property
     def id(self) -> str:
-        """Of the learner."""
+        """Id of the learner in the service."""
         return self._spec.id
 
     async def begin(self) -> None:

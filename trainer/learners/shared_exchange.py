@@ -61,7 +61,7 @@ class Computed:
 
     @property
     def finite(self) -> bool:
-        """Whether every number is."""
+        """True if every number is finite."""
         return (self.known is None or self.known.finite) and all(
             np.isfinite(value).all() for value in self.gradient.values()
         )
@@ -149,7 +149,7 @@ def gradient_bytes(gradient: Arrays, dtype: ExchangeDtype) -> bytes:
 
 
 def gradient_of(data: bytes, shapes: Mapping[str, tuple[int, ...]]) -> Arrays:
-    """What `gradient_bytes` was given; ValueError when it is another adapter's."""
+    """Inverse of `gradient_bytes`; ValueError when the shapes are those of another adapter."""
     groups = unpack(data)
     if "rounded" in groups:
         found: Arrays = {name: _widened(value) for name, value in groups["rounded"].items()}
@@ -181,7 +181,7 @@ class KeptParcel:
         self._one = asyncio.Lock()
 
     async def of(self, arrays: Arrays) -> StoredParcel:
-        """Where these arrays lie."""
+        """Store the arrays unless they are stored already, and return where."""
         async with self._one:
             data = await asyncio.to_thread(pack, {"weights": arrays})
             if self._put is not None:

@@ -148,7 +148,7 @@ class RunMember:
                 log.warning("member.unreadable", error=str(error))
 
     def _newest(self) -> list[Word]:
-        """What was said since, without steps that are over."""
+        """Messages that have arrived since the last call, without those of steps that are over."""
         words, self._words = self._words, []
         last = max((at for at, word in enumerate(words) if isinstance(word, BeginStep)), default=0)
         return words[last:]
@@ -275,7 +275,7 @@ _OWN = ("microbatch_tokens", "microbatch_s", "microbatch_gb", "gradient_checkpoi
 
 
 def run_spec(settings: TrainSettings, options: PolicyOptions, model: str, base_sha256: str) -> RunSpec:
-    """What others are told of a run."""
+    """Specification of a run for the processes that may join it."""
     return RunSpec(
         model=model,
         base_sha256=base_sha256,
@@ -287,7 +287,9 @@ def run_spec(settings: TrainSettings, options: PolicyOptions, model: str, base_s
 
 
 def options_of(spec: RunSpec, mine: TrainSettings, base_sha256: str) -> PolicyOptions:
-    """What a member's learner is made with; SetupError when its base, or a setting that it was given, is another."""
+    """Options of a member's learner; SetupError when its base, version or a setting of its own differs from the
+    run's.
+    """
     if spec.version != version():
         raise SetupError(f"the run {mine.join_run!r} is one of version {spec.version}, this is {version()}")
     if base_sha256 != spec.base_sha256:

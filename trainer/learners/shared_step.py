@@ -38,7 +38,7 @@ class PartComputation:
         self._shifted = False
 
     def look(self) -> Work[Computed]:
-        """What the values of the tokens come to, before the first update."""
+        """Compute the value sums of the whole step before its first update."""
         values = self._optimizer.options.value
         assert values is not None, "who looks has a value head"
         started = time.perf_counter()
@@ -213,7 +213,7 @@ class SharedStep:
         return [] if sight is None else [sight.picture(key) for key in sorted(keys)]
 
     async def _own(self, name: str, update: int) -> Computed:
-        """What this process computes: its own part, or one of a member that is away."""
+        """Compute a part here: this process's own, or that of a member that is away."""
         if name not in self._parts:
             before = None if update <= 0 else self._before
             self._parts[name] = PartComputation(self._learner.optimizer, self._plans[name], self._policy_step, before)

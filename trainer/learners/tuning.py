@@ -43,7 +43,7 @@ _Pair = tuple[tuple[int, ...] | tuple[bytes, ...], ...]  # keys of images, promp
 
 
 class _Said(NamedTuple):
-    """What the model says of the tokens that count in some rows."""
+    """Predictions of the model for the tokens that count in some rows."""
 
     logp: float  # sum
     named: int  # tokens that it would have chosen itself
@@ -132,7 +132,9 @@ class TuneLearner(RowLearner[SampleGroup]):
         self._policy.origin, self._references = weights, {}
 
     def measure(self, items: Sequence[SampleGroup]) -> Work[Measured]:
-        """Of sft, the share of tokens named and their loss; of dpo, the share of pairs that gained, loss and margin."""
+        """For sft, the share of tokens predicted and their loss; for dpo, the share of pairs that gained, loss and
+        margin.
+        """
         if self._tuning == "sft":
             said: list[_Said] = []
             for part in self._own_parts(items):

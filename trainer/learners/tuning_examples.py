@@ -136,7 +136,7 @@ class _Chat:
             self._messages, self._images, _ = encoder.shown(self._messages)
 
     def images(self, end: int) -> ChatImages | None:
-        """Of the first `end` turns; None: they have none."""
+        """Images of the first `end` turns; None: they have no images."""
         if self._images is None:
             return None
         contents = [message["content"] for message in self._messages[:end]]
@@ -144,7 +144,7 @@ class _Chat:
         return self._images.first(sum(part["type"] == "image" for part in parts)) if parts else None
 
     def text(self, end: int, *, prompt: bool) -> str:
-        """Of the first `end` turns; `prompt`: and what the next reply begins with."""
+        """Text of the first `end` turns; with `prompt`, also of the beginning of the next reply."""
         images = self.images(end)
         text = self._encoder.rendered(self._messages[:end], self._tools, prompt=prompt)
         return text if images is None else images.expanded(text)
@@ -261,7 +261,7 @@ class _Encoder:
         return self._shelf.chat(messages)
 
     def rendered(self, messages: list[Message], tools: list[dict[str, Any]] | None, *, prompt: bool) -> str:
-        """By the chat template."""
+        """Render the messages by the model's chat template."""
         return self._codec.render_chat(messages, add_generation_prompt=prompt, tools=tools, **self._variables)
 
 

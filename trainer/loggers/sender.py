@@ -128,5 +128,5 @@ class Sender:
 
 
 def _reason(error: Exception) -> str:
-    """What went wrong, without the passwords that addresses may hold."""
+    """Description of an error, without the passwords that addresses may contain."""
     return _CREDENTIALS.sub("//***@", f"{type(error).__name__}: {error}")[:500]

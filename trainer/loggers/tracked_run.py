@@ -43,7 +43,7 @@ class TrackedRun:
 
     @property
     def known_id(self) -> str:
-        """Its id from an earlier start; "": there was none."""
+        """Id from an earlier start of the run; "": there was none."""
         with contextlib.suppress(FileNotFoundError):
             return self.id_file.read_text().strip()
         return ""

@@ -90,7 +90,7 @@ class RingBoard:
         self._status, self._stop = status, stop
 
     async def show(self, state: TrainerState, point: TrainingPoint | None = None, problem: str = "") -> None:
-        """What the run does now, the train step that it has just done, and what keeps it from learning.
+        """Write the run's state, the point of its last train step, and the problem that keeps it from learning.
 
         A ring that is away is not waited for: the next heartbeat says the same.
         """
@@ -101,7 +101,7 @@ class RingBoard:
             await self._write()
 
     def note(self, problem: str) -> None:
-        """What keeps the run from learning, for the next heartbeat; "": nothing does any more."""
+        """Set the problem that the next heartbeat reports; "": there is none any more."""
         self._problem = problem[:2000]
 
     async def _write(self) -> None:
@@ -126,7 +126,7 @@ class RingBoard:
 
 
 def _dead(owner: str) -> bool:
-    """Whether the owner was a process of this host that is no more."""
+    """True if the owner was a process of this host that has ended."""
     host, _, rest = owner.partition(":")
     pid = rest.partition(":")[0]
     if host != socket.gethostname() or not pid.isdigit():

@@ -66,7 +66,7 @@ class RingMailbox(BackgroundReader):
         return self._waiting.popleft()
 
     def give_back(self, received: Received[Order]) -> None:
-        """It comes first again."""
+        """Put an order back, so that it is the next to be received."""
         self._waiting.appendleft(received)
         self._arrived.set()
 

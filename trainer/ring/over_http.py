@@ -65,13 +65,13 @@ class _Done(msgspec.Struct):
 
 
 class _Served(msgspec.Struct):
-    """What of a policy's status is needed here."""
+    """The field of a policy's status that is needed here."""
 
     current_lora: str | None = None
 
 
 class HttpSource:
-    """Generates by jobs."""
+    """Generates samples by submitting jobs."""
 
     def __init__(self, api: HttpApi, model: str, run: str, deadline_s: float) -> None:
         self._api = api
@@ -177,7 +177,6 @@ class HttpSink:
         await self._api.call("POST", f"{self._path}/promote", _Done, body)
 
     async def latest_version(self) -> int:
-        """See `AdapterSink`."""
         try:
             lora = (await self._api.call("GET", "/v1/training/status", _Served, policy=self._name)).current_lora
         except UnknownAdapterError:
@@ -185,7 +184,6 @@ class HttpSink:
         return int(lora.rpartition("@")[2]) if lora else 0
 
     async def fetch(self, version: int, name: str = "") -> Stored:
-        """See `AdapterSink`."""
         raise ConflictError(
             f"the weights of {name or self._name}@{version} cannot be had over HTTP: only this run's own can be "
             "trained on, or a folder's (--start-from)"
@@ -215,7 +213,7 @@ class HttpSink:
 
 
 class HttpBoard:
-    """What `trainer.ring.board.RingBoard` writes on; it does not wait long, since the next heartbeat says the same."""
+    """Implementation of RingBoard's store over HTTP; it waits briefly, since the next heartbeat repeats the same."""
 
     def __init__(self, api: HttpApi, policy: str) -> None:
         self._api = api
@@ -228,11 +226,11 @@ class HttpBoard:
         return (await self._beat(Beat(owner=owner, instead_of=instead_of))).owner
 
     async def let_go(self, owner: str) -> None:
-        """Give the policy up."""
+        """Release the policy, so that another trainer may own it."""
         await self._api.call("DELETE", f"/v1/trainers/{quote(self.policy)}", _Done, patience_s=2, owner=owner)
 
     async def write(self, status: TrainerStatus) -> None:
-        """Replace the status."""
+        """Replace the policy's status by this one."""
         await self._beat(Beat(owner=self._owner, status=status))
 
     async def add(self, point: TrainingPoint) -> None:
@@ -267,7 +265,7 @@ class HttpOrders:
         ]
 
     async def wait(self, timeout_s: float) -> None:
-        """A while."""
+        """Sleep for at most ORDER_LOOK_S."""
         await asyncio.sleep(min(timeout_s, ORDER_LOOK_S))
 
     async def reply(self, order_id: str, answer: bytes) -> None:

@@ -118,11 +118,9 @@ class StoreSink:
         await self._store.promote(self._name, version, gate=gate, if_latest=if_latest)
 
     async def latest_version(self) -> int:
-        """See `AdapterSink`."""
         return await self._store.latest(self._name)
 
     async def fetch(self, version: int, name: str = "") -> Stored:
-        """See `AdapterSink`."""
         manifest = await self._store.manifest(name or self._name, version)
         with TemporaryDirectory(prefix="parallm-adapter-") as folder:
             file = Path(folder, MLX_FILE)
@@ -133,7 +131,7 @@ class StoreSink:
         return Stored(weights, inherit_config(manifest), manifest.base_sha256)
 
     async def served_base(self) -> str:
-        """See `AdapterSink`: of the model under the name that this run's samples ask for."""
+        """SHA-256 of the base under the model name that this run's samples ask for; "": no worker serves it."""
         card = await self._registry.card(self._card.name)
         return card.base_sha256 if card is not None else ""
 

@@ -81,7 +81,7 @@ class AdapterSink(Protocol):
 
 @dataclass(frozen=True)
 class TrainerRing:
-    """What a run uses of its ring."""
+    """The parts of a ring that a run uses."""
 
     base_sha256: str
     codec: TextCodec

@@ -56,7 +56,7 @@ class _Batch(msgspec.Struct):
 
 
 class Registration(msgspec.Struct, frozen=True):
-    """What run-api, and through it each environment, learns of a run."""
+    """Registration at run-api: what it, and through it each environment, learns of the run."""
 
     wandb_group: str
     wandb_project: str
@@ -102,7 +102,7 @@ class AtroposApi:
         return int(msgspec.json.decode(await self._ask("GET", "/status"))["queue_size"])
 
     async def aclose(self) -> None:
-        """Close the connections."""
+        """Close the connections to run-api."""
         await self._http.aclose()
 
     async def _ask(self, method: str, path: str, **more: Any) -> bytes:
@@ -165,7 +165,7 @@ class AtroposCollector(IndexedSource):
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Let go of run-api."""
+        """Stop receiving, and disconnect from run-api."""
         if self._receiving is not None:
             self._receiving.cancel()
             await asyncio.gather(self._receiving, return_exceptions=True)

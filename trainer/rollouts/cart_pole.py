@@ -30,7 +30,7 @@ _BEGINNING = 0.05  # positions, angles and speeds begin within it
 
 @dataclass(frozen=True)
 class CopiesStep:
-    """What a step has come to, for each cart."""
+    """Result of one step, for each cart."""
 
     rewards: Floats
     failed: Flags
@@ -61,17 +61,17 @@ class CartPole:
 
     @property
     def copies(self) -> int:
-        """Carts."""
+        """Number of carts that are simulated."""
         return len(self._steps)
 
     @property
     def observations(self) -> Floats:
-        """What is to be acted on now."""
+        """Observations [N, I] of the carts in their present states."""
         return self._state[:, self._shown].astype(np.float32)
 
     @property
     def steps(self) -> npt.NDArray[np.int64]:
-        """Of each episode so far."""
+        """Number of steps in each cart's present episode."""
         return self._steps.copy()
 
     async def act(self, actions: npt.NDArray[Any]) -> CopiesStep:
@@ -98,7 +98,7 @@ class CartPole:
 
 
 def accelerations_of(state: Doubles, force: Doubles) -> Doubles:
-    """Of each cart in m/s2 and of its pole in rad/s2, [N, 2]."""
+    """Acceleration of each cart in m/s2 and of its pole in rad/s2, [N, 2]."""
     speed, angle, turning = state[:, 1], state[:, 2], state[:, 3]
     mass, moment = CART + POLE, POLE * HALF_LENGTH
     sine, cosine = np.sin(angle), np.cos(angle)

@@ -106,7 +106,7 @@ class Collector(IndexedSource):
         return sorted([*self._again, *self._running, *super().pending()])
 
     def curriculum_books(self) -> CurriculumBooks | None:
-        """Of what chooses the tasks; None when they follow one another."""
+        """State of the curriculum for a checkpoint; None when tasks follow one another."""
         return None if self._curriculum is None else self._curriculum.books(self.pending())
 
     def _fill(self) -> None:

@@ -43,7 +43,7 @@ class ChatEncoder:
         self._variables = dict(variables or {})
 
     async def opening(self, observation: Observation) -> Opening:
-        """What the first reply follows."""
+        """Prompt of the first reply, encoded."""
         prompt = observation.prompt
         if isinstance(prompt, str):
             return Opening(tuple(self._codec.encode(prompt)))
@@ -60,7 +60,7 @@ class ChatEncoder:
         return Opening(tuple(ids), chat.images.refs, chat.images.vision.image_token_id, chat.files)
 
     def text(self, completion_ids: Sequence[int]) -> str:
-        """What the environment reads: the reply without special tokens."""
+        """Reply without special tokens, as the environment reads it."""
         return self._codec.decode(completion_ids)
 
     def following(self, observation: Observation, reply_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:

@@ -25,7 +25,7 @@ _TRIES = 16  # draws of a task that is not under way, before those are left out 
 
 @dataclass(frozen=True)
 class CurriculumFigures:
-    """What a train step's line says; places are those of `difficulty.py`."""
+    """Figures of the curriculum in a train step's line; places are those of `difficulty.py`."""
 
     tasks_solved: float
     tasks_hopeless: float
@@ -62,7 +62,7 @@ class Curriculum:
         return True
 
     def books(self, pending: Collection[int]) -> CurriculumBooks:
-        """What a checkpoint needs, of the groups that are pending in it."""
+        """State for a checkpoint, with the draws of the groups that are pending in it."""
         wanted = self._wanted.place if self._wanted is not None else None
         drawn = {index: self._drawn[index] for index in sorted(pending) if index in self._drawn}
         return CurriculumBooks(self._identity, drawn, *self._pool.packed(), wanted)
@@ -102,7 +102,7 @@ class Curriculum:
             self._drawn.pop(index, None)
 
     def figures(self) -> CurriculumFigures:
-        """After a train step."""
+        """Figures after a train step."""
         shares, difficulty = self._pool.shares(), None
         if self._places is not None and self._tasks:
             difficulty = float(self._places[list(self._tasks)].mean())

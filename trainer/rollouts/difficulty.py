@@ -41,7 +41,7 @@ class DifficultyField:
 
 
 def is_number(value: object) -> bool:
-    """Whether difficulties can be compared with it."""
+    """True if the value is a finite real number, so that difficulties can be compared."""
     if not isinstance(value, Real) or isinstance(value, bool):
         return False
     try:

@@ -38,7 +38,7 @@ class _RingError(Exception):
 
 @dataclass(frozen=True)
 class EpisodeOptions:
-    """What every group of a run has in common."""
+    """Options that all groups of a run share."""
 
     run: str  # the run's name; first part of every id
     group_size: int = 8
@@ -127,7 +127,7 @@ class Episodes:
     async def _asked(
         self, request: RolloutRequest, whole: Trajectory, question: Question, place: tuple[int, int]
     ) -> str:
-        """What another policy says; ValueError when it does not come to an end, or must not be asked."""
+        """Answer of another policy; ValueError when it does not end, or the question is refused."""
         if place[1] > MOST_QUESTIONS:
             raise ValueError(f"the environment has asked {MOST_QUESTIONS} questions after one reply, the most")
         if wrong := wrong_with_question(question):

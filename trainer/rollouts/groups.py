@@ -112,7 +112,7 @@ class IndexedSource(ABC):
         return [group.index for group in self.waiting]
 
     def curriculum_books(self) -> CurriculumBooks | None:
-        """Of what chooses the tasks; None when they follow one another."""
+        """State of the curriculum for a checkpoint; None when tasks follow one another."""
         return None
 
     def take_dropped(self) -> list[int]:
@@ -131,7 +131,7 @@ _FAILED = frozenset({"cancelled", "abort", "deadline", "error"})
 
 
 def usable(trajectory: Trajectory) -> bool:
-    """Whether it came to its end and has a finite reward."""
+    """True if the trajectory has ended properly and has a finite reward."""
     return not problem(trajectory)
 
 

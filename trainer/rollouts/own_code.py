@@ -283,7 +283,7 @@ class OwnEnvironment(OwnCode):
     kind = "environment"
 
     async def reset(self, index: int) -> Observation:
-        """Task number `index`."""
+        """Task number `index`, from the user's process."""
         observation = (await self.ask(ResetCall(index))).observation
         assert observation is not None
         return observation
@@ -301,7 +301,7 @@ class OwnFunction(OwnCode):
     kind = "reward"
 
     async def __call__(self, completion: str, reference: Any, prompt: str | Sequence[Message] = "") -> Scored:
-        """What it says of a completion."""
+        """Score of a completion, from the user's function."""
         outcome = (await self.ask(ScoreCall(completion, packed(reference)))).outcome
         assert outcome is not None and outcome.reward is not None
         return outcome.reward, outcome.components

@@ -24,20 +24,20 @@ class Start(msgspec.Struct, frozen=True):
 
 
 class ResetCall(msgspec.Struct, frozen=True, tag="Reset"):
-    """Answered with an observation."""
+    """Ask for a task; answered with an observation."""
 
     index: int
 
 
 class StepCall(msgspec.Struct, frozen=True, tag="Step"):
-    """Answered with an outcome."""
+    """Judge an action; answered with an outcome."""
 
     observation: Observation
     action: str
 
 
 class ScoreCall(msgspec.Struct, frozen=True, tag="Score"):
-    """Answered with an outcome."""
+    """Score a completion; answered with an outcome."""
 
     completion: str
     reference: bytes
@@ -77,7 +77,7 @@ class CodeFailure(msgspec.Struct, frozen=True):
 
 
 class Space(msgspec.Struct, frozen=True):
-    """What an environment that a network acts in observes and takes: one of some actions, or numbers."""
+    """Observations and actions of an environment that a network acts in: one of some actions, or numbers."""
 
     observes: int
     actions: int = 0
@@ -85,7 +85,7 @@ class Space(msgspec.Struct, frozen=True):
 
 
 class Played(msgspec.Struct, frozen=True):
-    """Of all copies, arrays as bytes of float32, a row for each."""
+    """State of all copies: arrays as bytes of float32, a row for each copy."""
 
     space: Space
     now: bytes  # observed now, of a new episode where one has ended

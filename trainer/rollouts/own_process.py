@@ -52,12 +52,12 @@ NOTE = struct.Struct("=Q")  # in front of the file that a blocked process writes
 
 
 class ServedCode(Protocol):
-    """What calls are made of."""
+    """The user's code as the process calls it."""
 
     name: str
 
     async def do(self, call: CodeCall) -> CodeAnswer:
-        """Carry a call out."""
+        """Carry out a call and return its answer."""
 
 
 def main(make: "Callable[[Start], ServedCode]") -> None:
@@ -90,7 +90,7 @@ class OwnObject:
             self.name = self._environment.name
 
     async def do(self, call: CodeCall) -> CodeAnswer:
-        """Carry a call out."""
+        """Carry out a call and return its answer."""
         what = call.what
         if isinstance(what, ResetCall):
             observation = is_observation(self.name, await self._environment.reset(what.index))
@@ -129,7 +129,7 @@ class OwnObject:
 
 
 class _Clock:
-    """What a call has had of its time: not counted is the time in which others had the event loop."""
+    """Time that a call has used itself: the time in which other calls had the event loop is not counted."""
 
     def __init__(self, busy_s: float) -> None:
         self.limit: asyncio.Timeout | None = None
@@ -142,7 +142,7 @@ class _Clock:
 
 
 class _Server:
-    """Calls, beside one another."""
+    """Runs calls concurrently and writes their answers."""
 
     def __init__(self, pipe: CallPipe, code: ServedCode, timeout_s: float, stack: int) -> None:
         self._pipe, self._code, self._timeout_s, self._stack = pipe, code, timeout_s, stack
@@ -257,7 +257,7 @@ def _numbers(components: Any) -> dict[str, float]:
 
 
 def unpacked(value: bytes) -> Any:
-    """What the trainer has packed."""
+    """Inverse of the trainer's `packed`."""
     return ForkingPickler.loads(value)
 
 

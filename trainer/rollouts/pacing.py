@@ -22,7 +22,7 @@ UNKNOWN_LAG = 1 << 30
 
 @dataclass(frozen=True)
 class Pace:
-    """The settings of pacing."""
+    """Limits on how far sampling runs ahead of training."""
 
     batch_groups: int  # B
     max_lag: int = 1  # K
@@ -33,7 +33,7 @@ class Pace:
         return max(0, (self.max_lag + steps_done + 1) * self.batch_groups - (accepted + running))
 
     def too_old(self, lag: int) -> bool:
-        """Whether a trajectory whose oldest token is `lag` versions behind must be dropped."""
+        """True if a trajectory whose oldest token is `lag` versions old must be dropped."""
         return lag > self.max_lag
 
 

@@ -21,7 +21,7 @@ PATIENCE_S = 120.0  # for one chat or one image; a file takes 20 s at most
 
 
 class PictureShelf:
-    """Of one run; made in the event loop."""
+    """Images of one run, read on any thread; made in the event loop."""
 
     def __init__(self, sight: Sight) -> None:
         self.sight = sight
@@ -42,11 +42,11 @@ class PictureShelf:
         return chat
 
     def files(self, images: Sequence[ImageRef]) -> dict[bytes, bytes]:
-        """By hash."""
+        """Bytes of image files, by SHA-256."""
         return {image.sha256: self._files[image.sha256] for image in images}
 
     def close(self) -> None:
-        """End the processes."""
+        """Kill the processes that decode images."""
         self._pictures.close()
 
     def _bring(self, key: bytes) -> Picture:

@@ -27,7 +27,7 @@ class ShownChat(NamedTuple):
 
 
 class ChatPictures:
-    """Of one run."""
+    """Reads the images of one run's chats."""
 
     def __init__(self, sight: Sight) -> None:
         self._sight = sight
@@ -70,7 +70,7 @@ class ChatPictures:
         return {key: await self.picture(ref, files[ref.sha256], tenant) for key, ref in wanted.items()}
 
     def close(self) -> None:
-        """End the processes."""
+        """Kill the processes that decode images."""
         self._reader.close()
 
     async def _sized(self, data: bytes, detail: Detail) -> SizedImage:
@@ -86,7 +86,7 @@ class ChatPictures:
 
 
 def has_images(messages: Sequence[Message]) -> bool:
-    """Whether a chat has parts that are images."""
+    """True if a chat has parts that are images."""
     contents = [message.get("content") for message in messages]
     return any(image_of(part) for content in contents if isinstance(content, list) for part in content)
 

@@ -32,7 +32,7 @@ class Judges(Models, Protocol):
         """An error of ours for a reward that asks a model or adapter which cannot be asked."""
 
     async def outputs(self, name: str, head: str, texts: Sequence[Sequence[int]]) -> list[list[float]]:
-        """What a head that acts says of texts of ids, by a version `NAME@k`; of actions logits up to a constant.
+        """Outputs of an acting head for texts of ids, by a version `NAME@k`; for actions, logits up to a constant.
 
         ServiceUnavailableError, RedisError or OSError when nobody answers; other errors of ours.
         """

@@ -24,7 +24,7 @@ log = structlog.get_logger()
 
 
 def shown_samples(groups: Iterable[RolloutGroup], count: int, codec: TextCodec) -> tuple[BoardSample, ...]:
-    """Of the samples that earned most, those that earned least and as many between; and the first one that failed."""
+    """Samples of the highest rewards, of the lowest, and as many between; and the first one that failed."""
     samples = [t for group in groups for t in group.trajectories]
     scored = [t for t in samples if not problem(t)]
     failed = [t for t in samples if problem(t)][:1] if count else []

@@ -23,7 +23,7 @@ _SEEN = np.dtype([("task", "<i8"), ("last", "<i8"), ("earned", "<f8"), ("tried",
 
 @dataclass(frozen=True)
 class TaskShares:
-    """Of all tasks; the rest has earned something in between."""
+    """Shares of all tasks by what they have earned; the remaining ones have earned something in between."""
 
     solved: float
     hopeless: float

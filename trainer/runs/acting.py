@@ -35,7 +35,7 @@ class _Answer(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Acted:
-    """What a version has made of rows."""
+    """Actions of a version for some rows, with log-probabilities, values and the state after them."""
 
     version: int
     actions: npt.NDArray[Any]
@@ -44,7 +44,7 @@ class Acted:
     state: State  # after it
 
     def part(self, rows: slice) -> "Acted":
-        """Of some of them."""
+        """The slice of all arrays for these rows."""
         state = {name: each[rows] for name, each in self.state.items()}
         return Acted(self.version, self.actions[rows], self.logp[rows], self.values[rows], state)
 
@@ -57,7 +57,7 @@ class Actor:
         self._dtype = np.int32 if LOGITS in network.outputs else np.float32
 
     def begun(self, copies: int) -> State:
-        """What is remembered at the beginning of episodes."""
+        """Recurrent state at the beginning of episodes: zeros."""
         return {name: np.zeros((copies, *each.shape), np.float32) for name, each in self._network.state.items()}  # type: ignore[arg-type]
 
     async def act(

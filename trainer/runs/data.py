@@ -56,7 +56,7 @@ REPORT_S = 10.0  # between two lines of the log
 
 
 class DataLine(msgspec.Struct, frozen=True):
-    """A line of `metrics.jsonl`."""
+    """A line of a data run's `metrics.jsonl`."""
 
     step: int  # 0: before the first one
     loss: float | None
@@ -113,7 +113,7 @@ class DataRun(Run[DataLearner[T]], Generic[T]):
         """Ask the ring for data, if they come from there; nothing of the run's folder is changed."""
 
     def _has_gathered(self, kept: Path) -> bool:
-        """Whether the run goes on with what it keeps there."""
+        """True if the run continues with the data that it has stored there."""
         return self.settings.resume != "no" and (kept.exists() or bool(self.checkpoints.names()))
 
     async def _keep_gathered(self) -> None:
@@ -125,16 +125,18 @@ class DataRun(Run[DataLearner[T]], Generic[T]):
 
     @abstractmethod
     def _made_with(self) -> Made:
-        """What the run's learner is built with, once the data is read."""
+        """Recipe of the run's learner, once the data is read."""
 
     @property
     def _sight(self) -> Sight | None:
-        """What the learner sees images with; None: the data has none."""
+        """Vision tower for the data's images; None: the data has none."""
         return None
 
     @abstractmethod
     async def _parity(self, version: int) -> list[GateCheck]:
-        """Whether a worker that has loaded the version says what we say; without an answer `_unanswered` says why."""
+        """Compare outputs of a worker that has loaded the version with our own; `_unanswered` gives the reason without
+        an answer.
+        """
 
     def close(self) -> None:
         """End what the run has started besides."""
@@ -142,7 +144,7 @@ class DataRun(Run[DataLearner[T]], Generic[T]):
     # -- the run
 
     def status(self, now: TrainerState) -> TrainerStatus:
-        """What the ring is told of the run."""
+        """Status of the run, as published to the ring."""
         state, settings = self.state, self.settings
         return msgspec.structs.replace(
             totals_of(settings, state, now, self.checkpoints, self._started_ms),
@@ -207,7 +209,7 @@ class DataRun(Run[DataLearner[T]], Generic[T]):
         )  # fmt: skip
 
     async def _good_weights(self) -> Arrays | None:
-        """What a resumed run falls back to, before its checkpoint is restored; None: to the checkpoint."""
+        """Weights that a resumed run falls back to before its checkpoint is restored; None: those of the checkpoint."""
         version = self.state.version
         if not self.state.unpublished or (version and version not in self._publisher.kept()):
             return None
@@ -224,7 +226,7 @@ class DataRun(Run[DataLearner[T]], Generic[T]):
         return checkpoint
 
     async def run(self) -> RunState:
-        """To the end."""
+        """Run until all train steps are done, or the run is stopped."""
         settings, state = self.settings, self.state
         self._since = time.monotonic()
         if self.measures_first and not state.train_step:
@@ -291,7 +293,7 @@ class DataRun(Run[DataLearner[T]], Generic[T]):
         await self._check_patience(failed)
 
     async def _judged(self, version: int) -> list[GateCheck]:
-        """What a worker says of a version; a run that is stopped does not wait for it for long."""
+        """Checks of a version by a worker; a run that is being stopped waits LAST_WAIT_S for them."""
         asking, stop = asyncio.create_task(self._parity(version)), asyncio.create_task(self._stop.wait())
         try:
             await asyncio.wait({asking, stop}, return_when=asyncio.FIRST_COMPLETED)

@@ -24,7 +24,7 @@ from worker.engine.model.loader import LoadedModel
 
 
 class DistillRun(RowRun[ScoredRow]):
-    """By a teacher's scores."""
+    """A run that learns from a teacher's scores."""
 
     measures_first = True
     _rows: list[ScoredRow]

@@ -22,7 +22,7 @@ _PARITY_SAMPLES = 4
 
 @dataclass(frozen=True)
 class Examiner:
-    """Asks workers about versions."""
+    """Scores and samples versions on workers."""
 
     settings: TrainSettings
     parts: Parts

@@ -25,7 +25,7 @@ log = structlog.get_logger()
 
 
 class JudgedAnswer(msgspec.Struct, frozen=True):
-    """What is read of a line of `GET /v1/feedback`."""
+    """The fields of a line of `GET /v1/feedback` that are read."""
 
     name: str
     created_ms: int
@@ -49,7 +49,7 @@ class PairLine(msgspec.Struct, frozen=True):
 
 
 class Pairs(NamedTuple):
-    """What has become of the preferences."""
+    """Preference pairs, with the numbers of those that were left out."""
 
     lines: tuple[PairLine, ...]
     too_old: int = 0
@@ -142,7 +142,7 @@ def _encoded(lines: Iterable[PairLine]) -> bytes:
 
 
 def _reads_as_said(answer: JudgedAnswer, codec: TextCodec) -> bool:
-    """Whether the ids are of this model's tokenizer. A text may end earlier, at a stop string."""
+    """True if the ids are of this model's tokenizer. A text may end earlier, at a stop string."""
     if any(codec.token(id_) is None for id_ in (*answer.prompt_ids, *answer.completion_ids)):
         return False
     return codec.decode(answer.completion_ids).strip().startswith(answer.text.strip())

@@ -79,7 +79,7 @@ class HeadRun(DataRun[HeadExample]):
         return cast(HeadLearner, self._learner.learner)
 
     def _compared(self, outputs: Sequence[float]) -> list[float]:
-        """What of a head's outputs is held against what a worker says."""
+        """The part of a head's outputs that is compared with a worker's."""
         spec = self._head.spec
         if spec.kind == "gaussian":
             return self._head.in_deviations(outputs)
@@ -88,7 +88,7 @@ class HeadRun(DataRun[HeadExample]):
         return softmax(outputs)[:1] if spec.labels else list(outputs)
 
     async def _answered(self, model: str, texts: Sequence[HeadText]) -> tuple[list[list[float]], str]:
-        """What workers say of these, once some do, or the run is to stop; and what failed, else ""."""
+        """Outputs of workers for these texts, once one answers or the run is to stop; and the error, else ""."""
         ask = self._policy if self._head.spec.kind in ("categorical", "gaussian") else self._rewards
         while True:
             said: list[list[float]] = []

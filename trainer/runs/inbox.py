@@ -133,7 +133,7 @@ class Inbox:
             self._own.give_back(work)
 
     def give_back(self, work: GroupBatch | Received[Order]) -> None:
-        """What was handed out and not used comes first again."""
+        """Put work that was not used back, so that it is the next to be taken."""
         if isinstance(work, Received):
             self._give_back("order", work)
         else:
@@ -191,7 +191,7 @@ _AT_ONCE = 64  # tasks that are asked how hard they are
 
 
 async def open_curriculum(settings: TrainSettings, environment: Environment, books: RunState) -> Curriculum | None:
-    """What chooses among the run's own tasks, where its books stand; None: they follow one another."""
+    """Curriculum over the run's own tasks, in the state that a checkpoint has; None: tasks follow one another."""
     options = settings.curriculum_options(settings.seed)
     if options.name == "uniform":
         return None

@@ -178,7 +178,7 @@ class TrainLoop(Run[PolicyLearner]):
         return self._stop.is_set() or (self.settings.source != "posted" and steps >= self.settings.steps)
 
     def status(self, now: TrainerState) -> TrainerStatus:
-        """What the board shows."""
+        """Status of the run for its board."""
         others = self.parts.host.others
         ranks = () if others is None else others.ranks()
         return status_of(
@@ -338,7 +338,7 @@ class TrainLoop(Run[PolicyLearner]):
     # -- books
 
     def _sampled_from(self) -> str:
-        """What a group that starts now is sampled from: this run's newest version by its number.
+        """Model name that a group which starts now is sampled from: this run's newest version, by its number.
 
         The bare name would be what anybody has made the latest: samples that this run cannot learn from.
         """

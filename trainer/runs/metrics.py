@@ -103,7 +103,7 @@ class Timing:
 
     @property
     def whole_s(self) -> float:
-        """All of it."""
+        """Seconds of waiting, training and publishing together."""
         return self.wait_s + self.train_s + self.publish_s
 
 
@@ -173,7 +173,7 @@ def _finite(value: float | None) -> float | None:
 
 
 class SampleLine(msgspec.Struct, frozen=True):
-    """A line of `samples.jsonl`."""
+    """A line of `samples.jsonl`: a train step's samples."""
 
     train_step: int
     samples: tuple[BoardSample, ...]
@@ -209,7 +209,7 @@ class MetricsLog:
                 log.warning("train.figures_not_drawn", reason=str(error))
 
     def close(self) -> None:
-        """Close the files."""
+        """Close the files of metrics and curves."""
         self._file.close()
         if self._curves is not None:
             self._curves.close()
@@ -289,7 +289,7 @@ def clock(seconds: float) -> str:
 
 
 def figures(m: StepMetrics) -> dict[str, str | int | float]:
-    """What a train step's span says of its outcome."""
+    """Attributes of a train step's span that describe its result."""
     attributes: dict[str, str | int | float] = {
         "parallm.policy_step": m.policy_step,
         "parallm.version": m.version,
@@ -351,7 +351,7 @@ def status_of(
 def totals_of(
     settings: TrainSettings, state: RunState, now: TrainerState, checkpoints: CheckpointStore, started_ms: int
 ) -> TrainerStatus:
-    """What every kind of run says of itself."""
+    """The part of a status that all kinds of runs have."""
     return TrainerStatus(
         **_same(TrainerStatus, state) | {"mode": settings.mode},
         policy=settings.adapter,

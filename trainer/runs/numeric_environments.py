@@ -35,11 +35,11 @@ class NumericEnvironment(Protocol):
 
     @property
     def copies(self) -> int:
-        """How many."""
+        """Number of copies that are played."""
 
     @property
     def observations(self) -> Floats:
-        """What is to be acted on now, a row for each copy."""
+        """Present observations, a row for each copy."""
 
     async def act(self, actions: npt.NDArray[Any]) -> CopiesStep:
         """A step of all of them."""
@@ -61,7 +61,7 @@ class Environments:
 
 
 def our_space(task: str) -> Space:
-    """Of an environment of ours; SetupError when there is none of this name."""
+    """Space of a built-in environment; SetupError for an unknown name."""
     if task not in _OURS:
         raise SetupError(f"--mode ppo needs --task {', '.join(_OURS)}, or package.module:Class")
     return _OURS[task]
@@ -69,7 +69,7 @@ def our_space(task: str) -> Space:
 
 @asynccontextmanager
 async def open_environments(settings: TrainSettings) -> AsyncIterator[Environments]:
-    """What `--task` names; SetupError when there is no such thing."""
+    """Open the environments that `--task` names; SetupError when there are none."""
     if ":" not in settings.task:
         if settings.task_options:
             raise SetupError("--task-options go with an environment of your own: --task package.module:Class")

@@ -34,7 +34,7 @@ ORDERS_REMEMBERED = 64
 
 @dataclass(frozen=True)
 class TrainedStep:
-    """What a train step came to."""
+    """Result of a train step, for the answer to an order."""
 
     metrics: StepMetrics
     dropped: DroppedCounts
@@ -43,7 +43,7 @@ class TrainedStep:
 
 
 class OrderedRun(Protocol):
-    """What orders need of the run (`trainer.runs.loop.TrainLoop`)."""
+    """Interface of a run that carries out orders (`trainer.runs.loop.TrainLoop`)."""
 
     settings: TrainSettings
     state: RunState

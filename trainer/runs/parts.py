@@ -20,7 +20,7 @@ from worker.engine.model.sites import Whole
 
 
 def policy_options(settings: TrainSettings) -> PolicyOptions:
-    """What the run's learner is made with."""
+    """Options of the run's learner."""
     return PolicyOptions(
         None if settings.head_only else settings.adapter_shape(),
         settings.optimize_options(),

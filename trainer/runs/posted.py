@@ -28,7 +28,7 @@ VERSIONS_AT_ONCE = 16  # each may have to be fetched; of an update that names mo
 
 @dataclass
 class _Gap:
-    """Of one trajectory: the sum over the tokens that could be compared, and how many they are."""
+    """Differences in one trajectory: their sum over the tokens that could be compared, and how many these are."""
 
     total: float = 0.0
     tokens: int = 0
@@ -40,7 +40,7 @@ class _Gap:
 
 @dataclass(frozen=True)
 class LogprobCheck:
-    """Compares one update's trajectories."""
+    """Compares posted log-probabilities of one update's trajectories with the policy's own."""
 
     settings: TrainSettings
     learner: Handle[PolicyLearner]
@@ -100,7 +100,9 @@ class LogprobCheck:
             gaps[index].tokens += sum(sample.mask)
 
     async def _run(self, groups: list[SampleGroup], weights: Arrays | None) -> list[float]:
-        """What breaks in the learner's thread (for memory, say) refuses the update, and the run goes on."""
+        """Differences by trajectory; an error in the learner's thread (memory, say) refuses the update, and the run
+        goes on.
+        """
         try:
             return await self.learner.call(PolicyLearner.gaps, groups, weights)
         except Exception as error:
@@ -121,7 +123,7 @@ class LogprobCheck:
 
 
 def _versions(trajectory: Trajectory, adapter: str) -> tuple[int, ...]:
-    """Of each token the version that has sampled it, BASE, or UNKNOWN for another adapter's."""
+    """Version that sampled each token; BASE, or UNKNOWN for another adapter's."""
     tags = [UNKNOWN] * len(trajectory.completion_ids)
     for span in trajectory.spans:
         name, _, number = span.version.rpartition("@")

@@ -55,7 +55,7 @@ _PLAYED, _EVALUATED = 1, 2  # what is drawn with a seed
 
 
 class PpoLine(msgspec.Struct, frozen=True):
-    """A line of `metrics.jsonl`."""
+    """A line of a PPO run's `metrics.jsonl`."""
 
     step: int
     environment_steps: int  # of the whole run
@@ -154,7 +154,7 @@ class PpoRun(Run[PpoLearner]):
         self._began = time.monotonic()
 
     def status(self, now: TrainerState) -> TrainerStatus:
-        """What the ring is told of the run."""
+        """Status of the run, as published to the ring."""
         state, settings, last = self.state, self.settings, self._last
         learned = _finite(last.learned) if last else {}
         return msgspec.structs.replace(
@@ -206,7 +206,7 @@ class PpoRun(Run[PpoLearner]):
         return checkpoint
 
     async def run(self) -> RunState:
-        """To the end."""
+        """Run until all train steps are done, the goal is reached, or the run is stopped."""
         settings, state = self.settings, self.state
         reached = False
         while state.train_step < settings.steps and not self.stopping and not reached:
@@ -296,7 +296,7 @@ class PpoRun(Run[PpoLearner]):
         return problem
 
     async def _parity(self, version: int, weights: Arrays, probes: PpoSteps) -> GateCheck:
-        """Whether a worker that has loaded the version computes what we compute, of the first step of sequences."""
+        """Compare the outputs of a worker that has loaded the version with ours, for the first step of sequences."""
         said = await self._actor.act(probes.observed_BLI[:, 0], probes.state, version=version)
         first = probes._replace(
             observed_BLI=probes.observed_BLI[:, :1],

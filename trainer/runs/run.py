@@ -92,7 +92,7 @@ class Run(ABC, Generic[L]):
         return published
 
     async def _accept(self, version: int) -> None:
-        """What is served now is what the learner falls back to."""
+        """Record that the version is served, and make its weights the learner's last good ones."""
         self._rejections = 0
         self.state.version = version
         self.state.swaps += 1

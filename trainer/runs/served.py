@@ -99,7 +99,7 @@ class Serving:
         log.info("run.started", held_out=state.held_out, held_out_true=state.held_out_true)
 
     def owns(self, latest: int) -> bool:
-        """Whether `latest` is what this run serves; before it begins, what an earlier start of it has served."""
+        """True if `latest` is what this run serves; before it begins, what an earlier start of it has served."""
         if self.begun:
             return latest == self._state.version
         return not latest or not self._state.version or self._publisher.moved_by_us(latest)
@@ -211,7 +211,7 @@ class Serving:
         }
 
     def _decides_best(self, tasks: str, batch: GroupBatch) -> bool:
-        """Whether these tasks say which version is the best: our own, else the first that judged one."""
+        """True if these tasks decide which version is the best: our own, else the first that judged one."""
         settings, state = self._settings, self._state
         if settings.evaluate_every or (batch.source == "live") != (settings.source == "live"):
             return False
@@ -330,7 +330,7 @@ class Serving:
 
 
 def tasks_of(group: RolloutGroup, batch: GroupBatch) -> str:
-    """What kind of tasks a group is of: live traffic by its reward and environment, all of our own are one kind."""
+    """Kind of the group's tasks: live traffic by its reward and environment; all of our own are one kind."""
     if batch.source != "live":
         return batch.source
     first = group.trajectories[0]

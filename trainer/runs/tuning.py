@@ -69,7 +69,7 @@ class RowRun(DataRun[T]):
             await asyncio.sleep(ASK_AGAIN_S)
 
     async def _samples(self, version: int) -> list[Trajectory]:
-        """What a worker says behind some held-out prompts; where it is kept from that, `_unanswered` says why."""
+        """Continuations of held-out prompts by a worker; when it fails, `_unanswered` gives the reason."""
         settings, run = self.settings, secrets.token_hex(3)
         samples: list[Trajectory] = []
         self._unanswered = ""

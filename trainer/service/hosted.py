@@ -34,7 +34,7 @@ LAST_WORDS_S = 2.0
 
 
 class HostedLearners:
-    """A worker's guest (worker/guest.py)."""
+    """A guest of a worker (worker/guest.py) that serves learners."""
 
     def __init__(self, worker: WorkerSettings) -> None:
         self._settings = hosted_settings(worker)
@@ -49,7 +49,7 @@ class HostedLearners:
         return self._settings.resolved()
 
     def start(self, place: LendingWorker, ended: Callable[[bool], None]) -> None:
-        """Train from now on."""
+        """Start the service in a thread of its own; `ended` gets True if it was stopped."""
 
         def run() -> None:
             try:

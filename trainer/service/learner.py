@@ -128,7 +128,6 @@ class ServiceLearner:
         return self._policy.weights()
 
     def config(self) -> bytes:
-        """Its `adapter_config.json`."""
         return self._policy.config()
 
     def state(self) -> bytes:

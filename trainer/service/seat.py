@@ -185,7 +185,7 @@ class Seat:
             await self._store.drop_asked(self._held.id, uploaded)
 
     async def _outcome(self, number: int, request: Request, again: bool) -> tuple[Answer, SaveInfo | None]:
-        """What comes of a request; EngineError when it fails, and was answered before as one that had not."""
+        """Result of a request; EngineError for one that fails now although it was answered before."""
         if number > self._held.done + 1:
             return await self._attempt(number, request)
         former: Answer | None = None
@@ -277,7 +277,7 @@ class Seat:
         return await self._pictures.of_refs(images, request.files, self._held.spec.owner)
 
     async def _told(self, request: CallRequest) -> tuple[Answer, SaveInfo | None]:
-        """What a run's learner says; much of it is kept as a save, the next one in its place."""
+        """Result of a call of a run's learner; a large one is stored as a save, which the next one replaces."""
         learner, id = self._learner, self._held.id
         if not isinstance(learner, RunLearner):
             raise ConflictError("this learner is not that of a run of mlx_parallm_train")
@@ -372,5 +372,5 @@ def _refused(request: Request, of: str) -> bool:
 
 
 def gone(error: BaseException) -> bool:
-    """Whether a seat ended because there is no such learner any more."""
+    """True if a seat ended because its learner no longer exists."""
     return isinstance(error, NotFoundError)

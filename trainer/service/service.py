@@ -56,7 +56,7 @@ HANDOVERS = (
 
 @dataclass(eq=False)
 class _Place:
-    """A learner in memory."""
+    """A learner that is in memory."""
 
     seat: Seat
     task: "asyncio.Task[None]"
@@ -96,11 +96,11 @@ class LearnerService:
 
     @property
     def stopping(self) -> bool:
-        """Whether `stop` was called."""
+        """True after `stop` was called."""
         return self._stopping.is_set()
 
     async def run(self) -> None:
-        """Until stopped."""
+        """Serve learners until the service is stopped."""
         renewing = asyncio.create_task(self._renew())
         try:
             while not self.stopping:

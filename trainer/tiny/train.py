@@ -36,7 +36,7 @@ _HELD_OUT_SEED = 7
 
 
 class Arguments(argparse.Namespace):
-    """What the command line says."""
+    """Arguments of the command line."""
 
     out: Path
     steps: int

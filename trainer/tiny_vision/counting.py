@@ -30,7 +30,7 @@ def line_of(example: PictureExample, *, answers: bool = False) -> dict[str, Any]
 
 
 def main() -> None:
-    """Write both."""
+    """Write the data sets of counting."""
     parser = argparse.ArgumentParser(prog="python -m trainer.tiny_vision.counting", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--answers", action="store_true", help="for --mode sft")

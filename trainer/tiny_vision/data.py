@@ -62,7 +62,7 @@ def example(rng: random.Random, task: Task | None = None) -> PictureExample:
 
 
 def counting(rng: random.Random) -> PictureExample:
-    """What the model was not trained on: shapes of two colours, and how many there are of one of them."""
+    """A task that the model was not trained on: count shapes of one of two colours."""
     colour, other = rng.sample(sorted(COLOURS), 2)
     picture = Image.new("RGB", (SIDE, SIDE), rng.choice(_GROUNDS))
     draw = ImageDraw.Draw(picture)

@@ -58,7 +58,7 @@ def new_tokenizer() -> Tokenizer:
 
 
 def configuration(tokenizer: Tokenizer) -> dict[str, Any]:
-    """config.json."""
+    """Content of the model's config.json."""
     ids = {name: tokenizer.token_to_id(name) for name in (IMAGE, END, PAD)}
     return {
         "model_type": "smolvlm",

@@ -38,7 +38,7 @@ _REPLACED = ".old-"
 
 @dataclass(frozen=True)
 class Checkpoint(LearnerSnapshot):
-    """What is saved and what comes back: a learner's state, and the run's of the same moment."""
+    """A learner's state with the run's state of the same moment."""
 
     state: RunState
 

@@ -25,14 +25,14 @@ _LATEST = "latest"  # the check that nobody else has moved it
 
 @dataclass(frozen=True)
 class Published:
-    """What became of a candidate."""
+    """Result of publishing a candidate."""
 
     version: int  # 0: it was rejected
     checks: tuple[GateCheck, ...]
 
     @property
     def forestalled(self) -> bool:
-        """Whether it was good, and somebody else has moved `latest` meanwhile."""
+        """True if the version was good, but `latest` was moved by somebody else meanwhile."""
         return any(check.name == _LATEST and not check.passed for check in self.checks)
 
 
@@ -141,7 +141,7 @@ class Publisher:
         await self.disk.run(write)
 
     def moved_by_us(self, latest: int, *, unknown: bool = True) -> bool:
-        """Whether it was this run, in this life or an earlier one, that made this version the latest.
+        """True if this run, in this life or an earlier one, made this version the latest.
 
         `unknown`: the answer for a folder in which nothing is written down.
         """
@@ -171,7 +171,7 @@ class Publisher:
         return self.fitting(await self.sink.fetch(version), f"{self.adapter}@{version}")
 
     def fitting(self, stored: Stored, name: str) -> Arrays:
-        """Its weights; ConflictError when they are not of this run's shape and base."""
+        """Weights of a stored version; ConflictError when they are not of this run's shape and base."""
         checks = [gate.same_base(self.base_sha256, stored.base_sha256), gate.finite_weights(stored.weights)]
         differs = differences(stored.config, self.config) or gate.failures(checks)
         if differs:

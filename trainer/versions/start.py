@@ -54,7 +54,7 @@ async def starting_weights(
     resumed: bool,
     fresh: Arrays,
 ) -> Arrays | None:
-    """What the run begins with, or began with where it is resumed; None: the base. Nothing is written.
+    """Weights that the run begins with, or began with where it is resumed; None: the base. Nothing is written.
 
     `fresh`: the run's weights without a start: a LoRA or a head that the named version does not have is of these.
 
