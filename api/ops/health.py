@@ -230,7 +230,7 @@ async def _look(ring: Ring, report: RingHealth) -> None:
     trainers = await live_trainers(ring.redis, time.time_ns() // 1_000_000)
     report.trainers = [TrainerHealth.model_validate(to_builtins(trainer)) for trainer in trainers]
     report.model_loaded = any(worker.state in SERVING for worker in report.workers)
-    report.reasons += [trouble.told for trouble in await ChildTroubles(ring.redis).read()]
+    report.reasons += [trouble.message for trouble in await ChildTroubles(ring.redis).read()]
     order = await PauseSwitch(ring.redis).current()
     report.paused = None if order is None else order.mode
 

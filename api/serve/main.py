@@ -291,7 +291,7 @@ async def _tell_troubles(supervisor: Supervisor, url: str) -> None:
             troubles = supervisor.troubles()
             if troubles or has_troubles:
                 with contextlib.suppress(RedisError, OSError):
-                    await ChildTroubles(redis).tell(teller, troubles)
+                    await ChildTroubles(redis).report(teller, troubles)
                     has_troubles = bool(troubles)
     finally:
         await redis.aclose()

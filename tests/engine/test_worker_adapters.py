@@ -69,7 +69,7 @@ async def test_sequences_run_on_published_versions(
 ) -> None:
     model = llama.card.name
     registry = WorkerRegistry(redis)
-    monkeypatch.setattr("shared.redis.ring.worker_registry.TELL_AFTER_S", 0.0)
+    monkeypatch.setattr("shared.redis.ring.worker_registry.REPORT_AFTER_S", 0.0)
     await redis.zadd(keys.weights(model), {"others": time.time() * 1000 + 60_000})  # before the worker is up
 
     async def up() -> bool:

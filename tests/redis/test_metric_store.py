@@ -31,7 +31,7 @@ async def test_a_write_said_again_adds_nothing(redis: Redis) -> None:
     writer = MetricWriter(redis, tally, "worker", "w")
     tally.counter(TOKENS, "m").add(7)
     await writer.write()
-    writer._said = {}  # as if the answer had been lost
+    writer._sent = {}  # as if the answer had been lost
     await writer.write()
     assert (await read_totals(redis))[f"{TOKENS}|m"] == 7
 

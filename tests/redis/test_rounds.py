@@ -112,7 +112,7 @@ async def test_what_is_not_finite_is_in_no_average(ring: Trainers) -> None:
 async def test_a_change_that_is_told_again_counts_once(ring: Trainers) -> None:
     place = await entered(ring, "one")
     await place.join({"a": np.zeros(3, np.float32)})
-    await place._tell(1, RunChange({"a": np.full(3, 9.0, np.float32)}, 5))  # of a start that was killed then
+    await place._publish(1, RunChange({"a": np.full(3, 9.0, np.float32)}, 5))  # of a start that was killed then
     again = await place.exchange(RunChange({"a": np.full(3, 1.0, np.float32)}, 5))
     assert again.weights["a"].tolist() == [1, 1, 1]
 

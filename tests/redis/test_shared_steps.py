@@ -299,19 +299,19 @@ async def test_a_redis_that_is_away_and_words_that_nobody_can_read_cost_no_step(
         member = await ring.member()
         run = learner._lead._run
         groups = [await made_groups(learner, seed) for seed in range(2)]
-        say, away = run.say, [RedisConnectionError("away"), RedisConnectionError("away")]
+        send, away = run.send, [RedisConnectionError("away"), RedisConnectionError("away")]
 
         async def failing(word: bytes) -> None:
             if away:
                 raise away.pop()
-            await say(word)
+            await send(word)
 
-        run.say = failing  # type: ignore[method-assign]
+        run.send = failing  # type: ignore[method-assign]
         first = await learner.call(PolicyLearner.train, groups[0], 0, 0, PROBES)
         assert first.report.updated and member.name not in learner._speeds
         await learner.accept()
         await wait_until(lambda: not away)
-        await say(b"not a word")
+        await send(b"not a word")
         await run.answer(b"not an answer")
         second = await learner.call(PolicyLearner.train, groups[1], 1, 1, PROBES)
         assert second.report.updated and member.name in learner._speeds

@@ -132,7 +132,7 @@ async def test_results_come_by_polls_in_the_form_that_is_asked_for(
     done = PassDone(({"logprobs": Values.of(logprobs)}, {"logprobs": Values.of(logprobs[:1])}), {"loss:sum": 2.5})
     answers = (BeginDone(), done, StepDone({"step:max": 1.0}), SaveDone("000003", "sampler", 7))
     for number, answer in enumerate(answers, 1):
-        assert await store.tell(held, number, answer)
+        assert await store.put_answer(held, number, answer)
     assert (await future(server, f"{learner}:0")).json() == {"type": "create_model", "model_id": learner}
     shown = (await future(server, f"{learner}:1")).json()
     assert shown["loss_fn_outputs"][0]["logprobs"] == {"data": [-1.5, -2.5], "dtype": "float32", "shape": [2]}
@@ -151,7 +151,7 @@ async def test_results_come_by_polls_in_the_form_that_is_asked_for(
     assert sampler["model_path"] == saved["path"]
     await ask(server, "optim_step", model_id=learner, seq_id=4, adam_params={"learning_rate": 0.1})
     assert await store.request(learner, 5) == (StepRequest(learning_rate=0.1), pytest.approx(90, abs=60))
-    assert await store.tell(held, 5, RequestFailed("no step"))
+    assert await store.put_answer(held, 5, RequestFailed("no step"))
     assert (await future(server, f"{learner}:4")).json() == {"error": "no step", "category": "user"}
     await server.ring.redis.delete(keys.learner_answer(learner, 5))
     assert (await future(server, f"{learner}:4")).status_code == 410
@@ -191,7 +191,7 @@ async def test_an_inflight_sampler_draws_each_sample_from_the_latest_version(ser
     held = await server.ring.learners.take(learner)
     assert held is not None
     for number, answer in enumerate((BeginDone(), SaveDone("000001", "sampler", first.version)), 1):
-        assert await server.ring.learners.tell(held, number, answer)
+        assert await server.ring.learners.put_answer(held, number, answer)
     sampler = (await future(server, placed["request_id"])).json()["sampling_session_id"]
     assert sampler == f"{learner.partition(':')[0]}:sample:0"
     drawn = {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [5]}]}, "sampling_params": {"max_tokens": 2}}
@@ -404,7 +404,7 @@ async def test_a_save_makes_a_learner_of_its_shape(server: Api) -> None:
     held = await server.ring.learners.take(learner)
     assert held is not None
     info = SaveInfo(name="a", kind="state", created_ms=1, expires_ms=2**41)
-    assert await server.ring.learners.tell(held, 1, SaveDone("a", "state"), save=info)
+    assert await server.ring.learners.put_answer(held, 1, SaveDone("a", "state"), save=info)
     other = await server.post("/api/v1/load_weights", {**body, "user_metadata": {"lora_kind": "lora"}})
     assert other.status_code == 400 and "of kind 'dora'" in other.text
     placed = await ask(server, "load_weights", **body)

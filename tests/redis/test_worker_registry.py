@@ -226,7 +226,7 @@ async def test_workers_that_a_lost_redis_brought_together_are_told_of_once(redis
     ours, differing = DifferingWeights("w1", allowed=False), DifferingWeights("w3", allowed=True)
     await registry.heartbeat(working("w2", other))
     with capture_logs() as lines:
-        for now in (0.0, worker_registry.TELL_AFTER_S - 1):
+        for now in (0.0, worker_registry.REPORT_AFTER_S - 1):
             ours.heard(await registry.heartbeat(working("w1", card("m"))), now)
         assert not lines, "it may be one that tries to join"
         for each in (ours, differing):

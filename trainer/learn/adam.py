@@ -66,7 +66,7 @@ class AdamSteps:
         clipped, norm = optim.clip_grad_norm(gradient, sizes.max_grad_norm or math.inf)
         if not math.isfinite(norm.item()):
             return norm.item(), False
-        before = self.kept()
+        before = self.state()
         for adam in self._parts:
             adam.learning_rate = sizes.learning_rate
             adam.betas, adam.eps, adam.weight_decay = list(sizes.betas), sizes.eps, sizes.weight_decay
@@ -80,7 +80,7 @@ class AdamSteps:
         self._model.update(weights)
         return norm.item(), True
 
-    def kept(self) -> Any:
+    def state(self) -> Any:
         """The present moments, to be put back by `put_back`; arrays are shared, since an update replaces them."""
         return tree_map(lambda value: value, self._adam.state)
 
@@ -88,9 +88,9 @@ class AdamSteps:
         """The module's trainable parameters as a tree; arrays are shared, since an update replaces them."""
         return tree_map(lambda value: value, self._model.trainable_parameters())
 
-    def put_back(self, kept: Any, parameters: Any = None) -> None:
-        """Restore what `kept` gave, and with `parameters` the weights: those from before an update that was refused."""
-        self._adam.state = kept
+    def put_back(self, state: Any, parameters: Any = None) -> None:
+        """Restore a `state`, and with `parameters` the weights, from before an update that was refused."""
+        self._adam.state = state
         if parameters is not None:
             self._model.update(parameters)
 
@@ -103,7 +103,7 @@ class AdamSteps:
         mine = {name: tuple(value.shape) for name, value in tree_flatten(self._adam.state)}
         if mine != {name: tuple(value.shape) for name, value in moments.items()}:
             raise ValueError("the optimizer's moments do not fit this adapter")
-        self._adam.state = self.as_kept(moments)
+        self._adam.state = self.as_state(moments)
 
     def means(self, betas: tuple[float, float]) -> GradientMeans:
         """The moments without their bias towards 0, by parameter; `betas`: of the updates so far."""
@@ -129,13 +129,13 @@ class AdamSteps:
         """
         return [(kind, np.float32(1 - beta**self.count)) for kind, beta in zip((".m", ".v"), betas, strict=True)]
 
-    def as_kept(self, moments: Mapping[str, npt.NDArray[Any]]) -> Any:
-        """Arrays that `kept` returned when `moments` returned these; argument of `put_back`."""
+    def as_state(self, moments: Mapping[str, npt.NDArray[Any]]) -> Any:
+        """Arrays that `state` returned when `moments` returned these; argument of `put_back`."""
         # In the present state's tree: it has empty places where a module has lists that are no parameters.
         return tree_map_with_path(lambda name, _: mx.array(moments[name]), self._adam.state)
 
     def ordered(self, gradient: Mapping[str, npt.NDArray[Any]]) -> Any:
-        """A gradient that was kept by its parameters' names, as a tree in their order."""
+        """A gradient by parameter name as a tree in the order of the parameters."""
         return tree_map_with_path(lambda name, _: mx.array(gradient[name]), self._model.trainable_parameters())
 
 
@@ -149,7 +149,7 @@ def update_together(
     clipped, norm = optim.clip_grad_norm(dict(gradients), max_grad_norm or math.inf)
     if not math.isfinite(norm.item()):
         return norm.item(), False
-    before = {name: (adam.parameters(), adam.kept()) for name, adam in adams.items()}
+    before = {name: (adam.parameters(), adam.state()) for name, adam in adams.items()}
     for name, adam in adams.items():
         if not adam.update(clipped[name], sizes[name])[1]:
             for other, (parameters, moments) in before.items():

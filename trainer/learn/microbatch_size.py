@@ -88,14 +88,14 @@ class MicrobatchSize:
     def _next(self, known: "dict[int, _Times]") -> int:
         """The size to go on with: one that nobody has tried, or the best of those that are known."""
         low, high = min(known), max(known)
-        if 1 << high < self.largest and self._may_fit(2 << high) and self._worth_trying_more(known):
+        if 1 << high < self.largest and self._may_fit(2 << high) and self._may_try_more(known):
             return 1 << (high + 1)
         chosen = self._best(known)
         if chosen == low and known[low].seconds > self.bound_s and low > self._floor:
             return 1 << (low - 1)
         return 1 << chosen
 
-    def _worth_trying_more(self, known: "dict[int, _Times]") -> bool:
+    def _may_try_more(self, known: "dict[int, _Times]") -> bool:
         seconds = [times.seconds for times in known.values()][-BUMP - 1 :]
         doublings = len(seconds) - 1
         growth = (seconds[-1] / seconds[0]) ** (1 / doublings) if doublings else 1.0

@@ -228,7 +228,7 @@ class DataLearner(ABC, Generic[T]):
     def accept(self) -> None:
         """The present weights are the last good ones."""
         self._good = self.weights()
-        self._good_moments = {name: adam.kept() for name, adam in self._adams.items()}
+        self._good_moments = {name: adam.state() for name, adam in self._adams.items()}
 
     @exposed
     def revert(self) -> None:

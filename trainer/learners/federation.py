@@ -175,9 +175,9 @@ class Federation:
         number, began = self._standing.round + 1, time.monotonic()
         now = await self._now()
         if now.round < number:
-            await self._tell(number, learned)
+            await self._publish(number, learned)
         while (now := await self._now()).round < number:
-            told, waited_s = await self._store.told(number)
+            told, waited_s = await self._store.changes(number)
             missing = set(await self._store.members.alive()) - told.keys()
             if (not missing or waited_s > self._settings.sync_wait_s) and await self._store.turn(self._member):
                 try:
@@ -197,16 +197,17 @@ class Federation:
         )
         return average
 
-    async def _tell(self, number: int, learned: RunChange) -> None:
+    async def _publish(self, number: int, learned: RunChange) -> None:
         data = await asyncio.to_thread(pack, {"delta": learned.delta} | _packed(learned.means))
         lives_s = int(self._settings.sync_wait_s) + keys.ADAPTER_UPLOAD_TTL_S
-        await self._store.tell(number, self._member, await self._store.parcels.put(data, lives_s), learned.samples)
+        parcel = await self._store.parcels.put(data, lives_s)
+        await self._store.put_change(number, self._member, parcel, learned.samples)
 
     async def _close_once(self, number: int) -> None:
         """Average the round, with changes that arrived meanwhile, unless another run has just done so."""
         now = await self._now()
         if now.round < number:
-            told, _ = await self._store.told(number)
+            told, _ = await self._store.changes(number)
             await self._close(now, told)
 
     async def _close(self, before: ClosedRound, told: dict[str, Change]) -> None:

@@ -42,14 +42,14 @@ class LeadingTrainer:
         )
         self._gone = asyncio.Event()
         self._stop: Callable[[], None] = lambda: None
-        self.lead = GroupLead(settings, placed, lambda _: self._gone.set(), self._config, None, self._told_to_stop)
+        self.lead = GroupLead(settings, placed, lambda _: self._gone.set(), self._config, None, self._stop_ordered)
         self.host = ThreadHost(self.lead)
 
     def begun(self, stop: Callable[[], None]) -> None:
         """The run may be told to end in order from now on, by any rank."""
         self._stop = stop
 
-    def _told_to_stop(self) -> None:
+    def _stop_ordered(self) -> None:
         log.info("train.stopping", hint="another rank was told to end; a checkpoint is saved after this train step")
         self._stop()
 

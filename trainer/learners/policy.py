@@ -71,7 +71,7 @@ class PolicyLearner:
         self._older: OrderedDict[int, Arrays] = OrderedDict()  # policy step -> weights
         self._good = self._policy.weights()
         self._best: Arrays | None = None  # of the best version that was judged
-        self._before = self.optimizer.adam.kept()
+        self._before = self.optimizer.adam.state()
         self.shapes = {name: tuple(value.shape) for name, value in self._good.items()}
 
     @exposed
@@ -108,7 +108,7 @@ class PolicyLearner:
 
     def begin(self, policy_step: int) -> dict[int, Arrays]:
         """Keep what `revert` goes back to; the weights of earlier policy steps, by their numbers."""
-        self._before = self.optimizer.adam.kept()
+        self._before = self.optimizer.adam.state()
         self._older[policy_step] = self._good
         while len(self._older) > self._remembered:
             self._older.popitem(last=False)
@@ -216,7 +216,7 @@ class PolicyLearner:
         self._policy.load(groups["weights"])
         self.optimizer.adam.load_moments(groups["moments"])
         self._good, self._best = groups["good"], groups.get("best")
-        self._before = self.optimizer.adam.as_kept(groups["before"])
+        self._before = self.optimizer.adam.as_state(groups["before"])
         self._policy.origin = groups.get("origin")
         older = {int(name.removeprefix(_OLDER)): weights for name, weights in groups.items() if name.startswith(_OLDER)}
         self._older = OrderedDict(sorted(older.items()))

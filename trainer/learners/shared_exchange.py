@@ -276,7 +276,7 @@ class RunLead:
         self._parts = list(told.values())
         first = None if origin is None else await self._origin.of(origin)
         shown = await self._shown(pictures)
-        await self._say(BeginStep(self.epoch, self._step, await self._weights.of(weights), told, first, shown))
+        await self._send(BeginStep(self.epoch, self._step, await self._weights.of(weights), told, first, shown))
 
     async def _shown(self, pictures: Sequence[Picture]) -> dict[str, StoredParcel]:
         """Where images lie, by key, which members keep, too."""
@@ -294,7 +294,7 @@ class RunLead:
 
     async def go(self, update: int, weights: Arrays, known: ValueSums | None = None) -> None:
         """Tell members that the next update begins."""
-        await self._say(NextUpdate(self.epoch, self._step, update, await self._weights.of(weights), known))
+        await self._send(NextUpdate(self.epoch, self._step, update, await self._weights.of(weights), known))
 
     def close(self, weights: Arrays) -> None:
         """The step is over, and these are most likely the next one's weights: members get them in the meantime."""
@@ -310,17 +310,17 @@ class RunLead:
                 oldest, _ = self._pictures.pop(next(iter(self._pictures)))
                 kept -= oldest.size
                 await self._run.parcels.drop(oldest)
-            await self._say(Ready(self.epoch, await self._weights.of(weights)))
+            await self._send(Ready(self.epoch, await self._weights.of(weights)))
         except (RedisError, OSError) as error:
             log.warning("shared.redis_away", error=reason(error))
 
     async def send_off(self, member: str, why: str) -> None:
         """Tell a member that it may not go on."""
         log.error("shared.member_wrong", member=member, reason=why)
-        await self._say(Leave(self.epoch, member, why))
+        await self._send(Leave(self.epoch, member, why))
 
-    async def _say(self, word: Word) -> None:
-        await self._run.say(msgspec.msgpack.encode(word))
+    async def _send(self, word: Word) -> None:
+        await self._run.send(msgspec.msgpack.encode(word))
 
     async def collect(
         self, update: int, wanted: Collection[str], shapes: Mapping[str, tuple[int, ...]], began: float

@@ -204,7 +204,7 @@ class RunMember:
         except Exception as error:
             log.exception("member.failed")
             message = f"{type(error).__name__}: {error}"
-            await self._tell(Trouble(self._now.epoch, self.name, self._step, message))
+            await self._send(Trouble(self._now.epoch, self.name, self._step, message))
             raise ServiceUnavailableError(f"this part of a train step could not be computed: {message}") from error
         await self._hear(0.001)
         if any(isinstance(word, BeginStep) for word in self._words):  # it took too long: nobody wants it any more
@@ -214,7 +214,7 @@ class RunMember:
         if computed.gradient:
             data = await asyncio.to_thread(gradient_bytes, computed.gradient, self._exchange)
             parcelled = await self._run.parcels.put(data)
-        await self._tell(
+        await self._send(
             Done(
                 self._now.epoch,
                 self.name,
@@ -243,7 +243,7 @@ class RunMember:
             self._known = parcel, (await asyncio.to_thread(unpack, data, "weights"))["weights"]
         return self._known[1]
 
-    async def _tell(self, answer: Answer) -> None:
+    async def _send(self, answer: Answer) -> None:
         await self._run.answer(msgspec.msgpack.encode(answer))
 
 

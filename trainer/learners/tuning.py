@@ -42,7 +42,7 @@ T = TypeVar("T")
 _Pair = tuple[tuple[int, ...] | tuple[bytes, ...], ...]  # keys of images, prompt, chosen, rejected
 
 
-class _Said(NamedTuple):
+class _Predictions(NamedTuple):
     """Predictions of the model for the tokens that count in some rows."""
 
     logp: float  # sum
@@ -136,12 +136,12 @@ class TuneLearner(RowLearner[SampleGroup]):
         margin.
         """
         if self._tuning == "sft":
-            said: list[_Said] = []
+            said: list[_Predictions] = []
             for part in self._own_parts(items):
                 if part is not None:
-                    said.append(self._said(self._arrays(part)))
+                    said.append(self._predicted(self._arrays(part)))
                 yield
-            own = [sum(each) for each in zip(_Said(0.0, 0, 0), *said, strict=True)]
+            own = [sum(each) for each in zip(_Predictions(0.0, 0, 0), *said, strict=True)]
             logp, named, tokens = self._peers.numbers(own)
             return Measured(named / tokens, -logp / tokens)
         gained: list[float] = []
@@ -182,7 +182,7 @@ class TuneLearner(RowLearner[SampleGroup]):
                 self._references[_pair(item)] = chosen, rejected
         return mx.array([logp for pair in pairs for logp in self._references[pair]])
 
-    def _said(self, x: BatchArrays) -> _Said:
+    def _predicted(self, x: BatchArrays) -> _Predictions:
         """Row by row as a worker reads them; the head sees the positions that count alone."""
         body, head = halves_of(self._policy.model, self._chunk)
         rows, places = np.nonzero(np.array(x.mask_BT))
@@ -195,7 +195,7 @@ class TuneLearner(RowLearner[SampleGroup]):
             logits_NV, targets = head(hidden_NH[None, at : at + step])[0], targets_N[at : at + step]
             logp += np.array(from_logits(logits_NV, targets, entropy=False)[0]).sum(dtype=np.float64).item()
             named += int(np.array(mx.argmax(logits_NV, axis=-1) == targets).sum())
-        return _Said(logp, named, len(rows))
+        return _Predictions(logp, named, len(rows))
 
 
 def _pair(item: SampleGroup) -> _Pair:

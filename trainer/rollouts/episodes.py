@@ -105,7 +105,7 @@ class Episodes:
             except _RingError as error:
                 raise error.cause from error
             except Exception as error:  # of somebody else's code, at what a model wrote: it costs this sample alone
-                return msgspec.structs.replace(whole, reward=Reward(name, None, error=_said(error)))
+                return msgspec.structs.replace(whole, reward=Reward(name, None, error=_described(error)))
             if outcome.reward is None:
                 return whole
             total += outcome.reward
@@ -177,5 +177,5 @@ class Episodes:
         return msgspec.structs.replace(self.options.sampling, seed=seed)
 
 
-def _said(error: Exception) -> str:
+def _described(error: Exception) -> str:
     return str(error) if isinstance(error, OwnCodeError) else blamed(error)

@@ -254,11 +254,11 @@ class _OwnProcess:
         try:
             while True:
                 async with asyncio.timeout(silent_s):
-                    self._tell(decode_answer(await self._process.receive()))
+                    self._receive(decode_answer(await self._process.receive()))
         except (LostProcessError, TimeoutError):
             self._lost()
 
-    def _tell(self, answer: CodeAnswer) -> None:
+    def _receive(self, answer: CodeAnswer) -> None:
         call = self._calls.get(answer.number)
         if call is not None and not call.done():
             call.set_result(answer)
@@ -341,16 +341,18 @@ async def alerts_of(
 
     for code in codes:
         code.on_block = note
-    telling = asyncio.create_task(_tell(causes, alert))
+    forwarding = asyncio.create_task(_forward_alerts(causes, alert))
     try:
         yield
     finally:
         causes.put_nowait(None)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(telling, TELL_AGAIN_S)
+            await asyncio.wait_for(forwarding, TELL_AGAIN_S)
 
 
-async def _tell(causes: "asyncio.Queue[str | None]", alert: Callable[[AlertKind, str], Awaitable[None]]) -> None:
+async def _forward_alerts(
+    causes: "asyncio.Queue[str | None]", alert: Callable[[AlertKind, str], Awaitable[None]]
+) -> None:
     while (cause := await causes.get()) is not None:
         while True:
             try:

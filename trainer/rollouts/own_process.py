@@ -150,7 +150,7 @@ class _Server:
         self._tasks: set[asyncio.Task[None]] = set()
         self._clocks: set[_Clock] = set()
         self._busy_s = 0.0
-        self._said = 0.0
+        self._sent_at = 0.0
 
     async def run(self) -> None:
         threading.Thread(target=self._read, args=(asyncio.get_running_loop(),), daemon=True).start()
@@ -177,11 +177,11 @@ class _Server:
     def _alive(self) -> None:
         """Somebody's turn in the loop begins, and has the time of a call from now on."""
         faulthandler.dump_traceback_later(self._timeout_s, exit=True, file=self._stack)
-        if time.monotonic() - self._said >= BEAT_S / 2:
-            self._say(CodeAnswer())
+        if time.monotonic() - self._sent_at >= BEAT_S / 2:
+            self._send(CodeAnswer())
 
-    def _say(self, answer: CodeAnswer) -> None:
-        self._said = time.monotonic()
+    def _send(self, answer: CodeAnswer) -> None:
+        self._sent_at = time.monotonic()
         try:
             self._pipe.write(encode(answer))
         except OSError:
@@ -204,10 +204,10 @@ class _Server:
         answer = await noted(self._result(call, clock), note)
         self._clocks.discard(clock)
         try:
-            self._say(answer)
+            self._send(answer)
         except (TypeError, ValueError, OverflowError) as error:  # messages that are none
             said = f"{self._code.name!r}: what it gave cannot travel between processes: {error}"
-            self._say(CodeAnswer(call.number, failed=CodeFailure(said, "setup")))
+            self._send(CodeAnswer(call.number, failed=CodeFailure(said, "setup")))
 
     async def _result(self, call: CodeCall, clock: _Clock) -> CodeAnswer:
         try:

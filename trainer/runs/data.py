@@ -102,7 +102,7 @@ class DataRun(Run[DataLearner[T]], Generic[T]):
         self._unanswered = ""  # why no worker has judged the last candidate
         self._saved = 0  # train step of the latest checkpoint
         self._latest = 0  # version that was the latest when this run began or last moved it
-        self._told = 0.0
+        self._reported_at = 0.0
         self._last: DataLine | None = None
         self._since = time.monotonic()  # of the last line
         self._left = TimeLeft()
@@ -211,7 +211,7 @@ class DataRun(Run[DataLearner[T]], Generic[T]):
     async def _good_weights(self) -> Arrays | None:
         """Weights that a resumed run falls back to before its checkpoint is restored; None: those of the checkpoint."""
         version = self.state.version
-        if not self.state.unpublished or (version and version not in self._publisher.kept()):
+        if not self.state.unpublished or (version and version not in self._publisher.on_disk()):
             return None
         return self._publisher.weights_of(version) if version else await self._learner.weights()
 
@@ -232,7 +232,7 @@ class DataRun(Run[DataLearner[T]], Generic[T]):
         if self.measures_first and not state.train_step:
             begins_with = await self._measure()
             state.held_out = begins_with.right
-            await self._tell(None, begins_with)
+            await self._report(None, begins_with)
         if state.offered or (state.unpublished and state.train_step >= settings.steps):
             await self._publish(state.offered or OfferedStep(None, None, is_finite=True, tokens=0))
         while state.train_step < settings.steps and not self.stopping:
@@ -251,7 +251,7 @@ class DataRun(Run[DataLearner[T]], Generic[T]):
             if due or last:
                 await self._publish(trained)
                 continue
-            await self._tell(trained)
+            await self._report(trained)
             if settings.checkpoint_every and state.train_step - self._saved >= settings.checkpoint_every:
                 await self._save()
         if state.train_step != self._saved:  # stopped between two candidates
@@ -280,7 +280,7 @@ class DataRun(Run[DataLearner[T]], Generic[T]):
         published = await self._offer(weights, checks, metrics, self._judged, self._latest)
         if not published.version and self._unanswered:
             log.warning("version.not_judged", why=self._unanswered)
-            await self._tell(trained, measured)
+            await self._report(trained, measured)
             return
         state.unpublished, state.offered = 0, None
         failed = gate.failures(published.checks)
@@ -288,7 +288,7 @@ class DataRun(Run[DataLearner[T]], Generic[T]):
             await self._serve(published.version, measured.right)
         else:
             await self._reject(failed)
-        await self._tell(trained, measured)
+        await self._report(trained, measured)
         await self._save()
         await self._check_patience(failed)
 
@@ -322,7 +322,7 @@ class DataRun(Run[DataLearner[T]], Generic[T]):
 
     # -- figures
 
-    async def _tell(self, trained: OfferedStep | None, measured: Measured | None = None) -> None:
+    async def _report(self, trained: OfferedStep | None, measured: Measured | None = None) -> None:
         """Always before the checkpoint that holds it: a start drops the lines behind its checkpoint."""
         line = DataLine(
             self.state.train_step,
@@ -346,8 +346,8 @@ class DataRun(Run[DataLearner[T]], Generic[T]):
             loss=line.loss, grad_norm=line.grad_norm, tokens=line.tokens,
         )  # fmt: skip
         await self._ring.board.show("training", point)
-        if measured is not None or time.monotonic() - self._told > REPORT_S:
-            self._told = time.monotonic()
+        if measured is not None or time.monotonic() - self._reported_at > REPORT_S:
+            self._reported_at = time.monotonic()
             eta = {} if self._eta_s is None else {"eta": clock(self._eta_s)}
             known = {name: value for name, value in msgspec.structs.asdict(line).items() if value is not None}
             log.info("train.step", **(known | {"step": f"{line.step}/{self.settings.steps}"} | eta))

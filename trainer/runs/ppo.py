@@ -236,7 +236,7 @@ class PpoRun(Run[PpoLearner]):
         if due or state.train_step == settings.steps:
             evaluated = await self._evaluate()
         state.seconds = time.monotonic() - self._began
-        await self._tell(
+        await self._report(
             PpoLine(
                 step=state.train_step,
                 environment_steps=state.consumed,
@@ -315,7 +315,7 @@ class PpoRun(Run[PpoLearner]):
         await self._forget_versions(self.state.version, self.state.best_version)
         return saved
 
-    async def _tell(self, line: PpoLine) -> None:
+    async def _report(self, line: PpoLine) -> None:
         await self._disk.run(append, self.settings.folder / "metrics.jsonl", line)
         self._last, learned = line, _finite(line.learned)
         point = TrainingPoint(

@@ -178,7 +178,7 @@ class Serving:
                 earned.setdefault((tasks_of(group, batch), version), []).append(float(np.mean(group.rewards)))
         for (tasks, version), means in sorted(earned.items()):
             watch = self._watch(tasks)
-            watch.keep_only(self._publisher.kept())
+            watch.keep_only(self._publisher.on_disk())
             target = watch.add(version, means)
             if target is not None:
                 await self._roll_back(version, target, watch.good[target].mean, float(np.mean(means)))
@@ -325,7 +325,7 @@ class Serving:
     async def _anchor(self) -> None:
         """Later versions stay in reach of the best one, as long as its weights are there."""
         best = self._state.best_version
-        weights = self._publisher.weights_of(best) if best in self._publisher.kept() else None
+        weights = self._publisher.weights_of(best) if best in self._publisher.on_disk() else None
         await self._learner.call(PolicyLearner.anchor, weights)
 
 

@@ -144,7 +144,7 @@ class Seat:
         """Make the present state count, and let its requests go; nothing in the midst of a request. LostError."""
         if self._number > self._applied and self._whole and self._learner is not None:
             self._whole = False  # cut off in the midst, it is not known whether it counts
-            await self._tell(self._number, None, stores=True)
+            await self._store_answer(self._number, None, stores=True)
             self._whole = True
 
     @property
@@ -178,7 +178,7 @@ class Seat:
         loaded = loaded or bool(uploaded)
         stores = (full or loaded) and self._learner is not None
         former = await self._published(save) if save is not None and not again else None
-        await self._tell(number, None if again else answer, stores=stores, save=None if again else save)
+        await self._store_answer(number, None if again else answer, stores=stores, save=None if again else save)
         if former is not None:
             await self._adapters.unpin(self._held.spec.adapter, former.version, f"save-{former.name}")
         if uploaded:
@@ -237,7 +237,7 @@ class Seat:
         if isinstance(request, BeginRequest):
             return BeginDone(), None
         if isinstance(request, CallRequest):
-            return await self._told(request)
+            return await self._called(request)
         if isinstance(request, RefusedRequest):
             return RequestFailed(request.message), None
         learner = self._mine
@@ -276,7 +276,7 @@ class Seat:
             return {}
         return await self._pictures.of_refs(images, request.files, self._held.spec.owner)
 
-    async def _told(self, request: CallRequest) -> tuple[Answer, SaveInfo | None]:
+    async def _called(self, request: CallRequest) -> tuple[Answer, SaveInfo | None]:
         """Result of a call of a run's learner; a large one is stored as a save, which the next one replaces."""
         learner, id = self._learner, self._held.id
         if not isinstance(learner, RunLearner):
@@ -347,7 +347,9 @@ class Seat:
             )
         return manifest.version, manifest.size
 
-    async def _tell(self, number: int, answer: Answer | None, *, stores: bool, save: SaveInfo | None = None) -> None:
+    async def _store_answer(
+        self, number: int, answer: Answer | None, *, stores: bool, save: SaveInfo | None = None
+    ) -> None:
         state = ""
         if stores:
             assert self._learner is not None
@@ -355,7 +357,7 @@ class Seat:
             state = await self._store.put_state(self._held.id, data)
         elif answer is None:
             return
-        if not await self._store.tell(self._held, number, answer, state=state, before=self._state, save=save):
+        if not await self._store.put_answer(self._held, number, answer, state=state, before=self._state, save=save):
             raise LostError
         if stores:
             self._applied, self._state, self._bytes = number, state, 0

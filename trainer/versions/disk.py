@@ -64,11 +64,11 @@ class Disk:
                     ) from error
                 if not reported:
                     reported = True
-                    await self._tell(f"no room for the run's files in {self.folder}: {error}; training holds")
+                    await self._notify(f"no room for the run's files in {self.folder}: {error}; training holds")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.stop.wait(), self.look_s)
 
-    async def _tell(self, message: str) -> None:
+    async def _notify(self, message: str) -> None:
         log.error("train.disk_full", folder=str(self.folder), hint="training goes on as soon as there is room")
         try:
             await self.alert("disk_full", message)

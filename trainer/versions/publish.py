@@ -156,7 +156,7 @@ class Publisher:
         ConflictError when they are no weights that this run can go on from.
         """
         weights = await self.any_weights_of(version)
-        if version not in self.kept():
+        if version not in self.on_disk():
             folder = self.version_folder(version)
             await self.disk.run(self._write_to, weights, folder)
         return weights
@@ -166,7 +166,7 @@ class Publisher:
 
         ConflictError when they are no weights of this run's shape and base; ParallmError when they are gone.
         """
-        if version in self.kept():
+        if version in self.on_disk():
             return await asyncio.to_thread(self.weights_of, version)
         return self.fitting(await self.sink.fetch(version), f"{self.adapter}@{version}")
 
@@ -186,7 +186,7 @@ class Publisher:
         """The weights of a version that is still kept."""
         return load_file(self.version_folder(version) / MLX_FILE)
 
-    def kept(self) -> set[int]:
+    def on_disk(self) -> set[int]:
         """The versions whose files are kept."""
         versions = self.folder / "versions"
         folders = versions.iterdir() if versions.exists() else ()
@@ -194,7 +194,7 @@ class Publisher:
 
     def forget(self, keep: Collection[int]) -> None:
         """Delete the files of all versions but these."""
-        for version in self.kept() - set(keep):
+        for version in self.on_disk() - set(keep):
             shutil.rmtree(self.version_folder(version))
 
     def _write(self, weights: Arrays, train_step: int) -> Path:

@@ -119,7 +119,7 @@ def reason(error: BaseException) -> str:
     if isinstance(error, ParallmError):
         return error.message
     if code := code_of(error):
-        return f"{code}: {_REFUSED.get(code) or _said(str(error))}"
+        return f"{code}: {_REFUSED.get(code) or _described(str(error))}"
     if isinstance(error, WatchError):
         return "a key that was watched has changed"
     for each in (error, error.__cause__, error.__context__):
@@ -132,7 +132,7 @@ def reason(error: BaseException) -> str:
     return "the connection was closed" if isinstance(error, RedisConnectionError) else type(error).__name__
 
 
-def _said(text: str) -> str:
+def _described(text: str) -> str:
     """The harmless part of what a server said."""
     words = [part for part in _HARMLESS if part in text[:200]] or ["it refused a command"]
     line = _LINE.search(text)

@@ -97,7 +97,7 @@ class ResponseStore:
 
     # -- what the stream of a response has said; event n has the entry n + 1
 
-    async def tell(self, keeper: str, response_id: str, number: int, events: Sequence[bytes]) -> None:
+    async def write_events(self, keeper: str, response_id: str, number: int, events: Sequence[bytes]) -> None:
         """Write events from number `number` on; those that are there stay."""
         key = keys.kept_events(keeper, response_id)
         async with self._redis.pipeline(transaction=False) as pipe:
@@ -108,7 +108,7 @@ class ResponseStore:
                 if isinstance(answer, Exception) and not _stands_already(answer):
                     raise answer
 
-    async def count_told(self, keeper: str, response_id: str) -> int:
+    async def count_events(self, keeper: str, response_id: str) -> int:
         """How many events there are."""
         newest = await ask(self._redis, "XREVRANGE", keys.kept_events(keeper, response_id), "+", "-", "COUNT", 1)
         return int(newest[0][0].split(b"-")[0]) if newest else 0

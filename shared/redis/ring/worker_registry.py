@@ -27,7 +27,7 @@ SOURCES_KEPT = 8
 PATIENCE_S = keys.WORKER_TTL_S + 2.0  # with workers of other weights: dead ones are gone by then
 LOOK_AGAIN_S = 1.0
 READY_WITHIN_S = 3.0  # a worker that was let in
-TELL_AFTER_S = PATIENCE_S + keys.WORKER_TTL_S + 2.0  # one that is refused has gone by then, and its weights with it
+REPORT_AFTER_S = PATIENCE_S + keys.WORKER_TTL_S + 2.0  # one that is refused has gone by then, and its weights with it
 FEW = 32  # workers of a model, up to which one that joins reads all heartbeats
 MANY = 64  # workers of a model, from which on processes look at heartbeats for one another
 AT_ONCE = 128  # heartbeats in one round trip
@@ -238,7 +238,7 @@ class DifferingWeights:
     """
 
     def __init__(self, worker_id: str, *, allowed: bool) -> None:
-        self._worker_id, self._told = worker_id, allowed
+        self._worker_id, self._is_reported = worker_id, allowed
         self._since: float | None = None
 
     def heard(self, there_are: bool, now: float) -> None:
@@ -247,8 +247,8 @@ class DifferingWeights:
             self._since = None
             return
         self._since = now if self._since is None else self._since
-        if not self._told and now - self._since >= TELL_AFTER_S:
-            self._told = True
+        if not self._is_reported and now - self._since >= REPORT_AFTER_S:
+            self._is_reported = True
             what = "other workers of this model have other weights, or keep trying to join with them"
             log.warning("worker.weights_differ", worker=self._worker_id, reason=what)
 

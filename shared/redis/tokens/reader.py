@@ -249,14 +249,14 @@ class FrameReader:
                 self._refused_at, self.refusal = math.inf, ""
             except (RedisError, OSError) as error:
                 if is_refusal(error):
-                    self._tell_of(error)
+                    self._log_refusal(error)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(HEARTBEAT_S):
                     await self._silent.wait()
             self._silent.clear()
             await asyncio.sleep(min(PROBE_S, REFUSED_S / 2))
 
-    def _tell_of(self, refusal: Exception) -> None:
+    def _log_refusal(self, refusal: Exception) -> None:
         """Redis refuses workers' writes, too: feeds that hear nothing fail now, before their deadline."""
         now = time.monotonic()
         self._refused_at, self.refusal = min(self._refused_at, now), reason(refusal)

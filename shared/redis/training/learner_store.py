@@ -214,7 +214,7 @@ class LearnerStore:
         """It has come to an end, whatever became of it."""
         await _try(self._redis, [keys.learner(held.id)], [held.epoch, ""])
 
-    async def tell(
+    async def put_answer(
         self,
         held: HeldLearner,
         number: int,

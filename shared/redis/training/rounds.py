@@ -62,7 +62,7 @@ class RoundStore:
         names = [keys.rounds(self.name), keys.round_bytes(self.name, state.id)]
         return bool(await _begin(self._redis, names, [spec, msgspec.msgpack.encode(state), keys.ROUNDS_TTL_S]))
 
-    async def tell(self, round: int, member: str, delta: StoredParcel, samples: int) -> None:
+    async def put_change(self, round: int, member: str, delta: StoredParcel, samples: int) -> None:
         """Publish this run's difference for the average of a round."""
         key = keys.round_deltas(self.name, round)
         change = Change(delta, samples, await server_time_ms(self._redis, key))
@@ -71,7 +71,7 @@ class RoundStore:
             pipe.expire(key, keys.ROUNDS_TTL_S)
             await pipe.execute()
 
-    async def told(self, round: int) -> tuple[dict[str, Change], float]:
+    async def changes(self, round: int) -> tuple[dict[str, Change], float]:
         """The changes for a round, by run, and how many seconds ago the first of them came."""
         key = keys.round_deltas(self.name, round)
         bodies: dict[bytes, bytes] = await ask(self._redis, "HGETALL", key)

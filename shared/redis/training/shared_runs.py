@@ -50,7 +50,7 @@ class SharedRun:
         """The leader ends; `done`: so does the run, which its members hear."""
         await _leave(self._redis, [keys.shared_run(self.name)], [epoch, int(done), 6 * keys.SHARED_RUN_TTL_S])
 
-    async def say(self, word: bytes) -> None:
+    async def send(self, word: bytes) -> None:
         """Send a message to all members."""
         await self._add(keys.shared_words(self.name), word)
 
