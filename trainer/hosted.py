@@ -194,7 +194,7 @@ class HostedTrainer:
 
 
 def hosted_settings(worker: WorkerSettings) -> TrainSettings:
-    """The run's settings; model, dtype and ring are the worker's. SetupError when its file says otherwise."""
+    """The run's settings; model, dtype and ring are the worker's. SetupError when its file has other values."""
     arguments: list[str] = []
     if worker.train_config is not None:
         arguments = ["--config", str(worker.train_config)]

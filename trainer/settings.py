@@ -262,7 +262,7 @@ class TrainSettings(
 
     @property
     def versions_kept(self) -> int:
-        """How many versions stay in the store: at least those that samples under way may be pinned to."""
+        """Number of versions that stay in the store: at least the ones that pending samples may be pinned to."""
         return max(self.adapter_keep_n, self.max_lag + 3) if self.adapter_keep_n else 0
 
     def adapter_shape(self) -> AdapterShape:

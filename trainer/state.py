@@ -15,7 +15,9 @@ Moments = dict[str, np.ndarray[Any, Any]]  # an optimizer's state
 class GradientMeans:
     """AdamW's moments without their bias towards 0, by parameter."""
 
-    first: Arrays = field(default_factory=dict)  # mean of the gradient; empty: not told, or there was no update yet
+    first: Arrays = field(
+        default_factory=dict
+    )  # mean of the gradient; empty: not published, or there was no update yet
     second: Arrays = field(default_factory=dict)  # mean of its square
 
 
@@ -81,7 +83,7 @@ class RunState(msgspec.Struct):
     orders: list[str] = []  # ids of the last orders that the weights know
     policy_steps: dict[int, int] = {}  # adapter version -> policy step that made it
     good_on: dict[str, dict[int, tuple[float, float]]] = {}  # tasks -> version -> mean reward and its standard error
-    best_on: str = ""  # the tasks whose rewards say which version is the best
+    best_on: str = ""  # the tasks whose rewards decide which version is the best
     rejected: int = 0
     rollbacks: int = 0
     updates: int = 0  # policy steps ever made; a rollback takes none away

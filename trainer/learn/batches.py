@@ -39,7 +39,7 @@ class Sample:
     sampler_logprobs: tuple[float, ...]  # log mu
     mask: tuple[bool, ...]  # in the loss
     policy_steps: tuple[int, ...]  # of each token: the policy step whose weights sampled it
-    advantage: float  # its reward, where a value head says what was to be expected
+    advantage: float  # its reward, where a value head predicts it
     drawn: Drawing | None = None  # what the policy's log-probabilities are computed with; None: temperature 1
 
 
@@ -256,7 +256,7 @@ def pad(groups: Sequence[SampleGroup], pad_id: int = 0, multiples: tuple[int, in
 
 
 def loss_mask(trajectory: Trajectory) -> tuple[bool, ...]:
-    """Which completion tokens the model wrote; all of them unless the trajectory says otherwise.
+    """Which completion tokens the model wrote; all of them unless the trajectory marks others.
 
     Raises ValueError when lengths disagree.
     """

@@ -34,7 +34,7 @@ class Others(Protocol):
     """The other ranks of a group, as the thread of rank 0 sees them (worker/group/lead.py)."""
 
     def unit(self, ask: bytes) -> None:
-        """Let them do a unit of work: the first one of what `ask` says, or with b"" the next of what is under way."""
+        """Order a unit of work: the first one of the call `ask`, or with b"" the next one of the present call."""
 
     def united(self, told: bytes) -> None:
         """Report the result of a unit of work, which must be the same on every rank."""

@@ -30,7 +30,7 @@ class TokenScores(NamedTuple):
 
     logp_BT: mx.array
     entropy_BT: mx.array  # of the whole next-token distribution, tempered and filtered where the target was
-    values_BT: mx.array | None = None  # of the states that the tokens were drawn in, where a head says them
+    values_BT: mx.array | None = None  # of the states that the tokens were drawn in, from a value head
 
 
 ValueOf = Callable[[mx.array], mx.array]  # hidden states [..., H] in fp32 to values [..., 1]

@@ -91,7 +91,7 @@ def ppo(x: LossInputs, options: LossOptions, totals: StepTotals) -> LossParts:
 
 
 def value_errors(values: mx.array, old: mx.array, returns: mx.array, clip: float) -> mx.array:
-    """Squared errors; with a clip, of the worse of the value and one that keeps so near to the old value."""
+    """Squared errors; with a clip, the larger error of the value and of the value clipped around the old one."""
     errors = mx.square(values - returns)
     if clip:
         near = old + mx.clip(values - old, -clip, clip)

@@ -1,4 +1,4 @@
-"""How large a microbatch may be, so that one takes a bounded time: whoever shares the thread waits for at most one.
+"""Size of a microbatch with a bounded duration: other work of the thread waits for at most one.
 
 And a bounded memory. What is not in memory yet is slow to get, and where there is none left, everything that was freed
 is given back first: on an H100 a microbatch of 8,192 positions asked for 35 GB, and rows waited for 1.8 to 6.5 s. So no
@@ -19,7 +19,7 @@ from math import log2
 from statistics import median
 
 FIRST = 256  # positions, before anything is known of this machine
-RECENT = 5  # times kept of each size
+RECENT = 5  # durations stored for each size
 WARM_UP = 1  # first times of a size, in which kernels are compiled
 PATIENCE = 16.0  # bounds: what the next size is expected to take at most, while sizes are tried
 BUMP = 2  # sizes that a bump in the curve may span
@@ -46,7 +46,7 @@ class MicrobatchSize:
 
     @property
     def _most(self) -> int:
-        """The most positions that are expected to keep the bound on memory, and that the settings allow."""
+        """The most positions that are expected to stay within the bound on memory, and that the settings allow."""
         position = MARGIN * max(self._position_bytes, default=self.expected_bytes)
         return (
             min(self.largest, max(1, int(self.bound_bytes / position)))
@@ -72,7 +72,7 @@ class MicrobatchSize:
             self._position_bytes.append(nbytes / positions)
             self.positions = min(self.positions, self._most)
         if 2 * positions < asked:
-            return  # the rest of a train step: too small to tell anything
+            return  # the rest of a train step: too small to count
         size = _step(asked)
         if 2 * positions > 3 * asked:
             self._floor = max(self._floor, size)
@@ -86,7 +86,7 @@ class MicrobatchSize:
             self.positions = min(self._next(known), self._most)
 
     def _next(self, known: "dict[int, _Times]") -> int:
-        """The size to go on with: one that nobody has tried, or the best of those that are known."""
+        """The next size: an untried one, or the best of the known ones."""
         low, high = min(known), max(known)
         if 1 << high < self.largest and self._may_fit(2 << high) and self._may_try_more(known):
             return 1 << (high + 1)

@@ -61,7 +61,7 @@ log = structlog.get_logger()
 
 WIDTHS = (8, 4)  # widths of prompts and completions are multiples of these
 BYTES_PER_WIDTH = 12  # per position, and input or output of a linear layer; seen: 6 to 13, before one was measured
-_EPOCHS = 1  # what their order is drawn for, beside seed and step
+_EPOCHS = 1  # number in the seed of their order, with seed and step
 CUDA_WIDTHS = (32, 32)  # there a new shape takes several times as long as a known one, and padding costs little
 
 
@@ -137,7 +137,7 @@ class Optimizer:
         sums.put(peers.numbers(sums.added()))
         return self.report(plan, sums, before, time.perf_counter() - started, distances, known)
 
-    # -- a train step's pieces, for whoever computes it in parts
+    # -- a train step's pieces, for computing it in parts
 
     def plan(self, groups: Sequence[SampleGroup], step: int) -> StepPlan:
         """Divide the groups of a train step into updates; touches no array."""
@@ -165,7 +165,7 @@ class Optimizer:
     def prepare(
         self, groups: Sequence[SampleGroup], policy_step: int, *, several: bool
     ) -> Generator[None, None, list[Prepared]]:
-        """Microbatches with what the weights of before the step's first update say of them."""
+        """Microbatches with their scores by the weights before the step's first update."""
         prepared = []
         for cut in self.policy.peers.each(self._cut(groups)):
             if cut is not None:
@@ -351,13 +351,15 @@ def _is_head(name: str) -> bool:
 
 
 def judged(ahead: list[list[Prepared]], options: ValueOptions) -> ValueSums:
-    """Say what each token's advantage and return are, in place; their sums.
+    """Set each token's advantage and return in place, and return their sums.
 
     Values are those of before the step's first update, whichever version has sampled: a baseline may be any function of
     the state, and the newest head fits the present policy best (Andrychowicz et al., arXiv 2006.05990 section 3.5).
     """
     sums = ValueSums()
-    with np.errstate(over="ignore", invalid="ignore"):  # rewards too large: no finite gradient, says the gate
+    with np.errstate(
+        over="ignore", invalid="ignore"
+    ):  # rewards too large: the gate refuses a gradient that is not finite
         for mini in ahead:
             for at, prepared in enumerate(mini):
                 batch, values_BT = prepared.batch, np.array(prepared.values_BT)

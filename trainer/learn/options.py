@@ -70,7 +70,7 @@ CLIP_RANGES: Mapping[LossName, tuple[float, float]] = {"gspo": (3e-4, 4e-4), "pp
 
 @dataclass(frozen=True)
 class ValueOptions:
-    """A value head that learns beside the policy, and what is made of its values."""
+    """Options of a value head that learns with the policy, and of the advantages from its values."""
 
     hidden: int = 0  # width of its hidden layer; 0: it is linear
     rate: float = 1.0  # its learning rate, in multiples of the adapter's

@@ -31,7 +31,7 @@ class Peers:
     """This rank among them. Belongs to the thread that computes."""
 
     def __init__(self, whole: Whole | None = None) -> None:
-        """`whole`: what is said of a model of several ranks; they are peers where each has all of it."""
+        """`whole`: how several ranks hold the model; they are peers where each has all of it."""
         self._ranks = whole.ranks if whole is not None and whole.by_data else None
 
     # -- shares
@@ -54,7 +54,7 @@ class Peers:
             yield from parts
             return
         own = list(parts)
-        most = self._ranks.largest(len(own))  # before the first one, so that nobody waits within a unit
+        most = self._ranks.largest(len(own))  # before the first one, so that no rank waits within a unit
         yield from own
         yield from [None] * (most - len(own))
 
@@ -99,7 +99,7 @@ class Peers:
             halves_2N[0] = mine
             halves_2N[1] = np.where(np.isfinite(halves_2N[0]), mine - halves_2N[0], 0.0)
         by_rank_R2N = np.zeros((self._ranks.size, *halves_2N.shape), np.float32)
-        by_rank_R2N[self._ranks.rank] = halves_2N  # beside zeros, so that the sum rounds nothing
+        by_rank_R2N[self._ranks.rank] = halves_2N  # with zeros in the other places, so that the sum rounds nothing
         told_R2N = np.array(mx.distributed.all_sum(mx.array(by_rank_R2N), group=self._ranks.group), np.float64)
         numbers_RN: npt.NDArray[np.float64] = told_R2N.sum(1)
         return numbers_RN

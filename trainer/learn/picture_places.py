@@ -47,7 +47,7 @@ class Laid(NamedTuple):
     prompt_PS: npt.NDArray[np.int32]
     padding_P: npt.NDArray[np.int32]
     prompt_of_B: npt.NDArray[np.int32]
-    rows_BL: npt.NDArray[np.int32]  # prompts, and completions behind them
+    rows_BL: npt.NDArray[np.int32]  # prompts, and completions after them
     start_B: npt.NDArray[np.int32]  # where these begin
     length: int  # T
 
@@ -136,7 +136,7 @@ def looking(
 
 
 def behind(model: Any, seen: Shown | None, length: int) -> AbstractContextManager[None]:
-    """For a forward of the first `length` ids of completions, behind the keys and values of their prompts."""
+    """For a forward of the first `length` ids of completions, after the keys and values of their prompts."""
     positions = None if seen is None or seen.behind_3BT is None else seen.behind_3BT[:, :, :length]
     return _spread(model, positions, [])
 

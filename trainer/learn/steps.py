@@ -26,7 +26,7 @@ class StepReport:
     distances: Distances | None = None
     nonfinite_gradients: int = 0  # minibatches whose update was left out
     value_loss: float | None = None  # of the value head; None: there is none
-    explained: float | None = None  # share of the variance of what values should have been that they had said before
+    explained: float | None = None  # share of the variance of the returns that the values had predicted
 
 
 @dataclass

@@ -95,7 +95,7 @@ class DataLearner(ABC, Generic[T]):
         self.accept()
         self.shapes = {name: tuple(value.shape) for name, value in self._good.items()}
 
-    # -- what a kind of run says
+    # -- for each kind of learner
 
     @exposed
     @abstractmethod

@@ -1,4 +1,4 @@
-"""A run's side of a federation: it lives, tells what it has changed, and gets the average, which one of them makes.
+"""A run's side of a federation: it sends heartbeats, publishes its change, and gets the average that one run computes.
 
 Who is alive is waited for, until `--sync-wait-s` after the first change of a round; who has died is not. A run that was
 away finds that the round is over, and goes on from its average: what it had changed meanwhile is in none.
@@ -51,7 +51,7 @@ class RunChange:
 
     delta: Arrays
     samples: int
-    means: GradientMeans = field(default_factory=GradientMeans)  # empty: it does not tell
+    means: GradientMeans = field(default_factory=GradientMeans)  # empty: the run does not publish them
 
 
 def usable(learned: RunChange, like: Arrays) -> bool:
@@ -95,7 +95,7 @@ def _means(runs: Sequence[RunChange]) -> GradientMeans:
 
 
 def _mean(arrays: Sequence[Arrays], samples: Sequence[int]) -> dict[str, npt.NDArray[np.float64]]:
-    """Weighted by samples; evenly where nobody has any."""
+    """Mean weighted by samples; evenly if no run has any."""
     total = sum(samples)
     shares = [each / total if total else 1 / len(samples) for each in samples]
     weighted = list(zip(shares, arrays, strict=True))
@@ -170,7 +170,7 @@ class Federation:
             await asyncio.sleep(BEAT_S)
 
     async def exchange(self, learned: RunChange) -> Average:
-        """Tell what was changed since the last average; the next one."""
+        """Publish the change since the last average, and return the next average."""
         assert self._standing is not None, "it has joined"
         number, began = self._standing.round + 1, time.monotonic()
         now = await self._now()
@@ -226,7 +226,7 @@ class Federation:
             else:
                 log.warning("round.left_out", member=member, reason="it is of another adapter, or not finite")
         settings, changes = self._settings, list(runs.values())
-        if not changes:  # nobody's: the average stays, and the round is over
+        if not changes:  # no change is usable: the average stays, and the round is over
             changes = [RunChange({name: 0 * value for name, value in last.weights.items()}, 1)]
         average = await asyncio.to_thread(averaged, last, changes, settings.outer_rate, settings.outer_momentum)
         kept = {"weights": average.weights, "momentum": average.momentum} | _packed(average.means)

@@ -46,7 +46,7 @@ class LeadingTrainer:
         self.host = ThreadHost(self.lead)
 
     def begun(self, stop: Callable[[], None]) -> None:
-        """The run may be told to end in order from now on, by any rank."""
+        """From now on any rank may order the run to end."""
         self._stop = stop
 
     def _stop_ordered(self) -> None:
@@ -118,7 +118,7 @@ class TrainerRank(Follower):
         self._is_told = False
 
     def stop(self) -> None:
-        """Told to end: rank 0 saves a checkpoint first; told again, at once."""
+        """Order the run to end: rank 0 saves a checkpoint first; a second order ends it at once."""
         if self._talk is None:
             self._end(0)
         elif self._is_told:

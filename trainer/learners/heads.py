@@ -53,7 +53,7 @@ class HeadLearner(DataLearner[HeadExample]):
         options: DataOptions,
         whole: Whole | None = None,
     ) -> None:
-        """`start`: what the head says at first; `whole`: what a model was that ranks divide."""
+        """`start`: the head's first outputs; `whole`: the model before ranks divided it."""
         self._ranks = None if whole is None else whole.ranks
         self._form, self.name = form, head.head or (POLICY if form in ACTING else REWARD)
         self._spread = start if isinstance(start, ActionSpread) else None
@@ -211,7 +211,7 @@ def share_right(form: Form, outputs_BO: Outputs, targets: Sequence[float]) -> fl
         return float(np.mean(outputs_BO[0::2, 0] > outputs_BO[1::2, 0]))
     if form == "labels":
         return float(np.mean(np.argmax(outputs_BO, axis=-1) == np.array(targets)))
-    below: list[float] = []  # what was said of all that are wanted lower, sorted
+    below: list[float] = []  # outputs for all items of lower targets, sorted
     right = pairs = 0
     for _, level in groupby(sorted(zip(targets, outputs_BO[:, 0].tolist(), strict=True)), key=itemgetter(0)):
         said = [each for _, each in level]
@@ -240,7 +240,7 @@ class Net(nn.Module):  # type: ignore[misc]
 
 
 def padded(rows: Sequence[Sequence[int]]) -> tuple[mx.array, mx.array]:
-    """Ids [B, L], padded behind to few different widths, and the place of each row's last one."""
+    """Ids [B, L], padded on the right to few different widths, and the index of each row's last one."""
     longest = max(map(len, rows))
     width = -(-longest // 16) * 16
     ids = np.zeros((len(rows), width), np.int32)

@@ -38,7 +38,7 @@ class PolicyOptions:
     limits: GateLimits
     seed: int = 0
     checkpoint_layers: bool = False
-    remembered: int = 2  # policy steps whose weights are at hand for the distances
+    remembered: int = 2  # policy steps whose weights are stored for the distances
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class HeadOptions:
 
     form: Form
     labels: tuple[str, ...]
-    start: float | ActionSpread  # what it says at first
+    start: float | ActionSpread  # its first outputs
     head: dict[str, Any]  # HeadSettings
     data: DataOptions
 

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 HELD_OUT = 0.1  # of the data, where there is none of its own
 MOST_HELD_OUT = 512
-_SHUFFLED = 1  # what the order of a split is drawn for, beside the seed
+_SHUFFLED = 1  # number in the seed of the order, so that other draws of the run differ
 
 
 class Data(NamedTuple, Generic[T]):

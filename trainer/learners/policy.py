@@ -107,7 +107,7 @@ class PolicyLearner:
         self._good = self._policy.weights()
 
     def begin(self, policy_step: int) -> dict[int, Arrays]:
-        """Keep what `revert` goes back to; the weights of earlier policy steps, by their numbers."""
+        """Store the moments that `revert` restores; returns the weights of earlier policy steps, by their numbers."""
         self._before = self.optimizer.adam.state()
         self._older[policy_step] = self._good
         while len(self._older) > self._remembered:

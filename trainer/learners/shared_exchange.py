@@ -1,4 +1,4 @@
-"""Gradients and weights as bytes, and the leader's side of what is said: who lives, who has answered, who is lost."""
+"""Gradients and weights as bytes, and the leader's side of the exchange: who is alive, has answered, or is lost."""
 
 import asyncio
 import contextlib
@@ -137,7 +137,7 @@ LOOK_S = 1.0  # how long one look for an answer takes, before it is asked who li
 PATIENCE = 10.0  # a living member that takes so many times as long as it should is given up
 LEAST_PATIENCE_S = 30.0
 _FRESH_S = 300.0  # half of a parcel's time to live
-_PICTURE_BYTES = 256 << 20  # of images that lie in Redis between two steps, for whoever joins and for steps to come
+_PICTURE_BYTES = 256 << 20  # of images that stay in Redis between two steps, for new members and later steps
 _answer: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 
@@ -248,7 +248,7 @@ class RunLead:
         self._done = True
 
     async def members(self) -> list[str]:
-        """Who can take part in a step; nobody while Redis is away."""
+        """Members that can take part in a step; [] while Redis is away."""
         if self._lost:
             raise ConflictError(f"another process leads the run {self._run.name!r}")
         try:
@@ -266,7 +266,7 @@ class RunLead:
         parts: Mapping[str, StepPart],
         pictures: Sequence[Picture] = (),
     ) -> None:
-        """Tell members that a step begins; `pictures`: of their samples."""
+        """Announce a step to the members; `pictures` are the images of its samples."""
         if self._closing is not None:
             await self._closing
         self._step += 1
@@ -279,7 +279,7 @@ class RunLead:
         await self._send(BeginStep(self.epoch, self._step, await self._weights.of(weights), told, first, shown))
 
     async def _shown(self, pictures: Sequence[Picture]) -> dict[str, StoredParcel]:
-        """Where images lie, by key, which members keep, too."""
+        """Parcels of the images, by key; members cache them, too."""
         now = time.monotonic()
         self._pictures = {key: put for key, put in self._pictures.items() if now - put[1] < _FRESH_S}
         for picture in pictures:
@@ -289,11 +289,11 @@ class RunLead:
         return {picture.key.hex(): self._pictures[picture.key][0] for picture in pictures}
 
     def expect(self, within_s: float) -> None:
-        """Members that have not answered in so long from now, or from when they were told, are given up."""
+        """Give up members that have not answered this long after now, or after the announcement."""
         self._within_s, self._since = within_s, time.monotonic()
 
     async def go(self, update: int, weights: Arrays, known: ValueSums | None = None) -> None:
-        """Tell members that the next update begins."""
+        """Announce the next update to the members."""
         await self._send(NextUpdate(self.epoch, self._step, update, await self._weights.of(weights), known))
 
     def close(self, weights: Arrays) -> None:
@@ -315,7 +315,7 @@ class RunLead:
             log.warning("shared.redis_away", error=reason(error))
 
     async def send_off(self, member: str, why: str) -> None:
-        """Tell a member that it may not go on."""
+        """Order a member to leave the run."""
         log.error("shared.member_wrong", member=member, reason=why)
         await self._send(Leave(self.epoch, member, why))
 

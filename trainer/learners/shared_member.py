@@ -84,7 +84,7 @@ class RunMember:
         self.stopping = True
 
     async def take_part(self) -> None:
-        """Until the run is done or `stop` was called; ServiceUnavailableError when nobody leads it for too long."""
+        """Until the run is done or `stop` was called; ServiceUnavailableError when no process leads it for too long."""
         self._after = await self._run.words_end()
         await self._join(await self._leader())
         beating = asyncio.create_task(self._beat())

@@ -49,7 +49,7 @@ class PartComputation:
         """For this update, by the weights that the policy has now; `known`: of all parts, with a value head."""
         plan, optimizer = self._plan, self._optimizer
         if known is not None and not self._shifted:
-            if self._ahead is None:  # a part of somebody who has been lost since
+            if self._ahead is None:  # the part of a member that has been lost since
                 yield from self.look()
             assert self._ahead is not None and optimizer.options.value is not None
             shifted(self._ahead, optimizer.options.value, known)
@@ -110,7 +110,7 @@ class SharedStep:
         policy_step: int,
         speeds: dict[str, float],
     ) -> None:
-        """`speeds`: positions a second by member, which are used and kept up to date."""
+        """`speeds`: positions a second by member, which are used and updated."""
         self._host, self._learner, self._lead = host, learner, lead
         self._plan, self._before, self._policy_step = plan, before, policy_step
         self._speeds = speeds
@@ -155,7 +155,7 @@ class SharedStep:
 
     async def _computed(self, update: int) -> dict[str, Computed]:
         """Each part of the update once, in the parts' order."""
-        self._lead.expect(float("inf"))  # nobody is late before it is known how long a part takes
+        self._lead.expect(float("inf"))  # no member is late before the duration of a part is known
         others = asyncio.create_task(self._others(update))
         try:
             found = {} if ME not in self._plans else {ME: await self._own(ME, update)}

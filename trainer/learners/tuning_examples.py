@@ -47,7 +47,7 @@ class TuningExamples(NamedTuple):
 
 class _Line(msgspec.Struct, frozen=True):
     messages: list[Message] | None = None
-    tools: list[dict[str, Any]] | None = None  # that a chat's template is told of
+    tools: list[dict[str, Any]] | None = None  # that the chat template renders
     functions: Any = None  # what `tools` were called once
     prompt: str | list[Message] | None = None
     completion: str | list[Message] | None = None
@@ -94,7 +94,7 @@ def read_examples(
 
 
 class _Row:
-    """Ids as they grow, and which of them count; behind the images of its prompt there are no others."""
+    """Ids as they grow, and which of them count; after the images of its prompt there are no others."""
 
     def __init__(self, codec: TextCodec, images: ChatImages | None = None) -> None:
         self._codec = codec

@@ -45,7 +45,7 @@ class Loggers:
         loop = asyncio.get_running_loop()
 
         def ended() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody waits any more
+            with contextlib.suppress(RuntimeError):  # the loop has been closed: no task waits any more
                 loop.call_soon_threadsafe(self._one_ended)
 
         self._left = len(self._names)

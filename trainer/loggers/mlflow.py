@@ -1,4 +1,4 @@
-"""MLflow: `--logger mlflow`, to `MLFLOW_TRACKING_URI` or, without it, where MLflow keeps runs on this machine."""
+"""MLflow: `--logger mlflow`, to `MLFLOW_TRACKING_URI` or, without it, where MLflow stores runs on this machine."""
 
 import json
 import time
@@ -25,7 +25,7 @@ class MlflowRun:
         self._client.update_run(self._id, status="RUNNING")
 
     def _known(self, run_id: str) -> Run | None:
-        """The run of an earlier start, unless it has been deleted or was kept elsewhere."""
+        """The run of an earlier start, unless it has been deleted or was stored elsewhere."""
         try:
             run = self._client.get_run(run_id) if run_id else None
         except MlflowException as error:

@@ -1,6 +1,6 @@
-"""What a package that tracks runs is told of ours, and what a way to it has to do.
+"""A run as packages that track runs see it, its figures by name, and the protocol of such a package.
 
-The run's id there is kept in a file of the run's folder, so that a run that is started again goes on in the same one.
+The run's id there is stored in a file of the run's folder, so that a run that is started again goes on in the same one.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from shared.training import BoardSample
 
 Ending = Literal["finished", "stopped", "failed"]  # stopped: by a person or SIGTERM, with a checkpoint to go on from
 Plain = str | int | float | bool
-Samples = Sequence[BoardSample]  # of a train step; (): the run shows them to nobody
+Samples = Sequence[BoardSample]  # of a train step; (): the run does not publish them
 COLUMNS = ("train_step", "reward", "prompt", "reply", "version", "finish_reason", "error")
 GROUPS = {
     "rollout": (
@@ -49,7 +49,7 @@ class TrackedRun:
         return ""
 
     def keep_id(self, run_id: str) -> None:
-        """Keep it for the next start."""
+        """Store the id for the next start."""
         self.id_file.parent.mkdir(parents=True, exist_ok=True)
         temporary = self.id_file.with_suffix(".tmp")
         temporary.write_text(f"{run_id}\n")

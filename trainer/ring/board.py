@@ -30,7 +30,7 @@ WAIT_FOR_OWNER_S = 2.5 * keys.TRAINER_TTL_S
 
 
 class BoardStore(Protocol):
-    """Where the board is kept: in Redis (`TrainingBoard`), or behind an api (`trainer.ring.over_http.HttpBoard`)."""
+    """Storage of the board: Redis (`TrainingBoard`), or an api (`trainer.ring.over_http.HttpBoard`)."""
 
     policy: str
 

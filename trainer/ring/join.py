@@ -1,4 +1,4 @@
-"""How a trainer joins its ring: by its Redis (`--redis`, or `--connect-to` an api that tells it), or by HTTP alone."""
+"""How a trainer joins its ring: by its Redis (`--redis`, or from the api of `--connect-to`), or by HTTP alone."""
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager

@@ -206,7 +206,7 @@ class HttpSink:
         await self._api.call("POST", f"{self._path}/best", _Done, {"version": version, "value": value})
 
     async def alert(self, kind: AlertKind, message: str) -> None:
-        """Log it and tell whoever listens."""
+        """Log the event and publish it as an alert."""
         log.warning("train.alert", adapter=self._name, kind=kind, message=message)
         event = Alert(self._name, kind, message[:2000], time.time_ns() // 1_000_000)
         await self._api.call("POST", f"/v1/trainers/{quote(self._name)}/alerts", _Done, event)

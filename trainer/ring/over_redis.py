@@ -148,6 +148,6 @@ class StoreSink:
         await self._store.set_best(self._name, version, value)
 
     async def alert(self, kind: AlertKind, message: str) -> None:
-        """Log it and tell whoever listens."""
+        """Log the event and publish it as an alert."""
         log.warning("train.alert", adapter=self._name, kind=kind, message=message)
         await self._board.alert(kind, message)

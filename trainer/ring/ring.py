@@ -76,7 +76,7 @@ class AdapterSink(Protocol):
         """Point `best` at a version."""
 
     async def alert(self, kind: AlertKind, message: str) -> None:
-        """Tell whoever watches: an event and a counter."""
+        """Publish an alert: an event and a counter."""
 
 
 @dataclass(frozen=True)

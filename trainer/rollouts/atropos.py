@@ -83,7 +83,7 @@ class AtroposApi:
         self._http = httpx.AsyncClient(base_url=self.url, timeout=30, transport=transport, trust_env=False)
 
     async def register(self, registration: Registration) -> None:
-        """Say what we train; environments may start from now on."""
+        """Register the run; environments may start from now on."""
         await self._ask("POST", "/register", content=msgspec.json.encode(registration))
 
     async def batch(self) -> list[Scored] | None:

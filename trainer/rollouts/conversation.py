@@ -28,7 +28,7 @@ class Opening(NamedTuple):
     ids: tuple[int, ...]
     images: tuple[ImageRef, ...] = ()
     image_token: int = 0
-    files: dict[bytes, bytes] = {}  # noqa: RUF012 - nobody writes to it; by hash
+    files: dict[bytes, bytes] = {}  # noqa: RUF012 - never written; by hash
 
 
 class ChatEncoder:

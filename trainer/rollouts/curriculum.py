@@ -1,4 +1,4 @@
-"""Draws the task of each new group, and keeps the books of what was drawn and earned.
+"""Draws the task of each new group, and records what was drawn and earned.
 
 Invariants.
 - A draw depends on the run's seed, the group's index, what train steps have counted, and the tasks that are under way.

@@ -1,4 +1,4 @@
-"""Tasks to learn from: where prompts come from and what an answer is worth.
+"""Tasks to learn from: the source of prompts and the reward of answers.
 
 An environment is stateless: `reset(index)` gives the task with that number, always the same one, and `step` gets the
 observation back together with what the model wrote. All samples of a group start from one observation and part ways
@@ -49,7 +49,7 @@ class Question:
 class Outcome:
     """Result of an action: its reward, and how the episode goes on."""
 
-    reward: float | None  # of this step; an episode's reward is the sum. None: whoever generated has scored it
+    reward: float | None  # of this step; an episode's reward is the sum. None: the generator has scored it
     done: bool = True
     messages: tuple[Message, ...] = ()  # that follow the action when not done
     info: Any = None  # replaces the observation's

@@ -104,7 +104,7 @@ class Episodes:
                 raise
             except _RingError as error:
                 raise error.cause from error
-            except Exception as error:  # of somebody else's code, at what a model wrote: it costs this sample alone
+            except Exception as error:  # of the user's code, at what a model wrote: it costs this sample alone
                 return msgspec.structs.replace(whole, reward=Reward(name, None, error=_described(error)))
             if outcome.reward is None:
                 return whole

@@ -1,4 +1,4 @@
-"""What the trainer asks of whoever generates, and what it gets back: the seam between training and the ring.
+"""Requests of the trainer to a generator, and the results: the seam between training and the ring.
 
 **request** n samples of one prompt · **group** the finished samples of one request, scored · **policy step** number of
 train steps whose result is the current policy.
@@ -72,7 +72,7 @@ class IndexedSource(ABC):
         self.cursor = cursor  # the next index that was never started
         self.consumed = consumed  # groups
         self.dropped = list(dropped)  # indices, since `take_dropped`
-        self.waiting: list[RolloutGroup] = []  # finished, and handed out to nobody
+        self.waiting: list[RolloutGroup] = []  # finished, and not yet in a batch
 
     async def __aenter__(self) -> Self:
         return self

@@ -54,7 +54,7 @@ TRIES = 3  # of a call whose process ended while it was alone there
 TOGETHER = 8  # calls in a process, once one of the last calls has blocked it
 REMEMBERED = 512  # calls, of which is known whether they have blocked a process
 GIVE_UP_AFTER = 24  # of them that have, if they are half of those remembered
-MOST_CAUSES = 64  # that alerts tell of, in a run
+MOST_CAUSES = 64  # alerts of a run
 TELL_AGAIN_S = 5.0  # after an alert that could not be sent; also how long the end of a run waits for the last one
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (\S+)$', re.MULTILINE)
 _LINE_NUMBER = re.compile(r":\d+\)")
@@ -66,7 +66,7 @@ class OwnCodeError(Exception):
 
 
 class LostEpisodesError(OwnCodeError):
-    """The process was ended by somebody else, and with it what it had in memory."""
+    """The process was ended from outside, and its memory is lost."""
 
 
 class BlockedError(OwnCodeError):
@@ -107,7 +107,7 @@ class OwnCode:
             raise
 
     async def _result(self, what: What) -> CodeAnswer:
-        named = type(what).__name__.lower()
+        named = str(what.__struct_config__.tag).lower()
         alone, tries = False, 0
         while True:
             async with self._place(alone) as place:
@@ -234,7 +234,7 @@ class _OwnProcess:
         try:
             if self.ended:
                 raise _LostError("its process has ended", at_fault=False)
-            with contextlib.suppress(LostProcessError):  # the reader tells
+            with contextlib.suppress(LostProcessError):  # the reader reports it
                 await self._process.send(encode(CodeCall(number, what)))
             return await future
         finally:

@@ -164,7 +164,7 @@ class _Server:
     def _read(self, loop: asyncio.AbstractEventLoop) -> None:
         while (message := self._pipe.read()) is not None:
             loop.call_soon_threadsafe(self._calls.put_nowait, decode_call(message))
-        os._exit(0)  # nobody is there any more
+        os._exit(0)  # the trainer has gone
 
     async def _beat(self) -> None:
         while True:
@@ -175,7 +175,7 @@ class _Server:
             await asyncio.sleep(min(BEAT_S, self._timeout_s / 2))
 
     def _alive(self) -> None:
-        """Somebody's turn in the loop begins, and has the time of a call from now on."""
+        """Start a turn in the event loop, with the time limit of a call from now on."""
         faulthandler.dump_traceback_later(self._timeout_s, exit=True, file=self._stack)
         if time.monotonic() - self._sent_at >= BEAT_S / 2:
             self._send(CodeAnswer())
@@ -215,7 +215,7 @@ class _Server:
                 return await self._code.do(call)
         except SetupError as error:
             failed = CodeFailure(error.message, "setup")
-        except BaseException as error:  # whatever somebody else's code raises, `sys.exit()` too
+        except BaseException as error:  # whatever the user's code raises, `sys.exit()` too
             late = clock.limit is not None and clock.limit.expired()
             failed = (
                 CodeFailure(f"no end after {self._timeout_s:g} s", "late")

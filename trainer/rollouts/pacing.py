@@ -59,7 +59,7 @@ def lag_of(oldest: int | None, policy_steps: Mapping[int, int], policy_step: int
 
 
 class StaleWatch:
-    """Counts samples dropped as too old since the last batch; says once that there are `after` of them.
+    """Counts samples dropped as too old since the last batch; alerts once when there are `after` of them.
 
     A run all of whose samples are too old would wait for ever, and say nothing.
     """
@@ -96,7 +96,7 @@ class StaleWatch:
         return self._reason
 
     def reported(self) -> None:
-        """The alert is out: say nothing more until a batch has been fresh."""
+        """Suppress further alerts until a batch has been fresh."""
         self._due.clear()
         self._reported = True
 

@@ -44,7 +44,7 @@ class WantedDifficulty:
         return np.asarray(np.exp(away.min() - away))
 
     def follow(self, tasks: Sequence[int], shares: Sequence[float]) -> None:
-        """A train step was on these tasks; the farther one is from what is wanted now, the less it says."""
+        """Count a train step on these tasks; the farther a task is from the wanted place, the less it weighs."""
         near = self.weights()[list(tasks)]
         if near.sum() < SMALLEST:
             return

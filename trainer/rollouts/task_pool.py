@@ -1,4 +1,4 @@
-"""What each task has earned lately, and how much its next group is worth.
+"""Recent rewards of each task, and the weight of its next group.
 
 A group teaches by the differences between its samples: nothing when all or none of them solve the task, most when about
 half do (the variance of a reward of 0 or 1 is p (1 - p)). So a task's weight is highest where its mean reward is the
@@ -61,7 +61,7 @@ class TaskPool:
             self._kind_tried[kind] = kept * self._kind_tried[kind] + samples
 
     def weights(self) -> npt.NDArray[np.float64]:
-        """How much the next group of each task is worth: 1 where its mean reward is the target, and never 0.
+        """Weight of the next group of each task: 1 where its mean reward is the target, and never 0.
 
         The mean is taken together with one sample that earned the target, or with some that earned what the kind of the
         task has earned: three of three are no proof of a solved task.

@@ -99,7 +99,7 @@ class Player:
         self._return_N = np.zeros(environment.copies)
 
     async def play(self, steps: int) -> Rollout:
-        """So many steps. What a time-out ended with is asked beside the next step: its value is all that is needed."""
+        """Play this many steps. The last observation of a time-out goes with the next step, for its value."""
         observed: list[Floats] = []
         acted: list[Acted] = []
         rewards: list[Floats] = []

@@ -107,7 +107,7 @@ class DataRun(Run[DataLearner[T]], Generic[T]):
         self._since = time.monotonic()  # of the last line
         self._left = TimeLeft()
 
-    # -- what a kind of run says
+    # -- for each kind of run
 
     async def _gather(self, loaded: LoadedModel) -> None:
         """Ask the ring for data, if they come from there; nothing of the run's folder is changed."""
@@ -265,7 +265,7 @@ class DataRun(Run[DataLearner[T]], Generic[T]):
     # -- versions
 
     async def _publish(self, trained: OfferedStep) -> None:
-        """Offer the weights, and tell of the train step that made them."""
+        """Offer the weights, and report the train step that made them."""
         settings, state = self.settings, self.state
         state.offered = trained
         if state.train_step != self._saved:
@@ -323,7 +323,7 @@ class DataRun(Run[DataLearner[T]], Generic[T]):
     # -- figures
 
     async def _report(self, trained: OfferedStep | None, measured: Measured | None = None) -> None:
-        """Always before the checkpoint that holds it: a start drops the lines behind its checkpoint."""
+        """Always before the checkpoint that holds it: a start drops the lines after its checkpoint."""
         line = DataLine(
             self.state.train_step,
             trained.loss if trained else None,

@@ -34,7 +34,7 @@ class DistillRun(RowRun[ScoredRow]):
         settings = self.settings
         assert settings.dataset is not None, "checked with the settings"
         kept = settings.folder / FILE
-        longest = loaded.card.context_length - 1  # the teacher says one token behind each row
+        longest = loaded.card.context_length - 1  # the teacher generates one token after each row
         if self._has_gathered(kept):
             rows = await asyncio.to_thread(read_kept, kept, settings.teacher, settings.teacher_top_k)
             await asyncio.to_thread(self._check_data, rows, longest)

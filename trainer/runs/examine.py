@@ -1,4 +1,4 @@
-"""What only a worker that has loaded a staged version can tell of it, and how good a version is on held-out tasks."""
+"""Checks of a staged version that need a worker which has loaded it, and its reward on held-out tasks."""
 
 import asyncio
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ class Examiner:
     run: str  # begins the ids of what it asks
 
     async def check(self, version: int, step: int, good: float | None) -> tuple[list[GateCheck], Evaluated | None]:
-        """The checks that are due at train step `step`, counted from 1, and what held-out tasks said if it was asked.
+        """The checks that are due at train step `step`, counted from 1, and the held-out evaluation if it was due.
 
         `good`: the last good version's held-out reward.
         """

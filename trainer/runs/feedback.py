@@ -1,4 +1,4 @@
-"""Preferences that users have said of a policy's answers (`POST /v1/feedback`, `preferred_over`), as pairs for dpo.
+"""Preferences that users have given on a policy's answers (`POST /v1/feedback`, `preferred_over`), as pairs for dpo.
 
 The api of the ring lists the judged answers of whoever asks: with tenants, those of the key's tenant. A run takes them
 once, before it begins, and keeps them in its folder as a data set of token ids. So each pair is learned from as often
@@ -19,7 +19,7 @@ from trainer.ring.http_client import HttpApi
 
 FILE = "feedback.jsonl"  # in the run's folder
 _PAGE = 100
-_TRIES = 5  # of a listing whose next page was asked behind an answer that had just been let go of
+_TRIES = 5  # of a listing whose next page began after an answer that had just expired
 
 log = structlog.get_logger()
 
@@ -53,7 +53,7 @@ class Pairs(NamedTuple):
 
     lines: tuple[PairLine, ...]
     too_old: int = 0
-    halved: int = 0  # one of the two answers is not kept any more
+    halved: int = 0  # one of the two answers has expired
     foreign: int = 0  # ids that this model's tokenizer reads as another text
     equal: int = 0  # both answers are the same tokens
     empty: int = 0  # an answer has no token, or no token stands before it

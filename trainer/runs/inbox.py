@@ -50,7 +50,7 @@ class GroupBatch:
 
 @dataclass(frozen=True)
 class Moved:
-    """Somebody else has made another version the latest."""
+    """Another process has made another version the latest."""
 
     latest: int  # 0: the adapter was deleted
 
@@ -66,7 +66,7 @@ Work = GroupBatch | Received[Order] | Moved | AllStale
 
 
 class Inbox:
-    """All sources of one run; those that it does not use are None."""
+    """All sources of one run; unused ones are None."""
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class Inbox:
             self._own.discard(batch.groups)
 
     async def adopted(self) -> None:
-        """The run goes on from another version than those that have sampled what is under way."""
+        """Continue from another version than the ones that sampled pending groups."""
         if self._own is not None:
             self._own.adopted()
         if self._live is not None:

@@ -154,7 +154,7 @@ class TrainLoop(Run[PolicyLearner]):
             await self.save()
 
     async def _next(self) -> GroupBatch | Received[Order] | None:
-        """The next piece of work, once what keeps the run from learning is reported or settled; None: stopped."""
+        """The next piece of work, once any obstacle to learning is reported or settled; None: stopped."""
         while (work := await self._inbox.next(self.state, self._lag, self._stop)) is not None:
             if isinstance(work, AllStale):
                 await self._ring.sink.alert("all_stale", work.reason)
@@ -287,7 +287,9 @@ class TrainLoop(Run[PolicyLearner]):
         lags = [min(self._lag(group), state.policy_step) for group in batch.groups]  # posted ones may be of any age
         try:
             failed = await self._serving.offer(trained, batch, dropped, serve=serve)
-        except ParallmError:  # stopped on a full disk, say: what the gate has not passed is not saved either
+        except (
+            ParallmError
+        ):  # stopped on a full disk, for example: weights that the gate has not passed are not saved either
             await self._learner.revert()
             raise
         timing.publish_s = time.perf_counter() - started - timing.train_s

@@ -36,11 +36,11 @@ from trainer.versions.checkpoint import CheckpointStore
 
 log = structlog.get_logger()
 
-PACES = 20  # train steps whose pace says how long the rest of a run will take
+PACES = 20  # train steps whose pace gives the estimate of the remaining time
 
 
 class StepMetrics(msgspec.Struct, frozen=True):
-    """One line of metrics.jsonl. Means are over samples, unless they are said to be over tokens."""
+    """One line of metrics.jsonl. Means are over samples, unless noted as over tokens."""
 
     train_step: int
     policy_step: int
@@ -84,7 +84,7 @@ class StepMetrics(msgspec.Struct, frozen=True):
     difficulty: float | None = None  # mean place of the batch's tasks among all; None: no curriculum that knows it
     wanted_difficulty: float | None = None  # of the next ones
     value_loss: float | None = None  # of a value head's numbers, half the mean square; None: there is no such head
-    explained: float | None = None  # share of the variance of what values should have been that they had said before
+    explained: float | None = None  # share of the variance of the returns that the values had predicted
     held_out_true: float | None = None  # mean of `--held-out-reward`; None: there is none, or not evaluated
 
 

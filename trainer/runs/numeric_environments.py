@@ -52,7 +52,7 @@ class Environments:
         self._settings, self.space, self._own = settings, space, own
 
     async def begin(self, name: str, copies: int, seed: list[int]) -> NumericEnvironment:
-        """Copies whose episodes begin, as the seed says; those of the same name end."""
+        """Start copies with this seed; earlier ones of the same name end."""
         settings = self._settings
         if self._own is not None:
             return await _OwnEnvironment.begin(self._own, name, copies, seed, settings.episode_steps)

@@ -76,7 +76,7 @@ class LogprobCheck:
     async def _measure(
         self, version: int, sampled: list[Trajectory], tags: Sequence[Sequence[int]], gaps: list[_Gap]
     ) -> None:
-        """Compare the tokens that this version is said to have sampled."""
+        """Compare the tokens that were posted as sampled by this version."""
         try:
             weights = await self.publisher.any_weights_of(version) if version else None
         except ParallmError as error:

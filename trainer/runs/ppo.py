@@ -270,7 +270,7 @@ class PpoRun(Run[PpoLearner]):
     # -- versions
 
     async def _serve(self, steps: PpoSteps, learned: PpoStepReport) -> str:
-        """Make what was learned the latest version, or go back and say why; ParallmError after too many rejections."""
+        """Publish the learned weights, or revert and return the reason; ParallmError after too many rejections."""
         weights = await self._learner.weights()
         logp, _ = await self._learner.call(PpoLearner.policy, weights, steps)
         apart = (logp - steps.logp_BL).astype(np.float64)

@@ -84,7 +84,7 @@ class Run(ABC, Generic[L]):
         judged: Callable[[int], Awaitable[list[GateCheck]]],
         if_latest: int,
     ) -> Published:
-        """Publish weights through the gate; ConflictError when somebody else has moved the latest meanwhile."""
+        """Publish weights through the gate; ConflictError when another process has moved the latest meanwhile."""
         checks = [gate.finite_weights(weights), *checks]
         published = await self._publisher.publish(weights, self.state, checks, metrics, judged, if_latest)
         if published.forestalled:

@@ -49,7 +49,7 @@ class Serving:
     ) -> None:
         self._settings, self._parts, self._state = settings, parts, state
         self._learner, self._publisher, self._examiner = learner, publisher, examiner
-        # What is earned on one kind of tasks says nothing about another: live traffic that gets harder is no collapse.
+        # Rewards of one kind of tasks are no evidence about another: live traffic that gets harder is no collapse.
         self._watches: dict[str, RewardWatch] = {}
         for tasks, standings in state.good_on.items():
             self._watch(tasks).good = {version: Standing(*earned) for version, earned in standings.items()}
@@ -71,7 +71,7 @@ class Serving:
         were trained with `update_inference` false stay unserved.
         """
         state = self._state
-        if state.best_held_out is None:  # of a checkpoint from before this was kept
+        if state.best_held_out is None:  # of a checkpoint from before this was recorded
             state.best_held_out = state.held_out
         if not state.unpublished:
             weights = await self._learner.weights()
@@ -133,7 +133,7 @@ class Serving:
             self._served(served)
 
     async def offer(self, trained: Trained, batch: GroupBatch, dropped: DroppedCounts, *, serve: bool = True) -> str:
-        """Serve new weights, or keep them unserved, or take the train step back; the failed checks.
+        """Serve new weights, hold them unserved, or revert the train step; returns the failed checks.
 
         Nothing is offered when the step had nothing to learn from; several in a row are worth an alert.
         """
@@ -188,7 +188,7 @@ class Serving:
         return False
 
     def _sampled_by(self, group: RolloutGroup) -> int:
-        """The oldest version that took part; 0, which judges nobody, when it was the base or another adapter.
+        """The oldest version that took part; 0, which judges no version, when it was the base or another adapter.
 
         Who does not say, such as Atropos, samples from what is served.
         """
@@ -219,7 +219,7 @@ class Serving:
         return tasks == state.best_on
 
     async def _keep(self, trained: Trained) -> str:
-        """The local checks alone decide on weights that nobody is served yet."""
+        """The local checks alone decide on weights that are not served yet."""
         if not gate.passed(trained.checks):
             failed = gate.failures(trained.checks)
             await self._parts.ring.sink.alert("gate_failed", failed)
@@ -306,7 +306,7 @@ class Serving:
         self._served(served)
 
     async def _serve_again(self, target: int, weights: Arrays, reason: str) -> int:
-        """Make an older version the latest; published anew where somebody has deleted it from the store."""
+        """Make an older version the latest; published anew where it has been deleted from the store."""
         await self._publisher.note(target, self._state.version)
         try:
             await self._parts.ring.sink.roll_back(target, reason)

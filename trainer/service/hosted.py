@@ -28,7 +28,7 @@ from trainer.service.settings import LearnersSettings
 
 log = structlog.get_logger()
 
-MICROBATCH_TOKENS = 512  # unless it is said: a row waits for one microbatch
+MICROBATCH_TOKENS = 512  # by default: a row waits for one microbatch
 PAUSES_S = (1.0, 60.0)  # between two tries, first and longest
 LAST_WORDS_S = 2.0
 
@@ -63,7 +63,7 @@ class HostedLearners:
         self._thread.start()
 
     def stop(self, timeout_s: float) -> None:
-        """Store what learners have learned and end, or end at `timeout_s` without: their requests are kept."""
+        """Store what learners have learned and end, or end at `timeout_s` without: their requests stay in Redis."""
         self._stopping.set()
         if self._thread is None:
             return
@@ -102,7 +102,7 @@ class HostedLearners:
             pause_s = min(2 * pause_s, PAUSES_S[1])
 
     async def _try(self, place: LendingWorker) -> None:
-        # Errors end in here: one that was kept would hold all learners' arrays.
+        # Errors end in here: a stored one would hold all learners' arrays.
         card = place.loaded.card
         id = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(3)}"
         try:

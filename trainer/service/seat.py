@@ -117,7 +117,7 @@ class Seat:
         self._leaving = True
 
     async def run(self, build: Callable[[], ServiceLearner | RunLearner]) -> None:
-        """Carry out what is asked until it is to leave; LostError when somebody else has taken the learner."""
+        """Carry out requests until the learner is to leave; LostError when another service has taken it."""
         try:
             self._learner = await self._compute(at_once(build))
             if self._held.state:
@@ -195,7 +195,7 @@ class Seat:
         if isinstance(former, RequestFailed) and not isinstance(request, CallRequest):
             return former, None
         suspect = await self._store.tries(self._held.id, number) > 0
-        # Of those alone, whoever is noted when the service dies has ended it.
+        # Of those alone, the learner that is noted when the service dies has ended it.
         async with self._turns.alone if suspect else contextlib.nullcontext():
             tries = await self._store.begun(self._held, number)
             if not tries:

@@ -1,4 +1,4 @@
-"""Which learners a process has in memory: it takes those that wait, and lets those go that nobody asks.
+"""Which learners a process has in memory: it takes those that wait, and stores and drops those without requests.
 
 Places go round. A tenant that waits gets one of those of a tenant which has two more than it, as soon as the request
 under way there is done. Where tenants have as many, or a tenant's own learners wait, a learner that has had its place
@@ -43,7 +43,7 @@ from worker.engine.model.loader import LoadedModel
 log = structlog.get_logger()
 
 _LOOK_S = 0.1  # how often it looks for learners that wait
-_AGAIN_MS = 3_600_000  # a learner that nobody asks is looked at again after this long; a request hastens it
+_AGAIN_MS = 3_600_000  # a learner without requests is looked at again after this long; a request hastens it
 _RETRY_MS = 1_000
 _LEAVE_S = 5.0  # for the request under way
 _NOTICE_S = 1.0  # an idle learner gives its place to a waiting one after this long
@@ -123,7 +123,7 @@ class LearnerService:
                 self._pictures.close()
 
     async def _look(self) -> None:
-        """Take what waits, as far as there are places or somebody leaves one."""
+        """Take waiting learners, as far as there are free places or one becomes free."""
         for learner, place in list(self._places.items()):
             if place.seat.idle_s > self._settings.idle_s and not place.leaves:
                 await self._let_go(learner, _AGAIN_MS, _LEAVE_S)

@@ -18,7 +18,7 @@ SIZES = {"train": 4096, "held_out": 512}
 
 
 def line_of(example: PictureExample, *, answers: bool = False) -> dict[str, Any]:
-    """A line of a data set; `answers`: that is shown what to say."""
+    """A line of a data set; with `answers`, its right answer is included."""
     file = io.BytesIO()
     example.picture.save(file, "PNG")
     url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()

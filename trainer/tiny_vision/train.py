@@ -35,8 +35,8 @@ TEMPLATE = (
     "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 _BEFORE = f"{START}user\n{FAKE}{WHOLE}"
-RESAMPLE = 1  # Lanczos, as the folder's image processor says
-EXAMPLES = 8  # of each task, beside the model
+RESAMPLE = 1  # Lanczos, as in the folder's image processor
+EXAMPLES = 8  # of each task, in the model's folder
 AHEAD = 4  # batches that a drawing process has ready
 
 
@@ -127,7 +127,7 @@ def drawn(rows: int, seed: int | str, task: Task | None = None) -> Drawn:
 
 
 class PictureBatch:
-    """Pictures and texts of one length, padded behind."""
+    """Pictures and texts of one length, padded on the right."""
 
     def __init__(self, tokenizer: Tokenizer, examples: Drawn) -> None:
         self.pixels_BSSC = mx.array((examples.pixels_BSSC.astype(np.float32) / 255 - 0.5) / 0.5)

@@ -20,7 +20,7 @@ from trainer.versions.checkpoint import differences, write_adapter
 from trainer.versions.disk import Disk
 
 _SERVED = "served.json"
-_LATEST = "latest"  # the check that nobody else has moved it
+_LATEST = "latest"  # the check that no other process has moved it
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Published:
 
     @property
     def forestalled(self) -> bool:
-        """True if the version was good, but `latest` was moved by somebody else meanwhile."""
+        """True if the version was good, but another process moved `latest` meanwhile."""
         return any(check.name == _LATEST and not check.passed for check in self.checks)
 
 
@@ -110,13 +110,13 @@ class Publisher:
         return False
 
     async def _promote(self, version: int, checks: list[GateCheck], if_latest: int | None) -> GateCheck | None:
-        """Make it the latest; what is in the way when somebody else has moved `latest` meanwhile."""
+        """Make the version the latest; returns the obstacle when another process has moved `latest` meanwhile."""
         await self.note(version, await self.sink.latest_version() if if_latest is None else if_latest)
         try:
             await self.sink.promote(version, checks, if_latest)
         except ConflictError:
             latest = await self.sink.latest_version()
-            if if_latest is None or latest == version:  # an answer was lost, and said again
+            if if_latest is None or latest == version:  # an answer was lost, and the request repeated
                 if latest == version:
                     return None
                 raise
@@ -151,7 +151,7 @@ class Publisher:
             return unknown
 
     async def take_over(self, version: int) -> Arrays:
-        """The weights of a version that somebody else has made the latest; kept from now on, as those of our own.
+        """Weights of a version that another process has made the latest; stored from now on, as our own are.
 
         ConflictError when they are no weights that this run can go on from.
         """
@@ -162,7 +162,7 @@ class Publisher:
         return weights
 
     async def any_weights_of(self, version: int) -> Arrays:
-        """The weights of a version: of one that is kept, else out of the store.
+        """Weights of a version from the run's folder, else out of the store.
 
         ConflictError when they are no weights of this run's shape and base; ParallmError when they are gone.
         """
@@ -179,15 +179,15 @@ class Publisher:
         return stored.weights
 
     def version_folder(self, version: int) -> Path:
-        """Where a served version's files are kept, for a rollback."""
+        """Folder of a served version's files, for a rollback."""
         return self.folder / "versions" / str(version)
 
     def weights_of(self, version: int) -> Arrays:
-        """The weights of a version that is still kept."""
+        """Weights of a version that is still in the run's folder."""
         return load_file(self.version_folder(version) / MLX_FILE)
 
     def on_disk(self) -> set[int]:
-        """The versions whose files are kept."""
+        """Versions whose files are in the run's folder."""
         versions = self.folder / "versions"
         folders = versions.iterdir() if versions.exists() else ()
         return {int(path.name) for path in folders if path.name.isdigit()}
