@@ -1,4 +1,4 @@
-"""Adapters: names, versions, references to them and what the store says of each version.
+"""Adapters: names, versions, references to them, and the store's facts about each version.
 
 **adapter** a named LoRA or DoRA, heads (shared/heads.py), or both; or a network (shared/networks/), which no language
 model is the base of · **adapter version** `name@k`, immutable, k
@@ -127,7 +127,7 @@ class AdapterRef(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, text: str) -> "AdapterRef":
-        """Read `name`, `name@k` or `name@k:weight,...`; InvalidRequestError says what is wrong with it."""
+        """Read `name`, `name@k` or `name@k:weight,...`; InvalidRequestError states the reason."""
         parts = text.split(",")
         if len(parts) > MAX_CHOICES:
             raise InvalidRequestError(f"adapter split of {len(parts)} choices; at most {MAX_CHOICES} are taken")

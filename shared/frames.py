@@ -90,7 +90,7 @@ class TokenEvent(msgspec.Struct, array_like=True):
 
     @property
     def size(self) -> int:
-        """Tokens that it tells of, competitors and those of the prompt included."""
+        """Number of tokens in the event, alternatives and those of the prompt included."""
         told = len(self.tokens)
         if self.top_logprobs is not None:
             told += sum(map(len, self.top_logprobs))

@@ -71,7 +71,7 @@ class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     trace: str = ""  # W3C traceparent of the request that submitted it; "": it was not traced
     tenant: str = ""  # who owns it, and its sequences (shared/owners.py)
     key: str = ""  # name of the API key that submitted it; its jobs share the reward processes' time
-    webhook: Webhook | None = None  # who is told of its end
+    webhook: Webhook | None = None  # notified of its end
     has_next_turn: bool = False  # prompts of a later job may begin with these and their samples
 
     @property

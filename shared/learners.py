@@ -1,4 +1,4 @@
-"""What is asked of a learner of the training service, and what it answers: plain messages.
+"""Requests to a learner of the training service, and its answers: plain messages.
 
 **learner** an adapter that is trained over a shared base, with an optimizer of its own · **pass** a forward over some
 data, with or without gradients, which add up until the next step · **step** one AdamW update with them · **save** a
@@ -93,11 +93,11 @@ class Datum(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BeginRequest(msgspec.Struct, frozen=True, tag="begin"):
-    """Nothing; its answer tells that a service has the learner, and that the model has layers for it."""
+    """No operation; its answer confirms that a service has the learner, and that the model has layers for it."""
 
 
 class PassRequest(msgspec.Struct, frozen=True, tag="pass"):
-    """A forward over the data; with `backward` its gradients are added to those that wait for the next step."""
+    """A forward over the data; with `backward` its gradients are added to the ones for the next step."""
 
     data: tuple[Datum, ...]
     loss: LossName
@@ -122,7 +122,7 @@ class StepRequest(msgspec.Struct, frozen=True, tag="step"):
 
 
 class SaveRequest(msgspec.Struct, frozen=True, tag="save"):
-    """Keep the state under a name, for `ttl_s` (0: as long as the service keeps saves).
+    """Save the state under a name, for `ttl_s` (0: the service's time to live of saves).
 
     Of kind `external` the weights alone, which nobody goes on from.
     """

@@ -1,4 +1,4 @@
-"""Whose a thing is, and who may see and change it. The api says who asks (api/tenants.py); stores keep the owner.
+"""Owners of things, and their rights. The api identifies the asker (api/tenants.py); stores have the owner.
 
 A job, file, batch, stream, dead letter, adapter or policy carries its owner from the write that makes it. "" is
 nobody's in particular: what was there before the server had tenants, or what the operator put there for all. It is

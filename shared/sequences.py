@@ -23,7 +23,7 @@ from shared.splits import Arm
 
 SCHEMA = 2  # the newest that we read
 PLAIN = 1  # that we write; a sequence with images is of the newest: who does not know them must not run it
-OLDEST = 1  # that we read; also what a message means that does not say
+OLDEST = 1  # that we read; also the default of a message without it
 
 M = TypeVar("M", "SequenceSpec", "SequenceResult")
 
@@ -100,7 +100,7 @@ class SequenceSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     kind: SequenceKind = "generate"
     group: str = ""  # the sequences of one prompt share it; "" stands alone
     score_ids: tuple[int, ...] = ()  # kind "score": the completion whose log-probabilities are wanted
-    api: str = ""  # the api process that gets frames; "": nobody streams
+    api: str = ""  # the api process that gets frames; "": the sequence is not streamed
     job: str = ""  # the job that gathers the result; "": none
     adapter: str = ""  # "": base; "name": latest version; "name@k": that version
     adapter_policy: AdapterPolicy = "pin"
@@ -153,7 +153,7 @@ class SequenceResult(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt_tokens: int
     completion_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()  # fp32 log-probability of each completion token (what a trainer calls mu), in
-    # the mode that the spec's sampling says
+    # the mode of the spec's sampling
     top_logprobs: tuple[TokenLogprobs, ...] = ()
     spans: tuple[VersionSpan, ...] = ()
     text: str | None = None  # only of rows with stop strings; else the reader decodes the ids
@@ -172,7 +172,7 @@ class Claim(msgspec.Struct, frozen=True):
     stream: str
     entry: str
     attempt: int  # 1 for the first; writes of an older attempt are refused
-    suspect: bool = False  # it may have ended its workers: only other suspects run beside it
+    suspect: bool = False  # it may have ended its workers: only other suspects run with it
 
 
 class ModelCard(msgspec.Struct, frozen=True):
@@ -192,7 +192,7 @@ class ModelCard(msgspec.Struct, frozen=True):
     modules: dict[str, tuple[int, int]] = {}  # that adapters may adapt: path -> (in, out); empty: not known
     kv: str = ""  # how KV is quantised or bounded, like "8 bits, groups of 64, 28 of 28 caches"; "": it is not
     kv_window: int = 0  # positions of KV that a row holds at most, however long it is; 0: all
-    sources: tuple[str, ...] = ()  # what its workers were given as --model: hub names, folders; requests may say these
+    sources: tuple[str, ...] = ()  # what its workers were given as --model: hub names, folders; requests may use these
     hidden_size: int = 0  # of the hidden states that embeddings and heads are made of; 0: not known, or it shows none
     heads: dict[str, HeadSpec] = {}  # of its own
     shows_states: bool = True  # hidden states; False: it is known that it shows none

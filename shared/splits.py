@@ -24,8 +24,8 @@ MOST_REWARD = 1e9  # further from 0 no reward is counted
 ArmKind = Literal["latest", "candidate"]
 Outcome = Literal["promoted", "rolled_back", "kept"]
 
-_OWN = 1.0  # rewards' worth of all versions' mean, for each version
-_SPREAD = 4.0  # rewards' worth of all versions' variance
+_OWN = 1.0  # weight, in rewards, of all versions' mean in each version's
+_SPREAD = 4.0  # weight, in rewards, of all versions' variance
 _UNTRIED = 0.15  # share that a version keeps, unless it began with less, until it has LEAST_REWARDS
 _ROOM = 0.8  # part of what floors leave that such shares may take
 _NOISE = 1e-24  # variance, as a part of the squared mean, that rounding may make
@@ -104,7 +104,7 @@ def shares(split: Split, earned: Mapping[int, RewardSums]) -> tuple[float, ...]:
 
 @functools.lru_cache(maxsize=256)
 def _shares(split: Split, rewards: tuple[RewardSums, ...]) -> tuple[float, ...]:
-    """Kept by what they follow from: with many versions they take milliseconds, and are asked for again and again."""
+    """Cached by their inputs: with many versions they take milliseconds, and are needed again and again."""
     earned = dict(zip(split.versions, rewards, strict=True))
     known = beliefs(split, earned)
     chances = list(split.weights)

@@ -1,4 +1,4 @@
-"""What a trainer tells of itself, what users ask of it, and what it answers: plain messages, read by api and dashboard.
+"""A trainer's status, orders to it, and its answers: plain messages, read by api and dashboard.
 
 **policy** the adapter name that a trainer publishes under; there is one trainer a policy · **train step** one batch
 consumed · **policy step** a train step whose result is part of the present policy.
@@ -26,7 +26,7 @@ AlertKind = Literal[
 ]
 ALERT_KINDS: tuple[AlertKind, ...] = get_args(AlertKind)
 TrainerState = Literal["starting", "waiting", "training", "paused", "ended", "failed"]
-ForeignAction = Literal["adopt", "override"]  # what to do with a version that somebody else has made the latest
+ForeignAction = Literal["adopt", "override"]  # reaction to a version that another process has made the latest
 
 
 class BoardSample(msgspec.Struct, frozen=True):
@@ -81,7 +81,7 @@ class TrainerStatus(msgspec.Struct, frozen=True, kw_only=True):
     value_loss: float | None = None  # of a value head, in the last train step
     explained: float | None = None  # how well its values were known before: 1 is all
     ranks: tuple[RankStatus, ...] = ()  # that divide the model among them; (): it is one process
-    mode: str = ""  # of learning, as `--mode` has it; "": rl, of a trainer that does not say
+    mode: str = ""  # of learning, as `--mode` has it; "": rl, of a trainer that does not state it
     steps: int = 0  # train steps that the run is to make; 0: it has no end
     eta_s: float | None = None  # until they are made, at the pace of the last ones
     groups: int = 0  # of the last train step, as are the next four
@@ -109,7 +109,7 @@ class TrainingPoint(msgspec.Struct, frozen=True, kw_only=True):
     held_out_right: float | None = None  # of a run on a data set: the share of held-out items that is right
     loss: float | None = None
     value_loss: float | None = None  # of a value head; None: there is none
-    explained: float | None = None  # share of the variance of what its values should have been that they had said
+    explained: float | None = None  # share of the variance of the returns that the values had predicted
     kl: float | None = None
     entropy: float | None = None
     clip_fraction: float | None = None
@@ -169,7 +169,7 @@ class CheckpointOrder(msgspec.Struct, frozen=True, tag="checkpoint"):
 
 
 class ResumeOrder(msgspec.Struct, frozen=True, tag="resume"):
-    """Go on with a run that is paused because somebody else has moved `latest` of its policy."""
+    """Continue a run that is paused because another process has moved `latest` of its policy."""
 
     action: ForeignAction
 
@@ -229,7 +229,7 @@ class TakeOrders(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A trainer without Redis asks for an order."""
 
     owner: str
-    after: str = ""  # one that it took in an earlier life and has not finished, behind this entry; "": a new one
+    after: str = ""  # an order taken in an earlier life and not finished, after this entry; "": a new one
 
 
 class TakenOrder(msgspec.Struct, frozen=True):
@@ -260,7 +260,7 @@ class TrajectoryStats(msgspec.Struct, frozen=True):
     dropped: int = 0  # the oldest, when the bound was passed
     consumed: int = 0  # learned from, or found too old or without a score by the trainer
     waiting: int = 0
-    bytes: int = 0  # of those that wait
+    bytes: int = 0  # number of waiting ones
 
 
 def is_checkpoint_name(name: str) -> bool:

@@ -89,7 +89,7 @@ class FairTurns:
             raise
 
     def _serve(self) -> None:
-        """Give free turns to those who have used the least time."""
+        """Give free turns to the askers that have used the least time."""
         while self._free and self._all.wants:
             now = self._clock()
             account = self._all

@@ -39,7 +39,7 @@ class AdapterConfig(msgspec.Struct, frozen=True):
     kind: AdapterKind
     rank: int
     scale: float
-    targets: tuple[str, ...] = ()  # modules that the configuration names; (): it does not say
+    targets: tuple[str, ...] = ()  # modules that the configuration names; (): it names none
     heads: dict[str, HeadSpec] = {}
     network: NetworkSpec | None = None
 
@@ -49,7 +49,7 @@ class AdapterConfig(msgspec.Struct, frozen=True):
             return True
         if self.format == "peft":  # PEFT: the path, or its end after a dot
             return any(module == target or module.endswith(f".{target}") for target in self.targets)
-        layer = _LAYER.fullmatch(module)  # mlx-lm: the path, or what stands behind the layer's number
+        layer = _LAYER.fullmatch(module)  # mlx-lm: the path, or the part after the layer's number
         return module in self.targets or (layer is not None and layer["rest"] in self.targets)
 
 

@@ -28,7 +28,7 @@ class ImageSize(NamedTuple):
 
 
 def checked(data: bytes) -> ImageSize:
-    """The size of an image that can be decoded whole; InvalidRequestError says what is wrong with another one."""
+    """The size of an image that can be decoded whole; InvalidRequestError states what is wrong with another one."""
     image = _decoded(data)
     return ImageSize(*image.size)
 

@@ -1,4 +1,4 @@
-"""`python -m shared.image_files.process BYTES`: reads image files for whoever started it, and may be killed.
+"""`python -m shared.image_files.process BYTES`: reads image files for its parent, and may be killed.
 
 Questions and answers are msgpack. It may take so many bytes of memory; a file that needs more is refused.
 """
@@ -39,7 +39,7 @@ _question = msgspec.msgpack.Decoder(ImageQuestion)
 
 
 def main() -> None:
-    """Answer until nobody asks any more."""
+    """Answer questions until the pipe is closed."""
     memory = int(sys.argv[1])
     with contextlib.suppress(ValueError, OSError):  # a system that knows no such limit: the caller's clock is left
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))

@@ -28,7 +28,7 @@ WHOLE = "<global-img>"
 ROW_END, IMAGE_END = "[IMG_BREAK]", "[IMG_END]"
 SOFT, SOFT_END = "<image_soft_token>", "<end_of_image>"
 VIEWS, THUMBNAIL, VIEWS_END = "<|image_start|>", "<|img_thumbnail|>", "<|image_end|>"
-FEWEST_TILES, MOST_TILES = 2, 10  # of LFM2-VL, whatever the files say: some were made for processors without tiles
+FEWEST_TILES, MOST_TILES = 2, 10  # of LFM2-VL, whatever its files contain: some were made for processors without tiles
 
 
 @dataclass(frozen=True)

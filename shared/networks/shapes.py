@@ -26,11 +26,11 @@ from shared.networks.spec import (
 )
 
 MAX_WEIGHTS = 1 << 24  # of a network, 64 MiB
-MAX_PIECE = 1 << 26  # products of a row in one layer, of a recurrent one in one step: whoever decodes waits meanwhile
+MAX_PIECE = 1 << 26  # products of a row in one layer, of a recurrent one in one step: decoding waits meanwhile
 MAX_ROW = 1 << 30  # products of a row
 MAX_NUMBERS = 1 << 18  # of a row's inputs, of its outputs, and of each value between them
 PRODUCTS_OF_A_NUMBER = 16  # that a number of a value counts for, since it takes memory
-PRODUCTS_OF_A_KEPT_NUMBER = 4  # that each number of all values counts for: they are kept to the end
+PRODUCTS_OF_A_KEPT_NUMBER = 4  # that each number of all values counts for: they are stored to the end
 MAX_BESIDE = 1 << 22  # numbers that a layer copies for a row, side by side, before it computes
 
 TensorShape = tuple[int, ...]
@@ -41,7 +41,7 @@ class NetworkPlan(NamedTuple):
 
     shapes: dict[str, Shape]  # of each input and layer, for one row
     tensors: dict[str, TensorShape]  # that its file must have
-    optional: frozenset[str]  # those that may be left out: biases
+    optional: frozenset[str]  # that may be left out: biases
     piece: int  # products, or what memory counts for, of the layer that has the most in one go, or of all values
     products: int  # of all, with open numbers of steps taken as one
 
@@ -67,7 +67,7 @@ def plan_row(spec: NetworkSpec, shapes: Mapping[str, TensorShape]) -> NetworkPla
 
 
 def with_shapes(spec: NetworkSpec) -> NetworkSpec:
-    """The network with the shapes of its outputs filled in; ValueError when it says other ones."""
+    """The network with the shapes of its outputs filled in; ValueError when it declares other ones."""
     shapes = plan(spec).shapes
     outputs = {}
     for name, output in spec.outputs.items():
@@ -161,7 +161,7 @@ def _count(shape: Shape) -> int:
 
 
 def _joined(shapes: list[Shape]) -> Shape:
-    """The shape of several values side by side; a parameter's vector beside time steps is not repeated."""
+    """The shape of several values side by side; a parameter's vector is not repeated for time steps."""
     if not shapes:
         return (0,)
     first, *others = shapes

@@ -1,4 +1,4 @@
-"""A network as JSON says it: inputs, layers and outputs by name. Its weights lie in a safetensors file.
+"""A network's definition in JSON: inputs, layers and outputs by name. Its weights lie in a safetensors file.
 
 **input** what each row brings: a name, a shape without the batch, a dtype · **layer** computes one value of what it
 reads (`of`: inputs or earlier layers, joined along the last dimension; by default the layer before) · **output** a

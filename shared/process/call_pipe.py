@@ -32,7 +32,7 @@ class CallPipe:
                 return None
             (length,) = _LENGTH.unpack(head)
             body = self._read.read(length)
-        except ConnectionResetError:  # it has ended without reading all that we said
+        except ConnectionResetError:  # it has ended without reading all of the message
             return None
         return body if len(body) == length else None
 

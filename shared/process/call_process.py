@@ -1,4 +1,4 @@
-"""A process of ours that is told what to do over a socket, and that can be killed whatever it hangs in.
+"""A process of ours that gets calls over a socket, and that can be killed whatever it hangs in.
 
 For code whose time nobody knows: rewards, patterns, functions and environments of users. Whoever starts it decides how
 long it waits for an answer; the process ends when its socket does, so it does not outlive us for longer than what it is

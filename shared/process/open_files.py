@@ -21,7 +21,7 @@ def raise_file_limit() -> int:
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
             return wanted
-        except (ValueError, OSError):  # macOS: the kernel allows fewer than the hard limit says (kern.maxfilesperproc)
+        except (ValueError, OSError):  # macOS: the kernel allows fewer than the hard limit (kern.maxfilesperproc)
             wanted //= 2
     return soft
 

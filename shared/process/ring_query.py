@@ -23,7 +23,7 @@ class _Address(msgspec.Struct):
 async def find_redis(
     target: str, *, api_key: str = "", password: str = "", transport: httpx.AsyncBaseTransport | None = None
 ) -> str:
-    """The Redis URL behind a Redis URL (itself) or an api's URL.
+    """The Redis URL of a Redis URL (itself) or an api's URL.
 
     SetupError with the reason when there is none, ServiceUnavailableError when nobody answers (yet).
     """

@@ -1,4 +1,4 @@
-"""Everything that touches Redis: one folder for each thing that is kept there.
+"""Everything that touches Redis: one folder for each thing that is stored there.
 
 Read `keys.py` first: every key with its name, type, owner and time to live. Then:
 

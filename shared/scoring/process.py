@@ -54,7 +54,7 @@ _ticking = False
 
 
 def main() -> None:
-    """Answer until nobody asks any more."""
+    """Answer questions until the pipe is closed."""
     pipe = CallPipe()
     prepare()
     with contextlib.suppress(OSError), Path(os.devnull).open("w") as nowhere:

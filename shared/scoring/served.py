@@ -61,8 +61,8 @@ from shared.trajectories import Reward
 
 AT_ONCE = 64
 WITHIN_S = 120.0
-UNANSWERED = "no answer of"  # how the error begins of a sample that nobody has scored in its time
-IN_THREAD_CHARS = 2_000  # a longer text is tokenized beside the event loop
+UNANSWERED = "no answer of"  # how the error begins of a sample without a score in time
+IN_THREAD_CHARS = 2_000  # a longer text is tokenized off the event loop
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ class Lateness:
 class Share:
     """Who asks for scores, and how many samples have run out of time."""
 
-    key: str = ""  # name of the API key; "" where nobody needs one
+    key: str = ""  # name of the API key; "" where none is needed
     job: str = ""
     mine: Lateness = field(default_factory=Lateness)
     of_all: Lateness = field(default_factory=Lateness)  # of all the key's jobs with the same reward

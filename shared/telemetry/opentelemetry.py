@@ -1,4 +1,4 @@
-"""OpenTelemetry's SDK behind shared/telemetry/tracing.py; imported when traces are on, and by nobody else.
+"""OpenTelemetry's SDK for shared/telemetry/tracing.py, which imports this only when traces are on.
 
 Samplers, batches, headers, certificates and resource attributes follow OpenTelemetry's environment variables
 (OTEL_TRACES_SAMPLER, OTEL_BSP_*, OTEL_EXPORTER_OTLP_HEADERS, OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES).
@@ -136,7 +136,7 @@ def _context_of(traceparent: str) -> Context:
 
 
 def _resource(role: Role) -> Resource:
-    """Who we are; what the environment says of it wins."""
+    """Attributes of this process; those of the environment take precedence."""
     ours = {
         SERVICE_NAME: f"parallm-{role}",
         SERVICE_VERSION: version(),

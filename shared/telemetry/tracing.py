@@ -1,4 +1,4 @@
-"""OpenTelemetry traces, for those who ask for them: `--otlp-endpoint`, or OpenTelemetry's own variables.
+"""OpenTelemetry traces, on request: `--otlp-endpoint`, or OpenTelemetry's own variables.
 
 A trace begins at an api process (FastAPI's server span, which goes on with the caller's `traceparent`), travels
 through Redis with the sequence (`SequenceSpec.trace`), and ends in the worker that decoded it. Job runners trace ticks,
@@ -120,7 +120,7 @@ def provider() -> "TracerProvider | None":
 
 
 def traceparent() -> str:
-    """The span that we are in as W3C's `traceparent`; "" when there is none that is kept."""
+    """The present span as W3C's `traceparent`; "" when none is recorded."""
     return _tracing.traceparent() if _tracing is not None else ""
 
 
@@ -136,7 +136,7 @@ def annotate(attributes: Attributes) -> None:
 
 
 def begin(name: str, attributes: Attributes) -> OpenSpan | None:
-    """A span inside the one that we are in, to be ended by hand; None when that is not kept."""
+    """A span inside the present one, to be ended by hand; None when that is not recorded."""
     return _tracing.begin(name, attributes) if _tracing is not None else None
 
 

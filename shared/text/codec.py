@@ -173,7 +173,7 @@ class CodecCache:
         task = self._codecs.get(card.tokenizer_sha256)
         if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
             task = asyncio.create_task(self._build(card.tokenizer_sha256))
-            task.add_done_callback(_looked_at)  # nobody may wait for it
+            task.add_done_callback(_looked_at)  # it may be without a waiter
             self._codecs[card.tokenizer_sha256] = task
         return task
 

@@ -11,7 +11,7 @@ from shared.errors import SetupError
 from shared.text.codec import TextCodec
 from tests.unit.api_texts import codec as byte_codec
 from trainer.learners.head_examples import HeadExample, HeadText, read_examples
-from trainer.learners.lines import batch_of, split
+from trainer.learners.lines import batch_of, hold_out
 
 
 @pytest.fixture(scope="module")
@@ -121,11 +121,11 @@ def examples(count: int) -> list[HeadExample]:
 
 
 def test_a_split_parts_the_data_in_the_same_way_each_time() -> None:
-    learned, held_out = split(examples(50), seed=3)
+    learned, held_out = hold_out(examples(50), seed=3)
     assert len(held_out) == 5 and set(learned).isdisjoint(held_out)
-    assert len(learned) == 45 and split(examples(50), seed=3) == (learned, held_out)
+    assert len(learned) == 45 and hold_out(examples(50), seed=3) == (learned, held_out)
     with pytest.raises(SetupError, match="too few"):
-        split(examples(1), seed=3)
+        hold_out(examples(1), seed=3)
 
 
 def test_each_pass_has_every_example_once_whatever_step_a_run_resumes_at() -> None:

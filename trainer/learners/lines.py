@@ -1,4 +1,4 @@
-"""A data set of JSON lines: read with the number of each line, split, and drawn from."""
+"""A data set of JSON lines: read with the number of each line, divided, and drawn from."""
 
 import codecs
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 HELD_OUT = 0.1  # of the data, where there is none of its own
 MOST_HELD_OUT = 512
-_SHUFFLED = 1  # number in the seed of the order, so that other draws of the run differ
+_HOLD_OUT = 1  # number in the seed of the order, so that other draws of the run differ
 
 
 class Data(NamedTuple, Generic[T]):
@@ -47,14 +47,14 @@ def read_lines(path: Path, decoder: msgspec.json.Decoder[T]) -> list[tuple[int, 
     return lines
 
 
-def split(items: Sequence[T], seed: int) -> tuple[list[T], list[T]]:
+def hold_out(items: Sequence[T], seed: int) -> tuple[list[T], list[T]]:
     """Divide items at random into those that are learned from and those that are held out; SetupError for fewer than
     two.
     """
     held_out = min(MOST_HELD_OUT, max(1, round(HELD_OUT * len(items))))
     if len(items) - held_out < 1:
         raise SetupError("one example is too few: some are learned from, and some held out")
-    order = np.random.default_rng((seed, _SHUFFLED)).permutation(len(items))
+    order = np.random.default_rng((seed, _HOLD_OUT)).permutation(len(items))
     shuffled = [items[at] for at in order]
     return shuffled[held_out:], shuffled[:held_out]
 

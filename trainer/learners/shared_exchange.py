@@ -171,7 +171,7 @@ def _widened(value: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
     return (value.astype(np.uint32) << 16).view(np.float32)
 
 
-class KeptParcel:
+class CachedParcel:
     """Bytes that are put again only when they change, or grow old."""
 
     def __init__(self, run: SharedRun) -> None:
@@ -201,7 +201,7 @@ class RunLead:
         self._run = run
         self.epoch = secrets.token_hex(6)
         self.exchange: ExchangeDtype = "float32"
-        self._weights, self._origin = KeptParcel(run), KeptParcel(run)
+        self._weights, self._origin = CachedParcel(run), CachedParcel(run)
         self._step = 0
         self._after = "0-0"
         self._beating: asyncio.Task[None] | None = None

@@ -13,7 +13,7 @@ from shared.errors import SetupError
 from trainer.learn.batches import SampleGroup
 from trainer.learners.distilling import ScoredRow
 from trainer.learners.kinds import Made, made_with
-from trainer.learners.lines import Data, split
+from trainer.learners.lines import Data, hold_out
 from trainer.learners.tuning_examples import TuningExamples, read_examples
 from trainer.ring.http_client import HttpApi
 from trainer.runs.data import options_of
@@ -78,7 +78,7 @@ class DistillRun(RowRun[ScoredRow]):
         learned = [row for row in self._rows if not row.held_out]
         held_out = [row for row in self._rows if row.held_out]
         if not held_out:
-            learned, held_out = split(learned, self.settings.seed)
+            learned, held_out = hold_out(learned, self.settings.seed)
         return Data(learned, held_out, self._too_long, "distill")
 
     def _made_with(self) -> Made:

@@ -25,7 +25,7 @@ from trainer.learners.handle import HostHandle
 from trainer.learners.head_examples import ActionSpread, HeadExample, HeadExamples, HeadText, read_examples, spread_of
 from trainer.learners.heads import HeadLearner
 from trainer.learners.kinds import HeadOptions, Made, made_with
-from trainer.learners.lines import Data, split
+from trainer.learners.lines import Data, hold_out
 from trainer.runs.data import ASK_AGAIN_S, DataRun, options_of
 
 log = structlog.get_logger()
@@ -43,7 +43,7 @@ class HeadRun(DataRun[HeadExample]):
         assert settings.dataset is not None, "checked with the settings"
         self._examples = examples = read_examples(settings.dataset, self._ring.codec, longest)
         if settings.held_out_dataset is None:
-            return Data(*split(examples.items, settings.seed), examples.too_long, examples.form)
+            return Data(*hold_out(examples.items, settings.seed), examples.too_long, examples.form)
         held_out = read_examples(settings.held_out_dataset, self._ring.codec, longest, examples.labels)
         if held_out.form != examples.form:
             raise SetupError(f"--held-out-dataset has {held_out.form}, --dataset has {examples.form}")

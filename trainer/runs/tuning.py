@@ -26,7 +26,7 @@ from trainer.learn.batches import SampleGroup
 from trainer.learn.options import feedback_policy
 from trainer.learners.handle import HostHandle
 from trainer.learners.kinds import Made, TuneOptions, made_with
-from trainer.learners.lines import Data, split
+from trainer.learners.lines import Data, hold_out
 from trainer.learners.tuning import RowLearner
 from trainer.learners.tuning_examples import Tuning, TuningExamples, read_examples
 from trainer.ring.http_client import HttpApi
@@ -122,7 +122,7 @@ class TuneRun(RowRun[SampleGroup]):
         else:
             examples = read(source if feedback_policy(source) is None else settings.folder / feedback.FILE)
         if settings.held_out_dataset is None:
-            return Data(*split(examples.items, settings.seed), examples.too_long, self._tuning)
+            return Data(*hold_out(examples.items, settings.seed), examples.too_long, self._tuning)
         return Data(examples.items, read(settings.held_out_dataset).items, examples.too_long, self._tuning)
 
     def _made_with(self) -> Made:

@@ -17,7 +17,7 @@ from shared.owners import WhoAsks, anybody
 from shared.redis import keys
 from shared.redis.chunks import Chunks
 
-MOST_WITH_HEAD = 8  # versions that are named to somebody who looks for a head
+MOST_WITH_HEAD = 8  # versions that are named to a client that looks for a head
 LOOKED_AT = 64  # of the newest, for that
 
 
@@ -75,7 +75,7 @@ class AdapterCatalog:
         return list(await self.pointers())
 
     async def owner(self, name: str) -> str | None:
-        """Who owns a policy, whoever asks: its adapter, or what its trainer tells; None when there is neither."""
+        """Owner of a policy, by its adapter or its trainer's status; None when there is neither."""
         async with self._redis.pipeline(transaction=False) as pipe:
             for key in (keys.adapter(name), keys.training(name)):
                 pipe.exists(key)

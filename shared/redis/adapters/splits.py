@@ -53,7 +53,7 @@ class SplitState(msgspec.Struct, frozen=True):
     latest: int
     served: frozenset[int]  # its versions that are there and not rejected
     started_ms: int
-    moved: int = 0  # to which version somebody has moved `latest` while it ran
+    moved: int = 0  # version to which `latest` was moved while it ran
     verdict: SplitVerdict | None = None
 
     @property
@@ -125,7 +125,7 @@ class Splits:
         return bool(await ask(self._redis, "UNLINK", *_keys(name)))
 
     async def find(self, name: str) -> SplitState | None:
-        """The split of an adapter, over or not; that of an earlier adapter of this name is nobody's."""
+        """The split of an adapter, over or not; that of an earlier adapter of this name does not count."""
         raw, (latest, tenant) = await ask_all(
             self._redis, [("HGETALL", keys.split(name)), ("HMGET", keys.adapter(name), "latest", "tenant")]
         )
@@ -153,7 +153,7 @@ class Splits:
         return [name for name, exists in zip(names, there, strict=True) if exists]
 
     async def settle(self, name: str, state: SplitState) -> None:
-        """Give the verdict of a split that has all its rewards; to say it again changes nothing."""
+        """Give the verdict of a split that has all its rewards; repeating it changes nothing."""
         if state.over:
             return
         best, why = winner(state.split, state.earned)
@@ -166,7 +166,10 @@ class Splits:
         else:
             try:
                 await self._move(name, best, latest, why, SplitEnd(state.id, verdict))
-            except (ConflictError, UnknownAdapterError) as error:  # another process was faster, or somebody ended it
+            except (
+                ConflictError,
+                UnknownAdapterError,
+            ) as error:  # another process was faster, or it was ended by request
                 log.info("split.not_moved", adapter=name, winner=best, detail=error.message)
                 return
         log.info("split.verdict", adapter=name, winner=best, outcome=outcome, detail=why)

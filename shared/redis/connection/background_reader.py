@@ -1,4 +1,4 @@
-"""Reading from Redis in a task of its own, for as long as whoever needs it is entered as a context."""
+"""Reading from Redis in a task of its own, while the reader is entered as a context."""
 
 import asyncio
 from abc import ABC, abstractmethod

@@ -40,7 +40,7 @@ from shared.redis.connection.sentinel import UnknownServiceError, follow
 from shared.redis.connection.topology import NoClusterError
 
 ANSWER_WITHIN_S = 5.0
-ANSWER_S = 30  # of a Redis that is there and says nothing, before its connection is given up
+ANSWER_S = 30  # of a Redis that accepts and does not answer, before its connection is given up
 ANSWER_OF_PRIMARY_S = 10  # of one with replicas: if it froze, it has a successor by then
 
 # A subscription never writes, so nothing else finds that the other machine has gone: after 15 + 3 * 5 s it breaks.
@@ -200,10 +200,10 @@ class Script:
         except ResponseError as error:
             if not is_no_script(error):
                 raise
-        async with redis.pipeline(transaction=True) as pipe:  # nobody can make the server forget it in between
+        async with redis.pipeline(transaction=True) as pipe:  # the server cannot forget it in between
             pipe.execute_command("SCRIPT LOAD", self.text)
             self.add(pipe, keys, args)
-            _, answer = await pipe.execute(raise_on_error=False)  # raised by redis-py it would tell the arguments
+            _, answer = await pipe.execute(raise_on_error=False)  # raised by redis-py it would contain the arguments
         if isinstance(answer, Exception):
             raise answer
         return answer

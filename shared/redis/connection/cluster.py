@@ -1,4 +1,4 @@
-"""A Redis Cluster behind the methods of redis-py's client of one server, so that callers need not know.
+"""A Redis Cluster with the methods of redis-py's client of one server, so that callers need not know.
 
 redis-py has a client for clusters, too. It cannot subscribe, has no transactions, loses a connection's place when a
 command is cancelled, and closes all its connections for the fault of one. This one keeps a plain client for each
@@ -62,7 +62,7 @@ T = TypeVar("T")
 
 
 class ClusterRedis(DiscreetRedis):
-    """A client of all servers; `retry` says how long a command waits for its slot."""
+    """A client of all servers; `retry` bounds how long a command waits for its slot."""
 
     def __init__(self, address: ClusterAddress, retry: Retry | None, **options: Any) -> None:
         given = dict(parse_url(address.data_url))
@@ -117,7 +117,7 @@ class ClusterRedis(DiscreetRedis):
         return self._nodes[place]
 
     def following(self, slot: int | None) -> ConnectionPool:
-        """Connections to whoever has a slot; with None to any primary."""
+        """Connections to the primary of a slot; with None to any primary."""
         if slot not in self._pools:
             kind = FollowingTlsConnection if self._tls else FollowingConnection
             options = {**self._options, "retry": self._retry, "topology": self.topology, "slot": slot}
@@ -183,7 +183,7 @@ class ClusterRedis(DiscreetRedis):
     async def _ask_slots(self, place: Place) -> list[list[Any]]:
         limits = {"socket_timeout": ANSWER_WITHIN_S, "socket_connect_timeout": ANSWER_WITHIN_S}
         pool = self._pool(place, {**self._options, **limits})
-        make_cancellable(pool)  # not yet discreet: the server's words tell whether it is in a cluster
+        make_cancellable(pool)  # not yet discreet: the server's text states whether it is in a cluster
         asked = Redis(connection_pool=pool)
         try:
             answer: list[list[Any]] = await asked.execute_command("CLUSTER", "SLOTS")  # type: ignore[no-untyped-call]
@@ -202,7 +202,7 @@ class ClusterRedis(DiscreetRedis):
         return (await asyncio.gather(*(_whole(node, command, options) for node in nodes)))[0]
 
     async def _spread(self, command: routing.Command, options: dict[str, Any]) -> Any:
-        parts = routing.split(command)
+        parts = routing.by_slot(command)
         pipe = self.pipeline(transaction=False)
         for part in parts.values():
             pipe.execute_command(*part, **options)
@@ -211,7 +211,7 @@ class ClusterRedis(DiscreetRedis):
     async def _read_first(self, command: routing.Command, options: dict[str, Any]) -> Any:
         """XREAD from several slots: what the first of them has, or nothing when all have waited in vain."""
         reads = {
-            asyncio.ensure_future(self.execute_command(*part, **options)) for part in routing.split(command).values()
+            asyncio.ensure_future(self.execute_command(*part, **options)) for part in routing.by_slot(command).values()
         }
         try:
             found: list[Any] = []
@@ -246,7 +246,7 @@ class ClusterPipeline(DiscreetPipeline):
         await self._cluster.at(self._watched, begin)
 
     async def immediate_execute_command(self, *args: Any, **options: Any) -> Any:
-        """As in redis-py. WatchError, too, when the slot has gone to another server, where nobody watches."""
+        """As in redis-py. WatchError, too, when the slot has gone to another server, where no key is watched."""
         try:
             return await super().immediate_execute_command(*args, **options)  # type: ignore[no-untyped-call]
         except _ELSEWHERE:
@@ -279,7 +279,7 @@ class ClusterPipeline(DiscreetPipeline):
 
 
 class _Sending:
-    """The commands of a pipeline on their way: an attempt sends those that have no answer yet."""
+    """The commands of a pipeline on their way: an attempt sends the commands without an answer."""
 
     def __init__(self, cluster: ClusterRedis, stack: Sequence[Any], transaction: bool) -> None:
         self.answers: list[Any] = [None] * len(stack)

@@ -65,7 +65,7 @@ def waits_s(command: Sequence[Any]) -> float:
 
 
 def slots_of(commands: Sequence[Command]) -> list[int]:
-    """A slot for each of some commands; one without a key goes with the one before it, or else behind it."""
+    """A slot for each of some commands; one without a key goes with the one before it, or else with the next."""
     keyed = [keys_of(command) for command in commands]
     slots: list[int | None] = [slot_of(keys[0]) if keys else None for keys in keyed]
     last = next((slot for slot in slots if slot is not None), 0)
@@ -81,7 +81,7 @@ def sent(command: Command) -> Command:
     return ("SPUBLISH", *command[1:]) if name_of(command) == "PUBLISH" and is_sharded(command[1]) else command
 
 
-def split(command: Command) -> dict[int, Command]:
+def by_slot(command: Command) -> dict[int, Command]:
     """One of SPREAD, or an XREAD, as one command a slot."""
     if name_of(command) in SPREAD:
         return {slot: (command[0], *keys) for slot, keys in _grouped((key, key) for key in command[1:]).items()}

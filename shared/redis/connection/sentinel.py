@@ -26,7 +26,7 @@ class UnknownServiceError(MasterNotFoundError):
 
 
 class SentinelDirectory(Sentinel):
-    """The Sentinels of a service. An error tells what each of them answered."""
+    """The Sentinels of a service. An error contains the answer of each of them."""
 
     def __init__(self, address: SentinelAddress) -> None:
         tls = {name: value for name, value in _options(address).items() if name.startswith("ssl_")}
@@ -102,7 +102,7 @@ class _Pool(SentinelConnectionPool):
 
 
 def follow(address: SentinelAddress, **connection: Any) -> "Redis":
-    """A client of whoever is the primary; `connection` as of `Redis.from_url`. ValueError for a wrong option."""
+    """A client of the present primary; `connection` as of `Redis.from_url`. ValueError for a wrong option."""
     options = {**connection, **_options(address)}
     kind = _FollowingTls if address.tls else _Following
     pool = _Pool(address.service, SentinelDirectory(address), connection_class=kind, **options)  # type: ignore[no-untyped-call]

@@ -16,7 +16,7 @@ class ClusterPubSub(PubSub):
     """Subscriptions in a cluster whose messages look as those of one server, for sharded channels too."""
 
     def __init__(self, topology: Topology, following: Callable[[int | None], ConnectionPool], **options: Any) -> None:
-        """`following` gives connections to whoever has a slot; with None to any primary."""
+        """`following` gives connections to the primary of a slot; with None to any primary."""
         super().__init__(following(None), **options)
         self._topology, self._following = topology, following
         self._slot: int | None = None

@@ -48,7 +48,7 @@ class BatchSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     metadata: dict[str, str] = {}
     tenant: str = ""  # who owns it, its job and its files (shared/owners.py)
     key: str = ""  # the name of the API key that made it; api processes work on it in this key's turn
-    webhook: Webhook | None = None  # who is told of its end
+    webhook: Webhook | None = None  # notified of its end
     digest: str = ""  # SHA-256 of what was asked for, where it came with the request and not as a file
     rings: tuple[str, ...] = ()  # others that the api process serves that took it; its lines may name their models
 
@@ -81,7 +81,7 @@ class BatchRecord(msgspec.Struct, frozen=True):
     expired: int = 0
     has_output: int = 0
     has_errors: int = 0
-    input_tokens: int = 0  # of the answered lines, as their answers say
+    input_tokens: int = 0  # of the answered lines, as in their answers
     cached_tokens: int = 0
     output_tokens: int = 0
     reasoning_tokens: int = 0
@@ -139,7 +139,7 @@ class BatchStore:
     async def page(
         self, limit: int, after: str, asker: Asker = ANYBODY, *, prefix: str = "", newest_first: bool = True
     ) -> tuple[list[BatchRecord], bool]:
-        """The asker's batches from the one behind `after`, newest first or oldest first, and whether there are more.
+        """The asker's batches from the one after `after`, newest first or oldest first, and whether there are more.
 
         `prefix`: of the ids of those that are of interest.
         """

@@ -33,7 +33,7 @@ class StoredFile(msgspec.Struct, frozen=True):
     expires_at: int
     chunks: int
     tenant: str = ""  # who owns it (shared/owners.py)
-    mime_type: str = "application/octet-stream"  # as its uploader says; nothing here trusts it
+    mime_type: str = "application/octet-stream"  # as its uploader states it; nothing here trusts it
 
 
 def new_file_id() -> str:

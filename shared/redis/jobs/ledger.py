@@ -1,4 +1,4 @@
-"""What runners keep of a job's progress: its lease, its cursor, its results, its end (invariants: store.py)."""
+"""A job's progress as runners store it: its lease, its cursor, its results, its end (invariants: store.py)."""
 
 import contextlib
 import math
@@ -47,7 +47,7 @@ class JobProgress(NamedTuple):
     expanded: int  # prompts whose sequences have been enqueued or recorded
     recorded: int  # samples
     complete_through: int
-    cancelled: bool  # somebody asked for its end
+    cancelled: bool  # its end has been requested
     progress_ms: int  # when something last moved
     now_ms: int  # Redis's clock
 
@@ -152,7 +152,7 @@ class JobLedger:
         names = [keys.job(job_id), keys.job_inputs(job_id), keys.job_images(job_id)]
         ended: bool = await _finish(self._redis, names, argv) == 1
         if ended:
-            with contextlib.suppress(UnknownJobError):  # whoever saw its end has deleted it
+            with contextlib.suppress(UnknownJobError):  # a client that saw its end has deleted it
                 await self._keep_results(job_id)
             await self._redis.zrem(keys.active_jobs(), job_id)
             await webhooks.hasten(self._redis, "job", job_id)

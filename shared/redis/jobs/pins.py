@@ -1,4 +1,4 @@
-"""A job keeps the adapter versions that it names from being deleted: its own, and those that its reward asks."""
+"""Pins of a job, which protect the adapter versions that it names from deletion: its own, and those of its reward."""
 
 import contextlib
 

@@ -1,4 +1,4 @@
-"""Durable jobs in Redis, for those who submit and poll them; runners keep their progress in ledger.py.
+"""Durable jobs in Redis, for submitting and polling them; runners record progress in ledger.py.
 
 Invariants. A job is visible when its spec and all of its inputs are written, and not before. Each sample is recorded
 once; counts, usage and rewards change only then. A terminal state is entered once and never left. Every key has a time
@@ -38,7 +38,7 @@ _STATUS_FIELDS = (
 
 
 def new_job_id() -> str:
-    """A fresh id; the time in front keeps ids in the order of submission."""
+    """A fresh id; it begins with the time, so that ids sort by submission."""
     return f"job-{int(time.time()):08x}{secrets.token_hex(6)}"
 
 

@@ -1,7 +1,7 @@
-"""Answers of live traffic that wait for a verdict, and those that got one.
+"""Answers of live traffic that wait for a verdict, and judged ones.
 
-Invariants. An answer is judged once: the first verdict stands, and to say it again changes nothing. A verdict that was
-told as counted is on the due list until a job runner has put what it judges into the queue of the policy's trainer.
+Invariants. An answer is judged once: the first verdict stands, and repeating it changes nothing. A verdict that was
+reported as counted is on the due list until a job runner has put what it judges into the queue of the policy's trainer.
 """
 
 import time
@@ -36,13 +36,13 @@ class Verdict(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class StoredAnswer(NamedTuple):
-    """An answer as it is kept."""
+    """An answer with its verdict, as stored."""
 
     name: str
     id: str  # of the trajectory that it would be
     policy: str
     packed: bytes  # of that trajectory: `live_of`
-    note: str  # what somebody wrote of it, without a verdict
+    note: str  # a comment without a verdict
     verdict: Verdict | None
     key: str  # the idempotency key of the verdict
     delivered: bool  # to the trainer's queue
@@ -58,7 +58,7 @@ class AnswerStore:
         self._due = DueList(redis, LIST)
 
     async def keep(self, name: str, live: LiveTrajectory) -> bool:
-        """Keep an answer; False when it is there. QueueFullError for one that is too large.
+        """Store an answer; False when it is there. QueueFullError for one that is too large.
 
         Another one of this name goes: a client may use its own names again.
         """
@@ -83,7 +83,7 @@ class AnswerStore:
         return _answer(name, await ask(self._redis, "HMGET", keys.kept(keeper, name), *_FIELDS))
 
     async def note(self, keeper: str, name: str, text: str) -> bool:
-        """Write down what somebody says of an answer without judging it; False when it is not there."""
+        """Store a comment on an answer, without a verdict; False when the answer is not there."""
         return await self._things.put(keeper, name, {"note": text}, "there")
 
     async def judge(self, keeper: str, verdicts: dict[str, Verdict], key: str = "") -> bool:
@@ -97,7 +97,7 @@ class AnswerStore:
         arguments = self._things.arguments(keeper, first)
         told = [part for name, verdict in verdicts.items() for part in (name, msgspec.json.encode(verdict))]
         entry = f"{keeper} {self._terms.ttl_s} {self._terms.bytes} {first}"
-        await self._due.add(entry, DELAY_MS)  # so that it is there even if we die behind the verdict
+        await self._due.add(entry, DELAY_MS)  # so that it is there even if this process dies after the verdict
         if await _judge(self._redis, names, [arguments[0], *arguments[2:], key, *told]) == 0:
             return False
         await self._due.add(entry)
@@ -109,7 +109,7 @@ class AnswerStore:
         await self._things.put(keeper, name, {"delivered": 1}, "there")
 
     async def list(self, keeper: str, *, judged: bool, after: str = "", limit: int = 20) -> list[StoredAnswer]:
-        """Answers with or without a verdict, the newest first, from behind `after`."""
+        """Answers with or without a verdict, the newest first, those after `after`."""
         order = keys.kept_order(keeper, _ORDERS[judged])
         rank = await ask(self._redis, "ZREVRANK", order, after) if after else None
         found: list[StoredAnswer] = []
@@ -166,7 +166,7 @@ def live_of(answer: StoredAnswer) -> LiveTrajectory:
 
 
 def answers_of(tenant: str) -> str:
-    """Whose answers these are, in names of keys: a tenant keeps them apart from its responses."""
+    """Keeper of a tenant's answers in names of keys, another than that of its responses."""
     return keys.keeper(f"answers of {tenant}")
 
 

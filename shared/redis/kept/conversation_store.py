@@ -38,7 +38,7 @@ class ConversationStore:
         await self._things.put(keeper, name, {"body": body})
 
     async def change(self, keeper: str, name: str, body: bytes) -> None:
-        """Write what it says of itself; UnknownConversationError when there is none."""
+        """Replace the conversation's JSON body; UnknownConversationError."""
         if not await self._things.put(keeper, name, {"body": body}, "there"):
             raise unknown_conversation(name)
 

@@ -52,7 +52,7 @@ class WarmNotes:
 
 
 class Affinity:
-    """Read by those who enqueue: which workers to prefer."""
+    """The workers to prefer, for enqueueing."""
 
     def __init__(self, redis: Redis, registry: WorkerRegistry) -> None:
         self._redis = redis

@@ -40,7 +40,7 @@ class SequenceCalls(BackgroundReader):
         self._waiting: dict[str, asyncio.Future[SequenceResult]] = {}
 
     async def __aenter__(self) -> Self:
-        # What an earlier process of this name left unread belongs to calls that nobody waits for any more.
+        # Unread messages to an earlier process of this name belong to calls that have no waiter any more.
         await self._redis.delete(self._stream)
         return await super().__aenter__()
 

@@ -56,7 +56,7 @@ class ClaimPlan:
     interactive_first: int  # quotas of the first round; a group that one lets in is taken whole if the rows allow it
     batch_first: int
     batch_max: int  # batch never takes more than this; interactive may take every row
-    kv_tokens: int  # free KV positions; an entry that does not fit waits, and all behind it
+    kv_tokens: int  # free KV positions; an entry that does not fit waits, and all after it
     worker_is_empty: bool  # then the first entry need not fit, and suspects may run
     kv_window: int = 0  # positions that a row holds at most; 0: as many as it has
 
@@ -89,7 +89,7 @@ class _Asker:
     held: list[Claim] = field(default_factory=list)  # as of its last renewal, and since
     renewed_at: float = -math.inf  # monotonic
     suspects: tuple[str, ...] = ()  # the last ones that it was given
-    others: int = 0  # live workers beside it
+    others: int = 0  # other live workers
     watchful: float = 0.0  # how often it waits for what is for any worker, beyond the least
     watches: bool = True  # it has, the last time
 
@@ -100,7 +100,7 @@ class _Asker:
 
 
 class SequenceQueue:
-    """One model's queue, for those who fill it and for those who empty it."""
+    """One model's queue, for enqueueing and for claiming."""
 
     def __init__(
         self,
@@ -163,7 +163,7 @@ class SequenceQueue:
         return new
 
     async def cancel(self, seq_ids: Sequence[str]) -> dict[str, str]:
-        """Cancel sequences: '' unknown or ended, 'queued' ended here, else the worker that has been told."""
+        """Cancel sequences: '' unknown or ended, 'queued' ended here, else the worker that was notified."""
         return await self._settlement.cancel(seq_ids)
 
     async def is_alive(self, seq: str) -> bool:
@@ -172,7 +172,7 @@ class SequenceQueue:
         return state in (b"queued", b"running")
 
     async def route(self, seq_ids: Sequence[str], api: str) -> None:
-        """From now on `api` gets the frames of these sequences; their workers are told."""
+        """From now on `api` gets the frames of these sequences; their workers are notified."""
         for seq in seq_ids:
             key = keys.sequence(self._model, seq)
             (state, worker), ttl = await ask_all(self._redis, [("HMGET", key, "state", "worker"), ("TTL", key)])

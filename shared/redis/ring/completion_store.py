@@ -37,7 +37,7 @@ class Completion(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True)
 class Bounds:
-    """For how long completions are kept after their prompt was used last, and how much in all."""
+    """Time to live of completions since the last use of their prompt, and their bound in bytes."""
 
     ttl_s: int
     bytes: int
@@ -55,7 +55,7 @@ class CompletionStore:
         self._bounds = bounds
 
     async def add(self, prompt: bytes, completions: Sequence[Completion]) -> None:
-        """Keep these of a prompt, the latest last."""
+        """Store these completions of a prompt, the latest last."""
         bounds, name = self._bounds, prompt.hex()
         args: list[Argument] = [keys.completions(""), name, bounds.ttl_s, bounds.bytes]
         args += [min(PROMPT_BYTES, bounds.bytes), MOST_COMPLETIONS, *map(_encoder.encode, completions)]

@@ -54,7 +54,7 @@ class PauseSwitch:
         await self._notify()
 
     async def restless(self, order: PauseOrder | None) -> list[str]:
-        """Ids of live workers that do not rest under `order` yet; without an order, of those that still rest."""
+        """Ids of live workers that do not rest under `order` yet; without an order, of the ones that still rest."""
         wanted = "" if order is None else order.id
         models = await members(self._redis, keys.models())
         workers = [worker for model in models for worker in await self._registry.workers(model)]

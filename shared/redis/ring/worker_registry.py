@@ -83,7 +83,7 @@ class WorkerRegistry:
         self._registered: dict[str, tuple[ModelCard, TokenizerBundle]] = {}
 
     async def register_model(self, card: ModelCard, tokenizer: TokenizerBundle) -> None:
-        """Publish what a worker serves; its heartbeats keep it, and bring it back should Redis lose it.
+        """Publish a worker's card; its heartbeats renew it, and write it again should Redis lose it.
 
         Workers of one model may have got it from different places: the card keeps them all.
         """
@@ -129,7 +129,7 @@ class WorkerRegistry:
         """Write a worker's heartbeat; returns whether a worker of its model computes with something else, or has done
         so within WORKER_TTL_S."""
         key = keys.worker(status.model, status.id)
-        fields = msgspec.structs.asdict(status)  # defaults, too: they replace what an earlier heartbeat said
+        fields = msgspec.structs.asdict(status)  # defaults, too: they replace the values of an earlier heartbeat
         fields["adapters"] = msgspec.json.encode(status.adapters)
         fields["extra"] = msgspec.json.encode(status.extra)
         fields["versions"] = msgspec.json.encode(status.versions)
@@ -150,7 +150,7 @@ class WorkerRegistry:
             await self.register_model(*ours)
         if not status.weights:
             return False
-        # Behind the heartbeat: who is told of our weights finds us.
+        # After the heartbeat: a process that learns of our weights finds us.
         return bool(await _WEIGHTS(self._redis, [keys.weights(status.model)], [status.weights, keys.WORKER_TTL_S]))
 
     async def remove(self, model: str, worker_id: str) -> None:
@@ -183,7 +183,7 @@ class WorkerRegistry:
         return {name for name in await members(self._redis, keys.models()) if await self.workers(name)}
 
     async def known(self, model: str) -> list[str]:
-        """Ids of a model's live workers, and of those that ended without `remove` within the last hour."""
+        """Ids of a model's live workers, and of workers that ended without `remove` within the last hour."""
         return await members(self._redis, keys.workers(model))
 
     async def live(self, model: str) -> list[str]:
@@ -232,7 +232,7 @@ class WorkerRegistry:
 
 
 class DifferingWeights:
-    """Tells the log, once, that workers of a model compute with different things all the same.
+    """Logs once that workers of a model have different weights all the same.
 
     Admission cannot keep apart those that a Redis without its data, or the former replica of one, did not know of.
     """

@@ -37,7 +37,7 @@ class SequenceCursor:
         self.index = index
         self.seq = seq
         self.position = position  # next token wanted
-        self.attempt = attempt  # newest heard of in frames; what an older owner still sends is dropped
+        self.attempt = attempt  # newest in frames so far; events of older owners are dropped
         self.bare_seen = position > 0
         self.finished = False
         self.in_gap = False
@@ -103,7 +103,7 @@ class SequenceCursor:
         return True
 
     def _miss(self, event: TokenEvent, now: float) -> None:
-        """There is a gap before an event: keep it, and ask at once, then with growing pauses until it is filled."""
+        """Buffer an event after a gap, and ask for the gap at once, then with growing pauses until it is filled."""
         if len(self.held) < EVENTS_BEYOND_GAP:
             self.held.append(event)
         if not self.in_gap:

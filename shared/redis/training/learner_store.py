@@ -54,7 +54,7 @@ class HeldLearner:
 
 
 def waiting_learners(redis: Redis, model: str) -> DueList:
-    """Which learners of a model somebody should look at."""
+    """The learners of a model that a service should look at."""
     return DueList(redis, f"learners:{model}")
 
 
@@ -162,7 +162,7 @@ class LearnerStore:
     async def drop(self, model: str, learner: str) -> None:
         """Forget a learner with all that it has; its answers go by themselves. A service that has it is refused."""
         state = await _drop(self._redis, [keys.learner(learner), keys.learner_requests(learner)], [])
-        saves = await self._all_saves(learner)  # only now does nobody add to them
+        saves = await self._all_saves(learner)  # only now can no process add to them
         names = [keys.learner_saved(learner, save.bytes_id) for save in saves if save.bytes_id]
         if state:
             names.append(keys.learner_state(learner, state.decode()))

@@ -37,7 +37,7 @@ class Change(msgspec.Struct, frozen=True, array_like=True):
 
     delta: StoredParcel
     samples: int  # that it has learned from
-    told_ms: int
+    published_ms: int
 
 
 class RoundStore:
@@ -49,7 +49,7 @@ class RoundStore:
         self.members = Presence(redis, keys.round_members(name))  # runs; who is dead is not waited for
 
     async def now(self) -> ClosedRound | None:
-        """How far it is; None: nobody has begun it."""
+        """The last round that is over; None: the federation has not begun."""
         key = keys.rounds(self.name)
         spec, number, state, taken = await ask(self._redis, "HMGET", key, "spec", "round", "state", "taken")
         if spec is None:
@@ -58,7 +58,7 @@ class RoundStore:
         return ClosedRound(spec, int(number), parcel, frozenset(taken.decode().split("\n")) - {""})
 
     async def begin(self, spec: bytes, state: StoredParcel) -> bool:
-        """Be the first; False: somebody was."""
+        """Begin the federation; False: another run has begun it."""
         names = [keys.rounds(self.name), keys.round_bytes(self.name, state.id)]
         return bool(await _begin(self._redis, names, [spec, msgspec.msgpack.encode(state), keys.ROUNDS_TTL_S]))
 
@@ -76,7 +76,7 @@ class RoundStore:
         key = keys.round_deltas(self.name, round)
         bodies: dict[bytes, bytes] = await ask(self._redis, "HGETALL", key)
         found = {member.decode(): msgspec.msgpack.decode(body, type=Change) for member, body in bodies.items()}
-        first = min((change.told_ms for change in found.values()), default=0)
+        first = min((change.published_ms for change in found.values()), default=0)
         return found, (await server_time_ms(self._redis, key) - first) / 1000 if found else 0.0
 
     async def turn(self, member: str) -> bool:
@@ -84,7 +84,7 @@ class RoundStore:
         return bool(await self._redis.set(keys.round_turn(self.name), member, nx=True, ex=TURN_S))
 
     async def turn_over(self) -> None:
-        """Whoever had the turn is done."""
+        """End the present turn."""
         await ask(self._redis, "DEL", keys.round_turn(self.name))
 
     async def close(self, before: ClosedRound, state: StoredParcel, taken: frozenset[str]) -> bool:

@@ -1,4 +1,4 @@
-"""A run whose train steps several processes share: who leads it, who takes part, what they say, and their bytes.
+"""A run whose train steps several processes share: its leader, its members, their messages, and their bytes.
 
 Invariants.
 - One process leads: a new one raises the epoch, and the one before is refused from then on. Words and answers carry
@@ -65,7 +65,7 @@ class SharedRun:
     # -- a member
 
     async def now(self) -> RunNow | None:
-        """The run as it is; None: nobody leads it."""
+        """The run as it is; None: no process leads it."""
         epoch, spec, ended = await ask(self._redis, "HMGET", keys.shared_run(self.name), "epoch", "spec", "ended")
         return None if epoch is None else RunNow(epoch.decode(), spec, ended is not None)
 

@@ -69,7 +69,7 @@ class TinkerStore:
         self._downloads = StoredMessage(redis, TinkerDownload, keys.TINKER_DOWNLOAD_TTL_S, packed=True)
 
     async def put(self, keeper: str, id: str, thing: msgspec.Struct, *, new: bool = False) -> bool:
-        """Write a thing; with `new` only if there is none of this id, which the answer tells."""
+        """Write a thing; with `new` only if there is none of this id, which the result states."""
         name, stored = self._stored[type(thing)]
         return await stored.put(keys.tinker_thing(keeper, f"{name}:{id}"), thing, new=new)
 
