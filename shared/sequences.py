@@ -37,7 +37,7 @@ LEAST_TEMPERATURE = 1e-5  # vLLM's bound; logits over much less are infinite in 
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """How one row draws its tokens. A row's draw depends on (seed, position) only, never on its batch.
+    """Parameters by which one row draws its tokens. A row's draw depends on (seed, position) only, never on its batch.
 
     Filters apply in this order: logit_bias and penalties on the raw logits, then allowed and bad tokens, the grammar's
     mask, temperature, and top_k, top_p and min_p on the tempered distribution (vLLM's order).
@@ -74,7 +74,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
 
 
 class Collection(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How a sequence of live traffic becomes a trajectory when it settles: whose, and what it is scored by."""
+    """Owner and reward of the trajectory that a sequence of live traffic becomes when it settles."""
 
     policy: str  # the trainer that gets it
     scoring: str = ""  # a name of the reward registry; "": not scored
@@ -166,7 +166,7 @@ class SequenceResult(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Claim(msgspec.Struct, frozen=True):
-    """A leased sequence in a worker's hands: `entry` of `stream` is ours while the lease lasts."""
+    """A sequence that a worker has leased: `entry` of `stream` is ours while the lease lasts."""
 
     spec: SequenceSpec
     stream: str

@@ -41,7 +41,7 @@ class Arm(msgspec.Struct, frozen=True):
 
 
 class Split(msgspec.Struct, frozen=True):
-    """Which versions get which shares, and when it ends."""
+    """Versions and their shares, and the end of the split."""
 
     versions: tuple[int, ...]
     weights: tuple[float, ...]  # of the versions: shares to begin with, 1 together
@@ -62,7 +62,7 @@ class RewardSums(msgspec.Struct, frozen=True):
 
 
 class SplitVerdict(msgspec.Struct, frozen=True):
-    """How a split has ended."""
+    """Result of a split that has ended."""
 
     winner: int
     outcome: Outcome
@@ -130,7 +130,7 @@ def _least_shares(split: Split, earned: Mapping[int, RewardSums]) -> list[float]
 
 
 def best_chances(known: list[Belief]) -> list[float]:
-    """For each version, how likely it is the best one."""
+    """For each version, the probability that it is the best one."""
     if len(known) == 2:
         return [better(*known), better(*reversed(known))]
     found = []
@@ -148,7 +148,7 @@ def best_chances(known: list[Belief]) -> list[float]:
 
 
 def better(one: Belief, other: Belief) -> float:
-    """How likely the first has the higher mean."""
+    """Probability that the first version has the higher mean."""
     return _below((one.mean - other.mean) / math.hypot(one.error, other.error))
 
 

@@ -138,7 +138,7 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Holder(msgspec.Struct, frozen=True):
-    """Who owns a policy from now on; what model and ring are called here ("": it was not asked for)."""
+    """The owner of a policy from now on, and the names of model and ring here ("": not asked for)."""
 
     owner: str
     model: str = ""

@@ -22,7 +22,7 @@ class Reward(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Drawing(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How a completion was drawn, where that is not the model's own distribution."""
+    """Parameters by which a completion was drawn, where that is not the model's own distribution."""
 
     temperature: float = 1.0  # 0: greedy
     top_k: int = 0
@@ -171,7 +171,7 @@ def needs_processed(drawing: Drawing | None) -> bool:
 
 
 def drawing_of(s: SamplingParams | SamplingOverrides) -> Drawing | None:
-    """How these parameters change the model's own distribution; None: not at all."""
+    """Changes that these parameters make to the model's own distribution; None: none."""
     penalties = (s.presence_penalty, s.frequency_penalty, s.repetition_penalty) != (0.0, 0.0, 1.0)
     grammar = s.grammar if isinstance(s, SamplingParams) else ""
     drawing = Drawing(

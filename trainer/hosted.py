@@ -212,7 +212,7 @@ def hosted_settings(worker: WorkerSettings) -> TrainSettings:
 
 
 async def _ended(work: Future[None]) -> None:
-    """Once it has; what goes wrong in a rehearsal shows again in the run, where it is told."""
+    """Wait for the end of a rehearsal; its error is logged here, and reported by the run, where it occurs again."""
     try:
         await asyncio.wrap_future(work)
     except Exception:

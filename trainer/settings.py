@@ -44,7 +44,7 @@ def _no(value: Any) -> Any:
 class TrainSettings(
     HeldOutSettings, CurriculumSettings, LoggerSettings, GateSettings, JoinSettings, DataSettings, TrainerGroupSettings
 ):
-    """`mlx_parallm_train`: one per policy."""
+    """Settings of `mlx_parallm_train`: one process per policy."""
 
     is_trainer: ClassVar[bool] = True
     panels: ClassVar[Panels] = TRAINER

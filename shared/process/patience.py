@@ -42,7 +42,7 @@ async def patiently(
     busy: frozenset[int] = BUSY,
     trouble: Callable[[httpx.Response | httpx.TransportError], None] = lambda trouble: None,
 ) -> httpx.Response:
-    """Send, and send again while the server is away or busy; `trouble` hears why before each pause.
+    """Send, and repeat while the server is away or busy; `trouble` gets the reason before each pause.
 
     The answer may be a busy one, and httpx.TransportError is raised, when the patience is over.
     """

@@ -1,4 +1,4 @@
-"""From the address of an api to the Redis of its ring: what `--connect-to node1:8000` means.
+"""From the address of an api to the Redis of its ring, for `--connect-to node1:8000`.
 
 The api tells where its Redis is and never how to get in, so a password has to be known here. An address that means
 "this machine" is of use on that machine only, and is refused elsewhere with what to do about it.

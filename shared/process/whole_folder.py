@@ -49,7 +49,7 @@ def check_free(target: Path) -> None:
 
 
 def room(folder: Path) -> str:
-    """How much room there is, for the end of a message."""
+    """Free space, as a phrase for the end of a message."""
     return f"; {shutil.disk_usage(folder).free / 1e9:.2f} GB are free there"
 
 

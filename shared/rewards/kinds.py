@@ -94,7 +94,7 @@ class MathOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class FormatOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How much of the wanted form the completion has, from 0 to 1; each tag and the pattern count the same.
+    """Share of the wanted form that the completion has, from 0 to 1; each tag and the pattern count the same.
 
     A tag is right when `<tag>` and `</tag>` occur exactly once, in this order, after the previous right tag. With
     `all_or_nothing` anything short of the whole gives 0.
@@ -174,7 +174,7 @@ class RewardKind:
         return msgspec.json.schema(self.options)
 
     def form(self, given: Collection[str]) -> str:
-        """How to write a reward whose needed options are not all given; "" if they are."""
+        """Example of a reward with its required options, when they are not all given; "" if they are."""
         needed = [field.encode_name for field in msgspec.structs.fields(self.options) if field.required]
         if set(needed) <= set(given):
             return ""

@@ -1,4 +1,4 @@
-"""Rewards that served models give: every token of a judge goes through the queue, as anybody's does.
+"""Rewards by served models: every token of a judge goes through the queue, as any other request's does.
 
 A reward model's number is what its head says at the end of the text (a sequence of kind "head"). A mark's probability
 is the exact log-probability of its text behind the judge's prompt (a sequence of kind "score" each, kept together by
@@ -260,7 +260,7 @@ class ServedRewards:
         return next((card for card in fitting if card.name in live), fitting[0] if fitting else None)
 
     async def _texts(self, sample: RewardSample) -> tuple[str, str, str]:
-        """Prompt, completion and reference as people read them."""
+        """Prompt, completion and reference as texts for a template."""
         prompt = sample.prompt
         if prompt is None or isinstance(prompt, str):
             shown = prompt or ""

@@ -58,7 +58,7 @@ _nothing = contextlib.nullcontext()
 
 
 def target(endpoint: str) -> str:
-    """Where spans go: the setting, else OpenTelemetry's variables; "" when traces are off.
+    """Endpoint for spans: the setting, else OpenTelemetry's variables; "" when traces are off.
 
     SetupError for an address that is none, another protocol than HTTP, or, with the setting, absent packages. With the
     variables alone these only cost the traces: they may be meant for another program.

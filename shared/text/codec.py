@@ -151,7 +151,7 @@ class TextCodec:
 
 
 class CardSource(Protocol):
-    """Where bundles come from: the worker registry."""
+    """Source of bundles: the worker registry."""
 
     async def tokenizer(self, sha256: str) -> TokenizerBundle:
         """The bundle with this hash."""

@@ -47,7 +47,7 @@ class AdamSteps:
         self.reset()
 
     def reset(self) -> None:
-        """As before the first update."""
+        """Reset the moments to those before the first update."""
         self._parts = [optim.AdamW(learning_rate=0.0, bias_correction=True)]
         self._adam: Any = self._parts[0]
         if (apart := self._apart) is not None:
@@ -159,7 +159,7 @@ def update_together(
 
 
 def _parameter(name: str) -> str:
-    """Whose moment this is; where some parameters learn apart, their optimizer's number stands in front."""
+    """Name of the parameter that a moment belongs to, without its optimizer's number and the moment's suffix."""
     return re.sub(r"^states\.\d+\.|\.[mv]$", "", name)
 
 

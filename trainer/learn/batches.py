@@ -198,7 +198,7 @@ def _advantages(
 
 
 def microbatches(groups: Sequence[SampleGroup], size: Callable[[], int]) -> Iterator[list[SampleGroup]]:
-    """Cut groups into microbatches of at most so many positions; a sample is never cut.
+    """Cut groups into microbatches of at most this many positions; a sample is never cut.
 
     `size` is asked anew for each microbatch, right before it is cut. Groups of similar prompt length go together, so
     that little is padding. A group that is too large for one microbatch is divided, and its prompt is computed once in
@@ -256,7 +256,7 @@ def pad(groups: Sequence[SampleGroup], pad_id: int = 0, multiples: tuple[int, in
 
 
 def loss_mask(trajectory: Trajectory) -> tuple[bool, ...]:
-    """Which completion tokens the model wrote; all of them unless the trajectory marks others.
+    """Mask of the completion tokens that the model wrote; all of them unless the trajectory marks others.
 
     Raises ValueError when lengths disagree.
     """
@@ -293,7 +293,7 @@ def _sample(trajectory: Trajectory, advantage: float, policy_steps: dict[str, in
 
 
 def _divide(group: SampleGroup, max_tokens: int) -> tuple[SampleGroup, SampleGroup]:
-    """As many samples as fit, at least one, and the rest."""
+    """Divide samples into as many as fit, at least one, and the rest."""
     used, count = len(group.prompt_ids), 0
     for sample in group.samples:
         used += len(sample.completion_ids)

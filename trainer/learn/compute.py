@@ -24,7 +24,9 @@ class ComputeHost(Protocol):
 
     @property
     def others(self) -> "Others | None":
-        """Where ranks divide the model, those whose threads must do the same; None: it is all here."""
+        """The other ranks' threads, which must do the same work where ranks divide the model; None: there is one
+        rank.
+        """
 
     async def run(self, start: Callable[[], Work[T]]) -> T:
         """Call `start` in the thread, advance what it gives to its end, and return its value or raise its error."""

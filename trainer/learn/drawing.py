@@ -27,7 +27,7 @@ Column = npt.NDArray[np.float32]
 
 
 class DrawnRows(NamedTuple):
-    """How each row was drawn; numpy in a microbatch, of one value a position in a forward pass."""
+    """Temperature and filters of each row; numpy in a microbatch, one value a position in a forward pass."""
 
     temperature: Column
     top_k: Column | None  # the vocabulary's size or more: off; None, with the next two: no row is filtered

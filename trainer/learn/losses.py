@@ -181,7 +181,7 @@ def answer_logps(logp_BT: mx.array, mask_BT: mx.array) -> mx.array:
 
 
 def margins(logp_B: mx.array, reference_B: mx.array, beta: float) -> mx.array:
-    """By how much each pair's chosen answer, row 2 n, has gained on its rejected one, row 2 n + 1: [N], times beta."""
+    """Gain [N] of each pair's chosen answer (row 2 n) over its rejected one (row 2 n + 1), times beta."""
     gained_B = logp_B - reference_B
     return beta * (gained_B[0::2] - gained_B[1::2])
 

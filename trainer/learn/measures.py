@@ -1,4 +1,4 @@
-"""How far the learning policy is from the one that sampled, and the sampler from itself.
+"""Distances between the learning policy and the one that sampled, and of the sampler from itself.
 
 For a token that policy step s sampled, logpi_theta - logmu = (logpi_theta - logpi_v) + (logpi_v - logmu), with v the
 weights of step s. The first part is *staleness*: what training has changed since. The second is *mismatch*: the same
@@ -26,7 +26,7 @@ from trainer.state import Arrays
 
 @dataclass(frozen=True)
 class Distances:
-    """Absolute differences of log-probabilities, and k3 estimates of KL, over the tokens whose weights were at hand."""
+    """Absolute differences of log-probabilities, and k3 estimates of KL, over the tokens whose weights were stored."""
 
     tokens: int
     mismatch_mean: float

@@ -62,7 +62,7 @@ class MicrobatchSize:
         return not self.bound_bytes or min(size, self.largest) * position <= self.bound_bytes
 
     def took(self, asked: int, positions: int, tokens: int, seconds: float, nbytes: int = 0) -> None:
-        """A microbatch has taken so long; it was cut to `asked` positions, and has so many with so many tokens in them.
+        """Record the seconds of a microbatch: cut to `asked` positions, it has this many positions and tokens.
 
         Tokens are those of completions: a prompt that is computed again in each of many small parts is no work done.
         """

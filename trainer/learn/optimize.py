@@ -150,7 +150,7 @@ class Optimizer:
     def distances(
         self, plan: StepPlan, step: int, policy_step: int, older: dict[int, Arrays]
     ) -> Generator[None, None, Distances | None]:
-        """How far sampler and policy are, where it is to be measured in this step."""
+        """Distances between sampler and policy, if they are measured in this step."""
         if not self.options.distances_every or step % self.options.distances_every:
             return None
         batches = [batch for mini in plan.minis for _, batch in self._cut(mini)]

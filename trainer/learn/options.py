@@ -54,7 +54,7 @@ LossName = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "ppo"]
 
 @dataclass(frozen=True)
 class LossOptions:
-    """Which loss, and its constants."""
+    """Name of the loss, and its constants."""
 
     name: LossName = "dapo"
     clip_low: float = 0.2
@@ -236,7 +236,7 @@ class DataSettings(HeadSettings, PpoSettings, LearnerSettings):
             raise SetupError(f"--advantage-scale {scale} compares the samples of a group: with --loss ppo values do")
 
     def check_mode(self, shared: Iterable[str], dataset: Path | None, connect_to: str, loss: LossName) -> None:
-        """SetupError for settings that the mode has no use for, by name, and where there is nothing to learn from.
+        """SetupError for settings that the mode does not use, by name, and where there is nothing to learn from.
 
         `shared`: the settings of all processes.
         """

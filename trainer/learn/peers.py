@@ -149,7 +149,7 @@ def divide(groups: Sequence[SampleGroup], speeds: Sequence[float]) -> list[list[
 
 
 def _fitting(group: SampleGroup, left: float) -> int:
-    """How many of its samples a part takes that has so many positions left."""
+    """Number of a group's samples that a part takes which has this many positions left."""
     prompt, count = len(group.prompt_ids), len(group.samples)
     ends = accumulate((len(sample.completion_ids) for sample in group.samples), initial=prompt)
 

@@ -136,7 +136,7 @@ def looking(
 
 
 def behind(model: Any, seen: Shown | None, length: int) -> AbstractContextManager[None]:
-    """For a forward of the first `length` ids of completions, after the keys and values of their prompts."""
+    """Places in a forward of the first `length` ids of completions, after the keys and values of their prompts."""
     positions = None if seen is None or seen.behind_3BT is None else seen.behind_3BT[:, :, :length]
     return _spread(model, positions, [])
 

@@ -109,7 +109,9 @@ class Policy:
         return tuple(told)
 
     def agree(self) -> None:
-        """After an update: have rank 0's parameters on all ranks, since machines of different kinds round otherwise."""
+        """Copy rank 0's parameters to all ranks after an update, since machines of different kinds round
+        differently.
+        """
         if self._ranks is not None:
             self.model.update(tree_map(self._ranks.same, self.model.trainable_parameters()))
             mx.eval(self.model.trainable_parameters())

@@ -30,7 +30,7 @@ class Call(msgspec.Struct, frozen=True, tag=True):
 
 @dataclass(frozen=True)
 class Signature:
-    """How the arguments and the result of an exposed method travel."""
+    """Types by which the arguments and the result of an exposed method travel."""
 
     arguments: msgspec.msgpack.Decoder[tuple[Any, ...]]
     result: msgspec.msgpack.Decoder[Any]

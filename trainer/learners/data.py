@@ -52,7 +52,7 @@ class DataReport(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """How good the weights are on what is held out."""
+    """Figures of the weights on held-out items."""
 
     right: float  # a share, from 0 to 1; versions are compared by it
     loss: float | None = None
@@ -121,7 +121,7 @@ class DataLearner(ABC, Generic[T]):
 
     @abstractmethod
     def _tokens(self, items: Sequence[T]) -> int:
-        """How many tokens are in the loss; 0 where it is not of tokens."""
+        """Number of tokens in the loss; 0 for a loss without tokens."""
 
     @abstractmethod
     def _gradient(self, part: Sequence[T], items: Sequence[T]) -> tuple[Any, dict[str, Any]]:
@@ -140,7 +140,7 @@ class DataLearner(ABC, Generic[T]):
         return gradients
 
     def _agree(self) -> None:
-        """After an update: the same weights on all ranks."""
+        """Make the weights equal on all ranks after an update."""
 
     # -- learning
 
@@ -184,7 +184,7 @@ class DataLearner(ABC, Generic[T]):
         return self._peers.each(self._parts(self._peers.share(items, sizes)))
 
     def _parts(self, items: Sequence[T]) -> Iterator[list[T]]:
-        """In order, as many at once as the padded positions allow; at least one."""
+        """Cut items into parts in order, as many at once as the padded positions allow; at least one."""
         part: list[T] = []
         longest = 0
         for item in items:
@@ -212,7 +212,7 @@ class DataLearner(ABC, Generic[T]):
 
     @exposed
     def restore(self, snapshot: LearnerSnapshot, good: Arrays | None = None) -> None:
-        """Go on exactly where a checkpoint was taken; `good`: the last good weights, where those are others.
+        """Restore a checkpoint's state exactly; `good`: the last good weights, if they are others.
 
         Their moments are not known any more, unless nothing had been learned yet: they begin anew.
         """

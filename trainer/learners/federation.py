@@ -36,7 +36,7 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class Average:
-    """Where a round ends, and the next one begins."""
+    """State at the end of a round, and the start of the next one."""
 
     weights: Arrays
     momentum: Arrays
@@ -151,7 +151,7 @@ class Federation:
         return -1 if self._standing is None else self._standing.round
 
     async def join(self, weights: Arrays) -> Arrays:
-        """Where to begin: the last average, or these weights where there is none yet."""
+        """Starting weights: the last average, or these weights where there is none yet."""
         if self._beating is None:
             self._beating = asyncio.create_task(self._beat())
         if await self._store.now() is None:

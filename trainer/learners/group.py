@@ -128,7 +128,7 @@ class TrainerRank(Follower):
             self._say(Stopping())
 
     def leave(self) -> None:
-        """From any thread: rank 0's process, which has started this one, is no more."""
+        """Called in any thread when rank 0's process, which has started this one, has ended."""
         self._loop.call_soon_threadsafe(self._end, 1)
 
     def _load(self, begin: Begin, group: Any) -> LoadedModel:

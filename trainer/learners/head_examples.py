@@ -97,7 +97,7 @@ class _Line(msgspec.Struct, frozen=True):
 
     @property
     def form(self) -> Form:
-        """Which one it is; ValueError when it is none."""
+        """Form of the line, by the fields that it has; ValueError when they are of no form."""
         if self.observation is not None and self.action is not None:
             return "actions" if isinstance(self.action, str) else "vectors"
         if self.chosen is not None and self.rejected is not None:
@@ -167,7 +167,7 @@ def _example(line: _Line, form: Form, codec: TextCodec, labels: Sequence[str]) -
 
 
 def _observed(observation: Any, codec: TextCodec) -> HeadText:
-    """As `/v1/rl/act` reads it: a chat by the model's template, with the beginning of an answer."""
+    """Ids as `/v1/rl/act` makes them: a chat by the model's template, with the beginning of an answer."""
     _check_text(observation)
     ids = codec.encode(observation) if isinstance(observation, str) else codec.encode_chat(observation)
     return HeadText(observation, "", tuple(ids))

@@ -206,7 +206,7 @@ class HeadLearner(DataLearner[HeadExample]):
 
 
 def share_right(form: Form, outputs_BO: Outputs, targets: Sequence[float]) -> float:
-    """How much of it is right; of scores, among all two that differ, 0.5 where none do."""
+    """Share of right predictions; for scores, among all pairs that differ, 0.5 where none do."""
     if form == "pairs":
         return float(np.mean(outputs_BO[0::2, 0] > outputs_BO[1::2, 0]))
     if form == "labels":

@@ -168,7 +168,7 @@ class PolicyLearner:
 
     @exposed
     def load(self, weights: Arrays) -> None:
-        """Go on from older weights after a rollback, without momentum: it points to where rewards collapsed."""
+        """Restore older weights after a rollback, without momentum: it points to where rewards collapsed."""
         self._policy.load(weights)
         self._good = self._policy.weights()
         self.optimizer.adam.reset()
@@ -192,7 +192,7 @@ class PolicyLearner:
 
     @exposed
     def restore(self, snapshot: LearnerSnapshot) -> None:
-        """Go on exactly where a checkpoint was taken."""
+        """Restore a checkpoint's state exactly."""
         self._policy.load(snapshot.adapter)
         self.optimizer.adam.load_moments(snapshot.optimizer)
         self._good = self._policy.weights()
@@ -200,7 +200,9 @@ class PolicyLearner:
     # -- in the training service, where another process may go on with it
 
     def state(self) -> bytes:
-        """All that it goes on from, also in the midst of a train step that is neither good nor bad yet."""
+        """All state that the learner needs to continue, also within a train step that is not yet accepted or
+        reverted.
+        """
         moments = self.optimizer.adam.moments()
         before = {name: np.array(value) for name, value in tree_flatten(self._before)}
         groups = {"weights": self._policy.weights(), "good": self._good, "moments": moments, "before": before}
@@ -211,7 +213,7 @@ class PolicyLearner:
         return pack(groups | {f"{_OLDER}{step}": weights for step, weights in self._older.items()})
 
     def resume(self, state: bytes) -> None:
-        """Go on exactly where `state` was taken; ValueError when it is another learner's."""
+        """Restore exactly the `state`; ValueError when it is another learner's."""
         groups = unpack(state, "weights", "good", "moments", "before")
         self._policy.load(groups["weights"])
         self.optimizer.adam.load_moments(groups["moments"])

@@ -100,7 +100,7 @@ class ServiceLearners:
 
 
 class ServiceHandle(Handle[PolicyLearner]):
-    """One of them. ServiceUnavailableError when there is no service for `wait_s`."""
+    """Card of a service. ServiceUnavailableError when there is none for `wait_s`."""
 
     def __init__(self, store: LearnerStore, spec: LearnerSpec, wait_s: float) -> None:
         self._store, self._spec, self._wait_s = store, spec, wait_s
@@ -169,7 +169,7 @@ class ServiceHandle(Handle[PolicyLearner]):
 
 
 def _noted(file: Path) -> str:
-    """Which learner a run has had; "" for none."""
+    """Id of the learner that the run has had; "" for none."""
     return file.read_text() if file.exists() else ""
 
 

@@ -98,7 +98,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
 
 class Leave(msgspec.Struct, frozen=True, tag="leave"):
-    """This member may not go on: what it computes is wrong."""
+    """Order to a member to leave, because its results are wrong."""
 
     epoch: str
     member: str
@@ -244,7 +244,7 @@ class RunLead:
                 log.warning("shared.redis_away", error=reason(error))
 
     def end(self) -> None:
-        """The run is done: at the exit its members hear that they may go."""
+        """Mark the run as done: at the exit its members are notified that they may go."""
         self._done = True
 
     async def members(self) -> list[str]:
@@ -325,7 +325,7 @@ class RunLead:
     async def collect(
         self, update: int, wanted: Collection[str], shapes: Mapping[str, tuple[int, ...]], began: float
     ) -> tuple[dict[str, Computed], set[str]]:
-        """Gradients by member, of those that have answered, and who is late; the others are dead, or in trouble.
+        """Gradients by member, for answers in time, and the late members; all others are dead, or have failed.
 
         How long one took is counted from `began`, on perf_counter's clock: the way of its bytes is a part of it.
         """

@@ -46,7 +46,7 @@ class PartComputation:
         return Computed({}, Sums(), seconds=time.perf_counter() - started, known=judged(self._ahead, values))
 
     def gradient(self, update: int, known: ValueSums | None = None) -> Work[Computed]:
-        """For this update, by the weights that the policy has now; `known`: of all parts, with a value head."""
+        """Compute the part's gradient for this update, by the present weights; `known`: value sums of all parts."""
         plan, optimizer = self._plan, self._optimizer
         if known is not None and not self._shifted:
             if self._ahead is None:  # the part of a member that has been lost since
@@ -87,7 +87,7 @@ def divided(plan: StepPlan, speeds: Sequence[float]) -> list[StepPlan]:
 
 
 def positions(plan: StepPlan, update: int) -> int:
-    """How many the forward pass of one update has."""
+    """Number of positions in the forward pass of one update."""
     return sum(group.tokens for group in plan.minis[plan.order[update]])
 
 
@@ -98,7 +98,7 @@ _LATE = 0.25  # by which one that was given up though it lives counts as slower:
 
 
 class SharedStep:
-    """From its plan to the last update; the weights are the learner's."""
+    """A train step from its plan to the last update; the weights are the learner's."""
 
     def __init__(
         self,
@@ -173,7 +173,7 @@ class SharedStep:
         return {name: found[name] for name in self._plans}
 
     def _usual_s(self, update: int) -> float:
-        """How long the slowest part of an update should take, as far as speeds are known."""
+        """Expected duration of the slowest part of an update, as far as speeds are known."""
         updates = range(len(self._plan.order)) if update == LOOK else [update]
         return max(
             (

@@ -1,4 +1,4 @@
-"""The figures of a run for other people's boards: `--tensorboard DIR`, `--logger wandb|mlflow|trackio`.
+"""The figures of a run for other tools: `--tensorboard DIR`, `--logger wandb|mlflow|trackio`.
 
     choice.py        the names that `--logger` takes, and whether their packages are installed
     tracked_run.py   the run, its figures and samples as such a package gets them, and the protocol of a package

@@ -1,4 +1,4 @@
-"""Which packages a run logs to: `--logger wandb --logger mlflow`, `--logger wandb,mlflow`, or a list in YAML."""
+"""The packages that a run logs to: `--logger wandb --logger mlflow`, `--logger wandb,mlflow`, or a list in YAML."""
 
 import importlib.util
 import json

@@ -21,7 +21,7 @@ HURRIED_S = 1.0  # the same, when the run is ended at once
 
 
 class Loggers:
-    """All senders of one run. Leaving it ends them, and waits for what they still have to hand on."""
+    """All senders of one run. Leaving the context ends them, and waits for their queues."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Loggers:
             self._senders.append(Sender(name, partial(_open, name), run, ended))
 
     def write(self, train_step: int, values: Mapping[str, Any], samples: Samples = ()) -> None:
-        """Hand on a line of metrics.jsonl, and the samples where the settings allow it; returns at once."""
+        """Queue a line of metrics.jsonl, and the samples where the settings allow it; returns at once."""
         if self._senders:
             point = train_step, dict(by_name(values)), samples if self._with_samples else ()
             for sender in self._senders:

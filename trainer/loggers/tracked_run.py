@@ -67,7 +67,7 @@ class Tracker(Protocol):
 
 
 class TrackerKind(Protocol):
-    """How a run is opened in a package: a new one, or the one that it was before."""
+    """Opens a run in a package: a new one, or the one of an earlier start."""
 
     def __call__(self, run: TrackedRun) -> Tracker: ...
 

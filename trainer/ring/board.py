@@ -86,7 +86,7 @@ class RingBoard:
             await self._board.let_go(self.owner)
 
     def begin(self, status: Callable[[TrainerState], TrainerStatus], stop: Callable[[], None]) -> None:
-        """From now on `status` may be asked; `stop` ends the run when the policy has gone to another trainer."""
+        """Begin heartbeats with `status`; `stop` ends the run when the policy has gone to another trainer."""
         self._status, self._stop = status, stop
 
     async def show(self, state: TrainerState, point: TrainingPoint | None = None, problem: str = "") -> None:

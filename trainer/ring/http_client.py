@@ -142,7 +142,7 @@ class HttpApi:
 
 
 def _described(trouble: httpx.Response | httpx.TransportError) -> str:
-    """Why there is no answer yet."""
+    """Reason why there is no answer yet."""
     if isinstance(trouble, httpx.Response):
         return f"{trouble.status_code}: {_problem(trouble).message}"
     return str(trouble) or type(trouble).__name__

@@ -26,10 +26,10 @@ _order = msgspec.json.Decoder(Order)
 
 
 class OrderDesk(Protocol):
-    """Where orders lie: in Redis (shared/redis/training/orders.py), or at an api (trainer/ring/over_http.py)."""
+    """Storage of orders: Redis (shared/redis/training/orders.py), or an api (trainer/ring/over_http.py)."""
 
     async def take(self, consumer: str, count: int = 1) -> list[Received[bytes]]:
-        """The next orders: first those that this consumer had and did not finish, then new ones; does not wait."""
+        """The next orders, without waiting: first this consumer's unfinished ones, then new ones."""
 
     async def wait(self, timeout_s: float) -> None:
         """Until something new may be there."""

@@ -242,7 +242,7 @@ class HttpBoard:
 
 
 class HttpOrders:
-    """Where `trainer.ring.mailbox.RingMailbox` takes orders from; a policy that is no longer ours has none."""
+    """Orders for `trainer.ring.mailbox.RingMailbox` over HTTP; a policy that is no longer ours has none."""
 
     def __init__(self, api: HttpApi, policy: str, owner: str) -> None:
         self._api = api
@@ -320,7 +320,7 @@ class HttpJudges:
         return [Reward(name, None, error=lack) if lack else next(scored) for lack in missing]
 
     async def outputs(self, name: str, head: str, texts: Sequence[Sequence[int]]) -> list[list[float]]:
-        """By /v1/rl/act, which shows what an action is drawn from."""
+        """Outputs by /v1/rl/act, which returns the distribution that an action is drawn from."""
         body = {"model": name, "head": head, "observations": texts, "deterministic": True}
         said = await self._api.call("POST", "/v1/rl/act", _Policies, body)
         if said.action_probs is not None:

@@ -40,7 +40,7 @@ class Stored:
 
 
 class AdapterSink(Protocol):
-    """Where versions go: `over_redis.py` or `over_http.py`. The store gives out the numbers; they never repeat."""
+    """Store of versions: `over_redis.py` or `over_http.py`. The store gives out the numbers; they never repeat."""
 
     async def stage(self, candidate: Candidate) -> int:
         """Store and verify the candidate as the next version, loadable by number; the latest stays what it was.
@@ -55,7 +55,7 @@ class AdapterSink(Protocol):
         """
 
     async def latest_version(self) -> int:
-        """The version that is the latest now, whoever made it so; 0: none."""
+        """The latest version at present, of any origin; 0: none."""
 
     async def fetch(self, version: int, name: str = "") -> Stored:
         """A version's weights out of the store, whoever put it there; ParallmError when they cannot be had.

@@ -69,7 +69,7 @@ class Registration(msgspec.Struct, frozen=True):
 
 
 class AtroposApi:
-    """run-api's side for trainers. `trouble` hears why run-api cannot be asked at present, and "" once it can again."""
+    """run-api's side for trainers. `trouble` gets the reason why run-api cannot be asked, and "" once it can again."""
 
     def __init__(
         self,
@@ -256,7 +256,7 @@ def _check(scored: Scored) -> None:
 
 
 def _shared_prompt(scored: Scored) -> int:
-    """How many tokens all sequences begin with and mask; one at least."""
+    """Number of masked tokens that all sequences begin with; at least one."""
     first = scored.tokens[0]
     length = min(_lead(mask) for mask in scored.masks)
     while any(tokens[:length] != first[:length] for tokens in scored.tokens):

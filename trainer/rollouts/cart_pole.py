@@ -79,7 +79,7 @@ class CartPole:
         return self.step(actions)
 
     def step(self, actions: npt.NDArray[Any]) -> CopiesStep:
-        """Act on each cart; those that have ended begin anew."""
+        """Act on each cart; carts whose episode has ended begin anew."""
         shares = np.clip(actions[:, 0].astype(np.float64), -1, 1) if self._by_force else np.where(actions == 1, 1.0, -1)
         speeds, accelerations = self._state[:, 1::2], accelerations_of(self._state, PUSH * shares)
         positions = self._state[:, 0::2] + STEP_S * speeds

@@ -52,7 +52,7 @@ class Curriculum:
         self._tasks: tuple[int, ...] = ()  # of the last batch
 
     def restore(self, books: CurriculumBooks) -> bool:
-        """Go on where a checkpoint stood; False when its books are of other tasks, and are left."""
+        """Restore a checkpoint's state; False when it is of other tasks, and is left unused."""
         if books.identity != self._identity:
             return False
         self._drawn = dict(books.drawn)
@@ -110,7 +110,7 @@ class Curriculum:
         return CurriculumFigures(shares.solved, shares.hopeless, shares.unseen, self._tasks, difficulty, wanted)
 
     def _by_weight(self, index: int) -> int:
-        """A task that is not under way, while there is one."""
+        """Draw a task that is not pending, while there is one."""
         if self._sums is None:
             self._sums = np.cumsum(self._weights())
         busy = {drawn.task for drawn in self._drawn.values()}

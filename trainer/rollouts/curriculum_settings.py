@@ -34,7 +34,7 @@ _OF_FIELDS = ("curriculum_field", "curriculum_levels")
 
 
 class CurriculumSettings(BaseModel):
-    """Which tasks a run learns from."""
+    """Settings of the choice of tasks."""
 
     curriculum: CurriculumName = Field(
         default="uniform",

@@ -47,7 +47,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of an action: its reward, and how the episode goes on."""
+    """Result of an action: its reward, and the next messages if the episode is not done."""
 
     reward: float | None  # of this step; an episode's reward is the sum. None: the generator has scored it
     done: bool = True
@@ -66,7 +66,7 @@ class Environment(Protocol):
         """Task number `index`, from 0 without end."""
 
     async def step(self, observation: Observation, action: str) -> Outcome:
-        """Judge what the model wrote, and go on if there is more to do."""
+        """Judge the model's reply, and continue the episode if there is more to do."""
 
 
 Scored = tuple[float, dict[str, float]]  # the reward and its named components

@@ -1,4 +1,4 @@
-"""One group from start to end: reset the environment, sample, step, and go on while the environment wants more."""
+"""One group from start to end: reset the environment, then sample and step until it is done."""
 
 import asyncio
 from dataclasses import dataclass, replace

@@ -90,7 +90,7 @@ class IndexedSource(ABC):
         return
 
     def adopted(self) -> None:
-        """The run goes on from another version: what is under way is too old, and that is no reason for an alert."""
+        """Continue from another version: pending groups are too old, and that is no reason for an alert."""
         return
 
     @abstractmethod

@@ -46,7 +46,7 @@ class HeldOutSettings(BaseModel):
 
 
 class Evaluated(NamedTuple):
-    """How good a version is on held-out tasks."""
+    """Result of a version on held-out tasks."""
 
     reward: float  # mean of the reward that is learned from
     true: float | None = None  # mean of the second reward; None: there is none, or it scored no answer

@@ -89,7 +89,7 @@ class OwnCode:
         self.on_block: Callable[[str], None] = lambda cause: None  # called for each call that did not come to an end
 
     async def __aenter__(self) -> Self:
-        """Start it; SetupError when there is no such object, or when it is not what it has to be."""
+        """Start the user's code; SetupError when there is no such object, or when it is not of the right kind."""
         await self._running(self._places[0])
         return self
 
@@ -156,7 +156,9 @@ class OwnCode:
             self._left.set()
 
     def _free_place(self, alone: bool) -> "_Place | None":
-        """Where fewest calls are, if there is room; while suspects wait, the last process gets no other calls."""
+        """The process with the fewest calls, if there is room; while suspects wait, the last process gets no
+        other calls.
+        """
         if not (alone or self._suspects or any(self._ended)):
             return None if self._places[0].alone else self._places[0]
         open_to_it = self._places[:-1] if self._suspects and not alone else self._places
@@ -174,7 +176,7 @@ class OwnCode:
 
 
 class _Place:
-    """Where a process is started when it is needed, and the calls in it."""
+    """A process that is started when it is needed, and the calls in it."""
 
     def __init__(self) -> None:
         self.process: _OwnProcess | None = None
@@ -249,7 +251,7 @@ class _OwnProcess:
         self._stack.close()
 
     async def _read(self) -> None:
-        """Hand answers out until the process ends or falls silent."""
+        """Deliver answers until the process ends or falls silent."""
         silent_s = self._start.timeout_s + LATE_S
         try:
             while True:
@@ -364,7 +366,7 @@ async def _forward_alerts(
 
 
 def place(stack: str) -> str:
-    """Where the event loop's thread stood, by what faulthandler wrote; "" when it wrote nothing."""
+    """Code line where the event loop's thread stood, from faulthandler's output; "" when it wrote nothing."""
     frames = _FRAME.findall(stack.rpartition("Thread ")[2])
     own = [frame for frame in frames if not _LIBRARY.search(frame[0])]
     if not frames:

@@ -96,7 +96,7 @@ class Played(msgspec.Struct, frozen=True):
 
 
 class CodeAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """To a call by its number; 0: to `Start`, or, without anything else, that the process is alive."""
+    """Answer to a call by its number; 0: to `Start`, or, without anything else, a sign that the process is alive."""
 
     number: int = 0
     name: str | None = None  # of the environment or the reward

@@ -1,4 +1,4 @@
-"""How far generation may run ahead of training, and whether all that it brings is too old to learn from.
+"""Limits on how far generation may run ahead of training, and an alert when all samples are too old to learn from.
 
 Letters: B groups per train step, v train steps done, K the largest allowed age of a token in policy versions.
 
@@ -29,7 +29,7 @@ class Pace:
     group_deadline_s: float = 600.0
 
     def capacity(self, steps_done: int, accepted: int, running: int) -> int:
-        """How many groups may start now. `accepted` counts consumed and waiting groups, not the dropped ones."""
+        """Number of groups that may start now. `accepted` counts consumed and waiting groups, not the dropped ones."""
         return max(0, (self.max_lag + steps_done + 1) * self.batch_groups - (accepted + running))
 
     def too_old(self, lag: int) -> bool:

@@ -92,7 +92,7 @@ def has_images(messages: Sequence[Message]) -> bool:
 
 
 def plain(messages: Sequence[Message]) -> list[Message]:
-    """The chat as templates take it: only that there is an image, and where."""
+    """The chat in the form of templates, with a mark in the place of each image."""
     return [
         {**message, "content": [{"type": "image"} if image_of(part) else part for part in content]}
         if isinstance(content := message.get("content"), list)

@@ -26,7 +26,7 @@ from trainer.rollouts.own_code import OwnFunction
 
 
 class Judges(Models, Protocol):
-    """Who asks served models: `shared.scoring.served.ServedRewards`, or `trainer.ring.over_http.HttpJudges`."""
+    """Client of served models: `shared.scoring.served.ServedRewards`, or `trainer.ring.over_http.HttpJudges`."""
 
     async def check(self, reward: CheckedReward) -> Any:
         """An error of ours for a reward that asks a model or adapter which cannot be asked."""
@@ -46,7 +46,7 @@ async def open_scorer(
     own_code_timeout_s: float = 60.0,
     own_code_processes: int = 1,
 ) -> AsyncIterator[Scorer]:
-    """The scorer that settings name; SetupError when there is no such reward, or when it takes no such options."""
+    """The scorer that settings name; SetupError when there is no such reward, or when it does not take the options."""
     if ":" in reward:
         async with OwnFunction(reward, options, own_code_timeout_s, own_code_processes) as function:
             yield function

@@ -1,4 +1,4 @@
-"""Samples of a train step for people: a reward that is exploited is seen in texts, not in figures.
+"""Samples of a train step for people: exploitation of a reward is visible in texts, not in figures.
 
 They are of the run's own tasks. What users have written in live traffic, or have posted, is not shown.
 """
@@ -53,7 +53,7 @@ class SampleLog:
 
 
 def _spread(ranked: Sequence[Trajectory], count: int) -> list[Trajectory]:
-    """So many in even steps, the first and the last one among them."""
+    """This many items in even steps, the first and the last one among them."""
     if count < 2 or len(ranked) <= count:
         return list(ranked[:count])
     return [ranked[round(at * (len(ranked) - 1) / (count - 1))] for at in range(count)]

@@ -103,7 +103,7 @@ def sight_of(loaded: LoadedModel, tile_bytes: int = TILE_BYTES) -> Sight | None:
 
 
 def _encoded(tower: AnyTower, picture: Picture) -> Seen:
-    """At once, and by pieces, so that no more memory is taken than a worker takes."""
+    """Vectors by pieces of the image, so that no more memory is used than in a worker."""
     size, pieces = (picture.width, picture.height), list[mx.array]()
     if isinstance(tower, Tower):
         square = tower.vision.tile, tower.vision.tile

@@ -1,4 +1,4 @@
-"""How hard the next tasks should be: difficulties as places in the task set, from 0 (the easiest) to 1."""
+"""Difficulty of the next tasks: places in the task set, from 0 (the easiest) to 1."""
 
 import math
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ def places_of(difficulties: Sequence[float]) -> Places:
 
 
 def kinds_of(places: Places) -> npt.NDArray[np.int64]:
-    """A number for each level, where there are few; else for each of so many equal parts of the task set."""
+    """Stratum of each task: its level, where there are few; else one of equal parts of the task set."""
     levels, level = np.unique(places, return_inverse=True)
     return np.asarray(level if len(levels) <= KINDS else np.minimum(places * KINDS, KINDS - 1), np.int64)
 

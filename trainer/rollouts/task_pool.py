@@ -75,14 +75,14 @@ class TaskPool:
         return np.asarray((share / self._target) ** low * ((1 - share) / (1 - self._target)) ** high)
 
     def shares(self) -> TaskShares:
-        """How many tasks are solved, hopeless and not tried yet."""
+        """Shares of tasks that are solved, hopeless and untried."""
         tried = self._tried > 0
         share = self._earned[tried] / self._tried[tried]
         solved, hopeless = np.count_nonzero(share >= 1 - SURE), np.count_nonzero(share <= SURE)
         return TaskShares(float(solved / len(self)), float(hopeless / len(self)), float(1 - tried.mean()))
 
     def packed(self) -> tuple[bytes, list[tuple[float, float]]]:
-        """For a checkpoint: the tasks that were tried, and what each kind has earned of how many samples."""
+        """State for a checkpoint: the tried tasks, and the reward of each kind with its number of samples."""
         (tried,) = np.nonzero(self._tried)
         seen = np.empty(len(tried), _SEEN)
         seen["task"], seen["last"] = tried, self._last[tried]

@@ -166,7 +166,7 @@ class DataRun(Run[DataLearner[T]], Generic[T]):
         return min(steps, (step // every + 1) * every)
 
     async def start(self, loaded: LoadedModel) -> None:
-        """Read the data, make the learner, go on from a checkpoint if there is one."""
+        """Read the data, make the learner, and restore a checkpoint if there is one."""
         settings = self.settings
         await self._gather(loaded)
         self._data = await asyncio.to_thread(self._read, loaded.card.context_length)
@@ -216,7 +216,7 @@ class DataRun(Run[DataLearner[T]], Generic[T]):
         return self._publisher.weights_of(version) if version else await self._learner.weights()
 
     def _load(self, config: bytes) -> Checkpoint | None:
-        """Where the run goes on; None: it begins. SetupError when the folder holds another run."""
+        """Checkpoint to resume from; None: the run begins. SetupError when the folder holds another run."""
         checkpoint = self._checkpoint()
         if checkpoint is None:
             return None

@@ -108,7 +108,7 @@ def pairs_of(answers: Mapping[str, JudgedAnswer], codec: TextCodec, oldest_ms: i
 
 
 async def preferences(api: HttpApi, policy: str, codec: TextCodec, max_age_days: float, now_ms: int) -> bytes:
-    """The data set; SetupError when there is no pair in it, with what has become of all others."""
+    """The data set; SetupError without pairs, with the counts of what was left out."""
     answers = await judged_answers(api, policy)
     pairs = pairs_of(answers, codec, now_ms - int(86_400_000 * max_age_days))
     left_out = {name: count for name, count in pairs._asdict().items() if name != "lines" and count}

@@ -117,7 +117,7 @@ class ForeignMoves:
         return None if order.cancelled() else order.result()
 
     async def _resume(self, action: ForeignAction, moved: Moved) -> ResumeAnswer | Refusal:
-        """Go on from their version, or serve ours again."""
+        """Continue from their version, or serve ours again."""
         try:
             if action == "adopt":
                 await self.serving.adopt(moved.latest)

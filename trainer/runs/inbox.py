@@ -221,7 +221,7 @@ async def _places(environment: Environment, tasks: int) -> Places:
 
 
 def _identity(settings: TrainSettings, tasks: int, places: Places | None) -> str:
-    """By what a checkpoint's books are known to be of these tasks and of this kind of curriculum."""
+    """Hash by which a checkpoint's curriculum state is recognised as being of these tasks and options."""
     named = [settings.curriculum, settings.curriculum_field, settings.curriculum_levels, settings.task, tasks]
     named += [settings.curriculum_hopeless, settings.curriculum_solved, settings.reward, settings.reward_options]
     told = json.dumps([*named, settings.task_options, settings.seed], sort_keys=True, default=str)

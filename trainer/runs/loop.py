@@ -318,7 +318,7 @@ class TrainLoop(Run[PolicyLearner]):
         return await check.compare(trajectories)
 
     async def _learn(self, groups: list[SampleGroup], *, posted: bool) -> Trained:
-        """The train step; one on posted trajectories that breaks (too large for memory, say) is as if it had not been.
+        """The train step; one on posted trajectories that raises (too large for memory, say) is undone.
 
         It would end the run otherwise, and every run that gets the order again.
         """
@@ -333,7 +333,7 @@ class TrainLoop(Run[PolicyLearner]):
             raise EngineError(f"the train step failed, nothing has changed: {type(error).__name__}: {error}") from error
 
     def _schedule_step(self) -> int:
-        """Where the run is on its way: what users post meanwhile takes nothing of the schedule."""
+        """Progress of the run for the schedule; updates that users post do not count."""
         posted = 0 if self.settings.source == "posted" else self.state.posted_steps
         return self.state.train_step - posted
 

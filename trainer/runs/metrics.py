@@ -180,7 +180,7 @@ class SampleLine(msgspec.Struct, frozen=True):
 
 
 class MetricsLog:
-    """Appends to `metrics.jsonl` and `samples.jsonl`, and hands the figures on: to TensorBoard's files, to loggers."""
+    """Appends to `metrics.jsonl` and `samples.jsonl`, and passes figures to TensorBoard's files and loggers."""
 
     def __init__(
         self, path: Path, *, first_step: int = 0, tensorboard: Path | None = None, loggers: Loggers | None = None
@@ -268,22 +268,22 @@ def progress(m: StepMetrics, steps: int, eta_s: float | None) -> dict[str, str |
 
 
 class TimeLeft:
-    """How long the rest of a run takes, at the pace of its last train steps."""
+    """Estimates the remaining time of a run, at the pace of its last train steps."""
 
     def __init__(self) -> None:
         self._paces: deque[float] = deque(maxlen=PACES)
 
     def add(self, seconds: float) -> None:
-        """A train step took so long."""
+        """Record the seconds of a train step."""
         self._paces.append(seconds)
 
     def of(self, steps: int, done: int) -> float | None:
-        """Seconds until `steps` are made; None before the first train step, and where there is no end (0)."""
+        """Seconds until `steps` are done; None before the first train step, and without an end (0)."""
         return max(0, steps - done) * sum(self._paces) / len(self._paces) if self._paces and steps else None
 
 
 def clock(seconds: float) -> str:
-    """A time to go, for people: 3:05:00."""
+    """Format a duration as 3:05:00."""
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
 

@@ -165,7 +165,7 @@ class PpoRun(Run[PpoLearner]):
         )  # fmt: skip
 
     async def start(self) -> None:
-        """Go on from a checkpoint, or begin; then the latest version is what learns."""
+        """Resume from a checkpoint, or begin; then the latest version is the learner's."""
         settings = self.settings
         checkpoint = self._load()
         await check_latest(settings, self.state if checkpoint is None else checkpoint.state, self._publisher)
@@ -195,7 +195,7 @@ class PpoRun(Run[PpoLearner]):
         log.info("train.begins", task=settings.task, train_step=self.state.train_step)
 
     def _load(self) -> Checkpoint | None:
-        """Where the run goes on; None: it begins. SetupError when the folder holds another run."""
+        """Checkpoint to resume from; None: the run begins. SetupError when the folder holds another run."""
         settings, checkpoint = self.settings, self._checkpoint()
         if checkpoint is None:
             return None

@@ -1,4 +1,4 @@
-"""What there is in the adapter store: pointers, versions, manifests, bytes. Reading changes nothing.
+"""Contents of the adapter store: pointers, versions, manifests, bytes. Reading changes nothing.
 
 A version that nobody used for ADAPTER_TTL_S has expired even where a pointer still names it; reading it says so.
 """

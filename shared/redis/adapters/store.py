@@ -116,7 +116,7 @@ class AdapterStore(AdapterCatalog):
         return manifest
 
     async def next_owner(self, name: str) -> str:
-        """Who will own the next version; ConflictError, or ForbiddenError, when the name is not the asker's to use."""
+        """Owner of the next version; ConflictError, or ForbiddenError, when the asker may not use the name."""
         asker, owner = self._who_asks(), await self.owner(check_name(name))
         if owner is None:
             return asker.publishes_for

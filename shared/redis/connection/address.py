@@ -53,7 +53,7 @@ class RedisUrl:
 
 @dataclass(frozen=True)
 class SentinelAddress:
-    """Which Sentinels to ask for which service, and how to speak to both kinds of server."""
+    """Addresses of the Sentinels, name of the service, and credentials of both kinds of server."""
 
     sentinels: tuple[tuple[str, int], ...]
     service: str
@@ -69,7 +69,7 @@ class SentinelAddress:
 
     @classmethod
     def parse(cls, url: str) -> "SentinelAddress":
-        """ValueError says what is wrong."""
+        """Parse the URL; ValueError states what is wrong."""
         parts = RedisUrl.of(url)
         service, _, db = parts.path.strip("/").partition("/")
         if not service:
@@ -100,7 +100,7 @@ class ClusterAddress:
 
     @classmethod
     def parse(cls, url: str) -> "ClusterAddress":
-        """ValueError says what is wrong."""
+        """Parse the URL; ValueError states what is wrong."""
         parts = RedisUrl.of(url)
         if parts.path.strip("/") not in ("", "0"):
             raise ValueError(f"a cluster has one database, 0, and not {parts.path.strip('/')!r}")

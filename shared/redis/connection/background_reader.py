@@ -17,7 +17,7 @@ RETRY_S = 0.2
 
 
 class BackgroundReader(ABC):
-    """Reads in rounds; when Redis is away for a while, it waits and goes on."""
+    """Reads in rounds; while Redis is away, it waits and then continues."""
 
     _reading: "asyncio.Task[None] | None" = None
 

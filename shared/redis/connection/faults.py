@@ -153,7 +153,7 @@ def hush(error: ResponseError, where: str = "") -> None:
 
 
 class DiscreetPipeline(Pipeline):
-    """Error text that names the failed command without its arguments."""
+    """A pipeline whose errors name the failed command without its arguments."""
 
     def annotate_exception(self, exception: Exception, number: int, command: Iterable[object]) -> None:
         """Called by redis-py for the error of one command."""

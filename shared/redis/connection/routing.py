@@ -1,4 +1,4 @@
-"""Which slot of a cluster a command goes to. Plain data, no connection.
+"""The slot of a cluster that a command goes to. Plain data, no connection.
 
 The names in shared/redis/keys.py say what belongs together: what stands in braces decides the slot. A channel with
 braces in its name is a sharded one: its messages stay on the servers of its slot. Others reach every server.
@@ -56,7 +56,7 @@ def keys_of(command: Sequence[Any]) -> Sequence[Any]:
 
 
 def waits_s(command: Sequence[Any]) -> float:
-    """For how long a command may wait at its server, which makes its answer no late one."""
+    """Seconds that a command may wait at its server by its own arguments; such an answer is not late."""
     if name_of(command) not in ("XREAD", "XREADGROUP"):
         return 0.0
     head = command[: len(command) - len(_after_streams(command))]

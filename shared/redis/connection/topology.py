@@ -1,4 +1,4 @@
-"""Which server of a cluster has which slot, by the word of one of them, and connections that follow a slot.
+"""The server of each slot of a cluster, as one of them states it, and connections that follow a slot.
 
 Invariants. Nobody asks for what is known and not in doubt, and one question answers all who wait for it. Whoever has
 found the answer wrong says so (`doubt`, `moved`), and the next one who needs it asks another server: the one that

@@ -41,7 +41,7 @@ class SampleRecord(NamedTuple):
 
 
 class JobProgress(NamedTuple):
-    """Where a job stands, as a tick reads it."""
+    """Progress of a job, as a tick reads it."""
 
     state: JobState
     expanded: int  # prompts whose sequences have been enqueued or recorded
@@ -89,7 +89,7 @@ class JobLedger:
         await _lease(self._redis, [keys.job_lease(job_id)], [runner, "0"])
 
     async def progress(self, job_id: str) -> JobProgress:
-        """Where the job stands now."""
+        """The present progress of the job."""
         fields = ("state", "expanded", "recorded", "complete_through", "cancel", "progress_ms")
         values, (seconds, micros) = await ask_all(self._redis, [("HMGET", keys.job(job_id), *fields), ("TIME",)])
         if values[0] is None:
@@ -118,7 +118,7 @@ class JobLedger:
         return await ask_all(self._redis, [("LINDEX", keys.job_inputs(job_id), prompt) for prompt in prompts])
 
     async def expanded(self, job_id: str, prompts: int) -> None:
-        """Move the cursor forward: the sequences of so many prompts are enqueued."""
+        """Move the cursor forward by the prompts whose sequences are enqueued."""
         await _expand(self._redis, [keys.job(job_id)], [str(prompts)])
 
     async def record(self, job_id: str, samples: Sequence[SampleRecord]) -> int:

@@ -11,7 +11,7 @@ PIN_S = 86_400.0  # renewed by every tick
 
 
 async def pin(adapters: AdapterStore, spec: JobSpec) -> None:
-    """Begin, or go on; UnknownAdapterError when the job's own version has gone.
+    """Pin the job's versions, or renew the pins; UnknownAdapterError when the job's own version has gone.
 
     That a reward model has gone is an error of each sample, as everything that goes wrong with it.
     """

@@ -174,7 +174,7 @@ _FIELDS = ("id", "policy", "live", "note", "verdict", "key", "delivered")
 
 
 def _packed(live: LiveTrajectory) -> bytes:
-    """Without what no trainer reads, which may be large."""
+    """Encode an answer without the fields that no trainer reads, which may be large."""
     trajectory = msgspec.structs.replace(
         live.trajectory, top_logprobs=(), prompt_logprobs=(), prompt_top_logprobs=(), embedding=b""
     )

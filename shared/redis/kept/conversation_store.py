@@ -51,7 +51,7 @@ class ConversationStore:
         return found
 
     async def find(self, keeper: str, name: str) -> StoredConversation:
-        """All of it; UnknownConversationError when there is none."""
+        """All items of a conversation; UnknownConversationError."""
         body = await self.body(keeper, name)
         raws, ids = await ask_all(
             self._redis,
@@ -91,7 +91,7 @@ class ConversationStore:
             raise unknown_item(name, item_id)
 
     async def forget(self, keeper: str, name: str) -> None:
-        """Forget it with its items; UnknownConversationError when there is none."""
+        """Delete a conversation with its items; UnknownConversationError."""
         await self.body(keeper, name)
         await self._things.forget(keeper, name)
 

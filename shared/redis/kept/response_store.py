@@ -1,4 +1,4 @@
-"""Responses in Redis: what was asked and answered, and, of one with `background`, how to go on with it.
+"""Responses in Redis: request and answer, and for `background` all that is needed to continue.
 
 A response's state is that of OpenAI: queued and in_progress while it runs; then completed, incomplete, failed or
 cancelled, once.
@@ -84,7 +84,7 @@ class ResponseStore:
         return (await ask(self._redis, "HGET", keys.kept(keeper, response_id), "state") or b"").decode()
 
     async def chain(self, keeper: str, last: str, most: int, most_bytes: int) -> tuple[list[ResponseTurn], bool]:
-        """A response and all that it follows, the first one first, and whether there are more than so many."""
+        """A response and its predecessors, the first one first, and whether there are more than the limit."""
         arguments = [*self._things.arguments(keeper, last)[:3], most, most_bytes]
         found = await _chain(self._redis, self._things.names(keeper, last), arguments)
         too_long = found[-1] == b"long"
@@ -109,7 +109,7 @@ class ResponseStore:
                     raise answer
 
     async def count_events(self, keeper: str, response_id: str) -> int:
-        """How many events there are."""
+        """Number of events of the response so far."""
         newest = await ask(self._redis, "XREVRANGE", keys.kept_events(keeper, response_id), "+", "-", "COUNT", 1)
         return int(newest[0][0].split(b"-")[0]) if newest else 0
 

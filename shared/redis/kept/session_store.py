@@ -15,7 +15,7 @@ from shared.redis.kept.kept_things import KeptThings, Terms
 
 
 class Session(NamedTuple):
-    """As it was read, or as it begins."""
+    """A session as it was read, or as it begins."""
 
     mark: str  # of this step: no two have the same, also of the same number
     step: int  # steps made

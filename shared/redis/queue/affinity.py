@@ -1,4 +1,4 @@
-"""Where a sequence is best run: the worker that computed its prompt's beginning lately, or that has its adapter.
+"""Preferred workers of a sequence: the one that computed its prompt's beginning lately, or one that has its adapter.
 
 Workers note what they claim: marks (hashes of prompt beginnings of 128, 256, 512, ... tokens, with the adapter) ->
 worker id. Who enqueues looks the longest mark up and prefers that worker; without one, those that have the adapter.
@@ -86,7 +86,7 @@ class Affinity:
 
 
 async def holders(redis: Redis, model: str, specs: Sequence[SequenceSpec]) -> dict[str, str]:
-    """By sequence, the worker that computed its prompt's beginning last, where one is known."""
+    """By sequence, the worker that last computed its prompt's beginning, where one is known."""
     workers = await _warm(redis, [marks(spec.kv_prompt, spec.adapter) for spec in specs], model)
     return {spec.id: worker for spec, worker in zip(specs, workers, strict=True) if worker}
 

@@ -111,7 +111,7 @@ class DeadLetters:
         return _letter(model, *entries[0]) if entries else None
 
     async def owner(self, letter_id: str) -> str | None:
-        """Who owns the letter, or the sequence that a requeue has made of it; None when there is neither."""
+        """Owner of the letter, or of the sequence that a requeue has made of it; None when there is neither."""
         letter = await self.get(letter_id)
         if letter is not None:
             return letter.tenant

@@ -62,7 +62,7 @@ class ClaimPlan:
 
 
 class Timely(NamedTuple):
-    """How many may wait so that a request's first token comes in time."""
+    """Number of sequences that may wait so that a request's first token comes in time."""
 
     places: int  # -1: as many as there are
     idle_ms: int  # it counts once something has waited for so long: a worker with a free row takes it sooner
@@ -73,7 +73,7 @@ UNTIMED = Timely(-1, 0)
 
 @dataclass(frozen=True)
 class QueueDepth:
-    """How much waits in one class."""
+    """Size of one class's backlog."""
 
     waiting: int  # not yet delivered
     leased: int
@@ -291,7 +291,7 @@ class SequenceQueue:
         return [claim for i, claim in enumerate(claims) if i in lost]
 
     async def release(self, worker_id: str, claims: Sequence[Claim], *, failed: bool = False) -> None:
-        """Hand claims back; another worker can take them at once.
+        """Give claims back; another worker can take them at once.
 
         None counts as a death, unless the engine has `failed` under them: one of them may be why.
         """
@@ -321,7 +321,7 @@ class SequenceQueue:
         }
 
     async def unclaimed(self) -> dict[SequenceClass, int]:
-        """How much of each class waits for any worker: what it costs does not depend on how many there are."""
+        """Size of each class's backlog; the cost does not depend on the number of sequences."""
         places = ("", keys.HANDED_BACK, keys.SUSPECTS)
         streams = {kind: [keys.queue(self._model, kind, place) for place in places] for kind in CLASSES}
         return {kind: int((await _DEPTH(self._redis, streams[kind], [keys.GROUP]))[0]) for kind in CLASSES}

@@ -49,7 +49,7 @@ class PauseSwitch:
         return order
 
     async def clear(self) -> None:
-        """Let the workers go on."""
+        """End the pause, so that workers continue."""
         await self._order.forget(keys.pause())
         await self._notify()
 

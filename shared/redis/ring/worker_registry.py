@@ -1,4 +1,4 @@
-"""Who serves what: model cards and tokenizers, and the workers' heartbeats.
+"""The ring's workers and models: model cards and tokenizers, and the workers' heartbeats.
 
 A worker is live while its heartbeat hash exists (10 s). Cards and tokenizers stay for a week after the last worker, so
 that jobs can be planned while no worker is up.

@@ -103,7 +103,7 @@ class FrameReader:
             feed.fail(error)
 
     def dispatch(self, data: bytes, *, live: bool = True) -> None:
-        """Hand the events of one frame to their feeds."""
+        """Pass the events of one frame to their feeds."""
         now = time.monotonic()
         cursors = self._cursors.get
         touched: set[TokenFeed] = set()
@@ -257,7 +257,7 @@ class FrameReader:
             await asyncio.sleep(min(PROBE_S, REFUSED_S / 2))
 
     def _log_refusal(self, refusal: Exception) -> None:
-        """Redis refuses workers' writes, too: feeds that hear nothing fail now, before their deadline."""
+        """Fail feeds without events before their deadline, because Redis refuses workers' writes, too."""
         now = time.monotonic()
         self._refused_at, self.refusal = min(self._refused_at, now), reason(refusal)
         log.warning("frames.writes_refused", error=self.refusal, since_s=round(now - self._refused_at, 1))

@@ -173,7 +173,7 @@ async def live_trainers(redis: Redis, now_ms: int) -> list[TrainerStatus]:
 
 
 def _flat(message: TrainerStatus | TrainingPoint) -> tuple[dict[str, str], list[str]]:
-    """The fields as Redis holds them, and the names of those that are None."""
+    """The fields as Redis stores them, and the names of the None ones."""
     plain: dict[str, Any] = msgspec.to_builtins(message)
     absent = [name for name, value in plain.items() if value is None]
     fields = {

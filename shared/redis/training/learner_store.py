@@ -43,7 +43,7 @@ _answer_decoder: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answe
 
 @dataclass(frozen=True)
 class HeldLearner:
-    """A learner in a service's hands."""
+    """A learner that a service has taken."""
 
     id: str
     epoch: str
@@ -68,7 +68,7 @@ class LearnerStore:
     # -- who asks
 
     async def create(self, spec: LearnerSpec) -> LearnerSpec:
-        """Make a learner; what is there under this id already, if there is something."""
+        """Make a learner; returns the existing one if there is one under this id."""
         args: list[Argument] = [msgspec.json.encode(spec), keys.LEARNER_TTL_S]
         return msgspec.json.decode(await _create(self._redis, [keys.learner(spec.id)], args), type=LearnerSpec)
 
@@ -124,7 +124,7 @@ class LearnerStore:
             raise NotFoundError("the answer to this request is not kept any more")
 
     async def saves(self, learner: str, *, expired: bool = False) -> list[SaveInfo]:
-        """Saves and published versions that have not expired, or those that have; oldest first."""
+        """Saves and published versions that have not expired, or the expired ones; oldest first."""
         now = time.time_ns() // 1_000_000
         found = [info for info in await self._all_saves(learner) if (info.expires_ms <= now) == expired]
         return sorted(found, key=lambda info: info.created_ms)
@@ -146,7 +146,7 @@ class LearnerStore:
         return await self._change_save(learner, info, None, 0)
 
     async def keep_save(self, learner: str, info: SaveInfo, lives_s: int) -> bool:
-        """Let a save live for so long from now on; False as for `drop_save`."""
+        """Set a save's time to live from now on; False as for `drop_save`."""
         later = msgspec.structs.replace(info, expires_ms=1000 * (int(time.time()) + lives_s))
         return await self._change_save(learner, info, later, lives_s)
 
@@ -202,7 +202,7 @@ class LearnerStore:
         return bool(await ask(self._redis, "HEXISTS", keys.learner_requests(learner), number))
 
     async def tries(self, learner: str, number: int) -> int:
-        """How often a request was begun and came to no end."""
+        """Number of times that a request was begun without coming to an end."""
         trying, tries = await ask(self._redis, "HMGET", keys.learner(learner), "trying", "tries")
         return int(tries) if trying == str(number).encode() else 0
 

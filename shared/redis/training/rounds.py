@@ -84,7 +84,7 @@ class RoundStore:
         return bool(await self._redis.set(keys.round_turn(self.name), member, nx=True, ex=TURN_S))
 
     async def turn_over(self) -> None:
-        """End the present turn."""
+        """End the present turn, so that another run may average."""
         await ask(self._redis, "DEL", keys.round_turn(self.name))
 
     async def close(self, before: ClosedRound, state: StoredParcel, taken: frozenset[str]) -> bool:

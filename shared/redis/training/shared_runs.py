@@ -42,12 +42,12 @@ class SharedRun:
     # -- the leader
 
     async def lead(self, epoch: str, spec: bytes, *, begin: bool) -> bool:
-        """Lead from now on, or (again) go on leading; False when another leads."""
+        """Take the lead, or (with `begin` False) renew it; False when another process leads."""
         args: list[Argument] = [epoch, spec, keys.SHARED_RUN_TTL_S, int(begin)]
         return bool(await _lead(self._redis, [keys.shared_run(self.name)], args))
 
     async def leave(self, epoch: str, *, done: bool) -> None:
-        """The leader ends; `done`: so does the run, which its members hear."""
+        """End the lead; `done`: the run ends too, and its members are notified."""
         await _leave(self._redis, [keys.shared_run(self.name)], [epoch, int(done), 6 * keys.SHARED_RUN_TTL_S])
 
     async def send(self, word: bytes) -> None:

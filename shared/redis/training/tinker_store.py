@@ -36,7 +36,7 @@ class TinkerSampler(msgspec.Struct, frozen=True):
 
 
 class TinkerSample(msgspec.Struct, frozen=True):
-    """A sample that was asked for: who works on it, and then the result as protobuf, or why there is none."""
+    """A sample request: the api that works on it, and then the result as protobuf, or its error."""
 
     api: str
     state: Literal["running", "done", "failed"] = "running"

@@ -28,7 +28,7 @@ _add = Script("trajectory_add")
 
 @dataclass(frozen=True)
 class Delivered:
-    """A trajectory in the trainer's hands, until it is acknowledged."""
+    """A trajectory that the trainer has taken and not yet acknowledged."""
 
     entry: str
     live: LiveTrajectory
