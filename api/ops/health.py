@@ -17,9 +17,9 @@ from redis.exceptions import RedisError
 from api.load import Load
 from api.ring.ring import SERVING, Ring, ring_of
 from shared.redis.connection.faults import is_refusal, reason
-from shared.redis.ring.child_troubles import ChildTroubles
-from shared.redis.ring.pause import PauseMode, PauseSwitch
-from shared.redis.ring.worker_registry import WorkerStatus
+from shared.redis.processes.child_troubles import ChildTroubles
+from shared.redis.processes.pause import PauseMode, PauseSwitch
+from shared.redis.processes.worker_registry import WorkerStatus
 from shared.redis.training.board import live_trainers
 
 router = APIRouter(tags=["operations"])

@@ -44,12 +44,12 @@ from shared.redis.kept.conversation_store import ConversationStore
 from shared.redis.kept.kept_things import Terms
 from shared.redis.kept.response_store import ResponseStore
 from shared.redis.kept.session_store import SessionStore
+from shared.redis.processes.metric_store import MetricWriter
+from shared.redis.processes.pause import PauseSwitch
+from shared.redis.processes.worker_registry import WorkerRegistry, WorkerStatus, weights_of
 from shared.redis.queue.affinity import Affinity
 from shared.redis.queue.dead_letters import DeadLetters
 from shared.redis.queue.sequence_queue import CLASSES, SequenceQueue
-from shared.redis.ring.metric_store import MetricWriter
-from shared.redis.ring.pause import PauseSwitch
-from shared.redis.ring.worker_registry import WorkerRegistry, WorkerStatus, weights_of
 from shared.redis.tokens.reader import FrameReader
 from shared.redis.training.learner_store import LearnerStore
 from shared.redis.training.tinker_store import TinkerStore

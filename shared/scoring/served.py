@@ -39,8 +39,8 @@ from shared.jobs import Message, Prompt
 from shared.owners import ADMINS, WhoAsks, anybody
 from shared.redis.adapters.catalog import missing_head
 from shared.redis.adapters.store import AdapterStore
+from shared.redis.processes.worker_registry import WorkerRegistry
 from shared.redis.queue.sequence_calls import SequenceCalls
-from shared.redis.ring.worker_registry import WorkerRegistry
 from shared.rewards.kinds import CheckedReward, Score, wrong_with
 from shared.rewards.model_kinds import (
     MAX_MARKS,

@@ -18,7 +18,7 @@ from shared.learners import BeginRequest, LearnerSpec, SaveDone, SaveInfo, Servi
 from shared.redis import keys
 from shared.redis.adapters.store import AdapterStore
 from shared.redis.connection.client import connect
-from shared.redis.ring.worker_registry import WorkerRegistry
+from shared.redis.processes.worker_registry import WorkerRegistry
 from shared.redis.training.board import TrainingBoard, ring_id
 from shared.redis.training.learner_store import LearnerStore
 from shared.redis.training.rounds import RoundStore

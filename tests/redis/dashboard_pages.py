@@ -17,7 +17,7 @@ from shared.redis.adapters.store import AdapterStore
 from shared.redis.files.batch_store import BatchError, BatchSpec, BatchStore, new_batch_id
 from shared.redis.files.file_store import FileStore
 from shared.redis.jobs.ledger import JobLedger, SampleRecord
-from shared.redis.ring.worker_registry import WorkerRegistry, WorkerStatus
+from shared.redis.processes.worker_registry import WorkerRegistry, WorkerStatus
 from shared.redis.training.board import TrainingBoard
 from shared.training import BoardSample, TrainerStatus, TrainingPoint
 from shared.trajectories import Reward, Trajectory

@@ -3,7 +3,7 @@
 from redis.asyncio import Redis
 
 from shared.redis import keys
-from shared.redis.ring.metric_store import MetricWriter, read_totals
+from shared.redis.processes.metric_store import MetricWriter, read_totals
 from shared.telemetry.metrics import Tally
 
 TOKENS = "vllm:generation_tokens_total"

@@ -9,7 +9,7 @@ from redis.asyncio import Redis
 from api.serve import supervisor as module
 from api.serve.supervisor import ChildSpec, Supervisor
 from shared.redis import keys
-from shared.redis.ring.child_troubles import ChildTroubles
+from shared.redis.processes.child_troubles import ChildTroubles
 from tests.redis.api_servers import api
 from tests.waiting import wait_until
 

@@ -9,8 +9,8 @@ from shared.errors import SetupError, UnknownModelError
 from shared.process.discovery import ring_url
 from shared.redis import keys
 from shared.redis.connection.client import connect, require
+from shared.redis.processes.worker_registry import WorkerRegistry
 from shared.redis.queue.sequence_calls import SequenceCalls
-from shared.redis.ring.worker_registry import WorkerRegistry
 from shared.redis.training.board import TrainingBoard, ring_id
 from shared.redis.training.learner_store import LearnerStore
 from shared.redis.training.orders import Orders

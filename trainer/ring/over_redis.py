@@ -22,8 +22,8 @@ from shared.owners import ADMINS
 from shared.redis.adapters.store import AdapterStore
 from shared.redis.kept.image_store import ImageStore
 from shared.redis.kept.kept_things import Terms
+from shared.redis.processes.worker_registry import WorkerRegistry
 from shared.redis.queue.sequence_calls import SequenceCalls
-from shared.redis.ring.worker_registry import WorkerRegistry
 from shared.redis.training.board import TrainingBoard
 from shared.seeds import derived_seed
 from shared.sequences import ModelCard, SamplingParams, SequenceSpec

@@ -10,9 +10,9 @@ from shared.owners import whoever_it_is_for
 from shared.redis.adapters.store import AdapterStore
 from shared.redis.jobs.intake import MAX_N
 from shared.redis.jobs.ledger import JobLedger
+from shared.redis.processes.worker_registry import WorkerRegistry
 from shared.redis.queue.affinity import Affinity
 from shared.redis.queue.sequence_queue import SequenceQueue
-from shared.redis.ring.worker_registry import WorkerRegistry
 from shared.scoring.pool import RewardPool
 from shared.scoring.score import SampleScorer
 from shared.scoring.served import ServedRewards

@@ -17,7 +17,7 @@ from redis.asyncio import Redis
 
 from shared.redis import keys
 from shared.redis.connection.client import ask_all
-from shared.redis.ring.worker_registry import WorkerRegistry, WorkerStatus
+from shared.redis.processes.worker_registry import WorkerRegistry, WorkerStatus
 from shared.sequences import SequenceSpec
 
 SHORTEST = 128  # tokens of the shortest mark; recomputing less is cheaper than unbalancing the workers

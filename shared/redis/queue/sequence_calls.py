@@ -16,9 +16,9 @@ from redis.exceptions import RedisError
 from shared.errors import QueueFullError, UnreadableMessageError
 from shared.redis import keys
 from shared.redis.connection.background_reader import BackgroundReader
+from shared.redis.processes.worker_registry import WorkerRegistry
 from shared.redis.queue.affinity import Affinity
 from shared.redis.queue.sequence_queue import SequenceQueue
-from shared.redis.ring.worker_registry import WorkerRegistry
 from shared.sequences import SequenceResult, SequenceSpec, decode_result
 
 AT_ONCE = 256

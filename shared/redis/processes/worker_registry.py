@@ -17,7 +17,7 @@ from shared.errors import NotFoundError, SetupError
 from shared.ranks import RankStatus
 from shared.redis import keys
 from shared.redis.connection.client import Script, ask_all, members, server_time_ms
-from shared.redis.ring.shared_look import SharedLook
+from shared.redis.processes.shared_look import SharedLook
 from shared.sequences import ModelCard
 from shared.text.codec import TokenizerBundle
 

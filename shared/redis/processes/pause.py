@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 
 from shared.redis import keys
 from shared.redis.connection.client import members
-from shared.redis.ring.worker_registry import WorkerRegistry
+from shared.redis.processes.worker_registry import WorkerRegistry
 from shared.redis.stored import StoredMessage
 
 PauseMode = Literal["abort", "wait", "keep"]
