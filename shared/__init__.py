@@ -15,7 +15,7 @@ Nothing here imports MLX or FastAPI, so every process can import all of it. Read
     learners.py      what is asked of a learner of the training service, and its answers
     errors.py        every error, with its HTTP status
     owners.py        whose a thing is
-    webhooks.py      who wants to be told of an end
+    webhooks.py      receivers of notifications of an end
     seeds.py         seeds that follow from other seeds
     turns.py         whose turn it is, where tenants share what there is
 

@@ -1,4 +1,4 @@
-"""Adapters: names, versions, references to them and what the store says of each version.
+"""Adapters: names, versions, references to them, and the store's facts about each version.
 
 **adapter** a named LoRA or DoRA, heads (shared/heads.py), or both; or a network (shared/networks/), which no language
 model is the base of · **adapter version** `name@k`, immutable, k
@@ -71,7 +71,7 @@ class AdapterManifest(msgspec.Struct, frozen=True):
 
     @property
     def id(self) -> str:
-        """`name@k`."""
+        """Name and number of the version, as `name@k`."""
         return version_id(self.name, self.version)
 
     @property
@@ -113,7 +113,7 @@ class AdapterChoice(msgspec.Struct, frozen=True):
 
     @property
     def follows(self) -> bool:
-        """Whether it names no version, so that it may move on to newer ones."""
+        """True if the reference names no version, so that it moves on to newer ones."""
         return self.version == 0
 
     def __str__(self) -> str:
@@ -127,7 +127,7 @@ class AdapterRef(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, text: str) -> "AdapterRef":
-        """Read `name`, `name@k` or `name@k:weight,...`; InvalidRequestError says what is wrong with it."""
+        """Read `name`, `name@k` or `name@k:weight,...`; InvalidRequestError states the reason."""
         parts = text.split(",")
         if len(parts) > MAX_CHOICES:
             raise InvalidRequestError(f"adapter split of {len(parts)} choices; at most {MAX_CHOICES} are taken")
@@ -157,7 +157,7 @@ class AdapterRef(msgspec.Struct, frozen=True):
 
 
 class ResolvedAdapter(msgspec.Struct, frozen=True):
-    """What a reference stands for right now."""
+    """Version that a reference currently selects."""
 
     name: str
     version: int
@@ -166,12 +166,12 @@ class ResolvedAdapter(msgspec.Struct, frozen=True):
 
     @property
     def id(self) -> str:
-        """`name@k`."""
+        """Name and number of the version, as `name@k`."""
         return version_id(self.name, self.version)
 
 
 def version_id(name: str, version: int) -> str:
-    """`name@k`."""
+    """Format a version's id as `name@k`."""
     return f"{name}@{version}"
 
 

@@ -16,7 +16,7 @@ class ParallmError(Exception):
     code: ClassVar[str | None] = None
 
     def __init_subclass__(cls, *, status: int = 0, type: str = "", code: str = "") -> None:
-        """What a class does not say is as in the class above it."""
+        """Set status, type and code of a class of errors; omitted ones are inherited."""
         cls.status = status or cls.status
         cls.type = type or cls.type
         cls.code = code or cls.code
@@ -52,11 +52,11 @@ class TokenOutOfRangeError(InvalidRequestError, code="token_out_of_range"):
 
 
 class UnsupportedModelError(InvalidRequestError, code="unsupported_model"):
-    """What is asked for needs something that this model does not have; the message says what."""
+    """The request needs something that this model does not have; the message names it."""
 
 
 class InvalidGrammarError(InvalidRequestError, code="invalid_grammar"):
-    """A JSON schema, regular expression or grammar that cannot be enforced; the message says why."""
+    """A JSON schema, regular expression or grammar that cannot be enforced; the message has the reason."""
 
 
 class AuthenticationError(ParallmError, status=401, type="authentication_error", code="invalid_api_key"):
@@ -72,7 +72,7 @@ class NotFoundError(ParallmError, status=404, type="invalid_request_error", code
 
 
 class MethodNotAllowedError(InvalidRequestError, status=405, code="method_not_allowed"):
-    """The path exists, the method does not; `allowed` are those that do."""
+    """The path exists, the method does not; `allowed` are the path's methods."""
 
     def __init__(self, message: str, allowed: Sequence[str]) -> None:
         super().__init__(message)
@@ -128,7 +128,7 @@ class ConflictError(ParallmError, status=409, type="invalid_request_error", code
 
 
 class GoneError(ParallmError, status=410, type="invalid_request_error", code="gone"):
-    """What was there is over: the result of a Tinker client's request, or its session."""
+    """The result of a Tinker client's request, or its session, has expired."""
 
 
 class PayloadTooLargeError(ParallmError, status=413, type="invalid_request_error", code="payload_too_large"):
@@ -176,7 +176,7 @@ class DeadlineExceededError(ParallmError, status=504, type="timeout_error", code
 
 
 class RequestCancelledError(ParallmError, status=499, type="cancelled", code="cancelled"):
-    """Somebody cancelled the sequence while its client was waiting."""
+    """The sequence was cancelled while its client was waiting."""
 
 
 class EngineError(ParallmError, code="engine_error"):
@@ -184,7 +184,7 @@ class EngineError(ParallmError, code="engine_error"):
 
 
 class UnreadableMessageError(ParallmError, code="unreadable_message"):
-    """A message in Redis that is none of ours, or damaged; it is kept as a dead letter."""
+    """A message in Redis that is none of ours, or damaged; it is stored as a dead letter."""
 
 
 class IncompatibleVersionError(
@@ -194,7 +194,7 @@ class IncompatibleVersionError(
 
 
 class SetupError(ParallmError, code="setup_error"):
-    """Something needed to start is missing; the message says what to install or to set."""
+    """Something needed to start is missing; the message names what to install or to set."""
 
 
 def from_code(code: str, message: str) -> ParallmError:

@@ -39,7 +39,7 @@ class VersionSpan(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Finish(msgspec.Struct, array_like=True, frozen=True):
-    """Why a sequence ended."""
+    """End of a sequence: its reason, and the stop or the error that caused it."""
 
     reason: FinishReason
     stop_match: str | int | None = None  # the stop string or stop token id that ended it
@@ -56,7 +56,7 @@ class Finish(msgspec.Struct, array_like=True, frozen=True):
 
     @property
     def failure(self) -> str:
-        """What went wrong, code and message; "" unless it is an error that ended the sequence."""
+        """Error code and message; "" unless an error ended the sequence."""
         return f"{self.error_code or EngineError.code}: {self.error_message}" if self.reason == "error" else ""
 
 
@@ -90,7 +90,7 @@ class TokenEvent(msgspec.Struct, array_like=True):
 
     @property
     def size(self) -> int:
-        """Tokens that it tells of, competitors and those of the prompt included."""
+        """Number of tokens in the event, alternatives and those of the prompt included."""
         told = len(self.tokens)
         if self.top_logprobs is not None:
             told += sum(map(len, self.top_logprobs))
@@ -115,12 +115,12 @@ _events_decoder = msgspec.msgpack.Decoder(list[TokenEvent])
 
 
 def fence(seq: str, attempt: int) -> TokenEvent:
-    """What a new owner writes before it reads: frames of older attempts that come behind it do not count."""
+    """Event that a new owner writes before it reads, so that later frames of older attempts do not count."""
     return TokenEvent(seq, attempt, 0, [], [])
 
 
 def is_fence(event: TokenEvent) -> bool:
-    """Whether an event says nothing but who owns the sequence."""
+    """True if the event only states which attempt owns the sequence."""
     return not event.tokens and event.finish is None and event.prompt_logprobs is None and event.text is None
 
 
@@ -157,7 +157,7 @@ def decode_events(data: bytes) -> list[TokenEvent]:
 
 
 def _check(events: list[TokenEvent]) -> None:
-    """What follows from the types' meaning and a decoder does not see."""
+    """Check relations between fields that a decoder does not see; UnreadableMessageError."""
     for event in events:
         if len(event.tokens) != len(event.logprobs) or event.position < 0 or event.attempt < 1:
             raise UnreadableMessageError(f"an impossible event of sequence {event.seq!r} at {event.position}")

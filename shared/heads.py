@@ -23,18 +23,18 @@ MAX_HEADS = 16
 MAX_LABELS = 1024
 MAX_ACTION = 1024  # numbers of a gaussian head's action
 MAX_HIDDEN = 16_384
-MAX_WEIGHTS = 1 << 24  # of one head, 64 MiB: whoever decodes waits while they are multiplied
+MAX_WEIGHTS = 1 << 24  # of one head, 64 MiB: decoding waits while they are multiplied
 MAX_LABEL = 256  # characters
 REWARD, VALUE, POLICY = "reward", "value", "policy"  # the names by which rewards, values and actions are looked for
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
 
 
 class HeadSpec(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a head is, besides its weights."""
+    """Definition of a head, without its weights."""
 
     kind: HeadKind
     labels: tuple[str, ...] = ()  # kinds "labels" and "categorical": one for each output, in order
-    activation: Activation = ""  # behind the hidden layer; "": there is none, the head is linear
+    activation: Activation = ""  # after the hidden layer; "": there is none, the head is linear
     pooling: Literal["last"] = "last"  # which position's hidden state it reads
     inputs: int = 0  # the model's hidden size; 0 in a file: what its tensors have
     hidden: int = 0  # width of the hidden layer; 0: none
@@ -57,7 +57,7 @@ class HeadSpec(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def outputs(self) -> int:
-        """Numbers that it gives."""
+        """Number of values that the head computes."""
         return len(self.labels) or 2 * self.size or 1
 
 

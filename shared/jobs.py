@@ -53,7 +53,7 @@ class SamplingOverrides(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What was asked for, without the inputs (they are stored apart, one JSON line a prompt)."""
+    """A submitted job without its inputs, which are stored apart, one JSON line a prompt."""
 
     id: str
     kind: JobKind
@@ -71,7 +71,7 @@ class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     trace: str = ""  # W3C traceparent of the request that submitted it; "": it was not traced
     tenant: str = ""  # who owns it, and its sequences (shared/owners.py)
     key: str = ""  # name of the API key that submitted it; its jobs share the reward processes' time
-    webhook: Webhook | None = None  # who is told of its end
+    webhook: Webhook | None = None  # notified of its end
     has_next_turn: bool = False  # prompts of a later job may begin with these and their samples
 
     @property
@@ -147,7 +147,7 @@ class JobUsage(msgspec.Struct, frozen=True):
 
 
 class JobStatus(msgspec.Struct, frozen=True):
-    """What `GET /v1/jobs/{id}` tells."""
+    """Body of the answer to `GET /v1/jobs/{id}`."""
 
     id: str
     kind: JobKind

@@ -1,4 +1,4 @@
-"""What is asked of a learner of the training service, and what it answers: plain messages.
+"""Requests to a learner of the training service, and its answers: plain messages.
 
 **learner** an adapter that is trained over a shared base, with an optimizer of its own · **pass** a forward over some
 data, with or without gradients, which add up until the next step · **step** one AdamW update with them · **save** a
@@ -43,7 +43,7 @@ CONSTANTS: dict[LossName, dict[str, float]] = {
 
 
 class LearnerSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What a learner is, fixed when it is made."""
+    """Definition of a learner, fixed when it is created."""
 
     id: str
     model: str  # served name of the base
@@ -88,16 +88,16 @@ class Datum(msgspec.Struct, frozen=True, array_like=True):
     images: tuple[ImageRef, ...] = ()  # in order; as many tokens are the model's placeholder as they have vectors
 
     def ids(self) -> npt.NDArray[np.int32]:
-        """The token ids [L]."""
+        """Token ids as int32, shape [L]."""
         return np.frombuffer(self.tokens, "<i4")
 
 
-class Begin(msgspec.Struct, frozen=True, tag="begin"):
-    """Nothing; its answer tells that a service has the learner, and that the model has layers for it."""
+class BeginRequest(msgspec.Struct, frozen=True, tag="begin"):
+    """No operation; its answer confirms that a service has the learner, and that the model has layers for it."""
 
 
-class Pass(msgspec.Struct, frozen=True, tag="pass"):
-    """A forward over the data; with `backward` its gradients are added to those that wait for the next step."""
+class PassRequest(msgspec.Struct, frozen=True, tag="pass"):
+    """A forward over the data; with `backward` its gradients are added to the ones for the next step."""
 
     data: tuple[Datum, ...]
     loss: LossName
@@ -106,11 +106,11 @@ class Pass(msgspec.Struct, frozen=True, tag="pass"):
     files: dict[bytes, bytes] = {}  # of the images, by SHA-256
 
 
-class SeenPass(Pass, frozen=True, tag="seen_pass"):
+class ImagePassRequest(PassRequest, frozen=True, tag="seen_pass"):
     """One with images. A service from before images cannot read it, so that none learns from their placeholders."""
 
 
-class Step(msgspec.Struct, frozen=True, tag="step"):
+class StepRequest(msgspec.Struct, frozen=True, tag="step"):
     """One AdamW update (Loshchilov, Hutter, arXiv 1711.05101) with the gradients that wait, which are then gone."""
 
     learning_rate: float = 1e-4
@@ -121,8 +121,8 @@ class Step(msgspec.Struct, frozen=True, tag="step"):
     max_grad_norm: float = 0.0  # 0: gradients are not clipped
 
 
-class Save(msgspec.Struct, frozen=True, tag="save"):
-    """Keep the state under a name, for `ttl_s` (0: as long as the service keeps saves).
+class SaveRequest(msgspec.Struct, frozen=True, tag="save"):
+    """Save the state under a name, for `ttl_s` (0: the service's time to live of saves).
 
     Of kind `external` the weights alone, which nobody goes on from.
     """
@@ -133,7 +133,7 @@ class Save(msgspec.Struct, frozen=True, tag="save"):
     kind: Literal["state", "external"] = "state"
 
 
-class Load(msgspec.Struct, frozen=True, tag="load"):
+class LoadRequest(msgspec.Struct, frozen=True, tag="load"):
     """Go on from a save, of this learner or one of the same shape; without `optimizer` with moments of 0."""
 
     learner: str
@@ -141,7 +141,7 @@ class Load(msgspec.Struct, frozen=True, tag="load"):
     optimizer: bool = True
 
 
-class Publish(msgspec.Struct, frozen=True, tag="publish"):
+class PublishRequest(msgspec.Struct, frozen=True, tag="publish"):
     """Make the present weights the next version of the learner's adapter, so that workers sample from it.
 
     With `ttl_s` 0 it is no save: nothing keeps the version once newer ones have come.
@@ -152,29 +152,41 @@ class Publish(msgspec.Struct, frozen=True, tag="publish"):
     metadata: dict[str, str] = {}
 
 
-class Ask(msgspec.Struct, frozen=True, tag="ask"):
-    """What a run of `mlx_parallm_train` asks of its learner (trainer/learners/calls.py), msgpack."""
+class CallRequest(msgspec.Struct, frozen=True, tag="ask"):
+    """A call of a learner's method by a run of `mlx_parallm_train`: a `Call` (trainer/learners/calls.py) as msgpack."""
 
     body: bytes = b""
     upload: str = ""  # where it lies in chunks, in place of `body`
 
 
-class Refused(msgspec.Struct, frozen=True, tag="refused"):
+class RefusedRequest(msgspec.Struct, frozen=True, tag="refused"):
     """One that an api has refused, in its place; its answer is that error, and its effect that of a failed one."""
 
     message: str
     of: Literal["pass", "step", "other"] = "other"  # a pass with gradients, an update
 
 
-Request = Begin | Pass | SeenPass | Step | Save | Load | Publish | Ask | Refused
+Request = (
+    BeginRequest
+    | PassRequest
+    | ImagePassRequest
+    | StepRequest
+    | SaveRequest
+    | LoadRequest
+    | PublishRequest
+    | CallRequest
+    | RefusedRequest
+)
 
 
 class BeginDone(msgspec.Struct, frozen=True, tag="begin"):
-    """The learner is there."""
+    """The service has the learner, and the model has layers for it."""
 
 
 class PassDone(msgspec.Struct, frozen=True, tag="pass"):
-    """Of each datum: `logprobs` of its targets and, of cross_entropy, `elementwise_loss`; sums over all data."""
+    """For each datum the `logprobs` of its targets and, of cross_entropy, the `elementwise_loss`; `metrics` are sums
+    over all data.
+    """
 
     outputs: tuple[dict[str, Values], ...]
     metrics: dict[str, float]
@@ -200,25 +212,25 @@ class LoadDone(msgspec.Struct, frozen=True, tag="load"):
     step: int  # updates that its optimizer has made
 
 
-class Told(msgspec.Struct, frozen=True, tag="told"):
-    """What came of an `Ask`, msgpack."""
+class CallDone(msgspec.Struct, frozen=True, tag="told"):
+    """Result of a `CallRequest`, as msgpack."""
 
     body: bytes = b""
     name: str = ""  # of a save that holds it, in place of `body`
 
 
-class Failed(msgspec.Struct, frozen=True, tag="failed"):
+class RequestFailed(msgspec.Struct, frozen=True, tag="failed"):
     """Nothing was changed by this request, except that gradients which lack a part of theirs are dropped."""
 
     message: str
     fault: Fault = "user"
 
 
-Answer = BeginDone | PassDone | StepDone | SaveDone | LoadDone | Told | Failed
+Answer = BeginDone | PassDone | StepDone | SaveDone | LoadDone | CallDone | RequestFailed
 
 
 class SaveInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a save or a published version."""
+    """Metadata of a save or of a published version."""
 
     name: str
     kind: SaveKind
@@ -232,7 +244,7 @@ class SaveInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServiceCard(msgspec.Struct, frozen=True, kw_only=True):
-    """What a service that trains learners of a model tells of itself."""
+    """Heartbeat of a service that trains learners of a model."""
 
     id: str
     model: str
@@ -242,7 +254,7 @@ class ServiceCard(msgspec.Struct, frozen=True, kw_only=True):
     sees: bool = False  # learns from images, too
 
 
-def checked(request: Pass, vocabulary: int, context: int) -> None:
+def checked(request: PassRequest, vocabulary: int, context: int) -> None:
     """InvalidRequestError when a pass's data does not fit its loss, the model's vocabulary or its context."""
     if request.loss not in INPUTS:
         raise InvalidRequestError(f"no loss {request.loss!r}: {', '.join(INPUTS)}", param="loss_fn")

@@ -1,4 +1,4 @@
-"""Whose a thing is, and who may see and change it. The api says who asks (api/tenants.py); stores keep the owner.
+"""Owners of things, and their rights. The api identifies the asker (api/tenants.py); stores have the owner.
 
 A job, file, batch, stream, dead letter, adapter or policy carries its owner from the write that makes it. "" is
 nobody's in particular: what was there before the server had tenants, or what the operator put there for all. It is
@@ -26,11 +26,11 @@ class Asker:
         return cls(owner, limited=owner not in ("", ADMINS))
 
     def sees(self, owner: str) -> bool:
-        """Whether a thing of this owner is there for the asker."""
+        """True if the asker may read a thing of this owner."""
         return not self.limited or owner in ("", self.tenant)
 
     def owns(self, owner: str) -> bool:
-        """Whether it is the asker's to list, change, cancel and delete."""
+        """True if the asker may list, change, cancel and delete a thing of this owner."""
         return not self.limited or owner == self.tenant
 
     @property

@@ -23,7 +23,7 @@ from shared.splits import Arm
 
 SCHEMA = 2  # the newest that we read
 PLAIN = 1  # that we write; a sequence with images is of the newest: who does not know them must not run it
-OLDEST = 1  # that we read; also what a message means that does not say
+OLDEST = 1  # that we read; also the default of a message without it
 
 M = TypeVar("M", "SequenceSpec", "SequenceResult")
 
@@ -37,7 +37,7 @@ LEAST_TEMPERATURE = 1e-5  # vLLM's bound; logits over much less are infinite in 
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """How one row draws its tokens. A row's draw depends on (seed, position) only, never on its batch.
+    """Parameters by which one row draws its tokens. A row's draw depends on (seed, position) only, never on its batch.
 
     Filters apply in this order: logit_bias and penalties on the raw logits, then allowed and bad tokens, the grammar's
     mask, temperature, and top_k, top_p and min_p on the tempered distribution (vLLM's order).
@@ -74,7 +74,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
 
 
 class Collection(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How a sequence of live traffic becomes a trajectory when it settles: whose, and what it is scored by."""
+    """Owner and reward of the trajectory that a sequence of live traffic becomes when it settles."""
 
     policy: str  # the trainer that gets it
     scoring: str = ""  # a name of the reward registry; "": not scored
@@ -90,7 +90,7 @@ class Collection(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class SequenceSpec(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a worker needs to decode one sequence, and where its tokens go."""
+    """All that a worker needs to decode one sequence, and where its tokens go."""
 
     id: str  # unique; of a job: "<job>-<ordinal>", so that enqueueing again changes nothing
     model: str
@@ -100,7 +100,7 @@ class SequenceSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     kind: SequenceKind = "generate"
     group: str = ""  # the sequences of one prompt share it; "" stands alone
     score_ids: tuple[int, ...] = ()  # kind "score": the completion whose log-probabilities are wanted
-    api: str = ""  # the api process that gets frames; "": nobody streams
+    api: str = ""  # the api process that gets frames; "": the sequence is not streamed
     job: str = ""  # the job that gathers the result; "": none
     adapter: str = ""  # "": base; "name": latest version; "name@k": that version
     adapter_policy: AdapterPolicy = "pin"
@@ -123,7 +123,7 @@ class SequenceSpec(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def kv_prompt(self) -> Sequence[int]:
-        """What the prompt's KV is found by: its ids, with what tells images apart in the place of their ids."""
+        """Ids under which the prompt's KV is stored: image placeholders become numbers that tell images apart."""
         return kv_ids(self.prompt_ids, self.image_token, self.images) if self.images else self.prompt_ids
 
     @property
@@ -144,7 +144,7 @@ class Timings(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class SequenceResult(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What is left of a sequence when it has ended; committed exactly once."""
+    """Result of a sequence that has ended; committed exactly once."""
 
     id: str
     finish: Finish
@@ -153,7 +153,7 @@ class SequenceResult(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt_tokens: int
     completion_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()  # fp32 log-probability of each completion token (what a trainer calls mu), in
-    # the mode that the spec's sampling says
+    # the mode of the spec's sampling
     top_logprobs: tuple[TokenLogprobs, ...] = ()
     spans: tuple[VersionSpan, ...] = ()
     text: str | None = None  # only of rows with stop strings; else the reader decodes the ids
@@ -166,17 +166,17 @@ class SequenceResult(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Claim(msgspec.Struct, frozen=True):
-    """A leased sequence in a worker's hands: `entry` of `stream` is ours while the lease lasts."""
+    """A sequence that a worker has leased: `entry` of `stream` is ours while the lease lasts."""
 
     spec: SequenceSpec
     stream: str
     entry: str
     attempt: int  # 1 for the first; writes of an older attempt are refused
-    suspect: bool = False  # it may have ended its workers: only other suspects run beside it
+    suspect: bool = False  # it may have ended its workers: only other suspects run with it
 
 
 class ModelCard(msgspec.Struct, frozen=True):
-    """What a worker tells the registry about the model that it serves; api and job runner plan with it."""
+    """Facts about a served model that its worker registers; api and job runner plan with them."""
 
     name: str
     context_length: int  # prompt + completion, in tokens
@@ -192,7 +192,7 @@ class ModelCard(msgspec.Struct, frozen=True):
     modules: dict[str, tuple[int, int]] = {}  # that adapters may adapt: path -> (in, out); empty: not known
     kv: str = ""  # how KV is quantised or bounded, like "8 bits, groups of 64, 28 of 28 caches"; "": it is not
     kv_window: int = 0  # positions of KV that a row holds at most, however long it is; 0: all
-    sources: tuple[str, ...] = ()  # what its workers were given as --model: hub names, folders; requests may say these
+    sources: tuple[str, ...] = ()  # what its workers were given as --model: hub names, folders; requests may use these
     hidden_size: int = 0  # of the hidden states that embeddings and heads are made of; 0: not known, or it shows none
     heads: dict[str, HeadSpec] = {}  # of its own
     shows_states: bool = True  # hidden states; False: it is known that it shows none
@@ -205,7 +205,7 @@ class ModelCard(msgspec.Struct, frozen=True):
 
 
 def held(positions: int, window: int) -> int:
-    """Of so many positions, those that a row keeps KV of, where a card's `kv_window` is this."""
+    """Number of positions whose KV a row stores, with a card's `kv_window`."""
     return min(positions, window) if window else positions
 
 

@@ -24,8 +24,8 @@ MOST_REWARD = 1e9  # further from 0 no reward is counted
 ArmKind = Literal["latest", "candidate"]
 Outcome = Literal["promoted", "rolled_back", "kept"]
 
-_OWN = 1.0  # rewards' worth of all versions' mean, for each version
-_SPREAD = 4.0  # rewards' worth of all versions' variance
+_OWN = 1.0  # weight, in rewards, of all versions' mean in each version's
+_SPREAD = 4.0  # weight, in rewards, of all versions' variance
 _UNTRIED = 0.15  # share that a version keeps, unless it began with less, until it has LEAST_REWARDS
 _ROOM = 0.8  # part of what floors leave that such shares may take
 _NOISE = 1e-24  # variance, as a part of the squared mean, that rounding may make
@@ -41,7 +41,7 @@ class Arm(msgspec.Struct, frozen=True):
 
 
 class Split(msgspec.Struct, frozen=True):
-    """Which versions get which shares, and when it ends."""
+    """Versions and their shares, and the end of the split."""
 
     versions: tuple[int, ...]
     weights: tuple[float, ...]  # of the versions: shares to begin with, 1 together
@@ -53,16 +53,16 @@ class Split(msgspec.Struct, frozen=True):
     tenant: str = ""  # the adapter's owner: whose requests it is about
 
 
-class Rewards(msgspec.Struct, frozen=True):
-    """What a version has earned."""
+class RewardSums(msgspec.Struct, frozen=True):
+    """Running sums of the rewards of one version."""
 
     count: int = 0
     mean: float = 0.0
     squares: float = 0.0  # sum of squared differences from the mean
 
 
-class Verdict(msgspec.Struct, frozen=True):
-    """How a split has ended."""
+class SplitVerdict(msgspec.Struct, frozen=True):
+    """Result of a split that has ended."""
 
     winner: int
     outcome: Outcome
@@ -77,9 +77,9 @@ class Belief(msgspec.Struct, frozen=True):
     error: float
 
 
-def beliefs(split: Split, earned: Mapping[int, Rewards]) -> list[Belief] | None:
-    """What is known of each version; None while all rewards are equal, or there are none."""
-    rewards = [earned.get(version, Rewards()) for version in split.versions]
+def beliefs(split: Split, earned: Mapping[int, RewardSums]) -> list[Belief] | None:
+    """Posterior of each version's mean reward; None while all rewards are equal, or there are none."""
+    rewards = [earned.get(version, RewardSums()) for version in split.versions]
     count = sum(each.count for each in rewards)
     if not count:
         return None
@@ -95,16 +95,16 @@ def beliefs(split: Split, earned: Mapping[int, Rewards]) -> list[Belief] | None:
     return found
 
 
-def shares(split: Split, earned: Mapping[int, Rewards]) -> tuple[float, ...]:
+def shares(split: Split, earned: Mapping[int, RewardSums]) -> tuple[float, ...]:
     """The share of each version; 1 together."""
     if not split.auto:
         return split.weights
-    return _shares(split, tuple(earned.get(version, Rewards()) for version in split.versions))
+    return _shares(split, tuple(earned.get(version, RewardSums()) for version in split.versions))
 
 
 @functools.lru_cache(maxsize=256)
-def _shares(split: Split, rewards: tuple[Rewards, ...]) -> tuple[float, ...]:
-    """Kept by what they follow from: with many versions they take milliseconds, and are asked for again and again."""
+def _shares(split: Split, rewards: tuple[RewardSums, ...]) -> tuple[float, ...]:
+    """Cached by their inputs: with many versions they take milliseconds, and are needed again and again."""
     earned = dict(zip(split.versions, rewards, strict=True))
     known = beliefs(split, earned)
     chances = list(split.weights)
@@ -117,10 +117,12 @@ def _shares(split: Split, rewards: tuple[Rewards, ...]) -> tuple[float, ...]:
     return tuple(low + left * chance / total for low, chance in zip(least, chances, strict=True))
 
 
-def _least_shares(split: Split, earned: Mapping[int, Rewards]) -> list[float]:
+def _least_shares(split: Split, earned: Mapping[int, RewardSums]) -> list[float]:
     """The floor, and more of it for versions that lack rewards for a verdict."""
     more = [
-        max(0.0, min(_UNTRIED, weight) - split.floor) if earned.get(version, Rewards()).count < LEAST_REWARDS else 0.0
+        max(0.0, min(_UNTRIED, weight) - split.floor)
+        if earned.get(version, RewardSums()).count < LEAST_REWARDS
+        else 0.0
         for version, weight in zip(split.versions, split.weights, strict=True)
     ]
     room = _ROOM * (1 - split.floor * len(more))
@@ -128,7 +130,7 @@ def _least_shares(split: Split, earned: Mapping[int, Rewards]) -> list[float]:
 
 
 def best_chances(known: list[Belief]) -> list[float]:
-    """For each version, how likely it is the best one."""
+    """For each version, the probability that it is the best one."""
     if len(known) == 2:
         return [better(*known), better(*reversed(known))]
     found = []
@@ -146,11 +148,11 @@ def best_chances(known: list[Belief]) -> list[float]:
 
 
 def better(one: Belief, other: Belief) -> float:
-    """How likely the first has the higher mean."""
+    """Probability that the first version has the higher mean."""
     return _below((one.mean - other.mean) / math.hypot(one.error, other.error))
 
 
-def winner(split: Split, earned: Mapping[int, Rewards]) -> tuple[int, str]:
+def winner(split: Split, earned: Mapping[int, RewardSums]) -> tuple[int, str]:
     """The version that is to be the latest, and why.
 
     Of those that are surely better than the latest it is the one with the highest lower bound of its mean: one that has
@@ -178,5 +180,5 @@ def winner(split: Split, earned: Mapping[int, Rewards]) -> tuple[int, str]:
 
 
 def _below(z: float) -> float:
-    """The standard normal distribution."""
+    """Distribution function of the standard normal distribution at z."""
     return 0.5 * math.erfc(-z / math.sqrt(2))

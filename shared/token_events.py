@@ -116,7 +116,7 @@ def by_token(events: Iterable[TokenEvent]) -> Iterator[TokenEvent]:
 
 
 def fenced(live: Sequence[TokenEvent]) -> list[TokenEvent]:
-    """The events of a frame stream that count, in its order: those that no newer attempt stands before."""
+    """The valid events of a frame stream, in its order: those without an earlier event of a newer attempt."""
     kept: list[TokenEvent] = []
     newest = 0
     for event in live:
@@ -149,7 +149,7 @@ def splice(logged: Sequence[TokenEvent], live: Sequence[TokenEvent], start: int)
 def _index(
     logged: Sequence[TokenEvent], live: Sequence[TokenEvent], start: int
 ) -> tuple[dict[int, TokenEvent], dict[int, TokenEvent]]:
-    """Which event gives the token at each position, and the finish behind it."""
+    """Event that gives the token at each position, and the finish after it."""
     token_at: dict[int, TokenEvent] = {}
     finish_at: dict[int, TokenEvent] = {}
     for event in logged:
@@ -169,5 +169,5 @@ def _index(
 
 
 def _is_bare(event: TokenEvent) -> bool:
-    """Whether an event carries prompt logprobs alone."""
+    """True if the event carries prompt logprobs alone."""
     return not event.tokens and event.finish is None

@@ -1,4 +1,4 @@
-"""What a trainer tells of itself, what users ask of it, and what it answers: plain messages, read by api and dashboard.
+"""A trainer's status, orders to it, and its answers: plain messages, read by api and dashboard.
 
 **policy** the adapter name that a trainer publishes under; there is one trainer a policy · **train step** one batch
 consumed · **policy step** a train step whose result is part of the present policy.
@@ -26,10 +26,10 @@ AlertKind = Literal[
 ]
 ALERT_KINDS: tuple[AlertKind, ...] = get_args(AlertKind)
 TrainerState = Literal["starting", "waiting", "training", "paused", "ended", "failed"]
-ForeignAction = Literal["adopt", "override"]  # what to do with a version that somebody else has made the latest
+ForeignAction = Literal["adopt", "override"]  # reaction to a version that another process has made the latest
 
 
-class ShownSample(msgspec.Struct, frozen=True):
+class BoardSample(msgspec.Struct, frozen=True):
     """A sample of the last train step with its reward, shortened for people."""
 
     reward: float | None  # None: it failed
@@ -81,7 +81,7 @@ class TrainerStatus(msgspec.Struct, frozen=True, kw_only=True):
     value_loss: float | None = None  # of a value head, in the last train step
     explained: float | None = None  # how well its values were known before: 1 is all
     ranks: tuple[RankStatus, ...] = ()  # that divide the model among them; (): it is one process
-    mode: str = ""  # of learning, as `--mode` has it; "": rl, of a trainer that does not say
+    mode: str = ""  # of learning, as `--mode` has it; "": rl, of a trainer that does not state it
     steps: int = 0  # train steps that the run is to make; 0: it has no end
     eta_s: float | None = None  # until they are made, at the pace of the last ones
     groups: int = 0  # of the last train step, as are the next four
@@ -89,7 +89,7 @@ class TrainerStatus(msgspec.Struct, frozen=True, kw_only=True):
     zero_variance: int = 0  # groups whose samples all earned the same
     overlong: int = 0  # samples that reached the length limit
     failed: int = 0  # samples without a completion or a reward
-    samples: tuple[ShownSample, ...] = ()  # of the last train step, the highest reward first
+    samples: tuple[BoardSample, ...] = ()  # of the last train step, the highest reward first
     held_out_right: float | None = None  # of a run on a data set: the share of held-out items that it has right
     next_version_at: int = 0  # train step after which it offers its next version; 0: not known
 
@@ -109,7 +109,7 @@ class TrainingPoint(msgspec.Struct, frozen=True, kw_only=True):
     held_out_right: float | None = None  # of a run on a data set: the share of held-out items that is right
     loss: float | None = None
     value_loss: float | None = None  # of a value head; None: there is none
-    explained: float | None = None  # share of the variance of what its values should have been that they had said
+    explained: float | None = None  # share of the variance of the returns that the values had predicted
     kl: float | None = None
     entropy: float | None = None
     clip_fraction: float | None = None
@@ -128,7 +128,7 @@ class TrainingPoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Beat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a trainer without Redis tells its ring: that it owns the policy, and how it goes."""
+    """Heartbeat of a trainer without Redis: that it owns the policy, and its status."""
 
     owner: str
     instead_of: str = ""  # an owner that is known to be dead
@@ -138,7 +138,7 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Holder(msgspec.Struct, frozen=True):
-    """Who owns a policy from now on; what model and ring are called here ("": it was not asked for)."""
+    """The owner of a policy from now on, and the names of model and ring here ("": not asked for)."""
 
     owner: str
     model: str = ""
@@ -169,7 +169,7 @@ class CheckpointOrder(msgspec.Struct, frozen=True, tag="checkpoint"):
 
 
 class ResumeOrder(msgspec.Struct, frozen=True, tag="resume"):
-    """Go on with a run that is paused because somebody else has moved `latest` of its policy."""
+    """Continue a run that is paused because another process has moved `latest` of its policy."""
 
     action: ForeignAction
 
@@ -179,7 +179,7 @@ UpdateOutcome = Literal["updated", "rejected", "no_signal"]
 
 
 class UpdateAnswer(msgspec.Struct, frozen=True, tag="updated"):
-    """What became of an update. `rejected`: the gate refused it and all is as before; `no_signal`: nothing to learn."""
+    """Result of an update. `rejected`: the gate refused it and all is as before; `no_signal`: nothing to learn."""
 
     status: UpdateOutcome
     train_step: int
@@ -197,14 +197,14 @@ class UpdateAnswer(msgspec.Struct, frozen=True, tag="updated"):
 
 
 class CheckpointAnswer(msgspec.Struct, frozen=True, tag="saved"):
-    """A checkpoint was saved."""
+    """The name of the checkpoint that was saved."""
 
     checkpoint: str
     train_step: int
 
 
 class ResumeAnswer(msgspec.Struct, frozen=True, tag="resumed"):
-    """The run goes on."""
+    """The run was resumed, with the version that it now serves."""
 
     action: ForeignAction
     version: int  # that is served and trained from now on
@@ -229,7 +229,7 @@ class TakeOrders(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A trainer without Redis asks for an order."""
 
     owner: str
-    after: str = ""  # one that it took in an earlier life and has not finished, behind this entry; "": a new one
+    after: str = ""  # an order taken in an earlier life and not finished, after this entry; "": a new one
 
 
 class TakenOrder(msgspec.Struct, frozen=True):
@@ -244,7 +244,7 @@ class TakenOrder(msgspec.Struct, frozen=True):
 
 
 class AnswerLetter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What such a trainer says of an order."""
+    """Answer of such a trainer to an order."""
 
     owner: str
     entry: str
@@ -260,11 +260,11 @@ class TrajectoryStats(msgspec.Struct, frozen=True):
     dropped: int = 0  # the oldest, when the bound was passed
     consumed: int = 0  # learned from, or found too old or without a score by the trainer
     waiting: int = 0
-    bytes: int = 0  # of those that wait
+    bytes: int = 0  # number of waiting ones
 
 
 def is_checkpoint_name(name: str) -> bool:
-    """Whether a checkpoint can have it; `latest` and `best` point at others."""
+    """True if the name is allowed for a checkpoint; `latest` and `best` are pointers to others."""
     return re.fullmatch(NAME, name) is not None and name not in ("latest", "best")
 
 

@@ -1,4 +1,4 @@
-"""A trajectory: what a rollout leaves behind, and what a trainer and a person read."""
+"""A trajectory: the record of a rollout, for a trainer and for people."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ class Reward(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Drawing(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How a completion was drawn, where that is not the model's own distribution."""
+    """Parameters by which a completion was drawn, where that is not the model's own distribution."""
 
     temperature: float = 1.0  # 0: greedy
     top_k: int = 0
@@ -39,7 +39,7 @@ class Trajectory(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt_ids: tuple[int, ...]
     completion_ids: tuple[int, ...]
     text: str
-    logprobs: tuple[float, ...]  # one per completion token, fp32, in the mode that `logprobs_mode` says
+    logprobs: tuple[float, ...]  # one per completion token, fp32, in the mode `logprobs_mode`
     finish_reason: FinishReason
     spans: tuple[VersionSpan, ...] = ()
     top_logprobs: tuple[TokenLogprobs, ...] = ()
@@ -56,7 +56,7 @@ class Trajectory(msgspec.Struct, frozen=True, omit_defaults=True):
     embedding: bytes = b""  # kind "batch", likewise: fp32, little-endian (base64 in JSON)
     cached_tokens: int = 0  # prompt tokens whose KV came from the prefix cache
     loss_mask: tuple[int, ...] = ()  # per completion token: 1 the model's own, 0 a tool's words; (): all 1
-    # Raw: the model's own, temperature 1 without filters. Processed: those of what was drawn from, which `drawn` says
+    # Raw: the model's own, temperature 1 without filters. Processed: of the distribution drawn from, see `drawn`
     logprobs_mode: LogprobsMode = "raw_logprobs"
     drawn: Drawing | None = None  # None: from the model's own distribution
     images: tuple[ImageRef, ...] = ()  # of the prompt
@@ -166,12 +166,12 @@ def event_of(seq: str, trajectory: Trajectory, *, with_text: bool) -> TokenEvent
 
 
 def needs_processed(drawing: Drawing | None) -> bool:
-    """Whether a trainer can take into account how it was drawn, and so needs log-probabilities of just that."""
+    """True if a trainer can account for how a token was drawn, and so needs log-probabilities of that distribution."""
     return drawing is not None and drawing.temperature >= LEAST_TEMPERATURE and not drawing.edited
 
 
 def drawing_of(s: SamplingParams | SamplingOverrides) -> Drawing | None:
-    """How these parameters change the model's own distribution; None: not at all."""
+    """Changes that these parameters make to the model's own distribution; None: none."""
     penalties = (s.presence_penalty, s.frequency_penalty, s.repetition_penalty) != (0.0, 0.0, 1.0)
     grammar = s.grammar if isinstance(s, SamplingParams) else ""
     drawing = Drawing(

@@ -1,4 +1,4 @@
-"""Whose turn it is: keys share what there is, and the jobs of a key share its part.
+"""Turns by key: keys share the places, and the jobs of a key share its part.
 
 Each turn costs the time that it took. The next one goes to the key that has had the least, and in it to the job that
 has had the least. A key that comes anew, or comes again after a rest, begins where those that have waited stand: time
@@ -40,7 +40,7 @@ class _Account:
 
 
 class FairTurns:
-    """At most `room` turns at a time."""
+    """At most `room` turns at a time, shared by key."""
 
     def __init__(self, room: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._free = room
@@ -89,7 +89,7 @@ class FairTurns:
             raise
 
     def _serve(self) -> None:
-        """Give free turns to those who have used the least time."""
+        """Give free turns to the askers that have used the least time."""
         while self._free and self._all.wants:
             now = self._clock()
             account = self._all

@@ -1,10 +1,10 @@
-"""Who wants to be told of the end of a job, a batch or a response."""
+"""Receivers that are notified of the end of a job, a batch or a response."""
 
 import msgspec
 
 
 class Webhook(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Where to, and what the message is signed with. The secret is never shown and never logged."""
+    """URL of a receiver, and the secret that signs messages to it. The secret is never shown and never logged."""
 
     url: str
     secret: str

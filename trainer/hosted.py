@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import mlx.core as mx
 import numpy as np
@@ -26,11 +26,11 @@ from shared.errors import EngineError, ParallmError, QueueFullError, ServiceUnav
 from shared.process.nested_config import is_nested
 from shared.process.settings import WorkerSettings, load
 from trainer.learn.batches import Sample, SampleGroup
-from trainer.learn.compute import EngineHost, Others, SharedEngine, Work
+from trainer.learn.compute import EngineHost, LendingWorker, Others, Work
 from trainer.learners import placing
 from trainer.learners.handle import Local
 from trainer.learners.kinds import made_with
-from trainer.learners.policy import Learner
+from trainer.learners.policy import PolicyLearner
 from trainer.learners.ranks import RankLearner
 from trainer.rollouts.scorers import ring_judges
 from trainer.runs.loop import TrainLoop
@@ -50,23 +50,8 @@ _MAY_PASS = (EngineError, QueueFullError, ServiceUnavailableError)
 _OF_THE_WORKER = {"model": "model", "model_path": "model", "dtype": "dtype", "redis": "redis", "redis_url": "redis"}
 
 
-class LendingWorker(Protocol):
-    """What a worker lends (worker/guest.py)."""
-
-    @property
-    def engine(self) -> SharedEngine:
-        """Where MLX work runs."""
-
-    @property
-    def loaded(self) -> LoadedModel: ...
-
-    @property
-    def others(self) -> Others | None:
-        """The other ranks, where the worker is a group of several."""
-
-
 class HostedTrainer:
-    """A worker's guest (worker/guest.py)."""
+    """A guest of a worker (worker/guest.py) that trains one policy."""
 
     rank = RankLearner  # what the other ranks of the worker's group do in its place
 
@@ -87,7 +72,7 @@ class HostedTrainer:
         return self._settings.resolved()
 
     def start(self, place: LendingWorker, ended: Callable[[bool], None]) -> None:
-        """Train from now on."""
+        """Start training in a thread of its own; `ended` gets True if the run is complete."""
         if not self._settings.microbatch_gb:
             bound = free_bytes() / FREE_PART / 1e9
             self._settings = self._settings.model_copy(update={"microbatch_gb": bound})
@@ -131,7 +116,7 @@ class HostedTrainer:
     # -- in the trainer's thread
 
     async def _train_until_done(self, place: LendingWorker) -> bool:
-        """Whether all is done."""
+        """Train, with retries; True if the run is complete."""
         self._loop = asyncio.get_running_loop()
         if self._warms_up and mx.default_device() != mx.Device(mx.cpu):
             await self._warm_up(place)
@@ -209,7 +194,7 @@ class HostedTrainer:
 
 
 def hosted_settings(worker: WorkerSettings) -> TrainSettings:
-    """The run's settings; model, dtype and ring are the worker's. SetupError when its file says otherwise."""
+    """The run's settings; model, dtype and ring are the worker's. SetupError when its file has other values."""
     arguments: list[str] = []
     if worker.train_config is not None:
         arguments = ["--config", str(worker.train_config)]
@@ -227,7 +212,7 @@ def hosted_settings(worker: WorkerSettings) -> TrainSettings:
 
 
 async def _ended(work: Future[None]) -> None:
-    """Once it has; what goes wrong in a rehearsal shows again in the run, where it is told."""
+    """Wait for the end of a rehearsal; its error is logged here, and reported by the run, where it occurs again."""
     try:
         await asyncio.wrap_future(work)
     except Exception:
@@ -260,10 +245,10 @@ STEPS = 2  # the first one finds out how large a microbatch may be
 def rehearse(loaded: LoadedModel, settings: TrainSettings, others: Others | None) -> Work[None]:
     """Train on made-up samples; runs in the engine's thread, with `others` on all ranks of a group."""
     made = made_with("policy", policy_options(settings))
-    local: Local[Learner] = Local.open(made, loaded.model, whole=loaded.whole, others=others)
+    local: Local[PolicyLearner] = Local.open(made, loaded.model, whole=loaded.whole, others=others)
     groups = _groups(loaded.card.vocab_size, min(COMPLETION, settings.max_tokens))
     for step in range(STEPS):
-        yield from local.work(Learner.train, groups, step, step, [groups[0].prompt_ids])
+        yield from local.work(PolicyLearner.train, groups, step, step, [groups[0].prompt_ids])
 
 
 def _groups(vocab_size: int, completion: int) -> list[SampleGroup]:

@@ -46,7 +46,7 @@ _TEMPLATES = "additional_chat_templates"
 
 @dataclass(frozen=True)
 class Merging:
-    """What is merged, and where to."""
+    """The adapter to merge, its base, and the folder to write."""
 
     base: str  # a folder or a hub name
     adapter: Path  # a folder, of mlx-lm's or PEFT's layout
@@ -69,7 +69,7 @@ class _Record(msgspec.Struct, frozen=True):
 
 
 def merge(asked: Merging) -> tuple[str, ...]:
-    """Write the folder; the names of heads that went into its subfolder. SetupError says what is in the way."""
+    """Write the folder; the names of heads that went into its subfolder. SetupError names the obstacle."""
     path = model_folder(asked.base)
     _check_target(asked.target, path)
     digest = base_sha256(path)
@@ -130,7 +130,7 @@ def _write_model(model: Any, config: dict[str, Any], folder: Path, merged: Colle
     sees = "vision_tower" in getattr(model, "model", {})
     try:
         _write_weights(model, folder, merged)
-    except RuntimeError as error:  # mlx does not tell which error of the disk it was
+    except RuntimeError as error:  # mlx does not report which error of the disk it was
         raise SetupError(f"cannot write the merged model in {folder.parent}: {error}{room(folder)}") from error
     mlx_lm.utils.save_config(config, folder / "config.json", keep_vision_config=sees)
 
@@ -183,7 +183,7 @@ def _write_heads(adapter: PreparedAdapter, folder: Path) -> None:
     (folder / HEADS / CONFIG_FILE).write_bytes(mlx_config("head", 0, 0.0, (), adapter.heads))
 
 
-_SECOND_SCALE = "global_scale"  # of NVFP4, beside the scales of groups: mx.quantize would not give it back
+_SECOND_SCALE = "global_scale"  # of NVFP4, besides the scales of groups: mx.quantize would not give it back
 
 
 def dequantize(model: Any) -> None:

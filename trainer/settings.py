@@ -44,7 +44,7 @@ def _no(value: Any) -> Any:
 class TrainSettings(
     HeldOutSettings, CurriculumSettings, LoggerSettings, GateSettings, JoinSettings, DataSettings, TrainerGroupSettings
 ):
-    """`mlx_parallm_train`: one per policy."""
+    """Settings of `mlx_parallm_train`: one process per policy."""
 
     is_trainer: ClassVar[bool] = True
     panels: ClassVar[Panels] = TRAINER
@@ -262,7 +262,7 @@ class TrainSettings(
 
     @property
     def versions_kept(self) -> int:
-        """How many versions stay in the store: at least those that samples under way may be pinned to."""
+        """Number of versions that stay in the store: at least the ones that pending samples may be pinned to."""
         return max(self.adapter_keep_n, self.max_lag + 3) if self.adapter_keep_n else 0
 
     def adapter_shape(self) -> AdapterShape:
@@ -354,7 +354,7 @@ class TrainSettings(
         return said
 
     def registration(self, train_step: int) -> Registration:
-        """What Atropos learns of this run."""
+        """Registration of this run at Atropos' run-api."""
         return Registration(
             wandb_group=self.run_name,
             wandb_project=self.logger_project,

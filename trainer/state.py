@@ -13,14 +13,16 @@ Moments = dict[str, np.ndarray[Any, Any]]  # an optimizer's state
 
 @dataclass(frozen=True)
 class GradientMeans:
-    """What AdamW's moments say of a gradient: they without their bias towards 0, by parameter."""
+    """AdamW's moments without their bias towards 0, by parameter."""
 
-    first: Arrays = field(default_factory=dict)  # mean of the gradient; empty: not told, or there was no update yet
+    first: Arrays = field(
+        default_factory=dict
+    )  # mean of the gradient; empty: not published, or there was no update yet
     second: Arrays = field(default_factory=dict)  # mean of its square
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class LearnerSnapshot:
     """All of a learner's state. No random state: every draw follows from the run's seed and a counter."""
 
     adapter: Arrays
@@ -36,7 +38,7 @@ class DrawnTask(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CurriculumBooks(msgspec.Struct, frozen=True):
-    """Where a curriculum is."""
+    """State of a curriculum in a checkpoint."""
 
     identity: str  # of the tasks and the curriculum
     drawn: dict[int, DrawnTask]  # by the index of each pending group
@@ -81,7 +83,7 @@ class RunState(msgspec.Struct):
     orders: list[str] = []  # ids of the last orders that the weights know
     policy_steps: dict[int, int] = {}  # adapter version -> policy step that made it
     good_on: dict[str, dict[int, tuple[float, float]]] = {}  # tasks -> version -> mean reward and its standard error
-    best_on: str = ""  # the tasks whose rewards say which version is the best
+    best_on: str = ""  # the tasks whose rewards decide which version is the best
     rejected: int = 0
     rollbacks: int = 0
     updates: int = 0  # policy steps ever made; a rollback takes none away

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 
 import structlog
 
-from shared.redis.ring.pause import PauseOrder, PauseSwitch
+from shared.redis.processes.pause import PauseOrder, PauseSwitch
 from worker.claims import Returns
 from worker.engine.thread import EngineThread
 from worker.rows import ClaimedRow, ClaimedRows

@@ -24,11 +24,11 @@ from shared.process.garbage import leave_out_what_is_loaded
 from shared.process.loops import begin, cancel, until_taken
 from shared.process.settings import WorkerSettings
 from shared.redis.connection.client import connect
+from shared.redis.processes.metric_store import MetricWriter
+from shared.redis.processes.pause import PauseSwitch
+from shared.redis.processes.worker_registry import DifferingWeights, WorkerRegistry, WorkerState, WorkerStatus
 from shared.redis.queue.affinity import WarmNotes
 from shared.redis.queue.sequence_queue import ClaimPlan, SequenceQueue
-from shared.redis.ring.metric_store import MetricWriter
-from shared.redis.ring.pause import PauseSwitch
-from shared.redis.ring.worker_registry import DifferingWeights, WorkerRegistry, WorkerState, WorkerStatus
 from shared.redis.tokens.log import read_tokens
 from shared.redis.tokens.writer import FrameWriter
 from shared.sequences import Claim, ModelCard

@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass
 
 from shared.process.settings import WorkerSettings
 from shared.ranks import RankStatus
+from shared.redis.processes.worker_registry import WorkerState, WorkerStatus, weights_of
 from shared.redis.queue.sequence_queue import SequenceQueue
-from shared.redis.ring.worker_registry import WorkerState, WorkerStatus, weights_of
 from shared.sequences import Claim, ModelCard, SequenceResult
 from shared.telemetry import tracing
 from shared.telemetry.metrics import Counter, Histogram, Tally

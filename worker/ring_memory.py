@@ -20,7 +20,7 @@ from redis.exceptions import RedisError
 
 from shared.process.settings import WorkerSettings
 from shared.redis.connection.faults import reason
-from shared.redis.ring.completion_store import (
+from shared.redis.processes.completion_store import (
     COMPLETION_IDS,
     MOST_COMPLETIONS,
     PROMPT_BYTES,

@@ -27,7 +27,7 @@ from api.ring.ring import Ring
 from api.ring.room import aside
 from shared.adapters import AdapterManifest
 from shared.errors import InvalidRequestError
-from shared.networks.shapes import MAX_NUMBERS, Plan
+from shared.networks.shapes import MAX_NUMBERS, NetworkPlan
 from shared.networks.spec import Dtype, NetworkSpec, TensorSpec
 from shared.networks.tensors import NUMPY, Array, Tensors, check_tensors, pack, shape_with_batch, unpack
 
@@ -145,7 +145,7 @@ def _question(network: NetworkSpec, given: Mapping[str, Any], param: str) -> Que
     return Question(tensors, rows, at_once)
 
 
-def _numbers(network: NetworkSpec, planned: Plan) -> int:
+def _numbers(network: NetworkSpec, planned: NetworkPlan) -> int:
     """That one row is given."""
     shapes = [planned.shapes[output.of] for output in network.outputs.values()]
     shapes += [state.shape for state in network.state.values()]

@@ -13,7 +13,7 @@ from shared.ranks import RankStatus
 from shared.redis import keys
 from shared.redis.connection.client import infos, server_time_ms
 from shared.redis.connection.faults import reason
-from shared.redis.ring.worker_registry import WorkerStatus
+from shared.redis.processes.worker_registry import WorkerStatus
 from shared.redis.training.board import TrainingBoard
 from shared.telemetry.metrics import CATALOGUE, series
 

@@ -17,9 +17,9 @@ from redis.exceptions import RedisError
 from api.load import Load
 from api.ring.ring import SERVING, Ring, ring_of
 from shared.redis.connection.faults import is_refusal, reason
-from shared.redis.ring.child_troubles import ChildTroubles
-from shared.redis.ring.pause import PauseMode, PauseSwitch
-from shared.redis.ring.worker_registry import WorkerStatus
+from shared.redis.processes.child_troubles import ChildTroubles
+from shared.redis.processes.pause import PauseMode, PauseSwitch
+from shared.redis.processes.worker_registry import WorkerStatus
 from shared.redis.training.board import live_trainers
 
 router = APIRouter(tags=["operations"])
@@ -230,7 +230,7 @@ async def _look(ring: Ring, report: RingHealth) -> None:
     trainers = await live_trainers(ring.redis, time.time_ns() // 1_000_000)
     report.trainers = [TrainerHealth.model_validate(to_builtins(trainer)) for trainer in trainers]
     report.model_loaded = any(worker.state in SERVING for worker in report.workers)
-    report.reasons += [trouble.told for trouble in await ChildTroubles(ring.redis).read()]
+    report.reasons += [trouble.message for trouble in await ChildTroubles(ring.redis).read()]
     order = await PauseSwitch(ring.redis).current()
     report.paused = None if order is None else order.mode
 

@@ -10,7 +10,7 @@ from api.ops.ring_view import RingSample, RingSnapshot
 from api.ops.snapshot import Snapshots, ended_by_queue
 from api.ring.ring import Ring
 from shared.redis.connection.faults import reason
-from shared.redis.ring.metric_store import read_totals
+from shared.redis.processes.metric_store import read_totals
 from shared.telemetry.metrics import SUM, series
 
 log = structlog.get_logger()

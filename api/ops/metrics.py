@@ -1,6 +1,6 @@
 """`GET /metrics`: the figures of the whole ring, from Redis, in Prometheus' text format; the same from any api.
 
-Counters and histograms are the totals of all processes (shared/redis/ring/metric_store.py), gauges what Redis says
+Counters and histograms are the totals of all processes (shared/redis/processes/metric_store.py), gauges what Redis says
 at this moment (api/ops/gauges.py). A client that asks for JSON gets the few figures that training code reads.
 """
 
@@ -22,7 +22,7 @@ from api.ops.gauges import Gauges, read_gauges
 from api.ring.choosing import from_each
 from api.ring.ring import Ring, ring_of
 from shared.process.options.rings import HOME
-from shared.redis.ring.metric_store import read_totals
+from shared.redis.processes.metric_store import read_totals
 from shared.telemetry.metrics import CATALOGUE, INF, MOST_SERIES, SUM, parse_field, series
 from shared.telemetry.metrics import Metric as Described
 

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from api.http.errors import error_responses
 from api.ring.ring import Ring, ring_of
 from shared.errors import ConflictError, ServiceUnavailableError
-from shared.redis.ring.pause import PauseMode, PauseOrder, PauseSwitch
+from shared.redis.processes.pause import PauseMode, PauseOrder, PauseSwitch
 
 router = APIRouter(tags=["rl"])
 TheRing = Annotated[Ring, Depends(ring_of)]

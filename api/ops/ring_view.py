@@ -7,7 +7,7 @@ import msgspec
 
 from shared.jobs import JobStatus
 from shared.redis.adapters.catalog import AdapterSummary
-from shared.redis.ring.worker_registry import WorkerStatus
+from shared.redis.processes.worker_registry import WorkerStatus
 from shared.training import TrainerStatus
 
 

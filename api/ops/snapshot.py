@@ -18,8 +18,8 @@ from api.ring.ring import Ring, ring_of
 from shared.errors import UnknownAdapterError
 from shared.redis import keys
 from shared.redis.connection.client import infos, server_time_ms
-from shared.redis.ring.metric_store import read_totals
-from shared.redis.ring.worker_registry import WorkerStatus
+from shared.redis.processes.metric_store import read_totals
+from shared.redis.processes.worker_registry import WorkerStatus
 from shared.redis.training.board import TrainingBoard, trained_policies
 from shared.telemetry.metrics import SUM, series
 

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
+from shared.redis.processes.worker_registry import WorkerStatus
 from shared.redis.queue.sequence_queue import Timely
-from shared.redis.ring.worker_registry import WorkerStatus
 from shared.sequences import SequenceClass
 
 RECENT = 0.05  # weight of the latest request's prompts, the very first one's too

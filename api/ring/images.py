@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 
 from api.ring.caller import asker, while_wanted
 from api.ring.room import Room, aside
-from shared.image_files.pixels import Size
+from shared.image_files.pixels import ImageSize
 from shared.image_files.reader import ImageReader
 from shared.redis.kept.image_store import ImageStore
 from shared.redis.kept.kept_things import Terms
@@ -27,7 +27,7 @@ class CheckedImage(NamedTuple):
     """An image that can be seen, and its hash."""
 
     sha256: bytes
-    size: Size
+    size: ImageSize
 
 
 class ImageIntake:
@@ -37,7 +37,7 @@ class ImageIntake:
         self._store = ImageStore(redis, terms)
         self._reader = ImageReader(PLACES)
         self._room = Room(PLACES)
-        self._known: OrderedDict[bytes, Size] = OrderedDict()
+        self._known: OrderedDict[bytes, ImageSize] = OrderedDict()
 
     async def checked(self, data: bytes) -> CheckedImage:
         """Decode an image once; InvalidRequestError says what is wrong with it."""
@@ -63,6 +63,6 @@ class ImageIntake:
         """End the processes."""
         self._reader.close()
 
-    async def _read(self, data: bytes) -> Size:
+    async def _read(self, data: bytes) -> ImageSize:
         async with self._room.place():
             return await self._reader.size(data)

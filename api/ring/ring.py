@@ -44,17 +44,17 @@ from shared.redis.kept.conversation_store import ConversationStore
 from shared.redis.kept.kept_things import Terms
 from shared.redis.kept.response_store import ResponseStore
 from shared.redis.kept.session_store import SessionStore
+from shared.redis.processes.metric_store import MetricWriter
+from shared.redis.processes.pause import PauseSwitch
+from shared.redis.processes.worker_registry import WorkerRegistry, WorkerStatus, weights_of
 from shared.redis.queue.affinity import Affinity
 from shared.redis.queue.dead_letters import DeadLetters
 from shared.redis.queue.sequence_queue import CLASSES, SequenceQueue
-from shared.redis.ring.metric_store import MetricWriter
-from shared.redis.ring.pause import PauseSwitch
-from shared.redis.ring.worker_registry import WorkerRegistry, WorkerStatus, weights_of
 from shared.redis.tokens.reader import FrameReader
 from shared.redis.training.learner_store import LearnerStore
 from shared.redis.training.tinker_store import TinkerStore
 from shared.scoring.pool import RewardPool
-from shared.scoring.score import Rewards
+from shared.scoring.score import SampleScorer
 from shared.scoring.served import ServedRewards
 from shared.sequences import ModelCard, SequenceClass
 from shared.telemetry.metrics import Tally
@@ -126,7 +126,9 @@ class Ring:
         # It compiles the patterns of rewards, and scores nothing.
         self.patterns: RewardPool = home.patterns if home else RewardPool(processes=1)
         self.judges = ServedRewards(self.redis, f"reward-{self.api_id}", asker)
-        self.rewards = Rewards(OrderedScores(self.redis, min(MAX_SCORE_S, settings.request_timeout_s)), self.judges)
+        self.rewards = SampleScorer(
+            OrderedScores(self.redis, min(MAX_SCORE_S, settings.request_timeout_s)), self.judges
+        )
         self.away = "it has not answered yet" if home else ""  # why it is taken for away, where there are several
         self._tasks: list[asyncio.Task[None]] = []
         self._queues: dict[str, SequenceQueue] = {}

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Protocol, Self, TypeVar
 
 from api.ring.first_tokens import Forecast
-from shared.redis.ring.worker_registry import WorkerStatus
+from shared.redis.processes.worker_registry import WorkerStatus
 
 MOST_WAIT_S = 0.25  # longer than elsewhere that a conversation waits for its ring, about what its prompt would cost
 MOST_CROWDING = 0.5  # fuller than elsewhere, in rows for each row, that its ring may be

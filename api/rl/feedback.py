@@ -23,7 +23,7 @@ from api.ring.choosing import from_each
 from api.ring.ring import Ring, TheRing
 from api.ring.room import aside
 from shared.errors import ConflictError, InvalidRequestError, NotFoundError
-from shared.redis.kept.answer_store import Answer, Verdict, answers_of, live_of
+from shared.redis.kept.answer_store import StoredAnswer, Verdict, answers_of, live_of
 from shared.splits import MOST_REWARD
 
 router = APIRouter(tags=["training"], route_class=BodyRoute)
@@ -152,7 +152,7 @@ def _name(given: str, choice: int) -> str:
     return f"{found[1]}-{choice}"
 
 
-async def _found(ring: Ring, keeper: str, id: str, choice: int, param: str) -> tuple[Ring, Answer]:
+async def _found(ring: Ring, keeper: str, id: str, choice: int, param: str) -> tuple[Ring, StoredAnswer]:
     """The answer and the ring of its model; one that has only just been given may not be kept yet."""
     _check_kept(ring)
     name = _name(id, choice)
@@ -180,7 +180,7 @@ def _unknown(id: str, param: str, choice: int = 0) -> NotFoundError:
     )
 
 
-def _check_pair(answer: Answer, other: Answer) -> None:
+def _check_pair(answer: StoredAnswer, other: StoredAnswer) -> None:
     if answer.name == other.name:
         raise InvalidRequestError("an answer is not compared with itself", param="preferred_over")
     first, second = live_of(answer), live_of(other)
@@ -190,7 +190,7 @@ def _check_pair(answer: Answer, other: Answer) -> None:
         )
 
 
-def _said(answer: Answer, status: str, reward: float | None) -> dict[str, Any]:
+def _said(answer: StoredAnswer, status: str, reward: float | None) -> dict[str, Any]:
     return {
         "object": "feedback",
         "name": answer.name,
@@ -201,7 +201,7 @@ def _said(answer: Answer, status: str, reward: float | None) -> dict[str, Any]:
     }
 
 
-def _shown(answer: Answer) -> dict[str, Any]:
+def _shown(answer: StoredAnswer) -> dict[str, Any]:
     live, verdict = live_of(answer), answer.verdict
     trajectory = live.trajectory
     return {

@@ -35,7 +35,7 @@ from shared.process.options.kv import LINGER_S
 from shared.process.settings import ApiSettings, RunnerSettings, ServeSettings, WorkerSettings, load
 from shared.redis.connection.address import shown
 from shared.redis.connection.client import answers, connect, require
-from shared.redis.ring.child_troubles import ChildTroubles
+from shared.redis.processes.child_troubles import ChildTroubles
 from shared.telemetry import tracing
 
 log = structlog.get_logger()
@@ -291,7 +291,7 @@ async def _tell_troubles(supervisor: Supervisor, url: str) -> None:
             troubles = supervisor.troubles()
             if troubles or has_troubles:
                 with contextlib.suppress(RedisError, OSError):
-                    await ChildTroubles(redis).tell(teller, troubles)
+                    await ChildTroubles(redis).report(teller, troubles)
                     has_troubles = bool(troubles)
     finally:
         await redis.aclose()

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import structlog
 
 from shared.process.options.group import LOST_EXIT_CODE
-from shared.redis.ring.child_troubles import ChildTrouble
+from shared.redis.processes.child_troubles import ChildTrouble
 
 log = structlog.get_logger()
 

@@ -11,7 +11,7 @@ from api.http.fields import Off, RequestModel
 from api.tinker.names import ID, SAVE_NAME
 from api.tinker.prompts import MOST_CHUNKS, MOST_DATA, Ids, ImageChunk, Piece, whole
 from shared.errors import InvalidRequestError, UnsupportedParameterError
-from shared.learners import Datum, LossName, Step, Values
+from shared.learners import Datum, LossName, StepRequest, Values
 
 Id = Annotated[str, Field(pattern=ID)]
 SaveName = Annotated[str, Field(pattern=SAVE_NAME)]
@@ -103,11 +103,11 @@ class StepBody(Body):
     seq_id: Turn
     adam_params: AdamBody
 
-    def request(self) -> Step:
+    def request(self) -> StepRequest:
         """What the learner is asked."""
         adam = self.adam_params
         decay, clip = adam.weight_decay, adam.grad_clip_norm
-        return Step(adam.learning_rate, adam.beta1, adam.beta2, adam.eps, decay, clip)
+        return StepRequest(adam.learning_rate, adam.beta1, adam.beta2, adam.eps, decay, clip)
 
 
 class SaveBody(Body):

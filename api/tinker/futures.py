@@ -22,7 +22,17 @@ from api.tinker.protobuf import pass_bytes
 from api.tinker.sampling import cancel_sample
 from shared.adapters import version_id
 from shared.errors import GoneError, InvalidRequestError, NotFoundError
-from shared.learners import Answer, BeginDone, Failed, LearnerSpec, LoadDone, PassDone, SaveDone, StepDone, Told
+from shared.learners import (
+    Answer,
+    BeginDone,
+    CallDone,
+    LearnerSpec,
+    LoadDone,
+    PassDone,
+    RequestFailed,
+    SaveDone,
+    StepDone,
+)
 from shared.redis import keys
 from shared.redis.poll import Backoff
 from shared.redis.training.tinker_store import TinkerSample, TinkerSampler
@@ -88,7 +98,7 @@ async def _sample(ring: Ring, id: str) -> Response:
 
 async def _shown(ring: Ring, spec: LearnerSpec, answer: Answer, sampler: str, latest: bool) -> dict[str, Any]:
     match answer:
-        case Failed():
+        case RequestFailed():
             return {"error": answer.message, "category": answer.fault}
         case BeginDone():
             return {"type": "create_model", "model_id": spec.id}
@@ -106,7 +116,7 @@ async def _shown(ring: Ring, spec: LearnerSpec, answer: Answer, sampler: str, la
                 adapter = spec.adapter if latest else version_id(spec.adapter, answer.version)
                 await ring.tinker.put(keeper(), sampler, TinkerSampler(sampler, spec.model, adapter, path))
             return {"type": "save_weights_for_sampler", "path": path, "sampling_session_id": sampler or None}
-        case PassDone() | Told():
+        case PassDone() | CallDone():
             raise _gone()  # of a run's learner, which is no client's; passes are written elsewhere
 
 

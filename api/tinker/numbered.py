@@ -21,7 +21,7 @@ from api.ring.room import aside
 from api.tinker.names import spec_named
 from api.tinker.passes import Form, number, number_decoder
 from shared.errors import ConflictError, InvalidRequestError, NotFoundError, ParallmError
-from shared.learners import Refused
+from shared.learners import RefusedRequest
 
 SENT_AGAIN = (408, 429, 499)  # and what is a server's fault
 
@@ -46,4 +46,4 @@ class NumberedRoute(BodyRoute):
                 spec = await spec_named(ring, named.model_id)
                 of: Literal["pass", "step", "other"] = "pass" if named.backward else "other"
                 of = "step" if path.endswith("/optim_step") else of
-                await ring.learners.place(spec, named.seq_id + 1, Refused(refusal.message, of))
+                await ring.learners.place(spec, named.seq_id + 1, RefusedRequest(refusal.message, of))

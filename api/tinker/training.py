@@ -45,7 +45,17 @@ from shared.errors import (
     UnsupportedModelError,
     UnsupportedParameterError,
 )
-from shared.learners import Begin, Datum, LearnerSpec, Load, Pass, Publish, Save, SeenPass, checked
+from shared.learners import (
+    BeginRequest,
+    Datum,
+    ImagePassRequest,
+    LearnerSpec,
+    LoadRequest,
+    PassRequest,
+    PublishRequest,
+    SaveRequest,
+    checked,
+)
 from shared.redis import keys
 from shared.redis.training.learner_store import MOST_BYTES
 from shared.sequences import ModelCard
@@ -68,7 +78,7 @@ async def create_model(body: ModelBody, ring: TheRing) -> Response:
     card = await _trainable(ring, body.base_model)
     lora = body.lora_config or LoraBody(rank=32)
     await _make(ring, learner, card, lora, _kind(body.user_metadata) or "lora", body.user_metadata)
-    return await _placed(ring, learner, 0, Begin())
+    return await _placed(ring, learner, 0, BeginRequest())
 
 
 @router.post("/forward_backward", summary="Gradients", response_class=Response, responses=ERRORS)
@@ -101,7 +111,7 @@ async def save_weights(body: SaveBody, ring: TheRing) -> Response:
     taken = any(save.kind == "state" and save.name == name for save in saves)
     if taken and not await ring.learners.knows(spec.id, body.seq_id + 1):  # else it is its own, sent again
         raise ConflictError(f"there is a save {name!r} already ('overwrite')", param="path")
-    save = Save(name, body.ttl_seconds or 0, body.user_metadata or {})
+    save = SaveRequest(name, body.ttl_seconds or 0, body.user_metadata or {})
     return await _placed(ring, spec.id, body.seq_id, save)
 
 
@@ -115,7 +125,7 @@ async def save_weights_for_sampler(body: PublishBody, ring: TheRing) -> Response
     spec = await spec_named(ring, body.model_id)
     name = body.path or f"unnamed-{body.seq_id:06d}"
     lives_s = (body.ttl_seconds or keys.LEARNER_SAVE_TTL_S) if body.path else 0
-    publish = Publish(name, lives_s, body.user_metadata or {})
+    publish = PublishRequest(name, lives_s, body.user_metadata or {})
     more = "" if body.sampling_session_seq_id is None else f":{body.sampling_session_seq_id}"
     more += INFLIGHT if more and body.kind == "inflight" else ""
     return await _placed(ring, spec.id, body.seq_id, publish, more)
@@ -127,7 +137,7 @@ async def save_weights_for_sampler(body: PublishBody, ring: TheRing) -> Response
 async def save_weights_external(body: ExternalBody, ring: TheRing) -> Response:
     """Weights alone under a name; their files have addresses (api/tinker/downloads.py)."""
     spec = await spec_named(ring, body.model_id)
-    return await _placed(ring, spec.id, body.seq_id, Save(body.path, body.ttl_seconds or 0, kind="external"))
+    return await _placed(ring, spec.id, body.seq_id, SaveRequest(body.path, body.ttl_seconds or 0, kind="external"))
 
 
 @router.post("/load_weights", summary="Go on from a save", response_class=Response, responses=ERRORS)
@@ -138,7 +148,7 @@ async def load_weights(body: LoadBody, ring: TheRing) -> Response:
     if path.kind != "state":
         raise InvalidRequestError("only a save of the state can be loaded, not one for sampling", param="path")
     await ring.learners.save_named(source.id, "state", path.name)
-    load = Load(source.id, path.name, body.optimizer)
+    load = LoadRequest(source.id, path.name, body.optimizer)
     if body.model_id is not None and body.seq_id is not None:
         spec = await spec_named(ring, body.model_id)
         return await _placed(ring, spec.id, body.seq_id, load)
@@ -213,7 +223,7 @@ async def _pass(ring: Ring, request: Request, form: Form) -> Response:
                 if pixels > MOST_PIXELS:
                     raise _too_many(f"{MOST_PIXELS} pixels, as the model sees them", where)
     whole = tuple(datum for datum in data if datum is not None)
-    placed = (SeenPass if files else Pass)(whole, asked.loss, asked.constants, asked.backward, files)
+    placed = (ImagePassRequest if files else PassRequest)(whole, asked.loss, asked.constants, asked.backward, files)
     await aside(checked, placed, card.vocab_size, card.context_length)
     return await _placed(ring, spec.id, asked.seq_id, placed)
 

@@ -33,23 +33,23 @@ _LAYER = re.compile(r".*?\blayers\.\d+\.(?P<rest>.+)")
 
 
 class AdapterConfig(msgspec.Struct, frozen=True):
-    """What both formats say."""
+    """An adapter's configuration, as both formats state it."""
 
     format: Literal["mlx-lm", "peft"]
     kind: AdapterKind
     rank: int
     scale: float
-    targets: tuple[str, ...] = ()  # modules that the configuration names; (): it does not say
+    targets: tuple[str, ...] = ()  # modules that the configuration names; (): it names none
     heads: dict[str, HeadSpec] = {}
     network: NetworkSpec | None = None
 
     def names(self, module: str) -> bool:
-        """Whether the configuration means this module."""
+        """True if the configuration selects this module for an adapter."""
         if not self.targets:
             return True
         if self.format == "peft":  # PEFT: the path, or its end after a dot
             return any(module == target or module.endswith(f".{target}") for target in self.targets)
-        layer = _LAYER.fullmatch(module)  # mlx-lm: the path, or what stands behind the layer's number
+        layer = _LAYER.fullmatch(module)  # mlx-lm: the path, or the part after the layer's number
         return module in self.targets or (layer is not None and layer["rest"] in self.targets)
 
 

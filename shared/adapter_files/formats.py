@@ -63,7 +63,7 @@ class _Shape(NamedTuple):
 
 
 class _Base(NamedTuple):
-    """What is known of the base model."""
+    """Facts about the base model that an adapter is checked against."""
 
     shapes: ModuleShapes
     hidden_size: int | None
@@ -132,7 +132,7 @@ def prepared(
 
 
 def is_embedding(module: str) -> bool:
-    """Whether a module's path is that of an embedding."""
+    """True if the module path is that of an embedding."""
     return _EMBEDDING.fullmatch(module) is not None
 
 

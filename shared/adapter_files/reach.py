@@ -36,7 +36,7 @@ def check_rows(where: str, weight: Tensor) -> None:
 
 
 def _check_product(where: str, a: Tensor, b: Tensor, scale: float, dtype: str) -> None:
-    """Of A [in, r] and B [r, out]."""
+    """Refuse A [in, r] and B [r, out] if either, or their product, overflows the base's dtype for inputs of 1."""
     with _overflowing():
         sums: Sums = np.zeros(a.shape[1], np.float32)
         for block in a.magnitudes():
@@ -61,7 +61,7 @@ def _largest(tensor: Tensor) -> float:
 
 
 def _overflowing() -> np.errstate:
-    """What is too large for float32 becomes infinite, and is refused as such."""
+    """Let values that are too large for float32 become infinite without a warning; the caller refuses them."""
     return np.errstate(over="ignore", invalid="ignore")
 
 

@@ -53,7 +53,6 @@ class Tensor(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Dimensions."""
         return self.bits.shape
 
     def first_not_finite(self) -> int | None:
@@ -73,7 +72,7 @@ class Tensor(NamedTuple):
             yield Tensor(self.dtype, self.bits[start : start + rows] & ~sign).floats()
 
     def floats(self) -> npt.NDArray[np.float32]:
-        """The values as float32."""
+        """Values converted to float32, whatever the dtype in the file."""
         if self.dtype == "BF16":
             return (self.bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
         return np.asarray(self.bits.view(np.float16 if self.dtype == "F16" else np.float32), dtype=np.float32)
@@ -94,7 +93,7 @@ def read_tensors(path: Path, *, max_bytes: int) -> dict[str, Tensor]:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file."""
+    """Write a safetensors file; the order of `tensors` is the order of their bytes."""
     header: dict[str, Any] = {_METADATA: dict(metadata)}
     offset = 0
     for name, tensor in tensors.items():

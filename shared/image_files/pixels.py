@@ -20,21 +20,21 @@ LONGEST_SIDE = 16_384
 MOST_RATIO = 100  # of the longer side to the shorter one: beyond that an image is a line
 
 
-class Size(NamedTuple):
-    """Of an image as it is to be seen, turned as its file says."""
+class ImageSize(NamedTuple):
+    """Width and height in pixels, after the rotation that the image file asks for."""
 
     width: int
     height: int
 
 
-def checked(data: bytes) -> Size:
-    """The size of an image that can be decoded whole; InvalidRequestError says what is wrong with another one."""
+def checked(data: bytes) -> ImageSize:
+    """The size of an image that can be decoded whole; InvalidRequestError states what is wrong with another one."""
     image = _decoded(data)
-    return Size(*image.size)
+    return ImageSize(*image.size)
 
 
 class Tiles(NamedTuple):
-    """What a model sees of an image."""
+    """The tiles of an image as the model receives them."""
 
     width: int  # of the last one, in pixels; those before it are squares of `VisionSpec.tile`
     height: int

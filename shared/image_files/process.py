@@ -1,4 +1,4 @@
-"""`python -m shared.image_files.process BYTES`: reads image files for whoever started it, and may be killed.
+"""`python -m shared.image_files.process BYTES`: reads image files for its parent, and may be killed.
 
 Questions and answers are msgpack. It may take so many bytes of memory; a file that needs more is refused.
 """
@@ -16,7 +16,7 @@ from shared.images.refs import Detail, VisionSpec
 from shared.process.call_pipe import CallPipe
 
 
-class Question(msgspec.Struct, array_like=True):
+class ImageQuestion(msgspec.Struct, array_like=True):
     """A file; asked for are its tiles, or a thumbnail, or neither: its size."""
 
     data: bytes
@@ -25,8 +25,8 @@ class Question(msgspec.Struct, array_like=True):
     thumbnail: int = 0  # pixels on its longer side
 
 
-class Answer(msgspec.Struct, array_like=True):
-    """What was asked for, or what is wrong with the file."""
+class ImageAnswer(msgspec.Struct, array_like=True):
+    """The size, tiles or thumbnail of a file, or the reason why it was refused."""
 
     width: int = 0  # of the image; of its last tile
     height: int = 0
@@ -35,11 +35,11 @@ class Answer(msgspec.Struct, array_like=True):
     thumbnail: bytes = b""  # PNG
 
 
-_question = msgspec.msgpack.Decoder(Question)
+_question = msgspec.msgpack.Decoder(ImageQuestion)
 
 
 def main() -> None:
-    """Answer until nobody asks any more."""
+    """Answer questions until the pipe is closed."""
     memory = int(sys.argv[1])
     with contextlib.suppress(ValueError, OSError):  # a system that knows no such limit: the caller's clock is left
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
@@ -50,18 +50,18 @@ def main() -> None:
             pipe.write(msgspec.msgpack.encode(answered(_question.decode(message))))
 
 
-def answered(question: Question) -> Answer:
+def answered(question: ImageQuestion) -> ImageAnswer:
     """The answer to one question."""
     try:
         if question.vision is not None:
-            return Answer(*tiles(question.data, question.vision, question.detail))
+            return ImageAnswer(*tiles(question.data, question.vision, question.detail))
         if question.thumbnail:
-            return Answer(thumbnail=thumbnail(question.data, question.thumbnail))
-        return Answer(*checked(question.data))
+            return ImageAnswer(thumbnail=thumbnail(question.data, question.thumbnail))
+        return ImageAnswer(*checked(question.data))
     except InvalidRequestError as error:
-        return Answer(complaint=error.message)
+        return ImageAnswer(complaint=error.message)
     except MemoryError:
-        return Answer(complaint="the image takes more memory to decode than one image may have")
+        return ImageAnswer(complaint="the image takes more memory to decode than one image may have")
 
 
 if __name__ == "__main__":

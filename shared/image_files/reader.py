@@ -11,8 +11,8 @@ import asyncio
 import msgspec
 
 from shared.errors import InvalidRequestError
-from shared.image_files.pixels import Size, Tiles
-from shared.image_files.process import Answer, Question
+from shared.image_files.pixels import ImageSize, Tiles
+from shared.image_files.process import ImageAnswer, ImageQuestion
 from shared.images.refs import Detail, VisionSpec
 from shared.process.call_process import CallProcess, LostProcessError
 from shared.turns import FairTurns
@@ -21,7 +21,7 @@ PLACES = 2
 LIMIT_S = 20.0  # that one file may take, on a machine with little time to spare
 MEMORY_BYTES = 2 << 30  # of one process: 40 million pixels take 160 MB in each of a few copies
 
-_answer = msgspec.msgpack.Decoder(Answer)
+_answer = msgspec.msgpack.Decoder(ImageAnswer)
 
 
 class ImageReader:
@@ -33,26 +33,26 @@ class ImageReader:
         self._memory_bytes = memory_bytes
         self._idle: list[CallProcess] = []
 
-    async def size(self, data: bytes) -> Size:
-        """Of an image that can be decoded; InvalidRequestError says what is wrong with another file."""
-        answer = await self._ask(Question(data))
-        return Size(answer.width, answer.height)
+    async def size(self, data: bytes) -> ImageSize:
+        """Size of an image that can be decoded; InvalidRequestError states what is wrong with any other file."""
+        answer = await self._ask(ImageQuestion(data))
+        return ImageSize(answer.width, answer.height)
 
     async def tiles(self, data: bytes, vision: VisionSpec, detail: Detail, tenant: str = "") -> Tiles:
         """The tiles that the model sees, in the tenant's turn; errors as in `size`."""
-        answer = await self._ask(Question(data, vision, detail), tenant)
+        answer = await self._ask(ImageQuestion(data, vision, detail), tenant)
         return Tiles(answer.width, answer.height, answer.tiles)
 
     async def thumbnail(self, data: bytes, side: int) -> bytes:
         """A PNG of at most so many pixels on a side; errors as in `size`."""
-        return (await self._ask(Question(data, thumbnail=side))).thumbnail
+        return (await self._ask(ImageQuestion(data, thumbnail=side))).thumbnail
 
     def close(self) -> None:
-        """End the processes."""
+        """Kill all processes that decode images."""
         while self._idle:
             self._idle.pop().kill()
 
-    async def _ask(self, question: Question, tenant: str = "") -> Answer:
+    async def _ask(self, question: ImageQuestion, tenant: str = "") -> ImageAnswer:
         async with self._turns.turn(tenant):
             process = await self._process()
             try:

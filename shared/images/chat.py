@@ -21,7 +21,7 @@ class SizedImage(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True)
 class ChatImages:
-    """In order."""
+    """The images of a chat in their order in the messages."""
 
     vision: VisionSpec
     images: tuple[SizedImage, ...]
@@ -30,7 +30,7 @@ class ChatImages:
 
     @classmethod
     def of(cls, vision: VisionSpec, images: Sequence[SizedImage]) -> "ChatImages":
-        """What a model makes of them."""
+        """Compute keys, token counts and layouts of the images for a model."""
         layouts = tuple(layout(vision, image.width, image.height, image.detail) for image in images)
         refs = tuple(
             ImageRef(image.sha256, image_key(image.sha256, image.detail, vision), size.tokens, image.detail)

@@ -28,12 +28,12 @@ WHOLE = "<global-img>"
 ROW_END, IMAGE_END = "[IMG_BREAK]", "[IMG_END]"
 SOFT, SOFT_END = "<image_soft_token>", "<end_of_image>"
 VIEWS, THUMBNAIL, VIEWS_END = "<|image_start|>", "<|img_thumbnail|>", "<|image_end|>"
-FEWEST_TILES, MOST_TILES = 2, 10  # of LFM2-VL, whatever the files say: some were made for processors without tiles
+FEWEST_TILES, MOST_TILES = 2, 10  # of LFM2-VL, whatever its files contain: some were made for processors without tiles
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Of one image. Without rows and columns it is one tile."""
+    """How one image is resized and cut into tiles; without rows and columns it is one tile."""
 
     text: str  # that takes the place of its mark in the prompt
     tokens: int
@@ -50,7 +50,9 @@ class Layout:
 
 
 def layout(vision: VisionSpec, width: int, height: int, detail: Detail) -> Layout:
-    """What an image of so many pixels comes to; `low` is one tile, or a quarter of what each side may have."""
+    """Layout of an image of this size; detail `low` gives one tile, or for some families a quarter of each side's
+    limit.
+    """
     if vision.family == "gemma3":
         text = f"\n\n{vision.image_token}{SOFT * vision.tile_tokens}{SOFT_END}\n\n"
         square = vision.tile, vision.tile

@@ -24,7 +24,7 @@ Family = Literal["idefics3", "pixtral", "qwen", "lfm2", "gemma3"]
 
 
 class VisionSpec(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a model does with an image before its weights see it."""
+    """How a model's images are preprocessed before its vision tower sees them."""
 
     family: Family
     image_token: str  # in the text of a prompt; the chat template writes one for each image
@@ -52,7 +52,7 @@ class ImageRef(msgspec.Struct, frozen=True, array_like=True):
 
 
 def image_key(sha256: bytes, detail: Detail, vision: VisionSpec) -> bytes:
-    """What vectors of an image are known by."""
+    """Key of an image's vectors: BLAKE2b of its SHA-256, the detail and the model's `VisionSpec`."""
     digest = hashlib.blake2b(digest_size=KEY_BYTES)
     for part in (sha256, detail.encode(), msgspec.msgpack.encode(vision)):
         digest.update(b"%d:" % len(part) + part)

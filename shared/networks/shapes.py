@@ -26,22 +26,22 @@ from shared.networks.spec import (
 )
 
 MAX_WEIGHTS = 1 << 24  # of a network, 64 MiB
-MAX_PIECE = 1 << 26  # products of a row in one layer, of a recurrent one in one step: whoever decodes waits meanwhile
+MAX_PIECE = 1 << 26  # products of a row in one layer, of a recurrent one in one step: decoding waits meanwhile
 MAX_ROW = 1 << 30  # products of a row
 MAX_NUMBERS = 1 << 18  # of a row's inputs, of its outputs, and of each value between them
 PRODUCTS_OF_A_NUMBER = 16  # that a number of a value counts for, since it takes memory
-PRODUCTS_OF_A_KEPT_NUMBER = 4  # that each number of all values counts for: they are kept to the end
+PRODUCTS_OF_A_KEPT_NUMBER = 4  # that each number of all values counts for: they are stored to the end
 MAX_BESIDE = 1 << 22  # numbers that a layer copies for a row, side by side, before it computes
 
 TensorShape = tuple[int, ...]
 
 
-class Plan(NamedTuple):
+class NetworkPlan(NamedTuple):
     """A network whose parts fit each other."""
 
     shapes: dict[str, Shape]  # of each input and layer, for one row
     tensors: dict[str, TensorShape]  # that its file must have
-    optional: frozenset[str]  # those that may be left out: biases
+    optional: frozenset[str]  # that may be left out: biases
     piece: int  # products, or what memory counts for, of the layer that has the most in one go, or of all values
     products: int  # of all, with open numbers of steps taken as one
 
@@ -50,13 +50,13 @@ class Plan(NamedTuple):
         return max(1, min(most, MAX_PIECE // max(1, self.piece)))
 
 
-def plan(spec: NetworkSpec) -> Plan:
-    """What the signature comes to; ValueError names the layer and the reason."""
+def plan(spec: NetworkSpec) -> NetworkPlan:
+    """Shapes of all layers for inputs of the signature's shapes; ValueError names the layer and the reason."""
     return _plan(spec, {name: each.shape for name, each in spec.inputs.items()})
 
 
-def plan_row(spec: NetworkSpec, shapes: Mapping[str, TensorShape]) -> Plan:
-    """What rows with inputs of these shapes come to; ValueError when that is more than is computed at once."""
+def plan_row(spec: NetworkSpec, shapes: Mapping[str, TensorShape]) -> NetworkPlan:
+    """Shapes of all layers for one row with inputs of these shapes; ValueError when they exceed the limits."""
     planned = _plan(spec, dict(shapes))
     if (numbers := sum(map(math.prod, shapes.values()))) > MAX_NUMBERS:
         raise ValueError(f"its inputs have {numbers} numbers for one row; {MAX_NUMBERS} is the limit")
@@ -67,7 +67,7 @@ def plan_row(spec: NetworkSpec, shapes: Mapping[str, TensorShape]) -> Plan:
 
 
 def with_shapes(spec: NetworkSpec) -> NetworkSpec:
-    """The network with the shapes of its outputs filled in; ValueError when it says other ones."""
+    """The network with the shapes of its outputs filled in; ValueError when it declares other ones."""
     shapes = plan(spec).shapes
     outputs = {}
     for name, output in spec.outputs.items():
@@ -80,7 +80,7 @@ def with_shapes(spec: NetworkSpec) -> NetworkSpec:
     return msgspec.structs.replace(spec, outputs=outputs)
 
 
-def _plan(spec: NetworkSpec, inputs: dict[str, Shape]) -> Plan:
+def _plan(spec: NetworkSpec, inputs: dict[str, Shape]) -> NetworkPlan:
     shapes = dict(inputs)
     ids = {name: each.below for name, each in spec.inputs.items() if each.dtype == "int32"}
     tensors: dict[str, TensorShape] = {}
@@ -100,7 +100,7 @@ def _plan(spec: NetworkSpec, inputs: dict[str, Shape]) -> Plan:
         raise ValueError(f"it has {count:,} weights; a network may have {MAX_WEIGHTS:,}")
     if products > MAX_ROW:
         raise ValueError(f"it takes {products:,} products for a row; {MAX_ROW:,} is the limit")
-    return Plan(shapes, tensors, frozenset(optional), max(piece, PRODUCTS_OF_A_KEPT_NUMBER * kept), products)
+    return NetworkPlan(shapes, tensors, frozenset(optional), max(piece, PRODUCTS_OF_A_KEPT_NUMBER * kept), products)
 
 
 def _fitted(
@@ -147,7 +147,7 @@ def _laid_side_by_side(layer: Layer, joined: Shape, shape: Shape) -> int:
 
 
 def _cost(layer: Layer, own: Mapping[str, TensorShape], beside: int, shape: Shape) -> tuple[int, int]:
-    """Products of one row: in one go, as `Plan.piece` counts them, and in all."""
+    """Products of one row: in one go, as `NetworkPlan.piece` counts them, and in all."""
     weights = 0 if isinstance(layer, Embedding | Parameter) else sum(math.prod(each) for each in own.values())
     steps = (shape[0] or 1) if len(shape) == 2 else 1
     in_one_go = weights if isinstance(layer, Recurrent) else weights * steps
@@ -161,7 +161,7 @@ def _count(shape: Shape) -> int:
 
 
 def _joined(shapes: list[Shape]) -> Shape:
-    """The shape of several values side by side; a parameter's vector beside time steps is not repeated."""
+    """The shape of several values side by side; a parameter's vector is not repeated for time steps."""
     if not shapes:
         return (0,)
     first, *others = shapes

@@ -1,4 +1,4 @@
-"""A network as JSON says it: inputs, layers and outputs by name. Its weights lie in a safetensors file.
+"""A network's definition in JSON: inputs, layers and outputs by name. Its weights lie in a safetensors file.
 
 **input** what each row brings: a name, a shape without the batch, a dtype · **layer** computes one value of what it
 reads (`of`: inputs or earlier layers, joined along the last dimension; by default the layer before) · **output** a
@@ -37,7 +37,7 @@ class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class OutputSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An output."""
+    """A named output of a network: the layer that gives it, its shape and dtype."""
 
     of: str  # layer
     shape: Shape | None = None  # None in a file: what its layer gives
@@ -45,7 +45,7 @@ class OutputSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Named(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, tag_field="type"):
-    """What all layers have."""
+    """Fields that all kinds of layers have."""
 
     name: str
     of: tuple[str, ...] = ()
@@ -106,7 +106,7 @@ Recurrent = Lstm | Gru
 
 
 class NetworkSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a network is, besides its weights."""
+    """Definition of a network, without its weights."""
 
     inputs: dict[str, TensorSpec]
     layers: tuple[Layer, ...]
@@ -143,7 +143,7 @@ class NetworkSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise ValueError(f"output {name!r} is of {output.of[:80]!r}, and there is no such layer")
 
     def read_by(self, at: int) -> tuple[str, ...]:
-        """What layer `at` reads."""
+        """Names of the layers or inputs that layer `at` reads."""
         layer = self.layers[at]
         if layer.of or isinstance(layer, Parameter):
             return layer.of
@@ -151,7 +151,7 @@ class NetworkSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def state(self) -> dict[str, TensorSpec]:
-        """What its recurrent layers hand on."""
+        """Shapes of the state that recurrent layers carry from one call to the next."""
         return {
             f"{layer.name}.{part}": TensorSpec((layer.units,))
             for layer in self.layers

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shared.errors import InvalidRequestError, UnreadableMessageError
-from shared.networks.shapes import Plan, plan_row
+from shared.networks.shapes import NetworkPlan, plan_row
 from shared.networks.spec import MAX_STEPS, Dtype, NetworkSpec, Shape, TensorSpec
 
 Array = npt.NDArray[Any]  # float32 or int32
@@ -31,7 +31,7 @@ _decoder = msgspec.msgpack.Decoder(dict[str, _Packed])
 
 
 def pack(tensors: Mapping[str, Array]) -> bytes:
-    """A message of them."""
+    """Encode tensors as one msgpack message."""
     return msgspec.msgpack.encode(
         {
             name: _Packed("int32" if each.dtype.kind == "i" else "float32", each.shape, _little(each).tobytes())
@@ -55,8 +55,9 @@ def unpack(data: bytes) -> Tensors:
     return tensors
 
 
-def check_tensors(spec: NetworkSpec, tensors: Mapping[str, Array], param: str = "inputs") -> Plan:
-    """What such rows come to; InvalidRequestError, with the tensor to blame, when they are not what the network reads.
+def check_tensors(spec: NetworkSpec, tensors: Mapping[str, Array], param: str = "inputs") -> NetworkPlan:
+    """Shapes of all layers for these rows; InvalidRequestError names the tensor that the network does not read like
+    this.
 
     A state may be left out, whole.
     """

@@ -32,7 +32,7 @@ class CallPipe:
                 return None
             (length,) = _LENGTH.unpack(head)
             body = self._read.read(length)
-        except ConnectionResetError:  # it has ended without reading all that we said
+        except ConnectionResetError:  # it has ended without reading all of the message
             return None
         return body if len(body) == length else None
 
@@ -44,7 +44,7 @@ class CallPipe:
 
 
 def head_of(message: bytes) -> bytes:
-    """What goes before a message on its way: its length."""
+    """Header of a message on a pipe: its length in bytes."""
     return _LENGTH.pack(len(message))
 
 

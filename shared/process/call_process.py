@@ -1,4 +1,4 @@
-"""A process of ours that is told what to do over a socket, and that can be killed whatever it hangs in.
+"""A process of ours that gets calls over a socket, and that can be killed whatever it hangs in.
 
 For code whose time nobody knows: rewards, patterns, functions and environments of users. Whoever starts it decides how
 long it waits for an answer; the process ends when its socket does, so it does not outlive us for longer than what it is
@@ -25,7 +25,7 @@ PART_BYTES = 1 << 20
 
 
 class LostProcessError(Exception):
-    """The process has ended."""
+    """The process has ended and will not answer."""
 
 
 class CallProcess:
@@ -52,12 +52,12 @@ class CallProcess:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """Process id of the child."""
         return self._process.pid
 
     @property
     def alive(self) -> bool:
-        """Whether it may still answer."""
+        """True while the process may still answer."""
         return not self._killed and self._process.poll() is None
 
     async def send(self, message: bytes) -> None:
@@ -72,7 +72,7 @@ class CallProcess:
             raise LostProcessError from error
 
     async def receive(self) -> bytes:
-        """Its next message."""
+        """The next message from the process; LostProcessError when it has ended."""
         try:
             return await self._reader.readexactly(length_of(await self._reader.readexactly(HEAD_BYTES)))
         except (asyncio.IncompleteReadError, OSError, RuntimeError) as error:

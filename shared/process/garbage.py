@@ -25,6 +25,6 @@ def no_collections() -> Iterator[None]:
 
 
 def leave_out_what_is_loaded() -> None:
-    """From now on full collections look only at objects made after this call."""
+    """Exclude all present objects from later full collections."""
     gc.collect()  # garbage that is left out would stay for ever
     gc.freeze()

@@ -54,5 +54,5 @@ def configure(level: str = "INFO", json: bool | None = None) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(max(logging.getLevelNamesMapping()[level], logging.INFO))
-    for chatty in ("httpx", "uvicorn.error"):  # a line for each request, and what our own events say already
+    for chatty in ("httpx", "uvicorn.error"):  # a line for each request, and duplicates of our own events
         logging.getLogger(chatty).setLevel(logging.WARNING)

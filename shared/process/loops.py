@@ -1,4 +1,4 @@
-"""Loops that a process runs as long as it lives, and what it has to say to Redis before they begin."""
+"""Loops that a process runs as long as it lives, and its writes to Redis before they begin."""
 
 import asyncio
 import time

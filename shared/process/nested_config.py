@@ -30,7 +30,7 @@ _TRAINING_MODES = ("inference_and_training", "training_only")
 
 
 def is_nested(given: Mapping[str, Any]) -> bool:
-    """Whether a file has sections."""
+    """True if a configuration file has sections."""
     return any(section in given and (section != "model" or isinstance(given[section], dict)) for section in SECTIONS)
 
 
@@ -40,7 +40,7 @@ def names_in(given: Mapping[str, Any]) -> set[str]:
 
 
 def has_training(given: Mapping[str, Any]) -> bool:
-    """Whether a file has sections of the trainer alone."""
+    """True if a configuration file has sections that belong to the trainer alone."""
     return any(given.get(section) for section in OF_TRAINING - {"model"})
 
 

@@ -1,4 +1,4 @@
-"""How many files a process may open: each stream of an api and each connection to Redis is one.
+"""Limit of open files of a process: each stream of an api and each connection to Redis is one.
 
 A process takes as many as the system allows, up to FILES. mlx_lm sets both limits to a few thousand as it is imported,
 and the hard one never rises again, except for root: so it is kept from doing that.
@@ -21,7 +21,7 @@ def raise_file_limit() -> int:
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
             return wanted
-        except (ValueError, OSError):  # macOS: the kernel allows fewer than the hard limit says (kern.maxfilesperproc)
+        except (ValueError, OSError):  # macOS: the kernel allows fewer than the hard limit (kern.maxfilesperproc)
             wanted //= 2
     return soft
 

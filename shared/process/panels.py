@@ -10,7 +10,7 @@ Panels = Mapping[str, Collection[str]]  # title -> settings
 
 
 def in_panels(panels: Panels) -> dict[str, Any]:
-    """What makes pydantic-settings' command line list each flag in its panel; nothing where there are none."""
+    """Arguments for pydantic-settings' command line that put each flag into its panel; {} without panels."""
     if not panels:
         return {}
     title_of = {name: title for title, names in panels.items() for name in names}

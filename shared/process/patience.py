@@ -23,7 +23,7 @@ class Patience:
 
     @property
     def is_over(self) -> bool:
-        """Whether the next try would come too late."""
+        """True if the next attempt would start after the deadline."""
         return time.monotonic() + self.pause_s > self._until
 
     def heed(self, answer: httpx.Response) -> None:
@@ -42,7 +42,7 @@ async def patiently(
     busy: frozenset[int] = BUSY,
     trouble: Callable[[httpx.Response | httpx.TransportError], None] = lambda trouble: None,
 ) -> httpx.Response:
-    """Send, and send again while the server is away or busy; `trouble` hears why before each pause.
+    """Send, and repeat while the server is away or busy; `trouble` gets the reason before each pause.
 
     The answer may be a busy one, and httpx.TransportError is raised, when the patience is over.
     """

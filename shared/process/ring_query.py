@@ -1,4 +1,4 @@
-"""From the address of an api to the Redis of its ring: what `--connect-to node1:8000` means.
+"""From the address of an api to the Redis of its ring, for `--connect-to node1:8000`.
 
 The api tells where its Redis is and never how to get in, so a password has to be known here. An address that means
 "this machine" is of use on that machine only, and is refused elsewhere with what to do about it.
@@ -23,7 +23,7 @@ class _Address(msgspec.Struct):
 async def find_redis(
     target: str, *, api_key: str = "", password: str = "", transport: httpx.AsyncBaseTransport | None = None
 ) -> str:
-    """The Redis URL behind a Redis URL (itself) or an api's URL.
+    """The Redis URL of a Redis URL (itself) or an api's URL.
 
     SetupError with the reason when there is none, ServiceUnavailableError when nobody answers (yet).
     """

@@ -22,7 +22,7 @@ from shared.errors import SetupError
 def whole_folder(target: Path) -> Iterator[Path]:
     """A folder to write to, which becomes `target` when the block ends well; SetupError when it cannot be written."""
     check_free(target)
-    target = target.resolve()  # as whoever looks at it first does; its last part is no link
+    target = target.resolve()  # as its first reader does; its last part is no link
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(mkdtemp(prefix=f"{target.name}.partial-", dir=target.parent))
@@ -49,7 +49,7 @@ def check_free(target: Path) -> None:
 
 
 def room(folder: Path) -> str:
-    """How much room there is, for the end of a message."""
+    """Free space, as a phrase for the end of a message."""
     return f"; {shutil.disk_usage(folder).free / 1e9:.2f} GB are free there"
 
 
@@ -69,7 +69,7 @@ def _take_place(partial: Path, target: Path) -> None:
     try:
         partial.rename(target)  # an empty folder gives way, another one does not
     except OSError as error:
-        check_free(target)  # somebody was faster
+        check_free(target)  # another process was faster
         raise error
     sync(target.parent)
 

@@ -1,4 +1,4 @@
-"""Everything that touches Redis: one folder for each thing that is kept there.
+"""Everything that touches Redis: one folder for each thing that is stored there.
 
 Read `keys.py` first: every key with its name, type, owner and time to live. Then:
 
@@ -10,7 +10,7 @@ Read `keys.py` first: every key with its name, type, owner and time to live. The
     due/         what is to be done from some time on, by whichever process looks first
     adapters/    adapter versions and their pointers
     training/    live trajectories, orders to a trainer, its board
-    ring/        workers' heartbeats, the pause switch, summed metrics
+    processes/   workers' heartbeats, the pause switch, summed metrics
     connection/  clients, Sentinel, Redis Cluster, and what an error may say
 
 What several of them are made of: `stream.py` (entries that a consumer group reads), `chunks.py` (bytes),

@@ -63,7 +63,7 @@ RESULTS_PER_CHUNK = 256  # of a job, in one hash
 
 
 class Name:
-    """What a key or a channel is called: `pattern` is a redis-cli glob, and a call puts values in its stars."""
+    """Name of a key or a channel: `pattern` is a redis-cli glob, and a call puts values in the place of its stars."""
 
     __slots__ = ("_template", "pattern")
 

@@ -31,7 +31,7 @@ _ack = Script("bounded_ack")
 _Raw = tuple[bytes, dict[bytes, bytes] | None]
 
 
-class Entry(NamedTuple):
+class StreamEntry(NamedTuple):
     """A delivered entry before it is decoded."""
 
     id: str
@@ -54,7 +54,7 @@ class Stream(ABC, Generic[T]):
 
     @staticmethod
     @abstractmethod
-    def _decode(entry: Entry) -> T:
+    def _decode(entry: StreamEntry) -> T:
         """KeyError, ValueError or a ParallmError when it cannot be decoded."""
 
     async def take(self, consumer: str, count: int = 1) -> list[T]:
@@ -99,7 +99,7 @@ class Stream(ABC, Generic[T]):
     async def peek(self, after: str = "", limit: int = 100) -> list[T]:
         """Entries after id `after`, "" for all, the oldest first; delivers nothing."""
         entries = await self._redis.xrange(self._key, f"({after}" if after else "-", "+", count=limit)
-        return [self._decode(Entry(id.decode(), fields, again=False)) for id, fields in entries]
+        return [self._decode(StreamEntry(id.decode(), fields, again=False)) for id, fields in entries]
 
     async def newest(self) -> str:
         """Id of the entry that was added last; "" when the stream is empty."""
@@ -154,7 +154,7 @@ class Stream(ABC, Generic[T]):
                 await self.done([id])
                 continue
             try:
-                decoded.append(self._decode(Entry(id, fields, again)))
+                decoded.append(self._decode(StreamEntry(id, fields, again)))
             except _UNREADABLE as error:
                 log.error(self.unreadable, entry=id, error=str(error))
                 await self.done([id])

@@ -76,7 +76,7 @@ def form(completion: str, reference: Any, options: FormatOptions) -> Score:
 
 
 def _tag_end(text: str, tag: str, after: int) -> int | None:
-    """Where the tag's one pair ends, when it stands after `after`."""
+    """End of the tag's one pair, when it stands after `after`."""
     opening, closing = f"<{tag}>", f"</{tag}>"
     if text.count(opening) != 1 or text.count(closing) != 1:
         return None

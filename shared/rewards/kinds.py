@@ -94,7 +94,7 @@ class MathOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class FormatOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How much of the wanted form the completion has, from 0 to 1; each tag and the pattern count the same.
+    """Share of the wanted form that the completion has, from 0 to 1; each tag and the pattern count the same.
 
     A tag is right when `<tag>` and `</tag>` occur exactly once, in this order, after the previous right tag. With
     `all_or_nothing` anything short of the whole gives 0.
@@ -131,7 +131,7 @@ class LengthOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError("target must be at least 1, slack at least 0")
 
 
-class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class RewardPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One term of a weighted reward."""
 
     name: str
@@ -142,7 +142,7 @@ class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class WeightedOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The sum of other rewards, each times its weight; each part's value is a component under its name."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[RewardPart, ...]
 
     def __post_init__(self) -> None:
         names = [part.name for part in self.parts]
@@ -165,7 +165,7 @@ class RewardKind:
 
     @property
     def description(self) -> str:
-        """What it computes."""
+        """One sentence on how the reward is computed, from the docstring of its options."""
         return (self.options.__doc__ or "").strip()
 
     @property
@@ -174,7 +174,7 @@ class RewardKind:
         return msgspec.json.schema(self.options)
 
     def form(self, given: Collection[str]) -> str:
-        """How to write a reward whose needed options are not all given; "" if they are."""
+        """Example of a reward with its required options, when they are not all given; "" if they are."""
         needed = [field.encode_name for field in msgspec.structs.fields(self.options) if field.required]
         if set(needed) <= set(given):
             return ""
@@ -200,14 +200,14 @@ REWARDS: dict[str, RewardKind] = {
 
 
 class Score(NamedTuple):
-    """What a reward says of one completion."""
+    """Reward of one completion, with its components."""
 
     value: float
     components: dict[str, float] = {}  # noqa: RUF012 - a NamedTuple's default, never written
 
 
 def wrong_with(value: float) -> str:
-    """What keeps a number from being a reward; "" when nothing does."""
+    """Reason why a number cannot be a reward; "" when it can."""
     return "" if abs(value) <= LARGEST else f"the reward is {value}, and {LARGEST:g} is the largest"
 
 
@@ -220,12 +220,12 @@ class CheckedReward(NamedTuple):
 
     @property
     def all_options(self) -> list[Options]:
-        """Its options, or those of its parts."""
+        """Options of the reward, or those of each part of a mixture."""
         return [part.options for part in self.parts] or [self.options]
 
     @property
     def has_patterns(self) -> bool:
-        """Whether there is something to compile."""
+        """True if the reward has regular expressions to compile."""
         return any(isinstance(each, RegexOptions | FormatOptions) and each.pattern for each in self.all_options)
 
     def compile(self) -> None:
@@ -240,12 +240,12 @@ class CheckedReward(NamedTuple):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the reward has nothing to say without a reference."""
+        """True if the reward cannot be computed without a reference."""
         return any(_needs_reference(options) for options in self.all_options)
 
     @property
     def needs_prompt(self) -> bool:
-        """Whether the reward looks at the prompt."""
+        """True if the reward reads the prompt."""
         return any(isinstance(options, ModelOptions) and needs(options, PROMPT) for options in self.all_options)
 
     @property

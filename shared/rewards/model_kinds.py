@@ -132,7 +132,7 @@ def models_of(options: ModelOptions) -> tuple[str, ...]:
 
 
 def needs(options: ModelOptions, place: str) -> bool:
-    """Whether it has nothing to say without PROMPT or REFERENCE."""
+    """True if the reward's template or target contains the placeholder PROMPT or REFERENCE."""
     if isinstance(options, RewardModelOptions):
         return False
     texts = (options.template, options.target) if isinstance(options, LikelihoodOptions) else (options.template,)
@@ -140,7 +140,7 @@ def needs(options: ModelOptions, place: str) -> bool:
 
 
 def lacks(options: ModelOptions, prompt: object, reference: object) -> str:
-    """What the template needs and the sample does not have; "" when nothing is missing."""
+    """Reason why a sample does not fill the template; "" when it does."""
     if prompt is None and needs(options, PROMPT):
         return "the template wants a prompt, and there is none"
     if reference is None and needs(options, REFERENCE):

@@ -35,7 +35,7 @@ _reward = msgspec.json.Decoder(Reward)
 
 
 class RewardSample(NamedTuple):
-    """What a reward looks at."""
+    """Inputs of a reward for one completion."""
 
     completion: str
     reference: Any
@@ -87,7 +87,7 @@ class RewardPool:
             del self._passed[next(iter(self._passed))]
 
     def close(self) -> None:
-        """End the processes."""
+        """Kill the processes that compute rewards."""
         for process in list(self._all):
             self._end(process)
 
@@ -190,7 +190,7 @@ class _Process:
 
 
 def is_late(reward: Reward) -> bool:
-    """Whether the sample ran out of time."""
+    """True if the sample's reward ran out of time."""
     return reward.error.startswith(LATE)
 
 

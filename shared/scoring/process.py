@@ -54,7 +54,7 @@ _ticking = False
 
 
 def main() -> None:
-    """Answer until nobody asks any more."""
+    """Answer questions until the pipe is closed."""
     pipe = CallPipe()
     prepare()
     with contextlib.suppress(OSError), Path(os.devnull).open("w") as nowhere:
@@ -76,7 +76,7 @@ def prepare() -> None:
 
 
 def try_patterns(trial: Trial) -> str:
-    """What is wrong with the reward's patterns; "" when nothing is."""
+    """Reason why the reward's patterns cannot be compiled in time; "" when they can."""
     try:
         with _time_limit(trial.timeout_s):
             check(trial.spec).compile()

@@ -15,7 +15,7 @@ from shared.trajectories import Reward
 
 
 class Functions(Protocol):
-    """Where rewards without a model are computed (`shared.scoring.pool.RewardPool`)."""
+    """Computes rewards without a model (`shared.scoring.pool.RewardPool`)."""
 
     async def score(
         self, spec: RewardSpec, samples: Sequence[RewardSample], share: Share | None = None
@@ -24,7 +24,7 @@ class Functions(Protocol):
 
 
 class Models(Protocol):
-    """Who asks served models (`shared.scoring.served.ServedRewards`)."""
+    """Asks served models for rewards (`shared.scoring.served.ServedRewards`)."""
 
     async def score(
         self,
@@ -38,7 +38,7 @@ class Models(Protocol):
         """One reward a sample, in order."""
 
 
-class Rewards:
+class SampleScorer:
     """Scores samples by whatever their reward needs."""
 
     def __init__(self, functions: Functions, served: Models) -> None:

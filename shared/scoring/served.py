@@ -1,4 +1,4 @@
-"""Rewards that served models give: every token of a judge goes through the queue, as anybody's does.
+"""Rewards by served models: every token of a judge goes through the queue, as any other request's does.
 
 A reward model's number is what its head says at the end of the text (a sequence of kind "head"). A mark's probability
 is the exact log-probability of its text behind the judge's prompt (a sequence of kind "score" each, kept together by
@@ -39,8 +39,8 @@ from shared.jobs import Message, Prompt
 from shared.owners import ADMINS, WhoAsks, anybody
 from shared.redis.adapters.catalog import missing_head
 from shared.redis.adapters.store import AdapterStore
+from shared.redis.processes.worker_registry import WorkerRegistry
 from shared.redis.queue.sequence_calls import SequenceCalls
-from shared.redis.ring.worker_registry import WorkerRegistry
 from shared.rewards.kinds import CheckedReward, Score, wrong_with
 from shared.rewards.model_kinds import (
     MAX_MARKS,
@@ -56,14 +56,13 @@ from shared.rewards.model_kinds import (
 )
 from shared.scoring.pool import RewardSample
 from shared.sequences import ModelCard, SamplingParams, SequenceClass, SequenceKind, SequenceResult, SequenceSpec
-from shared.text.answered import answered
-from shared.text.codec import CodecCache, TextCodec
+from shared.text.codec import CodecCache, TextCodec, answered
 from shared.trajectories import Reward
 
 AT_ONCE = 64
 WITHIN_S = 120.0
-UNANSWERED = "no answer of"  # how the error begins of a sample that nobody has scored in its time
-IN_THREAD_CHARS = 2_000  # a longer text is tokenized beside the event loop
+UNANSWERED = "no answer of"  # how the error begins of a sample without a score in time
+IN_THREAD_CHARS = 2_000  # a longer text is tokenized off the event loop
 
 
 @dataclass(frozen=True)
@@ -152,7 +151,7 @@ class ServedRewards:
         return [each for each in scored if isinstance(each, Reward)]
 
     async def outputs(self, name: str, head: str, texts: Sequence[Sequence[int]]) -> list[list[float]]:
-        """What a head says of each text of ids; TimeoutError when nobody does."""
+        """Outputs of a head for each text of ids; TimeoutError when no worker answers."""
         model, ask = await self._resolve(name), _Ask(self, "batch", int(1000 * (time.time() + WITHIN_S)))
         async with asyncio.timeout(WITHIN_S):
             return [await ask.read(model, list(ids), head) for ids in texts]
@@ -261,7 +260,7 @@ class ServedRewards:
         return next((card for card in fitting if card.name in live), fitting[0] if fitting else None)
 
     async def _texts(self, sample: RewardSample) -> tuple[str, str, str]:
-        """Prompt, completion and reference as people read them."""
+        """Prompt, completion and reference as texts for a template."""
         prompt = sample.prompt
         if prompt is None or isinstance(prompt, str):
             shown = prompt or ""
@@ -295,14 +294,14 @@ class ServedRewards:
 
 @dataclass(frozen=True)
 class _Ask:
-    """What one sample asks of workers."""
+    """Requests to workers on behalf of one sample."""
 
     rewards: ServedRewards
     sequence_class: SequenceClass
     deadline_ms: int
 
     async def written(self, model: AskedModel, prompt: list[int], most: int) -> list[int]:
-        """What the model writes, greedily, without the token that ends it."""
+        """Greedy completion of the model, without the token that ends it."""
         sampling = SamplingParams(max_tokens=most, seed=0, temperature=0.0)
         (spec,) = self._specs(model, prompt, "generate", sampling, [()])
         (result,) = await self.rewards.run(model.card.name, [spec])
@@ -310,7 +309,7 @@ class _Ask:
         return ids[:-1] if ids and ids[-1] in model.card.eos_token_ids else ids
 
     async def read(self, model: AskedModel, ids: list[int], head: str) -> list[float]:
-        """What a head says of a text."""
+        """Outputs of a head for one text of ids."""
         (spec,) = self._specs(model, ids, "head", SamplingParams(max_tokens=0, seed=0), [()])
         (result,) = await self.rewards.run(model.card.name, [msgspec.structs.replace(spec, head=head)])
         return [value for (value,) in struct.iter_unpack("<f", result.embedding)]

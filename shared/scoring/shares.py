@@ -1,4 +1,6 @@
-"""Who asks for scores, and how many of the samples have run out of time; turns are those of shared/turns.py."""
+"""Shares of the reward processes by API key, and counts of samples that ran out of time; turns are those of
+shared/turns.py.
+"""
 
 from dataclasses import dataclass, field
 
@@ -8,7 +10,7 @@ ALIKE = 2  # from which on a job is taken for one of those with the same reward
 
 @dataclass(eq=False)
 class Lateness:
-    """How many samples in a row have run out of time."""
+    """Number of samples in a row that have run out of time."""
 
     in_a_row: int = 0
 
@@ -19,9 +21,9 @@ class Lateness:
 
 @dataclass
 class Share:
-    """Who asks for scores, and how many samples have run out of time."""
+    """An asker's share of the reward processes, and its samples that have run out of time."""
 
-    key: str = ""  # name of the API key; "" where nobody needs one
+    key: str = ""  # name of the API key; "" where none is needed
     job: str = ""
     mine: Lateness = field(default_factory=Lateness)
     of_all: Lateness = field(default_factory=Lateness)  # of all the key's jobs with the same reward
@@ -33,7 +35,7 @@ class Share:
 
     @property
     def given_up(self) -> bool:
-        """Whether so many have run out of time that the next ones will."""
+        """True if so many samples in a row have run out of time that the next ones are expected to."""
         return self.late >= GIVE_UP_AFTER
 
     @property

@@ -3,9 +3,9 @@
 The catalogue is the one place where a metric is named; docs/reference.md is written from it, and a test fails when
 something else is exposed. Names with `vllm:` and their meaning are vLLM's, so that its boards work on our figures.
 
-A tally only grows. Its hot path is one add: a counter or histogram is looked up once and kept by whoever counts. The
-tallies of all processes are summed in Redis (shared/redis/ring/metric_store.py), field by field; a histogram's field
-holds the observations of one bucket alone, not of those below it.
+A tally only grows. Its hot path is one add: a counter or histogram is looked up once and stored by its user. The
+tallies of all processes are summed in Redis (shared/redis/processes/metric_store.py), field by field; a histogram's
+field holds the observations of one bucket alone, not of those below it.
 """
 
 from bisect import bisect_left
@@ -42,7 +42,7 @@ _ARM = ("adapter", "version")
 
 
 class Metric(NamedTuple):
-    """One family of figures."""
+    """Definition of one family of metrics."""
 
     name: str  # as it is exposed, a counter's `_total` included
     kind: MetricKind
@@ -268,7 +268,7 @@ CATALOGUE: dict[str, Metric] = {metric.name: metric for metric in (*_VLLM, *_OUR
 
 
 class Counter:
-    """A number that grows."""
+    """A number that only grows."""
 
     __slots__ = ("value",)
 
@@ -276,12 +276,11 @@ class Counter:
         self.value = 0.0
 
     def add(self, amount: float = 1) -> None:
-        """Count."""
         self.value += amount
 
 
 class Histogram:
-    """Observations by bucket."""
+    """Number of observations in each bucket, and their sum."""
 
     __slots__ = ("bounds", "counts", "sum")
 

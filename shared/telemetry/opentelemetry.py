@@ -1,4 +1,4 @@
-"""OpenTelemetry's SDK behind shared/telemetry/tracing.py; imported when traces are on, and by nobody else.
+"""OpenTelemetry's SDK for shared/telemetry/tracing.py, which imports this only when traces are on.
 
 Samplers, batches, headers, certificates and resource attributes follow OpenTelemetry's environment variables
 (OTEL_TRACES_SAMPLER, OTEL_BSP_*, OTEL_EXPORTER_OTLP_HEADERS, OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES).
@@ -35,14 +35,13 @@ _w3c = TraceContextTextMapPropagator()
 
 
 class _OpenSpan:
-    """A `shared.telemetry.spans.OpenSpan`."""
+    """An open span of OpenTelemetry (`shared.telemetry.spans.OpenSpan`)."""
 
     def __init__(self, span: Span) -> None:
         self._span = span
         self.traceparent = _traceparent_of(span)
 
     def end(self, attributes: Attributes, error: str = "") -> None:
-        """See `shared.telemetry.spans.OpenSpan`."""
         self._span.set_attributes(dict(attributes))
         _mark(self._span, error)
         self._span.end()
@@ -73,27 +72,23 @@ class Tracing:
         closing.join(LAST_WORDS_S)
 
     def traceparent(self) -> str:
-        """See `shared.telemetry.tracing.traceparent`."""
         return _traceparent_of(trace.get_current_span())
 
     def log_fields(self) -> dict[str, str]:
-        """See `shared.telemetry.tracing.log_fields`."""
         context = trace.get_current_span().get_span_context()
         return {"trace_id": f"{context.trace_id:032x}"} if context.trace_flags.sampled else {}
 
     def annotate(self, attributes: Attributes) -> None:
-        """See `shared.telemetry.tracing.annotate`."""
         trace.get_current_span().set_attributes(dict(attributes))
 
     def begin(self, name: str, attributes: Attributes) -> _OpenSpan | None:
-        """See `shared.telemetry.tracing.begin`."""
         if not trace.get_current_span().is_recording():
             return None
         return _OpenSpan(self._tracer.start_span(name, attributes=dict(attributes)))
 
     @contextlib.contextmanager
     def span(self, name: str, attributes: Attributes, start_ns: int, link: str) -> Iterator[None]:
-        """See `tracing.span`. Of an exception only the type is recorded: its message may quote what users sent."""
+        """As `tracing.span`. Of an exception only the type is recorded: its message may quote what users sent."""
         causes = [Link(trace.get_current_span(_context_of(link)).get_span_context())] if link else []
         opened = self._tracer.start_span(name, attributes=dict(attributes), links=causes, start_time=start_ns or None)
         with trace.use_span(opened, end_on_exit=True, record_exception=False, set_status_on_exception=False):
@@ -104,7 +99,6 @@ class Tracing:
                 raise
 
     def record(self, past: Past, parent: str = "") -> None:
-        """See `shared.telemetry.tracing.record`."""
         self._record(past, _context_of(parent) if parent else None)
 
     def _record(self, past: Past, around: Context | None) -> None:
@@ -142,7 +136,7 @@ def _context_of(traceparent: str) -> Context:
 
 
 def _resource(role: Role) -> Resource:
-    """Who we are; what the environment says of it wins."""
+    """Attributes of this process; those of the environment take precedence."""
     ours = {
         SERVICE_NAME: f"parallm-{role}",
         SERVICE_VERSION: version(),

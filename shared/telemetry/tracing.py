@@ -1,4 +1,4 @@
-"""OpenTelemetry traces, for those who ask for them: `--otlp-endpoint`, or OpenTelemetry's own variables.
+"""OpenTelemetry traces, on request: `--otlp-endpoint`, or OpenTelemetry's own variables.
 
 A trace begins at an api process (FastAPI's server span, which goes on with the caller's `traceparent`), travels
 through Redis with the sequence (`SequenceSpec.trace`), and ends in the worker that decoded it. Job runners trace ticks,
@@ -34,7 +34,7 @@ _INSTALL = "pip install 'mlx-parallm[traces]'"
 
 
 class Tracer(Protocol):
-    """What does the work of the functions below while traces are on: `shared.telemetry.opentelemetry.Tracing`."""
+    """Implementation of the functions below while traces are on: `shared.telemetry.opentelemetry.Tracing`."""
 
     provider: "TracerProvider"
 
@@ -58,7 +58,7 @@ _nothing = contextlib.nullcontext()
 
 
 def target(endpoint: str) -> str:
-    """Where spans go: the setting, else OpenTelemetry's variables; "" when traces are off.
+    """Endpoint for spans: the setting, else OpenTelemetry's variables; "" when traces are off.
 
     SetupError for an address that is none, another protocol than HTTP, or, with the setting, absent packages. With the
     variables alone these only cost the traces: they may be meant for another program.
@@ -120,7 +120,7 @@ def provider() -> "TracerProvider | None":
 
 
 def traceparent() -> str:
-    """The span that we are in as W3C's `traceparent`; "" when there is none that is kept."""
+    """The present span as W3C's `traceparent`; "" when none is recorded."""
     return _tracing.traceparent() if _tracing is not None else ""
 
 
@@ -136,7 +136,7 @@ def annotate(attributes: Attributes) -> None:
 
 
 def begin(name: str, attributes: Attributes) -> OpenSpan | None:
-    """A span inside the one that we are in, to be ended by hand; None when that is not kept."""
+    """A span inside the present one, to be ended by hand; None when that is not recorded."""
     return _tracing.begin(name, attributes) if _tracing is not None else None
 
 

@@ -1,5 +1,5 @@
 """Text and token ids, without transformers and without MLX.
 
 `codec.py` first: tokenizer and chat template of one model. `chat_template.py` runs the template in a sandbox,
-`answered.py` says what a reward model reads, `grammar.py` checks and writes the grammars that a completion must follow.
+`grammar.py` checks and writes the grammars that a completion must follow.
 """

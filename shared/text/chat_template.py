@@ -19,7 +19,7 @@ from shared.errors import InvalidRequestError
 
 
 class ChatTemplate:
-    """One compiled template."""
+    """A compiled chat template, run in a sandbox."""
 
     def __init__(self, source: str) -> None:
         self._template = _environment().from_string(source)
@@ -40,7 +40,7 @@ class _GenerationTag(Extension):
     tags = {"generation"}  # noqa: RUF012  (jinja2 declares it a set on the class)
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        """The body alone."""
+        """Parse the tag to its body alone, because the mask that it marks is not used."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 

@@ -131,7 +131,7 @@ class TextCodec:
         return self._special
 
     def is_special(self, spelling: str) -> bool:
-        """Whether decoding hides this token."""
+        """True if decoding hides this token."""
         return spelling in self._special
 
     def without_special(self, text: str) -> str:
@@ -151,7 +151,7 @@ class TextCodec:
 
 
 class CardSource(Protocol):
-    """Where bundles come from: the worker registry."""
+    """Source of bundles: the worker registry."""
 
     async def tokenizer(self, sha256: str) -> TokenizerBundle:
         """The bundle with this hash."""
@@ -173,7 +173,7 @@ class CodecCache:
         task = self._codecs.get(card.tokenizer_sha256)
         if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
             task = asyncio.create_task(self._build(card.tokenizer_sha256))
-            task.add_done_callback(_looked_at)  # nobody may wait for it
+            task.add_done_callback(_looked_at)  # it may be without a waiter
             self._codecs[card.tokenizer_sha256] = task
         return task
 
@@ -193,11 +193,11 @@ class TextStream(Protocol):
         """The text that `ids` complete; it may be empty while a character is unfinished."""
 
     def flush(self) -> str:
-        """What was held back, as `decode` would show it at the end. Call it once."""
+        """The text that was held back, as `decode` would show it at the end. Call it once."""
 
 
 class DecoderShape(msgspec.Struct, frozen=True):
-    """What a tokenizer's `decoder` section does, as far as we decode it token by token.
+    """The part of a tokenizer's `decoder` section that decodes token by token.
 
     kind "bytes": GPT-2's byte alphabet (Llama 3, Qwen, ...). kind "pieces": SentencePiece's, with `<0xE2>` byte
     tokens and a word mark (Llama 2, Mistral, Gemma). kind "whole": anything else, decoded from the start each time.
@@ -381,3 +381,19 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 _BYTE_OF = _byte_alphabet()
+
+
+def answered(codec: TextCodec, prompt: str | Sequence[dict[str, Any] | int] | None, answer: str) -> list[int]:
+    """Ids of a prompt with its answer, as reward models read them in training, in jobs and when they serve.
+
+    A chat goes through the model's chat template with the answer as its last message; a text is followed by the answer;
+    a prompt of ids must be this model's. Special tokens that are spelled in the answer become spaces, so that what is
+    judged cannot speak for itself. InvalidRequestError when the chat template refuses the chat.
+    """
+    answer = codec.without_special(answer)
+    if prompt is None or isinstance(prompt, str):
+        return codec.encode((prompt or "") + answer)
+    if ids := [item for item in prompt if isinstance(item, int)]:
+        return [*ids, *codec.encode(answer, add_special_tokens=False)]
+    messages = [item for item in prompt if not isinstance(item, int)]
+    return codec.encode_chat([*messages, {"role": "assistant", "content": answer}], add_generation_prompt=False)

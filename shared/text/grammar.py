@@ -74,7 +74,7 @@ def check_size(schema: dict[str, Any] | bool) -> None:
         raise InvalidGrammarError(f"the schema has {found} 'patternProperties', and {MAX_PATTERNS} is the limit")
 
 
-# What llguidance has no rules for. A schema that has it is refused, unless its user says to go without: `enforceable`.
+# Keywords without rules in llguidance. A schema that has one is refused, unless its user accepts that: `enforceable`.
 _UNENFORCED = frozenset(
     {
         "$dynamicAnchor", "$dynamicRef", "$recursiveAnchor", "$recursiveRef", "contains", "dependencies",
@@ -126,7 +126,7 @@ def _is_unenforced(name: str, schema: dict[str, Any]) -> bool:
 
 
 def of_object() -> str:
-    """Any JSON object."""
+    """Grammar of any JSON object."""
     return of_schema({"type": "object"})
 
 
@@ -136,7 +136,7 @@ def of_regex(regex: str) -> str:
 
 
 def of_choice(choices: Sequence[str]) -> str:
-    """One of these texts."""
+    """Grammar of exactly one of these texts."""
     return of_lark("start: " + " | ".join(map(literal, choices)))
 
 
@@ -164,7 +164,7 @@ def mark(text: str, codec: TextCodec) -> str:
 
 
 def until(name: str, text: str, codec: TextCodec) -> str:
-    """A rule of Lark: anything up to and with a mark. The next thing in the grammar begins right behind it."""
+    """A rule of Lark: anything up to and with a mark. The next thing in the grammar begins right after it."""
     token = codec.added_token(text)
     if token is None:
         return f"{name}[lazy]: /(.|\\n)*{re.escape(text).replace('/', chr(92) + '/')}/"
@@ -196,7 +196,7 @@ def of_ebnf(text: str) -> str:
 
 
 def literal(text: str) -> str:
-    """A string of Lark."""
+    """Quote a text as a string of Lark."""
     return json.dumps(text, ensure_ascii=False)
 
 
@@ -219,7 +219,7 @@ def check(grammar: str, tokenizer: LLTokenizer) -> None:
 
 
 def _complaint(error: str) -> str:
-    """An error in words for whoever wrote the grammar, who did not write the one that we make around a schema."""
+    """Translate an error for the author of the grammar, who has not seen the one that we make around a schema."""
     _, found, reason = error.strip().partition("failed to compile JSON schema: ")
     return _EXCERPT.split(reason)[0] if found else error.strip()
 

@@ -19,7 +19,7 @@ from shared.adapter_files.formats import prepare_directory
 from shared.redis import keys
 from shared.redis.adapters.store import AdapterStore
 from shared.redis.connection.client import connect
-from shared.redis.ring.worker_registry import WorkerRegistry
+from shared.redis.processes.worker_registry import WorkerRegistry
 from tests.e2e.rings import MODEL, Ring, ring
 from tests.unit.adapter_files import mlx_config, write
 from tests.waiting import wait_until

@@ -22,8 +22,8 @@ from redis.asyncio import Redis
 from api.serve.embedded_redis import EmbeddedRedis
 from shared.frames import Finish, TokenEvent, TokenLogprob
 from shared.redis.connection.client import connect
+from shared.redis.processes.worker_registry import WorkerRegistry, WorkerStatus
 from shared.redis.queue.sequence_queue import ClaimPlan, SequenceQueue
-from shared.redis.ring.worker_registry import WorkerRegistry, WorkerStatus
 from shared.redis.tokens.writer import FrameWriter
 from shared.sequences import ModelCard, SequenceSpec
 from tests.bench.load import load

@@ -26,7 +26,7 @@ from tests.bench.federation import FAMILIES, family
 from trainer.learn.adam import AdamSteps, StepSizes
 from trainer.learn.options import AdapterShape
 from trainer.learn.policy import Policy
-from trainer.learners.federation import Average, Learned, averaged
+from trainer.learners.federation import Average, RunChange, averaged
 from trainer.state import Arrays, GradientMeans
 from trainer.tiny.data import arithmetic_prompts
 from worker.engine.messages import EngineConfig
@@ -134,7 +134,7 @@ class Measure:
             lost, total = lost + more[0], total + more[1]
             means = [run.adam.means(BETAS) if average else GradientMeans() for run in runs]
             changes = [{name: each[name] - last.weights[name] for name in each} for each in weights]
-            last = averaged(last, [Learned(d, 1, m) for d, m in zip(changes, means, strict=True)], rate, 0.0)
+            last = averaged(last, [RunChange(d, 1, m) for d, m in zip(changes, means, strict=True)], rate, 0.0)
             for run in runs:
                 run.policy.load(last.weights)
                 if average:

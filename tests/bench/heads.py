@@ -39,7 +39,7 @@ from tests.training.run import train
 from trainer.learn.compute import finished
 from trainer.learn.options import AdapterShape, HeadSettings, Schedule
 from trainer.learners.data import DataOptions
-from trainer.learners.head_examples import Example, Form, Text, spread_of
+from trainer.learners.head_examples import Form, HeadExample, HeadText, spread_of
 from trainer.learners.heads import HeadLearner
 from trainer.settings import TrainSettings
 from trainer.versions.checkpoint import write_adapter
@@ -99,21 +99,21 @@ def _show(lines: Sequence[Said]) -> None:
 # -- learning
 
 
-def _examples(form: Form, codec: TextCodec, count: int, seed: int) -> list[Example]:
+def _examples(form: Form, codec: TextCodec, count: int, seed: int) -> list[HeadExample]:
     """Sums with a right and a random answer; or which of two numbers is larger, by name or by what they are apart."""
     draw = np.random.default_rng(seed)
     made = []
     for a, b, wrong in draw.integers(10, 100, (count, 3)).tolist():
 
-        def text(said: str) -> Text:
-            return Text(None, said, tuple(codec.encode(said)))
+        def text(said: str) -> HeadText:
+            return HeadText(None, said, tuple(codec.encode(said)))
 
         if form == "pairs":
-            made.append(Example((text(f"{a}+{b}={a + b}"), text(f"{a}+{b}={a + b + wrong - 9}"))))
+            made.append(HeadExample((text(f"{a}+{b}={a + b}"), text(f"{a}+{b}={a + b + wrong - 9}"))))
         elif form == "actions":
-            made.append(Example((text(f"{a} or {b}?"),), float(a < b)))
+            made.append(HeadExample((text(f"{a} or {b}?"),), float(a < b)))
         else:
-            made.append(Example((text(f"{a} or {b}?"),), action=(float(a - b), (a + b) / 200)))
+            made.append(HeadExample((text(f"{a} or {b}?"),), action=(float(a - b), (a + b) / 200)))
     return made
 
 

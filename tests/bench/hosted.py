@@ -36,10 +36,10 @@ from tests.bench.steady_training import Training, random_groups
 from tests.training.nobody import NoBoard, NoOrders
 from trainer.hosted import FREE_PART, rehearse
 from trainer.learn.compute import EngineHost
-from trainer.learners.policy import Learner
+from trainer.learners.policy import PolicyLearner
 from trainer.ring.board import RingBoard
 from trainer.ring.mailbox import RingMailbox
-from trainer.ring.ring import Ring
+from trainer.ring.ring import TrainerRing
 from trainer.rollouts.conversation import Opening
 from trainer.rollouts.environments import Observation, Outcome
 from trainer.runs.loop import TrainLoop
@@ -181,7 +181,7 @@ async def run_loop(ring: LocalRing, options: Options, folder: Path) -> dict[str,
     card = ring.loaded.card
     sink = LocalSink(ring, folder, settings.adapter)
     board, mailbox = RingBoard(NoBoard()), RingMailbox(NoOrders())
-    local = Ring(card.base_sha256, TextCodec(ring.loaded.tokenizer), LocalSource(ring), sink, board, mailbox)
+    local = TrainerRing(card.base_sha256, TextCodec(ring.loaded.tokenizer), LocalSource(ring), sink, board, mailbox)
     parts: Any = Parts(
         host=EngineHost(ring.engine),
         model=ring.loaded.model,
@@ -244,7 +244,7 @@ def bench(options: Options, folder: Path) -> dict[str, Any]:
         ring.engine.run_between_steps(lambda: rehearse(ring.loaded, settings, None)).result(600)
         said(f"warmed up in {time.perf_counter() - began:.1f} s")
     learner = ring.call(
-        lambda: Learner(
+        lambda: PolicyLearner(
             ring.loaded.model, settings.adapter_shape(), settings.optimize_options(), settings.limits(), seed=0
         )
     )
@@ -331,7 +331,7 @@ def said(what: str) -> None:
     print(f"[{time.process_time():6.1f} s of CPU] {what}", file=sys.stderr, flush=True)
 
 
-def _state_bytes(learner: Learner) -> int:
+def _state_bytes(learner: PolicyLearner) -> int:
     snapshot = learner.snapshot()
     return sum(value.nbytes for part in (snapshot.adapter, snapshot.optimizer) for value in part.values())
 

@@ -16,7 +16,7 @@ from statistics import median
 
 import numpy as np
 
-from shared.learners import LearnerSpec, Pass, Step
+from shared.learners import LearnerSpec, PassRequest, StepRequest
 from shared.redis.connection.client import connect
 from shared.redis.training.learner_store import LearnerStore
 from tests.bench.learners import examples
@@ -64,12 +64,12 @@ class Learners:
 
     async def _round(self, at: int) -> None:
         rows, length = self._rows, self._length
-        for request in (examples(self._shape, rows, length, self._numbers[at]), Step(learning_rate=1e-5)):
+        for request in (examples(self._shape, rows, length, self._numbers[at]), StepRequest(learning_rate=1e-5)):
             self._numbers[at] += 1
             await self._store.place(self._specs[at], self._numbers[at], request)
             answer = await self._store.answer(self._specs[at].id, self._numbers[at], ANSWER_S)
             assert answer is not None, "no answer"
-            self.tokens += rows * length if isinstance(request, Pass) else 0
+            self.tokens += rows * length if isinstance(request, PassRequest) else 0
 
 
 async def measure(options: argparse.Namespace, url: str, redis_url: str) -> None:

@@ -23,7 +23,7 @@ from statistics import median
 import mlx.core as mx
 import numpy as np
 
-from shared.learners import Datum, LearnerSpec, Pass, Step, Values
+from shared.learners import Datum, LearnerSpec, PassRequest, StepRequest, Values
 from tests.bench.models import SHAPES, random_qwen3
 from trainer.learn.compute import ThreadHost, at_once
 from trainer.service.learner import ServiceLearner
@@ -48,7 +48,7 @@ class Options:
     rounds: int
 
 
-def examples(shape: str, rows: int, length: int, seed: int) -> Pass:
+def examples(shape: str, rows: int, length: int, seed: int) -> PassRequest:
     """A pass over random tokens."""
     draw = np.random.default_rng(seed)
     vocabulary = SHAPES[shape]["vocab_size"]
@@ -58,7 +58,7 @@ def examples(shape: str, rows: int, length: int, seed: int) -> Pass:
         weights = Values.of(np.ones(length, np.float32))
         return Datum(ids.astype("<i4").tobytes(), {"target_tokens": Values.of(targets), "weights": weights})
 
-    return Pass(tuple(datum() for _ in range(rows)), "cross_entropy")
+    return PassRequest(tuple(datum() for _ in range(rows)), "cross_entropy")
 
 
 @dataclass(frozen=True)
@@ -69,14 +69,16 @@ class Took:
     cpu_seconds: float  # of the process: what others do on the machine moves them less
 
 
-async def stretch(host: ThreadHost, learners: Sequence[ServiceLearner], passes: Sequence[Pass], count: int) -> Took:
+async def stretch(
+    host: ThreadHost, learners: Sequence[ServiceLearner], passes: Sequence[PassRequest], count: int
+) -> Took:
     """Until each learner has done its pass, with a step, so many times."""
     turns = Turns(host)
 
-    async def learn(name: str, learner: ServiceLearner, request: Pass) -> None:
+    async def learn(name: str, learner: ServiceLearner, request: PassRequest) -> None:
         for _ in range(count):
             await turns.run(name, lambda: learner.run(request))
-            await turns.run(name, at_once(lambda: learner.step(Step())))
+            await turns.run(name, at_once(lambda: learner.step(StepRequest())))
 
     began, cpu = time.perf_counter(), time.process_time()
     each = zip(learners, passes, strict=True)
@@ -103,7 +105,7 @@ async def measure(options: Options, folder: Path) -> None:
         weights = await host.run(at_once(learners[0].weights))
         own = 3 * sum(value.nbytes for value in weights.values())  # and its two moments
         passes = [examples(options.shape, options.rows, options.length, seed) for seed in range(count)]
-        joined = Pass(tuple(datum for request in passes for datum in request.data), "cross_entropy")
+        joined = PassRequest(tuple(datum for request in passes for datum in request.data), "cross_entropy")
 
         async def side_by_side() -> Took:
             return await stretch(host, learners, passes, options.passes)

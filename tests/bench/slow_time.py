@@ -14,10 +14,10 @@ import api.ring.ring
 import api.webhooks.work
 import shared.redis.adapters.watch
 import shared.redis.connection.client
+import shared.redis.processes.metric_store
+import shared.redis.processes.shared_look
 import shared.redis.queue.affinity
 import shared.redis.queue.sequence_queue
-import shared.redis.ring.metric_store
-import shared.redis.ring.shared_look
 import shared.redis.tokens.feed
 import shared.redis.tokens.reader
 import shared.redis.tokens.writer
@@ -35,8 +35,8 @@ PERIODS = {
     worker.engine_watch: ("LOOK_S",),
     keys: ("WORKER_TTL_S", "API_TTL_S"),
     shared.redis.connection.client: ("ANSWER_S", "ANSWER_OF_PRIMARY_S"),  # longer than an idle worker blocks
-    shared.redis.ring.shared_look: ("FRESH_MS", "TURN_MS"),
-    shared.redis.ring.metric_store: ("WRITE_EVERY_S",),
+    shared.redis.processes.shared_look: ("FRESH_MS", "TURN_MS"),
+    shared.redis.processes.metric_store: ("WRITE_EVERY_S",),
     shared.redis.queue.sequence_queue: ("STEAL_AFTER_MS", "STAGGER_S", "TURN_MS"),
     shared.redis.queue.affinity: ("LOOK_AGAIN_S",),
     shared.redis.tokens.writer: ("EXPIRE_EVERY_S",),

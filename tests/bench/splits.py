@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from shared.splits import Rewards, Split, shares, winner
+from shared.splits import RewardSums, Split, shares, winner
 from tests.e2e.rings import Process, Ring, ring
 from trainer.rollouts.environments import ArithmeticEnvironment
 
@@ -50,14 +50,14 @@ class Earned:
     """Counts as Redis has them."""
 
     def __init__(self) -> None:
-        self.of = {LATEST: Rewards(), CANDIDATE: Rewards()}
+        self.of = {LATEST: RewardSums(), CANDIDATE: RewardSums()}
 
     def add(self, version: int, reward: float) -> None:
         """One reward."""
         before = self.of[version]
         count, apart = before.count + 1, reward - before.mean
         mean = before.mean + apart / count
-        self.of[version] = Rewards(count, mean, before.squares + apart * (reward - mean))
+        self.of[version] = RewardSums(count, mean, before.squares + apart * (reward - mean))
 
     @property
     def count(self) -> int:

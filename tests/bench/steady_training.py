@@ -10,7 +10,7 @@ import numpy as np
 
 from tests.bench.local_ring import LocalRing
 from trainer.learn.batches import Sample, SampleGroup
-from trainer.learners.policy import Learner
+from trainer.learners.policy import PolicyLearner
 
 SETTLE_S = 120.0  # at most
 
@@ -20,7 +20,7 @@ class Training:
     """Train steps on one fixed batch, one after another, in the engine's thread."""
 
     ring: LocalRing
-    learner: Learner | None
+    learner: PolicyLearner | None
     groups: list[SampleGroup]
     steps: int = 0
     tokens: int = 0

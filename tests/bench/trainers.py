@@ -103,9 +103,9 @@ async def lead(options: argparse.Namespace, url: str, model: str, trainers: int)
     from trainer.learn.compute import ThreadHost, at_once
     from trainer.learners.handle import HostHandle
     from trainer.learners.kinds import made_with
-    from trainer.learners.policy import Learner
+    from trainer.learners.policy import PolicyLearner
     from trainer.learners.shared import SharedHandle
-    from trainer.learners.shared_exchange import Lead, RunSpec
+    from trainer.learners.shared_exchange import RunLead, RunSpec
     from worker.engine.messages import EngineConfig
     from worker.engine.model.loader import load_model
 
@@ -114,7 +114,7 @@ async def lead(options: argparse.Namespace, url: str, model: str, trainers: int)
         ThreadHost() as host,
         contextlib.aclosing(connect(url)) as redis,
         contextlib.aclosing(connect(url, blocking=True)) as blocking,
-        Lead(SharedRun(redis, f"{RUN}-{trainers}", blocking=blocking)) as leading,
+        RunLead(SharedRun(redis, f"{RUN}-{trainers}", blocking=blocking)) as leading,
     ):
         loaded = await host.run(at_once(lambda: load_model(EngineConfig(model))))
         say(f"  leader: {loaded.card.dtype} base on {device()} loaded")
@@ -126,7 +126,7 @@ async def lead(options: argparse.Namespace, url: str, model: str, trainers: int)
             exchange=options.exchange,
             version=version(),
         )
-        mine: HostHandle[Learner] = await HostHandle.open(host, made_with("policy", made), loaded.model)
+        mine: HostHandle[PolicyLearner] = await HostHandle.open(host, made_with("policy", made), loaded.model)
         await leading.begin(spec)
         learner = SharedHandle(mine, leading, trainers, options.limit_s)
 
@@ -149,7 +149,7 @@ async def lead_ranks(options: argparse.Namespace, url: str, model: str, trainers
     from trainer.learners.handle import HostHandle
     from trainer.learners.kinds import made_with
     from trainer.learners.placing import placement
-    from trainer.learners.policy import Learner
+    from trainer.learners.policy import PolicyLearner
     from trainer.settings import TrainSettings
     from worker.engine.messages import EngineConfig
     from worker.engine.model.loader import LoadedModel, load_model
@@ -162,7 +162,7 @@ async def lead_ranks(options: argparse.Namespace, url: str, model: str, trainers
         async def check() -> str:
             return f"{trainers} ranks"
 
-        learner: HostHandle[Learner] = await HostHandle.open(
+        learner: HostHandle[PolicyLearner] = await HostHandle.open(
             host, made_with("policy", made), loaded.model, whole=loaded.whole
         )
         return await taken(options, learner, check)
@@ -184,12 +184,12 @@ async def lead_ranks(options: argparse.Namespace, url: str, model: str, trainers
 
 async def taken(options: argparse.Namespace, learner: Any, check: Callable[[], Awaitable[str]]) -> dict[str, Any]:
     """All steps; `check` says after each who takes part."""
-    from trainer.learners.policy import Learner
+    from trainer.learners.policy import PolicyLearner
 
     seconds, losses = [], []
     for step in range(WARM_UP + options.steps):
         groups, began = groups_of(options, step), time.perf_counter()
-        trained = await learner.call(Learner.train, groups, step, step, ((1, 2, 3, 4),))
+        trained = await learner.call(PolicyLearner.train, groups, step, step, ((1, 2, 3, 4),))
         await learner.accept()
         seconds.append(time.perf_counter() - began)
         losses.append(trained.report.loss)

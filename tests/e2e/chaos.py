@@ -31,8 +31,8 @@ from shared.redis import keys
 from shared.redis.connection.client import connect
 from shared.redis.connection.cluster import ClusterRedis
 from shared.redis.jobs.ticks import queue_name
+from shared.redis.processes.worker_registry import WorkerRegistry
 from shared.redis.queue.sequence_queue import SequenceQueue
-from shared.redis.ring.worker_registry import WorkerRegistry
 from tests.e2e.chaos_load import Answers, Load, Report
 from tests.e2e.chaos_policies import Policies
 from tests.e2e.chaos_ring import ChaosRing, Member, chaos_ring, role_of

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 
 from shared.redis.connection.client import connect
-from shared.redis.ring.worker_registry import WorkerRegistry, WorkerStatus
+from shared.redis.processes.worker_registry import WorkerRegistry, WorkerStatus
 from tests.waiting import HANG_S, wait_until
 
 ROOT = Path(__file__).parents[2]

@@ -14,11 +14,11 @@ import pytest
 from redis.asyncio import Redis
 
 from api.cli.client import InferenceClient
-from shared.learners import Begin, LearnerSpec, SaveDone, SaveInfo, ServiceCard
+from shared.learners import BeginRequest, LearnerSpec, SaveDone, SaveInfo, ServiceCard
 from shared.redis import keys
 from shared.redis.adapters.store import AdapterStore
 from shared.redis.connection.client import connect
-from shared.redis.ring.worker_registry import WorkerRegistry
+from shared.redis.processes.worker_registry import WorkerRegistry
 from shared.redis.training.board import TrainingBoard, ring_id
 from shared.redis.training.learner_store import LearnerStore
 from shared.redis.training.rounds import RoundStore
@@ -123,7 +123,7 @@ async def shared(run: SharedRun) -> str:
     """A run with a leader and a member; the id of some bytes of theirs."""
     await run.lead("epoch", b"spec", begin=True)
     await run.members.beat("member")
-    await run.say(b"word")
+    await run.send(b"word")
     await run.answer(b"answer")
     return (await run.parcels.put(b"weights")).id
 
@@ -133,7 +133,7 @@ async def averaged(store: RoundStore) -> str:
     state = await store.parcels.put(b"weights")
     await store.begin(b"{}", state)
     await store.members.beat("run")
-    await store.tell(1, "run", state, 1)
+    await store.put_change(1, "run", state, 1)
     await store.turn("run")
     return state.id
 
@@ -143,12 +143,12 @@ async def learned(store: LearnerStore, name: str) -> tuple[str, str]:
     spec = LearnerSpec(id=name, model=MODEL, rank=1, scale=1.0)
     await store.create(spec)
     for number in (1, 2):
-        await store.place(spec, number, Begin())
+        await store.place(spec, number, BeginRequest())
     held = await store.take(name)
     assert held is not None
     state, saved = await store.put_state(name, b"weights"), await store.put_saved(name, b"weights")
     info = SaveInfo(name="a", kind="state", created_ms=1, expires_ms=2**41, bytes_id=saved)
-    assert await store.tell(held, 1, SaveDone("a", "state"), state=state, save=info)
+    assert await store.put_answer(held, 1, SaveDone("a", "state"), state=state, save=info)
     await store.announce(ServiceCard(id="s", model=MODEL, max_rank=1, max_learners=1))
     return state, saved
 

@@ -41,7 +41,7 @@ from trainer.learn.policy import Policy  # noqa: E402
 from trainer.learners.data import DataOptions  # noqa: E402
 from trainer.learners.distilling import ScoredRow  # noqa: E402
 from trainer.learners.handle import Local  # noqa: E402
-from trainer.learners.head_examples import Example, Form, Text, spread_of  # noqa: E402
+from trainer.learners.head_examples import Form, HeadExample, HeadText, spread_of  # noqa: E402
 from trainer.learners.heads import HeadLearner  # noqa: E402
 from trainer.learners.kinds import HeadOptions, Kind, PolicyOptions, TuneOptions, made_with  # noqa: E402
 from trainer.learners.ranks import RankLearner  # noqa: E402
@@ -362,19 +362,19 @@ def taught(items: list[SampleGroup]) -> list[ScoredRow]:
     return rows
 
 
-def examples(kind: str) -> list[Example]:
+def examples(kind: str) -> list[HeadExample]:
     """What a head learns from."""
     draw = np.random.default_rng(11)
 
-    def text(at: int) -> Text:
-        return Text("a prompt", "an answer", tuple(draw.integers(0, 250, 4 + 3 * at).tolist()))
+    def text(at: int) -> HeadText:
+        return HeadText("a prompt", "an answer", tuple(draw.integers(0, 250, 4 + 3 * at).tolist()))
 
     if kind == "pairs":
-        return [Example((text(at), text(at + 1)), weight=1.0 + at) for at in range(6)]
-    return [Example((text(at),), action=tuple(draw.normal(0, 2, 2).tolist())) for at in range(6)]
+        return [HeadExample((text(at), text(at + 1)), weight=1.0 + at) for at in range(6)]
+    return [HeadExample((text(at),), action=tuple(draw.normal(0, 2, 2).tolist())) for at in range(6)]
 
 
-def header(loaded: LoadedModel, items: list[Example], form: Form, options: DataOptions) -> Asked:
+def header(loaded: LoadedModel, items: list[HeadExample], form: Form, options: DataOptions) -> Asked:
     """Of pairs with a LoRA beside it, of vectors alone."""
     start, head = (0.0, HeadSettings(head_hidden=8)) if form == "pairs" else (spread_of(items), HeadSettings())
     options = options if form == "pairs" else replace(options, shape=None)

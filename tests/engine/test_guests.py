@@ -20,7 +20,7 @@ from trainer.hosted import rehearse
 from trainer.learn.batches import Sample, SampleGroup
 from trainer.learn.gate import GateLimits
 from trainer.learn.options import AdapterShape, OptimizeOptions, Schedule
-from trainer.learners.policy import Learner
+from trainer.learners.policy import PolicyLearner
 from trainer.settings import TrainSettings
 from worker.engine.batch.adapters import SlotConfig
 from worker.engine.between_steps import Guests
@@ -237,9 +237,9 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return loaded
 
 
-def learner(loaded: LoadedModel, **options: Any) -> Learner:
+def learner(loaded: LoadedModel, **options: Any) -> PolicyLearner:
     made = OptimizeOptions(schedule=Schedule("constant", 1e-2, 0, 100, 1.0), **options)
-    return Learner(loaded.model, AdapterShape(rank=4), made, GateLimits(1.0, 10.0))
+    return PolicyLearner(loaded.model, AdapterShape(rank=4), made, GateLimits(1.0, 10.0))
 
 
 def batch() -> list[SampleGroup]:
@@ -326,7 +326,7 @@ def test_a_worker_that_trains_holds_one_base_and_the_trainers_own_state(tmp_path
 
 @pytest.mark.long
 def test_smaller_microbatches_make_more_units(served: LoadedModel) -> None:
-    def units(student: Learner) -> int:
+    def units(student: PolicyLearner) -> int:
         return sum(1 for _ in student.train(batch(), 0, 0, []))
 
     whole, divided = learner(served), learner(served, microbatch_s=0.001)

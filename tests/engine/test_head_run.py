@@ -13,18 +13,17 @@ from shared.errors import ConflictError, ServiceUnavailableError, SetupError
 from shared.rewards.model_kinds import ModelOptions
 from shared.scoring.pool import RewardSample
 from shared.scoring.served import UNANSWERED
-from shared.text.answered import answered
-from shared.text.codec import TextCodec
+from shared.text.codec import TextCodec, answered
 from shared.trajectories import Reward
 from tests.training.in_process import InProcessSource, MemorySink
 from tests.training.nobody import NoBoard, NoOrders
 from trainer.learn.compute import ThreadHost, at_once
-from trainer.learners.head_examples import Text
+from trainer.learners.head_examples import HeadText
 from trainer.learners.heads import HeadLearner
 from trainer.ring.board import RingBoard
 from trainer.ring.join import Way
 from trainer.ring.mailbox import RingMailbox
-from trainer.ring.ring import Ring
+from trainer.ring.ring import TrainerRing
 from trainer.runs.heads import HeadRun
 from trainer.settings import TrainSettings
 from trainer.versions.checkpoint import CheckpointStore
@@ -59,7 +58,7 @@ class Workers:
             return [Reward(name, None, error=f"{UNANSWERED} 'tiny' within 120 s")] * len(samples)
         codec = run._ring.codec
         ids = [tuple(answered(codec, sample.prompt, sample.completion)) for sample in samples]
-        said = await run._learner.call(HeadLearner.read, [Text(None, "", each) for each in ids])
+        said = await run._learner.call(HeadLearner.read, [HeadText(None, "", each) for each in ids])
         return [Reward(name, value + self._error) for (value,) in said]
 
     async def outputs(self, name: str, head: str, texts: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -68,7 +67,7 @@ class Workers:
         self.left -= 1
         if self.left >= 0 and self._away is not None:
             raise self._away
-        said = await run._learner.call(HeadLearner.read, [Text(None, "", tuple(each)) for each in texts])
+        said = await run._learner.call(HeadLearner.read, [HeadText(None, "", tuple(each)) for each in texts])
         return [[value + self._error for value in each] for each in said]
 
     async def check(self, reward: Any) -> None:
@@ -95,7 +94,7 @@ async def train(
         source = InProcessSource(host, loaded.model, settings.adapter_shape(), sink, loaded.card.eos_token_ids)
         codec = TextCodec(loaded.tokenizer)
         served = base or loaded.card.base_sha256
-        ring = Ring(served, codec, source, sink, RingBoard(NoBoard()), mailbox, id=ring_id)
+        ring = TrainerRing(served, codec, source, sink, RingBoard(NoBoard()), mailbox, id=ring_id)
         workers.run = run = HeadRun(settings, host, Way(workers, lambda _: pytest.fail("joined")), ring)
         await run.start(loaded)
         await run.run()

@@ -15,7 +15,7 @@ from shared.process.settings import load
 from tests.unit.networks import GAUSSIAN, LSTM, MLP, computed, inputs_of, spec_of, weights_of
 from trainer.learn.compute import finished
 from trainer.learn.options import LossOptions, MemoryKind, Schedule
-from trainer.learn.ppo_losses import PpoOptions, Steps, ppo
+from trainer.learn.ppo_losses import PpoOptions, PpoSteps, ppo
 from trainer.learn.ppo_network import check_learnable, first_weights, outputs_of, two_layers
 from trainer.learners.ppo import PpoLearner, PpoLearnerOptions
 from trainer.runs.ppo import network_of, options_of
@@ -41,13 +41,13 @@ MEMORY = {
 EACH = pytest.mark.parametrize("described", [MLP, FORCED, MEMORY], ids=["discrete", "gaussian", "memory"])
 
 
-def flat(steps: Steps) -> dict[str, Array]:
+def flat(steps: PpoSteps) -> dict[str, Array]:
     """As rows, without state."""
     shown = {name: each for name, each in steps._asdict().items() if name != "state"}
     return {name: each.reshape(-1, *each.shape[2:]) for name, each in shown.items()}
 
 
-def steps_for(described: dict[str, Any], rows: int = 64) -> Steps:
+def steps_for(described: dict[str, Any], rows: int = 64) -> PpoSteps:
     """Steps of a policy whose log-probabilities and values are somewhat off; four in each sequence if it remembers."""
     draw, spec = np.random.default_rng(2), spec_of(described)
     shape = (rows // 4, 4) if spec.state else (rows, 1)
@@ -60,7 +60,7 @@ def steps_for(described: dict[str, Any], rows: int = 64) -> Steps:
     def drawn(around: Any, spread: float) -> Array:
         return np.asarray(around + draw.normal(0, spread, shape), np.float32)
 
-    steps = Steps(
+    steps = PpoSteps(
         observed_BLI=observed.reshape(*shape, -1),
         begins_BL=(draw.random(shape) < 0.3).astype(np.float32),
         state={
@@ -76,7 +76,7 @@ def steps_for(described: dict[str, Any], rows: int = 64) -> Steps:
     return steps._replace(logp_BL=drawn(logp.reshape(shape), 0.4), values_BL=drawn(values.reshape(shape), 0.4))
 
 
-def shown(described: dict[str, Any], weights: dict[str, Array], steps: Steps) -> dict[str, Array]:
+def shown(described: dict[str, Any], weights: dict[str, Array], steps: PpoSteps) -> dict[str, Array]:
     """Outputs of all rows, in double precision, one step after the other."""
     state: dict[str, Array] = {name: each.astype(np.float64) for name, each in steps.state.items()}
     told: list[dict[str, Array]] = []
@@ -90,7 +90,7 @@ def shown(described: dict[str, Any], weights: dict[str, Array], steps: Steps) ->
     return {name: each.reshape(-1, each.shape[-1]) for name, each in stacked.items()}
 
 
-def reference(described: dict[str, Any], weights: dict[str, Array], steps: Steps) -> tuple[Array, Array, Array]:
+def reference(described: dict[str, Any], weights: dict[str, Array], steps: PpoSteps) -> tuple[Array, Array, Array]:
     """Log-probabilities, values and entropies of all rows, in double precision."""
     outputs, actions = shown(described, weights, steps), flat(steps)["actions"]
     values = outputs["value"][:, 0]
@@ -103,7 +103,7 @@ def reference(described: dict[str, Any], weights: dict[str, Array], steps: Steps
     return np.log(density).sum(-1), values, (0.5 * np.log(2 * np.pi * np.e * std**2)).sum(-1)
 
 
-def wanted(described: dict[str, Any], weights: dict[str, Array], sequences: Steps) -> dict[str, float]:
+def wanted(described: dict[str, Any], weights: dict[str, Array], sequences: PpoSteps) -> dict[str, float]:
     """The losses, row by row."""
     steps = flat(sequences)
     logp, values, entropies = reference(described, weights, sequences)
@@ -131,7 +131,7 @@ def tree(weights: dict[str, Array]) -> dict[str, Any]:
     return nested
 
 
-def told(spec: NetworkSpec, weights: dict[str, Any], steps: Steps) -> dict[str, mx.array]:
+def told(spec: NetworkSpec, weights: dict[str, Any], steps: PpoSteps) -> dict[str, mx.array]:
     return outputs_of(spec, weights, steps.observed_BLI, steps.begins_BL, steps.state)
 
 
@@ -233,13 +233,13 @@ def test_what_was_seen_three_steps_ago_is_learned_by_a_network_that_remembers(me
         observed[:, 0, 0] = 2 * right[:, 0] - 1
         none = np.zeros((rows, 4), np.float32)
         state = {name: np.zeros((rows, *each.shape), np.float32) for name, each in spec.state.items()}
-        asked = Steps(observed, none, state, np.ones((rows, 4), np.int32), none, none, none, none)
+        asked = PpoSteps(observed, none, state, np.ones((rows, 4), np.int32), none, none, none, none)
         logp_of_1, values = one.policy(one.weights(), asked)
         chances = np.exp(logp_of_1)
         actions = (draw.random((rows, 4)) < chances).astype(np.int32)
         logp = np.log(np.where(actions == 1, chances, 1 - chances)).astype(np.float32)
         worth = np.where(actions == right, 1, -1).astype(np.float32)
-        finished(one.train(Steps(observed, none, state, actions, logp, values, worth, none), at))
+        finished(one.train(PpoSteps(observed, none, state, actions, logp, values, worth, none), at))
     sure = np.where(right == 1, chances, 1 - chances).mean(axis=0)
     assert sure[0] > 0.9 and (sure[3] > 0.9 if memory else 0.4 < sure[3] < 0.6), sure
 

@@ -16,7 +16,7 @@ from trainer.learn.packing import pack, unpack
 from trainer.learn.policy import Policy
 from trainer.learners.calls import call_of, signature_of
 from trainer.learners.kinds import PolicyOptions, policy_learner
-from trainer.learners.policy import Learner, Trained
+from trainer.learners.policy import PolicyLearner, Trained
 from trainer.service.run_learner import RunLearner, read_call
 from worker.engine.messages import EngineConfig
 from worker.engine.model.loader import LoadedModel, load_model
@@ -39,7 +39,7 @@ def run_learner(llama: LoadedModel, **changes: Any) -> RunLearner:
 def said(learner: RunLearner, method: str, *arguments: Any) -> Any:
     """Through bytes, both ways."""
     call = read_call(msgspec.msgpack.encode(call_of(method, arguments)))
-    return signature_of(Learner, method).result.decode(finished(learner.answer(*call)))
+    return signature_of(PolicyLearner, method).result.decode(finished(learner.answer(*call)))
 
 
 def test_a_train_step_in_a_service_is_that_of_a_learner_of_ones_own(llama: LoadedModel, policy: Policy) -> None:

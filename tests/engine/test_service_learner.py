@@ -11,7 +11,7 @@ from mlx.utils import tree_flatten
 from safetensors.numpy import save as write_safetensors
 
 from shared.errors import ConflictError, InvalidRequestError
-from shared.learners import Datum, LearnerSpec, LossName, Pass, PassDone, Step, Values, checked
+from shared.learners import Datum, LearnerSpec, LossName, PassDone, PassRequest, StepRequest, Values, checked
 from trainer.learn.compute import finished
 from trainer.service.learner import ServiceLearner, _parts
 from trainer.service.seat import DAMAGED
@@ -92,7 +92,7 @@ def expected(loss: LossName, p: Array, inputs: dict[str, Values]) -> Array:
     return -values[loss]
 
 
-def ran(learning: ServiceLearner, request: Pass) -> PassDone:
+def ran(learning: ServiceLearner, request: PassRequest) -> PassDone:
     return finished(learning.run(request))
 
 
@@ -106,7 +106,7 @@ def flat(learning: ServiceLearner) -> Array:
 def test_losses_are_those_of_numpy(llama: LoadedModel, loss: LossName, microbatch_tokens: int) -> None:
     learning = moved(llama, microbatch_tokens=microbatch_tokens)
     given = data(loss)
-    done = ran(learning, Pass(given, loss))
+    done = ran(learning, PassRequest(given, loss))
     total = 0.0
     for datum, output in zip(given, done.outputs, strict=True):
         p = logps(learning, datum)
@@ -134,7 +134,7 @@ def test_targets_may_be_several_a_position(llama: LoadedModel) -> None:
     learning = moved(llama)
     given = (*data("cross_entropy", 2, targets=3), *data("cross_entropy", 1, seed=9))
     learning._chunk = 7  # positions that the head takes at once
-    done = ran(learning, Pass(given, "cross_entropy"))
+    done = ran(learning, PassRequest(given, "cross_entropy"))
     for datum, output in zip(given, done.outputs, strict=True):
         np.testing.assert_allclose(output["logprobs"].array(), logps(learning, datum), atol=1e-5, rtol=1e-5)
 
@@ -142,7 +142,7 @@ def test_targets_may_be_several_a_position(llama: LoadedModel) -> None:
 @pytest.mark.parametrize("loss", LOSSES)
 def test_gradients_are_those_of_differences(llama: LoadedModel, loss: LossName) -> None:
     learning, given = moved(llama), data(loss, 3, seed=2)
-    ran(learning, Pass(given, loss))
+    ran(learning, PassRequest(given, loss))
     gradients = {name: np.array(value) for name, value in tree_flatten(learning._waiting)}
     weights = learning.weights()
     # cispo's coefficient is a constant of its gradient: with the ratio kept, its loss is that of cross entropy.
@@ -169,19 +169,19 @@ def test_gradients_are_those_of_differences(llama: LoadedModel, loss: LossName) 
 def test_passes_add_up_until_a_step_and_a_forward_adds_nothing(llama: LoadedModel) -> None:
     whole, parted = moved(llama), moved(llama)
     given = data("cross_entropy", 6)
-    ran(whole, Pass(given, "cross_entropy"))
-    ran(parted, Pass(given[:2], "cross_entropy"))
-    ran(parted, Pass(given, "cross_entropy", backward=False))
-    ran(parted, Pass(given[2:], "cross_entropy"))
+    ran(whole, PassRequest(given, "cross_entropy"))
+    ran(parted, PassRequest(given[:2], "cross_entropy"))
+    ran(parted, PassRequest(given, "cross_entropy", backward=False))
+    ran(parted, PassRequest(given[2:], "cross_entropy"))
     np.testing.assert_allclose(flat(parted), flat(whole), atol=1e-5, rtol=1e-4)
 
 
 def test_a_step_is_adamw_with_clipping(llama: LoadedModel) -> None:
     learning = moved(llama)
     m = v = np.zeros(1)
-    asked = Step(learning_rate=0.01, beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.1, max_grad_norm=0.5)
+    asked = StepRequest(learning_rate=0.01, beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.1, max_grad_norm=0.5)
     for count in (1, 2):
-        ran(learning, Pass(data("cross_entropy", seed=count), "cross_entropy"))
+        ran(learning, PassRequest(data("cross_entropy", seed=count), "cross_entropy"))
         gradient = flat(learning).astype(np.float64)
         before = learning.weights()
         old = np.concatenate([before[name].ravel() for name in sorted(before)])
@@ -198,8 +198,8 @@ def test_a_step_is_adamw_with_clipping(llama: LoadedModel) -> None:
 
 def test_learners_side_by_side_are_those_alone_to_the_byte(llama: LoadedModel) -> None:
     def learn(learning: ServiceLearner, seed: int, count: int) -> None:
-        ran(learning, Pass(data("cross_entropy", seed=10 * seed + count), "cross_entropy"))
-        learning.step(Step())
+        ran(learning, PassRequest(data("cross_entropy", seed=10 * seed + count), "cross_entropy"))
+        learning.step(StepRequest())
 
     alone = {}
     for seed in (1, 2, 3):
@@ -216,11 +216,11 @@ def test_learners_side_by_side_are_those_alone_to_the_byte(llama: LoadedModel) -
 
 def test_a_state_goes_on_to_the_byte_with_its_waiting_gradients(llama: LoadedModel) -> None:
     first, second = learner(llama), learner(llama, seed=5)
-    ran(first, Pass(data("cross_entropy"), "cross_entropy"))
-    first.step(Step())
-    ran(first, Pass(data("cross_entropy", seed=1), "cross_entropy"))
+    ran(first, PassRequest(data("cross_entropy"), "cross_entropy"))
+    first.step(StepRequest())
+    ran(first, PassRequest(data("cross_entropy", seed=1), "cross_entropy"))
     second.restore(first.state())
-    said = [learning.step(Step(max_grad_norm=0.5)) for learning in (first, second)]
+    said = [learning.step(StepRequest(max_grad_norm=0.5)) for learning in (first, second)]
     assert said[0] == said[1]
     assert first.state() == second.state()
     fresh = learner(llama, seed=7)
@@ -231,21 +231,21 @@ def test_a_state_goes_on_to_the_byte_with_its_waiting_gradients(llama: LoadedMod
 
 def test_what_is_not_finite_changes_nothing_and_a_spoiled_step_is_refused(llama: LoadedModel) -> None:
     learning = moved(llama)
-    ran(learning, Pass(data("cross_entropy"), "cross_entropy"))
+    ran(learning, PassRequest(data("cross_entropy"), "cross_entropy"))
     before = learning.state()
     (good,) = data("importance_sampling", 1)
     far = Values.of(np.full(good.inputs["logprobs"].shape, -1e4, np.float32))
     with pytest.raises(InvalidRequestError, match="not a finite"):
-        ran(learning, Pass((Datum(good.tokens, good.inputs | {"logprobs": far}),), "importance_sampling"))
+        ran(learning, PassRequest((Datum(good.tokens, good.inputs | {"logprobs": far}),), "importance_sampling"))
     assert learning.state() == before
     learning.spoil("it was not finite")
     kept = learner(llama, seed=3)
     kept.restore(learning.state())
     for each in (learning, kept):
         with pytest.raises(ConflictError, match="has failed"):
-            each.step(Step())
+            each.step(StepRequest())
         with pytest.raises(ConflictError, match="no backward pass"):
-            each.step(Step())
+            each.step(StepRequest())
     with pytest.raises(ConflictError, match="another shape"):
         ServiceLearner(llama.model, LearnerSpec(id="x", model="m", rank=2, scale=1.0)).load(before)
 
@@ -267,16 +267,16 @@ def test_a_dora_learns_its_magnitudes_and_goes_on_to_the_byte(llama: LoadedModel
     given, before = data("cross_entropy"), first.weights()
     losses = []
     for _ in range(8):
-        losses.append(ran(first, Pass(given, "cross_entropy")).metrics["loss:sum"])
-        first.step(Step(learning_rate=1e-2))
+        losses.append(ran(first, PassRequest(given, "cross_entropy")).metrics["loss:sum"])
+        first.step(StepRequest(learning_rate=1e-2))
     assert losses[-1] < losses[0]
     changed = {name.rsplit(".", 1)[1] for name, value in first.weights().items() if (value != before[name]).any()}
     assert changed == {"lora_a", "lora_b", "m"}
     assert json.loads(first.config())["fine_tune_type"] == "dora"
     second.restore(first.state())
     for each in (first, second):
-        ran(each, Pass(given, "cross_entropy"))
-        each.step(Step())
+        ran(each, PassRequest(given, "cross_entropy"))
+        each.step(StepRequest())
     assert first.state() == second.state()
     with pytest.raises(ConflictError, match="another shape"):
         learner(llama).load(first.state())
@@ -290,7 +290,7 @@ def _of(datum: Datum, **inputs: Values | None) -> Datum:
 def test_wrong_data_is_refused_by_its_place() -> None:
     (good,) = data("ppo", 1)
     count = len(good.ids())
-    checked(Pass((good,), "ppo"), 256, 64)
+    checked(PassRequest((good,), "ppo"), 256, 64)
     wrong = {
         "context": Datum(np.zeros(65, "<i4").tobytes(), {}),
         "no tokens": Datum(b"", {}),
@@ -304,8 +304,8 @@ def test_wrong_data_is_refused_by_its_place() -> None:
     }
     for about, datum in wrong.items():
         with pytest.raises(InvalidRequestError, match=about) as refused:
-            checked(Pass((good, datum), "ppo"), 256, 64)
+            checked(PassRequest((good, datum), "ppo"), 256, 64)
         assert refused.value.param == "data[1]"
-    for request in (Pass((good,), "ppo", {"beta": 1.0}), Pass((), "ppo"), Pass((good,), "x")):  # type: ignore[arg-type]
+    for request in (PassRequest((good,), "ppo", {"beta": 1.0}), PassRequest((), "ppo"), PassRequest((good,), "x")):  # type: ignore[arg-type]
         with pytest.raises(InvalidRequestError):
             checked(request, 256, 64)

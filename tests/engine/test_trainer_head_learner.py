@@ -14,7 +14,7 @@ from shared.adapter_files.formats import prepare
 from trainer.learn.compute import finished
 from trainer.learn.options import AdapterShape, HeadSettings, Schedule
 from trainer.learners.data import DataOptions
-from trainer.learners.head_examples import Example, Form, Spread, Text, spread_of
+from trainer.learners.head_examples import ActionSpread, Form, HeadExample, HeadText, spread_of
 from trainer.learners.heads import BLUR, HeadLearner, share_right
 from trainer.versions.checkpoint import write_adapter
 from worker.engine.model.loader import LoadedModel
@@ -22,27 +22,29 @@ from worker.engine.model.loader import LoadedModel
 FORMS: list[Form] = ["pairs", "scores", "labels", "actions", "vectors"]
 
 
-def text(*ids: int) -> Text:
-    return Text(None, "", ids)
+def text(*ids: int) -> HeadText:
+    return HeadText(None, "", ids)
 
 
-def examples(form: Form, count: int, seed: int) -> list[Example]:
+def examples(form: Form, count: int, seed: int) -> list[HeadExample]:
     """Texts end with one of twelve tokens: the higher, the better."""
     draw = np.random.default_rng(seed)
 
-    def ending(with_: int) -> Text:
+    def ending(with_: int) -> HeadText:
         return text(*draw.integers(20, 200, int(draw.integers(1, 9))).tolist(), with_)
 
     made = []
     for _ in range(count):
         low, high = sorted(draw.choice(12, 2, replace=False).tolist())
         if form == "pairs":
-            made.append(Example((ending(high), ending(low))))
+            made.append(HeadExample((ending(high), ending(low))))
         elif form == "vectors":
-            made.append(Example((ending(high),), action=(high / 4, 3000.0 - 100 * high), weight=draw.uniform(0.5, 2)))
+            made.append(
+                HeadExample((ending(high),), action=(high / 4, 3000.0 - 100 * high), weight=draw.uniform(0.5, 2))
+            )
         else:
             target = float(high > 6) if form in ("labels", "actions") else high / 4
-            made.append(Example((ending(high),), target, weight=2.0 if form == "actions" else 1.0))
+            made.append(HeadExample((ending(high),), target, weight=2.0 if form == "actions" else 1.0))
     return made
 
 
@@ -131,8 +133,8 @@ def test_a_published_head_is_what_the_learner_says_of_itself(llama: LoadedModel,
 
 
 def test_actions_that_are_always_the_same_make_no_spread_of_nothing(llama: LoadedModel) -> None:
-    always = [Example((text(1, 2, at),), action=(5.0, 5.0)) for at in range(20, 30)]
-    assert spread_of(always) == Spread((5.0, 5.0), (1.0, 1.0))
+    always = [HeadExample((text(1, 2, at),), action=(5.0, 5.0)) for at in range(20, 30)]
+    assert spread_of(always) == ActionSpread((5.0, 5.0), (1.0, 1.0))
     learning = learner(llama, "vectors", lora=False)
     for step in range(60):
         assert finished(learning.train(always, step)).is_finite
@@ -154,7 +156,7 @@ def test_actions_that_are_always_the_same_make_no_spread_of_nothing(llama: Loade
     ],
 )
 def test_a_spread_is_one_that_float32_can_tell(numbers: list[float], std: float) -> None:
-    spread = spread_of([Example((text(1),), action=(number,)) for number in numbers])
+    spread = spread_of([HeadExample((text(1),), action=(number,)) for number in numbers])
     assert spread.stds == pytest.approx((std,)) and np.log(spread.scale).min() > -np.inf
     step_N = np.spacing(np.float32(spread.means[0])) / spread.scale[:1]
     assert (step_N < 0.01).all(), "what a worker rounds is far below a deviation"
@@ -162,11 +164,11 @@ def test_a_spread_is_one_that_float32_can_tell(numbers: list[float], std: float)
 
 def test_of_actions_the_share_is_by_weight(llama: LoadedModel) -> None:
     learning = learner(llama, "actions")  # it holds the first one for as likely as the other
-    heavy, light = Example((text(1),), 0.0, weight=3.0), Example((text(2),), 1.0)
+    heavy, light = HeadExample((text(1),), 0.0, weight=3.0), HeadExample((text(2),), 1.0)
     assert finished(learning.measure([heavy, light])) == pytest.approx((0.75, np.log(2), None))
     vectors = learner(llama, "vectors")
     (mean, other, *_) = finished(vectors.read([text(1)]))[0]
-    exact, wrong = (Example((text(1),), action=(mean + error, other)) for error in (0.0, SPREAD.stds[0]))
+    exact, wrong = (HeadExample((text(1),), action=(mean + error, other)) for error in (0.0, SPREAD.stds[0]))
     assert finished(vectors.measure([exact])).right == pytest.approx(1.0)
     assert finished(vectors.measure([exact, wrong])).right == pytest.approx(0.75, abs=1e-4)
 
@@ -198,7 +200,7 @@ def test_what_the_gate_refuses_leaves_weights_and_moments_as_they_were(llama: Lo
 def test_a_gradient_that_is_not_finite_changes_nothing(llama: LoadedModel) -> None:
     learning = learner(llama, "scores")
     before = learning.weights()
-    report = finished(learning.train([Example((text(1, 2),), float("inf"))], 0))
+    report = finished(learning.train([HeadExample((text(1, 2),), float("inf"))], 0))
     assert not report.is_finite
     for name, value in learning.weights().items():
         np.testing.assert_array_equal(before[name], value)

@@ -14,7 +14,7 @@ from shared.jobs import Message
 from shared.trajectories import Trajectory
 from tests.training.in_process import MemorySink
 from tests.training.run import train
-from trainer.learners.policy import Learner
+from trainer.learners.policy import PolicyLearner
 from trainer.rollouts.environments import ArithmeticEnvironment, Observation, Outcome
 from trainer.rollouts.groups import RolloutRequest
 from trainer.rollouts.held_out import Evaluated
@@ -139,15 +139,15 @@ async def test_a_refused_step_leaves_the_served_version_and_training_goes_on(
 ) -> None:
     """One poisoned train step in the middle: NaN gradients must not reach a worker, nor the next step."""
     sink = MemorySink()
-    original = Learner.train
+    original = PolicyLearner.train
 
-    @wraps(Learner.train)
-    def poisoned(self: Learner, groups: Any, step: int, *rest: Any) -> Any:
+    @wraps(PolicyLearner.train)
+    def poisoned(self: PolicyLearner, groups: Any, step: int, *rest: Any) -> Any:
         if step == 2:
             groups = [_spoiled(group) for group in groups]
         return original(self, groups, step, *rest)
 
-    monkeypatch.setattr(Learner, "train", poisoned)
+    monkeypatch.setattr(PolicyLearner, "train", poisoned)
     state, _ = await train(settings(tmp_path), sink)
     lines = read(tmp_path / "policy" / "metrics.jsonl")
     assert "finite_gradients" in lines[2].gate
@@ -341,14 +341,14 @@ async def test_the_best_version_is_the_anchor_also_after_a_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     anchored: list[Any] = []
-    original = Learner.anchor
+    original = PolicyLearner.anchor
 
-    @wraps(Learner.anchor)
-    def noted(self: Learner, best: Any) -> None:
+    @wraps(PolicyLearner.anchor)
+    def noted(self: PolicyLearner, best: Any) -> None:
         anchored.append(best)
         original(self, best)
 
-    monkeypatch.setattr(Learner, "anchor", noted)
+    monkeypatch.setattr(PolicyLearner, "anchor", noted)
     sink = MemorySink()
     state, _ = await train(settings(tmp_path, steps=2, max_lag=0, parity_every=0), sink)
     assert state.best_version and anchored[0] is None

@@ -19,7 +19,7 @@ from trainer.learn.optimize import Optimizer
 from trainer.learn.options import AdapterShape, LossName, LossOptions, OptimizeOptions, RatioBase, Schedule
 from trainer.learn.policy import Policy
 from trainer.learn.steps import StepReport
-from trainer.learners.policy import Learner, Trained
+from trainer.learners.policy import PolicyLearner, Trained
 from trainer.state import Arrays, GradientMeans
 from worker.engine.model.loader import LoadedModel
 
@@ -208,12 +208,12 @@ def test_mismatch_and_staleness_are_told_apart(policy: Policy) -> None:
     assert unknown.distances is not None and unknown.distances.tokens == 0
 
 
-def learner(loaded: LoadedModel, rate: float = 1e-3) -> Learner:
+def learner(loaded: LoadedModel, rate: float = 1e-3) -> PolicyLearner:
     options = replace(OPTIONS, schedule=Schedule(peak=rate), minibatches=2)
-    return Learner(loaded.model, AdapterShape(rank=4), options, GateLimits(), seed=3)
+    return PolicyLearner(loaded.model, AdapterShape(rank=4), options, GateLimits(), seed=3)
 
 
-def train(learner: Learner, groups: list[SampleGroup], step: int) -> Trained:
+def train(learner: PolicyLearner, groups: list[SampleGroup], step: int) -> Trained:
     trained: Trained = finish(learner.train(groups, step, step, [(1, 2, 3, 4), (9, 8, 7)]))
     learner.accept()
     return trained
@@ -245,7 +245,7 @@ def test_small_steps_that_add_up_are_held_by_their_anchors(llama: LoadedModel, p
     """Each is near the one before; the base, and the best version that was judged, stay where they are."""
     options = replace(OPTIONS, schedule=Schedule(peak=1e-3), minibatches=2)
     limits = GateLimits(max_update_rms=1.0, max_probe_kl=1e-3, max_base_kl=3e-3, max_best_kl=1.6e-3)
-    mine = Learner(llama.model, AdapterShape(rank=4), options, limits, seed=3)
+    mine = PolicyLearner(llama.model, AdapterShape(rank=4), options, limits, seed=3)
     failed: list[set[str]] = []
     for step in range(12):
         trained: Trained = finish(mine.train(groups_of(policy, step), step, step, [(1, 2, 3, 4), (9, 8, 7)]))

@@ -19,7 +19,7 @@ from shared.trajectories import LiveTrajectory, Reward, Trajectory
 from tests.engine.test_trainer_loop import settings
 from tests.training.in_process import MemorySink
 from tests.training.run import train
-from trainer.learners.policy import Learner
+from trainer.learners.policy import PolicyLearner
 from trainer.rollouts.environments import ArithmeticEnvironment, Observation, Outcome
 from trainer.runs.loop import TrainLoop
 from trainer.runs.metrics import read
@@ -225,11 +225,11 @@ async def test_a_short_run_whose_samples_all_failed_is_no_success(tmp_path: Path
 async def test_a_posted_update_that_breaks_is_refused_and_all_is_as_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = Learner.train
+    whole = PolicyLearner.train
     left = [1]
 
-    @wraps(Learner.train)
-    def short_of_memory(self: Learner, *arguments: Any) -> Any:
+    @wraps(PolicyLearner.train)
+    def short_of_memory(self: PolicyLearner, *arguments: Any) -> Any:
         trained = yield from whole(self, *arguments)
         if left:
             left.clear()
@@ -237,7 +237,7 @@ async def test_a_posted_update_that_breaks_is_refused_and_all_is_as_before(
         return trained
 
     await carried_out(tmp_path / "clean", UpdateOrder(TEACHES))
-    monkeypatch.setattr(Learner, "train", short_of_memory)
+    monkeypatch.setattr(PolicyLearner, "train", short_of_memory)
     answers, _, state = await carried_out(tmp_path, UpdateOrder(TEACHES), UpdateOrder(TEACHES))
     assert isinstance(answers[0], Refusal) and answers[0].code == "engine_error"
     assert "RuntimeError: [malloc]" in answers[0].message

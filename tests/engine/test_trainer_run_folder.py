@@ -12,7 +12,7 @@ from shared.errors import SetupError
 from tests.engine.test_trainer_loop import settings
 from tests.training.in_process import MemorySink
 from tests.training.run import train
-from trainer.learners.policy import Learner
+from trainer.learners.policy import PolicyLearner
 from trainer.runs.loop import TrainLoop
 from trainer.runs.metrics import read
 from trainer.versions.checkpoint import Checkpoint, CheckpointStore
@@ -102,7 +102,7 @@ async def test_what_the_gate_has_not_passed_is_taken_back_when_the_run_is_stoppe
 ) -> None:
     """Else a checkpoint that finds room after all would hold weights that no check has seen."""
     loops: list[TrainLoop] = []
-    write, reverted, revert = Publisher._write, [], Learner.revert
+    write, reverted, revert = Publisher._write, [], PolicyLearner.revert
 
     def writing(publisher: Publisher, *args: Any) -> Path:
         if loops[0].state.version:
@@ -110,14 +110,14 @@ async def test_what_the_gate_has_not_passed_is_taken_back_when_the_run_is_stoppe
             raise full(publisher.folder)
         return write(publisher, *args)
 
-    @wraps(Learner.revert)
-    def reverting(learner: Learner) -> None:
+    @wraps(PolicyLearner.revert)
+    def reverting(learner: PolicyLearner) -> None:
         before = learner.weights()
         revert(learner)
         reverted.append(any((before[name] != value).any() for name, value in learner.weights().items()))
 
     monkeypatch.setattr(Publisher, "_write", writing)
-    monkeypatch.setattr(Learner, "revert", reverting)
+    monkeypatch.setattr(PolicyLearner, "revert", reverting)
     with pytest.raises(SetupError, match="no room"):
         await train(settings(tmp_path, steps=2), on_loop=loops.append)
     assert reverted == [True]

@@ -18,7 +18,7 @@ from tests.training.run import train
 from trainer.learn.batches import SampleGroup, pad
 from trainer.learn.optimize import Optimizer
 from trainer.learn.options import AdapterShape, AdvantageScale, LossOptions, OptimizeOptions, Schedule, ValueOptions
-from trainer.learners.policy import Learner
+from trainer.learners.policy import PolicyLearner
 from trainer.runs.metrics import read
 from trainer.settings import TrainSettings
 from trainer.versions.checkpoint import CheckpointStore
@@ -35,9 +35,9 @@ OPTIONS = OptimizeOptions(
 
 
 @pytest.fixture
-def learner(llama: LoadedModel) -> Learner:
+def learner(llama: LoadedModel) -> PolicyLearner:
     """Its head says something else of each state, and its LoRA does something."""
-    learner = Learner(llama.model, AdapterShape(rank=4), OPTIONS, limits(), seed=1)
+    learner = PolicyLearner(llama.model, AdapterShape(rank=4), OPTIONS, limits(), seed=1)
     policy, rng = learner._policy, np.random.default_rng(3)
     drawn = {
         name: (0.3 * rng.standard_normal(each.shape)).astype(np.float32) for name, each in policy.weights().items()
@@ -98,7 +98,7 @@ def reference(optimizer: Optimizer, groups: list[SampleGroup]) -> tuple[float, f
 
 
 @pytest.mark.parametrize("scale", ["mean", "std"])
-def test_losses_are_those_of_the_papers(learner: Learner, scale: AdvantageScale) -> None:
+def test_losses_are_those_of_the_papers(learner: PolicyLearner, scale: AdvantageScale) -> None:
     optimizer, groups = learner.optimizer, gaps(groups_of(learner._policy))
     optimizer.options = replace(OPTIONS, value=replace(VALUE, scale=scale))
     shifted = [  # the sampler was another one, so ratios are not 1 and some are clipped
@@ -119,7 +119,7 @@ def test_losses_are_those_of_the_papers(learner: Learner, scale: AdvantageScale)
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.05])
-def test_gradients_are_those_of_finite_differences(learner: Learner, clip: float) -> None:
+def test_gradients_are_those_of_finite_differences(learner: PolicyLearner, clip: float) -> None:
     optimizer, groups = learner.optimizer, gaps(groups_of(learner._policy))
     optimizer.options = replace(OPTIONS, value=replace(VALUE, clip=clip))
     policy, caught = learner._policy, []
@@ -156,7 +156,7 @@ def test_how_the_batch_is_cut_changes_no_advantage(llama: LoadedModel) -> None:
     losses = []
     for positions in (16, 4096):
         options = replace(OPTIONS, microbatch_tokens=positions)
-        whole = Learner(llama.model, AdapterShape(rank=4), options, limits(), seed=1)
+        whole = PolicyLearner(llama.model, AdapterShape(rank=4), options, limits(), seed=1)
         report = finish(whole.optimizer.train_step(groups_of(whole._policy), 0))
         losses.append((report.loss, report.value_loss, report.grad_norm))
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
@@ -165,7 +165,7 @@ def test_how_the_batch_is_cut_changes_no_advantage(llama: LoadedModel) -> None:
 def test_values_learn_what_a_state_is_worth(llama: LoadedModel) -> None:
     """Alone, over the base: no token changes, and what a first token is worth is known before it is drawn."""
     options = replace(OPTIONS, value=ValueOptions(hidden=32, rate=10.0, decay=1.0))
-    alone = Learner(llama.model, None, options, limits(), seed=1)
+    alone = PolicyLearner(llama.model, None, options, limits(), seed=1)
     groups = groups_of(alone._policy)
     reports = [finish(alone.optimizer.train_step(groups, step)) for step in range(30)]
     assert {name.split(".")[0] for name in alone.weights()} == {"heads"}
@@ -238,8 +238,8 @@ async def test_it_may_begin_with_a_version_that_is_a_head_alone(tmp_path: Path) 
 
 def test_further_epochs_are_updates_against_where_the_step_began(llama: LoadedModel) -> None:
     plain = replace(OPTIONS, loss=LossOptions("dapo"), value=None)
-    whole = Learner(llama.model, AdapterShape(rank=4), replace(plain, epochs=2), limits(), seed=1)
-    twice = Learner(llama.model, AdapterShape(rank=4), plain, limits(), seed=1)
+    whole = PolicyLearner(llama.model, AdapterShape(rank=4), replace(plain, epochs=2), limits(), seed=1)
+    twice = PolicyLearner(llama.model, AdapterShape(rank=4), plain, limits(), seed=1)
     groups = groups_of(whole._policy)  # its own samples: mu is where the step begins
     report = finish(whole.optimizer.train_step(groups, 0))
     losses = [finish(twice.optimizer.train_step(groups, 0)).loss for _ in range(2)]
@@ -252,7 +252,7 @@ def test_values_learn_in_each_epoch_what_the_step_began_with_said(llama: LoadedM
     known: dict[int, float] = {}
     for epochs in (1, 4):
         options = replace(OPTIONS, value=ValueOptions(rate=10.0, decay=1.0), epochs=epochs, minibatches=2)
-        learner = Learner(llama.model, None, options, limits(), seed=1)
+        learner = PolicyLearner(llama.model, None, options, limits(), seed=1)
         groups = groups_of(learner._policy)
         finish(learner.optimizer.train_step(groups, 0))
         explained = finish(learner.optimizer.train_step(groups, 1)).explained

@@ -18,7 +18,7 @@ from PIL import Image
 pytest.importorskip("mlx_vlm")
 
 from shared.errors import EngineError, SetupError, UnsupportedModelError
-from shared.learners import Datum, LearnerSpec, Pass, Step, Values
+from shared.learners import Datum, LearnerSpec, PassRequest, StepRequest, Values
 from shared.text.codec import TextCodec
 from shared.trajectories import Trajectory
 from tests.engine.test_vision import WHAT, Gaze
@@ -34,8 +34,8 @@ from trainer.learners.tuning import TuneLearner
 from trainer.learners.tuning_examples import Tuning, read_examples
 from trainer.rollouts.conversation import ChatEncoder
 from trainer.rollouts.environments import Observation
-from trainer.rollouts.picture_shelf import Shelf
-from trainer.rollouts.pictures import Pictures
+from trainer.rollouts.picture_shelf import PictureShelf
+from trainer.rollouts.pictures import ChatPictures
 from trainer.rollouts.sight import Sight
 from trainer.service.learner import ServiceLearner
 from worker.engine.messages import EngineConfig
@@ -109,21 +109,21 @@ def test_a_learner_of_the_service_sees_what_the_worker_has_sampled_with(seeing: 
         data.append(Datum(np.array(whole[:-1], "<i4").tobytes(), inputs, spec.images))
     learner_spec = LearnerSpec(id="l", model="m", rank=4, scale=2.0)
     learner = ServiceLearner(seeing.model, learner_spec, sight=Sight(seeing.tower, tile_bytes=0))
-    first = finished(learner.run(Pass(tuple(data), "cross_entropy"), shown))
+    first = finished(learner.run(PassRequest(tuple(data), "cross_entropy"), shown))
     for name, output in zip(asked, first.outputs, strict=True):
         assert np.allclose(output["logprobs"].array()[-7:], bench.logprobs(name), atol=1e-2), name
-    learner.step(Step(learning_rate=1e-3))
-    again = finished(learner.run(Pass(tuple(data), "cross_entropy", backward=False), shown))
+    learner.step(StepRequest(learning_rate=1e-3))
+    again = finished(learner.run(PassRequest(tuple(data), "cross_entropy", backward=False), shown))
     assert again.metrics["loss:sum"] < first.metrics["loss:sum"]
     blind = Datum(data[0].tokens, data[0].inputs, data[1].images[:1])
-    (other,) = finished(learner.run(Pass((blind,), "cross_entropy", backward=False), shown)).outputs
+    (other,) = finished(learner.run(PassRequest((blind,), "cross_entropy", backward=False), shown)).outputs
     gaps = other["logprobs"].array()[-7:] - again.outputs[0]["logprobs"].array()[-7:]
     assert np.abs(gaps).max() > 0.05, "of another image they are others"
     with pytest.raises(UnsupportedModelError, match="learn from images"):
-        finished(ServiceLearner(seeing.model, learner_spec).run(Pass((data[0],), "cross_entropy"), shown))
+        finished(ServiceLearner(seeing.model, learner_spec).run(PassRequest((data[0],), "cross_entropy"), shown))
     short = Datum(data[0].tokens, data[0].inputs, (msgspec.structs.replace(data[0].images[0], tokens=1),))
     with pytest.raises(EngineError, match="vectors"):
-        finished(learner.run(Pass((short,), "cross_entropy"), shown))
+        finished(learner.run(PassRequest((short,), "cross_entropy"), shown))
 
 
 @pytest.mark.parametrize("family", ["smolvlm"], indirect=True, scope="module")
@@ -132,7 +132,7 @@ async def test_a_chats_images_are_named_as_a_request_names_them(seeing: LoadedMo
     sight = Sight(seeing.tower)
     url = "data:image/png;base64," + base64.b64encode(png(picture(1))).decode()
     part: dict[str, Any] = {"type": "image_url", "image_url": {"url": url}}
-    with closing(Pictures(sight)) as pictures:
+    with closing(ChatPictures(sight)) as pictures:
         encoder = ChatEncoder(TextCodec(seeing.tokenizer), pictures=pictures)
         prompt = Observation(({"role": "user", "content": [part, {"type": "text", "text": "What?"}]},))
         opening = await encoder.opening(prompt)
@@ -188,7 +188,7 @@ async def test_examples_with_images_are_tuned_on_as_mlx_vlm_sees_them(
         {"prompt": [asking("<image>What?", two)], "completion": "Ships."},
         {"messages": [asking("Hello"), answer("Hi.")]},
     ]
-    with closing(Shelf(Sight(seeing.tower, tile_bytes=1, vector_bytes=1))) as shelf:
+    with closing(PictureShelf(Sight(seeing.tower, tile_bytes=1, vector_bytes=1))) as shelf:
         path = written(tmp_path, *lines)
         items = (await asyncio.to_thread(read_examples, path, "sft", codec, 500, None, shelf)).items
         assert [len(item.images) for item in items] == [1, 2, 2, 1, 0], "later images begin a row of their own"
@@ -228,11 +228,13 @@ async def test_pairs_answer_one_image_and_what_cannot_be_learned_from_is_refused
     assert seeing.tower is not None
     codec, what = TextCodec(seeing.tokenizer), asking("<image>What?", drawn(1))
 
-    async def read(line: dict[str, Any], tuning: Tuning = "sft", shelf: Shelf | None = None) -> tuple[SampleGroup, ...]:
+    async def read(
+        line: dict[str, Any], tuning: Tuning = "sft", shelf: PictureShelf | None = None
+    ) -> tuple[SampleGroup, ...]:
         path = written(tmp_path, line)
         return (await asyncio.to_thread(read_examples, path, tuning, codec, 500, None, shelf)).items
 
-    with closing(Shelf(Sight(seeing.tower, tile_bytes=1, vector_bytes=1))) as shelf:
+    with closing(PictureShelf(Sight(seeing.tower, tile_bytes=1, vector_bytes=1))) as shelf:
         lines = [{"prompt": [what], "chosen": "A sea.", "rejected": "No."}]
         lines.append({**lines[0], "prompt": [asking("<image>What?", drawn(3))]})
         items = [item for line in lines for item in await read(line, "dpo", shelf)]

@@ -18,8 +18,8 @@ from shared.process.settings import WorkerSettings
 from shared.redis import keys
 from shared.redis.adapters.store import AdapterStore
 from shared.redis.connection.client import connect
+from shared.redis.processes.worker_registry import WorkerRegistry
 from shared.redis.queue.sequence_queue import SequenceQueue
-from shared.redis.ring.worker_registry import WorkerRegistry
 from shared.sequences import SequenceResult, decode_result
 from tests.engine.adapter_bench import row
 from tests.engine.adapter_models import MadeAdapter, make_adapter
@@ -69,7 +69,7 @@ async def test_sequences_run_on_published_versions(
 ) -> None:
     model = llama.card.name
     registry = WorkerRegistry(redis)
-    monkeypatch.setattr("shared.redis.ring.worker_registry.TELL_AFTER_S", 0.0)
+    monkeypatch.setattr("shared.redis.processes.worker_registry.REPORT_AFTER_S", 0.0)
     await redis.zadd(keys.weights(model), {"others": time.time() * 1000 + 60_000})  # before the worker is up
 
     async def up() -> bool:

@@ -17,9 +17,9 @@ from shared.redis.adapters.store import AdapterStore
 from shared.redis.files.batch_store import BatchError, BatchSpec, BatchStore, new_batch_id
 from shared.redis.files.file_store import FileStore
 from shared.redis.jobs.ledger import JobLedger, SampleRecord
-from shared.redis.ring.worker_registry import WorkerRegistry, WorkerStatus
+from shared.redis.processes.worker_registry import WorkerRegistry, WorkerStatus
 from shared.redis.training.board import TrainingBoard
-from shared.training import ShownSample, TrainerStatus, TrainingPoint
+from shared.training import BoardSample, TrainerStatus, TrainingPoint
 from shared.trajectories import Reward, Trajectory
 from tests.redis.adapter_versions import publish
 from tests.redis.api_servers import Api, api
@@ -134,7 +134,7 @@ async def filled(server: Api, redis: Redis) -> list[str]:
             steps=40,
             groups=4,
             taught=3,
-            samples=(ShownSample(0.75, HOSTILE, f"luxurious {HOSTILE}", components={HOSTILE: 1.0}),),
+            samples=(BoardSample(0.75, HOSTILE, f"luxurious {HOSTILE}", components={HOSTILE: 1.0}),),
         )
     )
     await board.add(TrainingPoint(train_step=0, policy_step=1, version=1, at_ms=1, reward=0.5, held_out_true=0.25))

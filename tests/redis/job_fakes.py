@@ -12,8 +12,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from shared.frames import Finish, TokenEvent, VersionSpan
 from shared.jobs import JobInput, JobSpec
+from shared.redis.processes.worker_registry import WorkerRegistry
 from shared.redis.queue.sequence_queue import ClaimPlan, SequenceQueue
-from shared.redis.ring.worker_registry import WorkerRegistry
 from shared.redis.tokens.writer import Commit, FrameWriter
 from shared.scoring.pool import RewardPool
 from shared.sequences import Claim, ModelCard, SequenceResult, SequenceSpec

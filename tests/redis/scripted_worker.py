@@ -14,8 +14,8 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from shared.frames import Finish, TokenEvent, TokenLogprob
 from shared.redis import keys
 from shared.redis.connection.client import connect
+from shared.redis.processes.worker_registry import WorkerRegistry, WorkerStatus
 from shared.redis.queue.sequence_queue import ClaimPlan, SequenceQueue
-from shared.redis.ring.worker_registry import WorkerRegistry, WorkerStatus
 from shared.redis.tokens.writer import Commit, FrameWriter
 from shared.sequences import Claim, ModelCard, SequenceSpec, Timings
 from shared.trajectories import result_of

@@ -4,8 +4,8 @@ from redis.asyncio import Redis
 
 from shared.frames import Finish, TokenEvent
 from shared.redis import keys
+from shared.redis.processes.worker_registry import WorkerRegistry, WorkerState, WorkerStatus
 from shared.redis.queue.sequence_queue import ClaimPlan, SequenceQueue
-from shared.redis.ring.worker_registry import WorkerRegistry, WorkerState, WorkerStatus
 from shared.redis.tokens.writer import Commit, FrameWriter
 from shared.sequences import Claim, SamplingParams, SequenceClass, SequenceResult, SequenceSpec, Timings, decode_result
 from shared.trajectories import result_of

@@ -19,10 +19,10 @@ from trainer.learn.gate import GateLimits
 from trainer.learn.options import AdapterShape, Schedule
 from trainer.learners.handle import Handle, HostHandle
 from trainer.learners.kinds import PolicyOptions, made_with
-from trainer.learners.policy import Learner, Trained
+from trainer.learners.policy import PolicyLearner, Trained
 from trainer.learners.shared import SharedHandle
-from trainer.learners.shared_exchange import Lead
-from trainer.learners.shared_member import Member, run_spec
+from trainer.learners.shared_exchange import RunLead
+from trainer.learners.shared_member import RunMember, run_spec
 from trainer.rollouts.sight import Sight, sight_of
 from trainer.settings import TrainSettings
 from trainer.state import Arrays
@@ -50,7 +50,7 @@ class Trainers:
     model: str = "models/tiny"
     sight: Sight | None = None  # of the latest leader, or of who learns alone
     tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
-    members: list[Member] = field(default_factory=list)
+    members: list[RunMember] = field(default_factory=list)
 
     async def host(self) -> tuple[ThreadHost, LoadedModel]:
         host = await self.stack.enter_async_context(ThreadHost())
@@ -61,34 +61,36 @@ class Trainers:
         blocking = await self.stack.enter_async_context(contextlib.aclosing(connect(self.redis_url, blocking=True)))
         return SharedRun(redis, RUN, blocking=blocking)
 
-    async def alone(self) -> HostHandle[Learner]:
+    async def alone(self) -> HostHandle[PolicyLearner]:
         host, loaded = await self.host()
         sight = self.sight = sight_of(loaded)
         return await HostHandle.open(host, made_with("policy", self.options), loaded.model, sight)
 
     async def leader(self, trainers: int = 1, **given: Any) -> SharedHandle:
         host, loaded = await self.host()
-        lead = await self.stack.enter_async_context(Lead(await self.run()))
+        lead = await self.stack.enter_async_context(RunLead(await self.run()))
         spec = run_spec(settings(**given), self.options, "tiny", loaded.card.base_sha256)
         sight = self.sight = sight_of(loaded)
-        mine: HostHandle[Learner] = await HostHandle.open(host, made_with("policy", self.options), loaded.model, sight)
+        mine: HostHandle[PolicyLearner] = await HostHandle.open(
+            host, made_with("policy", self.options), loaded.model, sight
+        )
         await lead.begin(spec)
         return SharedHandle(mine, lead, trainers, HANG_S)
 
-    async def member(self, base: str = "", **given: Any) -> Member:
+    async def member(self, base: str = "", **given: Any) -> RunMember:
         host, loaded = await self.host()
         if base:
             loaded = replace(loaded, card=msgspec.structs.replace(loaded.card, base_sha256=base))
-        member = Member(settings(join_run=RUN, **given), await self.run(), host, loaded)
+        member = RunMember(settings(join_run=RUN, **given), await self.run(), host, loaded)
         self.tasks[member.name] = asyncio.create_task(member.take_part())
         self.stack.push_async_callback(self._end, member)
         self.members.append(member)
         return member
 
-    def run_of(self, member: Member) -> SharedRun:
+    def run_of(self, member: RunMember) -> SharedRun:
         return member._run
 
-    async def _end(self, member: Member) -> None:
+    async def _end(self, member: RunMember) -> None:
         self.tasks[member.name].cancel()
         await asyncio.gather(self.tasks[member.name], return_exceptions=True)
 
@@ -103,15 +105,15 @@ async def trainers(
 
 async def made_groups(learner: Any, seed: int) -> list[SampleGroup]:
     """Groups whose sampler is the present policy."""
-    mine: HostHandle[Learner] = learner if isinstance(learner, HostHandle) else learner._mine
+    mine: HostHandle[PolicyLearner] = learner if isinstance(learner, HostHandle) else learner._mine
     return await mine.host.run(at_once(lambda: groups_of(mine.learner.optimizer.policy, seed)))
 
 
-async def steps(learner: Handle[Learner], groups: list[list[SampleGroup]]) -> list[Trained]:
+async def steps(learner: Handle[PolicyLearner], groups: list[list[SampleGroup]]) -> list[Trained]:
     """Train steps on given groups, all accepted."""
     done = []
     for step, each in enumerate(groups):
-        done.append(await learner.call(Learner.train, each, step, step, PROBES))
+        done.append(await learner.call(PolicyLearner.train, each, step, step, PROBES))
         await learner.accept()
     return done
 

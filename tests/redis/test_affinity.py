@@ -7,9 +7,9 @@ from msgspec import structs
 from redis.asyncio import Redis
 
 from shared.redis import keys
+from shared.redis.processes.worker_registry import WorkerRegistry, WorkerStatus
 from shared.redis.queue import affinity
 from shared.redis.queue.affinity import SHORTEST, Affinity, WarmNotes
-from shared.redis.ring.worker_registry import WorkerRegistry, WorkerStatus
 from shared.sequences import SequenceSpec
 from tests.redis.sequences import MODEL, beat, ids, plan, queue, spec, specs
 from tests.waiting import HANG_S, NEVER_S

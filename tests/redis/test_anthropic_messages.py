@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 
 from api.http.api_keys import line_of
 from shared.frames import Finish
-from shared.redis.ring.worker_registry import WorkerRegistry
+from shared.redis.processes.worker_registry import WorkerRegistry
 from shared.sequences import SequenceSpec
 from shared.text.codec import TokenizerBundle
 from tests.redis import scripted_worker

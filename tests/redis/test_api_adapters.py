@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save
 
 from api.cli.client import InferenceClient
 from api.cli.http import RequestFailedError
-from shared.redis.ring.worker_registry import WorkerStatus
+from shared.redis.processes.worker_registry import WorkerStatus
 from tests.redis.adapter_versions import publish
 from tests.redis.api_servers import Api, api
 from tests.redis.scripted_worker import CARD, MODEL, Answer, ScriptedWorker, working

@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 from api.http.api_keys import line_of
 from api.ring import first_tokens
 from shared.redis import keys
-from shared.redis.ring.worker_registry import WorkerRegistry, WorkerStatus
+from shared.redis.processes.worker_registry import WorkerRegistry, WorkerStatus
 from tests.redis.api_servers import Api, api
 from tests.redis.scripted_worker import MODEL, Answer, ScriptedWorker, working
 from tests.waiting import wait_until

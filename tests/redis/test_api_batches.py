@@ -15,7 +15,7 @@ from shared.errors import ServiceUnavailableError
 from shared.redis import keys
 from shared.redis.files.batch_store import BatchSpec, BatchStore, new_batch_id
 from shared.redis.jobs.ledger import JobLedger
-from shared.redis.ring.worker_registry import WorkerRegistry, WorkerStatus
+from shared.redis.processes.worker_registry import WorkerRegistry, WorkerStatus
 from tests.redis.api_servers import Api, api
 from tests.redis.scripted_worker import CARD, MODEL
 from tests.unit.api_texts import bundle

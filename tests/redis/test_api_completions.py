@@ -10,7 +10,7 @@ from redis.asyncio import Redis
 
 from shared.frames import Finish
 from shared.redis.connection.client import connect
-from shared.redis.ring.worker_registry import WorkerRegistry
+from shared.redis.processes.worker_registry import WorkerRegistry
 from shared.sequences import SequenceSpec
 from tests.redis.api_servers import Api, api
 from tests.redis.scripted_worker import CARD, MODEL, Answer, ScriptedWorker, working

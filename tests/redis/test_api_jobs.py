@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 from shared.redis import keys
 from shared.redis.connection.client import connect
 from shared.redis.jobs.ledger import JobLedger, SampleRecord
-from shared.redis.ring.worker_registry import WorkerRegistry, WorkerStatus
+from shared.redis.processes.worker_registry import WorkerRegistry, WorkerStatus
 from tests.redis.adapter_versions import publish
 from tests.redis.api_servers import Api, api
 from tests.redis.scripted_worker import CARD, MODEL

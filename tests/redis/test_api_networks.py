@@ -15,8 +15,8 @@ from shared.networks.tensors import pack, unpack
 from shared.redis import keys
 from shared.redis.kept.kept_things import KeptThings, Terms
 from shared.redis.kept.session_store import SessionStore, begun
+from shared.redis.processes.worker_registry import WorkerRegistry, WorkerStatus
 from shared.redis.queue.sequence_queue import SequenceQueue
-from shared.redis.ring.worker_registry import WorkerRegistry, WorkerStatus
 from shared.sequences import SequenceSpec
 from tests.redis.api_servers import Api, api
 from tests.redis.scripted_worker import CARD, MODEL, Answer, ScriptedWorker, working

@@ -10,8 +10,8 @@ from shared import sequences as messages
 from shared.errors import IncompatibleVersionError, UnreadableMessageError
 from shared.frames import Finish, Frame, TokenEvent, decode_frame, encode_frame
 from shared.redis import keys
+from shared.redis.processes.worker_registry import WorkerRegistry
 from shared.redis.queue.dead_letters import DeadLetters
-from shared.redis.ring.worker_registry import WorkerRegistry
 from shared.redis.tokens.reader import FrameReader
 from shared.redis.tokens.writer import FrameWriter
 from shared.sequences import SequenceResult, decode_result, decode_spec, encode

@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 from shared.frames import VersionSpan
 from shared.redis import keys
 from shared.redis.connection.client import connect
-from shared.redis.ring.worker_registry import WorkerRegistry
+from shared.redis.processes.worker_registry import WorkerRegistry
 from shared.redis.training.trajectory_intake import TrajectoryIntake
 from shared.redis.training.trajectory_queue import CONSUMER, TrajectoryQueue
 from shared.scoring.pool import RewardPool

@@ -8,7 +8,17 @@ import numpy as np
 import pytest
 from redis.asyncio import Redis
 
-from shared.learners import Begin, BeginDone, Datum, LearnerSpec, Pass, PassDone, Step, StepDone, Values
+from shared.learners import (
+    BeginDone,
+    BeginRequest,
+    Datum,
+    LearnerSpec,
+    PassDone,
+    PassRequest,
+    StepDone,
+    StepRequest,
+    Values,
+)
 from shared.redis.training.learner_store import LearnerStore
 from tests.waiting import wait_until
 from trainer.learn.compute import ThreadHost, at_once
@@ -20,7 +30,7 @@ from worker.engine.model.loader import load_model
 PLACES = 2
 IDS = np.array([5, 6, 7, 8])
 INPUTS = {"target_tokens": Values.of(IDS[1:]), "weights": Values.of(np.ones(3, np.float32))}
-PASS = Pass((Datum(IDS[:-1].astype("<i4").tobytes(), INPUTS),), "cross_entropy")
+PASS = PassRequest((Datum(IDS[:-1].astype("<i4").tobytes(), INPUTS),), "cross_entropy")
 AHEAD = 8  # requests that a client has under way
 
 
@@ -49,7 +59,7 @@ class Client:
 
     async def begin(self) -> None:
         await self.store.create(self.spec)
-        await self.store.place(self.spec, 1, Begin())
+        await self.store.place(self.spec, 1, BeginRequest())
         assert await self.store.answer(self.spec.id, 1, 60) == BeginDone()
 
     async def learn(self) -> None:
@@ -58,7 +68,7 @@ class Client:
         for number in range(1, 10_000):
             while asked < number + AHEAD:
                 asked += 1
-                await self.store.place(self.spec, asked, Step() if asked % 2 == 0 else PASS)
+                await self.store.place(self.spec, asked, StepRequest() if asked % 2 == 0 else PASS)
             match await self.store.answer(self.spec.id, number, 120):
                 case PassDone() as done:
                     self.losses.append(done.metrics["loss:sum"])

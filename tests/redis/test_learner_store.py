@@ -5,10 +5,10 @@ import pytest
 from redis.asyncio import Redis
 
 from shared.errors import ConflictError, NotFoundError, QueueFullError
-from shared.learners import Failed, LearnerSpec, SaveInfo, Step, StepDone
+from shared.learners import LearnerSpec, RequestFailed, SaveInfo, StepDone, StepRequest
 from shared.redis import chunks, keys
 from shared.redis.training import learner_store
-from shared.redis.training.learner_store import Held, LearnerStore, waiting_learners
+from shared.redis.training.learner_store import HeldLearner, LearnerStore, waiting_learners
 
 SPEC = LearnerSpec(id="one", model="tiny", rank=4, scale=8.0, seed=3)
 FAR_MS = 2**50
@@ -18,11 +18,11 @@ async def made(redis: Redis, count: int = 0) -> LearnerStore:
     store = LearnerStore(redis)
     await store.create(SPEC)
     for number in range(1, count + 1):
-        await store.place(SPEC, number, Step(learning_rate=number / 10))
+        await store.place(SPEC, number, StepRequest(learning_rate=number / 10))
     return store
 
 
-async def taken(store: LearnerStore) -> Held:
+async def taken(store: LearnerStore) -> HeldLearner:
     held = await store.take(SPEC.id)
     assert held is not None
     return held
@@ -39,11 +39,15 @@ async def test_a_learner_stays_what_it_was_made_as(redis: Redis) -> None:
 
 async def test_a_request_is_placed_once_under_its_number_in_any_order(redis: Redis) -> None:
     store = await made(redis)
-    await store.place(SPEC, 2, Step(learning_rate=0.2))
-    await store.place(SPEC, 1, Step(learning_rate=0.1))
-    await store.place(SPEC, 2, Step(learning_rate=0.9))
+    await store.place(SPEC, 2, StepRequest(learning_rate=0.2))
+    await store.place(SPEC, 1, StepRequest(learning_rate=0.1))
+    await store.place(SPEC, 2, StepRequest(learning_rate=0.9))
     found = [await store.request("one", number) for number in (1, 2, 3)]
-    assert [each and each[0] for each in found] == [Step(learning_rate=0.1), Step(learning_rate=0.2), None]
+    assert [each and each[0] for each in found] == [
+        StepRequest(learning_rate=0.1),
+        StepRequest(learning_rate=0.2),
+        None,
+    ]
     assert await waiting_learners(redis, "tiny").take(5, 1000) == ["one"]
 
 
@@ -51,24 +55,24 @@ async def test_too_much_is_refused_and_the_next_request_never_is(redis: Redis, m
     monkeypatch.setattr(learner_store, "MOST_WAITING", 2)
     store = await made(redis)
     for number in (2, 3):
-        await store.place(SPEC, number, Step())
+        await store.place(SPEC, number, StepRequest())
     with pytest.raises(QueueFullError):
-        await store.place(SPEC, 4, Step())
+        await store.place(SPEC, 4, StepRequest())
     with pytest.raises(ConflictError):
-        await store.place(SPEC, 99, Step())
-    await store.place(SPEC, 1, Step())
+        await store.place(SPEC, 99, StepRequest())
+    await store.place(SPEC, 1, StepRequest())
     with pytest.raises(NotFoundError):
-        await store.place(msgspec.structs.replace(SPEC, id="gone"), 1, Step())
+        await store.place(msgspec.structs.replace(SPEC, id="gone"), 1, StepRequest())
 
 
 async def test_an_answer_counts_once_and_a_former_owner_is_refused(redis: Redis) -> None:
     store = await made(redis, 2)
     frozen = await taken(store)
     owner = await taken(store)
-    assert not await store.tell(frozen, 1, Failed("late"))
+    assert not await store.put_answer(frozen, 1, RequestFailed("late"))
     assert await store.answer("one", 1) is None
-    assert await store.tell(owner, 1, StepDone({"a": 1.0}))
-    assert await store.tell(owner, 1, StepDone({"a": 2.0}))
+    assert await store.put_answer(owner, 1, StepDone({"a": 1.0}))
+    assert await store.put_answer(owner, 1, StepDone({"a": 2.0}))
     assert await store.answer("one", 1) == StepDone({"a": 1.0})
     assert (await taken(store)).done == 1
     await redis.delete(keys.learner_answer("one", 1))
@@ -81,14 +85,14 @@ async def test_a_state_lets_the_requests_go_that_it_holds(redis: Redis) -> None:
     held = await taken(store)
     state = bytes(300_000)
     first = await store.put_state("one", state)
-    assert await store.tell(held, 1, StepDone({}))
-    assert await store.tell(held, 2, StepDone({}), state=first)
+    assert await store.put_answer(held, 1, StepDone({}))
+    assert await store.put_answer(held, 2, StepDone({}), state=first)
     again = await taken(store)
     assert (again.done, again.applied, again.state) == (2, 2, first)
     assert await store.state(again) == state
     assert [await store.waits("one", number) for number in (1, 2, 3)] == [False, False, True]
     second = await store.put_state("one", b"more")
-    assert await store.tell(again, 3, StepDone({}), state=second, before=first)
+    assert await store.put_answer(again, 3, StepDone({}), state=second, before=first)
     assert not await redis.exists(keys.learner_state("one", first))
     assert await redis.hget(keys.learner("one"), "bytes") == b"0"
 
@@ -100,7 +104,7 @@ async def test_a_save_is_there_with_its_answer_and_until_it_expires(redis: Redis
     async def save(number: int, data: bytes, expires_ms: int) -> str:
         bytes_id = await store.put_saved("one", data)
         info = SaveInfo(name="a", kind="state", created_ms=1, expires_ms=expires_ms, bytes_id=bytes_id)
-        assert await store.tell(held, number, StepDone({}), save=info)
+        assert await store.put_answer(held, number, StepDone({}), save=info)
         return bytes_id
 
     first = await save(1, b"first", FAR_MS)
@@ -122,7 +126,7 @@ async def test_what_is_asked_of_a_save_does_nothing_to_the_next_one_of_its_name(
     for number in (1, 2):
         bytes_id = await store.put_saved("one", b"data %d" % number)
         infos.append(SaveInfo(name="a", kind="state", created_ms=number, expires_ms=FAR_MS, bytes_id=bytes_id))
-        assert await store.tell(held, number, StepDone({}), save=infos[-1])
+        assert await store.put_answer(held, number, StepDone({}), save=infos[-1])
     assert not await store.drop_save("one", infos[0]) and not await store.keep_save("one", infos[0], 60)
     assert await store.saved("one", "a") == b"data 2"
     assert await store.keep_save("one", infos[1], 60)
@@ -144,15 +148,15 @@ async def test_a_dropped_learner_leaves_only_answers_and_its_service_is_refused(
     info = SaveInfo(
         name="a", kind="state", created_ms=1, expires_ms=FAR_MS, bytes_id=await store.put_saved("one", b"s")
     )
-    assert await store.tell(held, 1, StepDone({}), state=state, save=info)
+    assert await store.put_answer(held, 1, StepDone({}), state=state, save=info)
     for _ in range(2):  # again, as somebody who was not told
         await store.drop("tiny", "one")
     left = [key async for key in redis.scan_iter("parallm:learner:*")]
     assert left == [keys.learner_answer("one", 1).encode()]
     assert await waiting_learners(redis, "tiny").take(5, 1000) == []
-    assert not await store.tell(held, 2, StepDone({}))
+    assert not await store.put_answer(held, 2, StepDone({}))
     with pytest.raises(NotFoundError):
-        await store.place(SPEC, 3, Step())
+        await store.place(SPEC, 3, StepRequest())
 
 
 async def test_what_a_service_still_writes_while_its_learner_is_dropped_does_not_stay(
@@ -164,7 +168,7 @@ async def test_what_a_service_still_writes_while_its_learner_is_dropped_does_not
     look = LearnerStore._all_saves
 
     async def told_meanwhile(self: LearnerStore, learner: str) -> list[SaveInfo]:
-        assert not await store.tell(held, 1, StepDone({}), state=state)
+        assert not await store.put_answer(held, 1, StepDone({}), state=state)
         return await look(self, learner)
 
     monkeypatch.setattr(LearnerStore, "_all_saves", told_meanwhile)

@@ -3,7 +3,7 @@
 from redis.asyncio import Redis
 
 from shared.redis import keys
-from shared.redis.ring.metric_store import MetricWriter, read_totals
+from shared.redis.processes.metric_store import MetricWriter, read_totals
 from shared.telemetry.metrics import Tally
 
 TOKENS = "vllm:generation_tokens_total"
@@ -31,7 +31,7 @@ async def test_a_write_said_again_adds_nothing(redis: Redis) -> None:
     writer = MetricWriter(redis, tally, "worker", "w")
     tally.counter(TOKENS, "m").add(7)
     await writer.write()
-    writer._said = {}  # as if the answer had been lost
+    writer._sent = {}  # as if the answer had been lost
     await writer.write()
     assert (await read_totals(redis))[f"{TOKENS}|m"] == 7
 

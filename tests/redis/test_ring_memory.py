@@ -15,7 +15,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from shared.frames import Finish, TokenEvent
 from shared.process.settings import WorkerSettings, load
 from shared.redis import keys
-from shared.redis.ring.completion_store import (
+from shared.redis.processes.completion_store import (
     COMPLETION_IDS,
     MOST_COMPLETIONS,
     PROMPT_BYTES,

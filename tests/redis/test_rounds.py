@@ -14,10 +14,10 @@ from shared.redis.connection.client import connect
 from shared.redis.training.rounds import RoundStore
 from tests.redis.shared_trainers import MADE, PROBES, Trainers, made_groups, same, settings, steps, trainers
 from trainer.learn.options import Schedule
-from trainer.learners.federation import Federation, Learned, RoundHandle, federation
+from trainer.learners.federation import Federation, RoundHandle, RunChange, federation
 from trainer.learners.handle import HostHandle
 from trainer.learners.kinds import made_with
-from trainer.learners.policy import Learner
+from trainer.learners.policy import PolicyLearner
 
 OPTIONS = replace(MADE, optimize=replace(MADE.optimize, schedule=Schedule(peak=1e-3)))
 
@@ -30,7 +30,7 @@ async def entered(ring: Trainers, name: str, **given: Any) -> Federation:
 async def joined(ring: Trainers, name: str, **given: Any) -> RoundHandle:
     place = await entered(ring, name, **given)
     host, loaded = await ring.host()
-    mine: HostHandle[Learner] = await HostHandle.open(host, made_with("policy", ring.options), loaded.model)
+    mine: HostHandle[PolicyLearner] = await HostHandle.open(host, made_with("policy", ring.options), loaded.model)
     return RoundHandle(mine, place, 2)
 
 
@@ -81,13 +81,13 @@ async def test_moments_are_averaged_where_all_want_it(ring: Trainers) -> None:
 async def test_one_that_is_away_is_left_out_and_goes_on_from_the_average(ring: Trainers, redis_url: str) -> None:
     one, away = await joined(ring, "one", sync_wait_s=0.5), await joined(ring, "away")
     groups = [await made_groups(one, seed) for seed in range(6)]
-    await away.call(Learner.train, groups[0], 0, 0, PROBES)  # it has joined, and lives, and is slow
+    await away.call(PolicyLearner.train, groups[0], 0, 0, PROBES)  # it has joined, and lives, and is slow
     await away.accept()
     done = await steps(one, groups[1:3])
     async with contextlib.aclosing(connect(redis_url)) as redis:
         now = await RoundStore(redis, "f").now()
         assert now is not None and (now.round, now.taken) == (1, {"ring/one"})
-        back = await away.call(Learner.train, groups[3], 1, 1, PROBES)
+        back = await away.call(PolicyLearner.train, groups[3], 1, 1, PROBES)
         assert same(back.weights, done[-1].weights), "what it has learned meanwhile is in no average"
         await one._place.__aexit__(None, None, None)
         later = await joined(ring, "later")
@@ -103,17 +103,17 @@ async def test_what_is_not_finite_is_in_no_average(ring: Trainers) -> None:
     for place in (one, other):
         assert same(await place.join({"a": start["a"] + (place is other)}), start), "the first one says where all begin"
     bad = {"a": np.array([1, np.nan, 2], np.float32)}
-    found = await asyncio.gather(one.exchange(Learned({"a": start["a"] + 2}, 5)), other.exchange(Learned(bad, 500)))
+    found = await asyncio.gather(one.exchange(RunChange({"a": start["a"] + 2}, 5)), other.exchange(RunChange(bad, 500)))
     assert all(each.weights["a"].tolist() == [2, 2, 2] for each in found)
-    found = await asyncio.gather(one.exchange(Learned(bad, 5)), other.exchange(Learned(bad, 5)))
+    found = await asyncio.gather(one.exchange(RunChange(bad, 5)), other.exchange(RunChange(bad, 5)))
     assert all(each.weights["a"].tolist() == [2, 2, 2] for each in found), "nobody's change: the average stays"
 
 
 async def test_a_change_that_is_told_again_counts_once(ring: Trainers) -> None:
     place = await entered(ring, "one")
     await place.join({"a": np.zeros(3, np.float32)})
-    await place._tell(1, Learned({"a": np.full(3, 9.0, np.float32)}, 5))  # of a start that was killed then
-    again = await place.exchange(Learned({"a": np.full(3, 1.0, np.float32)}, 5))
+    await place._publish(1, RunChange({"a": np.full(3, 9.0, np.float32)}, 5))  # of a start that was killed then
+    again = await place.exchange(RunChange({"a": np.full(3, 1.0, np.float32)}, 5))
     assert again.weights["a"].tolist() == [1, 1, 1]
 
 

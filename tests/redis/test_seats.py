@@ -13,15 +13,15 @@ from shared.errors import EngineError
 from shared.learners import (
     Answer,
     Datum,
-    Failed,
     LearnerSpec,
-    Pass,
     PassDone,
-    Publish,
+    PassRequest,
+    PublishRequest,
     Request,
+    RequestFailed,
     SaveDone,
-    Step,
     StepDone,
+    StepRequest,
     Values,
 )
 from shared.owners import whoever_it_is_for
@@ -37,7 +37,7 @@ from worker.engine.model.loader import LoadedModel, load_model
 
 SPEC = LearnerSpec(id="one", model="tiny", rank=4, scale=8.0, seed=3, adapter="one")
 IDS = np.array([5, 6, 7, 8])
-PASS = Pass(
+PASS = PassRequest(
     (
         Datum(
             IDS[:-1].astype("<i4").tobytes(),
@@ -51,7 +51,7 @@ PASS = Pass(
 class Poor(ServiceLearner):
     """One for whose passes there is not the memory."""
 
-    def run(self, request: Pass, *_: Any) -> Work[PassDone]:
+    def run(self, request: PassRequest, *_: Any) -> Work[PassDone]:
         raise MemoryError
         yield
 
@@ -104,16 +104,16 @@ def steps(answers: list[Answer]) -> list[float]:
 
 
 async def test_what_was_refused_has_no_effect_when_there_is_memory_again(ring: Ring) -> None:
-    await ring.ask(PASS, Step())
-    assert [type(answer) for answer in await ring.answers(Poor)] == [Failed, Failed]
-    await ring.ask(PASS, Step())
+    await ring.ask(PASS, StepRequest())
+    assert [type(answer) for answer in await ring.answers(Poor)] == [RequestFailed, RequestFailed]
+    await ring.ask(PASS, StepRequest())
     assert steps(await ring.answers()) == [1]
 
 
 async def test_what_was_answered_is_not_left_out_when_memory_has_run_out(ring: Ring) -> None:
-    await ring.ask(PASS, Step())
+    await ring.ask(PASS, StepRequest())
     before = await ring.answers()
-    await ring.ask(PASS, Step())
+    await ring.ask(PASS, StepRequest())
     with pytest.raises(EngineError, match="cannot be carried out again"):
         await ring.answers(Poor)
     after = await ring.answers()
@@ -129,14 +129,14 @@ async def test_a_request_that_ends_its_services_is_given_up(ring: Ring) -> None:
     for _ in range(MOST_TRIES):  # as many services have begun it and died
         await ring.store.begun(held, 1)
     first, second = await ring.answers()
-    assert isinstance(first, Failed) and first.fault == "server" and "has ended the service" in first.message
+    assert isinstance(first, RequestFailed) and first.fault == "server" and "has ended the service" in first.message
     assert isinstance(second, PassDone), "which is not the end of its learner"
-    await ring.ask(Step())
-    assert isinstance((await ring.answers())[2], Failed), "what it was to bring is not left out in silence"
+    await ring.ask(StepRequest())
+    assert isinstance((await ring.answers())[2], RequestFailed), "what it was to bring is not left out in silence"
 
 
 async def test_a_new_version_of_a_name_lets_the_former_one_go(ring: Ring) -> None:
-    await ring.ask(*[Publish("latest", ttl_s=3600)] * 5)
+    await ring.ask(*[PublishRequest("latest", ttl_s=3600)] * 5)
     versions = [answer.version for answer in await ring.answers() if isinstance(answer, SaveDone)]
     assert versions == [1, 2, 3, 4, 5]
     assert [info.version for info in await ring.store.saves("one")] == [5]
@@ -152,8 +152,8 @@ async def test_a_full_disk_is_the_answer_of_the_request_that_met_it(
         raise OSError(28, "No space left on device")
         yield
 
-    await ring.ask(PASS, Publish("a"), Step())
+    await ring.ask(PASS, PublishRequest("a"), StepRequest())
     with monkeypatch.context() as patch:
         patch.setattr(seats, "TemporaryDirectory", full)
         answers = await ring.answers()
-    assert [type(answer) for answer in answers] == [PassDone, Failed, StepDone]
+    assert [type(answer) for answer in answers] == [PassDone, RequestFailed, StepDone]

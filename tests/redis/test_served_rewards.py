@@ -13,8 +13,8 @@ from shared.redis import keys
 from shared.redis.adapters.store import AdapterStore
 from shared.redis.connection.client import connect
 from shared.redis.jobs.store import JobStore
+from shared.redis.processes.worker_registry import WorkerRegistry, WorkerStatus
 from shared.redis.queue.sequence_queue import SequenceQueue
-from shared.redis.ring.worker_registry import WorkerRegistry, WorkerStatus
 from shared.rewards.functions import load
 from shared.rewards.model_kinds import JudgeOptions
 from shared.scoring.pool import RewardSample

@@ -18,7 +18,7 @@ from api.ring.choosing import HEADER
 from api.serve.embedded_redis import EmbeddedRedis, free_port
 from shared.redis.adapters.store import AdapterStore
 from shared.redis.connection.client import connect
-from shared.redis.ring.worker_registry import WorkerRegistry, WorkerStatus
+from shared.redis.processes.worker_registry import WorkerRegistry, WorkerStatus
 from shared.redis.training.trajectory_queue import TrajectoryQueue
 from shared.sequences import SequenceSpec
 from tests.redis.adapter_versions import publish

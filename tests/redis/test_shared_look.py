@@ -8,8 +8,8 @@ import pytest
 from redis.asyncio import Redis
 
 from shared.redis import keys
-from shared.redis.ring import worker_registry
-from shared.redis.ring.worker_registry import WorkerRegistry
+from shared.redis.processes import worker_registry
+from shared.redis.processes.worker_registry import WorkerRegistry
 from tests.redis.sequences import MODEL, beat
 from tests.waiting import wait_until
 
@@ -23,8 +23,8 @@ async def asked(redis: Redis, command: str) -> int:
 @pytest.fixture
 def many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_registry, "MANY", 3)
-    monkeypatch.setattr("shared.redis.ring.shared_look.FRESH_MS", 600_000)
-    monkeypatch.setattr("shared.redis.ring.shared_look.TURN_MS", 100)
+    monkeypatch.setattr("shared.redis.processes.shared_look.FRESH_MS", 600_000)
+    monkeypatch.setattr("shared.redis.processes.shared_look.TURN_MS", 100)
 
 
 @pytest.mark.usefixtures("many")
@@ -58,7 +58,7 @@ async def test_while_one_looks_the_others_go_by_what_they_knew_and_then_look_the
 
 @pytest.mark.usefixtures("many")
 async def test_of_many_that_start_at_once_one_looks(redis: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shared.redis.ring.shared_look.TURN_MS", 3_000)
+    monkeypatch.setattr("shared.redis.processes.shared_look.TURN_MS", 3_000)
     names = [f"w{i:02}" for i in range(20)]
     for name in names:
         await beat(redis, name)

@@ -16,10 +16,10 @@ from trainer.learn.advantages import ValueSums
 from trainer.learn.batches import Sample, SampleGroup
 from trainer.learn.compute import Work
 from trainer.learn.options import LossOptions, ValueOptions
-from trainer.learners.policy import Learner, Trained
+from trainer.learners.policy import PolicyLearner, Trained
 from trainer.learners.shared_exchange import Computed, gradient_bytes, gradient_of
-from trainer.learners.shared_member import Member
-from trainer.learners.shared_step import Part
+from trainer.learners.shared_member import RunMember
+from trainer.learners.shared_step import PartComputation
 from trainer.state import Arrays
 
 SEVERAL = replace(
@@ -135,8 +135,8 @@ async def undisturbed(redis_url: str, kept: list[list[Trained]]) -> list[Trained
     return kept[0]
 
 
-def breaks(member: Member, ring: Trainers) -> None:
-    def failing(part: Part, update: int, weights: Arrays, known: ValueSums | None) -> Work[Computed]:
+def breaks(member: RunMember, ring: Trainers) -> None:
+    def failing(part: PartComputation, update: int, weights: Arrays, known: ValueSums | None) -> Work[Computed]:
         if update == 2:
             raise RuntimeError("out of memory")
         return original(part, update, weights, known)
@@ -144,23 +144,23 @@ def breaks(member: Member, ring: Trainers) -> None:
     original, member._gradient = member._gradient, failing  # type: ignore[method-assign]
 
 
-def lies(member: Member, ring: Trainers) -> None:
-    def wrong(part: Part, update: int, weights: Arrays, known: ValueSums | None) -> Work[Computed]:
+def lies(member: RunMember, ring: Trainers) -> None:
+    def wrong(part: PartComputation, update: int, weights: Arrays, known: ValueSums | None) -> Work[Computed]:
         computed = yield from original(part, update, weights, known)
         return replace(computed, gradient={name: value * np.nan for name, value in computed.gradient.items()})
 
     original, member._gradient = member._gradient, wrong  # type: ignore[method-assign]
 
 
-def lies_of_values(member: Member, ring: Trainers) -> None:
-    def wrong(part: Part, update: int, weights: Arrays, known: ValueSums | None) -> Work[Computed]:
+def lies_of_values(member: RunMember, ring: Trainers) -> None:
+    def wrong(part: PartComputation, update: int, weights: Arrays, known: ValueSums | None) -> Work[Computed]:
         computed = yield from original(part, update, weights, known)
         return replace(computed, known=computed.known and replace(computed.known, returns=np.nan))
 
     original, member._gradient = member._gradient, wrong  # type: ignore[method-assign]
 
 
-def dies(member: Member, ring: Trainers) -> None:
+def dies(member: RunMember, ring: Trainers) -> None:
     """As kill -9 leaves it, once it has begun: nothing is said, and the heartbeats have ended."""
 
     async def silent(*_: object) -> None: ...
@@ -173,7 +173,7 @@ def dies(member: Member, ring: Trainers) -> None:
     member._compute = dying  # type: ignore[method-assign]
 
 
-def answers_late(member: Member, ring: Trainers) -> None:
+def answers_late(member: RunMember, ring: Trainers) -> None:
     """Frozen in the midst of its part until the others have made a step: its answer comes, and is nobody's."""
 
     async def late(body: bytes) -> None:
@@ -236,7 +236,7 @@ async def test_a_member_that_lives_and_never_answers_is_given_up(
         assert len(answers) == 4 and await learner._lead.members() == [member.name]
         assert learner._speeds[member.name] < learner._speeds[""] / 2
         learner._speeds |= {member.name: 1.0, "": 1e9}
-        await learner.call(Learner.train, groups[0], 3, 3, PROBES)
+        await learner.call(PolicyLearner.train, groups[0], 3, 3, PROBES)
         assert learner._speeds[member.name] == pytest.approx(1.05), "who had nothing to do was not late with it"
 
 
@@ -247,11 +247,11 @@ async def test_data_without_a_finite_gradient_is_no_members_fault(redis_url: str
         groups = await made_groups(learner, 0)
         bad = [replace(each, samples=tuple(replace(s, advantage=np.inf) for s in each.samples)) for each in groups]
         before = await learner.weights()
-        trained = await learner.call(Learner.train, bad, 0, 0, PROBES)
+        trained = await learner.call(PolicyLearner.train, bad, 0, 0, PROBES)
         assert trained.report.nonfinite_gradients == 1 and not trained.report.updated
         assert same(await learner.weights(), before)
         await learner.revert()
-        assert (await learner.call(Learner.train, groups, 1, 0, PROBES)).report.updated
+        assert (await learner.call(PolicyLearner.train, groups, 1, 0, PROBES)).report.updated
         assert not ring.tasks[member.name].done() and len(learner._speeds) == 2
 
 
@@ -268,7 +268,7 @@ async def test_a_minibatch_in_which_a_member_had_nothing_says_nothing_of_its_spe
         member = await ring.member()
         learner._speeds = Kept()
         groups = [replace(each, samples=each.samples[-1:]) for each in await made_groups(learner, 0)]
-        assert (await learner.call(Learner.train, groups, 0, 0, PROBES)).report.updated
+        assert (await learner.call(PolicyLearner.train, groups, 0, 0, PROBES)).report.updated
     assert rates.count(member.name) == 2, "of four updates it had a sample in two: its minibatch had two, the other one"
 
 
@@ -276,21 +276,21 @@ async def test_one_that_joins_later_takes_part_and_another_leader_is_followed(re
     async with trainers(redis_url) as ring:
         learner = await ring.leader()
         groups = [await made_groups(learner, seed) for seed in range(4)]
-        alone = await learner.call(Learner.train, groups[0], 0, 0, PROBES)
+        alone = await learner.call(PolicyLearner.train, groups[0], 0, 0, PROBES)
         assert learner._speeds == {} and alone.report.updated
         await learner.accept()
         member = await ring.member()
         learner._trainers = 2
-        await learner.call(Learner.train, groups[1], 1, 1, PROBES)
+        await learner.call(PolicyLearner.train, groups[1], 1, 1, PROBES)
         assert member.name in learner._speeds
         snapshot = await learner.snapshot()
         second = await ring.leader(trainers=2)
-        await second.call(Learner.restore, snapshot)
-        await second.call(Learner.train, groups[2], 2, 2, PROBES)
+        await second.call(PolicyLearner.restore, snapshot)
+        await second.call(PolicyLearner.train, groups[2], 2, 2, PROBES)
         assert member.name in second._speeds
         await wait_until(lambda: learner._lead._lost)
         with pytest.raises(ConflictError, match="another process leads"):
-            await learner.call(Learner.train, groups[3], 3, 3, PROBES)
+            await learner.call(PolicyLearner.train, groups[3], 3, 3, PROBES)
 
 
 async def test_a_redis_that_is_away_and_words_that_nobody_can_read_cost_no_step(redis_url: str) -> None:
@@ -299,21 +299,21 @@ async def test_a_redis_that_is_away_and_words_that_nobody_can_read_cost_no_step(
         member = await ring.member()
         run = learner._lead._run
         groups = [await made_groups(learner, seed) for seed in range(2)]
-        say, away = run.say, [RedisConnectionError("away"), RedisConnectionError("away")]
+        send, away = run.send, [RedisConnectionError("away"), RedisConnectionError("away")]
 
         async def failing(word: bytes) -> None:
             if away:
                 raise away.pop()
-            await say(word)
+            await send(word)
 
-        run.say = failing  # type: ignore[method-assign]
-        first = await learner.call(Learner.train, groups[0], 0, 0, PROBES)
+        run.send = failing  # type: ignore[method-assign]
+        first = await learner.call(PolicyLearner.train, groups[0], 0, 0, PROBES)
         assert first.report.updated and member.name not in learner._speeds
         await learner.accept()
         await wait_until(lambda: not away)
-        await say(b"not a word")
+        await send(b"not a word")
         await run.answer(b"not an answer")
-        second = await learner.call(Learner.train, groups[1], 1, 1, PROBES)
+        second = await learner.call(PolicyLearner.train, groups[1], 1, 1, PROBES)
         assert second.report.updated and member.name in learner._speeds
         assert not ring.tasks[member.name].done()
 

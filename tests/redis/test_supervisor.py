@@ -9,7 +9,7 @@ from redis.asyncio import Redis
 from api.serve import supervisor as module
 from api.serve.supervisor import ChildSpec, Supervisor
 from shared.redis import keys
-from shared.redis.ring.child_troubles import ChildTroubles
+from shared.redis.processes.child_troubles import ChildTroubles
 from tests.redis.api_servers import api
 from tests.waiting import wait_until
 
@@ -71,10 +71,10 @@ async def test_health_says_which_child_fails(
     child = await supervising.start(spec(tmp_path, "worker 0", 1, 2))
     await wait_until(lambda: child.restarts == 2)
     troubles = ChildTroubles(redis)
-    await troubles.tell("here:1", supervising.troubles())
+    await troubles.report("here:1", supervising.troubles())
     async with api(redis_url) as server:
         reasons = (await server.http.get("/health")).json()["reasons"]
         assert any("worker 0 on" in reason and "exit code 2, 2 times in a row" in reason for reason in reasons)
-        await troubles.tell("here:1", [])
+        await troubles.report("here:1", [])
         assert not any("worker 0" in reason for reason in (await server.http.get("/health")).json()["reasons"])
     assert await redis.ttl(keys.child_troubles()) == -2

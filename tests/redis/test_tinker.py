@@ -17,20 +17,20 @@ from api.tinker.protobuf import _MESSAGE, read_pass
 from shared.errors import InvalidRequestError
 from shared.images.refs import VisionSpec
 from shared.learners import (
-    Begin,
     BeginDone,
-    Failed,
-    Load,
-    Pass,
+    BeginRequest,
+    ImagePassRequest,
+    LoadRequest,
     PassDone,
-    Refused,
+    PassRequest,
+    RefusedRequest,
     Request,
+    RequestFailed,
     SaveDone,
     SaveInfo,
-    SeenPass,
     ServiceCard,
-    Step,
     StepDone,
+    StepRequest,
     Values,
 )
 from shared.process.settings import ApiSettings
@@ -101,12 +101,12 @@ async def test_a_pass_is_the_same_as_json_and_as_protobuf_and_is_placed_once(ser
     again = await server.http.post("/api/v1/forward_backward", content=content, headers=PROTOBUF)
     assert again.json() == first == {"request_id": f"{learner}:1", "model_id": learner}
     found = await server.ring.learners.request(learner, 2)
-    assert found is not None and isinstance(found[0], Pass)
+    assert found is not None and isinstance(found[0], PassRequest)
     given, (datum,) = read_pass(content), found[0].data
     assert [datum.tokens] == given.data[0].pieces and datum.inputs == given.data[0].inputs
     assert found[0].backward and not read_pass(binary_pass(learner, forward_only=True)).backward
     begin = await server.ring.learners.request(learner, 1)
-    assert begin is not None and begin[0] == Begin()
+    assert begin is not None and begin[0] == BeginRequest()
 
 
 async def test_results_come_by_polls_in_the_form_that_is_asked_for(
@@ -132,7 +132,7 @@ async def test_results_come_by_polls_in_the_form_that_is_asked_for(
     done = PassDone(({"logprobs": Values.of(logprobs)}, {"logprobs": Values.of(logprobs[:1])}), {"loss:sum": 2.5})
     answers = (BeginDone(), done, StepDone({"step:max": 1.0}), SaveDone("000003", "sampler", 7))
     for number, answer in enumerate(answers, 1):
-        assert await store.tell(held, number, answer)
+        assert await store.put_answer(held, number, answer)
     assert (await future(server, f"{learner}:0")).json() == {"type": "create_model", "model_id": learner}
     shown = (await future(server, f"{learner}:1")).json()
     assert shown["loss_fn_outputs"][0]["logprobs"] == {"data": [-1.5, -2.5], "dtype": "float32", "shape": [2]}
@@ -150,8 +150,8 @@ async def test_results_come_by_polls_in_the_form_that_is_asked_for(
     sampler = (await server.http.get(f"/api/v1/samplers/{session}:sample:4")).json()
     assert sampler["model_path"] == saved["path"]
     await ask(server, "optim_step", model_id=learner, seq_id=4, adam_params={"learning_rate": 0.1})
-    assert await store.request(learner, 5) == (Step(learning_rate=0.1), pytest.approx(90, abs=60))
-    assert await store.tell(held, 5, Failed("no step"))
+    assert await store.request(learner, 5) == (StepRequest(learning_rate=0.1), pytest.approx(90, abs=60))
+    assert await store.put_answer(held, 5, RequestFailed("no step"))
     assert (await future(server, f"{learner}:4")).json() == {"error": "no step", "category": "user"}
     await server.ring.redis.delete(keys.learner_answer(learner, 5))
     assert (await future(server, f"{learner}:4")).status_code == 410
@@ -191,7 +191,7 @@ async def test_an_inflight_sampler_draws_each_sample_from_the_latest_version(ser
     held = await server.ring.learners.take(learner)
     assert held is not None
     for number, answer in enumerate((BeginDone(), SaveDone("000001", "sampler", first.version)), 1):
-        assert await server.ring.learners.tell(held, number, answer)
+        assert await server.ring.learners.put_answer(held, number, answer)
     sampler = (await future(server, placed["request_id"])).json()["sampling_session_id"]
     assert sampler == f"{learner.partition(':')[0]}:sample:0"
     drawn = {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [5]}]}, "sampling_params": {"max_tokens": 2}}
@@ -284,7 +284,7 @@ async def test_what_cannot_be_done_is_refused_by_name(server: Api) -> None:
         server, "asample", 400, sampling_session_id=sampler, seq_id=0, prompt=prompt, sampling_params={"stop": ""}
     )
     placed = await server.ring.learners.request(learner, 2)
-    assert placed is not None and isinstance(placed[0], Refused)
+    assert placed is not None and isinstance(placed[0], RefusedRequest)
     sound = _MESSAGE["ForwardBackwardRequest"](model_id=learner, loss_fn="ppo")
     sound.data.add().model_input.add().dmel.SetInParent()
     with pytest.raises(InvalidRequestError, match="no text"):
@@ -329,7 +329,7 @@ async def test_a_refused_request_has_its_place_so_that_what_comes_after_it_is_ca
             answer = await server.post(f"/api/v1/{path}", {**body, "model_id": learner, "seq_id": at})
         assert 400 <= answer.status_code < 500, (name, answer.text)
         found = await server.ring.learners.request(learner, at + 1)
-        assert found is not None and isinstance(found[0], Refused), name
+        assert found is not None and isinstance(found[0], RefusedRequest), name
         of = {**passes, "optim_step": "step"}.get(name, "pass" if at < 8 else "other")
         assert (found[0].message, found[0].of) == (answer.json()["error"]["message"], of), name
     assert not (await ask(server, "client/config"))["parallel_fwdbwd_chunks"], "or parts of a pass would not be sent"
@@ -404,13 +404,13 @@ async def test_a_save_makes_a_learner_of_its_shape(server: Api) -> None:
     held = await server.ring.learners.take(learner)
     assert held is not None
     info = SaveInfo(name="a", kind="state", created_ms=1, expires_ms=2**41)
-    assert await server.ring.learners.tell(held, 1, SaveDone("a", "state"), save=info)
+    assert await server.ring.learners.put_answer(held, 1, SaveDone("a", "state"), save=info)
     other = await server.post("/api/v1/load_weights", {**body, "user_metadata": {"lora_kind": "lora"}})
     assert other.status_code == 400 and "of kind 'dora'" in other.text
     placed = await ask(server, "load_weights", **body)
     assert placed["request_id"] == f"{session}:train:1:0"
     first = await server.ring.learners.request(f"{session}:train:1", 1)
-    assert first is not None and first[0] == Load(learner, "a", optimizer=False)
+    assert first is not None and first[0] == LoadRequest(learner, "a", optimizer=False)
     spec = await server.ring.learners.spec(f"{session}:train:1")
     assert (spec.rank, spec.scale, spec.kind) == (8, 4.0, "dora")
     runs = (await server.http.get("/api/v1/training_runs")).json()
@@ -510,10 +510,10 @@ async def test_a_pass_with_images_waits_for_a_service_that_is_known(seeing: Api,
 
 def test_a_service_from_before_images_cannot_read_a_pass_that_has_some() -> None:
     files = {b"a": b"b"}
-    request = msgspec.msgpack.encode(SeenPass((), "cross_entropy", files=files))
-    assert msgspec.msgpack.decode(request, type=Request) == SeenPass((), "cross_entropy", files=files)
+    request = msgspec.msgpack.encode(ImagePassRequest((), "cross_entropy", files=files))
+    assert msgspec.msgpack.decode(request, type=Request) == ImagePassRequest((), "cross_entropy", files=files)
     with pytest.raises(msgspec.ValidationError, match="seen_pass"):
-        msgspec.msgpack.decode(request, type=Begin | Pass | Step)
+        msgspec.msgpack.decode(request, type=BeginRequest | PassRequest | StepRequest)
 
 
 async def test_what_was_accepted_stays_so_when_its_image_is_gone(seeing: Api) -> None:

@@ -49,7 +49,7 @@ async def saved(server: Api, name: str, kind: SaveKind, number: int, *, version:
     assert held is not None
     bytes_id = "" if version else await store.put_saved(spec.id, STATE)
     info = SaveInfo(name=name, kind=kind, created_ms=now, expires_ms=now + 99_000, bytes_id=bytes_id, version=version)
-    assert await store.tell(held, number, SaveDone(name, kind), save=info)
+    assert await store.put_answer(held, number, SaveDone(name, kind), save=info)
     segment = {"state": "weights", "sampler": "sampler_weights", "external": "external_weights"}[kind]
     return f"/api/v1/training_runs/{spec.id}/checkpoints/{segment}/{name}"
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from api.cli.main import app
 from api.cli.top import rates, sparkline
 from api.ops.ring_view import RingSample
-from shared.redis.ring.worker_registry import WorkerRegistry, WorkerStatus
+from shared.redis.processes.worker_registry import WorkerRegistry, WorkerStatus
 from tests.redis.api_servers import api
 from tests.redis.scripted_worker import CARD, MODEL
 from tests.unit.api_texts import bundle

@@ -9,7 +9,7 @@ from safetensors.numpy import load_file
 from shared.adapter_files.config import read_config
 from shared.errors import ConflictError, UnknownAdapterError
 from shared.redis.adapters.store import AdapterStore
-from shared.redis.ring.worker_registry import WorkerRegistry
+from shared.redis.processes.worker_registry import WorkerRegistry
 from tests.redis.adapter_versions import publish
 from tests.redis.scripted_worker import CARD
 from tests.unit.adapter_files import RANK, lora, mlx_config, write

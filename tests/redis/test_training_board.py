@@ -15,14 +15,14 @@ from api.ops.dashboard.curves import training_charts
 from shared.errors import ConflictError
 from shared.redis import keys
 from shared.redis.training.board import TrainingBoard, trained_policies
-from shared.training import ALERT_KINDS, Alert, ShownSample, TrainerState, TrainerStatus, TrainingPoint, TrajectoryStats
+from shared.training import ALERT_KINDS, Alert, BoardSample, TrainerState, TrainerStatus, TrainingPoint, TrajectoryStats
 from tests.waiting import HANG_S, wait_until
 from trainer.ring import board as board_module
 from trainer.ring.board import RingBoard
 
 STATUS = TrainerStatus(
     policy="policy", run="run", owner="a", heartbeat_ms=5, loss=0.25, version=3, checkpoints=("step-1", "mine"),
-    eta_s=90.0, samples=(ShownSample(0.5, "prompt", "reply", components={"form": 1.0}), ShownSample(None, "", "")),
+    eta_s=90.0, samples=(BoardSample(0.5, "prompt", "reply", components={"form": 1.0}), BoardSample(None, "", "")),
 )  # fmt: skip
 
 

@@ -10,8 +10,8 @@ from structlog.testing import capture_logs
 
 from shared.errors import NotFoundError, SetupError
 from shared.redis import keys
-from shared.redis.ring import worker_registry
-from shared.redis.ring.worker_registry import DifferingWeights, WorkerRegistry, WorkerStatus, weights_of
+from shared.redis.processes import worker_registry
+from shared.redis.processes.worker_registry import DifferingWeights, WorkerRegistry, WorkerStatus, weights_of
 from shared.sequences import ModelCard
 from shared.text.codec import TokenizerBundle
 from tests.waiting import HANG_S, wait_until
@@ -115,8 +115,8 @@ OTHERS = [{"base_sha256": "other"}, {"dtype": "bfloat16"}, {"tokenizer_sha256": 
 async def test_a_worker_with_something_else_under_the_name_is_refused_by_name(
     redis: Redis, difference: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shared.redis.ring.worker_registry.PATIENCE_S", 0.0)
-    monkeypatch.setattr("shared.redis.ring.worker_registry.LOOK_AGAIN_S", 0.01)
+    monkeypatch.setattr("shared.redis.processes.worker_registry.PATIENCE_S", 0.0)
+    monkeypatch.setattr("shared.redis.processes.worker_registry.LOOK_AGAIN_S", 0.01)
     registry, other = WorkerRegistry(redis), msgspec.structs.replace(card("m"), **difference)
     await registry.admit(card("m"), lambda: working("w1", card("m")))
     await registry.admit(card("m"), lambda: working("w2", card("m")))
@@ -156,7 +156,7 @@ async def test_a_tokenizer_that_is_there_is_not_sent_again(redis: Redis) -> None
 async def test_a_worker_that_died_does_not_keep_other_weights_out(
     redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shared.redis.ring.worker_registry.LOOK_AGAIN_S", 0.01)
+    monkeypatch.setattr("shared.redis.processes.worker_registry.LOOK_AGAIN_S", 0.01)
     registry, other = WorkerRegistry(redis), msgspec.structs.replace(card("m"), base_sha256="other")
     await registry.heartbeat(working("w1", card("m")))
     joining = asyncio.create_task(registry.admit(other, lambda: working("w2", other, state="starting")))
@@ -171,9 +171,9 @@ async def seen(redis: Redis, worker: str) -> bool:
 
 
 async def test_of_two_that_start_at_once_the_first_may_stay(redis: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shared.redis.ring.worker_registry.PATIENCE_S", 0.0)
-    monkeypatch.setattr("shared.redis.ring.worker_registry.LOOK_AGAIN_S", 0.01)
-    monkeypatch.setattr("shared.redis.ring.worker_registry.READY_WITHIN_S", 0.0)
+    monkeypatch.setattr("shared.redis.processes.worker_registry.PATIENCE_S", 0.0)
+    monkeypatch.setattr("shared.redis.processes.worker_registry.LOOK_AGAIN_S", 0.01)
+    monkeypatch.setattr("shared.redis.processes.worker_registry.READY_WITHIN_S", 0.0)
     registry, other = WorkerRegistry(redis), msgspec.structs.replace(card("m"), base_sha256="other")
     first = working("w1", card("m"), state="starting", started_ms=1)
     second = working("w2", other, state="starting", started_ms=2)
@@ -193,9 +193,9 @@ async def test_what_a_worker_of_an_older_version_has_is_not_known(redis: Redis) 
 async def test_the_older_of_two_that_start_at_once_is_refused_when_the_younger_was_let_in_before_it_was_seen(
     redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shared.redis.ring.worker_registry.PATIENCE_S", 0.0)
-    monkeypatch.setattr("shared.redis.ring.worker_registry.LOOK_AGAIN_S", 0.01)
-    monkeypatch.setattr("shared.redis.ring.worker_registry.READY_WITHIN_S", 60.0)
+    monkeypatch.setattr("shared.redis.processes.worker_registry.PATIENCE_S", 0.0)
+    monkeypatch.setattr("shared.redis.processes.worker_registry.LOOK_AGAIN_S", 0.01)
+    monkeypatch.setattr("shared.redis.processes.worker_registry.READY_WITHIN_S", 60.0)
     registry, other = WorkerRegistry(redis), msgspec.structs.replace(card("m"), base_sha256="other")
     younger = working("w2", other, state="starting", started_ms=2)
     await registry.admit(other, lambda: younger)
@@ -212,8 +212,8 @@ async def test_the_older_of_two_that_start_at_once_is_refused_when_the_younger_w
 async def test_a_worker_of_a_version_that_names_its_weights_in_heartbeats_alone_is_noticed(
     redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shared.redis.ring.worker_registry.PATIENCE_S", 0.0)
-    monkeypatch.setattr("shared.redis.ring.worker_registry.LOOK_AGAIN_S", 0.01)
+    monkeypatch.setattr("shared.redis.processes.worker_registry.PATIENCE_S", 0.0)
+    monkeypatch.setattr("shared.redis.processes.worker_registry.LOOK_AGAIN_S", 0.01)
     registry, other = WorkerRegistry(redis), msgspec.structs.replace(card("m"), base_sha256="other")
     await registry.heartbeat(working("w1", card("m")))
     await redis.delete(keys.weights("m"))
@@ -226,7 +226,7 @@ async def test_workers_that_a_lost_redis_brought_together_are_told_of_once(redis
     ours, differing = DifferingWeights("w1", allowed=False), DifferingWeights("w3", allowed=True)
     await registry.heartbeat(working("w2", other))
     with capture_logs() as lines:
-        for now in (0.0, worker_registry.TELL_AFTER_S - 1):
+        for now in (0.0, worker_registry.REPORT_AFTER_S - 1):
             ours.heard(await registry.heartbeat(working("w1", card("m"))), now)
         assert not lines, "it may be one that tries to join"
         for each in (ours, differing):

@@ -21,7 +21,7 @@ from tests.training.nobody import NoBoard, NoOrders
 from trainer.learn.compute import ThreadHost, at_once
 from trainer.ring.board import RingBoard
 from trainer.ring.mailbox import OrderDesk, RingMailbox
-from trainer.ring.ring import Ring
+from trainer.ring.ring import TrainerRing
 from trainer.rollouts.conversation import ChatEncoder
 from trainer.rollouts.groups import RolloutSource
 from trainer.runs.loop import TrainLoop
@@ -36,13 +36,13 @@ from worker.engine.model.loader import LoadedModel, load_model
 @asynccontextmanager
 async def in_process_ring(
     settings: TrainSettings, sink: MemorySink, orders: OrderDesk | None = None
-) -> AsyncIterator[tuple[ThreadHost, LoadedModel, Ring]]:
+) -> AsyncIterator[tuple[ThreadHost, LoadedModel, TrainerRing]]:
     """A thread that computes, the model in it, and a ring whose samples come out of that thread."""
     async with ThreadHost() as host, RingMailbox(orders or NoOrders()) as mailbox:
         loaded: LoadedModel = await host.run(at_once(lambda: load_model(EngineConfig(settings.model))))
         source = InProcessSource(host, loaded.model, settings.adapter_shape(), sink, loaded.card.eos_token_ids)
         codec, board = TextCodec(loaded.tokenizer), RingBoard(NoBoard())
-        yield host, loaded, Ring(loaded.card.base_sha256, codec, source, sink, board, mailbox)
+        yield host, loaded, TrainerRing(loaded.card.base_sha256, codec, source, sink, board, mailbox)
 
 
 async def train(

@@ -39,12 +39,12 @@ def test_what_is_published_on_a_sharded_channel_stays_in_its_shard() -> None:
 
 
 def test_a_command_on_keys_of_several_slots_is_split_and_its_answers_are_joined() -> None:
-    parts = routing.split(("MGET", "a", "b", "c{a}", "a"))
+    parts = routing.by_slot(("MGET", "a", "b", "c{a}", "a"))
     a, b = routing.slot_of("a"), routing.slot_of("b")
     assert parts == {a: ("MGET", "a", "c{a}", "a"), b: ("MGET", "b")}
     assert routing.joined(("MGET", "a", "b", "c{a}", "a"), {a: [1, 3, 1], b: [2]}) == [1, 2, 3, 1]
     assert routing.joined(("DEL", "a", "b"), {a: 1, b: 0}) == 1
-    read = routing.split(("XREAD", "BLOCK", 5, b"STREAMS", "a", "b", "c{a}", "1", "2", "3"))
+    read = routing.by_slot(("XREAD", "BLOCK", 5, b"STREAMS", "a", "b", "c{a}", "1", "2", "3"))
     assert read == {
         a: ("XREAD", "BLOCK", 5, b"STREAMS", "a", "c{a}", "1", "3"),
         b: ("XREAD", "BLOCK", 5, b"STREAMS", "b", "2"),

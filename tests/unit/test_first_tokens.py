@@ -5,8 +5,8 @@ from itertools import count
 import pytest
 
 from api.ring.first_tokens import FirstTokens, Forecast
+from shared.redis.processes.worker_registry import WorkerState, WorkerStatus
 from shared.redis.queue.sequence_queue import CLASSES, ClaimPlan
-from shared.redis.ring.worker_registry import WorkerState, WorkerStatus
 from shared.sequences import Claim, SamplingParams, SequenceClass, SequenceSpec
 from worker.claim_plan import NOTHING, SchedulerState, Shares, plan_claims
 from worker.service_rates import ServiceRates

@@ -7,7 +7,7 @@ from shared.jobs import RewardSpec
 from shared.rewards.kinds import check
 from shared.rewards.model_kinds import filled, softmax
 from shared.scoring.pool import RewardSample
-from shared.scoring.score import Rewards
+from shared.scoring.score import SampleScorer
 from shared.scoring.served import ServedRewards, shown_chat
 from shared.trajectories import Reward
 
@@ -95,7 +95,7 @@ class FixedJudge(ServedRewards):
 async def test_functions_and_judges_add_up_and_a_failed_part_names_itself() -> None:
     parts = [{"name": "judge", "weight": 4, "options": {"model": "m"}}, {"name": "exact", "weight": -1}]
     reward = check(RewardSpec("weighted", {"parts": parts}))
-    rewards = Rewards(Fixed(), FixedJudge())
+    rewards = SampleScorer(Fixed(), FixedJudge())
     good, bad = await rewards.score(reward, [RewardSample("abc", "abc"), RewardSample("?", "abc")])
     assert (good.value, good.components) == (4 * 0.5 - 3, {"judge": 0.5, "exact": 3.0})
     assert (bad.value, bad.error) == (None, "judge: asleep")

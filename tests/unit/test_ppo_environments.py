@@ -13,7 +13,7 @@ from shared.errors import ParallmError, SetupError
 from shared.process.settings import load
 from tests.waiting import wait_until
 from trainer.rollouts.copies import Copies
-from trainer.rollouts.own_messages import Act, Begin, Call, Space, Start, packed
+from trainer.rollouts.own_messages import ActCall, CodeCall, CopiesCall, Space, Start, packed
 from trainer.runs.numeric_environments import Environments, open_environments
 from trainer.settings import TrainSettings
 
@@ -118,9 +118,9 @@ async def test_an_environment_that_raises_or_hangs_is_named_with_its_line(worst:
 async def test_what_is_no_environment_is_named(name: str, options: dict[str, Any], said: str) -> None:
     with pytest.raises(SetupError, match=said):
         copies = Copies(Start("copies", f"tests.unit.own_code:{name}", packed(options), 1.0))
-        await copies.do(Call(1, Begin("played", 3, (0,), 100)))
+        await copies.do(CodeCall(1, CopiesCall("played", 3, (0,), 100)))
         for at in range(3):
-            await copies.do(Call(at, Act("played", [[1.0]] * 3)))
+            await copies.do(CodeCall(at, ActCall("played", [[1.0]] * 3)))
 
 
 @pytest.mark.parametrize(

@@ -4,17 +4,17 @@ import random
 
 import pytest
 
-from shared.splits import Belief, Rewards, Split, beliefs, best_chances, shares, winner
+from shared.splits import Belief, RewardSums, Split, beliefs, best_chances, shares, winner
 
 EVEN = Split((3, 4), (0.5, 0.5), 3)
 
 
-def earned(*rewards: float) -> Rewards:
+def earned(*rewards: float) -> RewardSums:
     mean = sum(rewards) / len(rewards)
-    return Rewards(len(rewards), mean, sum((each - mean) ** 2 for each in rewards))
+    return RewardSums(len(rewards), mean, sum((each - mean) ** 2 for each in rewards))
 
 
-def ups(count: int, of: int) -> Rewards:
+def ups(count: int, of: int) -> RewardSums:
     return earned(*[1.0] * count, *[0.0] * (of - count))
 
 
@@ -46,8 +46,8 @@ def test_no_counts_make_shares_that_cannot_be_computed(tiny: float) -> None:
     lopsided = Split((3, 4), (tiny, 1.0), 4)
     for count in (1, 50, 20_000):
         for rewards in (
-            {3: Rewards(count, 1e9), 4: Rewards(count, -1e9)},
-            {3: Rewards(count, -1e9), 4: Rewards(1, 1e9)},
+            {3: RewardSums(count, 1e9), 4: RewardSums(count, -1e9)},
+            {3: RewardSums(count, -1e9), 4: RewardSums(1, 1e9)},
         ):
             told = shares(lopsided, rewards)
             assert sum(told) == pytest.approx(1) and min(told) >= lopsided.floor

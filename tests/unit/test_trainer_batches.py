@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.unit.trainer_samples import group, trajectory
-from trainer.learn.batches import Dropped, Sample, SampleGroup, loss_mask, microbatches, pad, sample_groups
+from trainer.learn.batches import DroppedCounts, Sample, SampleGroup, loss_mask, microbatches, pad, sample_groups
 
 
 def sample(*ids: int, mask: tuple[bool, ...] = (), advantage: float = 1.0) -> Sample:
@@ -16,7 +16,7 @@ def test_groups_without_variance_are_dropped_and_counted() -> None:
     kept, dropped = sample_groups(batch, {})
     assert [g.id for g in kept] == ["run-1"]
     assert [s.advantage for s in kept[0].samples] == [0.5, -0.5]
-    assert dropped == Dropped(zero_variance=1)
+    assert dropped == DroppedCounts(zero_variance=1)
 
 
 def test_for_a_value_head_equal_rewards_and_single_samples_teach_and_others_advantages_do_not() -> None:
@@ -24,7 +24,7 @@ def test_for_a_value_head_equal_rewards_and_single_samples_teach_and_others_adva
     batch = [group(trajectory(1.0), trajectory(1.0)), group(trajectory(0.5), index=1), group(trajectory(None), index=2)]
     kept, dropped = sample_groups([*batch, judged], {}, scale=None)
     assert [[s.advantage for s in each.samples] for each in kept] == [[1.0, 1.0], [0.5]]
-    assert dropped == Dropped(failed=3, too_few=2)
+    assert dropped == DroppedCounts(failed=3, too_few=2)
 
 
 def test_failed_and_unscored_samples_are_left_out_of_the_baseline() -> None:
@@ -34,7 +34,7 @@ def test_failed_and_unscored_samples_are_left_out_of_the_baseline() -> None:
     ]
     kept, dropped = sample_groups(batch, {})
     assert [s.advantage for s in kept[0].samples] == [0.5, -0.5]
-    assert dropped == Dropped(failed=3, too_few=1)
+    assert dropped == DroppedCounts(failed=3, too_few=1)
 
 
 def test_an_overlong_sample_counts_in_the_baseline_but_not_in_the_loss() -> None:
@@ -112,5 +112,5 @@ def test_groups_that_are_all_cut_off_are_counted_and_the_first_failure_is_kept()
     late = group(trajectory(1.0, finish="deadline"), trajectory(1.0), trajectory(0.0), index=1)
     kept, dropped = sample_groups([cut, late], {})
     assert [g.id for g in kept] == ["run-1"]
-    assert dropped == Dropped(overlong=2, cut_off=1, failed=1)
+    assert dropped == DroppedCounts(overlong=2, cut_off=1, failed=1)
     assert dropped.problem == "it ended with 'deadline' after 2 tokens"

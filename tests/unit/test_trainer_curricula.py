@@ -19,7 +19,7 @@ from trainer.rollouts.difficulty import DifficultyField
 from trainer.rollouts.environments import DatasetEnvironment, Observation, Outcome, Scored, read_jsonl
 from trainer.rollouts.groups import RolloutGroup
 from trainer.rollouts.pacing import Pace
-from trainer.rollouts.task_places import Wanted, kinds_of, places_of
+from trainer.rollouts.task_places import WantedDifficulty, kinds_of, places_of
 from trainer.rollouts.task_pool import TaskPool
 from trainer.runs.inbox import ENDLESS, open_curriculum
 from trainer.settings import TrainSettings
@@ -169,7 +169,7 @@ def test_while_nothing_can_be_scored_nothing_is_learned_about_tasks(name: Any) -
 
 
 def test_difficulty_rises_with_rewards_and_falls_without() -> None:
-    wanted = Wanted(places_of([1, 2, 3, 4, 5]), target=0.5, pace=0.1)
+    wanted = WantedDifficulty(places_of([1, 2, 3, 4, 5]), target=0.5, pace=0.1)
     assert wanted.place == pytest.approx(0.1) and int(wanted.weights().argmax()) == 0
     for _ in range(20):
         wanted.follow([int(wanted.weights().argmax())], [1.0])

@@ -10,8 +10,8 @@ import pytest
 from shared.errors import SetupError
 from shared.text.codec import TextCodec
 from tests.unit.api_texts import codec as byte_codec
-from trainer.learners.head_examples import Example, Text, read_examples
-from trainer.learners.lines import batch_of, split
+from trainer.learners.head_examples import HeadExample, HeadText, read_examples
+from trainer.learners.lines import batch_of, hold_out
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +43,8 @@ def test_pairs_of_texts_chats_and_whole_conversations_are_the_same_pair(tmp_path
     assert data.items[0].texts[0].ids == tuple(codec.encode(rendered, add_special_tokens=False))
 
 
-def _ids(example: Example) -> Example:
-    return Example(tuple(Text(None, text.answer, text.ids) for text in example.texts))
+def _ids(example: HeadExample) -> HeadExample:
+    return HeadExample(tuple(HeadText(None, text.answer, text.ids) for text in example.texts))
 
 
 def test_scores_and_labels(tmp_path: Path, codec: TextCodec) -> None:
@@ -116,16 +116,16 @@ def test_a_label_that_training_does_not_know_is_refused(tmp_path: Path, codec: T
         read_examples(written(tmp_path, {"completion": "x", "label": "c"}), codec, 100, ("a", "b"))
 
 
-def examples(count: int) -> list[Example]:
-    return [Example((Text(None, str(at), (at,)),), float(at)) for at in range(count)]
+def examples(count: int) -> list[HeadExample]:
+    return [HeadExample((HeadText(None, str(at), (at,)),), float(at)) for at in range(count)]
 
 
 def test_a_split_parts_the_data_in_the_same_way_each_time() -> None:
-    learned, held_out = split(examples(50), seed=3)
+    learned, held_out = hold_out(examples(50), seed=3)
     assert len(held_out) == 5 and set(learned).isdisjoint(held_out)
-    assert len(learned) == 45 and split(examples(50), seed=3) == (learned, held_out)
+    assert len(learned) == 45 and hold_out(examples(50), seed=3) == (learned, held_out)
     with pytest.raises(SetupError, match="too few"):
-        split(examples(1), seed=3)
+        hold_out(examples(1), seed=3)
 
 
 def test_each_pass_has_every_example_once_whatever_step_a_run_resumes_at() -> None:

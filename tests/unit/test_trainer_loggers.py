@@ -13,17 +13,16 @@ from structlog.testing import capture_logs
 
 from shared.errors import SetupError
 from shared.process.settings import load
-from shared.training import ShownSample
+from shared.training import BoardSample
 from tests.unit.trainer_samples import group, trajectory
 from tests.waiting import HANG_S, wait_until
-from trainer.learn.batches import Dropped
+from trainer.learn.batches import DroppedCounts
 from trainer.learn.steps import StepReport
 from trainer.loggers import loggers as loggers_module
 from trainer.loggers import sender
 from trainer.loggers.choice import check_installed
-from trainer.loggers.figures import by_name
 from trainer.loggers.loggers import Loggers
-from trainer.loggers.tracked_run import Samples, TrackedRun, rows
+from trainer.loggers.tracked_run import Samples, TrackedRun, by_name, rows
 from trainer.runs.metrics import MetricsLog, Timing, step_metrics
 from trainer.runs.rl import loggers_of
 from trainer.settings import TrainSettings
@@ -79,8 +78,8 @@ def train(log: MetricsLog, step: int) -> None:
     state = RunState("run", train_step=step + 1, version=step)
     batch = [group(trajectory(1.0), trajectory(0.0))]
     report = StepReport(updated=True, loss=float(step))
-    metrics = step_metrics(state, batch, report, Dropped(), Timing(1, 2, 1), [1], stale=0, held_out=None, gate="")
-    log.write(metrics, (ShownSample(1.0, "a prompt", f"reply {step}"),))
+    metrics = step_metrics(state, batch, report, DroppedCounts(), Timing(1, 2, 1), [1], stale=0, held_out=None, gate="")
+    log.write(metrics, (BoardSample(1.0, "a prompt", f"reply {step}"),))
 
 
 async def run(folder: Path, steps: range, *, anew: bool = False, ending: Any = "finished", **more: Any) -> None:

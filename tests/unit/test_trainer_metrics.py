@@ -5,15 +5,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from shared.training import ShownSample
+from shared.training import BoardSample
 from tests.unit.trainer_samples import group, trajectory
-from trainer.learn.batches import Dropped
+from trainer.learn.batches import DroppedCounts
 from trainer.learn.steps import StepReport
 from trainer.runs.metrics import MetricsLog, StepMetrics, Timing, append, clock, progress, read, step_metrics
 from trainer.state import RunState
 
 
-def metrics(step: int, dropped: Dropped = Dropped()) -> StepMetrics:  # noqa: B008 - frozen
+def metrics(step: int, dropped: DroppedCounts = DroppedCounts()) -> StepMetrics:  # noqa: B008 - frozen
     batch = [group(trajectory(1.0), trajectory(0.0))]
     state = RunState("run", train_step=step + 1, version=step)
     report = StepReport(updated=True, loss=float(step))
@@ -21,7 +21,7 @@ def metrics(step: int, dropped: Dropped = Dropped()) -> StepMetrics:  # noqa: B0
 
 
 def write(log: MetricsLog, step: int) -> None:
-    log.write(metrics(step), (ShownSample(1.0, "prompt", f"reply {step}"),))
+    log.write(metrics(step), (BoardSample(1.0, "prompt", f"reply {step}"),))
 
 
 def test_after_a_resume_every_train_step_stands_there_once(tmp_path: Path) -> None:
@@ -44,7 +44,7 @@ def test_after_a_resume_every_train_step_stands_there_once(tmp_path: Path) -> No
 
 
 def test_the_progress_line_says_what_taught_and_how_long_the_rest_takes() -> None:
-    line = progress(metrics(2, Dropped(zero_variance=1, overlong=5, failed=3)), 40, 3 * 3600 + 5 * 60)
+    line = progress(metrics(2, DroppedCounts(zero_variance=1, overlong=5, failed=3)), 40, 3 * 3600 + 5 * 60)
     expected = {"step": "3/40", "taught": "0/1", "zero_variance": 1, "overlong": 5, "failed": 3, "eta": "3:05:00"}
     assert line.items() >= expected.items()
     endless = progress(metrics(2), 0, None)

@@ -2,7 +2,7 @@ import pytest
 from msgspec.structs import replace
 
 from shared.text.codec import TextCodec
-from shared.training import ShownSample
+from shared.training import BoardSample
 from shared.trajectories import Reward, Trajectory
 from tests.unit.api_texts import bundle
 from tests.unit.trainer_samples import group, trajectory
@@ -19,7 +19,7 @@ def sample(codec: TextCodec, reward: float | None, reply: str, prompt: str = "a 
     return trajectory(reward, ids, prompt=codec.encode(prompt), spans=[("policy@3", 0, len(ids))])
 
 
-def rewards(shown: tuple[ShownSample, ...]) -> list[float | None]:
+def rewards(shown: tuple[BoardSample, ...]) -> list[float | None]:
     return [each.reward for each in shown]
 
 

@@ -5,7 +5,7 @@ import pytest
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from tests.unit.trainer_samples import group, trajectory
-from trainer.learn.batches import Dropped
+from trainer.learn.batches import DroppedCounts
 from trainer.learn.steps import StepReport
 from trainer.runs.metrics import MetricsLog, Timing, step_metrics
 from trainer.state import RunState
@@ -17,7 +17,9 @@ def write(log: MetricsLog, step: int, loss: float) -> None:
     state = RunState("run", train_step=step + 1, version=step)
     batch = [group(trajectory(1.0), trajectory(0.0))]
     report = StepReport(updated=True, loss=loss)
-    log.write(step_metrics(state, batch, report, Dropped(), Timing(1, 2, 1), [1], stale=0, held_out=None, gate=""))
+    log.write(
+        step_metrics(state, batch, report, DroppedCounts(), Timing(1, 2, 1), [1], stale=0, held_out=None, gate="")
+    )
 
 
 def events(folder: Path) -> list[Event]:

@@ -1,7 +1,7 @@
 """The mathematics of a train step, and the arrays that it needs. The trainer's MLX work is here and in the learners.
 
 Read in this order: `optimize.py` (one train step, also in parts; `steps.py` says what one is), `adam.py` (one update,
-of all learners), `losses.py` (the losses by name; `ppo_losses.py`, `preference.py`, `divergence.py`), `logprobs.py`
+of all learners), `losses.py` (the losses by name; `ppo_losses.py`, `divergence.py`), `logprobs.py`
 (log-probabilities with gradients) and `drawing.py` (the sampler's filters), `policy.py` (LoRA layers over the base's
 arrays, and a value head: `head_net.py`), `ppo_network.py` (a network with gradients).
 

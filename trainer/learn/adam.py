@@ -47,7 +47,7 @@ class AdamSteps:
         self.reset()
 
     def reset(self) -> None:
-        """As before the first update."""
+        """Reset the moments to those before the first update."""
         self._parts = [optim.AdamW(learning_rate=0.0, bias_correction=True)]
         self._adam: Any = self._parts[0]
         if (apart := self._apart) is not None:
@@ -57,7 +57,7 @@ class AdamSteps:
 
     @property
     def count(self) -> int:
-        """Updates so far."""
+        """Number of updates made so far."""
         return int(self._parts[-1].step.item())
 
     def update(self, gradient: Any, sizes: StepSizes) -> tuple[float, bool]:
@@ -66,7 +66,7 @@ class AdamSteps:
         clipped, norm = optim.clip_grad_norm(gradient, sizes.max_grad_norm or math.inf)
         if not math.isfinite(norm.item()):
             return norm.item(), False
-        before = self.kept()
+        before = self.state()
         for adam in self._parts:
             adam.learning_rate = sizes.learning_rate
             adam.betas, adam.eps, adam.weight_decay = list(sizes.betas), sizes.eps, sizes.weight_decay
@@ -80,7 +80,7 @@ class AdamSteps:
         self._model.update(weights)
         return norm.item(), True
 
-    def kept(self) -> Any:
+    def state(self) -> Any:
         """The present moments, to be put back by `put_back`; arrays are shared, since an update replaces them."""
         return tree_map(lambda value: value, self._adam.state)
 
@@ -88,9 +88,9 @@ class AdamSteps:
         """The module's trainable parameters as a tree; arrays are shared, since an update replaces them."""
         return tree_map(lambda value: value, self._model.trainable_parameters())
 
-    def put_back(self, kept: Any, parameters: Any = None) -> None:
-        """Restore what `kept` gave, and with `parameters` the weights: those from before an update that was refused."""
-        self._adam.state = kept
+    def put_back(self, state: Any, parameters: Any = None) -> None:
+        """Restore a `state`, and with `parameters` the weights, from before an update that was refused."""
+        self._adam.state = state
         if parameters is not None:
             self._model.update(parameters)
 
@@ -103,7 +103,7 @@ class AdamSteps:
         mine = {name: tuple(value.shape) for name, value in tree_flatten(self._adam.state)}
         if mine != {name: tuple(value.shape) for name, value in moments.items()}:
             raise ValueError("the optimizer's moments do not fit this adapter")
-        self._adam.state = self.as_kept(moments)
+        self._adam.state = self.as_state(moments)
 
     def means(self, betas: tuple[float, float]) -> GradientMeans:
         """The moments without their bias towards 0, by parameter; `betas`: of the updates so far."""
@@ -124,16 +124,18 @@ class AdamSteps:
         self.load_moments(moments)
 
     def _weights(self, betas: tuple[float, float]) -> list[tuple[str, np.float32]]:
-        """What ends a moment's name, and the sum of the weights that the gradients so far have in it."""
+        """Suffix of each moment's name, with the sum of the weights that all gradients so far have in it: 1 -
+        beta^count.
+        """
         return [(kind, np.float32(1 - beta**self.count)) for kind, beta in zip((".m", ".v"), betas, strict=True)]
 
-    def as_kept(self, moments: Mapping[str, npt.NDArray[Any]]) -> Any:
-        """What `kept` gave when `moments` told the same; for `put_back`."""
+    def as_state(self, moments: Mapping[str, npt.NDArray[Any]]) -> Any:
+        """Arrays that `state` returned when `moments` returned these; argument of `put_back`."""
         # In the present state's tree: it has empty places where a module has lists that are no parameters.
         return tree_map_with_path(lambda name, _: mx.array(moments[name]), self._adam.state)
 
     def ordered(self, gradient: Mapping[str, npt.NDArray[Any]]) -> Any:
-        """A gradient that was kept by its parameters' names, as a tree in their order."""
+        """A gradient by parameter name as a tree in the order of the parameters."""
         return tree_map_with_path(lambda name, _: mx.array(gradient[name]), self._model.trainable_parameters())
 
 
@@ -147,7 +149,7 @@ def update_together(
     clipped, norm = optim.clip_grad_norm(dict(gradients), max_grad_norm or math.inf)
     if not math.isfinite(norm.item()):
         return norm.item(), False
-    before = {name: (adam.parameters(), adam.kept()) for name, adam in adams.items()}
+    before = {name: (adam.parameters(), adam.state()) for name, adam in adams.items()}
     for name, adam in adams.items():
         if not adam.update(clipped[name], sizes[name])[1]:
             for other, (parameters, moments) in before.items():
@@ -157,7 +159,7 @@ def update_together(
 
 
 def _parameter(name: str) -> str:
-    """Whose moment this is; where some parameters learn apart, their optimizer's number stands in front."""
+    """Name of the parameter that a moment belongs to, without its optimizer's number and the moment's suffix."""
     return re.sub(r"^states\.\d+\.|\.[mv]$", "", name)
 
 
@@ -167,7 +169,7 @@ def added(gradient: Any, more: Any) -> Any:
 
 
 def all_finite(tree: Any) -> bool:
-    """Whether all numbers of a tree of arrays are finite."""
+    """True if all numbers of a tree of arrays are finite."""
     if tree is None:
         return True
     checks = [mx.isfinite(value).all() for _, value in tree_flatten(tree)]

@@ -56,33 +56,33 @@ class ValueSums:
 
     @classmethod
     def of(cls, advantages_N: Floats, returns_N: Floats) -> "ValueSums":
-        """Of some tokens."""
+        """Sums over some tokens, whose advantages and returns have shape [N]."""
         found, wanted = advantages_N.astype(np.float64), returns_N.astype(np.float64)
         sums = (found.sum(), np.square(found).sum(), wanted.sum(), np.square(wanted).sum())
         return cls(float(len(found)), *map(float, sums))
 
     def plus(self, more: "ValueSums") -> "ValueSums":
-        """Of both."""
+        """Sums over the tokens of both."""
         return ValueSums(*(own + other for own, other in zip(astuple(self), astuple(more), strict=True)))
 
     @property
     def finite(self) -> bool:
-        """Whether every number is."""
+        """True if every sum is finite."""
         return bool(np.isfinite(astuple(self)).all())
 
     @property
     def mean(self) -> float:
-        """Of advantages."""
+        """Mean of the advantages; 0 without tokens."""
         return self.advantages / self.tokens if self.tokens else 0.0
 
     @property
     def deviation(self) -> float:
-        """Of advantages."""
+        """Standard deviation of the advantages."""
         return float(np.sqrt(self._variance(self.advantages, self.squared_advantages)))
 
     @property
     def explained(self) -> float:
-        """See `explained`."""
+        """Explained variance: 1 - Var(advantages) / Var(returns); 0 when all returns are equal."""
         variance = self._variance(self.returns, self.squared_returns)
         return 1 - self._variance(self.advantages, self.squared_advantages) / variance if variance else 0.0
 

@@ -39,7 +39,7 @@ class Sample:
     sampler_logprobs: tuple[float, ...]  # log mu
     mask: tuple[bool, ...]  # in the loss
     policy_steps: tuple[int, ...]  # of each token: the policy step whose weights sampled it
-    advantage: float  # its reward, where a value head says what was to be expected
+    advantage: float  # its reward, where a value head predicts it
     drawn: Drawing | None = None  # what the policy's log-probabilities are computed with; None: temperature 1
 
 
@@ -60,7 +60,7 @@ class SampleGroup:
 
 
 @dataclass(frozen=True)
-class Dropped:
+class DroppedCounts:
     """Why groups and samples taught nothing."""
 
     zero_variance: int = 0  # groups
@@ -73,7 +73,7 @@ class Dropped:
 
 @dataclass(frozen=True)
 class Microbatch:
-    """What one forward and backward pass takes."""
+    """Padded arrays for one forward and backward pass."""
 
     prompt_PS: npt.NDArray[np.int32]  # left-padded
     padding_P: npt.NDArray[np.int32]  # how many pads stand before each prompt
@@ -112,7 +112,7 @@ def group_advantages(rewards_G: npt.ArrayLike, scale: AdvantageScale = "mean") -
 
 
 def has_signal(rewards_G: npt.ArrayLike) -> bool:
-    """Whether the group can teach anything: with equal rewards every advantage is 0."""
+    """True if the rewards differ; with equal rewards every advantage is 0."""
     rewards = np.asarray(rewards_G, dtype=np.float64)
     return rewards.size > 1 and float(rewards.max() - rewards.min()) > 1e-9
 
@@ -123,7 +123,7 @@ def sample_groups(
     *,
     scale: AdvantageScale | None = "mean",
     mask_overlong: bool = True,
-) -> tuple[list[SampleGroup], Dropped]:
+) -> tuple[list[SampleGroup], DroppedCounts]:
     """Advantages and masks of each group; groups without signal are left out.
 
     `scale`: None: samples are not compared with each other, so each has its reward, and no group is left out for it;
@@ -158,7 +158,7 @@ def sample_groups(
             kept.append(SampleGroup(group.id, first.prompt_ids, taught, first.images, first.image_token))
         else:
             cut_off += 1
-    return kept, Dropped(zero, few, failed, overlong, cut_off, first_problem)
+    return kept, DroppedCounts(zero, few, failed, overlong, cut_off, first_problem)
 
 
 def _pooled(groups: Sequence[RolloutGroup], scale: AdvantageScale | None) -> dict[str, float]:
@@ -198,7 +198,7 @@ def _advantages(
 
 
 def microbatches(groups: Sequence[SampleGroup], size: Callable[[], int]) -> Iterator[list[SampleGroup]]:
-    """Cut groups into microbatches of at most so many positions; a sample is never cut.
+    """Cut groups into microbatches of at most this many positions; a sample is never cut.
 
     `size` is asked anew for each microbatch, right before it is cut. Groups of similar prompt length go together, so
     that little is padding. A group that is too large for one microbatch is divided, and its prompt is computed once in
@@ -256,7 +256,7 @@ def pad(groups: Sequence[SampleGroup], pad_id: int = 0, multiples: tuple[int, in
 
 
 def loss_mask(trajectory: Trajectory) -> tuple[bool, ...]:
-    """Which completion tokens the model wrote; all of them unless the trajectory says otherwise.
+    """Mask of the completion tokens that the model wrote; all of them unless the trajectory marks others.
 
     Raises ValueError when lengths disagree.
     """
@@ -293,7 +293,7 @@ def _sample(trajectory: Trajectory, advantage: float, policy_steps: dict[str, in
 
 
 def _divide(group: SampleGroup, max_tokens: int) -> tuple[SampleGroup, SampleGroup]:
-    """As many samples as fit, at least one, and the rest."""
+    """Divide samples into as many as fit, at least one, and the rest."""
     used, count = len(group.prompt_ids), 0
     for sample in group.samples:
         used += len(sample.completion_ids)

@@ -13,6 +13,7 @@ from typing import Protocol, TypeVar
 import mlx.core as mx
 
 from shared.ranks import RankStatus
+from worker.engine.model.loader import LoadedModel
 
 T = TypeVar("T")
 Work = Generator[None, None, T]
@@ -23,7 +24,9 @@ class ComputeHost(Protocol):
 
     @property
     def others(self) -> "Others | None":
-        """Where ranks divide the model, those whose threads must do the same; None: it is all here."""
+        """The other ranks' threads, which must do the same work where ranks divide the model; None: there is one
+        rank.
+        """
 
     async def run(self, start: Callable[[], Work[T]]) -> T:
         """Call `start` in the thread, advance what it gives to its end, and return its value or raise its error."""
@@ -33,10 +36,10 @@ class Others(Protocol):
     """The other ranks of a group, as the thread of rank 0 sees them (worker/group/lead.py)."""
 
     def unit(self, ask: bytes) -> None:
-        """Let them do a unit of work: the first one of what `ask` says, or with b"" the next of what is under way."""
+        """Order a unit of work: the first one of the call `ask`, or with b"" the next one of the present call."""
 
     def united(self, told: bytes) -> None:
-        """What came of it here, which must have come of it everywhere."""
+        """Report the result of a unit of work, which must be the same on every rank."""
 
     def failed(self) -> None:
         """It has failed here: returns when it has failed everywhere; ServiceUnavailableError when it has not."""
@@ -46,10 +49,25 @@ class Others(Protocol):
 
 
 class SharedEngine(Protocol):
-    """What a worker's engine thread offers (worker/engine/between_steps.py)."""
+    """Interface of a worker's engine thread (worker/engine/between_steps.py)."""
 
     def run_between_steps(self, start: Callable[[], Work[T]], *, when_idle: bool = False) -> Future[T]:
         """Run work there by its share, or only while no row is there; cancelling the future ends it."""
+
+
+class LendingWorker(Protocol):
+    """Resources of a worker that its guest uses (worker/guest.py:Workplace)."""
+
+    @property
+    def engine(self) -> SharedEngine:
+        """The thread in which all MLX work runs."""
+
+    @property
+    def loaded(self) -> LoadedModel: ...
+
+    @property
+    def others(self) -> Others | None:
+        """The other ranks of the worker's group; None for a worker of one process."""
 
 
 class EngineHost:

@@ -1,4 +1,4 @@
-"""How far a student is from a teacher of whom only the likeliest tokens are known.
+"""Distance of a student from a teacher of whom only the likeliest tokens are known.
 
 Soft targets (Hinton, Vinyals, Dean: arXiv 1503.02531, section 2, at temperature 1): the cross entropy of the student's
 distribution q under the teacher's p. Of p the k likeliest tokens K are known; all others count as one token, the rest,

@@ -27,7 +27,7 @@ Column = npt.NDArray[np.float32]
 
 
 class DrawnRows(NamedTuple):
-    """How each row was drawn; numpy in a microbatch, of one value a position in a forward pass."""
+    """Temperature and filters of each row; numpy in a microbatch, one value a position in a forward pass."""
 
     temperature: Column
     top_k: Column | None  # the vocabulary's size or more: off; None, with the next two: no row is filtered
@@ -53,7 +53,9 @@ class DrawnPositions(NamedTuple):
 
 
 def corrected(trajectory: Trajectory) -> Drawing | None:
-    """What the policy's log-probabilities have to be computed with; None: temperature 1, unfiltered."""
+    """Temperature and filters with which the policy's log-probabilities are computed; None: temperature 1,
+    unfiltered.
+    """
     drawn = trajectory.drawn
     if trajectory.logprobs_mode != "processed_logprobs" or drawn is None or drawn.temperature < COLDEST:
         return None

@@ -64,7 +64,7 @@ class GateSettings(BaseModel):
 
 
 def passed(checks: Iterable[GateCheck]) -> bool:
-    """Whether a version may be served."""
+    """True if the version may be served."""
     return all(check.passed for check in checks)
 
 
@@ -99,7 +99,7 @@ def same_base(mine: str, served: str) -> GateCheck:
 
 
 def at_most(name: str, value: float, limit: float) -> GateCheck:
-    """A distance that keeps its bound.
+    """Check that a distance is within its bound.
 
     `update_norm`: of the parameters in one train step · `probe_kl`: from the last good version, on fixed prompts ·
     `base_kl`: from what the run began with, however small the steps are · `best_kl`: from the best version that was
@@ -117,7 +117,7 @@ def reward_floor(reward: float, good: float | None, margin: float) -> GateCheck:
 
 @dataclass(frozen=True)
 class Standing:
-    """What a version earned: mean over groups, and that mean's standard error."""
+    """Mean reward of a version over groups, and the standard error of that mean."""
 
     mean: float
     error: float
@@ -138,7 +138,7 @@ class RewardWatch:
     min_groups: int
     memory: int = 5
     good: dict[int, Standing] = field(default_factory=dict)  # by version, oldest first
-    pool: list[float] = field(default_factory=list)  # mean rewards of groups that judged nobody yet
+    pool: list[float] = field(default_factory=list)  # mean rewards of groups that have judged no version yet
 
     def add(self, version: int, group_means: Sequence[float]) -> int | None:
         """Count groups that `version` sampled; when it has collapsed, the best version (maybe itself) to go back to."""
@@ -162,7 +162,7 @@ class RewardWatch:
         return max(self.good, key=lambda v: _sure(self.good[v]), default=None)
 
     def keep_only(self, versions: Collection[int]) -> None:
-        """Drop all versions but these: nobody can go back to one whose weights are gone."""
+        """Drop all versions but these: a run cannot go back to one whose weights are gone."""
         self.good = {version: standing for version, standing in self.good.items() if version in versions}
 
     def rolled_back(self, target: int, served: int) -> None:

@@ -8,7 +8,7 @@ from shared.heads import HeadSpec
 
 
 class HeadNet(nn.Module):  # type: ignore[misc]
-    """Linear, or with a hidden layer of gelu. It begins with zeros where it ends, so that it says `start` of all."""
+    """Linear, or with a hidden layer of gelu. Its last layer begins with zeros, so its first outputs are `start`."""
 
     def __init__(self, spec: HeadSpec, *, start: float, seed: int) -> None:
         super().__init__()

@@ -26,11 +26,11 @@ CHUNK_LOGITS = 1 << 26  # at most as many logits at once: 256 MB in fp32
 
 
 class TokenScores(NamedTuple):
-    """Per completion position, fp32."""
+    """Scores in fp32 for each completion position."""
 
     logp_BT: mx.array
     entropy_BT: mx.array  # of the whole next-token distribution, tempered and filtered where the target was
-    values_BT: mx.array | None = None  # of the states that the tokens were drawn in, where a head says them
+    values_BT: mx.array | None = None  # of the states that the tokens were drawn in, from a value head
 
 
 ValueOf = Callable[[mx.array], mx.array]  # hidden states [..., H] in fp32 to values [..., 1]
@@ -179,7 +179,7 @@ def to_arrays(batch: Microbatch, sight: Sight | None = None) -> BatchArrays:
 
 
 def can_share_prompts(model: Any) -> bool:
-    """Whether all of the model's state is keys and values of full attention."""
+    """True if all of the model's state is keys and values of full attention."""
     return all(type(cache) is KVCache for cache in make_prompt_cache(model))
 
 

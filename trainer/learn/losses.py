@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from trainer.learn.options import LossName, LossOptions
 
@@ -44,7 +45,7 @@ class LossInputs:
 
 @dataclass(frozen=True)
 class LossParts:
-    """What a loss gives: a scalar, and where its clip was active."""
+    """Value of a loss, and where its clip was active."""
 
     loss: mx.array
     clipped_BT: mx.array  # bool, masked
@@ -90,7 +91,7 @@ def ppo(x: LossInputs, options: LossOptions, totals: StepTotals) -> LossParts:
 
 
 def value_errors(values: mx.array, old: mx.array, returns: mx.array, clip: float) -> mx.array:
-    """Squared errors; with a clip, of the worse of the value and one that keeps so near to the old value."""
+    """Squared errors; with a clip, the larger error of the value and of the value clipped around the old one."""
     errors = mx.square(values - returns)
     if clip:
         near = old + mx.clip(values - old, -clip, clip)
@@ -164,6 +165,31 @@ def truncated_weights(old_BT: mx.array, sampler_BT: mx.array, mask_BT: mx.array,
     """
     weight_BT = mx.exp(mx.where(mask_BT, old_BT - sampler_BT, 0.0))
     return mx.stop_gradient(mx.minimum(weight_BT, bound))
+
+
+# -- tuning: B rows, T completion positions, N pairs; each loss is a part's share of the mean over a batch
+
+
+def cross_entropy(logp_BT: mx.array, mask_BT: mx.array, tokens: int) -> mx.array:
+    """Mean negative log-likelihood of the tokens in the mask; `tokens` counts those of the whole batch."""
+    return -mx.where(mask_BT, logp_BT, 0.0).sum() / tokens
+
+
+def answer_logps(logp_BT: mx.array, mask_BT: mx.array) -> mx.array:
+    """Log-probability [B] of each whole answer."""
+    return mx.where(mask_BT, logp_BT, 0.0).sum(axis=-1)
+
+
+def margins(logp_B: mx.array, reference_B: mx.array, beta: float) -> mx.array:
+    """Gain [N] of each pair's chosen answer (row 2 n) over its rejected one (row 2 n + 1), times beta."""
+    gained_B = logp_B - reference_B
+    return beta * (gained_B[0::2] - gained_B[1::2])
+
+
+def preference_loss(margin_N: mx.array, pairs: int) -> mx.array:
+    """DPO, arXiv 2305.18290 equation 7: -log sigmoid(margin); `pairs` of them are in the whole batch."""
+    loss: mx.array = nn.softplus(-margin_N).sum() / pairs
+    return loss
 
 
 def _ratio(x: LossInputs) -> mx.array:

@@ -1,4 +1,4 @@
-"""How far the learning policy is from the one that sampled, and the sampler from itself.
+"""Distances between the learning policy and the one that sampled, and of the sampler from itself.
 
 For a token that policy step s sampled, logpi_theta - logmu = (logpi_theta - logpi_v) + (logpi_v - logmu), with v the
 weights of step s. The first part is *staleness*: what training has changed since. The second is *mismatch*: the same
@@ -26,7 +26,7 @@ from trainer.state import Arrays
 
 @dataclass(frozen=True)
 class Distances:
-    """Absolute differences of log-probabilities, and k3 estimates of KL, over the tokens whose weights were at hand."""
+    """Absolute differences of log-probabilities, and k3 estimates of KL, over the tokens whose weights were stored."""
 
     tokens: int
     mismatch_mean: float
@@ -48,7 +48,7 @@ def measure(
     policy_step: int,
     older: dict[int, Arrays],
 ) -> Generator[None, None, Distances]:
-    """Measure mismatch and staleness of a train step's microbatches, before its first update; keeps the policy."""
+    """Measure mismatch and staleness of a train step's microbatches, before its first update."""
     mismatch: list[Floats] = []
     staleness: list[Floats] = []
     for batch in policy.peers.each(batches):
@@ -92,7 +92,7 @@ def _logp(model: Any, scores: Scores, arrays: BatchArrays) -> np.ndarray[Any, An
 def _summary(mismatch: list[Floats], staleness: list[Floats], peers: Peers) -> Distances:
     none = np.zeros(0, np.float32)
     m, s = np.concatenate([none, *mismatch]), np.concatenate([none, *staleness])
-    with np.errstate(over="ignore"):  # log-probabilities that somebody has posted: infinite, and the gate refuses them
+    with np.errstate(over="ignore"):  # posted log-probabilities: infinite, and the gate refuses them
         own = [float(each.sum(dtype=np.float64)) for x in (m, s) for each in (np.abs(x), np.exp(x) - x - 1)]
     tokens, *sums = peers.numbers([float(m.size), *own])
     most = [peers.largest(float(np.abs(x).max(initial=0.0))) for x in (m, s)]

@@ -1,4 +1,4 @@
-"""How large a microbatch may be, so that one takes a bounded time: whoever shares the thread waits for at most one.
+"""Size of a microbatch with a bounded duration: other work of the thread waits for at most one.
 
 And a bounded memory. What is not in memory yet is slow to get, and where there is none left, everything that was freed
 is given back first: on an H100 a microbatch of 8,192 positions asked for 35 GB, and rows waited for 1.8 to 6.5 s. So no
@@ -19,7 +19,7 @@ from math import log2
 from statistics import median
 
 FIRST = 256  # positions, before anything is known of this machine
-RECENT = 5  # times kept of each size
+RECENT = 5  # durations stored for each size
 WARM_UP = 1  # first times of a size, in which kernels are compiled
 PATIENCE = 16.0  # bounds: what the next size is expected to take at most, while sizes are tried
 BUMP = 2  # sizes that a bump in the curve may span
@@ -46,7 +46,7 @@ class MicrobatchSize:
 
     @property
     def _most(self) -> int:
-        """The most positions that are expected to keep the bound on memory, and that the settings allow."""
+        """The most positions that are expected to stay within the bound on memory, and that the settings allow."""
         position = MARGIN * max(self._position_bytes, default=self.expected_bytes)
         return (
             min(self.largest, max(1, int(self.bound_bytes / position)))
@@ -55,12 +55,14 @@ class MicrobatchSize:
         )
 
     def _may_fit(self, size: int) -> bool:
-        """Whether a larger size than was tried keeps the bound on memory, if its positions take up to twice as much."""
+        """True if a larger size than was tried keeps the bound on memory, even when its positions take twice as
+        much.
+        """
         position = 2 * max(self._position_bytes, default=self.expected_bytes)
         return not self.bound_bytes or min(size, self.largest) * position <= self.bound_bytes
 
     def took(self, asked: int, positions: int, tokens: int, seconds: float, nbytes: int = 0) -> None:
-        """A microbatch has taken so long; it was cut to `asked` positions, and has so many with so many tokens in them.
+        """Record the seconds of a microbatch: cut to `asked` positions, it has this many positions and tokens.
 
         Tokens are those of completions: a prompt that is computed again in each of many small parts is no work done.
         """
@@ -70,7 +72,7 @@ class MicrobatchSize:
             self._position_bytes.append(nbytes / positions)
             self.positions = min(self.positions, self._most)
         if 2 * positions < asked:
-            return  # the rest of a train step: too small to tell anything
+            return  # the rest of a train step: too small to count
         size = _step(asked)
         if 2 * positions > 3 * asked:
             self._floor = max(self._floor, size)
@@ -84,16 +86,16 @@ class MicrobatchSize:
             self.positions = min(self._next(known), self._most)
 
     def _next(self, known: "dict[int, _Times]") -> int:
-        """The size to go on with: one that nobody has tried, or the best of those that are known."""
+        """The next size: an untried one, or the best of the known ones."""
         low, high = min(known), max(known)
-        if 1 << high < self.largest and self._may_fit(2 << high) and self._worth_trying_more(known):
+        if 1 << high < self.largest and self._may_fit(2 << high) and self._may_try_more(known):
             return 1 << (high + 1)
         chosen = self._best(known)
         if chosen == low and known[low].seconds > self.bound_s and low > self._floor:
             return 1 << (low - 1)
         return 1 << chosen
 
-    def _worth_trying_more(self, known: "dict[int, _Times]") -> bool:
+    def _may_try_more(self, known: "dict[int, _Times]") -> bool:
         seconds = [times.seconds for times in known.values()][-BUMP - 1 :]
         doublings = len(seconds) - 1
         growth = (seconds[-1] / seconds[0]) ** (1 / doublings) if doublings else 1.0
@@ -109,7 +111,7 @@ class MicrobatchSize:
 
 
 class _Times:
-    """What microbatches of about one size have taken of late."""
+    """Recent durations of microbatches of about one size."""
 
     def __init__(self) -> None:
         self._skipped = 0

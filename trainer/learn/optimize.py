@@ -54,14 +54,14 @@ from trainer.learn.measures import Distances, measure, weights_in
 from trainer.learn.microbatch_size import MicrobatchSize
 from trainer.learn.options import OptimizeOptions, ValueOptions
 from trainer.learn.policy import Policy
-from trainer.learn.steps import Plan, StepReport, Sums
+from trainer.learn.steps import StepPlan, StepReport, Sums
 from trainer.state import Arrays
 
 log = structlog.get_logger()
 
 WIDTHS = (8, 4)  # widths of prompts and completions are multiples of these
 BYTES_PER_WIDTH = 12  # per position, and input or output of a linear layer; seen: 6 to 13, before one was measured
-_EPOCHS = 1  # what their order is drawn for, beside seed and step
+_EPOCHS = 1  # number in the seed of their order, with seed and step
 CUDA_WIDTHS = (32, 32)  # there a new shape takes several times as long as a known one, and padding costs little
 
 
@@ -137,25 +137,27 @@ class Optimizer:
         sums.put(peers.numbers(sums.added()))
         return self.report(plan, sums, before, time.perf_counter() - started, distances, known)
 
-    # -- a train step's pieces, for whoever computes it in parts
+    # -- a train step's pieces, for computing it in parts
 
-    def plan(self, groups: Sequence[SampleGroup], step: int) -> Plan:
-        """What the step will do; touches no array."""
+    def plan(self, groups: Sequence[SampleGroup], step: int) -> StepPlan:
+        """Divide the groups of a train step into updates; touches no array."""
         minis = self._minibatches(groups, step)
         parts = [self._totals(mini) for mini in minis]
-        return Plan(minis, self._order(len(minis), step), self._totals(groups), parts, self.options.schedule.rate(step))
+        return StepPlan(
+            minis, self._order(len(minis), step), self._totals(groups), parts, self.options.schedule.rate(step)
+        )
 
     def distances(
-        self, plan: Plan, step: int, policy_step: int, older: dict[int, Arrays]
+        self, plan: StepPlan, step: int, policy_step: int, older: dict[int, Arrays]
     ) -> Generator[None, None, Distances | None]:
-        """How far sampler and policy are, where it is to be measured in this step."""
+        """Distances between sampler and policy, if they are measured in this step."""
         if not self.options.distances_every or step % self.options.distances_every:
             return None
         batches = [batch for mini in plan.minis for _, batch in self._cut(mini)]
         return (yield from measure(self.policy, self.scores, batches, policy_step, older))
 
-    def looks_ahead(self, plan: Plan) -> bool:
-        """Whether a pass over all of the step comes before its first update."""
+    def looks_ahead(self, plan: StepPlan) -> bool:
+        """True if a pass over all of the step comes before its first update."""
         options = self.options
         own = options.ratio == "trainer" or options.loss.kl_coefficient > 0
         return plan.several or own or options.value is not None
@@ -163,7 +165,7 @@ class Optimizer:
     def prepare(
         self, groups: Sequence[SampleGroup], policy_step: int, *, several: bool
     ) -> Generator[None, None, list[Prepared]]:
-        """Microbatches with what the weights of before the step's first update say of them."""
+        """Microbatches with their scores by the weights before the step's first update."""
         prepared = []
         for cut in self.policy.peers.each(self._cut(groups)):
             if cut is not None:
@@ -315,14 +317,14 @@ class Optimizer:
 
     def report(
         self,
-        plan: Plan,
+        plan: StepPlan,
         sums: Sums,
         before: Arrays,
         seconds: float,
         distances: Distances | None,
         known: ValueSums | None = None,
     ) -> StepReport:
-        """What the step did; `before`: the weights that it began with, `known`: with a value head."""
+        """Report of the step; `before` are the weights that it began with, `known` the sums of a value head."""
         totals, updates = plan.totals, len(plan.order)
         seen = totals.tokens * self.options.epochs
         return StepReport(
@@ -349,13 +351,15 @@ def _is_head(name: str) -> bool:
 
 
 def judged(ahead: list[list[Prepared]], options: ValueOptions) -> ValueSums:
-    """Say what each token's advantage and return are, in place; their sums.
+    """Set each token's advantage and return in place, and return their sums.
 
     Values are those of before the step's first update, whichever version has sampled: a baseline may be any function of
     the state, and the newest head fits the present policy best (Andrychowicz et al., arXiv 2006.05990 section 3.5).
     """
     sums = ValueSums()
-    with np.errstate(over="ignore", invalid="ignore"):  # rewards too large: no finite gradient, says the gate
+    with np.errstate(
+        over="ignore", invalid="ignore"
+    ):  # rewards too large: the gate refuses a gradient that is not finite
         for mini in ahead:
             for at, prepared in enumerate(mini):
                 batch, values_BT = prepared.batch, np.array(prepared.values_BT)

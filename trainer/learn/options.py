@@ -54,7 +54,7 @@ LossName = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "ppo"]
 
 @dataclass(frozen=True)
 class LossOptions:
-    """Which loss, and its constants."""
+    """Name of the loss, and its constants."""
 
     name: LossName = "dapo"
     clip_low: float = 0.2
@@ -70,7 +70,7 @@ CLIP_RANGES: Mapping[LossName, tuple[float, float]] = {"gspo": (3e-4, 4e-4), "pp
 
 @dataclass(frozen=True)
 class ValueOptions:
-    """A value head that learns beside the policy, and what is made of its values."""
+    """Options of a value head that learns with the policy, and of the advantages from its values."""
 
     hidden: int = 0  # width of its hidden layer; 0: it is linear
     rate: float = 1.0  # its learning rate, in multiples of the adapter's
@@ -83,7 +83,7 @@ class ValueOptions:
 
 @dataclass(frozen=True)
 class AdapterShape:
-    """What kind of adapter, and on which linear layers."""
+    """Kind and rank of an adapter, and the linear layers that it is on."""
 
     kind: LoraKind = "lora"
     rank: int = 16
@@ -211,7 +211,9 @@ class DataSettings(HeadSettings, PpoSettings, LearnerSettings):
     )
 
     def value_options(self, loss: LossName, learning_rate: float, scale: AdvantageScale) -> ValueOptions | None:
-        """Of the head that `--loss ppo` learns with, None for others; `learning_rate` is the adapter's."""
+        """Options of the value head that `--loss ppo` trains, None for other losses; `learning_rate` is the
+        adapter's.
+        """
         if loss != "ppo":
             return None
         return ValueOptions(
@@ -234,7 +236,7 @@ class DataSettings(HeadSettings, PpoSettings, LearnerSettings):
             raise SetupError(f"--advantage-scale {scale} compares the samples of a group: with --loss ppo values do")
 
     def check_mode(self, shared: Iterable[str], dataset: Path | None, connect_to: str, loss: LossName) -> None:
-        """SetupError for settings that the mode has no use for, by name, and where there is nothing to learn from.
+        """SetupError for settings that the mode does not use, by name, and where there is nothing to learn from.
 
         `shared`: the settings of all processes.
         """

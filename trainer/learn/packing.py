@@ -32,7 +32,7 @@ def pack(groups: Mapping[str, Group]) -> bytes:
 
 
 def unpack(data: bytes, *needed: str) -> dict[str, dict[str, npt.NDArray[Any]]]:
-    """What `pack` was given; ValueError when the bytes are none of its, or a group is not there that is needed."""
+    """Inverse of `pack`; ValueError when the bytes are not a packed message, or a needed group is missing."""
     try:
         arrays = load(data)
         same: dict[str, str] = json.loads(arrays.pop(_SAME).tobytes())

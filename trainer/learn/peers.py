@@ -31,7 +31,7 @@ class Peers:
     """This rank among them. Belongs to the thread that computes."""
 
     def __init__(self, whole: Whole | None = None) -> None:
-        """`whole`: what is said of a model of several ranks; they are peers where each has all of it."""
+        """`whole`: how several ranks hold the model; they are peers where each has all of it."""
         self._ranks = whole.ranks if whole is not None and whole.by_data else None
 
     # -- shares
@@ -54,12 +54,12 @@ class Peers:
             yield from parts
             return
         own = list(parts)
-        most = self._ranks.largest(len(own))  # before the first one, so that nobody waits within a unit
+        most = self._ranks.largest(len(own))  # before the first one, so that no rank waits within a unit
         yield from own
         yield from [None] * (most - len(own))
 
     def unit(self, work: Work[T]) -> Generator[None, None, T]:
-        """What takes several units alone, and another number of them on each rank: as one."""
+        """Run work as one unit; alone it may take several units, and another number of them on each rank."""
         if self._ranks is None:
             return (yield from work)
         value = finished(work)
@@ -69,7 +69,7 @@ class Peers:
     # -- sums over all ranks
 
     def gradient(self, part: Any) -> Any:
-        """Of all shares, from each rank's."""
+        """Sum of all ranks' gradients, each of the rank's own share of the batch."""
         if self._ranks is None:
             return part
         vector = _vector(part)
@@ -85,7 +85,7 @@ class Peers:
         return summed
 
     def largest(self, own: float) -> float:
-        """Of all ranks' numbers."""
+        """Largest of all ranks' numbers."""
         of_all: list[float] = self._by_rank([own])[:, 0].tolist()
         return max(of_all)
 
@@ -99,7 +99,7 @@ class Peers:
             halves_2N[0] = mine
             halves_2N[1] = np.where(np.isfinite(halves_2N[0]), mine - halves_2N[0], 0.0)
         by_rank_R2N = np.zeros((self._ranks.size, *halves_2N.shape), np.float32)
-        by_rank_R2N[self._ranks.rank] = halves_2N  # beside zeros, so that the sum rounds nothing
+        by_rank_R2N[self._ranks.rank] = halves_2N  # with zeros in the other places, so that the sum rounds nothing
         told_R2N = np.array(mx.distributed.all_sum(mx.array(by_rank_R2N), group=self._ranks.group), np.float64)
         numbers_RN: npt.NDArray[np.float64] = told_R2N.sum(1)
         return numbers_RN
@@ -111,7 +111,7 @@ def _vector(tree: Any) -> mx.array:
 
 
 def _tree(vector: mx.array, like: Any) -> Any:
-    """Back, evaluated."""
+    """Cut a vector into arrays of the tree `like`, evaluated."""
     leaves = tree_flatten(like)
     ends = list(accumulate(value.size for _, value in leaves))
     parts = mx.split(vector, ends[:-1])
@@ -149,7 +149,7 @@ def divide(groups: Sequence[SampleGroup], speeds: Sequence[float]) -> list[list[
 
 
 def _fitting(group: SampleGroup, left: float) -> int:
-    """How many of its samples a part takes that has so many positions left."""
+    """Number of a group's samples that a part takes which has this many positions left."""
     prompt, count = len(group.prompt_ids), len(group.samples)
     ends = accumulate((len(sample.completion_ids) for sample in group.samples), initial=prompt)
 

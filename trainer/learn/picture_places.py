@@ -20,24 +20,24 @@ from worker.engine.vision.language import placement_of
 from worker.engine.vision.positions import Grid, Spots
 
 
-class Places(NamedTuple):
-    """Of the ids of some rows."""
+class PicturePlaces(NamedTuple):
+    """Where image vectors take the place of tokens in some rows, shape [B, L]."""
 
     at_BL: mx.array  # the number of a vector; -1: a token
     positions_3BL: mx.array | None = None  # None: those of text
 
-    def until(self, end: int) -> "Places":
+    def until(self, end: int) -> "PicturePlaces":
         """The first ones of each row."""
         positions = self.positions_3BL
-        return Places(self.at_BL[:, :end], None if positions is None else positions[:, :, :end])
+        return PicturePlaces(self.at_BL[:, :end], None if positions is None else positions[:, :, :end])
 
 
 class Shown(NamedTuple):
     """The images of a batch."""
 
     vectors_NW: mx.array  # of all images, one after another
-    prompts: Places  # [P, S]
-    rows: Places  # [B, L]
+    prompts: PicturePlaces  # [P, S]
+    rows: PicturePlaces  # [B, L]
     behind_3BT: mx.array | None  # positions of completions, where those are not of text
 
 
@@ -47,13 +47,15 @@ class Laid(NamedTuple):
     prompt_PS: npt.NDArray[np.int32]
     padding_P: npt.NDArray[np.int32]
     prompt_of_B: npt.NDArray[np.int32]
-    rows_BL: npt.NDArray[np.int32]  # prompts, and completions behind them
+    rows_BL: npt.NDArray[np.int32]  # prompts, and completions after them
     start_B: npt.NDArray[np.int32]  # where these begin
     length: int  # T
 
 
 def shown(laid: Laid, image_token: int, images: Sequence[Seen]) -> Shown:
-    """Of prompts, and of rows that begin with them; `images`: of one prompt after another."""
+    """Places of images in prompts, and in rows that begin with them; `images` lists those of one prompt after
+    another.
+    """
     width = laid.prompt_PS.shape[1]
     there_PS = (laid.prompt_PS == image_token) & (np.arange(width)[None] >= laid.padding_P[:, None])
     at_PS = np.where(there_PS, np.cumsum(there_PS).reshape(there_PS.shape) - 1, -1)
@@ -62,7 +64,7 @@ def shown(laid: Laid, image_token: int, images: Sequence[Seen]) -> Shown:
         at_BL[row, :start] = at_PS[prompt, width - start :]
     vectors_NW = mx.concatenate([image.vectors_TH for image in images])
     grids = [image.grid for image in images if image.grid is not None]
-    prompts, rows = Places(mx.array(at_PS)), Places(mx.array(at_BL))
+    prompts, rows = PicturePlaces(mx.array(at_PS)), PicturePlaces(mx.array(at_BL))
     if not grids:
         return Shown(vectors_NW, prompts, rows, None)
     spots_P = _spots(there_PS, laid.padding_P, grids)
@@ -73,12 +75,16 @@ def shown(laid: Laid, image_token: int, images: Sequence[Seen]) -> Shown:
     positions_3BL = np.stack([spots.piece(0, laid.rows_BL.shape[1]) for spots in spots_B], axis=1)
     starts = zip(spots_B, laid.start_B, strict=True)
     behind_3BT = np.stack([spots.piece(start, laid.length) for spots, start in starts], axis=1)
-    prompts, rows = Places(prompts.at_BL, mx.array(positions_3PS)), Places(rows.at_BL, mx.array(positions_3BL))
+    prompts, rows = (
+        PicturePlaces(prompts.at_BL, mx.array(positions_3PS)),
+        PicturePlaces(rows.at_BL, mx.array(positions_3BL)),
+    )
     return Shown(vectors_NW, prompts, rows, mx.array(behind_3BT))
 
 
 def shown_in_rows(rows_BL: npt.NDArray[np.int32], images_B: Sequence[Sequence[Seen]], image_token: int) -> Shown | None:
-    """Of whole rows, padded on the right; `images_B`: of each row. None: there are none.
+    """Places of images in whole rows, padded on the right; `images_B` lists those of each row. None: there are no
+    images.
 
     A row has as many placeholders as its images have vectors, which come first: a later one, which a model may write
     as it writes any token, is a token.
@@ -91,16 +97,16 @@ def shown_in_rows(rows_BL: npt.NDArray[np.int32], images_B: Sequence[Sequence[Se
     there_BL &= np.cumsum(there_BL, axis=1) <= wanted_B[:, None]
     at_BL = np.where(there_BL, np.cumsum(there_BL).reshape(there_BL.shape) - 1, -1)
     grids = [image.grid for image in images if image.grid is not None]
-    places = Places(mx.array(at_BL))
+    places = PicturePlaces(mx.array(at_BL))
     if grids:
         spots_B = _spots(there_BL, np.zeros(len(rows_BL), np.int32), grids)
         positions_3BL = np.stack([spots.piece(0, rows_BL.shape[1]) for spots in spots_B], axis=1)
-        places = Places(places.at_BL, mx.array(positions_3BL))
+        places = PicturePlaces(places.at_BL, mx.array(positions_3BL))
     return Shown(mx.concatenate([image.vectors_TH for image in images]), places, places, None)
 
 
 def _spots(there_PS: npt.NDArray[np.bool_], padding_P: npt.NDArray[np.int32], grids: Sequence[Grid]) -> list[Spots]:
-    """Of each prompt; its images are those that come next."""
+    """Places of images in each prompt; each prompt takes as many of the remaining images as it has room for."""
     left, spots = list(grids), []
     for there_S, padding in zip(there_PS, padding_P, strict=True):
         places = np.flatnonzero(there_S[padding:]).tolist()
@@ -113,8 +119,10 @@ def _spots(there_PS: npt.NDArray[np.bool_], padding_P: npt.NDArray[np.int32], gr
 
 
 @contextmanager
-def looking(model: Any, ids_BL: mx.array, seen: Shown | None, places: Places | None) -> Iterator[dict[str, mx.array]]:
-    """What a body is given beside the ids, for the time of one forward: embeddings [B, L, H] with vectors in them."""
+def looking(
+    model: Any, ids_BL: mx.array, seen: Shown | None, places: PicturePlaces | None
+) -> Iterator[dict[str, mx.array]]:
+    """Extra arguments of a model's body for one forward: embeddings [B, L, H] with image vectors in them."""
     if seen is None or places is None:
         yield {}
         return
@@ -128,7 +136,7 @@ def looking(model: Any, ids_BL: mx.array, seen: Shown | None, places: Places | N
 
 
 def behind(model: Any, seen: Shown | None, length: int) -> AbstractContextManager[None]:
-    """For a forward of the first `length` ids of completions, behind the keys and values of their prompts."""
+    """Places in a forward of the first `length` ids of completions, after the keys and values of their prompts."""
     positions = None if seen is None or seen.behind_3BT is None else seen.behind_3BT[:, :, :length]
     return _spread(model, positions, [])
 

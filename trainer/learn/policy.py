@@ -42,7 +42,7 @@ _EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
 
 
 class Policy:
-    """The learning model, and the frozen base beside it. Belongs to one thread."""
+    """The learning model over the frozen base. Belongs to one thread."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Policy:
         sight: Sight | None = None,
         whole: Whole | None = None,
     ) -> None:
-        """`shape`: None: the value head learns alone; `value`: of a head that learns beside, None: there is none.
+        """`shape`: None: the value head learns alone; `value`: options of a value head; None: there is none.
 
         `sight`: what it sees images with, None: it sees none. `whole`: what a model was that ranks divide, or each
         have, and which all have this policy then.
@@ -109,7 +109,9 @@ class Policy:
         return tuple(told)
 
     def agree(self) -> None:
-        """After an update: have rank 0's parameters on all ranks, since machines of different kinds round otherwise."""
+        """Copy rank 0's parameters to all ranks after an update, since machines of different kinds round
+        differently.
+        """
         if self._ranks is not None:
             self.model.update(tree_map(self._ranks.same, self.model.trainable_parameters()))
             mx.eval(self.model.trainable_parameters())

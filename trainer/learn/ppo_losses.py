@@ -1,7 +1,7 @@
 """The losses of PPO (Schulman et al., arXiv 1707.06347) over actions of policies that are networks.
 
-An action is a sequence of one token: its clipped term is that of `trainer/learn/losses.py`. Shape suffixes: B sequences
-of L steps, R = B L rows, I numbers observed, A numbers of an action.
+An action is a sequence of one token: its clipped term is that of `trainer/learn/losses.py`. Shape suffixes: T steps,
+N copies of the environment, B sequences of L steps, R = B L rows, I numbers observed, A numbers of an action.
 """
 
 import math
@@ -16,9 +16,26 @@ import numpy.typing as npt
 from shared.networks.spec import LOG_STD, LOGITS, MEAN, VALUE
 from trainer.learn.losses import LOSSES, LossInputs, StepTotals, value_errors
 from trainer.learn.options import LossOptions
-from trainer.runs.acting import Floats, Rollout
 
+Floats = npt.NDArray[np.float32]
+State = dict[str, Floats]  # of recurrent layers, a row for each copy
 _LOG_2PI = math.log(2 * math.pi)
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """Some steps of all copies."""
+
+    observed_TNI: Floats
+    actions_TN: npt.NDArray[Any]  # with a last dimension where an action is a vector
+    logp_TN: Floats
+    values_TN: Floats
+    rewards_TN: Floats  # with what follows a time-out, discounted
+    ended_TN: npt.NDArray[np.bool_]
+    states_C: tuple[State, ...]  # before the first step of each sequence
+    versions_T: tuple[int, ...]  # that acted
+    next_N: Floats  # values of what was observed at the end
+    returns: tuple[float, ...]  # of episodes that have ended
 
 
 @dataclass(frozen=True)
@@ -30,7 +47,7 @@ class PpoOptions:
     value_coefficient: float
 
 
-class Steps(NamedTuple):
+class PpoSteps(NamedTuple):
     """Steps to learn from, in sequences; all of it is constant. Arrays of numpy, and of MLX once they are moved."""
 
     observed_BLI: Any
@@ -42,21 +59,21 @@ class Steps(NamedTuple):
     advantages_BL: Any
     returns_BL: Any
 
-    def taken(self, rows: Any) -> "Steps":
-        """Some of the sequences."""
+    def taken(self, rows: Any) -> "PpoSteps":
+        """The sequences of these rows."""
         return self._each(lambda each: each[rows])
 
-    def moved(self) -> "Steps":
-        """As arrays of MLX."""
+    def moved(self) -> "PpoSteps":
+        """The same arrays in MLX."""
         return self._each(mx.array)
 
-    def _each(self, make: Callable[[Any], Any]) -> "Steps":
+    def _each(self, make: Callable[[Any], Any]) -> "PpoSteps":
         whole = self._asdict() | {"state": {name: make(each) for name, each in self.state.items()}}
-        return Steps(**{name: each if name == "state" else make(each) for name, each in whole.items()})
+        return PpoSteps(**{name: each if name == "state" else make(each) for name, each in whole.items()})
 
 
 class PpoParts(NamedTuple):
-    """What the loss is made of; means over the rows."""
+    """The parts of the PPO loss, as means over the rows."""
 
     loss: mx.array
     policy: mx.array
@@ -66,7 +83,7 @@ class PpoParts(NamedTuple):
     kl: mx.array  # from the version that has acted; the k3 estimate
 
 
-def ppo(outputs: dict[str, mx.array], steps: Steps, options: PpoOptions) -> PpoParts:
+def ppo(outputs: dict[str, mx.array], steps: PpoSteps, options: PpoOptions) -> PpoParts:
     """L = L_clip + c_v L_value - c_e H, of outputs [R, ...]."""
     rows = steps.logp_BL.size
     old_R, values_R, advantages_R, returns_R = (
@@ -85,7 +102,7 @@ def ppo(outputs: dict[str, mx.array], steps: Steps, options: PpoOptions) -> PpoP
 
 
 def log_probabilities(outputs: dict[str, mx.array], actions: mx.array) -> tuple[mx.array, mx.array]:
-    """Of actions [R], and the entropy of the policy that they come from [R]."""
+    """Log-probabilities [R] of the actions, and entropies [R] of the policy at each row."""
     if LOGITS in outputs:
         logits_RA = outputs[LOGITS]
         logps_RA = logits_RA - mx.logsumexp(logits_RA, axis=-1, keepdims=True)
@@ -97,7 +114,7 @@ def log_probabilities(outputs: dict[str, mx.array], actions: mx.array) -> tuple[
     return logp_R, mx.sum(log_std_RA + 0.5 * (1 + _LOG_2PI), axis=-1)
 
 
-def steps_of(rollout: Rollout, advantages_TN: Floats) -> Steps:
+def steps_of(rollout: Rollout, advantages_TN: Floats) -> PpoSteps:
     """One after another the sequences of all copies that begin at the same step, each with the state that it had then.
 
     An episode that begins inside of a sequence begins with zeros there; nothing that was seen before reaches it.
@@ -110,7 +127,7 @@ def steps_of(rollout: Rollout, advantages_TN: Floats) -> Steps:
         each_BL: npt.NDArray[Any] = each_CLN.swapaxes(1, 2).reshape(-1, each_CLN.shape[1], *each_TN.shape[2:])
         return each_BL
 
-    return Steps(
+    return PpoSteps(
         observed_BLI=cut(rollout.observed_TNI),
         begins_BL=cut(begins_TN.astype(np.float32)),
         state={name: np.concatenate([each[name] for each in rollout.states_C]) for name in rollout.states_C[0]},

@@ -32,7 +32,7 @@ from trainer.learn.options import MemoryKind
 from trainer.state import Arrays
 from worker.engine.networks.network import ACTIVATIONS, gru, lstm, state_parts
 
-_FIRST_POLICY = 0.01  # of the layer that says what to do: it begins with all actions alike
+_FIRST_POLICY = 0.01  # of the layer of the actions: at first all are equally likely
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True):

@@ -10,7 +10,7 @@ from trainer.learn.measures import Distances
 
 @dataclass(frozen=True)
 class StepReport:
-    """What a train step did."""
+    """Figures of a train step."""
 
     updated: bool
     loss: float = 0.0
@@ -26,7 +26,7 @@ class StepReport:
     distances: Distances | None = None
     nonfinite_gradients: int = 0  # minibatches whose update was left out
     value_loss: float | None = None  # of the value head; None: there is none
-    explained: float | None = None  # share of the variance of what values should have been that they had said before
+    explained: float | None = None  # share of the variance of the returns that the values had predicted
 
 
 @dataclass
@@ -42,21 +42,21 @@ class Sums:
     nonfinite: int = 0
 
     def add(self, more: "Sums") -> None:
-        """Of another part of the same update."""
+        """Add the sums of another part of the same update."""
         self.put([own + other for own, other in zip(self.added(), more.added(), strict=True)])
 
     def added(self) -> list[float]:
-        """Of these, the sum over parts is the whole's."""
+        """Values whose sum over parts is that of the whole update."""
         return [self.loss, self.entropy, self.clipped, self.kl, self.value]
 
     def put(self, added: Sequence[float]) -> None:
-        """Set what `added` gives."""
+        """Set the values that `added` returns."""
         self.loss, self.entropy, self.clipped, self.kl, self.value = added
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What a train step will do, whoever computes it."""
+class StepPlan:
+    """Updates of a train step, independent of where they are computed."""
 
     minis: list[list[SampleGroup]]
     order: list[int]  # places of the minibatches that are learned from, one after the other, in all epochs
@@ -66,5 +66,5 @@ class Plan:
 
     @property
     def several(self) -> bool:
-        """Whether there is more than one update."""
+        """True if the step makes more than one update."""
         return len(self.order) > 1

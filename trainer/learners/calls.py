@@ -30,7 +30,7 @@ class Call(msgspec.Struct, frozen=True, tag=True):
 
 @dataclass(frozen=True)
 class Signature:
-    """How the arguments and the result of an exposed method travel."""
+    """Types by which the arguments and the result of an exposed method travel."""
 
     arguments: msgspec.msgpack.Decoder[tuple[Any, ...]]
     result: msgspec.msgpack.Decoder[Any]
@@ -53,7 +53,7 @@ def exposed_read(method: F) -> F:
 
 
 def called(learner: Any, method: str, arguments: Sequence[Any]) -> Work[Any]:
-    """What a method does, as work; what is not marked is not called."""
+    """Call an exposed method and return its result as work; ConflictError for a method that is not exposed."""
     signature_of(type(learner), method)
     result = getattr(learner, method)(*arguments)
     if isinstance(result, Generator):
@@ -112,7 +112,7 @@ def _signature(kind: type[Any], method: str) -> Signature:
 
 
 def _parameters(kind: type) -> dict[Any, Any]:
-    """What the type variables of a class's generic bases stand for."""
+    """Type arguments that a class's generic bases have been given, by type variable."""
     named: dict[Any, Any] = {}
     for owner in kind.__mro__:
         for base in getattr(owner, "__orig_bases__", ()):

@@ -22,7 +22,7 @@ from trainer.learn.peers import Peers
 from trainer.learn.policy import Policy
 from trainer.learners.calls import exposed, exposed_read
 from trainer.rollouts.sight import Sight
-from trainer.state import Arrays, Moments, Snapshot
+from trainer.state import Arrays, LearnerSnapshot, Moments
 from worker.engine.model.sites import Whole
 
 T = TypeVar("T")
@@ -43,7 +43,7 @@ class DataOptions:
 
 
 class DataReport(NamedTuple):
-    """What one train step did."""
+    """Figures of one train step."""
 
     loss: float
     grad_norm: float
@@ -52,15 +52,15 @@ class DataReport(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """How good the weights are on what is held out."""
+    """Figures of the weights on held-out items."""
 
     right: float  # a share, from 0 to 1; versions are compared by it
     loss: float | None = None
     margin: float | None = None
 
 
-class Size(NamedTuple):
-    """What an item takes of a batch: rows, and positions of the longest one."""
+class ItemSize(NamedTuple):
+    """Size of an item in a batch: its rows, and positions of the longest one."""
 
     rows: int
     positions: int
@@ -95,12 +95,12 @@ class DataLearner(ABC, Generic[T]):
         self.accept()
         self.shapes = {name: tuple(value.shape) for name, value in self._good.items()}
 
-    # -- what a kind of run says
+    # -- for each kind of learner
 
     @exposed
     @abstractmethod
     def measure(self, items: Sequence[T]) -> Work[Measured]:
-        """What the weights get right."""
+        """Measure how well the weights predict these items."""
 
     @exposed_read
     @abstractmethod
@@ -110,18 +110,18 @@ class DataLearner(ABC, Generic[T]):
     @exposed_read
     @abstractmethod
     def config(self) -> bytes:
-        """`adapter_config.json` of them."""
+        """`adapter_config.json` of the present weights."""
 
     @abstractmethod
     def digest(self) -> int:
         """A sum over the bits of what learns, by which ranks see that they have the same."""
 
     @abstractmethod
-    def _size(self, item: T) -> Size: ...
+    def _size(self, item: T) -> ItemSize: ...
 
     @abstractmethod
     def _tokens(self, items: Sequence[T]) -> int:
-        """How many tokens are in the loss; 0 where it is not of tokens."""
+        """Number of tokens in the loss; 0 for a loss without tokens."""
 
     @abstractmethod
     def _gradient(self, part: Sequence[T], items: Sequence[T]) -> tuple[Any, dict[str, Any]]:
@@ -136,11 +136,11 @@ class DataLearner(ABC, Generic[T]):
         return Peers()
 
     def _whole(self, gradients: dict[str, Any]) -> dict[str, Any]:
-        """Of all ranks, where several divide the model."""
+        """Sum gradients over all ranks where the model is divided; here there is one rank."""
         return gradients
 
     def _agree(self) -> None:
-        """After an update: the same weights on all ranks."""
+        """Make the weights equal on all ranks after an update."""
 
     # -- learning
 
@@ -184,7 +184,7 @@ class DataLearner(ABC, Generic[T]):
         return self._peers.each(self._parts(self._peers.share(items, sizes)))
 
     def _parts(self, items: Sequence[T]) -> Iterator[list[T]]:
-        """In order, as many at once as the padded positions allow; at least one."""
+        """Cut items into parts in order, as many at once as the padded positions allow; at least one."""
         part: list[T] = []
         longest = 0
         for item in items:
@@ -201,18 +201,18 @@ class DataLearner(ABC, Generic[T]):
 
     @exposed
     def begin_with(self, weights: Arrays) -> None:
-        """Learn on from these."""
+        """Continue from these weights, which also become the last good ones."""
         self._load(weights)
         self.accept()
 
     @exposed_read
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> LearnerSnapshot:
         """All of the state, for a checkpoint."""
-        return Snapshot(self.weights(), self.config(), self._moments())
+        return LearnerSnapshot(self.weights(), self.config(), self._moments())
 
     @exposed
-    def restore(self, snapshot: Snapshot, good: Arrays | None = None) -> None:
-        """Go on exactly where a checkpoint was taken; `good`: the last good weights, where those are others.
+    def restore(self, snapshot: LearnerSnapshot, good: Arrays | None = None) -> None:
+        """Restore a checkpoint's state exactly; `good`: the last good weights, if they are others.
 
         Their moments are not known any more, unless nothing had been learned yet: they begin anew.
         """
@@ -228,7 +228,7 @@ class DataLearner(ABC, Generic[T]):
     def accept(self) -> None:
         """The present weights are the last good ones."""
         self._good = self.weights()
-        self._good_moments = {name: adam.kept() for name, adam in self._adams.items()}
+        self._good_moments = {name: adam.state() for name, adam in self._adams.items()}
 
     @exposed
     def revert(self) -> None:

@@ -31,7 +31,7 @@ class ScoredRow(msgspec.Struct, frozen=True):
     top_k: int = 0  # tokens that were asked for; 0: not known
 
     def within(self, vocab_size: int) -> "ScoredRow":
-        """Without tokens beyond so many, which the student has: models may have room for more than there are."""
+        """Drop tokens beyond the student's vocabulary: models may have more rows than tokens."""
         kept = [
             [(id_, logprob) for id_, logprob in zip(*place, strict=True) if id_ < vocab_size]
             for place in zip(self.top_ids, self.top_logprobs, strict=True)

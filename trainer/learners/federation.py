@@ -1,4 +1,4 @@
-"""A run's side of a federation: it lives, tells what it has changed, and gets the average, which one of them makes.
+"""A run's side of a federation: it sends heartbeats, publishes its change, and gets the average that one run computes.
 
 Who is alive is waited for, until `--sync-wait-s` after the first change of a round; who has died is not. A run that was
 away finds that the round is over, and goes on from its average: what it had changed meanwhile is in none.
@@ -22,12 +22,12 @@ from shared.errors import NotFoundError, ServiceUnavailableError, SetupError
 from shared.redis import keys
 from shared.redis.connection.client import connect, require
 from shared.redis.connection.faults import reason
-from shared.redis.training.parcels import Parcel
-from shared.redis.training.rounds import Change, RoundStore, Standing
+from shared.redis.training.parcels import StoredParcel
+from shared.redis.training.rounds import Change, ClosedRound, RoundStore
 from trainer.learn.batches import SampleGroup
 from trainer.learn.packing import pack, unpack
 from trainer.learners.handle import Handle, HostHandle
-from trainer.learners.policy import Learner, Trained
+from trainer.learners.policy import PolicyLearner, Trained
 from trainer.settings import TrainSettings
 from trainer.state import Arrays, GradientMeans
 
@@ -36,7 +36,7 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class Average:
-    """Where a round ends, and the next one begins."""
+    """State at the end of a round, and the start of the next one."""
 
     weights: Arrays
     momentum: Arrays
@@ -44,16 +44,18 @@ class Average:
 
 
 @dataclass(frozen=True)
-class Learned:
-    """What one run has changed since the last average, and from how many samples."""
+class RunChange:
+    """Difference that one run has made to the weights since the last average, and the number of samples it learned
+    from.
+    """
 
     delta: Arrays
     samples: int
-    means: GradientMeans = field(default_factory=GradientMeans)  # empty: it does not tell
+    means: GradientMeans = field(default_factory=GradientMeans)  # empty: the run does not publish them
 
 
-def usable(learned: Learned, like: Arrays) -> bool:
-    """Whether a change, and its means if it has some, are of this adapter, and every number is one to go on from."""
+def usable(learned: RunChange, like: Arrays) -> bool:
+    """True if a change, and its moments if there are any, have the adapter's shapes and usable numbers."""
     first, second = learned.means.first, learned.means.second
     told = [learned.delta, first, second] if first or second else [learned.delta]
     return all(_fits(arrays, like) for arrays in told) and all((value >= 0).all() for value in second.values())
@@ -64,7 +66,7 @@ def _fits(arrays: Arrays, like: Arrays) -> bool:
     return same and all(np.isfinite(value).all() for value in arrays.values())
 
 
-def averaged(last: Average, runs: Sequence[Learned], rate: float, momentum: float) -> Average:
+def averaged(last: Average, runs: Sequence[RunChange], rate: float, momentum: float) -> Average:
     """The next average. In fp64, so that the order of runs matters little."""
     samples = [run.samples for run in runs]
     deltas = _mean([run.delta for run in runs], samples)
@@ -79,8 +81,8 @@ def averaged(last: Average, runs: Sequence[Learned], rate: float, momentum: floa
     return Average(weights, moved if momentum else {}, _means(runs))
 
 
-def _means(runs: Sequence[Learned]) -> GradientMeans:
-    """Of the runs that tell theirs."""
+def _means(runs: Sequence[RunChange]) -> GradientMeans:
+    """Average of the moments of the runs that publish theirs, weighted by samples."""
     told = [run for run in runs if run.means.first]
     if not told:
         return GradientMeans()
@@ -93,7 +95,7 @@ def _means(runs: Sequence[Learned]) -> GradientMeans:
 
 
 def _mean(arrays: Sequence[Arrays], samples: Sequence[int]) -> dict[str, npt.NDArray[np.float64]]:
-    """Weighted by samples; evenly where nobody has any."""
+    """Mean weighted by samples; evenly if no run has any."""
     total = sum(samples)
     shares = [each / total if total else 1 / len(samples) for each in samples]
     weighted = list(zip(shares, arrays, strict=True))
@@ -113,7 +115,7 @@ class Federation:
 
     def __init__(self, store: RoundStore, member: str, spec: dict[str, object], settings: TrainSettings) -> None:
         self._store, self._member, self._spec, self._settings = store, member, spec, settings
-        self._standing: Standing | None = None
+        self._standing: ClosedRound | None = None
         self._beating: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
@@ -140,7 +142,7 @@ class Federation:
 
     @property
     def averages_moments(self) -> bool:
-        """Whether runs tell their moments, and go on with those of all."""
+        """True if runs publish their moments and continue with the average."""
         return self._settings.sync_moments == "average"
 
     @property
@@ -149,7 +151,7 @@ class Federation:
         return -1 if self._standing is None else self._standing.round
 
     async def join(self, weights: Arrays) -> Arrays:
-        """Where to begin: the last average, or these weights where there is none yet."""
+        """Starting weights: the last average, or these weights where there is none yet."""
         if self._beating is None:
             self._beating = asyncio.create_task(self._beat())
         if await self._store.now() is None:
@@ -167,15 +169,15 @@ class Federation:
                 await self._store.members.beat(self._member)
             await asyncio.sleep(BEAT_S)
 
-    async def exchange(self, learned: Learned) -> Average:
-        """Tell what was changed since the last average; the next one."""
+    async def exchange(self, learned: RunChange) -> Average:
+        """Publish the change since the last average, and return the next average."""
         assert self._standing is not None, "it has joined"
         number, began = self._standing.round + 1, time.monotonic()
         now = await self._now()
         if now.round < number:
-            await self._tell(number, learned)
+            await self._publish(number, learned)
         while (now := await self._now()).round < number:
-            told, waited_s = await self._store.told(number)
+            told, waited_s = await self._store.changes(number)
             missing = set(await self._store.members.alive()) - told.keys()
             if (not missing or waited_s > self._settings.sync_wait_s) and await self._store.turn(self._member):
                 try:
@@ -195,21 +197,22 @@ class Federation:
         )
         return average
 
-    async def _tell(self, number: int, learned: Learned) -> None:
+    async def _publish(self, number: int, learned: RunChange) -> None:
         data = await asyncio.to_thread(pack, {"delta": learned.delta} | _packed(learned.means))
         lives_s = int(self._settings.sync_wait_s) + keys.ADAPTER_UPLOAD_TTL_S
-        await self._store.tell(number, self._member, await self._store.parcels.put(data, lives_s), learned.samples)
+        parcel = await self._store.parcels.put(data, lives_s)
+        await self._store.put_change(number, self._member, parcel, learned.samples)
 
     async def _close_once(self, number: int) -> None:
-        """What has come since it was looked at counts; and another may have had the turn just before."""
+        """Average the round, with changes that arrived meanwhile, unless another run has just done so."""
         now = await self._now()
         if now.round < number:
-            told, _ = await self._store.told(number)
+            told, _ = await self._store.changes(number)
             await self._close(now, told)
 
-    async def _close(self, before: Standing, told: dict[str, Change]) -> None:
+    async def _close(self, before: ClosedRound, told: dict[str, Change]) -> None:
         last = await self._average(before)
-        runs: dict[str, Learned] = {}
+        runs: dict[str, RunChange] = {}
         for member in sorted(told):
             try:
                 data = await self._store.parcels.get(told[member].delta)
@@ -217,14 +220,14 @@ class Federation:
             except (NotFoundError, ValueError) as error:
                 log.warning("round.left_out", member=member, reason=str(error))
                 continue
-            learned = Learned(groups["delta"], told[member].samples, _unpacked(groups))
+            learned = RunChange(groups["delta"], told[member].samples, _unpacked(groups))
             if usable(learned, last.weights):
                 runs[member] = learned
             else:
                 log.warning("round.left_out", member=member, reason="it is of another adapter, or not finite")
         settings, changes = self._settings, list(runs.values())
-        if not changes:  # nobody's: the average stays, and the round is over
-            changes = [Learned({name: 0 * value for name, value in last.weights.items()}, 1)]
+        if not changes:  # no change is usable: the average stays, and the round is over
+            changes = [RunChange({name: 0 * value for name, value in last.weights.items()}, 1)]
         average = await asyncio.to_thread(averaged, last, changes, settings.outer_rate, settings.outer_momentum)
         kept = {"weights": average.weights, "momentum": average.momentum} | _packed(average.means)
         data = await asyncio.to_thread(pack, kept)
@@ -235,13 +238,13 @@ class Federation:
         for change in told.values():
             await self._store.parcels.drop(change.delta)
 
-    async def _now(self) -> Standing:
+    async def _now(self) -> ClosedRound:
         now = await self._store.now()
         if now is None:
             raise ServiceUnavailableError("the federation's Redis has lost it: start the run again")
         return now
 
-    async def _read(self, now: Standing) -> Average:
+    async def _read(self, now: ClosedRound) -> Average:
         """The average; of a later round where that has taken its place meanwhile."""
         while True:
             try:
@@ -255,8 +258,8 @@ class Federation:
                 self._standing = now
                 return average
 
-    async def _average(self, now: Standing) -> Average:
-        parcel: Parcel = now.state
+    async def _average(self, now: ClosedRound) -> Average:
+        parcel: StoredParcel = now.state
         groups = unpack(await self._store.parcels.get(parcel), "weights")
         return Average(groups["weights"], groups.get("momentum", {}), _unpacked(groups))
 
@@ -281,17 +284,19 @@ async def federation(settings: TrainSettings, url: str, base_sha256: str, ring: 
             yield place
 
 
-class RoundHandle(Handle[Learner]):
+class RoundHandle(Handle[PolicyLearner]):
     """A learner in the thread of the run's host, `mine`, and its place in a federation."""
 
-    def __init__(self, mine: HostHandle[Learner], place: Federation, every: int) -> None:
+    def __init__(self, mine: HostHandle[PolicyLearner], place: Federation, every: int) -> None:
         self._mine, self._place, self._every = mine, place, every
         self.shapes, self.config = mine.shapes, mine.config
         self._anchor: Arrays = {}  # the last average
         self._steps = self._samples = 0  # since then
 
     async def _called(self, method: str, args: tuple[Any, ...]) -> Any:
-        return await (self._train(*args) if method == Learner.train.__name__ else self._mine._called(method, args))
+        return await (
+            self._train(*args) if method == PolicyLearner.train.__name__ else self._mine._called(method, args)
+        )
 
     async def _train(
         self, groups: Sequence[SampleGroup], step: int, policy_step: int, probes: Sequence[tuple[int, ...]]
@@ -300,21 +305,21 @@ class RoundHandle(Handle[Learner]):
         mine = self._mine
         if not self._anchor:
             self._anchor = await self._place.join(await mine.weights())
-            await mine.call(Learner.go_on_from, self._anchor)
-        report = await mine.call(Learner.step, groups, step, policy_step)
+            await mine.call(PolicyLearner.go_on_from, self._anchor)
+        report = await mine.call(PolicyLearner.step, groups, step, policy_step)
         self._steps += 1
         self._samples += report.sequences
         if self._steps >= self._every:
             present = await mine.weights()
             delta = {name: value - self._anchor[name] for name, value in present.items()}
-            means = await mine.call(Learner.means) if self._place.averages_moments else GradientMeans()
+            means = await mine.call(PolicyLearner.means) if self._place.averages_moments else GradientMeans()
             try:
-                average = await self._place.exchange(Learned(delta, self._samples, means))
+                average = await self._place.exchange(RunChange(delta, self._samples, means))
             except (RedisError, OSError) as error:  # learned alone so far; asked again after the next step
                 log.warning("round.redis_away", error=reason(error))
             else:
                 self._steps = self._samples = 0
                 self._anchor = average.weights
-                await mine.call(Learner.put, average.weights, average.means)
+                await mine.call(PolicyLearner.put, average.weights, average.means)
                 report = replace(report, updated=True)
-        return await mine.call(Learner.checked, report, probes)
+        return await mine.call(PolicyLearner.checked, report, probes)

@@ -42,14 +42,14 @@ class LeadingTrainer:
         )
         self._gone = asyncio.Event()
         self._stop: Callable[[], None] = lambda: None
-        self.lead = GroupLead(settings, placed, lambda _: self._gone.set(), self._config, None, self._told_to_stop)
+        self.lead = GroupLead(settings, placed, lambda _: self._gone.set(), self._config, None, self._stop_ordered)
         self.host = ThreadHost(self.lead)
 
     def begun(self, stop: Callable[[], None]) -> None:
-        """The run may be told to end in order from now on, by any rank."""
+        """From now on any rank may order the run to end."""
         self._stop = stop
 
-    def _told_to_stop(self) -> None:
+    def _stop_ordered(self) -> None:
         log.info("train.stopping", hint="another rank was told to end; a checkpoint is saved after this train step")
         self._stop()
 
@@ -65,7 +65,7 @@ class LeadingTrainer:
         return loaded
 
     async def run(self, training: Coroutine[Any, Any, T]) -> T:
-        """What comes of the run; ServiceUnavailableError when a rank is lost meanwhile."""
+        """Run the training to its result; ServiceUnavailableError when a rank is lost meanwhile."""
         task = asyncio.create_task(training)
         try:
             return await self.lead.unless_lost(task)
@@ -110,7 +110,7 @@ async def leading(settings: TrainSettings, placed: Placement) -> AsyncIterator[L
 
 
 class TrainerRank(Follower):
-    """Of a group whose rank 0 has the run."""
+    """Follower in a group of processes whose rank 0 has the run."""
 
     def __init__(self, settings: TrainSettings, placed: Placement) -> None:
         super().__init__(settings, placed)
@@ -118,7 +118,7 @@ class TrainerRank(Follower):
         self._is_told = False
 
     def stop(self) -> None:
-        """Told to end: rank 0 saves a checkpoint first; told again, at once."""
+        """Order the run to end: rank 0 saves a checkpoint first; a second order ends it at once."""
         if self._talk is None:
             self._end(0)
         elif self._is_told:
@@ -128,7 +128,7 @@ class TrainerRank(Follower):
             self._say(Stopping())
 
     def leave(self) -> None:
-        """From any thread: rank 0's process, which has started this one, is no more."""
+        """Called in any thread when rank 0's process, which has started this one, has ended."""
         self._loop.call_soon_threadsafe(self._end, 1)
 
     def _load(self, begin: Begin, group: Any) -> LoadedModel:

@@ -1,6 +1,6 @@
 """A learner as a run sees it, wherever it computes.
 
-A run calls a learner's methods through a `Handle`: `await handle.call(Learner.train, groups, step, policy_step, [])`.
+A run calls a learner's methods through a `Handle`: `await handle.call(PolicyLearner.train, groups, step, step, [])`.
 `HostHandle` has the learner in the thread of its process's host, or of a worker's engine; where ranks divide the model
 or the samples, all of them carry out the call (ranks.py). A learner of the training service is called by messages
 (trainer/learners/service.py). Where several processes share train steps, or average weights, the handle's `train`
@@ -16,7 +16,7 @@ from trainer.learners.calls import called
 from trainer.learners.kinds import AnyLearner, Made, made
 from trainer.learners.ranks import Leading
 from trainer.rollouts.sight import Sight
-from trainer.state import Arrays, Snapshot
+from trainer.state import Arrays, LearnerSnapshot
 from worker.engine.model.sites import Whole
 
 L = TypeVar("L")
@@ -51,9 +51,9 @@ class Handle(ABC, Generic[L]):
         weights: Arrays = await self._called("weights", ())
         return weights
 
-    async def snapshot(self) -> Snapshot:
+    async def snapshot(self) -> LearnerSnapshot:
         """All of the learner's state, for a checkpoint."""
-        snapshot: Snapshot = await self._called("snapshot", ())
+        snapshot: LearnerSnapshot = await self._called("snapshot", ())
         return snapshot
 
     async def accept(self) -> None:

@@ -3,7 +3,7 @@
 **pairs** `{"prompt"?, "chosen", "rejected"}`: a scalar head, the chosen answer above the rejected one (Bradley-Terry).
 **scores** `{"prompt"?, "completion", "score"}`: a scalar head, squared error. **labels** `{"prompt"?, "completion",
 "label"}`: a head of labels, cross entropy. `prompt` is a text or messages; an answer is a text, or a whole conversation
-of messages that ends with it. What is read of them is what the reward `model` reads (shared/text/answered.py).
+of messages that ends with it. What is read of them is what the reward `model` reads (shared/text/codec.py:answered).
 
 **actions** `{"observation", "action": "left", "weight"?}`: a categorical head, and **vectors** `{"observation",
 "action": [0.1, -0.3], "weight"?}`: a gaussian one, by the actions' log-probability. An observation is a text or
@@ -20,8 +20,7 @@ import numpy.typing as npt
 
 from shared.errors import InvalidRequestError, SetupError
 from shared.jobs import Message
-from shared.text.answered import answered
-from shared.text.codec import TextCodec
+from shared.text.codec import TextCodec, answered
 from trainer.learners.lines import exchange, read_lines
 from trainer.rollouts.pictures import has_images
 
@@ -33,7 +32,7 @@ MAX_NUMBER = 1e15  # of an action, whichever its sign: squares of it are still f
 _LEAST_STD, _LEAST_PART = 1e-30, 2.0**-16  # of a spread, and of it as a part of the mean: less is lost in float32
 
 
-class Text(NamedTuple):
+class HeadText(NamedTuple):
     """A prompt with its answer."""
 
     prompt: str | list[Message] | None
@@ -41,48 +40,48 @@ class Text(NamedTuple):
     ids: tuple[int, ...]
 
 
-class Example(NamedTuple):
+class HeadExample(NamedTuple):
     """One line: one text, or the chosen one and the rejected one; its score, or the index of its label or action."""
 
-    texts: tuple[Text, ...]
+    texts: tuple[HeadText, ...]
     target: float = 0.0
     action: tuple[float, ...] = ()  # of form "vectors", instead of the target
     weight: float = 1.0  # how much it counts
 
 
-class Examples(NamedTuple):
-    """A data set."""
+class HeadExamples(NamedTuple):
+    """A data set for a head."""
 
     form: Form
-    items: tuple[Example, ...]
+    items: tuple[HeadExample, ...]
     labels: tuple[str, ...] = ()
     too_long: int = 0  # left out
 
 
-class Spread(NamedTuple):
-    """Of the actions of a data set."""
+class ActionSpread(NamedTuple):
+    """Mean and standard deviation of each dimension of the actions in a data set."""
 
     means: tuple[float, ...]
     stds: tuple[float, ...]  # where all are the same, as far as float32 can tell, 1 or what it can tell
 
     @property
     def scale(self) -> Floats:
-        """Of a gaussian head's outputs."""
+        """Factor by which a gaussian head's outputs are scaled: deviations for the means, 1 for the log deviations."""
         return np.array([*self.stds, *[1.0] * len(self.stds)], np.float32)
 
     @property
     def shift(self) -> Floats:
-        """Of what is scaled."""
+        """Offset that is added to a gaussian head's scaled outputs."""
         return np.array([*self.means, *np.log(self.stds)], np.float32)
 
 
-def spread_of(examples: Sequence[Example]) -> Spread:
-    """Of vectors."""
+def spread_of(examples: Sequence[HeadExample]) -> ActionSpread:
+    """Compute the spread of actions that are vectors."""
     actions_NA = np.array([example.action for example in examples])
     means_A, stds_A = actions_NA.mean(axis=0), actions_NA.std(axis=0)
     least_A = np.maximum(_LEAST_STD, _LEAST_PART * np.abs(means_A))
     stds_A = np.where(stds_A > least_A, stds_A, np.maximum(1.0, least_A))
-    return Spread(tuple(means_A.tolist()), tuple(stds_A.tolist()))
+    return ActionSpread(tuple(means_A.tolist()), tuple(stds_A.tolist()))
 
 
 class _Line(msgspec.Struct, frozen=True):
@@ -98,7 +97,7 @@ class _Line(msgspec.Struct, frozen=True):
 
     @property
     def form(self) -> Form:
-        """Which one it is; ValueError when it is none."""
+        """Form of the line, by the fields that it has; ValueError when they are of no form."""
         if self.observation is not None and self.action is not None:
             return "actions" if isinstance(self.action, str) else "vectors"
         if self.chosen is not None and self.rejected is not None:
@@ -113,14 +112,14 @@ class _Line(msgspec.Struct, frozen=True):
 
     @property
     def named(self) -> str:
-        """Its label, or the name of its action; "": none."""
+        """Label of the line, or the name of its action; "": it has neither."""
         return self.action if isinstance(self.action, str) else self.label or ""
 
 
 _line = msgspec.json.Decoder(_Line)
 
 
-def read_examples(path: Path, codec: TextCodec, longest: int, labels: Sequence[str] = ()) -> Examples:
+def read_examples(path: Path, codec: TextCodec, longest: int, labels: Sequence[str] = ()) -> HeadExamples:
     """The examples of a file; SetupError names the line.
 
     `labels`: those, or the names of actions, that there may be; none: those of the file.
@@ -131,7 +130,7 @@ def read_examples(path: Path, codec: TextCodec, longest: int, labels: Sequence[s
     except ValueError as error:
         raise SetupError(f"{path}, line {lines[0][0]}: {error}") from error
     known = tuple(labels) or tuple(sorted({line.named for _, line in lines if line.named}))
-    items: list[Example] = []
+    items: list[HeadExample] = []
     for number, line in lines:
         try:
             if line.form != form:
@@ -146,32 +145,32 @@ def read_examples(path: Path, codec: TextCodec, longest: int, labels: Sequence[s
         if all(any(not text.ids for text in item.texts) for item in items):
             raise SetupError(f"{path}: each example has a text without tokens")
         raise SetupError(f"{path}: no text has at most {longest} tokens, which is the model's context")
-    return Examples(form, fitting, known if form in ("labels", "actions") else (), len(items) - len(fitting))
+    return HeadExamples(form, fitting, known if form in ("labels", "actions") else (), len(items) - len(fitting))
 
 
-def _example(line: _Line, form: Form, codec: TextCodec, labels: Sequence[str]) -> Example:
+def _example(line: _Line, form: Form, codec: TextCodec, labels: Sequence[str]) -> HeadExample:
     if line.weight is not None and (form not in ACTING or not 0 < line.weight <= MAX_NUMBER):
         raise ValueError("'weight' is a number above 0, of an 'action'")
     if form == "pairs":
-        return Example((_text(line.prompt, line.chosen, codec), _text(line.prompt, line.rejected, codec)))
+        return HeadExample((_text(line.prompt, line.chosen, codec), _text(line.prompt, line.rejected, codec)))
     text = _observed(line.observation, codec) if form in ACTING else _text(line.prompt, line.completion, codec)
     if form == "scores":
-        return Example((text,), float(line.score or 0.0))
+        return HeadExample((text,), float(line.score or 0.0))
     weight = 1.0 if line.weight is None else line.weight
     if isinstance(line.action, list) and form == "vectors":
         if not line.action or any(abs(number) > MAX_NUMBER for number in line.action):
             raise ValueError(f"'action' is a name, or numbers of at most {MAX_NUMBER:g}")
-        return Example((text,), action=tuple(line.action), weight=weight)
+        return HeadExample((text,), action=tuple(line.action), weight=weight)
     if not line.named or line.named not in labels:
         raise ValueError(f"{'action' if form in ACTING else 'label'} {line.named!r} is none of {', '.join(labels)}")
-    return Example((text,), float(labels.index(line.named)), weight=weight)
+    return HeadExample((text,), float(labels.index(line.named)), weight=weight)
 
 
-def _observed(observation: Any, codec: TextCodec) -> Text:
-    """As `/v1/rl/act` reads it: a chat by the model's template, with the beginning of an answer."""
+def _observed(observation: Any, codec: TextCodec) -> HeadText:
+    """Ids as `/v1/rl/act` makes them: a chat by the model's template, with the beginning of an answer."""
     _check_text(observation)
     ids = codec.encode(observation) if isinstance(observation, str) else codec.encode_chat(observation)
-    return Text(observation, "", tuple(ids))
+    return HeadText(observation, "", tuple(ids))
 
 
 def _check_text(prompt: Any) -> None:
@@ -179,7 +178,7 @@ def _check_text(prompt: Any) -> None:
         raise ValueError("a head does not learn from images")
 
 
-def _text(prompt: str | list[Message] | None, answer: Any, codec: TextCodec) -> Text:
+def _text(prompt: str | list[Message] | None, answer: Any, codec: TextCodec) -> HeadText:
     asked, said = exchange(prompt, answer)
     _check_text(asked)
-    return Text(asked, said, tuple(answered(codec, asked, said)))
+    return HeadText(asked, said, tuple(answered(codec, asked, said)))

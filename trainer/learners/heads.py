@@ -28,8 +28,8 @@ from trainer.learn.logprobs import cut
 from trainer.learn.options import HeadSettings
 from trainer.learn.policy import share_tree
 from trainer.learners.calls import exposed
-from trainer.learners.data import DataLearner, DataOptions, Measured, Size, policy_of
-from trainer.learners.head_examples import ACTING, Example, Form, Spread, Text
+from trainer.learners.data import DataLearner, DataOptions, ItemSize, Measured, policy_of
+from trainer.learners.head_examples import ACTING, ActionSpread, Form, HeadExample, HeadText
 from trainer.state import Arrays
 from worker.engine.model.sites import Whole
 
@@ -40,23 +40,23 @@ _KINDS: dict[Form, HeadKind] = {"labels": "labels", "actions": "categorical", "v
 _LOG_2PI = math.log(2 * math.pi)
 
 
-class HeadLearner(DataLearner[Example]):
-    """Head and LoRA."""
+class HeadLearner(DataLearner[HeadExample]):
+    """Trains a head, and the LoRA below it."""
 
     def __init__(
         self,
         model: Any,
         form: Form,
         labels: Sequence[str],
-        start: float | Spread,
+        start: float | ActionSpread,
         head: HeadSettings,
         options: DataOptions,
         whole: Whole | None = None,
     ) -> None:
-        """`start`: what the head says at first; `whole`: what a model was that ranks divide."""
+        """`start`: the head's first outputs; `whole`: the model before ranks divided it."""
         self._ranks = None if whole is None else whole.ranks
         self._form, self.name = form, head.head or (POLICY if form in ACTING else REWARD)
-        self._spread = start if isinstance(start, Spread) else None
+        self._spread = start if isinstance(start, ActionSpread) else None
         self._policy = None if options.shape is None else policy_of(model, options.shape, options, whole=whole)
         body = share_tree(model) if self._policy is None else self._policy.model
         if self._policy is None:
@@ -80,8 +80,9 @@ class HeadLearner(DataLearner[Example]):
 
     # -- learning
 
-    def measure(self, items: Sequence[Example]) -> Work[Measured]:
-        """Of pairs, the share that is ranked as people did; of scores, of two at a time; of labels, the share named.
+    def measure(self, items: Sequence[HeadExample]) -> Work[Measured]:
+        """Share of pairs that are ranked as in the data; of scores, share of two at a time; of labels, share that is
+        predicted.
 
         Of actions, by their weights, the share that is likeliest, or of the vectors' variance what the means explain.
         """
@@ -95,7 +96,7 @@ class HeadLearner(DataLearner[Example]):
             yield
         return self._measured(items, np.concatenate(said), np.concatenate(losses))
 
-    def _measured(self, items: Sequence[Example], said_BO: Outputs, losses_N: Outputs) -> Measured:
+    def _measured(self, items: Sequence[HeadExample], said_BO: Outputs, losses_N: Outputs) -> Measured:
         wanted = [example.target for example in items]
         if self._form not in ACTING:
             return Measured(share_right(self._form, said_BO, wanted))
@@ -108,8 +109,8 @@ class HeadLearner(DataLearner[Example]):
         return Measured(max(0.0, right), loss)
 
     @exposed
-    def read(self, texts: Sequence[Text]) -> Work[list[list[float]]]:
-        """What the head says of each text."""
+    def read(self, texts: Sequence[HeadText]) -> Work[list[list[float]]]:
+        """Outputs of the head for each text."""
         said: list[list[float]] = []
         for text in texts:
             outputs_O = np.array(self._net(*padded([text.ids])))[0]
@@ -120,7 +121,7 @@ class HeadLearner(DataLearner[Example]):
         return said
 
     def in_deviations(self, outputs: Sequence[float]) -> list[float]:
-        """What a gaussian head says, in those of all actions."""
+        """Outputs of a gaussian head in units of the actions' standard deviations."""
         assert self._spread is not None
         said: list[float] = ((np.array(outputs) - self._spread.shift) / self._spread.scale).tolist()
         return said
@@ -128,12 +129,10 @@ class HeadLearner(DataLearner[Example]):
     # -- weights
 
     def weights(self) -> Arrays:
-        """See `DataLearner`."""
         own = self._policy.weights() if self._policy is not None else {}
         return own | scaled(arrays_of(self._head, self.name), self.name, self._spread)
 
     def config(self) -> bytes:
-        """See `DataLearner`."""
         shape, heads = self._options.shape, {self.name: self.spec}
         if shape is None or self._policy is None:
             return mlx_config("head", 0, 0.0, (), heads)
@@ -164,21 +163,21 @@ class HeadLearner(DataLearner[Example]):
 
     # -- batches
 
-    def _size(self, item: Example) -> Size:
-        return Size(len(item.texts), max(len(text.ids) for text in item.texts))
+    def _size(self, item: HeadExample) -> ItemSize:
+        return ItemSize(len(item.texts), max(len(text.ids) for text in item.texts))
 
-    def _tokens(self, items: Sequence[Example]) -> int:
+    def _tokens(self, items: Sequence[HeadExample]) -> int:
         return 0
 
-    def _gradient(self, part: Sequence[Example], items: Sequence[Example]) -> tuple[Any, dict[str, Any]]:
+    def _gradient(self, part: Sequence[HeadExample], items: Sequence[HeadExample]) -> tuple[Any, dict[str, Any]]:
         value, gradients = self._of_net(*self._batch(part), len(items))
         return value, gradients
 
-    def _batch(self, examples: Sequence[Example]) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+    def _batch(self, examples: Sequence[HeadExample]) -> tuple[mx.array, mx.array, mx.array, mx.array]:
         ids_BL, last_B = padded([text.ids for example in examples for text in example.texts])
         return ids_BL, last_B, mx.array(self._targets(examples)), mx.array([example.weight for example in examples])
 
-    def _targets(self, examples: Sequence[Example]) -> Outputs:
+    def _targets(self, examples: Sequence[HeadExample]) -> Outputs:
         """[N], or of vectors [N, A] in deviations."""
         if self._spread is None:
             return np.array([example.target for example in examples], np.float32)
@@ -190,7 +189,7 @@ class HeadLearner(DataLearner[Example]):
         return mx.sum(weights_N * self._losses(self._net(ids_BL, last_B), targets)) / count
 
     def _losses(self, outputs_BO: mx.array, targets: mx.array) -> mx.array:
-        """Of each example; `targets` [N], of vectors [N, A]."""
+        """Loss [N] of each example; `targets` has shape [N], for vectors [N, A]."""
         losses_N: mx.array
         if self._form == "pairs":
             losses_N = nn.softplus(outputs_BO[1::2, 0] - outputs_BO[0::2, 0])
@@ -207,12 +206,12 @@ class HeadLearner(DataLearner[Example]):
 
 
 def share_right(form: Form, outputs_BO: Outputs, targets: Sequence[float]) -> float:
-    """How much of it is right; of scores, among all two that differ, 0.5 where none do."""
+    """Share of right predictions; for scores, among all pairs that differ, 0.5 where none do."""
     if form == "pairs":
         return float(np.mean(outputs_BO[0::2, 0] > outputs_BO[1::2, 0]))
     if form == "labels":
         return float(np.mean(np.argmax(outputs_BO, axis=-1) == np.array(targets)))
-    below: list[float] = []  # what was said of all that are wanted lower, sorted
+    below: list[float] = []  # outputs for all items of lower targets, sorted
     right = pairs = 0
     for _, level in groupby(sorted(zip(targets, outputs_BO[:, 0].tolist(), strict=True)), key=itemgetter(0)):
         said = [each for _, each in level]
@@ -233,7 +232,7 @@ class Net(nn.Module):  # type: ignore[misc]
         self._states = states
 
     def __call__(self, ids_BL: mx.array, last_B: mx.array) -> mx.array:
-        """What the head says at the last token of each row, which is padded behind."""
+        """Outputs [B, O] of the head at the last token of each row; rows are padded on the right."""
         states_BLH = self._states(ids_BL)
         states_BH = states_BLH[mx.arange(ids_BL.shape[0]), last_B]
         outputs_BO: mx.array = self.head(states_BH.astype(mx.float32))
@@ -241,7 +240,7 @@ class Net(nn.Module):  # type: ignore[misc]
 
 
 def padded(rows: Sequence[Sequence[int]]) -> tuple[mx.array, mx.array]:
-    """Ids [B, L], padded behind to few different widths, and the place of each row's last one."""
+    """Ids [B, L], padded on the right to few different widths, and the index of each row's last one."""
     longest = max(map(len, rows))
     width = -(-longest // 16) * 16
     ids = np.zeros((len(rows), width), np.int32)
@@ -251,7 +250,7 @@ def padded(rows: Sequence[Sequence[int]]) -> tuple[mx.array, mx.array]:
 
 
 def arrays_of(head: HeadNet, name: str) -> Arrays:
-    """Its tensors under the names that an adapter's file has them by."""
+    """Arrays of a head under the names that they have in an adapter's file."""
     parts = {f"heads.{name}.weight": head.weight, f"heads.{name}.bias": head.bias}
     if "hidden" in head:
         parts |= {f"heads.{name}.hidden.weight": head.hidden.weight, f"heads.{name}.hidden.bias": head.hidden.bias}
@@ -259,13 +258,13 @@ def arrays_of(head: HeadNet, name: str) -> Arrays:
 
 
 def load_arrays(head: HeadNet, name: str, arrays: Arrays) -> None:
-    """Replace them."""
+    """Replace the head's arrays by those of an adapter's file."""
     layers = {"": head, "hidden.": head.hidden} if "hidden" in head else {"": head}
     for place, layer in layers.items():
         layer.weight, layer.bias = (mx.array(arrays[f"heads.{name}.{place}{part}"]) for part in ("weight", "bias"))
 
 
-def scaled(arrays: Arrays, name: str, spread: Spread | None, *, back: bool = False) -> Arrays:
+def scaled(arrays: Arrays, name: str, spread: ActionSpread | None, *, back: bool = False) -> Arrays:
     """A head's tensors for outputs in the unit of actions, or `back` for those in deviations."""
     if spread is None:
         return arrays

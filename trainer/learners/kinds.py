@@ -10,20 +10,20 @@ from trainer.learn.gate import GateLimits
 from trainer.learn.options import AdapterShape, HeadSettings, OptimizeOptions
 from trainer.learners.data import DataLearner, DataOptions
 from trainer.learners.distilling import DistillLearner
-from trainer.learners.head_examples import Form, Spread
+from trainer.learners.head_examples import ActionSpread, Form
 from trainer.learners.heads import HeadLearner
-from trainer.learners.policy import Learner
+from trainer.learners.policy import PolicyLearner
 from trainer.learners.tuning import TuneLearner
 from trainer.learners.tuning_examples import Tuning
 from trainer.rollouts.sight import Sight
 from worker.engine.model.sites import Whole
 
 Kind = Literal["policy", "tune", "distill", "head"]
-AnyLearner = Learner | DataLearner[Any]
+AnyLearner = PolicyLearner | DataLearner[Any]
 
 
 class Made(msgspec.Struct, frozen=True, tag=True):
-    """What a learner is built with: its kind, and the kind's options as msgpack."""
+    """Recipe of a learner: its kind, and the kind's options as msgpack."""
 
     kind: Kind
     options: bytes
@@ -38,12 +38,12 @@ class PolicyOptions:
     limits: GateLimits
     seed: int = 0
     checkpoint_layers: bool = False
-    remembered: int = 2  # policy steps whose weights are at hand for the distances
+    remembered: int = 2  # policy steps whose weights are stored for the distances
 
 
 @dataclass(frozen=True)
 class TuneOptions:
-    """Of a LoRA that learns from answers, or from preferences."""
+    """Options of a LoRA that learns from answers (sft) or preferences (dpo)."""
 
     tuning: Tuning
     beta: float  # of dpo
@@ -52,20 +52,20 @@ class TuneOptions:
 
 @dataclass(frozen=True)
 class HeadOptions:
-    """Of a head, and of the LoRA that learns with it."""
+    """Options of a head, and of the LoRA that learns with it."""
 
     form: Form
     labels: tuple[str, ...]
-    start: float | Spread  # what it says at first
+    start: float | ActionSpread  # its first outputs
     head: dict[str, Any]  # HeadSettings
     data: DataOptions
 
 
 def policy_learner(
     model: Any, options: PolicyOptions, sight: Sight | None = None, whole: Whole | None = None
-) -> Learner:
+) -> PolicyLearner:
     """A policy's learner; ValueError when the model has no layers for the adapter."""
-    return Learner(
+    return PolicyLearner(
         model, options.shape, options.optimize, options.limits, seed=options.seed,
         checkpoint_layers=options.checkpoint_layers, remembered=options.remembered, sight=sight, whole=whole,
     )  # fmt: skip
@@ -93,7 +93,7 @@ _KINDS: dict[Kind, tuple[type[Any], Callable[..., AnyLearner]]] = {
 
 
 def made_with(kind: Kind, options: Any) -> Made:
-    """What such a learner is built with, as plain data."""
+    """Encode the recipe of a learner as plain data."""
     return Made(kind, msgspec.msgpack.encode(options))
 
 

@@ -1,4 +1,4 @@
-"""A data set of JSON lines: read with the number of each line, split, and drawn from."""
+"""A data set of JSON lines: read with the number of each line, divided, and drawn from."""
 
 import codecs
 from collections.abc import Sequence
@@ -15,11 +15,11 @@ T = TypeVar("T")
 
 HELD_OUT = 0.1  # of the data, where there is none of its own
 MOST_HELD_OUT = 512
-_SHUFFLED = 1  # what the order of a split is drawn for, beside the seed
+_HOLD_OUT = 1  # number in the seed of the order, so that other draws of the run differ
 
 
 class Data(NamedTuple, Generic[T]):
-    """What a run learns from, and what it is measured on."""
+    """Data of a run: what it learns from, and what it is measured on."""
 
     learned: Sequence[T]
     held_out: Sequence[T]
@@ -47,12 +47,14 @@ def read_lines(path: Path, decoder: msgspec.json.Decoder[T]) -> list[tuple[int, 
     return lines
 
 
-def split(items: Sequence[T], seed: int) -> tuple[list[T], list[T]]:
-    """What is learned from, and what is held out; SetupError when there is not enough for both."""
+def hold_out(items: Sequence[T], seed: int) -> tuple[list[T], list[T]]:
+    """Divide items at random into those that are learned from and those that are held out; SetupError for fewer than
+    two.
+    """
     held_out = min(MOST_HELD_OUT, max(1, round(HELD_OUT * len(items))))
     if len(items) - held_out < 1:
         raise SetupError("one example is too few: some are learned from, and some held out")
-    order = np.random.default_rng((seed, _SHUFFLED)).permutation(len(items))
+    order = np.random.default_rng((seed, _HOLD_OUT)).permutation(len(items))
     shuffled = [items[at] for at in order]
     return shuffled[held_out:], shuffled[:held_out]
 
@@ -73,7 +75,7 @@ class Exchange(NamedTuple):
 
 
 def exchange(prompt: str | list[Message] | None, answer: Any) -> Exchange:
-    """Of an answer that is a text, or a whole conversation that ends with it; ValueError when it does not."""
+    """Exchange that ends with `answer`, a text or a whole conversation; ValueError when it ends otherwise."""
     if isinstance(answer, list):
         before = prompt if isinstance(prompt, list) else []
         if isinstance(prompt, str):

@@ -28,7 +28,7 @@ from trainer.learn.policy import Policy
 from trainer.learn.steps import StepReport
 from trainer.learners.calls import exposed, exposed_read
 from trainer.rollouts.sight import Sight
-from trainer.state import Arrays, GradientMeans, Snapshot
+from trainer.state import Arrays, GradientMeans, LearnerSnapshot
 from worker.engine.model.sites import Whole
 
 _NO_MEANS = GradientMeans()
@@ -44,7 +44,7 @@ class Trained:
     checks: tuple[GateCheck, ...]
 
 
-class Learner:
+class PolicyLearner:
     """Belongs to the thread that built it."""
 
     def __init__(
@@ -71,7 +71,7 @@ class Learner:
         self._older: OrderedDict[int, Arrays] = OrderedDict()  # policy step -> weights
         self._good = self._policy.weights()
         self._best: Arrays | None = None  # of the best version that was judged
-        self._before = self.optimizer.adam.kept()
+        self._before = self.optimizer.adam.state()
         self.shapes = {name: tuple(value.shape) for name, value in self._good.items()}
 
     @exposed
@@ -97,7 +97,7 @@ class Learner:
 
     @exposed_read
     def means(self) -> GradientMeans:
-        """What the present moments say of the gradient."""
+        """Bias-corrected means of the gradient and of its square, from the present moments."""
         return self.optimizer.adam.means(self.optimizer.options.adam_betas)
 
     @exposed
@@ -107,8 +107,8 @@ class Learner:
         self._good = self._policy.weights()
 
     def begin(self, policy_step: int) -> dict[int, Arrays]:
-        """Keep what `revert` goes back to; the weights of earlier policy steps, by their numbers."""
-        self._before = self.optimizer.adam.kept()
+        """Store the moments that `revert` restores; returns the weights of earlier policy steps, by their numbers."""
+        self._before = self.optimizer.adam.state()
         self._older[policy_step] = self._good
         while len(self._older) > self._remembered:
             self._older.popitem(last=False)
@@ -168,33 +168,31 @@ class Learner:
 
     @exposed
     def load(self, weights: Arrays) -> None:
-        """Go on from older weights after a rollback, without momentum: it points to where rewards collapsed."""
+        """Restore older weights after a rollback, without momentum: it points to where rewards collapsed."""
         self._policy.load(weights)
         self._good = self._policy.weights()
         self.optimizer.adam.reset()
 
     def digest(self) -> int:
-        """See `Policy`."""
         return self._policy.digest()
 
     @exposed_read
     def weights(self) -> Arrays:
-        """The present adapter."""
+        """The present weights of the adapter."""
         return self._policy.weights()
 
     @exposed_read
     def config(self) -> bytes:
-        """Its `adapter_config.json`."""
         return self._policy.config()
 
     @exposed_read
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> LearnerSnapshot:
         """All of the state, for a checkpoint."""
-        return Snapshot(self._policy.weights(), self._policy.config(), self.optimizer.adam.moments())
+        return LearnerSnapshot(self._policy.weights(), self._policy.config(), self.optimizer.adam.moments())
 
     @exposed
-    def restore(self, snapshot: Snapshot) -> None:
-        """Go on exactly where a checkpoint was taken."""
+    def restore(self, snapshot: LearnerSnapshot) -> None:
+        """Restore a checkpoint's state exactly."""
         self._policy.load(snapshot.adapter)
         self.optimizer.adam.load_moments(snapshot.optimizer)
         self._good = self._policy.weights()
@@ -202,7 +200,9 @@ class Learner:
     # -- in the training service, where another process may go on with it
 
     def state(self) -> bytes:
-        """All that it goes on from, also in the midst of a train step that is neither good nor bad yet."""
+        """All state that the learner needs to continue, also within a train step that is not yet accepted or
+        reverted.
+        """
         moments = self.optimizer.adam.moments()
         before = {name: np.array(value) for name, value in tree_flatten(self._before)}
         groups = {"weights": self._policy.weights(), "good": self._good, "moments": moments, "before": before}
@@ -213,12 +213,12 @@ class Learner:
         return pack(groups | {f"{_OLDER}{step}": weights for step, weights in self._older.items()})
 
     def resume(self, state: bytes) -> None:
-        """Go on exactly where `state` was taken; ValueError when it is another learner's."""
+        """Restore exactly the `state`; ValueError when it is another learner's."""
         groups = unpack(state, "weights", "good", "moments", "before")
         self._policy.load(groups["weights"])
         self.optimizer.adam.load_moments(groups["moments"])
         self._good, self._best = groups["good"], groups.get("best")
-        self._before = self.optimizer.adam.as_kept(groups["before"])
+        self._before = self.optimizer.adam.as_state(groups["before"])
         self._policy.origin = groups.get("origin")
         older = {int(name.removeprefix(_OLDER)): weights for name, weights in groups.items() if name.startswith(_OLDER)}
         self._older = OrderedDict(sorted(older.items()))

@@ -18,10 +18,10 @@ from shared.networks.spec import VALUE, NetworkSpec
 from trainer.learn.adam import AdamSteps, StepSizes
 from trainer.learn.compute import Work
 from trainer.learn.options import Schedule
-from trainer.learn.ppo_losses import PpoOptions, PpoParts, Steps, log_probabilities, ppo
+from trainer.learn.ppo_losses import PpoOptions, PpoParts, PpoSteps, log_probabilities, ppo
 from trainer.learn.ppo_network import outputs_of
 from trainer.learners.calls import exposed, exposed_read
-from trainer.state import Arrays, Snapshot
+from trainer.state import Arrays, LearnerSnapshot
 
 Floats = npt.NDArray[np.float32]
 
@@ -40,8 +40,8 @@ class PpoLearnerOptions:
     seed: int
 
 
-class Learned(NamedTuple):
-    """What a train step did; all but the first are means over the updates that were made, or over all if none was."""
+class PpoStepReport(NamedTuple):
+    """Figures of a train step; all but the first are means over the updates that were made, or over all if none was."""
 
     left_out: int  # updates whose gradient was not finite
     loss: float
@@ -65,7 +65,7 @@ class PpoLearner:
         self.shapes = {name: tuple(value.shape) for name, value in weights.items()}
 
     @exposed
-    def train(self, steps: Steps, at: int) -> Work[Learned]:
+    def train(self, steps: PpoSteps, at: int) -> Work[PpoStepReport]:
         """Learn from steps; `at`: the number of the train step."""
         options, rows = self._options, len(steps.logp_BL)
         betas, decay = options.adam_betas, options.weight_decay
@@ -83,10 +83,10 @@ class PpoLearner:
                 made.append(updated)
                 yield
         counted = np.stack(told)[made] if any(made) else np.stack(told)
-        return Learned(len(made) - sum(made), *counted.mean(axis=0).tolist())
+        return PpoStepReport(len(made) - sum(made), *counted.mean(axis=0).tolist())
 
     @exposed
-    def policy(self, weights: Arrays, steps: Steps) -> tuple[Floats, Floats]:
+    def policy(self, weights: Arrays, steps: PpoSteps) -> tuple[Floats, Floats]:
         """Log-probabilities [B, L] of the actions, and values, by these weights."""
         shape, moved = steps.logp_BL.shape, steps.moved()
         outputs = outputs_of(self._network, _tree(weights), moved.observed_BLI, moved.begins_BL, moved.state)
@@ -100,17 +100,15 @@ class PpoLearner:
 
     @exposed_read
     def config(self) -> bytes:
-        """Its `adapter_config.json`."""
         return network_config(self._network)
 
     @exposed_read
-    def snapshot(self) -> Snapshot:
-        """All of the state."""
-        return Snapshot(self.weights(), self.config(), self._adam.moments())
+    def snapshot(self) -> LearnerSnapshot:
+        return LearnerSnapshot(self.weights(), self.config(), self._adam.moments())
 
     @exposed
-    def restore(self, snapshot: Snapshot) -> None:
-        """Go on exactly where it was taken."""
+    def restore(self, snapshot: LearnerSnapshot) -> None:
+        """Restore a snapshot exactly."""
         self._weights.update(_tree(snapshot.adapter))
         self._adam.load_moments(snapshot.optimizer)
         self._good = snapshot
@@ -125,7 +123,7 @@ class PpoLearner:
         """Back to the last good weights and their moments."""
         self.restore(self._good)
 
-    def _loss(self, weights: dict[str, Any], batch: Steps) -> PpoParts:
+    def _loss(self, weights: dict[str, Any], batch: PpoSteps) -> PpoParts:
         outputs = outputs_of(self._network, weights, batch.observed_BLI, batch.begins_BL, batch.state)
         return ppo(outputs, batch, self._options.loss)
 

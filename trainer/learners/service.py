@@ -19,7 +19,17 @@ import structlog
 from redis.exceptions import RedisError
 
 from shared.errors import ConflictError, EngineError, NotFoundError, ServiceUnavailableError, SetupError
-from shared.learners import Answer, Ask, Begin, BeginDone, Failed, LearnerSpec, Request, ServiceCard, Told
+from shared.learners import (
+    Answer,
+    BeginDone,
+    BeginRequest,
+    CallDone,
+    CallRequest,
+    LearnerSpec,
+    Request,
+    RequestFailed,
+    ServiceCard,
+)
 from shared.redis.chunks import CHUNK_BYTES
 from shared.redis.connection.faults import reason
 from shared.redis.training.learner_store import LearnerStore
@@ -27,7 +37,7 @@ from trainer.learn.options import AdapterShape
 from trainer.learners.calls import call_of, signature_of
 from trainer.learners.handle import Handle
 from trainer.learners.kinds import PolicyOptions
-from trainer.learners.policy import Learner
+from trainer.learners.policy import PolicyLearner
 
 log = structlog.get_logger()
 
@@ -89,8 +99,8 @@ class ServiceLearners:
                 log.warning("learner.not_dropped", reason=reason(error))
 
 
-class ServiceHandle(Handle[Learner]):
-    """One of them. ServiceUnavailableError when there is no service for `wait_s`."""
+class ServiceHandle(Handle[PolicyLearner]):
+    """Card of a service. ServiceUnavailableError when there is none for `wait_s`."""
 
     def __init__(self, store: LearnerStore, spec: LearnerSpec, wait_s: float) -> None:
         self._store, self._spec, self._wait_s = store, spec, wait_s
@@ -101,16 +111,16 @@ class ServiceHandle(Handle[Learner]):
 
     @property
     def id(self) -> str:
-        """Of the learner."""
+        """Id of the learner in the service."""
         return self._spec.id
 
     async def begin(self) -> None:
         """Have it built, and learn of what shape it is; ConflictError when the model has no layers for it."""
         async with self._one:
-            answer = await self._answered(Begin())
+            answer = await self._answered(BeginRequest())
         if not isinstance(answer, BeginDone):
             _refused(answer)
-        self.config = await self.call(Learner.config)
+        self.config = await self.call(PolicyLearner.config)
         weights = await self.weights()
         self.shapes = {name: tuple(value.shape) for name, value in weights.items()}
 
@@ -118,18 +128,18 @@ class ServiceHandle(Handle[Learner]):
         """Send a call and wait for its result; ValueError when what is given is another adapter's."""
         async with self._one:
             body = await asyncio.to_thread(lambda: msgspec.msgpack.encode(call_of(method, args)))
-            request = Ask(body)
+            request = CallRequest(body)
             if len(body) > CHUNK_BYTES:
-                request = Ask(upload=await self._store.put_asked(self.id, body))
+                request = CallRequest(upload=await self._store.put_asked(self.id, body))
             answer = await self._answered(request)
-            if not isinstance(answer, Told):
+            if not isinstance(answer, CallDone):
                 try:
                     _refused(answer)
                 except ConflictError as error:
                     raise ValueError(str(error)) from error
             data = await self._store.saved(self.id, answer.name) if answer.name else answer.body
             try:
-                return await asyncio.to_thread(signature_of(Learner, method).result.decode, data)
+                return await asyncio.to_thread(signature_of(PolicyLearner, method).result.decode, data)
             except (msgspec.DecodeError, ValueError) as error:
                 raise EngineError(f"the service's answer to {method} cannot be read: {error}") from error
 
@@ -159,7 +169,7 @@ class ServiceHandle(Handle[Learner]):
 
 
 def _noted(file: Path) -> str:
-    """Which learner a run has had; "" for none."""
+    """Id of the learner that the run has had; "" for none."""
     return file.read_text() if file.exists() else ""
 
 
@@ -169,7 +179,9 @@ def _note(file: Path, learner: str) -> None:
 
 
 def _refused(answer: Answer) -> NoReturn:
-    message = answer.message if isinstance(answer, Failed) else f"the service has answered {type(answer).__name__}"
-    if isinstance(answer, Failed) and answer.fault == "user":
+    message = (
+        answer.message if isinstance(answer, RequestFailed) else f"the service has answered {type(answer).__name__}"
+    )
+    if isinstance(answer, RequestFailed) and answer.fault == "user":
         raise ConflictError(message)
     raise EngineError(message)

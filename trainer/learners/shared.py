@@ -23,37 +23,39 @@ import structlog
 from trainer.learn.batches import SampleGroup
 from trainer.learn.compute import Work, at_once
 from trainer.learn.measures import Distances
-from trainer.learn.steps import Plan, StepReport
+from trainer.learn.steps import StepPlan, StepReport
 from trainer.learners.handle import Handle, HostHandle
-from trainer.learners.policy import Learner, Trained
-from trainer.learners.shared_exchange import Lead
+from trainer.learners.policy import PolicyLearner, Trained
+from trainer.learners.shared_exchange import RunLead
 from trainer.learners.shared_step import SharedStep
 from trainer.state import Arrays
 
 log = structlog.get_logger()
 
 
-class SharedHandle(Handle[Learner]):
+class SharedHandle(Handle[PolicyLearner]):
     """A learner in the thread of the run's host, `mine`, whose train steps others share.
 
     `trainers`: the first step waits until so many processes take part, for `wait_s` at most.
     """
 
-    def __init__(self, mine: HostHandle[Learner], lead: Lead, trainers: int, wait_s: float) -> None:
+    def __init__(self, mine: HostHandle[PolicyLearner], lead: RunLead, trainers: int, wait_s: float) -> None:
         self._mine, self._host, self._learner = mine, mine.host, mine.learner
         self.shapes, self.config = mine.shapes, mine.config
         self._lead, self._trainers, self._wait_s = lead, trainers, wait_s
         self._speeds: dict[str, float] = {}  # positions a second
 
     async def _called(self, method: str, args: tuple[Any, ...]) -> Any:
-        return await (self._train(*args) if method == Learner.train.__name__ else self._mine._called(method, args))
+        return await (
+            self._train(*args) if method == PolicyLearner.train.__name__ else self._mine._called(method, args)
+        )
 
     async def _train(
         self, groups: Sequence[SampleGroup], step: int, policy_step: int, probes: Sequence[tuple[int, ...]]
     ) -> Trained:
         members = await self._members()
         if not members:
-            return await self._mine.call(Learner.train, groups, step, policy_step, probes)
+            return await self._mine.call(PolicyLearner.train, groups, step, policy_step, probes)
         began = time.perf_counter()
         plan, before, distances = await self._host.run(lambda: self._begin(groups, step, policy_step))
         is_shared = False
@@ -66,7 +68,7 @@ class SharedHandle(Handle[Learner]):
             report = await self._host.run(
                 at_once(lambda: self._learner.optimizer.report(plan, sums, before, seconds, distances, known))
             )
-        trained = await self._mine.call(Learner.checked, report, probes)
+        trained = await self._mine.call(PolicyLearner.checked, report, probes)
         if is_shared:
             self._lead.close(trained.weights)
         return trained
@@ -84,7 +86,7 @@ class SharedHandle(Handle[Learner]):
 
     def _begin(
         self, groups: Sequence[SampleGroup], step: int, policy_step: int
-    ) -> Work[tuple[Plan, Arrays, Distances | None]]:
+    ) -> Work[tuple[StepPlan, Arrays, Distances | None]]:
         learner = self._learner
         older = learner.begin(policy_step)
         plan, before = learner.optimizer.plan(groups, step), learner.weights()

@@ -1,4 +1,4 @@
-"""Gradients and weights as bytes, and the leader's side of what is said: who lives, who has answered, who is lost."""
+"""Gradients and weights as bytes, and the leader's side of the exchange: who is alive, has answered, or is lost."""
 
 import asyncio
 import contextlib
@@ -16,11 +16,11 @@ from redis.exceptions import RedisError
 
 from shared.errors import ConflictError, NotFoundError
 from shared.redis.connection.faults import reason
-from shared.redis.training.parcels import Parcel
+from shared.redis.training.parcels import StoredParcel
 from shared.redis.training.shared_runs import SharedRun
 from trainer.learn.advantages import ValueSums
 from trainer.learn.packing import pack, unpack
-from trainer.learn.steps import Plan, Sums
+from trainer.learn.steps import StepPlan, Sums
 from trainer.sharing import ExchangeDtype
 from trainer.state import Arrays
 from worker.engine.messages import Picture
@@ -45,7 +45,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
 class StepPart(msgspec.Struct, frozen=True):
     """One process's part of a train step."""
 
-    plan: Plan
+    plan: StepPlan
     policy_step: int
 
 
@@ -61,32 +61,32 @@ class Computed:
 
     @property
     def finite(self) -> bool:
-        """Whether every number is."""
+        """True if every number is finite."""
         return (self.known is None or self.known.finite) and all(
             np.isfinite(value).all() for value in self.gradient.values()
         )
 
 
-class Begin(msgspec.Struct, frozen=True, tag="begin"):
+class BeginStep(msgspec.Struct, frozen=True, tag="begin"):
     """A train step begins, with its look or first update: its first weights, a `StepPart` for each member that takes
     part, and the images of their samples.
     """
 
     epoch: str
     step: int
-    weights: Parcel
-    parts: dict[str, Parcel]
-    origin: Parcel | None = None  # what the run began with, where the loss needs it
-    pictures: dict[str, Parcel] = {}  # by their keys in hex: `Picture`, msgpack
+    weights: StoredParcel
+    parts: dict[str, StoredParcel]
+    origin: StoredParcel | None = None  # what the run began with, where the loss needs it
+    pictures: dict[str, StoredParcel] = {}  # by their keys in hex: `Picture`, msgpack
 
 
-class Go(msgspec.Struct, frozen=True, tag="go"):
+class NextUpdate(msgspec.Struct, frozen=True, tag="go"):
     """The next update of the step, and its weights."""
 
     epoch: str
     step: int
     update: int
-    weights: Parcel
+    weights: StoredParcel
     known: ValueSums | None = None  # of all parts, with a value head
 
 
@@ -94,18 +94,18 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """The weights that the next step will most likely have."""
 
     epoch: str
-    weights: Parcel
+    weights: StoredParcel
 
 
 class Leave(msgspec.Struct, frozen=True, tag="leave"):
-    """This member may not go on: what it computes is wrong."""
+    """Order to a member to leave, because its results are wrong."""
 
     epoch: str
     member: str
     reason: str
 
 
-Word = Begin | Go | Ready | Leave
+Word = BeginStep | NextUpdate | Ready | Leave
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
@@ -115,7 +115,7 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
     member: str
     step: int
     update: int
-    gradient: Parcel | None  # None: its part has no token in the loss
+    gradient: StoredParcel | None  # None: its part has no token in the loss
     sums: Sums
     positions: int
     known: ValueSums | None = None
@@ -137,7 +137,7 @@ LOOK_S = 1.0  # how long one look for an answer takes, before it is asked who li
 PATIENCE = 10.0  # a living member that takes so many times as long as it should is given up
 LEAST_PATIENCE_S = 30.0
 _FRESH_S = 300.0  # half of a parcel's time to live
-_PICTURE_BYTES = 256 << 20  # of images that lie in Redis between two steps, for whoever joins and for steps to come
+_PICTURE_BYTES = 256 << 20  # of images that stay in Redis between two steps, for new members and later steps
 _answer: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 
@@ -149,7 +149,7 @@ def gradient_bytes(gradient: Arrays, dtype: ExchangeDtype) -> bytes:
 
 
 def gradient_of(data: bytes, shapes: Mapping[str, tuple[int, ...]]) -> Arrays:
-    """What `gradient_bytes` was given; ValueError when it is another adapter's."""
+    """Inverse of `gradient_bytes`; ValueError when the shapes are those of another adapter."""
     groups = unpack(data)
     if "rounded" in groups:
         found: Arrays = {name: _widened(value) for name, value in groups["rounded"].items()}
@@ -171,17 +171,17 @@ def _widened(value: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
     return (value.astype(np.uint32) << 16).view(np.float32)
 
 
-class KeptParcel:
+class CachedParcel:
     """Bytes that are put again only when they change, or grow old."""
 
     def __init__(self, run: SharedRun) -> None:
         self._run = run
         self._data = b""
-        self._put: tuple[Parcel, float] | None = None
+        self._put: tuple[StoredParcel, float] | None = None
         self._one = asyncio.Lock()
 
-    async def of(self, arrays: Arrays) -> Parcel:
-        """Where these arrays lie."""
+    async def of(self, arrays: Arrays) -> StoredParcel:
+        """Store the arrays unless they are stored already, and return where."""
         async with self._one:
             data = await asyncio.to_thread(pack, {"weights": arrays})
             if self._put is not None:
@@ -194,21 +194,21 @@ class KeptParcel:
             return parcel
 
 
-class Lead:
+class RunLead:
     """A run's lead, from `begin` on. Belongs to the event loop; ConflictError when another process has taken it."""
 
     def __init__(self, run: SharedRun) -> None:
         self._run = run
         self.epoch = secrets.token_hex(6)
         self.exchange: ExchangeDtype = "float32"
-        self._weights, self._origin = KeptParcel(run), KeptParcel(run)
+        self._weights, self._origin = CachedParcel(run), CachedParcel(run)
         self._step = 0
         self._after = "0-0"
         self._beating: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
         self._lost = self._done = False
-        self._parts: list[Parcel] = []
-        self._pictures: dict[bytes, tuple[Parcel, float]] = {}  # images that were put, by key, and when
+        self._parts: list[StoredParcel] = []
+        self._pictures: dict[bytes, tuple[StoredParcel, float]] = {}  # images that were put, by key, and when
         self._within_s, self._since = float("inf"), 0.0  # seconds, and from when on time.monotonic's clock: `expect`
 
     async def __aenter__(self) -> Self:
@@ -244,11 +244,11 @@ class Lead:
                 log.warning("shared.redis_away", error=reason(error))
 
     def end(self) -> None:
-        """The run is done: at the exit its members hear that they may go."""
+        """Mark the run as done: at the exit its members are notified that they may go."""
         self._done = True
 
     async def members(self) -> list[str]:
-        """Who can take part in a step; nobody while Redis is away."""
+        """Members that can take part in a step; [] while Redis is away."""
         if self._lost:
             raise ConflictError(f"another process leads the run {self._run.name!r}")
         try:
@@ -266,7 +266,7 @@ class Lead:
         parts: Mapping[str, StepPart],
         pictures: Sequence[Picture] = (),
     ) -> None:
-        """Tell members that a step begins; `pictures`: of their samples."""
+        """Announce a step to the members; `pictures` are the images of its samples."""
         if self._closing is not None:
             await self._closing
         self._step += 1
@@ -276,10 +276,10 @@ class Lead:
         self._parts = list(told.values())
         first = None if origin is None else await self._origin.of(origin)
         shown = await self._shown(pictures)
-        await self._say(Begin(self.epoch, self._step, await self._weights.of(weights), told, first, shown))
+        await self._send(BeginStep(self.epoch, self._step, await self._weights.of(weights), told, first, shown))
 
-    async def _shown(self, pictures: Sequence[Picture]) -> dict[str, Parcel]:
-        """Where images lie, by key, which members keep, too."""
+    async def _shown(self, pictures: Sequence[Picture]) -> dict[str, StoredParcel]:
+        """Parcels of the images, by key; members cache them, too."""
         now = time.monotonic()
         self._pictures = {key: put for key, put in self._pictures.items() if now - put[1] < _FRESH_S}
         for picture in pictures:
@@ -289,12 +289,12 @@ class Lead:
         return {picture.key.hex(): self._pictures[picture.key][0] for picture in pictures}
 
     def expect(self, within_s: float) -> None:
-        """Members that have not answered in so long from now, or from when they were told, are given up."""
+        """Give up members that have not answered this long after now, or after the announcement."""
         self._within_s, self._since = within_s, time.monotonic()
 
     async def go(self, update: int, weights: Arrays, known: ValueSums | None = None) -> None:
-        """Tell members that the next update begins."""
-        await self._say(Go(self.epoch, self._step, update, await self._weights.of(weights), known))
+        """Announce the next update to the members."""
+        await self._send(NextUpdate(self.epoch, self._step, update, await self._weights.of(weights), known))
 
     def close(self, weights: Arrays) -> None:
         """The step is over, and these are most likely the next one's weights: members get them in the meantime."""
@@ -310,22 +310,22 @@ class Lead:
                 oldest, _ = self._pictures.pop(next(iter(self._pictures)))
                 kept -= oldest.size
                 await self._run.parcels.drop(oldest)
-            await self._say(Ready(self.epoch, await self._weights.of(weights)))
+            await self._send(Ready(self.epoch, await self._weights.of(weights)))
         except (RedisError, OSError) as error:
             log.warning("shared.redis_away", error=reason(error))
 
     async def send_off(self, member: str, why: str) -> None:
-        """Tell a member that it may not go on."""
+        """Order a member to leave the run."""
         log.error("shared.member_wrong", member=member, reason=why)
-        await self._say(Leave(self.epoch, member, why))
+        await self._send(Leave(self.epoch, member, why))
 
-    async def _say(self, word: Word) -> None:
-        await self._run.say(msgspec.msgpack.encode(word))
+    async def _send(self, word: Word) -> None:
+        await self._run.send(msgspec.msgpack.encode(word))
 
     async def collect(
         self, update: int, wanted: Collection[str], shapes: Mapping[str, tuple[int, ...]], began: float
     ) -> tuple[dict[str, Computed], set[str]]:
-        """Gradients by member, of those that have answered, and who is late; the others are dead, or in trouble.
+        """Gradients by member, for answers in time, and the late members; all others are dead, or have failed.
 
         How long one took is counted from `began`, on perf_counter's clock: the way of its bytes is a part of it.
         """

@@ -22,24 +22,24 @@ from shared.process.discovery import ring_url
 from shared.process.settings import version
 from shared.redis.connection.client import connect, require
 from shared.redis.connection.faults import reason
-from shared.redis.training.parcels import Parcel
+from shared.redis.training.parcels import StoredParcel
 from shared.redis.training.shared_runs import RunNow, SharedRun
 from trainer.learn.advantages import ValueSums
 from trainer.learn.compute import ComputeHost, Work, at_once
 from trainer.learn.packing import unpack
-from trainer.learn.steps import Plan
+from trainer.learn.steps import StepPlan
 from trainer.learners.kinds import PolicyOptions, policy_learner
-from trainer.learners.policy import Learner
+from trainer.learners.policy import PolicyLearner
 from trainer.learners.shared_exchange import (
     BEAT_S,
     LOOK,
     LOOK_S,
     Answer,
-    Begin,
+    BeginStep,
     Computed,
     Done,
-    Go,
     Leave,
+    NextUpdate,
     Ready,
     RunSpec,
     StepPart,
@@ -47,7 +47,7 @@ from trainer.learners.shared_exchange import (
     Word,
     gradient_bytes,
 )
-from trainer.learners.shared_step import Part
+from trainer.learners.shared_step import PartComputation
 from trainer.rollouts.sight import sight_of
 from trainer.settings import TrainSettings
 from trainer.sharing import ExchangeDtype
@@ -62,7 +62,7 @@ _part: msgspec.msgpack.Decoder[StepPart] = msgspec.msgpack.Decoder(StepPart)
 _picture: msgspec.msgpack.Decoder[Picture] = msgspec.msgpack.Decoder(Picture)
 
 
-class Member:
+class RunMember:
     """One process of a run that another one leads."""
 
     def __init__(self, settings: TrainSettings, run: SharedRun, host: ComputeHost, loaded: LoadedModel) -> None:
@@ -71,20 +71,20 @@ class Member:
         self.stopping = False
         self._now: RunNow | None = None
         self._spec: RunSpec | None = None
-        self._learner: Learner | None = None
+        self._learner: PolicyLearner | None = None
         self._sight = sight_of(loaded)
         self._after = "0-0"
         self._words: list[Word] = []
-        self._part: Part | None = None
+        self._part: PartComputation | None = None
         self._step = 0
-        self._known: tuple[Parcel, Arrays] | None = None
+        self._known: tuple[StoredParcel, Arrays] | None = None
 
     def stop(self) -> None:
         """End after the part that is computed now."""
         self.stopping = True
 
     async def take_part(self) -> None:
-        """Until the run is done or `stop` was called; ServiceUnavailableError when nobody leads it for too long."""
+        """Until the run is done or `stop` was called; ServiceUnavailableError when no process leads it for too long."""
         self._after = await self._run.words_end()
         await self._join(await self._leader())
         beating = asyncio.create_task(self._beat())
@@ -148,9 +148,9 @@ class Member:
                 log.warning("member.unreadable", error=str(error))
 
     def _newest(self) -> list[Word]:
-        """What was said since, without steps that are over."""
+        """Messages that have arrived since the last call, without those of steps that are over."""
         words, self._words = self._words, []
-        last = max((at for at, word in enumerate(words) if isinstance(word, Begin)), default=0)
+        last = max((at for at, word in enumerate(words) if isinstance(word, BeginStep)), default=0)
         return words[last:]
 
     # -- what is said
@@ -162,9 +162,9 @@ class Member:
                 return
         try:
             match word:
-                case Begin():
+                case BeginStep():
                     await self._begin(word)
-                case Go() if self._part is not None and word.step == self._step:
+                case NextUpdate() if self._part is not None and word.step == self._step:
                     await self._compute(word.update, word.weights, word.known)
                 case Ready():
                     await self._weights(word.weights)
@@ -173,7 +173,7 @@ class Member:
         except NotFoundError:  # the step is over
             self._part = None
 
-    async def _begin(self, word: Begin) -> None:
+    async def _begin(self, word: BeginStep) -> None:
         self._part, self._step = None, word.step
         if self.name not in word.parts:
             return
@@ -184,10 +184,10 @@ class Member:
         origin = None if word.origin is None else unpack(await self._run.parcels.get(word.origin))["weights"]
         learner.optimizer.policy.origin = origin
         await self._look_at(part.plan, word.pictures)
-        self._part = Part(learner.optimizer, part.plan, part.policy_step)
+        self._part = PartComputation(learner.optimizer, part.plan, part.policy_step)
         await self._compute(0 if learner.optimizer.options.value is None else LOOK, word.weights)
 
-    async def _look_at(self, plan: Plan, pictures: Mapping[str, Parcel]) -> None:
+    async def _look_at(self, plan: StepPlan, pictures: Mapping[str, StoredParcel]) -> None:
         """Fetch what is not known of the part's images."""
         keys = {image.key for mini in plan.minis for group in mini for image in group.images}
         for key in keys:
@@ -196,7 +196,7 @@ class Member:
                 data = await self._run.parcels.get(pictures[key.hex()])
                 self._sight.show(await asyncio.to_thread(_picture.decode, data))
 
-    async def _compute(self, update: int, parcel: Parcel, known: ValueSums | None = None) -> None:
+    async def _compute(self, update: int, parcel: StoredParcel, known: ValueSums | None = None) -> None:
         assert self._now is not None and self._part is not None
         weights, part = await self._weights(parcel), self._part
         try:
@@ -204,17 +204,17 @@ class Member:
         except Exception as error:
             log.exception("member.failed")
             message = f"{type(error).__name__}: {error}"
-            await self._tell(Trouble(self._now.epoch, self.name, self._step, message))
+            await self._send(Trouble(self._now.epoch, self.name, self._step, message))
             raise ServiceUnavailableError(f"this part of a train step could not be computed: {message}") from error
         await self._hear(0.001)
-        if any(isinstance(word, Begin) for word in self._words):  # it took too long: nobody wants it any more
+        if any(isinstance(word, BeginStep) for word in self._words):  # it took too long: nobody wants it any more
             self._part = None
             return
         parcelled = None
         if computed.gradient:
             data = await asyncio.to_thread(gradient_bytes, computed.gradient, self._exchange)
             parcelled = await self._run.parcels.put(data)
-        await self._tell(
+        await self._send(
             Done(
                 self._now.epoch,
                 self.name,
@@ -232,18 +232,18 @@ class Member:
         assert self._spec is not None
         return self._spec.exchange
 
-    def _gradient(self, part: Part, update: int, weights: Arrays, known: ValueSums | None) -> Work[Computed]:
+    def _gradient(self, part: PartComputation, update: int, weights: Arrays, known: ValueSums | None) -> Work[Computed]:
         assert self._learner is not None
         self._learner.optimizer.policy.load(weights)
         return (yield from part.look() if update == LOOK else part.gradient(update, known))
 
-    async def _weights(self, parcel: Parcel) -> Arrays:
+    async def _weights(self, parcel: StoredParcel) -> Arrays:
         if self._known is None or self._known[0] != parcel:
             data = await self._run.parcels.get(parcel)
             self._known = parcel, (await asyncio.to_thread(unpack, data, "weights"))["weights"]
         return self._known[1]
 
-    async def _tell(self, answer: Answer) -> None:
+    async def _send(self, answer: Answer) -> None:
         await self._run.answer(msgspec.msgpack.encode(answer))
 
 
@@ -251,7 +251,7 @@ async def take_part(
     settings: TrainSettings,
     host: ComputeHost,
     load: Callable[[], Awaitable[LoadedModel]],
-    begun: Callable[[Member], None],
+    begun: Callable[[RunMember], None],
 ) -> None:
     """Compute with a run until it is done; `begun` gets the member before its first part."""
     url = await ring_url(settings)
@@ -260,7 +260,7 @@ async def take_part(
     await require(url)
     async with contextlib.aclosing(connect(url)) as redis, contextlib.aclosing(connect(url, blocking=True)) as blocking:
         run = SharedRun(redis, settings.join_run, blocking=blocking)
-        member = Member(settings, run, host, await load())
+        member = RunMember(settings, run, host, await load())
         begun(member)
         await member.take_part()
     log.info("member.ended", run=settings.join_run)
@@ -275,7 +275,7 @@ _OWN = ("microbatch_tokens", "microbatch_s", "microbatch_gb", "gradient_checkpoi
 
 
 def run_spec(settings: TrainSettings, options: PolicyOptions, model: str, base_sha256: str) -> RunSpec:
-    """What others are told of a run."""
+    """Specification of a run for the processes that may join it."""
     return RunSpec(
         model=model,
         base_sha256=base_sha256,
@@ -287,7 +287,9 @@ def run_spec(settings: TrainSettings, options: PolicyOptions, model: str, base_s
 
 
 def options_of(spec: RunSpec, mine: TrainSettings, base_sha256: str) -> PolicyOptions:
-    """What a member's learner is made with; SetupError when its base, or a setting that it was given, is another."""
+    """Options of a member's learner; SetupError when its base, version or a setting of its own differs from the
+    run's.
+    """
     if spec.version != version():
         raise SetupError(f"the run {mine.join_run!r} is one of version {spec.version}, this is {version()}")
     if base_sha256 != spec.base_sha256:

@@ -17,28 +17,28 @@ from trainer.learn.advantages import ValueSums
 from trainer.learn.compute import ComputeHost, Work, at_once
 from trainer.learn.optimize import Optimizer, Prepared, judged, shifted
 from trainer.learn.peers import divide
-from trainer.learn.steps import Plan, Sums
-from trainer.learners.policy import Learner
-from trainer.learners.shared_exchange import LEAST_PATIENCE_S, LOOK, PATIENCE, Computed, Lead, StepPart
+from trainer.learn.steps import StepPlan, Sums
+from trainer.learners.policy import PolicyLearner
+from trainer.learners.shared_exchange import LEAST_PATIENCE_S, LOOK, PATIENCE, Computed, RunLead, StepPart
 from trainer.state import Arrays
 from worker.engine.messages import Picture
 
 log = structlog.get_logger()
 
 
-class Part:
+class PartComputation:
     """Belongs to the thread of the optimizer's policy.
 
     `before`: the weights that the step began with, where its first update may be over.
     """
 
-    def __init__(self, optimizer: Optimizer, plan: Plan, policy_step: int, before: Arrays | None = None) -> None:
+    def __init__(self, optimizer: Optimizer, plan: StepPlan, policy_step: int, before: Arrays | None = None) -> None:
         self._optimizer, self._plan, self._policy_step, self._before = optimizer, plan, policy_step, before
         self._ahead: list[list[Prepared]] | None = None
         self._shifted = False
 
     def look(self) -> Work[Computed]:
-        """What the values of the tokens come to, before the first update."""
+        """Compute the value sums of the whole step before its first update."""
         values = self._optimizer.options.value
         assert values is not None, "who looks has a value head"
         started = time.perf_counter()
@@ -46,10 +46,10 @@ class Part:
         return Computed({}, Sums(), seconds=time.perf_counter() - started, known=judged(self._ahead, values))
 
     def gradient(self, update: int, known: ValueSums | None = None) -> Work[Computed]:
-        """For this update, by the weights that the policy has now; `known`: of all parts, with a value head."""
+        """Compute the part's gradient for this update, by the present weights; `known`: value sums of all parts."""
         plan, optimizer = self._plan, self._optimizer
         if known is not None and not self._shifted:
-            if self._ahead is None:  # a part of somebody who has been lost since
+            if self._ahead is None:  # the part of a member that has been lost since
                 yield from self.look()
             assert self._ahead is not None and optimizer.options.value is not None
             shifted(self._ahead, optimizer.options.value, known)
@@ -80,14 +80,14 @@ class Part:
         return ahead
 
 
-def divided(plan: Plan, speeds: Sequence[float]) -> list[Plan]:
+def divided(plan: StepPlan, speeds: Sequence[float]) -> list[StepPlan]:
     """A plan for each process, in the order of their speeds: their samples are those of the whole, each once."""
     minis = [divide(mini, speeds) for mini in plan.minis]
     return [replace(plan, minis=[parts[i] for parts in minis]) for i in range(len(speeds))]
 
 
-def positions(plan: Plan, update: int) -> int:
-    """How many the forward pass of one update has."""
+def positions(plan: StepPlan, update: int) -> int:
+    """Number of positions in the forward pass of one update."""
     return sum(group.tokens for group in plan.minis[plan.order[update]])
 
 
@@ -98,26 +98,26 @@ _LATE = 0.25  # by which one that was given up though it lives counts as slower:
 
 
 class SharedStep:
-    """From its plan to the last update; the weights are the learner's."""
+    """A train step from its plan to the last update; the weights are the learner's."""
 
     def __init__(
         self,
         host: ComputeHost,
-        learner: Learner,
-        lead: Lead,
-        plan: Plan,
+        learner: PolicyLearner,
+        lead: RunLead,
+        plan: StepPlan,
         before: Arrays,
         policy_step: int,
         speeds: dict[str, float],
     ) -> None:
-        """`speeds`: positions a second by member, which are used and kept up to date."""
+        """`speeds`: positions a second by member, which are used and updated."""
         self._host, self._learner, self._lead = host, learner, lead
         self._plan, self._before, self._policy_step = plan, before, policy_step
         self._speeds = speeds
         self.is_shared = False  # a member had a part
         self._sums = Sums()
-        self._plans: dict[str, Plan] = {}
-        self._parts: dict[str, Part] = {}  # that this process computes
+        self._plans: dict[str, StepPlan] = {}
+        self._parts: dict[str, PartComputation] = {}  # that this process computes
         self._away: set[str] = set()  # members that do not take part any more
         self._late: set[str] = set()  # those of them that live
         self.known: ValueSums | None = None  # of all parts, once they were looked at
@@ -155,7 +155,7 @@ class SharedStep:
 
     async def _computed(self, update: int) -> dict[str, Computed]:
         """Each part of the update once, in the parts' order."""
-        self._lead.expect(float("inf"))  # nobody is late before it is known how long a part takes
+        self._lead.expect(float("inf"))  # no member is late before the duration of a part is known
         others = asyncio.create_task(self._others(update))
         try:
             found = {} if ME not in self._plans else {ME: await self._own(ME, update)}
@@ -173,7 +173,7 @@ class SharedStep:
         return {name: found[name] for name in self._plans}
 
     def _usual_s(self, update: int) -> float:
-        """How long the slowest part of an update should take, as far as speeds are known."""
+        """Expected duration of the slowest part of an update, as far as speeds are known."""
         updates = range(len(self._plan.order)) if update == LOOK else [update]
         return max(
             (
@@ -213,10 +213,10 @@ class SharedStep:
         return [] if sight is None else [sight.picture(key) for key in sorted(keys)]
 
     async def _own(self, name: str, update: int) -> Computed:
-        """What this process computes: its own part, or one of a member that is away."""
+        """Compute a part here: this process's own, or that of a member that is away."""
         if name not in self._parts:
             before = None if update <= 0 else self._before
-            self._parts[name] = Part(self._learner.optimizer, self._plans[name], self._policy_step, before)
+            self._parts[name] = PartComputation(self._learner.optimizer, self._plans[name], self._policy_step, before)
         part = self._parts[name]
         return await self._host.run(lambda: part.look() if update == LOOK else part.gradient(update, self.known))
 

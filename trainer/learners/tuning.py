@@ -27,12 +27,12 @@ from trainer.learn.logprobs import (
     shared_scores,
     to_arrays,
 )
+from trainer.learn.losses import answer_logps, cross_entropy, margins, preference_loss
 from trainer.learn.measures import measure_parity, weights_in
 from trainer.learn.options import AdapterShape
 from trainer.learn.peers import Peers
-from trainer.learn.preference import answer_logps, cross_entropy, margins, preference
 from trainer.learners.calls import exposed
-from trainer.learners.data import DataLearner, DataOptions, Measured, Size, policy_of
+from trainer.learners.data import DataLearner, DataOptions, ItemSize, Measured, policy_of
 from trainer.learners.tuning_examples import Tuning
 from trainer.rollouts.sight import Sight
 from trainer.state import Arrays
@@ -42,8 +42,8 @@ T = TypeVar("T")
 _Pair = tuple[tuple[int, ...] | tuple[bytes, ...], ...]  # keys of images, prompt, chosen, rejected
 
 
-class _Said(NamedTuple):
-    """What the model says of the tokens that count in some rows."""
+class _Predictions(NamedTuple):
+    """Predictions of the model for the tokens that count in some rows."""
 
     logp: float  # sum
     named: int  # tokens that it would have chosen itself
@@ -100,10 +100,10 @@ class RowLearner(DataLearner[T]):
     def _arrays(self, part: Sequence[T]) -> BatchArrays:
         return to_arrays(pad([self.group(item) for item in part]), self._policy.sight)
 
-    def _size(self, item: T) -> Size:
+    def _size(self, item: T) -> ItemSize:
         group = self.group(item)
         longest = max(len(sample.completion_ids) for sample in group.samples)
-        return Size(len(group.samples), len(group.prompt_ids) + longest)
+        return ItemSize(len(group.samples), len(group.prompt_ids) + longest)
 
     def _tokens(self, items: Sequence[T]) -> int:
         return sum(sum(sample.mask) for item in items for sample in self.group(item).samples)
@@ -132,14 +132,16 @@ class TuneLearner(RowLearner[SampleGroup]):
         self._policy.origin, self._references = weights, {}
 
     def measure(self, items: Sequence[SampleGroup]) -> Work[Measured]:
-        """Of sft, the share of tokens named and their loss; of dpo, the share of pairs that gained, loss and margin."""
+        """For sft, the share of tokens predicted and their loss; for dpo, the share of pairs that gained, loss and
+        margin.
+        """
         if self._tuning == "sft":
-            said: list[_Said] = []
+            said: list[_Predictions] = []
             for part in self._own_parts(items):
                 if part is not None:
-                    said.append(self._said(self._arrays(part)))
+                    said.append(self._predicted(self._arrays(part)))
                 yield
-            own = [sum(each) for each in zip(_Said(0.0, 0, 0), *said, strict=True)]
+            own = [sum(each) for each in zip(_Predictions(0.0, 0, 0), *said, strict=True)]
             logp, named, tokens = self._peers.numbers(own)
             return Measured(named / tokens, -logp / tokens)
         gained: list[float] = []
@@ -148,7 +150,7 @@ class TuneLearner(RowLearner[SampleGroup]):
             if part is not None:
                 margin_N = self._margins(self._policy.model, self._arrays(part), self._reference(part))
                 gained += np.array(margin_N).tolist()
-                loss += np.array(preference(margin_N, len(items))).item()
+                loss += np.array(preference_loss(margin_N, len(items))).item()
             yield
         right, loss, margin = self._peers.numbers([sum(each > 0 for each in gained), loss, sum(gained)])
         return Measured(right / len(items), loss, margin / len(items))
@@ -164,7 +166,7 @@ class TuneLearner(RowLearner[SampleGroup]):
     def _loss(self, model: Any, x: BatchArrays, reference_B: mx.array | None, whole: int) -> mx.array:
         if reference_B is None:
             return cross_entropy(self._scores(model, x).logp_BT, x.mask_BT, whole)
-        return preference(self._margins(model, x, reference_B), whole)
+        return preference_loss(self._margins(model, x, reference_B), whole)
 
     def _margins(self, model: Any, x: BatchArrays, reference_B: mx.array) -> mx.array:
         return margins(answer_logps(self._scores(model, x).logp_BT, x.mask_BT), reference_B, self._beta)
@@ -180,7 +182,7 @@ class TuneLearner(RowLearner[SampleGroup]):
                 self._references[_pair(item)] = chosen, rejected
         return mx.array([logp for pair in pairs for logp in self._references[pair]])
 
-    def _said(self, x: BatchArrays) -> _Said:
+    def _predicted(self, x: BatchArrays) -> _Predictions:
         """Row by row as a worker reads them; the head sees the positions that count alone."""
         body, head = halves_of(self._policy.model, self._chunk)
         rows, places = np.nonzero(np.array(x.mask_BT))
@@ -193,7 +195,7 @@ class TuneLearner(RowLearner[SampleGroup]):
             logits_NV, targets = head(hidden_NH[None, at : at + step])[0], targets_N[at : at + step]
             logp += np.array(from_logits(logits_NV, targets, entropy=False)[0]).sum(dtype=np.float64).item()
             named += int(np.array(mx.argmax(logits_NV, axis=-1) == targets).sum())
-        return _Said(logp, named, len(rows))
+        return _Predictions(logp, named, len(rows))
 
 
 def _pair(item: SampleGroup) -> _Pair:

@@ -28,7 +28,7 @@ from shared.jobs import Message
 from shared.text.codec import TextCodec
 from trainer.learn.batches import Sample, SampleGroup
 from trainer.learners.lines import Exchange, exchange, read_lines
-from trainer.rollouts.picture_shelf import Shelf
+from trainer.rollouts.picture_shelf import PictureShelf
 from trainer.rollouts.pictures import ShownChat, has_images, image_of
 
 Tuning = Literal["sft", "dpo"]
@@ -38,7 +38,7 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 _PLAIN = {"role", "content", "name", "weight"}  # fields of a message that is an answer
 
 
-class Examples(NamedTuple):
+class TuningExamples(NamedTuple):
     """Rows of sft, each with one sample, or pairs of dpo: the chosen sample, then the rejected one."""
 
     items: tuple[SampleGroup, ...]
@@ -47,7 +47,7 @@ class Examples(NamedTuple):
 
 class _Line(msgspec.Struct, frozen=True):
     messages: list[Message] | None = None
-    tools: list[dict[str, Any]] | None = None  # that a chat's template is told of
+    tools: list[dict[str, Any]] | None = None  # that the chat template renders
     functions: Any = None  # what `tools` were called once
     prompt: str | list[Message] | None = None
     completion: str | list[Message] | None = None
@@ -67,8 +67,8 @@ def read_examples(
     codec: TextCodec,
     longest: int,
     variables: Mapping[str, Any] | None = None,
-    shelf: Shelf | None = None,
-) -> Examples:
+    shelf: PictureShelf | None = None,
+) -> TuningExamples:
     """The examples of a file; SetupError names the line. `variables`: of the chat template.
 
     `shelf`: where images are read and kept, None: there may be none.
@@ -90,11 +90,11 @@ def read_examples(
             raise SetupError(f"{path}, line {number}: {error}") from error
     if not fitting:
         raise SetupError(f"{path}: no example has at most {longest} tokens, which is the model's context")
-    return Examples(tuple(fitting), too_long)
+    return TuningExamples(tuple(fitting), too_long)
 
 
 class _Row:
-    """Ids as they grow, and which of them count; behind the images of its prompt there are no others."""
+    """Ids as they grow, and which of them count; after the images of its prompt there are no others."""
 
     def __init__(self, codec: TextCodec, images: ChatImages | None = None) -> None:
         self._codec = codec
@@ -136,7 +136,7 @@ class _Chat:
             self._messages, self._images, _ = encoder.shown(self._messages)
 
     def images(self, end: int) -> ChatImages | None:
-        """Of the first `end` turns; None: they have none."""
+        """Images of the first `end` turns; None: they have no images."""
         if self._images is None:
             return None
         contents = [message["content"] for message in self._messages[:end]]
@@ -144,7 +144,7 @@ class _Chat:
         return self._images.first(sum(part["type"] == "image" for part in parts)) if parts else None
 
     def text(self, end: int, *, prompt: bool) -> str:
-        """Of the first `end` turns; `prompt`: and what the next reply begins with."""
+        """Text of the first `end` turns; with `prompt`, also of the beginning of the next reply."""
         images = self.images(end)
         text = self._encoder.rendered(self._messages[:end], self._tools, prompt=prompt)
         return text if images is None else images.expanded(text)
@@ -153,7 +153,7 @@ class _Chat:
 class _Encoder:
     """Lines as token ids of one model."""
 
-    def __init__(self, codec: TextCodec, variables: dict[str, Any], shelf: Shelf | None) -> None:
+    def __init__(self, codec: TextCodec, variables: dict[str, Any], shelf: PictureShelf | None) -> None:
         self._codec, self._variables, self._shelf = codec, variables, shelf
         self._ends = [spelling for token in codec.bundle.eos_token_ids if (spelling := codec.token(token))]
 
@@ -261,7 +261,7 @@ class _Encoder:
         return self._shelf.chat(messages)
 
     def rendered(self, messages: list[Message], tools: list[dict[str, Any]] | None, *, prompt: bool) -> str:
-        """By the chat template."""
+        """Render the messages by the model's chat template."""
         return self._codec.render_chat(messages, add_generation_prompt=prompt, tools=tools, **self._variables)
 
 

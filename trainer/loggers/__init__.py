@@ -1,8 +1,7 @@
-"""The figures of a run for other people's boards: `--tensorboard DIR`, `--logger wandb|mlflow|trackio`.
+"""The figures of a run for other tools: `--tensorboard DIR`, `--logger wandb|mlflow|trackio`.
 
-    figures.py       what is written of a train step, and under which names
     choice.py        the names that `--logger` takes, and whether their packages are installed
-    tracked_run.py   what such a package is told of a run, and what a way to it has to do
+    tracked_run.py   the run, its figures and samples as such a package gets them, and the protocol of a package
     sender.py        a queue and a thread for one package, which never delays a train step
     loggers.py       all senders of a run, from its start to its end
     wandb.py, mlflow.py, trackio.py   the packages, through their own Python APIs

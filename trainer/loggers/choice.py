@@ -1,4 +1,4 @@
-"""Which packages a run logs to: `--logger wandb --logger mlflow`, `--logger wandb,mlflow`, or a list in YAML."""
+"""The packages that a run logs to: `--logger wandb --logger mlflow`, `--logger wandb,mlflow`, or a list in YAML."""
 
 import importlib.util
 import json
@@ -47,7 +47,7 @@ class LoggerSettings(BaseModel):
     logger_samples: bool = Field(default=False, description="loggers get the shown samples, too: prompts and replies")
 
     def check_loggers(self) -> None:
-        """SetupError when a package is missing, or when samples would go to nobody."""
+        """SetupError when a package is missing, or when samples would go nowhere."""
         check_installed(self.logger)
         if self.logger_samples and not (self.logger and self.show_samples):
             raise SetupError("--logger-samples goes with a --logger, and with --show-samples above 0")

@@ -10,9 +10,8 @@ from typing import Any, Self
 
 import structlog
 
-from trainer.loggers.figures import by_name
 from trainer.loggers.sender import Sender
-from trainer.loggers.tracked_run import Ending, Plain, Samples, TrackedRun, Tracker
+from trainer.loggers.tracked_run import Ending, Plain, Samples, TrackedRun, Tracker, by_name
 
 log = structlog.get_logger()
 
@@ -22,7 +21,7 @@ HURRIED_S = 1.0  # the same, when the run is ended at once
 
 
 class Loggers:
-    """All senders of one run. Leaving it ends them, and waits for what they still have to hand on."""
+    """All senders of one run. Leaving the context ends them, and waits for their queues."""
 
     def __init__(
         self,
@@ -46,7 +45,7 @@ class Loggers:
         loop = asyncio.get_running_loop()
 
         def ended() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody waits any more
+            with contextlib.suppress(RuntimeError):  # the loop has been closed: no task waits any more
                 loop.call_soon_threadsafe(self._one_ended)
 
         self._left = len(self._names)
@@ -58,7 +57,7 @@ class Loggers:
             self._senders.append(Sender(name, partial(_open, name), run, ended))
 
     def write(self, train_step: int, values: Mapping[str, Any], samples: Samples = ()) -> None:
-        """Hand on a line of metrics.jsonl, and the samples where the settings allow it; returns at once."""
+        """Queue a line of metrics.jsonl, and the samples where the settings allow it; returns at once."""
         if self._senders:
             point = train_step, dict(by_name(values)), samples if self._with_samples else ()
             for sender in self._senders:

@@ -1,4 +1,4 @@
-"""MLflow: `--logger mlflow`, to `MLFLOW_TRACKING_URI` or, without it, where MLflow keeps runs on this machine."""
+"""MLflow: `--logger mlflow`, to `MLFLOW_TRACKING_URI` or, without it, where MLflow stores runs on this machine."""
 
 import json
 import time
@@ -25,7 +25,7 @@ class MlflowRun:
         self._client.update_run(self._id, status="RUNNING")
 
     def _known(self, run_id: str) -> Run | None:
-        """The run of an earlier start, unless it has been deleted or was kept elsewhere."""
+        """The run of an earlier start, unless it has been deleted or was stored elsewhere."""
         try:
             run = self._client.get_run(run_id) if run_id else None
         except MlflowException as error:
@@ -35,7 +35,7 @@ class MlflowRun:
         return run if run is not None and run.info.lifecycle_stage == "active" else None
 
     def _new(self, run: TrackedRun) -> str:
-        """Its parameters are those of the first start: MLflow changes none."""
+        """Create a run; its parameters stay those of the first start, because MLflow changes none."""
         experiment = self._client.get_experiment_by_name(run.project)
         experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(run.project)
         run_id: str = self._client.create_run(experiment_id, run_name=run.name).info.run_id
@@ -56,7 +56,7 @@ class MlflowRun:
             self._client.log_dict(self._id, {"samples": shown}, f"samples/step-{train_step:06d}.json")
 
     def end(self, ending: Ending) -> None:
-        """FINISHED, KILLED or FAILED."""
+        """Close the run as FINISHED, KILLED or FAILED."""
         self._client.set_terminated(self._id, _STATUS[ending])
 
 

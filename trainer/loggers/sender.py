@@ -40,7 +40,7 @@ class Sender:
         threading.Thread(target=self._work, name=f"logger-{name}", daemon=True).start()
 
     def put(self, point: Point) -> None:
-        """Hand on the figures of a train step, or drop them when too many wait; returns at once."""
+        """Queue the figures of a train step, or drop them when too many wait; returns at once."""
         with self._news:
             full = len(self._points) >= KEPT
             if not full:
@@ -128,5 +128,5 @@ class Sender:
 
 
 def _reason(error: Exception) -> str:
-    """What went wrong, without the passwords that addresses may hold."""
+    """Description of an error, without the passwords that addresses may contain."""
     return _CREDENTIALS.sub("//***@", f"{type(error).__name__}: {error}")[:500]

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from shared.errors import SetupError
-from trainer.loggers.figures import by_name
+from trainer.loggers.tracked_run import by_name
 
 
 class TensorBoardLog:

@@ -1,22 +1,35 @@
-"""What a package that tracks runs is told of ours, and what a way to it has to do.
+"""A run as packages that track runs see it, its figures by name, and the protocol of such a package.
 
-The run's id there is kept in a file of the run's folder, so that a run that is started again goes on in the same one.
+The run's id there is stored in a file of the run's folder, so that a run that is started again goes on in the same one.
 """
 
 import contextlib
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from pydantic import BaseModel, SecretStr
 
-from shared.training import ShownSample
+from shared.training import BoardSample
 
 Ending = Literal["finished", "stopped", "failed"]  # stopped: by a person or SIGTERM, with a checkpoint to go on from
 Plain = str | int | float | bool
-Samples = Sequence[ShownSample]  # of a train step; (): the run shows them to nobody
+Samples = Sequence[BoardSample]  # of a train step; (): the run does not publish them
 COLUMNS = ("train_step", "reward", "prompt", "reply", "version", "finish_reason", "error")
+GROUPS = {
+    "rollout": (
+        "reward", "reward_std", "held_out", "held_out_true", "completion_tokens", "groups", "taught", "failed",
+        "overlong", "zero_variance",
+    ),
+    "policy": (
+        "loss", "kl", "entropy", "clip_fraction", "grad_norm", "update_rms", "learning_rate", "value_loss", "explained",
+    ),
+    "staleness": ("lag_mean", "lag_max", "dropped", "mismatch", "mismatch_max", "staleness", "staleness_max"),
+    "curriculum": ("tasks_solved", "tasks_hopeless", "tasks_unseen", "difficulty", "wanted_difficulty"),
+    "speed": ("tokens", "tokens_per_s", "wait_s", "train_s", "publish_s"),
+    "run": ("policy_step", "version"),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -30,13 +43,13 @@ class TrackedRun:
 
     @property
     def known_id(self) -> str:
-        """Its id from an earlier start; "": there was none."""
+        """Id from an earlier start of the run; "": there was none."""
         with contextlib.suppress(FileNotFoundError):
             return self.id_file.read_text().strip()
         return ""
 
     def keep_id(self, run_id: str) -> None:
-        """Keep it for the next start."""
+        """Store the id for the next start."""
         self.id_file.parent.mkdir(parents=True, exist_ok=True)
         temporary = self.id_file.with_suffix(".tmp")
         temporary.write_text(f"{run_id}\n")
@@ -54,9 +67,17 @@ class Tracker(Protocol):
 
 
 class TrackerKind(Protocol):
-    """How a run is opened in a package: a new one, or the one that it was before."""
+    """Opens a run in a package: a new one, or the one of an earlier start."""
 
     def __call__(self, run: TrackedRun) -> Tracker: ...
+
+
+def by_name(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Figures of a line of metrics.jsonl as `group/figure`; those that were not measured are left out."""
+    for group, names in GROUPS.items():
+        for name in names:
+            if values[name] is not None:
+                yield f"{group}/{name}", values[name]
 
 
 def rows(train_step: int, samples: Samples) -> list[list[Plain | None]]:

@@ -1,4 +1,4 @@
-"""Trackio: `--logger trackio`: files on this machine (`TRACKIO_DIR`), or, as its variables say, a Space or a server."""
+"""Trackio: `--logger trackio`: files on this machine (`TRACKIO_DIR`), or by its variables a Space or a server."""
 
 from collections.abc import Mapping
 
@@ -8,7 +8,7 @@ from trainer.loggers.tracked_run import COLUMNS, Ending, Samples, TrackedRun, ro
 
 
 class TrackioRun:
-    """A run of Trackio. It goes by the run's name: the newest of that name goes on after a restart."""
+    """A run of Trackio, identified by its name: the newest of that name continues after a restart."""
 
     def __init__(self, run: TrackedRun) -> None:
         resume = "allow" if run.known_id else "never"
@@ -23,7 +23,7 @@ class TrackioRun:
         self._run.log({**figures, **table}, step=train_step)
 
     def end(self, ending: Ending) -> None:
-        """Trackio has no states, so the last entry says how the run ended."""
+        """Write how the run ended as its last entry, since Trackio has no states."""
         self._run.log({"ended": ending})
         self._run.finish()
 

@@ -1,4 +1,4 @@
-"""Weights & Biases: `--logger wandb`. `WANDB_MODE=offline` keeps all in a folder, for `wandb sync` later."""
+"""Weights & Biases: `--logger wandb`. `WANDB_MODE=offline` writes all into a folder, for `wandb sync` later."""
 
 import secrets
 from collections.abc import Mapping
@@ -47,7 +47,7 @@ class WandbRun:
         self._run.log({"train_step": train_step, **figures, **table})
 
     def end(self, ending: Ending) -> None:
-        """Finished or failed, as W&B has it; `ended` in its summary says which of ours."""
+        """Finished or failed, as W&B has it; `ended` in its summary has our state."""
         self._run.summary["ended"] = ending
         self._run.finish(exit_code=int(ending == "failed"))
 

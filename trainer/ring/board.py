@@ -30,7 +30,7 @@ WAIT_FOR_OWNER_S = 2.5 * keys.TRAINER_TTL_S
 
 
 class BoardStore(Protocol):
-    """Where the board is kept: in Redis (`TrainingBoard`), or behind an api (`trainer.ring.over_http.HttpBoard`)."""
+    """Storage of the board: Redis (`TrainingBoard`), or an api (`trainer.ring.over_http.HttpBoard`)."""
 
     policy: str
 
@@ -86,11 +86,11 @@ class RingBoard:
             await self._board.let_go(self.owner)
 
     def begin(self, status: Callable[[TrainerState], TrainerStatus], stop: Callable[[], None]) -> None:
-        """From now on `status` may be asked; `stop` ends the run when the policy has gone to another trainer."""
+        """Begin heartbeats with `status`; `stop` ends the run when the policy has gone to another trainer."""
         self._status, self._stop = status, stop
 
     async def show(self, state: TrainerState, point: TrainingPoint | None = None, problem: str = "") -> None:
-        """What the run does now, the train step that it has just done, and what keeps it from learning.
+        """Write the run's state, the point of its last train step, and the problem that keeps it from learning.
 
         A ring that is away is not waited for: the next heartbeat says the same.
         """
@@ -101,7 +101,7 @@ class RingBoard:
             await self._write()
 
     def note(self, problem: str) -> None:
-        """What keeps the run from learning, for the next heartbeat; "": nothing does any more."""
+        """Set the problem that the next heartbeat reports; "": there is none any more."""
         self._problem = problem[:2000]
 
     async def _write(self) -> None:
@@ -126,7 +126,7 @@ class RingBoard:
 
 
 def _dead(owner: str) -> bool:
-    """Whether the owner was a process of this host that is no more."""
+    """True if the owner was a process of this host that has ended."""
     host, _, rest = owner.partition(":")
     pid = rest.partition(":")[0]
     if host != socket.gethostname() or not pid.isdigit():

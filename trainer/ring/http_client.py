@@ -118,14 +118,14 @@ class HttpApi:
         patience = Patience(self._patience_s if patience_s is None else patience_s)
 
         def warn(trouble: httpx.Response | httpx.TransportError) -> None:
-            log.warning("train.api_away", path=path, reason=_told(trouble), again_in_s=patience.pause_s)
+            log.warning("train.api_away", path=path, reason=_described(trouble), again_in_s=patience.pause_s)
 
         try:
             answer = await patiently(lambda: self._http.request(method, path, **request), patience, trouble=warn)
         except httpx.TransportError as error:
-            raise ServiceUnavailableError(f"{self.url}{path}: {_told(error)}") from error
+            raise ServiceUnavailableError(f"{self.url}{path}: {_described(error)}") from error
         if answer.status_code in BUSY:
-            raise ServiceUnavailableError(f"{self.url}{path}: {_told(answer)}")
+            raise ServiceUnavailableError(f"{self.url}{path}: {_described(answer)}")
         return self._checked(answer)
 
     def _checked(self, answer: httpx.Response) -> httpx.Response:
@@ -141,8 +141,8 @@ class HttpApi:
         raise kind(f"{answer.url.path}: {problem.message}")
 
 
-def _told(trouble: httpx.Response | httpx.TransportError) -> str:
-    """Why there is no answer yet."""
+def _described(trouble: httpx.Response | httpx.TransportError) -> str:
+    """Reason why there is no answer yet."""
     if isinstance(trouble, httpx.Response):
         return f"{trouble.status_code}: {_problem(trouble).message}"
     return str(trouble) or type(trouble).__name__

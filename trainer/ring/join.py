@@ -1,4 +1,4 @@
-"""How a trainer joins its ring: by its Redis (`--redis`, or `--connect-to` an api that tells it), or by HTTP alone."""
+"""How a trainer joins its ring: by its Redis (`--redis`, or from the api of `--connect-to`), or by HTTP alone."""
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -9,8 +9,8 @@ from shared.errors import SetupError, UnknownModelError
 from shared.process.discovery import ring_url
 from shared.redis import keys
 from shared.redis.connection.client import connect, require
+from shared.redis.processes.worker_registry import WorkerRegistry
 from shared.redis.queue.sequence_calls import SequenceCalls
-from shared.redis.ring.worker_registry import WorkerRegistry
 from shared.redis.training.board import TrainingBoard, ring_id
 from shared.redis.training.learner_store import LearnerStore
 from shared.redis.training.orders import Orders
@@ -20,13 +20,13 @@ from shared.text.codec import CodecCache, TextCodec
 from shared.training import Beat, Holder
 from trainer.learners.federation import federation
 from trainer.learners.service import ServiceLearners
-from trainer.learners.shared_exchange import Lead
+from trainer.learners.shared_exchange import RunLead
 from trainer.ring.board import RingBoard
 from trainer.ring.http_client import HttpApi
 from trainer.ring.mailbox import RingMailbox
 from trainer.ring.over_http import HttpBoard, HttpJudges, HttpOrders, HttpSink, HttpSource
 from trainer.ring.over_redis import RingSource, StoreSink
-from trainer.ring.ring import Ring
+from trainer.ring.ring import TrainerRing
 from trainer.rollouts.scorers import Judges, ring_judges
 from trainer.settings import TrainSettings
 from worker.engine.model.loader import LoadedModel
@@ -40,7 +40,7 @@ class Way:
     """
 
     judges: Judges
-    join: Callable[[LoadedModel | None], AbstractAsyncContextManager[Ring]]
+    join: Callable[[LoadedModel | None], AbstractAsyncContextManager[TrainerRing]]
 
 
 @asynccontextmanager
@@ -60,7 +60,7 @@ async def way_to_ring(settings: TrainSettings) -> AsyncIterator[Way]:
 
 
 @asynccontextmanager
-async def _over_redis(url: str, settings: TrainSettings, mine: LoadedModel | None) -> AsyncIterator[Ring]:
+async def _over_redis(url: str, settings: TrainSettings, mine: LoadedModel | None) -> AsyncIterator[TrainerRing]:
     """Samples through the sequence queue, versions into the adapter store."""
     redis, blocking = connect(url), connect(url, blocking=True)
     try:
@@ -80,7 +80,7 @@ async def _over_redis(url: str, settings: TrainSettings, mine: LoadedModel | Non
             RingBoard(TrainingBoard(redis, settings.adapter)) as board,
             SequenceCalls(redis, card.name, f"train-{settings.run_name}") as calls,
             RingMailbox(orders) as mailbox,
-            Lead(SharedRun(redis, settings.run_name, blocking=blocking)) as lead,
+            RunLead(SharedRun(redis, settings.run_name, blocking=blocking)) as lead,
         ):
             live = TrajectoryQueue(redis, settings.adapter, blocking=blocking)
             source = RingSource(redis, card, codec, calls)
@@ -90,7 +90,7 @@ async def _over_redis(url: str, settings: TrainSettings, mine: LoadedModel | Non
                 learners = ServiceLearners(LearnerStore(redis), card.name, settings.learner_wait_s)
             others = lead if settings.learner == "shared" else None
             id = await ring_id(redis)
-            ring = Ring(
+            ring = TrainerRing(
                 card.base_sha256, codec, source, sink, board, mailbox, live, id, learners, others, model=card.name
             )
             try:
@@ -105,7 +105,7 @@ async def _over_redis(url: str, settings: TrainSettings, mine: LoadedModel | Non
 
 
 @asynccontextmanager
-async def _over_http(api: HttpApi, settings: TrainSettings, mine: LoadedModel | None) -> AsyncIterator[Ring]:
+async def _over_http(api: HttpApi, settings: TrainSettings, mine: LoadedModel | None) -> AsyncIterator[TrainerRing]:
     """Samples by jobs, versions by uploads; the ring's Redis is out of sight, and so is its live traffic."""
     assert mine is not None, "settings are checked"
     async with RingBoard(HttpBoard(api, settings.adapter)) as board:
@@ -118,13 +118,13 @@ async def _over_http(api: HttpApi, settings: TrainSettings, mine: LoadedModel | 
             source = HttpSource(api, held.model, settings.run_name, settings.group_deadline_s)
             sink = HttpSink(api, settings.adapter, held.model)
             codec = TextCodec(mine.tokenizer)
-            ring = Ring(mine.card.base_sha256, codec, source, sink, board, mailbox, id=held.ring)
+            ring = TrainerRing(mine.card.base_sha256, codec, source, sink, board, mailbox, id=held.ring)
             async with _in_federation(ring, settings, settings.sync_redis) as ring:
                 yield ring
 
 
 @asynccontextmanager
-async def _in_federation(ring: Ring, settings: TrainSettings, url: str) -> AsyncIterator[Ring]:
+async def _in_federation(ring: TrainerRing, settings: TrainSettings, url: str) -> AsyncIterator[TrainerRing]:
     """The ring, with the run's place in its federation if it has one; `url`: of the Redis that the ring is in."""
     if not settings.federation:
         yield ring

@@ -26,10 +26,10 @@ _order = msgspec.json.Decoder(Order)
 
 
 class OrderDesk(Protocol):
-    """Where orders lie: in Redis (shared/redis/training/orders.py), or behind an api (trainer/ring/over_http.py)."""
+    """Storage of orders: Redis (shared/redis/training/orders.py), or an api (trainer/ring/over_http.py)."""
 
     async def take(self, consumer: str, count: int = 1) -> list[Received[bytes]]:
-        """The next orders: first those that this consumer had and did not finish, then new ones; does not wait."""
+        """The next orders, without waiting: first this consumer's unfinished ones, then new ones."""
 
     async def wait(self, timeout_s: float) -> None:
         """Until something new may be there."""
@@ -54,7 +54,7 @@ class RingMailbox(BackgroundReader):
         self._ready = asyncio.Event()
 
     def known(self, orders: Collection[str]) -> None:
-        """Orders whose effect the weights have already; nothing is read before this is said."""
+        """Set the orders whose effect the weights already have; must be called before anything is read."""
         self._known = frozenset(orders)
         self._ready.set()
 
@@ -66,12 +66,12 @@ class RingMailbox(BackgroundReader):
         return self._waiting.popleft()
 
     def give_back(self, received: Received[Order]) -> None:
-        """It comes first again."""
+        """Put an order back, so that it is the next to be received."""
         self._waiting.appendleft(received)
         self._arrived.set()
 
     async def answer(self, received: Received[Order], answer: Answer, *, keep: bool = False) -> None:
-        """Tell whoever waits; with `keep` the order is done only when a checkpoint has its effect."""
+        """Send the answer; with `keep` the order is done only when a checkpoint has its effect."""
         await self._orders.reply(received.id, msgspec.json.encode(answer))
         if keep:
             self._kept.append(received)
@@ -79,7 +79,7 @@ class RingMailbox(BackgroundReader):
             await self._orders.finish(received)
 
     async def saved(self) -> None:
-        """A checkpoint is on disk: what was kept is done."""
+        """Mark orders as done whose effect is in the checkpoint that was just written."""
         kept, self._kept = self._kept, []
         for received in kept:
             await self._orders.finish(received)

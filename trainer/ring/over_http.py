@@ -65,13 +65,13 @@ class _Done(msgspec.Struct):
 
 
 class _Served(msgspec.Struct):
-    """What of a policy's status is needed here."""
+    """The field of a policy's status that is needed here."""
 
     current_lora: str | None = None
 
 
 class HttpSource:
-    """Generates by jobs."""
+    """Generates samples by submitting jobs."""
 
     def __init__(self, api: HttpApi, model: str, run: str, deadline_s: float) -> None:
         self._api = api
@@ -177,7 +177,6 @@ class HttpSink:
         await self._api.call("POST", f"{self._path}/promote", _Done, body)
 
     async def latest_version(self) -> int:
-        """See `AdapterSink`."""
         try:
             lora = (await self._api.call("GET", "/v1/training/status", _Served, policy=self._name)).current_lora
         except UnknownAdapterError:
@@ -185,7 +184,6 @@ class HttpSink:
         return int(lora.rpartition("@")[2]) if lora else 0
 
     async def fetch(self, version: int, name: str = "") -> Stored:
-        """See `AdapterSink`."""
         raise ConflictError(
             f"the weights of {name or self._name}@{version} cannot be had over HTTP: only this run's own can be "
             "trained on, or a folder's (--start-from)"
@@ -208,14 +206,14 @@ class HttpSink:
         await self._api.call("POST", f"{self._path}/best", _Done, {"version": version, "value": value})
 
     async def alert(self, kind: AlertKind, message: str) -> None:
-        """Log it and tell whoever listens."""
+        """Log the event and publish it as an alert."""
         log.warning("train.alert", adapter=self._name, kind=kind, message=message)
         event = Alert(self._name, kind, message[:2000], time.time_ns() // 1_000_000)
         await self._api.call("POST", f"/v1/trainers/{quote(self._name)}/alerts", _Done, event)
 
 
 class HttpBoard:
-    """What `trainer.ring.board.RingBoard` writes on; it does not wait long, since the next heartbeat says the same."""
+    """Implementation of RingBoard's store over HTTP; it waits briefly, since the next heartbeat repeats the same."""
 
     def __init__(self, api: HttpApi, policy: str) -> None:
         self._api = api
@@ -228,11 +226,11 @@ class HttpBoard:
         return (await self._beat(Beat(owner=owner, instead_of=instead_of))).owner
 
     async def let_go(self, owner: str) -> None:
-        """Give the policy up."""
+        """Release the policy, so that another trainer may own it."""
         await self._api.call("DELETE", f"/v1/trainers/{quote(self.policy)}", _Done, patience_s=2, owner=owner)
 
     async def write(self, status: TrainerStatus) -> None:
-        """Replace the status."""
+        """Replace the policy's status by this one."""
         await self._beat(Beat(owner=self._owner, status=status))
 
     async def add(self, point: TrainingPoint) -> None:
@@ -244,7 +242,7 @@ class HttpBoard:
 
 
 class HttpOrders:
-    """Where `trainer.ring.mailbox.RingMailbox` takes orders from; a policy that is no longer ours has none."""
+    """Orders for `trainer.ring.mailbox.RingMailbox` over HTTP; a policy that is no longer ours has none."""
 
     def __init__(self, api: HttpApi, policy: str, owner: str) -> None:
         self._api = api
@@ -267,7 +265,7 @@ class HttpOrders:
         ]
 
     async def wait(self, timeout_s: float) -> None:
-        """A while."""
+        """Sleep for at most ORDER_LOOK_S."""
         await asyncio.sleep(min(timeout_s, ORDER_LOOK_S))
 
     async def reply(self, order_id: str, answer: bytes) -> None:
@@ -322,7 +320,7 @@ class HttpJudges:
         return [Reward(name, None, error=lack) if lack else next(scored) for lack in missing]
 
     async def outputs(self, name: str, head: str, texts: Sequence[Sequence[int]]) -> list[list[float]]:
-        """By /v1/rl/act, which shows what an action is drawn from."""
+        """Outputs by /v1/rl/act, which returns the distribution that an action is drawn from."""
         body = {"model": name, "head": head, "observations": texts, "deterministic": True}
         said = await self._api.call("POST", "/v1/rl/act", _Policies, body)
         if said.action_probs is not None:

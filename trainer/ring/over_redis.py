@@ -22,8 +22,8 @@ from shared.owners import ADMINS
 from shared.redis.adapters.store import AdapterStore
 from shared.redis.kept.image_store import ImageStore
 from shared.redis.kept.kept_things import Terms
+from shared.redis.processes.worker_registry import WorkerRegistry
 from shared.redis.queue.sequence_calls import SequenceCalls
-from shared.redis.ring.worker_registry import WorkerRegistry
 from shared.redis.training.board import TrainingBoard
 from shared.seeds import derived_seed
 from shared.sequences import ModelCard, SamplingParams, SequenceSpec
@@ -118,11 +118,9 @@ class StoreSink:
         await self._store.promote(self._name, version, gate=gate, if_latest=if_latest)
 
     async def latest_version(self) -> int:
-        """See `AdapterSink`."""
         return await self._store.latest(self._name)
 
     async def fetch(self, version: int, name: str = "") -> Stored:
-        """See `AdapterSink`."""
         manifest = await self._store.manifest(name or self._name, version)
         with TemporaryDirectory(prefix="parallm-adapter-") as folder:
             file = Path(folder, MLX_FILE)
@@ -133,7 +131,7 @@ class StoreSink:
         return Stored(weights, inherit_config(manifest), manifest.base_sha256)
 
     async def served_base(self) -> str:
-        """See `AdapterSink`: of the model under the name that this run's samples ask for."""
+        """SHA-256 of the base under the model name that this run's samples ask for; "": no worker serves it."""
         card = await self._registry.card(self._card.name)
         return card.base_sha256 if card is not None else ""
 
@@ -150,6 +148,6 @@ class StoreSink:
         await self._store.set_best(self._name, version, value)
 
     async def alert(self, kind: AlertKind, message: str) -> None:
-        """Log it and tell whoever listens."""
+        """Log the event and publish it as an alert."""
         log.warning("train.alert", adapter=self._name, kind=kind, message=message)
         await self._board.alert(kind, message)

@@ -11,7 +11,7 @@ from shared.text.codec import TextCodec
 from shared.training import AlertKind
 from trainer.learners.federation import Federation
 from trainer.learners.service import ServiceLearners
-from trainer.learners.shared_exchange import Lead
+from trainer.learners.shared_exchange import RunLead
 from trainer.ring.board import RingBoard
 from trainer.ring.mailbox import RingMailbox
 from trainer.rollouts.groups import RolloutSource
@@ -40,7 +40,7 @@ class Stored:
 
 
 class AdapterSink(Protocol):
-    """Where versions go: `over_redis.py` or `over_http.py`. The store gives out the numbers; they never repeat."""
+    """Store of versions: `over_redis.py` or `over_http.py`. The store gives out the numbers; they never repeat."""
 
     async def stage(self, candidate: Candidate) -> int:
         """Store and verify the candidate as the next version, loadable by number; the latest stays what it was.
@@ -55,7 +55,7 @@ class AdapterSink(Protocol):
         """
 
     async def latest_version(self) -> int:
-        """The version that is the latest now, whoever made it so; 0: none."""
+        """The latest version at present, of any origin; 0: none."""
 
     async def fetch(self, version: int, name: str = "") -> Stored:
         """A version's weights out of the store, whoever put it there; ParallmError when they cannot be had.
@@ -76,12 +76,12 @@ class AdapterSink(Protocol):
         """Point `best` at a version."""
 
     async def alert(self, kind: AlertKind, message: str) -> None:
-        """Tell whoever watches: an event and a counter."""
+        """Publish an alert: an event and a counter."""
 
 
 @dataclass(frozen=True)
-class Ring:
-    """What a run uses of its ring."""
+class TrainerRing:
+    """The parts of a ring that a run uses."""
 
     base_sha256: str
     codec: TextCodec
@@ -92,6 +92,6 @@ class Ring:
     live: TrajectoryQueue | None = None  # needed for the sources `live` and `both`
     id: str = ""  # the name of its data; "": not known
     learners: ServiceLearners | None = None  # where the training service has the run's learner
-    lead: Lead | None = None  # where others may compute with the run
+    lead: RunLead | None = None  # where others may compute with the run
     federation: Federation | None = None  # with which the run averages its weights
     model: str = ""  # served name of the base

@@ -31,7 +31,7 @@ log = structlog.get_logger()
 MASKED = -100
 PATIENCE_S = 60.0  # for a run-api that is away
 POLL_S = (0.2, 2.0)  # first and longest, between two questions for a batch
-SAY_AGAIN_S = 30.0
+WARN_AGAIN_S = 30.0
 _KNOWN_OVERRIDES = frozenset({"set_advantage_to_zero", "group_size"})
 
 
@@ -56,7 +56,7 @@ class _Batch(msgspec.Struct):
 
 
 class Registration(msgspec.Struct, frozen=True):
-    """What run-api, and through it each environment, learns of a run."""
+    """Registration at run-api: what it, and through it each environment, learns of the run."""
 
     wandb_group: str
     wandb_project: str
@@ -69,7 +69,7 @@ class Registration(msgspec.Struct, frozen=True):
 
 
 class AtroposApi:
-    """run-api's side for trainers. `trouble` hears why run-api cannot be asked at present, and "" once it can again."""
+    """run-api's side for trainers. `trouble` gets the reason why run-api cannot be asked, and "" once it can again."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class AtroposApi:
         self._http = httpx.AsyncClient(base_url=self.url, timeout=30, transport=transport, trust_env=False)
 
     async def register(self, registration: Registration) -> None:
-        """Say what we train; environments may start from now on."""
+        """Register the run; environments may start from now on."""
         await self._ask("POST", "/register", content=msgspec.json.encode(registration))
 
     async def batch(self) -> list[Scored] | None:
@@ -102,7 +102,7 @@ class AtroposApi:
         return int(msgspec.json.decode(await self._ask("GET", "/status"))["queue_size"])
 
     async def aclose(self) -> None:
-        """Close the connections."""
+        """Close the connections to run-api."""
         await self._http.aclose()
 
     async def _ask(self, method: str, path: str, **more: Any) -> bytes:
@@ -110,7 +110,7 @@ class AtroposApi:
             return self._http.request(method, path, headers=_JSON, **more)
 
         try:
-            response = await patiently(send, Patience(PATIENCE_S), _FAULTS, lambda outcome: self._say(path, outcome))
+            response = await patiently(send, Patience(PATIENCE_S), _FAULTS, lambda outcome: self._warn(path, outcome))
         except httpx.TransportError as error:
             raise ServiceUnavailableError(self._problem(path, error)) from error
         if not response.is_success:
@@ -121,7 +121,7 @@ class AtroposApi:
             log.info("atropos.back", url=self.url)
         return response.content
 
-    def _say(self, path: str, outcome: httpx.Response | httpx.TransportError) -> None:
+    def _warn(self, path: str, outcome: httpx.Response | httpx.TransportError) -> None:
         """Report that run-api is away, once until it is back."""
         if not self._away:
             self._away = True
@@ -157,7 +157,7 @@ class AtroposCollector(IndexedSource):
         self._api = api
         self._registration = registration
         self._receiving: asyncio.Task[None] | None = None
-        self._said = 0.0
+        self._warned = 0.0
 
     async def __aenter__(self) -> Self:
         await self._api.register(self._registration)
@@ -165,7 +165,7 @@ class AtroposCollector(IndexedSource):
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Let go of run-api."""
+        """Stop receiving, and disconnect from run-api."""
         if self._receiving is not None:
             self._receiving.cancel()
             await asyncio.gather(self._receiving, return_exceptions=True)
@@ -181,7 +181,7 @@ class AtroposCollector(IndexedSource):
             if batch:
                 self.consumed += len(batch)
                 return batch
-            await self._say_that_we_wait()
+            await self._warn_of_waiting()
             await asyncio.sleep(pause_s)
             pause_s = min(POLL_S[1], 1.5 * pause_s)
 
@@ -201,9 +201,9 @@ class AtroposCollector(IndexedSource):
                 log.warning("atropos.dropped", env=scored.env_id, reason=str(error))
                 self.dropped.append(index)
 
-    async def _say_that_we_wait(self) -> None:
-        if time.monotonic() - self._said > SAY_AGAIN_S:
-            self._said = time.monotonic()
+    async def _warn_of_waiting(self) -> None:
+        if time.monotonic() - self._warned > WARN_AGAIN_S:
+            self._warned = time.monotonic()
             log.info("atropos.waiting", url=self._api.url, groups_queued=await self._api.queue_size())
 
     def pace_on(self, steps_done: int) -> None:
@@ -256,7 +256,7 @@ def _check(scored: Scored) -> None:
 
 
 def _shared_prompt(scored: Scored) -> int:
-    """How many tokens all sequences begin with and mask; one at least."""
+    """Number of masked tokens that all sequences begin with; at least one."""
     first = scored.tokens[0]
     length = min(_lead(mask) for mask in scored.masks)
     while any(tokens[:length] != first[:length] for tokens in scored.tokens):

@@ -29,8 +29,8 @@ _BEGINNING = 0.05  # positions, angles and speeds begin within it
 
 
 @dataclass(frozen=True)
-class Stepped:
-    """What a step has come to, for each cart."""
+class CopiesStep:
+    """Result of one step, for each cart."""
 
     rewards: Floats
     failed: Flags
@@ -61,25 +61,25 @@ class CartPole:
 
     @property
     def copies(self) -> int:
-        """Carts."""
+        """Number of carts that are simulated."""
         return len(self._steps)
 
     @property
     def observations(self) -> Floats:
-        """What is to be acted on now."""
+        """Observations [N, I] of the carts in their present states."""
         return self._state[:, self._shown].astype(np.float32)
 
     @property
     def steps(self) -> npt.NDArray[np.int64]:
-        """Of each episode so far."""
+        """Number of steps in each cart's present episode."""
         return self._steps.copy()
 
-    async def act(self, actions: npt.NDArray[Any]) -> Stepped:
+    async def act(self, actions: npt.NDArray[Any]) -> CopiesStep:
         """A step, as of environments that are not in this process."""
         return self.step(actions)
 
-    def step(self, actions: npt.NDArray[Any]) -> Stepped:
-        """Act on each cart; those that have ended begin anew."""
+    def step(self, actions: npt.NDArray[Any]) -> CopiesStep:
+        """Act on each cart; carts whose episode has ended begin anew."""
         shares = np.clip(actions[:, 0].astype(np.float64), -1, 1) if self._by_force else np.where(actions == 1, 1.0, -1)
         speeds, accelerations = self._state[:, 1::2], accelerations_of(self._state, PUSH * shares)
         positions = self._state[:, 0::2] + STEP_S * speeds
@@ -87,7 +87,7 @@ class CartPole:
         self._steps += 1
         failed: Flags = np.any(np.abs(positions) > (FARTHEST, STEEPEST), axis=-1)
         timed_out = (self._steps >= self._longest) & ~failed
-        stepped = Stepped(np.ones(len(failed), np.float32), failed, timed_out, self.observations)
+        stepped = CopiesStep(np.ones(len(failed), np.float32), failed, timed_out, self.observations)
         ended = failed | timed_out
         self._state[ended] = self._begun(int(ended.sum()))
         self._steps[ended] = 0
@@ -98,7 +98,7 @@ class CartPole:
 
 
 def accelerations_of(state: Doubles, force: Doubles) -> Doubles:
-    """Of each cart in m/s2 and of its pole in rad/s2, [N, 2]."""
+    """Acceleration of each cart in m/s2 and of its pole in rad/s2, [N, 2]."""
     speed, angle, turning = state[:, 1], state[:, 2], state[:, 3]
     mass, moment = CART + POLE, POLE * HALF_LENGTH
     sine, cosine = np.sin(angle), np.cos(angle)

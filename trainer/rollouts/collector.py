@@ -1,4 +1,4 @@
-"""Keeps groups coming: starts as many as the pace allows, and hands out batches that are fresh enough.
+"""Starts as many groups as the pace allows, and returns batches that are fresh enough.
 
 Invariants.
 - Every index below the cursor is in exactly one place: running, waiting, consumed or dropped. `pending()` names the
@@ -30,7 +30,7 @@ _BACKOFF_S = (0.2, 5.0)  # first pause, longest pause
 
 
 class Collector(IndexedSource):
-    """Runs groups in the background of an event loop; `adapter` says, at each start of one, what to sample from."""
+    """Runs groups in the background of an event loop; `adapter` gives the model that each one samples from."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class Collector(IndexedSource):
         self._forget([group.index for group in batch])
 
     def adopted(self) -> None:
-        """The run goes on from another version."""
+        """Continue from another version."""
         self._before = {*self._running, *(group.index for group in self.waiting)}
 
     def pace_on(self, steps_done: int) -> None:
@@ -106,7 +106,7 @@ class Collector(IndexedSource):
         return sorted([*self._again, *self._running, *super().pending()])
 
     def curriculum_books(self) -> CurriculumBooks | None:
-        """Of what chooses the tasks; None when they follow one another."""
+        """State of the curriculum for a checkpoint; None when tasks follow one another."""
         return None if self._curriculum is None else self._curriculum.books(self.pending())
 
     def _fill(self) -> None:
@@ -164,7 +164,7 @@ class Collector(IndexedSource):
         for attempt in itertools.count(1):
             try:
                 return await self._player.play(index, self._adapter())
-            except UnknownAdapterError as error:  # whoever deleted it is waited for: `trainer.runs.foreign` says so
+            except UnknownAdapterError as error:  # waits until the deletion is settled (`trainer.runs.foreign`)
                 reason = str(error)
             except ParallmError as error:
                 if attempt >= _RETRIES or error.status < 429 or isinstance(error, SetupError):

@@ -17,7 +17,7 @@ from shared.jobs import Message
 from shared.text.codec import TextCodec
 from shared.trajectories import Trajectory
 from trainer.rollouts.environments import Observation, Outcome
-from trainer.rollouts.pictures import Pictures, has_images, plain
+from trainer.rollouts.pictures import ChatPictures, has_images, plain
 
 _MARK = "\u2063reply\u2063"  # invisible separators: no template alters them
 
@@ -28,14 +28,14 @@ class Opening(NamedTuple):
     ids: tuple[int, ...]
     images: tuple[ImageRef, ...] = ()
     image_token: int = 0
-    files: dict[bytes, bytes] = {}  # noqa: RUF012 - nobody writes to it; by hash
+    files: dict[bytes, bytes] = {}  # noqa: RUF012 - never written; by hash
 
 
 class ChatEncoder:
     """Turns messages into ids with one model's tokenizer and chat template, and the template's `variables`."""
 
     def __init__(
-        self, codec: TextCodec, variables: Mapping[str, Any] | None = None, pictures: Pictures | None = None
+        self, codec: TextCodec, variables: Mapping[str, Any] | None = None, pictures: ChatPictures | None = None
     ) -> None:
         """`pictures`: reads the images of prompts; None: the policy sees none."""
         self._codec = codec
@@ -43,7 +43,7 @@ class ChatEncoder:
         self._variables = dict(variables or {})
 
     async def opening(self, observation: Observation) -> Opening:
-        """What the first reply follows."""
+        """Prompt of the first reply, encoded."""
         prompt = observation.prompt
         if isinstance(prompt, str):
             return Opening(tuple(self._codec.encode(prompt)))
@@ -60,7 +60,7 @@ class ChatEncoder:
         return Opening(tuple(ids), chat.images.refs, chat.images.vision.image_token_id, chat.files)
 
     def text(self, completion_ids: Sequence[int]) -> str:
-        """What the environment reads: the reply without special tokens."""
+        """Reply without special tokens, as the environment reads it."""
         return self._codec.decode(completion_ids)
 
     def following(self, observation: Observation, reply_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from shared.errors import SetupError
 from trainer.rollouts.environments import load_object
-from trainer.rollouts.own_messages import Act, Answer, Begin, Call, Failed, Played, Space, Start
+from trainer.rollouts.own_messages import ActCall, CodeAnswer, CodeCall, CodeFailure, CopiesCall, Played, Space, Start
 from trainer.rollouts.own_process import main, unpacked
 
 Floats = npt.NDArray[np.float32]
@@ -29,17 +29,17 @@ class Copies:
         self._made = load_object(start.path, "environment")
         self._sets: dict[str, _Set] = {}
 
-    async def do(self, call: Call) -> Answer:
+    async def do(self, call: CodeCall) -> CodeAnswer:
         """Begin a set, or make a step of it; "lost" where this process was started after the set began."""
         what = call.what
-        if isinstance(what, Begin):
-            return Answer(call.number, played=self._begin(what))
-        assert isinstance(what, Act), "what else there is goes to own_process.py"
+        if isinstance(what, CopiesCall):
+            return CodeAnswer(call.number, played=self._begin(what))
+        assert isinstance(what, ActCall), "what else there is goes to own_process.py"
         if (found := self._sets.get(what.name)) is None:
-            return Answer(call.number, failed=Failed("its episodes went with its process", "lost"))
-        return Answer(call.number, played=found.step(what.actions))
+            return CodeAnswer(call.number, failed=CodeFailure("its episodes went with its process", "lost"))
+        return CodeAnswer(call.number, played=found.step(what.actions))
 
-    def _begin(self, what: Begin) -> Played:
+    def _begin(self, what: CopiesCall) -> Played:
         each = [self._one() for _ in range(what.copies)]
         made = self._sets[what.name] = _Set(self.name, each, _space_of(self.name, each[0]), what.longest)
         return made.begin(what.seed)

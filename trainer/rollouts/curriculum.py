@@ -1,4 +1,4 @@
-"""Draws the task of each new group, and keeps the books of what was drawn and earned.
+"""Draws the task of each new group, and records what was drawn and earned.
 
 Invariants.
 - A draw depends on the run's seed, the group's index, what train steps have counted, and the tasks that are under way.
@@ -16,7 +16,7 @@ import numpy as np
 
 from shared.seeds import derived_seed
 from trainer.rollouts.curriculum_settings import CurriculumOptions
-from trainer.rollouts.task_places import Places, Wanted, kinds_of
+from trainer.rollouts.task_places import Places, WantedDifficulty, kinds_of
 from trainer.rollouts.task_pool import TaskPool
 from trainer.state import CurriculumBooks, DrawnTask
 
@@ -25,7 +25,7 @@ _TRIES = 16  # draws of a task that is not under way, before those are left out 
 
 @dataclass(frozen=True)
 class CurriculumFigures:
-    """What a train step's line says; places are those of `difficulty.py`."""
+    """Figures of the curriculum in a train step's line; places are those of `difficulty.py`."""
 
     tasks_solved: float
     tasks_hopeless: float
@@ -44,15 +44,15 @@ class Curriculum:
         self._options, self._identity = options, identity
         self._pool = TaskPool(tasks, options.target, None if places is None else kinds_of(places))
         self._places = places
-        self._wanted: Wanted | None = None
+        self._wanted: WantedDifficulty | None = None
         if places is not None and options.name == "difficulty":
-            self._wanted = Wanted(places, options.target, options.pace)
+            self._wanted = WantedDifficulty(places, options.target, options.pace)
         self._drawn: dict[int, DrawnTask] = {}  # by the group's index; groups that are neither consumed nor dropped
         self._sums: np.ndarray | None = None  # of the weights, up to each task
         self._tasks: tuple[int, ...] = ()  # of the last batch
 
     def restore(self, books: CurriculumBooks) -> bool:
-        """Go on where a checkpoint stood; False when its books are of other tasks, and are left."""
+        """Restore a checkpoint's state; False when it is of other tasks, and is left unused."""
         if books.identity != self._identity:
             return False
         self._drawn = dict(books.drawn)
@@ -62,7 +62,7 @@ class Curriculum:
         return True
 
     def books(self, pending: Collection[int]) -> CurriculumBooks:
-        """What a checkpoint needs, of the groups that are pending in it."""
+        """State for a checkpoint, with the draws of the groups that are pending in it."""
         wanted = self._wanted.place if self._wanted is not None else None
         drawn = {index: self._drawn[index] for index in sorted(pending) if index in self._drawn}
         return CurriculumBooks(self._identity, drawn, *self._pool.packed(), wanted)
@@ -102,7 +102,7 @@ class Curriculum:
             self._drawn.pop(index, None)
 
     def figures(self) -> CurriculumFigures:
-        """After a train step."""
+        """Figures after a train step."""
         shares, difficulty = self._pool.shares(), None
         if self._places is not None and self._tasks:
             difficulty = float(self._places[list(self._tasks)].mean())
@@ -110,7 +110,7 @@ class Curriculum:
         return CurriculumFigures(shares.solved, shares.hopeless, shares.unseen, self._tasks, difficulty, wanted)
 
     def _by_weight(self, index: int) -> int:
-        """A task that is not under way, while there is one."""
+        """Draw a task that is not pending, while there is one."""
         if self._sums is None:
             self._sums = np.cumsum(self._weights())
         busy = {drawn.task for drawn in self._drawn.values()}

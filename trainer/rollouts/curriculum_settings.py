@@ -34,7 +34,7 @@ _OF_FIELDS = ("curriculum_field", "curriculum_levels")
 
 
 class CurriculumSettings(BaseModel):
-    """Which tasks a run learns from."""
+    """Settings of the choice of tasks."""
 
     curriculum: CurriculumName = Field(
         default="uniform",
@@ -66,7 +66,7 @@ class CurriculumSettings(BaseModel):
     )
 
     def curriculum_options(self, seed: int) -> CurriculumOptions:
-        """How tasks are chosen."""
+        """Options of the curriculum that the settings ask for."""
         return CurriculumOptions(
             self.curriculum,
             self.curriculum_floor,
@@ -78,7 +78,7 @@ class CurriculumSettings(BaseModel):
         )
 
     def difficulty_field(self) -> DifficultyField | None:
-        """What the lines of the data set must have."""
+        """Field of the data set's lines that states the difficulty, if they must have one."""
         by_field = self.curriculum == "difficulty" or self.curriculum_field
         return DifficultyField(self.curriculum_field or "difficulty", self.curriculum_levels) if by_field else None
 

@@ -1,4 +1,4 @@
-"""How hard a line of a data set says that its task is.
+"""The difficulty that a line of a data set gives its task.
 
 Difficulties are only compared, never added (task_places.py), so levels, ages and 0-to-100 estimates need no settings of
 their own. No numpy: `--help` and the process of a user's own environment load this, and nothing of places.
@@ -13,13 +13,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class DifficultyField:
-    """Where a line of a data set says how hard its task is: a number, or one of some levels, the easiest first."""
+    """Field of a data set's line that has the task's difficulty: a number, or one of some levels, the easiest first."""
 
     name: str = "difficulty"
     levels: tuple[str, ...] = ()
 
     def read(self, line: Mapping[str, Any]) -> float:
-        """The line's difficulty; ValueError when it says none. The field may also stand in its `metadata`."""
+        """The line's difficulty; ValueError when it has none. The field may also stand in its `metadata`."""
         metadata = line.get("metadata")
         value = line.get(self.name)
         if value is None and isinstance(metadata, dict):
@@ -41,7 +41,7 @@ class DifficultyField:
 
 
 def is_number(value: object) -> bool:
-    """Whether difficulties can be compared with it."""
+    """True if the value is a finite real number, so that difficulties can be compared."""
     if not isinstance(value, Real) or isinstance(value, bool):
         return False
     try:

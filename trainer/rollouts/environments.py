@@ -1,4 +1,4 @@
-"""Tasks to learn from: where prompts come from and what an answer is worth.
+"""Tasks to learn from: the source of prompts and the reward of answers.
 
 An environment is stateless: `reset(index)` gives the task with that number, always the same one, and `step` gets the
 observation back together with what the model wrote. All samples of a group start from one observation and part ways
@@ -28,7 +28,7 @@ MOST_TOKENS, MOST_TEMPERATURE = 2**16, 100.0  # of an answer to an environment's
 
 @dataclass(frozen=True)
 class Observation:
-    """What the model sees: chat messages, or a text without a chat template. `info` is the environment's own."""
+    """Input of the model: chat messages, or a text without a chat template. `info` is the environment's own."""
 
     prompt: str | tuple[Message, ...]
     info: Any = None
@@ -37,7 +37,7 @@ class Observation:
 
 @dataclass(frozen=True)
 class Question:
-    """What an environment asks another policy of the ring; it goes through the queue, as everything does."""
+    """Question of an environment to another policy of the ring; it goes through the queue, as everything does."""
 
     policy: str  # a name: its newest version (the base, before it has one); name@k: that version; "": the base
     messages: tuple[Message, ...]  # the whole chat
@@ -47,9 +47,9 @@ class Question:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What an action led to."""
+    """Result of an action: its reward, and the next messages if the episode is not done."""
 
-    reward: float | None  # of this step; an episode's reward is the sum. None: whoever generated has scored it
+    reward: float | None  # of this step; an episode's reward is the sum. None: the generator has scored it
     done: bool = True
     messages: tuple[Message, ...] = ()  # that follow the action when not done
     info: Any = None  # replaces the observation's
@@ -58,7 +58,7 @@ class Outcome:
 
 
 class Environment(Protocol):
-    """What a user's own environment implements."""
+    """Interface that a user's own environment implements."""
 
     name: str
 
@@ -66,7 +66,7 @@ class Environment(Protocol):
         """Task number `index`, from 0 without end."""
 
     async def step(self, observation: Observation, action: str) -> Outcome:
-        """Judge what the model wrote, and go on if there is more to do."""
+        """Judge the model's reply, and continue the episode if there is more to do."""
 
 
 Scored = tuple[float, dict[str, float]]  # the reward and its named components
@@ -128,7 +128,7 @@ class DatasetEnvironment:
         return Observation(task.prompt, task.reference, task.difficulty)
 
     async def step(self, observation: Observation, action: str) -> Outcome:
-        """Score the reply."""
+        """Score the reply by the data set's reward."""
         value, components = await self._scorer(action, observation.info, observation.prompt)
         return Outcome(value, components=components)
 
@@ -169,7 +169,7 @@ def load_class(path: str, options: Mapping[str, Any]) -> Environment:
 
 
 def load_object(path: str, what: str) -> Callable[..., Any]:
-    """What `package.module:name` names, looked for in the working directory too; SetupError when it is not there."""
+    """Import `package.module:name`, from the working directory too; SetupError when it does not exist."""
     module, _, attribute = path.partition(":")
     if "" not in sys.path:  # a console script does not look there by itself
         sys.path.insert(0, "")
@@ -183,7 +183,7 @@ def load_object(path: str, what: str) -> Callable[..., Any]:
 
 
 def is_observation(name: str, given: object) -> Observation:
-    """What `reset` gave; SetupError when it is something else."""
+    """Check the result of `reset`; SetupError when it is not an observation."""
     if not isinstance(given, Observation):
         said = f"`reset` gave {given!r:.80}, not a trainer.rollouts.environments.Observation"
         raise SetupError(f"environment {name!r}: {said}")
@@ -193,7 +193,7 @@ def is_observation(name: str, given: object) -> Observation:
 
 
 def is_outcome(name: str, given: object) -> Outcome:
-    """What `step` gave; SetupError when it is something else."""
+    """Check the result of `step`; SetupError when it is not an outcome."""
     if not isinstance(given, Outcome):
         said = f"`step` gave {given!r:.80}, not a trainer.rollouts.environments.Outcome"
         raise SetupError(f"environment {name!r}: {said}")
@@ -201,7 +201,7 @@ def is_outcome(name: str, given: object) -> Outcome:
 
 
 def wrong_with_question(question: Question) -> str:
-    """What is wrong with it; "" when it may be asked."""
+    """Reason why a question is refused; "" when it may be asked."""
     name, _, version = question.policy.partition("@")
     if name:
         try:

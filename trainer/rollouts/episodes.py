@@ -1,4 +1,4 @@
-"""One group from start to end: reset the environment, sample, step, and go on while the environment wants more."""
+"""One group from start to end: reset the environment, then sample and step until it is done."""
 
 import asyncio
 from dataclasses import dataclass, replace
@@ -38,7 +38,7 @@ class _RingError(Exception):
 
 @dataclass(frozen=True)
 class EpisodeOptions:
-    """What every group of a run has in common."""
+    """Options that all groups of a run share."""
 
     run: str  # the run's name; first part of every id
     group_size: int = 8
@@ -104,8 +104,8 @@ class Episodes:
                 raise
             except _RingError as error:
                 raise error.cause from error
-            except Exception as error:  # of somebody else's code, at what a model wrote: it costs this sample alone
-                return msgspec.structs.replace(whole, reward=Reward(name, None, error=_said(error)))
+            except Exception as error:  # of the user's code, at what a model wrote: it costs this sample alone
+                return msgspec.structs.replace(whole, reward=Reward(name, None, error=_described(error)))
             if outcome.reward is None:
                 return whole
             total += outcome.reward
@@ -127,7 +127,7 @@ class Episodes:
     async def _asked(
         self, request: RolloutRequest, whole: Trajectory, question: Question, place: tuple[int, int]
     ) -> str:
-        """What another policy says; ValueError when it does not come to an end, or must not be asked."""
+        """Answer of another policy; ValueError when it does not end, or the question is refused."""
         if place[1] > MOST_QUESTIONS:
             raise ValueError(f"the environment has asked {MOST_QUESTIONS} questions after one reply, the most")
         if wrong := wrong_with_question(question):
@@ -177,5 +177,5 @@ class Episodes:
         return msgspec.structs.replace(self.options.sampling, seed=seed)
 
 
-def _said(error: Exception) -> str:
+def _described(error: Exception) -> str:
     return str(error) if isinstance(error, OwnCodeError) else blamed(error)

@@ -1,4 +1,4 @@
-"""What the trainer asks of whoever generates, and what it gets back: the seam between training and the ring.
+"""Requests of the trainer to a generator, and the results: the seam between training and the ring.
 
 **request** n samples of one prompt · **group** the finished samples of one request, scored · **policy step** number of
 train steps whose result is the current policy.
@@ -72,7 +72,7 @@ class IndexedSource(ABC):
         self.cursor = cursor  # the next index that was never started
         self.consumed = consumed  # groups
         self.dropped = list(dropped)  # indices, since `take_dropped`
-        self.waiting: list[RolloutGroup] = []  # finished, and handed out to nobody
+        self.waiting: list[RolloutGroup] = []  # finished, and not yet in a batch
 
     async def __aenter__(self) -> Self:
         return self
@@ -90,7 +90,7 @@ class IndexedSource(ABC):
         return
 
     def adopted(self) -> None:
-        """The run goes on from another version: what is under way is too old, and that is no reason for an alert."""
+        """Continue from another version: pending groups are too old, and that is no reason for an alert."""
         return
 
     @abstractmethod
@@ -112,7 +112,7 @@ class IndexedSource(ABC):
         return [group.index for group in self.waiting]
 
     def curriculum_books(self) -> CurriculumBooks | None:
-        """Of what chooses the tasks; None when they follow one another."""
+        """State of the curriculum for a checkpoint; None when tasks follow one another."""
         return None
 
     def take_dropped(self) -> list[int]:
@@ -131,7 +131,7 @@ _FAILED = frozenset({"cancelled", "abort", "deadline", "error"})
 
 
 def usable(trajectory: Trajectory) -> bool:
-    """Whether it came to its end and has a finite reward."""
+    """True if the trajectory has ended properly and has a finite reward."""
     return not problem(trajectory)
 
 

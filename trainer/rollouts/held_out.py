@@ -46,7 +46,7 @@ class HeldOutSettings(BaseModel):
 
 
 class Evaluated(NamedTuple):
-    """How good a version is on held-out tasks."""
+    """Result of a version on held-out tasks."""
 
     reward: float  # mean of the reward that is learned from
     true: float | None = None  # mean of the second reward; None: there is none, or it scored no answer
@@ -65,7 +65,7 @@ class BothScorers:
 
     def __init__(self, learned_from: Scorer, second: Scorer) -> None:
         self._learned_from, self._second = learned_from, second
-        self._failed = False  # lately: said once, not for each answer
+        self._failed = False  # lately: reported once, not for each answer
 
     async def __call__(self, completion: str, reference: Any, prompt: str | Sequence[Message] = "") -> Scored:
         """The first one's value and components, and the second's value among them."""
@@ -77,7 +77,7 @@ class BothScorers:
                 raise ValueError(wrong)
         except SetupError:
             raise
-        except Exception as error:  # somebody else's code, at what a model wrote: it costs this figure alone
+        except Exception as error:  # the user's code, at what a model wrote: it costs this figure alone
             if not self._failed:
                 log.warning("train.held_out_reward_failed", reason=str(error)[:500])
             self._failed = True

@@ -109,7 +109,7 @@ class LiveCollector(BackgroundReader):
         self._ready = [*back, *self._ready]
 
     async def adopted(self) -> None:
-        """The run goes on from another version: what has come so far is too old, and that is no reason for an alert."""
+        """Continue from another version: trajectories so far are too old, and that is no reason for an alert."""
         self._before = await self._queue.newest()
 
     async def saved(self) -> None:

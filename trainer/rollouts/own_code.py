@@ -28,17 +28,17 @@ from shared.process.call_process import CallProcess, LostProcessError
 from shared.training import AlertKind
 from trainer.rollouts.environments import Observation, Outcome, Scored
 from trainer.rollouts.own_messages import (
-    Act,
-    Answer,
-    Begin,
-    Call,
-    Failed,
+    ActCall,
+    CodeAnswer,
+    CodeCall,
+    CodeFailure,
+    CopiesCall,
     Kind,
     Played,
-    Reset,
-    Score,
+    ResetCall,
+    ScoreCall,
     Start,
-    Step,
+    StepCall,
     What,
     decode_answer,
     encode,
@@ -54,7 +54,7 @@ TRIES = 3  # of a call whose process ended while it was alone there
 TOGETHER = 8  # calls in a process, once one of the last calls has blocked it
 REMEMBERED = 512  # calls, of which is known whether they have blocked a process
 GIVE_UP_AFTER = 24  # of them that have, if they are half of those remembered
-MOST_CAUSES = 64  # that alerts tell of, in a run
+MOST_CAUSES = 64  # alerts of a run
 TELL_AGAIN_S = 5.0  # after an alert that could not be sent; also how long the end of a run waits for the last one
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (\S+)$', re.MULTILINE)
 _LINE_NUMBER = re.compile(r":\d+\)")
@@ -66,7 +66,7 @@ class OwnCodeError(Exception):
 
 
 class LostEpisodesError(OwnCodeError):
-    """The process was ended by somebody else, and with it what it had in memory."""
+    """The process was ended from outside, and its memory is lost."""
 
 
 class BlockedError(OwnCodeError):
@@ -89,7 +89,7 @@ class OwnCode:
         self.on_block: Callable[[str], None] = lambda cause: None  # called for each call that did not come to an end
 
     async def __aenter__(self) -> Self:
-        """Start it; SetupError when there is no such object, or when it is not what it has to be."""
+        """Start the user's code; SetupError when there is no such object, or when it is not of the right kind."""
         await self._running(self._places[0])
         return self
 
@@ -98,7 +98,7 @@ class OwnCode:
             if place.process is not None:
                 await place.process.close()
 
-    async def ask(self, what: What) -> Answer:
+    async def ask(self, what: What) -> CodeAnswer:
         """Carry a call out; OwnCodeError, or SetupError for what is wrong with the code as a whole."""
         try:
             return await self._result(what)
@@ -106,8 +106,8 @@ class OwnCode:
             self.on_block(str(blocked))
             raise
 
-    async def _result(self, what: What) -> Answer:
-        named = type(what).__name__.lower()
+    async def _result(self, what: What) -> CodeAnswer:
+        named = str(what.__struct_config__.tag).lower()
         alone, tries = False, 0
         while True:
             async with self._place(alone) as place:
@@ -156,7 +156,9 @@ class OwnCode:
             self._left.set()
 
     def _free_place(self, alone: bool) -> "_Place | None":
-        """Where fewest calls are, if there is room; while suspects wait, the last process gets no other calls."""
+        """The process with the fewest calls, if there is room; while suspects wait, the last process gets no
+        other calls.
+        """
         if not (alone or self._suspects or any(self._ended)):
             return None if self._places[0].alone else self._places[0]
         open_to_it = self._places[:-1] if self._suspects and not alone else self._places
@@ -174,7 +176,7 @@ class OwnCode:
 
 
 class _Place:
-    """Where a process is started when it is needed, and the calls in it."""
+    """A process that is started when it is needed, and the calls in it."""
 
     def __init__(self) -> None:
         self.process: _OwnProcess | None = None
@@ -197,7 +199,7 @@ class _OwnProcess:
     def __init__(self, process: CallProcess, stack: Any, start: Start, title: str) -> None:
         self._process, self._stack, self._start, self._title = process, stack, start, title
         self._numbers = itertools.count(1)
-        self._calls: dict[int, asyncio.Future[Answer]] = {}
+        self._calls: dict[int, asyncio.Future[CodeAnswer]] = {}
         self._reading: asyncio.Task[None] | None = None
         self.ended = False
         self.name = ""
@@ -227,15 +229,15 @@ class _OwnProcess:
         started._reading = asyncio.create_task(started._read())
         return started
 
-    async def ask(self, what: What) -> Answer:
+    async def ask(self, what: What) -> CodeAnswer:
         number = next(self._numbers)
-        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[CodeAnswer] = asyncio.get_running_loop().create_future()
         self._calls[number] = future
         try:
             if self.ended:
                 raise _LostError("its process has ended", at_fault=False)
-            with contextlib.suppress(LostProcessError):  # the reader tells
-                await self._process.send(encode(Call(number, what)))
+            with contextlib.suppress(LostProcessError):  # the reader reports it
+                await self._process.send(encode(CodeCall(number, what)))
             return await future
         finally:
             self._calls.pop(number, None)
@@ -249,16 +251,16 @@ class _OwnProcess:
         self._stack.close()
 
     async def _read(self) -> None:
-        """Hand answers out until the process ends or falls silent."""
+        """Deliver answers until the process ends or falls silent."""
         silent_s = self._start.timeout_s + LATE_S
         try:
             while True:
                 async with asyncio.timeout(silent_s):
-                    self._tell(decode_answer(await self._process.receive()))
+                    self._receive(decode_answer(await self._process.receive()))
         except (LostProcessError, TimeoutError):
             self._lost()
 
-    def _tell(self, answer: Answer) -> None:
+    def _receive(self, answer: CodeAnswer) -> None:
         call = self._calls.get(answer.number)
         if call is not None and not call.done():
             call.set_result(answer)
@@ -283,14 +285,14 @@ class OwnEnvironment(OwnCode):
     kind = "environment"
 
     async def reset(self, index: int) -> Observation:
-        """Task number `index`."""
-        observation = (await self.ask(Reset(index))).observation
+        """Task number `index`, from the user's process."""
+        observation = (await self.ask(ResetCall(index))).observation
         assert observation is not None
         return observation
 
     async def step(self, observation: Observation, action: str) -> Outcome:
         """Judge what the model wrote."""
-        outcome = (await self.ask(Step(observation, action))).outcome
+        outcome = (await self.ask(StepCall(observation, action))).outcome
         assert outcome is not None
         return outcome
 
@@ -301,8 +303,8 @@ class OwnFunction(OwnCode):
     kind = "reward"
 
     async def __call__(self, completion: str, reference: Any, prompt: str | Sequence[Message] = "") -> Scored:
-        """What it says of a completion."""
-        outcome = (await self.ask(Score(completion, packed(reference)))).outcome
+        """Score of a completion, from the user's function."""
+        outcome = (await self.ask(ScoreCall(completion, packed(reference)))).outcome
         assert outcome is not None and outcome.reward is not None
         return outcome.reward, outcome.components
 
@@ -314,13 +316,13 @@ class OwnCopies(OwnCode):
 
     async def begin(self, name: str, copies: int, seed: Sequence[int], longest: int) -> Played:
         """Make a set of them."""
-        played = (await self.ask(Begin(name, copies, tuple(seed), longest))).played
+        played = (await self.ask(CopiesCall(name, copies, tuple(seed), longest))).played
         assert played is not None
         return played
 
     async def step(self, name: str, actions: list[Any]) -> Played:
         """A step of a set; LostEpisodesError when the process with it is no more."""
-        played = (await self.ask(Act(name, actions))).played
+        played = (await self.ask(ActCall(name, actions))).played
         assert played is not None
         return played
 
@@ -341,16 +343,18 @@ async def alerts_of(
 
     for code in codes:
         code.on_block = note
-    telling = asyncio.create_task(_tell(causes, alert))
+    forwarding = asyncio.create_task(_forward_alerts(causes, alert))
     try:
         yield
     finally:
         causes.put_nowait(None)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(telling, TELL_AGAIN_S)
+            await asyncio.wait_for(forwarding, TELL_AGAIN_S)
 
 
-async def _tell(causes: "asyncio.Queue[str | None]", alert: Callable[[AlertKind, str], Awaitable[None]]) -> None:
+async def _forward_alerts(
+    causes: "asyncio.Queue[str | None]", alert: Callable[[AlertKind, str], Awaitable[None]]
+) -> None:
     while (cause := await causes.get()) is not None:
         while True:
             try:
@@ -362,7 +366,7 @@ async def _tell(causes: "asyncio.Queue[str | None]", alert: Callable[[AlertKind,
 
 
 def place(stack: str) -> str:
-    """Where the event loop's thread stood, by what faulthandler wrote; "" when it wrote nothing."""
+    """Code line where the event loop's thread stood, from faulthandler's output; "" when it wrote nothing."""
     frames = _FRAME.findall(stack.rpartition("Thread ")[2])
     own = [frame for frame in frames if not _LIBRARY.search(frame[0])]
     if not frames:
@@ -371,7 +375,7 @@ def place(stack: str) -> str:
     return f" in {function} ({file}:{line})"
 
 
-def _error(failed: Failed, said: str) -> Exception:
+def _error(failed: CodeFailure, said: str) -> Exception:
     if failed.kind == "setup":
         return SetupError(failed.error)
     if failed.kind == "lost":

@@ -23,27 +23,27 @@ class Start(msgspec.Struct, frozen=True):
     timeout_s: float  # for one call
 
 
-class Reset(msgspec.Struct, frozen=True, tag=True):
-    """Answered with an observation."""
+class ResetCall(msgspec.Struct, frozen=True, tag="Reset"):
+    """Ask for a task; answered with an observation."""
 
     index: int
 
 
-class Step(msgspec.Struct, frozen=True, tag=True):
-    """Answered with an outcome."""
+class StepCall(msgspec.Struct, frozen=True, tag="Step"):
+    """Judge an action; answered with an outcome."""
 
     observation: Observation
     action: str
 
 
-class Score(msgspec.Struct, frozen=True, tag=True):
-    """Answered with an outcome."""
+class ScoreCall(msgspec.Struct, frozen=True, tag="Score"):
+    """Score a completion; answered with an outcome."""
 
     completion: str
     reference: bytes
 
 
-class Begin(msgspec.Struct, frozen=True, tag=True):
+class CopiesCall(msgspec.Struct, frozen=True, tag="Begin"):
     """Make copies of an environment that a network acts in. Answered with what they observe."""
 
     name: str  # of the set; an earlier one of this name ends
@@ -52,24 +52,24 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
     longest: int  # steps after which an episode is cut off
 
 
-class Act(msgspec.Struct, frozen=True, tag=True):
+class ActCall(msgspec.Struct, frozen=True, tag="Act"):
     """A step of all copies of a set. Answered with what came of it, or "lost" where the process has no such set."""
 
     name: str
     actions: list[Any]
 
 
-What = Reset | Step | Score | Begin | Act
+What = ResetCall | StepCall | ScoreCall | CopiesCall | ActCall
 
 
-class Call(msgspec.Struct, frozen=True):
+class CodeCall(msgspec.Struct, frozen=True):
     """One call; its number comes back with the answer."""
 
     number: int
     what: What
 
 
-class Failed(msgspec.Struct, frozen=True):
+class CodeFailure(msgspec.Struct, frozen=True):
     """The call raised, or ran out of time; or the code is not what it must be, which ends the run."""
 
     error: str
@@ -77,7 +77,7 @@ class Failed(msgspec.Struct, frozen=True):
 
 
 class Space(msgspec.Struct, frozen=True):
-    """What an environment that a network acts in observes and takes: one of some actions, or numbers."""
+    """Observations and actions of an environment that a network acts in: one of some actions, or numbers."""
 
     observes: int
     actions: int = 0
@@ -85,7 +85,7 @@ class Space(msgspec.Struct, frozen=True):
 
 
 class Played(msgspec.Struct, frozen=True):
-    """Of all copies, arrays as bytes of float32, a row for each."""
+    """State of all copies: arrays as bytes of float32, a row for each copy."""
 
     space: Space
     now: bytes  # observed now, of a new episode where one has ended
@@ -95,21 +95,21 @@ class Played(msgspec.Struct, frozen=True):
     timed_out: list[bool] = []
 
 
-class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """To a call by its number; 0: to `Start`, or, without anything else, that the process is alive."""
+class CodeAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Answer to a call by its number; 0: to `Start`, or, without anything else, a sign that the process is alive."""
 
     number: int = 0
     name: str | None = None  # of the environment or the reward
     observation: Observation | None = None  # `info` is bytes here
     outcome: Outcome | None = None  # likewise
-    failed: Failed | None = None
+    failed: CodeFailure | None = None
     played: Played | None = None
 
 
 encode = msgspec.msgpack.Encoder().encode
 decode_start = msgspec.msgpack.Decoder(Start).decode
-decode_call = msgspec.msgpack.Decoder(Call).decode
-decode_answer = msgspec.msgpack.Decoder(Answer).decode
+decode_call = msgspec.msgpack.Decoder(CodeCall).decode
+decode_answer = msgspec.msgpack.Decoder(CodeAnswer).decode
 
 
 def packed(value: Any) -> bytes:

@@ -34,13 +34,13 @@ from trainer.rollouts.environments import (
     load_object,
 )
 from trainer.rollouts.own_messages import (
-    Answer,
-    Call,
-    Failed,
-    Reset,
-    Score,
+    CodeAnswer,
+    CodeCall,
+    CodeFailure,
+    ResetCall,
+    ScoreCall,
     Start,
-    Step,
+    StepCall,
     decode_call,
     decode_start,
     encode,
@@ -51,16 +51,16 @@ BEAT_S = 0.5
 NOTE = struct.Struct("=Q")  # in front of the file that a blocked process writes its stack to
 
 
-class Served(Protocol):
-    """What calls are made of."""
+class ServedCode(Protocol):
+    """The user's code as the process calls it."""
 
     name: str
 
-    async def do(self, call: Call) -> Answer:
-        """Carry a call out."""
+    async def do(self, call: CodeCall) -> CodeAnswer:
+        """Carry out a call and return its answer."""
 
 
-def main(make: "Callable[[Start], Served]") -> None:
+def main(make: "Callable[[Start], ServedCode]") -> None:
     """Load the user's code and answer calls until the trainer has gone."""
     pipe, stack = CallPipe(), int(sys.argv[1])
     message = pipe.read()
@@ -71,9 +71,9 @@ def main(make: "Callable[[Start], Served]") -> None:
         code = make(start)
     except BaseException as error:  # also `sys.exit()`
         said = error.message if isinstance(error, SetupError) else f"{start.kind} {start.path!r}: {blamed(error)}"
-        pipe.write(encode(Answer(failed=Failed(said, "setup"))))
+        pipe.write(encode(CodeAnswer(failed=CodeFailure(said, "setup"))))
         return
-    pipe.write(encode(Answer(name=code.name)))
+    pipe.write(encode(CodeAnswer(name=code.name)))
     asyncio.run(_Server(pipe, code, start.timeout_s, stack).run())
 
 
@@ -89,23 +89,23 @@ class OwnObject:
             self._environment: Environment = load_class(start.path, self._options)
             self.name = self._environment.name
 
-    async def do(self, call: Call) -> Answer:
-        """Carry a call out."""
+    async def do(self, call: CodeCall) -> CodeAnswer:
+        """Carry out a call and return its answer."""
         what = call.what
-        if isinstance(what, Reset):
+        if isinstance(what, ResetCall):
             observation = is_observation(self.name, await self._environment.reset(what.index))
             difficulty = None if observation.difficulty is None else float(observation.difficulty)
             plain = replace(observation, info=self._packed(observation.info), difficulty=difficulty)
-            return Answer(call.number, observation=plain)
-        if isinstance(what, Score):
-            return Answer(call.number, outcome=await self._score(what))
-        assert isinstance(what, Step), "what else there is goes to copies.py"
+            return CodeAnswer(call.number, observation=plain)
+        if isinstance(what, ScoreCall):
+            return CodeAnswer(call.number, outcome=await self._score(what))
+        assert isinstance(what, StepCall), "what else there is goes to copies.py"
         info = None if what.observation.info is None else unpacked(what.observation.info)
         observation = Observation(what.observation.prompt, info)
         outcome = is_outcome(self.name, await self._environment.step(observation, what.action))
-        return Answer(call.number, outcome=self._plain(outcome))
+        return CodeAnswer(call.number, outcome=self._plain(outcome))
 
-    async def _score(self, what: Score) -> Outcome:
+    async def _score(self, what: ScoreCall) -> Outcome:
         result = self._function(what.completion, unpacked(what.reference), **self._options)
         if inspect.isawaitable(result):
             result = await result
@@ -129,7 +129,7 @@ class OwnObject:
 
 
 class _Clock:
-    """What a call has had of its time: not counted is the time in which others had the event loop."""
+    """Time that a call has used itself: the time in which other calls had the event loop is not counted."""
 
     def __init__(self, busy_s: float) -> None:
         self.limit: asyncio.Timeout | None = None
@@ -142,15 +142,15 @@ class _Clock:
 
 
 class _Server:
-    """Calls, beside one another."""
+    """Runs calls concurrently and writes their answers."""
 
-    def __init__(self, pipe: CallPipe, code: Served, timeout_s: float, stack: int) -> None:
+    def __init__(self, pipe: CallPipe, code: ServedCode, timeout_s: float, stack: int) -> None:
         self._pipe, self._code, self._timeout_s, self._stack = pipe, code, timeout_s, stack
-        self._calls: asyncio.Queue[Call] = asyncio.Queue()
+        self._calls: asyncio.Queue[CodeCall] = asyncio.Queue()
         self._tasks: set[asyncio.Task[None]] = set()
         self._clocks: set[_Clock] = set()
         self._busy_s = 0.0
-        self._said = 0.0
+        self._sent_at = 0.0
 
     async def run(self) -> None:
         threading.Thread(target=self._read, args=(asyncio.get_running_loop(),), daemon=True).start()
@@ -164,7 +164,7 @@ class _Server:
     def _read(self, loop: asyncio.AbstractEventLoop) -> None:
         while (message := self._pipe.read()) is not None:
             loop.call_soon_threadsafe(self._calls.put_nowait, decode_call(message))
-        os._exit(0)  # nobody is there any more
+        os._exit(0)  # the trainer has gone
 
     async def _beat(self) -> None:
         while True:
@@ -175,19 +175,19 @@ class _Server:
             await asyncio.sleep(min(BEAT_S, self._timeout_s / 2))
 
     def _alive(self) -> None:
-        """Somebody's turn in the loop begins, and has the time of a call from now on."""
+        """Start a turn in the event loop, with the time limit of a call from now on."""
         faulthandler.dump_traceback_later(self._timeout_s, exit=True, file=self._stack)
-        if time.monotonic() - self._said >= BEAT_S / 2:
-            self._say(Answer())
+        if time.monotonic() - self._sent_at >= BEAT_S / 2:
+            self._send(CodeAnswer())
 
-    def _say(self, answer: Answer) -> None:
-        self._said = time.monotonic()
+    def _send(self, answer: CodeAnswer) -> None:
+        self._sent_at = time.monotonic()
         try:
             self._pipe.write(encode(answer))
         except OSError:
             os._exit(0)
 
-    async def _answer(self, call: Call) -> None:
+    async def _answer(self, call: CodeCall) -> None:
         clock, since = _Clock(self._busy_s), 0.0
 
         def note(running: bool) -> None:
@@ -204,25 +204,29 @@ class _Server:
         answer = await noted(self._result(call, clock), note)
         self._clocks.discard(clock)
         try:
-            self._say(answer)
+            self._send(answer)
         except (TypeError, ValueError, OverflowError) as error:  # messages that are none
             said = f"{self._code.name!r}: what it gave cannot travel between processes: {error}"
-            self._say(Answer(call.number, failed=Failed(said, "setup")))
+            self._send(CodeAnswer(call.number, failed=CodeFailure(said, "setup")))
 
-    async def _result(self, call: Call, clock: _Clock) -> Answer:
+    async def _result(self, call: CodeCall, clock: _Clock) -> CodeAnswer:
         try:
             async with asyncio.timeout(None) as clock.limit:
                 return await self._code.do(call)
         except SetupError as error:
-            failed = Failed(error.message, "setup")
-        except BaseException as error:  # whatever somebody else's code raises, `sys.exit()` too
+            failed = CodeFailure(error.message, "setup")
+        except BaseException as error:  # whatever the user's code raises, `sys.exit()` too
             late = clock.limit is not None and clock.limit.expired()
-            failed = Failed(f"no end after {self._timeout_s:g} s", "late") if late else Failed(blamed(error), "raised")
-        return Answer(call.number, failed=failed)
+            failed = (
+                CodeFailure(f"no end after {self._timeout_s:g} s", "late")
+                if late
+                else CodeFailure(blamed(error), "raised")
+            )
+        return CodeAnswer(call.number, failed=failed)
 
 
 @types.coroutine
-def noted(work: Coroutine[Any, Any, Answer], note: Callable[[bool], None]) -> Generator[Any, Any, Answer]:
+def noted(work: Coroutine[Any, Any, CodeAnswer], note: Callable[[bool], None]) -> Generator[Any, Any, CodeAnswer]:
     """`work`, with a call of `note` each time that it gets the event loop or gives it back."""
     resume: Callable[[Any], Any] = work.send
     given: Any = None
@@ -231,7 +235,7 @@ def noted(work: Coroutine[Any, Any, Answer], note: Callable[[bool], None]) -> Ge
         try:
             awaited = resume(given)
         except StopIteration as stop:
-            answer: Answer = stop.value
+            answer: CodeAnswer = stop.value
             return answer
         finally:
             note(False)
@@ -253,7 +257,7 @@ def _numbers(components: Any) -> dict[str, float]:
 
 
 def unpacked(value: bytes) -> Any:
-    """What the trainer has packed."""
+    """Inverse of the trainer's `packed`."""
     return ForkingPickler.loads(value)
 
 

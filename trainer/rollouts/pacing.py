@@ -1,4 +1,4 @@
-"""How far generation may run ahead of training, and whether all that it brings is too old to learn from.
+"""Limits on how far generation may run ahead of training, and an alert when all samples are too old to learn from.
 
 Letters: B groups per train step, v train steps done, K the largest allowed age of a token in policy versions.
 
@@ -22,18 +22,18 @@ UNKNOWN_LAG = 1 << 30
 
 @dataclass(frozen=True)
 class Pace:
-    """The settings of pacing."""
+    """Limits on how far sampling runs ahead of training."""
 
     batch_groups: int  # B
     max_lag: int = 1  # K
     group_deadline_s: float = 600.0
 
     def capacity(self, steps_done: int, accepted: int, running: int) -> int:
-        """How many groups may start now. `accepted` counts consumed and waiting groups, not the dropped ones."""
+        """Number of groups that may start now. `accepted` counts consumed and waiting groups, not the dropped ones."""
         return max(0, (self.max_lag + steps_done + 1) * self.batch_groups - (accepted + running))
 
     def too_old(self, lag: int) -> bool:
-        """Whether a trajectory whose oldest token is `lag` versions behind must be dropped."""
+        """True if a trajectory whose oldest token is `lag` versions old must be dropped."""
         return lag > self.max_lag
 
 
@@ -59,7 +59,7 @@ def lag_of(oldest: int | None, policy_steps: Mapping[int, int], policy_step: int
 
 
 class StaleWatch:
-    """Counts samples dropped as too old since the last batch; says once that there are `after` of them.
+    """Counts samples dropped as too old since the last batch; alerts once when there are `after` of them.
 
     A run all of whose samples are too old would wait for ever, and say nothing.
     """
@@ -96,7 +96,7 @@ class StaleWatch:
         return self._reason
 
     def reported(self) -> None:
-        """The alert is out: say nothing more until a batch has been fresh."""
+        """Suppress further alerts until a batch has been fresh."""
         self._due.clear()
         self._reported = True
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from shared.errors import EngineError, InvalidRequestError, SetupError
 from shared.images.refs import ImageRef
 from shared.jobs import Message
-from trainer.rollouts.pictures import Pictures, ShownChat
+from trainer.rollouts.pictures import ChatPictures, ShownChat
 from trainer.rollouts.sight import Sight
 from worker.engine.messages import Picture
 
@@ -20,12 +20,12 @@ T = TypeVar("T")
 PATIENCE_S = 120.0  # for one chat or one image; a file takes 20 s at most
 
 
-class Shelf:
-    """Of one run; made in the event loop."""
+class PictureShelf:
+    """Images of one run, read on any thread; made in the event loop."""
 
     def __init__(self, sight: Sight) -> None:
         self.sight = sight
-        self._pictures = Pictures(sight)
+        self._pictures = ChatPictures(sight)
         self._loop = asyncio.get_running_loop()
         self._refs: dict[bytes, ImageRef] = {}  # by key
         self._files: dict[bytes, bytes] = {}  # by hash
@@ -42,11 +42,11 @@ class Shelf:
         return chat
 
     def files(self, images: Sequence[ImageRef]) -> dict[bytes, bytes]:
-        """By hash."""
+        """Bytes of image files, by SHA-256."""
         return {image.sha256: self._files[image.sha256] for image in images}
 
     def close(self) -> None:
-        """End the processes."""
+        """Kill the processes that decode images."""
         self._pictures.close()
 
     def _bring(self, key: bytes) -> Picture:

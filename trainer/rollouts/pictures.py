@@ -26,8 +26,8 @@ class ShownChat(NamedTuple):
     files: dict[bytes, bytes]  # of the images, by hash
 
 
-class Pictures:
-    """Of one run."""
+class ChatPictures:
+    """Reads the images of one run's chats."""
 
     def __init__(self, sight: Sight) -> None:
         self._sight = sight
@@ -70,7 +70,7 @@ class Pictures:
         return {key: await self.picture(ref, files[ref.sha256], tenant) for key, ref in wanted.items()}
 
     def close(self) -> None:
-        """End the processes."""
+        """Kill the processes that decode images."""
         self._reader.close()
 
     async def _sized(self, data: bytes, detail: Detail) -> SizedImage:
@@ -86,13 +86,13 @@ class Pictures:
 
 
 def has_images(messages: Sequence[Message]) -> bool:
-    """Whether a chat has parts that are images."""
+    """True if a chat has parts that are images."""
     contents = [message.get("content") for message in messages]
     return any(image_of(part) for content in contents if isinstance(content, list) for part in content)
 
 
 def plain(messages: Sequence[Message]) -> list[Message]:
-    """The chat as templates take it: only that there is an image, and where."""
+    """The chat in the form of templates, with a mark in the place of each image."""
     return [
         {**message, "content": [{"type": "image"} if image_of(part) else part for part in content]}
         if isinstance(content := message.get("content"), list)

@@ -18,7 +18,7 @@ from shared.jobs import Message, RewardSpec
 from shared.redis.connection.client import connect
 from shared.rewards.kinds import CheckedReward, check
 from shared.scoring.pool import RewardPool, RewardSample
-from shared.scoring.score import Models, Rewards
+from shared.scoring.score import Models, SampleScorer
 from shared.scoring.served import ServedRewards
 from shared.trajectories import Reward
 from trainer.rollouts.environments import Scored, Scorer
@@ -26,13 +26,13 @@ from trainer.rollouts.own_code import OwnFunction
 
 
 class Judges(Models, Protocol):
-    """Who asks served models: `shared.scoring.served.ServedRewards`, or `trainer.ring.over_http.HttpJudges`."""
+    """Client of served models: `shared.scoring.served.ServedRewards`, or `trainer.ring.over_http.HttpJudges`."""
 
     async def check(self, reward: CheckedReward) -> Any:
         """An error of ours for a reward that asks a model or adapter which cannot be asked."""
 
     async def outputs(self, name: str, head: str, texts: Sequence[Sequence[int]]) -> list[list[float]]:
-        """What a head that acts says of texts of ids, by a version `NAME@k`; of actions logits up to a constant.
+        """Outputs of an acting head for texts of ids, by a version `NAME@k`; for actions, logits up to a constant.
 
         ServiceUnavailableError, RedisError or OSError when nobody answers; other errors of ours.
         """
@@ -46,7 +46,7 @@ async def open_scorer(
     own_code_timeout_s: float = 60.0,
     own_code_processes: int = 1,
 ) -> AsyncIterator[Scorer]:
-    """The scorer that settings name; SetupError when there is no such reward, or when it takes no such options."""
+    """The scorer that settings name; SetupError when there is no such reward, or when it does not take the options."""
     if ":" in reward:
         async with OwnFunction(reward, options, own_code_timeout_s, own_code_processes) as function:
             yield function
@@ -58,7 +58,7 @@ async def open_scorer(
             await pool.check(checked)  # its patterns
         except InvalidRequestError as error:
             raise SetupError(str(error)) from error
-        yield RewardScorer(Rewards(pool, judges), checked)
+        yield RewardScorer(SampleScorer(pool, judges), checked)
     finally:
         pool.close()
 
@@ -101,7 +101,7 @@ class _Waiting:
 class RewardScorer:
     """A reward of the registry. Samples that finish together are scored in one call."""
 
-    def __init__(self, rewards: Rewards, reward: CheckedReward) -> None:
+    def __init__(self, rewards: SampleScorer, reward: CheckedReward) -> None:
         self._rewards, self._reward = rewards, reward
         self._waiting: list[_Waiting] = []
         self._calls: set[asyncio.Task[None]] = set()

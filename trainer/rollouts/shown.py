@@ -1,4 +1,4 @@
-"""Samples of a train step for people: a reward that is exploited is seen in texts, not in figures.
+"""Samples of a train step for people: exploitation of a reward is visible in texts, not in figures.
 
 They are of the run's own tasks. What users have written in live traffic, or have posted, is not shown.
 """
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 import structlog
 
 from shared.text.codec import TextCodec
-from shared.training import ShownSample
+from shared.training import BoardSample
 from shared.trajectories import Trajectory
 from trainer.rollouts.groups import RolloutGroup, problem
 
@@ -23,8 +23,8 @@ _TOKENS = 400  # that are made into text, of either
 log = structlog.get_logger()
 
 
-def shown_samples(groups: Iterable[RolloutGroup], count: int, codec: TextCodec) -> tuple[ShownSample, ...]:
-    """Of the samples that earned most, those that earned least and as many between; and the first one that failed."""
+def shown_samples(groups: Iterable[RolloutGroup], count: int, codec: TextCodec) -> tuple[BoardSample, ...]:
+    """Samples of the highest rewards, of the lowest, and as many between; and the first one that failed."""
     samples = [t for group in groups for t in group.trajectories]
     scored = [t for t in samples if not problem(t)]
     failed = [t for t in samples if problem(t)][:1] if count else []
@@ -36,7 +36,7 @@ class SampleLog:
     """The samples of the last train step; logs them now and then, the replies alone: prompts stay out of logs."""
 
     def __init__(self) -> None:
-        self.last: tuple[ShownSample, ...] = ()
+        self.last: tuple[BoardSample, ...] = ()
         self._logged = -math.inf
 
     def show(self) -> None:
@@ -53,7 +53,7 @@ class SampleLog:
 
 
 def _spread(ranked: Sequence[Trajectory], count: int) -> list[Trajectory]:
-    """So many in even steps, the first and the last one among them."""
+    """This many items in even steps, the first and the last one among them."""
     if count < 2 or len(ranked) <= count:
         return list(ranked[:count])
     return [ranked[round(at * (len(ranked) - 1) / (count - 1))] for at in range(count)]
@@ -64,14 +64,14 @@ def _reward(trajectory: Trajectory) -> float:
     return trajectory.reward.value
 
 
-def _shown(trajectory: Trajectory, codec: TextCodec) -> ShownSample:
+def _shown(trajectory: Trajectory, codec: TextCodec) -> BoardSample:
     reward, spans = trajectory.reward, trajectory.spans
     prompt = codec.decode(trajectory.prompt_ids[-_TOKENS:])
     completion = codec.decode(trajectory.completion_ids[:_TOKENS])
     cut_before = len(trajectory.prompt_ids) > _TOKENS or len(prompt) > PROMPT
     cut_after = len(trajectory.completion_ids) > _TOKENS or len(completion) > COMPLETION
     why = problem(trajectory)
-    return ShownSample(
+    return BoardSample(
         reward=None if why or reward is None else reward.value,
         prompt=("…" if cut_before else "") + prompt[-PROMPT:],
         completion=completion[:COMPLETION] + ("…" if cut_after else ""),

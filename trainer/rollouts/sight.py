@@ -22,7 +22,7 @@ VECTOR_BYTES = 256 << 20
 
 
 class Sight:
-    """Of one model."""
+    """Image vectors of one model, computed by its vision tower and cached."""
 
     def __init__(self, tower: AnyTower, tile_bytes: int = TILE_BYTES, vector_bytes: int = VECTOR_BYTES) -> None:
         self.vision = tower.vision
@@ -35,7 +35,7 @@ class Sight:
         self._tile_bytes = self._vector_bytes = 0
 
     def knows(self, key: bytes) -> bool:
-        """Whether an image's tiles are there; they are used now."""
+        """True if an image's tiles are here; they then count as used now."""
         with self._lock:
             if key in self._pictures:
                 self._pictures.move_to_end(key)
@@ -64,13 +64,13 @@ class Sight:
         return found
 
     def seen(self, keys: Sequence[bytes]) -> list[Seen]:
-        """What the tower makes of these images; EngineError for one whose tiles are not there."""
+        """Vectors of these images; EngineError for one whose tiles are not here."""
         return [self._of(key) for key in keys]
 
     def rows(
         self, images_B: Sequence[Sequence[ImageRef]], pictures: Mapping[bytes, Picture]
     ) -> Generator[None, None, list[list[Seen]]]:
-        """What the tower makes of the images of each row, whose tiles come along; yields after every image.
+        """Vectors of the images of each row, whose tiles come along; yields after every image.
 
         EngineError for one that has not as many vectors as its row has places.
         """
@@ -103,7 +103,7 @@ def sight_of(loaded: LoadedModel, tile_bytes: int = TILE_BYTES) -> Sight | None:
 
 
 def _encoded(tower: AnyTower, picture: Picture) -> Seen:
-    """At once, and by pieces, so that no more memory is taken than a worker takes."""
+    """Vectors by pieces of the image, so that no more memory is used than in a worker."""
     size, pieces = (picture.width, picture.height), list[mx.array]()
     if isinstance(tower, Tower):
         square = tower.vision.tile, tower.vision.tile

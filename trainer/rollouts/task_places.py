@@ -1,4 +1,4 @@
-"""How hard the next tasks should be: difficulties as places in the task set, from 0 (the easiest) to 1."""
+"""Difficulty of the next tasks: places in the task set, from 0 (the easiest) to 1."""
 
 import math
 from collections.abc import Sequence
@@ -22,12 +22,12 @@ def places_of(difficulties: Sequence[float]) -> Places:
 
 
 def kinds_of(places: Places) -> npt.NDArray[np.int64]:
-    """A number for each level, where there are few; else for each of so many equal parts of the task set."""
+    """Stratum of each task: its level, where there are few; else one of equal parts of the task set."""
     levels, level = np.unique(places, return_inverse=True)
     return np.asarray(level if len(levels) <= KINDS else np.minimum(places * KINDS, KINDS - 1), np.int64)
 
 
-class Wanted:
+class WantedDifficulty:
     """The wanted difficulty, as a place; it follows the rewards of the tasks near it, as AdaRFT's (arXiv 2504.05520).
 
     Where they earn more than the target the next ones are harder, where they earn less they are easier.
@@ -44,7 +44,7 @@ class Wanted:
         return np.asarray(np.exp(away.min() - away))
 
     def follow(self, tasks: Sequence[int], shares: Sequence[float]) -> None:
-        """A train step was on these tasks; the farther one is from what is wanted now, the less it says."""
+        """Count a train step on these tasks; the farther a task is from the wanted place, the less it weighs."""
         near = self.weights()[list(tasks)]
         if near.sum() < SMALLEST:
             return

@@ -1,4 +1,4 @@
-"""What each task has earned lately, and how much its next group is worth.
+"""Recent rewards of each task, and the weight of its next group.
 
 A group teaches by the differences between its samples: nothing when all or none of them solve the task, most when about
 half do (the variance of a reward of 0 or 1 is p (1 - p)). So a task's weight is highest where its mean reward is the
@@ -22,8 +22,8 @@ _SEEN = np.dtype([("task", "<i8"), ("last", "<i8"), ("earned", "<f8"), ("tried",
 
 
 @dataclass(frozen=True)
-class Shares:
-    """Of all tasks; the rest has earned something in between."""
+class TaskShares:
+    """Shares of all tasks by what they have earned; the remaining ones have earned something in between."""
 
     solved: float
     hopeless: float
@@ -61,7 +61,7 @@ class TaskPool:
             self._kind_tried[kind] = kept * self._kind_tried[kind] + samples
 
     def weights(self) -> npt.NDArray[np.float64]:
-        """How much the next group of each task is worth: 1 where its mean reward is the target, and never 0.
+        """Weight of the next group of each task: 1 where its mean reward is the target, and never 0.
 
         The mean is taken together with one sample that earned the target, or with some that earned what the kind of the
         task has earned: three of three are no proof of a solved task.
@@ -74,15 +74,15 @@ class TaskPool:
         low, high = 2 * self._target, 2 * (1 - self._target)
         return np.asarray((share / self._target) ** low * ((1 - share) / (1 - self._target)) ** high)
 
-    def shares(self) -> Shares:
-        """How many tasks are solved, hopeless and not tried yet."""
+    def shares(self) -> TaskShares:
+        """Shares of tasks that are solved, hopeless and untried."""
         tried = self._tried > 0
         share = self._earned[tried] / self._tried[tried]
         solved, hopeless = np.count_nonzero(share >= 1 - SURE), np.count_nonzero(share <= SURE)
-        return Shares(float(solved / len(self)), float(hopeless / len(self)), float(1 - tried.mean()))
+        return TaskShares(float(solved / len(self)), float(hopeless / len(self)), float(1 - tried.mean()))
 
     def packed(self) -> tuple[bytes, list[tuple[float, float]]]:
-        """For a checkpoint: the tasks that were tried, and what each kind has earned of how many samples."""
+        """State for a checkpoint: the tried tasks, and the reward of each kind with its number of samples."""
         (tried,) = np.nonzero(self._tried)
         seen = np.empty(len(tried), _SEEN)
         seen["task"], seen["last"] = tried, self._last[tried]

@@ -15,11 +15,9 @@ import numpy.typing as npt
 
 from shared.errors import ServiceUnavailableError
 from shared.networks.spec import LOGITS, NetworkSpec
+from trainer.learn.ppo_losses import Floats, Rollout, State
 from trainer.ring.http_client import HttpApi
-from trainer.runs.numeric_environments import Environment
-
-Floats = npt.NDArray[np.float32]
-State = dict[str, Floats]  # of recurrent layers, a row for each copy
+from trainer.runs.numeric_environments import NumericEnvironment
 
 
 class _Tensor(msgspec.Struct):
@@ -37,7 +35,7 @@ class _Answer(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Acted:
-    """What a version has made of rows."""
+    """Actions of a version for some rows, with log-probabilities, values and the state after them."""
 
     version: int
     actions: npt.NDArray[Any]
@@ -46,25 +44,9 @@ class Acted:
     state: State  # after it
 
     def part(self, rows: slice) -> "Acted":
-        """Of some of them."""
+        """The slice of all arrays for these rows."""
         state = {name: each[rows] for name, each in self.state.items()}
         return Acted(self.version, self.actions[rows], self.logp[rows], self.values[rows], state)
-
-
-@dataclass(frozen=True)
-class Rollout:
-    """Some steps of all copies."""
-
-    observed_TNI: Floats
-    actions_TN: npt.NDArray[Any]  # with a last dimension where an action is a vector
-    logp_TN: Floats
-    values_TN: Floats
-    rewards_TN: Floats  # with what follows a time-out, discounted
-    ended_TN: npt.NDArray[np.bool_]
-    states_C: tuple[State, ...]  # before the first step of each sequence
-    versions_T: tuple[int, ...]  # that acted
-    next_N: Floats  # values of what was observed at the end
-    returns: tuple[float, ...]  # of episodes that have ended
 
 
 class Actor:
@@ -75,7 +57,7 @@ class Actor:
         self._dtype = np.int32 if LOGITS in network.outputs else np.float32
 
     def begun(self, copies: int) -> State:
-        """What is remembered at the beginning of episodes."""
+        """Recurrent state at the beginning of episodes: zeros."""
         return {name: np.zeros((copies, *each.shape), np.float32) for name, each in self._network.state.items()}  # type: ignore[arg-type]
 
     async def act(
@@ -108,7 +90,7 @@ class Player:
     """Copies of the environment that are played on from rollout to rollout."""
 
     def __init__(
-        self, actor: Actor, environment: Environment, discount: float, seed: list[int], length: int = 1
+        self, actor: Actor, environment: NumericEnvironment, discount: float, seed: list[int], length: int = 1
     ) -> None:
         """`length`: steps of a sequence."""
         self._actor, self._environment, self._discount, self._length = actor, environment, discount, length
@@ -117,7 +99,7 @@ class Player:
         self._return_N = np.zeros(environment.copies)
 
     async def play(self, steps: int) -> Rollout:
-        """So many steps. What a time-out ended with is asked beside the next step: its value is all that is needed."""
+        """Play this many steps. The last observation of a time-out goes with the next step, for its value."""
         observed: list[Floats] = []
         acted: list[Acted] = []
         rewards: list[Floats] = []
@@ -164,7 +146,7 @@ class Player:
         )
 
 
-async def evaluate(actor: Actor, environment: Environment, version: int) -> float:
+async def evaluate(actor: Actor, environment: NumericEnvironment, version: int) -> float:
     """Mean return of one episode in each copy, of a version that does what it holds for best."""
     copies = environment.copies
     playing, returns, state = np.ones(copies, bool), np.zeros(copies), actor.begun(copies)

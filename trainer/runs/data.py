@@ -33,7 +33,7 @@ from trainer.learners.handle import HostHandle
 from trainer.learners.kinds import Made
 from trainer.learners.lines import Data, batch_of
 from trainer.ring.join import Way, way_to_ring
-from trainer.ring.ring import Ring
+from trainer.ring.ring import TrainerRing
 from trainer.rollouts.sight import Sight
 from trainer.runs.metrics import TimeLeft, append, clock, cut, totals_of
 from trainer.runs.run import Run
@@ -56,7 +56,7 @@ REPORT_S = 10.0  # between two lines of the log
 
 
 class DataLine(msgspec.Struct, frozen=True):
-    """A line of `metrics.jsonl`."""
+    """A line of a data run's `metrics.jsonl`."""
 
     step: int  # 0: before the first one
     loss: float | None
@@ -95,25 +95,25 @@ class DataRun(Run[DataLearner[T]], Generic[T]):
 
     measures_first: ClassVar[bool] = False  # whether what it begins with has something right
 
-    def __init__(self, settings: TrainSettings, host: ComputeHost, way: Way, ring: Ring) -> None:
+    def __init__(self, settings: TrainSettings, host: ComputeHost, way: Way, ring: TrainerRing) -> None:
         state = RunState(settings.run_name, ring=ring.id, base_sha256=ring.base_sha256)
         super().__init__(settings, host, ring.sink, state)
         self._way, self._ring = way, ring
         self._unanswered = ""  # why no worker has judged the last candidate
         self._saved = 0  # train step of the latest checkpoint
         self._latest = 0  # version that was the latest when this run began or last moved it
-        self._told = 0.0
+        self._reported_at = 0.0
         self._last: DataLine | None = None
         self._since = time.monotonic()  # of the last line
         self._left = TimeLeft()
 
-    # -- what a kind of run says
+    # -- for each kind of run
 
     async def _gather(self, loaded: LoadedModel) -> None:
         """Ask the ring for data, if they come from there; nothing of the run's folder is changed."""
 
     def _has_gathered(self, kept: Path) -> bool:
-        """Whether the run goes on with what it keeps there."""
+        """True if the run continues with the data that it has stored there."""
         return self.settings.resume != "no" and (kept.exists() or bool(self.checkpoints.names()))
 
     async def _keep_gathered(self) -> None:
@@ -125,16 +125,18 @@ class DataRun(Run[DataLearner[T]], Generic[T]):
 
     @abstractmethod
     def _made_with(self) -> Made:
-        """What the run's learner is built with, once the data is read."""
+        """Recipe of the run's learner, once the data is read."""
 
     @property
     def _sight(self) -> Sight | None:
-        """What the learner sees images with; None: the data has none."""
+        """Vision tower for the data's images; None: the data has none."""
         return None
 
     @abstractmethod
     async def _parity(self, version: int) -> list[GateCheck]:
-        """Whether a worker that has loaded the version says what we say; without an answer `_unanswered` says why."""
+        """Compare outputs of a worker that has loaded the version with our own; `_unanswered` gives the reason without
+        an answer.
+        """
 
     def close(self) -> None:
         """End what the run has started besides."""
@@ -142,7 +144,7 @@ class DataRun(Run[DataLearner[T]], Generic[T]):
     # -- the run
 
     def status(self, now: TrainerState) -> TrainerStatus:
-        """What the ring is told of the run."""
+        """Status of the run, as published to the ring."""
         state, settings = self.state, self.settings
         return msgspec.structs.replace(
             totals_of(settings, state, now, self.checkpoints, self._started_ms),
@@ -164,7 +166,7 @@ class DataRun(Run[DataLearner[T]], Generic[T]):
         return min(steps, (step // every + 1) * every)
 
     async def start(self, loaded: LoadedModel) -> None:
-        """Read the data, make the learner, go on from a checkpoint if there is one."""
+        """Read the data, make the learner, and restore a checkpoint if there is one."""
         settings = self.settings
         await self._gather(loaded)
         self._data = await asyncio.to_thread(self._read, loaded.card.context_length)
@@ -207,14 +209,14 @@ class DataRun(Run[DataLearner[T]], Generic[T]):
         )  # fmt: skip
 
     async def _good_weights(self) -> Arrays | None:
-        """What a resumed run falls back to, before its checkpoint is restored; None: to the checkpoint."""
+        """Weights that a resumed run falls back to before its checkpoint is restored; None: those of the checkpoint."""
         version = self.state.version
-        if not self.state.unpublished or (version and version not in self._publisher.kept()):
+        if not self.state.unpublished or (version and version not in self._publisher.on_disk()):
             return None
         return self._publisher.weights_of(version) if version else await self._learner.weights()
 
     def _load(self, config: bytes) -> Checkpoint | None:
-        """Where the run goes on; None: it begins. SetupError when the folder holds another run."""
+        """Checkpoint to resume from; None: the run begins. SetupError when the folder holds another run."""
         checkpoint = self._checkpoint()
         if checkpoint is None:
             return None
@@ -224,13 +226,13 @@ class DataRun(Run[DataLearner[T]], Generic[T]):
         return checkpoint
 
     async def run(self) -> RunState:
-        """To the end."""
+        """Run until all train steps are done, or the run is stopped."""
         settings, state = self.settings, self.state
         self._since = time.monotonic()
         if self.measures_first and not state.train_step:
             begins_with = await self._measure()
             state.held_out = begins_with.right
-            await self._tell(None, begins_with)
+            await self._report(None, begins_with)
         if state.offered or (state.unpublished and state.train_step >= settings.steps):
             await self._publish(state.offered or OfferedStep(None, None, is_finite=True, tokens=0))
         while state.train_step < settings.steps and not self.stopping:
@@ -249,7 +251,7 @@ class DataRun(Run[DataLearner[T]], Generic[T]):
             if due or last:
                 await self._publish(trained)
                 continue
-            await self._tell(trained)
+            await self._report(trained)
             if settings.checkpoint_every and state.train_step - self._saved >= settings.checkpoint_every:
                 await self._save()
         if state.train_step != self._saved:  # stopped between two candidates
@@ -263,7 +265,7 @@ class DataRun(Run[DataLearner[T]], Generic[T]):
     # -- versions
 
     async def _publish(self, trained: OfferedStep) -> None:
-        """Offer the weights, and tell of the train step that made them."""
+        """Offer the weights, and report the train step that made them."""
         settings, state = self.settings, self.state
         state.offered = trained
         if state.train_step != self._saved:
@@ -278,7 +280,7 @@ class DataRun(Run[DataLearner[T]], Generic[T]):
         published = await self._offer(weights, checks, metrics, self._judged, self._latest)
         if not published.version and self._unanswered:
             log.warning("version.not_judged", why=self._unanswered)
-            await self._tell(trained, measured)
+            await self._report(trained, measured)
             return
         state.unpublished, state.offered = 0, None
         failed = gate.failures(published.checks)
@@ -286,12 +288,12 @@ class DataRun(Run[DataLearner[T]], Generic[T]):
             await self._serve(published.version, measured.right)
         else:
             await self._reject(failed)
-        await self._tell(trained, measured)
+        await self._report(trained, measured)
         await self._save()
         await self._check_patience(failed)
 
     async def _judged(self, version: int) -> list[GateCheck]:
-        """What a worker says of a version; a run that is stopped does not wait for it for long."""
+        """Checks of a version by a worker; a run that is being stopped waits LAST_WAIT_S for them."""
         asking, stop = asyncio.create_task(self._parity(version)), asyncio.create_task(self._stop.wait())
         try:
             await asyncio.wait({asking, stop}, return_when=asyncio.FIRST_COMPLETED)
@@ -320,8 +322,8 @@ class DataRun(Run[DataLearner[T]], Generic[T]):
 
     # -- figures
 
-    async def _tell(self, trained: OfferedStep | None, measured: Measured | None = None) -> None:
-        """Always before the checkpoint that holds it: a start drops the lines behind its checkpoint."""
+    async def _report(self, trained: OfferedStep | None, measured: Measured | None = None) -> None:
+        """Always before the checkpoint that holds it: a start drops the lines after its checkpoint."""
         line = DataLine(
             self.state.train_step,
             trained.loss if trained else None,
@@ -344,8 +346,8 @@ class DataRun(Run[DataLearner[T]], Generic[T]):
             loss=line.loss, grad_norm=line.grad_norm, tokens=line.tokens,
         )  # fmt: skip
         await self._ring.board.show("training", point)
-        if measured is not None or time.monotonic() - self._told > REPORT_S:
-            self._told = time.monotonic()
+        if measured is not None or time.monotonic() - self._reported_at > REPORT_S:
+            self._reported_at = time.monotonic()
             eta = {} if self._eta_s is None else {"eta": clock(self._eta_s)}
             known = {name: value for name, value in msgspec.structs.asdict(line).items() if value is not None}
             log.info("train.step", **(known | {"step": f"{line.step}/{self.settings.steps}"} | eta))

@@ -13,8 +13,8 @@ from shared.errors import SetupError
 from trainer.learn.batches import SampleGroup
 from trainer.learners.distilling import ScoredRow
 from trainer.learners.kinds import Made, made_with
-from trainer.learners.lines import Data, split
-from trainer.learners.tuning_examples import Examples, read_examples
+from trainer.learners.lines import Data, hold_out
+from trainer.learners.tuning_examples import TuningExamples, read_examples
 from trainer.ring.http_client import HttpApi
 from trainer.runs.data import options_of
 from trainer.runs.teacher import FILE, read_kept, scored
@@ -24,7 +24,7 @@ from worker.engine.model.loader import LoadedModel
 
 
 class DistillRun(RowRun[ScoredRow]):
-    """By a teacher's scores."""
+    """A run that learns from a teacher's scores."""
 
     measures_first = True
     _rows: list[ScoredRow]
@@ -34,7 +34,7 @@ class DistillRun(RowRun[ScoredRow]):
         settings = self.settings
         assert settings.dataset is not None, "checked with the settings"
         kept = settings.folder / FILE
-        longest = loaded.card.context_length - 1  # the teacher says one token behind each row
+        longest = loaded.card.context_length - 1  # the teacher generates one token after each row
         if self._has_gathered(kept):
             rows = await asyncio.to_thread(read_kept, kept, settings.teacher, settings.teacher_top_k)
             await asyncio.to_thread(self._check_data, rows, longest)
@@ -71,14 +71,14 @@ class DistillRun(RowRun[ScoredRow]):
                     "give another --run, or --resume no"
                 )
 
-    def _examples(self, path: Path, longest: int) -> Examples:
+    def _examples(self, path: Path, longest: int) -> TuningExamples:
         return read_examples(path, "sft", self._ring.codec, longest, self.settings.chat_template_kwargs)
 
     def _read(self, longest: int) -> Data[ScoredRow]:
         learned = [row for row in self._rows if not row.held_out]
         held_out = [row for row in self._rows if row.held_out]
         if not held_out:
-            learned, held_out = split(learned, self.settings.seed)
+            learned, held_out = hold_out(learned, self.settings.seed)
         return Data(learned, held_out, self._too_long, "distill")
 
     def _made_with(self) -> Made:

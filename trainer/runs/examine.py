@@ -1,4 +1,4 @@
-"""What only a worker that has loaded a staged version can tell of it, and how good a version is on held-out tasks."""
+"""Checks of a staged version that need a worker which has loaded it, and its reward on held-out tasks."""
 
 import asyncio
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from shared.adapters import GateCheck, version_id
 from shared.seeds import derived_seed
 from trainer.learn import gate
 from trainer.learners.handle import Handle
-from trainer.learners.policy import Learner
+from trainer.learners.policy import PolicyLearner
 from trainer.rollouts.episodes import EpisodeOptions, Episodes
 from trainer.rollouts.groups import RolloutRequest
 from trainer.rollouts.held_out import Evaluated, evaluated
@@ -22,16 +22,16 @@ _PARITY_SAMPLES = 4
 
 @dataclass(frozen=True)
 class Examiner:
-    """Asks workers about versions."""
+    """Scores and samples versions on workers."""
 
     settings: TrainSettings
     parts: Parts
-    learner: Handle[Learner]
+    learner: Handle[PolicyLearner]
     probes: Sequence[tuple[int, ...]]
     run: str  # begins the ids of what it asks
 
     async def check(self, version: int, step: int, good: float | None) -> tuple[list[GateCheck], Evaluated | None]:
-        """The checks that are due at train step `step`, counted from 1, and what held-out tasks said if it was asked.
+        """The checks that are due at train step `step`, counted from 1, and the held-out evaluation if it was due.
 
         `good`: the last good version's held-out reward.
         """
@@ -48,7 +48,7 @@ class Examiner:
                     adapter=adapter,
                 )
             )
-            difference = await self.learner.call(Learner.parity, samples)
+            difference = await self.learner.call(PolicyLearner.parity, samples)
             checks.append(gate.at_most("reload_parity", difference, settings.max_parity))
         if not settings.evaluate_every or step % settings.evaluate_every:
             return checks, None

@@ -1,4 +1,4 @@
-"""Preferences that users have said of a policy's answers (`POST /v1/feedback`, `preferred_over`), as pairs for dpo.
+"""Preferences that users have given on a policy's answers (`POST /v1/feedback`, `preferred_over`), as pairs for dpo.
 
 The api of the ring lists the judged answers of whoever asks: with tenants, those of the key's tenant. A run takes them
 once, before it begins, and keeps them in its folder as a data set of token ids. So each pair is learned from as often
@@ -19,13 +19,13 @@ from trainer.ring.http_client import HttpApi
 
 FILE = "feedback.jsonl"  # in the run's folder
 _PAGE = 100
-_TRIES = 5  # of a listing whose next page was asked behind an answer that had just been let go of
+_TRIES = 5  # of a listing whose next page began after an answer that had just expired
 
 log = structlog.get_logger()
 
 
 class JudgedAnswer(msgspec.Struct, frozen=True):
-    """What is read of a line of `GET /v1/feedback`."""
+    """The fields of a line of `GET /v1/feedback` that are read."""
 
     name: str
     created_ms: int
@@ -49,11 +49,11 @@ class PairLine(msgspec.Struct, frozen=True):
 
 
 class Pairs(NamedTuple):
-    """What has become of the preferences."""
+    """Preference pairs, with the numbers of those that were left out."""
 
     lines: tuple[PairLine, ...]
     too_old: int = 0
-    halved: int = 0  # one of the two answers is not kept any more
+    halved: int = 0  # one of the two answers has expired
     foreign: int = 0  # ids that this model's tokenizer reads as another text
     equal: int = 0  # both answers are the same tokens
     empty: int = 0  # an answer has no token, or no token stands before it
@@ -108,7 +108,7 @@ def pairs_of(answers: Mapping[str, JudgedAnswer], codec: TextCodec, oldest_ms: i
 
 
 async def preferences(api: HttpApi, policy: str, codec: TextCodec, max_age_days: float, now_ms: int) -> bytes:
-    """The data set; SetupError when there is no pair in it, with what has become of all others."""
+    """The data set; SetupError without pairs, with the counts of what was left out."""
     answers = await judged_answers(api, policy)
     pairs = pairs_of(answers, codec, now_ms - int(86_400_000 * max_age_days))
     left_out = {name: count for name, count in pairs._asdict().items() if name != "lines" and count}
@@ -142,7 +142,7 @@ def _encoded(lines: Iterable[PairLine]) -> bytes:
 
 
 def _reads_as_said(answer: JudgedAnswer, codec: TextCodec) -> bool:
-    """Whether the ids are of this model's tokenizer. A text may end earlier, at a stop string."""
+    """True if the ids are of this model's tokenizer. A text may end earlier, at a stop string."""
     if any(codec.token(id_) is None for id_ in (*answer.prompt_ids, *answer.completion_ids)):
         return False
     return codec.decode(answer.completion_ids).strip().startswith(answer.text.strip())

@@ -1,4 +1,4 @@
-"""What a run does when somebody else moves `latest` of the policy that it trains: a rollback, a switch, an upload.
+"""How a run reacts when another process moves `latest` of its policy: a rollback, a switch, an upload.
 
 Whoever does that has a reason, so it is never undone in silence: an alert says it, and then `on_foreign_version` holds.
 **adopt** train on from their version · **pause** (default) wait, until a person says which (`ResumeOrder`) or makes the
@@ -34,7 +34,7 @@ LOOK_S = 1.0  # how often a run that waits looks at `latest`
 
 @dataclass
 class ForeignMoves:
-    """Notices that somebody else has moved `latest`, and settles what follows."""
+    """Notices that another process has moved `latest`, and settles what follows."""
 
     settings: TrainSettings
     parts: Parts
@@ -43,7 +43,7 @@ class ForeignMoves:
     held: str = ""  # why the run is paused
 
     async def look(self) -> Moved | None:
-        """The move, if somebody else has made the latest what it is; None, too, when the ring cannot be reached."""
+        """The move, if another process made it; None, too, when the ring cannot be reached."""
         latest = await self._latest()
         return None if latest is None or self.serving.owns(latest) else Moved(latest)
 
@@ -56,7 +56,7 @@ class ForeignMoves:
             return None
 
     async def wait(self) -> Moved:
-        """Return once somebody has moved it."""
+        """Return once another process has moved it."""
         while True:
             moved = await self.look()
             if moved is not None:
@@ -64,7 +64,7 @@ class ForeignMoves:
             await asyncio.sleep(LOOK_S)
 
     async def settle(self, moved: Moved, stop: asyncio.Event, carry_out: CarryOut) -> None:
-        """Alert, then do what the settings or a person say; returns when the run may go on, or is stopped."""
+        """Alert, then follow the settings or a person's order; returns when the run may go on, or is stopped."""
         await self._alert(moved)
         action = self.settings.on_foreign_version
         if action != "pause":
@@ -117,7 +117,7 @@ class ForeignMoves:
         return None if order.cancelled() else order.result()
 
     async def _resume(self, action: ForeignAction, moved: Moved) -> ResumeAnswer | Refusal:
-        """Go on from their version, or serve ours again."""
+        """Continue from their version, or serve ours again."""
         try:
             if action == "adopt":
                 await self.serving.adopt(moved.latest)

@@ -22,10 +22,10 @@ from shared.scoring.served import UNANSWERED
 from trainer.learn import gate
 from trainer.learn.options import HeadSettings
 from trainer.learners.handle import HostHandle
-from trainer.learners.head_examples import Example, Examples, Spread, Text, read_examples, spread_of
+from trainer.learners.head_examples import ActionSpread, HeadExample, HeadExamples, HeadText, read_examples, spread_of
 from trainer.learners.heads import HeadLearner
 from trainer.learners.kinds import HeadOptions, Made, made_with
-from trainer.learners.lines import Data, split
+from trainer.learners.lines import Data, hold_out
 from trainer.runs.data import ASK_AGAIN_S, DataRun, options_of
 
 log = structlog.get_logger()
@@ -33,17 +33,17 @@ log = structlog.get_logger()
 PARITY_TEXTS = 4
 
 
-class HeadRun(DataRun[Example]):
+class HeadRun(DataRun[HeadExample]):
     """It learns with a LoRA or alone."""
 
-    _examples: Examples  # as they were read
+    _examples: HeadExamples  # as they were read
 
-    def _read(self, longest: int) -> Data[Example]:
+    def _read(self, longest: int) -> Data[HeadExample]:
         settings = self.settings
         assert settings.dataset is not None, "checked with the settings"
         self._examples = examples = read_examples(settings.dataset, self._ring.codec, longest)
         if settings.held_out_dataset is None:
-            return Data(*split(examples.items, settings.seed), examples.too_long, examples.form)
+            return Data(*hold_out(examples.items, settings.seed), examples.too_long, examples.form)
         held_out = read_examples(settings.held_out_dataset, self._ring.codec, longest, examples.labels)
         if held_out.form != examples.form:
             raise SetupError(f"--held-out-dataset has {held_out.form}, --dataset has {examples.form}")
@@ -54,7 +54,7 @@ class HeadRun(DataRun[Example]):
 
     def _made_with(self) -> Made:
         settings, form = self.settings, self._examples.form
-        start: float | Spread = 0.0
+        start: float | ActionSpread = 0.0
         if form == "scores":
             start = float(np.mean([each.target for each in self._data.learned]))
         if form == "vectors":
@@ -79,7 +79,7 @@ class HeadRun(DataRun[Example]):
         return cast(HeadLearner, self._learner.learner)
 
     def _compared(self, outputs: Sequence[float]) -> list[float]:
-        """What of a head's outputs is held against what a worker says."""
+        """The part of a head's outputs that is compared with a worker's."""
         spec = self._head.spec
         if spec.kind == "gaussian":
             return self._head.in_deviations(outputs)
@@ -87,8 +87,8 @@ class HeadRun(DataRun[Example]):
             return softmax(outputs)
         return softmax(outputs)[:1] if spec.labels else list(outputs)
 
-    async def _answered(self, model: str, texts: Sequence[Text]) -> tuple[list[list[float]], str]:
-        """What workers say of these, once some do, or the run is to stop; and what failed, else ""."""
+    async def _answered(self, model: str, texts: Sequence[HeadText]) -> tuple[list[list[float]], str]:
+        """Outputs of workers for these texts, once one answers or the run is to stop; and the error, else ""."""
         ask = self._policy if self._head.spec.kind in ("categorical", "gaussian") else self._rewards
         while True:
             said: list[list[float]] = []
@@ -102,7 +102,7 @@ class HeadRun(DataRun[Example]):
             log.warning("gate.waits", adapter=model, why=self._unanswered)
             await asyncio.sleep(ASK_AGAIN_S)
 
-    async def _rewards(self, model: str, texts: Sequence[Text]) -> tuple[list[list[float]], str]:
+    async def _rewards(self, model: str, texts: Sequence[HeadText]) -> tuple[list[list[float]], str]:
         label = self._examples.labels[0] if self._examples.labels else ""
         options = RewardModelOptions(model, self._head.name, label)
         samples = [RewardSample(text.answer, None, text.prompt) for text in texts]
@@ -110,7 +110,7 @@ class HeadRun(DataRun[Example]):
         failed = next((reward.error for reward in rewards if reward.value is None), "")
         return [[reward.value or 0.0] for reward in rewards], failed
 
-    async def _policy(self, model: str, texts: Sequence[Text]) -> tuple[list[list[float]], str]:
+    async def _policy(self, model: str, texts: Sequence[HeadText]) -> tuple[list[list[float]], str]:
         try:
             outputs = await self._way.judges.outputs(model, self._head.name, [text.ids for text in texts])
         except ServiceUnavailableError:

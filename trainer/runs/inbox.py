@@ -41,7 +41,7 @@ log = structlog.get_logger()
 
 
 @dataclass(frozen=True)
-class Batch:
+class GroupBatch:
     """Groups for one train step."""
 
     groups: list[RolloutGroup]
@@ -50,7 +50,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Moved:
-    """Somebody else has made another version the latest."""
+    """Another process has made another version the latest."""
 
     latest: int  # 0: the adapter was deleted
 
@@ -62,11 +62,11 @@ class AllStale:
     reason: str
 
 
-Work = Batch | Received[Order] | Moved | AllStale
+Work = GroupBatch | Received[Order] | Moved | AllStale
 
 
 class Inbox:
-    """All sources of one run; those that it does not use are None."""
+    """All sources of one run; unused ones are None."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class Inbox:
         if done[0].startswith("stale"):
             self._watches[int(done[0].split()[1])].reported()
             return AllStale(result)
-        return Batch(result, "live" if done[0] == "live" else "prompts")
+        return GroupBatch(result, "live" if done[0] == "live" else "prompts")
 
     def _give_back(self, name: str, work: Any) -> None:
         if name == "order":
@@ -132,26 +132,26 @@ class Inbox:
         elif name == "prompts" and self._own is not None:
             self._own.give_back(work)
 
-    def give_back(self, work: Batch | Received[Order]) -> None:
-        """What was handed out and not used comes first again."""
+    def give_back(self, work: GroupBatch | Received[Order]) -> None:
+        """Put work that was not used back, so that it is the next to be taken."""
         if isinstance(work, Received):
             self._give_back("order", work)
         else:
             self._give_back(work.source, work.groups)
 
-    def discard(self, batch: Batch) -> None:
+    def discard(self, batch: GroupBatch) -> None:
         """A batch that was handed out taught nothing, because its policy is no more."""
         if batch.source == "prompts" and self._own is not None:
             self._own.discard(batch.groups)
 
     async def adopted(self) -> None:
-        """The run goes on from another version than those that have sampled what is under way."""
+        """Continue from another version than the ones that sampled pending groups."""
         if self._own is not None:
             self._own.adopted()
         if self._live is not None:
             await self._live.adopted()
 
-    def pace_on(self, state: RunState, batch: Batch) -> None:
+    def pace_on(self, state: RunState, batch: GroupBatch) -> None:
         """A train step on this batch is done: more groups may start."""
         if self._own is not None:
             if batch.source == "prompts":
@@ -191,7 +191,7 @@ _AT_ONCE = 64  # tasks that are asked how hard they are
 
 
 async def open_curriculum(settings: TrainSettings, environment: Environment, books: RunState) -> Curriculum | None:
-    """What chooses among the run's own tasks, where its books stand; None: they follow one another."""
+    """Curriculum over the run's own tasks, in the state that a checkpoint has; None: tasks follow one another."""
     options = settings.curriculum_options(settings.seed)
     if options.name == "uniform":
         return None
@@ -221,7 +221,7 @@ async def _places(environment: Environment, tasks: int) -> Places:
 
 
 def _identity(settings: TrainSettings, tasks: int, places: Places | None) -> str:
-    """By what a checkpoint's books are known to be of these tasks and of this kind of curriculum."""
+    """Hash by which a checkpoint's curriculum state is recognised as being of these tasks and options."""
     named = [settings.curriculum, settings.curriculum_field, settings.curriculum_levels, settings.task, tasks]
     named += [settings.curriculum_hopeless, settings.curriculum_solved, settings.reward, settings.reward_options]
     told = json.dumps([*named, settings.task_options, settings.seed], sort_keys=True, default=str)

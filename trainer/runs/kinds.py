@@ -7,7 +7,7 @@ from typing import Any
 import structlog
 
 from trainer.learn.compute import ComputeHost
-from trainer.learners.shared_member import Member, take_part
+from trainer.learners.shared_member import RunMember, take_part
 from trainer.runs import stopping
 from trainer.runs.agents import Agents, train_agents
 from trainer.runs.data import DataRun, train_on_data
@@ -34,7 +34,7 @@ async def learn(
     running = asyncio.current_task()
     assert running is not None
 
-    def begun(training: TrainLoop | DataRun[Any] | PpoRun | Member) -> None:
+    def begun(training: TrainLoop | DataRun[Any] | PpoRun | RunMember) -> None:
         def stop() -> None:
             log.info("train.stopping", hint="a checkpoint is saved after this train step; again: end at once")
             training.stop()

@@ -26,16 +26,16 @@ from shared.telemetry import tracing
 from shared.telemetry.spans import Past
 from shared.training import Order, Refusal, TrainerState, TrainerStatus
 from shared.trajectories import LiveTrajectory
-from trainer.learn.batches import Dropped, SampleGroup, sample_groups
+from trainer.learn.batches import DroppedCounts, SampleGroup, sample_groups
 from trainer.learn.drawing import uncorrected
 from trainer.learn.steps import StepReport
-from trainer.learners.policy import Learner, Trained
+from trainer.learners.policy import PolicyLearner, Trained
 from trainer.rollouts.groups import RolloutGroup
 from trainer.rollouts.pacing import lag_of, oldest_version
 from trainer.rollouts.shown import SampleLog, shown_samples
 from trainer.runs.examine import Examiner
 from trainer.runs.foreign import ForeignMoves
-from trainer.runs.inbox import AllStale, Batch, Moved, open_curriculum, open_inbox
+from trainer.runs.inbox import AllStale, GroupBatch, Moved, open_curriculum, open_inbox
 from trainer.runs.metrics import (
     MetricsLog,
     StepMetrics,
@@ -48,7 +48,7 @@ from trainer.runs.metrics import (
     step_metrics,
     steps_of,
 )
-from trainer.runs.orders import Stepped, carry_out
+from trainer.runs.orders import TrainedStep, carry_out
 from trainer.runs.parts import Parts, open_learner
 from trainer.runs.posted import LogprobCheck
 from trainer.runs.run import Run
@@ -63,7 +63,7 @@ from trainer.versions.start import check_latest, keep_start, starting_weights
 log = structlog.get_logger()
 
 
-class TrainLoop(Run[Learner]):
+class TrainLoop(Run[PolicyLearner]):
     """One run. `state` may be read at any time."""
 
     def __init__(self, settings: TrainSettings, parts: Parts) -> None:
@@ -153,8 +153,8 @@ class TrainLoop(Run[Learner]):
         if saved != state.train_step:
             await self.save()
 
-    async def _next(self) -> Batch | Received[Order] | None:
-        """The next piece of work, once what keeps the run from learning is reported or settled; None: stopped."""
+    async def _next(self) -> GroupBatch | Received[Order] | None:
+        """The next piece of work, once any obstacle to learning is reported or settled; None: stopped."""
         while (work := await self._inbox.next(self.state, self._lag, self._stop)) is not None:
             if isinstance(work, AllStale):
                 await self._ring.sink.alert("all_stale", work.reason)
@@ -178,7 +178,7 @@ class TrainLoop(Run[Learner]):
         return self._stop.is_set() or (self.settings.source != "posted" and steps >= self.settings.steps)
 
     def status(self, now: TrainerState) -> TrainerStatus:
-        """What the board shows."""
+        """Status of the run for its board."""
         others = self.parts.host.others
         ranks = () if others is None else others.ranks()
         return status_of(
@@ -212,9 +212,9 @@ class TrainLoop(Run[Learner]):
         )
         self._begin_folder_anew()
         if start is not None:
-            await self._learner.call(Learner.begin_with, start)
+            await self._learner.call(PolicyLearner.begin_with, start)
             if not resumed:
-                await self._learner.call(Learner.load, start)
+                await self._learner.call(PolicyLearner.load, start)
                 await keep_start(settings.start_from, start, self.state, self._publisher)
         self.state.ring, self.state.base_sha256 = self._ring.id, self._ring.base_sha256
         self.state.mode = settings.mode
@@ -239,7 +239,7 @@ class TrainLoop(Run[Learner]):
         differs = differences(checkpoint.adapter_config, config)
         try:
             if not differs:
-                await self._learner.call(Learner.restore, checkpoint)
+                await self._learner.call(PolicyLearner.restore, checkpoint)
         except ValueError as error:  # another model
             differs = str(error)
         if differs:
@@ -257,7 +257,7 @@ class TrainLoop(Run[Learner]):
 
     # -- one train step
 
-    async def train_step(self, batch: Batch, timing: Timing, *, serve: bool = True) -> Stepped:
+    async def train_step(self, batch: GroupBatch, timing: Timing, *, serve: bool = True) -> TrainedStep:
         """Consume one batch: train, gate, publish, or leave the policy as it is."""
         began_ns = time.time_ns() - int(1e9 * timing.wait_s)
         attributes: dict[str, str | int] = {"parallm.policy": self.settings.adapter, "parallm.source": batch.source}
@@ -268,7 +268,7 @@ class TrainLoop(Run[Learner]):
             tracing.annotate(figures(stepped.metrics))
         return stepped
 
-    async def _step(self, batch: Batch, timing: Timing, *, serve: bool) -> Stepped:
+    async def _step(self, batch: GroupBatch, timing: Timing, *, serve: bool) -> TrainedStep:
         state, started = self.state, time.perf_counter()
         steps = {version_id(self.settings.adapter, v): s for v, s in state.policy_steps.items()}
         scale = None if self.settings.loss == "ppo" else self.settings.advantage_scale
@@ -287,7 +287,9 @@ class TrainLoop(Run[Learner]):
         lags = [min(self._lag(group), state.policy_step) for group in batch.groups]  # posted ones may be of any age
         try:
             failed = await self._serving.offer(trained, batch, dropped, serve=serve)
-        except ParallmError:  # stopped on a full disk, say: what the gate has not passed is not saved either
+        except (
+            ParallmError
+        ):  # stopped on a full disk, for example: weights that the gate has not passed are not saved either
             await self._learner.revert()
             raise
         timing.publish_s = time.perf_counter() - started - timing.train_s
@@ -308,7 +310,7 @@ class TrainLoop(Run[Learner]):
         await self._ring.board.show("waiting", point_of(metrics))
         log.info("train.step", **progress(metrics, steps_of(self.settings), self._eta_s))
         self._samples.show()
-        return Stepped(metrics, dropped, sum(len(group.samples) for group in groups), trained.checks != ())
+        return TrainedStep(metrics, dropped, sum(len(group.samples) for group in groups), trained.checks != ())
 
     async def compare(self, trajectories: Sequence[LiveTrajectory]) -> int:
         """Refuse posted log-probabilities that are not their version's; how many could not be compared."""
@@ -316,13 +318,13 @@ class TrainLoop(Run[Learner]):
         return await check.compare(trajectories)
 
     async def _learn(self, groups: list[SampleGroup], *, posted: bool) -> Trained:
-        """The train step; one on posted trajectories that breaks (too large for memory, say) is as if it had not been.
+        """The train step; one on posted trajectories that raises (too large for memory, say) is undone.
 
         It would end the run otherwise, and every run that gets the order again.
         """
         step, policy_step = self._schedule_step(), self.state.policy_step
         try:
-            return await self._learner.call(Learner.train, groups, step, policy_step, self._probes)
+            return await self._learner.call(PolicyLearner.train, groups, step, policy_step, self._probes)
         except Exception as error:
             if not posted:
                 raise
@@ -331,14 +333,14 @@ class TrainLoop(Run[Learner]):
             raise EngineError(f"the train step failed, nothing has changed: {type(error).__name__}: {error}") from error
 
     def _schedule_step(self) -> int:
-        """Where the run is on its way: what users post meanwhile takes nothing of the schedule."""
+        """Progress of the run for the schedule; updates that users post do not count."""
         posted = 0 if self.settings.source == "posted" else self.state.posted_steps
         return self.state.train_step - posted
 
     # -- books
 
     def _sampled_from(self) -> str:
-        """What a group that starts now is sampled from: this run's newest version by its number.
+        """Model name that a group which starts now is sampled from: this run's newest version, by its number.
 
         The bare name would be what anybody has made the latest: samples that this run cannot learn from.
         """
@@ -354,7 +356,7 @@ class TrainLoop(Run[Learner]):
             default=0,
         )
 
-    def _count(self, batch: Batch, report: StepReport, dropped: Dropped, timing: Timing) -> None:
+    def _count(self, batch: GroupBatch, report: StepReport, dropped: DroppedCounts, timing: Timing) -> None:
         state = self.state
         state.failed += dropped.failed
         self._failure = self._failure or dropped.problem

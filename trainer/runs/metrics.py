@@ -22,8 +22,8 @@ import numpy as np
 import structlog
 
 from shared.ranks import RankStatus
-from shared.training import ShownSample, TrainerState, TrainerStatus, TrainingPoint
-from trainer.learn.batches import Dropped
+from shared.training import BoardSample, TrainerState, TrainerStatus, TrainingPoint
+from trainer.learn.batches import DroppedCounts
 from trainer.learn.steps import StepReport
 from trainer.loggers.loggers import Loggers
 from trainer.loggers.tensorboard import TensorBoardLog
@@ -36,11 +36,11 @@ from trainer.versions.checkpoint import CheckpointStore
 
 log = structlog.get_logger()
 
-PACES = 20  # train steps whose pace says how long the rest of a run will take
+PACES = 20  # train steps whose pace gives the estimate of the remaining time
 
 
 class StepMetrics(msgspec.Struct, frozen=True):
-    """One line of metrics.jsonl. Means are over samples, unless they are said to be over tokens."""
+    """One line of metrics.jsonl. Means are over samples, unless noted as over tokens."""
 
     train_step: int
     policy_step: int
@@ -84,7 +84,7 @@ class StepMetrics(msgspec.Struct, frozen=True):
     difficulty: float | None = None  # mean place of the batch's tasks among all; None: no curriculum that knows it
     wanted_difficulty: float | None = None  # of the next ones
     value_loss: float | None = None  # of a value head's numbers, half the mean square; None: there is no such head
-    explained: float | None = None  # share of the variance of what values should have been that they had said before
+    explained: float | None = None  # share of the variance of the returns that the values had predicted
     held_out_true: float | None = None  # mean of `--held-out-reward`; None: there is none, or not evaluated
 
 
@@ -103,7 +103,7 @@ class Timing:
 
     @property
     def whole_s(self) -> float:
-        """All of it."""
+        """Seconds of waiting, training and publishing together."""
         return self.wait_s + self.train_s + self.publish_s
 
 
@@ -111,7 +111,7 @@ def step_metrics(
     state: RunState,
     batch: Sequence[RolloutGroup],
     report: StepReport,
-    dropped: Dropped,
+    dropped: DroppedCounts,
     timing: Timing,
     lags: Sequence[int],
     *,
@@ -173,14 +173,14 @@ def _finite(value: float | None) -> float | None:
 
 
 class SampleLine(msgspec.Struct, frozen=True):
-    """A line of `samples.jsonl`."""
+    """A line of `samples.jsonl`: a train step's samples."""
 
     train_step: int
-    samples: tuple[ShownSample, ...]
+    samples: tuple[BoardSample, ...]
 
 
 class MetricsLog:
-    """Appends to `metrics.jsonl` and `samples.jsonl`, and hands the figures on: to TensorBoard's files, to loggers."""
+    """Appends to `metrics.jsonl` and `samples.jsonl`, and passes figures to TensorBoard's files and loggers."""
 
     def __init__(
         self, path: Path, *, first_step: int = 0, tensorboard: Path | None = None, loggers: Loggers | None = None
@@ -194,7 +194,7 @@ class MetricsLog:
             cut(file, "train_step", first_step)
         self._file = path.open("ab", buffering=0)
 
-    def write(self, metrics: StepMetrics, samples: tuple[ShownSample, ...] = ()) -> None:
+    def write(self, metrics: StepMetrics, samples: tuple[BoardSample, ...] = ()) -> None:
         """One line, visible to readers at once; on an OSError it is as if it had not been tried."""
         if samples:  # first: tried again after a full disk, they may stand there twice, and figures may not
             append(self._samples, SampleLine(metrics.train_step, samples))
@@ -209,7 +209,7 @@ class MetricsLog:
                 log.warning("train.figures_not_drawn", reason=str(error))
 
     def close(self) -> None:
-        """Close the files."""
+        """Close the files of metrics and curves."""
         self._file.close()
         if self._curves is not None:
             self._curves.close()
@@ -268,28 +268,28 @@ def progress(m: StepMetrics, steps: int, eta_s: float | None) -> dict[str, str |
 
 
 class TimeLeft:
-    """How long the rest of a run takes, at the pace of its last train steps."""
+    """Estimates the remaining time of a run, at the pace of its last train steps."""
 
     def __init__(self) -> None:
         self._paces: deque[float] = deque(maxlen=PACES)
 
     def add(self, seconds: float) -> None:
-        """A train step took so long."""
+        """Record the seconds of a train step."""
         self._paces.append(seconds)
 
     def of(self, steps: int, done: int) -> float | None:
-        """Seconds until `steps` are made; None before the first train step, and where there is no end (0)."""
+        """Seconds until `steps` are done; None before the first train step, and without an end (0)."""
         return max(0, steps - done) * sum(self._paces) / len(self._paces) if self._paces and steps else None
 
 
 def clock(seconds: float) -> str:
-    """A time to go, for people: 3:05:00."""
+    """Format a duration as 3:05:00."""
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
 
 
 def figures(m: StepMetrics) -> dict[str, str | int | float]:
-    """What a train step's span says of its outcome."""
+    """Attributes of a train step's span that describe its result."""
     attributes: dict[str, str | int | float] = {
         "parallm.policy_step": m.policy_step,
         "parallm.version": m.version,
@@ -326,7 +326,7 @@ def status_of(
     checkpoints: CheckpointStore,
     started_ms: int,
     ranks: tuple[RankStatus, ...],
-    samples: tuple[ShownSample, ...],
+    samples: tuple[BoardSample, ...],
     eta_s: float | None,
 ) -> TrainerStatus:
     """The totals and the last train step; owner and heartbeat are the board's to fill in."""
@@ -351,7 +351,7 @@ def status_of(
 def totals_of(
     settings: TrainSettings, state: RunState, now: TrainerState, checkpoints: CheckpointStore, started_ms: int
 ) -> TrainerStatus:
-    """What every kind of run says of itself."""
+    """The part of a status that all kinds of runs have."""
     return TrainerStatus(
         **_same(TrainerStatus, state) | {"mode": settings.mode},
         policy=settings.adapter,

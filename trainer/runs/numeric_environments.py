@@ -15,7 +15,7 @@ import numpy.typing as npt
 import structlog
 
 from shared.errors import ParallmError, SetupError
-from trainer.rollouts.cart_pole import CartPole, Floats, Stepped
+from trainer.rollouts.cart_pole import CartPole, CopiesStep, Floats
 from trainer.rollouts.own_code import LostEpisodesError, OwnCodeError, OwnCopies
 from trainer.rollouts.own_messages import Played, Space
 from trainer.settings import TrainSettings
@@ -30,18 +30,18 @@ _OURS = {
 }
 
 
-class Environment(Protocol):
+class NumericEnvironment(Protocol):
     """Copies that are played at once; those whose episode ends begin anew."""
 
     @property
     def copies(self) -> int:
-        """How many."""
+        """Number of copies that are played."""
 
     @property
     def observations(self) -> Floats:
-        """What is to be acted on now, a row for each copy."""
+        """Present observations, a row for each copy."""
 
-    async def act(self, actions: npt.NDArray[Any]) -> Stepped:
+    async def act(self, actions: npt.NDArray[Any]) -> CopiesStep:
         """A step of all of them."""
 
 
@@ -51,8 +51,8 @@ class Environments:
     def __init__(self, settings: TrainSettings, space: Space, own: OwnCopies | None = None) -> None:
         self._settings, self.space, self._own = settings, space, own
 
-    async def begin(self, name: str, copies: int, seed: list[int]) -> Environment:
-        """Copies whose episodes begin, as the seed says; those of the same name end."""
+    async def begin(self, name: str, copies: int, seed: list[int]) -> NumericEnvironment:
+        """Start copies with this seed; earlier ones of the same name end."""
         settings = self._settings
         if self._own is not None:
             return await _OwnEnvironment.begin(self._own, name, copies, seed, settings.episode_steps)
@@ -61,7 +61,7 @@ class Environments:
 
 
 def our_space(task: str) -> Space:
-    """Of an environment of ours; SetupError when there is none of this name."""
+    """Space of a built-in environment; SetupError for an unknown name."""
     if task not in _OURS:
         raise SetupError(f"--mode ppo needs --task {', '.join(_OURS)}, or package.module:Class")
     return _OURS[task]
@@ -69,7 +69,7 @@ def our_space(task: str) -> Space:
 
 @asynccontextmanager
 async def open_environments(settings: TrainSettings) -> AsyncIterator[Environments]:
-    """What `--task` names; SetupError when there is no such thing."""
+    """Open the environments that `--task` names; SetupError when there are none."""
     if ":" not in settings.task:
         if settings.task_options:
             raise SetupError("--task-options go with an environment of your own: --task package.module:Class")
@@ -102,7 +102,7 @@ class _OwnEnvironment:
     def observations(self) -> Floats:
         return self._now
 
-    async def act(self, actions: npt.NDArray[Any]) -> Stepped:
+    async def act(self, actions: npt.NDArray[Any]) -> CopiesStep:
         try:
             played = await self._own.step(self._name, actions.tolist())
         except LostEpisodesError as error:
@@ -112,9 +112,9 @@ class _OwnEnvironment:
         self._lost, self._now = 0, self._rows(played.now, played.space)
         failed, timed_out = np.array(played.failed, bool), np.array(played.timed_out, bool)
         last = self._rows(played.last, played.space)
-        return Stepped(np.array(played.rewards, np.float32), failed, timed_out, last)
+        return CopiesStep(np.array(played.rewards, np.float32), failed, timed_out, last)
 
-    async def _anew(self, why: str) -> Stepped:
+    async def _anew(self, why: str) -> CopiesStep:
         self._lost += 1
         log.warning("train.episodes_lost", reason=why)
         if self._lost >= MOST_LOST:
@@ -122,7 +122,7 @@ class _OwnEnvironment:
         last, copies = self._now, self.copies
         again = await self.begin(self._own, self._name, copies, [*self._seed, next(self._lives)], self._longest)
         self._now = again.observations
-        return Stepped(np.zeros(copies, np.float32), np.zeros(copies, bool), np.ones(copies, bool), last)
+        return CopiesStep(np.zeros(copies, np.float32), np.zeros(copies, bool), np.ones(copies, bool), last)
 
     @staticmethod
     def _rows(data: bytes, space: Space) -> Floats:

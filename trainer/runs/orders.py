@@ -19,10 +19,10 @@ from shared.training import (
     UpdateOutcome,
 )
 from shared.trajectories import LiveTrajectory
-from trainer.learn.batches import Dropped
+from trainer.learn.batches import DroppedCounts
 from trainer.ring.mailbox import RingMailbox
 from trainer.rollouts.live import posted_groups
-from trainer.runs.inbox import Batch
+from trainer.runs.inbox import GroupBatch
 from trainer.runs.metrics import StepMetrics, Timing
 from trainer.settings import TrainSettings
 from trainer.state import RunState
@@ -33,17 +33,17 @@ ORDERS_REMEMBERED = 64
 
 
 @dataclass(frozen=True)
-class Stepped:
-    """What a train step came to."""
+class TrainedStep:
+    """Result of a train step, for the answer to an order."""
 
     metrics: StepMetrics
-    dropped: Dropped
+    dropped: DroppedCounts
     samples: int  # in the loss
     learned: bool  # whether there was anything to learn from
 
 
-class Run(Protocol):
-    """What orders need of the run (`trainer.runs.loop.TrainLoop`)."""
+class OrderedRun(Protocol):
+    """Interface of a run that carries out orders (`trainer.runs.loop.TrainLoop`)."""
 
     settings: TrainSettings
     state: RunState
@@ -55,14 +55,14 @@ class Run(Protocol):
     async def compare(self, trajectories: Sequence[LiveTrajectory]) -> int:
         """Refuse posted log-probabilities that are not their version's; how many could not be compared."""
 
-    async def train_step(self, batch: Batch, timing: Timing, *, serve: bool = True) -> Stepped:
+    async def train_step(self, batch: GroupBatch, timing: Timing, *, serve: bool = True) -> TrainedStep:
         """Train on a batch; with `serve`, serve the result."""
 
     async def save(self, name: str = "") -> str:
         """Save a checkpoint; its name."""
 
 
-async def carry_out(loop: Run, mailbox: RingMailbox, received: Received[Order], timing: Timing) -> bool:
+async def carry_out(loop: OrderedRun, mailbox: RingMailbox, received: Received[Order], timing: Timing) -> bool:
     """Do it and answer; True when a checkpoint was saved. An order that cannot be carried out changes nothing."""
     order = received.body
     answer: Answer
@@ -83,14 +83,14 @@ async def carry_out(loop: Run, mailbox: RingMailbox, received: Received[Order], 
     return saved
 
 
-async def _update(loop: Run, order_id: str, order: UpdateOrder, timing: Timing) -> UpdateAnswer:
+async def _update(loop: OrderedRun, order_id: str, order: UpdateOrder, timing: Timing) -> UpdateAnswer:
     if loop.held:
         raise ConflictError(f"training is paused: {loop.held}")
     _check_lag(loop, order)
     _check_advantages(loop, order)
     unchecked = await loop.compare(order.trajectories)
     state = loop.state
-    batch = Batch(posted_groups(order.trajectories), "posted")
+    batch = GroupBatch(posted_groups(order.trajectories), "posted")
     stepped = await loop.train_step(batch, timing, serve=order.update_inference)
     metrics, dropped = stepped.metrics, stepped.dropped
     status: UpdateOutcome = "rejected" if metrics.gate else "updated" if stepped.learned else "no_signal"
@@ -121,14 +121,14 @@ async def _update(loop: Run, order_id: str, order: UpdateOrder, timing: Timing) 
     )
 
 
-def _check_advantages(loop: Run, order: UpdateOrder) -> None:
+def _check_advantages(loop: OrderedRun, order: UpdateOrder) -> None:
     """Refuse what a run with a value head cannot learn from."""
     if loop.settings.loss == "ppo" and any(each.advantage is not None for each in order.trajectories):
         message = "this run learns by PPO, whose values say what was to be expected: give rewards, and no 'advantage'"
         raise InvalidRequestError(message, param="trajectories")
 
 
-def _check_lag(loop: Run, order: UpdateOrder) -> None:
+def _check_lag(loop: OrderedRun, order: UpdateOrder) -> None:
     """Too many unserved updates would make everything that workers sample too old to learn from, for ever."""
     state, settings = loop.state, loop.settings
     if order.update_inference or settings.source == "posted" or state.unpublished < settings.max_lag:

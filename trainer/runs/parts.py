@@ -7,11 +7,11 @@ from trainer.learn.compute import ComputeHost
 from trainer.learners.federation import RoundHandle
 from trainer.learners.handle import Handle, HostHandle
 from trainer.learners.kinds import PolicyOptions, made_with
-from trainer.learners.policy import Learner
+from trainer.learners.policy import PolicyLearner
 from trainer.learners.shared import SharedHandle
 from trainer.learners.shared_member import run_spec
 from trainer.loggers.loggers import Loggers
-from trainer.ring.ring import Ring
+from trainer.ring.ring import TrainerRing
 from trainer.rollouts.conversation import ChatEncoder
 from trainer.rollouts.environments import Environment
 from trainer.rollouts.sight import Sight
@@ -20,7 +20,7 @@ from worker.engine.model.sites import Whole
 
 
 def policy_options(settings: TrainSettings) -> PolicyOptions:
-    """What the run's learner is made with."""
+    """Options of the run's learner."""
     return PolicyOptions(
         None if settings.head_only else settings.adapter_shape(),
         settings.optimize_options(),
@@ -37,7 +37,7 @@ class Parts:
 
     host: ComputeHost
     model: Any  # an mlx-lm model, which belongs to the host's thread; None where a service trains it
-    ring: Ring
+    ring: TrainerRing
     conversation: ChatEncoder
     environment: Environment
     held_out: Environment | None = None
@@ -46,12 +46,12 @@ class Parts:
     whole: Whole | None = None  # where ranks divide the model: what it was before
 
 
-async def open_learner(parts: Parts, settings: TrainSettings) -> Handle[Learner]:
+async def open_learner(parts: Parts, settings: TrainSettings) -> Handle[PolicyLearner]:
     """The run's learner, where the settings want it; ValueError when the model has no layers for its adapter."""
     options, lead, place = policy_options(settings), parts.ring.lead, parts.ring.federation
     if parts.ring.learners is not None:
         return await parts.ring.learners.open(options, settings.run_name, settings.folder)
-    mine: HostHandle[Learner] = await HostHandle.open(
+    mine: HostHandle[PolicyLearner] = await HostHandle.open(
         parts.host, made_with("policy", options), parts.model, parts.sight, parts.whole
     )
     if place is not None:

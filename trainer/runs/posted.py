@@ -15,7 +15,7 @@ from shared.errors import EngineError, LogprobsMismatchError, ParallmError
 from shared.trajectories import LiveTrajectory, Trajectory
 from trainer.learn.batches import Sample, SampleGroup, loss_mask
 from trainer.learners.handle import Handle
-from trainer.learners.policy import Learner
+from trainer.learners.policy import PolicyLearner
 from trainer.settings import TrainSettings
 from trainer.state import Arrays
 from trainer.versions.publish import Publisher
@@ -28,7 +28,7 @@ VERSIONS_AT_ONCE = 16  # each may have to be fetched; of an update that names mo
 
 @dataclass
 class _Gap:
-    """Of one trajectory: the sum over the tokens that could be compared, and how many they are."""
+    """Differences in one trajectory: their sum over the tokens that could be compared, and how many these are."""
 
     total: float = 0.0
     tokens: int = 0
@@ -40,10 +40,10 @@ class _Gap:
 
 @dataclass(frozen=True)
 class LogprobCheck:
-    """Compares one update's trajectories."""
+    """Compares posted log-probabilities of one update's trajectories with the policy's own."""
 
     settings: TrainSettings
-    learner: Handle[Learner]
+    learner: Handle[PolicyLearner]
     publisher: Publisher
     served: int
 
@@ -76,7 +76,7 @@ class LogprobCheck:
     async def _measure(
         self, version: int, sampled: list[Trajectory], tags: Sequence[Sequence[int]], gaps: list[_Gap]
     ) -> None:
-        """Compare the tokens that this version is said to have sampled."""
+        """Compare the tokens that were posted as sampled by this version."""
         try:
             weights = await self.publisher.any_weights_of(version) if version else None
         except ParallmError as error:
@@ -100,9 +100,11 @@ class LogprobCheck:
             gaps[index].tokens += sum(sample.mask)
 
     async def _run(self, groups: list[SampleGroup], weights: Arrays | None) -> list[float]:
-        """What breaks in the learner's thread (for memory, say) refuses the update, and the run goes on."""
+        """Differences by trajectory; an error in the learner's thread (memory, say) refuses the update, and the run
+        goes on.
+        """
         try:
-            return await self.learner.call(Learner.gaps, groups, weights)
+            return await self.learner.call(PolicyLearner.gaps, groups, weights)
         except Exception as error:
             log.exception("posted.broken")
             reason = f"{type(error).__name__}: {error}"
@@ -121,7 +123,7 @@ class LogprobCheck:
 
 
 def _versions(trajectory: Trajectory, adapter: str) -> tuple[int, ...]:
-    """Of each token the version that has sampled it, BASE, or UNKNOWN for another adapter's."""
+    """Version that sampled each token; BASE, or UNKNOWN for another adapter's."""
     tags = [UNKNOWN] * len(trajectory.completion_ids)
     for span in trajectory.spans:
         name, _, number = span.version.rpartition("@")

@@ -26,10 +26,10 @@ from shared.training import TrainerState, TrainerStatus, TrainingPoint
 from trainer.learn import gate
 from trainer.learn.advantages import advantages, explained
 from trainer.learn.compute import ComputeHost
-from trainer.learn.ppo_losses import PpoOptions, Steps, steps_of
+from trainer.learn.ppo_losses import PpoOptions, PpoSteps, steps_of
 from trainer.learn.ppo_network import check_learnable, described, first_weights, two_layers
 from trainer.learners.handle import HostHandle
-from trainer.learners.ppo import Learned, PpoLearner, PpoLearnerOptions
+from trainer.learners.ppo import PpoLearner, PpoLearnerOptions, PpoStepReport
 from trainer.ring.board import RingBoard
 from trainer.ring.http_client import HttpApi
 from trainer.ring.over_http import HttpBoard, HttpSink
@@ -55,7 +55,7 @@ _PLAYED, _EVALUATED = 1, 2  # what is drawn with a seed
 
 
 class PpoLine(msgspec.Struct, frozen=True):
-    """A line of `metrics.jsonl`."""
+    """A line of a PPO run's `metrics.jsonl`."""
 
     step: int
     environment_steps: int  # of the whole run
@@ -154,7 +154,7 @@ class PpoRun(Run[PpoLearner]):
         self._began = time.monotonic()
 
     def status(self, now: TrainerState) -> TrainerStatus:
-        """What the ring is told of the run."""
+        """Status of the run, as published to the ring."""
         state, settings, last = self.state, self.settings, self._last
         learned = _finite(last.learned) if last else {}
         return msgspec.structs.replace(
@@ -165,7 +165,7 @@ class PpoRun(Run[PpoLearner]):
         )  # fmt: skip
 
     async def start(self) -> None:
-        """Go on from a checkpoint, or begin; then the latest version is what learns."""
+        """Resume from a checkpoint, or begin; then the latest version is the learner's."""
         settings = self.settings
         checkpoint = self._load()
         await check_latest(settings, self.state if checkpoint is None else checkpoint.state, self._publisher)
@@ -195,7 +195,7 @@ class PpoRun(Run[PpoLearner]):
         log.info("train.begins", task=settings.task, train_step=self.state.train_step)
 
     def _load(self) -> Checkpoint | None:
-        """Where the run goes on; None: it begins. SetupError when the folder holds another run."""
+        """Checkpoint to resume from; None: the run begins. SetupError when the folder holds another run."""
         settings, checkpoint = self.settings, self._checkpoint()
         if checkpoint is None:
             return None
@@ -206,7 +206,7 @@ class PpoRun(Run[PpoLearner]):
         return checkpoint
 
     async def run(self) -> RunState:
-        """To the end."""
+        """Run until all train steps are done, the goal is reached, or the run is stopped."""
         settings, state = self.settings, self.state
         reached = False
         while state.train_step < settings.steps and not self.stopping and not reached:
@@ -236,7 +236,7 @@ class PpoRun(Run[PpoLearner]):
         if due or state.train_step == settings.steps:
             evaluated = await self._evaluate()
         state.seconds = time.monotonic() - self._began
-        await self._tell(
+        await self._report(
             PpoLine(
                 step=state.train_step,
                 environment_steps=state.consumed,
@@ -269,8 +269,8 @@ class PpoRun(Run[PpoLearner]):
 
     # -- versions
 
-    async def _serve(self, steps: Steps, learned: Learned) -> str:
-        """Make what was learned the latest version, or go back and say why; ParallmError after too many rejections."""
+    async def _serve(self, steps: PpoSteps, learned: PpoStepReport) -> str:
+        """Publish the learned weights, or revert and return the reason; ParallmError after too many rejections."""
         weights = await self._learner.weights()
         logp, _ = await self._learner.call(PpoLearner.policy, weights, steps)
         apart = (logp - steps.logp_BL).astype(np.float64)
@@ -295,8 +295,8 @@ class PpoRun(Run[PpoLearner]):
         await self._check_patience(problem)
         return problem
 
-    async def _parity(self, version: int, weights: Arrays, probes: Steps) -> GateCheck:
-        """Whether a worker that has loaded the version computes what we compute, of the first step of sequences."""
+    async def _parity(self, version: int, weights: Arrays, probes: PpoSteps) -> GateCheck:
+        """Compare the outputs of a worker that has loaded the version with ours, for the first step of sequences."""
         said = await self._actor.act(probes.observed_BLI[:, 0], probes.state, version=version)
         first = probes._replace(
             observed_BLI=probes.observed_BLI[:, :1],
@@ -315,7 +315,7 @@ class PpoRun(Run[PpoLearner]):
         await self._forget_versions(self.state.version, self.state.best_version)
         return saved
 
-    async def _tell(self, line: PpoLine) -> None:
+    async def _report(self, line: PpoLine) -> None:
         await self._disk.run(append, self.settings.folder / "metrics.jsonl", line)
         self._last, learned = line, _finite(line.learned)
         point = TrainingPoint(

@@ -16,7 +16,7 @@ from trainer.rollouts.conversation import ChatEncoder
 from trainer.rollouts.environments import ArithmeticEnvironment, DatasetEnvironment, Environment, Scorer, read_jsonl
 from trainer.rollouts.held_out import BothScorers
 from trainer.rollouts.own_code import OwnCode, OwnEnvironment, alerts_of
-from trainer.rollouts.pictures import Pictures
+from trainer.rollouts.pictures import ChatPictures
 from trainer.rollouts.scorers import Judges, check_judges, open_scorer
 from trainer.rollouts.sight import sight_of
 from trainer.runs.loop import TrainLoop
@@ -32,7 +32,7 @@ _HELD_OUT_SEED = 7
 
 
 def training_tasks(settings: TrainSettings, scorer: Scorer | None) -> Environment:
-    """What the run learns from; `scorer` is needed for data sets."""
+    """Tasks that the run learns from; data sets need a `scorer`."""
     if settings.task == "arithmetic":
         return ArithmeticEnvironment(settings.seed, "train", settings.task_count)
     if settings.task in ("jsonl", "gsm8k"):
@@ -44,7 +44,9 @@ def training_tasks(settings: TrainSettings, scorer: Scorer | None) -> Environmen
 
 
 def held_out_tasks(settings: TrainSettings, scorer: Scorer | None) -> Environment | None:
-    """What the run is measured on; the training tasks when there are a few fixed ones; None when there is nothing."""
+    """Tasks that the run is measured on; the training tasks when there are a few fixed ones; None when there are
+    none.
+    """
     if settings.task == "arithmetic":
         if settings.task_count:
             return ArithmeticEnvironment(settings.seed, "train", settings.task_count)
@@ -58,7 +60,7 @@ def held_out_tasks(settings: TrainSettings, scorer: Scorer | None) -> Environmen
 
 
 def scored_tasks(settings: TrainSettings) -> bool:
-    """Whether the tasks need a scorer: data sets do, environments judge by themselves."""
+    """True if the tasks need a scorer: data sets do, environments judge by themselves."""
     return settings.task in ("jsonl", "gsm8k") or settings.held_out_dataset is not None
 
 
@@ -105,7 +107,7 @@ async def train(
         if settings.held_out_reward:
             await check_judges(settings.held_out_reward, settings.held_out_reward_options, way.judges)
         sight = None if loaded is None else sight_of(loaded)
-        pictures = None if sight is None else stack.enter_context(closing(Pictures(sight)))
+        pictures = None if sight is None else stack.enter_context(closing(ChatPictures(sight)))
         conversation = ChatEncoder(ring.codec, settings.chat_template_kwargs, pictures)
         model = None if loaded is None else loaded.model
         whole = None if loaded is None else loaded.whole
@@ -125,7 +127,7 @@ async def train(
 
 
 class Tasks(NamedTuple):
-    """What the run learns from and what it is measured on, and what of it is the user's own code."""
+    """Training and held-out tasks, and the user's own code among them."""
 
     environment: Environment
     held_out: Environment | None
@@ -134,7 +136,7 @@ class Tasks(NamedTuple):
 
 @asynccontextmanager
 async def tasks(settings: TrainSettings, judges: Judges) -> AsyncIterator[Tasks]:
-    """What the run learns from and what it is measured on; SetupError when something is missing."""
+    """Open training and held-out tasks; SetupError when something is missing."""
     settings.check()
     async with AsyncExitStack() as stack:
 

@@ -1,4 +1,4 @@
-"""The life that every kind of run shares: go on or begin, offer versions, accept or revert, save, stop.
+"""The life that every kind of run shares: begin or resume, offer versions, accept or revert, save, stop.
 
 A kind of run says what it learns from, what it checks of a version, and what it reports. `loop.py` (rl) has more to
 serve, because workers sample from its versions (trainer/runs/served.py).
@@ -59,11 +59,11 @@ class Run(ABC, Generic[L]):
     # -- begin, or go on
 
     def _checkpoint(self) -> Checkpoint | None:
-        """Where the run goes on; None: it begins."""
+        """Checkpoint to resume from; None: the run begins."""
         return None if self.settings.resume == "no" else self.checkpoints.load(self.settings.resume)
 
     def _begin_folder_anew(self) -> None:
-        """With `--resume no`: set aside what the run's folder holds."""
+        """Move the run's former folder aside, for `--resume no`."""
         if self.settings.resume == "no":
             self.checkpoints = begin_anew(self.settings, self.checkpoints)
 
@@ -84,7 +84,7 @@ class Run(ABC, Generic[L]):
         judged: Callable[[int], Awaitable[list[GateCheck]]],
         if_latest: int,
     ) -> Published:
-        """Publish weights through the gate; ConflictError when somebody else has moved the latest meanwhile."""
+        """Publish weights through the gate; ConflictError when another process has moved the latest meanwhile."""
         checks = [gate.finite_weights(weights), *checks]
         published = await self._publisher.publish(weights, self.state, checks, metrics, judged, if_latest)
         if published.forestalled:
@@ -92,7 +92,7 @@ class Run(ABC, Generic[L]):
         return published
 
     async def _accept(self, version: int) -> None:
-        """What is served now is what the learner falls back to."""
+        """Record that the version is served, and make its weights the learner's last good ones."""
         self._rejections = 0
         self.state.version = version
         self.state.swaps += 1

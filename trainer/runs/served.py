@@ -15,15 +15,15 @@ import structlog
 from shared.adapters import GateCheck, version_id
 from shared.errors import ParallmError, UnknownAdapterError
 from trainer.learn import gate
-from trainer.learn.batches import Dropped
+from trainer.learn.batches import DroppedCounts
 from trainer.learn.gate import RewardWatch, Standing
 from trainer.learners.handle import Handle
-from trainer.learners.policy import Learner, Trained
+from trainer.learners.policy import PolicyLearner, Trained
 from trainer.rollouts.groups import RolloutGroup, mean_reward
 from trainer.rollouts.held_out import Evaluated
 from trainer.rollouts.pacing import oldest_version
 from trainer.runs.examine import Examiner
-from trainer.runs.inbox import Batch
+from trainer.runs.inbox import GroupBatch
 from trainer.runs.parts import Parts
 from trainer.settings import TrainSettings
 from trainer.state import Arrays, RunState
@@ -42,14 +42,14 @@ class Serving:
         self,
         settings: TrainSettings,
         parts: Parts,
-        learner: Handle[Learner],
+        learner: Handle[PolicyLearner],
         publisher: Publisher,
         examiner: Examiner,
         state: RunState,
     ) -> None:
         self._settings, self._parts, self._state = settings, parts, state
         self._learner, self._publisher, self._examiner = learner, publisher, examiner
-        # What is earned on one kind of tasks says nothing about another: live traffic that gets harder is no collapse.
+        # Rewards of one kind of tasks are no evidence about another: live traffic that gets harder is no collapse.
         self._watches: dict[str, RewardWatch] = {}
         for tasks, standings in state.good_on.items():
             self._watch(tasks).good = {version: Standing(*earned) for version, earned in standings.items()}
@@ -71,7 +71,7 @@ class Serving:
         were trained with `update_inference` false stay unserved.
         """
         state = self._state
-        if state.best_held_out is None:  # of a checkpoint from before this was kept
+        if state.best_held_out is None:  # of a checkpoint from before this was recorded
             state.best_held_out = state.held_out
         if not state.unpublished:
             weights = await self._learner.weights()
@@ -99,7 +99,7 @@ class Serving:
         log.info("run.started", held_out=state.held_out, held_out_true=state.held_out_true)
 
     def owns(self, latest: int) -> bool:
-        """Whether `latest` is what this run serves; before it begins, what an earlier start of it has served."""
+        """True if `latest` is what this run serves; before it begins, what an earlier start of it has served."""
         if self.begun:
             return latest == self._state.version
         return not latest or not self._state.version or self._publisher.moved_by_us(latest)
@@ -109,7 +109,7 @@ class Serving:
         settings, state = self._settings, self._state
         weights = await self._publisher.take_over(version)
         await self._publisher.note(version)
-        await self._learner.call(Learner.load, weights)
+        await self._learner.call(PolicyLearner.load, weights)
         state.policy_step += settings.max_lag + 1
         state.policy_steps = {}
         state.best_version, state.best_reward = 0, None
@@ -132,8 +132,8 @@ class Serving:
         if served != state.version:
             self._served(served)
 
-    async def offer(self, trained: Trained, batch: Batch, dropped: Dropped, *, serve: bool = True) -> str:
-        """Serve new weights, or keep them unserved, or take the train step back; the failed checks.
+    async def offer(self, trained: Trained, batch: GroupBatch, dropped: DroppedCounts, *, serve: bool = True) -> str:
+        """Serve new weights, hold them unserved, or revert the train step; returns the failed checks.
 
         Nothing is offered when the step had nothing to learn from; several in a row are worth an alert.
         """
@@ -167,7 +167,7 @@ class Serving:
         self._served(published.version)
         return ""
 
-    async def judge(self, batch: Batch) -> bool:
+    async def judge(self, batch: GroupBatch) -> bool:
         """Judge the versions that sampled this batch; True when rewards have collapsed and an older one is served.
 
         A curriculum's own choice judges nobody: harder tasks earn less, by whatever version.
@@ -178,7 +178,7 @@ class Serving:
                 earned.setdefault((tasks_of(group, batch), version), []).append(float(np.mean(group.rewards)))
         for (tasks, version), means in sorted(earned.items()):
             watch = self._watch(tasks)
-            watch.keep_only(self._publisher.kept())
+            watch.keep_only(self._publisher.on_disk())
             target = watch.add(version, means)
             if target is not None:
                 await self._roll_back(version, target, watch.good[target].mean, float(np.mean(means)))
@@ -188,7 +188,7 @@ class Serving:
         return False
 
     def _sampled_by(self, group: RolloutGroup) -> int:
-        """The oldest version that took part; 0, which judges nobody, when it was the base or another adapter.
+        """The oldest version that took part; 0, which judges no version, when it was the base or another adapter.
 
         Who does not say, such as Atropos, samples from what is served.
         """
@@ -210,8 +210,8 @@ class Serving:
             for tasks, watch in self._watches.items()
         }
 
-    def _decides_best(self, tasks: str, batch: Batch) -> bool:
-        """Whether these tasks say which version is the best: our own, else the first that judged one."""
+    def _decides_best(self, tasks: str, batch: GroupBatch) -> bool:
+        """True if these tasks decide which version is the best: our own, else the first that judged one."""
         settings, state = self._settings, self._state
         if settings.evaluate_every or (batch.source == "live") != (settings.source == "live"):
             return False
@@ -219,7 +219,7 @@ class Serving:
         return tasks == state.best_on
 
     async def _keep(self, trained: Trained) -> str:
-        """The local checks alone decide on weights that nobody is served yet."""
+        """The local checks alone decide on weights that are not served yet."""
         if not gate.passed(trained.checks):
             failed = gate.failures(trained.checks)
             await self._parts.ring.sink.alert("gate_failed", failed)
@@ -257,7 +257,7 @@ class Serving:
             await self._parts.ring.sink.alert("gave_up", f"the run ends: {gave_up}")
             raise ParallmError(gave_up)
 
-    async def _count_silence(self, batch: Batch, dropped: Dropped) -> None:
+    async def _count_silence(self, batch: GroupBatch, dropped: DroppedCounts) -> None:
         self._silent += 1
         what = nothing_learned(dropped, batch.groups)
         if batch.source != "posted":  # what others do must not end the run
@@ -294,7 +294,7 @@ class Serving:
         weights = self._publisher.weights_of(target)
         served = await self._serve_again(target, weights, reason)
         await self._parts.ring.sink.alert("reward_collapse", reason)
-        await self._learner.call(Learner.load, weights)
+        await self._learner.call(PolicyLearner.load, weights)
         state.policy_step += settings.max_lag + 1
         state.policy_steps = {v: s for v, s in state.policy_steps.items() if v <= target}
         state.rollbacks += 1
@@ -306,7 +306,7 @@ class Serving:
         self._served(served)
 
     async def _serve_again(self, target: int, weights: Arrays, reason: str) -> int:
-        """Make an older version the latest; published anew where somebody has deleted it from the store."""
+        """Make an older version the latest; published anew where it has been deleted from the store."""
         await self._publisher.note(target, self._state.version)
         try:
             await self._parts.ring.sink.roll_back(target, reason)
@@ -325,19 +325,19 @@ class Serving:
     async def _anchor(self) -> None:
         """Later versions stay in reach of the best one, as long as its weights are there."""
         best = self._state.best_version
-        weights = self._publisher.weights_of(best) if best in self._publisher.kept() else None
-        await self._learner.call(Learner.anchor, weights)
+        weights = self._publisher.weights_of(best) if best in self._publisher.on_disk() else None
+        await self._learner.call(PolicyLearner.anchor, weights)
 
 
-def tasks_of(group: RolloutGroup, batch: Batch) -> str:
-    """What kind of tasks a group is of: live traffic by its reward and environment, all of our own are one kind."""
+def tasks_of(group: RolloutGroup, batch: GroupBatch) -> str:
+    """Kind of the group's tasks: live traffic by its reward and environment; all of our own are one kind."""
     if batch.source != "live":
         return batch.source
     first = group.trajectories[0]
     return f"live/{first.reward.name if first.reward else ''}/{first.metadata.get('environment', '')}"[:256]
 
 
-def nothing_learned(dropped: Dropped, groups: Sequence[RolloutGroup]) -> str:
+def nothing_learned(dropped: DroppedCounts, groups: Sequence[RolloutGroup]) -> str:
     """Why a train step taught nothing, for a person."""
     samples = sum(len(group.trajectories) for group in groups)
     counts = [

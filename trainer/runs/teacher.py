@@ -101,7 +101,7 @@ async def _score(api: HttpApi, teacher: str, top_k: int, row: SampleGroup) -> tu
 
 
 def _top(tokens: dict[str, _Token]) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """The ranked ones, the likeliest first: the row's own token is told, too, wherever it stands."""
+    """The ranked tokens, the likeliest first: the row's own token is included, whatever its rank."""
     ranked = sorted((said.rank, int(token), said.logprob) for token, said in tokens.items() if said.rank is not None)
     return tuple(token for _, token, _ in ranked), tuple(logprob for _, _, logprob in ranked)
 

@@ -26,12 +26,12 @@ from trainer.learn.batches import SampleGroup
 from trainer.learn.options import feedback_policy
 from trainer.learners.handle import HostHandle
 from trainer.learners.kinds import Made, TuneOptions, made_with
-from trainer.learners.lines import Data, split
+from trainer.learners.lines import Data, hold_out
 from trainer.learners.tuning import RowLearner
-from trainer.learners.tuning_examples import Examples, Tuning, read_examples
+from trainer.learners.tuning_examples import Tuning, TuningExamples, read_examples
 from trainer.ring.http_client import HttpApi
 from trainer.rollouts.groups import RolloutRequest
-from trainer.rollouts.picture_shelf import Shelf
+from trainer.rollouts.picture_shelf import PictureShelf
 from trainer.rollouts.sight import Sight, sight_of
 from trainer.runs import feedback
 from trainer.runs.data import ASK_AGAIN_S, DataRun, options_of
@@ -50,7 +50,7 @@ T = TypeVar("T")
 class RowRun(DataRun[T]):
     """A run whose versions are held against what a worker samples behind held-out prompts."""
 
-    _shelf: Shelf | None = None  # of a model that sees
+    _shelf: PictureShelf | None = None  # of a model that sees
 
     @abstractmethod
     def _group(self, item: T) -> SampleGroup:
@@ -69,7 +69,7 @@ class RowRun(DataRun[T]):
             await asyncio.sleep(ASK_AGAIN_S)
 
     async def _samples(self, version: int) -> list[Trajectory]:
-        """What a worker says behind some held-out prompts; where it is kept from that, `_unanswered` says why."""
+        """Continuations of held-out prompts by a worker; when it fails, `_unanswered` gives the reason."""
         settings, run = self.settings, secrets.token_hex(3)
         samples: list[Trajectory] = []
         self._unanswered = ""
@@ -113,7 +113,7 @@ class TuneRun(RowRun[SampleGroup]):
             read_examples, tuning=self._tuning, codec=self._ring.codec, longest=longest,
             variables=settings.chat_template_kwargs, shelf=self._shelf,
         )  # fmt: skip
-        examples: Examples
+        examples: TuningExamples
         if self._preferences is not None:
             with TemporaryDirectory() as folder:
                 source = Path(folder) / feedback.FILE
@@ -122,7 +122,7 @@ class TuneRun(RowRun[SampleGroup]):
         else:
             examples = read(source if feedback_policy(source) is None else settings.folder / feedback.FILE)
         if settings.held_out_dataset is None:
-            return Data(*split(examples.items, settings.seed), examples.too_long, self._tuning)
+            return Data(*hold_out(examples.items, settings.seed), examples.too_long, self._tuning)
         return Data(examples.items, read(settings.held_out_dataset).items, examples.too_long, self._tuning)
 
     def _made_with(self) -> Made:
@@ -144,7 +144,7 @@ class TuneRun(RowRun[SampleGroup]):
         settings = self.settings
         sight = sight_of(loaded)
         if sight is not None and not settings.over_http:  # a job's images would have to go with each of its prompts
-            self._shelf = Shelf(sight)
+            self._shelf = PictureShelf(sight)
         policy = feedback_policy(settings.dataset)
         if policy is None:
             return

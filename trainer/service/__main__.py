@@ -21,7 +21,7 @@ from shared.process.loops import until_taken
 from shared.process.open_files import many_files
 from shared.process.settings import load
 from shared.redis.connection.client import connect, require
-from shared.redis.ring.worker_registry import WorkerRegistry
+from shared.redis.processes.worker_registry import WorkerRegistry
 from shared.sequences import ModelCard
 from trainer.runs import stopping
 from trainer.service.settings import LearnersSettings

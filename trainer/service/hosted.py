@@ -16,38 +16,25 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable
-from typing import Protocol
 
 import structlog
 
 from shared.errors import SetupError
 from shared.process.settings import WorkerSettings, load
 from shared.redis.connection.client import connect
-from trainer.learn.compute import EngineHost, SharedEngine
+from trainer.learn.compute import EngineHost, LendingWorker
 from trainer.service.service import LearnerService
 from trainer.service.settings import LearnersSettings
-from worker.engine.model.loader import LoadedModel
 
 log = structlog.get_logger()
 
-MICROBATCH_TOKENS = 512  # unless it is said: a row waits for one microbatch
+MICROBATCH_TOKENS = 512  # by default: a row waits for one microbatch
 PAUSES_S = (1.0, 60.0)  # between two tries, first and longest
 LAST_WORDS_S = 2.0
 
 
-class LendingWorker(Protocol):
-    """What a worker lends (worker/guest.py)."""
-
-    @property
-    def engine(self) -> SharedEngine:
-        """Where MLX work runs."""
-
-    @property
-    def loaded(self) -> LoadedModel: ...
-
-
 class HostedLearners:
-    """A worker's guest (worker/guest.py)."""
+    """A guest of a worker (worker/guest.py) that serves learners."""
 
     def __init__(self, worker: WorkerSettings) -> None:
         self._settings = hosted_settings(worker)
@@ -62,7 +49,7 @@ class HostedLearners:
         return self._settings.resolved()
 
     def start(self, place: LendingWorker, ended: Callable[[bool], None]) -> None:
-        """Train from now on."""
+        """Start the service in a thread of its own; `ended` gets True if it was stopped."""
 
         def run() -> None:
             try:
@@ -76,7 +63,7 @@ class HostedLearners:
         self._thread.start()
 
     def stop(self, timeout_s: float) -> None:
-        """Store what learners have learned and end, or end at `timeout_s` without: their requests are kept."""
+        """Store what learners have learned and end, or end at `timeout_s` without: their requests stay in Redis."""
         self._stopping.set()
         if self._thread is None:
             return
@@ -115,7 +102,7 @@ class HostedLearners:
             pause_s = min(2 * pause_s, PAUSES_S[1])
 
     async def _try(self, place: LendingWorker) -> None:
-        # Errors end in here: one that was kept would hold all learners' arrays.
+        # Errors end in here: a stored one would hold all learners' arrays.
         card = place.loaded.card
         id = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(3)}"
         try:

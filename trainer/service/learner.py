@@ -23,7 +23,7 @@ from safetensors.numpy import load as read_safetensors
 from safetensors.numpy import save as write_safetensors
 
 from shared.errors import ConflictError, InvalidRequestError, UnsupportedModelError
-from shared.learners import Datum, LearnerSpec, LossName, Pass, PassDone, Step, StepDone, Values
+from shared.learners import Datum, LearnerSpec, LossName, PassDone, PassRequest, StepDone, StepRequest, Values
 from trainer.learn.adam import AdamSteps, StepSizes, added, all_finite
 from trainer.learn.compute import Work
 from trainer.learn.logprobs import halves_of, head_chunk
@@ -61,7 +61,7 @@ class ServiceLearner:
 
     # -- learning
 
-    def run(self, request: Pass, pictures: Mapping[bytes, Picture] = _NO_PICTURES) -> Work[PassDone]:
+    def run(self, request: PassRequest, pictures: Mapping[bytes, Picture] = _NO_PICTURES) -> Work[PassDone]:
         """A forward, with gradients if they are asked for; yields after every microbatch and every image.
 
         `pictures`: of its images, by key. InvalidRequestError when the loss or a gradient is not finite.
@@ -91,7 +91,7 @@ class ServiceLearner:
             mx.eval(self._waiting)
         return PassDone(tuple(outputs), {"loss:sum": total})
 
-    def step(self, request: Step) -> StepDone:
+    def step(self, request: StepRequest) -> StepDone:
         """One update; ConflictError without gradients or with a part of them only, which are then dropped."""
         spoiled, self._spoiled = self._spoiled, ""
         if spoiled:
@@ -128,7 +128,6 @@ class ServiceLearner:
         return self._policy.weights()
 
     def config(self) -> bytes:
-        """Its `adapter_config.json`."""
         return self._policy.config()
 
     def state(self) -> bytes:

@@ -12,7 +12,7 @@ from shared.errors import ConflictError
 from trainer.learn.compute import Work
 from trainer.learners.calls import Call, arguments_of, called, encoded
 from trainer.learners.kinds import PolicyOptions, policy_learner
-from trainer.learners.policy import Learner
+from trainer.learners.policy import PolicyLearner
 
 _call: msgspec.msgpack.Decoder[Call] = msgspec.msgpack.Decoder(Call)
 
@@ -49,4 +49,4 @@ def read_call(body: bytes) -> tuple[str, tuple[Any, ...]]:
         call = _call.decode(body)
     except msgspec.DecodeError as error:
         raise ConflictError(f"this cannot be asked of a run's learner: {error}") from error
-    return call.method, arguments_of(Learner, call)
+    return call.method, arguments_of(PolicyLearner, call)

@@ -8,7 +8,7 @@ Invariants.
 - What was answered before its service died has the same effect when it is carried out again: what had failed changes
   nothing, and what had not must not fail now.
 - A request that ends its service (for want of memory) does so MOST_TRIES times at most, and is then refused.
-- `Load` stores the new state together with its answer: the save that it read may be gone when it would be read again.
+- A `LoadRequest` stores the new state together with its answer, because the save that it read may have expired later.
 """
 
 import asyncio
@@ -27,31 +27,31 @@ from shared.adapter_files.formats import CONFIG_FILE, MLX_FILE, prepared
 from shared.errors import ConflictError, EngineError, NotFoundError, ParallmError
 from shared.learners import (
     Answer,
-    Ask,
-    Begin,
     BeginDone,
-    Failed,
-    Load,
+    BeginRequest,
+    CallDone,
+    CallRequest,
     LoadDone,
-    Pass,
-    Publish,
-    Refused,
+    LoadRequest,
+    PassRequest,
+    PublishRequest,
+    RefusedRequest,
     Request,
-    Save,
+    RequestFailed,
     SaveDone,
     SaveInfo,
-    Step,
-    Told,
+    SaveRequest,
+    StepRequest,
     checked,
 )
 from shared.owners import working_for
 from shared.redis import keys
 from shared.redis.adapters.store import AdapterStore
 from shared.redis.chunks import CHUNK_BYTES
-from shared.redis.training.learner_store import MOST_BYTES, Held, LearnerStore
+from shared.redis.training.learner_store import MOST_BYTES, HeldLearner, LearnerStore
 from shared.sequences import ModelCard
 from trainer.learn.compute import Work, at_once
-from trainer.rollouts.pictures import Pictures
+from trainer.rollouts.pictures import ChatPictures
 from trainer.service.learner import ServiceLearner
 from trainer.service.run_learner import RunLearner, read_call
 from trainer.service.turns import Turns
@@ -82,7 +82,7 @@ class Seat:
 
     def __init__(
         self,
-        held: Held,
+        held: HeldLearner,
         store: LearnerStore,
         adapters: AdapterStore,
         turns: Turns,
@@ -91,7 +91,7 @@ class Seat:
         state_every: int,
         state_after_s: float,
         max_saves: int,
-        pictures: Pictures | None = None,
+        pictures: ChatPictures | None = None,
     ) -> None:
         """`pictures`: reads the images of passes; None: this service learns from none."""
         self._held, self._store, self._adapters, self._turns, self._card = held, store, adapters, turns, card
@@ -105,7 +105,7 @@ class Seat:
         self._last = time.monotonic()
         self._whole = False  # the learner is between two requests
         self._leaving = False
-        self._broken: Failed | None = None  # what it answers where there is no learner
+        self._broken: RequestFailed | None = None  # what it answers where there is no learner
 
     @property
     def idle_s(self) -> float:
@@ -117,7 +117,7 @@ class Seat:
         self._leaving = True
 
     async def run(self, build: Callable[[], ServiceLearner | RunLearner]) -> None:
-        """Carry out what is asked until it is to leave; LostError when somebody else has taken the learner."""
+        """Carry out requests until the learner is to leave; LostError when another service has taken it."""
         try:
             self._learner = await self._compute(at_once(build))
             if self._held.state:
@@ -126,7 +126,7 @@ class Seat:
                 await self._compute(at_once(lambda: learner.restore(state)))
         except DAMAGED as error:
             kind = type(error).__name__
-            self._learner, self._broken = None, Failed(f"this learner cannot be trained: {kind}: {error}")
+            self._learner, self._broken = None, RequestFailed(f"this learner cannot be trained: {kind}: {error}")
         self._last, self._whole, pause = time.monotonic(), True, _LOOK_S[0]
         while not self._leaving:
             found = await self._store.request(self._held.id, self._number + 1)
@@ -144,7 +144,7 @@ class Seat:
         """Make the present state count, and let its requests go; nothing in the midst of a request. LostError."""
         if self._number > self._applied and self._whole and self._learner is not None:
             self._whole = False  # cut off in the midst, it is not known whether it counts
-            await self._tell(self._number, None, stores=True)
+            await self._store_answer(self._number, None, stores=True)
             self._whole = True
 
     @property
@@ -165,37 +165,37 @@ class Seat:
         elif not (again and _changes_nothing(request)):
             answer, save = await self._outcome(number, request, again)
             learner = self._learner
-            passed = (isinstance(request, Pass) and request.backward) or _refused(request, "pass")
-            spoils = passed or isinstance(request, Step) or _refused(request, "step")
-            if spoils and isinstance(answer, Failed) and isinstance(learner, ServiceLearner):
+            passed = (isinstance(request, PassRequest) and request.backward) or _refused(request, "pass")
+            spoils = passed or isinstance(request, StepRequest) or _refused(request, "step")
+            if spoils and isinstance(answer, RequestFailed) and isinstance(learner, ServiceLearner):
                 reason = answer.message if passed else ""
                 await self._compute(at_once(lambda: learner.spoil(reason)))
         self._number = number
         self._bytes += size
         full = number - self._applied >= self._state_every or self._bytes > MOST_BYTES // 4
-        loaded = isinstance(request, Load) and not isinstance(answer, Failed)
-        uploaded = request.upload if isinstance(request, Ask) else ""
+        loaded = isinstance(request, LoadRequest) and not isinstance(answer, RequestFailed)
+        uploaded = request.upload if isinstance(request, CallRequest) else ""
         loaded = loaded or bool(uploaded)
         stores = (full or loaded) and self._learner is not None
         former = await self._published(save) if save is not None and not again else None
-        await self._tell(number, None if again else answer, stores=stores, save=None if again else save)
+        await self._store_answer(number, None if again else answer, stores=stores, save=None if again else save)
         if former is not None:
             await self._adapters.unpin(self._held.spec.adapter, former.version, f"save-{former.name}")
         if uploaded:
             await self._store.drop_asked(self._held.id, uploaded)
 
     async def _outcome(self, number: int, request: Request, again: bool) -> tuple[Answer, SaveInfo | None]:
-        """What comes of a request; EngineError when it fails, and was answered before as one that had not."""
+        """Result of a request; EngineError for one that fails now although it was answered before."""
         if number > self._held.done + 1:
             return await self._attempt(number, request)
         former: Answer | None = None
         if again:
             with contextlib.suppress(NotFoundError):  # long ago
                 former = await self._store.answer(self._held.id, number)
-        if isinstance(former, Failed) and not isinstance(request, Ask):
+        if isinstance(former, RequestFailed) and not isinstance(request, CallRequest):
             return former, None
         suspect = await self._store.tries(self._held.id, number) > 0
-        # Of those alone, whoever is noted when the service dies has ended it.
+        # Of those alone, the learner that is noted when the service dies has ended it.
         async with self._turns.alone if suspect else contextlib.nullcontext():
             tries = await self._store.begun(self._held, number)
             if not tries:
@@ -205,7 +205,9 @@ class Seat:
             failed = False
             try:
                 answer, save = await self._attempt(number, request)
-                failed = isinstance(answer, Failed) and former is not None and not isinstance(former, Failed)
+                failed = (
+                    isinstance(answer, RequestFailed) and former is not None and not isinstance(former, RequestFailed)
+                )
             finally:
                 if not failed:
                     await self._store.ended(self._held)
@@ -214,9 +216,9 @@ class Seat:
             raise EngineError(f"request {number} was answered, and cannot be carried out again")
         return answer, save
 
-    def _given_up(self, number: int, again: bool) -> Failed:
+    def _given_up(self, number: int, again: bool) -> RequestFailed:
         log.error("learner.given_up", learner=self._held.id, request=number)
-        failed = Failed(f"request {number} has ended the service {MOST_TRIES} times (out of memory?)", "server")
+        failed = RequestFailed(f"request {number} has ended the service {MOST_TRIES} times (out of memory?)", "server")
         if again:  # what it has changed is lost, so that nothing that came after it can be true
             self._learner, self._broken = None, failed
         return failed
@@ -225,39 +227,39 @@ class Seat:
         try:
             return await self._answer(request)
         except ParallmError as error:
-            return Failed(str(error), "server" if error.status >= 500 else "user"), None
+            return RequestFailed(str(error), "server" if error.status >= 500 else "user"), None
         except (ValueError, RuntimeError, MemoryError) as error:
             # MLX raises these, for want of memory, too. Its text may hold nothing of the data.
             log.exception("learner.failed", learner=self._held.id, request=number)
-            return Failed(f"the service could not compute this: {type(error).__name__}", "server"), None
+            return RequestFailed(f"the service could not compute this: {type(error).__name__}", "server"), None
 
     async def _answer(self, request: Request) -> tuple[Answer, SaveInfo | None]:
-        if isinstance(request, Begin):
+        if isinstance(request, BeginRequest):
             return BeginDone(), None
-        if isinstance(request, Ask):
-            return await self._told(request)
-        if isinstance(request, Refused):
-            return Failed(request.message), None
+        if isinstance(request, CallRequest):
+            return await self._called(request)
+        if isinstance(request, RefusedRequest):
+            return RequestFailed(request.message), None
         learner = self._mine
         match request:
-            case Pass():
+            case PassRequest():
                 await asyncio.to_thread(checked, request, self._card.vocab_size, self._card.context_length)
                 pictures = await self._seen(request)
                 return await self._compute(lambda: learner.run(request, pictures)), None
-            case Step():
+            case StepRequest():
                 return await self._compute(at_once(lambda: learner.step(request))), None
-            case Load():
+            case LoadRequest():
                 state = await self._store.saved(request.learner, request.name)
                 await self._compute(at_once(lambda: learner.load(state, optimizer=request.optimizer)))
                 return LoadDone(learner.steps), None
-            case Save():
+            case SaveRequest():
                 await self._check_room(request)
                 made = learner.state if request.kind == "state" else learner.weights_alone
                 state = await self._compute(at_once(made))
                 bytes_id = await self._store.put_saved(self._held.id, state)
                 info = self._info(request, size=len(state), bytes_id=bytes_id)
                 return SaveDone(request.name, request.kind), info
-            case Publish():
+            case PublishRequest():
                 if request.ttl_s:
                     await self._check_room(request)
                 version, size = await self._publish()
@@ -267,15 +269,15 @@ class Seat:
                 await self._adapters.pin(self._held.spec.adapter, version, f"save-{request.name}", request.ttl_s)
                 return done, self._info(request, size=size, version=version)
 
-    async def _seen(self, request: Pass) -> dict[bytes, Picture]:
+    async def _seen(self, request: PassRequest) -> dict[bytes, Picture]:
         """The tiles of a pass's images, by key."""
         images = [image for datum in request.data for image in datum.images]
         if not images or self._pictures is None:
             return {}
         return await self._pictures.of_refs(images, request.files, self._held.spec.owner)
 
-    async def _told(self, request: Ask) -> tuple[Answer, SaveInfo | None]:
-        """What a run's learner says; much of it is kept as a save, the next one in its place."""
+    async def _called(self, request: CallRequest) -> tuple[Answer, SaveInfo | None]:
+        """Result of a call of a run's learner; a large one is stored as a save, which the next one replaces."""
         learner, id = self._learner, self._held.id
         if not isinstance(learner, RunLearner):
             raise ConflictError("this learner is not that of a run of mlx_parallm_train")
@@ -283,21 +285,21 @@ class Seat:
         method, arguments = await asyncio.to_thread(read_call, body)
         said = await self._compute(lambda: learner.answer(method, arguments))
         if len(said) <= CHUNK_BYTES:
-            return Told(said), None
+            return CallDone(said), None
         now = time.time_ns() // 1_000_000
         expires_ms = now + 1000 * keys.LEARNER_ANSWER_TTL_S
         bytes_id = await self._store.put_saved(id, said)
         info = SaveInfo(
             name=_SAID, kind="state", created_ms=now, expires_ms=expires_ms, size=len(said), bytes_id=bytes_id
         )
-        return Told(name=_SAID), info
+        return CallDone(name=_SAID), info
 
     async def _published(self, save: SaveInfo) -> SaveInfo | None:
         """The version that has the name of a new one, and is no save any more once that counts."""
         saves = await self._store.saves(self._held.id) if save.version else []
         return next((each for each in saves if each.kind == save.kind and each.name == save.name), None)
 
-    async def _check_room(self, request: Save | Publish) -> None:
+    async def _check_room(self, request: SaveRequest | PublishRequest) -> None:
         """ConflictError when there is no room for one more save; one of the same name makes room for itself."""
         for info in await self._store.saves(self._held.id, expired=True):
             await self._store.drop_save(self._held.id, info)
@@ -305,12 +307,14 @@ class Seat:
         if len(saves) >= self._max_saves and all(save.name != request.name for save in saves):
             raise ConflictError(f"this learner has {len(saves)} saves, the most that it may have: delete some")
 
-    def _info(self, request: Save | Publish, *, size: int, bytes_id: str = "", version: int = 0) -> SaveInfo:
+    def _info(
+        self, request: SaveRequest | PublishRequest, *, size: int, bytes_id: str = "", version: int = 0
+    ) -> SaveInfo:
         now = time.time_ns() // 1_000_000
         lives_s = min(request.ttl_s or keys.LEARNER_SAVE_TTL_S, keys.LEARNER_SAVE_TTL_S)
         return SaveInfo(
             name=request.name,
-            kind=request.kind if isinstance(request, Save) else "sampler",
+            kind=request.kind if isinstance(request, SaveRequest) else "sampler",
             created_ms=now,
             expires_ms=now + 1000 * lives_s,
             size=size,
@@ -343,7 +347,9 @@ class Seat:
             )
         return manifest.version, manifest.size
 
-    async def _tell(self, number: int, answer: Answer | None, *, stores: bool, save: SaveInfo | None = None) -> None:
+    async def _store_answer(
+        self, number: int, answer: Answer | None, *, stores: bool, save: SaveInfo | None = None
+    ) -> None:
         state = ""
         if stores:
             assert self._learner is not None
@@ -351,20 +357,22 @@ class Seat:
             state = await self._store.put_state(self._held.id, data)
         elif answer is None:
             return
-        if not await self._store.tell(self._held, number, answer, state=state, before=self._state, save=save):
+        if not await self._store.put_answer(self._held, number, answer, state=state, before=self._state, save=save):
             raise LostError
         if stores:
             self._applied, self._state, self._bytes = number, state, 0
 
 
 def _changes_nothing(request: Request) -> bool:
-    return isinstance(request, Save | Publish) or (isinstance(request, Pass) and not request.backward)
+    return isinstance(request, SaveRequest | PublishRequest) or (
+        isinstance(request, PassRequest) and not request.backward
+    )
 
 
 def _refused(request: Request, of: str) -> bool:
-    return isinstance(request, Refused) and request.of == of
+    return isinstance(request, RefusedRequest) and request.of == of
 
 
 def gone(error: BaseException) -> bool:
-    """Whether a seat ended because there is no such learner any more."""
+    """True if a seat ended because its learner no longer exists."""
     return isinstance(error, NotFoundError)

@@ -1,4 +1,4 @@
-"""Which learners a process has in memory: it takes those that wait, and lets those go that nobody asks.
+"""Which learners a process has in memory: it takes those that wait, and stores and drops those without requests.
 
 Places go round. A tenant that waits gets one of those of a tenant which has two more than it, as soon as the request
 under way there is done. Where tenants have as many, or a tenant's own learners wait, a learner that has had its place
@@ -31,7 +31,7 @@ from shared.redis.connection.faults import reason
 from shared.redis.training.learner_store import LearnerStore, waiting_learners
 from shared.sequences import ModelCard
 from trainer.learn.compute import ComputeHost
-from trainer.rollouts.pictures import Pictures
+from trainer.rollouts.pictures import ChatPictures
 from trainer.rollouts.sight import sight_of
 from trainer.service.learner import ServiceLearner
 from trainer.service.run_learner import RunLearner
@@ -43,7 +43,7 @@ from worker.engine.model.loader import LoadedModel
 log = structlog.get_logger()
 
 _LOOK_S = 0.1  # how often it looks for learners that wait
-_AGAIN_MS = 3_600_000  # a learner that nobody asks is looked at again after this long; a request hastens it
+_AGAIN_MS = 3_600_000  # a learner without requests is looked at again after this long; a request hastens it
 _RETRY_MS = 1_000
 _LEAVE_S = 5.0  # for the request under way
 _NOTICE_S = 1.0  # an idle learner gives its place to a waiting one after this long
@@ -56,7 +56,7 @@ HANDOVERS = (
 
 @dataclass(eq=False)
 class _Place:
-    """A learner in memory."""
+    """A learner that is in memory."""
 
     seat: Seat
     task: "asyncio.Task[None]"
@@ -79,7 +79,7 @@ class LearnerService:
         self._settings, self._model, self._card, self._id = settings, loaded.model, card, id
         # A pass brings the tiles of its images along, and shows each when it is its turn.
         self._sight = sight_of(loaded, tile_bytes=0)
-        self._pictures = None if self._sight is None else Pictures(self._sight)
+        self._pictures = None if self._sight is None else ChatPictures(self._sight)
         self._turns = Turns(host)
         self._store = LearnerStore(redis)
         self._adapters = AdapterStore(redis, keep_n=settings.adapter_keep_n, who_asks=whoever_it_is_for)
@@ -96,11 +96,11 @@ class LearnerService:
 
     @property
     def stopping(self) -> bool:
-        """Whether `stop` was called."""
+        """True after `stop` was called."""
         return self._stopping.is_set()
 
     async def run(self) -> None:
-        """Until stopped."""
+        """Serve learners until the service is stopped."""
         renewing = asyncio.create_task(self._renew())
         try:
             while not self.stopping:
@@ -123,7 +123,7 @@ class LearnerService:
                 self._pictures.close()
 
     async def _look(self) -> None:
-        """Take what waits, as far as there are places or somebody leaves one."""
+        """Take waiting learners, as far as there are free places or one becomes free."""
         for learner, place in list(self._places.items()):
             if place.seat.idle_s > self._settings.idle_s and not place.leaves:
                 await self._let_go(learner, _AGAIN_MS, _LEAVE_S)

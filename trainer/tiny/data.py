@@ -55,7 +55,7 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
-class Chat:
+class ChatExample:
     """Turns up to the last user message, and the reply to learn."""
 
     messages: tuple[Message, ...]
@@ -74,13 +74,13 @@ def split_of(a: int, b: int) -> Split:
     return "held_out" if int.from_bytes(digest[:4]) % 100 < HELD_OUT_PERCENT else "train"
 
 
-def sample_addition(rng: random.Random) -> Chat:
+def sample_addition(rng: random.Random) -> ChatExample:
     """A training chat whose reply is a sum of numbers from 0 to 99."""
     prompt = _addition(rng, "train", smallest=0)
     return _chat(rng, prompt.question, prompt.answer)
 
 
-def sample_talk(rng: random.Random) -> Chat:
+def sample_talk(rng: random.Random) -> ChatExample:
     """A training chat about anything but addition."""
     (talk,) = rng.choices(_TALKS, weights=_TALK_WEIGHTS)
     question, reply = talk(rng)
@@ -94,7 +94,7 @@ def _addition(rng: random.Random, split: Split, smallest: int) -> ArithmeticProm
             return ArithmeticPrompt(rng.choice(_ADDITIONS).format(a, b), str(a + b))
 
 
-def _chat(rng: random.Random, question: str, reply: str) -> Chat:
+def _chat(rng: random.Random, question: str, reply: str) -> ChatExample:
     """Mostly one bare question; sometimes a system prompt or an earlier exchange stands before it."""
     before: list[Message] = []
     if rng.random() < 0.1:
@@ -102,7 +102,7 @@ def _chat(rng: random.Random, question: str, reply: str) -> Chat:
     if rng.random() < 0.05:
         earlier = _addition(rng, "train", smallest=0)
         before += [Message("user", earlier.question), Message("assistant", earlier.answer)]
-    return Chat((*before, Message("user", question)), reply)
+    return ChatExample((*before, Message("user", question)), reply)
 
 
 def _greet(rng: random.Random) -> tuple[str, str]:

@@ -30,7 +30,7 @@ def new_model(tokenizer: Tokenizer, seed: int) -> llama.Model:
 
 
 def model_config(tokenizer: Tokenizer) -> dict[str, object]:
-    """The content of config.json."""
+    """Content of the model's config.json."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

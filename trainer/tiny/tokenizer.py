@@ -55,7 +55,7 @@ def render(messages: Sequence[Message]) -> str:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Write tokenizer.json and tokenizer_config.json."""
+    """Write tokenizer.json and tokenizer_config.json into the folder."""
     tokenizer.save(str(folder / "tokenizer.json"))
     added = {
         str(tokenizer.token_to_id(token)): {

@@ -20,7 +20,7 @@ import numpy as np
 from mlx_lm.models import llama
 from tokenizers import Tokenizer
 
-from trainer.tiny.data import Chat, arithmetic_prompts, sample_addition, sample_talk
+from trainer.tiny.data import ChatExample, arithmetic_prompts, sample_addition, sample_talk
 from trainer.tiny.evaluate import greedy_accuracy
 from trainer.tiny.model import new_model, parameter_count, save_model
 from trainer.tiny.tokenizer import PAD, TURN_END, build_tokenizer, render
@@ -36,7 +36,7 @@ _HELD_OUT_SEED = 7
 
 
 class Arguments(argparse.Namespace):
-    """What the command line says."""
+    """Arguments of the command line."""
 
     out: Path
     steps: int
@@ -98,7 +98,7 @@ def draw_batch(rng: random.Random, tokenizer: Tokenizer, batch_size: int, talk_s
     return _encode_batch(tokenizer, chats)
 
 
-def _encode_batch(tokenizer: Tokenizer, chats: list[Chat]) -> PaddedBatch:
+def _encode_batch(tokenizer: Tokenizer, chats: list[ChatExample]) -> PaddedBatch:
     prompts = [encoding.ids for encoding in tokenizer.encode_batch([render(chat.messages) for chat in chats])]
     replies = [encoding.ids for encoding in tokenizer.encode_batch([chat.reply + TURN_END for chat in chats])]
     longest = max(len(prompt) + len(reply) for prompt, reply in zip(prompts, replies, strict=True))

@@ -12,13 +12,13 @@ import random
 from pathlib import Path
 from typing import Any
 
-from trainer.tiny_vision.data import Example, counting
+from trainer.tiny_vision.data import PictureExample, counting
 
 SIZES = {"train": 4096, "held_out": 512}
 
 
-def line_of(example: Example, *, answers: bool = False) -> dict[str, Any]:
-    """A line of a data set; `answers`: that is shown what to say."""
+def line_of(example: PictureExample, *, answers: bool = False) -> dict[str, Any]:
+    """A line of a data set; with `answers`, its right answer is included."""
     file = io.BytesIO()
     example.picture.save(file, "PNG")
     url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
@@ -30,7 +30,7 @@ def line_of(example: Example, *, answers: bool = False) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Write both."""
+    """Write the data sets of counting."""
     parser = argparse.ArgumentParser(prog="python -m trainer.tiny_vision.counting", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--answers", action="store_true", help="for --mode sft")

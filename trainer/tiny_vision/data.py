@@ -32,7 +32,7 @@ _GROUNDS = ((255, 255, 255), (235, 235, 225), (20, 20, 25), (60, 60, 65), (200, 
 Box = tuple[int, int, int, int]
 
 
-class Example(NamedTuple):
+class PictureExample(NamedTuple):
     """A picture, and one question about it."""
 
     picture: Image.Image
@@ -41,7 +41,7 @@ class Example(NamedTuple):
     answer: str
 
 
-def example(rng: random.Random, task: Task | None = None) -> Example:
+def example(rng: random.Random, task: Task | None = None) -> PictureExample:
     """One of a task, any task when none is named."""
     asked: Task = rng.choice(TASKS) if task is None else task
     colour = rng.choice(sorted(COLOURS))
@@ -58,18 +58,18 @@ def example(rng: random.Random, task: Task | None = None) -> Example:
         answers["count"] = str(count)
         for box in _boxes(rng, count):
             _SHAPES[answers["shape"]](draw, box, COLOURS[colour])
-    return Example(picture, asked, rng.choice(QUESTIONS[asked]), answers[asked])
+    return PictureExample(picture, asked, rng.choice(QUESTIONS[asked]), answers[asked])
 
 
-def counting(rng: random.Random) -> Example:
-    """What the model was not trained on: shapes of two colours, and how many there are of one of them."""
+def counting(rng: random.Random) -> PictureExample:
+    """A task that the model was not trained on: count shapes of one of two colours."""
     colour, other = rng.sample(sorted(COLOURS), 2)
     picture = Image.new("RGB", (SIDE, SIDE), rng.choice(_GROUNDS))
     draw = ImageDraw.Draw(picture)
     shape, count, others = rng.choice(sorted(_SHAPES)), rng.randint(1, 4), rng.randint(0, 4)
     for number, box in enumerate(_boxes(rng, count + others)):
         _SHAPES[shape](draw, box, COLOURS[colour if number < count else other])
-    return Example(picture, "count", f"Count the {colour}.", str(count))
+    return PictureExample(picture, "count", f"Count the {colour}.", str(count))
 
 
 def _draw_digit(draw: ImageDraw.ImageDraw, rng: random.Random, digit: str, colour: tuple[int, int, int]) -> None:

@@ -35,8 +35,8 @@ TEMPLATE = (
     "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 _BEFORE = f"{START}user\n{FAKE}{WHOLE}"
-RESAMPLE = 1  # Lanczos, as the folder's image processor says
-EXAMPLES = 8  # of each task, beside the model
+RESAMPLE = 1  # Lanczos, as in the folder's image processor
+EXAMPLES = 8  # of each task, in the model's folder
 AHEAD = 4  # batches that a drawing process has ready
 
 
@@ -58,7 +58,7 @@ def new_tokenizer() -> Tokenizer:
 
 
 def configuration(tokenizer: Tokenizer) -> dict[str, Any]:
-    """config.json."""
+    """Content of the model's config.json."""
     ids = {name: tokenizer.token_to_id(name) for name in (IMAGE, END, PAD)}
     return {
         "model_type": "smolvlm",
@@ -126,8 +126,8 @@ def drawn(rows: int, seed: int | str, task: Task | None = None) -> Drawn:
     return Drawn(np.stack(pixels), [each.question for each in examples], [each.answer for each in examples])
 
 
-class Batch:
-    """Pictures and texts of one length, padded behind."""
+class PictureBatch:
+    """Pictures and texts of one length, padded on the right."""
 
     def __init__(self, tokenizer: Tokenizer, examples: Drawn) -> None:
         self.pixels_BSSC = mx.array((examples.pixels_BSSC.astype(np.float32) / 255 - 0.5) / 0.5)
@@ -168,7 +168,7 @@ def accuracy(model: Any, tokenizer: Tokenizer, task: Task, count: int) -> float:
     """Share of answers that greedy decoding gets right, on pictures that training has not drawn."""
     right = 0
     for first in range(0, count, 64):
-        batch = Batch(tokenizer, drawn(64, f"held out {task} {first}", task))
+        batch = PictureBatch(tokenizer, drawn(64, f"held out {task} {first}", task))
         logits_BTV = logits_of(model, batch.before_T, batch.pixels_BSSC, batch.behind_BT)
         hits_BT = (mx.argmax(logits_BTV, axis=-1) == batch.behind_BT) | (batch.mask_BT == 0)
         right += sum(bool(hit) for hit in np.asarray(mx.all(hits_BT, axis=-1)))
@@ -206,7 +206,7 @@ def train(model: Any, tokenizer: Tokenizer, examples: Iterator[Drawn], *, steps:
 
     began, losses = time.perf_counter(), list[float]()
     for step, each in enumerate(examples, 1):
-        batch = Batch(tokenizer, each)
+        batch = PictureBatch(tokenizer, each)
         loss = update(batch.before_T, batch.pixels_BSSC, batch.behind_BT, batch.mask_BT)
         mx.eval(loss, state)
         losses.append(float(np.asarray(loss)))

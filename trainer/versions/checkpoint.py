@@ -29,7 +29,7 @@ from shared.adapter_files.formats import CONFIG_FILE, MLX_FILE
 from shared.errors import SetupError
 from shared.process.whole_folder import sync
 from shared.training import is_checkpoint_name
-from trainer.state import Arrays, RunState, Snapshot
+from trainer.state import Arrays, LearnerSnapshot, RunState
 
 _OPTIMIZER, _STATE, _MANIFEST = "optimizer.safetensors", "state.json", "manifest.json"
 _TEMPORARY = ".tmp-"
@@ -37,8 +37,8 @@ _REPLACED = ".old-"
 
 
 @dataclass(frozen=True)
-class Checkpoint(Snapshot):
-    """What is saved and what comes back: a learner's state, and the run's of the same moment."""
+class Checkpoint(LearnerSnapshot):
+    """A learner's state with the run's state of the same moment."""
 
     state: RunState
 

@@ -1,4 +1,4 @@
-"""Writing a run's files: on a full disk the run holds, says so, and goes on as soon as there is room.
+"""Writing a run's files: on a full disk the run holds, alerts, and goes on as soon as there is room.
 
 Invariant. What is written here may be done again from its beginning, so nothing is lost by waiting: the policy keeps
 its weights, what it has learned from stays unacknowledged until a checkpoint is on disk, and chats go on.
@@ -24,7 +24,7 @@ log = structlog.get_logger()
 LOOK_S = 5.0  # between two tries while the disk is full
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _REFUSED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.EFBIG})
-_NUMBER = re.compile(r"os error (\d+)")  # how safetensors, which is written in Rust, tells it
+_NUMBER = re.compile(r"os error (\d+)")  # how safetensors, which is written in Rust, reports it
 
 T = TypeVar("T")
 
@@ -64,11 +64,11 @@ class Disk:
                     ) from error
                 if not reported:
                     reported = True
-                    await self._tell(f"no room for the run's files in {self.folder}: {error}; training holds")
+                    await self._notify(f"no room for the run's files in {self.folder}: {error}; training holds")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.stop.wait(), self.look_s)
 
-    async def _tell(self, message: str) -> None:
+    async def _notify(self, message: str) -> None:
         log.error("train.disk_full", folder=str(self.folder), hint="training goes on as soon as there is room")
         try:
             await self.alert("disk_full", message)

@@ -20,19 +20,19 @@ from trainer.versions.checkpoint import differences, write_adapter
 from trainer.versions.disk import Disk
 
 _SERVED = "served.json"
-_LATEST = "latest"  # the check that nobody else has moved it
+_LATEST = "latest"  # the check that no other process has moved it
 
 
 @dataclass(frozen=True)
 class Published:
-    """What became of a candidate."""
+    """Result of publishing a candidate."""
 
     version: int  # 0: it was rejected
     checks: tuple[GateCheck, ...]
 
     @property
     def forestalled(self) -> bool:
-        """Whether it was good, and somebody else has moved `latest` meanwhile."""
+        """True if the version was good, but another process moved `latest` meanwhile."""
         return any(check.name == _LATEST and not check.passed for check in self.checks)
 
 
@@ -110,13 +110,13 @@ class Publisher:
         return False
 
     async def _promote(self, version: int, checks: list[GateCheck], if_latest: int | None) -> GateCheck | None:
-        """Make it the latest; what is in the way when somebody else has moved `latest` meanwhile."""
+        """Make the version the latest; returns the obstacle when another process has moved `latest` meanwhile."""
         await self.note(version, await self.sink.latest_version() if if_latest is None else if_latest)
         try:
             await self.sink.promote(version, checks, if_latest)
         except ConflictError:
             latest = await self.sink.latest_version()
-            if if_latest is None or latest == version:  # an answer was lost, and said again
+            if if_latest is None or latest == version:  # an answer was lost, and the request repeated
                 if latest == version:
                     return None
                 raise
@@ -141,7 +141,7 @@ class Publisher:
         await self.disk.run(write)
 
     def moved_by_us(self, latest: int, *, unknown: bool = True) -> bool:
-        """Whether it was this run, in this life or an earlier one, that made this version the latest.
+        """True if this run, in this life or an earlier one, made this version the latest.
 
         `unknown`: the answer for a folder in which nothing is written down.
         """
@@ -151,27 +151,27 @@ class Publisher:
             return unknown
 
     async def take_over(self, version: int) -> Arrays:
-        """The weights of a version that somebody else has made the latest; kept from now on, as those of our own.
+        """Weights of a version that another process has made the latest; stored from now on, as our own are.
 
         ConflictError when they are no weights that this run can go on from.
         """
         weights = await self.any_weights_of(version)
-        if version not in self.kept():
+        if version not in self.on_disk():
             folder = self.version_folder(version)
             await self.disk.run(self._write_to, weights, folder)
         return weights
 
     async def any_weights_of(self, version: int) -> Arrays:
-        """The weights of a version: of one that is kept, else out of the store.
+        """Weights of a version from the run's folder, else out of the store.
 
         ConflictError when they are no weights of this run's shape and base; ParallmError when they are gone.
         """
-        if version in self.kept():
+        if version in self.on_disk():
             return await asyncio.to_thread(self.weights_of, version)
         return self.fitting(await self.sink.fetch(version), f"{self.adapter}@{version}")
 
     def fitting(self, stored: Stored, name: str) -> Arrays:
-        """Its weights; ConflictError when they are not of this run's shape and base."""
+        """Weights of a stored version; ConflictError when they are not of this run's shape and base."""
         checks = [gate.same_base(self.base_sha256, stored.base_sha256), gate.finite_weights(stored.weights)]
         differs = differences(stored.config, self.config) or gate.failures(checks)
         if differs:
@@ -179,22 +179,22 @@ class Publisher:
         return stored.weights
 
     def version_folder(self, version: int) -> Path:
-        """Where a served version's files are kept, for a rollback."""
+        """Folder of a served version's files, for a rollback."""
         return self.folder / "versions" / str(version)
 
     def weights_of(self, version: int) -> Arrays:
-        """The weights of a version that is still kept."""
+        """Weights of a version that is still in the run's folder."""
         return load_file(self.version_folder(version) / MLX_FILE)
 
-    def kept(self) -> set[int]:
-        """The versions whose files are kept."""
+    def on_disk(self) -> set[int]:
+        """Versions whose files are in the run's folder."""
         versions = self.folder / "versions"
         folders = versions.iterdir() if versions.exists() else ()
         return {int(path.name) for path in folders if path.name.isdigit()}
 
     def forget(self, keep: Collection[int]) -> None:
         """Delete the files of all versions but these."""
-        for version in self.kept() - set(keep):
+        for version in self.on_disk() - set(keep):
             shutil.rmtree(self.version_folder(version))
 
     def _write(self, weights: Arrays, train_step: int) -> Path:

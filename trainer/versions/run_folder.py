@@ -5,7 +5,7 @@ import itertools
 import structlog
 
 from shared.errors import SetupError
-from trainer.ring.ring import Ring
+from trainer.ring.ring import TrainerRing
 from trainer.settings import TrainSettings
 from trainer.state import RunState
 from trainer.versions.checkpoint import CheckpointStore
@@ -26,7 +26,7 @@ def begin_anew(settings: TrainSettings, checkpoints: CheckpointStore) -> Checkpo
     return CheckpointStore(folder / "checkpoints", settings.keep_checkpoints)
 
 
-def check_home(settings: TrainSettings, saved: RunState, ring: Ring) -> None:
+def check_home(settings: TrainSettings, saved: RunState, ring: TrainerRing) -> None:
     """SetupError when the checkpoint belongs elsewhere: what another ring has spoilt would be learned on here."""
     folder = settings.folder
     if saved.base_sha256 and saved.base_sha256 != ring.base_sha256:

@@ -1,4 +1,4 @@
-"""What a run begins with: `--start-from`, an adapter out of the store or a folder, whoever trained it.
+"""What a run begins with: `--start-from`, an adapter out of the store or a folder, from any trainer.
 
 Invariant. No run begins by replacing a version that somebody else has made the latest, unless it goes on from it, or
 its settings say that it may.
@@ -54,7 +54,7 @@ async def starting_weights(
     resumed: bool,
     fresh: Arrays,
 ) -> Arrays | None:
-    """What the run begins with, or began with where it is resumed; None: the base. Nothing is written.
+    """Weights that the run begins with, or began with where it is resumed; None: the base. Nothing is written.
 
     `fresh`: the run's weights without a start: a LoRA or a head that the named version does not have is of these.
 

@@ -10,11 +10,11 @@ from shared.owners import whoever_it_is_for
 from shared.redis.adapters.store import AdapterStore
 from shared.redis.jobs.intake import MAX_N
 from shared.redis.jobs.ledger import JobLedger
+from shared.redis.processes.worker_registry import WorkerRegistry
 from shared.redis.queue.affinity import Affinity
 from shared.redis.queue.sequence_queue import SequenceQueue
-from shared.redis.ring.worker_registry import WorkerRegistry
 from shared.scoring.pool import RewardPool
-from shared.scoring.score import Rewards
+from shared.scoring.score import SampleScorer
 from shared.scoring.served import ServedRewards
 from shared.telemetry.metrics import Tally
 from shared.text.codec import CodecCache
@@ -46,7 +46,7 @@ class TickContext:
         self.affinity = Affinity(self.redis, self.registry)
         self.codecs = CodecCache(self.registry)
         self.served = ServedRewards(self.redis, f"reward-{self.runner}", whoever_it_is_for)
-        self.rewards = Rewards(self.pool, self.served)
+        self.rewards = SampleScorer(self.pool, self.served)
         self._rewarding: dict[str, Rewarding] = {}
         self._queues: dict[str, SequenceQueue] = {}
 

@@ -12,7 +12,7 @@ from shared.owners import working_for
 from shared.redis.jobs.ledger import Outcome, SampleRecord
 from shared.rewards.kinds import CheckedReward
 from shared.scoring.pool import RewardSample
-from shared.scoring.score import Rewards
+from shared.scoring.score import SampleScorer
 from shared.scoring.shares import Share
 from shared.seeds import seed_in_job
 from shared.sequences import SequenceResult
@@ -127,7 +127,7 @@ async def rewarded(
     spec: JobSpec,
     finished: Sequence[FinishedSample],
     reward: CheckedReward | None,
-    scorer: Rewards,
+    scorer: SampleScorer,
     share: Share | None = None,
 ) -> list[SampleRecord]:
     """Score what was completed, and make everything ready to be recorded; without a reward it is not scored."""

@@ -15,7 +15,7 @@ from shared.jobs import JobSpec
 from shared.redis.jobs.ledger import SampleRecord
 from shared.rewards.kinds import check
 from shared.scoring.pool import CHUNK
-from shared.scoring.score import Rewards
+from shared.scoring.score import SampleScorer
 from shared.scoring.shares import Share
 from worker.jobs.outcomes import FinishedSample, rewarded
 
@@ -25,7 +25,7 @@ MOST = 512  # samples of a job that are here at a time
 class Rewarding:
     """One job's samples in one runner."""
 
-    def __init__(self, spec: JobSpec, rewards: Rewards) -> None:
+    def __init__(self, spec: JobSpec, rewards: SampleScorer) -> None:
         self._spec = spec
         self._rewards = rewards
         self._reward = check(spec.reward) if spec.reward is not None else None

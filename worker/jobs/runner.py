@@ -22,7 +22,7 @@ from shared.redis.connection.client import connect
 from shared.redis.connection.faults import reason
 from shared.redis.jobs.ledger import LEASE_MS
 from shared.redis.jobs.ticks import TICK, WAKE_CHANNEL, arq_redis, deserialize, enqueue_tick, queue_name, serialize
-from shared.redis.ring.metric_store import MetricWriter
+from shared.redis.processes.metric_store import MetricWriter
 from shared.scoring.pool import RewardPool
 from worker.jobs.collecting import Collecting
 from worker.jobs.context import TickContext

@@ -14,7 +14,7 @@ from redis.exceptions import RedisError
 from shared.redis.adapters.splits import count_for_split
 from shared.redis.connection.faults import reason
 from shared.redis.due.due_list import DueList
-from shared.redis.kept.answer_store import LIST, Answer, AnswerStore, Verdict, due_answer, live_of
+from shared.redis.kept.answer_store import LIST, AnswerStore, StoredAnswer, Verdict, due_answer, live_of
 from shared.redis.kept.kept_things import Terms
 from shared.redis.training.trajectory_queue import TrajectoryQueue
 from shared.trajectories import LiveTrajectory, Reward
@@ -77,7 +77,7 @@ class Verdicts:
         log.debug("verdicts.delivered", trajectory=first.id, pair=len(judged) > 1)
 
 
-def judged_live(answer: Answer, verdict: Verdict, group: str) -> LiveTrajectory:
+def judged_live(answer: StoredAnswer, verdict: Verdict, group: str) -> LiveTrajectory:
     """What the trainer gets of a judged answer: alone, or with the other one of its pair as a group of two."""
     live = live_of(answer)
     said = verdict.text or answer.note

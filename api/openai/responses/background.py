@@ -198,7 +198,7 @@ async def watch(ring: Ring, who: str, response_id: str, after: int) -> AsyncGene
 
 async def check_watchable(ring: Ring, who: str, response_id: str, stored: StoredResponse, after: int) -> None:
     """NotFoundError when the events behind number `after` are not kept any more."""
-    if stored.state in RUNNING or after + 1 >= stored.told or await ring.responses.count_told(who, response_id):
+    if stored.state in RUNNING or after + 1 >= stored.told or await ring.responses.count_events(who, response_id):
         return
     raise NotFoundError(
         f"the events of response {response_id!r} were kept for an hour after its end; ask for it without 'stream'"
@@ -296,7 +296,7 @@ class _Reading:
         _, codec = await self._there.known(self._spec.model)
         writer = ResponseWriter(self._body, self._plan, codec)
         if self._stored.streams:
-            self._told = await self._ring.responses.count_told(self._who, self._id)
+            self._told = await self._ring.responses.count_events(self._who, self._id)
         await self._tell(
             [{"type": f"response.{name}", "response": writer.shown()} for name in ("created", "in_progress")]
         )
@@ -339,7 +339,7 @@ class _Reading:
         number, self._number = self._number, self._number + len(events)
         new = [sse(event, at) for at, event in enumerate(events, number) if at >= self._told]
         if self._stored.streams and new:
-            await self._ring.responses.tell(self._who, self._id, self._number - len(new), new)
+            await self._ring.responses.write_events(self._who, self._id, self._number - len(new), new)
 
     async def _end(self, writer: ResponseWriter, failure: Exception | None) -> None:
         ids, output = b"", list(writer.output)

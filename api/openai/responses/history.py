@@ -20,7 +20,7 @@ from api.ring.ring import Ring
 from api.ring.room import aside
 from shared.errors import ConflictError, InvalidRequestError, UnsupportedParameterError
 from shared.redis import keys
-from shared.redis.kept.response_store import RUNNING, Turn, unknown_response
+from shared.redis.kept.response_store import RUNNING, ResponseTurn, unknown_response
 
 MAX_TURNS = 1024  # responses in a row: Redis looks at all of them in one call
 
@@ -76,7 +76,7 @@ async def _followed(ring: Ring, last: str) -> History:
     return await _read(raws, [turn.ids for turn in turns])
 
 
-def _check_turn(turn: Turn, last: str) -> None:
+def _check_turn(turn: ResponseTurn, last: str) -> None:
     """That another one can follow it."""
     param = "previous_response_id"
     if not turn.state:

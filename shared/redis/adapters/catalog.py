@@ -1,4 +1,4 @@
-"""What there is in the adapter store: pointers, versions, manifests, bytes. Reading changes nothing.
+"""Contents of the adapter store: pointers, versions, manifests, bytes. Reading changes nothing.
 
 A version that nobody used for ADAPTER_TTL_S has expired even where a pointer still names it; reading it says so.
 """
@@ -17,7 +17,7 @@ from shared.owners import WhoAsks, anybody
 from shared.redis import keys
 from shared.redis.chunks import Chunks
 
-MOST_WITH_HEAD = 8  # versions that are named to somebody who looks for a head
+MOST_WITH_HEAD = 8  # versions that are named to a client that looks for a head
 LOOKED_AT = 64  # of the newest, for that
 
 
@@ -34,7 +34,7 @@ class AdapterSummary(msgspec.Struct, frozen=True):
 
 
 class AdapterFlip(msgspec.Struct, frozen=True):
-    """One move of `latest`."""
+    """A move of `latest` from one version to another."""
 
     version: int
     previous: int
@@ -43,7 +43,7 @@ class AdapterFlip(msgspec.Struct, frozen=True):
 
 
 class Acknowledgement(msgspec.Struct, frozen=True):
-    """What a worker has loaded, and when it said so."""
+    """The version that a worker has loaded, and when it reported that."""
 
     version: int
     at_ms: int
@@ -75,7 +75,7 @@ class AdapterCatalog:
         return list(await self.pointers())
 
     async def owner(self, name: str) -> str | None:
-        """Who owns a policy, whoever asks: its adapter, or what its trainer tells; None when there is neither."""
+        """Owner of a policy, by its adapter or its trainer's status; None when there is neither."""
         async with self._redis.pipeline(transaction=False) as pipe:
             for key in (keys.adapter(name), keys.training(name)):
                 pipe.exists(key)
@@ -97,7 +97,7 @@ class AdapterCatalog:
         return [version for version, here in zip(members, alive, strict=True) if here]
 
     async def summary(self, name: str) -> AdapterSummary:
-        """Pointers and versions; UnknownAdapterError."""
+        """Pointers and versions of an adapter; UnknownAdapterError."""
         head = await self._head(name)
         if not head:
             raise unknown_adapter(name)
@@ -122,7 +122,9 @@ class AdapterCatalog:
         return manifest
 
     async def resolve(self, ref: str | AdapterRef, session: str = "") -> ResolvedAdapter:
-        """What a reference means now; UnknownAdapterError, or ConflictError for a version that its gate rejected."""
+        """Find the version that a reference selects now; UnknownAdapterError, or ConflictError for a version that its
+        gate rejected.
+        """
         parsed = AdapterRef.parse(ref) if isinstance(ref, str) else ref
         choice = parsed.choose(session)
         manifest = await self.manifest(choice.name, choice.version)
@@ -165,7 +167,7 @@ class AdapterCatalog:
         ]
 
     async def acks(self, name: str) -> dict[str, Acknowledgement]:
-        """What each worker said last, by worker id; dead workers stay for a day."""
+        """The last acknowledgement of each worker, by worker id; those of dead workers remain for a day."""
         async with self._redis.pipeline(transaction=False) as pipe:
             pipe.hgetall(keys.adapter_acks(name))
             (raw,) = await pipe.execute()
@@ -207,7 +209,7 @@ def _decoded(raw: bytes, name: str, version: int) -> AdapterManifest:
 
 
 async def missing_head(catalog: AdapterCatalog, model: str, kind: HeadKind, head: str = "") -> str:
-    """What is said to somebody who wants a head that a model, or a version `name@k`, does not have."""
+    """Error message for a client that asks for a head which a model, or a version `name@k`, does not have."""
     wanted = f"head {head!r} of kind '{kind}'" if head else f"head of kind '{kind}'"
     name, _, version = model.partition("@")
     if not version:

@@ -22,7 +22,7 @@ from shared.errors import ConflictError, UnknownAdapterError
 from shared.redis import keys
 from shared.redis.adapters.store import AdapterStore, SplitEnd
 from shared.redis.connection.client import Argument, Script, ask, ask_all
-from shared.splits import MOST_REWARD, Outcome, Rewards, Split, Verdict, shares, winner
+from shared.splits import MOST_REWARD, Outcome, RewardSums, Split, SplitVerdict, shares, winner
 from shared.trajectories import LiveTrajectory
 
 log = structlog.get_logger()
@@ -35,7 +35,7 @@ _end = Script("split_end")
 
 
 class _Manifest(msgspec.Struct, frozen=True):
-    """What a split needs of a version's manifest, which may name thousands of modules and labels."""
+    """The part of a version's manifest that a split reads; the rest may name thousands of modules and labels."""
 
     version: int
     status: AdapterStatus
@@ -49,12 +49,12 @@ class SplitState(msgspec.Struct, frozen=True):
 
     id: str
     split: Split
-    earned: dict[int, Rewards]
+    earned: dict[int, RewardSums]
     latest: int
     served: frozenset[int]  # its versions that are there and not rejected
     started_ms: int
-    moved: int = 0  # to which version somebody has moved `latest` while it ran
-    verdict: Verdict | None = None
+    moved: int = 0  # version to which `latest` was moved while it ran
+    verdict: SplitVerdict | None = None
 
     @property
     def over(self) -> str:
@@ -71,7 +71,7 @@ class SplitState(msgspec.Struct, frozen=True):
 
     @property
     def shares(self) -> dict[int, float]:
-        """Of its versions; once it is over, the latest version gets all requests."""
+        """Share of the requests by version; once the split is over, the latest version gets all of them."""
         if self.over:
             return {version: float(version == self.latest) for version in self.split.versions}
         return dict(zip(self.split.versions, shares(self.split, self.earned), strict=True))
@@ -83,7 +83,7 @@ class SplitState(msgspec.Struct, frozen=True):
 
     @property
     def full(self) -> bool:
-        """Whether it has all rewards that the verdict takes."""
+        """True if enough rewards have been counted for a verdict."""
         return self.counted >= self.split.verdict_after
 
 
@@ -125,7 +125,7 @@ class Splits:
         return bool(await ask(self._redis, "UNLINK", *_keys(name)))
 
     async def find(self, name: str) -> SplitState | None:
-        """The split of an adapter, over or not; that of an earlier adapter of this name is nobody's."""
+        """The split of an adapter, over or not; that of an earlier adapter of this name does not count."""
         raw, (latest, tenant) = await ask_all(
             self._redis, [("HGETALL", keys.split(name)), ("HMGET", keys.adapter(name), "latest", "tenant")]
         )
@@ -144,7 +144,7 @@ class Splits:
             served=frozenset(each.version for each in manifests if each.status == "published"),
             started_ms=int(raw[b"started_ms"]),
             moved=int(raw.get(b"moved", 0)),
-            verdict=msgspec.json.decode(raw[b"verdict"], type=Verdict) if b"verdict" in raw else None,
+            verdict=msgspec.json.decode(raw[b"verdict"], type=SplitVerdict) if b"verdict" in raw else None,
         )
 
     async def among(self, names: Collection[str]) -> list[str]:
@@ -153,20 +153,23 @@ class Splits:
         return [name for name, exists in zip(names, there, strict=True) if exists]
 
     async def settle(self, name: str, state: SplitState) -> None:
-        """Give the verdict of a split that has all its rewards; to say it again changes nothing."""
+        """Give the verdict of a split that has all its rewards; repeating it changes nothing."""
         if state.over:
             return
         best, why = winner(state.split, state.earned)
         latest = state.split.latest
         outcome: Outcome = "kept" if best == latest else "promoted" if best > latest else "rolled_back"
-        verdict = msgspec.json.encode(Verdict(best, outcome, why, time.time_ns() // 1_000_000))
+        verdict = msgspec.json.encode(SplitVerdict(best, outcome, why, time.time_ns() // 1_000_000))
         if best == latest:
             if not await _end(self._redis, _keys(name), [state.id, verdict]):
                 return
         else:
             try:
                 await self._move(name, best, latest, why, SplitEnd(state.id, verdict))
-            except (ConflictError, UnknownAdapterError) as error:  # another process was faster, or somebody ended it
+            except (
+                ConflictError,
+                UnknownAdapterError,
+            ) as error:  # another process was faster, or it was ended by request
                 log.info("split.not_moved", adapter=name, winner=best, detail=error.message)
                 return
         log.info("split.verdict", adapter=name, winner=best, outcome=outcome, detail=why)
@@ -209,6 +212,6 @@ def _keys(name: str) -> list[str]:
     return [keys.split(name), keys.split_answers(name)]
 
 
-def _earned(raw: Mapping[bytes, bytes], version: int) -> Rewards:
+def _earned(raw: Mapping[bytes, bytes], version: int) -> RewardSums:
     count, mean, squares = (raw.get(f"{what}:{version}".encode(), b"0") for what in ("count", "mean", "squares"))
-    return Rewards(int(count), float(mean), float(squares))
+    return RewardSums(int(count), float(mean), float(squares))

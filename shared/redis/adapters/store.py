@@ -116,7 +116,7 @@ class AdapterStore(AdapterCatalog):
         return manifest
 
     async def next_owner(self, name: str) -> str:
-        """Who will own the next version; ConflictError, or ForbiddenError, when the name is not the asker's to use."""
+        """Owner of the next version; ConflictError, or ForbiddenError, when the asker may not use the name."""
         asker, owner = self._who_asks(), await self.owner(check_name(name))
         if owner is None:
             return asker.publishes_for
@@ -296,7 +296,7 @@ class AdapterStore(AdapterCatalog):
     # -- use: pins keep a version from being deleted, and put off its expiry, as what workers have loaded does
 
     async def pin(self, name: str, version: int, owner: str, ttl_s: float) -> None:
-        """Keep a version from being deleted for a while; again with the same owner renews. UnknownAdapterError."""
+        """Protect a version from deletion for a while; again with the same owner renews. UnknownAdapterError."""
         done = await _pin(
             self._redis,
             [keys.adapter_pins(name), *_used(name, version)],
@@ -306,7 +306,7 @@ class AdapterStore(AdapterCatalog):
             raise UnknownAdapterError(f"there is no adapter {version_id(name, version)}")
 
     async def unpin(self, name: str, version: int, owner: str) -> None:
-        """End a pin."""
+        """Remove an owner's pin on a version."""
         await self._redis.zrem(keys.adapter_pins(name), f"{version}:{owner}")
 
     async def pin_all(self, reference: str, owner: str, ttl_s: float) -> None:
@@ -315,12 +315,12 @@ class AdapterStore(AdapterCatalog):
             await self.pin(name, version, owner, ttl_s)
 
     async def unpin_all(self, reference: str, owner: str) -> None:
-        """End what `pin_all` began."""
+        """Remove the pins that `pin_all` has set."""
         for name, version in _named_versions(reference):
             await self.unpin(name, version, owner)
 
     async def lasting(self, name: str, besides: Collection[str]) -> set[int]:
-        """Versions that will be asked for again: latest, best, and those that anybody pins besides these owners."""
+        """Versions that will be used again: latest, best, and those pinned by other owners than these."""
         async with self._redis.pipeline(transaction=False) as pipe:
             pipe.hmget(keys.adapter(name), ["latest", "best"])
             pipe.zrangebyscore(keys.adapter_pins(name), int(time.time() * 1000), "+inf")
@@ -331,7 +331,7 @@ class AdapterStore(AdapterCatalog):
         }
 
     async def acknowledge(self, worker: str, name: str, version: int) -> None:
-        """A worker says which version it has loaded; again at times, so that the version does not expire."""
+        """Record which version a worker has loaded; repeated at times, so that the version does not expire."""
         await _ack(
             self._redis,
             [keys.adapter_acks(name), *_used(name, version)],

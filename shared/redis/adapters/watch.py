@@ -47,7 +47,7 @@ async def watch(redis: Redis, *, reread_s: float = 5.0) -> AsyncIterator[Adapter
 
 
 def _missed(known: dict[str, int], now: dict[str, int]) -> list[AdapterEvent]:
-    """What differs between the pointers that the reader knows and those that hold."""
+    """Events for the differences between the pointers that the reader knows and the present ones."""
     gone = [AdapterEvent(name, "deleted", 0, 0) for name, latest in known.items() if latest and name not in now]
     return gone + [
         AdapterEvent(name, "seen", latest, latest) for name, latest in now.items() if latest != known.get(name, 0)

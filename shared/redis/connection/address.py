@@ -42,7 +42,7 @@ class RedisUrl:
 
     @classmethod
     def of(cls, url: str) -> "RedisUrl":
-        """Of any URL; what is missing is ''."""
+        """Parse any URL; missing parts are ""."""
         scheme, _, rest = url.partition("://")
         rest, _, query = rest.partition("?")
         place, slash, path = rest.partition("/")
@@ -53,7 +53,7 @@ class RedisUrl:
 
 @dataclass(frozen=True)
 class SentinelAddress:
-    """Which Sentinels to ask for which service, and how to speak to both kinds of server."""
+    """Addresses of the Sentinels, name of the service, and credentials of both kinds of server."""
 
     sentinels: tuple[tuple[str, int], ...]
     service: str
@@ -64,12 +64,12 @@ class SentinelAddress:
 
     @property
     def shown(self) -> str:
-        """The Sentinels, for messages."""
+        """Addresses of the Sentinels for log lines and errors, as `host:port, ...`."""
         return ", ".join(f"{host}:{port}" for host, port in self.sentinels)
 
     @classmethod
     def parse(cls, url: str) -> "SentinelAddress":
-        """ValueError says what is wrong."""
+        """Parse the URL; ValueError states what is wrong."""
         parts = RedisUrl.of(url)
         service, _, db = parts.path.strip("/").partition("/")
         if not service:
@@ -100,7 +100,7 @@ class ClusterAddress:
 
     @classmethod
     def parse(cls, url: str) -> "ClusterAddress":
-        """ValueError says what is wrong."""
+        """Parse the URL; ValueError states what is wrong."""
         parts = RedisUrl.of(url)
         if parts.path.strip("/") not in ("", "0"):
             raise ValueError(f"a cluster has one database, 0, and not {parts.path.strip('/')!r}")
@@ -112,12 +112,12 @@ class ClusterAddress:
 
 
 def is_cluster(url: str) -> bool:
-    """Whether a URL names a Redis Cluster."""
+    """True if the URL's scheme is that of a Redis Cluster."""
     return RedisUrl.of(url).scheme in CLUSTER_SCHEMES
 
 
 def is_sentinel(url: str) -> bool:
-    """Whether a URL names a service of Sentinels."""
+    """True if the URL's scheme is that of a service found through Sentinels."""
     return RedisUrl.of(url).scheme in SENTINEL_SCHEMES
 
 

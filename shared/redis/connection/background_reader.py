@@ -1,4 +1,4 @@
-"""Reading from Redis in a task of its own, for as long as whoever needs it is entered as a context."""
+"""Reading from Redis in a task of its own, while the reader is entered as a context."""
 
 import asyncio
 from abc import ABC, abstractmethod
@@ -17,7 +17,7 @@ RETRY_S = 0.2
 
 
 class BackgroundReader(ABC):
-    """Reads in rounds; when Redis is away for a while, it waits and goes on."""
+    """Reads in rounds; while Redis is away, it waits and then continues."""
 
     _reading: "asyncio.Task[None] | None" = None
 

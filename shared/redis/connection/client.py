@@ -40,7 +40,7 @@ from shared.redis.connection.sentinel import UnknownServiceError, follow
 from shared.redis.connection.topology import NoClusterError
 
 ANSWER_WITHIN_S = 5.0
-ANSWER_S = 30  # of a Redis that is there and says nothing, before its connection is given up
+ANSWER_S = 30  # of a Redis that accepts and does not answer, before its connection is given up
 ANSWER_OF_PRIMARY_S = 10  # of one with replicas: if it froze, it has a successor by then
 
 # A subscription never writes, so nothing else finds that the other machine has gone: after 15 + 3 * 5 s it breaks.
@@ -139,7 +139,7 @@ async def _check_kind(url: str, client: "Redis") -> None:
 
 
 async def answers(url: str, within_s: float = ANSWER_WITHIN_S) -> bool:
-    """Whether a Redis answers at this URL right now."""
+    """True if a Redis answers at this URL within the time."""
     try:
         await require(url, within_s)
     except (ServiceUnavailableError, SetupError):
@@ -148,7 +148,7 @@ async def answers(url: str, within_s: float = ANSWER_WITHIN_S) -> bool:
 
 
 async def infos(redis: "Redis") -> list[dict[str, Any]]:
-    """What the server says of itself (INFO), with the number of its `keys`; in a cluster each primary."""
+    """INFO of the server with its number of `keys`; one entry for each primary of a cluster."""
     servers = await redis.primaries() if isinstance(redis, ClusterRedis) else [redis]
     return [{**await server.info(), "keys": int(await server.dbsize())} for server in servers]
 
@@ -200,10 +200,10 @@ class Script:
         except ResponseError as error:
             if not is_no_script(error):
                 raise
-        async with redis.pipeline(transaction=True) as pipe:  # nobody can make the server forget it in between
+        async with redis.pipeline(transaction=True) as pipe:  # the server cannot forget it in between
             pipe.execute_command("SCRIPT LOAD", self.text)
             self.add(pipe, keys, args)
-            _, answer = await pipe.execute(raise_on_error=False)  # raised by redis-py it would tell the arguments
+            _, answer = await pipe.execute(raise_on_error=False)  # raised by redis-py it would contain the arguments
         if isinstance(answer, Exception):
             raise answer
         return answer
@@ -224,5 +224,5 @@ def _lua(name: str) -> str:
 
 
 def is_no_script(error: object) -> bool:
-    """Whether an answer means that the server does not know a script."""
+    """True if the error means that the server has not loaded the script."""
     return isinstance(error, ResponseError) and code_of(error) == "NOSCRIPT"

@@ -1,4 +1,4 @@
-"""A Redis Cluster behind the methods of redis-py's client of one server, so that callers need not know.
+"""A Redis Cluster with the methods of redis-py's client of one server, so that callers need not know.
 
 redis-py has a client for clusters, too. It cannot subscribe, has no transactions, loses a connection's place when a
 command is cancelled, and closes all its connections for the fault of one. This one keeps a plain client for each
@@ -62,7 +62,7 @@ T = TypeVar("T")
 
 
 class ClusterRedis(DiscreetRedis):
-    """A client of all servers; `retry` says how long a command waits for its slot."""
+    """A client of all servers; `retry` bounds how long a command waits for its slot."""
 
     def __init__(self, address: ClusterAddress, retry: Retry | None, **options: Any) -> None:
         given = dict(parse_url(address.data_url))
@@ -95,7 +95,7 @@ class ClusterRedis(DiscreetRedis):
         return await self.at(slot, lambda node: _one(self, node, command, options), waits_s)
 
     def pipeline(self, transaction: bool = True, shard_hint: str | None = None) -> Pipeline:
-        """As in redis-py."""
+        """As redis-py's `pipeline`, for keys of several slots."""
         return ClusterPipeline(self, transaction)
 
     def pubsub(self, **options: Any) -> PubSub:
@@ -103,7 +103,7 @@ class ClusterRedis(DiscreetRedis):
         return ClusterPubSub(self.topology, self.following, **options)
 
     async def aclose(self, close_connection_pool: bool | None = None) -> None:
-        """Close all connections."""
+        """Close the connections to all nodes."""
         pools = [*self._pools.values(), *(node.connection_pool for node in self._nodes.values())]
         for pool in pools:
             await pool.disconnect()
@@ -117,7 +117,7 @@ class ClusterRedis(DiscreetRedis):
         return self._nodes[place]
 
     def following(self, slot: int | None) -> ConnectionPool:
-        """Connections to whoever has a slot; with None to any primary."""
+        """Connections to the primary of a slot; with None to any primary."""
         if slot not in self._pools:
             kind = FollowingTlsConnection if self._tls else FollowingConnection
             options = {**self._options, "retry": self._retry, "topology": self.topology, "slot": slot}
@@ -131,7 +131,7 @@ class ClusterRedis(DiscreetRedis):
         return [self.node(place) for place in await self.patiently(self.topology.primaries)]
 
     async def at(self, slot: int, act: Callable[[DiscreetRedis], Awaitable[T]], waits_s: float = 0.0) -> T:
-        """What `act` gives at the primary of a slot, wherever that is by now; it may wait there for `waits_s`."""
+        """Run `act` at the present primary of a slot and return its result; waits up to `waits_s` for a primary."""
 
         async def attempt() -> T:
             place = await self.topology.place(slot)
@@ -183,7 +183,7 @@ class ClusterRedis(DiscreetRedis):
     async def _ask_slots(self, place: Place) -> list[list[Any]]:
         limits = {"socket_timeout": ANSWER_WITHIN_S, "socket_connect_timeout": ANSWER_WITHIN_S}
         pool = self._pool(place, {**self._options, **limits})
-        make_cancellable(pool)  # not yet discreet: the server's words tell whether it is in a cluster
+        make_cancellable(pool)  # not yet discreet: the server's text states whether it is in a cluster
         asked = Redis(connection_pool=pool)
         try:
             answer: list[list[Any]] = await asked.execute_command("CLUSTER", "SLOTS")  # type: ignore[no-untyped-call]
@@ -202,7 +202,7 @@ class ClusterRedis(DiscreetRedis):
         return (await asyncio.gather(*(_whole(node, command, options) for node in nodes)))[0]
 
     async def _spread(self, command: routing.Command, options: dict[str, Any]) -> Any:
-        parts = routing.split(command)
+        parts = routing.by_slot(command)
         pipe = self.pipeline(transaction=False)
         for part in parts.values():
             pipe.execute_command(*part, **options)
@@ -211,7 +211,7 @@ class ClusterRedis(DiscreetRedis):
     async def _read_first(self, command: routing.Command, options: dict[str, Any]) -> Any:
         """XREAD from several slots: what the first of them has, or nothing when all have waited in vain."""
         reads = {
-            asyncio.ensure_future(self.execute_command(*part, **options)) for part in routing.split(command).values()
+            asyncio.ensure_future(self.execute_command(*part, **options)) for part in routing.by_slot(command).values()
         }
         try:
             found: list[Any] = []
@@ -246,7 +246,7 @@ class ClusterPipeline(DiscreetPipeline):
         await self._cluster.at(self._watched, begin)
 
     async def immediate_execute_command(self, *args: Any, **options: Any) -> Any:
-        """As in redis-py. WatchError, too, when the slot has gone to another server, where nobody watches."""
+        """As in redis-py. WatchError, too, when the slot has gone to another server, where no key is watched."""
         try:
             return await super().immediate_execute_command(*args, **options)  # type: ignore[no-untyped-call]
         except _ELSEWHERE:
@@ -259,7 +259,7 @@ class ClusterPipeline(DiscreetPipeline):
         return WatchError("the slot of the watched keys has moved")
 
     async def execute(self, raise_on_error: bool = True) -> list[Any]:
-        """As in redis-py."""
+        """As redis-py's `execute`, divided by the slots of the commands."""
         if self.watching or self.explicit_transaction:
             there = self.connection_pool.connection_kwargs
             began = time.monotonic()
@@ -279,7 +279,7 @@ class ClusterPipeline(DiscreetPipeline):
 
 
 class _Sending:
-    """The commands of a pipeline on their way: an attempt sends those that have no answer yet."""
+    """The commands of a pipeline on their way: an attempt sends the commands without an answer."""
 
     def __init__(self, cluster: ClusterRedis, stack: Sequence[Any], transaction: bool) -> None:
         self.answers: list[Any] = [None] * len(stack)
@@ -363,7 +363,7 @@ def _ours(pool: ConnectionPool) -> ConnectionPool:
 
 
 async def _nothing(error: Exception) -> None:
-    """What redis-py's Retry does between two attempts."""
+    """Take no action between two attempts of redis-py's Retry."""
 
 
 _ELSEWHERE = (AskError, TryAgainError, ClusterDownError)  # AskError: MovedError, too

@@ -1,4 +1,4 @@
-"""What a Redis error may say: its code and words of ours, never the server's or redis-py's text.
+"""Redis errors without the server's or redis-py's text: their code, and a description of ours.
 
 redis-py puts a pipeline's command with all its arguments into the error, and a server repeats arguments of commands
 that it does not know: prompts, completions and files, in our case. Invariant: the clients of `DiscreetRedis` raise no
@@ -82,13 +82,13 @@ _KINDS: tuple[tuple[type[RedisError], str], ...] = (  # of these redis-py keeps 
     (ClusterDownError, "CLUSTERDOWN"),
     (ClusterCrossSlotError, "CROSSSLOT"),
 )
-_HARMLESS = (  # parts of the server's texts that say more than ERR, and repeat nothing
+_HARMLESS = (  # parts of the server's texts that are more specific than ERR, and repeat no arguments
     "unknown command", "unknown subcommand", "syntax error", "wrong number of arguments", "requires the key to exist",
     "Invalid stream ID", "max number of clients reached", "DISABLED", "not an integer or out of range",
 )  # fmt: skip
 _LINE = re.compile(r"user_script:(\d+)")
 _CODE = re.compile(r"-?([A-Z]{3,20})(?!\w)")
-_INNER_CODE = re.compile(r" script[^-]*: -([A-Z]{3,20}) ")  # how servers before 7.0 tell of a script's command
+_INNER_CODE = re.compile(r" script[^-]*: -([A-Z]{3,20}) ")  # how servers before 7.0 report a script's command
 
 
 class ClusterStateError(RedisConnectionError):
@@ -110,7 +110,7 @@ def code_of(error: BaseException) -> str:
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether the server answers but takes no commands at the moment, whatever the command."""
+    """True if the server answers but refuses all commands at the moment."""
     return code_of(error) in _REFUSED
 
 
@@ -119,7 +119,7 @@ def reason(error: BaseException) -> str:
     if isinstance(error, ParallmError):
         return error.message
     if code := code_of(error):
-        return f"{code}: {_REFUSED.get(code) or _said(str(error))}"
+        return f"{code}: {_REFUSED.get(code) or _described(str(error))}"
     if isinstance(error, WatchError):
         return "a key that was watched has changed"
     for each in (error, error.__cause__, error.__context__):
@@ -132,8 +132,8 @@ def reason(error: BaseException) -> str:
     return "the connection was closed" if isinstance(error, RedisConnectionError) else type(error).__name__
 
 
-def _said(text: str) -> str:
-    """The harmless part of what a server said."""
+def _described(text: str) -> str:
+    """The part of a server's text that repeats no arguments."""
     words = [part for part in _HARMLESS if part in text[:200]] or ["it refused a command"]
     line = _LINE.search(text)
     return words[0] + (f" (line {line[1]} of a script)" if line and "user_script" in text[:400] else "")
@@ -153,7 +153,7 @@ def hush(error: ResponseError, where: str = "") -> None:
 
 
 class DiscreetPipeline(Pipeline):
-    """Says which command failed, and not with which arguments."""
+    """A pipeline whose errors name the failed command without its arguments."""
 
     def annotate_exception(self, exception: Exception, number: int, command: Iterable[object]) -> None:
         """Called by redis-py for the error of one command."""

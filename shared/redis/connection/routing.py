@@ -1,4 +1,4 @@
-"""Which slot of a cluster a command goes to. Plain data, no connection.
+"""The slot of a cluster that a command goes to. Plain data, no connection.
 
 The names in shared/redis/keys.py say what belongs together: what stands in braces decides the slot. A channel with
 braces in its name is a sharded one: its messages stay on the servers of its slot. Others reach every server.
@@ -28,7 +28,7 @@ def slot_of(key: object) -> int:
 
 
 def is_sharded(channel: object) -> bool:
-    """Whether a channel belongs to a slot."""
+    """True if the channel's name has a hash tag, so that it belongs to a slot."""
     name = channel.decode(errors="replace") if isinstance(channel, bytes) else str(channel)
     return 0 <= name.find("{") < name.find("}") - 1
 
@@ -56,7 +56,7 @@ def keys_of(command: Sequence[Any]) -> Sequence[Any]:
 
 
 def waits_s(command: Sequence[Any]) -> float:
-    """For how long a command may wait at its server, which makes its answer no late one."""
+    """Seconds that a command may wait at its server by its own arguments; such an answer is not late."""
     if name_of(command) not in ("XREAD", "XREADGROUP"):
         return 0.0
     head = command[: len(command) - len(_after_streams(command))]
@@ -65,7 +65,7 @@ def waits_s(command: Sequence[Any]) -> float:
 
 
 def slots_of(commands: Sequence[Command]) -> list[int]:
-    """A slot for each of some commands; one without a key goes with the one before it, or else behind it."""
+    """A slot for each of some commands; one without a key goes with the one before it, or else with the next."""
     keyed = [keys_of(command) for command in commands]
     slots: list[int | None] = [slot_of(keys[0]) if keys else None for keys in keyed]
     last = next((slot for slot in slots if slot is not None), 0)
@@ -81,7 +81,7 @@ def sent(command: Command) -> Command:
     return ("SPUBLISH", *command[1:]) if name_of(command) == "PUBLISH" and is_sharded(command[1]) else command
 
 
-def split(command: Command) -> dict[int, Command]:
+def by_slot(command: Command) -> dict[int, Command]:
     """One of SPREAD, or an XREAD, as one command a slot."""
     if name_of(command) in SPREAD:
         return {slot: (command[0], *keys) for slot, keys in _grouped((key, key) for key in command[1:]).items()}

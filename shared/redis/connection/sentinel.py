@@ -25,8 +25,8 @@ class UnknownServiceError(MasterNotFoundError):
     """Sentinels answer, and none of them knows the service."""
 
 
-class Directory(Sentinel):
-    """The Sentinels of a service. An error tells what each of them answered."""
+class SentinelDirectory(Sentinel):
+    """The Sentinels of a service. An error contains the answer of each of them."""
 
     def __init__(self, address: SentinelAddress) -> None:
         tls = {name: value for name, value in _options(address).items() if name.startswith("ssl_")}
@@ -93,7 +93,7 @@ class _FollowingTls(_Following, SSLConnection):
 class _Pool(SentinelConnectionPool):
     """Closes its Sentinels with its connections."""
 
-    sentinel_manager: Directory
+    sentinel_manager: SentinelDirectory
 
     async def disconnect(self, inuse_connections: bool = True) -> None:
         await super().disconnect(inuse_connections)
@@ -102,10 +102,10 @@ class _Pool(SentinelConnectionPool):
 
 
 def follow(address: SentinelAddress, **connection: Any) -> "Redis":
-    """A client of whoever is the primary; `connection` as of `Redis.from_url`. ValueError for a wrong option."""
+    """A client of the present primary; `connection` as of `Redis.from_url`. ValueError for a wrong option."""
     options = {**connection, **_options(address)}
     kind = _FollowingTls if address.tls else _Following
-    pool = _Pool(address.service, Directory(address), connection_class=kind, **options)  # type: ignore[no-untyped-call]
+    pool = _Pool(address.service, SentinelDirectory(address), connection_class=kind, **options)  # type: ignore[no-untyped-call]
     return DiscreetRedis.from_pool(pool)
 
 

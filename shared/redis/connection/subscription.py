@@ -13,10 +13,10 @@ from shared.redis.connection.topology import Topology
 
 
 class ClusterPubSub(PubSub):
-    """Its messages look as those of one server, whether the channel is a sharded one or not."""
+    """Subscriptions in a cluster whose messages look as those of one server, for sharded channels too."""
 
     def __init__(self, topology: Topology, following: Callable[[int | None], ConnectionPool], **options: Any) -> None:
-        """`following` gives connections to whoever has a slot; with None to any primary."""
+        """`following` gives connections to the primary of a slot; with None to any primary."""
         super().__init__(following(None), **options)
         self._topology, self._following = topology, following
         self._slot: int | None = None

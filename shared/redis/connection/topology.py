@@ -1,4 +1,4 @@
-"""Which server of a cluster has which slot, by the word of one of them, and connections that follow a slot.
+"""The server of each slot of a cluster, as one of them states it, and connections that follow a slot.
 
 Invariants. Nobody asks for what is known and not in doubt, and one question answers all who wait for it. Whoever has
 found the answer wrong says so (`doubt`, `moved`), and the next one who needs it asks another server: the one that
@@ -25,7 +25,7 @@ class NoClusterError(ClusterStateError):
 
 
 class UnknownSlotsError(ClusterStateError):
-    """Nobody says at the moment who has which slot; the text tells what each server answered."""
+    """No server states the slots' primaries at the moment; the text has each server's answer."""
 
 
 class FormerPrimaryError(ClusterStateError):
@@ -49,7 +49,7 @@ class Topology:
         self._checking = asyncio.Lock()
 
     async def place(self, slot: int | None) -> Place:
-        """The primary of a slot; of any with None. ConnectionError when no server can tell now."""
+        """The primary of a slot; of any with None. ConnectionError when no server knows it now."""
         if self._in_doubt:
             await self._look()
         return random.choice(self._primaries) if slot is None else self._slots[slot]
@@ -61,20 +61,20 @@ class Topology:
         return list(self._primaries)
 
     def doubt(self, version: int) -> None:
-        """What was known under this version has turned out wrong, or cannot be reached."""
+        """Mark the topology of this version as doubtful: an address in it was wrong or cannot be reached."""
         self._in_doubt = self._in_doubt or version == self.version
 
     def moved(self, slot: int, place: Place) -> None:
-        """A server says who has a slot now; of the others we ask."""
+        """Set a slot's primary as a server has stated it; the other slots are asked for."""
         if self._slots:
             self._slots[slot] = place
         if place not in self._primaries:  # the first word of a failover, which has moved more than this slot
             self._in_doubt = True
 
     async def is_current(self, slot: int, place: Place) -> bool:
-        """Whether a slot is a server's by the word of another one that has been asked after this call."""
+        """True if another server, asked after this call, says that the slot belongs to the server at `place`."""
         begun = self._checks
-        async with self._checking:  # whoever came while a question about this server was on its way shares the next one
+        async with self._checking:  # callers that arrive while this server is being asked share the next question
             if self._checked.get(place, (0, []))[0] <= begun:
                 self._checks = number = self._checks + 1
                 await self._ask_around(besides=place)
@@ -85,7 +85,9 @@ class Topology:
     async def _look(self) -> None:
         if self._looking is None or self._looking.done():
             self._looking = asyncio.create_task(self._ask_around())
-            self._looking.add_done_callback(lambda task: task.cancelled() or task.exception())  # maybe nobody waits
+            self._looking.add_done_callback(
+                lambda task: task.cancelled() or task.exception()
+            )  # possibly without a waiter
         await asyncio.shield(self._looking)
 
     async def _ask_around(self, besides: Place | None = None) -> None:
@@ -138,11 +140,11 @@ class FollowingConnection(Connection):
 
 
 class FollowingTlsConnection(FollowingConnection, SSLConnection):
-    """The same over TLS."""
+    """A `FollowingConnection` that uses TLS."""
 
 
 def slots_answer(place: Place, error: ResponseError) -> Exception:
-    """What an error in place of an answer to CLUSTER SLOTS means."""
+    """Translate an error reply to CLUSTER SLOTS: NoClusterError for a server without cluster support."""
     if "cluster support disabled" in str(error):
         return NoClusterError(f"{place[0]}:{place[1]} is in no cluster")
     return error

@@ -31,7 +31,7 @@ class Due(NamedTuple):
 
 
 class DueList:
-    """The list of one name, in the hands of one process."""
+    """The list of one name, as one process uses it."""
 
     def __init__(self, redis: Redis, name: str) -> None:
         self._redis = redis
@@ -39,15 +39,15 @@ class DueList:
         self._owner = secrets.token_hex(8)
 
     async def add(self, entry: str, in_ms: int = 0, who: str = "") -> None:
-        """Add an entry that is due in so long; one that is there keeps its time. `who`: takes turns with others."""
+        """Add an entry that is due in `in_ms`; the time of an existing one stays. `who` takes turns with others."""
         await _add(self._redis, self._keys, [entry, in_ms, keys.DUE_TTL_S, who])
 
     async def take(self, most: int, lease_ms: int) -> list[str]:
-        """At most so many of the entries that are due, which no other process gets while the lease lasts."""
+        """Take at most `most` of the due entries, which no other process gets while the lease lasts."""
         return [due.entry for due in await self.take_in_turns(most, lease_ms)]
 
     async def take_in_turns(self, most: int, lease_ms: int, passing_over: Iterable[str] = ()) -> list[Due]:
-        """As `take`, with whose each is; nothing of those who are passed over."""
+        """As `take`, with the owner of each; `passing_over` names owners to leave out."""
         arguments: list[Argument] = [max(0, most), lease_ms, keys.DUE_TTL_S, self._owner, *passing_over]
         taken = [each.decode() for each in await _take(self._redis, self._keys, arguments)]
         return [Due(*pair) for pair in zip(taken[::2], taken[1::2], strict=True)]
@@ -57,7 +57,7 @@ class DueList:
         await self._move("renew", lease_ms, entries)
 
     async def again(self, entries: Iterable[str], in_ms: int) -> None:
-        """Give entries back, due in so long from now, or at once when somebody has asked for that."""
+        """Give entries back, due in `in_ms` from now, or at once if `hasten` was called meanwhile."""
         await self._move("again", in_ms, entries)
 
     async def done(self, entry: str) -> None:
@@ -69,7 +69,7 @@ class DueList:
         await _hasten(self._redis, self._keys, [entry, keys.DUE_TTL_S])
 
     async def drop(self, entry: str) -> None:
-        """Remove an entry, whoever has it."""
+        """Remove an entry, whichever process has it."""
         await self._move("drop", 0, [entry])
 
     async def _move(self, how: str, in_ms: int, entries: Iterable[str]) -> None:

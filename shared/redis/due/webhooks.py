@@ -1,4 +1,4 @@
-"""Webhooks that wait: one entry for each job, batch or response whose end somebody wants to hear of.
+"""Webhooks that wait: one entry for each job, batch or response with a webhook for its end.
 
 The entry is written with the thing itself, before its end, and api processes look now and then whether the thing has
 ended. Whoever ends it hastens the entry. So the death of any process costs a webhook some seconds and never loses it.
@@ -26,6 +26,6 @@ async def wait_for(redis: Redis, tenant: str, kind: str, *name: str) -> None:
 
 
 async def hasten(redis: Redis, kind: str, *name: str) -> None:
-    """The thing has ended. If nobody hears this, the next look finds it."""
+    """Make the entry of a thing that has ended due now; should this fail, the next look finds it."""
     with contextlib.suppress(RedisError, OSError):
         await DueList(redis, LIST).hasten(entry_of(kind, *name))

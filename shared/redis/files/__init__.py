@@ -1,1 +1,1 @@
-"""Files and batches: `file_store.py` keeps bytes, `batch_store.py` what becomes of a batch."""
+"""Files and batches: `file_store.py` stores bytes, `batch_store.py` the progress of a batch."""

@@ -34,7 +34,7 @@ _change = Script("batch_change")
 
 
 class BatchSpec(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What was asked for."""
+    """A batch as the client has submitted it."""
 
     id: str
     endpoint: str
@@ -48,7 +48,7 @@ class BatchSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     metadata: dict[str, str] = {}
     tenant: str = ""  # who owns it, its job and its files (shared/owners.py)
     key: str = ""  # the name of the API key that made it; api processes work on it in this key's turn
-    webhook: Webhook | None = None  # who is told of its end
+    webhook: Webhook | None = None  # notified of its end
     digest: str = ""  # SHA-256 of what was asked for, where it came with the request and not as a file
     rings: tuple[str, ...] = ()  # others that the api process serves that took it; its lines may name their models
 
@@ -81,7 +81,7 @@ class BatchRecord(msgspec.Struct, frozen=True):
     expired: int = 0
     has_output: int = 0
     has_errors: int = 0
-    input_tokens: int = 0  # of the answered lines, as their answers say
+    input_tokens: int = 0  # of the answered lines, as in their answers
     cached_tokens: int = 0
     output_tokens: int = 0
     reasoning_tokens: int = 0
@@ -97,7 +97,7 @@ def new_batch_id(idempotency_key: str = "", tenant: str = "", prefix: str = PREF
 
 
 class BatchStore:
-    """Batches by id."""
+    """Batches by id: their specification, progress, lease and expiry."""
 
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
@@ -139,7 +139,7 @@ class BatchStore:
     async def page(
         self, limit: int, after: str, asker: Asker = ANYBODY, *, prefix: str = "", newest_first: bool = True
     ) -> tuple[list[BatchRecord], bool]:
-        """The asker's batches from the one behind `after`, newest first or oldest first, and whether there are more.
+        """The asker's batches from the one after `after`, newest first or oldest first, and whether there are more.
 
         `prefix`: of the ids of those that are of interest.
         """
@@ -202,7 +202,7 @@ class BatchStore:
         return bool(await _lease(self._redis, [keys.batch_lease(batch_id)], [owner, str(keys.BATCH_LEASE_MS)]))
 
     async def release(self, batch_id: str, owner: str) -> None:
-        """Give the lease back."""
+        """End the owner's lease, so that another process may take the batch."""
         await _lease(self._redis, [keys.batch_lease(batch_id)], [owner, "0"])
 
     async def _find(self, ids: list[str]) -> "list[BatchRecord | None]":

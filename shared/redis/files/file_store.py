@@ -33,11 +33,11 @@ class StoredFile(msgspec.Struct, frozen=True):
     expires_at: int
     chunks: int
     tenant: str = ""  # who owns it (shared/owners.py)
-    mime_type: str = "application/octet-stream"  # as its uploader says; nothing here trusts it
+    mime_type: str = "application/octet-stream"  # as its uploader states it; nothing here trusts it
 
 
 def new_file_id() -> str:
-    """A fresh id."""
+    """Draw a random id for a new file."""
     return f"file-{secrets.token_hex(24)}"
 
 
@@ -53,7 +53,7 @@ class FileWriter:
         self.size = 0
 
     async def add(self, data: bytes) -> None:
-        """Append."""
+        """Append bytes; whole chunks are written to Redis."""
         self._held += data
         self.size += len(data)
         while len(self._held) >= CHUNK_BYTES:
@@ -109,7 +109,7 @@ class FileStore:
         self._redis = redis
 
     def writer(self, file_id: str = "") -> FileWriter:
-        """Begin a file."""
+        """Open a new file for writing, under a fresh id by default."""
         return FileWriter(self._redis, file_id or new_file_id())
 
     async def find(self, file_id: str) -> StoredFile:

@@ -14,7 +14,7 @@ from shared.redis.connection.client import ask, ask_all
 
 
 class JobImages:
-    """Of one job that is being submitted."""
+    """Images of one job that is being submitted."""
 
     def __init__(self, redis: Redis, job_id: str, most_bytes: int, ttl_s: int) -> None:
         """`ttl_s`: of a job that never becomes visible."""

@@ -86,7 +86,7 @@ def _check(spec: JobSpec) -> None:
 
 
 def _fingerprint(spec: JobSpec) -> str:
-    """What two submissions under one idempotency key must have in common."""
+    """Hash of all that two submissions under one idempotency key must have in common."""
     bare = msgspec.structs.replace(spec, id="", created_ms=0, deadline_ms=0, total_prompts=0, trace="", key="")
     return hashlib.sha256(msgspec.json.encode(bare, order="sorted")).hexdigest()[:32]
 

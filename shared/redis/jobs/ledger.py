@@ -1,4 +1,4 @@
-"""What runners keep of a job's progress: its lease, its cursor, its results, its end (invariants: store.py)."""
+"""A job's progress as runners store it: its lease, its cursor, its results, its end (invariants: store.py)."""
 
 import contextlib
 import math
@@ -41,13 +41,13 @@ class SampleRecord(NamedTuple):
 
 
 class JobProgress(NamedTuple):
-    """Where a job stands, as a tick reads it."""
+    """Progress of a job, as a tick reads it."""
 
     state: JobState
     expanded: int  # prompts whose sequences have been enqueued or recorded
     recorded: int  # samples
     complete_through: int
-    cancelled: bool  # somebody asked for its end
+    cancelled: bool  # its end has been requested
     progress_ms: int  # when something last moved
     now_ms: int  # Redis's clock
 
@@ -67,7 +67,7 @@ class JobLedger:
         self._redis = redis
 
     async def spec(self, job_id: str) -> JobSpec:
-        """What was asked for."""
+        """The job's specification; an error for an unknown job."""
         raw = await ask(self._redis, "HGET", keys.job(job_id), "spec")
         if raw is None:
             raise unknown_job(job_id)
@@ -85,11 +85,11 @@ class JobLedger:
         return bool(await _lease(self._redis, [keys.job_lease(job_id)], [runner, str(LEASE_MS)]))
 
     async def release(self, job_id: str, runner: str) -> None:
-        """Give the lease back."""
+        """End the runner's lease, so that another runner may take the job."""
         await _lease(self._redis, [keys.job_lease(job_id)], [runner, "0"])
 
     async def progress(self, job_id: str) -> JobProgress:
-        """Where the job stands now."""
+        """The present progress of the job."""
         fields = ("state", "expanded", "recorded", "complete_through", "cancel", "progress_ms")
         values, (seconds, micros) = await ask_all(self._redis, [("HMGET", keys.job(job_id), *fields), ("TIME",)])
         if values[0] is None:
@@ -118,7 +118,7 @@ class JobLedger:
         return await ask_all(self._redis, [("LINDEX", keys.job_inputs(job_id), prompt) for prompt in prompts])
 
     async def expanded(self, job_id: str, prompts: int) -> None:
-        """Move the cursor forward: the sequences of so many prompts are enqueued."""
+        """Move the cursor forward by the prompts whose sequences are enqueued."""
         await _expand(self._redis, [keys.job(job_id)], [str(prompts)])
 
     async def record(self, job_id: str, samples: Sequence[SampleRecord]) -> int:
@@ -152,7 +152,7 @@ class JobLedger:
         names = [keys.job(job_id), keys.job_inputs(job_id), keys.job_images(job_id)]
         ended: bool = await _finish(self._redis, names, argv) == 1
         if ended:
-            with contextlib.suppress(UnknownJobError):  # whoever saw its end has deleted it
+            with contextlib.suppress(UnknownJobError):  # a client that saw its end has deleted it
                 await self._keep_results(job_id)
             await self._redis.zrem(keys.active_jobs(), job_id)
             await webhooks.hasten(self._redis, "job", job_id)

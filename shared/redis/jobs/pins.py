@@ -1,4 +1,4 @@
-"""A job keeps the adapter versions that it names from being deleted: its own, and those that its reward asks."""
+"""Pins of a job, which protect the adapter versions that it names from deletion: its own, and those of its reward."""
 
 import contextlib
 
@@ -11,7 +11,7 @@ PIN_S = 86_400.0  # renewed by every tick
 
 
 async def pin(adapters: AdapterStore, spec: JobSpec) -> None:
-    """Begin, or go on; UnknownAdapterError when the job's own version has gone.
+    """Pin the job's versions, or renew the pins; UnknownAdapterError when the job's own version has gone.
 
     That a reward model has gone is an error of each sample, as everything that goes wrong with it.
     """
@@ -22,7 +22,7 @@ async def pin(adapters: AdapterStore, spec: JobSpec) -> None:
 
 
 async def unpin(adapters: AdapterStore, spec: JobSpec) -> None:
-    """End it."""
+    """Remove the pins that the job has set on its adapters."""
     for reference in (spec.adapter, *_scoring(spec)):
         await adapters.unpin_all(reference, _owner(spec))
 

@@ -1,4 +1,4 @@
-"""Durable jobs in Redis, for those who submit and poll them; runners keep their progress in ledger.py.
+"""Durable jobs in Redis, for submitting and polling them; runners record progress in ledger.py.
 
 Invariants. A job is visible when its spec and all of its inputs are written, and not before. Each sample is recorded
 once; counts, usage and rewards change only then. A terminal state is entered once and never left. Every key has a time
@@ -38,7 +38,7 @@ _STATUS_FIELDS = (
 
 
 def new_job_id() -> str:
-    """A fresh id; the time in front keeps ids in the order of submission."""
+    """A fresh id; it begins with the time, so that ids sort by submission."""
     return f"job-{int(time.time()):08x}{secrets.token_hex(6)}"
 
 
@@ -72,7 +72,7 @@ class JobStore:
         return job_id, created
 
     def images(self, job_id: str, most_bytes: int) -> JobImages:
-        """For a job that is to be created under this id with images in its inputs."""
+        """Store of the images for a job that is to be created under this id."""
         return JobImages(self._redis, job_id, most_bytes, job_intake.INTAKE_TTL_S)
 
     async def submitted_under(self, idempotency_key: str, tenant: str = "") -> str:
@@ -80,7 +80,7 @@ class JobStore:
         return await job_intake.known_job(self._redis, idempotency_key, tenant)
 
     async def owner(self, job_id: str) -> str | None:
-        """Who owns the job; None when there is none."""
+        """Owner of the job; None when there is none."""
         state, tenant = await ask(self._redis, "HMGET", keys.job(job_id), "state", "tenant")
         return None if state is None else (tenant or b"").decode()
 
@@ -92,7 +92,7 @@ class JobStore:
         return status
 
     async def spec(self, job_id: str) -> JobSpec:
-        """What was asked for."""
+        """The job's specification; an error for an unknown job."""
         return await self._ledger.spec(job_id)
 
     async def cancel(self, job_id: str) -> JobStatus:
@@ -178,7 +178,7 @@ class JobStore:
         return (state or b"").decode(), [(at, line) for at, line in enumerate(lines, start) if line is not None]
 
     async def listed_at(self, job_id: str, asker: Asker = ANYBODY) -> float | None:
-        """When one of the asker's jobs was listed, in Unix seconds; None for no job of its."""
+        """Time when one of the asker's jobs was listed, in Unix seconds; None for another's job."""
         at = await self._redis.zscore(keys.jobs(asker.tenant if asker.limited else ""), job_id)
         return None if at is None else float(at)
 

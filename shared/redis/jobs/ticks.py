@@ -1,4 +1,4 @@
-"""Ticks of jobs on arq, behind this one module: who enqueues needs nothing else of arq.
+"""Ticks of jobs on arq, which only this module uses: enqueueing needs nothing else of arq.
 
 A tick advances one job for about two seconds and names the next (worker/jobs/tick.py). It is named after the job and
 a counter in the job's hash, which starting the tick increments. So at most one tick of a job waits, however often it is
@@ -22,7 +22,7 @@ TICK = "tick"  # arq's name of the one function
 WAKE_CHANNEL = "arq:parallm:wake"
 _TAG = "{parallm}"  # of arq's keys in a cluster, where each of its transactions needs them in one slot
 ATTEMPTS = 3
-EXPIRES_MS = 86_400_000  # of an enqueued tick that nobody runs; the sweeper enqueues it again
+EXPIRES_MS = 86_400_000  # of an enqueued tick that no runner takes; the sweeper enqueues it again
 
 
 def serialize(message: dict[str, Any]) -> bytes:
@@ -36,7 +36,7 @@ def deserialize(data: bytes) -> dict[str, Any]:
 
 
 class _Arq(ArqRedis):  # type: ignore[misc]  # arq has no types
-    """arq's client on ours, which knows how to find a server and what an error may say."""
+    """arq's client over ours, which finds the server and hides its error texts."""
 
     def __init__(self, redis: Redis) -> None:
         self._ours = redis
@@ -66,7 +66,7 @@ def queue_name(redis: Redis) -> str:
 
 
 def tick_name(redis: Redis, job_id: str, number: int) -> str:
-    """What arq calls a tick, in the names of its keys."""
+    """Id of a tick in arq, which becomes part of its key names."""
     return f"{_TAG if isinstance(redis, ClusterRedis) else ''}{job_id}:{number}"
 
 

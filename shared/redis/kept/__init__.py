@@ -1,4 +1,4 @@
-"""What is kept between two requests: `response_store.py` has responses, `conversation_store.py` conversations,
+"""Data that is stored between two requests: `response_store.py` has responses, `conversation_store.py` conversations,
 `answer_store.py` answers that wait for feedback, `session_store.py` the state of recurrent policies, `image_store.py`
 images that wait for workers, and `kept_things.py` what all have in common.
 

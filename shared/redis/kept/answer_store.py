@@ -1,7 +1,7 @@
-"""Answers of live traffic that wait for a verdict, and those that got one.
+"""Answers of live traffic that wait for a verdict, and judged ones.
 
-Invariants. An answer is judged once: the first verdict stands, and to say it again changes nothing. A verdict that was
-told as counted is on the due list until a job runner has put what it judges into the queue of the policy's trainer.
+Invariants. An answer is judged once: the first verdict stands, and repeating it changes nothing. A verdict that was
+reported as counted is on the due list until a job runner has put what it judges into the queue of the policy's trainer.
 """
 
 import time
@@ -27,7 +27,7 @@ _judge = Script("kept_judge")
 
 
 class Verdict(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What somebody says of an answer."""
+    """A client's judgement of an answer."""
 
     reward: float
     over: str = ""  # the name of the answer that it was preferred to
@@ -35,14 +35,14 @@ class Verdict(msgspec.Struct, frozen=True, omit_defaults=True):
     text: str = ""
 
 
-class Answer(NamedTuple):
-    """An answer as it is kept."""
+class StoredAnswer(NamedTuple):
+    """An answer with its verdict, as stored."""
 
     name: str
     id: str  # of the trajectory that it would be
     policy: str
     packed: bytes  # of that trajectory: `live_of`
-    note: str  # what somebody wrote of it, without a verdict
+    note: str  # a comment without a verdict
     verdict: Verdict | None
     key: str  # the idempotency key of the verdict
     delivered: bool  # to the trainer's queue
@@ -58,7 +58,7 @@ class AnswerStore:
         self._due = DueList(redis, LIST)
 
     async def keep(self, name: str, live: LiveTrajectory) -> bool:
-        """Keep an answer; False when it is there. QueueFullError for one that is too large.
+        """Store an answer; False when it is there. QueueFullError for one that is too large.
 
         Another one of this name goes: a client may use its own names again.
         """
@@ -78,12 +78,12 @@ class AnswerStore:
         fields: dict[str, Argument] = {"id": live.id, "policy": live.policy, "live": _packed(live)}
         return await self._things.put(keeper, name, fields, "new")
 
-    async def find(self, keeper: str, name: str) -> Answer | None:
+    async def find(self, keeper: str, name: str) -> StoredAnswer | None:
         """An answer; None when the keeper has none of this name."""
         return _answer(name, await ask(self._redis, "HMGET", keys.kept(keeper, name), *_FIELDS))
 
     async def note(self, keeper: str, name: str, text: str) -> bool:
-        """Write down what somebody says of an answer without judging it; False when it is not there."""
+        """Store a comment on an answer, without a verdict; False when the answer is not there."""
         return await self._things.put(keeper, name, {"note": text}, "there")
 
     async def judge(self, keeper: str, verdicts: dict[str, Verdict], key: str = "") -> bool:
@@ -97,7 +97,7 @@ class AnswerStore:
         arguments = self._things.arguments(keeper, first)
         told = [part for name, verdict in verdicts.items() for part in (name, msgspec.json.encode(verdict))]
         entry = f"{keeper} {self._terms.ttl_s} {self._terms.bytes} {first}"
-        await self._due.add(entry, DELAY_MS)  # so that it is there even if we die behind the verdict
+        await self._due.add(entry, DELAY_MS)  # so that it is there even if this process dies after the verdict
         if await _judge(self._redis, names, [arguments[0], *arguments[2:], key, *told]) == 0:
             return False
         await self._due.add(entry)
@@ -105,14 +105,14 @@ class AnswerStore:
         return True
 
     async def delivered(self, keeper: str, name: str) -> None:
-        """What an answer's verdict is about is in the trainer's queue."""
+        """Record that the answer has been put into the trainer's queue."""
         await self._things.put(keeper, name, {"delivered": 1}, "there")
 
-    async def list(self, keeper: str, *, judged: bool, after: str = "", limit: int = 20) -> list[Answer]:
-        """Answers with or without a verdict, the newest first, from behind `after`."""
+    async def list(self, keeper: str, *, judged: bool, after: str = "", limit: int = 20) -> list[StoredAnswer]:
+        """Answers with or without a verdict, the newest first, those after `after`."""
         order = keys.kept_order(keeper, _ORDERS[judged])
         rank = await ask(self._redis, "ZREVRANK", order, after) if after else None
-        found: list[Answer] = []
+        found: list[StoredAnswer] = []
         gone: list[str] = []
         start = 0 if rank is None else int(rank) + 1
         until = start + LOOKED_AT
@@ -131,7 +131,7 @@ class AnswerStore:
             await self._forget(order, gone)
         return found
 
-    async def newest(self, keepers: Sequence[str], limit: int) -> Sequence[tuple[str, Answer]]:
+    async def newest(self, keepers: Sequence[str], limit: int) -> Sequence[tuple[str, StoredAnswer]]:
         """The newest answers of all of these that wait for a verdict, each with its keeper."""
         orders = [keys.kept_order(keeper, _ORDERS[0]) for keeper in keepers]
         looked = [("ZREVRANGE", order, 0, 2 * limit - 1, "WITHSCORES") for order in orders]
@@ -160,13 +160,13 @@ def due_answer(entry: str) -> tuple[str, Terms, str]:
     return keeper, Terms(int(ttl_s), int(size)), name
 
 
-def live_of(answer: Answer) -> LiveTrajectory:
+def live_of(answer: StoredAnswer) -> LiveTrajectory:
     """The trajectory that it would be; takes milliseconds for a long one."""
     return msgspec.json.decode(answer.packed, type=LiveTrajectory)
 
 
 def answers_of(tenant: str) -> str:
-    """Whose answers these are, in names of keys: a tenant keeps them apart from its responses."""
+    """Keeper of a tenant's answers in names of keys, another than that of its responses."""
     return keys.keeper(f"answers of {tenant}")
 
 
@@ -174,18 +174,18 @@ _FIELDS = ("id", "policy", "live", "note", "verdict", "key", "delivered")
 
 
 def _packed(live: LiveTrajectory) -> bytes:
-    """Without what no trainer reads, which may be large."""
+    """Encode an answer without the fields that no trainer reads, which may be large."""
     trajectory = msgspec.structs.replace(
         live.trajectory, top_logprobs=(), prompt_logprobs=(), prompt_top_logprobs=(), embedding=b""
     )
     return msgspec.json.encode(msgspec.structs.replace(live, trajectory=trajectory))
 
 
-def _answer(name: str, row: Sequence[bytes | None]) -> Answer | None:
+def _answer(name: str, row: Sequence[bytes | None]) -> StoredAnswer | None:
     id_, policy, live, note, verdict, key, delivered = row
     if id_ is None or policy is None or live is None:
         return None
-    return Answer(
+    return StoredAnswer(
         name,
         id_.decode(),
         policy.decode(),

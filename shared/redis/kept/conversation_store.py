@@ -38,12 +38,12 @@ class ConversationStore:
         await self._things.put(keeper, name, {"body": body})
 
     async def change(self, keeper: str, name: str, body: bytes) -> None:
-        """Write what it says of itself; UnknownConversationError when there is none."""
+        """Replace the conversation's JSON body; UnknownConversationError."""
         if not await self._things.put(keeper, name, {"body": body}, "there"):
             raise unknown_conversation(name)
 
     async def body(self, keeper: str, name: str) -> bytes:
-        """What it says of itself; UnknownConversationError when there is none."""
+        """JSON body of the conversation; UnknownConversationError."""
         state, body = await ask(self._redis, "HMGET", keys.kept(keeper, name), "state", "body")
         if body is None or state is not None:  # a response is none
             raise unknown_conversation(name)
@@ -51,7 +51,7 @@ class ConversationStore:
         return found
 
     async def find(self, keeper: str, name: str) -> StoredConversation:
-        """All of it; UnknownConversationError when there is none."""
+        """All items of a conversation; UnknownConversationError."""
         body = await self.body(keeper, name)
         raws, ids = await ask_all(
             self._redis,
@@ -91,7 +91,7 @@ class ConversationStore:
             raise unknown_item(name, item_id)
 
     async def forget(self, keeper: str, name: str) -> None:
-        """Forget it with its items; UnknownConversationError when there is none."""
+        """Delete a conversation with its items; UnknownConversationError."""
         await self.body(keeper, name)
         await self._things.forget(keeper, name)
 

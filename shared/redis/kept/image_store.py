@@ -1,4 +1,4 @@
-"""Bytes of images in Redis: an api writes them once, under their hash, and whoever runs the sequence reads them.
+"""Bytes of images in Redis: an api writes them once, under their hash, and the sequence's worker reads them.
 
 Invariants. Each tenant has its own: a hash that another tenant knows finds nothing. What a sequence names was written,
 or used again, before the sequence was enqueued, and lives longer than any sequence may.
@@ -31,7 +31,7 @@ class ImageStore:
             raise
 
     async def get(self, tenant: str, sha256: bytes) -> bytes:
-        """Its bytes; ServiceUnavailableError when they have gone."""
+        """Bytes of an image; ServiceUnavailableError when they have expired."""
         data = await ask(self._redis, "HGET", keys.kept(images_of(tenant), sha256.hex()), "bytes")
         if data is None:
             raise ServiceUnavailableError(
@@ -42,5 +42,5 @@ class ImageStore:
 
 
 def images_of(tenant: str) -> str:
-    """Whose images these are, in names of keys: a tenant keeps them apart from its responses."""
+    """Keeper of a tenant's images in names of keys, another than that of its responses."""
     return keys.keeper(f"images of {tenant}")

@@ -17,14 +17,14 @@ _forget = Script("kept_forget")
 
 @dataclass(frozen=True)
 class Terms:
-    """For how long a thing is kept that nobody uses, and how much a keeper may have."""
+    """Time to live of an unused thing, and the bytes that a keeper may have."""
 
     ttl_s: int
     bytes: int
 
 
 class KeptThings:
-    """What responses, conversations and answers have in common."""
+    """Storage that responses, conversations and answers share."""
 
     def __init__(self, redis: Redis, terms: Terms) -> None:
         self._redis = redis

@@ -1,4 +1,4 @@
-"""Responses in Redis: what was asked and answered, and, of one with `background`, how to go on with it.
+"""Responses in Redis: request and answer, and for `background` all that is needed to continue.
 
 A response's state is that of OpenAI: queued and in_progress while it runs; then completed, incomplete, failed or
 cancelled, once.
@@ -28,18 +28,18 @@ class StoredResponse(msgspec.Struct, frozen=True):
 
     state: ResponseState
     body: bytes  # the response object, but for its output
-    input: bytes = b"[]"  # its own items, without those that it follows
+    input: bytes = b"[]"  # its own items, without earlier responses'
     output: bytes = b"[]"
     previous: str = ""
     conversation: str = ""
     ids: bytes = b""  # of prompt and answer, msgpack: how many of `previous`' stand before them, and they
     run: bytes = b""  # msgpack: how to go on with it (api/openai/responses/background.py); b"": nothing does
-    streams: int = 0  # its events are kept, too
+    streams: int = 0  # its events are stored, too
     told: int = 0  # so many of them, when it has ended
     ended_at: int = 0  # Unix seconds, of one with `run`
 
 
-class Turn(NamedTuple):
+class ResponseTurn(NamedTuple):
     """A response as one that follows it sees it; `state` "" is one that is not there."""
 
     id: str
@@ -59,7 +59,7 @@ class ResponseStore:
         self._things = KeptThings(redis, terms)
 
     async def put(self, keeper: str, response_id: str, stored: StoredResponse, when: When = "any") -> bool:
-        """Write a response; False when it is not as `when` says."""
+        """Write a response; False when the condition `when` does not hold."""
         fields: dict[str, Argument] = {
             name: value for name, value in msgspec.structs.asdict(stored).items() if value or name in ("state", "body")
         }
@@ -80,11 +80,11 @@ class ResponseStore:
         return msgspec.convert(fields, StoredResponse)
 
     async def state(self, keeper: str, response_id: str) -> str:
-        """Its state; "" when there is none."""
+        """State of a response; "" when there is none."""
         return (await ask(self._redis, "HGET", keys.kept(keeper, response_id), "state") or b"").decode()
 
-    async def chain(self, keeper: str, last: str, most: int, most_bytes: int) -> tuple[list[Turn], bool]:
-        """A response and all that it follows, the first one first, and whether there are more than so many."""
+    async def chain(self, keeper: str, last: str, most: int, most_bytes: int) -> tuple[list[ResponseTurn], bool]:
+        """A response and its predecessors, the first one first, and whether there are more than the limit."""
         arguments = [*self._things.arguments(keeper, last)[:3], most, most_bytes]
         found = await _chain(self._redis, self._things.names(keeper, last), arguments)
         too_long = found[-1] == b"long"
@@ -95,10 +95,10 @@ class ResponseStore:
         """Forget a response; False when there was none."""
         return await self._things.forget(keeper, response_id)
 
-    # -- what the stream of a response has said; event n has the entry n + 1
+    # -- the events of a response's stream; event n has the entry n + 1
 
-    async def tell(self, keeper: str, response_id: str, number: int, events: Sequence[bytes]) -> None:
-        """Write events from number `number` on; those that are there stay."""
+    async def write_events(self, keeper: str, response_id: str, number: int, events: Sequence[bytes]) -> None:
+        """Write events from number `number` on; existing ones stay."""
         key = keys.kept_events(keeper, response_id)
         async with self._redis.pipeline(transaction=False) as pipe:
             for at, event in enumerate(events, number + 1):
@@ -108,13 +108,13 @@ class ResponseStore:
                 if isinstance(answer, Exception) and not _stands_already(answer):
                     raise answer
 
-    async def count_told(self, keeper: str, response_id: str) -> int:
-        """How many events there are."""
+    async def count_events(self, keeper: str, response_id: str) -> int:
+        """Number of events of the response so far."""
         newest = await ask(self._redis, "XREVRANGE", keys.kept_events(keeper, response_id), "+", "-", "COUNT", 1)
         return int(newest[0][0].split(b"-")[0]) if newest else 0
 
     async def events(self, keeper: str, response_id: str, after: int) -> tuple[str, list[tuple[int, bytes]]]:
-        """The response's state, and (number, event) of the next events behind number `after`: all, if it has ended."""
+        """The response's state, and (number, event) of the next events after number `after`: all, if it has ended."""
         key = keys.kept_events(keeper, response_id)
         commands: list[tuple[Argument, ...]] = [
             ("HGET", keys.kept(keeper, response_id), "state"),
@@ -124,7 +124,7 @@ class ResponseStore:
         return (state or b"").decode(), [(int(entry.split(b"-")[0]) - 1, fields[b"d"]) for entry, fields in page]
 
     async def keep_events(self, keeper: str, response_id: str) -> None:
-        """All is said: whoever has missed something has an hour to read it."""
+        """All events are written: readers have an hour for the ones that they have missed."""
         await ask_all(self._redis, [("EXPIRE", keys.kept_events(keeper, response_id), keys.SEQUENCE_TTL_S)])
 
 
@@ -137,6 +137,6 @@ def _stands_already(answer: Exception) -> bool:
     return isinstance(answer, ResponseError) and "equal or smaller" in str(answer)
 
 
-def _turn(row: Sequence[bytes | None]) -> Turn:
+def _turn(row: Sequence[bytes | None]) -> ResponseTurn:
     name, state, conversation, given, output, ids = ((part or b"") for part in row)
-    return Turn(name.decode(), state.decode(), conversation.decode(), given or b"[]", output or b"[]", ids)
+    return ResponseTurn(name.decode(), state.decode(), conversation.decode(), given or b"[]", output or b"[]", ids)

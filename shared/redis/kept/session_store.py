@@ -15,7 +15,7 @@ from shared.redis.kept.kept_things import KeptThings, Terms
 
 
 class Session(NamedTuple):
-    """As it was read, or as it begins."""
+    """A session as it was read, or as it begins."""
 
     mark: str  # of this step: no two have the same, also of the same number
     step: int  # steps made
@@ -44,7 +44,7 @@ class SessionStore:
         return Session(mark, int(step), policy.decode(), state)
 
     async def move(self, keeper: str, id: str, session: Session, state: bytes) -> bool:
-        """One step on, with this state; False when somebody else has moved it meanwhile, or it is gone.
+        """One step on, with this state; False when another request has moved it meanwhile, or it is gone.
 
         A session that begins replaces another one of its id.
         """
@@ -59,5 +59,5 @@ def begun(policy: str) -> Session:
 
 
 def sessions_of(owner: str) -> str:
-    """Whose sessions these are, in names of keys: a tenant or key keeps them apart from its responses."""
+    """Keeper of a tenant's or key's sessions in names of keys, another than that of its responses."""
     return keys.keeper(f"sessions of {owner}")

@@ -1,4 +1,4 @@
-"""Where a sequence is best run: the worker that computed its prompt's beginning lately, or that has its adapter.
+"""Preferred workers of a sequence: the one that computed its prompt's beginning lately, or one that has its adapter.
 
 Workers note what they claim: marks (hashes of prompt beginnings of 128, 256, 512, ... tokens, with the adapter) ->
 worker id. Who enqueues looks the longest mark up and prefers that worker; without one, those that have the adapter.
@@ -17,7 +17,7 @@ from redis.asyncio import Redis
 
 from shared.redis import keys
 from shared.redis.connection.client import ask_all
-from shared.redis.ring.worker_registry import WorkerRegistry, WorkerStatus
+from shared.redis.processes.worker_registry import WorkerRegistry, WorkerStatus
 from shared.sequences import SequenceSpec
 
 SHORTEST = 128  # tokens of the shortest mark; recomputing less is cheaper than unbalancing the workers
@@ -52,7 +52,7 @@ class WarmNotes:
 
 
 class Affinity:
-    """Read by those who enqueue: which workers to prefer."""
+    """The workers to prefer, for enqueueing."""
 
     def __init__(self, redis: Redis, registry: WorkerRegistry) -> None:
         self._redis = redis
@@ -86,7 +86,7 @@ class Affinity:
 
 
 async def holders(redis: Redis, model: str, specs: Sequence[SequenceSpec]) -> dict[str, str]:
-    """By sequence, the worker that computed its prompt's beginning last, where one is known."""
+    """By sequence, the worker that last computed its prompt's beginning, where one is known."""
     workers = await _warm(redis, [marks(spec.kv_prompt, spec.adapter) for spec in specs], model)
     return {spec.id: worker for spec, worker in zip(specs, workers, strict=True) if worker}
 

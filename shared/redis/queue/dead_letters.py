@@ -1,4 +1,4 @@
-"""Dead letters: sequences and messages that were given up, kept with the reason, to be looked at and run again.
+"""Dead letters: sequences and messages that were given up, stored with the reason, to be inspected and run again.
 
 Invariants. A requeue happens once: one Lua call takes the letter out and puts its sequence into the queue, under an id
 that follows from the letter's, so that saying it again changes nothing. What is requeued stands alone: the client that
@@ -23,14 +23,14 @@ from shared.sequences import SequenceClass, SequenceSpec, decode_spec, encode
 log = structlog.get_logger()
 
 LETTERS_TTL_S = keys.JOB_TTL_S
-MESSAGE_KEPT = 65_536  # bytes of a message that nobody could read
+MESSAGE_KEPT = 65_536  # bytes of an unreadable message
 REQUEUED = "requeued-"  # and the letter's entry: the id of its second life
 
 _REQUEUE, _BURY = Script("requeue"), Script("bury")
 
 
 class DeadLetter(NamedTuple):
-    """One letter. `spec` is None when it holds no sequence that this version can read; `unreadable` says why."""
+    """One letter. `spec` is None when it holds no sequence that this version can read; `unreadable` is the reason."""
 
     id: str  # "<model>:<entry>"
     model: str
@@ -47,7 +47,7 @@ class DeadLetter(NamedTuple):
 
     @property
     def tenant(self) -> str:
-        """Its owner; a letter that cannot be read belongs to the admins, since it may be any tenant's."""
+        """Owner of the letter; one that cannot be read belongs to the admins, since it may be any tenant's."""
         return ADMINS if self.spec is None else self.spec.tenant
 
 
@@ -65,7 +65,7 @@ class Unusable(NamedTuple):
 
     stream: str
     entry: str
-    sequence: str  # its id, as far as it can be told
+    sequence: str  # its id, if it can be read
     reason: str
     found_by: str
     message: bytes
@@ -97,7 +97,7 @@ class DeadLetters:
         With `before` (a letter's id) only older ones of its model.
         """
         if before:
-            model, entry = split(before)
+            model, entry = place_of(before)
         models = [model] if model else await members(self._redis, keys.models())
         found: list[DeadLetter] = []
         for name in models:
@@ -106,16 +106,16 @@ class DeadLetters:
 
     async def get(self, letter_id: str) -> DeadLetter | None:
         """A letter; None when it has been requeued, dropped, or has expired."""
-        model, entry = split(letter_id)
+        model, entry = place_of(letter_id)
         entries = await self._redis.xrange(keys.dead_letters(model), entry, entry)
         return _letter(model, *entries[0]) if entries else None
 
     async def owner(self, letter_id: str) -> str | None:
-        """Who owns the letter, or the sequence that a requeue has made of it; None when there is neither."""
+        """Owner of the letter, or of the sequence that a requeue has made of it; None when there is neither."""
         letter = await self.get(letter_id)
         if letter is not None:
             return letter.tenant
-        model, entry = split(letter_id)
+        model, entry = place_of(letter_id)
         state, tenant = await ask(self._redis, "HMGET", keys.sequence(model, REQUEUED + entry), "state", "tenant")
         return None if state is None else (tenant or b"").decode()
 
@@ -125,7 +125,7 @@ class DeadLetters:
         Raises UnknownDeadLetterError, and ConflictError for what cannot be read.
         """
         letter = await self.get(letter_id)
-        model, entry = split(letter_id)
+        model, entry = place_of(letter_id)
         new_id = REQUEUED + entry
         if letter is None:
             if await self._redis.exists(keys.sequence(model, new_id)):
@@ -143,12 +143,12 @@ class DeadLetters:
 
     async def drop(self, letter_id: str) -> bool:
         """Delete a letter; False when it was not there."""
-        model, entry = split(letter_id)
+        model, entry = place_of(letter_id)
         return bool(await self._redis.xdel(keys.dead_letters(model), entry))
 
     async def second_life(self, letter_id: str) -> SecondLife | None:
         """The state of its sequence after a requeue; None when it was not requeued, or too long ago."""
-        model, entry = split(letter_id)
+        model, entry = place_of(letter_id)
         seq = REQUEUED + entry
         state = await ask(self._redis, "HGET", keys.sequence(model, seq), "state")
         if state is None:
@@ -158,14 +158,14 @@ class DeadLetters:
 
 
 async def bury(redis: "Redis", model: str, unusable: Unusable) -> bool:
-    """Take an unusable message out of its stream and keep it as a dead letter; False when it was gone."""
+    """Move an unusable message from its stream to the dead letters; False when it was gone."""
     log.warning("deadletters.buried", model=model, stream=unusable.stream, id=unusable.sequence, reason=unusable.reason)
     names = [unusable.stream, keys.dead_letters(model)]
     args: list[Argument] = [unusable.group, unusable.entry, unusable.sequence, unusable.reason, unusable.found_by]
     return bool(await _BURY(redis, names, [*args, unusable.message[:MESSAGE_KEPT], LETTERS_TTL_S]))
 
 
-def split(letter_id: str) -> tuple[str, str]:
+def place_of(letter_id: str) -> tuple[str, str]:
     """Model and entry of a letter's id; UnknownDeadLetterError when it is none."""
     model, colon, entry = letter_id.rpartition(":")
     ms, dash, number = entry.partition("-")
@@ -175,7 +175,7 @@ def split(letter_id: str) -> tuple[str, str]:
 
 
 def _is_64_bit(digits: str) -> bool:
-    """Whether Redis takes it for one of the two numbers of an entry's id."""
+    """True if the digits are one of the two 64-bit numbers of an entry's id."""
     return digits.isascii() and digits.isdigit() and len(digits) <= 20 and int(digits) < 2**64
 
 

@@ -16,9 +16,9 @@ from redis.exceptions import RedisError
 from shared.errors import QueueFullError, UnreadableMessageError
 from shared.redis import keys
 from shared.redis.connection.background_reader import BackgroundReader
+from shared.redis.processes.worker_registry import WorkerRegistry
 from shared.redis.queue.affinity import Affinity
 from shared.redis.queue.sequence_queue import SequenceQueue
-from shared.redis.ring.worker_registry import WorkerRegistry
 from shared.sequences import SequenceResult, SequenceSpec, decode_result
 
 AT_ONCE = 256
@@ -40,7 +40,7 @@ class SequenceCalls(BackgroundReader):
         self._waiting: dict[str, asyncio.Future[SequenceResult]] = {}
 
     async def __aenter__(self) -> Self:
-        # What an earlier process of this name left unread belongs to calls that nobody waits for any more.
+        # Unread messages to an earlier process of this name belong to calls that have no waiter any more.
         await self._redis.delete(self._stream)
         return await super().__aenter__()
 

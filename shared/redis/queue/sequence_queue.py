@@ -50,19 +50,19 @@ _RELEASE, _DEPTH, _FORWARD = Script("release"), Script("depth"), Script("forward
 
 @dataclass(frozen=True)
 class ClaimPlan:
-    """What a worker can take now (worker/claim_plan.py computes it)."""
+    """Rows and quotas with which a worker claims sequences now (worker/claim_plan.py computes it)."""
 
     rows: int  # free rows
     interactive_first: int  # quotas of the first round; a group that one lets in is taken whole if the rows allow it
     batch_first: int
     batch_max: int  # batch never takes more than this; interactive may take every row
-    kv_tokens: int  # free KV positions; an entry that does not fit waits, and all behind it
+    kv_tokens: int  # free KV positions; an entry that does not fit waits, and all after it
     worker_is_empty: bool  # then the first entry need not fit, and suspects may run
     kv_window: int = 0  # positions that a row holds at most; 0: as many as it has
 
 
 class Timely(NamedTuple):
-    """How many may wait so that a request's first token comes in time."""
+    """Number of sequences that may wait so that a request's first token comes in time."""
 
     places: int  # -1: as many as there are
     idle_ms: int  # it counts once something has waited for so long: a worker with a free row takes it sooner
@@ -73,7 +73,7 @@ UNTIMED = Timely(-1, 0)
 
 @dataclass(frozen=True)
 class QueueDepth:
-    """How much waits in one class."""
+    """Size of one class's backlog."""
 
     waiting: int  # not yet delivered
     leased: int
@@ -89,7 +89,7 @@ class _Asker:
     held: list[Claim] = field(default_factory=list)  # as of its last renewal, and since
     renewed_at: float = -math.inf  # monotonic
     suspects: tuple[str, ...] = ()  # the last ones that it was given
-    others: int = 0  # live workers beside it
+    others: int = 0  # other live workers
     watchful: float = 0.0  # how often it waits for what is for any worker, beyond the least
     watches: bool = True  # it has, the last time
 
@@ -100,7 +100,7 @@ class _Asker:
 
 
 class SequenceQueue:
-    """One model's queue, for those who fill it and for those who empty it."""
+    """One model's queue, for enqueueing and for claiming."""
 
     def __init__(
         self,
@@ -163,16 +163,16 @@ class SequenceQueue:
         return new
 
     async def cancel(self, seq_ids: Sequence[str]) -> dict[str, str]:
-        """Cancel sequences: '' unknown or ended, 'queued' ended here, else the worker that has been told."""
+        """Cancel sequences: '' unknown or ended, 'queued' ended here, else the worker that was notified."""
         return await self._settlement.cancel(seq_ids)
 
     async def is_alive(self, seq: str) -> bool:
-        """Whether a sequence waits or runs."""
+        """True while the sequence is queued or running."""
         state = await ask(self._redis, "HGET", keys.sequence(self._model, seq), "state")
         return state in (b"queued", b"running")
 
     async def route(self, seq_ids: Sequence[str], api: str) -> None:
-        """From now on `api` gets the frames of these sequences; their workers are told."""
+        """From now on `api` gets the frames of these sequences; their workers are notified."""
         for seq in seq_ids:
             key = keys.sequence(self._model, seq)
             (state, worker), ttl = await ask_all(self._redis, [("HMGET", key, "state", "worker"), ("TTL", key)])
@@ -247,7 +247,7 @@ class SequenceQueue:
         return {stream: g[0]["last-delivered-id"] if g else b"0-0" for stream, g in zip(streams, ours, strict=True)}
 
     async def may_reap(self, worker_id: str) -> bool:
-        """Whether it is this worker's turn: many workers need not look more often than a few.
+        """True if this worker should look for expired leases now; many workers need not look more often than a few.
 
         Each that asks every sixth of a lease keeps the looks at least half as far apart, and never farther than that.
         """
@@ -291,7 +291,7 @@ class SequenceQueue:
         return [claim for i, claim in enumerate(claims) if i in lost]
 
     async def release(self, worker_id: str, claims: Sequence[Claim], *, failed: bool = False) -> None:
-        """Hand claims back; another worker can take them at once.
+        """Give claims back; another worker can take them at once.
 
         None counts as a death, unless the engine has `failed` under them: one of them may be why.
         """
@@ -321,7 +321,7 @@ class SequenceQueue:
         }
 
     async def unclaimed(self) -> dict[SequenceClass, int]:
-        """How much of each class waits for any worker: what it costs does not depend on how many there are."""
+        """Size of each class's backlog; the cost does not depend on the number of sequences."""
         places = ("", keys.HANDED_BACK, keys.SUSPECTS)
         streams = {kind: [keys.queue(self._model, kind, place) for place in places] for kind in CLASSES}
         return {kind: int((await _DEPTH(self._redis, streams[kind], [keys.GROUP]))[0]) for kind in CLASSES}

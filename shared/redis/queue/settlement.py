@@ -53,7 +53,6 @@ class Settlement:
         self.given_up += 1
 
     async def cancel(self, seq_ids: Sequence[str]) -> dict[str, str]:
-        """See `SequenceQueue.cancel`."""
         hashes = await self._look(seq_ids)
         return {seq: await self._cancel(seq, fields) for seq, fields in zip(seq_ids, hashes, strict=True)}
 

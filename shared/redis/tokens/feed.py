@@ -37,7 +37,7 @@ class SequenceCursor:
         self.index = index
         self.seq = seq
         self.position = position  # next token wanted
-        self.attempt = attempt  # newest heard of in frames; what an older owner still sends is dropped
+        self.attempt = attempt  # newest in frames so far; events of older owners are dropped
         self.bare_seen = position > 0
         self.finished = False
         self.in_gap = False
@@ -103,7 +103,7 @@ class SequenceCursor:
         return True
 
     def _miss(self, event: TokenEvent, now: float) -> None:
-        """There is a gap before an event: keep it, and ask at once, then with growing pauses until it is filled."""
+        """Buffer an event after a gap, and ask for the gap at once, then with growing pauses until it is filled."""
         if len(self.held) < EVENTS_BEYOND_GAP:
             self.held.append(event)
         if not self.in_gap:
@@ -154,11 +154,11 @@ class TokenFeed:
 
     @property
     def done(self) -> bool:
-        """Whether every sequence has given its finish, and all has been read."""
+        """True if every sequence has finished, and all events have been read."""
         return self.unfinished == 0 and not self.ready
 
     async def next(self) -> Ready:
-        """What is ready: (index of the sequence, event), at least one; [] when all sequences have ended.
+        """Events that are ready, as (index of the sequence, event), at least one; [] when all sequences have ended.
 
         Raises the error that `fail` was given, after what is ready.
         """
@@ -176,7 +176,7 @@ class TokenFeed:
         return ready
 
     def has_room(self) -> bool:
-        """Whether a live event may be kept for the reader; if not, the feed is filled from the log later."""
+        """True if a live event may be buffered for the reader; if not, the feed is filled from the log later."""
         self.overrun = len(self.ready) >= self._room
         return not self.overrun
 
@@ -191,5 +191,5 @@ class TokenFeed:
         self._wake.set()
 
     def close(self) -> None:
-        """Stop listening."""
+        """End the subscription to the sequences."""
         self._close(self)

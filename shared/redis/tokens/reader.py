@@ -29,7 +29,7 @@ log = structlog.get_logger()
 LOOK_EVERY_S = 0.25  # for silent sequences
 HEARTBEAT_S = 10.0
 PROBE_S = 1.0  # between two heartbeats while sequences are silent
-REFUSED_S = 5.0  # of writes; whoever has heard nothing for so long is told
+REFUSED_S = 5.0  # of writes; readers without an event for this long are notified
 PING_EVERY_S = 5.0  # on a silent subscription: a connection that died without a word is found
 SLACK_MS = 2_000  # between our clock and Redis'
 PAGE = 256  # frames decoded without a pause
@@ -103,7 +103,7 @@ class FrameReader:
             feed.fail(error)
 
     def dispatch(self, data: bytes, *, live: bool = True) -> None:
-        """Hand the events of one frame to their feeds."""
+        """Pass the events of one frame to their feeds."""
         now = time.monotonic()
         cursors = self._cursors.get
         touched: set[TokenFeed] = set()
@@ -227,7 +227,7 @@ class FrameReader:
     # -- heartbeat
 
     async def announce(self) -> None:
-        """Write this process's heartbeat."""
+        """Write this api process's heartbeat."""
         key = keys.api(self.api_id)
         fields = {
             "host": socket.gethostname(),
@@ -249,15 +249,15 @@ class FrameReader:
                 self._refused_at, self.refusal = math.inf, ""
             except (RedisError, OSError) as error:
                 if is_refusal(error):
-                    self._tell_of(error)
+                    self._log_refusal(error)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(HEARTBEAT_S):
                     await self._silent.wait()
             self._silent.clear()
             await asyncio.sleep(min(PROBE_S, REFUSED_S / 2))
 
-    def _tell_of(self, refusal: Exception) -> None:
-        """Redis refuses workers' writes, too: feeds that hear nothing fail now, before their deadline."""
+    def _log_refusal(self, refusal: Exception) -> None:
+        """Fail feeds without events before their deadline, because Redis refuses workers' writes, too."""
         now = time.monotonic()
         self._refused_at, self.refusal = min(self._refused_at, now), reason(refusal)
         log.warning("frames.writes_refused", error=self.refusal, since_s=round(now - self._refused_at, 1))

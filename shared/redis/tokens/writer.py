@@ -48,7 +48,7 @@ class FrameWriter:
     def __init__(self, redis: "Redis", model: str, worker_id: str) -> None:
         self._redis = redis
         self._model = model
-        self._sequence, self._log = keys.sequence(model, ""), keys.sequence_log(model, "")  # with an id behind
+        self._sequence, self._log = keys.sequence(model, ""), keys.sequence_log(model, "")  # with an id after it
         self._worker_id = worker_id
         self._expired_at: dict[str, float] = {}
         self._knows_scripts = False

@@ -31,7 +31,7 @@ _alive = Script("trainer_alive")
 
 
 class TrainingBoard:
-    """One policy's board."""
+    """Training status and curve of one policy."""
 
     def __init__(self, redis: Redis, policy: str) -> None:
         self._redis = redis
@@ -85,7 +85,7 @@ class TrainingBoard:
             await pipe.execute()
 
     async def alert(self, kind: AlertKind, message: str) -> None:
-        """Keep an alert, count it, and tell whoever listens on the channel."""
+        """Store an alert, count it, and publish it on the channel."""
         alert = Alert(self.policy, kind, message[:2000], time.time_ns() // 1_000_000)
         key = keys.training_alerts(self.policy)
         async with self._redis.pipeline(transaction=True) as pipe:
@@ -148,7 +148,7 @@ class TrainingBoard:
 
 
 async def ring_id(redis: Redis) -> str:
-    """The name of this ring's data: made up by whoever asks first, and lost only with the data."""
+    """The name of this ring's data: drawn at the first request, and lost only with the data."""
     async with redis.pipeline(transaction=True) as pipe:
         pipe.set(keys.ring_id(), secrets.token_hex(8), nx=True)
         pipe.getex(keys.ring_id(), ex=keys.RING_ID_TTL_S)
@@ -173,7 +173,7 @@ async def live_trainers(redis: Redis, now_ms: int) -> list[TrainerStatus]:
 
 
 def _flat(message: TrainerStatus | TrainingPoint) -> tuple[dict[str, str], list[str]]:
-    """The fields as Redis holds them, and the names of those that are None."""
+    """The fields as Redis stores them, and the names of the None ones."""
     plain: dict[str, Any] = msgspec.to_builtins(message)
     absent = [name for name, value in plain.items() if value is None]
     fields = {

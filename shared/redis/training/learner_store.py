@@ -42,8 +42,8 @@ _answer_decoder: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answe
 
 
 @dataclass(frozen=True)
-class Held:
-    """A learner in a service's hands."""
+class HeldLearner:
+    """A learner that a service has taken."""
 
     id: str
     epoch: str
@@ -54,7 +54,7 @@ class Held:
 
 
 def waiting_learners(redis: Redis, model: str) -> DueList:
-    """Which learners of a model somebody should look at."""
+    """The learners of a model that a service should look at."""
     return DueList(redis, f"learners:{model}")
 
 
@@ -68,12 +68,12 @@ class LearnerStore:
     # -- who asks
 
     async def create(self, spec: LearnerSpec) -> LearnerSpec:
-        """Make a learner; what is there under this id already, if there is something."""
+        """Make a learner; returns the existing one if there is one under this id."""
         args: list[Argument] = [msgspec.json.encode(spec), keys.LEARNER_TTL_S]
         return msgspec.json.decode(await _create(self._redis, [keys.learner(spec.id)], args), type=LearnerSpec)
 
     async def spec(self, learner: str) -> LearnerSpec:
-        """What a learner is; NotFoundError."""
+        """Definition of a learner; NotFoundError."""
         raw = await ask(self._redis, "HGET", keys.learner(learner), "spec")
         if raw is None:
             raise NotFoundError("there is no such learner, or its time to live is over")
@@ -124,7 +124,7 @@ class LearnerStore:
             raise NotFoundError("the answer to this request is not kept any more")
 
     async def saves(self, learner: str, *, expired: bool = False) -> list[SaveInfo]:
-        """Saves and published versions that have not expired, or those that have; oldest first."""
+        """Saves and published versions that have not expired, or the expired ones; oldest first."""
         now = time.time_ns() // 1_000_000
         found = [info for info in await self._all_saves(learner) if (info.expires_ms <= now) == expired]
         return sorted(found, key=lambda info: info.created_ms)
@@ -146,7 +146,7 @@ class LearnerStore:
         return await self._change_save(learner, info, None, 0)
 
     async def keep_save(self, learner: str, info: SaveInfo, lives_s: int) -> bool:
-        """Let a save live for so long from now on; False as for `drop_save`."""
+        """Set a save's time to live from now on; False as for `drop_save`."""
         later = msgspec.structs.replace(info, expires_ms=1000 * (int(time.time()) + lives_s))
         return await self._change_save(learner, info, later, lives_s)
 
@@ -162,7 +162,7 @@ class LearnerStore:
     async def drop(self, model: str, learner: str) -> None:
         """Forget a learner with all that it has; its answers go by themselves. A service that has it is refused."""
         state = await _drop(self._redis, [keys.learner(learner), keys.learner_requests(learner)], [])
-        saves = await self._all_saves(learner)  # only now does nobody add to them
+        saves = await self._all_saves(learner)  # only now can no process add to them
         names = [keys.learner_saved(learner, save.bytes_id) for save in saves if save.bytes_id]
         if state:
             names.append(keys.learner_state(learner, state.decode()))
@@ -171,13 +171,13 @@ class LearnerStore:
         await waiting_learners(self._redis, model).drop(learner)
 
     async def knows(self, learner: str, number: int) -> bool:
-        """Whether a request of this number was placed, and perhaps answered already."""
+        """True if a request of this number has been placed, answered or not."""
         done = await ask(self._redis, "HGET", keys.learner(learner), "done")
         return int(done or 0) >= number or await self.waits(learner, number)
 
     # -- who does it
 
-    async def take(self, learner: str) -> Held | None:
+    async def take(self, learner: str) -> HeldLearner | None:
         """Own a learner; None when it is gone."""
         names = [keys.learner(learner), keys.learner_requests(learner)]
         found = await _take(self._redis, names, [keys.LEARNER_TTL_S])
@@ -185,10 +185,10 @@ class LearnerStore:
             return None
         epoch, spec, done, applied, state = found
         what = msgspec.json.decode(spec, type=LearnerSpec)
-        return Held(learner, epoch.decode(), what, int(done or 0), int(applied or 0), (state or b"").decode())
+        return HeldLearner(learner, epoch.decode(), what, int(done or 0), int(applied or 0), (state or b"").decode())
 
     async def is_asked(self, learner: str) -> bool:
-        """Whether there is something to carry out, or the learner is gone."""
+        """True if a request waits to be carried out, or the learner is gone."""
         spec, done, applied = await ask(self._redis, "HMGET", keys.learner(learner), "spec", "done", "applied")
         return spec is None or (done or 0) != (applied or 0) or await self.waits(learner, int(done or 0) + 1)
 
@@ -198,25 +198,25 @@ class LearnerStore:
         return None if raw is None else (await asyncio.to_thread(_request_decoder.decode, raw), len(raw))
 
     async def waits(self, learner: str, number: int) -> bool:
-        """Whether a request of this number is there."""
+        """True if a request of this number is stored and not yet answered."""
         return bool(await ask(self._redis, "HEXISTS", keys.learner_requests(learner), number))
 
     async def tries(self, learner: str, number: int) -> int:
-        """How often a request was begun and came to no end."""
+        """Number of times that a request was begun without coming to an end."""
         trying, tries = await ask(self._redis, "HMGET", keys.learner(learner), "trying", "tries")
         return int(tries) if trying == str(number).encode() else 0
 
-    async def begun(self, held: Held, number: int) -> int:
+    async def begun(self, held: HeldLearner, number: int) -> int:
         """Note that a request is carried out: how often it was and came to no end, 0 when another service has it."""
         return int(await _try(self._redis, [keys.learner(held.id)], [held.epoch, number]))
 
-    async def ended(self, held: Held) -> None:
+    async def ended(self, held: HeldLearner) -> None:
         """It has come to an end, whatever became of it."""
         await _try(self._redis, [keys.learner(held.id)], [held.epoch, ""])
 
-    async def tell(
+    async def put_answer(
         self,
-        held: Held,
+        held: HeldLearner,
         number: int,
         answer: Answer | None,
         *,
@@ -281,14 +281,14 @@ class LearnerStore:
         return name
 
     async def asked(self, learner: str, name: str) -> bytes:
-        """What `put_asked` was given; NotFoundError."""
+        """The bytes that `put_asked` has stored; NotFoundError."""
         return await Chunks(self._redis, keys.learner_saved(learner, name)).read()
 
     async def drop_asked(self, learner: str, name: str) -> None:
         """It is not needed any more."""
         await ask(self._redis, "UNLINK", keys.learner_saved(learner, name))
 
-    async def state(self, held: Held) -> bytes:
+    async def state(self, held: HeldLearner) -> bytes:
         """The bytes of a learner's present state."""
         return await Chunks(self._redis, keys.learner_state(held.id, held.state)).read()
 
@@ -304,7 +304,7 @@ class LearnerStore:
     # -- services
 
     async def announce(self, card: ServiceCard) -> None:
-        """A service lives."""
+        """Write the heartbeat of a service."""
         await self._services.put(keys.learner_service(card.model), card)
 
     async def service(self, model: str) -> ServiceCard | None:

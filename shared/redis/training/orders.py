@@ -16,14 +16,14 @@ from shared.errors import QueueFullError
 from shared.redis import keys
 from shared.redis.connection.client import ask_all
 from shared.redis.poll import poll
-from shared.redis.stream import Entry, Stream
+from shared.redis.stream import Stream, StreamEntry
 
 Body = TypeVar("Body")
 
 
 @dataclass(frozen=True)
 class Received(Generic[Body]):
-    """An order in the hands of its taker; the body is bytes until the taker has decoded it."""
+    """An order that its consumer has taken; the body is bytes until the consumer has decoded it."""
 
     entry: str
     id: str
@@ -33,12 +33,12 @@ class Received(Generic[Body]):
 
     @property
     def too_late(self) -> bool:
-        """True when its deadline has passed before anybody began it."""
+        """True when its deadline has passed before it was begun."""
         return not self.again and time.time_ns() // 1_000_000 > self.deadline_ms
 
 
 class Orders(Stream[Received[bytes]]):
-    """One stream of orders."""
+    """One stream of orders to a trainer."""
 
     group = "takers"
     unreadable = "order.unreadable"
@@ -50,7 +50,9 @@ class Orders(Stream[Received[bytes]]):
     # -- who asks
 
     async def place(self, order_id: str, body: bytes, within_s: float) -> str:
-        """Ask, and get the order's entry; the answer comes to `answer`. QueueFullError when too many wait already."""
+        """Place an order and return its entry; the answer comes to `answer`. QueueFullError when too many wait
+        already.
+        """
         waiting = await self.length()
         if waiting >= self._most_waiting:
             raise QueueFullError(
@@ -85,6 +87,6 @@ class Orders(Stream[Received[bytes]]):
         await self.done([received.entry])
 
     @staticmethod
-    def _decode(entry: Entry) -> Received[bytes]:
+    def _decode(entry: StreamEntry) -> Received[bytes]:
         fields = entry.fields
         return Received(entry.id, fields[b"id"].decode(), fields[b"d"], int(fields[b"deadline_ms"]), entry.again)

@@ -20,7 +20,7 @@ from shared.redis.connection.client import ask
 PARCEL_CHUNK_BYTES = 2**20
 
 
-class Parcel(msgspec.Struct, frozen=True, array_like=True):
+class StoredParcel(msgspec.Struct, frozen=True, array_like=True):
     """Bytes that lie in Redis."""
 
     id: str
@@ -34,22 +34,22 @@ class Parcels:
     def __init__(self, redis: Redis, key: Callable[[str], str]) -> None:
         self._redis, self._key = redis, key
 
-    async def put(self, data: bytes, lives_s: int = 0) -> Parcel:
+    async def put(self, data: bytes, lives_s: int = 0) -> StoredParcel:
         """Store bytes for ADAPTER_UPLOAD_TTL_S, or longer."""
-        parcel = Parcel(secrets.token_hex(8), len(data), await asyncio.to_thread(_sha256, data))
+        parcel = StoredParcel(secrets.token_hex(8), len(data), await asyncio.to_thread(_sha256, data))
         await Chunks(self._redis, self._key(parcel.id)).write(data, PARCEL_CHUNK_BYTES)
         if lives_s > keys.ADAPTER_UPLOAD_TTL_S:
             await ask(self._redis, "EXPIRE", self._key(parcel.id), lives_s)
         return parcel
 
-    async def get(self, parcel: Parcel) -> bytes:
-        """What was put; NotFoundError when it is gone or damaged."""
+    async def get(self, parcel: StoredParcel) -> bytes:
+        """The stored bytes; NotFoundError when they have expired or are damaged."""
         data = await Chunks(self._redis, self._key(parcel.id)).read()
         if await asyncio.to_thread(_sha256, data) != parcel.sha256:
             raise NotFoundError("these bytes are not what was stored")
         return data
 
-    async def drop(self, parcel: Parcel) -> None:
+    async def drop(self, parcel: StoredParcel) -> None:
         """They are not needed any more."""
         await ask(self._redis, "UNLINK", self._key(parcel.id))
 

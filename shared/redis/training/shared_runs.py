@@ -1,4 +1,4 @@
-"""A run whose train steps several processes share: who leads it, who takes part, what they say, and their bytes.
+"""A run whose train steps several processes share: its leader, its members, their messages, and their bytes.
 
 Invariants.
 - One process leads: a new one raises the epoch, and the one before is refused from then on. Words and answers carry
@@ -42,20 +42,20 @@ class SharedRun:
     # -- the leader
 
     async def lead(self, epoch: str, spec: bytes, *, begin: bool) -> bool:
-        """Lead from now on, or (again) go on leading; False when another leads."""
+        """Take the lead, or (with `begin` False) renew it; False when another process leads."""
         args: list[Argument] = [epoch, spec, keys.SHARED_RUN_TTL_S, int(begin)]
         return bool(await _lead(self._redis, [keys.shared_run(self.name)], args))
 
     async def leave(self, epoch: str, *, done: bool) -> None:
-        """The leader ends; `done`: so does the run, which its members hear."""
+        """End the lead; `done`: the run ends too, and its members are notified."""
         await _leave(self._redis, [keys.shared_run(self.name)], [epoch, int(done), 6 * keys.SHARED_RUN_TTL_S])
 
-    async def say(self, word: bytes) -> None:
-        """To all members."""
+    async def send(self, word: bytes) -> None:
+        """Send a message to all members."""
         await self._add(keys.shared_words(self.name), word)
 
     async def answers(self, after: str, within_s: float) -> list[tuple[str, bytes]]:
-        """What members have said behind a place, each with its place; waits so long for the first."""
+        """Messages of members after a stream position, each with its position; waits up to `within_s` for one."""
         return await self._behind(keys.shared_answers(self.name), after, within_s)
 
     async def answers_end(self) -> str:
@@ -65,16 +65,16 @@ class SharedRun:
     # -- a member
 
     async def now(self) -> RunNow | None:
-        """The run as it is; None: nobody leads it."""
+        """The run as it is; None: no process leads it."""
         epoch, spec, ended = await ask(self._redis, "HMGET", keys.shared_run(self.name), "epoch", "spec", "ended")
         return None if epoch is None else RunNow(epoch.decode(), spec, ended is not None)
 
     async def answer(self, body: bytes) -> None:
-        """To the leader."""
+        """Send a message to the leader."""
         await self._add(keys.shared_answers(self.name), body)
 
     async def words(self, after: str, within_s: float) -> list[tuple[str, bytes]]:
-        """What the leader has said behind a place, each with its place; waits so long for the first."""
+        """Messages of the leader after a stream position, each with its position; waits up to `within_s` for one."""
         return await self._behind(keys.shared_words(self.name), after, within_s)
 
     async def words_end(self) -> str:

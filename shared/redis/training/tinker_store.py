@@ -27,7 +27,7 @@ class TinkerSession(msgspec.Struct, frozen=True):
 
 
 class TinkerSampler(msgspec.Struct, frozen=True):
-    """What samples are drawn from: a model, or `adapter` (name@version) over it."""
+    """Source of samples: a model, or `adapter` (name@version) over it."""
 
     id: str
     base_model: str
@@ -36,7 +36,7 @@ class TinkerSampler(msgspec.Struct, frozen=True):
 
 
 class TinkerSample(msgspec.Struct, frozen=True):
-    """A sample that was asked for: who works on it, and then the result as protobuf, or why there is none."""
+    """A sample request: the api that works on it, and then the result as protobuf, or its error."""
 
     api: str
     state: Literal["running", "done", "failed"] = "running"
@@ -69,7 +69,7 @@ class TinkerStore:
         self._downloads = StoredMessage(redis, TinkerDownload, keys.TINKER_DOWNLOAD_TTL_S, packed=True)
 
     async def put(self, keeper: str, id: str, thing: msgspec.Struct, *, new: bool = False) -> bool:
-        """Write a thing; with `new` only if there is none of this id, which the answer tells."""
+        """Write a thing; with `new` only if there is none of this id, which the result states."""
         name, stored = self._stored[type(thing)]
         return await stored.put(keys.tinker_thing(keeper, f"{name}:{id}"), thing, new=new)
 
@@ -80,7 +80,7 @@ class TinkerStore:
         return found
 
     async def forget(self, keeper: str, kind: type[T], id: str) -> None:
-        """Forget a thing."""
+        """Delete a stored object of this kind."""
         name, stored = self._stored[kind]
         await stored.forget(keys.tinker_thing(keeper, f"{name}:{id}"))
 
@@ -89,7 +89,7 @@ class TinkerStore:
         await self._downloads.put(keys.tinker_download(digest), download)
 
     async def download(self, digest: str) -> TinkerDownload | None:
-        """What an address stands for; None when it is over."""
+        """File that a download address stands for; None when it has expired."""
         return await self._downloads.find(keys.tinker_download(digest))
 
     async def note_run(self, keeper: str, learner: str) -> None:

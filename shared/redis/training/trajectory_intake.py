@@ -15,7 +15,7 @@ from redis.asyncio import Redis
 
 from shared.redis import keys
 from shared.redis.connection.client import Argument
-from shared.redis.stream import Entry, Stream
+from shared.redis.stream import Stream, StreamEntry
 from shared.sequences import SequenceResult, SequenceSpec, decode_result, decode_spec
 
 INTAKE_ENTRIES = 10_000
@@ -29,7 +29,7 @@ def collecting_keys(model: str) -> list[str]:
 
 
 def collecting_arguments(spec: SequenceSpec) -> list[Argument]:
-    """What a settling script needs to collect the sequence, or not."""
+    """Arguments of the settling script that say whether, and with which limits, the sequence is collected."""
     return ["1" if spec.collect else "", INTAKE_ENTRIES, INTAKE_BYTES, keys.COLLECTED_TTL_S, TrajectoryIntake.group]
 
 
@@ -57,5 +57,5 @@ class TrajectoryIntake(Stream[Settled]):
         return stuck + await self.fresh(consumer, count)
 
     @staticmethod
-    def _decode(entry: Entry) -> Settled:
+    def _decode(entry: StreamEntry) -> Settled:
         return Settled(entry.id, decode_spec(entry.fields[b"spec"]), decode_result(entry.fields[b"result"]))

@@ -16,7 +16,7 @@ from redis.asyncio import Redis
 
 from shared.redis import keys
 from shared.redis.connection.client import Script
-from shared.redis.stream import Entry, Stream
+from shared.redis.stream import Stream, StreamEntry
 from shared.trajectories import LiveTrajectory
 
 CONSUMER = "trainer"  # one trainer a policy: the next one takes over what the last one had read
@@ -28,14 +28,14 @@ _add = Script("trajectory_add")
 
 @dataclass(frozen=True)
 class Delivered:
-    """A trajectory in the trainer's hands, until it is acknowledged."""
+    """A trajectory that the trainer has taken and not yet acknowledged."""
 
     entry: str
     live: LiveTrajectory
 
 
 class TrajectoryQueue(Stream[Delivered]):
-    """One policy's queue."""
+    """Queue of the trajectories of one policy."""
 
     group = "trainers"
     unreadable = "trajectory.unreadable"
@@ -60,12 +60,12 @@ class TrajectoryQueue(Stream[Delivered]):
         return bool(await _add(self._redis, [self._key, self._stats, self._seen], args))
 
     @staticmethod
-    def _decode(entry: Entry) -> Delivered:
+    def _decode(entry: StreamEntry) -> Delivered:
         return Delivered(entry.id, msgspec.json.decode(entry.fields[b"d"], type=LiveTrajectory))
 
 
 def is_not_after(entry: str, other: str) -> bool:
-    """Whether an entry came before another one, or is it; "" came before all."""
+    """True if `entry` came before `other`, or is it; "" came before all."""
     return _order(entry) <= _order(other)
 
 

@@ -12,18 +12,18 @@ import numpy as np
 from shared.learners import (
     Answer,
     Datum,
-    Failed,
     LearnerSpec,
-    Load,
     LoadDone,
-    Pass,
+    LoadRequest,
     PassDone,
-    Publish,
+    PassRequest,
+    PublishRequest,
     Request,
-    Save,
+    RequestFailed,
     SaveDone,
-    Step,
+    SaveRequest,
     StepDone,
+    StepRequest,
     Values,
 )
 from shared.redis.connection.client import connect
@@ -59,9 +59,9 @@ def lessons() -> list[Request]:
     """Of each round two passes and a step; then the state is saved."""
     asked: list[Request] = []
     for turn in range(ROUNDS):
-        asked += [Pass(chats(2 * turn), "cross_entropy"), Pass(chats(2 * turn + 1), "cross_entropy")]
-        asked.append(Step(learning_rate=0.003))
-    return [*asked, Save("end")]
+        asked += [PassRequest(chats(2 * turn), "cross_entropy"), PassRequest(chats(2 * turn + 1), "cross_entropy")]
+        asked.append(StepRequest(learning_rate=0.003))
+    return [*asked, SaveRequest("end")]
 
 
 async def answered(store: LearnerStore, learner: str, number: int) -> Answer:
@@ -155,15 +155,15 @@ def test_killed_services_lose_and_double_no_step(served: Ring) -> None:
 
                 at = len(asked)
                 more: list[Request] = [
-                    Pass((Datum(b"\1\0\0\0", {}),), "cross_entropy"),  # refused, which hurts nobody
-                    Step(),  # and what it was to bring is not left out in silence
-                    Load("whole", "end"),
-                    Publish("v1", ttl_s=3600),
+                    PassRequest((Datum(b"\1\0\0\0", {}),), "cross_entropy"),  # refused, which hurts nobody
+                    StepRequest(),  # and what it was to bring is not left out in silence
+                    LoadRequest("whole", "end"),
+                    PublishRequest("v1", ttl_s=3600),
                 ]
                 for number, request in enumerate(more, at + 1):
                     await store.place(specs["killed"], number, request)
                 said = [await answered(store, "killed", number) for number in range(at + 1, at + 5)]
-                assert [type(each) for each in said] == [Failed, Failed, LoadDone, SaveDone]
+                assert [type(each) for each in said] == [RequestFailed, RequestFailed, LoadDone, SaveDone]
                 assert isinstance(said[3], SaveDone) and said[3].version == 1
                 assert [info.name for info in await store.saves("killed")] == ["end", "v1"]
                 assert (await store.service(MODEL)) is not None

@@ -15,7 +15,7 @@ import numpy as np
 
 from shared.errors import EngineError, ParallmError, UnsupportedModelError
 from shared.frames import Finish
-from shared.networks.shapes import Plan
+from shared.networks.shapes import NetworkPlan
 from shared.networks.tensors import Tensors, check_tensors, pack, unpack
 from worker.engine.batch.row import Row
 from worker.engine.batch.row_model import RowModel
@@ -35,7 +35,7 @@ class NetworkRows:
         self.outcome: Tensors | ParallmError | None = None  # None: it is not over
         self._run: _Run | None = None
         self._inputs: Tensors = {}
-        self._plan: Plan | None = None  # None: nobody has looked at it
+        self._plan: NetworkPlan | None = None  # None: nobody has looked at it
 
     def advance(self, model: RowModel, others: Iterable[NetworkRows], opened: float) -> None:
         """Go on with the forward that it is part of, as far as the turn that was opened then has time.

@@ -25,8 +25,8 @@ class ChildTrouble(msgspec.Struct, frozen=True):
     told_ms: int = 0
 
     @property
-    def told(self) -> str:
-        """A sentence for people."""
+    def message(self) -> str:
+        """Message shown to the operator."""
         again = f", {self.times} times in a row" if self.times > 1 else ""
         return f"{self.child} on {self.host} has ended with exit code {self.exit_code}{again}; it is started again"
 
@@ -37,7 +37,7 @@ class ChildTroubles:
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
 
-    async def tell(self, teller: str, troubles: Sequence[ChildTrouble]) -> None:
+    async def report(self, teller: str, troubles: Sequence[ChildTrouble]) -> None:
         """Replace the troubles that `teller` has reported."""
         key, now = keys.child_troubles(), time.time_ns() // 1_000_000
         stamped = [msgspec.structs.replace(each, told_ms=now) for each in troubles]

@@ -1,4 +1,4 @@
-"""Who serves what: model cards and tokenizers, and the workers' heartbeats.
+"""The ring's workers and models: model cards and tokenizers, and the workers' heartbeats.
 
 A worker is live while its heartbeat hash exists (10 s). Cards and tokenizers stay for a week after the last worker, so
 that jobs can be planned while no worker is up.
@@ -17,7 +17,7 @@ from shared.errors import NotFoundError, SetupError
 from shared.ranks import RankStatus
 from shared.redis import keys
 from shared.redis.connection.client import Script, ask_all, members, server_time_ms
-from shared.redis.ring.shared_look import SharedLook
+from shared.redis.processes.shared_look import SharedLook
 from shared.sequences import ModelCard
 from shared.text.codec import TokenizerBundle
 
@@ -27,7 +27,7 @@ SOURCES_KEPT = 8
 PATIENCE_S = keys.WORKER_TTL_S + 2.0  # with workers of other weights: dead ones are gone by then
 LOOK_AGAIN_S = 1.0
 READY_WITHIN_S = 3.0  # a worker that was let in
-TELL_AFTER_S = PATIENCE_S + keys.WORKER_TTL_S + 2.0  # one that is refused has gone by then, and its weights with it
+REPORT_AFTER_S = PATIENCE_S + keys.WORKER_TTL_S + 2.0  # one that is refused has gone by then, and its weights with it
 FEW = 32  # workers of a model, up to which one that joins reads all heartbeats
 MANY = 64  # workers of a model, from which on processes look at heartbeats for one another
 AT_ONCE = 128  # heartbeats in one round trip
@@ -38,7 +38,7 @@ WorkerState = Literal["starting", "ready", "paused", "draining", "stuck"]
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One heartbeat."""
+    """One heartbeat of a worker."""
 
     id: str
     model: str
@@ -73,7 +73,7 @@ def weights_of(card: ModelCard) -> str:
 
 
 class WorkerRegistry:
-    """The registry in Redis."""
+    """Heartbeats of all workers, in Redis."""
 
     def __init__(self, redis: "Redis", *, shares: bool = False) -> None:
         """`shares`: in a large ring other processes' looks at the workers serve here, too, and ours there."""
@@ -83,7 +83,7 @@ class WorkerRegistry:
         self._registered: dict[str, tuple[ModelCard, TokenizerBundle]] = {}
 
     async def register_model(self, card: ModelCard, tokenizer: TokenizerBundle) -> None:
-        """Publish what a worker serves; its heartbeats keep it, and bring it back should Redis lose it.
+        """Publish a worker's card; its heartbeats renew it, and write it again should Redis lose it.
 
         Workers of one model may have got it from different places: the card keeps them all.
         """
@@ -129,7 +129,7 @@ class WorkerRegistry:
         """Write a worker's heartbeat; returns whether a worker of its model computes with something else, or has done
         so within WORKER_TTL_S."""
         key = keys.worker(status.model, status.id)
-        fields = msgspec.structs.asdict(status)  # defaults, too: they replace what an earlier heartbeat said
+        fields = msgspec.structs.asdict(status)  # defaults, too: they replace the values of an earlier heartbeat
         fields["adapters"] = msgspec.json.encode(status.adapters)
         fields["extra"] = msgspec.json.encode(status.extra)
         fields["versions"] = msgspec.json.encode(status.versions)
@@ -150,7 +150,7 @@ class WorkerRegistry:
             await self.register_model(*ours)
         if not status.weights:
             return False
-        # Behind the heartbeat: who is told of our weights finds us.
+        # After the heartbeat: a process that learns of our weights finds us.
         return bool(await _WEIGHTS(self._redis, [keys.weights(status.model)], [status.weights, keys.WORKER_TTL_S]))
 
     async def remove(self, model: str, worker_id: str) -> None:
@@ -183,7 +183,7 @@ class WorkerRegistry:
         return {name for name in await members(self._redis, keys.models()) if await self.workers(name)}
 
     async def known(self, model: str) -> list[str]:
-        """Ids of a model's live workers, and of those that ended without `remove` within the last hour."""
+        """Ids of a model's live workers, and of workers that ended without `remove` within the last hour."""
         return await members(self._redis, keys.workers(model))
 
     async def live(self, model: str) -> list[str]:
@@ -232,29 +232,29 @@ class WorkerRegistry:
 
 
 class DifferingWeights:
-    """Tells the log, once, that workers of a model compute with different things all the same.
+    """Logs once that workers of a model have different weights all the same.
 
     Admission cannot keep apart those that a Redis without its data, or the former replica of one, did not know of.
     """
 
     def __init__(self, worker_id: str, *, allowed: bool) -> None:
-        self._worker_id, self._told = worker_id, allowed
+        self._worker_id, self._is_reported = worker_id, allowed
         self._since: float | None = None
 
     def heard(self, there_are: bool, now: float) -> None:
-        """What a heartbeat of ours has found, and when, by a steady clock."""
+        """Record whether a heartbeat found other weights, at a time of a monotonic clock."""
         if not there_are:
             self._since = None
             return
         self._since = now if self._since is None else self._since
-        if not self._told and now - self._since >= TELL_AFTER_S:
-            self._told = True
+        if not self._is_reported and now - self._since >= REPORT_AFTER_S:
+            self._is_reported = True
             what = "other workers of this model have other weights, or keep trying to join with them"
             log.warning("worker.weights_differ", worker=self._worker_id, reason=what)
 
 
 def _has_others(other: WorkerStatus, ours: WorkerStatus) -> bool:
-    """Whether another worker has something else under our name."""
+    """True if another worker serves other weights under our model's name."""
     return bool(other.id != ours.id and other.weights and other.weights != ours.weights)
 
 

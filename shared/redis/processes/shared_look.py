@@ -32,7 +32,8 @@ class SharedLook(Generic[Seen]):
         self._known: dict[str, Seen] = {}  # of each model, the latest
 
     async def at(self, model: str, look: Callable[[], Awaitable[Seen]]) -> Seen:
-        """What somebody has seen within FRESH_MS; while one looks for it, what we knew last, which is little older.
+        """The result of a look that is at most FRESH_MS old; while another process looks, this process's last one,
+        little older.
 
         Who knows nothing waits for it, but not for ever: many processes that start at once would all look.
         """
@@ -40,7 +41,7 @@ class SharedLook(Generic[Seen]):
         turn = keys.live_turn(model, key.rpartition(":")[2])
         until = time.monotonic() + TURNS * TURN_MS / 1000
         while (kept := await self._redis.get(key)) is None:
-            known = self._known.pop(model, None)  # it serves once: who is told nothing twice in a row waits
+            known = self._known.pop(model, None)  # it serves once: a caller without a result twice in a row waits
             if await self._redis.set(turn, b"", nx=True, px=TURN_MS) or time.monotonic() > until:
                 seen = self._known[model] = await look()
                 await self._redis.set(key, zlib.compress(msgspec.msgpack.encode(seen), FASTEST), px=FRESH_MS)

@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 
 from shared.redis import keys
 from shared.redis.connection.client import members
-from shared.redis.ring.worker_registry import WorkerRegistry
+from shared.redis.processes.worker_registry import WorkerRegistry
 from shared.redis.stored import StoredMessage
 
 PauseMode = Literal["abort", "wait", "keep"]
@@ -45,22 +45,22 @@ class PauseSwitch:
         """Put a pause in force; it replaces an earlier one."""
         order = PauseOrder(uuid.uuid4().hex[:12], mode, clear_cache, time.time_ns() // 1_000_000)
         await self._order.put(keys.pause(), order)
-        await self._tell()
+        await self._notify()
         return order
 
     async def clear(self) -> None:
-        """Let the workers go on."""
+        """End the pause, so that workers continue."""
         await self._order.forget(keys.pause())
-        await self._tell()
+        await self._notify()
 
     async def restless(self, order: PauseOrder | None) -> list[str]:
-        """Ids of live workers that do not rest under `order` yet; without an order, of those that still rest."""
+        """Ids of live workers that do not rest under `order` yet; without an order, of the ones that still rest."""
         wanted = "" if order is None else order.id
         models = await members(self._redis, keys.models())
         workers = [worker for model in models for worker in await self._registry.workers(model)]
         return [worker.id for worker in workers if worker.pause != wanted and worker.state not in ("draining", "stuck")]
 
-    async def _tell(self) -> None:
+    async def _notify(self) -> None:
         message = msgspec.msgpack.encode(("pause",))
         for model in await members(self._redis, keys.models()):
             for worker in await members(self._redis, keys.workers(model)):

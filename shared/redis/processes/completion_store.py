@@ -24,20 +24,20 @@ _read = Script("completions_read")
 
 
 class Completion(msgspec.Struct, frozen=True, array_like=True):
-    """What one sequence has written."""
+    """Ids that one sequence has written."""
 
     mark: bytes  # of the sequence: a write that is repeated adds nothing
     packed: bytes  # ids, four bytes each, little-endian
 
     @property
     def is_whole(self) -> bool:
-        """Whether these can be ids."""
+        """True if mark and ids have possible lengths."""
         return len(self.mark) == MARK_BYTES and len(self.packed) % 4 == 0
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """For how long completions are kept after their prompt was used last, and how much in all."""
+    """Time to live of completions since the last use of their prompt, and their bound in bytes."""
 
     ttl_s: int
     bytes: int
@@ -55,14 +55,14 @@ class CompletionStore:
         self._bounds = bounds
 
     async def add(self, prompt: bytes, completions: Sequence[Completion]) -> None:
-        """Keep these of a prompt, the latest last."""
+        """Store these completions of a prompt, the latest last."""
         bounds, name = self._bounds, prompt.hex()
         args: list[Argument] = [keys.completions(""), name, bounds.ttl_s, bounds.bytes]
         args += [min(PROMPT_BYTES, bounds.bytes), MOST_COMPLETIONS, *map(_encoder.encode, completions)]
         await _add(self._redis, [keys.completions(name), keys.completion_uses(), keys.completion_sizes()], args)
 
     async def read(self, prompts: Sequence[bytes]) -> list[list[Completion]]:
-        """What is kept of each of these, the latest last; what cannot be read is left out."""
+        """The stored completions of each prompt, the latest last; unreadable ones are left out."""
         names = [prompt.hex() for prompt in prompts]
         found = await _read(
             self._redis,

@@ -27,24 +27,24 @@ _add = Script("metrics_add")
 
 
 class MetricWriter:
-    """Writes one process's tally."""
+    """Writes the tally of one process to Redis."""
 
     def __init__(self, redis: Redis, tally: Tally, role: Role, process_id: str) -> None:
         self._redis = redis
         self._tally = tally
         self._role = role
         self._key = keys.process_metrics(f"{process_id}.{secrets.token_hex(4)}")  # a worker's id may outlive a process
-        self._said: dict[str, float] = {}
+        self._sent: dict[str, float] = {}
         self._spoken = False
 
     async def write(self) -> None:
         """Add to the totals what has been counted since the last write."""
         fields = self._tally.fields()
-        news = {field: value for field, value in fields.items() if self._said.get(field) != value}
-        if not await self._say("next" if self._spoken else "first", news):
-            await self._say("again", self._said)
-            await self._say("next", news)
-        self._spoken, self._said = True, fields
+        news = {field: value for field, value in fields.items() if self._sent.get(field) != value}
+        if not await self._send("next" if self._spoken else "first", news):
+            await self._send("again", self._sent)
+            await self._send("next", news)
+        self._spoken, self._sent = True, fields
 
     async def run(self) -> None:
         """Write again and again until cancelled; then once more."""
@@ -58,7 +58,7 @@ class MetricWriter:
                 async with asyncio.timeout(1):
                     await self.write()
 
-    async def _say(self, mode: str, fields: dict[str, float]) -> bool:
+    async def _send(self, mode: str, fields: dict[str, float]) -> bool:
         now_ms = time.time_ns() // 1_000_000
         args: list[Argument] = [mode, keys.METRICS_PROCESS_TTL_S, keys.METRICS_TTL_S, self._role, now_ms]
         for field, value in fields.items():
