@@ -8,6 +8,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from shared.redis import keys
+from worker.engine.orders import ClearCache
 from worker.engine.thread import EngineThread
 
 log = structlog.get_logger()
@@ -31,7 +32,7 @@ class CacheResets:
                 loop.call_soon_threadsafe(self._answer, order)
 
         log.info("worker.cache_reset", order=order, rows=rows)
-        self._engine.clear_cache(rows=rows, done=done)
+        self._engine.send(ClearCache(rows), done)
 
     def _answer(self, order: str) -> None:
         task = asyncio.create_task(self._tell(order))

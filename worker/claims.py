@@ -16,6 +16,7 @@ from shared.redis.connection.faults import reason
 from shared.redis.queue.sequence_queue import SequenceQueue
 from worker.adapters.sync import AdapterSync
 from worker.engine.messages import RowRequest
+from worker.engine.orders import Cancel, Submit
 from worker.peers.exchange import KvExchange
 from worker.pictures import Pictures
 from worker.publisher import TokenPublisher
@@ -28,13 +29,13 @@ SET_ASIDE_S = 3.0  # for an engine that may be in the middle of a step
 
 
 class Preparing:
-    """Of one worker. `submit` gives requests to the engine; `submitted` hears of their rows, which may have changed."""
+    """Of one worker. `send` gives the engine orders; `submitted` is called with their rows, which may have changed."""
 
     def __init__(
         self,
         adapters: AdapterSync,
         rows: ClaimedRows,
-        submit: Callable[[list[RowRequest]], None],
+        send: Callable[[Submit], None],
         submitted: Callable[[list[ClaimedRow]], Awaitable[None]],
         publish: Callable[[list[TokenEvent]], None],
         peers: KvExchange,
@@ -44,7 +45,7 @@ class Preparing:
         self._pictures = pictures
         self._adapters = adapters
         self._rows = rows
-        self._submit = submit
+        self._send = send
         self._submitted = submitted
         self._publish = publish
         self._tasks: set[asyncio.Task[None]] = set()
@@ -54,7 +55,7 @@ class Preparing:
         those of the same images."""
         holders = await self._peers.holders(requests)
         late = {request.spec.id for request in requests if request.spec.adapter or request.spec.images} | holders.keys()
-        self._submit([request for request in requests if request.spec.id not in late])
+        self._send(Submit([request for request in requests if request.spec.id not in late]))
         alike: dict[tuple[str, str, object], list[RowRequest]] = {}
         for request in requests:
             spec, holder = request.spec, holders.get(request.spec.id, "")
@@ -76,7 +77,7 @@ class Preparing:
         if holder and prepared:
             await self._peers.fetch(prepared[0], holder, lambda: any(map(self._is_ours, prepared)))
             prepared = list(filter(self._is_ours, prepared))
-        self._submit(prepared)
+        self._send(Submit(prepared))
         rows = [self._rows.get(request.spec.id) for request in prepared]
         await self._submitted([row for row in rows if row is not None])
 
@@ -106,7 +107,7 @@ class RowsOwner(Protocol):
 
     def set_aside(self, seq_ids: list[str]) -> Future[None]: ...
 
-    def cancel(self, seq_id: str) -> None: ...
+    def send(self, order: Cancel) -> None: ...
 
 
 class Returns:
@@ -154,7 +155,7 @@ class Returns:
         finally:
             for row in rows:
                 if self._rows.leave(row.claim):
-                    self._engine.cancel(row.id)  # should it have reached the engine only now, from its adapter
+                    self._engine.send(Cancel(row.id))  # should it have reached the engine only now, from its adapter
 
     async def _set_aside(self, rows: list[ClaimedRow]) -> None:
         """Return when the engine has let go of these rows, and everything that it has said of them is here."""

@@ -16,6 +16,7 @@ import structlog
 
 from shared.redis.ring.pause import PauseOrder, PauseSwitch
 from worker.claims import Returns
+from worker.engine.orders import Cancel, Freeze, Thaw
 from worker.engine.thread import EngineThread
 from worker.rows import ClaimedRow, ClaimedRows
 
@@ -89,14 +90,14 @@ class Pause:
         log.info("worker.pausing", mode=order.mode, rows=len(self._rows))
         self._order, self.rests_under = order, ""
         if order.mode == "wait":
-            self._engine.thaw()  # an earlier pause may have kept rows; they finish now
+            self._engine.send(Thaw())  # an earlier pause may have kept rows; they finish now
             return
-        self._engine.freeze(clear_cache=order.clear_cache)
+        self._engine.send(Freeze(order.clear_cache))
         if order.mode == "abort":
             rows = self._rows.occupying()
             for row in rows:
                 if not row.claim.spec.job:
-                    self._engine.cancel(row.id, "abort")
+                    self._engine.send(Cancel(row.id, "abort"))
             if jobs := [row for row in rows if row.claim.spec.job]:
                 await self._returns.hand_back(jobs)
 
@@ -105,7 +106,7 @@ class Pause:
         if self.rests_under == order.id or (order.mode != "keep" and self._rows):
             return
         if order.mode == "wait":
-            self._engine.freeze(clear_cache=order.clear_cache)
+            self._engine.send(Freeze(order.clear_cache))
         self.rests_under = order.id
         log.info("worker.paused", mode=order.mode, rows=len(self._rows))
         await self._tell()
@@ -114,7 +115,7 @@ class Pause:
         if self._order is None:
             return
         self._order, self.rests_under = None, ""
-        self._engine.thaw()
+        self._engine.send(Thaw())
         self._rows.changed.set()  # claiming begins again
         log.info("worker.resumed", rows=len(self._rows))
         await self._tell()

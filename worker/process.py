@@ -41,7 +41,8 @@ from worker.claims import LAST_WORDS_S, Preparing, Returns
 from worker.control import ControlChannel
 from worker.drain import Farewell
 from worker.engine.batch.adapters import AdapterStats, SlotConfig
-from worker.engine.messages import RowRequest, StepOutput, engine_config
+from worker.engine.messages import EndReason, RowRequest, StepOutput, engine_config
+from worker.engine.orders import Cancel
 from worker.engine.thread import EngineThread
 from worker.engine_watch import EngineWatch
 from worker.group.lead import GroupLead
@@ -159,10 +160,10 @@ class WorkerProcess:
         self._peers.open(tally)
         self._returns = Returns(self._queue, self.id, self.rows, self._publisher, self._engine)
         self._pause = Pause(PauseSwitch(self._redis), self._engine, self._returns, self.rows, tell=self._beat)
-        submit, take, pictures = self._engine.submit, self._publisher.take, Pictures(self._redis, card.vision)
-        self._preparing = Preparing(self._adapters, self.rows, submit, self._submitted, take, self._peers, pictures)
+        send, take, pictures = self._engine.send, self._publisher.take, Pictures(self._redis, card.vision)
+        self._preparing = Preparing(self._adapters, self.rows, send, self._submitted, take, self._peers, pictures)
         self._cache_resets = CacheResets(self._redis, self._engine, self.id)
-        obey = (self._engine.cancel, self._publisher.flush_log, self._pause.poke, self._cache_resets.take)
+        obey = (self._cancel, self._publisher.flush_log, self._pause.poke, self._cache_resets.take)
         self._orders = ControlChannel(self._redis, self._control, card.name, self.id, self.rows, *obey)
 
     async def _join(self) -> None:
@@ -267,11 +268,14 @@ class WorkerProcess:
             with contextlib.suppress(RedisError, OSError):
                 await self._notes.note([claim.spec for claim in claims])
 
+    def _cancel(self, seq: str, reason: EndReason) -> None:
+        self._engine.send(Cancel(seq, reason))
+
     async def _submitted(self, rows: list[ClaimedRow]) -> None:
         """Rows have reached the engine late: obey what was said of them meanwhile."""
         for row in rows:
             if self._pause.aborts(row):
-                self._engine.cancel(row.id, "abort")
+                self._cancel(row.id, "abort")
         with contextlib.suppress(RedisError, OSError):
             await self._orders.reread(rows)
 
@@ -300,7 +304,7 @@ class WorkerProcess:
             if row is not None and row.claim is claim and row.occupies_row:
                 log.warning("worker.lease_lost", sequence=claim.spec.id, attempt=claim.attempt)
                 self.rows.leave(claim)
-                self._engine.cancel(claim.spec.id, "cancelled")
+                self._cancel(claim.spec.id, "cancelled")
         self._publisher.verified_at = began
 
     # -- the engine's side, called in its thread

@@ -29,6 +29,7 @@ from shared.redis.ring.completion_store import (
     CompletionStore,
 )
 from shared.sequences import ModelCard, SequenceResult, SequenceSpec
+from worker.engine.orders import Remember
 from worker.engine.speculation.lookup import Ids
 from worker.engine.speculation.memory import Completions, Key, Mark, key_of, mark_of
 from worker.engine.thread import EngineThread
@@ -129,7 +130,7 @@ def ring_memory(settings: WorkerSettings, redis: Redis, engine: EngineThread, ca
     share = settings.spec_decode == "auto" and settings.spec_decode_ring_memory_mb > 0
     bounds = Bounds(settings.spec_decode_ring_memory_ttl_s, settings.spec_decode_ring_memory_mb << 20)
     store = CompletionStore(redis, bounds) if share and engine.stats().speculation.is_on else None
-    return RingMemory(store, card.vocab_size, engine.remember)
+    return RingMemory(store, card.vocab_size, lambda completions: engine.send(Remember(completions)))
 
 
 def _by_key(specs: Iterable[SequenceSpec]) -> dict[Key, SequenceSpec]:

@@ -36,6 +36,7 @@ from shared.redis.adapters.store import AdapterStore
 from shared.redis.adapters.watch import watch
 from shared.sequences import SequenceSpec
 from worker.adapters.cache import DiskCache
+from worker.engine.orders import KeepOnDisk, Point, Provide, Withdraw
 from worker.engine.thread import EngineThread
 
 log = structlog.get_logger()
@@ -138,7 +139,7 @@ class AdapterSync:
                         await self._everywhere(manifest)
                         file = file.pop_all()
                 provided = self._provided[known] = _Provided(manifest, file)
-                self._engine.provide_adapter(path, manifest)
+                self._engine.send(Provide(str(path), manifest))
                 log.info("adapters.provided", adapter=known, bytes=manifest.size)
             if needed:
                 provided.needed_at = time.monotonic()
@@ -163,7 +164,7 @@ class AdapterSync:
     def _point(self, name: str, version: int) -> None:
         if self._pointed.get(name) != version:
             self._pointed[name] = version
-            self._engine.point_adapter(name, version)
+            self._engine.send(Point(name, version))
 
     # -- what the store says
 
@@ -178,7 +179,7 @@ class AdapterSync:
     async def _follow(self, event: AdapterEvent) -> None:
         if event.latest == 0:
             if self._pointed.pop(event.name, None):
-                self._engine.point_adapter(event.name, 0)
+                self._engine.send(Point(event.name, 0))
         elif event.name in self._pointed or len(self._pointed) < self._slots:
             await self._bring(event.name, event.latest)
             self._point(event.name, event.latest)
@@ -214,7 +215,7 @@ class AdapterSync:
                     provided.pinned_at = now
             elif now - provided.needed_at > KEEP_S and self._pointed.get(manifest.name) != manifest.version:
                 del self._provided[version]
-                self._engine.withdraw_adapter(version)
+                self._engine.send(Withdraw(version))
                 await provided.file.aclose()
 
     async def tell_lasting(self, workers: Collection[str], dtype: str) -> None:
@@ -227,7 +228,7 @@ class AdapterSync:
         kept = {each.id: _digest(each, dtype) for each in provided if each.version in lasting[each.name]}
         if kept != self._lasting:
             self._lasting = kept
-            self._engine.keep_on_disk(kept)
+            self._engine.send(KeepOnDisk(kept))
 
     async def close(self) -> None:
         """Let go of everything: files and pins."""

@@ -12,7 +12,7 @@ from shared.redis.adapters.store import AdapterStore
 from worker.adapters.cache import DiskCache
 from worker.engine.build import build
 from worker.engine.model.loader import LoadedModel
-from worker.engine.orders import Order, Provide, Withdraw, obey
+from worker.engine.orders import Order, Provide, Withdraw
 from worker.group.following import Follower, Learning
 from worker.group.messages import Begin, Fetch, Fetched, Read, Turn, Unit, Woken
 from worker.group.placement import Placement
@@ -61,12 +61,12 @@ class EngineRank(Follower):
             trust_remote_code=s.trust_remote_code,
             kv_limit_bytes=int(s.kv_memory_gb * 1e9) or None,
         )
-        self._built = build(config, begin.adapters, group, lambda: self._say(Woken()))
-        self._learning = None if self._guest is None else self._guest(self._built.loaded)
-        return self._built.loaded
+        self._parts = build(config, begin.adapters, group, lambda: self._say(Woken()))
+        self._learning = None if self._guest is None else self._guest(self._parts.loaded)
+        return self._parts.loaded
 
     def _take(self, turn: Turn | Unit) -> None:
-        engine = self._built.engine
+        engine = self._parts.engine
         if isinstance(turn, Unit):
             assert self._learning is not None, "rank 0 has a guest that we have"
             self._learn(turn, self._learning)
@@ -75,7 +75,7 @@ class EngineRank(Follower):
         if seen.is_news:
             self._say(Read(seen.read, seen.unreadable))
         for order in turn.orders:
-            obey(self._own(order), engine, self._built.slots, self._built.warm_up)
+            self._own(order).carry_out(self._parts)
         output = engine.turn(turn.facts)
         self._outcome.add(turn.number, output.events)
         engine.settle()

@@ -28,7 +28,7 @@ from shared.redis.connection.client import connect
 from worker.engine.batch.adapters import SlotConfig
 from worker.engine.messages import EngineConfig
 from worker.engine.model.loader import LoadedModel, model_folder
-from worker.engine.orders import Order, Rehearse, without_pixels
+from worker.engine.orders import Order, Rehearse
 from worker.engine.ranks.turns import Consent, Seen, TurnFacts
 from worker.group import meeting
 from worker.group.backend import Jaccl, backend_of, join, listens_at, own_places
@@ -317,7 +317,7 @@ class GroupLead:
             self._number += 1
             if any(isinstance(order, Rehearse) for order in orders):
                 self._rehearsal = self._number
-        self._send(Turn(self._number, facts, [without_pixels(order) for order in orders]))
+        self._send(Turn(self._number, facts, [order.for_followers() for order in orders]))
         return facts
 
     def _send(self, message: Turn | Unit | Part) -> None:
