@@ -35,10 +35,10 @@ class CacheResets:
         self._engine.send(ClearCache(rows), done)
 
     def _answer(self, order: str) -> None:
-        task = asyncio.create_task(self._tell(order))
+        task = asyncio.create_task(self._publish(order))
         self._answering.add(task)
         task.add_done_callback(self._answering.discard)
 
-    async def _tell(self, order: str) -> None:
+    async def _publish(self, order: str) -> None:
         with contextlib.suppress(RedisError, OSError):  # it will be asked again
             await self._redis.set(keys.answer(f"{order}-{self._worker_id}"), b"1", ex=keys.ANSWER_TTL_S)

@@ -14,7 +14,7 @@ from worker.rows import ClaimedRows
 
 
 @dataclass(frozen=True)
-class Shares:
+class ClassShares:
     """How the rows are divided."""
 
     interactive_share: float = 0.7  # of all rows, while both classes have work
@@ -61,11 +61,11 @@ def claim_plan(
         kv_tokens_free=kv_tokens - len(specs) * held(longest, card.kv_window),  # the batch pads to its longest
         kv_window=card.kv_window,
     )
-    shares = Shares(settings.interactive_share, settings.reserved_interactive_rows)
+    shares = ClassShares(settings.interactive_share, settings.reserved_interactive_rows)
     return (plan_room if full else plan_claims)(state, shares)
 
 
-def plan_claims(state: SchedulerState, shares: Shares) -> ClaimPlan:
+def plan_claims(state: SchedulerState, shares: ClassShares) -> ClaimPlan:
     """How the free rows are offered to the two classes."""
     free = max(0, state.max_rows - state.rows)
     if free == 0 or state.kv_tokens_free <= 0:
@@ -79,7 +79,7 @@ def plan_claims(state: SchedulerState, shares: Shares) -> ClaimPlan:
     return state.plan(free, interactive_first, batch_first, batch_max)
 
 
-def plan_room(state: SchedulerState, shares: Shares) -> ClaimPlan:
+def plan_room(state: SchedulerState, shares: ClassShares) -> ClaimPlan:
     """What to claim when all rows are taken: interactive sequences, each in place of a batch row, up to their share.
 
     One row at least stays with batch work.

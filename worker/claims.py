@@ -18,7 +18,7 @@ from worker.adapters.sync import AdapterSync
 from worker.engine.messages import RowRequest
 from worker.engine.orders import Cancel, Submit
 from worker.peers.exchange import KvExchange
-from worker.pictures import Pictures
+from worker.pictures import SequencePictures
 from worker.publisher import TokenPublisher
 from worker.rows import ClaimedRow, ClaimedRows
 
@@ -39,7 +39,7 @@ class Preparing:
         submitted: Callable[[list[ClaimedRow]], Awaitable[None]],
         publish: Callable[[list[TokenEvent]], None],
         peers: KvExchange,
-        pictures: Pictures,
+        pictures: SequencePictures,
     ) -> None:
         self._peers = peers
         self._pictures = pictures

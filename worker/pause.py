@@ -27,7 +27,7 @@ SETTLE_LOOK_S = 0.05  # while rows still run
 
 
 class Pause:
-    """Of one worker. `tell` is called when the heartbeat has news."""
+    """Of one worker. `on_change` is called when the heartbeat changes."""
 
     def __init__(
         self,
@@ -35,13 +35,13 @@ class Pause:
         engine: EngineThread,
         returns: Returns,
         rows: ClaimedRows,
-        tell: Callable[[], Awaitable[None]],
+        on_change: Callable[[], Awaitable[None]],
     ) -> None:
         self._switch = switch
         self._engine = engine
         self._returns = returns
         self._rows = rows
-        self._tell = tell
+        self._on_change = on_change
         self._order: PauseOrder | None = None
         self._news = asyncio.Event()
         self.gate = asyncio.Lock()
@@ -109,7 +109,7 @@ class Pause:
             self._engine.send(Freeze(order.clear_cache))
         self.rests_under = order.id
         log.info("worker.paused", mode=order.mode, rows=len(self._rows))
-        await self._tell()
+        await self._on_change()
 
     async def _resume(self) -> None:
         if self._order is None:
@@ -118,4 +118,4 @@ class Pause:
         self._engine.send(Thaw())
         self._rows.changed.set()  # claiming begins again
         log.info("worker.resumed", rows=len(self._rows))
-        await self._tell()
+        await self._on_change()

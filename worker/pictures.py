@@ -23,7 +23,7 @@ from worker.engine.messages import Picture
 KEPT_BYTES = 128 << 20
 
 
-class Pictures:
+class SequencePictures:
     """Of one worker."""
 
     def __init__(self, redis: Redis, vision: VisionSpec | None, kept_bytes: int = KEPT_BYTES) -> None:

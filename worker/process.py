@@ -51,7 +51,7 @@ from worker.group.placement import Placement
 from worker.guest import Guest, Lodging, Workplace
 from worker.pause import Pause
 from worker.peers.exchange import KvExchange
-from worker.pictures import Pictures
+from worker.pictures import SequencePictures
 from worker.publisher import TokenPublisher
 from worker.reports import Identity, WorkerCounts, worker_status
 from worker.ring_memory import ring_memory
@@ -159,8 +159,8 @@ class WorkerProcess:
         self._peers = KvExchange(self._settings, self._redis, self._engine, card, self.id)
         self._peers.open(tally)
         self._returns = Returns(self._queue, self.id, self.rows, self._publisher, self._engine)
-        self._pause = Pause(PauseSwitch(self._redis), self._engine, self._returns, self.rows, tell=self._beat)
-        send, take, pictures = self._engine.send, self._publisher.take, Pictures(self._redis, card.vision)
+        self._pause = Pause(PauseSwitch(self._redis), self._engine, self._returns, self.rows, on_change=self._beat)
+        send, take, pictures = self._engine.send, self._publisher.take, SequencePictures(self._redis, card.vision)
         self._preparing = Preparing(self._adapters, self.rows, send, self._submitted, take, self._peers, pictures)
         self._cache_resets = CacheResets(self._redis, self._engine, self.id)
         obey = (self._cancel, self._publisher.flush_log, self._pause.poke, self._cache_resets.take)
@@ -309,9 +309,9 @@ class WorkerProcess:
 
     # -- the engine's side, called in its thread
 
-    def _on_loop(self, call: Callable[[T], None], told: T) -> None:
+    def _on_loop(self, call: Callable[[T], None], value: T) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: we are stopping
-            self._loop.call_soon_threadsafe(call, told)
+            self._loop.call_soon_threadsafe(call, value)
 
     def _on_step(self, output: StepOutput) -> None:
         self._on_loop(self._publisher.take, output.events)
@@ -389,7 +389,7 @@ class WorkerProcess:
         await self._adapters.tend()
         live = await self._registry.live(self._card.name)
         if self._settings.ssd_folder is not None:
-            await self._adapters.tell_lasting(live, self._settings.adapter_dtype)
+            await self._adapters.send_lasting(live, self._settings.adapter_dtype)
         self._others = [other for other in live if other != self.id]
 
     async def _count(self) -> None:

@@ -207,7 +207,7 @@ class Turns:
         """One turn of all ranks; its events."""
         import msgspec
 
-        from worker.group.messages import Turn
+        from worker.group.messages import EngineTurn
 
         facts = None
         if self._ranks > 1:
@@ -217,7 +217,7 @@ class Turns:
             facts = self._consent.facts(seen)
             self._number += 1
             began = time.perf_counter()
-            data = msgspec.msgpack.encode(Turn(self._number, facts, list(orders)))
+            data = msgspec.msgpack.encode(EngineTurn(self._number, facts, list(orders)))
             for _, each in self._followers:
                 each.send(data)
             self.sending_s += time.perf_counter() - began
@@ -233,7 +233,7 @@ class Turns:
 
     def follow(self) -> None:
         """Until rank 0 has gone."""
-        from worker.group.turns import LineError
+        from worker.group.turns import ChannelError
 
         try:
             while True:
@@ -244,7 +244,7 @@ class Turns:
                 for order in turn.orders:
                     order.carry_out(self.parts)
                 self.engine.turn(turn.facts)
-        except LineError:
+        except ChannelError:
             return
 
 

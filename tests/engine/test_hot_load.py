@@ -195,14 +195,14 @@ async def test_the_engine_hears_whose_kv_lasts(ring: Ring, monkeypatch: pytest.M
     for version, source in enumerate(("a@1", "a@2", "a@1"), start=1):
         await ring.publish("math", source, worker.base_sha256)
         await ring.acknowledged("math", version, {"w1"})
-        await worker.sync.tell_lasting(["w1"], "float32")
-        await worker.sync.tell_lasting(["w1"], "float32")
+        await worker.sync.send_lasting(["w1"], "float32")
+        await worker.sync.send_lasting(["w1"], "float32")
     assert [list(each) for each in heard] == [["math@1"], ["math@2"], ["math@3"]], "told once, and of the latest"
     digests = [digest for each in heard for digest in each.values()]
     assert digests[0] == digests[2] != digests[1], "of the weights, whatever they are called"
     await ring.store.set_best("math", 1, 0.9)
     await ring.store.pin("math", 2, "a job", 60)
-    await worker.sync.tell_lasting(["w1"], "float32")
+    await worker.sync.send_lasting(["w1"], "float32")
     assert set(heard[-1]) == {"math@1", "math@2", "math@3"}
 
 

@@ -15,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from worker.engine.vision.features import Seen, embeddings
+from worker.engine.vision.features import EncodedImage, embeddings
 from worker.engine.vision.language import placement_of
 from worker.engine.vision.positions import Grid, Spots
 
@@ -52,7 +52,7 @@ class Laid(NamedTuple):
     length: int  # T
 
 
-def shown(laid: Laid, image_token: int, images: Sequence[Seen]) -> Shown:
+def shown(laid: Laid, image_token: int, images: Sequence[EncodedImage]) -> Shown:
     """Of prompts, and of rows that begin with them; `images`: of one prompt after another."""
     width = laid.prompt_PS.shape[1]
     there_PS = (laid.prompt_PS == image_token) & (np.arange(width)[None] >= laid.padding_P[:, None])
@@ -77,7 +77,9 @@ def shown(laid: Laid, image_token: int, images: Sequence[Seen]) -> Shown:
     return Shown(vectors_NW, prompts, rows, mx.array(behind_3BT))
 
 
-def shown_in_rows(rows_BL: npt.NDArray[np.int32], images_B: Sequence[Sequence[Seen]], image_token: int) -> Shown | None:
+def shown_in_rows(
+    rows_BL: npt.NDArray[np.int32], images_B: Sequence[Sequence[EncodedImage]], image_token: int
+) -> Shown | None:
     """Of whole rows, padded on the right; `images_B`: of each row. None: there are none.
 
     A row has as many placeholders as its images have vectors, which come first: a later one, which a model may write

@@ -218,7 +218,7 @@ class AdapterSync:
                 self._engine.send(Withdraw(version))
                 await provided.file.aclose()
 
-    async def tell_lasting(self, workers: Collection[str], dtype: str) -> None:
+    async def send_lasting(self, workers: Collection[str], dtype: str) -> None:
         """Tell the engine whose KV is worth keeping on disk: a trained policy's other versions are dead soon.
 
         A worker pins what it computes with, which says nothing of the next days: `workers` do not count.

@@ -15,13 +15,13 @@ from worker.engine.messages import EngineConfig
 from worker.engine.model.batching import check_batch
 from worker.engine.model.loader import LoadedModel, load_model
 from worker.engine.orders import EngineParts, Order
-from worker.engine.ranks.turns import Seen, TurnFacts
+from worker.engine.ranks.turns import RankReport, TurnFacts
 from worker.engine.warm_up import WarmUp, begun
 
 OnAdapters = Callable[[AdapterStats], None]  # called in thread G after loads and failures; must be quick
 
 
-class Lead(Protocol):
+class OtherRanks(Protocol):
     """The other ranks of a group, as rank 0's thread G sees them."""
 
     def join(self) -> Any:
@@ -30,7 +30,7 @@ class Lead(Protocol):
     def ready(self, loaded: LoadedModel) -> None:
         """Wait until all have loaded what we have; SetupError when it is something else."""
 
-    def turn(self, orders: Sequence[Order], seen: Seen) -> TurnFacts:
+    def turn(self, orders: Sequence[Order], seen: RankReport) -> TurnFacts:
         """Let them take a turn that begins with these orders; what all of us know in it."""
 
     def turned(self, events: Sequence[TokenEvent]) -> None:

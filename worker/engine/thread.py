@@ -24,7 +24,7 @@ from mlx_lm.generate import generation_stream
 from shared.errors import SetupError
 from worker.engine.batch.adapters import AdapterStats, SlotConfig
 from worker.engine.between_steps import Guests, T, Work
-from worker.engine.build import Lead, OnAdapters, build
+from worker.engine.build import OnAdapters, OtherRanks, build
 from worker.engine.kv.sharing import SharedCache
 from worker.engine.lora.slots import AdapterSlots
 from worker.engine.messages import EngineConfig, EngineStats, OnDeath, OnStep
@@ -54,7 +54,7 @@ class EngineThread:
         on_death: OnDeath,
         adapters: SlotConfig | None = None,
         on_adapters: OnAdapters = lambda stats: None,
-        lead: Lead | None = None,
+        lead: OtherRanks | None = None,
     ) -> None:
         """`lead`: of the group of ranks that the model is split over."""
         self._lead = lead

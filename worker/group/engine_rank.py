@@ -14,7 +14,7 @@ from worker.engine.build import build
 from worker.engine.model.loader import LoadedModel
 from worker.engine.orders import Order, Provide, Withdraw
 from worker.group.following import Follower, Learning
-from worker.group.messages import Begin, Fetch, Fetched, Read, Turn, Unit, Woken
+from worker.group.messages import EngineTurn, Fetch, Fetched, LoadModel, Read, Unit, Woken
 from worker.group.placement import Placement
 
 
@@ -53,7 +53,7 @@ class EngineRank(Follower):
 
     # -- thread G's
 
-    def _load(self, begin: Begin, group: Any) -> LoadedModel:
+    def _load(self, begin: LoadModel, group: Any) -> LoadedModel:
         s = self._own_settings
         config = replace(
             begin.config,
@@ -65,7 +65,7 @@ class EngineRank(Follower):
         self._learning = None if self._guest is None else self._guest(self._parts.loaded)
         return self._parts.loaded
 
-    def _take(self, turn: Turn | Unit) -> None:
+    def _take(self, turn: EngineTurn | Unit) -> None:
         engine = self._parts.engine
         if isinstance(turn, Unit):
             assert self._learning is not None, "rank 0 has a guest that we have"

@@ -10,7 +10,7 @@ import msgspec
 import structlog
 
 from shared.ranks import RankState, RankStatus
-from worker.group.messages import FromFollower, FromLead, Hello, Loaded
+from worker.group.messages import FromFollower, FromLead, Hello, ModelLoaded
 from worker.group.turns import TurnsOut, shut
 from worker.peers.wire import Channel, Connection, PeerError, admit
 
@@ -25,13 +25,13 @@ WORDS = 1 << 20  # bytes of what a follower says
 _DECODER = msgspec.msgpack.Decoder(FromFollower)
 
 
-class Follower:
+class FollowerLink:
     """One rank: where to send it turns, and what it says."""
 
     def __init__(self, rank: int, host: str, turns: TurnsOut, talk: "Line") -> None:
         self.rank, self.host = rank, host
         self.turns = turns
-        self.loaded: Loaded | None = None
+        self.loaded: ModelLoaded | None = None
         self.turn = self.sum = 0  # the latest turn that it has taken, and what came of all so far
         self.failed = 0  # the latest unit that has failed there
         self.failure = ""  # why the first one has that has failed there alone, as far as is known
@@ -134,10 +134,10 @@ class Reception:
         """Nonces of those that have both connections."""
         return frozenset(nonce for nonce, line in self._lines if line == "talk" and (nonce, "turns") in self._lines)
 
-    def take(self, rank: int, nonce: str, host: str) -> Follower:
+    def take(self, rank: int, nonce: str, host: str) -> FollowerLink:
         """One of them."""
         turns, talk = self._lines.pop((nonce, "turns")), self._lines.pop((nonce, "talk"))
-        return Follower(rank, host, TurnsOut(turns.sock, turns.channel.keys[0]), talk)
+        return FollowerLink(rank, host, TurnsOut(turns.sock, turns.channel.keys[0]), talk)
 
     def _begin(self, task: asyncio.Task[None]) -> None:
         self._tasks.add(task)

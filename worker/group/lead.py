@@ -29,30 +29,30 @@ from worker.engine.batch.adapters import SlotConfig
 from worker.engine.messages import EngineConfig
 from worker.engine.model.loader import LoadedModel, model_folder
 from worker.engine.orders import Order, Rehearse
-from worker.engine.ranks.turns import Consent, Seen, TurnFacts
+from worker.engine.ranks.turns import Consent, RankReport, TurnFacts
 from worker.group import meeting
 from worker.group.backend import Jaccl, backend_of, join, listens_at, own_places
 from worker.group.children import Children
-from worker.group.followers import Follower, Reception
+from worker.group.followers import FollowerLink, Reception
 from worker.group.messages import (
     Alive,
-    Begin,
-    End,
-    Failed,
+    EngineTurn,
     Fetch,
     Fetched,
-    Loaded,
+    GroupEnd,
+    LoadModel,
     Lost,
-    Part,
-    Progress,
+    ModelLoaded,
     Read,
     Stopping,
-    Turn,
+    TurnsTaken,
     Unit,
+    UnitFailed,
+    UnitPart,
     Woken,
 )
 from worker.group.placement import Placement, RankSettings, with_port
-from worker.group.turns import FAILED, LineError, Outcome
+from worker.group.turns import FAILED, ChannelError, OutcomeSum
 
 log = structlog.get_logger()
 T = TypeVar("T")
@@ -85,20 +85,20 @@ class GroupLead:
         self._jaccl = Jaccl(settings.distributed_ibv_devices, settings.distributed_jaccl_coordinator)
         self._backend = backend_of(placed)
         self._children = Children(settings, placed, self._on_exit)
-        self._followers: list[Follower] = []
-        self._members: list[meeting.Member] = []
+        self._followers: list[FollowerLink] = []
+        self._members: list[meeting.GroupMember] = []
         self._lock = threading.Condition()  # notified of failures
         self._consent = Consent(placed.size)
         self._number = 0
         self._rehearsal = 0  # the latest turn that begins with a piece of the warm-up, in which kernels are compiled
-        self._outcome = Outcome()
+        self._outcome = OutcomeSum()
         self._sums: dict[int, int] = {}
         self._all_loaded: Future[None] = Future()
         self._fetching: dict[int, asyncio.Future[str]] = {}
         self._fetches = 0
         self._tasks: list[asyncio.Task[None]] = []
         self._ending = False
-        self._ours: Loaded | None = None
+        self._ours: ModelLoaded | None = None
         self.lost = ""
 
     # -- the event loop's: start and end
@@ -117,7 +117,7 @@ class GroupLead:
         finally:
             await redis.aclose()
         places = [member.places for member in self._members]
-        begin = Begin(self._config, self._adapters, places, self._backend)
+        begin = LoadModel(self._config, self._adapters, places, self._backend)
         for follower in self._followers:
             await follower.say(begin)
             self._tasks.append(asyncio.create_task(self._listen(follower)))
@@ -160,7 +160,7 @@ class GroupLead:
         for follower in self._followers:
             with contextlib.suppress(Exception):
                 async with asyncio.timeout(LAST_WORDS_S):
-                    await follower.say(End(reason, is_setup))
+                    await follower.say(GroupEnd(reason, is_setup))
         if self.lost or error is not None:
             self._children.kill()
         await self._children.close()
@@ -169,18 +169,18 @@ class GroupLead:
 
     # -- the event loop's: what followers say
 
-    async def _listen(self, follower: Follower) -> None:
+    async def _listen(self, follower: FollowerLink) -> None:
         try:
             while True:
                 self._hear(follower, await follower.hear())
         except Exception as error:
             self._lose(f"rank {follower.rank} ({follower.host}): {error}")
 
-    def _hear(self, follower: Follower, message: object) -> None:
+    def _hear(self, follower: FollowerLink, message: object) -> None:
         match message:
-            case Progress(turn, sum_):
+            case TurnsTaken(turn, sum_):
                 follower.progress(turn, sum_)
-            case Loaded():
+            case ModelLoaded():
                 follower.loaded = message
                 self._compare()
             case Read(read, unreadable):
@@ -189,7 +189,7 @@ class GroupLead:
                 self._wake()
             case Woken():
                 self._wake()
-            case Failed(number, reason):
+            case UnitFailed(number, reason):
                 with self._lock:
                     follower.failed, follower.failed_at = number, time.monotonic()
                     follower.failure = follower.failure or reason  # what comes after it comes of it
@@ -210,7 +210,7 @@ class GroupLead:
             return
         for follower, loaded in zip(self._followers, theirs, strict=True):
             assert loaded is not None, "seen just now"
-            for what in Loaded.__struct_fields__:
+            for what in ModelLoaded.__struct_fields__:
                 if getattr(loaded, what) != getattr(ours, what):
                     named = f"rank {follower.rank} ({follower.host}) has loaded other {what} than rank 0"
                     self._all_loaded.set_exception(SetupError(f"{named}: ranks of one group need the same model"))
@@ -278,7 +278,7 @@ class GroupLead:
 
     async def bring(self, manifest: AdapterManifest) -> None:
         """Have the file of a version at every rank; EngineError when one cannot get it."""
-        waiting: list[tuple[Follower, asyncio.Future[str]]] = []
+        waiting: list[tuple[FollowerLink, asyncio.Future[str]]] = []
         for follower in self._followers:
             self._fetches += 1
             waits: asyncio.Future[str] = self._loop.create_future()
@@ -309,7 +309,7 @@ class GroupLead:
         self._loop.call_soon_threadsafe(self._compare)
         self._all_loaded.result(START_S)
 
-    def turn(self, orders: Sequence[Order], seen: Seen) -> TurnFacts:
+    def turn(self, orders: Sequence[Order], seen: RankReport) -> TurnFacts:
         """Let them take a turn that begins with these orders; what all of us know in it."""
         with self._lock:
             self._consent.hear(0, seen.read, seen.unreadable)
@@ -317,15 +317,15 @@ class GroupLead:
             self._number += 1
             if any(isinstance(order, Rehearse) for order in orders):
                 self._rehearsal = self._number
-        self._send(Turn(self._number, facts, [order.for_followers() for order in orders]))
+        self._send(EngineTurn(self._number, facts, [order.for_followers() for order in orders]))
         return facts
 
-    def _send(self, message: Turn | Unit | Part) -> None:
+    def _send(self, message: EngineTurn | Unit | UnitPart) -> None:
         data = msgspec.msgpack.encode(message)
         for follower in self._followers:
             try:
                 follower.turns.send(data)
-            except LineError as error:
+            except ChannelError as error:
                 reason = f"rank {follower.rank} ({follower.host}): {error}"
                 self._loop.call_soon_threadsafe(self._lose, reason)
                 raise ServiceUnavailableError(f"the group is lost: {reason}") from error
@@ -350,7 +350,7 @@ class GroupLead:
             self._number += 1
         *parts, rest = [ask[at : at + LONG_ASK] for at in range(0, len(ask), LONG_ASK)] or [b""]
         for part in parts:
-            self._send(Part(part))
+            self._send(UnitPart(part))
         self._send(Unit(self._number, rest))
 
     def united(self, told: bytes) -> None:
@@ -381,7 +381,7 @@ class GroupLead:
         self.united(FAILED)
 
 
-def loaded_of(loaded: LoadedModel) -> Loaded:
+def loaded_of(loaded: LoadedModel) -> ModelLoaded:
     """What ranks compare when they have loaded their parts."""
     card = loaded.card
-    return Loaded(card.base_sha256, card.tokenizer_sha256, card.kv_bytes_per_token, card.vision)
+    return ModelLoaded(card.base_sha256, card.tokenizer_sha256, card.kv_bytes_per_token, card.vision)

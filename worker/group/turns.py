@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import msgspec
 
 from shared.frames import TokenEvent
-from worker.group.messages import Part, Turn, Unit
+from worker.group.messages import EngineTurn, Unit, UnitPart
 from worker.peers.wire import CLOSED, frame_mac
 
 LARGEST = 256 << 20  # bytes of a turn's orders
@@ -21,7 +21,7 @@ _SIZE = 4
 _MAC = 32
 
 
-class LineError(Exception):
+class ChannelError(Exception):
     """The other end has gone, or says what it cannot have said."""
 
 
@@ -41,7 +41,7 @@ class TurnsOut:
         try:
             self._socket.sendall(size + mac + data)
         except OSError as error:
-            raise LineError(f"it cannot be told: {error.strerror or error}") from error
+            raise ChannelError(f"it cannot be told: {error.strerror or error}") from error
 
     def close(self) -> None:
         """At once, also while another thread sends."""
@@ -55,30 +55,32 @@ class TurnsIn:
         sock.setblocking(True)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket, self._key, self._received = sock, key, 0
-        self._decoder: msgspec.msgpack.Decoder[Turn | Unit | Part] = msgspec.msgpack.Decoder(Turn | Unit | Part)
+        self._decoder: msgspec.msgpack.Decoder[EngineTurn | Unit | UnitPart] = msgspec.msgpack.Decoder(
+            EngineTurn | Unit | UnitPart
+        )
 
-    def next(self) -> Turn | Unit:
+    def next(self) -> EngineTurn | Unit:
         """The next turn or unit, which is waited for; LineError when there will be none."""
         parts: list[bytes] = []
-        while isinstance(message := self._message(), Part):
+        while isinstance(message := self._message(), UnitPart):
             parts.append(message.ask)
         if parts and isinstance(message, Unit):
             return Unit(message.number, b"".join([*parts, message.ask]))
         return message
 
-    def _message(self) -> Turn | Unit | Part:
+    def _message(self) -> EngineTurn | Unit | UnitPart:
         begin = self._read(_SIZE + _MAC)
         size = int.from_bytes(begin[:_SIZE], "big")
         if size > LARGEST:
-            raise LineError(f"it announced {size} bytes, and {LARGEST} are the limit")
+            raise ChannelError(f"it announced {size} bytes, and {LARGEST} are the limit")
         data = self._read(size)
         if not hmac.compare_digest(frame_mac(self._key, self._received, begin[:_SIZE], data), begin[_SIZE:]):
-            raise LineError("it sent bytes that are not authentic")
+            raise ChannelError("it sent bytes that are not authentic")
         self._received += 1
         try:
             return self._decoder.decode(data)
         except (msgspec.DecodeError, ValueError) as error:
-            raise LineError("it sent what is no turn") from error
+            raise ChannelError("it sent what is no turn") from error
 
     def close(self) -> None:
         """At once, also while another thread waits."""
@@ -91,12 +93,12 @@ class TurnsIn:
             while view:
                 count = self._socket.recv_into(view)
                 if not count:
-                    raise LineError(CLOSED)
+                    raise ChannelError(CLOSED)
                 view = view[count:]
         except ConnectionError as error:
-            raise LineError(CLOSED) from error
+            raise ChannelError(CLOSED) from error
         except OSError as error:
-            raise LineError(f"the connection broke: {error.strerror or error}") from error
+            raise ChannelError(f"the connection broke: {error.strerror or error}") from error
         return bytes(data)
 
 
@@ -107,7 +109,7 @@ def shut(sock: socket.socket) -> None:
     sock.close()
 
 
-class Outcome:
+class OutcomeSum:
     """A sum over what came of all turns so far: equal on all ranks, or they are out of step."""
 
     def __init__(self) -> None:

@@ -21,7 +21,7 @@ from worker.peers.pace import LEAST_IDS
 SECRET_BYTES = 32
 
 
-class Directory:
+class PeerDirectory:
     """Of one worker."""
 
     def __init__(self, redis: Redis, model: str, worker_id: str) -> None:

@@ -21,7 +21,7 @@ from shared.sequences import ModelCard, SequenceSpec
 from shared.telemetry.metrics import Tally
 from worker.engine.messages import RowRequest
 from worker.engine.thread import EngineThread
-from worker.peers.directory import Directory, own_address
+from worker.peers.directory import PeerDirectory, own_address
 from worker.peers.fetching import FetchCounts, Fetching
 from worker.peers.server import PeerServer
 from worker.peers.store import EngineStore
@@ -43,7 +43,7 @@ class KvExchange:
         self.address = ""  # where others fetch; "": they cannot
         self._settings = settings
         self._engine = engine
-        self._directory = Directory(redis, card.name, worker_id)
+        self._directory = PeerDirectory(redis, card.name, worker_id)
         self._model = card.name
         self._store = EngineStore(engine, card.context_length)
         self._server = PeerServer(self._store, lambda: self._directory.secret)
@@ -84,7 +84,7 @@ class KvExchange:
         """With every heartbeat."""
         if not self.on:
             return
-        self._tell()
+        self._count_given()
         try:
             await self._directory.look(self._engine.stats().disk.folder_id)
             self._trouble = ""
@@ -102,9 +102,9 @@ class KvExchange:
         """Cut everybody off."""
         await self._server.close()
         self._store.close()
-        self._tell()
+        self._count_given()
 
-    def _tell(self) -> None:
+    def _count_given(self) -> None:
         if self.on:
             self._given.value = float(self._server.bytes)
 

@@ -19,13 +19,13 @@ from redis.exceptions import RedisError
 from shared.redis.connection.faults import reason
 from shared.sequences import SequenceSpec
 from shared.telemetry.metrics import Tally
-from worker.engine.kv.sharing import Held
+from worker.engine.kv.sharing import HeldPrompt
 from worker.engine.messages import RowRequest
 from worker.peers.client import Transfer, asked
-from worker.peers.directory import Directory
-from worker.peers.pace import LEAST_IDS, Job, goes_on, is_quicker, recent
+from worker.peers.directory import PeerDirectory
+from worker.peers.pace import LEAST_IDS, FetchSize, goes_on, is_quicker, recent
 from worker.peers.store import EngineStore
-from worker.peers.wire import Ask, PeerError, PeerRefusalError
+from worker.peers.wire import KvRequest, PeerError, PeerRefusalError
 
 log = structlog.get_logger()
 
@@ -81,7 +81,7 @@ class Fetching:
 
     def __init__(
         self,
-        directory: Directory,
+        directory: PeerDirectory,
         store: EngineStore,
         counts: FetchCounts,
         most_bytes: int,
@@ -175,9 +175,9 @@ class Fetching:
         if address is None:
             return False
         identity = await self._store.identity()
-        ask = Ask(identity, version, ids, prompt.length, prompt.blocks, len(ids) - 1, self._most_bytes)
+        ask = KvRequest(identity, version, ids, prompt.length, prompt.blocks, len(ids) - 1, self._most_bytes)
         async with asked(*address, self._directory.secret, ask) as transfer:
-            job = Job(transfer.offer.length - prompt.length, sum(transfer.offer.sizes))
+            job = FetchSize(transfer.offer.length - prompt.length, sum(transfer.offer.sizes))
             if not transfer.offer.sizes:
                 return True
             if not is_quicker(job, self._token_s(), peer.bytes_per_s):
@@ -198,7 +198,9 @@ class Fetching:
         )  # fmt: skip
         return True
 
-    async def _receive(self, transfer: Transfer, job: Job, prompt: Held, is_wanted: Callable[[], bool]) -> bool:
+    async def _receive(
+        self, transfer: Transfer, job: FetchSize, prompt: HeldPrompt, is_wanted: Callable[[], bool]
+    ) -> bool:
         """Store parcels as they come; whether it was all of them."""
         began = time.monotonic()
         storing: asyncio.Task[None] | None = None

@@ -15,7 +15,7 @@ from typing import Protocol
 import structlog
 
 from worker.engine.kv.parcels import Packed
-from worker.peers.wire import Ask, Channel, Connection, Go, Offer, PeerError, admit
+from worker.peers.wire import Channel, Connection, KvRequest, Offer, PeerError, SendParcels, admit
 
 log = structlog.get_logger()
 
@@ -28,7 +28,7 @@ MAX_STRANGERS = 32  # connections without a proof yet
 class Store(Protocol):
     """What there is to give. An offer holds its KV until `drop`."""
 
-    async def offer(self, ask: Ask) -> tuple[int, Offer]: ...
+    async def offer(self, ask: KvRequest) -> tuple[int, Offer]: ...
 
     async def parcel(self, offer: int, number: int) -> Packed: ...
 
@@ -110,7 +110,7 @@ class PeerServer:
             self._strangers -= 1
 
     async def _answer(self, channel: Channel) -> None:
-        ask = await channel.hear(Ask)
+        ask = await channel.hear(KvRequest)
         if self.transfers >= MAX_TRANSFERS:
             self.refused += 1
             await channel.say(Offer(refusal=f"{self.transfers} transfers are under way"))
@@ -131,7 +131,7 @@ class PeerServer:
         if not offer.sizes:
             return
         try:
-            await channel.hear(Go)
+            await channel.hear(SendParcels)
         except PeerError:  # it would rather compute
             return
         ahead = asyncio.create_task(self._store.parcel(number, 0))

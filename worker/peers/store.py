@@ -7,9 +7,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol, TypeVar
 
 from worker.engine.kv.entries import NOTHING, Promotion
-from worker.engine.kv.parcels import Packed, Parcel, UnusableParcelError, pack
-from worker.engine.kv.sharing import Held, SharedCache
-from worker.peers.wire import Ask, Offer, PeerError
+from worker.engine.kv.parcels import KvParcel, Packed, UnusableParcelError, pack
+from worker.engine.kv.sharing import HeldPrompt, SharedCache
+from worker.peers.wire import KvRequest, Offer, PeerError
 
 T = TypeVar("T")
 
@@ -41,24 +41,24 @@ class EngineStore:
         """Of what this engine computes with."""
         return await self._ask(lambda cache: cache.identity)
 
-    async def held(self, ids: list[int], version: str, at_most: int) -> Held:
+    async def held(self, ids: list[int], version: str, at_most: int) -> HeldPrompt:
         """What is in memory of a prompt."""
         return await self._ask(lambda cache: cache.held(ids, version, at_most))
 
-    async def gathered(self, ids: list[int], version: str, at_most: int) -> Held:
+    async def gathered(self, ids: list[int], version: str, at_most: int) -> HeldPrompt:
         """The same, after our own disk's part of it has come there."""
         return await self._with_disk(
             lambda cache: cache.promotion(ids, version, at_most), lambda cache: cache.held(ids, version, at_most)
         )
 
-    async def take(self, prompt: Held, parcel: Parcel) -> None:
+    async def take(self, prompt: HeldPrompt, parcel: KvParcel) -> None:
         """Store a parcel. PeerError when it is not what was asked for."""
         try:
             await self._ask(lambda cache: cache.take(prompt, parcel))
         except UnusableParcelError as error:
             raise PeerError(f"a parcel cannot be used: {error}") from error
 
-    async def offer(self, ask: Ask) -> tuple[int, Offer]:
+    async def offer(self, ask: KvRequest) -> tuple[int, Offer]:
         """What there is for somebody who asks; its number is 0 when that is nothing."""
 
         at_most = min(ask.at_most, len(ask.ids))

@@ -42,7 +42,7 @@ class PeerRefusalError(PeerError):
     """It is well, and gives nothing now."""
 
 
-class Ask(msgspec.Struct, frozen=True):
+class KvRequest(msgspec.Struct, frozen=True):
     """What one worker wants: KV of the beginning of these ids."""
 
     identity: str  # of what it computes with (engine/kv/parcels.py)
@@ -62,7 +62,7 @@ class Offer(msgspec.Struct, frozen=True):
     refusal: str = ""  # why it gives nothing
 
 
-class Go(msgspec.Struct, frozen=True):
+class SendParcels(msgspec.Struct, frozen=True):
     """Send the parcels."""
 
 

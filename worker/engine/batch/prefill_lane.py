@@ -33,7 +33,7 @@ from worker.engine.kv.prefix_cache import PrefixCache
 from worker.engine.kv.slabs import KvRows
 from worker.engine.model.pooling import Pool
 from worker.engine.sampling.draw import most_likely, top_lists
-from worker.engine.sampling.prompt_tokens import asked_from, others, tell, wants_others
+from worker.engine.sampling.prompt_tokens import asked_from, others, report_prompt, wants_others
 from worker.engine.scheduler import widest
 
 log = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ class PrefillTask:
         prefix = prefixes.longest(self.ids, version, len(self.ids) - 1, tenants_of(self.rows))
         for row in self.rows:
             row.take_kv(prefix.length, {version} if prefix.length else set())
-        stops = prefixes.stops(self.ids, version, prefix.length)
+        stops = prefixes.snapshot_positions(self.ids, version, prefix.length)
         return Entry(list(self.rows), self.ids[prefix.length :], prefix.kv or None, prefix.length, stops)
 
 
@@ -181,7 +181,7 @@ class PrefillLane:
         prompt = len(row.spec.prompt_ids)
         event = TokenEvent(row.spec.id, row.attempt, row.start, [], [])
         if wants_prompt_logprobs(row):
-            tell(event, row.spec, task.score_from, task.logprobs, task.top_logprobs, task.others.get(row))
+            report_prompt(event, row.spec, task.score_from, task.logprobs, task.top_logprobs, task.others.get(row))
         if row.spec.kind == "score":
             event.score_logprobs = task.logprobs[prompt - 1 - task.score_from :]
             event.finish = Finish("stop", cached_tokens=row.cached_tokens)
@@ -332,7 +332,7 @@ class PrefillLane:
         task.kv, task.done = prefix.kv or self._model.new_kv(), prefix.length
         task.cached, task.kv_versions = prefix.length, {version} if prefix.length else set()
         if task.pool is None:
-            task.stops = self._prefixes.stops(task.rows[0].prompt, version, prefix.length)
+            task.stops = self._prefixes.snapshot_positions(task.rows[0].prompt, version, prefix.length)
 
 
 def _is_short_read(task: PrefillTask, most: int) -> bool:

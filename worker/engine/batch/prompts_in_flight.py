@@ -13,10 +13,10 @@ LATELY = 0.2  # weight of the latest piece
 class Pieces:
     """What one turn has begun to feed. Settled before the next turn, so at most one turn's pieces are under way."""
 
-    def __init__(self, chunk: ChunkSize, area: int | None = None, *, told: bool = False) -> None:
+    def __init__(self, chunk: ChunkSize, area: int | None = None, *, by_ranks: bool = False) -> None:
         """`area`: what rows x width x (past + width) of a forward may be (scheduler.widest); None: anything.
 
-        `told`: what a turn has taken is told by another rank (`learn`).
+        `by_ranks`: the leading rank measures turns, and `learn` brings the seconds.
         """
         self.pace = PieceSizes()
         self.chunk = chunk
@@ -27,8 +27,8 @@ class Pieces:
         self._began = 0.0
         self.opened = 0.0  # when the turn began
         self.took_s = 0.0  # by the latest turn that has been settled
-        self._told = told
-        self._unlearnt: int | None = None  # positions of the latest turn, until what it took is told
+        self._by_ranks = by_ranks
+        self._unlearnt: int | None = None  # positions of the latest turn, until its seconds are known
 
     def open(self) -> None:
         """A turn that computes begins."""
@@ -56,7 +56,7 @@ class Pieces:
             mx.eval(states)
         if began:
             self.took_s = time.perf_counter() - began
-            if self._told:
+            if self._by_ranks:
                 self._unlearnt = positions
             else:
                 self._learn(positions, self.took_s)

@@ -172,10 +172,10 @@ class Row:
     def _stopped_by(self, token: int) -> Finish:
         return Finish("stop", None if token in self.eos_ids else token)
 
-    def tell(self, tokens: Iterable[int], events: list[TokenEvent]) -> None:
-        """Take tokens that were drawn, and add the events that tell of them, and of the row's end if its grammar fails.
+    def report(self, tokens: Iterable[int], events: list[TokenEvent]) -> None:
+        """Append drawn tokens to the row, and to `events` what reports them, and the row's end if its grammar fails.
 
-        What a draft says behind the last token is left out. Should it fail, what has been taken until then is told.
+        Draft tokens after the last one are dropped. If this raises, the tokens before it have been reported.
         """
         before = len(events)
         seq, attempt, top = self.spec.id, self.attempt, self.sampling.top_logprobs
@@ -222,10 +222,10 @@ class Row:
         )
 
 
-def tell(tokens: Iterable[tuple[Row, int]], events: list[TokenEvent]) -> None:
-    """Add the events that tell of a step's tokens, those of a row in a row."""
-    for row, told in groupby(tokens, itemgetter(0)):
-        row.tell((token for _, token in told), events)
+def report_tokens(tokens: Iterable[tuple[Row, int]], events: list[TokenEvent]) -> None:
+    """Append the events that report a step's tokens; consecutive tokens of a row share events."""
+    for row, drawn in groupby(tokens, itemgetter(0)):
+        row.report((token for _, token in drawn), events)
 
 
 def tenants_of(rows: Iterable[Row]) -> set[str]:

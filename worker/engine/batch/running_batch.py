@@ -28,7 +28,7 @@ from shared.sequences import SequenceClass
 from worker.engine.batch.keeping import Keeping
 from worker.engine.batch.prompt_group import Entry, PromptGroup, extend, kv_in, with_stop
 from worker.engine.batch.prompts_in_flight import Pieces
-from worker.engine.batch.row import Row, RowTag, tell
+from worker.engine.batch.row import Row, RowTag, report_tokens
 from worker.engine.batch.row_model import RowModel
 from worker.engine.batch.sampler import RowSampler
 from worker.engine.kv.kinds import end_of, keep_rows, share_offsets
@@ -317,7 +317,7 @@ class RunningBatch:
         self.started = [row for row in told if row in self._prefilling]
         for row in self.started:
             del self._prefilling[row]
-        tell(tokens, self._events)
+        report_tokens(tokens, self._events)
 
     def kv_of(self, rows: list[Row]) -> KvRows:
         """The KV of rows that decode, as it lies in the batch."""

@@ -24,7 +24,6 @@ from worker.engine.batch.penalties import LogitEdits, Penalties
 from worker.engine.batch.row import Row
 from worker.engine.batch.row_model import RowModel
 from worker.engine.batch.token_masks import TokenMasks
-from worker.engine.sampling.asked_tokens import Asked, AskedTokens
 from worker.engine.sampling.cuda import draws
 from worker.engine.sampling.draw import (
     SMALLEST,
@@ -36,6 +35,7 @@ from worker.engine.sampling.draw import (
     uniforms,
     uniforms_at,
 )
+from worker.engine.sampling.named_tokens import NamedLogprobs, NamedTokens
 
 LOWEST = -9999.0  # reported of what cannot be drawn: JSON has no infinity (OpenAI's number)
 NOISE_STEPS = 32  # that noise is made for at once
@@ -164,7 +164,7 @@ class _Plan:
         self._penalties = Penalties(rows, vocab)
         self._tokens = TokenMasks(rows, vocab)
         self._masks = GrammarMasks(rows, vocab)
-        self._asked = AskedTokens([row.sampling for row in rows])
+        self._asked = NamedTokens([row.sampling for row in rows])
         self._steps_left = self._edits.steps_valid or -1
         numbers, positions = plain or (Numbers.of(rows), np.array([row.position for row in rows], np.int64))
         drawn = numbers.drawn
@@ -242,7 +242,7 @@ class _Plan:
         if same is None and uniforms_S1 is not None and not self._bare.is_empty and draws.is_for(logits_BV):
             bare = self._draw_bare(logits_BV, uniforms_S1)
             if self._bare.is_all and not self._tells_others:
-                return bare[0], Draw(versions, bare[1], None, {}, Asked(self._asked, None))
+                return bare[0], Draw(versions, bare[1], None, {}, NamedLogprobs(self._asked, None))
         logits_BV = logits_BV.astype(mx.float32)
         tokens_B = self.draw(logits_BV, inputs_B1, uniforms_S1)
         tokens_B = tokens_B if same is None else same(tokens_B)
@@ -256,7 +256,7 @@ class _Plan:
         else:
             logprobs_B1 = mx.take_along_axis(logits_BV, tokens_B[:, None], axis=-1) - totals_B1
         logprobs_B = logprobs_B1[:, 0]
-        return tokens_B, Draw(versions, logprobs_B, top_TK, self._top_index, Asked(self._asked, asked_N))
+        return tokens_B, Draw(versions, logprobs_B, top_TK, self._top_index, NamedLogprobs(self._asked, asked_N))
 
     def _draw_bare(self, logits_BV: mx.array, uniforms_S1: mx.array) -> tuple[mx.array, mx.array]:
         """Tokens and log-probabilities of rows that draw from all that the model says, by a kernel of ours."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from worker.engine.kv.slabs import Cut, State
+from worker.engine.kv.slabs import SlabCut, State
 
 
 class Promotion:
@@ -37,19 +37,19 @@ class Segment:
     """Blocks that were stored together."""
 
     keys: list[bytes]  # of its blocks
-    cut: Cut
+    cut: SlabCut
     version: str
 
 
 @dataclass(eq=False)
-class Snapshot:
+class StateSnapshot:
     """What is needed at one position beside the blocks before it."""
 
     key: bytes  # of the last whole block before it
     tail: tuple[int, ...]  # ids between that block and the position
     length: int  # ids in all
     state: State
-    rest: Cut | None  # of the tail
+    rest: SlabCut | None  # of the tail
     version: str
 
 

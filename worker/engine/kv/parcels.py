@@ -80,7 +80,7 @@ HostLayers = list[tuple[HostArray, ...]]
 
 
 @dataclass(frozen=True)
-class Parcel:
+class KvParcel:
     """Arrays of one row: blocks of the leaves that are cut, or a snapshot's rest of these and the others' states."""
 
     label: Label
@@ -154,7 +154,7 @@ def as_array(host: HostArray) -> mx.array:
 # -- in any thread
 
 
-def pack(parcel: Parcel) -> Packed:
+def pack(parcel: KvParcel) -> Packed:
     """Its bytes."""
     tensors: dict[str, Any] = {}
     parts: list[memoryview] = []
@@ -183,7 +183,7 @@ def label_of(head: bytes | memoryview) -> tuple[Label, int]:
     return _label(header), start + max(ends, default=0)
 
 
-def unpack(data: bytes | bytearray | memoryview, identity: str) -> Parcel:
+def unpack(data: bytes | bytearray | memoryview, identity: str) -> KvParcel:
     """The parcel that these bytes are; its arrays are views of them. UnusableParcelError."""
     whole = memoryview(data).cast("B")
     header, start = _header(whole)
@@ -204,7 +204,7 @@ def unpack(data: bytes | bytearray | memoryview, identity: str) -> Parcel:
         while len(layers[prefix]) <= int(leaf):
             layers[prefix].append([])
         layers[prefix][int(leaf)].append(_array(each, whole[start:]))
-    return Parcel(label, *([tuple(leaf) for leaf in layers[prefix]] for prefix in ("cut", "state")))
+    return KvParcel(label, *([tuple(leaf) for leaf in layers[prefix]] for prefix in ("cut", "state")))
 
 
 def _checksum(unsigned: bytes, parts: Sequence[memoryview]) -> str:

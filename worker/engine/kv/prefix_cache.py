@@ -25,10 +25,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from worker.engine.kv.block_keys import BlockKeys
-from worker.engine.kv.entries import NOTHING, Prefix, Promotion, Segment, Snapshot, go_on_with
+from worker.engine.kv.entries import NOTHING, Prefix, Promotion, Segment, StateSnapshot, go_on_with
 from worker.engine.kv.kinds import kind_of, leaves, restored
-from worker.engine.kv.slabs import Cut, KvRows, Slab, SlabUse, Wanted, copy_rows, copy_states, joined, shares_of
-from worker.engine.kv.stops import Stops
+from worker.engine.kv.slabs import KvRows, RowSpan, Slab, SlabCut, SlabUse, copy_rows, copy_states, joined, shares_of
+from worker.engine.kv.snapshots import SnapshotPositions
 from worker.engine.kv.tails import Place, Tails
 from worker.engine.messages import DiskStats, PrefixStats
 
@@ -59,10 +59,10 @@ class PrefixCache:
         self._cut_shares, self._state_shares = each = shares_of(new_kv, shares)
         self._block_size = block_size
         self._keys = BlockKeys(base_sha256, block_size)
-        self._stops = Stops(block_size, limit_bytes)
+        self._positions = SnapshotPositions(block_size, limit_bytes)
         self._blocks: dict[bytes, Segment] = {}
-        self._snapshots: dict[bytes, dict[tuple[int, ...], Snapshot]] = {}
-        self._order: OrderedDict[Segment | Snapshot, None] = OrderedDict()  # least recently used first
+        self._snapshots: dict[bytes, dict[tuple[int, ...], StateSnapshot]] = {}
+        self._order: OrderedDict[Segment | StateSnapshot, None] = OrderedDict()  # least recently used first
         self._slabs = SlabUse(each)
         self._tails = Tails(self._limit, each)
         self._hits = self._misses = self._hit_tokens = self._evicted = 0
@@ -92,7 +92,7 @@ class PrefixCache:
     @property
     def state_bytes(self) -> int:
         """Of one snapshot; 0 until there has been one."""
-        return self._stops.state_bytes
+        return self._positions.state_bytes
 
     # -- find
 
@@ -143,7 +143,7 @@ class PrefixCache:
 
     def _beginning(
         self, ids: Sequence[int], version: str, at_most: int
-    ) -> tuple[dict[Segment, int], Snapshot | None, int]:
+    ) -> tuple[dict[Segment, int], StateSnapshot | None, int]:
         """The longest stored beginning: blocks of each segment, the snapshot that it ends at, and its length."""
         keys = list(self._keys.chain(ids, version))
         if not self.needs_snapshots:
@@ -156,7 +156,7 @@ class PrefixCache:
                 return self._find(iter(keys[:count])), snapshot, snapshot.length
         return {}, None, 0
 
-    def _snapshot_behind(self, key: bytes, ids: Sequence[int], at_most: int) -> Snapshot | None:
+    def _snapshot_behind(self, key: bytes, ids: Sequence[int], at_most: int) -> StateSnapshot | None:
         """The longest snapshot of these ids between this block and the next one's end."""
         fitting = (
             snapshot
@@ -200,10 +200,10 @@ class PrefixCache:
     def close(self, *, keep: bool) -> None:
         """End; `keep` what is in memory, if there is a place."""
 
-    def _added(self, entry: Segment | Snapshot) -> None:
+    def _added(self, entry: Segment | StateSnapshot) -> None:
         """Called when an entry has been stored."""
 
-    def _leaves(self, entry: Segment | Snapshot) -> None:
+    def _leaves(self, entry: Segment | StateSnapshot) -> None:
         """Called before an entry is dropped for want of room."""
 
     # -- what is worth storing
@@ -222,12 +222,12 @@ class PrefixCache:
         starts = (at * size for at in range(blocks))
         return next((at for at in starts if one[at : at + size] != other[at : at + size]), blocks * size)
 
-    def stops(self, ids: Sequence[int], version: str, past: int) -> list[int]:
+    def snapshot_positions(self, ids: Sequence[int], version: str, past: int) -> list[int]:
         """Positions of a prompt, behind the first `past` ones, at which its states should be stored."""
         if not self.needs_snapshots:
             return []
         shared = self._block_size * sum(self._find(self._keys.chain(ids, version)).values())
-        return self._stops.of(len(ids), past, shared)
+        return self._positions.of(len(ids), past, shared)
 
     def lacks(self, prompt: Prompt, *, at_end: bool = False) -> bool:
         """Whether `store` would add anything."""
@@ -263,11 +263,11 @@ class PrefixCache:
         return None if self._tails.has(place) else place
 
     def _store_tails(self, prompts: Sequence[Prompt], kv: KvRows) -> None:
-        new: dict[Place, Wanted] = {}
+        new: dict[Place, RowSpan] = {}
         for prompt, row, start in zip(prompts, kv.rows, kv.starts, strict=True):
             if place := self._tail_of(prompt):
                 end = start + len(prompt.ids)
-                new[place] = Wanted(row, end - len(place[2]), end)
+                new[place] = RowSpan(row, end - len(place[2]), end)
         self._tails.add(zip(new, copy_rows(kv.layers, list(new.values())), strict=True))
 
     def _store_blocks(self, places: list[int], prompts: Sequence[Prompt], kv: KvRows) -> list[int]:
@@ -275,7 +275,7 @@ class PrefixCache:
         chains: list[
             tuple[list[Segment], list[bytes], str]
         ] = []  # what is known of a prompt; keys of the rest; version
-        wanted: list[Wanted] = []
+        wanted: list[RowSpan] = []
         begun: set[bytes] = set()
         left: list[int] = []
         for place in places:
@@ -289,7 +289,7 @@ class PrefixCache:
                 continue
             begun.add(keys[known])
             start, size = kv.starts[place], self._block_size
-            part = Wanted(kv.rows[place], start + known * size, start + len(keys) * size)
+            part = RowSpan(kv.rows[place], start + known * size, start + len(keys) * size)
             if self._bytes_of(kv, part) <= self._limit:
                 chains.append((list(parents), keys[known:], prompts[place].version))
                 wanted.append(part)
@@ -319,16 +319,16 @@ class PrefixCache:
         layers = kv.states(places, lengths) if places else []
         if not layers or not all(layers):
             return
-        self._stops.state_bytes = Slab(layers).counted(self._state_shares) // len(places)
-        if self._stops.state_bytes > self._limit:
+        self._positions.state_bytes = Slab(layers).counted(self._state_shares) // len(places)
+        if self._positions.state_bytes > self._limit:
             return
         states = copy_states(layers)
         rests = self._rests([tail for _, tail in ends], places, lengths, kv)
         for at, ((key, tail), (_, runs_of)) in enumerate(ends.items()):
             version = prompts[places[at]].version
-            self._add_snapshot(Snapshot(key, tail, lengths[at], states[at], rests.get(at), version), runs_of)
+            self._add_snapshot(StateSnapshot(key, tail, lengths[at], states[at], rests.get(at), version), runs_of)
 
-    def _add_snapshot(self, snapshot: Snapshot, runs: list[Segment]) -> None:
+    def _add_snapshot(self, snapshot: StateSnapshot, runs: list[Segment]) -> None:
         self._slabs.take(snapshot.state)
         if snapshot.rest:
             self._slabs.take(snapshot.rest)
@@ -339,10 +339,10 @@ class PrefixCache:
         self._added(snapshot)
 
     @staticmethod
-    def _rests(tails: list[tuple[int, ...]], places: list[int], lengths: list[int], kv: KvRows) -> dict[int, Cut]:
+    def _rests(tails: list[tuple[int, ...]], places: list[int], lengths: list[int], kv: KvRows) -> dict[int, SlabCut]:
         """The cut leaves' KV of these tails, by their index; () has none."""
         wanted = {
-            at: Wanted(kv.rows[place], kv.starts[place] + length - len(tail), kv.starts[place] + length)
+            at: RowSpan(kv.rows[place], kv.starts[place] + length - len(tail), kv.starts[place] + length)
             for at, (tail, place, length) in enumerate(zip(tails, places, lengths, strict=True))
             if tail and kv.layers
         }
@@ -356,7 +356,7 @@ class PrefixCache:
         while self._order:
             self._evict()
 
-    def _take_out(self, runs: dict[Segment, int], snapshot: Snapshot | None) -> None:
+    def _take_out(self, runs: dict[Segment, int], snapshot: StateSnapshot | None) -> None:
         """Copy what a hit uses out of slabs that others share."""
         for segment in runs:
             segment.cut = self._slabs.alone(segment.cut)
@@ -369,10 +369,10 @@ class PrefixCache:
             self._leaves(next(iter(self._order)))
             self._evict()
 
-    def _bytes_of(self, kv: KvRows, part: Wanted) -> int:
-        return Cut(Slab(kv.layers), part.row, part.start, part.length).counted(self._cut_shares)
+    def _bytes_of(self, kv: KvRows, part: RowSpan) -> int:
+        return SlabCut(Slab(kv.layers), part.row, part.start, part.length).counted(self._cut_shares)
 
-    def _touch(self, chain: list[Segment], snapshot: Snapshot | None = None) -> None:
+    def _touch(self, chain: list[Segment], snapshot: StateSnapshot | None = None) -> None:
         """Renew a snapshot, and then the segments before it, parents last."""
         if snapshot:
             self._order.move_to_end(snapshot)

@@ -67,7 +67,7 @@ class Slab:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class RowSpan:
     """Positions `start` to `end` of row `row` of a batch."""
 
     row: int
@@ -81,7 +81,7 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Cut:
+class SlabCut:
     """One row's positions in a slab."""
 
     slab: Slab
@@ -106,9 +106,9 @@ class Cut:
         ]
         return self.length * (sum(map(mul, each, shares)) if shares else sum(each))
 
-    def alone(self) -> Cut:
+    def alone(self) -> SlabCut:
         """A copy that keeps no other row alive."""
-        return Cut(Slab(_copied(self.layers(self.length))), 0, 0, self.length)
+        return SlabCut(Slab(_copied(self.layers(self.length))), 0, 0, self.length)
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class State:
         return State(Slab(_copied(self.layers()), of_states=True), 0)
 
 
-P = TypeVar("P", Cut, State)
+P = TypeVar("P", SlabCut, State)
 
 
 class SlabUse:
@@ -138,13 +138,13 @@ class SlabUse:
         self.bytes = 0
         self.state_bytes = 0  # of them, of states
 
-    def take(self, part: Cut | State) -> None:
+    def take(self, part: SlabCut | State) -> None:
         """Use a part."""
         if not part.slab.users:
             self._count(part.slab, 1)
         part.slab.users += 1
 
-    def release(self, part: Cut | State) -> None:
+    def release(self, part: SlabCut | State) -> None:
         """Use it no more."""
         part.slab.users -= 1
         if not part.slab.users:
@@ -172,9 +172,9 @@ def copy_states(layers: Layers) -> list[State]:
     return [State(slab, row) for row in range(layers[0][0].shape[0])]
 
 
-def copy_rows(layers: Layers, wanted: Sequence[Wanted]) -> list[Cut]:
+def copy_rows(layers: Layers, wanted: Sequence[RowSpan]) -> list[SlabCut]:
     """Copy parts of a batch's rows; those of like length share a slab, so that padding never doubles it."""
-    cuts: dict[Wanted, Cut] = {}
+    cuts: dict[RowSpan, SlabCut] = {}
     left = sorted(wanted, key=lambda part: -part.length)
     while left:
         together = [part for part in left if 2 * part.length >= left[0].length]
@@ -183,7 +183,7 @@ def copy_rows(layers: Layers, wanted: Sequence[Wanted]) -> list[Cut]:
             together, low, high = left[:1], left[0].start, left[0].end
         slab = Slab(_copied(_taken(layers, [part.row for part in together], low, high)))
         for place, part in enumerate(together):
-            cuts[part] = Cut(slab, place, part.start - low, part.length)
+            cuts[part] = SlabCut(slab, place, part.start - low, part.length)
         left = [part for part in left if part not in cuts]
     return [cuts[part] for part in wanted]
 

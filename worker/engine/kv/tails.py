@@ -12,7 +12,7 @@ other workers get any.
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
-from worker.engine.kv.slabs import Cut, Shares, SlabUse
+from worker.engine.kv.slabs import Shares, SlabCut, SlabUse
 
 WORTH = 4  # a tail is a quarter of its prompt, at least
 SHARE = 8  # an eighth of the prefix cache is the most that tails take of it
@@ -26,7 +26,7 @@ class Tails:
 
     def __init__(self, limit_bytes: int, shares: Shares = ((), ())) -> None:
         self._limit = limit_bytes // SHARE
-        self._cuts: OrderedDict[Place, Cut] = OrderedDict()  # least recently used first
+        self._cuts: OrderedDict[Place, SlabCut] = OrderedDict()  # least recently used first
         self._lengths: dict[tuple[bytes, str], Counter[int]] = {}  # of the tails behind a block, fewer than it has ids
         self._use = SlabUse(shares)
 
@@ -52,14 +52,14 @@ class Tails:
         places = ((key, tenant, tuple(ids[:length])) for length in sorted(lengths, reverse=True) if length <= len(ids))
         return next((place for place in places if place in self._cuts), None)
 
-    def use(self, place: Place) -> Cut:
+    def use(self, place: Place) -> SlabCut:
         """The KV of a tail that is there; it is the youngest then."""
         self._cuts.move_to_end(place)
         cut = self._cuts[place] = self._use.alone(self._cuts[place])
         self._shrink()
         return cut
 
-    def add(self, tails: Iterable[tuple[Place, Cut]]) -> None:
+    def add(self, tails: Iterable[tuple[Place, SlabCut]]) -> None:
         """Keep tails that are not there, as far as there is room."""
         for place, cut in tails:
             self._use.take(cut)

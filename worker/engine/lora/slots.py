@@ -105,7 +105,7 @@ class AdapterSlots:
         self._swaps, self._swap_s = 0, 0.0
         self.stats = AdapterStats()
 
-    # -- what the worker tells
+    # -- orders of the worker
 
     def provide(self, path: Path, manifest: AdapterManifest) -> None:
         """The file of a version is here, and stays until `withdraw`."""
@@ -226,7 +226,7 @@ class AdapterSlots:
         if self._loads:
             self._write_slices(budget_s)
         if self._changed:
-            self._tell()
+            self._publish()
         changed, self._changed = self._changed, False
         return changed or bool(self._loads)
 
@@ -365,7 +365,7 @@ class AdapterSlots:
         claim.held = True
         self._changed = True
 
-    def _tell(self) -> None:
+    def _publish(self) -> None:
         """Publish what is the case now."""
         before, self.stats = (
             self.stats,

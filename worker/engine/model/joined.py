@@ -16,7 +16,7 @@ import mlx.core as mx
 _FEW = 64  # positions of a decode step; of more, taking a product's outputs apart costs more than further products
 
 
-class Joined:
+class JoinedLinears:
     """Several linears whose weights are views of one array.
 
     Whoever is called first computes for all and hands the others theirs, if they are called with the very same array.
@@ -59,7 +59,7 @@ class Joined:
 def join(parts: Sequence[Any]) -> None:
     """Let linears of the same input be one product, if one can compute them."""
     if len(parts) > 1 and len({_alike(part) for part in parts}) == 1:
-        Joined(parts)
+        JoinedLinears(parts)
 
 
 JoinedWith = tuple[tuple[int, ...], tuple[int, ...]]
@@ -68,7 +68,7 @@ JoinedWith = tuple[tuple[int, ...], tuple[int, ...]]
 
 def joined_of(parts: Sequence[Any]) -> JoinedWith:
     """Of these linears."""
-    joined: Joined | None = getattr(parts[0], "joined", None)
+    joined: JoinedLinears | None = getattr(parts[0], "joined", None)
     return ((), ()) if joined is None else (joined.widths, tuple(part.place for part in parts))
 
 

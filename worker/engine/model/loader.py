@@ -36,8 +36,8 @@ from worker.engine.model.pooling import hidden_size
 from worker.engine.model.sharding import read_weights, shard
 from worker.engine.model.sites import Whole, module_shapes
 from worker.engine.model.step.decode_step import join_products
-from worker.engine.ranks.lockstep import check_settings
 from worker.engine.ranks.ranks import Ranks, one_after_another, ranks_of
+from worker.engine.ranks.turns import check_settings
 from worker.engine.scheduler import DraftKv
 from worker.engine.vision.families import AnyTower, chat_template, check_known, is_vision, load_seeing
 

@@ -23,7 +23,7 @@ from mlx.utils import tree_flatten
 
 from shared.errors import SetupError
 from worker.engine.model.batching import family
-from worker.engine.model.joined import Joined, join
+from worker.engine.model.joined import JoinedLinears, join
 from worker.engine.model.sites import find_sites, shared_inputs
 from worker.engine.ranks.ranks import Ranks
 
@@ -73,7 +73,7 @@ class _OutputPart:
     """
 
     sums_gradients = False
-    joined: Joined | None = None  # with others that read the same input
+    joined: JoinedLinears | None = None  # with others that read the same input
     place = 0  # among these
     group: Any
 

@@ -52,7 +52,7 @@ class Whole:
 
 
 @dataclass(frozen=True)
-class Cut:
+class RankCut:
     """Which part of a site's weights a rank has."""
 
     ranks: Ranks
@@ -73,7 +73,7 @@ class Site:
     outputs: int
     module: Any  # the base module
     experts: int = 0  # of a switch
-    cut: Cut | None = None  # that this rank has a part of; shapes above are of the whole
+    cut: RankCut | None = None  # that this rank has a part of; shapes above are of the whole
 
     @property
     def held_inputs(self) -> int:
@@ -139,9 +139,9 @@ def _cut(held: Site, whole: Whole) -> Site | None:
     if (held.inputs, held.outputs) == (inputs, outputs):
         return held
     if (held.inputs, held.outputs * ranks.size) == (inputs, outputs) and not held.path.endswith(_INTERLEAVED):
-        return replace(held, outputs=outputs, cut=Cut(ranks, "outputs"))
+        return replace(held, outputs=outputs, cut=RankCut(ranks, "outputs"))
     if (held.inputs * ranks.size, held.outputs) == (inputs, outputs):
-        return replace(held, inputs=inputs, cut=Cut(ranks, "inputs"))
+        return replace(held, inputs=inputs, cut=RankCut(ranks, "inputs"))
     return None
 
 

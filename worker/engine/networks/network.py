@@ -28,7 +28,6 @@ from shared.networks.spec import (
     Steps,
 )
 from shared.networks.tensors import Array, Tensors
-from worker.engine.networks.products import multiply
 
 STEPS_AT_ONCE = 16  # of a recurrent layer, in one piece
 Pieces = Generator[None, None, Tensors]
@@ -42,6 +41,7 @@ ACTIVATIONS: Mapping[Activation, Callable[[mx.array], mx.array]] = {
     "silu": nn.silu,
     "softplus": nn.softplus,
 }
+MOST_AT_ONCE = 1 << 24  # numbers, 64 MiB: of the products that exist before they are summed
 
 
 class Network:
@@ -176,3 +176,17 @@ def read_network(owner: str, spec: NetworkSpec, file: Path) -> Network:
 
 def _host(value: mx.array) -> Array:
     return np.array(value, np.float32)
+
+
+def multiply(x_NI: mx.array, weight_OI: mx.array) -> mx.array:
+    """x W^T, [N, O], in true fp32 whatever the machine.
+
+    On a CPU numpy multiplies: MLX's own product takes several times as long there. GPUs may round the inputs of such a
+    product, so there products and sums are computed apart from each other, in parts that fit into memory.
+    """
+    if mx.default_device() == mx.Device(mx.cpu):
+        with np.errstate(over="ignore", invalid="ignore"):  # whoever asks looks whether outputs are finite
+            return mx.array(np.asarray(x_NI) @ np.asarray(weight_OI).T)
+    rows = max(1, MOST_AT_ONCE // max(1, weight_OI.size))
+    parts = [mx.sum(weight_OI * x_NI[at : at + rows, None], axis=-1) for at in range(0, x_NI.shape[0], rows)]
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts)

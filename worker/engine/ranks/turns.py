@@ -9,10 +9,15 @@ with the same bits, and rows with images begin in the same turn.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 
 import msgspec
+
+from shared.errors import SetupError
+from worker.engine.messages import EngineConfig
 
 
 def now_ms() -> int:
@@ -34,7 +39,7 @@ class ImagePiece(msgspec.Struct, frozen=True, array_like=True):
     fault: str = ""  # why the tower has failed
 
 
-class Seen(msgspec.Struct, frozen=True, array_like=True):
+class RankReport(msgspec.Struct, frozen=True, array_like=True):
     """By one rank, since its last turn."""
 
     now_ms: int  # Unix time
@@ -75,7 +80,7 @@ class Consent:
             self._read.setdefault(version, set()).add(rank)
             self._failed.setdefault(version, f"rank {rank}: {reason}")
 
-    def facts(self, own: Seen) -> TurnFacts:
+    def facts(self, own: RankReport) -> TurnFacts:
         """Of the next turn, with what all ranks are through with; `own` has been heard, too."""
         through = [version for version, ranks in self._read.items() if len(ranks) == self._size]
         for version in through:
@@ -84,3 +89,17 @@ class Consent:
         gone = {version for version, _ in failed}
         read = tuple(each for each in through if each not in gone)
         return TurnFacts(own.now_ms, own.took_s, read, failed, own.images)
+
+
+def in_lockstep(config: EngineConfig) -> EngineConfig:
+    """The configuration, with no decision left to the clock of a rank."""
+    speculation = config.speculation and replace(config.speculation, adapts_to_time=False, reads_beside=False)
+    return replace(config, lane_s=math.inf, speculation=speculation)
+
+
+def check_settings(config: EngineConfig) -> None:
+    """SetupError that names what several ranks cannot have."""
+    if config.disk is not None:
+        raise SetupError("a worker of several ranks keeps no KV on disk: leave --ssd-folder out")
+    if config.speculation is not None and config.speculation.draft_model:
+        raise SetupError("a worker of several ranks has no draft model: leave --draft-model-path out")

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from shared.frames import TokenLogprob, TokenLogprobs
 from worker.engine.fused import fused
-from worker.engine.sampling.asked_tokens import Asked
+from worker.engine.sampling.named_tokens import NamedLogprobs
 
 SMALLEST = 1e-37  # a chance below this counts as none
 _MASK_64 = (1 << 64) - 1
@@ -138,7 +138,7 @@ class Draw:
         logprobs_B: mx.array,
         top_TK: tuple[mx.array, mx.array] | None,
         top_index: dict[int, int],
-        asked: Asked,
+        asked: NamedLogprobs,
     ) -> None:
         self.versions = versions  # adapter version of each row at dispatch
         self._arrays = (logprobs_B, top_TK)

@@ -29,7 +29,7 @@ def wants_others(sampling: SamplingParams) -> bool:
     return bool(sampling.prompt_draws or any(sampling.prompt_named))
 
 
-def tell(
+def report_prompt(
     event: TokenEvent,
     spec: SequenceSpec,
     first: int,
@@ -60,15 +60,15 @@ def others(sampling: SamplingParams, logits_LV: mx.array, logprobs_LV: mx.array,
     count = logits_LV.shape[0]
     named = [list(ids) for ids in sampling.prompt_named[first : first + count]]
     named += [[] for _ in range(count - len(named))]
-    found = _told(named, logprobs_LV)
+    found = _logprobs(named, logprobs_LV)
     if sampling.prompt_draws:
         drawn = [_drawn(sampling, logits_LV, first, at) for at in range(sampling.prompt_draws)]
         by_place = np.stack([np.array(ids_L) for ids_L in drawn], axis=1).tolist()
-        found = [(*own, *more) for own, more in zip(found, _told(by_place, logprobs_LV), strict=True)]
+        found = [(*own, *more) for own, more in zip(found, _logprobs(by_place, logprobs_LV), strict=True)]
     return found
 
 
-def _told(ids: Sequence[list[int]], logprobs_LV: mx.array) -> list[TokenLogprobs]:
+def _logprobs(ids: Sequence[list[int]], logprobs_LV: mx.array) -> list[TokenLogprobs]:
     flat = [(place, token) for place, tokens in enumerate(ids) for token in tokens]
     if not flat:
         return [()] * len(ids)

@@ -23,8 +23,8 @@ from worker.engine.kv.disk.folder import Folder
 from worker.engine.kv.disk.reading import Errands
 from worker.engine.kv.parcels import (
     HostArray,
+    KvParcel,
     Label,
-    Parcel,
     UnusableParcelError,
     as_array,
     as_bytes,
@@ -99,16 +99,16 @@ class Album:
         self._thread.close()
 
     def _run(self, call: Callable[[], None]) -> None:
-        def told() -> None:
+        def logged() -> None:
             try:
                 call()
             except OSError as error:
                 log.warning("images.disk_failed reason=%r", f"{type(error).__name__}: {error.strerror or error}")
 
         if self._thread is None:
-            told()
+            logged()
         else:
-            self._thread.run(told)
+            self._thread.run(logged)
 
     def _label(self, key: bytes) -> Label:
         return Label(self._identity, (key,), "image")
@@ -134,7 +134,7 @@ class Album:
 
     def _write(self, key: bytes, host: HostArray) -> None:
         try:
-            packed = pack(Parcel(self._label(key), [], [(host,)]))
+            packed = pack(KvParcel(self._label(key), [], [(host,)]))
             self._folder.write(self._label(key).name, [packed.head, *packed.parts])
         finally:
             self._writing.discard(key)

@@ -15,7 +15,7 @@ import mlx.core as mx
 from worker.engine.vision.positions import Grid, Spots
 
 
-class Seen(NamedTuple):
+class EncodedImage(NamedTuple):
     """What a tower has made of an image."""
 
     vectors_TH: mx.array  # DeepStack: [T, (1 + N) H]
@@ -25,7 +25,7 @@ class Seen(NamedTuple):
 class ImageFeatures:
     """Of one row."""
 
-    def __init__(self, prompt: Sequence[int], images: Sequence[Seen]) -> None:
+    def __init__(self, prompt: Sequence[int], images: Sequence[EncodedImage]) -> None:
         """`images`: with as many vectors as the prompt has ids for them; EngineError if these are mixed."""
         self._places = [place for place, each in enumerate(prompt) if each < 0]
         self._images = [image.vectors_TH for image in images]

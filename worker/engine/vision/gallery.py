@@ -29,14 +29,14 @@ from worker.engine.messages import EngineConfig, Picture, VisionStats
 from worker.engine.ranks.turns import ImagePiece
 from worker.engine.vision.album import Album
 from worker.engine.vision.families import AnyTower, Tower
-from worker.engine.vision.features import ImageFeatures, Seen
+from worker.engine.vision.features import EncodedImage, ImageFeatures
 from worker.engine.vision.gemma import GemmaTower
 from worker.engine.vision.positions import Grid
 from worker.engine.vision.qwen import QwenTower
 
 log = logging.getLogger(__name__)
 
-TOLD_BYTES = 1 << 20  # of vectors that other ranks are sent between two decode steps
+SENT_BYTES = 1 << 20  # of vectors that other ranks are sent between two decode steps
 TRIED_AGAIN = 64  # calls until larger numbers of tiles are
 
 
@@ -49,8 +49,8 @@ class _Encoding:
     done: list[mx.array] = field(default_factory=list)  # their vectors
     layers: Iterator[mx.array] | None = None  # under way, of a tower that goes by these
     looked: bool = False  # whether it is on disk
-    made: Seen | None = None  # all of it, which other ranks are being told of
-    fault: str = ""  # why it has failed, which they are to be told
+    made: EncodedImage | None = None  # all of it, which is being sent to the other ranks
+    fault: str = ""  # why it has failed, to be sent to them
     known: list[mx.array] = field(default_factory=list)  # vectors that all ranks have
 
     @property
@@ -112,18 +112,18 @@ class Gallery:
     """Of one engine; without a tower it takes no images."""
 
     def __init__(
-        self, tower: AnyTower | None, config: EngineConfig, card: ModelCard, *, in_thread: bool, told: bool = False
+        self, tower: AnyTower | None, config: EngineConfig, card: ModelCard, *, in_thread: bool, by_ranks: bool = False
     ) -> None:
         """`in_thread`: where files are read and written, if there is a folder for them.
 
-        `told`: an image counts as encoded once all ranks have been told; those that follow have no tower.
+        `by_ranks`: an image counts as encoded once all ranks have it; those that follow have no tower.
         """
-        self._tower, self._vision, self._told = tower, card.vision, told
+        self._tower, self._vision, self._by_ranks = tower, card.vision, by_ranks
         self._album: Album | None = None
         if tower is not None and config.disk is not None:
             self._album = Album(config.disk, card, in_thread=in_thread)
         self._limit = config.image_cache_bytes
-        self._kept: OrderedDict[bytes, Seen] = OrderedDict()  # by key, least recently used first
+        self._kept: OrderedDict[bytes, EncodedImage] = OrderedDict()  # by key, least recently used first
         self._waiting: OrderedDict[bytes, _Encoding] = OrderedDict()  # in order of arrival
         self._wanted: Counter[bytes] = Counter()  # by how many rows that wait
         self._failed: dict[bytes, str] = {}  # of those that are wanted
@@ -220,7 +220,7 @@ class Gallery:
             except Exception as error:
                 log.exception("engine.image_failed")
                 encoding.fault = f"the image could not be encoded: {type(error).__name__}: {error}"
-                if not self._told:
+                if not self._by_ranks:
                     self._fail(key, encoding.fault)
             if time.perf_counter() > until:
                 return
@@ -228,7 +228,7 @@ class Gallery:
     def news(self, times: int) -> tuple[ImagePiece, ...]:
         """What the other ranks are to be told of in the next turn: so many times the usual bytes, a vector at least."""
         pieces: list[ImagePiece] = []
-        most = TOLD_BYTES * times
+        most = SENT_BYTES * times
         for key, encoding in self._waiting.items():
             if most <= 0:
                 break
@@ -252,7 +252,9 @@ class Gallery:
                 if encoding.count == piece.total:
                     vectors_TH = mx.concatenate(encoding.known)
                     mx.eval(vectors_TH)
-                    self._take(piece.key, Seen(vectors_TH, Grid(piece.rows, piece.columns) if piece.rows else None))
+                    self._take(
+                        piece.key, EncodedImage(vectors_TH, Grid(piece.rows, piece.columns) if piece.rows else None)
+                    )
 
     def _next(self) -> bytes | None:
         """The image that has waited longest, but for those that may come from disk."""
@@ -266,7 +268,7 @@ class Gallery:
             if vectors_TH is not None:
                 size = encoding.picture.width, encoding.picture.height
                 self._hits += 1
-                self._take(key, Seen(vectors_TH, None if isinstance(tower, Tower) else tower.grid(*size)))
+                self._take(key, EncodedImage(vectors_TH, None if isinstance(tower, Tower) else tower.grid(*size)))
                 return
         if isinstance(tower, Tower):
             seen = self._tiles(tower, encoding, until)
@@ -278,12 +280,12 @@ class Gallery:
         self._encoded += 1
         if self._album is not None:
             self._album.keep(key, seen.vectors_TH)
-        if self._told:
+        if self._by_ranks:
             encoding.made = seen
         else:
             self._take(key, seen)
 
-    def _take(self, key: bytes, seen: Seen) -> None:
+    def _take(self, key: bytes, seen: EncodedImage) -> None:
         del self._waiting[key]
         self._kept[key] = seen
         self._bytes += seen.vectors_TH.nbytes
@@ -298,7 +300,7 @@ class Gallery:
         if self._album is not None:
             self._album.close()
 
-    def _layers(self, tower: QwenTower | GemmaTower, encoding: _Encoding, until: float) -> Seen | None:
+    def _layers(self, tower: QwenTower | GemmaTower, encoding: _Encoding, until: float) -> EncodedImage | None:
         """The image, once its last layer is through."""
         picture = encoding.picture
         if encoding.layers is None:
@@ -309,9 +311,9 @@ class Gallery:
             if time.perf_counter() > until:
                 return None
         (vectors_TH,) = encoding.done
-        return Seen(vectors_TH, tower.grid(picture.width, picture.height))
+        return EncodedImage(vectors_TH, tower.grid(picture.width, picture.height))
 
-    def _tiles(self, tower: Tower, encoding: _Encoding, until: float) -> Seen | None:
+    def _tiles(self, tower: Tower, encoding: _Encoding, until: float) -> EncodedImage | None:
         """The image, once its last tile is through."""
         picture, began = encoding.picture, time.perf_counter()
         left = picture.tiles[encoding.tiles :]
@@ -328,7 +330,7 @@ class Gallery:
         times.took(len(chosen), time.perf_counter() - began)
         encoding.done.append(vectors_NTH.reshape(-1, vectors_NTH.shape[-1]))
         encoding.tiles += len(chosen)
-        return None if len(chosen) < len(left) else Seen(mx.concatenate(encoding.done))
+        return None if len(chosen) < len(left) else EncodedImage(mx.concatenate(encoding.done))
 
     def _shrink(self) -> None:
         """Forget the images used longest ago, but for those that a row still waits for."""
@@ -339,7 +341,7 @@ class Gallery:
                 self._bytes -= self._kept.pop(key).vectors_TH.nbytes
 
 
-def _piece(key: bytes, made: Seen, start: int, most: int) -> ImagePiece:
+def _piece(key: bytes, made: EncodedImage, start: int, most: int) -> ImagePiece:
     """The next vectors of an image: about so many bytes."""
     total, width = made.vectors_TH.shape
     end = start + max(1, most * total // made.vectors_TH.nbytes)

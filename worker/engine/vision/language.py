@@ -12,7 +12,7 @@ from mlx_lm.models import gemma3 as gemma3_lm
 from mlx_lm.models import qwen2_vl, qwen3, qwen3_moe, qwen3_vl, qwen3_vl_moe
 
 from shared.errors import SetupError
-from worker.engine.vision.positions import PlacedRope, Placement
+from worker.engine.vision.positions import PlacedRope, RowPositions
 
 
 def with_modules(ours: Any, theirs: Any) -> Any:
@@ -29,7 +29,7 @@ def qwen(theirs: Any, family: str, deep: int) -> Any:
     text = {**asdict(theirs.args), "rope_scaling": None, "tie_word_embeddings": "lm_head" not in theirs}
     ours = of.Model(of.ModelArgs(model_type=family, text_config=text))
     turning, layers = theirs.layers[0].self_attn.rotary_emb, ours.layers
-    ours.placement = Placement(turning.inv_freq, turning.position_selector)
+    ours.placement = RowPositions(turning.inv_freq, turning.position_selector)
     for at in range(deep):
         layers[at] = block(ours.language_model.args, at)
         layers[at].at = at
@@ -61,16 +61,16 @@ def gemma3(theirs: Any, text: dict[str, Any]) -> Any:
     return ours
 
 
-def placement_of(module: Any) -> Placement | None:
+def placement_of(module: Any) -> RowPositions | None:
     """Of a model whose positions have three axes, or of one of its layers."""
     placement = getattr(module, "placement", None)
-    return placement if isinstance(placement, Placement) else None
+    return placement if isinstance(placement, RowPositions) else None
 
 
 class _Deep:
     """A layer behind which vectors of the images are added (DeepStack, arXiv 2406.04334)."""
 
-    placement: Placement
+    placement: RowPositions
     at: int
 
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:

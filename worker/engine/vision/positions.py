@@ -6,7 +6,7 @@ all axes. So behind an image a row's positions are those of its KV less a number
 pieces of a prompt with images need all three axes.
 
 Invariants. `Spots` follow from the prompt and its images alone, never from the KV, so KV that is found again (by a
-later row, in a file, at a peer) needs nothing else. A `Placement` says something for the time of one forward only:
+later row, in a file, at a peer) needs nothing else. A `RowPositions` says something for the time of one forward only:
 whoever else computes with the model, such as a trainer, finds positions as of text.
 """
 
@@ -56,7 +56,7 @@ class Spots:
         return np.concatenate([inside_3L, np.tile(behind, (3, 1))], axis=1)
 
 
-class Placement:
+class RowPositions:
     """Where the rows of the forward stand; of one model. Without anything said, positions are those of the KV."""
 
     def __init__(self, frequencies_F: mx.array, axes_F: mx.array) -> None:
@@ -114,7 +114,7 @@ class Placement:
 class PlacedRope(nn.Module):  # type: ignore[misc]
     """Turns queries and keys as the placement says; in place of a layer's own `rope`."""
 
-    def __init__(self, placement: Placement, dims: int, base: float) -> None:
+    def __init__(self, placement: RowPositions, dims: int, base: float) -> None:
         super().__init__()
         self.placement = placement
         self.dims = dims

@@ -74,7 +74,7 @@ class Folder:
             for place in self._places():
                 if place != self._place and place.name.startswith(self._base) and _is_unused(place):
                     shutil.rmtree(place, ignore_errors=True)
-            self._tell(lock, self._count())
+            self._write_total(lock, self._count())
 
     def close(self) -> None:
         """This place is not in use by us any more."""
@@ -157,20 +157,20 @@ class Folder:
             if self._ttl_s:
                 old = time.time() - self._ttl_s
                 self._evict([kept for kept in self._kept() if kept.used_at < old])
-            self._tell(lock, self._count())
+            self._write_total(lock, self._count())
 
     # -- bytes
 
     def _take(self, part: Path, size: int) -> int | None:
         """Take the bytes for a file, as an open and locked one of that size; None where there is no room."""
         with self._locked() as lock:
-            total = _told(lock)
+            total = _read_total(lock)
             if total is None or (self._max_bytes and total + size > self._max_bytes):
                 total = self._make_room(size)
             if self._max_bytes and total + size > self._max_bytes:
-                self._tell(lock, total)
+                self._write_total(lock, total)
                 return None
-            self._tell(lock, total + size)
+            self._write_total(lock, total + size)
             file = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
                 fcntl.flock(file, fcntl.LOCK_EX)
@@ -178,7 +178,7 @@ class Folder:
             except BaseException:
                 os.close(file)
                 part.unlink(missing_ok=True)
-                self._tell(lock, total)
+                self._write_total(lock, total)
                 raise
             return file
 
@@ -187,8 +187,8 @@ class Folder:
         with self._locked() as lock:
             before = path.stat().st_size if path.exists() else 0  # another worker was as quick
             part.replace(path)
-            total = _told(lock)
-            self._tell(lock, self._count() if total is None else total - before)
+            total = _read_total(lock)
+            self._write_total(lock, self._count() if total is None else total - before)
 
     def _make_room(self, size: int) -> int:
         """Remove what was used least lately until so many bytes fit; the sum of what is left."""
@@ -212,13 +212,13 @@ class Folder:
 
     def _remove(self, paths: Sequence[Path]) -> None:
         with self._locked() as lock:
-            total = _told(lock)
+            total = _read_total(lock)
             for path in paths:
                 with contextlib.suppress(FileNotFoundError):
                     size = path.stat().st_size
                     path.unlink()
                     total = None if total is None else total - size
-            self._tell(lock, self._count() if total is None else total)
+            self._write_total(lock, self._count() if total is None else total)
 
     def _count(self) -> int:
         """The sizes of all files; what dead processes have left half written is removed."""
@@ -263,7 +263,7 @@ class Folder:
             finally:
                 os.close(lock)
 
-    def _tell(self, lock: int, total: int) -> None:
+    def _write_total(self, lock: int, total: int) -> None:
         os.pwrite(lock, f"{total:0{_DIGITS}d}".encode(), 0)
         self.bytes = total
         self.id = _id_in(lock)  # each time: the folder may have been removed and made again
@@ -272,7 +272,7 @@ class Folder:
         return self._place / f"{name}{FILE}"
 
 
-def _told(lock: int) -> int | None:
+def _read_total(lock: int) -> int | None:
     """What the others say; None when nobody has counted."""
     digits = os.pread(lock, _DIGITS, 0)
     return int(digits) if len(digits) == _DIGITS and digits.isdigit() else None

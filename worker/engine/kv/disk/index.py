@@ -11,7 +11,7 @@ from worker.engine.kv.parcels import Label
 
 
 @dataclass(frozen=True)
-class Entry:
+class FileEntry:
     """A file."""
 
     name: str
@@ -24,9 +24,9 @@ class Index:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._files: dict[str, Entry] = {}
-        self._blocks: dict[bytes, Entry] = {}
-        self._snapshots: dict[bytes, dict[tuple[int, ...], Entry]] = {}
+        self._files: dict[str, FileEntry] = {}
+        self._blocks: dict[bytes, FileEntry] = {}
+        self._snapshots: dict[bytes, dict[tuple[int, ...], FileEntry]] = {}
 
     def __len__(self) -> int:
         return len(self._files)
@@ -40,7 +40,7 @@ class Index:
         with self._lock:
             return list(self._files)
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: FileEntry) -> None:
         """A file is there."""
         label = entry.label
         with self._lock:
@@ -58,16 +58,16 @@ class Index:
                 if entry is not None:
                     self._forget(entry)
 
-    def block(self, key: bytes) -> Entry | None:
+    def block(self, key: bytes) -> FileEntry | None:
         """A file that holds this block."""
         return self._blocks.get(key)
 
-    def snapshots(self, key: bytes) -> list[Entry]:
+    def snapshots(self, key: bytes) -> list[FileEntry]:
         """Files of snapshots behind this block."""
         with self._lock:
             return list(self._snapshots.get(key, {}).values())
 
-    def _forget(self, entry: Entry) -> None:
+    def _forget(self, entry: FileEntry) -> None:
         label = entry.label
         if label.tail is None:
             for key in label.keys:

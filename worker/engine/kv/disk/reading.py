@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable
 
 from worker.engine.kv.disk.folder import Folder
-from worker.engine.kv.disk.index import Entry, Index
-from worker.engine.kv.parcels import MAX_HEADER_BYTES, Parcel, UnusableParcelError, label_of, unpack
+from worker.engine.kv.disk.index import FileEntry, Index
+from worker.engine.kv.parcels import MAX_HEADER_BYTES, KvParcel, UnusableParcelError, label_of, unpack
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class Errands:
                 log.exception("kv.disk_reader_failed")
 
 
-class Shelf:
+class FileShelf:
     """The files of one model. Any thread may call; nothing here touches MLX."""
 
     def __init__(self, folder: Folder, index: Index, identity: str) -> None:
@@ -87,7 +87,7 @@ class Shelf:
         except OSError as error:
             self._fail(error)
 
-    def fetch(self, entry: Entry) -> Parcel | None:
+    def fetch(self, entry: FileEntry) -> KvParcel | None:
         """Read and check a file; None when it cannot be used, and then it is known no more."""
         try:
             parcel = unpack(self._folder.read(entry.name), self._identity)
@@ -125,7 +125,7 @@ class Shelf:
         except UnusableParcelError as error:
             self._throw_away(name, str(error))
         else:
-            self._index.add(Entry(name, label, size))
+            self._index.add(FileEntry(name, label, size))
 
     def _throw_away(self, name: str, reason: str) -> None:
         with self._counting:

@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from shared.sequences import ModelCard
-from worker.engine.kv.disk.index import Entry
+from worker.engine.kv.disk.index import FileEntry
 from worker.engine.kv.disk.tier import DiskTier
-from worker.engine.kv.entries import NOTHING, Promotion, Segment, Snapshot, go_on_with
+from worker.engine.kv.entries import NOTHING, Promotion, Segment, StateSnapshot, go_on_with
 from worker.engine.kv.parcels import identity_of
 from worker.engine.kv.sharing import SharedCache
 from worker.engine.messages import DiskStats, EngineConfig
@@ -36,7 +36,9 @@ LOSSES = 3  # one after another, and nothing is read for a while: small models o
 class _FromDisk(Promotion):
     """What one row waits for."""
 
-    def __init__(self, keys: list[bytes], ids: Sequence[int], version: str, at_most: int, entries: list[Entry]) -> None:
+    def __init__(
+        self, keys: list[bytes], ids: Sequence[int], version: str, at_most: int, entries: list[FileEntry]
+    ) -> None:
         self.keys, self.ids, self.version, self.at_most = keys, ids, version, at_most
         self.pending = {entry.name for entry in entries}
         self.began = time.monotonic()
@@ -96,14 +98,14 @@ class TieredCache(SharedCache):
 
     # -- out
 
-    def _leaves(self, entry: Segment | Snapshot) -> None:
+    def _leaves(self, entry: Segment | StateSnapshot) -> None:
         self._offer(entry)
 
-    def _added(self, entry: Segment | Snapshot) -> None:
+    def _added(self, entry: Segment | StateSnapshot) -> None:
         if self._through:
             self._offer(entry)
 
-    def _offer(self, entry: Segment | Snapshot) -> None:
+    def _offer(self, entry: Segment | StateSnapshot) -> None:
         weights = self._lasting.get(entry.version)
         if weights is None:
             return
@@ -138,7 +140,7 @@ class TieredCache(SharedCache):
             self._tier.want(entry, lambda: promotion.waits)
         return promotion
 
-    def _on_disk(self, keys: list[bytes], ids: Sequence[int], version: str, at_most: int) -> list[Entry]:
+    def _on_disk(self, keys: list[bytes], ids: Sequence[int], version: str, at_most: int) -> list[FileEntry]:
         """The files to read, in order; [] where memory has as much."""
         in_memory = sum(self._find(iter(keys)).values())
         chain = self._chain(keys, in_memory, version)  # the file of each block from there on
@@ -164,8 +166,8 @@ class TieredCache(SharedCache):
                 return entries
         return []
 
-    def _chain(self, keys: list[bytes], start: int, version: str) -> list[Entry]:
-        chain: list[Entry] = []
+    def _chain(self, keys: list[bytes], start: int, version: str) -> list[FileEntry]:
+        chain: list[FileEntry] = []
         for key in keys[start:]:
             entry = self._tier.index.block(key)
             if entry is None or not self._is_usable(entry, version):
@@ -173,14 +175,14 @@ class TieredCache(SharedCache):
             chain.append(entry)
         return chain
 
-    def _is_usable(self, entry: Entry, version: str) -> bool:
+    def _is_usable(self, entry: FileEntry, version: str) -> bool:
         if entry.label.version == version and entry.label.weights == self._lasting[version]:
             return True
         self._tier.remove(entry)  # another ring's version of this name and number
         return False
 
-    def _within_limit(self, chain: list[Entry]) -> list[Entry]:
-        entries: list[Entry] = []
+    def _within_limit(self, chain: list[FileEntry]) -> list[FileEntry]:
+        entries: list[FileEntry] = []
         left = self._limit
         for entry in dict.fromkeys(chain):
             left -= entry.size

@@ -12,7 +12,7 @@ from mlx_lm.models.activations import swiglu
 
 from worker.engine.kv.quantised import Packing
 from worker.engine.model.cuda.rotary import Rotary
-from worker.engine.model.joined import Joined, arrays_of
+from worker.engine.model.joined import JoinedLinears, arrays_of
 from worker.engine.model.step.adapting import Adapting
 from worker.engine.model.step.product import Arrays, Product, added_and_normed
 
@@ -187,7 +187,7 @@ def _of_heads(weights: Arrays, heads: Sequence[int]) -> mx.array:
 def _products(parts: Sequence[Any]) -> tuple[tuple[Product, ...], tuple[Arrays, ...]]:
     """Of linears that read the same input."""
     own = [bare(part) for part in parts]
-    joined: Joined | None = getattr(own[0], "joined", None)
+    joined: JoinedLinears | None = getattr(own[0], "joined", None)
     whole = own if joined is None else [joined.product]
     hows, arrays = zip(*(Product.of(each) for each in whole), strict=True)
     return hows, arrays

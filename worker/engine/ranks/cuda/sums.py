@@ -123,10 +123,10 @@ def open_to(group: Any) -> bool:
         own = _own(group.size())
     except Exception as error:  # whatever it is: the others wait for this rank's word
         reason = str(error)
-    told = _told(group, b"" if own is None else own.handle + _machine())
-    if own is not None and all(each[HANDLE_BYTES:] == _machine() for each in told):
+    gathered = _exchanged(group, b"" if own is None else own.handle + _machine())
+    if own is not None and all(each[HANDLE_BYTES:] == _machine() for each in gathered):
         try:
-            handles = enumerate(each[:HANDLE_BYTES] for each in told)
+            handles = enumerate(each[:HANDLE_BYTES] for each in gathered)
             places = [own.address if rank == group.rank() else own.opened(each) for rank, each in handles]
         except Exception as error:
             reason = str(error)
@@ -156,7 +156,7 @@ def _machine() -> bytes:
         return b""
 
 
-def _told(group: Any, own: bytes) -> list[bytes]:
+def _exchanged(group: Any, own: bytes) -> list[bytes]:
     """Each rank's bytes, made up to the same length."""
     length = HANDLE_BYTES + 36
     words = mx.array(list(own.ljust(length, b"\0")), mx.int32)

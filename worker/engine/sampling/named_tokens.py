@@ -9,7 +9,7 @@ from shared.frames import TokenLogprob, TokenLogprobs
 from shared.sequences import SamplingParams
 
 
-class AskedTokens:
+class NamedTokens:
     """Of one set of rows. N: tokens named, of all rows."""
 
     def __init__(self, rows: Sequence[SamplingParams]) -> None:
@@ -29,12 +29,12 @@ class AskedTokens:
         return logprobs_BV[self._rows_N, self._tokens_N] if self.ids else None
 
 
-class Asked:
+class NamedLogprobs:
     """What one decode step left of them; pulled to the host when it is first asked for."""
 
     __slots__ = ("_logprobs_N", "_tokens", "_values")
 
-    def __init__(self, tokens: AskedTokens, logprobs_N: mx.array | None) -> None:
+    def __init__(self, tokens: NamedTokens, logprobs_N: mx.array | None) -> None:
         self._tokens = tokens
         self._logprobs_N = logprobs_N
         self._values: list[float] = []

@@ -16,7 +16,7 @@ SPACING = 1024  # ids between two snapshots along a prompt, at least
 SHARE = 8  # an eighth of the cache is the most that these take of one prompt
 
 
-class Stops:
+class SnapshotPositions:
     """Of one model; `state_bytes` of a row are known when the first one is stored."""
 
     def __init__(self, block_size: int, limit_bytes: int) -> None:
