@@ -15,7 +15,7 @@ log = structlog.get_logger()
 
 
 class CacheResets:
-    """Of one worker."""
+    """Passes resets of the prefix cache to one worker's engine and publishes their answers."""
 
     def __init__(self, redis: Redis, engine: EngineThread, worker_id: str) -> None:
         self._redis = redis

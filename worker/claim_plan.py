@@ -23,7 +23,7 @@ class ClassShares:
 
 @dataclass(frozen=True)
 class SchedulerState:
-    """What runs now."""
+    """Rows and KV that are in use now."""
 
     interactive_rows: int
     batch_rows: int
@@ -33,11 +33,11 @@ class SchedulerState:
 
     @property
     def rows(self) -> int:
-        """Of both classes."""
+        """Rows of both classes together."""
         return self.interactive_rows + self.batch_rows
 
     def plan(self, rows: int, interactive_first: int, batch_first: int = 0, batch_max: int = 0) -> ClaimPlan:
-        """To claim so many."""
+        """A claim of `rows` sequences within the KV that is free."""
         kv_tokens = max(0, self.kv_tokens_free)
         is_empty = self.rows == 0
         return ClaimPlan(rows, interactive_first, batch_first, batch_max, kv_tokens, is_empty, self.kv_window)
@@ -80,7 +80,7 @@ def plan_claims(state: SchedulerState, shares: ClassShares) -> ClaimPlan:
 
 
 def plan_room(state: SchedulerState, shares: ClassShares) -> ClaimPlan:
-    """What to claim when all rows are taken: interactive sequences, each in place of a batch row, up to their share.
+    """Plan a claim while all rows are taken: interactive sequences replace batch rows, up to the interactive share.
 
     One row at least stays with batch work.
     """

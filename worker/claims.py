@@ -29,7 +29,7 @@ SET_ASIDE_S = 3.0  # for an engine that may be in the middle of a step
 
 
 class Preparing:
-    """Of one worker. `send` gives the engine orders; `submitted` is called with their rows, which may have changed."""
+    """Fetches what sequences need and submits them. `submitted` is called with their rows, which may have changed."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Preparing:
         await self._submitted([row for row in rows if row is not None])
 
     def _is_ours(self, request: RowRequest) -> bool:
-        """Whether it has neither ended nor gone meanwhile."""
+        """True while the request's attempt is still claimed here."""
         return self._rows.attempt(request.spec.id, request.attempt) is not None
 
     async def _prepare(self, request: RowRequest) -> RowRequest | None:
@@ -103,7 +103,7 @@ class Preparing:
 
 
 class RowsOwner(Protocol):
-    """What is needed of an engine's thread."""
+    """The part of `EngineThread` that gives rows back."""
 
     def set_aside(self, seq_ids: list[str]) -> Future[None]: ...
 

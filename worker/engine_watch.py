@@ -32,7 +32,7 @@ class EngineWatch:
 
     @property
     def suspects(self) -> bool:
-        """Whether the worker should no longer be counted on."""
+        """True if the worker should no longer be relied on."""
         return self.silent_s > self._limit_s / 2
 
     async def run(self) -> None:

@@ -30,7 +30,7 @@ STOP_S = 8.0  # for what is under way
 
 @dataclass(frozen=True)
 class Workplace:
-    """What a worker lends to its guest."""
+    """Resources that a worker lends to its guest."""
 
     engine: EngineThread  # of which a guest uses `run_between_steps`
     loaded: LoadedModel  # its model belongs to the engine's thread
@@ -64,7 +64,7 @@ def own_settings(guest: Guest | None) -> str:
 
 
 def rank_of_guest(settings: WorkerSettings) -> Callable[[LoadedModel], Learning] | None:
-    """What the other ranks of a group do in the place of that guest; None: there is none."""
+    """Factory of the guest's part on the other ranks of a group; None without a guest."""
     kind = _kind(settings)
     if kind is None:
         return None

@@ -27,7 +27,7 @@ SETTLE_LOOK_S = 0.05  # while rows still run
 
 
 class Pause:
-    """Of one worker. `on_change` is called when the heartbeat changes."""
+    """Carries out pause orders for one worker. `on_change` is called when the heartbeat changes."""
 
     def __init__(
         self,
@@ -49,20 +49,20 @@ class Pause:
 
     @property
     def on(self) -> bool:
-        """Whether claiming is off."""
+        """True while claiming is off."""
         return self._order is not None
 
     @property
     def frozen(self) -> bool:
-        """Whether rows stand still."""
+        """True while rows stand still."""
         return self._order is not None and self._order.mode != "wait"
 
     def poke(self) -> None:
-        """There may be news."""
+        """Make `run` read the switch soon."""
         self._news.set()
 
     def aborts(self, row: ClaimedRow) -> bool:
-        """Whether a row that has only now reached the engine ends at once."""
+        """True if a row that has just reached the engine must end at once."""
         return self._order is not None and self._order.mode == "abort" and not row.claim.spec.job
 
     async def run(self) -> None:

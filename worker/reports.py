@@ -23,7 +23,7 @@ WAITS_FOR = "adapter_waits:"  # before a version: rows wait for it
 
 @dataclass(frozen=True)
 class Identity:
-    """What stays the same while a worker lives."""
+    """Facts of a worker that never change while it lives."""
 
     id: str
     card: ModelCard
@@ -140,7 +140,7 @@ class _ClassHistograms:
 
 
 class SequenceCounts:
-    """What the publisher counts of the sequences that it writes."""
+    """Counters that the publisher keeps of sequences."""
 
     def __init__(self, tally: Tally, model: str) -> None:
         self._tally = tally
@@ -251,7 +251,7 @@ FIGURES_OF_DISK = {
 
 
 class WorkerCounts:
-    """What else the worker counts: read from where it is known, before every write."""
+    """Other counters of the worker, read from their sources before every write."""
 
     def __init__(self, tally: Tally, model: str) -> None:
         self._tally, self._model = tally, model

@@ -46,7 +46,7 @@ QUIET_S = 30.0  # between two words about trouble
 
 
 class RingMemory:
-    """Of one worker."""
+    """Shares completions between one worker's engine and the ring."""
 
     def __init__(
         self, store: CompletionStore | None, vocab_size: int, remember: Callable[[list[Completions]], None]

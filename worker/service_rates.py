@@ -29,7 +29,7 @@ PROMPTS_BOUND = 0.5  # share of the rows that wait for their prompts at a time, 
 
 @dataclass
 class _Pace:
-    """Of one class."""
+    """Service rate of one class."""
 
     full_since: float = 0.0  # 0: at the last look there was less than the offer
     full_s: float = 0.0

@@ -84,7 +84,7 @@ class DiskCache:
         return file
 
     def _is_sound(self, file: BufferedReader, manifest: AdapterManifest) -> bool:
-        """Whether the file is what it was when it was renamed: a disk may lie after a power cut."""
+        """True if the file's size and content are those it was renamed with: a disk may lie after a power cut."""
         stat = os.fstat(file.fileno())
         if stat.st_size != manifest.size:
             return False
@@ -154,7 +154,7 @@ def _lock(file: IO[bytes]) -> bool:
 
 
 def _is_at(file: IO[bytes], path: Path) -> bool:
-    """Whether the open file is still the one under this name."""
+    """True if `path` still names the open file."""
     with contextlib.suppress(FileNotFoundError):
         return os.fstat(file.fileno()).st_ino == path.stat().st_ino
     return False

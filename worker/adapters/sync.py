@@ -243,7 +243,7 @@ class AdapterSync:
 
 
 def _digest(manifest: AdapterManifest, dtype: str) -> str:
-    """Of all that a version changes in what is computed: its name and number may mean another one in another ring."""
+    """Hash of everything in a version that changes what is computed; its name and number may differ in another ring."""
     whole = f"{manifest.sha256} {manifest.kind} {manifest.rank} {manifest.scale!r} {dtype}"
     return hashlib.blake2b(whole.encode(), digest_size=16).hexdigest()
 

@@ -34,7 +34,7 @@ UNSEEN = 0.9  # part of the share: turns between units are 2 to 3% slower, too, 
 
 
 class TimeShare:
-    """Whether a unit may run now: plain numbers, in seconds.
+    """Decides whether a unit of guest work may run now: plain numbers, in seconds.
 
     What a unit costs is what decoding loses by it: its own time, and by how much the turn after it is longer than usual
     (cold caches) or shorter (the look-ahead step ran beside it). So the share adapts until decoding keeps its part.
@@ -76,7 +76,7 @@ class TimeShare:
 
     @property
     def may_work(self) -> bool:
-        """Whether the next unit is paid for; now and then a turn goes without one, to know what is usual."""
+        """True if the next unit is paid for; now and then a turn runs without one, to measure the usual time."""
         return not self._closed and self._credit >= self._expected and self._in_a_row < LOOK_AFTER
 
 
@@ -104,7 +104,7 @@ class Guests:
         self.stats = GuestStats()
 
     def waits(self, is_idle: bool) -> bool:
-        """Whether there is a unit to run, now or between two decode steps; `is_idle`: no row is there."""
+        """True if a unit can run now or between decode steps. `is_idle`: the engine has no rows."""
         return any(is_idle or not piece.when_idle for piece in self._pieces)
 
     def add(self, start: Callable[[], Work[T]], future: Future[T], *, when_idle: bool = False) -> None:

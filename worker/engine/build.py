@@ -34,7 +34,7 @@ class OtherRanks(Protocol):
         """Let them take a turn that begins with these orders; what all of us know in it."""
 
     def turned(self, events: Sequence[TokenEvent]) -> None:
-        """What came of it here."""
+        """Report the events of this rank's latest turn, to be compared with the other ranks'."""
 
 
 def build(

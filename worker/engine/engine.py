@@ -93,23 +93,23 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether the next turn has anything to do."""
+        """True if the next turn has work to do."""
         waits = self._frozen or (self._stalled and len(self._rows) == len(self._waiting) and not self._gallery.busy)
         return bool(self._events or self._loading or self.prefixes.busy or (self._rows and not waits))
 
     @property
     def has_rows(self) -> bool:
-        """Whether any sequence is here, if only to wait for its adapter or its grammar."""
+        """True if the engine has any sequence, including those that wait for an adapter or a grammar."""
         return bool(self._rows)
 
     @property
     def decoding(self) -> bool:
-        """Whether any sequence prefills or decodes."""
+        """True if any sequence prefills or decodes."""
         return not self._frozen and len(self._rows) > len(self._waiting)
 
     @property
     def is_idle(self) -> bool:
-        """Whether no sequence is here, and nothing else is to be done or forbidden."""
+        """True if the engine has no sequences, is not frozen, and has no other work."""
         return not (self._rows or self._frozen or self.busy)
 
     def quicken(self) -> None:
@@ -222,7 +222,7 @@ class Engine:
             self._give_up_batch(error, self._lane.give_up())
 
     def stats(self) -> EngineStats:
-        """A snapshot."""
+        """A snapshot of counters and sizes, stamped with the current time."""
         waiting = len(self._waiting)
         return EngineStats(
             rows=len(self._rows) - waiting,
@@ -288,7 +288,7 @@ class Engine:
         self._start(admitted)
 
     def _can_start(self, row: Row) -> bool:
-        """Whether its grammar is compiled, its adapter loaded, and KV of it in memory that was on disk."""
+        """True if the row's grammar is compiled, its adapter loaded, its images encoded and its KV read from disk."""
         try:
             is_ready = (row.place is None or row.place.ready) and self._model.adapters.ready(row)
             is_ready &= self._gallery.ready(row.viewing)

@@ -37,7 +37,7 @@ class EngineParts:
 
 
 class EngineOrder(msgspec.Struct, frozen=True, tag=True):
-    """Base of all orders."""
+    """Base class of all orders, each of which carries itself out."""
 
     def carry_out(self, parts: EngineParts) -> None:
         """Do it; in the engine's thread, between two turns."""

@@ -142,7 +142,7 @@ class Unfed:
 
 @dataclass(frozen=True)
 class Feed:
-    """What to feed in one forward: these prompts, at most `chunk` tokens of each."""
+    """Prompts to feed in one forward, at most `chunk` tokens of each."""
 
     prompts: tuple[int, ...]
     chunk: int
@@ -204,7 +204,7 @@ class DraftKv:
 
 @dataclass(frozen=True)
 class Limits:
-    """What the model and this worker's memory allow."""
+    """Limits of the model and of this worker's memory."""
 
     vocab_size: int
     context_length: int
@@ -219,11 +219,11 @@ class Limits:
         return cls(card.vocab_size, card.context_length, card.kv_bytes_per_token, kv_limit_bytes, card.kv_window, draft)
 
     def kv_bytes(self, tokens: int) -> int:
-        """Of a row that comes to have so many."""
+        """Bytes of KV of a row with `tokens` tokens."""
         return held(tokens, self.kv_window) * self.kv_bytes_per_token
 
     def reserved_bytes(self, tokens: int) -> int:
-        """Of such a row, with what a draft model keeps of it."""
+        """Bytes to reserve for such a row, including the draft model's KV."""
         return self.kv_bytes(tokens) + min(tokens, self.draft.most) * self.draft.bytes_per_token
 
     def refusal(self, spec: SequenceSpec) -> ParallmError | None:
@@ -263,11 +263,11 @@ class Reserved:
 
     @property
     def bytes(self) -> int:
-        """Of all of them."""
+        """Bytes reserved for all rows."""
         return self._bytes(self._tokens)
 
     def fits(self, tokens: int) -> bool:
-        """Whether there is a place and KV for one more row; a first one always fits."""
+        """True if one more row has a place and KV; the first row always fits."""
         if not self._tokens:
             return True
         return (
@@ -275,11 +275,11 @@ class Reserved:
         )
 
     def add(self, tokens: int) -> None:
-        """Admit a row."""
+        """Reserve KV for an admitted row."""
         self._tokens.append(tokens)
 
     def remove(self, tokens: int) -> None:
-        """A row has left."""
+        """Free the KV reserved for a row."""
         self._tokens.remove(tokens)
 
     def _bytes(self, tokens: list[int]) -> int:

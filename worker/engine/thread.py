@@ -79,7 +79,7 @@ class EngineThread:
         return self.begin().result()
 
     def begin(self) -> Future[LoadedModel]:
-        """The same, without waiting."""
+        """Start loading the model, without waiting for it."""
         assert self._thread is None, "an engine thread starts once"
         ready: Future[LoadedModel] = Future()
         self._thread = threading.Thread(target=self._run, args=(ready,), name="engine", daemon=True)
@@ -138,11 +138,11 @@ class EngineThread:
         return future
 
     def adapter_stats(self) -> AdapterStats:
-        """The latest snapshot."""
+        """The latest snapshot of the adapter slots."""
         return AdapterStats() if self._slots is None else self._slots.stats
 
     def stats(self) -> EngineStats:
-        """The latest snapshot."""
+        """The latest snapshot of the engine."""
         stats = replace(self._stats, guests=self._guests.stats, warms_up=self._warms_up)
         if self._turn_began is None:
             return replace(stats, last_step_ms=time.monotonic_ns() // 1_000_000)
@@ -150,7 +150,7 @@ class EngineThread:
 
     @property
     def alive(self) -> bool:
-        """Whether the thread runs."""
+        """True while the thread runs."""
         return self._thread is not None and self._thread.is_alive()
 
     def silent_s(self) -> float:

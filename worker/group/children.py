@@ -14,7 +14,7 @@ END_S = 5.0  # for a child to end by itself
 
 
 class Children:
-    """Of one group; `on_exit` hears of each that ends, with its exit code."""
+    """Processes of one group's other ranks. `on_exit` is called with the rank and exit code of each that ends."""
 
     def __init__(self, settings: RankSettings, placed: Placement, on_exit: Callable[[int, int], None]) -> None:
         self._settings, self._placed, self._on_exit = settings, placed, on_exit
@@ -22,7 +22,7 @@ class Children:
         self._watching: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """All other ranks."""
+        """Start the processes of all other ranks."""
         for rank in range(1, self._placed.size):
             placed = replace(self._placed, rank=rank)
             environment = {

@@ -30,7 +30,6 @@ class EngineRank(Follower):
         self._files: dict[str, tuple[Path, AsyncExitStack]] = {}
 
     async def run(self) -> int:
-        """See `Follower`."""
         s = self._own_settings
         self._cache = DiskCache(s.adapter_cache_dir, int(s.adapter_cache_gb * 1e9))
         return await super().run()

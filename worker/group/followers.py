@@ -43,7 +43,7 @@ class FollowerLink:
         self._moved_at = self._heard_at = time.monotonic()
 
     async def say(self, message: FromLead) -> None:
-        """Tell it something."""
+        """Send the rank a message."""
         async with self._saying:
             await self._talk.channel.say(message)
 
@@ -84,7 +84,7 @@ class FollowerLink:
         return RankStatus(self.rank, self.host, self._talk.address, backend, state, behind, silent_s)
 
     def close(self) -> None:
-        """At once."""
+        """Close both connections at once."""
         self.turns.close()
         shut(self._talk.sock)
 
@@ -135,7 +135,7 @@ class Reception:
         return frozenset(nonce for nonce, line in self._lines if line == "talk" and (nonce, "turns") in self._lines)
 
     def take(self, rank: int, nonce: str, host: str) -> FollowerLink:
-        """One of them."""
+        """Take over the two connections of one rank."""
         turns, talk = self._lines.pop((nonce, "turns")), self._lines.pop((nonce, "talk"))
         return FollowerLink(rank, host, TurnsOut(turns.sock, turns.channel.keys[0]), talk)
 

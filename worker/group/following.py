@@ -49,7 +49,7 @@ _DECODER = msgspec.msgpack.Decoder(FromLead)
 
 
 class Learning(Protocol):
-    """What computes a learner's units on this rank."""
+    """Computes a learner's units on this rank."""
 
     def unit(self, ask: bytes) -> bytes:
         """The next one, or the first one of what is asked; what came of it, which is the same on all ranks."""
@@ -100,7 +100,7 @@ class Follower(ABC):
         """Do what rank 0 does; in thread G."""
 
     def _hear(self, message: Fetch) -> None:
-        """What rank 0 asks besides; on the event loop."""
+        """Handle another message of rank 0, on the event loop."""
         log.warning("group.not_done", rank=self._placed.rank, asked=type(message).__name__)
 
     # -- the event loop's
@@ -186,7 +186,7 @@ class Follower(ABC):
                 await self._talk.say(message)
 
     def _say(self, message: FromFollower) -> None:
-        """From any thread."""
+        """Send a message from any thread."""
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(lambda: self._begin(self._talk_say(message)))
 

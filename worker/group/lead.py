@@ -65,7 +65,7 @@ LAST_WORDS_S = 1.0
 
 
 class GroupLead:
-    """Of one worker, or one trainer. `on_lost` is called once, on the event loop."""
+    """Rank 0's side of a group of workers or trainers. `on_lost` is called once, on the event loop."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class GroupLead:
                 self._followers.append(reception.take(rank, member.nonce, member.host))
 
     async def unless_lost(self, work: Awaitable[T]) -> T:
-        """What comes of it, unless a rank is lost meanwhile: ServiceUnavailableError, or SetupError."""
+        """Result of `work`; ServiceUnavailableError or SetupError if a rank is lost before it is there."""
         task = asyncio.ensure_future(work)
         await asyncio.wait({task, self._gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -254,7 +254,7 @@ class GroupLead:
         self._lose(told, SetupError(f"{told}; its last line says why") if code == 2 and not self._number else None)
 
     def _lose(self, reason: str, error: Exception | None = None) -> None:
-        """Of the event loop."""
+        """Declare the group lost; on the event loop."""
         if self.lost or self._ending:
             return
         self.lost = reason
@@ -290,7 +290,7 @@ class GroupLead:
                 raise EngineError(f"rank {follower.rank} ({follower.host}) cannot get adapter {manifest.id}: {fault}")
 
     def ranks(self) -> tuple[RankStatus, ...]:
-        """For the heartbeat."""
+        """Status of every rank, for the heartbeat."""
         now = time.monotonic()
         address = listens_at(self._settings, self._placed)
         first = RankStatus(0, socket.gethostname(), address, self._backend, "lost" if self.lost else "ready")
@@ -331,7 +331,7 @@ class GroupLead:
                 raise ServiceUnavailableError(f"the group is lost: {reason}") from error
 
     def turned(self, events: Sequence[TokenEvent]) -> None:
-        """What came of it here."""
+        """Report the events of this rank's latest turn; if another rank's differ, the group is lost."""
         with self._lock:
             self._outcome.add(self._number, events)
             self._keep_sum()
@@ -354,7 +354,7 @@ class GroupLead:
         self._send(Unit(self._number, rest))
 
     def united(self, told: bytes) -> None:
-        """What came of it here; where something else has, the group is lost."""
+        """Report the result of this rank's latest unit; if another rank's differs, the group is lost."""
         with self._lock:
             self._outcome.add_unit(self._number, told)
             self._keep_sum()
@@ -382,6 +382,6 @@ class GroupLead:
 
 
 def loaded_of(loaded: LoadedModel) -> ModelLoaded:
-    """What ranks compare when they have loaded their parts."""
+    """Properties that all ranks must share after loading."""
     card = loaded.card
     return ModelLoaded(card.base_sha256, card.tokenizer_sha256, card.kv_bytes_per_token, card.vision)

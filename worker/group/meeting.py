@@ -66,7 +66,7 @@ async def secret_of(redis: Redis, placed: Placement) -> bytes:
 
 
 def own_member(placed: Placement, backend: str, places: list[str], folder: Path) -> GroupMember:
-    """Of this process; `folder`: of the model."""
+    """Describe this process; `folder` is the model's."""
     config = folder / "config.json"
     digest = hashlib.sha256(config.read_bytes()).hexdigest()[:12] if config.is_file() else "none"
     told = {"mlx-parallm": version(), "mlx": metadata.version("mlx"), "the model's config.json": digest}

@@ -59,7 +59,7 @@ class Fetch(msgspec.Struct, frozen=True, tag=True):
 
 
 class Alive(msgspec.Struct, frozen=True, tag=True):
-    """Rank 0 lives."""
+    """Sign of life of rank 0, sent regularly."""
 
 
 class GroupEnd(msgspec.Struct, frozen=True, tag=True):
@@ -121,7 +121,7 @@ class Stopping(msgspec.Struct, frozen=True, tag=True):
 
 
 class Lost(msgspec.Struct, frozen=True, tag=True):
-    """It ends, and why."""
+    """The follower ends, with the reason."""
 
     reason: str
     is_setup: bool = False

@@ -38,7 +38,7 @@ async def joined(work: Awaitable[None], group: GroupLead | None, stop: asyncio.E
 
 
 async def _unless_stopped(work: Coroutine[Any, Any, T], group: GroupLead | None, stop: asyncio.Event) -> T | None:
-    """What comes of it, or None when we are told to stop before; the other ranks end where nothing comes of it."""
+    """Result of `work`, None if `stop` is set before; without a result the other ranks end."""
     working, stopping = asyncio.create_task(work), asyncio.create_task(stop.wait())
     try:
         await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)

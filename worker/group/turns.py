@@ -49,7 +49,7 @@ class TurnsOut:
 
 
 class TurnsIn:
-    """A follower's end."""
+    """A follower's end of the channel."""
 
     def __init__(self, sock: socket.socket, key: bytes) -> None:
         sock.setblocking(True)
@@ -117,13 +117,13 @@ class OutcomeSum:
         self.sum = 0
 
     def add_unit(self, number: int, told: bytes) -> None:
-        """What came of a unit of work."""
+        """Add the result of a unit of work to the sum."""
         if told:
             self.sum = zlib.crc32(told, self.sum)
         self.turn = number
 
     def add(self, number: int, events: Sequence[TokenEvent]) -> None:
-        """What came of a turn."""
+        """Add the events of a turn to the sum."""
         if events:
             told = [(event.seq, event.attempt, event.position, event.tokens, _end(event)) for event in events]
             self.sum = zlib.crc32(msgspec.msgpack.encode((number, told)), self.sum)

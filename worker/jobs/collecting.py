@@ -67,7 +67,7 @@ class _Waiting(NamedTuple):
 
 @dataclass(eq=False)
 class _Lane:
-    """What one tenant has scored by the same models; by functions: by none."""
+    """Trajectories of one tenant that the same models score; functions need no model."""
 
     tasks: dict[asyncio.Task[None], _Waiting] = field(default_factory=dict)
     later: dict[tuple[str, str], None] = field(default_factory=dict)  # models and entries that found no place, in order
@@ -110,7 +110,7 @@ class Collecting:
 
     @property
     def under_way(self) -> list[asyncio.Task[None]]:
-        """What is scored beside the reading; none of it raises."""
+        """Scoring tasks that run in parallel with reading; none of them raises."""
         return [task for lane in self._lanes.values() for task in lane.tasks]
 
     async def collect(self, model: str) -> int:
@@ -191,7 +191,7 @@ class Collecting:
         return [(each, _text(each, codec)) for each in settled]
 
     async def _score(self, intake: TrajectoryIntake, waiting: _Waiting) -> None:
-        """What all of these earn, and then their trajectories."""
+        """Score these sequences and publish their trajectories."""
         spec = waiting.sequences[0][0].spec
         assert spec.collect is not None
         reward = RewardSpec(spec.collect.scoring, spec.collect.options)
@@ -271,7 +271,7 @@ class Collecting:
 
 
 def live_trajectory(settled: Settled, text: str, reward: Reward | None) -> LiveTrajectory:
-    """What the trainer gets of a settled sequence."""
+    """The trajectory that the trainer receives for a settled sequence."""
     spec, collect = settled.spec, settled.spec.collect
     assert collect is not None
     trajectory = trajectory_of(spec, settled.result, text, collect.sample, collect.metadata, reward)

@@ -34,7 +34,7 @@ class Transfer:
 
 @asynccontextmanager
 async def asked(host: str, port: int, secret: bytes, ask: KvRequest) -> AsyncIterator[Transfer]:
-    """What a peer offers, while the connection lasts. PeerError."""
+    """Ask a peer for KV; its offer is valid while the connection lasts. Raises PeerError."""
     connection = Connection(await _connect(host, port))
     try:
         channel = await greet(connection, secret)

@@ -22,7 +22,7 @@ SECRET_BYTES = 32
 
 
 class PeerDirectory:
-    """Of one worker."""
+    """Addresses and the secret of the other workers, as one worker knows them."""
 
     def __init__(self, redis: Redis, model: str, worker_id: str) -> None:
         self._redis = redis
@@ -111,7 +111,7 @@ async def ring_secret(
 
 
 def own_address(redis: str, given: str = "") -> str:
-    """Of this machine, as others reach it: the one that is given, else where it speaks to Redis from."""
+    """Address at which others reach this machine: the given one, else the one it uses towards Redis."""
     if given:
         return given
     host, port = _redis_at(redis)

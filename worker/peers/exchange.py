@@ -34,7 +34,7 @@ EVERYWHERE = ("0.0.0.0", "::", "*")
 
 
 class KvExchange:
-    """Of one worker."""
+    """KV transfers of one worker in both directions."""
 
     def __init__(
         self, settings: WorkerSettings, redis: Redis, engine: EngineThread, card: ModelCard, worker_id: str
@@ -81,7 +81,7 @@ class KvExchange:
         log.info("kv.listens", address=self.address)
 
     async def tend(self) -> None:
-        """With every heartbeat."""
+        """Refresh what is known of peers; called with every heartbeat."""
         if not self.on:
             return
         self._count_given()
@@ -95,11 +95,11 @@ class KvExchange:
 
     @property
     def figures(self) -> dict[str, float]:
-        """What the heartbeat says of it."""
+        """Counts that the heartbeat reports."""
         return self._counts.figures if self.address else {}
 
     async def close(self) -> None:
-        """Cut everybody off."""
+        """Close all connections and free the offers."""
         await self._server.close()
         self._store.close()
         self._count_given()

@@ -37,7 +37,7 @@ PEERS_KNOWN = 64  # whose pace is remembered
 
 
 class FetchCounts:
-    """What comes of it."""
+    """Counters of fetches by outcome."""
 
     def __init__(self, tally: Tally, model: str) -> None:
         self._outcomes = {
@@ -50,18 +50,18 @@ class FetchCounts:
 
     @property
     def figures(self) -> dict[str, float]:
-        """For the heartbeat."""
+        """Counts that the heartbeat reports."""
         fetched, failed = (self._outcomes[name].value for name in ("fetched", "failed"))
         return {"peer_bytes": self.bytes.value, "peer_hits": fetched, "peer_errors": failed}
 
     def outcome(self, name: str) -> None:
-        """Count one."""
+        """Count one fetch by its outcome."""
         self._outcomes[name].add()
 
 
 @dataclass(frozen=True)
 class _Wish:
-    """What is to be fetched for one request, from whom, and whether anybody still waits for it."""
+    """KV to be fetched for one request, from which worker, and whether the request still wants it."""
 
     sequence: str
     ids: list[int]
@@ -77,7 +77,7 @@ class _Peer:
 
 
 class Fetching:
-    """Of one worker. `token_s`: what a prompt's token takes here (0: not known); `version_of`: see Engine."""
+    """Fetches KV for one worker. `token_s`: seconds per prompt token here (0: not known); `version_of`: see Engine."""
 
     def __init__(
         self,

@@ -26,7 +26,7 @@ MAX_STRANGERS = 32  # connections without a proof yet
 
 
 class Store(Protocol):
-    """What there is to give. An offer holds its KV until `drop`."""
+    """Source of KV for peers. An offer holds its KV until `drop`."""
 
     async def offer(self, ask: KvRequest) -> tuple[int, Offer]: ...
 
@@ -58,7 +58,7 @@ class PeerServer:
         return int(self._listening.getsockname()[1])
 
     async def close(self) -> None:
-        """Cut everybody off."""
+        """Stop accepting and close all connections."""
         tasks = [task for task in (self._accepting, *self._tasks) if task]
         for task in tasks:
             task.cancel()

@@ -19,13 +19,13 @@ ENGINE_S = 10.0  # for one answer of the engine, which may be in the middle of a
 
 
 class KvOwner(Protocol):
-    """What is needed of an engine's thread."""
+    """The part of `EngineThread` that gives access to KV."""
 
     def on_kv(self, call: Callable[[SharedCache], T]) -> Future[T]: ...
 
 
 class EngineStore:
-    """Of one worker."""
+    """Asynchronous access to the KV of one worker's engine."""
 
     def __init__(self, engine: KvOwner, most_ids: int) -> None:
         """`most_ids`: of a prompt that may be asked for; the model's context."""
@@ -38,11 +38,11 @@ class EngineStore:
         self._packing.shutdown(wait=False, cancel_futures=True)
 
     async def identity(self) -> str:
-        """Of what this engine computes with."""
+        """Identity of the KV that this engine computes."""
         return await self._ask(lambda cache: cache.identity)
 
     async def held(self, ids: list[int], version: str, at_most: int) -> HeldPrompt:
-        """What is in memory of a prompt."""
+        """Look up how much of a prompt is in memory."""
         return await self._ask(lambda cache: cache.held(ids, version, at_most))
 
     async def gathered(self, ids: list[int], version: str, at_most: int) -> HeldPrompt:
@@ -59,7 +59,7 @@ class EngineStore:
             raise PeerError(f"a parcel cannot be used: {error}") from error
 
     async def offer(self, ask: KvRequest) -> tuple[int, Offer]:
-        """What there is for somebody who asks; its number is 0 when that is nothing."""
+        """Number and description of an offer; the number is 0 if there is nothing to give."""
 
         at_most = min(ask.at_most, len(ask.ids))
 
@@ -89,7 +89,7 @@ class EngineStore:
             self._engine.on_kv(lambda cache: cache.drop(offer))
 
     async def _with_disk(self, begin: Callable[[SharedCache], Promotion], look: Callable[[SharedCache], T]) -> T:
-        """What there is to see once a promotion is through, or has taken DISK_S."""
+        """Result of `look` after a promotion from disk has finished or has taken DISK_S."""
 
         def first(cache: SharedCache) -> tuple[Promotion, T | None]:
             promotion = begin(cache)

@@ -156,7 +156,7 @@ class PrefillLane:
         self._tasks.append(task)
 
     def has_equal(self, task: PrefillTask) -> bool:
-        """Whether `task` would join another."""
+        """True if `task` would join another."""
         return self._joinable(task) is not None
 
     def _joinable(self, task: PrefillTask) -> PrefillTask | None:
@@ -174,7 +174,7 @@ class PrefillLane:
                 return
 
     def reports(self, task: PrefillTask) -> list[tuple[Row, TokenEvent]]:
-        """What a complete task tells of its rows: a prompt's log-probabilities, score, embedding, head; or nothing."""
+        """One event per row of a complete task: log-probabilities, score, embedding, head output or nothing."""
         return [(row, self._report(task, row)) for row in task.rows]
 
     def _report(self, task: PrefillTask, row: Row) -> TokenEvent:
@@ -196,7 +196,7 @@ class PrefillLane:
         return event
 
     def _read(self, task: PrefillTask, row: Row) -> tuple[bytes | None, Finish]:
-        """What its head says of a row; an error ends this row alone."""
+        """Compute the head's output for a row; an error ends this row alone."""
         name = row.spec.head
         try:
             if name not in task.outputs:
@@ -336,12 +336,12 @@ class PrefillLane:
 
 
 def _is_short_read(task: PrefillTask, most: int) -> bool:
-    """Whether a task is a head's, not begun, and no longer than this."""
+    """True if a task only feeds a head, has not begun and has at most `most` ids."""
     return not task.done and task.left <= most and all(row.spec.kind == "head" for row in task.rows)
 
 
 def _waits_for(task: PrefillTask, head: str, adapter: str) -> bool:
-    """Whether a task is complete but for what this head says of it."""
+    """True if a task is complete except for the output of this head."""
     heads = {row.spec.head for row in task.rows if row.spec.kind == "head"}
     return task.adapter == adapter and head in heads and not task.left and head not in task.outputs
 
@@ -359,7 +359,7 @@ def _collect(task: PrefillTask, logits_LV: mx.array, targets: list[int]) -> None
 
 
 class Followers:
-    """Of one engine."""
+    """Rows that wait in one engine for a running row to store the prefix that they share with it."""
 
     def __init__(self, prefixes: PrefixCache, adapters: Adapters) -> None:
         self._prefixes = prefixes
@@ -393,5 +393,5 @@ class Followers:
         return rows
 
     def remove(self, row: Row) -> None:
-        """Forget a row."""
+        """Forget a row, whether it waits or leads."""
         self._leaders.pop(row, None)

@@ -35,7 +35,7 @@ class Entry:
 
 @dataclass(eq=False)
 class _Place:
-    """What is still to be fed of one row."""
+    """Prompt ids of one row that are still to be fed."""
 
     row: Row
     ids: list[int]
@@ -50,7 +50,7 @@ class _Place:
         return piece
 
     def pass_stop(self) -> bool:
-        """Whether it has come to a stop, which is behind it now."""
+        """True if the row has reached a stop, which is then removed."""
         passed = self.done in self.stops
         self.stops = [stop for stop in self.stops if stop > self.done]
         return passed
@@ -120,7 +120,7 @@ class PromptGroup:
 
     @property
     def progress(self) -> tuple[list[Row], list[int]]:
-        """Its rows, and how many ids each has read."""
+        """The group's rows, and how many ids each has read."""
         return [place.row for place in self._places], [place.done for place in self._places]
 
     def stop_between(self, row: Row, low: int, high: int) -> bool:

@@ -11,7 +11,7 @@ LATELY = 0.2  # weight of the latest piece
 
 
 class Pieces:
-    """What one turn has begun to feed. Settled before the next turn, so at most one turn's pieces are under way."""
+    """Prompt pieces that a turn has begun to feed. Settled before the next, so at most one turn's are under way."""
 
     def __init__(self, chunk: ChunkSize, area: int | None = None, *, by_ranks: bool = False) -> None:
         """`area`: what rows x width x (past + width) of a forward may be (scheduler.widest); None: anything.
@@ -62,7 +62,7 @@ class Pieces:
                 self._learn(positions, self.took_s)
 
     def learn(self, took_s: float) -> None:
-        """What the latest turn has taken on the rank that leads."""
+        """Take over the seconds that the latest turn took on the leading rank."""
         if self._unlearnt is not None:
             self._learn(self._unlearnt, took_s)
             self._unlearnt = None

@@ -92,7 +92,7 @@ class Row:
 
     @property
     def may_go_on(self) -> bool:
-        """Whether a next turn may begin with its prompt and its answer."""
+        """True if a next turn may begin with the row's prompt and answer."""
         return self.spec.kind == "generate" and (self.spec.sequence_class == "interactive" or self.spec.has_next_turn)
 
     def resume(self) -> Finish | None:
@@ -120,19 +120,19 @@ class Row:
 
     @property
     def depends_on_tokens(self) -> bool:
-        """Whether what is drawn depends on the tokens before it beyond the model's own logits."""
+        """True if a draw depends on earlier tokens in other ways than through the model's logits."""
         s = self.sampling
         return bool(s.bad_words) or (s.presence_penalty, s.frequency_penalty, s.repetition_penalty) != (0.0, 0.0, 1.0)
 
     @property
     def is_plain(self) -> bool:
-        """Whether what is drawn depends on the logits, a seed and a position only, and no more than it is told."""
+        """True if a draw depends only on logits, seed and position, and reports no more than its log-probability."""
         s = self.sampling
         return self.is_unedited and not (s.top_logprobs or s.logprob_token_ids or s.logprobs_mode != "raw_logprobs")
 
     @property
     def is_unedited(self) -> bool:
-        """Whether its logits are drawn from as the model says them."""
+        """True if its logits are drawn from as the model computes them."""
         s = self.sampling
         edits = s.logit_bias or s.allowed_token_ids or self.position < s.min_tokens
         return not (edits or self.place is not None or self.depends_on_tokens)
@@ -229,7 +229,7 @@ def report_tokens(tokens: Iterable[tuple[Row, int]], events: list[TokenEvent]) -
 
 
 def tenants_of(rows: Iterable[Row]) -> set[str]:
-    """Whose rows they are."""
+    """Tenants that own these rows."""
     return {row.spec.tenant for row in rows}
 
 

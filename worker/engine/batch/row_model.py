@@ -112,7 +112,7 @@ class RowModel:
             twin.quicken()
 
     def keep(self, keep: list[int], rows: tuple[Row, ...]) -> None:
-        """Of the latest forward, what is still to be drawn from: these rows."""
+        """Keep the latest forward's logits for the rows at the indices `keep`, which are still to be drawn."""
         assert self.logits_B1V is not None and self.tokens_B1 is not None, "a one-token forward"
         index = mx.array(keep)
         self.logits_B1V, self.tokens_B1 = self.logits_B1V[index], self.tokens_B1[index]
@@ -134,7 +134,7 @@ class RowModel:
         return quick if quick is not None and quick.model is self.model and quick.takes(caches) else None
 
     def draws_in_place(self, cache: list[Any]) -> bool:
-        """Whether KV of rows' next inputs is written in place, so that it costs nothing where each of them ends."""
+        """True if a decode step writes KV in place, so that rows of different lengths cost nothing extra."""
         quick = self._quick(cache[:-1])
         return quick is not None and quick.may_be_in_place(cache[:-1], 1)
 

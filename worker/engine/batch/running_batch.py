@@ -150,7 +150,7 @@ class RunningBatch:
             self._model.keep(keep, self._decoding_rows)
 
     def news(self) -> list[TokenEvent]:
-        """What has been told and not been taken yet, also by a step that has failed."""
+        """Events since the last call, including those of a step that failed."""
         events, self._events = self._events, []
         return events
 
@@ -239,7 +239,7 @@ class RunningBatch:
         return early
 
     def _is_early(self, group: PromptGroup) -> bool:
-        """Whether first tokens come before the decode step, for a forward of their own."""
+        """True if first tokens come before the decode step, at the price of a forward of their own."""
         beside = self._decoding_rows
         if not beside:
             return True
@@ -312,7 +312,7 @@ class RunningBatch:
         self._add_news([(row, token) for row, token in zip(rows, fed, strict=True) if row not in untold])
 
     def _add_news(self, tokens: list[tuple[Row, int]]) -> None:
-        """What a step tells; some rows have started by it."""
+        """Report a step's tokens; rows whose first token is among them have started."""
         told = dict.fromkeys(row for row, _ in tokens) if self._prefilling else ()
         self.started = [row for row in told if row in self._prefilling]
         for row in self.started:

@@ -86,7 +86,7 @@ class RowSampler:
         return _given_out(*plan.drawn(logits_NV, inputs_N[:, None], versions, self._model.same))
 
     def are_plain(self, rows: tuple[Row, ...]) -> bool:
-        """Whether `unread` draws for these."""
+        """True if `unread` can draw for these rows."""
         return self._plain.numbers(rows) is not None
 
     def unread(self, positions_BL: mx.array, logits_NV: mx.array, inputs_N: mx.array) -> tuple[mx.array, Draw]:
@@ -100,7 +100,7 @@ class RowSampler:
         return plan.drawn(logits_NV, inputs_N[:, None], versions, self._model.same, noise_N1)
 
     def _plan_ahead(self, numbers: Numbers, index: Indices | int, positions_N: Indices | None, vocab: int) -> _Plan:
-        """Of places in plain rows: `index` tells the row of each, or how many each row has.
+        """Plan draws at N places of plain rows. `index`: the row of each place, or how many places each row has.
 
         Where that is as in the latest step, only positions differ.
         """
@@ -192,7 +192,7 @@ class _Plan:
 
     @property
     def expired(self) -> bool:
-        """Whether a row has reached its min_tokens since, so that the edits must be built again."""
+        """True if a row has reached its min_tokens, so that the logit edits must be rebuilt."""
         return self._steps_left == 0
 
     def _prepare_draw(self, numbers: Numbers, vocab: int, candidates: int) -> None:
@@ -301,7 +301,7 @@ class _Plan:
         return draw_by_chance(chances_SV, smallest_S1, uniforms_S1)
 
     def _noise(self) -> mx.array:
-        """Of the next step, [S, 1]. It is made for several at once: numpy takes as long for one, and uploads cost."""
+        """Noise of the next step, [S, 1]. It is drawn for several steps at once: numpy takes as long for one."""
         at, steps = self._noise_at, self._noise_steps
         if at == steps:
             positions_KS = self._positions_S + np.arange(steps)[:, None]
@@ -346,13 +346,13 @@ class _Reported:
             self._parts.append((self._greedy, self._greedy.of(logits_BV)))
 
     def keep_drawn(self, logits_SV: mx.array, chances_SV: mx.array, smallest_S1: mx.array) -> None:
-        """Of the rows that are not greedy: tempered logits, their softmax, and the smallest chance that is kept."""
+        """Store the tempered logits of rows that are not greedy, without tokens whose chance is below `smallest_S1`."""
         if not self._drawn.is_empty:
             kept_PV = self._among_drawn.of(chances_SV) >= self._among_drawn.of(smallest_S1)
             self._parts.append((self._drawn, mx.where(kept_PV, self._among_drawn.of(logits_SV), -mx.inf)))
 
     def of(self, logprobs_BV: mx.array) -> mx.array:
-        """What is reported, [B, V]: these log-probabilities, and for the rows that ask those of the last draw."""
+        """Log-probabilities to report, [B, V]: the given ones, or the processed ones for rows that want those."""
         parts, self._parts = self._parts, []
         for rows, logits_PV in parts:
             logprobs_PV = logits_PV - mx.logsumexp(logits_PV, axis=-1, keepdims=True)

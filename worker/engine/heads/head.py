@@ -30,20 +30,19 @@ class DenseLayer:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its weights."""
         return self.weight_OI.nbytes + (0 if self.bias_O is None else self.bias_O.nbytes)
 
 
 @dataclass(frozen=True)
 class Head:
-    """In memory, evaluated."""
+    """A head's layers in memory, with evaluated weights."""
 
     spec: HeadSpec
     output: DenseLayer
     hidden: DenseLayer | None = None
 
     def __call__(self, states_NH: mx.array) -> npt.NDArray[np.float32]:
-        """Its outputs [N, outputs] for the hidden states of N texts: fp32, little-endian."""
+        """Outputs [N, outputs] for the hidden states of N texts: fp32, little-endian."""
         x_NI = states_NH.astype(mx.float32)
         if self.hidden is not None:
             x_NI = ACTIVATIONS[self.spec.activation](self.hidden(x_NI))
@@ -51,7 +50,6 @@ class Head:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its weights."""
         return self.output.nbytes + (0 if self.hidden is None else self.hidden.nbytes)
 
 

@@ -14,11 +14,11 @@ class Promotion:
 
     @property
     def waits(self) -> bool:
-        """Whether the row should."""
+        """True if the row should wait for it."""
         return False
 
     def cancel(self) -> None:
-        """The row has gone."""
+        """Stop waiting: the row has left the engine."""
 
 
 UNASKED, NOTHING = Promotion(), Promotion()  # of a row that nobody has looked for yet; where there is none
@@ -43,7 +43,7 @@ class Segment:
 
 @dataclass(eq=False)
 class StateSnapshot:
-    """What is needed at one position beside the blocks before it."""
+    """State at one position that must be restored in addition to the blocks before it."""
 
     key: bytes  # of the last whole block before it
     tail: tuple[int, ...]  # ids between that block and the position
@@ -54,5 +54,5 @@ class StateSnapshot:
 
 
 def go_on_with(ids: Sequence[int], tail: tuple[int, ...], length: int) -> bool:
-    """Whether these ids have a snapshot's tail right before its position."""
+    """True if these ids have the snapshot's tail directly before its position."""
     return tuple(ids[length - len(tail) : length]) == tail

@@ -52,11 +52,11 @@ class Kind:
         raise NotImplementedError
 
     def arrays(self, cache: Any) -> Arrays:
-        """Of all rows and positions of a cut leaf; () while it is empty."""
+        """Arrays of a cut leaf for all rows and positions; () while it is empty."""
         raise NotImplementedError
 
     def state(self, cache: Any, rows: list[int], lengths: list[int]) -> Arrays:
-        """Of these rows, which have read so many ids, where the leaf is not cut; () while it is empty."""
+        """State of these rows of a leaf that is not cut, after `lengths` ids; () while it is empty."""
         raise NotImplementedError
 
     def restored(self, new: Any, arrays: Arrays, length: int) -> Any:
@@ -123,7 +123,7 @@ class _Plain(Kind):
         return leaf
 
     def _row(self, like: Any) -> Any:
-        """An empty one."""
+        """An empty cache for one row."""
         return KVCache()
 
     def _batch(self, like: Any, padding: list[int]) -> Any:
@@ -275,12 +275,12 @@ def keep_rows(caches: Sequence[Any], keep: list[int], padding: Sequence[int]) ->
 
 
 def may_be_taken_back(caches: Sequence[Any]) -> bool:
-    """Whether rows of a batch can be: all leaves are of kinds that we know."""
+    """True if rows can be shortened: the kind of every leaf is known."""
     return all(kind_of(leaf).is_known for leaf in leaves(caches))
 
 
 def are_cut(caches: Sequence[Any]) -> bool:
-    """Whether all leaves can be cut at any length."""
+    """True if all leaves can be cut at any length."""
     return all(kind_of(leaf).is_cut for leaf in leaves(caches))
 
 
@@ -334,12 +334,12 @@ def align(caches: Sequence[Any]) -> None:
 
 
 def has_windows(caches: Sequence[Any]) -> bool:
-    """Whether a leaf holds what a row needs no more as long as another row is behind."""
+    """True if a leaf keeps positions that a row no longer needs while another row has fewer."""
     return any(kind_of(leaf).has_ends and not kind_of(leaf).is_cut for leaf in leaves(caches))
 
 
 def states(caches: Sequence[Any]) -> list[Arrays]:
-    """What recurrent leaves hold now."""
+    """Arrays that recurrent leaves hold now."""
     return [tuple(leaf.cache) for leaf in _recurrent(caches)]
 
 
@@ -350,13 +350,13 @@ def go_back(caches: Sequence[Any], to: Sequence[Arrays]) -> None:
 
 
 def expect(caches: Sequence[Any], lengths: Sequence[int]) -> None:
-    """What is fed next has so many ids of each row, then padding, which recurrent leaves must not read."""
+    """Announce that the next input has `lengths` ids per row, then padding that recurrent leaves must not read."""
     for leaf in _recurrent(caches):
         leaf.prepare(lengths=lengths)
 
 
 def have_read(caches: Sequence[Any]) -> None:
-    """It has been fed."""
+    """End what `expect` began, after the forward."""
     for leaf in _recurrent(caches):
         leaf.finalize()
 

@@ -28,7 +28,7 @@ _LONG_TRIAL = tuple(range(1, 4 * _TRIAL_BOUND))  # token ids
 
 @dataclass(frozen=True)
 class KvLayout:
-    """Of one model: how each leaf of its caches is packed, None as the model makes it; () is all None."""
+    """Packing of each leaf of a model's caches; None: as the model creates it. () means None for all leaves."""
 
     packings: tuple[Packing | None, ...] = ()
     bound: int = 0  # positions that a plain leaf holds, the last ones; 0: all

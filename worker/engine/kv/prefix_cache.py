@@ -70,7 +70,6 @@ class PrefixCache:
 
     @property
     def stats(self) -> PrefixStats:
-        """Counters and size."""
         return PrefixStats(
             bytes=self._slabs.bytes + self._tails.nbytes,
             blocks=len(self._blocks),
@@ -91,7 +90,7 @@ class PrefixCache:
 
     @property
     def state_bytes(self) -> int:
-        """Of one snapshot; 0 until there has been one."""
+        """Bytes of one snapshot; 0 until the first one is stored."""
         return self._positions.state_bytes
 
     # -- find
@@ -179,12 +178,12 @@ class PrefixCache:
 
     @property
     def busy(self) -> bool:
-        """Whether `work` has anything to do."""
+        """True if `work` has anything to do."""
         return False
 
     @property
     def disk(self) -> DiskStats:
-        """The files."""
+        """Statistics of the KV files; empty without a disk tier."""
         return DiskStats()
 
     def promotion(self, ids: Sequence[int], version: str, at_most: int) -> Promotion:
@@ -230,7 +229,7 @@ class PrefixCache:
         return self._positions.of(len(ids), past, shared)
 
     def lacks(self, prompt: Prompt, *, at_end: bool = False) -> bool:
-        """Whether `store` would add anything."""
+        """True if `store` would add anything."""
         ids, version = prompt.ids, prompt.version
         if self._tail_of(prompt):
             return True
@@ -254,7 +253,7 @@ class PrefixCache:
         self._shrink()
 
     def _tail_of(self, prompt: Prompt) -> Place | None:
-        """What is to be kept behind the whole blocks of a prompt, and is not there."""
+        """Key of the ids after the prompt's whole blocks, if they should be stored and are not."""
         length = len(prompt.ids) % self._block_size
         if prompt.tenant is None or self.needs_snapshots or not self._tails.takes(length, len(prompt.ids)):
             return None
@@ -351,7 +350,7 @@ class PrefixCache:
     # -- room
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Forget everything that is cached."""
         self._tails.clear()
         while self._order:
             self._evict()

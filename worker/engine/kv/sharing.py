@@ -48,7 +48,7 @@ class OfferedKv:
 
 @dataclass(frozen=True)
 class HeldPrompt:
-    """What is here of a prompt; it says which prompt."""
+    """How much of a given prompt this cache holds."""
 
     ids: Sequence[int]
     version: str
@@ -67,7 +67,7 @@ class _Piece:
 
     @property
     def layers(self) -> tuple[Layers, Layers]:
-        """Of the cut leaves, and of the others."""
+        """Layers of the cut leaves, and of the others."""
         return self.cut.layers(self.cut.length) if self.cut else [], self.state.layers() if self.state else []
 
     @property
@@ -99,7 +99,7 @@ class SharedCache(PrefixCache):
         self._numbers = itertools.count(1)
 
     def held(self, ids: Sequence[int], version: str, at_most: int) -> HeldPrompt:
-        """What is here now; a hit has `at_most` ids."""
+        """Look a prompt up; a hit has `at_most` ids at most."""
         keys = list(self._keys.chain(ids, version))
         blocks = sum(self._find(iter(keys)).values())
         return HeldPrompt(ids, version, keys, self.known(ids, version, at_most), blocks, self._resets)
@@ -115,7 +115,7 @@ class SharedCache(PrefixCache):
     def offer(
         self, ids: Sequence[int], version: str, known: int, blocks: int, at_most: int, most_bytes: int
     ) -> OfferedKv | None:
-        """What there is of these ids beyond `known` ones, and `blocks` that the other has; None: no more."""
+        """Reserve KV of these ids beyond `known` ones and `blocks` that the peer has; None if there is none."""
         if not self._limit or len(self._offers) >= MOST_OFFERS:
             return None
         runs, snapshot, length = self._beginning(ids, version, at_most)
@@ -202,7 +202,7 @@ class SharedCache(PrefixCache):
         self._add_snapshot(StateSnapshot(label.keys[0], tail, label.length, state, rest, label.version), runs)
 
     def _check(self, parcel: KvParcel, prompt: HeldPrompt) -> None:
-        """Whether a parcel is of this prompt, and what a forward can compute with."""
+        """Raise UnusableParcelError unless the parcel belongs to this prompt and the model can compute with it."""
         label, tail = parcel.label, parcel.label.tail
         if prompt.resets != self._resets:
             raise UnusableParcelError("the cache was told to forget everything meanwhile")

@@ -42,7 +42,7 @@ class KvRows:
         return cls(cut, rows or [0], starts or [0], others)
 
     def states(self, places: Sequence[int], lengths: list[int]) -> Layers:
-        """Of some of these rows, which have read so many ids: what the other leaves hold."""
+        """State of the other leaves for the rows at `places`, after `lengths` ids."""
         rows = [self.rows[place] for place in places]
         return [kind_of(leaf).state(leaf, rows, lengths) for leaf in self.others]
 
@@ -57,7 +57,6 @@ class Slab:
 
     @property
     def nbytes(self) -> int:
-        """Of all its rows."""
         return self.counted(())
 
     def counted(self, shares: Sequence[int]) -> int:
@@ -76,7 +75,6 @@ class RowSpan:
 
     @property
     def length(self) -> int:
-        """In positions."""
         return self.end - self.start
 
 
@@ -90,13 +88,13 @@ class SlabCut:
     length: int
 
     def layers(self, length: int) -> Layers:
-        """Its first `length` positions [1, heads, length, dim]; views, not copies."""
+        """The first `length` positions, [1, heads, length, dim]; views, not copies."""
         rows, positions = slice(self.row, self.row + 1), slice(self.start, self.start + length)
         return [tuple(array[rows, :, positions] for array in arrays) for arrays in self.slab.layers]
 
     @property
     def nbytes(self) -> int:
-        """What it would take alone."""
+        """Bytes that it would take alone."""
         return self.counted(())
 
     def counted(self, shares: Sequence[int]) -> int:
@@ -113,13 +111,13 @@ class SlabCut:
 
 @dataclass(frozen=True)
 class State:
-    """What one row's other leaves hold at one position, in a slab."""
+    """State of one row's other leaves at one position, in a slab."""
 
     slab: Slab
     row: int
 
     def layers(self) -> Layers:
-        """Of this row alone; views."""
+        """Arrays of this row alone; views."""
         return [tuple(array[self.row : self.row + 1] for array in arrays) for arrays in self.slab.layers]
 
     def alone(self) -> State:
@@ -139,13 +137,13 @@ class SlabUse:
         self.state_bytes = 0  # of them, of states
 
     def take(self, part: SlabCut | State) -> None:
-        """Use a part."""
+        """Count one more user of a part's slab."""
         if not part.slab.users:
             self._count(part.slab, 1)
         part.slab.users += 1
 
     def release(self, part: SlabCut | State) -> None:
-        """Use it no more."""
+        """Count one user less; a slab without users is dropped."""
         part.slab.users -= 1
         if not part.slab.users:
             self._count(part.slab, -1)

@@ -22,7 +22,7 @@ Place = tuple[bytes, str, tuple[int, ...]]  # key of the block before it, tenant
 
 
 class Tails:
-    """Of one prefix cache of `limit_bytes`."""
+    """Ids after whole blocks, with their KV, for one prefix cache of `limit_bytes`."""
 
     def __init__(self, limit_bytes: int, shares: Shares = ((), ())) -> None:
         self._limit = limit_bytes // SHARE
@@ -35,15 +35,14 @@ class Tails:
 
     @property
     def nbytes(self) -> int:
-        """Of their KV."""
+        """Bytes of KV that tails hold."""
         return self._use.bytes
 
     def takes(self, tail: int, length: int) -> bool:
-        """Whether a tail of so many ids is worth keeping, of a prompt of `length`."""
+        """True if a tail of `tail` ids of a prompt of `length` ids should be stored."""
         return self._limit > 0 and 0 < length <= WORTH * tail
 
     def has(self, place: Place) -> bool:
-        """Whether it is kept."""
         return place in self._cuts
 
     def find(self, key: bytes, tenant: str, ids: Sequence[int]) -> Place | None:
@@ -68,7 +67,6 @@ class Tails:
         self._shrink()
 
     def clear(self) -> None:
-        """Forget all."""
         while self._cuts:
             self._evict()
 

@@ -48,7 +48,7 @@ SLICE_BYTES = 64 << 20  # copied between two decode steps on a GPU, where the cl
 
 @dataclass
 class _Claim:
-    """What one row wants and has."""
+    """An adapter reference of one row and whether its slot is held."""
 
     name: str
     version: str  # what it is held at, or would be; of a follower it changes
@@ -132,7 +132,7 @@ class AdapterSlots:
     # -- what the engine asks
 
     def admit(self, row: Row) -> None:
-        """Resolve the reference."""
+        """Resolve the row's adapter reference; the version is loaded if it has to be."""
         if not row.spec.adapter:
             return
         ref = AdapterRef.parse(row.spec.adapter)
@@ -179,16 +179,16 @@ class AdapterSlots:
         return "" if claim is None else f"{claim.version} {'follows' if claim.follows else 'pinned'}"
 
     def version(self, row: Row) -> str:
-        """What `select` would say."""
+        """Same as `select` for this row alone, without side effects."""
         claim = self._claims.get(row)
         return claim.version if claim is not None and claim.held else ""
 
     def heads(self, row: Row) -> Heads:
-        """What was read with the version's weights."""
+        """Heads that came with the version's weights."""
         return self._heads.get(self.version(row), {})
 
     def network(self, row: Row) -> Network | None:
-        """What was read in the place of weights for the base."""
+        """The network that came with the version, None if the version adapts the base."""
         return self._networks.get(self.version(row))
 
     def release(self, row: Row) -> None:
@@ -252,7 +252,7 @@ class AdapterSlots:
             self._fail(version, AdapterRejectedError(reason))
 
     def close(self) -> None:
-        """End the reader."""
+        """Stop the thread that reads adapters."""
         self._reader.close()
 
     # -- loading
@@ -354,7 +354,7 @@ class AdapterSlots:
         self._start_loads()
 
     def _followed(self, name: str) -> str:
-        """What a new follower starts with: what the others use, else the latest."""
+        """Version that a new follower starts with: the one that others use, else the latest."""
         serving, latest = self._serving.get(name, ""), self._latest.get(name, "")
         if latest and latest not in self._failed and not self._table.is_open(serving):
             return latest

@@ -28,7 +28,7 @@ class DraftModel:
 
     @property
     def kept(self) -> DraftKv:
-        """Of a row."""
+        """KV that the draft model stores of a row."""
         return DraftKv(self.kv_bytes_per_token, self.context_length)
 
     def check(self) -> None:

@@ -41,11 +41,11 @@ class JoinedLinears:
             object.__setattr__(part, "place", place)
 
     def is_for(self, x: mx.array) -> bool:
-        """Whether few positions [..., in] are fed."""
+        """True if x [..., in] has few positions."""
         return x.size <= _FEW * x.shape[-1]
 
     def output(self, place: int, x: mx.array) -> mx.array:
-        """Of the part at this place."""
+        """Output of the part at `place`."""
         if x is not self._x or (y := self._ys[place]) is None:
             self._x, self._ys = x, list(mx.split(self.product(x), self._ends[:-1], axis=-1))
             y = self._ys[place]
@@ -67,7 +67,7 @@ JoinedWith = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def joined_of(parts: Sequence[Any]) -> JoinedWith:
-    """Of these linears."""
+    """Widths and places of the linears within the one that joins them; empty if none does."""
     joined: JoinedLinears | None = getattr(parts[0], "joined", None)
     return ((), ()) if joined is None else (joined.widths, tuple(part.place for part in parts))
 
@@ -78,7 +78,7 @@ def arrays_of(part: Any) -> list[str]:
 
 
 def _alike(part: Any) -> tuple[Any, ...]:
-    """What parts have in common that one product computes."""
+    """Properties in which linears must agree to share one product."""
     arrays = [(name, part[name].dtype, part[name].shape[1:]) for name in sorted(arrays_of(part))]
     how = [getattr(part, name, None) for name in ("bits", "group_size", "mode")]
     return (type(part), *arrays, *how)

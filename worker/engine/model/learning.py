@@ -51,7 +51,6 @@ class DividedLoRASwitch(LoRASwitchLinear):  # type: ignore[misc]
         object.__setattr__(self, "_site", site)
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
-        """As mlx-lm's."""
         site: Site = self._site
         a, b = site.held(self.lora_a.swapaxes(-1, -2), self.lora_b.swapaxes(-1, -2))
         y: mx.array = self.linear(x, indices, sorted_indices=sorted_indices)
@@ -62,7 +61,7 @@ class DividedLoRASwitch(LoRASwitchLinear):  # type: ignore[misc]
 
 
 class Gradients:
-    """Of a model whose layers at some places are of the two kinds above."""
+    """Sums gradients over ranks for a model with layers of the two kinds above."""
 
     def __init__(self, whole: Whole, divided: Iterable[str], partial: Iterable[str]) -> None:
         self._ranks = whole.ranks
@@ -98,7 +97,7 @@ def attach_divided(model: Any, whole: Whole, paths: Iterable[str], rank: int, sc
 
 
 def _weighs_parts(model: Any, path: str) -> bool:
-    """Whether it is a mixture's router: whole on every rank, and in front of what the mixture sums over ranks."""
+    """True if the module is a mixture's router, which is whole on every rank and precedes the sum over ranks."""
     parent = model
     for name in path.split(".")[:-1]:
         parent = parent[int(name)] if isinstance(parent, list) else parent[name]

@@ -79,7 +79,7 @@ class LoadedModel:
 
     @property
     def draft_kv(self) -> DraftKv:
-        """What the draft model keeps of a row."""
+        """KV that the draft model stores of a row; zero without one."""
         return DraftKv() if self.draft is None else self.draft.kept
 
 
@@ -161,7 +161,7 @@ def _bound(config: EngineConfig, context: int) -> int:
 
 
 def _sees(ranks: Ranks | None) -> bool:
-    """Whether this rank looks at images; those that follow are told what it sees."""
+    """True if this rank encodes images; the others receive its vectors."""
     return ranks is None or ranks.rank == 0
 
 

@@ -65,5 +65,5 @@ class Pool:
         return self._vector_H / self._count if self.pooling == "mean" else self._vector_H
 
     def result(self) -> bytes:
-        """The same, little-endian."""
+        """The vector as little-endian float32 bytes."""
         return np.array(self.vector_H).astype("<f4").tobytes()

@@ -78,7 +78,7 @@ class _OutputPart:
     group: Any
 
     def __call__(self, x: mx.array) -> mx.array:
-        """Of x [..., in], this rank's outputs."""
+        """This rank's outputs for x [..., in]."""
         if self.joined is not None and self.joined.is_for(x):
             return self.joined.output(self.place, x)
         if self.sums_gradients:

@@ -45,7 +45,7 @@ MOST_AT_ONCE = 1 << 24  # numbers, 64 MiB: of the products that exist before the
 
 
 class Network:
-    """Its weights, evaluated."""
+    """A network that is no language model, with evaluated fp32 weights."""
 
     def __init__(self, spec: NetworkSpec, weights: Mapping[str, mx.array]) -> None:
         self.spec = spec
@@ -54,7 +54,6 @@ class Network:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its weights."""
         return sum(each.nbytes for each in self._weights.values())
 
     def run(self, inputs: Tensors) -> Pieces:
@@ -159,7 +158,7 @@ def gru(of_x_BO: mx.array, of_h_BO: mx.array, bias_hn: mx.array | None, h: mx.ar
 
 
 def state_parts(layer: Recurrent) -> str:
-    """What a layer's state consists of, a letter each."""
+    """One letter for each array of a recurrent layer's state."""
     return "hc" if isinstance(layer, Lstm) else "h"
 
 

@@ -34,7 +34,6 @@ class Ranks:
 
     @property
     def size(self) -> int:
-        """How many there are."""
         return int(self.group.size())
 
     def same(self, values: mx.array) -> mx.array:
@@ -47,7 +46,7 @@ class Ranks:
 
     @property
     def overlaps(self) -> bool:
-        """Whether ranks exchange while others compute what comes behind it."""
+        """True if ranks exchange data while they compute."""
         return self.stream is not None
 
     def _passed_along(self, values: mx.array) -> mx.array:
@@ -60,7 +59,7 @@ class Ranks:
         return values
 
     def handed_on(self, x: mx.array) -> mx.array:
-        """What this rank's layers have made goes to the next one, from now on."""
+        """Start sending this rank's output to the next rank."""
         if not self.by_sums:
             return _begun(mx.distributed.send(x, self.rank + 1, group=self.group, stream=self.stream))
         sent = _begun(mx.distributed.all_sum(x, group=self.group, stream=self.stream))
@@ -69,7 +68,7 @@ class Ranks:
         return sent
 
     def received(self, like: mx.array) -> mx.array:
-        """What the rank before has handed on; of `like`, shape and dtype count."""
+        """Output of the previous rank, with the shape and dtype of `like`."""
         if not self.by_sums:
             return _awaited(
                 mx.distributed.recv(like.shape, like.dtype, self.rank - 1, group=self.group, stream=self.stream)
@@ -124,7 +123,7 @@ class Ranks:
 
 
 def ranks_of(group: Any | None) -> Ranks | None:
-    """Of a group of MLX; None for one rank alone."""
+    """Ranks of an MLX group; None for a single rank."""
     _let_come()  # what an engine before this one has left
     return None if group is None or group.size() == 1 else Ranks(group)
 
@@ -139,7 +138,7 @@ def one_after_another(ranks: Ranks) -> Ranks:
 
 
 def has_sends() -> bool:
-    """Whether MLX can send from rank to rank on this device: its CUDA has sums and no sends (0.32)."""
+    """True if MLX can send between ranks on this device: its CUDA back end has sums and no sends (0.32)."""
     return mx.default_device() == mx.Device(mx.cpu) or not mx.cuda.is_available()
 
 

@@ -21,7 +21,7 @@ from worker.engine.messages import EngineConfig
 
 
 def now_ms() -> int:
-    """Unix time."""
+    """Unix time in milliseconds, from this machine's clock."""
     return time.time_ns() // 1_000_000
 
 
@@ -50,12 +50,12 @@ class RankReport(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def is_news(self) -> bool:
-        """Whether the leading rank has to hear of it even if nothing is computed."""
+        """True if the leading rank needs this report even if nothing is computed."""
         return bool(self.read or self.unreadable)
 
 
 class TurnFacts(msgspec.Struct, frozen=True, array_like=True):
-    """Of one turn, the same on all ranks."""
+    """Facts of one turn, the same on all ranks."""
 
     now_ms: int
     took_s: float = 0.0
@@ -73,7 +73,7 @@ class Consent:
         self._failed: dict[str, str] = {}
 
     def hear(self, rank: int, read: Iterable[str], unreadable: Iterable[tuple[str, str]]) -> None:
-        """What a rank has read, or could not read."""
+        """Note versions that a rank has read, or failed to read."""
         for version in read:
             self._read.setdefault(version, set()).add(rank)
         for version, reason in unreadable:
@@ -81,7 +81,7 @@ class Consent:
             self._failed.setdefault(version, f"rank {rank}: {reason}")
 
     def facts(self, own: RankReport) -> TurnFacts:
-        """Of the next turn, with what all ranks are through with; `own` has been heard, too."""
+        """Facts of the next turn, with the versions that all ranks have finished. `own` has been passed to `hear`."""
         through = [version for version, ranks in self._read.items() if len(ranks) == self._size]
         for version in through:
             del self._read[version]

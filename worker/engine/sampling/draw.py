@@ -56,7 +56,7 @@ def _numbers() -> list[mx.array]:
 
 
 def _mix(bits: Any, first: Any, second: Any) -> Any:
-    """Of uint64, by these factors, on the host or on the device."""
+    """Mix uint64 bits with these factors, on the host or on the device."""
     bits = (bits ^ (bits >> 30)) * first
     bits = (bits ^ (bits >> 27)) * second
     return bits ^ (bits >> 31)
@@ -128,7 +128,7 @@ def most_likely(logprobs_TV: mx.array, count: int) -> tuple[mx.array, mx.array]:
 
 
 class Draw:
-    """What one decode step left besides its tokens; pulled to the host when it is first asked for."""
+    """Results of one decode step other than its tokens; copied to the host when first read."""
 
     __slots__ = ("_arrays", "_asked", "_logprobs", "_top", "_top_index", "versions")
 
@@ -149,12 +149,12 @@ class Draw:
 
     @property
     def arrays(self) -> list[mx.array]:
-        """What lies on the device."""
+        """Arrays on the device that are still to be evaluated."""
         logprobs_B, top_TK = self._arrays
         return [logprobs_B, *(top_TK or ()), *self._asked.arrays]
 
     def logprob(self, index: int) -> float:
-        """Of the token drawn for row `index`."""
+        """Log-probability of the token drawn for row `index`."""
         if self._logprobs is None:
             self._logprobs = cast(list[float], self._arrays[0].tolist())
         return self._logprobs[index]

@@ -49,7 +49,7 @@ class Place:
 
     @property
     def ready(self) -> bool:
-        """Whether the grammar is compiled; InvalidGrammarError when it cannot be."""
+        """True once the grammar is compiled; InvalidGrammarError if it cannot be."""
         if self._matcher is None and self.compiled.done():
             self._matcher = self.compiled.result().matcher.deep_copy()
             self.restart(self._begin)
@@ -59,18 +59,17 @@ class Place:
 
     @property
     def matcher(self) -> LLMatcher:
-        """The row's own."""
         assert self._matcher is not None, "an admitted row has a compiled grammar"
         return self._matcher
 
     @property
     def vocab_size(self) -> int:
-        """Bits of a mask."""
+        """Number of bits of a mask."""
         return self.compiled.result().vocab_size
 
     @property
     def is_over(self) -> bool:
-        """Whether any token will do: the row has ended or failed, and what is drawn for it is thrown away."""
+        """True if any token is allowed, since the row has ended or failed and its draws are dropped."""
         matcher = self.matcher
         return bool(self.fault) or matcher.stop_reason() == "EndOfSentence" or self._ended
 
@@ -114,7 +113,7 @@ class Place:
         return place
 
     def fail(self, error: Exception) -> None:
-        """Its matcher has: that is the fault of this row alone, and not of the batch that it is in."""
+        """Record that the matcher failed, which ends this row alone and not its batch."""
         self.fault = f"the grammar failed after {self.taken} tokens: {first_line(str(error))}"
 
     def note_fault(self) -> None:
@@ -148,7 +147,7 @@ class Grammars:
         return Place(compiled, tokens)
 
     def leave(self, place: Place) -> None:
-        """Its row has gone. What nobody waits for any more is not begun."""
+        """Remove a row's place. A compilation that no row waits for any more is not started."""
         compiled = place.compiled
         self._rows[compiled] -= 1
         if self._rows[compiled]:
@@ -158,7 +157,7 @@ class Grammars:
             self._compiled = OrderedDict(each for each in self._compiled.items() if each[1] is not compiled)
 
     def close(self) -> None:
-        """End the threads."""
+        """Stop the threads that compile grammars."""
         if self._threads is not None:
             self._threads.close()
 

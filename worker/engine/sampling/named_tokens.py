@@ -10,7 +10,7 @@ from shared.sequences import SamplingParams
 
 
 class NamedTokens:
-    """Of one set of rows. N: tokens named, of all rows."""
+    """Tokens whose log-probabilities the rows of a batch ask for. N: tokens named, of all rows."""
 
     def __init__(self, rows: Sequence[SamplingParams]) -> None:
         self.starts: dict[int, int] = {}  # row of the batch -> where its tokens begin
@@ -30,7 +30,7 @@ class NamedTokens:
 
 
 class NamedLogprobs:
-    """What one decode step left of them; pulled to the host when it is first asked for."""
+    """Log-probabilities of `NamedTokens` in one decode step; copied to the host when first read."""
 
     __slots__ = ("_logprobs_N", "_tokens", "_values")
 
@@ -41,11 +41,11 @@ class NamedLogprobs:
 
     @property
     def arrays(self) -> list[mx.array]:
-        """What lies on the device."""
+        """Arrays on the device that are still to be evaluated."""
         return [] if self._logprobs_N is None else [self._logprobs_N]
 
     def of(self, index: int) -> TokenLogprobs | None:
-        """Of row `index`, in the order in which it named them; None when it names none."""
+        """Log-probabilities of row `index` in the order in which it named tokens; None if it named none."""
         ids = self._tokens.ids.get(index)
         if ids is None or self._logprobs_N is None:
             return None

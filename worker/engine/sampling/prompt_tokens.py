@@ -25,7 +25,7 @@ def asked_from(spec: SequenceSpec) -> int:
 
 
 def wants_others(sampling: SamplingParams) -> bool:
-    """Whether another token than the prompt's own is asked about."""
+    """True if log-probabilities of tokens other than the prompt's own are asked for."""
     return bool(sampling.prompt_draws or any(sampling.prompt_named))
 
 
@@ -56,7 +56,7 @@ def _own_from(spec: SequenceSpec) -> int:
 
 
 def others(sampling: SamplingParams, logits_LV: mx.array, logprobs_LV: mx.array, first: int) -> list[TokenLogprobs]:
-    """Of the places from `first` on: the tokens that are named there, in their order, then those that are drawn."""
+    """By place from `first` on: the tokens named there, in their order, then those that are drawn."""
     count = logits_LV.shape[0]
     named = [list(ids) for ids in sampling.prompt_named[first : first + count]]
     named += [[] for _ in range(count - len(named))]

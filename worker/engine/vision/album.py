@@ -42,7 +42,7 @@ MOST_WAITING = 4  # files to be written; more are dropped
 
 
 class Album:
-    """Of one engine; belongs to its thread."""
+    """Image vectors on disk for one engine; used in its thread only."""
 
     def __init__(self, config: DiskConfig, card: ModelCard, *, in_thread: bool) -> None:
         releases = [f"{name} {importlib.metadata.version(name)}" for name in ("mlx", "mlx-vlm")]
@@ -70,7 +70,7 @@ class Album:
             self._run(lambda: self._read(key))
 
     def waits(self, key: bytes) -> bool:
-        """Whether an image that was asked for may still come."""
+        """True if an image that was asked for may still arrive."""
         return key not in self._found and time.monotonic() < self._asked.get(key, 0.0)
 
     def take(self, key: bytes) -> mx.array | None:

@@ -42,7 +42,7 @@ TRIED_AGAIN = 64  # calls until larger numbers of tiles are
 
 @dataclass(eq=False)
 class _Encoding:
-    """An image under way."""
+    """An image that waits or is being encoded."""
 
     picture: Picture
     tiles: int = 0  # that are done
@@ -55,12 +55,12 @@ class _Encoding:
 
     @property
     def is_over(self) -> bool:
-        """Whether the tower is through with it."""
+        """True if the tower has finished the image or failed."""
         return self.made is not None or bool(self.fault)
 
     @property
     def count(self) -> int:
-        """Of the vectors that all ranks have."""
+        """Number of vectors that all ranks have."""
         return sum(map(len, self.known))
 
 
@@ -75,7 +75,7 @@ class Viewing:
 
     @property
     def keys(self) -> KeysView[bytes]:
-        """Of its images, each once; in one order on all ranks, as no set's is."""
+        """Keys of the row's images without duplicates; in one order on all ranks, which a set would not have."""
         return dict.fromkeys(image.key for image in self.spec.images).keys()
 
 
@@ -91,14 +91,14 @@ class TileTimes:
         self._took: dict[int, tuple[float, ...]] = {}  # the last two by number; the first one of all compiles kernels
 
     def took(self, tiles: int, seconds: float) -> None:
-        """So many at once."""
+        """Note the seconds of a call with so many tiles."""
         self._calls += 1
         if self._calls % TRIED_AGAIN == 0:
             self._took = {number: times for number, times in self._took.items() if number <= tiles}
         self._took[tiles] = (*self._took.get(tiles, ()), seconds)[-2:]
 
     def most(self, tiles: int, seconds: float) -> int:
-        """Of so many, in so much time: one at least."""
+        """Tiles to encode at once, of `tiles` and within `seconds`; at least one."""
         most = 1
         while 2 * most <= tiles and min(self._took.get(most, (inf,))) <= seconds:
             twice = self._took.get(2 * most, ())
@@ -109,7 +109,7 @@ class TileTimes:
 
 
 class Gallery:
-    """Of one engine; without a tower it takes no images."""
+    """Encodes and caches images for one engine; without a tower it refuses them."""
 
     def __init__(
         self, tower: AnyTower | None, config: EngineConfig, card: ModelCard, *, in_thread: bool, by_ranks: bool = False
@@ -132,12 +132,11 @@ class Gallery:
 
     @property
     def busy(self) -> bool:
-        """Whether an image waits to be encoded."""
+        """True if an image waits to be encoded."""
         return bool(self._waiting)
 
     @property
     def stats(self) -> VisionStats:
-        """Counters and size."""
         return VisionStats(encoded=self._encoded, hits=self._hits, bytes=self._bytes)
 
     def check(self, viewing: Viewing | None, pictures: Sequence[Picture]) -> None:
@@ -179,7 +178,7 @@ class Gallery:
         return EngineError("a prompt cannot end with an image") if viewing.prompt[-1] < 0 else None
 
     def ready(self, viewing: Viewing | None) -> bool:
-        """Whether a row has what it is fed with; EngineError when one of its images could not be encoded."""
+        """True if the row's images are encoded; EngineError if one of them could not be."""
         if viewing is None or viewing.features is not None:
             return True
         images = viewing.spec.images
@@ -226,7 +225,7 @@ class Gallery:
                 return
 
     def news(self, times: int) -> tuple[ImagePiece, ...]:
-        """What the other ranks are to be told of in the next turn: so many times the usual bytes, a vector at least."""
+        """Pieces to send to the other ranks in the next turn: `times` the usual bytes, at least one vector."""
         pieces: list[ImagePiece] = []
         most = SENT_BYTES * times
         for key, encoding in self._waiting.items():
@@ -354,5 +353,5 @@ def _piece(key: bytes, made: EncodedImage, start: int, most: int) -> ImagePiece:
 
 
 def _vectors(piece: ImagePiece) -> mx.array:
-    """[T, H] of them."""
+    """The piece's vectors, [T, H]."""
     return as_array(HostArray(piece.dtype, (-1, piece.width), memoryview(piece.vectors)))

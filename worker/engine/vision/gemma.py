@@ -32,14 +32,13 @@ class GemmaTower:
 
     @property
     def parts(self) -> tuple[Any, ...]:
-        """Its modules."""
         return self._tower, self._projector
 
     def grid(self, width: int, height: int) -> None:
         """Positions do not go by it."""
 
     def layers(self, picture: bytes, width: int, height: int) -> Iterator[mx.array]:
-        """What is made of RGB bytes [height, width, 3], in pieces; the last one is the vectors [T, H]."""
+        """Encode RGB bytes [height, width, 3] step by step; the last array holds the vectors [T, H]."""
         vision, tower = self.vision, self._tower.vision_model
         pixels_1HWC = mx.array(np.frombuffer(picture, np.uint8).reshape(1, height, width, 3))
         scaled_1HWC = (pixels_1HWC.astype(mx.float32) * (1 / 255) - mx.array(vision.mean)) / mx.array(vision.std)

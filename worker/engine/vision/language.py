@@ -62,7 +62,7 @@ def gemma3(theirs: Any, text: dict[str, Any]) -> Any:
 
 
 def placement_of(module: Any) -> RowPositions | None:
-    """Of a model whose positions have three axes, or of one of its layers."""
+    """The `RowPositions` of a model, or of one of its layers, whose positions have three axes; None for others."""
     placement = getattr(module, "placement", None)
     return placement if isinstance(placement, RowPositions) else None
 

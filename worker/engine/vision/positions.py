@@ -78,7 +78,7 @@ class RowPositions:
 
     @contextmanager
     def spread(self, positions_3BL: mx.array, deep: Sequence[mx.array]) -> Iterator[None]:
-        """Pieces with images."""
+        """Use positions on three axes for a forward with images."""
         along_BLF = mx.take(positions_3BL.astype(mx.float32), self._axes_F, axis=0).transpose(1, 2, 0)
         angles_B1LF = (along_BLF * self._frequencies_F)[:, None]
         self.turns, self.deep = (mx.cos(angles_B1LF), mx.sin(angles_B1LF)), deep
@@ -88,7 +88,7 @@ class RowPositions:
             self.turns, self.deep = None, ()
 
     def held(self) -> Callable[[], AbstractContextManager[None]]:
-        """What is said now, to be said again when a layer is computed once more, for its gradients."""
+        """Makes contexts that restore the present positions when a layer is computed again for its gradients."""
         said = self._shift_B, self._moved, self.turns, self.deep
 
         @contextmanager

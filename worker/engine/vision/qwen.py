@@ -47,15 +47,14 @@ class QwenTower:
 
     @property
     def parts(self) -> tuple[Any, ...]:
-        """Its modules."""
         return (self._tower,)
 
     def grid(self, width: int, height: int) -> Grid:
-        """Of a picture's vectors."""
+        """Rows and columns of a picture's vectors."""
         return Grid(height // self.vision.tile, width // self.vision.tile)
 
     def layers(self, picture: bytes, width: int, height: int) -> Iterator[mx.array]:
-        """What is made of RGB bytes [height, width, 3], in pieces; the last one is the vectors [T, H].
+        """Encode RGB bytes [height, width, 3] step by step; the last array holds the vectors [T, H].
 
         With DeepStack these are [T, (1 + N) H]: behind each one what is added to it in each of N layers.
         """
@@ -89,7 +88,7 @@ class QwenTower:
     def _attention(
         self, attn: Any, patches_PD: mx.array, turns_PD: mx.array, groups: Sequence[tuple[int, int]]
     ) -> Iterator[mx.array]:
-        """What patches see, in their order; `groups`: so many windows of so many patches each."""
+        """Attention among patches, in their order. `groups`: pairs of a number of windows and the patches of each."""
         qkv_3PHD = attn.qkv(patches_PD).reshape(len(patches_PD), 3, attn.num_heads, -1).transpose(1, 0, 2, 3)
         turned = [self._turned(each_PHD[None], turns_PD)[0] for each_PHD in qkv_3PHD[:2]]
         begin = 0

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 def is_for(caches: Sequence[Any], count: int, dtypes: Collection[mx.Dtype], rotary: Any) -> bool:
-    """Whether a decode step of such a model may write so many tokens of each row in place in these caches."""
+    """True if a decode step may write `count` tokens of each row in place in these caches."""
     if count > kernels.MOST_QUERIES or not may_be_in_place(caches):
         return False
     packing, (keys, values) = packing_of(caches), (caches[0].keys, caches[0].values)
@@ -42,7 +42,7 @@ def is_for(caches: Sequence[Any], count: int, dtypes: Collection[mx.Dtype], rota
 
 @cache
 def _runs(rotary_of: Callable[[Any, int], Any], packing: Packing | None) -> bool:
-    """Whether keys and values get where they belong, here and with this MLX."""
+    """True if the kernel writes keys and values to the right places on this machine, with this MLX."""
     size = 64 if packing is None else max(64, packing.group_size)
     dtype = mx.bfloat16 if packing is None else packing.dtype
     try:

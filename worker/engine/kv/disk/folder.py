@@ -148,7 +148,7 @@ class Folder:
                 os.close(place)
 
     def remove(self, names: Sequence[str]) -> None:
-        """Remove files."""
+        """Remove the files of these names and subtract their sizes."""
         self._remove([self._path(name) for name in names])
 
     def expire(self) -> None:
@@ -273,7 +273,7 @@ class Folder:
 
 
 def _read_total(lock: int) -> int | None:
-    """What the others say; None when nobody has counted."""
+    """Bytes counted by all processes; None if no process has counted."""
     digits = os.pread(lock, _DIGITS, 0)
     return int(digits) if len(digits) == _DIGITS and digits.isdigit() else None
 
@@ -288,14 +288,14 @@ def _id_in(lock: int) -> str:
 
 
 def _is_at(file: int, path: Path) -> bool:
-    """Whether an open file is still the one under this name: the folder may have been removed and made again."""
+    """True if `path` still names the open file: the folder may have been removed and made again."""
     with contextlib.suppress(FileNotFoundError):
         return os.fstat(file).st_ino == path.stat().st_ino
     return False
 
 
 def _is_unused(path: Path) -> bool:
-    """Whether no living process holds a lock on a `.part`, or on a place by its `.in-use`."""
+    """True if no living process holds a lock on a `.part` file, or on a place through its `.in-use`."""
     try:
         file = os.open(path / IN_USE if path.is_dir() else path, os.O_RDWR)
     except FileNotFoundError:

@@ -12,7 +12,7 @@ from worker.engine.kv.parcels import Label
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A file."""
+    """One file of KV and what it holds."""
 
     name: str
     label: Label
@@ -36,12 +36,11 @@ class Index:
 
     @property
     def names(self) -> list[str]:
-        """Of all files."""
         with self._lock:
             return list(self._files)
 
     def add(self, entry: FileEntry) -> None:
-        """A file is there."""
+        """Enter a file that has been written or found."""
         label = entry.label
         with self._lock:
             self._files[entry.name] = entry
@@ -51,7 +50,7 @@ class Index:
                 self._snapshots.setdefault(label.keys[0], {})[label.tail] = entry
 
     def discard(self, names: Iterable[str]) -> None:
-        """Files have gone."""
+        """Forget files that have been removed."""
         with self._lock:
             for name in names:
                 entry = self._files.pop(name, None)

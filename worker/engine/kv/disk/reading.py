@@ -33,7 +33,7 @@ class Errands:
             threading.Thread(target=self._run, name=f"kv-disk-reader-{number}", daemon=True).start()
 
     def run(self, call: Callable[[], None]) -> None:
-        """Call it soon."""
+        """Queue a call for the thread."""
         self._calls.put(call)
 
     def close(self) -> None:
@@ -104,7 +104,7 @@ class FileShelf:
         return None
 
     def forget(self, names: list[str]) -> None:
-        """Remove these files."""
+        """Remove these files from the index and the folder."""
         self._index.discard(names)
         try:
             self._folder.remove(names)

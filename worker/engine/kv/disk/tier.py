@@ -45,7 +45,7 @@ LAST_S = 5.0  # for writing at the end
 
 @dataclass(eq=False)
 class FilePiece:
-    """What one file is to hold."""
+    """The part of a row's KV that one file will hold."""
 
     label: Label
     cut: SlabCut | None
@@ -74,7 +74,7 @@ class _Upload:
 
 
 class DiskTier:
-    """Of one engine. `wake` makes the engine take a turn; without it all is done at once, in its thread."""
+    """One engine's KV files. `wake` triggers a turn of the engine; without it all runs at once, in its thread."""
 
     def __init__(
         self,
@@ -153,7 +153,7 @@ class DiskTier:
 
     @property
     def stats(self) -> DiskStats:
-        """Of this moment."""
+        """Counters and sizes of the folder at this moment."""
         return DiskStats(
             folder_id=self._folder.id,
             bytes=self._folder.bytes,
@@ -170,7 +170,7 @@ class DiskTier:
 
     @property
     def busy(self) -> bool:
-        """Whether there is anything to do in the engine's thread."""
+        """True if the engine's thread has something to do for the tier."""
         can_read = bool(self._to_read) and len(self._reading) < READ_AHEAD
         has_read = bool(self._reading) and self._reading[0].name in self._read
         return bool(self._leaving or self._copying or self._copied or has_read or can_read)

@@ -34,7 +34,7 @@ LOSSES = 3  # one after another, and nothing is read for a while: small models o
 
 
 class _FromDisk(Promotion):
-    """What one row waits for."""
+    """Entries that one row waits for."""
 
     def __init__(
         self, keys: list[bytes], ids: Sequence[int], version: str, at_most: int, entries: list[FileEntry]
@@ -84,12 +84,12 @@ class TieredCache(SharedCache):
 
     @property
     def disk(self) -> DiskStats:
-        """The files."""
+        """Statistics of the files on disk."""
         return self._tier.stats
 
     @property
     def busy(self) -> bool:
-        """Whether `work` has anything to do."""
+        """True if `work` has anything to do."""
         return self._tier.busy
 
     def last(self, versions: dict[str, str]) -> None:
@@ -117,7 +117,7 @@ class TieredCache(SharedCache):
             )
 
     def _offer_all(self) -> None:
-        """What was used last goes first, so beginnings go before what follows them."""
+        """Offer all entries for writing, the latest used first, so that beginnings precede what follows them."""
         for entry in reversed(self._order):
             self._offer(entry)
 

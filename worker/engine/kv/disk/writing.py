@@ -38,7 +38,7 @@ class WriteJob:
 
 
 class Writer:
-    """Of one folder. `returned` is called where it writes: in a thread of its own, or in `offer`."""
+    """Writes parcels into one folder. `returned` is called where it writes: in a thread of its own, or in `offer`."""
 
     def __init__(
         self,

@@ -22,7 +22,7 @@ Rows = tuple[mx.array, ...]
 
 @dataclass(frozen=True)
 class Layer:
-    """What a layer does, but for its arrays: layers that are equal in it share what is compiled."""
+    """Everything that describes a layer but its arrays; layers that compare equal share compiled functions."""
 
     heads: tuple[int, int, int]  # of q, k, v on this rank
     inputs: tuple[Product, ...]  # of q, k and v; one, where they are joined
@@ -35,7 +35,7 @@ class Layer:
 
     @property
     def may_place(self) -> bool:
-        """Whether a kernel can write keys and values where they belong."""
+        """True if a kernel can write keys and values in place."""
         return self.rotary is not None and len(self.inputs) == 1
 
     def before(
@@ -123,7 +123,7 @@ class Layer:
 
 
 def _by_heads(y_NO: mx.array, rows: int, heads: int) -> mx.array:
-    """[B, heads, L, size]."""
+    """Reshape to [B, heads, L, size]."""
     if y_NO.shape[0] == rows:
         return y_NO.reshape(rows, heads, 1, -1)
     return y_NO.reshape(rows, y_NO.shape[0] // rows, heads, -1).swapaxes(1, 2)
@@ -141,7 +141,7 @@ def _outputs(
     widths: Sequence[int],
     adapt: Adapting | None,
 ) -> list[mx.array]:
-    """Of linears that read x; of joined ones one output, unless adapters need them apart.
+    """Outputs of linears that read x; joined linears have one output unless adapters need them apart.
 
     `widths`: how theirs are to each other.
     """
@@ -157,7 +157,7 @@ def _outputs(
 
 
 def layer_of(layer: Any, norm_behind: Any) -> tuple[Layer, Any, Any]:
-    """What it does, and its arrays before and behind attention. `norm_behind`: of the next layer, or the last one."""
+    """A layer's description, and its arrays before and after attention. `norm_behind`: the norm that follows it."""
     attention, mlp = layer.self_attn, layer.mlp
     inputs, of_inputs = _products([attention.q_proj, attention.k_proj, attention.v_proj])
     gate_up, of_gate_up = _products([mlp.gate_proj, mlp.up_proj])
@@ -185,7 +185,7 @@ def _of_heads(weights: Arrays, heads: Sequence[int]) -> mx.array:
 
 
 def _products(parts: Sequence[Any]) -> tuple[tuple[Product, ...], tuple[Arrays, ...]]:
-    """Of linears that read the same input."""
+    """Products of linears that read the same input."""
     own = [bare(part) for part in parts]
     joined: JoinedLinears | None = getattr(own[0], "joined", None)
     whole = own if joined is None else [joined.product]
@@ -199,6 +199,6 @@ def bare(module: Any) -> Any:
 
 
 def called(linear: Any) -> Callable[[mx.array], mx.array]:
-    """It as a function."""
+    """A function that computes the linear."""
     how, arrays = Product.of(linear)
     return lambda x_NI: how(arrays, x_NI)

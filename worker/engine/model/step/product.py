@@ -44,7 +44,7 @@ class Product:
         return how, tuple(arrays.values())
 
     def __call__(self, arrays: Arrays, x_NI: mx.array) -> mx.array:
-        """[N, out]."""
+        """Outputs [N, out] for inputs [N, in]."""
         return self._summed(arrays, self.partial(arrays, x_NI))
 
     def _summed(self, arrays: Arrays, y_NO: mx.array) -> mx.array:

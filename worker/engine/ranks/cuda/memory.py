@@ -14,7 +14,7 @@ _LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 
 
 class CudaError(Exception):
-    """The driver refuses."""
+    """A call of the CUDA driver failed."""
 
 
 class _Handle(ctypes.Structure):
@@ -25,7 +25,7 @@ class SharedMemory:
     """A piece of this process's first GPU, zeroed, and how others find it."""
 
     def __init__(self, size: int) -> None:
-        """Of so many bytes; CudaError when the driver has no such memory."""
+        """Allocate `size` bytes; CudaError if the driver has no such memory."""
         try:
             self._cuda = ctypes.CDLL("libcuda.so.1")
         except OSError as error:
