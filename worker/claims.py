@@ -113,7 +113,7 @@ class RowsOwner(Protocol):
 class Returns:
     """How rows of one worker go back to the queue before their end.
 
-    The engine lets them go with their KV in its prefix cache, so that whoever goes on with them need not compute it.
+    The engine lets them go with their KV in its prefix cache, so that a worker that continues them need not compute it.
     """
 
     def __init__(
@@ -174,4 +174,4 @@ def victims(rows: Iterable[ClaimedRow], most: int) -> list[ClaimedRow]:
 
 
 def _is_job(row: ClaimedRow) -> bool:
-    return bool(row.claim.spec.job) and not row.api  # nobody reads its tokens while they come
+    return bool(row.claim.spec.job) and not row.api  # its tokens are not read as they come

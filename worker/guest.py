@@ -1,4 +1,4 @@
-"""Somebody who shares this worker's engine thread, such as the trainer; plugged in by name, worker knows no more of it.
+"""A guest shares this worker's engine thread, such as the trainer; plugged in by name, worker knows no more of it.
 
 `--guest package.module:Class` names a class that is called with the worker's settings before the model is loaded
 (SetupError when it cannot work with them) and lives from `start` to `stop`. What it may run in the engine's thread, and
@@ -84,7 +84,7 @@ def _kind(settings: WorkerSettings) -> Any | None:
 
 
 class Lodging:
-    """A guest's stay with one worker, or nobody's."""
+    """The stay of a guest with one worker, if there is one."""
 
     def __init__(self, guest: Guest | None, end_with_guest: bool) -> None:
         self._guest = guest

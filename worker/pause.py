@@ -1,8 +1,8 @@
 """A worker's side of the pause switch: stop claiming, bring the rows to rest, go on.
 
-abort: sequences that a request waits for end with finish reason "abort" and what they have; those of jobs, which nobody
-reads yet, go back to the queue and continue after the resume. wait: rows finish. keep: rows stand still, with their
-leases renewed.
+abort: sequences that a request waits for end with finish reason "abort" and what they have; those of jobs, which no
+client reads yet, go back to the queue and continue after the resume. wait: rows finish. keep: rows stand still, with
+their leases renewed.
 
 Invariants. Claiming goes through `gate`, so that nothing comes in after the worker has said that it rests. At rest the
 engine computes nothing, but loads adapters.

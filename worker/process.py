@@ -263,7 +263,7 @@ class WorkerProcess:
         for request in requests:
             self._orders.welcome(request.spec.id)
             if request.prior:
-                self._publisher.flush_log(request.spec.id)  # whoever missed a frame of the old owner finds it there
+                self._publisher.flush_log(request.spec.id)  # for a reader that missed a frame of the old owner
         if self._settings.prefix_cache_gb:
             with contextlib.suppress(RedisError, OSError):
                 await self._notes.note([claim.spec for claim in claims])

@@ -1,9 +1,9 @@
 """What sequences have written, shared by the workers of a ring: the one drafts from what the other has finished.
 
-A prompt is looked up in Redis when a sequence of it is claimed, beside its way into the engine, and what it wrote is
+A prompt is looked up in Redis when a sequence of it is claimed, while it goes into the engine, and what it wrote is
 put there after its end. Both go in batches, in a task of their own.
 
-Invariants. Nobody waits for this: what Redis does not take or give in time is forgotten, and costs drafts alone. What
+Invariants. Nothing waits for this: what Redis does not take or give in time is forgotten, and costs drafts alone. What
 comes from there is checked, since a draft must be token ids of the model.
 """
 
@@ -62,7 +62,7 @@ class RingMemory:
         self._silent_until = 0.0
 
     def claimed(self, specs: Iterable[SequenceSpec]) -> None:
-        """Look up what was written behind these prompts."""
+        """Look up what was written after these prompts."""
         if self._store is not None:
             self._claimed.extend(spec for spec in specs if spec.kind == "generate")
             self._ready.set()

@@ -5,7 +5,7 @@ claimed sequence needs it (`prepare`). Either way its file is fetched into the d
 engine is told. What the engine has loaded comes back through `on_stats` and is acknowledged in the store.
 
 Invariants. A file that the engine knows stays on disk until it has been withdrawn. A version that a sequence here needs
-is pinned in the store, so that nobody deletes it meanwhile. Belongs to the event loop.
+is pinned in the store, so that it is not deleted meanwhile. Belongs to the event loop.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ log = structlog.get_logger()
 
 PIN_S = 60.0
 REPEAT_ACK_S = 600.0
-KEEP_S = 60.0  # a version that nobody needs stays provided this long
+KEEP_S = 60.0  # an unused version stays provided this long
 
 
 @dataclass
@@ -82,7 +82,7 @@ class AdapterSync:
         self._slots = slots
         self._provided: dict[str, _Provided] = {}
         self._bringing: dict[str, asyncio.Lock] = {}
-        self._pointed: dict[str, int] = {}  # what the engine was told
+        self._pointed: dict[str, int] = {}  # sent to the engine
         self._acknowledged: dict[str, tuple[int, float]] = {}
         self._lasting: dict[str, str] = {}
         self._news = asyncio.Event()
@@ -126,7 +126,7 @@ class AdapterSync:
         return msgspec.structs.replace(spec, adapter=version_id(choice.name, version))
 
     async def _bring(self, name: str, version: int, *, needed: bool = False) -> AdapterManifest:
-        """Fetch a version and tell the engine, once."""
+        """Fetch a version and provide it to the engine, once."""
         known = version_id(name, version)
         async with self._bringing.setdefault(known, asyncio.Lock()):
             provided = self._provided.get(known)
@@ -187,9 +187,9 @@ class AdapterSync:
     # -- what the engine says
 
     async def acknowledge(self) -> None:
-        """Tell the store what is loaded, for ever: after every load, and again at times."""
+        """Publish loaded versions in the store for ever: after every load, and again at times."""
         while True:
-            self._news.clear()  # before we look: what comes while one is told to the store is news, too
+            self._news.clear()  # before we look: what comes while one is published is news, too
             for name, version in self.loaded.items():
                 known, at = self._acknowledged.get(name, (0, 0.0))
                 if known != version or time.monotonic() - at > REPEAT_ACK_S:
@@ -202,7 +202,7 @@ class AdapterSync:
                 continue
 
     async def tend(self) -> None:
-        """With every heartbeat: renew the pins of what is used, let go of what nobody needs any more."""
+        """With every heartbeat: renew the pins of what is used, release what is no longer needed."""
         stats, now = self._engine.adapter_stats(), time.monotonic()
         for version, provided in list(self._provided.items()):
             manifest = provided.manifest
@@ -219,7 +219,7 @@ class AdapterSync:
                 await provided.file.aclose()
 
     async def send_lasting(self, workers: Collection[str], dtype: str) -> None:
-        """Tell the engine whose KV is worth keeping on disk: a trained policy's other versions are dead soon.
+        """Send the engine the versions whose KV may be stored on disk: a trained policy's other versions are dead soon.
 
         A worker pins what it computes with, which says nothing of the next days: `workers` do not count.
         """

@@ -1,4 +1,4 @@
-"""Work of somebody else in thread G, such as a trainer's microbatches: what may run between two decode steps.
+"""Work of guests in thread G, such as a trainer's microbatches: what may run between two decode steps.
 
 **work** a generator; it yields when everything it made is evaluated and something else may run · **unit** what lies
 between two yields; it is never interrupted, so its owner keeps it short.
@@ -9,7 +9,7 @@ Invariants.
   it has had. What a unit costs more than expected is paid before the next one. Decoding keeps `1 - share` of its speed.
 - While no row decodes, units follow one another. Work that is for an idle engine waits until no row is there at all,
   and others pass it meanwhile.
-- An error of a unit goes to whoever asked for the work, and nowhere else.
+- An error of a unit goes to the future of its work, and nowhere else.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class TimeShare:
     """Decides whether a unit of guest work may run now: plain numbers, in seconds.
 
     What a unit costs is what decoding loses by it: its own time, and by how much the turn after it is longer than usual
-    (cold caches) or shorter (the look-ahead step ran beside it). So the share adapts until decoding keeps its part.
+    (cold caches) or shorter (the look-ahead step ran meanwhile). So the share adapts until decoding keeps its part.
     """
 
     def __init__(self, share: float) -> None:
@@ -64,13 +64,13 @@ class TimeShare:
         self._credit = min(self._credit + usual * self._price, 2 * self._expected)
 
     def worked(self, seconds: float) -> None:
-        """A unit has run beside rows."""
+        """A unit has run while there were rows."""
         self._expected = _recent(self._expected, seconds, RECENT_UNIT)
         self._credit -= seconds
         self._last = seconds
 
     def idled(self, seconds: float) -> None:
-        """A unit has run while no row was there: nobody has to be paid."""
+        """A unit has run while there was no row: it costs nothing."""
         self._expected = _recent(self._expected, seconds, RECENT_UNIT)
         self._credit = self._last = 0.0
 

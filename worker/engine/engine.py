@@ -215,7 +215,7 @@ class Engine:
             self._pieces.forget()  # nothing was computed: that says nothing of the machine's pace
 
     def settle(self) -> None:
-        """Wait for the prompts' pieces under way: after their turn's events are told, before new commands are taken."""
+        """Wait for the prompts' pieces under way: after their turn's events are out, before new commands are taken."""
         try:
             self._pieces.settle()
         except Exception as error:
@@ -242,7 +242,7 @@ class Engine:
         )
 
     def close(self, *, keep: bool = False) -> None:
-        """End what runs beside the engine's thread; `keep` cached KV on disk, if there is one."""
+        """End what runs in other threads; `keep` cached KV on disk, if there is one."""
         self._grammars.close()
         self._gallery.end()
         with mx.stream(self._batch.stream):
@@ -333,7 +333,7 @@ class Engine:
                 return
 
     def _scored(self, task: PrefillTask) -> None:
-        """Tell of what a prefill brought: log-probabilities, an embedding, or what a head says."""
+        """Publish the results of a prefill: log-probabilities, an embedding or a head's output."""
         with mx.stream(self._batch.stream):
             reports = self._lane.reports(task)
         for row, event in reports:

@@ -162,7 +162,7 @@ class GuestStats:
     seconds: float = 0.0
     units_beside_rows: int = 0  # of them, those that ran between two decode steps
     seconds_beside_rows: float = 0.0
-    longest_s: float = 0.0  # unit beside rows: the longest that decoding has waited
+    longest_s: float = 0.0  # unit while there were rows: the longest that decoding has waited
 
 
 @dataclass(frozen=True)

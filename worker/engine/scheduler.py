@@ -1,7 +1,7 @@
 """What to compute next, pure: which prompts to feed, how much of them at once, and what there is room for.
 
 Interactive prompts are fed first, and a batch prompt that has begun pauses meanwhile; but a batch prompt is never
-passed more than `PASSES` times in a row. A batch prompt's piece is kept short, because whoever arrives waits for it.
+passed more than `PASSES` times in a row. A batch prompt's piece is kept short, because new rows wait for it.
 """
 
 import math
@@ -107,7 +107,7 @@ class ChunkSize:
     """
 
     def __init__(self, chunk: int, piece_s: float, most: int = 0) -> None:
-        """`most`: up to which a chunk that nobody has measured yet may grow."""
+        """`most`: up to which an unmeasured chunk may grow."""
         self.tokens = chunk
         self._chunk = max(chunk, most)
         self._piece_s = piece_s
@@ -127,7 +127,7 @@ class ChunkSize:
         if took > LATE * planned:
             smaller = int(self.tokens * max(LEAST_OF_A_CHUNK, planned / took))
             self.tokens = min(self._chunk, max(SMALLEST_PIECE, smaller))
-        elif took < planned and 2 * tokens >= self.tokens:  # fewer tell nothing of a whole piece
+        elif took < planned and 2 * tokens >= self.tokens:  # fewer say nothing of a whole piece
             self.tokens = min(self._chunk, math.ceil(GROWTH * self.tokens))
 
 

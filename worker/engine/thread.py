@@ -232,7 +232,7 @@ class EngineThread:
     def _run_commands(self, parts: EngineParts) -> bool:
         """Run what was asked for, after waiting for something to do; False when it is time to stop.
 
-        While nobody asks and no row is there, or when it is due, a piece of the warm-up comes first.
+        While there are neither commands nor rows, or when it is due, a piece of the warm-up comes first.
         """
         engine, warm_up = parts.engine, parts.warm_up
         with self._wake:

@@ -169,7 +169,7 @@ class _BaseOnly(NoAdapters):
         self._adapters = adapters or NoAdapters()
 
     def select(self, rows: tuple[Row, ...]) -> tuple[str, ...]:
-        """The base for everyone; whoever computes next selects anew."""
+        """Select the base for all rows; the next computation selects anew."""
         return self._adapters.select(rows)
 
 

@@ -45,7 +45,7 @@ def listens_at(settings: RankSettings, placed: Placement) -> str:
 
 
 def own_places(placed: Placement, backend: Backend, address: str) -> list[str]:
-    """Where this rank listens for the others, as IP:PORT; ports that nobody has named are free ones."""
+    """Where this rank listens for the others, as IP:PORT; ports that are not given are free ones."""
     host = placed.hosts[placed.rank] if placed.hosts else Host()
     if backend == "nccl" and placed.rank:
         return []  # rank 0 alone listens

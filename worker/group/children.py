@@ -54,7 +54,7 @@ class Children:
                 process.kill()
 
     async def close(self) -> None:
-        """They have been told to end; who does not is killed."""
+        """Wait for processes that were asked to end, and kill those that do not."""
         for task in self._watching:
             task.cancel()
         waits = [asyncio.create_task(process.wait()) for process in self._processes.values()]

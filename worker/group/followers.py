@@ -38,7 +38,7 @@ class FollowerLink:
         self.failed_at = 0.0
         self._talk = talk
         self._quiet = 0
-        talk.connection.stall_s = LONG_S  # whoever looks counts its silence
+        talk.connection.stall_s = LONG_S  # `looked_at` counts its silence
         self._saying = asyncio.Lock()
         self._moved_at = self._heard_at = time.monotonic()
 
@@ -59,7 +59,7 @@ class FollowerLink:
     def looked_at(self) -> int:
         """How often in a row it has been looked at without having said anything.
 
-        Looks are counted, and not seconds: while this process is frozen itself, nobody else is silent.
+        Looks are counted, and not seconds: while this process is frozen itself, no other is silent.
         """
         self._quiet += 1
         return self._quiet - 1
@@ -90,7 +90,7 @@ class FollowerLink:
 
 
 class Line:
-    """A connection of somebody who knows the secret."""
+    """A connection whose other end has proved the secret."""
 
     def __init__(self, sock: socket.socket, connection: Connection, channel: Channel) -> None:
         self.sock, self.connection, self.channel = sock, connection, channel

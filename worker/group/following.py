@@ -42,7 +42,7 @@ from worker.peers.wire import Channel, Connection, PeerError, greet
 
 log = structlog.get_logger()
 
-PATIENCE_S = 30.0  # with a rank 0 that says nothing: whoever waits for our sequences does not wait for us
+PATIENCE_S = 30.0  # with a rank 0 that says nothing: clients do not wait for this rank
 WORDS = 64 << 20  # bytes of what rank 0 says, an adapter's description among it
 CONNECT_S = 5.0
 _DECODER = msgspec.msgpack.Decoder(FromLead)
@@ -85,7 +85,7 @@ class Follower(ABC):
         return await self._ended
 
     def stop(self) -> None:
-        """Told to end: so the group does."""
+        """End this rank on a signal, and with it the group."""
         self._say(Lost("it was told to end"))
         self._loop.call_later(0.2, self._end, 0)
 
@@ -182,7 +182,7 @@ class Follower(ABC):
         if self._talk is None:
             return
         async with self._saying:
-            with contextlib.suppress(PeerError, RuntimeError):  # whoever listens sees it, too, and ends the loop
+            with contextlib.suppress(PeerError, RuntimeError):  # the listening task sees it, too, and ends the loop
                 await self._talk.say(message)
 
     def _say(self, message: FromFollower) -> None:
@@ -220,12 +220,12 @@ class Follower(ABC):
     def _learn(self, unit: Unit, learning: Learning) -> None:
         """Do a unit of a learner's work; where it fails, it is for rank 0 to say whether that is the data's fault."""
         try:
-            told = learning.unit(unit.ask)
+            result = learning.unit(unit.ask)
         except Exception as error:
             log.exception("group.unit_failed", rank=self._placed.rank)
             self._say(UnitFailed(unit.number, f"{type(error).__name__}: {error}"))
-            told = FAILED
-        self._outcome.add_unit(unit.number, told)
+            result = FAILED
+        self._outcome.add_unit(unit.number, result)
 
 
 def _decoded(data: bytearray) -> object:

@@ -4,7 +4,7 @@ Two threads use it. Thread G calls what worker/engine/build.py names `Lead`; the
 need stands under one lock.
 
 Invariants. A turn is sent to all before rank 0 begins it. The group is lost once and for all: then `lost` says why,
-nothing more is sent, and whoever waits here is told.
+nothing more is sent, and every waiter here gets an error.
 """
 
 import asyncio
@@ -76,7 +76,7 @@ class GroupLead:
         adapters: SlotConfig | None,
         on_stopping: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_stopping`: another rank was told to end, and does so with us."""
+        """`on_stopping`: another rank was asked to end, and does so with us."""
         self._settings, self._placed, self._on_lost = settings, placed, on_lost
         self._config, self._adapters, self._on_stopping = config, adapters, on_stopping
         self._wake: Callable[[], None] = lambda: None
@@ -200,8 +200,8 @@ class GroupLead:
                 if (waits := self._fetching.pop(number, None)) is not None and not waits.done():
                     waits.set_result(fault)
             case Lost(reason, is_setup):
-                told = f"rank {follower.rank} ({follower.host}): {reason}"
-                self._lose(told, SetupError(told) if is_setup else None)
+                message = f"rank {follower.rank} ({follower.host}): {reason}"
+                self._lose(message, SetupError(message) if is_setup else None)
 
     def _compare(self) -> None:
         """Once all have loaded something: whether it is the same."""
@@ -250,8 +250,10 @@ class GroupLead:
                 self._lose(f"rank {follower.rank} ({follower.host}){what}")
 
     def _on_exit(self, rank: int, code: int) -> None:
-        told = f"rank {rank}'s process has ended with exit code {code}"
-        self._lose(told, SetupError(f"{told}; its last line says why") if code == 2 and not self._number else None)
+        message = f"rank {rank}'s process has ended with exit code {code}"
+        self._lose(
+            message, SetupError(f"{message}; its last line says why") if code == 2 and not self._number else None
+        )
 
     def _lose(self, reason: str, error: Exception | None = None) -> None:
         """Declare the group lost; on the event loop."""
@@ -262,7 +264,7 @@ class GroupLead:
         with self._lock:
             self._lock.notify_all()
         for follower in self._followers:
-            follower.close()  # whoever waits in a collective with us sees that it will not end
+            follower.close()  # a rank that waits in a collective with us sees that it will not end
         self._children.kill()
         failure = error or ServiceUnavailableError(f"the group is lost: {reason}")
         if not self._gone.done():
@@ -353,16 +355,16 @@ class GroupLead:
             self._send(UnitPart(part))
         self._send(Unit(self._number, rest))
 
-    def united(self, told: bytes) -> None:
+    def united(self, result: bytes) -> None:
         """Report the result of this rank's latest unit; if another rank's differs, the group is lost."""
         with self._lock:
-            self._outcome.add_unit(self._number, told)
+            self._outcome.add_unit(self._number, result)
             self._keep_sum()
 
     def failed(self) -> None:
         """It has failed here: returns when it has failed everywhere; ServiceUnavailableError when it has not.
 
-        Whoever has not failed waits in a sum for us, and would take the next one for it.
+        A rank that has not failed waits in a sum for us, and would take the next one for it.
         """
         number, followers = self._number, self._followers
         with self._lock:

@@ -1,7 +1,7 @@
-"""How the ranks of a group find one another: each tells in Redis who it is, rank 0 where it waits for whom.
+"""How the ranks of a group find one another: each writes in Redis who it is, rank 0 where it waits for whom.
 
 A process has a nonce, so that a rank that has begun anew is another one. Rank 0 publishes the nonces that it waits for,
-and its address; who finds its own among them connects. What is in Redis is refreshed while somebody waits, and gone
+and its address; who finds its own among them connects. What is in Redis is refreshed while a rank waits, and gone
 soon after.
 """
 
@@ -122,7 +122,7 @@ async def gather(
 
 
 async def look_for(redis: Redis, placed: Placement, ours: GroupMember) -> Meeting:
-    """A follower: tell who we are until rank 0 waits for us."""
+    """A follower: publish who we are until rank 0 waits for us."""
     told_at = time.monotonic()
     while True:
         key = _MEMBER[placed.kind](placed.group, placed.rank)

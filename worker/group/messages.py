@@ -66,7 +66,7 @@ class GroupEnd(msgspec.Struct, frozen=True, tag=True):
     """The worker ends in order, or the group does, and why."""
 
     reason: str = ""
-    is_setup: bool = False  # somebody has to change something first
+    is_setup: bool = False  # the operator has to change something first
 
 
 FromLead = LoadModel | Fetch | Alive | GroupEnd
@@ -117,7 +117,7 @@ class UnitFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Stopping(msgspec.Struct, frozen=True, tag=True):
-    """It was told to end, and does when rank 0 has ended in order."""
+    """It was asked to end, and does when rank 0 has ended in order."""
 
 
 class Lost(msgspec.Struct, frozen=True, tag=True):

@@ -255,9 +255,9 @@ def with_port(address: str, port: int) -> str:
 
 def _name(kind: Kind, name: str, hosts: Sequence[Host]) -> str:
     """The same on all machines of a file."""
-    told: list[Any] = [[host.name, *host.addresses] for host in hosts]
+    facts: list[Any] = [[host.name, *host.addresses] for host in hosts]
     of = [name] if kind == "worker" else [name, kind]
-    return hashlib.blake2b(json.dumps([told, *of]).encode(), digest_size=12).hexdigest()
+    return hashlib.blake2b(json.dumps([facts, *of]).encode(), digest_size=12).hexdigest()
 
 
 def own_device(placed: Placement, visible: str) -> str:

@@ -34,7 +34,7 @@ class TurnsOut:
         self._socket, self._key, self._sent = sock, key, 0
 
     def send(self, data: bytes) -> None:
-        """A turn, encoded; LineError. Waits while the follower is far behind."""
+        """A turn, encoded; ChannelError. Waits while the follower is far behind."""
         size = len(data).to_bytes(_SIZE, "big")
         mac = frame_mac(self._key, self._sent, size, data)
         self._sent += 1
@@ -103,7 +103,7 @@ class TurnsIn:
 
 
 def shut(sock: socket.socket) -> None:
-    """Close a socket, and wake whoever waits for it."""
+    """Close a socket, and wake threads that wait for it."""
     with contextlib.suppress(OSError):  # it is not connected any more
         sock.shutdown(socket.SHUT_RDWR)
     sock.close()
@@ -116,17 +116,17 @@ class OutcomeSum:
         self.turn = 0
         self.sum = 0
 
-    def add_unit(self, number: int, told: bytes) -> None:
+    def add_unit(self, number: int, result: bytes) -> None:
         """Add the result of a unit of work to the sum."""
-        if told:
-            self.sum = zlib.crc32(told, self.sum)
+        if result:
+            self.sum = zlib.crc32(result, self.sum)
         self.turn = number
 
     def add(self, number: int, events: Sequence[TokenEvent]) -> None:
         """Add the events of a turn to the sum."""
         if events:
-            told = [(event.seq, event.attempt, event.position, event.tokens, _end(event)) for event in events]
-            self.sum = zlib.crc32(msgspec.msgpack.encode((number, told)), self.sum)
+            facts = [(event.seq, event.attempt, event.position, event.tokens, _end(event)) for event in events]
+            self.sum = zlib.crc32(msgspec.msgpack.encode((number, facts)), self.sum)
         self.turn = number
 
 

@@ -6,7 +6,7 @@ Repeatable at every point: the queue ignores a trajectory that it knows, and an 
 that did not end by themselves (cancelled, too late, failed) become trajectories without a reward. Answers that may get
 feedback are kept for it instead (`verdicts.py`).
 
-Invariant. Nobody waits for somebody else's score: what is scored is scored beside the reading, and what a tenant asks
+Invariant. No answer waits for another one's score: scoring runs in parallel with reading, and what a tenant asks
 of the same models (a lane) has LANE places at most, and half of what other lanes leave, but LEAST. What finds none
 stays in the intake; its lane knows it by its entry and goes on with it, oldest first, as soon as it has places.
 """
@@ -171,7 +171,7 @@ class Collecting:
         return max(0, min(LANE, max(LEAST, (SCORED - others) // 2)) - lane.held)
 
     def _begin(self, intake: TrajectoryIntake, name: tuple[str, ...], waiting: _Waiting) -> None:
-        """Score these beside the reading."""
+        """Score these in parallel with the reading."""
         if waiting.sequences:
             task = asyncio.create_task(self._score(intake, waiting))
             self._lanes[name].tasks[task] = waiting
@@ -233,7 +233,7 @@ class Collecting:
             await intake.done([each.entry for each, _ in made])
 
     async def _keep(self, live: LiveTrajectory, collect: Collection) -> None:
-        """Keep an answer for feedback; one that did not end by itself nobody has seen whole."""
+        """Keep an answer for feedback; one that did not end by itself was seen by no client as a whole."""
         if OUTCOMES[live.trajectory.finish_reason] != "succeeded":
             return
         store = AnswerStore(self._context.redis, Terms(collect.answer_ttl_s, collect.answers_bytes))

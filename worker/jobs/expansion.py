@@ -1,4 +1,4 @@
-"""From a job and its prompts to sequences: pure arithmetic, the same whoever computes it.
+"""From a job and its prompts to sequences: pure arithmetic, the same in every process.
 
 A sequence's id and seed follow from the job, the prompt and the sample, so expanding a prompt again after a crash
 yields the same sequences, which the queue already knows.

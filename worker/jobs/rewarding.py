@@ -3,7 +3,7 @@
 A reward may take longer than a tick, and a runner has few ticks at a time: a tick adds what has finished, records what
 has been scored meanwhile, and leaves the rest to the job's next one.
 
-Invariants. A sample that was added is handed out, scored or bare, until it is told to be recorded. What a runner holds
+Invariants. A sample that was added is handed out, scored or bare, until `recorded` confirms it. What a runner holds
 here dies with it, and is finished and not recorded as far as Redis knows: the next runner begins with it.
 """
 

@@ -33,7 +33,7 @@ REDIS_AWAY = (ConnectionError, TimeoutError, OSError)
 
 
 async def tick(context: TickContext, job_id: str, number: int) -> None:
-    """Run tick `number` of the job, if nobody has, and enqueue the next one while there is more to do."""
+    """Run tick `number` of the job, unless it has run, and enqueue the next one while there is more to do."""
     following = await context.ledger.begin(job_id, context.runner, number)
     if following is None:
         return

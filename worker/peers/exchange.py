@@ -1,7 +1,7 @@
 """KV between this worker and the others of its ring: all that the worker's process needs to know of it.
 
 Does nothing unless the settings say so. A worker without a secret (Redis refuses it, or has not answered yet) lets
-nobody in and asks nobody, and says so once.
+no peer in and asks none, and says so once.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from worker.peers.store import EngineStore
 
 log = structlog.get_logger()
 
-QUIET_S = 1.0  # nobody has fetched for so long, and nothing waits: nobody will
+QUIET_S = 1.0  # without a fetch for so long, and with nothing waiting, none will come
 LOOK_EVERY_S = 0.2
 EVERYWHERE = ("0.0.0.0", "::", "*")
 
@@ -132,7 +132,7 @@ class KvExchange:
     # -- leaving
 
     async def linger(self, sequences: list[str]) -> None:
-        """Stay while somebody fetches what was handed back, or may come to; LINGER_S at most."""
+        """Stay while peers fetch what was handed back, or may come to; LINGER_S at most."""
         if not self.on or not sequences or not await self._has_heirs():
             return
         began = busy_at = time.monotonic()

@@ -14,7 +14,7 @@ from worker.peers.wire import KvRequest, Offer, PeerError
 T = TypeVar("T")
 
 LOOK_EVERY_S = 0.01
-DISK_S = 2.0  # for our disk; whoever asks for an offer waits STALL_S for it
+DISK_S = 2.0  # for our disk; a peer that asks for an offer waits STALL_S for it
 ENGINE_S = 10.0  # for one answer of the engine, which may be in the middle of a step
 
 
@@ -84,7 +84,7 @@ class EngineStore:
         return await asyncio.get_running_loop().run_in_executor(self._packing, pack, parcel)
 
     def drop(self, offer: int) -> None:
-        """Nobody fetches it any more."""
+        """Drop the offer, which is no longer fetched."""
         if offer:
             self._engine.on_kv(lambda cache: cache.drop(offer))
 

@@ -1,4 +1,4 @@
-"""Bytes between two workers: a handshake by the ring's secret, then frames that nobody else can have written.
+"""Bytes between two workers: a handshake by the ring's secret, then frames that no other party can have written.
 
 The server begins with a nonce, the client answers with its own and with a proof over both, and the server proves that
 it knows the secret, too. Everything up to there has a fixed size: nothing of a stranger is parsed.
@@ -7,7 +7,7 @@ A frame is `sizes of head and body | MAC | head | body`. The MAC is keyed for th
 sender, the frame's number, the sizes and the head. A message is all head (msgpack). A parcel of KV
 (engine/kv/parcels.py) has a body, whose SHA-256 stands in its head, so each byte is covered once. Nothing is encrypted.
 
-Whoever waits for bytes waits STALL_S for the next ones at most.
+A reader waits STALL_S for the next ones at most.
 """
 
 import asyncio

@@ -76,7 +76,7 @@ class Adapters(Protocol):
         """Among several ranks: all have read these, or some could not."""
 
     def close(self) -> None:
-        """End what runs beside the engine."""
+        """Stop the threads of the adapters."""
 
 
 class NoAdapters:

@@ -71,11 +71,11 @@ class Keeping:
         pairs = self._within_bytes(kept, lengths, lambda length: self._state_bytes(length) + self._kv_bytes(length))
         try:
             self._store([row for row, _ in pairs], [row.context[:length] for row, length in pairs], kv, at_end=True)
-        except Exception:  # the answers are told by now, and others decode on
+        except Exception:  # the answers are published by now, and others decode on
             log.exception("engine.answers_not_kept rows=%d", len(pairs))
 
     def set_aside(self, rows: list[Row], unfed: int, kv: RowsKv) -> None:
-        """Rows that go on later, here or where somebody fetches their KV from here."""
+        """Store rows that continue later, here or in a worker that fetches their KV."""
         left = self._prefixes.limit_bytes
         for row in rows:
             left -= self._kv_bytes(len(row.context))

@@ -35,7 +35,7 @@ class NetworkRows:
         self.outcome: Tensors | ParallmError | None = None  # None: it is not over
         self._run: _Run | None = None
         self._inputs: Tensors = {}
-        self._plan: Plan | None = None  # None: nobody has looked at it
+        self._plan: Plan | None = None  # None: not checked yet
 
     def advance(self, model: RowModel, others: Iterable[NetworkRows], opened: float) -> None:
         """Go on with the forward that it is part of, as far as the turn that was opened then has time.
@@ -56,7 +56,7 @@ class NetworkRows:
         """The packed outputs, or None with the error, after the run has ended."""
         if isinstance(self.outcome, ParallmError):
             return None, Finish.failed(self.outcome)
-        assert self.outcome is not None, "told before it is over"
+        assert self.outcome is not None, "reported before it is over"
         return pack(self.outcome), Finish("stop")
 
     def look(self, network: Network) -> bool:

@@ -90,7 +90,7 @@ class PartedBatch:
                 part.keep_answers(ours)
 
     def stop_ahead(self) -> None:
-        """Tell what has been drawn, and feed it no more: each row's KV ends before its last token."""
+        """Report what has been drawn, and do not feed it: each row's KV ends before its last token."""
         for part in self.parts:
             part.stop_ahead()
 

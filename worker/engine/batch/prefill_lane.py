@@ -1,4 +1,4 @@
-"""Our prefill lane, beside the batch's: prompts that are scored or embedded, those that rows share, and networks.
+"""A prefill lane apart from the batch's: prompts that are scored or embedded, those that rows share, and networks.
 
 A task runs in chunks between decode steps. Logits of a chunk are reduced to log-probabilities at once: [L, V] of a
 long prompt never exists in one piece. What a task leaves is its KV, for the rows that fork from it, and the
@@ -165,7 +165,7 @@ class PrefillLane:
         return next((other for other in equal if other.done == 0 or not task.reports), None)
 
     def remove(self, row: Row) -> None:
-        """Forget a row, and its task when nobody else waits for it."""
+        """Forget a row, and its task when no other row waits for it."""
         for task in self._tasks:
             if row in task.rows:
                 task.rows.remove(row)
@@ -309,7 +309,7 @@ class PrefillLane:
         return tasks if len(tasks) > 1 and tasks[0] is task else []
 
     def _embed_together(self, tasks: list[PrefillTask]) -> int:
-        """One forward of whole texts, padded behind: no position sees what follows it, and no KV is kept."""
+        """One forward of whole texts, padded at the end: no position sees what follows it, and no KV is kept."""
         width = max(task.left for task in tasks)
         ids_BL = mx.array([task.ids + [0] * (width - task.left) for task in tasks])
         kv = self._model.new_kv()

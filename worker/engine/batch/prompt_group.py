@@ -7,7 +7,7 @@ A piece ends for each row at its next stop, where its states go into the prefix 
 go on are fed in the same turn.
 
 Invariants. Rows of a group that is fed over several turns have equal prompts; others are fed at once, padded to the
-longest. The host knows each row's padding, so nobody waits for the device to tell it.
+longest. The host knows each row's padding, so nothing waits for the device to compute it.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class PromptGroup:
         return len(parts), longest
 
     def at_stops(self) -> tuple[list[Row], list[int]]:
-        """Rows whose latest piece has ended at a stop, and how many ids each has read; told once."""
+        """Rows whose latest piece has ended at a stop, and how many ids each has read; returned once."""
         places = [place for place in self._places if place.pass_stop()]
         return [place.row for place in places], [place.done for place in places]
 

@@ -1,4 +1,4 @@
-"""Pieces of prompts that are being computed, and what turns with and without them tell of the machine's pace."""
+"""Pieces of prompts that are being computed, and the pace that the times of turns with and without them show."""
 
 import time
 from typing import Any
@@ -21,7 +21,7 @@ class Pieces:
         self.pace = PieceSizes()
         self.chunk = chunk
         self.area = area
-        self.token_s = 0.0  # that one position has taken lately, what else ran beside it included; 0: not known
+        self.token_s = 0.0  # that one position has taken lately, including what ran at the same time; 0: not known
         self._states: list[Any] = []
         self._positions = 0
         self._began = 0.0
@@ -45,7 +45,7 @@ class Pieces:
         self._began = 0.0
 
     def drop(self) -> None:
-        """Somebody else waits for them, or nobody."""
+        """Drop the pieces without waiting for them."""
         self._states = []
 
     def settle(self) -> None:

@@ -1,6 +1,6 @@
 """A row: one sequence's place in the running batch, and the tag that moves with a batch's KV.
 
-Invariants. `tokens` holds what the outside has been told, prior attempts included; `position` is the next
+Invariants. `tokens` holds what has been reported, prior attempts included; `position` is the next
 completion position to be drawn, at most one ahead of `tokens` (the batch looks one step ahead); `draws` holds
 the draws in flight, oldest first.
 """
@@ -138,7 +138,7 @@ class Row:
         return not (edits or self.place is not None or self.depends_on_tokens)
 
     def tokens_behind(self, token: int) -> list[int]:
-        """The completion behind its next input; [] where the draw does not depend on it."""
+        """The completion after its next input; [] where the draw does not depend on it."""
         if not self.depends_on_tokens:
             return []
         return [*self.tokens, token] if self.position > len(self.tokens) else list(self.tokens)
@@ -195,7 +195,7 @@ class Row:
             if finish is not None:
                 events[-1].finish, self.is_over = self._counted(finish), True
                 break
-        # The grammar has been asked about what comes behind all of them.
+        # The grammar has been asked about what comes after all of them.
         if not self.is_over and self.place is not None and self.place.fault:
             events.append(self.last_event(Finish.failed(InvalidGrammarError(self.place.fault))))
 
@@ -237,7 +237,7 @@ class WaitingRows(deque[Row]):
     """Rows that are not admitted: interactive ones before batch ones, each class in order of arrival."""
 
     def add(self, row: Row) -> None:
-        """Behind those of its class."""
+        """Wait after the rows of its class."""
         ahead = sum(other.spec.sequence_class == "interactive" for other in self)
         self.insert(ahead if row.spec.sequence_class == "interactive" else len(self), row)
 
@@ -264,7 +264,7 @@ class RowTag:
     """Last element of a batch's caches: names its rows in the order of their KV.
 
     It has so much of an mlx-lm cache's interface (mlx_lm/models/cache.py) that it is padded, extended and filtered
-    together with the KV. `rows` is a tuple that is replaced, never changed: identity tells whether the batch has
+    together with the KV. `rows` is a tuple that is replaced, never changed: its identity shows whether the batch has
     changed.
     """
 

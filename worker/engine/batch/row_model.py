@@ -54,7 +54,7 @@ class RowModel:
         self._decode_step = decode_step_of(model) if quick else None
         self._is_quick = quick
         self._twins: list[RowModel] = []
-        self._shift_B: mx.array | None = None  # of the positions of these rows, behind their prompts
+        self._shift_B: mx.array | None = None  # of the positions of these rows, after their prompts
         self.rows: tuple[Row, ...] = ()
         self.versions: tuple[str, ...] = ()
         self.tokens_B1: mx.array | None = None
@@ -65,7 +65,7 @@ class RowModel:
         return self._kv.new(self.model)
 
     def hidden(self, tokens_BL: mx.array, cache: list[Any]) -> mx.array:
-        """Hidden states [B, L, H] behind the last norm; only of models that have them (`check`)."""
+        """Hidden states [B, L, H] after the last norm; only of models that have them (`check`)."""
         assert self._hidden is not None, "a model without hidden states"
         self._enter(cache[-1])
         with self._moved(), few_shapes.applied():
@@ -141,7 +141,7 @@ class RowModel:
     def __call__(self, tokens_BL: mx.array, cache: list[Any], *, draws: bool = False, whole: bool = False) -> mx.array:
         """Logits [B, L, V], as the model rounds them.
 
-        `draws`: the rows' next inputs, and drafts behind them. The logits are asked for before anything else reads what
+        `draws`: the rows' next inputs, and drafts after them. The logits are asked for before anything else reads what
         this writes, so that it may be written in place (kv/cuda/place.py). `whole`: nothing of it is given out yet.
         """
         self._enter(cache[-1])
@@ -186,14 +186,14 @@ class RowModel:
             self._place()
 
     def _place(self) -> None:
-        """Where our rows go on behind their images."""
+        """Where our rows go on after their images."""
         if self._placement is not None:
             spots = [row.viewing and row.viewing.features and row.viewing.features.spots for row in self.rows]
             shifts = [each.shift if each else 0 for each in spots]
             self._shift_B = mx.array(shifts) if any(shifts) else None
 
     def _moved(self) -> AbstractContextManager[None]:
-        """A forward of what comes behind the prompts of rows with images."""
+        """A forward of what comes after the prompts of rows with images."""
         return nullcontext() if self._placement is None else self._placement.moved(self._shift_B)
 
     def _spread(

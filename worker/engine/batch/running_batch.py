@@ -6,7 +6,7 @@ whole vocabulary are not kept. The look-ahead is the same: when a token comes ou
 way.
 
 One step: the next prompts' forward, first tokens of those that are through, the decode step; then the tokens of the
-step before are told. Where interactive prompts wait beside batch rows, or nothing decodes, first tokens have a forward
+step before are told. Where interactive prompts wait with batch rows, or nothing decodes, first tokens have a forward
 of their own before the decode step (on a CPU instead of it, at most three times in a row); else the last token of a
 prompt is fed in the next decode step, which saves one.
 
@@ -57,15 +57,15 @@ class RunningBatch:
         self._cache: list[Any] = []  # of the rows that decode; the tag is the last one
         self._padding: list[int] = []  # positions before the first one of each row
         self._next_B = mx.array([], mx.uint32)  # what the next decode step feeds
-        self._untold: set[Row] = set()  # rows whose next input is not news: it ends their prompt, or has been told
+        self._untold: set[Row] = set()  # rows whose next input is not news: it ends their prompt, or has been reported
         self._prefilling: dict[Row, None] = {}  # have no first token yet, in order of arrival
         self._inserted: set[Row] = set()
         self._turn = 0
-        self._passed = 0  # steps in a row that have told first tokens and decoded nothing
+        self._passed = 0  # consecutive steps that reported first tokens and decoded nothing
         self._events: list[TokenEvent] = []  # that have not been taken
         self.started: list[Row] = []  # got their first token in the latest step
-        self.unfed = 0  # tokens of each row that the latest step has told and not fed
-        self.has_decoded = False  # the latest step has fed the rows that decode, though it may have told nothing
+        self.unfed = 0  # tokens of each row that the latest step has reported and not fed
+        self.has_decoded = False  # the latest step has fed the rows that decode, though it may have reported nothing
         # On a CPU, MLX computes while it dispatches: there a first token would wait for all of the next decode step.
         self._tells_at_once = mx.default_device() == mx.Device(mx.cpu)
         maybe_set_recommended_wired_limit()
@@ -263,7 +263,7 @@ class RunningBatch:
         share_offsets(cache[:-1])
 
     def _decode(self) -> None:
-        """Begin the next decode step, and tell what it is fed."""
+        """Begin the next decode step, and report its inputs."""
         self.started, self.unfed = [], 0
         if not self._cache:
             return
@@ -283,13 +283,13 @@ class RunningBatch:
             self._next_B = self._sampler()
 
     def _tell(self) -> None:
-        """Tell what the next decode step is fed, before it begins."""
+        """Report the inputs of the next decode step before it begins."""
         rows, untold = self._decoding_rows, self._untold
         self._untold, self.unfed = set(rows), 1
         self._told(rows, cast(list[int], self._next_B.tolist()), untold)
 
     def stop_ahead(self) -> None:
-        """Tell what has been drawn, and feed it no more: each row's KV ends before its last token."""
+        """Report what has been drawn, and do not feed it: each row's KV ends before its last token."""
         if not self._cache:
             return
         self._draw_late()
@@ -313,8 +313,8 @@ class RunningBatch:
 
     def _add_news(self, tokens: list[tuple[Row, int]]) -> None:
         """Report a step's tokens; rows whose first token is among them have started."""
-        told = dict.fromkeys(row for row, _ in tokens) if self._prefilling else ()
-        self.started = [row for row in told if row in self._prefilling]
+        reported = dict.fromkeys(row for row, _ in tokens) if self._prefilling else ()
+        self.started = [row for row in reported if row in self._prefilling]
         for row in self.started:
             del self._prefilling[row]
         report_tokens(tokens, self._events)

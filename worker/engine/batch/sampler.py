@@ -129,7 +129,7 @@ class Places:
 
 
 class Guesses:
-    """Draws of a set of rows step by step, of which nothing is told: `Row.ahead` says where each of them stands.
+    """Draws of a set of rows step by step, whose tokens are not read: `Row.ahead` says where each of them stands.
 
     Whatever gives the logits, the noise is that of each row's seed and position.
     """
@@ -169,7 +169,7 @@ class _Plan:
         numbers, positions = plain or (Numbers.of(rows), np.array([row.position for row in rows], np.int64))
         drawn = numbers.drawn
         self._drawn, self._places = _Subset(drawn, len(numbers)), drawn
-        self._noise_steps = NOISE_STEPS if plain is None else 1  # plain rows' places are told anew in each step
+        self._noise_steps = NOISE_STEPS if plain is None else 1  # plain rows' places are given in each step
         self.begin(positions)
         self._bare = self._bare_S = _Subset([], len(numbers))
         if drawn:
@@ -229,7 +229,7 @@ class _Plan:
         same: Callable[[mx.array], mx.array] | None,
         noise_B1: mx.array | None = None,
     ) -> tuple[mx.array, Draw]:
-        """Token ids [B] uint32, and what is told of them; `inputs_B1` are the ids that were fed.
+        """Token ids [B] uint32, and what is reported of them; `inputs_B1`: the ids that were fed.
 
         `noise_B1`: None: that of the rows' seeds and positions.
         Log-probabilities of all tokens are made only where a row asks for more than those of its own: logits are large.
@@ -246,7 +246,7 @@ class _Plan:
         logits_BV = logits_BV.astype(mx.float32)
         tokens_B = self.draw(logits_BV, inputs_B1, uniforms_S1)
         tokens_B = tokens_B if same is None else same(tokens_B)
-        tokens_B = tokens_B if bare is None else self._bare.put(tokens_B, bare[0])  # whoever else is in the batch
+        tokens_B = tokens_B if bare is None else self._bare.put(tokens_B, bare[0])  # whatever other rows there are
         totals_B1 = mx.logsumexp(logits_BV, axis=-1, keepdims=True)
         top_TK = asked_N = None
         if self._tells_others:

@@ -1,4 +1,4 @@
-"""Classifiers and reward models as Hugging Face stores them: a language model's body with `score.weight` beside it.
+"""Classifiers and reward models as Hugging Face stores them: a language model's body with `score.weight` added.
 
 `config.json` names a `...ForSequenceClassification`, and says how many labels there are and what they are called. Such
 a model is loaded as mlx-lm's language model of its type, and `score` becomes its own head: a scalar one when there is

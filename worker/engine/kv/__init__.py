@@ -7,5 +7,5 @@ copies several rows at once. `sharing.py` gives KV away and takes it in, as byte
 (`parcels.py`); `disk/` keeps in files what memory has no room for.
 
 `layout.py` says which caches a model's rows get; `quantised.py` holds those of 8 and 4 bits, `ragged.py` those of a
-batch whose rows end at different positions, behind drafts. `cuda/` reads both, plain and quantised, in decode steps.
+batch whose rows end at different positions, after drafts. `cuda/` reads both, plain and quantised, in decode steps.
 """

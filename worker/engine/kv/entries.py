@@ -21,7 +21,7 @@ class Promotion:
         """Stop waiting: the row has left the engine."""
 
 
-UNASKED, NOTHING = Promotion(), Promotion()  # of a row that nobody has looked for yet; where there is none
+UNASKED, NOTHING = Promotion(), Promotion()  # of a row not looked up yet; of one without any
 
 
 @dataclass

@@ -64,7 +64,7 @@ class Kind:
         raise NotImplementedError
 
     def copies(self, cache: Any, rows: int) -> Any:
-        """A batch of equal rows; as views, where that can be: whoever writes behind them makes a copy."""
+        """A batch of equal rows; as views, where that can be: a write after them makes a copy."""
         return cache.merge([cache] * rows)
 
     def filter(self, cache: Any, keep: list[int], index: mx.array, shift: int) -> None:
@@ -311,7 +311,7 @@ def end_apart(caches: Sequence[Any], least: int, slack: Slack | None) -> None:
 def share_offsets(caches: Sequence[Any], unused_B: mx.array | None = None) -> None:
     """After a batch has read: let all leaves have one leaf's count [B] of what each row has read, for it is the same.
 
-    Each leaf has counted by itself, lazily. What nobody holds any more is never computed: an operation a layer.
+    Each leaf has counted by itself, lazily. What is no longer referenced is never computed: an operation a layer.
     `unused_B`: so many positions each row has read in vain.
     """
     counted = [leaf for leaf in _with_ends(caches) if isinstance(leaf.offset, mx.array)]

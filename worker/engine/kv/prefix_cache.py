@@ -1,13 +1,13 @@
 """Automatic prefix cache: KV of earlier sequences, found again by the hashes of their blocks (block_keys.py).
 
-What a sequence adds to the cache is one *segment*: the KV of those blocks that nobody stored before it. A prompt that
-shares some blocks of a segment hits as far as they go. Layers that cannot be cut (kinds.py) are stored beside the
-blocks as *snapshots*: each holds what they had at one position, and the others' KV behind the last whole block before
+What a sequence adds to the cache is one *segment*: the KV of those blocks that were not stored before it. A prompt that
+shares some blocks of a segment hits as far as they go. Layers that cannot be cut (kinds.py) are stored with the
+blocks as *snapshots*: each holds what they had at one position, and the others' KV after the last whole block before
 it. In a model with such layers a hit is the longest stored beginning that ends at a snapshot; `stops` says at which
 positions of a prompt one is worth its bytes. Where all layers can be cut, a short prompt's last ids are kept, too, as a
 *tail* (tails.py).
 
-MLX arrays never change: whoever writes behind a prefix writes into a copy, so hits share the stored arrays. What comes
+MLX arrays never change: a write after a prefix goes into a copy, so hits share the stored arrays. What comes
 together lies in one slab (slabs.py), which lives as long as one part of it is used; the first hit of a part takes it
 out, so that few hot prompts do not keep cold ones.
 
@@ -126,7 +126,7 @@ class PrefixCache:
     def _tail_behind(
         self, ids: Sequence[int], version: str, runs: dict[Segment, int], tenants: Collection[str]
     ) -> Place | None:
-        """The longest tail of these ids behind the blocks that are known; of several tenants' the shortest."""
+        """The longest tail of these ids after the blocks that are known; of several tenants' the shortest."""
         if self.needs_snapshots:
             return None
         segment, blocks = next(reversed(runs.items()), (None, 0))
@@ -222,7 +222,7 @@ class PrefixCache:
         return next((at for at in starts if one[at : at + size] != other[at : at + size]), blocks * size)
 
     def snapshot_positions(self, ids: Sequence[int], version: str, past: int) -> list[int]:
-        """Positions of a prompt, behind the first `past` ones, at which its states should be stored."""
+        """Positions of a prompt, after the first `past` ones, at which its states should be stored."""
         if not self.needs_snapshots:
             return []
         shared = self._block_size * sum(self._find(self._keys.chain(ids, version)).values())

@@ -2,7 +2,7 @@
 
 mlx-lm's batched caches write what all rows read next at one position. To let rows that have fallen behind end there
 again would mean to copy all their KV. Here each row's next keys and values are written where that row ends, and what
-lies behind is masked; so a row is taken back by counting. Rows that end together are written as mlx-lm does it.
+lies after is masked; so a row is taken back by counting. Rows that end together are written as mlx-lm does it.
 
 A window is kept the same way: as keys and values in order, of which the oldest are dropped now and then, and the mask
 hides what a row has left behind. A ring, as mlx-lm has it, has one place where all rows are written.
@@ -126,7 +126,7 @@ class RaggedKVCache(BatchKVCache):  # type: ignore[misc]
 
 
 def _written(old: mx.array, places: mx.array, new: mx.array, end: int, step: int) -> mx.array:
-    """Keys or values with these positions at their places; longer by whole steps where they end behind the last one."""
+    """Keys or values with these positions at their places; longer by whole steps where they end after the last one."""
     short = end - old.shape[2]
     if short > 0:
         old = mx.pad(old, [(0, 0), (0, 0), (0, -(-short // step) * step), (0, 0)])
@@ -160,8 +160,8 @@ def packing_of(caches: Sequence[Any]) -> Packing | None:
 def with_room(caches: Sequence[Any], count: int) -> list[tuple[mx.array, mx.array]]:
     """Keys and values [B, H, positions, D] of such caches, in which the next `count` positions may be written.
 
-    They are whole steps long, lest what is compiled for their lengths pile up. Arrays with room behind what is written
-    are a cache's own and lie in order: whoever copies rows out of them takes what is written.
+    They are whole steps long, lest what is compiled for their lengths pile up. Arrays with room after what is written
+    are a cache's own and lie in order: a copy of rows contains what is written.
     """
     for cache in caches:
         end, length = cache._idx + count, cache.keys.shape[2]

@@ -1,8 +1,8 @@
 """A prefix cache that gives KV away as parcels, and takes parcels in as if they had been computed here.
 
 Giving: `offer` says what there is of a prompt, cut into pieces of a few MB, and holds it until `drop`. A piece is
-copied in two steps, `begin` and `finish`, between which the engine takes a turn, so that nobody waits for the copy.
-Taking: `take` stores one parcel behind what is there already.
+copied in two steps, `begin` and `finish`, between which the engine takes a turn, so that no row waits for the copy.
+Taking: `take` stores one parcel after what is there already.
 
 Invariants. As PrefixCache's. What goes out and comes in is plain bytes; arrays stay in the engine's thread. A parcel is
 stored only where its blocks are those of the prompt that it was asked for, in the layout of this model.
@@ -39,7 +39,7 @@ MOST_OFFERS = 16
 
 @dataclass(frozen=True)
 class OfferedKv:
-    """KV that somebody may fetch; its pieces go by their numbers."""
+    """KV that a peer may fetch; its pieces are numbered."""
 
     number: int
     length: int  # ids that a hit would have with it
@@ -155,7 +155,7 @@ class SharedCache(PrefixCache):
         mx.async_eval(piece.bytes_of)  # type: ignore[no-untyped-call]
 
     def finish(self, number: int, at: int) -> KvParcel:
-        """A piece whose copy has begun, in memory of nobody's but the parcel's."""
+        """A piece whose copy has begun, in memory of its own."""
         piece = self._offers[number][at]
         cut, states = piece.layers
         own = (_own(on_host(array, copy)) for array, copy in zip(piece.arrays, piece.bytes_of, strict=True))
@@ -164,7 +164,7 @@ class SharedCache(PrefixCache):
         return parcel
 
     def drop(self, number: int) -> None:
-        """Nobody fetches an offer any more."""
+        """Drop an offer, which is no longer fetched."""
         self._offers.pop(number, None)
 
     # -- taking

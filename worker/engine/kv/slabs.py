@@ -195,7 +195,7 @@ def _taken(layers: Layers, rows: list[int], low: int, high: int) -> Layers:
 
 
 def _copied(layers: Layers) -> Layers:
-    """A slice would keep the whole batch's KV alive. Nobody waits for the copies, nor do first tokens."""
+    """A slice would keep the whole batch's KV alive. Nothing waits for the copies."""
     copies = [tuple(mx.contiguous(array) for array in arrays) for arrays in layers]
     mx.async_eval(copies)  # type: ignore[no-untyped-call]
     return copies

@@ -55,7 +55,7 @@ class Deltas:
         return ys
 
     def parts(self, held: Held, slots_B: mx.array, x: mx.array, ys: list[mx.array]) -> list[mx.array]:
-        """The same before sums over ranks, biases behind these and gains."""
+        """The same before sums over ranks, biases after these and gains."""
         a_SIJ, bs, _, _ = held
         if self._fuses(a_SIJ, slots_B, x, ys[0]):
             return one_pass(x, a_SIJ, bs, ys, _of_each(slots_B, x, a_SIJ))

@@ -331,7 +331,7 @@ def follow_routing(experts: Any) -> Routing:
 
 
 def _pad(array: mx.array, axis: int, size: int) -> mx.array:
-    """Zeros behind, up to `size`."""
+    """Padded with zeros at the end, up to `size`."""
     missing = size - array.shape[axis]
     if missing == 0:
         return array

@@ -3,8 +3,8 @@
 A version is wanted -> loading into a slot -> loaded. Slots are numbered from 1; slot 0 is the base and never here.
 
 Invariants. A slot that is held is never given to another version. Wanted versions get slots in order of their wish; the
-least recently used slot that nobody holds goes first. When all are held and a row waits (an urgent wish), one slot
-closes: no new holds, so that it comes free; nobody waits for ever behind newcomers.
+least recently used slot without holds goes first. When all are held and a row waits (an urgent wish), one slot
+closes: no new holds, so that it comes free; no row waits for ever after newcomers.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class SlotTable:
         slot.state, slot.version = "empty", ""
 
     def _reopen(self, slot: _Slot) -> None:
-        """A closing version is wanted again: it stays where it is once nobody else needs a slot before it."""
+        """A closing version is wanted again: it stays where it is once no other version needs a slot before it."""
         if next(iter(self._wanted)) == slot.version:
             slot.closing = False
             del self._wanted[slot.version]

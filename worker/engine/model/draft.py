@@ -17,7 +17,7 @@ from worker.engine.scheduler import DraftKv
 
 @dataclass(frozen=True)
 class DraftModel:
-    """In memory, beside the model that it drafts for."""
+    """A draft model in memory with the model that it drafts for."""
 
     name: str
     model: Any  # the mlx-lm module

@@ -1,7 +1,7 @@
 """Linears that read the same input (q, k, v; gate, up), as one product where few positions are fed.
 
 A decode step on a GPU takes as long as the host needs to give its operations out. MLX asks cuBLAS anew for each product
-and captures it as a graph of its own, so these cost the host most, beside sums over ranks.
+and captures it as a graph of its own, so these cost the host most, next to sums over ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _FEW = 64  # positions of a decode step; of more, taking a product's outputs apa
 class JoinedLinears:
     """Several linears whose weights are views of one array.
 
-    Whoever is called first computes for all and hands the others theirs, if they are called with the very same array.
+    The part called first computes for all and hands the others theirs, if they are called with the very same array.
     """
 
     def __init__(self, parts: Sequence[Any]) -> None:

@@ -21,13 +21,13 @@ from worker.engine.model.sites import Site, Whole, find_sites, partial_sums, rep
 
 
 class DividedLoRA(LoRALinear):  # type: ignore[misc]
-    """Beside a rank's part of a linear."""
+    """LoRA for a rank's part of a linear."""
 
     def __init__(self, site: Site, rank: int, scale: float) -> None:
         super().__init__(site.inputs, site.outputs, r=rank, scale=scale)
         self.linear = site.module
         object.__setattr__(self, "_site", site)
-        # The input's gradient is summed here once for both the linear and the LoRA, or by whoever reads it.
+        # The input's gradient is summed here once for both the linear and the LoRA, or by its reader.
         self._sums = getattr(site.module, "sums_gradients", False)
         object.__setattr__(site.module, "sums_gradients", False)
 
@@ -43,7 +43,7 @@ class DividedLoRA(LoRALinear):  # type: ignore[misc]
 
 
 class DividedLoRASwitch(LoRASwitchLinear):  # type: ignore[misc]
-    """Beside a rank's part of the experts' linears; the mixture sums over ranks, both ways."""
+    """LoRA for a rank's part of the experts' linears; the mixture sums over ranks, both ways."""
 
     def __init__(self, site: Site, rank: int, scale: float) -> None:
         super().__init__(site.inputs, site.outputs, site.experts, r=rank, scale=scale)
@@ -82,7 +82,7 @@ class Gradients:
 def attach_divided(model: Any, whole: Whole, paths: Iterable[str], rank: int, scale: float) -> Gradients:
     """Let a model of which this is a rank's part learn LoRA at these linears; SetupError where it cannot.
 
-    `model`: a tree of modules that nobody else uses. At other places than the divided ones, what learns is put by the
+    `model`: a tree of modules that nothing else uses. At other places than the divided ones, what learns is put by the
     caller.
     """
     if whole.by_layers:

@@ -1,4 +1,4 @@
-"""Loads a model and tells what it is: card, tokenizer, KV size. Also used by the trainer.
+"""Loads a model and describes it: card, tokenizer, KV size. Also used by the trainer.
 
 `base_sha256` names config and weights by content, so that an adapter made for another base is refused.
 """

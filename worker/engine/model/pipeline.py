@@ -1,8 +1,8 @@
 """A rank's layers of a model, where ranks hold whole layers one after another (`--distributed-sharding pipeline`).
 
 A stage is a contiguous range of layers. In the places of all others stand modules that pass through what they are fed;
-the one before a stage's first layer waits for what the rank before has made, the one behind its last layer hands it on.
-Behind the model's last norm all ranks get what the last one has made, and go on alike: each has the output layer, draws
+the one before a stage's first layer waits for what the rank before has made, the one after its last layer hands it on.
+After the model's last norm all ranks get what the last one has made, and go on alike: each has the output layer, draws
 for itself and sees what a row needs. That costs each rank the output layer's weights, and saves the way back of logits,
 which are many times as large as hidden states. Embeddings that are not the output layer too are on the first rank.
 
@@ -10,7 +10,7 @@ Of what is not needed, nothing is computed: the hidden states of a prompt's piec
 next piece while others still compute this one. What comes back of a decode step is waited for on a stream of its own,
 while the rank computes for another part of the batch (worker/engine/batch/parted_batch.py).
 
-Whatever a rank hands on is on its way when the layer is called, and not when somebody asks for a result: so all ranks
+Whatever a rank hands on is on its way when the layer is called, and not when a result is asked for: so all ranks
 exchange in the order of their forwards.
 """
 
@@ -179,7 +179,7 @@ class _Behind(_Before):
 
 
 class _NoEmbedding(nn.Module):  # type: ignore[misc]
-    """Where another rank embeds: tells the shape and dtype of what comes from there."""
+    """Stands for another rank's embedding: gives the shape and dtype of what comes from there."""
 
     def __init__(self, embedding: Any) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """One vector for a whole prompt, out of the hidden states that come chunk by chunk.
 
-Hidden states are those behind the model's last norm, in fp32: what its head would turn into logits.
+Hidden states are those after the model's last norm, in fp32: what its head would turn into logits.
 """
 
 from __future__ import annotations

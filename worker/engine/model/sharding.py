@@ -115,7 +115,7 @@ def sum_gradients_of(model: Any) -> None:
 
 
 def read_weights(model: Any, *, joins: bool = True) -> None:
-    """Evaluate the parameters layer by layer: beside a rank's part, little more than a layer is in memory.
+    """Evaluate the parameters layer by layer: in addition to a rank's part, little more than a layer is in memory.
 
     `joins`: products of the same input become one where it pays.
     """

@@ -184,7 +184,7 @@ def multiply(x_NI: mx.array, weight_OI: mx.array) -> mx.array:
     product, so there products and sums are computed apart from each other, in parts that fit into memory.
     """
     if mx.default_device() == mx.Device(mx.cpu):
-        with np.errstate(over="ignore", invalid="ignore"):  # whoever asks looks whether outputs are finite
+        with np.errstate(over="ignore", invalid="ignore"):  # the caller checks that outputs are finite
             return mx.array(np.asarray(x_NI) @ np.asarray(weight_OI).T)
     rows = max(1, MOST_AT_ONCE // max(1, weight_OI.size))
     parts = [mx.sum(weight_OI * x_NI[at : at + rows, None], axis=-1) for at in range(0, x_NI.shape[0], rows)]

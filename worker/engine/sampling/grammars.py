@@ -1,6 +1,6 @@
 """Rows that must follow a grammar: where each one stands in it, and the mask of the tokens that may come next.
 
-`Grammars` compiles, in a few threads beside the engine's; until then the row waits. The compiler gives the
+`Grammars` compiles, in a few threads apart from the engine's; until then the row waits. The compiler gives the
 interpreter's lock back while it works, and the api has seen that it takes seconds at most. `GrammarMasks` is the
 sampler's part: the batch looks one step ahead, so the token that a forward is fed becomes known while that forward
 runs. In that time the host moves the matchers on by it and computes the masks.
@@ -74,7 +74,7 @@ class Place:
         return bool(self.fault) or matcher.stop_reason() == "EndOfSentence" or self._ended
 
     def restart(self, tokens: Sequence[int]) -> None:
-        """Stand behind `tokens`, from the beginning."""
+        """Stand after `tokens`, from the beginning."""
         self._ended = False
         if self._matcher is None:
             self._begin = list(tokens)
@@ -107,7 +107,7 @@ class Place:
         return place
 
     def after(self, token: int) -> Place:
-        """Where it would stand behind one more token; it stays where it is itself."""
+        """Where it would stand after one more token; it stays where it is itself."""
         place = self.copy()
         place.take(token)
         return place
@@ -136,7 +136,7 @@ class Grammars:
         self._rows: Counter[Future[Compiled]] = Counter()  # that wait for it or use it
 
     def open(self, grammar: str, tokens: Sequence[int], owner: str = "") -> Place:
-        """A place in a grammar behind `tokens`; it is ready later. `owner`: in whose turn."""
+        """A place in a grammar after `tokens`; it is ready later. `owner`: in whose turn."""
         compiled = self._compiled.get(grammar)
         if compiled is None:
             compiled = self._compiled[grammar] = self._start(grammar, owner)
@@ -203,7 +203,7 @@ class _Threads:
             turns = self._turns.pop(owner)
             compiled, grammar = turns.popleft()
             if turns:
-                self._turns[owner] = turns  # behind all others
+                self._turns[owner] = turns  # after all others
         if compiled.set_running_or_notify_cancel():
             _run(compiled, self._compile, grammar)
 

@@ -1,6 +1,6 @@
 """Other tokens in the places of a prompt's own: those that its reader names, and some that are drawn.
 
-Place n is that of the prompt's token n + 1, of which the logits behind token n speak. A draw depends on the row's seed,
+Place n is that of the prompt's token n + 1, of which the logits after token n speak. A draw depends on the row's seed,
 on its place and on the place's own distribution, whatever pieces the prompt is fed in. Shape suffixes: L places, V
 vocabulary, N tokens named in all of them.
 """
@@ -37,9 +37,9 @@ def report_prompt(
     top: Sequence[TokenLogprobs],
     others: Sequence[TokenLogprobs] | None,
 ) -> None:
-    """Put into an event what is asked about a prompt. Scores are by place from `first` on, and may go on behind it.
+    """Put into an event what is asked about a prompt. Scores are by place from `first` on, and may go on after it.
 
-    Of the prompt's first token there is nothing to tell.
+    The prompt's first token has no log-probability.
     """
     start, end, count = _own_from(spec), len(spec.prompt_ids) - 1 - first, spec.sampling.prompt_logprobs
     asked = slice(start - first, end)

@@ -1,6 +1,6 @@
 """Images' vectors in files, in the folder of `--ssd-cache-dir`: they outlive memory and the worker (kv/disk/folder.py).
 
-Invariants. Files are read and written in a thread, and nobody waits for one longer than `PATIENCE_S`: an image that
+Invariants. Files are read and written in a thread, and no row waits for one longer than `PATIENCE_S`: an image that
 does not come is encoded. A file says what it is of, and which model has computed it by which releases; one that is not
 whole, or of another model, is removed. Bound, age and half-written files are the folder's, together with those of KV.
 """
@@ -91,7 +91,7 @@ class Album:
         self._run(lambda: self._write(key, host))
 
     def close(self) -> None:
-        """Write what waits, in the thread, which nobody waits for; then end it."""
+        """Have the thread write what waits, then end; nothing waits for it."""
         if self._thread is None:
             self._folder.close()
             return

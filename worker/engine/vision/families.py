@@ -31,7 +31,7 @@ FAMILIES: dict[str, Family] = {  # by the model_type of a config
     "idefics3": "idefics3",
     "smolvlm": "idefics3",
     "pixtral": "pixtral",
-    "mistral3": "pixtral",  # whose patches are merged behind the tower
+    "mistral3": "pixtral",  # whose patches are merged after the tower
     "qwen2_5_vl": "qwen",
     "qwen3_vl": "qwen",
     "qwen3_vl_moe": "qwen",
@@ -178,7 +178,7 @@ def _without_tower(path: Path, config: dict[str, Any], why: str) -> Seeing:
 
 
 def _language(theirs: Any, config: dict[str, Any], deep: int) -> Any:
-    """mlx-lm's model of mlx-vlm's language side; `deep`: of Qwen3-VL, how many layers are told of images."""
+    """mlx-lm's model of mlx-vlm's language side; `deep`: of Qwen3-VL, how many layers receive image vectors."""
     kind = config["model_type"]
     family = FAMILIES[kind]
     if family == "qwen":
@@ -202,7 +202,7 @@ def _llama(theirs: Any) -> Any:
 
 
 def _vision(path: Path, whole: Any, config: dict[str, Any]) -> VisionSpec:
-    """From the files beside the weights; `whole`: mlx-vlm's model."""
+    """Read the files next to the weights; `whole`: mlx-vlm's model."""
     model = whole.config
     images, prompts = _json(path / "preprocessor_config.json"), _json(path / "processor_config.json")
     if FAMILIES[config["model_type"]] == "lfm2":
@@ -286,7 +286,7 @@ def _lfm2(model: Any, images: dict[str, Any]) -> VisionSpec:
 
 
 def chat_template(path: Path) -> str:
-    """The template that a folder keeps beside its image processor, where the tokenizer does not know it; "": none."""
+    """The template that a folder keeps with its image processor, where the tokenizer does not know it; "": none."""
     template = _json(path / "chat_template.json").get("chat_template", "")
     return template if isinstance(template, str) else ""
 

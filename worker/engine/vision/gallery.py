@@ -1,7 +1,7 @@
 """Which images are encoded next, some tiles at a time between decode steps, and the vectors that are kept of them.
 
-Of several ranks, the leading one has the tower. What it has made of an image is nobody's yet, itself included, but goes
-to all ranks in pieces, with the facts of turns (`worker/engine/ranks/turns.py`): `news` is what the next turn says, and
+Of several ranks, the leading one has the tower. What it has made of an image is not used yet, not even by itself, but
+goes to all ranks in pieces, with the facts of turns (`worker/engine/ranks/turns.py`): `news` goes with the next, and
 `learn` takes it in. So all of them know of each image, and of one that has failed, in the same turn.
 
 Invariants. Lives in the engine's thread. Rows that wait for one image wait for one encoding. A row holds its vectors
@@ -210,7 +210,7 @@ class Gallery:
         self._shrink()
 
     def work(self, seconds: float) -> None:
-        """Encode for about so long, a tile at least; an image of which one fails is told to those that wait for it."""
+        """Encode for about so long, a tile at least; an image of which one fails ends the rows that wait for it."""
         until = time.perf_counter() + seconds
         while self._tower is not None and (key := self._next()) is not None:
             encoding = self._waiting[key]
@@ -239,7 +239,7 @@ class Gallery:
         return tuple(pieces)
 
     def learn(self, pieces: Sequence[ImagePiece]) -> None:
-        """Take in what all ranks are told; of an image that nobody waits for any more, nothing."""
+        """Take in pieces that all ranks get; those of an image that no row waits for are dropped."""
         for piece in pieces:
             encoding = self._waiting.get(piece.key)
             if encoding is None:

@@ -56,9 +56,9 @@ def spec(model: Any, images: dict[str, Any], prompts: dict[str, Any]) -> VisionS
     asked = {int(size.get(name, side)) for name in ("width", "height")}
     if asked != {side}:
         raise SetupError(f"images of {max(asked)} pixels do not fit a tower of {side}")
-    told = int(prompts.get("image_seq_length") or tokens)
-    if told != tokens:
-        raise SetupError(f"processor_config.json says {told} tokens an image, and the tower makes {tokens}")
+    stated = int(prompts.get("image_seq_length") or tokens)
+    if stated != tokens:
+        raise SetupError(f"processor_config.json says {stated} tokens an image, and the tower makes {tokens}")
     if images.get("do_pan_and_scan"):
         raise SetupError("pan and scan (do_pan_and_scan in preprocessor_config.json) is not supported")
     red, green, blue = images.get("image_mean") or (0.5, 0.5, 0.5)

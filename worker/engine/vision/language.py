@@ -24,7 +24,7 @@ def with_modules(ours: Any, theirs: Any) -> Any:
 
 
 def qwen(theirs: Any, family: str, deep: int) -> Any:
-    """mlx-lm's model, with positions on three axes; `deep` layers at its beginning are told of images."""
+    """mlx-lm's model, with positions on three axes; `deep` layers at its beginning receive image vectors."""
     of, block = _QWEN[family]
     text = {**asdict(theirs.args), "rope_scaling": None, "tie_word_embeddings": "lm_head" not in theirs}
     ours = of.Model(of.ModelArgs(model_type=family, text_config=text))
@@ -68,7 +68,7 @@ def placement_of(module: Any) -> RowPositions | None:
 
 
 class _Deep:
-    """A layer behind which vectors of the images are added (DeepStack, arXiv 2406.04334)."""
+    """A layer after which vectors of the images are added (DeepStack, arXiv 2406.04334)."""
 
     placement: RowPositions
     at: int

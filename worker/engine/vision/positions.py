@@ -2,12 +2,12 @@
 
 An image takes as many positions as its longer side has vectors, not as many as it has vectors: each of these stands at
 the image's first position, plus its row on the second axis and its column on the third. Text stands at one position on
-all axes. So behind an image a row's positions are those of its KV less a number that stays (`Spots.shift`), and only
+all axes. So after an image a row's positions are those of its KV less a number that stays (`Spots.shift`), and only
 pieces of a prompt with images need all three axes.
 
 Invariants. `Spots` follow from the prompt and its images alone, never from the KV, so KV that is found again (by a
 later row, in a file, at a peer) needs nothing else. A `RowPositions` says something for the time of one forward only:
-whoever else computes with the model, such as a trainer, finds positions as of text.
+other users of the model, such as a trainer, find positions as of text.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Spots:
     def __init__(self, length: int, places: Sequence[int], grids: Sequence[Grid]) -> None:
         """`length`: of the prompt; `places`: of the ids in it that stand for vectors. EngineError if they are mixed."""
         self._prompt_3P = np.tile(np.arange(length, dtype=np.int32), (3, 1))
-        self.shift = 0  # of what comes behind the prompt
+        self.shift = 0  # of what comes after the prompt
         seen = 0
         for rows, columns in grids:
             count = rows * columns
@@ -65,11 +65,11 @@ class RowPositions:
         self._shift_B: mx.array | None = None  # of each row
         self._moved: tuple[int | mx.array, int | mx.array] = (0, 0)  # where KV ends, and that with the shift
         self.turns: tuple[mx.array, mx.array] | None = None  # cosines and sines [B, 1, L, F] of each id
-        self.deep: Sequence[mx.array] = ()  # [B, L, H] that is added behind each of the first layers
+        self.deep: Sequence[mx.array] = ()  # [B, L, H] that is added after each of the first layers
 
     @contextmanager
     def moved(self, shift_B: mx.array | None) -> Iterator[None]:
-        """Rows of text, or behind their images, so far from where their KV says; None: no row is."""
+        """Rows of text, or after their images, so far from where their KV says; None: no row is."""
         self._shift_B, self._moved = shift_B, (0, 0 if shift_B is None else shift_B)
         try:
             yield

@@ -1,7 +1,7 @@
 """Qwen2.5-VL and Qwen3-VL (arXiv 2502.13923, 2511.21631): what their tower sees, and its layers one at a time.
 
 An image is one picture in its own proportions, up to 16,384 vectors or 65,536 patches, and in some layers, or all, its
-patches see one another. So it is not encoded at once, but in pieces of layers, between which whoever asks may do other
+patches see one another. So it is not encoded at once, but in pieces of layers, between which the caller may do other
 things. The modules are mlx-vlm's, but for attention: there windows of one size go together, too.
 """
 
@@ -42,7 +42,7 @@ class QwenTower:
 
     @property
     def deep(self) -> int:
-        """How many layers of the language side are told of an image, besides its vectors."""
+        """Number of layers of the language side that receive further image vectors."""
         return len(self._deep)
 
     @property
@@ -56,7 +56,7 @@ class QwenTower:
     def layers(self, picture: bytes, width: int, height: int) -> Iterator[mx.array]:
         """Encode RGB bytes [height, width, 3] step by step; the last array holds the vectors [T, H].
 
-        With DeepStack these are [T, (1 + N) H]: behind each one what is added to it in each of N layers.
+        With DeepStack these are [T, (1 + N) H]: after each one what is added to it in each of N layers.
         """
         tower = self._tower
         patches_PD = tower.patch_embed(self._patches(picture, width, height))

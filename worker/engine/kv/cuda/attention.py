@@ -50,7 +50,7 @@ _JOIN_THREADS = 256
 _PIECES = {"tiles": "tensor_cores.cuh", "pack": "pack.cuh"}
 
 
-@cache  # by names, which are told apart sooner than paths
+@cache  # by names, which compare faster than paths
 def _kernel(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], *, in_place: bool = False) -> Any:
     pieces = (_PIECES.get(name, "eight.cuh"), *(["#define IN_PLACE"] if in_place else []))
     return kernel(_HERE / f"{name}.cu", inputs, outputs, pieces, copies=False)
@@ -127,7 +127,7 @@ def attention_in_place(
     bits: int = 0,
     group_size: int = 0,
 ) -> mx.array:
-    """[rows * queries, query heads * size] of queries [rows, heads, queries, size], a row's behind one another.
+    """[rows * queries, query heads * size] of queries [rows, heads, queries, size], those of a row one after another.
 
     `kv`: keys and values, as `attention` has them. `rows` [B]: positions that each has read before the first of its
     queries, and those before the row's own first one.

@@ -63,12 +63,12 @@ def in_few_shapes(
 ) -> mx.array:
     """Attention of `fused` on padded inputs, [rows, heads, queries, size]; shapes as in MLX's attention.
 
-    What is put behind queries and rows sees zeros, lest a sum over nothing is not finite; nobody reads it.
+    What is put after queries and rows sees zeros, lest a sum over nothing is not finite; it is not read.
     """
     rows, _, at_once, _ = queries.shape
     positions = keys.shape[2]
     more_rows, more = rows_for(rows) - rows, size_for(at_once) - at_once
-    # A causal mask is drawn from the last query and the last key: as many are put behind both.
+    # A causal mask is drawn from the last query and the last key: as many are put after both.
     more_keys = more if isinstance(mask, str) else size_for(positions) - positions
     if not (more_rows or more or more_keys):
         return fused(queries, keys, values, mask=mask, **others)

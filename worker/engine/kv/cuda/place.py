@@ -7,7 +7,7 @@ kernel writes a row's next keys and values where that row ends (`rotary.cu`), an
 (`read.cu`, `tiles.cu`). That the one comes after the other is said by the queries, which the former makes and the
 latter reads; the next step follows from what the model says in this one. MLX knows of nothing else that it is written:
 where a step's logits are not asked for, as of pieces of prompts and of a draft model, it would never be, and before
-they are, nobody else may read it. So only steps that are drawn from at once come here (`RowModel`).
+they are, nothing else may read it. So only steps that are drawn from at once come here (`RowModel`).
 
 Lengths of rows are numbers on the device, and arrays are as long as there is room. So a step's shapes are those of the
 step before, and attention is compiled with what lies around it.

@@ -1,16 +1,16 @@
 """Files of KV in a folder that the workers of a machine share: bounded in bytes and in age.
 
 `ROOT/MODEL/NAME.safetensors`: MODEL stands for a base model and all that its KV depends on (parcels.identity_of), NAME
-for what the file holds. `ROOT/.lock` is locked while somebody adds or removes files, and says how many bytes there are,
-and the folder's id: a random name, by which workers learn of one another that they share it.
+for what the file holds. `ROOT/.lock` is locked while a process adds or removes files, and says how many bytes there
+are, and the folder's id: a random name, by which workers learn of one another that they share it.
 
 Invariants.
-- The sizes of all files under ROOT never come to more than the bound. Whoever writes has made room under the lock, and
+- The sizes of all files under ROOT never come to more than the bound. A writer has made room under the lock, and
   has taken it with a `.part` of the full size, before the first byte is written.
 - `.lock` says the sum or more, never less: a process that is killed leaves it too high until the next count.
 - A file under its final name has been written to its end. What a power cut or a disk makes of it, its checksum shows.
-- Files get and lose their names under the lock, so whoever holds it sees them all, and each once.
-- A `.part` that nobody holds a lock on belongs to nobody any more; the next count removes it.
+- Files get and lose their names under the lock, so its holder sees them all, and each once.
+- A `.part` without a lock was left by a dead process; the next count removes it.
 - Nothing is counted or removed that is not called as we call files: the folder may hold others' things.
 - Files are never changed, and a reader has them open: removing one takes nothing away from it. Their time is the last
   use, by which they are removed.
@@ -34,7 +34,7 @@ FILE, PART = ".safetensors", ".part"
 LOCK, IN_USE = ".lock", ".in-use"
 FREED = 0.05  # of the bound, when it is reached: a count reads the whole folder
 _DIGITS = 20
-_ID_BYTES = 16  # in `.lock`, behind the digits
+_ID_BYTES = 16  # in `.lock`, after the digits
 _ID = re.compile(rb"[0-9a-f]{16}")
 _PLACE = re.compile(r"[0-9a-f]{16}-[0-9a-f]{32}")
 _NAME = re.compile(r"[0-9a-f]{32}(\.safetensors|\.[0-9a-f]{8}\.part)")
@@ -152,7 +152,7 @@ class Folder:
         self._remove([self._path(name) for name in names])
 
     def expire(self) -> None:
-        """Remove files that nobody has used for too long, and count."""
+        """Remove files unused for too long, and count the rest."""
         with self._locked() as lock:
             if self._ttl_s:
                 old = time.time() - self._ttl_s
@@ -251,7 +251,7 @@ class Folder:
 
     @contextmanager
     def _locked(self) -> Iterator[int]:
-        """Nobody else adds or removes files meanwhile."""
+        """Hold the folder's lock: no other process adds or removes files."""
         path = self._root / LOCK
         while True:
             lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -279,7 +279,7 @@ def _read_total(lock: int) -> int | None:
 
 
 def _id_in(lock: int) -> str:
-    """The folder's id; made by whoever finds none."""
+    """The folder's id; created if there is none."""
     found = os.pread(lock, _ID_BYTES, _DIGITS)
     if not _ID.fullmatch(found):
         found = secrets.token_hex(_ID_BYTES // 2).encode()

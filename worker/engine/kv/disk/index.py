@@ -62,7 +62,7 @@ class Index:
         return self._blocks.get(key)
 
     def snapshots(self, key: bytes) -> list[FileEntry]:
-        """Files of snapshots behind this block."""
+        """Files of snapshots after this block."""
         with self._lock:
             return list(self._snapshots.get(key, {}).values())
 

@@ -1,7 +1,7 @@
 """What is on disk: looked over now and then, read and checked when it is wanted, removed when it is of no use.
 
 Invariants. Every parcel that leaves here is whole, and was computed by what computes here. A file that is not is
-removed, told of and never looked at again. A file that has gone is no trouble: others share the folder.
+removed, logged and never looked at again. A file that has gone is no trouble: others share the folder.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CLOCK_S = 1.0  # of a file system, at the coarsest
 
 
 class Errands:
-    """A few threads that a hanging disk may hold: nobody waits for their end, not even the process."""
+    """A few threads that a hanging disk may hold: nothing waits for their end, not even the process."""
 
     def __init__(self, threads: int) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -79,7 +79,7 @@ class FileShelf:
             self._fail(error)
 
     def expire(self) -> None:
-        """Remove what nobody has used for long."""
+        """Remove files that are unused for too long."""
         try:
             self._folder.expire()
         except FileNotFoundError:
@@ -137,6 +137,6 @@ class FileShelf:
         reason = f"{type(error).__name__}: {error.strerror or error}"
         with self._counting:
             self.errors += 1
-            told, self._trouble = self._trouble == reason, reason
-        if not told:
+            is_known, self._trouble = self._trouble == reason, reason
+        if not is_known:
             log.warning("kv.disk_read_failed reason=%r", reason)

@@ -2,7 +2,7 @@
 
 Out: an entry is offered -> cut into pieces of a few MB (`_leaving`) -> some arrays are copied between two steps, and
 handed over between the next two, when the copies are there -> a thread packs and writes them. In: files are wanted ->
-a thread reads and checks them -> some arrays are copied between two steps -> a whole one is told to whoever wanted it.
+a thread reads and checks them -> some arrays are copied between two steps -> a whole one is reported to waiting rows.
 
 Invariants. Lives in the engine's thread, and so do all arrays; other threads get bytes, and give back what they are
 through with. What waits is bounded in number and in bytes; more is dropped and counted. Nothing here waits for a disk,
@@ -110,7 +110,7 @@ class DiskTier:
         self._copying: _Copies | None = None
         self._copied: deque[_Copies] = deque()  # in an earlier turn
         self._returned: deque[list[WriteJob]] = deque()
-        self._wanted: dict[str, Callable[[], bool]] = {}  # by name: whether somebody still waits for it
+        self._wanted: dict[str, Callable[[], bool]] = {}  # by name: whether a row still waits for it
         self._to_read: deque[FileEntry] = deque()
         self._reading: deque[FileEntry] = deque()  # under way or read, in the order in which they go into the cache
         self._read: dict[str, KvParcel | None] = {}
@@ -140,7 +140,7 @@ class DiskTier:
         """In a thread: look around for what other workers write, and for what is too old."""
         self._open()
         if self._wake is not None:
-            self._wake()  # an idle engine tells of its folder only then
+            self._wake()  # an idle engine reports its folder only then
         looked = 0
         while not self._ends.wait(LOOK_EVERY_S):
             try:
@@ -266,7 +266,7 @@ class DiskTier:
     # -- in
 
     def want(self, entry: FileEntry, is_wanted: Callable[[], bool]) -> None:
-        """Read a file, unless nobody wants it any more when its turn comes; `take` tells of it."""
+        """Read a file, unless it is no longer wanted when its turn comes; `take` reports it."""
         if entry.name in self._wanted:
             before = self._wanted[entry.name]
             self._wanted[entry.name] = lambda: before() or is_wanted()

@@ -4,7 +4,7 @@ Files are found by the keys of their blocks, in memory, so a look-up costs no I/
 is read in threads (tier.py) and put back as if it had been stored. A row waits for that as long as a slow disk takes,
 then starts with what has come.
 
-Invariants. As PrefixCache's. Only KV of the base and of adapter versions that somebody has called lasting
+Invariants. As PrefixCache's. Only KV of the base and of adapter versions named lasting
 (`lasting`) is written, and read only where the version's weights are those that it was computed with.
 """
 
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 MOST_WAITING = 2  # half of the cache's bytes may wait to be written, besides it
 PATIENCE_S = 1.0
 REST_S = 30.0  # in which nothing is read, after a row has waited in vain
-SLOW_DISK = 200e6  # bytes a second that a row waits for, beside
+SLOW_DISK = 200e6  # bytes per second that a row waits for, besides
 LOSS_S = 0.05  # that a row waits longer for its KV than computing it would have taken, at least, to be counted
 LOSSES = 3  # one after another, and nothing is read for a while: small models on fast GPUs are quicker than disks
 
@@ -228,7 +228,7 @@ class TieredCache(SharedCache):
             wanted = [each for each in self._promotions if entry.name in each.pending]
             for promotion in wanted:
                 if cut is None:
-                    promotion.pending.clear()  # what comes behind it is of no use
+                    promotion.pending.clear()  # what comes after it is of no use
                 else:
                     self.put(entry.label, promotion.keys, cut, states)
                     promotion.pending.discard(entry.name)

@@ -1,7 +1,7 @@
 """Writes parcels in a thread of its own: from a bounded queue, with patience where files are to last.
 
 Invariants. `offer` never waits. What it has taken comes back through `returned`, written or not, for its arrays are the
-engine thread's to drop. A disk that refuses is told of once, and left alone for a while: what comes meanwhile is
+engine thread's to drop. A disk that refuses is logged once, and left alone for a while: what comes meanwhile is
 dropped and counted.
 """
 
@@ -58,7 +58,7 @@ class Writer:
         self._under_way: list[WriteJob] = []
         self._closing = self._urgent = False
         self._rests_until = 0.0
-        self._trouble = ""  # that was told of
+        self._trouble = ""  # that was logged
         self._thread: threading.Thread | None = None
         self.dropped = self.errors = self.written_bytes = 0
         if config.async_writes and in_thread:

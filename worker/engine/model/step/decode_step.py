@@ -2,7 +2,7 @@
 
 On a GPU a decode step takes as long as the host needs to make its operations and to give them out, the more so where
 ranks divide a model: a second GPU shortens neither. mlx-lm's layer of Qwen3 is 51 operations, 31 of them views: it
-flattens what a product is fed and undoes that behind it, transposes every weight, and moves the axis of heads over that
+flattens what a product is fed and undoes that after it, transposes every weight, and moves the axis of heads over that
 of the one position there is. Here all is [N, D], of N = rows x tokens a row, weights have been transposed once and for
 all, heads are a reshape where a row has one token, and products of one input are joined: 24 operations are left, two
 sums over ranks besides. On CUDA kernels of ours do several of them at once (model/cuda, ranks/cuda, kv/cuda): 9 are

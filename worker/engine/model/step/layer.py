@@ -29,7 +29,7 @@ class Layer:
     output: Product
     gate_up: tuple[Product, ...]
     down: Product
-    eps: tuple[float, ...]  # of the norms: behind attention, behind the layer, of q and k
+    eps: tuple[float, ...]  # of the norms: after attention, after the layer, of q and k
     rope: Any = field(compare=False)  # the same in all layers
     rotary: Rotary | None = field(compare=False)  # the same by a kernel, with the norms before it
 
@@ -47,7 +47,7 @@ class Layer:
         adapt: Adapting | None = None,
         packing: Packing | None = None,
     ) -> tuple[mx.array, ...]:
-        """q, k, v [B, heads, L, size] of the rows' tokens, of what the layer was fed, behind its norm.
+        """q, k, v [B, heads, L, size] of the rows' tokens, of what the layer was fed, after its norm.
 
         `kv`: its keys and values, in which these tokens' are written, packed if there is a `packing`; then q alone.
         """

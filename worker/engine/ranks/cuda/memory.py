@@ -1,6 +1,6 @@
 """Memory of one GPU that processes with other GPUs of the machine write into, by CUDA's driver.
 
-MLX has no way to share its own arrays. Each rank allocates one piece, tells the others its handle, and opens theirs
+MLX has no way to share its own arrays. Each rank allocates one piece, sends the others its handle, and opens theirs
 (CUDA driver API, "IPC"): what is opened is reached over NVLink or PCIe, as NCCL reaches it. It stays for the process.
 """
 
@@ -51,7 +51,7 @@ class SharedMemory:
         return int(address.value)
 
     def free(self) -> None:
-        """Nobody else has opened it, or uses it."""
+        """Free it; no other process has opened it or uses it."""
         self._call("cuMemFree_v2", ctypes.c_uint64(self.address))
 
     def _call(self, name: str, *arguments: Any) -> None:
