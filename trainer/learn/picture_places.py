@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from worker.engine.vision.features import EncodedImage, embeddings
-from worker.engine.vision.language import placement_of
+from worker.engine.vision.language import row_positions_of
 from worker.engine.vision.positions import Grid, Spots
 
 
@@ -136,13 +136,13 @@ def behind(model: Any, seen: Shown | None, length: int) -> AbstractContextManage
 
 
 def _spread(model: Any, positions_3BL: mx.array | None, deep: Sequence[mx.array]) -> AbstractContextManager[None]:
-    placement = placement_of(model)
-    if placement is None or positions_3BL is None:
+    row_positions = row_positions_of(model)
+    if row_positions is None or positions_3BL is None:
         return nullcontext()
-    return placement.spread(positions_3BL, deep)
+    return row_positions.spread(positions_3BL, deep)
 
 
 def held(layer: Any) -> Callable[[], AbstractContextManager[None]]:
-    """The placement that a layer computes with now, for when it computes the same again in the backward pass."""
-    placement = placement_of(layer)
-    return nullcontext if placement is None else placement.held()
+    """The row positions that a layer computes with now, for when it computes the same again in the backward pass."""
+    row_positions = row_positions_of(layer)
+    return nullcontext if row_positions is None else row_positions.held()

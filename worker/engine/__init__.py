@@ -9,5 +9,5 @@ together), `kv/` (keys and values that are kept), `lora/` (adapters), `heads/` (
 `orders.py` is what others have the engine do between two turns, `build.py` what it begins with, both the same on
 every rank of a group; `ranks/` is what keeps ranks together within a turn.
 `between_steps.py` lets others, such as a trainer, compute between two decode steps, `warm_up.py` measures and compiles
-while no row is there. `fused.py`: several operations as one, on a GPU; `cuda/`: what our kernels share.
+while no row is there. `cuda/`: what our kernels share.
 """

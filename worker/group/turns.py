@@ -60,7 +60,7 @@ class TurnsIn:
         )
 
     def next(self) -> EngineTurn | Unit:
-        """The next turn or unit, which is waited for; LineError when there will be none."""
+        """The next turn or unit, which is waited for; ChannelError when there will be none."""
         parts: list[bytes] = []
         while isinstance(message := self._message(), UnitPart):
             parts.append(message.ask)

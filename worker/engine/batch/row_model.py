@@ -27,7 +27,7 @@ from worker.engine.model.step.decode_step import DecodeStep, decode_step_of
 from worker.engine.networks.network import Network
 from worker.engine.ranks.ranks import Ranks
 from worker.engine.vision.features import ImageFeatures, embeddings, with_images
-from worker.engine.vision.language import placement_of
+from worker.engine.vision.language import row_positions_of
 
 
 class RowModel:
@@ -50,7 +50,7 @@ class RowModel:
         self._ranks = ranks
         self.adapters: Adapters = adapters or NoAdapters()
         self.takes_padding = takes_padding(model)
-        self._placement = placement_of(model)
+        self._row_positions = row_positions_of(model)
         self._decode_step = decode_step_of(model) if quick else None
         self._is_quick = quick
         self._twins: list[RowModel] = []
@@ -187,14 +187,14 @@ class RowModel:
 
     def _place(self) -> None:
         """Where our rows go on after their images."""
-        if self._placement is not None:
+        if self._row_positions is not None:
             spots = [row.viewing and row.viewing.features and row.viewing.features.spots for row in self.rows]
             shifts = [each.shift if each else 0 for each in spots]
             self._shift_B = mx.array(shifts) if any(shifts) else None
 
     def _moved(self) -> AbstractContextManager[None]:
         """A forward of what comes after the prompts of rows with images."""
-        return nullcontext() if self._placement is None else self._placement.moved(self._shift_B)
+        return nullcontext() if self._row_positions is None else self._row_positions.moved(self._shift_B)
 
     def _spread(
         self,
@@ -204,7 +204,7 @@ class RowModel:
         deep: Sequence[mx.array],
     ) -> AbstractContextManager[None]:
         """A forward of pieces of prompts, some of them with images."""
-        if self._placement is None:
+        if self._row_positions is None:
             return nullcontext()
         length = len(ids_BL[0])
         pieces = [
@@ -215,5 +215,5 @@ class RowModel:
         ]
         positions_3BL = np.stack(pieces, axis=1)
         if min(map(min, ids_BL)) < 0:
-            return self._placement.spread(mx.array(positions_3BL), deep)
-        return self._placement.moved(mx.array(positions_3BL[0, :, 0] - np.array(starts_B, np.int32)))
+            return self._row_positions.spread(mx.array(positions_3BL), deep)
+        return self._row_positions.moved(mx.array(positions_3BL[0, :, 0] - np.array(starts_B, np.int32)))

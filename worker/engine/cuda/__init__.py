@@ -93,3 +93,16 @@ def number(value: float) -> int:
     if not value >= 0:
         raise ValueError(f"{value} is negative: a kernel's name holds its number")
     return int.from_bytes(struct.pack("<f", abs(value)), "little")
+
+
+def fused(of: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    """Elementwise operations as one kernel, on any GPU.
+
+    On a CPU a compiler would run for seconds while rows wait, and save little.
+    """
+    compiled = mx.compile(of, shapeless=True)
+
+    def call(*arrays: mx.array) -> mx.array:
+        return (of if mx.default_device() == mx.Device(mx.cpu) else compiled)(*arrays)
+
+    return call

@@ -23,7 +23,7 @@ import mlx.core as mx
 from mlx_lm.models import base
 from mlx_lm.models.cache import BatchKVCache, KVCache
 
-from worker.engine.fused import fused
+from worker.engine.cuda import fused
 from worker.engine.kv.cuda import attention as cuda_attention
 
 # Milliseconds of a decode step's attention in one layer of 8 rows, 2,048 positions and 8 heads of 128, fp32 on 2 cores:

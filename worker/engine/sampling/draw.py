@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shared.frames import TokenLogprob, TokenLogprobs
-from worker.engine.fused import fused
+from worker.engine.cuda import fused
 from worker.engine.sampling.named_tokens import NamedLogprobs
 
 SMALLEST = 1e-37  # a chance below this counts as none

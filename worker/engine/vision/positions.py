@@ -112,20 +112,20 @@ class RowPositions:
 
 
 class PlacedRope(nn.Module):  # type: ignore[misc]
-    """Turns queries and keys as the placement says; in place of a layer's own `rope`."""
+    """Turns queries and keys as the row positions say; in place of a layer's own `rope`."""
 
-    def __init__(self, placement: RowPositions, dims: int, base: float) -> None:
+    def __init__(self, row_positions: RowPositions, dims: int, base: float) -> None:
         super().__init__()
-        self.placement = placement
+        self.row_positions = row_positions
         self.dims = dims
         self.base = base
 
     def __call__(self, x_BHLD: mx.array, offset: int | mx.array = 0) -> mx.array:
-        placement = self.placement
-        if placement.turns is None:
-            at = placement.place(offset)
+        row_positions = self.row_positions
+        if row_positions.turns is None:
+            at = row_positions.place(offset)
             return mx.fast.rope(x_BHLD, self.dims, traditional=False, base=self.base, scale=1.0, offset=at)
-        cos, sin = placement.turns
+        cos, sin = row_positions.turns
         left, right = mx.split(x_BHLD.astype(mx.float32), 2, axis=-1)
         turned_BHLD = mx.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)
         return turned_BHLD.astype(x_BHLD.dtype)
