@@ -97,7 +97,7 @@ class WarmUp:
 
     @property
     def is_due(self) -> bool:
-        """Whether rows have waited long enough for our kernels to wait for them once more."""
+        """True if a busy engine has gone `PATIENCE_S` without a piece and its kernels are not compiled yet."""
         return not (self._is_quick or self.is_over) and time.monotonic() - self._latest > PATIENCE_S
 
     def close(self) -> None:
