@@ -8,13 +8,14 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from shared.redis import keys
+from worker.engine.orders import ClearCache
 from worker.engine.thread import EngineThread
 
 log = structlog.get_logger()
 
 
 class CacheResets:
-    """Of one worker."""
+    """Passes resets of the prefix cache to one worker's engine and publishes their answers."""
 
     def __init__(self, redis: Redis, engine: EngineThread, worker_id: str) -> None:
         self._redis = redis
@@ -31,13 +32,13 @@ class CacheResets:
                 loop.call_soon_threadsafe(self._answer, order)
 
         log.info("worker.cache_reset", order=order, rows=rows)
-        self._engine.clear_cache(rows=rows, done=done)
+        self._engine.send(ClearCache(rows), done)
 
     def _answer(self, order: str) -> None:
-        task = asyncio.create_task(self._tell(order))
+        task = asyncio.create_task(self._publish(order))
         self._answering.add(task)
         task.add_done_callback(self._answering.discard)
 
-    async def _tell(self, order: str) -> None:
+    async def _publish(self, order: str) -> None:
         with contextlib.suppress(RedisError, OSError):  # it will be asked again
             await self._redis.set(keys.answer(f"{order}-{self._worker_id}"), b"1", ex=keys.ANSWER_TTL_S)

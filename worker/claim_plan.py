@@ -14,7 +14,7 @@ from worker.rows import ClaimedRows
 
 
 @dataclass(frozen=True)
-class Shares:
+class ClassShares:
     """How the rows are divided."""
 
     interactive_share: float = 0.7  # of all rows, while both classes have work
@@ -23,7 +23,7 @@ class Shares:
 
 @dataclass(frozen=True)
 class SchedulerState:
-    """What runs now."""
+    """Rows and KV that are in use now."""
 
     interactive_rows: int
     batch_rows: int
@@ -33,11 +33,11 @@ class SchedulerState:
 
     @property
     def rows(self) -> int:
-        """Of both classes."""
+        """Rows of both classes together."""
         return self.interactive_rows + self.batch_rows
 
     def plan(self, rows: int, interactive_first: int, batch_first: int = 0, batch_max: int = 0) -> ClaimPlan:
-        """To claim so many."""
+        """A claim of `rows` sequences within the KV that is free."""
         kv_tokens = max(0, self.kv_tokens_free)
         is_empty = self.rows == 0
         return ClaimPlan(rows, interactive_first, batch_first, batch_max, kv_tokens, is_empty, self.kv_window)
@@ -61,11 +61,11 @@ def claim_plan(
         kv_tokens_free=kv_tokens - len(specs) * held(longest, card.kv_window),  # the batch pads to its longest
         kv_window=card.kv_window,
     )
-    shares = Shares(settings.interactive_share, settings.reserved_interactive_rows)
+    shares = ClassShares(settings.interactive_share, settings.reserved_interactive_rows)
     return (plan_room if full else plan_claims)(state, shares)
 
 
-def plan_claims(state: SchedulerState, shares: Shares) -> ClaimPlan:
+def plan_claims(state: SchedulerState, shares: ClassShares) -> ClaimPlan:
     """How the free rows are offered to the two classes."""
     free = max(0, state.max_rows - state.rows)
     if free == 0 or state.kv_tokens_free <= 0:
@@ -79,8 +79,8 @@ def plan_claims(state: SchedulerState, shares: Shares) -> ClaimPlan:
     return state.plan(free, interactive_first, batch_first, batch_max)
 
 
-def plan_room(state: SchedulerState, shares: Shares) -> ClaimPlan:
-    """What to claim when all rows are taken: interactive sequences, each in place of a batch row, up to their share.
+def plan_room(state: SchedulerState, shares: ClassShares) -> ClaimPlan:
+    """Plan a claim while all rows are taken: interactive sequences replace batch rows, up to the interactive share.
 
     One row at least stays with batch work.
     """

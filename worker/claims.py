@@ -16,8 +16,9 @@ from shared.redis.connection.faults import reason
 from shared.redis.queue.sequence_queue import SequenceQueue
 from worker.adapters.sync import AdapterSync
 from worker.engine.messages import RowRequest
+from worker.engine.orders import Cancel, Submit
 from worker.peers.exchange import KvExchange
-from worker.pictures import Pictures
+from worker.pictures import SequencePictures
 from worker.publisher import TokenPublisher
 from worker.rows import ClaimedRow, ClaimedRows
 
@@ -28,23 +29,23 @@ SET_ASIDE_S = 3.0  # for an engine that may be in the middle of a step
 
 
 class Preparing:
-    """Of one worker. `submit` gives requests to the engine; `submitted` hears of their rows, which may have changed."""
+    """Fetches what sequences need and submits them. `submitted` is called with their rows, which may have changed."""
 
     def __init__(
         self,
         adapters: AdapterSync,
         rows: ClaimedRows,
-        submit: Callable[[list[RowRequest]], None],
+        send: Callable[[Submit], None],
         submitted: Callable[[list[ClaimedRow]], Awaitable[None]],
         publish: Callable[[list[TokenEvent]], None],
         peers: KvExchange,
-        pictures: Pictures,
+        pictures: SequencePictures,
     ) -> None:
         self._peers = peers
         self._pictures = pictures
         self._adapters = adapters
         self._rows = rows
-        self._submit = submit
+        self._send = send
         self._submitted = submitted
         self._publish = publish
         self._tasks: set[asyncio.Task[None]] = set()
@@ -54,7 +55,7 @@ class Preparing:
         those of the same images."""
         holders = await self._peers.holders(requests)
         late = {request.spec.id for request in requests if request.spec.adapter or request.spec.images} | holders.keys()
-        self._submit([request for request in requests if request.spec.id not in late])
+        self._send(Submit([request for request in requests if request.spec.id not in late]))
         alike: dict[tuple[str, str, object], list[RowRequest]] = {}
         for request in requests:
             spec, holder = request.spec, holders.get(request.spec.id, "")
@@ -76,12 +77,12 @@ class Preparing:
         if holder and prepared:
             await self._peers.fetch(prepared[0], holder, lambda: any(map(self._is_ours, prepared)))
             prepared = list(filter(self._is_ours, prepared))
-        self._submit(prepared)
+        self._send(Submit(prepared))
         rows = [self._rows.get(request.spec.id) for request in prepared]
         await self._submitted([row for row in rows if row is not None])
 
     def _is_ours(self, request: RowRequest) -> bool:
-        """Whether it has neither ended nor gone meanwhile."""
+        """True while the request's attempt is still claimed here."""
         return self._rows.attempt(request.spec.id, request.attempt) is not None
 
     async def _prepare(self, request: RowRequest) -> RowRequest | None:
@@ -102,17 +103,17 @@ class Preparing:
 
 
 class RowsOwner(Protocol):
-    """What is needed of an engine's thread."""
+    """The part of `EngineThread` that gives rows back."""
 
     def set_aside(self, seq_ids: list[str]) -> Future[None]: ...
 
-    def cancel(self, seq_id: str) -> None: ...
+    def send(self, order: Cancel) -> None: ...
 
 
 class Returns:
     """How rows of one worker go back to the queue before their end.
 
-    The engine lets them go with their KV in its prefix cache, so that whoever goes on with them need not compute it.
+    The engine lets them go with their KV in its prefix cache, so that a worker that continues them need not compute it.
     """
 
     def __init__(
@@ -154,7 +155,7 @@ class Returns:
         finally:
             for row in rows:
                 if self._rows.leave(row.claim):
-                    self._engine.cancel(row.id)  # should it have reached the engine only now, from its adapter
+                    self._engine.send(Cancel(row.id))  # should it have reached the engine only now, from its adapter
 
     async def _set_aside(self, rows: list[ClaimedRow]) -> None:
         """Return when the engine has let go of these rows, and everything that it has said of them is here."""
@@ -173,4 +174,4 @@ def victims(rows: Iterable[ClaimedRow], most: int) -> list[ClaimedRow]:
 
 
 def _is_job(row: ClaimedRow) -> bool:
-    return bool(row.claim.spec.job) and not row.api  # nobody reads its tokens while they come
+    return bool(row.claim.spec.job) and not row.api  # its tokens are not read as they come

@@ -1,7 +1,7 @@
-"""What a worker is told while it runs: cancel this, send that to another api, look at the pause, forget cached KV. And
-whose reader died.
+"""Orders to a running worker: cancel this, send that to another api, look at the pause, forget cached KV. It
+also cancels rows whose reader died.
 
-Orders come over the worker's control channel; one that nobody heard stands in the sequence's hash as well, and is read
+Orders come over the worker's control channel; one that was missed stands in the sequence's hash as well, and is read
 there after every (re)connection.
 """
 
@@ -97,7 +97,7 @@ class ControlChannel:
             self._flush_log(seq)  # the new reader finds in the log what the old one had in its frames
 
     async def reread(self, rows: list[ClaimedRow]) -> None:
-        """Obey what stands in the rows' hashes: nobody heard it, or the engine did not know the row yet."""
+        """Obey orders in the rows' hashes: they were missed, or came before the engine knew the row."""
         async with self._redis.pipeline(transaction=False) as pipe:
             for row in rows:
                 pipe.hmget(keys.sequence(self._model, row.id), ["cancel", "api"])
@@ -109,7 +109,7 @@ class ControlChannel:
                 self._route(row.id, api.decode())
 
     async def end_orphans(self) -> None:
-        """Cancel interactive rows whose api has been dead for its heartbeat's time to live: nobody reads them.
+        """Cancel interactive rows whose api has been dead for its heartbeat's time to live: they have no reader.
 
         Looks after orders as well: a connection that died without a word brought none.
         """

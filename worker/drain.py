@@ -1,7 +1,7 @@
 """How a worker leaves: its rows finish within a grace time, the rest goes back to the queue at once.
 
 Invariants. Nothing is claimed any more when this begins. What is handed back has all its tokens in the log, so that it
-goes on elsewhere behind the last one. Without Redis nothing waits: leases run out by themselves.
+goes on elsewhere after the last one. Without Redis nothing waits: leases run out by themselves.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ class Farewell:
         self._rows = rows
 
     async def finish_rows(self, grace_s: float, hopeless: Callable[[], bool]) -> None:
-        """Wait until every row has ended and is committed; not when nobody can be told, or nothing computes them."""
+        """Wait until every row has ended and is committed; not when Redis is away, or nothing computes them."""
         log.info("worker.draining", rows=len(self._rows), grace_s=grace_s)
         looking = asyncio.create_task(self._redis_gone())
         try:

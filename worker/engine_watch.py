@@ -2,9 +2,9 @@
 
 A turn of the engine's loop may be long (a kernel is compiled, a long prompt is fed), so silence counts only while
 there is work, and only beyond a generous limit. From half of it on the worker no longer calls itself ready; at the
-limit it gives its leases back and ends, and whoever started it starts it again.
+limit it gives its leases back and ends, and its supervisor starts it again.
 
-Invariants. An idle engine is never silent. A thread that has ended without being told to counts as silent for ever.
+Invariants. An idle engine is never silent. A thread that has ended without a stop counts as silent for ever.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ class EngineWatch:
 
     @property
     def suspects(self) -> bool:
-        """Whether the worker should no longer be counted on."""
+        """True if the worker should no longer be relied on."""
         return self.silent_s > self._limit_s / 2
 
     async def run(self) -> None:

@@ -1,4 +1,4 @@
-"""Somebody who shares this worker's engine thread, such as the trainer; plugged in by name, worker knows no more of it.
+"""A guest shares this worker's engine thread, such as the trainer; plugged in by name, worker knows no more of it.
 
 `--guest package.module:Class` names a class that is called with the worker's settings before the model is loaded
 (SetupError when it cannot work with them) and lives from `start` to `stop`. What it may run in the engine's thread, and
@@ -30,7 +30,7 @@ STOP_S = 8.0  # for what is under way
 
 @dataclass(frozen=True)
 class Workplace:
-    """What a worker lends to its guest."""
+    """Resources that a worker lends to its guest."""
 
     engine: EngineThread  # of which a guest uses `run_between_steps`
     loaded: LoadedModel  # its model belongs to the engine's thread
@@ -64,7 +64,7 @@ def own_settings(guest: Guest | None) -> str:
 
 
 def rank_of_guest(settings: WorkerSettings) -> Callable[[LoadedModel], Learning] | None:
-    """What the other ranks of a group do in the place of that guest; None: there is none."""
+    """Factory of the guest's part on the other ranks of a group; None without a guest."""
     kind = _kind(settings)
     if kind is None:
         return None
@@ -84,7 +84,7 @@ def _kind(settings: WorkerSettings) -> Any | None:
 
 
 class Lodging:
-    """A guest's stay with one worker, or nobody's."""
+    """The stay of a guest with one worker, if there is one."""
 
     def __init__(self, guest: Guest | None, end_with_guest: bool) -> None:
         self._guest = guest

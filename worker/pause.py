@@ -1,8 +1,8 @@
 """A worker's side of the pause switch: stop claiming, bring the rows to rest, go on.
 
-abort: sequences that a request waits for end with finish reason "abort" and what they have; those of jobs, which nobody
-reads yet, go back to the queue and continue after the resume. wait: rows finish. keep: rows stand still, with their
-leases renewed.
+abort: sequences that a request waits for end with finish reason "abort" and what they have; those of jobs, which no
+client reads yet, go back to the queue and continue after the resume. wait: rows finish. keep: rows stand still, with
+their leases renewed.
 
 Invariants. Claiming goes through `gate`, so that nothing comes in after the worker has said that it rests. At rest the
 engine computes nothing, but loads adapters.
@@ -16,6 +16,7 @@ import structlog
 
 from shared.redis.processes.pause import PauseOrder, PauseSwitch
 from worker.claims import Returns
+from worker.engine.orders import Cancel, Freeze, Thaw
 from worker.engine.thread import EngineThread
 from worker.rows import ClaimedRow, ClaimedRows
 
@@ -26,7 +27,7 @@ SETTLE_LOOK_S = 0.05  # while rows still run
 
 
 class Pause:
-    """Of one worker. `tell` is called when the heartbeat has news."""
+    """Carries out pause orders for one worker. `on_change` is called when the heartbeat changes."""
 
     def __init__(
         self,
@@ -34,13 +35,13 @@ class Pause:
         engine: EngineThread,
         returns: Returns,
         rows: ClaimedRows,
-        tell: Callable[[], Awaitable[None]],
+        on_change: Callable[[], Awaitable[None]],
     ) -> None:
         self._switch = switch
         self._engine = engine
         self._returns = returns
         self._rows = rows
-        self._tell = tell
+        self._on_change = on_change
         self._order: PauseOrder | None = None
         self._news = asyncio.Event()
         self.gate = asyncio.Lock()
@@ -48,20 +49,20 @@ class Pause:
 
     @property
     def on(self) -> bool:
-        """Whether claiming is off."""
+        """True while claiming is off."""
         return self._order is not None
 
     @property
     def frozen(self) -> bool:
-        """Whether rows stand still."""
+        """True while rows stand still."""
         return self._order is not None and self._order.mode != "wait"
 
     def poke(self) -> None:
-        """There may be news."""
+        """Make `run` read the switch soon."""
         self._news.set()
 
     def aborts(self, row: ClaimedRow) -> bool:
-        """Whether a row that has only now reached the engine ends at once."""
+        """True if a row that has just reached the engine must end at once."""
         return self._order is not None and self._order.mode == "abort" and not row.claim.spec.job
 
     async def run(self) -> None:
@@ -89,14 +90,14 @@ class Pause:
         log.info("worker.pausing", mode=order.mode, rows=len(self._rows))
         self._order, self.rests_under = order, ""
         if order.mode == "wait":
-            self._engine.thaw()  # an earlier pause may have kept rows; they finish now
+            self._engine.send(Thaw())  # an earlier pause may have kept rows; they finish now
             return
-        self._engine.freeze(clear_cache=order.clear_cache)
+        self._engine.send(Freeze(order.clear_cache))
         if order.mode == "abort":
             rows = self._rows.occupying()
             for row in rows:
                 if not row.claim.spec.job:
-                    self._engine.cancel(row.id, "abort")
+                    self._engine.send(Cancel(row.id, "abort"))
             if jobs := [row for row in rows if row.claim.spec.job]:
                 await self._returns.hand_back(jobs)
 
@@ -105,16 +106,16 @@ class Pause:
         if self.rests_under == order.id or (order.mode != "keep" and self._rows):
             return
         if order.mode == "wait":
-            self._engine.freeze(clear_cache=order.clear_cache)
+            self._engine.send(Freeze(order.clear_cache))
         self.rests_under = order.id
         log.info("worker.paused", mode=order.mode, rows=len(self._rows))
-        await self._tell()
+        await self._on_change()
 
     async def _resume(self) -> None:
         if self._order is None:
             return
         self._order, self.rests_under = None, ""
-        self._engine.thaw()
+        self._engine.send(Thaw())
         self._rows.changed.set()  # claiming begins again
         log.info("worker.resumed", rows=len(self._rows))
-        await self._tell()
+        await self._on_change()

@@ -23,8 +23,8 @@ from worker.engine.messages import Picture
 KEPT_BYTES = 128 << 20
 
 
-class Pictures:
-    """Of one worker."""
+class SequencePictures:
+    """Reads the pictures of sequences for one worker."""
 
     def __init__(self, redis: Redis, vision: VisionSpec | None, kept_bytes: int = KEPT_BYTES) -> None:
         self._redis = redis
@@ -37,7 +37,7 @@ class Pictures:
         self._alike: WeakValueDictionary[tuple[str, bytes], asyncio.Lock] = WeakValueDictionary()
 
     async def of(self, spec: SequenceSpec) -> tuple[Picture, ...]:
-        """What comes with a sequence; a ParallmError when an image has gone, or this worker sees none."""
+        """The decoded pictures of a sequence; ParallmError if an image has gone or this worker cannot see."""
         if not spec.images:
             return ()
         if self._vision is None:

@@ -41,7 +41,8 @@ from worker.claims import LAST_WORDS_S, Preparing, Returns
 from worker.control import ControlChannel
 from worker.drain import Farewell
 from worker.engine.batch.adapters import AdapterStats, SlotConfig
-from worker.engine.messages import RowRequest, StepOutput, engine_config
+from worker.engine.messages import EndReason, RowRequest, StepOutput, engine_config
+from worker.engine.orders import Cancel
 from worker.engine.thread import EngineThread
 from worker.engine_watch import EngineWatch
 from worker.group.lead import GroupLead
@@ -50,7 +51,7 @@ from worker.group.placement import Placement
 from worker.guest import Guest, Lodging, Workplace
 from worker.pause import Pause
 from worker.peers.exchange import KvExchange
-from worker.pictures import Pictures
+from worker.pictures import SequencePictures
 from worker.publisher import TokenPublisher
 from worker.reports import Identity, WorkerCounts, worker_status
 from worker.ring_memory import ring_memory
@@ -158,11 +159,11 @@ class WorkerProcess:
         self._peers = KvExchange(self._settings, self._redis, self._engine, card, self.id)
         self._peers.open(tally)
         self._returns = Returns(self._queue, self.id, self.rows, self._publisher, self._engine)
-        self._pause = Pause(PauseSwitch(self._redis), self._engine, self._returns, self.rows, tell=self._beat)
-        submit, take, pictures = self._engine.submit, self._publisher.take, Pictures(self._redis, card.vision)
-        self._preparing = Preparing(self._adapters, self.rows, submit, self._submitted, take, self._peers, pictures)
+        self._pause = Pause(PauseSwitch(self._redis), self._engine, self._returns, self.rows, on_change=self._beat)
+        send, take, pictures = self._engine.send, self._publisher.take, SequencePictures(self._redis, card.vision)
+        self._preparing = Preparing(self._adapters, self.rows, send, self._submitted, take, self._peers, pictures)
         self._cache_resets = CacheResets(self._redis, self._engine, self.id)
-        obey = (self._engine.cancel, self._publisher.flush_log, self._pause.poke, self._cache_resets.take)
+        obey = (self._cancel, self._publisher.flush_log, self._pause.poke, self._cache_resets.take)
         self._orders = ControlChannel(self._redis, self._control, card.name, self.id, self.rows, *obey)
 
     async def _join(self) -> None:
@@ -262,16 +263,19 @@ class WorkerProcess:
         for request in requests:
             self._orders.welcome(request.spec.id)
             if request.prior:
-                self._publisher.flush_log(request.spec.id)  # whoever missed a frame of the old owner finds it there
+                self._publisher.flush_log(request.spec.id)  # for a reader that missed a frame of the old owner
         if self._settings.prefix_cache_gb:
             with contextlib.suppress(RedisError, OSError):
                 await self._notes.note([claim.spec for claim in claims])
+
+    def _cancel(self, seq: str, reason: EndReason) -> None:
+        self._engine.send(Cancel(seq, reason))
 
     async def _submitted(self, rows: list[ClaimedRow]) -> None:
         """Rows have reached the engine late: obey what was said of them meanwhile."""
         for row in rows:
             if self._pause.aborts(row):
-                self._engine.cancel(row.id, "abort")
+                self._cancel(row.id, "abort")
         with contextlib.suppress(RedisError, OSError):
             await self._orders.reread(rows)
 
@@ -300,14 +304,14 @@ class WorkerProcess:
             if row is not None and row.claim is claim and row.occupies_row:
                 log.warning("worker.lease_lost", sequence=claim.spec.id, attempt=claim.attempt)
                 self.rows.leave(claim)
-                self._engine.cancel(claim.spec.id, "cancelled")
+                self._cancel(claim.spec.id, "cancelled")
         self._publisher.verified_at = began
 
     # -- the engine's side, called in its thread
 
-    def _on_loop(self, call: Callable[[T], None], told: T) -> None:
+    def _on_loop(self, call: Callable[[T], None], value: T) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: we are stopping
-            self._loop.call_soon_threadsafe(call, told)
+            self._loop.call_soon_threadsafe(call, value)
 
     def _on_step(self, output: StepOutput) -> None:
         self._on_loop(self._publisher.take, output.events)
@@ -385,7 +389,7 @@ class WorkerProcess:
         await self._adapters.tend()
         live = await self._registry.live(self._card.name)
         if self._settings.ssd_folder is not None:
-            await self._adapters.tell_lasting(live, self._settings.adapter_dtype)
+            await self._adapters.send_lasting(live, self._settings.adapter_dtype)
         self._others = [other for other in live if other != self.id]
 
     async def _count(self) -> None:

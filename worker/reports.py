@@ -23,7 +23,7 @@ WAITS_FOR = "adapter_waits:"  # before a version: rows wait for it
 
 @dataclass(frozen=True)
 class Identity:
-    """What stays the same while a worker lives."""
+    """Facts of a worker that never change while it lives."""
 
     id: str
     card: ModelCard
@@ -140,7 +140,7 @@ class _ClassHistograms:
 
 
 class SequenceCounts:
-    """What the publisher counts of the sequences that it writes."""
+    """Counters that the publisher keeps of sequences."""
 
     def __init__(self, tally: Tally, model: str) -> None:
         self._tally = tally
@@ -155,7 +155,7 @@ class SequenceCounts:
             tally.counter("vllm:prompt_tokens_by_source_total", model, source)
             for source in ("local_cache_hit", "local_compute")
         )
-        # Told from the start: a counter that appears with its first event has not grown, as a rate sees it.
+        # Published from the start: a counter that appears with its first event has not grown, as a rate sees it.
         self._ends = {reason: tally.counter("vllm:request_success_total", model, reason) for reason in REASONS}
         self.preemptions = self._counter("vllm:num_preemptions_total")
         self._step = self._histogram("vllm:iteration_tokens_total")
@@ -251,7 +251,7 @@ FIGURES_OF_DISK = {
 
 
 class WorkerCounts:
-    """What else the worker counts: read from where it is known, before every write."""
+    """Other counters of the worker, read from their sources before every write."""
 
     def __init__(self, tally: Tally, model: str) -> None:
         self._tally, self._model = tally, model
@@ -309,7 +309,7 @@ _FAILED = frozenset({"error", "deadline", "cancelled"})
 
 
 def trace_sequence(claim: Claim, result: SequenceResult) -> None:
-    """Tell of a sequence whose request is traced: how long it waited, prefilled and decoded, and with what."""
+    """Trace a sequence whose request is traced: how long it waited, prefilled and decoded, and with what."""
     if claim.spec.trace:
         tracing.record(sequence_spans(claim, result), claim.spec.trace)
 

@@ -1,9 +1,9 @@
 """What sequences have written, shared by the workers of a ring: the one drafts from what the other has finished.
 
-A prompt is looked up in Redis when a sequence of it is claimed, beside its way into the engine, and what it wrote is
+A prompt is looked up in Redis when a sequence of it is claimed, while it goes into the engine, and what it wrote is
 put there after its end. Both go in batches, in a task of their own.
 
-Invariants. Nobody waits for this: what Redis does not take or give in time is forgotten, and costs drafts alone. What
+Invariants. Nothing waits for this: what Redis does not take or give in time is forgotten, and costs drafts alone. What
 comes from there is checked, since a draft must be token ids of the model.
 """
 
@@ -29,6 +29,7 @@ from shared.redis.processes.completion_store import (
     CompletionStore,
 )
 from shared.sequences import ModelCard, SequenceResult, SequenceSpec
+from worker.engine.orders import Remember
 from worker.engine.speculation.lookup import Ids
 from worker.engine.speculation.memory import Completions, Key, Mark, key_of, mark_of
 from worker.engine.thread import EngineThread
@@ -45,7 +46,7 @@ QUIET_S = 30.0  # between two words about trouble
 
 
 class RingMemory:
-    """Of one worker."""
+    """Shares completions between one worker's engine and the ring."""
 
     def __init__(
         self, store: CompletionStore | None, vocab_size: int, remember: Callable[[list[Completions]], None]
@@ -61,7 +62,7 @@ class RingMemory:
         self._silent_until = 0.0
 
     def claimed(self, specs: Iterable[SequenceSpec]) -> None:
-        """Look up what was written behind these prompts."""
+        """Look up what was written after these prompts."""
         if self._store is not None:
             self._claimed.extend(spec for spec in specs if spec.kind == "generate")
             self._ready.set()
@@ -129,7 +130,7 @@ def ring_memory(settings: WorkerSettings, redis: Redis, engine: EngineThread, ca
     share = settings.spec_decode == "auto" and settings.spec_decode_ring_memory_mb > 0
     bounds = Bounds(settings.spec_decode_ring_memory_ttl_s, settings.spec_decode_ring_memory_mb << 20)
     store = CompletionStore(redis, bounds) if share and engine.stats().speculation.is_on else None
-    return RingMemory(store, card.vocab_size, engine.remember)
+    return RingMemory(store, card.vocab_size, lambda completions: engine.send(Remember(completions)))
 
 
 def _by_key(specs: Iterable[SequenceSpec]) -> dict[Key, SequenceSpec]:

@@ -21,7 +21,7 @@ from shared.trajectories import result_of
 
 
 def now_ms() -> int:
-    """Unix time in milliseconds."""
+    """Unix time in milliseconds, from this machine's clock."""
     return time.time_ns() // 1_000_000
 
 
@@ -53,7 +53,6 @@ class ClaimedRow:
 
     @property
     def id(self) -> str:
-        """The sequence's id."""
         return self.claim.spec.id
 
     def add(self, event: TokenEvent) -> None:

@@ -1,6 +1,6 @@
 """At what pace a worker takes sequences while more wait than it has rows, and how soon their first tokens come.
 
-Its heartbeats tell it, and api processes predict from it when a request's first token would come
+Its heartbeats publish it, and api processes predict from it when a request's first token would come
 (api/ring/first_tokens.py).
 
 Invariants. A class's pace is measured only between two claims that both took all that was offered to the class: where
@@ -29,7 +29,7 @@ PROMPTS_BOUND = 0.5  # share of the rows that wait for their prompts at a time, 
 
 @dataclass
 class _Pace:
-    """Of one class."""
+    """Service rate of one class."""
 
     full_since: float = 0.0  # 0: at the last look there was less than the offer
     full_s: float = 0.0
@@ -82,7 +82,7 @@ class ServiceRates:
 
     def first_token(self, waited_s: float, prompt_tokens: int, now: float) -> None:
         """A sequence's first token has come, so long after its claim."""
-        # Prompts are fed one behind another, or together: none before its claim, none before the one that came last.
+        # Prompts are fed one after another, or together: none before its claim, none before the one that came last.
         took_s = max(0.0, min(waited_s, now - self._last_first))
         self._first_tokens.append(_FirstToken(waited_s, prompt_tokens, took_s))
         self._last_first = now

@@ -181,13 +181,16 @@ class Turns:
         from worker.engine.engine import Engine
         from worker.engine.lora.slots import AdapterSlots
         from worker.engine.messages import EngineConfig
+        from worker.engine.orders import EngineParts
         from worker.engine.ranks.turns import Consent
+        from worker.engine.warm_up import WarmUp
         from worker.group.turns import TurnsIn, TurnsOut
 
         self.loaded, self._ranks, self._rank = loaded, ranks, rank
         config = EngineConfig("", max_rows=max(ROWS), prefill_rows=64, prefill_chunk=8192, prefix_cache_bytes=0)
         self.slots = AdapterSlots(loaded, SlotConfig(ADAPTERS, 2 * RANK), lambda: None)
         self.engine = Engine(loaded, config, self.slots)
+        self.parts = EngineParts(loaded, self.engine, self.slots, WarmUp(loaded, config, self.engine, self.slots))
         self._consent, self._number = Consent(ranks), 0
         self.sending_s = 0.0
         self._followers: list[tuple[socket.socket, TurnsOut]] = []
@@ -204,8 +207,7 @@ class Turns:
         """One turn of all ranks; its events."""
         import msgspec
 
-        from worker.engine.orders import obey
-        from worker.group.messages import Turn
+        from worker.group.messages import EngineTurn
 
         facts = None
         if self._ranks > 1:
@@ -215,12 +217,12 @@ class Turns:
             facts = self._consent.facts(seen)
             self._number += 1
             began = time.perf_counter()
-            data = msgspec.msgpack.encode(Turn(self._number, facts, list(orders)))
+            data = msgspec.msgpack.encode(EngineTurn(self._number, facts, list(orders)))
             for _, each in self._followers:
                 each.send(data)
             self.sending_s += time.perf_counter() - began
         for order in orders:
-            obey(order, self.engine, self.slots)
+            order.carry_out(self.parts)
         return self.engine.turn(facts).events
 
     def _hear(self) -> None:
@@ -231,8 +233,7 @@ class Turns:
 
     def follow(self) -> None:
         """Until rank 0 has gone."""
-        from worker.engine.orders import obey
-        from worker.group.turns import LineError
+        from worker.group.turns import ChannelError
 
         try:
             while True:
@@ -241,9 +242,9 @@ class Turns:
                 for version in seen.read:
                     self._lead.sendall(f"{version}\n".encode())
                 for order in turn.orders:
-                    obey(order, self.engine, self.slots)
+                    order.carry_out(self.parts)
                 self.engine.turn(turn.facts)
-        except LineError:
+        except ChannelError:
             return
 
 

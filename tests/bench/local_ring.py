@@ -27,6 +27,7 @@ from trainer.ring.ring import Candidate, Stored
 from trainer.rollouts.groups import RolloutRequest
 from worker.engine.batch.adapters import SlotConfig
 from worker.engine.messages import EngineConfig, RowRequest, StepOutput
+from worker.engine.orders import Cancel, Point, Provide, Submit
 from worker.engine.thread import EngineThread
 
 STREAM = "stream-"
@@ -59,7 +60,7 @@ class LocalRing:
         """Let them go."""
         self._streaming = 0
         for at in range(self._started):
-            self.engine.cancel(f"{STREAM}{at}")
+            self.engine.send(Cancel(f"{STREAM}{at}"))
         while self.engine.stats().rows:
             assert self.death is None, self.death
             time.sleep(0.01)
@@ -68,7 +69,7 @@ class LocalRing:
         """Decode; `done` is called in the engine's thread with all events of each."""
         for spec in specs:
             self._waiting[spec.id] = ([], lambda events, seq=spec.id: done(seq, events))
-        self.engine.submit([RowRequest(spec) for spec in specs])
+        self.engine.send(Submit([RowRequest(spec) for spec in specs]))
 
     def call(self, function: Callable[[], Any]) -> Any:
         """Run a short function in the engine's thread and wait for it."""
@@ -91,7 +92,7 @@ class LocalRing:
             )
             requests.append(RowRequest(spec))
             self._started += 1
-        self.engine.submit(requests)
+        self.engine.send(Submit(requests))
 
     def _on_step(self, output: StepOutput) -> None:
         ended = streamed = 0
@@ -154,7 +155,7 @@ class LocalSource:
             results = await asyncio.gather(*futures.values())
         except asyncio.CancelledError:
             for seq in futures:
-                self._ring.engine.cancel(seq)
+                self._ring.engine.send(Cancel(seq))
             raise
         return [_trajectory(request, sample, events) for sample, events in enumerate(results)]
 
@@ -208,11 +209,11 @@ class LocalSink:
                 self._name, self.version, adapter.kind, adapter.rank, adapter.scale, adapter.modules, card.base_sha256,
                 candidate.parent, adapter.sha256, adapter.size, adapter.size, 0,
             )  # fmt: skip
-        self._ring.engine.provide_adapter(path, manifest)
+        self._ring.engine.send(Provide(str(path), manifest))
         return self.version
 
     async def promote(self, version: int, gate: Sequence[GateCheck], if_latest: int | None = None) -> None:
-        self._ring.engine.point_adapter(self._name, version)
+        self._ring.engine.send(Point(self._name, version))
         async with self._promoted:
             self.latest = version
             self._promoted.notify_all()
@@ -230,7 +231,7 @@ class LocalSink:
         self.rejected += 1
 
     async def roll_back(self, version: int, reason: str) -> None:
-        self._ring.engine.point_adapter(self._name, version)
+        self._ring.engine.send(Point(self._name, version))
         self.latest = version
 
     async def set_best(self, version: int, value: float) -> None:

@@ -23,6 +23,7 @@ from shared.sequences import SamplingParams, SequenceSpec
 from tests.bench.adapters import MEDIUM
 from tests.bench.models import QWEN3_SMALL, random_qwen3
 from worker.engine.messages import EngineConfig, RowRequest, StepOutput
+from worker.engine.orders import Submit
 from worker.engine.thread import EngineThread
 
 SHAPES = {"small": QWEN3_SMALL, "medium": MEDIUM}
@@ -56,7 +57,7 @@ class Timed:
         ]
         wanted = {spec.id for spec in specs}
         began = time.perf_counter()
-        self.engine.submit([RowRequest(spec) for spec in specs])
+        self.engine.send(Submit([RowRequest(spec) for spec in specs]))
         with self._news:
             self._news.wait_for(lambda: wanted <= self._first)
             seconds = time.perf_counter() - began

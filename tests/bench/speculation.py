@@ -154,7 +154,7 @@ class Parts:
             ("building", RowModel, ("__call__",)),
             ("giving out", mx, ("async_eval",)),
             ("taking back", SpeculatingBatch, ("_take_back",)),
-            ("telling", running_batch, ("tell",)),
+            ("telling", running_batch, ("report_tokens",)),
         ):
             for method in methods:
                 setattr(owner, method, self._timed(name, getattr(owner, method)))

@@ -25,6 +25,7 @@ from tests.unit.api_texts import EOS, bundle, codec
 from tests.waiting import wait_until
 from worker.engine.batch.adapters import AdapterStats
 from worker.engine.messages import EngineConfig, EngineStats, OnDeath, OnStep, RowRequest, StepOutput
+from worker.engine.orders import Cancel, Freeze, Order, Submit
 from worker.process import WorkerProcess
 
 CARD = ModelCard(MODEL, 4096, codec().vocab_size, (EOS,), bundle().sha256, "base", 1024, "float32", created=1)
@@ -116,16 +117,16 @@ class TimedEngine:
             del self._rows[spec.id]
         return TokenEvent(spec.id, attempt, position, [2 + position % 200], [now], finish=finish)
 
-    def submit(self, requests: list[RowRequest]) -> None:
-        self._waiting.extend(requests)
-        self._wake.set()
-
-    def cancel(self, seq_id: str, reason: str = "cancelled") -> None:
-        if (row := self._rows.get(seq_id)) is not None:
-            row.cancelled = True
-
-    def remember(self, *_: Any) -> None:
-        """It drafts nothing from what others wrote."""
+    def send(self, order: Order) -> None:
+        """Orders about memory and adapters have nothing to act on here; it never freezes."""
+        match order:
+            case Submit(requests):
+                self._waiting.extend(requests)
+                self._wake.set()
+            case Cancel(seq) if (row := self._rows.get(seq)) is not None:
+                row.cancelled = True
+            case Freeze():
+                raise SetupError("nobody pauses here")
 
     def stats(self) -> EngineStats:
         return EngineStats(
@@ -141,12 +142,6 @@ class TimedEngine:
 
     def silent_s(self) -> float:
         return 0.0
-
-    def freeze(self, *, clear_cache: bool) -> None:
-        raise SetupError("nobody pauses here")
-
-    def thaw(self) -> None:
-        """It never freezes."""
 
     def stop(self, timeout: float = 10.0) -> bool:
         if self._running is not None:

@@ -17,6 +17,7 @@ fast_blas.install()
 from worker import __main__ as command  # noqa: E402
 from worker import process  # noqa: E402
 from worker.engine.messages import StepOutput  # noqa: E402
+from worker.engine.orders import Submit  # noqa: E402
 from worker.engine.thread import EngineThread  # noqa: E402
 
 BLOCK, DIE, FREEZE, KILL = FAULTS = (1001, 1002, 1003, 1004)  # seeds; FREEZE never gives the interpreter back
@@ -37,9 +38,10 @@ class FaultyEngineThread(EngineThread):
 
         super().__init__(config, look, *rest)
 
-    def submit(self, requests: Any) -> None:
+    def send(self, order: Any, done: Any = None) -> None:
+        requests = order.requests if isinstance(order, Submit) else ()
         self._seeds.update({r.spec.id: r.spec.sampling.seed for r in requests if r.spec.sampling.seed in FAULTS})
-        super().submit(requests)
+        super().send(order, done)
 
 
 def strike(seed: int) -> None:

@@ -159,7 +159,7 @@ def sees(group: Any, folder: str, seed: int, made: list[list[Any]]) -> Any:
         MonkeyPatch.context() as patch,
         AdaptedGaze(loaded, _made(made), prefill_chunk=16, image_cache_bytes=most) as bench,
     ):
-        patch.setattr("worker.engine.vision.gallery.TOLD_BYTES", 600)
+        patch.setattr("worker.engine.vision.gallery.SENT_BYTES", 600)
         bench.publish("a@1")
         asked: list[str] = []
         for turn in range(40):

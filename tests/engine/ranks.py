@@ -25,7 +25,7 @@ import msgspec
 from tests.waiting import HANG_S
 from worker.engine.engine import Engine
 from worker.engine.ranks.ranks import Ranks
-from worker.engine.ranks.turns import Consent, Seen, TurnFacts
+from worker.engine.ranks.turns import Consent, RankReport, TurnFacts
 from worker.group.backend import let_sockets_wait
 
 _KEY = b"ranks of one test"
@@ -122,7 +122,7 @@ class Channel:
             return msgspec.msgpack.decode(self._lead.recv_bytes(), type=TurnFacts)
         self._consent.hear(0, seen.read, seen.unreadable)
         for rank, other in enumerate(self._others, 1):
-            theirs = msgspec.msgpack.decode(other.recv_bytes(), type=Seen)
+            theirs = msgspec.msgpack.decode(other.recv_bytes(), type=RankReport)
             self._consent.hear(rank, theirs.read, theirs.unreadable)
         facts = self._consent.facts(seen)
         for other in self._others:

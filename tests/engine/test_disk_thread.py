@@ -15,6 +15,7 @@ from tests.engine.test_thread import Outbox
 from tests.waiting import HANG_S
 from worker.engine.kv.disk import tier
 from worker.engine.messages import DiskConfig, EngineConfig, RowRequest
+from worker.engine.orders import Submit
 from worker.engine.thread import EngineThread
 
 
@@ -27,7 +28,7 @@ class Served(Outbox):
         self.engine.start()
 
     def ask(self, *specs: SequenceSpec) -> None:
-        self.engine.submit([RowRequest(one) for one in specs])
+        self.engine.send(Submit([RowRequest(one) for one in specs]))
 
     def finish(self, *specs: SequenceSpec) -> None:
         self.ask(*specs)

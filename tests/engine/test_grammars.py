@@ -17,6 +17,7 @@ from tests.engine.small_models import EOS
 from tests.waiting import HANG_S
 from worker.engine.messages import EngineConfig, RowRequest
 from worker.engine.model.loader import LoadedModel
+from worker.engine.orders import Cancel, Submit
 from worker.engine.sampling import grammars
 from worker.engine.thread import EngineThread
 
@@ -179,7 +180,7 @@ def test_the_thread_compiles_beside_the_loop(llama_folder: object) -> None:
     thread = EngineThread(EngineConfig(str(llama_folder)), on_step, lambda error: ended.set())
     thread.start()
     try:
-        thread.submit([RowRequest(constrained("s", PERSON))])
+        thread.send(Submit([RowRequest(constrained("s", PERSON))]))
         assert ended.wait(HANG_S)
     finally:
         assert thread.stop()
@@ -246,8 +247,8 @@ def test_a_cancelled_row_s_grammar_is_not_begun(llama_folder: object, monkeypatc
     thread = EngineThread(EngineConfig(str(llama_folder)), on_step, lambda error: ended.set())
     thread.start()
     try:
-        thread.submit([RowRequest(constrained(seq, text)) for seq, text in texts.items()])
-        thread.cancel("c")
+        thread.send(Submit([RowRequest(constrained(seq, text)) for seq, text in texts.items()]))
+        thread.send(Cancel("c"))
         assert cancelled.wait(HANG_S)
         gate.open.set()
         assert ended.wait(HANG_S)

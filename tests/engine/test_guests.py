@@ -27,6 +27,7 @@ from worker.engine.between_steps import Guests
 from worker.engine.lora.slots import AdapterSlots
 from worker.engine.messages import EngineConfig, RowRequest
 from worker.engine.model.loader import LoadedModel, load_model
+from worker.engine.orders import Submit
 from worker.engine.thread import EngineThread
 
 Work = Generator[None, None, Any]
@@ -309,7 +310,7 @@ def test_a_worker_that_trains_holds_one_base_and_the_trainers_own_state(tmp_path
 
         return engine.run_between_steps(work).result(HANG_S)
 
-    engine.submit([RowRequest(spec(f"s{i}", prompt_of(8), max_tokens=1800)) for i in range(4)])
+    engine.send(Submit([RowRequest(spec(f"s{i}", prompt_of(8), max_tokens=1800)) for i in range(4)]))
     outbox.wait(lambda: len(outbox.events) > 20)
     alone = call(mx.get_active_memory)
     students = [call(lambda: learner(loaded))]
@@ -345,7 +346,7 @@ def test_rows_finish_while_an_endless_guest_works(llama_folder: Path) -> None:
             yield
 
     future = engine.run_between_steps(endless)
-    engine.submit([RowRequest(spec("s", prompt_of(5)))])
+    engine.send(Submit([RowRequest(spec("s", prompt_of(5)))]))
     outbox.wait(lambda: outbox.finished("s"))
     assert not future.done()
     future.cancel()

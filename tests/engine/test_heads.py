@@ -21,7 +21,7 @@ from tests.engine.adapter_models import MadeAdapter, make_adapter
 from tests.engine.conftest import Bench, prompt_of
 from tests.engine.kv_models import BOUNDED, CONFIGS, QUANTISED, SIZES, Model
 from tests.engine.small_models import write_tokenizer
-from worker.engine.heads.head import Head, Layer
+from worker.engine.heads.head import DenseLayer, Head
 from worker.engine.messages import EngineConfig
 from worker.engine.model.loader import LoadedModel, load_model
 from worker.engine.model.pooling import hidden_size
@@ -155,7 +155,7 @@ def test_texts_that_share_a_forward_are_read_as_alone_whatever_the_kv(
     loaded = model_of(name)
     weights = weights_of(SCALAR, hidden_size(loaded.model), seed=3)
     tensors = {part: mx.array(each) for part, each in weights.items()}
-    head = Head(SCALAR, Layer(tensors["weight"], tensors["bias"]))
+    head = Head(SCALAR, DenseLayer(tensors["weight"], tensors["bias"]))
     loaded = replace(loaded, heads={"value": head})
     wanted = [asked(f"v{at}", prompt_of(4 + 5 * at, seed=at, vocab=100), "") for at in range(4)]
     together, alone = Bench(loaded, prefill_chunk=128), Bench(loaded, prefill_chunk=128)
@@ -278,7 +278,7 @@ def test_texts_that_share_a_forward_are_read_by_a_head_at_once(
 def test_arithmetic_that_fails_ends_its_row_and_nobody_elses(
     llama: LoadedModel, versions: Versions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def out_of_memory(layer: Layer, x_NI: mx.array) -> mx.array:
+    def out_of_memory(layer: DenseLayer, x_NI: mx.array) -> mx.array:
         raise RuntimeError("out of memory")
 
     with AdapterBench(llama, versions.made) as bench:
@@ -287,7 +287,7 @@ def test_arithmetic_that_fails_ends_its_row_and_nobody_elses(
         bench.submit(decoding)
         bench.until(lambda: len(bench.tokens("s")) > 2)
         with monkeypatch.context() as patched:
-            patched.setattr(Layer, "__call__", out_of_memory)
+            patched.setattr(DenseLayer, "__call__", out_of_memory)
             bench.submit(
                 *(asked(f"v{at}", [1, 2, 3 + at], "a@1") for at in range(5))
             )  # more than an engine gives up at
@@ -303,8 +303,8 @@ def test_arithmetic_that_fails_ends_its_row_and_nobody_elses(
 
 
 def test_what_is_not_finite_is_no_answer(llama: LoadedModel) -> None:
-    wild = Head(SCALAR, Layer(mx.full((1, 64), 3e38), mx.array([3e38])))
-    bench = Bench(replace(llama, heads={"wild": wild, "value": Head(SCALAR, Layer(mx.ones((1, 64)), None))}))
+    wild = Head(SCALAR, DenseLayer(mx.full((1, 64), 3e38), mx.array([3e38])))
+    bench = Bench(replace(llama, heads={"wild": wild, "value": Head(SCALAR, DenseLayer(mx.ones((1, 64)), None))}))
     bench.submit(asked("v", [1, 2, 3], "", "wild"), asked("w", [1, 2, 3], ""))
     bench.run()
     assert bench.finish("v").error_code == "unsupported_model" and "'wild'" in bench.finish("v").error_message

@@ -24,6 +24,7 @@ from trainer.learn.compute import EngineHost
 from worker.__main__ import main
 from worker.engine.batch.adapters import SlotConfig
 from worker.engine.messages import EngineConfig, RowRequest, StepOutput
+from worker.engine.orders import Submit
 from worker.engine.thread import EngineThread
 from worker.guest import invited
 
@@ -39,7 +40,7 @@ class EndlessRows(Outbox):
 
     def _submit(self, seq: str) -> None:
         prompt = prompt_of(20, seed=int(seq.partition("-")[0]), vocab=400)
-        self.engine.submit([RowRequest(spec(seq, prompt, max_tokens=400))])
+        self.engine.send(Submit([RowRequest(spec(seq, prompt, max_tokens=400))]))
 
     def on_step(self, output: StepOutput) -> None:
         super().on_step(output)

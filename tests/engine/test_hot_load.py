@@ -28,6 +28,7 @@ from worker.engine.batch.adapters import AdapterStats, SlotConfig
 from worker.engine.lora import reader as adapter_reader
 from worker.engine.messages import EngineConfig, RowRequest, StepOutput
 from worker.engine.model.loader import LoadedModel
+from worker.engine.orders import Cancel, KeepOnDisk, Order, Submit
 from worker.engine.thread import EngineThread
 
 Made = dict[str, MadeAdapter]
@@ -75,7 +76,7 @@ class Worker:
         assert await asyncio.to_thread(self.engine.stop)
 
     async def submit(self, spec: SequenceSpec, prior: tuple[TokenEvent, ...] = (), attempt: int = 1) -> None:
-        self.engine.submit([RowRequest(await self.sync.prepare(spec, prior), attempt, prior)])
+        self.engine.send(Submit([RowRequest(await self.sync.prepare(spec, prior), attempt, prior)]))
 
     def tokens(self, seq: str) -> list[int]:
         return [token for event in self.events.get(seq, []) for token in event.tokens]
@@ -172,7 +173,7 @@ async def test_two_workers_load_and_acknowledge_what_is_published(ring: Ring, ma
         at = len(worker.tokens("p"))
         await worker.until(lambda worker=worker, at=at: len(worker.tokens("p")) > at)
         for seq in ("f", "p"):
-            worker.engine.cancel(seq)
+            worker.engine.send(Cancel(seq))
             await worker.finished(seq)
         assert list(dict.fromkeys(worker.versions("f"))) == ["math@1", "math@2"]
         assert set(worker.versions("p")) == {"math@1"}
@@ -184,18 +185,24 @@ async def test_two_workers_load_and_acknowledge_what_is_published(ring: Ring, ma
 async def test_the_engine_hears_whose_kv_lasts(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
     worker = await ring.worker("w1")
     heard: list[dict[str, str]] = []
-    monkeypatch.setattr(worker.engine, "keep_on_disk", heard.append)
+    send = worker.engine.send
+
+    def noting(order: Order) -> None:
+        heard.extend([order.versions] if isinstance(order, KeepOnDisk) else ())
+        send(order)
+
+    monkeypatch.setattr(worker.engine, "send", noting)
     for version, source in enumerate(("a@1", "a@2", "a@1"), start=1):
         await ring.publish("math", source, worker.base_sha256)
         await ring.acknowledged("math", version, {"w1"})
-        await worker.sync.tell_lasting(["w1"], "float32")
-        await worker.sync.tell_lasting(["w1"], "float32")
+        await worker.sync.send_lasting(["w1"], "float32")
+        await worker.sync.send_lasting(["w1"], "float32")
     assert [list(each) for each in heard] == [["math@1"], ["math@2"], ["math@3"]], "told once, and of the latest"
     digests = [digest for each in heard for digest in each.values()]
     assert digests[0] == digests[2] != digests[1], "of the weights, whatever they are called"
     await ring.store.set_best("math", 1, 0.9)
     await ring.store.pin("math", 2, "a job", 60)
-    await worker.sync.tell_lasting(["w1"], "float32")
+    await worker.sync.send_lasting(["w1"], "float32")
     assert set(heard[-1]) == {"math@1", "math@2", "math@3"}
 
 

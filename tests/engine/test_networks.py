@@ -25,9 +25,8 @@ from tests.unit.networks import ALL, LSTM, MLP, SERIES, computed, inputs_of, spe
 from worker.engine.batch import network_run
 from worker.engine.messages import RowRequest
 from worker.engine.model.loader import LoadedModel
-from worker.engine.networks import products
-from worker.engine.networks.network import Network, Pieces, read_network
-from worker.engine.networks.products import multiply
+from worker.engine.networks import network
+from worker.engine.networks.network import Network, Pieces, multiply, read_network
 
 
 def network_of(described: dict[str, Any], seed: int = 0) -> Network:
@@ -83,7 +82,7 @@ def test_products_on_a_gpu_are_those_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -
     wanted = np.array(multiply(x, weight))
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu, 0))
     for at_once in (1 << 24, 11 * 20 * 5, 1):
-        monkeypatch.setattr(products, "MOST_AT_ONCE", at_once)
+        monkeypatch.setattr(network, "MOST_AT_ONCE", at_once)
         np.testing.assert_allclose(np.array(multiply(x, weight)), wanted, rtol=1e-5, atol=1e-5)
 
 

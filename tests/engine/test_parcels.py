@@ -11,8 +11,8 @@ from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
 from worker.engine.kv.parcels import (
     HostArray,
+    KvParcel,
     Label,
-    Parcel,
     UnusableParcelError,
     as_array,
     as_bytes,
@@ -29,7 +29,7 @@ LABEL = Label("us", (b"one", b"two"), "policy@3", "sha", (5, 6, 7), 131)
 
 
 def whole(label: Label, cut: Layers, states: Layers) -> bytes:
-    packed = pack(Parcel(label, *([tuple(map(host_of, leaf)) for leaf in layers] for layers in (cut, states))))
+    packed = pack(KvParcel(label, *([tuple(map(host_of, leaf)) for leaf in layers] for layers in (cut, states))))
     data = b"".join([packed.head, *packed.parts])
     assert len(data) == packed.nbytes
     return data

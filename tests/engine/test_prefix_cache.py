@@ -358,7 +358,7 @@ def test_of_a_kind_that_we_do_not_know_nothing_is_kept(other: object) -> None:
     cache = PrefixCache(1 << 20, 4, "base", [KVCache(), other])
     store(cache, [1] * 8)
     assert found(cache, [1] * 8) == 0
-    assert cache.stats.bytes == 0 and not cache.stops([1] * 80, "", 0)
+    assert cache.stats.bytes == 0 and not cache.snapshot_positions([1] * 80, "", 0)
 
 
 @settings(max_examples=60)

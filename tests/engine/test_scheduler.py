@@ -3,9 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.claim_plan import SchedulerState, Shares, plan_claims, plan_room
+from worker.claim_plan import ClassShares, SchedulerState, plan_claims, plan_room
 
-SHARES = Shares(interactive_share=0.7, reserved_interactive=2)
+SHARES = ClassShares(interactive_share=0.7, reserved_interactive=2)
 
 
 def state(interactive: int, batch: int, rows: int = 10, kv: int = 1000) -> SchedulerState:
@@ -41,7 +41,7 @@ def test_one_row_serves_both_classes() -> None:
     reserved=st.integers(0, 8),
 )
 def test_no_plan_takes_more_than_there_is(rows: int, interactive: int, batch: int, share: float, reserved: int) -> None:
-    plan = plan_claims(state(interactive, batch, rows), Shares(share, reserved))
+    plan = plan_claims(state(interactive, batch, rows), ClassShares(share, reserved))
     free = max(0, rows - interactive - batch)
     assert 0 <= plan.interactive_first + plan.batch_first <= plan.rows == free
     assert 0 <= plan.batch_first <= plan.batch_max <= free
@@ -57,4 +57,4 @@ def test_a_full_worker_still_takes_interactive_sequences_up_to_their_share() -> 
 
 def test_batch_work_keeps_a_row() -> None:
     assert plan_room(state(0, 1, rows=1), SHARES).rows == 0
-    assert plan_room(state(0, 4, rows=4), Shares(interactive_share=1.0)).rows == 3
+    assert plan_room(state(0, 4, rows=4), ClassShares(interactive_share=1.0)).rows == 3

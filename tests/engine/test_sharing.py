@@ -11,8 +11,8 @@ from mlx_lm.generate import generation_stream
 
 from tests.engine.conftest import Bench, prompt_of, spec
 from tests.engine.kv_models import small
-from worker.engine.kv.parcels import Parcel, UnusableParcelError, pack, unpack
-from worker.engine.kv.sharing import Offered, SharedCache
+from worker.engine.kv.parcels import KvParcel, UnusableParcelError, pack, unpack
+from worker.engine.kv.sharing import OfferedKv, SharedCache
 from worker.engine.model.loader import LoadedModel
 
 T = TypeVar("T")
@@ -23,11 +23,11 @@ def bench(loaded: LoadedModel) -> Bench:
     return Bench(loaded, block_size=BLOCK)
 
 
-def offered(cache: SharedCache, ids: list[int], at_most: int, known: int = 0, blocks: int = 0) -> Offered | None:
+def offered(cache: SharedCache, ids: list[int], at_most: int, known: int = 0, blocks: int = 0) -> OfferedKv | None:
     return cache.offer(ids, "", known, blocks, at_most, 1 << 30)
 
 
-def parcels(giver: SharedCache, offer: Offered) -> list[Parcel]:
+def parcels(giver: SharedCache, offer: OfferedKv) -> list[KvParcel]:
     """As they come out of the bytes that go over the wire."""
     given = []
     for at in range(len(offer.sizes)):

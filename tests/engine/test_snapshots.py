@@ -6,7 +6,7 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 
 from worker.engine.kv.prefix_cache import PrefixCache, Prompt
 from worker.engine.kv.slabs import KvRows
-from worker.engine.kv.stops import MARGIN, SPACING, Stops
+from worker.engine.kv.snapshots import MARGIN, SPACING, SnapshotPositions
 
 BLOCK = 4
 BLOCK_BYTES = 4 * 2 * 4 * 8  # positions x (keys and values) x fp32 x dim
@@ -121,7 +121,7 @@ def test_a_window_keeps_its_newest_positions_whatever_lies_in_the_ring(read: int
 
 
 def test_a_short_prompt_stops_at_its_end_and_a_long_one_before_it() -> None:
-    stops = Stops(64, 1 << 30)
+    stops = SnapshotPositions(64, 1 << 30)
     assert stops.of(63, 0, 0) == []
     assert stops.of(200, 0, 0) == [199]
     assert stops.of(400, 0, 0) == [384]
@@ -131,7 +131,7 @@ def test_a_short_prompt_stops_at_its_end_and_a_long_one_before_it() -> None:
 
 
 def test_a_long_prompt_stops_now_and_then_within_its_share_of_the_cache() -> None:
-    stops = Stops(64, 1 << 30)
+    stops = SnapshotPositions(64, 1 << 30)
     assert stops.of(3000, 0, 0) == [SPACING, 2 * SPACING, 2944]
     assert stops.of(3000, SPACING, SPACING) == [2 * SPACING, 2944]
     stops.state_bytes = 100 << 20

@@ -15,6 +15,7 @@ from shared.frames import TokenEvent
 from tests.engine.conftest import prompt_of, spec
 from tests.waiting import HANG_S
 from worker.engine.messages import EngineConfig, RowRequest, StepOutput
+from worker.engine.orders import Cancel, Submit
 from worker.engine.thread import EngineThread
 
 ROOT = Path(__file__).parents[2]
@@ -63,7 +64,7 @@ def engine(llama_folder: Path, outbox: Outbox) -> Iterator[EngineThread]:
 
 def test_it_decodes_what_other_threads_submit(engine: EngineThread, outbox: Outbox) -> None:
     def submit(name: str) -> None:
-        engine.submit([RowRequest(spec(f"{name}{i}", prompt_of(5))) for i in range(5)])
+        engine.send(Submit([RowRequest(spec(f"{name}{i}", prompt_of(5))) for i in range(5)]))
 
     threads = [threading.Thread(target=submit, args=(name,)) for name in "abc"]
     for thread in threads:
@@ -76,15 +77,15 @@ def test_it_decodes_what_other_threads_submit(engine: EngineThread, outbox: Outb
 
 
 def test_cancel_reaches_a_running_sequence(engine: EngineThread, outbox: Outbox) -> None:
-    engine.submit([RowRequest(spec("s", prompt_of(5), max_tokens=900))])
+    engine.send(Submit([RowRequest(spec("s", prompt_of(5), max_tokens=900))]))
     outbox.wait(lambda: bool(outbox.events))
-    engine.cancel("s")
+    engine.send(Cancel("s"))
     outbox.wait(lambda: outbox.finished("s"))
     assert outbox.events[-1].finish is not None and outbox.events[-1].finish.reason == "cancelled"
 
 
 def test_stats_stay_fresh_while_it_idles(engine: EngineThread, outbox: Outbox) -> None:
-    engine.submit([RowRequest(spec("s", prompt_of(5)))])
+    engine.send(Submit([RowRequest(spec("s", prompt_of(5)))]))
     outbox.wait(lambda: outbox.finished("s"))
     deadline = time.monotonic() + HANG_S
     while engine.stats().rows and time.monotonic() < deadline:
@@ -99,12 +100,12 @@ def test_stats_stay_fresh_while_it_idles(engine: EngineThread, outbox: Outbox) -
 
 
 def test_an_idle_engine_sleeps_and_wakes(engine: EngineThread, outbox: Outbox) -> None:
-    engine.submit([RowRequest(spec("warm", [1]))])
+    engine.send(Submit([RowRequest(spec("warm", [1]))]))
     outbox.wait(lambda: outbox.finished("warm"))
     before = time.thread_time(), time.process_time()
     threading.Event().wait(0.3)
     assert time.process_time() - before[1] < 0.15, "no busy wait"
-    engine.submit([RowRequest(spec("s", [1], max_tokens=1))])
+    engine.send(Submit([RowRequest(spec("s", [1], max_tokens=1))]))
     outbox.wait(lambda: outbox.finished("s"))
 
 
@@ -114,7 +115,7 @@ def test_an_error_in_the_loop_is_reported_as_death(llama_folder: Path, outbox: O
 
     engine = EngineThread(EngineConfig(str(llama_folder)), broken, outbox.on_death)
     engine.start()
-    engine.submit([RowRequest(spec("s", [1]))])
+    engine.send(Submit([RowRequest(spec("s", [1]))]))
     outbox.wait(lambda: outbox.death is not None)
     assert str(outbox.death) == "publisher broke"
     assert engine.stop()
@@ -146,12 +147,13 @@ from worker.engine.model import fast_blas
 fast_blas.install()
 from shared.sequences import SamplingParams, SequenceSpec
 from worker.engine.messages import EngineConfig, RowRequest
+from worker.engine.orders import Submit
 from worker.engine.thread import EngineThread
 some = threading.Event()
 engine = EngineThread(EngineConfig(sys.argv[1]), lambda output: some.set(), lambda error: print("death", error))
 engine.start()
 sampling = SamplingParams(max_tokens=900, seed=1, ignore_eos=True)
-engine.submit([RowRequest(SequenceSpec(str(i), "m", (1, 2, 3), sampling)) for i in range(4)])
+engine.send(Submit([RowRequest(SequenceSpec(str(i), "m", (1, 2, 3), sampling)) for i in range(4)]))
 assert some.wait()
 if sys.argv[2] == "stop":
     assert engine.stop()

@@ -301,11 +301,11 @@ def test_rows_that_cannot_see_are_refused_and_the_others_go_on(seeing: LoadedMod
 def test_an_image_that_is_given_up_amid_its_pieces_comes_whole_to_all_ranks_when_it_is_wanted_anew(
     seeing: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gallery, "TOLD_BYTES", 1)
+    monkeypatch.setattr(gallery, "SENT_BYTES", 1)
     assert seeing.card.vision is not None
     spec, sent = image_spec("s", seeing.card.vision, WHAT, [picture(1, 60, 60)])
     config = EngineConfig("unused")
-    ranks = [Gallery(tower, config, seeing.card, in_thread=False, told=True) for tower in (seeing.tower, None)]
+    ranks = [Gallery(tower, config, seeing.card, in_thread=False, by_ranks=True) for tower in (seeing.tower, None)]
     given_up, wanted = ([Viewing(spec, spec.kv_prompt) for _ in ranks] for _ in range(2))
 
     def look(viewings: list[Viewing]) -> None:

@@ -22,6 +22,7 @@ from worker.engine.engine import Engine
 from worker.engine.kv.prefix_cache import PrefixCache
 from worker.engine.messages import EngineConfig, RowRequest, SpeculationConfig, StepOutput
 from worker.engine.model.loader import LoadedModel
+from worker.engine.orders import Submit
 from worker.engine.speculation.batch import Flags, SpeculatingBatch
 from worker.engine.speculation.lookup import Ids
 from worker.engine.thread import EngineThread
@@ -167,7 +168,7 @@ async def test_an_engine_is_ready_before_it_is_warm_and_a_request_waits_for_one_
     thread.start()
     assert watched.begun.wait(100) and thread.stats().warms_up, "ready, and warming up"
     assert thread.silent_s() == 0, "nobody waits"
-    thread.submit([RowRequest(spec("s", prompt_of(5), max_tokens=8))])
+    thread.send(Submit([RowRequest(spec("s", prompt_of(5), max_tokens=8))]))
     assert thread.silent_s() > 0
     watched.may_go_on.set()
     outbox.wait(lambda: outbox.finished("s"))
@@ -175,7 +176,7 @@ async def test_an_engine_is_ready_before_it_is_warm_and_a_request_waits_for_one_
     await wait_until(lambda: not thread.stats().warms_up)
     assert watched.order.count("piece") > 40 and outbox.death is None
     assert watched.order.count("quick") == 1
-    thread.submit([RowRequest(spec("again", prompt_of(5), max_tokens=8))])
+    thread.send(Submit([RowRequest(spec("again", prompt_of(5), max_tokens=8))]))
     outbox.wait(lambda: outbox.finished("again"))
     assert thread.stop()
     said = {
@@ -202,7 +203,7 @@ def test_a_worker_that_is_never_idle_gets_its_kernels_and_nothing_else_amid_its_
     thread.start()
     assert watched.begun.wait(100)
     for seq in ("s", "t"):
-        thread.submit([RowRequest(spec(seq, prompt_of(5), max_tokens=200))])
+        thread.send(Submit([RowRequest(spec(seq, prompt_of(5), max_tokens=200))]))
     watched.may_go_on.set()
     outbox.wait(lambda: outbox.finished("s") and outbox.finished("t"))
     amid = watched.order[: len(watched.order) - watched.order[::-1].index("token")]
@@ -223,7 +224,7 @@ async def test_a_warm_up_that_fails_leaves_the_engine_serving(
     thread = EngineThread(config, outbox.on_step, outbox.on_death)
     thread.start()
     await wait_until(lambda: not thread.stats().warms_up)
-    thread.submit([RowRequest(spec("s", prompt_of(5)))])
+    thread.send(Submit([RowRequest(spec("s", prompt_of(5)))]))
     outbox.wait(lambda: outbox.finished("s"))
     assert thread.stop() and outbox.death is None
 

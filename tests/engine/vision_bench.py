@@ -11,7 +11,7 @@ from tests.engine.conftest import Bench
 from tests.engine.vision_models import alone, image_spec
 from worker.engine.messages import Picture, RowRequest
 from worker.engine.model.loader import LoadedModel
-from worker.engine.orders import Submit, obey, without_pixels
+from worker.engine.orders import Submit
 
 
 class Gaze(Bench):
@@ -36,7 +36,7 @@ class Gaze(Bench):
     def send(self, spec: Any, sent: tuple[Picture, ...]) -> None:
         order = Submit([RowRequest(spec, pictures=sent)])
         ranks = self.loaded.ranks
-        obey(order if ranks is None or ranks.rank == 0 else without_pixels(order), self.engine, None)
+        self.engine.submit((order if ranks is None or ranks.rank == 0 else order.for_followers()).requests)
 
     def check(self, reference: Any, *names: str) -> None:
         for seq in names or self.shown:

@@ -26,7 +26,7 @@ from tests.engine.conftest import spec
 from tests.engine.small_models import EOS, write_tokenizer
 from worker.engine.messages import Picture
 from worker.engine.vision.features import embeddings
-from worker.engine.vision.language import placement_of
+from worker.engine.vision.language import row_positions_of
 from worker.engine.vision.qwen import CLIP_MEAN, CLIP_STD
 
 TILE, LONGEST = 32, 64
@@ -306,14 +306,14 @@ def behind(model: Any, theirs: Any, prompt_ids: tuple[int, ...], pictures: list[
     """Logits [L, V] for each of the tokens said, of a language side fed with what mlx-vlm's model makes of the rest."""
     seen = theirs.get_input_embeddings(mx.array([prompt_ids]), **pixels(theirs, pictures))
     told_1LH = embeddings(model)(mx.array([said[:-1]]))
-    fed_1LH, placement = mx.concatenate([seen.inputs_embeds, told_1LH], axis=1), placement_of(model)
-    if placement is None:
+    fed_1LH, row_positions = mx.concatenate([seen.inputs_embeds, told_1LH], axis=1), row_positions_of(model)
+    if row_positions is None:
         return model(None, input_embeddings=fed_1LH)[0, -len(said) :]
     first = len(prompt_ids) + int(seen.rope_deltas.item())
     later_31L = mx.broadcast_to(mx.arange(first, first + len(said) - 1), (3, 1, len(said) - 1))
     places = mx.array([at for at, each in enumerate(prompt_ids) if each == IMAGE_TOKEN_ID])
     deep = [mx.zeros_like(fed_1LH).at[0, places].add(each) for each in seen.deepstack_visual_embeds or ()]
-    with placement.spread(mx.concatenate([seen.position_ids, later_31L], axis=2), deep):
+    with row_positions.spread(mx.concatenate([seen.position_ids, later_31L], axis=2), deep):
         return model(None, input_embeddings=fed_1LH)[0, -len(said) :]
 
 

@@ -23,7 +23,7 @@ from worker.engine.kv.prefix_cache import Prompt
 from worker.engine.kv.sharing import SharedCache
 from worker.engine.kv.slabs import KvRows
 from worker.engine.messages import DiskConfig, RowRequest
-from worker.peers.directory import Directory
+from worker.peers.directory import PeerDirectory
 from worker.peers.fetching import FetchCounts, Fetching
 from worker.peers.server import PeerServer
 from worker.peers.store import EngineStore
@@ -68,7 +68,7 @@ class Worker:
     def __init__(self, redis: Redis, name: str, identity: str = "model") -> None:
         self.redis, self.name, self.engine, self.tally = redis, name, Engine(identity), Tally()
         self.store = EngineStore(self.engine, 1000)
-        self.directory = Directory(redis, MODEL, name)
+        self.directory = PeerDirectory(redis, MODEL, name)
         self.token_s = 0.0
         counts = FetchCounts(self.tally, MODEL)
         self.fetching = Fetching(

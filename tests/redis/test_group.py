@@ -24,35 +24,35 @@ from tests.waiting import wait_until
 from worker.engine.batch.adapters import SlotConfig
 from worker.engine.messages import EngineConfig, Picture, RowRequest, engine_config
 from worker.engine.orders import Cancel, Submit
-from worker.engine.ranks.turns import ImagePiece, Seen, TurnFacts
+from worker.engine.ranks.turns import ImagePiece, RankReport, TurnFacts
 from worker.engine.thread import EngineThread
 from worker.group import meeting
 from worker.group.followers import MAGIC
 from worker.group.lead import GroupLead
 from worker.group.messages import (
-    Begin,
-    Failed,
+    EngineTurn,
     Fetch,
     Fetched,
     FromLead,
     Hello,
-    Loaded,
-    Progress,
+    LoadModel,
+    ModelLoaded,
     Read,
     Stopping,
-    Turn,
+    TurnsTaken,
     Unit,
+    UnitFailed,
 )  # fmt: skip
 from worker.group.opening import started
 from worker.group.placement import Host, Placement
-from worker.group.turns import FAILED, LineError, Outcome, TurnsIn, TurnsOut
+from worker.group.turns import FAILED, ChannelError, OutcomeSum, TurnsIn, TurnsOut
 from worker.peers.directory import ring_secret
 from worker.peers.wire import Channel, Connection, PeerError, greet
 
 MODEL = Path(__file__).parents[2] / "models" / "tiny"
 MANIFEST = AdapterManifest("a", 1, "lora", 4, 2.0, (), "", 0, "0" * 64, 9, 1 << 20, 0)
 VISION = VisionSpec("pixtral", "[IMG]", 1, 16, 64, 1)
-OURS = Loaded("weights", "tokenizer", 64, VISION)
+OURS = ModelLoaded("weights", "tokenizer", 64, VISION)
 
 
 class Played:
@@ -113,7 +113,7 @@ async def led(redis_url: str, name: str, *flags: str) -> AsyncIterator[tuple[Gro
 async def met(redis_url: str, name: str, *flags: str) -> AsyncIterator[tuple[GroupLead, Played, list[str]]]:
     async with led(redis_url, name, *flags) as (lead, played, losses):
         await asyncio.gather(lead.open(lambda: None), played.meet())
-        await played.hear(Begin)
+        await played.hear(LoadModel)
         yield lead, played, losses
 
 
@@ -121,7 +121,7 @@ async def test_a_turn_comes_as_it_was_sent_and_its_end_ends_the_follower(redis_u
     spec = SequenceSpec("s", "tiny", (1, 2), SamplingParams(4, 0), deadline_ms=7)
     bare = RowRequest(spec, 2, (TokenEvent("s", 1, 0, [5], [-0.5], version="a@1"),), (Picture(b"image", [], 7, 9),))
     shown = replace(bare, pictures=(Picture(b"image", [b"pixels"], 7, 9),))
-    seen = Seen(9, 0.5, ("a@1",), images=(ImagePiece(b"image", 1, 2, 3, "F32", b"123456789012"),))
+    seen = RankReport(9, 0.5, ("a@1",), images=(ImagePiece(b"image", 1, 2, 3, "F32", b"123456789012"),))
     async with met(redis_url, "turns") as (lead, played, losses):
         facts = await asyncio.to_thread(lead.turn, [Submit([shown]), Cancel("t", "abort")], seen)
         turn = await asyncio.to_thread(played.turns.next)
@@ -129,10 +129,10 @@ async def test_a_turn_comes_as_it_was_sent_and_its_end_ends_the_follower(redis_u
         assert facts.read == (), "rank 1 has not read it"
         assert facts.images == seen.images
         await played.talk.say(Read(("a@1",)))
-        await wait_until(lambda: lead.turn([], Seen(10)).read == ("a@1",))
+        await wait_until(lambda: lead.turn([], RankReport(10)).read == ("a@1",))
         assert not losses
         await lead.close()
-        with pytest.raises(LineError, match="closed the connection"):
+        with pytest.raises(ChannelError, match="closed the connection"):
             while True:
                 await asyncio.to_thread(played.turns.next)
 
@@ -187,45 +187,45 @@ async def cut_before_it_read(lead: GroupLead, played: Played) -> None:
 
 
 async def out_of_step(lead: GroupLead, played: Played) -> None:
-    lead.turn([], Seen(1))
+    lead.turn([], RankReport(1))
     lead.turned([TokenEvent("s", 1, 0, [5], [-0.5])])
-    theirs = Outcome()
+    theirs = OutcomeSum()
     theirs.add(1, [TokenEvent("s", 1, 0, [6], [-0.5])])
-    await played.talk.say(Progress(theirs.turn, theirs.sum))
+    await played.talk.say(TurnsTaken(theirs.turn, theirs.sum))
 
 
 async def behind(lead: GroupLead, played: Played) -> None:
-    lead.turn([], Seen(1))
+    lead.turn([], RankReport(1))
     lead.turned([])
     while not lead.lost:  # it lives, and its engine does not
-        await played.talk.say(Progress(0, 0))
+        await played.talk.say(TurnsTaken(0, 0))
         await asyncio.sleep(0.05)
 
 
 async def learned_otherwise(lead: GroupLead, played: Played) -> None:
     lead.unit(b"work")
     lead.united(b"17")
-    theirs = Outcome()
+    theirs = OutcomeSum()
     theirs.add_unit(1, b"18")
-    await played.talk.say(Progress(theirs.turn, theirs.sum))
+    await played.talk.say(TurnsTaken(theirs.turn, theirs.sum))
 
 
 async def failed_there(lead: GroupLead, played: Played) -> None:
     lead.unit(b"work")  # and we are in it
-    await played.talk.say(Failed(1, "no memory"))
+    await played.talk.say(UnitFailed(1, "no memory"))
     while not lead.lost:
-        await played.talk.say(Progress(1, 0))
+        await played.talk.say(TurnsTaken(1, 0))
         await asyncio.sleep(0.05)
 
 
 async def failed_alone(lead: GroupLead, played: Played) -> None:
-    theirs = Outcome()
+    theirs = OutcomeSum()
     for number, ask in enumerate((b"work", b""), 1):
         lead.unit(ask)
         lead.united(b"")
-        await played.talk.say(Failed(number, "no memory" if number == 1 else "nothing is under way"))
+        await played.talk.say(UnitFailed(number, "no memory" if number == 1 else "nothing is under way"))
         theirs.add_unit(number, FAILED)
-    await played.talk.say(Progress(theirs.turn, theirs.sum))
+    await played.talk.say(TurnsTaken(theirs.turn, theirs.sum))
 
 
 async def failed_here(lead: GroupLead, played: Played) -> None:
@@ -260,18 +260,18 @@ async def test_what_counts_as_the_loss_of_a_rank(redis_url: str, misdeed: Callab
         assert len(losses) == 1 and [rank.state for rank in lead.ranks()] == ["lost", "lost"]
         with pytest.raises(ServiceUnavailableError):
             while True:
-                lead.turn([], Seen(2))
+                lead.turn([], RankReport(2))
 
 
 async def test_equal_turns_are_no_loss(redis_url: str) -> None:
     async with met(redis_url, "equal") as (lead, played, losses):
-        theirs = Outcome()
+        theirs = OutcomeSum()
         for number in (1, 2):
-            lead.turn([], Seen(number))
+            lead.turn([], RankReport(number))
             events = [TokenEvent("s", 1, number, [5], [-0.5])]
             lead.turned(events)
             theirs.add(number, events)
-            await played.talk.say(Progress(theirs.turn, theirs.sum))
+            await played.talk.say(TurnsTaken(theirs.turn, theirs.sum))
         await wait_until(lambda: lead._followers[0].turn == 2)
         assert lead.ranks()[1].behind == 0 and not losses
 
@@ -287,12 +287,12 @@ async def test_work_comes_whole_however_long_and_may_fail_everywhere(
             assert await asyncio.to_thread(played.turns.next) == Unit(number, ask)
             if number < 3:
                 lead.united(b"17" if number == 2 else b"")
-        await played.talk.say(Failed(3, "bad data"))
+        await played.talk.say(UnitFailed(3, "bad data"))
         await asyncio.to_thread(lead.failed)
-        theirs = Outcome()
+        theirs = OutcomeSum()
         for number, told in enumerate((b"", b"17", FAILED), 1):
             theirs.add_unit(number, told)
-        await played.talk.say(Progress(theirs.turn, theirs.sum))
+        await played.talk.say(TurnsTaken(theirs.turn, theirs.sum))
         await wait_until(lambda: lead._followers[0].turn == 3)
         assert lead._followers[0].sum == lead._sums[3] and not losses, "the group goes on"
         assert not lead._followers[0].failure, "what all have had is no fault of one"
@@ -327,11 +327,11 @@ async def test_a_turn_that_comes_again_is_refused() -> None:
         far, _ = listening.accept()
     with near, far:
         out, into = TurnsOut(near, b"k" * 32), TurnsIn(far, b"k" * 32)
-        data = msgspec.msgpack.encode(Turn(1, TurnFacts(5)))
+        data = msgspec.msgpack.encode(EngineTurn(1, TurnFacts(5)))
         out.send(data)
         assert into.next().facts == TurnFacts(5)
         TurnsOut(near, b"k" * 32).send(data)  # the same frame, as somebody on the way could send it
-        with pytest.raises(LineError, match="not authentic"):
+        with pytest.raises(ChannelError, match="not authentic"):
             into.next()
 
 

@@ -14,6 +14,7 @@ from shared.redis.tokens.writer import FrameWriter
 from shared.telemetry.metrics import Tally
 from tests.redis.sequences import MODEL, plan, queue, spec, state, tokens
 from worker.claims import Returns
+from worker.engine.orders import Cancel
 from worker.publisher import TokenPublisher
 from worker.reports import SequenceCounts
 from worker.rows import ClaimedRow, ClaimedRows
@@ -28,8 +29,8 @@ class Engine:
         self.fails = False
         self._say = say
 
-    def cancel(self, seq_id: str) -> None:
-        self.cancelled.append(seq_id)
+    def send(self, order: Cancel) -> None:
+        self.cancelled.append(order.seq)
 
     def set_aside(self, seq_ids: list[str]) -> Future[None]:
         future: Future[None] = Future()

@@ -24,9 +24,9 @@ from tests.waiting import HANG_S
 from worker.engine.kv.parcels import unpack
 from worker.engine.messages import RowRequest
 from worker.peers import client, server, store, wire
-from worker.peers.directory import Directory
+from worker.peers.directory import PeerDirectory
 from worker.peers.exchange import KvExchange
-from worker.peers.wire import Ask, Channel, Connection, Go, Offer, PeerError
+from worker.peers.wire import Channel, Connection, KvRequest, Offer, PeerError, SendParcels
 
 Answer = Callable[[Channel, Connection], Awaitable[None]]
 
@@ -106,7 +106,7 @@ async def test_a_worker_gives_what_its_disk_has(holder: Worker, heir: Worker, tm
     async with on_disk(holder, tmp_path, IDS):
         await heir.fetch("holder")
     assert heir.engine.known == WHOLE and holder.server.given == 1
-    other = Ask("another model", "", list(IDS), 0, 0, WHOLE, 1 << 30)
+    other = KvRequest("another model", "", list(IDS), 0, 0, WHOLE, 1 << 30)
     number, offer = await holder.store.offer(other)
     assert (number, bool(offer.refusal)) == (0, True)
 
@@ -131,7 +131,7 @@ async def test_who_may_have_it_is_known_by_who_handed_it_back_or_read_the_same_b
     await work.release("holder", [claim])
     (claim,) = await work.claim("heir", plan(1))
     assert await heir.directory.holders([RowRequest(claim.spec, claim.attempt)]) == {"s": "holder"}
-    assert await Directory(redis, MODEL, "holder").holders([RowRequest(claim.spec, claim.attempt)]) == {}
+    assert await PeerDirectory(redis, MODEL, "holder").holders([RowRequest(claim.spec, claim.attempt)]) == {}
     await WarmNotes(redis, MODEL, "warm").note([of("other", IDS[:300])])
     fresh = [RowRequest(of("new", IDS)), RowRequest(of("short", IDS[:20]))]
     assert await heir.directory.holders(fresh) == {"new": "warm"}
@@ -183,43 +183,43 @@ async def test_nobody_is_asked_about_a_prompt_whose_log_probabilities_are_wanted
 
 
 async def send_garbage(channel: Channel, connection: Connection) -> None:
-    await channel.hear(Ask)
+    await channel.hear(KvRequest)
     await channel.say(Offer(WHOLE, [1000]))
-    await channel.hear(Go)
+    await channel.hear(SendParcels)
     await channel.send(b"\x08\0\0\0\0\0\0\0garbage!", [memoryview(bytes(900))])
 
 
 async def close_midway(channel: Channel, connection: Connection) -> None:
-    await channel.hear(Ask)
+    await channel.hear(KvRequest)
     await channel.say(Offer(WHOLE, [1000]))
-    await channel.hear(Go)
+    await channel.hear(SendParcels)
     await connection.write(bytes(20))
 
 
 async def flood(channel: Channel, connection: Connection) -> None:
-    await channel.hear(Ask)
+    await channel.hear(KvRequest)
     await channel.say(Offer(WHOLE, [1000]))
-    await channel.hear(Go)
+    await channel.hear(SendParcels)
     await channel.send(b"x" * 10, [memoryview(bytes(1 << 22))])
 
 
 async def stall(channel: Channel, connection: Connection) -> None:
-    await channel.hear(Ask)
+    await channel.hear(KvRequest)
     await asyncio.sleep(60)
 
 
 async def forge(channel: Channel, connection: Connection) -> None:
-    await channel.hear(Ask)
+    await channel.hear(KvRequest)
     await connection.write(bytes([0, 0, 0, 1, *bytes(8), *bytes(32), 0]))
 
 
 async def promise_too_much(channel: Channel, connection: Connection) -> None:
-    await channel.hear(Ask)
+    await channel.hear(KvRequest)
     await channel.say(Offer(WHOLE, [1 << 60]))
 
 
 async def say_what_is_no_message(channel: Channel, connection: Connection) -> None:
-    await channel.hear(Ask)
+    await channel.hear(KvRequest)
     await channel.send(b"\xc1")
 
 
@@ -265,7 +265,7 @@ async def test_nobody_gets_anything_who_does_not_know_the_secret(
     assert heir.directory.secret == holder.directory.secret, "one secret a ring"
     address = await heir.directory.address("holder")
     assert address is not None
-    asking = Ask("model", "", list(IDS), 0, 0, 399, 1 << 30)
+    asking = KvRequest("model", "", list(IDS), 0, 0, 399, 1 << 30)
     with pytest.raises(PeerError):
         async with client.asked(*address, b"y" * 32, asking):
             raise AssertionError("it was let in")
@@ -313,7 +313,7 @@ async def test_the_server_gives_to_so_many_at_once_and_no_more(
 
 async def test_a_redis_that_has_lost_the_secret_gets_one_that_all_know(redis: Redis, holder: Worker) -> None:
     await redis.delete(keys.peer_secret())
-    before, other = holder.directory.secret, Directory(redis, MODEL, "other")
+    before, other = holder.directory.secret, PeerDirectory(redis, MODEL, "other")
     await other.look()
     await holder.directory.look()
     assert before != other.secret == holder.directory.secret

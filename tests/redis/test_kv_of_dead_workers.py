@@ -17,7 +17,7 @@ from tests.waiting import wait_until
 from worker.engine.kv.disk.folder import LOCK
 from worker.engine.messages import DiskConfig, EngineConfig, RowRequest
 from worker.engine.thread import EngineThread
-from worker.peers.directory import Directory
+from worker.peers.directory import PeerDirectory
 from worker.peers.exchange import KvExchange
 
 
@@ -47,7 +47,7 @@ async def lives(worker: Worker, folder: str) -> None:
 
 async def has_died(redis: Redis, folder: str, *, lately: bool = False) -> None:
     """Of the worker `dead`, only Redis knows; `lately`: its heartbeat is still there, too."""
-    await Directory(redis, MODEL, "dead").look(folder)
+    await PeerDirectory(redis, MODEL, "dead").look(folder)
     await beat(redis, "dead")
     await tell(redis, "dead", 1)  # nobody listens there
     if not lately:
@@ -92,7 +92,7 @@ async def test_nobody_else_is_asked(redis: Redis, theirs: str, ours: str, sharer
 async def test_of_several_the_one_is_asked_that_has_shown_life_last(redis: Redis, sharer: Worker, heir: Worker) -> None:
     await has_died(redis, "folder")
     for at, name in enumerate(("dead with it", "sharer", "deaf")):
-        await Directory(redis, MODEL, name).look("folder")
+        await PeerDirectory(redis, MODEL, name).look("folder")
         await redis.zadd(keys.workers(MODEL), {name: 1000 + at})
     await tell(redis, "dead with it", 1)
     assert await heir.directory.sharers("dead") == ["sharer", "dead with it"]

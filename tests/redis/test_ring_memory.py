@@ -27,6 +27,7 @@ from shared.sequences import ModelCard, SamplingParams, SequenceResult, Sequence
 from tests.redis.sequences import MODEL
 from tests.waiting import wait_until
 from worker.engine.messages import EngineConfig, RowRequest, SpeculationConfig, StepOutput
+from worker.engine.orders import Order, Remember, Submit
 from worker.engine.speculation.memory import Completions, key_of, mark_of
 from worker.engine.thread import EngineThread
 from worker.ring_memory import RingMemory, ring_memory
@@ -261,8 +262,13 @@ class Drafting:
         self._events: dict[str, list[TokenEvent]] = {}
         self.engine.start()
         self.told: list[Completions] = []
-        remember = self.engine.remember
-        self.engine.remember = lambda told: (self.told.extend(told), remember(told))  # type: ignore[method-assign]
+        send = self.engine.send
+
+        def noting(order: Order, done: Any = None) -> None:
+            self.told += order.completions if isinstance(order, Remember) else ()
+            send(order, done)
+
+        self.engine.send = noting  # type: ignore[method-assign]
         card = ModelCard(MODEL, 1000, VOCAB, (2,), "", "", 8, "float32")
         self.memory = ring_memory(load(WorkerSettings, ["--spec-decode", "auto", *flags]), redis, self.engine, card)
 
@@ -276,7 +282,7 @@ class Drafting:
         """The tokens of a sequence, and how many of its drafts were accepted."""
         before = self.engine.stats().speculation.accepted
         self._ended[of.id] = self._loop.create_future()
-        self.engine.submit([RowRequest(of)])
+        self.engine.send(Submit([RowRequest(of)]))
         tokens = [token for event in await self._ended[of.id] for token in event.tokens]
         await wait_until(lambda: self.engine.stats().rows == 0)
         self.memory.ended(of, result(of.id, *tokens))

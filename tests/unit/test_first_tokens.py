@@ -8,7 +8,7 @@ from api.ring.first_tokens import FirstTokens, Forecast
 from shared.redis.processes.worker_registry import WorkerState, WorkerStatus
 from shared.redis.queue.sequence_queue import CLASSES, ClaimPlan
 from shared.sequences import Claim, SamplingParams, SequenceClass, SequenceSpec
-from worker.claim_plan import NOTHING, SchedulerState, Shares, plan_claims
+from worker.claim_plan import NOTHING, ClassShares, SchedulerState, plan_claims
 from worker.service_rates import ServiceRates
 
 _numbers = count()
@@ -91,7 +91,7 @@ class Rows:
         """In the order of claim.lua: each class up to its share, then the rows that are left."""
         batch = sum(kind == "batch" for _, kind in self._ends)
         state = SchedulerState(len(self._ends) - batch, batch, ROWS, 10**6)
-        offer = plan_claims(state, Shares())
+        offer = plan_claims(state, ClassShares())
         taken: dict[SequenceClass, int] = dict.fromkeys(CLASSES, 0)
         first: tuple[tuple[SequenceClass, int], ...] = (
             ("interactive", offer.interactive_first), ("batch", offer.batch_first),

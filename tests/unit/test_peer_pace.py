@@ -1,8 +1,8 @@
 """Whether KV is fetched or computed: by what both have taken lately."""
 
-from worker.peers.pace import LEAST_IDS, Job, goes_on, is_quicker
+from worker.peers.pace import LEAST_IDS, FetchSize, goes_on, is_quicker
 
-JOB = Job(ids=1000, nbytes=100_000_000)
+JOB = FetchSize(ids=1000, nbytes=100_000_000)
 
 
 def test_what_is_quicker_by_the_measures_is_done() -> None:
@@ -20,4 +20,4 @@ def test_without_a_measure_a_transfer_begins_and_is_judged_by_its_first_parcel()
 
 
 def test_what_is_short_is_computed() -> None:
-    assert not is_quicker(Job(LEAST_IDS - 1, 1), token_s=1.0, bytes_per_s=1e9)
+    assert not is_quicker(FetchSize(LEAST_IDS - 1, 1), token_s=1.0, bytes_per_s=1e9)

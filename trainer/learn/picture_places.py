@@ -15,8 +15,8 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from worker.engine.vision.features import Seen, embeddings
-from worker.engine.vision.language import placement_of
+from worker.engine.vision.features import EncodedImage, embeddings
+from worker.engine.vision.language import row_positions_of
 from worker.engine.vision.positions import Grid, Spots
 
 
@@ -52,7 +52,7 @@ class Laid(NamedTuple):
     length: int  # T
 
 
-def shown(laid: Laid, image_token: int, images: Sequence[Seen]) -> Shown:
+def shown(laid: Laid, image_token: int, images: Sequence[EncodedImage]) -> Shown:
     """Places of images in prompts, and in rows that begin with them; `images` lists those of one prompt after
     another.
     """
@@ -82,7 +82,9 @@ def shown(laid: Laid, image_token: int, images: Sequence[Seen]) -> Shown:
     return Shown(vectors_NW, prompts, rows, mx.array(behind_3BT))
 
 
-def shown_in_rows(rows_BL: npt.NDArray[np.int32], images_B: Sequence[Sequence[Seen]], image_token: int) -> Shown | None:
+def shown_in_rows(
+    rows_BL: npt.NDArray[np.int32], images_B: Sequence[Sequence[EncodedImage]], image_token: int
+) -> Shown | None:
     """Places of images in whole rows, padded on the right; `images_B` lists those of each row. None: there are no
     images.
 
@@ -142,13 +144,13 @@ def behind(model: Any, seen: Shown | None, length: int) -> AbstractContextManage
 
 
 def _spread(model: Any, positions_3BL: mx.array | None, deep: Sequence[mx.array]) -> AbstractContextManager[None]:
-    placement = placement_of(model)
-    if placement is None or positions_3BL is None:
+    row_positions = row_positions_of(model)
+    if row_positions is None or positions_3BL is None:
         return nullcontext()
-    return placement.spread(positions_3BL, deep)
+    return row_positions.spread(positions_3BL, deep)
 
 
 def held(layer: Any) -> Callable[[], AbstractContextManager[None]]:
-    """The placement that a layer computes with now, for when it computes the same again in the backward pass."""
-    placement = placement_of(layer)
-    return nullcontext if placement is None else placement.held()
+    """The row positions that a layer computes with now, for when it computes the same again in the backward pass."""
+    row_positions = row_positions_of(layer)
+    return nullcontext if row_positions is None else row_positions.held()

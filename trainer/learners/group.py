@@ -23,7 +23,7 @@ from worker.engine.messages import EngineConfig
 from worker.engine.model.loader import LoadedModel, load_model
 from worker.group.following import Follower
 from worker.group.lead import GroupLead
-from worker.group.messages import Begin, Stopping, Turn, Unit
+from worker.group.messages import EngineTurn, LoadModel, Stopping, Unit
 from worker.group.placement import Placement
 
 log = structlog.get_logger()
@@ -131,12 +131,12 @@ class TrainerRank(Follower):
         """Called in any thread when rank 0's process, which has started this one, has ended."""
         self._loop.call_soon_threadsafe(self._end, 1)
 
-    def _load(self, begin: Begin, group: Any) -> LoadedModel:
+    def _load(self, begin: LoadModel, group: Any) -> LoadedModel:
         loaded = load_model(replace(begin.config, model=self._model), group)
         self._learner = RankLearner(loaded)
         return loaded
 
-    def _take(self, turn: Turn | Unit) -> None:
+    def _take(self, turn: EngineTurn | Unit) -> None:
         assert isinstance(turn, Unit), "there is no engine"
         self._learn(turn, self._learner)
 

@@ -15,7 +15,7 @@ from shared.images.refs import ImageRef
 from worker.engine.messages import Picture
 from worker.engine.model.loader import LoadedModel
 from worker.engine.vision.families import AnyTower, Tower
-from worker.engine.vision.features import Seen
+from worker.engine.vision.features import EncodedImage
 
 TILE_BYTES = 1 << 30  # far more than the groups that are under way have, unless their images are very large
 VECTOR_BYTES = 256 << 20
@@ -31,7 +31,7 @@ class Sight:
         self._most = tile_bytes, vector_bytes
         self._lock = Lock()
         self._pictures: OrderedDict[bytes, Picture] = OrderedDict()  # least recently used first, as the next
-        self._vectors: OrderedDict[bytes, Seen] = OrderedDict()
+        self._vectors: OrderedDict[bytes, EncodedImage] = OrderedDict()
         self._tile_bytes = self._vector_bytes = 0
 
     def knows(self, key: bytes) -> bool:
@@ -63,18 +63,18 @@ class Sight:
             )
         return found
 
-    def seen(self, keys: Sequence[bytes]) -> list[Seen]:
+    def seen(self, keys: Sequence[bytes]) -> list[EncodedImage]:
         """Vectors of these images; EngineError for one whose tiles are not here."""
         return [self._of(key) for key in keys]
 
     def rows(
         self, images_B: Sequence[Sequence[ImageRef]], pictures: Mapping[bytes, Picture]
-    ) -> Generator[None, None, list[list[Seen]]]:
+    ) -> Generator[None, None, list[list[EncodedImage]]]:
         """Vectors of the images of each row, whose tiles come along; yields after every image.
 
         EngineError for one that has not as many vectors as its row has places.
         """
-        found: list[list[Seen]] = [[] for _ in images_B]
+        found: list[list[EncodedImage]] = [[] for _ in images_B]
         for seen, images in zip(found, images_B, strict=True):
             for image in images:
                 if image.key in pictures:
@@ -85,7 +85,7 @@ class Sight:
                 yield
         return found
 
-    def _of(self, key: bytes) -> Seen:
+    def _of(self, key: bytes) -> EncodedImage:
         if key in self._vectors:
             self._vectors.move_to_end(key)
             return self._vectors[key]
@@ -102,7 +102,7 @@ def sight_of(loaded: LoadedModel, tile_bytes: int = TILE_BYTES) -> Sight | None:
     return None if loaded.tower is None or loaded.ranks is not None else Sight(loaded.tower, tile_bytes)
 
 
-def _encoded(tower: AnyTower, picture: Picture) -> Seen:
+def _encoded(tower: AnyTower, picture: Picture) -> EncodedImage:
     """Vectors by pieces of the image, so that no more memory is used than in a worker."""
     size, pieces = (picture.width, picture.height), list[mx.array]()
     if isinstance(tower, Tower):
@@ -110,10 +110,10 @@ def _encoded(tower: AnyTower, picture: Picture) -> Seen:
         *tiles, last = picture.tiles  # of one, the last may be of another size than the others
         pieces = [_whole(tower.encode([tile], *square)[0]) for tile in tiles]
         pieces.append(_whole(tower.encode([last], *size)[0]))
-        return Seen(_whole(mx.concatenate(pieces)))
+        return EncodedImage(_whole(mx.concatenate(pieces)))
     for piece in tower.layers(picture.tiles[0], *size):
         pieces = [_whole(piece)]
-    return Seen(pieces[0], tower.grid(*size))
+    return EncodedImage(pieces[0], tower.grid(*size))
 
 
 def _whole(array: mx.array) -> mx.array:

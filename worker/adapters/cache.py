@@ -4,7 +4,7 @@ Invariants.
 - A file under its final name is whole: it is downloaded under `<sha256>.part`, hashed on the way, renamed. It is not
   synced, for a version's followers wait for it: what a power cut has damaged, the hash shows to the next process.
 - Only one process downloads a version at a time (`flock` on the part; the lock ends with its process).
-- A file that somebody holds is not evicted (`flock`, shared by the readers); of the others the least recently used goes
+- A file in use is not evicted (`flock`, shared by the readers); of the others the least recently used goes
   first, until the rest fits into `max_bytes`.
 """
 
@@ -47,7 +47,7 @@ class DiskCache:
             opening = asyncio.ensure_future(asyncio.to_thread(self._open, manifest))
             try:
                 file = await asyncio.shield(opening)
-            except asyncio.CancelledError:  # the thread goes on, and what it opens is nobody's
+            except asyncio.CancelledError:  # the thread goes on, and nothing closes what it opens
                 opening.add_done_callback(_close)
                 raise
             if file is not None:
@@ -84,7 +84,7 @@ class DiskCache:
         return file
 
     def _is_sound(self, file: BufferedReader, manifest: AdapterManifest) -> bool:
-        """Whether the file is what it was when it was renamed: a disk may lie after a power cut."""
+        """True if the file's size and content are those it was renamed with: a disk may lie after a power cut."""
         stat = os.fstat(file.fileno())
         if stat.st_size != manifest.size:
             return False
@@ -154,7 +154,7 @@ def _lock(file: IO[bytes]) -> bool:
 
 
 def _is_at(file: IO[bytes], path: Path) -> bool:
-    """Whether the open file is still the one under this name."""
+    """True if `path` still names the open file."""
     with contextlib.suppress(FileNotFoundError):
         return os.fstat(file.fileno()).st_ino == path.stat().st_ino
     return False

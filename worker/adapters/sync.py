@@ -5,7 +5,7 @@ claimed sequence needs it (`prepare`). Either way its file is fetched into the d
 engine is told. What the engine has loaded comes back through `on_stats` and is acknowledged in the store.
 
 Invariants. A file that the engine knows stays on disk until it has been withdrawn. A version that a sequence here needs
-is pinned in the store, so that nobody deletes it meanwhile. Belongs to the event loop.
+is pinned in the store, so that it is not deleted meanwhile. Belongs to the event loop.
 """
 
 import asyncio
@@ -36,13 +36,14 @@ from shared.redis.adapters.store import AdapterStore
 from shared.redis.adapters.watch import watch
 from shared.sequences import SequenceSpec
 from worker.adapters.cache import DiskCache
+from worker.engine.orders import KeepOnDisk, Point, Provide, Withdraw
 from worker.engine.thread import EngineThread
 
 log = structlog.get_logger()
 
 PIN_S = 60.0
 REPEAT_ACK_S = 600.0
-KEEP_S = 60.0  # a version that nobody needs stays provided this long
+KEEP_S = 60.0  # an unused version stays provided this long
 
 
 @dataclass
@@ -81,7 +82,7 @@ class AdapterSync:
         self._slots = slots
         self._provided: dict[str, _Provided] = {}
         self._bringing: dict[str, asyncio.Lock] = {}
-        self._pointed: dict[str, int] = {}  # what the engine was told
+        self._pointed: dict[str, int] = {}  # sent to the engine
         self._acknowledged: dict[str, tuple[int, float]] = {}
         self._lasting: dict[str, str] = {}
         self._news = asyncio.Event()
@@ -125,7 +126,7 @@ class AdapterSync:
         return msgspec.structs.replace(spec, adapter=version_id(choice.name, version))
 
     async def _bring(self, name: str, version: int, *, needed: bool = False) -> AdapterManifest:
-        """Fetch a version and tell the engine, once."""
+        """Fetch a version and provide it to the engine, once."""
         known = version_id(name, version)
         async with self._bringing.setdefault(known, asyncio.Lock()):
             provided = self._provided.get(known)
@@ -138,7 +139,7 @@ class AdapterSync:
                         await self._everywhere(manifest)
                         file = file.pop_all()
                 provided = self._provided[known] = _Provided(manifest, file)
-                self._engine.provide_adapter(path, manifest)
+                self._engine.send(Provide(str(path), manifest))
                 log.info("adapters.provided", adapter=known, bytes=manifest.size)
             if needed:
                 provided.needed_at = time.monotonic()
@@ -163,7 +164,7 @@ class AdapterSync:
     def _point(self, name: str, version: int) -> None:
         if self._pointed.get(name) != version:
             self._pointed[name] = version
-            self._engine.point_adapter(name, version)
+            self._engine.send(Point(name, version))
 
     # -- what the store says
 
@@ -178,7 +179,7 @@ class AdapterSync:
     async def _follow(self, event: AdapterEvent) -> None:
         if event.latest == 0:
             if self._pointed.pop(event.name, None):
-                self._engine.point_adapter(event.name, 0)
+                self._engine.send(Point(event.name, 0))
         elif event.name in self._pointed or len(self._pointed) < self._slots:
             await self._bring(event.name, event.latest)
             self._point(event.name, event.latest)
@@ -186,9 +187,9 @@ class AdapterSync:
     # -- what the engine says
 
     async def acknowledge(self) -> None:
-        """Tell the store what is loaded, for ever: after every load, and again at times."""
+        """Publish loaded versions in the store for ever: after every load, and again at times."""
         while True:
-            self._news.clear()  # before we look: what comes while one is told to the store is news, too
+            self._news.clear()  # before we look: what comes while one is published is news, too
             for name, version in self.loaded.items():
                 known, at = self._acknowledged.get(name, (0, 0.0))
                 if known != version or time.monotonic() - at > REPEAT_ACK_S:
@@ -201,7 +202,7 @@ class AdapterSync:
                 continue
 
     async def tend(self) -> None:
-        """With every heartbeat: renew the pins of what is used, let go of what nobody needs any more."""
+        """With every heartbeat: renew the pins of what is used, release what is no longer needed."""
         stats, now = self._engine.adapter_stats(), time.monotonic()
         for version, provided in list(self._provided.items()):
             manifest = provided.manifest
@@ -214,11 +215,11 @@ class AdapterSync:
                     provided.pinned_at = now
             elif now - provided.needed_at > KEEP_S and self._pointed.get(manifest.name) != manifest.version:
                 del self._provided[version]
-                self._engine.withdraw_adapter(version)
+                self._engine.send(Withdraw(version))
                 await provided.file.aclose()
 
-    async def tell_lasting(self, workers: Collection[str], dtype: str) -> None:
-        """Tell the engine whose KV is worth keeping on disk: a trained policy's other versions are dead soon.
+    async def send_lasting(self, workers: Collection[str], dtype: str) -> None:
+        """Send the engine the versions whose KV may be stored on disk: a trained policy's other versions are dead soon.
 
         A worker pins what it computes with, which says nothing of the next days: `workers` do not count.
         """
@@ -227,7 +228,7 @@ class AdapterSync:
         kept = {each.id: _digest(each, dtype) for each in provided if each.version in lasting[each.name]}
         if kept != self._lasting:
             self._lasting = kept
-            self._engine.keep_on_disk(kept)
+            self._engine.send(KeepOnDisk(kept))
 
     async def close(self) -> None:
         """Let go of everything: files and pins."""
@@ -242,7 +243,7 @@ class AdapterSync:
 
 
 def _digest(manifest: AdapterManifest, dtype: str) -> str:
-    """Of all that a version changes in what is computed: its name and number may mean another one in another ring."""
+    """Hash of everything in a version that changes what is computed; its name and number may differ in another ring."""
     whole = f"{manifest.sha256} {manifest.kind} {manifest.rank} {manifest.scale!r} {dtype}"
     return hashlib.blake2b(whole.encode(), digest_size=16).hexdigest()
 

@@ -6,8 +6,8 @@ together), `kv/` (keys and values that are kept), `lora/` (adapters), `heads/` (
 `networks/` (those that are no language models),
 `sampling/` (drawing a token), `model/` (loading, and what differs between models and back ends), `speculation/`
 (several tokens of a row in one step), `vision/` (images in prompts).
-`orders.py` is what the thread tells the engine between two turns, `build.py` what it begins with, both the same on
+`orders.py` is what others have the engine do between two turns, `build.py` what it begins with, both the same on
 every rank of a group; `ranks/` is what keeps ranks together within a turn.
-`between_steps.py` lets somebody else compute between two decode steps, `warm_up.py` measures and compiles while no row
-is there. `fused.py`: several operations as one, on a GPU; `cuda/`: what our kernels share.
+`between_steps.py` lets others, such as a trainer, compute between two decode steps, `warm_up.py` measures and compiles
+while no row is there. `cuda/`: what our kernels share.
 """

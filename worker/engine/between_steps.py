@@ -1,4 +1,4 @@
-"""Work of somebody else in thread G, such as a trainer's microbatches: what may run between two decode steps.
+"""Work of guests in thread G, such as a trainer's microbatches: what may run between two decode steps.
 
 **work** a generator; it yields when everything it made is evaluated and something else may run · **unit** what lies
 between two yields; it is never interrupted, so its owner keeps it short.
@@ -9,7 +9,7 @@ Invariants.
   it has had. What a unit costs more than expected is paid before the next one. Decoding keeps `1 - share` of its speed.
 - While no row decodes, units follow one another. Work that is for an idle engine waits until no row is there at all,
   and others pass it meanwhile.
-- An error of a unit goes to whoever asked for the work, and nowhere else.
+- An error of a unit goes to the future of its work, and nowhere else.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ UNSEEN = 0.9  # part of the share: turns between units are 2 to 3% slower, too, 
 
 
 class TimeShare:
-    """Whether a unit may run now: plain numbers, in seconds.
+    """Decides whether a unit of guest work may run now: plain numbers, in seconds.
 
     What a unit costs is what decoding loses by it: its own time, and by how much the turn after it is longer than usual
-    (cold caches) or shorter (the look-ahead step ran beside it). So the share adapts until decoding keeps its part.
+    (cold caches) or shorter (the look-ahead step ran meanwhile). So the share adapts until decoding keeps its part.
     """
 
     def __init__(self, share: float) -> None:
@@ -64,19 +64,19 @@ class TimeShare:
         self._credit = min(self._credit + usual * self._price, 2 * self._expected)
 
     def worked(self, seconds: float) -> None:
-        """A unit has run beside rows."""
+        """A unit has run while there were rows."""
         self._expected = _recent(self._expected, seconds, RECENT_UNIT)
         self._credit -= seconds
         self._last = seconds
 
     def idled(self, seconds: float) -> None:
-        """A unit has run while no row was there: nobody has to be paid."""
+        """A unit has run while there was no row: it costs nothing."""
         self._expected = _recent(self._expected, seconds, RECENT_UNIT)
         self._credit = self._last = 0.0
 
     @property
     def may_work(self) -> bool:
-        """Whether the next unit is paid for; now and then a turn goes without one, to know what is usual."""
+        """True if the next unit is paid for; now and then a turn runs without one, to measure the usual time."""
         return not self._closed and self._credit >= self._expected and self._in_a_row < LOOK_AFTER
 
 
@@ -104,7 +104,7 @@ class Guests:
         self.stats = GuestStats()
 
     def waits(self, is_idle: bool) -> bool:
-        """Whether there is a unit to run, now or between two decode steps; `is_idle`: no row is there."""
+        """True if a unit can run now or between decode steps. `is_idle`: the engine has no rows."""
         return any(is_idle or not piece.when_idle for piece in self._pieces)
 
     def add(self, start: Callable[[], Work[T]], future: Future[T], *, when_idle: bool = False) -> None:

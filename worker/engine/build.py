@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -15,14 +14,14 @@ from worker.engine.lora.slots import AdapterSlots
 from worker.engine.messages import EngineConfig
 from worker.engine.model.batching import check_batch
 from worker.engine.model.loader import LoadedModel, load_model
-from worker.engine.orders import Order
-from worker.engine.ranks.turns import Seen, TurnFacts
+from worker.engine.orders import EngineParts, Order
+from worker.engine.ranks.turns import RankReport, TurnFacts
 from worker.engine.warm_up import WarmUp, begun
 
 OnAdapters = Callable[[AdapterStats], None]  # called in thread G after loads and failures; must be quick
 
 
-class Lead(Protocol):
+class OtherRanks(Protocol):
     """The other ranks of a group, as rank 0's thread G sees them."""
 
     def join(self) -> Any:
@@ -31,22 +30,11 @@ class Lead(Protocol):
     def ready(self, loaded: LoadedModel) -> None:
         """Wait until all have loaded what we have; SetupError when it is something else."""
 
-    def turn(self, orders: Sequence[Order], seen: Seen) -> TurnFacts:
+    def turn(self, orders: Sequence[Order], seen: RankReport) -> TurnFacts:
         """Let them take a turn that begins with these orders; what all of us know in it."""
 
     def turned(self, events: Sequence[TokenEvent]) -> None:
-        """What came of it here."""
-
-
-@dataclass(frozen=True)
-class Built:
-    """What came of it."""
-
-    config: EngineConfig  # with the sizes that it begins with
-    loaded: LoadedModel
-    engine: Engine
-    slots: AdapterSlots | None
-    warm_up: WarmUp  # what is still to be measured and compiled
+        """Report the events of this rank's latest turn, to be compared with the other ranks'."""
 
 
 def build(
@@ -55,7 +43,7 @@ def build(
     group: Any | None,
     wake: Callable[[], None],
     on_adapters: OnAdapters = lambda stats: None,
-) -> Built:
+) -> EngineParts:
     """Load the model and what belongs to it, in the thread that will use it; SetupError when that cannot be.
 
     `group`: of MLX, whose ranks all do this at the same time.
@@ -66,4 +54,4 @@ def build(
         config = begun(config)
         slots = None if adapters is None else AdapterSlots(loaded, adapters, wake, on_adapters)
         engine = Engine(loaded, config, slots, wake)
-        return Built(config, loaded, engine, slots, WarmUp(loaded, config, engine, slots))
+        return EngineParts(loaded, engine, slots, WarmUp(loaded, config, engine, slots))

@@ -31,8 +31,7 @@ from worker.engine.batch.row_model import RowModel
 from worker.engine.kv.disk.tiered_cache import prefix_cache
 from worker.engine.messages import EndReason, EngineConfig, EngineStats, RowRequest, StepOutput, Throughput
 from worker.engine.model.loader import LoadedModel, bound_freed_memory
-from worker.engine.ranks.lockstep import in_lockstep
-from worker.engine.ranks.turns import Seen, TurnFacts, now_ms
+from worker.engine.ranks.turns import RankReport, TurnFacts, in_lockstep, now_ms
 from worker.engine.sampling.grammars import Grammars
 from worker.engine.sampling.stop_text import RowText
 from worker.engine.scheduler import ChunkSize, ClassTurns, Limits, Reserved, haste, share_prefill
@@ -59,7 +58,7 @@ class Engine:
         """`wake`: called in another thread when a waiting row may go on; without it nothing is done in threads."""
         self._ranks = loaded.ranks
         self._config = config = config if self._ranks is None else in_lockstep(config)
-        told = self._ranks is not None
+        by_ranks = self._ranks is not None
         self._codec = TextCodec(loaded.tokenizer)
         self._eos_ids = frozenset(loaded.card.eos_token_ids)
         self._grammars = Grammars(loaded.tokenizer, loaded.card.vocab_size, None if self._ranks else wake)
@@ -68,9 +67,9 @@ class Engine:
         self._model = RowModel(
             loaded.model, adapters, loaded.kv, loaded.heads, loaded.ranks, quick=config.quick_at_once
         )
-        self._gallery = Gallery(loaded.tower, config, loaded.card, in_thread=wake is not None, told=told)
+        self._gallery = Gallery(loaded.tower, config, loaded.card, in_thread=wake is not None, by_ranks=by_ranks)
         chunk = ChunkSize(config.prefill_chunk, config.piece_s, config.largest_chunk)
-        self._pieces = Pieces(chunk, config.prefill_area, told=told)
+        self._pieces = Pieces(chunk, config.prefill_area, by_ranks=by_ranks)
         self._class_turns = ClassTurns()
         at_once = max(1, config.score_chunk_bytes // (4 * loaded.card.vocab_size))
         new_kv, pieces = self._model.new_kv(), self._pieces
@@ -94,23 +93,23 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether the next turn has anything to do."""
+        """True if the next turn has work to do."""
         waits = self._frozen or (self._stalled and len(self._rows) == len(self._waiting) and not self._gallery.busy)
         return bool(self._events or self._loading or self.prefixes.busy or (self._rows and not waits))
 
     @property
     def has_rows(self) -> bool:
-        """Whether any sequence is here, if only to wait for its adapter or its grammar."""
+        """True if the engine has any sequence, including those that wait for an adapter or a grammar."""
         return bool(self._rows)
 
     @property
     def decoding(self) -> bool:
-        """Whether any sequence prefills or decodes."""
+        """True if any sequence prefills or decodes."""
         return not self._frozen and len(self._rows) > len(self._waiting)
 
     @property
     def is_idle(self) -> bool:
-        """Whether no sequence is here, and nothing else is to be done or forbidden."""
+        """True if the engine has no sequences, is not frozen, and has no other work."""
         return not (self._rows or self._frozen or self.busy)
 
     def quicken(self) -> None:
@@ -159,7 +158,7 @@ class Engine:
             try:
                 self._batch.stop_ahead()
             finally:
-                self._tell(self._batch.news())
+                self._publish(self._batch.news())
             rows = [self._rows[seq] for seq in seq_ids if seq in self._rows]
             self._batch.set_aside(rows)
             self._lane.set_aside(rows)
@@ -169,7 +168,7 @@ class Engine:
         """Go on where `freeze` stopped."""
         self._frozen = False
 
-    def seen(self) -> Seen:
+    def seen(self) -> RankReport:
         """Among several ranks, once before each turn: what this one has seen since the last one."""
         self.settle()
         times = haste(self._batch.decoding)
@@ -177,7 +176,7 @@ class Engine:
             if not self._frozen:
                 self._gallery.work(self._config.between_steps_s * times)
             images = self._gallery.news(times)
-        return Seen(now_ms(), self._pieces.took_s, *self._model.adapters.take_read(), images)
+        return RankReport(now_ms(), self._pieces.took_s, *self._model.adapters.take_read(), images)
 
     def turn(self, facts: TurnFacts | None = None) -> StepOutput:
         """One turn of the loop. `facts`: among several ranks, the same on all of them."""
@@ -216,14 +215,14 @@ class Engine:
             self._pieces.forget()  # nothing was computed: that says nothing of the machine's pace
 
     def settle(self) -> None:
-        """Wait for the prompts' pieces under way: after their turn's events are told, before new commands are taken."""
+        """Wait for the prompts' pieces under way: after their turn's events are out, before new commands are taken."""
         try:
             self._pieces.settle()
         except Exception as error:
             self._give_up_batch(error, self._lane.give_up())
 
     def stats(self) -> EngineStats:
-        """A snapshot."""
+        """A snapshot of counters and sizes, stamped with the current time."""
         waiting = len(self._waiting)
         return EngineStats(
             rows=len(self._rows) - waiting,
@@ -243,7 +242,7 @@ class Engine:
         )
 
     def close(self, *, keep: bool = False) -> None:
-        """End what runs beside the engine's thread; `keep` cached KV on disk, if there is one."""
+        """End what runs in other threads; `keep` cached KV on disk, if there is one."""
         self._grammars.close()
         self._gallery.end()
         with mx.stream(self._batch.stream):
@@ -289,7 +288,7 @@ class Engine:
         self._start(admitted)
 
     def _can_start(self, row: Row) -> bool:
-        """Whether its grammar is compiled, its adapter loaded, and KV of it in memory that was on disk."""
+        """True if the row's grammar is compiled, its adapter loaded, its images encoded and its KV read from disk."""
         try:
             is_ready = (row.place is None or row.place.ready) and self._model.adapters.ready(row)
             is_ready &= self._gallery.ready(row.viewing)
@@ -334,7 +333,7 @@ class Engine:
                 return
 
     def _scored(self, task: PrefillTask) -> None:
-        """Tell of what a prefill brought: log-probabilities, an embedding, or what a head says."""
+        """Publish the results of a prefill: log-probabilities, an embedding or a head's output."""
         with mx.stream(self._batch.stream):
             reports = self._lane.reports(task)
         for row, event in reports:
@@ -351,9 +350,9 @@ class Engine:
             return
         self._failures = 0
         self._steps += self._batch.has_decoded
-        self._tell(self._batch.news())
+        self._publish(self._batch.news())
 
-    def _tell(self, events: list[TokenEvent], *, keeps: bool = True) -> None:
+    def _publish(self, events: list[TokenEvent], *, keeps: bool = True) -> None:
         self._events += events
         self._throughput.add(sum(len(event.tokens) for event in events), time.monotonic())
         ended = [self._rows[event.seq] for event in events if event.finish is not None]
@@ -364,7 +363,7 @@ class Engine:
 
     def _give_up_batch(self, error: Exception, besides: Iterable[Row] = ()) -> None:
         rows = [*self._batch.give_up(), *besides]
-        self._tell(self._batch.news(), keeps=False)
+        self._publish(self._batch.news(), keeps=False)
         self._pieces.forget()
         self._batch = batch_of(self._model, self._config, self._pieces, self._keeping, self.drafting)
         self._failed([row for row in rows if self._rows.get(row.spec.id) is row], error)

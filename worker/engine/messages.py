@@ -108,14 +108,14 @@ class RowRequest:
     pictures: tuple[Picture, ...] = ()  # of its images
 
     def refused(self, error: ParallmError) -> TokenEvent:
-        """Its only event, when it cannot run."""
+        """The only event of a request that cannot run."""
         position = sum(len(event.tokens) for event in self.prior)
         return TokenEvent(self.spec.id, self.attempt, position, [], [], finish=Finish.failed(error))
 
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What one turn of the loop brought."""
+    """Events of one turn of the loop."""
 
     events: list[TokenEvent]
     busy_rows: int
@@ -162,12 +162,12 @@ class GuestStats:
     seconds: float = 0.0
     units_beside_rows: int = 0  # of them, those that ran between two decode steps
     seconds_beside_rows: float = 0.0
-    longest_s: float = 0.0  # unit beside rows: the longest that decoding has waited
+    longest_s: float = 0.0  # unit while there were rows: the longest that decoding has waited
 
 
 @dataclass(frozen=True)
 class SpeculationStats:
-    """Drafts since start."""
+    """Counts of drafts since the start."""
 
     is_on: bool = False  # rows may get drafts: it is asked for, and all layers can forget their latest positions
     steps: int = 0  # that checked drafts
@@ -197,7 +197,7 @@ class SpeculationStats:
 
 @dataclass(frozen=True)
 class VisionStats:
-    """Images since start."""
+    """Counts of images since the start."""
 
     encoded: int = 0
     hits: int = 0  # that were known, or under way, when a row came with them
@@ -248,7 +248,7 @@ class Throughput:
 
 
 def engine_config(s: WorkerSettings) -> EngineConfig:
-    """The engine's configuration."""
+    """Translate a worker's settings for the engine."""
     return EngineConfig(
         model=s.model,
         served_name=s.served_model_name or s.model.rstrip("/").rsplit("/", 1)[-1],

@@ -1,7 +1,7 @@
 """What to compute next, pure: which prompts to feed, how much of them at once, and what there is room for.
 
 Interactive prompts are fed first, and a batch prompt that has begun pauses meanwhile; but a batch prompt is never
-passed more than `PASSES` times in a row. A batch prompt's piece is kept short, because whoever arrives waits for it.
+passed more than `PASSES` times in a row. A batch prompt's piece is kept short, because new rows wait for it.
 """
 
 import math
@@ -107,7 +107,7 @@ class ChunkSize:
     """
 
     def __init__(self, chunk: int, piece_s: float, most: int = 0) -> None:
-        """`most`: up to which a chunk that nobody has measured yet may grow."""
+        """`most`: up to which an unmeasured chunk may grow."""
         self.tokens = chunk
         self._chunk = max(chunk, most)
         self._piece_s = piece_s
@@ -127,7 +127,7 @@ class ChunkSize:
         if took > LATE * planned:
             smaller = int(self.tokens * max(LEAST_OF_A_CHUNK, planned / took))
             self.tokens = min(self._chunk, max(SMALLEST_PIECE, smaller))
-        elif took < planned and 2 * tokens >= self.tokens:  # fewer tell nothing of a whole piece
+        elif took < planned and 2 * tokens >= self.tokens:  # fewer say nothing of a whole piece
             self.tokens = min(self._chunk, math.ceil(GROWTH * self.tokens))
 
 
@@ -142,7 +142,7 @@ class Unfed:
 
 @dataclass(frozen=True)
 class Feed:
-    """What to feed in one forward: these prompts, at most `chunk` tokens of each."""
+    """Prompts to feed in one forward, at most `chunk` tokens of each."""
 
     prompts: tuple[int, ...]
     chunk: int
@@ -204,7 +204,7 @@ class DraftKv:
 
 @dataclass(frozen=True)
 class Limits:
-    """What the model and this worker's memory allow."""
+    """Limits of the model and of this worker's memory."""
 
     vocab_size: int
     context_length: int
@@ -219,11 +219,11 @@ class Limits:
         return cls(card.vocab_size, card.context_length, card.kv_bytes_per_token, kv_limit_bytes, card.kv_window, draft)
 
     def kv_bytes(self, tokens: int) -> int:
-        """Of a row that comes to have so many."""
+        """Bytes of KV of a row with `tokens` tokens."""
         return held(tokens, self.kv_window) * self.kv_bytes_per_token
 
     def reserved_bytes(self, tokens: int) -> int:
-        """Of such a row, with what a draft model keeps of it."""
+        """Bytes to reserve for such a row, including the draft model's KV."""
         return self.kv_bytes(tokens) + min(tokens, self.draft.most) * self.draft.bytes_per_token
 
     def refusal(self, spec: SequenceSpec) -> ParallmError | None:
@@ -263,11 +263,11 @@ class Reserved:
 
     @property
     def bytes(self) -> int:
-        """Of all of them."""
+        """Bytes reserved for all rows."""
         return self._bytes(self._tokens)
 
     def fits(self, tokens: int) -> bool:
-        """Whether there is a place and KV for one more row; a first one always fits."""
+        """True if one more row has a place and KV; the first row always fits."""
         if not self._tokens:
             return True
         return (
@@ -275,11 +275,11 @@ class Reserved:
         )
 
     def add(self, tokens: int) -> None:
-        """Admit a row."""
+        """Reserve KV for an admitted row."""
         self._tokens.append(tokens)
 
     def remove(self, tokens: int) -> None:
-        """A row has left."""
+        """Free the KV reserved for a row."""
         self._tokens.remove(tokens)
 
     def _bytes(self, tokens: list[int]) -> int:

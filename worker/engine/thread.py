@@ -17,52 +17,26 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
-from pathlib import Path
 
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
-from shared.adapters import AdapterManifest
 from shared.errors import SetupError
 from worker.engine.batch.adapters import AdapterStats, SlotConfig
 from worker.engine.between_steps import Guests, T, Work
-from worker.engine.build import Lead, OnAdapters, build
-from worker.engine.engine import Engine
+from worker.engine.build import OnAdapters, OtherRanks, build
 from worker.engine.kv.sharing import SharedCache
 from worker.engine.lora.slots import AdapterSlots
-from worker.engine.messages import (
-    EndReason,
-    EngineConfig,
-    EngineStats,
-    OnDeath,
-    OnStep,
-    RowRequest,
-)
+from worker.engine.messages import EngineConfig, EngineStats, OnDeath, OnStep
 from worker.engine.model.loader import LoadedModel
-from worker.engine.orders import (
-    Cancel,
-    ClearCache,
-    Freeze,
-    KeepOnDisk,
-    Order,
-    Point,
-    Provide,
-    Rehearse,
-    Remember,
-    SetAside,
-    Submit,
-    Thaw,
-    Withdraw,
-    obey,
-)
+from worker.engine.orders import EngineParts, Order, Rehearse, SetAside
 from worker.engine.ranks.turns import TurnFacts
-from worker.engine.speculation.memory import Completions
-from worker.engine.warm_up import WarmUp
 
 log = logging.getLogger(__name__)
 
-Command = tuple[Callable[[Engine], None], Order | None]  # what to do here, and on the other ranks of a group
+Command = tuple[Callable[[EngineParts], None], Order | None]  # what to do here, and on the other ranks of a group
 
+REHEARSE = Rehearse()
 DEADLINE_CHECK_S = 0.05  # while all rows wait for adapters
 
 
@@ -80,7 +54,7 @@ class EngineThread:
         on_death: OnDeath,
         adapters: SlotConfig | None = None,
         on_adapters: OnAdapters = lambda stats: None,
-        lead: Lead | None = None,
+        lead: OtherRanks | None = None,
     ) -> None:
         """`lead`: of the group of ranks that the model is split over."""
         self._lead = lead
@@ -105,49 +79,30 @@ class EngineThread:
         return self.begin().result()
 
     def begin(self) -> Future[LoadedModel]:
-        """The same, without waiting."""
+        """Start loading the model, without waiting for it."""
         assert self._thread is None, "an engine thread starts once"
         ready: Future[LoadedModel] = Future()
         self._thread = threading.Thread(target=self._run, args=(ready,), name="engine", daemon=True)
         self._thread.start()
         return ready
 
-    def submit(self, requests: list[RowRequest]) -> None:
-        """Decode these sequences; those of one group with equal prompts share their prefill."""
-        self._tell(Submit(requests))
-
-    def cancel(self, seq_id: str, reason: EndReason = "cancelled") -> None:
-        """End a sequence before its next token."""
-        self._tell(Cancel(seq_id, reason))
-
-    def freeze(self, *, clear_cache: bool) -> None:
-        """Stop computing after the decode step under way; rows stay."""
-        self._tell(Freeze(clear_cache))
-
-    def thaw(self) -> None:
-        """Go on."""
-        self._tell(Thaw())
-
-    def clear_cache(self, *, rows: bool, done: Callable[[], None]) -> None:
-        """Forget KV of earlier prompts, with `rows` that of running rows, too; `done` is called in thread G."""
-        self._tell(ClearCache(rows))
-        self._command(lambda engine: done())
-
-    def remember(self, completions: list[Completions]) -> None:
-        """What others have written behind prompts of ours, to draft from."""
-        self._tell(Remember(completions))
+    def send(self, order: Order, done: Callable[[], None] | None = None) -> None:
+        """Carry out an order before the next turn, on every rank of a group; `done` is called after it in thread G."""
+        self._command(order.carry_out, order)
+        if done is not None:
+            self._command(lambda parts: done())
 
     def set_aside(self, seq_ids: list[str]) -> Future[None]:
-        """Let rows go, and keep their KV; done when everything that was computed of them has been told."""
+        """Remove rows and store their KV; done once everything that was computed of them has gone to `on_step`."""
         future: Future[None] = Future()
 
-        def run(engine: Engine) -> None:
+        def run(parts: EngineParts) -> None:
             try:
-                obey(order, engine, self._slots)
+                order.carry_out(parts)
             except Exception as error:
                 future.set_exception(error)
             else:
-                self._command(lambda engine: future.set_result(None))  # after this turn's events
+                self._command(lambda parts: future.set_result(None))  # after this turn's events
 
         order = SetAside(seq_ids)
         future.set_running_or_notify_cancel()
@@ -155,15 +110,15 @@ class EngineThread:
         return future
 
     def on_kv(self, call: Callable[[SharedCache], T]) -> Future[T]:
-        """Call with the cache of prefixes, in thread G between two turns; what comes of it."""
+        """Call with the cache of prefixes, in thread G between two turns; the future holds the result or the error."""
         future: Future[T] = Future()
 
-        def run(engine: Engine) -> None:
+        def run(parts: EngineParts) -> None:
             if not future.set_running_or_notify_cancel():
                 return
             try:
                 with mx.stream(generation_stream):
-                    future.set_result(call(engine.prefixes))
+                    future.set_result(call(parts.engine.prefixes))
             except Exception as error:
                 future.set_exception(error)
 
@@ -182,28 +137,12 @@ class EngineThread:
             self._wake.notify()
         return future
 
-    def provide_adapter(self, path: Path, manifest: AdapterManifest) -> None:
-        """The file of an adapter version is on disk, and stays until it is withdrawn."""
-        self._tell(Provide(str(path), manifest))
-
-    def withdraw_adapter(self, version: str) -> None:
-        """The file of `name@k` goes away; loaded weights stay until their slot is needed."""
-        self._tell(Withdraw(version))
-
-    def point_adapter(self, name: str, version: int) -> None:
-        """The latest version of `name`; 0: none any more. Followers switch once it is loaded."""
-        self._tell(Point(name, version))
-
-    def keep_on_disk(self, versions: dict[str, str]) -> None:
-        """Adapter versions whose KV is worth files, and digests of their weights; the base always is."""
-        self._tell(KeepOnDisk(versions))
-
     def adapter_stats(self) -> AdapterStats:
-        """The latest snapshot."""
+        """The latest snapshot of the adapter slots."""
         return AdapterStats() if self._slots is None else self._slots.stats
 
     def stats(self) -> EngineStats:
-        """The latest snapshot."""
+        """The latest snapshot of the engine."""
         stats = replace(self._stats, guests=self._guests.stats, warms_up=self._warms_up)
         if self._turn_began is None:
             return replace(stats, last_step_ms=time.monotonic_ns() // 1_000_000)
@@ -211,7 +150,7 @@ class EngineThread:
 
     @property
     def alive(self) -> bool:
-        """Whether the thread runs."""
+        """True while the thread runs."""
         return self._thread is not None and self._thread.is_alive()
 
     def silent_s(self) -> float:
@@ -230,10 +169,7 @@ class EngineThread:
         thread.join(timeout)
         return not thread.is_alive()
 
-    def _tell(self, order: Order) -> None:
-        self._command(lambda engine: obey(order, engine, self._slots), order)
-
-    def _command(self, run: Callable[[Engine], None], order: Order | None = None) -> None:
+    def _command(self, run: Callable[[EngineParts], None], order: Order | None = None) -> None:
         with self._wake:
             self._commands.append((run, order))
             if self._turn_began is None:
@@ -242,7 +178,7 @@ class EngineThread:
 
     def wake_up(self) -> None:
         """Let the loop take a turn."""
-        self._command(lambda engine: None)
+        self._command(lambda parts: None)
 
     # -- in thread G
 
@@ -262,17 +198,17 @@ class EngineThread:
 
     def _serve(self, ready: Future[LoadedModel]) -> None:
         group = None if self._lead is None else self._lead.join()
-        built = build(self._config, self._adapter_config, group, self.wake_up, self._on_adapters)
-        loaded, engine = built.loaded, built.engine
+        parts = build(self._config, self._adapter_config, group, self.wake_up, self._on_adapters)
+        loaded, engine, warm_up = parts.loaded, parts.engine, parts.warm_up
         if self._lead is not None:
             self._lead.ready(loaded)
-        self._slots, warm_up = built.slots, built.warm_up
+        self._slots = parts.slots
         self._warms_up = not warm_up.is_over
         self._stats = engine.stats()
         ready.set_result(loaded)
         in_order = False
         try:
-            while self._next_commands(engine, warm_up):
+            while self._run_commands(parts):
                 began = time.perf_counter()
                 output = engine.turn(self._facts)
                 decode_s = time.perf_counter() - began
@@ -293,11 +229,12 @@ class EngineThread:
             if self._slots is not None:
                 self._slots.close()
 
-    def _next_commands(self, engine: Engine, warm_up: WarmUp) -> bool:
+    def _run_commands(self, parts: EngineParts) -> bool:
         """Run what was asked for, after waiting for something to do; False when it is time to stop.
 
-        While nobody asks and no row is there, or when it is due, a piece of the warm-up comes first.
+        While there are neither commands nor rows, or when it is due, a piece of the warm-up comes first.
         """
+        engine, warm_up = parts.engine, parts.warm_up
         with self._wake:
             idles = not self._commands and engine.is_idle
             rehearses = not warm_up.is_over and (idles or (engine.decoding and warm_up.is_due))
@@ -309,12 +246,12 @@ class EngineThread:
                 return False
             commands, self._commands = self._commands, deque()
         if rehearses:
-            commands.append((lambda engine: obey(Rehearse(), engine, self._slots, warm_up), Rehearse()))
+            commands.append((REHEARSE.carry_out, REHEARSE))
         if self._lead is not None:
             orders = [order for _, order in commands if order is not None]
             self._facts = self._lead.turn(orders, engine.seen())
         for run, _ in commands:
-            run(engine)
+            run(parts)
         self._warms_up = not warm_up.is_over
         return True
 

@@ -79,12 +79,12 @@ def begun(config: EngineConfig) -> EngineConfig:
 
 
 def _compiles() -> bool:
-    """Whether this device makes kernels when they are first needed."""
+    """True if this device compiles kernels when they are first needed."""
     return mx.default_device() != mx.Device(mx.cpu)
 
 
 class WarmUp:
-    """Of one engine; in its thread."""
+    """Measures and warms up one engine, in its thread."""
 
     def __init__(self, loaded: LoadedModel, config: EngineConfig, engine: Engine, adapters: Adapters | None) -> None:
         """`config`: as `begun` makes it. `adapters`: what the model's linears are put into, if anything."""
@@ -97,15 +97,15 @@ class WarmUp:
 
     @property
     def is_due(self) -> bool:
-        """Whether rows have waited long enough for our kernels to wait for them once more."""
+        """True if a busy engine has gone `PATIENCE_S` without a piece and its kernels are not compiled yet."""
         return not (self._is_quick or self.is_over) and time.monotonic() - self._latest > PATIENCE_S
 
     def close(self) -> None:
-        """Leave the rest undone."""
+        """Drop the pieces that are left."""
         self._pieces.close()
 
     def piece(self) -> None:
-        """Do the next one."""
+        """Do the next piece of the warm-up."""
         with nullcontext() if self._loaded.ranks is None else mx.stream(generation_stream):
             try:
                 next(self._pieces)
@@ -154,7 +154,7 @@ class WarmUp:
 
 
 def _trials(loaded: LoadedModel) -> Iterator[Callable[[], object]]:
-    """Of kernels of ours, which take seconds each: what asks for them later finds them tried."""
+    """Compile and try our kernels, seconds each; later callers find the results cached."""
     yield products.are_there
     if products.are_there():
         yield partial(products.are_many_there, getattr(mx, loaded.card.dtype))
@@ -169,7 +169,7 @@ class _BaseOnly(NoAdapters):
         self._adapters = adapters or NoAdapters()
 
     def select(self, rows: tuple[Row, ...]) -> tuple[str, ...]:
-        """The base for everyone; whoever computes next selects anew."""
+        """Select the base for all rows; the next computation selects anew."""
         return self._adapters.select(rows)
 
 
@@ -274,7 +274,7 @@ def rehearse(loaded: LoadedModel, config: EngineConfig, adapters: Adapters | Non
 def _decoded(
     loaded: LoadedModel, engine: Engine, requests: Sequence[RowRequest]
 ) -> Generator[int, None, list[list[int]]]:
-    """What each row says."""
+    """Decode the requests and return the tokens of each row; yields after every turn."""
     said: dict[str, list[int]] = {request.spec.id: [] for request in requests}
     engine.submit(requests)
     while engine.busy:
@@ -294,7 +294,7 @@ def usual_rows(most: int) -> list[int]:
 
 
 def _tokens_with(length: int, checks: int = 2) -> int:
-    """Of a row whose drafts are so long: one, so many steps that check drafts, and two that do not."""
+    """Tokens of a row with drafts of `length`: one, then `checks` steps that check drafts, and two that do not."""
     return 1 + checks * (length + 1) + 2
 
 

@@ -45,7 +45,7 @@ def listens_at(settings: RankSettings, placed: Placement) -> str:
 
 
 def own_places(placed: Placement, backend: Backend, address: str) -> list[str]:
-    """Where this rank listens for the others, as IP:PORT; ports that nobody has named are free ones."""
+    """Where this rank listens for the others, as IP:PORT; ports that are not given are free ones."""
     host = placed.hosts[placed.rank] if placed.hosts else Host()
     if backend == "nccl" and placed.rank:
         return []  # rank 0 alone listens
@@ -135,7 +135,7 @@ def _peer(connected: socket.socket) -> int:
 
 
 class Jaccl:
-    """What its flags and mlx.launch say of RDMA. Nobody of us has seen it run."""
+    """RDMA through MLX, configured by our flags or by mlx.launch. It has never run on RDMA hardware."""
 
     def __init__(self, ibv_devices: str, coordinator: str) -> None:
         self._devices = ibv_devices or os.environ.get("MLX_IBV_DEVICES", "")
@@ -152,7 +152,7 @@ class Jaccl:
             raise SetupError(f"--distributed-ibv-devices {self._devices}: no such file")
 
     def variables(self, placed: Placement, places: Sequence[Sequence[str]]) -> dict[str, str]:
-        """For MLX."""
+        """Environment variables that MLX reads."""
         devices = self._devices or _file([list(host.devices) for host in placed.hosts])
         return {"MLX_IBV_DEVICES": devices, "MLX_JACCL_COORDINATOR": self._coordinator or places[0][0]}
 

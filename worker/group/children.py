@@ -14,7 +14,7 @@ END_S = 5.0  # for a child to end by itself
 
 
 class Children:
-    """Of one group; `on_exit` hears of each that ends, with its exit code."""
+    """Processes of one group's other ranks. `on_exit` is called with the rank and exit code of each that ends."""
 
     def __init__(self, settings: RankSettings, placed: Placement, on_exit: Callable[[int, int], None]) -> None:
         self._settings, self._placed, self._on_exit = settings, placed, on_exit
@@ -22,7 +22,7 @@ class Children:
         self._watching: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """All other ranks."""
+        """Start the processes of all other ranks."""
         for rank in range(1, self._placed.size):
             placed = replace(self._placed, rank=rank)
             environment = {
@@ -54,7 +54,7 @@ class Children:
                 process.kill()
 
     async def close(self) -> None:
-        """They have been told to end; who does not is killed."""
+        """Wait for processes that were asked to end, and kill those that do not."""
         for task in self._watching:
             task.cancel()
         waits = [asyncio.create_task(process.wait()) for process in self._processes.values()]

@@ -12,9 +12,9 @@ from shared.redis.adapters.store import AdapterStore
 from worker.adapters.cache import DiskCache
 from worker.engine.build import build
 from worker.engine.model.loader import LoadedModel
-from worker.engine.orders import Order, Provide, Withdraw, obey
+from worker.engine.orders import Order, Provide, Withdraw
 from worker.group.following import Follower, Learning
-from worker.group.messages import Begin, Fetch, Fetched, Read, Turn, Unit, Woken
+from worker.group.messages import EngineTurn, Fetch, Fetched, LoadModel, Read, Unit, Woken
 from worker.group.placement import Placement
 
 
@@ -30,7 +30,6 @@ class EngineRank(Follower):
         self._files: dict[str, tuple[Path, AsyncExitStack]] = {}
 
     async def run(self) -> int:
-        """See `Follower`."""
         s = self._own_settings
         self._cache = DiskCache(s.adapter_cache_dir, int(s.adapter_cache_gb * 1e9))
         return await super().run()
@@ -53,7 +52,7 @@ class EngineRank(Follower):
 
     # -- thread G's
 
-    def _load(self, begin: Begin, group: Any) -> LoadedModel:
+    def _load(self, begin: LoadModel, group: Any) -> LoadedModel:
         s = self._own_settings
         config = replace(
             begin.config,
@@ -61,12 +60,12 @@ class EngineRank(Follower):
             trust_remote_code=s.trust_remote_code,
             kv_limit_bytes=int(s.kv_memory_gb * 1e9) or None,
         )
-        self._built = build(config, begin.adapters, group, lambda: self._say(Woken()))
-        self._learning = None if self._guest is None else self._guest(self._built.loaded)
-        return self._built.loaded
+        self._parts = build(config, begin.adapters, group, lambda: self._say(Woken()))
+        self._learning = None if self._guest is None else self._guest(self._parts.loaded)
+        return self._parts.loaded
 
-    def _take(self, turn: Turn | Unit) -> None:
-        engine = self._built.engine
+    def _take(self, turn: EngineTurn | Unit) -> None:
+        engine = self._parts.engine
         if isinstance(turn, Unit):
             assert self._learning is not None, "rank 0 has a guest that we have"
             self._learn(turn, self._learning)
@@ -75,7 +74,7 @@ class EngineRank(Follower):
         if seen.is_news:
             self._say(Read(seen.read, seen.unreadable))
         for order in turn.orders:
-            obey(self._own(order), engine, self._built.slots, self._built.warm_up)
+            self._own(order).carry_out(self._parts)
         output = engine.turn(turn.facts)
         self._outcome.add(turn.number, output.events)
         engine.settle()

@@ -10,7 +10,7 @@ import msgspec
 import structlog
 
 from shared.ranks import RankState, RankStatus
-from worker.group.messages import FromFollower, FromLead, Hello, Loaded
+from worker.group.messages import FromFollower, FromLead, Hello, ModelLoaded
 from worker.group.turns import TurnsOut, shut
 from worker.peers.wire import Channel, Connection, PeerError, admit
 
@@ -25,25 +25,25 @@ WORDS = 1 << 20  # bytes of what a follower says
 _DECODER = msgspec.msgpack.Decoder(FromFollower)
 
 
-class Follower:
+class FollowerLink:
     """One rank: where to send it turns, and what it says."""
 
     def __init__(self, rank: int, host: str, turns: TurnsOut, talk: "Line") -> None:
         self.rank, self.host = rank, host
         self.turns = turns
-        self.loaded: Loaded | None = None
+        self.loaded: ModelLoaded | None = None
         self.turn = self.sum = 0  # the latest turn that it has taken, and what came of all so far
         self.failed = 0  # the latest unit that has failed there
         self.failure = ""  # why the first one has that has failed there alone, as far as is known
         self.failed_at = 0.0
         self._talk = talk
         self._quiet = 0
-        talk.connection.stall_s = LONG_S  # whoever looks counts its silence
+        talk.connection.stall_s = LONG_S  # `looked_at` counts its silence
         self._saying = asyncio.Lock()
         self._moved_at = self._heard_at = time.monotonic()
 
     async def say(self, message: FromLead) -> None:
-        """Tell it something."""
+        """Send the rank a message."""
         async with self._saying:
             await self._talk.channel.say(message)
 
@@ -59,7 +59,7 @@ class Follower:
     def looked_at(self) -> int:
         """How often in a row it has been looked at without having said anything.
 
-        Looks are counted, and not seconds: while this process is frozen itself, nobody else is silent.
+        Looks are counted, and not seconds: while this process is frozen itself, no other is silent.
         """
         self._quiet += 1
         return self._quiet - 1
@@ -84,13 +84,13 @@ class Follower:
         return RankStatus(self.rank, self.host, self._talk.address, backend, state, behind, silent_s)
 
     def close(self) -> None:
-        """At once."""
+        """Close both connections at once."""
         self.turns.close()
         shut(self._talk.sock)
 
 
 class Line:
-    """A connection of somebody who knows the secret."""
+    """A connection whose other end has proved the secret."""
 
     def __init__(self, sock: socket.socket, connection: Connection, channel: Channel) -> None:
         self.sock, self.connection, self.channel = sock, connection, channel
@@ -134,10 +134,10 @@ class Reception:
         """Nonces of those that have both connections."""
         return frozenset(nonce for nonce, line in self._lines if line == "talk" and (nonce, "turns") in self._lines)
 
-    def take(self, rank: int, nonce: str, host: str) -> Follower:
-        """One of them."""
+    def take(self, rank: int, nonce: str, host: str) -> FollowerLink:
+        """Take over the two connections of one rank."""
         turns, talk = self._lines.pop((nonce, "turns")), self._lines.pop((nonce, "talk"))
-        return Follower(rank, host, TurnsOut(turns.sock, turns.channel.keys[0]), talk)
+        return FollowerLink(rank, host, TurnsOut(turns.sock, turns.channel.keys[0]), talk)
 
     def _begin(self, task: asyncio.Task[None]) -> None:
         self._tasks.add(task)

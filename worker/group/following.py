@@ -24,32 +24,32 @@ from worker.group.followers import MAGIC
 from worker.group.lead import LIFE_SIGNS, loaded_of
 from worker.group.messages import (
     Alive,
-    Begin,
-    End,
-    Failed,
+    EngineTurn,
     Fetch,
     FromFollower,
     FromLead,
+    GroupEnd,
     Hello,
+    LoadModel,
     Lost,
-    Progress,
-    Turn,
+    TurnsTaken,
     Unit,
+    UnitFailed,
 )
 from worker.group.placement import Placement, RankSettings
-from worker.group.turns import FAILED, LineError, Outcome, TurnsIn
+from worker.group.turns import FAILED, ChannelError, OutcomeSum, TurnsIn
 from worker.peers.wire import Channel, Connection, PeerError, greet
 
 log = structlog.get_logger()
 
-PATIENCE_S = 30.0  # with a rank 0 that says nothing: whoever waits for our sequences does not wait for us
+PATIENCE_S = 30.0  # with a rank 0 that says nothing: clients do not wait for this rank
 WORDS = 64 << 20  # bytes of what rank 0 says, an adapter's description among it
 CONNECT_S = 5.0
 _DECODER = msgspec.msgpack.Decoder(FromLead)
 
 
 class Learning(Protocol):
-    """What computes a learner's units on this rank."""
+    """Computes a learner's units on this rank."""
 
     def unit(self, ask: bytes) -> bytes:
         """The next one, or the first one of what is asked; what came of it, which is the same on all ranks."""
@@ -61,7 +61,7 @@ class Follower(ABC):
     def __init__(self, settings: RankSettings, placed: Placement) -> None:
         self._settings, self._placed = settings, placed
         self._jaccl = Jaccl(settings.distributed_ibv_devices, settings.distributed_jaccl_coordinator)
-        self._outcome = Outcome()
+        self._outcome = OutcomeSum()
         self._tasks: set[asyncio.Task[None]] = set()
         self._saying = asyncio.Lock()
         self._talk: Channel | None = None
@@ -81,31 +81,31 @@ class Follower(ABC):
         thread.start()
         assert self._talk is not None, "we have met"
         self._begin(self._listen(self._talk))
-        self._begin(self._tell())
+        self._begin(self._report_progress())
         return await self._ended
 
     def stop(self) -> None:
-        """Told to end: so the group does."""
+        """End this rank on a signal, and with it the group."""
         self._say(Lost("it was told to end"))
         self._loop.call_later(0.2, self._end, 0)
 
     # -- what a kind of process says
 
     @abstractmethod
-    def _load(self, begin: Begin, group: Any) -> LoadedModel:
+    def _load(self, begin: LoadModel, group: Any) -> LoadedModel:
         """Load what this rank has of the model; in thread G."""
 
     @abstractmethod
-    def _take(self, turn: Turn | Unit) -> None:
+    def _take(self, turn: EngineTurn | Unit) -> None:
         """Do what rank 0 does; in thread G."""
 
     def _hear(self, message: Fetch) -> None:
-        """What rank 0 asks besides; on the event loop."""
+        """Handle another message of rank 0, on the event loop."""
         log.warning("group.not_done", rank=self._placed.rank, asked=type(message).__name__)
 
     # -- the event loop's
 
-    async def _meet(self) -> Begin:
+    async def _meet(self) -> LoadModel:
         """Find rank 0 and connect to it; what it says when all are here."""
         placed, settings = self._placed, self._settings
         backend = backend_of(placed)
@@ -126,7 +126,7 @@ class Follower(ABC):
                 log.warning("group.not_met", rank=placed.rank, address=place.address, reason=str(error))
                 await asyncio.sleep(meeting.LOOK_S)
                 continue
-            if not isinstance(begin, Begin):
+            if not isinstance(begin, LoadModel):
                 raise ServiceUnavailableError("rank 0 has ended before it began")
             await meeting.leave(self._redis, placed)
             self._connection.stall_s = PATIENCE_S
@@ -156,7 +156,7 @@ class Follower(ABC):
                 match _decoded(await talk.receive(WORDS)):
                     case Fetch() as message:
                         self._hear(message)
-                    case End(why, is_setup):
+                    case GroupEnd(why, is_setup):
                         if why:
                             log.warning("group.ends", rank=self._placed.rank, reason=why)
                         self._end(2 if is_setup else 1 if why else 0)
@@ -167,10 +167,10 @@ class Follower(ABC):
             log.warning("group.rank_0_lost", rank=self._placed.rank, reason=str(error))
             self._end(1)
 
-    async def _tell(self) -> None:
+    async def _report_progress(self) -> None:
         """Give signs of life for ever."""
         while True:
-            await self._talk_say(Progress(self._outcome.turn, self._outcome.sum))
+            await self._talk_say(TurnsTaken(self._outcome.turn, self._outcome.sum))
             await asyncio.sleep(self._settings.distributed_silence_s / LIFE_SIGNS)
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
@@ -182,11 +182,11 @@ class Follower(ABC):
         if self._talk is None:
             return
         async with self._saying:
-            with contextlib.suppress(PeerError, RuntimeError):  # whoever listens sees it, too, and ends the loop
+            with contextlib.suppress(PeerError, RuntimeError):  # the listening task sees it, too, and ends the loop
                 await self._talk.say(message)
 
     def _say(self, message: FromFollower) -> None:
-        """From any thread."""
+        """Send a message from any thread."""
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(lambda: self._begin(self._talk_say(message)))
 
@@ -196,7 +196,7 @@ class Follower(ABC):
 
     # -- thread G's
 
-    def _follow(self, begin: Begin) -> None:
+    def _follow(self, begin: LoadModel) -> None:
         rank, code = self._placed.rank, 1
         try:
             group = join(self._placed, begin.backend, begin.places, self._jaccl)
@@ -205,7 +205,7 @@ class Follower(ABC):
             log.info("group.rank_ready", rank=rank, of=self._placed.size, model=loaded.card.name)
             while True:
                 self._take(self._turns.next())
-        except LineError as error:
+        except ChannelError as error:
             log.info("group.no_more_turns", rank=rank, reason=str(error))  # the other connection says why
         except SetupError as error:
             log.error("group.cannot_follow", rank=rank, reason=str(error))
@@ -220,12 +220,12 @@ class Follower(ABC):
     def _learn(self, unit: Unit, learning: Learning) -> None:
         """Do a unit of a learner's work; where it fails, it is for rank 0 to say whether that is the data's fault."""
         try:
-            told = learning.unit(unit.ask)
+            result = learning.unit(unit.ask)
         except Exception as error:
             log.exception("group.unit_failed", rank=self._placed.rank)
-            self._say(Failed(unit.number, f"{type(error).__name__}: {error}"))
-            told = FAILED
-        self._outcome.add_unit(unit.number, told)
+            self._say(UnitFailed(unit.number, f"{type(error).__name__}: {error}"))
+            result = FAILED
+        self._outcome.add_unit(unit.number, result)
 
 
 def _decoded(data: bytearray) -> object:

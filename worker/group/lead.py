@@ -4,7 +4,7 @@ Two threads use it. Thread G calls what worker/engine/build.py names `Lead`; the
 need stands under one lock.
 
 Invariants. A turn is sent to all before rank 0 begins it. The group is lost once and for all: then `lost` says why,
-nothing more is sent, and whoever waits here is told.
+nothing more is sent, and every waiter here gets an error.
 """
 
 import asyncio
@@ -28,31 +28,31 @@ from shared.redis.connection.client import connect
 from worker.engine.batch.adapters import SlotConfig
 from worker.engine.messages import EngineConfig
 from worker.engine.model.loader import LoadedModel, model_folder
-from worker.engine.orders import Order, Rehearse, without_pixels
-from worker.engine.ranks.turns import Consent, Seen, TurnFacts
+from worker.engine.orders import Order, Rehearse
+from worker.engine.ranks.turns import Consent, RankReport, TurnFacts
 from worker.group import meeting
 from worker.group.backend import Jaccl, backend_of, join, listens_at, own_places
 from worker.group.children import Children
-from worker.group.followers import Follower, Reception
+from worker.group.followers import FollowerLink, Reception
 from worker.group.messages import (
     Alive,
-    Begin,
-    End,
-    Failed,
+    EngineTurn,
     Fetch,
     Fetched,
-    Loaded,
+    GroupEnd,
+    LoadModel,
     Lost,
-    Part,
-    Progress,
+    ModelLoaded,
     Read,
     Stopping,
-    Turn,
+    TurnsTaken,
     Unit,
+    UnitFailed,
+    UnitPart,
     Woken,
 )
 from worker.group.placement import Placement, RankSettings, with_port
-from worker.group.turns import FAILED, LineError, Outcome
+from worker.group.turns import FAILED, ChannelError, OutcomeSum
 
 log = structlog.get_logger()
 T = TypeVar("T")
@@ -65,7 +65,7 @@ LAST_WORDS_S = 1.0
 
 
 class GroupLead:
-    """Of one worker, or one trainer. `on_lost` is called once, on the event loop."""
+    """Rank 0's side of a group of workers or trainers. `on_lost` is called once, on the event loop."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class GroupLead:
         adapters: SlotConfig | None,
         on_stopping: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_stopping`: another rank was told to end, and does so with us."""
+        """`on_stopping`: another rank was asked to end, and does so with us."""
         self._settings, self._placed, self._on_lost = settings, placed, on_lost
         self._config, self._adapters, self._on_stopping = config, adapters, on_stopping
         self._wake: Callable[[], None] = lambda: None
@@ -85,20 +85,20 @@ class GroupLead:
         self._jaccl = Jaccl(settings.distributed_ibv_devices, settings.distributed_jaccl_coordinator)
         self._backend = backend_of(placed)
         self._children = Children(settings, placed, self._on_exit)
-        self._followers: list[Follower] = []
-        self._members: list[meeting.Member] = []
+        self._followers: list[FollowerLink] = []
+        self._members: list[meeting.GroupMember] = []
         self._lock = threading.Condition()  # notified of failures
         self._consent = Consent(placed.size)
         self._number = 0
         self._rehearsal = 0  # the latest turn that begins with a piece of the warm-up, in which kernels are compiled
-        self._outcome = Outcome()
+        self._outcome = OutcomeSum()
         self._sums: dict[int, int] = {}
         self._all_loaded: Future[None] = Future()
         self._fetching: dict[int, asyncio.Future[str]] = {}
         self._fetches = 0
         self._tasks: list[asyncio.Task[None]] = []
         self._ending = False
-        self._ours: Loaded | None = None
+        self._ours: ModelLoaded | None = None
         self.lost = ""
 
     # -- the event loop's: start and end
@@ -117,7 +117,7 @@ class GroupLead:
         finally:
             await redis.aclose()
         places = [member.places for member in self._members]
-        begin = Begin(self._config, self._adapters, places, self._backend)
+        begin = LoadModel(self._config, self._adapters, places, self._backend)
         for follower in self._followers:
             await follower.say(begin)
             self._tasks.append(asyncio.create_task(self._listen(follower)))
@@ -142,7 +142,7 @@ class GroupLead:
                 self._followers.append(reception.take(rank, member.nonce, member.host))
 
     async def unless_lost(self, work: Awaitable[T]) -> T:
-        """What comes of it, unless a rank is lost meanwhile: ServiceUnavailableError, or SetupError."""
+        """Result of `work`; ServiceUnavailableError or SetupError if a rank is lost before it is there."""
         task = asyncio.ensure_future(work)
         await asyncio.wait({task, self._gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -160,7 +160,7 @@ class GroupLead:
         for follower in self._followers:
             with contextlib.suppress(Exception):
                 async with asyncio.timeout(LAST_WORDS_S):
-                    await follower.say(End(reason, is_setup))
+                    await follower.say(GroupEnd(reason, is_setup))
         if self.lost or error is not None:
             self._children.kill()
         await self._children.close()
@@ -169,18 +169,18 @@ class GroupLead:
 
     # -- the event loop's: what followers say
 
-    async def _listen(self, follower: Follower) -> None:
+    async def _listen(self, follower: FollowerLink) -> None:
         try:
             while True:
                 self._hear(follower, await follower.hear())
         except Exception as error:
             self._lose(f"rank {follower.rank} ({follower.host}): {error}")
 
-    def _hear(self, follower: Follower, message: object) -> None:
+    def _hear(self, follower: FollowerLink, message: object) -> None:
         match message:
-            case Progress(turn, sum_):
+            case TurnsTaken(turn, sum_):
                 follower.progress(turn, sum_)
-            case Loaded():
+            case ModelLoaded():
                 follower.loaded = message
                 self._compare()
             case Read(read, unreadable):
@@ -189,7 +189,7 @@ class GroupLead:
                 self._wake()
             case Woken():
                 self._wake()
-            case Failed(number, reason):
+            case UnitFailed(number, reason):
                 with self._lock:
                     follower.failed, follower.failed_at = number, time.monotonic()
                     follower.failure = follower.failure or reason  # what comes after it comes of it
@@ -200,8 +200,8 @@ class GroupLead:
                 if (waits := self._fetching.pop(number, None)) is not None and not waits.done():
                     waits.set_result(fault)
             case Lost(reason, is_setup):
-                told = f"rank {follower.rank} ({follower.host}): {reason}"
-                self._lose(told, SetupError(told) if is_setup else None)
+                message = f"rank {follower.rank} ({follower.host}): {reason}"
+                self._lose(message, SetupError(message) if is_setup else None)
 
     def _compare(self) -> None:
         """Once all have loaded something: whether it is the same."""
@@ -210,7 +210,7 @@ class GroupLead:
             return
         for follower, loaded in zip(self._followers, theirs, strict=True):
             assert loaded is not None, "seen just now"
-            for what in Loaded.__struct_fields__:
+            for what in ModelLoaded.__struct_fields__:
                 if getattr(loaded, what) != getattr(ours, what):
                     named = f"rank {follower.rank} ({follower.host}) has loaded other {what} than rank 0"
                     self._all_loaded.set_exception(SetupError(f"{named}: ranks of one group need the same model"))
@@ -250,11 +250,13 @@ class GroupLead:
                 self._lose(f"rank {follower.rank} ({follower.host}){what}")
 
     def _on_exit(self, rank: int, code: int) -> None:
-        told = f"rank {rank}'s process has ended with exit code {code}"
-        self._lose(told, SetupError(f"{told}; its last line says why") if code == 2 and not self._number else None)
+        message = f"rank {rank}'s process has ended with exit code {code}"
+        self._lose(
+            message, SetupError(f"{message}; its last line says why") if code == 2 and not self._number else None
+        )
 
     def _lose(self, reason: str, error: Exception | None = None) -> None:
-        """Of the event loop."""
+        """Declare the group lost; on the event loop."""
         if self.lost or self._ending:
             return
         self.lost = reason
@@ -262,7 +264,7 @@ class GroupLead:
         with self._lock:
             self._lock.notify_all()
         for follower in self._followers:
-            follower.close()  # whoever waits in a collective with us sees that it will not end
+            follower.close()  # a rank that waits in a collective with us sees that it will not end
         self._children.kill()
         failure = error or ServiceUnavailableError(f"the group is lost: {reason}")
         if not self._gone.done():
@@ -278,7 +280,7 @@ class GroupLead:
 
     async def bring(self, manifest: AdapterManifest) -> None:
         """Have the file of a version at every rank; EngineError when one cannot get it."""
-        waiting: list[tuple[Follower, asyncio.Future[str]]] = []
+        waiting: list[tuple[FollowerLink, asyncio.Future[str]]] = []
         for follower in self._followers:
             self._fetches += 1
             waits: asyncio.Future[str] = self._loop.create_future()
@@ -290,7 +292,7 @@ class GroupLead:
                 raise EngineError(f"rank {follower.rank} ({follower.host}) cannot get adapter {manifest.id}: {fault}")
 
     def ranks(self) -> tuple[RankStatus, ...]:
-        """For the heartbeat."""
+        """Status of every rank, for the heartbeat."""
         now = time.monotonic()
         address = listens_at(self._settings, self._placed)
         first = RankStatus(0, socket.gethostname(), address, self._backend, "lost" if self.lost else "ready")
@@ -309,7 +311,7 @@ class GroupLead:
         self._loop.call_soon_threadsafe(self._compare)
         self._all_loaded.result(START_S)
 
-    def turn(self, orders: Sequence[Order], seen: Seen) -> TurnFacts:
+    def turn(self, orders: Sequence[Order], seen: RankReport) -> TurnFacts:
         """Let them take a turn that begins with these orders; what all of us know in it."""
         with self._lock:
             self._consent.hear(0, seen.read, seen.unreadable)
@@ -317,21 +319,21 @@ class GroupLead:
             self._number += 1
             if any(isinstance(order, Rehearse) for order in orders):
                 self._rehearsal = self._number
-        self._send(Turn(self._number, facts, [without_pixels(order) for order in orders]))
+        self._send(EngineTurn(self._number, facts, [order.for_followers() for order in orders]))
         return facts
 
-    def _send(self, message: Turn | Unit | Part) -> None:
+    def _send(self, message: EngineTurn | Unit | UnitPart) -> None:
         data = msgspec.msgpack.encode(message)
         for follower in self._followers:
             try:
                 follower.turns.send(data)
-            except LineError as error:
+            except ChannelError as error:
                 reason = f"rank {follower.rank} ({follower.host}): {error}"
                 self._loop.call_soon_threadsafe(self._lose, reason)
                 raise ServiceUnavailableError(f"the group is lost: {reason}") from error
 
     def turned(self, events: Sequence[TokenEvent]) -> None:
-        """What came of it here."""
+        """Report the events of this rank's latest turn; if another rank's differ, the group is lost."""
         with self._lock:
             self._outcome.add(self._number, events)
             self._keep_sum()
@@ -350,19 +352,19 @@ class GroupLead:
             self._number += 1
         *parts, rest = [ask[at : at + LONG_ASK] for at in range(0, len(ask), LONG_ASK)] or [b""]
         for part in parts:
-            self._send(Part(part))
+            self._send(UnitPart(part))
         self._send(Unit(self._number, rest))
 
-    def united(self, told: bytes) -> None:
-        """What came of it here; where something else has, the group is lost."""
+    def united(self, result: bytes) -> None:
+        """Report the result of this rank's latest unit; if another rank's differs, the group is lost."""
         with self._lock:
-            self._outcome.add_unit(self._number, told)
+            self._outcome.add_unit(self._number, result)
             self._keep_sum()
 
     def failed(self) -> None:
         """It has failed here: returns when it has failed everywhere; ServiceUnavailableError when it has not.
 
-        Whoever has not failed waits in a sum for us, and would take the next one for it.
+        A rank that has not failed waits in a sum for us, and would take the next one for it.
         """
         number, followers = self._number, self._followers
         with self._lock:
@@ -381,7 +383,7 @@ class GroupLead:
         self.united(FAILED)
 
 
-def loaded_of(loaded: LoadedModel) -> Loaded:
-    """What ranks compare when they have loaded their parts."""
+def loaded_of(loaded: LoadedModel) -> ModelLoaded:
+    """Properties that all ranks must share after loading."""
     card = loaded.card
-    return Loaded(card.base_sha256, card.tokenizer_sha256, card.kv_bytes_per_token, card.vision)
+    return ModelLoaded(card.base_sha256, card.tokenizer_sha256, card.kv_bytes_per_token, card.vision)

@@ -1,7 +1,7 @@
-"""How the ranks of a group find one another: each tells in Redis who it is, rank 0 where it waits for whom.
+"""How the ranks of a group find one another: each writes in Redis who it is, rank 0 where it waits for whom.
 
 A process has a nonce, so that a rank that has begun anew is another one. Rank 0 publishes the nonces that it waits for,
-and its address; who finds its own among them connects. What is in Redis is refreshed while somebody waits, and gone
+and its address; who finds its own among them connects. What is in Redis is refreshed while a rank waits, and gone
 soon after.
 """
 
@@ -43,7 +43,7 @@ _MEMBER = {"worker": keys.group_member, "trainer": keys.trainer_member}
 _MEETING = {"worker": keys.group_meeting, "trainer": keys.trainer_meeting}
 
 
-class Member(msgspec.Struct, frozen=True):
+class GroupMember(msgspec.Struct, frozen=True):
     """A rank that looks for its group."""
 
     nonce: str
@@ -65,16 +65,16 @@ async def secret_of(redis: Redis, placed: Placement) -> bytes:
     return await until_taken("group", lambda: ring_secret(redis, of=_SECRET[placed.kind]))
 
 
-def own_member(placed: Placement, backend: str, places: list[str], folder: Path) -> Member:
-    """Of this process; `folder`: of the model."""
+def own_member(placed: Placement, backend: str, places: list[str], folder: Path) -> GroupMember:
+    """Describe this process; `folder` is the model's."""
     config = folder / "config.json"
     digest = hashlib.sha256(config.read_bytes()).hexdigest()[:12] if config.is_file() else "none"
     told = {"mlx-parallm": version(), "mlx": metadata.version("mlx"), "the model's config.json": digest}
     told |= {"--distributed-mode": backend, "ranks": str(placed.size), "kind of process": placed.kind}
-    return Member(uuid.uuid4().hex, socket.gethostname(), places, backend, told)
+    return GroupMember(uuid.uuid4().hex, socket.gethostname(), places, backend, told)
 
 
-def check_alike(members: list[Member]) -> None:
+def check_alike(members: list[GroupMember]) -> None:
     """SetupError that names what a rank has otherwise than rank 0."""
     first = members[0]
     for rank, member in enumerate(members):
@@ -87,8 +87,8 @@ def check_alike(members: list[Member]) -> None:
 
 
 async def gather(
-    redis: Redis, placed: Placement, ours: Member, address: str, connected: Callable[[], frozenset[str]]
-) -> list[Member]:
+    redis: Redis, placed: Placement, ours: GroupMember, address: str, connected: Callable[[], frozenset[str]]
+) -> list[GroupMember]:
     """Rank 0: wait until every other rank is here and has connected; all members, by rank.
 
     `connected`: nonces of those that have. SetupError when one has something else than we have.
@@ -121,8 +121,8 @@ async def gather(
         await asyncio.sleep(LOOK_S)
 
 
-async def look_for(redis: Redis, placed: Placement, ours: Member) -> Meeting:
-    """A follower: tell who we are until rank 0 waits for us."""
+async def look_for(redis: Redis, placed: Placement, ours: GroupMember) -> Meeting:
+    """A follower: publish who we are until rank 0 waits for us."""
     told_at = time.monotonic()
     while True:
         key = _MEMBER[placed.kind](placed.group, placed.rank)
@@ -149,10 +149,10 @@ async def leave(redis: Redis, placed: Placement) -> None:
         await redis.delete(_MEMBER[placed.kind](placed.group, placed.rank))
 
 
-async def _members(redis: Redis, placed: Placement, ours: Member) -> list[Member | None]:
+async def _members(redis: Redis, placed: Placement, ours: GroupMember) -> list[GroupMember | None]:
     others = [("GET", _MEMBER[placed.kind](placed.group, rank)) for rank in range(1, placed.size)]
     found = await ask_all(redis, others)
-    return [ours, *(None if each is None else _decoded(each, Member) for each in found)]
+    return [ours, *(None if each is None else _decoded(each, GroupMember) for each in found)]
 
 
 async def _set(redis: Redis, key: str, value: bytes) -> None:

@@ -18,7 +18,7 @@ class Hello(msgspec.Struct, frozen=True):
     line: str  # "turns" or "talk"
 
 
-class Turn(msgspec.Struct, frozen=True, array_like=True, tag=0):
+class EngineTurn(msgspec.Struct, frozen=True, array_like=True, tag=0):
     """Take a turn of the engine: rank 0 takes it, too."""
 
     number: int
@@ -33,7 +33,7 @@ class Unit(msgspec.Struct, frozen=True, array_like=True, tag=1):
     ask: bytes = b""  # what the work is, with its first unit
 
 
-class Part(msgspec.Struct, frozen=True, array_like=True, tag=2):
+class UnitPart(msgspec.Struct, frozen=True, array_like=True, tag=2):
     """The beginning of what the next unit asks, which is long."""
 
     ask: bytes
@@ -42,7 +42,7 @@ class Part(msgspec.Struct, frozen=True, array_like=True, tag=2):
 # -- talk: what rank 0 says
 
 
-class Begin(msgspec.Struct, frozen=True, tag=True):
+class LoadModel(msgspec.Struct, frozen=True, tag=True):
     """All ranks are here: load the model, with rank 0's settings."""
 
     config: EngineConfig  # but for where the model is
@@ -59,23 +59,23 @@ class Fetch(msgspec.Struct, frozen=True, tag=True):
 
 
 class Alive(msgspec.Struct, frozen=True, tag=True):
-    """Rank 0 lives."""
+    """Sign of life of rank 0, sent regularly."""
 
 
-class End(msgspec.Struct, frozen=True, tag=True):
+class GroupEnd(msgspec.Struct, frozen=True, tag=True):
     """The worker ends in order, or the group does, and why."""
 
     reason: str = ""
-    is_setup: bool = False  # somebody has to change something first
+    is_setup: bool = False  # the operator has to change something first
 
 
-FromLead = Begin | Fetch | Alive | End
+FromLead = LoadModel | Fetch | Alive | GroupEnd
 
 
 # -- talk: what a follower says
 
 
-class Loaded(msgspec.Struct, frozen=True, tag=True):
+class ModelLoaded(msgspec.Struct, frozen=True, tag=True):
     """It has loaded its part of the model."""
 
     weights: str  # hash of the model's files
@@ -91,7 +91,7 @@ class Fetched(msgspec.Struct, frozen=True, tag=True):
     fault: str = ""
 
 
-class Progress(msgspec.Struct, frozen=True, tag=True):
+class TurnsTaken(msgspec.Struct, frozen=True, tag=True):
     """It lives; the latest turn that it has taken, and a sum over all that came of its turns until then."""
 
     turn: int = 0
@@ -109,7 +109,7 @@ class Woken(msgspec.Struct, frozen=True, tag=True):
     """A thread of it has something for the next turn."""
 
 
-class Failed(msgspec.Struct, frozen=True, tag=True):
+class UnitFailed(msgspec.Struct, frozen=True, tag=True):
     """A unit of work has failed here, as it may have everywhere: where it is the data's fault."""
 
     number: int
@@ -117,14 +117,14 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Stopping(msgspec.Struct, frozen=True, tag=True):
-    """It was told to end, and does when rank 0 has ended in order."""
+    """It was asked to end, and does when rank 0 has ended in order."""
 
 
 class Lost(msgspec.Struct, frozen=True, tag=True):
-    """It ends, and why."""
+    """The follower ends, with the reason."""
 
     reason: str
     is_setup: bool = False
 
 
-FromFollower = Loaded | Fetched | Progress | Read | Woken | Failed | Stopping | Lost
+FromFollower = ModelLoaded | Fetched | TurnsTaken | Read | Woken | UnitFailed | Stopping | Lost

@@ -15,7 +15,7 @@ T = TypeVar("T")
 async def started(engine: EngineThread, group: GroupLead | None, stop: asyncio.Event) -> LoadedModel | None:
     """An engine's model, once it is loaded, on all ranks of its group if it has one.
 
-    None: it is told to stop before: the others may never come.
+    None if `stop` is set before: the others may never come.
     """
     if group is None:
         return await asyncio.to_thread(engine.start)
@@ -28,7 +28,7 @@ async def started(engine: EngineThread, group: GroupLead | None, stop: asyncio.E
 
 
 async def joined(work: Awaitable[None], group: GroupLead | None, stop: asyncio.Event) -> bool:
-    """Wait until the ring knows the worker, which a Redis that is away puts off; False when told to stop before."""
+    """Wait until the ring knows the worker, which a Redis that is away puts off; False if `stop` is set before."""
 
     async def wait() -> bool:
         await (work if group is None else group.unless_lost(work))
@@ -38,7 +38,7 @@ async def joined(work: Awaitable[None], group: GroupLead | None, stop: asyncio.E
 
 
 async def _unless_stopped(work: Coroutine[Any, Any, T], group: GroupLead | None, stop: asyncio.Event) -> T | None:
-    """What comes of it, or None when we are told to stop before; the other ranks end where nothing comes of it."""
+    """Result of `work`, None if `stop` is set before; without a result the other ranks end."""
     working, stopping = asyncio.create_task(work), asyncio.create_task(stop.wait())
     try:
         await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)

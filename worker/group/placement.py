@@ -18,7 +18,7 @@ Kind = Literal["worker", "trainer"]
 
 
 class RankSettings(Protocol):
-    """What the settings of a process say that may be one of several ranks: a worker's and a trainer's."""
+    """Settings of a process that may be one of several ranks: a worker or a trainer."""
 
     @property
     def model(self) -> str: ...
@@ -61,7 +61,7 @@ class RankSettings(Protocol):
 
 @dataclass(frozen=True)
 class Host:
-    """One rank's machine."""
+    """The machine of one rank."""
 
     name: str = ""  # for ssh, or an address
     addresses: tuple[str, ...] = ()  # IP, or IP:PORT where the port to listen on is given
@@ -70,7 +70,7 @@ class Host:
 
 @dataclass(frozen=True)
 class Placement:
-    """This process's place."""
+    """Place of this process in its group."""
 
     group: str  # by which its ranks find one another in Redis
     rank: int
@@ -93,7 +93,7 @@ def placement(settings: WorkerSettings, environment: Mapping[str, str] = os.envi
 def place(
     settings: RankSettings, kind: Kind, name: str, environment: Mapping[str, str] = os.environ
 ) -> Placement | None:
-    """Of a process of a kind; `name`: what tells its group from others on the same machines."""
+    """Placement of a process; None: it is alone. `name` distinguishes its group from others on the same machines."""
     launched = "MLX_RANK" in environment and any(name in environment for name in ("MLX_HOSTFILE", "MLX_WORLD_SIZE"))
     named = settings.distributed_hostfile
     asks = settings.num_local_ranks > 1 or bool(named)
@@ -136,7 +136,7 @@ def _local(settings: RankSettings, kind: Kind) -> Placement:
 
 
 def _check(settings: WorkerSettings) -> None:
-    """What a group does not do."""
+    """Refuse settings that a group does not support."""
     part = "a rank's KV is a part of the model's"
     refused = {
         f"--spec-decode {settings.spec_decode}": (
@@ -255,9 +255,9 @@ def with_port(address: str, port: int) -> str:
 
 def _name(kind: Kind, name: str, hosts: Sequence[Host]) -> str:
     """The same on all machines of a file."""
-    told: list[Any] = [[host.name, *host.addresses] for host in hosts]
+    facts: list[Any] = [[host.name, *host.addresses] for host in hosts]
     of = [name] if kind == "worker" else [name, kind]
-    return hashlib.blake2b(json.dumps([told, *of]).encode(), digest_size=12).hexdigest()
+    return hashlib.blake2b(json.dumps([facts, *of]).encode(), digest_size=12).hexdigest()
 
 
 def own_device(placed: Placement, visible: str) -> str:

@@ -6,7 +6,7 @@ Repeatable at every point: the queue ignores a trajectory that it knows, and an 
 that did not end by themselves (cancelled, too late, failed) become trajectories without a reward. Answers that may get
 feedback are kept for it instead (`verdicts.py`).
 
-Invariant. Nobody waits for somebody else's score: what is scored is scored beside the reading, and what a tenant asks
+Invariant. No answer waits for another one's score: scoring runs in parallel with reading, and what a tenant asks
 of the same models (a lane) has LANE places at most, and half of what other lanes leave, but LEAST. What finds none
 stays in the intake; its lane knows it by its entry and goes on with it, oldest first, as soon as it has places.
 """
@@ -67,7 +67,7 @@ class _Waiting(NamedTuple):
 
 @dataclass(eq=False)
 class _Lane:
-    """What one tenant has scored by the same models; by functions: by none."""
+    """Trajectories of one tenant that the same models score; functions need no model."""
 
     tasks: dict[asyncio.Task[None], _Waiting] = field(default_factory=dict)
     later: dict[tuple[str, str], None] = field(default_factory=dict)  # models and entries that found no place, in order
@@ -110,7 +110,7 @@ class Collecting:
 
     @property
     def under_way(self) -> list[asyncio.Task[None]]:
-        """What is scored beside the reading; none of it raises."""
+        """Scoring tasks that run in parallel with reading; none of them raises."""
         return [task for lane in self._lanes.values() for task in lane.tasks]
 
     async def collect(self, model: str) -> int:
@@ -171,7 +171,7 @@ class Collecting:
         return max(0, min(LANE, max(LEAST, (SCORED - others) // 2)) - lane.held)
 
     def _begin(self, intake: TrajectoryIntake, name: tuple[str, ...], waiting: _Waiting) -> None:
-        """Score these beside the reading."""
+        """Score these in parallel with the reading."""
         if waiting.sequences:
             task = asyncio.create_task(self._score(intake, waiting))
             self._lanes[name].tasks[task] = waiting
@@ -191,7 +191,7 @@ class Collecting:
         return [(each, _text(each, codec)) for each in settled]
 
     async def _score(self, intake: TrajectoryIntake, waiting: _Waiting) -> None:
-        """What all of these earn, and then their trajectories."""
+        """Score these sequences and publish their trajectories."""
         spec = waiting.sequences[0][0].spec
         assert spec.collect is not None
         reward = RewardSpec(spec.collect.scoring, spec.collect.options)
@@ -233,7 +233,7 @@ class Collecting:
             await intake.done([each.entry for each, _ in made])
 
     async def _keep(self, live: LiveTrajectory, collect: Collection) -> None:
-        """Keep an answer for feedback; one that did not end by itself nobody has seen whole."""
+        """Keep an answer for feedback; one that did not end by itself was seen by no client as a whole."""
         if OUTCOMES[live.trajectory.finish_reason] != "succeeded":
             return
         store = AnswerStore(self._context.redis, Terms(collect.answer_ttl_s, collect.answers_bytes))
@@ -271,7 +271,7 @@ class Collecting:
 
 
 def live_trajectory(settled: Settled, text: str, reward: Reward | None) -> LiveTrajectory:
-    """What the trainer gets of a settled sequence."""
+    """The trajectory that the trainer receives for a settled sequence."""
     spec, collect = settled.spec, settled.spec.collect
     assert collect is not None
     trajectory = trajectory_of(spec, settled.result, text, collect.sample, collect.metadata, reward)

@@ -1,4 +1,4 @@
-"""From a job and its prompts to sequences: pure arithmetic, the same whoever computes it.
+"""From a job and its prompts to sequences: pure arithmetic, the same in every process.
 
 A sequence's id and seed follow from the job, the prompt and the sample, so expanding a prompt again after a crash
 yields the same sequences, which the queue already knows.
@@ -190,7 +190,7 @@ def sequences(spec: JobSpec, prompt: PreparedPrompt, now_ms: int, trace: str = "
 
 
 def is_sample(spec: JobSpec, seq: str) -> bool:
-    """Whether a sequence's id is that of a sample of this job."""
+    """True if `seq` is the id of a sample of this job."""
     job, dash, ordinal = seq.rpartition("-")
     known = bool(dash) and job == spec.id and ordinal.isascii() and ordinal.isdigit() and len(ordinal) < 16
     return known and int(ordinal) < spec.total_prompts * spec.n and sequence_id(spec.id, int(ordinal)) == seq

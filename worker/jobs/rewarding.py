@@ -3,7 +3,7 @@
 A reward may take longer than a tick, and a runner has few ticks at a time: a tick adds what has finished, records what
 has been scored meanwhile, and leaves the rest to the job's next one.
 
-Invariants. A sample that was added is handed out, scored or bare, until it is told to be recorded. What a runner holds
+Invariants. A sample that was added is handed out, scored or bare, until `recorded` confirms it. What a runner holds
 here dies with it, and is finished and not recorded as far as Redis knows: the next runner begins with it.
 """
 
@@ -47,11 +47,11 @@ class Rewarding:
 
     @property
     def busy(self) -> bool:
-        """Whether samples are here."""
+        """True if samples are being scored or wait to be recorded."""
         return bool(self._pieces or self._records)
 
     def add(self, samples: Sequence[FinishedSample]) -> None:
-        """Begin to score them."""
+        """Start scoring these samples, CHUNK at a time."""
         for at in range(0, len(samples), CHUNK):
             self._start(samples[at : at + CHUNK])
 
@@ -65,7 +65,7 @@ class Rewarding:
             self._start(samples)
 
     async def take(self, wait_s: float) -> tuple[list[SampleRecord], list[bytes]]:
-        """What can be recorded, and its entries; waits for it at most so long.
+        """Records and entries that are ready, after at most `wait_s` seconds.
 
         The same is handed out again until it is `recorded`: Redis may go away meanwhile. Raises what scoring raised;
         then all samples are dropped and read again.
@@ -84,7 +84,7 @@ class Rewarding:
         return self._records, self._entries
 
     def recorded(self) -> None:
-        """What was handed out last is recorded."""
+        """Confirm that the records handed out last are stored."""
         self._records, self._entries = [], []
 
     def close(self) -> None:

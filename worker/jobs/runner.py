@@ -1,7 +1,7 @@
 """The job runner's process: an arq worker that is woken instead of polling, and a sweeper.
 
 arq looks for ticks when one is announced on the wake channel, when one ends, and every half second for those that are
-due later. The sweeper enqueues a tick for every job that is not terminal and whose lease nobody holds; ticks are
+due later. The sweeper enqueues a tick for every job that is not terminal and whose lease is free; ticks are
 numbered, so this does nothing where one waits already. It is what carries a job past the death of a runner.
 """
 

@@ -1,7 +1,7 @@
-"""Texts that somebody wants scored at once: orders from /v1/rewards/score, answered from the reward pool.
+"""Texts to be scored at once: orders from /v1/rewards/score, answered from the reward pool.
 
-Each order is scored beside the others, so that a slow one holds up none; whose texts get the pool's processes is the
-pool's to say. An order that nobody waits for any more is left: its client has gone, or its time is over.
+Orders are scored in parallel, so that a slow one holds up none; whose texts get the pool's processes is the
+pool's to say. An order without a waiting client is left: its client has gone, or its time is over.
 """
 
 import asyncio

@@ -33,7 +33,7 @@ REDIS_AWAY = (ConnectionError, TimeoutError, OSError)
 
 
 async def tick(context: TickContext, job_id: str, number: int) -> None:
-    """Run tick `number` of the job, if nobody has, and enqueue the next one while there is more to do."""
+    """Run tick `number` of the job, unless it has run, and enqueue the next one while there is more to do."""
     following = await context.ledger.begin(job_id, context.runner, number)
     if following is None:
         return
@@ -87,7 +87,7 @@ async def _advance(context: TickContext, job_id: str, number: int) -> bool:
     """Work on the job for about TICK_S; False when it has ended."""
     try:
         spec = await context.ledger.spec(job_id)
-        with tracing.span("job tick", {**_told(spec), "parallm.job.tick": number}, link=spec.trace):
+        with tracing.span("job tick", {**_attributes(spec), "parallm.job.tick": number}, link=spec.trace):
             work = await JobWork.on(context, spec)
             return await work.advance(time.monotonic() + TICK_S)
     except UnknownJobError:
@@ -97,7 +97,7 @@ async def _advance(context: TickContext, job_id: str, number: int) -> bool:
         return False
 
 
-def _told(spec: JobSpec) -> dict[str, str | int]:
+def _attributes(spec: JobSpec) -> dict[str, str | int]:
     return {
         "parallm.job.id": spec.id,
         "parallm.job.kind": spec.kind,

@@ -78,7 +78,7 @@ class Verdicts:
 
 
 def judged_live(answer: StoredAnswer, verdict: Verdict, group: str) -> LiveTrajectory:
-    """What the trainer gets of a judged answer: alone, or with the other one of its pair as a group of two."""
+    """The trajectory of a judged answer for the trainer: alone, or grouped with the other answer of its pair."""
     live = live_of(answer)
     said = verdict.text or answer.note
     reward = Reward(REWARD, verdict.reward)

@@ -311,5 +311,5 @@ class JobWork:
 
 
 def needs_model(spec: JobSpec) -> bool:
-    """Whether the job's samples are sequences; a score job without logprobs rewards texts that are there already."""
+    """True if the job's samples are sequences; a score job without logprobs rewards existing texts."""
     return spec.kind != "score" or spec.score_logprobs

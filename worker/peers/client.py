@@ -5,8 +5,8 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from worker.engine.kv.parcels import Parcel, UnusableParcelError, unpack
-from worker.peers.wire import Ask, Channel, Connection, Go, Offer, PeerError, PeerRefusalError, greet
+from worker.engine.kv.parcels import KvParcel, UnusableParcelError, unpack
+from worker.peers.wire import Channel, Connection, KvRequest, Offer, PeerError, PeerRefusalError, SendParcels, greet
 
 CONNECT_S = 2.0
 
@@ -14,15 +14,15 @@ CONNECT_S = 2.0
 class Transfer:
     """An answer to a question, and what comes of it."""
 
-    def __init__(self, channel: Channel, ask: Ask, offer: Offer) -> None:
+    def __init__(self, channel: Channel, ask: KvRequest, offer: Offer) -> None:
         self._channel = channel
         self._identity = ask.identity
         self.offer = offer
         self.bytes = 0  # that have come
 
-    async def parcels(self) -> AsyncIterator[Parcel]:
+    async def parcels(self) -> AsyncIterator[KvParcel]:
         """All that was offered, each of them checked. PeerError."""
-        await self._channel.say(Go())
+        await self._channel.say(SendParcels())
         for size in self.offer.sizes:
             data = await self._channel.receive(2 * size + (1 << 20))  # what describes the arrays comes on top
             self.bytes += len(data)
@@ -33,8 +33,8 @@ class Transfer:
 
 
 @asynccontextmanager
-async def asked(host: str, port: int, secret: bytes, ask: Ask) -> AsyncIterator[Transfer]:
-    """What a peer offers, while the connection lasts. PeerError."""
+async def asked(host: str, port: int, secret: bytes, ask: KvRequest) -> AsyncIterator[Transfer]:
+    """Ask a peer for KV; its offer is valid while the connection lasts. Raises PeerError."""
     connection = Connection(await _connect(host, port))
     try:
         channel = await greet(connection, secret)

@@ -1,4 +1,4 @@
-"""What Redis tells of KV of other workers: who may have which, where they listen, and the secret that the ring shares.
+"""What Redis knows of KV of other workers: who may have which, where they listen, and the secret that the ring shares.
 
 No KV is in Redis, nor what it was computed from: hashes of beginnings of prompts, ids of workers, addresses. The secret
 is made by the worker that is first and found by the others. It is looked at with every heartbeat, so a Redis that has
@@ -21,17 +21,17 @@ from worker.peers.pace import LEAST_IDS
 SECRET_BYTES = 32
 
 
-class Directory:
-    """Of one worker."""
+class PeerDirectory:
+    """Addresses and the secret of the other workers, as one worker knows them."""
 
     def __init__(self, redis: Redis, model: str, worker_id: str) -> None:
         self._redis = redis
         self._model = model
         self._worker_id = worker_id
-        self.secret = b""  # "": not known, so nobody is let in
+        self.secret = b""  # "": not known, so no peer is admitted
 
     async def look(self, folder: str = "") -> None:
-        """Know the secret, and keep it; tell of the folder that our files are in, by its id."""
+        """Read the secret and keep it alive; publish the id of the folder of our files."""
         commands: list[tuple[Argument, ...]] = []
         if folder:
             ours = keys.kv_folder(self._model, self._worker_id)
@@ -53,8 +53,8 @@ class Directory:
 
     async def address(self, worker: str) -> tuple[str, int] | None:
         """Where a worker listens; None: nowhere, or it is gone."""
-        (told,) = await ask_all(self._redis, [("HGET", keys.worker(self._model, worker), "kv_address")])
-        host, _, port = (told or b"").decode().rpartition(":")
+        (address,) = await ask_all(self._redis, [("HGET", keys.worker(self._model, worker), "kv_address")])
+        host, _, port = (address or b"").decode().rpartition(":")
         return (host, int(port)) if host and port.isdigit() else None
 
     async def sharers(self, worker: str) -> list[str]:
@@ -68,16 +68,16 @@ class Directory:
             ("GET", keys.kv_folder(self._model, name)) for name in (worker, self._worker_id, *others)
         ]
         commands += [("HGET", keys.worker(self._model, name), "kv_address") for name in others]
-        folder, ours, *told = await ask_all(self._redis, commands)
+        folder, ours, *values = await ask_all(self._redis, commands)
         if not folder or folder == ours:
             return []
-        folders, addresses = told[: len(others)], told[len(others) :]
+        folders, addresses = values[: len(others)], values[len(others) :]
         return [
             name for name, its, address in zip(others, folders, addresses, strict=True) if its == folder and address
         ]
 
     async def waiting(self, sequences: list[str]) -> int:
-        """How many of these nobody has taken yet."""
+        """Number of these that have not been taken yet."""
         commands = [("HGET", keys.sequence(self._model, seq), "state") for seq in sequences]
         return sum(state == b"queued" for state in await ask_all(self._redis, commands)) if commands else 0
 
@@ -87,7 +87,7 @@ class Directory:
         commands = [
             ("HGET", keys.worker(self._model, name), "kv_address") for name in workers if name != self._worker_id
         ]
-        return sum(bool(told) for told in await ask_all(self._redis, commands)) if commands else 0
+        return sum(bool(value) for value in await ask_all(self._redis, commands)) if commands else 0
 
 
 async def ring_secret(
@@ -111,7 +111,7 @@ async def ring_secret(
 
 
 def own_address(redis: str, given: str = "") -> str:
-    """Of this machine, as others reach it: the one that is given, else where it speaks to Redis from."""
+    """Address at which others reach this machine: the given one, else the one it uses towards Redis."""
     if given:
         return given
     host, port = _redis_at(redis)

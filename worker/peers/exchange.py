@@ -1,7 +1,7 @@
 """KV between this worker and the others of its ring: all that the worker's process needs to know of it.
 
 Does nothing unless the settings say so. A worker without a secret (Redis refuses it, or has not answered yet) lets
-nobody in and asks nobody, and says so once.
+no peer in and asks none, and says so once.
 """
 
 import asyncio
@@ -21,20 +21,20 @@ from shared.sequences import ModelCard, SequenceSpec
 from shared.telemetry.metrics import Tally
 from worker.engine.messages import RowRequest
 from worker.engine.thread import EngineThread
-from worker.peers.directory import Directory, own_address
+from worker.peers.directory import PeerDirectory, own_address
 from worker.peers.fetching import FetchCounts, Fetching
 from worker.peers.server import PeerServer
 from worker.peers.store import EngineStore
 
 log = structlog.get_logger()
 
-QUIET_S = 1.0  # nobody has fetched for so long, and nothing waits: nobody will
+QUIET_S = 1.0  # without a fetch for so long, and with nothing waiting, none will come
 LOOK_EVERY_S = 0.2
 EVERYWHERE = ("0.0.0.0", "::", "*")
 
 
 class KvExchange:
-    """Of one worker."""
+    """KV transfers of one worker in both directions."""
 
     def __init__(
         self, settings: WorkerSettings, redis: Redis, engine: EngineThread, card: ModelCard, worker_id: str
@@ -43,7 +43,7 @@ class KvExchange:
         self.address = ""  # where others fetch; "": they cannot
         self._settings = settings
         self._engine = engine
-        self._directory = Directory(redis, card.name, worker_id)
+        self._directory = PeerDirectory(redis, card.name, worker_id)
         self._model = card.name
         self._store = EngineStore(engine, card.context_length)
         self._server = PeerServer(self._store, lambda: self._directory.secret)
@@ -81,10 +81,10 @@ class KvExchange:
         log.info("kv.listens", address=self.address)
 
     async def tend(self) -> None:
-        """With every heartbeat."""
+        """Refresh what is known of peers; called with every heartbeat."""
         if not self.on:
             return
-        self._tell()
+        self._count_given()
         try:
             await self._directory.look(self._engine.stats().disk.folder_id)
             self._trouble = ""
@@ -95,16 +95,16 @@ class KvExchange:
 
     @property
     def figures(self) -> dict[str, float]:
-        """What the heartbeat says of it."""
+        """Counts that the heartbeat reports."""
         return self._counts.figures if self.address else {}
 
     async def close(self) -> None:
-        """Cut everybody off."""
+        """Close all connections and free the offers."""
         await self._server.close()
         self._store.close()
-        self._tell()
+        self._count_given()
 
-    def _tell(self) -> None:
+    def _count_given(self) -> None:
         if self.on:
             self._given.value = float(self._server.bytes)
 
@@ -132,7 +132,7 @@ class KvExchange:
     # -- leaving
 
     async def linger(self, sequences: list[str]) -> None:
-        """Stay while somebody fetches what was handed back, or may come to; LINGER_S at most."""
+        """Stay while peers fetch what was handed back, or may come to; LINGER_S at most."""
         if not self.on or not sequences or not await self._has_heirs():
             return
         began = busy_at = time.monotonic()

@@ -19,13 +19,13 @@ from redis.exceptions import RedisError
 from shared.redis.connection.faults import reason
 from shared.sequences import SequenceSpec
 from shared.telemetry.metrics import Tally
-from worker.engine.kv.sharing import Held
+from worker.engine.kv.sharing import HeldPrompt
 from worker.engine.messages import RowRequest
 from worker.peers.client import Transfer, asked
-from worker.peers.directory import Directory
-from worker.peers.pace import LEAST_IDS, Job, goes_on, is_quicker, recent
+from worker.peers.directory import PeerDirectory
+from worker.peers.pace import LEAST_IDS, FetchSize, goes_on, is_quicker, recent
 from worker.peers.store import EngineStore
-from worker.peers.wire import Ask, PeerError, PeerRefusalError
+from worker.peers.wire import KvRequest, PeerError, PeerRefusalError
 
 log = structlog.get_logger()
 
@@ -37,7 +37,7 @@ PEERS_KNOWN = 64  # whose pace is remembered
 
 
 class FetchCounts:
-    """What comes of it."""
+    """Counters of fetches by outcome."""
 
     def __init__(self, tally: Tally, model: str) -> None:
         self._outcomes = {
@@ -50,18 +50,18 @@ class FetchCounts:
 
     @property
     def figures(self) -> dict[str, float]:
-        """For the heartbeat."""
+        """Counts that the heartbeat reports."""
         fetched, failed = (self._outcomes[name].value for name in ("fetched", "failed"))
         return {"peer_bytes": self.bytes.value, "peer_hits": fetched, "peer_errors": failed}
 
     def outcome(self, name: str) -> None:
-        """Count one."""
+        """Count one fetch by its outcome."""
         self._outcomes[name].add()
 
 
 @dataclass(frozen=True)
 class _Wish:
-    """What is to be fetched for one request, from whom, and whether anybody still waits for it."""
+    """KV to be fetched for one request, from which worker, and whether the request still wants it."""
 
     sequence: str
     ids: list[int]
@@ -77,11 +77,11 @@ class _Peer:
 
 
 class Fetching:
-    """Of one worker. `token_s`: what a prompt's token takes here (0: not known); `version_of`: see Engine."""
+    """Fetches KV for one worker. `token_s`: seconds per prompt token here (0: not known); `version_of`: see Engine."""
 
     def __init__(
         self,
-        directory: Directory,
+        directory: PeerDirectory,
         store: EngineStore,
         counts: FetchCounts,
         most_bytes: int,
@@ -175,9 +175,9 @@ class Fetching:
         if address is None:
             return False
         identity = await self._store.identity()
-        ask = Ask(identity, version, ids, prompt.length, prompt.blocks, len(ids) - 1, self._most_bytes)
+        ask = KvRequest(identity, version, ids, prompt.length, prompt.blocks, len(ids) - 1, self._most_bytes)
         async with asked(*address, self._directory.secret, ask) as transfer:
-            job = Job(transfer.offer.length - prompt.length, sum(transfer.offer.sizes))
+            job = FetchSize(transfer.offer.length - prompt.length, sum(transfer.offer.sizes))
             if not transfer.offer.sizes:
                 return True
             if not is_quicker(job, self._token_s(), peer.bytes_per_s):
@@ -198,7 +198,9 @@ class Fetching:
         )  # fmt: skip
         return True
 
-    async def _receive(self, transfer: Transfer, job: Job, prompt: Held, is_wanted: Callable[[], bool]) -> bool:
+    async def _receive(
+        self, transfer: Transfer, job: FetchSize, prompt: HeldPrompt, is_wanted: Callable[[], bool]
+    ) -> bool:
         """Store parcels as they come; whether it was all of them."""
         began = time.monotonic()
         storing: asyncio.Task[None] | None = None

@@ -8,15 +8,15 @@ RECENT = 0.5  # weight of the latest transfer
 
 
 @dataclass(frozen=True)
-class Job:
-    """What there is to fetch, and so not to compute."""
+class FetchSize:
+    """Prompt ids and bytes that a fetch would bring."""
 
     ids: int
     nbytes: int
 
 
-def is_quicker(job: Job, token_s: float, bytes_per_s: float) -> bool:
-    """Whether to fetch; what has not been measured (0) speaks for it: the first parcel of a transfer is the measure."""
+def is_quicker(job: FetchSize, token_s: float, bytes_per_s: float) -> bool:
+    """True if fetching beats computing. What is unmeasured (0) favours a fetch, whose first parcel then measures it."""
     if job.ids < LEAST_IDS:
         return False
     if not token_s or not bytes_per_s:
@@ -24,8 +24,8 @@ def is_quicker(job: Job, token_s: float, bytes_per_s: float) -> bool:
     return ROUND_TRIPS_S + job.nbytes / bytes_per_s < job.ids * token_s
 
 
-def goes_on(job: Job, done_bytes: int, seconds: float, token_s: float) -> bool:
-    """Whether the rest of a transfer is quicker than computing what it would bring."""
+def goes_on(job: FetchSize, done_bytes: int, seconds: float, token_s: float) -> bool:
+    """True if the rest of a transfer is quicker than computing what it would bring."""
     left = max(0, job.nbytes - done_bytes)
     if not token_s or not left or not done_bytes:
         return True

@@ -1,7 +1,7 @@
 """Gives KV of this worker's prefix cache to other workers of its ring.
 
-Invariants. Whoever has not proved within HANDSHAKE_S that it knows the secret is cut off, and has been told nothing.
-At most MAX_TRANSFERS are under way, each within TRANSFER_S; who comes beyond is told to compute for itself. What is
+Invariants. A peer that has not proved within HANDSHAKE_S that it knows the secret is cut off, and has learned nothing.
+At most MAX_TRANSFERS are under way, each within TRANSFER_S; a further peer is refused and computes for itself. What is
 given away is copied a little between two decode steps (engine/kv/sharing.py), one parcel ahead of the socket at most.
 """
 
@@ -15,7 +15,7 @@ from typing import Protocol
 import structlog
 
 from worker.engine.kv.parcels import Packed
-from worker.peers.wire import Ask, Channel, Connection, Go, Offer, PeerError, admit
+from worker.peers.wire import Channel, Connection, KvRequest, Offer, PeerError, SendParcels, admit
 
 log = structlog.get_logger()
 
@@ -26,9 +26,9 @@ MAX_STRANGERS = 32  # connections without a proof yet
 
 
 class Store(Protocol):
-    """What there is to give. An offer holds its KV until `drop`."""
+    """Source of KV for peers. An offer holds its KV until `drop`."""
 
-    async def offer(self, ask: Ask) -> tuple[int, Offer]: ...
+    async def offer(self, ask: KvRequest) -> tuple[int, Offer]: ...
 
     async def parcel(self, offer: int, number: int) -> Packed: ...
 
@@ -58,7 +58,7 @@ class PeerServer:
         return int(self._listening.getsockname()[1])
 
     async def close(self) -> None:
-        """Cut everybody off."""
+        """Stop accepting and close all connections."""
         tasks = [task for task in (self._accepting, *self._tasks) if task]
         for task in tasks:
             task.cancel()
@@ -110,7 +110,7 @@ class PeerServer:
             self._strangers -= 1
 
     async def _answer(self, channel: Channel) -> None:
-        ask = await channel.hear(Ask)
+        ask = await channel.hear(KvRequest)
         if self.transfers >= MAX_TRANSFERS:
             self.refused += 1
             await channel.say(Offer(refusal=f"{self.transfers} transfers are under way"))
@@ -131,7 +131,7 @@ class PeerServer:
         if not offer.sizes:
             return
         try:
-            await channel.hear(Go)
+            await channel.hear(SendParcels)
         except PeerError:  # it would rather compute
             return
         ahead = asyncio.create_task(self._store.parcel(number, 0))

@@ -7,25 +7,25 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol, TypeVar
 
 from worker.engine.kv.entries import NOTHING, Promotion
-from worker.engine.kv.parcels import Packed, Parcel, UnusableParcelError, pack
-from worker.engine.kv.sharing import Held, SharedCache
-from worker.peers.wire import Ask, Offer, PeerError
+from worker.engine.kv.parcels import KvParcel, Packed, UnusableParcelError, pack
+from worker.engine.kv.sharing import HeldPrompt, SharedCache
+from worker.peers.wire import KvRequest, Offer, PeerError
 
 T = TypeVar("T")
 
 LOOK_EVERY_S = 0.01
-DISK_S = 2.0  # for our disk; whoever asks for an offer waits STALL_S for it
+DISK_S = 2.0  # for our disk; a peer that asks for an offer waits STALL_S for it
 ENGINE_S = 10.0  # for one answer of the engine, which may be in the middle of a step
 
 
 class KvOwner(Protocol):
-    """What is needed of an engine's thread."""
+    """The part of `EngineThread` that gives access to KV."""
 
     def on_kv(self, call: Callable[[SharedCache], T]) -> Future[T]: ...
 
 
 class EngineStore:
-    """Of one worker."""
+    """Asynchronous access to the KV of one worker's engine."""
 
     def __init__(self, engine: KvOwner, most_ids: int) -> None:
         """`most_ids`: of a prompt that may be asked for; the model's context."""
@@ -38,28 +38,28 @@ class EngineStore:
         self._packing.shutdown(wait=False, cancel_futures=True)
 
     async def identity(self) -> str:
-        """Of what this engine computes with."""
+        """Identity of the KV that this engine computes."""
         return await self._ask(lambda cache: cache.identity)
 
-    async def held(self, ids: list[int], version: str, at_most: int) -> Held:
-        """What is in memory of a prompt."""
+    async def held(self, ids: list[int], version: str, at_most: int) -> HeldPrompt:
+        """Look up how much of a prompt is in memory."""
         return await self._ask(lambda cache: cache.held(ids, version, at_most))
 
-    async def gathered(self, ids: list[int], version: str, at_most: int) -> Held:
+    async def gathered(self, ids: list[int], version: str, at_most: int) -> HeldPrompt:
         """The same, after our own disk's part of it has come there."""
         return await self._with_disk(
             lambda cache: cache.promotion(ids, version, at_most), lambda cache: cache.held(ids, version, at_most)
         )
 
-    async def take(self, prompt: Held, parcel: Parcel) -> None:
+    async def take(self, prompt: HeldPrompt, parcel: KvParcel) -> None:
         """Store a parcel. PeerError when it is not what was asked for."""
         try:
             await self._ask(lambda cache: cache.take(prompt, parcel))
         except UnusableParcelError as error:
             raise PeerError(f"a parcel cannot be used: {error}") from error
 
-    async def offer(self, ask: Ask) -> tuple[int, Offer]:
-        """What there is for somebody who asks; its number is 0 when that is nothing."""
+    async def offer(self, ask: KvRequest) -> tuple[int, Offer]:
+        """Number and description of an offer; the number is 0 if there is nothing to give."""
 
         at_most = min(ask.at_most, len(ask.ids))
 
@@ -84,12 +84,12 @@ class EngineStore:
         return await asyncio.get_running_loop().run_in_executor(self._packing, pack, parcel)
 
     def drop(self, offer: int) -> None:
-        """Nobody fetches it any more."""
+        """Drop the offer, which is no longer fetched."""
         if offer:
             self._engine.on_kv(lambda cache: cache.drop(offer))
 
     async def _with_disk(self, begin: Callable[[SharedCache], Promotion], look: Callable[[SharedCache], T]) -> T:
-        """What there is to see once a promotion is through, or has taken DISK_S."""
+        """Result of `look` after a promotion from disk has finished or has taken DISK_S."""
 
         def first(cache: SharedCache) -> tuple[Promotion, T | None]:
             promotion = begin(cache)

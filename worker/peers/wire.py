@@ -1,4 +1,4 @@
-"""Bytes between two workers: a handshake by the ring's secret, then frames that nobody else can have written.
+"""Bytes between two workers: a handshake by the ring's secret, then frames that no other party can have written.
 
 The server begins with a nonce, the client answers with its own and with a proof over both, and the server proves that
 it knows the secret, too. Everything up to there has a fixed size: nothing of a stranger is parsed.
@@ -7,7 +7,7 @@ A frame is `sizes of head and body | MAC | head | body`. The MAC is keyed for th
 sender, the frame's number, the sizes and the head. A message is all head (msgpack). A parcel of KV
 (engine/kv/parcels.py) has a body, whose SHA-256 stands in its head, so each byte is covered once. Nothing is encrypted.
 
-Whoever waits for bytes waits STALL_S for the next ones at most.
+A reader waits STALL_S for the next ones at most.
 """
 
 import asyncio
@@ -42,8 +42,8 @@ class PeerRefusalError(PeerError):
     """It is well, and gives nothing now."""
 
 
-class Ask(msgspec.Struct, frozen=True):
-    """What one worker wants: KV of the beginning of these ids."""
+class KvRequest(msgspec.Struct, frozen=True):
+    """Asks for KV of the beginning of these ids."""
 
     identity: str  # of what it computes with (engine/kv/parcels.py)
     version: str  # of the adapter; "": none
@@ -55,15 +55,15 @@ class Ask(msgspec.Struct, frozen=True):
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """What the other one has."""
+    """Answers a request with what there is."""
 
     length: int = 0  # ids, those that are known included; 0: nothing more than is known
     sizes: list[int] = []  # of the parcels that follow, about
     refusal: str = ""  # why it gives nothing
 
 
-class Go(msgspec.Struct, frozen=True):
-    """Send the parcels."""
+class SendParcels(msgspec.Struct, frozen=True):
+    """Accepts an offer: the parcels follow."""
 
 
 class Connection:
@@ -76,11 +76,11 @@ class Connection:
         self._loop = asyncio.get_running_loop()
 
     def close(self) -> None:
-        """At once."""
+        """Close the socket at once."""
         self._socket.close()
 
     async def read(self, size: int) -> bytearray:
-        """So many bytes."""
+        """Read exactly `size` bytes; PeerError if they do not come."""
         data = bytearray(size)
         view = memoryview(data)
         while view:
@@ -120,7 +120,7 @@ class Channel:
         self._sent = self._received = 0
 
     async def say(self, message: msgspec.Struct) -> None:
-        """Send a message."""
+        """Send one message as msgpack."""
         await self.send(msgspec.msgpack.encode(message))
 
     async def send(self, head: bytes, body: Sequence[memoryview] = ()) -> None:
@@ -133,7 +133,7 @@ class Channel:
             await self._connection.write(part)
 
     async def hear(self, kind: type[M], most: int = ASK_BYTES) -> M:
-        """The next message."""
+        """Receive the next message, of at most `most` bytes."""
         data = await self.receive(most)
         try:
             return await asyncio.to_thread(msgspec.msgpack.decode, data, type=kind)
@@ -170,7 +170,7 @@ async def greet(connection: Connection, secret: bytes, magic: bytes = MAGIC) -> 
 
 
 async def admit(connection: Connection, secret: bytes, magic: bytes = MAGIC) -> Channel:
-    """The server's part."""
+    """The server's part of the handshake."""
     begin = magic + secrets.token_bytes(NONCE)
     await connection.write(begin)
     answer = bytes(await connection.read(NONCE + _MAC))
@@ -186,7 +186,7 @@ def _proof(secret: bytes, role: bytes, nonces: bytes) -> bytes:
 
 
 def frame_mac(key: bytes, number: int, sizes: bytes | bytearray, head: bytes | memoryview) -> bytes:
-    """Of the frame of that number which goes one way."""
+    """MAC of the frame with this number in one direction."""
     mac = hmac.new(key, number.to_bytes(8, "big") + sizes, "sha256")
     mac.update(head)
     return mac.digest()

@@ -25,7 +25,7 @@ class SlotConfig:
 
 @dataclass(frozen=True)
 class AdapterStats:
-    """What the engine knows of adapters: plain data for other threads."""
+    """A snapshot of the engine's adapters: plain data for other threads."""
 
     loaded: dict[str, int] = field(default_factory=dict)  # version -> rows that use it
     serving: dict[str, str] = field(default_factory=dict)  # name -> version that following rows use
@@ -55,7 +55,7 @@ class Adapters(Protocol):
         """Those of the version that `version` says."""
 
     def network(self, row: Row) -> Network | None:
-        """What that version is that is no adapter of a language model."""
+        """The network of the row's version, None if the version adapts a language model."""
 
     def release(self, row: Row) -> None:
         """The row has left: its slot may be reused."""
@@ -76,7 +76,7 @@ class Adapters(Protocol):
         """Among several ranks: all have read these, or some could not."""
 
     def close(self) -> None:
-        """End what runs beside the engine."""
+        """Stop the threads of the adapters."""
 
 
 class NoAdapters:
@@ -96,11 +96,9 @@ class NoAdapters:
         return True
 
     def prefill_key(self, row: Row) -> str:
-        """The base's."""
         return ""
 
     def version(self, row: Row) -> str:
-        """The base."""
         return ""
 
     def heads(self, row: Row) -> Heads:
@@ -108,32 +106,27 @@ class NoAdapters:
         return {}
 
     def network(self, row: Row) -> Network | None:
-        """The base is none."""
         return None
 
     def release(self, row: Row) -> None:
-        """Nothing is held."""
+        pass
 
     def select(self, rows: tuple[Row, ...]) -> tuple[str, ...]:
-        """The base for everyone."""
         if rows is not self._rows:
             self._rows, self._versions = rows, ("",) * len(rows)
         return self._versions
 
     def work(self, budget_s: float) -> bool:
-        """Nothing to load."""
         return False
 
     def take_moved(self) -> list[Row]:
-        """Nobody moves."""
         return []
 
     def take_read(self) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
-        """Nothing is read."""
         return (), ()
 
     def agree(self, read: Iterable[str], unreadable: Iterable[tuple[str, str]]) -> None:
-        """Nothing was read."""
+        pass
 
     def close(self) -> None:
-        """Nothing runs."""
+        pass

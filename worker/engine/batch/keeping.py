@@ -3,7 +3,7 @@
 Where all layers can be cut, a prompt is stored after its first token, and a burst's prompts over some steps: the copy
 of 128 prompts' KV held the loop of a GPU for 88 ms. So between two decode steps about as many bytes are copied as the
 engine's configuration says, and one row at least. A row that ends before its turn has no KV any more, and its prompt is
-not kept. Other layers' states are stored when a prompt's forward ends at a stop (kv/stops.py), as they are there.
+not kept. Other layers' states are stored when a prompt's forward ends at a stop (kv/snapshots.py), as they are there.
 
 A finished row is stored with its answer where a next turn may begin with both; a row that is set aside, as far as it
 has come.
@@ -25,7 +25,7 @@ RowsKv = Callable[[list[Row]], KvRows]  # where rows lie in a batch
 
 
 class Keeping:
-    """Of one engine. Rows whose prompts are still to be stored are in order of their first tokens."""
+    """Stores rows' KV in the prefix cache. Rows whose prompts are still to be stored are in order of first tokens."""
 
     def __init__(self, prefixes: PrefixCache, kv_bytes: Callable[[int], int], bytes_at_once: int) -> None:
         """`kv_bytes`: of a row of so many ids."""
@@ -58,7 +58,7 @@ class Keeping:
         self._store([row for row, _ in pairs], [row.context[:length] for row, length in pairs], kv, at_end=True)
 
     def twin(self) -> Keeping:
-        """Of rows in another batch."""
+        """A `Keeping` with the same cache for the rows of another batch."""
         return Keeping(self._prefixes, self._kv_bytes, self._bytes_at_once)
 
     def answers(self, rows: list[Row], unfed: int, kv: RowsKv, undrawn: int = 0) -> None:
@@ -71,11 +71,11 @@ class Keeping:
         pairs = self._within_bytes(kept, lengths, lambda length: self._state_bytes(length) + self._kv_bytes(length))
         try:
             self._store([row for row, _ in pairs], [row.context[:length] for row, length in pairs], kv, at_end=True)
-        except Exception:  # the answers are told by now, and others decode on
+        except Exception:  # the answers are published by now, and others decode on
             log.exception("engine.answers_not_kept rows=%d", len(pairs))
 
     def set_aside(self, rows: list[Row], unfed: int, kv: RowsKv) -> None:
-        """Rows that go on later, here or where somebody fetches their KV from here."""
+        """Store rows that continue later, here or in a worker that fetches their KV."""
         left = self._prefixes.limit_bytes
         for row in rows:
             left -= self._kv_bytes(len(row.context))
@@ -83,7 +83,7 @@ class Keeping:
                 self._store([row], [row.context[: len(row.context) - unfed]], kv, at_end=True)
 
     def _ends_with(self, row: Row, unfed: int) -> bool:
-        """Whether it has read no more than is kept: a stop string may end it within a draft, which states have read."""
+        """True if states have read no more than is stored; a stop string may end a row within a draft they read."""
         return not self._prefixes.needs_snapshots or row.position - 1 == len(row.tokens) - unfed
 
     def _within_bytes(
@@ -100,7 +100,7 @@ class Keeping:
         return pairs
 
     def _state_bytes(self, length: int) -> int:
-        """Of what is stored of a row besides blocks."""
+        """Bytes that are stored of a row in addition to blocks."""
         known = self._prefixes.state_bytes
         return known if self._prefixes.has_blocks else max(known, self._kv_bytes(length))
 
@@ -113,7 +113,7 @@ class Keeping:
     def _store(
         self, rows: list[Row], ids: list[Sequence[int]], kv: RowsKv, *, at_end: bool = False, whole: bool = False
     ) -> None:
-        """Of those whose KV one version has computed: of a mixed one nobody could ask. `whole`: prompts, to the end."""
+        """Store rows whose KV one version computed; mixed KV is never hit. `whole`: store prompts to their end."""
         pairs = [
             (row, prompt)
             for row, beginning in zip(rows, ids, strict=True)

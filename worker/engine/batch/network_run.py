@@ -28,14 +28,14 @@ TURN_S = 0.005  # until which, from its beginning, a turn of the engine goes on 
 
 
 class NetworkRows:
-    """What one sequence brings, and what has become of it."""
+    """The inputs of one sequence for a network, and its outcome."""
 
     def __init__(self, row: Row) -> None:
         self.row = row
         self.outcome: Tensors | ParallmError | None = None  # None: it is not over
         self._run: _Run | None = None
         self._inputs: Tensors = {}
-        self._plan: NetworkPlan | None = None  # None: nobody has looked at it
+        self._plan: NetworkPlan | None = None  # None: not checked yet
 
     def advance(self, model: RowModel, others: Iterable[NetworkRows], opened: float) -> None:
         """Go on with the forward that it is part of, as far as the turn that was opened then has time.
@@ -53,14 +53,14 @@ class NetworkRows:
                 return
 
     def report(self) -> tuple[bytes | None, Finish]:
-        """What is told of it when it is over."""
+        """The packed outputs, or None with the error, after the run has ended."""
         if isinstance(self.outcome, ParallmError):
             return None, Finish.failed(self.outcome)
-        assert self.outcome is not None, "told before it is over"
+        assert self.outcome is not None, "reported before it is over"
         return pack(self.outcome), Finish("stop")
 
     def look(self, network: Network) -> bool:
-        """Whether it brings what the network reads; else it is over."""
+        """Unpack and check the inputs; False if they do not fit the network, which ends the sequence."""
         if self._plan is None and self.outcome is None:
             try:
                 self._inputs = unpack(self.row.spec.tensors)
@@ -71,17 +71,17 @@ class NetworkRows:
 
     @property
     def waits(self) -> bool:
-        """Whether it is neither over nor under way."""
+        """True if it has neither started nor ended."""
         return self.outcome is None and self._run is None
 
     @property
     def count(self) -> int:
-        """Of its rows."""
+        """Number of rows in the inputs."""
         return len(next(iter(self._inputs.values())))
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of one row: sequences of equal shapes go together."""
+        """Shape of one row by input; sequences with equal shapes run together."""
         return {name: each.shape[1:] for name, each in self._inputs.items()}
 
     def _begin(self, model: RowModel, others: Iterable[NetworkRows]) -> None:
@@ -108,7 +108,7 @@ class NetworkRows:
 
 
 def is_spent(opened: float) -> bool:
-    """Whether the turn that was opened then has no more time for networks."""
+    """True if the turn opened at `opened` (perf_counter, s) has used its time for networks."""
     return time.perf_counter() > opened + TURN_S
 
 

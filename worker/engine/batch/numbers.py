@@ -22,7 +22,7 @@ Floats = npt.NDArray[np.float64]
 
 
 class Numbers:
-    """Of some rows, or of places in them."""
+    """Sampling numbers of rows, or of places in rows, as arrays."""
 
     def __init__(self, seeds: npt.NDArray[np.uint64], top_k: Indices, floats: Sequence[Floats]) -> None:
         """`seeds`: mixed. `floats`: temperature, top_p, min_p."""
@@ -31,7 +31,7 @@ class Numbers:
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> Numbers:
-        """These rows'."""
+        """Collects the numbers of these rows."""
         each = [row.sampling for row in rows]
         floats = np.array([(s.temperature, s.top_p, s.min_p) for s in each], np.float64).reshape(-1, 3)
         return cls(mix_seeds([s.seed for s in each]), np.array([s.top_k for s in each], np.int64), list(floats.T))
@@ -51,7 +51,7 @@ class Numbers:
 
     @property
     def drawn(self) -> list[int]:
-        """Which are not greedy."""
+        """Indices of the rows that are not greedy."""
         chosen: list[int] = np.flatnonzero(self.temperature >= LEAST_TEMPERATURE).tolist()
         return chosen
 
@@ -63,7 +63,7 @@ class Numbers:
 
 
 class PlainRows:
-    """Whether all rows of a batch are plain, and their numbers; asked for in every step."""
+    """The numbers of a batch whose rows are all plain, cached by the identity of its row tuple."""
 
     def __init__(self) -> None:
         self._rows: tuple[Row, ...] = ()

@@ -50,7 +50,7 @@ class PartedBatch:
 
     @property
     def has_decoded(self) -> bool:
-        """Whether the latest step has fed rows that decode."""
+        """True if the latest step fed rows that decode."""
         return self.parts[self._at].has_decoded
 
     @property
@@ -80,7 +80,7 @@ class PartedBatch:
         self.parts[self._at].step(prefill_tokens, of)
 
     def news(self) -> list[TokenEvent]:
-        """What has been told and not been taken yet, also by a step that has failed."""
+        """Events since the last call, including those of a step that failed."""
         return [event for part in self.parts for event in part.news()]
 
     def keep_answers(self, ended: Sequence[Row]) -> None:
@@ -90,7 +90,7 @@ class PartedBatch:
                 part.keep_answers(ours)
 
     def stop_ahead(self) -> None:
-        """Tell what has been drawn, and feed it no more: each row's KV ends before its last token."""
+        """Report what has been drawn, and do not feed it: each row's KV ends before its last token."""
         for part in self.parts:
             part.stop_ahead()
 

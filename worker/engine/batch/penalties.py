@@ -60,7 +60,7 @@ class Penalties:
         self._rows_P = mx.array(indices)
         self._own_P = mx.arange(len(indices))
         self._counts_PV = mx.array(np.stack([_counts(row.tokens, vocab) for row in chosen]))
-        # An input that has been told, or that ends the row's context, is counted already.
+        # An input that has been reported, or that ends the row's context, is counted already.
         self._in_flight_P = mx.array([float(row.position > len(row.tokens)) for row in chosen])
         column = [np.array(values, np.float32)[:, None] for values in zip(*map(_strengths, chosen), strict=True)]
         self._presence_P1, self._frequency_P1, self._repetition_P1 = map(mx.array, column)

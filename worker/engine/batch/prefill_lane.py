@@ -1,4 +1,4 @@
-"""Our prefill lane, beside the batch's: prompts that are scored or embedded, those that rows share, and networks.
+"""A prefill lane apart from the batch's: prompts that are scored or embedded, those that rows share, and networks.
 
 A task runs in chunks between decode steps. Logits of a chunk are reduced to log-probabilities at once: [L, V] of a
 long prompt never exists in one piece. What a task leaves is its KV, for the rows that fork from it, and the
@@ -33,7 +33,7 @@ from worker.engine.kv.prefix_cache import PrefixCache
 from worker.engine.kv.slabs import KvRows
 from worker.engine.model.pooling import Pool
 from worker.engine.sampling.draw import most_likely, top_lists
-from worker.engine.sampling.prompt_tokens import asked_from, others, tell, wants_others
+from worker.engine.sampling.prompt_tokens import asked_from, others, report_prompt, wants_others
 from worker.engine.scheduler import widest
 
 log = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ class PrefillTask:
         prefix = prefixes.longest(self.ids, version, len(self.ids) - 1, tenants_of(self.rows))
         for row in self.rows:
             row.take_kv(prefix.length, {version} if prefix.length else set())
-        stops = prefixes.stops(self.ids, version, prefix.length)
+        stops = prefixes.snapshot_positions(self.ids, version, prefix.length)
         return Entry(list(self.rows), self.ids[prefix.length :], prefix.kv or None, prefix.length, stops)
 
 
@@ -156,7 +156,7 @@ class PrefillLane:
         self._tasks.append(task)
 
     def has_equal(self, task: PrefillTask) -> bool:
-        """Whether `task` would join another."""
+        """True if `task` would join another."""
         return self._joinable(task) is not None
 
     def _joinable(self, task: PrefillTask) -> PrefillTask | None:
@@ -165,7 +165,7 @@ class PrefillLane:
         return next((other for other in equal if other.done == 0 or not task.reports), None)
 
     def remove(self, row: Row) -> None:
-        """Forget a row, and its task when nobody else waits for it."""
+        """Forget a row, and its task when no other row waits for it."""
         for task in self._tasks:
             if row in task.rows:
                 task.rows.remove(row)
@@ -174,14 +174,14 @@ class PrefillLane:
                 return
 
     def reports(self, task: PrefillTask) -> list[tuple[Row, TokenEvent]]:
-        """What a complete task tells of its rows: a prompt's log-probabilities, score, embedding, head; or nothing."""
+        """One event per row of a complete task: log-probabilities, score, embedding, head output or nothing."""
         return [(row, self._report(task, row)) for row in task.rows]
 
     def _report(self, task: PrefillTask, row: Row) -> TokenEvent:
         prompt = len(row.spec.prompt_ids)
         event = TokenEvent(row.spec.id, row.attempt, row.start, [], [])
         if wants_prompt_logprobs(row):
-            tell(event, row.spec, task.score_from, task.logprobs, task.top_logprobs, task.others.get(row))
+            report_prompt(event, row.spec, task.score_from, task.logprobs, task.top_logprobs, task.others.get(row))
         if row.spec.kind == "score":
             event.score_logprobs = task.logprobs[prompt - 1 - task.score_from :]
             event.finish = Finish("stop", cached_tokens=row.cached_tokens)
@@ -196,7 +196,7 @@ class PrefillLane:
         return event
 
     def _read(self, task: PrefillTask, row: Row) -> tuple[bytes | None, Finish]:
-        """What its head says of a row; an error ends this row alone."""
+        """Compute the head's output for a row; an error ends this row alone."""
         name = row.spec.head
         try:
             if name not in task.outputs:
@@ -309,7 +309,7 @@ class PrefillLane:
         return tasks if len(tasks) > 1 and tasks[0] is task else []
 
     def _embed_together(self, tasks: list[PrefillTask]) -> int:
-        """One forward of whole texts, padded behind: no position sees what follows it, and no KV is kept."""
+        """One forward of whole texts, padded at the end: no position sees what follows it, and no KV is kept."""
         width = max(task.left for task in tasks)
         ids_BL = mx.array([task.ids + [0] * (width - task.left) for task in tasks])
         kv = self._model.new_kv()
@@ -332,16 +332,16 @@ class PrefillLane:
         task.kv, task.done = prefix.kv or self._model.new_kv(), prefix.length
         task.cached, task.kv_versions = prefix.length, {version} if prefix.length else set()
         if task.pool is None:
-            task.stops = self._prefixes.stops(task.rows[0].prompt, version, prefix.length)
+            task.stops = self._prefixes.snapshot_positions(task.rows[0].prompt, version, prefix.length)
 
 
 def _is_short_read(task: PrefillTask, most: int) -> bool:
-    """Whether a task is a head's, not begun, and no longer than this."""
+    """True if a task only feeds a head, has not begun and has at most `most` ids."""
     return not task.done and task.left <= most and all(row.spec.kind == "head" for row in task.rows)
 
 
 def _waits_for(task: PrefillTask, head: str, adapter: str) -> bool:
-    """Whether a task is complete but for what this head says of it."""
+    """True if a task is complete except for the output of this head."""
     heads = {row.spec.head for row in task.rows if row.spec.kind == "head"}
     return task.adapter == adapter and head in heads and not task.left and head not in task.outputs
 
@@ -359,7 +359,7 @@ def _collect(task: PrefillTask, logits_LV: mx.array, targets: list[int]) -> None
 
 
 class Followers:
-    """Of one engine."""
+    """Rows that wait in one engine for a running row to store the prefix that they share with it."""
 
     def __init__(self, prefixes: PrefixCache, adapters: Adapters) -> None:
         self._prefixes = prefixes
@@ -393,5 +393,5 @@ class Followers:
         return rows
 
     def remove(self, row: Row) -> None:
-        """Forget a row."""
+        """Forget a row, whether it waits or leads."""
         self._leaders.pop(row, None)

@@ -3,11 +3,11 @@
 A group joins the batch as it is: its KV is appended in one piece per layer. Taken out of a larger batch row by row, as
 mlx-lm's `BatchGenerator` does it, that is thousands of small operations.
 
-A piece ends for each row at its next stop, where its states go into the prefix cache (kv/stops.py); the rows that go
-on are fed in the same turn.
+A piece ends for each row at its next stop, where its states go into the prefix cache (kv/snapshots.py); the rows that
+go on are fed in the same turn.
 
 Invariants. Rows of a group that is fed over several turns have equal prompts; others are fed at once, padded to the
-longest. The host knows each row's padding, so nobody waits for the device to tell it.
+longest. The host knows each row's padding, so nothing waits for the device to compute it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Entry:
 
 @dataclass(eq=False)
 class _Place:
-    """What is still to be fed of one row."""
+    """Prompt ids of one row that are still to be fed."""
 
     row: Row
     ids: list[int]
@@ -50,7 +50,7 @@ class _Place:
         return piece
 
     def pass_stop(self) -> bool:
-        """Whether it has come to a stop, which is behind it now."""
+        """True if the row has reached a stop, which is then removed."""
         passed = self.done in self.stops
         self.stops = [stop for stop in self.stops if stop > self.done]
         return passed
@@ -114,13 +114,13 @@ class PromptGroup:
         return len(parts), longest
 
     def at_stops(self) -> tuple[list[Row], list[int]]:
-        """Rows whose latest piece has ended at a stop, and how many ids each has read; told once."""
+        """Rows whose latest piece has ended at a stop, and how many ids each has read; returned once."""
         places = [place for place in self._places if place.pass_stop()]
         return [place.row for place in places], [place.done for place in places]
 
     @property
     def progress(self) -> tuple[list[Row], list[int]]:
-        """Its rows, and how many ids each has read."""
+        """The group's rows, and how many ids each has read."""
         return [place.row for place in self._places], [place.done for place in self._places]
 
     def stop_between(self, row: Row, low: int, high: int) -> bool:

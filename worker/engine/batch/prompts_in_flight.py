@@ -1,4 +1,4 @@
-"""Pieces of prompts that are being computed, and what turns with and without them tell of the machine's pace."""
+"""Pieces of prompts that are being computed, and the pace that the times of turns with and without them show."""
 
 import time
 from typing import Any
@@ -11,24 +11,24 @@ LATELY = 0.2  # weight of the latest piece
 
 
 class Pieces:
-    """What one turn has begun to feed. Settled before the next turn, so at most one turn's pieces are under way."""
+    """Prompt pieces that a turn has begun to feed. Settled before the next, so at most one turn's are under way."""
 
-    def __init__(self, chunk: ChunkSize, area: int | None = None, *, told: bool = False) -> None:
+    def __init__(self, chunk: ChunkSize, area: int | None = None, *, by_ranks: bool = False) -> None:
         """`area`: what rows x width x (past + width) of a forward may be (scheduler.widest); None: anything.
 
-        `told`: what a turn has taken is told by another rank (`learn`).
+        `by_ranks`: the leading rank measures turns, and `learn` brings the seconds.
         """
         self.pace = PieceSizes()
         self.chunk = chunk
         self.area = area
-        self.token_s = 0.0  # that one position has taken lately, what else ran beside it included; 0: not known
+        self.token_s = 0.0  # that one position has taken lately, including what ran at the same time; 0: not known
         self._states: list[Any] = []
         self._positions = 0
         self._began = 0.0
         self.opened = 0.0  # when the turn began
         self.took_s = 0.0  # by the latest turn that has been settled
-        self._told = told
-        self._unlearnt: int | None = None  # positions of the latest turn, until what it took is told
+        self._by_ranks = by_ranks
+        self._unlearnt: int | None = None  # positions of the latest turn, until its seconds are known
 
     def open(self) -> None:
         """A turn that computes begins."""
@@ -45,7 +45,7 @@ class Pieces:
         self._began = 0.0
 
     def drop(self) -> None:
-        """Somebody else waits for them, or nobody."""
+        """Drop the pieces without waiting for them."""
         self._states = []
 
     def settle(self) -> None:
@@ -56,13 +56,13 @@ class Pieces:
             mx.eval(states)
         if began:
             self.took_s = time.perf_counter() - began
-            if self._told:
+            if self._by_ranks:
                 self._unlearnt = positions
             else:
                 self._learn(positions, self.took_s)
 
     def learn(self, took_s: float) -> None:
-        """What the latest turn has taken on the rank that leads."""
+        """Take over the seconds that the latest turn took on the leading rank."""
         if self._unlearnt is not None:
             self._learn(self._unlearnt, took_s)
             self._unlearnt = None

@@ -1,6 +1,6 @@
 """A row: one sequence's place in the running batch, and the tag that moves with a batch's KV.
 
-Invariants. `tokens` holds what the outside has been told, prior attempts included; `position` is the next
+Invariants. `tokens` holds what has been reported, prior attempts included; `position` is the next
 completion position to be drawn, at most one ahead of `tokens` (the batch looks one step ahead); `draws` holds
 the draws in flight, oldest first.
 """
@@ -92,7 +92,7 @@ class Row:
 
     @property
     def may_go_on(self) -> bool:
-        """Whether a next turn may begin with its prompt and its answer."""
+        """True if a next turn may begin with the row's prompt and answer."""
         return self.spec.kind == "generate" and (self.spec.sequence_class == "interactive" or self.spec.has_next_turn)
 
     def resume(self) -> Finish | None:
@@ -120,25 +120,25 @@ class Row:
 
     @property
     def depends_on_tokens(self) -> bool:
-        """Whether what is drawn depends on the tokens before it beyond the model's own logits."""
+        """True if a draw depends on earlier tokens in other ways than through the model's logits."""
         s = self.sampling
         return bool(s.bad_words) or (s.presence_penalty, s.frequency_penalty, s.repetition_penalty) != (0.0, 0.0, 1.0)
 
     @property
     def is_plain(self) -> bool:
-        """Whether what is drawn depends on the logits, a seed and a position only, and no more than it is told."""
+        """True if a draw depends only on logits, seed and position, and reports no more than its log-probability."""
         s = self.sampling
         return self.is_unedited and not (s.top_logprobs or s.logprob_token_ids or s.logprobs_mode != "raw_logprobs")
 
     @property
     def is_unedited(self) -> bool:
-        """Whether its logits are drawn from as the model says them."""
+        """True if its logits are drawn from as the model computes them."""
         s = self.sampling
         edits = s.logit_bias or s.allowed_token_ids or self.position < s.min_tokens
         return not (edits or self.place is not None or self.depends_on_tokens)
 
     def tokens_behind(self, token: int) -> list[int]:
-        """The completion behind its next input; [] where the draw does not depend on it."""
+        """The completion after its next input; [] where the draw does not depend on it."""
         if not self.depends_on_tokens:
             return []
         return [*self.tokens, token] if self.position > len(self.tokens) else list(self.tokens)
@@ -172,10 +172,10 @@ class Row:
     def _stopped_by(self, token: int) -> Finish:
         return Finish("stop", None if token in self.eos_ids else token)
 
-    def tell(self, tokens: Iterable[int], events: list[TokenEvent]) -> None:
-        """Take tokens that were drawn, and add the events that tell of them, and of the row's end if its grammar fails.
+    def report(self, tokens: Iterable[int], events: list[TokenEvent]) -> None:
+        """Append drawn tokens to the row, and to `events` what reports them, and the row's end if its grammar fails.
 
-        What a draft says behind the last token is left out. Should it fail, what has been taken until then is told.
+        Draft tokens after the last one are dropped. If this raises, the tokens before it have been reported.
         """
         before = len(events)
         seq, attempt, top = self.spec.id, self.attempt, self.sampling.top_logprobs
@@ -195,7 +195,7 @@ class Row:
             if finish is not None:
                 events[-1].finish, self.is_over = self._counted(finish), True
                 break
-        # The grammar has been asked about what comes behind all of them.
+        # The grammar has been asked about what comes after all of them.
         if not self.is_over and self.place is not None and self.place.fault:
             events.append(self.last_event(Finish.failed(InvalidGrammarError(self.place.fault))))
 
@@ -222,14 +222,14 @@ class Row:
         )
 
 
-def tell(tokens: Iterable[tuple[Row, int]], events: list[TokenEvent]) -> None:
-    """Add the events that tell of a step's tokens, those of a row in a row."""
-    for row, told in groupby(tokens, itemgetter(0)):
-        row.tell((token for _, token in told), events)
+def report_tokens(tokens: Iterable[tuple[Row, int]], events: list[TokenEvent]) -> None:
+    """Append the events that report a step's tokens; consecutive tokens of a row share events."""
+    for row, drawn in groupby(tokens, itemgetter(0)):
+        row.report((token for _, token in drawn), events)
 
 
 def tenants_of(rows: Iterable[Row]) -> set[str]:
-    """Whose rows they are."""
+    """Tenants that own these rows."""
     return {row.spec.tenant for row in rows}
 
 
@@ -237,7 +237,7 @@ class WaitingRows(deque[Row]):
     """Rows that are not admitted: interactive ones before batch ones, each class in order of arrival."""
 
     def add(self, row: Row) -> None:
-        """Behind those of its class."""
+        """Wait after the rows of its class."""
         ahead = sum(other.spec.sequence_class == "interactive" for other in self)
         self.insert(ahead if row.spec.sequence_class == "interactive" else len(self), row)
 
@@ -264,7 +264,7 @@ class RowTag:
     """Last element of a batch's caches: names its rows in the order of their KV.
 
     It has so much of an mlx-lm cache's interface (mlx_lm/models/cache.py) that it is padded, extended and filtered
-    together with the KV. `rows` is a tuple that is replaced, never changed: identity tells whether the batch has
+    together with the KV. `rows` is a tuple that is replaced, never changed: its identity shows whether the batch has
     changed.
     """
 

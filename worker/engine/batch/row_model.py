@@ -27,7 +27,7 @@ from worker.engine.model.step.decode_step import DecodeStep, decode_step_of
 from worker.engine.networks.network import Network
 from worker.engine.ranks.ranks import Ranks
 from worker.engine.vision.features import ImageFeatures, embeddings, with_images
-from worker.engine.vision.language import placement_of
+from worker.engine.vision.language import row_positions_of
 
 
 class RowModel:
@@ -50,11 +50,11 @@ class RowModel:
         self._ranks = ranks
         self.adapters: Adapters = adapters or NoAdapters()
         self.takes_padding = takes_padding(model)
-        self._placement = placement_of(model)
+        self._row_positions = row_positions_of(model)
         self._decode_step = decode_step_of(model) if quick else None
         self._is_quick = quick
         self._twins: list[RowModel] = []
-        self._shift_B: mx.array | None = None  # of the positions of these rows, behind their prompts
+        self._shift_B: mx.array | None = None  # of the positions of these rows, after their prompts
         self.rows: tuple[Row, ...] = ()
         self.versions: tuple[str, ...] = ()
         self.tokens_B1: mx.array | None = None
@@ -65,7 +65,7 @@ class RowModel:
         return self._kv.new(self.model)
 
     def hidden(self, tokens_BL: mx.array, cache: list[Any]) -> mx.array:
-        """Hidden states [B, L, H] behind the last norm; only of models that have them (`check`)."""
+        """Hidden states [B, L, H] after the last norm; only of models that have them (`check`)."""
         assert self._hidden is not None, "a model without hidden states"
         self._enter(cache[-1])
         with self._moved(), few_shapes.applied():
@@ -112,7 +112,7 @@ class RowModel:
             twin.quicken()
 
     def keep(self, keep: list[int], rows: tuple[Row, ...]) -> None:
-        """Of the latest forward, what is still to be drawn from: these rows."""
+        """Keep the latest forward's logits for the rows at the indices `keep`, which are still to be drawn."""
         assert self.logits_B1V is not None and self.tokens_B1 is not None, "a one-token forward"
         index = mx.array(keep)
         self.logits_B1V, self.tokens_B1 = self.logits_B1V[index], self.tokens_B1[index]
@@ -134,14 +134,14 @@ class RowModel:
         return quick if quick is not None and quick.model is self.model and quick.takes(caches) else None
 
     def draws_in_place(self, cache: list[Any]) -> bool:
-        """Whether KV of rows' next inputs is written in place, so that it costs nothing where each of them ends."""
+        """True if a decode step writes KV in place, so that rows of different lengths cost nothing extra."""
         quick = self._quick(cache[:-1])
         return quick is not None and quick.may_be_in_place(cache[:-1], 1)
 
     def __call__(self, tokens_BL: mx.array, cache: list[Any], *, draws: bool = False, whole: bool = False) -> mx.array:
         """Logits [B, L, V], as the model rounds them.
 
-        `draws`: the rows' next inputs, and drafts behind them. The logits are asked for before anything else reads what
+        `draws`: the rows' next inputs, and drafts after them. The logits are asked for before anything else reads what
         this writes, so that it may be written in place (kv/cuda/place.py). `whole`: nothing of it is given out yet.
         """
         self._enter(cache[-1])
@@ -186,15 +186,15 @@ class RowModel:
             self._place()
 
     def _place(self) -> None:
-        """Where our rows go on behind their images."""
-        if self._placement is not None:
+        """Where our rows go on after their images."""
+        if self._row_positions is not None:
             spots = [row.viewing and row.viewing.features and row.viewing.features.spots for row in self.rows]
             shifts = [each.shift if each else 0 for each in spots]
             self._shift_B = mx.array(shifts) if any(shifts) else None
 
     def _moved(self) -> AbstractContextManager[None]:
-        """A forward of what comes behind the prompts of rows with images."""
-        return nullcontext() if self._placement is None else self._placement.moved(self._shift_B)
+        """A forward of what comes after the prompts of rows with images."""
+        return nullcontext() if self._row_positions is None else self._row_positions.moved(self._shift_B)
 
     def _spread(
         self,
@@ -204,7 +204,7 @@ class RowModel:
         deep: Sequence[mx.array],
     ) -> AbstractContextManager[None]:
         """A forward of pieces of prompts, some of them with images."""
-        if self._placement is None:
+        if self._row_positions is None:
             return nullcontext()
         length = len(ids_BL[0])
         pieces = [
@@ -215,5 +215,5 @@ class RowModel:
         ]
         positions_3BL = np.stack(pieces, axis=1)
         if min(map(min, ids_BL)) < 0:
-            return self._placement.spread(mx.array(positions_3BL), deep)
-        return self._placement.moved(mx.array(positions_3BL[0, :, 0] - np.array(starts_B, np.int32)))
+            return self._row_positions.spread(mx.array(positions_3BL), deep)
+        return self._row_positions.moved(mx.array(positions_3BL[0, :, 0] - np.array(starts_B, np.int32)))

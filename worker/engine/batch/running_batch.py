@@ -6,7 +6,7 @@ whole vocabulary are not kept. The look-ahead is the same: when a token comes ou
 way.
 
 One step: the next prompts' forward, first tokens of those that are through, the decode step; then the tokens of the
-step before are told. Where interactive prompts wait beside batch rows, or nothing decodes, first tokens have a forward
+step before are told. Where interactive prompts wait with batch rows, or nothing decodes, first tokens have a forward
 of their own before the decode step (on a CPU instead of it, at most three times in a row); else the last token of a
 prompt is fed in the next decode step, which saves one.
 
@@ -28,7 +28,7 @@ from shared.sequences import SequenceClass
 from worker.engine.batch.keeping import Keeping
 from worker.engine.batch.prompt_group import Entry, PromptGroup, extend, kv_in, with_stop
 from worker.engine.batch.prompts_in_flight import Pieces
-from worker.engine.batch.row import Row, RowTag, tell
+from worker.engine.batch.row import Row, RowTag, report_tokens
 from worker.engine.batch.row_model import RowModel
 from worker.engine.batch.sampler import RowSampler
 from worker.engine.kv.kinds import end_of, keep_rows, share_offsets
@@ -57,15 +57,15 @@ class RunningBatch:
         self._cache: list[Any] = []  # of the rows that decode; the tag is the last one
         self._padding: list[int] = []  # positions before the first one of each row
         self._next_B = mx.array([], mx.uint32)  # what the next decode step feeds
-        self._untold: set[Row] = set()  # rows whose next input is not news: it ends their prompt, or has been told
+        self._untold: set[Row] = set()  # rows whose next input is not news: it ends their prompt, or has been reported
         self._prefilling: dict[Row, None] = {}  # have no first token yet, in order of arrival
         self._inserted: set[Row] = set()
         self._turn = 0
-        self._passed = 0  # steps in a row that have told first tokens and decoded nothing
+        self._passed = 0  # consecutive steps that reported first tokens and decoded nothing
         self._events: list[TokenEvent] = []  # that have not been taken
         self.started: list[Row] = []  # got their first token in the latest step
-        self.unfed = 0  # tokens of each row that the latest step has told and not fed
-        self.has_decoded = False  # the latest step has fed the rows that decode, though it may have told nothing
+        self.unfed = 0  # tokens of each row that the latest step has reported and not fed
+        self.has_decoded = False  # the latest step has fed the rows that decode, though it may have reported nothing
         # On a CPU, MLX computes while it dispatches: there a first token would wait for all of the next decode step.
         self._tells_at_once = mx.default_device() == mx.Device(mx.cpu)
         maybe_set_recommended_wired_limit()
@@ -150,7 +150,7 @@ class RunningBatch:
             self._model.keep(keep, self._decoding_rows)
 
     def news(self) -> list[TokenEvent]:
-        """What has been told and not been taken yet, also by a step that has failed."""
+        """Events since the last call, including those of a step that failed."""
         events, self._events = self._events, []
         return events
 
@@ -239,7 +239,7 @@ class RunningBatch:
         return early
 
     def _is_early(self, group: PromptGroup) -> bool:
-        """Whether first tokens come before the decode step, for a forward of their own."""
+        """True if first tokens come before the decode step, at the price of a forward of their own."""
         beside = self._decoding_rows
         if not beside:
             return True
@@ -263,7 +263,7 @@ class RunningBatch:
         share_offsets(cache[:-1])
 
     def _decode(self) -> None:
-        """Begin the next decode step, and tell what it is fed."""
+        """Begin the next decode step, and report its inputs."""
         self.started, self.unfed = [], 0
         if not self._cache:
             return
@@ -283,13 +283,13 @@ class RunningBatch:
             self._next_B = self._sampler()
 
     def _tell(self) -> None:
-        """Tell what the next decode step is fed, before it begins."""
+        """Report the inputs of the next decode step before it begins."""
         rows, untold = self._decoding_rows, self._untold
         self._untold, self.unfed = set(rows), 1
         self._told(rows, cast(list[int], self._next_B.tolist()), untold)
 
     def stop_ahead(self) -> None:
-        """Tell what has been drawn, and feed it no more: each row's KV ends before its last token."""
+        """Report what has been drawn, and do not feed it: each row's KV ends before its last token."""
         if not self._cache:
             return
         self._draw_late()
@@ -312,12 +312,12 @@ class RunningBatch:
         self._add_news([(row, token) for row, token in zip(rows, fed, strict=True) if row not in untold])
 
     def _add_news(self, tokens: list[tuple[Row, int]]) -> None:
-        """What a step tells; some rows have started by it."""
-        told = dict.fromkeys(row for row, _ in tokens) if self._prefilling else ()
-        self.started = [row for row in told if row in self._prefilling]
+        """Report a step's tokens; rows whose first token is among them have started."""
+        reported = dict.fromkeys(row for row, _ in tokens) if self._prefilling else ()
+        self.started = [row for row in reported if row in self._prefilling]
         for row in self.started:
             del self._prefilling[row]
-        tell(tokens, self._events)
+        report_tokens(tokens, self._events)
 
     def kv_of(self, rows: list[Row]) -> KvRows:
         """The KV of rows that decode, as it lies in the batch."""

@@ -24,7 +24,6 @@ from worker.engine.batch.penalties import LogitEdits, Penalties
 from worker.engine.batch.row import Row
 from worker.engine.batch.row_model import RowModel
 from worker.engine.batch.token_masks import TokenMasks
-from worker.engine.sampling.asked_tokens import Asked, AskedTokens
 from worker.engine.sampling.cuda import draws
 from worker.engine.sampling.draw import (
     SMALLEST,
@@ -36,6 +35,7 @@ from worker.engine.sampling.draw import (
     uniforms,
     uniforms_at,
 )
+from worker.engine.sampling.named_tokens import NamedLogprobs, NamedTokens
 
 LOWEST = -9999.0  # reported of what cannot be drawn: JSON has no infinity (OpenAI's number)
 NOISE_STEPS = 32  # that noise is made for at once
@@ -86,7 +86,7 @@ class RowSampler:
         return _given_out(*plan.drawn(logits_NV, inputs_N[:, None], versions, self._model.same))
 
     def are_plain(self, rows: tuple[Row, ...]) -> bool:
-        """Whether `unread` draws for these."""
+        """True if `unread` can draw for these rows."""
         return self._plain.numbers(rows) is not None
 
     def unread(self, positions_BL: mx.array, logits_NV: mx.array, inputs_N: mx.array) -> tuple[mx.array, Draw]:
@@ -100,7 +100,7 @@ class RowSampler:
         return plan.drawn(logits_NV, inputs_N[:, None], versions, self._model.same, noise_N1)
 
     def _plan_ahead(self, numbers: Numbers, index: Indices | int, positions_N: Indices | None, vocab: int) -> _Plan:
-        """Of places in plain rows: `index` tells the row of each, or how many each row has.
+        """Plan draws at N places of plain rows. `index`: the row of each place, or how many places each row has.
 
         Where that is as in the latest step, only positions differ.
         """
@@ -129,7 +129,7 @@ class Places:
 
 
 class Guesses:
-    """Draws of a set of rows step by step, of which nothing is told: `Row.ahead` says where each of them stands.
+    """Draws of a set of rows step by step, whose tokens are not read: `Row.ahead` says where each of them stands.
 
     Whatever gives the logits, the noise is that of each row's seed and position.
     """
@@ -164,12 +164,12 @@ class _Plan:
         self._penalties = Penalties(rows, vocab)
         self._tokens = TokenMasks(rows, vocab)
         self._masks = GrammarMasks(rows, vocab)
-        self._asked = AskedTokens([row.sampling for row in rows])
+        self._asked = NamedTokens([row.sampling for row in rows])
         self._steps_left = self._edits.steps_valid or -1
         numbers, positions = plain or (Numbers.of(rows), np.array([row.position for row in rows], np.int64))
         drawn = numbers.drawn
         self._drawn, self._places = _Subset(drawn, len(numbers)), drawn
-        self._noise_steps = NOISE_STEPS if plain is None else 1  # plain rows' places are told anew in each step
+        self._noise_steps = NOISE_STEPS if plain is None else 1  # plain rows' places are given in each step
         self.begin(positions)
         self._bare = self._bare_S = _Subset([], len(numbers))
         if drawn:
@@ -192,7 +192,7 @@ class _Plan:
 
     @property
     def expired(self) -> bool:
-        """Whether a row has reached its min_tokens since, so that the edits must be built again."""
+        """True if a row has reached its min_tokens, so that the logit edits must be rebuilt."""
         return self._steps_left == 0
 
     def _prepare_draw(self, numbers: Numbers, vocab: int, candidates: int) -> None:
@@ -229,7 +229,7 @@ class _Plan:
         same: Callable[[mx.array], mx.array] | None,
         noise_B1: mx.array | None = None,
     ) -> tuple[mx.array, Draw]:
-        """Token ids [B] uint32, and what is told of them; `inputs_B1` are the ids that were fed.
+        """Token ids [B] uint32, and what is reported of them; `inputs_B1`: the ids that were fed.
 
         `noise_B1`: None: that of the rows' seeds and positions.
         Log-probabilities of all tokens are made only where a row asks for more than those of its own: logits are large.
@@ -242,11 +242,11 @@ class _Plan:
         if same is None and uniforms_S1 is not None and not self._bare.is_empty and draws.is_for(logits_BV):
             bare = self._draw_bare(logits_BV, uniforms_S1)
             if self._bare.is_all and not self._tells_others:
-                return bare[0], Draw(versions, bare[1], None, {}, Asked(self._asked, None))
+                return bare[0], Draw(versions, bare[1], None, {}, NamedLogprobs(self._asked, None))
         logits_BV = logits_BV.astype(mx.float32)
         tokens_B = self.draw(logits_BV, inputs_B1, uniforms_S1)
         tokens_B = tokens_B if same is None else same(tokens_B)
-        tokens_B = tokens_B if bare is None else self._bare.put(tokens_B, bare[0])  # whoever else is in the batch
+        tokens_B = tokens_B if bare is None else self._bare.put(tokens_B, bare[0])  # whatever other rows there are
         totals_B1 = mx.logsumexp(logits_BV, axis=-1, keepdims=True)
         top_TK = asked_N = None
         if self._tells_others:
@@ -256,7 +256,7 @@ class _Plan:
         else:
             logprobs_B1 = mx.take_along_axis(logits_BV, tokens_B[:, None], axis=-1) - totals_B1
         logprobs_B = logprobs_B1[:, 0]
-        return tokens_B, Draw(versions, logprobs_B, top_TK, self._top_index, Asked(self._asked, asked_N))
+        return tokens_B, Draw(versions, logprobs_B, top_TK, self._top_index, NamedLogprobs(self._asked, asked_N))
 
     def _draw_bare(self, logits_BV: mx.array, uniforms_S1: mx.array) -> tuple[mx.array, mx.array]:
         """Tokens and log-probabilities of rows that draw from all that the model says, by a kernel of ours."""
@@ -301,7 +301,7 @@ class _Plan:
         return draw_by_chance(chances_SV, smallest_S1, uniforms_S1)
 
     def _noise(self) -> mx.array:
-        """Of the next step, [S, 1]. It is made for several at once: numpy takes as long for one, and uploads cost."""
+        """Noise of the next step, [S, 1]. It is drawn for several steps at once: numpy takes as long for one."""
         at, steps = self._noise_at, self._noise_steps
         if at == steps:
             positions_KS = self._positions_S + np.arange(steps)[:, None]
@@ -346,13 +346,13 @@ class _Reported:
             self._parts.append((self._greedy, self._greedy.of(logits_BV)))
 
     def keep_drawn(self, logits_SV: mx.array, chances_SV: mx.array, smallest_S1: mx.array) -> None:
-        """Of the rows that are not greedy: tempered logits, their softmax, and the smallest chance that is kept."""
+        """Store the tempered logits of rows that are not greedy, without tokens whose chance is below `smallest_S1`."""
         if not self._drawn.is_empty:
             kept_PV = self._among_drawn.of(chances_SV) >= self._among_drawn.of(smallest_S1)
             self._parts.append((self._drawn, mx.where(kept_PV, self._among_drawn.of(logits_SV), -mx.inf)))
 
     def of(self, logprobs_BV: mx.array) -> mx.array:
-        """What is reported, [B, V]: these log-probabilities, and for the rows that ask those of the last draw."""
+        """Log-probabilities to report, [B, V]: the given ones, or the processed ones for rows that want those."""
         parts, self._parts = self._parts, []
         for rows, logits_PV in parts:
             logprobs_PV = logits_PV - mx.logsumexp(logits_PV, axis=-1, keepdims=True)

@@ -21,7 +21,7 @@ _NONE = -2  # before a completion's first token
 
 
 class TokenMasks:
-    """Of one set of rows. A: rows with allowed ids. H: with bad words. N: bad words. M: tokens before a last one."""
+    """Masks of a batch. A: rows with allowed ids. H: rows with bad words. N: bad words. M: their lengths - 1."""
 
     def __init__(self, rows: tuple[Row, ...], vocab: int) -> None:
         allowing = [index for index, row in enumerate(rows) if row.sampling.allowed_token_ids]

@@ -19,18 +19,18 @@ _TYPES = "#include <cuda_bf16.h>\n#include <cuda_fp16.h>\n"
 
 
 def is_used() -> bool:
-    """Whether this process computes on CUDA."""
+    """True if this process computes on CUDA."""
     return mx.cuda.is_available() and mx.default_device() != mx.Device(mx.cpu)
 
 
 def is_on(switch: str) -> bool:
-    """Whether it does, and that variable does not turn such kernels off."""
+    """True if this process computes on CUDA and the variable `switch` is not "0"."""
     return os.environ.get(switch, "1") != "0" and is_used()
 
 
 @cache
 def is_right(what: str, switch: str, trials: Callable[[], Iterable[tuple[str, bool]]]) -> bool:
-    """Whether a kernel compiles here, and each trial of it, by its name, has said so; a log line tells what has not.
+    """True if a kernel compiles here and passes each named trial; a failed trial is logged.
     It is tried once in a process.
 
     `what`: as the log names it; `switch`: the variable that turns it off.
@@ -93,3 +93,16 @@ def number(value: float) -> int:
     if not value >= 0:
         raise ValueError(f"{value} is negative: a kernel's name holds its number")
     return int.from_bytes(struct.pack("<f", abs(value)), "little")
+
+
+def fused(of: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    """Elementwise operations as one kernel, on any GPU.
+
+    On a CPU a compiler would run for seconds while rows wait, and save little.
+    """
+    compiled = mx.compile(of, shapeless=True)
+
+    def call(*arrays: mx.array) -> mx.array:
+        return (of if mx.default_device() == mx.Device(mx.cpu) else compiled)(*arrays)
+
+    return call

@@ -1,4 +1,4 @@
-"""Classifiers and reward models as Hugging Face stores them: a language model's body with `score.weight` beside it.
+"""Classifiers and reward models as Hugging Face stores them: a language model's body with `score.weight` added.
 
 `config.json` names a `...ForSequenceClassification`, and says how many labels there are and what they are called. Such
 a model is loaded as mlx-lm's language model of its type, and `score` becomes its own head: a scalar one when there is
@@ -23,12 +23,12 @@ _BODY = {"tie_word_embeddings": True}  # there is no output layer in the file
 
 
 def is_classifier(config: dict[str, Any]) -> bool:
-    """Whether a config.json is that of one."""
+    """True if config.json describes a sequence classifier."""
     return any(str(name).endswith("ForSequenceClassification") for name in config.get("architectures") or ())
 
 
 class Classifier:
-    """What loads one: mlx-lm's classes, with `score` taken out of the weights before the model sees them."""
+    """Loads a classifier by mlx-lm's classes; `score` is taken out of the weights before the model sees them."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         if config.get("problem_type") == "multi_label_classification":
@@ -42,7 +42,7 @@ class Classifier:
         return model, config
 
     def heads(self, hidden_size: int) -> dict[str, Head]:
-        """Its head, under the name `score`; SetupError when it does not fit the model or the labels."""
+        """The classifier's head, named `score`; SetupError if it does not fit the model or the labels."""
         weight = self._tensors.get(f"{SCORE}.weight")
         if weight is None or set(self._tensors) - {f"{SCORE}.weight", f"{SCORE}.bias"}:
             found = ", ".join(sorted(self._tensors)) or f"no {SCORE}.weight"

@@ -1,4 +1,4 @@
-"""One head: its weights, and what it makes of hidden states, in fp32 (worker/engine/networks/products.py)."""
+"""One head: its weights, and what it makes of hidden states, in fp32 (worker/engine/networks/network.py:multiply)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ import numpy.typing as npt
 
 from shared.errors import AdapterRejectedError
 from shared.heads import HeadSpec
-from worker.engine.networks.network import ACTIVATIONS
-from worker.engine.networks.products import multiply
+from worker.engine.networks.network import ACTIVATIONS, multiply
 
 Tensors = dict[str, mx.array]
 
 
 @dataclass(frozen=True)
-class Layer:
+class DenseLayer:
     """Weights [outputs, inputs], and a bias."""
 
     weight_OI: mx.array
@@ -31,20 +30,19 @@ class Layer:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its weights."""
         return self.weight_OI.nbytes + (0 if self.bias_O is None else self.bias_O.nbytes)
 
 
 @dataclass(frozen=True)
 class Head:
-    """In memory, evaluated."""
+    """A head's layers in memory, with evaluated weights."""
 
     spec: HeadSpec
-    output: Layer
-    hidden: Layer | None = None
+    output: DenseLayer
+    hidden: DenseLayer | None = None
 
     def __call__(self, states_NH: mx.array) -> npt.NDArray[np.float32]:
-        """Its outputs [N, outputs] for the hidden states of N texts: fp32, little-endian."""
+        """Outputs [N, outputs] for the hidden states of N texts: fp32, little-endian."""
         x_NI = states_NH.astype(mx.float32)
         if self.hidden is not None:
             x_NI = ACTIVATIONS[self.spec.activation](self.hidden(x_NI))
@@ -52,7 +50,6 @@ class Head:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its weights."""
         return self.output.nbytes + (0 if self.hidden is None else self.hidden.nbytes)
 
 
@@ -72,10 +69,10 @@ def read_heads(owner: str, specs: Mapping[str, HeadSpec], file: Path, hidden_siz
     return heads
 
 
-def layer(tensors: Tensors, path: str) -> Layer:
+def layer(tensors: Tensors, path: str) -> DenseLayer:
     """The tensors `PATH.weight` and, if there is one, `PATH.bias`, evaluated in fp32."""
     bias = tensors.get(f"{path}.bias")
     weight_OI = tensors[f"{path}.weight"].astype(mx.float32)
     bias_O = None if bias is None else bias.astype(mx.float32)
     mx.eval([weight_OI, *([] if bias_O is None else [bias_O])])
-    return Layer(weight_OI, bias_O)
+    return DenseLayer(weight_OI, bias_O)

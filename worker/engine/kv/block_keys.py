@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 
 class BlockKeys:
-    """Of one base model and block size."""
+    """Keys of blocks for one base model and block size."""
 
     def __init__(self, base_sha256: str, block_size: int) -> None:
         self._base = base_sha256

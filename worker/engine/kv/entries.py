@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from worker.engine.kv.slabs import Cut, State
+from worker.engine.kv.slabs import SlabCut, State
 
 
 class Promotion:
@@ -14,14 +14,14 @@ class Promotion:
 
     @property
     def waits(self) -> bool:
-        """Whether the row should."""
+        """True if the row should wait for it."""
         return False
 
     def cancel(self) -> None:
-        """The row has gone."""
+        """Stop waiting: the row has left the engine."""
 
 
-UNASKED, NOTHING = Promotion(), Promotion()  # of a row that nobody has looked for yet; where there is none
+UNASKED, NOTHING = Promotion(), Promotion()  # of a row not looked up yet; of one without any
 
 
 @dataclass
@@ -37,22 +37,22 @@ class Segment:
     """Blocks that were stored together."""
 
     keys: list[bytes]  # of its blocks
-    cut: Cut
+    cut: SlabCut
     version: str
 
 
 @dataclass(eq=False)
-class Snapshot:
-    """What is needed at one position beside the blocks before it."""
+class StateSnapshot:
+    """State at one position that must be restored in addition to the blocks before it."""
 
     key: bytes  # of the last whole block before it
     tail: tuple[int, ...]  # ids between that block and the position
     length: int  # ids in all
     state: State
-    rest: Cut | None  # of the tail
+    rest: SlabCut | None  # of the tail
     version: str
 
 
 def go_on_with(ids: Sequence[int], tail: tuple[int, ...], length: int) -> bool:
-    """Whether these ids have a snapshot's tail right before its position."""
+    """True if these ids have the snapshot's tail directly before its position."""
     return tuple(ids[length - len(tail) : length]) == tail

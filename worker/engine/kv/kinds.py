@@ -52,11 +52,11 @@ class Kind:
         raise NotImplementedError
 
     def arrays(self, cache: Any) -> Arrays:
-        """Of all rows and positions of a cut leaf; () while it is empty."""
+        """Arrays of a cut leaf for all rows and positions; () while it is empty."""
         raise NotImplementedError
 
     def state(self, cache: Any, rows: list[int], lengths: list[int]) -> Arrays:
-        """Of these rows, which have read so many ids, where the leaf is not cut; () while it is empty."""
+        """State of these rows of a leaf that is not cut, after `lengths` ids; () while it is empty."""
         raise NotImplementedError
 
     def restored(self, new: Any, arrays: Arrays, length: int) -> Any:
@@ -64,7 +64,7 @@ class Kind:
         raise NotImplementedError
 
     def copies(self, cache: Any, rows: int) -> Any:
-        """A batch of equal rows; as views, where that can be: whoever writes behind them makes a copy."""
+        """A batch of equal rows; as views, where that can be: a write after them makes a copy."""
         return cache.merge([cache] * rows)
 
     def filter(self, cache: Any, keep: list[int], index: mx.array, shift: int) -> None:
@@ -123,7 +123,7 @@ class _Plain(Kind):
         return leaf
 
     def _row(self, like: Any) -> Any:
-        """An empty one."""
+        """An empty cache for one row."""
         return KVCache()
 
     def _batch(self, like: Any, padding: list[int]) -> Any:
@@ -275,12 +275,12 @@ def keep_rows(caches: Sequence[Any], keep: list[int], padding: Sequence[int]) ->
 
 
 def may_be_taken_back(caches: Sequence[Any]) -> bool:
-    """Whether rows of a batch can be: all leaves are of kinds that we know."""
+    """True if rows can be shortened: the kind of every leaf is known."""
     return all(kind_of(leaf).is_known for leaf in leaves(caches))
 
 
 def are_cut(caches: Sequence[Any]) -> bool:
-    """Whether all leaves can be cut at any length."""
+    """True if all leaves can be cut at any length."""
     return all(kind_of(leaf).is_cut for leaf in leaves(caches))
 
 
@@ -311,7 +311,7 @@ def end_apart(caches: Sequence[Any], least: int, slack: Slack | None) -> None:
 def share_offsets(caches: Sequence[Any], unused_B: mx.array | None = None) -> None:
     """After a batch has read: let all leaves have one leaf's count [B] of what each row has read, for it is the same.
 
-    Each leaf has counted by itself, lazily. What nobody holds any more is never computed: an operation a layer.
+    Each leaf has counted by itself, lazily. What is no longer referenced is never computed: an operation a layer.
     `unused_B`: so many positions each row has read in vain.
     """
     counted = [leaf for leaf in _with_ends(caches) if isinstance(leaf.offset, mx.array)]
@@ -334,12 +334,12 @@ def align(caches: Sequence[Any]) -> None:
 
 
 def has_windows(caches: Sequence[Any]) -> bool:
-    """Whether a leaf holds what a row needs no more as long as another row is behind."""
+    """True if a leaf keeps positions that a row no longer needs while another row has fewer."""
     return any(kind_of(leaf).has_ends and not kind_of(leaf).is_cut for leaf in leaves(caches))
 
 
 def states(caches: Sequence[Any]) -> list[Arrays]:
-    """What recurrent leaves hold now."""
+    """Arrays that recurrent leaves hold now."""
     return [tuple(leaf.cache) for leaf in _recurrent(caches)]
 
 
@@ -350,13 +350,13 @@ def go_back(caches: Sequence[Any], to: Sequence[Arrays]) -> None:
 
 
 def expect(caches: Sequence[Any], lengths: Sequence[int]) -> None:
-    """What is fed next has so many ids of each row, then padding, which recurrent leaves must not read."""
+    """Announce that the next input has `lengths` ids per row, then padding that recurrent leaves must not read."""
     for leaf in _recurrent(caches):
         leaf.prepare(lengths=lengths)
 
 
 def have_read(caches: Sequence[Any]) -> None:
-    """It has been fed."""
+    """End what `expect` began, after the forward."""
     for leaf in _recurrent(caches):
         leaf.finalize()
 

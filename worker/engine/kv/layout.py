@@ -28,7 +28,7 @@ _LONG_TRIAL = tuple(range(1, 4 * _TRIAL_BOUND))  # token ids
 
 @dataclass(frozen=True)
 class KvLayout:
-    """Of one model: how each leaf of its caches is packed, None as the model makes it; () is all None."""
+    """Packing of each leaf of a model's caches; None: as the model creates it. () means None for all leaves."""
 
     packings: tuple[Packing | None, ...] = ()
     bound: int = 0  # positions that a plain leaf holds, the last ones; 0: all
@@ -82,8 +82,8 @@ def layout_of(model: Any, bits: int, group_size: int, bound: int = 0) -> KvLayou
         packings.append(None if reason else Packing(bits, group_size, leaf.keys.dtype))
         reasons[reason] += 1
     if not any(packings):
-        told = "; ".join(f"{count} x {reason}" for reason, count in reasons.items())
-        raise SetupError(f"--kv-bits {bits}: no layer of this model keeps KV that can be quantised: {told}")
+        counts = "; ".join(f"{count} x {reason}" for reason, count in reasons.items())
+        raise SetupError(f"--kv-bits {bits}: no layer of this model keeps KV that can be quantised: {counts}")
     layout = KvLayout(tuple(packings))
     try:
         logits = _fed(model, layout.new(model))
@@ -112,7 +112,7 @@ def _bounded(model: Any, bound: int) -> KvLayout:
 
 
 def _unbounded(caches: list[Any], bound: int) -> str:
-    """Why plain leaves of such caches cannot be bounded; "" if they can, as far as caches tell."""
+    """Why plain leaves of such caches cannot be bounded; "" if they can, as far as caches show."""
     if odd := sorted({type(leaf).__name__ for leaf in leaves(caches) if not kind_of(leaf).is_known}):
         return f"it keeps KV in mlx-lm's {', '.join(odd)}, which cannot be bounded"
     if not any(kind_of(leaf).is_cut for leaf in leaves(caches)):

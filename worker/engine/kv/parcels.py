@@ -52,7 +52,7 @@ class UnusableParcelError(Exception):
 
 
 class Label(msgspec.Struct, frozen=True):
-    """What a parcel holds. `identity` is of what computed it (`identity_of`)."""
+    """Describes the content of a parcel. `identity` is that of the model which computed it (`identity_of`)."""
 
     identity: str
     keys: tuple[bytes, ...]  # of its blocks, in order; of a snapshot the key before its position
@@ -80,7 +80,7 @@ HostLayers = list[tuple[HostArray, ...]]
 
 
 @dataclass(frozen=True)
-class Parcel:
+class KvParcel:
     """Arrays of one row: blocks of the leaves that are cut, or a snapshot's rest of these and the others' states."""
 
     label: Label
@@ -89,7 +89,7 @@ class Parcel:
 
     @property
     def arrays(self) -> Iterator[HostArray]:
-        """All of them."""
+        """All arrays, those of cut leaves first."""
         return (array for leaf in (*self.cut, *self.states) for array in leaf)
 
 
@@ -102,12 +102,12 @@ class Packed:
 
     @property
     def nbytes(self) -> int:
-        """Of all."""
+        """Bytes of the head and all parts."""
         return len(self.head) + sum(part.nbytes for part in self.parts)
 
 
 def identity_of(base_sha256: str, dtype: str, block_size: int, new_kv: Sequence[Any]) -> str:
-    """Of a model as it computes here: KV of another identity is not ours."""
+    """Hash of the model and how it computes here; KV of another identity must not be used."""
     releases = [f"{name} {importlib.metadata.version(name)}" for name in ("mlx", "mlx-lm")]
     layout = [_layout(leaf) for leaf in leaves(new_kv)]
     whole = json.dumps([FORMAT, base_sha256, dtype, block_size, releases, layout])
@@ -144,7 +144,7 @@ def on_host(array: mx.array, bytes_of: mx.array) -> HostArray:
 
 
 def as_array(host: HostArray) -> mx.array:
-    """A copy, as MLX's."""
+    """Copy into an MLX array."""
     if not host.data.nbytes:
         return mx.zeros(host.shape, _DTYPES[host.dtype][0])
     flat = mx.array(host.data)  # type: ignore[arg-type]  # anything that has a buffer
@@ -154,8 +154,8 @@ def as_array(host: HostArray) -> mx.array:
 # -- in any thread
 
 
-def pack(parcel: Parcel) -> Packed:
-    """Its bytes."""
+def pack(parcel: KvParcel) -> Packed:
+    """Serialise the parcel; the parts are views of its arrays."""
     tensors: dict[str, Any] = {}
     parts: list[memoryview] = []
     end = 0
@@ -183,7 +183,7 @@ def label_of(head: bytes | memoryview) -> tuple[Label, int]:
     return _label(header), start + max(ends, default=0)
 
 
-def unpack(data: bytes | bytearray | memoryview, identity: str) -> Parcel:
+def unpack(data: bytes | bytearray | memoryview, identity: str) -> KvParcel:
     """The parcel that these bytes are; its arrays are views of them. UnusableParcelError."""
     whole = memoryview(data).cast("B")
     header, start = _header(whole)
@@ -204,7 +204,7 @@ def unpack(data: bytes | bytearray | memoryview, identity: str) -> Parcel:
         while len(layers[prefix]) <= int(leaf):
             layers[prefix].append([])
         layers[prefix][int(leaf)].append(_array(each, whole[start:]))
-    return Parcel(label, *([tuple(leaf) for leaf in layers[prefix]] for prefix in ("cut", "state")))
+    return KvParcel(label, *([tuple(leaf) for leaf in layers[prefix]] for prefix in ("cut", "state")))
 
 
 def _checksum(unsigned: bytes, parts: Sequence[memoryview]) -> str:

@@ -1,13 +1,13 @@
 """Automatic prefix cache: KV of earlier sequences, found again by the hashes of their blocks (block_keys.py).
 
-What a sequence adds to the cache is one *segment*: the KV of those blocks that nobody stored before it. A prompt that
-shares some blocks of a segment hits as far as they go. Layers that cannot be cut (kinds.py) are stored beside the
-blocks as *snapshots*: each holds what they had at one position, and the others' KV behind the last whole block before
+What a sequence adds to the cache is one *segment*: the KV of those blocks that were not stored before it. A prompt that
+shares some blocks of a segment hits as far as they go. Layers that cannot be cut (kinds.py) are stored with the
+blocks as *snapshots*: each holds what they had at one position, and the others' KV after the last whole block before
 it. In a model with such layers a hit is the longest stored beginning that ends at a snapshot; `stops` says at which
 positions of a prompt one is worth its bytes. Where all layers can be cut, a short prompt's last ids are kept, too, as a
 *tail* (tails.py).
 
-MLX arrays never change: whoever writes behind a prefix writes into a copy, so hits share the stored arrays. What comes
+MLX arrays never change: a write after a prefix goes into a copy, so hits share the stored arrays. What comes
 together lies in one slab (slabs.py), which lives as long as one part of it is used; the first hit of a part takes it
 out, so that few hot prompts do not keep cold ones.
 
@@ -25,10 +25,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from worker.engine.kv.block_keys import BlockKeys
-from worker.engine.kv.entries import NOTHING, Prefix, Promotion, Segment, Snapshot, go_on_with
+from worker.engine.kv.entries import NOTHING, Prefix, Promotion, Segment, StateSnapshot, go_on_with
 from worker.engine.kv.kinds import kind_of, leaves, restored
-from worker.engine.kv.slabs import Cut, KvRows, Slab, SlabUse, Wanted, copy_rows, copy_states, joined, shares_of
-from worker.engine.kv.stops import Stops
+from worker.engine.kv.slabs import KvRows, RowSpan, Slab, SlabCut, SlabUse, copy_rows, copy_states, joined, shares_of
+from worker.engine.kv.snapshots import SnapshotPositions
 from worker.engine.kv.tails import Place, Tails
 from worker.engine.messages import DiskStats, PrefixStats
 
@@ -59,10 +59,10 @@ class PrefixCache:
         self._cut_shares, self._state_shares = each = shares_of(new_kv, shares)
         self._block_size = block_size
         self._keys = BlockKeys(base_sha256, block_size)
-        self._stops = Stops(block_size, limit_bytes)
+        self._positions = SnapshotPositions(block_size, limit_bytes)
         self._blocks: dict[bytes, Segment] = {}
-        self._snapshots: dict[bytes, dict[tuple[int, ...], Snapshot]] = {}
-        self._order: OrderedDict[Segment | Snapshot, None] = OrderedDict()  # least recently used first
+        self._snapshots: dict[bytes, dict[tuple[int, ...], StateSnapshot]] = {}
+        self._order: OrderedDict[Segment | StateSnapshot, None] = OrderedDict()  # least recently used first
         self._slabs = SlabUse(each)
         self._tails = Tails(self._limit, each)
         self._hits = self._misses = self._hit_tokens = self._evicted = 0
@@ -70,7 +70,6 @@ class PrefixCache:
 
     @property
     def stats(self) -> PrefixStats:
-        """Counters and size."""
         return PrefixStats(
             bytes=self._slabs.bytes + self._tails.nbytes,
             blocks=len(self._blocks),
@@ -91,8 +90,8 @@ class PrefixCache:
 
     @property
     def state_bytes(self) -> int:
-        """Of one snapshot; 0 until there has been one."""
-        return self._stops.state_bytes
+        """Bytes of one snapshot; 0 until the first one is stored."""
+        return self._positions.state_bytes
 
     # -- find
 
@@ -127,7 +126,7 @@ class PrefixCache:
     def _tail_behind(
         self, ids: Sequence[int], version: str, runs: dict[Segment, int], tenants: Collection[str]
     ) -> Place | None:
-        """The longest tail of these ids behind the blocks that are known; of several tenants' the shortest."""
+        """The longest tail of these ids after the blocks that are known; of several tenants' the shortest."""
         if self.needs_snapshots:
             return None
         segment, blocks = next(reversed(runs.items()), (None, 0))
@@ -143,7 +142,7 @@ class PrefixCache:
 
     def _beginning(
         self, ids: Sequence[int], version: str, at_most: int
-    ) -> tuple[dict[Segment, int], Snapshot | None, int]:
+    ) -> tuple[dict[Segment, int], StateSnapshot | None, int]:
         """The longest stored beginning: blocks of each segment, the snapshot that it ends at, and its length."""
         keys = list(self._keys.chain(ids, version))
         if not self.needs_snapshots:
@@ -156,7 +155,7 @@ class PrefixCache:
                 return self._find(iter(keys[:count])), snapshot, snapshot.length
         return {}, None, 0
 
-    def _snapshot_behind(self, key: bytes, ids: Sequence[int], at_most: int) -> Snapshot | None:
+    def _snapshot_behind(self, key: bytes, ids: Sequence[int], at_most: int) -> StateSnapshot | None:
         """The longest snapshot of these ids between this block and the next one's end."""
         fitting = (
             snapshot
@@ -179,12 +178,12 @@ class PrefixCache:
 
     @property
     def busy(self) -> bool:
-        """Whether `work` has anything to do."""
+        """True if `work` has anything to do."""
         return False
 
     @property
     def disk(self) -> DiskStats:
-        """The files."""
+        """Statistics of the KV files; empty without a disk tier."""
         return DiskStats()
 
     def promotion(self, ids: Sequence[int], version: str, at_most: int) -> Promotion:
@@ -200,10 +199,10 @@ class PrefixCache:
     def close(self, *, keep: bool) -> None:
         """End; `keep` what is in memory, if there is a place."""
 
-    def _added(self, entry: Segment | Snapshot) -> None:
+    def _added(self, entry: Segment | StateSnapshot) -> None:
         """Called when an entry has been stored."""
 
-    def _leaves(self, entry: Segment | Snapshot) -> None:
+    def _leaves(self, entry: Segment | StateSnapshot) -> None:
         """Called before an entry is dropped for want of room."""
 
     # -- what is worth storing
@@ -222,15 +221,15 @@ class PrefixCache:
         starts = (at * size for at in range(blocks))
         return next((at for at in starts if one[at : at + size] != other[at : at + size]), blocks * size)
 
-    def stops(self, ids: Sequence[int], version: str, past: int) -> list[int]:
-        """Positions of a prompt, behind the first `past` ones, at which its states should be stored."""
+    def snapshot_positions(self, ids: Sequence[int], version: str, past: int) -> list[int]:
+        """Positions of a prompt, after the first `past` ones, at which its states should be stored."""
         if not self.needs_snapshots:
             return []
         shared = self._block_size * sum(self._find(self._keys.chain(ids, version)).values())
-        return self._stops.of(len(ids), past, shared)
+        return self._positions.of(len(ids), past, shared)
 
     def lacks(self, prompt: Prompt, *, at_end: bool = False) -> bool:
-        """Whether `store` would add anything."""
+        """True if `store` would add anything."""
         ids, version = prompt.ids, prompt.version
         if self._tail_of(prompt):
             return True
@@ -254,7 +253,7 @@ class PrefixCache:
         self._shrink()
 
     def _tail_of(self, prompt: Prompt) -> Place | None:
-        """What is to be kept behind the whole blocks of a prompt, and is not there."""
+        """Key of the ids after the prompt's whole blocks, if they should be stored and are not."""
         length = len(prompt.ids) % self._block_size
         if prompt.tenant is None or self.needs_snapshots or not self._tails.takes(length, len(prompt.ids)):
             return None
@@ -263,11 +262,11 @@ class PrefixCache:
         return None if self._tails.has(place) else place
 
     def _store_tails(self, prompts: Sequence[Prompt], kv: KvRows) -> None:
-        new: dict[Place, Wanted] = {}
+        new: dict[Place, RowSpan] = {}
         for prompt, row, start in zip(prompts, kv.rows, kv.starts, strict=True):
             if place := self._tail_of(prompt):
                 end = start + len(prompt.ids)
-                new[place] = Wanted(row, end - len(place[2]), end)
+                new[place] = RowSpan(row, end - len(place[2]), end)
         self._tails.add(zip(new, copy_rows(kv.layers, list(new.values())), strict=True))
 
     def _store_blocks(self, places: list[int], prompts: Sequence[Prompt], kv: KvRows) -> list[int]:
@@ -275,7 +274,7 @@ class PrefixCache:
         chains: list[
             tuple[list[Segment], list[bytes], str]
         ] = []  # what is known of a prompt; keys of the rest; version
-        wanted: list[Wanted] = []
+        wanted: list[RowSpan] = []
         begun: set[bytes] = set()
         left: list[int] = []
         for place in places:
@@ -289,7 +288,7 @@ class PrefixCache:
                 continue
             begun.add(keys[known])
             start, size = kv.starts[place], self._block_size
-            part = Wanted(kv.rows[place], start + known * size, start + len(keys) * size)
+            part = RowSpan(kv.rows[place], start + known * size, start + len(keys) * size)
             if self._bytes_of(kv, part) <= self._limit:
                 chains.append((list(parents), keys[known:], prompts[place].version))
                 wanted.append(part)
@@ -319,16 +318,16 @@ class PrefixCache:
         layers = kv.states(places, lengths) if places else []
         if not layers or not all(layers):
             return
-        self._stops.state_bytes = Slab(layers).counted(self._state_shares) // len(places)
-        if self._stops.state_bytes > self._limit:
+        self._positions.state_bytes = Slab(layers).counted(self._state_shares) // len(places)
+        if self._positions.state_bytes > self._limit:
             return
         states = copy_states(layers)
         rests = self._rests([tail for _, tail in ends], places, lengths, kv)
         for at, ((key, tail), (_, runs_of)) in enumerate(ends.items()):
             version = prompts[places[at]].version
-            self._add_snapshot(Snapshot(key, tail, lengths[at], states[at], rests.get(at), version), runs_of)
+            self._add_snapshot(StateSnapshot(key, tail, lengths[at], states[at], rests.get(at), version), runs_of)
 
-    def _add_snapshot(self, snapshot: Snapshot, runs: list[Segment]) -> None:
+    def _add_snapshot(self, snapshot: StateSnapshot, runs: list[Segment]) -> None:
         self._slabs.take(snapshot.state)
         if snapshot.rest:
             self._slabs.take(snapshot.rest)
@@ -339,10 +338,10 @@ class PrefixCache:
         self._added(snapshot)
 
     @staticmethod
-    def _rests(tails: list[tuple[int, ...]], places: list[int], lengths: list[int], kv: KvRows) -> dict[int, Cut]:
+    def _rests(tails: list[tuple[int, ...]], places: list[int], lengths: list[int], kv: KvRows) -> dict[int, SlabCut]:
         """The cut leaves' KV of these tails, by their index; () has none."""
         wanted = {
-            at: Wanted(kv.rows[place], kv.starts[place] + length - len(tail), kv.starts[place] + length)
+            at: RowSpan(kv.rows[place], kv.starts[place] + length - len(tail), kv.starts[place] + length)
             for at, (tail, place, length) in enumerate(zip(tails, places, lengths, strict=True))
             if tail and kv.layers
         }
@@ -351,12 +350,12 @@ class PrefixCache:
     # -- room
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Forget everything that is cached."""
         self._tails.clear()
         while self._order:
             self._evict()
 
-    def _take_out(self, runs: dict[Segment, int], snapshot: Snapshot | None) -> None:
+    def _take_out(self, runs: dict[Segment, int], snapshot: StateSnapshot | None) -> None:
         """Copy what a hit uses out of slabs that others share."""
         for segment in runs:
             segment.cut = self._slabs.alone(segment.cut)
@@ -369,10 +368,10 @@ class PrefixCache:
             self._leaves(next(iter(self._order)))
             self._evict()
 
-    def _bytes_of(self, kv: KvRows, part: Wanted) -> int:
-        return Cut(Slab(kv.layers), part.row, part.start, part.length).counted(self._cut_shares)
+    def _bytes_of(self, kv: KvRows, part: RowSpan) -> int:
+        return SlabCut(Slab(kv.layers), part.row, part.start, part.length).counted(self._cut_shares)
 
-    def _touch(self, chain: list[Segment], snapshot: Snapshot | None = None) -> None:
+    def _touch(self, chain: list[Segment], snapshot: StateSnapshot | None = None) -> None:
         """Renew a snapshot, and then the segments before it, parents last."""
         if snapshot:
             self._order.move_to_end(snapshot)

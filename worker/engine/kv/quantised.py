@@ -23,7 +23,7 @@ import mlx.core as mx
 from mlx_lm.models import base
 from mlx_lm.models.cache import BatchKVCache, KVCache
 
-from worker.engine.fused import fused
+from worker.engine.cuda import fused
 from worker.engine.kv.cuda import attention as cuda_attention
 
 # Milliseconds of a decode step's attention in one layer of 8 rows, 2,048 positions and 8 heads of 128, fp32 on 2 cores:
@@ -43,7 +43,7 @@ class Packing:
     read: Read = "unpacked"  # by decode steps
 
     def words(self, dim: int) -> int:
-        """Of a position: codes, scales and biases."""
+        """Number of 32-bit words of one position: codes, scales and biases."""
         return dim * self.bits // 32 + 2 * (dim // self.group_size) * self.dtype.size // 4
 
     def pack(self, array: mx.array) -> mx.array:
@@ -78,7 +78,7 @@ def _scaled(codes: mx.array, scales: mx.array, biases: mx.array) -> mx.array:
 
 @fused
 def _scaled_pairs(codes: mx.array, scales: mx.array, biases: mx.array) -> mx.array:
-    """Of two codes a byte, the lower one first."""
+    """Dequantise two codes per byte, the lower one first."""
     return ((codes >> mx.array([0, 4], mx.uint8)) & 15).astype(scales.dtype) * scales + biases
 
 
@@ -102,7 +102,7 @@ def install_cuda() -> bool:
 
 
 class _Quantised:
-    """What both have beside mlx-lm's: `keys` and `values` are packed, and who updates them gets them readable."""
+    """Adds packing to mlx-lm's caches: `keys` and `values` are stored packed, and `update_and_fetch` unpacks them."""
 
     packing: Packing
     _is_decoding = False
@@ -135,12 +135,12 @@ class _Quantised:
 
     @property
     def group_size(self) -> int:
-        """Asked for beside `bits`."""
+        """Read by mlx-lm together with `bits`."""
         return self.packing.group_size
 
 
 class QuantisedKVCache(_Quantised, KVCache):  # type: ignore[misc]
-    """Of one row."""
+    """Packed KV of one row."""
 
     def __init__(self, packing: Packing) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class QuantisedKVCache(_Quantised, KVCache):  # type: ignore[misc]
 
 
 class BatchQuantisedKVCache(_Quantised, BatchKVCache):  # type: ignore[misc]
-    """Of several rows, padded on the left."""
+    """Packed KV of several rows, padded on the left."""
 
     def __init__(self, packing: Packing, left_padding: list[int]) -> None:
         super().__init__(left_padding)

@@ -2,7 +2,7 @@
 
 mlx-lm's batched caches write what all rows read next at one position. To let rows that have fallen behind end there
 again would mean to copy all their KV. Here each row's next keys and values are written where that row ends, and what
-lies behind is masked; so a row is taken back by counting. Rows that end together are written as mlx-lm does it.
+lies after is masked; so a row is taken back by counting. Rows that end together are written as mlx-lm does it.
 
 A window is kept the same way: as keys and values in order, of which the oldest are dropped now and then, and the mask
 hides what a row has left behind. A ring, as mlx-lm has it, has one place where all rows are written.
@@ -22,7 +22,7 @@ from worker.engine.kv.quantised import BatchQuantisedKVCache, Packing
 
 
 class Slack:
-    """Of each row of a batch."""
+    """Unused positions at the end of each row of a batch."""
 
     def __init__(self, before_B: mx.array, positions: Sequence[int] | None = None) -> None:
         """`positions`: the same numbers, if the host knows them."""
@@ -35,29 +35,29 @@ class Slack:
 
     @classmethod
     def of(cls, positions: Sequence[int]) -> Slack:
-        """Of rows that the host knows it of."""
+        """A slack whose numbers the host knows."""
         return cls(mx.array(list(positions)), list(positions))
 
     @property
     def on_host(self) -> Sequence[int]:
-        """The positions."""
+        """The numbers as the host knows them."""
         assert self.positions is not None, "a step that checks drafts has not been read"
         return self.positions
 
     def more(self, unused_B: mx.array) -> Slack:
-        """Of rows that have been taken back by so much more, which only the device knows."""
+        """The slack after rows are shortened by `unused_B`, which only the device knows."""
         return Slack(self.before_B + unused_B)
 
     def less(self, positions: int) -> Slack:
-        """Of the same rows, where the last one ends so much earlier than was counted."""
+        """The slack of the same rows when the longest one ends `positions` earlier."""
         return Slack(self.before_B - positions) if positions else self
 
     def of_rows(self, keep: Sequence[int]) -> Slack:
-        """Of some of them."""
+        """The slack of the rows at these indices."""
         return Slack(self.before_B[mx.array(list(keep))])
 
     def and_rows(self, count: int) -> Slack:
-        """Of so many more, behind the others, that end together with the one that ends last."""
+        """The slack with `count` rows appended that end where the longest one does."""
         return Slack(mx.concatenate([self.before_B, mx.zeros(count, self.before_B.dtype)]))
 
     def places(self, end: int, count: int) -> mx.array:
@@ -78,7 +78,7 @@ class Slack:
 
 
 class RaggedKVCache(BatchKVCache):  # type: ignore[misc]
-    """Of plain layers."""
+    """KV of plain layers whose rows end at different positions."""
 
     keys: Any
     values: Any
@@ -100,7 +100,7 @@ class RaggedKVCache(BatchKVCache):  # type: ignore[misc]
         return self.keys[..., : self._idx, :], self.values[..., : self._idx, :]
 
     def make_mask(self, N: int, return_array: bool = False, **options: Any) -> mx.array:
-        """What each row's next `N` positions may see, [B, 1, N, positions]."""
+        """Positions that each row's next `N` queries may see, [B, 1, N, positions]."""
         if self.slack is None:
             mask: mx.array = super().make_mask(N, return_array, **options)
             return mask
@@ -126,7 +126,7 @@ class RaggedKVCache(BatchKVCache):  # type: ignore[misc]
 
 
 def _written(old: mx.array, places: mx.array, new: mx.array, end: int, step: int) -> mx.array:
-    """Keys or values with these positions at their places; longer by whole steps where they end behind the last one."""
+    """Keys or values with these positions at their places; longer by whole steps where they end after the last one."""
     short = end - old.shape[2]
     if short > 0:
         old = mx.pad(old, [(0, 0), (0, 0), (0, -(-short // step) * step), (0, 0)])
@@ -134,7 +134,7 @@ def _written(old: mx.array, places: mx.array, new: mx.array, end: int, step: int
 
 
 def _of_places(old: mx.array, places_BN: mx.array) -> mx.array:
-    """What lies there, [B, H, N, D], in one gather; by one index, as rows are kept, for which a GPU has its kernel."""
+    """Gather these positions, [B, H, N, D], by one index: a GPU has a kernel for that."""
     rows, heads, length, size = old.shape
     if not size:
         return old[:, :, : places_BN.shape[1]]
@@ -143,7 +143,7 @@ def _of_places(old: mx.array, places_BN: mx.array) -> mx.array:
 
 
 def may_be_in_place(caches: Sequence[Any]) -> bool:
-    """Whether these hold what a decode step may write in place: plain KV, or packed KV that it reads as it is."""
+    """True if a decode step may write into these caches in place: plain KV, or packed KV that it reads packed."""
     first = packing_of(caches)
     if first is not None and first.read != "packed":
         return False
@@ -160,8 +160,8 @@ def packing_of(caches: Sequence[Any]) -> Packing | None:
 def with_room(caches: Sequence[Any], count: int) -> list[tuple[mx.array, mx.array]]:
     """Keys and values [B, H, positions, D] of such caches, in which the next `count` positions may be written.
 
-    They are whole steps long, lest what is compiled for their lengths pile up. Arrays with room behind what is written
-    are a cache's own and lie in order: whoever copies rows out of them takes what is written.
+    They are whole steps long, lest what is compiled for their lengths pile up. Arrays with room after what is written
+    are a cache's own and lie in order: a copy of rows contains what is written.
     """
     for cache in caches:
         end, length = cache._idx + count, cache.keys.shape[2]
@@ -181,11 +181,11 @@ def have_written(caches: Sequence[Any], count: int) -> None:
 
 
 class RaggedQuantisedKVCache(BatchQuantisedKVCache, RaggedKVCache):
-    """Of quantised layers."""
+    """Packed KV of layers whose rows end at different positions."""
 
 
 class RaggedWindowKVCache(RaggedKVCache):
-    """Of layers that see the last `max_size` positions."""
+    """KV of layers that see the last `max_size` positions."""
 
     step = 64  # positions that it grows by, before the oldest are dropped
 
@@ -195,7 +195,7 @@ class RaggedWindowKVCache(RaggedKVCache):
 
     @classmethod
     def of(cls, other: BatchRotatingKVCache) -> RaggedWindowKVCache:
-        """What another form of it holds."""
+        """A ragged cache with the content of `other`."""
         cache = cls(other.max_size, [])
         cache.offset, cache.left_padding = other.offset, other.left_padding
         if other.keys is not None:
@@ -220,7 +220,7 @@ class RaggedWindowKVCache(RaggedKVCache):
             self._idx -= more
 
     def make_mask(self, N: int, return_array: bool = False, **options: Any) -> mx.array:
-        """What each row's next `N` positions may see."""
+        """Positions that each row's next `N` queries may see within the window."""
         self._make_room(N)  # else the mask would be as wide as before
         window = options.pop("window_size", None) or self.max_size
         return super().make_mask(N, return_array, window_size=window, **options)
@@ -235,7 +235,7 @@ class RaggedWindowKVCache(RaggedKVCache):
         return tuple(_of_places(each[index], places_RW) for each in (self.keys, self.values))
 
     def filter(self, batch_indices: Any) -> None:
-        """Keep these rows."""
+        """Keep the rows at these indices."""
         if self.keys is not None:
             self.keys, self.values = self.keys[batch_indices], self.values[batch_indices]
         self.offset, self.left_padding = self.offset[batch_indices], self.left_padding[batch_indices]

@@ -1,8 +1,8 @@
 """A prefix cache that gives KV away as parcels, and takes parcels in as if they had been computed here.
 
 Giving: `offer` says what there is of a prompt, cut into pieces of a few MB, and holds it until `drop`. A piece is
-copied in two steps, `begin` and `finish`, between which the engine takes a turn, so that nobody waits for the copy.
-Taking: `take` stores one parcel behind what is there already.
+copied in two steps, `begin` and `finish`, between which the engine takes a turn, so that no row waits for the copy.
+Taking: `take` stores one parcel after what is there already.
 
 Invariants. As PrefixCache's. What goes out and comes in is plain bytes; arrays stay in the engine's thread. A parcel is
 stored only where its blocks are those of the prompt that it was asked for, in the layout of this model.
@@ -17,12 +17,12 @@ from typing import Any
 
 import mlx.core as mx
 
-from worker.engine.kv.entries import Segment, Snapshot, go_on_with
+from worker.engine.kv.entries import Segment, StateSnapshot, go_on_with
 from worker.engine.kv.kinds import kind_of, leaves
 from worker.engine.kv.parcels import (
     HostArray,
+    KvParcel,
     Label,
-    Parcel,
     UnusableParcelError,
     arranged,
     as_array,
@@ -30,7 +30,7 @@ from worker.engine.kv.parcels import (
     on_host,
 )
 from worker.engine.kv.prefix_cache import PrefixCache
-from worker.engine.kv.slabs import Cut, Layers, Slab, State
+from worker.engine.kv.slabs import Layers, Slab, SlabCut, State
 
 PIECE_BYTES = 8 << 20  # of a parcel, about; one block at least
 PROBE_BYTES = 1 << 20  # of the first one, by whose time the others are judged
@@ -38,8 +38,8 @@ MOST_OFFERS = 16
 
 
 @dataclass(frozen=True)
-class Offered:
-    """KV that somebody may fetch; its pieces go by their numbers."""
+class OfferedKv:
+    """KV that a peer may fetch; its pieces are numbered."""
 
     number: int
     length: int  # ids that a hit would have with it
@@ -47,8 +47,8 @@ class Offered:
 
 
 @dataclass(frozen=True)
-class Held:
-    """What is here of a prompt; it says which prompt."""
+class HeldPrompt:
+    """How much of a given prompt this cache holds."""
 
     ids: Sequence[int]
     version: str
@@ -61,13 +61,13 @@ class Held:
 @dataclass(eq=False)
 class _Piece:
     label: Label
-    cut: Cut | None
+    cut: SlabCut | None
     state: State | None = None
     bytes_of: list[mx.array] = field(default_factory=list)  # copies, once they have begun
 
     @property
     def layers(self) -> tuple[Layers, Layers]:
-        """Of the cut leaves, and of the others."""
+        """Layers of the cut leaves, and of the others."""
         return self.cut.layers(self.cut.length) if self.cut else [], self.state.layers() if self.state else []
 
     @property
@@ -98,11 +98,11 @@ class SharedCache(PrefixCache):
         self._resets = 0
         self._numbers = itertools.count(1)
 
-    def held(self, ids: Sequence[int], version: str, at_most: int) -> Held:
-        """What is here now; a hit has `at_most` ids."""
+    def held(self, ids: Sequence[int], version: str, at_most: int) -> HeldPrompt:
+        """Look a prompt up; a hit has `at_most` ids at most."""
         keys = list(self._keys.chain(ids, version))
         blocks = sum(self._find(iter(keys)).values())
-        return Held(ids, version, keys, self.known(ids, version, at_most), blocks, self._resets)
+        return HeldPrompt(ids, version, keys, self.known(ids, version, at_most), blocks, self._resets)
 
     def clear(self) -> None:
         """Forget everything: what is on its way out or in, too."""
@@ -114,8 +114,8 @@ class SharedCache(PrefixCache):
 
     def offer(
         self, ids: Sequence[int], version: str, known: int, blocks: int, at_most: int, most_bytes: int
-    ) -> Offered | None:
-        """What there is of these ids beyond `known` ones, and `blocks` that the other has; None: no more."""
+    ) -> OfferedKv | None:
+        """Reserve KV of these ids beyond `known` ones and `blocks` that the peer has; None if there is none."""
         if not self._limit or len(self._offers) >= MOST_OFFERS:
             return None
         runs, snapshot, length = self._beginning(ids, version, at_most)
@@ -134,7 +134,7 @@ class SharedCache(PrefixCache):
             length = self._block_size * (blocks + sum(len(piece.label.keys) for piece in pieces))
         number = next(self._numbers)
         self._offers[number] = pieces
-        return Offered(number, length, [piece.nbytes for piece in pieces])
+        return OfferedKv(number, length, [piece.nbytes for piece in pieces])
 
     def _pieces(self, runs: dict[Segment, int], skipped: int, version: str) -> Iterator[_Piece]:
         most = PROBE_BYTES
@@ -144,7 +144,7 @@ class SharedCache(PrefixCache):
             while at < blocks:
                 count = min(blocks - at, max(1, most // block_bytes) if block_bytes else blocks)
                 start = segment.cut.start + at * self._block_size
-                cut = Cut(segment.cut.slab, segment.cut.row, start, count * self._block_size)
+                cut = SlabCut(segment.cut.slab, segment.cut.row, start, count * self._block_size)
                 yield _Piece(Label(self.identity, tuple(segment.keys[at : at + count]), version), cut)
                 at, most = at + count, PIECE_BYTES
 
@@ -154,22 +154,22 @@ class SharedCache(PrefixCache):
         piece.bytes_of = [as_bytes(array) for array in piece.arrays]
         mx.async_eval(piece.bytes_of)  # type: ignore[no-untyped-call]
 
-    def finish(self, number: int, at: int) -> Parcel:
-        """A piece whose copy has begun, in memory of nobody's but the parcel's."""
+    def finish(self, number: int, at: int) -> KvParcel:
+        """A piece whose copy has begun, in memory of its own."""
         piece = self._offers[number][at]
         cut, states = piece.layers
         own = (_own(on_host(array, copy)) for array, copy in zip(piece.arrays, piece.bytes_of, strict=True))
-        parcel = Parcel(piece.label, *arranged(own, cut, states))
+        parcel = KvParcel(piece.label, *arranged(own, cut, states))
         piece.bytes_of = []
         return parcel
 
     def drop(self, number: int) -> None:
-        """Nobody fetches an offer any more."""
+        """Drop an offer, which is no longer fetched."""
         self._offers.pop(number, None)
 
     # -- taking
 
-    def take(self, prompt: Held, parcel: Parcel) -> None:
+    def take(self, prompt: HeldPrompt, parcel: KvParcel) -> None:
         """Store a parcel of a prompt, if what comes before it is here and it is not. UnusableParcelError."""
         self._check(parcel, prompt)
         arrays = [as_array(host) for host in parcel.arrays]
@@ -191,18 +191,18 @@ class SharedCache(PrefixCache):
             return
         skipped, size = label.keys.index(keys[known]), self._block_size
         new = list(label.keys[skipped:])
-        part = Cut(Slab(cut), 0, skipped * size, len(new) * size)
+        part = SlabCut(Slab(cut), 0, skipped * size, len(new) * size)
         self._add_segment(Segment(new, part.alone() if skipped else part, label.version), list(runs))
 
     def _put_snapshot(self, label: Label, cut: Layers, states: Layers, runs: list[Segment]) -> None:
         state = State(Slab(states, of_states=True), 0)
-        self._stops.state_bytes = self._stops.state_bytes or state.slab.nbytes
+        self._positions.state_bytes = self._positions.state_bytes or state.slab.nbytes
         tail = label.tail or ()
-        rest = Cut(Slab(cut), 0, 0, len(tail)) if cut else None
-        self._add_snapshot(Snapshot(label.keys[0], tail, label.length, state, rest, label.version), runs)
+        rest = SlabCut(Slab(cut), 0, 0, len(tail)) if cut else None
+        self._add_snapshot(StateSnapshot(label.keys[0], tail, label.length, state, rest, label.version), runs)
 
-    def _check(self, parcel: Parcel, prompt: Held) -> None:
-        """Whether a parcel is of this prompt, and what a forward can compute with."""
+    def _check(self, parcel: KvParcel, prompt: HeldPrompt) -> None:
+        """Raise UnusableParcelError unless the parcel belongs to this prompt and the model can compute with it."""
         label, tail = parcel.label, parcel.label.tail
         if prompt.resets != self._resets:
             raise UnusableParcelError("the cache was told to forget everything meanwhile")
@@ -219,13 +219,13 @@ class SharedCache(PrefixCache):
             raise UnusableParcelError("it holds states where there are none, or lacks them")
 
     @staticmethod
-    def _is_of_blocks(label: Label, prompt: Held) -> bool:
+    def _is_of_blocks(label: Label, prompt: HeldPrompt) -> bool:
         if label.keys[0] not in prompt.keys:
             return False
         at = prompt.keys.index(label.keys[0])
         return list(label.keys) == prompt.keys[at : at + len(label.keys)]
 
-    def _is_snapshot_of(self, label: Label, tail: tuple[int, ...], prompt: Held) -> bool:
+    def _is_snapshot_of(self, label: Label, tail: tuple[int, ...], prompt: HeldPrompt) -> bool:
         before = label.length - len(tail)
         at = before // self._block_size
         if before != at * self._block_size or not 0 <= at <= len(prompt.keys):

@@ -42,7 +42,7 @@ class KvRows:
         return cls(cut, rows or [0], starts or [0], others)
 
     def states(self, places: Sequence[int], lengths: list[int]) -> Layers:
-        """Of some of these rows, which have read so many ids: what the other leaves hold."""
+        """State of the other leaves for the rows at `places`, after `lengths` ids."""
         rows = [self.rows[place] for place in places]
         return [kind_of(leaf).state(leaf, rows, lengths) for leaf in self.others]
 
@@ -57,7 +57,6 @@ class Slab:
 
     @property
     def nbytes(self) -> int:
-        """Of all its rows."""
         return self.counted(())
 
     def counted(self, shares: Sequence[int]) -> int:
@@ -67,7 +66,7 @@ class Slab:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class RowSpan:
     """Positions `start` to `end` of row `row` of a batch."""
 
     row: int
@@ -76,12 +75,11 @@ class Wanted:
 
     @property
     def length(self) -> int:
-        """In positions."""
         return self.end - self.start
 
 
 @dataclass(frozen=True)
-class Cut:
+class SlabCut:
     """One row's positions in a slab."""
 
     slab: Slab
@@ -90,13 +88,13 @@ class Cut:
     length: int
 
     def layers(self, length: int) -> Layers:
-        """Its first `length` positions [1, heads, length, dim]; views, not copies."""
+        """The first `length` positions, [1, heads, length, dim]; views, not copies."""
         rows, positions = slice(self.row, self.row + 1), slice(self.start, self.start + length)
         return [tuple(array[rows, :, positions] for array in arrays) for arrays in self.slab.layers]
 
     @property
     def nbytes(self) -> int:
-        """What it would take alone."""
+        """Bytes that it would take alone."""
         return self.counted(())
 
     def counted(self, shares: Sequence[int]) -> int:
@@ -106,20 +104,20 @@ class Cut:
         ]
         return self.length * (sum(map(mul, each, shares)) if shares else sum(each))
 
-    def alone(self) -> Cut:
+    def alone(self) -> SlabCut:
         """A copy that keeps no other row alive."""
-        return Cut(Slab(_copied(self.layers(self.length))), 0, 0, self.length)
+        return SlabCut(Slab(_copied(self.layers(self.length))), 0, 0, self.length)
 
 
 @dataclass(frozen=True)
 class State:
-    """What one row's other leaves hold at one position, in a slab."""
+    """State of one row's other leaves at one position, in a slab."""
 
     slab: Slab
     row: int
 
     def layers(self) -> Layers:
-        """Of this row alone; views."""
+        """Arrays of this row alone; views."""
         return [tuple(array[self.row : self.row + 1] for array in arrays) for arrays in self.slab.layers]
 
     def alone(self) -> State:
@@ -127,7 +125,7 @@ class State:
         return State(Slab(_copied(self.layers()), of_states=True), 0)
 
 
-P = TypeVar("P", Cut, State)
+P = TypeVar("P", SlabCut, State)
 
 
 class SlabUse:
@@ -138,14 +136,14 @@ class SlabUse:
         self.bytes = 0
         self.state_bytes = 0  # of them, of states
 
-    def take(self, part: Cut | State) -> None:
-        """Use a part."""
+    def take(self, part: SlabCut | State) -> None:
+        """Count one more user of a part's slab."""
         if not part.slab.users:
             self._count(part.slab, 1)
         part.slab.users += 1
 
-    def release(self, part: Cut | State) -> None:
-        """Use it no more."""
+    def release(self, part: SlabCut | State) -> None:
+        """Count one user less; a slab without users is dropped."""
         part.slab.users -= 1
         if not part.slab.users:
             self._count(part.slab, -1)
@@ -172,9 +170,9 @@ def copy_states(layers: Layers) -> list[State]:
     return [State(slab, row) for row in range(layers[0][0].shape[0])]
 
 
-def copy_rows(layers: Layers, wanted: Sequence[Wanted]) -> list[Cut]:
+def copy_rows(layers: Layers, wanted: Sequence[RowSpan]) -> list[SlabCut]:
     """Copy parts of a batch's rows; those of like length share a slab, so that padding never doubles it."""
-    cuts: dict[Wanted, Cut] = {}
+    cuts: dict[RowSpan, SlabCut] = {}
     left = sorted(wanted, key=lambda part: -part.length)
     while left:
         together = [part for part in left if 2 * part.length >= left[0].length]
@@ -183,7 +181,7 @@ def copy_rows(layers: Layers, wanted: Sequence[Wanted]) -> list[Cut]:
             together, low, high = left[:1], left[0].start, left[0].end
         slab = Slab(_copied(_taken(layers, [part.row for part in together], low, high)))
         for place, part in enumerate(together):
-            cuts[part] = Cut(slab, place, part.start - low, part.length)
+            cuts[part] = SlabCut(slab, place, part.start - low, part.length)
         left = [part for part in left if part not in cuts]
     return [cuts[part] for part in wanted]
 
@@ -197,7 +195,7 @@ def _taken(layers: Layers, rows: list[int], low: int, high: int) -> Layers:
 
 
 def _copied(layers: Layers) -> Layers:
-    """A slice would keep the whole batch's KV alive. Nobody waits for the copies, nor do first tokens."""
+    """A slice would keep the whole batch's KV alive. Nothing waits for the copies."""
     copies = [tuple(mx.contiguous(array) for array in arrays) for arrays in layers]
     mx.async_eval(copies)  # type: ignore[no-untyped-call]
     return copies

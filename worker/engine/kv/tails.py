@@ -1,6 +1,6 @@
 """Ends of short prompts that do not fill a block, so that a prompt that is sampled again is found whole.
 
-A tail is the KV of the ids behind a prompt's last whole block. It is kept where it is a good part of its prompt, and
+A tail is the KV of the ids after a prompt's last whole block. It is kept where it is a good part of its prompt, and
 found where the ids go on with exactly its ids, after the same blocks of the same version. Each tenant finds its own
 tails only: a short prompt is easier to guess than a block is.
 
@@ -12,22 +12,22 @@ other workers get any.
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
-from worker.engine.kv.slabs import Cut, Shares, SlabUse
+from worker.engine.kv.slabs import Shares, SlabCut, SlabUse
 
 WORTH = 4  # a tail is a quarter of its prompt, at least
 SHARE = 8  # an eighth of the prefix cache is the most that tails take of it
-ENTRY_BYTES = 1024  # that a tail's place counts for beside its KV: ids of a block and the tables
+ENTRY_BYTES = 1024  # that a tail's place counts for in addition to its KV: ids of a block and the tables
 
 Place = tuple[bytes, str, tuple[int, ...]]  # key of the block before it, tenant, its ids
 
 
 class Tails:
-    """Of one prefix cache of `limit_bytes`."""
+    """Ids after whole blocks, with their KV, for one prefix cache of `limit_bytes`."""
 
     def __init__(self, limit_bytes: int, shares: Shares = ((), ())) -> None:
         self._limit = limit_bytes // SHARE
-        self._cuts: OrderedDict[Place, Cut] = OrderedDict()  # least recently used first
-        self._lengths: dict[tuple[bytes, str], Counter[int]] = {}  # of the tails behind a block, fewer than it has ids
+        self._cuts: OrderedDict[Place, SlabCut] = OrderedDict()  # least recently used first
+        self._lengths: dict[tuple[bytes, str], Counter[int]] = {}  # of the tails after a block, fewer than it has ids
         self._use = SlabUse(shares)
 
     def __len__(self) -> int:
@@ -35,31 +35,30 @@ class Tails:
 
     @property
     def nbytes(self) -> int:
-        """Of their KV."""
+        """Bytes of KV that tails hold."""
         return self._use.bytes
 
     def takes(self, tail: int, length: int) -> bool:
-        """Whether a tail of so many ids is worth keeping, of a prompt of `length`."""
+        """True if a tail of `tail` ids of a prompt of `length` ids should be stored."""
         return self._limit > 0 and 0 < length <= WORTH * tail
 
     def has(self, place: Place) -> bool:
-        """Whether it is kept."""
         return place in self._cuts
 
     def find(self, key: bytes, tenant: str, ids: Sequence[int]) -> Place | None:
-        """The longest tail behind a block with which these ids begin."""
+        """The longest tail after a block with which these ids begin."""
         lengths = self._lengths.get((key, tenant), ())
         places = ((key, tenant, tuple(ids[:length])) for length in sorted(lengths, reverse=True) if length <= len(ids))
         return next((place for place in places if place in self._cuts), None)
 
-    def use(self, place: Place) -> Cut:
+    def use(self, place: Place) -> SlabCut:
         """The KV of a tail that is there; it is the youngest then."""
         self._cuts.move_to_end(place)
         cut = self._cuts[place] = self._use.alone(self._cuts[place])
         self._shrink()
         return cut
 
-    def add(self, tails: Iterable[tuple[Place, Cut]]) -> None:
+    def add(self, tails: Iterable[tuple[Place, SlabCut]]) -> None:
         """Keep tails that are not there, as far as there is room."""
         for place, cut in tails:
             self._use.take(cut)
@@ -68,7 +67,6 @@ class Tails:
         self._shrink()
 
     def clear(self) -> None:
-        """Forget all."""
         while self._cuts:
             self._evict()
 

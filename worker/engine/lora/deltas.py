@@ -25,7 +25,7 @@ _FEW = 2048
 
 @dataclass(frozen=True)
 class Deltas:
-    """Of J members: how, and not with which arrays."""
+    """How the outputs of J members are changed, without the arrays."""
 
     kernel: Kernel
     dtype: mx.Dtype  # of A and B
@@ -38,7 +38,7 @@ class Deltas:
 
     @property
     def ends_with_sum(self) -> bool:
-        """Whether members' outputs are `parts`, summed over ranks, with the bias behind that."""
+        """True if members' outputs are sums of `parts` over ranks, with the bias added after that."""
         return not any(self.gained)
 
     def added(self, held: Held, slots_B: mx.array, x: mx.array, ys: list[mx.array]) -> list[mx.array]:
@@ -55,7 +55,7 @@ class Deltas:
         return ys
 
     def parts(self, held: Held, slots_B: mx.array, x: mx.array, ys: list[mx.array]) -> list[mx.array]:
-        """The same before sums over ranks, biases behind these and gains."""
+        """The same before sums over ranks, biases after these and gains."""
         a_SIJ, bs, _, _ = held
         if self._fuses(a_SIJ, slots_B, x, ys[0]):
             return one_pass(x, a_SIJ, bs, ys, _of_each(slots_B, x, a_SIJ))

@@ -5,7 +5,7 @@ read the same input (q, k, v; gate, up) share one operation, which computes the 
 tile (few rows) and accumulates in fp32.
 
 Outputs lie apart, one array a projection, or side by side in one, as a joined product makes them. So do the sums, and
-what lies beside them is copied.
+the columns of other projections are copied.
 
 Shapes are written into the source, one kernel object per shape, because MLX works template arguments out again in every
 call, and a decode step of a large model is bound by what the host does.
@@ -161,13 +161,13 @@ def _call(
     outputs, projections = (len(widths), len(widths)) if joined is None else (1, len(joined))
     of = _CUDA_TYPES[dtype]
     constants = {"IN": inputs, "R": rank, "JR": rank * projections, "NT": THREADS}
-    told = "".join(f"  constexpr int {name} = {value};\n" for name, value in constants.items())
+    defines = "".join(f"  constexpr int {name} = {value};\n" for name, value in constants.items())
     names = [of.strip("_"), inputs, rank, *widths, *([] if joined is None else ["of", *joined])]
     kernel: Kernel = mx.fast.cuda_kernel(
         name=f"lora_one_pass_{'_'.join(map(str, names))}",
         input_names=["x", "A", "slots", *_names("B", projections), *_names("y", outputs)],
         output_names=_names("o", outputs),
-        source=f"  using T = {of};\n{told}{_CUDA_BEGIN}{_select(columns)}{_CUDA_COPY}{_CUDA_INNER}{_CUDA_EXPAND}",
+        source=f"  using T = {of};\n{defines}{_CUDA_BEGIN}{_select(columns)}{_CUDA_COPY}{_CUDA_INNER}{_CUDA_EXPAND}",
         header=_CUDA_HEADER,
     )
     across, dtypes = sum(each.tiles for each in columns) * THREADS, [dtype] * outputs

@@ -49,7 +49,6 @@ class SiteWeights:
 
     @property
     def rank(self) -> int:
-        """r."""
         return int(self.b.shape[-2])
 
 
@@ -116,7 +115,7 @@ class Stack:
         return True
 
     def read(self, slot: int) -> list[SiteWeights]:
-        """What `write` has put into a slot, one entry per site."""
+        """Weights of a slot as `write` put them there, one entry per site."""
         assert self.a is not None
         columns = mx.split(self.a[slot], len(self.sites), axis=-1)
         return [
@@ -126,7 +125,6 @@ class Stack:
 
     @property
     def written(self) -> frozenset[int]:
-        """Slots that hold something."""
         return frozenset(self._written)
 
     def arrays(self) -> list[mx.array]:
@@ -135,7 +133,6 @@ class Stack:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all slots."""
         return sum(each.nbytes for each in self.arrays())
 
     def _write_gain(self, index: int, slot: int, gain: mx.array | None) -> None:
@@ -185,7 +182,6 @@ class LinearGroup(Stack):
         return y
 
     def write(self, slot: int, weights: Sequence[SiteWeights | None]) -> bool:
-        """As in `Stack`."""
         self._deltas.clear()  # gains may have come
         return super().write(slot, weights)
 
@@ -197,7 +193,7 @@ class LinearGroup(Stack):
 
     @property
     def deltas(self) -> Deltas:
-        """What is added to the linears' outputs (`partial_sums`) in the forward that is being built."""
+        """How the outputs (`partial_sums`) of the linears change in the forward that is being built."""
         key = self.rows.kernel, self.rows.dora
         if key not in self._deltas:
             gained = tuple(self.rows.dora and gains is not None for gains in self.gains)
@@ -207,7 +203,7 @@ class LinearGroup(Stack):
         return self._deltas[key]
 
     def held(self) -> Held:
-        """What it computes that with."""
+        """Arrays that `deltas` computes with."""
         assert self.a is not None, "it has been written"
         gains = tuple(each for each, is_there in zip(self.gains, self.deltas.gained, strict=True) if is_there)
         return self.a, tuple(self.bs), tuple(each for each in gains if each is not None), self._biases
@@ -232,7 +228,6 @@ class MultiLoRALinear(nn.Module):  # type: ignore[misc]
 
     @property
     def bare(self) -> Any:
-        """The model's own linear."""
         return self.linear
 
     def __call__(self, x: mx.array) -> mx.array:
@@ -254,11 +249,10 @@ class MultiLoRAEmbedding(nn.Module):  # type: ignore[misc]
 
     @property
     def bare(self) -> Any:
-        """The model's own embedding."""
         return self.embedding
 
     def __call__(self, ids_BL: mx.array) -> mx.array:
-        """Vectors [B, L, dims]."""
+        """Embeddings [B, L, dims] of the ids [B, L]."""
         y_BLD: mx.array = self.embedding(ids_BL)
         stack, slots_B = self._stack, self._stack.rows.slots_B
         if slots_B is None or stack.a is None:
@@ -271,7 +265,7 @@ class MultiLoRAEmbedding(nn.Module):  # type: ignore[misc]
         return y_BLD * gains_SV[slots_B[:, None], ids_BL][..., None].astype(y_BLD.dtype)
 
     def as_linear(self, x_BLD: mx.array) -> mx.array:
-        """Logits [B, L, ids]."""
+        """Logits [B, L, ids] of hidden states."""
         y_BLV: mx.array = self.embedding.as_linear(x_BLD)
         stack, slots_B = self._stack, self._stack.rows.slots_B
         if slots_B is None or stack.a is None:
@@ -337,7 +331,7 @@ def follow_routing(experts: Any) -> Routing:
 
 
 def _pad(array: mx.array, axis: int, size: int) -> mx.array:
-    """Zeros behind, up to `size`."""
+    """Padded with zeros at the end, up to `size`."""
     missing = size - array.shape[axis]
     if missing == 0:
         return array

@@ -37,7 +37,7 @@ Tensors = dict[str, mx.array]
 
 @dataclass(frozen=True)
 class ReadAdapter:
-    """One version in memory."""
+    """One adapter version read into memory."""
 
     weights: AdapterWeights
     heads: Heads
@@ -60,7 +60,7 @@ class AdapterReader:
         self._closing = False
 
     def read(self, path: Path, manifest: AdapterManifest) -> None:
-        """Ask for a version."""
+        """Queue a version for reading in the thread."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="adapter-reader", daemon=True)
             self._thread.start()

@@ -3,8 +3,8 @@
 A version is wanted -> loading into a slot -> loaded. Slots are numbered from 1; slot 0 is the base and never here.
 
 Invariants. A slot that is held is never given to another version. Wanted versions get slots in order of their wish; the
-least recently used slot that nobody holds goes first. When all are held and a row waits (an urgent wish), one slot
-closes: no new holds, so that it comes free; nobody waits for ever behind newcomers.
+least recently used slot without holds goes first. When all are held and a row waits (an urgent wish), one slot
+closes: no new holds, so that it comes free; no row waits for ever after newcomers.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ class SlotTable:
         self._clock = 0
 
     def is_loaded(self, version: str) -> bool:
-        """Whether its weights are in a slot."""
+        """True if the version's weights are in a slot."""
         slot = self._at.get(version)
         return slot is not None and slot.state == "loaded"
 
     def is_open(self, version: str) -> bool:
-        """Whether `hold` may be called."""
+        """True if `hold` may be called for the version."""
         slot = self._at.get(version)
         return slot is not None and slot.state == "loaded" and not slot.closing
 
     def loaded(self) -> dict[str, int]:
-        """Holds by loaded version."""
+        """Number of holds by loaded version."""
         return {slot.version: slot.holds for slot in self._slots if slot.state == "loaded"}
 
     def has_empty(self) -> bool:
-        """Whether a slot has never been used or was given up."""
+        """True if more slots are empty than versions wait for one."""
         return sum(slot.state == "empty" for slot in self._slots) > len(self._wanted)
 
     def holds(self, version: str) -> int:
@@ -69,7 +69,7 @@ class SlotTable:
         return slot.number
 
     def release(self, version: str) -> None:
-        """Undo one hold."""
+        """Undo one `hold` of a version."""
         slot = self._at[version]
         assert slot.holds > 0, "released more often than held"
         slot.holds -= 1
@@ -82,7 +82,7 @@ class SlotTable:
             self._wanted[version] = urgent or self._wanted.get(version, False)
 
     def unwant(self, version: str) -> None:
-        """Take a wish back."""
+        """Undo a `want` of a version."""
         self._wanted.pop(version, None)
 
     def next_load(self) -> tuple[str, int] | None:
@@ -101,7 +101,7 @@ class SlotTable:
         return None
 
     def finish_load(self, version: str) -> None:
-        """Its weights are in the slot."""
+        """Mark a version's slot as loaded."""
         slot = self._at[version]
         assert slot.state == "loading"
         slot.state = "loaded"
@@ -114,7 +114,7 @@ class SlotTable:
         slot.state, slot.version = "empty", ""
 
     def _reopen(self, slot: _Slot) -> None:
-        """A closing version is wanted again: it stays where it is once nobody else needs a slot before it."""
+        """A closing version is wanted again: it stays where it is once no other version needs a slot before it."""
         if next(iter(self._wanted)) == slot.version:
             slot.closing = False
             del self._wanted[slot.version]

@@ -48,7 +48,7 @@ SLICE_BYTES = 64 << 20  # copied between two decode steps on a GPU, where the cl
 
 @dataclass
 class _Claim:
-    """What one row wants and has."""
+    """An adapter reference of one row and whether its slot is held."""
 
     name: str
     version: str  # what it is held at, or would be; of a follower it changes
@@ -105,7 +105,7 @@ class AdapterSlots:
         self._swaps, self._swap_s = 0, 0.0
         self.stats = AdapterStats()
 
-    # -- what the worker tells
+    # -- orders of the worker
 
     def provide(self, path: Path, manifest: AdapterManifest) -> None:
         """The file of a version is here, and stays until `withdraw`."""
@@ -132,7 +132,7 @@ class AdapterSlots:
     # -- what the engine asks
 
     def admit(self, row: Row) -> None:
-        """Resolve the reference."""
+        """Resolve the row's adapter reference; the version is loaded if it has to be."""
         if not row.spec.adapter:
             return
         ref = AdapterRef.parse(row.spec.adapter)
@@ -179,16 +179,16 @@ class AdapterSlots:
         return "" if claim is None else f"{claim.version} {'follows' if claim.follows else 'pinned'}"
 
     def version(self, row: Row) -> str:
-        """What `select` would say."""
+        """Same as `select` for this row alone, without side effects."""
         claim = self._claims.get(row)
         return claim.version if claim is not None and claim.held else ""
 
     def heads(self, row: Row) -> Heads:
-        """What was read with the version's weights."""
+        """Heads that came with the version's weights."""
         return self._heads.get(self.version(row), {})
 
     def network(self, row: Row) -> Network | None:
-        """What was read in the place of weights for the base."""
+        """The network that came with the version, None if the version adapts the base."""
         return self._networks.get(self.version(row))
 
     def release(self, row: Row) -> None:
@@ -226,7 +226,7 @@ class AdapterSlots:
         if self._loads:
             self._write_slices(budget_s)
         if self._changed:
-            self._tell()
+            self._publish()
         changed, self._changed = self._changed, False
         return changed or bool(self._loads)
 
@@ -252,7 +252,7 @@ class AdapterSlots:
             self._fail(version, AdapterRejectedError(reason))
 
     def close(self) -> None:
-        """End the reader."""
+        """Stop the thread that reads adapters."""
         self._reader.close()
 
     # -- loading
@@ -354,7 +354,7 @@ class AdapterSlots:
         self._start_loads()
 
     def _followed(self, name: str) -> str:
-        """What a new follower starts with: what the others use, else the latest."""
+        """Version that a new follower starts with: the one that others use, else the latest."""
         serving, latest = self._serving.get(name, ""), self._latest.get(name, "")
         if latest and latest not in self._failed and not self._table.is_open(serving):
             return latest
@@ -365,7 +365,7 @@ class AdapterSlots:
         claim.held = True
         self._changed = True
 
-    def _tell(self) -> None:
+    def _publish(self) -> None:
         """Publish what is the case now."""
         before, self.stats = (
             self.stats,

@@ -80,7 +80,6 @@ class AdaptedModel:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all stacks."""
         return sum(stack.nbytes for stack in self._stacks.values())
 
     def prepare_kernels(self, weights: AdapterWeights) -> None:

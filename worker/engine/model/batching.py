@@ -32,7 +32,7 @@ _ROWS_TO_TRY = 3  # few models have three KV heads, so a mask that is laid out w
 
 
 def takes_padding(model: Any) -> bool:
-    """Whether prompts of different lengths may share a forward."""
+    """True if prompts of different lengths may share a forward."""
     return family(model) not in PADDING_IN_STATE
 
 

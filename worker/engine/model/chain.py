@@ -60,7 +60,7 @@ def chain_of(model: Any) -> Chain:
 
 
 def bytes_of(module: Any) -> int:
-    """Of its weights."""
+    """Bytes of a module's weights."""
     return sum(each.nbytes for _, each in tree_flatten(module.parameters()))
 
 

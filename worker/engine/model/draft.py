@@ -17,7 +17,7 @@ from worker.engine.scheduler import DraftKv
 
 @dataclass(frozen=True)
 class DraftModel:
-    """In memory, beside the model that it drafts for."""
+    """A draft model in memory with the model that it drafts for."""
 
     name: str
     model: Any  # the mlx-lm module
@@ -28,7 +28,7 @@ class DraftModel:
 
     @property
     def kept(self) -> DraftKv:
-        """Of a row."""
+        """KV that the draft model stores of a row."""
         return DraftKv(self.kv_bytes_per_token, self.context_length)
 
     def check(self) -> None:

@@ -58,7 +58,7 @@ def _install() -> None:
         raise _UnavailableError(f"{sys.platform} {platform.machine()} does not need it")
     if "mlx.core" in sys.modules:
         raise _UnavailableError("mlx.core is already imported")
-    # The engine is one busy thread beside others; BLAS threads of its own would only take their cores, and they spin
+    # The engine is one busy thread among others; BLAS threads of its own would only take their cores, and they spin
     # while they wait. Before the import, which loads the library and starts its threads.
     os.environ["OPENBLAS_NUM_THREADS"] = os.environ.get("OPENBLAS_NUM_THREADS") or "1"
     openblas = _find_openblas()
@@ -90,7 +90,7 @@ def _build_key(openblas: Path) -> str:
 
 
 def _build(shim: Path, openblas: Path) -> None:
-    """Compile the shim beside its final place, then move it there in one step."""
+    """Compile the shim next to its final place, then move it there in one step."""
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         raise _UnavailableError("no C compiler")

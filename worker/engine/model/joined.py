@@ -1,7 +1,7 @@
 """Linears that read the same input (q, k, v; gate, up), as one product where few positions are fed.
 
 A decode step on a GPU takes as long as the host needs to give its operations out. MLX asks cuBLAS anew for each product
-and captures it as a graph of its own, so these cost the host most, beside sums over ranks.
+and captures it as a graph of its own, so these cost the host most, next to sums over ranks.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import mlx.core as mx
 _FEW = 64  # positions of a decode step; of more, taking a product's outputs apart costs more than further products
 
 
-class Joined:
+class JoinedLinears:
     """Several linears whose weights are views of one array.
 
-    Whoever is called first computes for all and hands the others theirs, if they are called with the very same array.
+    The part called first computes for all and hands the others theirs, if they are called with the very same array.
     """
 
     def __init__(self, parts: Sequence[Any]) -> None:
@@ -41,11 +41,11 @@ class Joined:
             object.__setattr__(part, "place", place)
 
     def is_for(self, x: mx.array) -> bool:
-        """Whether few positions [..., in] are fed."""
+        """True if x [..., in] has few positions."""
         return x.size <= _FEW * x.shape[-1]
 
     def output(self, place: int, x: mx.array) -> mx.array:
-        """Of the part at this place."""
+        """Output of the part at `place`."""
         if x is not self._x or (y := self._ys[place]) is None:
             self._x, self._ys = x, list(mx.split(self.product(x), self._ends[:-1], axis=-1))
             y = self._ys[place]
@@ -59,7 +59,7 @@ class Joined:
 def join(parts: Sequence[Any]) -> None:
     """Let linears of the same input be one product, if one can compute them."""
     if len(parts) > 1 and len({_alike(part) for part in parts}) == 1:
-        Joined(parts)
+        JoinedLinears(parts)
 
 
 JoinedWith = tuple[tuple[int, ...], tuple[int, ...]]
@@ -67,8 +67,8 @@ JoinedWith = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def joined_of(parts: Sequence[Any]) -> JoinedWith:
-    """Of these linears."""
-    joined: Joined | None = getattr(parts[0], "joined", None)
+    """Widths and places of the linears within the one that joins them; empty if none does."""
+    joined: JoinedLinears | None = getattr(parts[0], "joined", None)
     return ((), ()) if joined is None else (joined.widths, tuple(part.place for part in parts))
 
 
@@ -78,7 +78,7 @@ def arrays_of(part: Any) -> list[str]:
 
 
 def _alike(part: Any) -> tuple[Any, ...]:
-    """What parts have in common that one product computes."""
+    """Properties in which linears must agree to share one product."""
     arrays = [(name, part[name].dtype, part[name].shape[1:]) for name in sorted(arrays_of(part))]
     how = [getattr(part, name, None) for name in ("bits", "group_size", "mode")]
     return (type(part), *arrays, *how)

@@ -21,13 +21,13 @@ from worker.engine.model.sites import Site, Whole, find_sites, partial_sums, rep
 
 
 class DividedLoRA(LoRALinear):  # type: ignore[misc]
-    """Beside a rank's part of a linear."""
+    """LoRA for a rank's part of a linear."""
 
     def __init__(self, site: Site, rank: int, scale: float) -> None:
         super().__init__(site.inputs, site.outputs, r=rank, scale=scale)
         self.linear = site.module
         object.__setattr__(self, "_site", site)
-        # The input's gradient is summed here once for both the linear and the LoRA, or by whoever reads it.
+        # The input's gradient is summed here once for both the linear and the LoRA, or by its reader.
         self._sums = getattr(site.module, "sums_gradients", False)
         object.__setattr__(site.module, "sums_gradients", False)
 
@@ -43,7 +43,7 @@ class DividedLoRA(LoRALinear):  # type: ignore[misc]
 
 
 class DividedLoRASwitch(LoRASwitchLinear):  # type: ignore[misc]
-    """Beside a rank's part of the experts' linears; the mixture sums over ranks, both ways."""
+    """LoRA for a rank's part of the experts' linears; the mixture sums over ranks, both ways."""
 
     def __init__(self, site: Site, rank: int, scale: float) -> None:
         super().__init__(site.inputs, site.outputs, site.experts, r=rank, scale=scale)
@@ -51,7 +51,6 @@ class DividedLoRASwitch(LoRASwitchLinear):  # type: ignore[misc]
         object.__setattr__(self, "_site", site)
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
-        """As mlx-lm's."""
         site: Site = self._site
         a, b = site.held(self.lora_a.swapaxes(-1, -2), self.lora_b.swapaxes(-1, -2))
         y: mx.array = self.linear(x, indices, sorted_indices=sorted_indices)
@@ -62,7 +61,7 @@ class DividedLoRASwitch(LoRASwitchLinear):  # type: ignore[misc]
 
 
 class Gradients:
-    """Of a model whose layers at some places are of the two kinds above."""
+    """Sums gradients over ranks for a model with layers of the two kinds above."""
 
     def __init__(self, whole: Whole, divided: Iterable[str], partial: Iterable[str]) -> None:
         self._ranks = whole.ranks
@@ -83,7 +82,7 @@ class Gradients:
 def attach_divided(model: Any, whole: Whole, paths: Iterable[str], rank: int, scale: float) -> Gradients:
     """Let a model of which this is a rank's part learn LoRA at these linears; SetupError where it cannot.
 
-    `model`: a tree of modules that nobody else uses. At other places than the divided ones, what learns is put by the
+    `model`: a tree of modules that nothing else uses. At other places than the divided ones, what learns is put by the
     caller.
     """
     if whole.by_layers:
@@ -98,7 +97,7 @@ def attach_divided(model: Any, whole: Whole, paths: Iterable[str], rank: int, sc
 
 
 def _weighs_parts(model: Any, path: str) -> bool:
-    """Whether it is a mixture's router: whole on every rank, and in front of what the mixture sums over ranks."""
+    """True if the module is a mixture's router, which is whole on every rank and precedes the sum over ranks."""
     parent = model
     for name in path.split(".")[:-1]:
         parent = parent[int(name)] if isinstance(parent, list) else parent[name]

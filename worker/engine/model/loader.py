@@ -1,4 +1,4 @@
-"""Loads a model and tells what it is: card, tokenizer, KV size. Also used by the trainer.
+"""Loads a model and describes it: card, tokenizer, KV size. Also used by the trainer.
 
 `base_sha256` names config and weights by content, so that an adapter made for another base is refused.
 """
@@ -36,8 +36,8 @@ from worker.engine.model.pooling import hidden_size
 from worker.engine.model.sharding import read_weights, shard
 from worker.engine.model.sites import Whole, module_shapes
 from worker.engine.model.step.decode_step import join_products
-from worker.engine.ranks.lockstep import check_settings
 from worker.engine.ranks.ranks import Ranks, one_after_another, ranks_of
+from worker.engine.ranks.turns import check_settings
 from worker.engine.scheduler import DraftKv
 from worker.engine.vision.families import AnyTower, chat_template, check_known, is_vision, load_seeing
 
@@ -79,7 +79,7 @@ class LoadedModel:
 
     @property
     def draft_kv(self) -> DraftKv:
-        """What the draft model keeps of a row."""
+        """KV that the draft model stores of a row; zero without one."""
         return DraftKv() if self.draft is None else self.draft.kept
 
 
@@ -161,7 +161,7 @@ def _bound(config: EngineConfig, context: int) -> int:
 
 
 def _sees(ranks: Ranks | None) -> bool:
-    """Whether this rank looks at images; those that follow are told what it sees."""
+    """True if this rank encodes images; the others receive its vectors."""
     return ranks is None or ranks.rank == 0
 
 

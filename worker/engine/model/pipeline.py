@@ -1,8 +1,8 @@
 """A rank's layers of a model, where ranks hold whole layers one after another (`--distributed-sharding pipeline`).
 
 A stage is a contiguous range of layers. In the places of all others stand modules that pass through what they are fed;
-the one before a stage's first layer waits for what the rank before has made, the one behind its last layer hands it on.
-Behind the model's last norm all ranks get what the last one has made, and go on alike: each has the output layer, draws
+the one before a stage's first layer waits for what the rank before has made, the one after its last layer hands it on.
+After the model's last norm all ranks get what the last one has made, and go on alike: each has the output layer, draws
 for itself and sees what a row needs. That costs each rank the output layer's weights, and saves the way back of logits,
 which are many times as large as hidden states. Embeddings that are not the output layer too are on the first rank.
 
@@ -10,7 +10,7 @@ Of what is not needed, nothing is computed: the hidden states of a prompt's piec
 next piece while others still compute this one. What comes back of a decode step is waited for on a stream of its own,
 while the rank computes for another part of the batch (worker/engine/batch/parted_batch.py).
 
-Whatever a rank hands on is on its way when the layer is called, and not when somebody asks for a result: so all ranks
+Whatever a rank hands on is on its way when the layer is called, and not when a result is asked for: so all ranks
 exchange in the order of their forwards.
 """
 
@@ -33,7 +33,7 @@ from worker.engine.ranks.ranks import Ranks
 
 @dataclass
 class Stage:
-    """This rank's layers."""
+    """The layers of a model that this rank computes."""
 
     ranks: Ranks
     layers: range
@@ -46,7 +46,7 @@ class Stage:
         return [held[at] for at in self.stand_ins]
 
     def received(self, like: mx.array) -> mx.array:
-        """What the rank before has made."""
+        """Output of the previous rank, with the shape and dtype of `like`."""
         return like if self.is_trial else self.ranks.received(like)
 
     def handed_on(self, x: mx.array) -> mx.array:
@@ -54,7 +54,7 @@ class Stage:
         return x if self.is_trial else self.ranks.handed_on(x)
 
     def from_last(self, x: mx.array) -> mx.array:
-        """What the last rank has made, on all."""
+        """Output of the last rank, on every rank."""
         return x if self.is_trial else self.ranks.from_last(x)
 
 
@@ -135,7 +135,7 @@ class _Staged:
     place_of_caches: int
 
     def __call__(self, *args: Any, **kwargs: Any) -> mx.array:
-        """Hidden states."""
+        """Compute hidden states, with the caches of this stage."""
         at = self.place_of_caches
         if len(args) > at and args[at] is not None:
             args = (*args[:at], self.stage.caches(args[at]), *args[at + 1 :])
@@ -159,7 +159,7 @@ class _Elsewhere(nn.Module):  # type: ignore[misc]
 
 
 class _Before(_Elsewhere):
-    """Of those, the one in front of a stage."""
+    """Stand-in for the layer directly before a stage: receives its input from the previous rank."""
 
     def __init__(self, layer: Any, stage: Stage) -> None:
         super().__init__(layer)
@@ -171,7 +171,7 @@ class _Before(_Elsewhere):
 
 
 class _Behind(_Before):
-    """Of those, the one behind a stage."""
+    """Stand-in for the layer directly after a stage: hands its output to the next rank."""
 
     def __call__(self, x: mx.array, *_: Any, **__: Any) -> mx.array:
         handed_on: mx.array = self.stage.handed_on(x)
@@ -179,7 +179,7 @@ class _Behind(_Before):
 
 
 class _NoEmbedding(nn.Module):  # type: ignore[misc]
-    """Where another rank embeds: tells the shape and dtype of what comes from there."""
+    """Stands for another rank's embedding: gives the shape and dtype of what comes from there."""
 
     def __init__(self, embedding: Any) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """One vector for a whole prompt, out of the hidden states that come chunk by chunk.
 
-Hidden states are those behind the model's last norm, in fp32: what its head would turn into logits.
+Hidden states are those after the model's last norm, in fp32: what its head would turn into logits.
 """
 
 from __future__ import annotations
@@ -65,5 +65,5 @@ class Pool:
         return self._vector_H / self._count if self.pooling == "mean" else self._vector_H
 
     def result(self) -> bytes:
-        """The same, little-endian."""
+        """The vector as little-endian float32 bytes."""
         return np.array(self.vector_H).astype("<f4").tobytes()

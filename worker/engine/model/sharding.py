@@ -23,7 +23,7 @@ from mlx.utils import tree_flatten
 
 from shared.errors import SetupError
 from worker.engine.model.batching import family
-from worker.engine.model.joined import Joined, join
+from worker.engine.model.joined import JoinedLinears, join
 from worker.engine.model.sites import find_sites, shared_inputs
 from worker.engine.ranks.ranks import Ranks
 
@@ -73,12 +73,12 @@ class _OutputPart:
     """
 
     sums_gradients = False
-    joined: Joined | None = None  # with others that read the same input
+    joined: JoinedLinears | None = None  # with others that read the same input
     place = 0  # among these
     group: Any
 
     def __call__(self, x: mx.array) -> mx.array:
-        """Of x [..., in], this rank's outputs."""
+        """This rank's outputs for x [..., in]."""
         if self.joined is not None and self.joined.is_for(x):
             return self.joined.output(self.place, x)
         if self.sums_gradients:
@@ -115,7 +115,7 @@ def sum_gradients_of(model: Any) -> None:
 
 
 def read_weights(model: Any, *, joins: bool = True) -> None:
-    """Evaluate the parameters layer by layer: beside a rank's part, little more than a layer is in memory.
+    """Evaluate the parameters layer by layer: in addition to a rank's part, little more than a layer is in memory.
 
     `joins`: products of the same input become one where it pays.
     """

@@ -38,7 +38,7 @@ Shapes = dict[str, tuple[int, int]]
 
 @dataclass(frozen=True)
 class Whole:
-    """What a model was before it was divided among ranks; or is, where each has all of it."""
+    """A model's shapes and ranks as they were before it was divided."""
 
     ranks: Ranks
     shapes: Shapes
@@ -52,7 +52,7 @@ class Whole:
 
 
 @dataclass(frozen=True)
-class Cut:
+class RankCut:
     """Which part of a site's weights a rank has."""
 
     ranks: Ranks
@@ -73,16 +73,16 @@ class Site:
     outputs: int
     module: Any  # the base module
     experts: int = 0  # of a switch
-    cut: Cut | None = None  # that this rank has a part of; shapes above are of the whole
+    cut: RankCut | None = None  # that this rank has a part of; shapes above are of the whole
 
     @property
     def held_inputs(self) -> int:
-        """Of this rank's part."""
+        """Number of inputs in this rank's part."""
         return self._held("inputs", self.inputs)
 
     @property
     def held_outputs(self) -> int:
-        """Of this rank's part."""
+        """Number of outputs in this rank's part."""
         return self._held("outputs", self.outputs)
 
     def held(self, a: mx.array, b: mx.array) -> tuple[mx.array, mx.array]:
@@ -96,7 +96,7 @@ class Site:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether its weights are packed."""
+        """True if the weights are packed."""
         return isinstance(self.module, _QUANTIZED)
 
     def dense_weight(self) -> mx.array:
@@ -139,14 +139,14 @@ def _cut(held: Site, whole: Whole) -> Site | None:
     if (held.inputs, held.outputs) == (inputs, outputs):
         return held
     if (held.inputs, held.outputs * ranks.size) == (inputs, outputs) and not held.path.endswith(_INTERLEAVED):
-        return replace(held, outputs=outputs, cut=Cut(ranks, "outputs"))
+        return replace(held, outputs=outputs, cut=RankCut(ranks, "outputs"))
     if (held.inputs * ranks.size, held.outputs) == (inputs, outputs):
-        return replace(held, inputs=inputs, cut=Cut(ranks, "inputs"))
+        return replace(held, inputs=inputs, cut=RankCut(ranks, "inputs"))
     return None
 
 
 def partial_sums(linear: Any, x: mx.array) -> mx.array:
-    """What a linear makes of x, without the sum over ranks and the bias behind it, if it has that sum."""
+    """Output of a linear for x, without the sum over ranks and the bias that follows it."""
     if not isinstance(linear, REDUCING):
         y: mx.array = linear(x)
         return y
@@ -171,12 +171,12 @@ def quantized_product(x: mx.array, arrays: Mapping[str, mx.array], how: Any) -> 
 
 
 def group_of(linear: Any) -> Any:
-    """Of the ranks that a linear's outputs are summed over; None: its outputs are whole."""
+    """The group of ranks over which a linear's outputs are summed; None if they are whole."""
     return linear.group if isinstance(linear, REDUCING) else None
 
 
 def summed(linear: Any, y: mx.array) -> mx.array:
-    """What `partial_sums` has left out, with its gradient, which sums of decode steps (ranks/cuda) do not have."""
+    """Complete `partial_sums`, with gradients, which the sums of decode steps (ranks/cuda) do not have."""
     group = group_of(linear)
     if group is None:
         return y

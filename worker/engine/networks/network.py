@@ -28,7 +28,6 @@ from shared.networks.spec import (
     Steps,
 )
 from shared.networks.tensors import Array, Tensors
-from worker.engine.networks.products import multiply
 
 STEPS_AT_ONCE = 16  # of a recurrent layer, in one piece
 Pieces = Generator[None, None, Tensors]
@@ -42,10 +41,11 @@ ACTIVATIONS: Mapping[Activation, Callable[[mx.array], mx.array]] = {
     "silu": nn.silu,
     "softplus": nn.softplus,
 }
+MOST_AT_ONCE = 1 << 24  # numbers, 64 MiB: of the products that exist before they are summed
 
 
 class Network:
-    """Its weights, evaluated."""
+    """A network that is no language model, with evaluated fp32 weights."""
 
     def __init__(self, spec: NetworkSpec, weights: Mapping[str, mx.array]) -> None:
         self.spec = spec
@@ -54,7 +54,6 @@ class Network:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its weights."""
         return sum(each.nbytes for each in self._weights.values())
 
     def run(self, inputs: Tensors) -> Pieces:
@@ -159,7 +158,7 @@ def gru(of_x_BO: mx.array, of_h_BO: mx.array, bias_hn: mx.array | None, h: mx.ar
 
 
 def state_parts(layer: Recurrent) -> str:
-    """What a layer's state consists of, a letter each."""
+    """One letter for each array of a recurrent layer's state."""
     return "hc" if isinstance(layer, Lstm) else "h"
 
 
@@ -176,3 +175,17 @@ def read_network(owner: str, spec: NetworkSpec, file: Path) -> Network:
 
 def _host(value: mx.array) -> Array:
     return np.array(value, np.float32)
+
+
+def multiply(x_NI: mx.array, weight_OI: mx.array) -> mx.array:
+    """x W^T, [N, O], in true fp32 whatever the machine.
+
+    On a CPU numpy multiplies: MLX's own product takes several times as long there. GPUs may round the inputs of such a
+    product, so there products and sums are computed apart from each other, in parts that fit into memory.
+    """
+    if mx.default_device() == mx.Device(mx.cpu):
+        with np.errstate(over="ignore", invalid="ignore"):  # the caller checks that outputs are finite
+            return mx.array(np.asarray(x_NI) @ np.asarray(weight_OI).T)
+    rows = max(1, MOST_AT_ONCE // max(1, weight_OI.size))
+    parts = [mx.sum(weight_OI * x_NI[at : at + rows, None], axis=-1) for at in range(0, x_NI.shape[0], rows)]
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts)

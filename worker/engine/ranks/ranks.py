@@ -25,7 +25,7 @@ class Ranks:
     group: Any  # mx.distributed.Group
     by_sums: bool = False  # hidden states are handed on by sums
     stream: Any = None  # on which ranks exchange; None: that of what they compute
-    back: Any = None  # on which what the last rank makes comes back, beside that one
+    back: Any = None  # on which what the last rank makes comes back, in parallel with that one
 
     @property
     def rank(self) -> int:
@@ -34,25 +34,24 @@ class Ranks:
 
     @property
     def size(self) -> int:
-        """How many there are."""
         return int(self.group.size())
 
     def same(self, values: mx.array) -> mx.array:
         """The leading rank's values, on all of them: machines of different kinds round differently."""
         if self.overlaps:
             return self._passed_along(values)
-        # A product, so that the sum comes behind what the values depend on on every rank, sums of layers among them.
+        # A product, so that the sum comes after what the values depend on on every rank, sums of layers among them.
         own = values * mx.array(self.rank == 0, values.dtype)
         return mx.distributed.all_sum(own, group=self.group, stream=self.stream)
 
     @property
     def overlaps(self) -> bool:
-        """Whether ranks exchange while others compute what comes behind it."""
+        """True if ranks exchange data while they compute."""
         return self.stream is not None
 
     def _passed_along(self, values: mx.array) -> mx.array:
-        """From rank to rank: who has passed them on waits for nobody."""
-        values = _begun(values)  # and the sums that they hang on, before what comes behind them
+        """Send from rank to rank: a rank that has passed them on does not wait."""
+        values = _begun(values)  # and the sums that they hang on, before what comes after them
         if self.rank > 0:
             values = self.received(values)
         if self.rank < self.size - 1:
@@ -60,16 +59,16 @@ class Ranks:
         return values
 
     def handed_on(self, x: mx.array) -> mx.array:
-        """What this rank's layers have made goes to the next one, from now on."""
+        """Start sending this rank's output to the next rank."""
         if not self.by_sums:
             return _begun(mx.distributed.send(x, self.rank + 1, group=self.group, stream=self.stream))
         sent = _begun(mx.distributed.all_sum(x, group=self.group, stream=self.stream))
-        for _ in range(self.rank + 1, self.size - 1):  # from each of the others to the one behind it
+        for _ in range(self.rank + 1, self.size - 1):  # from each of the others to the one after it
             _begun(mx.distributed.all_sum(mx.zeros(x.shape, x.dtype), group=self.group, stream=self.stream))
         return sent
 
     def received(self, like: mx.array) -> mx.array:
-        """What the rank before has handed on; of `like`, shape and dtype count."""
+        """Output of the previous rank, with the shape and dtype of `like`."""
         if not self.by_sums:
             return _awaited(
                 mx.distributed.recv(like.shape, like.dtype, self.rank - 1, group=self.group, stream=self.stream)
@@ -80,7 +79,7 @@ class Ranks:
         return x
 
     def from_last(self, x: mx.array) -> mx.array:
-        """The last rank's values, on all of them; of a decode step at once, else once somebody wants them."""
+        """The last rank's values, on all of them; of a decode step at once, else once they are read."""
         last, is_step = self.size - 1, x.shape[1] == 1  # of a decode step all is wanted, soon
         if not self.overlaps:
             if self.rank != last:
@@ -101,7 +100,7 @@ class Ranks:
         return _awaited(x) if is_step else x
 
     def _also_at(self, rank: int, x: mx.array) -> mx.array:
-        """These values, which whoever wants them here sends there, too."""
+        """These values; reading them here sends them there, too."""
         sent = mx.distributed.send(x, rank, group=self.group, stream=self.back)
         both: mx.array = mx.depends(x, sent)
         return both
@@ -124,7 +123,7 @@ class Ranks:
 
 
 def ranks_of(group: Any | None) -> Ranks | None:
-    """Of a group of MLX; None for one rank alone."""
+    """Ranks of an MLX group; None for a single rank."""
     _let_come()  # what an engine before this one has left
     return None if group is None or group.size() == 1 else Ranks(group)
 
@@ -139,7 +138,7 @@ def one_after_another(ranks: Ranks) -> Ranks:
 
 
 def has_sends() -> bool:
-    """Whether MLX can send from rank to rank on this device: its CUDA has sums and no sends (0.32)."""
+    """True if MLX can send between ranks on this device: its CUDA back end has sums and no sends (0.32)."""
     return mx.default_device() == mx.Device(mx.cpu) or not mx.cuda.is_available()
 
 
@@ -150,7 +149,7 @@ def _let_come() -> None:
 
 
 def _awaited(x: mx.array) -> mx.array:
-    """Under way, and held until it has come: MLX frees what nobody holds, though a stream is yet to write it."""
+    """Under way, and held until it has come: MLX frees what is not referenced, though a stream is yet to write it."""
     _COMING.append(_begun(x))
     if len(_COMING) > _HELD:
         mx.eval(_COMING.popleft())  # here long since

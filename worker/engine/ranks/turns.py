@@ -1,4 +1,4 @@
-"""What a turn of the engine takes from the world beside its messages, so that all ranks do the same in it. Plain data.
+"""What a turn of the engine takes from outside its messages, so that all ranks do the same in it. Plain data.
 
 Each rank's `Engine.seen` says what it has seen since its last turn. The leading rank hands these to its `Consent`, and
 what `Consent.facts` makes of them goes to all ranks with the messages of the next turn: `Engine.turn(facts)`. The clock
@@ -9,14 +9,19 @@ with the same bits, and rows with images begin in the same turn.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 
 import msgspec
 
+from shared.errors import SetupError
+from worker.engine.messages import EngineConfig
+
 
 def now_ms() -> int:
-    """Unix time."""
+    """Unix time in milliseconds, from this machine's clock."""
     return time.time_ns() // 1_000_000
 
 
@@ -34,7 +39,7 @@ class ImagePiece(msgspec.Struct, frozen=True, array_like=True):
     fault: str = ""  # why the tower has failed
 
 
-class Seen(msgspec.Struct, frozen=True, array_like=True):
+class RankReport(msgspec.Struct, frozen=True, array_like=True):
     """By one rank, since its last turn."""
 
     now_ms: int  # Unix time
@@ -45,12 +50,12 @@ class Seen(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def is_news(self) -> bool:
-        """Whether the leading rank has to hear of it even if nothing is computed."""
+        """True if the leading rank needs this report even if nothing is computed."""
         return bool(self.read or self.unreadable)
 
 
 class TurnFacts(msgspec.Struct, frozen=True, array_like=True):
-    """Of one turn, the same on all ranks."""
+    """Facts of one turn, the same on all ranks."""
 
     now_ms: int
     took_s: float = 0.0
@@ -68,15 +73,15 @@ class Consent:
         self._failed: dict[str, str] = {}
 
     def hear(self, rank: int, read: Iterable[str], unreadable: Iterable[tuple[str, str]]) -> None:
-        """What a rank has read, or could not read."""
+        """Note versions that a rank has read, or failed to read."""
         for version in read:
             self._read.setdefault(version, set()).add(rank)
         for version, reason in unreadable:
             self._read.setdefault(version, set()).add(rank)
             self._failed.setdefault(version, f"rank {rank}: {reason}")
 
-    def facts(self, own: Seen) -> TurnFacts:
-        """Of the next turn, with what all ranks are through with; `own` has been heard, too."""
+    def facts(self, own: RankReport) -> TurnFacts:
+        """Facts of the next turn, with the versions that all ranks have finished. `own` has been passed to `hear`."""
         through = [version for version, ranks in self._read.items() if len(ranks) == self._size]
         for version in through:
             del self._read[version]
@@ -84,3 +89,17 @@ class Consent:
         gone = {version for version, _ in failed}
         read = tuple(each for each in through if each not in gone)
         return TurnFacts(own.now_ms, own.took_s, read, failed, own.images)
+
+
+def in_lockstep(config: EngineConfig) -> EngineConfig:
+    """The configuration, with no decision left to the clock of a rank."""
+    speculation = config.speculation and replace(config.speculation, adapts_to_time=False, reads_beside=False)
+    return replace(config, lane_s=math.inf, speculation=speculation)
+
+
+def check_settings(config: EngineConfig) -> None:
+    """SetupError that names what several ranks cannot have."""
+    if config.disk is not None:
+        raise SetupError("a worker of several ranks keeps no KV on disk: leave --ssd-folder out")
+    if config.speculation is not None and config.speculation.draft_model:
+        raise SetupError("a worker of several ranks has no draft model: leave --draft-model-path out")

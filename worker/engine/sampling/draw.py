@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from shared.frames import TokenLogprob, TokenLogprobs
-from worker.engine.fused import fused
-from worker.engine.sampling.asked_tokens import Asked
+from worker.engine.cuda import fused
+from worker.engine.sampling.named_tokens import NamedLogprobs
 
 SMALLEST = 1e-37  # a chance below this counts as none
 _MASK_64 = (1 << 64) - 1
@@ -56,7 +56,7 @@ def _numbers() -> list[mx.array]:
 
 
 def _mix(bits: Any, first: Any, second: Any) -> Any:
-    """Of uint64, by these factors, on the host or on the device."""
+    """Mix uint64 bits with these factors, on the host or on the device."""
     bits = (bits ^ (bits >> 30)) * first
     bits = (bits ^ (bits >> 27)) * second
     return bits ^ (bits >> 31)
@@ -128,7 +128,7 @@ def most_likely(logprobs_TV: mx.array, count: int) -> tuple[mx.array, mx.array]:
 
 
 class Draw:
-    """What one decode step left besides its tokens; pulled to the host when it is first asked for."""
+    """Results of one decode step other than its tokens; copied to the host when first read."""
 
     __slots__ = ("_arrays", "_asked", "_logprobs", "_top", "_top_index", "versions")
 
@@ -138,7 +138,7 @@ class Draw:
         logprobs_B: mx.array,
         top_TK: tuple[mx.array, mx.array] | None,
         top_index: dict[int, int],
-        asked: Asked,
+        asked: NamedLogprobs,
     ) -> None:
         self.versions = versions  # adapter version of each row at dispatch
         self._arrays = (logprobs_B, top_TK)
@@ -149,12 +149,12 @@ class Draw:
 
     @property
     def arrays(self) -> list[mx.array]:
-        """What lies on the device."""
+        """Arrays on the device that are still to be evaluated."""
         logprobs_B, top_TK = self._arrays
         return [logprobs_B, *(top_TK or ()), *self._asked.arrays]
 
     def logprob(self, index: int) -> float:
-        """Of the token drawn for row `index`."""
+        """Log-probability of the token drawn for row `index`."""
         if self._logprobs is None:
             self._logprobs = cast(list[float], self._arrays[0].tolist())
         return self._logprobs[index]

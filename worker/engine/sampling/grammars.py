@@ -1,6 +1,6 @@
 """Rows that must follow a grammar: where each one stands in it, and the mask of the tokens that may come next.
 
-`Grammars` compiles, in a few threads beside the engine's; until then the row waits. The compiler gives the
+`Grammars` compiles, in a few threads apart from the engine's; until then the row waits. The compiler gives the
 interpreter's lock back while it works, and the api has seen that it takes seconds at most. `GrammarMasks` is the
 sampler's part: the batch looks one step ahead, so the token that a forward is fed becomes known while that forward
 runs. In that time the host moves the matchers on by it and computes the masks.
@@ -49,7 +49,7 @@ class Place:
 
     @property
     def ready(self) -> bool:
-        """Whether the grammar is compiled; InvalidGrammarError when it cannot be."""
+        """True once the grammar is compiled; InvalidGrammarError if it cannot be."""
         if self._matcher is None and self.compiled.done():
             self._matcher = self.compiled.result().matcher.deep_copy()
             self.restart(self._begin)
@@ -59,23 +59,22 @@ class Place:
 
     @property
     def matcher(self) -> LLMatcher:
-        """The row's own."""
         assert self._matcher is not None, "an admitted row has a compiled grammar"
         return self._matcher
 
     @property
     def vocab_size(self) -> int:
-        """Bits of a mask."""
+        """Number of bits of a mask."""
         return self.compiled.result().vocab_size
 
     @property
     def is_over(self) -> bool:
-        """Whether any token will do: the row has ended or failed, and what is drawn for it is thrown away."""
+        """True if any token is allowed, since the row has ended or failed and its draws are dropped."""
         matcher = self.matcher
         return bool(self.fault) or matcher.stop_reason() == "EndOfSentence" or self._ended
 
     def restart(self, tokens: Sequence[int]) -> None:
-        """Stand behind `tokens`, from the beginning."""
+        """Stand after `tokens`, from the beginning."""
         self._ended = False
         if self._matcher is None:
             self._begin = list(tokens)
@@ -108,13 +107,13 @@ class Place:
         return place
 
     def after(self, token: int) -> Place:
-        """Where it would stand behind one more token; it stays where it is itself."""
+        """Where it would stand after one more token; it stays where it is itself."""
         place = self.copy()
         place.take(token)
         return place
 
     def fail(self, error: Exception) -> None:
-        """Its matcher has: that is the fault of this row alone, and not of the batch that it is in."""
+        """Record that the matcher failed, which ends this row alone and not its batch."""
         self.fault = f"the grammar failed after {self.taken} tokens: {first_line(str(error))}"
 
     def note_fault(self) -> None:
@@ -137,7 +136,7 @@ class Grammars:
         self._rows: Counter[Future[Compiled]] = Counter()  # that wait for it or use it
 
     def open(self, grammar: str, tokens: Sequence[int], owner: str = "") -> Place:
-        """A place in a grammar behind `tokens`; it is ready later. `owner`: in whose turn."""
+        """A place in a grammar after `tokens`; it is ready later. `owner`: in whose turn."""
         compiled = self._compiled.get(grammar)
         if compiled is None:
             compiled = self._compiled[grammar] = self._start(grammar, owner)
@@ -148,7 +147,7 @@ class Grammars:
         return Place(compiled, tokens)
 
     def leave(self, place: Place) -> None:
-        """Its row has gone. What nobody waits for any more is not begun."""
+        """Remove a row's place. A compilation that no row waits for any more is not started."""
         compiled = place.compiled
         self._rows[compiled] -= 1
         if self._rows[compiled]:
@@ -158,7 +157,7 @@ class Grammars:
             self._compiled = OrderedDict(each for each in self._compiled.items() if each[1] is not compiled)
 
     def close(self) -> None:
-        """End the threads."""
+        """Stop the threads that compile grammars."""
         if self._threads is not None:
             self._threads.close()
 
@@ -204,7 +203,7 @@ class _Threads:
             turns = self._turns.pop(owner)
             compiled, grammar = turns.popleft()
             if turns:
-                self._turns[owner] = turns  # behind all others
+                self._turns[owner] = turns  # after all others
         if compiled.set_running_or_notify_cancel():
             _run(compiled, self._compile, grammar)
 

@@ -1,6 +1,6 @@
 """Other tokens in the places of a prompt's own: those that its reader names, and some that are drawn.
 
-Place n is that of the prompt's token n + 1, of which the logits behind token n speak. A draw depends on the row's seed,
+Place n is that of the prompt's token n + 1, of which the logits after token n speak. A draw depends on the row's seed,
 on its place and on the place's own distribution, whatever pieces the prompt is fed in. Shape suffixes: L places, V
 vocabulary, N tokens named in all of them.
 """
@@ -25,11 +25,11 @@ def asked_from(spec: SequenceSpec) -> int:
 
 
 def wants_others(sampling: SamplingParams) -> bool:
-    """Whether another token than the prompt's own is asked about."""
+    """True if log-probabilities of tokens other than the prompt's own are asked for."""
     return bool(sampling.prompt_draws or any(sampling.prompt_named))
 
 
-def tell(
+def report_prompt(
     event: TokenEvent,
     spec: SequenceSpec,
     first: int,
@@ -37,9 +37,9 @@ def tell(
     top: Sequence[TokenLogprobs],
     others: Sequence[TokenLogprobs] | None,
 ) -> None:
-    """Put into an event what is asked about a prompt. Scores are by place from `first` on, and may go on behind it.
+    """Put into an event what is asked about a prompt. Scores are by place from `first` on, and may go on after it.
 
-    Of the prompt's first token there is nothing to tell.
+    The prompt's first token has no log-probability.
     """
     start, end, count = _own_from(spec), len(spec.prompt_ids) - 1 - first, spec.sampling.prompt_logprobs
     asked = slice(start - first, end)
@@ -56,19 +56,19 @@ def _own_from(spec: SequenceSpec) -> int:
 
 
 def others(sampling: SamplingParams, logits_LV: mx.array, logprobs_LV: mx.array, first: int) -> list[TokenLogprobs]:
-    """Of the places from `first` on: the tokens that are named there, in their order, then those that are drawn."""
+    """By place from `first` on: the tokens named there, in their order, then those that are drawn."""
     count = logits_LV.shape[0]
     named = [list(ids) for ids in sampling.prompt_named[first : first + count]]
     named += [[] for _ in range(count - len(named))]
-    found = _told(named, logprobs_LV)
+    found = _logprobs(named, logprobs_LV)
     if sampling.prompt_draws:
         drawn = [_drawn(sampling, logits_LV, first, at) for at in range(sampling.prompt_draws)]
         by_place = np.stack([np.array(ids_L) for ids_L in drawn], axis=1).tolist()
-        found = [(*own, *more) for own, more in zip(found, _told(by_place, logprobs_LV), strict=True)]
+        found = [(*own, *more) for own, more in zip(found, _logprobs(by_place, logprobs_LV), strict=True)]
     return found
 
 
-def _told(ids: Sequence[list[int]], logprobs_LV: mx.array) -> list[TokenLogprobs]:
+def _logprobs(ids: Sequence[list[int]], logprobs_LV: mx.array) -> list[TokenLogprobs]:
     flat = [(place, token) for place, tokens in enumerate(ids) for token in tokens]
     if not flat:
         return [()] * len(ids)

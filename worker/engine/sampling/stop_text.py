@@ -37,7 +37,7 @@ class StopMatcher:
         return held[: start + len(stop) if self._include_stop else start], stop
 
     def flush(self) -> str:
-        """What was held back, when the sequence ends otherwise."""
+        """Return the text that was held back, when the sequence ends for another reason."""
         held, self._held = self._held, ""
         return held
 

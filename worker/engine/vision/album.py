@@ -1,6 +1,6 @@
 """Images' vectors in files, in the folder of `--ssd-cache-dir`: they outlive memory and the worker (kv/disk/folder.py).
 
-Invariants. Files are read and written in a thread, and nobody waits for one longer than `PATIENCE_S`: an image that
+Invariants. Files are read and written in a thread, and no row waits for one longer than `PATIENCE_S`: an image that
 does not come is encoded. A file says what it is of, and which model has computed it by which releases; one that is not
 whole, or of another model, is removed. Bound, age and half-written files are the folder's, together with those of KV.
 """
@@ -23,8 +23,8 @@ from worker.engine.kv.disk.folder import Folder
 from worker.engine.kv.disk.reading import Errands
 from worker.engine.kv.parcels import (
     HostArray,
+    KvParcel,
     Label,
-    Parcel,
     UnusableParcelError,
     as_array,
     as_bytes,
@@ -42,7 +42,7 @@ MOST_WAITING = 4  # files to be written; more are dropped
 
 
 class Album:
-    """Of one engine; belongs to its thread."""
+    """Image vectors on disk for one engine; used in its thread only."""
 
     def __init__(self, config: DiskConfig, card: ModelCard, *, in_thread: bool) -> None:
         releases = [f"{name} {importlib.metadata.version(name)}" for name in ("mlx", "mlx-vlm")]
@@ -70,7 +70,7 @@ class Album:
             self._run(lambda: self._read(key))
 
     def waits(self, key: bytes) -> bool:
-        """Whether an image that was asked for may still come."""
+        """True if an image that was asked for may still arrive."""
         return key not in self._found and time.monotonic() < self._asked.get(key, 0.0)
 
     def take(self, key: bytes) -> mx.array | None:
@@ -91,7 +91,7 @@ class Album:
         self._run(lambda: self._write(key, host))
 
     def close(self) -> None:
-        """Write what waits, in the thread, which nobody waits for; then end it."""
+        """Have the thread write what waits, then end; nothing waits for it."""
         if self._thread is None:
             self._folder.close()
             return
@@ -99,16 +99,16 @@ class Album:
         self._thread.close()
 
     def _run(self, call: Callable[[], None]) -> None:
-        def told() -> None:
+        def logged() -> None:
             try:
                 call()
             except OSError as error:
                 log.warning("images.disk_failed reason=%r", f"{type(error).__name__}: {error.strerror or error}")
 
         if self._thread is None:
-            told()
+            logged()
         else:
-            self._thread.run(told)
+            self._thread.run(logged)
 
     def _label(self, key: bytes) -> Label:
         return Label(self._identity, (key,), "image")
@@ -134,7 +134,7 @@ class Album:
 
     def _write(self, key: bytes, host: HostArray) -> None:
         try:
-            packed = pack(Parcel(self._label(key), [], [(host,)]))
+            packed = pack(KvParcel(self._label(key), [], [(host,)]))
             self._folder.write(self._label(key).name, [packed.head, *packed.parts])
         finally:
             self._writing.discard(key)

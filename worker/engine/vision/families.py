@@ -31,7 +31,7 @@ FAMILIES: dict[str, Family] = {  # by the model_type of a config
     "idefics3": "idefics3",
     "smolvlm": "idefics3",
     "pixtral": "pixtral",
-    "mistral3": "pixtral",  # whose patches are merged behind the tower
+    "mistral3": "pixtral",  # whose patches are merged after the tower
     "qwen2_5_vl": "qwen",
     "qwen3_vl": "qwen",
     "qwen3_vl_moe": "qwen",
@@ -54,7 +54,6 @@ class Tower:
 
     @property
     def parts(self) -> tuple[Any, ...]:
-        """Its modules."""
         return self._tower, self._projector
 
     def encode(self, tiles: Sequence[bytes], width: int, height: int) -> mx.array:
@@ -117,7 +116,7 @@ class Seeing(NamedTuple):
 
 
 def is_vision(config: dict[str, Any]) -> bool:
-    """Whether a config.json is of a model that we load with its tower."""
+    """True if config.json describes a model that is loaded with its vision tower."""
     kind = config.get("model_type")
     if kind == "mistral3":  # Mistral 3.1 and 3.2; of Ministral 3 and Mistral 4, only mlx-lm's text is in the batch
         return bool((config.get("text_config") or {}).get("model_type") == "mistral")
@@ -161,13 +160,13 @@ def load_seeing(path: Path, config: dict[str, Any]) -> Seeing:
 
 
 def _has_tower(path: Path) -> bool:
-    """Whether its weights, of which only the names are read, are not of the language side alone."""
+    """True if any weight belongs to a vision tower. Only names are read."""
     names = (name for file in path.glob("*.safetensors") for name in mx.load(str(file)))
     return any("vision" in name or "visual" in name for name in names)
 
 
 def _without_tower(path: Path, config: dict[str, Any], why: str) -> Seeing:
-    """Its text, where mlx-lm can load that."""
+    """The language model alone, if mlx-lm can load it."""
     kind = config["model_type"]
     loaded_as = {"model_type": LOADED_AS.get(kind, kind)}
     try:
@@ -179,7 +178,7 @@ def _without_tower(path: Path, config: dict[str, Any], why: str) -> Seeing:
 
 
 def _language(theirs: Any, config: dict[str, Any], deep: int) -> Any:
-    """mlx-lm's model of mlx-vlm's language side; `deep`: of Qwen3-VL, how many layers are told of images."""
+    """mlx-lm's model of mlx-vlm's language side; `deep`: of Qwen3-VL, how many layers receive image vectors."""
     kind = config["model_type"]
     family = FAMILIES[kind]
     if family == "qwen":
@@ -203,7 +202,7 @@ def _llama(theirs: Any) -> Any:
 
 
 def _vision(path: Path, whole: Any, config: dict[str, Any]) -> VisionSpec:
-    """From the files beside the weights; `whole`: mlx-vlm's model."""
+    """Read the files next to the weights; `whole`: mlx-vlm's model."""
     model = whole.config
     images, prompts = _json(path / "preprocessor_config.json"), _json(path / "processor_config.json")
     if FAMILIES[config["model_type"]] == "lfm2":
@@ -262,7 +261,7 @@ def _pixtral(model: Any, images: dict[str, Any], prompts: dict[str, Any]) -> Vis
 
 
 def _lfm2(model: Any, images: dict[str, Any]) -> VisionSpec:
-    """Whether images are cut into tiles is not asked: some files deny it for no reason (shared/images/layout.py)."""
+    """Tiles are always used, whatever config.json says: some deny them for no reason (shared/images/layout.py)."""
     tile, patch = int(images.get("tile_size", 512)), int(images.get("encoder_patch_size", 16))
     side = patch * int(images.get("downsample_factor", 2))
     taken = int(model.vision_config.patch_size) * int(model.downsample_factor)
@@ -287,7 +286,7 @@ def _lfm2(model: Any, images: dict[str, Any]) -> VisionSpec:
 
 
 def chat_template(path: Path) -> str:
-    """The template that a folder keeps beside its image processor, where the tokenizer does not know it; "": none."""
+    """The template that a folder keeps with its image processor, where the tokenizer does not know it; "": none."""
     template = _json(path / "chat_template.json").get("chat_template", "")
     return template if isinstance(template, str) else ""
 

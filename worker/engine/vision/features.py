@@ -15,17 +15,17 @@ import mlx.core as mx
 from worker.engine.vision.positions import Grid, Spots
 
 
-class Seen(NamedTuple):
-    """What a tower has made of an image."""
+class EncodedImage(NamedTuple):
+    """Vectors that a vision tower computed for an image."""
 
     vectors_TH: mx.array  # DeepStack: [T, (1 + N) H]
     grid: Grid | None = None  # of them, where positions go by it
 
 
 class ImageFeatures:
-    """Of one row."""
+    """Image vectors of one row, by position of its prompt."""
 
-    def __init__(self, prompt: Sequence[int], images: Sequence[Seen]) -> None:
+    def __init__(self, prompt: Sequence[int], images: Sequence[EncodedImage]) -> None:
         """`images`: with as many vectors as the prompt has ids for them; EngineError if these are mixed."""
         self._places = [place for place, each in enumerate(prompt) if each < 0]
         self._images = [image.vectors_TH for image in images]
@@ -34,16 +34,16 @@ class ImageFeatures:
 
     @property
     def vectors_TH(self) -> mx.array:
-        """All of them."""
+        """Vectors of all images, [T, H]."""
         return self._images[0] if len(self._images) == 1 else mx.concatenate(self._images)
 
     @property
     def width(self) -> int:
-        """Numbers of each."""
+        """Width H of the vectors, in numbers."""
         return self._images[0].shape[-1]
 
     def index(self, start: int, length: int) -> list[int]:
-        """Of the positions from `start` on: which vector stands there, 0 where none does."""
+        """By position from `start` on: the index of its vector, 0 where there is none."""
         index = [0] * length
         first = bisect_left(self._places, start)
         for at in range(first, bisect_left(self._places, start + length)):

@@ -1,7 +1,7 @@
 """Which images are encoded next, some tiles at a time between decode steps, and the vectors that are kept of them.
 
-Of several ranks, the leading one has the tower. What it has made of an image is nobody's yet, itself included, but goes
-to all ranks in pieces, with the facts of turns (`worker/engine/ranks/turns.py`): `news` is what the next turn says, and
+Of several ranks, the leading one has the tower. What it has made of an image is not used yet, not even by itself, but
+goes to all ranks in pieces, with the facts of turns (`worker/engine/ranks/turns.py`): `news` goes with the next, and
 `learn` takes it in. So all of them know of each image, and of one that has failed, in the same turn.
 
 Invariants. Lives in the engine's thread. Rows that wait for one image wait for one encoding. A row holds its vectors
@@ -29,38 +29,38 @@ from worker.engine.messages import EngineConfig, Picture, VisionStats
 from worker.engine.ranks.turns import ImagePiece
 from worker.engine.vision.album import Album
 from worker.engine.vision.families import AnyTower, Tower
-from worker.engine.vision.features import ImageFeatures, Seen
+from worker.engine.vision.features import EncodedImage, ImageFeatures
 from worker.engine.vision.gemma import GemmaTower
 from worker.engine.vision.positions import Grid
 from worker.engine.vision.qwen import QwenTower
 
 log = logging.getLogger(__name__)
 
-TOLD_BYTES = 1 << 20  # of vectors that other ranks are sent between two decode steps
+SENT_BYTES = 1 << 20  # of vectors that other ranks are sent between two decode steps
 TRIED_AGAIN = 64  # calls until larger numbers of tiles are
 
 
 @dataclass(eq=False)
 class _Encoding:
-    """An image under way."""
+    """An image that waits or is being encoded."""
 
     picture: Picture
     tiles: int = 0  # that are done
     done: list[mx.array] = field(default_factory=list)  # their vectors
     layers: Iterator[mx.array] | None = None  # under way, of a tower that goes by these
     looked: bool = False  # whether it is on disk
-    made: Seen | None = None  # all of it, which other ranks are being told of
-    fault: str = ""  # why it has failed, which they are to be told
+    made: EncodedImage | None = None  # all of it, which is being sent to the other ranks
+    fault: str = ""  # why it has failed, to be sent to them
     known: list[mx.array] = field(default_factory=list)  # vectors that all ranks have
 
     @property
     def is_over(self) -> bool:
-        """Whether the tower is through with it."""
+        """True if the tower has finished the image or failed."""
         return self.made is not None or bool(self.fault)
 
     @property
     def count(self) -> int:
-        """Of the vectors that all ranks have."""
+        """Number of vectors that all ranks have."""
         return sum(map(len, self.known))
 
 
@@ -75,7 +75,7 @@ class Viewing:
 
     @property
     def keys(self) -> KeysView[bytes]:
-        """Of its images, each once; in one order on all ranks, as no set's is."""
+        """Keys of the row's images without duplicates; in one order on all ranks, which a set would not have."""
         return dict.fromkeys(image.key for image in self.spec.images).keys()
 
 
@@ -91,14 +91,14 @@ class TileTimes:
         self._took: dict[int, tuple[float, ...]] = {}  # the last two by number; the first one of all compiles kernels
 
     def took(self, tiles: int, seconds: float) -> None:
-        """So many at once."""
+        """Note the seconds of a call with so many tiles."""
         self._calls += 1
         if self._calls % TRIED_AGAIN == 0:
             self._took = {number: times for number, times in self._took.items() if number <= tiles}
         self._took[tiles] = (*self._took.get(tiles, ()), seconds)[-2:]
 
     def most(self, tiles: int, seconds: float) -> int:
-        """Of so many, in so much time: one at least."""
+        """Tiles to encode at once, of `tiles` and within `seconds`; at least one."""
         most = 1
         while 2 * most <= tiles and min(self._took.get(most, (inf,))) <= seconds:
             twice = self._took.get(2 * most, ())
@@ -109,21 +109,21 @@ class TileTimes:
 
 
 class Gallery:
-    """Of one engine; without a tower it takes no images."""
+    """Encodes and caches images for one engine; without a tower it refuses them."""
 
     def __init__(
-        self, tower: AnyTower | None, config: EngineConfig, card: ModelCard, *, in_thread: bool, told: bool = False
+        self, tower: AnyTower | None, config: EngineConfig, card: ModelCard, *, in_thread: bool, by_ranks: bool = False
     ) -> None:
         """`in_thread`: where files are read and written, if there is a folder for them.
 
-        `told`: an image counts as encoded once all ranks have been told; those that follow have no tower.
+        `by_ranks`: an image counts as encoded once all ranks have it; those that follow have no tower.
         """
-        self._tower, self._vision, self._told = tower, card.vision, told
+        self._tower, self._vision, self._by_ranks = tower, card.vision, by_ranks
         self._album: Album | None = None
         if tower is not None and config.disk is not None:
             self._album = Album(config.disk, card, in_thread=in_thread)
         self._limit = config.image_cache_bytes
-        self._kept: OrderedDict[bytes, Seen] = OrderedDict()  # by key, least recently used first
+        self._kept: OrderedDict[bytes, EncodedImage] = OrderedDict()  # by key, least recently used first
         self._waiting: OrderedDict[bytes, _Encoding] = OrderedDict()  # in order of arrival
         self._wanted: Counter[bytes] = Counter()  # by how many rows that wait
         self._failed: dict[bytes, str] = {}  # of those that are wanted
@@ -132,12 +132,11 @@ class Gallery:
 
     @property
     def busy(self) -> bool:
-        """Whether an image waits to be encoded."""
+        """True if an image waits to be encoded."""
         return bool(self._waiting)
 
     @property
     def stats(self) -> VisionStats:
-        """Counters and size."""
         return VisionStats(encoded=self._encoded, hits=self._hits, bytes=self._bytes)
 
     def check(self, viewing: Viewing | None, pictures: Sequence[Picture]) -> None:
@@ -179,7 +178,7 @@ class Gallery:
         return EngineError("a prompt cannot end with an image") if viewing.prompt[-1] < 0 else None
 
     def ready(self, viewing: Viewing | None) -> bool:
-        """Whether a row has what it is fed with; EngineError when one of its images could not be encoded."""
+        """True if the row's images are encoded; EngineError if one of them could not be."""
         if viewing is None or viewing.features is not None:
             return True
         images = viewing.spec.images
@@ -211,7 +210,7 @@ class Gallery:
         self._shrink()
 
     def work(self, seconds: float) -> None:
-        """Encode for about so long, a tile at least; an image of which one fails is told to those that wait for it."""
+        """Encode for about so long, a tile at least; an image of which one fails ends the rows that wait for it."""
         until = time.perf_counter() + seconds
         while self._tower is not None and (key := self._next()) is not None:
             encoding = self._waiting[key]
@@ -220,15 +219,15 @@ class Gallery:
             except Exception as error:
                 log.exception("engine.image_failed")
                 encoding.fault = f"the image could not be encoded: {type(error).__name__}: {error}"
-                if not self._told:
+                if not self._by_ranks:
                     self._fail(key, encoding.fault)
             if time.perf_counter() > until:
                 return
 
     def news(self, times: int) -> tuple[ImagePiece, ...]:
-        """What the other ranks are to be told of in the next turn: so many times the usual bytes, a vector at least."""
+        """Pieces to send to the other ranks in the next turn: `times` the usual bytes, at least one vector."""
         pieces: list[ImagePiece] = []
-        most = TOLD_BYTES * times
+        most = SENT_BYTES * times
         for key, encoding in self._waiting.items():
             if most <= 0:
                 break
@@ -240,7 +239,7 @@ class Gallery:
         return tuple(pieces)
 
     def learn(self, pieces: Sequence[ImagePiece]) -> None:
-        """Take in what all ranks are told; of an image that nobody waits for any more, nothing."""
+        """Take in pieces that all ranks get; those of an image that no row waits for are dropped."""
         for piece in pieces:
             encoding = self._waiting.get(piece.key)
             if encoding is None:
@@ -252,7 +251,9 @@ class Gallery:
                 if encoding.count == piece.total:
                     vectors_TH = mx.concatenate(encoding.known)
                     mx.eval(vectors_TH)
-                    self._take(piece.key, Seen(vectors_TH, Grid(piece.rows, piece.columns) if piece.rows else None))
+                    self._take(
+                        piece.key, EncodedImage(vectors_TH, Grid(piece.rows, piece.columns) if piece.rows else None)
+                    )
 
     def _next(self) -> bytes | None:
         """The image that has waited longest, but for those that may come from disk."""
@@ -266,7 +267,7 @@ class Gallery:
             if vectors_TH is not None:
                 size = encoding.picture.width, encoding.picture.height
                 self._hits += 1
-                self._take(key, Seen(vectors_TH, None if isinstance(tower, Tower) else tower.grid(*size)))
+                self._take(key, EncodedImage(vectors_TH, None if isinstance(tower, Tower) else tower.grid(*size)))
                 return
         if isinstance(tower, Tower):
             seen = self._tiles(tower, encoding, until)
@@ -278,12 +279,12 @@ class Gallery:
         self._encoded += 1
         if self._album is not None:
             self._album.keep(key, seen.vectors_TH)
-        if self._told:
+        if self._by_ranks:
             encoding.made = seen
         else:
             self._take(key, seen)
 
-    def _take(self, key: bytes, seen: Seen) -> None:
+    def _take(self, key: bytes, seen: EncodedImage) -> None:
         del self._waiting[key]
         self._kept[key] = seen
         self._bytes += seen.vectors_TH.nbytes
@@ -298,7 +299,7 @@ class Gallery:
         if self._album is not None:
             self._album.close()
 
-    def _layers(self, tower: QwenTower | GemmaTower, encoding: _Encoding, until: float) -> Seen | None:
+    def _layers(self, tower: QwenTower | GemmaTower, encoding: _Encoding, until: float) -> EncodedImage | None:
         """The image, once its last layer is through."""
         picture = encoding.picture
         if encoding.layers is None:
@@ -309,9 +310,9 @@ class Gallery:
             if time.perf_counter() > until:
                 return None
         (vectors_TH,) = encoding.done
-        return Seen(vectors_TH, tower.grid(picture.width, picture.height))
+        return EncodedImage(vectors_TH, tower.grid(picture.width, picture.height))
 
-    def _tiles(self, tower: Tower, encoding: _Encoding, until: float) -> Seen | None:
+    def _tiles(self, tower: Tower, encoding: _Encoding, until: float) -> EncodedImage | None:
         """The image, once its last tile is through."""
         picture, began = encoding.picture, time.perf_counter()
         left = picture.tiles[encoding.tiles :]
@@ -328,7 +329,7 @@ class Gallery:
         times.took(len(chosen), time.perf_counter() - began)
         encoding.done.append(vectors_NTH.reshape(-1, vectors_NTH.shape[-1]))
         encoding.tiles += len(chosen)
-        return None if len(chosen) < len(left) else Seen(mx.concatenate(encoding.done))
+        return None if len(chosen) < len(left) else EncodedImage(mx.concatenate(encoding.done))
 
     def _shrink(self) -> None:
         """Forget the images used longest ago, but for those that a row still waits for."""
@@ -339,7 +340,7 @@ class Gallery:
                 self._bytes -= self._kept.pop(key).vectors_TH.nbytes
 
 
-def _piece(key: bytes, made: Seen, start: int, most: int) -> ImagePiece:
+def _piece(key: bytes, made: EncodedImage, start: int, most: int) -> ImagePiece:
     """The next vectors of an image: about so many bytes."""
     total, width = made.vectors_TH.shape
     end = start + max(1, most * total // made.vectors_TH.nbytes)
@@ -352,5 +353,5 @@ def _piece(key: bytes, made: Seen, start: int, most: int) -> ImagePiece:
 
 
 def _vectors(piece: ImagePiece) -> mx.array:
-    """[T, H] of them."""
+    """The piece's vectors, [T, H]."""
     return as_array(HostArray(piece.dtype, (-1, piece.width), memoryview(piece.vectors)))

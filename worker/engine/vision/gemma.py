@@ -32,14 +32,13 @@ class GemmaTower:
 
     @property
     def parts(self) -> tuple[Any, ...]:
-        """Its modules."""
         return self._tower, self._projector
 
     def grid(self, width: int, height: int) -> None:
         """Positions do not go by it."""
 
     def layers(self, picture: bytes, width: int, height: int) -> Iterator[mx.array]:
-        """What is made of RGB bytes [height, width, 3], in pieces; the last one is the vectors [T, H]."""
+        """Encode RGB bytes [height, width, 3] step by step; the last array holds the vectors [T, H]."""
         vision, tower = self.vision, self._tower.vision_model
         pixels_1HWC = mx.array(np.frombuffer(picture, np.uint8).reshape(1, height, width, 3))
         scaled_1HWC = (pixels_1HWC.astype(mx.float32) * (1 / 255) - mx.array(vision.mean)) / mx.array(vision.std)
@@ -57,9 +56,9 @@ def spec(model: Any, images: dict[str, Any], prompts: dict[str, Any]) -> VisionS
     asked = {int(size.get(name, side)) for name in ("width", "height")}
     if asked != {side}:
         raise SetupError(f"images of {max(asked)} pixels do not fit a tower of {side}")
-    told = int(prompts.get("image_seq_length") or tokens)
-    if told != tokens:
-        raise SetupError(f"processor_config.json says {told} tokens an image, and the tower makes {tokens}")
+    stated = int(prompts.get("image_seq_length") or tokens)
+    if stated != tokens:
+        raise SetupError(f"processor_config.json says {stated} tokens an image, and the tower makes {tokens}")
     if images.get("do_pan_and_scan"):
         raise SetupError("pan and scan (do_pan_and_scan in preprocessor_config.json) is not supported")
     red, green, blue = images.get("image_mean") or (0.5, 0.5, 0.5)

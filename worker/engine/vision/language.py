@@ -12,7 +12,7 @@ from mlx_lm.models import gemma3 as gemma3_lm
 from mlx_lm.models import qwen2_vl, qwen3, qwen3_moe, qwen3_vl, qwen3_vl_moe
 
 from shared.errors import SetupError
-from worker.engine.vision.positions import PlacedRope, Placement
+from worker.engine.vision.positions import PlacedRope, RowPositions
 
 
 def with_modules(ours: Any, theirs: Any) -> Any:
@@ -24,18 +24,18 @@ def with_modules(ours: Any, theirs: Any) -> Any:
 
 
 def qwen(theirs: Any, family: str, deep: int) -> Any:
-    """mlx-lm's model, with positions on three axes; `deep` layers at its beginning are told of images."""
+    """mlx-lm's model, with positions on three axes; `deep` layers at its beginning receive image vectors."""
     of, block = _QWEN[family]
     text = {**asdict(theirs.args), "rope_scaling": None, "tie_word_embeddings": "lm_head" not in theirs}
     ours = of.Model(of.ModelArgs(model_type=family, text_config=text))
     turning, layers = theirs.layers[0].self_attn.rotary_emb, ours.layers
-    ours.placement = Placement(turning.inv_freq, turning.position_selector)
+    ours.row_positions = RowPositions(turning.inv_freq, turning.position_selector)
     for at in range(deep):
         layers[at] = block(ours.language_model.args, at)
         layers[at].at = at
     for layer in layers:
-        layer.placement = ours.placement
-        layer.self_attn.rope = PlacedRope(ours.placement, turning.dim, turning.base)
+        layer.row_positions = ours.row_positions
+        layer.self_attn.rope = PlacedRope(ours.row_positions, turning.dim, turning.base)
     with_modules(ours.language_model, theirs)
     return ours
 
@@ -61,21 +61,21 @@ def gemma3(theirs: Any, text: dict[str, Any]) -> Any:
     return ours
 
 
-def placement_of(module: Any) -> Placement | None:
-    """Of a model whose positions have three axes, or of one of its layers."""
-    placement = getattr(module, "placement", None)
-    return placement if isinstance(placement, Placement) else None
+def row_positions_of(module: Any) -> RowPositions | None:
+    """The `RowPositions` of a model, or of one of its layers, whose positions have three axes; None for others."""
+    row_positions = getattr(module, "row_positions", None)
+    return row_positions if isinstance(row_positions, RowPositions) else None
 
 
 class _Deep:
-    """A layer behind which vectors of the images are added (DeepStack, arXiv 2406.04334)."""
+    """A layer after which vectors of the images are added (DeepStack, arXiv 2406.04334)."""
 
-    placement: Placement
+    row_positions: RowPositions
     at: int
 
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         h_BLH: mx.array = super().__call__(x, mask, cache)  # type: ignore[misc]
-        deep = self.placement.deep
+        deep = self.row_positions.deep
         return h_BLH + deep[self.at] if deep else h_BLH
 
 

@@ -1,7 +1,7 @@
 """Qwen2.5-VL and Qwen3-VL (arXiv 2502.13923, 2511.21631): what their tower sees, and its layers one at a time.
 
 An image is one picture in its own proportions, up to 16,384 vectors or 65,536 patches, and in some layers, or all, its
-patches see one another. So it is not encoded at once, but in pieces of layers, between which whoever asks may do other
+patches see one another. So it is not encoded at once, but in pieces of layers, between which the caller may do other
 things. The modules are mlx-vlm's, but for attention: there windows of one size go together, too.
 """
 
@@ -42,22 +42,21 @@ class QwenTower:
 
     @property
     def deep(self) -> int:
-        """How many layers of the language side are told of an image, besides its vectors."""
+        """Number of layers of the language side that receive further image vectors."""
         return len(self._deep)
 
     @property
     def parts(self) -> tuple[Any, ...]:
-        """Its modules."""
         return (self._tower,)
 
     def grid(self, width: int, height: int) -> Grid:
-        """Of a picture's vectors."""
+        """Rows and columns of a picture's vectors."""
         return Grid(height // self.vision.tile, width // self.vision.tile)
 
     def layers(self, picture: bytes, width: int, height: int) -> Iterator[mx.array]:
-        """What is made of RGB bytes [height, width, 3], in pieces; the last one is the vectors [T, H].
+        """Encode RGB bytes [height, width, 3] step by step; the last array holds the vectors [T, H].
 
-        With DeepStack these are [T, (1 + N) H]: behind each one what is added to it in each of N layers.
+        With DeepStack these are [T, (1 + N) H]: after each one what is added to it in each of N layers.
         """
         tower = self._tower
         patches_PD = tower.patch_embed(self._patches(picture, width, height))
@@ -89,7 +88,7 @@ class QwenTower:
     def _attention(
         self, attn: Any, patches_PD: mx.array, turns_PD: mx.array, groups: Sequence[tuple[int, int]]
     ) -> Iterator[mx.array]:
-        """What patches see, in their order; `groups`: so many windows of so many patches each."""
+        """Attention among patches, in their order. `groups`: pairs of a number of windows and the patches of each."""
         qkv_3PHD = attn.qkv(patches_PD).reshape(len(patches_PD), 3, attn.num_heads, -1).transpose(1, 0, 2, 3)
         turned = [self._turned(each_PHD[None], turns_PD)[0] for each_PHD in qkv_3PHD[:2]]
         begin = 0

@@ -50,7 +50,7 @@ _JOIN_THREADS = 256
 _PIECES = {"tiles": "tensor_cores.cuh", "pack": "pack.cuh"}
 
 
-@cache  # by names, which are told apart sooner than paths
+@cache  # by names, which compare faster than paths
 def _kernel(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], *, in_place: bool = False) -> Any:
     pieces = (_PIECES.get(name, "eight.cuh"), *(["#define IN_PLACE"] if in_place else []))
     return kernel(_HERE / f"{name}.cu", inputs, outputs, pieces, copies=False)
@@ -64,7 +64,7 @@ def _nothing() -> mx.array:
 
 
 def is_for(queries: mx.array, keys: mx.array, values: mx.array, mask: Any, bits: int = 0) -> bool:
-    """Whether the kernels are made for these; shapes as `attention` takes them."""
+    """True if the kernels support these arrays; shapes as in `attention`."""
     size = queries.shape[-1]
     return (
         queries.ndim == 4
@@ -86,7 +86,7 @@ def _is_plain(mask: Any) -> bool:
 
 
 def _is_tiled(dtype: mx.Dtype, size: int, shared_by: int) -> bool:
-    """Whether so many queries that share a KV head are for `tiles.cu`."""
+    """True if `tiles.cu` computes `shared_by` queries that share a KV head."""
     return dtype in (mx.bfloat16, mx.float16) and size in _TILED_SIZES and shared_by >= _TILED_FROM
 
 
@@ -115,7 +115,7 @@ def attention(
 
 
 def reads_in_place(size: int, dtype: mx.Dtype) -> bool:
-    """Whether `attention_in_place` is made for heads of such a size."""
+    """True if `attention_in_place` supports this head size and dtype."""
     return is_on(SWITCH) and size in _HEAD_SIZES and dtype in _DTYPES
 
 
@@ -127,7 +127,7 @@ def attention_in_place(
     bits: int = 0,
     group_size: int = 0,
 ) -> mx.array:
-    """[rows * queries, query heads * size] of queries [rows, heads, queries, size], a row's behind one another.
+    """[rows * queries, query heads * size] of queries [rows, heads, queries, size], those of a row one after another.
 
     `kv`: keys and values, as `attention` has them. `rows` [B]: positions that each has read before the first of its
     queries, and those before the row's own first one.
@@ -205,7 +205,7 @@ def pack(keys: mx.array, values: mx.array, bits: int, group_size: int, words: in
 
 
 def packs(keys: mx.array, values: mx.array) -> bool:
-    """Whether the kernel is made for these, which a decode step adds."""
+    """True if the kernel supports the keys and values that a decode step adds."""
     return keys.shape == values.shape and keys.shape[3] in _HEAD_SIZES and keys.dtype == values.dtype
 
 

@@ -47,7 +47,7 @@ def rows_for(count: int) -> int:
 
 
 def is_for(queries: mx.array, keys: mx.array, values: mx.array, mask: Any) -> bool:
-    """Whether they are to have one of few shapes: several queries at once, "causal" or with booleans for each."""
+    """True if the call is to be padded to a common shape: several queries, with a causal or a boolean mask."""
     is_drawn = isinstance(mask, mx.array) and mask.dtype == mx.bool_ and mask.shape[-1] == keys.shape[2]
     return (
         _applied.get()
@@ -61,14 +61,14 @@ def is_for(queries: mx.array, keys: mx.array, values: mx.array, mask: Any) -> bo
 def in_few_shapes(
     fused: Callable[..., mx.array], queries: mx.array, keys: mx.array, values: mx.array, mask: Any, **others: Any
 ) -> mx.array:
-    """What `fused` makes of them, [rows, heads, queries, size]; shapes as MLX's attention takes them.
+    """Attention of `fused` on padded inputs, [rows, heads, queries, size]; shapes as in MLX's attention.
 
-    What is put behind queries and rows sees zeros, lest a sum over nothing is not finite; nobody reads it.
+    What is put after queries and rows sees zeros, lest a sum over nothing is not finite; it is not read.
     """
     rows, _, at_once, _ = queries.shape
     positions = keys.shape[2]
     more_rows, more = rows_for(rows) - rows, size_for(at_once) - at_once
-    # A causal mask is drawn from the last query and the last key: as many are put behind both.
+    # A causal mask is drawn from the last query and the last key: as many are put after both.
     more_keys = more if isinstance(mask, str) else size_for(positions) - positions
     if not (more_rows or more or more_keys):
         return fused(queries, keys, values, mask=mask, **others)

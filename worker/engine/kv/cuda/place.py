@@ -7,7 +7,7 @@ kernel writes a row's next keys and values where that row ends (`rotary.cu`), an
 (`read.cu`, `tiles.cu`). That the one comes after the other is said by the queries, which the former makes and the
 latter reads; the next step follows from what the model says in this one. MLX knows of nothing else that it is written:
 where a step's logits are not asked for, as of pieces of prompts and of a draft model, it would never be, and before
-they are, nobody else may read it. So only steps that are drawn from at once come here (`RowModel`).
+they are, nothing else may read it. So only steps that are drawn from at once come here (`RowModel`).
 
 Lengths of rows are numbers on the device, and arrays are as long as there is room. So a step's shapes are those of the
 step before, and attention is compiled with what lies around it.
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 def is_for(caches: Sequence[Any], count: int, dtypes: Collection[mx.Dtype], rotary: Any) -> bool:
-    """Whether a decode step of such a model may write so many tokens of each row in place in these caches."""
+    """True if a decode step may write `count` tokens of each row in place in these caches."""
     if count > kernels.MOST_QUERIES or not may_be_in_place(caches):
         return False
     packing, (keys, values) = packing_of(caches), (caches[0].keys, caches[0].values)
@@ -42,7 +42,7 @@ def is_for(caches: Sequence[Any], count: int, dtypes: Collection[mx.Dtype], rota
 
 @cache
 def _runs(rotary_of: Callable[[Any, int], Any], packing: Packing | None) -> bool:
-    """Whether keys and values get where they belong, here and with this MLX."""
+    """True if the kernel writes keys and values to the right places on this machine, with this MLX."""
     size = 64 if packing is None else max(64, packing.group_size)
     dtype = mx.bfloat16 if packing is None else packing.dtype
     try:

@@ -1,16 +1,16 @@
 """Files of KV in a folder that the workers of a machine share: bounded in bytes and in age.
 
 `ROOT/MODEL/NAME.safetensors`: MODEL stands for a base model and all that its KV depends on (parcels.identity_of), NAME
-for what the file holds. `ROOT/.lock` is locked while somebody adds or removes files, and says how many bytes there are,
-and the folder's id: a random name, by which workers learn of one another that they share it.
+for what the file holds. `ROOT/.lock` is locked while a process adds or removes files, and says how many bytes there
+are, and the folder's id: a random name, by which workers learn of one another that they share it.
 
 Invariants.
-- The sizes of all files under ROOT never come to more than the bound. Whoever writes has made room under the lock, and
+- The sizes of all files under ROOT never come to more than the bound. A writer has made room under the lock, and
   has taken it with a `.part` of the full size, before the first byte is written.
 - `.lock` says the sum or more, never less: a process that is killed leaves it too high until the next count.
 - A file under its final name has been written to its end. What a power cut or a disk makes of it, its checksum shows.
-- Files get and lose their names under the lock, so whoever holds it sees them all, and each once.
-- A `.part` that nobody holds a lock on belongs to nobody any more; the next count removes it.
+- Files get and lose their names under the lock, so its holder sees them all, and each once.
+- A `.part` without a lock was left by a dead process; the next count removes it.
 - Nothing is counted or removed that is not called as we call files: the folder may hold others' things.
 - Files are never changed, and a reader has them open: removing one takes nothing away from it. Their time is the last
   use, by which they are removed.
@@ -34,7 +34,7 @@ FILE, PART = ".safetensors", ".part"
 LOCK, IN_USE = ".lock", ".in-use"
 FREED = 0.05  # of the bound, when it is reached: a count reads the whole folder
 _DIGITS = 20
-_ID_BYTES = 16  # in `.lock`, behind the digits
+_ID_BYTES = 16  # in `.lock`, after the digits
 _ID = re.compile(rb"[0-9a-f]{16}")
 _PLACE = re.compile(r"[0-9a-f]{16}-[0-9a-f]{32}")
 _NAME = re.compile(r"[0-9a-f]{32}(\.safetensors|\.[0-9a-f]{8}\.part)")
@@ -74,7 +74,7 @@ class Folder:
             for place in self._places():
                 if place != self._place and place.name.startswith(self._base) and _is_unused(place):
                     shutil.rmtree(place, ignore_errors=True)
-            self._tell(lock, self._count())
+            self._write_total(lock, self._count())
 
     def close(self) -> None:
         """This place is not in use by us any more."""
@@ -148,29 +148,29 @@ class Folder:
                 os.close(place)
 
     def remove(self, names: Sequence[str]) -> None:
-        """Remove files."""
+        """Remove the files of these names and subtract their sizes."""
         self._remove([self._path(name) for name in names])
 
     def expire(self) -> None:
-        """Remove files that nobody has used for too long, and count."""
+        """Remove files unused for too long, and count the rest."""
         with self._locked() as lock:
             if self._ttl_s:
                 old = time.time() - self._ttl_s
                 self._evict([kept for kept in self._kept() if kept.used_at < old])
-            self._tell(lock, self._count())
+            self._write_total(lock, self._count())
 
     # -- bytes
 
     def _take(self, part: Path, size: int) -> int | None:
         """Take the bytes for a file, as an open and locked one of that size; None where there is no room."""
         with self._locked() as lock:
-            total = _told(lock)
+            total = _read_total(lock)
             if total is None or (self._max_bytes and total + size > self._max_bytes):
                 total = self._make_room(size)
             if self._max_bytes and total + size > self._max_bytes:
-                self._tell(lock, total)
+                self._write_total(lock, total)
                 return None
-            self._tell(lock, total + size)
+            self._write_total(lock, total + size)
             file = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
                 fcntl.flock(file, fcntl.LOCK_EX)
@@ -178,7 +178,7 @@ class Folder:
             except BaseException:
                 os.close(file)
                 part.unlink(missing_ok=True)
-                self._tell(lock, total)
+                self._write_total(lock, total)
                 raise
             return file
 
@@ -187,8 +187,8 @@ class Folder:
         with self._locked() as lock:
             before = path.stat().st_size if path.exists() else 0  # another worker was as quick
             part.replace(path)
-            total = _told(lock)
-            self._tell(lock, self._count() if total is None else total - before)
+            total = _read_total(lock)
+            self._write_total(lock, self._count() if total is None else total - before)
 
     def _make_room(self, size: int) -> int:
         """Remove what was used least lately until so many bytes fit; the sum of what is left."""
@@ -212,13 +212,13 @@ class Folder:
 
     def _remove(self, paths: Sequence[Path]) -> None:
         with self._locked() as lock:
-            total = _told(lock)
+            total = _read_total(lock)
             for path in paths:
                 with contextlib.suppress(FileNotFoundError):
                     size = path.stat().st_size
                     path.unlink()
                     total = None if total is None else total - size
-            self._tell(lock, self._count() if total is None else total)
+            self._write_total(lock, self._count() if total is None else total)
 
     def _count(self) -> int:
         """The sizes of all files; what dead processes have left half written is removed."""
@@ -251,7 +251,7 @@ class Folder:
 
     @contextmanager
     def _locked(self) -> Iterator[int]:
-        """Nobody else adds or removes files meanwhile."""
+        """Hold the folder's lock: no other process adds or removes files."""
         path = self._root / LOCK
         while True:
             lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -263,7 +263,7 @@ class Folder:
             finally:
                 os.close(lock)
 
-    def _tell(self, lock: int, total: int) -> None:
+    def _write_total(self, lock: int, total: int) -> None:
         os.pwrite(lock, f"{total:0{_DIGITS}d}".encode(), 0)
         self.bytes = total
         self.id = _id_in(lock)  # each time: the folder may have been removed and made again
@@ -272,14 +272,14 @@ class Folder:
         return self._place / f"{name}{FILE}"
 
 
-def _told(lock: int) -> int | None:
-    """What the others say; None when nobody has counted."""
+def _read_total(lock: int) -> int | None:
+    """Bytes counted by all processes; None if no process has counted."""
     digits = os.pread(lock, _DIGITS, 0)
     return int(digits) if len(digits) == _DIGITS and digits.isdigit() else None
 
 
 def _id_in(lock: int) -> str:
-    """The folder's id; made by whoever finds none."""
+    """The folder's id; created if there is none."""
     found = os.pread(lock, _ID_BYTES, _DIGITS)
     if not _ID.fullmatch(found):
         found = secrets.token_hex(_ID_BYTES // 2).encode()
@@ -288,14 +288,14 @@ def _id_in(lock: int) -> str:
 
 
 def _is_at(file: int, path: Path) -> bool:
-    """Whether an open file is still the one under this name: the folder may have been removed and made again."""
+    """True if `path` still names the open file: the folder may have been removed and made again."""
     with contextlib.suppress(FileNotFoundError):
         return os.fstat(file).st_ino == path.stat().st_ino
     return False
 
 
 def _is_unused(path: Path) -> bool:
-    """Whether no living process holds a lock on a `.part`, or on a place by its `.in-use`."""
+    """True if no living process holds a lock on a `.part` file, or on a place through its `.in-use`."""
     try:
         file = os.open(path / IN_USE if path.is_dir() else path, os.O_RDWR)
     except FileNotFoundError:

@@ -11,8 +11,8 @@ from worker.engine.kv.parcels import Label
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A file."""
+class FileEntry:
+    """One file of KV and what it holds."""
 
     name: str
     label: Label
@@ -24,9 +24,9 @@ class Index:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._files: dict[str, Entry] = {}
-        self._blocks: dict[bytes, Entry] = {}
-        self._snapshots: dict[bytes, dict[tuple[int, ...], Entry]] = {}
+        self._files: dict[str, FileEntry] = {}
+        self._blocks: dict[bytes, FileEntry] = {}
+        self._snapshots: dict[bytes, dict[tuple[int, ...], FileEntry]] = {}
 
     def __len__(self) -> int:
         return len(self._files)
@@ -36,12 +36,11 @@ class Index:
 
     @property
     def names(self) -> list[str]:
-        """Of all files."""
         with self._lock:
             return list(self._files)
 
-    def add(self, entry: Entry) -> None:
-        """A file is there."""
+    def add(self, entry: FileEntry) -> None:
+        """Enter a file that has been written or found."""
         label = entry.label
         with self._lock:
             self._files[entry.name] = entry
@@ -51,23 +50,23 @@ class Index:
                 self._snapshots.setdefault(label.keys[0], {})[label.tail] = entry
 
     def discard(self, names: Iterable[str]) -> None:
-        """Files have gone."""
+        """Forget files that have been removed."""
         with self._lock:
             for name in names:
                 entry = self._files.pop(name, None)
                 if entry is not None:
                     self._forget(entry)
 
-    def block(self, key: bytes) -> Entry | None:
+    def block(self, key: bytes) -> FileEntry | None:
         """A file that holds this block."""
         return self._blocks.get(key)
 
-    def snapshots(self, key: bytes) -> list[Entry]:
-        """Files of snapshots behind this block."""
+    def snapshots(self, key: bytes) -> list[FileEntry]:
+        """Files of snapshots after this block."""
         with self._lock:
             return list(self._snapshots.get(key, {}).values())
 
-    def _forget(self, entry: Entry) -> None:
+    def _forget(self, entry: FileEntry) -> None:
         label = entry.label
         if label.tail is None:
             for key in label.keys:

@@ -1,7 +1,7 @@
 """What is on disk: looked over now and then, read and checked when it is wanted, removed when it is of no use.
 
 Invariants. Every parcel that leaves here is whole, and was computed by what computes here. A file that is not is
-removed, told of and never looked at again. A file that has gone is no trouble: others share the folder.
+removed, logged and never looked at again. A file that has gone is no trouble: others share the folder.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable
 
 from worker.engine.kv.disk.folder import Folder
-from worker.engine.kv.disk.index import Entry, Index
-from worker.engine.kv.parcels import MAX_HEADER_BYTES, Parcel, UnusableParcelError, label_of, unpack
+from worker.engine.kv.disk.index import FileEntry, Index
+from worker.engine.kv.parcels import MAX_HEADER_BYTES, KvParcel, UnusableParcelError, label_of, unpack
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ CLOCK_S = 1.0  # of a file system, at the coarsest
 
 
 class Errands:
-    """A few threads that a hanging disk may hold: nobody waits for their end, not even the process."""
+    """A few threads that a hanging disk may hold: nothing waits for their end, not even the process."""
 
     def __init__(self, threads: int) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -33,7 +33,7 @@ class Errands:
             threading.Thread(target=self._run, name=f"kv-disk-reader-{number}", daemon=True).start()
 
     def run(self, call: Callable[[], None]) -> None:
-        """Call it soon."""
+        """Queue a call for the thread."""
         self._calls.put(call)
 
     def close(self) -> None:
@@ -49,7 +49,7 @@ class Errands:
                 log.exception("kv.disk_reader_failed")
 
 
-class Shelf:
+class FileShelf:
     """The files of one model. Any thread may call; nothing here touches MLX."""
 
     def __init__(self, folder: Folder, index: Index, identity: str) -> None:
@@ -79,7 +79,7 @@ class Shelf:
             self._fail(error)
 
     def expire(self) -> None:
-        """Remove what nobody has used for long."""
+        """Remove files that are unused for too long."""
         try:
             self._folder.expire()
         except FileNotFoundError:
@@ -87,7 +87,7 @@ class Shelf:
         except OSError as error:
             self._fail(error)
 
-    def fetch(self, entry: Entry) -> Parcel | None:
+    def fetch(self, entry: FileEntry) -> KvParcel | None:
         """Read and check a file; None when it cannot be used, and then it is known no more."""
         try:
             parcel = unpack(self._folder.read(entry.name), self._identity)
@@ -104,7 +104,7 @@ class Shelf:
         return None
 
     def forget(self, names: list[str]) -> None:
-        """Remove these files."""
+        """Remove these files from the index and the folder."""
         self._index.discard(names)
         try:
             self._folder.remove(names)
@@ -125,7 +125,7 @@ class Shelf:
         except UnusableParcelError as error:
             self._throw_away(name, str(error))
         else:
-            self._index.add(Entry(name, label, size))
+            self._index.add(FileEntry(name, label, size))
 
     def _throw_away(self, name: str, reason: str) -> None:
         with self._counting:
@@ -137,6 +137,6 @@ class Shelf:
         reason = f"{type(error).__name__}: {error.strerror or error}"
         with self._counting:
             self.errors += 1
-            told, self._trouble = self._trouble == reason, reason
-        if not told:
+            is_known, self._trouble = self._trouble == reason, reason
+        if not is_known:
             log.warning("kv.disk_read_failed reason=%r", reason)

@@ -2,7 +2,7 @@
 
 Out: an entry is offered -> cut into pieces of a few MB (`_leaving`) -> some arrays are copied between two steps, and
 handed over between the next two, when the copies are there -> a thread packs and writes them. In: files are wanted ->
-a thread reads and checks them -> some arrays are copied between two steps -> a whole one is told to whoever wanted it.
+a thread reads and checks them -> some arrays are copied between two steps -> a whole one is reported to waiting rows.
 
 Invariants. Lives in the engine's thread, and so do all arrays; other threads get bytes, and give back what they are
 through with. What waits is bounded in number and in bytes; more is dropped and counted. Nothing here waits for a disk,
@@ -23,11 +23,11 @@ from typing import Any
 import mlx.core as mx
 
 from worker.engine.kv.disk.folder import Folder
-from worker.engine.kv.disk.index import Entry, Index
-from worker.engine.kv.disk.reading import EXPIRE_EVERY_S, LOOK_EVERY_S, Errands, Shelf
-from worker.engine.kv.disk.writing import Job, Writer
-from worker.engine.kv.parcels import Label, Parcel, arranged, as_array, as_bytes, on_host
-from worker.engine.kv.slabs import Cut, Layers, State
+from worker.engine.kv.disk.index import FileEntry, Index
+from worker.engine.kv.disk.reading import EXPIRE_EVERY_S, LOOK_EVERY_S, Errands, FileShelf
+from worker.engine.kv.disk.writing import WriteJob, Writer
+from worker.engine.kv.parcels import KvParcel, Label, arranged, as_array, as_bytes, on_host
+from worker.engine.kv.slabs import Layers, SlabCut, State
 from worker.engine.messages import DiskConfig, DiskStats
 
 log = logging.getLogger(__name__)
@@ -44,11 +44,11 @@ LAST_S = 5.0  # for writing at the end
 
 
 @dataclass(eq=False)
-class Piece:
-    """What one file is to hold."""
+class FilePiece:
+    """The part of a row's KV that one file will hold."""
 
     label: Label
-    cut: Cut | None
+    cut: SlabCut | None
     state: State | None
     nbytes: int
 
@@ -57,7 +57,7 @@ class Piece:
 class _Copies:
     """A piece's arrays, some of them copied."""
 
-    piece: Piece
+    piece: FilePiece
     cut: Layers
     states: Layers
     left: Iterator[mx.array]
@@ -68,13 +68,13 @@ class _Copies:
 class _Upload:
     """A file's arrays, some of them MLX's."""
 
-    entry: Entry
-    parcel: Parcel
+    entry: FileEntry
+    parcel: KvParcel
     arrays: list[mx.array]
 
 
 class DiskTier:
-    """Of one engine. `wake` makes the engine take a turn; without it all is done at once, in its thread."""
+    """One engine's KV files. `wake` triggers a turn of the engine; without it all runs at once, in its thread."""
 
     def __init__(
         self,
@@ -99,21 +99,21 @@ class DiskTier:
             durable=config.durable,
         )
         self.index = Index()
-        self._shelf = Shelf(self._folder, self.index, identity)
+        self._shelf = FileShelf(self._folder, self.index, identity)
         self._writer = Writer(self._folder, self.index, config, self._on_returned, in_thread=wake is not None)
         self._readers = Errands(READERS) if wake is not None else None
         self._ends = threading.Event()
         self._keeper: threading.Thread | None = None
         self._budget = COPIED_ON_CPU if mx.default_device() == mx.Device(mx.cpu) else COPIED_AT_ONCE
         self._waiting: dict[str, int] = {}  # bytes of what is to be written, by name
-        self._leaving: deque[Piece] = deque()
+        self._leaving: deque[FilePiece] = deque()
         self._copying: _Copies | None = None
         self._copied: deque[_Copies] = deque()  # in an earlier turn
-        self._returned: deque[list[Job]] = deque()
-        self._wanted: dict[str, Callable[[], bool]] = {}  # by name: whether somebody still waits for it
-        self._to_read: deque[Entry] = deque()
-        self._reading: deque[Entry] = deque()  # under way or read, in the order in which they go into the cache
-        self._read: dict[str, Parcel | None] = {}
+        self._returned: deque[list[WriteJob]] = deque()
+        self._wanted: dict[str, Callable[[], bool]] = {}  # by name: whether a row still waits for it
+        self._to_read: deque[FileEntry] = deque()
+        self._reading: deque[FileEntry] = deque()  # under way or read, in the order in which they go into the cache
+        self._read: dict[str, KvParcel | None] = {}
         self._upload: _Upload | None = None
         self._dropped = 0
         self.hits = self.hit_tokens = 0
@@ -140,7 +140,7 @@ class DiskTier:
         """In a thread: look around for what other workers write, and for what is too old."""
         self._open()
         if self._wake is not None:
-            self._wake()  # an idle engine tells of its folder only then
+            self._wake()  # an idle engine reports its folder only then
         looked = 0
         while not self._ends.wait(LOOK_EVERY_S):
             try:
@@ -153,7 +153,7 @@ class DiskTier:
 
     @property
     def stats(self) -> DiskStats:
-        """Of this moment."""
+        """Counters and sizes of the folder at this moment."""
         return DiskStats(
             folder_id=self._folder.id,
             bytes=self._folder.bytes,
@@ -170,14 +170,14 @@ class DiskTier:
 
     @property
     def busy(self) -> bool:
-        """Whether there is anything to do in the engine's thread."""
+        """True if the engine's thread has something to do for the tier."""
         can_read = bool(self._to_read) and len(self._reading) < READ_AHEAD
         has_read = bool(self._reading) and self._reading[0].name in self._read
         return bool(self._leaving or self._copying or self._copied or has_read or can_read)
 
     # -- out
 
-    def offer_blocks(self, keys: list[bytes], cut: Cut, version: str, weights: str) -> None:
+    def offer_blocks(self, keys: list[bytes], cut: SlabCut, version: str, weights: str) -> None:
         """Write blocks that lie in a slab, but for those that are on disk."""
         size = self._blocks_a_piece(cut)
         for at in range(0, len(keys), size):
@@ -186,18 +186,25 @@ class DiskTier:
                 continue
             label = Label(self._identity, tuple(part), version, weights)
             start = cut.start + at * self._block_size
-            piece = Cut(cut.slab, cut.row, start, len(part) * self._block_size)
-            self._offer(Piece(label, piece, None, piece.nbytes))
+            piece = SlabCut(cut.slab, cut.row, start, len(part) * self._block_size)
+            self._offer(FilePiece(label, piece, None, piece.nbytes))
 
     def offer_snapshot(
-        self, key: bytes, tail: tuple[int, ...], length: int, state: State, rest: Cut | None, version: str, weights: str
+        self,
+        key: bytes,
+        tail: tuple[int, ...],
+        length: int,
+        state: State,
+        rest: SlabCut | None,
+        version: str,
+        weights: str,
     ) -> None:
         """Write a snapshot, unless it is on disk."""
         label = Label(self._identity, (key,), version, weights, tail, length)
         nbytes = sum(array.nbytes for arrays in state.layers() for array in arrays) + (rest.nbytes if rest else 0)
-        self._offer(Piece(label, rest, state, nbytes))
+        self._offer(FilePiece(label, rest, state, nbytes))
 
-    def _blocks_a_piece(self, cut: Cut) -> int:
+    def _blocks_a_piece(self, cut: SlabCut) -> int:
         arrays = [array for arrays in cut.slab.layers for array in arrays]
         sizes = [self._block_size * array.nbytes // (array.shape[0] * array.shape[2]) for array in arrays]
         if not sizes:
@@ -205,7 +212,7 @@ class DiskTier:
         most = min(PIECE_BYTES, self._most_waiting_bytes // FEWEST_WAITING)
         return max(1, min(most // sum(sizes), ARRAY_BYTES // max(sizes)))
 
-    def _offer(self, piece: Piece) -> None:
+    def _offer(self, piece: FilePiece) -> None:
         name = piece.label.name
         if name in self.index or name in self._waiting:
             return
@@ -244,9 +251,9 @@ class DiskTier:
         waits = sum(self._waiting.values()) > self._most_waiting_bytes // 2 or 2 * len(self._waiting) > (
             self._config.queue_size
         )
-        self._writer.offer(Job(label.name, Parcel(label, *host), done.copies), urgent=waits)
+        self._writer.offer(WriteJob(label.name, KvParcel(label, *host), done.copies), urgent=waits)
 
-    def _on_returned(self, jobs: list[Job]) -> None:
+    def _on_returned(self, jobs: list[WriteJob]) -> None:
         self._returned.append(jobs)
         if self._wake is not None:
             self._wake()
@@ -258,8 +265,8 @@ class DiskTier:
 
     # -- in
 
-    def want(self, entry: Entry, is_wanted: Callable[[], bool]) -> None:
-        """Read a file, unless nobody wants it any more when its turn comes; `take` tells of it."""
+    def want(self, entry: FileEntry, is_wanted: Callable[[], bool]) -> None:
+        """Read a file, unless it is no longer wanted when its turn comes; `take` reports it."""
         if entry.name in self._wanted:
             before = self._wanted[entry.name]
             self._wanted[entry.name] = lambda: before() or is_wanted()
@@ -279,8 +286,8 @@ class DiskTier:
             else:
                 self._readers.run(lambda entry=entry: self._fetch(entry))  # type: ignore[misc]
 
-    def _fetch(self, entry: Entry) -> None:
-        parcel: Parcel | None = None
+    def _fetch(self, entry: FileEntry) -> None:
+        parcel: KvParcel | None = None
         try:
             parcel = self._shelf.fetch(entry)
         finally:
@@ -288,7 +295,7 @@ class DiskTier:
             if self._wake is not None:
                 self._wake()
 
-    def _take_some(self) -> Iterator[tuple[Entry, Layers | None, Layers]]:
+    def _take_some(self) -> Iterator[tuple[FileEntry, Layers | None, Layers]]:
         """Files that have come, with their arrays; None: it cannot be used."""
         until = time.perf_counter() + UPLOAD_S
         while self._reading and self._reading[0].name in self._read:
@@ -310,7 +317,7 @@ class DiskTier:
             if time.perf_counter() > until:
                 return
 
-    def _taken(self, entry: Entry, cut: Layers | None, states: Layers) -> tuple[Entry, Layers | None, Layers]:
+    def _taken(self, entry: FileEntry, cut: Layers | None, states: Layers) -> tuple[FileEntry, Layers | None, Layers]:
         self._reading.popleft()
         del self._read[entry.name]
         self._wanted.pop(entry.name, None)
@@ -318,14 +325,14 @@ class DiskTier:
 
     # -- the engine's thread
 
-    def work(self) -> Iterator[tuple[Entry, Layers | None, Layers]]:
+    def work(self) -> Iterator[tuple[FileEntry, Layers | None, Layers]]:
         """A little of everything, between two steps; the files that have come by it: cut leaves' arrays, states."""
         yield from self._take_some()
         self._read_some()
         self._copy_some()
         self._take_back()
 
-    def remove(self, entry: Entry) -> None:
+    def remove(self, entry: FileEntry) -> None:
         """A file is of no use to anybody."""
         self._forget([entry.name])
 
@@ -371,7 +378,7 @@ class DiskTier:
         self._folder.close()
 
 
-def _copies_of(piece: Piece) -> _Copies:
+def _copies_of(piece: FilePiece) -> _Copies:
     cut = piece.cut.layers(piece.cut.length) if piece.cut else []
     states = piece.state.layers() if piece.state else []
     return _Copies(piece, cut, states, (array for arrays in (*cut, *states) for array in arrays), [])

@@ -4,7 +4,7 @@ Files are found by the keys of their blocks, in memory, so a look-up costs no I/
 is read in threads (tier.py) and put back as if it had been stored. A row waits for that as long as a slow disk takes,
 then starts with what has come.
 
-Invariants. As PrefixCache's. Only KV of the base and of adapter versions that somebody has called lasting
+Invariants. As PrefixCache's. Only KV of the base and of adapter versions named lasting
 (`lasting`) is written, and read only where the version's weights are those that it was computed with.
 """
 
@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from shared.sequences import ModelCard
-from worker.engine.kv.disk.index import Entry
+from worker.engine.kv.disk.index import FileEntry
 from worker.engine.kv.disk.tier import DiskTier
-from worker.engine.kv.entries import NOTHING, Promotion, Segment, Snapshot, go_on_with
+from worker.engine.kv.entries import NOTHING, Promotion, Segment, StateSnapshot, go_on_with
 from worker.engine.kv.parcels import identity_of
 from worker.engine.kv.sharing import SharedCache
 from worker.engine.messages import DiskStats, EngineConfig
@@ -28,15 +28,17 @@ log = logging.getLogger(__name__)
 MOST_WAITING = 2  # half of the cache's bytes may wait to be written, besides it
 PATIENCE_S = 1.0
 REST_S = 30.0  # in which nothing is read, after a row has waited in vain
-SLOW_DISK = 200e6  # bytes a second that a row waits for, beside
+SLOW_DISK = 200e6  # bytes per second that a row waits for, besides
 LOSS_S = 0.05  # that a row waits longer for its KV than computing it would have taken, at least, to be counted
 LOSSES = 3  # one after another, and nothing is read for a while: small models on fast GPUs are quicker than disks
 
 
 class _FromDisk(Promotion):
-    """What one row waits for."""
+    """Entries that one row waits for."""
 
-    def __init__(self, keys: list[bytes], ids: Sequence[int], version: str, at_most: int, entries: list[Entry]) -> None:
+    def __init__(
+        self, keys: list[bytes], ids: Sequence[int], version: str, at_most: int, entries: list[FileEntry]
+    ) -> None:
         self.keys, self.ids, self.version, self.at_most = keys, ids, version, at_most
         self.pending = {entry.name for entry in entries}
         self.began = time.monotonic()
@@ -82,12 +84,12 @@ class TieredCache(SharedCache):
 
     @property
     def disk(self) -> DiskStats:
-        """The files."""
+        """Statistics of the files on disk."""
         return self._tier.stats
 
     @property
     def busy(self) -> bool:
-        """Whether `work` has anything to do."""
+        """True if `work` has anything to do."""
         return self._tier.busy
 
     def last(self, versions: dict[str, str]) -> None:
@@ -96,14 +98,14 @@ class TieredCache(SharedCache):
 
     # -- out
 
-    def _leaves(self, entry: Segment | Snapshot) -> None:
+    def _leaves(self, entry: Segment | StateSnapshot) -> None:
         self._offer(entry)
 
-    def _added(self, entry: Segment | Snapshot) -> None:
+    def _added(self, entry: Segment | StateSnapshot) -> None:
         if self._through:
             self._offer(entry)
 
-    def _offer(self, entry: Segment | Snapshot) -> None:
+    def _offer(self, entry: Segment | StateSnapshot) -> None:
         weights = self._lasting.get(entry.version)
         if weights is None:
             return
@@ -115,7 +117,7 @@ class TieredCache(SharedCache):
             )
 
     def _offer_all(self) -> None:
-        """What was used last goes first, so beginnings go before what follows them."""
+        """Offer all entries for writing, the latest used first, so that beginnings precede what follows them."""
         for entry in reversed(self._order):
             self._offer(entry)
 
@@ -138,7 +140,7 @@ class TieredCache(SharedCache):
             self._tier.want(entry, lambda: promotion.waits)
         return promotion
 
-    def _on_disk(self, keys: list[bytes], ids: Sequence[int], version: str, at_most: int) -> list[Entry]:
+    def _on_disk(self, keys: list[bytes], ids: Sequence[int], version: str, at_most: int) -> list[FileEntry]:
         """The files to read, in order; [] where memory has as much."""
         in_memory = sum(self._find(iter(keys)).values())
         chain = self._chain(keys, in_memory, version)  # the file of each block from there on
@@ -164,8 +166,8 @@ class TieredCache(SharedCache):
                 return entries
         return []
 
-    def _chain(self, keys: list[bytes], start: int, version: str) -> list[Entry]:
-        chain: list[Entry] = []
+    def _chain(self, keys: list[bytes], start: int, version: str) -> list[FileEntry]:
+        chain: list[FileEntry] = []
         for key in keys[start:]:
             entry = self._tier.index.block(key)
             if entry is None or not self._is_usable(entry, version):
@@ -173,14 +175,14 @@ class TieredCache(SharedCache):
             chain.append(entry)
         return chain
 
-    def _is_usable(self, entry: Entry, version: str) -> bool:
+    def _is_usable(self, entry: FileEntry, version: str) -> bool:
         if entry.label.version == version and entry.label.weights == self._lasting[version]:
             return True
         self._tier.remove(entry)  # another ring's version of this name and number
         return False
 
-    def _within_limit(self, chain: list[Entry]) -> list[Entry]:
-        entries: list[Entry] = []
+    def _within_limit(self, chain: list[FileEntry]) -> list[FileEntry]:
+        entries: list[FileEntry] = []
         left = self._limit
         for entry in dict.fromkeys(chain):
             left -= entry.size
@@ -226,7 +228,7 @@ class TieredCache(SharedCache):
             wanted = [each for each in self._promotions if entry.name in each.pending]
             for promotion in wanted:
                 if cut is None:
-                    promotion.pending.clear()  # what comes behind it is of no use
+                    promotion.pending.clear()  # what comes after it is of no use
                 else:
                     self.put(entry.label, promotion.keys, cut, states)
                     promotion.pending.discard(entry.name)

@@ -40,13 +40,13 @@ _WIDEST = 1024 * _PER  # ... and those of a row
 
 
 def are_there() -> bool:
-    """Whether this process computes by the kernels; `is_for` knows for which rows."""
+    """True if this process uses the kernels; `is_for` decides by the number of rows."""
     return is_on(SWITCH) and is_right("model.products", SWITCH, _trials_of_few)
 
 
 @cache
 def are_many_there(dtype: mx.Dtype) -> bool:
-    """Whether more rows of that type do, too. Asked when a model is loaded, it is found out there, and not amid a
+    """True if the kernel for many rows works with this dtype. It is tried when a model is loaded, not amid a
     request."""
     is_made_for = dtype in _DTYPES and mx.device_info().get("architecture") == HOPPER
     return is_made_for and is_right("model.products_of_many", SWITCH, partial(_trials_of_many, dtype))
@@ -85,7 +85,7 @@ def _whole(rows: int, inputs: int) -> mx.array:
 
 
 def is_for(x: mx.array, weight: mx.array) -> bool:
-    """Whether the kernels are made for x [rows, in] and weights [out, in]."""
+    """True if the kernels support x [rows, in] and weights [out, in]."""
     rows, inputs = x.shape
     if rows <= AT_ONCE:
         is_sized = rows > 1 and inputs % _STEP == 0
@@ -131,14 +131,14 @@ def parts(x: mx.array, weight: mx.array, *, is_gated: bool = False) -> mx.array:
 
 
 def adds_and_norms(fed: mx.array, norm: mx.array) -> bool:
-    """Whether `added_and_normed` is made for these, on this device."""
+    """True if `added_and_normed` supports these arrays on this device."""
     width = norm.size
     is_whole = width % _PER == 0 and width <= _WIDEST
     return fed.dtype in _DTYPES and fed.dtype == norm.dtype and is_whole and are_there()
 
 
 def added_and_normed(made: mx.array, fed: mx.array, norm: mx.array, eps: float) -> tuple[mx.array, mx.array]:
-    """What a layer was fed [rows, out] and a product, or the `parts` of it; and the norm (RMS) of that, weighted."""
+    """Sum of `fed` [rows, out] and a product, or the `parts` of one; and its weighted RMS norm."""
     added, normed = _summed(made, fed.dtype, eps, fed=fed, norm=norm)
     return added, normed
 

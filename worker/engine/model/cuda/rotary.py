@@ -27,7 +27,7 @@ _SOURCE = Path(__file__).with_name("rotary.cu")
 
 @dataclass(frozen=True)
 class Rotary:
-    """What the layers of a model have in common."""
+    """Parameters of the rotary embedding that all layers of a model share."""
 
     size: int  # of a head
     scale: float
@@ -116,6 +116,6 @@ class Rotary:
         return made
 
     def takes(self, qkv: mx.array, norms: Sequence[mx.array], offset_B: mx.array) -> bool:
-        """Whether the kernel is made for these."""
+        """True if the kernel supports these arrays."""
         is_typed = qkv.dtype in _DTYPES and all(each.dtype == qkv.dtype for each in norms)
         return is_typed and offset_B.dtype == mx.int32 and offset_B.ndim == 1

@@ -1,7 +1,7 @@
 """What adapters change in a decode step of few operations (`decode_step.py`), apart from the arrays they do it with.
 
 So a step with adapters is compiled as one without: layers whose linears are adapted alike share what is compiled, and
-the arrays, which a hot load replaces, are its arguments. The layers of adapters tell both (`lora/layers.py`).
+the arrays, which a hot load replaces, are its arguments. The layers of adapters provide both (`lora/layers.py`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Adapting:
         return cls(parts, held) if parts else None
 
     def changes(self, which: str) -> bool:
-        """Whether any of these linears has adapters."""
+        """True if any of these linears has adapters."""
         return which in self._parts
 
     def __call__(self, which: str, x_NI: mx.array, ys: Sequence[mx.array]) -> list[mx.array]:
@@ -59,7 +59,7 @@ class Adapting:
         return y
 
     def ends_with_sum(self, which: str) -> bool:
-        """Whether an output is that of `part`, summed over ranks, with the bias behind that."""
+        """True if an output is the sum of `part` over ranks, with the bias added after that."""
         ends: bool = self._parts[which][1].ends_with_sum
         return ends
 
@@ -71,7 +71,7 @@ class Adapting:
 
 
 class Adapted(NamedTuple):
-    """What adapters change in some linears of a layer, and with which arrays."""
+    """Changes that adapters make in some linears of a layer, and their arrays."""
 
     parts: Parts
     held: Held

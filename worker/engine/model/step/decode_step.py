@@ -2,7 +2,7 @@
 
 On a GPU a decode step takes as long as the host needs to make its operations and to give them out, the more so where
 ranks divide a model: a second GPU shortens neither. mlx-lm's layer of Qwen3 is 51 operations, 31 of them views: it
-flattens what a product is fed and undoes that behind it, transposes every weight, and moves the axis of heads over that
+flattens what a product is fed and undoes that after it, transposes every weight, and moves the axis of heads over that
 of the one position there is. Here all is [N, D], of N = rows x tokens a row, weights have been transposed once and for
 all, heads are a reshape where a row has one token, and products of one input are joined: 24 operations are left, two
 sums over ranks besides. On CUDA kernels of ours do several of them at once (model/cuda, ranks/cuda, kv/cuda): 9 are
@@ -53,7 +53,7 @@ _ROPES = (nn.RoPE, Llama3RoPE, SuScaledRoPE, YarnRoPE)  # of mlx-lm's others one
 
 
 class _Functions(NamedTuple):
-    """Of rows of the base."""
+    """Compiled functions for rows of the base."""
 
     begin: Callable[..., Any]  # to the first attention
     steps: list[Callable[..., Any]]  # from one attention to the next
@@ -61,10 +61,10 @@ class _Functions(NamedTuple):
 
 
 class _Compiled:
-    """What has been compiled for so many tokens a row, and for KV of one length where it is written in place."""
+    """Functions compiled for one number of tokens per row, and for one KV length if KV is written in place."""
 
     def __init__(self, packing: Packing | None) -> None:
-        """`packing`: of that KV."""
+        """`packing` of the KV that is written in place; None: plain."""
         self.packing = packing
         self.base: _Functions | None = None
         self.parts: dict[Any, Callable[..., Any]] = {}  # by what they compute
@@ -90,7 +90,7 @@ class _Reads:
         return self._kv[at]
 
     def attended(self, at: int, qkv: Sequence[mx.array]) -> mx.array:
-        """What attention makes of them; in place that is still to come, and q is all there is."""
+        """Attention output; where KV is written in place, attention comes later and only q is returned."""
         if self._rows:
             return qkv[0]
         q, k, v = qkv
@@ -105,7 +105,7 @@ class _Reads:
 
 
 class DecodeStep:
-    """Of one model: its weights are as they are when this is made."""
+    """The decode step of one model, with the weights it has when this is created."""
 
     def __init__(self, model: Any, *, compiles: bool) -> None:
         """`compiles`: what lies between attention; on a CPU a compiler would run for seconds while rows wait."""
@@ -125,11 +125,11 @@ class DecodeStep:
         self._each: OrderedDict[Any, _Compiled] = OrderedDict()  # by tokens of a row, room, and packing
 
     def takes(self, caches: Sequence[Any]) -> bool:
-        """Whether these are caches of a batch, each with its rows' positions."""
+        """True if these are caches of a batch, each with its rows' positions."""
         return len(caches) == len(self._layers) and all(isinstance(each.offset, mx.array) for each in caches)
 
     def may_be_in_place(self, caches: Sequence[Any], count: int) -> bool:
-        """Whether so many tokens of each row may be written where these caches hold them, wherever rows end."""
+        """True if `count` tokens of each row may be written in place in these caches, wherever rows end."""
         return self._may_place and place.is_for(caches, count, self._dtypes, self._layers[0].rotary)
 
     def __call__(
@@ -252,7 +252,7 @@ class DecodeStep:
         return self._once(compiled, (one, other, of_one, of_other), between)
 
     def _first(self, compiled: _Compiled, parts: Parts) -> Callable[..., Any]:
-        """To the first attention."""
+        """The function up to the first attention."""
         layer = self._layers[0]
 
         def before(x_ND: mx.array, rows: Rows, kv: Arrays, arrays: Any, held: Any) -> Any:
@@ -303,7 +303,7 @@ def join_products(model: Any) -> None:
 
 
 def _is_known(model: Any) -> bool:
-    """Whether all of it is what mlx-lm makes, sharded or with our adapters."""
+    """True if all modules are mlx-lm's, sharded or with our adapters."""
     family = next((each for each in _FAMILIES if type(model) is each.Model), None)
     if family is None or type(model.model) not in _INNER or "embed_tokens" not in model.model:
         return False

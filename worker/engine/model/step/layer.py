@@ -12,7 +12,7 @@ from mlx_lm.models.activations import swiglu
 
 from worker.engine.kv.quantised import Packing
 from worker.engine.model.cuda.rotary import Rotary
-from worker.engine.model.joined import Joined, arrays_of
+from worker.engine.model.joined import JoinedLinears, arrays_of
 from worker.engine.model.step.adapting import Adapting
 from worker.engine.model.step.product import Arrays, Product, added_and_normed
 
@@ -22,20 +22,20 @@ Rows = tuple[mx.array, ...]
 
 @dataclass(frozen=True)
 class Layer:
-    """What a layer does, but for its arrays: layers that are equal in it share what is compiled."""
+    """Everything that describes a layer but its arrays; layers that compare equal share compiled functions."""
 
     heads: tuple[int, int, int]  # of q, k, v on this rank
     inputs: tuple[Product, ...]  # of q, k and v; one, where they are joined
     output: Product
     gate_up: tuple[Product, ...]
     down: Product
-    eps: tuple[float, ...]  # of the norms: behind attention, behind the layer, of q and k
+    eps: tuple[float, ...]  # of the norms: after attention, after the layer, of q and k
     rope: Any = field(compare=False)  # the same in all layers
     rotary: Rotary | None = field(compare=False)  # the same by a kernel, with the norms before it
 
     @property
     def may_place(self) -> bool:
-        """Whether a kernel can write keys and values where they belong."""
+        """True if a kernel can write keys and values in place."""
         return self.rotary is not None and len(self.inputs) == 1
 
     def before(
@@ -47,7 +47,7 @@ class Layer:
         adapt: Adapting | None = None,
         packing: Packing | None = None,
     ) -> tuple[mx.array, ...]:
-        """q, k, v [B, heads, L, size] of the rows' tokens, of what the layer was fed, behind its norm.
+        """q, k, v [B, heads, L, size] of the rows' tokens, of what the layer was fed, after its norm.
 
         `kv`: its keys and values, in which these tokens' are written, packed if there is a `packing`; then q alone.
         """
@@ -123,7 +123,7 @@ class Layer:
 
 
 def _by_heads(y_NO: mx.array, rows: int, heads: int) -> mx.array:
-    """[B, heads, L, size]."""
+    """Reshape to [B, heads, L, size]."""
     if y_NO.shape[0] == rows:
         return y_NO.reshape(rows, heads, 1, -1)
     return y_NO.reshape(rows, y_NO.shape[0] // rows, heads, -1).swapaxes(1, 2)
@@ -141,7 +141,7 @@ def _outputs(
     widths: Sequence[int],
     adapt: Adapting | None,
 ) -> list[mx.array]:
-    """Of linears that read x; of joined ones one output, unless adapters need them apart.
+    """Outputs of linears that read x; joined linears have one output unless adapters need them apart.
 
     `widths`: how theirs are to each other.
     """
@@ -157,7 +157,7 @@ def _outputs(
 
 
 def layer_of(layer: Any, norm_behind: Any) -> tuple[Layer, Any, Any]:
-    """What it does, and its arrays before and behind attention. `norm_behind`: of the next layer, or the last one."""
+    """A layer's description, and its arrays before and after attention. `norm_behind`: the norm that follows it."""
     attention, mlp = layer.self_attn, layer.mlp
     inputs, of_inputs = _products([attention.q_proj, attention.k_proj, attention.v_proj])
     gate_up, of_gate_up = _products([mlp.gate_proj, mlp.up_proj])
@@ -185,9 +185,9 @@ def _of_heads(weights: Arrays, heads: Sequence[int]) -> mx.array:
 
 
 def _products(parts: Sequence[Any]) -> tuple[tuple[Product, ...], tuple[Arrays, ...]]:
-    """Of linears that read the same input."""
+    """Products of linears that read the same input."""
     own = [bare(part) for part in parts]
-    joined: Joined | None = getattr(own[0], "joined", None)
+    joined: JoinedLinears | None = getattr(own[0], "joined", None)
     whole = own if joined is None else [joined.product]
     hows, arrays = zip(*(Product.of(each) for each in whole), strict=True)
     return hows, arrays
@@ -199,6 +199,6 @@ def bare(module: Any) -> Any:
 
 
 def called(linear: Any) -> Callable[[mx.array], mx.array]:
-    """It as a function."""
+    """A function that computes the linear."""
     how, arrays = Product.of(linear)
     return lambda x_NI: how(arrays, x_NI)

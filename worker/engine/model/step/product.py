@@ -31,7 +31,7 @@ class Product:
         """A linear as mlx-lm or MLX has it, plain, quantised or divided."""
         arrays = {name: linear[name] for name in arrays_of(linear)}
         group = group_of(linear)
-        by_kernels = products.are_there()  # quantised ones have none, but for what lies behind them
+        by_kernels = products.are_there()  # quantised ones have none, but for what lies after them
         if "scales" in arrays:
             how = cls(tuple(arrays), group, linear.bits, linear.group_size, linear.mode)
         else:
@@ -44,7 +44,7 @@ class Product:
         return how, tuple(arrays.values())
 
     def __call__(self, arrays: Arrays, x_NI: mx.array) -> mx.array:
-        """[N, out]."""
+        """Outputs [N, out] for inputs [N, in]."""
         return self._summed(arrays, self.partial(arrays, x_NI))
 
     def _summed(self, arrays: Arrays, y_NO: mx.array) -> mx.array:
@@ -54,7 +54,7 @@ class Product:
         return y_NO + arrays[self.names.index("bias")] if "bias" in self.names else y_NO
 
     def partial(self, arrays: Arrays, x_NI: mx.array) -> mx.array:
-        """The same without the sum over ranks and the bias behind it."""
+        """The same without the sum over ranks and the bias after it."""
         by = dict(zip(self.names, arrays, strict=True))
         if self.bits:
             y_NO = quantized_product(x_NI, by, self)

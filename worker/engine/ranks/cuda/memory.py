@@ -1,6 +1,6 @@
 """Memory of one GPU that processes with other GPUs of the machine write into, by CUDA's driver.
 
-MLX has no way to share its own arrays. Each rank allocates one piece, tells the others its handle, and opens theirs
+MLX has no way to share its own arrays. Each rank allocates one piece, sends the others its handle, and opens theirs
 (CUDA driver API, "IPC"): what is opened is reached over NVLink or PCIe, as NCCL reaches it. It stays for the process.
 """
 
@@ -14,7 +14,7 @@ _LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 
 
 class CudaError(Exception):
-    """The driver refuses."""
+    """A call of the CUDA driver failed."""
 
 
 class _Handle(ctypes.Structure):
@@ -25,7 +25,7 @@ class SharedMemory:
     """A piece of this process's first GPU, zeroed, and how others find it."""
 
     def __init__(self, size: int) -> None:
-        """Of so many bytes; CudaError when the driver has no such memory."""
+        """Allocate `size` bytes; CudaError if the driver has no such memory."""
         try:
             self._cuda = ctypes.CDLL("libcuda.so.1")
         except OSError as error:
@@ -51,7 +51,7 @@ class SharedMemory:
         return int(address.value)
 
     def free(self) -> None:
-        """Nobody else has opened it, or uses it."""
+        """Free it; no other process has opened it or uses it."""
         self._call("cuMemFree_v2", ctypes.c_uint64(self.address))
 
     def _call(self, name: str, *arguments: Any) -> None:

@@ -13,7 +13,7 @@ Invariant. In all that is computed at once, each sum of a process hangs on the o
 would take the same turn. Decode steps are such chains, and nothing else calls `all_sum` or `near_sums`.
 
 A rank whose neighbour has died waits in the kernel, as it would in NCCL's, until the group is ended from outside
-(docs/workers.md); if nobody does that, the kernel ends with an error, and the rank with it.
+(docs/workers.md); otherwise the kernel ends with an error, and the rank with it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _SOURCE = Path(__file__).with_name("sum.cu")
 
 
 class NearSums:
-    """Of one group, whose ranks reach one another's memory."""
+    """Sums over a group whose ranks can reach one another's memory."""
 
     def __init__(self, group: Any, places: list[int], *, tries: bool = False) -> None:
         """`places`: where this process reaches each rank's memory. `tries`: a sum may be wrong, and does not wait."""
@@ -51,7 +51,7 @@ class NearSums:
         mx.eval(self._places)
 
     def takes(self, parts: mx.array, *others: mx.array) -> bool:
-        """Whether the kernel is made for sums of these [rows, width], with others that it reads as the same type."""
+        """True if the kernel supports sums of these [rows, width], and `others` as further inputs of the same type."""
         width = parts.shape[-1] * parts.dtype.size
         return (
             parts.ndim == 2
@@ -67,7 +67,7 @@ class NearSums:
         return self._called(("out",), parts=parts)[0]
 
     def added_and_normed(self, parts: mx.array, fed: mx.array, norm: mx.array, eps: float) -> tuple[mx.array, mx.array]:
-        """What a layer was fed [rows, width] and the sum of all ranks' parts; and its norm (RMS), weighted."""
+        """Sum of `fed` [rows, width] and all ranks' parts; and its weighted RMS norm."""
         out, normed = self._called(("out", "normed"), parts=parts, fed=fed, norm=norm, eps=eps)
         return out, normed
 
@@ -101,13 +101,13 @@ _near: NearSums | None = None  # of this process, which is a rank of one group
 
 
 def near_sums(group: Any, parts: mx.array, *others: mx.array) -> NearSums | None:
-    """What sums these parts [rows, width] of a group's ranks, if it can, also with others in the same kernel."""
+    """The `NearSums` that can sum these parts [rows, width], with `others` in the same kernel, else None."""
     near = _near
     return near if near is not None and near.group is group and near.takes(parts, *others) else None
 
 
 def all_sum(parts: mx.array, group: Any) -> mx.array:
-    """Of all ranks' parts, by the kernel where it is made for them."""
+    """Sum of all ranks' parts, by the kernel where it supports them."""
     near = near_sums(group, parts)
     return mx.distributed.all_sum(parts, group=group) if near is None else near.sum(parts)
 
@@ -123,10 +123,10 @@ def open_to(group: Any) -> bool:
         own = _own(group.size())
     except Exception as error:  # whatever it is: the others wait for this rank's word
         reason = str(error)
-    told = _told(group, b"" if own is None else own.handle + _machine())
-    if own is not None and all(each[HANDLE_BYTES:] == _machine() for each in told):
+    gathered = _exchanged(group, b"" if own is None else own.handle + _machine())
+    if own is not None and all(each[HANDLE_BYTES:] == _machine() for each in gathered):
         try:
-            handles = enumerate(each[:HANDLE_BYTES] for each in told)
+            handles = enumerate(each[:HANDLE_BYTES] for each in gathered)
             places = [own.address if rank == group.rank() else own.opened(each) for rank, each in handles]
         except Exception as error:
             reason = str(error)
@@ -156,7 +156,7 @@ def _machine() -> bytes:
         return b""
 
 
-def _told(group: Any, own: bytes) -> list[bytes]:
+def _exchanged(group: Any, own: bytes) -> list[bytes]:
     """Each rank's bytes, made up to the same length."""
     length = HANDLE_BYTES + 36
     words = mx.array(list(own.ljust(length, b"\0")), mx.int32)
@@ -170,7 +170,7 @@ def _agreed(group: Any, is_so: bool) -> bool:
 
 
 def _is_right(near: NearSums) -> bool:
-    """Whether some turns of the widest rows add up: a GPU may have memory that another cannot write."""
+    """True if sums of the widest rows are correct: a GPU may have memory that another one cannot write."""
     size, rank = near.group.size(), near.group.rank()
     wanted = size * (size + 1) / 2
     ones = mx.ones((4, _CHUNK // 2), mx.bfloat16)

@@ -22,7 +22,7 @@ _SOURCE = Path(__file__).with_name("drawn.cu")
 
 
 def are_there() -> bool:
-    """Whether this process draws by the kernel."""
+    """True if this process draws by the kernel."""
     return is_on(SWITCH) and is_right("sampling.draws", SWITCH, _trials)
 
 
@@ -41,7 +41,7 @@ def _trials() -> Iterator[tuple[str, bool]]:
 
 
 def is_for(logits_NV: mx.array) -> bool:
-    """Whether the kernel is made for these."""
+    """True if the kernel supports this dtype."""
     return logits_NV.dtype in _DTYPES
 
 

@@ -16,8 +16,8 @@ SPACING = 1024  # ids between two snapshots along a prompt, at least
 SHARE = 8  # an eighth of the cache is the most that these take of one prompt
 
 
-class Stops:
-    """Of one model; `state_bytes` of a row are known when the first one is stored."""
+class SnapshotPositions:
+    """Chooses positions for one model; `state_bytes` of a row is known once the first one is stored."""
 
     def __init__(self, block_size: int, limit_bytes: int) -> None:
         self._block_size = block_size
@@ -25,7 +25,7 @@ class Stops:
         self.state_bytes = 0
 
     def of(self, length: int, past: int, shared: int) -> list[int]:
-        """Of a prompt of `length` ids, of which the first `past` need not be fed and `shared` are known as blocks."""
+        """Positions for a prompt of `length` ids; the first `past` are not fed, and `shared` are known as blocks."""
         size = self._block_size
         fed = length - 1  # the last one is fed with the first draw
         if length < size:

@@ -9,8 +9,8 @@ from shared.frames import TokenLogprob, TokenLogprobs
 from shared.sequences import SamplingParams
 
 
-class AskedTokens:
-    """Of one set of rows. N: tokens named, of all rows."""
+class NamedTokens:
+    """Tokens whose log-probabilities the rows of a batch ask for. N: tokens named, of all rows."""
 
     def __init__(self, rows: Sequence[SamplingParams]) -> None:
         self.starts: dict[int, int] = {}  # row of the batch -> where its tokens begin
@@ -29,23 +29,23 @@ class AskedTokens:
         return logprobs_BV[self._rows_N, self._tokens_N] if self.ids else None
 
 
-class Asked:
-    """What one decode step left of them; pulled to the host when it is first asked for."""
+class NamedLogprobs:
+    """Log-probabilities of `NamedTokens` in one decode step; copied to the host when first read."""
 
     __slots__ = ("_logprobs_N", "_tokens", "_values")
 
-    def __init__(self, tokens: AskedTokens, logprobs_N: mx.array | None) -> None:
+    def __init__(self, tokens: NamedTokens, logprobs_N: mx.array | None) -> None:
         self._tokens = tokens
         self._logprobs_N = logprobs_N
         self._values: list[float] = []
 
     @property
     def arrays(self) -> list[mx.array]:
-        """What lies on the device."""
+        """Arrays on the device that are still to be evaluated."""
         return [] if self._logprobs_N is None else [self._logprobs_N]
 
     def of(self, index: int) -> TokenLogprobs | None:
-        """Of row `index`, in the order in which it named them; None when it names none."""
+        """Log-probabilities of row `index` in the order in which it named tokens; None if it named none."""
         ids = self._tokens.ids.get(index)
         if ids is None or self._logprobs_N is None:
             return None
