@@ -6,7 +6,7 @@ import msgspec
 
 from api.anthropic.blocks import BlockWriter, Event
 from api.anthropic.body import MessagesRequest
-from api.generation.choice import Choice, Delta, ReplyPlan, usage
+from api.generation.choice import Choice, Delta, RequestPlan, usage
 from api.generation.languages.pieces import Piece
 from shared.frames import Finish, TokenEvent
 from shared.text.codec import TextCodec
@@ -20,7 +20,7 @@ class MessageWriter:
     """One message while its tokens come in."""
 
     def __init__(
-        self, body: MessagesRequest, plan: ReplyPlan, codec: TextCodec, *, fills_context: bool, tier: str = "standard"
+        self, body: MessagesRequest, plan: RequestPlan, codec: TextCodec, *, fills_context: bool, tier: str = "standard"
     ) -> None:
         self._body = body
         self._plan = plan
@@ -32,7 +32,7 @@ class MessageWriter:
         omits = body.thinking is not None and body.thinking.omits_text
         self._writer = BlockWriter(name[:22], shows_thinking=not omits)
         self._choice = Choice(plan, codec)
-        self.id = f"msg_{plan.name or name}"
+        self.id = f"msg_{plan.sequences.name or name}"
 
     def whole(self, tokens: list[TokenEvent]) -> bytes:
         """JSON of the message that all of its tokens make."""
@@ -41,7 +41,7 @@ class MessageWriter:
 
     def start(self) -> bytes:
         """The first events of a stream; what came from the cache is known at its end."""
-        counts = {**self._usage(), "input_tokens": len(self._plan.prompts[0]), "output_tokens": 0}
+        counts = {**self._usage(), "input_tokens": len(self._plan.sequences.prompts[0]), "output_tokens": 0}
         message = self._message([], stop_reason=None, stop_sequence=None, usage=counts)
         return lines([{"type": "message_start", "message": message}]) + PING
 

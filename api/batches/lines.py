@@ -15,11 +15,11 @@ from api.anthropic.body import MessagesRequest
 from api.anthropic.message import SHOWN_FIELDS, MessageWriter
 from api.anthropic.planning import chat_of, plan_message
 from api.batches.shapes import MESSAGES, LineShape, shape_of
-from api.generation.choice import ReplyPlan
+from api.generation.choice import RequestPlan, stored_plan
 from api.generation.plan import plan
 from api.generation.sampling import WHOLE_VOCABULARY, SamplingFields
+from api.generation.sequences import Sequences
 from api.generation.target import Target
-from api.generation.work import Work
 from api.http.bodies import LONG_BYTES
 from api.http.errors import from_validation
 from api.http.limits import IMAGES, check_beside_images, check_shape
@@ -174,23 +174,21 @@ async def _plan_chat(ring: Ring, line: BatchLine, target: Target, keep: Keep) ->
     body = await _valid(ChatCompletionRequest, line)
     _check_sampled(body, body.top_logprobs)
     images = await images_of(ring, target.served.card, body.messages, keep)
-    asked = await chat.asked_of(target.served.codec, body, ring.settings, images=images)
-    work, reply_plan = await plan(ring, body, target, asked)
-    return _inputs(line, work, plan=_bare(reply_plan))
+    prepared = await chat.prepare(target.served.codec, body, ring.settings, images=images)
+    return _planned_inputs(line, await plan(ring, body, target, prepared))
 
 
 async def _plan_completion(ring: Ring, line: BatchLine, target: Target, keep: Keep) -> list[JobInput]:
     body = await _valid(CompletionRequest, line)
     _check_sampled(body, body.logprobs)
-    asked = await completions.asked_of(target.served.codec, body, ring.settings)
-    work, reply_plan = await plan(ring, body, target, asked)
-    return _inputs(line, work, plan=_bare(reply_plan))
+    prepared = await completions.prepare(target.served.codec, body, ring.settings)
+    return _planned_inputs(line, await plan(ring, body, target, prepared))
 
 
 async def _plan_embedding(ring: Ring, line: BatchLine, target: Target, keep: Keep) -> list[JobInput]:
     body = await _valid(EmbeddingRequest, line)
-    work = await plan_embeddings(body, body.input, target, ring.settings)
-    return _inputs(line, work, embedding=body.model_dump(exclude_none=True, exclude={"input"}))
+    sequences = await plan_embeddings(body, body.input, target, ring.settings)
+    return _inputs(line, sequences, embedding=body.model_dump(exclude_none=True, exclude={"input"}))
 
 
 async def _plan_response(ring: Ring, line: BatchLine, target: Target, keep: Keep) -> list[JobInput]:
@@ -201,18 +199,18 @@ async def _plan_response(ring: Ring, line: BatchLine, target: Target, keep: Keep
             raise UnsupportedParameterError(
                 "the lines of a batch stand alone, and their answers in its file", param=name
             )
-    _, work, reply_plan = await plan_response(ring, body, target, keep=keep)
+    _, planned = await plan_response(ring, body, target, keep=keep)
     asked = body.model_dump(by_alias=True, exclude_none=True, exclude={"input"})
-    return _inputs(line, work, plan=_bare(reply_plan), response=asked)
+    return _planned_inputs(line, planned, response=asked)
 
 
 async def _plan_message(ring: Ring, line: BatchLine, target: Target, keep: Keep) -> list[JobInput]:
     body = await _valid(MessagesRequest, line)
     _check_whole(streamed=bool(body.stream))
     chat = await chat_of(body, target.served.codec, long=line.size > LONG_BYTES)
-    work, reply_plan = await plan_message(ring, body, chat, target, keep)
+    planned = await plan_message(ring, body, chat, target, keep)
     asked = body.model_dump(mode="json", by_alias=True, exclude_none=True, include=SHOWN_FIELDS)
-    return _inputs(line, work, plan=_bare(reply_plan), message=asked)
+    return _planned_inputs(line, planned, message=asked)
 
 
 _PLANNERS: dict[str, Callable[[Ring, BatchLine, Target, Keep], Awaitable[list[JobInput]]]] = {
@@ -240,8 +238,14 @@ def _check_sampled(body: SamplingFields, logprobs: int | None) -> None:
         raise UnsupportedParameterError("not of the whole vocabulary in a batch", param="logprobs")
 
 
-def _inputs(line: BatchLine, work: Work, **reply: Any) -> list[JobInput]:
-    specs = work.specs("")
+def _planned_inputs(line: BatchLine, planned: RequestPlan, **reply: Any) -> list[JobInput]:
+    """The stored plan has no prompts, which the inputs have, and does not count how much of a prediction was right."""
+    bare = msgspec.structs.replace(planned.for_storage(deadline_ms=0).with_prompts(()), predicted=False)
+    return _inputs(line, planned.sequences, plan=msgspec.to_builtins(bare), **reply)
+
+
+def _inputs(line: BatchLine, sequences: Sequences, **reply: Any) -> list[JobInput]:
+    specs = sequences.specs("")
     first = {"custom_id": line.custom_id, "parts": len(specs), **reply}
     return [
         JobInput(
@@ -253,11 +257,6 @@ def _inputs(line: BatchLine, work: Work, **reply: Any) -> list[JobInput]:
         )
         for at, spec in enumerate(specs)
     ]
-
-
-def _bare(plan: ReplyPlan) -> Any:
-    """Without the prompts, which stand beside it, and what a job does not keep: how much of a prediction held."""
-    return msgspec.to_builtins(msgspec.structs.replace(plan, prompts=(), deadline_ms=0, predicted=False))
 
 
 class LineUsage(NamedTuple):
@@ -312,12 +311,12 @@ def _body(asked: JobInput, found: Sequence[Trajectory], codec: TextCodec, model:
     assert asked.request is not None, "an answer to a refused line"
     if "embedding" in asked.reply:
         body = EmbeddingRequest.model_validate({**asked.reply["embedding"], "input": [0]})
-        work = Work("", model, tuple(each.prompt_ids for each in found), asked.request.sampling)
-        return _encode(embeddings_answer(body, work, [np.frombuffer(each.embedding, "<f4") for each in found]))
-    plan = msgspec.convert({**asked.reply["plan"], "prompts": ()}, ReplyPlan)
-    plan = msgspec.structs.replace(plan, prompts=tuple(each.prompt_ids for each in found[:: plan.n]))
+        vectors = [np.frombuffer(each.embedding, "<f4") for each in found]
+        return _encode(embeddings_answer(body, model, [each.prompt_ids for each in found], vectors))
+    plan = stored_plan(asked.reply["plan"])
+    plan = plan.with_prompts([each.prompt_ids for each in found[:: plan.sequences.n]])
     with_text = bool(asked.request.sampling.stop)
-    events = [event_of(plan.sequence(choice), each, with_text=with_text) for choice, each in enumerate(found)]
+    events = [event_of(plan.sequences.id_of(choice), each, with_text=with_text) for choice, each in enumerate(found)]
     if "message" in asked.reply:
         message = MessagesRequest.model_validate({**asked.reply["message"], "messages": [_ANY_TURN]})
         fills_context = asked.request.sampling.max_tokens < message.max_tokens

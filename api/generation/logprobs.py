@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from api.generation.choice import ReplyPlan
+from api.generation.choice import RequestPlan
 from shared.frames import TokenLogprob, TokenLogprobs
 from shared.text.codec import TextCodec
 
@@ -109,7 +109,7 @@ class TextOffsets:
         self._offset = 0
 
     @classmethod
-    def of(cls, plan: ReplyPlan, codec: TextCodec) -> "TextOffsets":
+    def of(cls, plan: RequestPlan, codec: TextCodec) -> "TextOffsets":
         """Those of a choice of this reply."""
         names = TokenNames(codec, plan.name_tokens_by_id)
         return cls(codec, names, plan.logprobs or 0, plan.shown_tokens(codec))

@@ -19,7 +19,7 @@ import numpy as np
 from fastapi import Request
 from redis.exceptions import RedisError
 
-from api.generation.plan import UNSAMPLED, plain_work
+from api.generation.plan import plain_sequences
 from api.generation.running import gather_all
 from api.generation.target import Target
 from api.http.bodies import LONG_BYTES
@@ -79,10 +79,11 @@ async def answer(ring: Ring, target: Target, name: str, asked: Question) -> Tens
     """
     packed = tuple(asked.packed)
     while True:
-        work = plain_work(name, target, ring.settings, [()] * len(packed), UNSAMPLED, kind="network", tensors=packed)
-        gathering = asyncio.create_task(gather_all(ring, work))
+        sequences = plain_sequences(name, target, ring.settings, [()] * len(packed), kind="network")
+        sequences = msgspec.structs.replace(sequences, tensors=packed)
+        gathering = asyncio.create_task(gather_all(ring, sequences))
         try:
-            if (other := await _other_model(ring, work.model, gathering)) is None:
+            if (other := await _other_model(ring, sequences.template.model, gathering)) is None:
                 parts = [unpack(events[-1].embedding or b"") for events in await gathering]
                 return {each: np.concatenate([part[each] for part in parts]) for each in parts[0]}
         finally:

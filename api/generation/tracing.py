@@ -9,7 +9,7 @@ from typing import Any
 
 from fastapi.telemetry import TelemetryConfig
 
-from api.generation.work import Work
+from api.generation.sequences import Sequences
 from api.http.auth import is_open
 from shared.frames import TokenEvent
 from shared.sequences import SamplingParams
@@ -53,29 +53,29 @@ class WorkSpan:
         self._over = False
 
     @classmethod
-    def begin(cls, work: Work) -> "WorkSpan | None":
+    def begin(cls, sequences: Sequences) -> "WorkSpan | None":
         """None when the request is not traced."""
         if tracing.provider() is None:
             return None
-        operation = (
-            "embeddings" if work.kind in ("embed", "head", "network") else "chat" if work.chat else "text_completion"
-        )
-        model = work.adapter or work.model
+        spec = sequences.template
+        generated = "chat" if sequences.chat else "text_completion"
+        operation = "embeddings" if spec.kind in ("embed", "head", "network") else generated
+        model = spec.adapter or spec.model
         attributes: dict[str, str | int | float] = {
             "gen_ai.operation.name": operation,
             "gen_ai.provider.name": PROVIDER,
             "gen_ai.request.model": model,
-            "gen_ai.response.model": work.model,
-            "gen_ai.response.id": work.id,
-            "gen_ai.request.id": work.id,  # vLLM's, as the next two
-            "gen_ai.request.n": work.n,
-            "gen_ai.usage.num_sequences": work.n * len(work.prompts),
+            "gen_ai.response.model": spec.model,
+            "gen_ai.response.id": spec.id,
+            "gen_ai.request.id": spec.id,  # vLLM's, as the next two
+            "gen_ai.request.n": sequences.n,
+            "gen_ai.usage.num_sequences": len(sequences),
         }
-        if work.kind == "generate":
-            attributes |= _sampling(work.sampling)
-            attributes["gen_ai.request.choice.count"] = work.n
+        if spec.kind == "generate":
+            attributes |= _sampling(spec.sampling)
+            attributes["gen_ai.request.choice.count"] = sequences.n
         span = tracing.begin(f"{operation} {model}", attributes)
-        return cls(span, sum(map(len, work.prompts))) if span is not None else None
+        return cls(span, sum(map(len, sequences.prompts))) if span is not None else None
 
     @property
     def traceparent(self) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from api.generation.plan import Asked, encoded, plan
+from api.generation.plan import PreparedRequest, encoded, plan
 from api.generation.structured import grammar_of_format, grammar_of_outputs
 from api.generation.target import target_of
 from api.http.bodies import BodyRoute
@@ -41,19 +41,19 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request, 
     ring = target.ring
     codec = target.served.codec
     images = await images_of(ring, target.served.card, body.messages)
-    asked = await asked_of(codec, body, ring.settings, images=images)
-    work, reply_plan = await plan(ring, body, target, asked)
-    response = await reply(ring, codec, work, reply_plan, bool(body.stream))
+    prepared = await prepare(codec, body, ring.settings, images=images)
+    planned = await plan(ring, body, target, prepared)
+    response = await reply(ring, codec, planned, bool(body.stream))
     return with_unused(response, unused_hints(body, codec))
 
 
-async def asked_of(
+async def prepare(
     codec: TextCodec,
     body: ChatCompletionRequest,
     settings: ApiSettings,
     begun: Sequence[int] = (),
     images: ChatImages | None = None,
-) -> Asked:
+) -> PreparedRequest:
     """The chat as the model gets it, and what only this endpoint knows of it; `begun` as in `conversation`."""
     wanted, blamed = "", "tools"
     if body.response_format is not None and body.response_format.type != "text":
@@ -67,8 +67,8 @@ async def asked_of(
     chat = await conversation(codec, body, tools, wanted, begun, images, **variables)
     newer = body.max_completion_tokens is not None
     predicted = [] if body.prediction is None else await encoded(codec, [body.prediction.text], False)
-    return Asked(
-        endpoint="chat",
+    return PreparedRequest(
+        chat=True,
         prompts=[chat.prompt],
         max_tokens=body.max_completion_tokens if newer else body.max_tokens,
         default_tokens=settings.default_max_tokens,
@@ -80,7 +80,6 @@ async def asked_of(
         split=chat.split,
         prediction=tuple(predicted[0]) if predicted else (),
         images=() if images is None else images.refs,
-        image_token=0 if images is None else images.vision.image_token_id,
     )
 
 

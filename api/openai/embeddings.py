@@ -17,11 +17,11 @@ from pydantic import Field, model_validator
 from starlette.responses import Response
 
 from api.generation.logprobs import in_parts
-from api.generation.plan import UNSAMPLED, check_prompts, encoded, plain_work, truncated
+from api.generation.plan import check_prompts, encoded, plain_sequences, truncated
 from api.generation.running import gather_all
 from api.generation.sampling import PromptFields
+from api.generation.sequences import Sequences
 from api.generation.target import Target, target_of
-from api.generation.work import Work
 from api.http.bodies import BodyRoute
 from api.http.errors import error_responses, json_reply
 from api.http.fields import Off, Prompts, complaint
@@ -88,9 +88,10 @@ class PoolingRequest(EmbeddingRequest):
 async def create_embeddings(body: EmbeddingRequest, request: Request, ring: TheRing) -> Response:
     """OpenAI's embeddings, as sequences in the same queue as everything else."""
     target = await target_of(ring, body, request)
-    work = await plan_embeddings(body, body.input, target, ring.settings)
-    vectors = await vectors_of(target.ring, work)
-    return await vectors_reply(vectors, partial(embeddings_answer, body, work, vectors))
+    sequences = await plan_embeddings(body, body.input, target, ring.settings)
+    vectors = await vectors_of(target.ring, sequences)
+    model, prompts = sequences.template.model, sequences.prompts
+    return await vectors_reply(vectors, partial(embeddings_answer, body, model, prompts, vectors))
 
 
 @router.post(
@@ -102,8 +103,8 @@ async def create_embeddings(body: EmbeddingRequest, request: Request, ring: TheR
 async def pool(body: PoolingRequest, request: Request, ring: TheRing) -> Response:
     """As /v1/embeddings, in vLLM's other shape."""
     target = await target_of(ring, body, request)
-    work = await plan_embeddings(body, body.input, target, ring.settings)
-    vectors = await vectors_of(target.ring, work)
+    sequences = await plan_embeddings(body, body.input, target, ring.settings)
+    vectors = await vectors_of(target.ring, sequences)
 
     def answer() -> dict[str, Any]:
         shown = in_parts(shown_vector(body, vector) for vector in vectors)
@@ -111,9 +112,9 @@ async def pool(body: PoolingRequest, request: Request, ring: TheRing) -> Respons
             "id": f"pool-{uuid.uuid4().hex}",
             "object": "list",
             "created": int(time.time()),
-            "model": body.model or work.model,
+            "model": body.model or sequences.template.model,
             "data": [{"index": at, "object": "pooling", "data": vector} for at, vector in enumerate(shown)],
-            "usage": prompt_usage(work.prompts),
+            "usage": prompt_usage(sequences.prompts),
         }
 
     return await vectors_reply(vectors, answer)
@@ -121,18 +122,17 @@ async def pool(body: PoolingRequest, request: Request, ring: TheRing) -> Respons
 
 async def plan_embeddings(
     body: EmbeddingFields, texts: Sequence[str | list[int]], target: Target, settings: ApiSettings
-) -> Work:
-    """What to ask of the workers."""
+) -> Sequences:
     card = target.served.card
     special = not isinstance(body, EmbeddingRequest) or body.add_special_tokens is not False
     prompts = truncated(await encoded(target.served.codec, texts, special), body, card, settings, 0)
     check_prompts(prompts, card, settings, "input")
-    return plain_work("embd", target, settings, prompts, UNSAMPLED, kind="embed", pooling=body.pooling or "mean")
+    return plain_sequences("embd", target, settings, prompts, kind="embed", pooling=body.pooling or "mean")
 
 
-async def vectors_of(ring: Ring, work: Work) -> list[npt.NDArray[np.float32]]:
-    """The embeddings of a work's prompts, as the workers make them: not normalised."""
-    return [np.frombuffer(events[-1].embedding or b"", "<f4") for events in await gather_all(ring, work)]
+async def vectors_of(ring: Ring, sequences: Sequences) -> list[npt.NDArray[np.float32]]:
+    """The embeddings of the prompts as the workers compute them: not normalised."""
+    return [np.frombuffer(events[-1].embedding or b"", "<f4") for events in await gather_all(ring, sequences)]
 
 
 async def vectors_reply(vectors: Sequence[npt.NDArray[np.float32]], answer: Callable[[], Any]) -> Response:
@@ -148,14 +148,16 @@ def prompt_usage(prompts: Sequence[Sequence[int]]) -> dict[str, int]:
     return {"prompt_tokens": tokens, "total_tokens": tokens}
 
 
-def embeddings_answer(body: EmbeddingRequest, work: Work, vectors: Sequence[npt.NDArray[np.float32]]) -> dict[str, Any]:
+def embeddings_answer(
+    body: EmbeddingRequest, model: str, prompts: Sequence[Sequence[int]], vectors: Sequence[npt.NDArray[np.float32]]
+) -> dict[str, Any]:
     """The reply of /v1/embeddings."""
     shown = in_parts(shown_vector(body, vector) for vector in vectors)
     return {
         "object": "list",
         "data": [{"object": "embedding", "index": at, "embedding": each} for at, each in enumerate(shown)],
-        "model": body.model or work.model,
-        "usage": prompt_usage(work.prompts),
+        "model": body.model or model,
+        "usage": prompt_usage(prompts),
     }
 
 

@@ -131,8 +131,8 @@ async def _embedded(
 ) -> tuple[str, npt.NDArray[np.float32], dict[str, int]]:
     """Model, embeddings of length 1 (a row each), and the counts of tokens."""
     target = await target_of(ring, body, request)
-    work = await plan_embeddings(body, texts, target, ring.settings)
-    vectors = np.stack(await vectors_of(target.ring, work))
+    sequences = await plan_embeddings(body, texts, target, ring.settings)
+    vectors = np.stack(await vectors_of(target.ring, sequences))
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
     unit = (vectors / np.where(lengths > 0, lengths, 1)).astype(np.float32)
-    return body.model or work.model, unit, prompt_usage(work.prompts)
+    return body.model or sequences.template.model, unit, prompt_usage(sequences.prompts)

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 from fastapi import APIRouter, Request
 from pydantic import Field, ValidationError, model_validator
@@ -24,7 +25,7 @@ from api.generation.choice import ends_with_stop_token, shown_versions
 from api.generation.continuations import check_pairs, log_probabilities
 from api.generation.heads import heads_of, read_by_head
 from api.generation.networks import Format, answer, described, first_stray, manifest_of, question, shown
-from api.generation.plan import check_prompts, encoded, plain_work, room_for
+from api.generation.plan import check_prompts, encoded, plain_sequences, room_for
 from api.generation.running import gather_all
 from api.generation.sampling import StrictId
 from api.generation.target import Target, TargetFields, target_of
@@ -356,12 +357,14 @@ async def _write(body: ActRequest, ring: Ring, target: Target, prompts: list[lis
         temperature=0.0 if body.deterministic else body.temperature or 1.0,
         logprobs_mode=body.logprobs_mode or settings.logprobs_mode,
     )
-    work = plain_work("act", target, settings, prompts, sampling, seed_by_prompt=True)
+    sequences = msgspec.structs.replace(
+        plain_sequences("act", target, settings, prompts, sampling), seed_by_prompt=True
+    )
     shown: dict[str, list[Any]] = {
         "actions": [], "action_log_probs": [], "action_token_ids": [], "action_token_log_probs": [],
         "finish_reasons": [], "weight_versions": [],
     }  # fmt: skip
-    for events in await gather_all(ring, work):
+    for events in await gather_all(ring, sequences):
         whole = join(events)
         tokens, logprobs, finish = whole.tokens, whole.logprobs, whole.finish
         assert finish is not None, "gathered before the end"

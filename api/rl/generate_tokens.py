@@ -14,9 +14,9 @@ from fastapi import APIRouter, Request
 from pydantic import Field, model_validator
 from starlette.responses import Response
 
-from api.generation.choice import DONE, ReplyPlan, shown_versions
+from api.generation.choice import DONE, RequestPlan, shown_versions
 from api.generation.logprobs import TokenNames, floored, in_parts
-from api.generation.plan import Asked, plan
+from api.generation.plan import PreparedRequest, plan
 from api.generation.running import Generation, by_choice, gather_all
 from api.generation.sampling import WHOLE_VOCABULARY, SamplingFields, StrictId, TopLogprobs
 from api.generation.target import target_of
@@ -116,19 +116,18 @@ async def generate_tokens(body: TokenRequest, request: Request, ring: TheRing) -
     target = await target_of(ring, sampling, request)
     ring = target.ring
     served = target.served
-    asked = Asked(
-        endpoint="completions",
+    prepared = PreparedRequest(
         prompts=[list(body.token_ids if body.token_ids is not None else body.prompt_token_ids or [])],
         max_tokens=sampling.max_tokens,
         default_tokens=served.card.context_length,
         prompt_param="token_ids",
         logprobs=sampling.logprobs,
     )
-    work, reply = await plan(ring, sampling, target, asked)
+    reply = await plan(ring, sampling, target, prepared)
     request_id = body.request_id or request.state.request_id
     if body.stream:
-        return EventStream(_chunks(await Generation.start(ring, work), body, reply, request_id))
-    gathered = await gather_all(ring, work)
+        return EventStream(_chunks(await Generation.start(ring, reply.sequences), body, reply, request_id))
+    gathered = await gather_all(ring, reply.sequences)
     head = {
         "request_id": request_id,
         "model": body.model or served.card.name,
@@ -138,24 +137,24 @@ async def generate_tokens(body: TokenRequest, request: Request, ring: TheRing) -
     return Response(answer, media_type="application/json")
 
 
-def _whole(head: dict[str, Any], reply: ReplyPlan, codec: TextCodec, gathered: list[list[TokenEvent]]) -> bytes:
+def _whole(head: dict[str, Any], reply: RequestPlan, codec: TextCodec, gathered: list[list[TokenEvent]]) -> bytes:
     answer = {
         **head,
         "choices": in_parts(_token_choice(i, events, reply.logprobs) for i, events in enumerate(gathered)),
         "prompt_logprobs": None
         if reply.prompt_logprobs is None
-        else _prompt_logprobs(codec, list(reply.prompts[0]), gathered[0], reply.prompt_logprobs),
+        else _prompt_logprobs(codec, list(reply.sequences.prompts[0]), gathered[0], reply.prompt_logprobs),
         "kv_transfer_params": None,
     }
     return msgspec.json.encode(answer)
 
 
 async def _chunks(
-    generation: Generation, body: TokenRequest, reply: ReplyPlan, request_id: str
+    generation: Generation, body: TokenRequest, reply: RequestPlan, request_id: str
 ) -> AsyncGenerator[bytes, None]:
     """All bytes of a stream, to [DONE], which comes after an error, too."""
     options = body.stream_options or TokenStreamOptions()
-    prompt, tokens = len(reply.prompts[0]), [0] * reply.choices
+    prompt, tokens = len(reply.sequences.prompts[0]), [0] * len(reply.sequences)
     try:
         async for batch in generation.batches():
             out = b""

@@ -18,7 +18,7 @@ from starlette.responses import Response
 from api.generation.logprobs import in_parts
 from api.generation.networks import Format, described, manifest_of, question
 from api.generation.networks import answer as answer_of
-from api.generation.plan import UNSAMPLED, check_prompts, encoded, plain_work, room_for
+from api.generation.plan import check_prompts, encoded, plain_sequences, room_for
 from api.generation.running import gather_all
 from api.generation.sampling import StrictId
 from api.generation.target import Target, target_of
@@ -134,12 +134,12 @@ async def _by_language_model(body: PredictRequest, asked: LanguageFields, ring: 
     outputs: dict[str, Any] = {}
     vectors: list[npt.NDArray[np.float32]] = []
     if "embedding" in asked.outputs:
-        work = plain_work("predict", target, settings, prompts, UNSAMPLED, kind="embed", pooling="last")
-        vectors = await vectors_of(ring, work)
+        pooled = plain_sequences("predict", target, settings, prompts, kind="embed", pooling="last")
+        vectors = await vectors_of(ring, pooled)
     if {"next_token_ids", "next_token_log_probs"} & set(asked.outputs):
         room = room_for(prompts, card, 1, 1)
         greedy = SamplingParams(max_tokens=room, seed=0, temperature=0.0, top_logprobs=body.top_k or 10)
-        gathered = await gather_all(ring, plain_work("predict", target, settings, prompts, greedy))
+        gathered = await gather_all(ring, plain_sequences("predict", target, settings, prompts, greedy))
         tops = [next(event.top_logprobs[0] for event in events if event.top_logprobs) for events in gathered]
         count = len(tops[0])
         outputs["next_token_ids"] = _tensor("int64", count, ([each.token for each in top] for top in tops))

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from api.generation.plan import MAX_WHOLE_LOGPROBS
-from api.generation.work import Work
+from api.generation.sequences import Sequences
 from api.tinker.bodies import SampleBody, TensorBody
 from shared.errors import InvalidRequestError
 from shared.frames import TokenLogprobs
@@ -53,20 +53,20 @@ class AskedTokens:
             raise error
         return cls(targets, rows, body.prompt_alt_tokens_k)
 
-    def put_into(self, work: Work, body: SampleBody) -> Work:
+    def put_into(self, sequences: Sequences, body: SampleBody) -> Sequences:
         """What the worker is asked for."""
         if not (self._names or self.draws or body.prompt_logprobs_last_n):
-            return work
+            return sequences
         named = tuple(tuple(token for token in row if token != -1) for row in self.rows)
-        own, last = work.sampling.prompt_logprobs, body.prompt_logprobs_last_n or 0
+        own, last = sequences.template.sampling.prompt_logprobs, body.prompt_logprobs_last_n or 0
         sampling = msgspec.structs.replace(
-            work.sampling,
+            sequences.template.sampling,
             prompt_logprobs=own or 0,
             prompt_logprobs_last=1 if own is None else last,  # nobody reads them: as few as can be
             prompt_named=named,
             prompt_draws=self.draws,
         )
-        return msgspec.structs.replace(work, sampling=sampling)
+        return sequences.with_template(sampling=sampling)
 
     def logprobs(self, told: Sequence[TokenLogprobs]) -> npt.NDArray[np.float32]:
         """Of the targets, one after another, 0 where nothing is asked for; `told` by prompt token."""

@@ -15,11 +15,11 @@ from pydantic import ValidationError
 from redis.exceptions import RedisError
 from starlette.responses import Response
 
-from api.generation.plan import Asked, plan
+from api.generation.plan import PreparedRequest, plan
 from api.generation.running import gather_all, owner
 from api.generation.sampling import MAX_N, SamplingFields
+from api.generation.sequences import Sequences
 from api.generation.target import Target, find_target
-from api.generation.work import Work
 from api.http.bodies import BodyRoute
 from api.http.errors import error_responses, from_validation, json_reply
 from api.ring.caller import client
@@ -81,11 +81,11 @@ async def asample(body: SampleBody, ring: TheRing) -> Response:
     shows = any(chunk.type != "encoded_text" for chunk in body.prompt.chunks)
     if shows and await ring.tinker.find(who, TinkerSample, id) is not None:
         return json_reply(answer)  # whatever has become of its images' URLs
-    work, tokens = await _work(ring, sampler, body, id)
+    planned, tokens = await _planned(ring, sampler, body, id)
     if await ring.tinker.put(who, id, TinkerSample(ring.api_id), new=True):
         token = client.set(None)  # the sample does not end with this request
         try:
-            task = asyncio.create_task(_draw(ring, who, id, work, body, tokens))
+            task = asyncio.create_task(_draw(ring, who, id, planned, body, tokens))
         finally:
             client.reset(token)
         name = f"{who}/{id}"
@@ -137,7 +137,7 @@ def _own(ring: Ring, target: Target) -> Target:
     return target
 
 
-async def _work(ring: Ring, sampler: TinkerSampler, body: SampleBody, id: str) -> tuple[Work, AskedTokens]:
+async def _planned(ring: Ring, sampler: TinkerSampler, body: SampleBody, id: str) -> tuple[Sequences, AskedTokens]:
     params = body.sampling_params
     stops = params.stop
     fields: dict[str, Any] = {
@@ -168,18 +168,16 @@ async def _work(ring: Ring, sampler: TinkerSampler, body: SampleBody, id: str) -
                 raise UnsupportedParameterError("it does not go with images", param=name)
         ids, images, _ = await seen_prompt(ring, card, target.served.codec, pieces, "prompt")
     tokens = await aside(AskedTokens.of, body, len(ids), card.vocab_size)
-    asked = Asked(
-        endpoint="completions",
+    prepared = PreparedRequest(
         prompts=[list(ids)],
         max_tokens=params.max_tokens,
         default_tokens=card.context_length,
         clamp=params.max_tokens is None,
         logprobs=body.topk_sample_logprobs or None,
         images=images,
-        image_token=0 if card.vision is None else card.vision.image_token_id,
     )
-    work, _ = await plan(ring, await aside(_fields, fields), target, asked)
-    return await aside(tokens.put_into, work, body), tokens
+    planned = await plan(ring, await aside(_fields, fields), target, prepared)
+    return await aside(tokens.put_into, planned.sequences, body), tokens
 
 
 def _fields(given: dict[str, Any]) -> SamplingFields:
@@ -189,10 +187,10 @@ def _fields(given: dict[str, Any]) -> SamplingFields:
         raise from_validation(error.errors(include_url=False)) from None
 
 
-async def _draw(ring: Ring, who: str, id: str, work: Work, body: SampleBody, tokens: AskedTokens) -> None:
+async def _draw(ring: Ring, who: str, id: str, sequences: Sequences, body: SampleBody, tokens: AskedTokens) -> None:
     """Sample, and keep the result or why there is none."""
     try:
-        gathered = await gather_all(ring, work)
+        gathered = await gather_all(ring, sequences)
         result = TinkerSample(ring.api_id, "done", await aside(_result, gathered, body, tokens))
     except asyncio.CancelledError:
         return

@@ -19,7 +19,7 @@ from api.generation.languages.tool_formats import HERMES, tool_format
 from api.generation.plan import unchecked_plan
 from api.generation.target import Target
 from api.openai.bodies import ChatCompletionRequest, ChatMessage
-from api.openai.chat import UNUSED_HEADER, asked_of, unused_hints, with_unused
+from api.openai.chat import UNUSED_HEADER, prepare, unused_hints, with_unused
 from api.openai.conversations import conversation, for_template, template_messages
 from api.openai.tools import ToolUse
 from api.ring.ring import ServedModel
@@ -387,14 +387,14 @@ async def test_a_special_mark_is_seen_in_the_text_of_a_row_with_stop_strings_too
     target = Target(nobody, ServedModel(card, marked, nobody))
     body = request(stop=["END"])
     settings = ApiSettings()
-    work, plan = unchecked_plan(body, target, await asked_of(marked, body, settings), settings)
-    row = RowText(marked, work.sampling)
+    plan = unchecked_plan(body, target, await prepare(marked, body, settings), settings)
+    row = RowText(marked, plan.sequences.template.sampling)
     shown = "".join(row.push(token, may_stop=True)[0] for token in marked.encode("[THINK]hm[/THINK]yesEND"))
-    event = TokenEvent(plan.sequence(0), 1, 0, [5], [0.0], text=shown, finish=Finish("stop", "END"))
+    event = TokenEvent(plan.sequences.id_of(0), 1, 0, [5], [0.0], text=shown, finish=Finish("stop", "END"))
     assert Choice(plan, marked).take([event]).piece == Piece(content="yes", reasoning="hm")
     spelled = codec().encode("[THINK]hm[/THINK]yes")  # by a model that does not write the mark as one token
     choice = Choice(plan, marked)
-    choice.take([TokenEvent(plan.sequence(0), 1, 0, spelled, [0.0] * len(spelled), finish=Finish("length"))])
+    choice.take([TokenEvent(plan.sequences.id_of(0), 1, 0, spelled, [0.0] * len(spelled), finish=Finish("length"))])
     assert choice.reasoning == len(spelled) - len("yes")
 
 

@@ -17,10 +17,9 @@ import msgspec
 import structlog
 from redis.exceptions import RedisError
 
-from api.generation.choice import ReplyPlan
+from api.generation.choice import RequestPlan, stored_plan
 from api.generation.resume import route
 from api.generation.running import Generation, by_choice
-from api.generation.work import Work
 from api.openai.replies import stream_failure
 from api.openai.responses.body import ResponseRequest
 from api.openai.responses.history import keeper, own_ids, shared_ids
@@ -83,12 +82,12 @@ def sse(event: Event, number: int) -> bytes:
 
 
 async def begin(
-    ring: Ring, body: ResponseRequest, work: Work, plan: ReplyPlan, writer: ResponseWriter, history: list[int]
+    ring: Ring, body: ResponseRequest, plan: RequestPlan, writer: ResponseWriter, history: list[int]
 ) -> StoredResponse:
     """Store a response that is to go on by itself, and enqueue its sequence in `ring`; QueueFullError, PausedError."""
     await ring.check_pause()
     who, settings = keeper(), ring.settings
-    spec, run = _run_of(ring, body, work, plan, history)
+    spec, run = _run_of(ring, body, plan, history)
     large = len(body.input) > LARGE_COUNT
     given = await aside(shown_items, body.input, writer.name) if large else shown_items(body.input, writer.name)
     stored = StoredResponse(
@@ -106,8 +105,8 @@ async def begin(
     try:
         await due.add(entry, keys.BACKGROUND_LEASE_MS)  # should we die before it is enqueued
         await _pin(ring, spec, settings.background_timeout_s)
-        await ring.queue(work.model).enqueue([spec], prefer=await ring.affinity.preferred([spec]))
-        ring.splits.sent(work.split_to)
+        await ring.queue(spec.model).enqueue([spec], prefer=await ring.affinity.preferred([spec]))
+        ring.splits.sent(plan.sequences.split_to)
         if run.webhook is not None:
             await webhooks.wait_for(ring.home.redis, run.tenant, "response", who, writer.id)
         await due.hasten(entry)
@@ -118,22 +117,20 @@ async def begin(
     return stored
 
 
-def _run_of(
-    ring: Ring, body: ResponseRequest, work: Work, plan: ReplyPlan, history: list[int]
-) -> tuple[SequenceSpec, Run]:
+def _run_of(ring: Ring, body: ResponseRequest, plan: RequestPlan, history: list[int]) -> tuple[SequenceSpec, Run]:
     deadline_ms = int(1000 * (time.time() + ring.settings.background_timeout_s))
-    (spec,) = msgspec.structs.replace(work, deadline_ms=deadline_ms).specs(ring.api_id, 0, "batch", "", asker().tenant)
-    spec = msgspec.structs.replace(spec, has_next_turn=True)
+    sequences = plan.sequences.with_template(deadline_ms=deadline_ms, has_next_turn=True)
+    (spec,) = sequences.specs(ring.api_id, 0, "batch", tenant=asker().tenant)
     run = Run(
         spec=encode(spec),
-        plan=msgspec.json.encode(msgspec.structs.replace(plan, prompts=(), deadline_ms=deadline_ms)),
+        plan=msgspec.json.encode(plan.for_storage(deadline_ms=deadline_ms).with_prompts(())),
         request=body.model_dump_json(
             by_alias=True, exclude_none=True, exclude={"input", "webhook", "client_metadata"}
         ).encode(),
         tenant=asker().tenant,
         key=key_name(),
         webhook=webhook_of(ring, body.webhook),
-        before=shared_ids(history, plan.prompts[0]),
+        before=shared_ids(history, plan.sequences.prompts[0]),
         ring=ring.name,
     )
     return spec, run
@@ -284,8 +281,7 @@ class _Reading:
         self._ring, self._who, self._id, self._stored, self._run = ring, who, response_id, stored, run
         self._there = ring_keeping(ring, run.ring)
         self._spec = decode_spec(run.spec)
-        plan = msgspec.json.decode(run.plan, type=ReplyPlan)
-        self._plan = msgspec.structs.replace(plan, prompts=(self._spec.prompt_ids,))
+        self._plan = stored_plan(msgspec.json.decode(run.plan)).with_prompts([self._spec.prompt_ids])
         asked = msgspec.json.decode(run.request)
         self._body = ResponseRequest.model_validate({**asked, "input": "-"})
         self._number = 0  # of the next event

@@ -54,13 +54,14 @@ async def compact(body: ResponseRequest, request: Request, ring: TheRing) -> Res
     task = InputMessage(role="user", content=[TextPart(type="input_text", text=_TASK)])
     asked = body.model_copy(update={**_PLAIN, "input": [*said, task], "store": False})
     target = await target_of(ring, asked, request, split=True)
-    _, work, plan = await plan_response(target.ring, asked, target, history.ids)
+    _, plan = await plan_response(target.ring, asked, target, history.ids)
     writer = ResponseWriter(asked, plan, target.served.codec)
-    (events,) = await gather_all(target.ring, work)
+    (events,) = await gather_all(target.ring, plan.sequences)
     answer = msgspec.json.decode(await written(events, lambda: writer.whole(events)))
     texts = [part["text"] for item in answer["output"] if item["type"] == "message" for part in item["content"]]
     if not (summary := "".join(texts).strip()):
-        reason = f"the model wrote no summary within {work.sampling.max_tokens} tokens: give it more"
+        most = plan.sequences.template.sampling.max_tokens
+        reason = f"the model wrote no summary within {most} tokens: give it more"
         raise InvalidRequestError(reason, param="max_output_tokens")
     by_user = [item for item in said if isinstance(item, InputMessage) and item.role == "user"]
     shown = [msgspec.Raw(raw) for _, raw in await aside(shown_items, by_user, writer.name)]

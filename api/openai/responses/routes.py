@@ -46,11 +46,11 @@ async def create_response(body: ResponseRequest, request: Request, ring: TheRing
     target = await target_of(ring, asked, request, split=True)
     there = target.ring  # where it is computed; responses and conversations stay in the process's own ring
     codec = target.served.codec
-    chat, work, reply_plan = await plan_response(there, asked, target, history.ids)
+    chat, planned = await plan_response(there, asked, target, history.ids)
     unused = [*(NAMES.get(name, name) for name in unused_hints(chat, codec)), *left_out(asked, target.served.card)]
-    writer = ResponseWriter(body, reply_plan, codec)
+    writer = ResponseWriter(body, planned, codec)
     if body.background:
-        begun = await background.begin(there, body, work, reply_plan, writer, history.ids)
+        begun = await background.begin(there, body, planned, writer, history.ids)
         request.app.state.background.look()
         if body.stream:
             return with_unused(EventStream(background.watch(ring, keeper(), writer.id, -1)), unused)
@@ -59,12 +59,12 @@ async def create_response(body: ResponseRequest, request: Request, ring: TheRing
     async def kept() -> None:
         if stored or body.conversation is not None:
             before = history.ids if body.conversation is None else ()
-            ids = own_ids(before, reply_plan.prompts[0], writer.tokens)
+            ids = own_ids(before, planned.sequences.prompts[0], writer.tokens)
             await keep(ring, keeper(), body, writer, ids)
 
     if body.stream:
-        return with_unused(EventStream(_events(await Generation.start(there, work), writer, kept)), unused)
-    (events,) = await gather_all(there, work)
+        return with_unused(EventStream(_events(await Generation.start(there, planned.sequences), writer, kept)), unused)
+    (events,) = await gather_all(there, planned.sequences)
     answer = await written(events, partial(writer.whole, events))
     await kept()
     return with_unused(Response(answer, media_type="application/json"), unused)

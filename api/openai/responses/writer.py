@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from api.generation.choice import Choice, Delta, ReplyPlan, ends_with_stop_token, usage
+from api.generation.choice import Choice, Delta, RequestPlan, ends_with_stop_token, usage
 from api.generation.languages.pieces import Piece
 from api.generation.logprobs import ChatLogprob, TokenNames
 from api.openai.responses.body import ENCRYPTED, ResponseRequest
@@ -19,12 +19,12 @@ from shared.token_events import by_token, join
 class ResponseWriter:
     """One response while its tokens come in."""
 
-    def __init__(self, body: ResponseRequest, plan: ReplyPlan, codec: TextCodec) -> None:
+    def __init__(self, body: ResponseRequest, plan: RequestPlan, codec: TextCodec) -> None:
         self._body = body
         self._plan = plan
         self._names = TokenNames(codec, by_id=False)
         calls = plan.id.rpartition("-")[2]
-        self.name = plan.name or calls
+        self.name = plan.sequences.name or calls
         self._writer = ItemWriter(self.name, calls[:24], body.tools or (), seals=ENCRYPTED in (body.include or ()))
         self._finish: Finish | None = None
         self.choice = Choice(plan, codec)
