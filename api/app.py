@@ -11,6 +11,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from api.adapters import routes as adapters
 from api.adapters import splits
+from api.admission import Admission
 from api.anthropic import routes as messages
 from api.batches import batch_routes as batches
 from api.batches import file_routes as files
@@ -20,7 +21,6 @@ from api.generation.resume import stop_lingering
 from api.generation.running import settled
 from api.generation.tracing import telemetry
 from api.http import errors
-from api.http.admission import Admission
 from api.http.api_keys import KeyRing
 from api.http.auth import OwnOrigin, RequireKey
 from api.http.context import RequestContext

@@ -15,8 +15,8 @@ from typing import Literal, NamedTuple
 
 from fastapi import Request
 
+from api.callers.caller import asker
 from api.generation.resume import stream_owner, unknown_stream
-from api.ring.caller import asker
 from api.ring.choosing import HEADER, named_ring, reached, ring_holding
 from api.ring.ring import Ring
 from shared.adapters import not_yours, unknown_adapter

@@ -8,16 +8,16 @@ from pydantic import ValidationError
 
 from api.anthropic.body import MessagesRequest, PromptedFields
 from api.anthropic.turns import places_of_images
+from api.callers.fair_pool import aside
 from api.generation.choice import RequestPlan
+from api.generation.named_images import Keep, read_images
 from api.generation.plan import PreparedRequest, plan
 from api.generation.target import Target
 from api.http.errors import from_validation
 from api.openai.bodies import ChatCompletionRequest
 from api.openai.chat import prepare
 from api.openai.images import named_images
-from api.ring.named_images import Keep, read_images
 from api.ring.ring import Ring
-from api.ring.room import aside
 from shared.errors import ContextLengthExceededError, InvalidRequestError
 from shared.sequences import ModelCard
 from shared.text.codec import TextCodec

@@ -6,7 +6,7 @@ from typing import Any
 
 from starlette.datastructures import FormData, QueryParams, UploadFile
 
-from api.ring.caller import asker
+from api.callers.caller import asker
 from api.ring.ring import Ring
 from shared.errors import InvalidRequestError, UnknownFileError, UnsupportedParameterError
 from shared.redis.files.file_store import StoredFile

@@ -11,10 +11,10 @@ from starlette.responses import Response
 
 from api.batches.file_routes import MAX_TTL_S, MIN_TTL_S, TTL_S, page
 from api.batches.lines import Endpoint
+from api.callers.caller import asker, key_name
 from api.http.bodies import BodyRoute
 from api.http.errors import error_responses, json_reply
 from api.http.fields import RequestModel
-from api.ring.caller import asker, key_name
 from api.ring.choosing import ring_keeping
 from api.ring.ring import Ring, ring_of
 from api.tenants import check

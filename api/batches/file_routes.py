@@ -12,10 +12,10 @@ from starlette.responses import Response, StreamingResponse
 
 from api.batches import anthropic_files
 from api.batches.uploads import upload_form
+from api.callers.caller import asker
 from api.http.anthropic_errors import speaks_anthropic
 from api.http.errors import error_responses, json_reply
 from api.http.limits import is_multipart
-from api.ring.caller import asker
 from api.ring.ring import Ring, ring_of
 from shared.errors import InvalidRequestError, UnsupportedParameterError
 from shared.redis.files.file_store import CHUNK_BYTES, StoredFile

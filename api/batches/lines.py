@@ -15,7 +15,9 @@ from api.anthropic.body import MessagesRequest
 from api.anthropic.message import SHOWN_FIELDS, MessageWriter
 from api.anthropic.planning import chat_of, plan_message
 from api.batches.shapes import MESSAGES, LineShape, shape_of
+from api.callers.fair_pool import aside
 from api.generation.choice import RequestPlan, stored_plan
+from api.generation.named_images import Keep
 from api.generation.plan import plan
 from api.generation.sampling import WHOLE_VOCABULARY, SamplingFields
 from api.generation.sequences import Sequences
@@ -31,9 +33,7 @@ from api.openai.replies import whole_body
 from api.openai.responses.body import ResponseRequest
 from api.openai.responses.planning import plan_response
 from api.openai.responses.writer import ResponseWriter
-from api.ring.named_images import Keep
 from api.ring.ring import Ring
-from api.ring.room import aside
 from shared.errors import (
     InvalidRequestError,
     ParallmError,

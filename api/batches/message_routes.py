@@ -24,13 +24,13 @@ from api.batches.file_routes import TTL_S
 from api.batches.lines import too_much
 from api.batches.shapes import MESSAGES
 from api.batches.work import MAX_LINE_BYTES, MAX_LINES
+from api.callers.caller import asker, key_name
+from api.callers.fair_pool import aside
 from api.generation.target import find_job_target
 from api.http.bodies import LONG_BYTES, BodyRoute
 from api.http.errors import json_reply
-from api.ring.caller import asker, key_name
 from api.ring.choosing import ring_keeping
 from api.ring.ring import Ring, ring_of
-from api.ring.room import aside
 from shared.errors import (
     ConflictError,
     InvalidRequestError,

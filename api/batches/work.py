@@ -20,13 +20,13 @@ from redis.exceptions import RedisError
 
 from api.batches.lines import BatchLine, LineUsage, Named, answer, named_by, planned, read_line
 from api.batches.shapes import LineShape, shape_of
+from api.callers.caller import acting_for
+from api.callers.fair_pool import aside
+from api.generation.named_images import Keep
 from api.generation.target import Target, find_target
 from api.http.bodies import LONG_BYTES
-from api.ring.caller import acting_for
 from api.ring.choosing import ring_keeping
-from api.ring.named_images import Keep
 from api.ring.ring import ANSWER_S, Ring
-from api.ring.room import aside
 from shared.errors import (
     InvalidRequestError,
     ParallmError,

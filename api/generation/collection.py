@@ -8,9 +8,9 @@ from typing import Any
 
 import msgspec
 
+from api.callers.caller import asker, calling, key_name
 from api.generation.sampling import SamplingFields
 from api.generation.target import Target
-from api.ring.caller import asker, calling, key_name
 from api.ring.ring import Ring
 from shared.adapters import AdapterRef, unknown_adapter
 from shared.errors import InvalidRequestError, ParallmError

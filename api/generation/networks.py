@@ -19,12 +19,12 @@ import numpy as np
 from fastapi import Request
 from redis.exceptions import RedisError
 
+from api.callers.fair_pool import aside
 from api.generation.plan import plain_sequences
 from api.generation.running import gather_all
 from api.generation.target import Target
 from api.http.bodies import LONG_BYTES
 from api.ring.ring import Ring
-from api.ring.room import aside
 from shared.adapters import AdapterManifest
 from shared.errors import InvalidRequestError
 from shared.networks.shapes import MAX_NUMBERS, Plan

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from api.callers.fair_pool import LARGE_CHARS, aside
 from api.generation.choice import RequestPlan
 from api.generation.collection import collection_for_feedback, collection_of
 from api.generation.languages.pieces import SplitPlan
@@ -26,7 +27,6 @@ from api.generation.sampling import (
 from api.generation.sequences import UNSAMPLED, Sequences
 from api.generation.target import Target
 from api.ring.ring import Ring
-from api.ring.room import LARGE_CHARS, aside
 from shared.errors import (
     ContextLengthExceededError,
     EmptyPromptError,

@@ -16,8 +16,8 @@ import msgspec
 import structlog
 from redis.exceptions import RedisError
 
+from api.callers.caller import asker
 from api.generation.choice import RequestPlan, stored_plan
-from api.ring.caller import asker
 from api.ring.ring import Ring
 from shared.errors import NotFoundError
 from shared.frames import TokenEvent

@@ -15,9 +15,9 @@ import structlog
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 
+from api.callers.caller import asker, calling, while_wanted
 from api.generation.sequences import Sequences
 from api.generation.tracing import WorkSpan
-from api.ring.caller import asker, calling, while_wanted
 from api.ring.ring import Ring
 from shared.errors import (
     DeadlineExceededError,

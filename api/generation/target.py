@@ -20,8 +20,8 @@ import msgspec
 from fastapi import Request
 from pydantic import Field, model_validator
 
+from api.callers.caller import asker
 from api.http.fields import RequestModel, complaint
-from api.ring.caller import asker
 from api.ring.choosing import ring_for
 from api.ring.ring import Ring, ServedModel
 from api.ring.split_choices import Choice

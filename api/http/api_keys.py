@@ -23,7 +23,7 @@ from typing import get_args
 import structlog
 from limits import RateLimitItem, parse
 
-from api.ring.caller import ApiKey
+from api.callers.caller import ApiKey
 from shared.errors import SetupError
 from shared.process.settings import ApiSettings
 from shared.sequences import SequenceClass

@@ -6,9 +6,9 @@ import structlog
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from api.callers.caller import ApiKey, calling
 from api.http.api_keys import KeyRing
 from api.http.errors import error_response
-from api.ring.caller import ApiKey, calling
 from shared.errors import AuthenticationError, ForbiddenError
 
 OPEN_PATHS = frozenset({"/health", "/livez", "/readyz", "/ping", "/metrics", "/api/hello"})

@@ -9,8 +9,8 @@ from fastapi.routing import APIRoute
 from pydantic import TypeAdapter, ValidationError
 from starlette.responses import Response
 
+from api.callers.fair_pool import aside
 from api.http.errors import BodyError, from_validation
-from api.ring.room import aside
 from shared.errors import ParallmError
 
 LONG_BYTES = 16 << 10  # of a body: it may take some 10 ms from here on

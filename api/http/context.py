@@ -11,10 +11,10 @@ import structlog
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from api.callers.caller import Client, client
 from api.http.anthropic_errors import speaks_anthropic
 from api.http.auth import OPEN_PATHS
 from api.http.errors import error_response, from_fault
-from api.ring.caller import Client, client
 from shared.telemetry import tracing
 from shared.telemetry.metrics import Tally
 

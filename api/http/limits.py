@@ -8,8 +8,8 @@ from functools import partial
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from api.callers.fair_pool import aside
 from api.http.errors import BodyError, error_response
-from api.ring.room import aside
 from shared.errors import InvalidRequestError, ParallmError, PayloadTooLargeError
 from shared.process.settings import ApiSettings
 
@@ -135,7 +135,7 @@ def most_bytes(settings: ApiSettings, path: str, *, upload: bool = False) -> int
 
 
 def most_numbers(settings: ApiSettings) -> tuple[int, int]:
-    """Values and objects of a body of NUMBERS; its shape is checked where it is read (api/ring/body_readers.py)."""
+    """Values and objects of a body of NUMBERS; its shape is checked where it is read (api/checks/body_readers.py)."""
     limit = settings.max_training_bytes
     return max(settings.max_json_values, limit // BYTES_PER_NUMBER), max(FEW_OBJECTS, limit // BYTES_PER_OBJECT)
 

@@ -9,8 +9,8 @@ import structlog
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from api.callers.caller import until_disconnected
 from api.http.errors import error_object
-from api.ring.caller import until_disconnected
 from shared.errors import ServiceUnavailableError
 
 T = TypeVar("T")

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 import msgspec
 from pydantic import ValidationError
 
+from api.generation.named_images import NamedImage, read_images
 from api.http.content import MessagePart
 from api.http.errors import from_validation
-from api.ring.named_images import NamedImage, read_images
 from api.ring.ring import Ring
 from shared.errors import InvalidRequestError, ParallmError
 from shared.jobs import JobInput, JobKind, Message

@@ -13,11 +13,11 @@ from typing import Annotated
 from fastapi import APIRouter
 from pydantic import BaseModel, Field
 
+from api.callers.caller import asker
 from api.generation.running import owner
 from api.http.bodies import BodyRoute
 from api.http.errors import error_responses
 from api.http.fields import RequestModel
-from api.ring.caller import asker
 from api.ring.choosing import from_each
 from api.ring.ring import Ring, TheRing
 from shared.redis import keys

@@ -12,12 +12,12 @@ from typing import Any
 
 import msgspec
 
+from api.callers.fair_pool import LARGE_CHARS, LARGE_COUNT, aside
 from api.generation.languages.families import Family, Marks, Thinking, family_of
 from api.generation.languages.pieces import SplitPlan
 from api.openai.bodies import ChatCompletionRequest, ChatFields, ChatMessage
 from api.openai.fitting import fitted
 from api.openai.tools import ToolUse
-from api.ring.room import LARGE_CHARS, LARGE_COUNT, aside
 from shared.errors import InvalidRequestError, UnsupportedParameterError
 from shared.images.chat import ChatImages
 from shared.text.codec import TextCodec

@@ -16,6 +16,7 @@ from fastapi import APIRouter, Request
 from pydantic import Field, model_validator
 from starlette.responses import Response
 
+from api.callers.fair_pool import aside
 from api.generation.logprobs import in_parts
 from api.generation.plan import check_prompts, encoded, plain_sequences, truncated
 from api.generation.running import gather_all
@@ -26,7 +27,6 @@ from api.http.bodies import BodyRoute
 from api.http.errors import error_responses, json_reply
 from api.http.fields import Off, Prompts, complaint
 from api.ring.ring import Ring, TheRing
-from api.ring.room import aside
 from shared.errors import InvalidRequestError
 from shared.process.settings import ApiSettings
 from shared.sequences import Pooling

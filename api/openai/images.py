@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 
+from api.generation.named_images import Keep, NamedImage, read_images
 from api.openai.bodies import ChatMessage
-from api.ring.named_images import Keep, NamedImage, read_images
 from api.ring.ring import Ring
 from shared.images.chat import ChatImages
 from shared.sequences import ModelCard

@@ -10,6 +10,7 @@ import structlog
 from fastapi import APIRouter, Header
 from starlette.responses import Response
 
+from api.callers.fair_pool import aside
 from api.generation.choice import DONE, Choice, Delta, RequestPlan, shown_versions, usage
 from api.generation.languages.pieces import Piece
 from api.generation.logprobs import TextOffsets, TokenNames, in_parts
@@ -19,7 +20,6 @@ from api.http.errors import error_object, error_responses, from_fault
 from api.http.sse import EventStream
 from api.openai.chunks import ChunkWriter, event_id, older_call, seen_until, shown_call, text_logprobs
 from api.ring.ring import Ring, TheRing
-from api.ring.room import aside
 from shared.errors import InvalidRequestError, ParallmError
 from shared.frames import TokenEvent, VersionSpan, spans_of
 from shared.text.codec import TextCodec

@@ -6,8 +6,8 @@ import msgspec
 from fastapi import APIRouter, Depends, Path, Query
 from pydantic import BaseModel, Field
 
+from api.callers.caller import asker
 from api.http.errors import error_responses
-from api.ring.caller import asker
 from api.ring.ring import Ring, ring_of
 from shared.redis.queue.dead_letters import DeadLetter, unknown_letter
 

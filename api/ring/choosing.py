@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeVar
 
 from redis.exceptions import RedisError
 
-from api.ring.caller import asker
+from api.callers.caller import asker
 from api.ring.ring import ANSWER_S, Ring
 from api.ring.spreading import choose
 from shared.adapters import AdapterRef

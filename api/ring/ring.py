@@ -19,13 +19,13 @@ from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 
+from api.callers.caller import asker
+from api.checks.body_readers import BodyReaders
+from api.checks.grammars import GrammarChecker
+from api.checks.image_fetch import ImageFetch
+from api.checks.image_intake import ImageIntake
 from api.load import Load
-from api.ring.body_readers import BodyReaders
-from api.ring.caller import asker
 from api.ring.first_tokens import FirstTokens, Forecast
-from api.ring.grammars import GrammarChecker
-from api.ring.image_fetch import ImageFetch
-from api.ring.images import ImageIntake
 from api.ring.ordered_scores import OrderedScores
 from api.ring.split_choices import SplitChoices
 from api.ring.spreading import Crowd, Sent

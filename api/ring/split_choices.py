@@ -19,7 +19,7 @@ from typing import NamedTuple
 import structlog
 from redis.exceptions import RedisError
 
-from api.ring.caller import asker
+from api.callers.caller import asker
 from shared.adapters import AdapterChoice, AdapterRef
 from shared.errors import ParallmError
 from shared.owners import ANYBODY

@@ -21,6 +21,7 @@ from fastapi import APIRouter, Request
 from pydantic import Field, ValidationError, model_validator
 from starlette.responses import Response
 
+from api.callers.fair_pool import aside
 from api.generation.choice import ends_with_stop_token, shown_versions
 from api.generation.continuations import check_pairs, log_probabilities
 from api.generation.heads import heads_of, read_by_head
@@ -36,7 +37,6 @@ from api.openai.bodies import ChatMessage
 from api.openai.conversations import template_messages
 from api.openai.embeddings import LARGE_VECTOR_BYTES, vectors_reply
 from api.ring.ring import Ring, TheRing
-from api.ring.room import aside
 from api.rl.policies import act_by, check_own_spread, check_policy, outputs_of
 from api.rl.sessions import move_on, session_of
 from shared.errors import InvalidRequestError, UnsupportedParameterError

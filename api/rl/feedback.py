@@ -15,13 +15,13 @@ from fastapi import APIRouter, Query
 from pydantic import Field, field_validator, model_validator
 from starlette.responses import Response
 
+from api.callers.caller import asker
+from api.callers.fair_pool import aside
 from api.http.bodies import BodyRoute
 from api.http.errors import error_responses, json_reply
 from api.http.fields import RequestModel, complaint
-from api.ring.caller import asker
 from api.ring.choosing import from_each
 from api.ring.ring import Ring, TheRing
-from api.ring.room import aside
 from shared.errors import ConflictError, InvalidRequestError, NotFoundError
 from shared.redis.kept.answer_store import Answer, Verdict, answers_of, live_of
 from shared.splits import MOST_REWARD

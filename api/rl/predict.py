@@ -15,6 +15,7 @@ from fastapi import APIRouter, Request
 from pydantic import Field, ValidationError, model_validator
 from starlette.responses import Response
 
+from api.callers.fair_pool import aside
 from api.generation.logprobs import in_parts
 from api.generation.networks import Format, described, manifest_of, question
 from api.generation.networks import answer as answer_of
@@ -27,7 +28,6 @@ from api.http.errors import error_responses, from_validation
 from api.http.fields import RequestModel, complaint
 from api.openai.embeddings import vectors_of, vectors_reply
 from api.ring.ring import Ring, TheRing
-from api.ring.room import aside
 from api.rl.act import PolicyFields
 from shared.errors import InvalidRequestError
 from shared.networks.spec import NetworkSpec

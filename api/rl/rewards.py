@@ -10,13 +10,13 @@ from fastapi import APIRouter
 from pydantic import Field, model_validator
 from starlette.responses import Response
 
+from api.callers.caller import calling, key_name, while_wanted
 from api.generation.collection import check_scoring, named_scoring, scoring_reward
 from api.http.bodies import BodyRoute
 from api.http.errors import error_responses, json_reply
 from api.http.fields import RequestModel, complaint
 from api.openai.bodies import ChatMessage
 from api.openai.conversations import template_messages
-from api.ring.caller import calling, key_name, while_wanted
 from api.ring.ring import TheRing
 from shared.errors import InvalidRequestError
 from shared.jobs import Prompt

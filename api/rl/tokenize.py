@@ -8,6 +8,7 @@ from fastapi import APIRouter
 from pydantic import BaseModel, Field, model_validator
 from starlette.responses import Response
 
+from api.callers.fair_pool import LARGE_CHARS, aside
 from api.generation.plan import encoded
 from api.generation.sampling import StrictId
 from api.generation.target import find_job_target
@@ -18,7 +19,6 @@ from api.openai.bodies import ChatFields, ChatMessage
 from api.openai.conversations import encoded_chat
 from api.openai.tools import Tools, ToolUse
 from api.ring.ring import TheRing
-from api.ring.room import LARGE_CHARS, aside
 from shared.sequences import vocabulary_error
 from shared.text.codec import TextCodec
 

@@ -11,11 +11,11 @@ import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from api.callers.fair_pool import aside
 from api.http.bodies import BodyRoute
 from api.http.errors import error_responses, json_reply
 from api.http.limits import PROTOBUF
 from api.ring.ring import Ring, TheRing
-from api.ring.room import aside
 from api.tinker.bodies import FutureBody
 from api.tinker.names import INFLIGHT, SavePath, keeper, sampler_of, spec_named
 from api.tinker.protobuf import pass_bytes

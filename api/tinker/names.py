@@ -10,7 +10,7 @@ import hashlib
 import re
 from typing import NamedTuple
 
-from api.ring.caller import asker, key_name
+from api.callers.caller import asker, key_name
 from api.ring.ring import Ring
 from shared.errors import InvalidRequestError, NotFoundError
 from shared.learners import LearnerSpec, SaveKind

@@ -1,4 +1,4 @@
-"""Bodies of passes, read apart from the event loop (api/ring/body_readers.py): whose they are, then all of them."""
+"""Bodies of passes, read apart from the event loop (api/checks/body_readers.py): whose they are, then all of them."""
 
 import msgspec
 from pydantic import ValidationError

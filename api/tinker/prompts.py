@@ -10,9 +10,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from api.ring.named_images import Keep, Known, NamedImage, read_images
+from api.callers.fair_pool import aside
+from api.generation.named_images import Keep, Known, NamedImage, read_images
 from api.ring.ring import Ring
-from api.ring.room import aside
 from shared.errors import ContextLengthExceededError, InvalidRequestError, ParallmError
 from shared.images.chat import ChatImages
 from shared.images.refs import ImageRef

@@ -15,6 +15,8 @@ from pydantic import ValidationError
 from redis.exceptions import RedisError
 from starlette.responses import Response
 
+from api.callers.caller import client
+from api.callers.fair_pool import aside
 from api.generation.plan import PreparedRequest, plan
 from api.generation.running import gather_all, owner
 from api.generation.sampling import MAX_N, SamplingFields
@@ -22,9 +24,7 @@ from api.generation.sequences import Sequences
 from api.generation.target import Target, find_target
 from api.http.bodies import BodyRoute
 from api.http.errors import error_responses, from_validation, json_reply
-from api.ring.caller import client
 from api.ring.ring import Ring, TheRing
-from api.ring.room import aside
 from api.tinker.asked_tokens import AskedTokens
 from api.tinker.bodies import SampleBody, SamplerBody
 from api.tinker.names import ID, SavePath, keeper, sampler_of, session_named, spec_named

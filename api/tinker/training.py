@@ -11,13 +11,13 @@ from typing import Any, cast, get_args
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from api.callers.caller import asker
+from api.callers.fair_pool import aside
+from api.generation.named_images import Known
 from api.generation.target import meant
 from api.http.errors import error_responses, json_reply
 from api.http.limits import is_protobuf, most_numbers
-from api.ring.caller import asker
-from api.ring.named_images import Known
 from api.ring.ring import Ring, TheRing
-from api.ring.room import aside
 from api.tinker import passes
 from api.tinker.bodies import (
     ExternalBody,

@@ -13,8 +13,8 @@ from fastapi import APIRouter, Depends, Query, Request
 from fastapi import Path as PathParameter
 from starlette.responses import Response
 
+from api.callers.caller import asker
 from api.http.errors import error_responses, json_reply
-from api.ring.caller import asker
 from api.ring.ring import Ring, ring_of
 from shared.adapters import NAME
 from shared.errors import ConflictError, InvalidRequestError, UnknownModelError

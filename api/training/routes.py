@@ -14,14 +14,14 @@ import msgspec
 from fastapi import APIRouter, Depends, Header, Query, Request
 from starlette.responses import Response
 
+from api.callers.caller import asker
+from api.callers.fair_pool import aside
 from api.generation.target import card_of_base, check_published
 from api.http.bodies import BodyRoute
 from api.http.errors import error_responses, json_reply
 from api.http.limits import most_numbers
-from api.ring.caller import asker
 from api.ring.choosing import ring_of_adapter
 from api.ring.ring import Ring, ring_of
-from api.ring.room import aside
 from api.tenants import Right, check
 from api.training.body import (
     Asked,

@@ -14,7 +14,7 @@ import time
 
 import httpx
 
-from api.ring.public_addresses import is_public
+from api.checks.public_addresses import is_public
 from api.webhooks.body import secret_bytes
 from shared.errors import ParallmError
 

@@ -19,9 +19,9 @@ import pytest
 import uvloop
 from PIL import Image
 
+from api.checks.image_fetch import ImageFetch, public_address
+from api.generation.named_images import _of_url
 from api.http.limits import check_beside_images
-from api.ring.image_fetch import ImageFetch, public_address
-from api.ring.named_images import _of_url
 from shared.errors import (
     IncompatibleVersionError,
     InvalidRequestError,
@@ -350,7 +350,7 @@ def test_damaged_data_urls_are_refused() -> None:
 async def served(monkeypatch: pytest.MonkeyPatch, answer: Callable[[httpx.Request], httpx.Response]) -> bytes:
     """An image fetched from a host that answers so."""
     made = httpx.MockTransport(answer)
-    monkeypatch.setattr("api.ring.image_fetch.httpx.AsyncClient", lambda **more: CLIENT(transport=made))
+    monkeypatch.setattr("api.checks.image_fetch.httpx.AsyncClient", lambda **more: CLIENT(transport=made))
 
     async def resolve(host: str, port: int) -> str:
         return "93.184.215.14"

@@ -8,7 +8,7 @@ import openai
 import pytest
 from pydantic import ValidationError
 
-from api.ring.public_addresses import is_public
+from api.checks.public_addresses import is_public
 from api.webhooks.body import WebhookBody, refusal
 from api.webhooks.sending import headers
 from api.webhooks.work import FIRST_S, LONGEST_S, pause_after

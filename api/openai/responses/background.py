@@ -17,6 +17,8 @@ import msgspec
 import structlog
 from redis.exceptions import RedisError
 
+from api.callers.caller import acting_for, asker, key_name
+from api.callers.fair_pool import LARGE_COUNT, aside
 from api.generation.choice import RequestPlan, stored_plan
 from api.generation.resume import route
 from api.generation.running import Generation, by_choice
@@ -26,10 +28,8 @@ from api.openai.responses.history import keeper, own_ids, shared_ids
 from api.openai.responses.items import Event
 from api.openai.responses.kept import entries, joined, shown_items, whole, without_output
 from api.openai.responses.writer import ResponseWriter
-from api.ring.caller import acting_for, asker, key_name
 from api.ring.choosing import ring_keeping
 from api.ring.ring import Ring
-from api.ring.room import LARGE_COUNT, aside
 from api.webhooks.body import webhook_of
 from shared.errors import (
     ConflictError,

@@ -11,6 +11,7 @@ import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from api.callers.fair_pool import aside
 from api.generation.running import gather_all
 from api.generation.target import target_of
 from api.http.bodies import BodyRoute
@@ -26,7 +27,6 @@ from api.openai.responses.sealed import sealed
 from api.openai.responses.turns import InputMessage
 from api.openai.responses.writer import ResponseWriter
 from api.ring.ring import TheRing
-from api.ring.room import aside
 from shared.errors import InvalidRequestError
 
 router = APIRouter(tags=["openai"], route_class=BodyRoute)

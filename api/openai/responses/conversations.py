@@ -8,6 +8,7 @@ from fastapi import APIRouter
 from pydantic import BaseModel, BeforeValidator, Field
 from starlette.responses import Response
 
+from api.callers.fair_pool import LARGE_COUNT, aside
 from api.http.bodies import BodyRoute
 from api.http.errors import error_responses
 from api.http.fields import RequestModel
@@ -16,7 +17,6 @@ from api.openai.responses.kept import After, Entry, ItemPage, Limit, Order, page
 from api.openai.responses.references import resolved
 from api.openai.responses.turns import Item, Items
 from api.ring.ring import Ring, TheRing
-from api.ring.room import LARGE_COUNT, aside
 from shared.errors import UnsupportedParameterError
 
 router = APIRouter(tags=["openai"], route_class=BodyRoute)

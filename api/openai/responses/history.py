@@ -12,12 +12,12 @@ from typing import Any
 import msgspec
 from pydantic import TypeAdapter
 
+from api.callers.fair_pool import aside
 from api.generation.running import owner
 from api.http.bodies import LONG_BYTES
 from api.openai.responses.body import ResponseRequest
 from api.openai.responses.turns import Item, Items
 from api.ring.ring import Ring
-from api.ring.room import aside
 from shared.errors import ConflictError, InvalidRequestError, UnsupportedParameterError
 from shared.redis import keys
 from shared.redis.kept.response_store import RUNNING, Turn, unknown_response

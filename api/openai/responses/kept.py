@@ -8,13 +8,13 @@ from fastapi import Query
 from pydantic import BaseModel
 from starlette.responses import Response
 
+from api.callers.fair_pool import LARGE_COUNT, aside
 from api.http.bodies import LONG_BYTES
 from api.http.errors import json_reply
 from api.openai.responses.body import ResponseRequest
 from api.openai.responses.turns import Item
 from api.openai.responses.writer import ResponseWriter
 from api.ring.ring import Ring
-from api.ring.room import LARGE_COUNT, aside
 from shared.errors import NotFoundError
 from shared.redis.kept.response_store import StoredResponse
 

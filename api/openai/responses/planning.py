@@ -5,7 +5,9 @@ from typing import TypeGuard
 
 from pydantic import ValidationError
 
+from api.callers.fair_pool import LARGE_COUNT, aside
 from api.generation.choice import RequestPlan
+from api.generation.named_images import Keep
 from api.generation.plan import PreparedRequest, plan
 from api.generation.target import Target
 from api.http.errors import from_validation
@@ -16,9 +18,7 @@ from api.openai.responses.body import ResponseRequest
 from api.openai.responses.messages import turn_starts
 from api.openai.responses.parts import ImagePart
 from api.openai.responses.turns import CallOutputItem, Item
-from api.ring.named_images import Keep
 from api.ring.ring import Ring
-from api.ring.room import LARGE_COUNT, aside
 from shared.errors import InvalidRequestError
 from shared.sequences import ModelCard
 

@@ -8,6 +8,7 @@ from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel
 from starlette.responses import Response
 
+from api.callers.fair_pool import aside
 from api.generation.running import Generation, by_choice, gather_all
 from api.generation.target import target_of
 from api.http.bodies import LONG_BYTES, BodyRoute
@@ -25,7 +26,6 @@ from api.openai.responses.planning import NAMES, count_tokens, left_out, plan_re
 from api.openai.responses.references import resolved
 from api.openai.responses.writer import ResponseWriter
 from api.ring.ring import TheRing
-from api.ring.room import aside
 from shared.errors import InvalidRequestError
 
 router = APIRouter(tags=["openai"], route_class=BodyRoute)

@@ -3,11 +3,11 @@
 import time
 from typing import NamedTuple
 
+from api.callers.caller import asker
 from api.ops.dashboard.curves import TrainingChart, charts_of
 from api.ops.dashboard.samples import Histogram, metadata, reward_histogram
 from api.ops.ring_view import TrainingView
 from api.ops.snapshot import trainings
-from api.ring.caller import asker
 from api.ring.ring import Ring
 from shared.adapters import AdapterManifest
 from shared.errors import UnknownAdapterError

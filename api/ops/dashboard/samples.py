@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from api.callers.fair_pool import aside
 from api.http.bodies import LONG_BYTES
 from api.ring.ring import Ring
-from api.ring.room import aside
 from shared.errors import NotFoundError, UnknownModelError
 from shared.jobs import InputLine, JobStatus, read_input
 from shared.redis import keys

@@ -17,10 +17,10 @@ from fastapi import APIRouter, Form, Request
 from starlette.datastructures import Headers
 from starlette.responses import RedirectResponse, Response
 
+from api.callers.caller import ApiKey
 from api.http.api_keys import KeyRing
 from api.http.auth import presented
 from api.ops.dashboard.render import Page, page
-from api.ring.caller import ApiKey
 from shared.errors import AuthenticationError, ForbiddenError
 
 router = APIRouter(prefix="/dashboard")

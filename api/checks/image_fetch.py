@@ -13,7 +13,7 @@ from urllib.parse import urljoin, urlsplit
 
 import httpx
 
-from api.ring.public_addresses import is_public
+from api.checks.public_addresses import is_public
 from shared.errors import InvalidRequestError, ServiceUnavailableError
 
 MOST_HOPS = 3

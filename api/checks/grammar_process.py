@@ -1,4 +1,4 @@
-"""`python -m api.ring.grammar_process SECONDS`: converts and checks grammars for an api process, which may kill it.
+"""`python -m api.checks.grammar_process SECONDS`: converts and checks grammars for an api process, which may kill it.
 
 It reads questions from stdin and writes answers to stdout, each as a length of four bytes and msgpack, until its stdin
 ends. A grammar that takes more than so many seconds of computing ends the process by SIGPROF.

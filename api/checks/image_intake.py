@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from redis.asyncio import Redis
 
-from api.ring.caller import asker, while_wanted
-from api.ring.room import Room, aside
+from api.callers.caller import asker, while_wanted
+from api.callers.fair_pool import FairPool, aside
 from shared.image_files.pixels import Size
 from shared.image_files.reader import ImageReader
 from shared.redis.kept.image_store import ImageStore
@@ -36,7 +36,7 @@ class ImageIntake:
     def __init__(self, redis: Redis, terms: Terms) -> None:
         self._store = ImageStore(redis, terms)
         self._reader = ImageReader(PLACES)
-        self._room = Room(PLACES)
+        self._pool = FairPool(PLACES)
         self._known: OrderedDict[bytes, Size] = OrderedDict()
 
     async def checked(self, data: bytes) -> CheckedImage:
@@ -56,7 +56,7 @@ class ImageIntake:
 
     async def thumbnail(self, data: bytes) -> bytes:
         """A small PNG of an image, for people."""
-        async with self._room.place():
+        async with self._pool.place():
             return await self._reader.thumbnail(data, THUMBNAIL_SIDE)
 
     def close(self) -> None:
@@ -64,5 +64,5 @@ class ImageIntake:
         self._reader.close()
 
     async def _read(self, data: bytes) -> Size:
-        async with self._room.place():
+        async with self._pool.place():
             return await self._reader.size(data)

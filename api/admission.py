@@ -22,10 +22,10 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from api.callers.caller import ApiKey
 from api.http.api_keys import rate_of
 from api.http.auth import key_of
 from api.http.errors import error_response
-from api.ring.caller import ApiKey
 from api.ring.ring import Ring
 from shared.errors import QueueFullError, RateLimitedError, ServiceUnavailableError
 from shared.process.settings import ApiSettings

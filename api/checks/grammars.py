@@ -1,6 +1,6 @@
 """Checks grammars at admission: what passes here compiles in a worker.
 
-Converting and compiling run in processes of their own (api/ring/grammar_process.py), because either may take minutes,
+Converting and compiling run in processes of their own (api/checks/grammar_process.py), because either may take minutes,
 cannot be interrupted, and may end its process: a grammar of 5,000 rules in a row overflows the compiler's stack. A
 process is killed when its client leaves and when a grammar takes more computing than the limit; else it stays for the
 next one. A grammar that has passed lately is not compiled again.
@@ -16,9 +16,9 @@ from collections import OrderedDict
 
 import msgspec
 
-from api.ring.caller import while_wanted
-from api.ring.grammar_process import Answer, Question
-from api.ring.room import Room
+from api.callers.caller import while_wanted
+from api.callers.fair_pool import FairPool
+from api.checks.grammar_process import Answer, Question
 from shared.errors import InvalidGrammarError, ServiceUnavailableError
 from shared.sequences import ModelCard
 from shared.text.codec import TextCodec
@@ -37,7 +37,7 @@ class GrammarChecker:
 
     def __init__(self, computing_s: float = COMPUTING_S) -> None:
         self._computing_s = computing_s
-        self._room = Room(PLACES)
+        self._pool = FairPool(PLACES)
         self._idle: list[_Compiler] = []
         self._passed: OrderedDict[tuple[str, bytes], str] = OrderedDict()
 
@@ -55,7 +55,7 @@ class GrammarChecker:
         return found
 
     async def _compiled(self, text: str, card: ModelCard, codec: TextCodec) -> str:
-        async with self._room.place():
+        async with self._pool.place():
             compiler = self._idle.pop() if self._idle else _Compiler(self._computing_s)
             try:
                 async with asyncio.timeout(LONGEST_S):
@@ -97,7 +97,7 @@ class _Compiler:
         if self._process is None:
             pipe = asyncio.subprocess.PIPE
             self._process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "api.ring.grammar_process", str(self._computing_s), stdin=pipe, stdout=pipe
+                sys.executable, "-m", "api.checks.grammar_process", str(self._computing_s), stdin=pipe, stdout=pipe
             )
         model = card.tokenizer_sha256, card.vocab_size
         question = Question(*model, text, None if model in self._known else codec.bundle)

@@ -1,4 +1,4 @@
-"""`python -m api.ring.body_process SECONDS`: reads long bodies for an api process, which may kill it.
+"""`python -m api.checks.body_process SECONDS`: reads long bodies for an api process, which may kill it.
 
 A question is a `Call`, and with its first one the body in a message of its own. An answer is an `Outcome` and what the
 function has returned. A call that takes more than so many seconds of computing ends the process by SIGPROF.
