@@ -11,14 +11,15 @@ from types import FrameType
 import structlog
 import uvicorn
 
+from api.http.api_keys import check_exposure
 from api.http.connections import bounded
-from api.http.exposure import check_exposure
 from shared.errors import ServiceUnavailableError, SetupError
+from shared.process.api_settings import ApiSettings
 from shared.process.garbage import leave_out_what_is_loaded, no_collections
 from shared.process.lifeline import follow_parent
 from shared.process.logs import configure
 from shared.process.open_files import raise_file_limit
-from shared.process.settings import ApiSettings, load
+from shared.process.settings import load
 from shared.redis.connection.client import require
 from shared.telemetry import tracing
 

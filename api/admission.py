@@ -28,7 +28,7 @@ from api.http.auth import key_of
 from api.http.errors import error_response
 from api.ring.ring import Ring
 from shared.errors import QueueFullError, RateLimitedError, ServiceUnavailableError
-from shared.process.settings import ApiSettings
+from shared.process.api_settings import ApiSettings
 from shared.redis import keys
 from shared.redis.connection.faults import reason
 

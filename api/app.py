@@ -59,7 +59,7 @@ from api.tinker import training as tinker_training
 from api.training import remote_trainers as trainers
 from api.training import routes as training
 from api.webhooks.work import WebhookWork
-from shared.process.settings import ApiSettings
+from shared.process.api_settings import ApiSettings
 from shared.telemetry.metrics import Tally
 
 

@@ -28,7 +28,7 @@ ALARM_S = 1.0  # a stop of the event loop that /health tells of
 REMEMBERED_S = 60.0
 
 
-class Load:
+class ProcessLoad:
     """The load of this api process."""
 
     def __init__(self, limit: int, tally: Tally | None = None) -> None:

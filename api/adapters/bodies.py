@@ -100,7 +100,7 @@ class UnloadLoraBody(RequestModel):
     lora_int_id: int | None = Field(default=None, description="accepted, not used")
 
 
-class Loaded(BaseModel):
+class LatestVersion(BaseModel):
     """What has become the latest version."""
 
     status: str = "success"

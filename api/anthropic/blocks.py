@@ -10,7 +10,7 @@ from typing import Any
 
 import pydantic_core
 
-from api.generation.languages.pieces import CallPart, Piece
+from api.generation.languages.pieces import CallPart, ReplyPiece
 
 Event = dict[str, Any]
 
@@ -27,7 +27,7 @@ class BlockWriter:
         self._open = False
         self.blocks: list[dict[str, Any]] = []  # complete but for the open one, which is the last
 
-    def take(self, piece: Piece) -> list[Event]:
+    def take(self, piece: ReplyPiece) -> list[Event]:
         """The events of a piece: reasoning, then content, then calls."""
         events: list[Event] = []
         if piece.reasoning:

@@ -4,7 +4,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from api.anthropic.turns import MAX_TURNS, ChatWriter, Text, Turn, check_last
+from api.anthropic.turns import MAX_TURNS, ChatWriter, MessageTurn, Text, check_last
 from api.generation.sampling import DrawFields
 from api.generation.structured import Schema
 from api.generation.target import TargetFields, first_words
@@ -125,7 +125,7 @@ class ContextManagement(RequestModel):
 class PromptedFields(RequestModel):
     """All that becomes the prompt."""
 
-    messages: Annotated[list[Turn], Field(min_length=1, max_length=MAX_TURNS)]
+    messages: Annotated[list[MessageTurn], Field(min_length=1, max_length=MAX_TURNS)]
     system: Text | None = Field(default=None, description="a text, or text blocks")
     tools: Annotated[list[Annotated[MessageTool, BeforeValidator(_custom)]], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: MessageToolChoice | None = Field(default=None, description="default: auto, if there are tools")

@@ -7,7 +7,7 @@ import msgspec
 from api.anthropic.blocks import BlockWriter, Event
 from api.anthropic.body import MessagesRequest
 from api.generation.choice import Choice, Delta, RequestPlan, usage
-from api.generation.languages.pieces import Piece
+from api.generation.languages.pieces import ReplyPiece
 from shared.frames import Finish, TokenEvent
 from shared.text.codec import TextCodec
 from shared.token_events import join
@@ -48,7 +48,7 @@ class MessageWriter:
     def take(self, tokens: list[TokenEvent]) -> list[Event]:
         """The events of tokens that have come."""
         delta: Delta = self._choice.take(tokens)
-        events = self._writer.take(delta.piece or Piece(content=delta.text)) if self._body.max_tokens else []
+        events = self._writer.take(delta.piece or ReplyPiece(content=delta.text)) if self._body.max_tokens else []
         if delta.finish is not None:
             self._finish, self._called = delta.finish, delta.calls_ended_it
             events += self._writer.end()

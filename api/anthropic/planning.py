@@ -15,8 +15,7 @@ from api.generation.plan import PreparedRequest, plan
 from api.generation.target import Target
 from api.http.errors import from_validation
 from api.openai.bodies import ChatCompletionRequest
-from api.openai.chat import prepare
-from api.openai.images import named_images
+from api.openai.chat import named_images, prepare
 from api.ring.ring import Ring
 from shared.errors import ContextLengthExceededError, InvalidRequestError
 from shared.sequences import ModelCard

@@ -139,21 +139,21 @@ Block = Annotated[
 Blocks = Annotated[list[Block], BeforeValidator(_parts), _ONE_OR_MANY]
 
 
-class Turn(HistoryModel):
+class MessageTurn(HistoryModel):
     """One message: the user's, the model's, or in the middle of a conversation the system's."""
 
     role: Literal["user", "assistant", "system"]
     content: Blocks
 
     @model_validator(mode="after")
-    def _seen_by_the_model(self) -> "Turn":
+    def _seen_by_the_model(self) -> "MessageTurn":
         for number, block in enumerate(self.content if self.role != "user" else ()):
             if isinstance(block, ImageBlock):
                 raise complaint(f"content[{number}]", "only a message of role 'user' has images")
         return self
 
 
-def check_last(turns: Sequence[Turn]) -> None:
+def check_last(turns: Sequence[MessageTurn]) -> None:
     """Refuse a last turn of the assistant that leaves nothing to go on with."""
     last = turns[-1].content
     if turns[-1].role == "assistant" and (not _text(last) or any(isinstance(each, ToolUseBlock) for each in last)):
@@ -161,7 +161,7 @@ def check_last(turns: Sequence[Turn]) -> None:
         raise complaint("messages", reason)
 
 
-def places_of_images(turns: Sequence[Turn]) -> Iterator[str]:
+def places_of_images(turns: Sequence[MessageTurn]) -> Iterator[str]:
     """Where the images of turns stand in the request, in the order that they have in the chat."""
     for at, turn in enumerate(turns):
         for number, block in enumerate(turn.content):
@@ -192,7 +192,7 @@ class ChatWriter:
         if told := "\n".join(filter(None, (without_telemetry(block.text) for block in system))):
             self.chat.append({"role": "system", "content": told})
 
-    def add(self, turn: Turn) -> None:
+    def add(self, turn: MessageTurn) -> None:
         """The next turn."""
         if turn.role == "assistant":
             self._add_answer(turn.content)

@@ -27,8 +27,8 @@ from api.http.errors import from_validation
 from api.http.limits import IMAGES, check_beside_images, check_shape
 from api.openai import chat, completions
 from api.openai.bodies import ChatCompletionRequest, CompletionRequest
+from api.openai.chat import images_of
 from api.openai.embeddings import EmbeddingRequest, embeddings_answer, plan_embeddings
-from api.openai.images import images_of
 from api.openai.replies import whole_body
 from api.openai.responses.body import ResponseRequest
 from api.openai.responses.planning import plan_response
@@ -42,7 +42,7 @@ from shared.errors import (
     from_code,
 )
 from shared.jobs import JobInput, JobState, LineRequest
-from shared.process.settings import ApiSettings
+from shared.process.api_settings import ApiSettings
 from shared.redis.files.batch_store import BatchError
 from shared.text.codec import TextCodec
 from shared.trajectories import Trajectory, event_of

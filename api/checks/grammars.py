@@ -18,7 +18,7 @@ import msgspec
 
 from api.callers.caller import while_wanted
 from api.callers.fair_pool import FairPool
-from api.checks.grammar_process import Answer, Question
+from api.checks.grammar_process import GrammarQuestion, GrammarVerdict
 from shared.errors import InvalidGrammarError, ServiceUnavailableError
 from shared.sequences import ModelCard
 from shared.text.codec import TextCodec
@@ -29,7 +29,7 @@ KEPT = 256  # grammars that have passed
 PLACES = 2  # each is a process that holds the vocabulary
 LONGEST_S = 60.0  # of a check, the start of its process included, on a machine with no time to spare
 
-_answer_decoder = msgspec.msgpack.Decoder(Answer)
+_answer_decoder = msgspec.msgpack.Decoder(GrammarVerdict)
 
 
 class GrammarChecker:
@@ -92,7 +92,7 @@ class _Compiler:
         self._process: asyncio.subprocess.Process | None = None
         self._known: set[tuple[str, int]] = set()  # tokenizers that it has
 
-    async def ask(self, text: str, card: ModelCard, codec: TextCodec) -> Answer:
+    async def ask(self, text: str, card: ModelCard, codec: TextCodec) -> GrammarVerdict:
         """Its answer; IncompleteReadError or OSError when it has ended."""
         if self._process is None:
             pipe = asyncio.subprocess.PIPE
@@ -100,7 +100,7 @@ class _Compiler:
                 sys.executable, "-m", "api.checks.grammar_process", str(self._computing_s), stdin=pipe, stdout=pipe
             )
         model = card.tokenizer_sha256, card.vocab_size
-        question = Question(*model, text, None if model in self._known else codec.bundle)
+        question = GrammarQuestion(*model, text, None if model in self._known else codec.bundle)
         self._known.add(model)
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None and stdout is not None, "both are pipes"

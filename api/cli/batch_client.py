@@ -24,7 +24,7 @@ class FileInfo(msgspec.Struct, frozen=True):
     expires_at: int
 
 
-class LineCounts(msgspec.Struct, frozen=True):
+class BatchCounts(msgspec.Struct, frozen=True):
     """Lines of a batch."""
 
     total: int
@@ -32,7 +32,7 @@ class LineCounts(msgspec.Struct, frozen=True):
     failed: int
 
 
-class LineError(msgspec.Struct, frozen=True):
+class BatchLineError(msgspec.Struct, frozen=True):
     """What is wrong with a batch's input file; `line` counts from 1."""
 
     code: str
@@ -41,10 +41,10 @@ class LineError(msgspec.Struct, frozen=True):
     line: int | None = None
 
 
-class LineErrors(msgspec.Struct, frozen=True):
+class BatchLineErrors(msgspec.Struct, frozen=True):
     """Why a batch failed."""
 
-    data: list[LineError]
+    data: list[BatchLineError]
 
 
 class BatchInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,7 +54,7 @@ class BatchInfo(msgspec.Struct, frozen=True, kw_only=True):
     endpoint: str
     model: str | None
     status: str
-    errors: LineErrors | None
+    errors: BatchLineErrors | None
     input_file_id: str
     output_file_id: str | None
     error_file_id: str | None
@@ -68,7 +68,7 @@ class BatchInfo(msgspec.Struct, frozen=True, kw_only=True):
     expired_at: int | None
     cancelling_at: int | None
     cancelled_at: int | None
-    request_counts: LineCounts
+    request_counts: BatchCounts
     usage: dict[str, Any] | None  # of the answered lines, when the batch has ended
     metadata: dict[str, str] | None
 

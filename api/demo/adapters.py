@@ -36,7 +36,7 @@ CONFIG = {
 }
 
 
-class Stops:
+class LoopStops:
     """When this program's own event loop was late, and by how many seconds."""
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class Stops:
 
 
 @dataclass
-class Seen:
+class SeenStream:
     """One stream, as its client saw it; monotonic seconds."""
 
     model: str
@@ -99,7 +99,7 @@ class AdapterAct:
         self._url = url
         self._console = console
         self._over = asyncio.Event()
-        self._stops = Stops()
+        self._stops = LoopStops()
 
     async def run(self) -> bool:
         """Whether no stream broke, and each was answered by the versions that it asked for."""
@@ -107,7 +107,7 @@ class AdapterAct:
             watching = asyncio.create_task(self._stops.watch())
             calm = await self._upload(http, "calm", _weights(1))
             first = await self._upload(http, "bold", _weights(2))
-            seen = [Seen(model) for _ in range(STREAMS) for model in (MODEL, calm, "bold")]
+            seen = [SeenStream(model) for _ in range(STREAMS) for model in (MODEL, calm, "bold")]
             streams = [asyncio.create_task(self._stream(http, stream)) for stream in seen]
             await asyncio.gather(*(stream.under_way.wait() for stream in seen))
             weights = _weights(3)
@@ -129,14 +129,14 @@ class AdapterAct:
         answer = (await http.post("/upload_adapter", data={"name": name}, files=files)).raise_for_status()
         return f"{name}@{answer.json()['policy_version']}"
 
-    async def _stream(self, http: httpx.AsyncClient, seen: Seen) -> None:
+    async def _stream(self, http: httpx.AsyncClient, seen: SeenStream) -> None:
         try:
             await self._read(http, seen)
         finally:  # nobody waits for a stream that has ended
             seen.under_way.set()
             seen.moved.set()
 
-    async def _read(self, http: httpx.AsyncClient, seen: Seen) -> None:
+    async def _read(self, http: httpx.AsyncClient, seen: SeenStream) -> None:
         body: dict[str, Any] = {
             "model": seen.model,
             "messages": [{"role": "user", "content": "Count from 3 to 9."}],
@@ -159,7 +159,7 @@ class AdapterAct:
                     seen.ended_by_us = True
                     return
 
-    def _report(self, seen: list[Seen], bold: tuple[str, str], published: float, answered: float) -> bool:
+    def _report(self, seen: list[SeenStream], bold: tuple[str, str], published: float, answered: float) -> bool:
         before_it, new = bold
         following = [stream for stream in seen if stream.model == "bold"]
         switched = [stream.first(new) for stream in following]

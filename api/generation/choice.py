@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from api.generation.languages.channels import splitter_of
-from api.generation.languages.pieces import Piece, SplitPlan
+from api.generation.languages.pieces import ReplyPiece, SplitPlan
 from api.generation.languages.reasoning_count import ReasoningCount
 from api.generation.languages.splitter import Splitter
 from api.generation.sequences import UNSAMPLED, Sequences
@@ -96,7 +96,7 @@ class Delta(msgspec.Struct):
     prompt_logprobs: list[float | None] | None = None
     prompt_top_logprobs: list[TokenLogprobs] | None = None
     versions: tuple[VersionSpan, ...] = ()  # of the new tokens, when the request wants them
-    piece: Piece | None = None  # new text taken apart, when the plan says so
+    piece: ReplyPiece | None = None  # new text taken apart, when the plan says so
     calls_ended_it: bool = False
     older_calls: bool = False  # OpenAI's older form of them
 
@@ -110,7 +110,7 @@ class Delta(msgspec.Struct):
         return "function_call" if self.older_calls else "tool_calls"
 
 
-class Progress(msgspec.Struct, frozen=True):
+class ChoiceProgress(msgspec.Struct, frozen=True):
     """How much of a choice a client has seen."""
 
     tokens: int = 0
@@ -119,7 +119,7 @@ class Progress(msgspec.Struct, frozen=True):
     begun: bool = False
 
 
-NOTHING_SEEN = Progress()
+NOTHING_SEEN = ChoiceProgress()
 
 
 class Choice:
@@ -130,7 +130,7 @@ class Choice:
         "begun", "cached", "chars", "ended", "prediction", "seen_end", "tokens",
     )  # fmt: skip
 
-    def __init__(self, plan: RequestPlan, codec: TextCodec, seen: Progress = NOTHING_SEEN) -> None:
+    def __init__(self, plan: RequestPlan, codec: TextCodec, seen: ChoiceProgress = NOTHING_SEEN) -> None:
         self._split = plan.split
         self._splitter = None if plan.split is None else splitter_of(plan.split)
         self._thought = None if plan.split is None else ReasoningCount(plan.split, codec)
@@ -145,7 +145,7 @@ class Choice:
         self.tokens = 0
         self.chars = 0
         self.cached = 0
-        self.prediction = Prediction()
+        self.prediction = PredictionCounts()
         self.ended = False
 
     @property
@@ -163,7 +163,7 @@ class Choice:
         if finish is not None:
             self.ended = True
             self.cached = finish.cached_tokens
-            self.prediction = Prediction(finish.accepted_prediction_tokens, finish.rejected_prediction_tokens)
+            self.prediction = PredictionCounts(finish.accepted_prediction_tokens, finish.rejected_prediction_tokens)
         delta = Delta(text, event.tokens, event.logprobs, event.top_logprobs, not self.begun, finish)
         delta.prompt_logprobs = event.prompt_logprobs
         delta.prompt_top_logprobs = event.prompt_top_logprobs
@@ -227,7 +227,7 @@ class PromptDetails(msgspec.Struct):
     cached_tokens: int
 
 
-class Prediction(msgspec.Struct, frozen=True):
+class PredictionCounts(msgspec.Struct, frozen=True):
     """Tokens of the client's prediction that were drafted, by whether the model drew the same."""
 
     accepted: int = 0

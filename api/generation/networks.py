@@ -48,7 +48,7 @@ _ROWS: dict[Dtype, tuple[Any, ...]] = {  # by the number of its dimensions
 
 
 @dataclass(frozen=True)
-class Question:
+class NetworkQuestion:
     """Rows for a network, checked, and how many a sequence carries."""
 
     tensors: Tensors
@@ -62,7 +62,7 @@ class Question:
         return [pack({name: each[at : at + self.at_once] for name, each in self.tensors.items()}) for at in starts]
 
 
-async def question(request: Request, network: NetworkSpec, given: Mapping[str, Any], param: str) -> Question:
+async def question(request: Request, network: NetworkSpec, given: Mapping[str, Any], param: str) -> NetworkQuestion:
     """The rows of a request: named tensors as JSON has them. InvalidRequestError names the tensor and the reason.
 
     What a long body has is read beside the event loop.
@@ -72,7 +72,7 @@ async def question(request: Request, network: NetworkSpec, given: Mapping[str, A
     return _question(network, given, param)
 
 
-async def answer(ring: Ring, target: Target, name: str, asked: Question) -> Tensors:
+async def answer(ring: Ring, target: Target, name: str, asked: NetworkQuestion) -> Tensors:
     """The network's outputs and new state for all rows; `name` begins the ids of its sequences.
 
     Any model's workers compute them. Where those of the target's are all gone meanwhile, another model's are asked.
@@ -127,7 +127,7 @@ def described(tensor: Array, form: Format = "float") -> dict[str, Any]:
     return {"dtype": dtype, "shape": list(tensor.shape), "data": shown(tensor, form)}
 
 
-def _question(network: NetworkSpec, given: Mapping[str, Any], param: str) -> Question:
+def _question(network: NetworkSpec, given: Mapping[str, Any], param: str) -> NetworkQuestion:
     known = {**network.inputs, **network.state}
     tensors = {name: _tensor(given[name], spec, f"{param}.{name}") for name, spec in known.items() if name in given}
     if (stray := first_stray(given, known)) is not None:
@@ -143,7 +143,7 @@ def _question(network: NetworkSpec, given: Mapping[str, Any], param: str) -> Que
         )
     row_bytes = max(4 * gives, sum(each[0].nbytes for each in tensors.values()), 1)
     at_once = planned.rows(max(1, min(ROWS_OF_A_SEQUENCE, BYTES_OF_A_SEQUENCE // row_bytes)))
-    return Question(tensors, rows, at_once)
+    return NetworkQuestion(tensors, rows, at_once)
 
 
 def _numbers(network: NetworkSpec, planned: Plan) -> int:

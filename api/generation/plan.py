@@ -35,7 +35,7 @@ from shared.errors import (
     UnsupportedParameterError,
 )
 from shared.images.refs import ImageRef
-from shared.process.settings import ApiSettings
+from shared.process.api_settings import ApiSettings
 from shared.sequences import ModelCard, SamplingParams, SequenceSpec, vocabulary_error
 from shared.text.codec import TextCodec
 

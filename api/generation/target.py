@@ -24,7 +24,7 @@ from api.callers.caller import asker
 from api.http.fields import RequestModel, complaint
 from api.ring.choosing import ring_for
 from api.ring.ring import Ring, ServedModel
-from api.ring.split_choices import Choice
+from api.ring.split_choices import SplitChoice
 from shared.adapters import AdapterChoice, AdapterManifest, AdapterRef, ResolvedAdapter, check_language
 from shared.errors import (
     ConflictError,
@@ -34,7 +34,7 @@ from shared.errors import (
     UnknownModelError,
 )
 from shared.networks.spec import NetworkSpec
-from shared.process.options.model_aliases import meant_by
+from shared.process.model_aliases import meant_by
 from shared.redis.training.board import TrainingBoard
 from shared.sequences import AdapterPolicy, ModelCard
 
@@ -92,7 +92,7 @@ class Target:
     adapter: str = ""  # for SequenceSpec: "" is the base
     policy: AdapterPolicy = "pin"
     admitted: ResolvedAdapter | None = None  # the version at admission
-    choice: Choice | None = None  # where a split of the adapter has chosen it
+    choice: SplitChoice | None = None  # where a split of the adapter has chosen it
 
     @property
     def network(self) -> NetworkSpec | None:
@@ -257,7 +257,7 @@ async def _resolve(ring: Ring, ref: AdapterRef, session: str, *, as_model: bool)
         raise UnknownAdapterError(error.message, param="model" if as_model else "adapter") from error
 
 
-async def _by_split(ring: Ring, name: str, session: str) -> tuple[ResolvedAdapter, Choice] | None:
+async def _by_split(ring: Ring, name: str, session: str) -> tuple[ResolvedAdapter, SplitChoice] | None:
     choice = await ring.splits.choose(name, session)
     if choice is None:
         return None

@@ -2,7 +2,7 @@
 
 Guards, from the outside in (`api/app.py` puts them up): `context.py` (request id and access log), `hosts.py` (host
 names of this server), `auth.py` with `api_keys.py` (API keys), `api/admission.py` (rates and requests under
-way), `limits.py` (size and time of bodies). `connections.py` bounds slow clients below all of them. `exposure.py`
+way), `limits.py` (size and time of bodies). `connections.py` bounds slow clients below all of them. `check_exposure`
 refuses to listen on a network without a key.
 
 For routes: `bodies.py` (long bodies are read beside the event loop), `fields.py` (field types of request bodies),

@@ -10,10 +10,13 @@ Keys of one tenant share what they make; an admin's key sees and does all. Where
 
 Keys of ours are 256 random bits, so a plain hash is enough; a key that a person has thought up has to be long.
 Invariant: no key stays in memory or in a message, a name or a part of the digest stands for it.
+
+No FastAPI is imported here: `mlx_parallm_serve` checks the exposure of its host before it starts an api.
 """
 
 import hashlib
 import hmac
+import ipaddress
 import re
 import secrets
 from collections.abc import Iterator, Sequence
@@ -25,7 +28,7 @@ from limits import RateLimitItem, parse
 
 from api.callers.caller import ApiKey
 from shared.errors import SetupError
-from shared.process.settings import ApiSettings
+from shared.process.api_settings import ApiSettings
 from shared.sequences import SequenceClass
 
 log = structlog.get_logger()
@@ -170,3 +173,22 @@ def _key(line: str, where: str) -> ApiKey:
         "role" in given,
         given.get("feedback", "yes") == "yes",
     )
+
+
+def check_exposure(settings: ApiSettings) -> None:
+    """SetupError when anybody on the network could ask."""
+    if settings.uds or settings.insecure or _is_loopback(settings.host) or KeyRing.of(settings):
+        return
+    raise SetupError(
+        f"--host {settings.host} without an API key lets anybody who reaches this machine in: set --api-key or "
+        "--api-key-file (mlx_parallm key new makes a key), or say --insecure"
+    )
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from api.http.errors import error_response
 from shared.errors import ForbiddenError
-from shared.process.settings import ApiSettings
+from shared.process.api_settings import ApiSettings
 
 OF_CONTAINERS = "host.docker.internal"  # how a container calls the machine that it runs on; no public name
 

@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from api.callers.fair_pool import aside
 from api.http.errors import BodyError, error_response
 from shared.errors import InvalidRequestError, ParallmError, PayloadTooLargeError
-from shared.process.settings import ApiSettings
+from shared.process.api_settings import ApiSettings
 
 MAX_JSON_DEPTH = 64
 VALUES_PER_OBJECT = 20  # an object costs more to check than a number: so many times fewer of them are taken

@@ -1,25 +1,26 @@
 """POST /v1/chat/completions: messages through the model's chat template, then as any completion."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from api.generation.named_images import Keep, NamedImage, read_images
 from api.generation.plan import PreparedRequest, encoded, plan
 from api.generation.structured import grammar_of_format, grammar_of_outputs
 from api.generation.target import target_of
 from api.http.bodies import BodyRoute
 from api.http.errors import error_responses
-from api.openai.bodies import ChatCompletionRequest
+from api.openai.bodies import ChatCompletionRequest, ChatMessage
 from api.openai.conversations import conversation
-from api.openai.images import images_of
 from api.openai.replies import reply
 from api.openai.tools import ToolUse
-from api.ring.ring import TheRing
+from api.ring.ring import Ring, TheRing
 from shared.images.chat import ChatImages
-from shared.process.settings import ApiSettings
+from shared.process.api_settings import ApiSettings
+from shared.sequences import ModelCard
 from shared.text.codec import TextCodec
 
 router = APIRouter(tags=["openai"], route_class=BodyRoute)
@@ -81,6 +82,24 @@ async def prepare(
         prediction=tuple(predicted[0]) if predicted else (),
         images=() if images is None else images.refs,
     )
+
+
+async def images_of(
+    ring: Ring, card: ModelCard, messages: Sequence[ChatMessage], keep: Keep | None = None
+) -> ChatImages | None:
+    """Read, check and keep the images of a chat, as `read_images` does."""
+    return await read_images(ring, card, list(named_images(messages)), keep)
+
+
+def named_images(messages: Sequence[ChatMessage]) -> Iterator[NamedImage]:
+    """The images of messages, in order."""
+    for at, message in enumerate(messages):
+        for number, part in enumerate(message.content if isinstance(message.content, list) else ()):
+            where = f"messages[{at}].content[{number}]"
+            if part.file is not None:
+                yield NamedImage(where, None, part.file.file_id, part.detail)
+            elif part.image_url is not None:
+                yield NamedImage(where, part.image_url.url, None, part.detail)
 
 
 def _hints(body: ChatCompletionRequest) -> dict[str, Any]:

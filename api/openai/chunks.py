@@ -8,8 +8,17 @@ from typing import Any
 
 import msgspec
 
-from api.generation.choice import Choice, Delta, Progress, PromptDetails, RequestPlan, Usage, shown_versions, usage
-from api.generation.languages.pieces import CallPart, Piece
+from api.generation.choice import (
+    Choice,
+    ChoiceProgress,
+    Delta,
+    PromptDetails,
+    RequestPlan,
+    Usage,
+    shown_versions,
+    usage,
+)
+from api.generation.languages.pieces import CallPart, ReplyPiece
 from api.generation.logprobs import TextLogprobs, TextOffsets, TokenNames
 from shared.text.codec import TextCodec
 
@@ -65,7 +74,7 @@ class ChunkWriter:
             encoded = b'{"content":%s}' % encoded if text or finish is None else b"{}"
         return b"%s%s%s%s" % (self._choice_heads[index], encoded, rest, self._tail)
 
-    def _split_chunk(self, index: int, delta: Delta, piece: Piece) -> bytes:
+    def _split_chunk(self, index: int, delta: Delta, piece: ReplyPiece) -> bytes:
         shown = shown_piece(self._plan, index, piece)
         news = not self._plain and delta.seen_tokens < len(delta.tokens)
         if not shown and delta.finish is None and not news:
@@ -127,7 +136,7 @@ def text_logprobs(plan: RequestPlan, offsets: TextOffsets, index: int, delta: De
     return built
 
 
-def shown_piece(plan: RequestPlan, index: int, piece: Piece) -> dict[str, Any]:
+def shown_piece(plan: RequestPlan, index: int, piece: ReplyPiece) -> dict[str, Any]:
     """The fields of a chat delta; only what is new."""
     shown: dict[str, Any] = {}
     if piece.reasoning:
@@ -165,12 +174,12 @@ def event_id(choices: Sequence[Choice]) -> bytes:
     return f"id: {','.join(parts)}\n".encode()
 
 
-def seen_until(event: str, choices: int) -> list[Progress]:
+def seen_until(event: str, choices: int) -> list[ChoiceProgress]:
     """Read an event id; ValueError when it is none of ours."""
-    seen = [Progress() for _ in range(choices)]
+    seen = [ChoiceProgress() for _ in range(choices)]
     for part in filter(None, event.split(",")):
         index, tokens, chars, *ended = part.split(":")
         if not 0 <= int(index) < choices or ended not in ([], ["end"]) or min(int(tokens), int(chars)) < 0:
             raise ValueError(event)
-        seen[int(index)] = Progress(int(tokens), int(chars), bool(ended), begun=True)
+        seen[int(index)] = ChoiceProgress(int(tokens), int(chars), bool(ended), begun=True)
     return seen

@@ -12,7 +12,7 @@ from api.openai.bodies import CompletionRequest
 from api.openai.replies import reply, whole_body
 from api.ring.ring import TheRing
 from shared.frames import Finish, TokenEvent
-from shared.process.settings import ApiSettings
+from shared.process.api_settings import ApiSettings
 from shared.text.codec import TextCodec
 
 router = APIRouter(tags=["openai"], route_class=BodyRoute)

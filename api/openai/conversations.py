@@ -26,7 +26,7 @@ _OWN_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_pr
 
 
 @dataclass(frozen=True)
-class Conversation:
+class RenderedChat:
     """A chat as the model gets it, and what its answer may be made of."""
 
     prompt: list[int]
@@ -42,7 +42,7 @@ async def conversation(
     begun: Sequence[int] = (),
     images: ChatImages | None = None,
     **variables: Any,
-) -> Conversation:
+) -> RenderedChat:
     """Render and encode a chat; `wanted` is the grammar of its answer's content. InvalidRequestError when the template
     refuses it.
 
@@ -58,7 +58,7 @@ async def conversation(
         wanted = family.behind_thinking(wanted, thinking, marks, codec)
     thinks = bool(thinking) or family.thinks_again or family.channels
     if tools is None and not thinks:
-        return Conversation(ids, None, wanted)
+        return RenderedChat(ids, None, wanted)
     start, end = (marks or ("", "")) if thinks else ("", "")
     show = body.include_reasoning is not False
     split = SplitPlan(thinking=thinking, think_start=start, think_end=end, show_thinking=show, family=family.name)
@@ -72,7 +72,7 @@ async def conversation(
             named=tools.named,
             older=bool(body.functions),
         )
-    return Conversation(ids, split, wanted)
+    return RenderedChat(ids, split, wanted)
 
 
 def _reasoning(family: Family, codec: TextCodec, body: ChatFields, prompt: str) -> tuple[Marks | None, Thinking]:

@@ -28,7 +28,7 @@ from api.http.errors import error_responses, json_reply
 from api.http.fields import Off, Prompts, complaint
 from api.ring.ring import Ring, TheRing
 from shared.errors import InvalidRequestError
-from shared.process.settings import ApiSettings
+from shared.process.api_settings import ApiSettings
 from shared.sequences import Pooling
 
 router = APIRouter(tags=["openai"], route_class=BodyRoute)

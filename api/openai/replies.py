@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from api.callers.fair_pool import aside
 from api.generation.choice import DONE, Choice, Delta, RequestPlan, shown_versions, usage
-from api.generation.languages.pieces import Piece
+from api.generation.languages.pieces import ReplyPiece
 from api.generation.logprobs import TextOffsets, TokenNames, in_parts
 from api.generation.resume import reading, remember, take_over
 from api.generation.running import LARGE_SIZE, Events, Generation, by_choice, gather_all
@@ -143,7 +143,7 @@ def whole_body(
 
 
 def _chat_choice(plan: RequestPlan, names: TokenNames, index: int, delta: Delta) -> dict[str, Any]:
-    piece, shown = delta.piece or Piece(content=delta.text), None
+    piece, shown = delta.piece or ReplyPiece(content=delta.text), None
     message: dict[str, Any] = {"role": "assistant", "content": piece.content, "refusal": None}
     if piece.reasoning:
         message["reasoning_content"] = piece.reasoning

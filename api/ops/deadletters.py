@@ -74,7 +74,7 @@ class Requeued(BaseModel):
     requeued: bool = Field(description="false: it had been requeued before")
 
 
-class Dropped(BaseModel):
+class DroppedLetter(BaseModel):
     """The answer to DELETE."""
 
     id: str
@@ -125,9 +125,9 @@ async def show(ring: TheRing, letter_id: LetterId) -> LetterDetail:
 
 
 @router.delete("/{letter_id:path}", summary="Drop it", responses=error_responses(404))
-async def drop(ring: TheRing, letter_id: LetterId) -> Dropped:
+async def drop(ring: TheRing, letter_id: LetterId) -> DroppedLetter:
     """Forget the letter; `deleted` is false when it was not there."""
-    return Dropped(id=letter_id, deleted=await ring.dead_letters.drop(letter_id))
+    return DroppedLetter(id=letter_id, deleted=await ring.dead_letters.drop(letter_id))
 
 
 def _shown(letter: DeadLetter) -> Letter:

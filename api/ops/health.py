@@ -14,7 +14,7 @@ from msgspec import structs, to_builtins
 from pydantic import BaseModel, Field
 from redis.exceptions import RedisError
 
-from api.load import Load
+from api.load import ProcessLoad
 from api.ring.ring import SERVING, Ring, ring_of
 from shared.redis.connection.faults import is_refusal, reason
 from shared.redis.ring.child_troubles import ChildTroubles
@@ -178,7 +178,7 @@ async def _report(ring: Ring) -> RingHealth:
     return report
 
 
-def _judge_all(report: Health, load: Load) -> None:
+def _judge_all(report: Health, load: ProcessLoad) -> None:
     """The front is overloaded when it, or each of its rings, is; what ails one of them degrades it."""
     said = [f"ring '{name}': {reason}" for name, each in report.rings.items() for reason in each.reasons]
     is_empty = report.reasons == [NOBODY]  # a ring of keys and limits alone is none that is ill
@@ -252,7 +252,7 @@ def _memory(workers: list[WorkerStatus]) -> float:
     return min(shares, default=0.0)
 
 
-def _judge(report: RingHealth, load: Load) -> None:
+def _judge(report: RingHealth, load: ProcessLoad) -> None:
     """Status and reasons from the figures."""
     for bound, used in report.utilization:
         if used >= DEGRADED_FROM:

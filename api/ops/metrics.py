@@ -21,7 +21,7 @@ from api.http.auth import is_open
 from api.ops.gauges import Gauges, read_gauges
 from api.ring.choosing import from_each
 from api.ring.ring import Ring, ring_of
-from shared.process.options.rings import HOME
+from shared.process.other_rings import HOME
 from shared.redis.ring.metric_store import read_totals
 from shared.telemetry.metrics import CATALOGUE, INF, MOST_SERIES, SUM, parse_field, series
 from shared.telemetry.metrics import Metric as Described

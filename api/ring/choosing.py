@@ -21,8 +21,8 @@ from api.ring.ring import ANSWER_S, Ring
 from api.ring.spreading import choose
 from shared.adapters import AdapterRef
 from shared.errors import InvalidRequestError, ServiceUnavailableError, UnknownAdapterError
-from shared.process.options.model_aliases import meant_by
-from shared.process.options.rings import HOME
+from shared.process.model_aliases import meant_by
+from shared.process.other_rings import HOME
 
 HEADER = "x-parallm-ring"
 _UNKNOWN, _KNOWN, _SERVED = 0, 1, 2

@@ -24,14 +24,14 @@ from api.checks.body_readers import BodyReaders
 from api.checks.grammars import GrammarChecker
 from api.checks.image_fetch import ImageFetch
 from api.checks.image_intake import ImageIntake
-from api.load import Load
+from api.load import ProcessLoad
 from api.ring.first_tokens import FirstTokens, Forecast
 from api.ring.ordered_scores import OrderedScores
 from api.ring.split_choices import SplitChoices
 from api.ring.spreading import Crowd, Sent
 from shared.errors import InvalidRequestError, PausedError, ServiceUnavailableError, UnknownModelError
-from shared.process.options.rings import HOME, named_urls
-from shared.process.settings import ApiSettings
+from shared.process.api_settings import ApiSettings
+from shared.process.other_rings import HOME, named_urls
 from shared.redis.adapters.splits import Splits
 from shared.redis.adapters.store import AdapterStore
 from shared.redis.connection.client import connect
@@ -97,7 +97,7 @@ class Ring:
         self.api_id = settings.api_id or f"{socket.gethostname().split('.')[0]}-{uuid.uuid4().hex[:8]}"
         self.shutting_down = False
         self.home: Ring = home or self
-        self.load: Load = home.load if home else Load(settings.max_concurrent_requests, self.tally)
+        self.load: ProcessLoad = home.load if home else ProcessLoad(settings.max_concurrent_requests, self.tally)
         self.first_tokens = FirstTokens()
         self.redis: Redis = connect(settings.redis)
         self.registry = WorkerRegistry(self.redis, shares=True)

@@ -34,7 +34,7 @@ LOOK_AGAIN_S = 1.0
 KNOWN = 1024  # adapters whose split, or lack of one, is remembered
 
 
-class Choice(NamedTuple):
+class SplitChoice(NamedTuple):
     """The version that a split has chosen."""
 
     arm: Arm
@@ -58,7 +58,7 @@ class SplitChoices:
         self._looking: dict[str, asyncio.Task[_Look]] = {}
         self._tasks: set[asyncio.Task[_Look]] = set()  # those that `forget` has made useless, too
 
-    async def choose(self, name: str, session: str) -> Choice | None:
+    async def choose(self, name: str, session: str) -> SplitChoice | None:
         """The version for this session; None when no split of the adapter is about this asker's requests."""
         look = self._seen.get(name)
         now = time.monotonic()
@@ -70,7 +70,7 @@ class SplitChoices:
         if state is None or look.reference is None or not _concerns(state.split.tenant):
             return None
         version = _drawn(state.split.versions, look.floor) or look.reference.choose(f"{state.id}:{session}").version
-        return Choice(Arm(state.id, version), "latest" if version == state.split.latest else "candidate")
+        return SplitChoice(Arm(state.id, version), "latest" if version == state.split.latest else "candidate")
 
     def sent(self, to: ArmKind | None) -> None:
         """Count a request that has been sent; `to`: what a split has chosen for it. Names of adapters have no end."""

@@ -66,7 +66,7 @@ class PolicyFields(TargetFields):
         return self
 
 
-class LanguageFields(RequestModel):
+class LanguageAct(RequestModel):
     """What ActRequest has when a language model is asked."""
 
     observations: list[Observation] = Field(min_length=1, max_length=1024)
@@ -143,7 +143,7 @@ class ActRequest(PolicyFields):
             if getattr(self, name) is not None:
                 raise UnsupportedParameterError(f"a language model has no '{name}'", param=name)
         try:
-            return LanguageFields.model_validate({"observations": self.observations}).observations
+            return LanguageAct.model_validate({"observations": self.observations}).observations
         except ValidationError as error:
             raise from_validation(error.errors(include_url=False)) from None
 

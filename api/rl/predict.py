@@ -53,7 +53,7 @@ class Inputs(RequestModel):
         return self
 
 
-class LanguageFields(RequestModel):
+class LanguagePrediction(RequestModel):
     """What PredictRequest has when a language model is asked."""
 
     inputs: Inputs
@@ -75,13 +75,13 @@ class PredictRequest(PolicyFields):
         default=None, description="of a network's outputs: float, the default, or base64"
     )
 
-    def checked(self) -> LanguageFields:
+    def checked(self) -> LanguagePrediction:
         """What a language model is asked; InvalidRequestError."""
         if self.encoding_format not in (None, "float"):
             raise InvalidRequestError("base64 is for networks", param="encoding_format")
         fields = {"inputs": self.inputs} | ({} if self.outputs is None else {"outputs": self.outputs})
         try:
-            return LanguageFields.model_validate(fields)
+            return LanguagePrediction.model_validate(fields)
         except ValidationError as error:
             raise from_validation(error.errors(include_url=False)) from None
 
@@ -127,7 +127,7 @@ async def _by_network(
     return await vectors_reply(list(outputs.values()), answer)
 
 
-async def _by_language_model(body: PredictRequest, asked: LanguageFields, ring: Ring, target: Target) -> Response:
+async def _by_language_model(body: PredictRequest, asked: LanguagePrediction, ring: Ring, target: Target) -> Response:
     card, settings = target.served.card, ring.settings
     prompts = asked.inputs.input_ids or await encoded(target.served.codec, asked.inputs.text or ())
     check_prompts(prompts, card, settings, "inputs")

@@ -22,17 +22,19 @@ import yaml
 from pydantic import SecretStr
 from redis.exceptions import RedisError
 
-from api.http.api_keys import KeyRing
-from api.http.exposure import check_exposure
+from api.http.api_keys import KeyRing, check_exposure
 from api.serve.embedded_redis import EmbeddedRedis
 from api.serve.supervisor import ChildSpec, Supervisor, wait_for
 from shared.errors import ServiceUnavailableError, SetupError
 from shared.process import nested_config
+from shared.process.api_settings import ApiSettings
 from shared.process.discovery import join
 from shared.process.lifeline import follow_parent
 from shared.process.logs import configure
-from shared.process.options.kv import LINGER_S
-from shared.process.settings import ApiSettings, RunnerSettings, ServeSettings, WorkerSettings, load
+from shared.process.runner_settings import RunnerSettings
+from shared.process.serve_settings import ServeSettings
+from shared.process.settings import load
+from shared.process.worker_settings import LINGER_S, WorkerSettings
 from shared.redis.connection.address import shown
 from shared.redis.connection.client import answers, connect, require
 from shared.redis.ring.child_troubles import ChildTroubles

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from shared.process.options.group import LOST_EXIT_CODE
+from shared.process.group_settings import LOST_EXIT_CODE
 from shared.redis.ring.child_troubles import ChildTrouble
 
 log = structlog.get_logger()

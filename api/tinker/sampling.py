@@ -25,9 +25,9 @@ from api.generation.target import Target, find_target
 from api.http.bodies import BodyRoute
 from api.http.errors import error_responses, from_validation, json_reply
 from api.ring.ring import Ring, TheRing
-from api.tinker.asked_tokens import AskedTokens
 from api.tinker.bodies import SampleBody, SamplerBody
 from api.tinker.names import ID, SavePath, keeper, sampler_of, session_named, spec_named
+from api.tinker.prompt_token_query import PromptTokenQuery
 from api.tinker.prompts import seen_prompt, text_of
 from api.tinker.protobuf import PromptSaid, Sampled, Top, sample_bytes
 from shared.adapters import version_id
@@ -137,7 +137,7 @@ def _own(ring: Ring, target: Target) -> Target:
     return target
 
 
-async def _planned(ring: Ring, sampler: TinkerSampler, body: SampleBody, id: str) -> tuple[Sequences, AskedTokens]:
+async def _planned(ring: Ring, sampler: TinkerSampler, body: SampleBody, id: str) -> tuple[Sequences, PromptTokenQuery]:
     params = body.sampling_params
     stops = params.stop
     fields: dict[str, Any] = {
@@ -167,7 +167,7 @@ async def _planned(ring: Ring, sampler: TinkerSampler, body: SampleBody, id: str
             if getattr(body, name):
                 raise UnsupportedParameterError("it does not go with images", param=name)
         ids, images, _ = await seen_prompt(ring, card, target.served.codec, pieces, "prompt")
-    tokens = await aside(AskedTokens.of, body, len(ids), card.vocab_size)
+    tokens = await aside(PromptTokenQuery.of, body, len(ids), card.vocab_size)
     prepared = PreparedRequest(
         prompts=[list(ids)],
         max_tokens=params.max_tokens,
@@ -187,7 +187,9 @@ def _fields(given: dict[str, Any]) -> SamplingFields:
         raise from_validation(error.errors(include_url=False)) from None
 
 
-async def _draw(ring: Ring, who: str, id: str, sequences: Sequences, body: SampleBody, tokens: AskedTokens) -> None:
+async def _draw(
+    ring: Ring, who: str, id: str, sequences: Sequences, body: SampleBody, tokens: PromptTokenQuery
+) -> None:
     """Sample, and keep the result or why there is none."""
     try:
         gathered = await gather_all(ring, sequences)
@@ -204,7 +206,7 @@ async def _draw(ring: Ring, who: str, id: str, sequences: Sequences, body: Sampl
         await ring.tinker.put(who, id, result)
 
 
-def _result(gathered: Sequence[list[TokenEvent]], body: SampleBody, tokens: AskedTokens) -> bytes:
+def _result(gathered: Sequence[list[TokenEvent]], body: SampleBody, tokens: PromptTokenQuery) -> bytes:
     wholes = [join(events) for events in gathered]
     sequences = [
         Sampled(

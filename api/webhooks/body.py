@@ -13,7 +13,7 @@ from pydantic import Field, SecretStr, field_validator
 from api.http.fields import RequestModel, complaint
 from api.ring.ring import Ring
 from shared.errors import InvalidRequestError, UnsupportedParameterError
-from shared.process.settings import ApiSettings
+from shared.process.api_settings import ApiSettings
 from shared.webhooks import Webhook
 
 PREFIX = "whsec_"

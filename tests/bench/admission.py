@@ -32,8 +32,9 @@ from api.generation.sequences import Sequences
 from api.ring.ring import Ring
 from api.serve.embedded_redis import EmbeddedRedis
 from shared.errors import DeadlineExceededError, LateFirstTokenError, QueueFullError
+from shared.process.api_settings import ApiSettings
 from shared.process.logs import configure
-from shared.process.settings import ApiSettings, load
+from shared.process.settings import load
 from shared.sequences import SamplingParams, SequenceSpec
 from tests.bench.redis_scaling import MODEL
 from tests.bench.timed_worker import TimedEngine, work

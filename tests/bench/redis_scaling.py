@@ -39,9 +39,10 @@ from api.generation.running import Generation
 from api.generation.sequences import Sequences
 from api.ring.choosing import ring_for
 from api.ring.ring import Ring
+from shared.process.api_settings import ApiSettings
 from shared.process.logs import configure
 from shared.process.open_files import many_files, raise_file_limit
-from shared.process.settings import ApiSettings, load
+from shared.process.settings import load
 from shared.redis.connection.client import Script
 from shared.sequences import SamplingParams, SequenceSpec
 from shared.telemetry.metrics import Tally

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from api.generation.choice import Choice
 from api.generation.languages.families import family_of
-from api.generation.languages.pieces import CallPart, Piece, SplitPlan
+from api.generation.languages.pieces import CallPart, ReplyPiece, SplitPlan
 from api.generation.languages.splitter import Splitter
 from api.generation.languages.tool_formats import HERMES, tool_format
 from api.generation.plan import unchecked_plan
@@ -25,7 +25,7 @@ from api.openai.tools import ToolUse
 from api.ring.ring import ServedModel
 from shared.errors import InvalidGrammarError, InvalidRequestError, UnsupportedParameterError
 from shared.frames import Finish, TokenEvent
-from shared.process.settings import ApiSettings
+from shared.process.api_settings import ApiSettings
 from shared.sequences import ModelCard
 from shared.text import grammar
 from shared.text.codec import TextCodec, TokenizerBundle
@@ -57,8 +57,8 @@ def use_of(**fields: Any) -> ToolUse | None:
     return ToolUse.of(body.tools, body.tool_choice, body.parallel_tool_calls)
 
 
-def taken(plan: SplitPlan, *texts: str) -> Piece:
-    splitter, whole = Splitter(plan), Piece()
+def taken(plan: SplitPlan, *texts: str) -> ReplyPiece:
+    splitter, whole = Splitter(plan), ReplyPiece()
     for text in texts:
         whole.add(splitter.push(text))
     whole.add(splitter.flush())
@@ -104,12 +104,12 @@ def call_text(arguments: str) -> str:
 
 def test_a_forced_call_s_arguments_come_as_they_grow() -> None:
     text = f"{call_text(HARD)}\n{call_text('{}')}"
-    splitter, whole, shown = Splitter(SURE_PLAN), Piece(), []
+    splitter, whole, shown = Splitter(SURE_PLAN), ReplyPiece(), []
     for letter in text:
         piece = splitter.push(letter)
         shown += piece.calls
         whole.add(piece)
-    assert splitter.flush() == Piece()
+    assert splitter.flush() == ReplyPiece()
     assert whole.content == ""
     assert whole.calls == [CallPart(0, "f", HARD, complete=True), CallPart(1, "f", "{}", complete=True)]
     assert json.loads(HARD)["a"] == '}</tool_call>{"\\'
@@ -391,7 +391,7 @@ async def test_a_special_mark_is_seen_in_the_text_of_a_row_with_stop_strings_too
     row = RowText(marked, plan.sequences.template.sampling)
     shown = "".join(row.push(token, may_stop=True)[0] for token in marked.encode("[THINK]hm[/THINK]yesEND"))
     event = TokenEvent(plan.sequences.id_of(0), 1, 0, [5], [0.0], text=shown, finish=Finish("stop", "END"))
-    assert Choice(plan, marked).take([event]).piece == Piece(content="yes", reasoning="hm")
+    assert Choice(plan, marked).take([event]).piece == ReplyPiece(content="yes", reasoning="hm")
     spelled = codec().encode("[THINK]hm[/THINK]yes")  # by a model that does not write the mark as one token
     choice = Choice(plan, marked)
     choice.take([TokenEvent(plan.sequences.id_of(0), 1, 0, spelled, [0.0] * len(spelled), finish=Finish("length"))])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from api.generation.languages.channels import splitter_of
 from api.generation.languages.families import FAMILIES, family_of, named
-from api.generation.languages.pieces import Piece, SplitPlan
+from api.generation.languages.pieces import ReplyPiece, SplitPlan
 from api.generation.languages.reasoning_count import ReasoningCount
 from tests.unit.api_texts import codec, ids
 
@@ -48,8 +48,8 @@ def plan_of(family: str, thinking: Any = "", **more: Any) -> SplitPlan:
     )
 
 
-def taken(plan: SplitPlan, *texts: str) -> Piece:
-    splitter, whole = splitter_of(plan), Piece()
+def taken(plan: SplitPlan, *texts: str) -> ReplyPiece:
+    splitter, whole = splitter_of(plan), ReplyPiece()
     for text in texts:
         whole.add(splitter.push(text))
     whole.add(splitter.flush())

@@ -21,7 +21,8 @@ from typing import Protocol
 import structlog
 
 from shared.errors import SetupError
-from shared.process.settings import WorkerSettings, load
+from shared.process.settings import load
+from shared.process.worker_settings import WorkerSettings
 from shared.redis.connection.client import connect
 from trainer.learn.compute import EngineHost, SharedEngine
 from trainer.service.service import LearnerService

@@ -15,7 +15,7 @@ import msgspec
 
 from api.generation.languages.families import CHANNEL, END, MESSAGE, START, named
 from api.generation.languages.mark_search import search_for
-from api.generation.languages.pieces import Piece, SplitPlan
+from api.generation.languages.pieces import ReplyPiece, SplitPlan
 from api.generation.languages.splitter import Splitter
 from api.generation.languages.tool_formats import called
 
@@ -51,7 +51,7 @@ class Channels(Splitter):
         """Whether a call has been shown whose arguments are not all there."""
         return self._content_splitter.in_call
 
-    def flush(self) -> Piece:
+    def flush(self) -> ReplyPiece:
         """What was held back, at the end of the completion."""
         piece = super().flush()
         piece.add(self._content_splitter.flush())

@@ -45,14 +45,14 @@ class CallPart(msgspec.Struct):
     complete: bool = False  # nothing more of it comes
 
 
-class Piece(msgspec.Struct):
+class ReplyPiece(msgspec.Struct):
     """What a delta of text brought."""
 
     content: str = ""
     reasoning: str = ""
     calls: list[CallPart] = []
 
-    def add(self, later: "Piece") -> None:
+    def add(self, later: "ReplyPiece") -> None:
         """Take in what came right after."""
         self.content += later.content
         self.reasoning += later.reasoning

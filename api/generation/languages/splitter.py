@@ -13,7 +13,7 @@ import msgspec
 from api.generation.languages.families import named
 from api.generation.languages.growing_call import GrowingCall
 from api.generation.languages.mark_search import search_for
-from api.generation.languages.pieces import CallPart, Piece, SplitPlan
+from api.generation.languages.pieces import CallPart, ReplyPiece, SplitPlan
 from api.generation.languages.tool_formats import ParsedCall, ToolFormat, names_of, tool_format
 
 _CALL_KEYS = ("name", "type", "id", "parameters", "arguments")  # one of which an object that is a call begins with
@@ -38,7 +38,7 @@ class Splitter:
         self._alone = True  # nothing was said before, or behind the last call
         self._state = {"": self._content, "open": self._reasoning, "may": self._perhaps}[plan.thinking]
         self.reasoned = plan.thinking == "open"  # there was reasoning
-        self._piece = Piece()
+        self._piece = ReplyPiece()
         self._growing = GrowingCall()
         self._read: tuple[str, list[ParsedCall]] | None = None  # the last text that was parsed, and its calls
         self._scanned = 0  # letters of a possible call that `_growing` has read
@@ -54,17 +54,17 @@ class Splitter:
         """Whether a call has been shown whose arguments are not all there."""
         return bool(self._growing.name) and not self._growing.complete
 
-    def push(self, text: str) -> Piece:
+    def push(self, text: str) -> ReplyPiece:
         """What `text` adds; a part of it may be held back."""
         self._held += text
         return self._take(final=False)
 
-    def flush(self) -> Piece:
+    def flush(self) -> ReplyPiece:
         """What was held back, at the end of the completion."""
         return self._take(final=True)
 
-    def _take(self, final: bool) -> Piece:
-        self._piece = Piece()
+    def _take(self, final: bool) -> ReplyPiece:
+        self._piece = ReplyPiece()
         while self._state(final):
             pass
         return self._piece

@@ -62,7 +62,7 @@ AT_A_TIME = 256  # tokens, before others' go in between
 WATCH_S, LONGEST_WATCH_S = 0.05, 1.0  # between two looks at a stream: longer and longer while nothing is said
 
 
-class Run(msgspec.Struct, frozen=True):
+class BackgroundRun(msgspec.Struct, frozen=True):
     """How to go on with a response."""
 
     spec: bytes  # of its sequence
@@ -117,11 +117,13 @@ async def begin(
     return stored
 
 
-def _run_of(ring: Ring, body: ResponseRequest, plan: RequestPlan, history: list[int]) -> tuple[SequenceSpec, Run]:
+def _run_of(
+    ring: Ring, body: ResponseRequest, plan: RequestPlan, history: list[int]
+) -> tuple[SequenceSpec, BackgroundRun]:
     deadline_ms = int(1000 * (time.time() + ring.settings.background_timeout_s))
     sequences = plan.sequences.with_template(deadline_ms=deadline_ms, has_next_turn=True)
     (spec,) = sequences.specs(ring.api_id, 0, "batch", tenant=asker().tenant)
-    run = Run(
+    run = BackgroundRun(
         spec=encode(spec),
         plan=msgspec.json.encode(plan.for_storage(deadline_ms=deadline_ms).with_prompts(())),
         request=body.model_dump_json(
@@ -166,7 +168,7 @@ async def forget(ring: Ring, response_id: str) -> None:
 
 
 async def _stop(ring: Ring, stored: StoredResponse) -> None:
-    run = msgspec.msgpack.decode(stored.run, type=Run)
+    run = msgspec.msgpack.decode(stored.run, type=BackgroundRun)
     spec = decode_spec(run.spec)
     await ring_keeping(ring, run.ring).queue(spec.model).cancel([spec.id])
 
@@ -249,7 +251,7 @@ class BackgroundWork:
         try:
             stored = await self._ring.responses.find(who, response_id)
             if stored.state in RUNNING:
-                run = msgspec.msgpack.decode(stored.run, type=Run)
+                run = msgspec.msgpack.decode(stored.run, type=BackgroundRun)
                 with acting_for(run.tenant, run.key):
                     await _Reading(self._ring, who, response_id, stored, run).to_the_end()
             await self._due.done(entry)
@@ -277,7 +279,7 @@ class BackgroundWork:
 class _Reading:
     """One response while this process reads its tokens."""
 
-    def __init__(self, ring: Ring, who: str, response_id: str, stored: StoredResponse, run: Run) -> None:
+    def __init__(self, ring: Ring, who: str, response_id: str, stored: StoredResponse, run: BackgroundRun) -> None:
         self._ring, self._who, self._id, self._stored, self._run = ring, who, response_id, stored, run
         self._there = ring_keeping(ring, run.ring)
         self._spec = decode_spec(run.spec)

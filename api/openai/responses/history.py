@@ -29,7 +29,7 @@ _ids_decoder = msgspec.msgpack.Decoder(tuple[int, list[int]])
 
 
 @dataclass(frozen=True)
-class History:
+class ResponseHistory:
     """What was said, and the ids of all of it up to the end of the last answer."""
 
     items: list[Item] = field(default_factory=list)
@@ -52,19 +52,19 @@ def is_stored(ring: Ring, body: ResponseRequest) -> bool:
     return False
 
 
-async def history_of(ring: Ring, body: ResponseRequest) -> History:
+async def history_of(ring: Ring, body: ResponseRequest) -> ResponseHistory:
     """What comes before the input; UnknownResponseError, UnknownConversationError, or why nothing can follow it."""
     if body.previous_response_id is not None:
         return await _followed(ring, body.previous_response_id)
     if body.conversation is None:
-        return History()
+        return ResponseHistory()
     found = await ring.conversations.find(keeper(), body.conversation.id)
     raws = [raw for _, raw in found.items]
     check_size(ring, raws, "conversation")
     return await _read(raws, [found.ids])
 
 
-async def _followed(ring: Ring, last: str) -> History:
+async def _followed(ring: Ring, last: str) -> ResponseHistory:
     most_bytes = ring.settings.max_request_bytes
     turns, too_long = await ring.responses.chain(keeper(), last, MAX_TURNS, most_bytes)
     for turn in reversed(turns):
@@ -109,17 +109,17 @@ def _too_long(ring: Ring, param: str) -> InvalidRequestError:
     )
 
 
-async def _read(raws: Sequence[bytes], ids: Sequence[bytes]) -> History:
+async def _read(raws: Sequence[bytes], ids: Sequence[bytes]) -> ResponseHistory:
     size = sum(map(len, raws)) + sum(map(len, ids))
     return await aside(_decoded, raws, ids) if size > LONG_BYTES else _decoded(raws, ids)
 
 
-def _decoded(raws: Sequence[bytes], ids: Sequence[bytes]) -> History:
+def _decoded(raws: Sequence[bytes], ids: Sequence[bytes]) -> ResponseHistory:
     found: list[Any] = []
     for raw in raws:
         value = json.loads(raw)
         found += value if isinstance(value, list) else [value]
-    return History(read_items(found), _joined_ids(ids))
+    return ResponseHistory(read_items(found), _joined_ids(ids))
 
 
 def read_items(stored: list[dict[str, Any]]) -> list[Item]:

@@ -7,7 +7,7 @@ comes in the form that its client knows. The same writer makes the items of a wh
 from collections.abc import Sequence
 from typing import Any
 
-from api.generation.languages.pieces import CallPart, Piece
+from api.generation.languages.pieces import CallPart, ReplyPiece
 from api.generation.logprobs import ChatLogprob
 from api.openai.responses.sealed import sealed
 from api.openai.responses.tools import CustomTool, ResponseTool, input_of, offered
@@ -35,7 +35,7 @@ class ItemWriter:
         self._open = ""  # kind of the last item while it grows: message, reasoning, call, custom
         self._calls = 0
 
-    def take(self, piece: Piece, logprobs: Sequence[ChatLogprob] = ()) -> list[Event]:
+    def take(self, piece: ReplyPiece, logprobs: Sequence[ChatLogprob] = ()) -> list[Event]:
         """The events of a piece: reasoning, then content, then calls. `logprobs`: of its tokens, for the content."""
         events: list[Event] = []
         self._logprobs += logprobs

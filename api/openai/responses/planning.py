@@ -12,8 +12,7 @@ from api.generation.plan import PreparedRequest, plan
 from api.generation.target import Target
 from api.http.errors import from_validation
 from api.openai.bodies import ChatCompletionRequest
-from api.openai.chat import prepare
-from api.openai.images import images_of
+from api.openai.chat import images_of, prepare
 from api.openai.responses.body import ResponseRequest
 from api.openai.responses.messages import turn_starts
 from api.openai.responses.parts import ImagePart

@@ -116,7 +116,7 @@ def name_in_chat(namespace: str | None, name: str) -> str:
 
 
 @dataclass(frozen=True)
-class Offered:
+class OfferedTools:
     """A tool as the model sees it, and what its client calls it."""
 
     function: FunctionDefinition
@@ -124,7 +124,7 @@ class Offered:
     namespace: str | None = None
 
 
-def offered(tools: Sequence[ResponseTool]) -> Iterator[Offered]:
+def offered(tools: Sequence[ResponseTool]) -> Iterator[OfferedTools]:
     """What the model sees of tools. The description of a namespace stands before that of its first tool."""
     for namespace, tool in own_tools(tools):
         about, named = tool.description, None
@@ -138,7 +138,9 @@ def offered(tools: Sequence[ResponseTool]) -> Iterator[Offered]:
         else:
             given = {"parameters": tool.parameters, "strict": tool.strict}
         name = name_in_chat(named, tool.name)
-        yield Offered(FunctionDefinition.model_construct(name=name, description=about or None, **given), tool, named)
+        yield OfferedTools(
+            FunctionDefinition.model_construct(name=name, description=about or None, **given), tool, named
+        )
 
 
 def own_tools(tools: Sequence[ResponseTool]) -> Iterator[tuple[Namespace | None, FunctionTool | CustomTool]]:

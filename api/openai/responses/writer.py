@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 
 from api.generation.choice import Choice, Delta, RequestPlan, ends_with_stop_token, usage
-from api.generation.languages.pieces import Piece
+from api.generation.languages.pieces import ReplyPiece
 from api.generation.logprobs import ChatLogprob, TokenNames
 from api.openai.responses.body import ENCRYPTED, ResponseRequest
 from api.openai.responses.items import Event, ItemWriter
@@ -51,7 +51,7 @@ class ResponseWriter:
         """The events of a delta."""
         self.tokens += delta.tokens
         logprobs = self._logprobs(delta) if self._body.wants_logprobs else ()
-        events = self._writer.take(delta.piece or Piece(content=delta.text), logprobs)
+        events = self._writer.take(delta.piece or ReplyPiece(content=delta.text), logprobs)
         if delta.finish is not None:
             self._finish = delta.finish
             events += self._writer.end(incomplete=delta.finish.reason == "length")

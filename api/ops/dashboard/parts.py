@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from api.callers.caller import asker
 from api.ops.dashboard.curves import TrainingChart, charts_of
-from api.ops.dashboard.samples import Histogram, metadata, reward_histogram
+from api.ops.dashboard.samples import RewardHistogram, metadata, reward_histogram
 from api.ops.ring_view import TrainingView
 from api.ops.snapshot import trainings
 from api.ring.ring import Ring
@@ -30,7 +30,7 @@ class JobView(NamedTuple):
     status: JobStatus
     spec: JobSpec
     metadata: str
-    rewards: Histogram | None
+    rewards: RewardHistogram | None
     ended: bool
 
 
@@ -62,11 +62,11 @@ class RewardsKept:
     """A job's histogram for an open page: it reads many samples, so it is made anew only now and then."""
 
     def __init__(self) -> None:
-        self._rewards: Histogram | None = None
+        self._rewards: RewardHistogram | None = None
         self._of: tuple[str, float] = ("", -1.0)  # state and progress that it was made of
         self._made_at = float("-inf")
 
-    async def read(self, ring: Ring, status: JobStatus) -> Histogram | None:
+    async def read(self, ring: Ring, status: JobStatus) -> RewardHistogram | None:
         """The histogram, at most REWARDS_EVERY_S older than the job while it runs."""
         now, stage = time.monotonic(), (status.status, status.progress)
         due = now - self._made_at > REWARDS_EVERY_S or status.status in TERMINAL

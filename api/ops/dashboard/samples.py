@@ -46,7 +46,7 @@ class Bar(NamedTuple):
     share: float  # of the highest bin
 
 
-class Histogram(NamedTuple):
+class RewardHistogram(NamedTuple):
     """Rewards of a job's samples."""
 
     bars: list[Bar]
@@ -85,7 +85,7 @@ class SampleLine(NamedTuple):
     snippet: str
 
 
-async def reward_histogram(ring: Ring, status: JobStatus) -> Histogram | None:
+async def reward_histogram(ring: Ring, status: JobStatus) -> RewardHistogram | None:
     """Of all samples, or of some chunks spread over a large job; None when no sample has a reward yet."""
     if status.mean_reward is None:
         return None
@@ -103,7 +103,7 @@ async def reward_histogram(ring: Ring, status: JobStatus) -> Histogram | None:
     return histogram(values)
 
 
-def histogram(values: Sequence[float]) -> Histogram | None:
+def histogram(values: Sequence[float]) -> RewardHistogram | None:
     """BINS equal bins from the least to the greatest value; values that are all alike stand in the middle."""
     if not values:
         return None
@@ -114,7 +114,7 @@ def histogram(values: Sequence[float]) -> Histogram | None:
         counts[min(BINS - 1, int((value - low) / width)) if width else BINS // 2] += 1
     top = max(counts)
     bars = [Bar(low + i * width, low + (i + 1) * width, count, count / top) for i, count in enumerate(counts)]
-    return Histogram(bars, len(values), sum(values) / len(values), low, high)
+    return RewardHistogram(bars, len(values), sum(values) / len(values), low, high)
 
 
 async def sample_lines(ring: Ring, job_id: str, after: int) -> list[SampleLine]:

@@ -24,7 +24,7 @@ _LAST, _DRAWS = "prompt_logprobs_last_n", "prompt_alt_tokens_k"
 
 
 @dataclass(frozen=True)
-class AskedTokens:
+class PromptTokenQuery:
     """Of one sample."""
 
     targets: TensorBody | None = None
@@ -32,7 +32,7 @@ class AskedTokens:
     draws: int = 0
 
     @classmethod
-    def of(cls, body: SampleBody, prompt: int, vocabulary: int) -> "AskedTokens":
+    def of(cls, body: SampleBody, prompt: int, vocabulary: int) -> "PromptTokenQuery":
         """For a prompt of so many tokens; InvalidRequestError for what does not fit it."""
         last, targets, places = body.prompt_logprobs_last_n, body.target_prompt_logprobs, prompt - 1
         if last is not None and not body.prompt_logprobs:
