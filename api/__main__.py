@@ -78,7 +78,7 @@ class Server(uvicorn.Server):
     """
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """On a signal."""
+        """Marks the ring as shutting down before uvicorn stops."""
         ring = getattr(getattr(self.config.app, "state", None), "ring", None)
         if ring is not None:
             ring.shutting_down = True
@@ -86,7 +86,7 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Around serving."""
+        """Handles signals in the event loop while uvicorn serves."""
         loop = asyncio.get_running_loop()
         numbers = (signal.SIGTERM, signal.SIGINT)
         for number in numbers:

@@ -72,7 +72,6 @@ class Admission:
         self._complained = -COMPLAIN_EVERY_S
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
         if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in WORK:
             await self._app(scope, receive, send)
             return

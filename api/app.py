@@ -152,7 +152,7 @@ def find_routes(app: FastAPI) -> None:
 
 
 def life(settings: ApiSettings, tally: Tally) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
-    """What runs beside the requests, from the first to the last of them."""
+    """Lifespan of the app: starts the ring and the background tasks, and stops them after the last request."""
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

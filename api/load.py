@@ -48,7 +48,7 @@ class ProcessLoad:
 
     @property
     def lags(self) -> bool:
-        """Whether this process has more to do than it can."""
+        """True if the event loop is late while many requests are under way."""
         return self.lag_s > LAG_LIMIT_S and self.under_way > FEW
 
     @property
@@ -59,7 +59,7 @@ class ProcessLoad:
 
     @property
     def stood_still(self) -> bool:
-        """Whether the longest stop of late is one to be told of."""
+        """True if the longest recent stop of the event loop is long enough to be reported."""
         return self.longest_stop_s >= ALARM_S
 
     async def watch(self) -> None:
@@ -80,7 +80,7 @@ class ProcessLoad:
 
     @contextlib.contextmanager
     def one(self, key: str) -> Iterator[None]:
-        """Around one request."""
+        """Counts one request as under way while it is handled."""
         self.under_way += 1
         self.by_key[key] += 1
         try:
@@ -102,13 +102,13 @@ class ProcessLoad:
         """Seconds until `ahead` more requests will have ended at the present pace, 1 to LONGEST_RETRY_S."""
         return max(1, min(LONGEST_RETRY_S, math.ceil(ahead / self.pace())))
 
-    def found_full(self, model: str, kind: SequenceClass, bound: int) -> int:
+    def note_full(self, model: str, kind: SequenceClass, bound: int) -> int:
         """The queue has just refused: do so in its place until a tenth of it has been worked off; a `Retry-After`."""
         tenth = max(1, bound // 10)
         self._full[model, kind] = time.monotonic() + min(LONGEST_SHED_S, tenth / self.pace())
         return self.retry_after_s(tenth)
 
     def all_full(self, models: Collection[str], kind: SequenceClass) -> bool:
-        """Whether each of these models refused lately: then nothing else about a request matters."""
+        """True if each of these models refused lately: then nothing else about a request matters."""
         now = time.monotonic()
         return bool(models) and all(self._full.get((model, kind), 0.0) > now for model in models)

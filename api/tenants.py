@@ -38,7 +38,7 @@ Right = Literal["see", "change", "make"]
 
 
 class Rule(NamedTuple):
-    """What a route asks of a tenant's key. Without a `kind` the route names nothing in its path."""
+    """Condition that a route sets on a tenant's key. Without a `kind` the route names nothing in its path."""
 
     who: Literal["tenant", "admin", "page"] = "tenant"  # "page": a person signs in (api/ops/dashboard/session.py)
     kind: Kind | None = None

@@ -100,7 +100,7 @@ async def create_adapter(request: Request, ring: TheRing) -> Response:
     "/v1/adapters/{name}", summary="Describe an adapter", response_class=Response, responses=error_responses(404)
 )
 async def describe_adapter(name: Name, ring: TheRing) -> Response:
-    """Its versions' manifests, the moves of `latest`, and which worker has loaded what."""
+    """Returns the manifests of all versions, the moves of `latest`, and which workers have loaded which version."""
     summary = await ring.adapters.summary(name)
     manifests = []
     for version in summary.versions:
@@ -133,7 +133,7 @@ async def add_version(name: Name, request: Request, ring: TheRing) -> Response:
     responses=error_responses(404),
 )
 async def describe_version(name: Name, version: Version, ring: TheRing) -> Response:
-    """One version's manifest."""
+    """Returns the manifest of one version."""
     return _described(await ring.adapters.manifest(name, version))
 
 

@@ -39,7 +39,7 @@ class BlockWriter:
         return events
 
     def end(self) -> list[Event]:
-        """Close what is open."""
+        """Events that close the content block that is open, if any."""
         if not self._open:
             return []
         self._open = False

@@ -105,7 +105,7 @@ class MessageWriter:
 
 
 def lines(events: list[Event]) -> bytes:
-    """Events of a stream."""
+    """The events as bytes of a stream."""
     return b"".join(to_bytes(msgspec.json.encode(event), event["type"]) for event in events)
 
 

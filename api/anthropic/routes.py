@@ -42,7 +42,7 @@ def described(ok: str) -> dict[int | str, dict[str, Any]]:
 
 
 class TokenCount(BaseModel):
-    """What a message request's prompt comes to."""
+    """Length of a message request's prompt."""
 
     input_tokens: int = Field(description="the sum of a message's input_tokens and its cache's figures")
 
@@ -96,7 +96,7 @@ async def hello() -> dict[str, str]:
 
 
 async def _unkept(sha256: bytes, data: bytes) -> None:
-    """Of images that are only counted, nothing is kept."""
+    """Stores nothing: the images of a count are not needed afterwards."""
 
 
 async def _events(generation: Generation, writer: MessageWriter, request_id: str) -> AsyncGenerator[bytes, None]:

@@ -21,14 +21,14 @@ _TELEMETRY = re.compile(r"\s*x-anthropic-[a-z0-9-]+:[^\n]*(?:\n+|\Z)")
 
 
 class TextBlock(HistoryModel):
-    """Text."""
+    """Text that a user or the model wrote."""
 
     type: Literal["text"]
     text: str
 
 
 class ThinkingBlock(HistoryModel):
-    """What the model thought; its template decides whether it sees that again."""
+    """Reasoning of an earlier turn. The model's template decides if the model sees it again."""
 
     type: Literal["thinking"]
     thinking: str = ""
@@ -114,7 +114,7 @@ ResultPart = Annotated[
 
 
 class ToolResultBlock(HistoryModel):
-    """What a call brought."""
+    """Result of a tool call of the turn before."""
 
     off: ClassVar[Off] = {"toolset_name": ()}
 
@@ -189,11 +189,11 @@ class ChatWriter:
 
     def begin(self, system: Sequence[TextBlock]) -> None:
         """The system prompt, without what is not meant for a model."""
-        if told := "\n".join(filter(None, (without_telemetry(block.text) for block in system))):
-            self.chat.append({"role": "system", "content": told})
+        if content := "\n".join(filter(None, (without_telemetry(block.text) for block in system))):
+            self.chat.append({"role": "system", "content": content})
 
     def add(self, turn: MessageTurn) -> None:
-        """The next turn."""
+        """Append the chat messages that a turn is equivalent to."""
         if turn.role == "assistant":
             self._add_answer(turn.content)
             return
@@ -228,8 +228,8 @@ class ChatWriter:
         return f"Error: {text}" if block.is_error else text
 
     def _definition(self, found: ToolReferenceBlock) -> str:
-        """Of a tool that was found. It stands here and not among the others, so that what is before it in the prompt
-        stays as it was."""
+        """Definition of a tool that was found later. It stands here and not among the others, so that the prompt before
+        it is unchanged."""
         if found.tool_name not in self._tools:
             raise InvalidRequestError(f"no tool is named '{found.tool_name[:128]}'", param="messages")
         return f"<tools>\n{json.dumps(self._tools[found.tool_name], ensure_ascii=False)}\n</tools>"

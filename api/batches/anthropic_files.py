@@ -69,7 +69,7 @@ async def _by_ids(ring: Ring, ids: list[str]) -> list[dict[str, Any]]:
 
 
 def shown(file: StoredFile) -> dict[str, Any]:
-    """Anthropic's file object."""
+    """The file as Anthropic's file object."""
     return {
         "id": file.id,
         "type": "file",

@@ -43,14 +43,14 @@ IdempotencyKey = Annotated[str, Header(max_length=256, description="the same key
 
 
 class ExpiresAfter(RequestModel):
-    """When a file expires."""
+    """Time after which a file is deleted."""
 
     anchor: Literal["created_at"]
     seconds: int = Field(ge=MIN_TTL_S, le=MAX_TTL_S)
 
 
 class BatchBody(RequestModel):
-    """POST /v1/batches."""
+    """Request body of POST /v1/batches."""
 
     input_file_id: str = Field(max_length=256)
     endpoint: Endpoint
@@ -117,7 +117,7 @@ async def list_batches(
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
     after: Annotated[str, Query(description="the id after which to go on")] = "",
 ) -> Response:
-    """Batches, newest first."""
+    """Returns batches, the newest ones first."""
     found, more = await ring.batches.page(limit, after, asker(), prefix=PREFIX)
     return json_reply(page([batch_object(record, await job_of(ring, record)) for record in found], more))
 
@@ -129,7 +129,7 @@ async def list_batches(
     responses={**_OK, **error_responses(404)},
 )
 async def retrieve_batch(batch_id: str, ring: TheRing) -> Response:
-    """Its state, counts and files."""
+    """Returns the batch with its state, counts and files."""
     return await _shown(ring, await ring.batches.find(batch_id, PREFIX))
 
 
@@ -176,7 +176,7 @@ async def _shown(ring: Ring, record: BatchRecord) -> Response:
 
 
 def batch_object(record: BatchRecord, job: JobStatus | None) -> dict[str, Any]:
-    """OpenAI's batch object."""
+    """The batch as OpenAI's batch object."""
     spec, status = record.spec, status_of(record, job)
     errors = [msgspec.to_builtins(error) for error in record.errors]
     ended = {f"{state}_at": record.ended_at if status == state else None for state in sorted(ENDED)}

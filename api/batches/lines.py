@@ -24,7 +24,7 @@ from api.generation.sequences import Sequences
 from api.generation.target import Target
 from api.http.bodies import LONG_BYTES
 from api.http.errors import from_validation
-from api.http.limits import IMAGES, check_beside_images, check_shape
+from api.http.limits import IMAGES, check_shape, check_without_images
 from api.openai import chat, completions
 from api.openai.bodies import ChatCompletionRequest, CompletionRequest
 from api.openai.chat import images_of
@@ -108,7 +108,7 @@ def read_line(number: int, raw: bytes, endpoint: str, settings: ApiSettings) -> 
 
 
 def _shape_errors(number: int, raw: bytes) -> list[BatchError]:
-    """What keeps a line of JSON from being one of a batch, field by field; [] when it is no object."""
+    """Errors of a JSON line that is no request of a batch, field by field; [] when it is no object."""
     try:
         fields = msgspec.json.decode(raw.removeprefix(_MARK), type=dict[str, msgspec.Raw])
     except msgspec.ValidationError:
@@ -131,7 +131,7 @@ def too_much(body: msgspec.Raw, endpoint: str, settings: ApiSettings) -> Parallm
         return PayloadTooLargeError(f"the body has {size} bytes, and at most {most} are read")
     try:
         if size > settings.max_request_bytes:
-            check_beside_images(bytes(body), settings.max_request_bytes)
+            check_without_images(bytes(body), settings.max_request_bytes)
         check_shape(bytes(body), settings.max_json_values)
     except (InvalidRequestError, PayloadTooLargeError) as error:
         return error
@@ -145,9 +145,9 @@ def named_by(line: BatchLine) -> Named:
 
 
 async def planned(ring: Ring, line: BatchLine, named: Named, target: Target, keep: Keep) -> list[JobInput]:
-    """What the job does for a line: an input for each choice, of which the first one knows how to answer.
+    """Inputs of the job for a line, one for each choice. The first one stores how the answer is written.
 
-    `keep`: who takes the bytes of its images.
+    `keep` stores the bytes of its images.
 
     A line that its endpoint refuses becomes an input that fails with the refusal.
     """
@@ -161,8 +161,8 @@ async def planned(ring: Ring, line: BatchLine, named: Named, target: Target, kee
         refusal: ParallmError = from_validation(error.errors())
     except ParallmError as error:
         refusal = error
-    told = msgspec.json.decode(shape_of(line.url).error(refusal))
-    reply = {"custom_id": line.custom_id, "status": refusal.status, "error": told}
+    shown = msgspec.json.decode(shape_of(line.url).error(refusal))
+    reply = {"custom_id": line.custom_id, "status": refusal.status, "error": shown}
     return [JobInput(prompt=[], refused=refusal.message, reply={**reply, "parts": 1})]
 
 
@@ -347,17 +347,17 @@ class _Usage(msgspec.Struct):
     cache_read_input_tokens: int = 0  # of a message, whose `input_tokens` are without them
 
 
-class _Told(msgspec.Struct):
-    """What a reply of any endpoint tells of its tokens."""
+class _CountedReply(msgspec.Struct):
+    """The token counts in a reply of any endpoint."""
 
     usage: _Usage
 
 
-_told_decoder = msgspec.json.Decoder(_Told)
+_counted_decoder = msgspec.json.Decoder(_CountedReply)
 
 
 def _usage(body: bytes) -> LineUsage:
-    used = _told_decoder.decode(body).usage
+    used = _counted_decoder.decode(body).usage
     return LineUsage(
         used.prompt_tokens or used.input_tokens + used.cache_read_input_tokens,
         used.prompt_tokens_details.cached_tokens

@@ -254,7 +254,7 @@ async def list_message_batches(
     after_id: Annotated[str, Query(description="the id of the batch behind which the page begins")] = "",
     before_id: Annotated[str, Query(description="the id of the batch before which the page ends")] = "",
 ) -> Response:
-    """Newest first."""
+    """Returns batches, the newest ones first."""
     if after_id and before_id:
         raise InvalidRequestError("does not go with 'after_id'", param="before_id")
     try:
@@ -276,7 +276,7 @@ async def list_message_batches(
     responses=_OK,
 )
 async def retrieve_message_batch(batch_id: str, request: Request, ring: TheRing) -> Response:
-    """Its status and counts, and where its results are."""
+    """Returns the batch with its status, its counts and the URL of its results."""
     return _shown(await ring.batches.find(batch_id, PREFIX), request)
 
 
@@ -287,7 +287,7 @@ async def retrieve_message_batch(batch_id: str, request: Request, ring: TheRing)
     responses=described("JSONL: `custom_id` and `result` of each request, in their order"),
 )
 async def message_batch_results(batch_id: str, ring: TheRing) -> Response:
-    """What has become of each request, streamed."""
+    """Streams the result of each request that has one."""
     record = await ring.batches.find(batch_id, PREFIX)
     if record.state not in ENDED:
         raise InvalidRequestError(f"batch {batch_id} has no results yet: its requests are being processed")
@@ -344,7 +344,7 @@ def _shown(record: BatchRecord, request: Request) -> Response:
 
 
 def batch_object(record: BatchRecord, request: Request) -> dict[str, Any]:
-    """Anthropic's Message Batch object."""
+    """The batch as Anthropic's Message Batch object."""
     spec, ended = record.spec, record.state in ENDED
     archived_at = record.ended_at + spec.output_ttl_s if ended else 0
     archived = ended and archived_at <= time.time()
@@ -379,5 +379,5 @@ def _counts(record: BatchRecord, *, ended: bool) -> dict[str, int]:
 
 
 def _moment(at: int) -> str | None:
-    """RFC 3339."""
+    """The Unix time in the form of RFC 3339."""
     return datetime.fromtimestamp(at, UTC).isoformat().replace("+00:00", "Z") if at else None

@@ -70,7 +70,7 @@ class FairPool:
             raise
 
     def leave(self, who: str) -> None:
-        """Give a place back."""
+        """Give back a place that `enter` took."""
         self._busy[who] -= 1
         if not self._busy[who]:
             del self._busy[who]

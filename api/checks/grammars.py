@@ -25,7 +25,7 @@ from shared.text.codec import TextCodec
 from shared.text.grammar import MAX_CHARS
 
 COMPUTING_S = 3.0  # that one grammar may take
-KEPT = 256  # grammars that have passed
+MAX_PASSED = 256  # grammars that have passed
 PLACES = 2  # each is a process that holds the vocabulary
 LONGEST_S = 60.0  # of a check, the start of its process included, on a machine with no time to spare
 
@@ -49,7 +49,7 @@ class GrammarChecker:
         found = self._passed.get(key)
         if found is None:
             found = self._passed[key] = await while_wanted(self._compiled(text, card, codec))
-            if len(self._passed) > KEPT:
+            if len(self._passed) > MAX_PASSED:
                 self._passed.popitem(last=False)
         self._passed.move_to_end(key)
         return found
@@ -74,7 +74,7 @@ class GrammarChecker:
         return answer.grammar
 
     async def close(self) -> None:
-        """End the processes."""
+        """End the compiling processes at shutdown."""
         while self._idle:
             await self._idle.pop().kill()
 
@@ -93,7 +93,7 @@ class _Compiler:
         self._known: set[tuple[str, int]] = set()  # tokenizers that it has
 
     async def ask(self, text: str, card: ModelCard, codec: TextCodec) -> GrammarVerdict:
-        """Its answer; IncompleteReadError or OSError when it has ended."""
+        """The process's verdict; IncompleteReadError or OSError when the process has ended."""
         if self._process is None:
             pipe = asyncio.subprocess.PIPE
             self._process = await asyncio.create_subprocess_exec(

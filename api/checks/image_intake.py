@@ -31,7 +31,7 @@ class CheckedImage(NamedTuple):
 
 
 class ImageIntake:
-    """Of one api process."""
+    """Checks and stores the images of all requests to one api process."""
 
     def __init__(self, redis: Redis, terms: Terms) -> None:
         self._store = ImageStore(redis, terms)
@@ -60,7 +60,7 @@ class ImageIntake:
             return await self._reader.thumbnail(data, THUMBNAIL_SIDE)
 
     def close(self) -> None:
-        """End the processes."""
+        """End the decoding processes at shutdown."""
         self._reader.close()
 
     async def _read(self, data: bytes) -> Size:

@@ -25,7 +25,7 @@ class FileInfo(msgspec.Struct, frozen=True):
 
 
 class BatchCounts(msgspec.Struct, frozen=True):
-    """Lines of a batch."""
+    """Lines of a batch, by their state."""
 
     total: int
     completed: int
@@ -33,7 +33,7 @@ class BatchCounts(msgspec.Struct, frozen=True):
 
 
 class BatchLineError(msgspec.Struct, frozen=True):
-    """What is wrong with a batch's input file; `line` counts from 1."""
+    """Fault in the input file of a batch; `line` counts from 1."""
 
     code: str
     message: str
@@ -42,7 +42,7 @@ class BatchLineError(msgspec.Struct, frozen=True):
 
 
 class BatchLineErrors(msgspec.Struct, frozen=True):
-    """Why a batch failed."""
+    """Faults for which a whole batch has failed."""
 
     data: list[BatchLineError]
 
@@ -74,7 +74,7 @@ class BatchInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ended(self) -> bool:
-        """Whether the batch has ended."""
+        """True in a state that a batch does not leave."""
         return self.status in ENDED
 
 
@@ -109,7 +109,6 @@ class BatchClient(InferenceClient):
         return await self.call("GET", f"/v1/batches/{batch_id}", BatchInfo)
 
     async def batches(self, limit: int = 20) -> list[BatchInfo]:
-        """The newest batches."""
         return (await self.call("GET", "/v1/batches", Listing[BatchInfo], limit=limit)).data
 
     async def cancel_batch(self, batch_id: str) -> BatchInfo:
@@ -127,9 +126,7 @@ class BatchClient(InferenceClient):
                 yield data
 
     async def files(self, limit: int = 20, purpose: str = "") -> list[FileInfo]:
-        """The newest files."""
         return (await self.call("GET", "/v1/files", Listing[FileInfo], limit=limit, purpose=purpose)).data
 
     async def delete_file(self, file_id: str) -> None:
-        """Delete a file."""
         await self.call("DELETE", f"/v1/files/{file_id}", dict[str, Any])

@@ -36,7 +36,7 @@ class Percentiles(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, seconds: Sequence[float]) -> "Percentiles":
-        """By nearest rank."""
+        """Percentiles by the method of the nearest rank."""
         ranked = sorted(seconds)
         at = [ranked[math.ceil(share * len(ranked)) - 1] * 1000 if ranked else None for share in (0.50, 0.99)]
         return cls(*(None if value is None else round(value, 3) for value in at))

@@ -43,7 +43,7 @@ class LoopStops:
         self._late: list[tuple[float, float]] = []
 
     async def watch(self) -> None:
-        """Until cancelled."""
+        """Measures how late the event loop is, until it is cancelled."""
         while True:
             due = time.monotonic() + LOOK_S
             await asyncio.sleep(LOOK_S)
@@ -69,11 +69,11 @@ class SeenStream:
 
     @property
     def whole(self) -> bool:
-        """Whether nothing but us or its bound has ended it."""
+        """True if the stream reached its bound or this program closed it."""
         return self.ended_by_us or self.tokens == MOST_TOKENS
 
     def take(self, span: dict[str, Any]) -> None:
-        """New tokens have come."""
+        """Notes the arrival of new tokens and their version."""
         self.arrivals.append(time.monotonic())
         self.versions.append(span["version"])
         self.tokens += span["end"] - span["start"]
@@ -93,7 +93,7 @@ class SeenStream:
 
 
 class AdapterAct:
-    """On a served ring."""
+    """The demo's part about adapter versions, on a ring that runs."""
 
     def __init__(self, url: str, console: Console) -> None:
         self._url = url
@@ -102,7 +102,7 @@ class AdapterAct:
         self._stops = LoopStops()
 
     async def run(self) -> bool:
-        """Whether no stream broke, and each was answered by the versions that it asked for."""
+        """True if no stream broke and each one had tokens of the versions that it asked for."""
         async with httpx.AsyncClient(base_url=self._url, timeout=120) as http:
             watching = asyncio.create_task(self._stops.watch())
             calm = await self._upload(http, "calm", _weights(1))

@@ -19,7 +19,7 @@ QUESTIONS = ("hello", "What is 12 + 35?", "who are you?", "Count from 3 to 9.", 
 
 @dataclass(frozen=True)
 class StreamedChat:
-    """One streamed answer."""
+    """One chat of the demo and what its client measured."""
 
     model: str
     at_s: float  # when it was asked, since the start
@@ -31,7 +31,7 @@ class StreamedChat:
 
 @dataclass
 class ChatLog:
-    """All chats so far."""
+    """The chats of the demo, as their clients measured them."""
 
     chats: list[StreamedChat] = field(default_factory=list)
 

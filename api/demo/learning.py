@@ -59,7 +59,7 @@ class LearningCourse:
 
     @property
     def after(self) -> float:
-        """The last held-out reward."""
+        """Held-out reward at the end of the run."""
         return self.held_out[-1][1]
 
     def reached(self, goal: float) -> float | None:
@@ -165,7 +165,7 @@ class LearningAct:
         self.course.seconds = time.monotonic() - began
 
     def _evaluated(self) -> bool:
-        """Whether the run's last train step was measured: the moment to stop a run whose time is over."""
+        """True after the run's last train step was measured: the moment to stop a run whose time is over."""
         return bool(self.course.steps) and self.course.steps[-1]["held_out"] is not None
 
     def _show(self, step: dict[str, Any], chats: ChatLog) -> None:

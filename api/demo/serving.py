@@ -19,7 +19,7 @@ MODEL = "tiny"
 
 @dataclass(frozen=True)
 class DemoRing:
-    """Where the ring is."""
+    """Addresses of the ring that the demo has started."""
 
     url: str
     redis_url: str

@@ -84,7 +84,7 @@ def stored_plan(stored: Mapping[str, Any]) -> RequestPlan:
 
 
 class Delta(msgspec.Struct):
-    """What is new in one choice."""
+    """New text and tokens of one choice."""
 
     text: str
     tokens: list[int]
@@ -102,7 +102,7 @@ class Delta(msgspec.Struct):
 
     @property
     def finish_reason(self) -> str | None:
-        """OpenAI's name of it."""
+        """The reason of the end under OpenAI's name."""
         if self.finish is None:
             return None
         if not self.calls_ended_it or self.finish.reason != "stop":
@@ -185,7 +185,7 @@ class Choice:
         return self._decoder.push(shown) + self._decoder.flush()
 
     def _hides_last(self, tokens: list[int], finish: Finish) -> bool:
-        """Whether the last token is what ended the completion, and no part of its text."""
+        """True if the last token ended the completion and is no part of its text."""
         return ends_with_stop_token(tokens, finish, self._eos) and not (
             self._show_stop and finish.stop_match is not None
         )
@@ -212,7 +212,7 @@ class Choice:
 
 
 def ends_with_stop_token(tokens: list[int], finish: Finish, eos_token_ids: tuple[int, ...]) -> bool:
-    """Whether a stop token, rather than a stop string or a limit, ended these tokens."""
+    """True if a stop token ended these tokens, and no stop string or limit."""
     if finish.reason != "stop" or not tokens or isinstance(finish.stop_match, str):
         return False
     return tokens[-1] in eos_token_ids if finish.stop_match is None else tokens[-1] == finish.stop_match

@@ -44,13 +44,13 @@ class TokenNames:
         self._bytes: dict[int, list[int]] = {}
 
     def name(self, token: int) -> str:
-        """The token's name."""
+        """The text of a token, or `token_id:<id>` where the request asks for ids."""
         return f"token_id:{token}" if self._by_id else self._codec.token_text(token)
 
     def chat(
         self, tokens: Sequence[int], logprobs: Sequence[float], tops: Sequence[TokenLogprobs] | None
     ) -> list[ChatLogprob]:
-        """`choices[].logprobs.content`."""
+        """Entries of `choices[].logprobs.content`, one for each token."""
         return [
             ChatLogprob(
                 self.name(token),
@@ -147,5 +147,5 @@ def in_parts(shown: Iterable[Any]) -> list[Any]:
 
 
 def floored(logprob: float) -> float:
-    """JSON can carry it."""
+    """A finite log-probability, since JSON has no infinity."""
     return max(logprob, LOWEST)

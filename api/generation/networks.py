@@ -57,7 +57,7 @@ class NetworkQuestion:
 
     @property
     def packed(self) -> list[bytes]:
-        """Of each sequence."""
+        """Tensors of each sequence, as it carries them."""
         starts = range(0, self.rows, self.at_once)
         return [pack({name: each[at : at + self.at_once] for name, each in self.tensors.items()}) for at in starts]
 
@@ -111,7 +111,7 @@ def first_stray(given: Iterable[str], known: Container[str]) -> str | None:
 
 
 def manifest_of(target: Target) -> AdapterManifest:
-    """Of a target that is a network."""
+    """Manifest of a target that is a network."""
     assert target.admitted is not None, "a network is a version"
     return target.admitted.manifest
 

@@ -46,7 +46,7 @@ CHARS_OF_A_CALL = 64  # that are tokenized in the time that it takes to begin
 
 @dataclass(frozen=True)
 class PreparedRequest:
-    """What one endpoint alone knows of a request, besides the fields of the body that all share."""
+    """The part of a request that only its endpoint knows, besides the fields of the body that all share."""
 
     prompts: list[list[int]]
     max_tokens: int | None  # 0: the prompts are scored, and nothing is generated
@@ -160,7 +160,7 @@ def _template(
     deadline_s: float | None = None,
     **more: Any,
 ) -> SequenceSpec:
-    """What the sequences of a request share, under a fresh id that begins with `name`."""
+    """The part that all sequences of a request share, under a fresh id that begins with `name`."""
     return SequenceSpec(
         id=f"{name}-{uuid.uuid4().hex}",
         model=target.served.card.name,
@@ -178,7 +178,7 @@ def _checked_prompts(
 ) -> list[list[int]]:
     n = body.n or 1
     if prepared.images:
-        _check_beside_images(body)
+        _check_with_images(body)
     if len(prepared.prompts) * n > MAX_CHOICES:
         raise InvalidRequestError(f"at most {MAX_CHOICES} choices a request; use /v1/jobs for more", param="prompt")
     unsaid = min(prepared.default_tokens, settings.default_max_tokens)
@@ -291,7 +291,7 @@ def deadline(settings: ApiSettings, asked_s: float | None = None) -> int:
     return int(1000 * (time.time() + (longest if asked_s is None else min(asked_s, longest))))
 
 
-def _check_beside_images(body: SamplingFields) -> None:
+def _check_with_images(body: SamplingFields) -> None:
     """UnsupportedParameterError for what does not go with images."""
     wanted = {
         "truncate_prompt_tokens": body.truncate_prompt_tokens is not None,

@@ -97,7 +97,7 @@ class Generation:
         except BaseException as error:
             generation._note(type(error).__name__)
             if isinstance(error, QueueFullError) and not isinstance(error, LateFirstTokenError):
-                error.retry_after_s = ring.load.found_full(ring.full_name(model), kind, ring.queue_bound(kind))
+                error.retry_after_s = ring.load.note_full(ring.full_name(model), kind, ring.queue_bound(kind))
             if isinstance(error, ParallmError) and not isinstance(error.__cause__, RedisConnectionError | OSError):
                 generation.unfinished = {}  # refused as a whole; any other error may have come after the enqueueing
             generation.close()
@@ -199,7 +199,7 @@ class Generation:
         except LateFirstTokenError as error:
             assert forecast is not None, "only what is timed comes too late"
             too_many = error.waiting + len(specs) - timely.places
-            free = ring.first_tokens.kept_free(model, kind)
+            free = ring.first_tokens.reserved_share(model, kind)
             error.retry_after_s = ring.first_tokens.refused(forecast, model, kind, too_many, timely.places)
             mean = ring.first_tokens.prompt_tokens(model, kind)
             soonest_s = forecast.seconds(error.waiting + len(specs), mean, tokens)
@@ -213,7 +213,7 @@ class Generation:
         ring.first_tokens.let_in(model, kind, tokens)
 
     def _count_first(self, outcome: str) -> None:
-        """What became of the deadline of the request's first token; once a request."""
+        """Counts, once a request, how the deadline of its first token ended."""
         if self._first_deadline_ms:
             name = "mlx_parallm_first_token_deadlines_total"
             self._ring.tally.counter(name, self._model, self._kind, outcome).add()
@@ -294,7 +294,7 @@ def raise_failure(finish: Finish) -> None:
 
 
 def _expired(events: Events) -> bool:
-    """Whether a sequence has ended without a token because it was too late."""
+    """True if a sequence has ended without a token because it was too late."""
     return any(event.finish is not None and event.finish.reason == "deadline" for _, event in events)
 
 

@@ -49,7 +49,7 @@ SAMPLING_OFF: Off = {
 
 
 class StreamOptions(RequestModel):
-    """What a stream carries besides tokens."""
+    """Parts of a stream besides its tokens."""
 
     off: ClassVar[Off] = {"include_obfuscation": (False,)}
 
@@ -107,7 +107,7 @@ class DrawFields(PromptFields):
 
 
 class SamplingFields(DrawFields):
-    """What all endpoints that generate text or tokens share."""
+    """Fields that all endpoints share which generate text or tokens."""
 
     n: int | None = Field(default=1, ge=1, le=MAX_N, description="completions for each prompt, from one prefill")
     stream: bool | None = False

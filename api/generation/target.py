@@ -43,7 +43,7 @@ FIRST = 4  # messages, of which one is the user's first
 
 
 def first_words(messages: Sequence[Any]) -> str:
-    """What a user said first, in the messages of any protocol: it stays the same in all later turns."""
+    """The user's first text in the messages of any protocol. It is the same in all later turns."""
     message = next((each for each in messages[:FIRST] if getattr(each, "role", "") == "user"), None)
     content = getattr(message, "content", None) or ""
     if isinstance(content, str):
@@ -52,7 +52,7 @@ def first_words(messages: Sequence[Any]) -> str:
 
 
 class TargetFields(RequestModel):
-    """What says which model and adapter a request wants."""
+    """Fields that say which model and adapter a request wants."""
 
     model: str | None = Field(
         default=None,
@@ -73,7 +73,8 @@ class TargetFields(RequestModel):
 
     @property
     def opening(self) -> str:
-        """What all turns of a conversation begin with: where rings share a model, they go to one; "": nothing."""
+        """Text that all turns of a conversation begin with: where rings share a model, such turns go to one of them;
+        "": nothing."""
         return ""
 
     @model_validator(mode="after")
@@ -96,7 +97,7 @@ class Target:
 
     @property
     def network(self) -> NetworkSpec | None:
-        """What a version is that is no adapter of a language model."""
+        """Layers of a version that is a network and no adapter of a language model; None for all others."""
         return None if self.admitted is None else self.admitted.manifest.network
 
 

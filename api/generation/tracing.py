@@ -79,7 +79,7 @@ class WorkSpan:
 
     @property
     def traceparent(self) -> str:
-        """For the sequences."""
+        """The W3C traceparent that the sequences carry."""
         return self._span.traceparent
 
     def heard(self, event: TokenEvent) -> None:
@@ -95,7 +95,7 @@ class WorkSpan:
             self.failed(event.finish.error_code or event.finish.reason)
 
     def failed(self, kind: str) -> None:
-        """What went wrong first."""
+        """Notes the first failure; later ones follow from it."""
         self._error = self._error or kind
 
     def end(self) -> None:
@@ -117,16 +117,16 @@ class WorkSpan:
 
 def _sampling(sampling: SamplingParams) -> dict[str, str | int | float]:
     """Numbers only: stop strings and grammars are the user's own text."""
-    told: dict[str, str | int | float] = {
+    attributes: dict[str, str | int | float] = {
         "gen_ai.request.max_tokens": sampling.max_tokens,
         "gen_ai.request.temperature": sampling.temperature,
         "gen_ai.request.top_p": sampling.top_p,
         "gen_ai.request.seed": sampling.seed,
     }
     if sampling.top_k:
-        told["gen_ai.request.top_k"] = sampling.top_k
+        attributes["gen_ai.request.top_k"] = sampling.top_k
     if sampling.frequency_penalty:
-        told["gen_ai.request.frequency_penalty"] = sampling.frequency_penalty
+        attributes["gen_ai.request.frequency_penalty"] = sampling.frequency_penalty
     if sampling.presence_penalty:
-        told["gen_ai.request.presence_penalty"] = sampling.presence_penalty
-    return told
+        attributes["gen_ai.request.presence_penalty"] = sampling.presence_penalty
+    return attributes

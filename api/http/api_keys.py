@@ -56,7 +56,7 @@ class KeyRing:
 
     @classmethod
     def plain(cls, settings: ApiSettings) -> "KeyRing":
-        """Those of `--api-key` alone."""
+        """The keys of `--api-key` alone, without those of the file."""
         given = settings.api_key.get_secret_value().split(",")
         return cls([_key(part, "--api-key") for part in given if part.strip()])
 
@@ -97,7 +97,7 @@ class KeyRing:
 
 
 def new_key() -> str:
-    """A fresh random key."""
+    """A fresh key of 256 random bits."""
     return PREFIX + secrets.token_urlsafe(32)
 
 

@@ -23,7 +23,6 @@ class RequireKey:
         self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
         if scope["type"] != "http" or is_open(scope["path"]):
             await self._app(scope, receive, send)
             return
@@ -57,7 +56,6 @@ class OwnOrigin:
         self._allowed = frozenset(allowed)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
         if scope["type"] == "http" and scope["method"] not in ("GET", "HEAD", "OPTIONS"):
             headers = Headers(scope=scope)
             origin = headers.get("origin", "")

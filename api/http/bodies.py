@@ -20,7 +20,7 @@ class BodyRoute(APIRoute):
     """A route whose body is a `RequestModel`, or which reads it by itself."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """FastAPI's hook."""
+        """FastAPI's hook by which a route reads its requests."""
         handle, field = super().get_route_handler(), self.body_field
         body: TypeAdapter[Any] | None = None
         if field is not None:
@@ -41,7 +41,7 @@ class BodyRoute(APIRoute):
 
 
 class _BodyRequest(Request):
-    """What is its JSON to FastAPI is the model itself when the body is long: it is valid, and stays as it is."""
+    """A request whose long body is given to FastAPI as the validated model instead of as JSON."""
 
     def __init__(self, request: Request, model: TypeAdapter[Any] | None) -> None:
         super().__init__(request.scope, request.receive)

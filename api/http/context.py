@@ -43,7 +43,6 @@ class RequestContext:
         self._tally = tally
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

@@ -27,7 +27,6 @@ class OwnHost:
         self._allowed = frozenset(name.lower() for name in allowed)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
         if scope["type"] == "http":
             host = name_of(Headers(scope=scope).get("host", ""))
             if host and host not in self._allowed and not is_address(host) and not _is_local(host):
@@ -55,7 +54,6 @@ def name_of(host: str) -> str:
 
 
 def is_address(host: str) -> bool:
-    """Whether it is an IP address."""
     try:
         ipaddress.ip_address(host)
     except ValueError:

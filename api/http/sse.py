@@ -37,7 +37,6 @@ class EventStream(Response):
         self._cut_off = cut_off
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
             if await until_disconnected(self._pump(send), receive) is None:

@@ -32,13 +32,13 @@ AT_ONCE = 64  # sequences that are looked for in one round trip
 
 
 class AbortBody(RequestModel):
-    """POST /abort_requests."""
+    """Request body of POST /abort_requests."""
 
     request_ids: list[Annotated[str, Field(min_length=1, max_length=256)]] = Field(min_length=1, max_length=256)
 
 
 class Aborted(BaseModel):
-    """What became of each name."""
+    """Result of the cancellation for each name."""
 
     aborted: list[str]
     unknown: list[str] = Field(description="not under way: never there, or ended")

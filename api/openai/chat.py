@@ -103,7 +103,7 @@ def named_images(messages: Sequence[ChatMessage]) -> Iterator[NamedImage]:
 
 
 def _hints(body: ChatCompletionRequest) -> dict[str, Any]:
-    """What only a template can follow: how much to reason, and to say."""
+    """Parameters that only a template can follow: how much to reason, and how much to say."""
     asked = {"reasoning_effort": body.reasoning_effort, "verbosity": body.verbosity}
     return {name: value for name, value in asked.items() if value is not None}
 

@@ -55,7 +55,7 @@ async def conversation(
     family = family_of(codec.bundle.chat_template)
     marks, thinking = _reasoning(family, codec, body, text)
     if marks is not None:
-        wanted = family.behind_thinking(wanted, thinking, marks, codec)
+        wanted = family.grammar_after_thinking(wanted, thinking, marks, codec)
     thinks = bool(thinking) or family.thinks_again or family.channels
     if tools is None and not thinks:
         return RenderedChat(ids, None, wanted)

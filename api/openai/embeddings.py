@@ -37,13 +37,13 @@ LARGE_VECTOR_BYTES = 1 << 18  # of all vectors: to write their numbers takes som
 
 
 class EmbeddingFields(PromptFields):
-    """What all endpoints that embed share."""
+    """Fields that all endpoints share which embed texts."""
 
     pooling: Pooling | None = Field(default="mean", description="mean of all positions, the last one, or the first")
 
 
 class EmbeddingRequest(EmbeddingFields):
-    """POST /v1/embeddings."""
+    """Request body of POST /v1/embeddings."""
 
     input: Prompts
     encoding_format: Literal["float", "base64"] | None = Field(default="float", description="base64: of fp32 LE")
@@ -55,7 +55,7 @@ class EmbeddingRequest(EmbeddingFields):
 
 
 class PoolingRequest(EmbeddingRequest):
-    """POST /pooling."""
+    """Body of vLLM's POST /pooling."""
 
     off: ClassVar[Off] = {
         "messages": (),
@@ -151,7 +151,7 @@ def prompt_usage(prompts: Sequence[Sequence[int]]) -> dict[str, int]:
 def embeddings_answer(
     body: EmbeddingRequest, model: str, prompts: Sequence[Sequence[int]], vectors: Sequence[npt.NDArray[np.float32]]
 ) -> dict[str, Any]:
-    """The reply of /v1/embeddings."""
+    """The reply of POST /v1/embeddings, before it is JSON."""
     shown = in_parts(shown_vector(body, vector) for vector in vectors)
     return {
         "object": "list",

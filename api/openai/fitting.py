@@ -31,7 +31,7 @@ _LETTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
 @dataclass(frozen=True)
 class Demands:
-    """What a template wants of messages."""
+    """Restrictions of a template on messages."""
 
     one_system_first: bool  # it shows one system message at the beginning, and no second one
     no_late_system: bool  # none behind the beginning
@@ -51,8 +51,12 @@ class Demands:
                 return False
             return all(text in shown for text in texts)
 
-        begin, ask, answer = _said("system", "first-of-all"), _said("user", "a-question"), _said("assistant", "a-reply")
-        late = _said("system", "something-late")
+        begin, ask, answer = (
+            _message("system", "first-of-all"),
+            _message("user", "a-question"),
+            _message("assistant", "a-reply"),
+        )
+        late = _message("system", "something-late")
         results = [_result("call00001", "result-one"), _result("call00002", "result-two")]
         calls = [_call("call00001", "function_one"), _call("call00002", "function_two")]
         long = [ask, _calling(_call("call_of_twenty_letters", "function_one")), _result("call_of_twenty_letters", "x")]
@@ -70,7 +74,7 @@ class Demands:
         )
 
 
-def _said(role: str, content: str) -> Message:
+def _message(role: str, content: str) -> Message:
     return {"role": role, "content": content}
 
 

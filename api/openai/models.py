@@ -34,7 +34,7 @@ class Model(BaseModel):
 
 
 class ModelList(BaseModel):
-    """All served models."""
+    """Models and adapters that a request may name."""
 
     object: Literal["list"] = "list"
     data: list[Model]

@@ -42,17 +42,17 @@ async def reply(ring: Ring, codec: TextCodec, plan: RequestPlan, stream: bool) -
 
 
 async def written(gathered: Iterable[TokenEvent], write: Callable[[], bytes]) -> bytes:
-    """What `write` makes of these events. It runs beside the event loop when the answer is long, and writes what there
+    """The bytes that `write` makes of these events. It runs in a thread when the answer is long, and writes what there
     may be much of `in_parts`, since bytes of all at once would be one long call under the interpreter's lock."""
     return await aside(write) if sum(event.size for event in gathered) > LARGE_SIZE else write()
 
 
 def stream_failure(error: Exception, stream: str) -> ParallmError:
-    """What the client of a stream is told; a fault of ours goes to the log."""
-    told = from_fault(error)
-    if told.status == 500:
+    """The error that the client of a stream gets; a fault of the server is logged."""
+    shown = from_fault(error)
+    if shown.status == 500:
         log.exception("api.stream_failed", stream=stream)
-    return told
+    return shown
 
 
 async def stream_events(

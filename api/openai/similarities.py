@@ -29,7 +29,7 @@ _ANSWERS = error_responses()
 
 
 class ComparedFields(EmbeddingFields):
-    """What both endpoints share."""
+    """Fields that both endpoints share."""
 
     off: ClassVar[Off] = {  # vLLM's, of models with a head
         "use_activation": (True, False),
@@ -64,7 +64,7 @@ class ScoreRequest(ComparedFields):
         return self
 
     def sides(self) -> tuple[list[str], list[str]]:
-        """Both lists of texts."""
+        """Both lists of texts, whichever fields have them."""
         return _listed(self, _FIRST), _listed(self, _SECOND)
 
 
@@ -78,7 +78,7 @@ def _listed(body: ScoreRequest, names: Sequence[str]) -> list[str]:
 
 
 class RerankRequest(ComparedFields):
-    """POST /rerank."""
+    """Body of POST /rerank, /v1/rerank and /v2/rerank."""
 
     query: str
     documents: list[str] = Field(min_length=1, max_length=MAX_PROMPTS // 2)

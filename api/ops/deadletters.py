@@ -17,7 +17,7 @@ LetterId = Annotated[str, Path(description="`<model>:<entry>`, as the list gives
 
 
 class Letter(BaseModel):
-    """A dead letter."""
+    """A sequence that was given up, and why."""
 
     id: str
     object: Literal["deadletter"] = "deadletter"
@@ -38,14 +38,14 @@ class Letter(BaseModel):
 
 
 class LetterList(BaseModel):
-    """Letters, newest first."""
+    """One page of dead letters, the newest ones first."""
 
     object: Literal["list"] = "list"
     data: list[Letter]
 
 
 class Rerun(BaseModel):
-    """A requeued sequence."""
+    """The sequence that runs a dead letter again."""
 
     sequence: str
     state: Literal["queued", "running", "done", "cancelled"]
@@ -75,7 +75,7 @@ class Requeued(BaseModel):
 
 
 class DroppedLetter(BaseModel):
-    """The answer to DELETE."""
+    """Answer to the DELETE of a dead letter."""
 
     id: str
     object: Literal["deadletter.deleted"] = "deadletter.deleted"

@@ -28,7 +28,7 @@ TheRing = Annotated[Ring, Depends(ring_of)]
 DEGRADED_FROM = 0.72  # of a bound
 SILENT_S = 10.0  # of an engine that has work; reported, though it may be a long prompt
 ANSWER_WITHIN_S = 2.0  # Redis
-NOBODY = "no worker is there"
+NO_WORKER = "no worker is there"
 
 Status = Literal["ok", "paused", "degraded", "overloaded", "shutting_down"]
 
@@ -57,7 +57,7 @@ class RankHealth(BaseModel):
 
 
 class WorkerHealth(BaseModel):
-    """A live worker."""
+    """State of a live worker, as it has reported it."""
 
     id: str
     model: str
@@ -77,7 +77,7 @@ class WorkerHealth(BaseModel):
 
 
 class TrainerHealth(BaseModel):
-    """A live trainer."""
+    """State of a live trainer, as it has reported it."""
 
     policy: str
     run: str
@@ -86,7 +86,7 @@ class TrainerHealth(BaseModel):
 
 
 class ModelHealth(BaseModel):
-    """A model's queue."""
+    """Queue and workers of one model."""
 
     waiting: dict[str, int] = Field(description="sequences that no worker has taken yet, by class")
     leased: dict[str, int] = Field(description="sequences in workers' hands, by class")
@@ -113,7 +113,7 @@ class EventLoop(BaseModel):
 
 
 class RingHealth(BaseModel):
-    """How a ring is."""
+    """State of one ring, with the reasons of any trouble."""
 
     status: Status
     reasons: list[str] = Field(description="why it is not ok")
@@ -181,7 +181,7 @@ async def _report(ring: Ring) -> RingHealth:
 def _judge_all(report: Health, load: ProcessLoad) -> None:
     """The front is overloaded when it, or each of its rings, is; what ails one of them degrades it."""
     said = [f"ring '{name}': {reason}" for name, each in report.rings.items() for reason in each.reasons]
-    is_empty = report.reasons == [NOBODY]  # a ring of keys and limits alone is none that is ill
+    is_empty = report.reasons == [NO_WORKER]  # a ring of keys and limits alone is none that is ill
     statuses = {report.status, *(each.status for each in report.rings.values())}
     if is_empty:
         report.reasons = []
@@ -271,7 +271,7 @@ def _judge(report: RingHealth, load: ProcessLoad) -> None:
     full = any(used >= 1 for _, used in report.utilization)
     if full or not any(worker.state in SERVING for worker in report.workers):
         report.status = "overloaded"
-        report.reasons = report.reasons or [NOBODY]
+        report.reasons = report.reasons or [NO_WORKER]
     elif report.reasons:
         report.status = "degraded"
     elif report.paused:
@@ -284,7 +284,7 @@ def _lost(ranks: list[RankHealth]) -> str:
 
 @router.get("/livez", summary="Is this process alive?")
 async def livez() -> dict[str, str]:
-    """Always, while it answers."""
+    """Answers as long as the process lives."""
     return {"status": "ok"}
 
 

@@ -29,7 +29,7 @@ IDLE_S, IDLE_SHARE = 0.2, 0.1  # what waits for so long, or this share of the de
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a model's workers can do with one class of sequences."""
+    """Pace at which a model's workers begin one class of sequences."""
 
     claims_per_s: float
     first_token_s: float  # after the claim
@@ -64,7 +64,7 @@ class Forecast:
         return min(self.claims_per_s, self.prompt_tokens_per_s / prompt_tokens) if longer else self.claims_per_s
 
     def own_s(self, tokens: int) -> float:
-        """What a prompt of so many tokens takes beyond those that were measured, as far as that is known."""
+        """Seconds that a prompt of this length takes beyond the measured ones, as far as that is known."""
         return max(0.0, tokens - self.prompt_tokens) / self.prompt_tokens_per_s if self.prompt_tokens_per_s else 0.0
 
     def seconds(self, waiting: int, prompt_tokens: float, own_tokens: int = 0) -> float:
@@ -73,7 +73,7 @@ class Forecast:
 
 
 class FirstTokens:
-    """What this api process knows of the sequences that it lets in, and whom it refuses."""
+    """Predicts first tokens of this process's sequences, and decides which requests are refused for them."""
 
     def __init__(self) -> None:
         self._prompt_tokens: dict[tuple[str, SequenceClass], float] = {}  # mean of those let in here lately
@@ -83,7 +83,7 @@ class FirstTokens:
         """Mean length of the prompts that wait, as far as they were let in here."""
         return self._prompt_tokens.get((model, kind), 0.0)
 
-    def kept_free(self, model: str, kind: SequenceClass) -> float:
+    def reserved_share(self, model: str, kind: SequenceClass) -> float:
         """Share of the deadline that no waiting is planned for."""
         return 1 - (1 - RESERVE) * self._share(model, kind)
 

@@ -160,7 +160,7 @@ class Ring:
                 waiting.cancel()
 
     async def stop(self) -> None:
-        """Let go of Redis."""
+        """Ends all tasks and closes the connections to Redis."""
         await asyncio.gather(*(other._let_go() for other in self.others))
         await self._let_go()
         self.patterns.close()
@@ -227,8 +227,8 @@ class Ring:
 
     def is_away(self, what: str = "") -> ServiceUnavailableError:
         """The error for what needs a ring that does not answer."""
-        told = f"ring '{self.name}' is away ({self.away or 'its Redis does not answer'})"
-        return ServiceUnavailableError(f"{what}{told}; try again shortly", retry_after_s=2)
+        message = f"ring '{self.name}' is away ({self.away or 'its Redis does not answer'})"
+        return ServiceUnavailableError(f"{what}{message}; try again shortly", retry_after_s=2)
 
     async def live_models(self) -> dict[str, ModelCard]:
         """Cards of the models that a live worker serves, at most a second old."""
@@ -247,7 +247,7 @@ class Ring:
         return self._live
 
     async def _waits(self) -> dict[str, int]:
-        """What waits for models that are another ring's, too: nobody else needs to know it here."""
+        """Sequences that wait, by model, for models that another ring serves, too; no other figure is needed there."""
         shared = [model for model, card in self._live.items() if len(self.equals(card)) > 1]
         return {model: (await self.queue(model).unclaimed())["interactive"] for model in shared}
 

@@ -142,6 +142,6 @@ def _drawn(versions: tuple[int, ...], floor: float) -> int:
 
 
 def _concerns(owner: str) -> bool:
-    """Whether an adapter is the asker's own, an admin's key being no tenant's."""
+    """True if an adapter is the caller's own; without tenants all of them are."""
     who = asker()
     return who == ANYBODY or who.publishes_for == owner

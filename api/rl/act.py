@@ -67,13 +67,13 @@ class PolicyFields(TargetFields):
 
 
 class LanguageAct(RequestModel):
-    """What ActRequest has when a language model is asked."""
+    """Fields of ActRequest as a language model takes them."""
 
     observations: list[Observation] = Field(min_length=1, max_length=1024)
 
 
 class ActRequest(PolicyFields):
-    """POST /v1/rl/act."""
+    """Request body of POST /v1/rl/act."""
 
     observations: list[Any] | dict[str, Any] = Field(
         min_length=1,
@@ -138,7 +138,7 @@ class ActRequest(PolicyFields):
         return self.user or self.session_id or ""
 
     def texts(self) -> list[Observation]:
-        """What a language model observes; InvalidRequestError."""
+        """Observations for a language model; InvalidRequestError if they are no texts."""
         for name in ("hidden_states", "session_id", "encoding_format"):
             if getattr(self, name) is not None:
                 raise UnsupportedParameterError(f"a language model has no '{name}'", param=name)
@@ -289,7 +289,7 @@ def _prompt(codec: TextCodec, observation: Observation) -> list[int]:
 
 
 async def _values(ring: Ring, target: Target, prompts: list[list[int]]) -> list[float] | None:
-    """What the policy's value head says of each observation; None when it has none."""
+    """Outputs of the policy's value head for each observation; None when it has none."""
     spec = heads_of(target).get(VALUE)
     if spec is None or spec.kind != "scalar":
         return None

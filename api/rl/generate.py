@@ -70,12 +70,12 @@ class GenerateRequest(SamplingFields):
 
     @property
     def several(self) -> bool:
-        """Whether the answer has lists."""
+        """True if the answer's fields are lists."""
         nested = bool(self.prompt_ids) and isinstance((self.prompt_ids or [0])[0], list)
         return self.prompts is not None or nested or (self.n or 1) > 1
 
     def texts_or_ids(self) -> Sequence[str | list[int]]:
-        """The prompts."""
+        """The prompts, whichever field has them."""
         if isinstance(self.prompt, TokensPrompt):
             return [self.prompt.prompt_token_ids]
         if self.prompt is not None:

@@ -36,7 +36,7 @@ Ids = list[StrictId]
 
 
 class TokenSampling(SamplingFields):
-    """vLLM's `SamplingParams`."""
+    """vLLM's `SamplingParams` inside the body of a request."""
 
     off: ClassVar[Off] = {
         "stream": (False,),
@@ -59,14 +59,14 @@ class TokenSampling(SamplingFields):
 
 
 class TokenStreamOptions(RequestModel):
-    """vLLM's."""
+    """Options of a stream under vLLM's names."""
 
     include_usage: bool = Field(default=False, description="a last chunk with the counts")
     continuous_usage_stats: bool = Field(default=False, description="the counts so far with every chunk")
 
 
 class TokenRequest(RequestModel):
-    """POST /inference/v1/generate."""
+    """Request body of POST /inference/v1/generate."""
 
     off: ClassVar[Off] = {
         "features": (),

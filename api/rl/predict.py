@@ -54,14 +54,14 @@ class Inputs(RequestModel):
 
 
 class LanguagePrediction(RequestModel):
-    """What PredictRequest has when a language model is asked."""
+    """Fields of PredictRequest as a language model takes them."""
 
     inputs: Inputs
     outputs: list[Output] = Field(default=["next_token_ids", "next_token_log_probs"], min_length=1)
 
 
 class PredictRequest(PolicyFields):
-    """POST /v1/predict."""
+    """Request body of POST /v1/predict."""
 
     inputs: dict[str, Any] = Field(
         description="of a language model `text` or `input_ids`; of a network its inputs by name, each nested lists, or "
@@ -76,7 +76,7 @@ class PredictRequest(PolicyFields):
     )
 
     def checked(self) -> LanguagePrediction:
-        """What a language model is asked; InvalidRequestError."""
+        """The request to a language model; InvalidRequestError if it does not suit one."""
         if self.encoding_format not in (None, "float"):
             raise InvalidRequestError("base64 is for networks", param="encoding_format")
         fields = {"inputs": self.inputs} | ({} if self.outputs is None else {"outputs": self.outputs})

@@ -63,7 +63,7 @@ class ScoreBody(RequestModel):
 
     @property
     def texts(self) -> list[str]:
-        """What is scored."""
+        """The completions that are to be scored."""
         return [self.completions] if isinstance(self.completions, str) else self.completions
 
     @property
@@ -79,7 +79,7 @@ class ScoreBody(RequestModel):
         return [each if isinstance(each, str) else template_messages(each) for each in each_own]
 
     def checked(self) -> CheckedReward:
-        """The reward."""
+        """The reward with its options checked."""
         param = "scoring_function" if self.scoring_function is not None else "reward"
         given = self.reward or self.scoring_function or ("" if self.model is None else ASKING[0])
         if self.model is None:
@@ -92,7 +92,7 @@ class ScoreBody(RequestModel):
         return scoring_reward({**spec.options, "name": spec.name, "model": self.model}, param)
 
     def samples(self, reward: CheckedReward) -> list[RewardSample]:
-        """What the reward looks at; InvalidRequestError when something that it needs is missing."""
+        """Inputs of the reward; InvalidRequestError when something that it needs is missing."""
         references = [self.references] if isinstance(self.completions, str) else self.references
         references = [None] * len(self.texts) if references is None else references
         name = reward.spec.name

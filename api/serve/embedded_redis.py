@@ -50,12 +50,11 @@ class EmbeddedRedis:
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """Address at which the server listens."""
         return f"redis://{HOST}:{self.port}/0"
 
     @property
     def alive(self) -> bool:
-        """Whether the server runs."""
         return self._watchdog is not None and self._watchdog.poll() is None
 
     def start(self) -> str:

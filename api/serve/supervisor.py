@@ -60,7 +60,6 @@ class Child:
 
     @property
     def runs(self) -> bool:
-        """Whether its process is alive."""
         return self.process is not None and self.process.returncode is None
 
 
@@ -95,7 +94,6 @@ class Supervisor:
             await self._stop_child(child)
 
     def alive(self) -> bool:
-        """Whether every child runs."""
         return all(child.runs for child in self._children)
 
     def troubles(self) -> list[ChildTrouble]:

@@ -111,13 +111,13 @@ class _Sent:
     file: IO[bytes]
 
     def size(self) -> int:
-        """Bytes."""
+        """Length of the archive in bytes."""
         size = self.file.seek(0, 2)
         self.file.seek(0)
         return size
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """All of it."""
+        """Bytes of the archive, piece by piece."""
         with self.file:
             while piece := await asyncio.to_thread(self.file.read, PIECE_BYTES):
                 yield piece

@@ -34,7 +34,7 @@ POLL_S = 20.0  # the SDK gives up a poll after 45
 
 @router.post("/retrieve_future", summary="A result", response_class=Response, responses=error_responses(400, 404))
 async def retrieve_future(body: FutureBody, request: Request, ring: TheRing) -> Response:
-    """Of a learner's request or of a sample; waits for it for a while."""
+    """Returns the result of a learner's request or of a sample, for which it waits a while."""
     first, _, last = body.request_id.rpartition(":sample:")
     if ":train:" not in body.request_id:
         if not (first and last.isdigit()):

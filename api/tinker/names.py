@@ -47,17 +47,17 @@ class SavePath(NamedTuple):
 
 
 def keeper() -> str:
-    """Of whoever asks."""
+    """Owner under whom the caller's sessions, samplers and samples are stored."""
     return keys.keeper(f"tinker of {asker().tenant or key_name()}")
 
 
 def learner_of(session: str, number: int) -> str:
-    """The session's n-th learner."""
+    """Id of the session's n-th learner."""
     return f"{session}:train:{number}"
 
 
 def sampler_of(session: str, number: int) -> str:
-    """The session's n-th sampler."""
+    """Id of the session's n-th sampler."""
     return f"{session}:sample:{number}"
 
 

@@ -25,7 +25,7 @@ _LAST, _DRAWS = "prompt_logprobs_last_n", "prompt_alt_tokens_k"
 
 @dataclass(frozen=True)
 class PromptTokenQuery:
-    """Of one sample."""
+    """Other tokens in the places of a prompt's own whose log-probabilities one sample asks for."""
 
     targets: TensorBody | None = None
     rows: tuple[tuple[int, ...], ...] = ()  # ids of the targets by place, -1 where nothing is asked for
@@ -54,7 +54,7 @@ class PromptTokenQuery:
         return cls(targets, rows, body.prompt_alt_tokens_k)
 
     def put_into(self, sequences: Sequences, body: SampleBody) -> Sequences:
-        """What the worker is asked for."""
+        """The sequences with what the query needs of the workers."""
         if not (self._names or self.draws or body.prompt_logprobs_last_n):
             return sequences
         named = tuple(tuple(token for token in row if token != -1) for row in self.rows)
@@ -68,24 +68,24 @@ class PromptTokenQuery:
         )
         return sequences.with_template(sampling=sampling)
 
-    def logprobs(self, told: Sequence[TokenLogprobs]) -> npt.NDArray[np.float32]:
-        """Of the targets, one after another, 0 where nothing is asked for; `told` by prompt token."""
-        if not self._names:  # and nothing is told
+    def logprobs(self, reported: Sequence[TokenLogprobs]) -> npt.NDArray[np.float32]:
+        """Log-probabilities of the targets in their order, 0 where nothing is asked for; `reported` by prompt token."""
+        if not self._names:  # and nothing is reported
             return np.zeros(sum(map(len, self.rows)), np.float32)
-        found = (self._of_row(row, each) for row, each in zip(self.rows, told[1:], strict=True))
+        found = (self._of_row(row, each) for row, each in zip(self.rows, reported[1:], strict=True))
         return np.array(list(chain.from_iterable(found)), np.float32)
 
-    def drawn(self, told: Sequence[TokenLogprobs]) -> list[TokenLogprobs]:
-        """What was drawn, by place."""
-        return [each[len(each) - self.draws :] for each in told[1:]]
+    def drawn(self, reported: Sequence[TokenLogprobs]) -> list[TokenLogprobs]:
+        """Tokens that were drawn, by place of the prompt."""
+        return [each[len(each) - self.draws :] for each in reported[1:]]
 
     @property
     def _names(self) -> bool:
         return any(token != -1 for row in self.rows for token in row)
 
     @staticmethod
-    def _of_row(row: Sequence[int], told: TokenLogprobs) -> list[float]:
-        known = iter(told)
+    def _of_row(row: Sequence[int], reported: TokenLogprobs) -> list[float]:
+        known = iter(reported)
         return [0.0 if token == -1 else next(known).logprob for token in row]
 
 

@@ -224,7 +224,7 @@ Top = Sequence[Sequence[tuple[int, float]]]  # of each position: token and log-p
 
 
 class Sampled(NamedTuple):
-    """One completion."""
+    """Tokens and log-probabilities of one completion."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -233,7 +233,8 @@ class Sampled(NamedTuple):
 
 
 class PromptSaid(NamedTuple):
-    """What is told of a prompt: its own tokens', the likeliest ones, those that were named, those that were drawn."""
+    """Log-probabilities of a prompt: of its own tokens, of the likeliest, of those that were named, and of those that
+    were drawn."""
 
     logprobs: Sequence[float | None] | None
     top: Top

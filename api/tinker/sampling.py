@@ -53,7 +53,7 @@ _running: dict[str, "asyncio.Task[None]"] = {}  # samples that this process work
 
 @router.post("/create_sampling_session", summary="Make a sampler", response_class=Response, responses=ERRORS)
 async def create_sampling_session(body: SamplerBody, ring: TheRing) -> Response:
-    """Of a model, or of a version that a learner of the asker's has published."""
+    """Creates a sampler of a model, or of a version that a learner of the caller has published."""
     session = await session_named(ring, body.session_id)
     sampler = await _sampler(ring, sampler_of(session.id, body.sampling_session_seq_id), body)
     await ring.tinker.put(keeper(), sampler.id, sampler)
@@ -62,7 +62,7 @@ async def create_sampling_session(body: SamplerBody, ring: TheRing) -> Response:
 
 @router.get("/samplers/{sampler_id}", summary="A sampler", response_class=Response, responses=ERRORS)
 async def get_sampler(sampler_id: Annotated[str, Path(pattern=ID)], ring: TheRing) -> Response:
-    """What it draws from."""
+    """Returns the model or the version that the sampler draws from."""
     sampler = await _known(ring, sampler_id)
     named = {"base_model": sampler.base_model, "model_path": sampler.model_path or None}
     return json_reply({"sampler_id": sampler.id, **named})
@@ -70,7 +70,7 @@ async def get_sampler(sampler_id: Annotated[str, Path(pattern=ID)], ring: TheRin
 
 @router.post("/asample", summary="Begin a sample", response_class=Response, responses=ERRORS)
 async def asample(body: SampleBody, ring: TheRing) -> Response:
-    """Its future, and the ids of its completions. What cannot be drawn is refused here."""
+    """Returns the sample's future and the ids of its completions. A sample that cannot be drawn is refused here."""
     if body.sampling_session_id is None or body.seq_id is None:
         raise InvalidRequestError("a sample has a 'sampling_session_id' and a 'seq_id'", param="sampling_session_id")
     sampler = await _known(ring, body.sampling_session_id)
@@ -218,14 +218,14 @@ def _result(gathered: Sequence[list[TokenEvent]], body: SampleBody, tokens: Prom
         for whole in wholes
     ]
     first, top_k = wholes[0], body.topk_prompt_logprobs
-    told = first.prompt_others or [() for _ in first.prompt_logprobs or ()]
-    targets = None if tokens.targets is None else (tokens.targets, tokens.logprobs(told))
+    reported = first.prompt_others or [() for _ in first.prompt_logprobs or ()]
+    targets = None if tokens.targets is None else (tokens.targets, tokens.logprobs(reported))
     prompt = PromptSaid(
         first.prompt_logprobs if body.prompt_logprobs else None,
         _top(first.prompt_top_logprobs) if top_k else (),
         top_k,
         targets,
-        _top(tokens.drawn(told)) if tokens.draws else (),
+        _top(tokens.drawn(reported)) if tokens.draws else (),
         tokens.draws,
     )
     return sample_bytes(sequences, body.topk_sample_logprobs, prompt)

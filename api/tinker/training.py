@@ -158,7 +158,7 @@ async def load_weights(body: LoadBody, ring: TheRing) -> Response:
 
 @router.post("/get_info", summary="A learner", response_class=Response, responses=ERRORS)
 async def get_info(body: ModelId, ring: TheRing) -> Response:
-    """Its model and rank."""
+    """Returns the learner's model and rank."""
     spec = await spec_named(ring, body.model_id)
     card, _ = await ring.known(spec.model)
     tokenizer = card.sources[0] if card.sources else card.name
@@ -250,7 +250,7 @@ def _reply(learner: str, number: int, more: str = "") -> Response:
 
 
 def _kind(metadata: Metadata) -> LoraKind | None:
-    """What a client asks for in its metadata, the only place that the SDK has for it; None: nothing."""
+    """Kind of LoRA that a client asks for in its metadata, the only place that the SDK has for it; None: nothing."""
     asked = (metadata or {}).get(_KIND)
     if asked is not None and asked not in get_args(LoraKind):
         raise InvalidRequestError(f"{asked!r} is none of {', '.join(get_args(LoraKind))}", param=_KIND_PARAM)

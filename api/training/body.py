@@ -143,7 +143,7 @@ class PostedTrajectory(RequestModel):
 
     @property
     def score(self) -> float | None:
-        """The reward's value."""
+        """Value of the trajectory's reward, if it has one."""
         return self.reward.value if isinstance(self.reward, RewardValue) else self.reward
 
     def trajectory(self, index: int, policy: str, model: str) -> LiveTrajectory:
@@ -171,7 +171,7 @@ class PostedTrajectory(RequestModel):
 
 
 class UpdateBody(RequestModel):
-    """POST /v1/training/update."""
+    """Request body of POST /v1/training/update."""
 
     trajectories: list[PostedTrajectory] = Field(min_length=1, max_length=MAX_TRAJECTORIES)
     update_inference: bool = Field(default=True, description="serve the result; false: train, and serve it later")
@@ -261,7 +261,7 @@ def _posted(index: int, raw: msgspec.Raw) -> PostedTrajectory:
 
 
 class CheckpointBody(RequestModel):
-    """POST /training/checkpoint."""
+    """Request body of POST /training/checkpoint."""
 
     name: str = Field(default="", description="default: step-<train step>")
     checkpoint_name: str = Field(default="", description="the same as `name`")
@@ -269,7 +269,7 @@ class CheckpointBody(RequestModel):
 
 
 class ResumeBody(RequestModel):
-    """POST /v1/training/resume."""
+    """Request body of POST /v1/training/resume."""
 
     action: ForeignAction = Field(
         description="adopt: train on from the version that is the latest; override: serve the run's own again"

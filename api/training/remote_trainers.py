@@ -66,8 +66,8 @@ async def beat(policy: Policy, request: Request, ring: TheRing) -> Response:
         if heartbeat.point is not None:
             await board.add(heartbeat.point)
         if heartbeat.status is not None:
-            told = {"owner": heartbeat.owner, "ranks": (), "heartbeat_ms": int(time.time() * 1000)}
-            await board.write(msgspec.structs.replace(heartbeat.status, **told))
+            changes = {"owner": heartbeat.owner, "ranks": (), "heartbeat_ms": int(time.time() * 1000)}
+            await board.write(msgspec.structs.replace(heartbeat.status, **changes))
     return json_reply(Holder(holder, model, name))
 
 

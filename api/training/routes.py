@@ -175,7 +175,7 @@ async def status(ring: TheRing, policy: PolicyName = "") -> Response:
     responses={200: {"description": "Board, curves, alerts, queues, versions"}},
 )
 async def debug(ring: TheRing, policy: PolicyName = "", points: Annotated[int, Query(ge=0, le=4096)] = 50) -> Response:
-    """What Redis knows of a policy's training, for a person who looks for a fault."""
+    """Returns everything that Redis holds of a policy's training, for a person who looks for a fault."""
     ring, name = await _policy(ring, policy)
     board = TrainingBoard(ring.redis, name)
     try:
@@ -246,7 +246,7 @@ async def _card(ring: Ring, policy: str) -> ModelCard:
         summary = await ring.adapters.summary(policy)
     except UnknownAdapterError:
         await check_published(ring, policy)
-        raise _nobody(policy) from None
+        raise _no_trainer(policy) from None
     return await card_of_base(ring, summary.base_sha256)
 
 
@@ -271,7 +271,7 @@ async def _ordered(ring: Ring, policy: str, order: bytes, idempotency_key: str) 
     reply = await orders.answer(order_id, 0)
     if reply is None:
         if not await board.alive():
-            raise _nobody(policy)
+            raise _no_trainer(policy)
         await orders.place(order_id, order, ring.settings.request_timeout_s)
     while reply is None and time.monotonic() < until:
         reply = await orders.answer(order_id, min(_LOOK_S, until - time.monotonic()))
@@ -288,7 +288,7 @@ async def _ordered(ring: Ring, policy: str, order: bytes, idempotency_key: str) 
     return answer
 
 
-def _nobody(policy: str) -> ServiceUnavailableError:
+def _no_trainer(policy: str) -> ServiceUnavailableError:
     start = f"start one with mlx_parallm_train --adapter {policy}"
     return ServiceUnavailableError(f"no trainer of policy '{policy}' is alive: {start}", retry_after_s=10)
 

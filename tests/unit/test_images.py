@@ -21,7 +21,7 @@ from PIL import Image
 
 from api.checks.image_fetch import ImageFetch, public_address
 from api.generation.named_images import _of_url
-from api.http.limits import check_beside_images
+from api.http.limits import check_without_images
 from shared.errors import (
     IncompatibleVersionError,
     InvalidRequestError,
@@ -418,7 +418,7 @@ def test_a_body_may_be_long_by_its_images_alone() -> None:
     url = b'{"type": "image_url", "image_url": {"url": "data:image/png;base64,' + b"A" * 5000 + b'"}}'
     pointer = b'{"type": "image_asset_pointer", "location": "data:image/png;base64,' + b"A" * 5000 + b'"}'
     for shown in (url, pointer):
-        check_beside_images(b'{"messages": [' + shown + b"]}", 200)
+        check_without_images(b'{"messages": [' + shown + b"]}", 200)
     for body in (b'{"text": "' + b"x" * 300 + b'"}', b'{"text": "data:' + b"x" * 300 + b'"}', url + b" " * 200):
         with pytest.raises(PayloadTooLargeError):
-            check_beside_images(body, 200)
+            check_without_images(body, 200)

@@ -30,7 +30,7 @@ _THOUGHTS: tuple[Marks, ...] = (  # of families that share the form of their cal
 
 @dataclass(frozen=True)
 class Family:
-    """One family."""
+    """How one family of models writes reasoning and tool calls."""
 
     name: str
     signs: tuple[tuple[str, ...], ...]  # its chat template has all the texts of one of these
@@ -48,11 +48,11 @@ class Family:
         return self.calls or self.name
 
     def marks(self, template: str) -> Marks | None:
-        """What surrounds reasoning; None for a model that does not reason."""
+        """Marks that surround reasoning; None for a model that does not reason."""
         return self.thoughts or next((marks for marks in _THOUGHTS if marks[1] in template), None)
 
     def thinking_after(self, prompt: str, marks: Marks) -> Thinking:
-        """What a completion of this prompt begins with."""
+        """How a completion of this prompt begins: in reasoning, perhaps with reasoning, or without."""
         if self.channels:
             header, begun, said = prompt[prompt.rfind(START) + 1 :].partition(MESSAGE)
             return "may" if not begun or END in said else "open" if f"{CHANNEL}analysis" in header else ""
@@ -62,7 +62,7 @@ class Family:
             return "open"
         return "" if written.endswith(end) else "may"
 
-    def behind_thinking(self, text: str, thinking: Thinking, marks: Marks, codec: TextCodec) -> str:
+    def grammar_after_thinking(self, text: str, thinking: Thinking, marks: Marks, codec: TextCodec) -> str:
         """The grammar `text`, before which the model may reason."""
         if not text or not thinking:
             return text

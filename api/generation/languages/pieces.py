@@ -7,7 +7,7 @@ from api.generation.languages.tool_formats import ToolFormat, tool_format
 
 
 class SplitPlan(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What to look for in a completion. A part of the reply's plan, so it may lie in Redis for a while."""
+    """Marks and tools that a splitter looks for in a completion. It is stored in Redis with the plan."""
 
     format: str = ""  # of tool calls; "": none are looked for
     tools: bytes = b""  # JSON of their definitions: some forms are read with their types
@@ -37,7 +37,7 @@ class SplitPlan(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class CallPart(msgspec.Struct):
-    """What is new of one tool call."""
+    """New parts of one tool call."""
 
     index: int  # of the call in the choice
     name: str = ""  # in its first part
@@ -46,7 +46,7 @@ class CallPart(msgspec.Struct):
 
 
 class ReplyPiece(msgspec.Struct):
-    """What a delta of text brought."""
+    """New reasoning, content and tool calls of one choice."""
 
     content: str = ""
     reasoning: str = ""

@@ -26,7 +26,7 @@ from api.openai.replies import stream_failure
 from api.openai.responses.body import ResponseRequest
 from api.openai.responses.history import keeper, own_ids, shared_ids
 from api.openai.responses.items import Event
-from api.openai.responses.kept import entries, joined, shown_items, whole, without_output
+from api.openai.responses.storage import entries, joined, shown_items, whole, without_output
 from api.openai.responses.writer import ResponseWriter
 from api.ring.choosing import ring_keeping
 from api.ring.ring import Ring
@@ -262,9 +262,9 @@ class BackgroundWork:
             with contextlib.suppress(RedisError, OSError):
                 await self._due.again([entry], AGAIN_MS)
         except Exception as error:  # tried again, it would fail again
-            told = stream_failure(error, response_id)
+            reported = stream_failure(error, response_id)
             with contextlib.suppress(RedisError, OSError, UnknownResponseError):
-                await self._fail(who, response_id, told.message)
+                await self._fail(who, response_id, reported.message)
                 await self._due.done(entry)
 
     async def _fail(self, who: str, response_id: str, why: str) -> None:
@@ -287,15 +287,15 @@ class _Reading:
         asked = msgspec.json.decode(run.request)
         self._body = ResponseRequest.model_validate({**asked, "input": "-"})
         self._number = 0  # of the next event
-        self._told = 0  # events that stand already
+        self._published = 0  # events that stand already
 
     async def to_the_end(self) -> None:
         """Read all tokens, and store the answer."""
         _, codec = await self._there.known(self._spec.model)
         writer = ResponseWriter(self._body, self._plan, codec)
         if self._stored.streams:
-            self._told = await self._ring.responses.count_told(self._who, self._id)
-        await self._tell(
+            self._published = await self._ring.responses.count_told(self._who, self._id)
+        await self._publish(
             [{"type": f"response.{name}", "response": writer.shown()} for name in ("created", "in_progress")]
         )
         generation = await self._generation()
@@ -330,12 +330,12 @@ class _Reading:
             out += writer.take(writer.choice.take([event]))
             if at % AT_A_TIME == 0:
                 await asyncio.sleep(0)
-        await self._tell(out)
+        await self._publish(out)
 
-    async def _tell(self, events: list[Event]) -> None:
+    async def _publish(self, events: list[Event]) -> None:
         """Write events for those who watch, but for those that stand already."""
         number, self._number = self._number, self._number + len(events)
-        new = [sse(event, at) for at, event in enumerate(events, number) if at >= self._told]
+        new = [sse(event, at) for at, event in enumerate(events, number) if at >= self._published]
         if self._stored.streams and new:
             await self._ring.responses.tell(self._who, self._id, self._number - len(new), new)
 
@@ -349,8 +349,8 @@ class _Reading:
         elif isinstance(failure, RequestCancelledError):
             state, shown = "cancelled", writer.shown(status="cancelled")
         else:
-            told = stream_failure(failure, self._id)
-            detail = {"code": "server_error", "message": told.message}
+            reported = stream_failure(failure, self._id)
+            detail = {"code": "server_error", "message": reported.message}
             state, shown = "failed", writer.shown(status="failed", error=detail)
         given = [(item["id"], msgspec.json.encode(item)) for item in output]
         if failure is None and self._stored.conversation:

@@ -19,11 +19,11 @@ from api.http.errors import error_responses
 from api.openai.replies import written
 from api.openai.responses.body import ResponseRequest
 from api.openai.responses.history import history_of
-from api.openai.responses.kept import shown_items
 from api.openai.responses.parts import TextPart
 from api.openai.responses.planning import plan_response
 from api.openai.responses.references import resolved
 from api.openai.responses.sealed import sealed
+from api.openai.responses.storage import shown_items
 from api.openai.responses.turns import InputMessage
 from api.openai.responses.writer import ResponseWriter
 from api.ring.ring import TheRing
@@ -45,7 +45,7 @@ _PLAIN: dict[str, Any] = {"tools": None, "tool_choice": None, "text": None, "inc
     responses=error_responses(404, 409, ok="The user's messages, and a `compaction` item with a summary of the rest"),
 )
 async def compact(body: ResponseRequest, request: Request, ring: TheRing) -> Response:
-    """What it takes in place of the turns so far to go on with a conversation."""
+    """Returns the items that replace the turns so far when the conversation continues."""
     for name in ("stream", "background", "conversation"):
         if getattr(body, name):
             raise InvalidRequestError(f"'{name}' does not go with a compaction", param=name)

@@ -30,7 +30,7 @@ _ids_decoder = msgspec.msgpack.Decoder(tuple[int, list[int]])
 
 @dataclass(frozen=True)
 class ResponseHistory:
-    """What was said, and the ids of all of it up to the end of the last answer."""
+    """Earlier items, and the ids of all of them up to the end of the last answer."""
 
     items: list[Item] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
@@ -42,7 +42,8 @@ def keeper() -> str:
 
 
 def is_stored(ring: Ring, body: ResponseRequest) -> bool:
-    """Whether to store the response; UnsupportedParameterError when the request needs what this server does not do."""
+    """True if the response is to be stored; UnsupportedParameterError when the request needs what this server does not
+    do."""
     if ring.settings.response_ttl_s:
         return body.store is not False
     for name in ("store", "previous_response_id", "conversation", "background"):
@@ -53,7 +54,8 @@ def is_stored(ring: Ring, body: ResponseRequest) -> bool:
 
 
 async def history_of(ring: Ring, body: ResponseRequest) -> ResponseHistory:
-    """What comes before the input; UnknownResponseError, UnknownConversationError, or why nothing can follow it."""
+    """The items before the input; UnknownResponseError, UnknownConversationError, or an error that says why nothing can
+    follow."""
     if body.previous_response_id is not None:
         return await _followed(ring, body.previous_response_id)
     if body.conversation is None:

@@ -93,7 +93,7 @@ class ItemWriter:
         if kind == "reasoning" and self._seals:
             item["encrypted_content"] = sealed(part["text"])
         return [
-            self._event(f"{_TEXTS[kind]}.done", item, content_index=0, text=part["text"], **_told(part)),
+            self._event(f"{_TEXTS[kind]}.done", item, content_index=0, text=part["text"], **_with_logprobs(part)),
             self._event("content_part.done", item, content_index=0, part=part),
             self._done(item),
         ]
@@ -146,7 +146,7 @@ class ItemWriter:
         return {"type": f"response.{name}", **place, **fields}
 
 
-def _told(part: dict[str, Any]) -> dict[str, Any]:
+def _with_logprobs(part: dict[str, Any]) -> dict[str, Any]:
     return {"logprobs": [_brief(each) for each in part["logprobs"]]} if "logprobs" in part else {}
 
 

@@ -53,7 +53,7 @@ def _renamed(error: InvalidRequestError) -> InvalidRequestError:
 
 
 def left_out(body: ResponseRequest, card: ModelCard) -> list[str]:
-    """What of a request the model does not see, or is not done, though it is taken: the answer's header names it."""
+    """Parts of a request that are accepted though the model does not see them; the answer's header names them."""
     unseen = card.vision is None and any(map(_has_images, body.input))
     return [*body.left_out(), *(["input.input_image"] if unseen else [])]
 
@@ -89,7 +89,7 @@ async def count_tokens(ring: Ring, body: ResponseRequest, target: Target, begun:
 
 
 async def _unkept(sha256: bytes, data: bytes) -> None:
-    """Of images that are only counted, nothing is kept."""
+    """Stores nothing: the images of a count are not needed afterwards."""
 
 
 async def _fitting(

@@ -21,9 +21,9 @@ from api.openai.responses.background import sse
 from api.openai.responses.body import ResponseRequest
 from api.openai.responses.history import history_of, is_stored, keeper, own_ids
 from api.openai.responses.items import Event
-from api.openai.responses.kept import After, ItemPage, Limit, Order, entries, keep, page, whole
 from api.openai.responses.planning import NAMES, count_tokens, left_out, plan_response
 from api.openai.responses.references import resolved
+from api.openai.responses.storage import After, ItemPage, Limit, Order, entries, keep, page, whole
 from api.openai.responses.writer import ResponseWriter
 from api.ring.ring import TheRing
 from shared.errors import InvalidRequestError
@@ -71,7 +71,7 @@ async def create_response(body: ResponseRequest, request: Request, ring: TheRing
 
 
 class InputTokens(BaseModel):
-    """What a request's prompt comes to."""
+    """Length of a request's prompt."""
 
     object: Literal["response.input_tokens"] = "response.input_tokens"
     input_tokens: int
@@ -110,8 +110,11 @@ async def _events(
                         yield b"".join(out)
             await kept()
         except Exception as error:
-            told = stream_failure(error, writer.shown()["id"])
-            detail = {"code": "rate_limit_exceeded" if told.status == 429 else "server_error", "message": told.message}
+            failure = stream_failure(error, writer.shown()["id"])
+            detail = {
+                "code": "rate_limit_exceeded" if failure.status == 429 else "server_error",
+                "message": failure.message,
+            }
             yield to_bytes({"type": "response.failed", "response": writer.shown(status="failed", error=detail)})
             return
         yield to_bytes({"type": f"response.{writer.status}", "response": writer.shown()})
@@ -133,7 +136,7 @@ async def get_response(
     ] = False,
     starting_after: Annotated[int | None, Query(ge=-1, description="`sequence_number` of the last event seen")] = None,
 ) -> Response:
-    """As it is now."""
+    """Returns the response in its present state, or streams the events that are still to come."""
     who = keeper()
     stored = await ring.responses.find(who, response_id)
     if not stream:
@@ -183,7 +186,7 @@ async def list_input_items(
     limit: Limit = 20,
     order: Order = "desc",
 ) -> Response:
-    """Its own items, without those of the responses that it follows."""
+    """Returns the response's own items, without those of the responses that it follows."""
     raw = (await ring.responses.find(keeper(), response_id)).input
     found = await aside(entries, raw) if len(raw) > LONG_BYTES else entries(raw)
     return page(found, after, limit, order)

@@ -11,7 +11,7 @@ _PREFIX = "parallm:"
 
 
 def sealed(text: str) -> str:
-    """The text as `encrypted_content`."""
+    """The text in the form of `encrypted_content`."""
     return _PREFIX + base64.b64encode(text.encode(errors="replace")).decode()
 
 

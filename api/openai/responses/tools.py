@@ -47,7 +47,7 @@ class FunctionTool(FunctionDefinition):
 
 
 class CustomFormat(HistoryModel):
-    """What the text of a custom tool must be. The model sees it; nothing enforces it."""
+    """Form of the text of a custom tool. The model sees it; nothing enforces it."""
 
     type: Literal["text", "grammar"]
     syntax: str = ""
@@ -67,7 +67,7 @@ class CustomTool(HistoryModel):
 
     @property
     def form(self) -> str:
-        """What its text must be, for the model to read; "": any text."""
+        """Description of the text's form for the model; "" for any text."""
         if self.format is None or self.format.type == "text":
             return ""
         return f"Its input follows this {self.format.syntax} grammar:\n{self.format.definition}"
@@ -125,7 +125,7 @@ class OfferedTools:
 
 
 def offered(tools: Sequence[ResponseTool]) -> Iterator[OfferedTools]:
-    """What the model sees of tools. The description of a namespace stands before that of its first tool."""
+    """Tools as the model sees them. The description of a namespace stands before that of its first tool."""
     for namespace, tool in own_tools(tools):
         about, named = tool.description, None
         if namespace is not None:
@@ -165,7 +165,7 @@ def chosen(tools: Sequence[ResponseTool], choice: ToolName) -> str:
 
 
 def left_out_of(tools: Sequence[ResponseTool]) -> set[str]:
-    """What the model does not see of tools, or sees and need not follow, as the answer's header calls it."""
+    """Parts of tools that the model does not see or need not follow, under the names that the answer's header uses."""
     found = {f"tools.{tool.type}" for tool in tools if isinstance(tool, HostedTool)}
     found |= {"tools.defer_loading" for _, tool in own_tools(tools) if tool.defer_loading}
     return found | {"tools.format" for _, tool in own_tools(tools) if isinstance(tool, CustomTool) and tool.form}

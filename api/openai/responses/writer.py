@@ -37,7 +37,7 @@ class ResponseWriter:
 
     @property
     def output(self) -> list[dict[str, Any]]:
-        """Its items so far."""
+        """Items of the response so far."""
         return self._writer.items
 
     def whole(self, events: list[TokenEvent]) -> bytes:
@@ -58,17 +58,17 @@ class ResponseWriter:
         return events
 
     def _logprobs(self, delta: Delta) -> list[ChatLogprob]:
-        """Of the delta's tokens that may be text: neither what ends the completion nor a mark."""
+        """Log-probabilities of the delta's tokens that may be text: neither a stop token nor a mark."""
         tokens, finish = delta.tokens, delta.finish
         if finish is not None and ends_with_stop_token(tokens, finish, self._plan.eos_token_ids):
             tokens = tokens[:-1]
-        told = self._names.chat(tokens, delta.logprobs[: len(tokens)], delta.top_logprobs)
+        logprobs = self._names.chat(tokens, delta.logprobs[: len(tokens)], delta.top_logprobs)
         marks = () if self._plan.split is None else self._plan.split.marks
-        return [each for each in told if each.token not in marks]
+        return [each for each in logprobs if each.token not in marks]
 
     @property
     def status(self) -> ResponseState:
-        """in_progress, completed or incomplete."""
+        """One of in_progress, completed and incomplete."""
         if self._finish is None:
             return "in_progress"
         return "incomplete" if self._finish.reason == "length" else "completed"

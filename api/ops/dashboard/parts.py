@@ -25,7 +25,7 @@ REWARDS_EVERY_S = 5.0
 
 
 class JobView(NamedTuple):
-    """A job's page."""
+    """Figures of the page of one job."""
 
     status: JobStatus
     spec: JobSpec
@@ -35,7 +35,7 @@ class JobView(NamedTuple):
 
 
 class AdapterDetail(NamedTuple):
-    """An adapter's page."""
+    """Figures of the page of one adapter."""
 
     summary: AdapterSummary
     versions: list[AdapterManifest]  # newest first
@@ -46,7 +46,7 @@ class AdapterDetail(NamedTuple):
 
 
 class RunView(NamedTuple):
-    """A policy's curves."""
+    """Figures of one policy's training."""
 
     view: TrainingView
     points: list[TrainingPoint]
@@ -54,11 +54,11 @@ class RunView(NamedTuple):
 
     @property
     def charts(self) -> tuple[TrainingChart, ...]:
-        """Those of its mode."""
+        """Charts of the run's mode of learning."""
         return charts_of(self.view.status.mode)
 
 
-class RewardsKept:
+class RewardsCache:
     """A job's histogram for an open page: it reads many samples, so it is made anew only now and then."""
 
     def __init__(self) -> None:
@@ -75,11 +75,11 @@ class RewardsKept:
         return self._rewards
 
 
-async def job_view(ring: Ring, job_id: str, kept: RewardsKept | None = None) -> JobView:
+async def job_view(ring: Ring, job_id: str, kept: RewardsCache | None = None) -> JobView:
     """UnknownJobError when there is none."""
     status = await ring.jobs.status(job_id)
     spec = await ring.jobs.spec(job_id)
-    rewards = await (kept or RewardsKept()).read(ring, status)
+    rewards = await (kept or RewardsCache()).read(ring, status)
     return JobView(
         status, spec, metadata(status.metadata) if status.metadata else "", rewards, status.status in TERMINAL
     )
@@ -132,5 +132,5 @@ def ring_views(ring: Ring) -> list[RingView]:
 
 
 async def letters(ring: Ring) -> list[DeadLetter]:
-    """The newest dead letters."""
+    """The newest dead letters, up to the length of a page."""
     return await ring.dead_letters.list(limit=LETTERS_SHOWN)

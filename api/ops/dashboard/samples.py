@@ -86,7 +86,7 @@ class SampleLine(NamedTuple):
 
 
 async def reward_histogram(ring: Ring, status: JobStatus) -> RewardHistogram | None:
-    """Of all samples, or of some chunks spread over a large job; None when no sample has a reward yet."""
+    """Histogram of all samples, or of some chunks spread over a large job; None when no sample has a reward yet."""
     if status.mean_reward is None:
         return None
     chunks = -(-status.counts.total // keys.RESULTS_PER_CHUNK)

@@ -39,7 +39,7 @@ def may_look(request: Request) -> None:
 
 
 def _looks(key: ApiKey | None) -> bool:
-    """Whether somebody with this key may look: the pages show all tenants' things."""
+    """True if a request with this key may see the pages, which show the things of all tenants."""
     return key is not None and not key.asker.limited
 
 
@@ -62,7 +62,7 @@ def from_our_page(headers: Headers) -> None:
 
 @router.get("/login")
 async def login_form(request: Request, next: str = "/dashboard") -> Response:
-    """The form."""
+    """Form in which a person enters an API key."""
     return page(request, "login.html", Page("Sign in", ""), next=_inside(next), wrong="")
 
 

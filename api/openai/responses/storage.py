@@ -36,7 +36,7 @@ def without_output(shown: dict[str, Any]) -> bytes:
 
 
 def joined(entries: Sequence[Entry]) -> bytes:
-    """JSON of the items."""
+    """JSON list of the stored items."""
     return b"[%s]" % b",".join(raw for _, raw in entries)
 
 
@@ -83,7 +83,7 @@ class _Named(msgspec.Struct):
 
 
 class ItemPage(BaseModel):
-    """A page of items."""
+    """One page of a list of items."""
 
     object: Literal["list"] = "list"
     data: list[dict[str, Any]]
