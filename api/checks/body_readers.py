@@ -16,7 +16,7 @@ import msgspec
 
 from api.callers.caller import asking, while_wanted
 from api.callers.fair_pool import FairPool, aside
-from api.checks.body_process import Call, Outcome
+from api.checks.body_process import ReaderCall, ReaderOutcome
 from shared import errors
 from shared.errors import InvalidRequestError, ServiceUnavailableError
 from shared.process.call_process import CallProcess, LostProcessError
@@ -29,7 +29,7 @@ SHORT_BYTES = 128 << 10  # the worst JSON of so many bytes is decoded and checke
 COMPUTING_S = 20.0  # that one body may take
 LONGEST_S = 120.0  # the start of the process included, on a machine with no time to spare
 
-_outcome = msgspec.msgpack.Decoder(Outcome)
+_outcome = msgspec.msgpack.Decoder(ReaderOutcome)
 
 
 class Reading:
@@ -41,7 +41,7 @@ class Reading:
         self.under_way = False
 
     async def call(self, reader: Reader, asked: object) -> bytes:
-        """What a reader makes of the body; errors are those that it raises."""
+        """The reader's result for the body; raises the errors that the reader raises."""
         context = msgspec.msgpack.encode(asked)
         if self._process is None:
             return await aside(reader, self._body, context)
@@ -51,7 +51,7 @@ class Reading:
         self.under_way = True
         try:
             async with asyncio.timeout(LONGEST_S):
-                call = Call(f"{reader.__module__}:{reader.__qualname__}", context, not self._sent)
+                call = ReaderCall(f"{reader.__module__}:{reader.__qualname__}", context, not self._sent)
                 await process.send(msgspec.msgpack.encode(call))
                 if not self._sent:
                     await process.send(self._body)
@@ -107,6 +107,6 @@ class BodyReaders:
         return await CallProcess.start("api.checks.body_process", [str(self._computing_s)])
 
     def close(self) -> None:
-        """End the processes."""
+        """End the reading processes at shutdown."""
         while self._idle:
             self._idle.pop().kill()

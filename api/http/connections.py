@@ -77,14 +77,12 @@ class BoundedProtocol(HttpToolsProtocol):
             raise OverflowError
 
     def on_message_begin(self) -> None:
-        """A request begins."""
         self._block_bytes = 0
         super().on_message_begin()
         if self._overdue is None:
             self._expect_headers()
 
     def on_headers_complete(self) -> None:
-        """Its headers are there."""
         self._in_headers, self._header_bytes, self._block_bytes = False, 0, 0
         if self._overdue is not None:
             self._overdue.cancel()

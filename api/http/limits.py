@@ -119,7 +119,7 @@ class BodyLimit:
 
 
 def most_bytes(settings: ApiSettings, path: str, *, upload: bool = False) -> int:
-    """Of a body that a route takes."""
+    """Largest body that a route takes, in bytes."""
     if upload:
         return settings.max_upload_bytes
     if path in NUMBERS:
@@ -140,7 +140,7 @@ def most_numbers(settings: ApiSettings) -> tuple[int, int]:
 
 
 def is_protobuf(headers: Headers) -> bool:
-    """Whether a body is one of Tinker's messages."""
+    """True if a body is one of Tinker's messages."""
     return headers.get("content-type", "") == PROTOBUF
 
 

@@ -257,7 +257,7 @@ class GivenDatum(NamedTuple):
         return Datum(first, self.inputs) if isinstance(first, bytes) and not more else None
 
     def prompt(self) -> list[Piece]:
-        """Its pieces, for images to be read."""
+        """The datum's pieces in the form of a prompt, so that its images can be read."""
         return [np.frombuffer(piece, "<i4") if isinstance(piece, bytes) else piece for piece in self.pieces]
 
 

@@ -52,7 +52,7 @@ def number(body: bytes, form: bytes) -> bytes:
 
 
 def given(body: bytes, form: bytes) -> bytes:
-    """A `GivenPass`."""
+    """The body as a `GivenPass` in msgpack."""
     asked = _form.decode(form)
     return msgspec.msgpack.encode(read_pass(body) if asked.binary else _read_json(body, asked))
 

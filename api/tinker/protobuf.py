@@ -119,7 +119,7 @@ _MESSAGE = _classes()
 
 
 def read_number(body: bytes) -> tuple[str, int, bool]:
-    """Of the body of forward_backward `model_id`, `seq_id` and whether gradients are asked for.
+    """`model_id`, `seq_id` and True if gradients are asked for, out of a body of forward_backward.
 
     The body may be cut off: they stand before the data. InvalidRequestError when not even they can be read.
     """

@@ -24,8 +24,8 @@ from api.ring.choosing import ring_of_adapter
 from api.ring.ring import Ring, ring_of
 from api.tenants import Right, check
 from api.training.body import (
-    Asked,
     CheckpointBody,
+    ReadingContext,
     ResumeBody,
     UpdateBody,
     parsed_version,
@@ -86,7 +86,7 @@ async def update(request: Request, ring: TheRing, idempotency_key: IdempotencyKe
     async with ring.bodies.reading(await request.body()) as reading:
         ring, policy = await _policy(ring, (await reading.call(policy_named, None)).decode(), "change")
         card, most = await _card(ring, policy), most_numbers(ring.settings)
-        asked = Asked(*most, policy, card.name, card.vocab_size, card.context_length)
+        asked = ReadingContext(*most, policy, card.name, card.vocab_size, card.context_length)
         read = await aside(update_decoder.decode, await reading.call(update_read, asked))
     check_checkpoint_name(read.checkpoint_name)
     await _check_versions(ring, read.versions)

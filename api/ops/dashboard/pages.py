@@ -7,7 +7,7 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response
 
 from api.ops.dashboard.parts import adapter_view, job_view, letters, ring_views, training_views
 from api.ops.dashboard.render import HEADERS, DashboardRoute, Page, page, part
-from api.ops.dashboard.samples import SHOWN, SampleLine, sample_lines, sample_view, thumbnail, waiting_answers
+from api.ops.dashboard.samples import SHOWN, ListedSample, sample_lines, sample_view, thumbnail, waiting_answers
 from api.ops.dashboard.session import keys_of, may_look
 from api.ops.snapshot import TheSnapshots
 from api.ring.ring import Ring, ring_of
@@ -119,6 +119,6 @@ async def dead_letters(request: Request, ring: TheRing, snapshots: TheSnapshots)
     return page(request, "deadletters.html", about, ring=await snapshots.read(), letters=await letters(ring))
 
 
-def _more(lines: list[SampleLine]) -> int:
+def _more(lines: list[ListedSample]) -> int:
     """The ordinal after which the list goes on; -1: it does not."""
     return lines[-1].ordinal if len(lines) == SHOWN else -1

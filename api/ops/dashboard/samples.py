@@ -77,7 +77,7 @@ class SampleView(NamedTuple):
     images: list[str]  # of the prompt: SHA-256 of each, hexadecimal
 
 
-class SampleLine(NamedTuple):
+class ListedSample(NamedTuple):
     """One sample in a list."""
 
     ordinal: int
@@ -117,12 +117,12 @@ def histogram(values: Sequence[float]) -> RewardHistogram | None:
     return RewardHistogram(bars, len(values), sum(values) / len(values), low, high)
 
 
-async def sample_lines(ring: Ring, job_id: str, after: int) -> list[SampleLine]:
+async def sample_lines(ring: Ring, job_id: str, after: int) -> list[ListedSample]:
     """The next samples after an ordinal."""
     lines = []
     for ordinal, line in await ring.jobs.results(job_id, after, SHOWN):
         trajectory = msgspec.json.decode(line, type=Trajectory)
-        lines.append(SampleLine(ordinal, trajectory, _snippet(trajectory.text or trajectory.error)))
+        lines.append(ListedSample(ordinal, trajectory, _snippet(trajectory.text or trajectory.error)))
     return lines
 
 
