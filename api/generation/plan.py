@@ -87,6 +87,8 @@ async def plan(ring: Ring, body: SamplingFields, target: Target, prepared: Prepa
             error.param = prepared.grammar_param
             raise
         sampling = msgspec.structs.replace(sampling, grammar=grammar)
+    if collect is None and sampling is spec.sampling:
+        return planned
     return msgspec.structs.replace(planned, sequences=sequences.with_template(collect=collect, sampling=sampling))
 
 
