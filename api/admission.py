@@ -4,7 +4,7 @@ Decided before the body is read, so that refusing costs next to nothing when it 
 work (polls, probes, cancels, adapters, uploads of jobs) are never refused here.
 
 Rates are counted in Redis (the library `limits`, sliding window), so all api processes share them. When Redis does not
-answer within RATE_ANSWER_S the request passes: the queue behind is in the same Redis and has the last word, so a
+answer within RATE_ANSWER_S the request passes: the queue after it is in the same Redis and has the last word, so a
 restart of Redis costs waiting and no errors. The bound on requests under way needs no Redis and always holds.
 """
 

@@ -23,8 +23,8 @@ LONGEST_RETRY_S = 30
 LONGEST_SHED_S = 0.5
 LAG_LOOK_S = 0.05
 LAG_LIMIT_S = 0.5  # from here on this process is the bottleneck, and what it accepts would wait in it
-FEW = 8  # requests under way: up to here the machine has too much to do, not we, and refusing helps nobody
-ALARM_S = 1.0  # a stop of the event loop that /health tells of
+FEW = 8  # requests under way: up to here the machine has too much to do, not this process, and refusing does not help
+ALARM_S = 1.0  # a stop of the event loop that /health reports
 REMEMBERED_S = 60.0
 
 
@@ -53,7 +53,7 @@ class ProcessLoad:
 
     @property
     def longest_stop_s(self) -> float:
-        """For how long the event loop has served nobody, at most, within the last minute."""
+        """Longest time for which the event loop served no request, within the last minute."""
         since = time.monotonic() - REMEMBERED_S
         return max((seconds for at, seconds in self._stops if at > since), default=0.0)
 

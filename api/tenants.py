@@ -47,7 +47,7 @@ class Rule(NamedTuple):
 
 
 ADMIN, PAGE = Rule("admin"), Rule("page")
-NOTHING = Rule()  # tells what is no secret between tenants
+NOTHING = Rule()  # returns only what is no secret between tenants
 LIST = Rule()  # shows what the asker sees
 WORK = Rule()  # makes things of the asker's own; the models, adapters and files that it names are looked up as its
 
@@ -234,7 +234,7 @@ RULES: dict[str, Rule] = {
 
 
 def rule_of(method: str, path: str) -> Rule | None:
-    """The rule of a route by its pattern; None: nobody has stated one."""
+    """The rule of a route by its pattern; None: none is stated."""
     method = method.replace("HEAD", "GET")
     return PAGE if path == "/dashboard" or path.startswith("/dashboard/") else RULES.get(f"{method} {path}")
 

@@ -20,7 +20,7 @@ Gate = Annotated[list[GateField], Field(max_length=64)]
 
 
 class UploadFields(RequestModel):
-    """The form fields beside an upload's files: what is to become of them."""
+    """Form fields of an upload besides its files: how the adapter is published."""
 
     name: str | None = Field(default=None, description="the adapter; default: the setting default_adapter")
     adapter_id: str | None = Field(default=None, description="the same as `name`")

@@ -141,7 +141,7 @@ def _unknown(name: str) -> NotFoundError:
 
 
 def shown(name: str, state: SplitState) -> dict[str, Any]:
-    """A split as the api tells it."""
+    """A split as the api returns it."""
     split, verdict = state.split, state.verdict
     shares = state.shares
     return {

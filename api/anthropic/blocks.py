@@ -1,7 +1,7 @@
-"""The content blocks of an answer, and the events that tell of them as they grow.
+"""The content blocks of an answer, and the events that report them as they grow.
 
 A block is thinking, text or the use of a tool; one is open at a time. The same writer makes the blocks of a whole
-answer, whose events nobody reads, so both say the same.
+answer, whose events are not read, so both say the same.
 """
 
 import base64

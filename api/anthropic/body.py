@@ -144,7 +144,7 @@ class PromptedFields(RequestModel):
         return self
 
     def chat(self, template: str) -> ChatCompletionRequest:
-        """The same request to /v1/chat/completions; `template`: the model's, which says what it can be told.
+        """The same request to /v1/chat/completions; `template`: the model's, which says what it has variables for.
 
         InvalidRequestError for a reference to a tool that is not there.
         """

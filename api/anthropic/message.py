@@ -80,7 +80,7 @@ class MessageWriter:
         finish = self._finish
         assert finish is not None, "asked before the end"
         match = finish.stop_match if isinstance(finish.stop_match, str) else None
-        if not self._body.max_tokens:  # a token was drawn, and is nobody's
+        if not self._body.max_tokens:  # a token was drawn, and belongs to no block
             return {"stop_reason": "max_tokens", "stop_sequence": None}
         if self._called and finish.reason == "stop":
             return {"stop_reason": "tool_use", "stop_sequence": None}

@@ -34,7 +34,7 @@ NAMES = {  # of a chat's fields -> ours
 async def chat_of(body: PromptedFields, codec: TextCodec, *, long: bool) -> ChatCompletionRequest:
     """The chat that a request comes to; what is wrong with it is called by our names.
 
-    `long`: it takes a while, and is made beside the event loop.
+    `long`: it takes a while, and is made off the event loop.
     """
     make = partial(body.chat, codec.bundle.chat_template)
     try:

@@ -199,7 +199,7 @@ class ChatWriter:
             return
         role = turn.role
         said: list[Part] = []
-        brought: list[Part] = []  # images of results, which the user shows behind them: those of tools are text alone
+        brought: list[Part] = []  # images of results, which the user shows after them: those of tools are text alone
         for block in turn.content:
             if isinstance(block, TextBlock):
                 said.append(block.text)

@@ -151,7 +151,7 @@ async def cancel(ring: Ring, batch_id: str, prefix: str = "") -> BatchRecord:
         first = await ring.batches.change(batch_id, cancelling_at=int(time.time()))
         record = await ring.batches.find(batch_id)
         if first and record.job:
-            with contextlib.suppress(UnknownJobError, ServiceUnavailableError):  # whoever serves its ring cancels it
+            with contextlib.suppress(UnknownJobError, ServiceUnavailableError):  # a process of its ring cancels it
                 await ring_keeping(ring, record.ring).jobs.cancel(record.job)
         if first:
             return record

@@ -52,7 +52,7 @@ M = TypeVar("M", bound=BaseModel)
 Named = tuple[Any, Any, Any]  # model, adapter, policy as a line names them
 
 _CUT = frozenset({"cancelled", "abort", "deadline"})  # how a choice ends that is no answer
-_ANY_TURN = {"role": "user", "content": "-"}  # the turns of an answered message are not kept beside its tokens
+_ANY_TURN = {"role": "user", "content": "-"}  # the turns of an answered message are not stored with its tokens
 _MARK = b"\xef\xbb\xbf"  # some editors write it before the first line
 _encode = msgspec.json.encode
 

@@ -1,4 +1,4 @@
-"""/v1/messages/batches: Anthropic's Message Batches, which are batches of one file that nobody has uploaded.
+"""/v1/messages/batches: Anthropic's Message Batches, which are batches of one file that was not uploaded.
 
 The requests of a body become the lines of a file, and all of their answers one file of results. In between a Message
 Batch is a batch like any other: checked, run as a job, and ended once.
@@ -333,7 +333,7 @@ async def delete_message_batch(batch_id: str, ring: TheRing) -> Response:
             jobs = ring_keeping(ring, record.ring).jobs
             try:
                 await jobs.delete(record.job)
-            except ConflictError:  # it runs on though its batch has failed; nobody waits for its results
+            except ConflictError:  # it runs on though its batch has failed; no client waits for its results
                 await jobs.cancel(record.job)
     await ring.batches.delete(record.spec)  # last: until then the delete may be repeated
     return json_reply({"id": batch_id, "type": "message_batch_deleted"})

@@ -1,7 +1,7 @@
 """What api processes do for batches: check and plan the lines before the job runs, write the files when it has ended.
 
 Every process looks once a second at the batches that have not ended, and works on those that wait for an api process
-and that no other one has leased. A process that dies in between leaves nothing behind that the next one could not do
+and that no other one has leased. A process that dies in between leaves nothing that the next one could not do
 again from the start: the job is created once under the batch's name, and the files have ids of their own from the
 beginning, so that writing them again writes the same bytes to the same place.
 """
@@ -50,7 +50,7 @@ LINES_AT_ONCE = 128  # that are in memory while files are written
 MAX_LINES = 50_000  # OpenAI's
 MAX_CHOICES = 500_000  # of all lines: each is a sequence that lies in Redis with its prompt
 MAX_LINE_BYTES = 16 << 20
-MAX_ERRORS = 100  # that a batch tells of
+MAX_ERRORS = 100  # that a batch reports
 
 _COUNTED = ("completed", "failed", "cancelled", "expired")  # kinds of answers
 _ENDS: dict[str, BatchState] = {
@@ -142,7 +142,7 @@ class BatchWork:
                 await self._store.end(batch_id, "failed", errors=(fault,))
         finally:
             renewing.cancel()
-            if not waits:  # else the lease runs out by itself: nobody reads the file again before that
+            if not waits:  # else the lease runs out by itself: no process reads the file again before that
                 with contextlib.suppress(RedisError, OSError):
                     await self._store.release(batch_id, self._ring.api_id)
 
@@ -165,7 +165,7 @@ class BatchWork:
             named, at, count = await self._check_shapes(record)
             target = await self._target(record, named, at)
             there = target.ring
-            await self._store.change(spec.id, ring=there.name)  # first: nobody looks for its job elsewhere
+            await self._store.change(spec.id, ring=there.name)  # first: no process looks for its job elsewhere
             job = JobSpec(
                 id=new_job_id(),
                 kind="batch",
@@ -218,7 +218,7 @@ class BatchWork:
             await self._end(record.spec, "failed", errors=errors)
 
     async def _end_unbegun(self, record: BatchRecord, state: BatchState, error: ParallmError | None = None) -> None:
-        """End a batch that has no job: all its lines are told so, or `error`, if they can be read."""
+        """End a batch that has no job: each of its lines gets this error, or `error`, if they can be read."""
         spec, shape = record.spec, shape_of(record.spec.endpoint)
         kind = "output" if shape.in_one_file else "error"
         writer = self._ring.files.writer(spec.output_file_id if shape.in_one_file else spec.error_file_id)
@@ -248,7 +248,7 @@ class BatchWork:
         await self._end(spec, state, **fields)
 
     async def _end(self, spec: BatchSpec, state: BatchState, **fields: Any) -> None:
-        """The batch has ended. A file of lines that came with the request goes now: nobody reads it again."""
+        """The batch has ended. A file of lines that came with the request is deleted now: it is not read again."""
         await self._store.end(spec.id, state, **fields)
         log.info("batch.ended", batch=spec.id, state=state)
         if shape_of(spec.endpoint).in_one_file:

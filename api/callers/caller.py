@@ -78,7 +78,7 @@ class Client(NamedTuple):
     """Who sent the request of a task."""
 
     host: str
-    receive: Receive  # tells, once the body has been read, that the client has left
+    receive: Receive  # reports, once the body has been read, that the client has left
 
 
 client: ContextVar[Client | None] = ContextVar("client", default=None)

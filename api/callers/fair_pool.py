@@ -6,7 +6,7 @@ runs as Python, which gives it back every few milliseconds (templates, long repl
 goes into a process that can be killed (api/checks/grammars.py), which takes its places from a `FairPool`, too.
 
 Invariants. No key holds all places of a pool, and keys take turns. A client that leaves gives up its turn at once, and
-its process is killed; a thread's place is free again when the thread is, whoever has left.
+its process is killed; a thread's place is free again when the thread is, even if its client has left.
 """
 
 import asyncio
@@ -77,7 +77,7 @@ class FairPool:
         self._call_next()
 
     def _call_next(self) -> None:
-        """Give free places to those who wait, and to nobody who has left."""
+        """Give free places to callers that wait, and to none that has left."""
         while self._busy.total() < self._places:
             who = next((who for who in self._turns if self._busy[who] < self._share), None)
             if who is None:
@@ -85,7 +85,7 @@ class FairPool:
             turns = self._turns.pop(who)
             turn = turns.popleft()
             if turns:
-                self._turns[who] = turns  # behind all others
+                self._turns[who] = turns  # after all others
             if turn.cancelled():  # who waited has left, and has not run yet to say so
                 continue
             self._busy[who] += 1

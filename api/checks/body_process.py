@@ -39,7 +39,7 @@ _call = msgspec.msgpack.Decoder(ReaderCall)
 
 
 def main() -> None:
-    """Answer until nobody asks any more."""
+    """Answers questions until stdin is closed."""
     computing_s = float(sys.argv[1])
     os.nice(5)  # tokens go first
     pipe, body = CallPipe(), b""

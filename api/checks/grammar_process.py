@@ -39,7 +39,7 @@ class GrammarVerdict(msgspec.Struct, array_like=True):
 
 
 def serve(questions: BinaryIO, answers: BinaryIO, computing_s: float) -> None:
-    """Answer until nobody asks any more."""
+    """Answers questions until stdin is closed."""
     tokenizers: dict[tuple[str, int], LLTokenizer] = {}
     decoder = msgspec.msgpack.Decoder(GrammarQuestion)
     while len(head := questions.read(4)) == 4:

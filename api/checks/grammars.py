@@ -111,7 +111,7 @@ class _Compiler:
         return _answer_decoder.decode(await stdout.readexactly(size))
 
     async def kill(self) -> int:
-        """End it, whatever it does; how it has ended, as `subprocess` tells."""
+        """End it, whatever it does; its exit code, as `subprocess` reports it."""
         if self._process is None:
             return 0
         if self._process.returncode is None:  # not `Process.kill`: that may take the status away from who waits for it

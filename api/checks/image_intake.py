@@ -1,7 +1,7 @@
-"""Images that requests bring: told by their content, counted, decoded once in a process apart, and kept by their hash.
+"""Images that requests bring: recognised by their content, decoded once in a process apart, and stored by their hash.
 
 Invariants. What workers are asked to see has been decoded whole by us, and its bytes are in Redis before the sequence
-is enqueued. Keys take turns at the processes, and nobody else waits for a file that is slow to decode.
+is enqueued. Keys take turns at the processes, and no other key waits for a file that is slow to decode.
 """
 
 import hashlib

@@ -79,7 +79,7 @@ class BatchInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BatchClient(InferenceClient):
-    """An asynchronous client for files and batches, beside everything else."""
+    """An asynchronous client for files and batches, besides everything else."""
 
     async def upload(self, name: str, file: IO[bytes], expires_after_s: int = 0) -> FileInfo:
         """Send a seekable file of requests; `expires_after_s` 0 leaves its time to live to the server."""

@@ -73,7 +73,7 @@ def batch(
             try:
                 made = await client.create(stored.id, endpoint, window, pairs)
             except RequestFailedError as error:
-                if error.http_status == 400:  # no batch was made, and nobody else knows of the file
+                if error.http_status == 400:  # no batch was made, and no other process knows of the file
                     await client.delete_file(stored.id)
                 raise
             if wait or answers or errors:

@@ -5,7 +5,7 @@ version is published. The act prints what the clients saw: the gaps between toke
 time from the publish to the first token of the new version. No stream may break, and pinned ones must keep their
 version. Streams go on until all followers have moved, however busy the machine is.
 
-The clients run here, beside the ring: while this program waits for a core, it sees a gap that no stream had. So it
+The clients run on the machine of the ring: while this program waits for a core, it sees a gap that no stream had. So it
 measures itself, too, and reports both.
 """
 
@@ -24,7 +24,7 @@ from safetensors.numpy import save
 from api.demo.serving import MODEL
 
 STREAMS = 4  # of each kind
-MOST_TOKENS = 1_800  # of a stream that nobody ends
+MOST_TOKENS = 1_800  # of a stream that is not closed
 RANK = 8
 LAYERS = 3
 LOOK_S = 0.005
@@ -132,7 +132,7 @@ class AdapterAct:
     async def _stream(self, http: httpx.AsyncClient, seen: SeenStream) -> None:
         try:
             await self._read(http, seen)
-        finally:  # nobody waits for a stream that has ended
+        finally:  # no client waits for a stream that has ended
             seen.under_way.set()
             seen.moved.set()
 

@@ -88,7 +88,7 @@ def main() -> int:
 
 
 class LearningAct:
-    """One run of the trainer beside chats."""
+    """One run of the trainer while chats are answered."""
 
     def __init__(self, served: DemoRing, out: Path, console: Console, *, full: bool = False, seed: int = 0) -> None:
         self._served = served

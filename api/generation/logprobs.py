@@ -115,7 +115,7 @@ class TextOffsets:
         return cls(codec, names, plan.logprobs or 0, plan.shown_tokens(codec))
 
     def begin(self, text: str) -> None:
-        """The completion begins, behind this text."""
+        """The completion begins, after this text."""
         self._stream = self._codec.stream(self._shown)
         self._offset = len(text)
 

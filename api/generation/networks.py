@@ -65,7 +65,7 @@ class NetworkQuestion:
 async def question(request: Request, network: NetworkSpec, given: Mapping[str, Any], param: str) -> NetworkQuestion:
     """The rows of a request: named tensors as JSON has them. InvalidRequestError names the tensor and the reason.
 
-    What a long body has is read beside the event loop.
+    A long body is read off the event loop.
     """
     if len(await request.body()) > LONG_BYTES:
         return await aside(_question, network, given, param)
@@ -99,7 +99,7 @@ async def _other_model(ring: Ring, model: str, gathering: "asyncio.Task[Any]") -
         await asyncio.wait({gathering}, timeout=LOOK_AGAIN_S)
         if gathering.done():
             return None
-        with contextlib.suppress(RedisError, OSError):  # then nobody knows
+        with contextlib.suppress(RedisError, OSError):  # then it is not known
             live = await ring.live_models()
             if live and model not in live:
                 return min(live)

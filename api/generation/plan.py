@@ -220,7 +220,7 @@ def _sampling(
 async def encoded(
     codec: TextCodec, prompts: Sequence[str | list[int]], add_special_tokens: bool = True
 ) -> list[list[int]]:
-    """Ids of prompts; beside the event loop when they are long together, or many."""
+    """Ids of prompts; encoded off the event loop when they are long together, or many."""
 
     def encode() -> list[list[int]]:
         return [codec.encode(each, add_special_tokens) if isinstance(each, str) else each for each in prompts]
@@ -237,7 +237,7 @@ def truncated(
     max_tokens: int | None,
     unsaid: int = 0,
 ) -> list[list[int]]:
-    """The prompts as the request wants them cut; with -1 `max_tokens`, or `unsaid` of them, fit behind each."""
+    """The prompts as the request wants them cut; with -1 `max_tokens`, or `unsaid` of them, fit after each."""
     most = body.truncate_prompt_tokens
     if most is None:
         return prompts
@@ -272,7 +272,7 @@ def room_for(
     param: str = "max_tokens",
     clamp: bool = False,
 ) -> int:
-    """`asked` if it fits the model's context behind the longest prompt, else an error, or what fits with `clamp`;
+    """`asked` if it fits the model's context after the longest prompt, else an error, or what fits with `clamp`;
     unasked: what fits, at most `default`."""
     longest = max(map(len, prompts))
     room = card.context_length - longest

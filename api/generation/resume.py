@@ -1,9 +1,9 @@
 """Streams that outlive their connection, and the api process that began them.
 
-A request with `stream_options.include_event_ids` leaves its `RequestPlan` in Redis. Whoever has the last event id can
+A request with `stream_options.include_event_ids` leaves its `RequestPlan` in Redis. A client with the last event id can
 go on reading from any api process: the sequences are routed to it, what was missed is read from their logs.
 
-Invariants. A resumable stream whose client is gone keeps running for GRACE_S; if nobody has taken it up by then, in
+Invariants. A resumable stream whose client is gone keeps running for GRACE_S; if no client has taken it up by then, in
 this process or another, its sequences are cancelled.
 """
 
@@ -31,7 +31,7 @@ log = structlog.get_logger()
 GRACE_S = 15.0
 _reading: Counter[str] = Counter()  # connections of this process that read a resumable stream
 _lingering: set["asyncio.Task[None]"] = set()
-_left_last: dict[str, "asyncio.Task[None]"] = {}  # of each stream that nobody reads here, who waits for a reader
+_left_last: dict[str, "asyncio.Task[None]"] = {}  # of each stream not read here: the task that waits for a reader
 
 
 async def remember(ring: Ring, plan: RequestPlan) -> None:
@@ -97,7 +97,7 @@ def reading(ring: Ring, plan: RequestPlan, leave: Callable[[], list[str]]) -> It
 
 
 def stop_lingering() -> None:
-    """At shutdown: leave the sequences to whoever resumes them."""
+    """At shutdown: leave the sequences to the process that resumes them."""
     for task in list(_lingering):
         task.cancel()
 

@@ -1,4 +1,4 @@
-"""One request's sequences in flight: enqueued, read, and cancelled as soon as nobody waits for them.
+"""One request's sequences in flight: enqueued, read, and cancelled as soon as no client waits for them.
 
 Invariants. The feed is open before anything is enqueued, so no token is missed. A sequence that has not finished when
 the request ends, however it ends, is cancelled. The adapter version that a request was admitted with cannot be deleted
@@ -266,7 +266,7 @@ def owner() -> str:
 
 
 def _settle(work: Coroutine[Any, Any, None]) -> None:
-    """Run it while nobody waits."""
+    """Run it in the background."""
     task = asyncio.create_task(work)
     _settling.add(task)
     task.add_done_callback(_settling.discard)

@@ -223,7 +223,7 @@ def sampling_of(
 
 
 def for_a_trainer(body: SamplingFields, params: SamplingParams) -> SamplingParams:
-    """With the log-probabilities that a trainer needs, where nobody else reads them."""
+    """With the log-probabilities that a trainer needs, where the client does not read them."""
     asked = getattr(body, "logprobs", None)
     shown = asked is not None and asked is not False  # 0 asks for the drawn token's
     if body.logprobs_mode is None and not shown and needs_processed(drawing_of(params)):
@@ -239,7 +239,7 @@ def bad_words_of(words: Sequence[str], codec: TextCodec | None) -> tuple[tuple[i
 
 
 def _check_masks(body: SamplingFields, card: ModelCard, grammar: str) -> None:
-    """Refuse what would go on behind the end of a grammar, and masks that may leave a row without any token."""
+    """Refuse what would continue after the end of a grammar, and masks that may leave a row without any token."""
     for name in ("ignore_eos", "min_tokens", "allowed_token_ids", "bad_words"):
         if grammar and getattr(body, name):
             raise InvalidRequestError(f"'{name}' does not go with a constrained completion", param=name)

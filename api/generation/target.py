@@ -38,7 +38,7 @@ from shared.process.model_aliases import meant_by
 from shared.redis.training.board import TrainingBoard
 from shared.sequences import AdapterPolicy, ModelCard
 
-BEGINNING = 4096  # characters or ids of a prompt, or of a user's first message, that tell conversations apart
+BEGINNING = 4096  # characters or ids of a prompt, or of a user's first message, that distinguish conversations
 FIRST = 4  # messages, of which one is the user's first
 
 

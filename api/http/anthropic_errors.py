@@ -1,6 +1,6 @@
 """Errors as Anthropic's object: `{"type": "error", "error": {"type", "message"}, "request_id"}`.
 
-A request that speaks Anthropic's protocol gets it whoever refuses the request: a route, or a guard before all routes.
+A request that speaks Anthropic's protocol gets it from a route and from a guard before all routes.
 """
 
 from typing import Literal

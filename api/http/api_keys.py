@@ -34,7 +34,7 @@ from shared.sequences import SequenceClass
 log = structlog.get_logger()
 
 PREFIX = "plm-"
-TINKER_PREFIX = "tml-"  # Tinker's SDK sends no key without it, so any key of ours may stand behind it
+TINKER_PREFIX = "tml-"  # Tinker's SDK sends no key without it, so any key of ours may follow it
 SHORTEST = 16  # characters of a plain key, below which we warn
 _DIGEST = re.compile(r"sha256:[0-9a-fA-F]{64}")
 _NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")
@@ -80,7 +80,7 @@ class KeyRing:
         return iter(self._keys)
 
     def find(self, presented: str) -> ApiKey | None:
-        """The key that was presented, also behind TINKER_PREFIX; takes as long for a wrong one as for a right one."""
+        """The key that was presented, also after TINKER_PREFIX; takes as long for a wrong one as for a right one."""
         spellings = (presented, presented.removeprefix(TINKER_PREFIX))
         digests = [hashlib.sha256(each.encode()).digest() for each in spellings]
         found: ApiKey | None = None

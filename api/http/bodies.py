@@ -1,4 +1,4 @@
-"""Routes with bodies: a long one of JSON is read and checked beside the event loop, in the turn of its key."""
+"""Routes with bodies: a long one of JSON is read and checked off the event loop, in the turn of its key."""
 
 import json
 from collections.abc import Callable, Coroutine

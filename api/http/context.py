@@ -35,7 +35,7 @@ async def _send_in_parts(message: Message, send: Send) -> None:
 class RequestContext:
     """Gives each request an id (the client's `x-request-id` if it sent one), and logs how it ended.
 
-    It stands outside everything else, so here end the errors that nobody has foreseen.
+    It stands outside everything else, so here end all unforeseen errors.
     """
 
     def __init__(self, app: ASGIApp, tally: Tally) -> None:

@@ -130,7 +130,7 @@ class BodyError(HTTPException):
 
 
 def install(app: FastAPI) -> None:
-    """Make `app` answer all errors in our shape (api/http/context.py does so for those that nobody has foreseen)."""
+    """Make `app` answer all errors in our shape (api/http/context.py does so for those that are unforeseen)."""
 
     async def handle(request: Request, error: Exception) -> Response:
         ours = translate(request, error)
@@ -258,7 +258,7 @@ _ANY = described("Any other error: the process is out of its depth, or Redis out
 
 
 def describe_errors(app: FastAPI) -> None:
-    """Make the app's OpenAPI document tell the errors that it gives."""
+    """Make the app's OpenAPI document list the errors that it returns."""
     original = app.openapi
 
     def openapi() -> dict[str, Any]:

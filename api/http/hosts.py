@@ -1,7 +1,7 @@
 """The names that this server answers to: what keeps a web page from calling it under a name of its own.
 
 A page may let its own host name point to 127.0.0.1 after it was loaded (DNS rebinding). Its browser then takes this
-server for the page's, so no origin is foreign and CORS does not matter; only the Host header tells. An address is no
+server for the page's, so no origin is foreign and CORS does not matter; only the Host header shows it. An address is no
 name that anybody can point elsewhere, and a server that wants keys is of no use to a page that has none.
 """
 

@@ -25,7 +25,7 @@ _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 class EventStream(Response):
     """Sends what `events` yields, each item in one write. The generator is closed when the client disconnects.
 
-    `cut_off`: what a client is told last when the server ends before its stream does.
+    `cut_off`: what a client gets last when the server ends before its stream does.
     """
 
     media_type = "text/event-stream"

@@ -19,7 +19,7 @@ Taking = Callable[[JobInput, str, str], Awaitable[JobInput]]  # `JobPictures.tak
 
 
 class JobPictures(NamedTuple):
-    """Whoever takes in a job's inputs asks it for the images of those that have some."""
+    """Replaces the images in a job's inputs while they are read."""
 
     ring: Ring
     card: ModelCard

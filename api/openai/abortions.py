@@ -1,7 +1,7 @@
 """POST /abort_requests: end requests by the name that they gave themselves, or by the id of their answers (vLLM).
 
 A request that says `request_id` leaves a note in Redis while it runs, so that any api process finds its sequences. A
-name belongs to an API key: nobody aborts another's by guessing. The id of an answer is random, and finds its sequences
+name belongs to an API key: none can be aborted by guessing. The id of an answer is random, and finds its sequences
 by itself.
 """
 

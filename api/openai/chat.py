@@ -119,7 +119,7 @@ def unused_hints(body: ChatCompletionRequest, codec: TextCodec) -> list[str]:
 
 
 def with_unused(response: Response, unused: list[str]) -> Response:
-    """The response, saying which parameters had nobody to follow them."""
+    """The response, with a header that names the parameters without effect."""
     if unused:
         shown = [_NO_NAME.sub("?", name)[:MAX_NAME] for name in unused[:MAX_NAMES]]
         more = [f"and {len(unused) - MAX_NAMES} more"] if len(unused) > MAX_NAMES else []

@@ -126,7 +126,7 @@ class ChunkWriter:
 
 
 def text_logprobs(plan: RequestPlan, offsets: TextOffsets, index: int, delta: Delta) -> TextLogprobs:
-    """The legacy form of what is new, behind the echoed prompt's when the choice begins with one."""
+    """The legacy form of what is new, after the echoed prompt's when the choice begins with one."""
     prompt, built = index // plan.sequences.n, TextLogprobs()
     if plan.echo and delta.prompt_logprobs is not None:
         ids = plan.sequences.prompts[prompt]

@@ -1,6 +1,6 @@
 """POST /v1/classifications: which of some labels each input has.
 
-Labels of the request are compared by how likely the served model finds them behind the input. Without any, the model's
+Labels of the request are compared by how likely the served model finds them after the input. Without any, the model's
 own head of labels decides: that of its adapter version, or of a classifier that is served.
 """
 

@@ -1,4 +1,4 @@
-"""From messages to prompt ids: the chat template, what it is told of tools, and where it leaves the model.
+"""From messages to prompt ids: the chat template, what it gets of tools, and where it leaves the model.
 
 A template that knows `tools` gets them. For any other the definitions go into the system message in Hermes' words,
 calls of earlier turns are written as Hermes writes them, and results come as user turns.
@@ -101,7 +101,7 @@ async def _encoded(
     begun: Sequence[int] = (),
     images: ChatImages | None = None,
 ) -> tuple[str, list[int]]:
-    """Text and ids of a chat, of which the template writes the special tokens itself; beside the loop when large."""
+    """Text and ids of a chat, of which the template writes the special tokens itself; off the event loop when large."""
 
     def encode() -> tuple[str, list[int]]:
         text = _rendered(codec, body, tools, variables, images)
@@ -152,7 +152,7 @@ def _rendered(
     text = text if images is None else images.expanded(text)
     if not mark:
         return text
-    begun, found, _ = text.rpartition(mark)  # what the template puts behind a message ends it
+    begun, found, _ = text.rpartition(mark)  # what the template puts after a message ends it
     if not found:
         reason = "the model's chat template does not show the last message's text, so nothing can go on with it"
         raise InvalidRequestError(reason, param="continue_final_message")
@@ -167,7 +167,7 @@ def _last_text(messages: Sequence[ChatMessage]) -> str:
 def template_messages(messages: Sequence[ChatMessage], *, images: bool = False) -> list[dict[str, Any]]:
     """Messages as chat templates take them: text as one string, `developer` as `system`, call arguments as objects.
 
-    UnsupportedParameterError for images, unless whoever asks knows what to do with their marks.
+    UnsupportedParameterError for images, unless the caller knows what to do with their marks.
     """
     shown: list[dict[str, Any]] = []
     for message in messages:

@@ -136,7 +136,7 @@ async def vectors_of(ring: Ring, sequences: Sequences) -> list[npt.NDArray[np.fl
 
 
 async def vectors_reply(vectors: Sequence[npt.NDArray[np.float32]], answer: Callable[[], Any]) -> Response:
-    """`answer()`, which shows these vectors, as JSON; many numbers are written beside the event loop."""
+    """`answer()`, which shows these vectors, as JSON; many numbers are written off the event loop."""
     if sum(vector.nbytes for vector in vectors) <= LARGE_VECTOR_BYTES:
         return json_reply(answer())
     return await aside(lambda: json_reply(answer()))

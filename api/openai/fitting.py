@@ -3,8 +3,8 @@
 What a template takes is found out once, by rendering small conversations with it (`Demands.of`). Only where it would
 refuse or not show what was said, messages are changed:
 
-- Several system messages at the beginning become one. One behind the beginning is said by the user, in one turn with
-  what the user says there, since such templates want turns to alternate; behind a tool's result it is a part of that.
+- Several system messages at the beginning become one. A later one is said by the user, in one turn with
+  what the user says there, since such templates want turns to alternate; after a tool's result it is a part of that.
 - Ids of calls become nine letters and digits (Mistral), the same ones for the same id.
 - A message with several calls becomes several, each with its result (Llama 3, GPT-OSS).
 - Reasoning of earlier turns goes into the field in which the model's family looks for it.
@@ -34,8 +34,8 @@ class Demands:
     """Restrictions of a template on messages."""
 
     one_system_first: bool  # it shows one system message at the beginning, and no second one
-    no_late_system: bool  # none behind the beginning
-    user_after_tool: bool  # the user may speak right behind the result of a call
+    no_late_system: bool  # none after the beginning
+    user_after_tool: bool  # the user may speak right after the result of a call
     short_ids: bool  # ids of calls have nine letters and digits
     single_calls: bool  # a message has one call
 
@@ -162,7 +162,7 @@ def _short_id(name: str | None) -> str:
 
 
 def _with_single_calls(messages: list[Message]) -> list[Message]:
-    """Each call in a message of its own, and its result right behind it."""
+    """Each call in a message of its own, and its result right after it."""
     shown: list[Message] = []
     at = 0
     while at < len(messages):

@@ -45,7 +45,7 @@ def known_type(*known: str) -> BeforeValidator:
 
 
 def by_type(otherwise: str, same: Mapping[str, str] | None = None) -> Discriminator:
-    """Tells the kinds of a union apart; `same`: types that share the class of another one. A tag is not an identifier,
+    """Separates the kinds of a union; `same`: types that share the class of another one. A tag is not an identifier,
     so that no error takes it for a field (api/http/errors.py)."""
 
     def tag(value: Any) -> str:
@@ -121,7 +121,7 @@ class ToolUse(msgspec.Struct, frozen=True):
         cls, tools: list[Tool] | None, choice: str | NamedChoice | AllowedChoice | None, parallel: bool | None
     ) -> "ToolUse | None":
         """None when nothing may be called; InvalidRequestError for a choice without its tool."""
-        if isinstance(choice, AllowedChoice):  # the model is told of no others
+        if isinstance(choice, AllowedChoice):  # the model sees no others
             tools, choice = choice.of(tools), choice.allowed_tools.mode
         if not tools:
             if choice not in (None, "none", "auto"):

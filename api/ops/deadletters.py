@@ -89,7 +89,7 @@ async def list_letters(
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     before: Annotated[str, Query(description="id of a letter: only older ones of its model")] = "",
 ) -> LetterList:
-    """Sequences that killed their workers, or that nobody could read; each with its reason."""
+    """Sequences that killed their workers, or that no worker could read; each with its reason."""
     return LetterList(data=[_shown(letter) for letter in await ring.dead_letters.list(model, limit, before, asker())])
 
 

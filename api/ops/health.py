@@ -106,7 +106,7 @@ class Utilization(BaseModel):
 
 
 class EventLoop(BaseModel):
-    """The event loop of this api process: while it stands still, nobody gets a token."""
+    """The event loop of this api process: while it stands still, no client gets a token."""
 
     lag_s: float = Field(description="how late it comes at present")
     longest_stop_s: float = Field(description="its longest stop within the last minute")

@@ -62,6 +62,6 @@ async def reset_prefix_cache(
 
 
 async def _hearing(ring: Ring) -> list[str]:
-    """Ids of the live workers that can be told, of all models."""
+    """Ids of the live workers that can be notified, of all models."""
     live = [worker for model in await ring.registry.names() for worker in await ring.registry.workers(model)]
     return [worker.id for worker in live if worker.state not in _DEAF]

@@ -1,4 +1,4 @@
-"""Which of several rings a request is about: decided once, and everything behind gets that ring.
+"""Which of several rings a request is about: decided once, and everything after that gets this ring.
 
 A request that names a model or an adapter goes to the ring that serves it: the process's own before the others, these
 in the order of `--ring`; then to one that knows it without a live worker. Where several rings serve the same weights
@@ -6,7 +6,7 @@ under one name, requests for them without an adapter go where there is room (`sp
 something that is looked for by its id and counted by its key, as jobs do. `RING/NAME` names the ring, too, for names
 that several rings have. What is named by its id is looked for in each ring.
 
-A ring that is away is not asked. When nobody else has what is asked for, the error names it (503): nobody can know
+A ring that is away is not asked. When no other ring has what is asked for, the error names it (503): it cannot be known
 whether the thing is there.
 """
 

@@ -34,7 +34,7 @@ class Forecast:
     claims_per_s: float
     first_token_s: float  # after the claim
     prompt_tokens: float  # of the sequences that this was measured with
-    prompt_tokens_per_s: float  # 0: prompts are not what bounds the pace, so nobody knows
+    prompt_tokens_per_s: float  # 0: prompts are not what bounds the pace, so it is not known
 
     @classmethod
     def of(cls, workers: Sequence[WorkerStatus], kind: SequenceClass) -> Self | None:
@@ -68,7 +68,7 @@ class Forecast:
         return max(0.0, tokens - self.prompt_tokens) / self.prompt_tokens_per_s if self.prompt_tokens_per_s else 0.0
 
     def seconds(self, waiting: int, prompt_tokens: float, own_tokens: int = 0) -> float:
-        """Until the first token of who comes behind so many sequences with prompts of this mean length."""
+        """Time until the first token of a sequence after so many others with prompts of this mean length."""
         return waiting / self.pace(prompt_tokens) + self.first_token_s + self.own_s(own_tokens)
 
 
@@ -88,7 +88,7 @@ class FirstTokens:
         return 1 - (1 - RESERVE) * self._share(model, kind)
 
     def places(self, forecast: Forecast, model: str, kind: SequenceClass, tokens: int, within_s: float) -> Timely:
-        """How many sequences of the model may wait, so that one with a prompt of `tokens` is in time behind them."""
+        """How many sequences of the model may wait, so that one with a prompt of `tokens` is in time after them."""
         left_s = max(0.0, (1 - RESERVE) * within_s - forecast.first_token_s)
         left_s -= min(forecast.own_s(tokens), OWN_SHARE * left_s)
         places = left_s * forecast.pace(self.prompt_tokens(model, kind)) * self._share(model, kind)

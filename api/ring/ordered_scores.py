@@ -1,6 +1,6 @@
 """Function rewards for the api: a job runner computes them in its pool of processes; no text runs in this process.
 
-A key has few orders with the runners at a time, and the rest of its own wait here, so that nobody fills the runners'
+A key has few orders with the runners at a time, and the rest of its own wait here, so that no key fills the runners'
 hands. An order whose client has left is taken back.
 """
 

@@ -62,7 +62,7 @@ from shared.text.codec import CodecCache, TextCodec
 
 log = structlog.get_logger()
 
-IMAGE_GRACE_S = 600  # that images live on behind the last deadline of a sequence that names them
+IMAGE_GRACE_S = 600  # that images stay after the last deadline of a sequence that names them
 LOOK_AGAIN_S = 1.0  # how old the view of live models may be
 WATCH_S = 1.0  # between two looks whether a ring answers, where there are several
 ANSWER_S = 2.0  # for which it may be silent

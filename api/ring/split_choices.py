@@ -1,10 +1,10 @@
 """Which version a split of an adapter chooses for a request.
 
 Each api process looks at an adapter's split at most once in LOOK_AGAIN_S, and chooses from what it has seen: a request
-costs no round trip more. Whoever finds that a split has all its rewards gives the verdict.
+costs no round trip more. The process that finds that a split has all its rewards gives the verdict.
 
 Invariants. Nothing is chosen from a look that is older than twice LOOK_AGAIN_S: a request that finds one waits for the
-next, and all who wait share it. A split is about the requests of those who own the adapter, and about nobody else's.
+next, and all who wait share it. A split is about the requests of those who own the adapter, and about no others.
 While its shares stay, the same session gets the same version; when they move, only sessions between the old and the new
 cut change. The floor alone is drawn for each request, so that few sessions do not leave a version untried.
 """
@@ -45,7 +45,7 @@ class _Look(NamedTuple):
     at: float  # when it began
     state: SplitState | None  # None: no split that is in force
     reference: AdapterRef | None  # its versions by their shares above the floor
-    floor: float = 0.0  # share of each that is drawn for the request, whoever sends it
+    floor: float = 0.0  # share of each that is drawn for the request, whichever client sends it
 
 
 class SplitChoices:

@@ -30,7 +30,7 @@ class Crowd:
     """Load that one ring reports of its workers of a model."""
 
     rows: int  # of workers that take work
-    taken: int  # rows in use, and what workers have claimed beside them
+    taken: int  # rows in use, and what workers have claimed besides them
     waiting: int  # in the queue, for any worker
     claims_per_s: float = 0.0  # when all rows are full; 0: not measured
     sent: int = 0  # by this process, and perhaps in none of these figures yet

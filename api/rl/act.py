@@ -273,7 +273,7 @@ def _to_blame(body: ActRequest, network: NetworkSpec, param: str) -> str:
 
 
 async def _prompts(codec: TextCodec, observations: list[Observation]) -> list[list[int]]:
-    """Prompts of texts, chats and ids; chats, of which there may be many, are rendered beside the event loop."""
+    """Prompts of texts, chats and ids; chats, of which there may be many, are rendered off the event loop."""
     if any(isinstance(observation, list) for observation in observations):
         return await aside(lambda: [_prompt(codec, each) for each in observations])
     return await encoded(codec, [each for each in observations if isinstance(each, str)])
@@ -309,7 +309,7 @@ def _acting_head(body: ActRequest, target: Target) -> str:
 
 
 async def _by_head(body: ActRequest, ring: Ring, target: Target, prompts: list[list[int]], seed: int) -> dict[str, Any]:
-    """Actions of a head on the hidden state behind each observation."""
+    """Actions of a head on the hidden state after each observation."""
     name = _acting_head(body, target)
     spec = heads_of(target)[name]
     if spec.kind == "gaussian":

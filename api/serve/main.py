@@ -76,7 +76,7 @@ def _check(settings: ServeSettings) -> None:
     share_file(settings)
     check_modes(settings)
     check_exposure(settings)
-    tracing.target(settings.otlp_endpoint)  # a wrong one is told once, here
+    tracing.target(settings.otlp_endpoint)  # a wrong one is reported once, here
     if "adapter_cache_dir" not in settings.model_fields_set:
         settings.adapter_cache_dir = settings.data_dir / "adapters"  # of this ring, not of the working directory
     for secret in SECRETS:

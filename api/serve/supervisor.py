@@ -1,7 +1,7 @@
 """Child processes that live as long as we do: started, watched, restarted, stopped in order.
 
 Each child holds the read end of a pipe from us (its stdin) and ends when it closes (shared/process/lifeline.py), so a
-`kill -9` of this process leaves nothing behind. Exit code 2 means "wrong settings". When a child ends with it at its
+`kill -9` of this process leaves no process. Exit code 2 means "wrong settings". When a child ends with it at its
 first start, everything ends. A child that has run before is started again, as after any other death, while the others
 serve; but not a rank of a strict group (exit code 3), with which everything ends, too.
 """

@@ -62,7 +62,7 @@ async def retrieve_future(body: FutureBody, request: Request, ring: TheRing) -> 
 
 @router.post("/cancel_future", summary="Cancel a sample", response_class=Response, responses=error_responses(400))
 async def cancel_future(body: FutureBody, ring: TheRing) -> Response:
-    """Requests of learners are carried out in any case: those behind them count on that."""
+    """Requests of learners are carried out in any case: later ones count on that."""
     if ":train:" not in body.request_id:
         await cancel_sample(ring, body.request_id)
     return json_reply({})

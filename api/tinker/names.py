@@ -19,7 +19,7 @@ from shared.redis.training.tinker_store import TinkerSession
 
 SEGMENTS: dict[SaveKind, str] = {"state": "weights", "sampler": "sampler_weights", "external": "external_weights"}
 KINDS: dict[str, SaveKind] = {segment: kind for kind, segment in SEGMENTS.items()}
-INFLIGHT = ":1"  # behind the id of a future whose sampler draws from the latest version
+INFLIGHT = ":1"  # after the id of a future whose sampler draws from the latest version
 ID = r"^[A-Za-z0-9:_-]{1,128}$"
 SAVE_NAME = r"^[A-Za-z0-9._-]{1,128}$"
 _PATH = re.compile(

@@ -62,7 +62,7 @@ class PromptTokenQuery:
         sampling = msgspec.structs.replace(
             sequences.template.sampling,
             prompt_logprobs=own or 0,
-            prompt_logprobs_last=1 if own is None else last,  # nobody reads them: as few as can be
+            prompt_logprobs_last=1 if own is None else last,  # they are not read: as few as can be
             prompt_named=named,
             prompt_draws=self.draws,
         )

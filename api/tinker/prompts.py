@@ -108,7 +108,7 @@ def _ids(codec: TextCodec, pieces: Sequence[Piece], images: ChatImages, where: s
         ids += own
         end = len(ids)
     try:
-        # What is learned from may have such an id behind its images: the model wrote it, as any other token.
+        # What is learned from may have such an id after its images: the model wrote it, as any other token.
         images.check(ids[:end] if learned else ids)
     except InvalidRequestError as error:
         error.param = where

@@ -201,7 +201,7 @@ def _values(tensor: Any) -> Values:
 
 
 def pass_bytes(done: PassDone) -> bytes:
-    """A ForwardBackwardOutput. Data of one shape behind the first dimension share a record."""
+    """A ForwardBackwardOutput. Data of one shape after the first dimension share a record."""
     message = _MESSAGE["ForwardBackwardOutput"](loss_fn_output_type="ArrayRecord")
     for trailing, group in groupby(done.outputs, key=lambda output: next(iter(output.values())).shape[1:]):
         outputs = list(group)

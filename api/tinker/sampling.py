@@ -1,6 +1,6 @@
 """Samplers and samples. A sample is work of the ordinary queue, begun here and read by its future.
 
-Whoever began it works on it: the api process notes itself beside the future, and when it dies, the future is gone
+The process that began it works on it: it notes itself with the future, and when it dies, the future is gone
 (410), upon which the SDK asks anew. The same number again is the same sample.
 """
 
@@ -95,7 +95,7 @@ async def asample(body: SampleBody, ring: TheRing) -> Response:
 
 
 async def cancel_sample(ring: Ring, id: str) -> None:
-    """End a sample that nobody wants any more, whichever process works on it."""
+    """End a sample that its client has cancelled, whichever process works on it."""
     who = keeper()
     if task := _running.get(f"{who}/{id}"):
         task.cancel()

@@ -219,7 +219,7 @@ async def _pass(ring: Ring, request: Request, form: Form) -> Response:
 
 
 async def _check_seen(ring: Ring, spec: LearnerSpec, card: ModelCard, data: list[GivenDatum]) -> None:
-    """Before images are read; UnsupportedModelError when nobody learns from them."""
+    """Before images are read; UnsupportedModelError when the model cannot learn from them."""
     if card.vision is not None:  # else the images themselves are refused
         service = await ring.learners.service(spec.model)
         if service is None:
@@ -283,7 +283,7 @@ async def _make(ring: Ring, learner: str, card: ModelCard, lora: LoraBody, kind:
 
 
 async def _trainable(ring: Ring, name: str) -> ModelCard:
-    """UnknownModelError, or ServiceUnavailableError when nobody trains learners of this model."""
+    """UnknownModelError, or ServiceUnavailableError when no service trains learners of this model."""
     card = (await ring.served(await meant(ring, name))).card
     if await ring.learners.service(card.name) is None:
         raise _no_service(card.name, name)

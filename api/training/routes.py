@@ -1,7 +1,7 @@
 """Training from outside: post trajectories, look at a trainer, save a checkpoint.
 
 The trainer is another process. What it is asked goes through a stream of orders in Redis and is answered there; what it
-tells of itself stands on its board. Without a live trainer an order is refused (503), and looking still works.
+reports of itself stands on its board. Without a live trainer an order is refused (503), and looking still works.
 """
 
 import datetime

@@ -21,7 +21,7 @@ FEWEST, MOST = 16, 128  # bytes of a secret
 
 
 class WebhookBody(RequestModel):
-    """Who is told of an end."""
+    """Server that is notified of an end."""
 
     url: str = Field(max_length=2048, description="https, of a host that the server allows (`--webhook-hosts`)")
     secret: SecretStr = Field(description="signs what is sent, as Standard Webhooks do: `whsec_` and base64, or a text")

@@ -112,7 +112,7 @@ class WebhookWork:
             await self._due.done(entry)
         except (RedisError, OSError) as error:
             log.info("webhook.waits", kind=kind, error=reason(error))  # until its lease is over
-        except Exception as error:  # not with its words, nor its place: they may tell of the URL or the secret
+        except Exception as error:  # not with its words, nor its place: they may show the URL or the secret
             log.error("webhook.failed", kind=kind, error=type(error).__name__)
             with contextlib.suppress(RedisError, OSError):
                 await self._due.done(entry)

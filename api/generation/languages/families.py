@@ -82,7 +82,7 @@ class Family:
         return f'({channel} "analysis" {message} thought {start} "assistant")? {final}'
 
 
-# In the order of `mlx_lm.tokenizer_utils._infer_tool_parser`, what it does not know behind that.
+# In the order of `mlx_lm.tokenizer_utils._infer_tool_parser`, families that it does not know after those.
 FAMILIES: tuple[Family, ...] = (
     Family("minimax_m2", (("<minimax:tool_call>",),)),
     Family(

@@ -26,7 +26,7 @@ class GrowingCall:
         return text[found.end() :]
 
     def read_arguments(self, text: str) -> tuple[str, str]:
-        """The letters of `text` that belong to the arguments, and the rest behind them."""
+        """The letters of `text` that belong to the arguments, and the rest after them."""
         for at, letter in enumerate(text):
             self._step(letter)
             if self.complete:

@@ -34,8 +34,8 @@ class Splitter:
         self._thought_ends = search_for(plan.think_end, *openers)
         self._held = ""
         self._lead = ""  # what stands between the content and what may be a call; it goes if that is one
-        self._began = False  # content, or reasoning, has begun: what led up to it is behind us
-        self._alone = True  # nothing was said before, or behind the last call
+        self._began = False  # content, or reasoning, has begun: what led up to it is over
+        self._alone = True  # no text was shown before, or after the last call
         self._state = {"": self._content, "open": self._reasoning, "may": self._perhaps}[plan.thinking]
         self.reasoned = plan.thinking == "open"  # there was reasoning
         self._piece = ReplyPiece()
@@ -46,7 +46,7 @@ class Splitter:
 
     @property
     def in_reasoning(self) -> bool:
-        """True if the next text is reasoning, as far as the text so far tells."""
+        """True if the next text is reasoning, as far as the text so far shows."""
         return self._state == self._reasoning
 
     @property
@@ -163,7 +163,7 @@ class Splitter:
         return False
 
     def _without_blanks(self, text: str) -> str:
-        """A text without what may stand between it and a call: behind a call, all that only separates calls."""
+        """A text without what may stand between it and a call: after a call, all that only separates calls."""
         between = self._format.between if self._format is not None else ""
         if self._alone and self.calls and all(letter.isspace() or letter in between for letter in text):
             return ""

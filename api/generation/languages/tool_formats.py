@@ -49,7 +49,7 @@ class ToolFormat:
     parse: Callable[[str, Definitions], list[ParsedCall]]
     bare: tuple[str, str] | None = None  # marks within those, which make a call by themselves: some models forget them
     lead: str = ""  # a mark that may come before a call, and is no part of it
-    between: str = ""  # letters that may separate calls, beside blanks
+    between: str = ""  # letters that may separate calls, besides blanks
 
 
 @functools.cache

@@ -174,7 +174,7 @@ async def _stop(ring: Ring, stored: StoredResponse) -> None:
 
 
 async def watch(ring: Ring, who: str, response_id: str, after: int) -> AsyncGenerator[bytes, None]:
-    """The events of a response behind number `after`, as they come, to its end."""
+    """The events of a response after number `after`, as they come, to its end."""
     pause_s = WATCH_S
     while not ring.shutting_down:
         state, found = await ring.responses.events(who, response_id, after)
@@ -196,7 +196,7 @@ async def watch(ring: Ring, who: str, response_id: str, after: int) -> AsyncGene
 
 
 async def check_watchable(ring: Ring, who: str, response_id: str, stored: StoredResponse, after: int) -> None:
-    """NotFoundError when the events behind number `after` are not kept any more."""
+    """NotFoundError when the events after number `after` are no longer stored."""
     if stored.state in RUNNING or after + 1 >= stored.told or await ring.responses.count_told(who, response_id):
         return
     raise NotFoundError(
@@ -268,7 +268,7 @@ class BackgroundWork:
                 await self._due.done(entry)
 
     async def _fail(self, who: str, response_id: str, why: str) -> None:
-        """End a response that nobody could even begin to read."""
+        """End a response that no process could begin to read."""
         shown = msgspec.json.decode((await self._ring.responses.find(who, response_id)).body)
         shown |= {"status": "failed", "error": {"code": "server_error", "message": why}}
         fields: dict[str, Argument] = {"body": msgspec.json.encode(shown), "ended_at": int(time.time())}

@@ -74,7 +74,7 @@ async def _found(ring: Ring, name: str) -> Conversation:
 
 @router.post("/v1/conversations", summary="Begin a conversation", responses=error_responses(400))
 async def create_conversation(body: ConversationBody, ring: TheRing) -> Conversation:
-    """It is kept until nobody has used it for `--response-ttl-s`."""
+    """It expires when it was not used for `--response-ttl-s`."""
     if not ring.settings.response_ttl_s:
         raise UnsupportedParameterError("this server keeps no conversations (--response-ttl-s 0)")
     name, now = f"conv_{secrets.token_hex(24)}", int(time.time())

@@ -133,7 +133,7 @@ def read_items(stored: list[dict[str, Any]]) -> list[Item]:
 
 
 def _joined_ids(ids: Sequence[bytes]) -> list[int]:
-    """The ids of the last turn: its own, behind so many of the turn before as it says. [] when some are missing."""
+    """The ids of the last turn: its own, after as many of the turn before as it says. [] when some are missing."""
     parts: list[list[int]] = []
     wanted = 0
     for raw in reversed(ids):

@@ -1,7 +1,7 @@
-"""The output of a response: its items, and the events that tell of them as they grow.
+"""The output of a response: its items, and the events that report them as they grow.
 
 An item is reasoning, a message or a call; one is open at a time. A call of a tool of a namespace, or of a custom tool,
-comes in the form that its client knows. The same writer makes the items of a whole response, whose events nobody reads.
+comes in the form that its client knows. The same writer makes the items of a whole response, whose events are not read.
 """
 
 from collections.abc import Sequence

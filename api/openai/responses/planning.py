@@ -113,7 +113,7 @@ async def _fitting(
         if fits and (skipped == 0 or skipped - tried == 1):
             return chat, prepared
         if not fits and skipped == last:
-            return chat, prepared  # refused by whoever plans it
+            return chat, prepared  # refused when it is planned
         if fits:
             last = skipped
         else:

@@ -37,7 +37,7 @@ router = APIRouter(tags=["openai"], route_class=BodyRoute)
     responses=error_responses(404, 409, ok="A response object, or server-sent events when `stream` is true"),
 )
 async def create_response(body: ResponseRequest, request: Request, ring: TheRing) -> Response:
-    """Text, structured text and function calls, behind what was said before."""
+    """Text, structured text and function calls that continue earlier turns."""
     stored = is_stored(ring, body)
     body.store = stored
     body.input = await resolved(ring, body.input)

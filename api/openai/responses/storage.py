@@ -93,7 +93,7 @@ class ItemPage(BaseModel):
 
 
 def page(found: Sequence[Entry], after: str, limit: int, order: Order) -> Response:
-    """The response with the items behind `after`; NotFoundError when that is none of them."""
+    """The response with the items after `after`; NotFoundError when that is none of them."""
     ordered = list(found) if order == "asc" else list(reversed(found))
     start = 0
     if after:

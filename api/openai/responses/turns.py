@@ -160,7 +160,7 @@ class ReasoningItem(InputItem):
         return "input.reasoning.encrypted_content" if self.encrypted_content and not self.text else ""
 
     def shown(self) -> dict[str, Any]:
-        """With what was encrypted, for whoever can read it."""
+        """With what was encrypted, for a server that can read it."""
         content = [part.model_dump() for part in self.content or ()]
         shown = {"type": "reasoning", "summary": [part.model_dump() for part in self.summary], "content": content}
         return {**shown, "status": "completed"} | (

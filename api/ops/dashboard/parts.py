@@ -86,7 +86,7 @@ async def job_view(ring: Ring, job_id: str, kept: RewardsCache | None = None) ->
 
 
 def eta_ms(status: JobStatus, now_ms: int) -> float | None:
-    """How long a running job will take at its pace so far; None when that cannot be told."""
+    """How long a running job will take at its pace so far; None when that is not known."""
     if status.status != "running" or not status.started_ms or status.progress <= 0:
         return None
     return (now_ms - status.started_ms) * (1 - status.progress) / status.progress

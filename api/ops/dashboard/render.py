@@ -94,7 +94,7 @@ def _error(request: Request, error: ParallmError) -> Response:
 
 @functools.cache
 def compile_all() -> None:
-    """All templates, before the first page: a process whose pages nobody opens starts 0.1 s sooner.
+    """All templates, before the first page: a process whose pages are not opened starts 0.1 s sooner.
 
     FastAPI calls what is not async in a thread, so that no stream of the process is held up for long.
     """

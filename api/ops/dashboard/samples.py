@@ -189,7 +189,7 @@ async def _images(ring: Ring, job_id: str, trajectory: Trajectory) -> list[str]:
 def _images_of(line: InputLine) -> list[bytes]:
     try:
         given = read_input(line)
-    except RecursionError:  # a prompt that nobody can read
+    except RecursionError:  # a prompt that cannot be read
         return []
     return [image.sha256 for image in given.images or (given.request.images if given.request else ())]
 

@@ -128,6 +128,6 @@ def _is_signed(cookie: str, keys: KeyRing) -> bool:
 
 
 def _inside(address: str) -> str:
-    """The address if it is one of our pages: nobody is sent elsewhere after signing in."""
+    """The address if it is one of our pages: no person is sent elsewhere after signing in."""
     ours = address == "/dashboard" or address.startswith("/dashboard/")
     return address if ours and "\\" not in address and not any(ord(c) < 32 for c in address) else "/dashboard"
