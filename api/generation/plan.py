@@ -89,7 +89,8 @@ async def plan(ring: Ring, body: SamplingFields, target: Target, prepared: Prepa
         sampling = msgspec.structs.replace(sampling, grammar=grammar)
     if collect is None and sampling is spec.sampling:
         return planned
-    return msgspec.structs.replace(planned, sequences=sequences.with_template(collect=collect, sampling=sampling))
+    template = msgspec.structs.replace(spec, collect=collect, sampling=sampling)
+    return msgspec.structs.replace(planned, sequences=msgspec.structs.replace(sequences, template=template))
 
 
 def unchecked_plan(
@@ -322,7 +323,7 @@ def _echoed(
 def _check_whole_logprobs(sequences: Sequences, card: ModelCard) -> None:
     """InvalidRequestError for an answer with too many log-probabilities of the whole vocabulary."""
     sampling = sequences.template.sampling
-    completions = len(sequences) * sampling.max_tokens
+    completions = sequences.n * len(sequences.prompts) * sampling.max_tokens
     scored = sequences.n * sum(map(len, sequences.prompts))
     asked = ((sampling.top_logprobs, completions, "logprobs"), (sampling.prompt_logprobs, scored, "prompt_logprobs"))
     for count, positions, param in asked:

@@ -72,7 +72,9 @@ class Generation:
         QueueFullError when too much is waiting, ServiceUnavailableError when no worker has memory left, PausedError.
         """
         model = sequences.template.model
-        structlog.contextvars.bind_contextvars(work=sequences.id)  # the ids of sequences in all logs begin with it
+        structlog.contextvars.bind_contextvars(
+            work=sequences.template.id
+        )  # the ids of sequences in all logs begin with it
         async with ring.in_time():
             await ring.check_pause()
             await ring.check_memory(model)
@@ -81,7 +83,7 @@ class Generation:
         span = WorkSpan.begin(sequences)
         trace = span.traceparent if span is not None else ""
         specs = sequences.specs(ring.api_id, ring.settings.first_token_timeout_s, kind, trace, asker().tenant)
-        generation = cls(ring, model, sequences.ids, sequences.template.deadline_ms)
+        generation = cls(ring, model, [spec.id for spec in specs], sequences.template.deadline_ms)
         generation._span, generation._kind = span, kind
         generation._first_deadline_ms = specs[0].first_token_deadline_ms if specs else 0
         ring.tally.histogram("vllm:request_params_n", model).observe(sequences.n)

@@ -78,7 +78,7 @@ async def conversation(
 def _reasoning(family: Family, codec: TextCodec, body: ChatFields, prompt: str) -> tuple[Marks | None, Thinking]:
     """The marks of the model's reasoning, if the answer may have any, and how the answer begins."""
     goes_on = bool(body.continue_final_message)
-    marks = family.marks(codec.bundle.chat_template)
+    marks = family.thoughts
     if marks is None or (body.add_generation_prompt is False and not goes_on and not family.channels):
         return None, ""
     thinking = family.thinking_after(prompt, marks)

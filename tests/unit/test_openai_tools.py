@@ -523,9 +523,9 @@ def test_an_error_of_a_grammar_shows_where_in_it() -> None:
 )
 def test_a_grammar_waits_for_harmony_s_final_message(thinking: Any, completion: str, allowed: bool) -> None:
     harmony = family_of("<|start|>assistant<|channel|>analysis<|message|>")
-    text = harmony.grammar_after_thinking(grammar.of_regex(r"\d+"), thinking, harmony.marks("") or ("", ""), codec())
+    text = harmony.grammar_after_thinking(grammar.of_regex(r"\d+"), thinking, harmony.thoughts or ("", ""), codec())
     assert allows(text, completion, codec()) is allowed
     marks = ("<|channel|>", "<|message|>", "<|start|>", "<|end|>")
     special = _codec_with(*marks, template="")
-    text = harmony.grammar_after_thinking(grammar.of_regex(r"\d+"), thinking, harmony.marks("") or ("", ""), special)
+    text = harmony.grammar_after_thinking(grammar.of_regex(r"\d+"), thinking, harmony.thoughts or ("", ""), special)
     assert allows(text, completion, special) is allowed

@@ -377,7 +377,7 @@ def test_a_template_gives_its_family_away(template: str, family: str, form: str)
 )
 def test_the_end_of_a_prompt_says_how_an_answer_begins(family: str, prompt: str, thinking: str) -> None:
     entry = named(family)
-    assert entry.thinking_after(prompt, entry.marks("") or ("", "")) == thinking
+    assert entry.thinking_after(prompt, entry.thoughts or ("", "")) == thinking
 
 
 def test_the_tokens_of_a_family_s_language_are_not_hidden() -> None:

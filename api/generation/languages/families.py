@@ -4,7 +4,7 @@ A family is one entry of `FAMILIES`, and its chat template gives it away. The fo
 `tool_formats.py`; `splitter.py` and `channels.py` take its completions apart.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -35,7 +35,7 @@ class Family:
     name: str
     signs: tuple[tuple[str, ...], ...]  # its chat template has all the texts of one of these
     calls: str = ""  # the form of its calls, by name; "": the family's own
-    thoughts: Marks | None = None  # None: the first of the usual marks that the template has
+    thoughts: Marks | None = None  # marks of reasoning; None: the usual ones that the template has, if any
     thinks_again: bool = False  # reasoning may come after content, too
     channels: bool = False  # a completion is several messages, each on a channel
     thought_tokens: tuple[str, ...] = ()  # tokens within the marks of reasoning: decoding must not hide them
@@ -46,10 +46,6 @@ class Family:
     def form(self) -> str:
         """Name of the form of its calls."""
         return self.calls or self.name
-
-    def marks(self, template: str) -> Marks | None:
-        """Marks that surround reasoning; None for a model that does not reason."""
-        return self.thoughts or next((marks for marks in _THOUGHTS if marks[1] in template), None)
 
     def thinking_after(self, prompt: str, marks: Marks) -> Thinking:
         """How a completion of this prompt begins: in reasoning, perhaps with reasoning, or without."""
@@ -123,8 +119,10 @@ _PLAIN = Family("", (), calls=HERMES)  # a template that says nothing: calls are
 
 @lru_cache(maxsize=64)
 def family_of(template: str) -> Family:
-    """The family of a model with this chat template."""
-    return next((each for each in FAMILIES if any(all(sign in template for sign in s) for s in each.signs)), _PLAIN)
+    """The family of a model with this chat template, with the marks that the template has around reasoning."""
+    family = next((each for each in FAMILIES if any(all(sign in template for sign in s) for s in each.signs)), _PLAIN)
+    usual = next((marks for marks in _THOUGHTS if marks[1] in template), None)
+    return replace(family, thoughts=family.thoughts or usual)
 
 
 def named(name: str) -> Family:
