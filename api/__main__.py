@@ -11,14 +11,15 @@ from types import FrameType
 import structlog
 import uvicorn
 
+from api.http.api_keys import check_exposure
 from api.http.connections import bounded
-from api.http.exposure import check_exposure
 from shared.errors import ServiceUnavailableError, SetupError
+from shared.process.api_settings import ApiSettings
 from shared.process.garbage import leave_out_what_is_loaded, no_collections
 from shared.process.lifeline import follow_parent
 from shared.process.logs import configure
 from shared.process.open_files import raise_file_limit
-from shared.process.settings import ApiSettings, load
+from shared.process.settings import load
 from shared.redis.connection.client import require
 from shared.telemetry import tracing
 
@@ -77,7 +78,7 @@ class Server(uvicorn.Server):
     """
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """On a signal."""
+        """Marks the ring as shutting down before uvicorn stops."""
         ring = getattr(getattr(self.config.app, "state", None), "ring", None)
         if ring is not None:
             ring.shutting_down = True
@@ -85,7 +86,7 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Around serving."""
+        """Handles signals in the event loop while uvicorn serves."""
         loop = asyncio.get_running_loop()
         numbers = (signal.SIGTERM, signal.SIGINT)
         for number in numbers:

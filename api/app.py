@@ -11,6 +11,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from api.adapters import routes as adapters
 from api.adapters import splits
+from api.admission import Admission
 from api.anthropic import routes as messages
 from api.batches import batch_routes as batches
 from api.batches import file_routes as files
@@ -20,7 +21,6 @@ from api.generation.resume import stop_lingering
 from api.generation.running import settled
 from api.generation.tracing import telemetry
 from api.http import errors
-from api.http.admission import Admission
 from api.http.api_keys import KeyRing
 from api.http.auth import OwnOrigin, RequireKey
 from api.http.context import RequestContext
@@ -59,7 +59,7 @@ from api.tinker import training as tinker_training
 from api.training import remote_trainers as trainers
 from api.training import routes as training
 from api.webhooks.work import WebhookWork
-from shared.process.settings import ApiSettings
+from shared.process.api_settings import ApiSettings
 from shared.telemetry.metrics import Tally
 
 
@@ -152,7 +152,7 @@ def find_routes(app: FastAPI) -> None:
 
 
 def life(settings: ApiSettings, tally: Tally) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
-    """What runs beside the requests, from the first to the last of them."""
+    """Lifespan of the app: starts the ring and the background tasks, and stops them after the last request."""
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

@@ -23,12 +23,12 @@ LONGEST_RETRY_S = 30
 LONGEST_SHED_S = 0.5
 LAG_LOOK_S = 0.05
 LAG_LIMIT_S = 0.5  # from here on this process is the bottleneck, and what it accepts would wait in it
-FEW = 8  # requests under way: up to here the machine has too much to do, not we, and refusing helps nobody
-ALARM_S = 1.0  # a stop of the event loop that /health tells of
+FEW = 8  # requests under way: up to here the machine has too much to do, not this process, and refusing does not help
+ALARM_S = 1.0  # a stop of the event loop that /health reports
 REMEMBERED_S = 60.0
 
 
-class Load:
+class ProcessLoad:
     """The load of this api process."""
 
     def __init__(self, limit: int, tally: Tally | None = None) -> None:
@@ -48,18 +48,18 @@ class Load:
 
     @property
     def lags(self) -> bool:
-        """Whether this process has more to do than it can."""
+        """True if the event loop is late while many requests are under way."""
         return self.lag_s > LAG_LIMIT_S and self.under_way > FEW
 
     @property
     def longest_stop_s(self) -> float:
-        """For how long the event loop has served nobody, at most, within the last minute."""
+        """Longest time for which the event loop served no request, within the last minute."""
         since = time.monotonic() - REMEMBERED_S
         return max((seconds for at, seconds in self._stops if at > since), default=0.0)
 
     @property
     def stood_still(self) -> bool:
-        """Whether the longest stop of late is one to be told of."""
+        """True if the longest recent stop of the event loop is long enough to be reported."""
         return self.longest_stop_s >= ALARM_S
 
     async def watch(self) -> None:
@@ -80,7 +80,7 @@ class Load:
 
     @contextlib.contextmanager
     def one(self, key: str) -> Iterator[None]:
-        """Around one request."""
+        """Counts one request as under way while it is handled."""
         self.under_way += 1
         self.by_key[key] += 1
         try:
@@ -102,13 +102,13 @@ class Load:
         """Seconds until `ahead` more requests will have ended at the present pace, 1 to LONGEST_RETRY_S."""
         return max(1, min(LONGEST_RETRY_S, math.ceil(ahead / self.pace())))
 
-    def found_full(self, model: str, kind: SequenceClass, bound: int) -> int:
+    def note_full(self, model: str, kind: SequenceClass, bound: int) -> int:
         """The queue has just refused: do so in its place until a tenth of it has been worked off; a `Retry-After`."""
         tenth = max(1, bound // 10)
         self._full[model, kind] = time.monotonic() + min(LONGEST_SHED_S, tenth / self.pace())
         return self.retry_after_s(tenth)
 
     def all_full(self, models: Collection[str], kind: SequenceClass) -> bool:
-        """Whether each of these models refused lately: then nothing else about a request matters."""
+        """True if each of these models refused lately: then nothing else about a request matters."""
         now = time.monotonic()
         return bool(models) and all(self._full.get((model, kind), 0.0) > now for model in models)

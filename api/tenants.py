@@ -15,8 +15,8 @@ from typing import Literal, NamedTuple
 
 from fastapi import Request
 
+from api.callers.caller import asker
 from api.generation.resume import stream_owner, unknown_stream
-from api.ring.caller import asker
 from api.ring.choosing import HEADER, named_ring, reached, ring_holding
 from api.ring.ring import Ring
 from shared.adapters import not_yours, unknown_adapter
@@ -38,7 +38,7 @@ Right = Literal["see", "change", "make"]
 
 
 class Rule(NamedTuple):
-    """What a route asks of a tenant's key. Without a `kind` the route names nothing in its path."""
+    """Condition that a route sets on a tenant's key. Without a `kind` the route names nothing in its path."""
 
     who: Literal["tenant", "admin", "page"] = "tenant"  # "page": a person signs in (api/ops/dashboard/session.py)
     kind: Kind | None = None
@@ -47,7 +47,7 @@ class Rule(NamedTuple):
 
 
 ADMIN, PAGE = Rule("admin"), Rule("page")
-NOTHING = Rule()  # tells what is no secret between tenants
+NOTHING = Rule()  # returns only what is no secret between tenants
 LIST = Rule()  # shows what the asker sees
 WORK = Rule()  # makes things of the asker's own; the models, adapters and files that it names are looked up as its
 
@@ -235,7 +235,7 @@ RULES: dict[str, Rule] = {
 
 
 def rule_of(method: str, path: str) -> Rule | None:
-    """The rule of a route by its pattern; None: nobody has stated one."""
+    """The rule of a route by its pattern; None: none is stated."""
     method = method.replace("HEAD", "GET")
     return PAGE if path == "/dashboard" or path.startswith("/dashboard/") else RULES.get(f"{method} {path}")
 

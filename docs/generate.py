@@ -8,14 +8,11 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from shared import errors
-from shared.process.settings import (
-    ApiSettings,
-    JoinSettings,
-    ProcessSettings,
-    RunnerSettings,
-    ServeSettings,
-    WorkerSettings,
-)
+from shared.process.api_settings import ApiSettings
+from shared.process.process_settings import JoinSettings, ProcessSettings
+from shared.process.runner_settings import RunnerSettings
+from shared.process.serve_settings import ServeSettings
+from shared.process.worker_settings import WorkerSettings
 from shared.redis import keys
 from shared.telemetry.metrics import CATALOGUE
 from trainer.service.settings import LearnersSettings

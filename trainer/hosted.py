@@ -24,7 +24,8 @@ import yaml
 
 from shared.errors import EngineError, ParallmError, QueueFullError, ServiceUnavailableError, SetupError
 from shared.process.nested_config import is_nested
-from shared.process.settings import WorkerSettings, load
+from shared.process.settings import load
+from shared.process.worker_settings import WorkerSettings
 from trainer.learn.batches import Sample, SampleGroup
 from trainer.learn.compute import EngineHost, LendingWorker, Others, Work
 from trainer.learners import placing

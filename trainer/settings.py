@@ -11,9 +11,9 @@ from pydantic import AliasChoices, BeforeValidator, Field, SecretStr
 from shared.adapters import LoraKind, check_name
 from shared.errors import InvalidRequestError, SetupError
 from shared.jobs import SamplingOverrides
-from shared.process.options.group import TrainerGroupSettings
+from shared.process.group_settings import TrainerGroupSettings
 from shared.process.panels import TRAINER, Panels
-from shared.process.settings import JoinSettings
+from shared.process.process_settings import JoinSettings
 from shared.rewards.model_kinds import OWN_VARIABLES
 from shared.trajectories import drawing_of
 from trainer.learn.gate import GateSettings

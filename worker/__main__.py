@@ -15,11 +15,12 @@ import structlog
 from shared.errors import ServiceUnavailableError, SetupError
 from shared.process.discovery import join
 from shared.process.garbage import no_collections
+from shared.process.group_settings import LOST_EXIT_CODE
 from shared.process.lifeline import VARIABLE, follow_parent
 from shared.process.logs import configure
 from shared.process.open_files import many_files
-from shared.process.options.group import LOST_EXIT_CODE
-from shared.process.settings import WorkerSettings, load
+from shared.process.settings import load
+from shared.process.worker_settings import WorkerSettings
 from shared.redis.connection.client import require
 from shared.telemetry import tracing
 from worker.engine.model import fast_blas

@@ -7,7 +7,7 @@ all rows are taken, interactive sequences up to their share still come in, for b
 
 from dataclasses import dataclass
 
-from shared.process.settings import WorkerSettings
+from shared.process.worker_settings import WorkerSettings
 from shared.redis.queue.sequence_queue import ClaimPlan
 from shared.sequences import ModelCard, held
 from worker.rows import ClaimedRows

@@ -17,7 +17,7 @@ from typing import Any, Protocol, cast
 import structlog
 
 from shared.errors import SetupError
-from shared.process.settings import WorkerSettings
+from shared.process.worker_settings import WorkerSettings
 from worker.engine.model.loader import LoadedModel
 from worker.engine.thread import EngineThread
 from worker.group.following import Learning

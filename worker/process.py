@@ -22,7 +22,7 @@ from redis.exceptions import RedisError
 from shared.errors import EngineError
 from shared.process.garbage import leave_out_what_is_loaded
 from shared.process.loops import begin, cancel, until_taken
-from shared.process.settings import WorkerSettings
+from shared.process.worker_settings import WorkerSettings
 from shared.redis.connection.client import connect
 from shared.redis.processes.metric_store import MetricWriter
 from shared.redis.processes.pause import PauseSwitch

@@ -4,7 +4,7 @@ import os
 import socket
 from dataclasses import asdict, dataclass
 
-from shared.process.settings import WorkerSettings
+from shared.process.worker_settings import WorkerSettings
 from shared.ranks import RankStatus
 from shared.redis.processes.worker_registry import WorkerState, WorkerStatus, weights_of
 from shared.redis.queue.sequence_queue import SequenceQueue

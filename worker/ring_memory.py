@@ -18,7 +18,7 @@ import structlog
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from shared.process.settings import WorkerSettings
+from shared.process.worker_settings import WorkerSettings
 from shared.redis.connection.faults import reason
 from shared.redis.processes.completion_store import (
     COMPLETION_IDS,

@@ -20,7 +20,7 @@ Gate = Annotated[list[GateField], Field(max_length=64)]
 
 
 class UploadFields(RequestModel):
-    """The form fields beside an upload's files: what is to become of them."""
+    """Form fields of an upload besides its files: how the adapter is published."""
 
     name: str | None = Field(default=None, description="the adapter; default: the setting default_adapter")
     adapter_id: str | None = Field(default=None, description="the same as `name`")
@@ -34,7 +34,7 @@ class UploadFields(RequestModel):
 
 
 class LoadBody(RequestModel):
-    """POST /load_adapter."""
+    """Request body of POST /load_adapter."""
 
     adapter_path: str = Field(description="an adapter directory under one of the folders of --adapter-dirs")
     name: str | None = Field(default=None, description="default: the setting default_adapter")
@@ -42,7 +42,7 @@ class LoadBody(RequestModel):
 
 
 class PromoteBody(RequestModel):
-    """POST /v1/adapters/{name}/promote."""
+    """Request body of POST /v1/adapters/{name}/promote."""
 
     version: int = Field(ge=1)
     gate: Gate = Field(
@@ -52,7 +52,7 @@ class PromoteBody(RequestModel):
 
 
 class VersionBody(RequestModel):
-    """POST /v1/adapters/{name}/rollback."""
+    """Request body of POST /v1/adapters/{name}/rollback."""
 
     version: int | None = Field(
         default=None, ge=1, description="default: the newest one before that has been the latest"
@@ -61,28 +61,28 @@ class VersionBody(RequestModel):
 
 
 class RejectBody(RequestModel):
-    """POST /v1/adapters/{name}/reject."""
+    """Request body of POST /v1/adapters/{name}/reject."""
 
     version: int = Field(ge=1)
     gate: Gate = Field(default_factory=list, description="the checks, with those that failed")
 
 
 class BestBody(RequestModel):
-    """POST /v1/adapters/{name}/best."""
+    """Request body of POST /v1/adapters/{name}/best."""
 
     version: int = Field(ge=1)
     value: FiniteFloat = Field(description="the figure that it won by")
 
 
 class SwitchBody(RequestModel):
-    """POST /model/switch-lora."""
+    """Request body of POST /model/switch-lora."""
 
     version: int | str = Field(description="a version of the adapter, or `name@k`")
     name: str | None = Field(default=None, description="default: the setting default_adapter")
 
 
 class LoadLoraBody(RequestModel):
-    """vLLM's POST /v1/load_lora_adapter."""
+    """Body of vLLM's POST /v1/load_lora_adapter."""
 
     off: ClassVar[dict[str, tuple[Any, ...]]] = {"is_3d_lora_weight": (False,)}
 
@@ -94,14 +94,14 @@ class LoadLoraBody(RequestModel):
 
 
 class UnloadLoraBody(RequestModel):
-    """vLLM's POST /v1/unload_lora_adapter."""
+    """Body of vLLM's POST /v1/unload_lora_adapter."""
 
     lora_name: str
     lora_int_id: int | None = Field(default=None, description="accepted, not used")
 
 
-class Loaded(BaseModel):
-    """What has become the latest version."""
+class LatestVersion(BaseModel):
+    """The version that `latest` points to after the request."""
 
     status: str = "success"
     policy_version: int

@@ -16,8 +16,8 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 
 from api.adapters.bodies import (
     BestBody,
+    LatestVersion,
     LoadBody,
-    Loaded,
     LoadLoraBody,
     PromoteBody,
     RejectBody,
@@ -100,7 +100,7 @@ async def create_adapter(request: Request, ring: TheRing) -> Response:
     "/v1/adapters/{name}", summary="Describe an adapter", response_class=Response, responses=error_responses(404)
 )
 async def describe_adapter(name: Name, ring: TheRing) -> Response:
-    """Its versions' manifests, the moves of `latest`, and which worker has loaded what."""
+    """Returns the manifests of all versions, the moves of `latest`, and which workers have loaded which version."""
     summary = await ring.adapters.summary(name)
     manifests = []
     for version in summary.versions:
@@ -133,7 +133,7 @@ async def add_version(name: Name, request: Request, ring: TheRing) -> Response:
     responses=error_responses(404),
 )
 async def describe_version(name: Name, version: Version, ring: TheRing) -> Response:
-    """One version's manifest."""
+    """Returns the manifest of one version."""
     return _described(await ring.adapters.manifest(name, version))
 
 
@@ -170,20 +170,20 @@ async def version_weights(name: Name, version: Version, ring: TheRing) -> Respon
 
 
 @router.post("/v1/adapters/{name}/rollback", summary="Roll back", responses=error_responses(404, 409))
-async def roll_back(name: Name, ring: TheRing, body: VersionBody | None = None) -> Loaded:
+async def roll_back(name: Name, ring: TheRing, body: VersionBody | None = None) -> LatestVersion:
     """Make another version the latest, by default the one before."""
     asked = body or VersionBody()
     version = await ring.adapters.rollback(name, asked.version, reason=asked.reason)
     ring.splits.forget(name)
-    return Loaded(policy_version=version, message=f"{name}@{version} is the latest version")
+    return LatestVersion(policy_version=version, message=f"{name}@{version} is the latest version")
 
 
 @router.post("/v1/adapters/{name}/promote", summary="Promote a candidate", responses=error_responses(400, 404, 409))
-async def promote(name: Name, body: PromoteBody, ring: TheRing) -> Loaded:
+async def promote(name: Name, body: PromoteBody, ring: TheRing) -> LatestVersion:
     """Make an uploaded candidate the latest version; 409 when a newer one has been it."""
     await ring.adapters.promote(name, body.version, gate=checks_of(body.gate), if_latest=body.if_latest)
     ring.splits.forget(name)
-    return Loaded(policy_version=body.version, message=f"{name}@{body.version} is the latest version")
+    return LatestVersion(policy_version=body.version, message=f"{name}@{body.version} is the latest version")
 
 
 @router.post("/v1/adapters/{name}/reject", summary="Reject a candidate", responses=error_responses(400, 404, 409))
@@ -223,11 +223,11 @@ async def delete_version(name: Name, version: Version, ring: TheRing) -> dict[st
 
 
 @router.post("/load_adapter", summary="Load an adapter from disk", responses=error_responses(400, 404, 409, 413, 503))
-async def load_adapter(body: LoadBody, ring: TheRing) -> Loaded:
+async def load_adapter(body: LoadBody, ring: TheRing) -> LatestVersion:
     """Publish an adapter directory of the api's host as the next version."""
     name = body.name or ring.settings.default_adapter
     manifest = await _load(ring, body.adapter_path, name, body.model)
-    return Loaded(policy_version=manifest.version, message=f"Loaded {manifest.id} from {body.adapter_path}")
+    return LatestVersion(policy_version=manifest.version, message=f"Loaded {manifest.id} from {body.adapter_path}")
 
 
 @router.post(
@@ -236,13 +236,13 @@ async def load_adapter(body: LoadBody, ring: TheRing) -> Loaded:
     openapi_extra=_multipart(),
     responses=error_responses(400, 409, 413, 503),
 )
-async def upload_adapter(request: Request, ring: TheRing) -> Loaded:
+async def upload_adapter(request: Request, ring: TheRing) -> LatestVersion:
     """Publish uploaded files as the next version; without a configuration, the latest version's holds."""
     async with _uploaded(request, ring) as (files, fields, workdir):
         name = _name(fields, ring)
         ring, fields = await _placed(ring, name, fields)
         manifest = await publish(ring, name, fields, files, workdir)
-    return Loaded(policy_version=manifest.version, message=f"Loaded {manifest.id} from the upload")
+    return LatestVersion(policy_version=manifest.version, message=f"Loaded {manifest.id} from the upload")
 
 
 @router.post(
@@ -251,18 +251,18 @@ async def upload_adapter(request: Request, ring: TheRing) -> Loaded:
     openapi_extra=_multipart(),
     responses=error_responses(400, 404, 409, 413, 503),
 )
-async def update_adapter_weights(request: Request, ring: TheRing) -> Loaded:
+async def update_adapter_weights(request: Request, ring: TheRing) -> LatestVersion:
     """Publish new tensors of an adapter that exists, with the configuration of its latest version."""
     async with _uploaded(request, ring) as (files, fields, workdir):
         name = _name(fields, ring)
         ring, fields = await _placed(ring, name, fields)
         await ring.adapters.manifest(name)
         manifest = await publish(ring, name, fields, dataclasses.replace(files, config=None), workdir)
-    return Loaded(policy_version=manifest.version, message=f"Updated {name} to {manifest.id}")
+    return LatestVersion(policy_version=manifest.version, message=f"Updated {name} to {manifest.id}")
 
 
 @router.post("/model/switch-lora", summary="Switch to a version", responses=error_responses(400, 404, 409))
-async def switch_lora(body: SwitchBody, ring: TheRing) -> Loaded:
+async def switch_lora(body: SwitchBody, ring: TheRing) -> LatestVersion:
     """Make any published version the latest, newer or older."""
     name, version = _switch_target(body, ring.settings.default_adapter)
     ring = (await ring_of_adapter(ring, name)).ring
@@ -271,7 +271,7 @@ async def switch_lora(body: SwitchBody, ring: TheRing) -> Loaded:
     except ConflictError:  # it is older than another one has been
         await ring.adapters.rollback(name, version, reason="switch")
     ring.splits.forget(name)
-    return Loaded(policy_version=version, message=f"{name}@{version} is the latest version")
+    return LatestVersion(policy_version=version, message=f"{name}@{version} is the latest version")
 
 
 def _switch_target(body: SwitchBody, default: str) -> tuple[str, int]:

@@ -28,7 +28,7 @@ Name = Annotated[str, PathParameter(pattern=f"^{NAME}$")]
 
 
 class SplitBody(RequestModel):
-    """PUT /v1/adapters/{name}/split."""
+    """Request body of PUT /v1/adapters/{name}/split."""
 
     split: str = Field(
         max_length=2048,
@@ -84,7 +84,7 @@ async def set_split(name: Name, body: SplitBody, ring: TheRing) -> Response:
     responses=error_responses(404),
 )
 async def see_split(name: Name, ring: TheRing) -> Response:
-    """What each version has earned, its share, and the verdict; it stays to be seen when it is over."""
+    """Returns each version's rewards and share, and the verdict. A split that has ended can still be read."""
     await ring.adapters.check_change(name)
     return json_reply(shown(name, await _there(ring, name)))
 
@@ -141,7 +141,7 @@ def _unknown(name: str) -> NotFoundError:
 
 
 def shown(name: str, state: SplitState) -> dict[str, Any]:
-    """A split as the api tells it."""
+    """A split as the api returns it."""
     split, verdict = state.split, state.verdict
     shares = state.shares
     return {

@@ -1,7 +1,7 @@
-"""The content blocks of an answer, and the events that tell of them as they grow.
+"""The content blocks of an answer, and the events that report them as they grow.
 
 A block is thinking, text or the use of a tool; one is open at a time. The same writer makes the blocks of a whole
-answer, whose events nobody reads, so both say the same.
+answer, whose events are not read, so both say the same.
 """
 
 import base64
@@ -10,7 +10,7 @@ from typing import Any
 
 import pydantic_core
 
-from api.generation.languages.pieces import CallPart, Piece
+from api.generation.languages.pieces import CallPart, ReplyPiece
 
 Event = dict[str, Any]
 
@@ -27,7 +27,7 @@ class BlockWriter:
         self._open = False
         self.blocks: list[dict[str, Any]] = []  # complete but for the open one, which is the last
 
-    def take(self, piece: Piece) -> list[Event]:
+    def take(self, piece: ReplyPiece) -> list[Event]:
         """The events of a piece: reasoning, then content, then calls."""
         events: list[Event] = []
         if piece.reasoning:
@@ -39,7 +39,7 @@ class BlockWriter:
         return events
 
     def end(self) -> list[Event]:
-        """Close what is open."""
+        """Events that close the content block that is open, if any."""
         if not self._open:
             return []
         self._open = False

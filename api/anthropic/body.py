@@ -4,7 +4,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from api.anthropic.turns import MAX_TURNS, ChatWriter, Text, Turn, check_last
+from api.anthropic.turns import MAX_TURNS, ChatWriter, MessageTurn, Text, check_last
 from api.generation.sampling import DrawFields
 from api.generation.structured import Schema
 from api.generation.target import TargetFields, first_words
@@ -43,7 +43,7 @@ class MessageTool(HistoryModel):
 
 
 class MessageToolChoice(RequestModel):
-    """Whether a tool is to be used, and which."""
+    """Says if a tool must be called, and which one."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = Field(default=None, description="goes with `tool`")
@@ -63,7 +63,7 @@ class MessageToolChoice(RequestModel):
 
 
 class ThinkingConfig(RequestModel):
-    """Whether the model reasons first, where its template has a switch for that, and how its reasoning is shown."""
+    """Says if the model reasons first, where its template has a switch for that, and how its reasoning is shown."""
 
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: int | None = Field(default=None, ge=1, description="goes with `enabled`; for templates that know it")
@@ -83,7 +83,7 @@ class ThinkingConfig(RequestModel):
         return self.display in ("omitted", "updates")
 
     def variables(self) -> dict[str, Any]:
-        """What the templates of reasoning models call the switch and the budget."""
+        """The switch and the budget under the names that templates of reasoning models use."""
         asked = {"enable_thinking": self.type != "disabled", "thinking": self.type != "disabled"}
         return asked if self.budget_tokens is None else {**asked, "thinking_budget": self.budget_tokens}
 
@@ -92,14 +92,14 @@ _NO_THINKING = ThinkingConfig(type="disabled")  # of a request that does not say
 
 
 class JsonFormat(RequestModel):
-    """What the text must be."""
+    """Form that the answer's text must have."""
 
     type: Literal["json_schema"]
     schema_: Schema = Field(alias="schema")
 
 
 class OutputConfig(RequestModel):
-    """How the answer comes."""
+    """Form and effort of the answer."""
 
     off: ClassVar[Off] = {"task_budget": ()}
 
@@ -117,7 +117,7 @@ class ClearThinking(RequestModel):
 
 
 class ContextManagement(RequestModel):
-    """What is to be left out of earlier turns: nothing, so far."""
+    """Edits of earlier turns, of which none removes anything so far."""
 
     edits: list[Annotated[ClearThinking, known_type("clear_thinking_20251015")]] = Field(default_factory=list)
 
@@ -125,7 +125,7 @@ class ContextManagement(RequestModel):
 class PromptedFields(RequestModel):
     """All that becomes the prompt."""
 
-    messages: Annotated[list[Turn], Field(min_length=1, max_length=MAX_TURNS)]
+    messages: Annotated[list[MessageTurn], Field(min_length=1, max_length=MAX_TURNS)]
     system: Text | None = Field(default=None, description="a text, or text blocks")
     tools: Annotated[list[Annotated[MessageTool, BeforeValidator(_custom)]], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: MessageToolChoice | None = Field(default=None, description="default: auto, if there are tools")
@@ -144,7 +144,7 @@ class PromptedFields(RequestModel):
         return self
 
     def chat(self, template: str) -> ChatCompletionRequest:
-        """The same request to /v1/chat/completions; `template`: the model's, which says what it can be told.
+        """The same request to /v1/chat/completions; `template`: the model's, which says what it has variables for.
 
         InvalidRequestError for a reference to a tool that is not there.
         """
@@ -156,7 +156,7 @@ class PromptedFields(RequestModel):
         return ChatCompletionRequest.model_validate({**self._fields(template), "messages": writer.chat})
 
     def _fields(self, template: str) -> dict[str, Any]:
-        """All but the messages."""
+        """Fields of the equivalent chat, without the messages."""
         config, choice = self.output_config or OutputConfig(), self.tool_choice
         wanted = config.format or self.output_format
         named = None if choice is None else choice.name
@@ -180,7 +180,7 @@ class PromptedFields(RequestModel):
         return {**known, **(self.chat_template_kwargs or {})}
 
     def unused(self, template: str) -> list[str]:
-        """What the template has no variable for: the answer's headers tell of it."""
+        """Parameters that the template has no variable for; the answer's header names them."""
         if self.thinking is None:
             return []
         nothing_to_switch = self.thinking.type == "disabled" and "think" not in template.lower()
@@ -190,7 +190,7 @@ class PromptedFields(RequestModel):
 
 
 class CountRequest(TargetFields, PromptedFields):
-    """POST /v1/messages/count_tokens."""
+    """Request body of POST /v1/messages/count_tokens."""
 
     off: ClassVar[Off] = {"speed": ("standard",), "mcp_servers": ([],)}
 
@@ -199,7 +199,7 @@ _SAME = {*DrawFields.model_fields} - {"stop"}  # as in a chat
 
 
 class MessagesRequest(DrawFields, PromptedFields):
-    """POST /v1/messages."""
+    """Request body of POST /v1/messages."""
 
     off: ClassVar[Off] = {
         "stop": (),
@@ -229,12 +229,12 @@ class MessagesRequest(DrawFields, PromptedFields):
 
     @property
     def opening(self) -> str:
-        """What the user said first; the system's text may have lines that change with each turn."""
+        """The user's first text. The system's text is left out, since it may have lines that change with each turn."""
         return first_words(self.messages)
 
     @property
     def shows_thinking(self) -> bool:
-        """Whether reasoning is part of the answer: only where it is asked for."""
+        """True if the answer shows reasoning, which a request has to ask for."""
         return (self.thinking or _NO_THINKING).type != "disabled"
 
     def _fields(self, template: str) -> dict[str, Any]:

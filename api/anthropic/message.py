@@ -6,8 +6,8 @@ import msgspec
 
 from api.anthropic.blocks import BlockWriter, Event
 from api.anthropic.body import MessagesRequest
-from api.generation.choice import Choice, Delta, ReplyPlan, usage
-from api.generation.languages.pieces import Piece
+from api.generation.choice import Choice, Delta, RequestPlan, usage
+from api.generation.languages.pieces import ReplyPiece
 from shared.frames import Finish, TokenEvent
 from shared.text.codec import TextCodec
 from shared.token_events import join
@@ -20,7 +20,7 @@ class MessageWriter:
     """One message while its tokens come in."""
 
     def __init__(
-        self, body: MessagesRequest, plan: ReplyPlan, codec: TextCodec, *, fills_context: bool, tier: str = "standard"
+        self, body: MessagesRequest, plan: RequestPlan, codec: TextCodec, *, fills_context: bool, tier: str = "standard"
     ) -> None:
         self._body = body
         self._plan = plan
@@ -32,7 +32,7 @@ class MessageWriter:
         omits = body.thinking is not None and body.thinking.omits_text
         self._writer = BlockWriter(name[:22], shows_thinking=not omits)
         self._choice = Choice(plan, codec)
-        self.id = f"msg_{plan.name or name}"
+        self.id = f"msg_{plan.sequences.name or name}"
 
     def whole(self, tokens: list[TokenEvent]) -> bytes:
         """JSON of the message that all of its tokens make."""
@@ -41,14 +41,14 @@ class MessageWriter:
 
     def start(self) -> bytes:
         """The first events of a stream; what came from the cache is known at its end."""
-        counts = {**self._usage(), "input_tokens": len(self._plan.prompts[0]), "output_tokens": 0}
+        counts = {**self._usage(), "input_tokens": len(self._plan.sequences.prompts[0]), "output_tokens": 0}
         message = self._message([], stop_reason=None, stop_sequence=None, usage=counts)
         return lines([{"type": "message_start", "message": message}]) + PING
 
     def take(self, tokens: list[TokenEvent]) -> list[Event]:
         """The events of tokens that have come."""
         delta: Delta = self._choice.take(tokens)
-        events = self._writer.take(delta.piece or Piece(content=delta.text)) if self._body.max_tokens else []
+        events = self._writer.take(delta.piece or ReplyPiece(content=delta.text)) if self._body.max_tokens else []
         if delta.finish is not None:
             self._finish, self._called = delta.finish, delta.calls_ended_it
             events += self._writer.end()
@@ -80,7 +80,7 @@ class MessageWriter:
         finish = self._finish
         assert finish is not None, "asked before the end"
         match = finish.stop_match if isinstance(finish.stop_match, str) else None
-        if not self._body.max_tokens:  # a token was drawn, and is nobody's
+        if not self._body.max_tokens:  # a token was drawn, and belongs to no block
             return {"stop_reason": "max_tokens", "stop_sequence": None}
         if self._called and finish.reason == "stop":
             return {"stop_reason": "tool_use", "stop_sequence": None}
@@ -105,7 +105,7 @@ class MessageWriter:
 
 
 def lines(events: list[Event]) -> bytes:
-    """Events of a stream."""
+    """The events as bytes of a stream."""
     return b"".join(to_bytes(msgspec.json.encode(event), event["type"]) for event in events)
 
 

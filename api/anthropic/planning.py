@@ -8,17 +8,15 @@ from pydantic import ValidationError
 
 from api.anthropic.body import MessagesRequest, PromptedFields
 from api.anthropic.turns import places_of_images
-from api.generation.choice import ReplyPlan
-from api.generation.plan import Asked, plan
+from api.callers.fair_pool import aside
+from api.generation.choice import RequestPlan
+from api.generation.named_images import Keep, read_images
+from api.generation.plan import PreparedRequest, plan
 from api.generation.target import Target
-from api.generation.work import Work
 from api.http.errors import from_validation
 from api.openai.bodies import ChatCompletionRequest
-from api.openai.chat import asked_of
-from api.openai.images import named_images
-from api.ring.named_images import Keep, read_images
+from api.openai.chat import named_images, prepare
 from api.ring.ring import Ring
-from api.ring.room import aside
 from shared.errors import ContextLengthExceededError, InvalidRequestError
 from shared.sequences import ModelCard
 from shared.text.codec import TextCodec
@@ -36,7 +34,7 @@ NAMES = {  # of a chat's fields -> ours
 async def chat_of(body: PromptedFields, codec: TextCodec, *, long: bool) -> ChatCompletionRequest:
     """The chat that a request comes to; what is wrong with it is called by our names.
 
-    `long`: it takes a while, and is made beside the event loop.
+    `long`: it takes a while, and is made off the event loop.
     """
     make = partial(body.chat, codec.bundle.chat_template)
     try:
@@ -45,39 +43,40 @@ async def chat_of(body: PromptedFields, codec: TextCodec, *, long: bool) -> Chat
         raise _renamed(from_validation(error.errors())) from error
 
 
-async def asked_by(
+async def prepare_message(
     ring: Ring,
     card: ModelCard,
     codec: TextCodec,
     body: PromptedFields,
     chat: ChatCompletionRequest,
     keep: Keep | None = None,
-) -> Asked:
+) -> PreparedRequest:
     """The prompt and all that goes with it. `keep`: who takes the bytes of its images; None: the tenant's."""
     places = zip(named_images(chat.messages), places_of_images(body.messages), strict=True)
     images = await read_images(ring, card, [image._replace(where=where) for image, where in places], keep)
     try:
-        return await asked_of(codec, chat, ring.settings, images=images)
+        return await prepare(codec, chat, ring.settings, images=images)
     except InvalidRequestError as error:
         raise _renamed(error) from None
 
 
 async def plan_message(
     ring: Ring, body: MessagesRequest, chat: ChatCompletionRequest, target: Target, keep: Keep | None = None
-) -> tuple[Work, ReplyPlan]:
-    """What to ask of the workers, and what to make of their tokens.
+) -> RequestPlan:
+    """The plan of a message.
 
     Clients know a conversation that has become too long by the words of the error, and shorten it.
     """
-    asked = await asked_by(ring, target.served.card, target.served.codec, body, chat, keep)
-    tokens, context = len(asked.prompts[0]), target.served.card.context_length
+    prepared = await prepare_message(ring, target.served.card, target.served.codec, body, chat, keep)
+    tokens, context = len(prepared.prompts[0]), target.served.card.context_length
     most = min(ring.settings.max_prompt_tokens or context, context - 1)
     if tokens > most and body.truncate_prompt_tokens is None:
         raise ContextLengthExceededError(f"prompt is too long: {tokens} tokens > {most} maximum")
-    split = asked.split and msgspec.structs.replace(asked.split, named=False)  # a named tool ends an answer as any does
-    asked = replace(asked, clamp=True, split=split)
+    # A call of a named tool ends an answer as any other call does.
+    split = prepared.split and msgspec.structs.replace(prepared.split, named=False)
+    prepared = replace(prepared, clamp=True, split=split)
     try:
-        return await plan(ring, chat, target, asked)
+        return await plan(ring, chat, target, prepared)
     except InvalidRequestError as error:
         raise _renamed(error) from None
 

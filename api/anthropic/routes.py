@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from api.anthropic.body import CountRequest, MessagesRequest
 from api.anthropic.message import PING, MessageWriter, lines, to_bytes
-from api.anthropic.planning import NAMES, asked_by, chat_of, plan_message
+from api.anthropic.planning import NAMES, chat_of, plan_message, prepare_message
 from api.generation.running import Generation, by_choice, gather_all
 from api.generation.target import find_job_target, target_of
 from api.http.anthropic_errors import AnthropicError, anthropic_error
@@ -42,7 +42,7 @@ def described(ok: str) -> dict[int | str, dict[str, Any]]:
 
 
 class TokenCount(BaseModel):
-    """What a message request's prompt comes to."""
+    """Length of a message request's prompt."""
 
     input_tokens: int = Field(description="the sum of a message's input_tokens and its cache's figures")
 
@@ -58,16 +58,17 @@ async def create_message(body: MessagesRequest, request: Request, ring: TheRing)
     ring = target.ring
     codec = target.served.codec
     chat = await chat_of(body, codec, long=len(await request.body()) > LONG_BYTES)
-    work, reply = await plan_message(ring, body, chat, target)
+    planned = await plan_message(ring, body, chat, target)
     unused = [NAMES.get(name, name) for name in unused_hints(chat, codec)]
     unused += body.unused(codec.bundle.chat_template)
-    writer = MessageWriter(body, reply, codec, fills_context=work.sampling.max_tokens < body.max_tokens)
+    fills_context = planned.sequences.template.sampling.max_tokens < body.max_tokens
+    writer = MessageWriter(body, planned, codec, fills_context=fills_context)
     if body.stream:
         request_id = request.state.request_id
         cut_off = to_bytes(anthropic_error(SHUTTING_DOWN, request_id), "error")
-        events = _events(await Generation.start(ring, work), writer, request_id)
+        events = _events(await Generation.start(ring, planned.sequences), writer, request_id)
         return with_unused(EventStream(events, cut_off), unused)
-    (tokens,) = await gather_all(ring, work)
+    (tokens,) = await gather_all(ring, planned.sequences)
     whole = await written(tokens, partial(writer.whole, tokens))
     return with_unused(Response(whole, media_type="application/json"), unused)
 
@@ -83,8 +84,8 @@ async def count_tokens(body: CountRequest, request: Request, ring: TheRing) -> T
     ring = target.ring
     codec = await ring.codecs.codec(target.card)
     chat = await chat_of(body, codec, long=len(await request.body()) > LONG_BYTES)
-    asked = await asked_by(ring, target.card, codec, body, chat, _unkept)
-    return TokenCount(input_tokens=len(asked.prompts[0]))
+    prepared = await prepare_message(ring, target.card, codec, body, chat, _unkept)
+    return TokenCount(input_tokens=len(prepared.prompts[0]))
 
 
 @router.head("/api/hello", include_in_schema=False)
@@ -95,7 +96,7 @@ async def hello() -> dict[str, str]:
 
 
 async def _unkept(sha256: bytes, data: bytes) -> None:
-    """Of images that are only counted, nothing is kept."""
+    """Stores nothing: the images of a count are not needed afterwards."""
 
 
 async def _events(generation: Generation, writer: MessageWriter, request_id: str) -> AsyncGenerator[bytes, None]:

@@ -21,14 +21,14 @@ _TELEMETRY = re.compile(r"\s*x-anthropic-[a-z0-9-]+:[^\n]*(?:\n+|\Z)")
 
 
 class TextBlock(HistoryModel):
-    """Text."""
+    """Text that a user or the model wrote."""
 
     type: Literal["text"]
     text: str
 
 
 class ThinkingBlock(HistoryModel):
-    """What the model thought; its template decides whether it sees that again."""
+    """Reasoning of an earlier turn. The model's template decides if the model sees it again."""
 
     type: Literal["thinking"]
     thinking: str = ""
@@ -114,7 +114,7 @@ ResultPart = Annotated[
 
 
 class ToolResultBlock(HistoryModel):
-    """What a call brought."""
+    """Result of a tool call of the turn before."""
 
     off: ClassVar[Off] = {"toolset_name": ()}
 
@@ -139,21 +139,21 @@ Block = Annotated[
 Blocks = Annotated[list[Block], BeforeValidator(_parts), _ONE_OR_MANY]
 
 
-class Turn(HistoryModel):
+class MessageTurn(HistoryModel):
     """One message: the user's, the model's, or in the middle of a conversation the system's."""
 
     role: Literal["user", "assistant", "system"]
     content: Blocks
 
     @model_validator(mode="after")
-    def _seen_by_the_model(self) -> "Turn":
+    def _seen_by_the_model(self) -> "MessageTurn":
         for number, block in enumerate(self.content if self.role != "user" else ()):
             if isinstance(block, ImageBlock):
                 raise complaint(f"content[{number}]", "only a message of role 'user' has images")
         return self
 
 
-def check_last(turns: Sequence[Turn]) -> None:
+def check_last(turns: Sequence[MessageTurn]) -> None:
     """Refuse a last turn of the assistant that leaves nothing to go on with."""
     last = turns[-1].content
     if turns[-1].role == "assistant" and (not _text(last) or any(isinstance(each, ToolUseBlock) for each in last)):
@@ -161,7 +161,7 @@ def check_last(turns: Sequence[Turn]) -> None:
         raise complaint("messages", reason)
 
 
-def places_of_images(turns: Sequence[Turn]) -> Iterator[str]:
+def places_of_images(turns: Sequence[MessageTurn]) -> Iterator[str]:
     """Where the images of turns stand in the request, in the order that they have in the chat."""
     for at, turn in enumerate(turns):
         for number, block in enumerate(turn.content):
@@ -189,17 +189,17 @@ class ChatWriter:
 
     def begin(self, system: Sequence[TextBlock]) -> None:
         """The system prompt, without what is not meant for a model."""
-        if told := "\n".join(filter(None, (without_telemetry(block.text) for block in system))):
-            self.chat.append({"role": "system", "content": told})
+        if content := "\n".join(filter(None, (without_telemetry(block.text) for block in system))):
+            self.chat.append({"role": "system", "content": content})
 
-    def add(self, turn: Turn) -> None:
-        """The next turn."""
+    def add(self, turn: MessageTurn) -> None:
+        """Append the chat messages that a turn is equivalent to."""
         if turn.role == "assistant":
             self._add_answer(turn.content)
             return
         role = turn.role
         said: list[Part] = []
-        brought: list[Part] = []  # images of results, which the user shows behind them: those of tools are text alone
+        brought: list[Part] = []  # images of results, which the user shows after them: those of tools are text alone
         for block in turn.content:
             if isinstance(block, TextBlock):
                 said.append(block.text)
@@ -228,8 +228,8 @@ class ChatWriter:
         return f"Error: {text}" if block.is_error else text
 
     def _definition(self, found: ToolReferenceBlock) -> str:
-        """Of a tool that was found. It stands here and not among the others, so that what is before it in the prompt
-        stays as it was."""
+        """Definition of a tool that was found later. It stands here and not among the others, so that the prompt before
+        it is unchanged."""
         if found.tool_name not in self._tools:
             raise InvalidRequestError(f"no tool is named '{found.tool_name[:128]}'", param="messages")
         return f"<tools>\n{json.dumps(self._tools[found.tool_name], ensure_ascii=False)}\n</tools>"

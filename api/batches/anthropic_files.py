@@ -6,7 +6,7 @@ from typing import Any
 
 from starlette.datastructures import FormData, QueryParams, UploadFile
 
-from api.ring.caller import asker
+from api.callers.caller import asker
 from api.ring.ring import Ring
 from shared.errors import InvalidRequestError, UnknownFileError, UnsupportedParameterError
 from shared.redis.files.file_store import StoredFile
@@ -69,7 +69,7 @@ async def _by_ids(ring: Ring, ids: list[str]) -> list[dict[str, Any]]:
 
 
 def shown(file: StoredFile) -> dict[str, Any]:
-    """Anthropic's file object."""
+    """The file as Anthropic's file object."""
     return {
         "id": file.id,
         "type": "file",

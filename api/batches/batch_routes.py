@@ -11,10 +11,10 @@ from starlette.responses import Response
 
 from api.batches.file_routes import MAX_TTL_S, MIN_TTL_S, TTL_S, page
 from api.batches.lines import Endpoint
+from api.callers.caller import asker, key_name
 from api.http.bodies import BodyRoute
 from api.http.errors import error_responses, json_reply
 from api.http.fields import RequestModel
-from api.ring.caller import asker, key_name
 from api.ring.choosing import ring_keeping
 from api.ring.ring import Ring, ring_of
 from api.tenants import check
@@ -43,14 +43,14 @@ IdempotencyKey = Annotated[str, Header(max_length=256, description="the same key
 
 
 class ExpiresAfter(RequestModel):
-    """When a file expires."""
+    """Time after which a file is deleted."""
 
     anchor: Literal["created_at"]
     seconds: int = Field(ge=MIN_TTL_S, le=MAX_TTL_S)
 
 
 class BatchBody(RequestModel):
-    """POST /v1/batches."""
+    """Request body of POST /v1/batches."""
 
     input_file_id: str = Field(max_length=256)
     endpoint: Endpoint
@@ -117,7 +117,7 @@ async def list_batches(
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
     after: Annotated[str, Query(description="the id after which to go on")] = "",
 ) -> Response:
-    """Batches, newest first."""
+    """Returns batches, the newest ones first."""
     found, more = await ring.batches.page(limit, after, asker(), prefix=PREFIX)
     return json_reply(page([batch_object(record, await job_of(ring, record)) for record in found], more))
 
@@ -129,7 +129,7 @@ async def list_batches(
     responses={**_OK, **error_responses(404)},
 )
 async def retrieve_batch(batch_id: str, ring: TheRing) -> Response:
-    """Its state, counts and files."""
+    """Returns the batch with its state, counts and files."""
     return await _shown(ring, await ring.batches.find(batch_id, PREFIX))
 
 
@@ -151,7 +151,7 @@ async def cancel(ring: Ring, batch_id: str, prefix: str = "") -> BatchRecord:
         first = await ring.batches.change(batch_id, cancelling_at=int(time.time()))
         record = await ring.batches.find(batch_id)
         if first and record.job:
-            with contextlib.suppress(UnknownJobError, ServiceUnavailableError):  # whoever serves its ring cancels it
+            with contextlib.suppress(UnknownJobError, ServiceUnavailableError):  # a process of its ring cancels it
                 await ring_keeping(ring, record.ring).jobs.cancel(record.job)
         if first:
             return record
@@ -176,7 +176,7 @@ async def _shown(ring: Ring, record: BatchRecord) -> Response:
 
 
 def batch_object(record: BatchRecord, job: JobStatus | None) -> dict[str, Any]:
-    """OpenAI's batch object."""
+    """The batch as OpenAI's batch object."""
     spec, status = record.spec, status_of(record, job)
     errors = [msgspec.to_builtins(error) for error in record.errors]
     ended = {f"{state}_at": record.ended_at if status == state else None for state in sorted(ENDED)}

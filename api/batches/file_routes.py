@@ -12,10 +12,10 @@ from starlette.responses import Response, StreamingResponse
 
 from api.batches import anthropic_files
 from api.batches.uploads import upload_form
+from api.callers.caller import asker
 from api.http.anthropic_errors import speaks_anthropic
 from api.http.errors import error_responses, json_reply
 from api.http.limits import is_multipart
-from api.ring.caller import asker
 from api.ring.ring import Ring, ring_of
 from shared.errors import InvalidRequestError, UnsupportedParameterError
 from shared.redis.files.file_store import CHUNK_BYTES, StoredFile
@@ -134,7 +134,7 @@ async def list_files(
 
 @router.get("/v1/files/{file_id}", summary="Describe a file", response_class=Response, responses=error_responses(404))
 async def retrieve_file(file_id: str, request: Request, ring: TheRing) -> Response:
-    """Name, size, purpose."""
+    """Returns the file's name, size and purpose."""
     return _shown(request, await ring.files.find(file_id))
 
 
@@ -145,7 +145,7 @@ async def retrieve_file(file_id: str, request: Request, ring: TheRing) -> Respon
     responses={200: {"description": "The bytes", "content": {"application/jsonl": {}}}, **error_responses(404)},
 )
 async def file_content(file_id: str, ring: TheRing) -> Response:
-    """The whole file, streamed."""
+    """Streams all bytes of the file."""
     file = await ring.files.find(file_id)
     headers = {"content-length": str(file.bytes)}
     return StreamingResponse(ring.files.read(file), headers=headers, media_type="application/jsonl")
@@ -161,7 +161,7 @@ async def delete_file(file_id: str, request: Request, ring: TheRing) -> Response
 
 
 def file_object(file: StoredFile) -> dict[str, Any]:
-    """OpenAI's file object."""
+    """The file as OpenAI's file object."""
     return {
         "id": file.id,
         "object": "file",

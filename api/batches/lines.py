@@ -15,25 +15,25 @@ from api.anthropic.body import MessagesRequest
 from api.anthropic.message import SHOWN_FIELDS, MessageWriter
 from api.anthropic.planning import chat_of, plan_message
 from api.batches.shapes import MESSAGES, LineShape, shape_of
-from api.generation.choice import ReplyPlan
+from api.callers.fair_pool import aside
+from api.generation.choice import RequestPlan, stored_plan
+from api.generation.named_images import Keep
 from api.generation.plan import plan
 from api.generation.sampling import WHOLE_VOCABULARY, SamplingFields
+from api.generation.sequences import Sequences
 from api.generation.target import Target
-from api.generation.work import Work
 from api.http.bodies import LONG_BYTES
 from api.http.errors import from_validation
-from api.http.limits import IMAGES, check_beside_images, check_shape
+from api.http.limits import IMAGES, check_shape, check_without_images
 from api.openai import chat, completions
 from api.openai.bodies import ChatCompletionRequest, CompletionRequest
+from api.openai.chat import images_of
 from api.openai.embeddings import EmbeddingRequest, embeddings_answer, plan_embeddings
-from api.openai.images import images_of
 from api.openai.replies import whole_body
 from api.openai.responses.body import ResponseRequest
 from api.openai.responses.planning import plan_response
 from api.openai.responses.writer import ResponseWriter
-from api.ring.named_images import Keep
 from api.ring.ring import Ring
-from api.ring.room import aside
 from shared.errors import (
     InvalidRequestError,
     ParallmError,
@@ -42,7 +42,7 @@ from shared.errors import (
     from_code,
 )
 from shared.jobs import JobInput, JobState, LineRequest
-from shared.process.settings import ApiSettings
+from shared.process.api_settings import ApiSettings
 from shared.redis.files.batch_store import BatchError
 from shared.text.codec import TextCodec
 from shared.trajectories import Trajectory, event_of
@@ -52,7 +52,7 @@ M = TypeVar("M", bound=BaseModel)
 Named = tuple[Any, Any, Any]  # model, adapter, policy as a line names them
 
 _CUT = frozenset({"cancelled", "abort", "deadline"})  # how a choice ends that is no answer
-_ANY_TURN = {"role": "user", "content": "-"}  # the turns of an answered message are not kept beside its tokens
+_ANY_TURN = {"role": "user", "content": "-"}  # the turns of an answered message are not stored with its tokens
 _MARK = b"\xef\xbb\xbf"  # some editors write it before the first line
 _encode = msgspec.json.encode
 
@@ -108,7 +108,7 @@ def read_line(number: int, raw: bytes, endpoint: str, settings: ApiSettings) -> 
 
 
 def _shape_errors(number: int, raw: bytes) -> list[BatchError]:
-    """What keeps a line of JSON from being one of a batch, field by field; [] when it is no object."""
+    """Errors of a JSON line that is no request of a batch, field by field; [] when it is no object."""
     try:
         fields = msgspec.json.decode(raw.removeprefix(_MARK), type=dict[str, msgspec.Raw])
     except msgspec.ValidationError:
@@ -131,7 +131,7 @@ def too_much(body: msgspec.Raw, endpoint: str, settings: ApiSettings) -> Parallm
         return PayloadTooLargeError(f"the body has {size} bytes, and at most {most} are read")
     try:
         if size > settings.max_request_bytes:
-            check_beside_images(bytes(body), settings.max_request_bytes)
+            check_without_images(bytes(body), settings.max_request_bytes)
         check_shape(bytes(body), settings.max_json_values)
     except (InvalidRequestError, PayloadTooLargeError) as error:
         return error
@@ -145,9 +145,9 @@ def named_by(line: BatchLine) -> Named:
 
 
 async def planned(ring: Ring, line: BatchLine, named: Named, target: Target, keep: Keep) -> list[JobInput]:
-    """What the job does for a line: an input for each choice, of which the first one knows how to answer.
+    """Inputs of the job for a line, one for each choice. The first one stores how the answer is written.
 
-    `keep`: who takes the bytes of its images.
+    `keep` stores the bytes of its images.
 
     A line that its endpoint refuses becomes an input that fails with the refusal.
     """
@@ -161,8 +161,8 @@ async def planned(ring: Ring, line: BatchLine, named: Named, target: Target, kee
         refusal: ParallmError = from_validation(error.errors())
     except ParallmError as error:
         refusal = error
-    told = msgspec.json.decode(shape_of(line.url).error(refusal))
-    reply = {"custom_id": line.custom_id, "status": refusal.status, "error": told}
+    shown = msgspec.json.decode(shape_of(line.url).error(refusal))
+    reply = {"custom_id": line.custom_id, "status": refusal.status, "error": shown}
     return [JobInput(prompt=[], refused=refusal.message, reply={**reply, "parts": 1})]
 
 
@@ -174,23 +174,21 @@ async def _plan_chat(ring: Ring, line: BatchLine, target: Target, keep: Keep) ->
     body = await _valid(ChatCompletionRequest, line)
     _check_sampled(body, body.top_logprobs)
     images = await images_of(ring, target.served.card, body.messages, keep)
-    asked = await chat.asked_of(target.served.codec, body, ring.settings, images=images)
-    work, reply_plan = await plan(ring, body, target, asked)
-    return _inputs(line, work, plan=_bare(reply_plan))
+    prepared = await chat.prepare(target.served.codec, body, ring.settings, images=images)
+    return _planned_inputs(line, await plan(ring, body, target, prepared))
 
 
 async def _plan_completion(ring: Ring, line: BatchLine, target: Target, keep: Keep) -> list[JobInput]:
     body = await _valid(CompletionRequest, line)
     _check_sampled(body, body.logprobs)
-    asked = await completions.asked_of(target.served.codec, body, ring.settings)
-    work, reply_plan = await plan(ring, body, target, asked)
-    return _inputs(line, work, plan=_bare(reply_plan))
+    prepared = await completions.prepare(target.served.codec, body, ring.settings)
+    return _planned_inputs(line, await plan(ring, body, target, prepared))
 
 
 async def _plan_embedding(ring: Ring, line: BatchLine, target: Target, keep: Keep) -> list[JobInput]:
     body = await _valid(EmbeddingRequest, line)
-    work = await plan_embeddings(body, body.input, target, ring.settings)
-    return _inputs(line, work, embedding=body.model_dump(exclude_none=True, exclude={"input"}))
+    sequences = await plan_embeddings(body, body.input, target, ring.settings)
+    return _inputs(line, sequences, embedding=body.model_dump(exclude_none=True, exclude={"input"}))
 
 
 async def _plan_response(ring: Ring, line: BatchLine, target: Target, keep: Keep) -> list[JobInput]:
@@ -201,18 +199,18 @@ async def _plan_response(ring: Ring, line: BatchLine, target: Target, keep: Keep
             raise UnsupportedParameterError(
                 "the lines of a batch stand alone, and their answers in its file", param=name
             )
-    _, work, reply_plan = await plan_response(ring, body, target, keep=keep)
+    _, planned = await plan_response(ring, body, target, keep=keep)
     asked = body.model_dump(by_alias=True, exclude_none=True, exclude={"input"})
-    return _inputs(line, work, plan=_bare(reply_plan), response=asked)
+    return _planned_inputs(line, planned, response=asked)
 
 
 async def _plan_message(ring: Ring, line: BatchLine, target: Target, keep: Keep) -> list[JobInput]:
     body = await _valid(MessagesRequest, line)
     _check_whole(streamed=bool(body.stream))
     chat = await chat_of(body, target.served.codec, long=line.size > LONG_BYTES)
-    work, reply_plan = await plan_message(ring, body, chat, target, keep)
+    planned = await plan_message(ring, body, chat, target, keep)
     asked = body.model_dump(mode="json", by_alias=True, exclude_none=True, include=SHOWN_FIELDS)
-    return _inputs(line, work, plan=_bare(reply_plan), message=asked)
+    return _planned_inputs(line, planned, message=asked)
 
 
 _PLANNERS: dict[str, Callable[[Ring, BatchLine, Target, Keep], Awaitable[list[JobInput]]]] = {
@@ -240,8 +238,14 @@ def _check_sampled(body: SamplingFields, logprobs: int | None) -> None:
         raise UnsupportedParameterError("not of the whole vocabulary in a batch", param="logprobs")
 
 
-def _inputs(line: BatchLine, work: Work, **reply: Any) -> list[JobInput]:
-    specs = work.specs("")
+def _planned_inputs(line: BatchLine, planned: RequestPlan, **reply: Any) -> list[JobInput]:
+    """The stored plan has no prompts, which the inputs have, and does not count how much of a prediction was right."""
+    bare = msgspec.structs.replace(planned.for_storage(deadline_ms=0).with_prompts(()), predicted=False)
+    return _inputs(line, planned.sequences, plan=msgspec.to_builtins(bare), **reply)
+
+
+def _inputs(line: BatchLine, sequences: Sequences, **reply: Any) -> list[JobInput]:
+    specs = sequences.specs("")
     first = {"custom_id": line.custom_id, "parts": len(specs), **reply}
     return [
         JobInput(
@@ -253,11 +257,6 @@ def _inputs(line: BatchLine, work: Work, **reply: Any) -> list[JobInput]:
         )
         for at, spec in enumerate(specs)
     ]
-
-
-def _bare(plan: ReplyPlan) -> Any:
-    """Without the prompts, which stand beside it, and what a job does not keep: how much of a prediction held."""
-    return msgspec.to_builtins(msgspec.structs.replace(plan, prompts=(), deadline_ms=0, predicted=False))
 
 
 class LineUsage(NamedTuple):
@@ -312,12 +311,12 @@ def _body(asked: JobInput, found: Sequence[Trajectory], codec: TextCodec, model:
     assert asked.request is not None, "an answer to a refused line"
     if "embedding" in asked.reply:
         body = EmbeddingRequest.model_validate({**asked.reply["embedding"], "input": [0]})
-        work = Work("", model, tuple(each.prompt_ids for each in found), asked.request.sampling)
-        return _encode(embeddings_answer(body, work, [np.frombuffer(each.embedding, "<f4") for each in found]))
-    plan = msgspec.convert({**asked.reply["plan"], "prompts": ()}, ReplyPlan)
-    plan = msgspec.structs.replace(plan, prompts=tuple(each.prompt_ids for each in found[:: plan.n]))
+        vectors = [np.frombuffer(each.embedding, "<f4") for each in found]
+        return _encode(embeddings_answer(body, model, [each.prompt_ids for each in found], vectors))
+    plan = stored_plan(asked.reply["plan"])
+    plan = plan.with_prompts([each.prompt_ids for each in found[:: plan.sequences.n]])
     with_text = bool(asked.request.sampling.stop)
-    events = [event_of(plan.sequence(choice), each, with_text=with_text) for choice, each in enumerate(found)]
+    events = [event_of(plan.sequences.id_of(choice), each, with_text=with_text) for choice, each in enumerate(found)]
     if "message" in asked.reply:
         message = MessagesRequest.model_validate({**asked.reply["message"], "messages": [_ANY_TURN]})
         fills_context = asked.request.sampling.max_tokens < message.max_tokens
@@ -348,17 +347,17 @@ class _Usage(msgspec.Struct):
     cache_read_input_tokens: int = 0  # of a message, whose `input_tokens` are without them
 
 
-class _Told(msgspec.Struct):
-    """What a reply of any endpoint tells of its tokens."""
+class _CountedReply(msgspec.Struct):
+    """The token counts in a reply of any endpoint."""
 
     usage: _Usage
 
 
-_told_decoder = msgspec.json.Decoder(_Told)
+_counted_decoder = msgspec.json.Decoder(_CountedReply)
 
 
 def _usage(body: bytes) -> LineUsage:
-    used = _told_decoder.decode(body).usage
+    used = _counted_decoder.decode(body).usage
     return LineUsage(
         used.prompt_tokens or used.input_tokens + used.cache_read_input_tokens,
         used.prompt_tokens_details.cached_tokens

@@ -1,4 +1,4 @@
-"""/v1/messages/batches: Anthropic's Message Batches, which are batches of one file that nobody has uploaded.
+"""/v1/messages/batches: Anthropic's Message Batches, which are batches of one file that was not uploaded.
 
 The requests of a body become the lines of a file, and all of their answers one file of results. In between a Message
 Batch is a batch like any other: checked, run as a job, and ended once.
@@ -24,13 +24,13 @@ from api.batches.file_routes import TTL_S
 from api.batches.lines import too_much
 from api.batches.shapes import MESSAGES
 from api.batches.work import MAX_LINE_BYTES, MAX_LINES
+from api.callers.caller import asker, key_name
+from api.callers.fair_pool import aside
 from api.generation.target import find_job_target
 from api.http.bodies import LONG_BYTES, BodyRoute
 from api.http.errors import json_reply
-from api.ring.caller import asker, key_name
 from api.ring.choosing import ring_keeping
 from api.ring.ring import Ring, ring_of
-from api.ring.room import aside
 from shared.errors import (
     ConflictError,
     InvalidRequestError,
@@ -254,7 +254,7 @@ async def list_message_batches(
     after_id: Annotated[str, Query(description="the id of the batch behind which the page begins")] = "",
     before_id: Annotated[str, Query(description="the id of the batch before which the page ends")] = "",
 ) -> Response:
-    """Newest first."""
+    """Returns batches, the newest ones first."""
     if after_id and before_id:
         raise InvalidRequestError("does not go with 'after_id'", param="before_id")
     try:
@@ -276,7 +276,7 @@ async def list_message_batches(
     responses=_OK,
 )
 async def retrieve_message_batch(batch_id: str, request: Request, ring: TheRing) -> Response:
-    """Its status and counts, and where its results are."""
+    """Returns the batch with its status, its counts and the URL of its results."""
     return _shown(await ring.batches.find(batch_id, PREFIX), request)
 
 
@@ -287,7 +287,7 @@ async def retrieve_message_batch(batch_id: str, request: Request, ring: TheRing)
     responses=described("JSONL: `custom_id` and `result` of each request, in their order"),
 )
 async def message_batch_results(batch_id: str, ring: TheRing) -> Response:
-    """What has become of each request, streamed."""
+    """Streams the result of each request that has one."""
     record = await ring.batches.find(batch_id, PREFIX)
     if record.state not in ENDED:
         raise InvalidRequestError(f"batch {batch_id} has no results yet: its requests are being processed")
@@ -333,7 +333,7 @@ async def delete_message_batch(batch_id: str, ring: TheRing) -> Response:
             jobs = ring_keeping(ring, record.ring).jobs
             try:
                 await jobs.delete(record.job)
-            except ConflictError:  # it runs on though its batch has failed; nobody waits for its results
+            except ConflictError:  # it runs on though its batch has failed; no client waits for its results
                 await jobs.cancel(record.job)
     await ring.batches.delete(record.spec)  # last: until then the delete may be repeated
     return json_reply({"id": batch_id, "type": "message_batch_deleted"})
@@ -344,7 +344,7 @@ def _shown(record: BatchRecord, request: Request) -> Response:
 
 
 def batch_object(record: BatchRecord, request: Request) -> dict[str, Any]:
-    """Anthropic's Message Batch object."""
+    """The batch as Anthropic's Message Batch object."""
     spec, ended = record.spec, record.state in ENDED
     archived_at = record.ended_at + spec.output_ttl_s if ended else 0
     archived = ended and archived_at <= time.time()
@@ -379,5 +379,5 @@ def _counts(record: BatchRecord, *, ended: bool) -> dict[str, int]:
 
 
 def _moment(at: int) -> str | None:
-    """RFC 3339."""
+    """The Unix time in the form of RFC 3339."""
     return datetime.fromtimestamp(at, UTC).isoformat().replace("+00:00", "Z") if at else None

@@ -34,16 +34,16 @@ class LineShape(Protocol):
 
 
 class OpenAiLines:
-    """`{"id", "custom_id", "response", "error"}`."""
+    """Lines of the form `{"id", "custom_id", "response", "error"}`."""
 
     in_one_file = False
 
     def error(self, error: ParallmError) -> bytes:
-        """OpenAI's object."""
+        """The error as OpenAI's error object."""
         return error_object(error)
 
     def answered(self, name: str, custom_id: str, status: int, body: Any) -> bytes:
-        """With the endpoint's response."""
+        """Line with the response of the endpoint."""
         return self._line(name, custom_id, {"status_code": status, "request_id": f"req_{name}", "body": body}, None)
 
     def unended(self, name: str, custom_id: str, ended: str) -> bytes:
@@ -63,7 +63,7 @@ class AnthropicLines:
     in_one_file = True
 
     def error(self, error: ParallmError) -> bytes:
-        """Anthropic's object."""
+        """The error as Anthropic's error object."""
         return anthropic_error(error, "")
 
     def answered(self, name: str, custom_id: str, status: int, body: Any) -> bytes:

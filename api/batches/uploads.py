@@ -27,7 +27,7 @@ class _UploadParser(MultiPartParser):
 
 @contextlib.asynccontextmanager
 async def upload_form(request: Request) -> AsyncIterator[FormData]:
-    """The form; its file is spooled to disk, and gone behind this."""
+    """The form; its file is spooled to disk, and deleted after this."""
     try:
         async with contextlib.aclosing(request.stream()) as stream:
             parser = _UploadParser(

@@ -1,7 +1,7 @@
 """What api processes do for batches: check and plan the lines before the job runs, write the files when it has ended.
 
 Every process looks once a second at the batches that have not ended, and works on those that wait for an api process
-and that no other one has leased. A process that dies in between leaves nothing behind that the next one could not do
+and that no other one has leased. A process that dies in between leaves nothing that the next one could not do
 again from the start: the job is created once under the batch's name, and the files have ids of their own from the
 beginning, so that writing them again writes the same bytes to the same place.
 """
@@ -20,13 +20,13 @@ from redis.exceptions import RedisError
 
 from api.batches.lines import BatchLine, LineUsage, Named, answer, named_by, planned, read_line
 from api.batches.shapes import LineShape, shape_of
+from api.callers.caller import acting_for
+from api.callers.fair_pool import aside
+from api.generation.named_images import Keep
 from api.generation.target import Target, find_target
 from api.http.bodies import LONG_BYTES
-from api.ring.caller import acting_for
 from api.ring.choosing import ring_keeping
-from api.ring.named_images import Keep
 from api.ring.ring import ANSWER_S, Ring
-from api.ring.room import aside
 from shared.errors import (
     InvalidRequestError,
     ParallmError,
@@ -50,7 +50,7 @@ LINES_AT_ONCE = 128  # that are in memory while files are written
 MAX_LINES = 50_000  # OpenAI's
 MAX_CHOICES = 500_000  # of all lines: each is a sequence that lies in Redis with its prompt
 MAX_LINE_BYTES = 16 << 20
-MAX_ERRORS = 100  # that a batch tells of
+MAX_ERRORS = 100  # that a batch reports
 
 _COUNTED = ("completed", "failed", "cancelled", "expired")  # kinds of answers
 _ENDS: dict[str, BatchState] = {
@@ -67,7 +67,7 @@ class LinesRefusedError(Exception):
 
     @property
     def reason(self) -> ParallmError:
-        """What every line is told, where each has an answer whatever happens."""
+        """Error that each line gets, where every line must have an answer."""
         return self.__cause__ if isinstance(self.__cause__, ParallmError) else InvalidRequestError(str(self))
 
 
@@ -137,12 +137,12 @@ class BatchWork:
         except Exception as error:
             log.exception("batch.failed", batch=batch_id)
             why = reason(error) if isinstance(error, RedisError) else str(error)
-            told = BatchError("server_error", f"{type(error).__name__}: {why}")
+            fault = BatchError("server_error", f"{type(error).__name__}: {why}")
             with contextlib.suppress(RedisError, OSError):
-                await self._store.end(batch_id, "failed", errors=(told,))
+                await self._store.end(batch_id, "failed", errors=(fault,))
         finally:
             renewing.cancel()
-            if not waits:  # else the lease runs out by itself: nobody reads the file again before that
+            if not waits:  # else the lease runs out by itself: no process reads the file again before that
                 with contextlib.suppress(RedisError, OSError):
                     await self._store.release(batch_id, self._ring.api_id)
 
@@ -165,7 +165,7 @@ class BatchWork:
             named, at, count = await self._check_shapes(record)
             target = await self._target(record, named, at)
             there = target.ring
-            await self._store.change(spec.id, ring=there.name)  # first: nobody looks for its job elsewhere
+            await self._store.change(spec.id, ring=there.name)  # first: no process looks for its job elsewhere
             job = JobSpec(
                 id=new_job_id(),
                 kind="batch",
@@ -191,7 +191,7 @@ class BatchWork:
             await self._begin(there, spec, job_id)
 
     async def _is_begun(self, spec: BatchSpec) -> bool:
-        """Whether the batch has a job, or had one: of a process that has died, or of one that took our lease."""
+        """True if the batch has a job or had one, which another process may have started before it lost the lease."""
         record = await self._store.find(spec.id)
         if record.job or record.state in ENDED:
             return True
@@ -203,8 +203,8 @@ class BatchWork:
 
     async def _begin(self, ring: Ring, spec: BatchSpec, job_id: str) -> None:
         """The batch's job is there."""
-        told = (await ring.jobs.spec(job_id)).metadata
-        changes = {"job": job_id, "lines": told["lines"], "model": told["model"]}
+        planned = (await ring.jobs.spec(job_id)).metadata
+        changes = {"job": job_id, "lines": planned["lines"], "model": planned["model"]}
         await self._store.change(spec.id, state="in_progress", in_progress_at=int(time.time()), **changes)
         log.info("batch.in_progress", batch=spec.id, job=job_id)
 
@@ -218,11 +218,11 @@ class BatchWork:
             await self._end(record.spec, "failed", errors=errors)
 
     async def _end_unbegun(self, record: BatchRecord, state: BatchState, error: ParallmError | None = None) -> None:
-        """End a batch that has no job: all its lines are told so, or `error`, if they can be read."""
+        """End a batch that has no job: each of its lines gets this error, or `error`, if they can be read."""
         spec, shape = record.spec, shape_of(record.spec.endpoint)
         kind = "output" if shape.in_one_file else "error"
         writer = self._ring.files.writer(spec.output_file_id if shape.in_one_file else spec.error_file_id)
-        told = None if error is None else msgspec.Raw(shape.error(error))
+        refusal = None if error is None else msgspec.Raw(shape.error(error))
         fields: dict[str, Any] = {}
         try:
             *_, fields["lines"] = await self._check_shapes(record)
@@ -232,7 +232,7 @@ class BatchWork:
                 if error is None:
                     await writer.add(shape.unended(name, line.custom_id, state))
                 else:
-                    await writer.add(shape.answered(name, line.custom_id, error.status, told))
+                    await writer.add(shape.answered(name, line.custom_id, error.status, refusal))
             await self._close(spec, writer, kind)
             fields["has_output" if shape.in_one_file else "has_errors"] = 1
             if state in ("cancelled", "expired"):
@@ -248,7 +248,7 @@ class BatchWork:
         await self._end(spec, state, **fields)
 
     async def _end(self, spec: BatchSpec, state: BatchState, **fields: Any) -> None:
-        """The batch has ended. A file of lines that came with the request goes now: nobody reads it again."""
+        """The batch has ended. A file of lines that came with the request is deleted now: it is not read again."""
         await self._store.end(spec.id, state, **fields)
         log.info("batch.ended", batch=spec.id, state=state)
         if shape_of(spec.endpoint).in_one_file:
@@ -297,8 +297,8 @@ class BatchWork:
         except ServiceUnavailableError:
             raise  # no worker lives now, or Redis is away: later
         except ParallmError as error:
-            told = BatchError(error.code or error.type, error.message, error.param, line)
-            raise LinesRefusedError(told) from error
+            fault = BatchError(error.code or error.type, error.message, error.param, line)
+            raise LinesRefusedError(fault) from error
 
     async def _inputs(self, record: BatchRecord, named: Named, target: Target, keep: Keep) -> AsyncIterator[InputLine]:
         choices = size = 0
@@ -339,12 +339,12 @@ class BatchWork:
         await self._store.change(spec.id, finalizing_at=int(time.time()))
         output, errors = self._ring.files.writer(spec.output_file_id), self._ring.files.writer(spec.error_file_id)
         shape = shape_of(spec.endpoint)
-        told = await self._write(there, status, shape, output, output if shape.in_one_file else errors)
+        counted = await self._write(there, status, shape, output, output if shape.in_one_file else errors)
         for writer, kind in ((output, "output"), (errors, "error")):
             if writer.size:
                 await self._close(spec, writer, kind)
         failure = (BatchError("job_failed", status.error),) if status.status == "failed" else ()
-        counts = {name: told[name] for name in (*_COUNTED, *LineUsage._fields)}
+        counts = {name: counted[name] for name in (*_COUNTED, *LineUsage._fields)}
         fields = {**counts, "has_output": int(output.size > 0), "has_errors": int(errors.size > 0), "errors": failure}
         await self._end(spec, _ENDS[status.status], **fields)
 
@@ -358,19 +358,19 @@ class BatchWork:
     ) -> "Counter[str]":
         """Answer each line in turn; how many were completed, failed, and not ended, and their tokens."""
         _, codec = await ring.known(status.model)
-        told: Counter[str] = Counter()
+        counted: Counter[str] = Counter()
         async for ordinal, asked, results in self._whole_lines(ring, status):
             name = f"{status.id.removeprefix('job-')}-{ordinal}"
             write = partial(answer, shape, name, asked, results, status.status, codec, status.model)
             size = sum(len(result) for result in results if result is not None)
             answered = await aside(write) if size > LONG_BYTES else write()
-            told[answered.kind] += 1
-            told.update(answered.usage._asdict())
+            counted[answered.kind] += 1
+            counted.update(answered.usage._asdict())
             if status.status == "succeeded" and None in results:
                 raise ServiceUnavailableError(f"Redis had to forget the answer to line {ordinal + 1}")
             await (output if answered.kind == "completed" else errors).add(answered.line)
             await asyncio.sleep(0)
-        return told
+        return counted
 
     async def _whole_lines(
         self, ring: Ring, status: JobStatus

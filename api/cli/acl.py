@@ -30,7 +30,7 @@ class Role:
 
 _MODEL = ("~parallm:{*}:*", "~parallm:models")  # queues, sequences, logs, registry, totals of metrics
 _ADAPTERS = ("~parallm:adapter:*", "~parallm:adapters")
-_FRAMES = ("%R~parallm:api:{*}", "~parallm:api:{*}:frames")  # whoever ends a sequence tells its reader
+_FRAMES = ("%R~parallm:api:{*}", "~parallm:api:{*}:frames")  # the process that ends a sequence notifies its reader
 _TELL = ("&parallm:api:*", "&parallm:ctl:*")
 
 ROLE: dict[RoleName, Role] = {

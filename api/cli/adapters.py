@@ -185,7 +185,6 @@ def merge(
 
 
 def _fetch(which: str, file: Path, url: str, api_key: str) -> AdapterManifest:
-    """Download a version's weights."""
     name, _, version = which.partition("@")
     if not name or ("@" in which and not (version.isdecimal() and 0 < int(version) < 10**9)):
         fail(f"{which}: give NAME@K, or NAME for its latest version", 2)

@@ -24,16 +24,16 @@ class FileInfo(msgspec.Struct, frozen=True):
     expires_at: int
 
 
-class LineCounts(msgspec.Struct, frozen=True):
-    """Lines of a batch."""
+class BatchCounts(msgspec.Struct, frozen=True):
+    """Lines of a batch, by their state."""
 
     total: int
     completed: int
     failed: int
 
 
-class LineError(msgspec.Struct, frozen=True):
-    """What is wrong with a batch's input file; `line` counts from 1."""
+class BatchLineError(msgspec.Struct, frozen=True):
+    """Fault in the input file of a batch; `line` counts from 1."""
 
     code: str
     message: str
@@ -41,10 +41,10 @@ class LineError(msgspec.Struct, frozen=True):
     line: int | None = None
 
 
-class LineErrors(msgspec.Struct, frozen=True):
-    """Why a batch failed."""
+class BatchLineErrors(msgspec.Struct, frozen=True):
+    """Faults for which a whole batch has failed."""
 
-    data: list[LineError]
+    data: list[BatchLineError]
 
 
 class BatchInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,7 +54,7 @@ class BatchInfo(msgspec.Struct, frozen=True, kw_only=True):
     endpoint: str
     model: str | None
     status: str
-    errors: LineErrors | None
+    errors: BatchLineErrors | None
     input_file_id: str
     output_file_id: str | None
     error_file_id: str | None
@@ -68,18 +68,18 @@ class BatchInfo(msgspec.Struct, frozen=True, kw_only=True):
     expired_at: int | None
     cancelling_at: int | None
     cancelled_at: int | None
-    request_counts: LineCounts
+    request_counts: BatchCounts
     usage: dict[str, Any] | None  # of the answered lines, when the batch has ended
     metadata: dict[str, str] | None
 
     @property
     def ended(self) -> bool:
-        """Whether the batch has ended."""
+        """True in a state that a batch does not leave."""
         return self.status in ENDED
 
 
 class BatchClient(InferenceClient):
-    """An asynchronous client for files and batches, beside everything else."""
+    """An asynchronous client for files and batches, besides everything else."""
 
     async def upload(self, name: str, file: IO[bytes], expires_after_s: int = 0) -> FileInfo:
         """Send a seekable file of requests; `expires_after_s` 0 leaves its time to live to the server."""
@@ -109,7 +109,6 @@ class BatchClient(InferenceClient):
         return await self.call("GET", f"/v1/batches/{batch_id}", BatchInfo)
 
     async def batches(self, limit: int = 20) -> list[BatchInfo]:
-        """The newest batches."""
         return (await self.call("GET", "/v1/batches", Listing[BatchInfo], limit=limit)).data
 
     async def cancel_batch(self, batch_id: str) -> BatchInfo:
@@ -127,9 +126,7 @@ class BatchClient(InferenceClient):
                 yield data
 
     async def files(self, limit: int = 20, purpose: str = "") -> list[FileInfo]:
-        """The newest files."""
         return (await self.call("GET", "/v1/files", Listing[FileInfo], limit=limit, purpose=purpose)).data
 
     async def delete_file(self, file_id: str) -> None:
-        """Delete a file."""
         await self.call("DELETE", f"/v1/files/{file_id}", dict[str, Any])

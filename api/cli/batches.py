@@ -73,7 +73,7 @@ def batch(
             try:
                 made = await client.create(stored.id, endpoint, window, pairs)
             except RequestFailedError as error:
-                if error.http_status == 400:  # no batch was made, and nobody else knows of the file
+                if error.http_status == 400:  # no batch was made, and no other process knows of the file
                     await client.delete_file(stored.id)
                 raise
             if wait or answers or errors:
@@ -87,7 +87,7 @@ def batch(
 
 @app.command("list")
 def list_batches(limit: Limit = 20, url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: Json = False) -> None:
-    """List batches, newest first."""
+    """List the newest batches, the last one first."""
     newest = ask(url, api_key, lambda client: client.batches(limit))
     if as_json:
         return print_json(newest)
@@ -143,7 +143,7 @@ def list_files(
     api_key: ApiKey = "",
     as_json: Json = False,
 ) -> None:
-    """List files, newest first."""
+    """List the newest files, the last one first."""
     newest = ask(url, api_key, lambda client: client.files(limit, purpose))
     if as_json:
         return print_json(newest)
@@ -158,7 +158,7 @@ def get(
     url: Url = DEFAULT_URL,
     api_key: ApiKey = "",
 ) -> None:
-    """Write a file's bytes."""
+    """Write a file's bytes to a local file or to stdout."""
     ask(url, api_key, lambda client: _copy(client.content(segment(file_id)), to))
 
 

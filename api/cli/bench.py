@@ -28,15 +28,15 @@ REQUEST_FAILED = 1
 TEXT = "The quick brown fox jumps over the lazy dog; 0123456789 + how much wood would a woodchuck chuck? (All of it.)"
 
 
-class Spread(msgspec.Struct, frozen=True):
+class Percentiles(msgspec.Struct, frozen=True):
     """Percentiles in milliseconds; None without a measurement."""
 
     p50: float | None
     p99: float | None
 
     @classmethod
-    def of(cls, seconds: Sequence[float]) -> "Spread":
-        """By nearest rank."""
+    def of(cls, seconds: Sequence[float]) -> "Percentiles":
+        """Percentiles by the method of the nearest rank."""
         ranked = sorted(seconds)
         at = [ranked[math.ceil(share * len(ranked)) - 1] * 1000 if ranked else None for share in (0.50, 0.99)]
         return cls(*(None if value is None else round(value, 3) for value in at))
@@ -53,10 +53,10 @@ class Report(msgspec.Struct, frozen=True):
     prompt_tokens: int  # of all requests that succeeded, as the server counted them
     completion_tokens: int
     tokens_per_s: float  # completion tokens of all streams together
-    ttft_ms: Spread
-    inter_token_ms: Spread
-    per_token_ms: Spread
-    request_ms: Spread
+    ttft_ms: Percentiles
+    inter_token_ms: Percentiles
+    per_token_ms: Percentiles
+    request_ms: Percentiles
     errors: dict[str, int]  # message -> how often
 
 
@@ -83,10 +83,10 @@ class _Load:
             prompt_tokens=self.prompt_tokens,
             completion_tokens=self.completion_tokens,
             tokens_per_s=round(self.completion_tokens / took_s, 1),
-            ttft_ms=Spread.of(self.first),
-            inter_token_ms=Spread.of(self.gaps),
-            per_token_ms=Spread.of(self.paces),
-            request_ms=Spread.of(self.whole),
+            ttft_ms=Percentiles.of(self.first),
+            inter_token_ms=Percentiles.of(self.gaps),
+            per_token_ms=Percentiles.of(self.paces),
+            request_ms=Percentiles.of(self.whole),
             errors=dict(self.errors),
         )
 

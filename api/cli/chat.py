@@ -41,7 +41,7 @@ def chat(
             continue
         try:
             say(text)
-        except typer.Exit:  # the reason has been told
+        except typer.Exit:  # the reason has been printed
             if not by_hand:
                 raise
 

@@ -85,7 +85,7 @@ class GeneratedText(msgspec.Struct, frozen=True):
 
 
 class AdapterLoaded(msgspec.Struct, frozen=True):
-    """A new adapter version."""
+    """Answer to an upload of an adapter version."""
 
     status: str
     policy_version: int
@@ -142,7 +142,6 @@ class InferenceClient:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Close the connections."""
         await self._http.aclose()
 
     # -- jobs
@@ -172,7 +171,6 @@ class InferenceClient:
         return await self.call("GET", f"/v1/jobs/{job_id}", JobStatus)
 
     async def jobs(self, limit: int = 20) -> list[JobStatus]:
-        """The newest jobs."""
         return (await self.call("GET", "/v1/jobs", Listing[JobStatus], limit=limit)).data
 
     async def cancel(self, job_id: str) -> JobStatus:
@@ -233,7 +231,7 @@ class InferenceClient:
     # -- everything else
 
     async def chat(self, model: str, messages: list[dict[str, Any]], **options: Any) -> AsyncIterator[str]:
-        """Stream the answer's text."""
+        """Yields the text of the answer piece by piece."""
         async for event in self.events("/v1/chat/completions", {"model": model, "messages": messages, **options}):
             for choice in event.get("choices", []):
                 text = choice.get("delta", {}).get("content")
@@ -281,7 +279,7 @@ class InferenceClient:
         return decode(answer, AdapterLoaded)
 
     async def adapter_version(self, name: str, version: int = 0) -> AdapterManifest:
-        """What the server says of a version; 0: of the latest one."""
+        """Manifest of a version; 0 stands for the latest one."""
         if not version:
             latest = (await self.call("GET", f"/v1/adapters/{quote(name, safe='')}", dict[str, Any]))["latest"]
             if not latest:
@@ -309,11 +307,11 @@ class InferenceClient:
         return names[0]
 
     async def models(self) -> list[ModelInfo]:
-        """What can be asked for."""
+        """Models and adapters that a request may name."""
         return (await self.call("GET", "/v1/models", Listing[ModelInfo])).data
 
     async def health(self) -> dict[str, Any]:
-        """What the server says of itself and its workers, well or not."""
+        """The server's report of itself and its workers; also when it answers 503."""
         answer = await self._patiently(lambda: self._http.get("/health"), busy=frozenset(), answers=frozenset({503}))
         return decode(answer, dict[str, Any])
 

@@ -83,9 +83,8 @@ def open_input(file: str) -> IO[bytes]:
 
 @contextmanager
 def output(path: Path | None) -> Iterator[Callable[[bytes], None]]:
-    """What writes to a file, or to stdout. The file is opened for the first bytes, or at the end when there are none:
-    a request that the server refuses leaves an older file as it was.
-    """
+    """Yields a function that writes to a file, or to stdout. The file is opened for the first bytes, or at the end when
+    there are none: an older file is unchanged if the server refuses the request."""
     to = None if path is not None else sys.stdout.buffer
 
     def write(data: bytes) -> None:

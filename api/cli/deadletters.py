@@ -22,7 +22,7 @@ def list_letters(
     api_key: ApiKey = "",
     as_json: Json = False,
 ) -> None:
-    """List them, newest first."""
+    """List the newest dead letters, the last one first."""
     letters = call(url, api_key, "GET", PATH, model=model, limit=limit)["data"]
     if as_json:
         return print_json(letters)
@@ -46,7 +46,7 @@ def requeue(letter_ids: Ids, url: Url = DEFAULT_URL, api_key: ApiKey = "", as_js
 
 @app.command()
 def drop(letter_ids: Ids, url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: Json = False) -> None:
-    """Forget them."""
+    """Delete dead letters without running them again."""
     for letter_id in letter_ids:
         answer = call(url, api_key, "DELETE", f"{PATH}/{letter_id}")
         show_text(answer, as_json, f"{letter_id} {'dropped' if answer['deleted'] else 'was not there'}")

@@ -46,7 +46,7 @@ async def byte_lines(response: httpx.Response) -> AsyncIterator[bytes]:
 
 
 def decode(response: httpx.Response, kind: type[T]) -> T:
-    """An answer's body."""
+    """The body of an answer as `kind`; RequestFailedError when it is something else."""
     try:
         return msgspec.json.decode(response.content, type=kind)
     except msgspec.MsgspecError as error:

@@ -88,7 +88,7 @@ def submit(
     api_key: ApiKey = "",
     as_json: Json = False,
 ) -> None:
-    """Submit a job."""
+    """Submit a file of prompts as a job."""
     wanted = _reward(reward)
     lines = open_input(file)
 
@@ -123,7 +123,7 @@ def jobs(
     api_key: ApiKey = "",
     as_json: Json = False,
 ) -> None:
-    """List jobs, newest first."""
+    """List the newest jobs, the last one first."""
     newest = ask(url, api_key, lambda client: client.jobs(limit))
     if as_json:
         return print_json(newest)
@@ -202,7 +202,7 @@ def health(url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: JsonAnyway = F
 
 
 def main() -> None:
-    """The command."""
+    """Entry point of the command `mlx_parallm`."""
     app()
 
 

@@ -69,7 +69,6 @@ async def _watch(url: str, api_key: str, interval: float) -> None:
 
 
 def view(ring: RingSnapshot) -> RenderableType:
-    """The whole view."""
     parts: list[RenderableType] = [_head(ring), "", _workers(ring), "", _queues(ring)]
     for table, has_rows in ((_jobs, ring.jobs), (_adapters, ring.adapters), (_trainings, ring.trainings)):
         parts += ["", table(ring)] if has_rows else []

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from api.cli.client import InferenceClient
 from api.demo.adapters import AdapterAct
 from api.demo.chats import QUESTIONS, one_chat
-from api.demo.learning import ACT_S, Act
+from api.demo.learning import ACT_S, LearningAct
 from api.demo.pictures import PictureAct
 from api.demo.prompts import jobs_of
 from api.demo.report import JobReport, percentile, show_table, write_histogram, write_summary
@@ -50,7 +50,7 @@ def main() -> int:
             code = code or int(not asyncio.run(PictureAct(served, arguments.out, console).run()))
             if arguments.learning_seconds > 0:
                 console.print("[bold]7[/] a trainer joins and learns sums, while chats on its policy go on")
-                learned = asyncio.run(Act(served, arguments.out, console).run(arguments.learning_seconds))
+                learned = asyncio.run(LearningAct(served, arguments.out, console).run(arguments.learning_seconds))
                 code = code or int(not learned)
             return code
 

@@ -5,7 +5,7 @@ version is published. The act prints what the clients saw: the gaps between toke
 time from the publish to the first token of the new version. No stream may break, and pinned ones must keep their
 version. Streams go on until all followers have moved, however busy the machine is.
 
-The clients run here, beside the ring: while this program waits for a core, it sees a gap that no stream had. So it
+The clients run on the machine of the ring: while this program waits for a core, it sees a gap that no stream had. So it
 measures itself, too, and reports both.
 """
 
@@ -24,7 +24,7 @@ from safetensors.numpy import save
 from api.demo.serving import MODEL
 
 STREAMS = 4  # of each kind
-MOST_TOKENS = 1_800  # of a stream that nobody ends
+MOST_TOKENS = 1_800  # of a stream that is not closed
 RANK = 8
 LAYERS = 3
 LOOK_S = 0.005
@@ -36,14 +36,14 @@ CONFIG = {
 }
 
 
-class Stops:
+class LoopStops:
     """When this program's own event loop was late, and by how many seconds."""
 
     def __init__(self) -> None:
         self._late: list[tuple[float, float]] = []
 
     async def watch(self) -> None:
-        """Until cancelled."""
+        """Measures how late the event loop is, until it is cancelled."""
         while True:
             due = time.monotonic() + LOOK_S
             await asyncio.sleep(LOOK_S)
@@ -56,7 +56,7 @@ class Stops:
 
 
 @dataclass
-class Seen:
+class SeenStream:
     """One stream, as its client saw it; monotonic seconds."""
 
     model: str
@@ -69,11 +69,11 @@ class Seen:
 
     @property
     def whole(self) -> bool:
-        """Whether nothing but us or its bound has ended it."""
+        """True if the stream reached its bound or this program closed it."""
         return self.ended_by_us or self.tokens == MOST_TOKENS
 
     def take(self, span: dict[str, Any]) -> None:
-        """New tokens have come."""
+        """Notes the arrival of new tokens and their version."""
         self.arrivals.append(time.monotonic())
         self.versions.append(span["version"])
         self.tokens += span["end"] - span["start"]
@@ -93,21 +93,21 @@ class Seen:
 
 
 class AdapterAct:
-    """On a served ring."""
+    """The demo's part about adapter versions, on a ring that runs."""
 
     def __init__(self, url: str, console: Console) -> None:
         self._url = url
         self._console = console
         self._over = asyncio.Event()
-        self._stops = Stops()
+        self._stops = LoopStops()
 
     async def run(self) -> bool:
-        """Whether no stream broke, and each was answered by the versions that it asked for."""
+        """True if no stream broke and each one had tokens of the versions that it asked for."""
         async with httpx.AsyncClient(base_url=self._url, timeout=120) as http:
             watching = asyncio.create_task(self._stops.watch())
             calm = await self._upload(http, "calm", _weights(1))
             first = await self._upload(http, "bold", _weights(2))
-            seen = [Seen(model) for _ in range(STREAMS) for model in (MODEL, calm, "bold")]
+            seen = [SeenStream(model) for _ in range(STREAMS) for model in (MODEL, calm, "bold")]
             streams = [asyncio.create_task(self._stream(http, stream)) for stream in seen]
             await asyncio.gather(*(stream.under_way.wait() for stream in seen))
             weights = _weights(3)
@@ -129,14 +129,14 @@ class AdapterAct:
         answer = (await http.post("/upload_adapter", data={"name": name}, files=files)).raise_for_status()
         return f"{name}@{answer.json()['policy_version']}"
 
-    async def _stream(self, http: httpx.AsyncClient, seen: Seen) -> None:
+    async def _stream(self, http: httpx.AsyncClient, seen: SeenStream) -> None:
         try:
             await self._read(http, seen)
-        finally:  # nobody waits for a stream that has ended
+        finally:  # no client waits for a stream that has ended
             seen.under_way.set()
             seen.moved.set()
 
-    async def _read(self, http: httpx.AsyncClient, seen: Seen) -> None:
+    async def _read(self, http: httpx.AsyncClient, seen: SeenStream) -> None:
         body: dict[str, Any] = {
             "model": seen.model,
             "messages": [{"role": "user", "content": "Count from 3 to 9."}],
@@ -159,7 +159,7 @@ class AdapterAct:
                     seen.ended_by_us = True
                     return
 
-    def _report(self, seen: list[Seen], bold: tuple[str, str], published: float, answered: float) -> bool:
+    def _report(self, seen: list[SeenStream], bold: tuple[str, str], published: float, answered: float) -> bool:
         before_it, new = bold
         following = [stream for stream in seen if stream.model == "bold"]
         switched = [stream.first(new) for stream in following]

@@ -18,8 +18,8 @@ QUESTIONS = ("hello", "What is 12 + 35?", "who are you?", "Count from 3 to 9.", 
 
 
 @dataclass(frozen=True)
-class Chat:
-    """One streamed answer."""
+class StreamedChat:
+    """One chat of the demo and what its client measured."""
 
     model: str
     at_s: float  # when it was asked, since the start
@@ -31,12 +31,12 @@ class Chat:
 
 @dataclass
 class ChatLog:
-    """All chats so far."""
+    """The chats of the demo, as their clients measured them."""
 
-    chats: list[Chat] = field(default_factory=list)
+    chats: list[StreamedChat] = field(default_factory=list)
 
     @property
-    def broken(self) -> list[Chat]:
+    def broken(self) -> list[StreamedChat]:
         """Chats that failed, were cut off, or were answered by a version that was not asked for."""
         return [chat for chat in self.chats if chat.error]
 
@@ -69,7 +69,7 @@ async def _chat_on(
             await asyncio.wait_for(over.wait(), pause_s)
 
 
-async def one_chat(openai: AsyncOpenAI, model: str, question: str, began: float) -> Chat:
+async def one_chat(openai: AsyncOpenAI, model: str, question: str, began: float) -> StreamedChat:
     """Stream one answer to its end."""
     asked, first, tokens, finish = time.monotonic(), 0.0, 0, ""
     versions: list[str] = []
@@ -96,10 +96,10 @@ async def one_chat(openai: AsyncOpenAI, model: str, question: str, began: float)
                     versions += [span["version"]] if versions[-1:] != [span["version"]] else []
                 finish = choice.finish_reason or finish
     except (OpenAIError, httpx.HTTPError) as failure:
-        return Chat(model, asked - began, error=f"{type(failure).__name__}: {failure}")
+        return StreamedChat(model, asked - began, error=f"{type(failure).__name__}: {failure}")
     wrong = "@" in model and versions != [model]
     error = "" if finish else "ended without a finish reason"
-    return Chat(
+    return StreamedChat(
         model,
         asked - began,
         1000 * ((first or time.monotonic()) - asked),

@@ -5,7 +5,7 @@ from pathlib import Path
 from statistics import median_high
 from typing import Any
 
-from api.demo.chats import Chat
+from api.demo.chats import StreamedChat
 from api.demo.report import plotting
 
 _WINDOW = 15  # chats in a running median
@@ -16,7 +16,7 @@ def draw(
     path: Path,
     steps: Sequence[dict[str, Any]],
     held_out: Sequence[tuple[float, float]],
-    chats: Sequence[Chat],
+    chats: Sequence[StreamedChat],
     goal: float,
     measured: str,
 ) -> None:
@@ -42,7 +42,7 @@ def draw(
     pyplot.close(figure)
 
 
-def _draw_versions(axes: Any, chats: Sequence[Chat]) -> None:
+def _draw_versions(axes: Any, chats: Sequence[StreamedChat]) -> None:
     """Which version answered at what time."""
     for model, color in _models(chats):
         seen = [(chat.at_s, _number(chat.versions[-1])) for chat in chats if chat.model == model and chat.versions]
@@ -61,7 +61,7 @@ def _draw_lag(axes: Any, steps: Sequence[dict[str, Any]]) -> None:
     axes.legend(loc="upper left", ncols=2)
 
 
-def _draw_first_tokens(axes: Any, chats: Sequence[Chat]) -> None:
+def _draw_first_tokens(axes: Any, chats: Sequence[StreamedChat]) -> None:
     for model, color in _models(chats):
         whole = [(chat.at_s, chat.first_ms) for chat in chats if chat.model == model and not chat.error]
         if whole:
@@ -73,7 +73,7 @@ def _draw_first_tokens(axes: Any, chats: Sequence[Chat]) -> None:
     axes.legend(loc="upper left")
 
 
-def _models(chats: Sequence[Chat]) -> list[tuple[str, str]]:
+def _models(chats: Sequence[StreamedChat]) -> list[tuple[str, str]]:
     return [(model, _PINNED if "@" in model else _FOLLOWING) for model in sorted({chat.model for chat in chats})]
 
 

@@ -29,7 +29,7 @@ from rich.console import Console
 from api.demo.chats import ChatLog, chatting
 from api.demo.curves import draw
 from api.demo.report import spread
-from api.demo.serving import MODEL, Served, ring, stop
+from api.demo.serving import MODEL, DemoRing, ring, stop
 
 WHOLE_RECIPE = ["--config", "trainer/recipes/tiny-arithmetic.yaml"]
 FEW_SUMS = ["--config", "trainer/recipes/tiny-fixed.yaml"]
@@ -41,7 +41,7 @@ FEW, MANY = 16, 64  # sums: of the short act's data set, and asked by HTTP after
 
 
 @dataclass
-class Course:
+class LearningCourse:
     """How a run went, as seen from outside; seconds count from the trainer's start."""
 
     before: float = 0.0  # held-out reward of the untrained policy
@@ -59,7 +59,7 @@ class Course:
 
     @property
     def after(self) -> float:
-        """The last held-out reward."""
+        """Held-out reward at the end of the run."""
         return self.held_out[-1][1]
 
     def reached(self, goal: float) -> float | None:
@@ -80,17 +80,17 @@ def main() -> int:
         tempfile.TemporaryDirectory(prefix="parallm-demo-") as data_dir,
         ring(Path(data_dir), arguments.out / "serve.log", 1, console, "--max-batch-size", "128") as served,
     ):
-        act = Act(served, arguments.out, console, full=arguments.full, seed=arguments.seed)
+        act = LearningAct(served, arguments.out, console, full=arguments.full, seed=arguments.seed)
         ok = asyncio.run(act.run(None if arguments.full else ACT_S))
     cpu_s = resource.getrusage(resource.RUSAGE_CHILDREN)
     console.print(f"  processor time of all processes: {cpu_s.ru_utime + cpu_s.ru_stime:.0f} s")
     return 0 if ok and (not arguments.full or act.course.after >= GOAL) else 1
 
 
-class Act:
-    """One run of the trainer beside chats."""
+class LearningAct:
+    """One run of the trainer while chats are answered."""
 
-    def __init__(self, served: Served, out: Path, console: Console, *, full: bool = False, seed: int = 0) -> None:
+    def __init__(self, served: DemoRing, out: Path, console: Console, *, full: bool = False, seed: int = 0) -> None:
         self._served = served
         self._out = out
         self._console = console
@@ -98,7 +98,7 @@ class Act:
         recipe = WHOLE_RECIPE if full else _few_sums(out / "sums.jsonl", self._sums)
         self._flags = ["--seed", str(seed), *recipe]
         self._measured = "held-out sums" if full else f"the {FEW} sums of sums.jsonl"
-        self.course = Course()
+        self.course = LearningCourse()
 
     async def run(self, seconds: float | None = ACT_S) -> bool:
         """Train (for so long at most, or to the recipe's end), chat meanwhile, report; whether all went well."""
@@ -165,7 +165,7 @@ class Act:
         self.course.seconds = time.monotonic() - began
 
     def _evaluated(self) -> bool:
-        """Whether the run's last train step was measured: the moment to stop a run whose time is over."""
+        """True after the run's last train step was measured: the moment to stop a run whose time is over."""
         return bool(self.course.steps) and self.course.steps[-1]["held_out"] is not None
 
     def _show(self, step: dict[str, Any], chats: ChatLog) -> None:
@@ -215,7 +215,7 @@ class Act:
         console.print(f"  written to {self._out}/: learning.json, reward.png, train.log")
 
 
-def _summary(course: Course, chats: ChatLog, right: dict[str, int]) -> dict[str, Any]:
+def _summary(course: LearningCourse, chats: ChatLog, right: dict[str, int]) -> dict[str, Any]:
     return {
         "held_out": {"before": course.before, "after": course.after, "reached_goal_s": course.reached(GOAL)},
         "sums_right_by_http": right,

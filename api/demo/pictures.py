@@ -14,7 +14,7 @@ from pathlib import Path
 from openai import AsyncOpenAI
 from rich.console import Console
 
-from api.demo.serving import Served, stop
+from api.demo.serving import DemoRing, stop
 
 MODEL = "tiny-vision"
 EXAMPLES = Path("models") / MODEL / "examples"
@@ -25,7 +25,7 @@ JOIN_S = 60.0
 class PictureAct:
     """One round of questions; the chats of the other model's workers are not touched."""
 
-    def __init__(self, served: Served, out: Path, console: Console) -> None:
+    def __init__(self, served: DemoRing, out: Path, console: Console) -> None:
         self._served = served
         self._out = out
         self._console = console

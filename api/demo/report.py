@@ -26,7 +26,7 @@ class JobReport:
     tokens_by_worker: Counter[str] = field(default_factory=Counter)
 
     def add(self, trajectory: Trajectory) -> None:
-        """Count one result line."""
+        """Count one line of a job's results."""
         tokens = len(trajectory.completion_ids)
         self.samples += 1
         self.tokens += tokens
@@ -42,7 +42,7 @@ class JobReport:
         return max(1e-3, (self.status.finished_ms - self.status.started_ms) / 1000)
 
     def figures(self) -> dict[str, Any]:
-        """Everything for summary.json."""
+        """The figures of the job in summary.json."""
         return {
             "job": self.status.id,
             "status": self.status.status,
@@ -70,7 +70,7 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def show_table(console: Console, reports: list[JobReport], took_s: float) -> None:
-    """One row a job."""
+    """Print a table with one row for each job."""
     table = Table("job", box=None, padding=(0, 2))
     for heading in ("samples", "tokens", "tok/s", "first token p50 / p99, ms", "mean reward"):
         table.add_column(heading, justify="right")
@@ -94,7 +94,7 @@ def show_table(console: Console, reports: list[JobReport], took_s: float) -> Non
 
 
 def write_summary(path: Path, reports: list[JobReport], chat_first_token_ms: list[float], took_s: float) -> None:
-    """summary.json."""
+    """Write the figures of all jobs to summary.json."""
     summary = {
         "seconds": round(took_s, 3),
         "jobs": {report.name: report.figures() for report in reports},

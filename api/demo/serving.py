@@ -18,15 +18,15 @@ MODEL = "tiny"
 
 
 @dataclass(frozen=True)
-class Served:
-    """Where the ring is."""
+class DemoRing:
+    """Addresses of the ring that the demo has started."""
 
     url: str
     redis_url: str
 
 
 @contextlib.contextmanager
-def ring(data_dir: Path, log_path: Path, workers: int, console: Console, *arguments: str) -> Iterator[Served]:
+def ring(data_dir: Path, log_path: Path, workers: int, console: Console, *arguments: str) -> Iterator[DemoRing]:
     """Start everything, wait until it is ready, and stop it at the end."""
     command = [sys.executable, "-m", "api.serve.main", "--model", f"models/{MODEL}", "--port", "0"]
     command += ["--data-dir", str(data_dir), "--workers", str(workers), *arguments]
@@ -59,12 +59,12 @@ def stop(process: "subprocess.Popen[str]", timeout_s: float = 60) -> int:
                 pipe.close()
 
 
-def _wait_until_ready(server: "subprocess.Popen[str]", log_path: Path) -> Served:
+def _wait_until_ready(server: "subprocess.Popen[str]", log_path: Path) -> DemoRing:
     assert server.stdout is not None
     url = ""
     for line in server.stdout:
         if match := re.search(r"ready: (http://\S+)/v1", line):
             url = match.group(1)
         elif match := re.search(r"--redis (\S+)", line):
-            return Served(url, match.group(1))
+            return DemoRing(url, match.group(1))
     raise SystemExit(f"the server ended before it was ready; see {log_path}")

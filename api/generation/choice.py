@@ -1,36 +1,31 @@
 """From token events to what one choice of a reply says next.
 
-`ReplyPlan` is plain data: all that is needed to write a reply. A resumable stream keeps it in Redis, so that another
-api process can go on writing.
+`RequestPlan` is plain data: all that is needed to write a reply. That of a resumable stream is stored in Redis, so that
+another api process can continue it.
 """
 
-from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
 from api.generation.languages.channels import splitter_of
-from api.generation.languages.pieces import Piece, SplitPlan
+from api.generation.languages.pieces import ReplyPiece, SplitPlan
 from api.generation.languages.reasoning_count import ReasoningCount
 from api.generation.languages.splitter import Splitter
+from api.generation.sequences import UNSAMPLED, Sequences
 from shared.frames import Finish, TokenEvent, TokenLogprob, TokenLogprobs, VersionSpan, spans_of
 from shared.text.codec import TextCodec
 from shared.token_events import join
 
-Endpoint = Literal["completions", "chat"]
 
+class RequestPlan(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One request: the sequences that compute it, and what its reply looks like."""
 
-class ReplyPlan(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Shape of a reply."""
-
-    id: str
-    endpoint: Endpoint
+    sequences: Sequences
     created: int
-    served: str  # the model that computes it
     model: str  # its name in the reply
     fingerprint: str
-    prompts: tuple[tuple[int, ...], ...]
-    n: int = 1
     echo: tuple[str, ...] = ()  # prompt texts that come before their completions; (): no echo
     logprobs: int | None = None  # None: none; k: with the k most likely tokens
     prompt_logprobs: int | None = None  # likewise, as vLLM shows them
@@ -43,17 +38,19 @@ class ReplyPlan(msgspec.Struct, frozen=True, omit_defaults=True):
     name_tokens_by_id: bool = False
     eos_token_ids: tuple[int, ...] = ()
     show_stop_token: bool = False  # the text of a stop token id that the request named
-    scores_only: bool = False  # the prompt is scored, nothing is generated
-    deadline_ms: int = 0
-    split: SplitPlan | None = None  # reasoning and tool calls that are told apart from content
+    split: SplitPlan | None = None  # reasoning and tool calls that are separated from content
     show_special: bool = False  # the text has special tokens in it
-    name: str = ""  # what the request calls itself
     predicted: bool = False  # the client has said what it expects
 
     @property
+    def id(self) -> str:
+        """Id of the request and of its reply; unique."""
+        return self.sequences.id
+
+    @property
     def shown_id(self) -> str:
-        """The reply's id as its client sees it. `id` is never used twice; a request's own name may be."""
-        return f"{self.id.partition('-')[0]}-{self.name}" if self.name else self.id
+        """The reply's id as its client sees it: it ends with the request's own name, where there is one."""
+        return f"{self.id.partition('-')[0]}-{self.sequences.name}" if self.sequences.name else self.id
 
     def shown_tokens(self, codec: TextCodec) -> Iterable[str]:
         """Special tokens that the text does not hide."""
@@ -61,27 +58,34 @@ class ReplyPlan(msgspec.Struct, frozen=True, omit_defaults=True):
             return codec.special_tokens
         return () if self.split is None else self.split.marks
 
-    @property
-    def choices(self) -> int:
-        """Number of choices."""
-        return len(self.prompts) * self.n
-
-    @property
-    def sequences(self) -> list[str]:
-        """Ids of the sequences behind the choices."""
-        return [self.sequence(choice) for choice in range(self.choices)]
-
-    def sequence(self, choice: int) -> str:
-        """Id of the sequence behind a choice."""
-        return f"{self.id}-{choice}"
-
     def call_id(self, choice: int, call: int) -> str:
         """Id of a tool call; the same in every process that writes the reply."""
         return f"call_{self.id.rpartition('-')[2][:20]}{choice:02d}{call:02d}"
 
+    def with_prompts(self, prompts: Sequence[tuple[int, ...]]) -> "RequestPlan":
+        """The plan of the same reply to other prompts."""
+        return msgspec.structs.replace(self, sequences=msgspec.structs.replace(self.sequences, prompts=tuple(prompts)))
+
+    def for_storage(self, **changed: Any) -> "RequestPlan":
+        """Without what only workers read; `changed` are further fields of the template that are to be stored."""
+        unread: dict[str, Any] = {"sampling": UNSAMPLED, "prediction_ids": (), "images": (), "collect": None}
+        return msgspec.structs.replace(self, sequences=self.sequences.with_template(**{**unread, **changed}))
+
+
+def stored_plan(stored: Mapping[str, Any]) -> RequestPlan:
+    """The plan out of its JSON; also out of the older form, in which it repeated what it needed of the sequences."""
+    if "sequences" not in stored:
+        template: dict[str, Any] = {"id": stored["id"], "model": stored["served"], "prompt_ids": ()}
+        template |= {"sampling": UNSAMPLED, "kind": "score" if stored.get("scores_only") else "generate"}
+        template["deadline_ms"] = stored.get("deadline_ms", 0)
+        shared = {name: stored[name] for name in ("prompts", "n", "name") if name in stored}
+        sequences = {"prompts": (), **shared, "template": template, "chat": stored["endpoint"] == "chat"}
+        stored = {**stored, "sequences": sequences}
+    return msgspec.convert(stored, RequestPlan)
+
 
 class Delta(msgspec.Struct):
-    """What is new in one choice."""
+    """New text and tokens of one choice."""
 
     text: str
     tokens: list[int]
@@ -93,13 +97,13 @@ class Delta(msgspec.Struct):
     prompt_logprobs: list[float | None] | None = None
     prompt_top_logprobs: list[TokenLogprobs] | None = None
     versions: tuple[VersionSpan, ...] = ()  # of the new tokens, when the request wants them
-    piece: Piece | None = None  # new text taken apart, when the plan says so
+    piece: ReplyPiece | None = None  # new text taken apart, when the plan says so
     calls_ended_it: bool = False
     older_calls: bool = False  # OpenAI's older form of them
 
     @property
     def finish_reason(self) -> str | None:
-        """OpenAI's name of it."""
+        """The reason of the end under OpenAI's name."""
         if self.finish is None:
             return None
         if not self.calls_ended_it or self.finish.reason != "stop":
@@ -116,7 +120,7 @@ def with_drawn(event: TokenEvent) -> list[TokenLogprobs]:
     ]
 
 
-class Progress(msgspec.Struct, frozen=True):
+class ChoiceProgress(msgspec.Struct, frozen=True):
     """How much of a choice a client has seen."""
 
     tokens: int = 0
@@ -125,7 +129,7 @@ class Progress(msgspec.Struct, frozen=True):
     begun: bool = False
 
 
-NOTHING_SEEN = Progress()
+NOTHING_SEEN = ChoiceProgress()
 
 
 class Choice:
@@ -136,7 +140,7 @@ class Choice:
         "_thought", "_versions", "begun", "cached", "chars", "ended", "prediction", "seen_end", "tokens",
     )  # fmt: skip
 
-    def __init__(self, plan: ReplyPlan, codec: TextCodec, seen: Progress = NOTHING_SEEN) -> None:
+    def __init__(self, plan: RequestPlan, codec: TextCodec, seen: ChoiceProgress = NOTHING_SEEN) -> None:
         self._split = plan.split
         self._splitter = None if plan.split is None else splitter_of(plan.split)
         self._thought = None if plan.split is None else ReasoningCount(plan.split, codec)
@@ -152,7 +156,7 @@ class Choice:
         self.tokens = 0
         self.chars = 0
         self.cached = 0
-        self.prediction = Prediction()
+        self.prediction = PredictionCounts()
         self.ended = False
 
     @property
@@ -170,7 +174,7 @@ class Choice:
         if finish is not None:
             self.ended = True
             self.cached = finish.cached_tokens
-            self.prediction = Prediction(finish.accepted_prediction_tokens, finish.rejected_prediction_tokens)
+            self.prediction = PredictionCounts(finish.accepted_prediction_tokens, finish.rejected_prediction_tokens)
         tops = with_drawn(event) if self._names_tokens else event.top_logprobs
         delta = Delta(text, event.tokens, event.logprobs, tops, not self.begun, finish)
         delta.prompt_logprobs = event.prompt_logprobs
@@ -193,7 +197,7 @@ class Choice:
         return self._decoder.push(shown) + self._decoder.flush()
 
     def _hides_last(self, tokens: list[int], finish: Finish) -> bool:
-        """Whether the last token is what ended the completion, and no part of its text."""
+        """True if the last token ended the completion and is no part of its text."""
         return ends_with_stop_token(tokens, finish, self._eos) and not (
             self._show_stop and finish.stop_match is not None
         )
@@ -220,7 +224,7 @@ class Choice:
 
 
 def ends_with_stop_token(tokens: list[int], finish: Finish, eos_token_ids: tuple[int, ...]) -> bool:
-    """Whether a stop token, rather than a stop string or a limit, ended these tokens."""
+    """True if a stop token ended these tokens, and no stop string or limit."""
     if finish.reason != "stop" or not tokens or isinstance(finish.stop_match, str):
         return False
     return tokens[-1] in eos_token_ids if finish.stop_match is None else tokens[-1] == finish.stop_match
@@ -235,7 +239,7 @@ class PromptDetails(msgspec.Struct):
     cached_tokens: int
 
 
-class Prediction(msgspec.Struct, frozen=True):
+class PredictionCounts(msgspec.Struct, frozen=True):
     """Tokens of the client's prediction that were drafted, by whether the model drew the same."""
 
     accepted: int = 0
@@ -260,11 +264,12 @@ class Usage(msgspec.Struct, omit_defaults=True):
     completion_tokens_details: CompletionDetails | None = None  # of a request with a prediction, or that may reason
 
 
-def usage(plan: ReplyPlan, choices: Sequence[Choice]) -> Usage:
+def usage(plan: RequestPlan, choices: Sequence[Choice]) -> Usage:
     """Counts; a prompt counts once, however many samples it has."""
-    prompt = sum(map(len, plan.prompts))
+    n = plan.sequences.n
+    prompt = sum(map(len, plan.sequences.prompts))
     completion = sum(choice.tokens for choice in choices)
-    cached = sum(max(choice.cached for choice in choices[p : p + plan.n]) for p in range(0, len(choices), plan.n))
+    cached = sum(max(choice.cached for choice in choices[p : p + n]) for p in range(0, len(choices), n))
     details = None
     if plan.predicted or (plan.split is not None and plan.split.think_end):
         details = CompletionDetails(

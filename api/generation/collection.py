@@ -8,9 +8,9 @@ from typing import Any
 
 import msgspec
 
+from api.callers.caller import asker, calling, key_name
 from api.generation.sampling import SamplingFields
 from api.generation.target import Target
-from api.ring.caller import asker, calling, key_name
 from api.ring.ring import Ring
 from shared.adapters import AdapterRef, unknown_adapter
 from shared.errors import InvalidRequestError, ParallmError
@@ -77,7 +77,7 @@ def _policy(ring: Ring, target: Target) -> str:
 
 
 async def _may_learn(ring: Ring, policy: str) -> bool:
-    """Whether the policy is the asker's, or everybody's."""
+    """True if the policy belongs to the caller or is shared."""
     who = asker()
     return not who.limited or who.sees(await ring.adapters.owner(policy) or "")
 
@@ -95,7 +95,7 @@ def scoring_reward(given: str | dict[str, Any], param: str = "scoring_function")
 
 
 def named_scoring(given: str | dict[str, Any], param: str) -> RewardSpec:
-    """The same, not checked."""
+    """The scoring function that `given` names, before its options are checked."""
     if isinstance(given, str):
         return RewardSpec(given)
     fields = dict(given)

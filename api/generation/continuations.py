@@ -3,7 +3,9 @@
 Each pair is a sequence of kind "score" in the same queue; equal prompts share their KV through the prefix cache.
 """
 
-from api.generation.plan import UNSAMPLED, check_prompts, plain_work
+from msgspec.structs import replace
+
+from api.generation.plan import check_prompts, plain_sequences
 from api.generation.running import gather_all
 from api.generation.target import Target
 from api.ring.ring import Ring
@@ -26,16 +28,9 @@ async def log_probabilities(
         raise ContextLengthExceededError(
             f"a prompt with its continuation has {longest} tokens; this server takes up to {most}", param=param
         )
-    work = plain_work(
-        "score",
-        target,
-        settings,
-        [prompt for prompt, _ in pairs],
-        UNSAMPLED,
-        kind="score",
-        score_ids=tuple(tuple(continuation) for _, continuation in pairs),
-    )
-    totals = [sum(events[-1].score_logprobs or ()) for events in await gather_all(ring, work)]
+    sequences = plain_sequences("score", target, settings, [prompt for prompt, _ in pairs], kind="score")
+    sequences = replace(sequences, score_ids=tuple(tuple(continuation) for _, continuation in pairs))
+    totals = [sum(events[-1].score_logprobs or ()) for events in await gather_all(ring, sequences)]
     width = len(continuations)
     return [totals[at * width : (at + 1) * width] for at in range(len(prompts))]
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from api.generation.plan import UNSAMPLED, plain_work
+from api.generation.plan import plain_sequences
 from api.generation.running import gather_all
 from api.generation.target import Target
 from api.ring.ring import Ring
@@ -42,5 +42,5 @@ async def read_by_head(
     """A head's outputs for each prompt."""
     if target.admitted is not None:
         target = replace(target, adapter=target.admitted.id, policy="pin")
-    work = plain_work("head", target, ring.settings, prompts, UNSAMPLED, kind="head", head=head)
-    return [np.frombuffer(events[-1].embedding or b"", "<f4") for events in await gather_all(ring, work)]
+    sequences = plain_sequences("head", target, ring.settings, prompts, kind="head", head=head)
+    return [np.frombuffer(events[-1].embedding or b"", "<f4") for events in await gather_all(ring, sequences)]

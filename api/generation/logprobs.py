@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from api.generation.choice import ReplyPlan
+from api.generation.choice import RequestPlan
 from shared.frames import TokenLogprob, TokenLogprobs
 from shared.text.codec import TextCodec
 
@@ -44,13 +44,13 @@ class TokenNames:
         self._bytes: dict[int, list[int]] = {}
 
     def name(self, token: int) -> str:
-        """The token's name."""
+        """The text of a token, or `token_id:<id>` where the request asks for ids."""
         return f"token_id:{token}" if self._by_id else self._codec.token_text(token)
 
     def chat(
         self, tokens: Sequence[int], logprobs: Sequence[float], tops: Sequence[TokenLogprobs] | None
     ) -> list[ChatLogprob]:
-        """`choices[].logprobs.content`."""
+        """Entries of `choices[].logprobs.content`, one for each token."""
         return [
             ChatLogprob(
                 self.name(token),
@@ -108,13 +108,13 @@ class TextOffsets:
         self._offset = 0
 
     @classmethod
-    def of(cls, plan: ReplyPlan, codec: TextCodec) -> "TextOffsets":
+    def of(cls, plan: RequestPlan, codec: TextCodec) -> "TextOffsets":
         """Those of a choice of this reply."""
         names = TokenNames(codec, plan.name_tokens_by_id)
         return cls(codec, names, plan.logprobs or 0, plan.shown_tokens(codec))
 
     def begin(self, text: str) -> None:
-        """The completion begins, behind this text."""
+        """The completion begins, after this text."""
         self._stream = self._codec.stream(self._shown)
         self._offset = len(text)
 
@@ -146,5 +146,5 @@ def in_parts(shown: Iterable[Any]) -> list[Any]:
 
 
 def floored(logprob: float) -> float:
-    """JSON can carry it."""
+    """A finite log-probability, since JSON has no infinity."""
     return max(logprob, LOWEST)

@@ -19,12 +19,12 @@ import numpy as np
 from fastapi import Request
 from redis.exceptions import RedisError
 
-from api.generation.plan import UNSAMPLED, plain_work
+from api.callers.fair_pool import aside
+from api.generation.plan import plain_sequences
 from api.generation.running import gather_all
 from api.generation.target import Target
 from api.http.bodies import LONG_BYTES
 from api.ring.ring import Ring
-from api.ring.room import aside
 from shared.adapters import AdapterManifest
 from shared.errors import InvalidRequestError
 from shared.networks.shapes import MAX_NUMBERS, NetworkPlan
@@ -48,7 +48,7 @@ _ROWS: dict[Dtype, tuple[Any, ...]] = {  # by the number of its dimensions
 
 
 @dataclass(frozen=True)
-class Question:
+class NetworkQuestion:
     """Rows for a network, checked, and how many a sequence carries."""
 
     tensors: Tensors
@@ -57,32 +57,33 @@ class Question:
 
     @property
     def packed(self) -> list[bytes]:
-        """Of each sequence."""
+        """Tensors of each sequence, as it carries them."""
         starts = range(0, self.rows, self.at_once)
         return [pack({name: each[at : at + self.at_once] for name, each in self.tensors.items()}) for at in starts]
 
 
-async def question(request: Request, network: NetworkSpec, given: Mapping[str, Any], param: str) -> Question:
+async def question(request: Request, network: NetworkSpec, given: Mapping[str, Any], param: str) -> NetworkQuestion:
     """The rows of a request: named tensors as JSON has them. InvalidRequestError names the tensor and the reason.
 
-    What a long body has is read beside the event loop.
+    A long body is read off the event loop.
     """
     if len(await request.body()) > LONG_BYTES:
         return await aside(_question, network, given, param)
     return _question(network, given, param)
 
 
-async def answer(ring: Ring, target: Target, name: str, asked: Question) -> Tensors:
+async def answer(ring: Ring, target: Target, name: str, asked: NetworkQuestion) -> Tensors:
     """The network's outputs and new state for all rows; `name` begins the ids of its sequences.
 
     Any model's workers compute them. Where those of the target's are all gone meanwhile, another model's are asked.
     """
     packed = tuple(asked.packed)
     while True:
-        work = plain_work(name, target, ring.settings, [()] * len(packed), UNSAMPLED, kind="network", tensors=packed)
-        gathering = asyncio.create_task(gather_all(ring, work))
+        sequences = plain_sequences(name, target, ring.settings, [()] * len(packed), kind="network")
+        sequences = msgspec.structs.replace(sequences, tensors=packed)
+        gathering = asyncio.create_task(gather_all(ring, sequences))
         try:
-            if (other := await _other_model(ring, work.model, gathering)) is None:
+            if (other := await _other_model(ring, sequences.template.model, gathering)) is None:
                 parts = [unpack(events[-1].embedding or b"") for events in await gathering]
                 return {each: np.concatenate([part[each] for part in parts]) for each in parts[0]}
         finally:
@@ -98,7 +99,7 @@ async def _other_model(ring: Ring, model: str, gathering: "asyncio.Task[Any]") -
         await asyncio.wait({gathering}, timeout=LOOK_AGAIN_S)
         if gathering.done():
             return None
-        with contextlib.suppress(RedisError, OSError):  # then nobody knows
+        with contextlib.suppress(RedisError, OSError):  # then it is not known
             live = await ring.live_models()
             if live and model not in live:
                 return min(live)
@@ -110,7 +111,7 @@ def first_stray(given: Iterable[str], known: Container[str]) -> str | None:
 
 
 def manifest_of(target: Target) -> AdapterManifest:
-    """Of a target that is a network."""
+    """Manifest of a target that is a network."""
     assert target.admitted is not None, "a network is a version"
     return target.admitted.manifest
 
@@ -126,7 +127,7 @@ def described(tensor: Array, form: Format = "float") -> dict[str, Any]:
     return {"dtype": dtype, "shape": list(tensor.shape), "data": shown(tensor, form)}
 
 
-def _question(network: NetworkSpec, given: Mapping[str, Any], param: str) -> Question:
+def _question(network: NetworkSpec, given: Mapping[str, Any], param: str) -> NetworkQuestion:
     known = {**network.inputs, **network.state}
     tensors = {name: _tensor(given[name], spec, f"{param}.{name}") for name, spec in known.items() if name in given}
     if (stray := first_stray(given, known)) is not None:
@@ -142,7 +143,7 @@ def _question(network: NetworkSpec, given: Mapping[str, Any], param: str) -> Que
         )
     row_bytes = max(4 * gives, sum(each[0].nbytes for each in tensors.values()), 1)
     at_once = planned.rows(max(1, min(ROWS_OF_A_SEQUENCE, BYTES_OF_A_SEQUENCE // row_bytes)))
-    return Question(tensors, rows, at_once)
+    return NetworkQuestion(tensors, rows, at_once)
 
 
 def _numbers(network: NetworkSpec, planned: NetworkPlan) -> int:

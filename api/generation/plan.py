@@ -1,7 +1,7 @@
-"""The one step from a checked request to the plan of its reply and the work for the workers: `plan`.
+"""The one step from a checked request to its plan: the sequences that compute it, and the shape of its reply.
 
-An endpoint says in `Asked` what it alone knows; everything else is the same for all. What has no such reply (scores,
-embeddings) becomes work by `plain_work`.
+An endpoint says in `PreparedRequest` what it alone knows; everything else is the same for all. What has no such reply
+(scores, embeddings) becomes sequences by `plain_sequences`.
 """
 
 import time
@@ -12,7 +12,8 @@ from typing import Any
 
 import msgspec
 
-from api.generation.choice import Endpoint, ReplyPlan
+from api.callers.fair_pool import LARGE_CHARS, aside
+from api.generation.choice import RequestPlan
 from api.generation.collection import collection_for_feedback, collection_of
 from api.generation.languages.pieces import SplitPlan
 from api.generation.sampling import (
@@ -23,10 +24,9 @@ from api.generation.sampling import (
     for_a_trainer,
     sampling_of,
 )
+from api.generation.sequences import UNSAMPLED, Sequences
 from api.generation.target import Target
-from api.generation.work import Work
 from api.ring.ring import Ring
-from api.ring.room import LARGE_CHARS, aside
 from shared.errors import (
     ContextLengthExceededError,
     EmptyPromptError,
@@ -35,26 +35,23 @@ from shared.errors import (
     UnsupportedParameterError,
 )
 from shared.images.refs import ImageRef
-from shared.process.settings import ApiSettings
-from shared.sequences import ModelCard, SamplingParams, vocabulary_error
+from shared.process.api_settings import ApiSettings
+from shared.sequences import ModelCard, SamplingParams, SequenceSpec, vocabulary_error
 from shared.text.codec import TextCodec
 
 MAX_CHOICES = 1024
 MAX_WHOLE_LOGPROBS = 1 << 18  # of an answer that has them of the whole vocabulary: numbers
 CHARS_OF_A_CALL = 64  # that are tokenized in the time that it takes to begin
-UNSAMPLED = SamplingParams(max_tokens=0, seed=0)  # of work that generates nothing
-
-_ID_PREFIX: dict[Endpoint, str] = {"chat": "chatcmpl", "completions": "cmpl"}
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What one endpoint alone knows of a request, beside the fields that all share."""
+class PreparedRequest:
+    """The part of a request that only its endpoint knows, besides the fields of the body that all share."""
 
-    endpoint: Endpoint
     prompts: list[list[int]]
     max_tokens: int | None  # 0: the prompts are scored, and nothing is generated
     default_tokens: int  # where the request does not say how many
+    chat: bool = False
     prompt_param: str = "prompt"  # the fields to blame
     max_tokens_param: str = "max_tokens"
     grammar_param: str = "structured_outputs"
@@ -65,81 +62,71 @@ class Asked:
     split: SplitPlan | None = None
     prediction: tuple[int, ...] = ()  # what the client expects of the completion
     images: tuple[ImageRef, ...] = ()  # of the one prompt
-    image_token: int = 0  # that stands for each vector of them
 
 
-async def plan(ring: Ring, body: SamplingFields, target: Target, asked: Asked) -> tuple[Work, ReplyPlan]:
-    """What to ask of the workers, and what to make of their tokens. InvalidRequestError names the field to blame."""
-    work, reply = unchecked_plan(body, target, asked, ring.settings)
+async def plan(ring: Ring, body: SamplingFields, target: Target, prepared: PreparedRequest) -> RequestPlan:
+    """The plan of a request. InvalidRequestError names the field to blame."""
+    planned = unchecked_plan(body, target, prepared, ring.settings)
+    sequences = planned.sequences
+    spec = sequences.template
+    collect, sampling = None, spec.sampling
     if body.collect_trajectory or body.scoring_function is not None:
-        collect = await collection_of(ring, body, target, len(work.prompts))
-        if collect is not None and work.kind == "score":
+        collect = await collection_of(ring, body, target, len(sequences.prompts))
+        if collect is not None and spec.kind == "score":
             raise InvalidRequestError(
                 "a trajectory needs generated tokens: 'max_tokens' 0 has none", param="max_tokens"
             )
-        work = msgspec.structs.replace(work, collect=collect)
-    elif body.collect_trajectory is None and work.kind == "generate" and not work.images:
-        collect = await collection_for_feedback(ring, target, reply.name or reply.id.partition("-")[2], work.n)
-        if collect is not None:
-            work = msgspec.structs.replace(work, collect=collect, sampling=for_a_trainer(body, work.sampling))
-    if work.sampling.grammar:
+    elif body.collect_trajectory is None and spec.kind == "generate" and not spec.images:
+        answer = sequences.name or spec.id.partition("-")[2]
+        collect = await collection_for_feedback(ring, target, answer, sequences.n)
+        sampling = sampling if collect is None else for_a_trainer(body, sampling)
+    if sampling.grammar:
         try:
-            grammar = await ring.grammars.checked(work.sampling.grammar, target.served.card, target.served.codec)
+            grammar = await ring.grammars.checked(sampling.grammar, target.served.card, target.served.codec)
         except InvalidGrammarError as error:
-            error.param = asked.grammar_param
+            error.param = prepared.grammar_param
             raise
-        work = msgspec.structs.replace(work, sampling=msgspec.structs.replace(work.sampling, grammar=grammar))
-    return work, reply
+        sampling = msgspec.structs.replace(sampling, grammar=grammar)
+    if collect is None and sampling is spec.sampling:
+        return planned
+    template = msgspec.structs.replace(spec, collect=collect, sampling=sampling)
+    return msgspec.structs.replace(planned, sequences=msgspec.structs.replace(sequences, template=template))
 
 
-def unchecked_plan(body: SamplingFields, target: Target, asked: Asked, settings: ApiSettings) -> tuple[Work, ReplyPlan]:
-    """The plan, but for what takes time: its grammar has not been compiled, and nobody was asked about a reward."""
-    served, n = target.served, body.n or 1
+def unchecked_plan(
+    body: SamplingFields, target: Target, prepared: PreparedRequest, settings: ApiSettings
+) -> RequestPlan:
+    """The plan before what takes time: its grammar is not compiled, its reward and its policy are not looked up."""
+    served = target.served
     card, codec = served.card, served.codec
-    if asked.images:
-        _check_beside_images(body)
-    if len(asked.prompts) * n > MAX_CHOICES:
-        raise InvalidRequestError(f"at most {MAX_CHOICES} choices a request; use /v1/jobs for more", param="prompt")
-    unsaid = min(asked.default_tokens, settings.default_max_tokens)
-    prompts = truncated(asked.prompts, body, card, settings, asked.max_tokens, unsaid)
-    check_prompts(prompts, card, settings, asked.prompt_param)
-    scores_only = asked.max_tokens == 0
-    if scores_only and n > 1:
-        raise InvalidRequestError("'max_tokens' 0 goes with 'n' 1", param="n")
-    split = asked.split
-    echoed = _top(asked.logprobs, card) if asked.echo else None
-    scored = [k for k in (_top(body.prompt_logprobs, card), echoed, 0 if scores_only else None) if k is not None]
-    sampling = sampling_of(
-        body,
-        card,
-        room_for(
-            prompts,
-            card,
-            asked.max_tokens,
-            asked.default_tokens,
-            param=asked.max_tokens_param,
-            clamp=asked.clamp or settings.clamp_max_tokens,
+    prompts = _checked_prompts(body, card, settings, prepared)
+    sequences = Sequences(
+        template=_template(
+            "chatcmpl" if prepared.chat else "cmpl",
+            target,
+            settings,
+            _sampling(body, target, settings, prepared, prompts),
+            kind="score" if prepared.max_tokens == 0 else "generate",
+            prediction_ids=prepared.prediction,
+            images=prepared.images,
+            image_token=card.vision.image_token_id if prepared.images and card.vision else 0,
+            deadline_s=body.deadline_s,
         ),
-        top_logprobs=_top(asked.logprobs, card) or None,
-        prompt_logprobs=max(scored, default=None),
-        logprobs_mode=settings.logprobs_mode,
-        grammar=asked.grammar,
-        shown_tokens=() if split is None else tuple(filter(codec.is_special, split.marks)),
-        codec=codec,
+        prompts=tuple(map(tuple, prompts)),
+        n=body.n or 1,
+        chat=prepared.chat,
+        name=body.request_id or "",
+        split_to=target.choice.kind if target.choice else None,
     )
-    _check_whole_logprobs(sampling, prompts, n, card)
+    _check_whole_logprobs(sequences, card)
     streamed, named = body.stream_options, body.logprob_token_ids
-    reply = ReplyPlan(
-        id=f"{_ID_PREFIX[asked.endpoint]}-{uuid.uuid4().hex}",
-        endpoint=asked.endpoint,
+    return RequestPlan(
+        sequences=sequences,
         created=int(time.time()),
-        served=card.name,
         model=body.model or card.name,
         fingerprint=served.fingerprint if target.admitted is None else f"{served.fingerprint}-{target.admitted.id}",
-        prompts=tuple(map(tuple, prompts)),
-        n=n,
-        echo=_echoed(asked, prompts, codec, body.skip_special_tokens is not False),
-        logprobs=len(named) if named and asked.logprobs is not None else _top(asked.logprobs, card),
+        echo=_echoed(prepared, prompts, codec, body.skip_special_tokens is not False),
+        logprobs=len(named) if named and prepared.logprobs is not None else _top(prepared.logprobs, card),
         prompt_logprobs=_top(body.prompt_logprobs, card),
         names_tokens=bool(named),
         include_usage=bool(streamed and streamed.include_usage),
@@ -150,58 +137,92 @@ def unchecked_plan(body: SamplingFields, target: Target, asked: Asked, settings:
         name_tokens_by_id=bool(body.return_tokens_as_token_ids),
         eos_token_ids=card.eos_token_ids,
         show_stop_token=bool(body.include_stop_str_in_output),
-        scores_only=scores_only,
-        deadline_ms=deadline(settings, body.deadline_s),
-        split=split,
+        split=prepared.split,
         show_special=body.skip_special_tokens is False,
-        name=body.request_id or "",
-        predicted=bool(asked.prediction),
+        predicted=bool(prepared.prediction),
     )
-    work = Work(
-        id=reply.id,
-        model=card.name,
-        prompts=reply.prompts,
-        sampling=sampling,
-        n=n,
-        kind="score" if scores_only else "generate",
-        chat=asked.endpoint == "chat",
-        adapter=target.adapter,
-        adapter_policy=target.policy,
-        deadline_ms=reply.deadline_ms,
-        name=reply.name,
-        split_to=target.choice.kind if target.choice else None,
-        prediction_ids=asked.prediction,
-        images=asked.images,
-        image_token=asked.image_token,
-    )
-    return work, reply
 
 
-def plain_work(
+def plain_sequences(
     name: str,
     target: Target,
     settings: ApiSettings,
     prompts: Sequence[Sequence[int]],
-    sampling: SamplingParams,
+    sampling: SamplingParams = UNSAMPLED,
     **more: Any,
-) -> Work:
-    """Work without a reply plan, under a fresh id that begins with `name`; `more`: further fields of `Work`."""
-    return Work(
+) -> Sequences:
+    """Sequences without a plan of a reply; `more`: further fields of `SequenceSpec` that all of them have."""
+    return Sequences(_template(name, target, settings, sampling, **more), tuple(map(tuple, prompts)))
+
+
+def _template(
+    name: str,
+    target: Target,
+    settings: ApiSettings,
+    sampling: SamplingParams,
+    *,
+    deadline_s: float | None = None,
+    **more: Any,
+) -> SequenceSpec:
+    """The part that all sequences of a request share, under a fresh id that begins with `name`."""
+    return SequenceSpec(
         id=f"{name}-{uuid.uuid4().hex}",
         model=target.served.card.name,
-        prompts=tuple(map(tuple, prompts)),
+        prompt_ids=(),
         sampling=sampling,
         adapter=target.adapter,
         adapter_policy=target.policy,
-        deadline_ms=deadline(settings),
+        deadline_ms=deadline(settings, deadline_s),
         **more,
+    )
+
+
+def _checked_prompts(
+    body: SamplingFields, card: ModelCard, settings: ApiSettings, prepared: PreparedRequest
+) -> list[list[int]]:
+    n = body.n or 1
+    if prepared.images:
+        _check_with_images(body)
+    if len(prepared.prompts) * n > MAX_CHOICES:
+        raise InvalidRequestError(f"at most {MAX_CHOICES} choices a request; use /v1/jobs for more", param="prompt")
+    unsaid = min(prepared.default_tokens, settings.default_max_tokens)
+    prompts = truncated(prepared.prompts, body, card, settings, prepared.max_tokens, unsaid)
+    check_prompts(prompts, card, settings, prepared.prompt_param)
+    if prepared.max_tokens == 0 and n > 1:
+        raise InvalidRequestError("'max_tokens' 0 goes with 'n' 1", param="n")
+    return prompts
+
+
+def _sampling(
+    body: SamplingFields, target: Target, settings: ApiSettings, prepared: PreparedRequest, prompts: list[list[int]]
+) -> SamplingParams:
+    card, codec = target.served.card, target.served.codec
+    top = _top(prepared.logprobs, card)
+    scored = (_top(body.prompt_logprobs, card), top if prepared.echo else None, 0 if prepared.max_tokens == 0 else None)
+    return sampling_of(
+        body,
+        card,
+        room_for(
+            prompts,
+            card,
+            prepared.max_tokens,
+            prepared.default_tokens,
+            param=prepared.max_tokens_param,
+            clamp=prepared.clamp or settings.clamp_max_tokens,
+        ),
+        top_logprobs=top or None,
+        prompt_logprobs=max((k for k in scored if k is not None), default=None),
+        logprobs_mode=settings.logprobs_mode,
+        grammar=prepared.grammar,
+        shown_tokens=() if prepared.split is None else tuple(filter(codec.is_special, prepared.split.marks)),
+        codec=codec,
     )
 
 
 async def encoded(
     codec: TextCodec, prompts: Sequence[str | list[int]], add_special_tokens: bool = True
 ) -> list[list[int]]:
-    """Ids of prompts; beside the event loop when they are long together, or many."""
+    """Ids of prompts; encoded off the event loop when they are long together, or many."""
 
     def encode() -> list[list[int]]:
         return [codec.encode(each, add_special_tokens) if isinstance(each, str) else each for each in prompts]
@@ -218,7 +239,7 @@ def truncated(
     max_tokens: int | None,
     unsaid: int = 0,
 ) -> list[list[int]]:
-    """The prompts as the request wants them cut; with -1 `max_tokens`, or `unsaid` of them, fit behind each."""
+    """The prompts as the request wants them cut; with -1 `max_tokens`, or `unsaid` of them, fit after each."""
     most = body.truncate_prompt_tokens
     if most is None:
         return prompts
@@ -253,7 +274,7 @@ def room_for(
     param: str = "max_tokens",
     clamp: bool = False,
 ) -> int:
-    """`asked` if it fits the model's context behind the longest prompt, else an error, or what fits with `clamp`;
+    """`asked` if it fits the model's context after the longest prompt, else an error, or what fits with `clamp`;
     unasked: what fits, at most `default`."""
     longest = max(map(len, prompts))
     room = card.context_length - longest
@@ -274,7 +295,7 @@ def deadline(settings: ApiSettings, asked_s: float | None = None) -> int:
     return int(1000 * (time.time() + (longest if asked_s is None else min(asked_s, longest))))
 
 
-def _check_beside_images(body: SamplingFields) -> None:
+def _check_with_images(body: SamplingFields) -> None:
     """UnsupportedParameterError for what does not go with images."""
     wanted = {
         "truncate_prompt_tokens": body.truncate_prompt_tokens is not None,
@@ -290,18 +311,21 @@ def _top(asked: int | None, card: ModelCard) -> int | None:
     return card.vocab_size if asked == WHOLE_VOCABULARY else asked
 
 
-def _echoed(asked: Asked, prompts: list[list[int]], codec: TextCodec, hide_special: bool) -> tuple[str, ...]:
-    """What the client wrote; of ids, and of a prompt that was cut, the text that they stand for."""
+def _echoed(
+    prepared: PreparedRequest, prompts: list[list[int]], codec: TextCodec, hide_special: bool
+) -> tuple[str, ...]:
+    """The prompts as the client wrote them; the decoded text of ids and of a prompt that was cut."""
     return tuple(
         given if isinstance(given, str) and len(prompt) == len(whole) else codec.decode(prompt, hide_special)
-        for given, whole, prompt in zip(asked.echo, asked.prompts, prompts, strict=bool(asked.echo))
+        for given, whole, prompt in zip(prepared.echo, prepared.prompts, prompts, strict=bool(prepared.echo))
     )
 
 
-def _check_whole_logprobs(sampling: SamplingParams, prompts: Sequence[Sequence[int]], n: int, card: ModelCard) -> None:
+def _check_whole_logprobs(sequences: Sequences, card: ModelCard) -> None:
     """InvalidRequestError for an answer with too many log-probabilities of the whole vocabulary."""
-    completions = len(prompts) * n * sampling.max_tokens
-    scored = n * sum(map(len, prompts))
+    sampling = sequences.template.sampling
+    completions = sequences.n * len(sequences.prompts) * sampling.max_tokens
+    scored = sequences.n * sum(map(len, sequences.prompts))
     asked = ((sampling.top_logprobs, completions, "logprobs"), (sampling.prompt_logprobs, scored, "prompt_logprobs"))
     for count, positions, param in asked:
         if (count or 0) > MAX_TOP_LOGPROBS and positions * (count or 0) > MAX_WHOLE_LOGPROBS:

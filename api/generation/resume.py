@@ -1,9 +1,9 @@
 """Streams that outlive their connection, and the api process that began them.
 
-A request with `stream_options.include_event_ids` leaves its `ReplyPlan` in Redis. Whoever has the last event id can
+A request with `stream_options.include_event_ids` leaves its `RequestPlan` in Redis. A client with the last event id can
 go on reading from any api process: the sequences are routed to it, what was missed is read from their logs.
 
-Invariants. A resumable stream whose client is gone keeps running for GRACE_S; if nobody has taken it up by then, in
+Invariants. A resumable stream whose client is gone keeps running for GRACE_S; if no client has taken it up by then, in
 this process or another, its sequences are cancelled.
 """
 
@@ -16,8 +16,8 @@ import msgspec
 import structlog
 from redis.exceptions import RedisError
 
-from api.generation.choice import ReplyPlan
-from api.ring.caller import asker
+from api.callers.caller import asker
+from api.generation.choice import RequestPlan, stored_plan
 from api.ring.ring import Ring
 from shared.errors import NotFoundError
 from shared.frames import TokenEvent
@@ -31,29 +31,29 @@ log = structlog.get_logger()
 GRACE_S = 15.0
 _reading: Counter[str] = Counter()  # connections of this process that read a resumable stream
 _lingering: set["asyncio.Task[None]"] = set()
-_left_last: dict[str, "asyncio.Task[None]"] = {}  # of each stream that nobody reads here, who waits for a reader
+_left_last: dict[str, "asyncio.Task[None]"] = {}  # of each stream not read here: the task that waits for a reader
 
 
-async def remember(ring: Ring, plan: ReplyPlan) -> None:
+async def remember(ring: Ring, plan: RequestPlan) -> None:
     """Keep what another process needs to go on with this stream."""
-    key = keys.request(plan.id)
+    key, sequences = keys.request(plan.id), plan.sequences
     async with ring.redis.pipeline(transaction=False) as pipe:
-        stored = {"kind": plan.endpoint, "model": plan.served, "plan": msgspec.json.encode(plan)}
-        pipe.hset(key, mapping={**stored, "tenant": asker().tenant})
+        stored = {"kind": "chat" if sequences.chat else "completions", "model": sequences.template.model}
+        pipe.hset(key, mapping={**stored, "plan": msgspec.json.encode(plan.for_storage()), "tenant": asker().tenant})
         pipe.expire(key, keys.REQUEST_TTL_S)
         await pipe.execute()
 
 
-async def take_over(ring: Ring, request_id: str) -> tuple[ReplyPlan, list[list[TokenEvent]]]:
+async def take_over(ring: Ring, request_id: str) -> tuple[RequestPlan, list[list[TokenEvent]]]:
     """Route a stream's sequences to this process; its plan, and what each sequence has said, from its first token."""
     stored = await ask(ring.redis, "HGETALL", keys.request(request_id))
     if not stored:
         raise unknown_stream(request_id)
-    plan = msgspec.json.decode(stored[b"plan"], type=ReplyPlan)
-    seqs = plan.sequences
+    plan = stored_plan(msgspec.json.decode(stored[b"plan"]))
+    model, seqs = plan.sequences.template.model, plan.sequences.ids
     _linger(ring, plan, seqs)  # should this client leave before it reads
-    before = await route(ring, plan.served, seqs)
-    history = [await read_tokens(ring.redis, plan.served, seq, 0, before[seq]) for seq in seqs]
+    before = await route(ring, model, seqs)
+    history = [await read_tokens(ring.redis, model, seq, 0, before[seq]) for seq in seqs]
     log.info("api.resumed", request=request_id, sequences=len(seqs), before=sorted(set(before.values())))
     return plan, history
 
@@ -79,7 +79,7 @@ async def route(ring: Ring, model: str, seqs: list[str]) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def reading(ring: Ring, plan: ReplyPlan, leave: Callable[[], list[str]]) -> Iterator[None]:
+def reading(ring: Ring, plan: RequestPlan, leave: Callable[[], list[str]]) -> Iterator[None]:
     """Around the reading of a resumable stream; `leave` gives up reading and returns the unfinished sequences.
 
     Those are cancelled after GRACE_S, unless somebody has resumed by then.
@@ -97,12 +97,12 @@ def reading(ring: Ring, plan: ReplyPlan, leave: Callable[[], list[str]]) -> Iter
 
 
 def stop_lingering() -> None:
-    """At shutdown: leave the sequences to whoever resumes them."""
+    """At shutdown: leave the sequences to the process that resumes them."""
     for task in list(_lingering):
         task.cancel()
 
 
-def _linger(ring: Ring, plan: ReplyPlan, unfinished: list[str]) -> None:
+def _linger(ring: Ring, plan: RequestPlan, unfinished: list[str]) -> None:
     """The time of grace begins with the last client that leaves: one that comes and goes is never away for long."""
     task = _left_last[plan.id] = asyncio.create_task(_cancel_unless_resumed(ring, plan, unfinished))
     _lingering.add(task)
@@ -113,18 +113,19 @@ async def _grace() -> None:
     await asyncio.sleep(GRACE_S)
 
 
-async def _cancel_unless_resumed(ring: Ring, plan: ReplyPlan, unfinished: list[str]) -> None:
+async def _cancel_unless_resumed(ring: Ring, plan: RequestPlan, unfinished: list[str]) -> None:
     await _grace()
     if _left_last.get(plan.id) is not asyncio.current_task():
         return
     del _left_last[plan.id]
     if plan.id in _reading:
         return
+    model = plan.sequences.template.model
     try:
-        addressees = await _addressees(ring, plan.served, unfinished)
+        addressees = await _addressees(ring, model, unfinished)
         ours = [seq for seq, api in addressees.items() if api == ring.api_id]
         if ours:
-            await ring.queue(plan.served).cancel(ours)
+            await ring.queue(model).cancel(ours)
             log.info("api.cancelled", sequences=len(ours), first=ours[0], reason="not resumed")
     except (RedisError, OSError) as error:
         log.warning("api.cancel_failed", error=reason(error), sequences=len(unfinished))

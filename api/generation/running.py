@@ -1,4 +1,4 @@
-"""One request's sequences in flight: enqueued, read, and cancelled as soon as nobody waits for them.
+"""One request's sequences in flight: enqueued, read, and cancelled as soon as no client waits for them.
 
 Invariants. The feed is open before anything is enqueued, so no token is missed. A sequence that has not finished when
 the request ends, however it ends, is cancelled. The adapter version that a request was admitted with cannot be deleted
@@ -15,9 +15,9 @@ import structlog
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 
+from api.callers.caller import asker, calling, while_wanted
+from api.generation.sequences import Sequences
 from api.generation.tracing import WorkSpan
-from api.generation.work import Work
-from api.ring.caller import asker, calling, while_wanted
 from api.ring.ring import Ring
 from shared.errors import (
     DeadlineExceededError,
@@ -66,37 +66,40 @@ class Generation:
         self._releases: list[Callable[[], Awaitable[object]]] = []  # of what is held for as long as the request lasts
 
     @classmethod
-    async def start(cls, ring: Ring, work: Work) -> "Generation":
+    async def start(cls, ring: Ring, sequences: Sequences) -> "Generation":
         """Open the feed and enqueue, in the class of the caller's key.
 
         QueueFullError when too much is waiting, ServiceUnavailableError when no worker has memory left, PausedError.
         """
-        structlog.contextvars.bind_contextvars(work=work.id)  # sequences, in all processes' logs, are named after it
+        model = sequences.template.model
+        structlog.contextvars.bind_contextvars(
+            work=sequences.template.id
+        )  # the ids of sequences in all logs begin with it
         async with ring.in_time():
             await ring.check_pause()
-            await ring.check_memory(work.model)
+            await ring.check_memory(model)
         key = calling.get()
         kind: SequenceClass = "interactive" if key is None else key.sequence_class
-        span = WorkSpan.begin(work)
+        span = WorkSpan.begin(sequences)
         trace = span.traceparent if span is not None else ""
-        specs = work.specs(ring.api_id, ring.settings.first_token_timeout_s, kind, trace, asker().tenant)
-        generation = cls(ring, work.model, [spec.id for spec in specs], work.deadline_ms)
+        specs = sequences.specs(ring.api_id, ring.settings.first_token_timeout_s, kind, trace, asker().tenant)
+        generation = cls(ring, model, [spec.id for spec in specs], sequences.template.deadline_ms)
         generation._span, generation._kind = span, kind
         generation._first_deadline_ms = specs[0].first_token_deadline_ms if specs else 0
-        ring.tally.histogram("vllm:request_params_n", work.model).observe(work.n)
-        generation._feed = ring.frames.open(work.model, generation._seqs)
+        ring.tally.histogram("vllm:request_params_n", model).observe(sequences.n)
+        generation._feed = ring.frames.open(model, generation._seqs)
         try:
             async with ring.in_time():
-                await generation._pin(work)
-                await generation._note_name(work)
+                await generation._pin(sequences.template)
+                await generation._note_name(sequences)
                 await generation._enqueue(specs)
-            ring.splits.sent(work.split_to)
+            ring.splits.sent(sequences.split_to)
             generation._specs = {spec.id: spec for spec in specs}
             generation._feed.on_lost = generation._lost
         except BaseException as error:
             generation._note(type(error).__name__)
             if isinstance(error, QueueFullError) and not isinstance(error, LateFirstTokenError):
-                error.retry_after_s = ring.load.found_full(ring.full_name(work.model), kind, ring.queue_bound(kind))
+                error.retry_after_s = ring.load.note_full(ring.full_name(model), kind, ring.queue_bound(kind))
             if isinstance(error, ParallmError) and not isinstance(error.__cause__, RedisConnectionError | OSError):
                 generation.unfinished = {}  # refused as a whole; any other error may have come after the enqueueing
             generation.close()
@@ -198,7 +201,7 @@ class Generation:
         except LateFirstTokenError as error:
             assert forecast is not None, "only what is timed comes too late"
             too_many = error.waiting + len(specs) - timely.places
-            free = ring.first_tokens.kept_free(model, kind)
+            free = ring.first_tokens.reserved_share(model, kind)
             error.retry_after_s = ring.first_tokens.refused(forecast, model, kind, too_many, timely.places)
             mean = ring.first_tokens.prompt_tokens(model, kind)
             soonest_s = forecast.seconds(error.waiting + len(specs), mean, tokens)
@@ -212,24 +215,24 @@ class Generation:
         ring.first_tokens.let_in(model, kind, tokens)
 
     def _count_first(self, outcome: str) -> None:
-        """What became of the deadline of the request's first token; once a request."""
+        """Counts, once a request, how the deadline of its first token ended."""
         if self._first_deadline_ms:
             name = "mlx_parallm_first_token_deadlines_total"
             self._ring.tally.counter(name, self._model, self._kind, outcome).add()
             self._first_deadline_ms = 0
 
-    async def _pin(self, work: Work) -> None:
+    async def _pin(self, spec: SequenceSpec) -> None:
         """Keep the version for as long as the request may last; UnknownAdapterError when it has gone by now."""
-        if "@" not in work.adapter:
+        if "@" not in spec.adapter:
             return
-        left_s = work.deadline_ms / 1000 - time.time() + DEADLINE_GRACE_S if work.deadline_ms else PIN_S
-        await self._ring.adapters.pin_all(work.adapter, work.id, left_s)
-        self._releases.append(lambda: self._ring.adapters.unpin_all(work.adapter, work.id))
+        left_s = spec.deadline_ms / 1000 - time.time() + DEADLINE_GRACE_S if spec.deadline_ms else PIN_S
+        await self._ring.adapters.pin_all(spec.adapter, spec.id, left_s)
+        self._releases.append(lambda: self._ring.adapters.unpin_all(spec.adapter, spec.id))
 
-    async def _note_name(self, work: Work) -> None:
+    async def _note_name(self, sequences: Sequences) -> None:
         """Let POST /abort_requests find it."""
-        if work.name:
-            names, noted = NamedRequests(self._ring.redis), (owner(), work.name, work.model, work.id)
+        if sequences.name:
+            names, noted = NamedRequests(self._ring.redis), (owner(), sequences.name, self._model, sequences.id)
             self._releases.append(lambda: names.remove(*noted))
             await names.add(*noted)
 
@@ -265,7 +268,7 @@ def owner() -> str:
 
 
 def _settle(work: Coroutine[Any, Any, None]) -> None:
-    """Run it while nobody waits."""
+    """Run it in the background."""
     task = asyncio.create_task(work)
     _settling.add(task)
     task.add_done_callback(_settling.discard)
@@ -293,7 +296,7 @@ def raise_failure(finish: Finish) -> None:
 
 
 def _expired(events: Events) -> bool:
-    """Whether a sequence has ended without a token because it was too late."""
+    """True if a sequence has ended without a token because it was too late."""
     return any(event.finish is not None and event.finish.reason == "deadline" for _, event in events)
 
 
@@ -322,10 +325,10 @@ def by_choice(events: Events) -> Iterator[tuple[int, list[TokenEvent]]]:
     yield from grouped.items()
 
 
-async def gather_all(ring: Ring, work: Work) -> list[list[TokenEvent]]:
-    """Enqueue the work and wait for all events of each sequence; RequestCancelledError when the client leaves."""
-    generation = await Generation.start(ring, work)
-    events: list[list[TokenEvent]] = [[] for _ in range(len(work.prompts) * work.n)]
+async def gather_all(ring: Ring, sequences: Sequences) -> list[list[TokenEvent]]:
+    """Enqueue the sequences and wait for all events of each sequence; RequestCancelledError when the client leaves."""
+    generation = await Generation.start(ring, sequences)
+    events: list[list[TokenEvent]] = [[] for _ in range(len(sequences))]
 
     async def gather() -> None:
         async for batch in generation.batches():

@@ -49,7 +49,7 @@ SAMPLING_OFF: Off = {
 
 
 class StreamOptions(RequestModel):
-    """What a stream carries besides tokens."""
+    """Parts of a stream besides its tokens."""
 
     off: ClassVar[Off] = {"include_obfuscation": (False,)}
 
@@ -107,7 +107,7 @@ class DrawFields(PromptFields):
 
 
 class SamplingFields(DrawFields):
-    """What all endpoints that generate text or tokens share."""
+    """Fields that all endpoints share which generate text or tokens."""
 
     n: int | None = Field(default=1, ge=1, le=MAX_N, description="completions for each prompt, from one prefill")
     stream: bool | None = False
@@ -223,7 +223,7 @@ def sampling_of(
 
 
 def for_a_trainer(body: SamplingFields, params: SamplingParams) -> SamplingParams:
-    """With the log-probabilities that a trainer needs, where nobody else reads them."""
+    """With the log-probabilities that a trainer needs, where the client does not read them."""
     asked = getattr(body, "logprobs", None)
     shown = asked is not None and asked is not False  # 0 asks for the drawn token's
     if body.logprobs_mode is None and not shown and needs_processed(drawing_of(params)):
@@ -239,7 +239,7 @@ def bad_words_of(words: Sequence[str], codec: TextCodec | None) -> tuple[tuple[i
 
 
 def _check_masks(body: SamplingFields, card: ModelCard, grammar: str) -> None:
-    """Refuse what would go on behind the end of a grammar, and masks that may leave a row without any token."""
+    """Refuse what would continue after the end of a grammar, and masks that may leave a row without any token."""
     for name in ("ignore_eos", "min_tokens", "allowed_token_ids", "bad_words"):
         if grammar and getattr(body, name):
             raise InvalidRequestError(f"'{name}' does not go with a constrained completion", param=name)

@@ -15,7 +15,7 @@ Schema = dict[str, Any] | bool
 
 
 class JsonSchema(RequestModel):
-    """A named JSON schema."""
+    """A JSON schema under a name, as OpenAI's clients send it."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")
     description: str | None = Field(default=None, description="accepted; tell the model in a message what you want")

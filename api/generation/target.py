@@ -20,11 +20,11 @@ import msgspec
 from fastapi import Request
 from pydantic import Field, model_validator
 
+from api.callers.caller import asker
 from api.http.fields import RequestModel, complaint
-from api.ring.caller import asker
 from api.ring.choosing import ring_for
 from api.ring.ring import Ring, ServedModel
-from api.ring.split_choices import Choice
+from api.ring.split_choices import SplitChoice
 from shared.adapters import AdapterChoice, AdapterManifest, AdapterRef, ResolvedAdapter, check_language
 from shared.errors import (
     ConflictError,
@@ -34,16 +34,16 @@ from shared.errors import (
     UnknownModelError,
 )
 from shared.networks.spec import NetworkSpec
-from shared.process.options.model_aliases import meant_by
+from shared.process.model_aliases import meant_by
 from shared.redis.training.board import TrainingBoard
 from shared.sequences import AdapterPolicy, ModelCard
 
-BEGINNING = 4096  # characters or ids of a prompt, or of a user's first message, that tell conversations apart
+BEGINNING = 4096  # characters or ids of a prompt, or of a user's first message, that distinguish conversations
 FIRST = 4  # messages, of which one is the user's first
 
 
 def first_words(messages: Sequence[Any]) -> str:
-    """What a user said first, in the messages of any protocol: it stays the same in all later turns."""
+    """The user's first text in the messages of any protocol. It is the same in all later turns."""
     message = next((each for each in messages[:FIRST] if getattr(each, "role", "") == "user"), None)
     content = getattr(message, "content", None) or ""
     if isinstance(content, str):
@@ -52,7 +52,7 @@ def first_words(messages: Sequence[Any]) -> str:
 
 
 class TargetFields(RequestModel):
-    """What says which model and adapter a request wants."""
+    """Fields that say which model and adapter a request wants."""
 
     model: str | None = Field(
         default=None,
@@ -73,7 +73,8 @@ class TargetFields(RequestModel):
 
     @property
     def opening(self) -> str:
-        """What all turns of a conversation begin with: where rings share a model, they go to one; "": nothing."""
+        """Text that all turns of a conversation begin with: where rings share a model, such turns go to one of them;
+        "": nothing."""
         return ""
 
     @model_validator(mode="after")
@@ -92,11 +93,11 @@ class Target:
     adapter: str = ""  # for SequenceSpec: "" is the base
     policy: AdapterPolicy = "pin"
     admitted: ResolvedAdapter | None = None  # the version at admission
-    choice: Choice | None = None  # where a split of the adapter has chosen it
+    choice: SplitChoice | None = None  # where a split of the adapter has chosen it
 
     @property
     def network(self) -> NetworkSpec | None:
-        """What a version is that is no adapter of a language model."""
+        """Layers of a version that is a network and no adapter of a language model; None for all others."""
         return None if self.admitted is None else self.admitted.manifest.network
 
 
@@ -257,7 +258,7 @@ async def _resolve(ring: Ring, ref: AdapterRef, session: str, *, as_model: bool)
         raise UnknownAdapterError(error.message, param="model" if as_model else "adapter") from error
 
 
-async def _by_split(ring: Ring, name: str, session: str) -> tuple[ResolvedAdapter, Choice] | None:
+async def _by_split(ring: Ring, name: str, session: str) -> tuple[ResolvedAdapter, SplitChoice] | None:
     choice = await ring.splits.choose(name, session)
     if choice is None:
         return None

@@ -9,7 +9,7 @@ from typing import Any
 
 from fastapi.telemetry import TelemetryConfig
 
-from api.generation.work import Work
+from api.generation.sequences import Sequences
 from api.http.auth import is_open
 from shared.frames import TokenEvent
 from shared.sequences import SamplingParams
@@ -53,33 +53,33 @@ class WorkSpan:
         self._over = False
 
     @classmethod
-    def begin(cls, work: Work) -> "WorkSpan | None":
+    def begin(cls, sequences: Sequences) -> "WorkSpan | None":
         """None when the request is not traced."""
         if tracing.provider() is None:
             return None
-        operation = (
-            "embeddings" if work.kind in ("embed", "head", "network") else "chat" if work.chat else "text_completion"
-        )
-        model = work.adapter or work.model
+        spec = sequences.template
+        generated = "chat" if sequences.chat else "text_completion"
+        operation = "embeddings" if spec.kind in ("embed", "head", "network") else generated
+        model = spec.adapter or spec.model
         attributes: dict[str, str | int | float] = {
             "gen_ai.operation.name": operation,
             "gen_ai.provider.name": PROVIDER,
             "gen_ai.request.model": model,
-            "gen_ai.response.model": work.model,
-            "gen_ai.response.id": work.id,
-            "gen_ai.request.id": work.id,  # vLLM's, as the next two
-            "gen_ai.request.n": work.n,
-            "gen_ai.usage.num_sequences": work.n * len(work.prompts),
+            "gen_ai.response.model": spec.model,
+            "gen_ai.response.id": spec.id,
+            "gen_ai.request.id": spec.id,  # vLLM's, as the next two
+            "gen_ai.request.n": sequences.n,
+            "gen_ai.usage.num_sequences": len(sequences),
         }
-        if work.kind == "generate":
-            attributes |= _sampling(work.sampling)
-            attributes["gen_ai.request.choice.count"] = work.n
+        if spec.kind == "generate":
+            attributes |= _sampling(spec.sampling)
+            attributes["gen_ai.request.choice.count"] = sequences.n
         span = tracing.begin(f"{operation} {model}", attributes)
-        return cls(span, sum(map(len, work.prompts))) if span is not None else None
+        return cls(span, sum(map(len, sequences.prompts))) if span is not None else None
 
     @property
     def traceparent(self) -> str:
-        """For the sequences."""
+        """The W3C traceparent that the sequences carry."""
         return self._span.traceparent
 
     def heard(self, event: TokenEvent) -> None:
@@ -95,7 +95,7 @@ class WorkSpan:
             self.failed(event.finish.error_code or event.finish.reason)
 
     def failed(self, kind: str) -> None:
-        """What went wrong first."""
+        """Notes the first failure; later ones follow from it."""
         self._error = self._error or kind
 
     def end(self) -> None:
@@ -117,16 +117,16 @@ class WorkSpan:
 
 def _sampling(sampling: SamplingParams) -> dict[str, str | int | float]:
     """Numbers only: stop strings and grammars are the user's own text."""
-    told: dict[str, str | int | float] = {
+    attributes: dict[str, str | int | float] = {
         "gen_ai.request.max_tokens": sampling.max_tokens,
         "gen_ai.request.temperature": sampling.temperature,
         "gen_ai.request.top_p": sampling.top_p,
         "gen_ai.request.seed": sampling.seed,
     }
     if sampling.top_k:
-        told["gen_ai.request.top_k"] = sampling.top_k
+        attributes["gen_ai.request.top_k"] = sampling.top_k
     if sampling.frequency_penalty:
-        told["gen_ai.request.frequency_penalty"] = sampling.frequency_penalty
+        attributes["gen_ai.request.frequency_penalty"] = sampling.frequency_penalty
     if sampling.presence_penalty:
-        told["gen_ai.request.presence_penalty"] = sampling.presence_penalty
-    return told
+        attributes["gen_ai.request.presence_penalty"] = sampling.presence_penalty
+    return attributes

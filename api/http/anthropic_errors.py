@@ -1,6 +1,6 @@
 """Errors as Anthropic's object: `{"type": "error", "error": {"type", "message"}, "request_id"}`.
 
-A request that speaks Anthropic's protocol gets it whoever refuses the request: a route, or a guard before all routes.
+A request that speaks Anthropic's protocol gets it from a route and from a guard before all routes.
 """
 
 from typing import Literal
@@ -26,7 +26,7 @@ _TYPES = {
 
 
 class AnthropicErrorDetail(BaseModel):
-    """What went wrong."""
+    """Type and message of an error."""
 
     type: str = Field(description="such as invalid_request_error, rate_limit_error, overloaded_error")
     message: str = Field(description="what was wrong, where, and what to do")
@@ -41,7 +41,7 @@ class AnthropicError(BaseModel):
 
 
 def speaks_anthropic(scope: Scope) -> bool:
-    """Whether a request wants Anthropic's shapes: by its path, or, where protocols share one, by its headers."""
+    """True if a request wants Anthropic's shapes: by its path, or, where protocols share one, by its headers."""
     path: str = scope["path"]
     if path.startswith("/v1/messages"):
         return path == "/v1/messages" or path.startswith("/v1/messages/")

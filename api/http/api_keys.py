@@ -10,10 +10,13 @@ Keys of one tenant share what they make; an admin's key sees and does all. Where
 
 Keys of ours are 256 random bits, so a plain hash is enough; a key that a person has thought up has to be long.
 Invariant: no key stays in memory or in a message, a name or a part of the digest stands for it.
+
+No FastAPI is imported here: `mlx_parallm_serve` checks the exposure of its host before it starts an api.
 """
 
 import hashlib
 import hmac
+import ipaddress
 import re
 import secrets
 from collections.abc import Iterator, Sequence
@@ -23,15 +26,15 @@ from typing import get_args
 import structlog
 from limits import RateLimitItem, parse
 
-from api.ring.caller import ApiKey
+from api.callers.caller import ApiKey
 from shared.errors import SetupError
-from shared.process.settings import ApiSettings
+from shared.process.api_settings import ApiSettings
 from shared.sequences import SequenceClass
 
 log = structlog.get_logger()
 
 PREFIX = "plm-"
-TINKER_PREFIX = "tml-"  # Tinker's SDK sends no key without it, so any key of ours may stand behind it
+TINKER_PREFIX = "tml-"  # Tinker's SDK sends no key without it, so any key of ours may follow it
 SHORTEST = 16  # characters of a plain key, below which we warn
 _DIGEST = re.compile(r"sha256:[0-9a-fA-F]{64}")
 _NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")
@@ -53,7 +56,7 @@ class KeyRing:
 
     @classmethod
     def plain(cls, settings: ApiSettings) -> "KeyRing":
-        """Those of `--api-key` alone."""
+        """The keys of `--api-key` alone, without those of the file."""
         given = settings.api_key.get_secret_value().split(",")
         return cls([_key(part, "--api-key") for part in given if part.strip()])
 
@@ -77,7 +80,7 @@ class KeyRing:
         return iter(self._keys)
 
     def find(self, presented: str) -> ApiKey | None:
-        """The key that was presented, also behind TINKER_PREFIX; takes as long for a wrong one as for a right one."""
+        """The key that was presented, also after TINKER_PREFIX; takes as long for a wrong one as for a right one."""
         spellings = (presented, presented.removeprefix(TINKER_PREFIX))
         digests = [hashlib.sha256(each.encode()).digest() for each in spellings]
         found: ApiKey | None = None
@@ -94,7 +97,7 @@ class KeyRing:
 
 
 def new_key() -> str:
-    """A fresh random key."""
+    """A fresh key of 256 random bits."""
     return PREFIX + secrets.token_urlsafe(32)
 
 
@@ -170,3 +173,22 @@ def _key(line: str, where: str) -> ApiKey:
         "role" in given,
         given.get("feedback", "yes") == "yes",
     )
+
+
+def check_exposure(settings: ApiSettings) -> None:
+    """SetupError when anybody on the network could ask."""
+    if settings.uds or settings.insecure or _is_loopback(settings.host) or KeyRing.of(settings):
+        return
+    raise SetupError(
+        f"--host {settings.host} without an API key lets anybody who reaches this machine in: set --api-key or "
+        "--api-key-file (mlx_parallm key new makes a key), or say --insecure"
+    )
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

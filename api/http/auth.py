@@ -6,9 +6,9 @@ import structlog
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from api.callers.caller import ApiKey, calling
 from api.http.api_keys import KeyRing
 from api.http.errors import error_response
-from api.ring.caller import ApiKey, calling
 from shared.errors import AuthenticationError, ForbiddenError
 
 OPEN_PATHS = frozenset({"/health", "/livez", "/readyz", "/ping", "/metrics", "/api/hello"})
@@ -23,7 +23,6 @@ class RequireKey:
         self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
         if scope["type"] != "http" or is_open(scope["path"]):
             await self._app(scope, receive, send)
             return
@@ -57,7 +56,6 @@ class OwnOrigin:
         self._allowed = frozenset(allowed)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
         if scope["type"] == "http" and scope["method"] not in ("GET", "HEAD", "OPTIONS"):
             headers = Headers(scope=scope)
             origin = headers.get("origin", "")

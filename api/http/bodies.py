@@ -1,4 +1,4 @@
-"""Routes with bodies: a long one of JSON is read and checked beside the event loop, in the turn of its key."""
+"""Routes with bodies: a long one of JSON is read and checked off the event loop, in the turn of its key."""
 
 import json
 from collections.abc import Callable, Coroutine
@@ -9,8 +9,8 @@ from fastapi.routing import APIRoute
 from pydantic import TypeAdapter, ValidationError
 from starlette.responses import Response
 
+from api.callers.fair_pool import aside
 from api.http.errors import BodyError, from_validation
-from api.ring.room import aside
 from shared.errors import ParallmError
 
 LONG_BYTES = 16 << 10  # of a body: it may take some 10 ms from here on
@@ -20,7 +20,7 @@ class BodyRoute(APIRoute):
     """A route whose body is a `RequestModel`, or which reads it by itself."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """FastAPI's hook."""
+        """FastAPI's hook by which a route reads its requests."""
         handle, field = super().get_route_handler(), self.body_field
         body: TypeAdapter[Any] | None = None
         if field is not None:
@@ -41,7 +41,7 @@ class BodyRoute(APIRoute):
 
 
 class _BodyRequest(Request):
-    """What is its JSON to FastAPI is the model itself when the body is long: it is valid, and stays as it is."""
+    """A request whose long body is given to FastAPI as the validated model instead of as JSON."""
 
     def __init__(self, request: Request, model: TypeAdapter[Any] | None) -> None:
         super().__init__(request.scope, request.receive)

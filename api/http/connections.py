@@ -37,14 +37,12 @@ class BoundedProtocol(HttpToolsProtocol):
         self._expect_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It has gone."""
         for timer in (self._cut, self._overdue):
             if timer is not None:
                 timer.cancel()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Bytes of a request."""
         if self._in_headers:
             self._header_bytes += len(data)
             if self._header_bytes > MAX_HEADER_BYTES + len(data):  # this block may end them
@@ -79,14 +77,12 @@ class BoundedProtocol(HttpToolsProtocol):
             raise OverflowError
 
     def on_message_begin(self) -> None:
-        """A request begins."""
         self._block_bytes = 0
         super().on_message_begin()
         if self._overdue is None:
             self._expect_headers()
 
     def on_headers_complete(self) -> None:
-        """Its headers are there."""
         self._in_headers, self._header_bytes, self._block_bytes = False, 0, 0
         if self._overdue is not None:
             self._overdue.cancel()
@@ -99,7 +95,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._cut = self.loop.call_later(self.slow_reader_s, self._abort, "it does not read")
 
     def resume_writing(self) -> None:
-        """It has caught up."""
+        """The client has read enough: it is no longer timed."""
         if self._cut is not None:
             self._cut.cancel()
             self._cut = None

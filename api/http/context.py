@@ -11,10 +11,10 @@ import structlog
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from api.callers.caller import Client, client
 from api.http.anthropic_errors import speaks_anthropic
 from api.http.auth import OPEN_PATHS
 from api.http.errors import error_response, from_fault
-from api.ring.caller import Client, client
 from shared.telemetry import tracing
 from shared.telemetry.metrics import Tally
 
@@ -35,7 +35,7 @@ async def _send_in_parts(message: Message, send: Send) -> None:
 class RequestContext:
     """Gives each request an id (the client's `x-request-id` if it sent one), and logs how it ended.
 
-    It stands outside everything else, so here end the errors that nobody has foreseen.
+    It stands outside everything else, so here end all unforeseen errors.
     """
 
     def __init__(self, app: ASGIApp, tally: Tally) -> None:
@@ -43,7 +43,6 @@ class RequestContext:
         self._tally = tally
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

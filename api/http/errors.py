@@ -43,7 +43,7 @@ _BRANCHES = frozenset({"str", "int", "float", "bool", "none"})
 
 
 class ErrorDetail(BaseModel):
-    """What went wrong."""
+    """OpenAI's fields of an error."""
 
     message: str = Field(description="what was wrong, where, and what to do")
     type: str = Field(description="such as invalid_request_error, rate_limit_error, server_error")
@@ -111,7 +111,6 @@ class ErrorResponse(Response):
         self._error = error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
         if speaks_anthropic(scope):
             self.status_code = status_of(self._error)
             self.body = anthropic_error(self._error, scope.get("state", {}).get("request_id", ""))
@@ -131,13 +130,13 @@ class BodyError(HTTPException):
 
 
 def install(app: FastAPI) -> None:
-    """Make `app` answer all errors in our shape (api/http/context.py does so for those that nobody has foreseen)."""
+    """Make `app` answer all errors in our shape (api/http/context.py does so for those that are unforeseen)."""
 
     async def handle(request: Request, error: Exception) -> Response:
         ours = translate(request, error)
         if ours.status >= 500:
-            told = reason(error) if isinstance(error, RedisError) else str(error)
-            log.error("api.error", status=ours.status, code=ours.code, error=told, path=request.url.path)
+            cause = reason(error) if isinstance(error, RedisError) else str(error)
+            log.error("api.error", status=ours.status, code=ours.code, error=cause, path=request.url.path)
         return error_response(ours)
 
     for kind in (ParallmError, RequestValidationError, HTTPException, RedisError, OSError):
@@ -221,7 +220,7 @@ def _meant(errors: Sequence[Any]) -> Any:
 
 
 def _is_branch(part: Any) -> bool:
-    """Whether a part of pydantic's location names a branch of a union, which is no field: a type, or a tag."""
+    """True if a part of pydantic's location names a branch of a union, a type or a tag, and no field."""
     return isinstance(part, str) and (not part.isidentifier() or part in _BRANCHES or part in _model_names())
 
 
@@ -259,7 +258,7 @@ _ANY = described("Any other error: the process is out of its depth, or Redis out
 
 
 def describe_errors(app: FastAPI) -> None:
-    """Make the app's OpenAPI document tell the errors that it gives."""
+    """Make the app's OpenAPI document list the errors that it returns."""
     original = app.openapi
 
     def openapi() -> dict[str, Any]:

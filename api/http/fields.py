@@ -75,7 +75,7 @@ def _fail_fast(schema: Any, of: type[BaseModel]) -> None:
 class RequestModel(BaseModel):
     """Base of all bodies: unknown fields are refused, and so is what `off` lists unless its value asks for nothing.
 
-    A list is refused at its first wrong item: to name 200,000 of them would take seconds, and one is told. What has
+    A list is refused at its first wrong item: to name 200,000 of them would take seconds, and one is named. What has
     been read already (`api/http/bodies.py`) is not checked again.
     """
 
@@ -112,7 +112,7 @@ class HistoryModel(RequestModel):
     """Base of what a client sends back from earlier answers, its own or another server's, and of tools.
 
     Unknown fields are ignored there, as OpenAI and vLLM do: libraries keep books of their own in messages
-    (`provider_specific_fields`), and a turn must be answered whoever wrote the ones before.
+    (`provider_specific_fields`), and a turn must be answered whichever server wrote the ones before.
     """
 
     model_config = ConfigDict(extra="ignore")

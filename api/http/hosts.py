@@ -1,7 +1,7 @@
 """The names that this server answers to: what keeps a web page from calling it under a name of its own.
 
 A page may let its own host name point to 127.0.0.1 after it was loaded (DNS rebinding). Its browser then takes this
-server for the page's, so no origin is foreign and CORS does not matter; only the Host header tells. An address is no
+server for the page's, so no origin is foreign and CORS does not matter; only the Host header shows it. An address is no
 name that anybody can point elsewhere, and a server that wants keys is of no use to a page that has none.
 """
 
@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from api.http.errors import error_response
 from shared.errors import ForbiddenError
-from shared.process.settings import ApiSettings
+from shared.process.api_settings import ApiSettings
 
 OF_CONTAINERS = "host.docker.internal"  # how a container calls the machine that it runs on; no public name
 
@@ -27,7 +27,6 @@ class OwnHost:
         self._allowed = frozenset(name.lower() for name in allowed)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
         if scope["type"] == "http":
             host = name_of(Headers(scope=scope).get("host", ""))
             if host and host not in self._allowed and not is_address(host) and not _is_local(host):
@@ -55,7 +54,6 @@ def name_of(host: str) -> str:
 
 
 def is_address(host: str) -> bool:
-    """Whether it is an IP address."""
     try:
         ipaddress.ip_address(host)
     except ValueError:

@@ -8,10 +8,10 @@ from functools import partial
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from api.callers.fair_pool import aside
 from api.http.errors import BodyError, error_response
-from api.ring.room import aside
 from shared.errors import InvalidRequestError, ParallmError, PayloadTooLargeError
-from shared.process.settings import ApiSettings
+from shared.process.api_settings import ApiSettings
 
 MAX_JSON_DEPTH = 64
 VALUES_PER_OBJECT = 20  # an object costs more to check than a number: so many times fewer of them are taken
@@ -67,7 +67,6 @@ class BodyLimit:
         self._settings = settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -114,13 +113,13 @@ class BodyLimit:
 
     def _check(self, body: bytes, path: str) -> None:
         if len(body) > self._settings.max_request_bytes and path in IMAGES:
-            check_beside_images(body, self._settings.max_request_bytes)
+            check_without_images(body, self._settings.max_request_bytes)
         if path not in NUMBERS and path != REQUESTS:
             check_shape(body, self._settings.max_json_values)
 
 
 def most_bytes(settings: ApiSettings, path: str, *, upload: bool = False) -> int:
-    """Of a body that a route takes."""
+    """Largest body that a route takes, in bytes."""
     if upload:
         return settings.max_upload_bytes
     if path in NUMBERS:
@@ -135,13 +134,13 @@ def most_bytes(settings: ApiSettings, path: str, *, upload: bool = False) -> int
 
 
 def most_numbers(settings: ApiSettings) -> tuple[int, int]:
-    """Values and objects of a body of NUMBERS; its shape is checked where it is read (api/ring/body_readers.py)."""
+    """Values and objects of a body of NUMBERS; its shape is checked where it is read (api/checks/body_readers.py)."""
     limit = settings.max_training_bytes
     return max(settings.max_json_values, limit // BYTES_PER_NUMBER), max(FEW_OBJECTS, limit // BYTES_PER_OBJECT)
 
 
 def is_protobuf(headers: Headers) -> bool:
-    """Whether a body is one of Tinker's messages."""
+    """True if a body is one of Tinker's messages."""
     return headers.get("content-type", "") == PROTOBUF
 
 
@@ -153,7 +152,7 @@ def _joined(pieces: list[bytes]) -> bytes:
 
 
 def is_multipart(headers: Headers) -> bool:
-    """Whether a body is a form with files; the name of a media type may be written in any case."""
+    """True if a body is a form with files; the name of a media type may be written in any case."""
     return headers.get("content-type", "").partition(";")[0].strip().lower() == "multipart/form-data"
 
 
@@ -165,7 +164,7 @@ async def _in_time(receive: Receive, until: float) -> Message:
         raise BodyError(InvalidRequestError(f"the body did not arrive within {BODY_WITHIN_S:g} s")) from None
 
 
-def check_beside_images(body: bytes, most: int) -> None:
+def check_without_images(body: bytes, most: int) -> None:
     """PayloadTooLargeError for a body that has more bytes than this besides the `data:` URLs of its images."""
     beside, at = len(body), 0
     while (found := _IMAGE.search(body, at)) is not None:
@@ -200,7 +199,7 @@ def check_shape(body: bytes, max_values: int, max_objects: int = 0) -> None:
 
 
 def is_deep(text: bytes) -> bool:
-    """Whether JSON, which may be a line of an upload, is nested deeper than any of ours may be."""
+    """True if JSON, which may be a line of an upload, is nested deeper than any valid body."""
     return text.count(b"[") + text.count(b"{") > MAX_JSON_DEPTH and _is_deep(_bare(text))
 
 

@@ -9,8 +9,8 @@ import structlog
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from api.callers.caller import until_disconnected
 from api.http.errors import error_object
-from api.ring.caller import until_disconnected
 from shared.errors import ServiceUnavailableError
 
 T = TypeVar("T")
@@ -25,7 +25,7 @@ _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 class EventStream(Response):
     """Sends what `events` yields, each item in one write. The generator is closed when the client disconnects.
 
-    `cut_off`: what a client is told last when the server ends before its stream does.
+    `cut_off`: what a client gets last when the server ends before its stream does.
     """
 
     media_type = "text/event-stream"
@@ -37,7 +37,6 @@ class EventStream(Response):
         self._cut_off = cut_off
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
             if await until_disconnected(self._pump(send), receive) is None:

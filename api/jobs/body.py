@@ -7,11 +7,11 @@ from typing import Annotated, Any, Literal, Protocol
 import msgspec
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
+from api.callers.fair_pool import aside
 from api.generation.sampling import MAX_TOP_LOGPROBS, StrictId
 from api.http.fields import LogitBias, RequestModel, Stop, complaint
 from api.http.limits import MAX_JSON_DEPTH, is_deep
 from api.jobs.images import Taking, has_parts
-from api.ring.room import aside
 from api.webhooks.body import WebhookBody
 from shared.errors import InvalidRequestError
 from shared.jobs import InputLine, JobInput, JobKind, JobSpec, Prompt, RewardSpec, SamplingOverrides, input_line

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 import msgspec
 from pydantic import ValidationError
 
+from api.generation.named_images import NamedImage, read_images
 from api.http.content import MessagePart
 from api.http.errors import from_validation
-from api.ring.named_images import NamedImage, read_images
 from api.ring.ring import Ring
 from shared.errors import InvalidRequestError, ParallmError
 from shared.jobs import JobInput, JobKind, Message
@@ -19,7 +19,7 @@ Taking = Callable[[JobInput, str, str], Awaitable[JobInput]]  # `JobPictures.tak
 
 
 class JobPictures(NamedTuple):
-    """Whoever takes in a job's inputs asks it for the images of those that have some."""
+    """Replaces the images in a job's inputs while they are read."""
 
     ring: Ring
     card: ModelCard
@@ -50,7 +50,7 @@ class JobPictures(NamedTuple):
 
 
 def has_parts(given: JobInput) -> bool:
-    """Whether a prompt has parts that are no text."""
+    """True if a prompt has parts that are no text."""
     contents = [message.get("content") for message in _messages(given)]
     parts = [part for content in contents if isinstance(content, list) for part in content]
     return any(isinstance(part, dict) and part.get("type", "text") != "text" for part in parts)
@@ -96,7 +96,7 @@ class _Shown(NamedTuple):
 
 
 def _source(part: MessagePart) -> tuple[str | None, str | None]:
-    """Its URL, or its file."""
+    """URL of the image, or the id of its file."""
     if part.file is not None:
         return None, part.file.file_id
     return None if part.image_url is None else part.image_url.url, None

@@ -10,6 +10,8 @@ from pydantic import ValidationError
 from starlette.datastructures import UploadFile
 from starlette.responses import Response, StreamingResponse
 
+from api.callers.caller import asker, key_name
+from api.callers.fair_pool import aside
 from api.generation.collection import check_scoring
 from api.generation.target import JobTarget, find_job_target
 from api.http.bodies import LONG_BYTES, BodyRoute
@@ -17,10 +19,8 @@ from api.http.errors import error_responses, from_validation, json_reply
 from api.http.limits import check_shape, is_multipart
 from api.jobs.body import JobBody, upload_inputs
 from api.jobs.images import JobPictures, Taking
-from api.ring.caller import asker, key_name
 from api.ring.choosing import from_each
 from api.ring.ring import Ring, ring_of
-from api.ring.room import aside
 from api.webhooks.body import webhook_of
 from shared.adapters import AdapterRef
 from shared.errors import InvalidRequestError, UnsupportedParameterError

@@ -1,7 +1,7 @@
-"""GET /v1/jobs/{id}/stream: a job's trajectories as they finish, for whoever watches.
+"""GET /v1/jobs/{id}/stream: a job's trajectories as they finish, for clients that watch.
 
 Samples come in the order in which they were recorded, which stands in Redis. So an event's id is a place in it, and a
-client that was cut off goes on behind any id, on any api process: `EventSource` of browsers does so by itself.
+client that was cut off continues after any id, on any api process: `EventSource` of browsers does so by itself.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """POST /abort_requests: end requests by the name that they gave themselves, or by the id of their answers (vLLM).
 
 A request that says `request_id` leaves a note in Redis while it runs, so that any api process finds its sequences. A
-name belongs to an API key: nobody aborts another's by guessing. The id of an answer is random, and finds its sequences
+name belongs to an API key: none can be aborted by guessing. The id of an answer is random, and finds its sequences
 by itself.
 """
 
@@ -13,11 +13,11 @@ from typing import Annotated
 from fastapi import APIRouter
 from pydantic import BaseModel, Field
 
+from api.callers.caller import asker
 from api.generation.running import owner
 from api.http.bodies import BodyRoute
 from api.http.errors import error_responses
 from api.http.fields import RequestModel
-from api.ring.caller import asker
 from api.ring.choosing import from_each
 from api.ring.ring import Ring, TheRing
 from shared.redis import keys
@@ -32,13 +32,13 @@ AT_ONCE = 64  # sequences that are looked for in one round trip
 
 
 class AbortBody(RequestModel):
-    """POST /abort_requests, and /inference/v1/abort_requests, which is vLLM's newer name of it."""
+    """Request body of POST /abort_requests, and of vLLM's newer name for it, /inference/v1/abort_requests."""
 
     request_ids: list[Annotated[str, Field(min_length=1, max_length=256)]] = Field(min_length=1, max_length=256)
 
 
 class Aborted(BaseModel):
-    """What became of each name."""
+    """Result of the cancellation for each name."""
 
     aborted: list[str]
     unknown: list[str] = Field(description="not under way: never there, or ended")

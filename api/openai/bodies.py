@@ -13,7 +13,7 @@ from api.openai.tools import MAX_TOOLS, FunctionDefinition, FunctionName, NamedC
 
 
 class CompletionRequest(SamplingFields):
-    """POST /v1/completions."""
+    """Request body of POST /v1/completions."""
 
     off: ClassVar[Off] = {**SAMPLING_OFF, "suffix": ("",), "store": (False,)}
 
@@ -29,7 +29,6 @@ class CompletionRequest(SamplingFields):
 
     @property
     def opening(self) -> str:
-        """The first prompt's beginning."""
         return str(self.prompt[0][:BEGINNING]) if self.prompt else ""
 
     @field_validator("logprobs", mode="before")
@@ -57,7 +56,7 @@ class ContentPart(HistoryModel):
 
 
 class CalledFunction(HistoryModel):
-    """What a call names."""
+    """Name and arguments of a call."""
 
     name: str
     arguments: str
@@ -142,7 +141,7 @@ class ChatMessage(HistoryModel):
 
     @property
     def has_images(self) -> bool:
-        """Whether one of its parts is an image."""
+        """True if one of the message's parts is an image."""
         return isinstance(self.content, list) and any(part.type != "text" for part in self.content)
 
 
@@ -171,21 +170,21 @@ class ChatFields(RequestModel):
 
 
 class Prediction(RequestModel):
-    """What the client expects of the answer; it may come sooner by it, and is the same without."""
+    """Text that the client expects of the answer. The answer may come sooner by it, and is the same without."""
 
     type: Literal["content"]
     content: str | list[ContentPart]
 
     @property
     def text(self) -> str:
-        """All of it."""
+        """Whole text of the expected answer."""
         if isinstance(self.content, str):
             return self.content
         return "".join(part.text for part in self.content)
 
 
 class ChatCompletionRequest(SamplingFields, ChatFields):
-    """POST /v1/chat/completions."""
+    """Request body of POST /v1/chat/completions."""
 
     off: ClassVar[Off] = {
         **SAMPLING_OFF,
@@ -233,7 +232,6 @@ class ChatCompletionRequest(SamplingFields, ChatFields):
 
     @property
     def opening(self) -> str:
-        """What the user said first."""
         return first_words(self.messages)
 
     @model_validator(mode="after")

@@ -1,25 +1,26 @@
 """POST /v1/chat/completions: messages through the model's chat template, then as any completion."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from api.generation.plan import Asked, encoded, plan
+from api.generation.named_images import Keep, NamedImage, read_images
+from api.generation.plan import PreparedRequest, encoded, plan
 from api.generation.structured import grammar_of_format, grammar_of_outputs
 from api.generation.target import target_of
 from api.http.bodies import BodyRoute
 from api.http.errors import error_responses
-from api.openai.bodies import ChatCompletionRequest
+from api.openai.bodies import ChatCompletionRequest, ChatMessage
 from api.openai.conversations import conversation
-from api.openai.images import images_of
 from api.openai.replies import reply
 from api.openai.tools import ToolUse
-from api.ring.ring import TheRing
+from api.ring.ring import Ring, TheRing
 from shared.images.chat import ChatImages
-from shared.process.settings import ApiSettings
+from shared.process.api_settings import ApiSettings
+from shared.sequences import ModelCard
 from shared.text.codec import TextCodec
 
 router = APIRouter(tags=["openai"], route_class=BodyRoute)
@@ -41,19 +42,19 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request, 
     ring = target.ring
     codec = target.served.codec
     images = await images_of(ring, target.served.card, body.messages)
-    asked = await asked_of(codec, body, ring.settings, images=images)
-    work, reply_plan = await plan(ring, body, target, asked)
-    response = await reply(ring, codec, work, reply_plan, bool(body.stream))
+    prepared = await prepare(codec, body, ring.settings, images=images)
+    planned = await plan(ring, body, target, prepared)
+    response = await reply(ring, codec, planned, bool(body.stream))
     return with_unused(response, unused_hints(body, codec))
 
 
-async def asked_of(
+async def prepare(
     codec: TextCodec,
     body: ChatCompletionRequest,
     settings: ApiSettings,
     begun: Sequence[int] = (),
     images: ChatImages | None = None,
-) -> Asked:
+) -> PreparedRequest:
     """The chat as the model gets it, and what only this endpoint knows of it; `begun` as in `conversation`."""
     wanted, blamed = "", "tools"
     if body.response_format is not None and body.response_format.type != "text":
@@ -67,8 +68,8 @@ async def asked_of(
     chat = await conversation(codec, body, tools, wanted, begun, images, **variables)
     newer = body.max_completion_tokens is not None
     predicted = [] if body.prediction is None else await encoded(codec, [body.prediction.text], False)
-    return Asked(
-        endpoint="chat",
+    return PreparedRequest(
+        chat=True,
         prompts=[chat.prompt],
         max_tokens=body.max_completion_tokens if newer else body.max_tokens,
         default_tokens=settings.default_max_tokens,
@@ -80,12 +81,29 @@ async def asked_of(
         split=chat.split,
         prediction=tuple(predicted[0]) if predicted else (),
         images=() if images is None else images.refs,
-        image_token=0 if images is None else images.vision.image_token_id,
     )
 
 
+async def images_of(
+    ring: Ring, card: ModelCard, messages: Sequence[ChatMessage], keep: Keep | None = None
+) -> ChatImages | None:
+    """Read, check and keep the images of a chat, as `read_images` does."""
+    return await read_images(ring, card, list(named_images(messages)), keep)
+
+
+def named_images(messages: Sequence[ChatMessage]) -> Iterator[NamedImage]:
+    """The images of messages, in order."""
+    for at, message in enumerate(messages):
+        for number, part in enumerate(message.content if isinstance(message.content, list) else ()):
+            where = f"messages[{at}].content[{number}]"
+            if part.file is not None:
+                yield NamedImage(where, None, part.file.file_id, part.detail)
+            elif part.image_url is not None:
+                yield NamedImage(where, part.image_url.url, None, part.detail)
+
+
 def _hints(body: ChatCompletionRequest) -> dict[str, Any]:
-    """What only a template can follow: how much to reason, and to say."""
+    """Parameters that only a template can follow: how much to reason, and how much to say."""
     asked = {"reasoning_effort": body.reasoning_effort, "verbosity": body.verbosity}
     return {name: value for name, value in asked.items() if value is not None}
 
@@ -101,7 +119,7 @@ def unused_hints(body: ChatCompletionRequest, codec: TextCodec) -> list[str]:
 
 
 def with_unused(response: Response, unused: list[str]) -> Response:
-    """The response, saying which parameters had nobody to follow them."""
+    """The response, with a header that names the parameters without effect."""
     if unused:
         shown = [_NO_NAME.sub("?", name)[:MAX_NAME] for name in unused[:MAX_NAMES]]
         more = [f"and {len(unused) - MAX_NAMES} more"] if len(unused) > MAX_NAMES else []

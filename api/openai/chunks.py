@@ -8,8 +8,17 @@ from typing import Any
 
 import msgspec
 
-from api.generation.choice import Choice, Delta, Progress, PromptDetails, ReplyPlan, Usage, shown_versions, usage
-from api.generation.languages.pieces import CallPart, Piece
+from api.generation.choice import (
+    Choice,
+    ChoiceProgress,
+    Delta,
+    PromptDetails,
+    RequestPlan,
+    Usage,
+    shown_versions,
+    usage,
+)
+from api.generation.languages.pieces import CallPart, ReplyPiece
 from api.generation.logprobs import TextLogprobs, TextOffsets, TokenNames
 from shared.text.codec import TextCodec
 
@@ -22,27 +31,27 @@ _FINISH = {None: b"null"} | {
 class ChunkWriter:
     """Writes the events of one stream."""
 
-    def __init__(self, plan: ReplyPlan, codec: TextCodec) -> None:
-        kind = "chat.completion.chunk" if plan.endpoint == "chat" else "text_completion"
+    def __init__(self, plan: RequestPlan, codec: TextCodec) -> None:
+        kind = "chat.completion.chunk" if plan.sequences.chat else "text_completion"
         start = {"id": plan.shown_id, "object": kind, "created": plan.created, "model": plan.model}
         self._head = b"data: " + _json.encode({**start, "system_fingerprint": plan.fingerprint})[:-1]
         self._tail = b',"usage":null}\n\n' if plan.include_usage else b"}\n\n"
-        opened = b'"delta":' if plan.endpoint == "chat" else b'"text":'
+        opened = b'"delta":' if plan.sequences.chat else b'"text":'
         self._choice_heads = [
-            b'%s,"choices":[{"index":%d,%s' % (self._head, index, opened) for index in range(plan.choices)
+            b'%s,"choices":[{"index":%d,%s' % (self._head, index, opened) for index in range(len(plan.sequences))
         ]
         self._plan = plan
-        self._chat = plan.endpoint == "chat"
+        self._chat = plan.sequences.chat
         self._plain = plan.logprobs is None and not plan.token_ids and not plan.weight_versions
         if plan.logprobs is not None:
             self._names = TokenNames(codec, plan.name_tokens_by_id)
-            self._offsets = [] if self._chat else [TextOffsets.of(plan, codec) for _ in range(plan.choices)]
+            self._offsets = [] if self._chat else [TextOffsets.of(plan, codec) for _ in range(len(plan.sequences))]
 
     def role(self, index: int) -> bytes:
         """The chunk that opens a chat choice."""
         body = b'{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]'
         if self._plan.token_ids and index == 0:
-            body += b',"prompt_token_ids":' + _json.encode(self._plan.prompts[0])
+            body += b',"prompt_token_ids":' + _json.encode(self._plan.sequences.prompts[0])
         return self._choice_heads[index] + body + self._tail
 
     def chunk(self, index: int, delta: Delta) -> bytes:
@@ -51,7 +60,7 @@ class ChunkWriter:
             return self._split_chunk(index, delta, delta.piece)
         text, finish = delta.text, delta.finish
         if self._plan.echo and delta.first:
-            text = self._plan.echo[index // self._plan.n] + text
+            text = self._plan.echo[index // self._plan.sequences.n] + text
         if self._plain:
             if finish is None:
                 return self._plain_chunk(index, text) if text else b""
@@ -65,7 +74,7 @@ class ChunkWriter:
             encoded = b'{"content":%s}' % encoded if text or finish is None else b"{}"
         return b"%s%s%s%s" % (self._choice_heads[index], encoded, rest, self._tail)
 
-    def _split_chunk(self, index: int, delta: Delta, piece: Piece) -> bytes:
+    def _split_chunk(self, index: int, delta: Delta, piece: ReplyPiece) -> bytes:
         shown = shown_piece(self._plan, index, piece)
         news = not self._plain and delta.seen_tokens < len(delta.tokens)
         if not shown and delta.finish is None and not news:
@@ -88,7 +97,7 @@ class ChunkWriter:
         if self._plan.token_ids:
             rest += b',"token_ids":' + _json.encode(delta.tokens[delta.seen_tokens :])
             if delta.first and not self._chat:
-                rest += b',"prompt_token_ids":' + _json.encode(self._plan.prompts[index // self._plan.n])
+                rest += b',"prompt_token_ids":' + _json.encode(self._plan.sequences.prompt_of(index))
         if self._plan.weight_versions:
             rest += b',"weight_versions":' + _json.encode(shown_versions(delta.versions))
         return rest + b"}]"
@@ -106,7 +115,7 @@ class ChunkWriter:
 
     def counted(self, chunk: bytes, index: int, choice: Choice) -> bytes:
         """A chunk with the counts of its choice so far in the place of no usage."""
-        prompt = len(self._plan.prompts[index // self._plan.n])
+        prompt = len(self._plan.sequences.prompt_of(index))
         counts = Usage(prompt, choice.tokens, prompt + choice.tokens, PromptDetails(choice.cached))
         return b'%s,"usage":%s}\n\n' % (chunk[: -len(self._tail)], _json.encode(counts))
 
@@ -116,18 +125,18 @@ class ChunkWriter:
         return b'%s,"choices":[],"usage":%s}\n\n' % (self._head, counts)
 
 
-def text_logprobs(plan: ReplyPlan, offsets: TextOffsets, index: int, delta: Delta) -> TextLogprobs:
-    """The legacy form of what is new, behind the echoed prompt's when the choice begins with one."""
-    prompt, built = index // plan.n, TextLogprobs()
+def text_logprobs(plan: RequestPlan, offsets: TextOffsets, index: int, delta: Delta) -> TextLogprobs:
+    """The legacy form of what is new, after the echoed prompt's when the choice begins with one."""
+    prompt, built = index // plan.sequences.n, TextLogprobs()
     if plan.echo and delta.prompt_logprobs is not None:
-        ids = plan.prompts[prompt]
+        ids = plan.sequences.prompts[prompt]
         offsets.add(built, ids, delta.prompt_logprobs, delta.prompt_top_logprobs, 0 if delta.first else len(ids))
         offsets.begin(plan.echo[prompt])
     offsets.add(built, delta.tokens, delta.logprobs, delta.top_logprobs, delta.seen_tokens)
     return built
 
 
-def shown_piece(plan: ReplyPlan, index: int, piece: Piece) -> dict[str, Any]:
+def shown_piece(plan: RequestPlan, index: int, piece: ReplyPiece) -> dict[str, Any]:
     """The fields of a chat delta; only what is new."""
     shown: dict[str, Any] = {}
     if piece.reasoning:
@@ -165,12 +174,12 @@ def event_id(choices: Sequence[Choice]) -> bytes:
     return f"id: {','.join(parts)}\n".encode()
 
 
-def seen_until(event: str, choices: int) -> list[Progress]:
+def seen_until(event: str, choices: int) -> list[ChoiceProgress]:
     """Read an event id; ValueError when it is none of ours."""
-    seen = [Progress() for _ in range(choices)]
+    seen = [ChoiceProgress() for _ in range(choices)]
     for part in filter(None, event.split(",")):
         index, tokens, chars, *ended = part.split(":")
         if not 0 <= int(index) < choices or ended not in ([], ["end"]) or min(int(tokens), int(chars)) < 0:
             raise ValueError(event)
-        seen[int(index)] = Progress(int(tokens), int(chars), bool(ended), begun=True)
+        seen[int(index)] = ChoiceProgress(int(tokens), int(chars), bool(ended), begun=True)
     return seen

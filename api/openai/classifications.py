@@ -1,6 +1,6 @@
 """POST /v1/classifications: which of some labels each input has.
 
-Labels of the request are compared by how likely the served model finds them behind the input. Without any, the model's
+Labels of the request are compared by how likely the served model finds them after the input. Without any, the model's
 own head of labels decides: that of its adapter version, or of a classifier that is served.
 """
 
@@ -31,7 +31,7 @@ _PLACE = "{input}"
 
 
 class ClassificationRequest(TargetFields):
-    """POST /v1/classifications."""
+    """Body of POST /v1/classifications and POST /classify."""
 
     input: str | list[str] = Field(description="one text, or several")
     labels: list[Annotated[str, Field(min_length=1)]] | None = Field(
@@ -58,7 +58,7 @@ class ClassificationRequest(TargetFields):
 
     @property
     def texts(self) -> list[str]:
-        """What is classified."""
+        """The texts that are to be classified."""
         return [self.input] if isinstance(self.input, str) else self.input
 
 
@@ -77,7 +77,7 @@ class ClassifyRequest(ClassificationRequest):
 
 @router.post("/classify", summary="Classify texts (vLLM)", responses=error_responses())
 async def classify(body: ClassifyRequest, request: Request, ring: TheRing) -> Response:
-    """As /v1/classifications."""
+    """The same as POST /v1/classifications, under vLLM's path."""
     return await create_classifications(body, request, ring)
 
 

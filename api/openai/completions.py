@@ -3,7 +3,7 @@
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from api.generation.plan import Asked, encoded, plan
+from api.generation.plan import PreparedRequest, encoded, plan
 from api.generation.structured import grammar_of_outputs
 from api.generation.target import target_of
 from api.http.bodies import BodyRoute
@@ -12,7 +12,7 @@ from api.openai.bodies import CompletionRequest
 from api.openai.replies import reply, whole_body
 from api.ring.ring import TheRing
 from shared.frames import Finish, TokenEvent
-from shared.process.settings import ApiSettings
+from shared.process.api_settings import ApiSettings
 from shared.text.codec import TextCodec
 
 router = APIRouter(tags=["openai"], route_class=BodyRoute)
@@ -28,20 +28,17 @@ async def create_completion(body: CompletionRequest, request: Request, ring: The
     target = await target_of(ring, body, request, split=True)
     ring = target.ring
     codec = target.served.codec
-    work, reply_plan = await plan(ring, body, target, await asked_of(codec, body, ring.settings))
-    scored = reply_plan.logprobs is not None or reply_plan.prompt_logprobs is not None
-    if reply_plan.scores_only and not scored and not body.stream:  # an echo without scores needs no worker
-        events = [
-            TokenEvent(reply_plan.sequence(i), 0, 0, [], [], finish=Finish("length")) for i in range(reply_plan.choices)
-        ]
-        return Response(whole_body(reply_plan, codec, events), media_type="application/json")
-    return await reply(ring, codec, work, reply_plan, bool(body.stream))
+    planned = await plan(ring, body, target, await prepare(codec, body, ring.settings))
+    scored = planned.logprobs is not None or planned.prompt_logprobs is not None
+    if planned.sequences.scores_only and not scored and not body.stream:  # an echo without scores needs no worker
+        events = [TokenEvent(seq, 0, 0, [], [], finish=Finish("length")) for seq in planned.sequences.ids]
+        return Response(whole_body(planned, codec, events), media_type="application/json")
+    return await reply(ring, codec, planned, bool(body.stream))
 
 
-async def asked_of(codec: TextCodec, body: CompletionRequest, settings: ApiSettings) -> Asked:
+async def prepare(codec: TextCodec, body: CompletionRequest, settings: ApiSettings) -> PreparedRequest:
     """The prompts as ids, and what only this endpoint knows of them."""
-    return Asked(
-        endpoint="completions",
+    return PreparedRequest(
         prompts=await encoded(codec, body.prompt, body.add_special_tokens is not False),
         max_tokens=body.max_tokens,
         default_tokens=settings.default_max_tokens,

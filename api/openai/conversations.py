@@ -1,4 +1,4 @@
-"""From messages to prompt ids: the chat template, what it is told of tools, and where it leaves the model.
+"""From messages to prompt ids: the chat template, what it gets of tools, and where it leaves the model.
 
 A template that knows `tools` gets them. For any other the definitions go into the system message in Hermes' words,
 calls of earlier turns are written as Hermes writes them, and results come as user turns.
@@ -12,12 +12,12 @@ from typing import Any
 
 import msgspec
 
+from api.callers.fair_pool import LARGE_CHARS, LARGE_COUNT, aside
 from api.generation.languages.families import Family, Marks, Thinking, family_of
 from api.generation.languages.pieces import SplitPlan
 from api.openai.bodies import ChatCompletionRequest, ChatFields, ChatMessage
 from api.openai.fitting import fitted
 from api.openai.tools import ToolUse
-from api.ring.room import LARGE_CHARS, LARGE_COUNT, aside
 from shared.errors import InvalidRequestError, UnsupportedParameterError
 from shared.images.chat import ChatImages
 from shared.text.codec import TextCodec
@@ -26,7 +26,7 @@ _OWN_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_pr
 
 
 @dataclass(frozen=True)
-class Conversation:
+class RenderedChat:
     """A chat as the model gets it, and what its answer may be made of."""
 
     prompt: list[int]
@@ -42,7 +42,7 @@ async def conversation(
     begun: Sequence[int] = (),
     images: ChatImages | None = None,
     **variables: Any,
-) -> Conversation:
+) -> RenderedChat:
     """Render and encode a chat; `wanted` is the grammar of its answer's content. InvalidRequestError when the template
     refuses it.
 
@@ -55,10 +55,10 @@ async def conversation(
     family = family_of(codec.bundle.chat_template)
     marks, thinking = _reasoning(family, codec, body, text)
     if marks is not None:
-        wanted = family.behind_thinking(wanted, thinking, marks, codec)
+        wanted = family.grammar_after_thinking(wanted, thinking, marks, codec)
     thinks = bool(thinking) or family.thinks_again or family.channels
     if tools is None and not thinks:
-        return Conversation(ids, None, wanted)
+        return RenderedChat(ids, None, wanted)
     start, end = (marks or ("", "")) if thinks else ("", "")
     show = body.include_reasoning is not False
     split = SplitPlan(thinking=thinking, think_start=start, think_end=end, show_thinking=show, family=family.name)
@@ -72,13 +72,13 @@ async def conversation(
             named=tools.named,
             older=bool(body.functions),
         )
-    return Conversation(ids, split, wanted)
+    return RenderedChat(ids, split, wanted)
 
 
 def _reasoning(family: Family, codec: TextCodec, body: ChatFields, prompt: str) -> tuple[Marks | None, Thinking]:
     """The marks of the model's reasoning, if the answer may have any, and how the answer begins."""
     goes_on = bool(body.continue_final_message)
-    marks = family.marks(codec.bundle.chat_template)
+    marks = family.thoughts
     if marks is None or (body.add_generation_prompt is False and not goes_on and not family.channels):
         return None, ""
     thinking = family.thinking_after(prompt, marks)
@@ -101,7 +101,7 @@ async def _encoded(
     begun: Sequence[int] = (),
     images: ChatImages | None = None,
 ) -> tuple[str, list[int]]:
-    """Text and ids of a chat, of which the template writes the special tokens itself; beside the loop when large."""
+    """Text and ids of a chat, of which the template writes the special tokens itself; off the event loop when large."""
 
     def encode() -> tuple[str, list[int]]:
         text = _rendered(codec, body, tools, variables, images)
@@ -152,7 +152,7 @@ def _rendered(
     text = text if images is None else images.expanded(text)
     if not mark:
         return text
-    begun, found, _ = text.rpartition(mark)  # what the template puts behind a message ends it
+    begun, found, _ = text.rpartition(mark)  # what the template puts after a message ends it
     if not found:
         reason = "the model's chat template does not show the last message's text, so nothing can go on with it"
         raise InvalidRequestError(reason, param="continue_final_message")
@@ -167,7 +167,7 @@ def _last_text(messages: Sequence[ChatMessage]) -> str:
 def template_messages(messages: Sequence[ChatMessage], *, images: bool = False) -> list[dict[str, Any]]:
     """Messages as chat templates take them: text as one string, `developer` as `system`, call arguments as objects.
 
-    UnsupportedParameterError for images, unless whoever asks knows what to do with their marks.
+    UnsupportedParameterError for images, unless the caller knows what to do with their marks.
     """
     shown: list[dict[str, Any]] = []
     for message in messages:

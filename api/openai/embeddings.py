@@ -16,19 +16,19 @@ from fastapi import APIRouter, Request
 from pydantic import Field, model_validator
 from starlette.responses import Response
 
+from api.callers.fair_pool import aside
 from api.generation.logprobs import in_parts
-from api.generation.plan import UNSAMPLED, check_prompts, encoded, plain_work, truncated
+from api.generation.plan import check_prompts, encoded, plain_sequences, truncated
 from api.generation.running import gather_all
 from api.generation.sampling import PromptFields
+from api.generation.sequences import Sequences
 from api.generation.target import Target, target_of
-from api.generation.work import Work
 from api.http.bodies import BodyRoute
 from api.http.errors import error_responses, json_reply
 from api.http.fields import Off, Prompts, complaint
 from api.ring.ring import Ring, TheRing
-from api.ring.room import aside
 from shared.errors import InvalidRequestError
-from shared.process.settings import ApiSettings
+from shared.process.api_settings import ApiSettings
 from shared.sequences import Pooling
 
 router = APIRouter(tags=["openai"], route_class=BodyRoute)
@@ -37,13 +37,13 @@ LARGE_VECTOR_BYTES = 1 << 18  # of all vectors: to write their numbers takes som
 
 
 class EmbeddingFields(PromptFields):
-    """What all endpoints that embed share."""
+    """Fields that all endpoints share which embed texts."""
 
     pooling: Pooling | None = Field(default="mean", description="mean of all positions, the last one, or the first")
 
 
 class EmbeddingRequest(EmbeddingFields):
-    """POST /v1/embeddings."""
+    """Request body of POST /v1/embeddings."""
 
     input: Prompts
     encoding_format: Literal["float", "base64"] | None = Field(default="float", description="base64: of fp32 LE")
@@ -55,7 +55,7 @@ class EmbeddingRequest(EmbeddingFields):
 
 
 class PoolingRequest(EmbeddingRequest):
-    """POST /pooling."""
+    """Body of vLLM's POST /pooling."""
 
     off: ClassVar[Off] = {
         "messages": (),
@@ -88,9 +88,10 @@ class PoolingRequest(EmbeddingRequest):
 async def create_embeddings(body: EmbeddingRequest, request: Request, ring: TheRing) -> Response:
     """OpenAI's embeddings, as sequences in the same queue as everything else."""
     target = await target_of(ring, body, request)
-    work = await plan_embeddings(body, body.input, target, ring.settings)
-    vectors = await vectors_of(target.ring, work)
-    return await vectors_reply(vectors, partial(embeddings_answer, body, work, vectors))
+    sequences = await plan_embeddings(body, body.input, target, ring.settings)
+    vectors = await vectors_of(target.ring, sequences)
+    model, prompts = sequences.template.model, sequences.prompts
+    return await vectors_reply(vectors, partial(embeddings_answer, body, model, prompts, vectors))
 
 
 @router.post(
@@ -102,8 +103,8 @@ async def create_embeddings(body: EmbeddingRequest, request: Request, ring: TheR
 async def pool(body: PoolingRequest, request: Request, ring: TheRing) -> Response:
     """As /v1/embeddings, in vLLM's other shape."""
     target = await target_of(ring, body, request)
-    work = await plan_embeddings(body, body.input, target, ring.settings)
-    vectors = await vectors_of(target.ring, work)
+    sequences = await plan_embeddings(body, body.input, target, ring.settings)
+    vectors = await vectors_of(target.ring, sequences)
 
     def answer() -> dict[str, Any]:
         shown = in_parts(shown_vector(body, vector) for vector in vectors)
@@ -111,9 +112,9 @@ async def pool(body: PoolingRequest, request: Request, ring: TheRing) -> Respons
             "id": f"pool-{uuid.uuid4().hex}",
             "object": "list",
             "created": int(time.time()),
-            "model": body.model or work.model,
+            "model": body.model or sequences.template.model,
             "data": [{"index": at, "object": "pooling", "data": vector} for at, vector in enumerate(shown)],
-            "usage": prompt_usage(work.prompts),
+            "usage": prompt_usage(sequences.prompts),
         }
 
     return await vectors_reply(vectors, answer)
@@ -121,22 +122,21 @@ async def pool(body: PoolingRequest, request: Request, ring: TheRing) -> Respons
 
 async def plan_embeddings(
     body: EmbeddingFields, texts: Sequence[str | list[int]], target: Target, settings: ApiSettings
-) -> Work:
-    """What to ask of the workers."""
+) -> Sequences:
     card = target.served.card
     special = not isinstance(body, EmbeddingRequest) or body.add_special_tokens is not False
     prompts = truncated(await encoded(target.served.codec, texts, special), body, card, settings, 0)
     check_prompts(prompts, card, settings, "input")
-    return plain_work("embd", target, settings, prompts, UNSAMPLED, kind="embed", pooling=body.pooling or "mean")
+    return plain_sequences("embd", target, settings, prompts, kind="embed", pooling=body.pooling or "mean")
 
 
-async def vectors_of(ring: Ring, work: Work) -> list[npt.NDArray[np.float32]]:
-    """The embeddings of a work's prompts, as the workers make them: not normalised."""
-    return [np.frombuffer(events[-1].embedding or b"", "<f4") for events in await gather_all(ring, work)]
+async def vectors_of(ring: Ring, sequences: Sequences) -> list[npt.NDArray[np.float32]]:
+    """The embeddings of the prompts as the workers compute them: not normalised."""
+    return [np.frombuffer(events[-1].embedding or b"", "<f4") for events in await gather_all(ring, sequences)]
 
 
 async def vectors_reply(vectors: Sequence[npt.NDArray[np.float32]], answer: Callable[[], Any]) -> Response:
-    """`answer()`, which shows these vectors, as JSON; many numbers are written beside the event loop."""
+    """`answer()`, which shows these vectors, as JSON; many numbers are written off the event loop."""
     if sum(vector.nbytes for vector in vectors) <= LARGE_VECTOR_BYTES:
         return json_reply(answer())
     return await aside(lambda: json_reply(answer()))
@@ -148,14 +148,16 @@ def prompt_usage(prompts: Sequence[Sequence[int]]) -> dict[str, int]:
     return {"prompt_tokens": tokens, "total_tokens": tokens}
 
 
-def embeddings_answer(body: EmbeddingRequest, work: Work, vectors: Sequence[npt.NDArray[np.float32]]) -> dict[str, Any]:
-    """The reply of /v1/embeddings."""
+def embeddings_answer(
+    body: EmbeddingRequest, model: str, prompts: Sequence[Sequence[int]], vectors: Sequence[npt.NDArray[np.float32]]
+) -> dict[str, Any]:
+    """The reply of POST /v1/embeddings, before it is JSON."""
     shown = in_parts(shown_vector(body, vector) for vector in vectors)
     return {
         "object": "list",
         "data": [{"object": "embedding", "index": at, "embedding": each} for at, each in enumerate(shown)],
-        "model": body.model or work.model,
-        "usage": prompt_usage(work.prompts),
+        "model": body.model or model,
+        "usage": prompt_usage(prompts),
     }
 
 

@@ -3,8 +3,8 @@
 What a template takes is found out once, by rendering small conversations with it (`Demands.of`). Only where it would
 refuse or not show what was said, messages are changed:
 
-- Several system messages at the beginning become one. One behind the beginning is said by the user, in one turn with
-  what the user says there, since such templates want turns to alternate; behind a tool's result it is a part of that.
+- Several system messages at the beginning become one. A later one is said by the user, in one turn with
+  what the user says there, since such templates want turns to alternate; after a tool's result it is a part of that.
 - Ids of calls become nine letters and digits (Mistral), the same ones for the same id.
 - A message with several calls becomes several, each with its result (Llama 3, GPT-OSS).
 - Reasoning of earlier turns goes into the field in which the model's family looks for it.
@@ -31,11 +31,11 @@ _LETTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
 @dataclass(frozen=True)
 class Demands:
-    """What a template wants of messages."""
+    """Restrictions of a template on messages."""
 
     one_system_first: bool  # it shows one system message at the beginning, and no second one
-    no_late_system: bool  # none behind the beginning
-    user_after_tool: bool  # the user may speak right behind the result of a call
+    no_late_system: bool  # none after the beginning
+    user_after_tool: bool  # the user may speak right after the result of a call
     short_ids: bool  # ids of calls have nine letters and digits
     single_calls: bool  # a message has one call
 
@@ -51,8 +51,12 @@ class Demands:
                 return False
             return all(text in shown for text in texts)
 
-        begin, ask, answer = _said("system", "first-of-all"), _said("user", "a-question"), _said("assistant", "a-reply")
-        late = _said("system", "something-late")
+        begin, ask, answer = (
+            _message("system", "first-of-all"),
+            _message("user", "a-question"),
+            _message("assistant", "a-reply"),
+        )
+        late = _message("system", "something-late")
         results = [_result("call00001", "result-one"), _result("call00002", "result-two")]
         calls = [_call("call00001", "function_one"), _call("call00002", "function_two")]
         long = [ask, _calling(_call("call_of_twenty_letters", "function_one")), _result("call_of_twenty_letters", "x")]
@@ -70,7 +74,7 @@ class Demands:
         )
 
 
-def _said(role: str, content: str) -> Message:
+def _message(role: str, content: str) -> Message:
     return {"role": role, "content": content}
 
 
@@ -158,7 +162,7 @@ def _short_id(name: str | None) -> str:
 
 
 def _with_single_calls(messages: list[Message]) -> list[Message]:
-    """Each call in a message of its own, and its result right behind it."""
+    """Each call in a message of its own, and its result right after it."""
     shown: list[Message] = []
     at = 0
     while at < len(messages):

@@ -14,7 +14,7 @@ from api.ring.choosing import from_each, ring_for
 from api.ring.ring import Ring, TheRing
 from shared.adapters import AdapterManifest, AdapterRef
 from shared.errors import InvalidRequestError, UnknownAdapterError, UnknownModelError
-from shared.process.options.model_aliases import plain_names
+from shared.process.model_aliases import plain_names
 from shared.sequences import ModelCard
 
 router = APIRouter(tags=["openai"])
@@ -34,7 +34,7 @@ class Model(BaseModel):
 
 
 class ModelList(BaseModel):
-    """All served models."""
+    """Models and adapters that a request may name."""
 
     object: Literal["list"] = "list"
     data: list[Model]

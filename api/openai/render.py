@@ -13,7 +13,7 @@ from api.generation.target import target_of
 from api.http.bodies import BodyRoute
 from api.http.errors import error_responses, json_reply
 from api.openai.bodies import ChatCompletionRequest
-from api.openai.chat import asked_of
+from api.openai.chat import prepare
 from api.ring.ring import TheRing
 from shared.errors import UnsupportedParameterError
 
@@ -38,21 +38,21 @@ async def render_chat(body: ChatCompletionRequest, request: Request, ring: TheRi
     """The whole of a request's checks, without a worker."""
     target = await target_of(ring, body, request)
     ring = target.ring
-    asked = await asked_of(target.served.codec, body, ring.settings)
-    if asked.grammar:
+    prepared = await prepare(target.served.codec, body, ring.settings)
+    if prepared.grammar:
         raise UnsupportedParameterError(
-            "a constrained answer cannot be rendered: ask for it as it is", param=asked.grammar_param
+            "a constrained answer cannot be rendered: ask for it as it is", param=prepared.grammar_param
         )
-    work, reply_plan = await plan(ring, body, target, asked)
+    sequences = (await plan(ring, body, target, prepared)).sequences
     given = body.model_dump(include=body.model_fields_set & set(_SAMPLED), exclude_none=True)
-    sampling: dict[str, Any] = {**given, "max_tokens": work.sampling.max_tokens}
+    sampling: dict[str, Any] = {**given, "max_tokens": sequences.template.sampling.max_tokens}
     if body.logprobs:
         sampling["logprobs"] = body.top_logprobs or 0
     return json_reply(
         {
-            "request_id": body.request_id or reply_plan.id,
-            "model": body.model or work.model,
-            "token_ids": work.prompts[0],
+            "request_id": body.request_id or sequences.id,
+            "model": body.model or sequences.template.model,
+            "token_ids": sequences.prompts[0],
             "sampling_params": sampling,
             "stream": bool(body.stream),
         }

@@ -10,17 +10,16 @@ import structlog
 from fastapi import APIRouter, Header
 from starlette.responses import Response
 
-from api.generation.choice import DONE, Choice, Delta, ReplyPlan, shown_versions, usage
-from api.generation.languages.pieces import Piece
+from api.callers.fair_pool import aside
+from api.generation.choice import DONE, Choice, Delta, RequestPlan, shown_versions, usage
+from api.generation.languages.pieces import ReplyPiece
 from api.generation.logprobs import TextOffsets, TokenNames, in_parts
 from api.generation.resume import reading, remember, take_over
 from api.generation.running import LARGE_SIZE, Events, Generation, by_choice, gather_all
-from api.generation.work import Work
 from api.http.errors import error_object, error_responses, from_fault
 from api.http.sse import EventStream
 from api.openai.chunks import ChunkWriter, event_id, older_call, seen_until, shown_call, text_logprobs
 from api.ring.ring import Ring, TheRing
-from api.ring.room import aside
 from shared.errors import InvalidRequestError, ParallmError
 from shared.frames import TokenEvent, VersionSpan, spans_of
 from shared.text.codec import TextCodec
@@ -29,13 +28,13 @@ from shared.token_events import join
 log = structlog.get_logger()
 
 
-async def reply(ring: Ring, codec: TextCodec, work: Work, plan: ReplyPlan, stream: bool) -> Response:
-    """Enqueue the work and answer with its tokens."""
+async def reply(ring: Ring, codec: TextCodec, plan: RequestPlan, stream: bool) -> Response:
+    """Enqueue the plan's sequences and answer with their tokens."""
     if stream:
         if plan.event_ids:
             await remember(ring, plan)
-        return EventStream(stream_events(ring, await Generation.start(ring, work), plan, codec))
-    gathered = await gather_all(ring, work)
+        return EventStream(stream_events(ring, await Generation.start(ring, plan.sequences), plan, codec))
+    gathered = await gather_all(ring, plan.sequences)
     spans = [spans_of(events) for events in gathered] if plan.weight_versions else ()
     joined = [join(events) for events in gathered]
     body = await written(joined, lambda: whole_body(plan, codec, joined, spans))
@@ -43,33 +42,33 @@ async def reply(ring: Ring, codec: TextCodec, work: Work, plan: ReplyPlan, strea
 
 
 async def written(gathered: Iterable[TokenEvent], write: Callable[[], bytes]) -> bytes:
-    """What `write` makes of these events. It runs beside the event loop when the answer is long, and writes what there
+    """The bytes that `write` makes of these events. It runs in a thread when the answer is long, and writes what there
     may be much of `in_parts`, since bytes of all at once would be one long call under the interpreter's lock."""
     return await aside(write) if sum(event.size for event in gathered) > LARGE_SIZE else write()
 
 
 def stream_failure(error: Exception, stream: str) -> ParallmError:
-    """What the client of a stream is told; a fault of ours goes to the log."""
-    told = from_fault(error)
-    if told.status == 500:
+    """The error that the client of a stream gets; a fault of the server is logged."""
+    shown = from_fault(error)
+    if shown.status == 500:
         log.exception("api.stream_failed", stream=stream)
-    return told
+    return shown
 
 
 async def stream_events(
-    ring: Ring, generation: Generation, plan: ReplyPlan, codec: TextCodec, choices: list[Choice] | None = None
+    ring: Ring, generation: Generation, plan: RequestPlan, codec: TextCodec, choices: list[Choice] | None = None
 ) -> AsyncGenerator[bytes, None]:
     """All bytes of a stream, to [DONE], which comes after an error, too.
 
     A resumed stream passes `choices` that know what its client has seen.
     """
-    choices = choices or [Choice(plan, codec) for _ in range(plan.choices)]
+    choices = choices or [Choice(plan, codec) for _ in range(len(plan.sequences))]
     writer = ChunkWriter(plan, codec)
     resumable = reading(ring, plan, generation.leave) if plan.event_ids else contextlib.nullcontext()
     try:
         with resumable:
             try:
-                if plan.endpoint == "chat" and (opening := _roles(writer, plan, choices)):
+                if plan.sequences.chat and (opening := _roles(writer, plan, choices)):
                     yield opening
                 async for events in generation.batches():
                     write = partial(_chunks, writer, plan, choices, events)
@@ -84,7 +83,7 @@ async def stream_events(
         generation.close()
 
 
-def _chunks(writer: ChunkWriter, plan: ReplyPlan, choices: Sequence[Choice], events: Events) -> bytes:
+def _chunks(writer: ChunkWriter, plan: RequestPlan, choices: Sequence[Choice], events: Events) -> bytes:
     out: list[bytes] = []
     for index, new in by_choice(events):
         choice = choices[index]
@@ -96,7 +95,7 @@ def _chunks(writer: ChunkWriter, plan: ReplyPlan, choices: Sequence[Choice], eve
     return b"".join(out)
 
 
-def _roles(writer: ChunkWriter, plan: ReplyPlan, choices: Sequence[Choice]) -> bytes:
+def _roles(writer: ChunkWriter, plan: RequestPlan, choices: Sequence[Choice]) -> bytes:
     out: list[bytes] = []
     for index, choice in enumerate(choices):
         if not choice.begun:
@@ -107,7 +106,7 @@ def _roles(writer: ChunkWriter, plan: ReplyPlan, choices: Sequence[Choice]) -> b
 
 
 def whole_body(
-    plan: ReplyPlan,
+    plan: RequestPlan,
     codec: TextCodec,
     gathered: Sequence[TokenEvent],
     spans: Sequence[Sequence[VersionSpan]] = (),
@@ -115,14 +114,14 @@ def whole_body(
     """JSON of a reply that is not streamed; each choice is decoded once. `spans`: the choices' version spans."""
     choices = [Choice(plan, codec) for _ in gathered]
     deltas = [choice.take([event]) for choice, event in zip(choices, gathered, strict=True)]
-    chat = plan.endpoint == "chat"
+    chat = plan.sequences.chat
     names = TokenNames(codec, plan.name_tokens_by_id)
 
     def written(index: int, delta: Delta) -> dict[str, Any]:
         choice = _chat_choice(plan, names, index, delta) if chat else _text_choice(plan, codec, index, delta)
         choice |= _ending(plan, delta)
         if not chat and plan.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = _prompt_logprobs(plan, names, index // plan.n, delta)
+            choice["prompt_logprobs"] = _prompt_logprobs(plan, names, index // plan.sequences.n, delta)
         if spans:
             choice["weight_versions"] = shown_versions(spans[index])
         return choice
@@ -137,14 +136,14 @@ def whole_body(
         "usage": usage(plan, choices),
     }
     if chat and plan.token_ids:
-        body["prompt_token_ids"] = plan.prompts[0]
+        body["prompt_token_ids"] = plan.sequences.prompts[0]
     if chat and plan.prompt_logprobs is not None:
         body["prompt_logprobs"] = _prompt_logprobs(plan, names, 0, deltas[0])
     return msgspec.json.encode(body)
 
 
-def _chat_choice(plan: ReplyPlan, names: TokenNames, index: int, delta: Delta) -> dict[str, Any]:
-    piece, shown = delta.piece or Piece(content=delta.text), None
+def _chat_choice(plan: RequestPlan, names: TokenNames, index: int, delta: Delta) -> dict[str, Any]:
+    piece, shown = delta.piece or ReplyPiece(content=delta.text), None
     message: dict[str, Any] = {"role": "assistant", "content": piece.content, "refusal": None}
     if piece.reasoning:
         message["reasoning_content"] = piece.reasoning
@@ -160,27 +159,27 @@ def _chat_choice(plan: ReplyPlan, names: TokenNames, index: int, delta: Delta) -
     return {"index": index, "message": message, "logprobs": shown}
 
 
-def _text_choice(plan: ReplyPlan, codec: TextCodec, index: int, delta: Delta) -> dict[str, Any]:
-    prompt, shown = index // plan.n, None
+def _text_choice(plan: RequestPlan, codec: TextCodec, index: int, delta: Delta) -> dict[str, Any]:
+    prompt, shown = index // plan.sequences.n, None
     if plan.logprobs is not None:
         shown = text_logprobs(plan, TextOffsets.of(plan, codec), index, delta)
         shown.top_logprobs = in_parts(shown.top_logprobs)
     text = plan.echo[prompt] + delta.text if plan.echo else delta.text
     choice: dict[str, Any] = {"index": index, "text": text, "logprobs": shown}
     if plan.token_ids:
-        choice["prompt_token_ids"] = plan.prompts[prompt]
+        choice["prompt_token_ids"] = plan.sequences.prompts[prompt]
     return choice
 
 
-def _prompt_logprobs(plan: ReplyPlan, names: TokenNames, prompt: int, delta: Delta) -> Any:
-    ids = plan.prompts[prompt]
+def _prompt_logprobs(plan: RequestPlan, names: TokenNames, prompt: int, delta: Delta) -> Any:
+    ids = plan.sequences.prompts[prompt]
     logprobs = delta.prompt_logprobs or [None] * len(ids)
     return in_parts(names.of_prompt(ids, logprobs, delta.prompt_top_logprobs, plan.prompt_logprobs or 0))
 
 
-def _ending(plan: ReplyPlan, delta: Delta) -> dict[str, Any]:
+def _ending(plan: RequestPlan, delta: Delta) -> dict[str, Any]:
     assert delta.finish is not None, "gathered before the end"
-    ending: dict[str, Any] = {"finish_reason": "length" if plan.scores_only else delta.finish_reason}
+    ending: dict[str, Any] = {"finish_reason": "length" if plan.sequences.scores_only else delta.finish_reason}
     if delta.finish.stop_match is not None:
         ending["stop_reason"] = delta.finish.stop_match
     if plan.token_ids:
@@ -205,10 +204,12 @@ async def resume_stream(
     """Only streams that were asked for with `stream_options.include_event_ids` can be resumed."""
     plan, history = await take_over(ring, request_id)
     try:
-        seen = seen_until(last_event_id, plan.choices)
+        seen = seen_until(last_event_id, len(plan.sequences))
     except ValueError:
         raise InvalidRequestError(f"malformed Last-Event-ID '{last_event_id}'", param="Last-Event-ID") from None
-    _, codec = await ring.known(plan.served)
+    sequences = plan.sequences
+    model, deadline_ms = sequences.template.model, sequences.template.deadline_ms
+    _, codec = await ring.known(model)
     choices = [Choice(plan, codec, progress) for progress in seen]
-    generation = Generation.resume(ring, plan.served, plan.sequences, history, plan.deadline_ms)
+    generation = Generation.resume(ring, model, sequences.ids, history, deadline_ms)
     return EventStream(stream_events(ring, generation, plan, codec, choices))

@@ -29,7 +29,7 @@ _ANSWERS = error_responses()
 
 
 class ComparedFields(EmbeddingFields):
-    """What both endpoints share."""
+    """Fields that both endpoints share."""
 
     off: ClassVar[Off] = {  # vLLM's, of models with a head
         "use_activation": (True, False),
@@ -64,7 +64,7 @@ class ScoreRequest(ComparedFields):
         return self
 
     def sides(self) -> tuple[list[str], list[str]]:
-        """Both lists of texts."""
+        """Both lists of texts, whichever fields have them."""
         return _listed(self, _FIRST), _listed(self, _SECOND)
 
 
@@ -78,7 +78,7 @@ def _listed(body: ScoreRequest, names: Sequence[str]) -> list[str]:
 
 
 class RerankRequest(ComparedFields):
-    """POST /rerank."""
+    """Body of POST /rerank, /v1/rerank and /v2/rerank."""
 
     query: str
     documents: list[str] = Field(min_length=1, max_length=MAX_PROMPTS // 2)
@@ -131,8 +131,8 @@ async def _embedded(
 ) -> tuple[str, npt.NDArray[np.float32], dict[str, int]]:
     """Model, embeddings of length 1 (a row each), and the counts of tokens."""
     target = await target_of(ring, body, request)
-    work = await plan_embeddings(body, texts, target, ring.settings)
-    vectors = np.stack(await vectors_of(target.ring, work))
+    sequences = await plan_embeddings(body, texts, target, ring.settings)
+    vectors = np.stack(await vectors_of(target.ring, sequences))
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
     unit = (vectors / np.where(lengths > 0, lengths, 1)).astype(np.float32)
-    return body.model or work.model, unit, prompt_usage(work.prompts)
+    return body.model or sequences.template.model, unit, prompt_usage(sequences.prompts)

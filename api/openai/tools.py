@@ -45,7 +45,7 @@ def known_type(*known: str) -> BeforeValidator:
 
 
 def by_type(otherwise: str, same: Mapping[str, str] | None = None) -> Discriminator:
-    """Tells the kinds of a union apart; `same`: types that share the class of another one. A tag is not an identifier,
+    """Separates the kinds of a union; `same`: types that share the class of another one. A tag is not an identifier,
     so that no error takes it for a field (api/http/errors.py)."""
 
     def tag(value: Any) -> str:
@@ -56,14 +56,14 @@ def by_type(otherwise: str, same: Mapping[str, str] | None = None) -> Discrimina
 
 
 class Tool(HistoryModel):
-    """A tool; functions alone."""
+    """A tool that the model may call; only functions are supported."""
 
     type: Literal["function"]
     function: FunctionDefinition
 
 
 class FunctionName(RequestModel):
-    """Names a function."""
+    """The function that must be called."""
 
     name: str
 
@@ -108,7 +108,7 @@ ToolChoice = Annotated[
 
 
 class ToolUse(msgspec.Struct, frozen=True):
-    """What a request's tools come to. `shown` are the definitions as the template gets them."""
+    """Meaning of a request's tool fields. `shown` are the definitions as the template gets them."""
 
     shown: list[dict[str, Any]]
     callable: list[FunctionDefinition]  # of them, those that may be called: all, or the named one
@@ -121,7 +121,7 @@ class ToolUse(msgspec.Struct, frozen=True):
         cls, tools: list[Tool] | None, choice: str | NamedChoice | AllowedChoice | None, parallel: bool | None
     ) -> "ToolUse | None":
         """None when nothing may be called; InvalidRequestError for a choice without its tool."""
-        if isinstance(choice, AllowedChoice):  # the model is told of no others
+        if isinstance(choice, AllowedChoice):  # the model sees no others
             tools, choice = choice.of(tools), choice.allowed_tools.mode
         if not tools:
             if choice not in (None, "none", "auto"):
@@ -146,7 +146,7 @@ class ToolUse(msgspec.Struct, frozen=True):
         return HERMES if self.forced else family_of(codec.bundle.chat_template).form
 
     def grammar(self, codec: TextCodec, otherwise: str = "") -> str:
-        """What the completion must be; "" when anything goes. `otherwise`: the grammar of an answer without calls."""
+        """Grammar of the completion; "" when anything goes. `otherwise` is the grammar of an answer without calls."""
         if self.forced:  # the call wins over a response format: clients that force a tool send its schema as both
             return grammar.of_lark(f"start: call {self._more}\n{self._call_rules(codec, self.callable)}")
         if otherwise and self.form(codec) != HERMES:

@@ -6,8 +6,8 @@ import msgspec
 from fastapi import APIRouter, Depends, Path, Query
 from pydantic import BaseModel, Field
 
+from api.callers.caller import asker
 from api.http.errors import error_responses
-from api.ring.caller import asker
 from api.ring.ring import Ring, ring_of
 from shared.redis.queue.dead_letters import DeadLetter, unknown_letter
 
@@ -17,7 +17,7 @@ LetterId = Annotated[str, Path(description="`<model>:<entry>`, as the list gives
 
 
 class Letter(BaseModel):
-    """A dead letter."""
+    """A sequence that was given up, and why."""
 
     id: str
     object: Literal["deadletter"] = "deadletter"
@@ -38,14 +38,14 @@ class Letter(BaseModel):
 
 
 class LetterList(BaseModel):
-    """Letters, newest first."""
+    """One page of dead letters, the newest ones first."""
 
     object: Literal["list"] = "list"
     data: list[Letter]
 
 
 class Rerun(BaseModel):
-    """A requeued sequence."""
+    """The sequence that runs a dead letter again."""
 
     sequence: str
     state: Literal["queued", "running", "done", "cancelled"]
@@ -74,8 +74,8 @@ class Requeued(BaseModel):
     requeued: bool = Field(description="false: it had been requeued before")
 
 
-class Dropped(BaseModel):
-    """The answer to DELETE."""
+class DroppedLetter(BaseModel):
+    """Answer to the DELETE of a dead letter."""
 
     id: str
     object: Literal["deadletter.deleted"] = "deadletter.deleted"
@@ -89,7 +89,7 @@ async def list_letters(
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     before: Annotated[str, Query(description="id of a letter: only older ones of its model")] = "",
 ) -> LetterList:
-    """Sequences that killed their workers, or that nobody could read; each with its reason."""
+    """Sequences that killed their workers, or that no worker could read; each with its reason."""
     return LetterList(data=[_shown(letter) for letter in await ring.dead_letters.list(model, limit, before, asker())])
 
 
@@ -125,9 +125,9 @@ async def show(ring: TheRing, letter_id: LetterId) -> LetterDetail:
 
 
 @router.delete("/{letter_id:path}", summary="Drop it", responses=error_responses(404))
-async def drop(ring: TheRing, letter_id: LetterId) -> Dropped:
+async def drop(ring: TheRing, letter_id: LetterId) -> DroppedLetter:
     """Forget the letter; `deleted` is false when it was not there."""
-    return Dropped(id=letter_id, deleted=await ring.dead_letters.drop(letter_id))
+    return DroppedLetter(id=letter_id, deleted=await ring.dead_letters.drop(letter_id))
 
 
 def _shown(letter: DeadLetter) -> Letter:

@@ -14,7 +14,7 @@ from msgspec import structs, to_builtins
 from pydantic import BaseModel, Field
 from redis.exceptions import RedisError
 
-from api.load import Load
+from api.load import ProcessLoad
 from api.ring.ring import SERVING, Ring, ring_of
 from shared.redis.connection.faults import is_refusal, reason
 from shared.redis.processes.child_troubles import ChildTroubles
@@ -28,7 +28,7 @@ TheRing = Annotated[Ring, Depends(ring_of)]
 DEGRADED_FROM = 0.72  # of a bound
 SILENT_S = 10.0  # of an engine that has work; reported, though it may be a long prompt
 ANSWER_WITHIN_S = 2.0  # Redis
-NOBODY = "no worker is there"
+NO_WORKER = "no worker is there"
 
 Status = Literal["ok", "paused", "degraded", "overloaded", "shutting_down"]
 
@@ -57,7 +57,7 @@ class RankHealth(BaseModel):
 
 
 class WorkerHealth(BaseModel):
-    """A live worker."""
+    """State of a live worker, as it has reported it."""
 
     id: str
     model: str
@@ -80,7 +80,7 @@ class WorkerHealth(BaseModel):
 
 
 class TrainerHealth(BaseModel):
-    """A live trainer."""
+    """State of a live trainer, as it has reported it."""
 
     policy: str
     run: str
@@ -89,7 +89,7 @@ class TrainerHealth(BaseModel):
 
 
 class ModelHealth(BaseModel):
-    """A model's queue."""
+    """Queue and workers of one model."""
 
     waiting: dict[str, int] = Field(description="sequences that no worker has taken yet, by class")
     leased: dict[str, int] = Field(description="sequences in workers' hands, by class")
@@ -109,14 +109,14 @@ class Utilization(BaseModel):
 
 
 class EventLoop(BaseModel):
-    """The event loop of this api process: while it stands still, nobody gets a token."""
+    """The event loop of this api process: while it stands still, no client gets a token."""
 
     lag_s: float = Field(description="how late it comes at present")
     longest_stop_s: float = Field(description="its longest stop within the last minute")
 
 
 class RingHealth(BaseModel):
-    """How a ring is."""
+    """State of one ring, with the reasons of any trouble."""
 
     status: Status
     reasons: list[str] = Field(description="why it is not ok")
@@ -181,10 +181,10 @@ async def _report(ring: Ring) -> RingHealth:
     return report
 
 
-def _judge_all(report: Health, load: Load) -> None:
+def _judge_all(report: Health, load: ProcessLoad) -> None:
     """The front is overloaded when it, or each of its rings, is; what ails one of them degrades it."""
     said = [f"ring '{name}': {reason}" for name, each in report.rings.items() for reason in each.reasons]
-    is_empty = report.reasons == [NOBODY]  # a ring of keys and limits alone is none that is ill
+    is_empty = report.reasons == [NO_WORKER]  # a ring of keys and limits alone is none that is ill
     statuses = {report.status, *(each.status for each in report.rings.values())}
     if is_empty:
         report.reasons = []
@@ -255,7 +255,7 @@ def _memory(workers: list[WorkerStatus]) -> float:
     return min(shares, default=0.0)
 
 
-def _judge(report: RingHealth, load: Load) -> None:
+def _judge(report: RingHealth, load: ProcessLoad) -> None:
     """Status and reasons from the figures."""
     for bound, used in report.utilization:
         if used >= DEGRADED_FROM:
@@ -274,7 +274,7 @@ def _judge(report: RingHealth, load: Load) -> None:
     full = any(used >= 1 for _, used in report.utilization)
     if full or not any(worker.state in SERVING for worker in report.workers):
         report.status = "overloaded"
-        report.reasons = report.reasons or [NOBODY]
+        report.reasons = report.reasons or [NO_WORKER]
     elif report.reasons:
         report.status = "degraded"
     elif report.paused:
@@ -287,7 +287,7 @@ def _lost(ranks: list[RankHealth]) -> str:
 
 @router.get("/livez", summary="Is this process alive?")
 async def livez() -> dict[str, str]:
-    """Always, while it answers."""
+    """Answers as long as the process lives."""
     return {"status": "ok"}
 
 

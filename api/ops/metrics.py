@@ -21,7 +21,7 @@ from api.http.auth import is_open
 from api.ops.gauges import Gauges, read_gauges
 from api.ring.choosing import from_each
 from api.ring.ring import Ring, ring_of
-from shared.process.options.rings import HOME
+from shared.process.other_rings import HOME
 from shared.redis.processes.metric_store import read_totals
 from shared.telemetry.metrics import CATALOGUE, INF, MOST_SERIES, SUM, parse_field, series
 from shared.telemetry.metrics import Metric as Described
@@ -36,7 +36,7 @@ Figures = tuple[Gauges, dict[str, float]]  # gauges, and totals of counters and 
 
 
 class SpecDecoding(BaseModel):
-    """GET /v1/spec_decode/metrics."""
+    """Response body of GET /v1/spec_decode/metrics."""
 
     enabled: bool = Field(description="a live worker drafts tokens")
     mode: str = Field(description="of --spec-decode; of several the first by name")
@@ -62,7 +62,7 @@ class SpecDecoding(BaseModel):
     },
 )
 async def metrics(request: Request, ring: TheRing) -> Response:
-    """What the ring does and has done (docs/reference.md lists the names)."""
+    """Figures of the whole ring in Prometheus' text format, or as JSON (docs/reference.md lists the names)."""
     await ring.home.counts.write()
     if wants_json(request.headers.get("accept", "")):
         gauges, _ = await _figures(ring)
@@ -108,17 +108,17 @@ _BY_MODEL = ("draft_model_tokens", "draft_model_accepted_tokens")
 
 
 def _total(totals: dict[str, float], name: str) -> float:
-    """Of a counter's values, or of a histogram's observations, over all labels."""
+    """Sum of a counter's values, or of a histogram's observations, over all labels."""
     return sum(value for _, bucket, value in series(totals, name) if bucket != SUM)
 
 
 def wants_json(accept: str) -> bool:
-    """Whether a client asks for JSON and for nothing else that we have."""
+    """True if a client accepts JSON and none of the other formats."""
     return "application/json" in accept and "text/plain" not in accept
 
 
 def exposition(gauges: Gauges, totals: dict[str, float]) -> bytes:
-    """The text format."""
+    """The metrics in Prometheus' text format."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Figures(gauges, totals))
     return generate_latest(registry)

@@ -24,7 +24,7 @@ PATIENCE_S = 30.0  # for workers that have nothing to wait for
 
 
 class Paused(BaseModel):
-    """vLLM's answer."""
+    """Answer of POST /pause and POST /resume, as vLLM has it."""
 
     status: Literal["paused", "resumed"]
 
@@ -64,7 +64,7 @@ async def resume(ring: TheRing) -> Paused:
 
 @router.get("/is_paused", summary="Is a pause in force? (vLLM)")
 async def is_paused(ring: TheRing) -> IsPaused:
-    """Whether /pause was called after /resume."""
+    """True after POST /pause, until POST /resume."""
     order = await PauseSwitch(ring.redis).current()
     return IsPaused(is_paused=order is not None, mode=None if order is None else order.mode)
 

@@ -21,13 +21,13 @@ from shared.redis import keys
 router = APIRouter(tags=["rl"])
 
 PATIENCE_S = 30.0
-SAY_AGAIN_S = 1.0
+REPEAT_S = 1.0
 LOOK_S = 0.02
 _DEAF = frozenset({"starting", "stuck"})  # states of workers that have no cache yet, or never answer
 
 
 class CacheReset(BaseModel):
-    """What was done."""
+    """Names the workers that have dropped their prefix cache."""
 
     status: str = "reset"
     workers: list[str] = Field(description="who has forgotten")
@@ -44,7 +44,7 @@ async def reset_prefix_cache(
     """All workers of the ring; one that starts later has nothing to forget."""
     order = f"cache-{uuid.uuid4().hex}"
     message = msgspec.msgpack.encode(("reset-cache", order, "rows" if reset_running_requests else ""))
-    until, said_at = time.monotonic() + PATIENCE_S, float("-inf")
+    until, sent_at = time.monotonic() + PATIENCE_S, float("-inf")
     while True:
         workers = await _hearing(ring)
         answers = await ring.redis.mget([keys.answer(f"{order}-{worker}") for worker in workers]) if workers else []
@@ -54,14 +54,14 @@ async def reset_prefix_cache(
         now = time.monotonic()
         if now > until:
             raise ServiceUnavailableError(f"these workers have not said that they have reset their cache: {left}")
-        if now - said_at > SAY_AGAIN_S:
-            said_at = now
+        if now - sent_at > REPEAT_S:
+            sent_at = now
             for worker in left:
                 await ring.redis.publish(keys.control_channel(worker), message)
         await asyncio.sleep(LOOK_S)
 
 
 async def _hearing(ring: Ring) -> list[str]:
-    """Ids of the live workers that can be told, of all models."""
+    """Ids of the live workers that can be notified, of all models."""
     live = [worker for model in await ring.registry.names() for worker in await ring.registry.workers(model)]
     return [worker.id for worker in live if worker.state not in _DEAF]

@@ -12,7 +12,7 @@ from shared.training import TrainerStatus
 
 
 def size(count: float) -> str:
-    """Bytes."""
+    """A number of bytes in the unit that suits it."""
     value = float(count)
     for unit in ("B", "KB", "MB", "GB"):
         if value < 1000:
@@ -70,7 +70,7 @@ class AdapterView(msgspec.Struct, frozen=True):
 
 
 class TrainingView(msgspec.Struct, frozen=True):
-    """A policy's training."""
+    """State of a policy's training on the first page."""
 
     status: TrainerStatus
     alive: bool
@@ -78,7 +78,7 @@ class TrainingView(msgspec.Struct, frozen=True):
 
 
 class RingSnapshot(msgspec.Struct, frozen=True):
-    """Everything at a glance."""
+    """All figures of the first page, read at one time."""
 
     at_ms: int  # Unix milliseconds, by Redis
     redis: RedisInfo

@@ -24,7 +24,7 @@ _LIMITS = (
 
 @router.get("/version", summary="The version of this server (vLLM)")
 async def show_version() -> dict[str, str]:
-    """ParaLLM's own."""
+    """Version of ParaLLM that this process runs."""
     return {"version": version()}
 
 

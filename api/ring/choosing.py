@@ -1,4 +1,4 @@
-"""Which of several rings a request is about: decided once, and everything behind gets that ring.
+"""Which of several rings a request is about: decided once, and everything after that gets this ring.
 
 A request that names a model or an adapter goes to the ring that serves it: the process's own before the others, these
 in the order of `--ring`; then to one that knows it without a live worker. Where several rings serve the same weights
@@ -6,7 +6,7 @@ under one name, requests for them without an adapter go where there is room (`sp
 something that is looked for by its id and counted by its key, as jobs do. `RING/NAME` names the ring, too, for names
 that several rings have. What is named by its id is looked for in each ring.
 
-A ring that is away is not asked. When nobody else has what is asked for, the error names it (503): nobody can know
+A ring that is away is not asked. When no other ring has what is asked for, the error names it (503): it cannot be known
 whether the thing is there.
 """
 
@@ -16,13 +16,13 @@ from typing import NamedTuple, TypeVar
 
 from redis.exceptions import RedisError
 
-from api.ring.caller import asker
+from api.callers.caller import asker
 from api.ring.ring import ANSWER_S, Ring
 from api.ring.spreading import choose
 from shared.adapters import AdapterRef
 from shared.errors import InvalidRequestError, ServiceUnavailableError, UnknownAdapterError
-from shared.process.options.model_aliases import meant_by
-from shared.process.options.rings import HOME
+from shared.process.model_aliases import meant_by
+from shared.process.other_rings import HOME
 
 HEADER = "x-parallm-ring"
 _UNKNOWN, _KNOWN, _SERVED = 0, 1, 2
@@ -58,20 +58,22 @@ def reached(ring: Ring) -> Ring:
 
 
 async def from_each(ring: Ring, read: Callable[[Ring], Awaitable[T]]) -> list[tuple[Ring, T]]:
-    """What each ring that answers says; a ring without others is waited for as long as it takes."""
+    """Result of `read` for each ring that answers in time. A process with one ring waits for it as long as it takes."""
     if not ring.others:
         return [(ring, await read(ring))]
     return [
-        (each, said) for each, said in zip(ring.all, await said_by_each(ring, read), strict=True) if said is not None
+        (each, said)
+        for each, said in zip(ring.all, await results_of_rings(ring, read), strict=True)
+        if said is not None
     ]
 
 
-async def said_by_each(ring: Ring, read: Callable[[Ring], Awaitable[T]]) -> list[T | None]:
+async def results_of_rings(ring: Ring, read: Callable[[Ring], Awaitable[T]]) -> list[T | None]:
     """The same of all, at once; None for a ring that is away."""
 
     async def said(each: Ring) -> T | None:
         try:
-            return await _said(each, read)
+            return await _answer_of(each, read)
         except _SILENT:
             return None
 
@@ -135,8 +137,8 @@ async def ring_of_adapter(ring: Ring, name: str, model: str | None = None) -> Ch
     return Chosen(found or ring, of_model.model, name)
 
 
-async def _said(ring: Ring, read: Callable[[Ring], Awaitable[T]]) -> T:
-    """What a ring says within ANSWER_S; an error of _SILENT, at once from one that is away."""
+async def _answer_of(ring: Ring, read: Callable[[Ring], Awaitable[T]]) -> T:
+    """Result of `read` within ANSWER_S; one of the errors _SILENT, at once from a ring that is away."""
     if ring.away:
         raise TimeoutError
     async with asyncio.timeout(ANSWER_S):
@@ -150,7 +152,7 @@ async def _first(ring: Ring, has: Has) -> tuple[Ring | None, Ring | None]:
     away = None
     for each in ring.all:
         try:
-            if await _said(each, has):
+            if await _answer_of(each, has):
                 return each, away
         except _SILENT:
             away = away or each
@@ -176,7 +178,7 @@ async def _best(ring: Ring, model: str | None, adapter: str) -> Ring | None:
 
     for each in ring.all:
         try:
-            rank = await _said(each, rank_in)
+            rank = await _answer_of(each, rank_in)
         except _SILENT:
             away.append(each)
             continue

@@ -29,12 +29,12 @@ IDLE_S, IDLE_SHARE = 0.2, 0.1  # what waits for so long, or this share of the de
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a model's workers can do with one class of sequences."""
+    """Pace at which a model's workers begin one class of sequences."""
 
     claims_per_s: float
     first_token_s: float  # after the claim
     prompt_tokens: float  # of the sequences that this was measured with
-    prompt_tokens_per_s: float  # 0: prompts are not what bounds the pace, so nobody knows
+    prompt_tokens_per_s: float  # 0: prompts are not what bounds the pace, so it is not known
 
     @classmethod
     def of(cls, workers: Sequence[WorkerStatus], kind: SequenceClass) -> Self | None:
@@ -64,16 +64,16 @@ class Forecast:
         return min(self.claims_per_s, self.prompt_tokens_per_s / prompt_tokens) if longer else self.claims_per_s
 
     def own_s(self, tokens: int) -> float:
-        """What a prompt of so many tokens takes beyond those that were measured, as far as that is known."""
+        """Seconds that a prompt of this length takes beyond the measured ones, as far as that is known."""
         return max(0.0, tokens - self.prompt_tokens) / self.prompt_tokens_per_s if self.prompt_tokens_per_s else 0.0
 
     def seconds(self, waiting: int, prompt_tokens: float, own_tokens: int = 0) -> float:
-        """Until the first token of who comes behind so many sequences with prompts of this mean length."""
+        """Time until the first token of a sequence after so many others with prompts of this mean length."""
         return waiting / self.pace(prompt_tokens) + self.first_token_s + self.own_s(own_tokens)
 
 
 class FirstTokens:
-    """What this api process knows of the sequences that it lets in, and whom it refuses."""
+    """Predicts first tokens of this process's sequences, and decides which requests are refused for them."""
 
     def __init__(self) -> None:
         self._prompt_tokens: dict[tuple[str, SequenceClass], float] = {}  # mean of those let in here lately
@@ -83,12 +83,12 @@ class FirstTokens:
         """Mean length of the prompts that wait, as far as they were let in here."""
         return self._prompt_tokens.get((model, kind), 0.0)
 
-    def kept_free(self, model: str, kind: SequenceClass) -> float:
+    def reserved_share(self, model: str, kind: SequenceClass) -> float:
         """Share of the deadline that no waiting is planned for."""
         return 1 - (1 - RESERVE) * self._share(model, kind)
 
     def places(self, forecast: Forecast, model: str, kind: SequenceClass, tokens: int, within_s: float) -> Timely:
-        """How many sequences of the model may wait, so that one with a prompt of `tokens` is in time behind them."""
+        """How many sequences of the model may wait, so that one with a prompt of `tokens` is in time after them."""
         left_s = max(0.0, (1 - RESERVE) * within_s - forecast.first_token_s)
         left_s -= min(forecast.own_s(tokens), OWN_SHARE * left_s)
         places = left_s * forecast.pace(self.prompt_tokens(model, kind)) * self._share(model, kind)

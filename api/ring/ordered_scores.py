@@ -1,6 +1,6 @@
 """Function rewards for the api: a job runner computes them in its pool of processes; no text runs in this process.
 
-A key has few orders with the runners at a time, and the rest of its own wait here, so that nobody fills the runners'
+A key has few orders with the runners at a time, and the rest of its own wait here, so that no key fills the runners'
 hands. An order whose client has left is taken back.
 """
 
@@ -21,7 +21,7 @@ from shared.scoring.pool import RewardSample
 from shared.scoring.shares import Share
 from shared.trajectories import Reward, ScoreOrder
 
-KEPT = 256  # orders that may wait
+MAX_WAITING = 256  # orders that may wait
 OF_A_KEY = 8  # orders of one key that are placed at a time
 _rewards = msgspec.json.Decoder(list[Reward])
 
@@ -30,7 +30,7 @@ class OrderedScores:
     """Orders scores; what `shared.scoring.score.Rewards` asks for functions."""
 
     def __init__(self, redis: Redis, within_s: float) -> None:
-        self._orders = Orders(redis, keys.score_orders(), most_waiting=KEPT)
+        self._orders = Orders(redis, keys.score_orders(), most_waiting=MAX_WAITING)
         self._within_s = within_s
         self._asking: defaultdict[str, int] = defaultdict(int)
         self._room: defaultdict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(OF_A_KEY))

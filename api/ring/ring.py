@@ -19,19 +19,19 @@ from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 
-from api.load import Load
-from api.ring.body_readers import BodyReaders
-from api.ring.caller import asker
+from api.callers.caller import asker
+from api.checks.body_readers import BodyReaders
+from api.checks.grammars import GrammarChecker
+from api.checks.image_fetch import ImageFetch
+from api.checks.image_intake import ImageIntake
+from api.load import ProcessLoad
 from api.ring.first_tokens import FirstTokens, Forecast
-from api.ring.grammars import GrammarChecker
-from api.ring.image_fetch import ImageFetch
-from api.ring.images import ImageIntake
 from api.ring.ordered_scores import OrderedScores
 from api.ring.split_choices import SplitChoices
 from api.ring.spreading import Crowd, Sent
 from shared.errors import InvalidRequestError, PausedError, ServiceUnavailableError, UnknownModelError
-from shared.process.options.rings import HOME, named_urls
-from shared.process.settings import ApiSettings
+from shared.process.api_settings import ApiSettings
+from shared.process.other_rings import HOME, named_urls
 from shared.redis.adapters.splits import Splits
 from shared.redis.adapters.store import AdapterStore
 from shared.redis.connection.client import connect
@@ -62,7 +62,7 @@ from shared.text.codec import CodecCache, TextCodec
 
 log = structlog.get_logger()
 
-IMAGE_GRACE_S = 600  # that images live on behind the last deadline of a sequence that names them
+IMAGE_GRACE_S = 600  # that images stay after the last deadline of a sequence that names them
 LOOK_AGAIN_S = 1.0  # how old the view of live models may be
 WATCH_S = 1.0  # between two looks whether a ring answers, where there are several
 ANSWER_S = 2.0  # for which it may be silent
@@ -97,7 +97,7 @@ class Ring:
         self.api_id = settings.api_id or f"{socket.gethostname().split('.')[0]}-{uuid.uuid4().hex[:8]}"
         self.shutting_down = False
         self.home: Ring = home or self
-        self.load: Load = home.load if home else Load(settings.max_concurrent_requests, self.tally)
+        self.load: ProcessLoad = home.load if home else ProcessLoad(settings.max_concurrent_requests, self.tally)
         self.first_tokens = FirstTokens()
         self.redis: Redis = connect(settings.redis)
         self.registry = WorkerRegistry(self.redis, shares=True)
@@ -162,7 +162,7 @@ class Ring:
                 waiting.cancel()
 
     async def stop(self) -> None:
-        """Let go of Redis."""
+        """Ends all tasks and closes the connections to Redis."""
         await asyncio.gather(*(other._let_go() for other in self.others))
         await self._let_go()
         self.patterns.close()
@@ -229,8 +229,8 @@ class Ring:
 
     def is_away(self, what: str = "") -> ServiceUnavailableError:
         """The error for what needs a ring that does not answer."""
-        told = f"ring '{self.name}' is away ({self.away or 'its Redis does not answer'})"
-        return ServiceUnavailableError(f"{what}{told}; try again shortly", retry_after_s=2)
+        message = f"ring '{self.name}' is away ({self.away or 'its Redis does not answer'})"
+        return ServiceUnavailableError(f"{what}{message}; try again shortly", retry_after_s=2)
 
     async def live_models(self) -> dict[str, ModelCard]:
         """Cards of the models that a live worker serves, at most a second old."""
@@ -249,7 +249,7 @@ class Ring:
         return self._live
 
     async def _waits(self) -> dict[str, int]:
-        """What waits for models that are another ring's, too: nobody else needs to know it here."""
+        """Sequences that wait, by model, for models that another ring serves, too; no other figure is needed there."""
         shared = [model for model, card in self._live.items() if len(self.equals(card)) > 1]
         return {model: (await self.queue(model).unclaimed())["interactive"] for model in shared}
 

@@ -1,10 +1,10 @@
 """Which version a split of an adapter chooses for a request.
 
 Each api process looks at an adapter's split at most once in LOOK_AGAIN_S, and chooses from what it has seen: a request
-costs no round trip more. Whoever finds that a split has all its rewards gives the verdict.
+costs no round trip more. The process that finds that a split has all its rewards gives the verdict.
 
 Invariants. Nothing is chosen from a look that is older than twice LOOK_AGAIN_S: a request that finds one waits for the
-next, and all who wait share it. A split is about the requests of those who own the adapter, and about nobody else's.
+next, and all who wait share it. A split is about the requests of those who own the adapter, and about no others.
 While its shares stay, the same session gets the same version; when they move, only sessions between the old and the new
 cut change. The floor alone is drawn for each request, so that few sessions do not leave a version untried.
 """
@@ -19,7 +19,7 @@ from typing import NamedTuple
 import structlog
 from redis.exceptions import RedisError
 
-from api.ring.caller import asker
+from api.callers.caller import asker
 from shared.adapters import AdapterChoice, AdapterRef
 from shared.errors import ParallmError
 from shared.owners import ANYBODY
@@ -34,7 +34,7 @@ LOOK_AGAIN_S = 1.0
 KNOWN = 1024  # adapters whose split, or lack of one, is remembered
 
 
-class Choice(NamedTuple):
+class SplitChoice(NamedTuple):
     """The version that a split has chosen."""
 
     arm: Arm
@@ -45,7 +45,7 @@ class _Look(NamedTuple):
     at: float  # when it began
     state: SplitState | None  # None: no split that is in force
     reference: AdapterRef | None  # its versions by their shares above the floor
-    floor: float = 0.0  # share of each that is drawn for the request, whoever sends it
+    floor: float = 0.0  # share of each that is drawn for the request, whichever client sends it
 
 
 class SplitChoices:
@@ -58,7 +58,7 @@ class SplitChoices:
         self._looking: dict[str, asyncio.Task[_Look]] = {}
         self._tasks: set[asyncio.Task[_Look]] = set()  # those that `forget` has made useless, too
 
-    async def choose(self, name: str, session: str) -> Choice | None:
+    async def choose(self, name: str, session: str) -> SplitChoice | None:
         """The version for this session; None when no split of the adapter is about this asker's requests."""
         look = self._seen.get(name)
         now = time.monotonic()
@@ -70,7 +70,7 @@ class SplitChoices:
         if state is None or look.reference is None or not _concerns(state.split.tenant):
             return None
         version = _drawn(state.split.versions, look.floor) or look.reference.choose(f"{state.id}:{session}").version
-        return Choice(Arm(state.id, version), "latest" if version == state.split.latest else "candidate")
+        return SplitChoice(Arm(state.id, version), "latest" if version == state.split.latest else "candidate")
 
     def sent(self, to: ArmKind | None) -> None:
         """Count a request that has been sent; `to`: what a split has chosen for it. Names of adapters have no end."""
@@ -142,6 +142,6 @@ def _drawn(versions: tuple[int, ...], floor: float) -> int:
 
 
 def _concerns(owner: str) -> bool:
-    """Whether an adapter is the asker's own, an admin's key being no tenant's."""
+    """True if an adapter is the caller's own; without tenants all of them are."""
     who = asker()
     return who == ANYBODY or who.publishes_for == owner

@@ -27,10 +27,10 @@ SEQUENCE_S = 1.0  # for which a row is taken, where no worker has measured its p
 
 @dataclass(frozen=True)
 class Crowd:
-    """What one ring says of its workers of a model."""
+    """Load that one ring reports of its workers of a model."""
 
     rows: int  # of workers that take work
-    taken: int  # rows in use, and what workers have claimed beside them
+    taken: int  # rows in use, and what workers have claimed besides them
     waiting: int  # in the queue, for any worker
     claims_per_s: float = 0.0  # when all rows are full; 0: not measured
     sent: int = 0  # by this process, and perhaps in none of these figures yet
@@ -55,7 +55,7 @@ class Crowd:
 
     @property
     def crowding(self) -> float:
-        """Sequences for each row."""
+        """Sequences, running and waiting, for each row."""
         return (self.taken + self.waiting) / self.rows if self.rows else math.inf
 
     @property
@@ -68,7 +68,8 @@ class Crowd:
 
 
 class Sent:
-    """What this process has sent to one ring since the look before the last: workers may not have told of it yet."""
+    """Sequences that this process has sent to one ring since the look before the last: workers may not have reported
+    them yet."""
 
     def __init__(self) -> None:
         self._now: Counter[str] = Counter()
@@ -79,7 +80,6 @@ class Sent:
         self._now[model] += 1
 
     def of(self, model: str) -> int:
-        """How many went."""
         return self._now[model] + self._before[model]
 
     def looked(self) -> None:
@@ -92,7 +92,7 @@ class Reporting(Protocol):
 
     @property
     def name(self) -> str:
-        """What the front calls it."""
+        """Name of the ring in this process."""
 
 
 Place = TypeVar("Place", bound=Reporting)

@@ -15,16 +15,18 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 from fastapi import APIRouter, Request
 from pydantic import Field, ValidationError, model_validator
 from starlette.responses import Response
 
+from api.callers.fair_pool import aside
 from api.generation.choice import ends_with_stop_token, shown_versions
 from api.generation.continuations import check_pairs, log_probabilities
 from api.generation.heads import heads_of, read_by_head
 from api.generation.networks import Format, answer, described, first_stray, manifest_of, question, shown
-from api.generation.plan import check_prompts, encoded, plain_work, room_for
+from api.generation.plan import check_prompts, encoded, plain_sequences, room_for
 from api.generation.running import gather_all
 from api.generation.sampling import StrictId
 from api.generation.target import Target, TargetFields, target_of
@@ -35,7 +37,6 @@ from api.openai.bodies import ChatMessage
 from api.openai.conversations import template_messages
 from api.openai.embeddings import LARGE_VECTOR_BYTES, vectors_reply
 from api.ring.ring import Ring, TheRing
-from api.ring.room import aside
 from api.rl.policies import act_by, check_own_spread, check_policy, outputs_of
 from api.rl.sessions import move_on, session_of
 from shared.errors import InvalidRequestError, UnsupportedParameterError
@@ -65,14 +66,14 @@ class PolicyFields(TargetFields):
         return self
 
 
-class LanguageFields(RequestModel):
-    """What ActRequest has when a language model is asked."""
+class LanguageAct(RequestModel):
+    """Fields of ActRequest as a language model takes them."""
 
     observations: list[Observation] = Field(min_length=1, max_length=1024)
 
 
 class ActRequest(PolicyFields):
-    """POST /v1/rl/act."""
+    """Request body of POST /v1/rl/act."""
 
     observations: list[Any] | dict[str, Any] = Field(
         min_length=1,
@@ -137,12 +138,12 @@ class ActRequest(PolicyFields):
         return self.user or self.session_id or ""
 
     def texts(self) -> list[Observation]:
-        """What a language model observes; InvalidRequestError."""
+        """Observations for a language model; InvalidRequestError if they are no texts."""
         for name in ("hidden_states", "session_id", "encoding_format"):
             if getattr(self, name) is not None:
                 raise UnsupportedParameterError(f"a language model has no '{name}'", param=name)
         try:
-            return LanguageFields.model_validate({"observations": self.observations}).observations
+            return LanguageAct.model_validate({"observations": self.observations}).observations
         except ValidationError as error:
             raise from_validation(error.errors(include_url=False)) from None
 
@@ -272,7 +273,7 @@ def _to_blame(body: ActRequest, network: NetworkSpec, param: str) -> str:
 
 
 async def _prompts(codec: TextCodec, observations: list[Observation]) -> list[list[int]]:
-    """Prompts of texts, chats and ids; chats, of which there may be many, are rendered beside the event loop."""
+    """Prompts of texts, chats and ids; chats, of which there may be many, are rendered off the event loop."""
     if any(isinstance(observation, list) for observation in observations):
         return await aside(lambda: [_prompt(codec, each) for each in observations])
     return await encoded(codec, [each for each in observations if isinstance(each, str)])
@@ -288,7 +289,7 @@ def _prompt(codec: TextCodec, observation: Observation) -> list[int]:
 
 
 async def _values(ring: Ring, target: Target, prompts: list[list[int]]) -> list[float] | None:
-    """What the policy's value head says of each observation; None when it has none."""
+    """Outputs of the policy's value head for each observation; None when it has none."""
     spec = heads_of(target).get(VALUE)
     if spec is None or spec.kind != "scalar":
         return None
@@ -308,7 +309,7 @@ def _acting_head(body: ActRequest, target: Target) -> str:
 
 
 async def _by_head(body: ActRequest, ring: Ring, target: Target, prompts: list[list[int]], seed: int) -> dict[str, Any]:
-    """Actions of a head on the hidden state behind each observation."""
+    """Actions of a head on the hidden state after each observation."""
     name = _acting_head(body, target)
     spec = heads_of(target)[name]
     if spec.kind == "gaussian":
@@ -356,12 +357,14 @@ async def _write(body: ActRequest, ring: Ring, target: Target, prompts: list[lis
         temperature=0.0 if body.deterministic else body.temperature or 1.0,
         logprobs_mode=body.logprobs_mode or settings.logprobs_mode,
     )
-    work = plain_work("act", target, settings, prompts, sampling, seed_by_prompt=True)
+    sequences = msgspec.structs.replace(
+        plain_sequences("act", target, settings, prompts, sampling), seed_by_prompt=True
+    )
     shown: dict[str, list[Any]] = {
         "actions": [], "action_log_probs": [], "action_token_ids": [], "action_token_log_probs": [],
         "finish_reasons": [], "weight_versions": [],
     }  # fmt: skip
-    for events in await gather_all(ring, work):
+    for events in await gather_all(ring, sequences):
         whole = join(events)
         tokens, logprobs, finish = whole.tokens, whole.logprobs, whole.finish
         assert finish is not None, "gathered before the end"

@@ -15,13 +15,13 @@ from fastapi import APIRouter, Query
 from pydantic import Field, field_validator, model_validator
 from starlette.responses import Response
 
+from api.callers.caller import asker
+from api.callers.fair_pool import aside
 from api.http.bodies import BodyRoute
 from api.http.errors import error_responses, json_reply
 from api.http.fields import RequestModel, complaint
-from api.ring.caller import asker
 from api.ring.choosing import from_each
 from api.ring.ring import Ring, TheRing
-from api.ring.room import aside
 from shared.errors import ConflictError, InvalidRequestError, NotFoundError
 from shared.redis.kept.answer_store import StoredAnswer, Verdict, answers_of, live_of
 from shared.splits import MOST_REWARD
@@ -29,7 +29,7 @@ from shared.splits import MOST_REWARD
 router = APIRouter(tags=["training"], route_class=BodyRoute)
 
 STARS = 5
-KEPT_WITHIN_S = 2.0  # of its end an answer is kept; feedback may come sooner
+STORED_WITHIN_S = 2.0  # of its end an answer is kept; feedback may come sooner
 _PREFIX = re.compile(r"(?:chatcmpl-|cmpl-|resp_|msg_)?(.*)", re.DOTALL)
 
 
@@ -68,7 +68,7 @@ class FeedbackBody(RequestModel):
         return self
 
     @property
-    def worth(self) -> float | None:
+    def value(self) -> float | None:
         """The reward that it comes to; None when it says none."""
         if self.preferred_over is not None or self.rating == "up":
             return 1.0
@@ -90,22 +90,22 @@ async def feedback(body: FeedbackBody, ring: TheRing) -> Response:
     """
     keeper = answers_of(asker().tenant)
     ring, answer = await _found(ring, keeper, body.id, body.choice, "id")
-    worth = body.worth
-    if worth is None:
+    value = body.value
+    if value is None:
         await ring.answers.note(keeper, answer.name, body.text or "")
-        return json_reply(_said(answer, "noted", None))
-    verdicts = {answer.name: Verdict(worth, text=body.text or "")}
+        return json_reply(_answer_body(answer, "noted", None))
+    verdicts = {answer.name: Verdict(value, text=body.text or "")}
     if body.preferred_over is not None:
         preferred_over, choice = body.preferred_over, body.preferred_over_choice
         _, other = await _found(ring, keeper, preferred_over, choice, "preferred_over")
         await aside(_check_pair, answer, other)
         verdicts = {
-            answer.name: Verdict(worth, over=other.name, text=body.text or ""),
+            answer.name: Verdict(value, over=other.name, text=body.text or ""),
             other.name: Verdict(0.0, under=answer.name),
         }
     if not await ring.answers.judge(keeper, verdicts, body.key or ""):
-        worth = await _standing(ring, keeper, answer.name, body)
-    return json_reply(_said(answer, "counted", worth))
+        value = await _standing(ring, keeper, answer.name, body)
+    return json_reply(_answer_body(answer, "counted", value))
 
 
 async def _standing(ring: Ring, keeper: str, name: str, body: FeedbackBody) -> float:
@@ -133,7 +133,7 @@ async def listed(
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
 ) -> Response:
     """The asker's answers that wait for a verdict, or that have one; pairs name the other answer."""
-    _check_kept(ring)
+    _check_stored(ring)
     keeper = answers_of(asker().tenant)
     if after and await ring.answers.find(keeper, after) is None:
         raise _unknown(after, "after")
@@ -154,9 +154,9 @@ def _name(given: str, choice: int) -> str:
 
 async def _found(ring: Ring, keeper: str, id: str, choice: int, param: str) -> tuple[Ring, StoredAnswer]:
     """The answer and the ring of its model; one that has only just been given may not be kept yet."""
-    _check_kept(ring)
+    _check_stored(ring)
     name = _name(id, choice)
-    until = time.monotonic() + KEPT_WITHIN_S
+    until = time.monotonic() + STORED_WITHIN_S
     while not (found := await from_each(ring, lambda each: each.answers.find(keeper, name))) or found[0][1] is None:
         if time.monotonic() > until:
             raise _unknown(id, param, choice)
@@ -166,7 +166,7 @@ async def _found(ring: Ring, keeper: str, id: str, choice: int, param: str) -> t
     return there, answer
 
 
-def _check_kept(ring: Ring) -> None:
+def _check_stored(ring: Ring) -> None:
     if not ring.settings.feedback_ttl_s:
         raise InvalidRequestError("this server keeps no answers for feedback (--feedback-ttl-days)")
 
@@ -190,7 +190,7 @@ def _check_pair(answer: StoredAnswer, other: StoredAnswer) -> None:
         )
 
 
-def _said(answer: StoredAnswer, status: str, reward: float | None) -> dict[str, Any]:
+def _answer_body(answer: StoredAnswer, status: str, reward: float | None) -> dict[str, Any]:
     return {
         "object": "feedback",
         "name": answer.name,

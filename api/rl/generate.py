@@ -15,9 +15,9 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.responses import Response
 
-from api.generation.choice import Choice, ReplyPlan, shown_versions
+from api.generation.choice import Choice, RequestPlan, shown_versions
 from api.generation.logprobs import floored
-from api.generation.plan import Asked, encoded, plan
+from api.generation.plan import PreparedRequest, encoded, plan
 from api.generation.running import gather_all
 from api.generation.sampling import SamplingFields, StrictId
 from api.generation.target import Target, find_target, meant
@@ -70,12 +70,12 @@ class GenerateRequest(SamplingFields):
 
     @property
     def several(self) -> bool:
-        """Whether the answer has lists."""
+        """True if the answer's fields are lists."""
         nested = bool(self.prompt_ids) and isinstance((self.prompt_ids or [0])[0], list)
         return self.prompts is not None or nested or (self.n or 1) > 1
 
     def texts_or_ids(self) -> Sequence[str | list[int]]:
-        """The prompts."""
+        """The prompts, whichever field has them."""
         if isinstance(self.prompt, TokensPrompt):
             return [self.prompt.prompt_token_ids]
         if self.prompt is not None:
@@ -101,20 +101,19 @@ async def generate(body: GenerateRequest, request: Request, ring: TheRing) -> Re
     target = await _policy_target(body, request, ring)
     ring = target.ring
     codec, settings = target.served.codec, ring.settings
-    asked = Asked(
-        endpoint="completions",
+    prepared = PreparedRequest(
         prompts=await encoded(codec, body.texts_or_ids(), body.add_special_tokens is not False),
         max_tokens=body.max_tokens,
         default_tokens=settings.default_max_tokens,
     )
-    work, reply = await plan(ring, body, target, asked)
-    gathered = await gather_all(ring, work)
+    reply = await plan(ring, body, target, prepared)
+    gathered = await gather_all(ring, reply.sequences)
     if isinstance(body.prompt, TokensPrompt):
         answer = await written(chain.from_iterable(gathered), partial(_vllm_answer, body, reply, codec, gathered))
         return Response(answer, media_type="application/json")
     name = target.admitted.name if target.admitted is not None else settings.default_adapter
     metadata = {
-        "batch_size": reply.choices,
+        "batch_size": len(reply.sequences),
         "latency_ms": round(1000 * (time.perf_counter() - began), 2),
         "current_policy_version": await ring.adapters.latest(name),
     }
@@ -168,12 +167,12 @@ async def _policy_target(body: GenerateRequest, request: Request, ring: Ring) ->
 
 
 def _completions(
-    body: GenerateRequest, reply: ReplyPlan, codec: TextCodec, gathered: Sequence[list[TokenEvent]]
+    body: GenerateRequest, reply: RequestPlan, codec: TextCodec, gathered: Sequence[list[TokenEvent]]
 ) -> dict[str, list[Any]]:
     """The fields of the answer that have one entry for each completion."""
     joined = [join(events) for events in gathered]
     return {
-        "prompt_ids": [reply.prompts[i // reply.n] for i in range(reply.choices)],
+        "prompt_ids": [reply.sequences.prompt_of(i) for i in range(len(reply.sequences))],
         "completion_ids": [event.tokens for event in joined],
         "text": [Choice(reply, codec).take([event]).text for event in joined],
         "logprobs": [event.logprobs if body.logprobs else None for event in joined],
@@ -184,7 +183,7 @@ def _completions(
 
 def _vllm_answer(
     body: GenerateRequest,
-    reply: ReplyPlan,
+    reply: RequestPlan,
     codec: TextCodec,
     gathered: Sequence[list[TokenEvent]],
 ) -> bytes:
@@ -192,8 +191,8 @@ def _vllm_answer(
     completions = _completions(body, reply, codec, gathered)
     answer = {
         "text": completions["text"],
-        "prompt": codec.decode(reply.prompts[0], skip_special_tokens=False),
-        "prompt_token_ids": reply.prompts[0],
+        "prompt": codec.decode(reply.sequences.prompts[0], skip_special_tokens=False),
+        "prompt_token_ids": reply.sequences.prompts[0],
         "token_ids": completions["completion_ids"],
         "finish_reasons": completions["finish_reason"],
         "weight_versions": completions["weight_versions"],

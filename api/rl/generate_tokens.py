@@ -14,9 +14,9 @@ from fastapi import APIRouter, Request
 from pydantic import Field, model_validator
 from starlette.responses import Response
 
-from api.generation.choice import DONE, ReplyPlan, shown_versions, with_drawn
+from api.generation.choice import DONE, RequestPlan, shown_versions, with_drawn
 from api.generation.logprobs import TokenNames, floored, in_parts
-from api.generation.plan import Asked, plan
+from api.generation.plan import PreparedRequest, plan
 from api.generation.running import Generation, by_choice, gather_all
 from api.generation.sampling import WHOLE_VOCABULARY, SamplingFields, StrictId, TopLogprobs
 from api.generation.target import target_of
@@ -36,7 +36,7 @@ Ids = list[StrictId]
 
 
 class TokenSampling(SamplingFields):
-    """vLLM's `SamplingParams`."""
+    """vLLM's `SamplingParams` inside the body of a request."""
 
     off: ClassVar[Off] = {
         "stream": (False,),
@@ -59,14 +59,14 @@ class TokenSampling(SamplingFields):
 
 
 class TokenStreamOptions(RequestModel):
-    """vLLM's."""
+    """Options of a stream under vLLM's names."""
 
     include_usage: bool = Field(default=False, description="a last chunk with the counts")
     continuous_usage_stats: bool = Field(default=False, description="the counts so far with every chunk")
 
 
 class TokenRequest(RequestModel):
-    """POST /inference/v1/generate."""
+    """Request body of POST /inference/v1/generate."""
 
     off: ClassVar[Off] = {
         "features": (),
@@ -117,19 +117,18 @@ async def generate_tokens(body: TokenRequest, request: Request, ring: TheRing) -
     target = await target_of(ring, sampling, request)
     ring = target.ring
     served = target.served
-    asked = Asked(
-        endpoint="completions",
+    prepared = PreparedRequest(
         prompts=[list(body.token_ids if body.token_ids is not None else body.prompt_token_ids or [])],
         max_tokens=sampling.max_tokens,
         default_tokens=served.card.context_length,
         prompt_param="token_ids",
         logprobs=sampling.logprobs,
     )
-    work, reply = await plan(ring, sampling, target, asked)
+    reply = await plan(ring, sampling, target, prepared)
     request_id = body.request_id or request.state.request_id
     if body.stream:
-        return EventStream(_chunks(await Generation.start(ring, work), body, reply, request_id))
-    gathered = await gather_all(ring, work)
+        return EventStream(_chunks(await Generation.start(ring, reply.sequences), body, reply, request_id))
+    gathered = await gather_all(ring, reply.sequences)
     head = {
         "request_id": request_id,
         "model": body.model or served.card.name,
@@ -139,24 +138,24 @@ async def generate_tokens(body: TokenRequest, request: Request, ring: TheRing) -
     return Response(answer, media_type="application/json")
 
 
-def _whole(head: dict[str, Any], reply: ReplyPlan, codec: TextCodec, gathered: list[list[TokenEvent]]) -> bytes:
+def _whole(head: dict[str, Any], reply: RequestPlan, codec: TextCodec, gathered: list[list[TokenEvent]]) -> bytes:
     answer = {
         **head,
         "choices": in_parts(_token_choice(i, events, reply) for i, events in enumerate(gathered)),
         "prompt_logprobs": None
         if reply.prompt_logprobs is None
-        else _prompt_logprobs(codec, list(reply.prompts[0]), gathered[0], reply.prompt_logprobs),
+        else _prompt_logprobs(codec, list(reply.sequences.prompts[0]), gathered[0], reply.prompt_logprobs),
         "kv_transfer_params": None,
     }
     return msgspec.json.encode(answer)
 
 
 async def _chunks(
-    generation: Generation, body: TokenRequest, reply: ReplyPlan, request_id: str
+    generation: Generation, body: TokenRequest, reply: RequestPlan, request_id: str
 ) -> AsyncGenerator[bytes, None]:
     """All bytes of a stream, to [DONE], which comes after an error, too."""
     options = body.stream_options or TokenStreamOptions()
-    prompt, tokens = len(reply.prompts[0]), [0] * reply.choices
+    prompt, tokens = len(reply.sequences.prompts[0]), [0] * len(reply.sequences)
     try:
         async for batch in generation.batches():
             out = b""
@@ -186,7 +185,7 @@ def _usage(prompt: int, completion: int) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
-def _token_choice(index: int, events: list[TokenEvent], reply: ReplyPlan) -> dict[str, Any]:
+def _token_choice(index: int, events: list[TokenEvent], reply: RequestPlan) -> dict[str, Any]:
     """A choice, or what is new of it."""
     finish = events[-1].finish
     choice: dict[str, Any] = {

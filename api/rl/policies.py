@@ -81,7 +81,7 @@ def _discrete(
     probs = np.exp(logprobs)
     places = drawn.random((len(probs), 1)) * probs.sum(-1, keepdims=True)
     best = probs.argmax(-1)
-    # Rounding may leave a place behind the last sum: the most likely action is then as good as any.
+    # Rounding may leave a place after the last sum: the most likely action is then as good as any.
     beyond = np.cumsum(probs, -1) > places
     at = best if deterministic else np.where(beyond.any(-1), beyond.argmax(-1), best)
     indices = at.tolist()

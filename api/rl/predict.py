@@ -15,10 +15,11 @@ from fastapi import APIRouter, Request
 from pydantic import Field, ValidationError, model_validator
 from starlette.responses import Response
 
+from api.callers.fair_pool import aside
 from api.generation.logprobs import in_parts
 from api.generation.networks import Format, described, manifest_of, question
 from api.generation.networks import answer as answer_of
-from api.generation.plan import UNSAMPLED, check_prompts, encoded, plain_work, room_for
+from api.generation.plan import check_prompts, encoded, plain_sequences, room_for
 from api.generation.running import gather_all
 from api.generation.sampling import StrictId
 from api.generation.target import Target, target_of
@@ -27,7 +28,6 @@ from api.http.errors import error_responses, from_validation
 from api.http.fields import RequestModel, complaint
 from api.openai.embeddings import vectors_of, vectors_reply
 from api.ring.ring import Ring, TheRing
-from api.ring.room import aside
 from api.rl.act import PolicyFields
 from shared.errors import InvalidRequestError
 from shared.networks.spec import NetworkSpec
@@ -53,15 +53,15 @@ class Inputs(RequestModel):
         return self
 
 
-class LanguageFields(RequestModel):
-    """What PredictRequest has when a language model is asked."""
+class LanguagePrediction(RequestModel):
+    """Fields of PredictRequest as a language model takes them."""
 
     inputs: Inputs
     outputs: list[Output] = Field(default=["next_token_ids", "next_token_log_probs"], min_length=1)
 
 
 class PredictRequest(PolicyFields):
-    """POST /v1/predict."""
+    """Request body of POST /v1/predict."""
 
     inputs: dict[str, Any] = Field(
         description="of a language model `text` or `input_ids`; of a network its inputs by name, each nested lists, or "
@@ -75,13 +75,13 @@ class PredictRequest(PolicyFields):
         default=None, description="of a network's outputs: float, the default, or base64"
     )
 
-    def checked(self) -> LanguageFields:
-        """What a language model is asked; InvalidRequestError."""
+    def checked(self) -> LanguagePrediction:
+        """The request to a language model; InvalidRequestError if it does not suit one."""
         if self.encoding_format not in (None, "float"):
             raise InvalidRequestError("base64 is for networks", param="encoding_format")
         fields = {"inputs": self.inputs} | ({} if self.outputs is None else {"outputs": self.outputs})
         try:
-            return LanguageFields.model_validate(fields)
+            return LanguagePrediction.model_validate(fields)
         except ValidationError as error:
             raise from_validation(error.errors(include_url=False)) from None
 
@@ -127,19 +127,19 @@ async def _by_network(
     return await vectors_reply(list(outputs.values()), answer)
 
 
-async def _by_language_model(body: PredictRequest, asked: LanguageFields, ring: Ring, target: Target) -> Response:
+async def _by_language_model(body: PredictRequest, asked: LanguagePrediction, ring: Ring, target: Target) -> Response:
     card, settings = target.served.card, ring.settings
     prompts = asked.inputs.input_ids or await encoded(target.served.codec, asked.inputs.text or ())
     check_prompts(prompts, card, settings, "inputs")
     outputs: dict[str, Any] = {}
     vectors: list[npt.NDArray[np.float32]] = []
     if "embedding" in asked.outputs:
-        work = plain_work("predict", target, settings, prompts, UNSAMPLED, kind="embed", pooling="last")
-        vectors = await vectors_of(ring, work)
+        pooled = plain_sequences("predict", target, settings, prompts, kind="embed", pooling="last")
+        vectors = await vectors_of(ring, pooled)
     if {"next_token_ids", "next_token_log_probs"} & set(asked.outputs):
         room = room_for(prompts, card, 1, 1)
         greedy = SamplingParams(max_tokens=room, seed=0, temperature=0.0, top_logprobs=body.top_k or 10)
-        gathered = await gather_all(ring, plain_work("predict", target, settings, prompts, greedy))
+        gathered = await gather_all(ring, plain_sequences("predict", target, settings, prompts, greedy))
         tops = [next(event.top_logprobs[0] for event in events if event.top_logprobs) for events in gathered]
         count = len(tops[0])
         outputs["next_token_ids"] = _tensor("int64", count, ([each.token for each in top] for top in tops))

@@ -10,13 +10,13 @@ from fastapi import APIRouter
 from pydantic import Field, model_validator
 from starlette.responses import Response
 
+from api.callers.caller import calling, key_name, while_wanted
 from api.generation.collection import check_scoring, named_scoring, scoring_reward
 from api.http.bodies import BodyRoute
 from api.http.errors import error_responses, json_reply
 from api.http.fields import RequestModel, complaint
 from api.openai.bodies import ChatMessage
 from api.openai.conversations import template_messages
-from api.ring.caller import calling, key_name, while_wanted
 from api.ring.ring import TheRing
 from shared.errors import InvalidRequestError
 from shared.jobs import Prompt
@@ -63,7 +63,7 @@ class ScoreBody(RequestModel):
 
     @property
     def texts(self) -> list[str]:
-        """What is scored."""
+        """The completions that are to be scored."""
         return [self.completions] if isinstance(self.completions, str) else self.completions
 
     @property
@@ -79,7 +79,7 @@ class ScoreBody(RequestModel):
         return [each if isinstance(each, str) else template_messages(each) for each in each_own]
 
     def checked(self) -> CheckedReward:
-        """The reward."""
+        """The reward with its options checked."""
         param = "scoring_function" if self.scoring_function is not None else "reward"
         given = self.reward or self.scoring_function or ("" if self.model is None else ASKING[0])
         if self.model is None:
@@ -92,7 +92,7 @@ class ScoreBody(RequestModel):
         return scoring_reward({**spec.options, "name": spec.name, "model": self.model}, param)
 
     def samples(self, reward: CheckedReward) -> list[RewardSample]:
-        """What the reward looks at; InvalidRequestError when something that it needs is missing."""
+        """Inputs of the reward; InvalidRequestError when something that it needs is missing."""
         references = [self.references] if isinstance(self.completions, str) else self.references
         references = [None] * len(self.texts) if references is None else references
         name = reward.spec.name

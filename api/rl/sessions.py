@@ -42,7 +42,7 @@ async def session_of(
 
 
 async def move_on(ring: Ring, id: str, session: Session, network: NetworkSpec, outputs: Tensors) -> int:
-    """Keep the state behind a step; how many steps the session has made. ConflictError when it has moved meanwhile."""
+    """Store the state after a step; how many steps the session has made. ConflictError when it has moved meanwhile."""
     state = pack({name: outputs[name] for name in network.state})
     if not await ring.sessions.move(sessions_of(owner()), id, session, state):
         raise ConflictError(

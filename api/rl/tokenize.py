@@ -8,6 +8,7 @@ from fastapi import APIRouter
 from pydantic import BaseModel, Field, model_validator
 from starlette.responses import Response
 
+from api.callers.fair_pool import LARGE_CHARS, aside
 from api.generation.plan import encoded
 from api.generation.sampling import StrictId
 from api.generation.target import find_job_target
@@ -18,7 +19,6 @@ from api.openai.bodies import ChatFields, ChatMessage
 from api.openai.conversations import encoded_chat
 from api.openai.tools import Tools, ToolUse
 from api.ring.ring import TheRing
-from api.ring.room import LARGE_CHARS, aside
 from shared.sequences import vocabulary_error
 from shared.text.codec import TextCodec
 
@@ -51,7 +51,7 @@ class TokenizeRequest(ChatFields):
 
 
 class TokenizeResponse(BaseModel):
-    """Token ids."""
+    """Token ids of a text or a chat."""
 
     count: int
     max_model_len: int
@@ -60,14 +60,14 @@ class TokenizeResponse(BaseModel):
 
 
 class DetokenizeRequest(RequestModel):
-    """Token ids."""
+    """Request body of POST /detokenize."""
 
     model: str | None = Field(default=None, description="may be left out when only one model is served")
     tokens: list[StrictId]
 
 
 class DetokenizeResponse(BaseModel):
-    """Text."""
+    """Text that the ids stand for."""
 
     prompt: str
 
@@ -76,7 +76,7 @@ class DetokenizeResponse(BaseModel):
     "/tokenizer_info", summary="The tokenizer and the chat template (vLLM)", responses=error_responses(400, 404, 503)
 )
 async def tokenizer_info(ring: TheRing, model: str | None = None) -> dict[str, Any]:
-    """What is known of a model's tokenizer; its file stays where the workers have it."""
+    """Returns facts about a model's tokenizer. Its file stays on the workers' machines."""
     target = await find_job_target(ring, model, "", "follow")
     codec = await target.ring.codecs.codec(target.card)
     return {

@@ -24,7 +24,7 @@ from shared.errors import SetupError
 HOST = "127.0.0.1"
 ANSWER_WITHIN_S = 20.0  # a server that says LOADING gets as long as it needs
 UNLOCK_WITHIN_S = 10.0  # after the death of its owner, a server writes its data out and goes
-_PORTS = 20_000, 32_768  # outgoing connections are given those behind: from 32,768 on Linux, from 49,152 on macOS
+_PORTS = 20_000, 32_768  # outgoing connections are given those above: from 32,768 on Linux, from 49,152 on macOS
 _TRIES = 100
 _WATCHDOG = Path(__file__).with_name("watchdog.py")
 
@@ -50,12 +50,11 @@ class EmbeddedRedis:
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """Address at which the server listens."""
         return f"redis://{HOST}:{self.port}/0"
 
     @property
     def alive(self) -> bool:
-        """Whether the server runs."""
         return self._watchdog is not None and self._watchdog.poll() is None
 
     def start(self) -> str:
@@ -79,7 +78,7 @@ class EmbeddedRedis:
             watchdog.wait()
             watchdog.stdout.close()
             if watchdog.returncode == -signal.SIGKILL:
-                _kill(self.pid, self.port)  # a watchdog that was killed itself leaves the server behind
+                _kill(self.pid, self.port)  # a watchdog that was killed itself leaves the server running
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1

@@ -22,17 +22,19 @@ import yaml
 from pydantic import SecretStr
 from redis.exceptions import RedisError
 
-from api.http.api_keys import KeyRing
-from api.http.exposure import check_exposure
+from api.http.api_keys import KeyRing, check_exposure
 from api.serve.embedded_redis import EmbeddedRedis
 from api.serve.supervisor import ChildSpec, Supervisor, wait_for
 from shared.errors import ServiceUnavailableError, SetupError
 from shared.process import nested_config
+from shared.process.api_settings import ApiSettings
 from shared.process.discovery import join
 from shared.process.lifeline import follow_parent
 from shared.process.logs import configure
-from shared.process.options.kv import LINGER_S
-from shared.process.settings import ApiSettings, RunnerSettings, ServeSettings, WorkerSettings, load
+from shared.process.runner_settings import RunnerSettings
+from shared.process.serve_settings import ServeSettings
+from shared.process.settings import load
+from shared.process.worker_settings import LINGER_S, WorkerSettings
 from shared.redis.connection.address import shown
 from shared.redis.connection.client import answers, connect, require
 from shared.redis.processes.child_troubles import ChildTroubles
@@ -48,7 +50,7 @@ SECRETS = ("PARALLM_API_KEY", "PARALLM_CONNECT_KEY", "PARALLM_REDIS_PASSWORD")
 READY_TIMEOUT_S = 600.0  # a large model loads for minutes
 READY_ANSWER_S = 5.0
 REDIS_LOOK_S = 0.2
-TELL_EVERY_S = 1.0
+REPORT_EVERY_S = 1.0
 LAST_LOOK_S = 1.0  # at the end: without Redis no child can finish anything
 REDIS_ATTEMPTS = 5
 
@@ -74,7 +76,7 @@ def _check(settings: ServeSettings) -> None:
     share_file(settings)
     check_modes(settings)
     check_exposure(settings)
-    tracing.target(settings.otlp_endpoint)  # a wrong one is told once, here
+    tracing.target(settings.otlp_endpoint)  # a wrong one is reported once, here
     if "adapter_cache_dir" not in settings.model_fields_set:
         settings.adapter_cache_dir = settings.data_dir / "adapters"  # of this ring, not of the working directory
     for secret in SECRETS:
@@ -252,7 +254,7 @@ def devices_of(index: int, ranks: int) -> str:
 
 
 def _names_run_dir(settings: ServeSettings) -> bool:
-    """Whether somebody has said where the hosted trainer's runs lie."""
+    """True if the settings say where the hosted trainer's runs are stored."""
     if "PARALLM_RUN_DIR" in os.environ:
         return True
     return settings.train_config is not None and "run_dir" in nested_config.names_in(_given(settings.train_config))
@@ -268,12 +270,12 @@ async def _until_stopped(
     ready = asyncio.create_task(_announce(settings, listener))
     stopped = asyncio.create_task(stop.wait())
     tended = asyncio.create_task(_tend(server))
-    telling = asyncio.create_task(_tell_troubles(supervisor, settings.redis))
+    reporting = asyncio.create_task(_report_troubles(supervisor, settings.redis))
     waits: list[asyncio.Future[Any]] = [stopped, supervisor.failed, supervisor.ended, tended]
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     if tended.done():
         tended.result()
-    for task in (ready, stopped, tended, telling):
+    for task in (ready, stopped, tended, reporting):
         task.cancel()
     if supervisor.failed.done():
         log.error("serve.child_gave_up", child=supervisor.failed.result().name)
@@ -281,13 +283,13 @@ async def _until_stopped(
     return 0
 
 
-async def _tell_troubles(supervisor: Supervisor, url: str) -> None:
+async def _report_troubles(supervisor: Supervisor, url: str) -> None:
     """Let `/health` say which child ends again and again."""
     redis = connect(url)
     has_troubles, teller = False, f"{socket.gethostname()}:{os.getpid()}"
     try:
         while True:
-            await asyncio.sleep(TELL_EVERY_S)
+            await asyncio.sleep(REPORT_EVERY_S)
             troubles = supervisor.troubles()
             if troubles or has_troubles:
                 with contextlib.suppress(RedisError, OSError):
@@ -343,7 +345,7 @@ async def _ready(listener: socket.socket, settings: ServeSettings) -> bool:
 
 
 def _status(listener: socket.socket, path: str) -> int:
-    """What an api answers on the address of its listening socket."""
+    """HTTP status that an api returns on the address of its listening socket."""
     connection = http.client.HTTPConnection("localhost")
     with socket.socket(listener.family) as connection.sock:
         connection.sock.settimeout(READY_ANSWER_S)

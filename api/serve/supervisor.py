@@ -1,7 +1,7 @@
 """Child processes that live as long as we do: started, watched, restarted, stopped in order.
 
 Each child holds the read end of a pipe from us (its stdin) and ends when it closes (shared/process/lifeline.py), so a
-`kill -9` of this process leaves nothing behind. Exit code 2 means "wrong settings". When a child ends with it at its
+`kill -9` of this process leaves no process. Exit code 2 means "wrong settings". When a child ends with it at its
 first start, everything ends. A child that has run before is started again, as after any other death, while the others
 serve; but not a rank of a strict group (exit code 3), with which everything ends, too.
 """
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from shared.process.options.group import LOST_EXIT_CODE
+from shared.process.group_settings import LOST_EXIT_CODE
 from shared.redis.processes.child_troubles import ChildTrouble
 
 log = structlog.get_logger()
@@ -60,7 +60,6 @@ class Child:
 
     @property
     def runs(self) -> bool:
-        """Whether its process is alive."""
         return self.process is not None and self.process.returncode is None
 
 
@@ -95,7 +94,6 @@ class Supervisor:
             await self._stop_child(child)
 
     def alive(self) -> bool:
-        """Whether every child runs."""
         return all(child.runs for child in self._children)
 
     def troubles(self) -> list[ChildTrouble]:

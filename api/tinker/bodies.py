@@ -35,13 +35,13 @@ MOST_DRAWS = 20  # at one place of a prompt
 
 
 class Body(RequestModel):
-    """What most bodies carry, and what says nothing."""
+    """Base of most bodies; the `type` that the SDK sends has no effect."""
 
     type: str | None = None
 
 
 class SessionBody(Body):
-    """POST create_session."""
+    """Request body of POST create_session."""
 
     tags: list[str] = Field(default=[], max_length=64)
     user_metadata: Metadata = None
@@ -51,13 +51,13 @@ class SessionBody(Body):
 
 
 class SessionId(Body):
-    """POST session_heartbeat."""
+    """Request body of POST session_heartbeat."""
 
     session_id: Id
 
 
 class LoraBody(RequestModel):
-    """What of the layers gets an adapter; the output layer never does."""
+    """Layers that get an adapter; the output layer never does."""
 
     rank: int = Field(ge=1, le=256)
     seed: int | None = Field(default=None, ge=0, lt=2**63)
@@ -67,7 +67,7 @@ class LoraBody(RequestModel):
 
 
 class ModelBody(Body):
-    """POST create_model."""
+    """Request body of POST create_model."""
 
     session_id: Id
     model_seq_id: Number
@@ -78,13 +78,13 @@ class ModelBody(Body):
 
 
 class ModelId(Body):
-    """POST get_info, unload_model."""
+    """Body of POST get_info and unload_model."""
 
     model_id: Id
 
 
 class AdamBody(RequestModel):
-    """Of one step."""
+    """Parameters of AdamW for one step."""
 
     learning_rate: Positive = 1e-4
     beta1: float = Field(default=0.9, ge=0, lt=1)
@@ -95,7 +95,7 @@ class AdamBody(RequestModel):
 
 
 class StepBody(Body):
-    """POST optim_step."""
+    """Request body of POST optim_step."""
 
     off: ClassVar[Off] = {"optimizer_params": ()}
 
@@ -104,14 +104,14 @@ class StepBody(Body):
     adam_params: AdamBody
 
     def request(self) -> StepRequest:
-        """What the learner is asked."""
+        """The step as a request to the learner."""
         adam = self.adam_params
         decay, clip = adam.weight_decay, adam.grad_clip_norm
         return StepRequest(adam.learning_rate, adam.beta1, adam.beta2, adam.eps, decay, clip)
 
 
 class SaveBody(Body):
-    """POST save_weights."""
+    """Request body of POST save_weights."""
 
     model_id: Id
     seq_id: Turn
@@ -122,7 +122,7 @@ class SaveBody(Body):
 
 
 class ExternalBody(Body):
-    """POST save_weights_external."""
+    """Request body of POST save_weights_external."""
 
     off: ClassVar[Off] = {"age_encryption_recipients": ([],)}
 
@@ -133,7 +133,7 @@ class ExternalBody(Body):
 
 
 class PublishBody(Body):
-    """POST save_weights_for_sampler."""
+    """Request body of POST save_weights_for_sampler."""
 
     model_id: Id
     seq_id: Turn
@@ -161,7 +161,7 @@ class LoadBody(Body):
 
 
 class SamplerBody(Body):
-    """POST create_sampling_session."""
+    """Request body of POST create_sampling_session."""
 
     session_id: Id
     sampling_session_seq_id: Number
@@ -180,7 +180,8 @@ class ChunkBody(RequestModel):
     expected_tokens: Number | None = None
 
     def piece(self) -> Piece:
-        """What it is; InvalidRequestError for one of no type, UnsupportedParameterError for sound and others."""
+        """Content of the chunk; InvalidRequestError for one of no type, UnsupportedParameterError for sound and
+        others."""
         if self.type == "encoded_text" and self.tokens is not None:
             return self.tokens
         if self.type == "image" and self.data is not None:
@@ -194,17 +195,17 @@ class ChunkBody(RequestModel):
 
 
 class InputBody(RequestModel):
-    """A prompt."""
+    """A prompt as a list of chunks."""
 
     chunks: list[ChunkBody] = Field(max_length=MOST_CHUNKS)
 
     def pieces(self) -> list[Piece]:
-        """Its tokens, as one piece where there are no images between them."""
+        """Tokens of the prompt, as one piece where there are no images between them."""
         return whole([chunk.piece() for chunk in self.chunks])
 
 
 class TensorBody(RequestModel):
-    """An array as numbers."""
+    """An array as a list of numbers with its type and shape."""
 
     data: list[int] | list[float]
     dtype: Literal["float32", "int64"]
@@ -233,7 +234,7 @@ class DatumBody(RequestModel):
     loss_fn_inputs: dict[str, TensorBody] = Field(max_length=16)
 
     def given(self) -> "GivenDatum":
-        """As it was asked."""
+        """The datum as the learner takes it, before it is checked."""
         inputs = {name: tensor.values() for name, tensor in self.loss_fn_inputs.items()}
         return GivenDatum.of(self.model_input.pieces(), inputs)
 
@@ -256,7 +257,7 @@ class GivenDatum(NamedTuple):
         return Datum(first, self.inputs) if isinstance(first, bytes) and not more else None
 
     def prompt(self) -> list[Piece]:
-        """Its pieces, for images to be read."""
+        """The datum's pieces in the form of a prompt, so that its images can be read."""
         return [np.frombuffer(piece, "<i4") if isinstance(piece, bytes) else piece for piece in self.pieces]
 
 
@@ -288,7 +289,7 @@ class PassBody(Body):
     forward_input: PassInput | None = None
 
     def given(self, *, backward: bool) -> GivenPass:
-        """As it was asked."""
+        """The pass as the learner takes it, before it is checked."""
         given = self.forward_backward_input or self.forward_input
         if given is None:
             raise InvalidRequestError("there is no 'forward_backward_input'", param="forward_backward_input")
@@ -311,7 +312,7 @@ class SampleParams(RequestModel):
 
 
 class SampleBody(Body):
-    """POST asample."""
+    """Request body of POST asample."""
 
     off: ClassVar[Off] = {"record_stability_info": (False,)}
 
@@ -331,14 +332,14 @@ class SampleBody(Body):
 
 
 class FutureBody(Body):
-    """POST retrieve_future, cancel_future."""
+    """Body of POST retrieve_future and cancel_future."""
 
     request_id: str = Field(pattern=r"^[A-Za-z0-9:_-]{1,192}$")
     allow_metadata_only: bool = False
 
 
 class PathBody(Body):
-    """POST weights_info."""
+    """Request body of POST weights_info."""
 
     tinker_path: str = Field(max_length=512)
 

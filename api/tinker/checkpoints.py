@@ -26,7 +26,7 @@ Offset = Annotated[int, Query(ge=0)]
 
 @router.get("/training_runs", summary="The asker's learners", response_class=Response, responses=ERRORS)
 async def training_runs(ring: TheRing, limit: Limit = 20, offset: Offset = 0) -> Response:
-    """The newest first."""
+    """Returns training runs, the newest ones first."""
     names = (await ring.tinker.runs(keeper()))[::-1]
     shown = []
     for name in names[offset : offset + limit]:
@@ -41,13 +41,13 @@ async def training_runs(ring: TheRing, limit: Limit = 20, offset: Offset = 0) ->
 
 @router.get("/training_runs/{run}", summary="A learner", response_class=Response, responses=ERRORS)
 async def training_run(run: Run, ring: TheRing) -> Response:
-    """With its last checkpoints."""
+    """Returns one training run with its last checkpoints."""
     return json_reply(await _run(ring, await spec_named(ring, run)))
 
 
 @router.get("/training_runs/{run}/checkpoints", summary="Its checkpoints", response_class=Response, responses=ERRORS)
 async def checkpoints(run: Run, ring: TheRing) -> Response:
-    """Oldest first."""
+    """Returns the checkpoints of a training run, the oldest ones first."""
     spec = await spec_named(ring, run)
     return json_reply({"checkpoints": [_shown(spec, save) for save in await ring.learners.saves(spec.id)]})
 
@@ -71,7 +71,7 @@ async def all_checkpoints(ring: TheRing, limit: Limit = 100, offset: Offset = 0)
     "/training_runs/{run}/checkpoints/{segment}/{name}", summary="Delete one", response_class=Response, responses=ERRORS
 )
 async def delete_checkpoint(run: Run, segment: Segment, name: Name, ring: TheRing) -> Response:
-    """What samples from it goes on until its version goes, as unused versions do."""
+    """Deletes a checkpoint. Samplers of it continue until its adapter version is deleted, as unused versions are."""
     spec = await spec_named(ring, run)
     info = await ring.learners.save_named(spec.id, KINDS[segment], name)
     await ring.learners.drop_save(spec.id, info)
@@ -100,7 +100,7 @@ async def checkpoint_ttl(run: Run, segment: Segment, name: Name, body: TtlBody, 
 
 @router.post("/weights_info", summary="What a checkpoint is of", response_class=Response, responses=ERRORS)
 async def weights_info(body: PathBody, ring: TheRing) -> Response:
-    """Its model and shape."""
+    """Returns the base model and the shape of saved weights."""
     path = SavePath.parse(body.tinker_path, "tinker_path")
     spec = await spec_named(ring, path.learner)
     await ring.learners.save_named(spec.id, path.kind, path.name)
@@ -138,5 +138,5 @@ def _shown(spec: LearnerSpec, save: SaveInfo) -> dict[str, Any]:
 
 
 def _moment(unix_ms: int) -> str:
-    """ISO 8601, UTC."""
+    """The Unix time in the form of ISO 8601, UTC."""
     return datetime.datetime.fromtimestamp(unix_ms / 1000, datetime.UTC).isoformat()

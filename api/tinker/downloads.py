@@ -1,10 +1,10 @@
 """Checkpoints out of the ring, by addresses that need no key: Tinker's SDK reads them with none.
 
-An address has 256 random bits, of which Redis keeps the digest, for a quarter of an hour; whoever has the address may
-read that checkpoint, so only its owner is told one. It stands for what had the checkpoint's name when it was asked for.
+An address has 256 random bits, of which Redis keeps the digest, for a quarter of an hour; a client with the address may
+read that checkpoint, so only its owner gets one. It stands for what had the checkpoint's name when it was asked for.
 0.24 downloads an archive of any checkpoint, 0.38 the files of *external weights* one by one.
 
-Invariants. Files are made beside the event loop, MOST_MADE at a time, and leave the disk's directory before the first
+Invariants. Files are made off the event loop, MOST_MADE at a time, and leave the disk's directory before the first
 byte is sent, so that nothing stays of a process that dies; MOST_OPEN of them are sent at once.
 """
 
@@ -111,13 +111,13 @@ class _Sent:
     file: IO[bytes]
 
     def size(self) -> int:
-        """Bytes."""
+        """Length of the archive in bytes."""
         size = self.file.seek(0, 2)
         self.file.seek(0)
         return size
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """All of it."""
+        """Bytes of the archive, piece by piece."""
         with self.file:
             while piece := await asyncio.to_thread(self.file.read, PIECE_BYTES):
                 yield piece
@@ -140,7 +140,7 @@ async def _made(ring: Ring, spec: LearnerSpec, info: SaveInfo, wanted: str) -> I
         raw, folder = File(workdir, "saved"), File(workdir, "files")
         await asyncio.to_thread(folder.mkdir)
         if info.version:
-            # Whose learner it is was looked at when the address was made; nobody asks with a key here.
+            # Whose learner it is was looked at when the address was made; no key comes with this request.
             manifest = await ring.adapters.manifest(spec.adapter, info.version)
             await _kept(ring.adapters.fetch(manifest), raw)
             await asyncio.to_thread(write_version, spec, manifest, raw, folder)

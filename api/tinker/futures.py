@@ -11,11 +11,11 @@ import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from api.callers.fair_pool import aside
 from api.http.bodies import BodyRoute
 from api.http.errors import error_responses, json_reply
 from api.http.limits import PROTOBUF
 from api.ring.ring import Ring, TheRing
-from api.ring.room import aside
 from api.tinker.bodies import FutureBody
 from api.tinker.names import INFLIGHT, SavePath, keeper, sampler_of, spec_named
 from api.tinker.protobuf import pass_bytes
@@ -44,7 +44,7 @@ POLL_S = 20.0  # the SDK gives up a poll after 45
 
 @router.post("/retrieve_future", summary="A result", response_class=Response, responses=error_responses(400, 404))
 async def retrieve_future(body: FutureBody, request: Request, ring: TheRing) -> Response:
-    """Of a learner's request or of a sample; waits for it for a while."""
+    """Returns the result of a learner's request or of a sample, for which it waits a while."""
     first, _, last = body.request_id.rpartition(":sample:")
     if ":train:" not in body.request_id:
         if not (first and last.isdigit()):
@@ -72,7 +72,7 @@ async def retrieve_future(body: FutureBody, request: Request, ring: TheRing) -> 
 
 @router.post("/cancel_future", summary="Cancel a sample", response_class=Response, responses=error_responses(400))
 async def cancel_future(body: FutureBody, ring: TheRing) -> Response:
-    """Requests of learners are carried out in any case: those behind them count on that."""
+    """Requests of learners are carried out in any case: later ones count on that."""
     if ":train:" not in body.request_id:
         await cancel_sample(ring, body.request_id)
     return json_reply({})

@@ -10,7 +10,7 @@ import hashlib
 import re
 from typing import NamedTuple
 
-from api.ring.caller import asker, key_name
+from api.callers.caller import asker, key_name
 from api.ring.ring import Ring
 from shared.errors import InvalidRequestError, NotFoundError
 from shared.learners import LearnerSpec, SaveKind
@@ -19,7 +19,7 @@ from shared.redis.training.tinker_store import TinkerSession
 
 SEGMENTS: dict[SaveKind, str] = {"state": "weights", "sampler": "sampler_weights", "external": "external_weights"}
 KINDS: dict[str, SaveKind] = {segment: kind for kind, segment in SEGMENTS.items()}
-INFLIGHT = ":1"  # behind the id of a future whose sampler draws from the latest version
+INFLIGHT = ":1"  # after the id of a future whose sampler draws from the latest version
 ID = r"^[A-Za-z0-9:_-]{1,128}$"
 SAVE_NAME = r"^[A-Za-z0-9._-]{1,128}$"
 _PATH = re.compile(
@@ -47,17 +47,17 @@ class SavePath(NamedTuple):
 
 
 def keeper() -> str:
-    """Of whoever asks."""
+    """Owner under whom the caller's sessions, samplers and samples are stored."""
     return keys.keeper(f"tinker of {asker().tenant or key_name()}")
 
 
 def learner_of(session: str, number: int) -> str:
-    """The session's n-th learner."""
+    """Id of the session's n-th learner."""
     return f"{session}:train:{number}"
 
 
 def sampler_of(session: str, number: int) -> str:
-    """The session's n-th sampler."""
+    """Id of the session's n-th sampler."""
     return f"{session}:sample:{number}"
 
 

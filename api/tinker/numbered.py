@@ -13,11 +13,11 @@ from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
+from api.callers.fair_pool import aside
 from api.http.bodies import BodyRoute
 from api.http.errors import BodyError, translate
 from api.http.limits import PASSES, is_protobuf
 from api.ring.ring import ring_of
-from api.ring.room import aside
 from api.tinker.names import spec_named
 from api.tinker.passes import Form, number, number_decoder
 from shared.errors import ConflictError, InvalidRequestError, NotFoundError, ParallmError

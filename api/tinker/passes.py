@@ -1,4 +1,4 @@
-"""Bodies of passes, read apart from the event loop (api/ring/body_readers.py): whose they are, then all of them."""
+"""Bodies of passes, read apart from the event loop (api/checks/body_readers.py): whose they are, then all of them."""
 
 import msgspec
 from pydantic import ValidationError
@@ -52,7 +52,7 @@ def number(body: bytes, form: bytes) -> bytes:
 
 
 def given(body: bytes, form: bytes) -> bytes:
-    """A `GivenPass`."""
+    """The body as a `GivenPass` in msgpack."""
     asked = _form.decode(form)
     return msgspec.msgpack.encode(read_pass(body) if asked.binary else _read_json(body, asked))
 

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from api.ring.named_images import Keep, Known, NamedImage, read_images
+from api.callers.fair_pool import aside
+from api.generation.named_images import Keep, Known, NamedImage, read_images
 from api.ring.ring import Ring
-from api.ring.room import aside
 from shared.errors import ContextLengthExceededError, InvalidRequestError, ParallmError
 from shared.images.chat import ChatImages
 from shared.images.refs import ImageRef
@@ -108,7 +108,7 @@ def _ids(codec: TextCodec, pieces: Sequence[Piece], images: ChatImages, where: s
         ids += own
         end = len(ids)
     try:
-        # What is learned from may have such an id behind its images: the model wrote it, as any other token.
+        # What is learned from may have such an id after its images: the model wrote it, as any other token.
         images.check(ids[:end] if learned else ids)
     except InvalidRequestError as error:
         error.param = where

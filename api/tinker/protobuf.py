@@ -119,7 +119,7 @@ _MESSAGE = _classes()
 
 
 def read_number(body: bytes) -> tuple[str, int, bool]:
-    """Of the body of forward_backward `model_id`, `seq_id` and whether gradients are asked for.
+    """`model_id`, `seq_id` and True if gradients are asked for, out of a body of forward_backward.
 
     The body may be cut off: they stand before the data. InvalidRequestError when not even they can be read.
     """
@@ -201,7 +201,7 @@ def _values(tensor: Any) -> Values:
 
 
 def pass_bytes(done: PassDone) -> bytes:
-    """A ForwardBackwardOutput. Data of one shape behind the first dimension share a record."""
+    """A ForwardBackwardOutput. Data of one shape after the first dimension share a record."""
     message = _MESSAGE["ForwardBackwardOutput"](loss_fn_output_type="ArrayRecord")
     for trailing, group in groupby(done.outputs, key=lambda output: next(iter(output.values())).shape[1:]):
         outputs = list(group)
@@ -224,7 +224,7 @@ Top = Sequence[Sequence[tuple[int, float]]]  # of each position: token and log-p
 
 
 class Sampled(NamedTuple):
-    """One completion."""
+    """Tokens and log-probabilities of one completion."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -233,7 +233,8 @@ class Sampled(NamedTuple):
 
 
 class PromptSaid(NamedTuple):
-    """What is told of a prompt: its own tokens', the likeliest ones, those that were named, those that were drawn."""
+    """Log-probabilities of a prompt: of its own tokens, of the likeliest, of those that were named, and of those that
+    were drawn."""
 
     logprobs: Sequence[float | None] | None
     top: Top

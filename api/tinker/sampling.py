@@ -1,6 +1,6 @@
 """Samplers and samples. A sample is work of the ordinary queue, begun here and read by its future.
 
-Whoever began it works on it: the api process notes itself beside the future, and when it dies, the future is gone
+The process that began it works on it: it notes itself with the future, and when it dies, the future is gone
 (410), upon which the SDK asks anew. The same number again is the same sample.
 """
 
@@ -15,19 +15,19 @@ from pydantic import ValidationError
 from redis.exceptions import RedisError
 from starlette.responses import Response
 
-from api.generation.plan import Asked, plan
+from api.callers.caller import client
+from api.callers.fair_pool import aside
+from api.generation.plan import PreparedRequest, plan
 from api.generation.running import gather_all, owner
 from api.generation.sampling import MAX_N, SamplingFields
+from api.generation.sequences import Sequences
 from api.generation.target import Target, find_target
-from api.generation.work import Work
 from api.http.bodies import BodyRoute
 from api.http.errors import error_responses, from_validation, json_reply
-from api.ring.caller import client
 from api.ring.ring import Ring, TheRing
-from api.ring.room import aside
-from api.tinker.asked_tokens import AskedTokens
 from api.tinker.bodies import SampleBody, SamplerBody
 from api.tinker.names import ID, SavePath, keeper, sampler_of, session_named, spec_named
+from api.tinker.prompt_token_query import PromptTokenQuery
 from api.tinker.prompts import seen_prompt, text_of
 from api.tinker.protobuf import PromptSaid, Sampled, Top, sample_bytes
 from shared.adapters import version_id
@@ -53,7 +53,7 @@ _running: dict[str, "asyncio.Task[None]"] = {}  # samples that this process work
 
 @router.post("/create_sampling_session", summary="Make a sampler", response_class=Response, responses=ERRORS)
 async def create_sampling_session(body: SamplerBody, ring: TheRing) -> Response:
-    """Of a model, or of a version that a learner of the asker's has published."""
+    """Creates a sampler of a model, or of a version that a learner of the caller has published."""
     session = await session_named(ring, body.session_id)
     sampler = await _sampler(ring, sampler_of(session.id, body.sampling_session_seq_id), body)
     await ring.tinker.put(keeper(), sampler.id, sampler)
@@ -62,7 +62,7 @@ async def create_sampling_session(body: SamplerBody, ring: TheRing) -> Response:
 
 @router.get("/samplers/{sampler_id}", summary="A sampler", response_class=Response, responses=ERRORS)
 async def get_sampler(sampler_id: Annotated[str, Path(pattern=ID)], ring: TheRing) -> Response:
-    """What it draws from."""
+    """Returns the model or the version that the sampler draws from."""
     sampler = await _known(ring, sampler_id)
     named = {"base_model": sampler.base_model, "model_path": sampler.model_path or None}
     return json_reply({"sampler_id": sampler.id, **named})
@@ -70,7 +70,7 @@ async def get_sampler(sampler_id: Annotated[str, Path(pattern=ID)], ring: TheRin
 
 @router.post("/asample", summary="Begin a sample", response_class=Response, responses=ERRORS)
 async def asample(body: SampleBody, ring: TheRing) -> Response:
-    """Its future, and the ids of its completions. What cannot be drawn is refused here."""
+    """Returns the sample's future and the ids of its completions. A sample that cannot be drawn is refused here."""
     if body.sampling_session_id is None or body.seq_id is None:
         raise InvalidRequestError("a sample has a 'sampling_session_id' and a 'seq_id'", param="sampling_session_id")
     sampler = await _known(ring, body.sampling_session_id)
@@ -81,11 +81,11 @@ async def asample(body: SampleBody, ring: TheRing) -> Response:
     shows = any(chunk.type != "encoded_text" for chunk in body.prompt.chunks)
     if shows and await ring.tinker.find(who, TinkerSample, id) is not None:
         return json_reply(answer)  # whatever has become of its images' URLs
-    work, tokens = await _work(ring, sampler, body, id)
+    planned, tokens = await _planned(ring, sampler, body, id)
     if await ring.tinker.put(who, id, TinkerSample(ring.api_id), new=True):
         token = client.set(None)  # the sample does not end with this request
         try:
-            task = asyncio.create_task(_draw(ring, who, id, work, body, tokens))
+            task = asyncio.create_task(_draw(ring, who, id, planned, body, tokens))
         finally:
             client.reset(token)
         name = f"{who}/{id}"
@@ -95,7 +95,7 @@ async def asample(body: SampleBody, ring: TheRing) -> Response:
 
 
 async def cancel_sample(ring: Ring, id: str) -> None:
-    """End a sample that nobody wants any more, whichever process works on it."""
+    """End a sample that its client has cancelled, whichever process works on it."""
     who = keeper()
     if task := _running.get(f"{who}/{id}"):
         task.cancel()
@@ -137,7 +137,7 @@ def _own(ring: Ring, target: Target) -> Target:
     return target
 
 
-async def _work(ring: Ring, sampler: TinkerSampler, body: SampleBody, id: str) -> tuple[Work, AskedTokens]:
+async def _planned(ring: Ring, sampler: TinkerSampler, body: SampleBody, id: str) -> tuple[Sequences, PromptTokenQuery]:
     params = body.sampling_params
     stops = params.stop
     fields: dict[str, Any] = {
@@ -167,19 +167,17 @@ async def _work(ring: Ring, sampler: TinkerSampler, body: SampleBody, id: str) -
             if getattr(body, name):
                 raise UnsupportedParameterError("it does not go with images", param=name)
         ids, images, _ = await seen_prompt(ring, card, target.served.codec, pieces, "prompt")
-    tokens = await aside(AskedTokens.of, body, len(ids), card.vocab_size)
-    asked = Asked(
-        endpoint="completions",
+    tokens = await aside(PromptTokenQuery.of, body, len(ids), card.vocab_size)
+    prepared = PreparedRequest(
         prompts=[list(ids)],
         max_tokens=params.max_tokens,
         default_tokens=card.context_length,
         clamp=params.max_tokens is None,
         logprobs=body.topk_sample_logprobs or None,
         images=images,
-        image_token=0 if card.vision is None else card.vision.image_token_id,
     )
-    work, _ = await plan(ring, await aside(_fields, fields), target, asked)
-    return await aside(tokens.put_into, work, body), tokens
+    planned = await plan(ring, await aside(_fields, fields), target, prepared)
+    return await aside(tokens.put_into, planned.sequences, body), tokens
 
 
 def _fields(given: dict[str, Any]) -> SamplingFields:
@@ -189,10 +187,12 @@ def _fields(given: dict[str, Any]) -> SamplingFields:
         raise from_validation(error.errors(include_url=False)) from None
 
 
-async def _draw(ring: Ring, who: str, id: str, work: Work, body: SampleBody, tokens: AskedTokens) -> None:
+async def _draw(
+    ring: Ring, who: str, id: str, sequences: Sequences, body: SampleBody, tokens: PromptTokenQuery
+) -> None:
     """Sample, and keep the result or why there is none."""
     try:
-        gathered = await gather_all(ring, work)
+        gathered = await gather_all(ring, sequences)
         result = TinkerSample(ring.api_id, "done", await aside(_result, gathered, body, tokens))
     except asyncio.CancelledError:
         return
@@ -206,7 +206,7 @@ async def _draw(ring: Ring, who: str, id: str, work: Work, body: SampleBody, tok
         await ring.tinker.put(who, id, result)
 
 
-def _result(gathered: Sequence[list[TokenEvent]], body: SampleBody, tokens: AskedTokens) -> bytes:
+def _result(gathered: Sequence[list[TokenEvent]], body: SampleBody, tokens: PromptTokenQuery) -> bytes:
     wholes = [join(events) for events in gathered]
     sequences = [
         Sampled(
@@ -218,14 +218,14 @@ def _result(gathered: Sequence[list[TokenEvent]], body: SampleBody, tokens: Aske
         for whole in wholes
     ]
     first, top_k = wholes[0], body.topk_prompt_logprobs
-    told = first.prompt_others or [() for _ in first.prompt_logprobs or ()]
-    targets = None if tokens.targets is None else (tokens.targets, tokens.logprobs(told))
+    reported = first.prompt_others or [() for _ in first.prompt_logprobs or ()]
+    targets = None if tokens.targets is None else (tokens.targets, tokens.logprobs(reported))
     prompt = PromptSaid(
         first.prompt_logprobs if body.prompt_logprobs else None,
         _top(first.prompt_top_logprobs) if top_k else (),
         top_k,
         targets,
-        _top(tokens.drawn(told)) if tokens.draws else (),
+        _top(tokens.drawn(reported)) if tokens.draws else (),
         tokens.draws,
     )
     return sample_bytes(sequences, body.topk_sample_logprobs, prompt)

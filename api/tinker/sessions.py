@@ -33,7 +33,7 @@ _FLAGS = {
 
 @router.get("/healthz", summary="Whether the server answers", response_class=Response)
 async def healthz() -> Response:
-    """Always."""
+    """Answers as long as the process lives."""
     return json_reply({"status": "ok"})
 
 
@@ -85,7 +85,7 @@ async def session_heartbeat(body: SessionId, ring: TheRing) -> Response:
 
 @router.post("/sessions/{session_id}/finish", summary="End", response_class=Response, responses=error_responses(404))
 async def finish_session(session_id: SessionPath, ring: TheRing) -> Response:
-    """Its learners stay until their time to live is over."""
+    """Ends the session. Its learners are kept until their time to live is over."""
     session = await session_named(ring, session_id)
     done = TinkerSession(session.id, session.metadata, session.display_name, True)
     await ring.tinker.put(keeper(), session.id, done)
@@ -94,7 +94,7 @@ async def finish_session(session_id: SessionPath, ring: TheRing) -> Response:
 
 @router.get("/sessions/{session_id}", summary="A session", response_class=Response, responses=error_responses(404))
 async def get_session(session_id: SessionPath, ring: TheRing) -> Response:
-    """Its learners."""
+    """Returns the ids of the session's learners."""
     session = await session_named(ring, session_id)
     runs = [run for run in await ring.tinker.runs(keeper()) if run.startswith(f"{session.id}:")]
     named = {"user_metadata": session.metadata or None, "display_name": session.display_name or None}

@@ -11,13 +11,13 @@ from typing import Any, cast, get_args
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from api.callers.caller import asker
+from api.callers.fair_pool import aside
+from api.generation.named_images import Known
 from api.generation.target import meant
 from api.http.errors import error_responses, json_reply
 from api.http.limits import is_protobuf, most_numbers
-from api.ring.caller import asker
-from api.ring.named_images import Known
 from api.ring.ring import Ring, TheRing
-from api.ring.room import aside
 from api.tinker import passes
 from api.tinker.bodies import (
     ExternalBody,
@@ -168,7 +168,7 @@ async def load_weights(body: LoadBody, ring: TheRing) -> Response:
 
 @router.post("/get_info", summary="A learner", response_class=Response, responses=ERRORS)
 async def get_info(body: ModelId, ring: TheRing) -> Response:
-    """Its model and rank."""
+    """Returns the learner's model and rank."""
     spec = await spec_named(ring, body.model_id)
     card, _ = await ring.known(spec.model)
     tokenizer = card.sources[0] if card.sources else card.name
@@ -229,7 +229,7 @@ async def _pass(ring: Ring, request: Request, form: Form) -> Response:
 
 
 async def _check_seen(ring: Ring, spec: LearnerSpec, card: ModelCard, data: list[GivenDatum]) -> None:
-    """Before images are read; UnsupportedModelError when nobody learns from them."""
+    """Before images are read; UnsupportedModelError when the model cannot learn from them."""
     if card.vision is not None:  # else the images themselves are refused
         service = await ring.learners.service(spec.model)
         if service is None:
@@ -260,7 +260,7 @@ def _reply(learner: str, number: int, more: str = "") -> Response:
 
 
 def _kind(metadata: Metadata) -> LoraKind | None:
-    """What a client asks for in its metadata, the only place that the SDK has for it; None: nothing."""
+    """Kind of LoRA that a client asks for in its metadata, the only place that the SDK has for it; None: nothing."""
     asked = (metadata or {}).get(_KIND)
     if asked is not None and asked not in get_args(LoraKind):
         raise InvalidRequestError(f"{asked!r} is none of {', '.join(get_args(LoraKind))}", param=_KIND_PARAM)
@@ -293,7 +293,7 @@ async def _make(ring: Ring, learner: str, card: ModelCard, lora: LoraBody, kind:
 
 
 async def _trainable(ring: Ring, name: str) -> ModelCard:
-    """UnknownModelError, or ServiceUnavailableError when nobody trains learners of this model."""
+    """UnknownModelError, or ServiceUnavailableError when no service trains learners of this model."""
     card = (await ring.served(await meant(ring, name))).card
     if await ring.learners.service(card.name) is None:
         raise _no_service(card.name, name)

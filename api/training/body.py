@@ -143,7 +143,7 @@ class PostedTrajectory(RequestModel):
 
     @property
     def score(self) -> float | None:
-        """The reward's value."""
+        """Value of the trajectory's reward, if it has one."""
         return self.reward.value if isinstance(self.reward, RewardValue) else self.reward
 
     def trajectory(self, index: int, policy: str, model: str) -> LiveTrajectory:
@@ -171,7 +171,7 @@ class PostedTrajectory(RequestModel):
 
 
 class UpdateBody(RequestModel):
-    """POST /v1/training/update."""
+    """Request body of POST /v1/training/update."""
 
     trajectories: list[PostedTrajectory] = Field(min_length=1, max_length=MAX_TRAJECTORIES)
     update_inference: bool = Field(default=True, description="serve the result; false: train, and serve it later")
@@ -179,8 +179,8 @@ class UpdateBody(RequestModel):
     policy: str = Field(default="", description="whose trainer; default: the setting `default_adapter`")
 
 
-class Asked(msgspec.Struct, array_like=True):
-    """What a body is read with: its bounds, the policy, and what is known of its model."""
+class ReadingContext(msgspec.Struct, array_like=True):
+    """Context in which a body is read: its bounds, the policy, and facts about the policy's model."""
 
     most_values: int = 0
     most_objects: int = 0
@@ -191,7 +191,7 @@ class Asked(msgspec.Struct, array_like=True):
 
 
 class Update(msgspec.Struct, array_like=True):
-    """What a body comes to: the order for the trainer, and what must be there for it."""
+    """The order for the trainer, and what must exist for it."""
 
     order: bytes  # JSON
     checkpoint_name: str
@@ -202,7 +202,7 @@ class _Named(msgspec.Struct):
     policy: str = ""
 
 
-_asked = msgspec.msgpack.Decoder(Asked)
+_asked = msgspec.msgpack.Decoder(ReadingContext)
 update_decoder = msgspec.msgpack.Decoder(Update)
 
 
@@ -219,7 +219,7 @@ def policy_named(body: bytes, _: bytes) -> bytes:
 
 
 def update_read(data: bytes, asked: bytes) -> bytes:
-    """An `Update`."""
+    """The body as an `Update` in msgpack."""
     known = _asked.decode(asked)
     check_shape(data, known.most_values, known.most_objects)
     body = parsed(data)
@@ -261,7 +261,7 @@ def _posted(index: int, raw: msgspec.Raw) -> PostedTrajectory:
 
 
 class CheckpointBody(RequestModel):
-    """POST /training/checkpoint."""
+    """Request body of POST /training/checkpoint."""
 
     name: str = Field(default="", description="default: step-<train step>")
     checkpoint_name: str = Field(default="", description="the same as `name`")
@@ -269,7 +269,7 @@ class CheckpointBody(RequestModel):
 
 
 class ResumeBody(RequestModel):
-    """POST /v1/training/resume."""
+    """Request body of POST /v1/training/resume."""
 
     action: ForeignAction = Field(
         description="adopt: train on from the version that is the latest; override: serve the run's own again"
@@ -299,7 +299,7 @@ def parsed_version(version: str, index: int, field: str) -> tuple[str, int]:
     return choices[0].name, choices[0].version
 
 
-def checked(body: UpdateBody, asked: Asked) -> tuple[LiveTrajectory, ...]:
+def checked(body: UpdateBody, asked: ReadingContext) -> tuple[LiveTrajectory, ...]:
     """The trajectories as the trainer takes them, checked against its model; InvalidRequestError names the index."""
     for index, posted in enumerate(body.trajectories):
         where = f"trajectories[{index}]"

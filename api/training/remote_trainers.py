@@ -1,8 +1,8 @@
 """/v1/trainers/{policy}: the ring's side of a trainer that knows the api alone (`mlx_parallm_train --over-http`).
 
-It tells that it owns the policy and how it goes, as a trainer with Redis writes on its board; orders that users place
+It reports that it owns the policy and how it goes, as a trainer with Redis writes on its board; orders that users place
 with /v1/training/update and /training/checkpoint are handed to it here. Samples come from /v1/jobs, versions go to
-/v1/adapters. Whoever holds the policy is believed: keep keys to those who may train.
+/v1/adapters. The holder of the policy is believed: keep keys to those who may train.
 """
 
 import time
@@ -13,8 +13,8 @@ from fastapi import APIRouter, Depends, Query, Request
 from fastapi import Path as PathParameter
 from starlette.responses import Response
 
+from api.callers.caller import asker
 from api.http.errors import error_responses, json_reply
-from api.ring.caller import asker
 from api.ring.ring import Ring, ring_of
 from shared.adapters import NAME
 from shared.errors import ConflictError, InvalidRequestError, UnknownModelError
@@ -66,8 +66,8 @@ async def beat(policy: Policy, request: Request, ring: TheRing) -> Response:
         if heartbeat.point is not None:
             await board.add(heartbeat.point)
         if heartbeat.status is not None:
-            told = {"owner": heartbeat.owner, "ranks": (), "heartbeat_ms": int(time.time() * 1000)}
-            await board.write(msgspec.structs.replace(heartbeat.status, **told))
+            changes = {"owner": heartbeat.owner, "ranks": (), "heartbeat_ms": int(time.time() * 1000)}
+            await board.write(msgspec.structs.replace(heartbeat.status, **changes))
     return json_reply(Holder(holder, model, name))
 
 
@@ -86,7 +86,7 @@ async def let_go(policy: Policy, ring: TheRing, owner: Annotated[str, Query(max_
     responses=error_responses(400),
 )
 async def alert(policy: Policy, request: Request, ring: TheRing) -> Response:
-    """Keep an alert, count it, and tell whoever listens."""
+    """Keep an alert, count it, and notify clients that listen."""
     raised = await _read(request, Alert)
     await TrainingBoard(ring.redis, policy).alert(raised.kind, raised.message)
     return json_reply({"object": "alert"})
@@ -125,7 +125,7 @@ async def take_orders(policy: Policy, request: Request, ring: TheRing) -> Respon
     responses=error_responses(400, 409),
 )
 async def answer_order(policy: Policy, request: Request, ring: TheRing) -> Response:
-    """Tell whoever waits, if there is an answer; with `done` the order will not come again."""
+    """Notify the clients that wait, if there is an answer; with `done` the order will not come again."""
     letter = await _read(request, AnswerLetter)
     await _held(ring, policy, letter.owner)
     if not _is_entry(letter.entry):

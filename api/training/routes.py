@@ -1,7 +1,7 @@
 """Training from outside: post trajectories, look at a trainer, save a checkpoint.
 
 The trainer is another process. What it is asked goes through a stream of orders in Redis and is answered there; what it
-tells of itself stands on its board. Without a live trainer an order is refused (503), and looking still works.
+reports of itself stands on its board. Without a live trainer an order is refused (503), and looking still works.
 """
 
 import datetime
@@ -14,18 +14,18 @@ import msgspec
 from fastapi import APIRouter, Depends, Header, Query, Request
 from starlette.responses import Response
 
+from api.callers.caller import asker
+from api.callers.fair_pool import aside
 from api.generation.target import card_of_base, check_published
 from api.http.bodies import BodyRoute
 from api.http.errors import error_responses, json_reply
 from api.http.limits import most_numbers
-from api.ring.caller import asker
 from api.ring.choosing import ring_of_adapter
 from api.ring.ring import Ring, ring_of
-from api.ring.room import aside
 from api.tenants import Right, check
 from api.training.body import (
-    Asked,
     CheckpointBody,
+    ReadingContext,
     ResumeBody,
     UpdateBody,
     parsed_version,
@@ -86,7 +86,7 @@ async def update(request: Request, ring: TheRing, idempotency_key: IdempotencyKe
     async with ring.bodies.reading(await request.body()) as reading:
         ring, policy = await _policy(ring, (await reading.call(policy_named, None)).decode(), "change")
         card, most = await _card(ring, policy), most_numbers(ring.settings)
-        asked = Asked(*most, policy, card.name, card.vocab_size, card.context_length)
+        asked = ReadingContext(*most, policy, card.name, card.vocab_size, card.context_length)
         read = await aside(update_decoder.decode, await reading.call(update_read, asked))
     check_checkpoint_name(read.checkpoint_name)
     await _check_versions(ring, read.versions)
@@ -175,7 +175,7 @@ async def status(ring: TheRing, policy: PolicyName = "") -> Response:
     responses={200: {"description": "Board, curves, alerts, queues, versions"}},
 )
 async def debug(ring: TheRing, policy: PolicyName = "", points: Annotated[int, Query(ge=0, le=4096)] = 50) -> Response:
-    """What Redis knows of a policy's training, for a person who looks for a fault."""
+    """Returns everything that Redis holds of a policy's training, for a person who looks for a fault."""
     ring, name = await _policy(ring, policy)
     board = TrainingBoard(ring.redis, name)
     try:
@@ -246,7 +246,7 @@ async def _card(ring: Ring, policy: str) -> ModelCard:
         summary = await ring.adapters.summary(policy)
     except UnknownAdapterError:
         await check_published(ring, policy)
-        raise _nobody(policy) from None
+        raise _no_trainer(policy) from None
     return await card_of_base(ring, summary.base_sha256)
 
 
@@ -271,7 +271,7 @@ async def _ordered(ring: Ring, policy: str, order: bytes, idempotency_key: str) 
     reply = await orders.answer(order_id, 0)
     if reply is None:
         if not await board.alive():
-            raise _nobody(policy)
+            raise _no_trainer(policy)
         await orders.place(order_id, order, ring.settings.request_timeout_s)
     while reply is None and time.monotonic() < until:
         reply = await orders.answer(order_id, min(_LOOK_S, until - time.monotonic()))
@@ -288,7 +288,7 @@ async def _ordered(ring: Ring, policy: str, order: bytes, idempotency_key: str) 
     return answer
 
 
-def _nobody(policy: str) -> ServiceUnavailableError:
+def _no_trainer(policy: str) -> ServiceUnavailableError:
     start = f"start one with mlx_parallm_train --adapter {policy}"
     return ServiceUnavailableError(f"no trainer of policy '{policy}' is alive: {start}", retry_after_s=10)
 

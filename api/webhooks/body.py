@@ -13,7 +13,7 @@ from pydantic import Field, SecretStr, field_validator
 from api.http.fields import RequestModel, complaint
 from api.ring.ring import Ring
 from shared.errors import InvalidRequestError, UnsupportedParameterError
-from shared.process.settings import ApiSettings
+from shared.process.api_settings import ApiSettings
 from shared.webhooks import Webhook
 
 PREFIX = "whsec_"
@@ -21,7 +21,7 @@ FEWEST, MOST = 16, 128  # bytes of a secret
 
 
 class WebhookBody(RequestModel):
-    """Who is told of an end."""
+    """Server that is notified of an end."""
 
     url: str = Field(max_length=2048, description="https, of a host that the server allows (`--webhook-hosts`)")
     secret: SecretStr = Field(description="signs what is sent, as Standard Webhooks do: `whsec_` and base64, or a text")

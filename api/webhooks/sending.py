@@ -14,7 +14,7 @@ import time
 
 import httpx
 
-from api.ring.public_addresses import is_public
+from api.checks.public_addresses import is_public
 from api.webhooks.body import secret_bytes
 from shared.errors import ParallmError
 
@@ -22,7 +22,7 @@ TRY_S = 10.0  # for all of it
 
 
 class NotSentError(ParallmError):
-    """A try that failed; the message tells neither the path nor the secret."""
+    """A try that failed; the message shows neither the path nor the secret."""
 
 
 def headers(event_id: str, payload: bytes, secret: str, now: int) -> dict[str, str]:

@@ -54,7 +54,7 @@ class _Ended(NamedTuple):
 
 
 class _WebhookRun(msgspec.Struct):
-    """What is of interest here in how a background response goes on."""
+    """The part of a background response's run that webhooks need."""
 
     webhook: Webhook | None = None
 
@@ -112,7 +112,7 @@ class WebhookWork:
             await self._due.done(entry)
         except (RedisError, OSError) as error:
             log.info("webhook.waits", kind=kind, error=reason(error))  # until its lease is over
-        except Exception as error:  # not with its words, nor its place: they may tell of the URL or the secret
+        except Exception as error:  # not with its words, nor its place: they may show the URL or the secret
             log.error("webhook.failed", kind=kind, error=type(error).__name__)
             with contextlib.suppress(RedisError, OSError):
                 await self._due.done(entry)
@@ -140,7 +140,7 @@ class WebhookWork:
         """Try once; whether the entry has been given back for another try."""
         url, settings = httpx.URL(webhook.url), self._ring.settings
         receiver = (tenant, f"{url.scheme}://{url.netloc.decode()}")
-        told = {"kind": ended.kind, "id": ended.name, "host": url.host}
+        event = {"kind": ended.kind, "id": ended.name, "host": url.host}
         if self._receivers[receiver] >= AT_ONE_RECEIVER:
             await self._due.again([entry], MOMENT_MS)
             return True
@@ -154,16 +154,16 @@ class WebhookWork:
         except NotSentError as error:
             passed_s = max(0.0, time.time() - ended.at)
             if passed_s > 3600 * settings.webhook_hours:
-                log.warning("webhook.given_up", **told, reason=error.message)
+                log.warning("webhook.given_up", **event, reason=error.message)
                 return False
             pause_s = pause_after(passed_s, ELSEWHERE_S if why else LONGEST_S)
-            log.info("webhook.again", **told, reason=error.message, in_s=round(pause_s))
+            log.info("webhook.again", **event, reason=error.message, in_s=round(pause_s))
             await self._due.again([entry], int(1000 * pause_s))
             return True
         finally:
             self._receivers[receiver] -= 1
             self._receivers += Counter()
-        log.info("webhook.sent", **told)
+        log.info("webhook.sent", **event)
         return False
 
 

@@ -2,7 +2,7 @@
 
 from pydantic import SecretStr
 
-from shared.process.settings import JoinSettings
+from shared.process.process_settings import JoinSettings
 
 
 async def ring_url(settings: JoinSettings) -> str:

@@ -28,13 +28,14 @@ from typing import Any
 import uvloop
 
 from api.generation.running import Generation, settled
-from api.generation.work import Work
+from api.generation.sequences import Sequences
 from api.ring.ring import Ring
 from api.serve.embedded_redis import EmbeddedRedis
 from shared.errors import DeadlineExceededError, LateFirstTokenError, QueueFullError
+from shared.process.api_settings import ApiSettings
 from shared.process.logs import configure
-from shared.process.settings import ApiSettings, load
-from shared.sequences import SamplingParams
+from shared.process.settings import load
+from shared.sequences import SamplingParams, SequenceSpec
 from tests.bench.redis_scaling import MODEL
 from tests.bench.timed_worker import TimedEngine, work
 from tests.waiting import wait_until
@@ -135,7 +136,8 @@ def workers(url: str) -> Iterator[None]:
 async def request(ring: Ring, name: str, prompt: int, tokens: int, deadline_s: float, figures: Figures) -> None:
     """One client, who leaves when it is refused."""
     began = time.time()
-    job = Work(name, MODEL, (tuple(2 + i % 190 for i in range(prompt)),), SamplingParams(tokens, seed=1))
+    template = SequenceSpec(name, MODEL, (), SamplingParams(tokens, seed=1))
+    job = Sequences(template, (tuple(2 + i % 190 for i in range(prompt)),))
     figures.offered += 1
     try:
         generation = await Generation.start(ring, job)

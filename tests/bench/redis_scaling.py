@@ -36,14 +36,15 @@ from fastapi import FastAPI
 
 from api.app import life
 from api.generation.running import Generation
-from api.generation.work import Work
+from api.generation.sequences import Sequences
 from api.ring.choosing import ring_for
 from api.ring.ring import Ring
+from shared.process.api_settings import ApiSettings
 from shared.process.logs import configure
 from shared.process.open_files import many_files, raise_file_limit
-from shared.process.settings import ApiSettings, load
+from shared.process.settings import load
 from shared.redis.connection.client import Script
-from shared.sequences import SamplingParams
+from shared.sequences import SamplingParams, SequenceSpec
 from shared.telemetry.metrics import Tally
 from tests.bench.servers import Servers, model_names, servers
 
@@ -161,7 +162,7 @@ async def stream(front: Ring, model: str, level: Level, heard: Heard, number: in
         sampling, deadline = SamplingParams(length, seed=1), int(1000 * (time.time() + 600))
         name = f"{ring.api_id}-{number}-{count}"
         generation = await Generation.start(
-            ring, Work(name, served.card.name, (prompt,), sampling, deadline_ms=deadline)
+            ring, Sequences(SequenceSpec(name, served.card.name, (), sampling, deadline_ms=deadline), (prompt,))
         )
         try:
             async for events in generation.batches():

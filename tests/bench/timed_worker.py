@@ -17,7 +17,8 @@ import msgspec
 import worker.process
 from shared.errors import SetupError
 from shared.frames import Finish, TokenEvent
-from shared.process.settings import WorkerSettings, load
+from shared.process.settings import load
+from shared.process.worker_settings import WorkerSettings
 from shared.sequences import ModelCard
 from shared.text.codec import TokenizerBundle
 from tests.bench.redis_scaling import MODEL

@@ -23,8 +23,8 @@ from typing import Any
 import msgspec
 import psutil
 
+from api.generation.sequences import Sequences
 from api.generation.tracing import WorkSpan
-from api.generation.work import Work
 from shared.frames import Finish, TokenEvent
 from shared.sequences import Claim, SamplingParams, SequenceResult, SequenceSpec, Timings
 from shared.telemetry import tracing
@@ -120,7 +120,7 @@ def calls(collector: str) -> None:
     """Microseconds of a request's calls, alone: those of its span in the api, those of its sequence in the worker."""
     spec = SequenceSpec("s", MODEL, (1,) * 64, SamplingParams(64, 0))
     result = SequenceResult("s", Finish("length"), "w", 1, 64, (7,) * 64, timings=Timings(1_000, 1_010, 1_040, 1_100))
-    work = Work("cmpl-1", MODEL, ((1,) * 64,), SamplingParams(64, 0))
+    work = Sequences(SequenceSpec("cmpl-1", MODEL, (), SamplingParams(64, 0)), ((1,) * 64,))
     last = TokenEvent("s", 1, 63, [7], [0.0], finish=Finish("length"))
 
     def request(trace: str) -> None:

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from shared.process.settings import ServeSettings, WorkerSettings, load
+from shared.process.serve_settings import ServeSettings
+from shared.process.settings import load
+from shared.process.worker_settings import WorkerSettings
 
 ROOT = Path(__file__).parents[2]
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())

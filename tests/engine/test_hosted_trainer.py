@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from shared.errors import ParallmError, SetupError
-from shared.process.settings import WorkerSettings
+from shared.process.worker_settings import WorkerSettings
 from tests.engine.conftest import prompt_of, spec
 from tests.engine.test_thread import Outbox
 from tests.engine.test_trainer_loop import settings

@@ -14,7 +14,7 @@ from shared.adapter_files.config import mlx_config
 from shared.adapter_files.formats import prepare
 from shared.errors import UnknownAdapterError
 from shared.owners import ADMINS, ANYBODY, Asker
-from shared.process.settings import WorkerSettings
+from shared.process.worker_settings import WorkerSettings
 from shared.redis import keys
 from shared.redis.adapters.store import AdapterStore
 from shared.redis.connection.client import connect

@@ -16,7 +16,7 @@ from starlette.routing import BaseRoute
 from api.app import create_app
 from api.http.connections import bounded
 from api.ring.ring import Ring
-from shared.process.settings import ApiSettings
+from shared.process.api_settings import ApiSettings
 from tests.waiting import HANG_S, comes_true
 
 _routes: list[BaseRoute] = []

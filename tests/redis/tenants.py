@@ -17,7 +17,7 @@ from api.app import create_app
 from api.http.api_keys import line_of
 from api.tenants import Rule, rule_of
 from shared.learners import LearnerSpec
-from shared.process.settings import ApiSettings
+from shared.process.api_settings import ApiSettings
 from shared.redis import keys
 from shared.redis.training.tinker_store import TinkerSampler, TinkerSession
 from shared.sequences import SamplingParams, SequenceSpec, encode

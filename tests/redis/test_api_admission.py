@@ -74,7 +74,7 @@ async def _length(redis: Redis, kind: str, length: int) -> bool:
 async def test_rates_are_counted_for_a_key_over_all_api_processes(
     redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("api.http.admission.RATE_ANSWER_S", 60)  # a busy machine's first connection takes a while
+    monkeypatch.setattr("api.admission.RATE_ANSWER_S", 60)  # a busy machine's first connection takes a while
     file = tmp_path / "keys"
     slow, quick = "the-slow-key-is-long", "the-quick-key-is-long"
     file.write_text(f"{line_of(slow, name='slow', rate='3/hour')}\n{line_of(quick, name='quick')}\n")

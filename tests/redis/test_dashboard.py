@@ -11,7 +11,7 @@ import pytest
 from redis.asyncio import Redis
 from safetensors.numpy import save
 
-from api.ops.dashboard.parts import RewardsKept
+from api.ops.dashboard.parts import RewardsCache
 from api.ops.dashboard.render import duration, number
 from api.ops.dashboard.samples import histogram
 from shared.redis.adapters.store import AdapterStore
@@ -191,7 +191,7 @@ async def test_the_ring_is_told_as_json(server: Api, redis: Redis) -> None:
 
 async def test_a_page_of_a_running_job_does_not_read_all_samples_every_second(server: Api, redis: Redis) -> None:
     job = await finished_job(server, redis)
-    status, kept = await server.ring.jobs.status(job), RewardsKept()
+    status, kept = await server.ring.jobs.status(job), RewardsCache()
     first = await kept.read(server.ring, status)
     assert first is not None
     assert await kept.read(server.ring, msgspec.structs.replace(status, progress=0.6)) is first

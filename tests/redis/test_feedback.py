@@ -242,7 +242,7 @@ async def test_bad_feedback_is_refused_by_name(keeping: Api, body: dict[str, Any
 async def test_an_unknown_answer_is_named_as_it_was_asked_for(
     keeping: Api, monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any], shown: str
 ) -> None:
-    monkeypatch.setattr("api.rl.feedback.KEPT_WITHIN_S", 0.0)
+    monkeypatch.setattr("api.rl.feedback.STORED_WITHIN_S", 0.0)
     refused = await keeping.post("/v1/feedback", {**asked, "reward": -1e9})
     assert refused.status_code == 404
     assert f"no answer {shown} waits" in refused.json()["error"]["message"]

@@ -16,7 +16,8 @@ from shared.adapters import AdapterManifest
 from shared.errors import EngineError, ServiceUnavailableError, SetupError
 from shared.frames import TokenEvent
 from shared.images.refs import VisionSpec
-from shared.process.settings import WorkerSettings, load
+from shared.process.settings import load
+from shared.process.worker_settings import WorkerSettings
 from shared.redis import keys
 from shared.redis.connection.client import connect
 from shared.sequences import SamplingParams, SequenceSpec

@@ -13,7 +13,8 @@ from redis.asyncio import Redis
 from structlog.testing import capture_logs
 
 from shared.errors import SetupError
-from shared.process.settings import WorkerSettings, load
+from shared.process.settings import load
+from shared.process.worker_settings import WorkerSettings
 from shared.redis import keys
 from shared.redis.queue.affinity import WarmNotes
 from shared.sequences import ModelCard

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
-from shared.process.settings import WorkerSettings, load
+from shared.process.settings import load
+from shared.process.worker_settings import WorkerSettings
 from shared.redis import keys
 from shared.sequences import ModelCard
 from shared.telemetry.metrics import Tally

@@ -18,7 +18,7 @@ from fastapi.routing import APIRoute
 from api.app import ROUTED
 from api.http.limits import NUMBERS, PASSES, PROTOBUF, REQUESTS, UPLOADS, most_bytes, most_numbers
 from shared.learners import ServiceCard
-from shared.process.settings import ApiSettings
+from shared.process.api_settings import ApiSettings
 from shared.redis.adapters.store import AdapterStore
 from shared.redis.connection.client import connect
 from shared.redis.training.learner_store import LearnerStore

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from shared.process.settings import ApiSettings
+from shared.process.api_settings import ApiSettings
 from shared.sequences import SequenceSpec
 from tests.redis.adapter_versions import publish
 from tests.redis.api_servers import Api, api

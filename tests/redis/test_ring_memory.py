@@ -13,7 +13,8 @@ from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from shared.frames import Finish, TokenEvent
-from shared.process.settings import WorkerSettings, load
+from shared.process.settings import load
+from shared.process.worker_settings import WorkerSettings
 from shared.redis import keys
 from shared.redis.processes.completion_store import (
     COMPLETION_IDS,

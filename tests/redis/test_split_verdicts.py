@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 from redis.asyncio import Redis
 
-from api.ring.caller import ApiKey, calling
+from api.callers.caller import ApiKey, calling
 from shared.adapters import GateCheck
 from shared.errors import ConflictError
 from shared.owners import Asker

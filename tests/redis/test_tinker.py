@@ -33,7 +33,7 @@ from shared.learners import (
     StepRequest,
     Values,
 )
-from shared.process.settings import ApiSettings
+from shared.process.api_settings import ApiSettings
 from shared.redis import keys
 from shared.redis.training.tinker_store import TinkerSample
 from tests.redis.adapter_versions import publish

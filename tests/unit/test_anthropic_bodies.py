@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from api.anthropic.blocks import BlockWriter
 from api.anthropic.body import CountRequest, MessagesRequest
 from api.anthropic.turns import ChatWriter, places_of_images, without_telemetry
-from api.generation.languages.pieces import CallPart, Piece
+from api.generation.languages.pieces import CallPart, ReplyPiece
 from api.http.errors import from_validation
 from shared.errors import InvalidRequestError
 
@@ -244,20 +244,20 @@ def test_what_asks_for_nothing_is_taken() -> None:
 
 
 PIECES = [
-    Piece(reasoning="so "),
-    Piece(reasoning="so"),
-    Piece(content="I look"),
-    Piece(content="."),
-    Piece(calls=[CallPart(0, "clock", '{"zo')]),
-    Piece(calls=[CallPart(0, "", 'ne": "UTC"}', complete=True), CallPart(1, "other", "{}", complete=True)]),
-    Piece(calls=[CallPart(2, "cut", '{"a": [1, "b')]),
+    ReplyPiece(reasoning="so "),
+    ReplyPiece(reasoning="so"),
+    ReplyPiece(content="I look"),
+    ReplyPiece(content="."),
+    ReplyPiece(calls=[CallPart(0, "clock", '{"zo')]),
+    ReplyPiece(calls=[CallPart(0, "", 'ne": "UTC"}', complete=True), CallPart(1, "other", "{}", complete=True)]),
+    ReplyPiece(calls=[CallPart(2, "cut", '{"a": [1, "b')]),
 ]
 
 
 def test_events_add_up_to_the_blocks() -> None:
     writer, whole = BlockWriter("b", shows_thinking=True), BlockWriter("b", shows_thinking=True)
     events = [event for piece in PIECES for event in writer.take(piece)] + writer.end()
-    together = Piece()
+    together = ReplyPiece()
     for piece in PIECES:
         together.add(piece)
     whole.take(together)

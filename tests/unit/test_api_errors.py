@@ -20,7 +20,7 @@ from api.http.auth import OwnOrigin, RequireKey
 from api.http.context import RequestContext
 from api.http.limits import UPLOADS, BodyLimit
 from shared.errors import ParallmError, QueueFullError, UnknownModelError
-from shared.process.settings import ApiSettings
+from shared.process.api_settings import ApiSettings
 from shared.telemetry.metrics import Tally
 
 

@@ -1,9 +1,9 @@
-"""From a request's work to its sequences."""
+"""From the sequences of a request to what is enqueued, and how one ends."""
 
 import pytest
 
 from api.generation.running import by_choice, raise_failure
-from api.generation.work import Work
+from api.generation.sequences import Sequences
 from shared.errors import (
     ContextLengthExceededError,
     DeadlineExceededError,
@@ -12,15 +12,20 @@ from shared.errors import (
     RequestCancelledError,
 )
 from shared.frames import Finish, TokenEvent
-from shared.sequences import SamplingParams
+from shared.sequences import SamplingParams, SequenceSpec
 
 
-def work(**fields: object) -> Work:
-    return Work("r", "m", ((1,), (2, 3)), SamplingParams(4, seed=2**63 - 1), **fields)  # type: ignore[arg-type]
+def sequences(
+    prompts: tuple[tuple[int, ...], ...] = ((1,), (2, 3)),
+    n: int = 1,
+    grammar: str = "",
+) -> Sequences:
+    sampling = SamplingParams(4, seed=2**63 - 1, grammar=grammar)
+    return Sequences(SequenceSpec("r", "m", (), sampling, deadline_ms=9), prompts, n)
 
 
 def test_samples_of_one_prompt_share_a_group_and_nothing_else() -> None:
-    specs = work(n=2, deadline_ms=9).specs("api1")
+    specs = sequences(n=2).specs("api1")
     assert [spec.id for spec in specs] == ["r-0", "r-1", "r-2", "r-3"]
     assert [spec.prompt_ids for spec in specs] == [(1,), (1,), (2, 3), (2, 3)]
     assert [spec.group for spec in specs] == ["r-p0", "r-p0", "r-p1", "r-p1"]
@@ -30,15 +35,15 @@ def test_samples_of_one_prompt_share_a_group_and_nothing_else() -> None:
 
 
 def test_a_single_sample_stands_alone() -> None:
-    assert {spec.group for spec in work().specs("a")} == {""}
+    assert {spec.group for spec in sequences().specs("a")} == {""}
 
 
 def test_a_short_request_for_very_much_is_refused_before_it_is_written_out() -> None:
     long, letters = (tuple([1] * 65_536),), "a" * 262_144
-    assert len(Work("r", "m", long, SamplingParams(4, seed=1), n=128).specs("a")) == 128
+    assert len(sequences(long, 128).specs("a")) == 128
     for many in (
-        Work("r", "m", long, SamplingParams(4, seed=1), n=129),
-        Work("r", "m", ((1,),) * 256, SamplingParams(4, seed=1, grammar=letters), n=4),
+        sequences(long, 129),
+        sequences(((1,),) * 256, 4, letters),
     ):
         with pytest.raises(InvalidRequestError) as caught:
             many.specs("a")

@@ -14,14 +14,13 @@ from pydantic import SecretStr
 
 from api.app import create_app, guard
 from api.http import errors
-from api.http.api_keys import KeyRing, line_of, new_key
+from api.http.api_keys import KeyRing, check_exposure, line_of, new_key
 from api.http.auth import OwnOrigin
-from api.http.exposure import check_exposure
 from api.http.limits import MAX_JSON_DEPTH, check_shape
-from api.load import Load
+from api.load import ProcessLoad
 from shared.errors import InvalidRequestError, SetupError
 from shared.owners import ADMINS, Asker
-from shared.process.settings import ApiSettings
+from shared.process.api_settings import ApiSettings
 from shared.telemetry.metrics import Tally
 
 
@@ -228,7 +227,7 @@ def test_whatever_bytes_come_the_shape_is_decided() -> None:
 
 
 def test_retry_after_follows_the_pace_at_which_requests_end() -> None:
-    load = Load(4)
+    load = ProcessLoad(4)
     assert load.retry_after_s(5) == 5
     for _ in range(50):
         with load.one("k"):
@@ -240,7 +239,7 @@ def test_retry_after_follows_the_pace_at_which_requests_end() -> None:
 
 def test_a_stop_of_the_event_loop_is_remembered_and_counted() -> None:
     tally = Tally()
-    load = Load(4, tally)
+    load = ProcessLoad(4, tally)
     load.looked(0.001)
     assert not load.stood_still
     load.looked(1.5)

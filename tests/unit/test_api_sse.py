@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from starlette.types import Message
 
+from api.callers.caller import until_disconnected
 from api.http.sse import EventStream
-from api.ring.caller import until_disconnected
 from tests.waiting import HANG_S, wait_until
 
 SCOPE = {"type": "http", "path": "/v1/completions"}

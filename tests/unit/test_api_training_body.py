@@ -6,12 +6,12 @@ import pytest
 from pydantic import ValidationError
 
 from api.http.errors import from_validation
-from api.training.body import Asked, PostedTrajectory, UpdateBody, checked, versions_named
+from api.training.body import PostedTrajectory, ReadingContext, UpdateBody, checked, versions_named
 from shared.errors import InvalidRequestError
 from shared.frames import VersionSpan
 from shared.trajectories import Drawing, Trajectory
 
-KNOWN = Asked(policy="policy", model="t", vocabulary=100, context=8)
+KNOWN = ReadingContext(policy="policy", model="t", vocabulary=100, context=8)
 ONE: dict[str, Any] = {"prompt_ids": [1, 2], "completion_ids": [3, 4], "logprobs": [-1.0, -0.5], "reward": 1}
 
 

@@ -14,11 +14,11 @@ from pydantic import field_validator
 from starlette.routing import BaseRoute
 
 from api import app as whole
+from api.callers import fair_pool
+from api.callers.fair_pool import FairPool
 from api.http import errors
 from api.http.bodies import LONG_BYTES, BodyRoute
 from api.http.fields import RequestModel
-from api.ring import room
-from api.ring.room import Room
 
 read_by: list[str] = []
 bodies: list[bytes] = []
@@ -76,8 +76,8 @@ async def test_what_is_wrong_is_told_alike_whatever_the_length(http: httpx.Async
     assert await told(b'{"texts": [%s' % texts) == ("the body is not valid JSON: Expecting value", None)
 
 
-async def test_a_full_room_is_told_as_such(http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "_room", Room(places=1, most_waiting=0))
+async def test_a_full_pool_is_reported_as_such(http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fair_pool, "_pool", FairPool(places=1, most_waiting=0))
     answer = await http.post("/texts", json={"texts": ["a"] * LONG_BYTES})
     assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
 

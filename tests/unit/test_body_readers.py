@@ -9,9 +9,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from api.ring import caller
-from api.ring.body_readers import BodyReaders
-from api.ring.caller import Client
+from api.callers import caller
+from api.callers.caller import Client
+from api.checks.body_readers import BodyReaders
 from api.tinker.wire import check_items
 from shared.errors import InvalidRequestError, RequestCancelledError, TokenOutOfRangeError
 from tests.waiting import wait_until

@@ -1,7 +1,8 @@
 """The table of what a worker has claimed."""
 
 from shared.frames import TokenEvent
-from shared.process.settings import WorkerSettings, load
+from shared.process.settings import load
+from shared.process.worker_settings import WorkerSettings
 from shared.sequences import Claim, ModelCard, SamplingParams, SequenceSpec
 from worker.claim_plan import claim_plan
 from worker.rows import ClaimedRow, ClaimedRows

@@ -4,8 +4,11 @@ import pytest
 from api.ops.ring_address import address_of
 from shared.errors import ServiceUnavailableError, SetupError
 from shared.process.discovery import join
+from shared.process.process_settings import JoinSettings
 from shared.process.ring_query import api_url, find_redis
-from shared.process.settings import JoinSettings, ServeSettings, WorkerSettings, load
+from shared.process.serve_settings import ServeSettings
+from shared.process.settings import load
+from shared.process.worker_settings import WorkerSettings
 from trainer.settings import TrainSettings
 
 

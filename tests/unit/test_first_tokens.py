@@ -236,7 +236,7 @@ def test_what_is_refused_would_come_in_the_share_that_is_kept_free_or_later(toke
         known.refused(forecast, "m", "interactive", 1, 1)
     first_one_too_many = known.places(forecast, "m", "interactive", tokens, 30.0).places + 1
     soonest_s = forecast.seconds(first_one_too_many, known.prompt_tokens("m", "interactive"), tokens)
-    assert soonest_s >= 30 * (1 - known.kept_free("m", "interactive"))
+    assert soonest_s >= 30 * (1 - known.reserved_share("m", "interactive"))
 
 
 def test_who_was_refused_comes_back_in_when_a_tenth_has_been_worked_off() -> None:

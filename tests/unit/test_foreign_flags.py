@@ -4,7 +4,9 @@ import pytest
 
 from shared.errors import SetupError
 from shared.process.foreign_flags import REFUSED, WITHOUT_EFFECT, native
-from shared.process.settings import ServeSettings, WorkerSettings, load
+from shared.process.serve_settings import ServeSettings
+from shared.process.settings import load
+from shared.process.worker_settings import WorkerSettings
 from worker.engine.messages import DiskConfig, SpeculationConfig, engine_config
 
 TAKEN = """

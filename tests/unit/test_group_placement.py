@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from shared.errors import SetupError
-from shared.process.settings import ServeSettings, WorkerSettings, load
+from shared.process.serve_settings import ServeSettings
+from shared.process.settings import load
+from shared.process.worker_settings import WorkerSettings
 from trainer.learners import placing
 from trainer.learners.ranks import RankLearner
 from trainer.settings import TrainSettings

@@ -19,9 +19,9 @@ import pytest
 import uvloop
 from PIL import Image
 
-from api.http.limits import check_beside_images
-from api.ring.image_fetch import ImageFetch, public_address
-from api.ring.named_images import _of_url
+from api.checks.image_fetch import ImageFetch, public_address
+from api.generation.named_images import _of_url
+from api.http.limits import check_without_images
 from shared.errors import (
     IncompatibleVersionError,
     InvalidRequestError,
@@ -350,7 +350,7 @@ def test_damaged_data_urls_are_refused() -> None:
 async def served(monkeypatch: pytest.MonkeyPatch, answer: Callable[[httpx.Request], httpx.Response]) -> bytes:
     """An image fetched from a host that answers so."""
     made = httpx.MockTransport(answer)
-    monkeypatch.setattr("api.ring.image_fetch.httpx.AsyncClient", lambda **more: CLIENT(transport=made))
+    monkeypatch.setattr("api.checks.image_fetch.httpx.AsyncClient", lambda **more: CLIENT(transport=made))
 
     async def resolve(host: str, port: int) -> str:
         return "93.184.215.14"
@@ -418,7 +418,7 @@ def test_a_body_may_be_long_by_its_images_alone() -> None:
     url = b'{"type": "image_url", "image_url": {"url": "data:image/png;base64,' + b"A" * 5000 + b'"}}'
     pointer = b'{"type": "image_asset_pointer", "location": "data:image/png;base64,' + b"A" * 5000 + b'"}'
     for shown in (url, pointer):
-        check_beside_images(b'{"messages": [' + shown + b"]}", 200)
+        check_without_images(b'{"messages": [' + shown + b"]}", 200)
     for body in (b'{"text": "' + b"x" * 300 + b'"}', b'{"text": "data:' + b"x" * 300 + b'"}', url + b" " * 200):
         with pytest.raises(PayloadTooLargeError):
-            check_beside_images(body, 200)
+            check_without_images(body, 200)

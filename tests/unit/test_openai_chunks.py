@@ -10,27 +10,22 @@ from hypothesis import strategies as st
 from openai.types import Completion
 from openai.types.chat import ChatCompletionChunk
 
-from api.generation.choice import Choice, ReplyPlan, usage
+from api.generation.choice import Choice, RequestPlan, usage
 from api.generation.languages.pieces import SplitPlan
+from api.generation.sequences import Sequences
 from api.openai.chunks import ChunkWriter, event_id, seen_until
 from api.openai.replies import whole_body
 from shared.frames import Finish, TokenEvent, TokenLogprob
+from shared.sequences import SamplingParams, SequenceSpec
 from shared.token_events import join
 from tests.unit.api_texts import EOS, codec, ids
 
 
-def plan(**fields: Any) -> ReplyPlan:
-    shape: dict[str, Any] = {
-        "id": "cmpl-1",
-        "endpoint": "completions",
-        "created": 7,
-        "served": "m",
-        "model": "m",
-        "fingerprint": "fp",
-        "prompts": (tuple(ids("ab")),),
-        "eos_token_ids": (EOS,),
-    }
-    return ReplyPlan(**{**shape, **fields})
+def plan(**fields: Any) -> RequestPlan:
+    shared = {name: fields.pop(name) for name in ("prompts", "n", "chat") if name in fields}
+    template = SequenceSpec(fields.pop("id", "cmpl-1"), "m", (), SamplingParams(9, seed=0))
+    sequences = Sequences(template, **{"prompts": (tuple(ids("ab")),), **shared})
+    return RequestPlan(sequences, 7, "m", "fp", **{"eos_token_ids": (EOS,), **fields})
 
 
 def events(text: str, finish: Finish | None, *, top: int | None = None, each: int = 1) -> list[TokenEvent]:
@@ -46,7 +41,7 @@ def events(text: str, finish: Finish | None, *, top: int | None = None, each: in
     return out
 
 
-def sent(reply: ReplyPlan, own: list[TokenEvent]) -> list[dict[str, Any]]:
+def sent(reply: RequestPlan, own: list[TokenEvent]) -> list[dict[str, Any]]:
     writer, choice = ChunkWriter(reply, codec()), Choice(reply, codec())
     chunks = []
     for event in own:
@@ -70,7 +65,7 @@ def test_text_chunks_are_openais() -> None:
 
 
 def test_chat_chunks_are_openais() -> None:
-    reply = plan(endpoint="chat", id="chatcmpl-1", include_usage=True)
+    reply = plan(chat=True, id="chatcmpl-1", include_usage=True)
     writer = ChunkWriter(reply, codec())
     role = json.loads(writer.role(0)[6:])
     chunks = [role, *sent(reply, events("hi", Finish("length")))]
@@ -128,7 +123,7 @@ def test_echo_shows_the_prompt_and_its_logprobs_once() -> None:
 
 
 def test_chat_logprobs_carry_bytes() -> None:
-    reply = plan(endpoint="chat", logprobs=1)
+    reply = plan(chat=True, logprobs=1)
     chunk = sent(reply, events("é", Finish("length"), top=1, each=2))[0]
     content = chunk["choices"][0]["logprobs"]["content"]
     assert [token["bytes"] for token in content] == [[0xC3], [0xA9]]
@@ -281,7 +276,7 @@ def test_tokens_of_reasoning_are_counted_alike_however_they_come(
     tokens = ids(f"{text}hello")
     counted = []
     for many in (cuts, [len(tokens)]):
-        choice, at, shown = Choice(plan(endpoint="chat", split=split), codec()), 0, 0
+        choice, at, shown = Choice(plan(chat=True, split=split), codec()), 0, 0
         for count in many:
             last = at + count >= len(tokens)
             event = TokenEvent("s", 1, at, tokens[at : at + count], [-0.5] * len(tokens[at : at + count]))

@@ -16,7 +16,7 @@ from shared.errors import (
     TokenOutOfRangeError,
     UnsupportedParameterError,
 )
-from shared.process.settings import ApiSettings
+from shared.process.api_settings import ApiSettings
 from shared.sequences import ModelCard
 from tests.unit.refusals import HELLO, refusal
 

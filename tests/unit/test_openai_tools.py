@@ -13,19 +13,19 @@ from starlette.responses import Response
 
 from api.generation.choice import Choice
 from api.generation.languages.families import family_of
-from api.generation.languages.pieces import CallPart, Piece, SplitPlan
+from api.generation.languages.pieces import CallPart, ReplyPiece, SplitPlan
 from api.generation.languages.splitter import Splitter
 from api.generation.languages.tool_formats import HERMES, tool_format
 from api.generation.plan import unchecked_plan
 from api.generation.target import Target
 from api.openai.bodies import ChatCompletionRequest, ChatMessage
-from api.openai.chat import UNUSED_HEADER, asked_of, unused_hints, with_unused
+from api.openai.chat import UNUSED_HEADER, prepare, unused_hints, with_unused
 from api.openai.conversations import conversation, for_template, template_messages
 from api.openai.tools import ToolUse
 from api.ring.ring import ServedModel
 from shared.errors import InvalidGrammarError, InvalidRequestError, UnsupportedParameterError
 from shared.frames import Finish, TokenEvent
-from shared.process.settings import ApiSettings
+from shared.process.api_settings import ApiSettings
 from shared.sequences import ModelCard
 from shared.text import grammar
 from shared.text.codec import TextCodec, TokenizerBundle
@@ -58,8 +58,8 @@ def use_of(**fields: Any) -> ToolUse | None:
     return ToolUse.of(body.tools, body.tool_choice, body.parallel_tool_calls)
 
 
-def taken(plan: SplitPlan, *texts: str) -> Piece:
-    splitter, whole = Splitter(plan), Piece()
+def taken(plan: SplitPlan, *texts: str) -> ReplyPiece:
+    splitter, whole = Splitter(plan), ReplyPiece()
     for text in texts:
         whole.add(splitter.push(text))
     whole.add(splitter.flush())
@@ -105,12 +105,12 @@ def call_text(arguments: str) -> str:
 
 def test_a_forced_call_s_arguments_come_as_they_grow() -> None:
     text = f"{call_text(HARD)}\n{call_text('{}')}"
-    splitter, whole, shown = Splitter(SURE_PLAN), Piece(), []
+    splitter, whole, shown = Splitter(SURE_PLAN), ReplyPiece(), []
     for letter in text:
         piece = splitter.push(letter)
         shown += piece.calls
         whole.add(piece)
-    assert splitter.flush() == Piece()
+    assert splitter.flush() == ReplyPiece()
     assert whole.content == ""
     assert whole.calls == [CallPart(0, "f", HARD, complete=True), CallPart(1, "f", "{}", complete=True)]
     assert json.loads(HARD)["a"] == '}</tool_call>{"\\'
@@ -273,7 +273,7 @@ def test_an_answer_in_a_format_may_be_a_call_instead(marked: TextCodec) -> None:
     ],
 )
 def test_a_grammar_waits_for_the_reasoning(marked: TextCodec, thinking: Any, completion: str, allowed: bool) -> None:
-    text = family_of("").behind_thinking(grammar.of_regex(r"\d+"), thinking, ("<think>", "</think>"), marked)
+    text = family_of("").grammar_after_thinking(grammar.of_regex(r"\d+"), thinking, ("<think>", "</think>"), marked)
     assert allows(text, completion, marked) is allowed
 
 
@@ -388,14 +388,14 @@ async def test_a_special_mark_is_seen_in_the_text_of_a_row_with_stop_strings_too
     target = Target(nobody, ServedModel(card, marked, nobody))
     body = request(stop=["END"])
     settings = ApiSettings()
-    work, plan = unchecked_plan(body, target, await asked_of(marked, body, settings), settings)
-    row = RowText(marked, work.sampling)
+    plan = unchecked_plan(body, target, await prepare(marked, body, settings), settings)
+    row = RowText(marked, plan.sequences.template.sampling)
     shown = "".join(row.push(token, may_stop=True)[0] for token in marked.encode("[THINK]hm[/THINK]yesEND"))
-    event = TokenEvent(plan.sequence(0), 1, 0, [5], [0.0], text=shown, finish=Finish("stop", "END"))
-    assert Choice(plan, marked).take([event]).piece == Piece(content="yes", reasoning="hm")
+    event = TokenEvent(plan.sequences.id_of(0), 1, 0, [5], [0.0], text=shown, finish=Finish("stop", "END"))
+    assert Choice(plan, marked).take([event]).piece == ReplyPiece(content="yes", reasoning="hm")
     spelled = codec().encode("[THINK]hm[/THINK]yes")  # by a model that does not write the mark as one token
     choice = Choice(plan, marked)
-    choice.take([TokenEvent(plan.sequence(0), 1, 0, spelled, [0.0] * len(spelled), finish=Finish("length"))])
+    choice.take([TokenEvent(plan.sequences.id_of(0), 1, 0, spelled, [0.0] * len(spelled), finish=Finish("length"))])
     assert choice.reasoning == len(spelled) - len("yes")
 
 
@@ -524,9 +524,9 @@ def test_an_error_of_a_grammar_shows_where_in_it() -> None:
 )
 def test_a_grammar_waits_for_harmony_s_final_message(thinking: Any, completion: str, allowed: bool) -> None:
     harmony = family_of("<|start|>assistant<|channel|>analysis<|message|>")
-    text = harmony.behind_thinking(grammar.of_regex(r"\d+"), thinking, harmony.marks("") or ("", ""), codec())
+    text = harmony.grammar_after_thinking(grammar.of_regex(r"\d+"), thinking, harmony.thoughts or ("", ""), codec())
     assert allows(text, completion, codec()) is allowed
     marks = ("<|channel|>", "<|message|>", "<|start|>", "<|end|>")
     special = _codec_with(*marks, template="")
-    text = harmony.behind_thinking(grammar.of_regex(r"\d+"), thinking, harmony.marks("") or ("", ""), special)
+    text = harmony.grammar_after_thinking(grammar.of_regex(r"\d+"), thinking, harmony.thoughts or ("", ""), special)
     assert allows(text, completion, special) is allowed

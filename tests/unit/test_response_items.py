@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from api.generation.languages.pieces import CallPart, Piece
+from api.generation.languages.pieces import CallPart, ReplyPiece
 from api.openai.responses.body import ResponseRequest
 from api.openai.responses.items import ItemWriter
 from api.openai.responses.sealed import sealed, unsealed
@@ -250,9 +250,9 @@ def test_the_text_of_a_custom_tool_is_read_from_its_arguments(arguments: str, te
 def test_a_custom_call_that_comes_piece_by_piece_is_told_of_when_it_is_whole() -> None:
     writer = ItemWriter("n", "c", asked(tools=[AGENTS, APPLY]).tools or ())
     whole = arguments_of(PATCH)
-    events = writer.take(Piece(calls=[CallPart(0, name="apply_patch", arguments=whole[:7])]))
-    events += writer.take(Piece(calls=[CallPart(0, arguments=whole[7:], complete=True)]))
-    events += writer.take(Piece(calls=[CallPart(1, name="agents_v1__close_agent", arguments="{}", complete=True)]))
+    events = writer.take(ReplyPiece(calls=[CallPart(0, name="apply_patch", arguments=whole[:7])]))
+    events += writer.take(ReplyPiece(calls=[CallPart(0, arguments=whole[7:], complete=True)]))
+    events += writer.take(ReplyPiece(calls=[CallPart(1, name="agents_v1__close_agent", arguments="{}", complete=True)]))
     kinds = ["output_item.added", "custom_tool_call_input.delta", "custom_tool_call_input.done", "output_item.done"]
     assert [event["type"].removeprefix("response.") for event in events[:4]] == kinds
     assert events[1]["delta"] == events[2]["input"] == PATCH

@@ -7,7 +7,7 @@ import pytest
 
 from api.serve.main import LEARNERS, TRAINER, check_modes, worker_spec
 from shared.errors import SetupError
-from shared.process.settings import ServeSettings
+from shared.process.serve_settings import ServeSettings
 
 
 def settings(**changes: Any) -> ServeSettings:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from api.generation.languages.channels import splitter_of
 from api.generation.languages.families import FAMILIES, family_of, named
-from api.generation.languages.pieces import Piece, SplitPlan
+from api.generation.languages.pieces import ReplyPiece, SplitPlan
 from api.generation.languages.reasoning_count import ReasoningCount
 from tests.unit.api_texts import codec, ids
 
@@ -48,8 +48,8 @@ def plan_of(family: str, thinking: Any = "", **more: Any) -> SplitPlan:
     )
 
 
-def taken(plan: SplitPlan, *texts: str) -> Piece:
-    splitter, whole = splitter_of(plan), Piece()
+def taken(plan: SplitPlan, *texts: str) -> ReplyPiece:
+    splitter, whole = splitter_of(plan), ReplyPiece()
     for text in texts:
         whole.add(splitter.push(text))
     whole.add(splitter.flush())
@@ -377,7 +377,7 @@ def test_a_template_gives_its_family_away(template: str, family: str, form: str)
 )
 def test_the_end_of_a_prompt_says_how_an_answer_begins(family: str, prompt: str, thinking: str) -> None:
     entry = named(family)
-    assert entry.thinking_after(prompt, entry.marks("") or ("", "")) == thinking
+    assert entry.thinking_after(prompt, entry.thoughts or ("", "")) == thinking
 
 
 def test_the_tokens_of_a_family_s_language_are_not_hidden() -> None:

@@ -8,12 +8,13 @@ import openai
 import pytest
 from pydantic import ValidationError
 
-from api.ring.public_addresses import is_public
+from api.checks.public_addresses import is_public
 from api.webhooks.body import WebhookBody, refusal
 from api.webhooks.sending import headers
 from api.webhooks.work import FIRST_S, LONGEST_S, pause_after
 from shared.errors import SetupError
-from shared.process.settings import ApiSettings, load
+from shared.process.api_settings import ApiSettings
+from shared.process.settings import load
 from shared.webhooks import Webhook
 
 SECRET = "whsec_" + base64.b64encode(b"0123456789abcdef01234567").decode()

@@ -21,8 +21,8 @@ from shared.errors import (
     from_code,
 )
 from shared.process.patience import BUSY, Patience, patiently
+from shared.process.process_settings import JoinSettings
 from shared.process.ring_query import api_url
-from shared.process.settings import JoinSettings
 
 log = structlog.get_logger()
 

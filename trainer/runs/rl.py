@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import structlog
 
 from shared.errors import SetupError
-from shared.process.settings import JoinSettings
+from shared.process.process_settings import JoinSettings
 from trainer.learn.compute import ComputeHost
 from trainer.loggers.loggers import Loggers
 from trainer.loggers.tracked_run import config_of

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from shared.errors import SetupError
-from shared.process.settings import JoinSettings, load
+from shared.process.process_settings import JoinSettings
+from shared.process.settings import load
 from trainer.settings import TrainSettings
 
 MOST = 64

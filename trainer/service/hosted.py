@@ -20,7 +20,8 @@ from collections.abc import Callable
 import structlog
 
 from shared.errors import SetupError
-from shared.process.settings import WorkerSettings, load
+from shared.process.settings import load
+from shared.process.worker_settings import WorkerSettings
 from shared.redis.connection.client import connect
 from trainer.learn.compute import EngineHost, LendingWorker
 from trainer.service.service import LearnerService

@@ -4,7 +4,7 @@ from typing import ClassVar, Literal
 
 from pydantic import AliasChoices, Field
 
-from shared.process.settings import JoinSettings
+from shared.process.process_settings import JoinSettings
 
 
 class LearnersSettings(JoinSettings):

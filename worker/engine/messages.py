@@ -10,8 +10,8 @@ from typing import Literal, Self
 
 from shared.errors import ParallmError
 from shared.frames import Finish, TokenEvent
-from shared.process.options.group import Sharding
-from shared.process.settings import WorkerSettings
+from shared.process.group_settings import Sharding
+from shared.process.worker_settings import WorkerSettings
 from shared.sequences import SequenceSpec
 
 EndReason = Literal["cancelled", "deadline", "abort"]  # why a row ends that did not end by itself

@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 
 from shared.errors import ServiceUnavailableError, SetupError
-from shared.process.options.kv import PeerSettings
+from shared.process.worker_settings import WorkerSettings
 from worker.engine.model import cuda_graphs
 from worker.engine.ranks.cuda import sums
 from worker.group.placement import Backend, Host, Placement, RankSettings, address_of, with_port
@@ -41,7 +41,7 @@ def listens_at(settings: RankSettings, placed: Placement) -> str:
     given = placed.hosts[placed.rank].addresses
     if given:
         return address_of(given[0])
-    return own_address(settings.redis, settings.kv_transfer_host if isinstance(settings, PeerSettings) else "")
+    return own_address(settings.redis, settings.kv_transfer_host if isinstance(settings, WorkerSettings) else "")
 
 
 def own_places(placed: Placement, backend: Backend, address: str) -> list[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from shared.adapters import AdapterManifest
-from shared.process.settings import WorkerSettings
+from shared.process.worker_settings import WorkerSettings
 from shared.redis.adapters.store import AdapterStore
 from worker.adapters.cache import DiskCache
 from worker.engine.build import build

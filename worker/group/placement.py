@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from shared.errors import SetupError
-from shared.process.settings import WorkerSettings
+from shared.process.worker_settings import WorkerSettings
 
 Backend = Literal["", "ring", "nccl", "jaccl"]
 Kind = Literal["worker", "trainer"]

@@ -14,8 +14,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from shared.errors import SetupError
-from shared.process.options.kv import LINGER_S
-from shared.process.settings import WorkerSettings
+from shared.process.worker_settings import LINGER_S, WorkerSettings
 from shared.redis.connection.faults import reason
 from shared.sequences import ModelCard, SequenceSpec
 from shared.telemetry.metrics import Tally

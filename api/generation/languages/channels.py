@@ -15,7 +15,7 @@ import msgspec
 
 from api.generation.languages.families import CHANNEL, END, MESSAGE, START, named
 from api.generation.languages.mark_search import search_for
-from api.generation.languages.pieces import Piece, SplitPlan
+from api.generation.languages.pieces import ReplyPiece, SplitPlan
 from api.generation.languages.splitter import Splitter
 from api.generation.languages.tool_formats import called
 
@@ -28,7 +28,7 @@ _NAME = re.compile(re.escape(CHANNEL) + r"\s*([a-z]+)")
 
 
 class Channels(Splitter):
-    """Takes one choice apart."""
+    """Splits one completion that is written in channels."""
 
     def __init__(self, plan: SplitPlan) -> None:
         super().__init__(plan)
@@ -43,22 +43,19 @@ class Channels(Splitter):
 
     @property
     def in_reasoning(self) -> bool:
-        """Whether what comes next is reasoning, as far as one can see."""
         return self._state == self._message and self._kind == "reasoning"
 
     @property
     def in_call(self) -> bool:
-        """Whether a call has been shown whose arguments are not all there."""
         return self._content_splitter.in_call
 
-    def flush(self) -> Piece:
-        """What was held back, at the end of the completion."""
+    def flush(self) -> ReplyPiece:
         piece = super().flush()
         piece.add(self._content_splitter.flush())
         return piece
 
     def _header(self, final: bool) -> bool:
-        """What is before a message: who speaks, on which channel, to whom."""
+        """Reads the header of a message (author, channel, recipient) and opens its part; False while it is cut."""
         begun = self._held.lstrip()
         if begun and not begun.startswith(_HEADS) and (final or not any(head.startswith(begun) for head in _HEADS)):
             self._open("content", "")  # a model that does not know the form
@@ -94,8 +91,8 @@ class Channels(Splitter):
                 return False
             self._make_call(self._kind[5:], self._held[:at] if mark else self._held)
         else:
-            kept = 0 if mark or final else _BORDERS.ending(self._held)
-            at = at if mark else len(self._held) - kept
+            pending = 0 if mark or final else _BORDERS.ending(self._held)
+            at = at if mark else len(self._held) - pending
             self._show(self._held[:at])
         if not mark:
             self._held = "" if final else self._held[at:]
@@ -133,5 +130,5 @@ class Channels(Splitter):
 
 
 def splitter_of(plan: SplitPlan) -> Splitter:
-    """What takes a completion apart as its model's family writes."""
+    """The splitter for completions of the plan's model family."""
     return Channels(plan) if named(plan.family).channels else Splitter(plan)

@@ -4,7 +4,7 @@ A family is one entry of `FAMILIES`, and its chat template gives it away. The fo
 `tool_formats.py`; `splitter.py` and `channels.py` take its completions apart.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -30,12 +30,12 @@ _THOUGHTS: tuple[Marks, ...] = (  # of families that share the form of their cal
 
 @dataclass(frozen=True)
 class Family:
-    """One family."""
+    """How one family of models writes reasoning and tool calls."""
 
     name: str
     signs: tuple[tuple[str, ...], ...]  # its chat template has all the texts of one of these
     calls: str = ""  # the form of its calls, by name; "": the family's own
-    thoughts: Marks | None = None  # None: the first of the usual marks that the template has
+    thoughts: Marks | None = None  # marks of reasoning; None: the usual ones that the template has, if any
     thinks_again: bool = False  # reasoning may come after content, too
     channels: bool = False  # a completion is several messages, each on a channel
     thought_tokens: tuple[str, ...] = ()  # tokens within the marks of reasoning: decoding must not hide them
@@ -47,12 +47,8 @@ class Family:
         """Name of the form of its calls."""
         return self.calls or self.name
 
-    def marks(self, template: str) -> Marks | None:
-        """What surrounds reasoning; None for a model that does not reason."""
-        return self.thoughts or next((marks for marks in _THOUGHTS if marks[1] in template), None)
-
     def thinking_after(self, prompt: str, marks: Marks) -> Thinking:
-        """What a completion of this prompt begins with."""
+        """How a completion of this prompt begins: in reasoning, perhaps with reasoning, or without."""
         if self.channels:
             header, begun, said = prompt[prompt.rfind(START) + 1 :].partition(MESSAGE)
             return "may" if not begun or END in said else "open" if f"{CHANNEL}analysis" in header else ""
@@ -62,7 +58,7 @@ class Family:
             return "open"
         return "" if written.endswith(end) else "may"
 
-    def behind_thinking(self, text: str, thinking: Thinking, marks: Marks, codec: TextCodec) -> str:
+    def grammar_after_thinking(self, text: str, thinking: Thinking, marks: Marks, codec: TextCodec) -> str:
         """The grammar `text`, before which the model may reason."""
         if not text or not thinking:
             return text
@@ -82,7 +78,7 @@ class Family:
         return f'({channel} "analysis" {message} thought {start} "assistant")? {final}'
 
 
-# In the order of `mlx_lm.tokenizer_utils._infer_tool_parser`, what it does not know behind that.
+# In the order of `mlx_lm.tokenizer_utils._infer_tool_parser`, families that it does not know after those.
 FAMILIES: tuple[Family, ...] = (
     Family("minimax_m2", (("<minimax:tool_call>",),)),
     Family(
@@ -123,8 +119,10 @@ _PLAIN = Family("", (), calls=HERMES)  # a template that says nothing: calls are
 
 @lru_cache(maxsize=64)
 def family_of(template: str) -> Family:
-    """The family of a model with this chat template."""
-    return next((each for each in FAMILIES if any(all(sign in template for sign in s) for s in each.signs)), _PLAIN)
+    """The family of a model with this chat template, with the marks that the template has around reasoning."""
+    family = next((each for each in FAMILIES if any(all(sign in template for sign in s) for s in each.signs)), _PLAIN)
+    usual = next((marks for marks in _THOUGHTS if marks[1] in template), None)
+    return replace(family, thoughts=family.thoughts or usual)
 
 
 def named(name: str) -> Family:

@@ -17,7 +17,8 @@ class GrowingCall:
         self._escaped = False
 
     def read_name(self, text: str) -> str | None:
-        """What follows the name and the key of the arguments; None while they are not all there."""
+        """Reads the name of the function and returns the text after the key of the arguments; None until both are
+        complete."""
         found = _HEAD.match(text)
         if found is None:
             return None
@@ -25,7 +26,7 @@ class GrowingCall:
         return text[found.end() :]
 
     def read_arguments(self, text: str) -> tuple[str, str]:
-        """The letters of `text` that belong to the arguments, and the rest behind them."""
+        """The letters of `text` that belong to the arguments, and the rest after them."""
         for at, letter in enumerate(text):
             self._step(letter)
             if self.complete:

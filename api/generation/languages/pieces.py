@@ -7,7 +7,7 @@ from api.generation.languages.tool_formats import ToolFormat, tool_format
 
 
 class SplitPlan(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What to look for in a completion. A part of the reply's plan, so it may lie in Redis for a while."""
+    """Marks and tools that a splitter looks for in a completion. It is stored in Redis with the plan."""
 
     format: str = ""  # of tool calls; "": none are looked for
     tools: bytes = b""  # JSON of their definitions: some forms are read with their types
@@ -37,7 +37,7 @@ class SplitPlan(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class CallPart(msgspec.Struct):
-    """What is new of one tool call."""
+    """New parts of one tool call."""
 
     index: int  # of the call in the choice
     name: str = ""  # in its first part
@@ -45,14 +45,14 @@ class CallPart(msgspec.Struct):
     complete: bool = False  # nothing more of it comes
 
 
-class Piece(msgspec.Struct):
-    """What a delta of text brought."""
+class ReplyPiece(msgspec.Struct):
+    """New reasoning, content and tool calls of one choice."""
 
     content: str = ""
     reasoning: str = ""
     calls: list[CallPart] = []
 
-    def add(self, later: "Piece") -> None:
+    def add(self, later: "ReplyPiece") -> None:
         """Take in what came right after."""
         self.content += later.content
         self.reasoning += later.reasoning

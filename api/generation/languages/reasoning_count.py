@@ -25,7 +25,7 @@ class ReasoningCount:
         self.tokens = 0
 
     def take(self, tokens: Sequence[int]) -> None:
-        """The next tokens."""
+        """Count the next tokens of the completion."""
         for token in tokens if not self._over else ():
             piece = self._pieces[token]
             self._text += piece if isinstance(piece, str) else piece.decode(errors="replace")
@@ -36,15 +36,15 @@ class ReasoningCount:
     def _look(self) -> None:
         mark = self._split.think_end if self._inside else self._split.think_start
         found = bool(mark) and mark in self._text
-        kept = 0 if found else search_for(mark).ending(self._text)
+        begun = 0 if found else search_for(mark).ending(self._text)
         if self._inside:
             self.tokens += 1
         elif found:
             self.tokens += self._pending + 1
         elif not self._again and self._text.strip() and not mark.startswith(self._text.lstrip()):
             self._over = True  # it has not begun with reasoning
-        self._pending = self._pending + 1 if kept else 0
-        self._text = self._text[len(self._text) - kept :]
+        self._pending = self._pending + 1 if begun else 0
+        self._text = self._text[len(self._text) - begun :]
         if found:
             self._over = self._inside and not self._again
             self._inside = not self._inside

@@ -13,14 +13,14 @@ import msgspec
 from api.generation.languages.families import named
 from api.generation.languages.growing_call import GrowingCall
 from api.generation.languages.mark_search import search_for
-from api.generation.languages.pieces import CallPart, Piece, SplitPlan
+from api.generation.languages.pieces import CallPart, ReplyPiece, SplitPlan
 from api.generation.languages.tool_formats import ParsedCall, ToolFormat, names_of, tool_format
 
 _CALL_KEYS = ("name", "type", "id", "parameters", "arguments")  # one of which an object that is a call begins with
 
 
 class Splitter:
-    """Takes one choice apart."""
+    """Splits one completion into reasoning, content and tool calls."""
 
     def __init__(self, plan: SplitPlan) -> None:
         self._plan = plan
@@ -34,11 +34,11 @@ class Splitter:
         self._thought_ends = search_for(plan.think_end, *openers)
         self._held = ""
         self._lead = ""  # what stands between the content and what may be a call; it goes if that is one
-        self._began = False  # content, or reasoning, has begun: what led up to it is behind us
-        self._alone = True  # nothing was said before, or behind the last call
+        self._began = False  # content, or reasoning, has begun: what led up to it is over
+        self._alone = True  # no text was shown before, or after the last call
         self._state = {"": self._content, "open": self._reasoning, "may": self._perhaps}[plan.thinking]
         self.reasoned = plan.thinking == "open"  # there was reasoning
-        self._piece = Piece()
+        self._piece = ReplyPiece()
         self._growing = GrowingCall()
         self._read: tuple[str, list[ParsedCall]] | None = None  # the last text that was parsed, and its calls
         self._scanned = 0  # letters of a possible call that `_growing` has read
@@ -46,25 +46,25 @@ class Splitter:
 
     @property
     def in_reasoning(self) -> bool:
-        """Whether what comes next is reasoning, as far as one can see."""
+        """True if the next text is reasoning, as far as the text so far shows."""
         return self._state == self._reasoning
 
     @property
     def in_call(self) -> bool:
-        """Whether a call has been shown whose arguments are not all there."""
+        """True if a call has been shown whose arguments are incomplete."""
         return bool(self._growing.name) and not self._growing.complete
 
-    def push(self, text: str) -> Piece:
-        """What `text` adds; a part of it may be held back."""
+    def push(self, text: str) -> ReplyPiece:
+        """The pieces that `text` adds. The end of it may be held back until more is known."""
         self._held += text
         return self._take(final=False)
 
-    def flush(self) -> Piece:
-        """What was held back, at the end of the completion."""
+    def flush(self) -> ReplyPiece:
+        """The pieces that were held back, at the end of the completion."""
         return self._take(final=True)
 
-    def _take(self, final: bool) -> Piece:
-        self._piece = Piece()
+    def _take(self, final: bool) -> ReplyPiece:
+        self._piece = ReplyPiece()
         while self._state(final):
             pass
         return self._piece
@@ -97,8 +97,8 @@ class Splitter:
             self._state = self._content
             return True
         call = self._unclosed_call(thought, final)
-        kept = len(thought) - call if call >= 0 else 0 if final else self._thought_ends.ending(thought)
-        said = thought[: len(thought) - kept].rstrip("\n")
+        pending = len(thought) - call if call >= 0 else 0 if final else self._thought_ends.ending(thought)
+        said = thought[: len(thought) - pending].rstrip("\n")
         self._think(said)
         if not final:
             self._held = thought[len(said) :]
@@ -141,38 +141,38 @@ class Splitter:
             self._held = self._held.lstrip("\n")  # between the reasoning and the answer
         at, mark = self._ends.first(self._held)
         if mark and mark == self._thinks_again:
-            self._say(self._held[:at])
+            self._show(self._held[:at])
             self._held = self._held[at + len(mark) :]
             self._think_on()
             return True
         if mark and form is not None:
             bare = len(self._without_blanks(self._held[:at]))
-            self._say(self._held[:bare])
+            self._show(self._held[:bare])
             self._lead, self._held = self._held[bare:at], self._held[at:]
             self._begin(form, mark)
             return True
-        kept = 0
+        pending = 0
         if not final:
-            kept = self._ends.ending(self._held)
+            pending = self._ends.ending(self._held)
             if form is not None:
-                kept = len(self._held) - len(self._without_blanks(self._held[: len(self._held) - kept]))
+                pending = len(self._held) - len(self._without_blanks(self._held[: len(self._held) - pending]))
         elif form is not None and self._is_no_text(form, self._held):
             self._held = ""
-        self._say(self._held[: len(self._held) - kept])
-        self._held = self._held[len(self._held) - kept :]
+        self._show(self._held[: len(self._held) - pending])
+        self._held = self._held[len(self._held) - pending :]
         return False
 
     def _without_blanks(self, text: str) -> str:
-        """A text without what may stand between it and a call: behind a call, all that only separates calls."""
+        """A text without what may stand between it and a call: after a call, all that only separates calls."""
         between = self._format.between if self._format is not None else ""
         if self._alone and self.calls and all(letter.isspace() or letter in between for letter in text):
             return ""
         return text.rstrip()
 
     def _is_no_text(self, form: ToolFormat, rest: str) -> bool:
-        """Whether the end of a completion is what stands behind a call, or a forced one's cut off opening mark."""
-        behind_a_call = self._alone and self.calls and not self._without_blanks(rest)
-        return bool(behind_a_call) or (self._plan.sure and form.start.startswith(rest.strip()))
+        """True if the end of a completion is only the closing of a call, or the cut opening mark of a forced one."""
+        after_a_call = self._alone and self.calls and not self._without_blanks(rest)
+        return bool(after_a_call) or (self._plan.sure and form.start.startswith(rest.strip()))
 
     def _begin(self, form: ToolFormat, mark: str) -> None:
         """Look for a call at a mark that is at the beginning of what is held."""
@@ -291,7 +291,7 @@ class Splitter:
         """Show what was read of a text: its calls, or as it stands."""
         lead, self._lead = self._lead, ""
         if not calls:
-            self._say(lead + text)
+            self._show(lead + text)
             return
         room = len(calls) if self._plan.parallel else max(0, 1 - self.calls)
         for call in calls[:room]:
@@ -302,7 +302,7 @@ class Splitter:
         self._piece.add_part(part)
         self._began = self._alone = True
 
-    def _say(self, text: str) -> None:
+    def _show(self, text: str) -> None:
         self._began = self._began or bool(text)
         self._alone = self._alone and not text
         self._piece.content += text
@@ -317,7 +317,8 @@ def _openers(form: ToolFormat | None) -> tuple[str, ...]:
 
 
 def _candidate(form: ToolFormat, mark: str, text: str) -> tuple[str, str, bool]:
-    """Of a text that begins with a mark: the body of its call, the text behind it, and whether the call is closed."""
+    """Parts of a text that begins with a mark: the body of its call, the text after it, and True if the call is
+    closed."""
     if form.bare is not None and mark == form.bare[0]:
         body, found, rest = text.partition(form.bare[1])
         return body + found, rest, bool(found)
@@ -326,12 +327,12 @@ def _candidate(form: ToolFormat, mark: str, text: str) -> tuple[str, str, bool]:
 
 
 def _ends_openly(form: ToolFormat, body: str) -> bool:
-    """Whether a call may be whole without its closing mark, at the end of a completion."""
+    """True if a call may be complete without its closing mark, at the end of a completion."""
     return not form.end or (form.bare is not None and body.rstrip().endswith(form.bare[1]))
 
 
 def _may_be_call(text: str) -> bool:
-    """Whether a text may be the beginning of an object that is a call."""
+    """True if a text may be the beginning of an object that is a call."""
     if not text.startswith("{"):
         return False
     inside = text[1:].lstrip()

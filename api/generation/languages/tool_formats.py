@@ -49,7 +49,7 @@ class ToolFormat:
     parse: Callable[[str, Definitions], list[ParsedCall]]
     bare: tuple[str, str] | None = None  # marks within those, which make a call by themselves: some models forget them
     lead: str = ""  # a mark that may come before a call, and is no part of it
-    between: str = ""  # letters that may separate calls, beside blanks
+    between: str = ""  # letters that may separate calls, besides blanks
 
 
 @functools.cache
@@ -83,7 +83,8 @@ def _parser_module(name: str) -> ModuleType:
 
 
 def _by_module(module: ModuleType, text: str, tools: Definitions) -> list[ParsedCall]:
-    """What a module of mlx-lm reads. Most take letters alone in a function's name, so others get another name there."""
+    """Calls that a module of mlx-lm reads. Most modules accept only letters in a function's name, so others get another
+    name there."""
     aliases = {f"alias{at}_of_{len(text)}": name for at, name in enumerate(sorted(names_of(tools)))}
     aliases = {alias: name for alias, name in aliases.items() if not _PLAIN_NAME.fullmatch(name)}
     text, tools = _CALL_ID.sub("", text.strip()), msgspec.json.decode(msgspec.json.encode(tools)) if aliases else tools

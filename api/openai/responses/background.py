@@ -17,20 +17,19 @@ import msgspec
 import structlog
 from redis.exceptions import RedisError
 
-from api.generation.choice import ReplyPlan
+from api.callers.caller import acting_for, asker, key_name
+from api.callers.fair_pool import LARGE_COUNT, aside
+from api.generation.choice import RequestPlan, stored_plan
 from api.generation.resume import route
 from api.generation.running import Generation, by_choice
-from api.generation.work import Work
 from api.openai.replies import stream_failure
 from api.openai.responses.body import ResponseRequest
 from api.openai.responses.history import keeper, own_ids, shared_ids
 from api.openai.responses.items import Event
-from api.openai.responses.kept import entries, joined, shown_items, whole, without_output
+from api.openai.responses.storage import entries, joined, shown_items, whole, without_output
 from api.openai.responses.writer import ResponseWriter
-from api.ring.caller import acting_for, asker, key_name
 from api.ring.choosing import ring_keeping
 from api.ring.ring import Ring
-from api.ring.room import LARGE_COUNT, aside
 from api.webhooks.body import webhook_of
 from shared.errors import (
     ConflictError,
@@ -63,7 +62,7 @@ AT_A_TIME = 256  # tokens, before others' go in between
 WATCH_S, LONGEST_WATCH_S = 0.05, 1.0  # between two looks at a stream: longer and longer while nothing is said
 
 
-class Run(msgspec.Struct, frozen=True):
+class BackgroundRun(msgspec.Struct, frozen=True):
     """How to go on with a response."""
 
     spec: bytes  # of its sequence
@@ -83,12 +82,12 @@ def sse(event: Event, number: int) -> bytes:
 
 
 async def begin(
-    ring: Ring, body: ResponseRequest, work: Work, plan: ReplyPlan, writer: ResponseWriter, history: list[int]
+    ring: Ring, body: ResponseRequest, plan: RequestPlan, writer: ResponseWriter, history: list[int]
 ) -> StoredResponse:
     """Store a response that is to go on by itself, and enqueue its sequence in `ring`; QueueFullError, PausedError."""
     await ring.check_pause()
     who, settings = keeper(), ring.settings
-    spec, run = _run_of(ring, body, work, plan, history)
+    spec, run = _run_of(ring, body, plan, history)
     large = len(body.input) > LARGE_COUNT
     given = await aside(shown_items, body.input, writer.name) if large else shown_items(body.input, writer.name)
     stored = StoredResponse(
@@ -106,8 +105,8 @@ async def begin(
     try:
         await due.add(entry, keys.BACKGROUND_LEASE_MS)  # should we die before it is enqueued
         await _pin(ring, spec, settings.background_timeout_s)
-        await ring.queue(work.model).enqueue([spec], prefer=await ring.affinity.preferred([spec]))
-        ring.splits.sent(work.split_to)
+        await ring.queue(spec.model).enqueue([spec], prefer=await ring.affinity.preferred([spec]))
+        ring.splits.sent(plan.sequences.split_to)
         if run.webhook is not None:
             await webhooks.wait_for(ring.home.redis, run.tenant, "response", who, writer.id)
         await due.hasten(entry)
@@ -119,21 +118,21 @@ async def begin(
 
 
 def _run_of(
-    ring: Ring, body: ResponseRequest, work: Work, plan: ReplyPlan, history: list[int]
-) -> tuple[SequenceSpec, Run]:
+    ring: Ring, body: ResponseRequest, plan: RequestPlan, history: list[int]
+) -> tuple[SequenceSpec, BackgroundRun]:
     deadline_ms = int(1000 * (time.time() + ring.settings.background_timeout_s))
-    (spec,) = msgspec.structs.replace(work, deadline_ms=deadline_ms).specs(ring.api_id, 0, "batch", "", asker().tenant)
-    spec = msgspec.structs.replace(spec, has_next_turn=True)
-    run = Run(
+    sequences = plan.sequences.with_template(deadline_ms=deadline_ms, has_next_turn=True)
+    (spec,) = sequences.specs(ring.api_id, 0, "batch", tenant=asker().tenant)
+    run = BackgroundRun(
         spec=encode(spec),
-        plan=msgspec.json.encode(msgspec.structs.replace(plan, prompts=(), deadline_ms=deadline_ms)),
+        plan=msgspec.json.encode(plan.for_storage(deadline_ms=deadline_ms).with_prompts(())),
         request=body.model_dump_json(
             by_alias=True, exclude_none=True, exclude={"input", "webhook", "client_metadata"}
         ).encode(),
         tenant=asker().tenant,
         key=key_name(),
         webhook=webhook_of(ring, body.webhook),
-        before=shared_ids(history, plan.prompts[0]),
+        before=shared_ids(history, plan.sequences.prompts[0]),
         ring=ring.name,
     )
     return spec, run
@@ -169,13 +168,13 @@ async def forget(ring: Ring, response_id: str) -> None:
 
 
 async def _stop(ring: Ring, stored: StoredResponse) -> None:
-    run = msgspec.msgpack.decode(stored.run, type=Run)
+    run = msgspec.msgpack.decode(stored.run, type=BackgroundRun)
     spec = decode_spec(run.spec)
     await ring_keeping(ring, run.ring).queue(spec.model).cancel([spec.id])
 
 
 async def watch(ring: Ring, who: str, response_id: str, after: int) -> AsyncGenerator[bytes, None]:
-    """The events of a response behind number `after`, as they come, to its end."""
+    """The events of a response after number `after`, as they come, to its end."""
     pause_s = WATCH_S
     while not ring.shutting_down:
         state, found = await ring.responses.events(who, response_id, after)
@@ -197,7 +196,7 @@ async def watch(ring: Ring, who: str, response_id: str, after: int) -> AsyncGene
 
 
 async def check_watchable(ring: Ring, who: str, response_id: str, stored: StoredResponse, after: int) -> None:
-    """NotFoundError when the events behind number `after` are not kept any more."""
+    """NotFoundError when the events after number `after` are no longer stored."""
     if stored.state in RUNNING or after + 1 >= stored.told or await ring.responses.count_events(who, response_id):
         return
     raise NotFoundError(
@@ -252,7 +251,7 @@ class BackgroundWork:
         try:
             stored = await self._ring.responses.find(who, response_id)
             if stored.state in RUNNING:
-                run = msgspec.msgpack.decode(stored.run, type=Run)
+                run = msgspec.msgpack.decode(stored.run, type=BackgroundRun)
                 with acting_for(run.tenant, run.key):
                     await _Reading(self._ring, who, response_id, stored, run).to_the_end()
             await self._due.done(entry)
@@ -263,13 +262,13 @@ class BackgroundWork:
             with contextlib.suppress(RedisError, OSError):
                 await self._due.again([entry], AGAIN_MS)
         except Exception as error:  # tried again, it would fail again
-            told = stream_failure(error, response_id)
+            reported = stream_failure(error, response_id)
             with contextlib.suppress(RedisError, OSError, UnknownResponseError):
-                await self._fail(who, response_id, told.message)
+                await self._fail(who, response_id, reported.message)
                 await self._due.done(entry)
 
     async def _fail(self, who: str, response_id: str, why: str) -> None:
-        """End a response that nobody could even begin to read."""
+        """End a response that no process could begin to read."""
         shown = msgspec.json.decode((await self._ring.responses.find(who, response_id)).body)
         shown |= {"status": "failed", "error": {"code": "server_error", "message": why}}
         fields: dict[str, Argument] = {"body": msgspec.json.encode(shown), "ended_at": int(time.time())}
@@ -280,24 +279,23 @@ class BackgroundWork:
 class _Reading:
     """One response while this process reads its tokens."""
 
-    def __init__(self, ring: Ring, who: str, response_id: str, stored: StoredResponse, run: Run) -> None:
+    def __init__(self, ring: Ring, who: str, response_id: str, stored: StoredResponse, run: BackgroundRun) -> None:
         self._ring, self._who, self._id, self._stored, self._run = ring, who, response_id, stored, run
         self._there = ring_keeping(ring, run.ring)
         self._spec = decode_spec(run.spec)
-        plan = msgspec.json.decode(run.plan, type=ReplyPlan)
-        self._plan = msgspec.structs.replace(plan, prompts=(self._spec.prompt_ids,))
+        self._plan = stored_plan(msgspec.json.decode(run.plan)).with_prompts([self._spec.prompt_ids])
         asked = msgspec.json.decode(run.request)
         self._body = ResponseRequest.model_validate({**asked, "input": "-"})
         self._number = 0  # of the next event
-        self._told = 0  # events that stand already
+        self._published = 0  # events that stand already
 
     async def to_the_end(self) -> None:
         """Read all tokens, and store the answer."""
         _, codec = await self._there.known(self._spec.model)
         writer = ResponseWriter(self._body, self._plan, codec)
         if self._stored.streams:
-            self._told = await self._ring.responses.count_events(self._who, self._id)
-        await self._tell(
+            self._published = await self._ring.responses.count_events(self._who, self._id)
+        await self._publish(
             [{"type": f"response.{name}", "response": writer.shown()} for name in ("created", "in_progress")]
         )
         generation = await self._generation()
@@ -332,12 +330,12 @@ class _Reading:
             out += writer.take(writer.choice.take([event]))
             if at % AT_A_TIME == 0:
                 await asyncio.sleep(0)
-        await self._tell(out)
+        await self._publish(out)
 
-    async def _tell(self, events: list[Event]) -> None:
+    async def _publish(self, events: list[Event]) -> None:
         """Write events for those who watch, but for those that stand already."""
         number, self._number = self._number, self._number + len(events)
-        new = [sse(event, at) for at, event in enumerate(events, number) if at >= self._told]
+        new = [sse(event, at) for at, event in enumerate(events, number) if at >= self._published]
         if self._stored.streams and new:
             await self._ring.responses.write_events(self._who, self._id, self._number - len(new), new)
 
@@ -351,8 +349,8 @@ class _Reading:
         elif isinstance(failure, RequestCancelledError):
             state, shown = "cancelled", writer.shown(status="cancelled")
         else:
-            told = stream_failure(failure, self._id)
-            detail = {"code": "server_error", "message": told.message}
+            reported = stream_failure(failure, self._id)
+            detail = {"code": "server_error", "message": reported.message}
             state, shown = "failed", writer.shown(status="failed", error=detail)
         given = [(item["id"], msgspec.json.encode(item)) for item in output]
         if failure is None and self._stored.conversation:

@@ -46,7 +46,7 @@ Summary = Literal["auto", "concise", "detailed"]
 
 
 class TextFormat(RequestModel):
-    """What the text must be."""
+    """Form that the answer's text must have."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_-]{1,64}$")
@@ -62,14 +62,14 @@ class TextFormat(RequestModel):
 
 
 class TextConfig(RequestModel):
-    """How the text comes."""
+    """Form and verbosity of the answer's text."""
 
     format: TextFormat | None = None
     verbosity: Literal["low", "medium", "high"] | None = Field(default=None, description="for templates that know it")
 
 
 class Reasoning(RequestModel):
-    """How the model reasons."""
+    """How much the model reasons. A summary may be asked for, but reasoning comes whole."""
 
     off: ClassVar[Off] = {"context": ("auto",), "mode": ("standard",)}
 
@@ -79,7 +79,7 @@ class Reasoning(RequestModel):
 
 
 class ConversationName(RequestModel):
-    """Which conversation."""
+    """The conversation that the response belongs to."""
 
     id: str = Field(min_length=1, max_length=MAX_NAME)
 
@@ -92,7 +92,7 @@ _SAME = {*DrawFields.model_fields, "chat_template_kwargs", "parallel_tool_calls"
 
 
 class ResponseRequest(DrawFields):
-    """POST /v1/responses."""
+    """Request body of POST /v1/responses."""
 
     off: ClassVar[Off] = {
         "prompt": (),
@@ -156,7 +156,7 @@ class ResponseRequest(DrawFields):
 
     @property
     def opening(self) -> str:
-        """What the user said first, where what was said before stands in front of `input`."""
+        """The user's first text, also when earlier turns stand in front of `input`."""
         return first_words(self.input)
 
     @model_validator(mode="after")
@@ -177,7 +177,7 @@ class ResponseRequest(DrawFields):
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether the text comes with log-probabilities."""
+        """True if the text is to come with log-probabilities."""
         return LOGPROBS in (self.include or ())
 
     def messages(self) -> list[dict[str, Any]]:
@@ -214,7 +214,7 @@ class ResponseRequest(DrawFields):
         return {"type": "function", "function": {"name": chosen(self.tools or (), choice)}}
 
     def left_out(self) -> list[str]:
-        """What of it no model here sees, and what is not done."""
+        """Parts of the request that no model here sees, and functions that this server does not have."""
         found = left_out_of(self.tools or ()) | {item.left_out for item in self.input}
         asked = self.reasoning or Reasoning()
         if {"concise", "detailed"} & {asked.summary, asked.generate_summary}:

@@ -11,6 +11,7 @@ import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from api.callers.fair_pool import aside
 from api.generation.running import gather_all
 from api.generation.target import target_of
 from api.http.bodies import BodyRoute
@@ -18,15 +19,14 @@ from api.http.errors import error_responses
 from api.openai.replies import written
 from api.openai.responses.body import ResponseRequest
 from api.openai.responses.history import history_of
-from api.openai.responses.kept import shown_items
 from api.openai.responses.parts import TextPart
 from api.openai.responses.planning import plan_response
 from api.openai.responses.references import resolved
 from api.openai.responses.sealed import sealed
+from api.openai.responses.storage import shown_items
 from api.openai.responses.turns import InputMessage
 from api.openai.responses.writer import ResponseWriter
 from api.ring.ring import TheRing
-from api.ring.room import aside
 from shared.errors import InvalidRequestError
 
 router = APIRouter(tags=["openai"], route_class=BodyRoute)
@@ -45,7 +45,7 @@ _PLAIN: dict[str, Any] = {"tools": None, "tool_choice": None, "text": None, "inc
     responses=error_responses(404, 409, ok="The user's messages, and a `compaction` item with a summary of the rest"),
 )
 async def compact(body: ResponseRequest, request: Request, ring: TheRing) -> Response:
-    """What it takes in place of the turns so far to go on with a conversation."""
+    """Returns the items that replace the turns so far when the conversation continues."""
     for name in ("stream", "background", "conversation"):
         if getattr(body, name):
             raise InvalidRequestError(f"'{name}' does not go with a compaction", param=name)
@@ -54,13 +54,14 @@ async def compact(body: ResponseRequest, request: Request, ring: TheRing) -> Res
     task = InputMessage(role="user", content=[TextPart(type="input_text", text=_TASK)])
     asked = body.model_copy(update={**_PLAIN, "input": [*said, task], "store": False})
     target = await target_of(ring, asked, request, split=True)
-    _, work, plan = await plan_response(target.ring, asked, target, history.ids)
+    _, plan = await plan_response(target.ring, asked, target, history.ids)
     writer = ResponseWriter(asked, plan, target.served.codec)
-    (events,) = await gather_all(target.ring, work)
+    (events,) = await gather_all(target.ring, plan.sequences)
     answer = msgspec.json.decode(await written(events, lambda: writer.whole(events)))
     texts = [part["text"] for item in answer["output"] if item["type"] == "message" for part in item["content"]]
     if not (summary := "".join(texts).strip()):
-        reason = f"the model wrote no summary within {work.sampling.max_tokens} tokens: give it more"
+        most = plan.sequences.template.sampling.max_tokens
+        reason = f"the model wrote no summary within {most} tokens: give it more"
         raise InvalidRequestError(reason, param="max_output_tokens")
     by_user = [item for item in said if isinstance(item, InputMessage) and item.role == "user"]
     shown = [msgspec.Raw(raw) for _, raw in await aside(shown_items, by_user, writer.name)]

@@ -8,15 +8,15 @@ from fastapi import APIRouter
 from pydantic import BaseModel, BeforeValidator, Field
 from starlette.responses import Response
 
+from api.callers.fair_pool import LARGE_COUNT, aside
 from api.http.bodies import BodyRoute
 from api.http.errors import error_responses
 from api.http.fields import RequestModel
 from api.openai.responses.history import keeper
-from api.openai.responses.kept import After, Entry, ItemPage, Limit, Order, page, shown_items
 from api.openai.responses.references import resolved
+from api.openai.responses.storage import After, Entry, ItemPage, Limit, Order, page, shown_items
 from api.openai.responses.turns import Item, Items
 from api.ring.ring import Ring, TheRing
-from api.ring.room import LARGE_COUNT, aside
 from shared.errors import UnsupportedParameterError
 
 router = APIRouter(tags=["openai"], route_class=BodyRoute)
@@ -30,7 +30,7 @@ def _none_for_none(value: Any) -> Any:
 
 
 class ConversationBody(RequestModel):
-    """POST /v1/conversations."""
+    """Request body of POST /v1/conversations."""
 
     items: Annotated[Items | None, BeforeValidator(_none_for_none)] = Field(
         default=None, description="what it begins with"
@@ -39,13 +39,13 @@ class ConversationBody(RequestModel):
 
 
 class ConversationChange(RequestModel):
-    """POST /v1/conversations/{conversation_id}."""
+    """Request body of POST /v1/conversations/{conversation_id}."""
 
     metadata: Metadata | None = Field(description="in place of what it has")
 
 
 class NewItems(RequestModel):
-    """POST /v1/conversations/{conversation_id}/items."""
+    """Request body of POST /v1/conversations/{conversation_id}/items."""
 
     items: Items
 
@@ -74,7 +74,7 @@ async def _found(ring: Ring, name: str) -> Conversation:
 
 @router.post("/v1/conversations", summary="Begin a conversation", responses=error_responses(400))
 async def create_conversation(body: ConversationBody, ring: TheRing) -> Conversation:
-    """It is kept until nobody has used it for `--response-ttl-s`."""
+    """It expires when it was not used for `--response-ttl-s`."""
     if not ring.settings.response_ttl_s:
         raise UnsupportedParameterError("this server keeps no conversations (--response-ttl-s 0)")
     name, now = f"conv_{secrets.token_hex(24)}", int(time.time())
@@ -87,13 +87,13 @@ async def create_conversation(body: ConversationBody, ring: TheRing) -> Conversa
 
 @router.get(_ROUTE, summary="Get a conversation", responses=error_responses(404))
 async def get_conversation(conversation_id: str, ring: TheRing) -> Conversation:
-    """What it says of itself."""
+    """Returns the conversation with its metadata."""
     return await _found(ring, conversation_id)
 
 
 @router.post(_ROUTE, summary="Change a conversation's metadata", responses=error_responses(400, 404))
 async def change_conversation(conversation_id: str, body: ConversationChange, ring: TheRing) -> Conversation:
-    """Its items stay."""
+    """Replaces the conversation's metadata. The items are kept."""
     made = (await _found(ring, conversation_id)).model_copy(update={"metadata": body.metadata or {}})
     await ring.conversations.change(keeper(), conversation_id, made.model_dump_json().encode())
     return made

@@ -12,12 +12,12 @@ from typing import Any
 import msgspec
 from pydantic import TypeAdapter
 
+from api.callers.fair_pool import aside
 from api.generation.running import owner
 from api.http.bodies import LONG_BYTES
 from api.openai.responses.body import ResponseRequest
 from api.openai.responses.turns import Item, Items
 from api.ring.ring import Ring
-from api.ring.room import aside
 from shared.errors import ConflictError, InvalidRequestError, UnsupportedParameterError
 from shared.redis import keys
 from shared.redis.kept.response_store import RUNNING, ResponseTurn, unknown_response
@@ -29,8 +29,8 @@ _ids_decoder = msgspec.msgpack.Decoder(tuple[int, list[int]])
 
 
 @dataclass(frozen=True)
-class History:
-    """What was said, and the ids of all of it up to the end of the last answer."""
+class ResponseHistory:
+    """Earlier items, and the ids of all of them up to the end of the last answer."""
 
     items: list[Item] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
@@ -42,7 +42,8 @@ def keeper() -> str:
 
 
 def is_stored(ring: Ring, body: ResponseRequest) -> bool:
-    """Whether to store the response; UnsupportedParameterError when the request needs what this server does not do."""
+    """True if the response is to be stored; UnsupportedParameterError when the request needs what this server does not
+    do."""
     if ring.settings.response_ttl_s:
         return body.store is not False
     for name in ("store", "previous_response_id", "conversation", "background"):
@@ -52,19 +53,20 @@ def is_stored(ring: Ring, body: ResponseRequest) -> bool:
     return False
 
 
-async def history_of(ring: Ring, body: ResponseRequest) -> History:
-    """What comes before the input; UnknownResponseError, UnknownConversationError, or why nothing can follow it."""
+async def history_of(ring: Ring, body: ResponseRequest) -> ResponseHistory:
+    """The items before the input; UnknownResponseError, UnknownConversationError, or an error that says why nothing can
+    follow."""
     if body.previous_response_id is not None:
         return await _followed(ring, body.previous_response_id)
     if body.conversation is None:
-        return History()
+        return ResponseHistory()
     found = await ring.conversations.find(keeper(), body.conversation.id)
     raws = [raw for _, raw in found.items]
     check_size(ring, raws, "conversation")
     return await _read(raws, [found.ids])
 
 
-async def _followed(ring: Ring, last: str) -> History:
+async def _followed(ring: Ring, last: str) -> ResponseHistory:
     most_bytes = ring.settings.max_request_bytes
     turns, too_long = await ring.responses.chain(keeper(), last, MAX_TURNS, most_bytes)
     for turn in reversed(turns):
@@ -109,17 +111,17 @@ def _too_long(ring: Ring, param: str) -> InvalidRequestError:
     )
 
 
-async def _read(raws: Sequence[bytes], ids: Sequence[bytes]) -> History:
+async def _read(raws: Sequence[bytes], ids: Sequence[bytes]) -> ResponseHistory:
     size = sum(map(len, raws)) + sum(map(len, ids))
     return await aside(_decoded, raws, ids) if size > LONG_BYTES else _decoded(raws, ids)
 
 
-def _decoded(raws: Sequence[bytes], ids: Sequence[bytes]) -> History:
+def _decoded(raws: Sequence[bytes], ids: Sequence[bytes]) -> ResponseHistory:
     found: list[Any] = []
     for raw in raws:
         value = json.loads(raw)
         found += value if isinstance(value, list) else [value]
-    return History(read_items(found), _joined_ids(ids))
+    return ResponseHistory(read_items(found), _joined_ids(ids))
 
 
 def read_items(stored: list[dict[str, Any]]) -> list[Item]:
@@ -131,7 +133,7 @@ def read_items(stored: list[dict[str, Any]]) -> list[Item]:
 
 
 def _joined_ids(ids: Sequence[bytes]) -> list[int]:
-    """The ids of the last turn: its own, behind so many of the turn before as it says. [] when some are missing."""
+    """The ids of the last turn: its own, after as many of the turn before as it says. [] when some are missing."""
     parts: list[list[int]] = []
     wanted = 0
     for raw in reversed(ids):

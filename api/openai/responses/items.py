@@ -1,13 +1,13 @@
-"""The output of a response: its items, and the events that tell of them as they grow.
+"""The output of a response: its items, and the events that report them as they grow.
 
 An item is reasoning, a message or a call; one is open at a time. A call of a tool of a namespace, or of a custom tool,
-comes in the form that its client knows. The same writer makes the items of a whole response, whose events nobody reads.
+comes in the form that its client knows. The same writer makes the items of a whole response, whose events are not read.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
-from api.generation.languages.pieces import CallPart, Piece
+from api.generation.languages.pieces import CallPart, ReplyPiece
 from api.generation.logprobs import ChatLogprob
 from api.openai.responses.sealed import sealed
 from api.openai.responses.tools import CustomTool, ResponseTool, input_of, offered
@@ -35,7 +35,7 @@ class ItemWriter:
         self._open = ""  # kind of the last item while it grows: message, reasoning, call, custom
         self._calls = 0
 
-    def take(self, piece: Piece, logprobs: Sequence[ChatLogprob] = ()) -> list[Event]:
+    def take(self, piece: ReplyPiece, logprobs: Sequence[ChatLogprob] = ()) -> list[Event]:
         """The events of a piece: reasoning, then content, then calls. `logprobs`: of its tokens, for the content."""
         events: list[Event] = []
         self._logprobs += logprobs
@@ -93,7 +93,7 @@ class ItemWriter:
         if kind == "reasoning" and self._seals:
             item["encrypted_content"] = sealed(part["text"])
         return [
-            self._event(f"{_TEXTS[kind]}.done", item, content_index=0, text=part["text"], **_told(part)),
+            self._event(f"{_TEXTS[kind]}.done", item, content_index=0, text=part["text"], **_with_logprobs(part)),
             self._event("content_part.done", item, content_index=0, part=part),
             self._done(item),
         ]
@@ -146,7 +146,7 @@ class ItemWriter:
         return {"type": f"response.{name}", **place, **fields}
 
 
-def _told(part: dict[str, Any]) -> dict[str, Any]:
+def _with_logprobs(part: dict[str, Any]) -> dict[str, Any]:
     return {"logprobs": [_brief(each) for each in part["logprobs"]]} if "logprobs" in part else {}
 
 

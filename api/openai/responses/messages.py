@@ -43,7 +43,7 @@ class _ChatWriter:
         self._brought: list[ImagePart] = []  # by calls, whose results are text: the user shows them after the last one
 
     def add(self, item: Item) -> None:
-        """The next item."""
+        """Append the chat messages that an item is equivalent to."""
         if isinstance(item, ReasoningItem):
             self._thought += item.text
         elif isinstance(item, FunctionCallItem | CustomCallItem):
@@ -67,14 +67,14 @@ class _ChatWriter:
             raise UnsupportedParameterError("references to stored items are not looked up here", param="input")
 
     def say(self, role: str, content: Any) -> None:
-        """A message."""
+        """Append a message, after the images that calls have returned."""
         self._show_what_calls_brought()
         self._chat.append({"role": role, "content": content})
         if role == "assistant":
             self._attach_thought()
 
     def whole(self) -> list[Message]:
-        """The chat."""
+        """The messages of the whole chat."""
         self._show_what_calls_brought()
         return self._chat
 
@@ -107,7 +107,7 @@ def without_turns(messages: list[Message], skipped: int) -> list[Message]:
 
 
 def turn_starts(messages: list[Message]) -> list[int]:
-    """Where each turn begins."""
+    """Index of the first message of each turn."""
     return [0, *(at for at, each in enumerate(messages) if at and each["role"] == "user")]
 
 

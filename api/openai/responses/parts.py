@@ -65,7 +65,7 @@ class FilePart(HistoryModel):
 
     @cached_property
     def text(self) -> str:
-        """What the model sees of it."""
+        """Text that the model sees in place of the file."""
         head, comma, data = (self.file_data or "").partition(",")
         if not comma:
             raw = base64.b64decode(head, validate=True)

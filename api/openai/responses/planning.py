@@ -5,21 +5,19 @@ from typing import TypeGuard
 
 from pydantic import ValidationError
 
-from api.generation.choice import ReplyPlan
-from api.generation.plan import Asked, plan
+from api.callers.fair_pool import LARGE_COUNT, aside
+from api.generation.choice import RequestPlan
+from api.generation.named_images import Keep
+from api.generation.plan import PreparedRequest, plan
 from api.generation.target import Target
-from api.generation.work import Work
 from api.http.errors import from_validation
 from api.openai.bodies import ChatCompletionRequest
-from api.openai.chat import asked_of
-from api.openai.images import images_of
+from api.openai.chat import images_of, prepare
 from api.openai.responses.body import ResponseRequest
 from api.openai.responses.messages import turn_starts
 from api.openai.responses.parts import ImagePart
 from api.openai.responses.turns import CallOutputItem, Item
-from api.ring.named_images import Keep
 from api.ring.ring import Ring
-from api.ring.room import LARGE_COUNT, aside
 from shared.errors import InvalidRequestError
 from shared.sequences import ModelCard
 
@@ -55,7 +53,7 @@ def _renamed(error: InvalidRequestError) -> InvalidRequestError:
 
 
 def left_out(body: ResponseRequest, card: ModelCard) -> list[str]:
-    """What of a request the model does not see, or is not done, though it is taken: the answer's header names it."""
+    """Parts of a request that are accepted though the model does not see them; the answer's header names them."""
     unseen = card.vision is None and any(map(_has_images, body.input))
     return [*body.left_out(), *(["input.input_image"] if unseen else [])]
 
@@ -66,17 +64,17 @@ def _has_images(item: Item) -> TypeGuard[CallOutputItem]:
 
 async def plan_response(
     ring: Ring, body: ResponseRequest, target: Target, begun: Sequence[int] = (), keep: Keep | None = None
-) -> tuple[ChatCompletionRequest, Work, ReplyPlan]:
-    """The chat that a request comes to, what to ask of the workers, and what to make of their tokens.
+) -> tuple[ChatCompletionRequest, RequestPlan]:
+    """The chat that a request is equivalent to, and its plan.
 
     `begun`: ids of the last turn's prompt and answer, with which this one's begin if they mean the same text. `keep`:
     who takes the bytes of its images; None: the tenant's.
     """
     try:
-        chat, asked = await _fitting(ring, body, target, begun, keep)
+        chat, prepared = await _fitting(ring, body, target, begun, keep)
         if body.store is False and chat.collect_trajectory is None:
             chat.collect_trajectory = False  # nor is it kept for feedback
-        return chat, *await plan(ring, chat, target, asked)
+        return chat, await plan(ring, chat, target, prepared)
     except InvalidRequestError as error:
         raise _renamed(error) from None
 
@@ -84,19 +82,19 @@ async def plan_response(
 async def count_tokens(ring: Ring, body: ResponseRequest, target: Target, begun: Sequence[int]) -> int:
     """The tokens of the prompt that a request comes to."""
     try:
-        _, asked = await _fitting(ring, body, target, begun, _unkept)
+        _, prepared = await _fitting(ring, body, target, begun, _unkept)
     except InvalidRequestError as error:
         raise _renamed(error) from None
-    return len(asked.prompts[0])
+    return len(prepared.prompts[0])
 
 
 async def _unkept(sha256: bytes, data: bytes) -> None:
-    """Of images that are only counted, nothing is kept."""
+    """Stores nothing: the images of a count are not needed afterwards."""
 
 
 async def _fitting(
     ring: Ring, body: ResponseRequest, target: Target, begun: Sequence[int], keep: Keep | None
-) -> tuple[ChatCompletionRequest, Asked]:
+) -> tuple[ChatCompletionRequest, PreparedRequest]:
     """The chat; with `truncation: auto` without as few of its oldest turns as it takes to fit the context."""
     card, codec = target.served.card, target.served.codec
     if card.vision is None:
@@ -110,12 +108,12 @@ async def _fitting(
     while True:  # the first look is at all of it, the others halve what is left
         chat = await chat_body(body, skipped)
         images = await images_of(ring, card, chat.messages, keep)
-        asked = await asked_of(codec, chat, ring.settings, begun, images)
-        fits = len(asked.prompts[0]) <= most
+        prepared = await prepare(codec, chat, ring.settings, begun, images)
+        fits = len(prepared.prompts[0]) <= most
         if fits and (skipped == 0 or skipped - tried == 1):
-            return chat, asked
+            return chat, prepared
         if not fits and skipped == last:
-            return chat, asked  # refused by whoever plans it
+            return chat, prepared  # refused when it is planned
         if fits:
             last = skipped
         else:

@@ -9,11 +9,11 @@ from typing import Any
 
 import msgspec
 
+from api.callers.fair_pool import aside
 from api.http.bodies import LONG_BYTES
 from api.openai.responses.history import MAX_TURNS, check_size, keeper, read_items
 from api.openai.responses.turns import Item, ItemReference
 from api.ring.ring import Ring
-from api.ring.room import aside
 from shared.errors import InvalidRequestError, NotFoundError
 
 

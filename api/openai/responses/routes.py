@@ -8,6 +8,7 @@ from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel
 from starlette.responses import Response
 
+from api.callers.fair_pool import aside
 from api.generation.running import Generation, by_choice, gather_all
 from api.generation.target import target_of
 from api.http.bodies import LONG_BYTES, BodyRoute
@@ -20,12 +21,11 @@ from api.openai.responses.background import sse
 from api.openai.responses.body import ResponseRequest
 from api.openai.responses.history import history_of, is_stored, keeper, own_ids
 from api.openai.responses.items import Event
-from api.openai.responses.kept import After, ItemPage, Limit, Order, entries, keep, page, whole
 from api.openai.responses.planning import NAMES, count_tokens, left_out, plan_response
 from api.openai.responses.references import resolved
+from api.openai.responses.storage import After, ItemPage, Limit, Order, entries, keep, page, whole
 from api.openai.responses.writer import ResponseWriter
 from api.ring.ring import TheRing
-from api.ring.room import aside
 from shared.errors import InvalidRequestError
 
 router = APIRouter(tags=["openai"], route_class=BodyRoute)
@@ -37,7 +37,7 @@ router = APIRouter(tags=["openai"], route_class=BodyRoute)
     responses=error_responses(404, 409, ok="A response object, or server-sent events when `stream` is true"),
 )
 async def create_response(body: ResponseRequest, request: Request, ring: TheRing) -> Response:
-    """Text, structured text and function calls, behind what was said before."""
+    """Text, structured text and function calls that continue earlier turns."""
     stored = is_stored(ring, body)
     body.store = stored
     body.input = await resolved(ring, body.input)
@@ -46,11 +46,11 @@ async def create_response(body: ResponseRequest, request: Request, ring: TheRing
     target = await target_of(ring, asked, request, split=True)
     there = target.ring  # where it is computed; responses and conversations stay in the process's own ring
     codec = target.served.codec
-    chat, work, reply_plan = await plan_response(there, asked, target, history.ids)
+    chat, planned = await plan_response(there, asked, target, history.ids)
     unused = [*(NAMES.get(name, name) for name in unused_hints(chat, codec)), *left_out(asked, target.served.card)]
-    writer = ResponseWriter(body, reply_plan, codec)
+    writer = ResponseWriter(body, planned, codec)
     if body.background:
-        begun = await background.begin(there, body, work, reply_plan, writer, history.ids)
+        begun = await background.begin(there, body, planned, writer, history.ids)
         request.app.state.background.look()
         if body.stream:
             return with_unused(EventStream(background.watch(ring, keeper(), writer.id, -1)), unused)
@@ -59,19 +59,19 @@ async def create_response(body: ResponseRequest, request: Request, ring: TheRing
     async def kept() -> None:
         if stored or body.conversation is not None:
             before = history.ids if body.conversation is None else ()
-            ids = own_ids(before, reply_plan.prompts[0], writer.tokens)
+            ids = own_ids(before, planned.sequences.prompts[0], writer.tokens)
             await keep(ring, keeper(), body, writer, ids)
 
     if body.stream:
-        return with_unused(EventStream(_events(await Generation.start(there, work), writer, kept)), unused)
-    (events,) = await gather_all(there, work)
+        return with_unused(EventStream(_events(await Generation.start(there, planned.sequences), writer, kept)), unused)
+    (events,) = await gather_all(there, planned.sequences)
     answer = await written(events, partial(writer.whole, events))
     await kept()
     return with_unused(Response(answer, media_type="application/json"), unused)
 
 
 class InputTokens(BaseModel):
-    """What a request's prompt comes to."""
+    """Length of a request's prompt."""
 
     object: Literal["response.input_tokens"] = "response.input_tokens"
     input_tokens: int
@@ -110,8 +110,11 @@ async def _events(
                         yield b"".join(out)
             await kept()
         except Exception as error:
-            told = stream_failure(error, writer.shown()["id"])
-            detail = {"code": "rate_limit_exceeded" if told.status == 429 else "server_error", "message": told.message}
+            failure = stream_failure(error, writer.shown()["id"])
+            detail = {
+                "code": "rate_limit_exceeded" if failure.status == 429 else "server_error",
+                "message": failure.message,
+            }
             yield to_bytes({"type": "response.failed", "response": writer.shown(status="failed", error=detail)})
             return
         yield to_bytes({"type": f"response.{writer.status}", "response": writer.shown()})
@@ -133,7 +136,7 @@ async def get_response(
     ] = False,
     starting_after: Annotated[int | None, Query(ge=-1, description="`sequence_number` of the last event seen")] = None,
 ) -> Response:
-    """As it is now."""
+    """Returns the response in its present state, or streams the events that are still to come."""
     who = keeper()
     stored = await ring.responses.find(who, response_id)
     if not stream:
@@ -183,7 +186,7 @@ async def list_input_items(
     limit: Limit = 20,
     order: Order = "desc",
 ) -> Response:
-    """Its own items, without those of the responses that it follows."""
+    """Returns the response's own items, without those of the responses that it follows."""
     raw = (await ring.responses.find(keeper(), response_id)).input
     found = await aside(entries, raw) if len(raw) > LONG_BYTES else entries(raw)
     return page(found, after, limit, order)

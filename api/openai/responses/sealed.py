@@ -1,7 +1,7 @@
 """Text of ours that a client stores unread and sends back: reasoning, and the summary of a compacted conversation.
 
 Clients of OpenAI's know such text as `encrypted_content`, and many send nothing else of reasoning back. Here it is only
-encoded: whoever sends it may as well have sent the text.
+encoded: its sender may as well have sent the text.
 """
 
 import base64
@@ -11,7 +11,7 @@ _PREFIX = "parallm:"
 
 
 def sealed(text: str) -> str:
-    """The text as `encrypted_content`."""
+    """The text in the form of `encrypted_content`."""
     return _PREFIX + base64.b64encode(text.encode(errors="replace")).decode()
 
 

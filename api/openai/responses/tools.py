@@ -47,7 +47,7 @@ class FunctionTool(FunctionDefinition):
 
 
 class CustomFormat(HistoryModel):
-    """What the text of a custom tool must be. The model sees it; nothing enforces it."""
+    """Form of the text of a custom tool. The model sees it; nothing enforces it."""
 
     type: Literal["text", "grammar"]
     syntax: str = ""
@@ -67,7 +67,7 @@ class CustomTool(HistoryModel):
 
     @property
     def form(self) -> str:
-        """What its text must be, for the model to read; "": any text."""
+        """Description of the text's form for the model; "" for any text."""
         if self.format is None or self.format.type == "text":
             return ""
         return f"Its input follows this {self.format.syntax} grammar:\n{self.format.definition}"
@@ -116,7 +116,7 @@ def name_in_chat(namespace: str | None, name: str) -> str:
 
 
 @dataclass(frozen=True)
-class Offered:
+class OfferedTools:
     """A tool as the model sees it, and what its client calls it."""
 
     function: FunctionDefinition
@@ -124,8 +124,8 @@ class Offered:
     namespace: str | None = None
 
 
-def offered(tools: Sequence[ResponseTool]) -> Iterator[Offered]:
-    """What the model sees of tools. The description of a namespace stands before that of its first tool."""
+def offered(tools: Sequence[ResponseTool]) -> Iterator[OfferedTools]:
+    """Tools as the model sees them. The description of a namespace stands before that of its first tool."""
     for namespace, tool in own_tools(tools):
         about, named = tool.description, None
         if namespace is not None:
@@ -138,7 +138,9 @@ def offered(tools: Sequence[ResponseTool]) -> Iterator[Offered]:
         else:
             given = {"parameters": tool.parameters, "strict": tool.strict}
         name = name_in_chat(named, tool.name)
-        yield Offered(FunctionDefinition.model_construct(name=name, description=about or None, **given), tool, named)
+        yield OfferedTools(
+            FunctionDefinition.model_construct(name=name, description=about or None, **given), tool, named
+        )
 
 
 def own_tools(tools: Sequence[ResponseTool]) -> Iterator[tuple[Namespace | None, FunctionTool | CustomTool]]:
@@ -163,7 +165,7 @@ def chosen(tools: Sequence[ResponseTool], choice: ToolName) -> str:
 
 
 def left_out_of(tools: Sequence[ResponseTool]) -> set[str]:
-    """What the model does not see of tools, or sees and need not follow, as the answer's header calls it."""
+    """Parts of tools that the model does not see or need not follow, under the names that the answer's header uses."""
     found = {f"tools.{tool.type}" for tool in tools if isinstance(tool, HostedTool)}
     found |= {"tools.defer_loading" for _, tool in own_tools(tools) if tool.defer_loading}
     return found | {"tools.format" for _, tool in own_tools(tools) if isinstance(tool, CustomTool) and tool.form}

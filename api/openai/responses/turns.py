@@ -20,7 +20,7 @@ MAX_ID = 256
 
 
 class InputItem(HistoryModel):
-    """What all items have. `prefix` begins the id of one that is stored."""
+    """Fields that all items have. `prefix` begins the id of one that is stored."""
 
     prefix: ClassVar[str] = "item"
 
@@ -29,7 +29,7 @@ class InputItem(HistoryModel):
 
     @property
     def left_out(self) -> str:
-        """What the model does not see of it, as the answer's header calls it; "": it sees all."""
+        """Name of the part that the model does not see, as the answer's header has it; "" if the model sees all."""
         return ""
 
     def shown(self) -> dict[str, Any]:
@@ -46,7 +46,7 @@ class InputMessage(InputItem):
     content: Content
 
     def shown(self) -> dict[str, Any]:
-        """Its texts in the form of its role."""
+        """Texts of the message in the form of its role."""
         written: dict[str, Any] = {"type": "output_text", "annotations": [], "logprobs": []}
         part = written if self.role == "assistant" else {"type": "input_text"}
         return {"type": "message", "role": self.role, "status": "completed", "content": _shown(self.content, part)}
@@ -86,7 +86,7 @@ class FunctionCallItem(CallItem):
     arguments: str
 
     def shown(self) -> dict[str, Any]:
-        """With its arguments."""
+        """The call as an item of a response, with its arguments."""
         return {**self._named(), "status": "completed", "arguments": self.arguments}
 
 
@@ -104,12 +104,12 @@ class CustomCallItem(CallItem):
         return arguments_of(self.input)
 
     def shown(self) -> dict[str, Any]:
-        """With its text."""
+        """The call as an item of a response, with its text."""
         return {**self._named(), "input": self.input}
 
 
 class CallOutputItem(InputItem):
-    """What a call brought."""
+    """Result of a function call or of a custom call."""
 
     prefix: ClassVar[str] = "fco"
 
@@ -138,7 +138,7 @@ class _Thought(HistoryModel):
 
 
 class ReasoningItem(InputItem):
-    """What the model thought; its template decides whether it sees that again."""
+    """Reasoning of an earlier turn. The model's template decides if the model sees it again."""
 
     prefix: ClassVar[str] = "rs"
 
@@ -160,7 +160,7 @@ class ReasoningItem(InputItem):
         return "input.reasoning.encrypted_content" if self.encrypted_content and not self.text else ""
 
     def shown(self) -> dict[str, Any]:
-        """With what was encrypted, for whoever can read it."""
+        """With what was encrypted, for a server that can read it."""
         content = [part.model_dump() for part in self.content or ()]
         shown = {"type": "reasoning", "summary": [part.model_dump() for part in self.summary], "content": content}
         return {**shown, "status": "completed"} | (
@@ -188,12 +188,12 @@ class _AsGiven(InputItem):
     type: str
 
     def shown(self) -> dict[str, Any]:
-        """All that came."""
+        """The item with all fields that came."""
         return self.model_dump(exclude_unset=True, exclude={"id"})
 
 
 class CompactionItem(_AsGiven):
-    """What stands for the turns before it: a summary, if this server made it (`compaction.py`)."""
+    """Stands for the turns before it: a summary, if this server made it (`compaction.py`)."""
 
     prefix: ClassVar[str] = "cmp"
 
@@ -238,7 +238,7 @@ class OtherCallItem(_AsGiven):
 
     @property
     def brought(self) -> str | None:
-        """What it brought, where the item has that, too."""
+        """Result of the call, where the item holds that, too."""
         if self.type != "mcp_call":
             return None
         return self.output if self.output is not None else f"Error: {json.dumps(self.error, ensure_ascii=False)}"
@@ -251,7 +251,7 @@ class OtherCallItem(_AsGiven):
 
 
 class OtherOutputItem(_AsGiven):
-    """What such a call brought."""
+    """Result of a call of another kind."""
 
     call_id: str | None = None
     output: Any = None
@@ -263,7 +263,7 @@ class OtherOutputItem(_AsGiven):
 
     @property
     def text(self) -> str:
-        """What the model sees of it."""
+        """Text that the model sees of the result."""
         return self.output if isinstance(self.output, str) else json.dumps(self.output, ensure_ascii=False)
 
     def shown(self) -> dict[str, Any]:
@@ -272,7 +272,7 @@ class OtherOutputItem(_AsGiven):
 
 
 class AgentMessage(_AsGiven):
-    """What one agent of a client says to another one."""
+    """Message of one agent of a client to another one."""
 
     author: str = ""
     recipient: str = ""
@@ -280,7 +280,7 @@ class AgentMessage(_AsGiven):
 
     @property
     def text(self) -> str:
-        """What of it can be read here."""
+        """The readable parts of the message."""
         said = "".join(text for part in self.content if isinstance(text := part.get("text"), str))
         return f"Message from {self.author} to {self.recipient}:\n{said}" if said else ""
 
@@ -295,7 +295,7 @@ class LeftOut(_AsGiven):
 
     @property
     def left_out(self) -> str:
-        """All of it."""
+        """Name of the whole item, since the model sees nothing of it."""
         return f"input.{self.type}"
 
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import msgspec
 
-from api.generation.choice import Choice, Delta, ReplyPlan, ends_with_stop_token, usage
-from api.generation.languages.pieces import Piece
+from api.generation.choice import Choice, Delta, RequestPlan, ends_with_stop_token, usage
+from api.generation.languages.pieces import ReplyPiece
 from api.generation.logprobs import ChatLogprob, TokenNames
 from api.openai.responses.body import ENCRYPTED, ResponseRequest
 from api.openai.responses.items import Event, ItemWriter
@@ -19,12 +19,12 @@ from shared.token_events import by_token, join
 class ResponseWriter:
     """One response while its tokens come in."""
 
-    def __init__(self, body: ResponseRequest, plan: ReplyPlan, codec: TextCodec) -> None:
+    def __init__(self, body: ResponseRequest, plan: RequestPlan, codec: TextCodec) -> None:
         self._body = body
         self._plan = plan
         self._names = TokenNames(codec, by_id=False)
         calls = plan.id.rpartition("-")[2]
-        self.name = plan.name or calls
+        self.name = plan.sequences.name or calls
         self._writer = ItemWriter(self.name, calls[:24], body.tools or (), seals=ENCRYPTED in (body.include or ()))
         self._finish: Finish | None = None
         self.choice = Choice(plan, codec)
@@ -37,7 +37,7 @@ class ResponseWriter:
 
     @property
     def output(self) -> list[dict[str, Any]]:
-        """Its items so far."""
+        """Items of the response so far."""
         return self._writer.items
 
     def whole(self, events: list[TokenEvent]) -> bytes:
@@ -51,24 +51,24 @@ class ResponseWriter:
         """The events of a delta."""
         self.tokens += delta.tokens
         logprobs = self._logprobs(delta) if self._body.wants_logprobs else ()
-        events = self._writer.take(delta.piece or Piece(content=delta.text), logprobs)
+        events = self._writer.take(delta.piece or ReplyPiece(content=delta.text), logprobs)
         if delta.finish is not None:
             self._finish = delta.finish
             events += self._writer.end(incomplete=delta.finish.reason == "length")
         return events
 
     def _logprobs(self, delta: Delta) -> list[ChatLogprob]:
-        """Of the delta's tokens that may be text: neither what ends the completion nor a mark."""
+        """Log-probabilities of the delta's tokens that may be text: neither a stop token nor a mark."""
         tokens, finish = delta.tokens, delta.finish
         if finish is not None and ends_with_stop_token(tokens, finish, self._plan.eos_token_ids):
             tokens = tokens[:-1]
-        told = self._names.chat(tokens, delta.logprobs[: len(tokens)], delta.top_logprobs)
+        logprobs = self._names.chat(tokens, delta.logprobs[: len(tokens)], delta.top_logprobs)
         marks = () if self._plan.split is None else self._plan.split.marks
-        return [each for each in told if each.token not in marks]
+        return [each for each in logprobs if each.token not in marks]
 
     @property
     def status(self) -> ResponseState:
-        """in_progress, completed or incomplete."""
+        """One of in_progress, completed and incomplete."""
         if self._finish is None:
             return "in_progress"
         return "incomplete" if self._finish.reason == "length" else "completed"

@@ -82,7 +82,7 @@ async def requeue(request: Request, letter_id: str, ring: TheRing) -> Response:
 
 @router.post("/deadletters/{letter_id:path}/drop")
 async def drop(request: Request, letter_id: str, ring: TheRing) -> Response:
-    """Forget a letter."""
+    """Deletes a dead letter and returns to the list."""
     dropped = await ring.dead_letters.drop(letter_id)
     return _done(request, "dropped" if dropped else "it was not there any more", "/dashboard/deadletters")
 

@@ -25,7 +25,7 @@ def address(name: str) -> str:
 
 @router.get("/static/{name}")
 async def static(name: str) -> Response:
-    """One file."""
+    """Returns one of the dashboard's own files."""
     data = _FILES.get(name)
     if data is None:
         raise HTTPException(404)

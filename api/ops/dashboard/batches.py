@@ -34,7 +34,7 @@ class Moment(NamedTuple):
 
 
 class LineCounts(NamedTuple):
-    """Lines of a batch."""
+    """Lines of a batch, by their state."""
 
     total: int
     completed: int
@@ -57,7 +57,7 @@ class BatchLook(NamedTuple):
 
 
 class BatchView(NamedTuple):
-    """A batch's page."""
+    """Figures of the page of one batch."""
 
     look: BatchLook
     moments: list[Moment]
@@ -122,7 +122,7 @@ def moments(record: BatchRecord, status: str) -> list[Moment]:
 async def batches(
     request: Request, ring: TheRing, snapshots: TheSnapshots, after: Annotated[str, Query(max_length=200)] = ""
 ) -> Response:
-    """All batches, newest first."""
+    """Page of all batches, the newest ones first."""
     looks, more = await batch_looks(ring, after)
     about = Page("Batches", "batches", "" if after else "/dashboard/events/batches")
     return page(request, "batches.html", about, ring=await snapshots.read(), batches=looks, more=more, after=after)
@@ -137,7 +137,7 @@ async def batch(request: Request, batch_id: str, ring: TheRing, snapshots: TheSn
 
 @router.get("/files/{file_id}")
 async def file(request: Request, file_id: str, ring: TheRing, snapshots: TheSnapshots) -> Response:
-    """A file's first lines."""
+    """Page with the first lines of a file."""
     stored = await ring.files.find(file_id)
     about = Page(stored.filename, "batches")
     lines = await shown_lines(ring, stored)
@@ -191,12 +191,12 @@ def shown_line(number: int, raw: bytes) -> ShownLine:
             text = msgspec.json.format(raw, indent=2).decode()
     except (msgspec.MsgspecError, UnicodeDecodeError):
         line = _Line()
-    said, wrong = _said(line)
-    return ShownLine(number, line.custom_id, said, wrong, text[:LINE_BYTES])
+    result, wrong = _result_of(line)
+    return ShownLine(number, line.custom_id, result, wrong, text[:LINE_BYTES])
 
 
-def _said(line: _Line) -> tuple[str, bool]:
-    """What has become of a line, and whether that is not an answer."""
+def _result_of(line: _Line) -> tuple[str, bool]:
+    """Text for the result of a line, and True if the result is not an answer."""
     if line.error is not None:
         return line.error.code, True
     if line.result is not None:

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from api.http.sse import EventStream
 from api.ops.dashboard.batches import batch_looks, batch_view
 from api.ops.dashboard.curves import ring_charts, training_charts
-from api.ops.dashboard.parts import RewardsKept, adapter_view, job_view, letters, training_views
+from api.ops.dashboard.parts import RewardsCache, adapter_view, job_view, letters, training_views
 from api.ops.dashboard.render import HEADERS, DashboardRoute, part
 from api.ops.dashboard.session import may_look
 from api.ops.ring_view import RingSnapshot
@@ -35,7 +35,7 @@ Look = Callable[[RingSnapshot], Awaitable[Parts]]
 
 @router.get("/ring")
 async def ring_events(ring: TheRing, snapshots: TheSnapshots) -> Response:
-    """Of the first page."""
+    """Live parts of the first page."""
 
     async def look(snapshot: RingSnapshot) -> Parts:
         names = ("tiles", "workers", "queues", "jobs", "adapters", "trainings")
@@ -46,7 +46,7 @@ async def ring_events(ring: TheRing, snapshots: TheSnapshots) -> Response:
 
 @router.get("/jobs")
 async def jobs_events(ring: TheRing, snapshots: TheSnapshots) -> Response:
-    """Of the list of jobs."""
+    """Live parts of the list of jobs."""
 
     async def look(snapshot: RingSnapshot) -> Parts:
         return _parts(("jobs",), ring=snapshot, jobs=await ring.jobs.list(50))
@@ -56,8 +56,8 @@ async def jobs_events(ring: TheRing, snapshots: TheSnapshots) -> Response:
 
 @router.get("/jobs/{job_id}")
 async def job_events(job_id: str, ring: TheRing, snapshots: TheSnapshots) -> Response:
-    """Of one job."""
-    kept = RewardsKept()
+    """Live parts of a job's page."""
+    kept = RewardsCache()
 
     async def look(snapshot: RingSnapshot) -> Parts:
         return _parts(("job", "rewards", "job_actions"), ring=snapshot, job=await job_view(ring, job_id, kept))
@@ -67,7 +67,7 @@ async def job_events(job_id: str, ring: TheRing, snapshots: TheSnapshots) -> Res
 
 @router.get("/batches")
 async def batches_events(ring: TheRing, snapshots: TheSnapshots) -> Response:
-    """Of the list of batches."""
+    """Live parts of the list of batches."""
 
     async def look(snapshot: RingSnapshot) -> Parts:
         return _parts(("batches",), ring=snapshot, batches=(await batch_looks(ring))[0])
@@ -77,7 +77,7 @@ async def batches_events(ring: TheRing, snapshots: TheSnapshots) -> Response:
 
 @router.get("/batches/{batch_id}")
 async def batch_events(batch_id: str, ring: TheRing, snapshots: TheSnapshots) -> Response:
-    """Of one batch."""
+    """Live parts of a batch's page."""
 
     async def look(snapshot: RingSnapshot) -> Parts:
         names = ("batch", "batch_actions", "batch_files")
@@ -88,7 +88,7 @@ async def batch_events(batch_id: str, ring: TheRing, snapshots: TheSnapshots) ->
 
 @router.get("/adapters")
 async def adapters_events(ring: TheRing, snapshots: TheSnapshots) -> Response:
-    """Of the list of adapters."""
+    """Live parts of the list of adapters."""
 
     async def look(snapshot: RingSnapshot) -> Parts:
         return _parts(("adapters",), ring=snapshot)
@@ -98,7 +98,7 @@ async def adapters_events(ring: TheRing, snapshots: TheSnapshots) -> Response:
 
 @router.get("/adapters/{name}")
 async def adapter_events(name: str, ring: TheRing, snapshots: TheSnapshots) -> Response:
-    """Of one adapter."""
+    """Live parts of an adapter's page."""
 
     async def look(snapshot: RingSnapshot) -> Parts:
         return _parts(("adapter",), ring=snapshot, adapter=await adapter_view(ring, name))
@@ -108,7 +108,7 @@ async def adapter_events(name: str, ring: TheRing, snapshots: TheSnapshots) -> R
 
 @router.get("/training")
 async def training_events(ring: TheRing, snapshots: TheSnapshots) -> Response:
-    """Of the policies' curves."""
+    """Live parts of the policies' curves."""
 
     async def look(snapshot: RingSnapshot) -> Parts:
         shown: Parts = {}
@@ -125,7 +125,7 @@ async def training_events(ring: TheRing, snapshots: TheSnapshots) -> Response:
 
 @router.get("/deadletters")
 async def letters_events(ring: TheRing, snapshots: TheSnapshots) -> Response:
-    """Of the dead letters."""
+    """Live parts of the list of dead letters."""
 
     async def look(snapshot: RingSnapshot) -> Parts:
         return _parts(("letters",), ring=snapshot, letters=await letters(ring))

@@ -7,7 +7,7 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response
 
 from api.ops.dashboard.parts import adapter_view, job_view, letters, ring_views, training_views
 from api.ops.dashboard.render import HEADERS, DashboardRoute, Page, page, part
-from api.ops.dashboard.samples import SHOWN, SampleLine, sample_lines, sample_view, thumbnail, waiting_answers
+from api.ops.dashboard.samples import SHOWN, ListedSample, sample_lines, sample_view, thumbnail, waiting_answers
 from api.ops.dashboard.session import keys_of, may_look
 from api.ops.snapshot import TheSnapshots
 from api.ring.ring import Ring, ring_of
@@ -28,7 +28,7 @@ async def overview(request: Request, snapshots: TheSnapshots) -> Response:
 
 @router.get("/")
 async def with_slash() -> Response:
-    """People write it."""
+    """Redirects people who type the address with a slash."""
     return RedirectResponse("/dashboard", 308)
 
 
@@ -36,7 +36,7 @@ async def with_slash() -> Response:
 async def jobs(
     request: Request, ring: TheRing, snapshots: TheSnapshots, before: Annotated[str, Query(max_length=200)] = ""
 ) -> Response:
-    """All jobs, newest first."""
+    """Page of all jobs, the newest ones first."""
     shown = await ring.jobs.list(JOBS_PAGE, before)
     more = shown[-1].id if len(shown) == JOBS_PAGE else ""
     live = "" if before else "/dashboard/events/jobs"
@@ -83,7 +83,7 @@ async def sample(request: Request, job_id: str, ordinal: int, ring: TheRing, sna
 
 @router.get("/adapters")
 async def adapters(request: Request, snapshots: TheSnapshots) -> Response:
-    """All adapters."""
+    """Page of all adapters and their versions."""
     about = Page("Adapters", "adapters", "/dashboard/events/adapters")
     return page(request, "adapters.html", about, ring=await snapshots.read())
 
@@ -114,11 +114,11 @@ async def feedback(request: Request, ring: TheRing, snapshots: TheSnapshots) -> 
 
 @router.get("/deadletters")
 async def dead_letters(request: Request, ring: TheRing, snapshots: TheSnapshots) -> Response:
-    """What was given up, and why."""
+    """Page of the sequences that were given up, with the reasons."""
     about = Page("Dead letters", "deadletters", "/dashboard/events/deadletters")
     return page(request, "deadletters.html", about, ring=await snapshots.read(), letters=await letters(ring))
 
 
-def _more(lines: list[SampleLine]) -> int:
+def _more(lines: list[ListedSample]) -> int:
     """The ordinal after which the list goes on; -1: it does not."""
     return lines[-1].ordinal if len(lines) == SHOWN else -1

@@ -3,11 +3,11 @@
 import time
 from typing import NamedTuple
 
+from api.callers.caller import asker
 from api.ops.dashboard.curves import TrainingChart, charts_of
-from api.ops.dashboard.samples import Histogram, metadata, reward_histogram
+from api.ops.dashboard.samples import RewardHistogram, metadata, reward_histogram
 from api.ops.ring_view import TrainingView
 from api.ops.snapshot import trainings
-from api.ring.caller import asker
 from api.ring.ring import Ring
 from shared.adapters import AdapterManifest
 from shared.errors import UnknownAdapterError
@@ -25,17 +25,17 @@ REWARDS_EVERY_S = 5.0
 
 
 class JobView(NamedTuple):
-    """A job's page."""
+    """Figures of the page of one job."""
 
     status: JobStatus
     spec: JobSpec
     metadata: str
-    rewards: Histogram | None
+    rewards: RewardHistogram | None
     ended: bool
 
 
 class AdapterDetail(NamedTuple):
-    """An adapter's page."""
+    """Figures of the page of one adapter."""
 
     summary: AdapterSummary
     versions: list[AdapterManifest]  # newest first
@@ -46,7 +46,7 @@ class AdapterDetail(NamedTuple):
 
 
 class RunView(NamedTuple):
-    """A policy's curves."""
+    """Figures of one policy's training."""
 
     view: TrainingView
     points: list[TrainingPoint]
@@ -54,19 +54,19 @@ class RunView(NamedTuple):
 
     @property
     def charts(self) -> tuple[TrainingChart, ...]:
-        """Those of its mode."""
+        """Charts of the run's mode of learning."""
         return charts_of(self.view.status.mode)
 
 
-class RewardsKept:
+class RewardsCache:
     """A job's histogram for an open page: it reads many samples, so it is made anew only now and then."""
 
     def __init__(self) -> None:
-        self._rewards: Histogram | None = None
+        self._rewards: RewardHistogram | None = None
         self._of: tuple[str, float] = ("", -1.0)  # state and progress that it was made of
         self._made_at = float("-inf")
 
-    async def read(self, ring: Ring, status: JobStatus) -> Histogram | None:
+    async def read(self, ring: Ring, status: JobStatus) -> RewardHistogram | None:
         """The histogram, at most REWARDS_EVERY_S older than the job while it runs."""
         now, stage = time.monotonic(), (status.status, status.progress)
         due = now - self._made_at > REWARDS_EVERY_S or status.status in TERMINAL
@@ -75,18 +75,18 @@ class RewardsKept:
         return self._rewards
 
 
-async def job_view(ring: Ring, job_id: str, kept: RewardsKept | None = None) -> JobView:
+async def job_view(ring: Ring, job_id: str, kept: RewardsCache | None = None) -> JobView:
     """UnknownJobError when there is none."""
     status = await ring.jobs.status(job_id)
     spec = await ring.jobs.spec(job_id)
-    rewards = await (kept or RewardsKept()).read(ring, status)
+    rewards = await (kept or RewardsCache()).read(ring, status)
     return JobView(
         status, spec, metadata(status.metadata) if status.metadata else "", rewards, status.status in TERMINAL
     )
 
 
 def eta_ms(status: JobStatus, now_ms: int) -> float | None:
-    """How long a running job will take at its pace so far; None when that cannot be told."""
+    """How long a running job will take at its pace so far; None when that is not known."""
     if status.status != "running" or not status.started_ms or status.progress <= 0:
         return None
     return (now_ms - status.started_ms) * (1 - status.progress) / status.progress
@@ -132,5 +132,5 @@ def ring_views(ring: Ring) -> list[RingView]:
 
 
 async def letters(ring: Ring) -> list[DeadLetter]:
-    """The newest dead letters."""
+    """The newest dead letters, up to the length of a page."""
     return await ring.dead_letters.list(limit=LETTERS_SHOWN)

@@ -39,7 +39,7 @@ HEADERS = {
 
 @dataclass(frozen=True)
 class Page:
-    """What the common frame needs to know of a page."""
+    """Title and state that the common frame shows."""
 
     title: str
     section: str  # which entry of the menu is lit; "": no menu
@@ -47,7 +47,7 @@ class Page:
 
 
 def page(request: Request, template: str, about: Page, *, status: int = 200, **values: Any) -> Response:
-    """A whole page."""
+    """A whole page of HTML, frame included."""
     keyed = bool(request.app.state.keys)
     text = _templates.get_template(template).render(page=about, keyed=keyed, **values)
     return HTMLResponse(text, status, HEADERS)
@@ -67,7 +67,7 @@ class DashboardRoute(APIRoute):
     """A route whose errors are pages for people."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """FastAPI's hook."""
+        """FastAPI's hook, by which errors become pages."""
         handle = super().get_route_handler()
 
         async def handled(request: Request) -> Response:
@@ -94,7 +94,7 @@ def _error(request: Request, error: ParallmError) -> Response:
 
 @functools.cache
 def compile_all() -> None:
-    """All templates, before the first page: a process whose pages nobody opens starts 0.1 s sooner.
+    """All templates, before the first page: a process whose pages are not opened starts 0.1 s sooner.
 
     FastAPI calls what is not async in a thread, so that no stream of the process is held up for long.
     """
@@ -118,7 +118,7 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def duration(milliseconds: float | None) -> str:
-    """A span of time."""
+    """A span of time in the unit that suits its length."""
     if milliseconds is None:
         return "–"
     seconds = milliseconds / 1000

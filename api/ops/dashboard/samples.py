@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from api.callers.fair_pool import aside
 from api.http.bodies import LONG_BYTES
 from api.ring.ring import Ring
-from api.ring.room import aside
 from shared.errors import NotFoundError, UnknownModelError
 from shared.jobs import InputLine, JobStatus, read_input
 from shared.redis import keys
@@ -46,7 +46,7 @@ class Bar(NamedTuple):
     share: float  # of the highest bin
 
 
-class Histogram(NamedTuple):
+class RewardHistogram(NamedTuple):
     """Rewards of a job's samples."""
 
     bars: list[Bar]
@@ -77,7 +77,7 @@ class SampleView(NamedTuple):
     images: list[str]  # of the prompt: SHA-256 of each, hexadecimal
 
 
-class SampleLine(NamedTuple):
+class ListedSample(NamedTuple):
     """One sample in a list."""
 
     ordinal: int
@@ -85,8 +85,8 @@ class SampleLine(NamedTuple):
     snippet: str
 
 
-async def reward_histogram(ring: Ring, status: JobStatus) -> Histogram | None:
-    """Of all samples, or of some chunks spread over a large job; None when no sample has a reward yet."""
+async def reward_histogram(ring: Ring, status: JobStatus) -> RewardHistogram | None:
+    """Histogram of all samples, or of some chunks spread over a large job; None when no sample has a reward yet."""
     if status.mean_reward is None:
         return None
     chunks = -(-status.counts.total // keys.RESULTS_PER_CHUNK)
@@ -103,7 +103,7 @@ async def reward_histogram(ring: Ring, status: JobStatus) -> Histogram | None:
     return histogram(values)
 
 
-def histogram(values: Sequence[float]) -> Histogram | None:
+def histogram(values: Sequence[float]) -> RewardHistogram | None:
     """BINS equal bins from the least to the greatest value; values that are all alike stand in the middle."""
     if not values:
         return None
@@ -114,15 +114,15 @@ def histogram(values: Sequence[float]) -> Histogram | None:
         counts[min(BINS - 1, int((value - low) / width)) if width else BINS // 2] += 1
     top = max(counts)
     bars = [Bar(low + i * width, low + (i + 1) * width, count, count / top) for i, count in enumerate(counts)]
-    return Histogram(bars, len(values), sum(values) / len(values), low, high)
+    return RewardHistogram(bars, len(values), sum(values) / len(values), low, high)
 
 
-async def sample_lines(ring: Ring, job_id: str, after: int) -> list[SampleLine]:
+async def sample_lines(ring: Ring, job_id: str, after: int) -> list[ListedSample]:
     """The next samples after an ordinal."""
     lines = []
     for ordinal, line in await ring.jobs.results(job_id, after, SHOWN):
         trajectory = msgspec.json.decode(line, type=Trajectory)
-        lines.append(SampleLine(ordinal, trajectory, _snippet(trajectory.text or trajectory.error)))
+        lines.append(ListedSample(ordinal, trajectory, _snippet(trajectory.text or trajectory.error)))
     return lines
 
 
@@ -189,7 +189,7 @@ async def _images(ring: Ring, job_id: str, trajectory: Trajectory) -> list[str]:
 def _images_of(line: InputLine) -> list[bytes]:
     try:
         given = read_input(line)
-    except RecursionError:  # a prompt that nobody can read
+    except RecursionError:  # a prompt that cannot be read
         return []
     return [image.sha256 for image in given.images or (given.request.images if given.request else ())]
 

@@ -17,10 +17,10 @@ from fastapi import APIRouter, Form, Request
 from starlette.datastructures import Headers
 from starlette.responses import RedirectResponse, Response
 
+from api.callers.caller import ApiKey
 from api.http.api_keys import KeyRing
 from api.http.auth import presented
 from api.ops.dashboard.render import Page, page
-from api.ring.caller import ApiKey
 from shared.errors import AuthenticationError, ForbiddenError
 
 router = APIRouter(prefix="/dashboard")
@@ -39,7 +39,7 @@ def may_look(request: Request) -> None:
 
 
 def _looks(key: ApiKey | None) -> bool:
-    """Whether somebody with this key may look: the pages show all tenants' things."""
+    """True if a request with this key may see the pages, which show the things of all tenants."""
     return key is not None and not key.asker.limited
 
 
@@ -62,7 +62,7 @@ def from_our_page(headers: Headers) -> None:
 
 @router.get("/login")
 async def login_form(request: Request, next: str = "/dashboard") -> Response:
-    """The form."""
+    """Form in which a person enters an API key."""
     return page(request, "login.html", Page("Sign in", ""), next=_inside(next), wrong="")
 
 
@@ -128,6 +128,6 @@ def _is_signed(cookie: str, keys: KeyRing) -> bool:
 
 
 def _inside(address: str) -> str:
-    """The address if it is one of our pages: nobody is sent elsewhere after signing in."""
+    """The address if it is one of our pages: no person is sent elsewhere after signing in."""
     ours = address == "/dashboard" or address.startswith("/dashboard/")
     return address if ours and "\\" not in address and not any(ord(c) < 32 for c in address) else "/dashboard"

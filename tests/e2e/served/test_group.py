@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from shared.process.options.group import LOST_EXIT_CODE
+from shared.process.group_settings import LOST_EXIT_CODE
 from tests.e2e.rings import MODEL, Process, Ring, ring
 from tests.e2e.test_adapters import CONFIG, chat_body, upload, weights
 from tests.waiting import HANG_S, wait_until

@@ -18,7 +18,7 @@ import mlx_lm.utils
 from mlx_lm.generate import generation_stream
 
 from shared.errors import SetupError
-from shared.process.options.group import Sharding
+from shared.process.group_settings import Sharding
 from shared.sequences import ModelCard
 from shared.text.codec import TokenizerBundle
 from worker.engine import cuda

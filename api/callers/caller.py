@@ -36,12 +36,12 @@ class ApiKey:
 
     @property
     def apart(self) -> bool:
-        """Whether it is a key of a server with tenants."""
+        """True if the server has tenants, and this key is of one of them or of an admin."""
         return bool(self.tenant) or self.admin
 
     @property
     def asker(self) -> Asker:
-        """Who asks with it."""
+        """Owner in whose name a request with this key acts."""
         return Asker(ADMINS if self.admin else self.tenant, limited=bool(self.tenant))
 
 
@@ -78,7 +78,7 @@ class Client(NamedTuple):
     """Who sent the request of a task."""
 
     host: str
-    receive: Receive  # tells, once the body has been read, that the client has left
+    receive: Receive  # reports, once the body has been read, that the client has left
 
 
 client: ContextVar[Client | None] = ContextVar("client", default=None)

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from api.generation.plan import MAX_WHOLE_LOGPROBS
-from api.generation.work import Work
+from api.generation.sequences import Sequences
 from api.tinker.bodies import SampleBody, TensorBody
 from shared.errors import InvalidRequestError
 from shared.frames import TokenLogprobs
@@ -24,15 +24,15 @@ _LAST, _DRAWS = "prompt_logprobs_last_n", "prompt_alt_tokens_k"
 
 
 @dataclass(frozen=True)
-class AskedTokens:
-    """Of one sample."""
+class PromptTokenQuery:
+    """Other tokens in the places of a prompt's own whose log-probabilities one sample asks for."""
 
     targets: TensorBody | None = None
     rows: tuple[tuple[int, ...], ...] = ()  # ids of the targets by place, -1 where nothing is asked for
     draws: int = 0
 
     @classmethod
-    def of(cls, body: SampleBody, prompt: int, vocabulary: int) -> "AskedTokens":
+    def of(cls, body: SampleBody, prompt: int, vocabulary: int) -> "PromptTokenQuery":
         """For a prompt of so many tokens; InvalidRequestError for what does not fit it."""
         last, targets, places = body.prompt_logprobs_last_n, body.target_prompt_logprobs, prompt - 1
         if last is not None and not body.prompt_logprobs:
@@ -53,39 +53,39 @@ class AskedTokens:
             raise error
         return cls(targets, rows, body.prompt_alt_tokens_k)
 
-    def put_into(self, work: Work, body: SampleBody) -> Work:
-        """What the worker is asked for."""
+    def put_into(self, sequences: Sequences, body: SampleBody) -> Sequences:
+        """The sequences with what the query needs of the workers."""
         if not (self._names or self.draws or body.prompt_logprobs_last_n):
-            return work
+            return sequences
         named = tuple(tuple(token for token in row if token != -1) for row in self.rows)
-        own, last = work.sampling.prompt_logprobs, body.prompt_logprobs_last_n or 0
+        own, last = sequences.template.sampling.prompt_logprobs, body.prompt_logprobs_last_n or 0
         sampling = msgspec.structs.replace(
-            work.sampling,
+            sequences.template.sampling,
             prompt_logprobs=own or 0,
-            prompt_logprobs_last=1 if own is None else last,  # nobody reads them: as few as can be
+            prompt_logprobs_last=1 if own is None else last,  # they are not read: as few as can be
             prompt_named=named,
             prompt_draws=self.draws,
         )
-        return msgspec.structs.replace(work, sampling=sampling)
+        return sequences.with_template(sampling=sampling)
 
-    def logprobs(self, told: Sequence[TokenLogprobs]) -> npt.NDArray[np.float32]:
-        """Of the targets, one after another, 0 where nothing is asked for; `told` by prompt token."""
-        if not self._names:  # and nothing is told
+    def logprobs(self, reported: Sequence[TokenLogprobs]) -> npt.NDArray[np.float32]:
+        """Log-probabilities of the targets in their order, 0 where nothing is asked for; `reported` by prompt token."""
+        if not self._names:  # and nothing is reported
             return np.zeros(sum(map(len, self.rows)), np.float32)
-        found = (self._of_row(row, each) for row, each in zip(self.rows, told[1:], strict=True))
+        found = (self._of_row(row, each) for row, each in zip(self.rows, reported[1:], strict=True))
         return np.array(list(chain.from_iterable(found)), np.float32)
 
-    def drawn(self, told: Sequence[TokenLogprobs]) -> list[TokenLogprobs]:
-        """What was drawn, by place."""
-        return [each[len(each) - self.draws :] for each in told[1:]]
+    def drawn(self, reported: Sequence[TokenLogprobs]) -> list[TokenLogprobs]:
+        """Tokens that were drawn, by place of the prompt."""
+        return [each[len(each) - self.draws :] for each in reported[1:]]
 
     @property
     def _names(self) -> bool:
         return any(token != -1 for row in self.rows for token in row)
 
     @staticmethod
-    def _of_row(row: Sequence[int], told: TokenLogprobs) -> list[float]:
-        known = iter(told)
+    def _of_row(row: Sequence[int], reported: TokenLogprobs) -> list[float]:
+        known = iter(reported)
         return [0.0 if token == -1 else next(known).logprob for token in row]
 
 

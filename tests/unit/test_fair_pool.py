@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from api.ring import caller, room
-from api.ring.caller import Client, acting_for, asker, asking
-from api.ring.room import Room, aside
+from api.callers import caller, fair_pool
+from api.callers.caller import Client, acting_for, asker, asking
+from api.callers.fair_pool import FairPool, aside
 from shared.errors import RateLimitedError, RequestCancelledError
 from shared.owners import ANYBODY
 from tests.unit.api_texts import codec
@@ -19,8 +19,8 @@ from tests.waiting import HANG_S, wait_until
 class Turns:
     """Tasks that hold a place until they are told to go."""
 
-    def __init__(self, room: Room) -> None:
-        self._room = room
+    def __init__(self, pool: FairPool) -> None:
+        self._pool = pool
         self.began: list[str] = []
         self._go: dict[str, asyncio.Event] = {}
         self.tasks: dict[str, asyncio.Task[None]] = {}
@@ -37,14 +37,14 @@ class Turns:
         await asyncio.sleep(0)
 
     async def _hold(self, who: str, name: str) -> None:
-        await self._room.enter(who)
+        await self._pool.enter(who)
         self.began.append(name)
         await self._go[name].wait()
-        self._room.leave(who)
+        self._pool.leave(who)
 
 
 async def test_a_key_with_much_to_do_leaves_a_place_for_others_and_they_take_turns() -> None:
-    turns = Turns(Room(places=2))
+    turns = Turns(FairPool(places=2))
     for name in ("a1", "a2", "a3"):
         await turns.begin("a", name)
     assert turns.began == ["a1"], "the other place is for other keys"
@@ -57,7 +57,7 @@ async def test_a_key_with_much_to_do_leaves_a_place_for_others_and_they_take_tur
 
 
 async def test_who_leaves_while_waiting_takes_no_place() -> None:
-    turns = Turns(Room(places=1))
+    turns = Turns(FairPool(places=1))
     for name in ("a1", "a2", "a3"):
         await turns.begin("a", name)
     turns.tasks["a2"].cancel()
@@ -67,7 +67,7 @@ async def test_who_leaves_while_waiting_takes_no_place() -> None:
 
 
 async def test_who_leaves_in_the_moment_of_its_turn_gives_the_place_on() -> None:
-    turns = Turns(Room(places=1))
+    turns = Turns(FairPool(places=1))
     for name in ("a1", "a2", "a3"):
         await turns.begin("a", name)
     turns._go["a1"].set()
@@ -79,14 +79,14 @@ async def test_who_leaves_in_the_moment_of_its_turn_gives_the_place_on() -> None
 
 @pytest.mark.parametrize("order", [("waits", "holds", "waits too"), ("holds", "waits", "waits too")])
 async def test_who_holds_and_who_waits_may_leave_in_one_moment(order: tuple[str, ...]) -> None:
-    room = Room(places=1)
+    pool = FairPool(places=1)
 
     async def hold() -> None:
-        await room.enter("a")
+        await pool.enter("a")
         try:
             await asyncio.Event().wait()
         finally:
-            room.leave("a")
+            pool.leave("a")
 
     tasks = {}
     for name in ("holds", "waits", "waits too"):
@@ -97,13 +97,13 @@ async def test_who_holds_and_who_waits_may_leave_in_one_moment(order: tuple[str,
         tasks[name].cancel()
     ended = await asyncio.gather(*tasks.values(), return_exceptions=True)
     assert all(isinstance(each, asyncio.CancelledError) for each in ended), ended
-    await asyncio.wait_for(room.enter("a"), HANG_S)
-    room.leave("a")
-    assert not room._turns and not room._busy
+    await asyncio.wait_for(pool.enter("a"), HANG_S)
+    pool.leave("a")
+    assert not pool._turns and not pool._busy
 
 
 async def test_what_waits_of_one_key_is_bounded() -> None:
-    turns = Turns(Room(places=1, most_waiting=2))
+    turns = Turns(FairPool(places=1, most_waiting=2))
     for name in ("a1", "a2", "a3", "a4"):
         await turns.begin("a", name)
     with pytest.raises(RateLimitedError):
@@ -114,7 +114,7 @@ async def test_what_waits_of_one_key_is_bounded() -> None:
 
 
 async def test_a_thread_keeps_its_place_when_its_client_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "_room", Room(places=1))
+    monkeypatch.setattr(fair_pool, "_pool", FairPool(places=1))
     go, left = threading.Event(), asyncio.Event()
 
     async def receive() -> dict[str, Any]:
@@ -126,16 +126,16 @@ async def test_a_thread_keeps_its_place_when_its_client_leaves(monkeypatch: pyte
         return await aside(work)
 
     first = asyncio.create_task(ask(go.wait))
-    await wait_until(lambda: room._room._busy.total() == 1)
+    await wait_until(lambda: fair_pool._pool._busy.total() == 1)
     left.set()
     with pytest.raises(RequestCancelledError):
         await first
-    assert room._room._busy.total() == 1, "the thread works on"
+    assert fair_pool._pool._busy.total() == 1, "the thread works on"
     left.clear()
     second: Awaitable[object] = asyncio.create_task(ask(lambda: "done"))
     go.set()
     assert await second == "done"
-    assert room._room._busy.total() == 0
+    assert fair_pool._pool._busy.total() == 0
 
 
 def test_other_threads_go_on_while_a_long_text_is_tokenized() -> None:

@@ -7,9 +7,9 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import NamedTuple
 from urllib.parse import unquote_to_bytes
 
-from api.ring.caller import asker
+from api.callers.caller import asker
+from api.callers.fair_pool import LARGE_CHARS, aside
 from api.ring.ring import Ring
-from api.ring.room import LARGE_CHARS, aside
 from shared.errors import InvalidRequestError, UnsupportedModelError
 from shared.images.chat import ChatImages, SizedImage
 from shared.redis.files.file_store import unknown_file

@@ -1,7 +1,8 @@
-"""`python -m api.ring.body_process SECONDS`: reads long bodies for an api process, which may kill it.
+"""`python -m api.checks.body_process SECONDS`: reads long bodies for an api process, which may kill it.
 
-A question is a `Call`, and with its first one the body in a message of its own. An answer is an `Outcome` and what the
-function has returned. A call that takes more than so many seconds of computing ends the process by SIGPROF.
+A question is a `ReaderCall`, and with its first one the body in a message of its own. An answer is a `ReaderOutcome`
+and what the function has returned. A call that takes more than so many seconds of computing ends the process by
+SIGPROF.
 """
 
 import contextlib
@@ -18,7 +19,7 @@ from shared.process.call_pipe import CallPipe
 from shared.process.garbage import leave_out_what_is_loaded
 
 
-class Call(msgspec.Struct, array_like=True):
+class ReaderCall(msgspec.Struct, array_like=True):
     """A function of ours, `module:name`, which gets the body and the context."""
 
     function: str
@@ -26,7 +27,7 @@ class Call(msgspec.Struct, array_like=True):
     has_body: bool  # the next message is the body; else it is that of the call before
 
 
-class Outcome(msgspec.Struct, array_like=True):
+class ReaderOutcome(msgspec.Struct, array_like=True):
     """Empty when the function has returned; else the error that it has raised."""
 
     error: str = ""  # the name of its class in shared/errors.py
@@ -34,11 +35,11 @@ class Outcome(msgspec.Struct, array_like=True):
     param: str | None = None
 
 
-_call = msgspec.msgpack.Decoder(Call)
+_call = msgspec.msgpack.Decoder(ReaderCall)
 
 
 def main() -> None:
-    """Answer until nobody asks any more."""
+    """Answers questions until stdin is closed."""
     computing_s = float(sys.argv[1])
     os.nice(5)  # tokens go first
     pipe, body = CallPipe(), b""
@@ -52,11 +53,11 @@ def main() -> None:
             module, _, name = call.function.partition(":")
             reader: Callable[[bytes, bytes], bytes] = getattr(importlib.import_module(module), name)
             signal.setitimer(signal.ITIMER_PROF, computing_s)
-            outcome, result = Outcome(), b""
+            outcome, result = ReaderOutcome(), b""
             try:
                 result = reader(body, call.context)
             except ParallmError as error:
-                outcome = Outcome(type(error).__name__, error.message, error.param)
+                outcome = ReaderOutcome(type(error).__name__, error.message, error.param)
             signal.setitimer(signal.ITIMER_PROF, 0)
             pipe.write(msgspec.msgpack.encode(outcome))
             pipe.write(result)

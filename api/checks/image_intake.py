@@ -1,7 +1,7 @@
-"""Images that requests bring: told by their content, counted, decoded once in a process apart, and kept by their hash.
+"""Images that requests bring: recognised by their content, decoded once in a process apart, and stored by their hash.
 
 Invariants. What workers are asked to see has been decoded whole by us, and its bytes are in Redis before the sequence
-is enqueued. Keys take turns at the processes, and nobody else waits for a file that is slow to decode.
+is enqueued. Keys take turns at the processes, and no other key waits for a file that is slow to decode.
 """
 
 import hashlib
@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from redis.asyncio import Redis
 
-from api.ring.caller import asker, while_wanted
-from api.ring.room import Room, aside
+from api.callers.caller import asker, while_wanted
+from api.callers.fair_pool import FairPool, aside
 from shared.image_files.pixels import ImageSize
 from shared.image_files.reader import ImageReader
 from shared.redis.kept.image_store import ImageStore
@@ -31,12 +31,12 @@ class CheckedImage(NamedTuple):
 
 
 class ImageIntake:
-    """Of one api process."""
+    """Checks and stores the images of all requests to one api process."""
 
     def __init__(self, redis: Redis, terms: Terms) -> None:
         self._store = ImageStore(redis, terms)
         self._reader = ImageReader(PLACES)
-        self._room = Room(PLACES)
+        self._pool = FairPool(PLACES)
         self._known: OrderedDict[bytes, ImageSize] = OrderedDict()
 
     async def checked(self, data: bytes) -> CheckedImage:
@@ -56,13 +56,13 @@ class ImageIntake:
 
     async def thumbnail(self, data: bytes) -> bytes:
         """A small PNG of an image, for people."""
-        async with self._room.place():
+        async with self._pool.place():
             return await self._reader.thumbnail(data, THUMBNAIL_SIDE)
 
     def close(self) -> None:
-        """End the processes."""
+        """End the decoding processes at shutdown."""
         self._reader.close()
 
     async def _read(self, data: bytes) -> ImageSize:
-        async with self._room.place():
+        async with self._pool.place():
             return await self._reader.size(data)

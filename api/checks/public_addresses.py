@@ -16,7 +16,7 @@ _WAYS_AROUND = tuple(
 
 
 def is_public(address: str) -> bool:
-    """Whether an address is one of the internet's, and no way around to one that is not."""
+    """True for an address of the internet that cannot be translated to one that is private."""
     found = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(found, ipaddress.IPv6Address):
         if found.ipv4_mapped is not None:

@@ -13,7 +13,7 @@ from urllib.parse import urljoin, urlsplit
 
 import httpx
 
-from api.ring.public_addresses import is_public
+from api.checks.public_addresses import is_public
 from shared.errors import InvalidRequestError, ServiceUnavailableError
 
 MOST_HOPS = 3
@@ -34,7 +34,7 @@ async def public_address(host: str, port: int) -> str:
 
 
 class ImageFetch:
-    """From these hosts."""
+    """Fetches images from the hosts that the operator has named."""
 
     def __init__(
         self, hosts: Collection[str], most_bytes: int, limit_s: float, resolve: Resolve = public_address
@@ -56,7 +56,7 @@ class ImageFetch:
             raise InvalidRequestError(f"the image cannot be fetched ({type(error).__name__})") from None
 
     async def close(self) -> None:
-        """Let go of connections."""
+        """Close the connections at shutdown."""
         if self._client is not None:
             await self._client.aclose()
 

@@ -1,7 +1,7 @@
 """Reads long bodies in processes of their own: a decoder holds the interpreter's lock for as long as its input takes.
 
 What reads a body is a `Reader`, a function of a module. A short body is read in a thread (`aside`). A long one is sent
-to a process once (api/ring/body_process.py), whose functions are then called one after the other, so that a route can
+to a process once (api/checks/body_process.py), whose functions are then called one after the other, so that a route can
 look up what the body names before all of it is read.
 
 Invariants. Keys take turns at the processes. A process is killed when its client leaves and when it takes more
@@ -14,9 +14,9 @@ from collections.abc import AsyncIterator, Callable
 
 import msgspec
 
-from api.ring.body_process import Call, Outcome
-from api.ring.caller import asking, while_wanted
-from api.ring.room import Room, aside
+from api.callers.caller import asking, while_wanted
+from api.callers.fair_pool import FairPool, aside
+from api.checks.body_process import ReaderCall, ReaderOutcome
 from shared import errors
 from shared.errors import InvalidRequestError, ServiceUnavailableError
 from shared.process.call_process import CallProcess, LostProcessError
@@ -29,7 +29,7 @@ SHORT_BYTES = 128 << 10  # the worst JSON of so many bytes is decoded and checke
 COMPUTING_S = 20.0  # that one body may take
 LONGEST_S = 120.0  # the start of the process included, on a machine with no time to spare
 
-_outcome = msgspec.msgpack.Decoder(Outcome)
+_outcome = msgspec.msgpack.Decoder(ReaderOutcome)
 
 
 class Reading:
@@ -41,7 +41,7 @@ class Reading:
         self.under_way = False
 
     async def call(self, reader: Reader, asked: object) -> bytes:
-        """What a reader makes of the body; errors are those that it raises."""
+        """The reader's result for the body; raises the errors that the reader raises."""
         context = msgspec.msgpack.encode(asked)
         if self._process is None:
             return await aside(reader, self._body, context)
@@ -51,7 +51,7 @@ class Reading:
         self.under_way = True
         try:
             async with asyncio.timeout(LONGEST_S):
-                call = Call(f"{reader.__module__}:{reader.__qualname__}", context, not self._sent)
+                call = ReaderCall(f"{reader.__module__}:{reader.__qualname__}", context, not self._sent)
                 await process.send(msgspec.msgpack.encode(call))
                 if not self._sent:
                     await process.send(self._body)
@@ -74,7 +74,7 @@ class BodyReaders:
 
     def __init__(self, short_bytes: int = SHORT_BYTES, computing_s: float = COMPUTING_S) -> None:
         self._short_bytes, self._computing_s = short_bytes, computing_s
-        self._room = Room(PLACES)
+        self._pool = FairPool(PLACES)
         self._idle: list[CallProcess] = []
 
     @contextlib.asynccontextmanager
@@ -84,7 +84,7 @@ class BodyReaders:
             yield Reading(body, None)
             return
         who = asking()
-        await while_wanted(self._room.enter(who))
+        await while_wanted(self._pool.enter(who))
         try:
             process = await self._process()
             reading = Reading(body, process)
@@ -96,7 +96,7 @@ class BodyReaders:
                 else:
                     self._idle.append(process)
         finally:
-            self._room.leave(who)
+            self._pool.leave(who)
 
     async def _process(self) -> CallProcess:
         while self._idle:
@@ -104,9 +104,9 @@ class BodyReaders:
             if process.alive:
                 return process
             process.kill()
-        return await CallProcess.start("api.ring.body_process", [str(self._computing_s)])
+        return await CallProcess.start("api.checks.body_process", [str(self._computing_s)])
 
     def close(self) -> None:
-        """End the processes."""
+        """End the reading processes at shutdown."""
         while self._idle:
             self._idle.pop().kill()

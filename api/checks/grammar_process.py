@@ -1,4 +1,4 @@
-"""`python -m api.ring.grammar_process SECONDS`: converts and checks grammars for an api process, which may kill it.
+"""`python -m api.checks.grammar_process SECONDS`: converts and checks grammars for an api process, which may kill it.
 
 It reads questions from stdin and writes answers to stdout, each as a length of four bytes and msgpack, until its stdin
 ends. A grammar that takes more than so many seconds of computing ends the process by SIGPROF.
@@ -22,7 +22,7 @@ from shared.text.codec import TokenizerBundle
 STACK_BYTES = 4 << 20
 
 
-class Question(msgspec.Struct, array_like=True):
+class GrammarQuestion(msgspec.Struct, array_like=True):
     """A grammar, and the tokenizer that it is for."""
 
     tokenizer_sha256: str
@@ -31,7 +31,7 @@ class Question(msgspec.Struct, array_like=True):
     bundle: TokenizerBundle | None = None  # with the first question about a tokenizer
 
 
-class Answer(msgspec.Struct, array_like=True):
+class GrammarVerdict(msgspec.Struct, array_like=True):
     """The grammar as workers take it, or what is wrong with it."""
 
     grammar: str = ""
@@ -39,9 +39,9 @@ class Answer(msgspec.Struct, array_like=True):
 
 
 def serve(questions: BinaryIO, answers: BinaryIO, computing_s: float) -> None:
-    """Answer until nobody asks any more."""
+    """Answers questions until stdin is closed."""
     tokenizers: dict[tuple[str, int], LLTokenizer] = {}
-    decoder = msgspec.msgpack.Decoder(Question)
+    decoder = msgspec.msgpack.Decoder(GrammarQuestion)
     while len(head := questions.read(4)) == 4:
         question = decoder.decode(questions.read(int.from_bytes(head, "big")))
         key = question.tokenizer_sha256, question.vocab_size
@@ -54,13 +54,13 @@ def serve(questions: BinaryIO, answers: BinaryIO, computing_s: float) -> None:
         answers.flush()
 
 
-def _answered(text: str, tokenizer: LLTokenizer) -> Answer:
+def _answered(text: str, tokenizer: LLTokenizer) -> GrammarVerdict:
     try:
         text = grammar.converted(text)
         grammar.check(text, tokenizer)
     except InvalidGrammarError as error:
-        return Answer(complaint=error.message)
-    return Answer(text)
+        return GrammarVerdict(complaint=error.message)
+    return GrammarVerdict(text)
 
 
 def main() -> None:

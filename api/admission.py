@@ -4,7 +4,7 @@ Decided before the body is read, so that refusing costs next to nothing when it 
 work (polls, probes, cancels, adapters, uploads of jobs) are never refused here.
 
 Rates are counted in Redis (the library `limits`, sliding window), so all api processes share them. When Redis does not
-answer within RATE_ANSWER_S the request passes: the queue behind is in the same Redis and has the last word, so a
+answer within RATE_ANSWER_S the request passes: the queue after it is in the same Redis and has the last word, so a
 restart of Redis costs waiting and no errors. The bound on requests under way needs no Redis and always holds.
 """
 
@@ -22,13 +22,13 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from api.callers.caller import ApiKey
 from api.http.api_keys import rate_of
 from api.http.auth import key_of
 from api.http.errors import error_response
-from api.ring.caller import ApiKey
 from api.ring.ring import Ring
 from shared.errors import QueueFullError, RateLimitedError, ServiceUnavailableError
-from shared.process.settings import ApiSettings
+from shared.process.api_settings import ApiSettings
 from shared.redis import keys
 from shared.redis.connection.faults import reason
 
@@ -72,7 +72,6 @@ class Admission:
         self._complained = -COMPLAIN_EVERY_S
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
         if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in WORK:
             await self._app(scope, receive, send)
             return

@@ -8,13 +8,13 @@ from fastapi import Query
 from pydantic import BaseModel
 from starlette.responses import Response
 
+from api.callers.fair_pool import LARGE_COUNT, aside
 from api.http.bodies import LONG_BYTES
 from api.http.errors import json_reply
 from api.openai.responses.body import ResponseRequest
 from api.openai.responses.turns import Item
 from api.openai.responses.writer import ResponseWriter
 from api.ring.ring import Ring
-from api.ring.room import LARGE_COUNT, aside
 from shared.errors import NotFoundError
 from shared.redis.kept.response_store import StoredResponse
 
@@ -36,7 +36,7 @@ def without_output(shown: dict[str, Any]) -> bytes:
 
 
 def joined(entries: Sequence[Entry]) -> bytes:
-    """JSON of the items."""
+    """JSON list of the stored items."""
     return b"[%s]" % b",".join(raw for _, raw in entries)
 
 
@@ -83,7 +83,7 @@ class _Named(msgspec.Struct):
 
 
 class ItemPage(BaseModel):
-    """A page of items."""
+    """One page of a list of items."""
 
     object: Literal["list"] = "list"
     data: list[dict[str, Any]]
@@ -93,7 +93,7 @@ class ItemPage(BaseModel):
 
 
 def page(found: Sequence[Entry], after: str, limit: int, order: Order) -> Response:
-    """The response with the items behind `after`; NotFoundError when that is none of them."""
+    """The response with the items after `after`; NotFoundError when that is none of them."""
     ordered = list(found) if order == "asc" else list(reversed(found))
     start = 0
     if after:

@@ -1,12 +1,12 @@
-"""Room for work whose time depends on what a client sent: beside the event loop, bounded, and shared fairly by key.
+"""Threads and places for work whose time depends on what a client sent: bounded, and shared fairly between keys.
 
 The rule (docs/operations.md): on an event loop runs only what is bounded by a constant. What grows with a request goes
 through `aside` when it is large: into a few threads, for code that releases the interpreter's lock (tokenizers) or that
 runs as Python, which gives it back every few milliseconds (templates, long replies). What may run for minutes or crash
-goes into a process that can be killed (api/ring/grammars.py), which takes its places from a `Room`, too.
+goes into a process that can be killed (api/checks/grammars.py), which takes its places from a `FairPool`, too.
 
-Invariants. No key holds all places of a room, and keys take turns. A client that leaves gives up its turn at once, and
-its process is killed; a thread's place is free again when the thread is, whoever has left.
+Invariants. No key holds all places of a pool, and keys take turns. A client that leaves gives up its turn at once, and
+its process is killed; a thread's place is free again when the thread is, even if its client has left.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
-from api.ring.caller import asking, while_wanted
+from api.callers.caller import asking, while_wanted
 from shared.errors import RateLimitedError
 
 P = ParamSpec("P")
@@ -27,10 +27,10 @@ T = TypeVar("T")
 LARGE_CHARS = 8192  # of text to tokenize: from here on it takes milliseconds
 LARGE_COUNT = 64  # messages, calls, tools of a chat
 PLACES = max(2, min(4, os.cpu_count() or 1))
-MOST_WAITING = 1024  # pieces of work of one key in one room
+MOST_WAITING = 1024  # pieces of work of one key in one pool
 
 
-class Room:
+class FairPool:
     """A few places, in which keys take turns."""
 
     def __init__(self, places: int = PLACES, most_waiting: int = MOST_WAITING) -> None:
@@ -70,14 +70,14 @@ class Room:
             raise
 
     def leave(self, who: str) -> None:
-        """Give a place back."""
+        """Give back a place that `enter` took."""
         self._busy[who] -= 1
         if not self._busy[who]:
             del self._busy[who]
         self._call_next()
 
     def _call_next(self) -> None:
-        """Give free places to those who wait, and to nobody who has left."""
+        """Give free places to callers that wait, and to none that has left."""
         while self._busy.total() < self._places:
             who = next((who for who in self._turns if self._busy[who] < self._share), None)
             if who is None:
@@ -85,7 +85,7 @@ class Room:
             turns = self._turns.pop(who)
             turn = turns.popleft()
             if turns:
-                self._turns[who] = turns  # behind all others
+                self._turns[who] = turns  # after all others
             if turn.cancelled():  # who waited has left, and has not run yet to say so
                 continue
             self._busy[who] += 1
@@ -100,22 +100,22 @@ class Room:
 
 
 _threads = ThreadPoolExecutor(PLACES, "aside")
-_room = Room()
+_pool = FairPool()
 
 
 async def aside(work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
-    """Run it in a thread of this process's room, in the turn of the key that this task works for."""
+    """Run `work` in one of this process's threads, in the turn of the key that this task acts for."""
     return await while_wanted(_in_thread(asking(), functools.partial(work, *arguments, **named)))
 
 
 async def _in_thread(who: str, work: Callable[[], T]) -> T:
-    await _room.enter(who)
+    await _pool.enter(who)
     running = asyncio.get_running_loop().run_in_executor(_threads, work)
     running.add_done_callback(lambda done: _ended(who, done))
     return await asyncio.shield(running)  # the place stays taken for as long as the thread works
 
 
 def _ended(who: str, done: "asyncio.Future[T]") -> None:
-    _room.leave(who)
+    _pool.leave(who)
     if not done.cancelled():
         done.exception()  # looked at, though who asked may have left

@@ -1,6 +1,6 @@
 """Checks grammars at admission: what passes here compiles in a worker.
 
-Converting and compiling run in processes of their own (api/ring/grammar_process.py), because either may take minutes,
+Converting and compiling run in processes of their own (api/checks/grammar_process.py), because either may take minutes,
 cannot be interrupted, and may end its process: a grammar of 5,000 rules in a row overflows the compiler's stack. A
 process is killed when its client leaves and when a grammar takes more computing than the limit; else it stays for the
 next one. A grammar that has passed lately is not compiled again.
@@ -16,20 +16,20 @@ from collections import OrderedDict
 
 import msgspec
 
-from api.ring.caller import while_wanted
-from api.ring.grammar_process import Answer, Question
-from api.ring.room import Room
+from api.callers.caller import while_wanted
+from api.callers.fair_pool import FairPool
+from api.checks.grammar_process import GrammarQuestion, GrammarVerdict
 from shared.errors import InvalidGrammarError, ServiceUnavailableError
 from shared.sequences import ModelCard
 from shared.text.codec import TextCodec
 from shared.text.grammar import MAX_CHARS
 
 COMPUTING_S = 3.0  # that one grammar may take
-KEPT = 256  # grammars that have passed
+MAX_PASSED = 256  # grammars that have passed
 PLACES = 2  # each is a process that holds the vocabulary
 LONGEST_S = 60.0  # of a check, the start of its process included, on a machine with no time to spare
 
-_answer_decoder = msgspec.msgpack.Decoder(Answer)
+_answer_decoder = msgspec.msgpack.Decoder(GrammarVerdict)
 
 
 class GrammarChecker:
@@ -37,7 +37,7 @@ class GrammarChecker:
 
     def __init__(self, computing_s: float = COMPUTING_S) -> None:
         self._computing_s = computing_s
-        self._room = Room(PLACES)
+        self._pool = FairPool(PLACES)
         self._idle: list[_Compiler] = []
         self._passed: OrderedDict[tuple[str, bytes], str] = OrderedDict()
 
@@ -49,13 +49,13 @@ class GrammarChecker:
         found = self._passed.get(key)
         if found is None:
             found = self._passed[key] = await while_wanted(self._compiled(text, card, codec))
-            if len(self._passed) > KEPT:
+            if len(self._passed) > MAX_PASSED:
                 self._passed.popitem(last=False)
         self._passed.move_to_end(key)
         return found
 
     async def _compiled(self, text: str, card: ModelCard, codec: TextCodec) -> str:
-        async with self._room.place():
+        async with self._pool.place():
             compiler = self._idle.pop() if self._idle else _Compiler(self._computing_s)
             try:
                 async with asyncio.timeout(LONGEST_S):
@@ -74,7 +74,7 @@ class GrammarChecker:
         return answer.grammar
 
     async def close(self) -> None:
-        """End the processes."""
+        """End the compiling processes at shutdown."""
         while self._idle:
             await self._idle.pop().kill()
 
@@ -92,15 +92,15 @@ class _Compiler:
         self._process: asyncio.subprocess.Process | None = None
         self._known: set[tuple[str, int]] = set()  # tokenizers that it has
 
-    async def ask(self, text: str, card: ModelCard, codec: TextCodec) -> Answer:
-        """Its answer; IncompleteReadError or OSError when it has ended."""
+    async def ask(self, text: str, card: ModelCard, codec: TextCodec) -> GrammarVerdict:
+        """The process's verdict; IncompleteReadError or OSError when the process has ended."""
         if self._process is None:
             pipe = asyncio.subprocess.PIPE
             self._process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "api.ring.grammar_process", str(self._computing_s), stdin=pipe, stdout=pipe
+                sys.executable, "-m", "api.checks.grammar_process", str(self._computing_s), stdin=pipe, stdout=pipe
             )
         model = card.tokenizer_sha256, card.vocab_size
-        question = Question(*model, text, None if model in self._known else codec.bundle)
+        question = GrammarQuestion(*model, text, None if model in self._known else codec.bundle)
         self._known.add(model)
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None and stdout is not None, "both are pipes"
@@ -111,7 +111,7 @@ class _Compiler:
         return _answer_decoder.decode(await stdout.readexactly(size))
 
     async def kill(self) -> int:
-        """End it, whatever it does; how it has ended, as `subprocess` tells."""
+        """End it, whatever it does; its exit code, as `subprocess` reports it."""
         if self._process is None:
             return 0
         if self._process.returncode is None:  # not `Process.kill`: that may take the status away from who waits for it

@@ -1,0 +1,120 @@
+"""Settings of every process, and of those that join a ring. `settings.py` reads them."""
+
+import json
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+import yaml
+from pydantic import AliasChoices, Field, SecretStr
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    InitSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
+
+from shared.errors import SetupError
+from shared.process.panels import Panels
+from shared.redis.connection import address
+
+
+class PrefixedEnvironment(EnvSettingsSource):
+    """`PARALLM_*` only. Without it the aliases of settings would take another program's `MODEL` or `REDIS_URL`."""
+
+    def _load_env_vars(self) -> Mapping[str, str | None]:
+        return {name: value for name, value in super()._load_env_vars().items() if name.startswith("parallm_")}
+
+
+class ProcessSettings(BaseSettings):
+    """Settings of every process."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="PARALLM_",
+        extra="forbid",
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_avoid_json=True,
+        populate_by_name=True,
+        protected_namespaces=(),
+    )
+    from_file: ClassVar[Mapping[str, Any]] = {}  # what the settings file says to this process
+    is_trainer: ClassVar[bool] = False
+    panels: ClassVar[Panels] = {}  # of `--help`; {}: it lists the settings one after another
+
+    redis: str = Field(
+        default="",
+        validation_alias=AliasChoices("redis", "redis_url", "PARALLM_REDIS_URL"),
+        description="Redis URL, redis+sentinel://HOST/SERVICE and redis+cluster://HOST too; empty: an embedded server",
+    )
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"] = "INFO"
+    log_json: bool | None = Field(default=None, description="JSON log lines; default: when not on a terminal")
+    otlp_endpoint: str = Field(
+        default="",
+        validation_alias=AliasChoices("otlp_endpoint", "otlp_traces_endpoint", "PARALLM_OTLP_ENDPOINT"),
+        description="OpenTelemetry collector that gets traces, such as http://127.0.0.1:4318; needs the extra `traces`",
+    )
+    dry_run: bool = Field(default=False, description="check the settings, print what was resolved, and exit")
+    config: str = Field(default="", description="YAML file with settings")
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Flags come through init; then the environment, then YAML."""
+        sources: list[PydanticBaseSettingsSource] = [init_settings, PrefixedEnvironment(settings_cls)]
+        if cls.from_file:
+            sources.append(InitSettingsSource(settings_cls, dict(cls.from_file)))
+        return tuple(sources)
+
+    @classmethod
+    def flags(cls) -> frozenset[str]:
+        """The names that the command line takes, without the dashes."""
+        names = set(cls.model_fields)
+        for field in cls.model_fields.values():
+            if isinstance(field.validation_alias, AliasChoices):
+                names.update(map(str, field.validation_alias.choices))
+        return frozenset(name.replace("_", "-") for name in names)
+
+    def check(self) -> None:
+        """SetupError when settings contradict each other."""
+
+    def resolved(self) -> str:
+        """The settings as YAML, secrets hidden."""
+        shown = self.model_dump(mode="json")
+        for name in shown:
+            if name.endswith(("redis", "_endpoint", "_url")):
+                shown[name] = address.shown(shown[name])
+        return yaml.safe_dump(shown, sort_keys=False)
+
+    def environment(self) -> dict[str, str]:
+        """The settings as `PARALLM_*` variables for a child process; its command line stays free of secrets."""
+        variables: dict[str, str] = {}
+        for name, value in self:
+            if value is None or name in ("dry_run", "config"):
+                continue
+            if isinstance(value, (list, tuple, dict)):
+                text = json.dumps(value if isinstance(value, dict) else [str(item) for item in value])
+            else:
+                text = value.get_secret_value() if isinstance(value, SecretStr) else str(value)
+            variables["PARALLM_REDIS_URL" if name == "redis" else f"PARALLM_{name.upper()}"] = text
+        variables["PARALLM_CONFIG"] = ""  # all of it is resolved
+        return variables
+
+
+class JoinSettings(ProcessSettings):
+    """Settings of a process that can join a ring through one of its apis (`shared/process/discovery.py`)."""
+
+    connect_to: str = Field(default="", description="the ring to join: an api of it (HOST:PORT) or its Redis")
+    connect_key: SecretStr = Field(default=SecretStr(""), description="API key for the api that --connect-to names")
+    redis_password: SecretStr = Field(default=SecretStr(""), description="of its Redis: an api does not tell it")
+
+    def check(self) -> None:
+        """SetupError when settings contradict each other."""
+        if self.redis and self.connect_to:
+            raise SetupError("--redis and --connect-to both name a ring: give one of them")

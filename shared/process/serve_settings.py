@@ -1,0 +1,42 @@
+"""Settings of `mlx_parallm_serve`: those of every process that it starts, and its own."""
+
+from pathlib import Path
+from typing import Literal, TypeVar, cast
+
+from pydantic import Field
+
+from shared.process.api_settings import ApiSettings
+from shared.process.process_settings import ProcessSettings
+from shared.process.runner_settings import RunnerSettings
+from shared.process.worker_settings import WorkerSettings
+
+S = TypeVar("S", bound=ProcessSettings)
+
+
+class ServeSettings(WorkerSettings, ApiSettings, RunnerSettings):
+    """`mlx_parallm_serve`: all of them on one machine."""
+
+    mode: Literal["inference_and_training", "inference_only", "training_only", "inference"] = Field(
+        default="inference_only",
+        description="with a trainer in the first worker, without one, or the trainer without HTTP until it is done",
+    )
+    enable_rl_training: bool = Field(default=False, description="the same as --mode inference_and_training")
+    atropos_url: str = Field(default="", description="Atropos' run-api, for the hosted trainer to learn from")
+    lora_rank: int = Field(default=0, ge=0, description="of the hosted trainer's adapter; 0: as its settings say")
+    learners: int = Field(default=0, ge=0, description="places for learners of a training service in the first worker")
+    data_dir: Path = Field(
+        default=Path(".parallm"), description="of the embedded Redis, the adapter cache, hosted runs"
+    )
+    workers: int = Field(default=1, ge=0, description="worker processes on this machine; 0: others will join")
+    api_processes: int = Field(default=1, ge=1, description="that share the port")
+    redis_port: int = Field(default=0, ge=0, le=65535, description="port of the embedded Redis; 0: a free one")
+
+    @property
+    def trains(self) -> bool:
+        """Whether the first worker hosts a trainer."""
+        return self.enable_rl_training or self.mode in ("inference_and_training", "training_only")
+
+    def of(self, kind: type[S]) -> S:
+        """The part of these settings that another process takes."""
+        mine = self.model_dump()
+        return cast(S, kind.model_construct(**{name: mine[name] for name in kind.model_fields if name in mine}))

@@ -1,0 +1,217 @@
+"""Settings of a worker, which `mlx_parallm_serve` takes, too."""
+
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import AliasChoices, Field, field_validator, model_validator
+
+from shared.process.group_settings import GroupSettings
+from shared.process.process_settings import JoinSettings
+
+LINGER_S = 15.0  # that a worker stays at its end for others to fetch KV from, at most
+
+
+class WorkerSettings(JoinSettings, GroupSettings):
+    """`mlx_parallm_worker`: one per Mac."""
+
+    # -- speculative decoding; the names are those of other servers
+    spec_decode: Literal["none", "ngram", "draft", "auto"] = Field(
+        default="none",
+        description="draft tokens and check several in one step: ngram (from the row's own text and the client's "
+        "prediction), draft (by --draft-model-path), auto (all of it, and from what was written for the same prompt "
+        "before)",
+    )
+    draft_model_path: str | None = Field(
+        default=None,
+        description="a smaller model of the same tokenizer, folder or hub name, that drafts where no text does",
+    )
+    draft_context_len: int = Field(
+        default=0, ge=0, description="tokens of a prompt that the draft model reads, the last ones; 0: all"
+    )
+    num_speculative_tokens: int = Field(default=7, ge=1, le=32, description="tokens of a draft, at most")
+    spec_decode_disable_batch_size: int = Field(
+        default=8, ge=0, description="rows of a batch from which on nothing is drafted; 0: no bound but what it pays"
+    )
+    ngram_max: int = Field(default=4, ge=1, le=32, description="tokens of a row's end that are looked for, at most")
+    ngram_min: int = Field(default=1, ge=1, le=32, description="and at least")
+    ngram_prompt_lookup: bool = Field(default=True, description="look in the prompt, too, not only in the completion")
+    spec_decode_dynamic: bool = Field(
+        default=True, description="drafts are as long, and as frequent, as a row's are accepted"
+    )
+    adaptive_k: bool = Field(
+        default=True, description="drafts only where steps with them bring more tokens in the time that they take"
+    )
+    spec_decode_acceptance_threshold: float = Field(
+        default=0.3,
+        ge=0,
+        le=1,
+        description="a row of whose drafts less is accepted gets one only where --ngram-max tokens match",
+    )
+    spec_decode_memory_mb: int = Field(
+        default=64, ge=1, description="with auto: what sequences have written, kept by prompt and tenant; the oldest go"
+    )
+    spec_decode_ring_memory_mb: int = Field(
+        default=64, ge=0, description="with auto: the same in Redis, for all workers of the ring; 0: each has its own"
+    )
+    spec_decode_ring_memory_ttl_s: int = Field(
+        default=86_400, ge=60, description="for which Redis keeps it after its prompt was used last"
+    )
+
+    # -- KV that workers fetch from one another
+    kv_transfer: bool = Field(
+        default=False,
+        description="get KV of sequences that move here from the worker that has it, where that is quicker than to "
+        "compute it; workers listen for one another",
+    )
+    kv_transfer_host: str = Field(
+        default="",
+        description="address of this machine to listen on for that; default: the one that it reaches Redis from",
+    )
+
+    # -- KV of earlier prompts, in memory and on disk: no disk is filled unless a folder is named
+    prefix_cache_gb: float = Field(
+        default=1.0, ge=0, description="KV of earlier prompts, kept besides the KV memory; 0: none"
+    )
+    ssd_cache_dir: Path | None = Field(
+        default=None,
+        description="folder for KV that the prefix cache has no room for, of all workers of a machine; none: no files",
+    )
+    ssd: bool = Field(default=True, description="use that folder, if one is named")
+    ssd_ttl_days: float = Field(
+        default=7, ge=0, description="a file that nobody has used for so long goes; 0: none does"
+    )
+    ssd_policy: Literal["evict_only", "write_through"] = Field(
+        default="evict_only", description="write KV when it is evicted from memory and at the end, or when it is stored"
+    )
+    ssd_durability: Literal["best_effort", "persistent"] = Field(
+        default="best_effort", description="persistent: files are synced, and writes that fail are tried again"
+    )
+    ssd_async_writes: bool = Field(
+        default=True, description="write in a thread; without, running rows wait for the disk"
+    )
+    ssd_writer_queue_size: int = Field(default=512, ge=1, description="files that wait to be written; more are dropped")
+    ssd_persistent_max_retries: int = Field(default=3, ge=0, description="of a write that fails, where persistent")
+    ssd_flush_interval_s: float = Field(default=1, ge=0, description="for which files are gathered before a write")
+    ssd_max_size_gb: float = Field(default=50, ge=0, description="size of that folder, all files together; 0: no bound")
+
+    # -- KV of rows
+    kv_memory_gb: float = Field(default=0, ge=0, description="KV memory limit; 0: half of what the model left free")
+    block_size: int = Field(default=64, ge=16, description="tokens by which the prefix cache compares prompts")
+    kv_bits: int = Field(default=0, description="quantise KV to 8 or 4 bits; 0: do not")
+    kv_group_size: int = Field(default=64, ge=32, le=128, description="numbers of KV with one scale: 32, 64 or 128")
+    max_kv_size: int = Field(
+        default=0,
+        ge=0,
+        description="positions that a layer of full attention keeps of a sequence, the last ones; 0: all. What is "
+        "forgotten changes answers",
+    )
+
+    # -- the model, its batch and its life
+    model: str = Field(
+        default="models/tiny",
+        validation_alias=AliasChoices("model", "model_path", "PARALLM_MODEL"),
+        description="model folder or hub name",
+    )
+    served_model_name: str = Field(
+        default="", description="name in the API; default: the last part of --model, which a request may also say whole"
+    )
+    allow_other_weights: bool = Field(
+        default=False, description="join although workers of this name have other weights, dtype, KV bits or tokenizer"
+    )
+    worker_id: str = Field(default="", description="default: host name and a random part")
+    max_batch_size: int = Field(
+        default=32,
+        ge=1,
+        validation_alias=AliasChoices("max_batch_size", "max_batch", "PARALLM_MAX_BATCH_SIZE"),
+        description="rows that decode together",
+    )
+    prefill_batch_size: int = Field(default=128, ge=1, description="prompts that prefill together, at most")
+    prefill_chunk: int = Field(
+        default=0, ge=0, description="prompt tokens between two decode steps; 0: as many as this machine feeds in 50 ms"
+    )
+    warm_up: bool = Field(
+        default=True, description="on a GPU: decode rows of usual sizes while there are no others, to compile kernels"
+    )
+    reserved_interactive_rows: int = Field(default=2, ge=0, description="rows that batch work never takes")
+    interactive_share: float = Field(default=0.7, ge=0, le=1, description="share of rows when both classes wait")
+    max_context: int = Field(default=0, ge=0, description="shorten the model's context; 0: the model's own")
+    dtype: Literal["", "float32", "float16", "bfloat16"] = Field(
+        default="", description="default: the model's; float32 on a Linux CPU"
+    )
+    lease_ms: int = Field(default=3000, ge=200, description="a dead worker's sequences move on after this long")
+    drain_grace_s: float = Field(default=30, ge=0, description="on SIGTERM: time for running rows to finish")
+    engine_stall_s: float = Field(
+        default=120,
+        gt=0,
+        description="an engine that is silent over its work for so long is stuck: the worker restarts",
+    )
+    log_every_tokens: int = Field(default=16, ge=1, description="tokens between two writes of a sequence's log")
+    trust_remote_code: bool = Field(default=False, description="run the model's and the tokenizer's own Python")
+    adapter_slots: int = Field(default=8, ge=1, description="adapter versions that the rows of a batch may use at once")
+    adapter_rank: int = Field(default=64, ge=1, le=256, description="largest rank; memory is taken for ranks in use")
+    adapter_dtype: Literal["", "float32", "float16", "bfloat16"] = Field(
+        default="", description="of loaded adapters; default: the model's activations"
+    )
+    adapter_cache_dir: Path = Field(
+        default=Path(".parallm/adapters"), description="fetched adapter files; serve: adapters in --data-dir"
+    )
+    adapter_cache_gb: float = Field(default=4, gt=0, description="size of that folder")
+    guest: str = Field(default="", description="shares the engine's thread, such as trainer.hosted:HostedTrainer")
+    end_with_guest: bool = Field(default=False, description="end when the guest has done its work")
+    train_config: Path | None = Field(default=None, description="YAML file of the hosted trainer's settings")
+    training_share: float = Field(
+        default=0.2, ge=0, lt=1, description="of the engine's time that training takes while rows decode"
+    )
+    training_pause_ms: float = Field(
+        default=50, ge=0, description="time that one microbatch may take, and so a row wait for it; 0: not bounded"
+    )
+
+    @field_validator("kv_bits")
+    @classmethod
+    def _known_bits(cls, bits: int) -> int:
+        if bits not in (0, 4, 8):
+            raise ValueError(f"{bits} is none of 8 and 4, the bits that KV can have, or 0: as it is")
+        return bits
+
+    @field_validator("prefill_chunk")
+    @classmethod
+    def _measured_or_enough(cls, tokens: int) -> int:
+        if 0 < tokens < 16:
+            raise ValueError("16 at least, or 0: measured at start")
+        return tokens
+
+    @model_validator(mode="after")
+    def _drafts_agree(self) -> Self:
+        if self.ngram_min > self.ngram_max:
+            raise ValueError("--ngram-min must not be more than --ngram-max")
+        if self.spec_decode == "draft" and self.draft_model_path is None:
+            raise ValueError(
+                "--spec-decode draft needs a draft model: --draft-model-path; without one ngram and auto do"
+            )
+        if self.draft_model_path is not None and self.spec_decode not in ("draft", "auto"):
+            raise ValueError("--draft-model-path is used with --spec-decode draft or auto")
+        if self.draft_context_len and self.draft_model_path is None:
+            raise ValueError("--draft-context-len is of a draft model: --draft-model-path")
+        return self
+
+    @model_validator(mode="after")
+    def _peers_have_a_cache(self) -> Self:
+        if self.kv_transfer and not self.prefix_cache_gb:
+            raise ValueError("kv_transfer moves KV between prefix caches: --prefix-cache-gb must be more than 0")
+        return self
+
+    @property
+    def ssd_folder(self) -> Path | None:
+        """Where KV is kept; None: nowhere."""
+        return self.ssd_cache_dir if self.ssd else None
+
+    @model_validator(mode="after")
+    def _ssd_has_a_folder(self) -> Self:
+        if not self.ssd:
+            return self
+        if self.ssd_cache_dir is not None and not self.prefix_cache_gb:
+            raise ValueError("--ssd-cache-dir takes what leaves the prefix cache: --prefix-cache-gb must not be 0")
+        for name, field in type(self).model_fields.items():
+            if name.startswith("ssd_") and self.ssd_cache_dir is None and getattr(self, name) != field.default:
+                raise ValueError(f"--{name.replace('_', '-')} needs a folder: --ssd-cache-dir DIR, or leave it out")
+        return self
