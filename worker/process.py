@@ -117,8 +117,10 @@ class WorkerProcess:
                     async with asyncio.timeout(1):
                         await last_word
             self._preparing.close()
-            await ended(group)
             patience_s = COMPILING_S if self._engine.stats().warms_up else 10
+            if group is not None and self._death is None:  # no rank may leave while the others compute a turn with it
+                await asyncio.to_thread(self._engine.stop, patience_s)
+            await ended(group)
             await asyncio.to_thread(self._engine.stop, 0 if self.stalled else patience_s)
             await self._redis.aclose()
             await self._control.aclose()

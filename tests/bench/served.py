@@ -28,7 +28,7 @@ from api.serve.embedded_redis import free_port
 from tests.bench.load import LoadFigures, load
 from tests.bench.models import QWEN3_0_6B, QWEN3_4B, QWEN3_SMALL, random_qwen3
 from tests.e2e.rings import Process
-from tests.waiting import wait_until
+from tests.waiting import comes_true
 
 PROMPT_TOKENS = 64
 OUTPUT_TOKENS = 64
@@ -155,7 +155,8 @@ async def warm(url: str) -> None:
             health = (await client.get(f"{url}/health")).json()
             return not any(worker["warms_up"] for worker in health["workers"])
 
-        await wait_until(is_warm, WAIT_S)
+        if not await comes_true(is_warm, WAIT_S):
+            raise SystemExit("the worker is not warm: no figure")
 
 
 async def first_burst(name: str, model: Path, url: str, arguments: argparse.Namespace, vocabulary: int) -> None:

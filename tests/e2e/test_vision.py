@@ -269,7 +269,7 @@ def test_tinkers_samples_and_passes_see_what_a_chat_sees(client: OpenAI, served:
     assert seen[0] < losses[2] and seen[1] != pytest.approx(seen[0], rel=1e-3), "by the same weights"
 
 
-def test_tinkers_bad_chunks_are_refused_by_name_and_cost_no_number(client: OpenAI, served: Ring) -> None:
+def test_tinkers_bad_chunks_are_refused_by_name_and_take_their_number(client: OpenAI, served: Ring) -> None:
     prompt, tinker = list(ask(client, "What?", shown(1), "Say.").prompt_token_ids), Tinker(served)
     chunks = chunks_of(prompt, image_chunk(1))
     count, last = chunks[1]["expected_tokens"], chunks[-1]["tokens"]
@@ -304,19 +304,20 @@ def test_tinkers_bad_chunks_are_refused_by_name_and_cost_no_number(client: OpenA
         "target_tokens": {"data": prompt, "dtype": "int64"},
         "weights": {"data": [1.0] * len(prompt), "dtype": "float32"},
     }
-    for words, given in [*bad[:4], *bad[5:10], ("target_tokens of shape", chunks[1:])]:
+    worse = [*bad[:4], *bad[5:10], ("target_tokens of shape", chunks[1:])]
+    for at, (words, given) in enumerate(worse, 1):
         datum = {"model_input": {"chunks": given}, "loss_fn_inputs": tensors}
         asked = {"data": [datum], "loss_fn": "cross_entropy"}
-        refused = tinker.ask("forward_backward", 400, model_id=made, seq_id=1, forward_backward_input=asked)["error"]
+        refused = tinker.ask("forward_backward", 400, model_id=made, seq_id=at, forward_backward_input=asked)["error"]
         assert words in refused["message"] or words.removeprefix("prompt.") in str(refused["param"]), (words, refused)
     datum = {"model_input": {"chunks": chunks}, "loss_fn_inputs": tensors}
     asked = {"data": [datum], "loss_fn": "cross_entropy"}
-    placed = tinker.ask("forward_backward", model_id=made, seq_id=1, forward_backward_input=asked)
+    placed = tinker.ask("forward_backward", model_id=made, seq_id=len(worse) + 1, forward_backward_input=asked)
     assert "loss:sum" in tinker.done(placed).json()["metrics"]
     drawn = [*chunks[:2], {"type": "encoded_text", "tokens": [*last[:-1], codec().token_to_id("<image>")]}]
     datum = {"model_input": {"chunks": drawn}, "loss_fn_inputs": tensors}
     asked = {"data": [datum], "loss_fn": "cross_entropy"}
-    placed = tinker.ask("forward_backward", model_id=made, seq_id=2, forward_backward_input=asked)
+    placed = tinker.ask("forward_backward", model_id=made, seq_id=len(worse) + 2, forward_backward_input=asked)
     assert "loss:sum" in tinker.done(placed).json()["metrics"]
     begun = tinker.sample(chunks, num_samples=4)
     tinker.ask("cancel_future", request_id=begun["request_id"])
