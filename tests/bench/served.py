@@ -32,7 +32,6 @@ from tests.waiting import wait_until
 
 PROMPT_TOKENS = 64
 OUTPUT_TOKENS = 64
-WAIT_S = 1800.0  # for a server that reads a large model, or compiles its kernels for the first time
 SHAPES = {"qwen3-small": QWEN3_SMALL, "qwen3-0.6b": QWEN3_0_6B, "qwen3-4b": QWEN3_4B}
 
 
@@ -155,7 +154,7 @@ async def warm(url: str) -> None:
             health = (await client.get(f"{url}/health")).json()
             return not any(worker["warms_up"] for worker in health["workers"])
 
-        await wait_until(is_warm, WAIT_S)
+        await wait_until(is_warm)
 
 
 async def first_burst(name: str, model: Path, url: str, arguments: argparse.Namespace, vocabulary: int) -> None:
@@ -210,7 +209,7 @@ def serving(name: str, dtype: str, rows: int, *flags: str) -> Iterator[tuple[Pat
             "--dtype", dtype, "--max-batch-size", str(rows), *flags,
         )  # fmt: skip
         try:
-            url = server.wait_for_line(r"ready: (http://\S+)/v1", timeout_s=WAIT_S).group(1)
+            url = server.wait_for_line(r"ready: (http://\S+)/v1").group(1)
             yield model, url
         finally:
             server.stop()

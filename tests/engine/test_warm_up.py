@@ -14,7 +14,7 @@ from tests.engine.adapter_bench import AdapterBench
 from tests.engine.adapter_models import make_adapter
 from tests.engine.conftest import Bench, prompt_of, spec
 from tests.engine.test_thread import Outbox
-from tests.waiting import wait_until
+from tests.waiting import HANG_S, wait_until
 from worker.engine import warm_up
 from worker.engine.batch.row_model import RowModel
 from worker.engine.between_steps import Work
@@ -139,7 +139,7 @@ class Watched:
         def held(warm_up: WarmUp) -> None:
             self.order.append("piece")
             self.begun.set()
-            assert self.may_go_on.wait(100)
+            assert self.may_go_on.wait(HANG_S)
             piece(warm_up)
 
         def noted(output: StepOutput) -> None:
@@ -165,7 +165,7 @@ async def test_an_engine_is_ready_before_it_is_warm_and_a_request_waits_for_one_
     config = EngineConfig(str(llama_folder), max_rows=4, prefill_chunk=0, warm_up=True)
     thread = EngineThread(config, outbox.on_step, outbox.on_death)
     thread.start()
-    assert watched.begun.wait(100) and thread.stats().warms_up, "ready, and warming up"
+    assert watched.begun.wait(HANG_S) and thread.stats().warms_up, "ready, and warming up"
     assert thread.silent_s() == 0, "nobody waits"
     thread.submit([RowRequest(spec("s", prompt_of(5), max_tokens=8))])
     assert thread.silent_s() > 0
@@ -200,7 +200,7 @@ def test_a_worker_that_is_never_idle_gets_its_kernels_and_nothing_else_amid_its_
     config = EngineConfig(str(llama_folder), max_rows=4, prefill_chunk=0, warm_up=True)
     thread = EngineThread(config, outbox.on_step, outbox.on_death)
     thread.start()
-    assert watched.begun.wait(100)
+    assert watched.begun.wait(HANG_S)
     for seq in ("s", "t"):
         thread.submit([RowRequest(spec(seq, prompt_of(5), max_tokens=200))])
     watched.may_go_on.set()
