@@ -27,7 +27,7 @@ import httpx
 from api.serve.embedded_redis import free_port
 from tests.bench.load import LoadFigures, load
 from tests.bench.models import QWEN3_0_6B, QWEN3_4B, QWEN3_SMALL, random_qwen3
-from tests.e2e.rings import Process
+from tests.e2e.rings import ring
 from tests.waiting import wait_until
 
 PROMPT_TOKENS = 64
@@ -204,15 +204,9 @@ def serving(name: str, dtype: str, rows: int, *flags: str) -> Iterator[tuple[Pat
     """A server of its own with models/tiny, or with a random model of this shape: the model's folder and the URL."""
     with tempfile.TemporaryDirectory() as folder:
         model = Path("models/tiny") if name == "tiny" else random_qwen3(Path(folder) / name, SHAPES[name], dtype)
-        server = Process.start(
-            "api.serve.main", "--model", str(model), "--port", "0", "--data-dir", f"{folder}/data",
-            "--dtype", dtype, "--max-batch-size", str(rows), *flags,
-        )  # fmt: skip
-        try:
-            url = server.wait_for_line(r"ready: (http://\S+)/v1").group(1)
-            yield model, url
-        finally:
-            server.stop()
+        settings = ("--dtype", dtype, "--max-batch-size", str(rows), *flags)
+        with ring(Path(folder) / "data", *settings, model=model) as started:
+            yield model, started.url
 
 
 def main() -> None:
