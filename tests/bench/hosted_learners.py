@@ -22,7 +22,7 @@ from shared.redis.training.learner_store import LearnerStore
 from tests.bench.learners import examples
 from tests.bench.load import load
 from tests.bench.models import SHAPES, random_qwen3
-from tests.e2e.rings import Process
+from tests.e2e.rings import ring
 
 NAME = "model"
 ALONE_S = 6.0
@@ -129,18 +129,11 @@ def serving(options: argparse.Namespace) -> Iterator[tuple[str, str]]:
     """The program, with learners: its URL and that of its Redis."""
     with tempfile.TemporaryDirectory() as folder:
         model = random_qwen3(Path(folder, NAME), SHAPES[options.shape], options.dtype)
-        server = Process.start(
-            "api.serve.main", "--model", str(model), "--served-model-name", NAME, "--port", "0",
-            "--data-dir", f"{folder}/data", "--dtype", options.dtype, "--log-json", "true",
-            "--learners", str(options.learners), "--training-share", str(options.share),
-        )  # fmt: skip
-        try:
-            url = server.wait_for_line(r"ready: (http://\S+)/v1").group(1)
-            redis_url = server.wait_for_line(r"--redis (\S+)").group(1)
-            server.wait_for_line(r"learners\.ready")
-            yield url, redis_url
-        finally:
-            server.stop()
+        settings = ("--served-model-name", NAME, "--dtype", options.dtype, "--log-json", "true")
+        learning = ("--learners", str(options.learners), "--training-share", str(options.share))
+        with ring(Path(folder) / "data", *settings, *learning, model=model) as started:
+            started.server.wait_for_line(r"learners\.ready")
+            yield started.url, started.redis_url
 
 
 if __name__ == "__main__":

@@ -27,12 +27,11 @@ import httpx
 from api.serve.embedded_redis import free_port
 from tests.bench.load import LoadFigures, load
 from tests.bench.models import QWEN3_0_6B, QWEN3_4B, QWEN3_SMALL, random_qwen3
-from tests.e2e.rings import Process
-from tests.waiting import comes_true
+from tests.e2e.rings import ring
+from tests.waiting import wait_until
 
 PROMPT_TOKENS = 64
 OUTPUT_TOKENS = 64
-WAIT_S = 1800.0  # for a server that reads a large model, or compiles its kernels for the first time
 SHAPES = {"qwen3-small": QWEN3_SMALL, "qwen3-0.6b": QWEN3_0_6B, "qwen3-4b": QWEN3_4B}
 
 
@@ -155,8 +154,7 @@ async def warm(url: str) -> None:
             health = (await client.get(f"{url}/health")).json()
             return not any(worker["warms_up"] for worker in health["workers"])
 
-        if not await comes_true(is_warm, WAIT_S):
-            raise SystemExit("the worker is not warm: no figure")
+        await wait_until(is_warm)
 
 
 async def first_burst(name: str, model: Path, url: str, arguments: argparse.Namespace, vocabulary: int) -> None:
@@ -206,15 +204,9 @@ def serving(name: str, dtype: str, rows: int, *flags: str) -> Iterator[tuple[Pat
     """A server of its own with models/tiny, or with a random model of this shape: the model's folder and the URL."""
     with tempfile.TemporaryDirectory() as folder:
         model = Path("models/tiny") if name == "tiny" else random_qwen3(Path(folder) / name, SHAPES[name], dtype)
-        server = Process.start(
-            "api.serve.main", "--model", str(model), "--port", "0", "--data-dir", f"{folder}/data",
-            "--dtype", dtype, "--max-batch-size", str(rows), *flags,
-        )  # fmt: skip
-        try:
-            url = server.wait_for_line(r"ready: (http://\S+)/v1", timeout_s=WAIT_S).group(1)
-            yield model, url
-        finally:
-            server.stop()
+        settings = ("--dtype", dtype, "--max-batch-size", str(rows), *flags)
+        with ring(Path(folder) / "data", *settings, model=model) as started:
+            yield model, started.url
 
 
 def main() -> None:

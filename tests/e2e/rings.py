@@ -126,10 +126,12 @@ class Ring:
 
 
 @contextlib.contextmanager
-def ring(data_dir: Path, *arguments: str, environment: dict[str, str] | None = None) -> Iterator[Ring]:
-    """Start `mlx_parallm_serve` with the tiny model on a free port; stop it at the end and expect a clean exit."""
+def ring(
+    data_dir: Path, *arguments: str, model: Path = Path("models", MODEL), environment: dict[str, str] | None = None
+) -> Iterator[Ring]:
+    """Start `mlx_parallm_serve` on a free port; stop it at the end and expect a clean exit."""
     server = Process.start(
-        "api.serve.main", "--model", f"models/{MODEL}", "--port", "0", "--data-dir", str(data_dir), *arguments,
+        "api.serve.main", "--model", str(model), "--port", "0", "--data-dir", str(data_dir), *arguments,
         environment=environment,
     )  # fmt: skip
     try:

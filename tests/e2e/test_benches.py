@@ -142,7 +142,7 @@ SMALLEST = {
     ),
     "hosted_learners": Smallest(
         "--learners 1 --rows 1 --length 8 --streams 1 --tokens 16 --rounds 1",
-        {"NAME": MODEL, "ALONE_S": 0.1, "SHAPES": {"small": {"vocab_size": 400}}},
+        {"NAME": MODEL, "ALONE_S": 0.1, "SHAPES": {"small": {**TINY, "vocab_size": 400}}},
     ),
     "images": Smallest(
         "--rows 2 --tokens 4 --rounds 1", {"SHAPES": {"small": SEEING}, "MANY": 4, "TEXTS": 2, "TEXT_TOKENS": 2}
@@ -178,6 +178,9 @@ SMALLEST = {
 }
 
 
+RINGS = ("adapter_publish", "cart_pole", "hosted_learners", "memory", "overload", "served", "traces", "transfers")
+
+
 class Simulator(threading.Thread):
     """A process of simulated workers or apis, as a thread of this one."""
 
@@ -197,16 +200,12 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ring]:
 @pytest.fixture
 def starts(served: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
     """What starts a ring for a measurement gives it the one that there is."""
-    for name in ("adapter_publish", "cart_pole", "memory", "overload", "traces", "transfers"):
+    for name in RINGS:
         monkeypatch.setattr(f"tests.bench.{name}.ring", lambda *_, **__: nullcontext(served))
-    for name in ("served", "classes"):
-        monkeypatch.setattr(f"tests.bench.{name}.serving", lambda *_: nullcontext((Path("models/tiny"), served.url)))
     monkeypatch.setattr(worker.process, "EngineThread", worker.process.EngineThread)  # which simulators set for good
     in_threads = SimpleNamespace(Pipe=multiprocessing.Pipe, Process=Simulator)
     for name in ("redis_scaling", "admission"):
         monkeypatch.setattr(f"tests.bench.{name}.multiprocessing", SimpleNamespace(get_context=lambda _: in_threads))
-    there = served.url, served.redis_url
-    monkeypatch.setattr("tests.bench.hosted_learners.serving", lambda _: nullcontext(there))
 
 
 @pytest.mark.usefixtures("starts")
