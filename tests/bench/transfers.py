@@ -25,6 +25,7 @@ from tests.waiting import HANG_S
 
 AIM = 0.3
 LEAVES_AT = 40  # tokens
+OUTPUT_TOKENS = 900  # so many that the row is not at its end by then
 
 
 @contextmanager
@@ -41,9 +42,26 @@ def worker(served: Ring, model: Path, folder: Path, name: str, transfer: bool) -
 
 
 def moved(served: Ring, model: Path, folder: Path, tokens: int, name: str, *, transfer: bool) -> float:
-    """Seconds between two tokens of a row that moves from one worker to another in between."""
+    """Seconds between two tokens of a row that moves from one worker to another in between.
+
+    Measured again where the row was at its end before the other worker had it: a busy machine reads a stream late.
+    """
+    number = 0
+    while (longest := _moved(served, model, folder, tokens, f"{name}-{number}", transfer=transfer)) is None:
+        number += 1
+    return longest
+
+
+def _moved(served: Ring, model: Path, folder: Path, tokens: int, name: str, *, transfer: bool) -> float | None:
     prompt = [random.randrange(3, 4000) for _ in range(tokens)]
-    body = {"model": model.name, "prompt": prompt, "max_tokens": 900, "ignore_eos": True, "stream": True, "seed": 1}
+    body = {
+        "model": model.name,
+        "prompt": prompt,
+        "max_tokens": OUTPUT_TOKENS,
+        "ignore_eos": True,
+        "stream": True,
+        "seed": 1,
+    }
     with (
         worker(served, model, folder, f"leaver-{name}", transfer) as leaver,
         worker(served, model, folder, f"heir-{name}", transfer) as heir,
@@ -56,7 +74,8 @@ def moved(served: Ring, model: Path, folder: Path, tokens: int, name: str, *, tr
             longest = _longest_wait(http, body, leaver, heir)
         finally:
             heir.popen.send_signal(signal.SIGCONT)
-        assert heir.printed("worker.took_over"), heir.output
+        if not heir.printed("worker.took_over"):
+            return None
         assert bool(heir.printed("kv.fetched")) == transfer, heir.output
     return longest
 

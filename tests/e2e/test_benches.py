@@ -173,7 +173,7 @@ SMALLEST = {
     "structured": Smallest("--rounds 1 --model models/tiny", {"ROWS": 2}),
     "traces": Smallest("--rounds 1 --requests 8 --streams 1", {"TOKENS": 4, "CALLS": 10, "sides": sides}),
     "trainers": Smallest("--steps 1 --groups 1 --group-size 2 --length 8 --prompt 4", SHAPES, trainers),
-    "transfers": Smallest("", {}, transfers),
+    "transfers": Smallest("", {"OUTPUT_TOKENS": 3500}, transfers),
     "turns": Smallest("--rounds 1 --kind dense", TALK),
 }
 
