@@ -14,8 +14,9 @@ from typing import Protocol
 
 import structlog
 
-from worker.engine.kv.parcels import Packed
-from worker.peers.wire import Channel, Connection, KvRequest, Offer, PeerError, SendParcels, admit
+from shared.wire import Channel, Connection, PeerError, admit
+from worker.engine.prefixes.parcels import Packed
+from worker.peers.messages import KvRequest, Offer, SendParcels
 
 log = structlog.get_logger()
 

@@ -16,8 +16,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from worker.engine.batch.row import Row
-from worker.engine.kv.prefix_cache import PrefixCache, Prompt
-from worker.engine.kv.slabs import KvRows
+from worker.engine.prefixes.prefix_cache import PrefixCache, Prompt
+from worker.engine.prefixes.slabs import KvRows
 
 log = logging.getLogger(__name__)
 

@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from mlx_model.kv.kinds import copies, end_of, keep_rows, shed
 from worker.engine.batch.row import Row, RowTag
 from worker.engine.batch.row_model import RowModel
-from worker.engine.kv.kinds import copies, end_of, keep_rows, shed
-from worker.engine.kv.slabs import KvRows
+from worker.engine.prefixes.slabs import KvRows
 
 
 @dataclass(eq=False)
