@@ -33,7 +33,7 @@ class SpeculationConfig:
     adapts_to_rows: bool = True  # drafts are as long, and as frequent, as a row's are accepted
     adapts_to_time: bool = True  # a step has drafts only where those take less time than they save
     overlaps: bool = True  # a step that checks drafts is given out before the one before it has been read
-    reads_beside: bool | None = None  # while it is given out, in another thread; None: on CUDA (speculation/unread.py)
+    reads_beside: bool | None = None  # while it is given out, in another thread; None: on CUDA
     memory_bytes: int = 0  # of what sequences have written, by prompt, for others of the same prompt; 0: none is kept
     threshold: float = 0.3  # a row whose drafts are accepted more seldom gets one where its end occurs in full length
     own_text: bool = True  # a row's own text is drafted from
@@ -49,7 +49,7 @@ class EngineConfig:
     served_name: str = ""  # "": the last part of `model`
     max_rows: int = 32  # rows that hold a place in the batch, prefilling ones included
     prefill_rows: int = 32  # prompts that prefill together, at most
-    prefill_chunk: int = 512  # prompt tokens between two decode steps, over all prompts; 0: measured (warm_up.py)
+    prefill_chunk: int = 512  # prompt tokens between two decode steps, over all prompts; 0: measured while idle
     largest_chunk: int = 0  # that may become, while it is not measured yet, where pieces of prompts come in time
     prefill_area: int | None = None  # rows x width x (past + width) of a forward of prompts; None: no limit
     piece_s: float = float("inf")  # that a piece of prompts is planned to take; a late one makes the next one smaller
@@ -60,7 +60,7 @@ class EngineConfig:
     dtype: str | None = None  # None: the model's own; float32 on a CPU
     max_context: int | None = None  # shortens the model's context
     trust_remote_code: bool = False
-    top_candidates: int = 256  # tokens that are sorted before the whole vocabulary is (CPU only; batch/sampler.py)
+    top_candidates: int = 256  # tokens that are sorted before the whole vocabulary is; on a CPU only
     score_chunk_bytes: int = 64 << 20  # fp32 logits of a prompt that exist at one time
     between_steps_s: float = 0.005  # time for loading adapters between two decode steps
     prefix_cache_bytes: int = 1 << 30  # KV of earlier prompts, besides `kv_limit_bytes`; 0: none is kept

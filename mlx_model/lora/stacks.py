@@ -5,7 +5,7 @@ stack covers the sites that any adapter has adapted so far, at the largest rank 
 rank makes it anew with everything that it holds.
 
 Invariants. Belongs to the engine's thread, but for `prepare_kernels`, which touches no stack. A slot that rows use is
-never filled (slots.py sees to that); stacks are changed between two forwards, one at a time.
+never filled (worker/engine/adapter_slots.py sees to that); stacks are changed between two forwards, one at a time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Images' vectors in files, in the folder of `--ssd-cache-dir`: they outlive memory and the worker (kv/disk/folder.py).
+"""Images' vectors in files, in the folder of `--ssd-cache-dir`: they outlive memory and the worker
+(prefixes/disk/folder.py).
 
 Invariants. Files are read and written in a thread, and no row waits for one longer than `PATIENCE_S`: an image that
 does not come is encoded. A file says what it is of, and which model has computed it by which releases; one that is not

@@ -2,7 +2,8 @@
 
 Invariants. A peer that has not proved within HANDSHAKE_S that it knows the secret is cut off, and has learned nothing.
 At most MAX_TRANSFERS are under way, each within TRANSFER_S; a further peer is refused and computes for itself. What is
-given away is copied a little between two decode steps (engine/kv/sharing.py), one parcel ahead of the socket at most.
+given away is copied a little between two decode steps (engine/prefixes/sharing.py), one parcel ahead of the socket at
+most.
 """
 
 import asyncio

@@ -142,7 +142,8 @@ class RowModel:
         """Logits [B, L, V], as the model rounds them.
 
         `draws`: the rows' next inputs, and drafts after them. The logits are asked for before anything else reads what
-        this writes, so that it may be written in place (kv/cuda/place.py). `whole`: nothing of it is given out yet.
+        this writes, so that it may be written in place (mlx_model/kv/cuda/place.py). `whole`: nothing of it is given
+        out yet.
         """
         self._enter(cache[-1])
         # A prefill's logits are never computed, and must not be kept: they hold its whole graph.

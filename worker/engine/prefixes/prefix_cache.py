@@ -1,11 +1,11 @@
 """Automatic prefix cache: KV of earlier sequences, found again by the hashes of their blocks (block_keys.py).
 
 What a sequence adds to the cache is one *segment*: the KV of those blocks that were not stored before it. A prompt that
-shares some blocks of a segment hits as far as they go. Layers that cannot be cut (kinds.py) are stored with the
-blocks as *snapshots*: each holds what they had at one position, and the others' KV after the last whole block before
-it. In a model with such layers a hit is the longest stored beginning that ends at a snapshot; `stops` says at which
-positions of a prompt one is worth its bytes. Where all layers can be cut, a short prompt's last ids are kept, too, as a
-*tail* (tails.py).
+shares some blocks of a segment hits as far as they go. Layers that cannot be cut (mlx_model/kv/kinds.py) are stored
+with the blocks as *snapshots*: each holds what they had at one position, and the others' KV after the last whole block
+before it. In a model with such layers a hit is the longest stored beginning that ends at a snapshot; `stops` says at
+which positions of a prompt one is worth its bytes. Where all layers can be cut, a short prompt's last ids are kept,
+too, as a *tail* (tails.py).
 
 MLX arrays never change: a write after a prefix goes into a copy, so hits share the stored arrays. What comes
 together lies in one slab (slabs.py), which lives as long as one part of it is used; the first hit of a part takes it
