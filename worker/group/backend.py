@@ -14,6 +14,7 @@ from typing import Any
 import mlx.core as mx
 
 from shared.errors import ServiceUnavailableError, SetupError
+from shared.machine.addresses import in_order
 from shared.process.worker_settings import WorkerSettings
 from worker.engine.model import cuda_graphs
 from worker.engine.ranks.cuda import sums
@@ -55,7 +56,7 @@ def own_places(placed: Placement, backend: Backend, address: str) -> list[str]:
 
 
 def _with_port(address: str) -> str:
-    family = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
+    family = in_order(socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM))[0][0]
     with socket.create_server((address, 0), family=family) as probe:
         port = probe.getsockname()[1]
     return with_port(address, port)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from redis.asyncio import Redis
 
+from shared.machine.addresses import in_order
 from shared.redis import keys
 from shared.redis.connection.address import ClusterAddress, SentinelAddress, is_cluster, is_sentinel
 from shared.redis.connection.client import Argument, ask_all, members
@@ -117,10 +118,15 @@ def own_address(redis: str, given: str = "") -> str:
     host, port = _redis_at(redis)
     if not host:
         return "127.0.0.1"
-    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(address)  # sends nothing
-        return str(probe.getsockname()[0])
+    trouble: OSError | None = None
+    for family, kind, _, _, address in in_order(socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)):
+        try:
+            with socket.socket(family, kind) as probe:
+                probe.connect(address)  # sends nothing
+                return str(probe.getsockname()[0])
+        except OSError as error:  # no route by this one, perhaps by the next
+            trouble = trouble or error
+    raise trouble or OSError(f"{host} has no address")
 
 
 def _redis_at(url: str) -> tuple[str, int]:
