@@ -17,7 +17,6 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Literal
 
-import mlx.core as mx
 import numpy as np
 import structlog
 import yaml
@@ -38,6 +37,7 @@ from trainer.runs.loop import TrainLoop
 from trainer.runs.parts import policy_options
 from trainer.runs.rl import tasks, train
 from trainer.settings import TrainSettings
+from worker.engine.device import on_cpu
 from worker.engine.model.loader import LoadedModel, free_bytes
 from worker.group.placement import placement
 
@@ -119,7 +119,7 @@ class HostedTrainer:
     async def _train_until_done(self, place: LendingWorker) -> bool:
         """Train, with retries; True if the run is complete."""
         self._loop = asyncio.get_running_loop()
-        if self._warms_up and mx.default_device() != mx.Device(mx.cpu):
+        if self._warms_up and not on_cpu():
             await self._warm_up(place)
         failures = 0
         while not self._stopping.is_set():

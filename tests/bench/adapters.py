@@ -28,8 +28,8 @@ from shared.adapters import AdapterManifest
 from shared.sequences import ModelCard, SamplingParams, SequenceSpec
 from shared.text.codec import TokenizerBundle
 from tests.bench.models import QWEN3_0_6B, QWEN3_4B, QWEN3_SMALL
-from worker.engine import cuda
 from worker.engine.batch.adapters import SlotConfig
+from worker.engine.device import on_cuda
 from worker.engine.engine import Engine
 from worker.engine.kv.cuda import attention as cuda_attention
 from worker.engine.lora.slots import AdapterSlots
@@ -67,7 +67,7 @@ def in_memory(config: dict[str, Any], dtype: str = "float32") -> LoadedModel:
     model.update(tree_map(lambda p: p.astype(getattr(mx, dtype)), model.parameters()))
     model.eval()
     mx.eval(model.parameters())
-    if cuda.is_used():
+    if on_cuda():
         join_products(model)  # as a load does
     card = ModelCard("random", 4096, config["vocab_size"], (), "", "", kv_bytes_per_token=1, dtype=dtype)
     bundle = TokenizerBundle(tokenizer_json=EMPTY_TOKENIZER, chat_template="", eos_token_ids=(), special_tokens={})

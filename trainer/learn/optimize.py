@@ -56,6 +56,7 @@ from trainer.learn.options import OptimizeOptions, ValueOptions
 from trainer.learn.policy import Policy
 from trainer.learn.steps import StepPlan, StepReport, Sums
 from trainer.state import Arrays
+from worker.engine.device import on_cuda
 
 log = structlog.get_logger()
 
@@ -91,7 +92,7 @@ class Optimizer:
         if options.value is not None and not chunk:
             raise ValueError("this model shows no hidden states, so no value head can read them")
         self.scores = partial(shared_scores if shared else row_scores, chunk=chunk)
-        self._widths = CUDA_WIDTHS if mx.cuda.is_available() else WIDTHS
+        self._widths = CUDA_WIDTHS if on_cuda() else WIDTHS
         self._gradient = nn.value_and_grad(policy.model, self._loss)
         widths = [value.shape[-2 if name.endswith("lora_a") else -1] for name, value in policy.arrays().items()]
         self._size = MicrobatchSize(

@@ -39,6 +39,7 @@ from shared.sequences import SamplingParams, SequenceSpec
 from worker.engine.batch.adapters import Adapters, NoAdapters
 from worker.engine.batch.row import Row
 from worker.engine.between_steps import Work
+from worker.engine.device import on_cpu
 from worker.engine.engine import Engine
 from worker.engine.messages import EngineConfig, RowRequest
 from worker.engine.model.cuda import products
@@ -80,7 +81,7 @@ def begun(config: EngineConfig) -> EngineConfig:
 
 def _compiles() -> bool:
     """True if this device compiles kernels when they are first needed."""
-    return mx.default_device() != mx.Device(mx.cpu)
+    return not on_cpu()
 
 
 class WarmUp:

@@ -31,6 +31,7 @@ from worker.engine.batch.prompts_in_flight import Pieces
 from worker.engine.batch.row import Row, RowTag, report_tokens
 from worker.engine.batch.row_model import RowModel
 from worker.engine.batch.sampler import RowSampler
+from worker.engine.device import on_cpu
 from worker.engine.kv.kinds import end_of, keep_rows, share_offsets
 from worker.engine.kv.slabs import KvRows
 from worker.engine.messages import EngineConfig
@@ -67,7 +68,7 @@ class RunningBatch:
         self.unfed = 0  # tokens of each row that the latest step has reported and not fed
         self.has_decoded = False  # the latest step has fed the rows that decode, though it may have reported nothing
         # On a CPU, MLX computes while it dispatches: there a first token would wait for all of the next decode step.
-        self._tells_at_once = mx.default_device() == mx.Device(mx.cpu)
+        self._tells_at_once = on_cpu()
         maybe_set_recommended_wired_limit()
 
     def __len__(self) -> int:

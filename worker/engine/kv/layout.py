@@ -15,6 +15,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache, make_prompt_cache
 
 from shared.errors import SetupError
+from worker.engine.device import on_cpu
 from worker.engine.kv.kinds import kind_of, leaves, mapped
 from worker.engine.kv.quantised import Packing, QuantisedKVCache, Read, install_cuda
 
@@ -153,10 +154,9 @@ def _obstacle(leaf: Any, group_size: int) -> str:
 
 def _decoding_quantised(model: Any, layout: KvLayout, logits: mx.array) -> KvLayout:
     """The layout with decode steps that read KV packed, where this device is better with it and the model can."""
-    on_cpu = mx.default_device() == mx.Device(mx.cpu)
-    if not on_cpu and not install_cuda():
+    if not on_cpu() and not install_cuda():
         return layout
-    read: Read = "parts" if on_cpu else "packed"
+    read: Read = "parts" if on_cpu() else "packed"
     packings = tuple(packing and replace(packing, read=read) for packing in layout.packings)
     quantised = KvLayout(packings)
     try:

@@ -21,7 +21,7 @@ from shared.errors import SetupError
 from shared.process.group_settings import Sharding
 from shared.sequences import ModelCard
 from shared.text.codec import TokenizerBundle
-from worker.engine import cuda
+from worker.engine.device import on_cpu, on_cuda
 from worker.engine.heads.classifier import Classifier, is_classifier
 from worker.engine.heads.head import Heads
 from worker.engine.kv.cuda import attention as cuda_attention
@@ -199,7 +199,7 @@ def _read(
         raise SetupError(f"cannot load the model at {path}: {type(error).__name__}: {error}") from error
     _set_dtype(model, config.dtype)
     mx.eval(model.parameters()) if ranks is None else read_weights(model)
-    if ranks is None and cuda.is_used():
+    if ranks is None and on_cuda():
         join_products(model)
     for part in tower.parts if tower is not None and _sees(ranks) else ():
         _set_dtype(part, config.dtype)
@@ -257,7 +257,7 @@ def model_folder(name: str) -> Path:
 
 def _set_dtype(model: Any, dtype: str | None) -> None:
     """Cast the floating weights; on a CPU to fp32 by default: 16-bit arithmetic is emulated there, 8-40x slower."""
-    if dtype is None and mx.default_device() == mx.Device(mx.cpu):
+    if dtype is None and on_cpu():
         dtype = "float32"
     if dtype is None:
         return
@@ -339,13 +339,12 @@ def bound_freed_memory(kv_limit_bytes: int) -> None:
 
     On a GPU what is not found there takes long to get; a CPU gets memory about as fast as it finds it.
     """
-    on_cpu = mx.default_device() == mx.Device(mx.cpu)
-    mx.set_cache_limit(_SMALLEST_CACHE if on_cpu else max(_SMALLEST_CACHE, kv_limit_bytes // 4))
+    mx.set_cache_limit(_SMALLEST_CACHE if on_cpu() else max(_SMALLEST_CACHE, kv_limit_bytes // 4))
 
 
 def free_bytes() -> int:
     """Memory that KV could use: what the GPU may hold and does not, else the machine's free memory."""
-    if mx.default_device() != mx.Device(mx.cpu):
+    if not on_cpu():
         info = mx.device_info()
         size = info.get("max_recommended_working_set_size") or info.get("memory_size")
         if size:

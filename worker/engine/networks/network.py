@@ -28,6 +28,7 @@ from shared.networks.spec import (
     Steps,
 )
 from shared.networks.tensors import Array, Tensors
+from worker.engine.device import on_cpu
 
 STEPS_AT_ONCE = 16  # of a recurrent layer, in one piece
 Pieces = Generator[None, None, Tensors]
@@ -183,7 +184,7 @@ def multiply(x_NI: mx.array, weight_OI: mx.array) -> mx.array:
     On a CPU numpy multiplies: MLX's own product takes several times as long there. GPUs may round the inputs of such a
     product, so there products and sums are computed apart from each other, in parts that fit into memory.
     """
-    if mx.default_device() == mx.Device(mx.cpu):
+    if on_cpu():
         with np.errstate(over="ignore", invalid="ignore"):  # the caller checks that outputs are finite
             return mx.array(np.asarray(x_NI) @ np.asarray(weight_OI).T)
     rows = max(1, MOST_AT_ONCE // max(1, weight_OI.size))

@@ -16,6 +16,7 @@ import numpy as np
 
 from shared.errors import SetupError
 from shared.images.refs import VisionSpec
+from worker.engine.device import on_cpu
 from worker.engine.vision.positions import Grid
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)  # where preprocessor_config.json says nothing, as transformers has it
@@ -36,7 +37,7 @@ class QwenTower:
 
         self.vision = vision
         self._tower = model.vision_tower
-        self.most_pairs = CPU_PAIRS if mx.default_device() == mx.Device(mx.cpu) else MOST_PAIRS
+        self.most_pairs = CPU_PAIRS if on_cpu() else MOST_PAIRS
         self._turned, self._attended = apply_rotary_pos_emb_vision, ensure_fused_sdpa
         self._deep = tuple(getattr(self._tower, "deepstack_visual_indexes", ()))
 

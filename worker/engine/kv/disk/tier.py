@@ -22,6 +22,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from worker.engine.device import on_cpu
 from worker.engine.kv.disk.folder import Folder
 from worker.engine.kv.disk.index import FileEntry, Index
 from worker.engine.kv.disk.reading import EXPIRE_EVERY_S, LOOK_EVERY_S, Errands, FileShelf
@@ -104,7 +105,7 @@ class DiskTier:
         self._readers = Errands(READERS) if wake is not None else None
         self._ends = threading.Event()
         self._keeper: threading.Thread | None = None
-        self._budget = COPIED_ON_CPU if mx.default_device() == mx.Device(mx.cpu) else COPIED_AT_ONCE
+        self._budget = COPIED_ON_CPU if on_cpu() else COPIED_AT_ONCE
         self._waiting: dict[str, int] = {}  # bytes of what is to be written, by name
         self._leaving: deque[FilePiece] = deque()
         self._copying: _Copies | None = None

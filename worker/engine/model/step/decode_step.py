@@ -35,6 +35,7 @@ from mlx_lm.models import llama, qwen2, qwen3
 from mlx_lm.models.base import create_attention_mask, scaled_dot_product_attention
 from mlx_lm.models.rope_utils import Llama3RoPE, SuScaledRoPE, YarnRoPE
 
+from worker.engine.device import on_cpu
 from worker.engine.kv.cuda import place
 from worker.engine.kv.cuda.attention import attention_in_place
 from worker.engine.kv.quantised import Packing
@@ -288,7 +289,7 @@ class DecodeStep:
 
 def decode_step_of(model: Any) -> DecodeStep | None:
     """For a model that is known here."""
-    return DecodeStep(model, compiles=mx.default_device() != mx.Device(mx.cpu)) if _is_known(model) else None
+    return DecodeStep(model, compiles=not on_cpu()) if _is_known(model) else None
 
 
 def join_products(model: Any) -> None:

@@ -26,6 +26,7 @@ from typing import Any
 import mlx.core as mx
 
 from worker.engine.cuda import kernel, number
+from worker.engine.device import on_cuda
 from worker.engine.ranks.cuda.memory import HANDLE_BYTES, CudaError, SharedMemory
 
 log = logging.getLogger(__name__)
@@ -143,7 +144,7 @@ def open_to(group: Any) -> bool:
 
 
 def _own(size: int) -> SharedMemory:
-    if os.environ.get(SWITCH, "1") == "0" or not mx.cuda.is_available():
+    if os.environ.get(SWITCH, "1") == "0" or not on_cuda():
         raise CudaError(f"{SWITCH}=0, or no CUDA")
     return SharedMemory((1 + size) * _ROWS * 4 + 2 * size * _ROWS * _CHUNK)
 
