@@ -34,6 +34,7 @@ from shared.errors import (
 )
 from worker.engine.batch.adapters import AdapterStats, SlotConfig
 from worker.engine.batch.row import Row
+from worker.engine.device import on_cpu
 from worker.engine.heads.head import Heads
 from worker.engine.lora.reader import AdapterReader, ReadAdapter
 from worker.engine.lora.slot_table import SlotTable
@@ -99,7 +100,7 @@ class AdapterSlots:
         self._epoch = 0  # changes when a follower's version may have changed
         self._selected: tuple[tuple[Row, ...], int] = ((), -1)
         self._versions: tuple[str, ...] = ()
-        self._is_cpu = mx.default_device() == mx.Device(mx.cpu)
+        self._is_cpu = on_cpu()
         self._changed = False
         self._bytes = 0
         self._swaps, self._swap_s = 0, 0.0
