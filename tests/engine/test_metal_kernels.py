@@ -1,6 +1,7 @@
 """Kernels for Metal, run on the CPU by the shim, against MLX's operations; and each with a fault that must be found."""
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import mlx.core as mx
 import pytest
@@ -8,6 +9,8 @@ import pytest
 from tests.msl import shim
 from tests.msl.shim import COMPILER, OutsideError, ShimKernel, StuckError
 from worker.engine.device import PRETENDS
+from worker.engine.kv.metal.attention import attention, pack
+from worker.engine.kv.quantised import Packing
 from worker.engine.lora.deltas import deltas_of
 from worker.engine.lora.kernels import one_pass, one_pass_joined
 
@@ -145,3 +148,86 @@ def test_a_fault_in_lora_s_kernel_is_found(metal: pytest.MonkeyPatch, old: str, 
         for one, other in zip(found, wanted, strict=True):
             assert_close(one, other, mx.float32)
     assert faulty.found
+
+
+class Case(NamedTuple):
+    """Attention of a decode step; keys and values are views of longer arrays, as a batch's cache has them."""
+
+    rows: int
+    heads: int
+    kv_heads: int
+    at_once: int
+    positions: int
+    size: int
+    bits: int
+    group_size: int
+    dtype: mx.Dtype
+    masked: bool = True
+
+
+ATTENTION = {
+    "8 bits, one stretch of many rows": Case(41, 8, 8, 1, 67, 64, 8, 32, mx.float32),
+    "4 bits, drafts of unequal rows": Case(2, 6, 2, 3, 301, 128, 4, 64, mx.bfloat16),
+    "one row, five that share a head": Case(1, 10, 2, 1, 700, 256, 8, 128, mx.float16, False),
+    "4 bits, 64 numbers": Case(3, 2, 2, 1, 130, 64, 4, 64, mx.float32, False),
+}
+
+
+def attended(case: Case) -> tuple[mx.array, mx.array]:
+    """By the kernels, and by MLX's operations in fp32."""
+    rows, heads, kv_heads, at_once, positions, size, bits, group_size, dtype, masked = case
+    packing = Packing(bits, group_size, dtype)
+    whole = [packing.pack(normal(seed, rows, kv_heads, positions + 9, size)) for seed in (1, 2)]
+    keys, values = (each[..., :positions, :] for each in whole)
+    queries = normal(3, rows, at_once, heads, size).astype(dtype).swapaxes(1, 2)
+    mask = None
+    if masked:
+        at = mx.arange(positions)
+        ends, begins = positions - at_once + mx.arange(at_once)[:, None], 5 * mx.arange(rows)[:, None, None, None] % 60
+        mask = (at <= ends) & (at >= begins)
+    plain = [packing.unpack(each, size).astype(mx.float32) for each in (keys, values)]
+    wanted = mx.fast.scaled_dot_product_attention(queries.astype(mx.float32), *plain, scale=0.3, mask=mask)
+    return attention(queries, keys, values, 0.3, mask, bits, group_size), wanted
+
+
+@pytest.mark.parametrize("case", ATTENTION.values(), ids=ATTENTION)
+def test_attention_over_packed_kv_is_what_mlx_computes(metal: pytest.MonkeyPatch, case: Case) -> None:
+    assert_close(*attended(case), case.dtype)
+
+
+@pytest.mark.parametrize(("bits", "size", "dtype"), [(8, 128, mx.bfloat16), (4, 64, mx.float32)])
+def test_packing_is_mlx_s(metal: pytest.MonkeyPatch, bits: int, size: int, dtype: mx.Dtype) -> None:
+    packing = Packing(bits, 32, dtype)
+    keys, values = (normal(seed, 3, 1, 2, size).astype(dtype).swapaxes(1, 2) for seed in (1, 2))
+    keys[0, 0] = 0
+    values[1, 1] = 1
+    for own, plain in zip(pack(keys, values, bits, 32, packing.words(size)), (keys, values), strict=True):
+        assert mx.array_equal(own, packing.pack(plain)).item()
+
+
+KV_FAULTS = [
+    ("own / at_once) * queries_strides[1]", "own) * queries_strides[1]"),
+    ("begin + simd", "simd"),
+    ("const float higher = max(most[h], score)", "const float higher = score"),
+    ("weights == 0 ? 0 : numbers / weights", "numbers"),
+    ("  threadgroup_barrier(mem_flags::mem_threadgroup);\n  float highest", "  float highest"),
+]
+
+
+@pytest.mark.parametrize(("old", "new"), KV_FAULTS)
+def test_a_fault_in_attention_s_kernels_is_found(metal: pytest.MonkeyPatch, old: str, new: str) -> None:
+    faulty = Faulty(old, new)
+    metal.setattr(mx.fast, "metal_kernel", faulty)
+    case = Case(1, 4, 2, 2, 520 + KV_FAULTS.index((old, new)), 64, 8, 32, mx.float32)  # of a shape of its own
+    with pytest.raises((AssertionError, OutsideError, StuckError)):
+        assert_close(*attended(case), case.dtype)
+    assert faulty.found
+
+
+def test_a_fault_in_packing_s_kernel_is_found(metal: pytest.MonkeyPatch) -> None:
+    faulty = Faulty("const bool is_low = fabs(low) > fabs(high);", "const bool is_low = true;")
+    metal.setattr(mx.fast, "metal_kernel", faulty)
+    packing = Packing(8, 64, mx.float32)
+    x = normal(1, 1, 1, 1, 64)
+    found, _ = pack(x, x, 8, 64, packing.words(64))
+    assert faulty.found and not mx.array_equal(found, packing.pack(x)).item()

@@ -18,6 +18,7 @@ from tests.engine.kv_models import GROUP, QUANTISED, small
 from tests.engine.small_models import LLAMA, TINY_SHAPE, write_model
 from tests.waiting import HANG_S
 from worker.engine.batch.adapters import SlotConfig
+from worker.engine.device import on_cpu
 from worker.engine.kv.cuda import attention as cuda_attention
 from worker.engine.kv.kinds import leaves
 from worker.engine.kv.layout import layout_of
@@ -174,8 +175,7 @@ def test_a_model_that_cannot_read_it_is_refused() -> None:
 
 def test_only_layers_whose_attention_can_are_decoded_from_their_codes(llama: LoadedModel) -> None:
     found = {name: small(name, llama).kv.packings for name in ("llama 4", "gpt_oss 4", "deepseek_v3 8", "lfm2 4")}
-    on_cpu = mx.default_device() == mx.Device(mx.cpu)
-    here = "parts" if on_cpu else "packed" if cuda_attention.install() else "unpacked"
+    here = "parts" if on_cpu() else "packed" if cuda_attention.install() else "unpacked"
     read = {name: {each.read for each in each if each} for name, each in found.items()}
     assert read == {"llama 4": {here}, "gpt_oss 4": {"unpacked"}, "deepseek_v3 8": {"unpacked"}, "lfm2 4": {here}}
     assert found["lfm2 4"][0] is None, "its recurrent layer stays as it is"

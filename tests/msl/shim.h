@@ -7,17 +7,15 @@
 // Threadgroup memory is static: all fibers of the one threadgroup that runs share it.
 #pragma once
 
+#include <setjmp.h>
 #include <ucontext.h>
 
-#include <algorithm>
+// Few headers, and C++14, as Metal's language is: most of the time that a test takes is the compiler's.
 #include <cmath>
 #include <cstdint>
-#include <cstdio>
+#include <cstdlib>
 #include <cstring>
-#include <limits>
-#include <memory>
 #include <type_traits>
-#include <vector>
 
 #define device
 #define constant
@@ -39,7 +37,7 @@ template <typename Self>
 struct Number16 {
   uint16_t bits;
   Number16() = default;
-  template <typename V, typename = std::enable_if_t<std::is_arithmetic_v<V>>>
+  template <typename V, typename = std::enable_if_t<std::is_arithmetic<V>::value>>
   Number16(V value) : bits(Self::to_bits(static_cast<float>(value))) {}
   operator float() const { return Self::to_float(bits); }
 };
@@ -69,7 +67,7 @@ struct float16_t : Number16<float16_t> {
     if (size >= 65520.0f) return sign | 0x7c00;
     int exponent = 0;
     std::frexp(size, &exponent);
-    const int place = std::max(exponent - 11, -24);  // of the last bit
+    const int place = exponent - 11 > -24 ? exponent - 11 : -24;  // of the last bit
     const float steps = std::nearbyint(std::ldexp(size, -place));
     const float rounded = std::ldexp(steps, place);
     if (rounded < 6.103515625e-05f) return sign | uint16_t(std::ldexp(rounded, 24));
@@ -100,38 +98,49 @@ enum class mem_flags { mem_none, mem_device, mem_threadgroup };
 
 namespace shim {
 
-constexpr int SIMD = 32;
+constexpr int SIMD = 32, MOST_THREADS = 1024;
 constexpr size_t STACK = 1 << 16;
 
 struct Fiber {
-  ucontext_t context;
-  std::unique_ptr<char[]> stack;
-  bool is_done = false;
+  ucontext_t context;  // to begin with; each later change is a jump, which asks the system for nothing
+  jmp_buf at;
+  char* stack;
+  bool has_begun, is_done;
 };
 
 // All threads that meet at a barrier; the last one to come lets the others go on.
 struct Meeting {
-  int size = 0, arrived = 0;
-  long turn = 0;
+  int size, arrived;
+  long turn;
 };
 
 struct Group {
-  std::vector<Fiber> fibers;
-  std::vector<Meeting> simds;
-  std::vector<uint64_t> lanes;  // what each thread gives to its simdgroup
+  Fiber fibers[MOST_THREADS];
+  Meeting simds[MOST_THREADS / SIMD];
+  uint64_t lanes[MOST_THREADS];  // what each thread gives to its simdgroup
   Meeting all;
-  ucontext_t scheduler;
-  int running = 0;
-  bool moved = false;
-  void (*body)() = nullptr;
+  ucontext_t beginner;
+  jmp_buf scheduler;
+  int running;
+  bool moved;
+  void (*body)();
 };
 
-inline Group* group = nullptr;
-inline uint3 place, threads_per_group, at_group, groups;
+static Group* const group = static_cast<Group*>(calloc(1, sizeof(Group)));
+static uint3 threads_per_group, at_group, groups;
 
-inline void wait() { swapcontext(&group->fibers[group->running].context, &group->scheduler); }
+static inline void wait() {
+  if (!_setjmp(group->fibers[group->running].at)) _longjmp(group->scheduler, 1);
+}
 
-inline void meet(Meeting& meeting) {
+static inline void go_on(Fiber& fiber) {
+  if (_setjmp(group->scheduler)) return;
+  if (fiber.has_begun) _longjmp(fiber.at, 1);
+  fiber.has_begun = true;
+  swapcontext(&group->beginner, &fiber.context);
+}
+
+static inline void meet(Meeting& meeting) {
   group->moved = true;
   if (++meeting.arrived == meeting.size) {
     meeting.arrived = 0;
@@ -142,9 +151,10 @@ inline void meet(Meeting& meeting) {
   group->moved = true;
 }
 
-inline void entry() {
+static inline void entry() {
   group->body();
   group->fibers[group->running].is_done = group->moved = true;
+  _longjmp(group->scheduler, 1);
 }
 
 template <typename Value>
@@ -159,65 +169,68 @@ Value from_lane(Value value, int lane) {
   return other;
 }
 
+// The same for all of a simdgroup: added up in pairs, as its shuffles would.
 template <typename Value, typename Join>
 Value over_simd(Value value, Join join) {
-  for (int away = SIMD / 2; away > 0; away /= 2) {
-    const int lane = group->running % SIMD;
-    value = join(value, from_lane(value, lane ^ away));
-  }
-  return value;
+  const int own = group->running, first = own / SIMD * SIMD, count = group->simds[own / SIMD].size;
+  memcpy(&group->lanes[own], &value, sizeof(Value));
+  meet(group->simds[own / SIMD]);
+  Value all[SIMD];
+  for (int lane = 0; lane < count; lane++) memcpy(&all[lane], &group->lanes[first + lane], sizeof(Value));
+  for (int away = SIMD / 2; away > 0; away /= 2)
+    for (int lane = 0; lane < away; lane++)
+      if (lane + away < count) all[lane] = join(all[lane], all[lane + away]);
+  meet(group->simds[own / SIMD]);
+  return all[0];
 }
 
 // Run every threadgroup; 0, or 1 where threads wait for others that never come.
-inline int run(void (*body)(), uint3 grid, uint3 per_group, bool backwards) {
+static inline int run(void (*body)(), uint3 grid, uint3 per_group, bool backwards) {
   groups = {(grid.x + per_group.x - 1) / per_group.x, (grid.y + per_group.y - 1) / per_group.y,
             (grid.z + per_group.z - 1) / per_group.z};
   threads_per_group = per_group;
   const int count = per_group.x * per_group.y * per_group.z;
-  Group own;
-  group = &own;
-  own.body = body;
-  own.fibers.resize(count);
-  own.lanes.resize(count + SIMD);
-  for (Fiber& fiber : own.fibers) fiber.stack.reset(new char[STACK]);
+  group->body = body;
+  for (int at = 0; at < count; at++)
+    if (!group->fibers[at].stack) group->fibers[at].stack = static_cast<char*>(malloc(STACK));
   for (uint z = 0; z < groups.z; z++)
     for (uint y = 0; y < groups.y; y++)
       for (uint x = 0; x < groups.x; x++) {
         at_group = {x, y, z};
-        own.all = {count};
-        own.simds.assign((count + SIMD - 1) / SIMD, Meeting{SIMD});
-        if (count % SIMD) own.simds.back().size = count % SIMD;
-        for (Fiber& fiber : own.fibers) {
+        group->all = {count, 0, 0};
+        for (int at = 0; at < count; at += SIMD) group->simds[at / SIMD] = {count - at < SIMD ? count - at : SIMD, 0, 0};
+        for (int at = 0; at < count; at++) {
+          Fiber& fiber = group->fibers[at];
           getcontext(&fiber.context);
-          fiber.context.uc_stack.ss_sp = fiber.stack.get();
+          fiber.context.uc_stack.ss_sp = fiber.stack;
           fiber.context.uc_stack.ss_size = STACK;
-          fiber.context.uc_link = &own.scheduler;
-          fiber.is_done = false;
+          fiber.context.uc_link = nullptr;
+          fiber.has_begun = fiber.is_done = false;
           makecontext(&fiber.context, entry, 0);
         }
         for (int left = count; left > 0;) {
-          own.moved = false;
+          group->moved = false;
           left = 0;
           for (int step = 0; step < count; step++) {
             const int at = backwards ? count - 1 - step : step;
-            Fiber& fiber = own.fibers[at];
+            Fiber& fiber = group->fibers[at];
             if (fiber.is_done) continue;
-            own.running = at;
-            swapcontext(&own.scheduler, &fiber.context);
+            group->running = at;
+            go_on(fiber);
             left += !fiber.is_done;
           }
-          if (left && !own.moved) return 1;
+          if (left && !group->moved) return 1;
         }
       }
   return 0;
 }
 
-inline uint3 thread_in_group() {
+static inline uint3 thread_in_group() {
   const uint at = group->running, x = threads_per_group.x, y = threads_per_group.y;
   return {at % x, at / x % y, at / (x * y)};
 }
 
-inline uint3 thread_in_grid() {
+static inline uint3 thread_in_grid() {
   const uint3 own = thread_in_group();
   return {at_group.x * threads_per_group.x + own.x, at_group.y * threads_per_group.y + own.y,
           at_group.z * threads_per_group.z + own.z};
@@ -225,8 +238,8 @@ inline uint3 thread_in_grid() {
 
 }  // namespace shim
 
-inline void threadgroup_barrier(mem_flags) { shim::meet(shim::group->all); }
-inline void simdgroup_barrier(mem_flags) { shim::meet(shim::group->simds[shim::group->running / shim::SIMD]); }
+static inline void threadgroup_barrier(mem_flags) { shim::meet(shim::group->all); }
+static inline void simdgroup_barrier(mem_flags) { shim::meet(shim::group->simds[shim::group->running / shim::SIMD]); }
 
 template <typename V>
 V simd_sum(V value) { return shim::over_simd(value, [](V a, V b) { return V(a + b); }); }
@@ -242,38 +255,30 @@ template <typename V>
 V simd_broadcast(V value, ushort lane) { return shim::from_lane(value, lane); }
 
 namespace metal {
-using std::abs;
 using std::exp;
 using std::exp2;
 using std::fabs;
 using std::floor;
-using std::fmax;
-using std::fmin;
 using std::isinf;
 using std::isnan;
 using std::log;
-using std::max;
-using std::min;
 using std::rint;
 using std::round;
 using std::sqrt;
+template <typename V>
+V max(V a, V b) { return a < b ? b : a; }
+template <typename V>
+V min(V a, V b) { return b < a ? b : a; }
 namespace fast {
 using std::exp;
 using std::exp2;
-using std::max;
-using std::min;
 }  // namespace fast
-namespace precise {
-using std::exp;
-using std::exp2;
-using std::log;
-}  // namespace precise
 }  // namespace metal
 
 template <typename V>
 struct Limits {
   static constexpr float max = INFINITY, min = -INFINITY;
-  static constexpr float finite_max = std::numeric_limits<float>::max(), finite_min = -finite_max;
+  static constexpr float finite_max = 3.40282347e38f, finite_min = -finite_max;
 };
 
 using namespace metal;

@@ -132,9 +132,10 @@ class ShimKernel:
             parameters.append(f"const {kind}{ref} {name}")
             arguments.append(f"{'' if array.ndim else '*'}static_cast<const {kind}*>(inputs[{at}])")
             if array.ndim and f"{name}_shape" in self._source:
-                begin.append(f"  const std::vector<int> all_{name}_shape(about[{at}], about[{at}] + {array.ndim});")
+                sizes = ", ".join(f"int(about[{at}][{axis}])" for axis in range(array.ndim))
+                begin.append(f"  const int all_{name}_shape[] = {{{sizes}}};")
                 parameters.append(f"const int* {name}_shape")
-                arguments.append(f"all_{name}_shape.data()")
+                arguments.append(f"all_{name}_shape")
             if array.ndim and f"{name}_strides" in self._source:
                 parameters.append(f"const int64_t* {name}_strides")
                 arguments.append(f"about[{at}] + {array.ndim}")
@@ -220,7 +221,7 @@ def _compiled(code: str) -> Callable[..., int]:
         folder.mkdir(parents=True, exist_ok=True)
         source, new = folder / f"{name}.{next(_NUMBERS)}.cpp", folder / f"{name}.{next(_NUMBERS)}.new"
         source.write_text(code)
-        options = ["-std=c++17", "-O1", "-shared", "-fPIC", "-w", "-D_XOPEN_SOURCE=700", f"-I{HERE}", f"-I{HERE}/metal"]
+        options = ["-std=c++14", "-O1", "-shared", "-fPIC", "-w", "-D_XOPEN_SOURCE=700", f"-I{HERE}", f"-I{HERE}/metal"]
         done = subprocess.run([COMPILER, *options, "-o", str(new), str(source)], capture_output=True, text=True)
         source.unlink()
         assert done.returncode == 0, done.stderr[:4000]

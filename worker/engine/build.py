@@ -13,7 +13,7 @@ from worker.engine.engine import Engine
 from worker.engine.lora.slots import AdapterSlots
 from worker.engine.messages import EngineConfig
 from worker.engine.model.batching import check_batch
-from worker.engine.model.loader import LoadedModel, load_model
+from worker.engine.model.loader import LoadedModel, head_size, load_model
 from worker.engine.orders import EngineParts, Order
 from worker.engine.ranks.turns import RankReport, TurnFacts
 from worker.engine.warm_up import WarmUp, begun
@@ -51,7 +51,7 @@ def build(
     loaded = load_model(config, group)
     with nullcontext() if group is None else mx.stream(generation_stream):  # one stream for all sums of a group
         check_batch(loaded.model, config.max_rows)
-        config = begun(config)
+        config = begun(config, head_size(loaded.config))
         slots = None if adapters is None else AdapterSlots(loaded, adapters, wake, on_adapters)
         engine = Engine(loaded, config, slots, wake)
         return EngineParts(loaded, engine, slots, WarmUp(loaded, config, engine, slots))

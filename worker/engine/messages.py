@@ -62,6 +62,7 @@ class EngineConfig:
     prefill_rows: int = 32  # prompts that prefill together, at most
     prefill_chunk: int = 512  # prompt tokens between two decode steps, over all prompts; 0: measured (warm_up.py)
     largest_chunk: int = 0  # that may become, while it is not measured yet, where pieces of prompts come in time
+    alone: tuple[int, int] | None = None  # fewest and most at once while nothing decodes; None: four times the chunk
     prefill_area: int | None = None  # rows x width x (past + width) of a forward of prompts; None: no limit
     piece_s: float = float("inf")  # that a piece of prompts is planned to take; a late one makes the next one smaller
     lane_s: float = float("inf")  # for the prompts in our own lane between two decode steps

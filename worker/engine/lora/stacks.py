@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from worker.engine.cuda import passes
-from worker.engine.device import on_metal
+from worker.engine.device import on_metal, pretends_metal
 from worker.engine.lora.deltas import Kernel, deltas_of
 from worker.engine.lora.kernels import METAL_SWITCH, fits_metal, one_pass, one_pass_joined
 from worker.engine.lora.layers import (
@@ -202,7 +202,9 @@ def timed_kernels(shape: Shape, rows: int = TIMED_ROWS) -> dict[Kernel, float]:
 
     A kernel of ours is among them if it is for this shape, and its numbers are those of MLX's operations.
     """
-    trial, ways = _Trial(shape, rows), list[Kernel](["gather", "take"])
+    trial, ways = _Trial(shape, rows), list[Kernel](["take"])
+    if shape.dtype == mx.float32 or not pretends_metal():  # gather_mm on a CPU takes fp32 only
+        ways.append("gather")
     if fits_metal(shape.rank, (shape.inputs, *shape.outputs)) and passes("lora_kernel", METAL_SWITCH, trial.compared):
         ways.append("fused")
     return {way: min(trial.seconds(way) for _ in range(TIMED_ROUNDS)) for way in ways}

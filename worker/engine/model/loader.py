@@ -291,6 +291,15 @@ def _context_length(model_config: dict[str, Any], limit: int | None) -> int:
     return min(context, limit) if limit else context
 
 
+def head_size(model_config: dict[str, Any]) -> int:
+    """Numbers of an attention head; 0: not known, or keys and values have heads of other sizes than queries."""
+    text_config = {**model_config, **(model_config.get("text_config") or {})}
+    if text_config.get("kv_lora_rank"):
+        return 0
+    heads = text_config.get("num_attention_heads") or 0
+    return int(text_config.get("head_dim") or (text_config.get("hidden_size", 0) // heads if heads else 0))
+
+
 def _quantization(model_config: dict[str, Any]) -> str:
     quantization = model_config.get("quantization") or {}
     if not quantization.get("bits"):
