@@ -68,11 +68,12 @@ async def _train(settings: TrainSettings, team: list[TrainSettings]) -> int:
     with no_collections(), many_files():
         from trainer.learn.compute import ThreadHost, at_once
         from trainer.runs.kinds import learn
-        from worker.engine.messages import EngineConfig
+        from worker.engine.messages import EngineConfig, memory_config
         from worker.engine.model.loader import LoadedModel, load_model
 
     async with ThreadHost() as host:
-        config = EngineConfig(settings.model, dtype=settings.dtype or None)
+        memory = memory_config(settings, learner_rank=settings.lora_rank, serves=False)
+        config = EngineConfig(settings.model, dtype=settings.dtype or None, memory=memory)
 
         async def loaded() -> LoadedModel:
             return await host.run(at_once(lambda: load_model(config)))

@@ -75,8 +75,10 @@ def _rehearse(settings: WorkerSettings) -> str:
 
     if placed is not None:
         rank_of_guest(settings)
-    check_model(engine_config(settings))
-    return own_settings(None if placed is not None and placed.rank else invited(settings))
+    guest = None if placed is not None and placed.rank else invited(settings)
+    ranks = 1 if placed is None else placed.size
+    check_model(engine_config(settings, int(getattr(guest, "learner_rank", 0))), ranks)
+    return own_settings(guest)
 
 
 def _leave_group(code: int, *, is_strict: bool) -> None:

@@ -93,7 +93,7 @@ class WorkerProcess:
         self._loop = asyncio.get_running_loop()
         s = self._settings
         adapters = SlotConfig(s.adapter_slots, s.adapter_rank, s.adapter_dtype)
-        config, placed = engine_config(s), self._placed
+        config, placed = engine_config(s, self._lodging.learner_rank), self._placed
         self._group = group = None if placed is None else GroupLead(s, placed, self._on_lost, config, adapters)
         self._engine = EngineThread(config, self._on_step, self._on_death, adapters, self._on_adapters, group)
         self._watch = EngineWatch(self._engine, s.engine_stall_s, self._on_stall)

@@ -24,7 +24,7 @@ from shared.redis.connection.client import connect, require
 from shared.redis.processes.worker_registry import WorkerRegistry
 from shared.sequences import ModelCard
 from trainer.runs import stopping
-from trainer.service.settings import LearnersSettings
+from trainer.service.settings import USUAL_RANK, LearnersSettings
 from worker.engine.model import fast_blas
 
 log = structlog.get_logger()
@@ -58,7 +58,7 @@ async def _serve(settings: LearnersSettings) -> int:
     with no_collections(), many_files():
         from trainer.learn.compute import ThreadHost, at_once
         from trainer.service.service import LearnerService
-        from worker.engine.messages import EngineConfig
+        from worker.engine.messages import EngineConfig, memory_config
         from worker.engine.model.loader import load_model
 
     url = await ring_url(settings)
@@ -66,7 +66,8 @@ async def _serve(settings: LearnersSettings) -> int:
         raise SetupError("a service joins a ring: give its Redis (--redis redis://HOST:PORT) or an api (--connect-to)")
     await require(url)
     async with ThreadHost() as host, contextlib.aclosing(connect(url)) as redis:
-        config = EngineConfig(settings.model, dtype=settings.dtype or None)
+        memory = memory_config(settings, learner_rank=min(settings.max_rank, USUAL_RANK), serves=False)
+        config = EngineConfig(settings.model, dtype=settings.dtype or None, memory=memory)
         loaded = await host.run(at_once(lambda: load_model(config)))
         running, stop = asyncio.current_task(), asyncio.Event()
         assert running is not None

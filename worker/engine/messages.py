@@ -11,6 +11,7 @@ from typing import Literal, Self
 from shared.errors import ParallmError
 from shared.frames import Finish, TokenEvent
 from shared.process.group_settings import Sharding
+from shared.process.machine_settings import MachineSettings
 from shared.process.worker_settings import WorkerSettings
 from shared.sequences import SequenceSpec
 
@@ -53,6 +54,18 @@ class SpeculationConfig:
 
 
 @dataclass(frozen=True)
+class MemoryConfig:
+    """How much memory a process may take, and what besides the model takes it."""
+
+    limit_bytes: int = 0  # all in all; 0: what the machine has left
+    wired_bytes: int = 0  # that stay resident for a Metal GPU; 0: none
+    adapter_slots: int = 0
+    learner_rank: int = 0  # of an adapter that learns here
+    serves: bool = True  # False: no KV is planned
+    reserves: bool = False  # other processes of ours on this machine count what this one has planned
+
+
+@dataclass(frozen=True)
 class EngineConfig:
     """How to load the model and how much of it runs at once."""
 
@@ -68,7 +81,8 @@ class EngineConfig:
     lane_s: float = float("inf")  # for the prompts in our own lane between two decode steps
     quick_at_once: bool = True  # decode steps have their own forward from the first one on, not only when warmed up
     warm_up: bool = False  # decode rows of usual sizes while there are no others; on a GPU
-    kv_limit_bytes: int | None = None  # None: half of what is free after loading
+    kv_limit_bytes: int | None = None  # None: half of what the model leaves (shared/fit)
+    memory: MemoryConfig = MemoryConfig()
     dtype: str | None = None  # None: the model's own; float32 on a CPU
     max_context: int | None = None  # shortens the model's context
     trust_remote_code: bool = False
@@ -248,8 +262,8 @@ class Throughput:
             self._since = (now, self.tokens)
 
 
-def engine_config(s: WorkerSettings) -> EngineConfig:
-    """Translate a worker's settings for the engine."""
+def engine_config(s: WorkerSettings, learner_rank: int = 0) -> EngineConfig:
+    """Translate a worker's settings for the engine. `learner_rank`: of the adapter that a guest trains."""
     return EngineConfig(
         model=s.model,
         served_name=s.served_model_name or s.model.rstrip("/").rsplit("/", 1)[-1],
@@ -258,6 +272,7 @@ def engine_config(s: WorkerSettings) -> EngineConfig:
         prefill_chunk=s.prefill_chunk,
         warm_up=s.warm_up,
         kv_limit_bytes=int(s.kv_memory_gb * 1e9) or None,
+        memory=memory_config(s, adapter_slots=s.adapter_slots, learner_rank=learner_rank),
         dtype=s.dtype or None,
         max_context=s.max_context or None,
         trust_remote_code=s.trust_remote_code,
@@ -271,6 +286,14 @@ def engine_config(s: WorkerSettings) -> EngineConfig:
         speculation=_speculation_config(s),
         sharding=s.distributed_sharding,
     )
+
+
+def memory_config(
+    s: MachineSettings, *, adapter_slots: int = 0, learner_rank: int = 0, serves: bool = True
+) -> MemoryConfig:
+    """The part of a process's configuration about memory."""
+    limit, wired = int(s.memory_limit * 1e9), int(s.wired_limit * 1e9)
+    return MemoryConfig(limit, wired, adapter_slots, learner_rank, serves, reserves=True)
 
 
 def _speculation_config(s: WorkerSettings) -> SpeculationConfig | None:

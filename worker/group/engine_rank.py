@@ -11,6 +11,7 @@ from shared.process.worker_settings import WorkerSettings
 from shared.redis.adapters.store import AdapterStore
 from worker.adapters.cache import DiskCache
 from worker.engine.build import build
+from worker.engine.messages import memory_config
 from worker.engine.model.loader import LoadedModel
 from worker.engine.orders import Order, Provide, Withdraw
 from worker.group.following import Follower, Learning
@@ -59,6 +60,7 @@ class EngineRank(Follower):
             model=s.model,
             trust_remote_code=s.trust_remote_code,
             kv_limit_bytes=int(s.kv_memory_gb * 1e9) or None,
+            memory=memory_config(s, adapter_slots=s.adapter_slots),
         )
         self._parts = build(config, begin.adapters, group, lambda: self._say(Woken()))
         self._learning = None if self._guest is None else self._guest(self._parts.loaded)

@@ -21,7 +21,6 @@ from typing import Any, cast
 
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
-from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from shared.frames import TokenEvent
 from shared.sequences import SequenceClass
@@ -69,7 +68,6 @@ class RunningBatch:
         self.has_decoded = False  # the latest step has fed the rows that decode, though it may have reported nothing
         # On a CPU, MLX computes while it dispatches: there a first token would wait for all of the next decode step.
         self._tells_at_once = on_cpu()
-        maybe_set_recommended_wired_limit()
 
     def __len__(self) -> int:
         return len(self._inserted)

@@ -24,4 +24,11 @@ def kernel(source: Path, inputs: tuple[str, ...], outputs: tuple[str, ...], head
     texts = (f"{each}\n" if each.startswith("#") else (source.parent / each).read_text() for each in headers)
     switches = [each.split()[-1] for each in headers if each.startswith("#")]
     name = "_".join(("parallm", source.stem, *outputs, *switches))
-    return mx.fast.metal_kernel(name, inputs, outputs, source.read_text(), "".join(texts), ensure_row_contiguous=False)
+    return mx.fast.metal_kernel(
+        name=name,
+        input_names=inputs,
+        output_names=outputs,
+        source=source.read_text(),
+        header="".join(texts),
+        ensure_row_contiguous=False,
+    )
