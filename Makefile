@@ -21,7 +21,7 @@ CORES := $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 4 ? cores
 JOBS ?= $(shell echo $$(($(CORES) + 2)))
 STAMP := .venv/.stamp
 
-# Files of which each takes branches of its own on a Mac's GPU (worker/engine/device.py), in a minute of one core together.
+# Files of which each takes branches of its own on a Mac's GPU (mlx_model/device.py), in a minute of one core together.
 PRETENDED := $(addprefix tests/engine/test_,admission.py decode_step.py multi_lora.py networks.py quantised_kv.py slots.py \
   trainer_optimize.py warm_up.py)
 
@@ -42,7 +42,7 @@ $(STAMP): requirements.lock requirements-vision.lock pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements.lock
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps -r requirements-vision.lock
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
-	-$(BIN)/python -m worker.engine.model.fast_blas
+	-$(BIN)/python -m mlx_model.fast_blas
 	@touch $(STAMP)
 
 # What some tests use besides Python packages; without it they are skipped. CI on Debian installs it, others are told.

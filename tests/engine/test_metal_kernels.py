@@ -6,13 +6,13 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import pytest
 
+from mlx_model.device import PRETENDS
+from mlx_model.kv.metal.attention import attention, pack
+from mlx_model.kv.quantised import Packing
+from mlx_model.lora.deltas import deltas_of
+from mlx_model.lora.kernels import one_pass, one_pass_joined
 from tests.msl import shim
 from tests.msl.shim import COMPILER, OutsideError, ShimKernel, StuckError
-from worker.engine.device import PRETENDS
-from worker.engine.kv.metal.attention import attention, pack
-from worker.engine.kv.quantised import Packing
-from worker.engine.lora.deltas import deltas_of
-from worker.engine.lora.kernels import one_pass, one_pass_joined
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 

@@ -19,7 +19,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from worker.engine.model.fast_blas import cache_folder
+from mlx_model.fast_blas import cache_folder
 
 HERE = Path(__file__).parent
 COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")

@@ -29,6 +29,7 @@ import mlx.nn as nn
 import numpy as np
 import structlog
 
+from mlx_model.device import on_cuda
 from trainer.learn.adam import AdamSteps, StepSizes, added
 from trainer.learn.advantages import ValueSums, of_tokens
 from trainer.learn.batches import STD_EPSILON, Microbatch, SampleGroup, microbatches, pad
@@ -56,7 +57,6 @@ from trainer.learn.options import OptimizeOptions, ValueOptions
 from trainer.learn.policy import Policy
 from trainer.learn.steps import StepPlan, StepReport, Sums
 from trainer.state import Arrays
-from worker.engine.device import on_cuda
 
 log = structlog.get_logger()
 

@@ -16,10 +16,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from worker.engine import device
+from mlx_model import device
+from mlx_model.config import SpeculationConfig
+from mlx_model.kv.kinds import are_cut, may_be_taken_back
 from worker.engine.batch.row import Row
-from worker.engine.kv.kinds import are_cut, may_be_taken_back
-from worker.engine.messages import SpeculationConfig, SpeculationStats
+from worker.engine.messages import SpeculationStats
 from worker.engine.speculation.draft_batch import DraftBatch
 from worker.engine.speculation.draft_times import best_step
 from worker.engine.speculation.memory import Completions, Key, Memory
