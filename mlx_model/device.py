@@ -4,12 +4,16 @@ A choice is made by what the back end can do, and named by it where there is a n
 
 Tests set `PARALLM_PRETEND_METAL=1`: MLX computes on the CPU, and all code takes the branches that it takes on a Mac's
 GPU. Kernels are not part of that, since they cannot be called without Metal.
+
+`python -m mlx_model.device` prints what it found as JSON: `mlx_parallm doctor` asks so, since it loads no MLX itself.
 """
 
 from __future__ import annotations
 
+import json
 import os
-from typing import Literal
+from importlib import metadata
+from typing import Any, Literal
 
 import mlx.core as mx
 
@@ -21,7 +25,7 @@ def backend() -> Backend:
     """The back end of the default device, or "metal" where a test pretends so."""
     if pretends_metal():
         return "metal"
-    if mx.default_device() == mx.Device(mx.cpu):
+    if computes_on_cpu():
         return "cpu"
     return "cuda" if mx.cuda.is_available() else "metal"
 
@@ -36,6 +40,11 @@ def on_cpu() -> bool:
     return backend() == "cpu"
 
 
+def computes_on_cpu() -> bool:
+    """True if a CPU does the computing, whichever branches are taken."""
+    return bool(mx.default_device() == mx.Device(mx.cpu))
+
+
 def on_cuda() -> bool:
     """True if MLX computes on an NVIDIA GPU."""
     return backend() == "cuda"
@@ -44,3 +53,13 @@ def on_cuda() -> bool:
 def on_metal() -> bool:
     """True if MLX computes on a Mac's GPU, or a test pretends so."""
     return backend() == "metal"
+
+
+def described() -> dict[str, Any]:
+    """The back end and its device, as MLX knows them, for people and for files of measurements."""
+    info = {str(name): value for name, value in mx.device_info().items()}
+    return {"mlx": metadata.version("mlx"), "backend": backend(), "device": info}
+
+
+if __name__ == "__main__":
+    print(json.dumps(described(), default=str))

@@ -172,6 +172,18 @@ def _decoding_quantised(model: Any, layout: KvLayout, logits: mx.array) -> KvLay
     return quantised if _difference(found, logits) < _CLOSE else layout
 
 
+def packed_times(model: Any, bits: int, group_size: int = 64) -> dict[str, float]:
+    """Seconds of a layer's attention over packed KV, by the way to read it; {} if this model's KV is not packed."""
+    caches = make_prompt_cache(model)
+    _fed(model, caches)
+    leaf = next((each for each in leaves(caches) if not _obstacle(each, group_size)), None)
+    if leaf is None:
+        return {}
+    _, heads, _, size = leaf.keys.shape
+    shape = metal_attention.Shape(heads, size, leaf.keys.dtype, bits, group_size)
+    return metal_attention.timed(shape, Packing(bits, group_size, leaf.keys.dtype))
+
+
 def _has_kernels(model: Any, layout: KvLayout) -> bool:
     """True if kernels of this GPU read packed KV, which are in place then: CUDA's, or Metal's if they are faster."""
     if on_metal():

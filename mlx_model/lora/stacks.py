@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from mlx_model.cuda import passes
-from mlx_model.device import on_metal, pretends_metal
+from mlx_model.device import computes_on_cpu, on_metal
 from mlx_model.joined import JoinedWith, joined_of
 from mlx_model.lora.deltas import Kernel, deltas_of
 from mlx_model.lora.kernels import METAL_SWITCH, fits_metal, one_pass, one_pass_joined
@@ -203,7 +203,7 @@ def timed_kernels(shape: Shape, rows: int = TIMED_ROWS) -> dict[Kernel, float]:
     A kernel of ours is among them if it is for this shape, and its numbers are those of MLX's operations.
     """
     trial, ways = _Trial(shape, rows), list[Kernel](["take"])
-    if shape.dtype == mx.float32 or not pretends_metal():  # gather_mm on a CPU takes fp32 only
+    if shape.dtype == mx.float32 or not computes_on_cpu():  # gather_mm on a CPU takes fp32 only
         ways.append("gather")
     if fits_metal(shape.rank, (shape.inputs, *shape.outputs)) and passes("lora_kernel", METAL_SWITCH, trial.compared):
         ways.append("fused")

@@ -13,7 +13,7 @@ import pytest
 import redis
 
 from api.cli.acl import ROLES
-from api.serve.embedded_redis import find_binary
+from shared.process.redis_binary import find_binary
 from shared.redis import keys
 from tests.waiting import HANG_S
 

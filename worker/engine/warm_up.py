@@ -32,6 +32,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from math import isqrt
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -42,6 +43,7 @@ from mlx_model.device import Backend, backend, on_cuda, on_metal
 from mlx_model.loader import LoadedModel, free_bytes
 from mlx_model.sampling.cuda import draws
 from mlx_model.step.cuda import products
+from mlx_model.tuned import ModelTuning
 from shared.sequences import SamplingParams, SequenceSpec
 from worker.engine.batch.adapters import Adapters, NoAdapters
 from worker.engine.batch.row import Row
@@ -91,17 +93,17 @@ SIZES: dict[Backend, Sizes] = {
 }
 
 
-def begun(config: EngineConfig, head_size: int = 0) -> EngineConfig:
+def begun(config: EngineConfig, head_size: int = 0, tuning: ModelTuning | None = None) -> EngineConfig:
     """The configuration to begin with: sizes that are safe anywhere where none are given.
 
-    `head_size`: numbers of a head; 0: not known, or heads of several sizes.
+    `head_size`: numbers of a head; 0: not known, or heads of several sizes. `tuning`: what was measured before.
     """
     sizes = SIZES["cuda" if _compiles() else backend()]
     if not config.prefill_chunk:
-        fewest, most = sizes.chunks
+        fewest, most = (tuning.chunk, 0) if tuning else sizes.chunks
         config = replace(config, prefill_chunk=fewest, largest_chunk=most, piece_s=sizes.piece_s, alone=sizes.alone)
     keeps_scores = _compiles() or (on_metal() and head_size not in METAL_FUSED_HEADS)
-    area = FIRST_WIDTH**2 if keeps_scores else None
+    area = ((tuning.width if tuning else 0) or FIRST_WIDTH) ** 2 if keeps_scores else None
     return replace(config, lane_s=sizes.piece_s, prefill_area=area, quick_at_once=not _compiles())
 
 
@@ -159,12 +161,14 @@ class WarmUp:
             self._is_quick = True
             yield
         chunk, width = config.prefill_chunk, 0
-        forward = _timed(self._loaded, self._adapters)
+        forward = timed_forward(self._loaded, self._adapters)
         if measures:
             bounds = CHUNKS if _compiles() else CPU_CHUNKS
             chunk = yield from largest_chunk(forward, *bounds, bound_s)
         if _compiles():
-            width = yield from largest_width(forward, *CHUNKS, bound_s)
+            width = isqrt(config.prefill_area or 0)
+            if width == FIRST_WIDTH:  # not measured before
+                width = yield from largest_width(forward, *CHUNKS, bound_s)
         self._engine.measured(chunk, width * width or None)
         measured = time.perf_counter()
         rows: dict[int, None] = {}
@@ -223,7 +227,7 @@ def largest_width(forward: Forward, fewest: int, most: int, bound_s: float) -> W
     return best
 
 
-def _timed(loaded: LoadedModel, adapters: Adapters) -> Forward:
+def timed_forward(loaded: LoadedModel, adapters: Adapters) -> Forward:
     """The quicker of two forwards, on a GPU after one that makes what they need."""
     on_cpu = not _compiles()
 

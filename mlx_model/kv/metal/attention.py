@@ -185,6 +185,11 @@ class Trial:
         keys, values = self._packed
         return attention(queries, keys, values, self._scale, self._mask, bits, group_size)
 
+    def plain(self, queries: mx.array) -> mx.array:
+        """Attention over KV that is not packed."""
+        keys, values = self._plain
+        return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=self._scale, mask=self._mask)
+
     def unpacked(self, queries: mx.array) -> mx.array:
         """Attention over KV that MLX's operations unpack."""
         keys, values = (self._packing.unpack(each, self._shape.size) for each in self._packed)
@@ -217,9 +222,9 @@ def _is_close(one: mx.array, other: mx.array) -> bool:
 
 
 def timed(shape: Shape, packing: Any) -> dict[str, float]:
-    """Seconds of a layer's attention: "unpacked" by MLX's operations, and "packed" if the kernels are right."""
+    """Seconds of a layer's attention: "plain", "unpacked" by MLX's operations, "packed" if the kernels are right."""
     trial = Trial(shape, packing)
-    times = {"unpacked": trial.seconds(trial.unpacked)}
+    times = {"plain": trial.seconds(trial.plain), "unpacked": trial.seconds(trial.unpacked)}
     if is_on(SWITCH) and shape.size in _HEAD_SIZES and passes("kv_kernels", SWITCH, trial.compared):
         times["packed"] = trial.seconds(trial.by_kernels)
     return times
