@@ -9,8 +9,8 @@ from api.doctor.finding import Finding, note, ok, wrong
 from shared.errors import ParallmError
 from shared.machine.commands import output_of
 from shared.machine.system import System, version_numbers
-from shared.process.redis_binary import find_binary
 from shared.redis.connection.client import require
+from shared.redis.server_binary import find_binary
 
 FIREWALL = "/usr/libexec/ApplicationFirewall/socketfilterfw"
 LOCAL_NETWORK_FROM = (15,)  # macOS asks the user before a program may reach other machines nearby

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Self
 
 from shared.errors import SetupError
-from shared.process.redis_binary import find_binary
+from shared.redis.server_binary import find_binary
 
 HOST = "127.0.0.1"
 ANSWER_WITHIN_S = 20.0  # a server that says LOADING gets as long as it needs

@@ -14,7 +14,7 @@ import redis as sync_redis
 from redis.crc import key_slot
 
 from api.serve.embedded_redis import HOST, free_port
-from shared.process.redis_binary import find_binary
+from shared.redis.server_binary import find_binary
 from tests.redis.sentinels import Server
 from tests.waiting import HANG_S
 

@@ -14,7 +14,7 @@ from typing import Any
 import redis as sync_redis
 
 from api.serve.embedded_redis import HOST, free_port
-from shared.process.redis_binary import find_binary
+from shared.redis.server_binary import find_binary
 from tests.waiting import HANG_S
 
 SERVICE = "ring"

@@ -14,7 +14,7 @@ import redis as sync_redis
 
 from api.serve.embedded_redis import EmbeddedRedis
 from shared.errors import SetupError
-from shared.process.redis_binary import find_binary
+from shared.redis.server_binary import find_binary
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
