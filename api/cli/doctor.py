@@ -1,12 +1,13 @@
 """`mlx_parallm doctor`. Works without a server; it changes nothing but the file that `--tune` writes."""
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from api.cli.console import Json, fail, out, print_json
-from api.doctor.finding import Finding, Status
+from api.doctor.finding import Finding, Status, note
 from api.doctor.machine import disk_check, machine_checks, mlx_device
 from api.doctor.model import model_checks
 from api.doctor.network import network_checks
@@ -33,6 +34,8 @@ def doctor(
     if model:
         findings += model_checks(model, device)
     figures: dict[str, Any] = {}
+    if tune and os.getloadavg()[0] > (os.cpu_count() or 1) / 2:
+        findings.append(note("tune", "other programs compute meanwhile", "measure again when nothing else runs"))
     if tune and not any(each.status == "wrong" for each in findings if each.check in ("mlx", "model", "fit")):
         found, figures = tuned(model, out_file)
         findings.append(found)
