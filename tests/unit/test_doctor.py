@@ -1,6 +1,5 @@
 """`mlx_parallm doctor`: what its checks make of what a system says."""
 
-import errno
 import json
 import socket
 import subprocess
@@ -13,7 +12,7 @@ import pytest
 from api.doctor.machine import architecture_check, macos_check, memory_check, mlx_check, power_check, sleep_check
 from api.doctor.model import files_check, model_checks
 from api.doctor.network import firewall_check, port_check, redis_check
-from shared.machine.memory import MachineMemory
+from shared.machine.memory import LEVELS, MachineMemory
 from shared.machine.power import Power
 from shared.machine.system import System
 from tests.e2e.rings import ROOT
@@ -33,8 +32,12 @@ def test_a_python_under_rosetta_is_told_from_an_intel_mac() -> None:
 
 @pytest.mark.parametrize(
     ("version", "tag", "status"),
-    [("26.2", WHEEL, "ok"), ("26.1", WHEEL, "wrong"), ("26.1", "cp313-cp313-macosx_15_0_arm64", "ok")]
-    + [("15.6.1", "", "ok"), ("13.7", "", "wrong")],
+    [
+        ("26.2", WHEEL, "ok"),
+        ("26.1", WHEEL, "wrong"),
+        ("26.1", "cp313-cp313-macosx_15_0_arm64", "ok"),
+        ("13.7", "", "wrong"),
+    ],
 )
 def test_a_macos_that_the_wheel_does_not_run_on_is_wrong(version: str, tag: str, status: str) -> None:
     assert macos_check(replace(MAC, version=version), tag).status == status
@@ -54,9 +57,7 @@ def test_a_mac_that_sleeps_or_is_on_battery_is_noted() -> None:
 
 
 def test_pressure_is_noted_and_then_wrong() -> None:
-    found = [
-        memory_check(MachineMemory(16 << 30, 1 << 30, level)).status for level in ("normal", "warning", "critical")
-    ]
+    found = [memory_check(MachineMemory(16 << 30, 1 << 30, level)).status for level in LEVELS]
     assert found == ["ok", "note", "wrong"]
 
 
@@ -72,9 +73,7 @@ def test_a_port_in_use_and_an_address_of_another_machine_are_found() -> None:
     assert port_check("192.0.2.1", 8000).status == "wrong"
 
 
-def test_a_redis_that_does_not_answer_is_wrong_and_no_route_names_local_network(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_redis_without_a_route_is_wrong_and_names_the_local_network(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         url = f"redis://127.0.0.1:{server.getsockname()[1]}"
     assert redis_check(MAC, url).status == "wrong"
@@ -85,7 +84,6 @@ def test_a_redis_that_does_not_answer_is_wrong_and_no_route_names_local_network(
     monkeypatch.setattr("api.doctor.network.require", refused)
     assert "Local Network" in redis_check(MAC, url).do
     assert "Local Network" not in redis_check(replace(MAC, version="14.7"), url).do
-    assert errno.EHOSTUNREACH != 65 or sys.platform == "darwin"
 
 
 def test_a_folder_that_is_no_whole_model_is_wrong(tmp_path: Path) -> None:
@@ -98,7 +96,7 @@ def test_a_folder_that_is_no_whole_model_is_wrong(tmp_path: Path) -> None:
 
 
 def test_the_command_prints_its_findings_as_json_and_ends_by_what_is_wrong() -> None:
-    for model, code in (("models/tiny", 0), ("models/no-such-model", 1)):
+    for model, code in (("models/tiny", 0), ("./no-such-model", 1)):
         command = [sys.executable, "-m", "api.cli.main", "doctor", "--model", model, "--json"]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S)
         told = json.loads(done.stdout)
