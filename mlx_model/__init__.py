@@ -9,6 +9,6 @@ layers; `chain.py` says where. Back ends: `device.py` says which one computes,
 
 Rooms: `kv/` (keys and values of every kind of layer), `lora/` (layers with adapters), `heads/` (small networks on
 hidden states), `networks/` (those that are no language models), `vision/` (towers), `sampling/` (drawing a token),
-`collectives/` (what ranks exchange within a forward), `cuda/` and `metal/` (what our kernels share). Which rows compute together is
-decided in worker/engine/, what is learned in trainer/learn/.
+`collectives/` (what ranks exchange within a forward), `cuda/` and `metal/` (what our kernels share). Which rows
+compute together is decided in worker/engine/, what is learned in trainer/learn/.
 """
