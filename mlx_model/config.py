@@ -54,14 +54,6 @@ class MemoryConfig:
     reserves: bool = False  # other processes of ours on this machine count what this one has planned
 
 
-def memory_config(
-    s: MachineSettings, *, adapter_slots: int = 0, learner_rank: int = 0, serves: bool = True
-) -> MemoryConfig:
-    """The part of a process's configuration about memory."""
-    limit, wired = int(s.memory_limit * 1e9), int(s.wired_limit * 1e9)
-    return MemoryConfig(limit, wired, adapter_slots, learner_rank, serves, reserves=True)
-
-
 @dataclass(frozen=True)
 class EngineConfig:
     """How to load the model and how much of it runs at once."""
@@ -72,6 +64,7 @@ class EngineConfig:
     prefill_rows: int = 32  # prompts that prefill together, at most
     prefill_chunk: int = 512  # prompt tokens between two decode steps, over all prompts; 0: measured while idle
     largest_chunk: int = 0  # that may become, while it is not measured yet, where pieces of prompts come in time
+    alone: tuple[int, int] | None = None  # fewest and most at once while nothing decodes; None: four times the chunk
     prefill_area: int | None = None  # rows x width x (past + width) of a forward of prompts; None: no limit
     piece_s: float = float("inf")  # that a piece of prompts is planned to take; a late one makes the next one smaller
     lane_s: float = float("inf")  # for the prompts in our own lane between two decode steps
@@ -114,6 +107,14 @@ class DraftKv:
 
     bytes_per_token: int = 0
     most: int = 0  # tokens of a row
+
+
+def memory_config(
+    s: MachineSettings, *, adapter_slots: int = 0, learner_rank: int = 0, serves: bool = True
+) -> MemoryConfig:
+    """The part of a process's configuration about memory."""
+    limit, wired = int(s.memory_limit * 1e9), int(s.wired_limit * 1e9)
+    return MemoryConfig(limit, wired, adapter_slots, learner_rank, serves, reserves=True)
 
 
 def check_settings(config: EngineConfig) -> None:

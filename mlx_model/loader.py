@@ -18,10 +18,11 @@ import mlx.core as mx
 import mlx_lm.utils
 from mlx_lm.generate import generation_stream
 
-from mlx_model import cuda, cuda_graphs
+from mlx_model import cuda_graphs
 from mlx_model.batching import check_batch
 from mlx_model.collectives.ranks import Ranks, one_after_another, ranks_of
 from mlx_model.config import DraftKv, EngineConfig, check_settings
+from mlx_model.device import on_cpu, on_cuda
 from mlx_model.draft import DraftModel, check_tokenizer
 from mlx_model.heads.classifier import Classifier, is_classifier
 from mlx_model.heads.head import Heads
@@ -196,10 +197,10 @@ def _memory_plan(config: EngineConfig, path: Path, ranks: int, *, fetches: bool 
 
 def _device(dtype: str | None) -> Device:
     """This process's device as the plan of memory knows it."""
-    if mx.default_device() == mx.Device(mx.cpu):
+    if on_cpu():
         size = 4 if dtype in (None, "float32") else 2
         return Device(float_bytes=size, kv_number_bytes=size)
-    apart = cuda.is_used()
+    apart = on_cuda()
     pool = f"GPU {os.environ.get('CUDA_VISIBLE_DEVICES', '0')}" if apart else "machine"
     size = 0 if dtype is None else 4 if dtype == "float32" else 2
     return Device(_gpu_bytes(), apart, pool, size, size or 2)
@@ -282,7 +283,7 @@ def _read(
         raise SetupError(f"cannot load the model at {path}: {type(error).__name__}: {error}") from error
     _set_dtype(model, config.dtype)
     mx.eval(model.parameters()) if ranks is None else read_weights(model)
-    if ranks is None and cuda.is_used():
+    if ranks is None and on_cuda():
         join_products(model)
     for part in tower.parts if tower is not None and _sees(ranks) else ():
         _set_dtype(part, config.dtype)
@@ -340,7 +341,7 @@ def model_folder(name: str) -> Path:
 
 def _set_dtype(model: Any, dtype: str | None) -> None:
     """Cast the floating weights; on a CPU to fp32 by default: 16-bit arithmetic is emulated there, 8-40x slower."""
-    if dtype is None and mx.default_device() == mx.Device(mx.cpu):
+    if dtype is None and on_cpu():
         dtype = "float32"
     if dtype is None:
         return
@@ -372,6 +373,15 @@ def _context_length(model_config: dict[str, Any], limit: int | None) -> int:
     known = [section[key] for section in (model_config, text_config) for key in _CONTEXT_KEYS if section.get(key)]
     context = int(known[0]) if known else _DEFAULT_CONTEXT
     return min(context, limit) if limit else context
+
+
+def head_size(model_config: dict[str, Any]) -> int:
+    """Numbers of an attention head; 0: not known, or keys and values have heads of other sizes than queries."""
+    text_config = {**model_config, **(model_config.get("text_config") or {})}
+    if text_config.get("kv_lora_rank"):
+        return 0
+    heads = text_config.get("num_attention_heads") or 0
+    return int(text_config.get("head_dim") or (text_config.get("hidden_size", 0) // heads if heads else 0))
 
 
 def _quantization(model_config: dict[str, Any]) -> str:
@@ -422,8 +432,7 @@ def bound_freed_memory(kv_limit_bytes: int) -> None:
 
     On a GPU what is not found there takes long to get; a CPU gets memory about as fast as it finds it.
     """
-    on_cpu = mx.default_device() == mx.Device(mx.cpu)
-    mx.set_cache_limit(_SMALLEST_CACHE if on_cpu else max(_SMALLEST_CACHE, kv_limit_bytes // 4))
+    mx.set_cache_limit(_SMALLEST_CACHE if on_cpu() else max(_SMALLEST_CACHE, kv_limit_bytes // 4))
 
 
 def free_bytes() -> int:
@@ -434,7 +443,7 @@ def free_bytes() -> int:
 
 def _gpu_bytes() -> int:
     """Memory that the GPU may hold; 0 on a CPU, or where MLX does not know."""
-    if mx.default_device() == mx.Device(mx.cpu):
+    if on_cpu():
         return 0
     info = mx.device_info()
     return int(info.get("max_recommended_working_set_size") or info.get("memory_size") or 0)
