@@ -167,9 +167,21 @@ class PythonCalls(ToolForm):
 
     def read(self, text: GrowingText, sink: CallSink, bare: bool = False) -> Waiting[bool]:
         """Read a call. It begins with the parenthesis after its name, without marks only for a known function."""
-        if not self.marks and (yield from text.peek()) == "[":
-            text.at += 1
+        if self.marks:
+            return (yield from self._call(text, sink))
+        yield from text.take("[")
+        begun = False
+        while True:  # a list without marks, whose calls only the first one shows to be some
             yield from text.skip()
+            if not (yield from self._call(text, sink)):
+                return begun
+            begun = True
+            yield from text.skip()
+            if not (yield from text.take(",")):
+                yield from text.take("]")
+                return True
+
+    def _call(self, text: GrowingText, sink: CallSink) -> Waiting[bool]:
         start = text.at
         yield from text.word()
         name = text.text[start : text.at]
@@ -185,9 +197,6 @@ class PythonCalls(ToolForm):
             yield from text.until(search_for(")", *(end for _, end in self.marks)), sink.add)
             yield from text.take(")")
             sink.end()
-        if not self.marks:
-            yield from text.skip()
-            yield from text.take("]", ",")
         return True
 
     def _arguments(self, text: GrowingText, sink: CallSink, name: str) -> Waiting[bool]:
