@@ -86,7 +86,7 @@ REASONINGS: dict[str, Reasoning] = {
     for each in (
         _THINK,
         Reasoning("longcat", "<longcat_think>", "</longcat_think>"),
-        Reasoning("solar", "<|think:start|>", "<|think:end|>"),
+        Reasoning("think_start", "<|think:start|>", "<|think:end|>"),
         Reasoning("mistral", "[THINK]", "[/THINK]"),
         Reasoning("minimax_m3", "<mm:think>", "</mm:think>"),
         Reasoning("seed_oss", "<seed:think>", "</seed:think>"),
@@ -121,7 +121,7 @@ REASONINGS: dict[str, Reasoning] = {
         ),
     )
 }
-_USUAL = ("think", "longcat", "solar", "mistral")  # of families that share the form of their calls, but not these
+_USUAL = ("think", "longcat", "think_start", "mistral")  # of families that share the form of their calls, but not these
 
 # The first whose signs a template has is its family. Down to "hermes" in the order of
 # `mlx_lm.tokenizer_utils._infer_tool_parser`, with families between that it does not know.

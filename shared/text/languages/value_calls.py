@@ -129,7 +129,7 @@ class BracedCalls(ToolForm):
             return schema.rule(f'"{{" ({one} ("," {one})*)? "}}"')
         parts = [
             (f"{spelled(name + ':')} {self._any(schema, each, spelled, depth + 1)}", required)
-            for name, each, required in schema.members(part)
+            for name, each, required in sorted(schema.members(part), key=lambda member: member[0])  # as templates do
         ]
         return schema.rule(f'"{{" {chain(parts, grammar.literal(","), schema.rule)} "}}"')
 
