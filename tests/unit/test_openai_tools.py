@@ -30,7 +30,7 @@ from shared.text.languages.pieces import CallPart, ReplyPiece, SplitPlan
 from shared.text.languages.splitter import Splitter
 from shared.text.languages.tool_forms import form_of
 from tests.unit.api_texts import bundle, codec
-from worker.engine.sampling.stop_text import RowText
+from worker.engine.batch.stop_text import RowText
 
 WEATHER = {
     "type": "function",
