@@ -75,6 +75,8 @@ class EngineConfig:
     dtype: str | None = None  # None: the model's own; float32 on a CPU
     max_context: int | None = None  # shortens the model's context
     trust_remote_code: bool = False
+    tool_format: str = ""  # how the model writes calls and reasoning; "": by its template and vocabulary
+    reasoning_format: str = ""
     top_candidates: int = 256  # tokens that are sorted before the whole vocabulary is; on a CPU only
     score_chunk_bytes: int = 64 << 20  # fp32 logits of a prompt that exist at one time
     between_steps_s: float = 0.005  # time for loading adapters between two decode steps
