@@ -11,6 +11,7 @@ from typing import Literal, Self
 from shared.errors import ParallmError
 from shared.frames import Finish, TokenEvent
 from shared.process.group_settings import Sharding
+from shared.process.model_aliases import short_name
 from shared.process.worker_settings import WorkerSettings
 from shared.sequences import SequenceSpec
 
@@ -56,7 +57,7 @@ class SpeculationConfig:
 class EngineConfig:
     """How to load the model and how much of it runs at once."""
 
-    model: str  # a folder or a hub name
+    model: str  # a folder, a hub name or a GGUF file
     served_name: str = ""  # "": the last part of `model`
     max_rows: int = 32  # rows that hold a place in the batch, prefilling ones included
     prefill_rows: int = 32  # prompts that prefill together, at most
@@ -251,7 +252,7 @@ def engine_config(s: WorkerSettings) -> EngineConfig:
     """Translate a worker's settings for the engine."""
     return EngineConfig(
         model=s.model,
-        served_name=s.served_model_name or s.model.rstrip("/").rsplit("/", 1)[-1],
+        served_name=s.served_model_name or short_name(s.model),
         max_rows=s.max_batch_size,
         prefill_rows=s.prefill_batch_size,
         prefill_chunk=s.prefill_chunk,

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from shared.errors import SetupError
+from shared.process.model_aliases import short_name
 from shared.process.worker_settings import WorkerSettings
 
 Backend = Literal["", "ring", "nccl", "jaccl"]
@@ -83,7 +84,7 @@ class Placement:
 
 def placement(settings: WorkerSettings, environment: Mapping[str, str] = os.environ) -> Placement | None:
     """None: this worker is no group. SetupError names what contradicts something, or cannot be."""
-    served = settings.served_model_name or settings.model.rstrip("/").rsplit("/", 1)[-1]
+    served = settings.served_model_name or short_name(settings.model)
     placed = place(settings, "worker", served, environment)
     if placed is not None:
         _check(settings)

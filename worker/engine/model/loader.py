@@ -18,7 +18,10 @@ import mlx_lm.utils
 from mlx_lm.generate import generation_stream
 
 from shared.errors import SetupError
+from shared.gguf.cached import cached_folder, is_gguf
+from shared.gguf.conversion import Conversion
 from shared.process.group_settings import Sharding
+from shared.process.model_aliases import short_name
 from shared.sequences import ModelCard
 from shared.text.codec import TokenizerBundle
 from worker.engine import cuda
@@ -105,7 +108,7 @@ def _load(config: EngineConfig, ranks: Ranks | None) -> LoadedModel:
     kv_bytes = kv_bytes if ranks is None else ranks.largest(kv_bytes)
     states = hidden_size(model)
     card = ModelCard(
-        name=config.served_name or config.model.rstrip("/").rsplit("/", 1)[-1],
+        name=config.served_name or short_name(config.model),
         context_length=context,
         vocab_size=vocab,
         eos_token_ids=bundle.eos_token_ids,
@@ -137,8 +140,7 @@ def check_model(config: EngineConfig) -> None:
     for name in filter(None, (config.model, draft)):
         if not Path(name).expanduser().exists() and is_hub_name(name):
             continue
-        path = model_folder(name)
-        described = _described(path)
+        described = Conversion(Path(name)).config if is_gguf(name) else _described(model_folder(name))
         if name == config.model:
             context = _context_length(described, config.max_context)
             check_asked(config.kv_bits, config.kv_group_size, _bound(config, context))
@@ -243,12 +245,16 @@ def is_hub_name(name: str) -> bool:
 
 
 def model_folder(name: str) -> Path:
-    """The model's folder; a hub name is downloaded or found in the hub's cache."""
+    """The model's folder; a hub name is downloaded or found in the hub's cache, a GGUF file is converted into ours."""
     path = Path(name).expanduser()
+    if is_gguf(name):
+        return cached_folder(path)
     if path.exists():
         return path
     if not is_hub_name(name):
-        raise SetupError(f"no model folder {name!r}; give a folder or a hub name such as mlx-community/<model>")
+        raise SetupError(
+            f"no model folder {name!r}; a GGUF file and a name on the hub (mlx-community/...) will do, too"
+        )
     try:
         return Path(mlx_lm.utils._download(name))
     except Exception as error:
