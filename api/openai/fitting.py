@@ -7,7 +7,7 @@ refuse or not show what was said, messages are changed:
   what the user says there, since such templates want turns to alternate; after a tool's result it is a part of that.
 - Ids of calls become nine letters and digits (Mistral), the same ones for the same id.
 - A message with several calls becomes several, each with its result (Llama 3, GPT-OSS).
-- Reasoning of earlier turns goes into the field in which the model's family looks for it.
+- Reasoning of earlier turns goes into the field in which the template looks for it.
 
 Invariant. Turns that come again make the same messages again, so that what a worker has read of a conversation is found
 in its prefix cache when the next turn is asked for.
@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from api.generation.languages.families import family_of
 from shared.errors import InvalidRequestError
 from shared.text.codec import TextCodec
 
 Message = dict[str, Any]
 
+_THOUGHT_FIELDS = ("reasoning_content", "reasoning", "thinking")
 _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 _LETTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
@@ -38,6 +38,7 @@ class Demands:
     user_after_tool: bool  # the user may speak right after the result of a call
     short_ids: bool  # ids of calls have nine letters and digits
     single_calls: bool  # a message has one call
+    thought_field: str = "reasoning_content"  # in which it looks for reasoning of earlier turns
 
     @classmethod
     @lru_cache(maxsize=16)  # models
@@ -50,6 +51,9 @@ class Demands:
             except InvalidRequestError:
                 return False
             return all(text in shown for text in texts)
+
+        def thoughtful(field: str) -> list[Message]:
+            return [ask, {**_calling(calls[0]), field: "a-thought"}, results[0]]
 
         begin, ask, answer = (
             _message("system", "first-of-all"),
@@ -71,6 +75,8 @@ class Demands:
             user_after_tool=shows([*single, ask]) or not shows(single),
             short_ids=shows(single) and not shows(long),
             single_calls=not shows([ask, _calling(*calls), *results], *both) and shows(apart, *both),
+            thought_field=next((name for name in _THOUGHT_FIELDS if shows(thoughtful(name), "a-thought")), "")
+            or _THOUGHT_FIELDS[0],
         )
 
 
@@ -104,7 +110,9 @@ def fitted(messages: list[Message], codec: TextCodec) -> list[Message]:
             messages = [_with_short_ids(message) for message in messages]
         if demands.single_calls:
             messages = _with_single_calls(messages)
-    field = family_of(codec.bundle.chat_template).thought_field
+    if not any("reasoning_content" in message for message in messages):
+        return messages
+    field = Demands.of(codec).thought_field
     return messages if field == "reasoning_content" else [_with_thought_in(field, message) for message in messages]
 
 

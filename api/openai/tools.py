@@ -12,12 +12,12 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from api.generation.languages.families import family_of
-from api.generation.languages.tool_formats import HERMES
 from api.http.fields import HistoryModel, RequestModel, complaint
 from shared.errors import InvalidGrammarError, InvalidRequestError, UnsupportedParameterError
 from shared.text import grammar
 from shared.text.codec import TextCodec
+from shared.text.languages.families import HERMES
+from shared.text.languages.language import language_of
 
 MAX_TOOLS = 128
 MAX_FORCED_CALLS = 16  # of one completion: a weak model would call for ever
@@ -143,7 +143,7 @@ class ToolUse(msgspec.Struct, frozen=True):
 
     def form(self, codec: TextCodec) -> str:
         """The form in which calls will come."""
-        return HERMES if self.forced else family_of(codec.bundle.chat_template).form
+        return HERMES if self.forced else language_of(codec).calls
 
     def grammar(self, codec: TextCodec, otherwise: str = "") -> str:
         """Grammar of the completion; "" when anything goes. `otherwise` is the grammar of an answer without calls."""

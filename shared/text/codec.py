@@ -20,13 +20,15 @@ from shared.sequences import ModelCard
 from shared.text.chat_template import ChatTemplate
 
 
-class TokenizerBundle(msgspec.Struct, frozen=True):
-    """All that is needed to tokenize for one model."""
+class TokenizerBundle(msgspec.Struct, frozen=True, omit_defaults=True):
+    """All that is needed to write and read the texts of one model."""
 
     tokenizer_json: str
     chat_template: str
     eos_token_ids: tuple[int, ...]
     special_tokens: dict[str, str]  # bos_token, eos_token, ... as the chat template names them
+    tool_format: str = ""  # how the model writes calls (`languages/families.py`); "": by its template and vocabulary
+    reasoning_format: str = ""  # and reasoning
 
     @property
     def sha256(self) -> str:

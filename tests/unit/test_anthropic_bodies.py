@@ -9,9 +9,9 @@ from pydantic import ValidationError
 from api.anthropic.blocks import BlockWriter
 from api.anthropic.body import CountRequest, MessagesRequest
 from api.anthropic.turns import ChatWriter, places_of_images, without_telemetry
-from api.generation.languages.pieces import CallPart, ReplyPiece
 from api.http.errors import from_validation
 from shared.errors import InvalidRequestError
+from shared.text.languages.pieces import CallPart, ReplyPiece
 
 HELLO = [{"role": "user", "content": "hi"}]
 USE = {"type": "tool_use", "id": "toolu_1", "name": "clock", "input": {"zone": "UTC"}}

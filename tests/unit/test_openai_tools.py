@@ -12,10 +12,6 @@ from hypothesis import strategies as st
 from starlette.responses import Response
 
 from api.generation.choice import Choice
-from api.generation.languages.families import family_of
-from api.generation.languages.pieces import CallPart, ReplyPiece, SplitPlan
-from api.generation.languages.splitter import Splitter
-from api.generation.languages.tool_formats import HERMES, tool_format
 from api.generation.plan import unchecked_plan
 from api.generation.target import Target
 from api.openai.bodies import ChatCompletionRequest, ChatMessage
@@ -29,6 +25,11 @@ from shared.process.api_settings import ApiSettings
 from shared.sequences import ModelCard
 from shared.text import grammar
 from shared.text.codec import TextCodec, TokenizerBundle
+from shared.text.languages.families import HERMES, REASONINGS, recognised
+from shared.text.languages.grammars import after_reasoning
+from shared.text.languages.pieces import CallPart, ReplyPiece, SplitPlan
+from shared.text.languages.splitter import Splitter
+from shared.text.languages.tool_formats import tool_format
 from tests.unit.api_texts import bundle, codec
 from tests.waiting import HANG_S
 from worker.engine.sampling.stop_text import RowText
@@ -171,13 +172,13 @@ def test_how_the_text_was_cut_makes_no_difference(parts: list[str], cuts: list[i
 )
 def test_other_forms_are_read_by_mlx_lms_parsers(template: str, text: str, expected: str) -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"n": {"type": "integer"}}}}}]
-    plan = SplitPlan(format=family_of(template).form, tools=json.dumps(tools).encode())
+    plan = SplitPlan(format=recognised(template).calls, tools=json.dumps(tools).encode())
     assert taken(plan, text).calls == [CallPart(0, "f", expected, complete=True)]
 
 
 def test_the_parsers_come_without_mlx() -> None:
     code = (
-        "import sys; from api.generation.languages.tool_formats import tool_format\n"
+        "import sys; from shared.text.languages.tool_formats import tool_format\n"
         "tool_format('glm47'); tool_format('minicpm5')\n"
         "assert not any(name.split('.')[0] in ('mlx', 'mlx_lm') for name in sys.modules)"
     )
@@ -273,7 +274,7 @@ def test_an_answer_in_a_format_may_be_a_call_instead(marked: TextCodec) -> None:
     ],
 )
 def test_a_grammar_waits_for_the_reasoning(marked: TextCodec, thinking: Any, completion: str, allowed: bool) -> None:
-    text = family_of("").grammar_after_thinking(grammar.of_regex(r"\d+"), thinking, ("<think>", "</think>"), marked)
+    text = after_reasoning(grammar.of_regex(r"\d+"), thinking, REASONINGS["think"], marked)
     assert allows(text, completion, marked) is allowed
 
 
@@ -359,7 +360,7 @@ def test_tool_choice_none_hides_the_tools() -> None:
     ("prompt", "thinking"), [("x<think>\n", "open"), ("<think>\n\n</think>\n\n", ""), ("x", "may")]
 )
 def test_the_prompts_end_tells_what_comes(prompt: str, thinking: str) -> None:
-    assert family_of("").thinking_after(prompt, ("<think>", "</think>")) == thinking
+    assert REASONINGS["think"].thinking_after(prompt) == thinking
 
 
 def test_a_special_mark_is_seen_although_special_tokens_are_hidden() -> None:
@@ -523,10 +524,10 @@ def test_an_error_of_a_grammar_shows_where_in_it() -> None:
     ],
 )
 def test_a_grammar_waits_for_harmony_s_final_message(thinking: Any, completion: str, allowed: bool) -> None:
-    harmony = family_of("<|start|>assistant<|channel|>analysis<|message|>")
-    text = harmony.grammar_after_thinking(grammar.of_regex(r"\d+"), thinking, harmony.thoughts or ("", ""), codec())
+    harmony = REASONINGS["harmony"]
+    text = after_reasoning(grammar.of_regex(r"\d+"), thinking, harmony, codec())
     assert allows(text, completion, codec()) is allowed
     marks = ("<|channel|>", "<|message|>", "<|start|>", "<|end|>")
     special = _codec_with(*marks, template="")
-    text = harmony.grammar_after_thinking(grammar.of_regex(r"\d+"), thinking, harmony.thoughts or ("", ""), special)
+    text = after_reasoning(grammar.of_regex(r"\d+"), thinking, harmony, special)
     assert allows(text, completion, special) is allowed

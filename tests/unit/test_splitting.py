@@ -8,10 +8,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from api.generation.languages.channels import splitter_of
-from api.generation.languages.families import FAMILIES, family_of, named
-from api.generation.languages.pieces import ReplyPiece, SplitPlan
-from api.generation.languages.reasoning_count import ReasoningCount
+from shared.text.languages.channels import splitter_of
+from shared.text.languages.families import FAMILIES, REASONINGS, recognised
+from shared.text.languages.pieces import ReplyPiece, SplitPlan
+from shared.text.languages.reasoning_count import ReasoningCount
 from tests.unit.api_texts import codec, ids
 
 TOOLS = [
@@ -37,10 +37,13 @@ ROME = '{"city": "Rome", "days": 2}'
 
 
 def plan_of(family: str, thinking: Any = "", **more: Any) -> SplitPlan:
-    entry = named(family)
-    start, end = entry.thoughts or ("<think>", "</think>")
-    thinks = bool(thinking) or entry.thinks_again or entry.channels
-    plan = SplitPlan(format=entry.form, tools=json.dumps(TOOLS).encode(), thinking=thinking, family=entry.name)
+    entry = next(each for each in FAMILIES if each.form == family)
+    reasoning = REASONINGS[entry.reasoning or "think"]
+    start, end = reasoning.start, reasoning.end
+    thinks = bool(thinking) or reasoning.again or reasoning.channels
+    plan = SplitPlan(
+        format=entry.form, tools=json.dumps(TOOLS).encode(), thinking=thinking, reasoning=entry.reasoning or "think"
+    )
     return SplitPlan(
         **{each: getattr(plan, each) for each in plan.__struct_fields__}
         | ({"think_start": start, "think_end": end} if thinks else {})
@@ -107,7 +110,7 @@ def sample(family: str, name: str = "get_weather") -> str:
 
 
 def test_every_family_has_a_sample() -> None:
-    assert {family.name for family in FAMILIES} == set(CALLS)
+    assert {family.form for family in FAMILIES} >= set(CALLS)
 
 
 @st.composite
@@ -361,7 +364,7 @@ def test_the_tokens_of_reasoning_are_counted_with_its_marks(plan: SplitPlan, tex
     ],
 )
 def test_a_template_gives_its_family_away(template: str, family: str, form: str) -> None:
-    assert (family_of(template).name, family_of(template).form) == (family, form)
+    assert (recognised(template).family, recognised(template).calls) == (family, form)
 
 
 @pytest.mark.parametrize(
@@ -376,8 +379,7 @@ def test_a_template_gives_its_family_away(template: str, family: str, form: str)
     ],
 )
 def test_the_end_of_a_prompt_says_how_an_answer_begins(family: str, prompt: str, thinking: str) -> None:
-    entry = named(family)
-    assert entry.thinking_after(prompt, entry.thoughts or ("", "")) == thinking
+    assert REASONINGS[family].thinking_after(prompt) == thinking
 
 
 def test_the_tokens_of_a_family_s_language_are_not_hidden() -> None:

@@ -72,6 +72,8 @@ class EngineConfig:
     dtype: str | None = None  # None: the model's own; float32 on a CPU
     max_context: int | None = None  # shortens the model's context
     trust_remote_code: bool = False
+    tool_format: str = ""  # how the model writes calls and reasoning; "": by its template and vocabulary
+    reasoning_format: str = ""
     top_candidates: int = 256  # tokens that are sorted before the whole vocabulary is (CPU only; batch/sampler.py)
     score_chunk_bytes: int = 64 << 20  # fp32 logits of a prompt that exist at one time
     between_steps_s: float = 0.005  # time for loading adapters between two decode steps
@@ -261,6 +263,8 @@ def engine_config(s: WorkerSettings) -> EngineConfig:
         dtype=s.dtype or None,
         max_context=s.max_context or None,
         trust_remote_code=s.trust_remote_code,
+        tool_format=s.tool_format,
+        reasoning_format=s.reasoning_format,
         prefix_cache_bytes=int(s.prefix_cache_gb * 1e9),
         block_size=s.block_size,
         kv_bits=s.kv_bits,

@@ -6,15 +6,18 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx_lm.utils
+import msgspec
 from mlx_lm.generate import generation_stream
 
 from shared.errors import SetupError
@@ -24,6 +27,7 @@ from shared.process.group_settings import Sharding
 from shared.process.model_aliases import short_name
 from shared.sequences import ModelCard
 from shared.text.codec import TokenizerBundle
+from shared.text.languages.families import HERMES, TOOL_FORMATS, recognised
 from worker.engine import cuda
 from worker.engine.heads.classifier import Classifier, is_classifier
 from worker.engine.heads.head import Heads
@@ -206,7 +210,8 @@ def _read(
     for part in tower.parts if tower is not None and _sees(ranks) else ():
         _set_dtype(part, config.dtype)
         mx.eval(part.parameters())
-    return model, export_tokenizer(tokenizer), model_config, heads, tower, whole
+    bundle = with_formats(export_tokenizer(tokenizer), tokenizer.get_vocab(), path, config)
+    return model, bundle, model_config, heads, tower, whole
 
 
 def _divide(model: Any, ranks: Ranks, sharding: Sharding) -> Whole:
@@ -319,6 +324,22 @@ def export_tokenizer(tokenizer: Any) -> TokenizerBundle:
         eos_token_ids=tuple(sorted(int(token) for token in tokenizer.eos_token_ids)),
         special_tokens=special,
     )
+
+
+def with_formats(
+    bundle: TokenizerBundle, vocabulary: Mapping[str, int], path: Path, config: EngineConfig
+) -> TokenizerBundle:
+    """The bundle with the formats of the model's calls and reasoning that its worker was given.
+
+    Where none is given and neither template nor vocabulary show how calls are written, the name of mlx-lm's parser in
+    tokenizer_config.json does.
+    """
+    calls, file = config.tool_format, path / "tokenizer_config.json"
+    if not calls and file.is_file() and not recognised(bundle.chat_template, vocabulary.__contains__).family:
+        named = str(json.loads(file.read_text()).get("tool_parser_type"))
+        named = {"json_tools": HERMES, "laguna": "glm47"}.get(named, named)
+        calls = named if named in TOOL_FORMATS else ""
+    return msgspec.structs.replace(bundle, tool_format=calls, reasoning_format=config.reasoning_format)
 
 
 def base_sha256(path: Path) -> str:

@@ -10,11 +10,10 @@ from typing import Any
 
 import msgspec
 
-from api.generation.languages.families import named
-from api.generation.languages.growing_call import GrowingCall
-from api.generation.languages.mark_search import search_for
-from api.generation.languages.pieces import CallPart, ReplyPiece, SplitPlan
-from api.generation.languages.tool_formats import ParsedCall, ToolFormat, names_of, tool_format
+from shared.text.languages.growing_call import GrowingCall
+from shared.text.languages.mark_search import search_for
+from shared.text.languages.pieces import CallPart, ReplyPiece, SplitPlan
+from shared.text.languages.tool_formats import ParsedCall, ToolFormat, names_of, tool_format
 
 _CALL_KEYS = ("name", "type", "id", "parameters", "arguments")  # one of which an object that is a call begins with
 
@@ -27,7 +26,9 @@ class Splitter:
         self._format = tool_format(plan.format) if plan.format else None
         self._tools = _definitions(plan.tools)
         self._names = names_of(self._tools)
-        self._thinks_again = plan.think_start if named(plan.family).thinks_again else ""  # the mark with which it does
+        self._thinks_again = (
+            plan.think_start if plan.form is not None and plan.form.again else ""
+        )  # the mark with which it does
         openers = _openers(self._format)
         self._calls = search_for(*openers)
         self._ends = search_for(*openers, self._thinks_again)  # of content

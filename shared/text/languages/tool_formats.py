@@ -22,11 +22,20 @@ from typing import Any
 import msgspec
 
 from shared.errors import InvalidRequestError
+from shared.text.languages.families import HERMES
 
-HERMES = "hermes"
+_TOKENS = {  # within calls: decoding must not hide them
+    "gemma4": ('<|"|>',),
+    "function_gemma": ("<escape>",),
+    "glm47": ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    "kimi_k2": ("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+    "mistral": ("[CALL_ID]", "[ARGS]"),
+}
 Definitions = list[dict[str, Any]]  # of tools, as OpenAI has them
 
 _PACKAGE = "_parsers_of_mlx_lm"
+_READ = frozenset(("function_gemma", "gemma4", "glm47", "kimi_k2", "longcat", "minicpm5", "minimax_m2", "mistral"))
+_READ |= frozenset(("kimi_k3", "muse_spark", "pythonic", "qwen3_coder"))
 _CALL_ID = re.compile(r"\[CALL_ID\]\s*\w+")  # Mistral's own name of a call, which clients get ours of
 _PLAIN_NAME = re.compile(r"[A-Za-z_]\w*")  # of a function, as every parser takes it
 
@@ -49,6 +58,7 @@ class ToolFormat:
     parse: Callable[[str, Definitions], list[ParsedCall]]
     bare: tuple[str, str] | None = None  # marks within those, which make a call by themselves: some models forget them
     lead: str = ""  # a mark that may come before a call, and is no part of it
+    tokens: tuple[str, ...] = ()  # within calls: decoding must not hide them
     between: str = ""  # letters that may separate calls, besides blanks
 
 
@@ -61,9 +71,12 @@ def tool_format(name: str) -> ToolFormat:
         return ToolFormat(name, "", "", _json_calls, lead="<|python_tag|>", between=";")
     if name == "harmony":
         return ToolFormat(name, "", "", _json_calls)
+    if name not in _READ:
+        return tool_format(HERMES)
     module = _parser_module(name)
     bare = ("<function=", "</function>") if name == "qwen3_coder" else None
-    return ToolFormat(name, module.tool_call_start, module.tool_call_end, functools.partial(_by_module, module), bare)
+    read, tokens = functools.partial(_by_module, module), _TOKENS.get(name, ())
+    return ToolFormat(name, module.tool_call_start, module.tool_call_end, read, bare, tokens=tokens)
 
 
 def names_of(tools: Definitions) -> frozenset[str]:

@@ -13,11 +13,11 @@ from typing import Any
 
 import msgspec
 
-from api.generation.languages.families import CHANNEL, END, MESSAGE, START, named
-from api.generation.languages.mark_search import search_for
-from api.generation.languages.pieces import ReplyPiece, SplitPlan
-from api.generation.languages.splitter import Splitter
-from api.generation.languages.tool_formats import called
+from shared.text.languages.families import CHANNEL, END, MESSAGE, START
+from shared.text.languages.mark_search import search_for
+from shared.text.languages.pieces import ReplyPiece, SplitPlan
+from shared.text.languages.splitter import Splitter
+from shared.text.languages.tool_formats import called
 
 _STOPS = (END, "<|call|>", "<|return|>")  # of a message; a stop token is not shown, so there may be none
 _BORDERS = search_for(*_STOPS, START, CHANNEL)  # models forget to end a message before they begin the next one
@@ -34,7 +34,7 @@ class Channels(Splitter):
         super().__init__(plan)
         # Content may be forced calls, in Hermes' form.
         form = plan.format if plan.sure else ""
-        self._content_splitter = Splitter(msgspec.structs.replace(plan, family="", thinking="", format=form))
+        self._content_splitter = Splitter(msgspec.structs.replace(plan, reasoning="", thinking="", format=form))
         self._kind = "reasoning" if plan.thinking == "open" else "content"  # or the name of a function, of a call
         self._header_text = ""
         self._messages = {"reasoning": 0, "content": 0}  # that have any text
@@ -131,4 +131,4 @@ class Channels(Splitter):
 
 def splitter_of(plan: SplitPlan) -> Splitter:
     """The splitter for completions of the plan's model family."""
-    return Channels(plan) if named(plan.family).channels else Splitter(plan)
+    return Channels(plan) if plan.form is not None and plan.form.channels else Splitter(plan)

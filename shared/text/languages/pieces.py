@@ -2,8 +2,8 @@
 
 import msgspec
 
-from api.generation.languages.families import Thinking, named
-from api.generation.languages.tool_formats import ToolFormat, tool_format
+from shared.text.languages.families import REASONINGS, Reasoning, Thinking
+from shared.text.languages.tool_formats import ToolFormat, tool_format
 
 
 class SplitPlan(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -19,17 +19,21 @@ class SplitPlan(msgspec.Struct, frozen=True, omit_defaults=True):
     think_start: str = ""
     think_end: str = ""
     show_thinking: bool = True
-    family: str = ""  # of the model, by name
+    reasoning: str = ""  # marks around reasoning and the answer, by name
 
     @property
     def marks(self) -> tuple[str, ...]:
         """Texts that must be visible to be found, even as special tokens."""
-        family, marks = named(self.family), [self.think_start, self.think_end]
-        if self.think_end:
-            marks += family.thought_tokens
+        form = self.form
+        marks = [self.think_start, self.think_end] + (list(form.tokens) if form is not None else [])
         if self.format:
-            marks += [self._format.start, self._format.end, self._format.lead, *family.call_tokens]
+            marks += [self._format.start, self._format.end, self._format.lead, *self._format.tokens]
         return tuple(dict.fromkeys(filter(None, marks)))
+
+    @property
+    def form(self) -> Reasoning | None:
+        """The marks around reasoning; None when none are looked for."""
+        return REASONINGS.get(self.reasoning) if self.think_end else None
 
     @property
     def _format(self) -> ToolFormat:
