@@ -56,7 +56,7 @@ async def conversation(
         wanted = tools.grammar(codec, wanted)
     reasoning, thinking = _reasoning(codec, body, text)
     if reasoning is not None:
-        wanted = after_reasoning(wanted, thinking, reasoning, codec)
+        wanted = after_reasoning(wanted, thinking, reasoning, codec, body.max_reasoning_tokens)
     if reasoning is not None and not (thinking or reasoning.again or reasoning.channels):
         reasoning = None
     if tools is None and reasoning is None:
