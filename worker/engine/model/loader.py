@@ -38,6 +38,7 @@ from worker.engine.messages import EngineConfig
 from worker.engine.model import cuda_graphs
 from worker.engine.model.batching import check_batch
 from worker.engine.model.draft import DraftModel, check_tokenizer
+from worker.engine.model.mended import mend
 from worker.engine.model.pipeline import cut
 from worker.engine.model.pooling import hidden_size
 from worker.engine.model.sharding import read_weights, shard
@@ -193,6 +194,7 @@ def _read(
             check_known(described)
             trusts, lazy = config.trust_remote_code, ranks is not None
             model, model_config = mlx_lm.utils.load_model(path, lazy, trust_remote_code=trusts)
+            mend(model)
         if ranks is not None:
             whole = _divide(model, ranks, config.sharding)
         split = {"fix_mistral_regex": described.get("model_type") in _MISTRAL}

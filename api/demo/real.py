@@ -1,0 +1,275 @@
+"""`make real`: a small real model in our own life: chat, tools, schemas, embeddings, a job, adapters, learning.
+
+    python -m api.demo.real --model SmolLM2-135M-Instruct.Q4_1.gguf --out real-out
+
+Every token goes the way that a user's would. What was seen is printed, and written to `real.json`.
+"""
+
+import argparse
+import asyncio
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from openai import AsyncOpenAI
+from rich.console import Console
+
+from api.cli.client import InferenceClient, JobRequest
+from api.demo.adapters import AdapterAct
+from api.demo.serving import DemoRing, ring, stop
+from shared.gguf.conversion import Conversion
+from shared.jobs import JobInput
+from shared.process.model_aliases import short_name
+
+FRANCE = "What is the capital of France?"
+CITY = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 20}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+WEATHER = {"name": "get_weather", "description": "the weather in a city", "parameters": CITY}
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 16},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "job": {"enum": ["cook", "pilot", "nurse"]},
+    },
+    "required": ["name", "age", "job"],
+    "additionalProperties": False,
+}
+SENTENCES = ("A cat sleeps on the sofa.", "A kitten naps on a couch.", "The stock market fell sharply today.")
+COUNTRIES = ("France", "Italy", "Spain", "Japan", "Egypt", "Brazil", "Kenya", "Norway")
+QUESTIONS = ("What is the capital of {}?", "Name a food from {}.", "In which continent is {}?", "Say hello to {}.")
+NAMES = ("Mara", "Otto", "Lina", "Hugo", "Vera", "Emil", "Nora", "Karl", "Ruth", "Paul", "Ines", "Kurt")
+COPY = 'Answer with JSON only, like {"name": "Anna"}.'
+PROMPTS, NEW_TOKENS = 64, 24
+
+
+class City(msgspec.Struct, forbid_unknown_fields=True):
+    """Arguments that a call of `get_weather` must have."""
+
+    city: str
+
+
+class Person(msgspec.Struct, forbid_unknown_fields=True):
+    """An answer that the schema PERSON allows."""
+
+    name: str
+    age: Annotated[int, msgspec.Meta(ge=0, le=120)]
+    job: Literal["cook", "pilot", "nurse"]
+
+
+@dataclass
+class Seen:
+    """What the acts have measured, by name."""
+
+    figures: dict[str, Any] = field(default_factory=dict)
+    failed: list[str] = field(default_factory=list)
+
+    def check(self, what: str, holds: bool) -> None:
+        """Note what does not hold."""
+        if not holds:
+            self.failed.append(what)
+
+
+class RealModel:
+    """The acts, on a ring that serves the model."""
+
+    def __init__(self, served: DemoRing, model: Path, out: Path, console: Console, steps: int) -> None:
+        self._served, self._file, self._out, self._console, self._steps = served, model, out, console, steps
+        self._model = short_name(str(model))
+        self.seen = Seen()
+
+    async def run(self) -> None:
+        """One act after the other."""
+        openai = AsyncOpenAI(base_url=f"{self._served.url}/v1", api_key="none", max_retries=0, timeout=600)
+        async with openai, InferenceClient(self._served.url) as client:
+            await self._chat(openai)
+            await self._stream(openai)
+            await self._call(openai)
+            await self._json(openai)
+            await self._embed(openai)
+            await self._job(client)
+        await self._adapters()
+        if self._steps:
+            await asyncio.to_thread(self._learn)
+
+    def _show(self, act: str, words: str, **figures: Any) -> None:
+        self.seen.figures[act] = figures
+        shown = ", ".join(
+            f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}" for name, value in figures.items()
+        )
+        self._console.print(f"  [bold]{act}[/] {words}", markup=True)
+        self._console.print(f"    {shown}", markup=False, soft_wrap=True)
+
+    async def _chat(self, openai: AsyncOpenAI) -> None:
+        began = time.monotonic()
+        answer = await openai.chat.completions.create(
+            model=self._model, messages=[{"role": "user", "content": FRANCE}], temperature=0, max_tokens=NEW_TOKENS
+        )
+        text = answer.choices[0].message.content or ""
+        self.seen.check("the answer names Paris", "Paris" in text)
+        self._show("chat", FRANCE, answer=text.strip(), seconds=time.monotonic() - began)
+
+    async def _stream(self, openai: AsyncOpenAI) -> None:
+        began = time.monotonic()
+        messages: Any = [{"role": "user", "content": "Tell me a short story about a fox."}]
+        stream = await openai.chat.completions.create(
+            model=self._model, messages=messages, temperature=0, max_tokens=48, stream=True
+        )
+        at = [time.monotonic() async for chunk in stream if chunk.choices and chunk.choices[0].delta.content]
+        per_s = (len(at) - 1) / (at[-1] - at[0]) if len(at) > 1 else 0.0
+        self.seen.check("a stream has tokens", len(at) > 10)
+        self._show("stream", "one story", first_token_s=at[0] - began, chunks=len(at), tokens_per_s=per_s)
+
+    async def _call(self, openai: AsyncOpenAI) -> None:
+        tools: Any = [{"type": "function", "function": WEATHER}]
+        answer = await openai.chat.completions.create(
+            model=self._model,
+            messages=[{"role": "user", "content": "How is the weather in Rome?"}],
+            tools=tools,
+            tool_choice="required",
+            parallel_tool_calls=False,
+            temperature=0,
+            max_tokens=64,
+        )
+        (call,) = answer.choices[0].message.tool_calls or [None]
+        arguments = getattr(getattr(call, "function", None), "arguments", "")
+        self.seen.check("a forced call is valid", _is_valid(arguments, City))
+        self._show("tool, forced", "get_weather", arguments=arguments)
+
+    async def _json(self, openai: AsyncOpenAI) -> None:
+        answer = await openai.chat.completions.create(
+            model=self._model,
+            messages=[{"role": "user", "content": "Describe Mara, a cook of 41 years, as JSON."}],
+            response_format={"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}},
+            temperature=0,
+            max_tokens=64,
+        )
+        text = answer.choices[0].message.content or ""
+        self.seen.check("an answer follows its schema", _is_valid(text, Person))
+        self._show("JSON schema", "a person", answer=" ".join(text.split()))
+
+    async def _embed(self, openai: AsyncOpenAI) -> None:
+        answer = await openai.embeddings.create(model=self._model, input=list(SENTENCES), encoding_format="float")
+        cat, kitten, market = (each.embedding for each in answer.data)
+        near, far = _cosine(cat, kitten), _cosine(cat, market)
+        self.seen.check("sentences of one meaning are nearer", near > far)
+        self._show("embeddings", "cat, kitten, market", width=len(cat), cat_kitten=near, cat_market=far)
+
+    async def _job(self, client: InferenceClient) -> None:
+        asked = [question.format(country) for country in COUNTRIES for question in QUESTIONS] * 2
+        inputs = [JobInput([{"role": "user", "content": text}]) for text in asked[:PROMPTS]]
+        began = time.monotonic()
+        request = JobRequest(kind="generate", model=self._model, max_tokens=NEW_TOKENS, temperature=0.7, seed=1)
+        status = await client.wait((await client.submit(request, inputs)).id)
+        took, tokens = time.monotonic() - began, status.usage.completion_tokens
+        self.seen.check("a job ends whole", status.status == "succeeded")
+        done = f"{status.counts.succeeded} of {status.counts.total}"
+        self._show("job", f"{PROMPTS} prompts", done=done, tokens=tokens, seconds=took, tokens_per_s=tokens / took)
+
+    async def _adapters(self) -> None:
+        config = Conversion(self._file).config
+        hidden, heads = config["hidden_size"], config["head_dim"]
+        shapes = {
+            "self_attn.q_proj": (hidden, config["num_attention_heads"] * heads),
+            "self_attn.v_proj": (hidden, config["num_key_value_heads"] * heads),
+            "mlp.down_proj": (config["intermediate_size"], hidden),
+        }
+        self._console.print("  [bold]adapters[/] two and the base in one batch, and a version loaded under way")
+        layers = config["num_hidden_layers"]
+        act = AdapterAct(self._served.url, self._console, model=self._model, shapes=shapes, layers=layers, streams=1)
+        whole = await act.run()
+        self.seen.figures["adapters"] = {"whole": whole}
+        self.seen.check("adapters share a batch and are swapped", whole)
+
+    def _learn(self) -> None:
+        data = self._out / "names.jsonl"
+        lines = [
+            {
+                "prompt": [{"role": "user", "content": f"{name} is a cook. What is the name? {COPY}"}],
+                "reference": _named(name),
+            }
+            for name in NAMES
+        ]
+        data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        form = {"name": "regex", "options": {"pattern": r'^\{"name": "\w+"\}$', "full": True}, "weight": 0.4}
+        parts = [form, {"name": "exact", "weight": 0.6}]
+        with tempfile.TemporaryDirectory(prefix="parallm-real-") as run_dir:
+            command = [sys.executable, "-m", "trainer", "--connect-to", self._served.redis_url, "--run-dir", run_dir]
+            command += ["--model", str(self._file), "--task", "jsonl", "--dataset", str(data), "--reward", "weighted"]
+            command += ["--reward-options", json.dumps({"parts": parts}), "--steps", str(self._steps), "--seed", "1"]
+            command += ["--prompts-per-step", "4", "--group-size", "4", "--max-tokens", "12", "--lora-rank", "8"]
+            command += ["--learning-rate", "0.0005", "--warmup-steps", "1", "--no-mask-overlong", "--log-json", "true"]
+            began = time.monotonic()
+            with (self._out / "train.log").open("w") as log:
+                trainer = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ})
+                try:
+                    trainer.wait()
+                finally:
+                    stop(trainer)  # type: ignore[arg-type]
+            metrics = next(Path(run_dir).rglob("metrics.jsonl"), None)
+            steps = [] if metrics is None else [json.loads(line) for line in metrics.read_text().splitlines()]
+        took = time.monotonic() - began
+        self.seen.check("the trainer ends well", trainer.returncode == 0 and len(steps) == self._steps)
+        rewards = [round(step["reward"], 3) for step in steps]
+        mismatch = max((step["mismatch"] or 0.0 for step in steps), default=math.nan)
+        versions = steps[-1]["version"] if steps else 0
+        self._show(
+            "GRPO", f"{self._steps} steps", rewards=rewards, versions=versions, seconds=took, largest_mismatch=mismatch
+        )
+
+
+def main() -> int:
+    """Run the acts; 0 when each of them saw what it should."""
+    parser = argparse.ArgumentParser(prog="python -m api.demo.real", description=__doc__)
+    parser.add_argument("--model", type=Path, required=True, help="a GGUF file")
+    parser.add_argument("--out", type=Path, default=Path("real-out"))
+    parser.add_argument("--steps", type=int, default=10, help="of GRPO; 0 leaves them out")
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
+    console.print(f"starting the ring with {arguments.model}")
+    began = time.monotonic()
+    with (
+        tempfile.TemporaryDirectory(prefix="parallm-demo-") as data_dir,
+        ring(Path(data_dir), arguments.out / "serve.log", 1, console, model=str(arguments.model)) as served,
+    ):
+        acts = RealModel(served, arguments.model, arguments.out, console, arguments.steps)
+        acts.seen.figures["ready"] = {"seconds": time.monotonic() - began}
+        asyncio.run(acts.run())
+    (arguments.out / "real.json").write_text(json.dumps(acts.seen.figures, indent=2) + "\n")
+    for what in acts.seen.failed:
+        console.print(f"  [red]not seen: {what}[/]")
+    console.print(f"  written to {arguments.out}/real.json")
+    return 1 if acts.seen.failed else 0
+
+
+def _named(name: str) -> str:
+    return json.dumps({"name": name})
+
+
+def _is_valid(text: str, kind: type[msgspec.Struct]) -> bool:
+    try:
+        msgspec.json.decode(text, type=kind)
+    except msgspec.MsgspecError:
+        return False
+    return True
+
+
+def _cosine(one: list[float], other: list[float]) -> float:
+    return sum(a * b for a, b in zip(one, other, strict=True)) / math.hypot(*one) / math.hypot(*other)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
