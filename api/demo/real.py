@@ -1,6 +1,6 @@
 """`make real`: a small real model in our own life: chat, tools, schemas, embeddings, a job, adapters, learning.
 
-    python -m api.demo.real --model SmolLM2-135M-Instruct.Q4_1.gguf --out real-out
+    python -m api.demo.real --model real-out/SmolLM2-135M-Instruct --out real-out
 
 Every token goes the way that a user's would. What was seen is printed, and written to `real.json`.
 """
@@ -53,6 +53,7 @@ QUESTIONS = ("What is the capital of {}?", "Name a food from {}.", "In which con
 NAMES = ("Mara", "Otto", "Lina", "Hugo", "Vera", "Emil", "Nora", "Karl", "Ruth", "Paul", "Ines", "Kurt")
 COPY = 'Answer with JSON only, like {"name": "Anna"}.'
 PROMPTS, NEW_TOKENS = 64, 24
+PATIENCE_S = 3600  # with a machine that does much else
 
 
 class City(msgspec.Struct, forbid_unknown_fields=True):
@@ -92,7 +93,7 @@ class RealModel:
 
     async def run(self) -> None:
         """One act after the other."""
-        openai = AsyncOpenAI(base_url=f"{self._served.url}/v1", api_key="none", max_retries=0, timeout=600)
+        openai = AsyncOpenAI(base_url=f"{self._served.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S)
         async with openai, InferenceClient(self._served.url) as client:
             await self._chat(openai)
             await self._stream(openai)
@@ -143,8 +144,8 @@ class RealModel:
             temperature=0,
             max_tokens=64,
         )
-        (call,) = answer.choices[0].message.tool_calls or [None]
-        arguments = getattr(getattr(call, "function", None), "arguments", "")
+        calls = answer.choices[0].message.tool_calls or []
+        arguments = "".join(call.function.arguments for call in calls if call.type == "function")
         self.seen.check("a forced call is valid", _is_valid(arguments, City))
         self._show("tool, forced", "get_weather", arguments=arguments)
 
@@ -179,7 +180,7 @@ class RealModel:
         self._show("job", f"{PROMPTS} prompts", done=done, tokens=tokens, seconds=took, tokens_per_s=tokens / took)
 
     async def _adapters(self) -> None:
-        config = Conversion(self._file).config
+        config = _config(self._file)
         hidden, heads = config["hidden_size"], config["head_dim"]
         shapes = {
             "self_attn.q_proj": (hidden, config["num_attention_heads"] * heads),
@@ -211,6 +212,7 @@ class RealModel:
             command += ["--reward-options", json.dumps({"parts": parts}), "--steps", str(self._steps), "--seed", "1"]
             command += ["--prompts-per-step", "4", "--group-size", "4", "--max-tokens", "12", "--lora-rank", "8"]
             command += ["--learning-rate", "0.0005", "--warmup-steps", "1", "--no-mask-overlong", "--log-json", "true"]
+            command += ["--group-deadline-s", str(PATIENCE_S)]
             began = time.monotonic()
             with (self._out / "train.log").open("w") as log:
                 trainer = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ})
@@ -233,17 +235,18 @@ class RealModel:
 def main() -> int:
     """Run the acts; 0 when each of them saw what it should."""
     parser = argparse.ArgumentParser(prog="python -m api.demo.real", description=__doc__)
-    parser.add_argument("--model", type=Path, required=True, help="a GGUF file")
+    parser.add_argument("--model", type=Path, required=True, help="a folder or a GGUF file")
     parser.add_argument("--out", type=Path, default=Path("real-out"))
     parser.add_argument("--steps", type=int, default=10, help="of GRPO; 0 leaves them out")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
     console.print(f"starting the ring with {arguments.model}")
+    patient = ["--request-timeout-s", str(PATIENCE_S), "--first-token-timeout-s", str(PATIENCE_S)]
     began = time.monotonic()
     with (
         tempfile.TemporaryDirectory(prefix="parallm-demo-") as data_dir,
-        ring(Path(data_dir), arguments.out / "serve.log", 1, console, model=str(arguments.model)) as served,
+        ring(Path(data_dir), arguments.out / "serve.log", 1, console, *patient, model=str(arguments.model)) as served,
     ):
         acts = RealModel(served, arguments.model, arguments.out, console, arguments.steps)
         acts.seen.figures["ready"] = {"seconds": time.monotonic() - began}
@@ -253,6 +256,14 @@ def main() -> int:
         console.print(f"  [red]not seen: {what}[/]")
     console.print(f"  written to {arguments.out}/real.json")
     return 1 if acts.seen.failed else 0
+
+
+def _config(model: Path) -> dict[str, Any]:
+    """The config.json of a folder, or the one that a GGUF file would get."""
+    if model.is_file():
+        return Conversion(model).config
+    config: dict[str, Any] = json.loads((model / "config.json").read_text())
+    return config
 
 
 def _named(name: str) -> str:

@@ -54,12 +54,14 @@ class Converted:
 class Conversion:
     """A file that can be converted; `SetupError` says why another one cannot."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, dequantize: bool = False) -> None:
+        """`dequantize`: nothing stays quantised."""
         self._file = file = GgufFile(path)
+        self._bits = {} if dequantize else blocks.BITS
         self._family = family_of(file)
-        self.config = config_of(file) | _quantization(file)
+        self.config = config_of(file) | self._quantization()
         self._tokenizer = build_tokenizer(file)
-        self._brain = _in_bfloat16(file)
+        self._brain = self._in_bfloat16()
         if self._tokenizer.eos_token_ids:
             self.config["eos_token_id"] = self._tokenizer.eos_token_ids
         self.config["torch_dtype"] = "bfloat16" if self._brain else "float16"
@@ -81,7 +83,7 @@ class Conversion:
             _write_json(begun / "tokenizer_config.json", built.settings)
             tensors = self._file.tensors.values()
             _write_weights(begun / "model.safetensors", [array for each in tensors for array in self._arrays(each)])
-        quantised = sum(tensor.form in blocks.BITS for tensor in tensors)
+        quantised = sum(tensor.form in self._bits for tensor in tensors)
         return Converted(
             folder=folder,
             family=self._file.architecture,
@@ -97,12 +99,12 @@ class Conversion:
         if target is None:
             return
         rows = partial(self._rows, tensor)
-        if tensor.form not in blocks.BITS:
+        if tensor.form not in self._bits:
             added = minus(self._family, tensor)
             kind = "BF16" if self._brain else "F16"
             yield _Array(target, kind, tensor.shape, lambda: blocks.in_16_bits(tensor.form, rows(), self._brain, added))
             return
-        packed = (*tensor.shape[:-1], tensor.shape[-1] * blocks.BITS[tensor.form] // 32)
+        packed = (*tensor.shape[:-1], tensor.shape[-1] * self._bits[tensor.form] // 32)
         scales = (*tensor.shape[:-1], tensor.shape[-1] // blocks.GROUP)
         module = target.removesuffix(".weight")
         yield _Array(target, "U32", packed, lambda: [blocks.weights(tensor.form, rows()).tobytes()])
@@ -118,27 +120,24 @@ class Conversion:
             return rows[order]
         return rows.reshape(len(order), -1)[order].reshape(rows.shape)  # a bias: a number for each row
 
+    def _in_bfloat16(self) -> bool:
+        """True if numbers become bfloat16: of models that were published so, where no scales in float16 stay."""
+        forms = {tensor.form for tensor in self._file.tensors.values()}
+        published = GGMLQuantizationType.BF16 in forms or self._file.architecture.startswith("gemma")
+        return published and not forms & self._bits.keys()
 
-def _in_bfloat16(file: GgufFile) -> bool:
-    """True if numbers become bfloat16: of models that were published so, where no scales in float16 stay."""
-    forms = {tensor.form for tensor in file.tensors.values()}
-    published = GGMLQuantizationType.BF16 in forms or file.architecture.startswith("gemma")
-    return published and not forms & blocks.BITS.keys()
-
-
-def _quantization(file: GgufFile) -> Config:
-    """How mlx-lm finds the bits of each module: those of most modules, and the others by name."""
-    family = family_of(file)
-    bits = {
-        target.removesuffix(".weight"): blocks.BITS[tensor.form]
-        for tensor in file.tensors.values()
-        if tensor.form in blocks.BITS and (target := target_of(file, family, tensor)) is not None
-    }
-    if not bits:
-        return {}
-    most = max(set(bits.values()), key=list(bits.values()).count)
-    others = {name: {"group_size": blocks.GROUP, "bits": its} for name, its in bits.items() if its != most}
-    return {"quantization": {"group_size": blocks.GROUP, "bits": most, **others}}
+    def _quantization(self) -> Config:
+        """How mlx-lm finds the bits of each module: those of most modules, and the others by name."""
+        bits = {
+            target.removesuffix(".weight"): self._bits[tensor.form]
+            for tensor in self._file.tensors.values()
+            if tensor.form in self._bits and (target := target_of(self._file, self._family, tensor)) is not None
+        }
+        if not bits:
+            return {}
+        most = max(set(bits.values()), key=list(bits.values()).count)
+        others = {name: {"group_size": blocks.GROUP, "bits": its} for name, its in bits.items() if its != most}
+        return {"quantization": {"group_size": blocks.GROUP, "bits": most, **others}}
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

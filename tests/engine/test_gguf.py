@@ -76,6 +76,9 @@ def test_quantised_weights_are_those_of_the_file(form: str, tmp_path: Path) -> N
     assert hasattr(model.model.layers[0].self_attn.q_proj, "scales") == (form != "Q5_1")
     expected = logits(tmp_path / "wide")
     np.testing.assert_allclose(logits(tmp_path / "quantised"), expected, atol=0.01 * float(np.std(expected)))
+    Conversion(quantised, dequantize=True).write(tmp_path / "whole")
+    assert "quantization" not in load_folder(tmp_path / "whole")[1]
+    np.testing.assert_allclose(logits(tmp_path / "whole"), expected, atol=0.01 * float(np.std(expected)))
 
 
 def test_a_worker_loads_a_file_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

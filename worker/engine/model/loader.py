@@ -37,6 +37,7 @@ from worker.engine.kv.layout import KvLayout, check_asked, layout_of
 from worker.engine.messages import EngineConfig
 from worker.engine.model import cuda_graphs
 from worker.engine.model.batching import check_batch
+from worker.engine.model.borrowed import is_borrowed, load_borrowed
 from worker.engine.model.draft import DraftModel, check_tokenizer
 from worker.engine.model.mended import mend
 from worker.engine.model.pipeline import cut
@@ -155,7 +156,9 @@ def _described(path: Path) -> dict[str, Any]:
     """The config.json of a model that can be loaded; SetupError for another one."""
     try:
         described: dict[str, Any] = mlx_lm.utils.load_config(path)
-        if not (is_classifier(described) or is_vision(described) or described.get("model_file")):
+        if not (
+            is_classifier(described) or is_vision(described) or described.get("model_file") or is_borrowed(described)
+        ):
             mlx_lm.utils._get_classes(described)
     except (OSError, ValueError, KeyError) as error:
         raise SetupError(f"cannot load the model at {path}: {type(error).__name__}: {error}") from error
@@ -190,6 +193,8 @@ def _read(
             heads = classifier.heads(hidden_size(model))
         elif is_vision(described) and config.sees:
             (model, tower), model_config = load_seeing(path, described), described
+        elif is_borrowed(described):
+            model, model_config = load_borrowed(path), described
         else:
             check_known(described)
             trusts, lazy = config.trust_remote_code, ranks is not None

@@ -87,7 +87,7 @@ class _Llama4(llama4.LlamaModel):  # type: ignore[misc]
         before_B1 = mx.array(getattr(cache, "left_padding", 0)).reshape(-1, 1)  # of each row's first token
         read_BS = mx.arange(length) - before_B1
         size = self.attention_chunk_size
-        same = (read_BS // size)[:, None, None, :] == (asking_BL // size)[:, None, :, None]
+        same: mx.array = (read_BS // size)[:, None, None, :] == (asking_BL // size)[:, None, :, None]
         return same if whole is None else same & whole
 
 
