@@ -9,7 +9,6 @@ import argparse
 import asyncio
 import json
 import math
-import os
 import subprocess
 import sys
 import tempfile
@@ -24,7 +23,7 @@ from rich.console import Console
 
 from api.cli.client import InferenceClient, JobRequest
 from api.demo.adapters import AdapterAct
-from api.demo.serving import DemoRing, ring, stop
+from api.demo.serving import DemoRing, ring
 from shared.gguf.conversion import Conversion
 from shared.jobs import JobInput
 from shared.process.model_aliases import short_name
@@ -50,8 +49,10 @@ PERSON = {
 SENTENCES = ("A cat sleeps on the sofa.", "A kitten naps on a couch.", "The stock market fell sharply today.")
 COUNTRIES = ("France", "Italy", "Spain", "Japan", "Egypt", "Brazil", "Kenya", "Norway")
 QUESTIONS = ("What is the capital of {}?", "Name a food from {}.", "In which continent is {}?", "Say hello to {}.")
-NAMES = ("Mara", "Otto", "Lina", "Hugo", "Vera", "Emil", "Nora", "Karl", "Ruth", "Paul", "Ines", "Kurt")
-COPY = 'Answer with JSON only, like {"name": "Anna"}.'
+TAUGHT = ("Mara", "Otto", "Lina", "Hugo", "Vera", "Emil", "Nora", "Karl", "Ruth", "Paul", "Ines", "Kurt")
+HELD_OUT = ("Rosa", "Theo", "Anna", "Jens", "Lara", "Omar", "Elsa", "Finn")
+NAMES = (*TAUGHT, *HELD_OUT)
+COPY = 'Answer with JSON only, like {"name": "Bela"}.'
 PROMPTS, NEW_TOKENS = 64, 24
 PATIENCE_S = 3600  # with a machine that does much else
 
@@ -86,8 +87,9 @@ class Seen:
 class RealModel:
     """The acts, on a ring that serves the model."""
 
-    def __init__(self, served: DemoRing, model: Path, out: Path, console: Console, steps: int) -> None:
-        self._served, self._file, self._out, self._console, self._steps = served, model, out, console, steps
+    def __init__(self, served: DemoRing, model: Path, out: Path, console: Console, steps: int, seed: int) -> None:
+        self._served, self._file, self._out, self._console = served, model, out, console
+        self._steps, self._seed = steps, seed
         self._model = short_name(str(model))
         self.seen = Seen()
 
@@ -101,9 +103,9 @@ class RealModel:
             await self._json(openai)
             await self._embed(openai)
             await self._job(client)
-        await self._adapters()
-        if self._steps:
-            await asyncio.to_thread(self._learn)
+            await self._adapters()
+            if self._steps:
+                await self._learn(openai)
 
     def _show(self, act: str, words: str, **figures: Any) -> None:
         self.seen.figures[act] = figures
@@ -115,10 +117,7 @@ class RealModel:
 
     async def _chat(self, openai: AsyncOpenAI) -> None:
         began = time.monotonic()
-        answer = await openai.chat.completions.create(
-            model=self._model, messages=[{"role": "user", "content": FRANCE}], temperature=0, max_tokens=NEW_TOKENS
-        )
-        text = answer.choices[0].message.content or ""
+        text = await self._said(openai, self._model, [{"role": "user", "content": FRANCE}], NEW_TOKENS)
         self.seen.check("the answer names Paris", "Paris" in text)
         self._show("chat", FRANCE, answer=text.strip(), seconds=time.monotonic() - began)
 
@@ -194,42 +193,64 @@ class RealModel:
         self.seen.figures["adapters"] = {"whole": whole}
         self.seen.check("adapters share a batch and are swapped", whole)
 
-    def _learn(self) -> None:
-        data = self._out / "names.jsonl"
-        lines = [
-            {
-                "prompt": [{"role": "user", "content": f"{name} is a cook. What is the name? {COPY}"}],
-                "reference": _named(name),
-            }
-            for name in NAMES
-        ]
-        data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    async def _learn(self, openai: AsyncOpenAI) -> None:
+        """Show it answers, then let it learn from rewards, and count what it gets right that it has not seen."""
+        shown, tasks = self._out / "shown.jsonl", self._out / "tasks.jsonl"
+        asked = {name: {"role": "user", "content": f"{name} is a cook. What is the name? {COPY}"} for name in NAMES}
+        answers = {name: json.dumps({"name": name}) for name in NAMES}
+        lines = [{"messages": [asked[name], {"role": "assistant", "content": answers[name]}]} for name in TAUGHT]
+        shown.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        lines = [{"prompt": [asked[name]], "reference": answers[name]} for name in TAUGHT]
+        tasks.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+        async def right(model: str) -> int:
+            """Held-out names that a model copies, in the form that was asked for."""
+            texts = [await self._said(openai, model, [asked[name]], 12) for name in HELD_OUT]
+            return sum(text.strip() == answers[name] for text, name in zip(texts, HELD_OUT, strict=True))
+
+        base = await right(self._model)
+        common = ["--steps", str(self._steps), "--lora-rank", "8", "--seed", str(self._seed), "--warmup-steps", "1"]
+        sft = ["--mode", "sft", "--adapter", "shown", "--dataset", str(shown), "--held-out-dataset", str(shown)]
+        sft += ["--prompts-per-step", "8", "--learning-rate", "0.0003", *common]
+        steps, took = await asyncio.to_thread(self._train, "shown", sft)
+        version = f"shown@{steps[-1]['version']}" if steps else self._model
+        losses = [round(step["loss"], 3) for step in steps]
+        taught = await right(version)
+        self._show(
+            "SFT",
+            f"{self._steps} steps",
+            losses=losses,
+            seconds=took,
+            held_out=f"{base} -> {taught} of {len(HELD_OUT)}",
+        )
         form = {"name": "regex", "options": {"pattern": r'^\{"name": "\w+"\}$', "full": True}, "weight": 0.4}
-        parts = [form, {"name": "exact", "weight": 0.6}]
-        with tempfile.TemporaryDirectory(prefix="parallm-real-") as run_dir:
-            command = [sys.executable, "-m", "trainer", "--connect-to", self._served.redis_url, "--run-dir", run_dir]
-            command += ["--model", str(self._file), "--task", "jsonl", "--dataset", str(data), "--reward", "weighted"]
-            command += ["--reward-options", json.dumps({"parts": parts}), "--steps", str(self._steps), "--seed", "1"]
-            command += ["--prompts-per-step", "4", "--group-size", "4", "--max-tokens", "12", "--lora-rank", "8"]
-            command += ["--learning-rate", "0.0005", "--warmup-steps", "1", "--no-mask-overlong", "--log-json", "true"]
-            command += ["--group-deadline-s", str(PATIENCE_S)]
-            began = time.monotonic()
-            with (self._out / "train.log").open("w") as log:
-                trainer = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ})
-                try:
-                    trainer.wait()
-                finally:
-                    stop(trainer)  # type: ignore[arg-type]
-            metrics = next(Path(run_dir).rglob("metrics.jsonl"), None)
-            steps = [] if metrics is None else [json.loads(line) for line in metrics.read_text().splitlines()]
-        took = time.monotonic() - began
-        self.seen.check("the trainer ends well", trainer.returncode == 0 and len(steps) == self._steps)
+        reward = json.dumps({"parts": [form, {"name": "exact", "weight": 0.6}]})
+        rl = ["--task", "jsonl", "--dataset", str(tasks), "--reward", "weighted", "--reward-options", reward]
+        rl += ["--start-from", version, "--prompts-per-step", "4", "--group-size", "4", "--max-tokens", "12"]
+        rl += ["--learning-rate", "0.0001", "--no-mask-overlong", "--group-deadline-s", str(PATIENCE_S), *common]
+        steps, took = await asyncio.to_thread(self._train, "policy", rl)
         rewards = [round(step["reward"], 3) for step in steps]
         mismatch = max((step["mismatch"] or 0.0 for step in steps), default=math.nan)
-        versions = steps[-1]["version"] if steps else 0
-        self._show(
-            "GRPO", f"{self._steps} steps", rewards=rewards, versions=versions, seconds=took, largest_mismatch=mismatch
-        )
+        after = await right("policy") if steps else taught
+        held_out = f"{taught} -> {after} of {len(HELD_OUT)}"
+        self._show("GRPO", f"{self._steps} steps", rewards=rewards, seconds=took, mismatch=mismatch, held_out=held_out)
+
+    def _train(self, name: str, flags: list[str]) -> tuple[list[dict[str, Any]], float]:
+        """Run a trainer to its end: the lines of its metrics, and the seconds."""
+        began = time.monotonic()
+        with tempfile.TemporaryDirectory(prefix="parallm-real-") as run_dir:
+            command = [sys.executable, "-m", "trainer", "--connect-to", self._served.redis_url, "--run-dir", run_dir]
+            command += ["--model", str(self._file), "--log-json", "true", *flags]
+            with (self._out / f"{name}.log").open("w") as log:
+                done = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False)
+            metrics = next(Path(run_dir).rglob("metrics.jsonl"), None)
+            steps = [] if metrics is None else [json.loads(line) for line in metrics.read_text().splitlines()]
+        self.seen.check(f"the trainer of {name} ends well", done.returncode == 0 and len(steps) == self._steps)
+        return steps, time.monotonic() - began
+
+    async def _said(self, openai: AsyncOpenAI, model: str, messages: Any, most: int) -> str:
+        answer = await openai.chat.completions.create(model=model, messages=messages, temperature=0, max_tokens=most)
+        return answer.choices[0].message.content or ""
 
 
 def main() -> int:
@@ -237,7 +258,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m api.demo.real", description=__doc__)
     parser.add_argument("--model", type=Path, required=True, help="a folder or a GGUF file")
     parser.add_argument("--out", type=Path, default=Path("real-out"))
-    parser.add_argument("--steps", type=int, default=10, help="of GRPO; 0 leaves them out")
+    parser.add_argument("--steps", type=int, default=10, help="of SFT, then of GRPO; 0 leaves them out")
+    parser.add_argument("--seed", type=int, default=1, help="of both")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
@@ -248,7 +270,7 @@ def main() -> int:
         tempfile.TemporaryDirectory(prefix="parallm-demo-") as data_dir,
         ring(Path(data_dir), arguments.out / "serve.log", 1, console, *patient, model=str(arguments.model)) as served,
     ):
-        acts = RealModel(served, arguments.model, arguments.out, console, arguments.steps)
+        acts = RealModel(served, arguments.model, arguments.out, console, arguments.steps, arguments.seed)
         acts.seen.figures["ready"] = {"seconds": time.monotonic() - began}
         asyncio.run(acts.run())
     (arguments.out / "real.json").write_text(json.dumps(acts.seen.figures, indent=2) + "\n")
@@ -264,10 +286,6 @@ def _config(model: Path) -> dict[str, Any]:
         return Conversion(model).config
     config: dict[str, Any] = json.loads((model / "config.json").read_text())
     return config
-
-
-def _named(name: str) -> str:
-    return json.dumps({"name": name})
 
 
 def _is_valid(text: str, kind: type[msgspec.Struct]) -> bool:

@@ -26,7 +26,7 @@ REFUSED = {
 }
 
 
-class Borrowed(nn.Module):
+class Borrowed(nn.Module):  # type: ignore[misc]
     """The language side of a model of mlx-vlm, called as mlx-lm's models are."""
 
     def __init__(self, language: Any) -> None:
