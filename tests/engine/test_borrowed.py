@@ -10,12 +10,12 @@ import msgspec
 import pytest
 from mlx.utils import tree_flatten, tree_map
 
+from mlx_model.borrowed import FAMILIES, REFUSED
+from mlx_model.config import EngineConfig
+from mlx_model.loader import check_model, load_model
 from shared.errors import SetupError
 from tests.engine.conftest import Bench, prompt_of, spec
 from tests.engine.small_models import EOS, write_tokenizer
-from worker.engine.messages import EngineConfig
-from worker.engine.model.borrowed import FAMILIES, REFUSED
-from worker.engine.model.loader import check_model, load_model
 
 pytest.importorskip("mlx_vlm", reason="mlx-vlm is not installed")
 

@@ -12,13 +12,13 @@ from gguf import GGMLQuantizationType
 from mlx_lm.models.rope_utils import Llama3RoPE
 from mlx_lm.utils import load_model as load_folder
 
+from mlx_model.config import EngineConfig
+from mlx_model.loader import check_model, load_model
 from shared.errors import SetupError
 from shared.gguf.cached import FOLDER
 from shared.gguf.conversion import Conversion
 from tests.engine.small_models import LLAMA, QWEN3, write_model
 from tests.gguf_files import llama_cpp_tensors, model_metadata, write_gguf
-from worker.engine.messages import EngineConfig
-from worker.engine.model.loader import check_model, load_model
 
 SMALL = QWEN3 | {"vocab_size": 320, "max_position_embeddings": 128, "hidden_size": 64, "head_dim": 32}
 EXPERTS = {

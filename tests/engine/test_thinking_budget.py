@@ -4,13 +4,13 @@ import msgspec
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
+from mlx_model.config import SpeculationConfig
+from mlx_model.loader import LoadedModel
 from shared.sequences import SequenceSpec
 from shared.text.codec import TextCodec
 from shared.text.languages.families import REASONINGS
 from shared.text.languages.grammars import after_reasoning
 from tests.engine.conftest import Bench, prompt_of, spec
-from worker.engine.messages import SpeculationConfig
-from worker.engine.model.loader import LoadedModel
 
 BUDGET, END = 6, 259  # `</think>` after the small models' own tokens
 DRAFTS = SpeculationConfig(5, adapts_to_rows=False, adapts_to_time=False)

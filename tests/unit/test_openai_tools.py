@@ -32,7 +32,7 @@ from shared.text.languages.splitter import Splitter
 from shared.text.languages.tool_formats import tool_format
 from tests.unit.api_texts import bundle, codec
 from tests.waiting import HANG_S
-from worker.engine.sampling.stop_text import RowText
+from worker.engine.batch.stop_text import RowText
 
 WEATHER = {
     "type": "function",
