@@ -58,7 +58,7 @@ class MemoryConfig:
 class EngineConfig:
     """How to load the model and how much of it runs at once."""
 
-    model: str  # a folder or a hub name
+    model: str  # a folder, a hub name or a GGUF file
     served_name: str = ""  # "": the last part of `model`
     max_rows: int = 32  # rows that hold a place in the batch, prefilling ones included
     prefill_rows: int = 32  # prompts that prefill together, at most

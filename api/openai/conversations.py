@@ -59,7 +59,7 @@ async def conversation(
     if tools is not None:
         wanted = tools.grammar(codec, wanted)
     if reasoning is not None:
-        wanted = after_reasoning(wanted, thinking, reasoning, spelled)
+        wanted = after_reasoning(wanted, thinking, reasoning, codec, body.max_reasoning_tokens)
     thinks = reasoning is not None and (bool(thinking) or reasoning.again or reasoning.channels)
     if reasoning is None or not (thinks or reasoning.answer):
         reasoning = None

@@ -118,7 +118,7 @@ class WorkerSettings(JoinSettings, GroupSettings, MachineSettings):
     model: str = Field(
         default="models/tiny",
         validation_alias=AliasChoices("model", "model_path", "PARALLM_MODEL"),
-        description="model folder or hub name",
+        description="model folder, hub name or GGUF file",
     )
     served_model_name: str = Field(
         default="", description="name in the API; default: the last part of --model, which a request may also say whole"
