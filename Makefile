@@ -4,8 +4,8 @@
 # make quick   check, then the tests that need no Redis, but for those marked `long`
 # make check   format, lint, types and layers
 # make bench   measurements (never run by the tests)
-# make clients real clients (openai, openai-agents, anthropic, litellm, langchain, instructor, lm-eval, verifiers; guidellm
-#              with LOAD=1, which brings PyTorch along), a trainer that logs to wandb, mlflow and trackio, and two versions
+# make clients real clients (openai, openai-agents, anthropic, litellm, langchain, instructor, lm-eval, ollama, verifiers;
+#              guidellm with LOAD=1, which brings PyTorch along), a trainer that logs to wandb, mlflow and trackio, and two versions
 #              of tinker (the recipes of its cookbook with COOKBOOK=1, which brings PyTorch along, too), in environments of
 #              their own
 # make chaos   kill, freeze and cut off the processes under load, for MINUTES=30 (never run by the tests); CLUSTER=1:

@@ -71,15 +71,8 @@ class AnthropicModelList(BaseModel):
 @router.get("/v1/models", summary="List models")
 @router.get("/models", include_in_schema=False)
 async def list_models(request: Request, ring: TheRing) -> ModelList | AnthropicModelList:
-    """Models with at least one live worker, the adapters that such a worker can serve, and aliases of both.
-
-    Of all rings that answer; `RING/NAME` where an earlier one has a model of this name.
-    """
-    models: list[Model] = []
-    for each, found in await from_each(ring, _models):
-        taken = {model.id for model in models}
-        models += [_in_ring(each, model, taken) for model in found]
-    models += await _aliases(ring, models)
+    """Models with at least one live worker, the adapters that such a worker can serve, and aliases of both."""
+    models = await served_models(ring)
     if not speaks_anthropic(request.scope):
         return ModelList(data=models)
     shown = [AnthropicModel.of(model) for model in models]
@@ -99,6 +92,16 @@ async def describe_model(name: str, request: Request, ring: TheRing) -> Model | 
     if known != name:
         model = model.model_copy(update={"id": name})
     return AnthropicModel.of(model) if speaks_anthropic(request.scope) else model
+
+
+async def served_models(ring: Ring) -> list[Model]:
+    """The models, adapters and aliases of all rings that answer; `RING/NAME` where an earlier one has a model of this
+    name."""
+    models: list[Model] = []
+    for each, found in await from_each(ring, _models):
+        taken = {model.id for model in models}
+        models += [_in_ring(each, model, taken) for model in found]
+    return models + await _aliases(ring, models)
 
 
 async def _models(ring: Ring) -> list[Model]:
