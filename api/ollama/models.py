@@ -75,7 +75,7 @@ async def running(ring: TheRing) -> Response:
             **await _listed(ring, model),
             "expires_at": until,
             "size_vram": 0,
-            "context_length": model.max_model_len,
+            "context_length": model.context_length,
         }
         for model in await served_models(ring)
     ]

@@ -7,6 +7,8 @@ from pydantic import ValidationError
 
 from api.callers.fair_pool import LARGE_COUNT, aside
 from api.generation.choice import RequestPlan
+from api.generation.languages.families import family_of
+from api.generation.languages.tool_formats import HERMES
 from api.generation.named_images import Keep
 from api.generation.plan import PreparedRequest, plan
 from api.generation.target import Target
@@ -21,6 +23,7 @@ from api.openai.responses.turns import CallOutputItem, Item
 from api.ring.ring import Ring
 from shared.errors import InvalidRequestError
 from shared.sequences import ModelCard
+from shared.text.codec import TextCodec
 
 NAMES = {  # of a chat's fields -> ours
     "messages": "input",
@@ -53,10 +56,11 @@ def _renamed(error: InvalidRequestError) -> InvalidRequestError:
     return error
 
 
-def left_out(body: ResponseRequest, card: ModelCard) -> list[str]:
+def left_out(body: ResponseRequest, card: ModelCard, codec: TextCodec) -> list[str]:
     """Parts of a request that are accepted though the model does not see them; the answer's header names them."""
     unseen = card.vision is None and any(map(_has_images, body.input))
-    return [*body.left_out(), *(["input.input_image"] if unseen else [])]
+    held = family_of(codec.bundle.chat_template).form == HERMES
+    return [*body.left_out(held=held), *(["input.input_image"] if unseen else [])]
 
 
 def _has_images(item: Item) -> TypeGuard[CallOutputItem]:
