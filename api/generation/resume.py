@@ -16,7 +16,6 @@ import msgspec
 import structlog
 from redis.exceptions import RedisError
 
-from api.callers.caller import asker
 from api.generation.choice import RequestPlan, stored_plan
 from api.ring.ring import Ring
 from shared.errors import NotFoundError
@@ -34,12 +33,12 @@ _lingering: set["asyncio.Task[None]"] = set()
 _left_last: dict[str, "asyncio.Task[None]"] = {}  # of each stream not read here: the task that waits for a reader
 
 
-async def remember(ring: Ring, plan: RequestPlan) -> None:
-    """Keep what another process needs to go on with this stream."""
+async def remember(ring: Ring, plan: RequestPlan, tenant: str) -> None:
+    """Keep what another process needs to go on with this tenant's stream."""
     key, sequences = keys.request(plan.id), plan.sequences
     async with ring.redis.pipeline(transaction=False) as pipe:
         stored = {"kind": "chat" if sequences.chat else "completions", "model": sequences.template.model}
-        pipe.hset(key, mapping={**stored, "plan": msgspec.json.encode(plan.for_storage()), "tenant": asker().tenant})
+        pipe.hset(key, mapping={**stored, "plan": msgspec.json.encode(plan.for_storage()), "tenant": tenant})
         pipe.expire(key, keys.REQUEST_TTL_S)
         await pipe.execute()
 
