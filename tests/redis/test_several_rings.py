@@ -4,7 +4,7 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from tests.redis.adapter_versions import publish
 from tests.redis.api_servers import Api, api
 from tests.redis.scripted_worker import CARD, MODEL, Answer, ScriptedWorker, working
 from tests.redis.test_feedback import runner
-from tests.waiting import wait_until
+from tests.waiting import HANG_S, wait_until
 
 EAST = "eastern"
 EAST_CARD = msgspec.structs.replace(CARD, name=EAST, base_sha256="east-base")
@@ -39,6 +39,37 @@ LINES = [
 
 def script(spec: SequenceSpec) -> Answer:
     return Answer(f"this is {spec.model}", hold_at=3 if spec.sampling.max_tokens == 99 else None)
+
+
+Patience = Callable[[float], None]
+SILENCE_S = 2.0
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> Patience:
+    """Sets for how long a ring may be silent: for as long as it likes, until a test makes one fall silent."""
+
+    def wait_for(seconds: float) -> None:
+        for module in ("ring", "choosing"):
+            monkeypatch.setattr(f"api.ring.{module}.ANSWER_S", seconds)
+
+    wait_for(HANG_S)
+    return wait_for
+
+
+async def hasten(front: Api, patience: Patience) -> None:
+    """From here on a ring that is silent is soon left out: the look that began with more patience is over."""
+    patience(SILENCE_S)
+    for _ in range(2):
+        seen = front.ring.others[0].models_seen
+        await wait_until(lambda seen=seen: front.ring.others[0].models_seen is not seen)  # type: ignore[misc]
+
+
+async def left_out(front: Api, patience: Patience) -> None:
+    """Wait until the other ring is away, and until the first, which a busy machine may have silenced, too, is not."""
+    await wait_until(lambda: bool(front.ring.others[0].away))
+    patience(HANG_S)
+    await wait_until(lambda: not front.ring.away)
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +183,12 @@ async def test_names_that_several_rings_have_are_home_s_unless_the_ring_is_named
 
 
 async def test_a_model_that_two_rings_serve_is_shared_by_load_and_a_conversation_stays(
-    redis: Redis, redis_url: str, worker: ScriptedWorker, east: Redis, east_server: EmbeddedRedis
+    redis: Redis,
+    redis_url: str,
+    worker: ScriptedWorker,
+    east: Redis,
+    east_server: EmbeddedRedis,
+    patience: Patience,
 ) -> None:
     def here(text: str) -> list[dict[str, str]]:
         return [{"role": "system", "content": "say where"}, {"role": "user", "content": text}]
@@ -201,9 +237,10 @@ async def test_a_model_that_two_rings_serve_is_shared_by_load_and_a_conversation
         assert {await served_by(each) for each in conversations[:8]} == {"east"}, "it would wait at home"
         assert await text_of(front, f"home/{MODEL}") == f"this is {MODEL}" and len(worker.specs) > 0
         await tell(redis, 0)
+        await hasten(front, patience)
         east_server.stop()
         try:
-            await wait_until(lambda: bool(front.ring.others[0].away))
+            await left_out(front, patience)
             for each in conversations[:8]:
                 assert await served_by(each) == "home", "a ring that is away is left out"
         finally:
@@ -306,17 +343,25 @@ async def test_an_answer_is_judged_in_the_ring_that_keeps_it(
 
 
 async def test_a_ring_that_is_killed_amid_streams_takes_neither_the_front_nor_the_others(
-    front: Api, worker: ScriptedWorker, easterner: ScriptedWorker, east_server: EmbeddedRedis, redis: Redis
+    front: Api,
+    worker: ScriptedWorker,
+    easterner: ScriptedWorker,
+    east_server: EmbeddedRedis,
+    redis: Redis,
+    patience: Patience,
 ) -> None:
     held = {"prompt": "a", "max_tokens": 99}
-    job = (await front.post("/v1/jobs", {"kind": "generate", "model": EAST, "prompts": ["a"]})).json()["id"]
+    made = await front.post("/v1/jobs", {"kind": "generate", "model": EAST, "prompts": ["a"]})
+    assert made.status_code == 202, made.text
+    job = made.json()["id"]
     async with (
         front.stream("/v1/completions", {"model": MODEL, **held}) as here,
         front.stream("/v1/completions", {"model": EAST, **held}) as there,
     ):
         assert await here.next() is not None and await there.next() is not None
+        await hasten(front, patience)
         east_server.stop()
-        await wait_until(lambda: bool(front.ring.others[0].away))
+        await left_out(front, patience)
         assert await text_of(front, MODEL) == f"this is {MODEL}"
         for request in (
             front.post("/v1/completions", {"model": EAST, "prompt": "a"}),
@@ -358,18 +403,25 @@ async def test_a_ring_that_is_killed_amid_streams_takes_neither_the_front_nor_th
 
 
 async def test_a_ring_that_freezes_is_not_waited_for(
-    front: Api, east_server: EmbeddedRedis, easterner: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
+    front: Api,
+    east_server: EmbeddedRedis,
+    easterner: ScriptedWorker,
+    patience: Patience,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("api.ring.ring.GIVEN_UP_S", 0.2)
     assert await text_of(front, EAST) == f"this is {EAST}"
+    await hasten(front, patience)
     os.kill(east_server.pid, signal.SIGSTOP)
+    monkeypatch.setattr("api.ring.ring.GIVEN_UP_S", 0.2)  # not before: a busy ring may need longer than that
     try:
         frozen = await front.post("/v1/completions", {"model": EAST, "prompt": "a"})
         assert frozen.status_code == 503 and "ring 'east' is away" in frozen.text
+        await left_out(front, patience)
         assert await text_of(front, MODEL) == f"this is {MODEL}"
-        await wait_until(lambda: bool(front.ring.others[0].away))
         assert (await front.http.get("/health")).json()["rings"]["east"]["status"] == "overloaded"
     finally:
+        patience(HANG_S)
+        monkeypatch.setattr("api.ring.ring.GIVEN_UP_S", HANG_S)
         os.kill(east_server.pid, signal.SIGCONT)
 
     async def serves_again() -> bool:
@@ -379,11 +431,12 @@ async def test_a_ring_that_freezes_is_not_waited_for(
 
 
 async def test_streams_of_a_ring_that_stays_away_end_with_its_name(
-    front: Api, east_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
+    front: Api, east_server: EmbeddedRedis, patience: Patience, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("api.ring.ring.GIVEN_UP_S", 0.1)
     async with front.stream("/v1/completions", {"model": EAST, "prompt": "a", "max_tokens": 99}) as there:
         assert await there.next() is not None
+        await hasten(front, patience)
+        monkeypatch.setattr("api.ring.ring.GIVEN_UP_S", 0.1)
         east_server.stop()
         try:
             await there.all()
@@ -393,9 +446,11 @@ async def test_streams_of_a_ring_that_stays_away_end_with_its_name(
 
 
 async def test_a_front_starts_and_serves_while_a_ring_has_never_been_there(
-    redis_url: str, worker: ScriptedWorker
+    redis_url: str, worker: ScriptedWorker, patience: Patience
 ) -> None:
+    patience(SILENCE_S)
     async with api(redis_url, ring=[f"lost=redis://127.0.0.1:{free_port()}"]) as front:
+        patience(HANG_S)
         assert await text_of(front, MODEL) == f"this is {MODEL}"
         unsure = await front.post("/v1/completions", {"model": "nobodys", "prompt": "a"})
         assert unsure.status_code == 503 and "ring 'lost' is away" in unsure.text
@@ -405,11 +460,17 @@ async def test_a_front_starts_and_serves_while_a_ring_has_never_been_there(
 
 
 async def test_keys_tenants_and_bounds_are_counted_in_one_place(
-    redis_url: str, worker: ScriptedWorker, easterner: ScriptedWorker, east_server: EmbeddedRedis, tmp_path: Path
+    redis_url: str,
+    worker: ScriptedWorker,
+    easterner: ScriptedWorker,
+    east_server: EmbeddedRedis,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("api.admission.RATE_ANSWER_S", HANG_S)  # else what a busy Redis counts late passes
     keys = tmp_path / "keys"
     keys.write_text("\n".join(LINES))
-    async with api(redis_url, ring=[f"east={east_server.url}"], api_key_file=keys, rate_limit="4/minute") as front:
+    async with api(redis_url, ring=[f"east={east_server.url}"], api_key_file=keys, rate_limit="4/hour") as front:
 
         async def ask(who: str, method: str, path: str, **request: Any) -> httpx.Response:
             bearer = {"authorization": f"Bearer {KEYS[who]}", **request.pop("headers", {})}
