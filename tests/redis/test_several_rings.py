@@ -48,6 +48,7 @@ SILENCE_S = 6.0  # for which a ring may be silent: thrice what users' may, since
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("ring", "choosing"):
         monkeypatch.setattr(f"api.ring.{module}.ANSWER_S", SILENCE_S)
+    monkeypatch.setattr("api.ring.ring.GIVEN_UP_S", HANG_S)  # of streams, while a ring is restarted
 
 
 @pytest.fixture(scope="module")
