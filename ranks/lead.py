@@ -76,14 +76,14 @@ class GroupLead:
         self._jaccl = Jaccl(settings.distributed_ibv_devices, settings.distributed_jaccl_coordinator)
         self._backend = backend_of(placed)
         self._children = Children(settings, placed, self._on_exit)
-        self._followers: list[FollowerLink] = []
+        self.followers: list[FollowerLink] = []
         self._members: list[meeting.GroupMember] = []
         self._lock = threading.Condition()  # notified of failures
         self._number = 0
         self._rehearsal = 0  # the latest turn that may take as long as a start: it compiles kernels
         self._outcome = OutcomeSum()
-        self._sums: dict[int, int] = {}
-        self._all_loaded: Future[None] = Future()
+        self.sums: dict[int, int] = {}
+        self.all_loaded: Future[None] = Future()
         self._tasks: list[asyncio.Task[None]] = []
         self._ending = False
         self._ours: ModelLoaded | None = None
@@ -106,7 +106,7 @@ class GroupLead:
             await redis.aclose()
         places = [member.places for member in self._members]
         begin = LoadModel(self._config, self._adapters, places, self._backend)
-        for follower in self._followers:
+        for follower in self.followers:
             await follower.say(begin)
             self._tasks.append(asyncio.create_task(self._listen(follower)))
         self._tasks.append(asyncio.create_task(self._tend()))
@@ -127,7 +127,7 @@ class GroupLead:
             met = meeting.gather(redis, self._placed, ours, with_port(address, port), reception.complete)
             self._members = await self.unless_lost(met)
             for rank, member in enumerate(self._members[1:], 1):
-                self._followers.append(reception.take(rank, member.nonce, member.host))
+                self.followers.append(reception.take(rank, member.nonce, member.host))
 
     async def unless_lost(self, work: Awaitable[T]) -> T:
         """Result of `work`; ServiceUnavailableError or SetupError if a rank is lost before it is there."""
@@ -145,14 +145,14 @@ class GroupLead:
         reason = self.lost or ("" if error is None else f"rank 0: {error}")
         for task in self._tasks:
             task.cancel()
-        for follower in self._followers:
+        for follower in self.followers:
             with contextlib.suppress(Exception):
                 async with asyncio.timeout(LAST_WORDS_S):
                     await follower.say(GroupEnd(reason, is_setup))
         if self.lost or error is not None:
             self._children.kill()
         await self._children.close()
-        for follower in self._followers:
+        for follower in self.followers:
             follower.close()
 
     # -- the event loop's: what followers say
@@ -184,35 +184,35 @@ class GroupLead:
 
     def _compare(self) -> None:
         """Once all have loaded something: whether it is the same."""
-        ours, theirs = self._ours, [follower.loaded for follower in self._followers]
-        if ours is None or any(each is None for each in theirs) or self._all_loaded.done():
+        ours, theirs = self._ours, [follower.loaded for follower in self.followers]
+        if ours is None or any(each is None for each in theirs) or self.all_loaded.done():
             return
-        for follower, loaded in zip(self._followers, theirs, strict=True):
+        for follower, loaded in zip(self.followers, theirs, strict=True):
             assert loaded is not None, "seen just now"
             for what in ModelLoaded.__struct_fields__:
                 if getattr(loaded, what) != getattr(ours, what):
                     named = f"rank {follower.rank} ({follower.host}) has loaded other {what} than rank 0"
-                    self._all_loaded.set_exception(SetupError(f"{named}: ranks of one group need the same model"))
+                    self.all_loaded.set_exception(SetupError(f"{named}: ranks of one group need the same model"))
                     return
-        self._all_loaded.set_result(None)
+        self.all_loaded.set_result(None)
 
     async def _tend(self) -> None:
         """Give signs of life, and look at those of the others."""
         silence_s = self._settings.distributed_silence_s
         while True:
-            for follower in self._followers:
+            for follower in self.followers:
                 try:
                     await follower.say(Alive())
                 except Exception as error:
                     self._lose(f"rank {follower.rank} ({follower.host}): {error}")
             await asyncio.sleep(silence_s / LIFE_SIGNS)
             with self._lock:
-                number, sums = self._number, self._sums
+                number, sums = self._number, self.sums
                 rehearsal = self._rehearsal
-                wrong = [each for each in self._followers if sums.get(each.turn, each.sum) != each.sum]
+                wrong = [each for each in self.followers if sums.get(each.turn, each.sum) != each.sum]
                 done = self._outcome.turn
             now = time.monotonic()
-            for follower in self._followers:
+            for follower in self.followers:
                 if follower.looked_at() > LIFE_SIGNS and follower.loaded:
                     self._lose(f"rank {follower.rank} ({follower.host}) has said nothing for {silence_s:g} s")
                 turn_s = START_S if follower.turn < rehearsal else self._settings.distributed_turn_s
@@ -242,14 +242,14 @@ class GroupLead:
         log.error("group.lost", reason=reason)
         with self._lock:
             self._lock.notify_all()
-        for follower in self._followers:
+        for follower in self.followers:
             follower.close()  # a rank that waits in a collective with us sees that it will not end
         self._children.kill()
         failure = error or ServiceUnavailableError(f"the group is lost: {reason}")
         if not self._gone.done():
             self._gone.set_result(failure)
-        if not self._all_loaded.done():
-            self._all_loaded.set_exception(failure)
+        if not self.all_loaded.done():
+            self.all_loaded.set_exception(failure)
         self._on_lost(reason)
 
     # -- the event loop's: what is shown
@@ -259,7 +259,7 @@ class GroupLead:
         now = time.monotonic()
         address = listens_at(self._settings, self._placed)
         first = RankStatus(0, socket.gethostname(), address, self._backend, "lost" if self.lost else "ready")
-        others = (each.status(self._backend, self._number, now, self.lost) for each in self._followers)
+        others = (each.status(self._backend, self._number, now, self.lost) for each in self.followers)
         return (first, *others)
 
     # -- of the thread that computes
@@ -272,11 +272,11 @@ class GroupLead:
         """Wait until all have loaded what we have; SetupError when it is something else."""
         self._ours = loaded_of(loaded)
         self._loop.call_soon_threadsafe(self._compare)
-        self._all_loaded.result(START_S)
+        self.all_loaded.result(START_S)
 
     def _send(self, message: EngineTurn | Unit | UnitPart) -> None:
         data = msgspec.msgpack.encode(message)
-        for follower in self._followers:
+        for follower in self.followers:
             try:
                 follower.turns.send(data)
             except ChannelError as error:
@@ -285,8 +285,8 @@ class GroupLead:
                 raise ServiceUnavailableError(f"the group is lost: {reason}") from error
 
     def _keep_sum(self) -> None:
-        self._sums[self._number] = self._outcome.sum
-        self._sums.pop(self._number - KEPT_SUMS, None)
+        self.sums[self._number] = self._outcome.sum
+        self.sums.pop(self._number - KEPT_SUMS, None)
 
     # -- of the thread in which a learner computes, which in a worker is thread G (trainer/learn/compute.py:Others)
 
@@ -312,7 +312,7 @@ class GroupLead:
 
         A rank that has not failed waits in a sum for us, and would take the next one for it.
         """
-        number, followers = self._number, self._followers
+        number, followers = self._number, self.followers
         with self._lock:
             self._lock.wait_for(
                 lambda: self.lost or all(each.failed == number for each in followers),

@@ -42,6 +42,11 @@ for _http in ("httpx", "httpx2"):  # ours, and that of OpenAI's client
     _transports: Any = importlib.import_module(f"{_http}._transports.default")
     _transports.create_ssl_context = functools.cache(_transports.create_ssl_context)
 
+# A module's logger keeps to the set-up of its first line, if told to cache: one that first logs while a test runs a
+# command in this process would never again be heard by `capture_logs`.
+_configure_logs = structlog.configure
+structlog.configure = lambda **options: _configure_logs(**{**options, "cache_logger_on_first_use": False})
+
 # Durations are no assertions: a machine that others use stops a test for seconds.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
@@ -62,6 +67,7 @@ LONGEST = frozenset(
     | {"test_trainer_kills", "test_trainer_loop", "test_training", "test_training_api", "test_training_over_http"}
     | {"test_commands", "test_dashboard_browser", "test_examples", "test_joining", "test_pause", "test_readme"}
     | {"test_redis_roles", "test_structured_outputs", "test_traces"}
+    | {"test_speculation", "test_trainer_head_learner", "test_trainer_values", "test_tuning_runs", "test_vision"}
 )
 
 

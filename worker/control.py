@@ -54,7 +54,7 @@ class ControlChannel:
             await channel.subscribe(self._channel)
             async for message in channel.listen():
                 if message["type"] == "message":
-                    self._obey(message["data"])
+                    self.obey(message["data"])
                 elif message["type"] == "subscribe":  # the first time, and whenever redis-py has connected again
                     self._look_at_pause()
                     await self.reread(list(self._rows))
@@ -65,7 +65,7 @@ class ControlChannel:
         if order is not None:
             self._follow(order)
 
-    def _obey(self, data: bytes) -> None:
+    def obey(self, data: bytes) -> None:
         try:
             order = msgspec.msgpack.decode(data, type=tuple[str, ...])
         except msgspec.DecodeError:

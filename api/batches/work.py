@@ -99,7 +99,7 @@ class BatchWork:
                 continue
             if await self._store.take(batch_id, self._ring.api_id):
                 self._keys[batch_id] = who
-                task = self._tasks[batch_id] = asyncio.create_task(self._work(batch_id))
+                task = self._tasks[batch_id] = asyncio.create_task(self.work(batch_id))
                 task.add_done_callback(lambda _, done=batch_id: self._done(done))  # type: ignore[misc]
 
     def _may_take(self, who: tuple[str, str]) -> bool:
@@ -124,13 +124,13 @@ class BatchWork:
             return False
         return status.status in TERMINAL
 
-    async def _work(self, batch_id: str) -> None:
+    async def work(self, batch_id: str) -> None:
         renewing = asyncio.create_task(self._keep_lease(batch_id))
         waits = False
         try:
             record = await self._store.find(batch_id)
             with acting_for(record.spec.tenant, record.spec.key):
-                await (self._finalize(record) if record.job else self._validate(record))
+                await (self.finalize(record) if record.job else self.validate(record))
         except (RedisError, OSError, ServiceUnavailableError) as error:
             log.info("batch.waits", batch=batch_id, error=reason(error))
             waits = True
@@ -154,7 +154,7 @@ class BatchWork:
 
     # -- validate
 
-    async def _validate(self, record: BatchRecord) -> None:
+    async def validate(self, record: BatchRecord) -> None:
         spec = record.spec
         if await self._is_begun(spec):
             return
@@ -162,7 +162,7 @@ class BatchWork:
             await self._end_unbegun(record, "cancelled" if record.cancelling_at else "expired")
             return
         try:
-            named, at, count = await self._check_shapes(record)
+            named, at, count = await self.check_shapes(record)
             target = await self._target(record, named, at)
             there = target.ring
             await self._store.change(spec.id, ring=there.name)  # first: no process looks for its job elsewhere
@@ -188,7 +188,7 @@ class BatchWork:
         except ParallmError as error:
             await self._refuse(record, error, (BatchError(error.code or error.type, error.message, error.param),))
         else:
-            await self._begin(there, spec, job_id)
+            await self.begin(there, spec, job_id)
 
     async def _is_begun(self, spec: BatchSpec) -> bool:
         """True if the batch has a job or had one, which another process may have started before it lost the lease."""
@@ -198,10 +198,10 @@ class BatchWork:
         there = ring_keeping(self._ring, record.ring)
         job_id = await there.jobs.submitted_under(_job_key(spec), spec.tenant)
         if job_id:  # who made it could not say so any more
-            await self._begin(there, spec, job_id)
+            await self.begin(there, spec, job_id)
         return bool(job_id)
 
-    async def _begin(self, ring: Ring, spec: BatchSpec, job_id: str) -> None:
+    async def begin(self, ring: Ring, spec: BatchSpec, job_id: str) -> None:
         """The batch's job is there."""
         planned = (await ring.jobs.spec(job_id)).metadata
         changes = {"job": job_id, "lines": planned["lines"], "model": planned["model"]}
@@ -225,7 +225,7 @@ class BatchWork:
         refusal = None if error is None else msgspec.Raw(shape.error(error))
         fields: dict[str, Any] = {}
         try:
-            *_, fields["lines"] = await self._check_shapes(record)
+            *_, fields["lines"] = await self.check_shapes(record)
             async for number, line in self._lines(record):
                 assert isinstance(line, BatchLine), "checked before"
                 name = f"{spec.id.rpartition('_')[2]}-{number}"
@@ -255,7 +255,7 @@ class BatchWork:
             with contextlib.suppress(UnknownFileError):
                 await self._ring.files.delete(spec.input_file_id)
 
-    async def _check_shapes(self, record: BatchRecord) -> tuple[Named, int, int]:
+    async def check_shapes(self, record: BatchRecord) -> tuple[Named, int, int]:
         """Every line's shape; what the first readable one names, its number, and how many lines there are."""
         errors: list[BatchError] = []
         seen: set[int] = set()
@@ -325,7 +325,7 @@ class BatchWork:
 
     # -- finalize
 
-    async def _finalize(self, record: BatchRecord) -> None:
+    async def finalize(self, record: BatchRecord) -> None:
         """Write both files and end the batch as its job has ended."""
         spec = record.spec
         there = ring_keeping(self._ring, record.ring)

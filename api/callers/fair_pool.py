@@ -37,7 +37,7 @@ class FairPool:
         self._places = places
         self._share = max(1, places - 1)  # of one key
         self._most_waiting = most_waiting
-        self._busy: Counter[str] = Counter()
+        self.busy: Counter[str] = Counter()
         self._turns: dict[str, deque[asyncio.Future[None]]] = {}  # who waits, the next key first
 
     @contextlib.asynccontextmanager
@@ -71,15 +71,15 @@ class FairPool:
 
     def leave(self, who: str) -> None:
         """Give back a place that `enter` took."""
-        self._busy[who] -= 1
-        if not self._busy[who]:
-            del self._busy[who]
+        self.busy[who] -= 1
+        if not self.busy[who]:
+            del self.busy[who]
         self._call_next()
 
     def _call_next(self) -> None:
         """Give free places to callers that wait, and to none that has left."""
-        while self._busy.total() < self._places:
-            who = next((who for who in self._turns if self._busy[who] < self._share), None)
+        while self.busy.total() < self._places:
+            who = next((who for who in self._turns if self.busy[who] < self._share), None)
             if who is None:
                 return
             turns = self._turns.pop(who)
@@ -88,7 +88,7 @@ class FairPool:
                 self._turns[who] = turns  # after all others
             if turn.cancelled():  # who waited has left, and has not run yet to say so
                 continue
-            self._busy[who] += 1
+            self.busy[who] += 1
             turn.set_result(None)
 
     def _forget(self, who: str, turn: "asyncio.Future[None]") -> None:

@@ -31,7 +31,7 @@ def chat(
 
     if prompt:
         return say(prompt)
-    by_hand = _by_hand()
+    by_hand = is_by_hand()
     while True:
         try:
             text = input("> " if by_hand else "")
@@ -46,7 +46,7 @@ def chat(
                 raise
 
 
-def _by_hand() -> bool:
+def is_by_hand() -> bool:
     return sys.stdin.isatty()
 
 

@@ -16,7 +16,6 @@ import msgspec
 import structlog
 from redis.exceptions import RedisError
 
-from api.callers.caller import asker
 from api.generation.choice import RequestPlan, stored_plan
 from api.ring.ring import Ring
 from shared.errors import NotFoundError
@@ -30,16 +29,16 @@ log = structlog.get_logger()
 
 GRACE_S = 15.0
 _reading: Counter[str] = Counter()  # connections of this process that read a resumable stream
-_lingering: set["asyncio.Task[None]"] = set()
-_left_last: dict[str, "asyncio.Task[None]"] = {}  # of each stream not read here: the task that waits for a reader
+lingering: set["asyncio.Task[None]"] = set()
+left_last: dict[str, "asyncio.Task[None]"] = {}  # of each stream not read here: the task that waits for a reader
 
 
-async def remember(ring: Ring, plan: RequestPlan) -> None:
-    """Keep what another process needs to go on with this stream."""
+async def remember(ring: Ring, plan: RequestPlan, tenant: str) -> None:
+    """Keep what another process needs to go on with this tenant's stream."""
     key, sequences = keys.request(plan.id), plan.sequences
     async with ring.redis.pipeline(transaction=False) as pipe:
         stored = {"kind": "chat" if sequences.chat else "completions", "model": sequences.template.model}
-        pipe.hset(key, mapping={**stored, "plan": msgspec.json.encode(plan.for_storage()), "tenant": asker().tenant})
+        pipe.hset(key, mapping={**stored, "plan": msgspec.json.encode(plan.for_storage()), "tenant": tenant})
         pipe.expire(key, keys.REQUEST_TTL_S)
         await pipe.execute()
 
@@ -85,7 +84,7 @@ def reading(ring: Ring, plan: RequestPlan, leave: Callable[[], list[str]]) -> It
     Those are cancelled after GRACE_S, unless somebody has resumed by then.
     """
     _reading[plan.id] += 1
-    _left_last.pop(plan.id, None)
+    left_last.pop(plan.id, None)
     try:
         yield
     finally:
@@ -98,26 +97,26 @@ def reading(ring: Ring, plan: RequestPlan, leave: Callable[[], list[str]]) -> It
 
 def stop_lingering() -> None:
     """At shutdown: leave the sequences to the process that resumes them."""
-    for task in list(_lingering):
+    for task in list(lingering):
         task.cancel()
 
 
 def _linger(ring: Ring, plan: RequestPlan, unfinished: list[str]) -> None:
     """The time of grace begins with the last client that leaves: one that comes and goes is never away for long."""
-    task = _left_last[plan.id] = asyncio.create_task(_cancel_unless_resumed(ring, plan, unfinished))
-    _lingering.add(task)
-    task.add_done_callback(_lingering.discard)
+    task = left_last[plan.id] = asyncio.create_task(_cancel_unless_resumed(ring, plan, unfinished))
+    lingering.add(task)
+    task.add_done_callback(lingering.discard)
 
 
-async def _grace() -> None:
+async def time_of_grace() -> None:
     await asyncio.sleep(GRACE_S)
 
 
 async def _cancel_unless_resumed(ring: Ring, plan: RequestPlan, unfinished: list[str]) -> None:
-    await _grace()
-    if _left_last.get(plan.id) is not asyncio.current_task():
+    await time_of_grace()
+    if left_last.get(plan.id) is not asyncio.current_task():
         return
-    del _left_last[plan.id]
+    del left_last[plan.id]
     if plan.id in _reading:
         return
     model = plan.sequences.template.model

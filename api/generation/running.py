@@ -64,10 +64,14 @@ class Generation:
         self._specs: dict[str, SequenceSpec] = {}  # of a request that began here
         self._span: WorkSpan | None = None  # while it is traced
         self._releases: list[Callable[[], Awaitable[object]]] = []  # of what is held for as long as the request lasts
+        self._records: list[Callable[[], Awaitable[object]]] = []  # each writes what Redis holds besides the sequences
 
     @classmethod
-    async def start(cls, ring: Ring, sequences: Sequences) -> "Generation":
-        """Open the feed and enqueue, in the class of the caller's key.
+    async def start(
+        cls, ring: Ring, sequences: Sequences, record: Callable[[], Awaitable[object]] | None = None
+    ) -> "Generation":
+        """Open the feed and enqueue, in the class of the caller's key. `record` writes what Redis is to hold of the
+        request besides its sequences: before they are enqueued, and again if Redis has lost them.
 
         QueueFullError when too much is waiting, ServiceUnavailableError when no worker has memory left, PausedError.
         """
@@ -91,7 +95,9 @@ class Generation:
         try:
             async with ring.in_time():
                 await generation._pin(sequences.template)
-                await generation._note_name(sequences)
+                generation._records += [] if record is None else [record]
+                generation._note_name(sequences)
+                await generation._record()
                 await generation._enqueue(specs)
             ring.splits.sent(sequences.split_to)
             generation._specs = {spec.id: spec for spec in specs}
@@ -229,12 +235,16 @@ class Generation:
         await self._ring.adapters.pin_all(spec.adapter, spec.id, left_s)
         self._releases.append(lambda: self._ring.adapters.unpin_all(spec.adapter, spec.id))
 
-    async def _note_name(self, sequences: Sequences) -> None:
+    def _note_name(self, sequences: Sequences) -> None:
         """Let POST /abort_requests find it."""
         if sequences.name:
             names, noted = NamedRequests(self._ring.redis), (owner(), sequences.name, self._model, sequences.id)
             self._releases.append(lambda: names.remove(*noted))
-            await names.add(*noted)
+            self._records.append(lambda: names.add(*noted))
+
+    async def _record(self) -> None:
+        for write in self._records:
+            await write()
 
     def _lost(self, seq: str, position: int) -> None:
         """Redis has come back without a sequence: enqueue it again, if it will say again what its client has seen."""
@@ -251,6 +261,7 @@ class Generation:
     async def _enqueue_anew(self, spec: SequenceSpec) -> None:
         with contextlib.suppress(RedisError, OSError, QueueFullError):  # still lost: it will be asked for again
             await self._ring.frames.announce()  # first: a sequence without a living reader is cancelled
+            await self._record()
             await self._ring.queue(self._model).enqueue([spec])
 
     async def _cancel(self, seqs: list[str]) -> None:

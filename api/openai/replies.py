@@ -10,6 +10,7 @@ import structlog
 from fastapi import APIRouter, Header
 from starlette.responses import Response
 
+from api.callers.caller import asker
 from api.callers.fair_pool import aside
 from api.generation.choice import DONE, Choice, Delta, RequestPlan, shown_versions, usage
 from api.generation.logprobs import TextOffsets, TokenNames, in_parts
@@ -31,9 +32,8 @@ log = structlog.get_logger()
 async def reply(ring: Ring, codec: TextCodec, plan: RequestPlan, stream: bool) -> Response:
     """Enqueue the plan's sequences and answer with their tokens."""
     if stream:
-        if plan.event_ids:
-            await remember(ring, plan)
-        return EventStream(stream_events(ring, await Generation.start(ring, plan.sequences), plan, codec))
+        record = partial(remember, ring, plan, asker().tenant) if plan.event_ids else None
+        return EventStream(stream_events(ring, await Generation.start(ring, plan.sequences, record), plan, codec))
     gathered = await gather_all(ring, plan.sequences)
     spans = [spans_of(events) for events in gathered] if plan.weight_versions else ()
     joined = [join(events) for events in gathered]

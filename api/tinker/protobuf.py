@@ -115,7 +115,7 @@ def _classes() -> dict[str, Any]:
     return {each.name: message_factory.GetMessageClass(each) for each in found}
 
 
-_MESSAGE = _classes()
+MESSAGE = _classes()
 
 
 def read_number(body: bytes) -> tuple[str, int, bool]:
@@ -140,7 +140,7 @@ def read_number(body: bytes) -> tuple[str, int, bool]:
 def read_pass(body: bytes) -> GivenPass:
     """The body of forward_backward; InvalidRequestError when it is none."""
     check_items(body, "ForwardBackwardRequest", _KINDS, MOST_ITEMS)
-    message = _MESSAGE["ForwardBackwardRequest"]()
+    message = MESSAGE["ForwardBackwardRequest"]()
     try:
         message.ParseFromString(body)
     except DecodeError as error:
@@ -202,7 +202,7 @@ def _values(tensor: Any) -> Values:
 
 def pass_bytes(done: PassDone) -> bytes:
     """A ForwardBackwardOutput. Data of one shape after the first dimension share a record."""
-    message = _MESSAGE["ForwardBackwardOutput"](loss_fn_output_type="ArrayRecord")
+    message = MESSAGE["ForwardBackwardOutput"](loss_fn_output_type="ArrayRecord")
     for trailing, group in groupby(done.outputs, key=lambda output: next(iter(output.values())).shape[1:]):
         outputs = list(group)
         record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(outputs))
@@ -246,7 +246,7 @@ class PromptSaid(NamedTuple):
 
 def sample_bytes(sequences: Sequence[Sampled], k: int, prompt: PromptSaid) -> bytes:
     """A SampleResponse; of the prompt only what was asked for."""
-    message = _MESSAGE["SampleResponse"]()
+    message = MESSAGE["SampleResponse"]()
     for each in sequences:
         made = message.sequences.add(stop_reason=0 if each.stopped else 1)
         made.tokens = np.array(each.tokens, "<i4").tobytes()
@@ -272,7 +272,7 @@ def sample_bytes(sequences: Sequence[Sampled], k: int, prompt: PromptSaid) -> by
 
 def _like(asked: TensorBody, values: npt.NDArray[np.float32]) -> Any:
     """A Tensor of these values in the layout of what was asked."""
-    tensor = _MESSAGE["Tensor"](dtype=_FLOAT32, shape=asked.shape or [])
+    tensor = MESSAGE["Tensor"](dtype=_FLOAT32, shape=asked.shape or [])
     data = values.astype("<f4").tobytes()
     if asked.sparse_crow_indices is None:
         tensor.dense = data
@@ -288,4 +288,4 @@ def _top(rows: Top, k: int) -> Any:
     for at, row in enumerate(rows):
         for rank, (token, logprob) in enumerate(row[:k]):
             ids[at, rank], logprobs[at, rank] = token, logprob
-    return _MESSAGE["TopkLogprobs"](token_ids=ids.tobytes(), logprobs=logprobs.tobytes(), k=k, length=len(rows))
+    return MESSAGE["TopkLogprobs"](token_ids=ids.tobytes(), logprobs=logprobs.tobytes(), k=k, length=len(rows))

@@ -31,7 +31,7 @@ class ImageReader:
         self._turns = FairTurns(places)
         self._limit_s = limit_s
         self._memory_bytes = memory_bytes
-        self._idle: list[CallProcess] = []
+        self.idle: list[CallProcess] = []
 
     async def size(self, data: bytes) -> ImageSize:
         """Size of an image that can be decoded; InvalidRequestError states what is wrong with any other file."""
@@ -49,8 +49,8 @@ class ImageReader:
 
     def close(self) -> None:
         """Kill all processes that decode images."""
-        while self._idle:
-            self._idle.pop().kill()
+        while self.idle:
+            self.idle.pop().kill()
 
     async def _ask(self, question: ImageQuestion, tenant: str = "") -> ImageAnswer:
         async with self._turns.turn(tenant):
@@ -66,14 +66,14 @@ class ImageReader:
             except BaseException:
                 process.kill()
                 raise
-            self._idle.append(process)
+            self.idle.append(process)
         if answer.complaint:
             raise InvalidRequestError(answer.complaint)
         return answer
 
     async def _process(self) -> CallProcess:
-        while self._idle:
-            process = self._idle.pop()
+        while self.idle:
+            process = self.idle.pop()
             if process.alive:
                 return process
             process.kill()

@@ -47,11 +47,11 @@ class RewardPool:
     """A few processes that compute rewards; they start when first needed."""
 
     def __init__(self, processes: int = 0, timeout_s: float = 5.0, *, grace_s: float = GRACE_S) -> None:
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._grace_s = grace_s
         self._turns = FairTurns(processes or min(4, os.cpu_count() or 1))
         self._rested: list[_Process] = []
-        self._all: set[_Process] = set()
+        self.processes: set[_Process] = set()
         self._lateness: WeakValueDictionary[tuple[str, bytes], Lateness] = WeakValueDictionary()
         self._passed: dict[bytes, None] = {}
 
@@ -88,7 +88,7 @@ class RewardPool:
 
     def close(self) -> None:
         """Kill the processes that compute rewards."""
-        for process in list(self._all):
+        for process in list(self.processes):
             self._end(process)
 
     async def _chunk(self, spec: RewardSpec, samples: Sequence[RewardSample], share: Share) -> list[Reward]:
@@ -117,16 +117,16 @@ class RewardPool:
         rewards: list[Reward] = []
         try:
             ready_s = 0.0 if spec.name in process.loaded else self._grace_s
-            limit_s = SLICE_S + self._timeout_s + ready_s + 2 * ANSWER_S
-            await process.call.send(msgspec.json.encode(Slice(spec, sent, self._timeout_s, SLICE_S, limit_s)))
+            limit_s = SLICE_S + self.timeout_s + ready_s + 2 * ANSWER_S
+            await process.call.send(msgspec.json.encode(Slice(spec, sent, self.timeout_s, SLICE_S, limit_s)))
             async with asyncio.timeout(limit_s) as limit:
                 while answer := await process.call.receive():
                     rewards.append(_reward.decode(answer))
                     process.loaded.add(spec.name)
-                    limit.reschedule(asyncio.get_running_loop().time() + self._timeout_s + ANSWER_S)
+                    limit.reschedule(asyncio.get_running_loop().time() + self.timeout_s + ANSWER_S)
         except TimeoutError:
             self._end(process)
-            return rewards, f"{LATE} {self._timeout_s:g} s, deaf to its timer"
+            return rewards, f"{LATE} {self.timeout_s:g} s, deaf to its timer"
         except LostProcessError:
             self._end(process)
             return rewards, "the reward ended its process"
@@ -171,12 +171,12 @@ class RewardPool:
                 return process
             self._end(process)
         process = _Process(await CallProcess.start("shared.scoring.process"))
-        self._all.add(process)
+        self.processes.add(process)
         return process
 
     def _end(self, process: "_Process") -> None:
         process.call.kill()
-        self._all.discard(process)
+        self.processes.discard(process)
         if process in self._rested:
             self._rested.remove(process)
 

@@ -176,7 +176,7 @@ class Bench:
 
     def stop(self) -> None:
         """End all rows."""
-        for seq in list(self.engine._rows):
+        for seq in list(self.engine.rows):
             self.engine.cancel(seq)
         while self.engine.busy:
             self.engine.turn()

@@ -53,7 +53,7 @@ class Decoding:
     @property
     def bytes(self) -> int:
         """Of the batch's KV."""
-        return sum(leaf.nbytes for leaf in leaves(self._engine._batch._cache[:-1]))
+        return sum(leaf.nbytes for leaf in leaves(self._engine.batch.cache[:-1]))
 
     def tokens_per_s(self) -> float:
         """Over some decode steps."""

@@ -121,7 +121,7 @@ class Decoding:
     def rest(self) -> None:
         """Wait for what the turns so far have begun."""
         began = clock()
-        mx.synchronize(self._engine._batch.stream)
+        mx.synchronize(self._engine.batch.stream)
         if self.is_whole:
             self.seconds += clock() - began
 

@@ -17,6 +17,7 @@ from api.serve.embedded_redis import EmbeddedRedis, free_port
 from tests.e2e.chaos_proxy import Proxy
 from tests.e2e.rings import MODEL, Process
 from tests.redis.clusters import Cluster
+from tests.redis.outages import write_at_once
 from tests.waiting import HANG_S
 
 READY = {"worker": "worker.ready", "api": "api.started", "runner": "runner.ready", "trainer": "train."}
@@ -167,6 +168,7 @@ class ChaosRing:
                     began = time.monotonic()
                     await asyncio.to_thread(self.redis.restart)
                     self.redis_restarts_s.append(time.monotonic() - began)
+                    write_at_once(self.redis.url)
                 else:
                     os.kill(self.redis.pid, signal.SIGSTOP)
                     await asyncio.sleep(self.rng.uniform(0.2, 0.5) * self.freeze_s)
@@ -235,6 +237,7 @@ async def chaos_ring(
             ports = [server.port for server in redis.servers]
         else:
             redis = stack.enter_context(EmbeddedRedis(folder / "redis"))
+            write_at_once(redis.url)
             ports = [redis.port]
         members = []
         for i in range(2):

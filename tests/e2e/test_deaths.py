@@ -18,6 +18,7 @@ from shared.redis import keys
 from shared.redis.connection.client import connect
 from shared.trajectories import Trajectory
 from tests.e2e.rings import MODEL, Process, Ring, ring
+from tests.redis.outages import write_at_once
 from tests.waiting import HANG_S, wait_until
 
 LONG = {"model": MODEL, "prompt": "Count from 1 to 60.", "max_tokens": 900, "ignore_eos": True, "seed": 5}
@@ -176,6 +177,7 @@ async def test_a_killed_redis_is_started_again_and_the_job_goes_on(two_workers: 
             submitted = await anew_if_done(client, submitted)
             return (await client.status(submitted.id)).counts.running > 0
 
+        write_at_once(two_workers.redis_url)
         await wait_until(has_rows)
         os.kill(int((await redis.info("server"))["process_id"]), signal.SIGKILL)
         status = await client.wait(submitted.id)

@@ -20,7 +20,7 @@ from PIL import Image
 
 pytest.importorskip("mlx_vlm")
 
-from api.tinker.protobuf import _MESSAGE
+from api.tinker.protobuf import MESSAGE
 from tests.e2e.bad_images import Sent, attack, bodies
 from tests.e2e.rings import MODEL, Ring, ring
 from tests.engine.vision_models import alone, codec, picture, png, whole_model, write_vision_model
@@ -231,7 +231,7 @@ def test_tinkers_samples_and_passes_see_what_a_chat_sees(client: OpenAI, served:
     chat, tinker = ask(client, "What?", shown(1), "Say.", max_tokens=6), Tinker(served)
     prompt, said = list(chat.prompt_token_ids), list(chat.choices[0].token_ids)
     chunks = chunks_of(prompt, image_chunk(1))
-    message = _MESSAGE["SampleResponse"]()
+    message = MESSAGE["SampleResponse"]()
     message.ParseFromString(tinker.done(tinker.sample(chunks, num_samples=2)).content)
     for sequence in message.sequences:
         assert np.frombuffer(sequence.tokens, "<i4").tolist()[: len(said)] == said

@@ -112,7 +112,7 @@ class SpiedModel:
 
     @classmethod
     def inside(cls, bench: Bench) -> Self:
-        model = bench.engine._model
+        model = bench.engine.model
         model.model = spy = cls(model.model)
         return spy
 

@@ -178,8 +178,8 @@ def sees(group: Any, folder: str, seed: int, made: list[list[Any]]) -> Any:
         bench.run()
         bench.ask("whole", WHAT, [picture(99)])
         bench.run()
-        gallery, stats = bench.engine._gallery, bench.engine.stats().vision
-        assert not gallery._wanted and not gallery._failed and not gallery.busy and 0 < stats.bytes <= most
+        gallery, stats = bench.engine.gallery, bench.engine.stats().vision
+        assert not gallery.wanted and not gallery.failed and not gallery.busy and 0 < stats.bytes <= most
         assert (stats.encoded > 0) == (loaded.tower is not None) == (group is None or group.rank() == 0)
         return {
             "tokens": {seq: bench.tokens(seq) for seq in bench.shown},
@@ -383,10 +383,10 @@ def header(loaded: LoadedModel, items: list[HeadExample], form: Form, options: D
 
 def recording(learner: Any) -> Recorded:
     """Of the gradients that have been summed."""
-    recorded, policy = Recorded(), learner._policy
+    recorded, policy = Recorded(), learner.policy
     if policy is None:  # a head alone
-        whole = learner._whole
-        learner._whole = lambda gradients: recorded(whole(gradients))
+        whole = learner.whole
+        learner.whole = lambda gradients: recorded(whole(gradients))
         return recorded
     whole = policy.whole
     policy.whole = lambda gradient: recorded(whole(gradient))
@@ -415,8 +415,8 @@ def samples() -> list[SampleGroup]:
         return Sample(ids, (-5.0,) * len(ids), (True,) * len(ids), (0,) * len(ids), (-1.0) ** at)
 
     return [
-        SampleGroup(str(at), tuple(prompt_of(3 + 9 * at, at)), tuple(sample(each) for each in range(4)))
-        for at in range(4)
+        SampleGroup(str(at), tuple(prompt_of(3 + 18 * at, at)), tuple(sample(each) for each in range(4)))
+        for at in range(2)
     ]
 
 

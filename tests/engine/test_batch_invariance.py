@@ -60,8 +60,8 @@ def test_rows_that_join_and_leave_at_random_get_the_tokens_they_get_alone(model:
         while waiting and schedule.random() < 0.3:
             bench.submit(waiting.pop(0))
         bench.turn()
-        batch = bench.engine._batch
-        assert all(cache.left_padding.tolist() == batch._padding for cache in batch._cache[:-1])
+        batch = bench.engine.batch
+        assert all(cache.left_padding.tolist() == batch._padding for cache in batch.cache[:-1])
     for each in specs:
         tokens, logprobs = alone(model, each)
         assert bench.tokens(each.id) == tokens, each

@@ -63,8 +63,8 @@ def test_a_row_is_counted_by_what_it_keeps(llama_folder: Path) -> None:
     widths = set()
     while bench.engine.busy:
         bench.turn()
-        batch = bench.engine._batch
-        held = [*batch._cache, *(cache for group in batch._groups for cache in group.cache)]
+        batch = bench.engine.batch
+        held = [*batch.cache, *(cache for group in batch.groups for cache in group.cache)]
         widths |= {leaf.keys.shape[2] for leaf in leaves(held) if getattr(leaf, "keys", None) is not None}
     assert max(widths) == 32, "nor is more held between two turns"
     assert [bench.finish(f"s{at}").reason for at in range(4)] == ["length"] * 4

@@ -98,7 +98,7 @@ def test_first_tokens_do_not_wait_for_the_batch_s_next_step(llama: LoadedModel) 
 @pytest.mark.parametrize("tells_at_once", [True, False])
 def test_a_batch_decodes_while_first_tokens_come_in_every_turn(llama: LoadedModel, tells_at_once: bool) -> None:
     bench, _ = filled(llama)
-    bench.engine._batch._tells_at_once = tells_at_once
+    bench.engine.batch._tells_at_once = tells_at_once
     before, turns = len(bench.tokens("b0")), 5 * (PASSES + 1)
     for turn in range(turns):
         bench.submit(spec(f"i{turn}", prompt_of(5), max_tokens=1))
@@ -152,7 +152,7 @@ def test_tokens_are_those_of_a_sequence_alone(model: LoadedModel, options: dict[
         ALONE[known] = alone_of(model, prompts, options)
     alone = ALONE[known]
     bench = Bench(model, max_rows=32, prefill_chunk=32)
-    bench.engine._batch._tells_at_once = tells_at_once
+    bench.engine.batch._tells_at_once = tells_at_once
     bench.submit(*(of_batch(f"b{i}", prompt_of(30 + i), max_tokens=40) for i in range(4)))
     for index, prompt in enumerate(prompts):
         bench.turn()

@@ -107,12 +107,12 @@ def test_a_learner_measures_and_learns_by_what_the_teacher_says_of_tokens_that_c
 ) -> None:
     teaching = DistillLearner(llama.model, SHAPE, OPTIONS)
     teaching.begin_with(random_weights(teaching, 8))
-    batch = score(teaching._policy.model, examples("sft", 8, seed=4))
+    batch = score(teaching.policy.model, examples("sft", 8, seed=4))
     learning = DistillLearner(llama.model, SHAPE, replace(OPTIONS, **options))
     wanted, alike = [], []
     for row in batch:
         ids = [*row.prompt_ids, *row.completion_ids]
-        logits = np.array(learning._policy.model(mx.array([ids[:-1]])), np.float64)[0]
+        logits = np.array(learning.policy.model(mx.array([ids[:-1]])), np.float64)[0]
         at = np.flatnonzero(row.counts) + len(row.prompt_ids) - 1
         wanted.append(wanted_divergence(log_softmax(logits[at]), np.array(row.top_ids), np.array(row.top_logprobs)))
         alike += (logits[at].argmax(-1) == np.array(row.top_ids)[:, 0]).tolist()

@@ -200,7 +200,7 @@ def test_a_row_whose_grammar_fails_for_the_draft_model_alone_goes_without_and_ot
     spied, copied, copy = Spied(drafting(llama, llama)), [], Place.copy
     spied.bench.submit(*rows)
     spied.bench.turn()
-    bad = spied.bench.engine._rows["s1"].place
+    bad = spied.bench.engine.rows["s1"].place
 
     def copies(place: Place) -> Place:
         copied.append(place)

@@ -56,7 +56,7 @@ def test_equal_inputs_are_computed_once_and_differ_from_a_completion_of_the_same
     ids = prompt_of(40)
     bench = Bench(llama)
     spy = SpiedModel.inside(bench)
-    bench.engine._model.model.model = llama.model.model  # the part that embeds
+    bench.engine.model.model.model = llama.model.model  # the part that embeds
     bench.submit(wanted("a", ids), wanted("b", ids), wanted("c", ids, "last"), spec("s", ids))
     bench.run()
     np.testing.assert_array_equal(vector(bench, "a"), vector(bench, "b"))

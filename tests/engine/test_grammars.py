@@ -283,7 +283,7 @@ def test_a_matcher_that_raises_ends_its_own_row_only(llama: LoadedModel, at: str
     for each in (plain, bench):
         each.submit(*rows)
         each.turn()
-    place = bench.engine._rows["s1"].place
+    place = bench.engine.rows["s1"].place
     assert place is not None
     place._matcher = Failing(place.matcher, at)  # type: ignore[assignment]
     for each in (plain, bench):

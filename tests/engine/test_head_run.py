@@ -58,7 +58,7 @@ class Workers:
             return [Reward(name, None, error=f"{UNANSWERED} 'tiny' within 120 s")] * len(samples)
         codec = run._ring.codec
         ids = [tuple(answered(codec, sample.prompt, sample.completion)) for sample in samples]
-        said = await run._learner.call(HeadLearner.read, [HeadText(None, "", each) for each in ids])
+        said = await run.learner.call(HeadLearner.read, [HeadText(None, "", each) for each in ids])
         return [Reward(name, value + self._error) for (value,) in said]
 
     async def outputs(self, name: str, head: str, texts: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -67,7 +67,7 @@ class Workers:
         self.left -= 1
         if self.left >= 0 and self._away is not None:
             raise self._away
-        said = await run._learner.call(HeadLearner.read, [HeadText(None, "", tuple(each)) for each in texts])
+        said = await run.learner.call(HeadLearner.read, [HeadText(None, "", tuple(each)) for each in texts])
         return [[value + self._error for value in each] for each in said]
 
     async def check(self, reward: Any) -> None:
@@ -113,7 +113,7 @@ async def test_a_head_that_acts_is_served_once_a_worker_says_the_same(
     discrete = isinstance(action(0), str)  # one more for all logits changes no chance
     assert (sink.latest, workers.left) == (1 if not error or discrete else 0, -1)
     line = json.loads((tmp_path / "judge" / "metrics.jsonl").read_text().splitlines()[-1])
-    assert line["held_out_loss"] is not None and run._learner.learner.spec.kind == (
+    assert line["held_out_loss"] is not None and run.learner.learner.spec.kind == (
         "categorical" if discrete else "gaussian"
     )
 
@@ -127,7 +127,7 @@ async def test_a_head_goes_on_from_a_version_of_its_own(tmp_path: Path) -> None:
     fields = {"run": "more", "start_from": start, "head_only": False, "head_learning_rate": 1e-9}
     more = await train(tmp_path, Workers(), MemorySink("judge"), lines=others, **fields)
     assert more.state.started_from == start
-    before, after = first._learner.learner.weights(), more._learner.learner.weights()
+    before, after = first.learner.learner.weights(), more.learner.learner.weights()
     np.testing.assert_allclose(after["heads.policy.bias"], before["heads.policy.bias"], rtol=1e-4, atol=1e-4)
     assert any(name.endswith("lora_b") for name in after) and not any(name.endswith("lora_b") for name in before)
 
@@ -219,7 +219,7 @@ async def test_a_resumed_run_that_has_no_version_yet_falls_back_to_where_it_bega
     with pytest.raises(RuntimeError, match="killed"):
         await train(tmp_path, Workers(asked=die), MemorySink("judge"))
     run = await train(tmp_path, Workers(error=1000.0), MemorySink("judge"))
-    assert run.state.rejected == 1 and not run._learner.learner.weights()["heads.reward.weight"].any()
+    assert run.state.rejected == 1 and not run.learner.learner.weights()["heads.reward.weight"].any()
 
 
 async def test_what_is_learned_between_two_candidates_is_in_checkpoints(tmp_path: Path) -> None:
@@ -239,7 +239,7 @@ async def test_a_resumed_run_falls_back_to_the_last_good_version_not_to_its_chec
     run = await train(tmp_path, Workers(error=1000.0), sink, steps=STEPS + 2)
     assert (sink.latest, run.state.rejected, run.state.train_step) == (1, 1, STEPS + 2)
     name = "heads.reward.weight"
-    assert (run._learner.learner.weights()[name] == sink.versions[1][name]).all()
+    assert (run.learner.learner.weights()[name] == sink.versions[1][name]).all()
 
 
 async def test_a_run_ends_where_somebody_else_has_moved_the_latest_version(tmp_path: Path) -> None:

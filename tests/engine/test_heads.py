@@ -106,7 +106,7 @@ def reference(versions: Versions, spec: SequenceSpec) -> Array:
 
 def count_forwards(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Rows of every forward that shows hidden states."""
-    model, rows = bench.engine._model, []
+    model, rows = bench.engine.model, []
     hidden = model.hidden
     monkeypatch.setattr(model, "hidden", lambda ids, cache: (rows.append(len(cache[-1].rows)), hidden(ids, cache))[1])
     return rows

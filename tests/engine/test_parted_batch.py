@@ -25,7 +25,7 @@ def test_rows_in_parts_say_what_they_say_in_one(llama: LoadedModel, monkeypatch:
         specs = [each for each in sequences_of() if not each.sampling.grammar]
         bench.submit(*specs)
         bench.turn()
-        assert isinstance(bench.engine._batch, PartedBatch) == (stages > 1)
+        assert isinstance(bench.engine.batch, PartedBatch) == (stages > 1)
         bench.run()
         said.append({each.id: (bench.tokens(each.id), bench.finish(each.id).reason) for each in specs})
     assert said[0] == said[1]
@@ -39,7 +39,7 @@ def test_whatever_the_schedule_nothing_is_left_in_any_part(
     schedule = Schedule(loaded, seed)
     schedule.run()
     for part in schedule.parts:
-        assert not (part._inserted or part._unfed or part._groups or part._cache or part._undrawn or part._untold)
+        assert part.holds_nothing
     monkeypatch.undo()
     alone = Bench(loaded, max_rows=64, prefix_cache_bytes=0, prefill_rows=1, prefill_chunk=4096)
     specs = schedule.specs.values()
@@ -53,7 +53,7 @@ def test_whatever_the_schedule_nothing_is_left_in_any_part(
 def test_parts_take_turns_and_rows_come_to_the_one_that_has_fewest(llama: LoadedModel, in_parts: None) -> None:
     bench = Bench(llama)
     bench.submit(*(spec(f"s{at}", prompt_of(5, at), max_tokens=40) for at in range(8)))
-    bench.until(lambda: bench.engine._batch.decoding == 8)
+    bench.until(lambda: bench.engine.batch.decoding == 8)
     for _ in range(8):
         bench.turn()  # until all have been told of their first tokens
     parts = [{event.seq for event in bench.turn()} for _ in range(4)]

@@ -134,7 +134,7 @@ def test_an_exact_repetition_feeds_one_token(llama: LoadedModel) -> None:
     spy = SpiedModel.inside(bench)
     bench.submit(spec("warm", prompt, max_tokens=3))
     bench.run()
-    bench.engine._model.model = spy.inner
+    bench.engine.model.model = spy.inner
     assert set(spy.fed) == {1}, spy.fed
     assert bench.finish("warm").cached_tokens == 127
     assert [bench.tokens("warm")] == list(alone(llama, spec("warm", prompt, max_tokens=3)).values())

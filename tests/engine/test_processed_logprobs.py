@@ -20,7 +20,7 @@ from trainer.learn.logprobs import TokenScores, from_logits, row_scores, shared_
 from trainer.learn.options import AdapterShape
 from trainer.learn.policy import Policy
 from trainer.rollouts.groups import RolloutGroup
-from worker.engine.batch.sampler import _Plan
+from worker.engine.batch.sampler import SamplingPlan
 
 SAMPLINGS: list[dict[str, Any]] = [
     {},
@@ -38,7 +38,7 @@ SAMPLINGS: list[dict[str, Any]] = [
 def reported(logits_BV: np.ndarray, samplings: list[SamplingParams]) -> tuple[np.ndarray, np.ndarray]:
     """Tokens [B] and reported log-probabilities [B, V] of one step."""
     rows, vocab = tuple(map(row_of, samplings)), logits_BV.shape[1]
-    plan, logits = _Plan(rows, vocab, 16), mx.array(logits_BV.astype(np.float32))
+    plan, logits = SamplingPlan(rows, vocab, 16), mx.array(logits_BV.astype(np.float32))
     tokens_B = plan.draw(logits, mx.zeros((len(rows), 1), mx.uint32))
     return np.array(tokens_B), np.array(plan.reported.of(logits - mx.logsumexp(logits, axis=-1, keepdims=True)))
 
@@ -72,7 +72,7 @@ def test_a_greedy_row_reports_its_edited_logits(beside: list[SamplingParams]) ->
 
 def test_a_batch_without_such_rows_computes_nothing_more() -> None:
     logits = mx.zeros((2, 50))
-    plan = _Plan((row_of(params()), row_of(params(temperature=0.5, top_p=0.5))), 50, 16)
+    plan = SamplingPlan((row_of(params()), row_of(params(temperature=0.5, top_p=0.5))), 50, 16)
     plan.draw(logits, mx.zeros((2, 1), mx.uint32))
     assert plan.reported.of(logits) is logits
 

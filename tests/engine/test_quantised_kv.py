@@ -108,7 +108,7 @@ def test_rows_of_several_adapters_share_the_batch(llama_folder: Path, tmp_path: 
     slots = AdapterSlots(loaded, SlotConfig(), read.set)
     slots.provide(made.path, made.manifest)
     bench = Bench(loaded)
-    bench.engine._model.adapters = slots
+    bench.engine.model.adapters = slots
     specs = [msgspec.structs.replace(spec(f"s{at}", prompt_of(40)), adapter="a@1" if at else None) for at in range(2)]
     bench.submit(*specs)
     bench.run()
@@ -138,7 +138,7 @@ def test_more_rows_fit_the_same_memory(bits: int, least: float, tmp_path: Path) 
         bench = Bench(loaded)
         bench.submit(*(spec(f"s{at}", prompt_of(240), max_tokens=8) for at in range(4)))
         bench.until(lambda bench=bench: all(len(bench.tokens(f"s{at}")) > 2 for at in range(4)))  # type: ignore[misc]
-        held.append(sum(leaf.nbytes for leaf in leaves(bench.engine._batch._cache[:-1])))
+        held.append(sum(leaf.nbytes for leaf in leaves(bench.engine.batch.cache[:-1])))
         counted.append(bench.engine.stats().kv_bytes)
         bench.run()
         assert bench.engine.stats().prefix.bytes == 3 * 64 * loaded.card.kv_bytes_per_token, "equal prompts"

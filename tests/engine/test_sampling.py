@@ -12,7 +12,7 @@ from mlx_model.sampling.draw import draw_by_chance, mix_seeds, nucleus_threshold
 from shared.frames import TokenEvent
 from shared.sequences import SamplingParams, SequenceSpec
 from worker.engine.batch.row import Row
-from worker.engine.batch.sampler import Guesses, _Plan
+from worker.engine.batch.sampler import Guesses, SamplingPlan
 from worker.engine.messages import RowRequest
 
 PROMPT = (1, 2, 2, 3, 40)
@@ -59,7 +59,7 @@ def drawn(logits_V: np.ndarray, s: SamplingParams, count: int, candidates: int =
     """Frequencies [V] of `count` rows that differ in their seeds only."""
     rows = tuple(row_of(replace(s, seed=seed)) for seed in range(count))
     logits_BV = mx.broadcast_to(mx.array(logits_V.astype(np.float32)), (count, len(logits_V)))
-    tokens_B = _Plan(rows, len(logits_V), candidates).draw(logits_BV, mx.zeros((count, 1), mx.uint32))
+    tokens_B = SamplingPlan(rows, len(logits_V), candidates).draw(logits_BV, mx.zeros((count, 1), mx.uint32))
     assert tokens_B.dtype == mx.uint32
     return np.bincount(np.array(tokens_B), minlength=len(logits_V)) / count
 
@@ -115,9 +115,11 @@ def test_rows_with_different_parameters_share_a_call() -> None:
         params(logit_bias={11: 100.0}),
     ]
     rows = tuple(map(row_of, each))
-    together = np.array(_Plan(rows, vocab, 16).draw(mx.array(logits_BV), mx.zeros((6, 1), mx.uint32)))
+    together = np.array(SamplingPlan(rows, vocab, 16).draw(mx.array(logits_BV), mx.zeros((6, 1), mx.uint32)))
     for index, row in enumerate(rows):
-        alone = _Plan((row,), vocab, 16).draw(mx.array(logits_BV[index : index + 1]), mx.zeros((1, 1), mx.uint32))
+        alone = SamplingPlan((row,), vocab, 16).draw(
+            mx.array(logits_BV[index : index + 1]), mx.zeros((1, 1), mx.uint32)
+        )
         assert together[index] == alone.item()
     assert together[0] == logits_BV[0].argmax()
     assert together[5] == 11
@@ -126,19 +128,19 @@ def test_rows_with_different_parameters_share_a_call() -> None:
 @pytest.mark.parametrize("temperature", [9e-6, 1e-40, 5e-324])
 def test_hardly_any_temperature_is_none(temperature: float) -> None:
     logits_BV = mx.array([[0.0, 3.0, 2.9, -4.0]])
-    assert _Plan((row_of(params(temperature=temperature)),), 4, 256).draw(logits_BV, mx.array([[0]])).item() == 1
+    assert SamplingPlan((row_of(params(temperature=temperature)),), 4, 256).draw(logits_BV, mx.array([[0]])).item() == 1
 
 
 def test_counts_grow_by_the_token_that_the_host_has_not_seen() -> None:
     vocab = 50
     row = row_of(params(temperature=0.0, frequency_penalty=1.0), [])
     logits = mx.array([[0.0, 0.9] + [-9.0] * (vocab - 2)])
-    plan = _Plan((row,), vocab, 256)
+    plan = SamplingPlan((row,), vocab, 256)
     assert plan.draw(logits, mx.array([[40]])).item() == 1  # the input is the prompt's last token: not counted
     assert plan.draw(logits, mx.array([[1]])).item() == 0
     assert plan.draw(logits, mx.array([[0]])).item() == 1
     row.tokens, row.position = [1, 0], 3  # rebuilt: the host knows two tokens, the third is in flight
-    assert _Plan((row,), vocab, 256).draw(logits, mx.array([[1]])).item() == 0
+    assert SamplingPlan((row,), vocab, 256).draw(logits, mx.array([[1]])).item() == 0
 
 
 @given(
@@ -221,7 +223,7 @@ def test_what_the_kernel_draws_does_not_depend_on_the_rows_beside(monkeypatch: p
     def tokens(*sampling: SamplingParams) -> list[int]:
         rows = tuple(map(row_of, sampling))
         logits_BV, fed = logits[: len(rows)], mx.zeros((len(rows), 1), mx.uint32)
-        drawn_B, draw = _Plan(rows, 50, 16).drawn(logits_BV, fed, ("",) * len(rows), None)
+        drawn_B, draw = SamplingPlan(rows, 50, 16).drawn(logits_BV, fed, ("",) * len(rows), None)
         chances = logits_BV.astype(mx.float32)
         chances -= mx.logsumexp(chances, axis=-1, keepdims=True)
         for at, token in enumerate(drawn_B.tolist()):

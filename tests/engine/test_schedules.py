@@ -37,7 +37,7 @@ class Schedule:
     @property
     def parts(self) -> list[RunningBatch]:
         """The batch, or those that it is made of."""
-        batch = self.bench.engine._batch
+        batch = self.bench.engine.batch
         return batch.parts if isinstance(batch, PartedBatch) else [batch]
 
     def arrive(self) -> None:
@@ -65,10 +65,10 @@ class Schedule:
         elif chance < 0.2:
             engine.freeze(clear_cache=self.random.random() < 0.5)
         elif chance < 0.27:
-            admitted = [row for row in engine._rows.values() if row.admitted]
+            admitted = [row for row in engine.rows.values() if row.admitted]
             engine._restart(self.random.sample(admitted, len(admitted) // 2))
         elif chance < 0.4:
-            self.come_back(self.random.sample(list(engine._rows), len(engine._rows) // 2))
+            self.come_back(self.random.sample(list(engine.rows), len(engine.rows) // 2))
         elif chance > 0.6:
             engine.thaw()
 
@@ -84,16 +84,7 @@ class Schedule:
     def check(self) -> None:
         """A row is in exactly one place."""
         for batch in self.parts:
-            self.check_part(batch)
-
-    @staticmethod
-    def check_part(batch: RunningBatch) -> None:
-        """The same, of one batch."""
-        places = [row for entry in batch._unfed for row in entry.rows]
-        places += [row for group in batch._groups for row in group.rows]
-        places += batch._decoding_rows
-        assert len(places) == len(set(places)) and set(places) == batch._inserted
-        assert batch._untold <= set(batch._decoding_rows)
+            batch.check()
 
     def run(self) -> None:
         """To the end of all."""
@@ -116,8 +107,9 @@ def test_tokens_are_those_of_a_sequence_alone_whatever_the_schedule(llama: Loade
     schedule = Schedule(loaded, seed)
     schedule.run()
     engine, (batch,) = schedule.bench.engine, schedule.parts
-    assert not (engine._rows or engine._waiting or engine._reserved.bytes or engine._lane._tasks)
-    assert not (batch._inserted or batch._unfed or batch._groups or batch._cache or batch._untold or batch._prefilling)
+    stats = engine.stats()
+    assert engine.is_idle and (stats.rows, stats.waiting, stats.prefilling, stats.kv_bytes) == (0, 0, 0, 0)
+    assert batch.holds_nothing
     for seq in schedule.specs:
         reason = schedule.bench.finish(seq).reason
         assert reason == "length" or (reason == "cancelled" and seq in schedule.cancelled)

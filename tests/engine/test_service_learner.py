@@ -32,7 +32,7 @@ def moved(llama: LoadedModel, seed: int = 0, **more: Any) -> ServiceLearner:
     learning = learner(llama, seed, **more)
     draw = np.random.default_rng(seed)
     weights = sorted(learning.weights().items())
-    learning._policy.load({name: (draw.standard_normal(w.shape) / 8).astype(np.float32) for name, w in weights})
+    learning.policy.load({name: (draw.standard_normal(w.shape) / 8).astype(np.float32) for name, w in weights})
     return learning
 
 
@@ -70,7 +70,7 @@ def test_a_state_that_is_damaged_is_told_as_such(llama: LoadedModel) -> None:
 
 def logps(learning: ServiceLearner, datum: Datum) -> Array:
     """From whole logits, in numpy."""
-    logits = np.array(learning._policy.model(mx.array(datum.ids())[None])[0].astype(mx.float32)).astype(np.float64)
+    logits = np.array(learning.policy.model(mx.array(datum.ids())[None])[0].astype(mx.float32)).astype(np.float64)
     logits -= logits.max(-1, keepdims=True)
     said = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     targets = datum.inputs["target_tokens"].array().reshape(len(said), -1)
@@ -97,7 +97,7 @@ def ran(learning: ServiceLearner, request: PassRequest) -> PassDone:
 
 
 def flat(learning: ServiceLearner) -> Array:
-    waiting = dict(tree_flatten(learning._waiting))
+    waiting = dict(tree_flatten(learning.waiting))
     return np.concatenate([np.array(waiting[name]).ravel() for name in sorted(waiting)])
 
 
@@ -133,7 +133,7 @@ def test_few_bytes_do_not_become_a_large_microbatch() -> None:
 def test_targets_may_be_several_a_position(llama: LoadedModel) -> None:
     learning = moved(llama)
     given = (*data("cross_entropy", 2, targets=3), *data("cross_entropy", 1, seed=9))
-    learning._chunk = 7  # positions that the head takes at once
+    learning.chunk = 7  # positions that the head takes at once
     done = ran(learning, PassRequest(given, "cross_entropy"))
     for datum, output in zip(given, done.outputs, strict=True):
         np.testing.assert_allclose(output["logprobs"].array(), logps(learning, datum), atol=1e-5, rtol=1e-5)
@@ -143,7 +143,7 @@ def test_targets_may_be_several_a_position(llama: LoadedModel) -> None:
 def test_gradients_are_those_of_differences(llama: LoadedModel, loss: LossName) -> None:
     learning, given = moved(llama), data(loss, 3, seed=2)
     ran(learning, PassRequest(given, loss))
-    gradients = {name: np.array(value) for name, value in tree_flatten(learning._waiting)}
+    gradients = {name: np.array(value) for name, value in tree_flatten(learning.waiting)}
     weights = learning.weights()
     # cispo's coefficient is a constant of its gradient: with the ratio kept, its loss is that of cross entropy.
     if loss == "cispo":
@@ -159,7 +159,7 @@ def test_gradients_are_those_of_differences(llama: LoadedModel, loss: LossName) 
     slope = sum(float((gradients[name] * direction[name]).sum(dtype=np.float64)) for name in weights)
 
     def at(step: float) -> float:
-        learning._policy.load({name: weights[name] + step * direction[name] for name in weights})
+        learning.policy.load({name: weights[name] + step * direction[name] for name in weights})
         return sum(expected(loss, logps(learning, datum), datum.inputs).sum() for datum in given)
 
     step = 2e-4

@@ -25,7 +25,7 @@ def forced(text: str | bytes, seq: str = "s", **sampling: object):  # type: igno
 
 def say(bench: Bench, seq: str, tokens: list[int]) -> None:
     """Run a sequence, replacing each drawn token by the given one on its way to the row."""
-    batch = cast(RunningBatch, bench.engine._batch)
+    batch = cast(RunningBatch, bench.engine.batch)
     inner, left = batch._add_news, list(tokens)
 
     def said(tokens: list[tuple[Row, int]]) -> None:

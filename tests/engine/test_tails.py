@@ -122,7 +122,7 @@ def test_a_short_prompt_that_comes_again_feeds_one_token(name: str, llama: Loade
     spy = SpiedModel.inside(bench)
     bench.submit(*(spec(f"warm{at}", prompt, group="h", seed=at, **drawn) for at in range(3)), spec("one", prompt))
     bench.run()
-    bench.engine._model.model = spy.inner
+    bench.engine.model.model = spy.inner
     assert max(spy.fed) <= 4, "a token of each row"
     for at in range(3):
         assert bench.tokens(f"warm{at}") == bench.tokens(f"cold{at}")

@@ -10,7 +10,7 @@ from shared.sequences import SamplingParams, SequenceSpec
 from tests.engine.conftest import Bench, prompt_of, spec
 from tests.engine.test_logprobs import assert_top, full_logprobs
 from worker.engine.batch.row import Row
-from worker.engine.batch.sampler import _Plan
+from worker.engine.batch.sampler import SamplingPlan
 from worker.engine.messages import RowRequest
 
 VOCAB = 50
@@ -86,16 +86,16 @@ def test_a_takeover_keeps_to_the_bad_words_that_its_prior_tokens_began(llama: Lo
 
 
 def test_the_history_grows_by_the_input_that_the_host_has_not_seen() -> None:
-    plan = _Plan((row([], bad_words=((4, 5), (9, 5, 6))),), VOCAB, 256)
+    plan = SamplingPlan((row([], bad_words=((4, 5), (9, 5, 6))),), VOCAB, 256)
     assert plan.draw(logits(5, 7), mx.array([[4]])).item() == 5  # the input is the prompt's last token: no completion
     assert plan.draw(logits(4, 7), mx.array([[9]])).item() == 4
     assert plan.draw(logits(5, 7), mx.array([[4]])).item() == 7, "4 5 is bad"
     built_anew = row([4], bad_words=((4, 5),))
-    assert _Plan((built_anew,), VOCAB, 256).draw(logits(5, 7), mx.array([[4]])).item() == 7
+    assert SamplingPlan((built_anew,), VOCAB, 256).draw(logits(5, 7), mx.array([[4]])).item() == 7
     built_anew.position = 2  # one more is in flight
-    assert _Plan((built_anew,), VOCAB, 256).draw(logits(5, 7), mx.array([[8]])).item() == 5
+    assert SamplingPlan((built_anew,), VOCAB, 256).draw(logits(5, 7), mx.array([[8]])).item() == 5
     longer = row([9, 5], bad_words=((9, 5, 6),))
-    assert _Plan((longer,), VOCAB, 256).draw(logits(6, 7), mx.array([[5]])).item() == 7
+    assert SamplingPlan((longer,), VOCAB, 256).draw(logits(6, 7), mx.array([[5]])).item() == 7
 
 
 def test_a_row_gets_the_log_probabilities_of_the_tokens_that_it_names(llama: LoadedModel) -> None:

@@ -79,7 +79,7 @@ def gained(model: Any, before: Any, items: Sequence[SampleGroup]) -> npt.NDArray
 def test_the_loss_of_sft_is_the_mean_over_all_tokens_that_count(llama: LoadedModel, options: dict[str, Any]) -> None:
     learning, batch = learner(llama, "sft", **options), examples("sft", 12, seed=1)
     learning.begin_with(random_weights(learning, 5))
-    logps, named = reference(learning._policy.model, batch)
+    logps, named = reference(learning.policy.model, batch)
     measured, report = finished(learning.measure(batch)), finished(learning.train(batch, 0))
     wanted = -np.concatenate(logps).mean()
     assert report.loss == pytest.approx(wanted, abs=1e-5) and measured.loss == pytest.approx(wanted, abs=1e-5)
@@ -94,15 +94,15 @@ def test_the_loss_of_dpo_is_held_against_what_the_run_began_with(
     llama: LoadedModel, options: dict[str, Any], started: bool
 ) -> None:
     learning, batch = learner(llama, "dpo", **options), examples("dpo", 8, seed=1)
-    before = learner(llama, "dpo")._policy
+    before = learner(llama, "dpo").policy
     if started:
         start = random_weights(learning, 4)
         learning.begin_with(start)
         before.load(start)
     begins = finished(learning.measure(batch))
     assert (begins.right, begins.margin) == (0, 0) and begins.loss == pytest.approx(np.log(2), abs=1e-6)
-    learning._load(random_weights(learning, 5))
-    margin_N = gained(learning._policy.model, before.model, batch)
+    learning.load(random_weights(learning, 5))
+    margin_N = gained(learning.policy.model, before.model, batch)
     measured, report = finished(learning.measure(batch)), finished(learning.train(batch, 0))
     wanted = np.log1p(np.exp(-margin_N)).mean()
     assert report.loss == pytest.approx(wanted, abs=1e-5) and measured.loss == pytest.approx(wanted, abs=1e-5)
@@ -114,15 +114,15 @@ def test_the_loss_of_dpo_is_held_against_what_the_run_began_with(
 def test_the_gradient_is_that_of_finite_differences(llama: LoadedModel, tuning: Tuning) -> None:
     learning, batch = learner(llama, tuning), examples(tuning, 3, seed=3)
     weights = random_weights(learning, 6)
-    learning._load(weights)
-    _, gradients = learning._gradient(batch, batch)
+    learning.load(weights)
+    _, gradients = learning.gradient(batch, batch)
     found = {name: np.array(value) for name, value in _flat(gradients["body"])}
 
     def loss(name: str, at: tuple[int, ...], step: float) -> float:
         moved = {**weights, name: weights[name].copy()}
         moved[name][at] += step
-        learning._load(moved)
-        value, _ = learning._gradient(batch, batch)
+        learning.load(moved)
+        value, _ = learning.gradient(batch, batch)
         return float(value.item())
 
     for name in sorted(found)[:: max(1, len(found) // 5)]:
@@ -140,13 +140,13 @@ def test_the_reference_of_a_pair_is_computed_once(llama: LoadedModel, monkeypatc
     learning, batch = learner(llama, "dpo"), examples("dpo", 6, seed=7)
     finished(learning.train(batch[:4], 0))
     passes: list[Any] = []
-    scores = learning._scores
-    monkeypatch.setattr(learning, "_scores", lambda model, x: (passes.append(model), scores(model, x))[1])
+    scores = learning.scores
+    monkeypatch.setattr(learning, "scores", lambda model, x: (passes.append(model), scores(model, x))[1])
     finished(learning.measure(batch))
-    base = [model for model in passes if model is learning._policy.base]
+    base = [model for model in passes if model is learning.policy.base]
     assert len(base) == 1 and len(passes) > 1, "of the two pairs that are new, in one pass"
     finished(learning.train(batch, 1))
-    assert sum(model is learning._policy.base for model in passes) == 1
+    assert sum(model is learning.policy.base for model in passes) == 1
 
 
 @pytest.mark.parametrize("tuning", TUNINGS)
@@ -167,7 +167,7 @@ def test_a_resumed_learner_goes_on_as_if_nothing_had_happened(llama: LoadedModel
 @pytest.mark.parametrize("tuning", TUNINGS)
 def test_a_loss_that_is_not_finite_changes_nothing(llama: LoadedModel, tuning: Tuning) -> None:
     learning = learner(llama, tuning)
-    learning._load({name: np.full_like(value, np.inf) for name, value in learning.weights().items()})
+    learning.load({name: np.full_like(value, np.inf) for name, value in learning.weights().items()})
     before = learning.weights()
     assert not finished(learning.train(examples(tuning, 2, seed=1), 0)).is_finite
     for name, value in learning.weights().items():

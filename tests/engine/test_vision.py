@@ -254,7 +254,7 @@ def test_a_disk_that_hangs_or_is_none_keeps_no_image_waiting(
     monkeypatch.setattr(Folder, "read", lambda *_: hangs.wait(HANG_S) and b"")
     made = album.Album(DiskConfig(str(tmp_path)), seeing.card, in_thread=True)
     bench = Gaze(seeing)
-    bench.engine._gallery._album = made
+    bench.engine.gallery._album = made
     bench.ask("one", WHAT, [picture(1)])
     bench.run(turns=1_000_000)  # it has nothing to do until its patience is over, so turns take no time
     bench.check(reference)
@@ -295,7 +295,7 @@ def test_rows_that_cannot_see_are_refused_and_the_others_go_on(seeing: LoadedMod
     bench.ask("later", WHAT, [picture(1)])
     bench.run()
     bench.check(reference, "later")
-    assert not bench.engine._gallery._wanted and not bench.engine._gallery._failed
+    assert not bench.engine.gallery.wanted and not bench.engine.gallery.failed
 
 
 @pytest.mark.parametrize("family", ["smolvlm", "qwen3_vl"], indirect=True)

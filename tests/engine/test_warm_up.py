@@ -104,14 +104,14 @@ of_cpu = pytest.mark.skipif(not on_cpu(), reason="of a CPU")
 def test_a_given_chunk_is_kept_and_a_cpu_decodes_nothing_before_its_first_row(llama: LoadedModel) -> None:
     engine, warm_up = warmed(llama, EngineConfig("", prefill_chunk=64, warm_up=True))
     assert warm_up.is_over
-    assert (engine._pieces.chunk.tokens, engine._pieces.area) == (64, None)
-    assert engine._config.piece_s == float("inf"), "and its pieces may take their time"
+    assert (engine.pieces.chunk.tokens, engine.pieces.area) == (64, None)
+    assert engine.config.piece_s == float("inf"), "and its pieces may take their time"
 
 
 @of_cpu
 def test_an_engine_begins_with_few_tokens_which_grow_in_time_until_they_are_measured(llama: LoadedModel) -> None:
     engine, warm_up = warmed(llama, EngineConfig("", prefill_chunk=0))
-    chunk = engine._pieces.chunk
+    chunk = engine.pieces.chunk
     assert (chunk.tokens, warm_up.is_over) == (CPU_CHUNKS[0], False)
     for _ in range(20):
         chunk.turn(chunk.tokens, 0.01)
@@ -261,7 +261,7 @@ def test_rows_of_adapters_are_what_they_are_without_a_warm_up(llama: LoadedModel
         with AdapterBench(llama, made) as bench:
             bench.publish_and_read("a@1")
             bench.turn()
-            config = begun(replace(bench.engine._config, prefill_chunk=0, warm_up=True))
+            config = begun(replace(bench.engine.config, prefill_chunk=0, warm_up=True))
             pieces = WarmUp(bench.loaded, config, bench.engine, bench.slots)
             for row, adapter in (("first", "a@1"), ("base", None), ("next", "a@1")):
                 bench.submit(msgspec.structs.replace(spec(row, prompt_of(40)), adapter=adapter))

@@ -5,7 +5,8 @@ import contextlib
 import gc
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from typing import TypeVar
 
 from shared.process.garbage import leave_out_what_is_loaded
 from tests.redis.api_servers import api
@@ -13,7 +14,9 @@ from tests.waiting import HANG_S
 
 LONGEST = 16  # times `known_work`: 0.1 s where that takes 6 ms
 SHORT_S = 0.02  # no machine does the known work in a tenth of this
+TRIES = 6
 _BEAT_S = 0.0005
+Answer = TypeVar("Answer")
 
 
 class Loop:
@@ -69,6 +72,20 @@ class Loop:
             beating = asyncio.create_task(self._beat())
             await self._end.wait()
             beating.cancel()
+
+
+async def least_stop(loop: Loop, send: Callable[[], Awaitable[Answer]]) -> tuple[Answer, float]:
+    """The last answer, and the shortest stop of the loop: sent again while that is long.
+
+    On a busy machine the loop's thread waits for a core while others of this process compute, which looks the same, now
+    and then. A request that stops the loop does so each time.
+    """
+    stops: list[float] = []
+    while not stops or (min(stops) > LONGEST and len(stops) < TRIES):
+        await loop.begin()
+        answer = await send()
+        stops.append(await loop.stood())
+    return answer, min(stops)
 
 
 @contextlib.contextmanager

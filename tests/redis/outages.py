@@ -4,6 +4,7 @@ import asyncio
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
+import redis as sync_redis
 from redis.asyncio import Redis
 
 from shared.redis.tokens.log import read_tokens
@@ -11,6 +12,15 @@ from shared.redis.tokens.reader import FrameReader
 from shared.redis.tokens.writer import FrameWriter
 from tests.redis.sequences import MODEL, commit, ending, gathered, ids, plan, queue, spec, stop, tokens
 from tests.waiting import HANG_S, wait_until
+
+
+def write_at_once(url: str) -> None:
+    """From here on, a Redis that is killed has all that it acknowledged.
+
+    With `appendfsync everysec` it holds writes back, for up to 2 s, while a slow disk takes those of the second before.
+    """
+    with sync_redis.Redis.from_url(url) as client:
+        client.config_set("appendfsync", "no")
 
 
 class Outages(Protocol):

@@ -88,7 +88,7 @@ class Trainers:
         return member
 
     def run_of(self, member: RunMember) -> SharedRun:
-        return member._run
+        return member.shared_run
 
     async def _end(self, member: RunMember) -> None:
         self.tasks[member.name].cancel()

@@ -1,7 +1,9 @@
 """Load at the door: what is refused, with which status, and what never reaches a worker."""
 
 import asyncio
+import contextlib
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import msgspec
@@ -14,7 +16,7 @@ from shared.redis import keys
 from shared.redis.processes.worker_registry import WorkerRegistry, WorkerStatus
 from tests.redis.api_servers import Api, api
 from tests.redis.scripted_worker import MODEL, Answer, ScriptedWorker, working
-from tests.waiting import wait_until
+from tests.waiting import HANG_S, wait_until
 
 BODY = {"model": MODEL, "prompt": "hi", "max_tokens": 5}
 HELD = Answer(hold_at=1)
@@ -28,6 +30,26 @@ async def say(redis: Redis, worker: ScriptedWorker, **changes: object) -> None:
     """The worker's next heartbeat."""
     status = WorkerStatus(worker.id, MODEL, "host", 1, "ready", 0, 8, 0, 0, 100, 0.0, 0, 1, 2**40)
     await WorkerRegistry(redis).heartbeat(msgspec.structs.replace(status, **changes))
+
+
+@contextlib.asynccontextmanager
+async def idling(redis_url: str, redis: Redis, **changes: object) -> AsyncIterator[ScriptedWorker]:
+    """A worker that lives and asks for nothing, so that what is enqueued waits."""
+    async with working(redis_url, lambda spec: Answer()) as worker:
+        pass  # it has registered
+
+    async def live_on() -> None:
+        while True:
+            await asyncio.sleep(1)
+            await say(redis, worker, **changes)
+
+    await say(redis, worker, **changes)
+    living = asyncio.create_task(live_on())
+    try:
+        yield worker
+    finally:
+        living.cancel()
+        await asyncio.gather(living, return_exceptions=True)
 
 
 async def test_beyond_the_requests_under_way_comes_429_at_once_and_room_comes_back(redis_url: str) -> None:
@@ -47,10 +69,8 @@ async def test_beyond_the_queue_comes_429_by_class(redis_url: str, redis: Redis,
     file = tmp_path / "keys"
     alice, bob = "alice-has-a-long-key", "bob-has-a-long-key"
     file.write_text(f"{line_of(alice, name='alice')}\n{line_of(bob, name='bob', **{'class': 'batch'})}\n")
-    async with working(redis_url, lambda spec: Answer()) as worker:
-        pass  # it has registered, and leaves: nobody empties the queue
-    await say(redis, worker)
-    async with api(redis_url, max_queue_size=2, max_batch_queue_size=1, api_key_file=file) as server:
+    bounds = {"max_queue_size": 2, "max_batch_queue_size": 1, "api_key_file": file}
+    async with idling(redis_url, redis), api(redis_url, **bounds) as server:
         waiting = []
         for key, room in ((alice, 2), (bob, 1)):
             bearer = {"headers": {"authorization": f"Bearer {key}"}}
@@ -74,7 +94,7 @@ async def _length(redis: Redis, kind: str, length: int) -> bool:
 async def test_rates_are_counted_for_a_key_over_all_api_processes(
     redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("api.admission.RATE_ANSWER_S", 60)  # a busy machine's first connection takes a while
+    monkeypatch.setattr("api.admission.RATE_ANSWER_S", HANG_S)  # else what a busy Redis counts late passes
     file = tmp_path / "keys"
     slow, quick = "the-slow-key-is-long", "the-quick-key-is-long"
     file.write_text(f"{line_of(slow, name='slow', rate='3/hour')}\n{line_of(quick, name='quick')}\n")
@@ -110,7 +130,7 @@ async def test_the_class_of_a_key_is_the_class_of_its_sequences(redis_url: str, 
 async def test_memory_pressure_is_503_until_a_worker_has_room(redis_url: str, redis: Redis) -> None:
     async with working(redis_url, lambda spec: Answer()) as worker, api(redis_url) as server:
         await say(redis, worker, kv_bytes=95)
-        await wait_until(lambda: _is(server, 503))
+        await answered(server, 503)
         refused = await server.post("/v1/completions", BODY)
         assert refusal(refused) == (503, "service_unavailable")
         assert "memory" in refused.json()["error"]["message"]
@@ -118,19 +138,24 @@ async def test_memory_pressure_is_503_until_a_worker_has_room(redis_url: str, re
         health = await server.http.get("/health")
         assert (health.status_code, health.json()["status"]) == (503, "overloaded")
         await say(redis, worker, kv_bytes=70)
-        await wait_until(lambda: _is(server, 200))
+        await answered(server, 200)
         health = await server.http.get("/health")
         assert (health.status_code, health.json()["status"]) == (200, "degraded"), "0.7 of 0.9 is more than 72%"
         await say(redis, worker, kv_bytes=10)
         await wait_until(lambda: _health(server, "ok"))
 
 
-async def _is(server: Api, status: int, **fields: object) -> bool:
-    """Whether a request is answered so; one that is let in and waits is not."""
-    asked = asyncio.create_task(server.post("/v1/completions", {**BODY, **fields}))
-    done, _ = await asyncio.wait({asked}, timeout=1)
-    asked.cancel()
-    return any(each.result().status_code == status for each in done)
+async def answered(server: Api, status: int, **fields: object) -> None:
+    """Ask until a request is answered so. One that is let in waits, and is taken back: later each time, since a busy
+    machine takes long to refuse, too."""
+    patience_s, statuses = 1.0, set[int]()
+    while status not in statuses:
+        assert patience_s < HANG_S, f"no answer {status}, only {statuses}"
+        asked = asyncio.create_task(server.post("/v1/completions", {**BODY, **fields}))
+        done, _ = await asyncio.wait({asked}, timeout=patience_s)
+        asked.cancel()
+        statuses |= {each.result().status_code for each in done}
+        patience_s *= 1.2
 
 
 async def _health(server: Api, status: str) -> bool:
@@ -164,10 +189,8 @@ async def test_one_stuck_worker_among_others_is_degraded_and_named(redis_url: st
 async def test_a_sequence_that_waits_beyond_its_first_token_s_deadline_never_reaches_a_row(
     redis_url: str, redis: Redis
 ) -> None:
-    async with working(redis_url, lambda spec: Answer()) as worker:
-        pass  # nobody claims for the time being
-    await say(redis, worker)
-    async with api(redis_url, first_token_timeout_s=60) as server:
+    timed = {"first_token_timeout_s": HANG_S}
+    async with idling(redis_url, redis), api(redis_url, **timed) as server:
         waiting = asyncio.create_task(server.post("/v1/completions", BODY))
         await wait_until(lambda: _length(redis, "interactive", 1))
         hash_ = keys.sequence(MODEL, (await redis.xrange(keys.queue(MODEL, "interactive")))[0][1][b"id"].decode())
@@ -184,15 +207,16 @@ PACE = {"claims_per_s:interactive": 0.04, "first_token_s": 5.0, "prompt_tokens":
 
 
 async def test_what_would_miss_its_first_token_s_deadline_is_refused_and_when_to_come_again_is_said(
-    redis_url: str, redis: Redis
+    redis_url: str, redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with working(redis_url, lambda spec: Answer()) as worker:
-        pass  # nobody claims
-    await say(redis, worker, extra=PACE)
-    async with api(redis_url, first_token_timeout_s=200, admit_by_time=True) as server:
-        waiting = [asyncio.create_task(server.post("/v1/completions", BODY)) for _ in range(8)]
-        await wait_until(lambda: _length(redis, "interactive", 8))  # more than may wait, but all came at once
-        await wait_until(lambda: _is(server, 429))
+    monkeypatch.setattr(first_tokens, "IDLE_SHARE", 1.0)
+    timed = {"first_token_timeout_s": 200, "admit_by_time": True}
+    async with idling(redis_url, redis, extra=PACE), api(redis_url, **timed) as server:
+        with monkeypatch.context() as at_once:
+            at_once.setattr(first_tokens, "IDLE_S", HANG_S)  # a busy machine takes its time over eight requests
+            waiting = [asyncio.create_task(server.post("/v1/completions", BODY)) for _ in range(8)]
+            await wait_until(lambda: _length(redis, "interactive", 8))  # more than may wait, but all came at once
+        await answered(server, 429)
         refused = await server.post("/v1/completions", BODY)
         assert refusal(refused) == (429, "first_token_too_late")
         message = refused.json()["error"]["message"]
@@ -206,17 +230,11 @@ async def test_what_would_miss_its_first_token_s_deadline_is_refused_and_when_to
 
 
 async def test_a_later_deadline_is_let_in_where_an_early_one_is_refused(redis_url: str, redis: Redis) -> None:
-    async with working(redis_url, lambda spec: Answer()) as worker:
-        pass
-    await say(
-        redis,
-        worker,
-        extra={**PACE, "claims_per_s:interactive": 2.0, "first_token_s": 0.1, "prompt_tokens_per_s": 100.0},
-    )
-    async with api(redis_url, admit_by_time=True) as server:
+    pace = {**PACE, "claims_per_s:interactive": 2.0, "first_token_s": 0.1, "prompt_tokens_per_s": 100.0}
+    async with idling(redis_url, redis, extra=pace), api(redis_url, admit_by_time=True) as server:
         waiting = [asyncio.create_task(server.post("/v1/completions", BODY)) for _ in range(8)]
         await wait_until(lambda: _length(redis, "interactive", 8))
-        await wait_until(lambda: _is(server, 429, deadline_s=2))
+        await answered(server, 429, deadline_s=2)
         later = asyncio.create_task(server.post("/v1/completions", BODY))
         await wait_until(lambda: _length(redis, "interactive", 9))
         for each in (*waiting, later):
@@ -228,10 +246,8 @@ async def test_a_later_deadline_is_let_in_where_an_early_one_is_refused(redis_ur
 async def test_nothing_is_refused_by_time_without_a_measured_pace_or_unless_asked_for(
     redis_url: str, redis: Redis, pace: dict[str, float], settings: dict[str, object]
 ) -> None:
-    async with working(redis_url, lambda spec: Answer()) as worker:
-        pass
-    await say(redis, worker, extra=pace)
-    async with api(redis_url, first_token_timeout_s=200, **settings) as server:
+    timed = {"first_token_timeout_s": 200, **settings}
+    async with idling(redis_url, redis, extra=pace), api(redis_url, **timed) as server:
         waiting = [asyncio.create_task(server.post("/v1/completions", BODY)) for _ in range(20)]
         await wait_until(lambda: _length(redis, "interactive", 20))
         await _has_waited(redis)
@@ -247,12 +263,12 @@ async def test_workers_with_free_rows_take_more_at_once_than_their_pace_allows(
 ) -> None:
     monkeypatch.setattr(first_tokens, "IDLE_S", 60.0)  # a busy machine takes long for a claim
     monkeypatch.setattr(first_tokens, "IDLE_SHARE", 1.0)
-    timed = {"first_token_timeout_s": 30, "admit_by_time": True}
+    timed = {"first_token_timeout_s": 300, "admit_by_time": True}
     async with working(redis_url, lambda spec: Answer()) as worker, api(redis_url, **timed) as server:
-        await say(redis, worker, extra={**PACE, "claims_per_s:interactive": 0.1})
+        await say(redis, worker, extra={**PACE, "claims_per_s:interactive": 0.01})
         await server.post("/v1/completions", BODY)
         answers = await asyncio.gather(*(server.post("/v1/completions", BODY) for _ in range(20)))
-        assert {answer.status_code for answer in answers} == {200}, "one in ten seconds, but nobody has to wait"
+        assert {answer.status_code for answer in answers} == {200}, "one in a hundred seconds, but nobody has to wait"
         assert 'outcome="kept"} 21.0' in await _metrics(server)
 
 
@@ -268,11 +284,13 @@ async def _metrics(server: Api) -> str:
 
 async def test_a_request_may_bring_a_deadline_shorter_than_the_server_s(redis_url: str) -> None:
     async with working(redis_url, lambda spec: HELD) as worker, api(redis_url) as server:
-        began = time.time()
-        request = asyncio.create_task(server.post("/v1/completions", {**BODY, "deadline_s": 1.5}))
+        began_ms = int(1000 * time.time())
+        request = asyncio.create_task(server.post("/v1/completions", {**BODY, "deadline_s": 300}))
         await wait_until(lambda: bool(worker.specs))
-        assert 0 < worker.specs[0].deadline_ms / 1000 - began < 60
-        assert refusal(await request) == (504, "deadline_exceeded")
+        assert 0 <= worker.specs[0].deadline_ms - 300_000 - began_ms <= 1000 * time.time() - began_ms
+        request.cancel()
+        late = await server.post("/v1/completions", {**BODY, "deadline_s": 0.5})
+        assert refusal(late) == (504, "deadline_exceeded")
         wrong = await server.post("/v1/completions", {**BODY, "deadline_s": 0})
         assert wrong.status_code == 400
         assert wrong.json()["error"]["param"] == "deadline_s"

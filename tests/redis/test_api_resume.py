@@ -93,10 +93,10 @@ async def test_a_stream_resumed_in_the_same_process_is_not_cancelled(
     async with working(redis_url, held) as worker, api(redis_url) as server:
         async with server.stream("/v1/completions", BODY) as begun:
             await read(begun, 3)
-        await wait_until(lambda: bool(api_resume._lingering))
+        await wait_until(lambda: bool(api_resume.lingering))
         async with server.resume(begun.chunks[0]["id"], begun.last_event_id) as resumed:
             await read(resumed, 1)
-            await wait_until(lambda: not api_resume._lingering)  # the grace of the first connection ends
+            await wait_until(lambda: not api_resume.lingering)  # the grace of the first connection ends
             worker.go.set()
             await resumed.all()
         assert worker.cancelled == []
@@ -112,12 +112,12 @@ async def test_the_time_of_grace_begins_with_the_last_client_that_leaves(
         graces.append(asyncio.Event())
         await graces[-1].wait()
 
-    monkeypatch.setattr(api_resume, "_grace", grace)
+    monkeypatch.setattr(api_resume, "time_of_grace", grace)
     async with working(redis_url, held) as worker, api(redis_url) as server:
         async with server.stream("/v1/completions", BODY) as begun:
             await read(begun, 3)
         await wait_until(lambda: len(graces) == 1)
-        first = api_resume._left_last[begun.chunks[0]["id"]]
+        first = api_resume.left_last[begun.chunks[0]["id"]]
         async with server.resume(begun.chunks[0]["id"], begun.last_event_id) as resumed:
             await read(resumed, 1)
         await wait_until(lambda: len(graces) == 3)  # one began before the second client has read, one when it left

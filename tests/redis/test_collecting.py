@@ -100,7 +100,7 @@ async def test_a_reward_model_whose_workers_are_gone_keeps_nobody_else_waiting(
         finally:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
-            await runner._context.served.close()
+            await runner.context.served.close()
 
 
 async def test_what_found_no_place_is_scored_as_soon_as_there_is_one(
@@ -111,7 +111,7 @@ async def test_what_found_no_place_is_scored_as_soon_as_there_is_one(
     await server.post("/v1/completions", {**ASK, **REFERENCE, "n": 12})
     opened, asked = asyncio.Event(), 0
     async with scorer(redis_url) as runner:
-        score = runner._context.rewards.score
+        score = runner.context.rewards.score
 
         async def slow(*given: Any, **named: Any) -> Any:
             nonlocal asked
@@ -119,7 +119,7 @@ async def test_what_found_no_place_is_scored_as_soon_as_there_is_one(
             await opened.wait()
             return await score(*given, **named)
 
-        monkeypatch.setattr(runner._context.rewards, "score", slow)
+        monkeypatch.setattr(runner.context.rewards, "score", slow)
         running = asyncio.create_task(runner.run())
 
         async def all_read() -> bool:

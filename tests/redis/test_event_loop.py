@@ -6,6 +6,7 @@ size at the same moment, so that neither a busy nor a slow machine counts.
 
 import base64
 import json
+from functools import partial
 from typing import Any
 
 import httpx
@@ -13,7 +14,7 @@ import numpy as np
 
 from shared.networks.tensors import pack, unpack
 from shared.sequences import SequenceSpec
-from tests.redis.event_loops import LONGEST, Loop, event_loop
+from tests.redis.event_loops import LONGEST, event_loop, least_stop
 from tests.redis.scripted_worker import MODEL, Answer, working
 from tests.redis.test_api_adapters import files
 from tests.unit.networks import LSTM, weights_of
@@ -296,16 +297,6 @@ ATTACKS = {
 }
 
 
-async def least(loop: Loop, http: httpx.AsyncClient, path: str, content: bytes) -> tuple[httpx.Response, float]:
-    """The answer, and for how long the loop stood still; asked again when that was long, since others compute, too."""
-    stood = []
-    while not stood or (len(stood) < 2 and stood[0] > LONGEST):
-        await loop.begin()
-        answer = await http.post(path, content=content, headers={"content-type": "application/json"})
-        stood.append(await loop.stood())
-    return answer, min(stood)
-
-
 async def test_the_worst_that_each_endpoint_can_be_sent_stops_nobody_for_long(redis_url: str) -> None:
     found: dict[str, float] = {}
     async with (
@@ -319,7 +310,8 @@ async def test_the_worst_that_each_endpoint_can_be_sent_stops_nobody_for_long(re
             assert (await http.get("/nowhere")).status_code == 404, "and FastAPI has looked at all routes"
             for name, (path, body) in WORST.items():
                 content = body if isinstance(body, bytes) else json.dumps(body).encode()
-                answer, found[name] = await least(loop, http, path, content)
+                post = partial(http.post, path, content=content, headers={"content-type": "application/json"})
+                answer, found[name] = await least_stop(loop, post)
                 refused = (503,) if path == "/v1/training/update" else ()  # no trainer is there
                 refused = (404,) if path.startswith("/api/v1/") else refused  # no such learner or sampler
                 assert answer.status_code in (200, 202, 400, 413, 429, *refused), (
@@ -327,9 +319,7 @@ async def test_the_worst_that_each_endpoint_can_be_sent_stops_nobody_for_long(re
                 )
                 print(f"{name}: {found[name]:.1f} {answer.status_code} {answer.text[:80]}")
             for name, attack in ATTACKS.items():
-                await loop.begin()
-                await attack(http)
-                found[name] = await loop.stood()
+                _, found[name] = await least_stop(loop, partial(attack, http))
                 print(f"{name}: {found[name]:.1f}")
     slow = {name: round(times, 1) for name, times in found.items() if times > LONGEST}
     assert not slow, f"for how long the event loop stood still, in times of the known work: {slow}"

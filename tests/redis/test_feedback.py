@@ -298,7 +298,7 @@ async def test_the_oldest_answers_make_room(redis_url: str, redis: Redis) -> Non
 async def test_preferences_come_as_pairs_of_token_ids(
     redis: Redis, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.runs.feedback._PAGE", 1)
+    monkeypatch.setattr("trainer.runs.feedback.PAGE", 1)
     day_ms, now_ms = 86_400_000, int(1000 * time.time())
     async with (
         working(redis_url, lambda spec: Answer(f"said {spec.id[-1]}")),

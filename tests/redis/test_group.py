@@ -161,9 +161,9 @@ async def test_a_rank_that_has_loaded_something_else_is_refused(redis_url: str, 
     async with met(redis_url, "loaded") as (lead, played, _):
         lead._ours = OURS
         await played.talk.say(msgspec.structs.replace(OURS, **{what: other}))
-        await wait_until(lead._all_loaded.done)
+        await wait_until(lead.all_loaded.done)
         with pytest.raises(SetupError, match=rf"rank 1 .* has loaded other {what}"):
-            lead._all_loaded.result()
+            lead.all_loaded.result()
 
 
 async def silent(lead: EngineLead, played: Played) -> None:
@@ -273,7 +273,7 @@ async def test_equal_turns_are_no_loss(redis_url: str) -> None:
             lead.turned(events)
             theirs.add(number, events)
             await played.talk.say(TurnsTaken(theirs.turn, theirs.sum))
-        await wait_until(lambda: lead._followers[0].turn == 2)
+        await wait_until(lambda: lead.followers[0].turn == 2)
         assert lead.ranks()[1].behind == 0 and not losses
 
 
@@ -294,9 +294,9 @@ async def test_work_comes_whole_however_long_and_may_fail_everywhere(
         for number, told in enumerate((b"", b"17", FAILED), 1):
             theirs.add_unit(number, told)
         await played.talk.say(TurnsTaken(theirs.turn, theirs.sum))
-        await wait_until(lambda: lead._followers[0].turn == 3)
-        assert lead._followers[0].sum == lead._sums[3] and not losses, "the group goes on"
-        assert not lead._followers[0].failure, "what all have had is no fault of one"
+        await wait_until(lambda: lead.followers[0].turn == 3)
+        assert lead.followers[0].sum == lead.sums[3] and not losses, "the group goes on"
+        assert not lead.followers[0].failure, "what all have had is no fault of one"
 
 
 async def test_a_rank_that_is_told_to_end_lets_rank_0_end_in_order(redis_url: str) -> None:

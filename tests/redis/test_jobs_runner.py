@@ -28,6 +28,7 @@ from shared.redis.jobs.ticks import arq_redis, enqueue_tick
 from shared.redis.queue.sequence_queue import ClaimPlan, SequenceQueue
 from shared.sequences import SequenceSpec
 from tests.redis.job_fakes import MODEL, FakeWorker, echo, prompts, register, spec, working
+from tests.redis.outages import write_at_once
 from tests.waiting import HANG_S, NEVER_S, wait_until
 from worker.jobs import runner as runner_module
 
@@ -155,6 +156,7 @@ async def test_a_job_survives_a_kill_of_redis(tmp_path: Path, forgets: bool) -> 
     server = EmbeddedRedis(tmp_path)
     files, older = tmp_path / "redis" / "appendonlydir", tmp_path / "older"
     url = server.start()
+    write_at_once(url)
     redis = connect(url)
     await register(redis)
     runner = _popen(url)

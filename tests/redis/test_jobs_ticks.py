@@ -306,7 +306,7 @@ async def test_samples_that_redis_goes_away_over_are_recorded(
 async def test_samples_that_redis_forgets_are_read_again(
     redis: Redis, runner: TickContext, monkeypatch: Any, fields: dict[str, Any]
 ) -> None:
-    keep, lost = work.JobWork._keep, list[SampleRecord]()
+    keep, lost = work.JobWork.keep, list[SampleRecord]()
 
     async def losing(self: work.JobWork, records: list[SampleRecord], entries: Sequence[bytes] = ()) -> None:
         """As when a primary dies before its replicas have what it took."""
@@ -315,7 +315,7 @@ async def test_samples_that_redis_forgets_are_read_again(
         else:
             lost.extend(records)
 
-    monkeypatch.setattr(work.JobWork, "_keep", losing)
+    monkeypatch.setattr(work.JobWork, "keep", losing)
     monkeypatch.setattr(work, "REPAIR_AFTER_S", 0.3)
     job = await submit(redis, prompts(20), spec("score" if fields else "rollout", reward={"name": "exact"}, **fields))
     async with working(FakeWorker(redis)):

@@ -165,13 +165,13 @@ async def test_what_a_service_still_writes_while_its_learner_is_dropped_does_not
     store = await made(redis, 2)
     held = await taken(store)
     state = await store.put_state("one", b"state")
-    look = LearnerStore._all_saves
+    look = LearnerStore.all_saves
 
     async def told_meanwhile(self: LearnerStore, learner: str) -> list[SaveInfo]:
         assert not await store.put_answer(held, 1, StepDone({}), state=state)
         return await look(self, learner)
 
-    monkeypatch.setattr(LearnerStore, "_all_saves", told_meanwhile)
+    monkeypatch.setattr(LearnerStore, "all_saves", told_meanwhile)
     await store.drop("tiny", "one")
     left = [key async for key in redis.scan_iter("parallm:learner:*")]
     assert left == [keys.learner_state("one", state).encode()]

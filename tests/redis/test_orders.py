@@ -89,8 +89,8 @@ async def test_garbage_on_the_channel_does_not_stop_the_listener(heard: Heard) -
 
 
 async def test_an_order_that_came_before_the_claim_is_obeyed_with_it(heard: Heard) -> None:
-    heard.orders._obey(msgspec.msgpack.encode(("cancel", "late")))
-    heard.orders._obey(msgspec.msgpack.encode(("route", "moved", "b")))
+    heard.orders.obey(msgspec.msgpack.encode(("cancel", "late")))
+    heard.orders.obey(msgspec.msgpack.encode(("route", "moved", "b")))
     assert heard.cancelled == []
     for seq in ("late", "moved"):
         heard.run(seq, "a")
@@ -122,6 +122,6 @@ async def test_an_order_given_while_the_connection_was_down_is_obeyed(heard: Hea
 async def test_an_order_to_forget_cached_kv_is_passed_on(heard: Heard) -> None:
     asked: list[tuple[str, bool]] = []
     heard.orders._reset_cache = lambda order, rows: asked.append((order, rows))
-    heard.orders._obey(msgspec.msgpack.encode(("reset-cache", "a", "")))
-    heard.orders._obey(msgspec.msgpack.encode(("reset-cache", "b", "rows")))
+    heard.orders.obey(msgspec.msgpack.encode(("reset-cache", "a", "")))
+    heard.orders.obey(msgspec.msgpack.encode(("reset-cache", "b", "rows")))
     assert asked == [("a", False), ("b", True)]

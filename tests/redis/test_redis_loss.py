@@ -27,9 +27,14 @@ TEXT = "said after all"
 BODY = {"prompt": "go", "max_tokens": 100, "stream_options": {"include_event_ids": True}}
 
 
+def held(spec: SequenceSpec) -> Answer:
+    return Answer(TEXT, hold_at=5)
+
+
 async def forget(redis: Redis) -> None:
-    """As after a restart without the last second: no queue, no sequence, no log."""
+    """As after a restart without the last second: no request, no queue, no sequence, no log."""
     names = [key async for key in redis.scan_iter(match=f"parallm:{{{MODEL}}}:*") if not key.endswith(b":model")]
+    names += [key async for key in redis.scan_iter(match=keys.request("*"))]
     kept = [name for name in names if b":worker" in name]
     await redis.delete(*(set(names) - set(kept)))
 
@@ -70,10 +75,23 @@ async def test_a_request_in_an_emptied_redis_waits_under_a_living_reader(redis: 
     assert answer.json()["choices"][0]["text"] == TEXT
 
 
-async def test_a_resumed_stream_that_redis_lost_says_so(redis: Redis, redis_url: str) -> None:
-    def held(spec: SequenceSpec) -> Answer:
-        return Answer(TEXT, hold_at=5)
+async def test_a_stream_that_redis_lost_and_its_api_enqueued_anew_can_be_resumed_elsewhere(
+    redis: Redis, redis_url: str
+) -> None:
+    async with working(redis_url, held) as worker, api(redis_url) as first, api(redis_url) as second:
+        async with first.stream("/v1/completions", BODY) as begun:
+            await begun.next()
+            before = len(worker.specs)
+            await forget(redis)
+            await wait_until(lambda: len(worker.specs) > before)
+        async with second.resume(begun.chunks[0]["id"], begun.last_event_id) as resumed:
+            worker.go.set()
+            await resumed.all()
+    assert resumed.done
+    assert "".join(chunk["choices"][0]["text"] for chunk in (*begun.chunks, *resumed.chunks)) == TEXT
 
+
+async def test_a_resumed_stream_that_redis_lost_says_so(redis: Redis, redis_url: str) -> None:
     async with working(redis_url, held) as worker, api(redis_url) as first, api(redis_url) as second:
         async with first.stream("/v1/completions", BODY) as begun:
             await begun.next()

@@ -13,7 +13,7 @@ from redis.asyncio import Redis
 from api.serve.embedded_redis import EmbeddedRedis
 from shared.redis.connection.client import connect
 from shared.redis.tokens.reader import FrameReader
-from tests.redis.outages import an_idle_worker_wakes, sequences_end_exactly_once, streams_go_on
+from tests.redis.outages import an_idle_worker_wakes, sequences_end_exactly_once, streams_go_on, write_at_once
 from tests.waiting import wait_until
 
 
@@ -26,8 +26,7 @@ class Restartable:
         self.url = self.server.start()
 
     async def safe(self, redis: Redis) -> None:
-        """WAITAOF (Redis 7.2, Valkey) says when what has been acknowledged is on disk."""
-        assert (await redis.execute_command("WAITAOF", 1, 0, 5000))[0] == 1
+        write_at_once(self.url)
 
     @asynccontextmanager
     async def away(self) -> AsyncIterator[None]:

@@ -77,7 +77,7 @@ async def test_another_key_s_job_is_done_while_sixteen_hang(
 ) -> None:
     bad = [(await JobStore(redis).create(*given(500, TEXT, HANGS, "bad")))[0] for _ in range(16)]
     monkeypatch.setattr("shared.scoring.shares.GIVE_UP_AFTER", 10**9)
-    runner.pool._timeout_s = 0.5  # the good job's samples have to be in time on a busy machine, too
+    runner.pool.timeout_s = 0.5  # the good job's samples have to be in time on a busy machine, too
 
     async def ticks(job: str) -> None:
         while (await JobStore(redis).status(job)).status not in TERMINAL:
@@ -98,7 +98,7 @@ async def test_another_key_s_job_is_done_while_sixteen_hang(
 async def test_what_a_dead_runner_had_in_hand_is_scored_by_the_next(
     redis: Redis, redis_url: str, runner: TickContext, monkeypatch: Any
 ) -> None:
-    runner.pool._timeout_s = HANG_S
+    runner.pool.timeout_s = HANG_S
     job, _ = await JobStore(redis).create(*given(5, "1", {"name": "exact"}, ""))
     stored = await JobStore(redis).spec(job)
     half = await work.JobWork.on(runner, stored)
@@ -109,11 +109,11 @@ async def test_what_a_dead_runner_had_in_hand_is_scored_by_the_next(
 
 
 async def test_a_slow_order_holds_up_no_other_and_goes_with_its_client(redis: Redis, runner: TickContext) -> None:
-    runner.pool._timeout_s = 1.0
+    runner.pool.timeout_s = 1.0
     scoring = asyncio.create_task(Scores(runner).run())
     ordered = OrderedScores(redis, 60)
     slow = asyncio.create_task(ordered.score(RewardSpec(**HANGS), [RewardSample(TEXT, None)] * 1000, Share("bad")))
-    await wait_until(lambda: bool(runner.pool._all))
+    await wait_until(lambda: bool(runner.pool.processes))
     (reward,) = await ordered.score(RewardSpec("exact"), [RewardSample("1", "1")], Share("good"))
     assert reward.value == 1.0 and not slow.done()
     slow.cancel()

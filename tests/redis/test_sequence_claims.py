@@ -299,7 +299,7 @@ async def test_a_claim_in_a_large_ring_looks_at_a_few_others_and_finds_by_and_by
     looks = 0
     while not (claims := await q.claim("w1", plan(1), MANY)):
         looks += 1
-        assert len(q._askers["w1"].tips) == 8 + 2 * sequence_queue.OTHERS
+        assert len(q.askers["w1"].tips) == 8 + 2 * sequence_queue.OTHERS
     assert ids(claims) == ["s0"] and looks < 1000
 
 
@@ -329,7 +329,7 @@ async def test_who_finds_what_nobody_waited_for_waits_for_it_more_often_and_who_
     redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     q = queue(redis)
-    asker = q._askers["w1"]
+    asker = q.askers["w1"]
     assert await q.claim("w1", plan(1), MANY) == []
     monkeypatch.setattr("random.random", lambda: 0.99)
     for found in range(4):

@@ -474,6 +474,6 @@ async def test_a_look_for_the_dead_renews_only_what_is_late(redis: Redis) -> Non
     await make_old(redis, claim.stream, LEASE_MS // 2)
     assert await q.reap("w1", 1) == []
     assert await idle_ms() >= LEASE_MS // 2, "it was not renewed"
-    q._askers["w1"].renewed_at -= LEASE_MS / 2000
+    q.askers["w1"].renewed_at -= LEASE_MS / 2000
     assert await q.reap("w1", 1) == []
     assert await idle_ms() < LEASE_MS // 2, "it was"

@@ -25,7 +25,7 @@ from tests.redis.adapter_versions import publish
 from tests.redis.api_servers import Api, api
 from tests.redis.scripted_worker import CARD, MODEL, Answer, ScriptedWorker, working
 from tests.redis.test_feedback import runner
-from tests.waiting import wait_until
+from tests.waiting import HANG_S, wait_until
 
 EAST = "eastern"
 EAST_CARD = msgspec.structs.replace(CARD, name=EAST, base_sha256="east-base")
@@ -39,6 +39,16 @@ LINES = [
 
 def script(spec: SequenceSpec) -> Answer:
     return Answer(f"this is {spec.model}", hold_at=3 if spec.sampling.max_tokens == 99 else None)
+
+
+SILENCE_S = 6.0  # for which a ring may be silent: thrice what users' may, since all share this test's event loop
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("ring", "choosing"):
+        monkeypatch.setattr(f"api.ring.{module}.ANSWER_S", SILENCE_S)
+    monkeypatch.setattr("api.ring.ring.GIVEN_UP_S", HANG_S)  # of streams, while a ring is restarted
 
 
 @pytest.fixture(scope="module")
@@ -360,9 +370,9 @@ async def test_a_ring_that_is_killed_amid_streams_takes_neither_the_front_nor_th
 async def test_a_ring_that_freezes_is_not_waited_for(
     front: Api, east_server: EmbeddedRedis, easterner: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("api.ring.ring.GIVEN_UP_S", 0.2)
     assert await text_of(front, EAST) == f"this is {EAST}"
     os.kill(east_server.pid, signal.SIGSTOP)
+    monkeypatch.setattr("api.ring.ring.GIVEN_UP_S", 0.2)  # not before: a busy ring may need longer than that
     try:
         frozen = await front.post("/v1/completions", {"model": EAST, "prompt": "a"})
         assert frozen.status_code == 503 and "ring 'east' is away" in frozen.text
@@ -370,6 +380,7 @@ async def test_a_ring_that_freezes_is_not_waited_for(
         await wait_until(lambda: bool(front.ring.others[0].away))
         assert (await front.http.get("/health")).json()["rings"]["east"]["status"] == "overloaded"
     finally:
+        monkeypatch.setattr("api.ring.ring.GIVEN_UP_S", HANG_S)
         os.kill(east_server.pid, signal.SIGCONT)
 
     async def serves_again() -> bool:
@@ -381,10 +392,10 @@ async def test_a_ring_that_freezes_is_not_waited_for(
 async def test_streams_of_a_ring_that_stays_away_end_with_its_name(
     front: Api, east_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("api.ring.ring.GIVEN_UP_S", 0.1)
     async with front.stream("/v1/completions", {"model": EAST, "prompt": "a", "max_tokens": 99}) as there:
         assert await there.next() is not None
         east_server.stop()
+        monkeypatch.setattr("api.ring.ring.GIVEN_UP_S", 0.1)
         try:
             await there.all()
             assert "ring 'east' is away" in json.dumps(there.chunks[-1]["error"])
@@ -405,11 +416,17 @@ async def test_a_front_starts_and_serves_while_a_ring_has_never_been_there(
 
 
 async def test_keys_tenants_and_bounds_are_counted_in_one_place(
-    redis_url: str, worker: ScriptedWorker, easterner: ScriptedWorker, east_server: EmbeddedRedis, tmp_path: Path
+    redis_url: str,
+    worker: ScriptedWorker,
+    easterner: ScriptedWorker,
+    east_server: EmbeddedRedis,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("api.admission.RATE_ANSWER_S", HANG_S)  # else what a busy Redis counts late passes
     keys = tmp_path / "keys"
     keys.write_text("\n".join(LINES))
-    async with api(redis_url, ring=[f"east={east_server.url}"], api_key_file=keys, rate_limit="4/minute") as front:
+    async with api(redis_url, ring=[f"east={east_server.url}"], api_key_file=keys, rate_limit="4/hour") as front:
 
         async def ask(who: str, method: str, path: str, **request: Any) -> httpx.Response:
             bearer = {"authorization": f"Bearer {KEYS[who]}", **request.pop("headers", {})}

@@ -56,7 +56,7 @@ async def test_two_and_three_processes_make_what_one_makes(redis_url: str, optio
                     await ring.member()
             outcomes.append(await steps(learner, groups))
             if count:
-                assert len(learner._speeds) == 1 + count, "all have computed"  # type: ignore[attr-defined]
+                assert len(learner.speeds) == 1 + count, "all have computed"  # type: ignore[attr-defined]
     for shared in outcomes[1:]:
         for mine, theirs in zip(outcomes[0], shared, strict=True):
             assert theirs.report.loss == pytest.approx(mine.report.loss, abs=1e-6)
@@ -98,9 +98,9 @@ async def test_a_member_learns_from_images_that_the_leader_has_seen(redis_url: s
                 member = await ring.member()
             outcomes.append(await steps(learner, steps_of))
             if count:
-                assert member.name in learner._speeds, "it has computed"
-                assert member._sight is not None and ring.sight.knows(spec.images[0].key)
-                assert any(member._sight.knows(image.key) for groups in steps_of for g in groups for image in g.images)
+                assert member.name in learner.speeds, "it has computed"
+                assert member.sight is not None and ring.sight.knows(spec.images[0].key)
+                assert any(member.sight.knows(image.key) for groups in steps_of for g in groups for image in g.images)
     for mine, theirs in zip(*outcomes, strict=True):
         assert theirs.report.loss == pytest.approx(mine.report.loss, abs=1e-6)
         assert theirs.report.grad_norm == pytest.approx(mine.report.grad_norm, rel=1e-5)
@@ -141,7 +141,7 @@ def breaks(member: RunMember, ring: Trainers) -> None:
             raise RuntimeError("out of memory")
         return original(part, update, weights, known)
 
-    original, member._gradient = member._gradient, failing  # type: ignore[method-assign]
+    original, member.gradient = member.gradient, failing  # type: ignore[method-assign]
 
 
 def lies(member: RunMember, ring: Trainers) -> None:
@@ -149,7 +149,7 @@ def lies(member: RunMember, ring: Trainers) -> None:
         computed = yield from original(part, update, weights, known)
         return replace(computed, gradient={name: value * np.nan for name, value in computed.gradient.items()})
 
-    original, member._gradient = member._gradient, wrong  # type: ignore[method-assign]
+    original, member.gradient = member.gradient, wrong  # type: ignore[method-assign]
 
 
 def lies_of_values(member: RunMember, ring: Trainers) -> None:
@@ -157,7 +157,7 @@ def lies_of_values(member: RunMember, ring: Trainers) -> None:
         computed = yield from original(part, update, weights, known)
         return replace(computed, known=computed.known and replace(computed.known, returns=np.nan))
 
-    original, member._gradient = member._gradient, wrong  # type: ignore[method-assign]
+    original, member.gradient = member.gradient, wrong  # type: ignore[method-assign]
 
 
 def dies(member: RunMember, ring: Trainers) -> None:
@@ -166,28 +166,28 @@ def dies(member: RunMember, ring: Trainers) -> None:
     async def silent(*_: object) -> None: ...
 
     async def dying(*_: object) -> None:
-        member._run.members.beat = silent  # type: ignore[method-assign]
-        await member._run.members.gone(member.name)
+        member.shared_run.members.beat = silent  # type: ignore[method-assign]
+        await member.shared_run.members.gone(member.name)
         await asyncio.get_running_loop().create_future()
 
-    member._compute = dying  # type: ignore[method-assign]
+    member.compute = dying  # type: ignore[method-assign]
 
 
 def answers_late(member: RunMember, ring: Trainers) -> None:
     """Frozen in the midst of its part until the others have made a step: its answer comes, and is nobody's."""
 
     async def late(body: bytes) -> None:
-        members = member._run.members
+        members = member.shared_run.members
         beat, members.beat = members.beat, silent  # type: ignore[method-assign]
         await members.gone(member.name)
-        while not any(word for word in await ring.run_of(member).words(member._after, 0.05)):
+        while not any(word for word in await ring.run_of(member).words(member.after, 0.05)):
             pass
         members.beat = beat  # type: ignore[method-assign]
         await original(body)
 
     async def silent(*_: object) -> None: ...
 
-    original, member._run.answer = member._run.answer, late  # type: ignore[method-assign]
+    original, member.shared_run.answer = member.shared_run.answer, late  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("spoil", [breaks, lies, lies_of_values, dies, answers_late])
@@ -214,7 +214,7 @@ async def test_a_member_that_lives_and_never_answers_is_given_up(
     async with trainers(redis_url, VALUED) as ring:
         learner = await ring.leader(trainers=2)
         member = await ring.member()
-        answer = member._run.answer
+        answer = member.shared_run.answer
 
         async def hung(body: bytes) -> None:
             answers.append(body)
@@ -223,21 +223,21 @@ async def test_a_member_that_lives_and_never_answers_is_given_up(
                 return
             monkeypatch.setattr("trainer.learners.shared_step.LEAST_PATIENCE_S", 0.5)
             monkeypatch.setattr("trainer.learners.shared_step.PATIENCE", 2.0)
-            learner._lead.expect(0.5)
+            learner.lead.expect(0.5)
             await asyncio.get_running_loop().create_future()
 
-        member._run.answer = hung  # type: ignore[method-assign]
+        member.shared_run.answer = hung  # type: ignore[method-assign]
         groups = [await made_groups(learner, seed) for seed in range(3)]
         done = await steps(learner, groups)
         assert all(each.report.updated for each in done)
         for mine, theirs in zip(undisturbed, done, strict=True):
             assert theirs.report.loss == pytest.approx(mine.report.loss, abs=1e-6)
             assert largest_gap(mine.weights, theirs.weights) < 1e-5
-        assert len(answers) == 4 and await learner._lead.members() == [member.name]
-        assert learner._speeds[member.name] < learner._speeds[""] / 2
-        learner._speeds |= {member.name: 1.0, "": 1e9}
+        assert len(answers) == 4 and await learner.lead.members() == [member.name]
+        assert learner.speeds[member.name] < learner.speeds[""] / 2
+        learner.speeds |= {member.name: 1.0, "": 1e9}
         await learner.call(PolicyLearner.train, groups[0], 3, 3, PROBES)
-        assert learner._speeds[member.name] == pytest.approx(1.05), "who had nothing to do was not late with it"
+        assert learner.speeds[member.name] == pytest.approx(1.05), "who had nothing to do was not late with it"
 
 
 async def test_data_without_a_finite_gradient_is_no_members_fault(redis_url: str) -> None:
@@ -252,7 +252,7 @@ async def test_data_without_a_finite_gradient_is_no_members_fault(redis_url: str
         assert same(await learner.weights(), before)
         await learner.revert()
         assert (await learner.call(PolicyLearner.train, groups, 1, 0, PROBES)).report.updated
-        assert not ring.tasks[member.name].done() and len(learner._speeds) == 2
+        assert not ring.tasks[member.name].done() and len(learner.speeds) == 2
 
 
 async def test_a_minibatch_in_which_a_member_had_nothing_says_nothing_of_its_speed(redis_url: str) -> None:
@@ -266,7 +266,7 @@ async def test_a_minibatch_in_which_a_member_had_nothing_says_nothing_of_its_spe
     async with trainers(redis_url, SEVERAL) as ring:
         learner = await ring.leader(trainers=2)
         member = await ring.member()
-        learner._speeds = Kept()
+        learner.speeds = Kept()
         groups = [replace(each, samples=each.samples[-1:]) for each in await made_groups(learner, 0)]
         assert (await learner.call(PolicyLearner.train, groups, 0, 0, PROBES)).report.updated
     assert rates.count(member.name) == 2, "of four updates it had a sample in two: its minibatch had two, the other one"
@@ -277,18 +277,18 @@ async def test_one_that_joins_later_takes_part_and_another_leader_is_followed(re
         learner = await ring.leader()
         groups = [await made_groups(learner, seed) for seed in range(4)]
         alone = await learner.call(PolicyLearner.train, groups[0], 0, 0, PROBES)
-        assert learner._speeds == {} and alone.report.updated
+        assert learner.speeds == {} and alone.report.updated
         await learner.accept()
         member = await ring.member()
-        learner._trainers = 2
+        learner.trainers = 2
         await learner.call(PolicyLearner.train, groups[1], 1, 1, PROBES)
-        assert member.name in learner._speeds
+        assert member.name in learner.speeds
         snapshot = await learner.snapshot()
         second = await ring.leader(trainers=2)
         await second.call(PolicyLearner.restore, snapshot)
         await second.call(PolicyLearner.train, groups[2], 2, 2, PROBES)
-        assert member.name in second._speeds
-        await wait_until(lambda: learner._lead._lost)
+        assert member.name in second.speeds
+        await wait_until(lambda: learner.lead.lost)
         with pytest.raises(ConflictError, match="another process leads"):
             await learner.call(PolicyLearner.train, groups[3], 3, 3, PROBES)
 
@@ -297,7 +297,7 @@ async def test_a_redis_that_is_away_and_words_that_nobody_can_read_cost_no_step(
     async with trainers(redis_url) as ring:
         learner = await ring.leader(trainers=2)
         member = await ring.member()
-        run = learner._lead._run
+        run = learner.lead.shared_run
         groups = [await made_groups(learner, seed) for seed in range(2)]
         send, away = run.send, [RedisConnectionError("away"), RedisConnectionError("away")]
 
@@ -308,13 +308,13 @@ async def test_a_redis_that_is_away_and_words_that_nobody_can_read_cost_no_step(
 
         run.send = failing  # type: ignore[method-assign]
         first = await learner.call(PolicyLearner.train, groups[0], 0, 0, PROBES)
-        assert first.report.updated and member.name not in learner._speeds
+        assert first.report.updated and member.name not in learner.speeds
         await learner.accept()
         await wait_until(lambda: not away)
         await send(b"not a word")
         await run.answer(b"not an answer")
         second = await learner.call(PolicyLearner.train, groups[1], 1, 1, PROBES)
-        assert second.report.updated and member.name in learner._speeds
+        assert second.report.updated and member.name in learner.speeds
         assert not ring.tasks[member.name].done()
 
 
@@ -329,7 +329,7 @@ async def test_another_base_or_rank_is_refused_by_name(redis_url: str) -> None:
             with pytest.raises(SetupError, match=said):
                 await ring.tasks[member.name]
         same_rank = await ring.member(lora_rank=4)
-        await wait_until(lambda: same_rank._spec is not None)
+        await wait_until(lambda: same_rank.spec is not None)
         other = await ring.member(base="0" * 64)
         with pytest.raises(SetupError, match="trains another base"):
             await ring.tasks[other.name]

@@ -13,7 +13,7 @@ import pytest
 from redis.asyncio import Redis
 
 from api.http.api_keys import KeyRing
-from api.tinker.protobuf import _MESSAGE, read_pass
+from api.tinker.protobuf import MESSAGE, read_pass
 from shared.errors import InvalidRequestError
 from shared.images.refs import VisionSpec
 from shared.learners import (
@@ -81,7 +81,7 @@ def json_pass(learner: str, **inputs: Any) -> dict[str, Any]:
 
 
 def binary_pass(learner: str, **changes: Any) -> bytes:
-    message = _MESSAGE["ForwardBackwardRequest"](model_id=learner, seq_id=1, loss_fn="cross_entropy", **changes)
+    message = MESSAGE["ForwardBackwardRequest"](model_id=learner, seq_id=1, loss_fn="cross_entropy", **changes)
     datum = message.data.add()
     datum.model_input.add().encoded_text.tokens = np.array([5, 6], "<i4").tobytes()
     targets = datum.loss_fn_inputs.add(key="target_tokens").value
@@ -137,7 +137,7 @@ async def test_results_come_by_polls_in_the_form_that_is_asked_for(
     shown = (await future(server, f"{learner}:1")).json()
     assert shown["loss_fn_outputs"][0]["logprobs"] == {"data": [-1.5, -2.5], "dtype": "float32", "shape": [2]}
     binary = await future(server, f"{learner}:1", PROTOBUF["content-type"])
-    message = _MESSAGE["ForwardBackwardOutput"]()
+    message = MESSAGE["ForwardBackwardOutput"]()
     message.ParseFromString(binary.content)
     (record,) = message.loss_fn_outputs
     assert record.num_datums == 2 and np.frombuffer(record.fields[0].value.offsets, "<i8").tolist() == [0, 8, 12]
@@ -168,7 +168,7 @@ async def test_a_sample_is_drawn_once_and_gone_with_its_api_process(server: Api)
     first, again = [await ask(server, "asample", **body, **more) for _ in range(2)]
     assert first == again and len(first["sample_sequence_ids"]) == 2
     answer = await future(server, first["request_id"])
-    message = _MESSAGE["SampleResponse"]()
+    message = MESSAGE["SampleResponse"]()
     message.ParseFromString(answer.content)
     assert len(message.sequences) == 2 and message.sequences[0].stop_reason == 0
     assert len(message.sequences[0].tokens) == len(message.sequences[0].logprobs) > 0
@@ -261,7 +261,7 @@ async def test_what_cannot_be_done_is_refused_by_name(server: Api) -> None:
     packed = await server.http.post("/api/v1/forward_backward", content=b"x", headers=zstd)
     assert packed.status_code == 400 and "compressed" in packed.text
     for shape, crow in (([-1, 5], []), ([1, 2**23 + 1], [0, 0]), ([2**40, 2**40], [0])):
-        message = _MESSAGE["ForwardBackwardRequest"]()
+        message = MESSAGE["ForwardBackwardRequest"]()
         message.ParseFromString(binary_pass(learner))
         tensor = message.data[0].loss_fn_inputs[0].value
         tensor.ClearField("dense")
@@ -285,11 +285,11 @@ async def test_what_cannot_be_done_is_refused_by_name(server: Api) -> None:
     )
     placed = await server.ring.learners.request(learner, 2)
     assert placed is not None and isinstance(placed[0], RefusedRequest)
-    sound = _MESSAGE["ForwardBackwardRequest"](model_id=learner, loss_fn="ppo")
+    sound = MESSAGE["ForwardBackwardRequest"](model_id=learner, loss_fn="ppo")
     sound.data.add().model_input.add().dmel.SetInParent()
     with pytest.raises(InvalidRequestError, match="no text"):
         read_pass(sound.SerializeToString())
-    shown = _MESSAGE["ForwardBackwardRequest"]()
+    shown = MESSAGE["ForwardBackwardRequest"]()
     shown.ParseFromString(binary_pass(learner))
     shown.data[0].model_input.add().image.data = b"a file"
     shown.seq_id = 2
@@ -470,7 +470,7 @@ async def test_a_pass_too_long_is_refused_before_its_images_are_looked_at(seeing
     damaged = {"type": "image", "data": "AAAA", "format": "png"}
     answer = await shown_pass(seeing, learner, damaged, many)
     assert answer.status_code == 400 and "takes up to" in answer.text
-    message = _MESSAGE["ForwardBackwardRequest"](model_id=learner, seq_id=1, loss_fn="cross_entropy")
+    message = MESSAGE["ForwardBackwardRequest"](model_id=learner, seq_id=1, loss_fn="cross_entropy")
     datum = message.data.add()
     for _ in range(4097):
         datum.model_input.add().encoded_text.tokens = b""
@@ -542,7 +542,7 @@ async def test_targets_that_ask_for_nothing_are_told_as_zeros(server: Api) -> No
         return (await future(server, begun["request_id"])).status_code != 408
 
     await wait_until(done)
-    message = _MESSAGE["SampleResponse"]()
+    message = MESSAGE["SampleResponse"]()
     message.ParseFromString((await future(server, begun["request_id"], PROTOBUF["content-type"])).content)
     told = message.target_prompt_logprobs
     assert list(told.shape) == [2, 2] and np.frombuffer(told.dense, "<f4").tolist() == [0.0] * 4

@@ -99,7 +99,7 @@ async def test_who_holds_and_who_waits_may_leave_in_one_moment(order: tuple[str,
     assert all(isinstance(each, asyncio.CancelledError) for each in ended), ended
     await asyncio.wait_for(pool.enter("a"), HANG_S)
     pool.leave("a")
-    assert not pool._turns and not pool._busy
+    assert not pool._turns and not pool.busy
 
 
 async def test_what_waits_of_one_key_is_bounded() -> None:
@@ -126,16 +126,16 @@ async def test_a_thread_keeps_its_place_when_its_client_leaves(monkeypatch: pyte
         return await aside(work)
 
     first = asyncio.create_task(ask(go.wait))
-    await wait_until(lambda: fair_pool._pool._busy.total() == 1)
+    await wait_until(lambda: fair_pool._pool.busy.total() == 1)
     left.set()
     with pytest.raises(RequestCancelledError):
         await first
-    assert fair_pool._pool._busy.total() == 1, "the thread works on"
+    assert fair_pool._pool.busy.total() == 1, "the thread works on"
     left.clear()
     second: Awaitable[object] = asyncio.create_task(ask(lambda: "done"))
     go.set()
     assert await second == "done"
-    assert fair_pool._pool._busy.total() == 0
+    assert fair_pool._pool.busy.total() == 0
 
 
 def test_other_threads_go_on_while_a_long_text_is_tokenized() -> None:

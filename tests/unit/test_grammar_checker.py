@@ -87,14 +87,14 @@ async def test_a_check_ends_with_its_client_and_others_do_not_wait_for_it(checke
         return await checker.checked(grammar.unconverted(SLOW), CARD, codec())
 
     asking = [asyncio.create_task(ask("10.0.0.1")) for _ in range(8)]
-    await wait_until(lambda: checker._pool._busy.total() == 1)
+    await wait_until(lambda: checker._pool.busy.total() == 1)
     await checker.checked(grammar.of_choice(["a", "b"]), CARD, codec())
     assert not any(task.done() for task in asking)
     left.set()
     for task in asking:
         with pytest.raises(RequestCancelledError):
             await task
-    assert checker._pool._busy.total() == 0
+    assert checker._pool.busy.total() == 0
 
 
 @pytest.mark.parametrize("schema", [{"patternProperties": {f"^a{i}[a-z]*b": {} for i in range(400)}}])

@@ -105,7 +105,7 @@ async def test_other_files_are_refused_in_words(reader: ImageReader) -> None:
         with pytest.raises(InvalidRequestError, match=words):
             await reader.size(made())
             pytest.fail(name)
-    assert len(reader._idle) == 1, "the same process has answered all of them"
+    assert len(reader.idle) == 1, "the same process has answered all of them"
 
 
 async def test_thumbnails_keep_proportions_within_their_bound(reader: ImageReader) -> None:
@@ -148,7 +148,7 @@ async def test_a_file_that_takes_too_long_or_too_much_ends_its_process_alone() -
     hasty = ImageReader(limit_s=0.001)
     with pytest.raises(InvalidRequestError, match=r"more than 0\.001 s"):
         await hasty.size(large)
-    assert not hasty._idle
+    assert not hasty.idle
     small = ImageReader(memory_bytes=300 << 20)
     try:
         assert await small.size(file_of(image())) == (40, 30)

@@ -364,11 +364,11 @@ def test_ctrl_c_ends_an_answer_and_not_the_conversation(
         return httpx.Response(200, text='data: {"choices": [{"delta": {"content": "yes"}}]}\n\ndata: [DONE]\n\n')
 
     serve(handler)
-    monkeypatch.setattr(chat, "_by_hand", lambda: True)
+    monkeypatch.setattr(chat, "is_by_hand", lambda: True)
     code, out, err = run("chat", "--model", "m", stdin="a\nb\nc\nd\n")
     assert code == 0 and out.count("yes") == 2
     assert "interrupted" in err and "no such thing" in err
     assert asked == [["a"], ["b"], ["c"], ["c", "yes", "d"]], "what was never answered is forgotten"
-    monkeypatch.setattr(chat, "_by_hand", lambda: False)
+    monkeypatch.setattr(chat, "is_by_hand", lambda: False)
     asked.clear()
     assert run("chat", "--model", "m", stdin="a\nb\n")[0] == 130, "a script is told"

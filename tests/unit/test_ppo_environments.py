@@ -55,8 +55,8 @@ async def test_copies_are_played_side_by_side_and_begin_anew_each_for_itself() -
 
 def process_of(environments: Environments) -> Any:
     """The one that the environment lives in."""
-    assert environments._own is not None
-    (place,) = environments._own._places
+    assert environments.own is not None
+    (place,) = environments.own.places
     assert place.process is not None
     return place.process
 
@@ -67,7 +67,7 @@ async def test_episodes_whose_process_was_killed_are_cut_off_and_new_ones_begin(
         other = await environments.begin("evaluated", 2, [0])
         before = (await drift.act(pushed(4, by=0.5))).observations
         first = process_of(environments)
-        os.kill(first._process.pid, signal.SIGKILL)
+        os.kill(first.process.pid, signal.SIGKILL)
         await wait_until(lambda: first.ended)
         stepped = await drift.act(pushed(4, by=0.5))
         assert stepped.timed_out.all() and not stepped.failed.any() and (stepped.observations == before).all()
@@ -82,7 +82,7 @@ async def test_episodes_that_are_lost_again_and_again_end_the_run() -> None:
         with pytest.raises(ParallmError, match="3 times in a row, and nothing was played"):
             for _ in range(4):
                 now = process_of(environments)
-                os.kill(now._process.pid, signal.SIGKILL)
+                os.kill(now.process.pid, signal.SIGKILL)
                 await wait_until(lambda now=now: now.ended)  # type: ignore[misc]
                 assert (await drift.act(pushed(4))).timed_out.all()
 

@@ -37,7 +37,7 @@ async def test_rewards_come_in_order_across_chunks(pool: RewardPool) -> None:
 
 
 async def test_catastrophic_regex_times_out_and_the_pool_survives(pool: RewardPool) -> None:
-    pool._timeout_s = 1.0
+    pool.timeout_s = 1.0
     samples = [RewardSample("aaa", None), RewardSample(HANGS, None), RewardSample("b", None)]
     good, hung, bad = await pool.score(CATASTROPHIC, samples)
     assert (good.value, bad.value) == (1.0, 0.0)
@@ -54,8 +54,8 @@ async def test_a_reward_that_raises_marks_its_sample_only(pool: RewardPool) -> N
 
 async def test_killed_processes_cost_no_reward(pool: RewardPool) -> None:
     await pool.score(RewardSpec("exact"), [RewardSample("x", "x")] * 64)
-    assert pool._all
-    for process in pool._all:
+    assert pool.processes
+    for process in pool.processes:
         os.kill(process.call.pid, signal.SIGKILL)
     rewards = await pool.score(RewardSpec("exact"), [RewardSample(str(i), str(i)) for i in range(40)])
     assert [reward.value for reward in rewards] == [1.0] * 40
@@ -65,28 +65,28 @@ async def test_a_sample_in_which_its_process_is_deaf_to_signals_is_marked_and_th
     pool = RewardPool(1, timeout_s=1.0)
     try:
         await pool.score(RewardSpec("exact"), [RewardSample("x", "x")])
-        (process,) = pool._all
+        (process,) = pool.processes
         os.kill(process.call.pid, signal.SIGSTOP)
         hung, *good = await pool.score(RewardSpec("exact"), [RewardSample("x", "x")] * 3)
         assert hung.value is None and is_late(hung)
         assert [reward.value for reward in good] == [1.0, 1.0]
-        assert process not in pool._all and not process.call.alive
+        assert process not in pool.processes and not process.call.alive
     finally:
         pool.close()
 
 
 async def test_a_caller_that_leaves_takes_its_process_along(pool: RewardPool) -> None:
-    pool._timeout_s = NEVER_S
+    pool.timeout_s = NEVER_S
     scoring = asyncio.create_task(pool.score(CATASTROPHIC, [RewardSample(HANGS, None)]))
-    await wait_until(lambda: bool(pool._all))
-    (process,) = pool._all
+    await wait_until(lambda: bool(pool.processes))
+    (process,) = pool.processes
     scoring.cancel()
     await asyncio.gather(scoring, return_exceptions=True)
-    assert not process.call.alive and not pool._all
+    assert not process.call.alive and not pool.processes
 
 
 async def test_a_reward_that_keeps_timing_out_is_given_up(pool: RewardPool) -> None:
-    pool._timeout_s = 0.02
+    pool.timeout_s = 0.02
     share = Share("alice", "job-1")
     rewards = await pool.score(CATASTROPHIC, [RewardSample(HANGS, None)] * 200, share)
     assert share.given_up
@@ -138,7 +138,7 @@ async def test_a_pattern_that_has_passed_is_not_tried_again(pool: RewardPool) ->
     await pool.check(reward)
     pool.close()
     await pool.check(reward)
-    assert not pool._all
+    assert not pool.processes
 
 
 @pytest.fixture

@@ -93,7 +93,7 @@ async def test_a_resumed_collector_plays_pending_groups_first() -> None:
 
 
 async def test_a_group_is_played_again_when_the_ring_is_away_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.rollouts.collector._BACKOFF_S", (0.0, 0.0))
+    monkeypatch.setattr("trainer.rollouts.collector.BACKOFF_S", (0.0, 0.0))
     tries = 0
 
     class Away(Player):

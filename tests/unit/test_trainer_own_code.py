@@ -63,7 +63,7 @@ async def test_an_environment_is_what_it_was(hazards: OwnEnvironment) -> None:
 )
 async def test_code_that_hangs_costs_its_own_call_and_is_named(hasty: OwnEnvironment, action: str, said: str) -> None:
     seen = await hasty.reset(2)
-    first = hasty._places[0].process
+    first = hasty.places[0].process
     steps = [hasty.step(seen, each) for each in ("fine", action, "fine", "wait", "fine")]
     *fine, late = await asyncio.gather(*(steps[i] for i in (0, 2, 4, 1)), steps[3], return_exceptions=True)
     hung = fine.pop()
@@ -71,7 +71,7 @@ async def test_code_that_hangs_costs_its_own_call_and_is_named(hasty: OwnEnviron
     assert [getattr(outcome, "reward", outcome) for outcome in fine] == [2.0] * 3
     with pytest.raises(BlockedError, match=said):
         raise hung
-    assert hasty._places[0].process is not first
+    assert hasty.places[0].process is not first
 
 
 async def test_each_cause_sends_one_alert_however_many_samples_it_costs(hasty: OwnEnvironment) -> None:
@@ -114,11 +114,11 @@ async def test_a_cause_just_before_the_end_of_a_run_is_told(hazards: OwnEnvironm
 
 async def test_code_that_waits_too_long_costs_its_call_and_no_process(hasty: OwnEnvironment) -> None:
     seen = await hasty.reset(2)
-    process = hasty._places[0].process
+    process = hasty.places[0].process
     with pytest.raises(BlockedError, match=r"no end after 1\.5 s"):
         await hasty.step(seen, "wait")
     assert (await hasty.step(seen, "fine")).reward == 2.0
-    assert hasty._places[0].process is process
+    assert hasty.places[0].process is process
 
 
 @pytest.mark.long
@@ -169,10 +169,10 @@ async def test_calls_that_are_slow_one_after_the_other_are_not_taken_for_one_tha
     hasty: OwnEnvironment,
 ) -> None:
     seen = await hasty.reset(2)
-    process = hasty._places[0].process
+    process = hasty.places[0].process
     outcomes = await asyncio.gather(*(hasty.step(seen, "busy") for _ in range(8)))
     assert [outcome.reward for outcome in outcomes] == [2.0] * 8
-    assert hasty._places[0].process is process
+    assert hasty.places[0].process is process
 
 
 async def test_a_reset_that_hangs_is_late_as_well(hasty: OwnEnvironment) -> None:
@@ -214,10 +214,10 @@ async def test_a_function_that_never_returns_leaves_nothing_behind() -> None:
         with pytest.raises(BlockedError, match=r"`score` blocked .* in score \(.*own_code\.py:\d+\)"):
             await function("hang", float("nan"))
         hanging = asyncio.create_task(function("hang", 1))
-        await wait_until(lambda: function._places[0].process is not None and not function._places[0].process.ended)
-        process = function._places[0].process
+        await wait_until(lambda: function.places[0].process is not None and not function.places[0].process.ended)
+        process = function.places[0].process
         assert process is not None
-        pid = process._process.pid
+        pid = process.process.pid
     assert not psutil.pid_exists(pid)
     hanging.cancel()
     await asyncio.gather(hanging, return_exceptions=True)

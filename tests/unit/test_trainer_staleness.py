@@ -67,7 +67,7 @@ async def test_a_fresh_batch_ends_the_row() -> None:
 
 
 async def test_a_version_that_is_deleted_under_a_group_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.rollouts.collector._BACKOFF_S", (0.0, 0.0))
+    monkeypatch.setattr("trainer.rollouts.collector.BACKOFF_S", (0.0, 0.0))
     latest = ["policy@1"]
 
     class Deleted(Player):

@@ -124,18 +124,18 @@ class DataLearner(ABC, Generic[T]):
         """Number of tokens in the loss; 0 for a loss without tokens."""
 
     @abstractmethod
-    def _gradient(self, part: Sequence[T], items: Sequence[T]) -> tuple[Any, dict[str, Any]]:
+    def gradient(self, part: Sequence[T], items: Sequence[T]) -> tuple[Any, dict[str, Any]]:
         """The part's share of the loss of all items, and the gradients of what learns."""
 
     @abstractmethod
-    def _load(self, weights: Arrays) -> None: ...
+    def load(self, weights: Arrays) -> None: ...
 
     @property
     def _peers(self) -> Peers:
         """Ranks that learn of other samples."""
         return Peers()
 
-    def _whole(self, gradients: dict[str, Any]) -> dict[str, Any]:
+    def whole(self, gradients: dict[str, Any]) -> dict[str, Any]:
         """Sum gradients over all ranks where the model is divided; here there is one rank."""
         return gradients
 
@@ -152,7 +152,7 @@ class DataLearner(ABC, Generic[T]):
             if part is None:
                 yield
                 continue
-            value, more = self._gradient(part, items)
+            value, more = self.gradient(part, items)
             gradients = more if gradients is None else tree_map(mx.add, gradients, more)
             mx.eval(value, gradients)
             loss += float(value.item())
@@ -165,7 +165,7 @@ class DataLearner(ABC, Generic[T]):
         if not np.isfinite(loss):
             return DataReport(loss, math.nan, is_finite=False, tokens=self._tokens(items))
         norm, updated = update_together(
-            self._adams, self._whole(gradients), self._sizes(step), self._options.max_grad_norm
+            self._adams, self.whole(gradients), self._sizes(step), self._options.max_grad_norm
         )
         if updated:
             self._agree()
@@ -202,7 +202,7 @@ class DataLearner(ABC, Generic[T]):
     @exposed
     def begin_with(self, weights: Arrays) -> None:
         """Continue from these weights, which also become the last good ones."""
-        self._load(weights)
+        self.load(weights)
         self.accept()
 
     @exposed_read
@@ -217,7 +217,7 @@ class DataLearner(ABC, Generic[T]):
         Their moments are not known any more, unless nothing had been learned yet: they begin anew.
         """
         fresh = self._good_moments
-        self._load(snapshot.adapter)
+        self.load(snapshot.adapter)
         for name, adam in self._adams.items():
             adam.load_moments(_of_part(snapshot.optimizer, name))
         self.accept()
@@ -233,7 +233,7 @@ class DataLearner(ABC, Generic[T]):
     @exposed
     def revert(self) -> None:
         """Back to the last good weights and their moments."""
-        self._load(self._good)
+        self.load(self._good)
         for name, adam in self._adams.items():
             adam.put_back(self._good_moments[name])
 

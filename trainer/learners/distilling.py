@@ -54,7 +54,7 @@ class DistillLearner(RowLearner[ScoredRow]):
 
     def __init__(self, model: Any, shape: AdapterShape, options: DataOptions, whole: Whole | None = None) -> None:
         super().__init__(model, shape, options, whole=whole)
-        self._of_student = nn.value_and_grad(self._policy.model, self._distance)
+        self._of_student = nn.value_and_grad(self.policy.model, self._distance)
 
     def group(self, item: ScoredRow) -> SampleGroup:
         return item.group("")
@@ -64,7 +64,7 @@ class DistillLearner(RowLearner[ScoredRow]):
         alike, distance, tokens = 0, 0.0, self._tokens(items)
         for part in self._parts(items):
             x, (ids_NK, teacher_NK) = self._arrays(part), self._scores_of(part)
-            body, head = halves_of(self._policy.model, self._chunk)
+            body, head = halves_of(self.policy.model, self._chunk)
             hidden_NH = _counting(body, x)
             step = self._chunk or len(ids_NK)
             for at in range(0, len(ids_NK), step):
@@ -74,9 +74,9 @@ class DistillLearner(RowLearner[ScoredRow]):
             yield
         return Measured(alike / tokens, distance / tokens)
 
-    def _gradient(self, part: Sequence[ScoredRow], items: Sequence[ScoredRow]) -> tuple[Any, dict[str, Any]]:
+    def gradient(self, part: Sequence[ScoredRow], items: Sequence[ScoredRow]) -> tuple[Any, dict[str, Any]]:
         scores = self._scores_of(part)
-        value, gradients = self._of_student(self._policy.model, self._arrays(part), *scores, self._tokens(items))
+        value, gradients = self._of_student(self.policy.model, self._arrays(part), *scores, self._tokens(items))
         return value, {"body": gradients}
 
     def _distance(self, model: Any, x: BatchArrays, ids_NK: mx.array, teacher_NK: mx.array, whole: int) -> mx.array:

@@ -57,9 +57,9 @@ class HeadLearner(DataLearner[HeadExample]):
         self._ranks = None if whole is None else whole.ranks
         self._form, self.name = form, head.head or (POLICY if form in ACTING else REWARD)
         self._spread = start if isinstance(start, ActionSpread) else None
-        self._policy = None if options.shape is None else policy_of(model, options.shape, options, whole=whole)
-        body = share_tree(model) if self._policy is None else self._policy.model
-        if self._policy is None:
+        self.policy = None if options.shape is None else policy_of(model, options.shape, options, whole=whole)
+        body = share_tree(model) if self.policy is None else self.policy.model
+        if self.policy is None:
             body.freeze()
             body.eval()
         halves = cut(body)
@@ -75,7 +75,7 @@ class HeadLearner(DataLearner[HeadExample]):
         self._head = HeadNet(self.spec, start=start if isinstance(start, float) else 0.0, seed=options.seed)
         self._net = Net(body, self._head, halves.body)
         self._of_net = nn.value_and_grad(self._net, self._loss)
-        learns = {"head": self._head} if self._policy is None else {"head": self._head, "body": body}
+        learns = {"head": self._head} if self.policy is None else {"head": self._head, "body": body}
         super().__init__(options, learns, {"head": head.head_learning_rate / options.schedule.peak})
 
     # -- learning
@@ -129,35 +129,35 @@ class HeadLearner(DataLearner[HeadExample]):
     # -- weights
 
     def weights(self) -> Arrays:
-        own = self._policy.weights() if self._policy is not None else {}
+        own = self.policy.weights() if self.policy is not None else {}
         return own | scaled(arrays_of(self._head, self.name), self.name, self._spread)
 
     def config(self) -> bytes:
         shape, heads = self._options.shape, {self.name: self.spec}
-        if shape is None or self._policy is None:
+        if shape is None or self.policy is None:
             return mlx_config("head", 0, 0.0, (), heads)
-        return mlx_config(shape.kind, shape.rank, shape.scale, tuple(self._policy.modules), heads)
+        return mlx_config(shape.kind, shape.rank, shape.scale, tuple(self.policy.modules), heads)
 
-    def _load(self, weights: Arrays) -> None:
-        if self._policy is not None:
-            self._policy.load({name: value for name, value in weights.items() if not name.startswith("heads.")})
+    def load(self, weights: Arrays) -> None:
+        if self.policy is not None:
+            self.policy.load({name: value for name, value in weights.items() if not name.startswith("heads.")})
         load_arrays(self._head, self.name, scaled(weights, self.name, self._spread, back=True))
 
     def digest(self) -> int:
         """A sum over the bits of all parameters, by which ranks see that they have the same ones."""
         own = sum(int(np.array(value.view(mx.uint32).sum())) for _, value in tree_flatten(self._head.parameters()))
-        return own if self._policy is None else own + self._policy.digest()
+        return own if self.policy is None else own + self.policy.digest()
 
-    def _whole(self, gradients: dict[str, Any]) -> dict[str, Any]:
-        if self._policy is None:
+    def whole(self, gradients: dict[str, Any]) -> dict[str, Any]:
+        if self.policy is None:
             return gradients
-        return gradients | {"body": self._policy.whole(gradients["body"])}
+        return gradients | {"body": self.policy.whole(gradients["body"])}
 
     def _agree(self) -> None:
         if self._ranks is None:
             return
-        if self._policy is not None:
-            self._policy.agree()
+        if self.policy is not None:
+            self.policy.agree()
         self._head.update(tree_map(self._ranks.same, self._head.parameters()))
         mx.eval(self._head.parameters())
 
@@ -169,7 +169,7 @@ class HeadLearner(DataLearner[HeadExample]):
     def _tokens(self, items: Sequence[HeadExample]) -> int:
         return 0
 
-    def _gradient(self, part: Sequence[HeadExample], items: Sequence[HeadExample]) -> tuple[Any, dict[str, Any]]:
+    def gradient(self, part: Sequence[HeadExample], items: Sequence[HeadExample]) -> tuple[Any, dict[str, Any]]:
         value, gradients = self._of_net(*self._batch(part), len(items))
         return value, gradients
 

@@ -62,14 +62,14 @@ class PolicyLearner:
     ) -> None:
         """`whole`: what a model was that ranks divide, all of which learn alike then (trainer/learners/ranks.py)."""
         value = None if options.value is None else _head_of(model, options.value)
-        self._policy = Policy(
+        self.policy = Policy(
             model, shape, seed=seed, checkpoint_layers=checkpoint_layers, value=value, sight=sight, whole=whole
         )
-        self.optimizer = Optimizer(self._policy, options)
+        self.optimizer = Optimizer(self.policy, options)
         self._limits = limits
         self._remembered = remembered
         self._older: OrderedDict[int, Arrays] = OrderedDict()  # policy step -> weights
-        self._good = self._policy.weights()
+        self._good = self.policy.weights()
         self._best: Arrays | None = None  # of the best version that was judged
         self._before = self.optimizer.adam.state()
         self.shapes = {name: tuple(value.shape) for name, value in self._good.items()}
@@ -91,7 +91,7 @@ class PolicyLearner:
     @exposed
     def put(self, weights: Arrays, means: GradientMeans = _NO_MEANS) -> None:
         """Other weights, and moments, in the midst of a train step; `revert` takes them back, too."""
-        self._policy.load(weights)
+        self.policy.load(weights)
         if means.first:
             self.optimizer.adam.take_means(means, self.optimizer.options.adam_betas)
 
@@ -103,8 +103,8 @@ class PolicyLearner:
     @exposed
     def go_on_from(self, weights: Arrays) -> None:
         """Other weights, which are good, with the present moments."""
-        self._policy.load(weights)
-        self._good = self._policy.weights()
+        self.policy.load(weights)
+        self._good = self.policy.weights()
 
     def begin(self, policy_step: int) -> dict[int, Arrays]:
         """Store the moments that `revert` restores; returns the weights of earlier policy steps, by their numbers."""
@@ -117,12 +117,12 @@ class PolicyLearner:
     @exposed
     def checked(self, report: StepReport, probes: Sequence[tuple[int, ...]]) -> Work[Trained]:
         """The end of a train step: the present weights, and what the gate wants to know of them."""
-        weights = self._policy.weights()
+        weights = self.policy.weights()
         if not report.updated and not report.nonfinite_gradients:
             return Trained(report, weights, ())
-        origin = self._policy.origin
+        origin = self.policy.origin
         anchors = (self._good, origin) if self._best is None else (self._good, origin, self._best)
-        kls = yield from measure_probe_kl(self._policy, anchors, probes)
+        kls = yield from measure_probe_kl(self.policy, anchors, probes)
         checks = (
             gate.finite_gradients(report.nonfinite_gradients),
             gate.finite_weights(weights),
@@ -137,13 +137,13 @@ class PolicyLearner:
     @exposed
     def parity(self, trajectories: Sequence[Trajectory]) -> Work[float]:
         """Mean difference to a worker's log-probabilities."""
-        return measure_parity(self._policy, trajectories)
+        return measure_parity(self.policy, trajectories)
 
     @exposed
     def gaps(self, samples: Sequence[SampleGroup], weights: Arrays | None) -> Work[list[float]]:
         """Mean difference of each sample's log-probabilities to those of these weights; None is the base."""
         scores, positions = self.optimizer.scores, self.optimizer.options.microbatch_tokens
-        return measure_gaps(self._policy, weights, samples, scores, positions)
+        return measure_gaps(self.policy, weights, samples, scores, positions)
 
     @exposed
     def anchor(self, best: Arrays | None) -> None:
@@ -153,49 +153,49 @@ class PolicyLearner:
     @exposed
     def begin_with(self, weights: Arrays) -> None:
         """The run begins, or began, with these in place of the base; `load` and `restore` set the present ones."""
-        self._policy.origin = weights
+        self.policy.origin = weights
 
     @exposed
     def accept(self) -> None:
         """The present weights are the last good ones."""
-        self._good = self._policy.weights()
+        self._good = self.policy.weights()
 
     @exposed
     def revert(self) -> None:
         """Back to the last good weights and to the moments that made them, as if the train step had not been."""
-        self._policy.load(self._good)
+        self.policy.load(self._good)
         self.optimizer.adam.put_back(self._before)
 
     @exposed
     def load(self, weights: Arrays) -> None:
         """Restore older weights after a rollback, without momentum: it points to where rewards collapsed."""
-        self._policy.load(weights)
-        self._good = self._policy.weights()
+        self.policy.load(weights)
+        self._good = self.policy.weights()
         self.optimizer.adam.reset()
 
     def digest(self) -> int:
-        return self._policy.digest()
+        return self.policy.digest()
 
     @exposed_read
     def weights(self) -> Arrays:
         """The present weights of the adapter."""
-        return self._policy.weights()
+        return self.policy.weights()
 
     @exposed_read
     def config(self) -> bytes:
-        return self._policy.config()
+        return self.policy.config()
 
     @exposed_read
     def snapshot(self) -> LearnerSnapshot:
         """All of the state, for a checkpoint."""
-        return LearnerSnapshot(self._policy.weights(), self._policy.config(), self.optimizer.adam.moments())
+        return LearnerSnapshot(self.policy.weights(), self.policy.config(), self.optimizer.adam.moments())
 
     @exposed
     def restore(self, snapshot: LearnerSnapshot) -> None:
         """Restore a checkpoint's state exactly."""
-        self._policy.load(snapshot.adapter)
+        self.policy.load(snapshot.adapter)
         self.optimizer.adam.load_moments(snapshot.optimizer)
-        self._good = self._policy.weights()
+        self._good = self.policy.weights()
 
     # -- in the training service, where another process may go on with it
 
@@ -205,9 +205,9 @@ class PolicyLearner:
         """
         moments = self.optimizer.adam.moments()
         before = {name: np.array(value) for name, value in tree_flatten(self._before)}
-        groups = {"weights": self._policy.weights(), "good": self._good, "moments": moments, "before": before}
-        if self._policy.origin is not None:
-            groups["origin"] = self._policy.origin
+        groups = {"weights": self.policy.weights(), "good": self._good, "moments": moments, "before": before}
+        if self.policy.origin is not None:
+            groups["origin"] = self.policy.origin
         if self._best is not None:
             groups["best"] = self._best
         return pack(groups | {f"{_OLDER}{step}": weights for step, weights in self._older.items()})
@@ -215,11 +215,11 @@ class PolicyLearner:
     def resume(self, state: bytes) -> None:
         """Restore exactly the `state`; ValueError when it is another learner's."""
         groups = unpack(state, "weights", "good", "moments", "before")
-        self._policy.load(groups["weights"])
+        self.policy.load(groups["weights"])
         self.optimizer.adam.load_moments(groups["moments"])
         self._good, self._best = groups["good"], groups.get("best")
         self._before = self.optimizer.adam.as_state(groups["before"])
-        self._policy.origin = groups.get("origin")
+        self.policy.origin = groups.get("origin")
         older = {int(name.removeprefix(_OLDER)): weights for name, weights in groups.items() if name.startswith(_OLDER)}
         self._older = OrderedDict(sorted(older.items()))
 

@@ -42,8 +42,8 @@ class SharedHandle(Handle[PolicyLearner]):
     def __init__(self, mine: HostHandle[PolicyLearner], lead: RunLead, trainers: int, wait_s: float) -> None:
         self._mine, self._host, self._learner = mine, mine.host, mine.learner
         self.shapes, self.config = mine.shapes, mine.config
-        self._lead, self._trainers, self._wait_s = lead, trainers, wait_s
-        self._speeds: dict[str, float] = {}  # positions a second
+        self.lead, self.trainers, self._wait_s = lead, trainers, wait_s
+        self.speeds: dict[str, float] = {}  # positions a second
 
     async def _called(self, method: str, args: tuple[Any, ...]) -> Any:
         return await (
@@ -62,7 +62,7 @@ class SharedHandle(Handle[PolicyLearner]):
         if plan.totals.tokens == 0:
             report = StepReport(updated=False)
         else:
-            shared = SharedStep(self._host, self._learner, self._lead, plan, before, policy_step, self._speeds)
+            shared = SharedStep(self._host, self._learner, self.lead, plan, before, policy_step, self.speeds)
             sums, known = await shared.take(members), shared.known
             seconds, is_shared = time.perf_counter() - began, shared.is_shared
             report = await self._host.run(
@@ -70,18 +70,18 @@ class SharedHandle(Handle[PolicyLearner]):
             )
         trained = await self._mine.call(PolicyLearner.checked, report, probes)
         if is_shared:
-            self._lead.close(trained.weights)
+            self.lead.close(trained.weights)
         return trained
 
     async def _members(self) -> list[str]:
-        until, members = time.monotonic() + self._wait_s, await self._lead.members()
-        while len(members) + 1 < self._trainers:
+        until, members = time.monotonic() + self._wait_s, await self.lead.members()
+        while len(members) + 1 < self.trainers:
             if time.monotonic() > until:
-                log.warning("shared.few", trainers=len(members) + 1, wanted=self._trainers)
+                log.warning("shared.few", trainers=len(members) + 1, wanted=self.trainers)
                 break
             await asyncio.sleep(0.1)
-            members = await self._lead.members()
-        self._trainers = 1
+            members = await self.lead.members()
+        self.trainers = 1
         return members
 
     def _begin(

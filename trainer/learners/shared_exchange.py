@@ -175,7 +175,7 @@ class CachedParcel:
     """Bytes that are put again only when they change, or grow old."""
 
     def __init__(self, run: SharedRun) -> None:
-        self._run = run
+        self.shared_run = run
         self._data = b""
         self._put: tuple[StoredParcel, float] | None = None
         self._one = asyncio.Lock()
@@ -188,8 +188,8 @@ class CachedParcel:
                 parcel, at = self._put
                 if data == self._data and time.monotonic() - at < _FRESH_S:
                     return parcel
-                await self._run.parcels.drop(parcel)
-            self._data, parcel = data, await self._run.parcels.put(data)
+                await self.shared_run.parcels.drop(parcel)
+            self._data, parcel = data, await self.shared_run.parcels.put(data)
             self._put = parcel, time.monotonic()
             return parcel
 
@@ -198,7 +198,7 @@ class RunLead:
     """A run's lead, from `begin` on. Belongs to the event loop; ConflictError when another process has taken it."""
 
     def __init__(self, run: SharedRun) -> None:
-        self._run = run
+        self.shared_run = run
         self.epoch = secrets.token_hex(6)
         self.exchange: ExchangeDtype = "float32"
         self._weights, self._origin = CachedParcel(run), CachedParcel(run)
@@ -206,7 +206,7 @@ class RunLead:
         self._after = "0-0"
         self._beating: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
-        self._lost = self._done = False
+        self.lost = self._done = False
         self._parts: list[StoredParcel] = []
         self._pictures: dict[bytes, tuple[StoredParcel, float]] = {}  # images that were put, by key, and when
         self._within_s, self._since = float("inf"), 0.0  # seconds, and from when on time.monotonic's clock: `expect`
@@ -222,23 +222,23 @@ class RunLead:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
         with contextlib.suppress(RedisError, OSError):
-            await self._run.leave(self.epoch, done=self._done)
+            await self.shared_run.leave(self.epoch, done=self._done)
 
     async def begin(self, spec: RunSpec) -> None:
         """Others may join from now on."""
         body = msgspec.msgpack.encode(spec)
         self.exchange = spec.exchange
-        self._after = await self._run.answers_end()
-        await self._run.lead(self.epoch, body, begin=True)
+        self._after = await self.shared_run.answers_end()
+        await self.shared_run.lead(self.epoch, body, begin=True)
         self._beating = asyncio.create_task(self._beat(body))
 
     async def _beat(self, body: bytes) -> None:
         while True:
             await asyncio.sleep(BEAT_S)
             try:
-                if not await self._run.lead(self.epoch, body, begin=False):
-                    self._lost = True
-                    log.error("shared.lead_lost", run=self._run.name)
+                if not await self.shared_run.lead(self.epoch, body, begin=False):
+                    self.lost = True
+                    log.error("shared.lead_lost", run=self.shared_run.name)
                     return
             except (RedisError, OSError) as error:
                 log.warning("shared.redis_away", error=reason(error))
@@ -249,10 +249,10 @@ class RunLead:
 
     async def members(self) -> list[str]:
         """Members that can take part in a step; [] while Redis is away."""
-        if self._lost:
-            raise ConflictError(f"another process leads the run {self._run.name!r}")
+        if self.lost:
+            raise ConflictError(f"another process leads the run {self.shared_run.name!r}")
         try:
-            return await self._run.members.alive()
+            return await self.shared_run.members.alive()
         except (RedisError, OSError) as error:
             log.warning("shared.redis_away", error=reason(error))
             return []
@@ -272,7 +272,7 @@ class RunLead:
         self._step += 1
         told = {}
         for member, part in parts.items():
-            told[member] = await self._run.parcels.put(await asyncio.to_thread(msgspec.msgpack.encode, part))
+            told[member] = await self.shared_run.parcels.put(await asyncio.to_thread(msgspec.msgpack.encode, part))
         self._parts = list(told.values())
         first = None if origin is None else await self._origin.of(origin)
         shown = await self._shown(pictures)
@@ -285,7 +285,7 @@ class RunLead:
         for picture in pictures:
             if picture.key not in self._pictures:
                 data = await asyncio.to_thread(msgspec.msgpack.encode, picture)
-                self._pictures[picture.key] = await self._run.parcels.put(data), now
+                self._pictures[picture.key] = await self.shared_run.parcels.put(data), now
         return {picture.key.hex(): self._pictures[picture.key][0] for picture in pictures}
 
     def expect(self, within_s: float) -> None:
@@ -303,13 +303,13 @@ class RunLead:
     async def _close(self, weights: Arrays) -> None:
         try:
             for parcel in self._parts:
-                await self._run.parcels.drop(parcel)
+                await self.shared_run.parcels.drop(parcel)
             self._parts = []
             kept = sum(parcel.size for parcel, _ in self._pictures.values())
             while kept > _PICTURE_BYTES:
                 oldest, _ = self._pictures.pop(next(iter(self._pictures)))
                 kept -= oldest.size
-                await self._run.parcels.drop(oldest)
+                await self.shared_run.parcels.drop(oldest)
             await self._send(Ready(self.epoch, await self._weights.of(weights)))
         except (RedisError, OSError) as error:
             log.warning("shared.redis_away", error=reason(error))
@@ -320,7 +320,7 @@ class RunLead:
         await self._send(Leave(self.epoch, member, why))
 
     async def _send(self, word: Word) -> None:
-        await self._run.send(msgspec.msgpack.encode(word))
+        await self.shared_run.send(msgspec.msgpack.encode(word))
 
     async def collect(
         self, update: int, wanted: Collection[str], shapes: Mapping[str, tuple[int, ...]], began: float
@@ -332,7 +332,7 @@ class RunLead:
         found: dict[str, Computed] = {}
         waited, told = set(wanted), time.monotonic()
         while waited:
-            for place, body in await self._run.answers(self._after, LOOK_S):
+            for place, body in await self.shared_run.answers(self._after, LOOK_S):
                 self._after = place
                 try:
                     answer = _answer.decode(body)
@@ -346,7 +346,7 @@ class RunLead:
                     computed = await self._computed(answer, shapes, began)
                     if computed is not None:
                         found[answer.member] = computed
-            for member in waited - set(await self._run.members.alive()):
+            for member in waited - set(await self.shared_run.members.alive()):
                 log.warning("shared.member_lost", member=member, reason="it is dead, or was stopped")
                 waited.discard(member)
             if waited and time.monotonic() > max(told, self._since) + self._within_s:
@@ -364,7 +364,7 @@ class RunLead:
         gradient: Arrays = {}
         if answer.gradient is not None:
             try:
-                data = await self._run.parcels.get(answer.gradient)
+                data = await self.shared_run.parcels.get(answer.gradient)
                 gradient = await asyncio.to_thread(gradient_of, data, shapes)
             except (NotFoundError, ValueError) as error:
                 log.warning("shared.member_lost", member=answer.member, reason=str(error))
@@ -374,4 +374,4 @@ class RunLead:
 
     async def _drop(self, answer: Done) -> None:
         if answer.gradient is not None:
-            await self._run.parcels.drop(answer.gradient)
+            await self.shared_run.parcels.drop(answer.gradient)

@@ -66,14 +66,14 @@ class RunMember:
     """One process of a run that another one leads."""
 
     def __init__(self, settings: TrainSettings, run: SharedRun, host: ComputeHost, loaded: LoadedModel) -> None:
-        self._settings, self._run, self._host, self._loaded = settings, run, host, loaded
+        self._settings, self.shared_run, self._host, self._loaded = settings, run, host, loaded
         self.name = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(3)}"
         self.stopping = False
         self._now: RunNow | None = None
-        self._spec: RunSpec | None = None
+        self.spec: RunSpec | None = None
         self._learner: PolicyLearner | None = None
-        self._sight = sight_of(loaded)
-        self._after = "0-0"
+        self.sight = sight_of(loaded)
+        self.after = "0-0"
         self._words: list[Word] = []
         self._part: PartComputation | None = None
         self._step = 0
@@ -85,10 +85,10 @@ class RunMember:
 
     async def take_part(self) -> None:
         """Until the run is done or `stop` was called; ServiceUnavailableError when no process leads it for too long."""
-        self._after = await self._run.words_end()
+        self.after = await self.shared_run.words_end()
         await self._join(await self._leader())
         beating = asyncio.create_task(self._beat())
-        log.info("member.ready", run=self._run.name, member=self.name)
+        log.info("member.ready", run=self.shared_run.name, member=self.name)
         try:
             while not self.stopping:
                 if not self._words:
@@ -104,12 +104,12 @@ class RunMember:
             beating.cancel()
             await asyncio.gather(beating, return_exceptions=True)
             with contextlib.suppress(RedisError, OSError):
-                await self._run.members.gone(self.name)
+                await self.shared_run.members.gone(self.name)
 
     async def _beat(self) -> None:
         while True:
             try:
-                await self._run.members.beat(self.name)
+                await self.shared_run.members.beat(self.name)
             except (RedisError, OSError) as error:
                 log.warning("member.redis_away", error=reason(error))
             await asyncio.sleep(BEAT_S)
@@ -117,9 +117,9 @@ class RunMember:
     async def _leader(self) -> RunNow:
         until = time.monotonic() + self._settings.learner_wait_s
         while True:
-            if (now := await self._run.now()) is not None or self.stopping:
+            if (now := await self.shared_run.now()) is not None or self.stopping:
                 return now or RunNow("", b"", ended=True)
-            why = f"nobody leads the run {self._run.name!r}: start it with --learner shared"
+            why = f"nobody leads the run {self.shared_run.name!r}: start it with --learner shared"
             if time.monotonic() > until:
                 raise ServiceUnavailableError(why)
             log.warning("member.no_leader", reason=why)
@@ -130,18 +130,18 @@ class RunMember:
         if self._now is not None and now.epoch == self._now.epoch:
             return
         spec = msgspec.msgpack.decode(now.spec, type=RunSpec)
-        if spec != self._spec:
+        if spec != self.spec:
             options = options_of(spec, self._settings, self._loaded.card.base_sha256)
             try:
                 model = self._loaded.model
-                self._learner = await self._host.run(at_once(lambda: policy_learner(model, options, self._sight)))
+                self._learner = await self._host.run(at_once(lambda: policy_learner(model, options, self.sight)))
             except ValueError as error:
-                raise SetupError(f"the run {self._run.name!r} has another model: {error}") from error
-        self._now, self._spec, self._part = now, spec, None
+                raise SetupError(f"the run {self.shared_run.name!r} has another model: {error}") from error
+        self._now, self.spec, self._part = now, spec, None
 
     async def _hear(self, within_s: float) -> None:
-        for place, body in await self._run.words(self._after, within_s):
-            self._after = place
+        for place, body in await self.shared_run.words(self.after, within_s):
+            self.after = place
             try:
                 self._words.append(_word.decode(body))
             except msgspec.DecodeError as error:
@@ -165,7 +165,7 @@ class RunMember:
                 case BeginStep():
                     await self._begin(word)
                 case NextUpdate() if self._part is not None and word.step == self._step:
-                    await self._compute(word.update, word.weights, word.known)
+                    await self.compute(word.update, word.weights, word.known)
                 case Ready():
                     await self._weights(word.weights)
                 case Leave() if word.member == self.name:
@@ -179,28 +179,28 @@ class RunMember:
             return
         learner = self._learner
         assert learner is not None, "it has joined"
-        body = await self._run.parcels.get(word.parts[self.name])
+        body = await self.shared_run.parcels.get(word.parts[self.name])
         part = await asyncio.to_thread(_part.decode, body)
-        origin = None if word.origin is None else unpack(await self._run.parcels.get(word.origin))["weights"]
+        origin = None if word.origin is None else unpack(await self.shared_run.parcels.get(word.origin))["weights"]
         learner.optimizer.policy.origin = origin
         await self._look_at(part.plan, word.pictures)
         self._part = PartComputation(learner.optimizer, part.plan, part.policy_step)
-        await self._compute(0 if learner.optimizer.options.value is None else LOOK, word.weights)
+        await self.compute(0 if learner.optimizer.options.value is None else LOOK, word.weights)
 
     async def _look_at(self, plan: StepPlan, pictures: Mapping[str, StoredParcel]) -> None:
         """Fetch what is not known of the part's images."""
         keys = {image.key for mini in plan.minis for group in mini for image in group.images}
         for key in keys:
-            assert self._sight is not None, "a run whose base is ours sees what we see"
-            if not self._sight.knows(key) and key.hex() in pictures:
-                data = await self._run.parcels.get(pictures[key.hex()])
-                self._sight.show(await asyncio.to_thread(_picture.decode, data))
+            assert self.sight is not None, "a run whose base is ours sees what we see"
+            if not self.sight.knows(key) and key.hex() in pictures:
+                data = await self.shared_run.parcels.get(pictures[key.hex()])
+                self.sight.show(await asyncio.to_thread(_picture.decode, data))
 
-    async def _compute(self, update: int, parcel: StoredParcel, known: ValueSums | None = None) -> None:
+    async def compute(self, update: int, parcel: StoredParcel, known: ValueSums | None = None) -> None:
         assert self._now is not None and self._part is not None
         weights, part = await self._weights(parcel), self._part
         try:
-            computed = await self._host.run(lambda: self._gradient(part, update, weights, known))
+            computed = await self._host.run(lambda: self.gradient(part, update, weights, known))
         except Exception as error:
             log.exception("member.failed")
             message = f"{type(error).__name__}: {error}"
@@ -213,7 +213,7 @@ class RunMember:
         parcelled = None
         if computed.gradient:
             data = await asyncio.to_thread(gradient_bytes, computed.gradient, self._exchange)
-            parcelled = await self._run.parcels.put(data)
+            parcelled = await self.shared_run.parcels.put(data)
         await self._send(
             Done(
                 self._now.epoch,
@@ -229,22 +229,22 @@ class RunMember:
 
     @property
     def _exchange(self) -> ExchangeDtype:
-        assert self._spec is not None
-        return self._spec.exchange
+        assert self.spec is not None
+        return self.spec.exchange
 
-    def _gradient(self, part: PartComputation, update: int, weights: Arrays, known: ValueSums | None) -> Work[Computed]:
+    def gradient(self, part: PartComputation, update: int, weights: Arrays, known: ValueSums | None) -> Work[Computed]:
         assert self._learner is not None
         self._learner.optimizer.policy.load(weights)
         return (yield from part.look() if update == LOOK else part.gradient(update, known))
 
     async def _weights(self, parcel: StoredParcel) -> Arrays:
         if self._known is None or self._known[0] != parcel:
-            data = await self._run.parcels.get(parcel)
+            data = await self.shared_run.parcels.get(parcel)
             self._known = parcel, (await asyncio.to_thread(unpack, data, "weights"))["weights"]
         return self._known[1]
 
     async def _send(self, answer: Answer) -> None:
-        await self._run.answer(msgspec.msgpack.encode(answer))
+        await self.shared_run.answer(msgspec.msgpack.encode(answer))
 
 
 async def take_part(

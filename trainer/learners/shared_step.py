@@ -111,9 +111,9 @@ class SharedStep:
         speeds: dict[str, float],
     ) -> None:
         """`speeds`: positions a second by member, which are used and updated."""
-        self._host, self._learner, self._lead = host, learner, lead
+        self._host, self._learner, self.lead = host, learner, lead
         self._plan, self._before, self._policy_step = plan, before, policy_step
-        self._speeds = speeds
+        self.speeds = speeds
         self.is_shared = False  # a member had a part
         self._sums = Sums()
         self._plans: dict[str, StepPlan] = {}
@@ -127,7 +127,7 @@ class SharedStep:
 
         A member's seconds are those from the update's begin until its gradient is here: who is far away gets less.
         """
-        names, speeds = [ME, *members], self._speeds
+        names, speeds = [ME, *members], self.speeds
         plans = divided(self._plan, [speeds.get(name, self._usual(names)) for name in names])
         self._plans = {name: plan for name, plan in zip(names, plans, strict=True) if any(plan.minis)}
         if self._learner.optimizer.options.value is not None:
@@ -150,17 +150,17 @@ class SharedStep:
 
     def _usual(self, names: Sequence[str]) -> float:
         """The speed of one of which nothing is known: as the others', as far as these are known."""
-        known = [self._speeds[name] for name in names if name in self._speeds]
+        known = [self.speeds[name] for name in names if name in self.speeds]
         return sum(known) / len(known) if known else 1.0
 
     async def _computed(self, update: int) -> dict[str, Computed]:
         """Each part of the update once, in the parts' order."""
-        self._lead.expect(float("inf"))  # no member is late before the duration of a part is known
+        self.lead.expect(float("inf"))  # no member is late before the duration of a part is known
         others = asyncio.create_task(self._others(update))
         try:
             found = {} if ME not in self._plans else {ME: await self._own(ME, update)}
             own_s = found[ME].seconds if found else 0.0
-            self._lead.expect(max(LEAST_PATIENCE_S, PATIENCE * max(own_s, self._usual_s(update))))
+            self.lead.expect(max(LEAST_PATIENCE_S, PATIENCE * max(own_s, self._usual_s(update))))
             found |= await others
         finally:
             others.cancel()
@@ -177,9 +177,9 @@ class SharedStep:
         updates = range(len(self._plan.order)) if update == LOOK else [update]
         return max(
             (
-                sum(positions(plan, each) for each in updates) / self._speeds[name]
+                sum(positions(plan, each) for each in updates) / self.speeds[name]
                 for name, plan in self._plans.items()
-                if self._speeds.get(name)
+                if self.speeds.get(name)
             ),
             default=0.0,
         )
@@ -192,13 +192,13 @@ class SharedStep:
         try:
             if update > 0 or (update == 0 and self.known is not None):
                 weights = await self._host.run(at_once(self._learner.weights))
-                await self._lead.go(update, weights, self.known)
+                await self.lead.go(update, weights, self.known)
             else:
                 policy, options = self._learner.optimizer.policy, self._learner.optimizer.options
                 origin = policy.origin if options.loss.kl_coefficient else None
                 parts = {name: StepPart(self._plans[name], self._policy_step) for name in wanted}
-                await self._lead.open(self._before, origin, parts, self._pictures(wanted))
-            found, late = await self._lead.collect(update, wanted, self._learner.shapes, began)
+                await self.lead.open(self._before, origin, parts, self._pictures(wanted))
+            found, late = await self.lead.collect(update, wanted, self._learner.shapes, began)
         except (RedisError, OSError) as error:
             log.warning("shared.redis_away", error=reason(error), lost=wanted)
             return {}
@@ -227,7 +227,7 @@ class SharedStep:
             return theirs
         self._away.add(name)
         try:
-            await self._lead.send_off(name, "its gradient is not finite, and another process's is")
+            await self.lead.send_off(name, "its gradient is not finite, and another process's is")
         except (RedisError, OSError) as error:
             log.warning("shared.redis_away", error=reason(error))
         return ours

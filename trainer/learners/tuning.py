@@ -62,9 +62,9 @@ class RowLearner(DataLearner[T]):
         whole: Whole | None = None,
     ) -> None:
         """`sight`: what it sees images with, None: its items have none; `whole`: see `Policy`."""
-        self._policy = policy_of(model, shape, options, sight, whole)
-        self._chunk = head_chunk(self._policy.base)
-        super().__init__(options, {"body": self._policy.model})
+        self.policy = policy_of(model, shape, options, sight, whole)
+        self._chunk = head_chunk(self.policy.base)
+        super().__init__(options, {"body": self.policy.model})
 
     @abstractmethod
     def group(self, item: T) -> SampleGroup:
@@ -73,32 +73,32 @@ class RowLearner(DataLearner[T]):
     @exposed
     def parity(self, trajectories: Sequence[Trajectory]) -> Work[float]:
         """Mean difference to a worker's log-probabilities of what it has sampled."""
-        return measure_parity(self._policy, trajectories)
+        return measure_parity(self.policy, trajectories)
 
     def weights(self) -> Arrays:
-        return self._policy.weights()
+        return self.policy.weights()
 
     def config(self) -> bytes:
-        return self._policy.config()
+        return self.policy.config()
 
     def digest(self) -> int:
-        return self._policy.digest()
+        return self.policy.digest()
 
-    def _load(self, weights: Arrays) -> None:
-        self._policy.load(weights)
+    def load(self, weights: Arrays) -> None:
+        self.policy.load(weights)
 
     @property
     def _peers(self) -> Peers:
-        return self._policy.peers
+        return self.policy.peers
 
-    def _whole(self, gradients: dict[str, Any]) -> dict[str, Any]:
-        return {"body": self._policy.whole(gradients["body"])}
+    def whole(self, gradients: dict[str, Any]) -> dict[str, Any]:
+        return {"body": self.policy.whole(gradients["body"])}
 
     def _agree(self) -> None:
-        self._policy.agree()
+        self.policy.agree()
 
     def _arrays(self, part: Sequence[T]) -> BatchArrays:
-        return to_arrays(pad([self.group(item) for item in part]), self._policy.sight)
+        return to_arrays(pad([self.group(item) for item in part]), self.policy.sight)
 
     def _size(self, item: T) -> ItemSize:
         group = self.group(item)
@@ -117,9 +117,9 @@ class TuneLearner(RowLearner[SampleGroup]):
     ) -> None:  # fmt: skip
         self._tuning, self._beta = tuning, beta
         super().__init__(model, shape, options, sight, whole)
-        shared = not options.checkpoint_layers and can_share_prompts(self._policy.base)
-        self._scores = partial(shared_scores if shared else row_scores, chunk=self._chunk, entropy=False)
-        self._of_policy = nn.value_and_grad(self._policy.model, self._loss)
+        shared = not options.checkpoint_layers and can_share_prompts(self.policy.base)
+        self.scores = partial(shared_scores if shared else row_scores, chunk=self._chunk, entropy=False)
+        self._of_policy = nn.value_and_grad(self.policy.model, self._loss)
         self._references: dict[_Pair, tuple[float, float]] = {}
 
     def group(self, item: SampleGroup) -> SampleGroup:
@@ -129,7 +129,7 @@ class TuneLearner(RowLearner[SampleGroup]):
 
     def begin_with(self, weights: Arrays) -> None:
         super().begin_with(weights)
-        self._policy.origin, self._references = weights, {}
+        self.policy.origin, self._references = weights, {}
 
     def measure(self, items: Sequence[SampleGroup]) -> Work[Measured]:
         """For sft, the share of tokens predicted and their loss; for dpo, the share of pairs that gained, loss and
@@ -148,7 +148,7 @@ class TuneLearner(RowLearner[SampleGroup]):
         loss = 0.0
         for part in self._own_parts(items):
             if part is not None:
-                margin_N = self._margins(self._policy.model, self._arrays(part), self._reference(part))
+                margin_N = self._margins(self.policy.model, self._arrays(part), self._reference(part))
                 gained += np.array(margin_N).tolist()
                 loss += np.array(preference_loss(margin_N, len(items))).item()
             yield
@@ -157,38 +157,38 @@ class TuneLearner(RowLearner[SampleGroup]):
 
     # -- batches
 
-    def _gradient(self, part: Sequence[SampleGroup], items: Sequence[SampleGroup]) -> tuple[Any, dict[str, Any]]:
+    def gradient(self, part: Sequence[SampleGroup], items: Sequence[SampleGroup]) -> tuple[Any, dict[str, Any]]:
         reference_B = self._reference(part) if self._tuning == "dpo" else None
         whole = len(items) if self._tuning == "dpo" else self._tokens(items)
-        value, gradients = self._of_policy(self._policy.model, self._arrays(part), reference_B, whole)
+        value, gradients = self._of_policy(self.policy.model, self._arrays(part), reference_B, whole)
         return value, {"body": gradients}
 
     def _loss(self, model: Any, x: BatchArrays, reference_B: mx.array | None, whole: int) -> mx.array:
         if reference_B is None:
-            return cross_entropy(self._scores(model, x).logp_BT, x.mask_BT, whole)
+            return cross_entropy(self.scores(model, x).logp_BT, x.mask_BT, whole)
         return preference_loss(self._margins(model, x, reference_B), whole)
 
     def _margins(self, model: Any, x: BatchArrays, reference_B: mx.array) -> mx.array:
-        return margins(answer_logps(self._scores(model, x).logp_BT, x.mask_BT), reference_B, self._beta)
+        return margins(answer_logps(self.scores(model, x).logp_BT, x.mask_BT), reference_B, self._beta)
 
     def _reference(self, part: Sequence[SampleGroup]) -> mx.array:
         """Log-probability [B] of each answer by what the run began with."""
         pairs = [_pair(item) for item in part]
         if new := [item for item, pair in zip(part, pairs, strict=True) if pair not in self._references]:
-            with weights_in(self._policy, self._policy.origin) as model:
+            with weights_in(self.policy, self.policy.origin) as model:
                 x = self._arrays(new)
-                said: list[float] = np.array(answer_logps(self._scores(model, x).logp_BT, x.mask_BT)).tolist()
+                said: list[float] = np.array(answer_logps(self.scores(model, x).logp_BT, x.mask_BT)).tolist()
             for item, chosen, rejected in zip(new, said[0::2], said[1::2], strict=True):
                 self._references[_pair(item)] = chosen, rejected
         return mx.array([logp for pair in pairs for logp in self._references[pair]])
 
     def _predicted(self, x: BatchArrays) -> _Predictions:
         """Row by row as a worker reads them; the head sees the positions that count alone."""
-        body, head = halves_of(self._policy.model, self._chunk)
+        body, head = halves_of(self.policy.model, self._chunk)
         rows, places = np.nonzero(np.array(x.mask_BT))
         before = np.array(x.start_B)[rows] - 1 + places
         targets_N = x.completion_BT[mx.array(rows), mx.array(places)]
-        hidden_NH = row_states(self._policy.model, body, x)[mx.array(rows), mx.array(before)]
+        hidden_NH = row_states(self.policy.model, body, x)[mx.array(rows), mx.array(before)]
         step = self._chunk or len(rows)
         logp, named = 0.0, 0
         for at in range(0, len(rows), step):

@@ -26,7 +26,7 @@ from trainer.state import CurriculumBooks
 log = structlog.get_logger()
 
 _RETRIES = 8
-_BACKOFF_S = (0.2, 5.0)  # first pause, longest pause
+BACKOFF_S = (0.2, 5.0)  # first pause, longest pause
 
 
 class Collector(IndexedSource):
@@ -160,7 +160,7 @@ class Collector(IndexedSource):
             self._curriculum.dropped(indices)
 
     async def _play_until_done(self, index: int) -> RolloutGroup:
-        pause, longest = _BACKOFF_S
+        pause, longest = BACKOFF_S
         for attempt in itertools.count(1):
             try:
                 return await self._player.play(index, self._adapter())

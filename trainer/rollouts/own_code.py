@@ -81,7 +81,7 @@ class OwnCode:
     def __init__(self, path: str, options: Mapping[str, Any], timeout_s: float, processes: int = 1) -> None:
         self.title = f"{'reward' if self.kind == 'reward' else 'environment'} {path!r}"
         self._start = Start(self.kind, path, packed(dict(options)), timeout_s)
-        self._places = [_Place() for _ in range(processes)]
+        self.places = [_Place() for _ in range(processes)]
         self._suspects = 0  # calls that wait for a process of their own
         self._left = asyncio.Event()  # a call has left its process
         self._ended: deque[bool] = deque(maxlen=REMEMBERED)  # the last calls: whether each has blocked a process
@@ -90,11 +90,11 @@ class OwnCode:
 
     async def __aenter__(self) -> Self:
         """Start the user's code; SetupError when there is no such object, or when it is not of the right kind."""
-        await self._running(self._places[0])
+        await self._running(self.places[0])
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for place in self._places:
+        for place in self.places:
             if place.process is not None:
                 await place.process.close()
 
@@ -160,8 +160,8 @@ class OwnCode:
         other calls.
         """
         if not (alone or self._suspects or any(self._ended)):
-            return None if self._places[0].alone else self._places[0]
-        open_to_it = self._places[:-1] if self._suspects and not alone else self._places
+            return None if self.places[0].alone else self.places[0]
+        open_to_it = self.places[:-1] if self._suspects and not alone else self.places
         free = [place for place in open_to_it if not place.alone and place.calls < (1 if alone else TOGETHER)]
         return min(free, key=lambda place: (place.calls, place.process is None), default=None)
 
@@ -197,7 +197,7 @@ class _OwnProcess:
     """One life of the process."""
 
     def __init__(self, process: CallProcess, stack: Any, start: Start, title: str) -> None:
-        self._process, self._stack, self._start, self._title = process, stack, start, title
+        self.process, self._stack, self._start, self._title = process, stack, start, title
         self._numbers = itertools.count(1)
         self._calls: dict[int, asyncio.Future[CodeAnswer]] = {}
         self._reading: asyncio.Task[None] | None = None
@@ -237,14 +237,14 @@ class _OwnProcess:
             if self.ended:
                 raise _LostError("its process has ended", at_fault=False)
             with contextlib.suppress(LostProcessError):  # the reader reports it
-                await self._process.send(encode(CodeCall(number, what)))
+                await self.process.send(encode(CodeCall(number, what)))
             return await future
         finally:
             self._calls.pop(number, None)
 
     async def close(self) -> None:
         self.ended = True
-        self._process.kill()
+        self.process.kill()
         if self._reading is not None:
             self._reading.cancel()
             await asyncio.gather(self._reading, return_exceptions=True)
@@ -256,7 +256,7 @@ class _OwnProcess:
         try:
             while True:
                 async with asyncio.timeout(silent_s):
-                    self._receive(decode_answer(await self._process.receive()))
+                    self._receive(decode_answer(await self.process.receive()))
         except (LostProcessError, TimeoutError):
             self._lost()
 
@@ -267,7 +267,7 @@ class _OwnProcess:
 
     def _lost(self) -> None:
         self.ended = True
-        self._process.kill()
+        self.process.kill()
         self._stack.seek(0)
         note = self._stack.read(NOTE.size)
         (culprit,) = NOTE.unpack(note)

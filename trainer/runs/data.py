@@ -170,10 +170,10 @@ class DataRun(Run[DataLearner[T]], Generic[T]):
         settings = self.settings
         await self._gather(loaded)
         self._data = await asyncio.to_thread(self._read, loaded.card.context_length)
-        self._learner: HostHandle[DataLearner[T]] = await HostHandle.open(
+        self.learner: HostHandle[DataLearner[T]] = await HostHandle.open(
             self._host, self._made_with(), loaded.model, self._sight, loaded.whole
         )
-        config = self._learner.config
+        config = self.learner.config
         base = self._ring.base_sha256
         self._publisher = Publisher(self._sink, settings.folder, settings.adapter, config, base, self._disk)
         checkpoint = self._load(config)
@@ -181,8 +181,8 @@ class DataRun(Run[DataLearner[T]], Generic[T]):
             self.state = checkpoint.state
             self._saved = self.state.train_step
         await check_latest(settings, self.state, self._publisher)
-        resumed, shapes = checkpoint is not None, self._learner.shapes
-        fresh = await self._learner.weights() if settings.start_from and not resumed else {}
+        resumed, shapes = checkpoint is not None, self.learner.shapes
+        fresh = await self.learner.weights() if settings.start_from and not resumed else {}
         start = await starting_weights(
             settings.start_from, self.state, self._publisher, shapes, resumed=resumed, fresh=fresh
         )
@@ -194,12 +194,12 @@ class DataRun(Run[DataLearner[T]], Generic[T]):
         first_line = 0 if not resumed else self._saved if self.state.offered else self._saved + 1
         await self._disk.run(cut, settings.folder / "metrics.jsonl", "step", first_line)
         if start is not None:
-            await self._learner.call(DataLearner.begin_with, start)
+            await self.learner.call(DataLearner.begin_with, start)
             if not resumed:
                 await keep_start(settings.start_from, start, self.state, self._publisher)
         if checkpoint is not None:
             good = await self._good_weights()
-            await self._learner.call(DataLearner.restore, checkpoint, good)
+            await self.learner.call(DataLearner.restore, checkpoint, good)
         self.state.ring, self.state.base_sha256 = self._ring.id, self._ring.base_sha256
         self.state.mode = settings.mode
         log.info(
@@ -213,7 +213,7 @@ class DataRun(Run[DataLearner[T]], Generic[T]):
         version = self.state.version
         if not self.state.unpublished or (version and version not in self._publisher.on_disk()):
             return None
-        return self._publisher.weights_of(version) if version else await self._learner.weights()
+        return self._publisher.weights_of(version) if version else await self.learner.weights()
 
     def _load(self, config: bytes) -> Checkpoint | None:
         """Checkpoint to resume from; None: the run begins. SetupError when the folder holds another run."""
@@ -239,7 +239,7 @@ class DataRun(Run[DataLearner[T]], Generic[T]):
             batch = batch_of(self._data.learned, settings.prompts_per_step, state.train_step, settings.seed)
             step = state.train_step
             await self._care.before_step(self._stop)
-            report = await self._learner.call(DataLearner.train, batch, step)
+            report = await self.learner.call(DataLearner.train, batch, step)
             state.train_step += 1
             state.updates += 1
             state.last_update_ms = time.time_ns() // 1_000_000
@@ -261,7 +261,7 @@ class DataRun(Run[DataLearner[T]], Generic[T]):
         return state
 
     async def _measure(self) -> Measured:
-        return await self._learner.call(DataLearner.measure, self._data.held_out)
+        return await self.learner.call(DataLearner.measure, self._data.held_out)
 
     # -- versions
 
@@ -272,7 +272,7 @@ class DataRun(Run[DataLearner[T]], Generic[T]):
         if state.train_step != self._saved:
             await self._save()
         measured = await self._measure()
-        weights = await self._learner.weights()
+        weights = await self.learner.weights()
         checks = [
             gate.finite_gradients(0 if trained.is_finite else 1),
             gate.reward_floor(measured.right, state.held_out, settings.reward_margin),

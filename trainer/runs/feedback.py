@@ -18,7 +18,7 @@ from shared.text.codec import TextCodec
 from trainer.ring.http_client import HttpApi
 
 FILE = "feedback.jsonl"  # in the run's folder
-_PAGE = 100
+PAGE = 100
 _TRIES = 5  # of a listing whose next page began after an answer that had just expired
 
 log = structlog.get_logger()
@@ -71,7 +71,7 @@ async def judged_answers(api: HttpApi, policy: str) -> dict[str, JudgedAnswer]:
         after, more = "", True
         try:
             while more:
-                page = await api.call("GET", "/v1/feedback", _Page, state="judged", after=after, limit=_PAGE)
+                page = await api.call("GET", "/v1/feedback", _Page, state="judged", after=after, limit=PAGE)
                 for answer in page.data:
                     if answer.policy == policy and (answer.preferred_over or answer.preferred_under):
                         found[answer.name] = answer

@@ -70,13 +70,13 @@ class HeadRun(DataRun[HeadExample]):
         said, failed = await self._answered(version_id(self.settings.adapter, version), texts)
         if failed:
             return [GateCheck("reload_parity", False, failed)]
-        mine = await cast(HostHandle[HeadLearner], self._learner).call(HeadLearner.read, texts)
+        mine = await cast(HostHandle[HeadLearner], self.learner).call(HeadLearner.read, texts)
         gap = np.abs(np.array([self._compared(each) for each in mine]) - np.array(said))
         return [gate.at_most("reload_parity", float(np.mean(gap)), self.settings.max_parity)]
 
     @property
     def _head(self) -> HeadLearner:
-        return cast(HeadLearner, self._learner.learner)
+        return cast(HeadLearner, self.learner.learner)
 
     def _compared(self, outputs: Sequence[float]) -> list[float]:
         """The part of a head's outputs that is compared with a worker's."""

@@ -195,26 +195,26 @@ class TrainLoop(Run[PolicyLearner]):
     async def _start(self) -> None:
         settings = self.settings
         try:
-            self._learner = await open_learner(self.parts, settings)
+            self.learner = await open_learner(self.parts, settings)
         except ValueError as error:  # a target that the model has not, DoRA on experts
             raise SetupError(f"bad settings: {error}") from error
-        config = self._learner.config
+        config = self.learner.config
         self._publisher = Publisher(
             self._ring.sink, settings.folder, settings.adapter, config, self._ring.base_sha256, self._disk
         )
         if (checkpoint := self._checkpoint()) is not None:
             await self._resume(checkpoint, config)
         await check_latest(settings, self.state, self._publisher)
-        resumed, learner = checkpoint is not None, self._learner
+        resumed, learner = checkpoint is not None, self.learner
         fresh = await learner.weights() if settings.start_from and not resumed else {}
         start = await starting_weights(
             settings.start_from, self.state, self._publisher, learner.shapes, resumed=resumed, fresh=fresh
         )
         self._begin_folder_anew()
         if start is not None:
-            await self._learner.call(PolicyLearner.begin_with, start)
+            await self.learner.call(PolicyLearner.begin_with, start)
             if not resumed:
-                await self._learner.call(PolicyLearner.load, start)
+                await self.learner.call(PolicyLearner.load, start)
                 await keep_start(settings.start_from, start, self.state, self._publisher)
         self.state.ring, self.state.base_sha256 = self._ring.id, self._ring.base_sha256
         self.state.mode = settings.mode
@@ -230,8 +230,8 @@ class TrainLoop(Run[PolicyLearner]):
         loggers.begin(settings.folder, anew=settings.resume == "no")
         self._curriculum = await open_curriculum(settings, self.parts.environment, self.state)
         self._probes = await self._probe_prompts()
-        examiner = Examiner(settings, self.parts, self._learner, self._probes, f"{self.state.run}-{self._start_id}")
-        self._serving = Serving(settings, self.parts, self._learner, self._publisher, examiner, self.state)
+        examiner = Examiner(settings, self.parts, self.learner, self._probes, f"{self.state.run}-{self._start_id}")
+        self._serving = Serving(settings, self.parts, self.learner, self._publisher, examiner, self.state)
         self._foreign = ForeignMoves(settings, self.parts, self.state, self._serving)
 
     async def _resume(self, checkpoint: Checkpoint, config: bytes) -> None:
@@ -239,7 +239,7 @@ class TrainLoop(Run[PolicyLearner]):
         differs = differences(checkpoint.adapter_config, config)
         try:
             if not differs:
-                await self._learner.call(PolicyLearner.restore, checkpoint)
+                await self.learner.call(PolicyLearner.restore, checkpoint)
         except ValueError as error:  # another model
             differs = str(error)
         if differs:
@@ -291,7 +291,7 @@ class TrainLoop(Run[PolicyLearner]):
         except (
             ParallmError
         ):  # stopped on a full disk, for example: weights that the gate has not passed are not saved either
-            await self._learner.revert()
+            await self.learner.revert()
             raise
         timing.publish_s = time.perf_counter() - started - timing.train_s
         self._count(batch, trained.report, dropped, timing)
@@ -315,7 +315,7 @@ class TrainLoop(Run[PolicyLearner]):
 
     async def compare(self, trajectories: Sequence[LiveTrajectory]) -> int:
         """Refuse posted log-probabilities that are not their version's; how many could not be compared."""
-        check = LogprobCheck(self.settings, self._learner, self._publisher, self.state.version)
+        check = LogprobCheck(self.settings, self.learner, self._publisher, self.state.version)
         return await check.compare(trajectories)
 
     async def _learn(self, groups: list[SampleGroup], *, posted: bool) -> Trained:
@@ -325,12 +325,12 @@ class TrainLoop(Run[PolicyLearner]):
         """
         step, policy_step = self._schedule_step(), self.state.policy_step
         try:
-            return await self._learner.call(PolicyLearner.train, groups, step, policy_step, self._probes)
+            return await self.learner.call(PolicyLearner.train, groups, step, policy_step, self._probes)
         except Exception as error:
             if not posted:
                 raise
             log.exception("order.broken")
-            await self._learner.revert()
+            await self.learner.revert()
             raise EngineError(f"the train step failed, nothing has changed: {type(error).__name__}: {error}") from error
 
     def _schedule_step(self) -> int:

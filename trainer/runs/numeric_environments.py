@@ -49,13 +49,13 @@ class Environments:
     """Makes them, of the one kind that a run has."""
 
     def __init__(self, settings: TrainSettings, space: Space, own: OwnCopies | None = None) -> None:
-        self._settings, self.space, self._own = settings, space, own
+        self._settings, self.space, self.own = settings, space, own
 
     async def begin(self, name: str, copies: int, seed: list[int]) -> NumericEnvironment:
         """Start copies with this seed; earlier ones of the same name end."""
         settings = self._settings
-        if self._own is not None:
-            return await _OwnEnvironment.begin(self._own, name, copies, seed, settings.episode_steps)
+        if self.own is not None:
+            return await _OwnEnvironment.begin(self.own, name, copies, seed, settings.episode_steps)
         by_force, masked = settings.task == "cart-pole-force", settings.task == "cart-pole-masked"
         return CartPole(copies, seed, by_force=by_force, masked=masked, longest=settings.episode_steps)
 

@@ -172,17 +172,17 @@ class PpoRun(Run[PpoLearner]):
         self._begin_folder_anew()
         first = first_weights(self._network, settings.seed)
         build = lambda: PpoLearner(self._network, first, options_of(settings))  # noqa: E731
-        self._learner = await HostHandle.build(self._host, build)
+        self.learner = await HostHandle.build(self._host, build)
         latest = await self._sink.latest_version()
         if checkpoint is not None:
             self._check_ours(latest, checkpoint.state.version)
             self.state = checkpoint.state
-            await self._learner.call(PpoLearner.restore, checkpoint)
+            await self.learner.call(PpoLearner.restore, checkpoint)
         await self._disk.run(cut, settings.folder / "metrics.jsonl", "step", self.state.train_step + 1)
         self._began -= self.state.seconds
         if checkpoint is None or latest != self.state.version:
             self.state.version = latest
-            first_published = await self._offer(await self._learner.weights(), [], {}, _unjudged, latest)
+            first_published = await self._offer(await self.learner.weights(), [], {}, _unjudged, latest)
             if not first_published.version:
                 problem = gate.failures(first_published.checks)
                 raise ParallmError(f"the first version of {settings.adapter} was rejected: {problem}")
@@ -227,7 +227,7 @@ class PpoRun(Run[PpoLearner]):
         steps = steps_of(rollout, advantages_TN)
         step = state.train_step
         await self._care.before_step(self._stop)
-        learned = await self._learner.call(PpoLearner.train, steps, step)
+        learned = await self.learner.call(PpoLearner.train, steps, step)
         state.train_step += 1
         state.consumed += rollout.rewards_TN.size
         state.trajectories += len(rollout.returns)
@@ -272,8 +272,8 @@ class PpoRun(Run[PpoLearner]):
 
     async def _serve(self, steps: PpoSteps, learned: PpoStepReport) -> str:
         """Publish the learned weights, or revert and return the reason; ParallmError after too many rejections."""
-        weights = await self._learner.weights()
-        logp, _ = await self._learner.call(PpoLearner.policy, weights, steps)
+        weights = await self.learner.weights()
+        logp, _ = await self.learner.call(PpoLearner.policy, weights, steps)
         apart = (logp - steps.logp_BL).astype(np.float64)
         checks = [
             gate.finite_gradients(learned.left_out),
@@ -305,7 +305,7 @@ class PpoRun(Run[PpoLearner]):
             actions=said.actions[:, None],
             logp_BL=said.logp[:, None],
         )
-        logp, values = await self._learner.call(PpoLearner.policy, weights, first)
+        logp, values = await self.learner.call(PpoLearner.policy, weights, first)
         logp, values = logp[:, 0], values[:, 0]
         gap = float(np.mean(np.abs(logp - said.logp)) + np.mean(np.abs(values - said.values) / (1 + np.abs(values))))
         return gate.at_most("reload_parity", gap, self.settings.max_parity)

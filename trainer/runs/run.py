@@ -37,7 +37,7 @@ log = structlog.get_logger()
 class Run(ABC, Generic[L]):
     """One run; `state` may be read at any time."""
 
-    _learner: Handle[L]
+    learner: Handle[L]
     _publisher: Publisher
 
     def __init__(self, settings: TrainSettings, host: ComputeHost, sink: AdapterSink, state: RunState) -> None:
@@ -98,13 +98,13 @@ class Run(ABC, Generic[L]):
         self._rejections = 0
         self.state.version = version
         self.state.swaps += 1
-        await self._learner.accept()
+        await self.learner.accept()
 
     async def _reject(self, failed: str) -> None:
         """Take the learner back to what is served."""
         self._rejections += 1
         self.state.rejected += 1
-        await self._learner.revert()
+        await self.learner.revert()
         log.warning("version.rejected", checks=failed)
 
     async def _check_patience(self, failed: str) -> None:
@@ -124,7 +124,7 @@ class Run(ABC, Generic[L]):
 
     async def _save(self, name: str = "", state: RunState | None = None) -> str:
         """Write a checkpoint of this moment; its name. `state`: a copy of the present one, where that changes."""
-        snapshot = await self._learner.snapshot()
+        snapshot = await self.learner.snapshot()
         state = state or self.state
         checkpoint = Checkpoint(snapshot.adapter, snapshot.adapter_config, snapshot.optimizer, state)
         saved: str = await self._disk.run(self.checkpoints.save, checkpoint, name)

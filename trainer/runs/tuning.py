@@ -62,7 +62,7 @@ class RowRun(DataRun[T]):
             if failed := next((sample.error for sample in samples if sample.error), ""):
                 return [GateCheck("reload_parity", False, failed)]
             if not self._unanswered:
-                learner = cast(HostHandle[RowLearner[T]], self._learner)
+                learner = cast(HostHandle[RowLearner[T]], self.learner)
                 gap = await learner.call(RowLearner.parity, samples)
                 return [gate.at_most("reload_parity", gap, self.settings.max_parity)]
             log.warning("gate.waits", version=version, why=self._unanswered)

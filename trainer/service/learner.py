@@ -50,14 +50,14 @@ class ServiceLearner:
     ) -> None:
         targets = _targets(share_tree(model), attention=spec.attention, mlp=spec.mlp)
         shape = AdapterShape(spec.kind, spec.rank, spec.scale, targets)
-        self._policy = Policy(model, shape, seed=spec.seed)
+        self.policy = Policy(model, shape, seed=spec.seed)
         self._microbatch_tokens = microbatch_tokens
         self._sight = sight
-        self._chunk = head_chunk(self._policy.base)
-        self._gradient = nn.value_and_grad(self._policy.model, self._loss)
-        self._waiting: Any = None  # gradients, as a tree like the trainable parameters
+        self.chunk = head_chunk(self.policy.base)
+        self._gradient = nn.value_and_grad(self.policy.model, self._loss)
+        self.waiting: Any = None  # gradients, as a tree like the trainable parameters
         self._spoiled = ""  # why a part of them is missing
-        self._adam = AdamSteps(self._policy.model)
+        self._adam = AdamSteps(self.policy.model)
 
     # -- learning
 
@@ -74,11 +74,11 @@ class ServiceLearner:
             shown = yield from self._shown(ids_BL, data, pictures)
             asked = (mx.array(ids_BL), inputs, seen, request.loss, request.constants, shown)
             if request.backward:
-                (value, logp, each), more = self._gradient(self._policy.model, *asked)
+                (value, logp, each), more = self._gradient(self.policy.model, *asked)
                 gradients = added(gradients, more)
                 mx.eval(value, logp, each, gradients)
             else:
-                value, logp, each = self._loss(self._policy.model, *asked)
+                value, logp, each = self._loss(self.policy.model, *asked)
                 mx.eval(value, logp, each)
             total += float(value.item())
             for row, i in enumerate(part):
@@ -87,19 +87,19 @@ class ServiceLearner:
         if not math.isfinite(total) or not all_finite(gradients):
             raise InvalidRequestError("the loss or its gradient is not a finite number")
         if request.backward:
-            self._waiting = added(self._waiting, gradients)
-            mx.eval(self._waiting)
+            self.waiting = added(self.waiting, gradients)
+            mx.eval(self.waiting)
         return PassDone(tuple(outputs), {"loss:sum": total})
 
     def step(self, request: StepRequest) -> StepDone:
         """One update; ConflictError without gradients or with a part of them only, which are then dropped."""
         spoiled, self._spoiled = self._spoiled, ""
         if spoiled:
-            self._waiting = None
+            self.waiting = None
             raise ConflictError(f"no step: a pass since the last one has failed ({spoiled})")
-        if self._waiting is None:
+        if self.waiting is None:
             raise ConflictError("no step: there has been no backward pass since the last one")
-        gradient, self._waiting = self._waiting, None
+        gradient, self.waiting = self.waiting, None
         betas = (request.beta1, request.beta2)
         sizes = StepSizes(request.learning_rate, betas, request.weight_decay, request.eps, request.max_grad_norm)
         norm, updated = self._adam.update(gradient, sizes)
@@ -114,7 +114,7 @@ class ServiceLearner:
 
     def spoil(self, reason: str) -> None:
         """A backward pass has failed: what others have added must not be applied without it. "": a step has."""
-        self._waiting, self._spoiled = None, reason
+        self.waiting, self._spoiled = None, reason
 
     # -- state
 
@@ -125,16 +125,16 @@ class ServiceLearner:
 
     def weights(self) -> Arrays:
         """The adapter as plain data."""
-        return self._policy.weights()
+        return self.policy.weights()
 
     def config(self) -> bytes:
-        return self._policy.config()
+        return self.policy.config()
 
     def state(self) -> bytes:
         """Weights, moments and waiting gradients as a safetensors file."""
         parts: dict[str, Any] = {"weights": self.weights(), "adam": self._adam.moments()}
-        if self._waiting is not None:
-            parts["waiting"] = dict(tree_flatten(self._waiting))
+        if self.waiting is not None:
+            parts["waiting"] = dict(tree_flatten(self.waiting))
         arrays = {f"{part}/{name}": np.array(value) for part, values in parts.items() for name, value in values.items()}
         arrays[_SPOILED] = np.frombuffer(self._spoiled.encode(), np.uint8)
         return write_safetensors(arrays)
@@ -149,18 +149,18 @@ class ServiceLearner:
         arrays = read_safetensors(state)
         waiting = _part(arrays, "waiting")
         if waiting:
-            self._waiting = self._adam.ordered(waiting)
+            self.waiting = self._adam.ordered(waiting)
         self._spoiled = arrays[_SPOILED].tobytes().decode()
 
     def load(self, state: bytes, *, optimizer: bool = True) -> None:
         """Go on from a save's weights, with its moments or new ones; ConflictError when it is of another shape."""
         arrays = read_safetensors(state)
         try:
-            self._policy.load(_part(arrays, "weights"))
+            self.policy.load(_part(arrays, "weights"))
         except ValueError as error:
             raise ConflictError(f"the save is of another shape: {error}") from error
         self._adam.reset()
-        self._waiting, self._spoiled = None, ""
+        self.waiting, self._spoiled = None, ""
         if optimizer:
             self._adam.load_moments(_part(arrays, "adam"))
 
@@ -188,10 +188,10 @@ class ServiceLearner:
         shown: Shown | None,
     ) -> tuple[mx.array, mx.array, mx.array]:
         """The sum, the log-probability of each target and the loss of each."""
-        body, head = halves_of(model, self._chunk)
+        body, head = halves_of(model, self.chunk)
         with looking(model, tokens_BL, shown, shown and shown.rows) as images:
             hidden_BLH = body(tokens_BL, **images)
-        logp = _logps(head, hidden_BLH, inputs["target_tokens"], self._chunk)
+        logp = _logps(head, hidden_BLH, inputs["target_tokens"], self.chunk)
         each = elementwise(loss, logp, inputs, constants, seen)
         return each.sum(), logp, each
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import mlx.core as mx
 
@@ -26,11 +26,13 @@ from shared.text.codec import TextCodec
 from worker.engine.batch.adapters import Adapters
 from worker.engine.batch.grammars import Grammars
 from worker.engine.batch.keeping import Keeping
+from worker.engine.batch.parted_batch import PartedBatch
 from worker.engine.batch.prefill_lane import Followers, PrefillLane, PrefillTask, promote, task_for
 from worker.engine.batch.prompt_group import Entry
 from worker.engine.batch.prompts_in_flight import Pieces
 from worker.engine.batch.row import Deadlines, Row, WaitingRows
 from worker.engine.batch.row_model import RowModel
+from worker.engine.batch.running_batch import RunningBatch
 from worker.engine.batch.stop_text import RowText
 from worker.engine.gallery import Gallery
 from worker.engine.messages import EndReason, EngineStats, RowRequest, StepOutput, Throughput
@@ -91,6 +93,36 @@ class Engine:
         self._stalled = False  # all who wait, wait for their adapter or their grammar
         self._steps = self._failures = 0
         self._throughput = Throughput()
+
+    @property
+    def config(self) -> EngineConfig:
+        """The settings that the engine follows: those it was given, or what ranks make of them."""
+        return self._config
+
+    @property
+    def model(self) -> RowModel:
+        """The model, with the adapters, heads and networks of its rows."""
+        return self._model
+
+    @property
+    def batch(self) -> RunningBatch | PartedBatch:
+        """The rows that have been admitted, and their KV."""
+        return self._batch
+
+    @property
+    def rows(self) -> Mapping[str, Row]:
+        """All sequences of the engine by their ids, those that wait included."""
+        return self._rows
+
+    @property
+    def gallery(self) -> Gallery:
+        """The images of the rows, and their vectors."""
+        return self._gallery
+
+    @property
+    def pieces(self) -> Pieces:
+        """How much of a prompt is fed at once."""
+        return self._pieces
 
     @property
     def busy(self) -> bool:

@@ -126,8 +126,8 @@ class Gallery:
         self._limit = config.image_cache_bytes
         self._kept: OrderedDict[bytes, EncodedImage] = OrderedDict()  # by key, least recently used first
         self._waiting: OrderedDict[bytes, _Encoding] = OrderedDict()  # in order of arrival
-        self._wanted: Counter[bytes] = Counter()  # by how many rows that wait
-        self._failed: dict[bytes, str] = {}  # of those that are wanted
+        self.wanted: Counter[bytes] = Counter()  # by how many rows that wait
+        self.failed: dict[bytes, str] = {}  # of those that are wanted
         self._times: dict[tuple[int, int], TileTimes] = {}  # by a tile's size
         self._bytes = self._hits = self._encoded = 0
 
@@ -158,7 +158,7 @@ class Gallery:
         unknown = viewing.keys - self._kept.keys() - self._waiting.keys()
         viewing.waits = True
         self._hits += len(viewing.keys) - len(unknown)
-        self._wanted.update(viewing.keys)
+        self.wanted.update(viewing.keys)
         self._waiting.update((key, _Encoding(brought[key])) for key in brought if key in unknown)
         if self._album is not None:
             for key in unknown:
@@ -183,7 +183,7 @@ class Gallery:
         if viewing is None or viewing.features is not None:
             return True
         images = viewing.spec.images
-        if failed := next((self._failed[key] for key in viewing.keys if key in self._failed), None):
+        if failed := next((self.failed[key] for key in viewing.keys if key in self.failed), None):
             raise EngineError(failed)
         if not viewing.keys <= self._kept.keys():
             return False
@@ -200,10 +200,10 @@ class Gallery:
             return
         viewing.waits = False
         for key in viewing.keys:
-            self._wanted[key] -= 1
-            if self._wanted[key] <= 0:
-                del self._wanted[key]
-                self._failed.pop(key, None)
+            self.wanted[key] -= 1
+            if self.wanted[key] <= 0:
+                del self.wanted[key]
+                self.failed.pop(key, None)
                 if self._waiting.pop(key, None) is not None and self._album is not None:
                     self._album.take(key)
             if key in self._kept:
@@ -293,7 +293,7 @@ class Gallery:
 
     def _fail(self, key: bytes, fault: str) -> None:
         self._waiting.pop(key, None)
-        self._failed[key] = fault
+        self.failed[key] = fault
 
     def end(self) -> None:
         """End what runs in threads."""
@@ -337,7 +337,7 @@ class Gallery:
         for key in list(self._kept):
             if self._bytes <= self._limit:
                 return
-            if not self._wanted[key]:
+            if not self.wanted[key]:
                 self._bytes -= self._kept.pop(key).vectors_TH.nbytes
 
 

@@ -42,7 +42,7 @@ class EngineLead(GroupLead):
     async def bring(self, manifest: AdapterManifest) -> None:
         """Have the file of a version at every rank; EngineError when one cannot get it."""
         waiting: list[tuple[FollowerLink, asyncio.Future[str]]] = []
-        for follower in self._followers:
+        for follower in self.followers:
             self._fetches += 1
             waits: asyncio.Future[str] = self._loop.create_future()
             self._fetching[self._fetches] = waits

@@ -82,7 +82,7 @@ class Collecting:
     """Makes trajectories of live traffic, in one runner."""
 
     def __init__(self, context: TickContext, max_entries: int, max_bytes: int) -> None:
-        self._context = context
+        self.context = context
         self._max_entries, self._max_bytes = max_entries, max_bytes
         self._shares: dict[str, Share] = {}
         self._lanes: dict[tuple[str, ...], _Lane] = {}
@@ -93,7 +93,7 @@ class Collecting:
         try:
             while True:
                 try:
-                    models = [card.name for card in await self._context.registry.models()]
+                    models = [card.name for card in await self.context.registry.models()]
                     moved = [*[await self.collect(model) for model in models], await self.go_on()]
                     if not any(moved):
                         await self._wait(models)
@@ -118,7 +118,7 @@ class Collecting:
         intake = self._intake(model)
         known = {(each.spec.model, each.entry) for some in self._waiting for each, _ in some.sequences}
         known.update(*(lane.later for lane in self._lanes.values()))
-        read = await intake.read(self._context.runner, AT_ONCE)
+        read = await intake.read(self.context.runner, AT_ONCE)
         settled = [each for each in read if (model, each.entry) not in known]
         ready: list[tuple[Settled, LiveTrajectory | None]] = []
         scored: list[tuple[Settled, str]] = []
@@ -146,7 +146,7 @@ class Collecting:
                 continue  # it may be closed by now
             for model, some in itertools.groupby(entries, key=lambda each: each[0]):
                 intake, these = self._intake(model), list(some)
-                settled = await intake.still_held(self._context.runner, [entry for _, entry in these])
+                settled = await intake.still_held(self.context.runner, [entry for _, entry in these])
                 sequences = await self._with_texts(model, settled)
                 for each in these:
                     del lane.later[each]
@@ -158,7 +158,7 @@ class Collecting:
 
     def _intake(self, model: str) -> TrajectoryIntake:
         if model not in self._intakes:
-            self._intakes[model] = TrajectoryIntake(self._context.redis, model)
+            self._intakes[model] = TrajectoryIntake(self.context.redis, model)
         return self._intakes[model]
 
     @property
@@ -186,8 +186,8 @@ class Collecting:
             del self._lanes[name]
 
     async def _with_texts(self, model: str, settled: list[Settled]) -> list[tuple[Settled, str]]:
-        card = await self._context.registry.card(model) if settled else None
-        codec = await self._context.codecs.codec(card) if card is not None else None
+        card = await self.context.registry.card(model) if settled else None
+        codec = await self.context.codecs.codec(card) if card is not None else None
         return [(each, _text(each, codec)) for each in settled]
 
     async def _score(self, intake: TrajectoryIntake, waiting: _Waiting) -> None:
@@ -200,7 +200,7 @@ class Collecting:
             try:
                 with working_for(spec.tenant):
                     share = self._share(waiting.packed)
-                    scores = await self._context.rewards.score(check(reward), samples, share=share)
+                    scores = await self.context.rewards.score(check(reward), samples, share=share)
             except ParallmError as error:  # a runner that is older than the api that admitted it
                 scores = [Reward(reward.name, None, error=error.message)] * len(samples)
             made = [
@@ -223,9 +223,9 @@ class Collecting:
                 await self._keep(live, collect)
                 continue
             queue = TrajectoryQueue(
-                self._context.redis, live.policy, max_entries=self._max_entries, max_bytes=self._max_bytes
+                self.context.redis, live.policy, max_entries=self._max_entries, max_bytes=self._max_bytes
             )
-            await count_for_split(self._context.redis, live)
+            await count_for_split(self.context.redis, live)
             if await queue.add(live):
                 reward = live.trajectory.reward
                 log.debug("collect.added", trajectory=live.id, reward=reward.value if reward else None)
@@ -236,7 +236,7 @@ class Collecting:
         """Keep an answer for feedback; one that did not end by itself was seen by no client as a whole."""
         if OUTCOMES[live.trajectory.finish_reason] != "succeeded":
             return
-        store = AnswerStore(self._context.redis, Terms(collect.answer_ttl_s, collect.answers_bytes))
+        store = AnswerStore(self.context.redis, Terms(collect.answer_ttl_s, collect.answers_bytes))
         choice = live.id.rpartition("-")[2]
         try:
             await store.keep(f"{collect.answer}-{choice}", live)
@@ -264,7 +264,7 @@ class Collecting:
                 await asyncio.wait(under_way, timeout=BACKLOG_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
             return
         try:
-            await self._context.blocking.xread(streams, count=1, block=int(1000 * LOOK_S))  # type: ignore[arg-type]
+            await self.context.blocking.xread(streams, count=1, block=int(1000 * LOOK_S))  # type: ignore[arg-type]
         except ResponseError as error:
             log.warning("collect.wait_failed", error=reason(error))
             await asyncio.sleep(LOOK_S)

@@ -111,7 +111,7 @@ class JobWork:
     async def _enqueue(self, prompts: list[PreparedPrompt]) -> None:
         now_ms = time.time_ns() // 1_000_000
         spec = self._spec
-        await self._keep(
+        await self.keep(
             [record(spec, t) for p in prompts if p.error for t in impossible_trajectories(spec, p, p.error)]
         )
         trace = traceparent()
@@ -153,7 +153,7 @@ class JobWork:
             return impossible_trajectories(self._spec, prompt, prompt.error)[0]
         return given_trajectory(prompt, self._codec)
 
-    async def _keep(self, records: list[SampleRecord], entries: Sequence[bytes] = ()) -> None:
+    async def keep(self, records: list[SampleRecord], entries: Sequence[bytes] = ()) -> None:
         """Record samples; after that their entries leave the stream of finished ones."""
         if records and await self._ledger.record(self._spec.id, records):
             count_rewards(self._context.tally, records)
@@ -177,7 +177,7 @@ class JobWork:
     async def _keep_scored(self, wait_s: float) -> int:
         """Record what has been scored; how many samples that was."""
         records, entries = await self._rewarding.take(wait_s)
-        await self._keep(records, entries)
+        await self.keep(records, entries)
         self._rewarding.recorded()
         return len(records)
 
@@ -191,7 +191,7 @@ class JobWork:
         results = [(entry, await self._read(entry, fields)) for entry, fields in entries]
         self._rewarding.add(await self._samples([(entry, result) for entry, result in results if result is not None]))
         self._rewarding.cursor = entries[-1][0].decode()
-        await self._keep([], [entry for entry, result in results if result is None])
+        await self.keep([], [entry for entry, result in results if result is None])
         return len(entries)
 
     async def _read(self, entry: bytes, fields: dict[bytes, bytes]) -> SequenceResult | None:

@@ -118,7 +118,7 @@ class SequenceQueue:
         self._max_waiting = dict(max_waiting or {})
         self._prefix = keys.sequence(model, "")
         self._settlement = Settlement(redis, model)
-        self._askers: defaultdict[str, _Asker] = defaultdict(_Asker)  # by worker
+        self.askers: defaultdict[str, _Asker] = defaultdict(_Asker)  # by worker
         self.reclaimed = 0  # leases that `reap` has found run out
 
     @property
@@ -194,7 +194,7 @@ class SequenceQueue:
         `others`: the other live workers. Of many each claim looks at the streams of a few, so that its time does not
         grow with them: what waits there is in good hands, and is found by and by should its worker be busy.
         """
-        asker, some = self._askers[worker_id], random.sample(others, min(OTHERS, len(others)))
+        asker, some = self.askers[worker_id], random.sample(others, min(OTHERS, len(others)))
         asker.others = len(others)
         streams = [keys.queue(self._model, kind, other) for other in some for kind in CLASSES]
         claims = await self._claim(worker_id, plan, streams)
@@ -211,7 +211,7 @@ class SequenceQueue:
         wait for what is for any of them, by lot; the others look when their time is over. Who wakes for nothing does
         so more seldom, who finds something when its time is over more often.
         """
-        asker, own = self._askers[worker_id], self._own_streams(worker_id)
+        asker, own = self.askers[worker_id], self._own_streams(worker_id)
         streams = dict(asker.tips or dict.fromkeys(own, b"0-0"))
         others = (len(streams) - len(own)) // len(CLASSES)
         asker.watches = random.random() < asker.chance
@@ -259,7 +259,7 @@ class SequenceQueue:
 
         The others wait, handed back, for whoever claims next; suspects wait for an empty worker.
         """
-        asker = self._askers[worker_id]
+        asker = self.askers[worker_id]
         if asker.held and time.monotonic() - asker.renewed_at > self._lease_ms / 2000:  # we are late, perhaps, not dead
             await self.renew(worker_id, asker.held)
         workers = list(dict.fromkeys([worker_id, *await members(self._redis, keys.workers(self._model))]))
@@ -286,7 +286,7 @@ class SequenceQueue:
             args += [claim.entry, claim.attempt]
         began = time.monotonic()
         lost = set(await _RENEW(self._redis, names, args)) if claims else set()
-        asker = self._askers[worker_id]
+        asker = self.askers[worker_id]
         asker.renewed_at, asker.held = began, [claim for i, claim in enumerate(claims) if i not in lost]
         return [claim for i, claim in enumerate(claims) if i in lost]
 
@@ -338,7 +338,7 @@ class SequenceQueue:
     async def _claim(
         self, worker_id: str, plan: ClaimPlan, others: Sequence[str], *, handed_back: bool = False
     ) -> list[Claim]:
-        asker, own = self._askers[worker_id], self._own_streams(worker_id)
+        asker, own = self.askers[worker_id], self._own_streams(worker_id)
         rest = [keys.suspect_turn(self._model), keys.dead_letters(self._model)]
         args: list[Argument] = [keys.GROUP, worker_id, plan.rows, plan.interactive_first, plan.batch_first]
         args += [plan.batch_max, plan.kv_tokens, "1" if plan.worker_is_empty else "", STEAL_AFTER_MS, self._prefix]
@@ -360,7 +360,7 @@ class SequenceQueue:
                 continue
             if claim is not None:
                 claims.append(claim)
-        asker = self._askers[worker_id]
+        asker = self.askers[worker_id]
         asker.held += claims
         asker.suspects = tuple(claim.spec.id for claim in claims if claim.suspect) or asker.suspects
         return claims

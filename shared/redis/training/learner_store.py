@@ -126,10 +126,10 @@ class LearnerStore:
     async def saves(self, learner: str, *, expired: bool = False) -> list[SaveInfo]:
         """Saves and published versions that have not expired, or the expired ones; oldest first."""
         now = time.time_ns() // 1_000_000
-        found = [info for info in await self._all_saves(learner) if (info.expires_ms <= now) == expired]
+        found = [info for info in await self.all_saves(learner) if (info.expires_ms <= now) == expired]
         return sorted(found, key=lambda info: info.created_ms)
 
-    async def _all_saves(self, learner: str) -> list[SaveInfo]:
+    async def all_saves(self, learner: str) -> list[SaveInfo]:
         raw = await ask(self._redis, "HVALS", keys.learner_saves(learner))
         return [msgspec.json.decode(each, type=SaveInfo) for each in raw]
 
@@ -162,7 +162,7 @@ class LearnerStore:
     async def drop(self, model: str, learner: str) -> None:
         """Forget a learner with all that it has; its answers go by themselves. A service that has it is refused."""
         state = await _drop(self._redis, [keys.learner(learner), keys.learner_requests(learner)], [])
-        saves = await self._all_saves(learner)  # only now can no process add to them
+        saves = await self.all_saves(learner)  # only now can no process add to them
         names = [keys.learner_saved(learner, save.bytes_id) for save in saves if save.bytes_id]
         if state:
             names.append(keys.learner_state(learner, state.decode()))

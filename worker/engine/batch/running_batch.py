@@ -75,6 +75,30 @@ class RunningBatch:
     def __contains__(self, row: Row) -> bool:
         return row in self._inserted
 
+    @property
+    def cache(self) -> Sequence[Any]:
+        """KV of the rows that decode, by layer, and their tag; empty without such rows."""
+        return self._cache
+
+    @property
+    def groups(self) -> Sequence[PromptGroup]:
+        """Groups of prompts that have begun and are not through."""
+        return self._groups
+
+    @property
+    def holds_nothing(self) -> bool:
+        """True if no row has left anything behind: no entry, group, KV or undrawn step."""
+        kept = self._inserted or self._unfed or self._groups or self._cache or self._untold or self._prefilling
+        return not (kept or self._undrawn)
+
+    def check(self) -> None:
+        """AssertionError unless each row is in exactly one place: an unfed entry, a group, or the rows that decode."""
+        places = [row for entry in self._unfed for row in entry.rows]
+        places += [row for group in self._groups for row in group.rows]
+        places += self._decoding_rows
+        assert len(places) == len(set(places)) and set(places) == self._inserted, "a row is in no place, or in two"
+        assert self._untold <= set(self._decoding_rows), "news are due of a row that does not decode"
+
     def give_up(self) -> list[Row]:
         """After a failed forward: the rows, which hold nothing here any more. The batch is not to be used again."""
         rows = list(self._inserted)

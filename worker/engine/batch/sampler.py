@@ -5,7 +5,7 @@ penalties on the raw logits, allowed and bad tokens, the grammar's mask, tempera
 Log-probabilities that are reported are fp32 log-softmax of the raw logits, before all of that (what a trainer calls mu
 at temperature 1); of rows that ask for processed ones, of the logits after it, where what was filtered out has none.
 
-Invariants. Whatever depends on the rows only is prepared when the batch changes (`_Plan`), so a step costs few
+Invariants. Whatever depends on the rows only is prepared when the batch changes (`SamplingPlan`), so a step costs few
 operations. Each call leaves one `Draw` and appends it to every row's `draws`; its numbers are pulled to the host once,
 when the step after it is already under way.
 """
@@ -50,9 +50,11 @@ class RowSampler:
         self._model = model
         self._candidates = candidates
         self._rows: tuple[Row, ...] = ()
-        self._plan: _Plan | None = None
+        self._plan: SamplingPlan | None = None
         self._plain = PlainRows()
-        self._ahead: tuple[Numbers, bytes | int, _Plan] | None = None  # of plain rows, and which places each had, last
+        self._ahead: tuple[Numbers, bytes | int, SamplingPlan] | None = (
+            None  # of plain rows, and which places each had, last
+        )
 
     def __call__(self) -> mx.array:
         """Token ids [B] uint32, of the logits that the model has kept."""
@@ -61,7 +63,7 @@ class RowSampler:
         assert logits_B1V is not None and tokens_B1 is not None, "the sampler runs after a one-token forward"
         plan = self._plan
         if plan is None or rows is not self._rows or plan.expired:
-            self._rows, self._plan = rows, (plan := _Plan(rows, logits_B1V.shape[-1], self._candidates))
+            self._rows, self._plan = rows, (plan := SamplingPlan(rows, logits_B1V.shape[-1], self._candidates))
         self._model.logits_B1V = None
         drawn = plan.drawn(logits_B1V[:, -1, :], tokens_B1, self._model.versions, self._model.same)
         tokens_B, draw = _given_out(*drawn)
@@ -79,7 +81,7 @@ class RowSampler:
         rows, vocab = self._model.rows, logits_NV.shape[-1]
         numbers = self._plain.numbers(rows)
         if numbers is None:
-            plan = _Plan(places.rows(), vocab, self._candidates)
+            plan = SamplingPlan(places.rows(), vocab, self._candidates)
         else:
             positions_B = np.array([row.position for row in rows], np.int64)
             plan = self._plan_ahead(numbers, places.index, positions_B[places.index] + places.steps, vocab)
@@ -100,7 +102,9 @@ class RowSampler:
         versions = tuple([version for version in self._model.versions for _ in range(width)])
         return plan.drawn(logits_NV, inputs_N[:, None], versions, self._model.same, noise_N1)
 
-    def _plan_ahead(self, numbers: Numbers, index: Indices | int, positions_N: Indices | None, vocab: int) -> _Plan:
+    def _plan_ahead(
+        self, numbers: Numbers, index: Indices | int, positions_N: Indices | None, vocab: int
+    ) -> SamplingPlan:
         """Plan draws at N places of plain rows. `index`: the row of each place, or how many places each row has.
 
         Where that is as in the latest step, only positions differ.
@@ -108,7 +112,7 @@ class RowSampler:
         same = index if isinstance(index, int) else index.tobytes()
         if self._ahead is None or self._ahead[0] is not numbers or self._ahead[1] != same:
             at = np.repeat(np.arange(len(numbers)), index) if isinstance(index, int) else index
-            self._ahead = numbers, same, _Plan((), vocab, self._candidates, (numbers.at(at), positions_N))
+            self._ahead = numbers, same, SamplingPlan((), vocab, self._candidates, (numbers.at(at), positions_N))
         else:
             self._ahead[2].begin(positions_N)
         return self._ahead[2]
@@ -137,7 +141,7 @@ class Guesses:
 
     def __init__(self, rows: tuple[Row, ...], vocab: int, candidates: int = 256) -> None:
         self._rows = rows
-        self._plan = _Plan(rows, vocab, candidates)
+        self._plan = SamplingPlan(rows, vocab, candidates)
 
     def draw(self, logits_BV: mx.array, inputs_B: mx.array) -> mx.array:
         """The next token of each [B] uint32; `inputs_B` are the ids that were fed."""
@@ -147,7 +151,7 @@ class Guesses:
         return tokens_B
 
 
-class _Plan:
+class SamplingPlan:
     """Tensors of one set of rows. F: rows with top_k or top_p. S: rows that are not greedy. T: top_logprobs."""
 
     def __init__(
