@@ -11,6 +11,7 @@ import random
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ async def call(client: httpx.AsyncClient, model: str, at: int, loose: set[str]) 
     named = {"type": "function", "function": {"name": tools[0]["function"]["name"]}}
     body = {
         "model": model, "messages": [{"role": "user", "content": f"Use a tool for case {at}."}], "tools": tools,
-        "tool_choice": draw.choice(["required", named]), "parallel_tool_calls": draw.random() < 0.5, "seed": at,
+        "tool_choice": draw.choice(["required", named]), "parallel_tool_calls": draw.random() < 0.2, "seed": at,
         "temperature": 1.0,
     }  # fmt: skip
     answer = await client.post("/v1/chat/completions", json=body)
@@ -90,8 +91,8 @@ async def measure(model: str, calls: int, at_once: int, flags: list[str]) -> int
 
             wrong = [each for each in await asyncio.gather(*map(one, range(calls))) if each]
     print(f"{calls - len(wrong)} of {calls} forced calls are valid, {time.monotonic() - begin:.0f} s")
-    for each in wrong:
-        print(f"  {each}")
+    for each, count in Counter(wrong).most_common():
+        print(f"  {count} times: {each}")
     if loose:
         print(f"  not held to: {len(loose)} parts of schemas")
     return len(wrong)
@@ -104,8 +105,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--calls", type=int, default=100)
     parser.add_argument("--at-once", type=int, default=16)
     parser.add_argument("--tool-format", default="", help="other than the model's own")
+    parser.add_argument("--serve", action="append", default=[], help="one more flag for mlx_parallm_serve")
     args = parser.parse_args(argv)
-    flags = ["--default-max-tokens", "4000", *(["--tool-format", args.tool_format] if args.tool_format else [])]
+    flags = ["--default-max-tokens", "1000", *args.serve]
+    flags += ["--tool-format", args.tool_format] if args.tool_format else []
     return int(asyncio.run(measure(args.model, args.calls, args.at_once, flags)) > 0)
 
 

@@ -12,6 +12,7 @@ from shared.text.languages.channels import splitter_of
 from shared.text.languages.families import FAMILIES, REASONINGS, recognised
 from shared.text.languages.pieces import ReplyPiece, SplitPlan
 from shared.text.languages.reasoning_count import ReasoningCount
+from shared.text.languages.tool_forms import form_of
 from tests.unit.api_texts import codec, ids
 
 TOOLS = [
@@ -145,7 +146,9 @@ def completions(draw: st.DrawFn) -> tuple[SplitPlan, str]:
     family = draw(st.sampled_from(sorted(CALLS)))
     call = sample(family)
     broken = st.integers(0, len(call)).map(lambda at: call[:at])
+    form = form_of(family)
     parts = [call, sample(family, "no_such"), "<think>", "</think>", "\n", " ", "word", "<", *PARTS.get(family, ())]
+    parts += [*form.openers, *form.shown, '"', "'", "\\", "{", "}", "]", ",", "Zürich", '{"city": "<b>"}']
     text = "".join(draw(st.lists(st.sampled_from(parts) | broken, max_size=8)))
     thinking = draw(st.sampled_from(["", "open", "may"]))
     return plan_of(family, thinking, parallel=draw(st.booleans()), show_thinking=draw(st.booleans())), text

@@ -87,6 +87,12 @@ def is_text(schema: dict[str, Any]) -> bool:
     return not types or "string" in types
 
 
+def bounds(schema: dict[str, Any], less: int = 0) -> str:
+    """How often an item of a list may come, in Lark; `less`: of which so many stand before it."""
+    least, most = max(0, int(schema.get("minItems") or 0) - less), schema.get("maxItems")
+    return f"{{{least},{'' if most is None else max(0, int(most) - less)}}}"
+
+
 def chain(parts: list[tuple[str, bool]], separator: str, add: Callable[[str], str]) -> str:
     """Lark for parts in order, of which only those marked True must be there, with a separator between those that
     are; `add` makes a rule."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from shared.text import grammar
 from shared.text.languages.growing_text import BLANKS, GrowingText, Waiting, finished
 from shared.text.languages.mark_search import search_for
-from shared.text.languages.schemas import MAX_DEPTH, Written, as_text, chain, is_free, is_text, listed, unheld
+from shared.text.languages.schemas import MAX_DEPTH, Written, as_text, bounds, chain, is_free, is_text, listed, unheld
 from shared.text.languages.tool_form import CallSink, Signature, ToolForm
 from shared.text.languages.values import of_text, types_of, written
 
@@ -202,7 +202,7 @@ class TaggedCalls(ToolForm):
         if values is not None:
             value = "(" + " | ".join(spelled(as_text(each) + closing) for each in values) + ")"
         elif text:
-            value = schema.until(closing, spelled)
+            value = schema.until(self.closing.format(name=name), spelled)  # as it is read: a line break may be missing
         else:
             value = f"{schema.json(part)} {spelled(closing)}"
         return schema.rule(f"{head} {value} {spelled(self.after_argument) if self.after_argument else ''}")
@@ -264,6 +264,7 @@ class NestedCalls(TaggedCalls):
             ]
             inside = chain(parts, '""', schema.rule)
         else:
-            inside = f"({self._element(schema, self.item, schema.resolved(part.get('items')), spelled, depth + 1)})*"
+            item = self._element(schema, self.item, schema.resolved(part.get("items")), spelled, depth + 1)
+            inside = "" if part.get("maxItems") == 0 else f"({item}){bounds(part)}"
         head, tail = self.argument.written(name), self.closing.format(name=name)
         return schema.rule(f"{spelled(head)} {inside} {spelled(tail)}")

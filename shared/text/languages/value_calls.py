@@ -8,7 +8,7 @@ from shared.text import grammar
 from shared.text.languages import json_text
 from shared.text.languages.growing_text import GrowingText, Show, Waiting
 from shared.text.languages.mark_search import search_for
-from shared.text.languages.schemas import MAX_DEPTH, OF_TEXT, Written, chain, is_free, is_text, listed, unheld
+from shared.text.languages.schemas import MAX_DEPTH, OF_TEXT, Written, bounds, chain, is_free, is_text, listed, unheld
 from shared.text.languages.tool_form import CallSink, Signature, ToolForm
 from shared.text.languages.values import as_wanted, types_of, written
 
@@ -146,7 +146,10 @@ class BracedCalls(ToolForm):
             item = (
                 self._any(schema, schema.resolved(part.get("items")), spelled, depth + 1) if depth < MAX_DEPTH else ""
             )
-            ways.append(schema.rule(f'"[" ({item} ("," {item})*)? "]"' if item else '"[" "]"'))
+            none = part.get("maxItems") == 0 or not item
+            more = "" if part.get("maxItems") == 1 else f'("," {item}){bounds(part, 1)}'
+            some = f"({item} {more}){'' if part.get('minItems') else '?'}"
+            ways.append(schema.rule('"[" "]"' if none else f'"[" {some} "]"'))
         scalars = sorted(types & {"number", "integer", "boolean", "null"})
         if scalars and not is_text(part):
             kept = {key: value for key, value in part.items() if key not in ("properties", "items", "anyOf", "oneOf")}
