@@ -141,7 +141,7 @@ class RealModel:
             tool_choice="required",
             parallel_tool_calls=False,
             temperature=0,
-            max_tokens=64,
+            max_tokens=128,
         )
         calls = answer.choices[0].message.tool_calls or []
         arguments = "".join(call.function.arguments for call in calls if call.type == "function")
