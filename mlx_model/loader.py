@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,12 @@ import mlx_lm.utils
 import msgspec
 from mlx_lm.generate import generation_stream
 
-from mlx_model import cuda, cuda_graphs
+from mlx_model import cuda_graphs
 from mlx_model.batching import check_batch
 from mlx_model.borrowed import is_borrowed, load_borrowed
 from mlx_model.collectives.ranks import Ranks, one_after_another, ranks_of
 from mlx_model.config import DraftKv, EngineConfig, check_settings
+from mlx_model.device import on_cpu, on_cuda
 from mlx_model.draft import DraftModel, check_tokenizer
 from mlx_model.heads.classifier import Classifier, is_classifier
 from mlx_model.heads.head import Heads
@@ -39,14 +41,22 @@ from mlx_model.sites import Whole, module_shapes
 from mlx_model.step.decode_step import join_products
 from mlx_model.vision.families import AnyTower, chat_template, check_known, is_vision, load_seeing
 from shared.errors import SetupError
+from shared.fit.model_fit import Asked, Device, fit_model
+from shared.fit.plan import LEAST_TOKENS as ROW_TOKENS
+from shared.fit.plan import MemoryPlan, gb
 from shared.gguf.cached import cached_folder, is_gguf
 from shared.gguf.conversion import Conversion
+from shared.machine.memory import machine_memory
 from shared.process.group_settings import Sharding
 from shared.process.model_aliases import short_name
 from shared.sequences import ModelCard
 from shared.text.codec import TokenizerBundle
 from shared.text.languages.families import HERMES, TOOL_FORMATS, recognised
 
+log = logging.getLogger(__name__)
+
+_LEAST_TOKENS = 64  # of KV, without which a worker answers nobody
+_FEW_ROWS = 4
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "n_ctx")
 _DEFAULT_CONTEXT = 4096
 _SMALLEST_CACHE = 256 << 20  # bytes of freed memory that MLX may keep in any case
@@ -67,6 +77,7 @@ class LoadedModel:
     config: dict[str, Any]  # the model's config.json
     path: Path
     kv_limit_bytes: int
+    prefix_bytes: int = 0  # that the prefix cache may take, at most
     kv: KvLayout = field(default_factory=KvLayout)
     draft: DraftModel | None = None
     heads: Heads = field(default_factory=dict)  # of its own
@@ -104,6 +115,10 @@ def load_model(config: EngineConfig, group: Any | None = None) -> LoadedModel:
 
 def _load(config: EngineConfig, ranks: Ranks | None) -> LoadedModel:
     path = model_folder(config.model)
+    planned = _memory_plan(config, path, 1 if ranks is None or config.sharding == "data" else ranks.size)
+    if config.memory.wired_bytes:  # off by default: macOS has panicked under it (ml-explore/mlx#3186)
+        _check_wired(config.memory.wired_bytes)
+        mx.set_wired_limit(config.memory.wired_bytes)
     model, bundle, model_config, heads, tower, whole = _read(path, config, ranks)
     context = _context_length(model_config, config.max_context)
     kv = layout_of(model, config.kv_bits, config.kv_group_size, _bound(config, context))
@@ -131,22 +146,99 @@ def _load(config: EngineConfig, ranks: Ranks | None) -> LoadedModel:
         vision=None if tower is None else tower.vision,
     )
     draft = _draft_model(config, bundle)
-    limit = config.kv_limit_bytes or free_bytes() // 2
-    limit = limit if ranks is None else ranks.least(limit)  # all admit the same rows
+    limit, prefix = planned.kv_bytes, planned.prefix_bytes
+    if ranks is not None:  # all admit the same rows, and keep the same prefixes
+        limit, prefix = ranks.least(limit), ranks.least(prefix)
+    if config.memory.serves:
+        _check_kv(limit, kv_bytes, card, planned)
     eyes = tower if _sees(ranks) else None
-    return LoadedModel(card, bundle, model, model_config, path, limit, kv, draft, heads, eyes, whole)
+    return LoadedModel(card, bundle, model, model_config, path, limit, prefix, kv, draft, heads, eyes, whole)
 
 
-def check_model(config: EngineConfig) -> None:
+def check_model(config: EngineConfig, ranks: int = 1) -> None:
     """SetupError for what `load_model` refuses before it reads weights; a hub name is not looked at, nor fetched."""
+    if config.memory.wired_bytes:
+        _check_wired(config.memory.wired_bytes)
     draft = "" if config.speculation is None else config.speculation.draft_model
     for name in filter(None, (config.model, draft)):
         if not Path(name).expanduser().exists() and is_hub_name(name):
             continue
-        described = Conversion(Path(name)).config if is_gguf(name) else _described(model_folder(name))
+        path = None if is_gguf(name) else model_folder(name)  # a file is converted at a start, and fitted then
+        described = Conversion(Path(name)).config if path is None else _described(path)
         if name == config.model:
             context = _context_length(described, config.max_context)
             check_asked(config.kv_bits, config.kv_group_size, _bound(config, context))
+            if path is None:
+                continue
+            rehearsed = replace(config, memory=replace(config.memory, reserves=False))
+            _memory_plan(rehearsed, path, 1 if config.sharding == "data" else ranks, fetches=False)
+
+
+def _memory_plan(config: EngineConfig, path: Path, ranks: int, *, fetches: bool = True) -> MemoryPlan:
+    """Room for the model on this machine; SetupError with the numbers, before any weight is read, if there is none.
+
+    Unless it `fetches`, a draft model of the hub is not counted.
+    """
+    described = _described(path)
+    draft = None if config.speculation is None else config.speculation.draft_model or None
+    is_here = draft is not None and (
+        fetches or ((Path(draft).expanduser().exists() or not is_hub_name(draft)) and not is_gguf(draft))
+    )
+    try:
+        draft_path = model_folder(draft) if draft is not None and is_here else None
+        draft_config = None if draft_path is None else _described(draft_path)
+    except SetupError as error:
+        raise SetupError(f"--draft-model-path {draft}: {error}") from error
+    memory = config.memory
+    asked = Asked(
+        purpose=f"{'worker' if memory.serves else 'trainer'} of {config.model}",
+        context=_context_length(described, config.max_context),
+        kv_bytes=config.kv_limit_bytes or 0,
+        kv_bits=config.kv_bits,
+        kv_group=config.kv_group_size,
+        prefix_bytes=config.prefix_cache_bytes,
+        adapter_slots=memory.adapter_slots,
+        learner_rank=memory.learner_rank,
+        limit_bytes=memory.limit_bytes,
+        ranks=ranks,
+        sees=config.sees,
+        serves=memory.serves,
+        draft=draft_path,
+    )
+    return fit_model(path, described, asked, _device(config.dtype), draft_config, keeps=memory.reserves)
+
+
+def _device(dtype: str | None) -> Device:
+    """This process's device as the plan of memory knows it."""
+    if on_cpu():
+        size = 4 if dtype in (None, "float32") else 2
+        return Device(float_bytes=size, kv_number_bytes=size)
+    apart = on_cuda()
+    pool = f"GPU {os.environ.get('CUDA_VISIBLE_DEVICES', '0')}" if apart else "machine"
+    size = 0 if dtype is None else 4 if dtype == "float32" else 2
+    return Device(_gpu_bytes(), apart, pool, size, size or 2)
+
+
+def _check_wired(wired_bytes: int) -> None:
+    """SetupError where so much memory cannot stay resident."""
+    if not mx.metal.is_available():
+        raise SetupError("--wired-limit is a setting of Metal, which this machine does not have: leave it out")
+    most = _gpu_bytes()
+    if wired_bytes > most:
+        raise SetupError(f"--wired-limit {wired_bytes / 1e9:g}: this GPU may hold {gb(most)} at most")
+
+
+def _check_kv(limit: int, kv_bytes: int, card: ModelCard, planned: MemoryPlan) -> None:
+    """SetupError where a worker would be ready and refuse every request."""
+    tokens = min(_LEAST_TOKENS, card.context_length)
+    if limit < tokens * kv_bytes:
+        raise SetupError(
+            f"the model is loaded and leaves {gb(limit)} for KV, of which a token takes {kv_bytes} bytes: not even "
+            f"{tokens} tokens fit. There was room for {planned.room}; give --kv-memory-gb or --memory-limit, "
+            "--kv-bits, or take a smaller model"
+        )
+    if (rows := planned.rows(kv_bytes, min(ROW_TOKENS, card.context_length))) < _FEW_ROWS:
+        log.warning("engine.few_rows_fit rows=%d tokens_each=%d kv=%s", rows, ROW_TOKENS, gb(limit))
 
 
 def _described(path: Path) -> dict[str, Any]:
@@ -209,7 +301,7 @@ def _read(
         raise SetupError(f"cannot load the model at {path}: {type(error).__name__}: {error}") from error
     _set_dtype(model, config.dtype)
     mx.eval(model.parameters()) if ranks is None else read_weights(model)
-    if ranks is None and cuda.is_used():
+    if ranks is None and on_cuda():
         join_products(model)
     for part in tower.parts if tower is not None and _sees(ranks) else ():
         _set_dtype(part, config.dtype)
@@ -272,7 +364,7 @@ def model_folder(name: str) -> Path:
 
 def _set_dtype(model: Any, dtype: str | None) -> None:
     """Cast the floating weights; on a CPU to fp32 by default: 16-bit arithmetic is emulated there, 8-40x slower."""
-    if dtype is None and mx.default_device() == mx.Device(mx.cpu):
+    if dtype is None and on_cpu():
         dtype = "float32"
     if dtype is None:
         return
@@ -304,6 +396,15 @@ def _context_length(model_config: dict[str, Any], limit: int | None) -> int:
     known = [section[key] for section in (model_config, text_config) for key in _CONTEXT_KEYS if section.get(key)]
     context = int(known[0]) if known else _DEFAULT_CONTEXT
     return min(context, limit) if limit else context
+
+
+def head_size(model_config: dict[str, Any]) -> int:
+    """Numbers of an attention head; 0: not known, or keys and values have heads of other sizes than queries."""
+    text_config = {**model_config, **(model_config.get("text_config") or {})}
+    if text_config.get("kv_lora_rank"):
+        return 0
+    heads = text_config.get("num_attention_heads") or 0
+    return int(text_config.get("head_dim") or (text_config.get("hidden_size", 0) // heads if heads else 0))
 
 
 def _quantization(model_config: dict[str, Any]) -> str:
@@ -370,16 +471,18 @@ def bound_freed_memory(kv_limit_bytes: int) -> None:
 
     On a GPU what is not found there takes long to get; a CPU gets memory about as fast as it finds it.
     """
-    on_cpu = mx.default_device() == mx.Device(mx.cpu)
-    mx.set_cache_limit(_SMALLEST_CACHE if on_cpu else max(_SMALLEST_CACHE, kv_limit_bytes // 4))
+    mx.set_cache_limit(_SMALLEST_CACHE if on_cpu() else max(_SMALLEST_CACHE, kv_limit_bytes // 4))
 
 
 def free_bytes() -> int:
-    """Memory that KV could use: what the GPU may hold and does not, else the machine's free memory."""
-    if mx.default_device() != mx.Device(mx.cpu):
-        info = mx.device_info()
-        size = info.get("max_recommended_working_set_size") or info.get("memory_size")
-        if size:
-            return max(0, int(size) - int(mx.get_active_memory()))
-    pages = os.sysconf("SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES")
-    return pages * os.sysconf("SC_PAGE_SIZE")
+    """Memory that arrays could take: what the GPU may hold and does not, else what the machine has available."""
+    size = _gpu_bytes()
+    return max(0, size - int(mx.get_active_memory())) if size else machine_memory().available
+
+
+def _gpu_bytes() -> int:
+    """Memory that the GPU may hold; 0 on a CPU, or where MLX does not know."""
+    if on_cpu():
+        return 0
+    info = mx.device_info()
+    return int(info.get("max_recommended_working_set_size") or info.get("memory_size") or 0)

@@ -19,8 +19,10 @@ from api.openai.tools import ToolUse
 from shared.errors import InvalidRequestError, UnsupportedParameterError
 from shared.images.chat import ChatImages
 from shared.text.codec import TextCodec
+from shared.text.grammar import Spelling
+from shared.text.languages.budget import within_budget
 from shared.text.languages.families import Reasoning, Thinking
-from shared.text.languages.grammars import after_reasoning
+from shared.text.languages.grammars import after_reasoning, framed
 from shared.text.languages.language import language_of
 from shared.text.languages.pieces import SplitPlan
 
@@ -52,23 +54,29 @@ async def conversation(
     that a model has written may have other ids when it is encoded, and then no KV of it would be found.
     """
     text, ids = await _encoded(codec, body, tools, variables, begun, images)
+    spelled, language = Spelling(codec), language_of(codec)
+    reasoning, thinking = _reasoning(language.reasoning, body, text)
+    wanted = framed(wanted, thinking, reasoning, spelled)
     if tools is not None:
         wanted = tools.grammar(codec, wanted)
-    reasoning, thinking = _reasoning(codec, body, text)
     if reasoning is not None:
-        wanted = after_reasoning(wanted, thinking, reasoning, codec, body.max_reasoning_tokens)
-    if reasoning is not None and not (thinking or reasoning.again or reasoning.channels):
+        if body.max_reasoning_tokens is None:
+            wanted = after_reasoning(wanted, thinking, reasoning, spelled)
+        else:
+            wanted = within_budget(wanted, thinking, reasoning, codec, body.max_reasoning_tokens)
+    thinks = reasoning is not None and (bool(thinking) or reasoning.again or reasoning.channels)
+    if reasoning is None or not (thinks or reasoning.answer):
         reasoning = None
     if tools is None and reasoning is None:
         return RenderedChat(ids, None, wanted)
     split = SplitPlan(show_thinking=body.include_reasoning is not False)
     if reasoning is not None:
-        marks = {"think_start": reasoning.start, "think_end": reasoning.end}
+        marks = {"think_start": reasoning.start, "think_end": reasoning.end} if thinks else {}
         split = msgspec.structs.replace(split, thinking=thinking, reasoning=reasoning.name, **marks)
     if tools is not None:
         split = msgspec.structs.replace(
             split,
-            format=tools.form(codec),
+            format=language.calls,
             tools=msgspec.json.encode(tools.shown),
             parallel=tools.parallel,
             sure=tools.forced,
@@ -78,10 +86,9 @@ async def conversation(
     return RenderedChat(ids, split, wanted)
 
 
-def _reasoning(codec: TextCodec, body: ChatFields, prompt: str) -> tuple[Reasoning | None, Thinking]:
+def _reasoning(reasoning: Reasoning | None, body: ChatFields, prompt: str) -> tuple[Reasoning | None, Thinking]:
     """The marks of the model's reasoning, if the answer may have any, and how the answer begins."""
     goes_on = bool(body.continue_final_message)
-    reasoning = language_of(codec).reasoning
     if reasoning is None or (body.add_generation_prompt is False and not goes_on and not reasoning.channels):
         return None, ""
     thinking = reasoning.thinking_after(prompt)

@@ -42,7 +42,7 @@ class Reasoning:
     @property
     def hidden(self) -> tuple[str, ...]:
         """Marks around the answer, which are no part of it."""
-        return tuple(mark for marks in self.answer for mark in marks)
+        return tuple(mark for marks in self.answer for mark in marks if mark)
 
     def thinking_after(self, prompt: str) -> Thinking:
         """How a completion of this prompt begins: in reasoning, perhaps with reasoning, or without."""
@@ -52,7 +52,7 @@ class Reasoning:
         written = prompt.rstrip()
         if written.endswith(self.start):
             return "open"
-        return "" if written.endswith((self.end, *(mark for mark, _ in self.answer))) else "may"
+        return "" if written.endswith((self.end, *(mark for mark, _ in self.answer if mark))) else "may"
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ REASONINGS: dict[str, Reasoning] = {
     for each in (
         _THINK,
         Reasoning("longcat", "<longcat_think>", "</longcat_think>"),
-        Reasoning("solar", "<|think:start|>", "<|think:end|>"),
+        Reasoning("think_start", "<|think:start|>", "<|think:end|>"),
         Reasoning("mistral", "[THINK]", "[/THINK]"),
         Reasoning("minimax_m3", "<mm:think>", "</mm:think>"),
         Reasoning("seed_oss", "<seed:think>", "</seed:think>"),
@@ -98,7 +98,7 @@ REASONINGS: dict[str, Reasoning] = {
             closing="<|END_THINKING|>",
         ),
         Reasoning("granite", "<think>", "</think>", answer=(("<response>", "</response>"),)),
-        Reasoning("hunyuan", "<think>", "</think>", answer=(("<answer>\n", "\n</answer>"), ("<answer>", "</answer>"))),
+        Reasoning("hunyuan", "<think>", "</think>", answer=(("<answer>", "\n</answer>"), ("", "</answer>"))),
         Reasoning(
             "gemma4", "<|channel>thought", "<channel|>", again=True, tokens=("<|channel>",), closing="\n<channel|>"
         ),
@@ -121,7 +121,7 @@ REASONINGS: dict[str, Reasoning] = {
         ),
     )
 }
-_USUAL = ("think", "longcat", "solar", "mistral")  # of families that share the form of their calls, but not these
+_USUAL = ("think", "longcat", "think_start", "mistral")  # of families that share the form of their calls, but not these
 
 # The first whose signs a template has is its family. Down to "hermes" in the order of
 # `mlx_lm.tokenizer_utils._infer_tool_parser`, with families between that it does not know.
@@ -151,7 +151,6 @@ FAMILIES: tuple[Family, ...] = (
     Family("mistral", (("[TOOL_CALLS]",),)),
     Family("muse_spark", (("<atem:function_calls>",),)),
     Family("harmony", (("<|channel|>analysis<|message|>", "<|start|>assistant"),), reasoning="harmony"),
-    Family("deepseek_v41", (("｜DSML｜", " calls>"),)),
     Family("deepseek_v4", (("｜DSML｜", "tool_calls>"),)),
     Family("deepseek_v32", (("｜DSML｜",),), tokens=("｜DSML｜",)),
     Family("deepseek_v3", (("<｜tool▁sep｜>", "```json"),)),

@@ -13,7 +13,7 @@ class ReasoningCount:
     __slots__ = ("_again", "_inside", "_over", "_pending", "_pieces", "_split", "_text", "tokens")
 
     def __init__(self, split: SplitPlan, codec: TextCodec) -> None:
-        form = split.form
+        form = split.written
         self._split = split
         self._pieces = codec.visible_pieces(split.marks)
         self._again = form is not None and (form.again or form.channels)

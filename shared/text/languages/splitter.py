@@ -1,21 +1,24 @@
 """A completion taken apart while it streams: reasoning, content, tool calls.
 
 Invariant. What comes out depends on the text so far only, not on how it was cut into deltas: so a resumed stream goes
-on exactly where it stopped. What looked like a call and is none becomes what it stood in, content or reasoning, so a
-call comes whole; but a forced one comes as it grows, because its grammar says that it is one. Blanks before a call go.
+on exactly where it stopped. A call comes as it grows, from when it is certain that it is one; how much that takes is
+its form's to say. What looked like a call before that and is none becomes what it stood in, content or reasoning. After
+that it stays a call, also if it is cut off or malformed: its arguments are then what the model wrote. Blanks before a
+call go.
 """
 
 import functools
+from collections.abc import Generator
 from typing import Any
 
 import msgspec
 
-from shared.text.languages.growing_call import GrowingCall
+from shared.text.languages.growing_text import GrowingText, Waiting
 from shared.text.languages.mark_search import search_for
 from shared.text.languages.pieces import CallPart, ReplyPiece, SplitPlan
-from shared.text.languages.tool_formats import ParsedCall, ToolFormat, names_of, tool_format
-
-_CALL_KEYS = ("name", "type", "id", "parameters", "arguments")  # one of which an object that is a call begins with
+from shared.text.languages.tool_form import CallSink, ToolForm
+from shared.text.languages.tool_forms import form_of
+from shared.text.languages.values import Schemas
 
 
 class Splitter:
@@ -23,329 +26,279 @@ class Splitter:
 
     def __init__(self, plan: SplitPlan) -> None:
         self._plan = plan
-        self._format = tool_format(plan.format) if plan.format else None
-        self._tools = _definitions(plan.tools)
-        self._names = names_of(self._tools)
-        self._thinks_again = (
-            plan.think_start if plan.form is not None and plan.form.again else ""
-        )  # the mark with which it does
-        openers = _openers(self._format)
-        self._calls = search_for(*openers)
-        self._ends = search_for(*openers, self._thinks_again)  # of content
-        self._thought_ends = search_for(plan.think_end, *openers)
-        self._held = ""
-        self._lead = ""  # what stands between the content and what may be a call; it goes if that is one
-        self._began = False  # content, or reasoning, has begun: what led up to it is over
-        self._alone = True  # no text was shown before, or after the last call
-        self._state = {"": self._content, "open": self._reasoning, "may": self._perhaps}[plan.thinking]
-        self.reasoned = plan.thinking == "open"  # there was reasoning
+        self._form = form_of(plan.format) if plan.format else None
+        self._functions = _functions(plan.tools)
+        self._text = GrowingText()
         self._piece = ReplyPiece()
-        self._growing = GrowingCall()
-        self._read: tuple[str, list[ParsedCall]] | None = None  # the last text that was parsed, and its calls
-        self._scanned = 0  # letters of a possible call that `_growing` has read
+        self._lead = ""  # blanks that go if a call follows
+        self._began = False  # content, or reasoning, has begun: what led up to it is over
+        self.alone = True  # no text was shown before, or after the last call
+        self.in_reasoning = plan.thinking == "open"  # the next text is reasoning, as far as the text so far shows
+        self.in_call = False  # a call has been shown whose arguments are incomplete
+        self.reasoned = self.in_reasoning  # there was reasoning
         self.calls = 0
-
-    @property
-    def in_reasoning(self) -> bool:
-        """True if the next text is reasoning, as far as the text so far shows."""
-        return self._state == self._reasoning
-
-    @property
-    def in_call(self) -> bool:
-        """True if a call has been shown whose arguments are incomplete."""
-        return bool(self._growing.name) and not self._growing.complete
+        self._counts = True  # the call that grows is not one too many
+        self._reader: Generator[None, None, None] | None = self._read()
 
     def push(self, text: str) -> ReplyPiece:
         """The pieces that `text` adds. The end of it may be held back until more is known."""
-        self._held += text
-        return self._take(final=False)
+        self._text.text += text
+        return self._go_on()
 
     def flush(self) -> ReplyPiece:
         """The pieces that were held back, at the end of the completion."""
-        return self._take(final=True)
+        self._text.ended = True
+        return self._go_on()
 
-    def _take(self, final: bool) -> ReplyPiece:
+    def _go_on(self) -> ReplyPiece:
         self._piece = ReplyPiece()
-        while self._state(final):
-            pass
+        if self._reader is not None and next(self._reader, self) is self:
+            self._reader = None
         return self._piece
 
-    # Each state takes what it can from `_held`; True when another state goes on with the rest.
+    # -- what readers of calls ask and tell
 
-    def _perhaps(self, final: bool) -> bool:
-        start = self._plan.think_start
-        begun = self._held.lstrip()
-        if begun.startswith(start):
-            self._held = begun[len(start) :]
-            self._think_on()
-            return True
-        if not final and start.startswith(begun):
-            return False
-        self._state = self._content
-        return True
+    def knows(self, name: str) -> bool:
+        """True if there is a function of this name."""
+        return name in self._functions
 
-    def _think_on(self) -> None:
-        self._state, self.reasoned, self._began = self._reasoning, True, False
+    def schemas(self, name: str) -> Schemas:
+        """Schemas of a function's arguments."""
+        return self._functions.get(name, {})
 
-    def _reasoning(self, final: bool) -> bool:
-        end = self._plan.think_end
-        thought, found, rest = self._held.partition(end)
-        if not self._began:
-            thought = thought.lstrip("\n")
-        if found:
-            self._think(thought.rstrip("\n"))
-            self._held, self._began = rest, False
-            self._state = self._content
-            return True
-        call = self._unclosed_call(thought, final)
-        pending = len(thought) - call if call >= 0 else 0 if final else self._thought_ends.ending(thought)
-        said = thought[: len(thought) - pending].rstrip("\n")
-        self._think(said)
-        if not final:
-            self._held = thought[len(said) :]
-            return False
-        self._held = ""
-        if call >= 0:
-            self._held, self._began = thought[call:], False
-            self._state = self._content
-        return call >= 0
+    def begin(self, name: str) -> None:
+        """A call of this function begins."""
+        self._began = self.alone = True
+        self._lead = ""
+        self._counts = self._plan.parallel or self.calls == 0
+        if self._counts:
+            self.in_call = True
+            self.calls += 1
+            self._piece.add_part(CallPart(self.calls - 1, name))
 
-    def _unclosed_call(self, thought: str, final: bool) -> int:
-        """Where a call begins in reasoning that nothing has closed so far; -1: nowhere.
+    def add(self, arguments: str) -> None:
+        """Add to its arguments."""
+        if self._counts and arguments:
+            self._piece.add_part(CallPart(self.calls - 1, "", arguments))
 
-        Some models forget to close it. A call that they only think of is followed by the rest of their reasoning and
-        its end, so what may be one is held back until there is either end.
+    def end(self) -> None:
+        """Its arguments are complete."""
+        if self._counts:
+            self.in_call = False
+            self._piece.add_part(CallPart(self.calls - 1, complete=True))
+
+    # -- readers
+
+    def _read(self) -> Generator[None, None, None]:
+        if self._plan.thinking == "may":
+            yield from self._perhaps()
+        elif self._plan.thinking == "open":
+            yield from self._reasoning()
+        yield from self._content()
+
+    def _perhaps(self) -> Waiting[None]:
+        begin = self._text.at
+        yield from self._text.skip()
+        if (yield from self._text.take(self._plan.think_start)):
+            yield from self._reasoning()
+        else:
+            self._text.at = begin
+
+    def _reasoning(self) -> Waiting[None]:
+        text, end = self._text, self._plan.think_end
+        self.in_reasoning, self.reasoned, self._began = True, True, False
+        openers = self._form.openers if self._form is not None and not self._plan.sure else ()
+        ends = search_for(end, *openers)
+        yield from text.skip("\n")
+        while True:
+            mark = yield from self._thought(ends)
+            if mark == end or not mark:
+                text.at += len(mark)
+                break
+            if (yield from self._unclosed_call(mark)):
+                break
+            self._think(text.text[text.at : text.at + len(mark)])
+            text.at += len(mark)
+        self.in_reasoning = self._began = False
+
+    def _thought(self, ends: Any) -> Waiting[str]:
+        """Show reasoning up to a mark, which is returned; line breaks before the mark go, but for a call's."""
+        text = self._text
+        while True:
+            at, mark = ends.first(text.text, text.at)
+            end = at if mark else len(text.text) - (0 if text.ended else ends.ending(text.text, text.at))
+            said = text.text[text.at : end]
+            bare = said.rstrip("\n")
+            if mark and mark != self._plan.think_end:
+                self._think(bare)
+                text.at += len(bare)
+                self._breaks, text.at = said[len(bare) :], end
+                return str(mark)
+            self._think(bare)
+            text.at = end if mark or text.ended else text.at + len(bare)
+            if mark or text.ended:
+                return str(mark)
+            text.forget()
+            yield
+
+    _breaks = ""  # before what may be a call in reasoning
+
+    def _unclosed_call(self, mark: str) -> Waiting[bool]:
+        """True if a call begins here although nothing has closed the reasoning, which some models forget to do.
+
+        A call that they only think of is followed by the rest of their reasoning and its end, so what may be one is
+        held back until there is either end.
         """
-        form = self._format
-        if form is None or self._plan.sure:
-            return -1
-        at, mark = self._calls.first(thought)
-        while mark:
-            body, _, ended = _candidate(form, mark, thought[at:])
-            if not ended and not final:
-                return at
-            calls = self._parsed(form, body) if ended or _ends_openly(form, body) else []
-            if calls and (not self._names or all(call.name in self._names for call in calls)):
-                return at
-            behind, mark = self._calls.first(thought[at + 1 :])
-            at += 1 + behind
-        return -1
+        text, begin = self._text, self._text.at
+        assert self._form is not None, "a call without a form of calls"
+        trial = _Trial(self)
+        yield from _calls_at(self._form, mark, text, trial)
+        text.at = begin
+        breaks, self._breaks = self._breaks, ""
+        if trial.complete and all(self.knows(name) or not self._functions for name in trial.names):
+            while text.text.find(self._plan.think_end, begin) < 0:
+                if text.ended:
+                    return True
+                yield
+        self._think(breaks)
+        return False
 
     def _think(self, thought: str) -> None:
         self._began = self._began or bool(thought)
         if self._plan.show_thinking:
             self._piece.reasoning += thought
 
-    def _content(self, final: bool) -> bool:
-        form = self._format
-        if not self._began and (self._plan.thinking or self.reasoned):
-            self._held = self._held.lstrip("\n")  # between the reasoning and the answer
-        at, mark = self._ends.first(self._held)
-        if mark and mark == self._thinks_again:
-            self._show(self._held[:at])
-            self._held = self._held[at + len(mark) :]
-            self._think_on()
-            return True
-        if mark and form is not None:
-            bare = len(self._without_blanks(self._held[:at]))
-            self._show(self._held[:bare])
-            self._lead, self._held = self._held[bare:at], self._held[at:]
-            self._begin(form, mark)
-            return True
-        pending = 0
-        if not final:
-            pending = self._ends.ending(self._held)
-            if form is not None:
-                pending = len(self._held) - len(self._without_blanks(self._held[: len(self._held) - pending]))
-        elif form is not None and self._is_no_text(form, self._held):
-            self._held = ""
-        self._show(self._held[: len(self._held) - pending])
-        self._held = self._held[len(self._held) - pending :]
-        return False
+    def _content(self) -> Waiting[None]:
+        text, form, written = self._text, self._form, self._plan.written
+        again = self._plan.think_start if written is not None and written.again else ""
+        hidden = (written.hidden if written is not None else ()) + (form.hidden if form is not None else ())
+        openers = form.openers if form is not None else ()
+        ends = search_for(*hidden, *openers, again)
+        while True:
+            if not self._began and (self._plan.thinking or self.reasoned):
+                yield from text.skip("\n")  # between the reasoning and the answer
+            at, mark = ends.first(text.text, text.at)
+            whole = text.ended and not self._plan.sure  # else a mark that is cut off is not shown
+            end = at if mark else len(text.text) - (0 if whole else ends.ending(text.text, text.at))
+            self._say(text.text[text.at : end])
+            text.at = end
+            if mark and mark == again:
+                self._show("")
+                text.at += len(mark)
+                yield from self._reasoning()
+            elif mark and mark in hidden:
+                text.at += len(mark)
+            elif mark and form is not None:
+                if not (yield from _calls_at(form, mark, text, self)):
+                    if self._plan.sure and text.ended:  # cut off before it is a call: nothing to read
+                        return
+                    text.at = end + len(mark)
+                    self._show(mark)
+            elif text.ended:
+                break
+            else:
+                text.forget()
+                yield
+        if not (self.alone and self.calls and not self._bare(self._lead)):
+            self._show("")
 
-    def _without_blanks(self, text: str) -> str:
+    def _say(self, text: str) -> None:
+        """Show text but for blanks at its end, which go if a call follows."""
+        text = self._lead + text
+        bare = self._bare(text) if self._form is not None else text
+        self._lead = text[len(bare) :]
+        if bare:
+            self._began, self.alone = True, False
+            self._piece.content += bare
+
+    def _bare(self, text: str) -> str:
         """A text without what may stand between it and a call: after a call, all that only separates calls."""
-        between = self._format.between if self._format is not None else ""
-        if self._alone and self.calls and all(letter.isspace() or letter in between for letter in text):
+        between = self._form.between if self._form is not None else ""
+        if self.alone and self.calls and all(letter.isspace() or letter in between for letter in text):
             return ""
         return text.rstrip()
 
-    def _is_no_text(self, form: ToolFormat, rest: str) -> bool:
-        """True if the end of a completion is only the closing of a call, or the cut opening mark of a forced one."""
-        after_a_call = self._alone and self.calls and not self._without_blanks(rest)
-        return bool(after_a_call) or (self._plan.sure and form.start.startswith(rest.strip()))
-
-    def _begin(self, form: ToolFormat, mark: str) -> None:
-        """Look for a call at a mark that is at the beginning of what is held."""
-        self._growing, self._scanned = GrowingCall(), 0
-        if self._plan.sure:
-            self._lead, self._held = "", self._held[len(mark) :]
-            self._state = self._sure_call
-        elif not form.start:
-            self._state = self._object
-        elif form.bare is not None and mark == form.bare[0]:
-            self._state = self._bare_call
-        else:
-            self._state = self._call
-
-    def _call(self, final: bool) -> bool:
-        """A call between its marks."""
-        form = self._form
-        body, rest, ended = _candidate(form, form.start, self._held)
-        if not ended and not final:
-            return False
-        calls = self._parsed(form, body) if ended or _ends_openly(form, body) else []
-        self._settle(calls, self._held[: len(self._held) - len(rest)])
-        self._held = rest
-        self._state = self._content
-        return True
-
-    def _bare_call(self, final: bool) -> bool:
-        """A call without its opening mark: only one of a function that there is."""
-        form = self._form
-        assert form.bare is not None, "a form without such marks"
-        body, rest, ended = _candidate(form, form.bare[0], self._held)
-        if not ended and not final:
-            return False
-        calls = self._parsed(form, body) if ended else []
-        calls = calls if all(call.name in self._names for call in calls) else []
-        self._settle(calls, body)
-        self._held = rest
-        self._state = self._closing if calls else self._content
-        return True
-
-    def _closing(self, final: bool) -> bool:
-        """The closing mark of a call that has no opening one; it may be missing as well."""
-        end, rest = self._form.end, self._held.lstrip()
-        if rest.startswith(end):
-            self._held = rest[len(end) :]
-        elif not final and end.startswith(rest):
-            return False
-        self._state = self._content
-        return True
-
-    def _object(self, final: bool) -> bool:
-        """A call that is an object without marks. Between words it must be a whole one of a function that there is."""
-        form = self._form
-        bare = self._held.removeprefix(form.lead)
-        body = bare.lstrip()
-        before = bare[: len(bare) - len(body)]
-        if not body and not final:
-            return False
-        if not _may_be_call(body):
-            self._settle([], before + body[:1])
-            self._held = body[1:]
-            self._state = self._content
-            return True
-        read, _ = self._growing.read_arguments(body[self._scanned :])
-        self._scanned += len(read)
-        if not self._growing.complete and not final:
-            return False
-        text = body[: self._scanned]
-        calls = self._parsed(form, text) if self._growing.complete else []
-        known = all(call.name in self._names for call in calls)
-        complete = '"parameters"' in text or '"arguments"' in text
-        fits = known or complete if self._alone else known and complete
-        self._settle(calls if fits else [], before + text)
-        self._held = body[self._scanned :]
-        self._state = self._content
-        return True
-
-    def _sure_call(self, final: bool) -> bool:
-        """A call that is one whatever follows."""
-        form, growing = self._form, self._growing
-        if not growing.name:
-            rest = growing.read_name(self._held)
-            if rest is None:
-                if final:  # cut off before its arguments: neither a call nor anything to read
-                    self._held = ""
-                return False
-            self._add(CallPart(self.calls, growing.name))
-            self.calls += 1
-            self._held = rest
-        if not growing.complete:
-            arguments, self._held = growing.read_arguments(self._held)
-            self._add(CallPart(self.calls - 1, "", arguments, growing.complete))
-        _, found, rest = self._held.partition(form.end)
-        if found:
-            self._held = rest
-            self._state = self._content
-        elif final:
-            self._held = ""
-        return bool(found)
-
-    @property
-    def _form(self) -> ToolFormat:
-        assert self._format is not None, "a call without a form of calls"
-        return self._format
-
-    def _parsed(self, form: ToolFormat, body: str) -> list[ParsedCall]:
-        """The calls of a text; none when it is malformed. What is held back may be looked at once a delta."""
-        if self._read is None or self._read[0] != body:
-            try:
-                self._read = body, form.parse(body, self._tools)
-            except ValueError:
-                self._read = body, []
-        return self._read[1]
-
-    def _settle(self, calls: list[ParsedCall], text: str) -> None:
-        """Show what was read of a text: its calls, or as it stands."""
-        lead, self._lead = self._lead, ""
-        if not calls:
-            self._show(lead + text)
-            return
-        room = len(calls) if self._plan.parallel else max(0, 1 - self.calls)
-        for call in calls[:room]:
-            self._add(CallPart(self.calls, call.name, call.arguments, complete=True))
-            self.calls += 1
-
-    def _add(self, part: CallPart) -> None:
-        self._piece.add_part(part)
-        self._began = self._alone = True
-
     def _show(self, text: str) -> None:
+        """Show text with the blanks before it."""
+        text, self._lead = self._lead + text, ""
         self._began = self._began or bool(text)
-        self._alone = self._alone and not text
+        self.alone = self.alone and not text
         self._piece.content += text
 
 
-def _openers(form: ToolFormat | None) -> tuple[str, ...]:
-    """The marks with which a call may begin."""
-    if form is None or form.name == "harmony":
-        return ()
-    bare = () if form.bare is None else form.bare[:1]
-    return (form.start, *bare) if form.start else tuple(filter(None, ("{", form.lead)))
+class _Trial:
+    """Takes calls that may be none."""
+
+    def __init__(self, splitter: Splitter) -> None:
+        self._splitter = splitter
+        self.alone = True
+        self.names: list[str] = []
+        self.complete = False
+
+    def begin(self, name: str) -> None:
+        self.names.append(name)
+        self.complete = False
+
+    def add(self, arguments: str) -> None:
+        """What they are is of no interest."""
+
+    def end(self) -> None:
+        self.complete = True
+
+    def knows(self, name: str) -> bool:
+        return self._splitter.knows(name)
+
+    def schemas(self, name: str) -> Schemas:
+        return self._splitter.schemas(name)
 
 
-def _candidate(form: ToolFormat, mark: str, text: str) -> tuple[str, str, bool]:
-    """Parts of a text that begins with a mark: the body of its call, the text after it, and True if the call is
-    closed."""
-    if form.bare is not None and mark == form.bare[0]:
-        body, found, rest = text.partition(form.bare[1])
-        return body + found, rest, bool(found)
-    body, found, rest = text[len(mark) :].partition(form.end) if form.end else (text[len(mark) :], "", "")
-    return body, rest, bool(found)
+def _calls_at(form: ToolForm, opener: str, text: GrowingText, sink: CallSink) -> Waiting[bool]:
+    """Read the calls that begin at an opener, which comes next; False, with nothing told: there are none."""
+    end = dict(form.marks).get(opener)
+    if end is None:  # a call without the marks around it
+        if not (yield from form.read(text, sink, bare=True)):
+            return False
+        end = form.marks[0][1] if form.marks else ""
+        if end:
+            at = text.at
+            yield from text.skip()
+            if not (yield from text.take(end)):
+                text.at = at
+        return True
+    text.at += len(opener)
+    begun = False
+    while form.many or not begun:
+        yield from text.skip(form.between)
+        if end and (yield from text.take(end)):
+            return begun
+        at = text.at
+        if not (yield from form.read(text, sink)):
+            text.at = at
+            break
+        begun = True
+    if begun and end:
+        yield from _close(end, form, text)
+    return begun
 
 
-def _ends_openly(form: ToolFormat, body: str) -> bool:
-    """True if a call may be complete without its closing mark, at the end of a completion."""
-    return not form.end or (form.bare is not None and body.rstrip().endswith(form.bare[1]))
-
-
-def _may_be_call(text: str) -> bool:
-    """True if a text may be the beginning of an object that is a call."""
-    if not text.startswith("{"):
-        return False
-    inside = text[1:].lstrip()
-    key, closed, rest = inside[1:].partition('"')
-    known = key in _CALL_KEYS if closed else any(each.startswith(key) for each in _CALL_KEYS)
-    if known and key == "type":  # many objects begin with one
-        kind = rest.lstrip().removeprefix(":").lstrip()
-        known = '"function"'.startswith(kind) or kind.startswith('"function"')
-    return not inside or (inside[0] == '"' and known)
+def _close(end: str, form: ToolForm, text: GrowingText) -> Waiting[None]:
+    """Read the closing mark of calls, and what stands before it; nothing where the mark is missing."""
+    begin = text.at
+    mark = yield from text.until(search_for(end, *form.openers), lambda _: None)
+    rest = text.text[begin : text.at].strip()
+    if mark == end:
+        text.at += len(end)
+    elif rest and (mark or not any(each.startswith(rest) for each in form.closers(end))):  # else one that is cut off
+        text.at = begin
 
 
 @functools.lru_cache(maxsize=64)
-def _definitions(tools: bytes) -> list[dict[str, Any]]:
+def _functions(tools: bytes) -> dict[str, Schemas]:
+    """Schemas of the arguments of each function, by its name."""
     definitions: list[dict[str, Any]] = msgspec.json.decode(tools) if tools else []
-    return definitions
+    found: dict[str, Schemas] = {}
+    for each in definitions:
+        parameters = each["function"].get("parameters")
+        properties = parameters.get("properties") if isinstance(parameters, dict) else None
+        found[each["function"]["name"]] = properties if isinstance(properties, dict) else {}
+    return found
