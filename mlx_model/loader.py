@@ -163,15 +163,14 @@ def check_model(config: EngineConfig, ranks: int = 1) -> None:
     for name in filter(None, (config.model, draft)):
         if not Path(name).expanduser().exists() and is_hub_name(name):
             continue
-        path = None if is_gguf(name) else model_folder(name)  # a file is converted at a start, and fitted then
-        described = Conversion(Path(name)).config if path is None else _described(path)
+        described = Conversion(Path(name)).config if is_gguf(name) else _described(model_folder(name))
         if name == config.model:
             context = _context_length(described, config.max_context)
             check_asked(config.kv_bits, config.kv_group_size, _bound(config, context))
-            if path is None:
+            if is_gguf(name):  # its folder, by which room is planned, is made when it is loaded
                 continue
             rehearsed = replace(config, memory=replace(config.memory, reserves=False))
-            _memory_plan(rehearsed, path, 1 if config.sharding == "data" else ranks, fetches=False)
+            _memory_plan(rehearsed, model_folder(name), 1 if config.sharding == "data" else ranks, fetches=False)
 
 
 def _memory_plan(config: EngineConfig, path: Path, ranks: int, *, fetches: bool = True) -> MemoryPlan:
@@ -181,9 +180,7 @@ def _memory_plan(config: EngineConfig, path: Path, ranks: int, *, fetches: bool 
     """
     described = _described(path)
     draft = None if config.speculation is None else config.speculation.draft_model or None
-    is_here = draft is not None and (
-        fetches or ((Path(draft).expanduser().exists() or not is_hub_name(draft)) and not is_gguf(draft))
-    )
+    is_here = draft is not None and (fetches or Path(draft).expanduser().exists() or not is_hub_name(draft))
     try:
         draft_path = model_folder(draft) if draft is not None and is_here else None
         draft_config = None if draft_path is None else _described(draft_path)

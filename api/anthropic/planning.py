@@ -20,7 +20,7 @@ from api.ring.ring import Ring
 from shared.errors import ContextLengthExceededError, InvalidRequestError
 from shared.sequences import ModelCard
 from shared.text.codec import TextCodec
-from shared.text.languages.budget import can_bound
+from shared.text.languages.grammars import can_bound
 from shared.text.languages.language import language_of
 
 NAMES = {  # of a chat's fields -> ours

@@ -20,7 +20,6 @@ from shared.errors import InvalidRequestError, UnsupportedParameterError
 from shared.images.chat import ChatImages
 from shared.text.codec import TextCodec
 from shared.text.grammar import Spelling
-from shared.text.languages.budget import within_budget
 from shared.text.languages.families import Reasoning, Thinking
 from shared.text.languages.grammars import after_reasoning, framed
 from shared.text.languages.language import language_of
@@ -60,10 +59,7 @@ async def conversation(
     if tools is not None:
         wanted = tools.grammar(codec, wanted)
     if reasoning is not None:
-        if body.max_reasoning_tokens is None:
-            wanted = after_reasoning(wanted, thinking, reasoning, spelled)
-        else:
-            wanted = within_budget(wanted, thinking, reasoning, codec, body.max_reasoning_tokens)
+        wanted = after_reasoning(wanted, thinking, reasoning, codec, body.max_reasoning_tokens)
     thinks = reasoning is not None and (bool(thinking) or reasoning.again or reasoning.channels)
     if reasoning is None or not (thinks or reasoning.answer):
         reasoning = None

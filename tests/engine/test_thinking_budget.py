@@ -8,8 +8,8 @@ from mlx_model.config import SpeculationConfig
 from mlx_model.loader import LoadedModel
 from shared.sequences import SequenceSpec
 from shared.text.codec import TextCodec
-from shared.text.languages.budget import within_budget
 from shared.text.languages.families import REASONINGS
+from shared.text.languages.grammars import after_reasoning
 from tests.engine.conftest import Bench, prompt_of, spec
 
 BUDGET, END = 6, 259  # `</think>` after the small models' own tokens
@@ -21,7 +21,7 @@ def thinking(loaded: LoadedModel, seq: str, *, prompt: int = 20, **sampling: obj
     tokenizer.add_tokens([AddedToken("<think>"), AddedToken("</think>")])
     codec = TextCodec(msgspec.structs.replace(loaded.tokenizer, tokenizer_json=tokenizer.to_str()))
     assert codec.added_token("</think>") == END
-    text = within_budget("", "open", REASONINGS["think"], codec, BUDGET)
+    text = after_reasoning("", "open", REASONINGS["think"], codec, BUDGET)
     # Words that come again are what drafts are made from.
     return spec(seq, prompt_of(prompt) * 2, **({"max_tokens": 16, "grammar": text} | sampling))
 

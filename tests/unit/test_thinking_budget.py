@@ -10,8 +10,8 @@ from api.openai.bodies import ChatCompletionRequest
 from shared.errors import UnsupportedParameterError
 from shared.text import grammar
 from shared.text.codec import TextCodec, TokenizerBundle
-from shared.text.languages.budget import can_bound, within_budget
 from shared.text.languages.families import REASONINGS, Thinking
+from shared.text.languages.grammars import after_reasoning, can_bound
 from tests.unit.api_texts import bundle, codec
 
 THINK, HARMONY, GEMMA, KIMI = (REASONINGS[name] for name in ("think", "harmony", "gemma4", "kimi_k3"))
@@ -56,12 +56,12 @@ def taken(text: str, completion: str, marked: TextCodec) -> str:
 def test_each_piece_of_reasoning_ends_at_its_budget(thinking: Thinking, completion: str, cut: str) -> None:
     completion = completion.replace("a", "1").replace("b", "2")  # digits have a token each
     completion = "".join(str(ord(letter) % 10) if letter in "cdewxyz" else letter for letter in completion)
-    text = within_budget("", thinking, THINK, MARKED, most=4)
+    text = after_reasoning("", thinking, THINK, MARKED, most=4)
     assert len(taken(text, completion, MARKED)) == len(completion) - len(cut)
 
 
 def test_after_the_budget_nothing_but_the_mark_may_come() -> None:
-    text = within_budget("", "open", THINK, MARKED, most=2)
+    text = after_reasoning("", "open", THINK, MARKED, most=2)
     matcher = grammar.matcher_of(text, grammar.tokenizer_of(MARKED.bundle, MARKED.vocab_size))
     end = MARKED.added_token("</think>")
     for _ in range(2):
@@ -72,7 +72,7 @@ def test_after_the_budget_nothing_but_the_mark_may_come() -> None:
 
 @pytest.mark.parametrize("most", [0, 1, 3])
 def test_an_answer_of_a_form_follows_bounded_reasoning(most: int) -> None:
-    text = within_budget(grammar.of_regex("[a-f]+"), "open", THINK, MARKED, most)
+    text = after_reasoning(grammar.of_regex("[a-f]+"), "open", THINK, MARKED, most)
     assert taken(text, f"{'1' * most}</think>abc", MARKED).endswith("abc")
     assert taken(text, f"{'1' * (most + 1)}</think>abc", MARKED) == "1" * most
     assert taken(text, "</think>xyz", MARKED) == "</think>"
@@ -98,18 +98,19 @@ def test_an_answer_of_a_form_follows_bounded_reasoning(most: int) -> None:
 def test_other_families_marks_are_kept(
     reasoning: Any, marked: TextCodec, thinking: Thinking, completion: str, whole: bool
 ) -> None:
-    text = within_budget("", thinking, reasoning, marked, most=3)
+    text = after_reasoning("", thinking, reasoning, marked, most=3)
     assert (taken(text, completion, marked) == completion) is whole
 
 
 def test_marks_that_are_no_tokens_cannot_bound() -> None:
     assert can_bound(THINK, MARKED) and not can_bound(THINK, codec())
     with pytest.raises(UnsupportedParameterError, match="no token of its vocabulary"):
-        within_budget("", "open", THINK, codec(), most=4)
+        after_reasoning("", "open", THINK, codec(), most=4)
 
 
-def test_where_no_reasoning_can_come_nothing_is_enforced() -> None:
-    assert within_budget("", "", THINK, MARKED, most=4) == ""
+def test_without_a_budget_or_reasoning_nothing_is_enforced() -> None:
+    assert after_reasoning("", "open", THINK, MARKED) == ""
+    assert after_reasoning("", "", THINK, MARKED, most=4) == ""
 
 
 def test_a_budget_has_two_names_that_may_not_differ() -> None:

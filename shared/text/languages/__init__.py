@@ -6,6 +6,6 @@ writes their grammar: `json_calls.py`, `tagged_calls.py`, `value_calls.py`. They
 `mark_search.py` and `json_text.py`; `values.py` and `schemas.py` know the schemas of arguments.
 
 `splitter.py` takes a completion apart, by the plan and into the pieces of `pieces.py`; `channels.py` does so for
-families that write several messages. `grammars.py` has the grammar of a whole completion, `budget.py` that of
-one whose reasoning has a bound, and `reasoning_count.py` counts the tokens of reasoning.
+families that write several messages. `grammars.py` has the grammar of a whole completion, and `reasoning_count.py`
+counts the tokens of reasoning.
 """

@@ -1,8 +1,14 @@
-"""Grammars of completions in a model's own language: its calls, what stands around an answer, and reasoning before."""
+"""Grammars of completions in a model's own language: its calls, what stands around an answer, and reasoning before.
+
+A budget of reasoning is a grammar, too: at most so many tokens, and then the mark that ends it. So it holds wherever
+grammars hold: in a batch, with drafts, and on the worker that goes on with a sequence.
+"""
 
 from collections.abc import Sequence
 
+from shared.errors import UnsupportedParameterError
 from shared.text import grammar
+from shared.text.codec import TextCodec
 from shared.text.grammar import Spelling
 from shared.text.languages.families import CHANNEL, MESSAGE, START, Language, Reasoning, Thinking
 from shared.text.languages.tool_form import Signature
@@ -97,11 +103,19 @@ def framed(answer: str, thinking: Thinking, reasoning: Reasoning | None, spelled
     return grammar.compose(f"start: ({spelled(opening)})? @body {after}", {"body": answer})
 
 
-def after_reasoning(text: str, thinking: Thinking, reasoning: Reasoning, spelled: Spelling, thought: str = "") -> str:
-    """The grammar `text`, before which the model may reason. `thought`: a rule for that; "": as long as it likes."""
-    if not text or not thinking:
+def after_reasoning(
+    text: str, thinking: Thinking, reasoning: Reasoning, codec: TextCodec, most: int | None = None
+) -> str:
+    """The grammar `text`, before which the model may reason, for `most` tokens if a number is given."""
+    if not text:
+        return "" if most is None else _bounded(thinking, reasoning, codec, most)
+    if not thinking:
         return text
-    thought = thought or spelled.until("thought", reasoning.end)
+    spelled = Spelling(codec)
+    if most is None:
+        thought = spelled.until("thought", reasoning.end)
+    else:
+        thought = _thought(reasoning, codec, most, without=codec.bundle.eos_token_ids)
     blank, opening = "BLANK", spelled(reasoning.start)
     rules = f"BLANK: /\\n{{0,2}}/\n{thought}"
     if reasoning.channels:  # the next message begins
@@ -110,3 +124,33 @@ def after_reasoning(text: str, thinking: Thinking, reasoning: Reasoning, spelled
         rules = thought
     before = f"thought {blank}" if thinking == "open" else f"({opening} thought {blank})?"
     return grammar.compose(f"start: {before} @body\n{rules}", {"body": text})
+
+
+def can_bound(reasoning: Reasoning, codec: TextCodec) -> bool:
+    """True if the mark that ends reasoning begins with a token of its own, so that no other text is taken for it."""
+    ids = codec.encode(reasoning.end, False)
+    return bool(ids) and codec.added_token(codec.token(ids[0]) or "") == ids[0]
+
+
+def _bounded(thinking: Thinking, reasoning: Reasoning, codec: TextCodec, most: int) -> str:
+    """Any tokens, of which each piece of reasoning has a bound."""
+    if not thinking and not reasoning.again:
+        return ""
+    piece = "thought"
+    for token in reversed(codec.encode(reasoning.start, False)):
+        piece = f"(<[^{token}]> | <[{token}]> {piece})"
+    begun = "thought " if thinking == "open" else ""
+    return grammar.of_lark(f"start: {begun}piece*\npiece: {piece}\n{_thought(reasoning, codec, most)}")
+
+
+def _thought(reasoning: Reasoning, codec: TextCodec, most: int, without: tuple[int, ...] = ()) -> str:
+    """A rule of Lark: at most so many tokens, and the mark that ends reasoning."""
+    if not can_bound(reasoning, codec):
+        raise UnsupportedParameterError(
+            f"this model's reasoning cannot be bounded: {reasoning.end!r}, its end, is no token of its vocabulary",
+            param="max_reasoning_tokens",
+        )
+    first, *rest = codec.encode(reasoning.end, False)
+    others = ",".join(map(str, sorted({first, *without})))
+    text = f"<[^{others}]>{{0,{most}}}" if most else ""
+    return f"thought: {text} <[{first}]> {' '.join(f'<[{token}]>' for token in rest)}"
