@@ -18,7 +18,6 @@ PADDING_IN_STATE = frozenset(
         "bailing_moe_linear",
         "jamba",
         "mamba",
-        "nemotron_h",
         "olmo_hybrid",
         "recurrent_gemma",
         "rwkv7",

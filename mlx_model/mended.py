@@ -3,16 +3,18 @@
 A model that is loaded gets modules of classes of ours in the place of mlx-lm's, with the same weights; the library
 itself is not changed. Gemma 2 lays out a batch's mask wrongly, GPT-BigCode wants one position for all rows, and Llama 4
 keeps the KV of its chunks in a form of its own, of which there is no batched one: here it keeps all of it, and a mask
-leaves out what other chunks have.
+leaves out what other chunks have. Nemotron-H does not say how long each prompt is to the recurrence that could leave
+the padding after it out of a row's state.
 """
 
 from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models import gemma2, gpt_bigcode, llama4
+from mlx_lm.models import gemma2, gpt_bigcode, llama4, nemotron_h
 from mlx_lm.models.base import create_attention_mask, scaled_dot_product_attention
 from mlx_lm.models.cache import KVCache
+from mlx_lm.models.ssm import ssm_update
 
 
 def mend(model: Any) -> None:
@@ -91,6 +93,30 @@ class _Llama4(llama4.LlamaModel):  # type: ignore[misc]
         return same if whole is None else same & whole
 
 
+class _NemotronHMixer(nemotron_h.NemotronHMamba2Mixer):  # type: ignore[misc]
+    def _ssm(
+        self, hidden_states: mx.array, B: mx.array, C: mx.array, dt: mx.array, cache: Any, mask: mx.array | None
+    ) -> mx.array:
+        rows, count, _ = hidden_states.shape
+        y, state = ssm_update(
+            hidden_states.reshape(rows, count, self.num_heads, self.head_dim),
+            self.A_log,
+            B.reshape(rows, count, self.n_groups, self.ssm_state_size),
+            C.reshape(rows, count, self.n_groups, self.ssm_state_size),
+            self.D.astype(hidden_states.dtype),
+            dt,
+            self.dt_bias,
+            cache[1] if cache else None,
+            self.time_step_limit,
+            mask,
+            cache.lengths if cache else None,
+        )
+        if cache:
+            cache[1] = state
+        out: mx.array = y.reshape(rows, count, self.intermediate_size)
+        return out
+
+
 def _positions(cache: Any, count: int) -> mx.array:
     """Positions [B, L] of the tokens that come next; of rows that share them, [1, L]."""
     offset = mx.array(0 if cache is None else cache.offset).reshape(-1, 1)
@@ -106,6 +132,12 @@ def _mend_gpt_bigcode(model: Any) -> None:
     model.transformer.__class__ = _GPTBigCode
 
 
+def _mend_nemotron_h(model: Any) -> None:
+    for layer in model.layers:
+        if type(layer.mixer) is nemotron_h.NemotronHMamba2Mixer:
+            layer.mixer.__class__ = _NemotronHMixer
+
+
 def _mend_llama4(model: Any) -> None:
     inner = model.language_model.model
     inner.__class__ = _Llama4
@@ -118,4 +150,5 @@ _MENDED: dict[type[Any], Callable[[Any], None]] = {
     gemma2.Model: _mend_gemma2,
     gpt_bigcode.Model: _mend_gpt_bigcode,
     llama4.Model: _mend_llama4,
+    nemotron_h.Model: _mend_nemotron_h,
 }

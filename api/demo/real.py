@@ -141,12 +141,12 @@ class RealModel:
             tool_choice="required",
             parallel_tool_calls=False,
             temperature=0,
-            max_tokens=64,
+            max_tokens=128,
         )
         calls = answer.choices[0].message.tool_calls or []
         arguments = "".join(call.function.arguments for call in calls if call.type == "function")
         self.seen.check("a forced call is valid", _is_valid(arguments, City))
-        self._show("tool, forced", "get_weather", arguments=arguments)
+        self._show("tool, forced", "get_weather", arguments=" ".join(arguments.split()))
 
     async def _json(self, openai: AsyncOpenAI) -> None:
         answer = await openai.chat.completions.create(
@@ -198,12 +198,9 @@ class RealModel:
         shown, tasks = self._out / "shown.jsonl", self._out / "tasks.jsonl"
         asked = {name: {"role": "user", "content": f"{name} is a cook. What is the name? {COPY}"} for name in NAMES}
         answers = {name: json.dumps({"name": name}) for name in NAMES}
-        lines: list[dict[str, Any]] = [
-            {"messages": [asked[name], {"role": "assistant", "content": answers[name]}]} for name in TAUGHT
-        ]
-        shown.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        lines = [{"prompt": [asked[name]], "reference": answers[name]} for name in TAUGHT]
-        tasks.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        said = {name: {"role": "assistant", "content": answers[name]} for name in TAUGHT}
+        _write(shown, [{"messages": [asked[name], said[name]]} for name in TAUGHT])
+        _write(tasks, [{"prompt": [asked[name]], "reference": answers[name]} for name in TAUGHT])
 
         async def right(model: str) -> int:
             """Held-out names that a model copies, in the form that was asked for."""
@@ -246,7 +243,8 @@ class RealModel:
             with (self._out / f"{name}.log").open("w") as log:
                 done = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False)
             metrics = next(Path(run_dir).rglob("metrics.jsonl"), None)
-            steps = [] if metrics is None else [json.loads(line) for line in metrics.read_text().splitlines()]
+            lines = [] if metrics is None else [json.loads(line) for line in metrics.read_text().splitlines()]
+        steps = [line for line in lines if line["loss"] is not None]  # a run on data begins with a line before it
         self.seen.check(f"the trainer of {name} ends well", done.returncode == 0 and len(steps) == self._steps)
         return steps, time.monotonic() - began
 
@@ -280,6 +278,10 @@ def main() -> int:
         console.print(f"  [red]not seen: {what}[/]")
     console.print(f"  written to {arguments.out}/real.json")
     return 1 if acts.seen.failed else 0
+
+
+def _write(file: Path, lines: list[dict[str, Any]]) -> None:
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def _config(model: Path) -> dict[str, Any]:

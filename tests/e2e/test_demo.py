@@ -29,3 +29,21 @@ def test_the_demo_chats_runs_two_jobs_and_writes_its_report(tmp_path: Path) -> N
     assert learning["train_steps"] >= 10 and learning["chats"]["streamed"] > 10
     assert learning["chats"]["broken"] == []
     assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_short_list_for_a_real_model_runs_to_its_end_with_the_tiny_one(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "api.demo.real", "--model", "models/tiny", "--out", str(tmp_path), "--steps", "1"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+    )
+    assert (tmp_path / "real.json").exists(), done.stdout + done.stderr
+    figures = json.loads((tmp_path / "real.json").read_text())
+    acts = {"ready", "chat", "stream", "tool, forced", "JSON schema", "embeddings", "job", "adapters", "SFT", "GRPO"}
+    assert figures.keys() == acts, done.stdout + done.stderr
+    assert figures["job"]["done"] == "64 of 64" and figures["adapters"]["whole"]
+    unseen = {line.partition("not seen: ")[2] for line in done.stdout.splitlines() if "not seen: " in line}
+    too_much = {"the answer names Paris", "a stream has tokens", "sentences of one meaning are nearer"}
+    assert unseen <= too_much, "of a model that answers in few tokens"

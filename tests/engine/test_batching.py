@@ -50,7 +50,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 # What has recurrent layers and was found right when padded, with mlx-lm 0.32.2.
 RIGHT = {
     "bailing_hybrid", "bailing_moe_v3", "falcon_h1", "gear", "granitemoehybrid", "kimi_k3", "kimi_linear", "lfm2",
-    "lfm2_moe", "mamba2", "plamo2", "qwen3_5", "qwen3_next",
+    "lfm2_moe", "mamba2", "nemotron_h", "plamo2", "qwen3_5", "qwen3_next",
 }  # fmt: skip
 
 
@@ -83,7 +83,7 @@ def test_prompts_of_any_lengths_get_in_a_batch_what_they_get_alone(name: str, ll
         assert together.logprobs(each.id) == pytest.approx(alone.logprobs(each.id), abs=1e-4)
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gpt_bigcode", "llama4"])
+@pytest.mark.parametrize("name", ["gemma2", "gpt_bigcode", "llama4", "nemotron_h"])
 def test_a_model_that_is_mended_computes_what_mlx_lm_s_own_does(name: str, llama: LoadedModel) -> None:
     mended = small(name, llama).model
     module = importlib.import_module(f"mlx_lm.models.{name}")
