@@ -54,6 +54,14 @@ class MemoryConfig:
     reserves: bool = False  # other processes of ours on this machine count what this one has planned
 
 
+def memory_config(
+    s: MachineSettings, *, adapter_slots: int = 0, learner_rank: int = 0, serves: bool = True
+) -> MemoryConfig:
+    """The part of a process's configuration about memory."""
+    limit, wired = int(s.memory_limit * 1e9), int(s.wired_limit * 1e9)
+    return MemoryConfig(limit, wired, adapter_slots, learner_rank, serves, reserves=True)
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """How to load the model and how much of it runs at once."""
@@ -107,14 +115,6 @@ class DraftKv:
 
     bytes_per_token: int = 0
     most: int = 0  # tokens of a row
-
-
-def memory_config(
-    s: MachineSettings, *, adapter_slots: int = 0, learner_rank: int = 0, serves: bool = True
-) -> MemoryConfig:
-    """The part of a process's configuration about memory."""
-    limit, wired = int(s.memory_limit * 1e9), int(s.wired_limit * 1e9)
-    return MemoryConfig(limit, wired, adapter_slots, learner_rank, serves, reserves=True)
 
 
 def check_settings(config: EngineConfig) -> None:

@@ -11,9 +11,10 @@ import sys
 import structlog
 
 from mlx_model import fast_blas
-from ranks.children import take_device
+from ranks.children import take_place
 from ranks.placement import Placement
 from shared.errors import ParallmError, ServiceUnavailableError, SetupError
+from shared.machine.awake import stay_awake
 from shared.process import logs
 from shared.process.discovery import join
 from shared.process.garbage import no_collections
@@ -35,13 +36,14 @@ def main(argv: list[str] | None = None) -> int:
     try:
         settings = load(TrainSettings, argv)
         logs.configure(settings.log_level, settings.log_json)
+        stay_awake(settings.keep_awake)
         tracing.start(settings.otlp_endpoint, "trainer")
         placed = placement(settings)
         if placed is None or not placed.rank:  # the run is rank 0's
             settings.check()
         team = agents_of(argv, settings.agents) if settings.agents is not None else []
         if placed is not None:
-            take_device(placed)
+            take_place(settings, placed)
         fast_blas.install()
         code = asyncio.run(_train(settings, team) if placed is None else _train_in_group(settings, placed))
     except ServiceUnavailableError as error:  # may pass, so that a supervisor tries again

@@ -15,6 +15,7 @@ import structlog
 
 from mlx_model import fast_blas
 from shared.errors import ParallmError, ServiceUnavailableError, SetupError
+from shared.machine.awake import stay_awake
 from shared.process import logs
 from shared.process.discovery import ring_url
 from shared.process.garbage import no_collections
@@ -38,6 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         settings = load(LearnersSettings, argv)
         logs.configure(settings.log_level, settings.log_json)
+        stay_awake(settings.keep_awake)
         fast_blas.install()
         return asyncio.run(_serve(settings))
     except ServiceUnavailableError as error:  # may pass, so that a supervisor tries again

@@ -55,6 +55,7 @@ class PrefixStats:
     snapshot_bytes: int = 0  # of `bytes`
     evicted_snapshots: int = 0
     tails: int = 0  # ends of short prompts that fill no block
+    limit_bytes: int = 0  # that it may hold
 
 
 @dataclass(frozen=True)
