@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from api.doctor.finding import Finding, note, ok, wrong
 from shared.errors import ParallmError
 from shared.machine.commands import output_of
+from shared.machine.local_network import HINT
 from shared.machine.system import System, version_numbers
 from shared.redis.connection.client import require
 from shared.redis.server_binary import find_binary
@@ -63,17 +64,9 @@ def redis_check(system: System, url: str) -> Finding:
         asyncio.run(require(url, WAIT_S))
     except (ParallmError, OSError) as error:
         if _is_blocked(system, error):
-            return wrong("redis", f"{error}: macOS keeps this program from the local network", local_network_advice())
+            return wrong("redis", str(error), HINT)
         return wrong("redis", str(error), "start it, and check host, port, password and the firewall of its machine")
     return ok("redis", "it answers, and has what a ring needs")
-
-
-def local_network_advice() -> str:
-    """What to do where macOS answers "No route to host" (errno 65) for a machine that is there."""
-    return (
-        "System Settings > Privacy & Security > Local Network: allow the terminal, or what starts the worker. What "
-        "launchd starts for a user cannot ask: start it as a LaunchDaemon (docs/deploy.md)"
-    )
 
 
 def _is_blocked(system: System, error: Exception) -> bool:

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from mlx_model.device import on_metal
+from mlx_model.metal import FEW
 
 Kernel = Any  # what mx.fast.cuda_kernel and metal_kernel return: called with inputs, grid, output shapes, gives arrays
 
@@ -181,9 +182,16 @@ def fits_metal(rank: int, widths: Sequence[int]) -> bool:
 
 @lru_cache
 def _call(
-    dtype: mx.Dtype, inputs: int, rank: int, widths: tuple[int, ...], joined: tuple[int, ...] | None
+    dtype: mx.Dtype,
+    inputs: int,
+    rank: int,
+    widths: tuple[int, ...],
+    joined: tuple[int, ...] | None,
+    are_few: bool,
 ) -> Callable[..., list[mx.array]]:
     """The kernel, with all that does not depend on the rows: a step asks for it in each layer.
+
+    `are_few`: rows, on Metal, where MLX writes another head then, and compiles anew what has the same name.
 
     `joined`: of all linears whose outputs lie in one, of these widths, those that have adapters.
     """
@@ -198,7 +206,14 @@ def _call(
     of = (_METAL_TYPES if is_metal else _CUDA_TYPES)[dtype]
     constants = {"IN": inputs, "R": rank, "JR": rank * projections, "NT": THREADS}
     defines = "".join(f"  constexpr int {name} = {value};\n" for name, value in constants.items())
-    names = [of.strip("_"), inputs, rank, *widths, *([] if joined is None else ["of", *joined])]
+    names = [
+        of.strip("_"),
+        inputs,
+        rank,
+        *widths,
+        *([] if joined is None else ["of", *joined]),
+        *(["few"] if are_few else []),
+    ]
     place = _METAL_PLACE if is_metal else _CUDA_PLACE
     kernel: Kernel = (mx.fast.metal_kernel if is_metal else mx.fast.cuda_kernel)(
         name=f"lora_one_pass_{'_'.join(map(str, names))}",
@@ -222,6 +237,10 @@ def _call(
     return call
 
 
+def _are_few(slots_M: mx.array) -> bool:
+    return on_metal() and slots_M.size < FEW
+
+
 def _names(letter: str, count: int) -> list[str]:
     return [f"{letter}{k}" for k in range(count)]
 
@@ -230,7 +249,7 @@ def one_pass(
     x: mx.array, a_SIJ: mx.array, bs: Sequence[mx.array], ys: Sequence[mx.array], slots_M: mx.array
 ) -> list[mx.array]:
     """y_j + x A[slot] B_j[slot] for every projection j, in one operation; x [M, in] or its like in memory."""
-    call = _call(a_SIJ.dtype, a_SIJ.shape[1], bs[0].shape[1], tuple(b.shape[2] for b in bs), None)
+    call = _call(a_SIJ.dtype, a_SIJ.shape[1], bs[0].shape[1], tuple(b.shape[2] for b in bs), None, _are_few(slots_M))
     return call([x, a_SIJ, slots_M, *bs, *ys], [y.shape for y in ys])
 
 
@@ -244,5 +263,5 @@ def one_pass_joined(
     places: tuple[int, ...],
 ) -> mx.array:
     """The same where y has the outputs of linears of these widths side by side, each B's projection at its place."""
-    call = _call(a_SIJ.dtype, a_SIJ.shape[1], bs[0].shape[1], widths, places)
+    call = _call(a_SIJ.dtype, a_SIJ.shape[1], bs[0].shape[1], widths, places, _are_few(slots_M))
     return call([x, a_SIJ, slots_M, *bs, y], [y.shape])[0]

@@ -19,8 +19,15 @@ def is_on(switch: str) -> bool:
     return on_metal() and os.environ.get(switch, "1") != "0"
 
 
+FEW = 8  # numbers: MLX puts smaller inputs into another address space, and so into the head of the function
+
+
 def kernel(source: Path, inputs: tuple[str, ...], outputs: tuple[str, ...], headers: tuple[str, ...] = ()) -> Any:
-    """The kernel in a file, which reads its inputs by their strides. `headers`: files beside it, or definitions."""
+    """The kernel in a file, which reads its inputs by their strides. `headers`: files beside it, or definitions.
+
+    MLX compiles anew whenever one of the same name has another text, so what has an input of less than `FEW` numbers
+    in some calls and more in others needs another definition in these.
+    """
     texts = (f"{each}\n" if each.startswith("#") else (source.parent / each).read_text() for each in headers)
     switches = [each.split()[-1] for each in headers if each.startswith("#")]
     name = "_".join(("parallm", source.stem, *outputs, *switches))

@@ -7,8 +7,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from mlx_model.device import PRETENDS
 from mlx_model.sampling.cuda import draws
-from mlx_model.sampling.draw import draw_by_chance, mix_seeds, nucleus_threshold, uniforms, uniforms_at
+from mlx_model.sampling.draw import (
+    draw_by_chance,
+    largest_by_blocks,
+    mix_seeds,
+    nucleus_threshold,
+    uniforms,
+    uniforms_at,
+)
 from shared.frames import TokenEvent
 from shared.sequences import SamplingParams, SequenceSpec
 from worker.engine.batch.row import Row
@@ -237,3 +245,29 @@ def test_what_the_kernel_draws_does_not_depend_on_the_rows_beside(monkeypatch: p
     assert tokens(*bare[:2]) == [of_kernel] * 2 and asked == [[1.0, 2.0]]
     assert tokens(*bare, *others) == [of_kernel] * 3 + without[3:] and asked[1:] == [[1.0, 2.0, 1.0]]
     assert tokens(*others) == tokens(*others) and len(asked) == 2
+
+
+@pytest.mark.parametrize(("vocab", "count"), [(9000, 256), (8193, 256), (151, 4)])
+def test_the_largest_by_blocks_are_those_of_all(vocab: int, count: int) -> None:
+    chances_FV = mx.softmax(4 * mx.random.normal((3, vocab), key=mx.random.key(0)), axis=-1)
+    crowded = mx.concatenate([mx.sort(chances_FV[:1], axis=-1), mx.round(chances_FV[1:], 4)])  # side by side, and ties
+    for each in (chances_FV, crowded):
+        found = largest_by_blocks(each, count)
+        assert mx.array_equal(found, mx.sort(each, axis=-1)[:, ::-1][:, :count]).item()
+
+
+def test_a_gpu_that_sorts_finds_the_same_candidates_by_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits_BV = 3 * mx.random.normal((6, 9000), key=mx.random.key(0))
+    ways = [{"top_k": 20}, {"top_k": 40, "top_p": 0.9}, {"top_p": 0.8}, {"top_k": 300}, {"temperature": 0.0}, {}]
+    rows = tuple(row_of(params(**({"temperature": 1.0, "seed": 5} | way))) for way in ways)
+
+    def tokens(rows: tuple[Row, ...], logits_BV: mx.array) -> list[list[int]]:
+        plan, inputs_B1 = _Plan(rows, logits_BV.shape[-1], 256), mx.zeros((len(rows), 1), mx.uint32)
+        return [plan.draw(logits_BV, inputs_B1).tolist() for _ in range(20)]  # type: ignore[misc]
+
+    monkeypatch.setenv(PRETENDS, "0")
+    wanted = tokens(rows, logits_BV)
+    monkeypatch.setenv(PRETENDS, "1")
+    assert tokens(rows, logits_BV) == wanted
+    alone = [tokens(rows[at : at + 1], logits_BV[at : at + 1]) for at in range(len(rows))]
+    assert [list(step) for step in zip(*([token for (token,) in each] for each in alone), strict=True)] == wanted

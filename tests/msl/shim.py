@@ -53,6 +53,8 @@ _VALUES = {
     "thread_index_in_threadgroup": "uint(shim::group->running)",
 }
 _BITS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32}
+FEW = 8  # numbers: MLX passes smaller inputs as constants
+KNOWN: dict[tuple[str, str], str] = {}  # the text of each kernel by its name and template
 _GUARD = 4096  # bytes before and after each buffer
 _NO_NUMBER = 0xFF
 
@@ -79,7 +81,7 @@ class ShimKernel:
         atomic_outputs: bool = False,
     ) -> None:
         assert not atomic_outputs, "no kernel of ours has these"
-        self._inputs, self._outputs = list(input_names), list(output_names)
+        self._name, self._inputs, self._outputs = name, list(input_names), list(output_names)
         self._source, self._header, self._copies = source, header, ensure_row_contiguous
 
     def __call__(
@@ -101,6 +103,8 @@ class ShimKernel:
         for backwards in (False, True):
             out = [_Buffer.empty(shape, dtype) for shape, dtype in zip(output_shapes, output_dtypes, strict=True)]
             code = self._code(taken, output_dtypes, tuple(template))
+            known = KNOWN.setdefault((self._name, str(template)), code)
+            assert known == code, f"MLX would compile {self._name} anew whenever it changes: another name is needed"
             strides = [[*each.shape, *_strides(each)] for each in taken]
             about = [(ctypes.c_int64 * max(1, len(each)))(*each) for each in strides]
             call = _compiled(code)
@@ -129,7 +133,8 @@ class ShimKernel:
         parameters, arguments, begin = [], [], []
         for at, (name, array) in enumerate(zip(self._inputs, inputs, strict=True)):
             kind, ref = TYPES[array.dtype], "*" if array.ndim else "&"
-            parameters.append(f"const {kind}{ref} {name}")
+            space = "constant" if array.size < FEW else "device"
+            parameters.append(f"const {space} {kind}{ref} {name}")
             arguments.append(f"{'' if array.ndim else '*'}static_cast<const {kind}*>(inputs[{at}])")
             if array.ndim and f"{name}_shape" in self._source:
                 sizes = ", ".join(f"int(about[{at}][{axis}])" for axis in range(array.ndim))

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, cast
 import mlx.core as mx
 
 from mlx_model.cuda import passes
-from mlx_model.metal import is_on, kernel
+from mlx_model.metal import FEW, is_on, kernel
 
 SWITCH = "PARALLM_METAL_KV"  # 0: MLX's operations
 MOST_QUERIES = 8  # of a row: its last token and a draft of seven
@@ -150,8 +150,9 @@ def _calls(
     )
     if whole:
         return read, None
+    few = ("#define FEW",) if 2 * stretches * count < FEW else ()
     join = partial(
-        kernel(_HERE / "join.metal", ("part", "about"), ("out",)),
+        kernel(_HERE / "join.metal", ("part", "about"), ("out",), few),
         template=common,
         grid=(count * size, 1, 1),
         threadgroup=(min(256, count * size), 1, 1),

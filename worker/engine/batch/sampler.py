@@ -18,9 +18,10 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from mlx_model.device import on_cpu
+from mlx_model.device import on_cpu, on_metal
 from mlx_model.sampling.cuda import draws
 from mlx_model.sampling.draw import (
+    BLOCK,
     SMALLEST,
     Draw,
     draw_by_chance,
@@ -219,10 +220,15 @@ class SamplingPlan:
         top_p = np.where(numbers.top_p < 1, np.maximum(numbers.top_p, 1e-9), 2.0)
         self._top_k_F1 = mx.array(top_k.astype(np.int32))[:, None] if top_k.min() < vocab else None
         self._top_p_F1 = _column(top_p) if top_p.min() < 1 else None
-        # On a GPU a partition is a full sort, so nothing is gained by taking fewer candidates.
+        few = np.flatnonzero(top_k <= candidates).tolist() if on_metal() and vocab > candidates * BLOCK else []
+        self._few, self._others = (
+            _Subset(each, len(numbers)) for each in (few, np.flatnonzero(top_k > candidates).tolist() if few else [])
+        )
+        # On a GPU a partition is a full sort, so nothing is gained by taking fewer candidates; but where a row's own
+        # top_k is certain to be among them, they are found by blocks.
         sort_all = vocab <= SORT_ALL_BELOW or not on_cpu()
         sort_all = sort_all or bool(((candidates < top_k) & (top_k < vocab)).any())
-        self._vocab = vocab
+        self._vocab, self._few_candidates = vocab, candidates
         self._candidates = vocab if sort_all else candidates
         self._may_overflow = not sort_all and top_k.max() == vocab
 
@@ -318,10 +324,25 @@ class SamplingPlan:
 
     def _nucleus(self, chances_FV: mx.array) -> mx.array:
         k_F1, p_F1 = self._top_k_F1, self._top_p_F1
+        if not self._few.is_empty:
+            return mx.maximum(self._by_blocks(chances_FV), SMALLEST)
         threshold_F1, enough_F1 = nucleus_threshold(chances_FV, k_F1, p_F1, self._candidates)
         if self._may_overflow and enough_F1 is not None and not mx.all(enough_F1).item():
             threshold_F1, _ = nucleus_threshold(chances_FV, k_F1, p_F1, self._vocab)
         return mx.maximum(threshold_F1, SMALLEST)
+
+    def _by_blocks(self, chances_FV: mx.array) -> mx.array:
+        """Thresholds where some rows' candidates are found by blocks: a row's own top_k decides, not the others."""
+        found_F1 = mx.zeros((chances_FV.shape[0], 1))
+        for rows, candidates, by_blocks in (
+            (self._few, self._few_candidates, True),
+            (self._others, self._vocab, False),
+        ):
+            if not rows.is_empty:
+                k_F1, p_F1 = (None if each is None else rows.of(each) for each in (self._top_k_F1, self._top_p_F1))
+                threshold_F1, _ = nucleus_threshold(rows.of(chances_FV), k_F1, p_F1, candidates, by_blocks=by_blocks)
+                found_F1 = rows.put(found_F1, threshold_F1)
+        return found_F1
 
     def _most_likely(self, logprobs_BV: mx.array) -> tuple[mx.array, mx.array] | None:
         """Ids and log-probabilities [T, K] of the rows that asked for them."""
