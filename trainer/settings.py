@@ -12,6 +12,7 @@ from shared.adapters import LoraKind, check_name
 from shared.errors import InvalidRequestError, SetupError
 from shared.jobs import SamplingOverrides
 from shared.process.group_settings import TrainerGroupSettings
+from shared.process.machine_settings import MachineSettings
 from shared.process.panels import TRAINER, Panels
 from shared.process.process_settings import JoinSettings
 from shared.rewards.model_kinds import OWN_VARIABLES
@@ -42,7 +43,14 @@ def _no(value: Any) -> Any:
 
 
 class TrainSettings(
-    HeldOutSettings, CurriculumSettings, LoggerSettings, GateSettings, JoinSettings, DataSettings, TrainerGroupSettings
+    HeldOutSettings,
+    CurriculumSettings,
+    LoggerSettings,
+    GateSettings,
+    JoinSettings,
+    DataSettings,
+    TrainerGroupSettings,
+    MachineSettings,
 ):
     """Settings of `mlx_parallm_train`: one process per policy."""
 
@@ -52,7 +60,7 @@ class TrainSettings(
     model: str = Field(
         default="models/tiny",
         validation_alias=AliasChoices("model", "model_path", "PARALLM_MODEL"),
-        description="model folder or hub name; the same as the workers'",
+        description="model folder, hub name or GGUF file; the same as the workers'",
     )
     dtype: Literal["", "float32", "float16", "bfloat16"] = Field(
         default="", description="of the base; default: the model's, float32 on a Linux CPU"

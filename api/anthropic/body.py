@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from api.anthropic.turns import MAX_TURNS, ChatWriter, MessageTurn, Text, check_last
-from api.generation.sampling import DrawFields
+from api.generation.sampling import MAX_REASONING, DrawFields
 from api.generation.structured import Schema
 from api.generation.target import TargetFields, first_words
 from api.http.fields import HistoryModel, Off, RequestModel, complaint
@@ -75,7 +75,9 @@ class ThinkingConfig(RequestModel):
     """Says if the model reasons first, where its template has a switch for that, and how its reasoning is shown."""
 
     type: Literal["enabled", "adaptive", "disabled"]
-    budget_tokens: int | None = Field(default=None, ge=1, description="goes with `enabled`; for templates that know it")
+    budget_tokens: int | None = Field(
+        default=None, ge=1, le=MAX_REASONING, description="goes with `enabled`: reasoning that is longer is ended"
+    )
     display: Literal["summarized", "omitted", "updates"] | None = Field(
         default=None, description="omitted, updates: thinking blocks come without their text; else it comes whole"
     )
@@ -186,6 +188,7 @@ class PromptedFields(RequestModel):
         body: dict[str, Any] = {
             "continue_final_message": self.messages[-1].role == "assistant",
             "reasoning_effort": config.effort,
+            "max_reasoning_tokens": None if self.thinking is None else self.thinking.budget_tokens,
             "chat_template_kwargs": self._variables(template),
             "tools": [tool.shown() for tool in self.own_tools if not tool.defer_loading or tool.name == named],
         }
@@ -208,8 +211,11 @@ class PromptedFields(RequestModel):
         known = {name: value for name, value in asked.items() if name in template}
         return {**known, **(self.chat_template_kwargs or {})}
 
-    def unused(self, template: str) -> list[str]:
-        """Parameters without effect, for which the template has no variable or the server no tool."""
+    def unused(self, template: str, *, bounded: bool) -> list[str]:
+        """Parameters that the model or the server cannot follow; the answer's header names them.
+
+        `bounded`: reasoning has a bound, for which the template needs no variable.
+        """
         absent = list(dict.fromkeys(f"tools.{tool.type}" for tool in self.server_tools))
         if self.tool_choice is not None and self._chooses_server_tool(self.tool_choice):
             absent.append("tool_choice")
@@ -219,7 +225,7 @@ class PromptedFields(RequestModel):
             return absent
         nothing_to_switch = self.thinking.type == "disabled" and "think" not in template.lower()
         unused = [] if "thinking" in template or nothing_to_switch else ["thinking"]
-        budgeted = self.thinking.budget_tokens is None or "thinking_budget" in template
+        budgeted = self.thinking.budget_tokens is None or bounded or "thinking_budget" in template
         return [*absent, *unused, *([] if budgeted else ["thinking.budget_tokens"])]
 
 

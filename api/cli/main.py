@@ -12,7 +12,7 @@ from typing import Annotated, cast, get_args
 import msgspec
 import typer
 
-from api.cli import acl, adapters, batches, bench, chat, deadletters, key, launch, mcp_server, top
+from api.cli import acl, adapters, batches, bench, chat, convert, deadletters, doctor, key, launch, mcp_server, top
 from api.cli.client import DEFAULT_URL, InferenceClient, JobRequest
 from api.cli.console import (
     LOOK_PATIENCE_S,
@@ -48,6 +48,8 @@ app.add_typer(key.app, name="key")
 app.command("top")(top.top)
 app.command("bench")(bench.bench)
 app.command("chat")(chat.chat)
+app.command("doctor")(doctor.doctor)
+app.command()(convert.convert)
 app.command("launch")(launch.launch)
 app.command("mcp")(mcp_server.mcp)
 app.command()(acl.acl)

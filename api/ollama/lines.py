@@ -7,10 +7,10 @@ from typing import Any, Literal
 import msgspec
 
 from api.generation.choice import Choice, Delta, RequestPlan
-from api.generation.languages.pieces import CallPart, ReplyPiece
 from api.generation.logprobs import TokenNames
 from shared.frames import Finish, TokenEvent
 from shared.text.codec import TextCodec
+from shared.text.languages.pieces import CallPart, ReplyPiece
 
 Kind = Literal["chat", "generate"]
 

@@ -11,7 +11,6 @@ from fastapi import APIRouter, Request
 from pydantic import Field, model_validator
 from starlette.responses import PlainTextResponse, Response
 
-from api.generation.languages.families import family_of
 from api.generation.target import find_job_target
 from api.http.bodies import BodyRoute
 from api.http.errors import error_responses, json_reply
@@ -23,6 +22,7 @@ from api.ring.ring import Ring, TheRing
 from shared.errors import InvalidRequestError, NotFoundError
 from shared.sequences import ModelCard
 from shared.text.codec import TextCodec
+from shared.text.languages.language import language_of
 
 router = APIRouter(tags=["ollama"], route_class=BodyRoute)
 
@@ -101,7 +101,7 @@ async def show(body: ShowRequest, ring: TheRing) -> Response:
             "template": template,
             "details": _details(card, ""),
             "model_info": info,
-            "capabilities": _capabilities(card, template),
+            "capabilities": _capabilities(card, codec),
             "modified_at": _time(card.created),
         }
     )
@@ -145,9 +145,9 @@ def _details(card: ModelCard | None, parent: str) -> dict[str, Any]:
     }
 
 
-def _capabilities(card: ModelCard, template: str) -> list[str]:
+def _capabilities(card: ModelCard, codec: TextCodec) -> list[str]:
     """What a model can do; tools are written into the prompt where its template has no place for them."""
-    thinks = family_of(template).thoughts is not None
+    thinks = language_of(codec).reasoning is not None
     has = {"completion": True, "tools": True, "thinking": thinks, "vision": card.vision is not None}
     return [name for name, there in {**has, "embedding": card.shows_states}.items() if there]
 

@@ -2,10 +2,11 @@
 
 from pydantic import Field
 
+from shared.process.machine_settings import AwakeSettings
 from shared.process.process_settings import ProcessSettings
 
 
-class RunnerSettings(ProcessSettings):
+class RunnerSettings(ProcessSettings, AwakeSettings):
     """The job runner (arq worker)."""
 
     max_jobs: int = Field(default=16, ge=1, description="jobs that one runner advances at a time")

@@ -4,10 +4,13 @@ from typing import ClassVar, Literal
 
 from pydantic import AliasChoices, Field
 
+from shared.process.machine_settings import MachineSettings
 from shared.process.process_settings import JoinSettings
 
+USUAL_RANK = 16  # of one learner, by which memory is planned before any has come
 
-class LearnersSettings(JoinSettings):
+
+class LearnersSettings(JoinSettings, MachineSettings):
     """`mlx_parallm_learners`: one or more processes for each model."""
 
     is_trainer: ClassVar[bool] = True
@@ -15,7 +18,7 @@ class LearnersSettings(JoinSettings):
     model: str = Field(
         default="models/tiny",
         validation_alias=AliasChoices("model", "model_path", "PARALLM_MODEL"),
-        description="model folder or hub name; the same as the workers'",
+        description="model folder, hub name or GGUF file; the same as the workers'",
     )
     dtype: Literal["", "float32", "float16", "bfloat16"] = Field(
         default="", description="of the base; default: the model's, float32 on a Linux CPU"

@@ -13,6 +13,7 @@ import gc
 import logging
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -21,16 +22,17 @@ from dataclasses import replace
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
+from mlx_model.config import EngineConfig, SlotConfig
+from mlx_model.loader import LoadedModel
 from shared.errors import SetupError
-from worker.engine.batch.adapters import AdapterStats, SlotConfig
+from worker.engine.adapter_slots import AdapterSlots
+from worker.engine.batch.adapters import AdapterStats
 from worker.engine.between_steps import Guests, T, Work
 from worker.engine.build import OnAdapters, OtherRanks, build
-from worker.engine.kv.sharing import SharedCache
-from worker.engine.lora.slots import AdapterSlots
-from worker.engine.messages import EngineConfig, EngineStats, OnDeath, OnStep
-from worker.engine.model.loader import LoadedModel
+from worker.engine.messages import EngineStats, OnDeath, OnStep
 from worker.engine.orders import EngineParts, Order, Rehearse, SetAside
-from worker.engine.ranks.turns import TurnFacts
+from worker.engine.prefixes.sharing import SharedCache
+from worker.engine.turns import TurnFacts
 
 log = logging.getLogger(__name__)
 
@@ -137,6 +139,13 @@ class EngineThread:
             self._wake.notify()
         return future
 
+    def hold_guests(self, hold: bool) -> None:
+        """Begin no further unit of guests' work until this is taken back; the one that runs ends."""
+        if self._guests.held != hold:
+            with self._wake:
+                self._guests.held = hold
+                self._wake.notify()
+
     def adapter_stats(self) -> AdapterStats:
         """The latest snapshot of the adapter slots."""
         return AdapterStats() if self._slots is None else self._slots.stats
@@ -183,11 +192,13 @@ class EngineThread:
     # -- in thread G
 
     def _run(self, ready: Future[LoadedModel]) -> None:
+        failure: SetupError | None = None
         try:
             self._serve(ready)
         except BaseException as error:
             if not ready.done():
-                ready.set_exception(error if isinstance(error, SetupError) else _cannot_start(error))
+                traceback.clear_frames(error.__traceback__)  # they hold arrays
+                failure = error if isinstance(error, SetupError) else _cannot_start(error)
             else:
                 log.exception("engine.died")
                 self._on_death(error)
@@ -195,6 +206,8 @@ class EngineThread:
             gc.collect()  # arrays of this thread go while its streams live
             mx.synchronize()
             mx.clear_streams()
+        if failure is not None:  # only now: who hears of it may end the process, which must not find streams here
+            ready.set_exception(failure)
 
     def _serve(self, ready: Future[LoadedModel]) -> None:
         group = None if self._lead is None else self._lead.join()

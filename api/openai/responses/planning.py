@@ -7,8 +7,6 @@ from pydantic import ValidationError
 
 from api.callers.fair_pool import LARGE_COUNT, aside
 from api.generation.choice import RequestPlan
-from api.generation.languages.families import family_of
-from api.generation.languages.tool_formats import HERMES
 from api.generation.named_images import Keep
 from api.generation.plan import PreparedRequest, plan
 from api.generation.target import Target
@@ -24,6 +22,8 @@ from api.ring.ring import Ring
 from shared.errors import InvalidRequestError
 from shared.sequences import ModelCard
 from shared.text.codec import TextCodec
+from shared.text.languages.language import language_of
+from shared.text.languages.tool_forms import form_of
 
 NAMES = {  # of a chat's fields -> ours
     "messages": "input",
@@ -59,7 +59,7 @@ def _renamed(error: InvalidRequestError) -> InvalidRequestError:
 def left_out(body: ResponseRequest, card: ModelCard, codec: TextCodec) -> list[str]:
     """Parts of a request that are accepted though the model does not see them; the answer's header names them."""
     unseen = card.vision is None and any(map(_has_images, body.input))
-    held = family_of(codec.bundle.chat_template).form == HERMES
+    held = bool(form_of(language_of(codec).calls).marks)
     return [*body.left_out(held=held), *(["input.input_image"] if unseen else [])]
 
 
