@@ -3,6 +3,6 @@
 Read a chat first: `chat.py` (the route), `bodies.py` (its body), `conversations.py`, `fitting.py` and `tools.py`
 (messages to prompt ids), `replies.py` (stream or whole answer), `chunks.py` (the bytes of a stream's chunk).
 
-Then the others: `completions.py`, `responses/`, `embeddings.py`, `classifications.py`, `models.py`; in vLLM's form
-`similarities.py`, `render.py`, `abortions.py`.
+Then the others: `completions.py`, `responses/`, `embeddings.py`, `classifications.py`, `models.py` with
+`codex_models.py`; in vLLM's form `similarities.py`, `render.py`, `abortions.py`.
 """

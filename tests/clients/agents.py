@@ -5,7 +5,7 @@ good model would (tests/clients/scripted_model.py), so that reading, editing, ru
 agent passes if the file is edited, its own last words arrive, and the server has answered every request with 200.
 
 With `--model FOLDER` the ring has a real worker with that model, and only the answers' status counts: a small model
-does not know what to do. `--record FOLDER` keeps the requests' bodies, for `python -m tests.bench agents`.
+does not know what to do. `--record FOLDER` keeps the requests' bodies.
 """
 
 import argparse
