@@ -23,6 +23,7 @@ from shared.fit.model_fit import Asked, Device, fit_model
 from shared.fit.plan import LEAST_TOKENS as ROW_TOKENS
 from shared.fit.plan import MemoryPlan, gb
 from shared.machine.memory import machine_memory
+from shared.machine.system import this_system, trouble_with_mlx
 from shared.process.group_settings import Sharding
 from shared.sequences import ModelCard
 from shared.text.codec import TokenizerBundle
@@ -95,6 +96,8 @@ class LoadedModel:
 
 def load_model(config: EngineConfig, group: Any | None = None) -> LoadedModel:
     """Load by folder or hub name; `SetupError` says what is wrong. `group`: of MLX, whose ranks all load it."""
+    if trouble := trouble_with_mlx(this_system()):
+        raise SetupError(trouble)
     cuda_graphs.prepare()
     cuda_attention.install()
     ranks = ranks_of(group)
