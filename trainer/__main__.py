@@ -10,6 +10,9 @@ import sys
 
 import structlog
 
+from mlx_model import fast_blas
+from ranks.children import take_place
+from ranks.placement import Placement
 from shared.errors import ParallmError, ServiceUnavailableError, SetupError
 from shared.machine.awake import stay_awake
 from shared.process import logs
@@ -23,9 +26,6 @@ from trainer.learners.placing import placement
 from trainer.runs import stopping
 from trainer.runs.team import agents_of
 from trainer.settings import TrainSettings
-from worker.engine.model import fast_blas
-from worker.group.children import take_place
-from worker.group.placement import Placement
 
 log = structlog.get_logger()
 
@@ -68,10 +68,10 @@ def main(argv: list[str] | None = None) -> int:
 async def _train(settings: TrainSettings, team: list[TrainSettings]) -> int:
     # These import mlx, so only after fast_blas.install.
     with no_collections(), many_files():
+        from mlx_model.config import EngineConfig, memory_config
+        from mlx_model.loader import LoadedModel, load_model
         from trainer.learn.compute import ThreadHost, at_once
         from trainer.runs.kinds import learn
-        from worker.engine.messages import EngineConfig, memory_config
-        from worker.engine.model.loader import LoadedModel, load_model
 
     async with ThreadHost() as host:
         memory = memory_config(settings, learner_rank=settings.lora_rank, serves=False)

@@ -6,7 +6,7 @@ Models have random weights and live in memory only.
 """
 
 # ruff: noqa: E402
-from worker.engine.model import fast_blas
+from mlx_model import fast_blas
 
 fast_blas.install()
 
@@ -24,19 +24,19 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_map
 
+from mlx_model import cuda_graphs
+from mlx_model.config import EngineConfig, SlotConfig
+from mlx_model.device import on_cuda
+from mlx_model.kv.cuda import attention as cuda_attention
+from mlx_model.loader import LoadedModel
+from mlx_model.step.decode_step import join_products
 from shared.adapters import AdapterManifest
 from shared.sequences import ModelCard, SamplingParams, SequenceSpec
 from shared.text.codec import TokenizerBundle
 from tests.bench.models import QWEN3_0_6B, QWEN3_4B, QWEN3_SMALL
-from worker.engine import cuda
-from worker.engine.batch.adapters import SlotConfig
+from worker.engine.adapter_slots import AdapterSlots
 from worker.engine.engine import Engine
-from worker.engine.kv.cuda import attention as cuda_attention
-from worker.engine.lora.slots import AdapterSlots
-from worker.engine.messages import EngineConfig, RowRequest
-from worker.engine.model import cuda_graphs
-from worker.engine.model.loader import LoadedModel
-from worker.engine.model.step.decode_step import join_products
+from worker.engine.messages import RowRequest
 
 ROUNDS, STEPS, PROMPT = 5, 24, 32
 MEDIUM: dict[str, Any] = {**QWEN3_SMALL, "hidden_size": 512, "num_hidden_layers": 8, "intermediate_size": 1536}
@@ -67,7 +67,7 @@ def in_memory(config: dict[str, Any], dtype: str = "float32") -> LoadedModel:
     model.update(tree_map(lambda p: p.astype(getattr(mx, dtype)), model.parameters()))
     model.eval()
     mx.eval(model.parameters())
-    if cuda.is_used():
+    if on_cuda():
         join_products(model)  # as a load does
     card = ModelCard("random", 4096, config["vocab_size"], (), "", "", kv_bytes_per_token=1, dtype=dtype)
     bundle = TokenizerBundle(tokenizer_json=EMPTY_TOKENIZER, chat_template="", eos_token_ids=(), special_tokens={})

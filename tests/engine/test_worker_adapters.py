@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
@@ -10,6 +11,7 @@ import pytest
 from redis.asyncio import Redis
 from structlog.testing import capture_logs
 
+from mlx_model.loader import LoadedModel
 from shared.adapter_files.config import mlx_config
 from shared.adapter_files.formats import prepare
 from shared.errors import UnknownAdapterError
@@ -25,7 +27,6 @@ from tests.engine.adapter_bench import row
 from tests.engine.adapter_models import MadeAdapter, make_adapter
 from tests.engine.conftest import prompt_of
 from tests.waiting import wait_until
-from worker.engine.model.loader import LoadedModel
 from worker.process import WorkerProcess
 
 
@@ -36,14 +37,20 @@ async def redis(redis_url: str) -> AsyncIterator[Redis]:
     await client.aclose()
 
 
-@pytest.fixture
-async def worker(redis_url: str, llama_folder: Path, tmp_path: Path) -> AsyncIterator[WorkerProcess]:
-    settings = WorkerSettings(redis=redis_url, model=str(llama_folder), worker_id="w1", adapter_cache_dir=tmp_path)
+@asynccontextmanager
+async def running(redis_url: str, llama_folder: Path, folder: Path) -> AsyncIterator[WorkerProcess]:
+    settings = WorkerSettings(redis=redis_url, model=str(llama_folder), worker_id="w1", adapter_cache_dir=folder)
     process = WorkerProcess(settings)
-    running = asyncio.create_task(process.run())
+    task = asyncio.create_task(process.run())
     yield process
     process.stop()
-    assert await running == 0
+    assert await task == 0
+
+
+@pytest.fixture
+async def worker(redis_url: str, llama_folder: Path, tmp_path: Path) -> AsyncIterator[WorkerProcess]:
+    async with running(redis_url, llama_folder, tmp_path) as process:
+        yield process
 
 
 async def publish(redis: Redis, made: MadeAdapter, folder: Path, base: str, asker: Asker = ANYBODY) -> None:
@@ -65,7 +72,12 @@ async def results_of(redis: Redis, model: str, job: str, count: int) -> dict[str
 
 
 async def test_sequences_run_on_published_versions(
-    redis: Redis, worker: WorkerProcess, llama: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    redis: Redis,
+    redis_url: str,
+    llama: LoadedModel,
+    llama_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = llama.card.name
     registry = WorkerRegistry(redis)
@@ -75,9 +87,19 @@ async def test_sequences_run_on_published_versions(
     async def up() -> bool:
         return bool(await registry.workers(model)) and any(line["event"] == "worker.ready" for line in lines)
 
-    with capture_logs() as lines:
-        await wait_until(up)
+    async def seen() -> bool:
+        return (await registry.workers(model))[0].adapters == {"math": 1}
+
+    with capture_logs() as lines:  # from before its start: it may be ready at any time after that
+        async with running(redis_url, llama_folder, tmp_path):
+            await wait_until(up)
+            await _runs_on_versions(redis, llama, tmp_path)
+            await wait_until(seen)
     assert [line["worker"] for line in lines if line["event"] == "worker.weights_differ"] == ["w1"]
+
+
+async def _runs_on_versions(redis: Redis, llama: LoadedModel, tmp_path: Path) -> None:
+    model = llama.card.name
     await publish(redis, make_adapter(llama.model, tmp_path / "made"), tmp_path, llama.card.base_sha256)
     group = [
         row(f"g{at}", prompt_of(8), "math", group="g", kv_on_swap="keep", adapter_policy="follow") for at in range(4)
@@ -90,11 +112,6 @@ async def test_sequences_run_on_published_versions(
     versions = {seq: [span.version for span in each.spans] for seq, each in results.items()}
     assert versions == {"base": [""], "pin": ["math@1"], "no": [], **{spec.id: ["math@1"] for spec in group}}
     assert results["pin"].completion_ids == results["g0"].completion_ids != results["base"].completion_ids
-
-    async def seen() -> bool:
-        return (await registry.workers(model))[0].adapters == {"math": 1}
-
-    await wait_until(seen)
 
 
 async def test_a_name_that_has_become_another_tenant_s_is_not_there_any_more(

@@ -8,15 +8,16 @@ from typing import Any, Protocol
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
+from mlx_model.batching import check_batch
+from mlx_model.config import EngineConfig, SlotConfig
+from mlx_model.loader import LoadedModel, head_size, load_model
+from mlx_model.tuned import tuning_of
 from shared.frames import TokenEvent
-from worker.engine.batch.adapters import AdapterStats, SlotConfig
+from worker.engine.adapter_slots import AdapterSlots
+from worker.engine.batch.adapters import AdapterStats
 from worker.engine.engine import Engine
-from worker.engine.lora.slots import AdapterSlots
-from worker.engine.messages import EngineConfig
-from worker.engine.model.batching import check_batch
-from worker.engine.model.loader import LoadedModel, load_model
 from worker.engine.orders import EngineParts, Order
-from worker.engine.ranks.turns import RankReport, TurnFacts
+from worker.engine.turns import RankReport, TurnFacts
 from worker.engine.warm_up import WarmUp, begun
 
 OnAdapters = Callable[[AdapterStats], None]  # called in thread G after loads and failures; must be quick
@@ -52,7 +53,9 @@ def build(
     loaded = load_model(config, group)
     with nullcontext() if group is None else mx.stream(generation_stream):  # one stream for all sums of a group
         check_batch(loaded.model, config.max_rows)
-        config = replace(begun(config), prefix_cache_bytes=loaded.prefix_bytes)
+        tuning = tuning_of(loaded.card.base_sha256) if group is None else None  # ranks would differ
+        config = begun(config, head_size(loaded.config), tuning)
+        config = replace(config, prefix_cache_bytes=loaded.prefix_bytes)
         slots = None if adapters is None else AdapterSlots(loaded, adapters, wake, on_adapters)
         engine = Engine(loaded, config, slots, wake)
         return EngineParts(loaded, engine, slots, WarmUp(loaded, config, engine, slots))

@@ -6,8 +6,9 @@ passed more than `PASSES` times in a row. A batch prompt's piece is kept short, 
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from mlx_model.config import DraftKv
 from shared.errors import (
     ContextLengthExceededError,
     EmptyPromptError,
@@ -106,12 +107,21 @@ class ChunkSize:
     as many tokens take longer, and all rows wait. `piece_s`: the time that a piece should take.
     """
 
-    def __init__(self, chunk: int, piece_s: float, most: int = 0) -> None:
-        """`most`: up to which an unmeasured chunk may grow."""
+    def __init__(self, chunk: int, piece_s: float, most: int = 0, alone: tuple[int, int] | None = None) -> None:
+        """`most`: up to which an unmeasured chunk may grow. `alone`: fewest and most tokens while nothing decodes."""
         self.tokens = chunk
         self._chunk = max(chunk, most)
         self._piece_s = piece_s
+        self._alone = alone
         self._bare_s = 0.0  # mean of recent turns without a prompt
+
+    def at_once(self, decoding: int) -> int:
+        """Prompt tokens for one turn while so many rows decode."""
+        tokens = self.tokens * haste(decoding)
+        if decoding or self._alone is None:
+            return tokens
+        fewest, most = self._alone
+        return min(max(tokens, fewest), most)
 
     def measured(self, chunk: int) -> None:
         """So many are fed in time."""
@@ -195,14 +205,6 @@ def feed_next(
 
 
 @dataclass(frozen=True)
-class DraftKv:
-    """KV that a draft model keeps of a row, besides the model's own."""
-
-    bytes_per_token: int = 0
-    most: int = 0  # tokens of a row
-
-
-@dataclass(frozen=True)
 class Limits:
     """Limits of the model and of this worker's memory."""
 
@@ -211,7 +213,7 @@ class Limits:
     kv_bytes_per_token: int
     kv_limit_bytes: int
     kv_window: int = 0  # positions that a row holds at most; 0: all
-    draft: DraftKv = DraftKv()
+    draft: DraftKv = field(default_factory=DraftKv)
 
     @classmethod
     def of(cls, card: ModelCard, kv_limit_bytes: int, draft: DraftKv) -> "Limits":

@@ -7,8 +7,9 @@ from contextlib import asynccontextmanager
 
 from shared.machine.addresses import Info, in_order
 from shared.machine.local_network import words_of
-from worker.engine.kv.parcels import KvParcel, UnusableParcelError, unpack
-from worker.peers.wire import Channel, Connection, KvRequest, Offer, PeerError, PeerRefusalError, SendParcels, greet
+from shared.wire import Channel, Connection, PeerError, PeerRefusalError, greet
+from worker.engine.prefixes.parcels import KvParcel, UnusableParcelError, unpack
+from worker.peers.messages import KvRequest, Offer, SendParcels
 
 CONNECT_S = 2.0
 

@@ -7,10 +7,10 @@ comes in the form that its client knows. The same writer makes the items of a wh
 from collections.abc import Sequence
 from typing import Any
 
-from api.generation.languages.pieces import CallPart, ReplyPiece
 from api.generation.logprobs import ChatLogprob
 from api.openai.responses.sealed import sealed
 from api.openai.responses.tools import CustomTool, ResponseTool, input_of, offered
+from shared.text.languages.pieces import CallPart, ReplyPiece
 
 Event = dict[str, Any]
 

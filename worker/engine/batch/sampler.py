@@ -18,14 +18,9 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from worker.engine.batch.grammar_masks import GrammarMasks
-from worker.engine.batch.numbers import Floats, Indices, Numbers, PlainRows
-from worker.engine.batch.penalties import LogitEdits, Penalties
-from worker.engine.batch.row import Row
-from worker.engine.batch.row_model import RowModel
-from worker.engine.batch.token_masks import TokenMasks
-from worker.engine.sampling.cuda import draws
-from worker.engine.sampling.draw import (
+from mlx_model.device import on_cpu
+from mlx_model.sampling.cuda import draws
+from mlx_model.sampling.draw import (
     SMALLEST,
     Draw,
     draw_by_chance,
@@ -35,7 +30,13 @@ from worker.engine.sampling.draw import (
     uniforms,
     uniforms_at,
 )
-from worker.engine.sampling.named_tokens import NamedLogprobs, NamedTokens
+from mlx_model.sampling.named_tokens import NamedLogprobs, NamedTokens
+from worker.engine.batch.grammar_masks import GrammarMasks
+from worker.engine.batch.numbers import Floats, Indices, Numbers, PlainRows
+from worker.engine.batch.penalties import LogitEdits, Penalties
+from worker.engine.batch.row import Row
+from worker.engine.batch.row_model import RowModel
+from worker.engine.batch.token_masks import TokenMasks
 
 LOWEST = -9999.0  # reported of what cannot be drawn: JSON has no infinity (OpenAI's number)
 NOISE_STEPS = 32  # that noise is made for at once
@@ -215,7 +216,7 @@ class _Plan:
         self._top_k_F1 = mx.array(top_k.astype(np.int32))[:, None] if top_k.min() < vocab else None
         self._top_p_F1 = _column(top_p) if top_p.min() < 1 else None
         # On a GPU a partition is a full sort, so nothing is gained by taking fewer candidates.
-        sort_all = vocab <= SORT_ALL_BELOW or mx.default_device() != mx.Device(mx.cpu)
+        sort_all = vocab <= SORT_ALL_BELOW or not on_cpu()
         sort_all = sort_all or bool(((candidates < top_k) & (top_k < vocab)).any())
         self._vocab = vocab
         self._candidates = vocab if sort_all else candidates

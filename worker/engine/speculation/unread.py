@@ -21,11 +21,11 @@ from typing import TypeVar
 
 import mlx.core as mx
 
+from mlx_model.config import SpeculationConfig
+from mlx_model.device import on_cuda
+from mlx_model.kv.ragged import Slack
+from mlx_model.sampling.draw import Draw
 from worker.engine.batch.row import Row
-from worker.engine.cuda import is_used
-from worker.engine.kv.ragged import Slack
-from worker.engine.messages import SpeculationConfig
-from worker.engine.sampling.draw import Draw
 from worker.engine.speculation.part import Part
 
 NOT_FED = -1  # ids that hold of a row that a step was not given out for: it stands where it stood
@@ -44,7 +44,7 @@ class Beside:
     def asked_for(cls, config: SpeculationConfig | None) -> Beside | None:
         """None: all is done in one thread."""
         asked = False if config is None else config.reads_beside
-        return cls() if (is_used() if asked is None else asked) else None
+        return cls() if (on_cuda() if asked is None else asked) else None
 
     def __call__(self, give: Callable[[], None], do: Callable[[], T]) -> T:
         """What comes of `do`. It reads arrays that have been given out before, and makes none: streams are threads'."""

@@ -1,0 +1,488 @@
+"""Loads a model and describes it: card, tokenizer, KV size. Also used by the trainer.
+
+`base_sha256` names config and weights by content, so that an adapter made for another base is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx_lm.utils
+import msgspec
+from mlx_lm.generate import generation_stream
+
+from mlx_model import cuda_graphs
+from mlx_model.batching import check_batch
+from mlx_model.borrowed import is_borrowed, load_borrowed
+from mlx_model.collectives.ranks import Ranks, one_after_another, ranks_of
+from mlx_model.config import DraftKv, EngineConfig, check_settings
+from mlx_model.device import on_cpu, on_cuda
+from mlx_model.draft import DraftModel, check_tokenizer
+from mlx_model.heads.classifier import Classifier, is_classifier
+from mlx_model.heads.head import Heads
+from mlx_model.kv.cuda import attention as cuda_attention
+from mlx_model.kv.kinds import window_of
+from mlx_model.kv.layout import KvLayout, check_asked, layout_of
+from mlx_model.mended import mend
+from mlx_model.pipeline import cut
+from mlx_model.pooling import hidden_size
+from mlx_model.sharding import read_weights, shard
+from mlx_model.sites import Whole, module_shapes
+from mlx_model.step.decode_step import join_products
+from mlx_model.vision.families import AnyTower, chat_template, check_known, is_vision, load_seeing
+from shared.errors import SetupError
+from shared.fit.model_fit import Asked, Device, fit_model
+from shared.fit.plan import LEAST_TOKENS as ROW_TOKENS
+from shared.fit.plan import MemoryPlan, gb
+from shared.gguf.cached import cached_folder, is_gguf
+from shared.gguf.conversion import Conversion
+from shared.machine.memory import machine_memory
+from shared.machine.system import this_system, trouble_with_mlx
+from shared.process.group_settings import Sharding
+from shared.process.model_aliases import short_name
+from shared.sequences import ModelCard
+from shared.text.codec import TokenizerBundle
+from shared.text.languages.families import HERMES, TOOL_FORMATS, recognised
+
+log = logging.getLogger(__name__)
+
+_LEAST_TOKENS = 64  # of KV, without which a worker answers nobody
+_FEW_ROWS = 4
+_CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "n_ctx")
+_DEFAULT_CONTEXT = 4096
+_SMALLEST_CACHE = 256 << 20  # bytes of freed memory that MLX may keep in any case
+_DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+# Folders of these, written by transformers before 5.0, split text as Llama 3 does; the models have learned otherwise.
+# It mends them when it is asked to. Unasked it warns, and some of its versions warn of other models, too.
+_MISTRAL = frozenset({"ministral", "mistral", "mistral3", "pixtral", "voxtral"})
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model in memory and what others need to know of it."""
+
+    card: ModelCard
+    tokenizer: TokenizerBundle
+    model: Any  # the mlx-lm module; belongs to the thread that loaded it
+    config: dict[str, Any]  # the model's config.json
+    path: Path
+    kv_limit_bytes: int
+    prefix_bytes: int = 0  # that the prefix cache may take, at most
+    kv: KvLayout = field(default_factory=KvLayout)
+    draft: DraftModel | None = None
+    heads: Heads = field(default_factory=dict)  # of its own
+    tower: AnyTower | None = None  # that sees; of several ranks, the leading one has it
+    whole: Whole | None = None  # where ranks divide the model: what it was before
+
+    @property
+    def ranks(self) -> Ranks | None:
+        """That divide the model among them; None: it is all here."""
+        return None if self.whole is None else self.whole.ranks
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """By cache: layers whose KV it stands for, so that all ranks count alike; () counts what is there."""
+        return () if self.whole is None else self.whole.shares
+
+    @property
+    def draft_kv(self) -> DraftKv:
+        """KV that the draft model stores of a row; zero without one."""
+        return DraftKv() if self.draft is None else self.draft.kept
+
+
+def load_model(config: EngineConfig, group: Any | None = None) -> LoadedModel:
+    """Load by folder or hub name; `SetupError` says what is wrong. `group`: of MLX, whose ranks all load it."""
+    if trouble := trouble_with_mlx(this_system()):
+        raise SetupError(trouble)
+    cuda_graphs.prepare()
+    cuda_attention.install()
+    ranks = ranks_of(group)
+    if ranks is None:
+        return _load(config, None)
+    check_settings(config)
+    ranks = one_after_another(ranks) if config.sharding == "pipeline" else ranks
+    with mx.stream(generation_stream):  # where their sums are in the batch, too
+        return _load(config, ranks)
+
+
+def _load(config: EngineConfig, ranks: Ranks | None) -> LoadedModel:
+    path = model_folder(config.model)
+    planned = _memory_plan(config, path, 1 if ranks is None or config.sharding == "data" else ranks.size)
+    if config.memory.wired_bytes:  # off by default: macOS has panicked under it (ml-explore/mlx#3186)
+        _check_wired(config.memory.wired_bytes)
+        mx.set_wired_limit(config.memory.wired_bytes)
+    model, bundle, model_config, heads, tower, whole = _read(path, config, ranks)
+    context = _context_length(model_config, config.max_context)
+    kv = layout_of(model, config.kv_bits, config.kv_group_size, _bound(config, context))
+    kv_bytes, kv_window, vocab, dtype = _measure(model, kv)
+    kv_bytes = kv_bytes if ranks is None else ranks.largest(kv_bytes)
+    states = hidden_size(model)
+    card = ModelCard(
+        name=config.served_name or short_name(config.model),
+        context_length=context,
+        vocab_size=vocab,
+        eos_token_ids=bundle.eos_token_ids,
+        tokenizer_sha256=bundle.sha256,
+        base_sha256=base_sha256(path),
+        kv_bytes_per_token=kv_bytes,
+        kv_window=kv_window,
+        dtype=dtype,
+        quantization=_quantization(model_config),
+        kv=kv.name,
+        created=int(time.time()),
+        modules=whole.shapes if whole is not None and whole.by_layers else module_shapes(model, whole),
+        sources=(config.model,),
+        hidden_size=states,
+        heads={name: head.spec for name, head in heads.items()},
+        shows_states=states > 0,
+        vision=None if tower is None else tower.vision,
+    )
+    draft = _draft_model(config, bundle)
+    limit, prefix = planned.kv_bytes, planned.prefix_bytes
+    if ranks is not None:  # all admit the same rows, and keep the same prefixes
+        limit, prefix = ranks.least(limit), ranks.least(prefix)
+    if config.memory.serves:
+        _check_kv(limit, kv_bytes, card, planned)
+    eyes = tower if _sees(ranks) else None
+    return LoadedModel(card, bundle, model, model_config, path, limit, prefix, kv, draft, heads, eyes, whole)
+
+
+def check_model(config: EngineConfig, ranks: int = 1) -> None:
+    """SetupError for what `load_model` refuses before it reads weights; a hub name is not looked at, nor fetched."""
+    if config.memory.wired_bytes:
+        _check_wired(config.memory.wired_bytes)
+    draft = "" if config.speculation is None else config.speculation.draft_model
+    for name in filter(None, (config.model, draft)):
+        if not Path(name).expanduser().exists() and is_hub_name(name):
+            continue
+        described = Conversion(Path(name)).config if is_gguf(name) else _described(model_folder(name))
+        if name == config.model:
+            context = _context_length(described, config.max_context)
+            check_asked(config.kv_bits, config.kv_group_size, _bound(config, context))
+            if is_gguf(name):  # its folder, by which room is planned, is made when it is loaded
+                continue
+            rehearsed = replace(config, memory=replace(config.memory, reserves=False))
+            _memory_plan(rehearsed, model_folder(name), 1 if config.sharding == "data" else ranks, fetches=False)
+
+
+def _memory_plan(config: EngineConfig, path: Path, ranks: int, *, fetches: bool = True) -> MemoryPlan:
+    """Room for the model on this machine; SetupError with the numbers, before any weight is read, if there is none.
+
+    Unless it `fetches`, a draft model of the hub is not counted.
+    """
+    described = _described(path)
+    draft = None if config.speculation is None else config.speculation.draft_model or None
+    is_here = draft is not None and (fetches or Path(draft).expanduser().exists() or not is_hub_name(draft))
+    try:
+        draft_path = model_folder(draft) if draft is not None and is_here else None
+        draft_config = None if draft_path is None else _described(draft_path)
+    except SetupError as error:
+        raise SetupError(f"--draft-model-path {draft}: {error}") from error
+    memory = config.memory
+    asked = Asked(
+        purpose=f"{'worker' if memory.serves else 'trainer'} of {config.model}",
+        context=_context_length(described, config.max_context),
+        kv_bytes=config.kv_limit_bytes or 0,
+        kv_bits=config.kv_bits,
+        kv_group=config.kv_group_size,
+        prefix_bytes=config.prefix_cache_bytes,
+        adapter_slots=memory.adapter_slots,
+        learner_rank=memory.learner_rank,
+        limit_bytes=memory.limit_bytes,
+        ranks=ranks,
+        sees=config.sees,
+        serves=memory.serves,
+        draft=draft_path,
+    )
+    return fit_model(path, described, asked, _device(config.dtype), draft_config, keeps=memory.reserves)
+
+
+def _device(dtype: str | None) -> Device:
+    """This process's device as the plan of memory knows it."""
+    if on_cpu():
+        size = 4 if dtype in (None, "float32") else 2
+        return Device(float_bytes=size, kv_number_bytes=size)
+    apart = on_cuda()
+    pool = f"GPU {os.environ.get('CUDA_VISIBLE_DEVICES', '0')}" if apart else "machine"
+    size = 0 if dtype is None else 4 if dtype == "float32" else 2
+    return Device(_gpu_bytes(), apart, pool, size, size or 2)
+
+
+def _check_wired(wired_bytes: int) -> None:
+    """SetupError where so much memory cannot stay resident."""
+    if not mx.metal.is_available():
+        raise SetupError("--wired-limit is a setting of Metal, which this machine does not have: leave it out")
+    most = _gpu_bytes()
+    if wired_bytes > most:
+        raise SetupError(f"--wired-limit {wired_bytes / 1e9:g}: this GPU may hold {gb(most)} at most")
+
+
+def _check_kv(limit: int, kv_bytes: int, card: ModelCard, planned: MemoryPlan) -> None:
+    """SetupError where a worker would be ready and refuse every request."""
+    tokens = min(_LEAST_TOKENS, card.context_length)
+    if limit < tokens * kv_bytes:
+        raise SetupError(
+            f"the model is loaded and leaves {gb(limit)} for KV, of which a token takes {kv_bytes} bytes: not even "
+            f"{tokens} tokens fit. There was room for {planned.room}; give --kv-memory-gb or --memory-limit, "
+            "--kv-bits, or take a smaller model"
+        )
+    if (rows := planned.rows(kv_bytes, min(ROW_TOKENS, card.context_length))) < _FEW_ROWS:
+        log.warning("engine.few_rows_fit rows=%d tokens_each=%d kv=%s", rows, ROW_TOKENS, gb(limit))
+
+
+def _described(path: Path) -> dict[str, Any]:
+    """The config.json of a model that can be loaded; SetupError for another one."""
+    try:
+        described: dict[str, Any] = mlx_lm.utils.load_config(path)
+        if not (
+            is_classifier(described) or is_vision(described) or described.get("model_file") or is_borrowed(described)
+        ):
+            mlx_lm.utils._get_classes(described)
+    except (OSError, ValueError, KeyError) as error:
+        raise SetupError(f"cannot load the model at {path}: {type(error).__name__}: {error}") from error
+    return described
+
+
+def _bound(config: EngineConfig, context: int) -> int:
+    """Positions that a row's KV keeps; 0: all, as where a longer row is refused in any case."""
+    return config.max_kv_size if config.max_kv_size < context else 0
+
+
+def _sees(ranks: Ranks | None) -> bool:
+    """True if this rank encodes images; the others receive its vectors."""
+    return ranks is None or ranks.rank == 0
+
+
+def _read(
+    path: Path, config: EngineConfig, ranks: Ranks | None = None
+) -> tuple[Any, TokenizerBundle, dict[str, Any], Heads, AnyTower | None, Whole | None]:
+    """The module with its weights in memory, its tokenizer, its config.json, its own heads, and what it sees with.
+
+    Of several ranks: this one's part of the module, and what the whole was.
+    """
+    heads: Heads = {}
+    whole: Whole | None = None
+    tower: AnyTower | None = None
+    try:
+        described = mlx_lm.utils.load_config(path)
+        if is_classifier(described):
+            classifier = Classifier(described)
+            model, model_config = classifier.load(path, lazy=ranks is not None)
+            heads = classifier.heads(hidden_size(model))
+        elif is_vision(described) and config.sees:
+            (model, tower), model_config = load_seeing(path, described), described
+        elif is_borrowed(described):
+            model, model_config = load_borrowed(path), described
+        else:
+            check_known(described)
+            trusts, lazy = config.trust_remote_code, ranks is not None
+            model, model_config = mlx_lm.utils.load_model(path, lazy, trust_remote_code=trusts)
+            mend(model)
+        if ranks is not None:
+            whole = _divide(model, ranks, config.sharding)
+        split = {"fix_mistral_regex": described.get("model_type") in _MISTRAL}
+        tokenizer = mlx_lm.utils.load_tokenizer(path, split, model_config.get("eos_token_id"))
+        if tower is not None and not tokenizer.chat_template:
+            tokenizer.chat_template = chat_template(path)
+    except SetupError as error:
+        raise SetupError(f"cannot load the model at {path}: {error}") from error
+    except Exception as error:
+        raise SetupError(f"cannot load the model at {path}: {type(error).__name__}: {error}") from error
+    _set_dtype(model, config.dtype)
+    mx.eval(model.parameters()) if ranks is None else read_weights(model)
+    if ranks is None and on_cuda():
+        join_products(model)
+    for part in tower.parts if tower is not None and _sees(ranks) else ():
+        _set_dtype(part, config.dtype)
+        mx.eval(part.parameters())
+    bundle = with_formats(export_tokenizer(tokenizer), tokenizer.get_vocab(), path, config)
+    return model, bundle, model_config, heads, tower, whole
+
+
+def _divide(model: Any, ranks: Ranks, sharding: Sharding) -> Whole:
+    """Keep this rank's part of it; what it was."""
+    shapes = module_shapes(model)
+    if sharding == "data":
+        return Whole(ranks, shapes, by_data=True)
+    if sharding == "pipeline":
+        return Whole(ranks, shapes, by_layers=True, shares=cut(model, ranks).shares)
+    shard(model, ranks)
+    return Whole(ranks, shapes)
+
+
+def _draft_model(config: EngineConfig, bundle: TokenizerBundle) -> DraftModel | None:
+    """The model that drafts, if one is named; `bundle` is the tokenizer of the model that it drafts for."""
+    if config.speculation is None or not config.speculation.draft_model:
+        return None
+    name = config.speculation.draft_model
+    try:
+        model, its_bundle, its_config, *_ = _read(model_folder(name), config)
+        check_tokenizer(bundle, its_bundle)
+        check_batch(model, config.max_rows)
+        kv = KvLayout()
+        kv_bytes, _, vocab, _ = _measure(model, kv)
+        short = name.rstrip("/").rsplit("/", 1)[-1]
+        draft = DraftModel(short, model, vocab, _context_length(its_config, None), kv_bytes, kv)
+        draft.check()
+    except SetupError as error:
+        raise SetupError(f"--draft-model-path {name}: {error}") from error
+    return draft
+
+
+def is_hub_name(name: str) -> bool:
+    """True if a model that is no folder here may be one of the hub."""
+    return name.count("/") == 1 and not name.startswith((".", "~", "/"))
+
+
+def model_folder(name: str) -> Path:
+    """The model's folder; a hub name is downloaded or found in the hub's cache, a GGUF file is converted into ours."""
+    path = Path(name).expanduser()
+    if is_gguf(name):
+        return cached_folder(path)
+    if path.exists():
+        return path
+    if not is_hub_name(name):
+        raise SetupError(
+            f"no model folder {name!r}; a GGUF file and a name on the hub (mlx-community/...) will do, too"
+        )
+    try:
+        return Path(mlx_lm.utils._download(name))
+    except Exception as error:
+        raise SetupError(f"cannot get {name!r} from the hub: {type(error).__name__}: {error}") from error
+
+
+def _set_dtype(model: Any, dtype: str | None) -> None:
+    """Cast the floating weights; on a CPU to fp32 by default: 16-bit arithmetic is emulated there, 8-40x slower."""
+    if dtype is None and on_cpu():
+        dtype = "float32"
+    if dtype is None:
+        return
+    if dtype not in _DTYPES:
+        raise SetupError(f"dtype {dtype!r} is not one of {', '.join(_DTYPES)}")
+    model.set_dtype(_DTYPES[dtype])
+
+
+def _measure(model: Any, kv: KvLayout) -> tuple[int, int, int, str]:
+    """KV bytes per position, how many a row holds, vocabulary size and activation dtype, by a forward of one token."""
+    caches = kv.new(model)
+    logits_1LV = model(mx.zeros((1, 1), mx.int32), cache=caches)
+    mx.eval(logits_1LV, [cache.state for cache in caches])
+    per_token = sum(map(_bytes_per_position, caches))
+    return max(1, per_token), window_of(caches), logits_1LV.shape[-1], str(logits_1LV.dtype).removeprefix("mlx.core.")
+
+
+def _bytes_per_position(cache: Any) -> int:
+    if hasattr(cache, "caches"):
+        return sum(map(_bytes_per_position, cache.caches))
+    keys, values = getattr(cache, "keys", None), getattr(cache, "values", None)
+    if not isinstance(keys, mx.array) or not isinstance(values, mx.array):
+        return 0  # state of fixed size
+    return int((keys.nbytes + values.nbytes) // keys.shape[-2])
+
+
+def _context_length(model_config: dict[str, Any], limit: int | None) -> int:
+    text_config = model_config.get("text_config") or {}
+    known = [section[key] for section in (model_config, text_config) for key in _CONTEXT_KEYS if section.get(key)]
+    context = int(known[0]) if known else _DEFAULT_CONTEXT
+    return min(context, limit) if limit else context
+
+
+def head_size(model_config: dict[str, Any]) -> int:
+    """Numbers of an attention head; 0: not known, or keys and values have heads of other sizes than queries."""
+    text_config = {**model_config, **(model_config.get("text_config") or {})}
+    if text_config.get("kv_lora_rank"):
+        return 0
+    heads = text_config.get("num_attention_heads") or 0
+    return int(text_config.get("head_dim") or (text_config.get("hidden_size", 0) // heads if heads else 0))
+
+
+def _quantization(model_config: dict[str, Any]) -> str:
+    quantization = model_config.get("quantization") or {}
+    if not quantization.get("bits"):
+        return ""
+    return f"{quantization['bits']} bits, groups of {quantization.get('group_size', 64)}"
+
+
+def export_tokenizer(tokenizer: Any) -> TokenizerBundle:
+    """All that api and job runner need to tokenize; `tokenizer` is mlx-lm's wrapper of a fast tokenizer."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise SetupError("the model's tokenizer has no tokenizer.json (a fast tokenizer); convert it first")
+    template = tokenizer.chat_template or ""
+    if not isinstance(template, str):  # several templates by name
+        template = template.get("default", "")
+    special = {name: str(text) for name, text in tokenizer.special_tokens_map.items() if isinstance(text, str)}
+    return TokenizerBundle(
+        tokenizer_json=backend.to_str(),
+        chat_template=template,
+        eos_token_ids=tuple(sorted(int(token) for token in tokenizer.eos_token_ids)),
+        special_tokens=special,
+    )
+
+
+def with_formats(
+    bundle: TokenizerBundle, vocabulary: Mapping[str, int], path: Path, config: EngineConfig
+) -> TokenizerBundle:
+    """The bundle with the formats of the model's calls and reasoning that its worker was given.
+
+    Where none is given and neither template nor vocabulary show how calls are written, the name of mlx-lm's parser in
+    tokenizer_config.json does.
+    """
+    calls, file = config.tool_format, path / "tokenizer_config.json"
+    if not calls and file.is_file() and not recognised(bundle.chat_template, vocabulary.__contains__).family:
+        named = str(json.loads(file.read_text()).get("tool_parser_type"))
+        named = {"json_tools": HERMES, "laguna": "glm47"}.get(named, named)
+        calls = named if named in TOOL_FORMATS else ""
+    return msgspec.structs.replace(bundle, tool_format=calls, reasoning_format=config.reasoning_format)
+
+
+def base_sha256(path: Path) -> str:
+    """sha256 over the names and contents of config.json and the weight files."""
+    digest = hashlib.sha256()
+    files = [path / "config.json", *sorted(path.glob("*.safetensors"))]
+    for file in files:
+        if file.exists():
+            digest.update(f"{file.name} {_file_sha256(file)}\n".encode())
+    return digest.hexdigest()
+
+
+def _file_sha256(file: Path) -> str:
+    """Content hash; the hub's cache stores large files under theirs."""
+    stored = file.resolve().name
+    if file.is_symlink() and _SHA256.fullmatch(stored):
+        return stored
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def bound_freed_memory(kv_limit_bytes: int) -> None:
+    """Say how much freed memory MLX may keep: all that it may is kept, for prompts come in ever other lengths.
+
+    On a GPU what is not found there takes long to get; a CPU gets memory about as fast as it finds it.
+    """
+    mx.set_cache_limit(_SMALLEST_CACHE if on_cpu() else max(_SMALLEST_CACHE, kv_limit_bytes // 4))
+
+
+def free_bytes() -> int:
+    """Memory that arrays could take: what the GPU may hold and does not, else what the machine has available."""
+    size = _gpu_bytes()
+    return max(0, size - int(mx.get_active_memory())) if size else machine_memory().available
+
+
+def _gpu_bytes() -> int:
+    """Memory that the GPU may hold; 0 on a CPU, or where MLX does not know."""
+    if on_cpu():
+        return 0
+    info = mx.device_info()
+    return int(info.get("max_recommended_working_set_size") or info.get("memory_size") or 0)
