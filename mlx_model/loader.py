@@ -47,6 +47,7 @@ from shared.fit.plan import MemoryPlan, gb
 from shared.gguf.cached import cached_folder, is_gguf
 from shared.gguf.conversion import Conversion
 from shared.machine.memory import machine_memory
+from shared.machine.system import this_system, trouble_with_mlx
 from shared.process.group_settings import Sharding
 from shared.process.model_aliases import short_name
 from shared.sequences import ModelCard
@@ -102,6 +103,8 @@ class LoadedModel:
 
 def load_model(config: EngineConfig, group: Any | None = None) -> LoadedModel:
     """Load by folder or hub name; `SetupError` says what is wrong. `group`: of MLX, whose ranks all load it."""
+    if trouble := trouble_with_mlx(this_system()):
+        raise SetupError(trouble)
     cuda_graphs.prepare()
     cuda_attention.install()
     ranks = ranks_of(group)

@@ -31,6 +31,9 @@ os.environ["PARALLM_TUNED"] = "0"
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
+# An M5 computes products of fp32 in TF32 by default, in which paths that should agree do not.
+os.environ.setdefault("MLX_ENABLE_TF32", "0")
+
 # What each of these processes does first (tests/startup/sitecustomize.py).
 ROOT = Path(__file__).parents[1]
 os.environ["PARALLM_TEST_SCANS"] = str(ROOT / ".pytest_cache" / "transformers")

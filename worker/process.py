@@ -41,6 +41,7 @@ from worker.cache_resets import CacheResets
 from worker.claim_plan import NOTHING, claim_plan
 from worker.claims import LAST_WORDS_S, Preparing, Returns
 from worker.control import ControlChannel
+from worker.downloads import hub_download, report_download
 from worker.drain import Farewell
 from worker.engine.batch.adapters import AdapterStats
 from worker.engine.messages import EndReason, RowRequest, StepOutput, engine_config
@@ -106,7 +107,12 @@ class WorkerProcess:
         self._group = group = None if placed is None else EngineLead(s, placed, self._on_lost, config, adapters)
         self._engine = EngineThread(config, self._on_step, self._on_death, adapters, self._on_adapters, group)
         self._watch = EngineWatch(self._engine, s.engine_stall_s, self._on_stall)
-        loaded = await started(self._engine, group, self._stop)
+        download = hub_download(s.model)
+        reporting = begin("worker", download=lambda: report_download(download, s.redis, self.id)) if download else []
+        try:
+            loaded = await started(self._engine, group, self._stop)
+        finally:
+            await cancel(reporting)
         if loaded is None:
             return 0
         place = Workplace(self._engine, loaded, group)

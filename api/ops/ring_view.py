@@ -92,3 +92,4 @@ class RingSnapshot(msgspec.Struct, frozen=True):
     dead_letters: int
     tokens_per_s: float  # decoded, over the last heartbeats
     history: list[RingSample] = []
+    troubles: list[str] = []  # processes that end again and again, or have not begun: a model is downloaded

@@ -18,6 +18,7 @@ from api.ring.ring import Ring, ring_of
 from shared.errors import UnknownAdapterError
 from shared.redis import keys
 from shared.redis.connection.client import infos, server_time_ms
+from shared.redis.processes.child_troubles import ChildTroubles
 from shared.redis.processes.metric_store import read_totals
 from shared.redis.processes.worker_registry import WorkerStatus
 from shared.redis.training.board import TrainingBoard, trained_policies
@@ -89,6 +90,7 @@ async def _read(ring: Ring) -> RingSnapshot:
         dead_letters=sum([await ring.redis.xlen(keys.dead_letters(name)) for name in names]),
         tokens_per_s=sum(worker.tokens_per_s for worker in workers),
         history=history,
+        troubles=[trouble.message for trouble in await ChildTroubles(ring.redis).read()],
     )
 
 

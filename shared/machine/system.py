@@ -36,6 +36,15 @@ def this_system() -> System:
     )
 
 
+def trouble_with_mlx(system: System) -> str:
+    """Why MLX's wheel does not work on this system, and what to do; "" where it does."""
+    if system.translated:
+        return "this Python is an Intel program that Rosetta translates, and MLX needs one for Apple silicon: arm64"
+    if system.platform == "darwin" and "M5" in system.chip and (26,) <= version_numbers(system.version) < (26, 2):
+        return f"MLX's build for macOS 26 needs 26.2 on {system.chip}, and this is {system.version}: update macOS"
+    return ""
+
+
 def version_numbers(version: str) -> tuple[int, ...]:
     """Leading numbers of a version such as "26.1.0", for comparisons."""
     numbers: list[int] = []

@@ -26,8 +26,10 @@ import numpy as np
 from mlx_model.config import EngineConfig
 from mlx_model.loader import load_model
 from shared.learners import Datum, LearnerSpec, PassRequest, StepRequest, Values
+from shared.process.machine_settings import MachineSettings
 from tests.bench.models import SHAPES, random_qwen3
 from trainer.learn.compute import ThreadHost, at_once
+from trainer.learn.machine_care import MachineCare
 from trainer.service.learner import ServiceLearner
 from trainer.service.turns import Turns
 
@@ -73,7 +75,7 @@ async def stretch(
     host: ThreadHost, learners: Sequence[ServiceLearner], passes: Sequence[PassRequest], count: int
 ) -> Took:
     """Until each learner has done its pass, with a step, so many times."""
-    turns = Turns(host)
+    turns = Turns(host, MachineCare(MachineSettings(), host), asyncio.Event())
 
     async def learn(name: str, learner: ServiceLearner, request: PassRequest) -> None:
         for _ in range(count):

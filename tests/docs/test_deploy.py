@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from shared.process.process_settings import ProcessSettings
 from shared.process.serve_settings import ServeSettings
 from shared.process.settings import load
 from shared.process.worker_settings import WorkerSettings
+from trainer.settings import TrainSettings
 
 ROOT = Path(__file__).parents[2]
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
@@ -23,7 +25,12 @@ COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 
 def resolves(command: list[str]) -> None:
     """The command line is understood: `--dry-run` prints its settings and exits 0."""
-    kind = {"mlx_parallm_serve": ServeSettings, "mlx_parallm_worker": WorkerSettings}[Path(command[0]).name]
+    kinds = {
+        "mlx_parallm_serve": ServeSettings,
+        "mlx_parallm_worker": WorkerSettings,
+        "mlx_parallm_train": TrainSettings,
+    }
+    kind: type[ProcessSettings] = kinds[Path(command[0]).name]
     flags = [word for word in command[1:] if not word.endswith(".yaml") and word != "--config"]
     with pytest.raises(SystemExit) as stopped:
         load(kind, [*flags, "--dry-run"])
@@ -76,10 +83,14 @@ def test_systemd_units_start_commands_of_ours(unit: Path) -> None:
     assert int(parser["Service"]["TimeoutStopSec"]) > grace, "systemd would kill what still drains"
 
 
-def test_the_launchd_job_starts_a_worker_and_lets_it_drain() -> None:
-    job = plistlib.loads((ROOT / "deploy/launchd/com.parallm.worker.plist").read_bytes())
+@pytest.mark.parametrize("file", sorted((ROOT / "deploy/launchd").glob("*.plist")), ids=lambda path: path.stem)
+def test_launchd_jobs_start_commands_of_ours_and_let_them_drain(file: Path) -> None:
+    job = plistlib.loads(file.read_bytes())
     resolves(job["ProgramArguments"])
     assert job["ExitTimeOut"] > WorkerSettings.model_fields["drain_grace_s"].default
+    assert job["Label"] == file.stem.removesuffix("-daemon")
+    is_daemon = "/Library/LaunchDaemons/" in file.read_text() and "UserName" in job
+    assert is_daemon != ("~/Library/LaunchAgents/" in file.read_text()), "a daemon has a user, an agent is the user's"
 
 
 def test_grafana_is_provisioned_with_our_board() -> None:

@@ -27,9 +27,11 @@ from shared.learners import (
     Values,
 )
 from shared.owners import whoever_it_is_for
+from shared.process.machine_settings import MachineSettings
 from shared.redis.adapters.store import AdapterStore
 from shared.redis.training.learner_store import LearnerStore
 from trainer.learn.compute import ThreadHost, Work, at_once
+from trainer.learn.machine_care import MachineCare
 from trainer.service import seat as seats
 from trainer.service.learner import ServiceLearner
 from trainer.service.seat import MOST_TRIES, Seat
@@ -73,7 +75,7 @@ class Ring:
         """What comes of all that was asked; nothing is stored but what the requests themselves store."""
         held = await self.store.take("one")
         assert held is not None
-        turns, card = Turns(self._host), self._loaded.card
+        turns, card = Turns(self._host, MachineCare(MachineSettings(), self._host), asyncio.Event()), self._loaded.card
         seat = Seat(held, self.store, self.adapters, turns, card, state_every=99, state_after_s=99, max_saves=2)
         serving = asyncio.ensure_future(seat.run(self._build(kind)))
         try:

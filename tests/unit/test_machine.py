@@ -3,6 +3,7 @@
 import os
 import struct
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from shared.machine import darwin, linux
 from shared.machine.memory import footprint, machine_memory, pressure_by, worst
 from shared.machine.power import Power, machine_power, power_in
-from shared.machine.system import this_system, version_numbers
+from shared.machine.system import System, this_system, trouble_with_mlx, version_numbers
 from shared.machine.thermal import machine_thermal, thermal_by_level, thermal_by_speed
 
 GIB = 1 << 30
@@ -219,6 +220,15 @@ def test_thermal_state_as_pmset_prints_it(text: str, state: str) -> None:
 def test_versions_compare_by_their_numbers() -> None:
     assert version_numbers("26.10.1") > version_numbers("26.2")
     assert version_numbers("6.18.44-fc") == (6, 18)
+
+
+def test_a_system_on_which_mlx_does_not_work_is_told_what_to_do() -> None:
+    mac = System("darwin", "arm64", "26.1", "Apple M5 Pro", "Mac17,1", is_apple_silicon=True, translated=False)
+    assert "needs 26.2 on Apple M5 Pro, and this is 26.1" in trouble_with_mlx(mac)
+    assert not trouble_with_mlx(replace(mac, version="26.2"))
+    assert not trouble_with_mlx(replace(mac, version="15.7"))
+    assert not trouble_with_mlx(replace(mac, chip="Apple M4"))
+    assert "Rosetta" in trouble_with_mlx(replace(mac, version="26.2", translated=True))
 
 
 def test_this_machine_can_be_read() -> None:

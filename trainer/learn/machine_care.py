@@ -1,4 +1,4 @@
-"""What a run does for its machine between two train steps: waits while it is on battery, frees memory under pressure.
+"""What a trainer does for its machine between two train steps: waits on battery, frees memory under pressure.
 
 A trainer inside a worker is held by the worker, which knows when; there this only follows the run's own settings.
 """
@@ -6,6 +6,7 @@ A trainer inside a worker is held by the worker, which knows when; there this on
 import asyncio
 import contextlib
 import time
+from collections.abc import AsyncIterator
 
 import mlx.core as mx
 import structlog
@@ -18,6 +19,7 @@ from trainer.learn.compute import ComputeHost, at_once
 log = structlog.get_logger()
 
 LOOK_S = 5.0
+MEMORY_LOOK_S = 1.0  # steps may be units of milliseconds
 EASE_S = 30.0  # that a train step waits for critical pressure to end: its memory may be what is missing
 
 
@@ -27,14 +29,19 @@ class MachineCare:
     def __init__(self, settings: MachineSettings, host: ComputeHost) -> None:
         self._settings = settings
         self._host = host
-        self._began = 0.0  # monotonic, of the train step before
+        self._took_s = 0.0  # for the train step before
+        self._looked = float("-inf")  # at memory, monotonic
 
-    async def before_step(self, stop: asyncio.Event) -> None:
-        """Return when the next train step may begin, or the run is to end."""
-        took_s = time.monotonic() - self._began if self._began else 0.0
-        await self._wait_for_power(stop, took_s)
+    @contextlib.asynccontextmanager
+    async def step(self, stop: asyncio.Event) -> AsyncIterator[None]:
+        """Begin when a train step may begin, or the run is to end; what runs inside is the step."""
+        await self._wait_for_power(stop, self._took_s)
         await self._free_memory(stop)
-        self._began = time.monotonic()
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self._took_s = time.monotonic() - began
 
     async def _wait_for_power(self, stop: asyncio.Event, took_s: float) -> None:
         policy = self._settings.on_battery
@@ -49,6 +56,9 @@ class MachineCare:
         log.info("train.on_mains")
 
     async def _free_memory(self, stop: asyncio.Event) -> None:
+        if time.monotonic() - self._looked < MEMORY_LOOK_S:
+            return
+        self._looked = time.monotonic()
         pressure = await asyncio.to_thread(self._pressure)
         if pressure == "normal":
             return

@@ -238,8 +238,8 @@ class DataRun(Run[DataLearner[T]], Generic[T]):
         while state.train_step < settings.steps and not self.stopping:
             batch = batch_of(self._data.learned, settings.prompts_per_step, state.train_step, settings.seed)
             step = state.train_step
-            await self._care.before_step(self._stop)
-            report = await self.learner.call(DataLearner.train, batch, step)
+            async with self._care.step(self._stop):
+                report = await self.learner.call(DataLearner.train, batch, step)
             state.train_step += 1
             state.updates += 1
             state.last_update_ms = time.time_ns() // 1_000_000

@@ -259,13 +259,13 @@ class TrainLoop(Run[PolicyLearner]):
 
     async def train_step(self, batch: GroupBatch, timing: Timing, *, serve: bool = True) -> TrainedStep:
         """Consume one batch: train, gate, publish, or leave the policy as it is."""
-        await self._care.before_step(self._stop)
         began_ns = time.time_ns() - int(1e9 * timing.wait_s)
         attributes: dict[str, str | int] = {"parallm.policy": self.settings.adapter, "parallm.source": batch.source}
         attributes["parallm.train_step"] = self.state.train_step
         with tracing.span("train step", attributes, start_ns=began_ns):
             tracing.record(Past("collect", began_ns, time.time_ns(), {"parallm.groups": len(batch.groups)}))
-            stepped = await self._step(batch, timing, serve=serve)
+            async with self._care.step(self._stop):
+                stepped = await self._step(batch, timing, serve=serve)
             tracing.annotate(figures(stepped.metrics))
         return stepped
 

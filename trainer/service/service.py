@@ -32,6 +32,7 @@ from shared.redis.connection.faults import reason
 from shared.redis.training.learner_store import LearnerStore, waiting_learners
 from shared.sequences import ModelCard
 from trainer.learn.compute import ComputeHost
+from trainer.learn.machine_care import MachineCare
 from trainer.rollouts.pictures import ChatPictures
 from trainer.rollouts.sight import sight_of
 from trainer.service.learner import ServiceLearner
@@ -80,7 +81,8 @@ class LearnerService:
         # A pass brings the tiles of its images along, and shows each when it is its turn.
         self._sight = sight_of(loaded, tile_bytes=0)
         self._pictures = None if self._sight is None else ChatPictures(self._sight)
-        self._turns = Turns(host)
+        self._stopping = asyncio.Event()
+        self._turns = Turns(host, MachineCare(settings, host), self._stopping)
         self._store = LearnerStore(redis)
         self._adapters = AdapterStore(redis, keep_n=settings.adapter_keep_n, who_asks=whoever_it_is_for)
         self._due = waiting_learners(redis, card.name)
@@ -88,7 +90,6 @@ class LearnerService:
         self._coming: dict[str, str] = {}  # learners that get the place of one that leaves, and whose they are
         self._changes: set[asyncio.Task[None]] = set()
         self._turn_s = TURN_S
-        self._stopping = asyncio.Event()
 
     def stop(self) -> None:
         """Store what learners have learned, give them back, and end."""

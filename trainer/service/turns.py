@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from shared.turns import FairTurns
 from trainer.learn.compute import ComputeHost, Work, at_once
+from trainer.learn.machine_care import MachineCare
 
 T = TypeVar("T")
 _MORE = object()
@@ -17,8 +18,9 @@ _MORE = object()
 class Turns:
     """Fair shares of a thread that computes."""
 
-    def __init__(self, host: ComputeHost) -> None:
-        self._host = host
+    def __init__(self, host: ComputeHost, care: MachineCare, stop: asyncio.Event) -> None:
+        """`care` holds units back, where the machine or the user wants it, until `stop` is set."""
+        self._host, self._care, self._stop = host, care, stop
         self._turns = FairTurns(1)
         self.alone = asyncio.Lock()  # for requests that may have ended a service
 
@@ -37,7 +39,7 @@ class Turns:
             return _MORE
 
         while True:
-            async with self._turns.turn(owner, learner):
+            async with self._turns.turn(owner, learner), self._care.step(self._stop):
                 done = await asyncio.shield(asyncio.ensure_future(self._host.run(at_once(advance))))
             if isinstance(done, tuple):
                 value: T = done[0]

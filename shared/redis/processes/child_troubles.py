@@ -1,4 +1,6 @@
-"""Processes of the ring that end again and again: their `mlx_parallm_serve` reports them, `/health` shows them.
+"""Processes of the ring that end again and again, or cannot begin yet, as while a model is downloaded.
+
+Their `mlx_parallm_serve` reports the former, a worker the latter; `/health` shows them.
 
 Invariant. A report that is not repeated expires after TTL_S, so no trouble outlives the process that reports it.
 """
@@ -16,17 +18,20 @@ TTL_S = keys.CHILD_TROUBLES_TTL_S
 
 
 class ChildTrouble(msgspec.Struct, frozen=True):
-    """A child process that has ended and is started again after a pause."""
+    """A process that has ended and is started again after a pause, or that has not begun yet."""
 
     child: str  # as in "worker 1"
     host: str
     exit_code: int
     times: int  # in a row
     told_ms: int = 0
+    note: str = ""  # what it does instead of its work, where it has not ended at all
 
     @property
     def message(self) -> str:
         """Message shown to the operator."""
+        if self.note:
+            return self.note
         again = f", {self.times} times in a row" if self.times > 1 else ""
         return f"{self.child} on {self.host} has ended with exit code {self.exit_code}{again}; it is started again"
 
