@@ -1,4 +1,4 @@
-"""What computes: a model in MLX's arrays, as a worker serves it and as a trainer learns it.
+"""The model in MLX's arrays, as a worker serves it and as a trainer learns it.
 
 `loader.py` first, with its settings (`config.py`). `batching.py` says which models run in a batch, `sites.py` where a
 model can be adapted, `pooling.py` makes embeddings, `draft.py` says which other model may draft for it. `step/` is the

@@ -176,7 +176,7 @@ def group_of(linear: Any) -> Any:
 
 
 def summed(linear: Any, y: mx.array) -> mx.array:
-    """Complete `partial_sums`, with gradients, which the sums of decode steps (ranks/cuda) do not have."""
+    """Complete `partial_sums`, with gradients, which the sums of decode steps (collectives/cuda) do not have."""
     group = group_of(linear)
     if group is None:
         return y

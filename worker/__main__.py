@@ -16,7 +16,6 @@ from mlx_model import fast_blas
 from ranks.children import take_device
 from ranks.placement import Placement, placement
 from shared.errors import ServiceUnavailableError, SetupError
-from shared.process.discovery import join
 from shared.process.garbage import no_collections
 from shared.process.group_settings import LOST_EXIT_CODE
 from shared.process.lifeline import VARIABLE, follow_parent
@@ -40,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         settings = load(WorkerSettings, argv, rehearse=_rehearse)
         configure(settings.log_level, settings.log_json)
-        asyncio.run(join(settings))
+        asyncio.run(settings.join())
         if not settings.redis:
             raise SetupError(
                 "a worker joins a ring: give its Redis with --redis redis://HOST:PORT (mlx_parallm_serve prints it), "

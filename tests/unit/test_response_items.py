@@ -8,8 +8,7 @@ import pytest
 
 from api.generation.languages.pieces import CallPart, ReplyPiece
 from api.openai.responses.body import ResponseRequest
-from api.openai.responses.items import ItemWriter
-from api.openai.responses.sealed import sealed, unsealed
+from api.openai.responses.items import ItemWriter, sealed, unsealed
 from api.openai.responses.tools import arguments_of, input_of
 from shared.errors import InvalidRequestError
 from tests.unit.refusals import refusal

@@ -3,7 +3,7 @@
 Read in this order: `optimize.py` (one train step, also in parts; `steps.py` says what one is), `adam.py` (one update,
 of all learners), `losses.py` (the losses by name; `ppo_losses.py`, `divergence.py`), `logprobs.py`
 (log-probabilities with gradients) and `drawing.py` (the sampler's filters), `policy.py` (LoRA layers over the base's
-arrays, and a value head: `head_net.py`), `ppo_network.py` (a network with gradients).
+arrays, and heads), `ppo_network.py` (a network with gradients).
 
 Before that, in plain numpy: `batches.py` (groups to advantages and padded arrays), `advantages.py` (those of PPO).
 Besides: `compute.py` (the thread that computes), `gate.py` (bounds and checks of a version), `measures.py` (distances

@@ -214,7 +214,7 @@ class RunningBatch:
         """Feed so many tokens of a group, or short prompts to their ends; in pieces, where rows have stops."""
         is_short, positions = width == group.left, 0
         while group.left and width > 0:
-            if positions:  # pieces that are computed at once would sum over ranks at once (ranks/cuda)
+            if positions:  # pieces that are computed at once would sum over ranks at once (collectives/cuda)
                 mx.async_eval(group.state)  # type: ignore[no-untyped-call]
             rows, fed = group.feed(width)
             self._keeping.at_stops(*group.at_stops(), group.kv_of)
