@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from shared.errors import SetupError
 from shared.process.group_settings import Sharding
+from shared.process.machine_settings import MachineSettings
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,26 @@ class SpeculationConfig:
 
 
 @dataclass(frozen=True)
+class MemoryConfig:
+    """How much memory a process may take, and what besides the model takes it."""
+
+    limit_bytes: int = 0  # all in all; 0: what the machine has left
+    wired_bytes: int = 0  # that stay resident for a Metal GPU; 0: none
+    adapter_slots: int = 0
+    learner_rank: int = 0  # of an adapter that learns here
+    serves: bool = True  # False: no KV is planned
+    reserves: bool = False  # other processes of ours on this machine count what this one has planned
+
+
+def memory_config(
+    s: MachineSettings, *, adapter_slots: int = 0, learner_rank: int = 0, serves: bool = True
+) -> MemoryConfig:
+    """The part of a process's configuration about memory."""
+    limit, wired = int(s.memory_limit * 1e9), int(s.wired_limit * 1e9)
+    return MemoryConfig(limit, wired, adapter_slots, learner_rank, serves, reserves=True)
+
+
+@dataclass(frozen=True)
 class EngineConfig:
     """How to load the model and how much of it runs at once."""
 
@@ -56,7 +77,8 @@ class EngineConfig:
     lane_s: float = float("inf")  # for the prompts in our own lane between two decode steps
     quick_at_once: bool = True  # decode steps have their own forward from the first one on, not only when warmed up
     warm_up: bool = False  # decode rows of usual sizes while there are no others; on a GPU
-    kv_limit_bytes: int | None = None  # None: half of what is free after loading
+    kv_limit_bytes: int | None = None  # None: half of what the model leaves (shared/fit)
+    memory: MemoryConfig = MemoryConfig()
     dtype: str | None = None  # None: the model's own; float32 on a CPU
     max_context: int | None = None  # shortens the model's context
     trust_remote_code: bool = False

@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import re
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,18 @@ from mlx_model.sites import Whole, module_shapes
 from mlx_model.step.decode_step import join_products
 from mlx_model.vision.families import AnyTower, chat_template, check_known, is_vision, load_seeing
 from shared.errors import SetupError
+from shared.fit.model_fit import Asked, Device, fit_model
+from shared.fit.plan import LEAST_TOKENS as ROW_TOKENS
+from shared.fit.plan import MemoryPlan, gb
+from shared.machine.memory import machine_memory
 from shared.process.group_settings import Sharding
 from shared.sequences import ModelCard
 from shared.text.codec import TokenizerBundle
 
+log = logging.getLogger(__name__)
+
+_LEAST_TOKENS = 64  # of KV, without which a worker answers nobody
+_FEW_ROWS = 4
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "n_ctx")
 _DEFAULT_CONTEXT = 4096
 _SMALLEST_CACHE = 256 << 20  # bytes of freed memory that MLX may keep in any case
@@ -58,6 +67,7 @@ class LoadedModel:
     config: dict[str, Any]  # the model's config.json
     path: Path
     kv_limit_bytes: int
+    prefix_bytes: int = 0  # that the prefix cache may take, at most
     kv: KvLayout = field(default_factory=KvLayout)
     draft: DraftModel | None = None
     heads: Heads = field(default_factory=dict)  # of its own
@@ -95,6 +105,10 @@ def load_model(config: EngineConfig, group: Any | None = None) -> LoadedModel:
 
 def _load(config: EngineConfig, ranks: Ranks | None) -> LoadedModel:
     path = model_folder(config.model)
+    planned = _memory_plan(config, path, 1 if ranks is None or config.sharding == "data" else ranks.size)
+    if config.memory.wired_bytes:  # off by default: macOS has panicked under it (ml-explore/mlx#3186)
+        _check_wired(config.memory.wired_bytes)
+        mx.set_wired_limit(config.memory.wired_bytes)
     model, bundle, model_config, heads, tower, whole = _read(path, config, ranks)
     context = _context_length(model_config, config.max_context)
     kv = layout_of(model, config.kv_bits, config.kv_group_size, _bound(config, context))
@@ -122,14 +136,19 @@ def _load(config: EngineConfig, ranks: Ranks | None) -> LoadedModel:
         vision=None if tower is None else tower.vision,
     )
     draft = _draft_model(config, bundle)
-    limit = config.kv_limit_bytes or free_bytes() // 2
-    limit = limit if ranks is None else ranks.least(limit)  # all admit the same rows
+    limit, prefix = planned.kv_bytes, planned.prefix_bytes
+    if ranks is not None:  # all admit the same rows, and keep the same prefixes
+        limit, prefix = ranks.least(limit), ranks.least(prefix)
+    if config.memory.serves:
+        _check_kv(limit, kv_bytes, card, planned)
     eyes = tower if _sees(ranks) else None
-    return LoadedModel(card, bundle, model, model_config, path, limit, kv, draft, heads, eyes, whole)
+    return LoadedModel(card, bundle, model, model_config, path, limit, prefix, kv, draft, heads, eyes, whole)
 
 
-def check_model(config: EngineConfig) -> None:
+def check_model(config: EngineConfig, ranks: int = 1) -> None:
     """SetupError for what `load_model` refuses before it reads weights; a hub name is not looked at, nor fetched."""
+    if config.memory.wired_bytes:
+        _check_wired(config.memory.wired_bytes)
     draft = "" if config.speculation is None else config.speculation.draft_model
     for name in filter(None, (config.model, draft)):
         if not Path(name).expanduser().exists() and is_hub_name(name):
@@ -139,6 +158,73 @@ def check_model(config: EngineConfig) -> None:
         if name == config.model:
             context = _context_length(described, config.max_context)
             check_asked(config.kv_bits, config.kv_group_size, _bound(config, context))
+            rehearsed = replace(config, memory=replace(config.memory, reserves=False))
+            _memory_plan(rehearsed, path, 1 if config.sharding == "data" else ranks, fetches=False)
+
+
+def _memory_plan(config: EngineConfig, path: Path, ranks: int, *, fetches: bool = True) -> MemoryPlan:
+    """Room for the model on this machine; SetupError with the numbers, before any weight is read, if there is none.
+
+    Unless it `fetches`, a draft model of the hub is not counted.
+    """
+    described = _described(path)
+    draft = None if config.speculation is None else config.speculation.draft_model or None
+    is_here = draft is not None and (fetches or Path(draft).expanduser().exists() or not is_hub_name(draft))
+    try:
+        draft_path = model_folder(draft) if draft is not None and is_here else None
+        draft_config = None if draft_path is None else _described(draft_path)
+    except SetupError as error:
+        raise SetupError(f"--draft-model-path {draft}: {error}") from error
+    memory = config.memory
+    asked = Asked(
+        purpose=f"{'worker' if memory.serves else 'trainer'} of {config.model}",
+        context=_context_length(described, config.max_context),
+        kv_bytes=config.kv_limit_bytes or 0,
+        kv_bits=config.kv_bits,
+        kv_group=config.kv_group_size,
+        prefix_bytes=config.prefix_cache_bytes,
+        adapter_slots=memory.adapter_slots,
+        learner_rank=memory.learner_rank,
+        limit_bytes=memory.limit_bytes,
+        ranks=ranks,
+        sees=config.sees,
+        serves=memory.serves,
+        draft=draft_path,
+    )
+    return fit_model(path, described, asked, _device(config.dtype), draft_config, keeps=memory.reserves)
+
+
+def _device(dtype: str | None) -> Device:
+    """This process's device as the plan of memory knows it."""
+    if mx.default_device() == mx.Device(mx.cpu):
+        size = 4 if dtype in (None, "float32") else 2
+        return Device(float_bytes=size, kv_number_bytes=size)
+    apart = cuda.is_used()
+    pool = f"GPU {os.environ.get('CUDA_VISIBLE_DEVICES', '0')}" if apart else "machine"
+    size = 0 if dtype is None else 4 if dtype == "float32" else 2
+    return Device(_gpu_bytes(), apart, pool, size, size or 2)
+
+
+def _check_wired(wired_bytes: int) -> None:
+    """SetupError where so much memory cannot stay resident."""
+    if not mx.metal.is_available():
+        raise SetupError("--wired-limit is a setting of Metal, which this machine does not have: leave it out")
+    most = _gpu_bytes()
+    if wired_bytes > most:
+        raise SetupError(f"--wired-limit {wired_bytes / 1e9:g}: this GPU may hold {gb(most)} at most")
+
+
+def _check_kv(limit: int, kv_bytes: int, card: ModelCard, planned: MemoryPlan) -> None:
+    """SetupError where a worker would be ready and refuse every request."""
+    tokens = min(_LEAST_TOKENS, card.context_length)
+    if limit < tokens * kv_bytes:
+        raise SetupError(
+            f"the model is loaded and leaves {gb(limit)} for KV, of which a token takes {kv_bytes} bytes: not even "
+            f"{tokens} tokens fit. There was room for {planned.room}; give --kv-memory-gb or --memory-limit, "
+            "--kv-bits, or take a smaller model"
+        )
+    if (rows := planned.rows(kv_bytes, min(ROW_TOKENS, card.context_length))) < _FEW_ROWS:
+        log.warning("engine.few_rows_fit rows=%d tokens_each=%d kv=%s", rows, ROW_TOKENS, gb(limit))
 
 
 def _described(path: Path) -> dict[str, Any]:
@@ -341,11 +427,14 @@ def bound_freed_memory(kv_limit_bytes: int) -> None:
 
 
 def free_bytes() -> int:
-    """Memory that KV could use: what the GPU may hold and does not, else the machine's free memory."""
-    if mx.default_device() != mx.Device(mx.cpu):
-        info = mx.device_info()
-        size = info.get("max_recommended_working_set_size") or info.get("memory_size")
-        if size:
-            return max(0, int(size) - int(mx.get_active_memory()))
-    pages = os.sysconf("SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES")
-    return pages * os.sysconf("SC_PAGE_SIZE")
+    """Memory that arrays could take: what the GPU may hold and does not, else what the machine has available."""
+    size = _gpu_bytes()
+    return max(0, size - int(mx.get_active_memory())) if size else machine_memory().available
+
+
+def _gpu_bytes() -> int:
+    """Memory that the GPU may hold; 0 on a CPU, or where MLX does not know."""
+    if mx.default_device() == mx.Device(mx.cpu):
+        return 0
+    info = mx.device_info()
+    return int(info.get("max_recommended_working_set_size") or info.get("memory_size") or 0)

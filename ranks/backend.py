@@ -17,6 +17,7 @@ from mlx_model import cuda_graphs
 from mlx_model.collectives.cuda import sums
 from ranks.placement import Backend, Host, Placement, RankSettings, address_of, with_port
 from shared.errors import ServiceUnavailableError, SetupError
+from shared.machine.network import in_order
 from shared.process.worker_settings import WorkerSettings
 from shared.redis.connection.address import own_address
 
@@ -55,7 +56,7 @@ def own_places(placed: Placement, backend: Backend, address: str) -> list[str]:
 
 
 def _with_port(address: str) -> str:
-    family = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
+    family = in_order(socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM))[0][0]
     with socket.create_server((address, 0), family=family) as probe:
         port = probe.getsockname()[1]
     return with_port(address, port)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 
-from ranks.placement import Placement, RankSettings, own_device
+from ranks.placement import Placement, RankSettings, file_environment, own_device
 from shared.process.lifeline import VARIABLE
 
 END_S = 5.0  # for a child to end by itself
@@ -67,8 +67,21 @@ class Children:
 ALL_DEVICES = "PARALLM_GROUP_DEVICES"  # what rank 0 was allowed before it took its own
 
 
-def take_device(placed: Placement) -> None:
-    """Let this process see the one device of its rank, before MLX looks; children take theirs from `ALL_DEVICES`."""
+def take_place(settings: RankSettings, placed: Placement) -> None:
+    """Set the variables of a rank before MLX looks: those of the file of machines, and the one device of this rank.
+
+    On a Mac ranks wait for one another in every layer: without MLX_METAL_FAST_SYNCH each wait takes long.
+    """
+    variables = file_environment(settings)
+    if sys.platform == "darwin":
+        variables = {"MLX_METAL_FAST_SYNCH": "1"} | variables
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)
+    _take_device(placed)
+
+
+def _take_device(placed: Placement) -> None:
+    """Let this process see the one device of its rank; children take theirs from `ALL_DEVICES`."""
     if not placed.is_local or placed.rank:
         return
     os.environ.setdefault(ALL_DEVICES, os.environ.get("CUDA_VISIBLE_DEVICES", ""))

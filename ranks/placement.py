@@ -1,5 +1,6 @@
 """Which rank of which group this process is, by its settings and by what mlx.launch has put into its environment."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -11,10 +12,15 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from shared.errors import SetupError
+from shared.machine.network import interface_addresses
 from shared.process.worker_settings import WorkerSettings
+
+# One of these tells how many ranks mlx.launch has started: of the ring, of nccl, of jaccl.
+_OF_LAUNCH = ("MLX_HOSTFILE", "MLX_WORLD_SIZE", "MLX_IBV_DEVICES")
 
 Backend = Literal["", "ring", "nccl", "jaccl"]
 Kind = Literal["worker", "trainer"]
+_ALLOWED_ENVS = ("MLX_", "METAL_", "NCCL_", "MTL_")
 
 
 class RankSettings(Protocol):
@@ -94,7 +100,7 @@ def place(
     settings: RankSettings, kind: Kind, name: str, environment: Mapping[str, str] = os.environ
 ) -> Placement | None:
     """Placement of a process; None: it is alone. `name` distinguishes its group from others on the same machines."""
-    launched = "MLX_RANK" in environment and any(name in environment for name in ("MLX_HOSTFILE", "MLX_WORLD_SIZE"))
+    launched = "MLX_RANK" in environment and any(name in environment for name in _OF_LAUNCH)
     named = settings.distributed_hostfile
     asks = settings.num_local_ranks > 1 or bool(named)
     if settings.distributed_mode == "off":
@@ -171,11 +177,51 @@ def _hosts(settings: RankSettings, environment: Mapping[str, str]) -> tuple[tupl
     if named:
         hosts, backend = read_hosts(Path(named))
         return hosts, backend
+    if "MLX_WORLD_SIZE" not in environment:
+        return _of_jaccl(environment), "jaccl"
     size = environment["MLX_WORLD_SIZE"]
     if not size.isdigit() or "NCCL_HOST_IP" not in environment:
         raise SetupError("MLX_WORLD_SIZE is a number, and NCCL_HOST_IP rank 0's address, where mlx.launch sets them")
     first = Host(addresses=(environment["NCCL_HOST_IP"],))
     return (first, *[Host()] * (int(size) - 1)), "nccl"
+
+
+def _of_jaccl(environment: Mapping[str, str]) -> tuple[Host, ...]:
+    """The ranks of jaccl, as mlx.launch says: their RDMA devices, row by row, and where rank 0 listens."""
+    file = environment["MLX_IBV_DEVICES"]
+    try:
+        rows = json.loads(Path(file).read_bytes())
+        devices = [tuple(row) for row in rows]
+    except (OSError, ValueError, TypeError) as error:
+        raise SetupError(f"MLX_IBV_DEVICES {file}: no row of RDMA devices for each rank: {error}") from error
+    if len(devices) < 2:
+        raise SetupError(f"MLX_IBV_DEVICES {file} has {len(devices)} rows; a group has two ranks or more")
+    first = environment.get("MLX_JACCL_COORDINATOR", "")
+    if not first:
+        raise SetupError("MLX_JACCL_COORDINATOR is rank 0's HOST:PORT, where mlx.launch sets it")
+    return (Host(addresses=(first,), devices=devices[0]), *[Host(devices=row) for row in devices[1:]])
+
+
+def file_environment(settings: RankSettings) -> dict[str, str]:
+    """Variables that the file of machines gives to every rank (`envs`, as mlx.launch sets them); {} without one."""
+    if not settings.distributed_hostfile:
+        return {}
+    try:
+        given = json.loads(Path(settings.distributed_hostfile).read_bytes())
+    except (OSError, ValueError):
+        return {}  # `read_hosts` says what is wrong
+    listed = given.get("envs") or [] if isinstance(given, dict) else []
+    is_ring_of_jaccl = isinstance(given, dict) and given.get("backend") == "jaccl-ring"
+    variables = {"MLX_JACCL_RING": "1"} if is_ring_of_jaccl else {}
+    for each in listed:
+        name, equals, value = each.partition("=") if isinstance(each, str) else ("", "", "")
+        if not equals or not name.startswith(_ALLOWED_ENVS):
+            raise SetupError(
+                f"--distributed-hostfile {settings.distributed_hostfile}: envs are NAME=VALUE of MLX, Metal or NCCL; "
+                f"{each!r} is none"
+            )
+        variables[name] = value
+    return variables
 
 
 def read_hosts(file: Path) -> tuple[tuple[Host, ...], str]:
@@ -230,15 +276,13 @@ def _rank(settings: RankSettings, environment: Mapping[str, str], hosts: Sequenc
 def own_names() -> set[str]:
     """Names and addresses of this machine, as far as they can be known."""
     name = socket.gethostname()
-    names = {name, name.split(".")[0]}
+    names = {name, name.split(".")[0], *interface_addresses()}
     for family, target in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
-        try:
+        with contextlib.suppress(OSError):  # macOS may not resolve a machine's own name
             names.update(str(each[4][0]) for each in socket.getaddrinfo(name, None, family))
-            with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                probe.connect((target, 9))  # sends nothing; the address that would be used
-                names.add(str(probe.getsockname()[0]))
-        except OSError:
-            continue
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((target, 9))  # sends nothing; the address that would be used
+            names.add(str(probe.getsockname()[0]))
     return names
 
 

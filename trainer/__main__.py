@@ -11,9 +11,10 @@ import sys
 import structlog
 
 from mlx_model import fast_blas
-from ranks.children import take_device
+from ranks.children import take_place
 from ranks.placement import Placement
 from shared.errors import ParallmError, ServiceUnavailableError, SetupError
+from shared.machine.awake import stay_awake
 from shared.process import logs
 from shared.process.garbage import no_collections
 from shared.process.open_files import many_files
@@ -34,13 +35,14 @@ def main(argv: list[str] | None = None) -> int:
     try:
         settings = load(TrainSettings, argv)
         logs.configure(settings.log_level, settings.log_json)
+        stay_awake(settings.keep_awake)
         tracing.start(settings.otlp_endpoint, "trainer")
         placed = placement(settings)
         if placed is None or not placed.rank:  # the run is rank 0's
             settings.check()
         team = agents_of(argv, settings.agents) if settings.agents is not None else []
         if placed is not None:
-            take_device(placed)
+            take_place(settings, placed)
         fast_blas.install()
         code = asyncio.run(_train(settings, team) if placed is None else _train_in_group(settings, placed))
     except ServiceUnavailableError as error:  # may pass, so that a supervisor tries again
@@ -65,13 +67,14 @@ def main(argv: list[str] | None = None) -> int:
 async def _train(settings: TrainSettings, team: list[TrainSettings]) -> int:
     # These import mlx, so only after fast_blas.install.
     with no_collections(), many_files():
-        from mlx_model.config import EngineConfig
+        from mlx_model.config import EngineConfig, memory_config
         from mlx_model.loader import LoadedModel, load_model
         from trainer.learn.compute import ThreadHost, at_once
         from trainer.runs.kinds import learn
 
     async with ThreadHost() as host:
-        config = EngineConfig(settings.model, dtype=settings.dtype or None)
+        memory = memory_config(settings, learner_rank=settings.lora_rank, serves=False)
+        config = EngineConfig(settings.model, dtype=settings.dtype or None, memory=memory)
 
         async def loaded() -> LoadedModel:
             return await host.run(at_once(lambda: load_model(config)))

@@ -68,6 +68,11 @@ class HostedTrainer:
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
+    @property
+    def learner_rank(self) -> int:
+        """Rank of the run's adapter."""
+        return self._settings.lora_rank
+
     def resolved(self) -> str:
         """The run's settings as YAML."""
         return self._settings.resolved()

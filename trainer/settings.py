@@ -12,6 +12,7 @@ from shared.adapters import LoraKind, check_name
 from shared.errors import InvalidRequestError, SetupError
 from shared.jobs import SamplingOverrides
 from shared.process.group_settings import TrainerGroupSettings
+from shared.process.machine_settings import MachineSettings
 from shared.process.panels import TRAINER, Panels
 from shared.process.process_settings import JoinSettings
 from shared.rewards.model_kinds import OWN_VARIABLES
@@ -42,7 +43,14 @@ def _no(value: Any) -> Any:
 
 
 class TrainSettings(
-    HeldOutSettings, CurriculumSettings, LoggerSettings, GateSettings, JoinSettings, DataSettings, TrainerGroupSettings
+    HeldOutSettings,
+    CurriculumSettings,
+    LoggerSettings,
+    GateSettings,
+    JoinSettings,
+    DataSettings,
+    TrainerGroupSettings,
+    MachineSettings,
 ):
     """Settings of `mlx_parallm_train`: one process per policy."""
 

@@ -11,6 +11,7 @@
     pictures.py   images of claimed sequences, cut into what the model sees
     adapters/     adapter versions from the store to disk and engine
     engine_watch.py, reports.py, cache_resets.py     is the engine alive; heartbeats; orders to forget KV
+    machine_watch.py, memory_relief.py     memory pressure, power and heat; what is given up then
     ring_memory.py     what sequences have written, shared for drafts
     peers/        KV that workers fetch from one another
     guest.py      another user of the engine thread, such as a trainer

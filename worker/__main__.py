@@ -5,6 +5,7 @@ begins anew itself.
 """
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -13,9 +14,10 @@ import time
 import structlog
 
 from mlx_model import fast_blas
-from ranks.children import take_device
+from ranks.children import take_place
 from ranks.placement import Placement, placement
 from shared.errors import ServiceUnavailableError, SetupError
+from shared.machine.awake import stay_awake
 from shared.process.garbage import no_collections
 from shared.process.group_settings import LOST_EXIT_CODE
 from shared.process.lifeline import VARIABLE, follow_parent
@@ -30,7 +32,6 @@ log = structlog.get_logger()
 
 RESTARTS = "PARALLM_WORKER_RESTARTS"  # how often this process has begun anew
 LONGEST_PAUSE_S = 30.0
-MOST_FILES = 1 << 20
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -39,6 +40,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         settings = load(WorkerSettings, argv, rehearse=_rehearse)
         configure(settings.log_level, settings.log_json)
+        stay_awake(settings.keep_awake)
         asyncio.run(settings.join())
         if not settings.redis:
             raise SetupError(
@@ -74,8 +76,10 @@ def _rehearse(settings: WorkerSettings) -> str:
 
     if placed is not None:
         rank_of_guest(settings)
-    check_model(engine_config(settings))
-    return own_settings(None if placed is not None and placed.rank else invited(settings))
+    guest = None if placed is not None and placed.rank else invited(settings)
+    ranks = 1 if placed is None else placed.size
+    check_model(engine_config(settings, int(getattr(guest, "learner_rank", 0))), ranks)
+    return own_settings(guest)
 
 
 def _leave_group(code: int, *, is_strict: bool) -> None:
@@ -95,15 +99,24 @@ def _begin_anew() -> None:
     log.warning("worker.restarting", restarts=restarts + 1, in_s=pause)
     time.sleep(pause)
     os.environ[RESTARTS] = str(restarts + 1)
-    may_open = os.sysconf("SC_OPEN_MAX")  # beyond all counting where there is no limit, or -1
-    # MLX's sockets are among them, which others take for signs of life.
-    os.closerange(3, may_open if 0 < may_open < MOST_FILES else MOST_FILES)
+    _close_on_exec()
     os.execv(sys.executable, sys.orig_argv)
+
+
+def _close_on_exec() -> None:
+    """Let no descriptor but the standard ones outlive an exec: others take MLX's sockets for signs of life.
+
+    They are not closed here: macOS kills a process that closes a descriptor which one of its libraries guards.
+    """
+    for number in [int(each) for each in os.listdir("/dev/fd")]:  # noqa: PTH208  # numbers are wanted
+        if number > 2:
+            with contextlib.suppress(OSError):  # that of the listing itself is closed by now
+                os.set_inheritable(number, False)
 
 
 def _work(settings: WorkerSettings, placed: Placement | None) -> int:
     if placed is not None:
-        take_device(placed)
+        take_place(settings, placed)
     # These import mlx, so only after fast_blas.install.
     with no_collections(), many_files():
         from worker.engine_watch import guard_loop

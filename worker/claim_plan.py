@@ -47,9 +47,18 @@ NOTHING = ClaimPlan(0, 0, 0, 0, 0, worker_is_empty=False)
 
 
 def claim_plan(
-    rows: ClaimedRows, settings: WorkerSettings, card: ModelCard, kv_limit_bytes: int, *, full: bool = False
+    rows: ClaimedRows,
+    settings: WorkerSettings,
+    card: ModelCard,
+    kv_limit_bytes: int,
+    *,
+    most_rows: int,
+    full: bool = False,
 ) -> ClaimPlan:
-    """`kv_limit_bytes`: of this worker in all. `full`: what to claim for rows that are made free."""
+    """`kv_limit_bytes`: of this worker in all. `most_rows`: that it fills at present. `full`: what to claim for rows
+    that are made free."""
+    if most_rows < 1:
+        return NOTHING
     kv_tokens = kv_limit_bytes // max(1, card.kv_bytes_per_token)
     specs = [row.claim.spec for row in rows.occupying()]
     longest = max((spec.kv_tokens for spec in specs), default=0)
@@ -57,7 +66,7 @@ def claim_plan(
     state = SchedulerState(
         interactive_rows=interactive,
         batch_rows=len(specs) - interactive,
-        max_rows=settings.max_batch_size,
+        max_rows=most_rows,
         kv_tokens_free=kv_tokens - len(specs) * held(longest, card.kv_window),  # the batch pads to its longest
         kv_window=card.kv_window,
     )

@@ -173,5 +173,12 @@ def victims(rows: Iterable[ClaimedRow], most: int) -> list[ClaimedRow]:
     return sorted(jobs, key=lambda row: -row.started_ms)[: max(0, most)]
 
 
+def youngest(rows: Iterable[ClaimedRow], most: int) -> list[ClaimedRow]:
+    """Rows to give up when memory is short, at most `most`: batch work first, and of each class what began last."""
+    held = [row for row in rows if row.occupies_row]
+    order = sorted(held, key=lambda row: (row.claim.spec.sequence_class == "interactive", -row.started_ms))
+    return order[: max(0, most)]
+
+
 def _is_job(row: ClaimedRow) -> bool:
     return bool(row.claim.spec.job) and not row.api  # its tokens are not read as they come

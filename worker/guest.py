@@ -41,7 +41,8 @@ class Guest(Protocol):
     """Called on the worker's event loop or in a thread; none of it may block for long but `stop`.
 
     One that has a `rank(loaded)` may be a guest of several ranks: that makes what the other ranks do in its place.
-    `--dry-run` prints what a `resolved()` returns: the guest's own settings, as YAML.
+    `--dry-run` prints what a `resolved()` returns: the guest's own settings, as YAML. A `learner_rank` is that of the
+    adapter it trains: memory is planned for it before the model is loaded.
     """
 
     def start(self, place: Workplace, ended: Callable[[bool], None]) -> None:
@@ -90,6 +91,11 @@ class Lodging:
         self._guest = guest
         self._end_with_guest = end_with_guest
         self.exit_code = 0  # of the worker, when nothing worse has happened
+
+    @property
+    def learner_rank(self) -> int:
+        """Rank of the adapter that the guest trains; 0: it trains none, or there is no guest."""
+        return int(getattr(self._guest, "learner_rank", 0))
 
     def open(self, place: Workplace, end_worker: asyncio.Event) -> None:
         """Let the guest begin; called on the worker's loop."""

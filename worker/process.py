@@ -50,6 +50,7 @@ from worker.engine_watch import EngineWatch
 from worker.group.engine_lead import EngineLead
 from worker.group.opening import ended, joined, started
 from worker.guest import Guest, Lodging, Workplace
+from worker.machine_watch import MachineReaders, MachineWatch
 from worker.pause import Pause
 from worker.peers.exchange import KvExchange
 from worker.pictures import SequencePictures
@@ -71,9 +72,16 @@ COMPILING_S = 60  # for a piece of the engine's warm-up to end
 class WorkerProcess:
     """One worker: an engine thread and the loops that connect it to the ring."""
 
-    def __init__(self, settings: WorkerSettings, guest: Guest | None = None, placed: Placement | None = None) -> None:
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        guest: Guest | None = None,
+        placed: Placement | None = None,
+        readers: MachineReaders = MachineReaders(),  # noqa: B008  # frozen
+    ) -> None:
         """`placed`: as rank 0 of a group, which holds the model together with us."""
         self._settings = settings
+        self._readers = readers
         self._placed = placed
         self._lodging = Lodging(guest, settings.end_with_guest)
         self.id = settings.worker_id or f"{socket.gethostname().split('.')[0]}-{uuid.uuid4().hex[:6]}"
@@ -94,7 +102,7 @@ class WorkerProcess:
         self._loop = asyncio.get_running_loop()
         s = self._settings
         adapters = SlotConfig(s.adapter_slots, s.adapter_rank, s.adapter_dtype)
-        config, placed = engine_config(s), self._placed
+        config, placed = engine_config(s, self._lodging.learner_rank), self._placed
         self._group = group = None if placed is None else EngineLead(s, placed, self._on_lost, config, adapters)
         self._engine = EngineThread(config, self._on_step, self._on_death, adapters, self._on_adapters, group)
         self._watch = EngineWatch(self._engine, s.engine_stall_s, self._on_stall)
@@ -162,6 +170,8 @@ class WorkerProcess:
         self._peers = KvExchange(self._settings, self._redis, self._engine, card, self.id)
         self._peers.open(tally)
         self._returns = Returns(self._queue, self.id, self.rows, self._publisher, self._engine)
+        back = self._counts.memory_handed_back.add
+        self._machine = MachineWatch(self._settings, self._engine, self._returns, self.rows, back, self._readers)
         self._pause = Pause(PauseSwitch(self._redis), self._engine, self._returns, self.rows, on_change=self._beat)
         send, take, pictures = self._engine.send, self._publisher.take, SequencePictures(self._redis, card.vision)
         self._preparing = Preparing(self._adapters, self.rows, send, self._submitted, take, self._peers, pictures)
@@ -191,6 +201,8 @@ class WorkerProcess:
             adapters=self._adapters.run,
             acknowledge=self._adapters.acknowledge,
             memory=self._memory.run,
+            machine_memory=self._machine.watch_memory,
+            machine_power=self._machine.watch_power,
         )
         tending.append(asyncio.create_task(self._watch.run()))
         try:
@@ -243,7 +255,8 @@ class WorkerProcess:
         if self._pause.on:
             return NOTHING
         kv_limit_bytes = self._engine.stats().kv_limit_bytes
-        return claim_plan(self.rows, self._settings, self._card, kv_limit_bytes, full=full)
+        most = self._machine.most_rows
+        return claim_plan(self.rows, self._settings, self._card, kv_limit_bytes, most_rows=most, full=full)
 
     async def _admit(self, claims: list[Claim]) -> None:
         requests: list[RowRequest] = []
@@ -257,7 +270,7 @@ class WorkerProcess:
                 log.info("worker.took_over", sequence=claim.spec.id, attempt=claim.attempt, events=len(prior))
             self.rows.add(ClaimedRow.after(claim, prior))
             requests.append(RowRequest(claim.spec, claim.attempt, tuple(prior)))
-        gone = self._returns.make_room(len(self.rows.occupying()) - self._settings.max_batch_size)
+        gone = self._returns.make_room(len(self.rows.occupying()) - self._machine.most_rows)
         await self._preparing.take(requests)
         if gone:
             self._counts.sequences.preemptions.add(len(gone))
@@ -354,7 +367,8 @@ class WorkerProcess:
     def _shown_state(self) -> WorkerState:
         if self._watch.suspects:
             return "stuck"
-        return "paused" if self._pause.rests_under and self._state == "ready" else self._state
+        rests = self._pause.rests_under or self._machine.rests
+        return "paused" if rests and self._state == "ready" else self._state
 
     async def _beat_forever(self) -> None:
         beats = 0
@@ -380,6 +394,7 @@ class WorkerProcess:
             loaded=self._adapters.loaded,
             tokens_per_s=(self._publisher.tokens - tokens) / max(1e-3, now - then),
             silent_s=self._watch.silent_s,
+            machine=self._machine.status,
             kv_address=self._peers.address,
             ranks=() if self._group is None else self._group.ranks(),
             peers={**self._peers.figures, **self._counts.sequences.rates.figures(now, self._settings.max_batch_size)},

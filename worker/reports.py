@@ -4,6 +4,7 @@ import os
 import socket
 from dataclasses import asdict, dataclass
 
+from shared.machine.status import MachineStatus
 from shared.process.worker_settings import WorkerSettings
 from shared.ranks import RankStatus
 from shared.redis.processes.worker_registry import WorkerState, WorkerStatus, weights_of
@@ -41,6 +42,7 @@ def worker_status(
     loaded: dict[str, int],
     tokens_per_s: float,
     silent_s: float,
+    machine: MachineStatus,
     kv_address: str,
     ranks: tuple[RankStatus, ...],
     peers: dict[str, float],
@@ -67,6 +69,7 @@ def worker_status(
         engine_silent_s=round(min(silent_s, 1e9), 1),
         versions=tuple(adapters.loaded),
         kv_address=kv_address,
+        machine=machine,
         ranks=ranks,
         speculation=_speculation(settings, stats),
         draft_model=stats.speculation.draft_model,
@@ -88,10 +91,9 @@ def _extra(card: ModelCard, settings: WorkerSettings, stats: EngineStats, adapte
     if settings.ssd_folder is not None:
         prefix |= {f"disk_{name}": value for name, value in asdict(stats.disk).items() if name != "folder_id"}
     drafts = stats.speculation
-    room = max(0.0, settings.prefix_cache_gb * 1e9 - stats.prefix.bytes)
+    room = max(0, stats.prefix.limit_bytes - stats.prefix.bytes)
     return {
         **prefix,
-        "prefix_limit_bytes": settings.prefix_cache_gb * 1e9,
         "prefix_free_blocks": room // (settings.block_size * max(1, card.kv_bytes_per_token)),
         "kv_bytes_per_token": card.kv_bytes_per_token,
         "warms_up": float(stats.warms_up),
@@ -256,6 +258,7 @@ class WorkerCounts:
     def __init__(self, tally: Tally, model: str) -> None:
         self._tally, self._model = tally, model
         self.sequences = SequenceCounts(tally, model)
+        self.memory_handed_back = tally.counter("mlx_parallm_memory_handed_back_total", model)
         self.takeovers = tally.counter("mlx_parallm_takeovers_total", model)
         self._reclaimed = tally.counter("mlx_parallm_leases_reclaimed_total", model)
         self._given_up = tally.counter("mlx_parallm_dead_letters_total", model)

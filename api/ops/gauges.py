@@ -9,6 +9,7 @@ import structlog
 from api.ops.snapshot import trainings
 from api.ring.first_tokens import Forecast
 from api.ring.ring import SERVING, Ring
+from shared.machine.memory import LEVELS
 from shared.ranks import RankStatus
 from shared.redis import keys
 from shared.redis.connection.client import infos, server_time_ms
@@ -106,8 +107,25 @@ def _worker(gauges: Gauges, worker: WorkerStatus, now_ms: int) -> None:
         "ssd_cache_files": worker.extra.get("disk_files", 0),
         "ssd_cache_waiting_files": worker.extra.get("disk_waiting", 0),
     }
-    for name, value in figures.items():
+    for name, value in (figures | _machine(worker)).items():
         gauges[f"mlx_parallm_{name}"][worker.model, worker.id] = value
+
+
+def _machine(worker: WorkerStatus) -> dict[str, float]:
+    """The machine that the worker runs on; {} where it reports none."""
+    machine = worker.machine
+    if not machine.memory_total:
+        return {}
+    figures: dict[str, float] = {
+        "worker_most_rows": worker.max_rows if machine.most_rows < 0 else machine.most_rows,
+        "worker_memory_bytes": machine.footprint,
+        "worker_memory_available_bytes": machine.memory_available,
+        "worker_memory_total_bytes": machine.memory_total,
+        "worker_memory_pressure": LEVELS.index(machine.pressure),
+        "worker_on_battery": machine.power == "battery",
+    }
+    heat = ("nominal", "fair", "serious", "critical")
+    return figures | ({"worker_thermal_state": heat.index(machine.thermal)} if machine.thermal in heat else {})
 
 
 def _ready(ranks: tuple[RankStatus, ...]) -> int:

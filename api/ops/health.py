@@ -56,6 +56,22 @@ class RankHealth(BaseModel):
     silent_s: float = Field(description="since it said something")
 
 
+class MachineHealth(BaseModel):
+    """The machine of a worker: its memory, power and heat, and what the worker does about them."""
+
+    memory_total: int = Field(
+        description="bytes; of the worker's control group, where that is tighter; 0: not reported"
+    )
+    memory_available: int
+    footprint: int = Field(description="bytes that the worker's process holds")
+    pressure: str = Field(description="normal, warning or critical")
+    relief: str = Field(description="what the worker gives up meanwhile; empty: nothing")
+    most_rows: int = Field(description="rows that it fills at present; -1: all of them")
+    power: str = Field(description="mains, battery or unknown")
+    charge: int = Field(description="percent; -1: no battery")
+    thermal: str = Field(description="nominal, fair, serious, critical or unknown")
+
+
 class WorkerHealth(BaseModel):
     """State of a live worker, as it has reported it."""
 
@@ -77,6 +93,7 @@ class WorkerHealth(BaseModel):
     memory_cache: CacheHealth
     ssd_cache: CacheHealth | None = Field(description="null: no folder is named")
     ranks: list[RankHealth] = Field(description="that hold the model together; empty: this process holds all of it")
+    machine: MachineHealth
 
 
 class TrainerHealth(BaseModel):
@@ -211,6 +228,7 @@ async def _look(ring: Ring, report: RingHealth) -> None:
         if not workers:
             continue
         report.workers += [_worker(worker) for worker in workers]
+        report.reasons += [f"worker '{each.id}': {note}" for each in workers for note in each.machine.troubles]
         depth = await ring.queue(card.name).depth()
         memory = _memory(workers)
         report.models[card.name] = ModelHealth(
@@ -246,7 +264,11 @@ def _worker(worker: WorkerStatus) -> WorkerHealth:
     names = CacheHealth.model_fields
     files = {name: int(said.get(f"disk_{name}", 0)) for name in names} if "disk_bytes" in said else None
     caches = {"memory_cache": memory, "ssd_cache": files and CacheHealth(**files)}
-    more = {"ranks": [structs.asdict(rank) for rank in worker.ranks], "warms_up": bool(said.get("warms_up"))}
+    more = {
+        "ranks": [structs.asdict(rank) for rank in worker.ranks],
+        "warms_up": bool(said.get("warms_up")),
+        "machine": structs.asdict(worker.machine),
+    }
     return WorkerHealth.model_validate(structs.asdict(worker) | caches | more)
 
 

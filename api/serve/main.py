@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from api.http.api_keys import KeyRing, check_exposure
 from api.serve.embedded_redis import EmbeddedRedis
 from api.serve.supervisor import ChildSpec, Supervisor, wait_for
 from shared.errors import ServiceUnavailableError, SetupError
+from shared.machine.awake import stay_awake
 from shared.process import nested_config
 from shared.process.api_settings import ApiSettings
 from shared.process.lifeline import follow_parent
@@ -46,7 +48,7 @@ LEARNERS = "trainer.service.hosted:HostedLearners"
 TRAINER_FLAGS = ("lora_rank", "atropos_url")  # of ours that are the hosted trainer's settings
 GUEST_FLAGS = ("training_share", "training_pause_ms", "end_with_guest")  # of ours that bound what a guest does
 SECRETS = ("PARALLM_API_KEY", "PARALLM_CONNECT_KEY", "PARALLM_REDIS_PASSWORD")
-READY_TIMEOUT_S = 600.0  # a large model loads for minutes
+SAY_EVERY_S = 60.0  # that a model is still loading
 READY_ANSWER_S = 5.0
 REDIS_LOOK_S = 0.2
 REPORT_EVERY_S = 1.0
@@ -59,6 +61,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         settings = load(ServeSettings, argv, rehearse=_rehearse)
         _check(settings)
+        stay_awake(settings.keep_awake)
         asyncio.run(settings.join())
         with _embedded(settings) as server:
             if server is not None:
@@ -324,15 +327,14 @@ async def _announce(settings: ServeSettings, listener: socket.socket | None) -> 
         print(f"ParaLLM trains {settings.model}, without HTTP", flush=True)
     else:
         url = f"unix:{settings.uds}" if settings.uds else "http://{}:{}".format(*listener.getsockname()[:2])
-        if not await _ready(listener, settings):
-            log.error("serve.not_ready", after_s=READY_TIMEOUT_S)
-            return
+        await _ready(listener, settings)
         print(f"ParaLLM is ready: {url}" + ("" if settings.uds else "/v1"), flush=True)
     joining = f"mlx_parallm_worker --redis {shown(settings.redis)} --model {settings.model}"
     print(f"join with another worker: {joining}", flush=True)
 
 
-async def _ready(listener: socket.socket, settings: ServeSettings) -> bool:
+async def _ready(listener: socket.socket, settings: ServeSettings) -> None:
+    """Return once a request can be answered, and say now and then that this takes its time."""
     path = "/readyz" if settings.workers else "/livez"
 
     async def ready() -> bool:
@@ -340,7 +342,9 @@ async def _ready(listener: socket.socket, settings: ServeSettings) -> bool:
             return await asyncio.to_thread(_status, listener, path) == 200
         return False
 
-    return await wait_for(ready, READY_TIMEOUT_S)
+    began = time.monotonic()
+    while not await wait_for(ready, SAY_EVERY_S):  # a model may be downloaded for hours
+        log.info("serve.waits_for_worker", for_s=round(time.monotonic() - began), hint="its log lines say what it does")
 
 
 def _status(listener: socket.socket, path: str) -> int:

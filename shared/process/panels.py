@@ -65,6 +65,7 @@ TRAINER: Panels = {
         "show_samples", "logger", "logger_project", "logger_samples", "tensorboard", "log_level", "log_json",
         "otlp_endpoint",
     ),
+    "the machine": ("memory_limit", "wired_limit", "on_battery", "keep_awake"),
     "the ring": ("connect_key", "redis_password", "over_http", "adapter_keep_n"),
     "modes dpo and distill": ("dpo_beta", "feedback_max_age_days", "teacher", "teacher_top_k"),
     "heads: mode reward, loss ppo": (

@@ -15,6 +15,7 @@ from pydantic_settings import (
 )
 
 from shared.errors import SetupError
+from shared.process.machine_settings import AwakeSettings
 from shared.process.panels import Panels
 from shared.redis.connection import address
 
@@ -135,7 +136,7 @@ class JoinSettings(ProcessSettings):
         self.connect_to, self.connect_key, self.redis_password = "", SecretStr(""), SecretStr("")
 
 
-class RunnerSettings(ProcessSettings):
+class RunnerSettings(ProcessSettings, AwakeSettings):
     """Settings of a job runner (arq worker), which `mlx_parallm_serve` takes, too."""
 
     max_jobs: int = Field(default=16, ge=1, description="jobs that one runner advances at a time")

@@ -11,6 +11,7 @@ import httpx
 import msgspec
 
 from shared.errors import ServiceUnavailableError, SetupError
+from shared.machine.network import words_of
 from shared.redis.connection.address import SCHEMES, RedisUrl
 
 
@@ -67,7 +68,7 @@ async def _ask(api: str, api_key: str, transport: httpx.AsyncBaseTransport | Non
         async with httpx.AsyncClient(timeout=10, transport=transport, trust_env=False) as http:
             answer = await http.get(f"{api}/v1/ring", headers=headers)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise ServiceUnavailableError(f"no api answers at {api}: {error or type(error).__name__}") from error
+        raise ServiceUnavailableError(f"no api answers at {api}: {_words(error)}") from error
     if answer.status_code == 401:
         raise SetupError(f"{api} wants an API key: set PARALLM_CONNECT_KEY, or give --connect-key")
     if answer.status_code == 403:
@@ -85,3 +86,12 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def _words(error: BaseException) -> str:
+    """The error's text, with the cause's hint where the system gives one."""
+    text = str(error) or type(error).__name__
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    return text if cause is None else words_of(cause, text)

@@ -6,12 +6,13 @@ from typing import Literal, Self
 from pydantic import AliasChoices, Field, field_validator, model_validator
 
 from shared.process.group_settings import GroupSettings
+from shared.process.machine_settings import MachineSettings
 from shared.process.process_settings import JoinSettings
 
 LINGER_S = 15.0  # that a worker stays at its end for others to fetch KV from, at most
 
 
-class WorkerSettings(JoinSettings, GroupSettings):
+class WorkerSettings(JoinSettings, GroupSettings, MachineSettings):
     """Settings of `mlx_parallm_worker`, of which a Mac runs one."""
 
     # -- speculative decoding; the names are those of other servers
@@ -70,7 +71,9 @@ class WorkerSettings(JoinSettings, GroupSettings):
 
     # -- KV of earlier prompts, in memory and on disk: no disk is filled unless a folder is named
     prefix_cache_gb: float = Field(
-        default=1.0, ge=0, description="KV of earlier prompts, kept besides the KV memory; 0: none"
+        default=1.0,
+        ge=0,
+        description="KV of earlier prompts, kept besides the KV memory, at most; 0: none. Less where memory is short",
     )
     ssd_cache_dir: Path | None = Field(
         default=None,
@@ -95,7 +98,11 @@ class WorkerSettings(JoinSettings, GroupSettings):
     ssd_max_size_gb: float = Field(default=50, ge=0, description="size of that folder, all files together; 0: no bound")
 
     # -- KV of rows
-    kv_memory_gb: float = Field(default=0, ge=0, description="KV memory limit; 0: half of what the model left free")
+    kv_memory_gb: float = Field(
+        default=0,
+        ge=0,
+        description="KV memory limit; 0: half of what the model leaves, divided by our other processes here",
+    )
     block_size: int = Field(default=64, ge=16, description="tokens by which the prefix cache compares prompts")
     kv_bits: int = Field(default=0, description="quantise KV to 8 or 4 bits; 0: do not")
     kv_group_size: int = Field(default=64, ge=32, le=128, description="numbers of KV with one scale: 32, 64 or 128")

@@ -140,6 +140,15 @@ _OURS = (
     _gauge("mlx_parallm_worker_kv_limit_bytes", _WORKER, "KV memory there is"),
     _gauge("mlx_parallm_worker_ranks", _WORKER, "processes that hold the worker's model together"),
     _gauge("mlx_parallm_worker_ranks_ready", _WORKER, "of them, those that take its turns"),
+    _gauge(
+        "mlx_parallm_worker_most_rows", _WORKER, "rows that the worker fills at present: fewer under memory pressure"
+    ),
+    _gauge("mlx_parallm_worker_memory_bytes", _WORKER, "memory that the worker's process holds"),
+    _gauge("mlx_parallm_worker_memory_available_bytes", _WORKER, "memory of its machine that is available"),
+    _gauge("mlx_parallm_worker_memory_total_bytes", _WORKER, "memory of its machine, or of its control group"),
+    _gauge("mlx_parallm_worker_memory_pressure", _WORKER, "0 normal, 1 warning, 2 critical"),
+    _gauge("mlx_parallm_worker_on_battery", _WORKER, "1 while its machine runs on battery"),
+    _gauge("mlx_parallm_worker_thermal_state", _WORKER, "0 nominal, 1 fair, 2 serious, 3 critical; absent: unknown"),
     _gauge("mlx_parallm_worker_heartbeat_age_seconds", _WORKER, "since the worker's last heartbeat"),
     _gauge("mlx_parallm_adapter_slots", _WORKER, "adapter slots there are"),
     _gauge("mlx_parallm_adapter_slots_used", _WORKER, "adapter slots that hold a version"),
@@ -176,6 +185,9 @@ _OURS = (
     _counter("mlx_parallm_spec_decode_draft_model_accepted_tokens_total", _MODEL, "of them, those that were accepted"),
     _counter("mlx_parallm_leases_reclaimed_total", _MODEL, "leases that ran out, whose sequences were taken back"),
     _counter("mlx_parallm_takeovers_total", _MODEL, "sequences that a worker went on with after another one"),
+    _counter(
+        "mlx_parallm_memory_handed_back_total", _MODEL, "sequences that went back to the queue for want of memory"
+    ),
     _counter("mlx_parallm_dead_letters_total", _MODEL, "sequences given up since the beginning"),
     _counter("mlx_parallm_commits_refused_total", _MODEL, "ends that came from a worker that had lost the lease"),
     _counter("mlx_parallm_lora_swaps_total", _MODEL, "adapter versions loaded into a slot"),

@@ -53,5 +53,5 @@ def test_rows_are_counted_by_what_they_can_hold() -> None:
         rows.add(ClaimedRow.after(Claim(spec, "stream", f"0-{number}", 1), []))
     for window, free in ((0, 0), (30, 40)):
         card = ModelCard("m", 1000, 10, (), "", "", kv_bytes_per_token=8, dtype="float32", kv_window=window)
-        plan = claim_plan(rows, settings, card, 800)
+        plan = claim_plan(rows, settings, card, 800, most_rows=settings.max_batch_size)
         assert (plan.kv_tokens, plan.kv_window) == (free, window)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ranks.placement import Placement, address_of, own_device, own_names, placement
+from ranks.placement import Placement, address_of, file_environment, own_device, own_names, placement
 from shared.errors import SetupError
 from shared.process.serve_settings import ServeSettings
 from shared.process.settings import load
@@ -195,3 +195,48 @@ def test_addresses_with_and_without_a_port() -> None:
     assert [address_of(each) for each in ("10.0.0.1", "10.0.0.1:5", "fd00::1", "[fd00::1]:5")] == [
         "10.0.0.1", "10.0.0.1", "fd00::1", "fd00::1",
     ]  # fmt: skip
+
+
+def launched_by_jaccl(folder: Path, rows: Any, rank: int = 1) -> dict[str, str]:
+    """Variables as mlx.launch sets them with --backend jaccl."""
+    devices = folder / "ibv.json"
+    devices.write_text(json.dumps(rows))
+    coordinator = "10.0.0.1:32323"
+    return {"MLX_RANK": str(rank), "MLX_IBV_DEVICES": str(devices), "MLX_JACCL_COORDINATOR": coordinator}
+
+
+def test_mlx_launch_with_jaccl_makes_one_group_of_its_ranks(tmp_path: Path) -> None:
+    rows = [[None, "rdma_en2", "rdma_en3"], ["rdma_en2", None, "rdma_en4"], ["rdma_en3", "rdma_en4", None]]
+    found = placed(**launched_by_jaccl(tmp_path, rows))
+    first = placed(**launched_by_jaccl(tmp_path, rows, rank=0))
+    assert found is not None and first is not None
+    assert (found.rank, found.size, found.backend, found.is_local) == (1, 3, "jaccl", False)
+    assert found.group == first.group, "one group on all machines"
+    assert found.hosts[1].devices == ("rdma_en2", None, "rdma_en4")
+    assert first.hosts[0].addresses == ("10.0.0.1:32323",)
+
+
+@pytest.mark.parametrize(("rows", "why"), [([["rdma_en2"]], "has 1 rows"), ({"hosts": 1}, "has 1 rows"), (7, "no row")])
+def test_a_file_of_rdma_devices_that_makes_no_group_is_refused(tmp_path: Path, rows: Any, why: str) -> None:
+    with pytest.raises(SetupError, match=f"MLX_IBV_DEVICES .*{why}"):
+        placed(**launched_by_jaccl(tmp_path, rows, rank=0))
+
+
+def variables_of(file: str) -> dict[str, str]:
+    return file_environment(load(WorkerSettings, ["--distributed-hostfile", file]))
+
+
+def test_variables_of_the_file_of_machines_reach_every_rank(tmp_path: Path) -> None:
+    hosts = machines("192.0.2.7", "192.0.2.8")
+    given = {"backend": "jaccl-ring", "envs": ["MLX_METAL_FAST_SYNCH=0", "NCCL_DEBUG=INFO"], "hosts": hosts}
+    expected = {"MLX_JACCL_RING": "1", "MLX_METAL_FAST_SYNCH": "0", "NCCL_DEBUG": "INFO"}
+    assert variables_of(hostfile(tmp_path, given)) == expected
+    assert variables_of(hostfile(tmp_path, hosts)) == {}
+    assert file_environment(load(WorkerSettings, [])) == {}
+
+
+@pytest.mark.parametrize("each", ["PATH=/tmp", "DYLD_INSERT_LIBRARIES=x", "MLX_RANK", 7])
+def test_other_variables_in_the_file_of_machines_are_refused(tmp_path: Path, each: object) -> None:
+    file = hostfile(tmp_path, {"envs": [each], "hosts": machines("192.0.2.7", "192.0.2.8")})
+    with pytest.raises(SetupError, match="envs are NAME=VALUE of MLX"):
+        variables_of(file)

@@ -17,6 +17,7 @@ FEWEST_LINES = 30  # of a file; a shorter one belongs into another
 # Short files that are nouns of their own, used by several rooms.
 NOUNS = {
     "api/checks/public_addresses.py",  # the rule of security by which webhooks and images are sent and fetched
+    "shared/machine/commands.py",  # how programs of macOS are run: memory, power, heat and addresses come by them
     "shared/ranks.py",  # the status of a rank, which workers and trainers report and an api shows
     "shared/seeds.py",  # seeds that follow from others: a promise to clients, so in one place
     "shared/webhooks.py",  # a receiver: jobs, batches and responses carry it

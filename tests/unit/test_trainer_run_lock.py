@@ -100,3 +100,17 @@ async def test_other_errors_of_the_system_pass_through(tmp_path: Path) -> None:
 
     with pytest.raises(ConnectionResetError):
         await Disk(tmp_path, alert, asyncio.Event()).write(work)
+
+
+async def test_a_policy_whose_folder_is_anothers_but_for_capitals_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "policy").mkdir()
+    (tmp_path / "Policy").symlink_to("policy")  # as a disk shows it that does not tell them apart
+    with pytest.raises(SetupError, match="does not tell capitals from small letters"):
+        async with run_lock(tmp_path / "Policy"):
+            pass
+
+
+async def test_folders_that_differ_by_capitals_are_two_where_the_disk_says_so(tmp_path: Path) -> None:
+    (tmp_path / "policy").mkdir()
+    async with run_lock(tmp_path / "Policy"):
+        assert (tmp_path / "Policy").is_dir()

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import structlog
 
-from mlx_model.config import EngineConfig
+from mlx_model.config import EngineConfig, memory_config
 from mlx_model.loader import LoadedModel, load_model
 from ranks.following import Follower
 from ranks.lead import GroupLead
@@ -38,7 +38,11 @@ class LeadingTrainer:
     def __init__(self, settings: TrainSettings, placed: Placement) -> None:
         self._settings = settings
         self._config = EngineConfig(
-            settings.model, dtype=settings.dtype or None, sharding=settings.distributed_sharding, sees=False
+            settings.model,
+            dtype=settings.dtype or None,
+            sharding=settings.distributed_sharding,
+            sees=False,
+            memory=memory_config(settings, learner_rank=settings.lora_rank, serves=False),
         )
         self._gone = asyncio.Event()
         self._stop: Callable[[], None] = lambda: None

@@ -238,6 +238,7 @@ class DataRun(Run[DataLearner[T]], Generic[T]):
         while state.train_step < settings.steps and not self.stopping:
             batch = batch_of(self._data.learned, settings.prompts_per_step, state.train_step, settings.seed)
             step = state.train_step
+            await self._care.before_step(self._stop)
             report = await self._learner.call(DataLearner.train, batch, step)
             state.train_step += 1
             state.updates += 1

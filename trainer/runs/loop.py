@@ -259,6 +259,7 @@ class TrainLoop(Run[PolicyLearner]):
 
     async def train_step(self, batch: GroupBatch, timing: Timing, *, serve: bool = True) -> TrainedStep:
         """Consume one batch: train, gate, publish, or leave the policy as it is."""
+        await self._care.before_step(self._stop)
         began_ns = time.time_ns() - int(1e9 * timing.wait_s)
         attributes: dict[str, str | int] = {"parallm.policy": self.settings.adapter, "parallm.source": batch.source}
         attributes["parallm.train_step"] = self.state.train_step

@@ -226,6 +226,7 @@ class PpoRun(Run[PpoLearner]):
         )  # fmt: skip
         steps = steps_of(rollout, advantages_TN)
         step = state.train_step
+        await self._care.before_step(self._stop)
         learned = await self._learner.call(PpoLearner.train, steps, step)
         state.train_step += 1
         state.consumed += rollout.rewards_TN.size

@@ -19,6 +19,7 @@ from shared.adapters import GateCheck, version_id
 from shared.errors import ConflictError, ParallmError
 from trainer.learn import gate
 from trainer.learn.compute import ComputeHost
+from trainer.learn.machine_care import MachineCare
 from trainer.learners.handle import Handle
 from trainer.ring.ring import AdapterSink
 from trainer.settings import TrainSettings
@@ -43,6 +44,7 @@ class Run(ABC, Generic[L]):
         self.settings, self._host, self._sink, self.state = settings, host, sink, state
         self.checkpoints = CheckpointStore(settings.folder / "checkpoints", settings.keep_checkpoints)
         self._stop = asyncio.Event()
+        self._care = MachineCare(settings, host)
         self._disk = Disk(settings.folder, sink.alert, self._stop)
         self._started_ms = time.time_ns() // 1_000_000
         self._rejections = 0  # candidates in a row that failed the gate

@@ -15,6 +15,7 @@ import structlog
 
 from mlx_model import fast_blas
 from shared.errors import ParallmError, ServiceUnavailableError, SetupError
+from shared.machine.awake import stay_awake
 from shared.process import logs
 from shared.process.garbage import no_collections
 from shared.process.loops import until_taken
@@ -24,7 +25,7 @@ from shared.redis.connection.client import connect, require
 from shared.redis.processes.worker_registry import WorkerRegistry
 from shared.sequences import ModelCard
 from trainer.runs import stopping
-from trainer.service.settings import LearnersSettings
+from trainer.service.settings import USUAL_RANK, LearnersSettings
 
 log = structlog.get_logger()
 
@@ -37,6 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         settings = load(LearnersSettings, argv)
         logs.configure(settings.log_level, settings.log_json)
+        stay_awake(settings.keep_awake)
         fast_blas.install()
         return asyncio.run(_serve(settings))
     except ServiceUnavailableError as error:  # may pass, so that a supervisor tries again
@@ -55,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
 async def _serve(settings: LearnersSettings) -> int:
     # These import mlx, so only after fast_blas.install.
     with no_collections(), many_files():
-        from mlx_model.config import EngineConfig
+        from mlx_model.config import EngineConfig, memory_config
         from mlx_model.loader import load_model
         from trainer.learn.compute import ThreadHost, at_once
         from trainer.service.service import LearnerService
@@ -65,7 +67,8 @@ async def _serve(settings: LearnersSettings) -> int:
         raise SetupError("a service joins a ring: give its Redis (--redis redis://HOST:PORT) or an api (--connect-to)")
     await require(url)
     async with ThreadHost() as host, contextlib.aclosing(connect(url)) as redis:
-        config = EngineConfig(settings.model, dtype=settings.dtype or None)
+        memory = memory_config(settings, learner_rank=min(settings.max_rank, USUAL_RANK), serves=False)
+        config = EngineConfig(settings.model, dtype=settings.dtype or None, memory=memory)
         loaded = await host.run(at_once(lambda: load_model(config)))
         running, stop = asyncio.current_task(), asyncio.Event()
         assert running is not None

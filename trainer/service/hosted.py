@@ -25,7 +25,7 @@ from shared.process.worker_settings import WorkerSettings
 from shared.redis.connection.client import connect
 from trainer.learn.compute import EngineHost, LendingWorker
 from trainer.service.service import LearnerService
-from trainer.service.settings import LearnersSettings
+from trainer.service.settings import USUAL_RANK, LearnersSettings
 
 log = structlog.get_logger()
 
@@ -44,6 +44,11 @@ class HostedLearners:
         self._running: asyncio.Task[None] | None = None
         self._service: LearnerService | None = None
         self._thread: threading.Thread | None = None
+
+    @property
+    def learner_rank(self) -> int:
+        """Rank by which memory is planned: one learner as most are."""
+        return min(self._settings.max_rank, USUAL_RANK)
 
     def resolved(self) -> str:
         """The service's settings as YAML."""

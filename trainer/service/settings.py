@@ -4,10 +4,13 @@ from typing import ClassVar, Literal
 
 from pydantic import AliasChoices, Field
 
+from shared.process.machine_settings import MachineSettings
 from shared.process.process_settings import JoinSettings
 
+USUAL_RANK = 16  # of one learner, by which memory is planned before any has come
 
-class LearnersSettings(JoinSettings):
+
+class LearnersSettings(JoinSettings, MachineSettings):
     """`mlx_parallm_learners`: one or more processes for each model."""
 
     is_trainer: ClassVar[bool] = True

@@ -24,12 +24,27 @@ async def run_lock(folder: Path, wait_s: float = WAIT_S) -> AsyncIterator[None]:
 
     The lock's file lies beside the folder, which is renamed when a run begins anew.
     """
+    _check_case(folder)
     descriptor = _open(folder)
     try:
         await _acquire(descriptor, folder, wait_s)
         yield
     finally:
         os.close(descriptor)
+
+
+def _check_case(folder: Path) -> None:
+    """SetupError where another policy's folder is the same one: APFS does not tell capitals from small letters."""
+    try:
+        others = [each for each in folder.parent.iterdir() if each.name != folder.name]
+        shared = [each for each in others if each.name.lower() == folder.name.lower() and each.samefile(folder)]
+    except OSError:  # there is no such folder yet
+        return
+    if shared:
+        raise SetupError(
+            f"{folder} and {shared[0]} are one folder, for this disk does not tell capitals from small letters: give "
+            "another --adapter, --run or --run-dir"
+        )
 
 
 def _open(folder: Path) -> int:

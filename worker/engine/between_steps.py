@@ -101,11 +101,12 @@ class Guests:
         self._clock = clock
         self._pieces: deque[_Piece] = deque()
         self._closed = False
+        self.held = False  # no unit begins
         self.stats = GuestStats()
 
     def waits(self, is_idle: bool) -> bool:
         """True if a unit can run now or between decode steps. `is_idle`: the engine has no rows."""
-        return any(is_idle or not piece.when_idle for piece in self._pieces)
+        return not self.held and any(is_idle or not piece.when_idle for piece in self._pieces)
 
     def add(self, start: Callable[[], Work[T]], future: Future[T], *, when_idle: bool = False) -> None:
         """Take a piece of work, from any thread; cancelling the future ends it after the unit that runs.
@@ -126,7 +127,7 @@ class Guests:
                 self._pieces.remove(piece)
                 self._end(piece)
         may_run = [each for each in tuple(self._pieces) if is_idle or not each.when_idle]
-        if not may_run or (decoding and not self._share.may_work):
+        if self.held or not may_run or (decoding and not self._share.may_work):
             return
         began = self._clock()
         self._advance(may_run[0])

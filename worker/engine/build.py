@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -51,7 +52,7 @@ def build(
     loaded = load_model(config, group)
     with nullcontext() if group is None else mx.stream(generation_stream):  # one stream for all sums of a group
         check_batch(loaded.model, config.max_rows)
-        config = begun(config)
+        config = replace(begun(config), prefix_cache_bytes=loaded.prefix_bytes)
         slots = None if adapters is None else AdapterSlots(loaded, adapters, wake, on_adapters)
         engine = Engine(loaded, config, slots, wake)
         return EngineParts(loaded, engine, slots, WarmUp(loaded, config, engine, slots))

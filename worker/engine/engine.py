@@ -152,6 +152,12 @@ class Engine:
         if rows:
             self._restart([row for row in self._rows.values() if row.admitted])
 
+    def relieve(self, *, drops_caches: bool) -> None:
+        """Under memory pressure, and once after it: hold no memory that no row needs, or do so again."""
+        with mx.stream(self._batch.stream):
+            self.prefixes.bound(0 if drops_caches else self._config.prefix_cache_bytes)
+        mx.clear_cache()
+
     def set_aside(self, seq_ids: Iterable[str]) -> None:
         """Let rows go without a last word and keep their KV: they go on later, here or elsewhere."""
         self.settle()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Self
 
-from mlx_model.config import DiskConfig, EngineConfig, SpeculationConfig
+from mlx_model.config import DiskConfig, EngineConfig, SpeculationConfig, memory_config
 from shared.errors import ParallmError
 from shared.frames import Finish, TokenEvent
 from shared.images.refs import Picture
@@ -55,6 +55,7 @@ class PrefixStats:
     snapshot_bytes: int = 0  # of `bytes`
     evicted_snapshots: int = 0
     tails: int = 0  # ends of short prompts that fill no block
+    limit_bytes: int = 0  # that it may hold
 
 
 @dataclass(frozen=True)
@@ -167,8 +168,8 @@ class Throughput:
             self._since = (now, self.tokens)
 
 
-def engine_config(s: WorkerSettings) -> EngineConfig:
-    """Translate a worker's settings for the engine."""
+def engine_config(s: WorkerSettings, learner_rank: int = 0) -> EngineConfig:
+    """Translate a worker's settings for the engine. `learner_rank`: of the adapter that a guest trains."""
     return EngineConfig(
         model=s.model,
         served_name=s.served_model_name or s.model.rstrip("/").rsplit("/", 1)[-1],
@@ -177,6 +178,7 @@ def engine_config(s: WorkerSettings) -> EngineConfig:
         prefill_chunk=s.prefill_chunk,
         warm_up=s.warm_up,
         kv_limit_bytes=int(s.kv_memory_gb * 1e9) or None,
+        memory=memory_config(s, adapter_slots=s.adapter_slots, learner_rank=learner_rank),
         dtype=s.dtype or None,
         max_context=s.max_context or None,
         trust_remote_code=s.trust_remote_code,

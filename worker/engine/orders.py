@@ -108,6 +108,15 @@ class ClearCache(EngineOrder, frozen=True):
         parts.engine.clear_cache(rows=self.rows)
 
 
+class Relieve(EngineOrder, frozen=True):
+    """Give back freed memory, and with `drops_caches` the KV of earlier prompts; without, store prompts again."""
+
+    drops_caches: bool
+
+    def carry_out(self, parts: EngineParts) -> None:
+        parts.engine.relieve(drops_caches=self.drops_caches)
+
+
 class Provide(EngineOrder, frozen=True):
     """The file of an adapter version is on disk until a `Withdraw`; each rank has its own path to it."""
 
@@ -169,6 +178,7 @@ Order = (
     | Freeze
     | Thaw
     | ClearCache
+    | Relieve
     | Provide
     | Withdraw
     | Point

@@ -13,6 +13,7 @@ import gc
 import logging
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -138,6 +139,13 @@ class EngineThread:
             self._wake.notify()
         return future
 
+    def hold_guests(self, hold: bool) -> None:
+        """Begin no further unit of guests' work until this is taken back; the one that runs ends."""
+        if self._guests.held != hold:
+            with self._wake:
+                self._guests.held = hold
+                self._wake.notify()
+
     def adapter_stats(self) -> AdapterStats:
         """The latest snapshot of the adapter slots."""
         return AdapterStats() if self._slots is None else self._slots.stats
@@ -184,11 +192,13 @@ class EngineThread:
     # -- in thread G
 
     def _run(self, ready: Future[LoadedModel]) -> None:
+        failure: SetupError | None = None
         try:
             self._serve(ready)
         except BaseException as error:
             if not ready.done():
-                ready.set_exception(error if isinstance(error, SetupError) else _cannot_start(error))
+                traceback.clear_frames(error.__traceback__)  # they hold arrays
+                failure = error if isinstance(error, SetupError) else _cannot_start(error)
             else:
                 log.exception("engine.died")
                 self._on_death(error)
@@ -196,6 +206,8 @@ class EngineThread:
             gc.collect()  # arrays of this thread go while its streams live
             mx.synchronize()
             mx.clear_streams()
+        if failure is not None:  # only now: who hears of it may end the process, which must not find streams here
+            ready.set_exception(failure)
 
     def _serve(self, ready: Future[LoadedModel]) -> None:
         group = None if self._lead is None else self._lead.join()

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from mlx_model.config import memory_config
 from mlx_model.loader import LoadedModel
 from ranks.following import Follower, Learning
 from ranks.messages import EngineTurn, Fetch, Fetched, LoadModel, Read, Unit, Woken
@@ -60,6 +61,7 @@ class EngineRank(Follower):
             model=s.model,
             trust_remote_code=s.trust_remote_code,
             kv_limit_bytes=int(s.kv_memory_gb * 1e9) or None,
+            memory=memory_config(s, adapter_slots=s.adapter_slots),
         )
         self._parts = build(config, begin.adapters, group, lambda: self._say(Woken()))
         self._learning = None if self._guest is None else self._guest(self._parts.loaded)

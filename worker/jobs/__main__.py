@@ -5,6 +5,7 @@ import sys
 from collections.abc import Awaitable, Callable
 
 from shared.errors import ServiceUnavailableError, SetupError
+from shared.machine.awake import stay_awake
 from shared.process import logs
 from shared.process.garbage import leave_out_what_is_loaded, no_collections
 from shared.process.lifeline import follow_parent
@@ -21,6 +22,7 @@ def main() -> None:
         if not settings.redis:
             raise SetupError("the job runner needs --redis URL (or PARALLM_REDIS_URL)")
         logs.configure(settings.log_level, settings.log_json)
+        stay_awake(settings.keep_awake)
         tracing.start(settings.otlp_endpoint, "runner")
         follow_parent()
         with no_collections():

@@ -5,6 +5,7 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from shared.machine.network import Info, in_order, words_of
 from shared.wire import Channel, Connection, PeerError, PeerRefusalError, greet
 from worker.engine.prefixes.parcels import KvParcel, UnusableParcelError, unpack
 from worker.peers.messages import KvRequest, Offer, SendParcels
@@ -54,17 +55,27 @@ async def _connect(host: str, port: int) -> socket.socket:
     loop = asyncio.get_running_loop()
     try:
         async with asyncio.timeout(CONNECT_S):
-            family, kind, protocol, _, address = (await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM))[0]
-            sock = socket.socket(family, kind, protocol)
-            try:
-                sock.setblocking(False)
-                await loop.sock_connect(sock, address)
-            except BaseException:
-                sock.close()
-                raise
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            return sock
+            trouble: OSError | None = None
+            for found in in_order(await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)):
+                try:
+                    return await _connect_to(found)
+                except OSError as error:  # another address may answer
+                    trouble = trouble or error
+            raise trouble or OSError("it has no address")
     except TimeoutError as error:
         raise PeerError(f"it does not answer within {CONNECT_S:.0f} s") from error
     except OSError as error:
-        raise PeerError(f"it cannot be reached: {error.strerror or error}") from error
+        raise PeerError(f"it cannot be reached: {words_of(error, error.strerror or str(error))}") from error
+
+
+async def _connect_to(found: Info) -> socket.socket:
+    family, kind, protocol, _, address = found
+    sock = socket.socket(family, kind, protocol)
+    try:
+        sock.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(sock, address)
+    except BaseException:
+        sock.close()
+        raise
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return sock

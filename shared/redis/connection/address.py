@@ -22,6 +22,8 @@ from urllib.parse import parse_qsl, unquote, urlencode
 
 from redis.asyncio import Redis
 
+from shared.machine.network import in_order
+
 SENTINEL_SCHEMES = ("redis+sentinel", "rediss+sentinel")
 CLUSTER_SCHEMES = ("redis+cluster", "rediss+cluster")
 SCHEMES = ("redis", "rediss", "unix", *SENTINEL_SCHEMES, *CLUSTER_SCHEMES)
@@ -150,10 +152,15 @@ def own_address(redis: str, given: str = "") -> str:
     host, port = _redis_at(redis)
     if not host:
         return "127.0.0.1"
-    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(address)  # sends nothing
-        return str(probe.getsockname()[0])
+    trouble: OSError | None = None
+    for family, kind, _, _, address in in_order(socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)):
+        try:
+            with socket.socket(family, kind) as probe:
+                probe.connect(address)  # sends nothing
+                return str(probe.getsockname()[0])
+        except OSError as error:  # no route by this one, perhaps by the next
+            trouble = trouble or error
+    raise trouble or OSError(f"{host} has no address")
 
 
 def _redis_at(url: str) -> tuple[str, int]:

@@ -39,6 +39,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from shared.errors import ParallmError
+from shared.machine.network import words_of
 
 _REFUSED = {
     "OOM": "its memory is full: raise maxmemory or let keys expire",
@@ -144,7 +145,7 @@ def _of_system(error: OSError) -> str:
         return f"TLS: {error.reason or 'broken off'}"
     if isinstance(error, socket.gaierror):
         return "its address is not known"
-    return os.strerror(error.errno) if error.errno else ""
+    return words_of(error, os.strerror(error.errno)) if error.errno else ""
 
 
 def hush(error: ResponseError, where: str = "") -> None:

@@ -14,6 +14,7 @@ import structlog
 from redis.asyncio import Redis
 
 from shared.errors import NotFoundError, SetupError
+from shared.machine.status import MachineStatus
 from shared.ranks import RankStatus
 from shared.redis import keys
 from shared.redis.connection.client import Script, ask_all, members, server_time_ms
@@ -64,6 +65,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     speculation: str = "none"  # what tokens are drafted from: a mode of --spec-decode, or "none: " and why not
     draft_model: str = ""  # that drafts, too; "": there is none, or it has failed
     ranks: tuple[RankStatus, ...] = ()  # that hold the model together; (): this process holds all of it
+    machine: MachineStatus = MachineStatus()
 
 
 def weights_of(card: ModelCard) -> str:
@@ -134,6 +136,7 @@ class WorkerRegistry:
         fields["extra"] = msgspec.json.encode(status.extra)
         fields["versions"] = msgspec.json.encode(status.versions)
         fields["ranks"] = msgspec.json.encode(status.ranks)
+        fields["machine"] = msgspec.json.encode(status.machine)
         async with self._redis.pipeline() as pipe:
             pipe.hset(key, mapping=fields)
             pipe.expire(key, keys.WORKER_TTL_S)
@@ -276,7 +279,13 @@ def _status(fields: dict[bytes, bytes]) -> WorkerStatus | None:
     """A heartbeat; None, and a line in our log, when it cannot be read."""
     try:
         plain: dict[str, object] = {name.decode(): value.decode() for name, value in fields.items()}
-        for name, empty in (("adapters", "{}"), ("extra", "{}"), ("versions", "[]"), ("ranks", "[]")):
+        for name, empty in (
+            ("adapters", "{}"),
+            ("extra", "{}"),
+            ("versions", "[]"),
+            ("ranks", "[]"),
+            ("machine", "{}"),
+        ):
             plain[name] = msgspec.json.decode(str(plain.get(name, empty)))
         return msgspec.convert(plain, WorkerStatus, strict=False)
     except (msgspec.DecodeError, ValueError) as error:

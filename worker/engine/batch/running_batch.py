@@ -21,7 +21,6 @@ from typing import Any, cast
 
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
-from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from mlx_model.config import EngineConfig
 from mlx_model.kv.kinds import end_of, keep_rows, share_offsets
@@ -68,7 +67,6 @@ class RunningBatch:
         self.has_decoded = False  # the latest step has fed the rows that decode, though it may have reported nothing
         # On a CPU, MLX computes while it dispatches: there a first token would wait for all of the next decode step.
         self._tells_at_once = mx.default_device() == mx.Device(mx.cpu)
-        maybe_set_recommended_wired_limit()
 
     def __len__(self) -> int:
         return len(self._inserted)

@@ -63,6 +63,7 @@ class PrefixCache:
         """`shares`: as how many layers' each cache counts, where others do not count; () counts what is there."""
         kinds = [kind_of(leaf) for leaf in leaves(new_kv)]
         self._limit = limit_bytes if all(kind.is_known for kind in kinds) else 0
+        self._most = self._limit  # that `bound` may give back
         self.needs_snapshots = bool(self._limit) and not all(kind.is_cut for kind in kinds)
         self.has_blocks = any(kind.is_cut for kind in kinds)
         self._new_kv = list(new_kv)
@@ -91,6 +92,7 @@ class PrefixCache:
             snapshot_bytes=self._slabs.state_bytes,
             evicted_snapshots=self._evicted_snapshots,
             tails=len(self._tails),
+            limit_bytes=self._most,
         )
 
     @property
@@ -364,6 +366,13 @@ class PrefixCache:
         self._tails.clear()
         while self._order:
             self._evict()
+
+    def bound(self, limit_bytes: int) -> None:
+        """Hold at most so much from now on, and no more than at first; 0 stores nothing and finds nothing."""
+        self._limit = min(self._most, limit_bytes)
+        if not self._limit:
+            self._tails.clear()
+        self._shrink()
 
     def _take_out(self, runs: dict[Segment, int], snapshot: StateSnapshot | None) -> None:
         """Copy what a hit uses out of slabs that others share."""

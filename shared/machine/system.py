@@ -1,0 +1,46 @@
+"""The kind of machine: its system, architecture and chip."""
+
+import platform
+import sys
+from dataclasses import dataclass
+
+from shared.machine import darwin
+
+
+@dataclass(frozen=True)
+class System:
+    """System and hardware under this Python."""
+
+    platform: str  # "darwin", "linux"
+    architecture: str  # of this Python: "arm64", "x86_64"
+    version: str  # of macOS, such as "26.2", or of the Linux kernel
+    chip: str  # such as "Apple M4 Max"; "": unknown
+    model: str  # such as "Mac16,5"; "": unknown
+    is_apple_silicon: bool
+    translated: bool  # this Python is an Intel program that Rosetta translates, so MLX has no Metal
+
+
+def this_system() -> System:
+    """Facts that do not change while a process lives."""
+    if sys.platform != "darwin":
+        return System(sys.platform, platform.machine(), platform.release(), "", "", False, False)
+    return System(
+        platform="darwin",
+        architecture=platform.machine(),
+        # mac_ver says 10.16 in a Python that was built for an old SDK.
+        version=darwin.sysctl_text("kern.osproductversion") or platform.mac_ver()[0],
+        chip=darwin.sysctl_text("machdep.cpu.brand_string"),
+        model=darwin.sysctl_text("hw.model"),
+        is_apple_silicon=bool(darwin.sysctl_int("hw.optional.arm64")),
+        translated=bool(darwin.sysctl_int("sysctl.proc_translated")),
+    )
+
+
+def version_numbers(version: str) -> tuple[int, ...]:
+    """Leading numbers of a version such as "26.1.0", for comparisons."""
+    numbers: list[int] = []
+    for part in version.split("."):
+        if not part.isdigit():
+            break
+        numbers.append(int(part))
+    return tuple(numbers)

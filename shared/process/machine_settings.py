@@ -1,0 +1,36 @@
+"""Settings of processes that hold a model, about the machine that they run on."""
+
+from typing import Literal
+
+from pydantic import BaseModel, Field
+
+OnBattery = Literal["pause", "slow", "go"]
+
+
+class AwakeSettings(BaseModel):
+    """Part of the settings of every process that works unattended."""
+
+    keep_awake: bool = Field(
+        default=True, description="on macOS: no idle sleep while this process runs (caffeinate -i -w PID)"
+    )
+
+
+class MachineSettings(AwakeSettings):
+    """Part of the settings of workers, trainers and the learners' service."""
+
+    memory_limit: float = Field(
+        default=0,
+        ge=0,
+        description="GB that this process may take, all in all; 0: what the machine has left, measured at start",
+    )
+    wired_limit: float = Field(
+        default=0,
+        ge=0,
+        description="on Metal: GB that stay resident for the GPU (mx.set_wired_limit); 0: none, since it has panicked "
+        "macOS under continuous batching",
+    )
+    on_battery: OnBattery = Field(
+        default="go",
+        description="while the machine runs on battery: go on; slow: a quarter of the rows, train steps half of the "
+        "time; pause: begin nothing new",
+    )

@@ -1,0 +1,73 @@
+"""Care of a run for its machine between two train steps: waits while it is on battery, frees memory under pressure.
+
+A trainer inside a worker is held by the worker, which knows when; there this only follows the run's own settings.
+"""
+
+import asyncio
+import contextlib
+import time
+
+import mlx.core as mx
+import structlog
+
+from shared.machine.memory import Pressure, footprint, machine_memory, worst
+from shared.machine.power import machine_power
+from shared.process.machine_settings import MachineSettings
+from trainer.learn.compute import ComputeHost, at_once
+
+log = structlog.get_logger()
+
+LOOK_S = 5.0
+EASE_S = 30.0  # that a train step waits for critical pressure to end: its memory may be what is missing
+
+
+class MachineCare:
+    """Holds the next train step back, where the machine or the user wants it."""
+
+    def __init__(self, settings: MachineSettings, host: ComputeHost) -> None:
+        self._settings = settings
+        self._host = host
+        self._began = 0.0  # monotonic, of the train step before
+
+    async def before_step(self, stop: asyncio.Event) -> None:
+        """Return when the next train step may begin, or the run is to end."""
+        took_s = time.monotonic() - self._began if self._began else 0.0
+        await self._wait_for_power(stop, took_s)
+        await self._free_memory(stop)
+        self._began = time.monotonic()
+
+    async def _wait_for_power(self, stop: asyncio.Event, took_s: float) -> None:
+        policy = self._settings.on_battery
+        if policy == "go" or not await self._on_battery():
+            return
+        if policy == "slow":
+            await _pause(stop, took_s)
+            return
+        log.warning("train.waits_for_power", hint="--on-battery pause: it goes on when the machine is on mains")
+        while not stop.is_set() and await self._on_battery():
+            await _pause(stop, LOOK_S)
+        log.info("train.on_mains")
+
+    async def _free_memory(self, stop: asyncio.Event) -> None:
+        pressure = await asyncio.to_thread(self._pressure)
+        if pressure == "normal":
+            return
+        log.warning("train.memory", pressure=pressure, does="gives back freed memory")
+        await self._host.run(at_once(mx.clear_cache))
+        until = time.monotonic() + EASE_S
+        while not stop.is_set() and time.monotonic() < until and await asyncio.to_thread(self._pressure) == "critical":
+            await _pause(stop, LOOK_S)
+
+    def _pressure(self) -> Pressure:
+        limit = self._settings.memory_limit * 1e9
+        return worst(machine_memory().pressure, "warning" if limit and footprint() > limit else "normal")
+
+    async def _on_battery(self) -> bool:
+        return (await asyncio.to_thread(machine_power)).source == "battery"
+
+
+async def _pause(stop: asyncio.Event, seconds: float) -> None:
+    """Wait, or return at once when the run is to end."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await stop.wait()
