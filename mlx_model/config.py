@@ -54,24 +54,17 @@ class MemoryConfig:
     reserves: bool = False  # other processes of ours on this machine count what this one has planned
 
 
-def memory_config(
-    s: MachineSettings, *, adapter_slots: int = 0, learner_rank: int = 0, serves: bool = True
-) -> MemoryConfig:
-    """The part of a process's configuration about memory."""
-    limit, wired = int(s.memory_limit * 1e9), int(s.wired_limit * 1e9)
-    return MemoryConfig(limit, wired, adapter_slots, learner_rank, serves, reserves=True)
-
-
 @dataclass(frozen=True)
 class EngineConfig:
     """How to load the model and how much of it runs at once."""
 
-    model: str  # a folder or a hub name
+    model: str  # a folder, a hub name or a GGUF file
     served_name: str = ""  # "": the last part of `model`
     max_rows: int = 32  # rows that hold a place in the batch, prefilling ones included
     prefill_rows: int = 32  # prompts that prefill together, at most
     prefill_chunk: int = 512  # prompt tokens between two decode steps, over all prompts; 0: measured while idle
     largest_chunk: int = 0  # that may become, while it is not measured yet, where pieces of prompts come in time
+    alone: tuple[int, int] | None = None  # fewest and most at once while nothing decodes; None: four times the chunk
     prefill_area: int | None = None  # rows x width x (past + width) of a forward of prompts; None: no limit
     piece_s: float = float("inf")  # that a piece of prompts is planned to take; a late one makes the next one smaller
     lane_s: float = float("inf")  # for the prompts in our own lane between two decode steps
@@ -82,6 +75,8 @@ class EngineConfig:
     dtype: str | None = None  # None: the model's own; float32 on a CPU
     max_context: int | None = None  # shortens the model's context
     trust_remote_code: bool = False
+    tool_format: str = ""  # how the model writes calls and reasoning; "": by its template and vocabulary
+    reasoning_format: str = ""
     top_candidates: int = 256  # tokens that are sorted before the whole vocabulary is; on a CPU only
     score_chunk_bytes: int = 64 << 20  # fp32 logits of a prompt that exist at one time
     between_steps_s: float = 0.005  # time for loading adapters between two decode steps
@@ -114,6 +109,14 @@ class DraftKv:
 
     bytes_per_token: int = 0
     most: int = 0  # tokens of a row
+
+
+def memory_config(
+    s: MachineSettings, *, adapter_slots: int = 0, learner_rank: int = 0, serves: bool = True
+) -> MemoryConfig:
+    """The part of a process's configuration about memory."""
+    limit, wired = int(s.memory_limit * 1e9), int(s.wired_limit * 1e9)
+    return MemoryConfig(limit, wired, adapter_slots, learner_rank, serves, reserves=True)
 
 
 def check_settings(config: EngineConfig) -> None:

@@ -13,7 +13,7 @@ one row, 73 sums: 6.2 ms of a step as NCCL has it, 3.2 without the first two, 1.
 
 import os
 
-import mlx.core as mx
+from mlx_model.device import on_cuda
 
 _SETTINGS = {
     "MLX_CUDA_GRAPH_CACHE_SIZE": "5000",
@@ -26,6 +26,6 @@ _SUMS = {"NCCL_GRAPH_MIXING_SUPPORT": "0", "NCCL_GRAPH_REGISTER": "0", "NCCL_CGA
 
 def prepare(*, sums: bool = False) -> None:
     """Set what is not set already; without CUDA nothing happens. `sums`: over ranks, before these connect."""
-    if mx.cuda.is_available():
+    if on_cuda():
         for name, value in (_SETTINGS | (_SUMS if sums else {})).items():
             os.environ.setdefault(name, value)

@@ -6,28 +6,34 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
 import re
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx_lm.utils
+import msgspec
 from mlx_lm.generate import generation_stream
 
-from mlx_model import cuda, cuda_graphs
+from mlx_model import cuda_graphs
 from mlx_model.batching import check_batch
+from mlx_model.borrowed import is_borrowed, load_borrowed
 from mlx_model.collectives.ranks import Ranks, one_after_another, ranks_of
 from mlx_model.config import DraftKv, EngineConfig, check_settings
+from mlx_model.device import on_cpu, on_cuda
 from mlx_model.draft import DraftModel, check_tokenizer
 from mlx_model.heads.classifier import Classifier, is_classifier
 from mlx_model.heads.head import Heads
 from mlx_model.kv.cuda import attention as cuda_attention
 from mlx_model.kv.kinds import window_of
 from mlx_model.kv.layout import KvLayout, check_asked, layout_of
+from mlx_model.mended import mend
 from mlx_model.pipeline import cut
 from mlx_model.pooling import hidden_size
 from mlx_model.sharding import read_weights, shard
@@ -38,10 +44,14 @@ from shared.errors import SetupError
 from shared.fit.model_fit import Asked, Device, fit_model
 from shared.fit.plan import LEAST_TOKENS as ROW_TOKENS
 from shared.fit.plan import MemoryPlan, gb
+from shared.gguf.cached import cached_folder, is_gguf
+from shared.gguf.conversion import Conversion
 from shared.machine.memory import machine_memory
 from shared.process.group_settings import Sharding
+from shared.process.model_aliases import short_name
 from shared.sequences import ModelCard
 from shared.text.codec import TokenizerBundle
+from shared.text.languages.families import HERMES, TOOL_FORMATS, recognised
 
 log = logging.getLogger(__name__)
 
@@ -116,7 +126,7 @@ def _load(config: EngineConfig, ranks: Ranks | None) -> LoadedModel:
     kv_bytes = kv_bytes if ranks is None else ranks.largest(kv_bytes)
     states = hidden_size(model)
     card = ModelCard(
-        name=config.served_name or config.model.rstrip("/").rsplit("/", 1)[-1],
+        name=config.served_name or short_name(config.model),
         context_length=context,
         vocab_size=vocab,
         eos_token_ids=bundle.eos_token_ids,
@@ -153,13 +163,14 @@ def check_model(config: EngineConfig, ranks: int = 1) -> None:
     for name in filter(None, (config.model, draft)):
         if not Path(name).expanduser().exists() and is_hub_name(name):
             continue
-        path = model_folder(name)
-        described = _described(path)
+        described = Conversion(Path(name)).config if is_gguf(name) else _described(model_folder(name))
         if name == config.model:
             context = _context_length(described, config.max_context)
             check_asked(config.kv_bits, config.kv_group_size, _bound(config, context))
+            if is_gguf(name):  # its folder, by which room is planned, is made when it is loaded
+                continue
             rehearsed = replace(config, memory=replace(config.memory, reserves=False))
-            _memory_plan(rehearsed, path, 1 if config.sharding == "data" else ranks, fetches=False)
+            _memory_plan(rehearsed, model_folder(name), 1 if config.sharding == "data" else ranks, fetches=False)
 
 
 def _memory_plan(config: EngineConfig, path: Path, ranks: int, *, fetches: bool = True) -> MemoryPlan:
@@ -196,10 +207,10 @@ def _memory_plan(config: EngineConfig, path: Path, ranks: int, *, fetches: bool 
 
 def _device(dtype: str | None) -> Device:
     """This process's device as the plan of memory knows it."""
-    if mx.default_device() == mx.Device(mx.cpu):
+    if on_cpu():
         size = 4 if dtype in (None, "float32") else 2
         return Device(float_bytes=size, kv_number_bytes=size)
-    apart = cuda.is_used()
+    apart = on_cuda()
     pool = f"GPU {os.environ.get('CUDA_VISIBLE_DEVICES', '0')}" if apart else "machine"
     size = 0 if dtype is None else 4 if dtype == "float32" else 2
     return Device(_gpu_bytes(), apart, pool, size, size or 2)
@@ -231,7 +242,9 @@ def _described(path: Path) -> dict[str, Any]:
     """The config.json of a model that can be loaded; SetupError for another one."""
     try:
         described: dict[str, Any] = mlx_lm.utils.load_config(path)
-        if not (is_classifier(described) or is_vision(described) or described.get("model_file")):
+        if not (
+            is_classifier(described) or is_vision(described) or described.get("model_file") or is_borrowed(described)
+        ):
             mlx_lm.utils._get_classes(described)
     except (OSError, ValueError, KeyError) as error:
         raise SetupError(f"cannot load the model at {path}: {type(error).__name__}: {error}") from error
@@ -266,10 +279,13 @@ def _read(
             heads = classifier.heads(hidden_size(model))
         elif is_vision(described) and config.sees:
             (model, tower), model_config = load_seeing(path, described), described
+        elif is_borrowed(described):
+            model, model_config = load_borrowed(path), described
         else:
             check_known(described)
             trusts, lazy = config.trust_remote_code, ranks is not None
             model, model_config = mlx_lm.utils.load_model(path, lazy, trust_remote_code=trusts)
+            mend(model)
         if ranks is not None:
             whole = _divide(model, ranks, config.sharding)
         split = {"fix_mistral_regex": described.get("model_type") in _MISTRAL}
@@ -282,12 +298,13 @@ def _read(
         raise SetupError(f"cannot load the model at {path}: {type(error).__name__}: {error}") from error
     _set_dtype(model, config.dtype)
     mx.eval(model.parameters()) if ranks is None else read_weights(model)
-    if ranks is None and cuda.is_used():
+    if ranks is None and on_cuda():
         join_products(model)
     for part in tower.parts if tower is not None and _sees(ranks) else ():
         _set_dtype(part, config.dtype)
         mx.eval(part.parameters())
-    return model, export_tokenizer(tokenizer), model_config, heads, tower, whole
+    bundle = with_formats(export_tokenizer(tokenizer), tokenizer.get_vocab(), path, config)
+    return model, bundle, model_config, heads, tower, whole
 
 
 def _divide(model: Any, ranks: Ranks, sharding: Sharding) -> Whole:
@@ -326,12 +343,16 @@ def is_hub_name(name: str) -> bool:
 
 
 def model_folder(name: str) -> Path:
-    """The model's folder; a hub name is downloaded or found in the hub's cache."""
+    """The model's folder; a hub name is downloaded or found in the hub's cache, a GGUF file is converted into ours."""
     path = Path(name).expanduser()
+    if is_gguf(name):
+        return cached_folder(path)
     if path.exists():
         return path
     if not is_hub_name(name):
-        raise SetupError(f"no model folder {name!r}; give a folder or a hub name such as mlx-community/<model>")
+        raise SetupError(
+            f"no model folder {name!r}; a GGUF file and a name on the hub (mlx-community/...) will do, too"
+        )
     try:
         return Path(mlx_lm.utils._download(name))
     except Exception as error:
@@ -340,7 +361,7 @@ def model_folder(name: str) -> Path:
 
 def _set_dtype(model: Any, dtype: str | None) -> None:
     """Cast the floating weights; on a CPU to fp32 by default: 16-bit arithmetic is emulated there, 8-40x slower."""
-    if dtype is None and mx.default_device() == mx.Device(mx.cpu):
+    if dtype is None and on_cpu():
         dtype = "float32"
     if dtype is None:
         return
@@ -374,6 +395,15 @@ def _context_length(model_config: dict[str, Any], limit: int | None) -> int:
     return min(context, limit) if limit else context
 
 
+def head_size(model_config: dict[str, Any]) -> int:
+    """Numbers of an attention head; 0: not known, or keys and values have heads of other sizes than queries."""
+    text_config = {**model_config, **(model_config.get("text_config") or {})}
+    if text_config.get("kv_lora_rank"):
+        return 0
+    heads = text_config.get("num_attention_heads") or 0
+    return int(text_config.get("head_dim") or (text_config.get("hidden_size", 0) // heads if heads else 0))
+
+
 def _quantization(model_config: dict[str, Any]) -> str:
     quantization = model_config.get("quantization") or {}
     if not quantization.get("bits"):
@@ -396,6 +426,22 @@ def export_tokenizer(tokenizer: Any) -> TokenizerBundle:
         eos_token_ids=tuple(sorted(int(token) for token in tokenizer.eos_token_ids)),
         special_tokens=special,
     )
+
+
+def with_formats(
+    bundle: TokenizerBundle, vocabulary: Mapping[str, int], path: Path, config: EngineConfig
+) -> TokenizerBundle:
+    """The bundle with the formats of the model's calls and reasoning that its worker was given.
+
+    Where none is given and neither template nor vocabulary show how calls are written, the name of mlx-lm's parser in
+    tokenizer_config.json does.
+    """
+    calls, file = config.tool_format, path / "tokenizer_config.json"
+    if not calls and file.is_file() and not recognised(bundle.chat_template, vocabulary.__contains__).family:
+        named = str(json.loads(file.read_text()).get("tool_parser_type"))
+        named = {"json_tools": HERMES, "laguna": "glm47"}.get(named, named)
+        calls = named if named in TOOL_FORMATS else ""
+    return msgspec.structs.replace(bundle, tool_format=calls, reasoning_format=config.reasoning_format)
 
 
 def base_sha256(path: Path) -> str:
@@ -422,8 +468,7 @@ def bound_freed_memory(kv_limit_bytes: int) -> None:
 
     On a GPU what is not found there takes long to get; a CPU gets memory about as fast as it finds it.
     """
-    on_cpu = mx.default_device() == mx.Device(mx.cpu)
-    mx.set_cache_limit(_SMALLEST_CACHE if on_cpu else max(_SMALLEST_CACHE, kv_limit_bytes // 4))
+    mx.set_cache_limit(_SMALLEST_CACHE if on_cpu() else max(_SMALLEST_CACHE, kv_limit_bytes // 4))
 
 
 def free_bytes() -> int:
@@ -434,7 +479,7 @@ def free_bytes() -> int:
 
 def _gpu_bytes() -> int:
     """Memory that the GPU may hold; 0 on a CPU, or where MLX does not know."""
-    if mx.default_device() == mx.Device(mx.cpu):
+    if on_cpu():
         return 0
     info = mx.device_info()
     return int(info.get("max_recommended_working_set_size") or info.get("memory_size") or 0)

@@ -15,6 +15,7 @@ import mlx.core as mx
 
 from mlx_model import cuda_graphs
 from mlx_model.collectives.cuda import sums
+from mlx_model.device import on_cpu
 from ranks.placement import Backend, Host, Placement, RankSettings, address_of, with_port
 from shared.errors import ServiceUnavailableError, SetupError
 from shared.machine.network import in_order
@@ -26,7 +27,7 @@ LONGEST_WAIT_US = 1000  # Linux makes up to two ticks of its clock of it, so 8 m
 
 def backend_of(placed: Placement) -> Backend:
     """The one that is used; SetupError when this MLX does not have it."""
-    on_gpu = mx.default_device() != mx.Device(mx.cpu)
+    on_gpu = not on_cpu()
     backend: Backend = placed.backend or ("nccl" if on_gpu and mx.distributed.is_available("nccl") else "ring")
     if not mx.distributed.is_available(backend):
         raise SetupError(
@@ -93,7 +94,7 @@ def join(placed: Placement, backend: str, places: Sequence[Sequence[str]], optio
         raise SetupError(
             f"{backend} says rank {group.rank()} of {group.size()}, and not {placed.rank} of {placed.size}"
         )
-    if backend == "ring" and mx.default_device() == mx.Device(mx.cpu):
+    if backend == "ring" and on_cpu():
         let_sockets_wait(places, placed.rank)
     if backend == "nccl":
         sums.open_to(group)

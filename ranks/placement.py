@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol
 
 from shared.errors import SetupError
 from shared.machine.network import interface_addresses
+from shared.process.model_aliases import short_name
 from shared.process.worker_settings import WorkerSettings
 
 # One of these tells how many ranks mlx.launch has started: of the ring, of nccl, of jaccl.
@@ -89,7 +90,7 @@ class Placement:
 
 def placement(settings: WorkerSettings, environment: Mapping[str, str] = os.environ) -> Placement | None:
     """None: this worker is no group. SetupError names what contradicts something, or cannot be."""
-    served = settings.served_model_name or settings.model.rstrip("/").rsplit("/", 1)[-1]
+    served = settings.served_model_name or short_name(settings.model)
     placed = place(settings, "worker", served, environment)
     if placed is not None:
         _check(settings)

@@ -24,6 +24,9 @@ from shared.process.garbage import leave_out_what_is_loaded
 from shared.process.open_files import raise_file_limit
 from tests.redis.clusters import Cluster
 
+# What was measured on this machine would change what tests compute.
+os.environ["PARALLM_TUNED"] = "0"
+
 # The tests start hundreds of processes, and each would compile all of our code anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False

@@ -17,11 +17,11 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Literal
 
-import mlx.core as mx
 import numpy as np
 import structlog
 import yaml
 
+from mlx_model.device import on_cpu
 from mlx_model.loader import LoadedModel, free_bytes
 from ranks.placement import placement
 from shared.errors import EngineError, ParallmError, QueueFullError, ServiceUnavailableError, SetupError
@@ -124,7 +124,7 @@ class HostedTrainer:
     async def _train_until_done(self, place: LendingWorker) -> bool:
         """Train, with retries; True if the run is complete."""
         self._loop = asyncio.get_running_loop()
-        if self._warms_up and mx.default_device() != mx.Device(mx.cpu):
+        if self._warms_up and not on_cpu():
             await self._warm_up(place)
         failures = 0
         while not self._stopping.is_set():

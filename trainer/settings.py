@@ -60,7 +60,7 @@ class TrainSettings(
     model: str = Field(
         default="models/tiny",
         validation_alias=AliasChoices("model", "model_path", "PARALLM_MODEL"),
-        description="model folder or hub name; the same as the workers'",
+        description="model folder, hub name or GGUF file; the same as the workers'",
     )
     dtype: Literal["", "float32", "float16", "bfloat16"] = Field(
         default="", description="of the base; default: the model's, float32 on a Linux CPU"

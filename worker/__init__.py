@@ -14,6 +14,7 @@
     machine_watch.py, memory_relief.py     memory pressure, power and heat; what is given up then
     ring_memory.py     what sequences have written, shared for drafts
     peers/        KV that workers fetch from one another
+    tune.py       measures a model on this machine, for `mlx_parallm doctor --tune`
     guest.py      another user of the engine thread, such as a trainer
 
 `engine/` is the continuous batch on MLX. `jobs/` is the job runner, another process, without MLX.

@@ -10,7 +10,7 @@ from typing import Any
 
 import pydantic_core
 
-from api.generation.languages.pieces import CallPart, ReplyPiece
+from shared.text.languages.pieces import CallPart, ReplyPiece
 
 Event = dict[str, Any]
 

@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from api.anthropic.turns import MAX_TURNS, ChatWriter, MessageTurn, Text, check_last
-from api.generation.sampling import DrawFields
+from api.generation.sampling import MAX_REASONING, DrawFields
 from api.generation.structured import Schema
 from api.generation.target import TargetFields, first_words
 from api.http.fields import HistoryModel, Off, RequestModel, complaint
@@ -66,7 +66,9 @@ class ThinkingConfig(RequestModel):
     """Says if the model reasons first, where its template has a switch for that, and how its reasoning is shown."""
 
     type: Literal["enabled", "adaptive", "disabled"]
-    budget_tokens: int | None = Field(default=None, ge=1, description="goes with `enabled`; for templates that know it")
+    budget_tokens: int | None = Field(
+        default=None, ge=1, le=MAX_REASONING, description="goes with `enabled`: reasoning that is longer is ended"
+    )
     display: Literal["summarized", "omitted", "updates"] | None = Field(
         default=None, description="omitted, updates: thinking blocks come without their text; else it comes whole"
     )
@@ -163,6 +165,7 @@ class PromptedFields(RequestModel):
         body: dict[str, Any] = {
             "continue_final_message": self.messages[-1].role == "assistant",
             "reasoning_effort": config.effort,
+            "max_reasoning_tokens": None if self.thinking is None else self.thinking.budget_tokens,
             "chat_template_kwargs": self._variables(template),
             "tools": [tool.shown() for tool in self.tools or () if not tool.defer_loading or tool.name == named],
         }
@@ -179,13 +182,16 @@ class PromptedFields(RequestModel):
         known = {name: value for name, value in asked.items() if name in template}
         return {**known, **(self.chat_template_kwargs or {})}
 
-    def unused(self, template: str) -> list[str]:
-        """Parameters that the template has no variable for; the answer's header names them."""
+    def unused(self, template: str, *, bounded: bool) -> list[str]:
+        """Parameters that the model cannot follow; the answer's header names them.
+
+        `bounded`: reasoning has a bound, for which the template needs no variable.
+        """
         if self.thinking is None:
             return []
         nothing_to_switch = self.thinking.type == "disabled" and "think" not in template.lower()
         unused = [] if "thinking" in template or nothing_to_switch else ["thinking"]
-        budgeted = self.thinking.budget_tokens is None or "thinking_budget" in template
+        budgeted = self.thinking.budget_tokens is None or bounded or "thinking_budget" in template
         return unused if budgeted else [*unused, "thinking.budget_tokens"]
 
 

@@ -7,9 +7,9 @@ import msgspec
 from api.anthropic.blocks import BlockWriter, Event
 from api.anthropic.body import MessagesRequest
 from api.generation.choice import Choice, Delta, RequestPlan, usage
-from api.generation.languages.pieces import ReplyPiece
 from shared.frames import Finish, TokenEvent
 from shared.text.codec import TextCodec
+from shared.text.languages.pieces import ReplyPiece
 from shared.token_events import join
 
 SHOWN_FIELDS = {"max_tokens", "thinking", "context_management", "diagnostics"}

@@ -20,6 +20,8 @@ from api.ring.ring import Ring
 from shared.errors import ContextLengthExceededError, InvalidRequestError
 from shared.sequences import ModelCard
 from shared.text.codec import TextCodec
+from shared.text.languages.grammars import can_bound
+from shared.text.languages.language import language_of
 
 NAMES = {  # of a chat's fields -> ours
     "prompt": "messages",
@@ -38,9 +40,13 @@ async def chat_of(body: PromptedFields, codec: TextCodec, *, long: bool) -> Chat
     """
     make = partial(body.chat, codec.bundle.chat_template)
     try:
-        return await aside(make) if long else make()
+        chat = await aside(make) if long else make()
     except ValidationError as error:
         raise _renamed(from_validation(error.errors())) from error
+    reasoning = language_of(codec).reasoning
+    if reasoning is None or not can_bound(reasoning, codec):  # clients send a budget to every model
+        chat.max_reasoning_tokens = None
+    return chat
 
 
 async def prepare_message(

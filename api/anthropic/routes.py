@@ -60,7 +60,7 @@ async def create_message(body: MessagesRequest, request: Request, ring: TheRing)
     chat = await chat_of(body, codec, long=len(await request.body()) > LONG_BYTES)
     planned = await plan_message(ring, body, chat, target)
     unused = [NAMES.get(name, name) for name in unused_hints(chat, codec)]
-    unused += body.unused(codec.bundle.chat_template)
+    unused += body.unused(codec.bundle.chat_template, bounded=chat.max_reasoning_tokens is not None)
     fills_context = planned.sequences.template.sampling.max_tokens < body.max_tokens
     writer = MessageWriter(body, planned, codec, fills_context=fills_context)
     if body.stream:

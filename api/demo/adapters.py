@@ -29,11 +29,6 @@ RANK = 8
 LAYERS = 3
 LOOK_S = 0.005
 SHAPES = {"self_attn.q_proj": (128, 128), "self_attn.v_proj": (128, 64), "mlp.down_proj": (384, 128)}  # models/tiny
-CONFIG = {
-    "fine_tune_type": "lora",
-    "num_layers": LAYERS,
-    "lora_parameters": {"rank": RANK, "scale": 2.0, "dropout": 0.0},
-}
 
 
 class LoopStops:
@@ -95,9 +90,20 @@ class SeenStream:
 class AdapterAct:
     """The demo's part about adapter versions, on a ring that runs."""
 
-    def __init__(self, url: str, console: Console) -> None:
+    def __init__(
+        self,
+        url: str,
+        console: Console,
+        *,
+        model: str = MODEL,
+        shapes: dict[str, tuple[int, int]] = SHAPES,
+        layers: int = LAYERS,
+        streams: int = STREAMS,
+    ) -> None:
+        """`shapes`: inputs and outputs of what the adapters adapt in each of the model's `layers`."""
         self._url = url
         self._console = console
+        self._model, self._shapes, self._layers, self._streams = model, shapes, layers, streams
         self._over = asyncio.Event()
         self._stops = LoopStops()
 
@@ -105,12 +111,12 @@ class AdapterAct:
         """True if no stream broke and each one had tokens of the versions that it asked for."""
         async with httpx.AsyncClient(base_url=self._url, timeout=120) as http:
             watching = asyncio.create_task(self._stops.watch())
-            calm = await self._upload(http, "calm", _weights(1))
-            first = await self._upload(http, "bold", _weights(2))
-            seen = [SeenStream(model) for _ in range(STREAMS) for model in (MODEL, calm, "bold")]
+            calm = await self._upload(http, "calm", self._weights(1))
+            first = await self._upload(http, "bold", self._weights(2))
+            seen = [SeenStream(model) for _ in range(self._streams) for model in (self._model, calm, "bold")]
             streams = [asyncio.create_task(self._stream(http, stream)) for stream in seen]
             await asyncio.gather(*(stream.under_way.wait() for stream in seen))
-            weights = _weights(3)
+            weights = self._weights(3)
             published = time.monotonic()
             second = await self._upload(http, "bold", weights)
             answered = time.monotonic()
@@ -124,7 +130,7 @@ class AdapterAct:
         """The version that it has become, as NAME@VERSION."""
         files = {
             "adapter": ("adapters.safetensors", weights),
-            "config": ("adapter_config.json", json.dumps(CONFIG).encode()),
+            "config": ("adapter_config.json", json.dumps(self._config()).encode()),
         }
         answer = (await http.post("/upload_adapter", data={"name": name}, files=files)).raise_for_status()
         return f"{name}@{answer.json()['policy_version']}"
@@ -169,7 +175,7 @@ class AdapterAct:
         during = [gap for stream in seen for gap in stream.gaps(published, end)]
         whole = all(stream.whole for stream in seen)
         others = [stream for stream in seen if stream not in following]
-        kept = all(set(stream.versions) == {"" if stream.model == MODEL else stream.model} for stream in others)
+        kept = all(set(stream.versions) == {"" if stream.model == self._model else stream.model} for stream in others)
         moved = all(switched) and all(stream.versions[0] == before_it for stream in following)
         self._console.print(
             f"  {len(seen)} streams on {', '.join(sorted({stream.model for stream in others}))} and bold in one batch; "
@@ -186,14 +192,17 @@ class AdapterAct:
         )
         return whole and kept and moved
 
+    def _config(self) -> dict[str, Any]:
+        scaled = {"rank": RANK, "scale": 2.0, "dropout": 0.0}
+        return {"fine_tune_type": "lora", "num_layers": self._layers, "lora_parameters": scaled}
 
-def _weights(seed: int) -> bytes:
-    """A random LoRA of the tiny model."""
-    draw = np.random.default_rng(seed)
-    tensors: dict[str, np.ndarray[Any, np.dtype[np.float32]]] = {}
-    for layer in range(LAYERS):
-        for path, (inputs, outputs) in SHAPES.items():
-            module = f"model.layers.{layer}.{path}"
-            tensors[f"{module}.lora_a"] = (0.1 * draw.standard_normal((inputs, RANK))).astype(np.float32)
-            tensors[f"{module}.lora_b"] = (0.1 * draw.standard_normal((RANK, outputs))).astype(np.float32)
-    return save(tensors)
+    def _weights(self, seed: int) -> bytes:
+        """A random LoRA of the model."""
+        draw = np.random.default_rng(seed)
+        tensors: dict[str, np.ndarray[Any, np.dtype[np.float32]]] = {}
+        for layer in range(self._layers):
+            for path, (inputs, outputs) in self._shapes.items():
+                module = f"model.layers.{layer}.{path}"
+                tensors[f"{module}.lora_a"] = (0.1 * draw.standard_normal((inputs, RANK))).astype(np.float32)
+                tensors[f"{module}.lora_b"] = (0.1 * draw.standard_normal((RANK, outputs))).astype(np.float32)
+        return save(tensors)

@@ -1,4 +1,4 @@
-"""The ring that the demo's acts use: `mlx_parallm_serve` with the tiny model, as a child process."""
+"""The ring that the demo's acts use: `mlx_parallm_serve` with the tiny model or another one, as a child process."""
 
 import contextlib
 import os
@@ -26,9 +26,11 @@ class DemoRing:
 
 
 @contextlib.contextmanager
-def ring(data_dir: Path, log_path: Path, workers: int, console: Console, *arguments: str) -> Iterator[DemoRing]:
+def ring(
+    data_dir: Path, log_path: Path, workers: int, console: Console, *arguments: str, model: str = f"models/{MODEL}"
+) -> Iterator[DemoRing]:
     """Start everything, wait until it is ready, and stop it at the end."""
-    command = [sys.executable, "-m", "api.serve.main", "--model", f"models/{MODEL}", "--port", "0"]
+    command = [sys.executable, "-m", "api.serve.main", "--model", model, "--port", "0"]
     command += ["--data-dir", str(data_dir), "--workers", str(workers), *arguments]
     environment = {**os.environ, "PARALLM_PARENT_PIPE": "1"}
     with log_path.open("w") as log:

@@ -6,8 +6,8 @@ The way in: `target.py` (which model and adapter) -> `plan.py` (the plan of the 
 of its body and the sampling parameters, `structured.py` the grammar) -> `sequences.py` (one template for all of its
 completions) -> `running.py` (enqueue, read, cancel).
 
-The way out: `choice.py` (token events to new text) with `languages/` (reasoning, content, tool calls, as each family
-of models writes them), and `logprobs.py`. `api/http/sse.py` sends the bytes.
+The way out: `choice.py` (token events to new text) with `shared/text/languages/` (reasoning, content, tool calls, as
+each family of models writes them), and `logprobs.py`. `api/http/sse.py` sends the bytes.
 
 For some requests only: `named_images.py` (images that a request names), `resume.py` (streams that outlive their
 connection), `collection.py` (live traffic that is trained on), `continuations.py` (log-probabilities of given texts),

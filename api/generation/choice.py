@@ -9,13 +9,13 @@ from typing import Any
 
 import msgspec
 
-from api.generation.languages.channels import splitter_of
-from api.generation.languages.pieces import ReplyPiece, SplitPlan
-from api.generation.languages.reasoning_count import ReasoningCount
-from api.generation.languages.splitter import Splitter
 from api.generation.sequences import UNSAMPLED, Sequences
 from shared.frames import Finish, TokenEvent, TokenLogprob, TokenLogprobs, VersionSpan, spans_of
 from shared.text.codec import TextCodec
+from shared.text.languages.channels import splitter_of
+from shared.text.languages.pieces import ReplyPiece, SplitPlan
+from shared.text.languages.reasoning_count import ReasoningCount
+from shared.text.languages.splitter import Splitter
 from shared.token_events import join
 
 

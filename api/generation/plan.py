@@ -15,7 +15,6 @@ import msgspec
 from api.callers.fair_pool import LARGE_CHARS, aside
 from api.generation.choice import RequestPlan
 from api.generation.collection import collection_for_feedback, collection_of
-from api.generation.languages.pieces import SplitPlan
 from api.generation.sampling import (
     MAX_TOP_LOGPROBS,
     WHOLE_VOCABULARY,
@@ -38,6 +37,7 @@ from shared.images.refs import ImageRef
 from shared.process.api_settings import ApiSettings
 from shared.sequences import ModelCard, SamplingParams, SequenceSpec, vocabulary_error
 from shared.text.codec import TextCodec
+from shared.text.languages.pieces import SplitPlan
 
 MAX_CHOICES = 1024
 MAX_WHOLE_LOGPROBS = 1 << 18  # of an answer that has them of the whole vocabulary: numbers

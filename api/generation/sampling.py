@@ -19,6 +19,7 @@ from shared.text.codec import TextCodec
 from shared.trajectories import drawing_of, needs_processed
 
 MAX_N = 256
+MAX_REASONING = 1 << 20  # tokens of reasoning that a bound may name
 MAX_TOP_LOGPROBS = 20
 WHOLE_VOCABULARY = -1  # as a number of log-probabilities
 MAX_ALLOWED = 16_384  # tokens; each sequence carries them

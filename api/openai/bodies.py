@@ -4,7 +4,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from api.generation.sampling import SAMPLING_OFF, SamplingFields, TopLogprobs, check_whole
+from api.generation.sampling import MAX_REASONING, SAMPLING_OFF, SamplingFields, TopLogprobs, check_whole
 from api.generation.structured import ResponseFormat
 from api.generation.target import BEGINNING, first_words
 from api.http.content import MessagePart
@@ -200,7 +200,6 @@ class ChatCompletionRequest(SamplingFields, ChatFields):
         "documents": ([],),
         "media_io_kwargs": (),
         "mm_processor_kwargs": (),
-        "thinking_token_budget": (),
     }
 
     max_tokens: int | None = Field(default=None, ge=1)
@@ -223,6 +222,12 @@ class ChatCompletionRequest(SamplingFields, ChatFields):
         default=None, description="the older form of `tool_choice`"
     )
     reasoning_effort: str | None = Field(default=None, description="for templates that know it")
+    max_reasoning_tokens: int | None = Field(
+        default=None, ge=0, le=MAX_REASONING, description="reasoning that is not over by then is ended"
+    )
+    thinking_token_budget: int | None = Field(
+        default=None, ge=-1, le=MAX_REASONING, description="vLLM's name of max_reasoning_tokens; -1: no bound"
+    )
     verbosity: Literal["low", "medium", "high"] | None = Field(default=None, description="for templates that know it")
     include_reasoning: bool | None = Field(default=True, description="false: reasoning is left out (vLLM's)")
     safety_identifier: str | None = Field(default=None, description="accepted, not used")
@@ -240,6 +245,10 @@ class ChatCompletionRequest(SamplingFields, ChatFields):
         limits = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(limits) > 1:
             raise complaint("max_tokens", "'max_tokens' and 'max_completion_tokens' differ")
+        budgets = {self.max_reasoning_tokens, self.thinking_token_budget} - {None}
+        if len(budgets) > 1:
+            raise complaint("thinking_token_budget", "'max_reasoning_tokens' and 'thinking_token_budget' differ")
+        self.max_reasoning_tokens = next((budget for budget in budgets if budget != -1), None)
         if self.top_logprobs and not self.logprobs:
             raise complaint("top_logprobs", "'top_logprobs' needs 'logprobs': true")
         if self.logprob_token_ids and not self.logprobs:

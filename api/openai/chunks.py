@@ -18,9 +18,9 @@ from api.generation.choice import (
     shown_versions,
     usage,
 )
-from api.generation.languages.pieces import CallPart, ReplyPiece
 from api.generation.logprobs import TextLogprobs, TextOffsets, TokenNames
 from shared.text.codec import TextCodec
+from shared.text.languages.pieces import CallPart, ReplyPiece
 
 _json = msgspec.json.Encoder()
 _FINISH = {None: b"null"} | {

@@ -13,14 +13,17 @@ from typing import Any
 import msgspec
 
 from api.callers.fair_pool import LARGE_CHARS, LARGE_COUNT, aside
-from api.generation.languages.families import Family, Marks, Thinking, family_of
-from api.generation.languages.pieces import SplitPlan
 from api.openai.bodies import ChatCompletionRequest, ChatFields, ChatMessage
 from api.openai.fitting import fitted
 from api.openai.tools import ToolUse
 from shared.errors import InvalidRequestError, UnsupportedParameterError
 from shared.images.chat import ChatImages
 from shared.text.codec import TextCodec
+from shared.text.grammar import Spelling
+from shared.text.languages.families import Reasoning, Thinking
+from shared.text.languages.grammars import after_reasoning, framed
+from shared.text.languages.language import language_of
+from shared.text.languages.pieces import SplitPlan
 
 _OWN_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
@@ -50,22 +53,26 @@ async def conversation(
     that a model has written may have other ids when it is encoded, and then no KV of it would be found.
     """
     text, ids = await _encoded(codec, body, tools, variables, begun, images)
+    spelled, language = Spelling(codec), language_of(codec)
+    reasoning, thinking = _reasoning(language.reasoning, body, text)
+    wanted = framed(wanted, thinking, reasoning, spelled)
     if tools is not None:
         wanted = tools.grammar(codec, wanted)
-    family = family_of(codec.bundle.chat_template)
-    marks, thinking = _reasoning(family, codec, body, text)
-    if marks is not None:
-        wanted = family.grammar_after_thinking(wanted, thinking, marks, codec)
-    thinks = bool(thinking) or family.thinks_again or family.channels
-    if tools is None and not thinks:
+    if reasoning is not None:
+        wanted = after_reasoning(wanted, thinking, reasoning, codec, body.max_reasoning_tokens)
+    thinks = reasoning is not None and (bool(thinking) or reasoning.again or reasoning.channels)
+    if reasoning is None or not (thinks or reasoning.answer):
+        reasoning = None
+    if tools is None and reasoning is None:
         return RenderedChat(ids, None, wanted)
-    start, end = (marks or ("", "")) if thinks else ("", "")
-    show = body.include_reasoning is not False
-    split = SplitPlan(thinking=thinking, think_start=start, think_end=end, show_thinking=show, family=family.name)
+    split = SplitPlan(show_thinking=body.include_reasoning is not False)
+    if reasoning is not None:
+        marks = {"think_start": reasoning.start, "think_end": reasoning.end} if thinks else {}
+        split = msgspec.structs.replace(split, thinking=thinking, reasoning=reasoning.name, **marks)
     if tools is not None:
         split = msgspec.structs.replace(
             split,
-            format=tools.form(codec),
+            format=language.calls,
             tools=msgspec.json.encode(tools.shown),
             parallel=tools.parallel,
             sure=tools.forced,
@@ -75,17 +82,16 @@ async def conversation(
     return RenderedChat(ids, split, wanted)
 
 
-def _reasoning(family: Family, codec: TextCodec, body: ChatFields, prompt: str) -> tuple[Marks | None, Thinking]:
+def _reasoning(reasoning: Reasoning | None, body: ChatFields, prompt: str) -> tuple[Reasoning | None, Thinking]:
     """The marks of the model's reasoning, if the answer may have any, and how the answer begins."""
     goes_on = bool(body.continue_final_message)
-    marks = family.thoughts
-    if marks is None or (body.add_generation_prompt is False and not goes_on and not family.channels):
+    if reasoning is None or (body.add_generation_prompt is False and not goes_on and not reasoning.channels):
         return None, ""
-    thinking = family.thinking_after(prompt, marks)
-    if goes_on and thinking == "may" and not family.channels:  # it cannot begin with reasoning any more
+    thinking = reasoning.thinking_after(prompt)
+    if goes_on and thinking == "may" and not reasoning.channels:  # it cannot begin with reasoning any more
         begun = _last_text(body.messages)
-        thinking = "open" if begun.rfind(marks[0]) > begun.rfind(marks[1]) else ""
-    return marks, thinking
+        thinking = "open" if begun.rfind(reasoning.start) > begun.rfind(reasoning.end) else ""
+    return reasoning, thinking
 
 
 async def encoded_chat(codec: TextCodec, body: ChatFields, tools: ToolUse | None) -> list[int]:

@@ -7,24 +7,26 @@ refuse or not show what was said, messages are changed:
   what the user says there, since such templates want turns to alternate; after a tool's result it is a part of that.
 - Ids of calls become nine letters and digits (Mistral), the same ones for the same id.
 - A message with several calls becomes several, each with its result (Llama 3, GPT-OSS).
-- Reasoning of earlier turns goes into the field in which the model's family looks for it.
+- Arguments of calls become JSON text (DeepSeek V3.1).
+- Reasoning of earlier turns goes into the field in which the template looks for it.
 
 Invariant. Turns that come again make the same messages again, so that what a worker has read of a conversation is found
 in its prefix cache when the next turn is asked for.
 """
 
 import hashlib
+import json
 import re
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from api.generation.languages.families import family_of
 from shared.errors import InvalidRequestError
 from shared.text.codec import TextCodec
 
 Message = dict[str, Any]
 
+_THOUGHT_FIELDS = ("reasoning_content", "reasoning", "thinking")
 _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 _LETTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
@@ -38,6 +40,8 @@ class Demands:
     user_after_tool: bool  # the user may speak right after the result of a call
     short_ids: bool  # ids of calls have nine letters and digits
     single_calls: bool  # a message has one call
+    text_arguments: bool = False  # it shows the arguments of calls as text only
+    thought_field: str = "reasoning_content"  # in which it looks for reasoning of earlier turns
 
     @classmethod
     @lru_cache(maxsize=16)  # models
@@ -46,10 +50,18 @@ class Demands:
 
         def shows(messages: list[Message], *texts: str) -> bool:
             try:
-                shown = codec.render_chat(messages)
+                shown = codec.render_chat(as_text(messages) if text_arguments else messages)
             except InvalidRequestError:
                 return False
             return all(text in shown for text in texts)
+
+        def as_text(messages: list[Message]) -> list[Message]:
+            return [_with_text_arguments(message) for message in messages]
+
+        text_arguments = False
+
+        def thoughtful(field: str) -> list[Message]:
+            return [ask, {**_calling(calls[0]), field: "a-thought"}, results[0]]
 
         begin, ask, answer = (
             _message("system", "first-of-all"),
@@ -62,6 +74,7 @@ class Demands:
         long = [ask, _calling(_call("call_of_twenty_letters", "function_one")), _result("call_of_twenty_letters", "x")]
         single = [ask, _calling(calls[0]), results[0]]
         apart = [*single, _calling(calls[1]), results[1]]
+        text_arguments = not shows(single, "function_one") and shows(as_text(single), "function_one")
         both = "function_one", "function_two"
         system = begin["content"], late["content"]  # some show the last one alone
         return cls(
@@ -71,6 +84,9 @@ class Demands:
             user_after_tool=shows([*single, ask]) or not shows(single),
             short_ids=shows(single) and not shows(long),
             single_calls=not shows([ask, _calling(*calls), *results], *both) and shows(apart, *both),
+            text_arguments=text_arguments,
+            thought_field=next((name for name in _THOUGHT_FIELDS if shows(thoughtful(name), "a-thought")), "")
+            or _THOUGHT_FIELDS[0],
         )
 
 
@@ -104,7 +120,11 @@ def fitted(messages: list[Message], codec: TextCodec) -> list[Message]:
             messages = [_with_short_ids(message) for message in messages]
         if demands.single_calls:
             messages = _with_single_calls(messages)
-    field = family_of(codec.bundle.chat_template).thought_field
+        if demands.text_arguments:
+            messages = [_with_text_arguments(message) for message in messages]
+    if not any("reasoning_content" in message for message in messages):
+        return messages
+    field = Demands.of(codec).thought_field
     return messages if field == "reasoning_content" else [_with_thought_in(field, message) for message in messages]
 
 
@@ -159,6 +179,18 @@ def _short_id(name: str | None) -> str:
         return name
     number = int.from_bytes(hashlib.sha256(name.encode(errors="replace")).digest(), "big")
     return "".join(_LETTERS[number // len(_LETTERS) ** at % len(_LETTERS)] for at in range(9))
+
+
+def _with_text_arguments(message: Message) -> Message:
+    if "tool_calls" not in message:
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        function = call["function"]
+        given = function["arguments"]
+        text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+        calls.append({**call, "function": {**function, "arguments": text}})
+    return {**message, "tool_calls": calls}
 
 
 def _with_single_calls(messages: list[Message]) -> list[Message]:

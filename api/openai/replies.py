@@ -12,7 +12,6 @@ from starlette.responses import Response
 
 from api.callers.fair_pool import aside
 from api.generation.choice import DONE, Choice, Delta, RequestPlan, shown_versions, usage
-from api.generation.languages.pieces import ReplyPiece
 from api.generation.logprobs import TextOffsets, TokenNames, in_parts
 from api.generation.resume import reading, remember, take_over
 from api.generation.running import LARGE_SIZE, Events, Generation, by_choice, gather_all
@@ -23,6 +22,7 @@ from api.ring.ring import Ring, TheRing
 from shared.errors import InvalidRequestError, ParallmError
 from shared.frames import TokenEvent, VersionSpan, spans_of
 from shared.text.codec import TextCodec
+from shared.text.languages.pieces import ReplyPiece
 from shared.token_events import join
 
 log = structlog.get_logger()

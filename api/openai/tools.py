@@ -1,26 +1,26 @@
 """Tools: what a request says of them, and the grammar that makes the model call one.
 
-Invariants. With `tool_choice` "required" or a named function the completion is calls in Hermes' form and nothing else,
-with arguments of the function's schema, whatever form the model would rather use. With "auto" the model decides;
-arguments of functions with `strict` follow their schema then, too, when the model's form is Hermes'.
+Invariants. With `tool_choice` "required" or a named function the completion is calls in the model's own form and
+nothing else, with arguments of the function's schema. With "auto" the model decides; arguments of functions with
+`strict` follow their schema then, too, where the form has marks by which a call is known.
 """
 
-import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from api.generation.languages.families import family_of
-from api.generation.languages.tool_formats import HERMES
 from api.http.fields import HistoryModel, RequestModel, complaint
-from shared.errors import InvalidGrammarError, InvalidRequestError, UnsupportedParameterError
+from shared.errors import InvalidGrammarError, InvalidRequestError
 from shared.text import grammar
 from shared.text.codec import TextCodec
+from shared.text.languages.grammars import CallGrammar
+from shared.text.languages.language import language_of
+from shared.text.languages.tool_form import Signature
+from shared.text.languages.tool_forms import form_of
 
 MAX_TOOLS = 128
-MAX_FORCED_CALLS = 16  # of one completion: a weak model would call for ever
 
 
 class FunctionDefinition(HistoryModel):
@@ -141,61 +141,35 @@ class ToolUse(msgspec.Struct, frozen=True):
         shown = [tool.model_dump(exclude_none=True) for tool in tools]
         return cls(shown, functions, named or choice == "required", named, parallel is not False and not named)
 
-    def form(self, codec: TextCodec) -> str:
-        """The form in which calls will come."""
-        return HERMES if self.forced else family_of(codec.bundle.chat_template).form
-
     def grammar(self, codec: TextCodec, otherwise: str = "") -> str:
         """Grammar of the completion; "" when anything goes. `otherwise` is the grammar of an answer without calls."""
+        strict = any(each.strict for each in self.callable)
+        if not (self.forced or otherwise or strict):
+            return ""
+        held = self.forced or bool(otherwise)
+        functions = [_signature(each, held or bool(each.strict)) for each in self.callable]
+        calls = CallGrammar(language_of(codec), functions, self.parallel, grammar.Spelling(codec))
         if self.forced:  # the call wins over a response format: clients that force a tool send its schema as both
-            return grammar.of_lark(f"start: call {self._more}\n{self._call_rules(codec, self.callable)}")
-        if otherwise and self.form(codec) != HERMES:
-            raise UnsupportedParameterError(
-                "a response format beside tools is not supported for this model's form of calls", param="tools"
-            )
-        if otherwise:
-            rules = self._call_rules(codec, self.callable)
-            return grammar.compose(f"start: @answer | call {self._more}\n{rules}", {"answer": otherwise})
-        if self.form(codec) == HERMES and any(each.strict for each in self.callable):
-            return grammar.of_lark(self._free_text(codec))
-        return ""
+            return calls.only()
+        return calls.otherwise(otherwise) if otherwise else calls.anywhere()
 
     def unenforced(self, codec: TextCodec) -> list[str]:
         """Parts of schemas that the answer is held to, which no grammar can enforce: `tools.FUNCTION.PLACE`."""
-        held = [each for each in self.callable if self.forced or (each.strict and self.form(codec) == HERMES)]
-        return [
-            f"tools.{function.name}.{place}"
-            for function in held
-            for place in grammar.enforceable(function.parameters or {})[1]
-        ]
-
-    @property
-    def _more(self) -> str:
-        return f"({grammar.literal(chr(10))} call){{0,{MAX_FORCED_CALLS - 1}}}" if self.parallel else ""
-
-    def _call_rules(self, codec: TextCodec, functions: list[FunctionDefinition], begun: bool = False) -> str:
-        """`call` and what it refers to; `begun`: without the opening mark."""
-        start = "" if begun else grammar.mark("<tool_call>", codec)
-        names = " | ".join(f"f{at}" for at in range(len(functions)))
-        blank = "/\\n?/" if begun else grammar.literal("\n")
-        rules = [f"call: {start} {blank} ({names}) {blank} {grammar.mark('</tool_call>', codec)}"]
-        for at, function in enumerate(functions):
-            head = grammar.literal(f'{{"name": {json.dumps(function.name)}, "arguments": ')
-            rules.append(f"f{at}: {head} {_arguments(function, enforced=not begun or bool(function.strict))} {_CLOSE}")
-        return "\n".join(rules)
-
-    def _free_text(self, codec: TextCodec) -> str:
-        """Text in which every call is well formed."""
-        text = grammar.until("words", "<tool_call>", codec)
-        return f"start: (words call)* TAIL\nTAIL: /(.|\\n)*/\n{text}\n{self._call_rules(codec, self.callable, True)}"
+        form = form_of(language_of(codec).calls)
+        places = []
+        for function in self.callable:
+            if self.forced or (function.strict and form.marks):
+                schema, left_out = grammar.enforceable(function.parameters or {})
+                places += [f"{function.name}.{place}" for place in left_out + form.unheld(schema)]
+            elif function.strict:  # a call may begin anywhere
+                places.append(f"{function.name}.strict")
+        return [f"tools.{place}" for place in places]
 
 
-_CLOSE = grammar.literal("}")
-
-
-def _arguments(function: FunctionDefinition, enforced: bool) -> str:
-    if not enforced:
-        return grammar.inline_schema({"type": "object"})
+def _signature(function: FunctionDefinition, held: bool) -> Signature:
+    """A function as a grammar needs it; one that the answer is not `held` to takes any object."""
+    if not held:
+        return Signature(function.name, None)
     schema = function.parameters or {"type": "object", "properties": {}, "additionalProperties": False}
     if schema.get("type", "object") != "object":
         raise InvalidGrammarError(f"the parameters of '{function.name}' are not of type object", param="tools")
@@ -204,4 +178,5 @@ def _arguments(function: FunctionDefinition, enforced: bool) -> str:
         raise InvalidGrammarError(
             f"the parameters of '{function.name}' have an 'enum' without an object", param="tools"
         )
-    return grammar.inline_schema({"type": "object", **grammar.enforceable(schema)[0]})
+    grammar.check_size(schema)
+    return Signature(function.name, schema)

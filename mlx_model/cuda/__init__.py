@@ -12,26 +12,27 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_model.device import on_cpu, on_cuda
+
 log = logging.getLogger(__name__)
 
 _HERE = Path(__file__).parent
 _TYPES = "#include <cuda_bf16.h>\n#include <cuda_fp16.h>\n"
 
 
-def is_used() -> bool:
-    """True if this process computes on CUDA."""
-    return mx.cuda.is_available() and mx.default_device() != mx.Device(mx.cpu)
-
-
 def is_on(switch: str) -> bool:
     """True if this process computes on CUDA and the variable `switch` is not "0"."""
-    return os.environ.get(switch, "1") != "0" and is_used()
+    return os.environ.get(switch, "1") != "0" and on_cuda()
 
 
 @cache
 def is_right(what: str, switch: str, trials: Callable[[], Iterable[tuple[str, bool]]]) -> bool:
+    """Same as `passes`, tried once in a process."""
+    return passes(what, switch, trials)
+
+
+def passes(what: str, switch: str, trials: Callable[[], Iterable[tuple[str, bool]]]) -> bool:
     """True if a kernel compiles here and passes each named trial; a failed trial is logged.
-    It is tried once in a process.
 
     `what`: as the log names it; `switch`: the variable that turns it off.
     """
@@ -103,6 +104,6 @@ def fused(of: Callable[..., mx.array]) -> Callable[..., mx.array]:
     compiled = mx.compile(of, shapeless=True)
 
     def call(*arrays: mx.array) -> mx.array:
-        return (of if mx.default_device() == mx.Device(mx.cpu) else compiled)(*arrays)
+        return (of if on_cpu() else compiled)(*arrays)
 
     return call

@@ -7,16 +7,23 @@ bounded as they are, and stay.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any, cast
 
 import mlx.core as mx
 from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache, make_prompt_cache
 
+from mlx_model.device import on_cpu, on_metal
+from mlx_model.kv.cuda import attention as cuda_attention
 from mlx_model.kv.kinds import kind_of, leaves, mapped
-from mlx_model.kv.quantised import Packing, QuantisedKVCache, Read, install_cuda
+from mlx_model.kv.metal import attention as metal_attention
+from mlx_model.kv.quantised import Packing, QuantisedKVCache, Read, install_kernels
 from shared.errors import SetupError
+
+log = logging.getLogger(__name__)
 
 _GROUP_SIZES = (32, 64, 128)
 _TRIAL = [[1, 2, 3], [4]]  # token ids that are fed to try a layout: a piece of a prompt, and a decode step
@@ -153,10 +160,9 @@ def _obstacle(leaf: Any, group_size: int) -> str:
 
 def _decoding_quantised(model: Any, layout: KvLayout, logits: mx.array) -> KvLayout:
     """The layout with decode steps that read KV packed, where this device is better with it and the model can."""
-    on_cpu = mx.default_device() == mx.Device(mx.cpu)
-    if not on_cpu and not install_cuda():
+    if not (on_cpu() or _has_kernels(model, layout)):
         return layout
-    read: Read = "parts" if on_cpu else "packed"
+    read: Read = "parts" if on_cpu() else "packed"
     packings = tuple(packing and replace(packing, read=read) for packing in layout.packings)
     quantised = KvLayout(packings)
     try:
@@ -164,6 +170,36 @@ def _decoding_quantised(model: Any, layout: KvLayout, logits: mx.array) -> KvLay
     except Exception:  # attention sinks, MLA, attention of the model's own
         return layout
     return quantised if _difference(found, logits) < _CLOSE else layout
+
+
+def packed_times(model: Any, bits: int, group_size: int = 64) -> dict[str, float]:
+    """Seconds of a layer's attention over packed KV, by the way to read it; {} if this model's KV is not packed."""
+    caches = make_prompt_cache(model)
+    _fed(model, caches)
+    leaf = next((each for each in leaves(caches) if not _obstacle(each, group_size)), None)
+    if leaf is None:
+        return {}
+    _, heads, _, size = leaf.keys.shape
+    shape = metal_attention.AttentionShape(heads, size, leaf.keys.dtype, bits, group_size)
+    return metal_attention.timed(shape, Packing(bits, group_size, leaf.keys.dtype))
+
+
+def _has_kernels(model: Any, layout: KvLayout) -> bool:
+    """True if kernels of this GPU read packed KV, which are in place then: CUDA's, or Metal's if they are faster."""
+    if on_metal():
+        caches = make_prompt_cache(model)
+        _fed(model, caches)
+        packing, leaf = next((each, leaf) for each, leaf in zip(layout.packings, leaves(caches), strict=True) if each)
+        _, heads, _, size = leaf.keys.shape
+        shape = metal_attention.AttentionShape(heads, size, packing.dtype, packing.bits, packing.group_size)
+        times = metal_attention.timed(shape, packing)
+        log.info("kv.kernels %s", " ".join(f"{way}_us={seconds * 1e6:.0f}" for way, seconds in times.items()))
+        if times.get("packed", inf) >= times["unpacked"]:
+            return False
+    elif not cuda_attention.install():
+        return False
+    install_kernels()
+    return True
 
 
 def _difference(one: mx.array, other: mx.array) -> float:

@@ -10,25 +10,26 @@ how its prompt was cut into pieces, nor on whether it was found in the prefix ca
 - unpacked to the model's dtype, one layer at a time, by elementwise operations, which take views of any strides. The
   model sees plain keys and values, so this serves every kind of attention;
 - as it is packed, in decode steps: from codes, scales and biases mlx-lm's quantised attention computes on a CPU, from
-  whole positions `cuda/` on CUDA (`Packing.read`).
+  whole positions `cuda/` on CUDA and `metal/` on a Mac (`Packing.read`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import mlx.core as mx
 from mlx_lm.models import base
 from mlx_lm.models.cache import BatchKVCache, KVCache
 
 from mlx_model.cuda import fused
+from mlx_model.device import on_metal
 from mlx_model.kv.cuda import attention as cuda_attention
+from mlx_model.kv.metal import attention as metal_attention
 
 # Milliseconds of a decode step's attention in one layer of 8 rows, 2,048 positions and 8 heads of 128, fp32 on 2 cores:
 # 70 plain, 310 unpacked and 200 quantised at 8 bits, 270 and 60 at 4. Of wider pieces quantised attention is 5 to 8
-# times slower than unpacking, which costs them next to nothing. Not measured on Metal, where `quantized_matmul` without
+# times slower than unpacking, which costs them next to nothing. Not on Metal, where `quantized_matmul` without
 # transposing, which reads values, was wrong for some shapes; CUDA has none for these (docs/workers.md).
 Read = Literal["unpacked", "parts", "packed"]
 
@@ -82,23 +83,36 @@ def _scaled_pairs(codes: mx.array, scales: mx.array, biases: mx.array) -> mx.arr
     return ((codes >> mx.array([0, 4], mx.uint8)) & 15).astype(scales.dtype) * scales + biases
 
 
-@cache
-def install_cuda() -> bool:
-    """Put CUDA's kernels before mlx-lm's quantised attention, in this process; False without CUDA."""
-    if not cuda_attention.install():
-        return False
+def install_kernels() -> None:
+    """Put the GPU's kernels before mlx-lm's quantised attention, in this process."""
 
     def attention(
         queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Any, group_size: int, bits: int
     ) -> mx.array:
-        if cuda_attention.is_for(queries, keys, values, mask, bits):
+        if on_metal():
+            if metal_attention.is_for(queries, keys, values, mask):
+                return metal_attention.attention(queries, keys, values, scale, mask, bits, group_size)
+        elif cuda_attention.is_for(queries, keys, values, mask, bits):
             return cuda_attention.attention(queries, keys, values, scale, mask, bits=bits, group_size=group_size)
         packing, size = Packing(bits, group_size, queries.dtype), queries.shape[-1]
         readable = (packing.unpack(array, size) for array in (keys, values))
         return mx.fast.scaled_dot_product_attention(queries, *readable, scale=scale, mask=mask)
 
     base.quantized_scaled_dot_product_attention = attention
-    return True
+
+
+class _Kernels(Protocol):
+    def packs(self, keys: mx.array, values: mx.array) -> bool:
+        """True if the kernel supports the keys and values that a decode step adds."""
+
+    def pack(
+        self, keys: mx.array, values: mx.array, bits: int, group_size: int, words: int
+    ) -> tuple[mx.array, mx.array]:
+        """Both packed, in one operation."""
+
+
+def _kernels() -> _Kernels:
+    return metal_attention if on_metal() else cuda_attention
 
 
 class _Quantised:
@@ -120,10 +134,10 @@ class _Quantised:
         return readable[0], readable[1]
 
     def _packed(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        packing = self.packing
-        if packing.read == "packed" and keys.shape[2] == 1 and cuda_attention.packs(keys, values):
+        packing, kernels = self.packing, _kernels()
+        if packing.read == "packed" and keys.shape[2] == 1 and kernels.packs(keys, values):
             keys, values = keys.astype(packing.dtype), values.astype(packing.dtype)
-            return cuda_attention.pack(keys, values, packing.bits, packing.group_size, packing.words(keys.shape[3]))
+            return kernels.pack(keys, values, packing.bits, packing.group_size, packing.words(keys.shape[3]))
         return packing.pack(keys), packing.pack(values)
 
     @property

@@ -9,11 +9,11 @@ from typing import Any, Literal
 import mlx.core as mx
 
 from mlx_model.collectives.cuda.sums import all_sum
-from mlx_model.lora.kernels import one_pass, one_pass_joined
+from mlx_model.lora.kernels import LARGEST_RANK, one_pass, one_pass_joined
 
 Kernel = Literal["gather", "take", "fused"]
 """How deltas are computed: `gather` two gathered matmuls, `take` copies of the rows' weights and plain matmuls, `fused`
-one operation for all members (CUDA, few tokens per row; `take` for more)."""
+one operation for all members (CUDA and Metal, few tokens per row; `take` for more)."""
 
 Held = tuple[mx.array, tuple[mx.array, ...], tuple[mx.array, ...], tuple[mx.array, ...]]
 """A [S, in, J*R] and each B [S, R, out]; gains [S, out] and biases [out] of the members that have them."""
@@ -74,7 +74,8 @@ class Deltas:
     def _fuses(self, a_SIJ: mx.array, slots_B: mx.array, x: mx.array, y: mx.array) -> bool:
         count = x.size // a_SIJ.shape[1]
         are_few = count == slots_B.size or count * a_SIJ.shape[2] <= _FEW
-        return self.kernel == "fused" and are_few and self.fits_fused and x.dtype == self.dtype == y.dtype
+        fits = self.fits_fused and a_SIJ.shape[2] <= LARGEST_RANK * len(self.groups)
+        return self.kernel == "fused" and are_few and fits and x.dtype == self.dtype == y.dtype
 
 
 def _of_each(slots_B: mx.array, x: mx.array, a_SIJ: mx.array) -> mx.array:

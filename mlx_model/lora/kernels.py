@@ -1,4 +1,4 @@
-"""Fused kernels for rows on different adapters: base output plus x A[slot] B[slot], in one GPU operation.
+"""Fused kernels for rows on different adapters, for CUDA and Metal: base output plus x A[slot] B[slot], in one.
 
 A decode step on a GPU is bound by the number of operations, not by their arithmetic, so the projections that
 read the same input (q, k, v; gate, up) share one operation, which computes the r inner products again in every output
@@ -12,9 +12,10 @@ call, and a decode step of a large model is bound by what the host does.
 
 Layouts, with J projections of one input and rank r: A [S, in, J*r] in T, B_j [S, r, out_j] in T (scale folded in),
 y_j [M, out_j] or y [M, all out] in T, slots [M] uint32; slot 0 is the base and costs one comparison. T is bf16, fp16 or
-fp32; r is a power of two from 8 on, widths are multiples of 8.
+fp32; r is a power of two from 8 to 256, widths are multiples of 8.
 """
 
+import os
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import accumulate
@@ -22,35 +23,62 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-Kernel = Any  # what mx.fast.cuda_kernel returns: called with inputs, grid and output shapes, gives arrays
+from mlx_model.device import on_metal
+
+Kernel = Any  # what mx.fast.cuda_kernel and metal_kernel return: called with inputs, grid, output shapes, gives arrays
 
 THREADS = 256
+LARGEST_RANK = THREADS  # a thread adds up one of the inner products
+METAL_SWITCH = "PARALLM_METAL_LORA"  # 0: MLX's operations on a Mac
 COLUMNS = 8  # columns that one thread computes: 16 bytes of bf16
 
-_CUDA_HEADER = """
+# The arithmetic is written once; these are the words in which CUDA and Metal differ.
+_CUDA_WORDS = """
 #include <cooperative_groups.h>
+#define DEVICE
+#define LOCAL
+#define SHARED __shared__
+#define INLINE __device__ inline
+#define BARRIER __syncthreads()
+#define SHUFFLE_XOR(value, lane) __shfl_xor_sync(0xffffffff, value, lane)
+"""
+_METAL_WORDS = """
+#define DEVICE device
+#define LOCAL thread
+#define SHARED threadgroup
+#define INLINE inline
+#define BARRIER threadgroup_barrier(mem_flags::mem_threadgroup)
+#define SHUFFLE_XOR(value, lane) simd_shuffle_xor(value, ushort(lane))
+"""
+_CUDA_PLACE = "  const int tid = threadIdx.x, block = blockIdx.x, m = blockIdx.y;\n"
+_METAL_PLACE = (
+    "  const int tid = thread_position_in_threadgroup.x, block = threadgroup_position_in_grid.x;\n"
+    "  const int m = threadgroup_position_in_grid.y;\n"
+)
+
+_EIGHT = """
 template <typename T> struct alignas(sizeof(T) * 8) Eight { T v[8]; };
-template <typename T> __device__ inline void load8(const T* p, float* out) {
-  Eight<T> e = *reinterpret_cast<const Eight<T>*>(p);
+template <typename T> INLINE void load8(const DEVICE T* p, LOCAL float* out) {
+  Eight<T> e = *reinterpret_cast<const DEVICE Eight<T>*>(p);
   #pragma unroll
   for (int c = 0; c < 8; ++c) out[c] = static_cast<float>(e.v[c]);
 }
-template <typename T> __device__ inline void store8(T* p, const float* in) {
+template <typename T> INLINE void store8(DEVICE T* p, const LOCAL float* in) {
   Eight<T> e;
   #pragma unroll
   for (int c = 0; c < 8; ++c) e.v[c] = static_cast<T>(in[c]);
-  *reinterpret_cast<Eight<T>*>(p) = e;
+  *reinterpret_cast<DEVICE Eight<T>*>(p) = e;
 }
 """
 
 # Inner products h[0..R) of row m for one projection, by all threads of the block, into shared memory.
-_CUDA_INNER = """
+_INNER = """
   constexpr int LANES = R / 8;             // threads that cover the r columns of one input position
   constexpr int STRIDE = NT / LANES;       // input positions per turn
   const int lane = tid % LANES, first = tid / LANES;
   float acc[8] = {0, 0, 0, 0, 0, 0, 0, 0};
-  const T* a_row = A + (size_t(slot) * IN) * JR + j * R + lane * 8;
-  const T* x_row = x + size_t(m) * IN;
+  const DEVICE T* a_row = A + (size_t(slot) * IN) * JR + j * R + lane * 8;
+  const DEVICE T* x_row = x + size_t(m) * IN;
   #pragma unroll 4
   for (int i = first; i < IN; i += STRIDE) {
     float a8[8];
@@ -61,18 +89,18 @@ _CUDA_INNER = """
   }
   #pragma unroll
   for (int c = 0; c < 8; ++c)
-    for (int d = 16; d >= LANES; d >>= 1) acc[c] += __shfl_xor_sync(0xffffffff, acc[c], d);
-  __shared__ float part[NT / 32][R];
-  __shared__ float h[R];
+    for (int d = 16; d >= LANES; d >>= 1) acc[c] += SHUFFLE_XOR(acc[c], d);
+  SHARED float part[NT / 32][R];
+  SHARED float h[R];
   if (tid % 32 < LANES)
     for (int c = 0; c < 8; ++c) part[tid / 32][lane * 8 + c] = acc[c];
-  __syncthreads();
+  BARRIER;
   if (tid < R) {
     float sum = 0;
     for (int w = 0; w < NT / 32; ++w) sum += part[w][tid];
     h[tid] = sum;
   }
-  __syncthreads();
+  BARRIER;
 """
 
 
@@ -97,35 +125,35 @@ def _select(columns: Sequence[_Columns]) -> str:
     for each in columns:
         base = f"{each.output} + {each.begin}"
         chosen = "j = -1;" if each.projection is None else f"j = {each.projection}; B = B{each.projection};"
-        text += f"  if (blockIdx.x >= {begin}) {{\n"
-        text += f"    tile = blockIdx.x - {begin}; OUT = {each.across}; WIDTH = {each.width};\n"
+        text += f"  if (block >= {begin}) {{\n"
+        text += f"    tile = block - {begin}; OUT = {each.across}; WIDTH = {each.width};\n"
         text += f"    y = y{base}; o = o{base}; {chosen}\n  }}\n"
         begin += each.tiles
     return text
 
 
-_CUDA_BEGIN = """
-  const int tid = threadIdx.x, m = blockIdx.y;
+_BEGIN = """
   int tile = 0, OUT = 0, WIDTH = 0, j = 0;
-  const T *y = nullptr, *B = nullptr;
-  T* o = nullptr;
+  const DEVICE T *y = nullptr, *B = nullptr;
+  DEVICE T* o = nullptr;
 """
 
-_CUDA_COPY = """
+_COPY = """
   const int slot = j < 0 ? 0 : slots[m];
   const int column = (tile * NT + tid) * 8;
   const size_t place = size_t(m) * WIDTH + column;
   if (slot == 0) {
-    if (column < OUT) *reinterpret_cast<Eight<T>*>(o + place) = *reinterpret_cast<const Eight<T>*>(y + place);
+    if (column < OUT)
+      *reinterpret_cast<DEVICE Eight<T>*>(o + place) = *reinterpret_cast<const DEVICE Eight<T>*>(y + place);
     return;
   }
 """
 
-_CUDA_EXPAND = """
+_EXPAND = """
   if (column < OUT) {
     float sum[8];
     load8(y + place, sum);
-    const T* b = B + (size_t(slot) * R) * OUT + column;
+    const DEVICE T* b = B + (size_t(slot) * R) * OUT + column;
     float delta[8] = {0, 0, 0, 0, 0, 0, 0, 0};
     #pragma unroll
     for (int r = 0; r < R; ++r) {
@@ -142,6 +170,13 @@ _CUDA_EXPAND = """
 """
 
 _CUDA_TYPES = {mx.bfloat16: "__nv_bfloat16", mx.float16: "__half", mx.float32: "float"}
+_METAL_TYPES = {mx.bfloat16: "bfloat16_t", mx.float16: "float16_t", mx.float32: "float"}
+
+
+def fits_metal(rank: int, widths: Sequence[int]) -> bool:
+    """True if this process may compute on Metal with the kernel for such a rank and such inputs and outputs."""
+    is_on = on_metal() and os.environ.get(METAL_SWITCH, "1") != "0"
+    return is_on and rank <= LARGEST_RANK and not any(width % COLUMNS for width in widths)
 
 
 @lru_cache
@@ -159,16 +194,18 @@ def _call(
         places = {at: projection for projection, at in enumerate(joined)}
         columns = [_Columns(0, begins[at], width, whole, places.get(at)) for at, width in enumerate(widths)]
     outputs, projections = (len(widths), len(widths)) if joined is None else (1, len(joined))
-    of = _CUDA_TYPES[dtype]
+    is_metal = on_metal()
+    of = (_METAL_TYPES if is_metal else _CUDA_TYPES)[dtype]
     constants = {"IN": inputs, "R": rank, "JR": rank * projections, "NT": THREADS}
     defines = "".join(f"  constexpr int {name} = {value};\n" for name, value in constants.items())
     names = [of.strip("_"), inputs, rank, *widths, *([] if joined is None else ["of", *joined])]
-    kernel: Kernel = mx.fast.cuda_kernel(
+    place = _METAL_PLACE if is_metal else _CUDA_PLACE
+    kernel: Kernel = (mx.fast.metal_kernel if is_metal else mx.fast.cuda_kernel)(
         name=f"lora_one_pass_{'_'.join(map(str, names))}",
         input_names=["x", "A", "slots", *_names("B", projections), *_names("y", outputs)],
         output_names=_names("o", outputs),
-        source=f"  using T = {of};\n{defines}{_CUDA_BEGIN}{_select(columns)}{_CUDA_COPY}{_CUDA_INNER}{_CUDA_EXPAND}",
-        header=_CUDA_HEADER,
+        source=f"  using T = {of};\n{defines}{place}{_BEGIN}{_select(columns)}{_COPY}{_INNER}{_EXPAND}",
+        header=(_METAL_WORDS if is_metal else _CUDA_WORDS) + _EIGHT,
     )
     across, dtypes = sum(each.tiles for each in columns) * THREADS, [dtype] * outputs
 

@@ -23,6 +23,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_model.device import on_cpu, on_cuda
 from mlx_model.joined import joined_of
 from mlx_model.lora.deltas import Deltas, Held, Kernel
 from mlx_model.sites import Site, group_of, partial_sums
@@ -54,9 +55,9 @@ class SiteWeights:
 
 def best_kernel(dtype: mx.Dtype) -> Kernel | None:
     """The kernel of this back end as measured; None: to be timed (Metal)."""
-    if mx.default_device() == mx.Device(mx.cpu):
+    if on_cpu():
         return "gather" if dtype == mx.float32 else "take"  # gather_mm on a CPU takes fp32 only
-    return "fused" if mx.cuda.is_available() else None
+    return "fused" if on_cuda() else None
 
 
 def padded_rank(rank: int) -> int:
@@ -211,7 +212,7 @@ class LinearGroup(Stack):
 
 def _times(x_BLI: mx.array, w_SIO: mx.array, slots_B: mx.array) -> mx.array:
     """x W[slot], where copies of W per row would be too large to be made on a GPU."""
-    if w_SIO.dtype != mx.float32 and mx.default_device() == mx.Device(mx.cpu):
+    if w_SIO.dtype != mx.float32 and on_cpu():
         return x_BLI @ w_SIO[slots_B]
     return mx.gather_mm(x_BLI, w_SIO, rhs_indices=slots_B)
 

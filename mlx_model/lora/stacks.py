@@ -13,13 +13,15 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from mlx_model.cuda import passes
+from mlx_model.device import computes_on_cpu, on_metal
 from mlx_model.joined import JoinedWith, joined_of
 from mlx_model.lora.deltas import Kernel, deltas_of
-from mlx_model.lora.kernels import one_pass, one_pass_joined
+from mlx_model.lora.kernels import METAL_SWITCH, fits_metal, one_pass, one_pass_joined
 from mlx_model.lora.layers import (
     LinearGroup,
     MultiLoRAEmbedding,
@@ -37,7 +39,8 @@ from mlx_model.sites import Site, Whole, find_sites, mixtures, replace_modules, 
 
 log = logging.getLogger(__name__)
 
-TIMED_ROWS, TIMED_ROUNDS = 8, 5
+TIMED_ROWS, TIMED_ROUNDS, TIMED_CALLS = 8, 5, 8
+CLOSE = 0.02  # of the largest output: how far a kernel of ours may be from MLX's operations
 
 AdapterWeights = Mapping[str, SiteWeights]
 """One adapter version, by site."""
@@ -105,6 +108,9 @@ class AdaptedModel:
         slots = mx.array([1], mx.uint32)
         try:
             mx.eval(one_pass(x, a, bs, ys, slots))
+            trial = _Trial(Shape(shape[1], shape[2:], rank, self.dtype), TIMED_ROWS)
+            if on_metal() and not passes("lora_kernel", METAL_SWITCH, trial.compared):
+                self.rows.kernel = "take"
             if widths and not any(width % 8 for width in widths):
                 y = mx.zeros((1, sum(widths)), self.dtype)
                 mx.eval(one_pass_joined(x, a, bs, y, slots, widths, places))
@@ -145,20 +151,72 @@ class AdaptedModel:
         return MultiLoRASwitch(site.module, stack, routing)
 
 
+class Shape(NamedTuple):
+    """Arrays that linears which read one input need of a kernel."""
+
+    inputs: int
+    outputs: tuple[int, ...]
+    rank: int
+    dtype: mx.Dtype
+
+
+class _Trial:
+    """Numbers of some rows, of which the first one is the base's, to compare and time ways to compute deltas."""
+
+    def __init__(self, shape: Shape, rows: int) -> None:
+        inputs, outputs, rank, dtype = shape
+
+        def draw(*sizes: int) -> mx.array:
+            return (mx.random.normal(sizes, key=mx.random.key(len(sizes))) * 0.1).astype(dtype)
+
+        self.x, self._a = draw(rows, 1, inputs), draw(rows, inputs, len(outputs) * rank)
+        self._a[0] = 0
+        self._bs, self._ys = [draw(rows, rank, each) for each in outputs], [draw(rows, 1, each) for each in outputs]
+        self._slots_B = mx.arange(rows).astype(mx.uint32)
+
+    def outputs(self, kernel: Kernel, x: mx.array) -> list[mx.array]:
+        """Outputs with their deltas added."""
+        if kernel == "fused":
+            return one_pass(x, self._a, self._bs, self._ys, self._slots_B)
+        deltas = deltas_of(x, self._a, self._bs, self._slots_B, kernel)
+        return [y + delta for y, delta in zip(self._ys, deltas, strict=True)]
+
+    def compared(self) -> Iterator[tuple[str, bool]]:
+        """For each output, True if our kernel's numbers are those of MLX's operations."""
+        pairs = zip(self.outputs("fused", self.x), self.outputs("take", self.x), strict=True)
+        for at, (one, other) in enumerate([each.astype(mx.float32) for each in pair] for pair in pairs):
+            apart, largest = mx.max(mx.abs(one - other)), mx.max(mx.abs(other))
+            yield f"output {at}", bool((apart <= CLOSE * largest).item())
+
+    def seconds(self, kernel: Kernel) -> float:
+        """Time of one call, of several of which each one waits for the one before it, as layers do."""
+        x, began = self.x, time.perf_counter()
+        for _ in range(TIMED_CALLS):
+            x = x + 0 * self.outputs(kernel, x)[0][..., :1]
+        mx.eval(x)
+        return (time.perf_counter() - began) / TIMED_CALLS
+
+
+def timed_kernels(shape: Shape, rows: int = TIMED_ROWS) -> dict[Kernel, float]:
+    """Seconds for one token of each row by each way to compute deltas, with the outputs that they are added to.
+
+    A kernel of ours is among them if it is for this shape, and its numbers are those of MLX's operations.
+    """
+    trial, ways = _Trial(shape, rows), list[Kernel](["take"])
+    if shape.dtype == mx.float32 or not computes_on_cpu():  # gather_mm on a CPU takes fp32 only
+        ways.append("gather")
+    if fits_metal(shape.rank, (shape.inputs, *shape.outputs)) and passes("lora_kernel", METAL_SWITCH, trial.compared):
+        ways.append("fused")
+    return {way: min(trial.seconds(way) for _ in range(TIMED_ROUNDS)) for way in ways}
+
+
 def _faster(sites: list[Site], rank: int, dtype: mx.Dtype) -> Kernel:
-    """The faster plain kernel for one token per row, by the clock."""
-    a, bs, x = _zeros(sites, rank, dtype, rows=TIMED_ROWS)
-    slots_B = mx.ones((TIMED_ROWS,), mx.uint32)
-    times: dict[Kernel, float] = {}
-    candidates: tuple[Kernel, ...] = ("gather", "take")
-    for kernel in candidates:
-        for _ in range(TIMED_ROUNDS):
-            began = time.perf_counter()
-            mx.eval(deltas_of(x, a, bs, slots_B, kernel))
-            taken = time.perf_counter() - began
-            times[kernel] = min(taken, times.get(kernel, taken))
-    chosen = min(candidates, key=times.__getitem__)
-    log.info("lora.kernel_chosen kernel=%s gather_us=%d take_us=%d", chosen, times["gather"] * 1e6, times["take"] * 1e6)
+    """The fastest way to compute one token per row, by the clock."""
+    outputs = tuple(site.held_outputs for site in sites)
+    times = timed_kernels(Shape(sites[0].held_inputs, outputs, rank, dtype))
+    chosen = min(times, key=times.__getitem__)
+    taken = " ".join(f"{kernel}_us={seconds * 1e6:.0f}" for kernel, seconds in times.items())
+    log.info("lora.kernel_chosen kernel=%s %s", chosen, taken)
     return chosen
 
 

@@ -12,6 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from mlx_model.device import on_cpu
 from shared.errors import AdapterRejectedError
 from shared.networks.shapes import MAX_PIECE, plan
 from shared.networks.spec import (
@@ -183,7 +184,7 @@ def multiply(x_NI: mx.array, weight_OI: mx.array) -> mx.array:
     On a CPU numpy multiplies: MLX's own product takes several times as long there. GPUs may round the inputs of such a
     product, so there products and sums are computed apart from each other, in parts that fit into memory.
     """
-    if mx.default_device() == mx.Device(mx.cpu):
+    if on_cpu():
         with np.errstate(over="ignore", invalid="ignore"):  # the caller checks that outputs are finite
             return mx.array(np.asarray(x_NI) @ np.asarray(weight_OI).T)
     rows = max(1, MOST_AT_ONCE // max(1, weight_OI.size))

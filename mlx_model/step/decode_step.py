@@ -5,10 +5,10 @@ ranks divide a model: a second GPU shortens neither. mlx-lm's layer of Qwen3 is 
 flattens what a product is fed and undoes that after it, transposes every weight, and moves the axis of heads over that
 of the one position there is. Here all is [N, D], of N = rows x tokens a row, weights have been transposed once and for
 all, heads are a reshape where a row has one token, and products of one input are joined: 24 operations are left, two
-sums over ranks besides. On CUDA kernels of ours do several of them at once (step/cuda, collectives/cuda, kv/cuda): 9
-are left. Where drafts are checked a row has several tokens, and a layer moves the axis of heads once, or a kernel does.
-The numbers are those of mlx-lm's forward (tests/engine/test_decode_step.py: bit by bit), but for the last bits where
-such kernels sum up in another order or round less often.
+sums over ranks besides. On CUDA kernels of ours do several of them at once (mlx_model/cuda, collectives, kv): 9 are
+left. Where drafts are checked a row has several tokens, and a layer moves the axis of heads once, or a kernel does. The
+numbers are those of mlx-lm's forward (tests/engine/test_decode_step.py: bit by bit), but for the last bits where such
+kernels sum up in another order or round less often.
 
 What lies between the attention of one layer and that of the next, sums over ranks included, depends on the number of
 rows and tokens alone. So it is compiled as one function, which all layers share, since weights are its arguments. MLX
@@ -35,6 +35,7 @@ from mlx_lm.models import llama, qwen2, qwen3
 from mlx_lm.models.base import create_attention_mask, scaled_dot_product_attention
 from mlx_lm.models.rope_utils import Llama3RoPE, SuScaledRoPE, YarnRoPE
 
+from mlx_model.device import on_cpu
 from mlx_model.joined import join
 from mlx_model.kv.cuda import place
 from mlx_model.kv.cuda.attention import attention_in_place
@@ -288,7 +289,7 @@ class DecodeStep:
 
 def decode_step_of(model: Any) -> DecodeStep | None:
     """For a model that is known here."""
-    return DecodeStep(model, compiles=mx.default_device() != mx.Device(mx.cpu)) if _is_known(model) else None
+    return DecodeStep(model, compiles=not on_cpu()) if _is_known(model) else None
 
 
 def join_products(model: Any) -> None:

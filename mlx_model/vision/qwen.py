@@ -14,6 +14,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from mlx_model.device import on_cpu
 from mlx_model.vision.positions import Grid
 from shared.errors import SetupError
 from shared.images.refs import VisionSpec
@@ -36,7 +37,7 @@ class QwenTower:
 
         self.vision = vision
         self._tower = model.vision_tower
-        self.most_pairs = CPU_PAIRS if mx.default_device() == mx.Device(mx.cpu) else MOST_PAIRS
+        self.most_pairs = CPU_PAIRS if on_cpu() else MOST_PAIRS
         self._turned, self._attended = apply_rotary_pos_emb_vision, ensure_fused_sdpa
         self._deep = tuple(getattr(self._tower, "deepstack_visual_indexes", ()))
 

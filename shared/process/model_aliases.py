@@ -17,6 +17,11 @@ def _checked(aliases: list[str]) -> list[str]:
 ModelAliases = Annotated[list[str], AfterValidator(_checked)]
 
 
+def short_name(model: str) -> str:
+    """The name in the API of a model that is given none: the last part of its folder, hub name or GGUF file."""
+    return model.rstrip("/").rsplit("/", 1)[-1].removesuffix(".gguf")
+
+
 def meant_by(name: str, aliases: Sequence[str]) -> str | None:
     """The name that the first matching alias stands for; None if no alias matches."""
     return next((target for glob, target in _pairs(aliases) if fnmatchcase(name, glob)), None)

@@ -3,11 +3,12 @@
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import AliasChoices, Field, field_validator, model_validator
+from pydantic import AliasChoices, Field, ValidationInfo, field_validator, model_validator
 
 from shared.process.group_settings import GroupSettings
 from shared.process.machine_settings import MachineSettings
 from shared.process.process_settings import JoinSettings
+from shared.text.languages.families import REASONING_FORMATS, TOOL_FORMATS
 
 LINGER_S = 15.0  # that a worker stays at its end for others to fetch KV from, at most
 
@@ -117,7 +118,7 @@ class WorkerSettings(JoinSettings, GroupSettings, MachineSettings):
     model: str = Field(
         default="models/tiny",
         validation_alias=AliasChoices("model", "model_path", "PARALLM_MODEL"),
-        description="model folder or hub name",
+        description="model folder, hub name or GGUF file",
     )
     served_model_name: str = Field(
         default="", description="name in the API; default: the last part of --model, which a request may also say whole"
@@ -153,6 +154,15 @@ class WorkerSettings(JoinSettings, GroupSettings, MachineSettings):
         description="an engine that is silent over its work for so long is stuck: the worker restarts",
     )
     log_every_tokens: int = Field(default=16, ge=1, description="tokens between two writes of a sequence's log")
+    tool_format: str = Field(
+        default="",
+        description="form in which the model writes tool calls, such as hermes or qwen3_coder (docs/models.md lists "
+        "them); default: by its chat template and vocabulary",
+    )
+    reasoning_format: str = Field(
+        default="",
+        description="marks around the model's reasoning, such as think, or none; default: likewise",
+    )
     trust_remote_code: bool = Field(default=False, description="run the model's and the tokenizer's own Python")
     adapter_slots: int = Field(default=8, ge=1, description="adapter versions that the rows of a batch may use at once")
     adapter_rank: int = Field(default=64, ge=1, le=256, description="largest rank; memory is taken for ranks in use")
@@ -179,6 +189,14 @@ class WorkerSettings(JoinSettings, GroupSettings, MachineSettings):
         if bits not in (0, 4, 8):
             raise ValueError(f"{bits} is none of 8 and 4, the bits that KV can have, or 0: as it is")
         return bits
+
+    @field_validator("tool_format", "reasoning_format")
+    @classmethod
+    def _known_format(cls, name: str, info: ValidationInfo) -> str:
+        known = TOOL_FORMATS if info.field_name == "tool_format" else REASONING_FORMATS
+        if name and name not in known:
+            raise ValueError(f"'{name}' is none of {', '.join(known)}")
+        return name
 
     @field_validator("prefill_chunk")
     @classmethod

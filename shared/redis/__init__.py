@@ -14,7 +14,7 @@ Read `keys.py` first: every key with its name, type, owner and time to live. The
     connection/  clients, Sentinel, Redis Cluster, and what an error may say
 
 What several of them are made of: `stream.py` (entries that a consumer group reads), `chunks.py` (bytes),
-`stored.py` (one message under one key) and `poll.py` (waiting for a key).
+`stored.py` (one message under one key) and `poll.py` (waiting for a key). The server's program: `server_binary.py`.
 
 A change of several keys is one Lua script, which stands in the `lua` folder of its room. In a cluster its keys share a
 slot; what is written for several slots is written in an order in which each step may be the last, and be repeated.

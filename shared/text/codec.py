@@ -20,13 +20,15 @@ from shared.sequences import ModelCard
 from shared.text.chat_template import ChatTemplate
 
 
-class TokenizerBundle(msgspec.Struct, frozen=True):
-    """All that is needed to tokenize for one model."""
+class TokenizerBundle(msgspec.Struct, frozen=True, omit_defaults=True):
+    """All that is needed to write and read the texts of one model."""
 
     tokenizer_json: str
     chat_template: str
     eos_token_ids: tuple[int, ...]
     special_tokens: dict[str, str]  # bos_token, eos_token, ... as the chat template names them
+    tool_format: str = ""  # how the model writes calls (`languages/families.py`); "": by its template and vocabulary
+    reasoning_format: str = ""  # and reasoning
 
     @property
     def sha256(self) -> str:
@@ -46,8 +48,8 @@ class TextCodec:
         added = self._tokenizer.get_added_tokens_decoder()
         self._added: dict[str, int] = {token.content: id_ for id_, token in added.items()}
         self._special = frozenset(token.content for token in added.values() if token.special)
-        spellings = sorted(filter(None, self._special), key=len, reverse=True)
-        self._spelled = re.compile("|".join(map(re.escape, spellings))) if spellings else None
+        self._spelled = _any_of(self._special)
+        self._added_spelled = _any_of(self._added)
         self.decoder = DecoderShape.of(_decoder_section(bundle.tokenizer_json))
         self._visible = _Pieces(self, skip_special=True)
         self._all = _Pieces(self, skip_special=False)
@@ -120,6 +122,15 @@ class TextCodec:
         """The id of a token that was added to the vocabulary as a whole, such as `<tool_call>`."""
         return self._added.get(text)
 
+    def in_tokens(self, text: str) -> list[tuple[str, int | None]]:
+        """A text in pieces: tokens that were added to the vocabulary as a whole, and what stands between them."""
+        pieces: list[tuple[str, int | None]] = []
+        at = 0
+        for found in self._added_spelled.finditer(text) if self._added_spelled is not None else ():
+            pieces += [(text[at : found.start()], None), (found[0], self._added[found[0]])]
+            at = found.end()
+        return [(piece, token) for piece, token in [*pieces, (text[at:], None)] if piece]
+
     def token(self, token: int) -> str | None:
         """The vocabulary's own spelling of an id; None for an id that it does not know."""
         spelling: str | None = self._tokenizer.id_to_token(token)
@@ -148,6 +159,11 @@ class TextCodec:
         if special == self._special:
             return self._all
         return _Pieces(self, skip_special=True, shown=special) if special else self._visible
+
+
+def _any_of(spellings: Iterable[str]) -> re.Pattern[str] | None:
+    longest_first = sorted(filter(None, spellings), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 
 
 class CardSource(Protocol):

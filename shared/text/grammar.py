@@ -24,6 +24,8 @@ WHITESPACE = r"(\x20|\r?\n(\x20{0,32}|\t{0,8}))?"
 
 _EXCERPT = re.compile(r"\n +\d+ \| ")  # of a grammar, in llguidance's errors
 
+DIGITS, BREAK = "\0", "\1"  # in texts that `Spelling` makes Lark of
+
 MAX_CHARS = 1 << 18  # of a grammar, which travels with every choice of a request
 MAX_DEPTH = 128  # of a schema
 MAX_PATTERNS = 64  # `patternProperties` in a schema
@@ -146,8 +148,16 @@ def of_lark(lark: str) -> str:
 
 
 def compose(lark: str, parts: dict[str, str]) -> str:
-    """A Lark grammar that refers to other grammars as `@name`."""
-    named = [{**json.loads(text)["grammars"][0], "name": name} for name, text in parts.items()]
+    """A Lark grammar that refers to other grammars as `@name`, to each once, before anything that a user has written.
+
+    Those may be composed, too: each gets a name of its own in the whole.
+    """
+    named: list[dict[str, Any]] = []
+    for name, text in parts.items():
+        first, *others = json.loads(text)["grammars"]
+        unique = f"{name}_{len(others)}_{len(named)}"
+        lark = lark.replace(f"@{name}", f"@{unique}", 1)
+        named += [{**first, "name": unique}, *others]
     return json.dumps({"grammars": [{"name": "whole", "lark_grammar": lark}, *named]})
 
 
@@ -157,18 +167,35 @@ def inline_schema(schema: dict[str, Any]) -> str:
     return "%json " + json.dumps({**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}})
 
 
-def mark(text: str, codec: TextCodec) -> str:
-    """Lark for a mark such as `<tool_call>`: its token if the vocabulary has one, else its letters."""
-    token = codec.added_token(text)
-    return literal(text) if token is None else f"<[{token}]>"
+class Spelling:
+    """Lark for texts, as the vocabulary of a model spells them."""
+
+    def __init__(self, codec: TextCodec) -> None:
+        self._codec = codec
+
+    def __call__(self, text: str) -> str:
+        """Lark for a text: its marks such as `<tool_call>` are tokens where the vocabulary has them, and DIGITS stands
+        for any number, BREAK for a line break that may be there."""
+        return " ".join(
+            _spelled(piece) if token is None else f"<[{token}]>" for piece, token in self._codec.in_tokens(text)
+        )
+
+    def until(self, name: str, text: str) -> str:
+        """A rule of Lark: anything up to and with a mark. The next thing in the grammar begins right after it."""
+        pieces = self._codec.in_tokens(text)
+        first = next((at for at, (_, token) in enumerate(pieces) if token is not None), -1)
+        before = text if first < 0 else "".join(piece for piece, _ in pieces[:first])
+        ending = re.escape(before).replace("/", "\\/").replace("\\\n", "\\n")
+        words = f"/(.|\\n)*{ending}/"
+        if first < 0:
+            return f"{name}[lazy]: {words}"
+        rest = self("".join(piece for piece, _ in pieces[first:]))
+        return f"{name}: {name.upper()}_TEXT {rest}\n{name.upper()}_TEXT: {words}"
 
 
-def until(name: str, text: str, codec: TextCodec) -> str:
-    """A rule of Lark: anything up to and with a mark. The next thing in the grammar begins right after it."""
-    token = codec.added_token(text)
-    if token is None:
-        return f"{name}[lazy]: /(.|\\n)*{re.escape(text).replace('/', chr(92) + '/')}/"
-    return f"{name}: {name.upper()}_TEXT <[{token}]>\n{name.upper()}_TEXT: /(.|\\n)*/"
+def _spelled(text: str) -> str:
+    parts = re.split(f"([{DIGITS}{BREAK}])", text)
+    return " ".join({DIGITS: "/[0-9]+/", BREAK: "/\\n?/"}.get(part) or literal(part) for part in parts if part)
 
 
 def unconverted(text: str) -> str:

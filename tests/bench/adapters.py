@@ -24,8 +24,9 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_map
 
-from mlx_model import cuda, cuda_graphs
+from mlx_model import cuda_graphs
 from mlx_model.config import EngineConfig, SlotConfig
+from mlx_model.device import on_cuda
 from mlx_model.kv.cuda import attention as cuda_attention
 from mlx_model.loader import LoadedModel
 from mlx_model.step.decode_step import join_products
@@ -66,7 +67,7 @@ def in_memory(config: dict[str, Any], dtype: str = "float32") -> LoadedModel:
     model.update(tree_map(lambda p: p.astype(getattr(mx, dtype)), model.parameters()))
     model.eval()
     mx.eval(model.parameters())
-    if cuda.is_used():
+    if on_cuda():
         join_products(model)  # as a load does
     card = ModelCard("random", 4096, config["vocab_size"], (), "", "", kv_bytes_per_token=1, dtype=dtype)
     bundle = TokenizerBundle(tokenizer_json=EMPTY_TOKENIZER, chat_template="", eos_token_ids=(), special_tokens={})

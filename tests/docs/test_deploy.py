@@ -1,7 +1,12 @@
 """The files that deploy us name settings, flags and files that exist."""
 
+import hashlib
+import io
 import plistlib
 import re
+import subprocess
+import sys
+import tarfile
 from configparser import ConfigParser
 from pathlib import Path
 
@@ -82,3 +87,43 @@ def test_grafana_is_provisioned_with_our_board() -> None:
     folder = provider["options"]["path"]
     targets = [volume.split(":")[1] for volume in COMPOSE["services"]["grafana"]["volumes"]]
     assert any(target.startswith(folder) for target in targets)
+
+
+def test_a_formula_has_the_release_s_checksum_and_names_what_is_there(tmp_path: Path) -> None:
+    tarball = tmp_path / "mlx-parallm-9.8.7.tar.gz"
+    with tarfile.open(tarball, "w:gz") as archive:
+        text = (ROOT / "pyproject.toml").read_text().replace('version = "0.1.0"', 'version = "9.8.7"').encode()
+        entry = tarfile.TarInfo("mlx-parallm-9.8.7/pyproject.toml")
+        entry.size = len(text)
+        archive.addfile(entry, io.BytesIO(text))
+    command = [sys.executable, "deploy/homebrew/formula.py", str(tarball)]
+    options = ["--url", "https://example.com/r.tar.gz", "--homepage", "https://example.com"]
+    told = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert hashlib.sha256(tarball.read_bytes()).hexdigest() in told and 'version "9.8.7"' in told
+    (desc,) = re.findall(r'^  desc "(.*)"$', told, re.MULTILINE)
+    assert len(desc) < 80 and not desc.endswith("."), "brew audit"
+    assert not re.match(r"(?i)(a|an|the|mlx.?parallm)\b", desc), "brew audit"
+    assert told.isascii() and max(map(len, told.splitlines())) <= 118
+    # What the formula finds in our files by the same patterns.
+    lock, project = (ROOT / "requirements.lock").read_text(), (ROOT / "pyproject.toml").read_text()
+    pinned = {line.partition("==")[0] for line in re.findall(r"^[\w.-]+==[^\s;\\]+", lock, re.MULTILINE)}
+    listed = re.search(r"^dependencies = \[$(.*?)^\]$", project, re.MULTILINE | re.DOTALL)
+    assert listed is not None
+    wanted = re.findall(r'^\s+"([^"]+)"', listed[1], re.MULTILINE)
+    assert len(wanted) > 20 and {re.split(r"[\[=><;]", each)[0] for each in wanted} <= pinned
+
+
+def test_a_formula_of_another_tarball_is_refused(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "other.tar", "w"):
+        pass
+    command = [
+        sys.executable,
+        "deploy/homebrew/formula.py",
+        str(tmp_path / "other.tar"),
+        "--url",
+        "u",
+        "--homepage",
+        "h",
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode and "no pyproject.toml" in done.stderr

@@ -170,6 +170,7 @@ SMALLEST = {
     "served": Smallest("--models tiny --streams 1 --rounds 1 --prompt 4 --tokens 32 --no-peer"),
     "speculation": Smallest("--rows 2 --chances 1 --tokens 8 --context 8 --rounds 1", SHAPES),
     "splits": Smallest("--seeds 1"),
+    "forced_calls": Smallest("--calls 2"),
     "structured": Smallest("--rounds 1 --model models/tiny", {"ROWS": 2}),
     "traces": Smallest("--rounds 1 --requests 8 --streams 1", {"TOKENS": 4, "CALLS": 10, "sides": sides}),
     "trainers": Smallest("--steps 1 --groups 1 --group-size 2 --length 8 --prompt 4", SHAPES, trainers),
@@ -178,7 +179,10 @@ SMALLEST = {
 }
 
 
-RINGS = ("adapter_publish", "cart_pole", "hosted_learners", "memory", "overload", "served", "traces", "transfers")
+RINGS = (
+    "adapter_publish", "cart_pole", "forced_calls", "hosted_learners", "memory", "overload", "served", "traces",
+    "transfers",
+)  # fmt: skip
 
 
 class Simulator(threading.Thread):

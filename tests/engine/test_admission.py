@@ -7,6 +7,7 @@ import mlx.core as mx
 import msgspec
 import pytest
 
+from mlx_model.device import on_cpu
 from mlx_model.loader import LoadedModel
 from shared.errors import (
     ContextLengthExceededError,
@@ -79,6 +80,7 @@ def test_a_long_row_counts_for_all_because_the_batch_is_padded_to_it(llama: Load
     assert bench.engine.stats().kv_bytes == 0
 
 
+@pytest.mark.skipif(not on_cpu(), reason="of a CPU")
 def test_memory_that_mlx_keeps_for_later_is_bounded(llama: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     limits: list[int] = []
     monkeypatch.setattr("mlx.core.set_cache_limit", limits.append)

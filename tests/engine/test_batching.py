@@ -8,12 +8,14 @@ from typing import Any
 import mlx.core as mx
 import mlx_lm.models
 import msgspec
+import numpy as np
 import pytest
 from mlx.utils import tree_map
-from mlx_lm.models.cache import ChunkedKVCache, KVCache
+from mlx_lm.models.cache import ChunkedKVCache, KVCache, make_prompt_cache
 
 from mlx_model.batching import PADDING_IN_STATE, WRONG, check_batch, takes_padding
 from mlx_model.loader import LoadedModel
+from mlx_model.mended import mend
 from shared.errors import SetupError
 from tests.engine.conftest import Bench, prompt_of, spec
 
@@ -30,6 +32,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "recurrent_gemma": HEADS
     | {"attention_bias": False, "conv1d_width": 3, "logits_soft_cap": 30.0, "rms_norm_eps": 1e-4, "rope_theta": 1e3}
     | {"attention_window_size": 64, "block_types": ["recurrent", "attention"]},
+    "gemma2": HEADS | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-5},
+    "gpt_bigcode": {"n_embd": 32, "n_layer": 2, "n_inner": 64, "n_head": 2, "n_positions": 512}
+    | {"layer_norm_epsilon": 1e-5},
+    "llama4": {
+        "text_config": SIZES
+        | HEADS
+        | {"model_type": "llama4_text", "num_hidden_layers": 4, "attention_bias": False, "attention_chunk_size": 4}
+        | {"head_dim": 16, "interleave_moe_layer_step": 2, "intermediate_size_mlp": 64, "num_experts_per_tok": 1}
+        | {"num_local_experts": 2, "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "rope_scaling": None}
+        | {"rope_theta": 1e4, "use_qk_norm": True, "floor_scale": 4}
+    },
     "mamba2": {"num_heads": 2, "head_dim": 32, "state_size": 8, "conv_kernel": 4, "n_groups": 1, "use_bias": False}
     | {"use_conv_bias": True, "time_step_limit": (0.01, 10), "time_step_rank": "auto"}
     | {"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True},
@@ -47,6 +60,7 @@ def small(name: str, llama: LoadedModel) -> LoadedModel:
     mx.random.seed(0)
     model = module.Model(module.ModelArgs.from_dict({"model_type": name} | SIZES | CONFIGS[name]))
     model.update(tree_map(lambda weight: weight + mx.random.normal(weight.shape), model.parameters()))
+    mend(model)
     return replace(llama, model=model, card=msgspec.structs.replace(llama.card, vocab_size=320))
 
 
@@ -69,6 +83,19 @@ def test_prompts_of_any_lengths_get_in_a_batch_what_they_get_alone(name: str, ll
         assert together.logprobs(each.id) == pytest.approx(alone.logprobs(each.id), abs=1e-4)
 
 
+@pytest.mark.parametrize("name", ["gemma2", "gpt_bigcode", "llama4"])
+def test_a_model_that_is_mended_computes_what_mlx_lm_s_own_does(name: str, llama: LoadedModel) -> None:
+    mended = small(name, llama).model
+    module = importlib.import_module(f"mlx_lm.models.{name}")
+    own = module.Model(module.ModelArgs.from_dict({"model_type": name} | SIZES | CONFIGS[name]))
+    own.update(mended.parameters())
+    ids = mx.array([prompt_of(11)])
+    np.testing.assert_allclose(mended(ids), own(ids), atol=1e-4)
+    ours, theirs = make_prompt_cache(mended), make_prompt_cache(own)
+    for piece in (ids[:, :7], ids[:, 7:8], ids[:, 8:]):
+        np.testing.assert_allclose(mended(piece, cache=ours), own(piece, cache=theirs), atol=1e-4)
+
+
 def test_every_recurrent_model_of_mlx_lm_has_been_looked_at() -> None:
     files = Path(mlx_lm.models.__path__[0]).glob("*.py")
     recurrent = {file.stem for file in files if "ArraysCache(" in file.read_text() and file.stem != "cache"}
@@ -83,7 +110,7 @@ def test_a_model_that_is_wrong_in_a_batch_is_refused_at_start(llama: LoadedModel
     with pytest.raises(SetupError, match=r"afm7 cannot be trusted in a batch: .*; with --max-batch-size 1 it runs"):
         check_batch(model, 32)
     check_batch(model, 1)
-    assert WRONG.keys() == {"afm7", "longcat_flash_ngram"} and takes_padding(llama.model)
+    assert WRONG.keys() == {"afm7", "longcat_flash_ngram", "phi3small"} and takes_padding(llama.model)
 
 
 class Unbatchable:
@@ -99,7 +126,7 @@ class Unbatchable:
 
     def __call__(self, tokens_BL: mx.array, cache: list[Any]) -> mx.array:
         cache[0].update_and_fetch(*[mx.zeros((*tokens_BL.shape[:1], 2, tokens_BL.shape[1], 4))] * 2)
-        return mx.zeros((1, 2, 2, 2)) + cache[0].make_mask(tokens_BL.shape[1])  # as gemma2 of mlx-lm lays it out
+        return mx.zeros((1, 2, 2, 2)) + cache[0].make_mask(tokens_BL.shape[1])  # as mlx-lm's gemma2 does
 
 
 def test_a_model_that_runs_in_no_batch_is_refused_at_start(llama: LoadedModel) -> None:

@@ -12,6 +12,7 @@ from mlx_lm.models.cache import BatchKVCache
 from mlx_lm.tuner.lora import LoRALinear
 from msgspec import structs
 
+from mlx_model import device
 from mlx_model.config import EngineConfig, SpeculationConfig
 from mlx_model.loader import load_model
 from mlx_model.lora import deltas, stacks
@@ -73,7 +74,7 @@ def checked(model: Any, step: Any) -> list[mx.array]:
 
 
 def is_same(one: mx.array, other: mx.array) -> bool:
-    on_cpu = mx.default_device() == mx.Device(mx.cpu)  # elsewhere products of another width add up in another order
+    on_cpu = device.on_cpu()  # elsewhere products of another width add up in another order
     return bool(mx.array_equal(one, other) if on_cpu else mx.allclose(one, other, rtol=1e-2, atol=1e-2))
 
 
@@ -183,7 +184,7 @@ def test_rows_with_adapters_and_of_the_base(
                     bench.run()
                 told[name, len(told)] = {seq: (bench.tokens(seq), bench.logprobs(seq)) for seq in bench.events}
     few, everything, ours_few, ours = told.values()
-    last_bits = 0.0 if mx.default_device() == mx.Device(mx.cpu) else 1e-4
+    last_bits = 0.0 if device.on_cpu() else 1e-4
     for theirs, each in ((few, ours_few), (everything, ours)):
         for seq, (tokens, logprobs) in theirs.items():
             assert each[seq] == (tokens, pytest.approx(logprobs, rel=0, abs=last_bits))

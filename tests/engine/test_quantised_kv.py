@@ -11,6 +11,7 @@ import pytest
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
 from mlx_model.config import EngineConfig, SlotConfig
+from mlx_model.device import on_cpu
 from mlx_model.kv.cuda import attention as cuda_attention
 from mlx_model.kv.kinds import leaves
 from mlx_model.kv.layout import layout_of
@@ -173,8 +174,7 @@ def test_a_model_that_cannot_read_it_is_refused() -> None:
 
 def test_only_layers_whose_attention_can_are_decoded_from_their_codes(llama: LoadedModel) -> None:
     found = {name: small(name, llama).kv.packings for name in ("llama 4", "gpt_oss 4", "deepseek_v3 8", "lfm2 4")}
-    on_cpu = mx.default_device() == mx.Device(mx.cpu)
-    here = "parts" if on_cpu else "packed" if cuda_attention.install() else "unpacked"
+    here = "parts" if on_cpu() else "packed" if cuda_attention.install() else "unpacked"
     read = {name: {each.read for each in each if each} for name, each in found.items()}
     assert read == {"llama 4": {here}, "gpt_oss 4": {"unpacked"}, "deepseek_v3 8": {"unpacked"}, "lfm2 4": {here}}
     assert found["lfm2 4"][0] is None, "its recurrent layer stays as it is"

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from mlx_model.config import EngineConfig, SpeculationConfig
+from mlx_model.device import PRETENDS, on_cpu
 from mlx_model.loader import LoadedModel
 from tests.engine.adapter_bench import AdapterBench
 from tests.engine.adapter_models import make_adapter
@@ -30,6 +31,7 @@ from worker.engine.thread import EngineThread
 from worker.engine.warm_up import (
     CHUNKS,
     CPU_CHUNKS,
+    FIRST_WIDTH,
     Forward,
     WarmUp,
     begun,
@@ -95,6 +97,10 @@ def warmed(loaded: LoadedModel, config: EngineConfig) -> tuple[Engine, WarmUp]:
     return engine, WarmUp(loaded, config, engine, None)
 
 
+of_cpu = pytest.mark.skipif(not on_cpu(), reason="of a CPU")
+
+
+@of_cpu
 def test_a_given_chunk_is_kept_and_a_cpu_decodes_nothing_before_its_first_row(llama: LoadedModel) -> None:
     engine, warm_up = warmed(llama, EngineConfig("", prefill_chunk=64, warm_up=True))
     assert warm_up.is_over
@@ -102,6 +108,7 @@ def test_a_given_chunk_is_kept_and_a_cpu_decodes_nothing_before_its_first_row(ll
     assert engine._config.piece_s == float("inf"), "and its pieces may take their time"
 
 
+@of_cpu
 def test_an_engine_begins_with_few_tokens_which_grow_in_time_until_they_are_measured(llama: LoadedModel) -> None:
     engine, warm_up = warmed(llama, EngineConfig("", prefill_chunk=0))
     chunk = engine._pieces.chunk
@@ -121,6 +128,22 @@ def test_an_engine_begins_with_few_tokens_which_grow_in_time_until_they_are_meas
     for _ in range(20):
         chunk.turn(chunk.tokens, 0.01)
     assert chunk.tokens in (64, 128, 256, 512), "it grows no further"
+    engine.close()
+
+
+@pytest.mark.parametrize(("head_size", "area"), [(128, None), (256, FIRST_WIDTH**2)])
+def test_a_mac_measures_nothing_and_feeds_by_what_real_pieces_take(
+    llama: LoadedModel, monkeypatch: pytest.MonkeyPatch, head_size: int, area: int | None
+) -> None:
+    monkeypatch.setenv(PRETENDS, "1")
+    config = begun(EngineConfig("", prefill_chunk=0, warm_up=True), head_size)
+    engine = Engine(llama, config)
+    assert WarmUp(llama, config, engine, None).is_over
+    chunk = engine._pieces.chunk
+    assert (engine._pieces.area, chunk.at_once(3), chunk.at_once(0)) == (area, 256, 1024)
+    for _ in range(20):
+        chunk.turn(chunk.tokens, 0.01)
+    assert (chunk.at_once(3), chunk.at_once(0)) == (2048, 2048)
     engine.close()
 
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import redis as sync_redis
 
-from api.serve.embedded_redis import HOST, find_binary, free_port
+from api.serve.embedded_redis import HOST, free_port
+from shared.redis.server_binary import find_binary
 from tests.waiting import HANG_S
 
 SERVICE = "ring"

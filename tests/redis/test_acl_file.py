@@ -13,8 +13,8 @@ import pytest
 import redis
 
 from api.cli.acl import ROLES
-from api.serve.embedded_redis import find_binary
 from shared.redis import keys
+from shared.redis.server_binary import find_binary
 from tests.waiting import HANG_S
 
 

@@ -135,7 +135,7 @@ async def test_codex_calls_a_tool_of_a_namespace_and_goes_on(server: Api, worker
     thought, message, call = await codex(server, said("user", "close"))
     assert "Tools for sub-agents.\\n\\nClose an agent." in prompt(worker)
     assert (call["type"], call["namespace"], call["name"]) == ("function_call", "agents_v1", "close_agent")
-    assert call["arguments"] == '{"target":"a"}'
+    assert json.loads(call["arguments"]) == {"target": "a"}
     output = {"type": "function_call_output", "id": "fco_1", "call_id": call["call_id"], "output": "closed"}
     without_text = {name: value for name, value in thought.items() if name != "content"}  # as it sends reasoning back
     (end,) = await codex(server, said("user", "close"), without_text, message, call, output)

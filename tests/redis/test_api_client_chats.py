@@ -113,7 +113,7 @@ async def test_allowed_tools_are_those_that_the_model_is_told_of(server: Api, wo
 async def test_calls_come_in_the_older_form_to_who_asks_in_it(server: Api, worker: ScriptedWorker) -> None:
     body: dict[str, Any] = {"messages": HELLO, "functions": [CLOCK]}
     choice = (await server.post("/v1/chat/completions", body)).json()["choices"][0]
-    call = {"name": "clock", "arguments": '{"zone":"UTC"}'}
+    call = {"name": "clock", "arguments": '{"zone": "UTC"}'}
     assert choice["finish_reason"] == "function_call"
     assert choice["message"] == {"role": "assistant", "content": None, "refusal": None, "function_call": call}
     async with server.stream("/v1/chat/completions", {**body, "function_call": "auto"}) as events:

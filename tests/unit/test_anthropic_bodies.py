@@ -9,9 +9,9 @@ from pydantic import ValidationError
 from api.anthropic.blocks import BlockWriter
 from api.anthropic.body import CountRequest, MessagesRequest
 from api.anthropic.turns import ChatWriter, places_of_images, without_telemetry
-from api.generation.languages.pieces import CallPart, ReplyPiece
 from api.http.errors import from_validation
 from shared.errors import InvalidRequestError
+from shared.text.languages.pieces import CallPart, ReplyPiece
 
 HELLO = [{"role": "user", "content": "hi"}]
 USE = {"type": "tool_use", "id": "toolu_1", "name": "clock", "input": {"zone": "UTC"}}
@@ -156,11 +156,14 @@ def test_thinking_is_the_template_s_switch(thinking: Any, variables: Any, unused
     made = body.chat(THINKS)
     shown = {name: value for name, value in (made.chat_template_kwargs or {}).items() if name == "enable_thinking"}
     assert (shown, made.include_reasoning) == (variables, variables["enable_thinking"])
-    assert body.unused(THINKS) == unused
-    assert ("thinking" in body.unused("<think></think>")) == (thinking is not None), "a template without the switch"
-    assert request(thinking={"type": "disabled"}).unused("no such marks") == []
+    assert body.unused(THINKS, bounded=False) == unused
+    assert body.unused(THINKS, bounded=True) == []
+    assert ("thinking" in body.unused("<think></think>", bounded=True)) == (thinking is not None), (
+        "a template without the switch"
+    )
+    assert request(thinking={"type": "disabled"}).unused("no such marks", bounded=False) == []
     budget = request(thinking={"type": "enabled", "budget_tokens": 7}).chat(THINKS + "{{ thinking_budget }}")
-    assert (budget.chat_template_kwargs or {})["thinking_budget"] == 7
+    assert (budget.chat_template_kwargs or {})["thinking_budget"] == budget.max_reasoning_tokens == 7
 
 
 def test_a_deferred_tool_is_told_of_where_a_search_has_found_it() -> None:

@@ -8,10 +8,10 @@ import pytest
 from api.batches.lines import answer
 from api.batches.shapes import shape_of
 from api.generation.choice import RequestPlan, stored_plan
-from api.generation.languages.pieces import SplitPlan
 from api.generation.sequences import Sequences
 from shared.jobs import JobInput, LineRequest
 from shared.sequences import SamplingParams, SequenceSpec
+from shared.text.languages.pieces import SplitPlan
 from shared.trajectories import Trajectory
 from tests.unit.api_texts import codec, ids
 

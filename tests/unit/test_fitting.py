@@ -190,3 +190,30 @@ async def test_a_response_s_instructions_and_its_developer_s_message_are_one() -
 async def test_what_a_template_refuses_for_another_reason_it_refuses_in_its_own_words() -> None:
     with pytest.raises(InvalidRequestError, match="roles must alternate"):
         await shown(MISTRAL, [said("user", "a"), said("user", "b")])
+
+
+TEXT_ARGUMENTS = (  # DeepSeek V3.1
+    "{# tools #}{% for m in messages %}{{ m.role }}: {{ m.content }}{% for c in m.tool_calls or [] %}"
+    "{{ '<call>' + c.function.name + c.function.arguments }}{% endfor %}{{ '\\n' }}{% endfor %}"
+)
+THOUGHTS = (
+    "{# tools #}{% for m in messages %}{{ m.role }}: {{ m.content }}{% if m.FIELD %}"
+    "<think>{{ m.FIELD }}</think>{% endif %}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}{{ '\\n' }}{% endfor %}"
+)
+
+
+async def test_arguments_of_calls_become_text_where_a_template_takes_nothing_else() -> None:
+    assert Demands.of(codec_of(TEXT_ARGUMENTS)).text_arguments
+    assert not Demands.of(codec_of(SINGLE)).text_arguments
+    turns = [said("user", "a"), calling(("call00001", "clock")), said("tool", "x", tool_call_id="call00001")]
+    assert (await shown(TEXT_ARGUMENTS, turns))[1] == "assistant: <call>clock{}"
+
+
+@pytest.mark.parametrize("field", ["reasoning_content", "reasoning", "thinking"])
+async def test_earlier_reasoning_goes_where_the_template_looks_for_it(field: str) -> None:
+    template = THOUGHTS.replace("FIELD", field)
+    assert Demands.of(codec_of(template)).thought_field == field
+    thoughtful = calling(("call00001", "clock"), reasoning_content="Hm.")
+    turns = [said("user", "a"), thoughtful, said("tool", "x", tool_call_id="call00001")]
+    assert (await shown(template, turns))[1] == "assistant: <think>Hm.</think>clock"

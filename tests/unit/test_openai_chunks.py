@@ -11,12 +11,12 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletionChunk
 
 from api.generation.choice import Choice, RequestPlan, usage
-from api.generation.languages.pieces import SplitPlan
 from api.generation.sequences import Sequences
 from api.openai.chunks import ChunkWriter, event_id, seen_until
 from api.openai.replies import whole_body
 from shared.frames import Finish, TokenEvent, TokenLogprob
 from shared.sequences import SamplingParams, SequenceSpec
+from shared.text.languages.pieces import SplitPlan
 from shared.token_events import join
 from tests.unit.api_texts import EOS, codec, ids
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from api.generation.languages.pieces import CallPart, ReplyPiece
 from api.openai.responses.body import ResponseRequest
 from api.openai.responses.items import ItemWriter, sealed, unsealed
 from api.openai.responses.tools import arguments_of, input_of
 from shared.errors import InvalidRequestError
+from shared.text.languages.pieces import CallPart, ReplyPiece
 from tests.unit.refusals import refusal
 
 USER = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hi"}]}

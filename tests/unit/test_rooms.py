@@ -16,6 +16,9 @@ NO_SUBJECT = re.compile(r"(See|Of|Its|Whether|What)\b")  # how a docstring begin
 FEWEST_LINES = 30  # of a file; a shorter one belongs into another
 # Short files that are nouns of their own, used by several rooms.
 NOUNS = {
+    "api/cli/convert.py",  # a command: each is a file
+    "api/doctor/tuning.py",  # a part of the doctor, which starts a process that loads MLX
+    "shared/text/languages/language.py",  # the language of a model, which needs a tokenizer; the others need none
     "api/checks/public_addresses.py",  # the rule of security by which webhooks and images are sent and fetched
     "shared/machine/commands.py",  # how programs of macOS are run: memory, power, heat and addresses come by them
     "shared/ranks.py",  # the status of a rank, which workers and trainers report and an api shows
@@ -26,6 +29,7 @@ NOUNS = {
 # Names of classes that stand twice: bodies that two protocols call alike.
 BODIES = {
     "AllowedTools": {"api/openai/tools.py", "api/openai/responses/body.py"},
+    "Reasoning": {"api/openai/responses/body.py", "shared/text/languages/families.py"},
     "LoadBody": {"api/adapters/bodies.py", "api/tinker/bodies.py"},
 }
 _PATH = re.compile(r"/|\.(py|lua|c)\b")

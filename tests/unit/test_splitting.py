@@ -8,10 +8,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from api.generation.languages.channels import splitter_of
-from api.generation.languages.families import FAMILIES, family_of, named
-from api.generation.languages.pieces import ReplyPiece, SplitPlan
-from api.generation.languages.reasoning_count import ReasoningCount
+from shared.text.languages.channels import splitter_of
+from shared.text.languages.families import FAMILIES, REASONINGS, recognised
+from shared.text.languages.pieces import ReplyPiece, SplitPlan
+from shared.text.languages.reasoning_count import ReasoningCount
 from tests.unit.api_texts import codec, ids
 
 TOOLS = [
@@ -37,10 +37,13 @@ ROME = '{"city": "Rome", "days": 2}'
 
 
 def plan_of(family: str, thinking: Any = "", **more: Any) -> SplitPlan:
-    entry = named(family)
-    start, end = entry.thoughts or ("<think>", "</think>")
-    thinks = bool(thinking) or entry.thinks_again or entry.channels
-    plan = SplitPlan(format=entry.form, tools=json.dumps(TOOLS).encode(), thinking=thinking, family=entry.name)
+    entry = next(each for each in FAMILIES if each.form == family)
+    reasoning = REASONINGS[entry.reasoning or "think"]
+    start, end = reasoning.start, reasoning.end
+    thinks = bool(thinking) or reasoning.again or reasoning.channels
+    plan = SplitPlan(
+        format=entry.form, tools=json.dumps(TOOLS).encode(), thinking=thinking, reasoning=entry.reasoning or "think"
+    )
     return SplitPlan(
         **{each: getattr(plan, each) for each in plan.__struct_fields__}
         | ({"think_start": start, "think_end": end} if thinks else {})
@@ -66,6 +69,33 @@ def said(plan: SplitPlan, text: str) -> tuple[str, str, list[tuple[str, Any]]]:
 # -- the forms of calls
 
 CALLS = {  # a call of each family, without reasoning
+    "minimax_m3": ']<]minimax[>[<tool_call>\n]<]minimax[>[<invoke name="NAME">'
+    "]<]minimax[>[<city>Rome]<]minimax[>[</city>]<]minimax[>[<days>2]<]minimax[>[</days>]<]minimax[>[</invoke>\n]<]minimax[>[</tool_call>",
+    "seed_oss": "<seed:tool_call>\n<function=NAME>\n<parameter=city>Rome</parameter>\n<parameter=days>2</parameter>\n"
+    "</function>\n</seed:tool_call>",
+    "kimi_k3": '<|open|>tools<|sep|><|open|>call tool="NAME" index="1"<|sep|><|open|>argument key="city" type="string"'
+    '<|sep|>Rome<|close|>argument<|sep|><|open|>argument key="days" type="number"<|sep|>2<|close|>argument<|sep|>'
+    "<|close|>call<|sep|><|close|>tools<|sep|>",
+    "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\n"
+    f"{ROME}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "deepseek_v31": f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{ROME}<｜tool▁call▁end｜>"
+    "<｜tool▁calls▁end｜>",
+    "deepseek_v32": '<｜DSML｜function_calls>\n<｜DSML｜invoke name="NAME">\n'
+    '<｜DSML｜parameter name="city" string="true">Rome</｜DSML｜parameter>\n'
+    '<｜DSML｜parameter name="days" string="false">2</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+    "</｜DSML｜function_calls>",
+    "deepseek_v4": '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="NAME">\n'
+    '<｜DSML｜parameter name="city" string="true">Rome</｜DSML｜parameter>\n'
+    '<｜DSML｜parameter name="days" string="false">2</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+    "</｜DSML｜tool_calls>",
+    "cohere": '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "NAME", "parameters": '
+    f"{ROME}}}\n]<|END_ACTION|>",
+    "nemotron2": f'<TOOLCALL>[{{"name": "NAME", "arguments": {ROME}}}]</TOOLCALL>',
+    "hunyuan": f'<tool_calls>[{{"name": "NAME", "arguments": {ROME}}}]</tool_calls>',
+    "olmo3": "<function_calls>\nNAME(city='Rome', days=2)\n</function_calls>",
+    "phi4_mini": f'<|tool_call|>[{{"name": "NAME", "arguments": {ROME}}}]<|/tool_call|>',
+    "granite3": f'<|tool_call|>[{{"name": "NAME", "arguments": {ROME}}}]',
+    "llama4": '[NAME(city="Rome", days=2)]',
     "minimax_m2": '<minimax:tool_call>\n<invoke name="NAME">\n<parameter name="city">Rome</parameter>\n'
     '<parameter name="days">2</parameter>\n</invoke>\n</minimax:tool_call>',
     "gemma4": '<|tool_call>call:NAME{city:<|"|>Rome<|"|>,days:2}<tool_call|>',
@@ -107,7 +137,7 @@ def sample(family: str, name: str = "get_weather") -> str:
 
 
 def test_every_family_has_a_sample() -> None:
-    assert {family.name for family in FAMILIES} == set(CALLS)
+    assert {family.form for family in FAMILIES} == set(CALLS)
 
 
 @st.composite
@@ -139,13 +169,35 @@ def test_a_call_is_read_whatever_its_function_is_called(family: str, name: str) 
     assert (content, calls) == ("", [(name, {"city": "Rome", "days": 2})])
 
 
-@pytest.mark.parametrize("family", sorted(set(CALLS) - {"glm47", "longcat"}))  # theirs may be whole without their end
-def test_a_call_that_is_cut_off_is_no_call(family: str) -> None:
-    text = sample(family)
+@pytest.mark.parametrize("family", sorted(CALLS))
+def test_a_call_that_is_cut_off_shows_what_there_is(family: str) -> None:
+    text, plan = sample(family), plan_of(family, "may" if family == "harmony" else "")
+    (whole,) = taken(plan, text).calls
+    begun = 0
     for length in range(len(text)):
-        _, _, calls = said(plan_of(family, "may" if family == "harmony" else ""), text[:length])
-        assert calls in ([], [("get_weather", json.loads(ROME))]), text[:length]
-        assert not calls or text[length:] in ("</tool_call>", "\n</tool_call>", "<|call|>") or family == "qwen3_coder"
+        piece = taken(plan, *text[:length])
+        assert piece == taken(plan, text[:length])
+        if piece.calls:
+            (part,) = piece.calls
+            begun += 1
+            assert (part.name, piece.content) == ("get_weather", ""), text[:length]
+            if family in ("glm47", "longcat") and part.complete:  # theirs may be whole without their end
+                part.arguments = part.arguments.removesuffix("}")
+            assert whole.arguments.startswith(part.arguments)
+            assert not part.complete or part.arguments.strip("}") in (whole.arguments.strip("}"), '{"city": "Rome"')
+    assert begun > 8, "it is a call before it is whole"
+
+
+@pytest.mark.parametrize("family", sorted(CALLS))
+def test_a_call_s_name_comes_first_and_its_arguments_as_they_grow(family: str) -> None:
+    splitter, parts = splitter_of(plan_of(family, "may" if family == "harmony" else "")), []
+    for letter in sample(family):
+        parts += splitter.push(letter).calls
+    assert parts[0].name == "get_weather" and not any(part.name for part in parts[1:])
+    assert not parts[0].complete
+    grown = "".join(part.arguments for part in parts)
+    assert json.loads(grown) == json.loads(ROME)
+    assert sum(bool(part.arguments) for part in parts) >= 5
 
 
 @pytest.mark.parametrize(
@@ -164,7 +216,6 @@ def test_a_call_that_is_cut_off_is_no_call(family: str) -> None:
         ('{"name": "Bob", "age": 3}', '{"name": "Bob", "age": 3}', 0),
         ("int f() { return 1; }", "int f() { return 1; }", 0),
         ("a {", "a {", 0),
-        ('{"name": "get_weather", "parameters": {"city": "}', '{"name": "get_weather", "parameters": {"city": "}', 0),
         ("<|python_tag|>print(1)", "print(1)", 0),
     ],
 )
@@ -199,9 +250,11 @@ def test_a_string_becomes_what_the_schema_wants_if_it_spells_one(
     assert said(plan_of(family), text)[2] == [("get_weather", wanted)]
 
 
-def test_arguments_that_json_has_no_place_for_are_no_call() -> None:
-    text = sample("pythonic").replace("2", "2j")
-    assert said(plan_of("pythonic"), text) == (text, "", [])
+def test_arguments_that_are_broken_come_as_they_were_written() -> None:
+    for family, text in (("pythonic", sample("pythonic")), ("hermes", sample("hermes"))):
+        piece = taken(plan_of(family), text.replace("2", "2j"))
+        assert (piece.content, [(call.name, call.complete) for call in piece.calls]) == ("", [("get_weather", True)])
+        assert piece.calls[0].arguments.startswith('{"city": "Rome", "days": 2j')
 
 
 @pytest.mark.parametrize(
@@ -292,20 +345,11 @@ def test_harmony_s_channels_are_told_apart(thinking: Any, text: str, content: st
     assert shown == (content, reasoning, [("get_weather", json.loads(ROME))] * calls)
 
 
-@pytest.mark.parametrize("arguments", ['{"city": "Ro', "[1]", "", "print(1)"])
+@pytest.mark.parametrize("arguments", ["[1]", "", "print(1)"])
 def test_a_message_of_harmony_without_arguments_is_no_call(arguments: str) -> None:
     text = sample("harmony").replace(ROME, arguments).removesuffix("<|call|>")
     assert said(plan_of("harmony", "may"), text) == (text, "", [])
     assert said(plan_of("harmony", "may", format=""), sample("harmony"))[2] == [], "none was offered"
-
-
-def test_a_forced_call_of_harmony_grows_in_its_final_message() -> None:
-    plan = plan_of("harmony", "may", format="hermes", sure=True)
-    text = f"{ANALYSIS}<|start|>assistant<|channel|>final<|message|>{sample('hermes')}<|return|>"
-    assert said(plan, text) == ("", "Hm.", [("get_weather", json.loads(ROME))])
-    splitter = splitter_of(plan)
-    splitter.push(text[: text.index("Rome")])
-    assert splitter.in_call and not splitter.in_reasoning
 
 
 @pytest.mark.parametrize(
@@ -361,7 +405,7 @@ def test_the_tokens_of_reasoning_are_counted_with_its_marks(plan: SplitPlan, tex
     ],
 )
 def test_a_template_gives_its_family_away(template: str, family: str, form: str) -> None:
-    assert (family_of(template).name, family_of(template).form) == (family, form)
+    assert (recognised(template).family, recognised(template).calls) == (family, form)
 
 
 @pytest.mark.parametrize(
@@ -376,8 +420,7 @@ def test_a_template_gives_its_family_away(template: str, family: str, form: str)
     ],
 )
 def test_the_end_of_a_prompt_says_how_an_answer_begins(family: str, prompt: str, thinking: str) -> None:
-    entry = named(family)
-    assert entry.thinking_after(prompt, entry.thoughts or ("", "")) == thinking
+    assert REASONINGS[family].thinking_after(prompt) == thinking
 
 
 def test_the_tokens_of_a_family_s_language_are_not_hidden() -> None:

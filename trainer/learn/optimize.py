@@ -29,6 +29,7 @@ import mlx.nn as nn
 import numpy as np
 import structlog
 
+from mlx_model.device import on_cuda
 from trainer.learn.adam import AdamSteps, StepSizes, added
 from trainer.learn.advantages import ValueSums, of_tokens
 from trainer.learn.batches import STD_EPSILON, Microbatch, SampleGroup, microbatches, pad
@@ -91,7 +92,7 @@ class Optimizer:
         if options.value is not None and not chunk:
             raise ValueError("this model shows no hidden states, so no value head can read them")
         self.scores = partial(shared_scores if shared else row_scores, chunk=chunk)
-        self._widths = CUDA_WIDTHS if mx.cuda.is_available() else WIDTHS
+        self._widths = CUDA_WIDTHS if on_cuda() else WIDTHS
         self._gradient = nn.value_and_grad(policy.model, self._loss)
         widths = [value.shape[-2 if name.endswith("lora_a") else -1] for name, value in policy.arrays().items()]
         self._size = MicrobatchSize(

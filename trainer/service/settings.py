@@ -18,7 +18,7 @@ class LearnersSettings(JoinSettings, MachineSettings):
     model: str = Field(
         default="models/tiny",
         validation_alias=AliasChoices("model", "model_path", "PARALLM_MODEL"),
-        description="model folder or hub name; the same as the workers'",
+        description="model folder, hub name or GGUF file; the same as the workers'",
     )
     dtype: Literal["", "float32", "float16", "bfloat16"] = Field(
         default="", description="of the base; default: the model's, float32 on a Linux CPU"

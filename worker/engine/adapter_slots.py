@@ -24,6 +24,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from mlx_model.config import SlotConfig
+from mlx_model.device import on_cpu
 from mlx_model.heads.head import Heads
 from mlx_model.loader import LoadedModel
 from mlx_model.lora.reader import AdapterReader, ReadAdapter
@@ -100,7 +101,7 @@ class AdapterSlots:
         self._epoch = 0  # changes when a follower's version may have changed
         self._selected: tuple[tuple[Row, ...], int] = ((), -1)
         self._versions: tuple[str, ...] = ()
-        self._is_cpu = mx.default_device() == mx.Device(mx.cpu)
+        self._is_cpu = on_cpu()
         self._changed = False
         self._bytes = 0
         self._swaps, self._swap_s = 0, 0.0

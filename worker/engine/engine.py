@@ -69,7 +69,7 @@ class Engine:
             loaded.model, adapters, loaded.kv, loaded.heads, loaded.ranks, quick=config.quick_at_once
         )
         self._gallery = Gallery(loaded.tower, config, loaded.card, in_thread=wake is not None, by_ranks=by_ranks)
-        chunk = ChunkSize(config.prefill_chunk, config.piece_s, config.largest_chunk)
+        chunk = ChunkSize(config.prefill_chunk, config.piece_s, config.largest_chunk, config.alone)
         self._pieces = Pieces(chunk, config.prefill_area, by_ranks=by_ranks)
         self._class_turns = ClassTurns()
         at_once = max(1, config.score_chunk_bytes // (4 * loaded.card.vocab_size))
@@ -210,7 +210,7 @@ class Engine:
         self._start(self._followers.ready(self._batch.prefilling_rows), wait=False)
         self._admit()
         of = self._class_turns.choose(self._batch.waiting | self._lane.waiting)
-        budget = self._pieces.chunk.tokens * haste(self._batch.decoding)
+        budget = self._pieces.chunk.at_once(self._batch.decoding)
         budget = self._pieces.pace.piece(budget) if of == "batch" else budget
         in_lane = self._lane.first(of) is not None
         share = share_prefill(budget, batch_waits=of in self._batch.waiting, lane_waits=in_lane)

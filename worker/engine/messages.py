@@ -12,6 +12,7 @@ from mlx_model.config import DiskConfig, EngineConfig, SpeculationConfig, memory
 from shared.errors import ParallmError
 from shared.frames import Finish, TokenEvent
 from shared.images.refs import Picture
+from shared.process.model_aliases import short_name
 from shared.process.worker_settings import WorkerSettings
 from shared.sequences import SequenceSpec
 
@@ -172,7 +173,7 @@ def engine_config(s: WorkerSettings, learner_rank: int = 0) -> EngineConfig:
     """Translate a worker's settings for the engine. `learner_rank`: of the adapter that a guest trains."""
     return EngineConfig(
         model=s.model,
-        served_name=s.served_model_name or s.model.rstrip("/").rsplit("/", 1)[-1],
+        served_name=s.served_model_name or short_name(s.model),
         max_rows=s.max_batch_size,
         prefill_rows=s.prefill_batch_size,
         prefill_chunk=s.prefill_chunk,
@@ -182,6 +183,8 @@ def engine_config(s: WorkerSettings, learner_rank: int = 0) -> EngineConfig:
         dtype=s.dtype or None,
         max_context=s.max_context or None,
         trust_remote_code=s.trust_remote_code,
+        tool_format=s.tool_format,
+        reasoning_format=s.reasoning_format,
         prefix_cache_bytes=int(s.prefix_cache_gb * 1e9),
         block_size=s.block_size,
         kv_bits=s.kv_bits,

@@ -108,12 +108,21 @@ class ChunkSize:
     as many tokens take longer, and all rows wait. `piece_s`: the time that a piece should take.
     """
 
-    def __init__(self, chunk: int, piece_s: float, most: int = 0) -> None:
-        """`most`: up to which an unmeasured chunk may grow."""
+    def __init__(self, chunk: int, piece_s: float, most: int = 0, alone: tuple[int, int] | None = None) -> None:
+        """`most`: up to which an unmeasured chunk may grow. `alone`: fewest and most tokens while nothing decodes."""
         self.tokens = chunk
         self._chunk = max(chunk, most)
         self._piece_s = piece_s
+        self._alone = alone
         self._bare_s = 0.0  # mean of recent turns without a prompt
+
+    def at_once(self, decoding: int) -> int:
+        """Prompt tokens for one turn while so many rows decode."""
+        tokens = self.tokens * haste(decoding)
+        if decoding or self._alone is None:
+            return tokens
+        fewest, most = self._alone
+        return min(max(tokens, fewest), most)
 
     def measured(self, chunk: int) -> None:
         """So many are fed in time."""

@@ -1,22 +1,24 @@
 """Measuring and compiling on a machine while no row is there; a worker is ready, and serves, before it.
 
 *Sizes*: how much of prompts one forward may take, by the clock. A prompt's forward stands between two decode steps, so
-it gets `PIECE_S`; on a GPU 512 tokens take hardly longer than one, and a 0.6B model feeds 8,192 in that time. Where
+it gets a `piece_s`; on CUDA 512 tokens take hardly longer than one, and a 0.6B model feeds 8,192 in that time. Where
 attention keeps its scores (on CUDA, for masked rows), time and memory grow with rows x width x (past + width): one
 prompt of 8,192 tokens of a 0.6B model took all of an H100's 80 GB. So that *area* has a limit of its own. Until both
 are measured an engine has sizes that any machine can do (`begun`), and its chunk grows as its pieces come in time.
+Metal measures neither: the chunk is what real pieces show, and its attention of prompts is fused for usual heads.
 
-*Kernels of ours*: each is compiled and tried first, and decode steps are mlx-lm's until that is done.
+*Kernels of ours*: on CUDA each is compiled and tried first, and decode steps are mlx-lm's until that is done. Metal's
+are tried where they are first needed: they take a compiler a moment.
 
-*Rehearsal*: rows are decoded and thrown away, since a GPU compiles kernels, records graphs and gets memory when each is
-needed for the first time. A CPU does none of that.
+*Rehearsal*: rows are decoded and thrown away, since CUDA compiles kernels, records graphs and gets memory when each is
+needed for the first time. Others do little or nothing of that.
 
 Invariants.
 - All of it is done in pieces, one at a time, and only while the engine is idle: who comes waits for one piece at most.
   A worker that is never idle would decode by mlx-lm's forward for ever: there the kernels' few pieces come amid its
   rows, `PATIENCE_S` apart.
   A piece is one forward, or one turn of an engine. The sizes that are tried end with the first one that takes more than
-  PIECE_S, or CPU_PIECE_S, so where nothing is compiled no piece takes more than about four times as long, or, where the
+  its bound, so where nothing is compiled no piece takes more than about four times as long, or, where the
   fewest tokens take longer than that, than these. What is compiled in a piece cannot be interrupted: seconds each.
 - On several ranks all do the same pieces, and come to the same sizes (orders.py:Rehearse).
 - An error ends it, and nothing else, but among ranks, which would no longer do the same.
@@ -30,15 +32,18 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from math import isqrt
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
 from mlx_model.config import EngineConfig
+from mlx_model.device import Backend, backend, on_cuda, on_metal
 from mlx_model.loader import LoadedModel, free_bytes
 from mlx_model.sampling.cuda import draws
 from mlx_model.step.cuda import products
+from mlx_model.tuned import ModelTuning
 from shared.sequences import SamplingParams, SequenceSpec
 from worker.engine.batch.adapters import Adapters, NoAdapters
 from worker.engine.batch.row import Row
@@ -49,10 +54,13 @@ from worker.engine.turns import TurnFacts
 
 log = logging.getLogger(__name__)
 
-PIECE_S = 0.05  # of a forward of prompts between two decode steps
-CPU_PIECE_S = 0.25  # there a decode step of many rows takes as long
+PIECE_S = 0.05  # of a forward of prompts between two decode steps, on CUDA
+SLOW_PIECE_S = 0.25  # elsewhere: a CPU's decode step takes as long; a Mac feeds a 4B model too few tokens in less
 CHUNKS = (256, 16_384)  # fewest and most tokens of prompts at once
 CPU_CHUNKS = (64, 512)
+METAL_CHUNKS = (256, 2048)
+METAL_ALONE = (1024, 2048)  # while nothing decodes: fewer waste a forward, and more gain nothing
+METAL_FUSED_HEADS = frozenset({64, 80, 128})  # whose attention of prompts keeps no scores there
 FIRST_WIDTH = 1024  # of one prompt, before it is measured: scores of 4 MB a head
 USUAL_PROMPT = 128  # tokens, of the prompts that are measured together
 FREE_PART = 8  # of the free memory, an eighth may go for a forward
@@ -70,18 +78,38 @@ PLAIN = SAMPLINGS[:3]  # of which a step may stay unread
 Forward = Callable[[int, int], Work[float]]  # rows, width -> seconds; infinite: it takes too much memory
 
 
-def begun(config: EngineConfig) -> EngineConfig:
-    """The configuration to begin with: sizes that are safe anywhere where none are given."""
-    on_cpu = not _compiles()
-    (fewest, most), bound_s = (CPU_CHUNKS, CPU_PIECE_S) if on_cpu else (CHUNKS, PIECE_S)
+class Sizes(NamedTuple):
+    """Pieces of prompts on a back end."""
+
+    chunks: tuple[int, int]  # fewest and most tokens
+    piece_s: float
+    alone: tuple[int, int] | None = None
+
+
+SIZES: dict[Backend, Sizes] = {
+    "cpu": Sizes(CPU_CHUNKS, SLOW_PIECE_S),
+    "cuda": Sizes(CHUNKS, PIECE_S),
+    "metal": Sizes(METAL_CHUNKS, SLOW_PIECE_S, METAL_ALONE),
+}
+
+
+def begun(config: EngineConfig, head_size: int = 0, tuning: ModelTuning | None = None) -> EngineConfig:
+    """The configuration to begin with: sizes that are safe anywhere where none are given.
+
+    `head_size`: numbers of a head; 0: not known, or heads of several sizes. `tuning`: what was measured before.
+    """
+    sizes = SIZES["cuda" if _compiles() else backend()]
     if not config.prefill_chunk:
-        config = replace(config, prefill_chunk=fewest, largest_chunk=most, piece_s=bound_s)
-    return replace(config, lane_s=bound_s, prefill_area=None if on_cpu else FIRST_WIDTH**2, quick_at_once=on_cpu)
+        fewest, most = (tuning.chunk, 0) if tuning else sizes.chunks
+        config = replace(config, prefill_chunk=fewest, largest_chunk=most, piece_s=sizes.piece_s, alone=sizes.alone)
+    keeps_scores = _compiles() or (on_metal() and head_size not in METAL_FUSED_HEADS)
+    area = ((tuning.width if tuning else 0) or FIRST_WIDTH) ** 2 if keeps_scores else None
+    return replace(config, lane_s=sizes.piece_s, prefill_area=area, quick_at_once=not _compiles())
 
 
 def _compiles() -> bool:
-    """True if this device compiles kernels when they are first needed."""
-    return mx.default_device() != mx.Device(mx.cpu)
+    """True if this device compiles kernels, for seconds, when they are first needed."""
+    return on_cuda()
 
 
 class WarmUp:
@@ -92,7 +120,7 @@ class WarmUp:
         self._loaded, self._config, self._engine = loaded, config, engine
         self._adapters = _BaseOnly(adapters)
         self._pieces = self._all()
-        self.is_over = not (_compiles() or config.largest_chunk)
+        self.is_over = not (_compiles() or (config.largest_chunk and not on_metal()))
         self._is_quick = not _compiles()
         self._latest = time.monotonic()  # when a piece ended
 
@@ -121,11 +149,11 @@ class WarmUp:
         self.is_over = True
 
     def _all(self) -> Work[None]:
-        config, on_cpu = self._config, not _compiles()
-        measures, rehearses = bool(config.largest_chunk), config.warm_up and not on_cpu
+        config, bound_s = self._config, PIECE_S if _compiles() else SLOW_PIECE_S
+        measures, rehearses = bool(config.largest_chunk), config.warm_up and _compiles()
         log.info("engine.warms_up measures_chunk=%s rehearses=%s", measures, rehearses)
         began = time.perf_counter()
-        if not on_cpu:
+        if _compiles():
             for is_there in _trials(self._loaded):
                 is_there()
                 yield
@@ -133,12 +161,14 @@ class WarmUp:
             self._is_quick = True
             yield
         chunk, width = config.prefill_chunk, 0
-        forward = _timed(self._loaded, self._adapters)
+        forward = timed_forward(self._loaded, self._adapters)
         if measures:
-            bounds, bound_s = (CPU_CHUNKS, CPU_PIECE_S) if on_cpu else (CHUNKS, PIECE_S)
+            bounds = CHUNKS if _compiles() else CPU_CHUNKS
             chunk = yield from largest_chunk(forward, *bounds, bound_s)
-        if not on_cpu:
-            width = yield from largest_width(forward, *CHUNKS, PIECE_S)
+        if _compiles():
+            width = isqrt(config.prefill_area or 0)
+            if width == FIRST_WIDTH:  # not measured before
+                width = yield from largest_width(forward, *CHUNKS, bound_s)
         self._engine.measured(chunk, width * width or None)
         measured = time.perf_counter()
         rows: dict[int, None] = {}
@@ -197,7 +227,7 @@ def largest_width(forward: Forward, fewest: int, most: int, bound_s: float) -> W
     return best
 
 
-def _timed(loaded: LoadedModel, adapters: Adapters) -> Forward:
+def timed_forward(loaded: LoadedModel, adapters: Adapters) -> Forward:
     """The quicker of two forwards, on a GPU after one that makes what they need."""
     on_cpu = not _compiles()
 

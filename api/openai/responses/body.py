@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, Tag, model_validator
 
-from api.generation.sampling import DrawFields
+from api.generation.sampling import MAX_REASONING, DrawFields
 from api.generation.structured import Schema
 from api.generation.target import first_words
 from api.http.fields import Off, RequestModel, complaint
@@ -121,6 +121,9 @@ class ResponseRequest(DrawFields):
     stream: bool | None = False
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
+    max_reasoning_tokens: int | None = Field(
+        default=None, ge=0, le=MAX_REASONING, description="reasoning that is not over by then is ended"
+    )
     tools: list[ResponseTool] | None = Field(default=None, max_length=MAX_TOOLS)
     tool_choice: Annotated[
         Literal["none", "auto", "required"]
@@ -194,6 +197,7 @@ class ResponseRequest(DrawFields):
             "max_completion_tokens": self.max_output_tokens,
             "response_format": self._format(),
             "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
+            "max_reasoning_tokens": self.max_reasoning_tokens,
         }
         body |= self.model_dump(mode="json", by_alias=True, exclude_unset=True, include=_SAME)
         if self.tools:

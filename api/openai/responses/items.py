@@ -10,9 +10,9 @@ import binascii
 from collections.abc import Sequence
 from typing import Any
 
-from api.generation.languages.pieces import CallPart, ReplyPiece
 from api.generation.logprobs import ChatLogprob
 from api.openai.responses.tools import CustomTool, ResponseTool, input_of, offered
+from shared.text.languages.pieces import CallPart, ReplyPiece
 
 Event = dict[str, Any]
 

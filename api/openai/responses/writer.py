@@ -5,7 +5,6 @@ from typing import Any
 import msgspec
 
 from api.generation.choice import Choice, Delta, RequestPlan, ends_with_stop_token, usage
-from api.generation.languages.pieces import ReplyPiece
 from api.generation.logprobs import ChatLogprob, TokenNames
 from api.openai.responses.body import ENCRYPTED, ResponseRequest
 from api.openai.responses.items import Event, ItemWriter
@@ -13,6 +12,7 @@ from api.openai.responses.tools import HostedTool, shown_tool
 from shared.frames import Finish, TokenEvent
 from shared.redis.kept.response_store import ResponseState
 from shared.text.codec import TextCodec
+from shared.text.languages.pieces import ReplyPiece
 from shared.token_events import by_token, join
 
 

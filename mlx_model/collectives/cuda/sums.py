@@ -27,6 +27,7 @@ import mlx.core as mx
 
 from mlx_model.collectives.cuda.memory import HANDLE_BYTES, CudaError, SharedMemory
 from mlx_model.cuda import kernel, number
+from mlx_model.device import on_cuda
 
 log = logging.getLogger(__name__)
 
@@ -143,7 +144,7 @@ def open_to(group: Any) -> bool:
 
 
 def _own(size: int) -> SharedMemory:
-    if os.environ.get(SWITCH, "1") == "0" or not mx.cuda.is_available():
+    if os.environ.get(SWITCH, "1") == "0" or not on_cuda():
         raise CudaError(f"{SWITCH}=0, or no CUDA")
     return SharedMemory((1 + size) * _ROWS * 4 + 2 * size * _ROWS * _CHUNK)
 

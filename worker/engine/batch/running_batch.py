@@ -23,6 +23,7 @@ import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
 from mlx_model.config import EngineConfig
+from mlx_model.device import on_cpu
 from mlx_model.kv.kinds import end_of, keep_rows, share_offsets
 from shared.frames import TokenEvent
 from shared.sequences import SequenceClass
@@ -66,7 +67,7 @@ class RunningBatch:
         self.unfed = 0  # tokens of each row that the latest step has reported and not fed
         self.has_decoded = False  # the latest step has fed the rows that decode, though it may have reported nothing
         # On a CPU, MLX computes while it dispatches: there a first token would wait for all of the next decode step.
-        self._tells_at_once = mx.default_device() == mx.Device(mx.cpu)
+        self._tells_at_once = on_cpu()
 
     def __len__(self) -> int:
         return len(self._inserted)
@@ -212,7 +213,7 @@ class RunningBatch:
         """Feed so many tokens of a group, or short prompts to their ends; in pieces, where rows have stops."""
         is_short, positions = width == group.left, 0
         while group.left and width > 0:
-            if positions:  # pieces that are computed at once would sum over ranks at once (collectives/cuda)
+            if positions:  # pieces that are computed at once would sum over ranks at once (mlx_model/collectives/cuda)
                 mx.async_eval(group.state)  # type: ignore[no-untyped-call]
             rows, fed = group.feed(width)
             self._keeping.at_stops(*group.at_stops(), group.kv_of)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
+from mlx_model.device import on_cpu
 from mlx_model.sampling.cuda import draws
 from mlx_model.sampling.draw import (
     SMALLEST,
@@ -215,7 +216,7 @@ class _Plan:
         self._top_k_F1 = mx.array(top_k.astype(np.int32))[:, None] if top_k.min() < vocab else None
         self._top_p_F1 = _column(top_p) if top_p.min() < 1 else None
         # On a GPU a partition is a full sort, so nothing is gained by taking fewer candidates.
-        sort_all = vocab <= SORT_ALL_BELOW or mx.default_device() != mx.Device(mx.cpu)
+        sort_all = vocab <= SORT_ALL_BELOW or not on_cpu()
         sort_all = sort_all or bool(((candidates < top_k) & (top_k < vocab)).any())
         self._vocab = vocab
         self._candidates = vocab if sort_all else candidates

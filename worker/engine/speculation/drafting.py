@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-import mlx.core as mx
-
+from mlx_model import device
 from mlx_model.config import SpeculationConfig
 from mlx_model.kv.kinds import are_cut, may_be_taken_back
 from worker.engine.batch.row import Row
@@ -81,7 +80,7 @@ class Drafting:
         self._has_texts, self._size_then = False, 0  # most rows of a batch of that size, when it was looked at
         self._step = self._began_in = 0  # the one that runs, and the latest one that was accounted for
         self._asks_at = 0  # the next step in which rows are asked, if nothing changes; 0: maybe this one
-        self._accounts = Accounts(on_cpu=mx.default_device() == mx.Device(mx.cpu) if on_cpu is None else on_cpu)
+        self._accounts = Accounts(on_cpu=device.on_cpu() if on_cpu is None else on_cpu)
         # What only the device knows may be taken back from KV that can be cut anywhere.
         self.overlaps = self.is_on and self._config.overlaps and model is None and are_cut(kv)
         self.moves_together = False  # all rows by equally much: either all of them have a draft, or none does

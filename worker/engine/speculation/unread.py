@@ -22,7 +22,7 @@ from typing import TypeVar
 import mlx.core as mx
 
 from mlx_model.config import SpeculationConfig
-from mlx_model.cuda import is_used
+from mlx_model.device import on_cuda
 from mlx_model.kv.ragged import Slack
 from mlx_model.sampling.draw import Draw
 from worker.engine.batch.row import Row
@@ -44,7 +44,7 @@ class Beside:
     def asked_for(cls, config: SpeculationConfig | None) -> Beside | None:
         """None: all is done in one thread."""
         asked = False if config is None else config.reads_beside
-        return cls() if (is_used() if asked is None else asked) else None
+        return cls() if (on_cuda() if asked is None else asked) else None
 
     def __call__(self, give: Callable[[], None], do: Callable[[], T]) -> T:
         """What comes of `do`. It reads arrays that have been given out before, and makes none: streams are threads'."""

@@ -23,6 +23,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_model.config import DiskConfig
+from mlx_model.device import on_cpu
 from worker.engine.messages import DiskStats
 from worker.engine.prefixes.disk.folder import Folder
 from worker.engine.prefixes.disk.index import FileEntry, Index
@@ -105,7 +106,7 @@ class DiskTier:
         self._readers = Errands(READERS) if wake is not None else None
         self._ends = threading.Event()
         self._keeper: threading.Thread | None = None
-        self._budget = COPIED_ON_CPU if mx.default_device() == mx.Device(mx.cpu) else COPIED_AT_ONCE
+        self._budget = COPIED_ON_CPU if on_cpu() else COPIED_AT_ONCE
         self._waiting: dict[str, int] = {}  # bytes of what is to be written, by name
         self._leaving: deque[FilePiece] = deque()
         self._copying: _Copies | None = None

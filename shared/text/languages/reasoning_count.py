@@ -2,10 +2,9 @@
 
 from collections.abc import Sequence
 
-from api.generation.languages.families import named
-from api.generation.languages.mark_search import search_for
-from api.generation.languages.pieces import SplitPlan
 from shared.text.codec import TextCodec
+from shared.text.languages.mark_search import search_for
+from shared.text.languages.pieces import SplitPlan
 
 
 class ReasoningCount:
@@ -14,10 +13,10 @@ class ReasoningCount:
     __slots__ = ("_again", "_inside", "_over", "_pending", "_pieces", "_split", "_text", "tokens")
 
     def __init__(self, split: SplitPlan, codec: TextCodec) -> None:
-        family = named(split.family)
+        form = split.written
         self._split = split
         self._pieces = codec.visible_pieces(split.marks)
-        self._again = family.thinks_again or family.channels
+        self._again = form is not None and (form.again or form.channels)
         self._inside = split.thinking == "open"
         self._over = not split.think_end or not (split.thinking or self._again)
         self._text = ""  # in which a mark may have begun

@@ -15,14 +15,14 @@ class MarkSearch:
         self._whole = re.compile("|".join(map(re.escape, marks))) if marks else None
         self._begun = re.compile(f"(?:{'|'.join(map(re.escape, begun))})\\Z") if begun else None
 
-    def first(self, text: str) -> tuple[int, str]:
-        """Where the first mark is, and which it is; (-1, "") for none."""
-        found = self._whole.search(text) if self._whole is not None else None
+    def first(self, text: str, begin: int = 0) -> tuple[int, str]:
+        """Where the first mark from `begin` on is, and which it is; (-1, "") for none."""
+        found = self._whole.search(text, begin) if self._whole is not None else None
         return (-1, "") if found is None else (found.start(), found[0])
 
-    def ending(self, text: str) -> int:
-        """Length of the longest end of `text` that may be the beginning of a mark."""
-        found = self._begun.search(text) if self._begun is not None else None
+    def ending(self, text: str, begin: int = 0) -> int:
+        """Length of the longest end of `text` from `begin` on that may be the beginning of a mark."""
+        found = self._begun.search(text, begin) if self._begun is not None else None
         return 0 if found is None else len(text) - found.start()
 
 

@@ -2,8 +2,8 @@
 
 import msgspec
 
-from api.generation.languages.families import Thinking, named
-from api.generation.languages.tool_formats import ToolFormat, tool_format
+from shared.text.languages.families import REASONINGS, Reasoning, Thinking
+from shared.text.languages.tool_forms import form_of
 
 
 class SplitPlan(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -12,28 +12,28 @@ class SplitPlan(msgspec.Struct, frozen=True, omit_defaults=True):
     format: str = ""  # of tool calls; "": none are looked for
     tools: bytes = b""  # JSON of their definitions: some forms are read with their types
     parallel: bool = True  # else only the first call counts
-    sure: bool = False  # a grammar makes every call a call in Hermes' form
+    sure: bool = False  # a grammar leaves nothing but calls
     named: bool = False  # the request named the function: OpenAI's finish_reason is then "stop"
     older: bool = False  # a call is shown in OpenAI's older form, `function_call`
     thinking: Thinking = ""  # open: the prompt ended inside; may: the completion may begin with it
-    think_start: str = ""
+    think_start: str = ""  # "" with reasoning that is not looked for
     think_end: str = ""
     show_thinking: bool = True
-    family: str = ""  # of the model, by name
+    reasoning: str = ""  # marks around reasoning and the answer, by name
 
     @property
     def marks(self) -> tuple[str, ...]:
         """Texts that must be visible to be found, even as special tokens."""
-        family, marks = named(self.family), [self.think_start, self.think_end]
-        if self.think_end:
-            marks += family.thought_tokens
-        if self.format:
-            marks += [self._format.start, self._format.end, self._format.lead, *family.call_tokens]
+        written = self.written
+        marks = [self.think_start, self.think_end]
+        marks += [*written.tokens, *written.hidden] if written is not None else []
+        marks += form_of(self.format).shown if self.format else ()
         return tuple(dict.fromkeys(filter(None, marks)))
 
     @property
-    def _format(self) -> ToolFormat:
-        return tool_format(self.format)
+    def written(self) -> Reasoning | None:
+        """The marks around reasoning and the answer."""
+        return REASONINGS.get(self.reasoning)
 
 
 class CallPart(msgspec.Struct):
