@@ -8,9 +8,9 @@
 # make quick   check, then the tests that need no Redis, but for those marked `long`
 # make check   format, lint, types and layers
 # make bench   measurements (never run by the tests)
-# make clients real clients (openai, openai-agents, anthropic, litellm, langchain, instructor, lm-eval, verifiers; guidellm
-#              with LOAD=1, which brings PyTorch along), a trainer that logs to wandb, mlflow and trackio, and two versions
-#              of tinker (the recipes of its cookbook with COOKBOOK=1, which brings PyTorch along, too), in environments of
+# make clients real clients (openai, openai-agents, anthropic, litellm, langchain, instructor, lm-eval, ollama, verifiers;
+#              guidellm with LOAD=1, which brings PyTorch along), the coding agents of npm and PyPI, a trainer that logs to
+#              wandb, mlflow and trackio, and two versions of tinker (the recipes of its cookbook with COOKBOOK=1, which brings PyTorch along, too), in environments of
 #              their own
 # make chaos   kill, freeze and cut off the processes under load, for MINUTES=30 (never run by the tests); CLUSTER=1:
 #              on three shards in place of one Redis
@@ -107,6 +107,13 @@ clients: setup
 	test -x .venv-agents/bin/python || $(BIN)/python -m venv .venv-agents
 	.venv-agents/bin/python -m pip install --quiet --disable-pip-version-check -r tests/clients/requirements-agents.txt
 	$(BIN)/python -m tests.clients --python .venv-agents/bin/python openai_agents_sessions
+	test -x .venv-coding/bin/python || $(BIN)/python -m venv .venv-coding
+	.venv-coding/bin/python -m pip install --quiet --disable-pip-version-check -r tests/clients/requirements-coding.txt
+	mkdir -p .clients-npm && cp tests/clients/npm/package.json .clients-npm
+	PATH="$(CURDIR)/.venv-coding/bin:$$PATH" npm install --prefix .clients-npm --no-audit --no-fund --loglevel=error
+	PATH="$(CURDIR)/.venv-coding/bin:$$PATH" $(BIN)/python -m tests.clients --python .venv-clients/bin/python \
+	  --node .clients-npm openai_node ollama_node
+	$(BIN)/python -m tests.clients.agents --path .venv-coding/bin --path .clients-npm/node_modules/.bin
 	test -x .venv-loggers/bin/python || $(BIN)/python -m venv .venv-loggers
 	.venv-loggers/bin/python -m pip install --quiet --disable-pip-version-check -r tests/clients/requirements-loggers.txt
 	$(BIN)/python -m tests.clients --python .venv-loggers/bin/python train_loggers

@@ -1,4 +1,4 @@
-"""`python -m api`: one api process under uvicorn. `--fd N` serves on an inherited listening socket."""
+"""`python -m api`: one api process under uvicorn. Each `--fd N` is an inherited listening socket to serve on."""
 
 import asyncio
 import contextlib
@@ -13,6 +13,7 @@ import uvicorn
 
 from api.http.api_keys import check_exposure
 from api.http.connections import bounded
+from api.http.listening import listen
 from shared.errors import ServiceUnavailableError, SetupError
 from shared.process.api_settings import ApiSettings
 from shared.process.garbage import leave_out_what_is_loaded, no_collections
@@ -33,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     """Serve until SIGTERM or SIGINT; exit code 2 when set up wrongly, 1 when no Redis answers."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        fd = take_fd(arguments)
+        fds = take_fds(arguments)
         settings = load(ApiSettings, arguments)
         configure(settings.log_level, settings.log_json)
         if not settings.redis:
@@ -42,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
             )
         check_exposure(settings)
         tracing.start(settings.otlp_endpoint, "api")
-        listener = _listen(settings, fd)
+        listeners = [_inherited(fd) for fd in fds] or listen(settings)
         asyncio.run(require(settings.redis))
     except SetupError as error:
         print(f"api: {error}", file=sys.stderr)
@@ -56,12 +57,15 @@ def main(argv: list[str] | None = None) -> int:
     server = Server(_config(settings))
     signal.signal(signal.SIGTERM, _leave)  # until the loop takes its place
     follow_parent()
-    if listener.family != socket.AF_UNIX:
-        host, port = listener.getsockname()[:2]
-        log.info("api.listening", url=f"http://{host}:{port}")
+    for listener in listeners:
+        if listener.family != socket.AF_UNIX:
+            host, port = listener.getsockname()[:2]
+            log.info("api.listening", url=f"http://{host}:{port}")
     leave_out_what_is_loaded()
-    with listener:
-        server.run(sockets=[listener])
+    with contextlib.ExitStack() as stack:
+        for listener in listeners:
+            stack.enter_context(listener)
+        server.run(sockets=listeners)
     tracing.stop()
     return 0 if server.started else 1
 
@@ -98,36 +102,29 @@ class Server(uvicorn.Server):
                 loop.remove_signal_handler(number)
 
 
-def take_fd(arguments: list[str]) -> int | None:
-    """Remove `--fd N` from the arguments and return N: it belongs to this process alone, not to the settings."""
-    for i, argument in enumerate(arguments):
-        name, _, value = argument.partition("=")
+def take_fds(arguments: list[str]) -> list[int]:
+    """Remove each `--fd N` from the arguments and return its N: they belong to this process alone, not to settings."""
+    fds: list[int] = []
+    at = 0
+    while at < len(arguments):
+        name, _, value = arguments[at].partition("=")
         if name != "--fd":
+            at += 1
             continue
-        if not value and i + 1 < len(arguments):
-            value = arguments.pop(i + 1)
-        del arguments[i]
+        if not value and at + 1 < len(arguments):
+            value = arguments.pop(at + 1)
+        del arguments[at]
         if not value.isdigit():
             raise SetupError("--fd takes the number of an inherited listening socket")
-        return int(value)
-    return None
+        fds.append(int(value))
+    return fds
 
 
-def _listen(settings: ApiSettings, fd: int | None) -> socket.socket:
+def _inherited(fd: int) -> socket.socket:
     try:
-        if fd is not None:
-            return socket.socket(fileno=fd)
-        if settings.uds:
-            with contextlib.ExitStack() as undo:
-                listener = undo.enter_context(socket.socket(socket.AF_UNIX))
-                listener.bind(settings.uds)
-                listener.listen(2048)
-                undo.pop_all()
-            return listener
-        return socket.create_server((settings.host, settings.port), backlog=2048)
+        return socket.socket(fileno=fd)
     except OSError as error:
-        where = f"fd {fd}" if fd is not None else settings.uds or f"{settings.host}:{settings.port}"
-        raise SetupError(f"cannot listen on {where}: {error.strerror or error}") from error  # a long path has no number
+        raise SetupError(f"cannot listen on fd {fd}: {error.strerror or error}") from error
 
 
 def _config(settings: ApiSettings) -> uvicorn.Config:

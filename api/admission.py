@@ -56,6 +56,10 @@ WORK = frozenset(
         "/v1/rewards/score",
         "/generate",
         "/inference/v1/generate",
+        "/api/chat",
+        "/api/generate",
+        "/api/embed",
+        "/api/embeddings",
     }
 )
 RATE_ANSWER_S = 0.5

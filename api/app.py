@@ -29,6 +29,9 @@ from api.http.hosts import OwnHost, allowed_hosts
 from api.http.limits import BodyLimit
 from api.jobs import routes as jobs
 from api.jobs import stream as job_streams
+from api.ollama import models as ollama_models
+from api.ollama import routes as ollama
+from api.ollama import vectors as ollama_vectors
 from api.openai import (
     abortions,
     chat,
@@ -103,6 +106,7 @@ ROUTED = (
         abortions,
     ),
     *(similarities, render, server_info, messages, message_batches),
+    *(ollama, ollama_vectors, ollama_models),
     *(
         act,
         predict,

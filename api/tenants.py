@@ -109,6 +109,17 @@ RULES: dict[str, Rule] = {
     "GET /v1/messages/batches/{batch_id}/results": SEE_BATCH,
     "POST /v1/messages/batches/{batch_id}/cancel": CHANGE_BATCH,
     "DELETE /v1/messages/batches/{batch_id}": CHANGE_BATCH,
+    # Ollama's
+    "GET /": NOTHING,
+    "GET /api/version": NOTHING,
+    "GET /api/tags": LIST,
+    "GET /api/ps": LIST,
+    "POST /api/show": WORK,
+    "POST /api/pull": WORK,
+    "POST /api/chat": WORK,
+    "POST /api/generate": WORK,
+    "POST /api/embed": WORK,
+    "POST /api/embeddings": WORK,
     # jobs and calls of training code
     "POST /v1/jobs": WORK,
     "GET /v1/jobs": LIST,

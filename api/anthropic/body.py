@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from api.anthropic.turns import MAX_TURNS, ChatWriter, MessageTurn, Text, check_last
 from api.generation.sampling import MAX_REASONING, DrawFields
@@ -11,14 +11,6 @@ from api.generation.target import TargetFields, first_words
 from api.http.fields import HistoryModel, Off, RequestModel, complaint
 from api.openai.bodies import ChatCompletionRequest
 from api.openai.tools import MAX_TOOLS, known_type
-
-
-def _custom(value: Any) -> Any:
-    """Refuse the tools that Anthropic's servers run or define: they have a `type` other than `custom`."""
-    kind = value.get("type") if isinstance(value, dict) else None
-    if kind not in (None, "custom"):
-        raise complaint("type", f"tools of type '{kind}' are not supported, only your own", unsupported=True)
-    return value
 
 
 class MessageTool(HistoryModel):
@@ -40,6 +32,23 @@ class MessageTool(HistoryModel):
         function = {"name": self.name, "description": self.description, "strict": self.strict}
         given = {name: value for name, value in function.items() if value is not None}
         return {"type": "function", "function": {**given, "parameters": self.input_schema}}
+
+
+class ServerTool(HistoryModel):
+    """A tool that Anthropic's servers run or define. It is left out of the model's view, and the header names it."""
+
+    type: str
+    name: str = ""
+
+
+def _kind(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return "<custom>" if kind in (None, "custom") else "<server>"
+
+
+AnyTool = Annotated[
+    Annotated[MessageTool, Tag("<custom>")] | Annotated[ServerTool, Tag("<server>")], Discriminator(_kind)
+]
 
 
 class MessageToolChoice(RequestModel):
@@ -129,13 +138,16 @@ class PromptedFields(RequestModel):
 
     messages: Annotated[list[MessageTurn], Field(min_length=1, max_length=MAX_TURNS)]
     system: Text | None = Field(default=None, description="a text, or text blocks")
-    tools: Annotated[list[Annotated[MessageTool, BeforeValidator(_custom)]], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[AnyTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: MessageToolChoice | None = Field(default=None, description="default: auto, if there are tools")
     thinking: Annotated[ThinkingConfig, known_type("enabled", "adaptive", "disabled")] | None = None
     output_config: OutputConfig | None = None
     output_format: JsonFormat | None = Field(default=None, description="the older form of `output_config.format`")
     context_management: ContextManagement | None = None
     cache_control: dict[str, Any] | None = Field(default=None, description="accepted: the cache is automatic")
+    mcp_servers: list[dict[str, Any]] | None = Field(
+        default=None, max_length=64, description="accepted: this server calls no others, and the header says so"
+    )
     chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="variables of the chat template")
 
     @model_validator(mode="after")
@@ -145,13 +157,22 @@ class PromptedFields(RequestModel):
             raise complaint("output_format", "'output_format' and 'output_config.format' say the same twice")
         return self
 
+    @property
+    def own_tools(self) -> list[MessageTool]:
+        """The tools that the client runs."""
+        return [tool for tool in self.tools or () if isinstance(tool, MessageTool)]
+
+    @property
+    def server_tools(self) -> list[ServerTool]:
+        """The tools that are not there."""
+        return [tool for tool in self.tools or () if isinstance(tool, ServerTool)]
+
     def chat(self, template: str) -> ChatCompletionRequest:
         """The same request to /v1/chat/completions; `template`: the model's, which says what it has variables for.
 
         InvalidRequestError for a reference to a tool that is not there.
         """
-        tools = self.tools or []
-        writer = ChatWriter({tool.name: tool.shown() for tool in tools})
+        writer = ChatWriter({tool.name: tool.shown() for tool in self.own_tools})
         writer.begin(self.system or [])
         for turn in self.messages:
             writer.add(turn)
@@ -161,13 +182,15 @@ class PromptedFields(RequestModel):
         """Fields of the equivalent chat, without the messages."""
         config, choice = self.output_config or OutputConfig(), self.tool_choice
         wanted = config.format or self.output_format
+        if choice is not None and self._chooses_server_tool(choice):
+            choice = None
         named = None if choice is None else choice.name
         body: dict[str, Any] = {
             "continue_final_message": self.messages[-1].role == "assistant",
             "reasoning_effort": config.effort,
             "max_reasoning_tokens": None if self.thinking is None else self.thinking.budget_tokens,
             "chat_template_kwargs": self._variables(template),
-            "tools": [tool.shown() for tool in self.tools or () if not tool.defer_loading or tool.name == named],
+            "tools": [tool.shown() for tool in self.own_tools if not tool.defer_loading or tool.name == named],
         }
         if wanted is not None:
             described = {"name": "output", "schema": wanted.schema_}
@@ -177,28 +200,39 @@ class PromptedFields(RequestModel):
             body["parallel_tool_calls"] = not choice.disable_parallel_tool_use
         return body
 
+    def _chooses_server_tool(self, choice: MessageToolChoice) -> bool:
+        """True for a choice that only tools could meet which are not there."""
+        if choice.type == "tool":
+            return any(tool.name == choice.name for tool in self.server_tools)
+        return choice.type == "any" and bool(self.server_tools) and not self.own_tools
+
     def _variables(self, template: str) -> dict[str, Any]:
         asked = (self.thinking or _NO_THINKING).variables()
         known = {name: value for name, value in asked.items() if name in template}
         return {**known, **(self.chat_template_kwargs or {})}
 
     def unused(self, template: str, *, bounded: bool) -> list[str]:
-        """Parameters that the model cannot follow; the answer's header names them.
+        """Parameters that the model or the server cannot follow; the answer's header names them.
 
         `bounded`: reasoning has a bound, for which the template needs no variable.
         """
+        absent = list(dict.fromkeys(f"tools.{tool.type}" for tool in self.server_tools))
+        if self.tool_choice is not None and self._chooses_server_tool(self.tool_choice):
+            absent.append("tool_choice")
+        if self.mcp_servers:
+            absent.append("mcp_servers")
         if self.thinking is None:
-            return []
+            return absent
         nothing_to_switch = self.thinking.type == "disabled" and "think" not in template.lower()
         unused = [] if "thinking" in template or nothing_to_switch else ["thinking"]
         budgeted = self.thinking.budget_tokens is None or bounded or "thinking_budget" in template
-        return unused if budgeted else [*unused, "thinking.budget_tokens"]
+        return [*absent, *unused, *([] if budgeted else ["thinking.budget_tokens"])]
 
 
 class CountRequest(TargetFields, PromptedFields):
     """Request body of POST /v1/messages/count_tokens."""
 
-    off: ClassVar[Off] = {"speed": ("standard",), "mcp_servers": ([],)}
+    off: ClassVar[Off] = {"speed": ("standard",)}
 
 
 _SAME = {*DrawFields.model_fields} - {"stop"}  # as in a chat
@@ -211,7 +245,6 @@ class MessagesRequest(DrawFields, PromptedFields):
         "stop": (),
         "container": (),
         "inference_geo": (),
-        "mcp_servers": ([],),
         "speed": ("standard",),
         "safeguards": ([],),  # who asks for them relies on verdicts about each call
     }

@@ -68,6 +68,8 @@ class ModelInfo(msgspec.Struct, frozen=True):
     created: int = 0
     owned_by: str = ""
     parent: str | None = None  # of an adapter: its base model
+    max_model_len: int = 0  # tokens of its context
+    context_length: int = 0  # the same, or less where no worker's memory holds so much; 0: an older server
 
 
 class GeneratedText(msgspec.Struct, frozen=True):

@@ -1,5 +1,5 @@
 """Every error leaves as OpenAI's object: `{"error": {"message", "type", "param", "code"}}`; where a request speaks
-Anthropic's protocol, as theirs (api/http/anthropic_errors.py).
+Anthropic's protocol or Ollama's, as theirs (api/http/anthropic_errors.py, api/http/ollama_errors.py).
 
 Our own errors carry their status; here pydantic's, Starlette's and Redis's are translated into ours.
 """
@@ -24,6 +24,7 @@ from starlette.types import Receive, Scope, Send
 
 from api.http.anthropic_errors import anthropic_error, speaks_anthropic, status_of
 from api.http.fields import RequestModel
+from api.http.ollama_errors import ollama_error, speaks_ollama
 from shared.errors import (
     InvalidRequestError,
     MethodNotAllowedError,
@@ -114,7 +115,9 @@ class ErrorResponse(Response):
         if speaks_anthropic(scope):
             self.status_code = status_of(self._error)
             self.body = anthropic_error(self._error, scope.get("state", {}).get("request_id", ""))
-            self.headers["content-length"] = str(len(self.body))
+        elif speaks_ollama(scope):
+            self.body = ollama_error(self._error)
+        self.headers["content-length"] = str(len(self.body))
         await super().__call__(scope, receive, send)
 
 

@@ -37,6 +37,8 @@ IMAGES = frozenset(
         "/v1/messages",
         "/v1/messages/count_tokens",
         "/v1/jobs",
+        "/api/chat",
+        "/api/generate",
         SAMPLES,
     }
 )
@@ -46,7 +48,10 @@ UPLOADS = re.compile(
     r"/v1/files|/v1/jobs|/v1/adapters|/v1/adapters/[^/]+/versions|/upload_adapter|/update_adapter_weights"
 )
 _UNSAID = ("", "application/x-www-form-urlencoded")  # what `curl -d` says: only the dashboard takes such forms
-_IMAGE = re.compile(rb'"(?:url|image_url|location)"\s*+:\s*+"(data:)|"data"\s*+:\s*+"', re.IGNORECASE)
+_IMAGE = re.compile(
+    rb'"(?:url|image_url|location)"\s*+:\s*+"(data:)|"data"\s*+:\s*+"|"images"\s*+:\s*+(\[)\s*+"', re.IGNORECASE
+)
+_NEXT_IMAGE = re.compile(rb'\s*+,\s*+"')  # of a list
 _BASE64 = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/="
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.?)*+(?:"|\Z)', re.DOTALL)  # possessive: one pass, whatever the text
 # A piece of JSON that is taken in one call, so that other threads get a turn in between; it never ends in a string.
@@ -166,13 +171,19 @@ async def _in_time(receive: Receive, until: float) -> Message:
 
 def check_without_images(body: bytes, most: int) -> None:
     """PayloadTooLargeError for a body that has more bytes than this besides the `data:` URLs of its images."""
-    beside, at = len(body), 0
-    while (found := _IMAGE.search(body, at)) is not None:
+    beside, at, in_list = len(body), 0, False
+    while True:
+        following = _NEXT_IMAGE.match(body, at) if in_list else None
+        found = following or _IMAGE.search(body, at)
+        if found is None:
+            break
+        in_list = following is not None or bool(found[2])
         at = found.end()
         end = body.find(b'"', at)
         if end < 0:
             break
-        if body.find(b"\\", at, end) < 0 and (found[1] or not body[at:end].translate(None, _BASE64)):
+        is_url = following is None and found[1]
+        if body.find(b"\\", at, end) < 0 and (is_url or not body[at:end].translate(None, _BASE64)):
             beside -= end - at
             at = end + 1
     if beside > most:

@@ -17,18 +17,39 @@ in its prefix cache when the next turn is asked for.
 import hashlib
 import json
 import re
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 from shared.errors import InvalidRequestError
 from shared.text.codec import TextCodec
 
 Message = dict[str, Any]
+T = TypeVar("T")
 
 _THOUGHT_FIELDS = ("reasoning_content", "reasoning", "thinking")
 _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 _LETTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+
+
+async def fewest_left_out(look: Callable[[int], Awaitable[tuple[bool, T]]], last: int) -> T:
+    """The result of `look` for a conversation without as few of its oldest turns as it takes to fit, at most `last`.
+
+    `look` says if the conversation without so many turns fits. If none fits, the shortest is returned.
+    """
+    skipped, tried = 0, -1
+    while True:  # the first look is at all of it, the others halve what is left
+        fits, made = await look(skipped)
+        if fits and (skipped == 0 or skipped - tried == 1):
+            return made
+        if not fits and skipped == last:
+            return made
+        if fits:
+            last = skipped
+        else:
+            tried = skipped
+        skipped = last if last - tried == 1 else (tried + last) // 2
 
 
 @dataclass(frozen=True)

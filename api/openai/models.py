@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 from datetime import UTC, datetime
-from typing import Literal
+from typing import Any, Literal
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
@@ -10,6 +10,7 @@ from pydantic import BaseModel, Field
 from api.generation.target import meant
 from api.http.anthropic_errors import speaks_anthropic
 from api.http.errors import error_responses
+from api.openai.codex_models import codex_model
 from api.ring.choosing import from_each, ring_for
 from api.ring.ring import Ring, TheRing
 from shared.adapters import AdapterManifest, AdapterRef
@@ -30,7 +31,9 @@ class Model(BaseModel):
     root: str
     parent: str | None = Field(default=None, description="of an adapter: its base model")
     max_model_len: int = Field(description="prompt and completion together, in tokens")
+    context_length: int = Field(description="the same, or less where no worker's KV memory holds so much")
     version: int | None = Field(default=None, description="of an adapter: its latest version")
+    sees: bool = Field(default=False, exclude=True)
 
 
 class ModelList(BaseModel):
@@ -38,6 +41,12 @@ class ModelList(BaseModel):
 
     object: Literal["list"] = "list"
     data: list[Model]
+
+
+class CodexModelList(ModelList):
+    """The same for Codex, which says so by `client_version`."""
+
+    models: list[dict[str, Any]]
 
 
 class AnthropicModel(BaseModel):
@@ -55,7 +64,7 @@ class AnthropicModel(BaseModel):
     def of(cls, model: Model) -> "AnthropicModel":
         """A model as Anthropic shows it."""
         created = datetime.fromtimestamp(model.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-        most = model.max_model_len
+        most = model.context_length
         return cls(id=model.id, display_name=model.root, created_at=created, max_input_tokens=most, max_tokens=most)
 
 
@@ -70,16 +79,14 @@ class AnthropicModelList(BaseModel):
 
 @router.get("/v1/models", summary="List models")
 @router.get("/models", include_in_schema=False)
-async def list_models(request: Request, ring: TheRing) -> ModelList | AnthropicModelList:
-    """Models with at least one live worker, the adapters that such a worker can serve, and aliases of both.
-
-    Of all rings that answer; `RING/NAME` where an earlier one has a model of this name.
-    """
-    models: list[Model] = []
-    for each, found in await from_each(ring, _models):
-        taken = {model.id for model in models}
-        models += [_in_ring(each, model, taken) for model in found]
-    models += await _aliases(ring, models)
+async def list_models(
+    request: Request, ring: TheRing, client_version: str = ""
+) -> CodexModelList | ModelList | AnthropicModelList:
+    """Models with at least one live worker, the adapters that such a worker can serve, and aliases of both."""
+    models = await served_models(ring)
+    if client_version:
+        shown_to_codex = [codex_model(model.id, model.context_length, sees=model.sees) for model in models]
+        return CodexModelList(data=models, models=shown_to_codex)
     if not speaks_anthropic(request.scope):
         return ModelList(data=models)
     shown = [AnthropicModel.of(model) for model in models]
@@ -101,10 +108,20 @@ async def describe_model(name: str, request: Request, ring: TheRing) -> Model | 
     return AnthropicModel.of(model) if speaks_anthropic(request.scope) else model
 
 
+async def served_models(ring: Ring) -> list[Model]:
+    """The models, adapters and aliases of all rings that answer; `RING/NAME` where an earlier one has a model of this
+    name."""
+    models: list[Model] = []
+    for each, found in await from_each(ring, _models):
+        taken = {model.id for model in models}
+        models += [_in_ring(each, model, taken) for model in found]
+    return models + await _aliases(ring, models)
+
+
 async def _models(ring: Ring) -> list[Model]:
     """A ring's models and adapters."""
     cards = await ring.live_models()
-    models = [_described(cards[name]) for name in sorted(cards)]
+    models = [_described(ring, cards[name]) for name in sorted(cards)]
     for name, latest in sorted((await ring.adapters.pointers()).items()):
         if latest and (adapter := await _adapter(ring, name)) is not None:
             models.append(adapter)
@@ -131,7 +148,7 @@ async def _aliases(ring: Ring, models: list[Model]) -> list[Model]:
 async def _found(ring: Ring, name: str) -> Model | None:
     """A model with a live worker, or an adapter of one."""
     card = await ring.live_card(name)
-    return _described(card) if card is not None else await _adapter(ring, name)
+    return _described(ring, card) if card is not None else await _adapter(ring, name)
 
 
 async def _adapter(ring: Ring, reference: str) -> Model | None:
@@ -143,20 +160,37 @@ async def _adapter(ring: Ring, reference: str) -> Model | None:
         return None
     for card in (await ring.live_models()).values():
         if manifest.base_sha256 in ("", card.base_sha256):
-            return _described_adapter(reference, manifest, card)
+            return _described_adapter(ring, reference, manifest, card)
     return None
 
 
-def _described(card: ModelCard) -> Model:
-    return Model(id=card.name, created=card.created, root=card.name, max_model_len=card.context_length)
+def _longest(ring: Ring, card: ModelCard) -> int:
+    """Tokens of the longest conversation: of the model's context what the KV memory of one worker holds."""
+    memory = max((worker.kv_limit_bytes for worker in ring.serving(card.name)), default=0)
+    if not memory or not card.kv_bytes_per_token or card.kv_window:
+        return card.context_length
+    return min(card.context_length, memory // card.kv_bytes_per_token)
 
 
-def _described_adapter(reference: str, manifest: AdapterManifest, card: ModelCard) -> Model:
+def _described(ring: Ring, card: ModelCard) -> Model:
+    return Model(
+        id=card.name,
+        created=card.created,
+        root=card.name,
+        max_model_len=card.context_length,
+        context_length=_longest(ring, card),
+        sees=card.vision is not None,
+    )
+
+
+def _described_adapter(ring: Ring, reference: str, manifest: AdapterManifest, card: ModelCard) -> Model:
     return Model(
         id=reference,
         created=manifest.created_ms // 1000,
         root=manifest.id,
         parent=card.name,
         max_model_len=card.context_length,
+        context_length=_longest(ring, card),
         version=manifest.version,
+        sees=card.vision is not None,
     )

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, PrivateAttr, Tag
 
 from api.http.fields import HistoryModel, RequestModel, complaint
 from shared.errors import InvalidGrammarError, InvalidRequestError
@@ -30,6 +30,18 @@ class FunctionDefinition(HistoryModel):
     description: str | None = None
     parameters: dict[str, Any] | None = Field(default=None, description="a JSON schema; absent: no parameters")
     strict: bool | None = Field(default=None, description="arguments follow the schema under `auto`, too")
+    _enforced: dict[str, Any] | None = PrivateAttr(default=None)
+
+    @property
+    def enforced(self) -> dict[str, Any]:
+        """The schema that arguments are held to, which may say more than the one that the model sees."""
+        return self._enforced or self.parameters or {}
+
+    def holding(self, schema: dict[str, Any]) -> "FunctionDefinition":
+        """The same function, with arguments that are held to another schema than the one that the model sees."""
+        held = self.model_copy(update={"strict": True})
+        held._enforced = schema
+        return held
 
 
 def known_type(*known: str) -> BeforeValidator:
@@ -44,13 +56,14 @@ def known_type(*known: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-def by_type(otherwise: str, same: Mapping[str, str] | None = None) -> Discriminator:
-    """Separates the kinds of a union; `same`: types that share the class of another one. A tag is not an identifier,
+def by_type(otherwise: str, same: Mapping[str, str] | None = None, other: str = "") -> Discriminator:
+    """Separates the kinds of a union; `same`: types that share the class of another one; `other`: the class of types
+    that `same` does not name, "" for their own. A tag is not an identifier,
     so that no error takes it for a field (api/http/errors.py)."""
 
     def tag(value: Any) -> str:
         kind = str(value.get("type") if isinstance(value, dict) else getattr(value, "type", otherwise))
-        return f"<{(same or {}).get(kind, kind)}>"
+        return f"<{(same or {}).get(kind, other or kind)}>"
 
     return Discriminator(tag)
 
@@ -159,7 +172,7 @@ class ToolUse(msgspec.Struct, frozen=True):
         places = []
         for function in self.callable:
             if self.forced or (function.strict and form.marks):
-                schema, left_out = grammar.enforceable(function.parameters or {})
+                schema, left_out = grammar.enforceable(function.enforced)
                 places += [f"{function.name}.{place}" for place in left_out + form.unheld(schema)]
             elif function.strict:  # a call may begin anywhere
                 places.append(f"{function.name}.strict")
@@ -170,7 +183,7 @@ def _signature(function: FunctionDefinition, held: bool) -> Signature:
     """A function as a grammar needs it; one that the answer is not `held` to takes any object."""
     if not held:
         return Signature(function.name, None)
-    schema = function.parameters or {"type": "object", "properties": {}, "additionalProperties": False}
+    schema = function.enforced or {"type": "object", "properties": {}, "additionalProperties": False}
     if schema.get("type", "object") != "object":
         raise InvalidGrammarError(f"the parameters of '{function.name}' are not of type object", param="tools")
     listed = schema.get("enum")

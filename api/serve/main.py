@@ -24,6 +24,7 @@ from pydantic import SecretStr
 from redis.exceptions import RedisError
 
 from api.http.api_keys import KeyRing, check_exposure
+from api.http.listening import listen
 from api.serve.embedded_redis import EmbeddedRedis
 from api.serve.supervisor import ChildSpec, Supervisor, wait_for
 from shared.errors import ServiceUnavailableError, SetupError
@@ -167,55 +168,32 @@ async def _serve(settings: ServeSettings, server: EmbeddedRedis | None) -> int:
     follow_parent(lambda: loop.call_soon_threadsafe(stop.set))
     supervisor = Supervisor()
     with contextlib.ExitStack() as stack:
-        listener = None if settings.mode == "training_only" else stack.enter_context(_listen(settings))
+        listeners = [] if settings.mode == "training_only" else listen(settings)
+        for listener in listeners:  # which all api processes inherit
+            listener.set_inheritable(True)
+            stack.enter_context(listener)
         try:
-            await _start_children(supervisor, settings, listener)
-            code = await _until_stopped(supervisor, settings, listener, stop, server)
+            await _start_children(supervisor, settings, listeners)
+            code = await _until_stopped(supervisor, settings, listeners, stop, server)
         finally:
             await supervisor.stop(at_once=not await answers(settings.redis, LAST_LOOK_S))
     return code
 
 
-def _listen(settings: ServeSettings) -> socket.socket:
-    """The one listening socket, which all api processes inherit."""
-    if settings.uds:
-        return _listen_unix(settings.uds)
-    try:
-        listener = socket.create_server((settings.host, settings.port), backlog=2048)
-    except OSError as error:
-        raise SetupError(
-            f"cannot listen on {settings.host}:{settings.port}: {error.strerror}; choose another --port"
-        ) from error
-    listener.set_inheritable(True)
-    return listener
-
-
-def _listen_unix(path: str) -> socket.socket:
-    Path(path).unlink(missing_ok=True)
-    listener = socket.socket(socket.AF_UNIX)
-    try:
-        listener.bind(path)
-    except OSError as error:
-        listener.close()
-        raise SetupError(f"cannot listen on --uds {path}: {error.strerror or error}") from error
-    listener.listen(2048)
-    listener.set_inheritable(True)
-    return listener
-
-
-async def _start_children(supervisor: Supervisor, settings: ServeSettings, listener: socket.socket | None) -> None:
+async def _start_children(supervisor: Supervisor, settings: ServeSettings, listeners: list[socket.socket]) -> None:
     # Stopped in the reverse order: first no new requests, then jobs, then the workers drain.
     for i in range(settings.workers):
         await supervisor.start(worker_spec(settings, i))
-    if listener is None:
+    if not listeners:
         return
     await supervisor.start(ChildSpec("job runner", "worker.jobs", settings.of(RunnerSettings).environment()))
-    fd = listener.fileno()
+    fds = tuple(listener.fileno() for listener in listeners)
+    inherited = tuple(argument for fd in fds for argument in ("--fd", str(fd)))
     part_of_api = settings.of(ApiSettings)
     part_of_api.api_key = SecretStr(KeyRing.plain(settings).hashed())  # the children know the hashes alone
     for i in range(settings.api_processes):
         environment = part_of_api.environment()
-        await supervisor.start(ChildSpec(f"api {i}", "api", environment, arguments=("--fd", str(fd)), pass_fds=(fd,)))
+        await supervisor.start(ChildSpec(f"api {i}", "api", environment, arguments=inherited, pass_fds=fds))
 
 
 def worker_spec(settings: ServeSettings, index: int) -> ChildSpec:
@@ -265,11 +243,11 @@ def _names_run_dir(settings: ServeSettings) -> bool:
 async def _until_stopped(
     supervisor: Supervisor,
     settings: ServeSettings,
-    listener: socket.socket | None,
+    listeners: list[socket.socket],
     stop: asyncio.Event,
     server: EmbeddedRedis | None,
 ) -> int:
-    ready = asyncio.create_task(_announce(settings, listener))
+    ready = asyncio.create_task(_announce(settings, listeners))
     stopped = asyncio.create_task(stop.wait())
     tended = asyncio.create_task(_tend(server))
     reporting = asyncio.create_task(_report_troubles(supervisor, settings.redis))
@@ -322,13 +300,15 @@ async def _tend(server: EmbeddedRedis | None) -> None:
                 await asyncio.sleep(1.0)
 
 
-async def _announce(settings: ServeSettings, listener: socket.socket | None) -> None:
-    if listener is None:
+async def _announce(settings: ServeSettings, listeners: list[socket.socket]) -> None:
+    if not listeners:
         print(f"ParaLLM trains {settings.model}, without HTTP", flush=True)
     else:
-        url = f"unix:{settings.uds}" if settings.uds else "http://{}:{}".format(*listener.getsockname()[:2])
-        await _ready(listener, settings)
+        url = f"unix:{settings.uds}" if settings.uds else "http://{}:{}".format(*listeners[0].getsockname()[:2])
+        await _ready(listeners[0], settings)
         print(f"ParaLLM is ready: {url}" + ("" if settings.uds else "/v1"), flush=True)
+        for listener in listeners[1:]:
+            print("Ollama's API: http://{}:{}".format(*listener.getsockname()[:2]), flush=True)
     joining = f"mlx_parallm_worker --redis {shown(settings.redis)} --model {settings.model}"
     print(f"join with another worker: {joining}", flush=True)
 

@@ -85,6 +85,9 @@ class ApiSettings(ProcessSettings):
     # -- requests, their bounds and who may send them
     host: str = Field(default="127.0.0.1", description="address to listen on; beyond this machine it takes a key")
     port: int = Field(default=8000, ge=0, le=65535, description="0: a free one")
+    ollama_port: int = Field(
+        default=0, ge=0, le=65535, description="a second port, on which Ollama's clients look: 11434; 0: none"
+    )
     ring: OtherRings = []  # noqa: RUF012 (pydantic copies it)
     model_alias: ModelAliases = Field(
         default=[],

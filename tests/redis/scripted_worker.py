@@ -18,6 +18,7 @@ from shared.redis.processes.worker_registry import WorkerRegistry, WorkerStatus
 from shared.redis.queue.sequence_queue import ClaimPlan, SequenceQueue
 from shared.redis.tokens.writer import Commit, FrameWriter
 from shared.sequences import Claim, ModelCard, SequenceSpec, Timings
+from shared.text.codec import TokenizerBundle
 from shared.trajectories import result_of
 from tests.unit.api_texts import EOS, bundle, codec
 from tests.waiting import wait_until
@@ -63,6 +64,7 @@ class ScriptedWorker:
     script: Callable[[SequenceSpec], Answer]
     id: str = "w1"
     card: ModelCard = field(default_factory=lambda: CARD)  # a test may give the module another one
+    tokenizer: TokenizerBundle = field(default_factory=lambda: bundle())  # of one token a byte; its template may differ
     specs: list[SequenceSpec] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     routes: dict[str, str] = field(default_factory=dict)
@@ -77,9 +79,9 @@ class ScriptedWorker:
     async def join(self) -> None:
         """Register the model and say that a worker is ready."""
         registry = WorkerRegistry(self.redis)
-        await registry.register_model(self.card, bundle())
+        await registry.register_model(self.card, self.tokenizer)
         await registry.heartbeat(
-            WorkerStatus(self.id, self.card.name, "host", 1, "ready", 0, 8, 0, 0, 1, 0.0, 0, 1, 2**40)
+            WorkerStatus(self.id, self.card.name, "host", 1, "ready", 0, 8, 0, 0, 2**40, 0.0, 0, 1, 2**40)
         )
 
     async def run(self) -> None:

@@ -88,11 +88,24 @@ CLOSE = {
     "parameters": {"type": "object", "properties": {"target": {"type": "string"}}},
 }
 AGENTS = {"type": "namespace", "name": "agents_v1", "description": "Tools for sub-agents.", "tools": [CLOSE]}
+PATCH_GRAMMAR = """start: begin_patch hunk+ end_patch
+begin_patch: "*** Begin Patch" LF
+end_patch: "*** End Patch" LF?
+
+hunk: add_hunk | delete_hunk
+add_hunk: "*** Add File: " filename LF add_line*
+delete_hunk: "*** Delete File: " filename LF
+
+filename: /(.+)/
+add_line: "+" /(.*)/ LF -> line
+
+%import common.LF
+"""
 APPLY = {
     "type": "custom",
     "name": "apply_patch",
     "description": "Use the `apply_patch` tool to edit files.",
-    "format": {"type": "grammar", "syntax": "lark", "definition": "start: begin end"},
+    "format": {"type": "grammar", "syntax": "lark", "definition": PATCH_GRAMMAR},
 }
 # What Codex CLI 0.171 sends with each request, shortened.
 CODEX: dict[str, Any] = {
@@ -121,7 +134,7 @@ def known_events() -> TypeAdapter[list[ResponseStreamEvent]]:
 async def codex(server: Api, *turns: dict[str, Any]) -> list[dict[str, Any]]:
     """The items of one request; its events are what the openai package knows."""
     async with server.stream(PATH, {**CODEX, "input": [*OPENING, *turns]}) as events:
-        assert set(events.response.headers[UNUSED_HEADER].split(", ")) == {"tools.format", "tools.web_search"}
+        assert set(events.response.headers[UNUSED_HEADER].split(", ")) == {"tools.web_search"}
         seen = await events.all()
     known_events().validate_python(seen)
     assert seen[-1]["type"] == "response.completed"
@@ -148,9 +161,10 @@ async def test_codex_calls_a_tool_of_a_namespace_and_goes_on(server: Api, worker
 
 async def test_codex_edits_files_by_a_tool_that_takes_any_text(server: Api, worker: ScriptedWorker) -> None:
     (call,) = await codex(server, said("user", "patch"))
+    assert worker.specs[-1].sampling.grammar, "the call's text follows the grammar of the tool"
     assert (call["type"], call["name"]) == ("custom_tool_call", "apply_patch")
     assert call["input"] == "*** Begin Patch\n*** End Patch"
-    assert "Its input follows this lark grammar:\\nstart: begin end" in prompt(worker)
+    assert "Its input follows this lark grammar:\\nstart: begin_patch hunk+ end_patch" in prompt(worker)
     output = {"type": "custom_tool_call_output", "call_id": call["call_id"], "output": "Success."}
     await codex(server, said("user", "patch"), call, output)
     assert '"arguments": {"input": "*** Begin Patch\\n*** End Patch"}' in prompt(worker)
@@ -317,3 +331,12 @@ async def test_what_is_sealed_counts_as_what_it_says(server: Api, worker: Script
     turns = [{"type": "compaction", "encrypted_content": sealed("x" * 20_000)}, said("user", "hi")]
     refused = (await server.post(PATH, {"model": MODEL, "input": turns})).json()["error"]
     assert (refused["code"], refused["param"]) == ("context_length_exceeded", "input")
+
+
+async def test_codex_reads_models_in_its_own_shape(server: Api) -> None:
+    listed = (await server.http.get("/v1/models", params={"client_version": "0.171.0"})).json()
+    (model,) = listed["models"]
+    assert model["slug"] == MODEL == listed["data"][0]["id"]
+    assert model["context_window"] == listed["data"][0]["context_length"]
+    assert model["apply_patch_tool_type"] == "freeform" and model["input_modalities"] == ["text"]
+    assert "models" not in (await server.http.get("/v1/models")).json()

@@ -212,7 +212,6 @@ def no_image(**fields: Any) -> dict[str, Any]:
         ({"messages": [{"role": "user", "content": [RESULT]}]}, "messages[0].content[0].content[0].type"),
         ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role"),
         ({"system": [IMAGE]}, "system[0].type"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
         ({"tools": [{**TOOL, "allowed_callers": ["code_execution_20260120"]}]}, "tools[0].allowed_callers"),
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
@@ -220,7 +219,6 @@ def no_image(**fields: Any) -> dict[str, Any]:
         ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
         ({"output_config": {"task_budget": {"total": 1}}}, "output_config.task_budget"),
         ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management.edits[0].type"),
-        ({"mcp_servers": [{}]}, "mcp_servers"),
         ({"container": "c"}, "container"),
         ({"speed": "fast"}, "speed"),
         ({"service_tier": "priority"}, "service_tier"),
@@ -321,3 +319,17 @@ def test_images_stand_where_they_were_and_those_of_results_behind_them() -> None
     where = list(places_of_images(request(messages=turns).messages))
     assert where[:3] == ["messages[0].content[2]", "messages[1].content[0]", "messages[3].content[0].content[1]"]
     assert len(where) == 5
+
+
+def test_tools_that_are_not_there_are_left_out_and_named() -> None:
+    turns = [{"role": "user", "content": "hi"}]
+    search = {"type": "web_search_20250305", "name": "web_search", "max_uses": 3}
+    choice = {"type": "tool", "name": "web_search"}
+    asked = MessagesRequest.model_validate(
+        {"messages": turns, "max_tokens": 9, "tools": [search, TOOL], "tool_choice": choice, "mcp_servers": [{}]}
+    )
+    chat = asked.chat("")
+    assert [tool.function.name for tool in chat.tools or ()] == [TOOL["name"]] and chat.tool_choice is None
+    assert asked.unused("") == ["tools.web_search_20250305", "tool_choice", "mcp_servers"]
+    forced = {"messages": turns, "max_tokens": 9, "tools": [search], "tool_choice": {"type": "any"}}
+    assert MessagesRequest.model_validate(forced).chat("").tool_choice is None

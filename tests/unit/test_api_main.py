@@ -6,30 +6,30 @@ import socket
 
 import pytest
 
-from api.__main__ import main, take_fd
+from api.__main__ import main, take_fds
 from shared.errors import SetupError
 from shared.process.open_files import FILES, many_files, raise_file_limit
 
 
 @pytest.mark.parametrize(
-    ("arguments", "fd", "rest"),
+    ("arguments", "fds", "rest"),
     [
-        (["--port", "1", "--fd", "7", "--host", "x"], 7, ["--port", "1", "--host", "x"]),
-        (["--fd=7"], 7, []),
-        (["--port", "1"], None, ["--port", "1"]),
+        (["--port", "1", "--fd", "7", "--host", "x"], [7], ["--port", "1", "--host", "x"]),
+        (["--fd=7", "--fd", "8"], [7, 8], []),
+        (["--port", "1"], [], ["--port", "1"]),
     ],
 )
-def test_the_inherited_socket_is_taken_out_of_the_arguments(
-    arguments: list[str], fd: int | None, rest: list[str]
+def test_inherited_sockets_are_taken_out_of_the_arguments(
+    arguments: list[str], fds: list[int], rest: list[str]
 ) -> None:
-    assert take_fd(arguments) == fd
+    assert take_fds(arguments) == fds
     assert arguments == rest
 
 
 @pytest.mark.parametrize("arguments", [["--fd"], ["--fd", "x"], ["--fd="]])
 def test_a_malformed_fd_is_refused(arguments: list[str]) -> None:
     with pytest.raises(SetupError, match="--fd"):
-        take_fd(arguments)
+        take_fds(arguments)
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def test_a_signal_before_anything_is_served_is_a_clean_exit(monkeypatch: pytest.
     monkeypatch.setattr("api.__main__.follow_parent", lambda: signal.raise_signal(signal.SIGTERM))
     try:
         with socket.create_server(("127.0.0.1", 0)) as listener, pytest.raises(SystemExit) as left:
-            monkeypatch.setattr("api.__main__._listen", lambda *_: listener)
+            monkeypatch.setattr("api.__main__.listen", lambda *_: [listener])
             main(["--redis", "redis://127.0.0.1:1"])
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -417,8 +417,14 @@ async def test_what_a_host_answers_is_bounded_and_its_errors_are_told(monkeypatc
 def test_a_body_may_be_long_by_its_images_alone() -> None:
     url = b'{"type": "image_url", "image_url": {"url": "data:image/png;base64,' + b"A" * 5000 + b'"}}'
     pointer = b'{"type": "image_asset_pointer", "location": "data:image/png;base64,' + b"A" * 5000 + b'"}'
-    for shown in (url, pointer):
+    listed = b'{"role": "user", "images": ["' + b"A" * 5000 + b'", "' + b"B" * 5000 + b'"]}'
+    for shown in (url, pointer, listed):
         check_without_images(b'{"messages": [' + shown + b"]}", 200)
-    for body in (b'{"text": "' + b"x" * 300 + b'"}', b'{"text": "data:' + b"x" * 300 + b'"}', url + b" " * 200):
+    for body in (
+        b'{"text": "' + b"x" * 300 + b'"}',
+        b'{"text": "data:' + b"x" * 300 + b'"}',
+        url + b" " * 200,
+        listed + b'"' + b"A" * 300,
+    ):
         with pytest.raises(PayloadTooLargeError):
             check_without_images(body, 200)

@@ -19,6 +19,7 @@ NOUNS = {
     "api/cli/convert.py",  # a command: each is a file
     "api/doctor/tuning.py",  # a part of the doctor, which starts a process that loads MLX
     "shared/text/languages/language.py",  # the language of a model, which needs a tokenizer; the others need none
+    "api/http/ollama_errors.py",  # how a protocol says errors: each is a file
     "api/checks/public_addresses.py",  # the rule of security by which webhooks and images are sent and fetched
     "shared/machine/commands.py",  # how programs of macOS are run: memory, power, heat and addresses come by them
     "shared/ranks.py",  # the status of a rank, which workers and trainers report and an api shows
@@ -26,10 +27,12 @@ NOUNS = {
     "shared/webhooks.py",  # a receiver: jobs, batches and responses carry it
     "worker/peers/messages.py",  # the protocol between two workers
 }
-# Names of classes that stand twice: bodies that two protocols call alike.
+# Names of classes that stand twice: bodies, and their writers, that two protocols call alike.
 BODIES = {
     "AllowedTools": {"api/openai/tools.py", "api/openai/responses/body.py"},
     "Reasoning": {"api/openai/responses/body.py", "shared/text/languages/families.py"},
+    "GenerateRequest": {"api/rl/generate.py", "api/ollama/body.py"},
+    "ChatWriter": {"api/anthropic/turns.py", "api/ollama/turns.py"},
     "LoadBody": {"api/adapters/bodies.py", "api/tinker/bodies.py"},
 }
 _PATH = re.compile(r"/|\.(py|lua|c)\b")

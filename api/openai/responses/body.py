@@ -217,9 +217,10 @@ class ResponseRequest(DrawFields):
     def _named(self, choice: ToolName) -> dict[str, Any]:
         return {"type": "function", "function": {"name": chosen(self.tools or (), choice)}}
 
-    def left_out(self) -> list[str]:
-        """Parts of the request that no model here sees, and functions that this server does not have."""
-        found = left_out_of(self.tools or ()) | {item.left_out for item in self.input}
+    def left_out(self, *, held: bool) -> list[str]:
+        """Parts of the request that no model here sees, and functions that this server does not have; `held` as in
+        `left_out_of`."""
+        found = left_out_of(self.tools or (), held=held) | {item.left_out for item in self.input}
         asked = self.reasoning or Reasoning()
         if {"concise", "detailed"} & {asked.summary, asked.generate_summary}:
             found.add("reasoning.summary")

@@ -13,6 +13,7 @@ from api.generation.target import Target
 from api.http.errors import from_validation
 from api.openai.bodies import ChatCompletionRequest
 from api.openai.chat import images_of, prepare
+from api.openai.fitting import fewest_left_out
 from api.openai.responses.body import ResponseRequest
 from api.openai.responses.messages import turn_starts
 from api.openai.responses.parts import ImagePart
@@ -20,6 +21,9 @@ from api.openai.responses.turns import CallOutputItem, Item
 from api.ring.ring import Ring
 from shared.errors import InvalidRequestError
 from shared.sequences import ModelCard
+from shared.text.codec import TextCodec
+from shared.text.languages.language import language_of
+from shared.text.languages.tool_forms import form_of
 
 NAMES = {  # of a chat's fields -> ours
     "messages": "input",
@@ -52,10 +56,11 @@ def _renamed(error: InvalidRequestError) -> InvalidRequestError:
     return error
 
 
-def left_out(body: ResponseRequest, card: ModelCard) -> list[str]:
+def left_out(body: ResponseRequest, card: ModelCard, codec: TextCodec) -> list[str]:
     """Parts of a request that are accepted though the model does not see them; the answer's header names them."""
     unseen = card.vision is None and any(map(_has_images, body.input))
-    return [*body.left_out(), *(["input.input_image"] if unseen else [])]
+    held = bool(form_of(language_of(codec).calls).marks)
+    return [*body.left_out(held=held), *(["input.input_image"] if unseen else [])]
 
 
 def _has_images(item: Item) -> TypeGuard[CallOutputItem]:
@@ -102,20 +107,11 @@ async def _fitting(
         body = body.model_copy(update={"input": seen})
     behind = body.max_output_tokens or min(ring.settings.default_max_tokens, card.context_length // 8)
     most = min(ring.settings.max_prompt_tokens or card.context_length, card.context_length - behind)
-    skipped, last, tried = 0, 0, -1
-    if body.truncation == "auto":
-        last = len(turn_starts(body.messages())) - 1
-    while True:  # the first look is at all of it, the others halve what is left
+
+    async def look(skipped: int) -> tuple[bool, tuple[ChatCompletionRequest, PreparedRequest]]:
         chat = await chat_body(body, skipped)
         images = await images_of(ring, card, chat.messages, keep)
         prepared = await prepare(codec, chat, ring.settings, begun, images)
-        fits = len(prepared.prompts[0]) <= most
-        if fits and (skipped == 0 or skipped - tried == 1):
-            return chat, prepared
-        if not fits and skipped == last:
-            return chat, prepared  # refused when it is planned
-        if fits:
-            last = skipped
-        else:
-            tried = skipped
-        skipped = last if last - tried == 1 else (tried + last) // 2
+        return len(prepared.prompts[0]) <= most, (chat, prepared)  # what does not fit is refused when it is planned
+
+    return await fewest_left_out(look, len(turn_starts(body.messages())) - 1 if body.truncation == "auto" else 0)

@@ -47,7 +47,10 @@ async def create_response(body: ResponseRequest, request: Request, ring: TheRing
     there = target.ring  # where it is computed; responses and conversations stay in the process's own ring
     codec = target.served.codec
     chat, planned = await plan_response(there, asked, target, history.ids)
-    unused = [*(NAMES.get(name, name) for name in unused_hints(chat, codec)), *left_out(asked, target.served.card)]
+    unused = [
+        *(NAMES.get(name, name) for name in unused_hints(chat, codec)),
+        *left_out(asked, target.served.card, codec),
+    ]
     writer = ResponseWriter(body, planned, codec)
     if body.background:
         begun = await background.begin(there, body, planned, writer, history.ids)

@@ -1,9 +1,9 @@
 """The tools of POST /v1/responses, and the functions of a chat that they come to.
 
 A tool of a namespace becomes a function whose name begins with the namespace's, and a custom tool, which takes any
-text, a function of that one text; a call gets its own name and form back (`items.py`). What a client sends to every
-server without asking whether it is there (`LEFT_OUT`) is left out of the model's view, and the answer's header says so;
-what the answer would be wrong without is refused.
+text, a function of that one text, which the model is held to where its form is a regular expression or comes to one; a
+call gets its own name and form back (`items.py`). Tools of other types belong to the servers or clients of their maker:
+they are left out of the model's view, and the answer's header names them.
 """
 
 import json
@@ -15,17 +15,10 @@ import pydantic_core
 from pydantic import Field, Tag
 
 from api.http.fields import HistoryModel, Off, RequestModel
+from api.openai.responses.text_forms import regex_of
 from api.openai.tools import MAX_TOOLS, FunctionDefinition, by_type, known_type
 from shared.errors import InvalidRequestError
 
-LEFT_OUT = (
-    "web_search",
-    "web_search_2025_08_26",
-    "web_search_preview",
-    "web_search_preview_2025_03_11",
-    "image_generation",
-    "tool_search",
-)
 _NAME = r"^[A-Za-z0-9_.-]{1,128}$"
 _CALLERS: Off = {"allowed_callers": (["direct"], [])}
 _INPUT = "input"  # the one argument of the function that a custom tool becomes
@@ -47,7 +40,7 @@ class FunctionTool(FunctionDefinition):
 
 
 class CustomFormat(HistoryModel):
-    """Form of the text of a custom tool. The model sees it; nothing enforces it."""
+    """Form of the text of a custom tool, which the model sees."""
 
     type: Literal["text", "grammar"]
     syntax: str = ""
@@ -72,9 +65,16 @@ class CustomTool(HistoryModel):
             return ""
         return f"Its input follows this {self.format.syntax} grammar:\n{self.format.definition}"
 
+    @property
+    def regex(self) -> str:
+        """Regular expression that the text is held to; "" for none."""
+        if self.format is None or self.format.type == "text":
+            return ""
+        return regex_of(self.format.syntax, self.format.definition)
+
 
 class HostedTool(HistoryModel):
-    """A tool that OpenAI's servers run: one of `LEFT_OUT`."""
+    """A tool of a type that is not served."""
 
     type: str
 
@@ -93,12 +93,10 @@ class Namespace(HistoryModel):
     )
 
 
+_SERVED = ("function", "custom", "namespace")
 ResponseTool = Annotated[
-    Annotated[
-        _own | Annotated[Namespace, Tag("<namespace>")] | Annotated[HostedTool, Tag("<hosted>")],
-        by_type("function", dict.fromkeys(LEFT_OUT, "hosted")),
-    ],
-    known_type("function", "custom", "namespace", *LEFT_OUT),
+    _own | Annotated[Namespace, Tag("<namespace>")] | Annotated[HostedTool, Tag("<hosted>")],
+    by_type("function", dict(zip(_SERVED, _SERVED, strict=True)), "hosted"),
 ]
 
 
@@ -138,9 +136,15 @@ def offered(tools: Sequence[ResponseTool]) -> Iterator[OfferedTools]:
         else:
             given = {"parameters": tool.parameters, "strict": tool.strict}
         name = name_in_chat(named, tool.name)
-        yield OfferedTools(
-            FunctionDefinition.model_construct(name=name, description=about or None, **given), tool, named
-        )
+        function = FunctionDefinition.model_construct(name=name, description=about or None, **given)
+        if isinstance(tool, CustomTool) and tool.regex:
+            function = function.holding(_held_to(tool.regex))
+        yield OfferedTools(function, tool, named)
+
+
+def _held_to(regex: str) -> dict[str, Any]:
+    """The schema of arguments whose one text matches a regular expression."""
+    return {**_ONE_TEXT, "properties": {_INPUT: {"type": "string", "pattern": f"^(?:{regex})$"}}}
 
 
 def own_tools(tools: Sequence[ResponseTool]) -> Iterator[tuple[Namespace | None, FunctionTool | CustomTool]]:
@@ -164,11 +168,15 @@ def chosen(tools: Sequence[ResponseTool], choice: ToolName) -> str:
     return name_in_chat(named, choice.name)
 
 
-def left_out_of(tools: Sequence[ResponseTool]) -> set[str]:
-    """Parts of tools that the model does not see or need not follow, under the names that the answer's header uses."""
+def left_out_of(tools: Sequence[ResponseTool], *, held: bool) -> set[str]:
+    """Parts of tools that the model does not see or need not follow, under the names that the answer's header uses.
+
+    `held`: the model's calls can be held to a form.
+    """
     found = {f"tools.{tool.type}" for tool in tools if isinstance(tool, HostedTool)}
     found |= {"tools.defer_loading" for _, tool in own_tools(tools) if tool.defer_loading}
-    return found | {"tools.format" for _, tool in own_tools(tools) if isinstance(tool, CustomTool) and tool.form}
+    custom = [tool for _, tool in own_tools(tools) if isinstance(tool, CustomTool) and tool.form]
+    return found | {"tools.format" for tool in custom if not (held and tool.regex)}
 
 
 def shown_tool(tool: ResponseTool) -> dict[str, Any]:
