@@ -1,4 +1,4 @@
-"""What is under way in one api process, at what pace it ends, and which queues have just been found full.
+"""The load of one api process: what is under way, at what pace it ends, and which queues have just been found full.
 
 Refusing must cost next to nothing when most requests are refused. So after a queue has said that it is full, requests
 are refused before they are read, until a tenth of the queue has been worked off: workers never run dry meanwhile.

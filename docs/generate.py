@@ -9,8 +9,7 @@ from pydantic.fields import FieldInfo
 
 from shared import errors
 from shared.process.api_settings import ApiSettings
-from shared.process.process_settings import JoinSettings, ProcessSettings
-from shared.process.runner_settings import RunnerSettings
+from shared.process.process_settings import JoinSettings, ProcessSettings, RunnerSettings
 from shared.process.serve_settings import ServeSettings
 from shared.process.worker_settings import WorkerSettings
 from shared.redis import keys

@@ -1,4 +1,4 @@
-"""What computes: a model in MLX's arrays, as a worker serves it and as a trainer learns it.
+"""The model in MLX's arrays, as a worker serves it and as a trainer learns it.
 
 `loader.py` first, with its settings (`config.py`). `batching.py` says which models run in a batch, `mended.py`
 helps some to do so, `borrowed.py` has models of mlx-vlm; `sites.py` where a

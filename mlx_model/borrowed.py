@@ -35,7 +35,7 @@ class Borrowed(nn.Module):  # type: ignore[misc]
         self.args = language.args
 
     def __call__(self, tokens_BL: mx.array, cache: Any = None) -> mx.array:
-        """Logits [B, L, V]."""
+        """Logits [B, L, V] of the next tokens."""
         logits_BLV: mx.array = self.language_model(tokens_BL, cache=cache).logits
         return logits_BLV
 

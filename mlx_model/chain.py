@@ -1,4 +1,4 @@
-"""Whether a model is a chain of layers that may be cut anywhere, and where several ranks cut it.
+"""Models that are a chain of layers, which may be cut anywhere, and where several ranks cut it.
 
 Seen by tracing one forward that is never computed: each layer is fed what the one before it made, unchanged, and
 beside it nothing but masks and its own cache. So no architecture is named here. What goes another way between layers

@@ -83,7 +83,7 @@ class _Llama4(llama4.LlamaModel):  # type: ignore[misc]
         return out
 
     def _in_chunks(self, whole: mx.array | None, cache: Any, count: int) -> mx.array:
-        """What each token may read of its own chunk: [B, 1, L, S]. `whole`: what it may read at all."""
+        """Mask of what each token may read of its own chunk: [B, 1, L, S]. `whole`: of what it may read at all."""
         asking_BL = _positions(cache, count)
         length = count + (0 if cache is None else int(cache._idx if hasattr(cache, "_idx") else cache.offset))
         before_B1 = mx.array(getattr(cache, "left_padding", 0)).reshape(-1, 1)  # of each row's first token

@@ -1,5 +1,5 @@
-"""What was measured on this machine once, so that no start has to measure it again: a file that `mlx_parallm doctor
---tune` writes, and that a worker reads when it has loaded its model.
+"""Measurements that were taken on this machine once, so that no start has to measure it again: a file that `mlx_parallm
+doctor --tune` writes, and that a worker reads when it has loaded its model.
 
 It counts only on the machine and with the MLX that it was measured on. It holds no paths, names or prompts, so a person
 may send it to somebody.
@@ -47,7 +47,7 @@ class Tuned(msgspec.Struct, frozen=True):
 
 
 def this_machine() -> Tuned:
-    """This machine without measurements."""
+    """A record of this machine without measurements."""
     of, system = described(), this_system()
     name = of["device"].get("device_name") or system.chip or platform.processor() or system.architecture
     memory = round(machine_memory().total / _GIB)

@@ -18,7 +18,7 @@ from mlx_model.collectives.cuda import sums
 from mlx_model.device import on_cpu
 from ranks.placement import Backend, Host, Placement, RankSettings, address_of, with_port
 from shared.errors import ServiceUnavailableError, SetupError
-from shared.machine.addresses import in_order
+from shared.machine.network import in_order
 from shared.process.worker_settings import WorkerSettings
 from shared.redis.connection.address import own_address
 

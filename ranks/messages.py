@@ -1,4 +1,4 @@
-"""What ranks say to one another: msgpack, on authentic connections (shared/wire.py)."""
+"""Messages between ranks: msgpack, on authentic connections (shared/wire.py)."""
 
 import msgspec
 

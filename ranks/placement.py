@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from shared.errors import SetupError
-from shared.machine.interfaces import interface_addresses
+from shared.machine.network import interface_addresses
 from shared.process.model_aliases import short_name
 from shared.process.worker_settings import WorkerSettings
 
@@ -188,7 +188,7 @@ def _hosts(settings: RankSettings, environment: Mapping[str, str]) -> tuple[tupl
 
 
 def _of_jaccl(environment: Mapping[str, str]) -> tuple[Host, ...]:
-    """What mlx.launch says of the ranks of jaccl: their RDMA devices, row by row, and where rank 0 listens."""
+    """The ranks of jaccl, as mlx.launch says: their RDMA devices, row by row, and where rank 0 listens."""
     file = environment["MLX_IBV_DEVICES"]
     try:
         rows = json.loads(Path(file).read_bytes())

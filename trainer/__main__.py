@@ -16,7 +16,6 @@ from ranks.placement import Placement
 from shared.errors import ParallmError, ServiceUnavailableError, SetupError
 from shared.machine.awake import stay_awake
 from shared.process import logs
-from shared.process.discovery import join
 from shared.process.garbage import no_collections
 from shared.process.open_files import many_files
 from shared.process.settings import load
@@ -89,7 +88,7 @@ async def _train_in_group(settings: TrainSettings, placed: Placement) -> int:
         from trainer.learners.group import follow, leading
         from trainer.runs.kinds import learn
     ranks = settings.model_copy()  # the run itself may need the api
-    await join(ranks)
+    await ranks.join()
     if not ranks.redis:
         raise SetupError("ranks find one another in a ring: give its Redis (--redis) or an api of it (--connect-to)")
     await require(ranks.redis)

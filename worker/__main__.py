@@ -18,7 +18,6 @@ from ranks.children import take_place
 from ranks.placement import Placement, placement
 from shared.errors import ServiceUnavailableError, SetupError
 from shared.machine.awake import stay_awake
-from shared.process.discovery import join
 from shared.process.garbage import no_collections
 from shared.process.group_settings import LOST_EXIT_CODE
 from shared.process.lifeline import VARIABLE, follow_parent
@@ -42,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
         settings = load(WorkerSettings, argv, rehearse=_rehearse)
         configure(settings.log_level, settings.log_json)
         stay_awake(settings.keep_awake)
-        asyncio.run(join(settings))
+        asyncio.run(settings.join())
         if not settings.redis:
             raise SetupError(
                 "a worker joins a ring: give its Redis with --redis redis://HOST:PORT (mlx_parallm_serve prints it), "

@@ -1,4 +1,4 @@
-"""What a worker gives up under memory pressure, step by step: pure.
+"""Relief of memory pressure: what a worker gives up, step by step. Pure.
 
 First what costs only time later: freed memory, KV of earlier prompts. Then no more rows than there are; then fewer,
 and the youngest sequences go back to the queue, where another worker takes them, or this one later. Critical pressure
@@ -18,7 +18,7 @@ NO_ROWS_AT = 12  # critical looks in a row, after which even one row is too many
 
 @dataclass(frozen=True)
 class Relief:
-    """What is given up now."""
+    """Measures that are in force now."""
 
     note: str = ""  # for people; "": nothing
     drops_caches: bool = False

@@ -1,4 +1,4 @@
-"""What a heartbeat says of a worker."""
+"""Reports of a worker, which its heartbeat carries."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""What sequences have written, shared by the workers of a ring: the one drafts from what the other has finished.
+"""Completions of sequences, shared by the workers of a ring: the one drafts from what the other has finished.
 
 A prompt is looked up in Redis when a sequence of it is claimed, while it goes into the engine, and what it wrote is
 put there after its end. Both go in batches, in a task of their own.

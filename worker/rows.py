@@ -1,4 +1,5 @@
-"""What a worker has claimed: one sequence from claim to commit, and the table of them that the worker's loops share.
+"""Rows that a worker has claimed: one sequence from claim to commit, and the table of them that the worker's loops
+share.
 
 Tokens arrive as events from the engine. They go three ways: into frames for the api that streams them, into the
 sequence's log in chunks, and, at the end, into the result that is committed. `attempt` of everything written is

@@ -1,4 +1,4 @@
-"""What the adapter routes take and give back."""
+"""Bodies that the adapter routes take and give back."""
 
 from typing import Annotated, Any, ClassVar
 

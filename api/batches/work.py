@@ -1,4 +1,4 @@
-"""What api processes do for batches: check and plan the lines before the job runs, write the files when it has ended.
+"""Work of api processes for batches: check and plan the lines before the job runs, write the files when it has ended.
 
 Every process looks once a second at the batches that have not ended, and works on those that wait for an api process
 and that no other one has leased. A process that dies in between leaves nothing that the next one could not do

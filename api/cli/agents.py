@@ -27,13 +27,13 @@ class Served:
 
     @property
     def openai_url(self) -> str:
-        """Address of OpenAI's endpoints."""
+        """Address of the endpoints of OpenAI."""
         return f"{self.url}/v1"
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What an agent is started with. Paths of `files` are relative to the folder of the run."""
+    """Things that an agent is started with. Paths of `files` are relative to the folder of the run."""
 
     environment: dict[str, str] = field(default_factory=dict)
     arguments: tuple[str, ...] = ()
@@ -43,7 +43,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Agent:
-    """One coding agent."""
+    """A coding agent that can be started."""
 
     program: str
     install: str  # command that brings it

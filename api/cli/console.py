@@ -1,4 +1,5 @@
-"""What all commands of the client share: how they ask the server, and print results to stdout and errors to stderr."""
+"""Parts that all commands of the client share: how they ask the server, and print results to stdout and errors to
+stderr."""
 
 import asyncio
 import sys

@@ -96,7 +96,7 @@ def _write(setup: Setup, folder: Path) -> None:
 
 
 def _print(agent: Agent, setup: Setup, folder: Path, command: list[str], key: str) -> None:
-    """What would be set, without the key."""
+    """Settings that would be made, without the key."""
 
     def hidden(text: str) -> str:
         return text if key == NO_KEY else text.replace(key, "...")

@@ -1,4 +1,4 @@
-"""What the demo asks: our arithmetic distribution, and real GSM8K questions."""
+"""Prompts of the demo: our arithmetic distribution, and real GSM8K questions."""
 
 import json
 import random

@@ -73,7 +73,7 @@ class Person(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass
 class Seen:
-    """What the acts have measured, by name."""
+    """Figures that the acts have measured, by name."""
 
     figures: dict[str, Any] = field(default_factory=dict)
     failed: list[str] = field(default_factory=list)

@@ -8,7 +8,7 @@ Status = Literal["ok", "note", "wrong"]
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """What a check found; `do` says what to do about it. "wrong" keeps a ring from running, "note" does not."""
+    """A finding of a check; `do` says what to do about it. "wrong" keeps a ring from running, "note" does not."""
 
     check: str
     status: Status
@@ -17,7 +17,7 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 def ok(check: str, found: str) -> Finding:
-    """All is well."""
+    """A finding that all is well."""
     return Finding(check, "ok", found)
 
 

@@ -50,7 +50,7 @@ def mlx_device() -> dict[str, Any] | None:
 
 
 def python_check(version: tuple[int, ...], executable: str) -> Finding:
-    """Python's version."""
+    """Checks that this version of Python will do."""
     text = ".".join(map(str, version))
     if version < OLDEST_PYTHON:
         return wrong("python", f"{text} at {executable}", "install Python 3.11 or newer: uv python install 3.13")
@@ -132,7 +132,7 @@ def sleep_check(pmset: str) -> Finding:
 
 
 def power_check(power: Power) -> Finding:
-    """Mains or battery."""
+    """Reports whether the machine is on mains or battery."""
     if power.source == "battery":
         return note("power", f"on battery, {power.charge} percent", "plug it in: a Mac on battery computes slower")
     return ok("power", power.source)

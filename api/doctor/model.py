@@ -52,7 +52,7 @@ def files_check(folder: Path) -> Finding:
 
 
 def fit_check(folder: Path, config: dict[str, Any], device: dict[str, Any] | None) -> Finding:
-    """Whether a worker of this model has room beside what runs already."""
+    """Checks that a worker of this model has room beside what runs already."""
     try:
         planned = fit_model(folder, config, Asked(f"worker of {folder.name}", adapter_slots=ADAPTER_SLOTS), _of(device))
     except ParallmError as error:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from api.doctor.finding import Finding, note, ok, wrong
 from shared.errors import ParallmError
 from shared.machine.commands import output_of
-from shared.machine.local_network import HINT
+from shared.machine.network import HINT
 from shared.machine.system import System, version_numbers
 from shared.redis.connection.client import require
 from shared.redis.server_binary import find_binary

@@ -1,4 +1,4 @@
-"""What a request asks of heads: which one is meant, and what it says of each text.
+"""Requests to heads: which one is meant, and what it says of each text.
 
 Each text is a sequence of kind "head" in the same queue, read under the version that the request was admitted with,
 also where the request follows: which head is meant, and what its outputs are called, was chosen by that version.

@@ -1,4 +1,4 @@
-"""What a request asks of a network: tensors from JSON, the sequences that carry them, and the tensors that come back.
+"""Requests to a network: tensors from JSON, the sequences that carry them, and the tensors that come back.
 
 Rows travel in sequences of kind "network", some in each: as many as a worker may compute in one piece. All are computed
 by the version that the request was admitted with.

@@ -1,4 +1,4 @@
-"""What a request wants to talk to: a served model, or an adapter version on top of one.
+"""The target of a request: a served model, or an adapter version on top of one.
 
 `model` may be a served model (by its name, or by what its workers were given as `--model`), an adapter (`name`), a
 version (`name@k`) or a weighted split (`a@1:0.9,b@2:0.1`); `adapter` and `lora_adapter` name adapters only. The base of

@@ -1,4 +1,4 @@
-"""What stands around every route: who may ask, how much, and how an answer or an error looks.
+"""Layers around every route: who may ask, how much, and how an answer or an error looks.
 
 Guards, from the outside in (`api/app.py` puts them up): `context.py` (request id and access log), `hosts.py` (host
 names of this server), `auth.py` with `api_keys.py` (API keys), `api/admission.py` (rates and requests under

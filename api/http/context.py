@@ -1,4 +1,4 @@
-"""What surrounds every request: its id, on every log line and in the response, and a line that says how it ended.
+"""The surroundings of every request: its id, on every log line and in the response, and a line that says how it ended.
 
 Plain ASGI, as all our middleware, so that a streamed token passes one extra function call at most.
 """

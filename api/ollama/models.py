@@ -1,4 +1,4 @@
-"""What is served, as Ollama's clients ask: GET /api/tags and /api/ps, POST /api/show, GET /api/version.
+"""The served models, as Ollama's clients ask: GET /api/tags and /api/ps, POST /api/show, GET /api/version.
 
 Models come and go with workers, so nothing can be pulled, created or deleted. To pull a model that is served is to have
 it already.
@@ -146,7 +146,7 @@ def _details(card: ModelCard | None, parent: str) -> dict[str, Any]:
 
 
 def _capabilities(card: ModelCard, codec: TextCodec) -> list[str]:
-    """What a model can do; tools are written into the prompt where its template has no place for them."""
+    """Capabilities of a model; tools are written into the prompt where its template has no place for them."""
     thinks = language_of(codec).reasoning is not None
     has = {"completion": True, "tools": True, "thinking": thinks, "vision": card.vision is not None}
     return [name for name, there in {**has, "embedding": card.shows_states}.items() if there]

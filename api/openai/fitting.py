@@ -34,7 +34,7 @@ _LETTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
 
 async def fewest_left_out(look: Callable[[int], Awaitable[tuple[bool, T]]], last: int) -> T:
-    """What `look` makes of a conversation without as few of its oldest turns as it takes to fit, at most `last`.
+    """The result of `look` for a conversation without as few of its oldest turns as it takes to fit, at most `last`.
 
     `look` says if the conversation without so many turns fits. If none fits, the shortest is returned.
     """

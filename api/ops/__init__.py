@@ -1,4 +1,4 @@
-"""What an operator looks at and switches: health, metrics, snapshot, pauses, dead letters, the dashboard.
+"""Views and switches for an operator: health, metrics, snapshot, pauses, dead letters, the dashboard.
 
 All figures are read from Redis, so that every api process shows the same ring. Start with `snapshot.py` (the whole ring
 at one moment, in the types of `ring_view.py`) and `health.py` (the probes). `metrics.py` with `gauges.py` is the page

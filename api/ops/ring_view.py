@@ -1,4 +1,4 @@
-"""What a snapshot of the ring says: types that a server sends and the client's commands read.
+"""A snapshot of the ring: types that a server sends and the client's commands read.
 
 Nothing here loads FastAPI: a command is to answer at once.
 """

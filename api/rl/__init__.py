@@ -1,4 +1,4 @@
-"""What loops of reinforcement learning ask over HTTP, besides chats and jobs.
+"""Routes that loops of reinforcement learning use, besides chats and jobs.
 
 `generate.py` and `generate_tokens.py` (tokens in, tokens out), `act.py` (observations to actions; `policies.py` draws
 those of networks, `sessions.py` keeps their state), `predict.py` (named tensors), `rewards.py` (score texts at once),

@@ -1,4 +1,4 @@
-"""What a policy that is a network or a head does with observations: which outputs mean an action, and how it is drawn.
+"""Policies that are a network or a head, applied to observations: which outputs mean an action, and how it is drawn.
 
 Outputs of a network go by their names, and those of a head get the same ones. `action_logits` [N]: one of N actions.
 `action_mean` [A] and `action_log_std` [A]: a vector, each number with a normal distribution of its own. `value` [1]

@@ -31,10 +31,9 @@ from shared.errors import ServiceUnavailableError, SetupError
 from shared.machine.awake import stay_awake
 from shared.process import nested_config
 from shared.process.api_settings import ApiSettings
-from shared.process.discovery import join
 from shared.process.lifeline import follow_parent
 from shared.process.logs import configure
-from shared.process.runner_settings import RunnerSettings
+from shared.process.process_settings import RunnerSettings
 from shared.process.serve_settings import ServeSettings
 from shared.process.settings import load
 from shared.process.worker_settings import LINGER_S, WorkerSettings
@@ -64,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
         settings = load(ServeSettings, argv, rehearse=_rehearse)
         _check(settings)
         stay_awake(settings.keep_awake)
-        asyncio.run(join(settings))
+        asyncio.run(settings.join())
         with _embedded(settings) as server:
             if server is not None:
                 settings.redis = server.url

@@ -1,4 +1,4 @@
-"""What a sample's client asks about other tokens in the places of its prompt's own: those it names, and some drawn.
+"""A sample's questions about other tokens in the places of its prompt's own: those it names, and some drawn.
 
 The SDK names them in an array [prompt tokens - 1, K], dense or CSR, in which -1 asks for nothing; what comes back has
 the same layout. Row i is about the prompt's token i + 1.

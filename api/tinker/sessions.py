@@ -1,4 +1,4 @@
-"""What a client begins with: flags, what is served, its session, and its telemetry, which is dropped."""
+"""Routes that a client begins with: flags, what is served, its session, and its telemetry, which is dropped."""
 
 import uuid
 from typing import Annotated, Any

@@ -1,4 +1,4 @@
-"""What kernels of ours for CUDA share: how they are made, and pieces of their source (`*.cuh`)."""
+"""Parts that our kernels for CUDA share: how they are made, and pieces of their source (`*.cuh`)."""
 
 from __future__ import annotations
 

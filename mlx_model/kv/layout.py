@@ -180,7 +180,7 @@ def packed_times(model: Any, bits: int, group_size: int = 64) -> dict[str, float
     if leaf is None:
         return {}
     _, heads, _, size = leaf.keys.shape
-    shape = metal_attention.Shape(heads, size, leaf.keys.dtype, bits, group_size)
+    shape = metal_attention.AttentionShape(heads, size, leaf.keys.dtype, bits, group_size)
     return metal_attention.timed(shape, Packing(bits, group_size, leaf.keys.dtype))
 
 
@@ -191,7 +191,7 @@ def _has_kernels(model: Any, layout: KvLayout) -> bool:
         _fed(model, caches)
         packing, leaf = next((each, leaf) for each, leaf in zip(layout.packings, leaves(caches), strict=True) if each)
         _, heads, _, size = leaf.keys.shape
-        shape = metal_attention.Shape(heads, size, packing.dtype, packing.bits, packing.group_size)
+        shape = metal_attention.AttentionShape(heads, size, packing.dtype, packing.bits, packing.group_size)
         times = metal_attention.timed(shape, packing)
         log.info("kv.kernels %s", " ".join(f"{way}_us={seconds * 1e6:.0f}" for way, seconds in times.items()))
         if times.get("packed", inf) >= times["unpacked"]:

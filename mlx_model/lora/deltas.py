@@ -1,4 +1,4 @@
-"""What adapters add to linears that read one input, as a function of arrays: like layers share it, compiled."""
+"""Deltas that adapters add to linears that read one input, as a function of arrays: like layers share it, compiled."""
 
 from __future__ import annotations
 

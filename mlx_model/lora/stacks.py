@@ -152,7 +152,7 @@ class AdaptedModel:
 
 
 class Shape(NamedTuple):
-    """What linears that read one input need of a kernel."""
+    """Arrays that linears which read one input need of a kernel."""
 
     inputs: int
     outputs: tuple[int, ...]
@@ -175,7 +175,7 @@ class _Trial:
         self._slots_B = mx.arange(rows).astype(mx.uint32)
 
     def outputs(self, kernel: Kernel, x: mx.array) -> list[mx.array]:
-        """Outputs with their deltas."""
+        """Outputs with their deltas added."""
         if kernel == "fused":
             return one_pass(x, self._a, self._bs, self._ys, self._slots_B)
         deltas = deltas_of(x, self._a, self._bs, self._slots_B, kernel)

@@ -1,4 +1,4 @@
-"""What adapters change in a decode step of few operations (`decode_step.py`), apart from the arrays they do it with.
+"""Changes by adapters in a decode step of few operations (`decode_step.py`), apart from the arrays they do it with.
 
 So a step with adapters is compiled as one without: layers whose linears are adapted alike share what is compiled, and
 the arrays, which a hot load replaces, are its arguments. The layers of adapters provide both (`lora/layers.py`).

@@ -1,4 +1,4 @@
-"""What a layer of Llama, Qwen2 or Qwen3 does in a decode step (`decode_step.py`), apart from its arrays."""
+"""A layer of Llama, Qwen2 or Qwen3 in a decode step (`decode_step.py`), apart from its arrays."""
 
 from __future__ import annotations
 

@@ -5,7 +5,8 @@ experts `lora_a` [experts, r, in] and `lora_b` [experts, out, r] (mlx_lm/tuner/{
 `base_model.model.<module>.` with `lora_A.weight` [r, in], `lora_B.weight` [out, r], `lora_magnitude_vector` [out], and
 `lora_embedding_A`, `lora_embedding_B` without `.weight` (peft/utils/save_and_load.py): the transposes.
 
-Either may hold heads, too (heads.py). A network stands alone (networks.py).
+Either may hold heads, too (heads.py). A network stands alone: what it is stands in
+`adapter_config.json` under `network`.
 
 Invariant: what `prepare` returns has been checked whole, and nobody else writes to that file. Every refusal is an
 AdapterRejectedError that names the key and the reason.
@@ -22,12 +23,13 @@ from typing import Literal, NamedTuple
 
 from shared.adapter_files.config import MAX_CONFIG_BYTES, AdapterConfig, mlx_config, network_config, read_config
 from shared.adapter_files.heads import PREFIX, checked_heads, parted
-from shared.adapter_files.networks import check_weights
-from shared.adapter_files.reach import check_lora
+from shared.adapter_files.reach import check_lora, check_rows
 from shared.adapter_files.tensors import Tensor, read_tensors, write_tensors
 from shared.adapters import AdapterManifest, ModuleShapes, PreparedAdapter
 from shared.errors import AdapterRejectedError
 from shared.heads import HeadSpec
+from shared.networks.shapes import plan
+from shared.networks.spec import NetworkSpec
 
 CONFIG_FILE = "adapter_config.json"
 MLX_FILE = "adapters.safetensors"
@@ -146,7 +148,7 @@ def inherit_config(adapter: AdapterManifest | PreparedAdapter) -> bytes:
 def _prepare(config: AdapterConfig, tensors: Path, workdir: Path, base: _Base, max_bytes: int) -> PreparedAdapter:
     read, path = read_tensors(tensors, max_bytes=max_bytes), tensors
     if config.network is not None:
-        check_weights(config.network, read)
+        _check_network(config.network, read)
         return _described(path, config, (), {})
     adapting, of_heads = parted(read)
     heads = checked_heads(config.heads, of_heads, base.hidden_size)
@@ -248,3 +250,21 @@ def _check_base(module: str, shape: _Shape, shapes: ModuleShapes) -> None:
             f"{module}: adapts {shape.inputs} inputs and {shape.outputs} outputs, "
             f"the base model's has {known[0]} and {known[1]}"
         )
+
+
+def _check_network(network: NetworkSpec, tensors: Mapping[str, Tensor]) -> None:
+    """Refuse weights that are not the network's: every tensor that its layers have, under `LAYER.PART`, and no other.
+
+    Biases may be left out.
+    """
+    planned = plan(network)
+    if missing := sorted(planned.tensors.keys() - planned.optional - tensors.keys()):
+        raise AdapterRejectedError(f"{missing[0]} is missing, shape {list(planned.tensors[missing[0]])}")
+    if unknown := sorted(tensors.keys() - planned.tensors.keys()):
+        raise AdapterRejectedError(f"{unknown[0][:80]}: the network has no such tensor")
+    for name, tensor in tensors.items():
+        if tensor.shape != planned.tensors[name]:
+            raise AdapterRejectedError(f"{name}: shape {list(tensor.shape)}, expected {list(planned.tensors[name])}")
+        if (index := tensor.first_not_finite()) is not None:
+            raise AdapterRejectedError(f"{name}: value {index} is not finite")
+        check_rows(name, tensor)

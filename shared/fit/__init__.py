@@ -1,4 +1,4 @@
-"""What fits into this machine's memory, decided before a model is loaded. Pure, but for reading files; no MLX.
+"""The fit of models into this machine's memory, decided before a model is loaded. Pure, but for reading files; no MLX.
 
 Read in this order: `weights.py` (sizes of tensors, from the headers of safetensors files), `needs.py` (what a model
 needs besides), `reservations.py` (what other processes of ours on this machine have promised themselves), `plan.py`

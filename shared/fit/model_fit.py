@@ -1,4 +1,4 @@
-"""Whether one model fits beside what runs already, for a worker, a trainer or the learners' service."""
+"""The check that one model fits beside what runs already, for a worker, a trainer or the learners' service."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -37,7 +37,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Asked:
-    """What a process's settings want of memory."""
+    """Memory that a process's settings ask for."""
 
     purpose: str  # for people: "worker of mlx-community/..."
     context: int = LEAST_TOKENS

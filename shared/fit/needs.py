@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shared.fit.weights import SIXTEEN_BITS, Tensor
+from shared.fit.weights import SIXTEEN_BITS, TensorHeader
 
 WORKING_BYTES = 256 << 20  # activations of a piece of prompts, logits, freed memory that MLX keeps
 ADAPTER_RANK = 8  # by which slots count: memory is taken for the ranks in use, and most adapters have small ones
@@ -28,9 +28,9 @@ class Need:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What of a model decides how much memory it takes."""
+    """Properties of a model that decide how much memory it takes."""
 
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[TensorHeader, ...]
     config: Mapping[str, Any]  # config.json
     float_bytes: int = 0  # that a number of the weights is cast to; 0: as in the files
     kv_number_bytes: int = 2  # of a number of KV that is not quantised

@@ -41,7 +41,7 @@ class Room:
 
 @dataclass(frozen=True)
 class Demand:
-    """What one process wants of a room."""
+    """Memory that one process wants of a room."""
 
     needs: tuple[Need, ...]  # taken in any case
     kv_bytes_per_token: int = 0
@@ -146,5 +146,5 @@ def with_need(demand: Demand, name: str, nbytes: int) -> Demand:
 
 
 def gb(nbytes: int) -> str:
-    """Bytes for people."""
+    """A number of bytes, written for people."""
     return f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.0f} MB"

@@ -26,7 +26,7 @@ _LOCK = "lock"
 
 
 class Reservation(msgspec.Struct, frozen=True):
-    """What one process has promised itself, in bytes."""
+    """Bytes that one process has promised itself."""
 
     pid: int
     purpose: str  # for people: "worker of mlx-community/..."
@@ -35,12 +35,12 @@ class Reservation(msgspec.Struct, frozen=True):
 
     @property
     def held(self) -> int:
-        """What the process has taken of it by now."""
+        """Bytes that the process has taken of it by now."""
         return footprint(self.pid)
 
     @property
     def outstanding(self) -> int:
-        """What it has not taken yet."""
+        """Bytes that it has not taken yet."""
         return max(0, self.bytes - self.held)
 
 
@@ -75,7 +75,7 @@ class Reservations:
             return result
 
     def release(self) -> None:
-        """Withdraw this process's reservation."""
+        """Withdraw the reservation that this process has made."""
         if self._own is not None:
             with contextlib.suppress(OSError):
                 Path(self._own.name).unlink()

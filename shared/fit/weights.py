@@ -20,7 +20,7 @@ _VISION = ("vision", "visual", "multi_modal_projector", "mm_projector")
 
 
 @dataclass(frozen=True)
-class Tensor:
+class TensorHeader:
     """One tensor of a file."""
 
     name: str
@@ -40,12 +40,12 @@ class Tensor:
         return self.nbytes
 
 
-def tensors_in(folder: Path) -> tuple[Tensor, ...]:
+def tensors_in(folder: Path) -> tuple[TensorHeader, ...]:
     """The tensors of a model's folder; SetupError for a file that is cut or no safetensors file."""
     return tuple(tensor for file in sorted(folder.glob("*.safetensors")) for tensor in _tensors_of(file))
 
 
-def _tensors_of(file: Path) -> Iterable[Tensor]:
+def _tensors_of(file: Path) -> Iterable[TensorHeader]:
     try:
         with file.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
@@ -59,6 +59,6 @@ def _tensors_of(file: Path) -> Iterable[Tensor]:
             begin, past = entry["data_offsets"]
             if end + past > size:
                 raise ValueError(f"{size} bytes, and tensor {name!r} ends at {end + past}: the download is incomplete")
-            yield Tensor(name, entry["dtype"], tuple(entry["shape"]), past - begin)
+            yield TensorHeader(name, entry["dtype"], tuple(entry["shape"]), past - begin)
     except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
         raise SetupError(f"{file} is no whole safetensors file: {error}") from error

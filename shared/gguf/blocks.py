@@ -1,4 +1,4 @@
-"""What a tensor's blocks become: MLX's affine quantisation where it says the same, 16-bit numbers elsewhere.
+"""Blocks of a tensor become MLX's affine quantisation where it says the same, 16-bit numbers elsewhere.
 
 MLX's numbers are `scale * q + bias`, a scale and a bias for each 32 of a row, in 16 bits. Q4_0 (`d * (q - 8)`), Q4_1
 (`d * q + m`) and Q8_0 (`d * q`, q from -128) are of that form with the file's own scales: nothing is rounded anew.

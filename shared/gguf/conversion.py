@@ -35,13 +35,13 @@ class _Array:
 
     @property
     def size(self) -> int:
-        """Bytes of the array."""
+        """Number of bytes of the array."""
         return prod(self.shape) * (4 if self.kind == "U32" else 2)
 
 
 @dataclass(frozen=True)
 class Converted:
-    """What a conversion made, in words for people."""
+    """The result of a conversion, in words for people."""
 
     folder: Path
     family: str
@@ -55,7 +55,7 @@ class Conversion:
     """A file that can be converted; `SetupError` says why another one cannot."""
 
     def __init__(self, path: Path, *, dequantize: bool = False) -> None:
-        """`dequantize`: nothing stays quantised."""
+        """Converts one file; with `dequantize` nothing stays quantised."""
         self._file = file = GgufFile(path)
         self._bits = {} if dequantize else blocks.BITS
         self._family = family_of(file)
@@ -94,7 +94,7 @@ class Conversion:
         )
 
     def _arrays(self, tensor: GgufTensor) -> Iterator[_Array]:
-        """What a tensor becomes: three arrays where it stays quantised, else one."""
+        """Arrays that a tensor becomes: three arrays where it stays quantised, else one."""
         target = target_of(self._file, self._family, tensor)
         if target is None:
             return

@@ -50,7 +50,7 @@ Config = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Family:
+class GgufFamily:
     """How a family's files become a folder of mlx-lm."""
 
     model_type: str  # mlx-lm's name
@@ -105,17 +105,17 @@ def _query_scale(config: Config, layers_of_largest: int) -> int:
 
 
 FAMILIES = {
-    "llama": Family("llama", _PLAIN, _llama, permutes=True),
-    "qwen2": Family("qwen2", _PLAIN),
-    "qwen3": Family("qwen3", {**_PLAIN, **_HEAD_NORMS}),
-    "qwen3moe": Family("qwen3_moe", {**_PLAIN, **_HEAD_NORMS, **_EXPERTS}, _experts),
-    "gemma": Family("gemma", _PLAIN, norms_minus=1, ties=True),
-    "gemma2": Family("gemma2", _SANDWICHED, _gemma2, norms_minus=1, ties=True),
-    "gemma3": Family("gemma3_text", {**_SANDWICHED, **_HEAD_NORMS}, _gemma3, norms_minus=1),
+    "llama": GgufFamily("llama", _PLAIN, _llama, permutes=True),
+    "qwen2": GgufFamily("qwen2", _PLAIN),
+    "qwen3": GgufFamily("qwen3", {**_PLAIN, **_HEAD_NORMS}),
+    "qwen3moe": GgufFamily("qwen3_moe", {**_PLAIN, **_HEAD_NORMS, **_EXPERTS}, _experts),
+    "gemma": GgufFamily("gemma", _PLAIN, norms_minus=1, ties=True),
+    "gemma2": GgufFamily("gemma2", _SANDWICHED, _gemma2, norms_minus=1, ties=True),
+    "gemma3": GgufFamily("gemma3_text", {**_SANDWICHED, **_HEAD_NORMS}, _gemma3, norms_minus=1),
 }
 
 
-def family_of(file: GgufFile) -> Family:
+def family_of(file: GgufFile) -> GgufFamily:
     """The file's family; SetupError names those that there are."""
     if (family := FAMILIES.get(file.architecture)) is None:
         named = repr(file.architecture) if file.architecture else "not named"
@@ -153,7 +153,7 @@ def config_of(file: GgufFile) -> Config:
     return config
 
 
-def target_of(file: GgufFile, family: Family, tensor: GgufTensor) -> str | None:
+def target_of(file: GgufFile, family: GgufFamily, tensor: GgufTensor) -> str | None:
     """The name of the module that a tensor belongs to, and its parameter; None: it is not needed."""
     name, _, kind = tensor.name.rpartition(".")
     layer = _LAYER.fullmatch(name)
@@ -165,7 +165,7 @@ def target_of(file: GgufFile, family: Family, tensor: GgufTensor) -> str | None:
     return f"model.layers.{layer[1]}.{part}.{kind}" if layer else f"{part}.{kind}"
 
 
-def row_order(config: Config, family: Family, tensor: GgufTensor) -> NDArray[np.intp] | None:
+def row_order(config: Config, family: GgufFamily, tensor: GgufTensor) -> NDArray[np.intp] | None:
     """Which of the file's rows stands where; None: all as they are."""
     part = tensor.name.split(".")[-2]
     if not family.permutes or part not in ("attn_q", "attn_k"):
@@ -175,8 +175,8 @@ def row_order(config: Config, family: Family, tensor: GgufTensor) -> NDArray[np.
     return np.arange(count).reshape(heads, count // heads // 2, 2).swapaxes(1, 2).reshape(-1)
 
 
-def minus(family: Family, tensor: GgufTensor) -> float:
-    """What llama.cpp has added to each number of a tensor."""
+def minus(family: GgufFamily, tensor: GgufTensor) -> float:
+    """The number that llama.cpp has added to each number of a tensor."""
     return family.norms_minus if tensor.name.endswith("norm.weight") else 0.0
 
 
@@ -232,7 +232,7 @@ def _frequencies(file: GgufFile, config: Config) -> Config:
     return {"rope_scaling": scaling}
 
 
-def _check_layers(file: GgufFile, family: Family, layers: int) -> None:
+def _check_layers(file: GgufFile, family: GgufFamily, layers: int) -> None:
     """SetupError unless each layer has the parts that the first one has, and there are as many as the file says."""
     parts: dict[int, set[str]] = {layer: set() for layer in range(layers)}
     for name in file.tensors:

@@ -1,4 +1,4 @@
-"""What is asked of an image file: whether it is one that we take, and the tiles that a model sees of it.
+"""Questions to an image file: whether it is one that we take, and the tiles that a model sees of it.
 
 The format is told by the content, never by a name or a content type. The pixels are counted before any of them is
 decoded, so that a file of a few bytes that says it is huge costs nothing.

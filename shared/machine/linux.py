@@ -38,7 +38,7 @@ class GroupMemory:
 
     @property
     def available(self) -> int:
-        """Bytes until the limit."""
+        """Bytes that are left until the limit."""
         return max(0, self.limit - self.used)
 
 

@@ -1,4 +1,4 @@
-"""What a process reports of its machine, in heartbeats."""
+"""The status of a machine, which its processes report in heartbeats."""
 
 import msgspec
 
@@ -22,7 +22,7 @@ class MachineStatus(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def troubles(self) -> list[str]:
-        """What keeps the worker from its full speed, in words."""
+        """Reasons, in words, why the worker is below its full speed."""
         troubles = []
         if self.relief:
             troubles.append(f"memory pressure is {self.pressure}: {self.relief}")

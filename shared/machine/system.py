@@ -1,4 +1,4 @@
-"""What the machine is: its system, architecture and chip."""
+"""The kind of machine: its system, architecture and chip."""
 
 import platform
 import sys

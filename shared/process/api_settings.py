@@ -29,7 +29,7 @@ def _webhook_host(given: str) -> str:
 
 
 class ApiSettings(ProcessSettings):
-    """The HTTP front end."""
+    """Settings of the HTTP front end."""
 
     # -- webhooks: no request makes this server call another one unless a host is named
     webhook_hosts: list[Annotated[str, AfterValidator(_webhook_host)]] = Field(

@@ -1,4 +1,4 @@
-"""What requests may call a model besides its name: `--model-alias GLOB=NAME`."""
+"""Other names by which requests may call a model: `--model-alias GLOB=NAME`."""
 
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
@@ -23,7 +23,7 @@ def short_name(model: str) -> str:
 
 
 def meant_by(name: str, aliases: Sequence[str]) -> str | None:
-    """What the first alias that matches stands for; None: no alias matches."""
+    """The name that the first matching alias stands for; None if no alias matches."""
     return next((target for glob, target in _pairs(aliases) if fnmatchcase(name, glob)), None)
 
 

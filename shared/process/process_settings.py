@@ -1,4 +1,4 @@
-"""Settings of every process, and of those that join a ring. `settings.py` reads them."""
+"""Settings of every process, of those that join a ring, and of a job runner. `settings.py` reads them."""
 
 import json
 from collections.abc import Mapping
@@ -15,6 +15,7 @@ from pydantic_settings import (
 )
 
 from shared.errors import SetupError
+from shared.process.machine_settings import AwakeSettings
 from shared.process.panels import Panels
 from shared.redis.connection import address
 
@@ -27,7 +28,7 @@ class PrefixedEnvironment(EnvSettingsSource):
 
 
 class ProcessSettings(BaseSettings):
-    """Settings of every process."""
+    """Settings that every process of ours has."""
 
     model_config = SettingsConfigDict(
         env_prefix="PARALLM_",
@@ -108,7 +109,7 @@ class ProcessSettings(BaseSettings):
 
 
 class JoinSettings(ProcessSettings):
-    """Settings of a process that can join a ring through one of its apis (`shared/process/discovery.py`)."""
+    """Settings of a process that can join a ring through one of its apis (ring_query.py)."""
 
     connect_to: str = Field(default="", description="the ring to join: an api of it (HOST:PORT) or its Redis")
     connect_key: SecretStr = Field(default=SecretStr(""), description="API key for the api that --connect-to names")
@@ -118,3 +119,31 @@ class JoinSettings(ProcessSettings):
         """SetupError when settings contradict each other."""
         if self.redis and self.connect_to:
             raise SetupError("--redis and --connect-to both name a ring: give one of them")
+
+    async def ring_url(self) -> str:
+        """The Redis of the ring that the settings name, "" if they name none; SetupError if they name it twice."""
+        JoinSettings.check(self)
+        if self.redis or not self.connect_to:
+            return self.redis
+        from shared.process.ring_query import find_redis  # and httpx: most processes are told their Redis
+
+        key, password = self.connect_key.get_secret_value(), self.redis_password.get_secret_value()
+        return await find_redis(self.connect_to, api_key=key, password=password)
+
+    async def join(self) -> None:
+        """Find the ring and put its address into `redis`; the settings that were needed for it are cleared."""
+        self.redis = await self.ring_url()
+        self.connect_to, self.connect_key, self.redis_password = "", SecretStr(""), SecretStr("")
+
+
+class RunnerSettings(ProcessSettings, AwakeSettings):
+    """Settings of a job runner (arq worker), which `mlx_parallm_serve` takes, too."""
+
+    max_jobs: int = Field(default=16, ge=1, description="jobs that one runner advances at a time")
+    window: int = Field(default=512, ge=1, description="sequences of one job in flight")
+    reward_processes: int = Field(default=0, ge=0, description="0: one per core, at most 4")
+    reward_timeout_s: float = Field(default=5.0, gt=0, description="one reward of one sample may take so long")
+    trajectory_buffer_size: int = Field(
+        default=10_000, ge=1, description="live trajectories of a policy that wait for its trainer; the oldest go"
+    )
+    trajectory_buffer_mb: int = Field(default=256, ge=1, description="their size; the oldest go")

@@ -11,7 +11,7 @@ import httpx
 import msgspec
 
 from shared.errors import ServiceUnavailableError, SetupError
-from shared.machine.local_network import words_of
+from shared.machine.network import words_of
 from shared.redis.connection.address import SCHEMES, RedisUrl
 
 

@@ -6,8 +6,7 @@ from typing import Literal, TypeVar, cast
 from pydantic import Field
 
 from shared.process.api_settings import ApiSettings
-from shared.process.process_settings import ProcessSettings
-from shared.process.runner_settings import RunnerSettings
+from shared.process.process_settings import ProcessSettings, RunnerSettings
 from shared.process.worker_settings import WorkerSettings
 
 S = TypeVar("S", bound=ProcessSettings)
@@ -33,7 +32,7 @@ class ServeSettings(WorkerSettings, ApiSettings, RunnerSettings):
 
     @property
     def trains(self) -> bool:
-        """Whether the first worker hosts a trainer."""
+        """True if the first worker hosts a trainer."""
         return self.enable_rl_training or self.mode in ("inference_and_training", "training_only")
 
     def of(self, kind: type[S]) -> S:

@@ -14,7 +14,7 @@ LINGER_S = 15.0  # that a worker stays at its end for others to fetch KV from, a
 
 
 class WorkerSettings(JoinSettings, GroupSettings, MachineSettings):
-    """`mlx_parallm_worker`: one per Mac."""
+    """Settings of `mlx_parallm_worker`, of which a Mac runs one."""
 
     # -- speculative decoding; the names are those of other servers
     spec_decode: Literal["none", "ngram", "draft", "auto"] = Field(

@@ -1,4 +1,4 @@
-"""What we count: the catalogue of all metrics, and the tally that each process keeps of its own.
+"""Metrics: the catalogue of all metrics, and the tally that each process keeps of its own.
 
 The catalogue is the one place where a metric is named; docs/reference.md is written from it, and a test fails when
 something else is exposed. Names with `vllm:` and their meaning are vLLM's, so that its boards work on our figures.

@@ -262,7 +262,7 @@ def test_a_gpu_that_sorts_finds_the_same_candidates_by_blocks(monkeypatch: pytes
     rows = tuple(row_of(params(**({"temperature": 1.0, "seed": 5} | way))) for way in ways)
 
     def tokens(rows: tuple[Row, ...], logits_BV: mx.array) -> list[list[int]]:
-        plan, inputs_B1 = _Plan(rows, logits_BV.shape[-1], 256), mx.zeros((len(rows), 1), mx.uint32)
+        plan, inputs_B1 = SamplingPlan(rows, logits_BV.shape[-1], 256), mx.zeros((len(rows), 1), mx.uint32)
         return [plan.draw(logits_BV, inputs_B1).tolist() for _ in range(20)]  # type: ignore[misc]
 
     monkeypatch.setenv(PRETENDS, "0")

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 
 from api.http.api_keys import line_of
 from api.openai.chat import UNUSED_HEADER
-from api.openai.responses.sealed import sealed, unsealed
+from api.openai.responses.items import sealed, unsealed
 from shared.sequences import SequenceSpec
 from shared.text.codec import TokenizerBundle
 from tests.redis import scripted_worker

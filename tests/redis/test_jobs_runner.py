@@ -18,7 +18,7 @@ from redis.asyncio import Redis
 from api.serve.embedded_redis import EmbeddedRedis
 from shared.jobs import TERMINAL, JobStatus
 from shared.process.lifeline import VARIABLE
-from shared.process.runner_settings import RunnerSettings
+from shared.process.process_settings import RunnerSettings
 from shared.process.settings import load
 from shared.redis import keys
 from shared.redis.connection.client import connect

@@ -6,9 +6,7 @@ import sys
 
 import pytest
 
-from shared.machine.addresses import in_order
-from shared.machine.interfaces import addresses_in
-from shared.machine.local_network import words_of
+from shared.machine.network import addresses_in, in_order, words_of
 from shared.redis.connection.faults import reason
 
 IFCONFIG = """\

@@ -3,7 +3,6 @@ import pytest
 
 from api.ops.ring_address import address_of
 from shared.errors import ServiceUnavailableError, SetupError
-from shared.process.discovery import join
 from shared.process.process_settings import JoinSettings
 from shared.process.ring_query import api_url, find_redis
 from shared.process.serve_settings import ServeSettings
@@ -72,13 +71,13 @@ async def test_something_else_at_that_address_is_said_so() -> None:
 async def test_every_process_that_may_join_a_ring_finds_it_alike(kind: type[JoinSettings]) -> None:
     both = load(kind, ["--redis", "redis://a", "--connect-to", "node1:8000"])
     with pytest.raises(SetupError, match="give one of them"):
-        await join(both)
+        await both.join()
     found = load(kind, ["--connect-to", "redis://a:1", "--connect-key", "k", "--redis-password", "p"])
-    await join(found)
+    await found.join()
     assert (found.redis, found.connect_to) == ("redis://a:1", "")
     assert not found.connect_key.get_secret_value() and not found.redis_password.get_secret_value()
     alone = load(kind, [])
-    await join(alone)
+    await alone.join()
     assert alone.redis == ""
 
 

@@ -15,7 +15,7 @@ from shared.fit.model_fit import Asked, Device, fit_model
 from shared.fit.needs import ModelFacts, Need
 from shared.fit.plan import Demand, Room, plan, room_in
 from shared.fit.reservations import Reservation, Reservations
-from shared.fit.weights import Tensor, tensors_in
+from shared.fit.weights import TensorHeader, tensors_in
 from shared.machine.memory import MachineMemory
 
 GB = 10**9
@@ -56,7 +56,7 @@ def model_of(folder: Path, gigabytes: int, config: dict[str, Any] = LLAMA) -> Pa
 def test_sizes_are_read_from_headers_alone(tmp_path: Path) -> None:
     folder = model_of(tmp_path / "model", 40)
     (tensor,) = tensors_in(folder)
-    assert tensor == Tensor("model.layers.0.mlp.up_proj.weight", "BF16", (20_000_000, 1000), 40 * GB)
+    assert tensor == TensorHeader("model.layers.0.mlp.up_proj.weight", "BF16", (20_000_000, 1000), 40 * GB)
     assert tensor.in_memory() == 40 * GB and tensor.in_memory(4) == 80 * GB
 
 
@@ -83,14 +83,15 @@ def test_kv_of_a_token_counts_heads_layers_and_bits() -> None:
 
 
 def test_a_tower_counts_apart_and_ranks_divide_the_rest() -> None:
-    tensors = (Tensor("model.layers.0.w", "BF16", (100,), 200), Tensor("vision_tower.w", "BF16", (10,), 20))
+    tensors = (TensorHeader("model.layers.0.w", "BF16", (100,), 200), TensorHeader("vision_tower.w", "BF16", (10,), 20))
     assert ModelFacts(tensors, LLAMA).weights() == [Need("weights", 200), Need("vision tower", 20)]
     assert ModelFacts(tensors, LLAMA, ranks=2, sees=False).weights() == [Need("weights", 100)]
 
 
 def test_packed_weights_stay_packed_and_their_linears_count_whole_for_adapters() -> None:
     config = {**LLAMA, "quantization": {"bits": 4, "group_size": 64}}
-    packed = Tensor("model.layers.0.mlp.up_proj.weight", "U32", (1536, 72), 1536 * 72 * 4)  # 576 columns of 4 bits
+    columns = 72  # of words: 576 numbers of 4 bits
+    packed = TensorHeader("model.layers.0.mlp.up_proj.weight", "U32", (1536, columns), 1536 * columns * 4)
     facts = ModelFacts((packed,), config, float_bytes=4)
     assert facts.weights() == [Need("weights", 1536 * 72 * 4)]
     assert facts.adapter_numbers(8) == 8 * (1536 + 576)

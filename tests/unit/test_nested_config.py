@@ -8,7 +8,7 @@ import yaml
 
 from api.serve.main import check_modes, share_file, worker_spec
 from shared.errors import SetupError
-from shared.process.runner_settings import RunnerSettings
+from shared.process.process_settings import RunnerSettings
 from shared.process.serve_settings import ServeSettings
 from shared.process.settings import load
 from shared.process.worker_settings import WorkerSettings

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from api.openai.responses.body import ResponseRequest
-from api.openai.responses.items import ItemWriter
-from api.openai.responses.sealed import sealed, unsealed
+from api.openai.responses.items import ItemWriter, sealed, unsealed
 from api.openai.responses.tools import arguments_of, input_of
 from shared.errors import InvalidRequestError
 from shared.text.languages.pieces import CallPart, ReplyPiece

@@ -12,6 +12,29 @@ MOST_FILES = 24  # of code in one folder, `__init__.py` not counted
 MOST_LINES = 600  # of a file
 EMPTY_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}  # say nothing of what is inside
 FEWEST_WORDS = 5  # of a sentence that says something, besides paths
+NO_SUBJECT = re.compile(r"(See|Of|Its|Whether|What)\b")  # how a docstring begins that is no sentence with a subject
+FEWEST_LINES = 30  # of a file; a shorter one belongs into another
+# Short files that are nouns of their own, used by several rooms.
+NOUNS = {
+    "api/cli/convert.py",  # a command: each is a file
+    "api/doctor/tuning.py",  # a part of the doctor, which starts a process that loads MLX
+    "shared/text/languages/language.py",  # the language of a model, which needs a tokenizer; the others need none
+    "api/http/ollama_errors.py",  # how a protocol says errors: each is a file
+    "api/checks/public_addresses.py",  # the rule of security by which webhooks and images are sent and fetched
+    "shared/machine/commands.py",  # how programs of macOS are run: memory, power, heat and addresses come by them
+    "shared/ranks.py",  # the status of a rank, which workers and trainers report and an api shows
+    "shared/seeds.py",  # seeds that follow from others: a promise to clients, so in one place
+    "shared/webhooks.py",  # a receiver: jobs, batches and responses carry it
+    "worker/peers/messages.py",  # the protocol between two workers
+}
+# Names of classes that stand twice: bodies, and their writers, that two protocols call alike.
+BODIES = {
+    "AllowedTools": {"api/openai/tools.py", "api/openai/responses/body.py"},
+    "Reasoning": {"api/openai/responses/body.py", "shared/text/languages/families.py"},
+    "GenerateRequest": {"api/rl/generate.py", "api/ollama/body.py"},
+    "ChatWriter": {"api/anthropic/turns.py", "api/ollama/turns.py"},
+    "LoadBody": {"api/adapters/bodies.py", "api/tinker/bodies.py"},
+}
 _PATH = re.compile(r"/|\.(py|lua|c)\b")
 
 
@@ -111,6 +134,34 @@ def test_no_room_is_named_after_nothing() -> None:
 def test_no_module_is_too_long() -> None:
     long = {shown(path): lines for path in code() if (lines := len(path.read_text().splitlines())) > MOST_LINES}
     assert not long, f"over {MOST_LINES} lines"
+
+
+def test_no_file_is_a_fragment() -> None:
+    short = {shown(path) for path in MODULES if len(path.read_text().splitlines()) < FEWEST_LINES}
+    short = {name for name in short if not name.endswith("/__init__.py")}
+    assert short == NOUNS, f"below {FEWEST_LINES} lines: merge it into the file where it belongs"
+
+
+def test_docstrings_are_sentences_that_say_something() -> None:
+    poor = []
+    for path in MODULES:
+        if "worker/engine/speculation/" in shown(path):
+            continue
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                text = ast.get_docstring(node)
+                if text is not None and (len(text.split()) < FEWEST_WORDS or NO_SUBJECT.match(text)):
+                    poor.append(f"{shown(path)}:{getattr(node, 'lineno', 1)} {text.splitlines()[0]}")
+    assert not poor, "a docstring is a sentence with a subject; where there is nothing to add there is none"
+
+
+def test_no_public_class_name_stands_twice() -> None:
+    places: dict[str, set[str]] = {}
+    for path in MODULES:
+        for node in tree_of(path).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, set()).add(shown(path))
+    assert {name: files for name, files in places.items() if len(files) > 1} == BODIES
 
 
 def test_imports_hide_no_circle() -> None:

@@ -9,8 +9,7 @@ from api.cli import main as cli
 from shared.errors import SetupError
 from shared.process.api_settings import ApiSettings
 from shared.process.other_rings import named_urls
-from shared.process.process_settings import ProcessSettings
-from shared.process.runner_settings import RunnerSettings
+from shared.process.process_settings import ProcessSettings, RunnerSettings
 from shared.process.serve_settings import ServeSettings
 from shared.process.settings import load, version
 from shared.process.worker_settings import WorkerSettings

@@ -1,13 +1,13 @@
 """The mathematics of a train step, and the arrays that it needs. The trainer's MLX work is here and in the learners.
 
 Read in this order: `optimize.py` (one train step, also in parts; `steps.py` says what one is), `adam.py` (one update,
-of all learners), `losses.py` (the losses by name; `ppo_losses.py`, `divergence.py`), `logprobs.py` (log-probabilities
-with gradients) and `drawing.py` (the sampler's filters), `policy.py` (LoRA layers over the base's arrays, and a value
-head: `head_net.py`), `ppo_network.py` (a network with gradients).
+of all learners), `losses.py` (the losses by name; `ppo_losses.py`, `divergence.py`), `logprobs.py`
+(log-probabilities with gradients) and `drawing.py` (the sampler's filters), `policy.py` (LoRA layers over the base's
+arrays, and heads), `ppo_network.py` (a network with gradients).
 
 Before that, in plain numpy: `batches.py` (groups to advantages and padded arrays), `advantages.py` (those of PPO).
-Besides: `compute.py` (the thread that computes), `machine_care.py` (waits on battery, frees memory under pressure),
-`gate.py` (bounds and checks of a version), `measures.py` (distances between policies), `microbatch_size.py`,
-`packing.py` (a learner's state as bytes), `options.py` (plain data, without MLX), `peers.py` (several processes that
-compute one train step), `picture_places.py` (images in the rows of a forward).
+Besides: `compute.py` (the thread that computes), `gate.py` (bounds and checks of a version), `measures.py` (distances
+between policies), `machine_care.py` (battery and memory between two train steps), `microbatch_size.py`, `packing.py` (a
+learner's state as bytes), `options.py` (plain data, without MLX), `peers.py` (several processes that compute one train
+step), `picture_places.py` (images in the rows of a forward).
 """

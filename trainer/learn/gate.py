@@ -1,4 +1,4 @@
-"""What an adapter version must pass before it may become the latest, and when it must step down again.
+"""The checks that an adapter version must pass before it may become the latest, and when it must step down again.
 
 Every check has a name, which stands in the log and in the version's manifest, and says what it saw. All of them are
 pure: numbers in, `GateCheck` out. What has to be computed with the model stands in trainer/learn/measures.py.

@@ -1,4 +1,4 @@
-"""What a trainer does for its machine between two train steps: waits on battery, frees memory under pressure.
+"""Care of a run for its machine between two train steps: waits while it is on battery, frees memory under pressure.
 
 A trainer inside a worker is held by the worker, which knows when; there this only follows the run's own settings.
 """

@@ -29,7 +29,6 @@ from mlx_model.learning import Gradients, attach_divided
 from mlx_model.sites import Whole
 from shared.adapter_files.config import mlx_config
 from shared.heads import VALUE, HeadSpec
-from trainer.learn.head_net import HeadNet
 from trainer.learn.options import AdapterShape
 from trainer.learn.peers import Peers
 from trainer.learn.picture_places import held
@@ -250,3 +249,24 @@ def _adapter_layer(path: str, module: Any, shape: AdapterShape) -> Any:
         return LoRASwitchLinear.from_base(module, r=shape.rank, scale=shape.scale)
     layer: Any = DoRALinear if shape.kind == "dora" else LoRALinear
     return layer.from_base(module, r=shape.rank, scale=shape.scale)
+
+
+class HeadNet(nn.Module):  # type: ignore[misc]
+    """A head as it learns, which `mlx_model/heads/` serves: linear, or with a hidden layer of gelu.
+
+    Its last layer begins with zeros, so its first outputs are `start`.
+    """
+
+    def __init__(self, spec: HeadSpec, *, start: float, seed: int) -> None:
+        super().__init__()
+        if spec.hidden:
+            drawn = np.random.default_rng(seed).uniform(-1, 1, (spec.hidden, spec.inputs)) / np.sqrt(spec.inputs)
+            self.hidden = nn.Linear(spec.inputs, spec.hidden)
+            self.hidden.weight, self.hidden.bias = mx.array(drawn.astype(np.float32)), mx.zeros(spec.hidden)
+        self.weight = mx.zeros((spec.outputs, spec.hidden or spec.inputs))
+        self.bias = mx.full((spec.outputs,), start)
+
+    def __call__(self, states: mx.array) -> mx.array:
+        """Outputs [..., O] for hidden states [..., H] in fp32."""
+        inputs = nn.gelu(self.hidden(states)) if "hidden" in self else states
+        return inputs @ self.weight.T + self.bias

@@ -29,7 +29,7 @@ class Call(msgspec.Struct, frozen=True, tag=True):
 
 
 @dataclass(frozen=True)
-class Signature:
+class MethodSignature:
     """Types by which the arguments and the result of an exposed method travel."""
 
     arguments: msgspec.msgpack.Decoder[tuple[Any, ...]]
@@ -37,7 +37,7 @@ class Signature:
     reads: bool  # it computes nothing and changes nothing
 
 
-_signatures: dict[tuple[type[Any], str], Signature] = {}
+_signatures: dict[tuple[type[Any], str], MethodSignature] = {}
 
 
 def exposed(method: F) -> F:
@@ -76,18 +76,18 @@ def arguments_of(kind: type, call: Call) -> tuple[Any, ...]:
 
 
 def encoded(value: Any) -> bytes:
-    """Arguments, or a result, as `Signature` decodes them."""
+    """Arguments, or a result, as `MethodSignature` decodes them."""
     return msgspec.msgpack.encode(value, enc_hook=_plain)
 
 
-def signature_of(kind: type[Any], method: str) -> Signature:
+def signature_of(kind: type[Any], method: str) -> MethodSignature:
     """ConflictError for a method that is not exposed."""
     if (kind, method) not in _signatures:
         _signatures[kind, method] = _signature(kind, method)
     return _signatures[kind, method]
 
 
-def _signature(kind: type[Any], method: str) -> Signature:
+def _signature(kind: type[Any], method: str) -> MethodSignature:
     marked = next(
         (
             owner.__dict__[method]
@@ -104,7 +104,7 @@ def _signature(kind: type[Any], method: str) -> Signature:
     if get_origin(result) is Generator:
         result = get_args(result)[2]
     types = tuple(_resolved(hints[name], named) for name in names)
-    return Signature(
+    return MethodSignature(
         msgspec.msgpack.Decoder(tuple[types] if types else tuple[()], dec_hook=_array),  # type: ignore[valid-type]
         msgspec.msgpack.Decoder(_resolved(result, named), dec_hook=_array),
         marked.__dict__["reads"],

@@ -1,4 +1,4 @@
-"""What distilling computes: how far the student is from its teacher's scores. Belongs to the MLX thread."""
+"""The computation of distilling: how far the student is from its teacher's scores. Belongs to the MLX thread."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a head learns from: JSON lines of one form, as token ids.
+"""Examples that a head learns from: JSON lines of one form, as token ids.
 
 **pairs** `{"prompt"?, "chosen", "rejected"}`: a scalar head, the chosen answer above the rejected one (Bradley-Terry).
 **scores** `{"prompt"?, "completion", "score"}`: a scalar head, squared error. **labels** `{"prompt"?, "completion",

@@ -24,10 +24,9 @@ from shared.adapter_files.config import mlx_config
 from shared.errors import SetupError
 from shared.heads import POLICY, REWARD, HeadKind, HeadSpec
 from trainer.learn.compute import Work
-from trainer.learn.head_net import HeadNet
 from trainer.learn.logprobs import cut
 from trainer.learn.options import HeadSettings
-from trainer.learn.policy import share_tree
+from trainer.learn.policy import HeadNet, share_tree
 from trainer.learners.calls import exposed
 from trainer.learners.data import DataLearner, DataOptions, ItemSize, Measured, policy_of
 from trainer.learners.head_examples import ACTING, ActionSpread, Form, HeadExample, HeadText

@@ -1,4 +1,4 @@
-"""Whether a trainer is one of several ranks, and what such a one does not do. Loads no MLX."""
+"""The rank of a trainer, if it is one of several, and what such a one does not do. Loads no MLX."""
 
 import os
 from collections.abc import Mapping

@@ -108,7 +108,6 @@ class PpoLearner:
 
     @exposed
     def restore(self, snapshot: LearnerSnapshot) -> None:
-        """Restore a snapshot exactly."""
         self._weights.update(_tree(snapshot.adapter))
         self._adam.load_moments(snapshot.optimizer)
         self._good = snapshot

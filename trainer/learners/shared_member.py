@@ -20,7 +20,6 @@ from redis.exceptions import RedisError
 from mlx_model.loader import LoadedModel
 from shared.errors import NotFoundError, ServiceUnavailableError, SetupError
 from shared.images.refs import Picture
-from shared.process.discovery import ring_url
 from shared.process.settings import version
 from shared.redis.connection.client import connect, require
 from shared.redis.connection.faults import reason
@@ -254,7 +253,7 @@ async def take_part(
     begun: Callable[[RunMember], None],
 ) -> None:
     """Compute with a run until it is done; `begun` gets the member before its first part."""
-    url = await ring_url(settings)
+    url = await settings.ring_url()
     if not url:
         raise SetupError("a trainer joins a run over the ring: give its Redis (--redis) or an api (--connect-to)")
     await require(url)

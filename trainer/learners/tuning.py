@@ -1,4 +1,5 @@
-"""What tuning computes: the loss of one part of a batch, what is right of what is held out. Belongs to the MLX thread.
+"""The computation of tuning: the loss of one part of a batch, what is right of what is held out. Belongs to the MLX
+thread.
 
 The reference of dpo is what the run begins with: the base, or the version of `--start-from`. Its log-probabilities are
 computed without gradients, of each pair once.

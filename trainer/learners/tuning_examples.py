@@ -1,4 +1,5 @@
-"""What a policy is tuned on, as token ids: each prompt as a worker would see it, and which tokens after it count.
+"""Examples that a policy is tuned on, as token ids: each prompt as a worker would see it, and which tokens after it
+count.
 
 **sft** `{"messages": [...], "tools"?}`, OpenAI's form: each assistant turn counts, but for those with `"weight": 0`.
 `{"prompt"?, "completion"}`: the completion counts. **dpo** `{"prompt"?, "chosen", "rejected"}`. Chats of these may have

@@ -7,7 +7,6 @@ from functools import partial
 
 from mlx_model.loader import LoadedModel
 from shared.errors import SetupError, UnknownModelError
-from shared.process.discovery import ring_url
 from shared.redis import keys
 from shared.redis.connection.client import connect, require
 from shared.redis.processes.worker_registry import WorkerRegistry
@@ -51,7 +50,7 @@ async def way_to_ring(settings: TrainSettings) -> AsyncIterator[Way]:
         async with HttpApi.of(settings) as api:
             yield Way(HttpJudges(api), partial(_over_http, api, settings))
         return
-    redis = await ring_url(settings)
+    redis = await settings.ring_url()
     if not redis:
         raise SetupError("a trainer joins a ring: give its Redis (--redis redis://HOST:PORT) or an api (--connect-to)")
     await require(redis)

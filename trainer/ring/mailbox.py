@@ -1,4 +1,4 @@
-"""What users ask of a running trainer, and what it answers: orders from /v1/training/update and /training/checkpoint.
+"""Orders of users to a running trainer, from /v1/training/update and /training/checkpoint, and its answers.
 
 Invariants. An order that trains is done (will not come again) when a checkpoint with its effect is on disk, so a killed
 trainer carries it out again on the weights that do not know it, and an order that the checkpoint's weights know is not

@@ -93,7 +93,7 @@ class Collector(IndexedSource):
         self._forget([group.index for group in batch])
 
     def adopted(self) -> None:
-        """Continue from another version."""
+        """Continue from another version of the policy."""
         self._before = {*self._running, *(group.index for group in self.waiting)}
 
     def pace_on(self, steps_done: int) -> None:

@@ -1,4 +1,5 @@
-"""What a run is measured on, and a second reward that only measures: it shows when the first one is over-optimised.
+"""Tasks that a run is measured on, and a second reward that only measures: it shows when the first one is
+over-optimised.
 
 A reward model, a judge, or any reward that is cheaper than what is meant may go on rising while answers get worse. The
 second reward scores the same answers to held-out tasks; nothing is learned from it, and no version is judged by it.

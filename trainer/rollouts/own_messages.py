@@ -1,4 +1,4 @@
-"""What travels between the trainer and the process of a user's own code (own_code.py, own_process.py).
+"""Messages between the trainer and the process of a user's own code (own_code.py, own_process.py).
 
 What an environment keeps to itself (`info`), options and references may be any object: they travel as the bytes that
 the sender made of them. Only the user's process makes objects of them again, so no code of the user's, nor of whatever

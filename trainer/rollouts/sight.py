@@ -1,4 +1,4 @@
-"""What a policy sees: the vectors of images, computed by the same frozen tower as in a worker.
+"""The sight of a policy: the vectors of images, computed by the same frozen tower as in a worker.
 
 Tiles come from the event loop, vectors are made and read in the MLX thread. Both are kept by an image's key, those used
 longest ago go first; an image is shown anew with each group that has it.

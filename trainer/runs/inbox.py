@@ -1,4 +1,4 @@
-"""What to train on next: a batch of our own prompts, a batch of live traffic, or what a user has posted.
+"""The next work to train on: a batch of our own prompts, a batch of live traffic, or what a user has posted.
 
 What stops the run from learning comes before all of it: somebody else has moved `latest`, or all samples are too old.
 

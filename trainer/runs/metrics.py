@@ -1,4 +1,4 @@
-"""What a run reports: one JSON line a train step, always, and one line for a person.
+"""The report of a run: one JSON line a train step, always, and one line for a person.
 
 Invariant: after a resume the file holds each train step once. Lines of steps that the checkpoint does not know are cut
 off before the first new one is written.

@@ -1,4 +1,4 @@
-"""What a run is made of: a thread that computes, a model to train, a ring, and tasks."""
+"""Parts that a run is made of: a thread that computes, a model to train, a ring, and tasks."""
 
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,4 +1,5 @@
-"""Whether posted log-probabilities are those of the version that they name: what is learned from others drifts unseen.
+"""A check that posted log-probabilities are those of the version that they name: what is learned from others drifts
+unseen.
 
 Each token is compared with the weights of its span: kept by this run, or still in the store. A trajectory whose mean
 difference is above `max_logprob_gap` refuses the update, by its index; one whose version is gone cannot be compared,

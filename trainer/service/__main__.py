@@ -17,7 +17,6 @@ from mlx_model import fast_blas
 from shared.errors import ParallmError, ServiceUnavailableError, SetupError
 from shared.machine.awake import stay_awake
 from shared.process import logs
-from shared.process.discovery import ring_url
 from shared.process.garbage import no_collections
 from shared.process.loops import until_taken
 from shared.process.open_files import many_files
@@ -63,7 +62,7 @@ async def _serve(settings: LearnersSettings) -> int:
         from trainer.learn.compute import ThreadHost, at_once
         from trainer.service.service import LearnerService
 
-    url = await ring_url(settings)
+    url = await settings.ring_url()
     if not url:
         raise SetupError("a service joins a ring: give its Redis (--redis redis://HOST:PORT) or an api (--connect-to)")
     await require(url)

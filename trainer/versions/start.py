@@ -1,4 +1,4 @@
-"""What a run begins with: `--start-from`, an adapter out of the store or a folder, from any trainer.
+"""The weights that a run begins with: `--start-from`, an adapter out of the store or a folder, from any trainer.
 
 Invariant. No run begins by replacing a version that somebody else has made the latest, unless it goes on from it, or
 its settings say that it may.

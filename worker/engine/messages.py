@@ -1,4 +1,4 @@
-"""What goes into the engine thread and what comes out of it: plain data, no arrays, no mlx.
+"""Messages into the engine thread and out of it: plain data, no arrays, no mlx.
 
 `EngineConfig` (mlx_model/config.py) is read once at start. `RowRequest` goes in, `StepOutput` comes out once per turn
 of the loop, and `EngineStats` may be read at any time.

@@ -1,4 +1,5 @@
-"""What to compute next, pure: which prompts to feed, how much of them at once, and what there is room for.
+"""The choice of what to compute next, pure: which prompts to feed, how much of them at once, and what there is room
+for.
 
 Interactive prompts are fed first, and a batch prompt that has begun pauses meanwhile; but a batch prompt is never
 passed more than `PASSES` times in a row. A batch prompt's piece is kept short, because new rows wait for it.

@@ -1,4 +1,4 @@
-"""What a turn of the engine takes from outside its messages, so that all ranks do the same in it. Plain data.
+"""Facts that a turn of the engine takes from outside its messages, so that all ranks do the same in it. Plain data.
 
 Each rank's `Engine.seen` says what it has seen since its last turn. The leading rank hands these to its `Consent`, and
 what `Consent.facts` makes of them goes to all ranks with the messages of the next turn: `Engine.turn(facts)`. The clock

@@ -1,4 +1,4 @@
-"""What is found out and made ready on a machine while no row is there; a worker is ready, and serves, before it.
+"""Measuring and compiling on a machine while no row is there; a worker is ready, and serves, before it.
 
 *Sizes*: how much of prompts one forward may take, by the clock. A prompt's forward stands between two decode steps, so
 it gets a `piece_s`; on CUDA 512 tokens take hardly longer than one, and a 0.6B model feeds 8,192 in that time. Where

@@ -9,7 +9,7 @@ from shared.machine.awake import stay_awake
 from shared.process import logs
 from shared.process.garbage import leave_out_what_is_loaded, no_collections
 from shared.process.lifeline import follow_parent
-from shared.process.runner_settings import RunnerSettings
+from shared.process.process_settings import RunnerSettings
 from shared.process.settings import load
 from shared.redis.connection.client import require
 from shared.telemetry import tracing

@@ -1,4 +1,4 @@
-"""What the ticks of one runner process share."""
+"""The context that the ticks of one runner process share."""
 
 import asyncio
 from dataclasses import dataclass, field

@@ -17,7 +17,7 @@ import structlog
 from arq.worker import Worker, func
 from redis.exceptions import RedisError
 
-from shared.process.runner_settings import RunnerSettings
+from shared.process.process_settings import RunnerSettings
 from shared.redis.connection.client import connect
 from shared.redis.connection.faults import reason
 from shared.redis.jobs.ledger import LEASE_MS

@@ -5,8 +5,7 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from shared.machine.addresses import Info, in_order
-from shared.machine.local_network import words_of
+from shared.machine.network import Info, in_order, words_of
 from shared.wire import Channel, Connection, PeerError, PeerRefusalError, greet
 from worker.engine.prefixes.parcels import KvParcel, UnusableParcelError, unpack
 from worker.peers.messages import KvRequest, Offer, SendParcels

@@ -1,4 +1,4 @@
-"""What Redis knows of KV of other workers: who may have which, where they listen, and the ring's secret.
+"""A directory, in Redis, of KV of other workers: who may have which, where they listen, and the ring's secret.
 
 No KV is in Redis, nor what it was computed from: hashes of beginnings of prompts, ids of workers, addresses.
 """

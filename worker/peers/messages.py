@@ -1,4 +1,4 @@
-"""What two workers say about KV: msgpack, on authentic connections (shared/wire.py)."""
+"""Messages between two workers about KV: msgpack, on authentic connections (shared/wire.py)."""
 
 import msgspec
 

@@ -1,4 +1,4 @@
-"""Whether fetching KV is quicker than computing it, by what both have taken lately. Pure."""
+"""The choice between fetching KV and computing it, by what both have taken lately. Pure."""
 
 from dataclasses import dataclass
 

@@ -5,5 +5,5 @@
 what was said before, `messages.py` and `planning.py`
 make a chat and work of all, `writer.py` with `items.py` writes the response and its events, `storage.py` stores it.
 `background.py` goes on with responses whose clients do not wait, `compaction.py` shortens a conversation,
-`conversations.py` has the routes of conversations. `sealed.py` is for text that clients send back unread.
+`conversations.py` has the routes of conversations.
 """

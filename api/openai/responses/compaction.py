@@ -19,10 +19,10 @@ from api.http.errors import error_responses
 from api.openai.replies import written
 from api.openai.responses.body import ResponseRequest
 from api.openai.responses.history import history_of
+from api.openai.responses.items import sealed
 from api.openai.responses.parts import TextPart
 from api.openai.responses.planning import plan_response
 from api.openai.responses.references import resolved
-from api.openai.responses.sealed import sealed
 from api.openai.responses.storage import shown_items
 from api.openai.responses.turns import InputMessage
 from api.openai.responses.writer import ResponseWriter

@@ -1,4 +1,4 @@
-"""What comes before a request's input: the turns of `previous_response_id`, or the items of `conversation`.
+"""The history before a request's input: the turns of `previous_response_id`, or the items of `conversation`.
 
 They come with the ids of the last prompt and its answer, so that the next prompt begins with the same ids and finds
 their KV.

@@ -2,19 +2,23 @@
 
 An item is reasoning, a message or a call; one is open at a time. A call of a tool of a namespace, or of a custom tool,
 comes in the form that its client knows. The same writer makes the items of a whole response, whose events are not read.
+Text of ours that a client stores unread and sends back, such as reasoning, is *sealed*.
 """
 
+import base64
+import binascii
 from collections.abc import Sequence
 from typing import Any
 
 from api.generation.logprobs import ChatLogprob
-from api.openai.responses.sealed import sealed
 from api.openai.responses.tools import CustomTool, ResponseTool, input_of, offered
 from shared.text.languages.pieces import CallPart, ReplyPiece
 
 Event = dict[str, Any]
 
 _TEXTS = {"message": "output_text", "reasoning": "reasoning_text"}  # kind of item -> its part, in names of events
+
+_PREFIX = "parallm:"
 
 
 class ItemWriter:
@@ -154,3 +158,21 @@ def _brief(logprob: ChatLogprob) -> dict[str, Any]:
     """As events have it: without bytes."""
     tops = [{"token": top.token, "logprob": top.logprob} for top in logprob.top_logprobs]
     return {"token": logprob.token, "logprob": logprob.logprob, "top_logprobs": tops}
+
+
+def sealed(text: str) -> str:
+    """The text in the form of `encrypted_content`, which many clients send back when they send no other reasoning.
+
+    It is only encoded: its sender may as well have sent the text.
+    """
+    return _PREFIX + base64.b64encode(text.encode(errors="replace")).decode()
+
+
+def unsealed(content: str | None) -> str:
+    """The text in it; "" for what another server has encrypted."""
+    if content is None or not content.startswith(_PREFIX):
+        return ""
+    try:
+        return base64.b64decode(content.removeprefix(_PREFIX), validate=True).decode()
+    except (binascii.Error, UnicodeDecodeError):
+        return ""

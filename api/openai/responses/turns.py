@@ -10,8 +10,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, ConfigDict, Field, Tag, WithJsonSchema, model_validator
 
 from api.http.fields import HistoryModel, Off, complaint
+from api.openai.responses.items import unsealed
 from api.openai.responses.parts import Content, ImagePart, Part, TextPart, text_of
-from api.openai.responses.sealed import unsealed
 from api.openai.responses.tools import arguments_of, name_in_chat
 from api.openai.tools import by_type, known_type
 

@@ -1,4 +1,4 @@
-"""What the charts draw: plain columns of numbers, time in Unix seconds first; None is a gap.
+"""Data that the charts draw: plain columns of numbers, time in Unix seconds first; None is a gap.
 
 A chart is `{"x": [...], "series": [[...], ...]}`; which series it has, and their names, stands in its template, and
 those of training in TRAINING.

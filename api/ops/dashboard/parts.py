@@ -1,4 +1,4 @@
-"""What the pages show beyond the ring's snapshot, read when somebody looks."""
+"""Parts of the pages beyond the ring's snapshot, read when somebody looks."""
 
 import time
 from typing import NamedTuple

@@ -40,8 +40,8 @@ _ROUNDS, _CALLS = 5, 8
 CLOSE = 0.02  # of the largest number: how far a kernel may be from MLX's operations
 
 
-class Shape(NamedTuple):
-    """What a kernel is made for."""
+class AttentionShape(NamedTuple):
+    """Shapes and types that a kernel is made for."""
 
     kv_heads: int
     size: int
@@ -162,10 +162,10 @@ def _calls(
     return read, join
 
 
-class Trial:
+class KernelTrial:
     """Some rows' packed KV, to compare and time the kernels with MLX's operations."""
 
-    def __init__(self, shape: Shape, of: Any) -> None:
+    def __init__(self, shape: AttentionShape, of: Any) -> None:
         """`of`: the `Packing`, whose operations are MLX's."""
         self._shape, self._packing = shape, of
         kv_heads, size, dtype, *_ = shape
@@ -222,9 +222,9 @@ def _is_close(one: mx.array, other: mx.array) -> bool:
     return bool((mx.max(mx.abs(one - other)) <= CLOSE * mx.max(mx.abs(other))).item())
 
 
-def timed(shape: Shape, packing: Any) -> dict[str, float]:
+def timed(shape: AttentionShape, packing: Any) -> dict[str, float]:
     """Seconds of a layer's attention: "plain", "unpacked" by MLX's operations, "packed" if the kernels are right."""
-    trial = Trial(shape, packing)
+    trial = KernelTrial(shape, packing)
     times = {"plain": trial.seconds(trial.plain), "unpacked": trial.seconds(trial.unpacked)}
     if is_on(SWITCH) and shape.size in _HEAD_SIZES and passes("kv_kernels", SWITCH, trial.compared):
         times["packed"] = trial.seconds(trial.by_kernels)

@@ -22,7 +22,7 @@ from urllib.parse import parse_qsl, unquote, urlencode
 
 from redis.asyncio import Redis
 
-from shared.machine.addresses import in_order
+from shared.machine.network import in_order
 
 SENTINEL_SCHEMES = ("redis+sentinel", "rediss+sentinel")
 CLUSTER_SCHEMES = ("redis+cluster", "rediss+cluster")

@@ -39,7 +39,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from shared.errors import ParallmError
-from shared.machine.local_network import words_of
+from shared.machine.network import words_of
 
 _REFUSED = {
     "OOM": "its memory is full: raise maxmemory or let keys expire",

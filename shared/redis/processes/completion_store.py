@@ -1,4 +1,4 @@
-"""What sequences have written, by their prompts: workers of the ring draft from it (worker/ring_memory.py).
+"""Completions of sequences, stored by their prompts: workers of the ring draft from it (worker/ring_memory.py).
 
 Invariants. A prompt's name is a digest that its tenant has gone into: who does not know tenant and prompt does not find
 it. What is kept is bounded: completions and bytes of a prompt, bytes of all, time since the last use; the prompts that

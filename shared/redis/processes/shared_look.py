@@ -1,4 +1,5 @@
-"""What many processes ask Redis again and again, and only one of them has to: the others take what it has seen.
+"""Answers that many processes ask Redis for again and again, and only one of them has to: the others take what it has
+seen.
 
 What is seen is kept compressed: heartbeats are much alike, and each process of a large ring fetches all of them each
 second (645 KB of a thousand workers, 75 KB compressed).

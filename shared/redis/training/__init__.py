@@ -1,4 +1,4 @@
-"""What passes between the ring and a trainer.
+"""Data that passes between the ring and a trainer.
 
 `trajectory_intake.py`: finished live traffic that nobody has scored yet. `trajectory_queue.py`: scored trajectories,
 which the trainer takes exactly once. `orders.py`: what users ask of a trainer (or of a job runner), and the answers.

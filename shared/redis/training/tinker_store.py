@@ -1,4 +1,4 @@
-"""What a client of Tinker's protocol has besides its learners: sessions, samplers, and the results of its samples.
+"""Belongings of a client of Tinker's protocol besides its learners: sessions, samplers, and the results of its samples.
 
 All of it stands under its keeper, a digest of the tenant's or API key's name, so nobody finds what is another's.
 """

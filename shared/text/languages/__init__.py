@@ -1,4 +1,4 @@
-"""What models write, family by family, and how a completion is taken apart into reasoning, content and calls.
+"""Languages that models write, family by family, and how a completion is taken apart into reasoning, content and calls.
 
 `families.py` first: each family is one entry there, by which `language.py` recognises a model's. `tool_forms.py` has
 the forms of calls by name; what all have in common is `tool_form.py`. A kind of form is one class that reads calls and

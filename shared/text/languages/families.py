@@ -73,7 +73,7 @@ class Family:
 
 @dataclass(frozen=True)
 class Language:
-    """How one model writes."""
+    """The way in which one model writes."""
 
     family: str
     calls: str  # name of the form of its calls

@@ -38,11 +38,11 @@ class CallGrammar:
         return self._reasoning is not None and self._reasoning.channels
 
     def only(self) -> str:
-        """Calls, and nothing else."""
+        """A grammar of calls and nothing else."""
         return grammar.of_lark(f"start: calls\n{self._calls()}")
 
     def otherwise(self, answer: str) -> str:
-        """Calls, or an answer."""
+        """A grammar of calls or an answer."""
         return grammar.compose(f"start: @answer | calls\n{self._calls()}", {"answer": answer})
 
     def anywhere(self) -> str:
@@ -76,7 +76,7 @@ class CallGrammar:
         return "\n".join([*rules, *self._rules])
 
     def _run(self, begun: bool = False) -> str:
-        """What stands between an opening mark and its closing one, with both."""
+        """The text from an opening mark to its closing one, with both."""
         form = self._form
         start, end = form.marks[0] if form.marks else ("", "")
         more = f"({self._text(form.joint)} one){{0,{MAX_CALLS - 1}}}" if form.many and self._parallel else ""

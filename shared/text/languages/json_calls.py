@@ -29,7 +29,7 @@ class JsonCalls(ToolForm):
     lead: str = ""  # members that a model writes before these
 
     def read(self, text: GrowingText, sink: CallSink, bare: bool = False) -> Waiting[bool]:
-        """Read an object."""
+        """Read a call that is an object."""
         if (yield from text.peek()) != "{":
             return False
         text.at += 1
@@ -97,7 +97,7 @@ class JsonCalls(ToolForm):
         return finished(arguments(GrowingText(stored, ended=True), sink, name))
 
     def closers(self, end: str) -> tuple[str, ...]:
-        """Closing brackets, too."""
+        """The ways in which calls may end, with closing brackets or without."""
         return end, f"}}{end}", f"}}]{end}", f"]{end}"
 
     def rule(self, function: Signature, at: int, spelled: grammar.Spelling, rules: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""What a completion is taken apart into, and the plan by which that is done."""
+"""Pieces that a completion is taken apart into, and the plan by which that is done."""
 
 import msgspec
 

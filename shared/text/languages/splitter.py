@@ -77,12 +77,12 @@ class Splitter:
             self._piece.add_part(CallPart(self.calls - 1, name))
 
     def add(self, arguments: str) -> None:
-        """Add to its arguments."""
+        """Add text to the arguments of the call."""
         if self._counts and arguments:
             self._piece.add_part(CallPart(self.calls - 1, "", arguments))
 
     def end(self) -> None:
-        """Its arguments are complete."""
+        """The arguments of the call are complete."""
         if self._counts:
             self.in_call = False
             self._piece.add_part(CallPart(self.calls - 1, complete=True))
@@ -240,7 +240,7 @@ class _Trial:
         self.complete = False
 
     def add(self, arguments: str) -> None:
-        """What they are is of no interest."""
+        """Ignore arguments: only names are collected."""
 
     def end(self) -> None:
         self.complete = True

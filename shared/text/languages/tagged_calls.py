@@ -208,7 +208,7 @@ class TaggedCalls(ToolForm):
         return schema.rule(f"{head} {value} {spelled(self.after_argument) if self.after_argument else ''}")
 
     def unheld(self, parameters: dict[str, object]) -> list[str]:
-        """What is said of the object as a whole, and of texts."""
+        """Keywords of the schema that are not enforced: of the object as a whole, and of texts."""
         return unheld(parameters, texts=True)
 
 

@@ -26,7 +26,7 @@ class CallSink(Protocol):
         """Add to the JSON of its arguments."""
 
     def end(self) -> None:
-        """Its arguments are complete."""
+        """The arguments of the call are complete."""
 
     def knows(self, name: str) -> bool:
         """True if there is a function of this name."""
@@ -45,7 +45,7 @@ class Signature:
 
 @dataclass(frozen=True)
 class ToolForm:
-    """One form of calls."""
+    """One form in which models write calls."""
 
     name: str
     marks: tuple[Mark, ...] = ()  # around calls, the family's own first; (): a call stands between words without marks

@@ -160,7 +160,7 @@ class BracedCalls(ToolForm):
         return f"{spelled(self.quote)} {schema.until(self.quote, spelled)}"
 
     def unheld(self, parameters: dict[str, object]) -> list[str]:
-        """What is said of the object as a whole, and of texts."""
+        """Keywords of the schema that are not enforced: of the object as a whole, and of texts."""
         return unheld(parameters, texts=True)
 
 
@@ -349,7 +349,7 @@ class PythonCalls(ToolForm):
         return f"({' | '.join(ways)})" if len(ways) > 1 else ways[0]
 
     def unheld(self, parameters: dict[str, object]) -> list[str]:
-        """What is said of the object as a whole."""
+        """Keywords of the schema that are not enforced: of the object as a whole."""
         return unheld(parameters, texts=False)
 
 

@@ -72,7 +72,7 @@ def of_text(text: str, schema: Any) -> Any:
 
 
 def _spelled(text: str) -> Any:
-    """What a text spells as JSON, or as a literal of Python; else the text."""
+    """The value that a text spells as JSON, or as a literal of Python; else the text."""
     if text in _LITERALS:
         return _LITERALS[text]
     try:

@@ -1,4 +1,4 @@
-"""What rows draw with, in arrays: seeds, temperatures, filters.
+"""Numbers that rows draw with, in arrays: seeds, temperatures, filters.
 
 Most rows ask for nothing else. Such rows are *plain*: their draw depends on the logits, a seed and a position only, so
 a step that draws for many places of each repeats their numbers and asks no row again.

@@ -1,4 +1,4 @@
-"""What a prefix cache holds, and what a row waits for that is to come into it."""
+"""Entries that a prefix cache holds, and what a row waits for that is to come into it."""
 
 from __future__ import annotations
 

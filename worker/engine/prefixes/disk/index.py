@@ -1,4 +1,4 @@
-"""What there is on disk, in memory: a look-up costs no I/O. May be used from any thread.
+"""An index, in memory, of what is on disk: a look-up costs no I/O. May be used from any thread.
 
 A file may go at any time, for others share the folder; who reads it finds out, and has it forgotten here.
 """

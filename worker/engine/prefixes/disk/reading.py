@@ -1,4 +1,5 @@
-"""What is on disk: looked over now and then, read and checked when it is wanted, removed when it is of no use.
+"""Reading the files on disk: looked over now and then, read and checked when it is wanted, removed when it is of no
+use.
 
 Invariants. Every parcel that leaves here is whole, and was computed by what computes here. A file that is not is
 removed, logged and never looked at again. A file that has gone is no trouble: others share the folder.
