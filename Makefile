@@ -10,7 +10,8 @@
 #              their own
 # make chaos   kill, freeze and cut off the processes under load, for MINUTES=30 (never run by the tests); CLUSTER=1:
 #              on three shards in place of one Redis
-# make docs    write docs/reference.md from the code
+# make docs    write the generated pages of docs/reference/ from the code
+# make site    build the documentation site into site/, strictly
 # make lock    resolve requirements.lock and requirements-vision.lock anew
 
 BIN := .venv/bin
@@ -19,7 +20,7 @@ CORES := $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 4 ? cores
 JOBS ?= $(shell echo $$(($(CORES) + 2)))
 STAMP := .venv/.stamp
 
-.PHONY: setup tools demo test quick check bench chaos clients docs lock clean
+.PHONY: setup tools demo test quick check bench chaos clients docs site lock clean
 
 setup: $(STAMP)
 
@@ -97,6 +98,12 @@ clients: setup
 
 docs: setup
 	PYTHONPATH=. $(BIN)/python docs/generate.py
+
+# In an environment of its own: a site needs none of the rest.
+site:
+	test -x .venv-site/bin/python || python3 -m venv .venv-site
+	.venv-site/bin/python -m pip install --quiet --disable-pip-version-check -r docs/requirements.txt
+	.venv-site/bin/zensical build --strict --clean
 
 # Needs uv (https://docs.astral.sh/uv/). The default index is named, so that a local mirror cannot leave its hashes here.
 lock:
