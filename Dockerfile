@@ -7,6 +7,8 @@ RUN pip wheel --no-cache-dir --no-deps --require-hashes --wheel-dir /wheels -r r
 COPY pyproject.toml README.md LICENSE ./
 COPY shared shared
 COPY api api
+COPY mlx_model mlx_model
+COPY ranks ranks
 COPY worker worker
 COPY trainer trainer
 RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .

@@ -37,7 +37,7 @@ $(STAMP): requirements.lock requirements-vision.lock pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements.lock
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps -r requirements-vision.lock
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
-	-$(BIN)/python -m worker.engine.model.fast_blas
+	-$(BIN)/python -m mlx_model.fast_blas
 	@touch $(STAMP)
 
 # What some tests use besides Python packages; without it they are skipped. CI on Debian installs it, others are told.

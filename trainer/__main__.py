@@ -10,6 +10,9 @@ import sys
 
 import structlog
 
+from mlx_model import fast_blas
+from ranks.children import take_device
+from ranks.placement import Placement
 from shared.errors import ParallmError, ServiceUnavailableError, SetupError
 from shared.process import logs
 from shared.process.discovery import join
@@ -22,9 +25,6 @@ from trainer.learners.placing import placement
 from trainer.runs import stopping
 from trainer.runs.team import agents_of
 from trainer.settings import TrainSettings
-from worker.engine.model import fast_blas
-from worker.group.children import take_device
-from worker.group.placement import Placement
 
 log = structlog.get_logger()
 
@@ -66,10 +66,10 @@ def main(argv: list[str] | None = None) -> int:
 async def _train(settings: TrainSettings, team: list[TrainSettings]) -> int:
     # These import mlx, so only after fast_blas.install.
     with no_collections(), many_files():
+        from mlx_model.config import EngineConfig
+        from mlx_model.loader import LoadedModel, load_model
         from trainer.learn.compute import ThreadHost, at_once
         from trainer.runs.kinds import learn
-        from worker.engine.messages import EngineConfig
-        from worker.engine.model.loader import LoadedModel, load_model
 
     async with ThreadHost() as host:
         config = EngineConfig(settings.model, dtype=settings.dtype or None)

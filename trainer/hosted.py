@@ -22,6 +22,8 @@ import numpy as np
 import structlog
 import yaml
 
+from mlx_model.loader import LoadedModel, free_bytes
+from ranks.placement import placement
 from shared.errors import EngineError, ParallmError, QueueFullError, ServiceUnavailableError, SetupError
 from shared.process.nested_config import is_nested
 from shared.process.settings import load
@@ -38,8 +40,6 @@ from trainer.runs.loop import TrainLoop
 from trainer.runs.parts import policy_options
 from trainer.runs.rl import tasks, train
 from trainer.settings import TrainSettings
-from worker.engine.model.loader import LoadedModel, free_bytes
-from worker.group.placement import placement
 
 log = structlog.get_logger()
 

@@ -23,6 +23,11 @@ import mlx_lm.utils
 import msgspec
 from mlx.utils import tree_flatten, tree_map
 
+from mlx_model.heads.classifier import is_classifier
+from mlx_model.loader import base_sha256, model_folder
+from mlx_model.lora.layers import SiteWeights
+from mlx_model.lora.reader import read_adapter
+from mlx_model.sites import Site, find_sites, module_shapes
 from shared.adapter_files.config import mlx_config
 from shared.adapter_files.formats import CONFIG_FILE, MLX_FILE, prepared
 from shared.adapter_files.heads import PREFIX
@@ -30,11 +35,6 @@ from shared.adapter_files.tensors import read_tensors, write_tensors
 from shared.adapters import AdapterManifest, PreparedAdapter
 from shared.errors import ParallmError, SetupError
 from shared.process.whole_folder import check_free, room, whole_folder
-from worker.engine.heads.classifier import is_classifier
-from worker.engine.lora.layers import SiteWeights
-from worker.engine.lora.reader import read_adapter
-from worker.engine.model.loader import base_sha256, model_folder
-from worker.engine.model.sites import Site, find_sites, module_shapes
 
 HEADS = "heads"  # a subfolder
 RECORD = "merged.json"

@@ -12,6 +12,9 @@ import time
 
 import structlog
 
+from mlx_model import fast_blas
+from ranks.children import take_device
+from ranks.placement import Placement, placement
 from shared.errors import ServiceUnavailableError, SetupError
 from shared.process.discovery import join
 from shared.process.garbage import no_collections
@@ -23,9 +26,6 @@ from shared.process.settings import load
 from shared.process.worker_settings import WorkerSettings
 from shared.redis.connection.client import require
 from shared.telemetry import tracing
-from worker.engine.model import fast_blas
-from worker.group.children import take_device
-from worker.group.placement import Placement, placement
 
 log = structlog.get_logger()
 
@@ -69,8 +69,8 @@ def _rehearse(settings: WorkerSettings) -> str:
     placed = placement(settings)
     fast_blas.install()
     # These import mlx, so only after fast_blas.install.
+    from mlx_model.loader import check_model
     from worker.engine.messages import engine_config
-    from worker.engine.model.loader import check_model
     from worker.guest import invited, own_settings, rank_of_guest
 
     if placed is not None:

@@ -16,12 +16,12 @@ from typing import Any, Protocol, cast
 
 import structlog
 
+from mlx_model.loader import LoadedModel
+from ranks.following import Learning
+from ranks.lead import GroupLead
 from shared.errors import SetupError
 from shared.process.worker_settings import WorkerSettings
-from worker.engine.model.loader import LoadedModel
 from worker.engine.thread import EngineThread
-from worker.group.following import Learning
-from worker.group.lead import GroupLead
 
 log = structlog.get_logger()
 

@@ -13,12 +13,11 @@ from redis.asyncio import Redis
 
 from shared.errors import EngineError, InvalidRequestError
 from shared.image_files.reader import ImageReader
-from shared.images.refs import ImageRef, VisionSpec
+from shared.images.refs import ImageRef, Picture, VisionSpec
 from shared.redis.jobs.images import job_image
 from shared.redis.kept.image_store import ImageStore
 from shared.redis.kept.kept_things import Terms
 from shared.sequences import SequenceSpec
-from worker.engine.messages import Picture
 
 KEPT_BYTES = 128 << 20
 

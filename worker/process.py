@@ -19,6 +19,8 @@ from typing import TypeVar
 import structlog
 from redis.exceptions import RedisError
 
+from mlx_model.config import SlotConfig
+from ranks.placement import Placement
 from shared.errors import EngineError
 from shared.process.garbage import leave_out_what_is_loaded
 from shared.process.loops import begin, cancel, until_taken
@@ -40,14 +42,13 @@ from worker.claim_plan import NOTHING, claim_plan
 from worker.claims import LAST_WORDS_S, Preparing, Returns
 from worker.control import ControlChannel
 from worker.drain import Farewell
-from worker.engine.batch.adapters import AdapterStats, SlotConfig
+from worker.engine.batch.adapters import AdapterStats
 from worker.engine.messages import EndReason, RowRequest, StepOutput, engine_config
 from worker.engine.orders import Cancel
 from worker.engine.thread import EngineThread
 from worker.engine_watch import EngineWatch
-from worker.group.lead import GroupLead
+from worker.group.engine_lead import EngineLead
 from worker.group.opening import ended, joined, started
-from worker.group.placement import Placement
 from worker.guest import Guest, Lodging, Workplace
 from worker.pause import Pause
 from worker.peers.exchange import KvExchange
@@ -94,7 +95,7 @@ class WorkerProcess:
         s = self._settings
         adapters = SlotConfig(s.adapter_slots, s.adapter_rank, s.adapter_dtype)
         config, placed = engine_config(s), self._placed
-        self._group = group = None if placed is None else GroupLead(s, placed, self._on_lost, config, adapters)
+        self._group = group = None if placed is None else EngineLead(s, placed, self._on_lost, config, adapters)
         self._engine = EngineThread(config, self._on_step, self._on_death, adapters, self._on_adapters, group)
         self._watch = EngineWatch(self._engine, s.engine_stall_s, self._on_stall)
         loaded = await started(self._engine, group, self._stop)

@@ -12,6 +12,7 @@ that the model does with an image before its weights (`VisionSpec`); the weights
 import hashlib
 from array import array
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
@@ -49,6 +50,16 @@ class ImageRef(msgspec.Struct, frozen=True, array_like=True):
     key: bytes  # `image_key`
     tokens: int  # placeholders of it in the prompt
     detail: Detail = "high"
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An image as the tower sees it."""
+
+    key: bytes  # as its `ImageRef` says
+    tiles: list[bytes]  # RGB bytes of each
+    width: int  # of the last tile, in pixels; those before it are squares of `VisionSpec.tile`
+    height: int
 
 
 def image_key(sha256: bytes, detail: Detail, vision: VisionSpec) -> bytes:

@@ -6,7 +6,7 @@ Models have random weights and live in memory only.
 """
 
 # ruff: noqa: E402
-from worker.engine.model import fast_blas
+from mlx_model import fast_blas
 
 fast_blas.install()
 
@@ -24,19 +24,18 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_map
 
+from mlx_model import cuda, cuda_graphs
+from mlx_model.config import EngineConfig, SlotConfig
+from mlx_model.kv.cuda import attention as cuda_attention
+from mlx_model.loader import LoadedModel
+from mlx_model.step.decode_step import join_products
 from shared.adapters import AdapterManifest
 from shared.sequences import ModelCard, SamplingParams, SequenceSpec
 from shared.text.codec import TokenizerBundle
 from tests.bench.models import QWEN3_0_6B, QWEN3_4B, QWEN3_SMALL
-from worker.engine import cuda
-from worker.engine.batch.adapters import SlotConfig
+from worker.engine.adapter_slots import AdapterSlots
 from worker.engine.engine import Engine
-from worker.engine.kv.cuda import attention as cuda_attention
-from worker.engine.lora.slots import AdapterSlots
-from worker.engine.messages import EngineConfig, RowRequest
-from worker.engine.model import cuda_graphs
-from worker.engine.model.loader import LoadedModel
-from worker.engine.model.step.decode_step import join_products
+from worker.engine.messages import RowRequest
 
 ROUNDS, STEPS, PROMPT = 5, 24, 32
 MEDIUM: dict[str, Any] = {**QWEN3_SMALL, "hidden_size": 512, "num_hidden_layers": 8, "intermediate_size": 1536}

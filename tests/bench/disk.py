@@ -7,7 +7,7 @@ random weights, as in `turns`.
 """
 
 # ruff: noqa: E402
-from worker.engine.model import fast_blas
+from mlx_model import fast_blas
 
 fast_blas.install()
 
@@ -20,12 +20,13 @@ from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
+from mlx_model.config import DiskConfig, EngineConfig
+from mlx_model.loader import LoadedModel
 from shared.sequences import SamplingParams, SequenceSpec
 from tests.bench.adapters import in_memory
 from tests.bench.turns import ANSWER, KINDS, PROMPT, QUESTION, SHAPE, Talk, choose, chosen
 from worker.engine.engine import Engine
-from worker.engine.messages import DiskConfig, EngineConfig, RowRequest
-from worker.engine.model.loader import LoadedModel
+from worker.engine.messages import RowRequest
 
 AIM, GAP_AIM_MS = 0.3, 10
 STREAMS, PROMPTS = 8, 12

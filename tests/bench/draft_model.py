@@ -7,7 +7,7 @@ Tokens per second are ratios of runs in turn, in one process; tokens must be equ
 """
 
 # ruff: noqa: E402
-from worker.engine.model import fast_blas
+from mlx_model import fast_blas
 
 fast_blas.install()
 
@@ -20,15 +20,16 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_model.config import EngineConfig, SpeculationConfig
+from mlx_model.draft import DraftModel
+from mlx_model.kv.layout import KvLayout
+from mlx_model.loader import LoadedModel
 from shared.sequences import SamplingParams, SequenceSpec
 from tests.bench.adapters import SHAPES, random_model
 from tests.bench.own_time import OwnTime
 from tests.bench.speculation import Decoding
 from worker.engine.engine import Engine
-from worker.engine.kv.layout import KvLayout
-from worker.engine.messages import EngineConfig, RowRequest, SpeculationConfig
-from worker.engine.model.draft import DraftModel
-from worker.engine.model.loader import LoadedModel
+from worker.engine.messages import RowRequest
 
 PART = 8  # of the layers: one in so many drafts, at least one
 CONTEXT = 4096

@@ -5,7 +5,7 @@ sampler per row, as mlx-lm's server gives it; the engine reports log-probabiliti
 """
 
 # ruff: noqa: E402
-from worker.engine.model import fast_blas
+from mlx_model import fast_blas
 
 fast_blas.install()
 
@@ -22,11 +22,12 @@ import mlx.core as mx
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.sample_utils import make_sampler
 
+from mlx_model.config import EngineConfig
+from mlx_model.loader import LoadedModel, load_model
 from shared.sequences import SamplingParams, SequenceSpec
 from tests.engine.small_models import QWEN3_BENCH, TINY_SHAPE, write_model
 from worker.engine.engine import Engine
-from worker.engine.messages import EngineConfig, RowRequest
-from worker.engine.model.loader import LoadedModel, load_model
+from worker.engine.messages import RowRequest
 
 PROMPT, TOKENS, ROUNDS = 32, 64, 5
 GREEDY: list[dict[str, Any]] = [{"temperature": 0.0}]

@@ -6,12 +6,12 @@ a worker would claim; the next turn is that of the engine with fewer tokens. On 
 since other programs are none of ours. The first epoch shows what looking for drafts costs.
 
 Of four engines one drafts where its clock says that it pays (the default), one always (`--no-adaptive-k`); one has no
-memory, and one keeps no tails of short prompts either (worker/engine/kv/tails.py). A drafting engine's clock stands
-still while another engine computes, as in a worker, which has one.
+memory, and one keeps no tails of short prompts either (worker/engine/prefixes/tails.py). A drafting engine's clock
+stands still while another engine computes, as in a worker, which has one.
 """
 
 # ruff: noqa: E402
-from worker.engine.model import fast_blas
+from mlx_model import fast_blas
 
 fast_blas.install()
 
@@ -25,15 +25,16 @@ from typing import cast
 
 import mlx.core as mx
 
+from mlx_model.config import EngineConfig, SpeculationConfig
+from mlx_model.loader import LoadedModel, load_model
 from shared.seeds import derived_seed
 from shared.sequences import SamplingParams, SequenceSpec
 from shared.text.codec import TextCodec
 from tests.bench.own_time import OwnTime
 from trainer.tiny.data import arithmetic_prompts
 from worker.engine.engine import Engine
-from worker.engine.kv.tails import Tails
-from worker.engine.messages import EngineConfig, EngineStats, RowRequest, SpeculationConfig
-from worker.engine.model.loader import LoadedModel, load_model
+from worker.engine.messages import EngineStats, RowRequest
+from worker.engine.prefixes.tails import Tails
 from worker.engine.warm_up import rehearse
 
 Clock = Callable[[], float]

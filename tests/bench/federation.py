@@ -7,7 +7,7 @@ and learners, a real Redis between them, samples from the same process (tests/tr
 """
 
 # ruff: noqa: E402
-from worker.engine.model import fast_blas
+from mlx_model import fast_blas
 
 fast_blas.install()
 

@@ -8,7 +8,7 @@ apart loses: |mean A mean B - mean A B| over how far mean A B has moved in a rou
 """
 
 # ruff: noqa: E402
-from worker.engine.model import fast_blas
+from mlx_model import fast_blas
 
 fast_blas.install()
 
@@ -21,6 +21,8 @@ import mlx.nn as nn
 import numpy as np
 import numpy.typing as npt
 
+from mlx_model.config import EngineConfig
+from mlx_model.loader import LoadedModel, load_model
 from shared.text.codec import TextCodec
 from tests.bench.federation import FAMILIES, family
 from trainer.learn.adam import AdamSteps, StepSizes
@@ -29,8 +31,6 @@ from trainer.learn.policy import Policy
 from trainer.learners.federation import Average, RunChange, averaged
 from trainer.state import Arrays, GradientMeans
 from trainer.tiny.data import arithmetic_prompts
-from worker.engine.messages import EngineConfig
-from worker.engine.model.loader import LoadedModel, load_model
 
 BETAS = (0.9, 0.99)
 WARM_UP = 3

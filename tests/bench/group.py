@@ -123,7 +123,7 @@ def _started(shape: str, rank: int, ranks: int, prompt: int, folder: Path) -> su
 
 
 def _as_rank(shape: str, rank: int, ranks: int, prompt: int, port: int, folder: str) -> None:
-    from worker.engine.model import fast_blas
+    from mlx_model import fast_blas
 
     fast_blas.install()
 
@@ -177,14 +177,13 @@ class Turns:
     """An engine that takes its turns with the others', as rank 0 or behind it."""
 
     def __init__(self, loaded: Any, rank: int, ranks: int, port: int) -> None:
-        from worker.engine.batch.adapters import SlotConfig
+        from mlx_model.config import EngineConfig, SlotConfig
+        from ranks.channel import TurnsIn, TurnsOut
+        from worker.engine.adapter_slots import AdapterSlots
         from worker.engine.engine import Engine
-        from worker.engine.lora.slots import AdapterSlots
-        from worker.engine.messages import EngineConfig
         from worker.engine.orders import EngineParts
-        from worker.engine.ranks.turns import Consent
+        from worker.engine.turns import Consent
         from worker.engine.warm_up import WarmUp
-        from worker.group.turns import TurnsIn, TurnsOut
 
         self.loaded, self._ranks, self._rank = loaded, ranks, rank
         config = EngineConfig("", max_rows=max(ROWS), prefill_rows=64, prefill_chunk=8192, prefix_cache_bytes=0)
@@ -207,7 +206,7 @@ class Turns:
         """One turn of all ranks; its events."""
         import msgspec
 
-        from worker.group.messages import EngineTurn
+        from worker.group.engine_lead import engine_turn
 
         facts = None
         if self._ranks > 1:
@@ -217,7 +216,7 @@ class Turns:
             facts = self._consent.facts(seen)
             self._number += 1
             began = time.perf_counter()
-            data = msgspec.msgpack.encode(EngineTurn(self._number, facts, list(orders)))
+            data = msgspec.msgpack.encode(engine_turn(self._number, facts, orders))
             for _, each in self._followers:
                 each.send(data)
             self.sending_s += time.perf_counter() - began
@@ -233,7 +232,7 @@ class Turns:
 
     def follow(self) -> None:
         """Until rank 0 has gone."""
-        from worker.group.turns import ChannelError
+        from ranks.channel import ChannelError
 
         try:
             while True:
@@ -271,7 +270,7 @@ def _waiting_line(sock: socket.socket) -> str:
 
 def measure(turns: Turns, folder: Path, prompt: int) -> None:
     """Rank 0's: print a line a figure."""
-    from worker.engine.model.sites import module_shapes
+    from mlx_model.sites import module_shapes
 
     if prompt:
         print(f"prompt of {prompt}, ms = {prompt_ms(turns, prompt)}", flush=True)

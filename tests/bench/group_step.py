@@ -190,16 +190,16 @@ def _print(shape: str, case: Case, alone: Case) -> None:
 
 def rank(shape: str, ranks: int) -> None:
     """Make the model, then answer: a line for each that is asked."""
-    from worker.engine.model import fast_blas
+    from mlx_model import fast_blas
 
     fast_blas.install()
 
     import mlx.core as mx
     from mlx_lm.generate import generation_stream
 
+    from mlx_model.config import EngineConfig
+    from mlx_model.step import decode_step
     from worker.engine.batch import row_model
-    from worker.engine.messages import EngineConfig
-    from worker.engine.model.step import decode_step
 
     # Also on a CPU, where a worker does not wait for the compiler: what counts here is the host's work.
     row_model.decode_step_of = lambda model: decode_step.DecodeStep(model, compiles=True)
@@ -227,8 +227,8 @@ def group_of(ranks: int) -> Any:
     """MLX's, of so many, as a worker's ranks join it; None for one. Before the first operation."""
     import mlx.core as mx
 
-    from worker.engine.model import cuda_graphs
-    from worker.engine.ranks.cuda import sums
+    from mlx_model import cuda_graphs
+    from mlx_model.collectives.cuda import sums
 
     cuda_graphs.prepare(sums=ranks > 1)
     if ranks == 1:
@@ -244,16 +244,16 @@ def random_model(shape: str, group: Any, folder: Path) -> Any:
     import msgspec
     from mlx_lm.models import qwen3
 
+    from mlx_model.collectives.ranks import ranks_of
+    from mlx_model.config import EngineConfig
+    from mlx_model.kv.cuda import attention
+    from mlx_model.kv.layout import KvLayout
+    from mlx_model.loader import _measure, load_model
+    from mlx_model.sharding import read_weights, shard
+    from mlx_model.sites import Whole, module_shapes
+    from mlx_model.step.decode_step import join_products
     from tests.engine.small_models import LLAMA, write_model
     from worker.engine.batch import row_model
-    from worker.engine.kv.cuda import attention
-    from worker.engine.kv.layout import KvLayout
-    from worker.engine.messages import EngineConfig
-    from worker.engine.model.loader import _measure, load_model
-    from worker.engine.model.sharding import read_weights, shard
-    from worker.engine.model.sites import Whole, module_shapes
-    from worker.engine.model.step.decode_step import join_products
-    from worker.engine.ranks.ranks import ranks_of
 
     if PLAIN in os.environ:
         row_model.decode_step_of = lambda model: None
@@ -310,7 +310,7 @@ def _engine(loaded: Any, config: Any, rows: int, length: int, tokens: int) -> An
 
 
 def _turn(engine: Any, loaded: Any) -> Any:
-    from worker.engine.ranks.turns import TurnFacts
+    from worker.engine.turns import TurnFacts
 
     return engine.turn(None if loaded.ranks is None else TurnFacts(now_ms=0))
 
@@ -422,7 +422,7 @@ def operation_us(loaded: Any, group: Any) -> dict[str, float]:
     import mlx.core as mx
     from mlx_lm.generate import generation_stream
 
-    from worker.engine.ranks.cuda import sums
+    from mlx_model.collectives.cuda import sums
 
     layer = loaded.model.layers[0]
     square = mx.zeros((layer.hidden_size, layer.hidden_size), layer.input_layernorm.weight.dtype)
@@ -456,7 +456,7 @@ def without_sums() -> Iterator[None]:
     """Each rank takes its own part for the sum."""
     import mlx.core as mx
 
-    from worker.engine.ranks.cuda import sums
+    from mlx_model.collectives.cuda import sums
 
     plain, near = mx.distributed.all_sum, sums._near
     mx.distributed.all_sum = lambda x, *, group=None, stream=None: x

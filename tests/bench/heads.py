@@ -8,7 +8,7 @@ outputs differ by more than `BOUND`.
 """
 
 # ruff: noqa: E402  (the faster BLAS has to be in place before mlx is imported)
-from worker.engine.model import fast_blas
+from mlx_model import fast_blas
 
 fast_blas.install()
 
@@ -28,6 +28,8 @@ import numpy.typing as npt
 from mlx_lm.tuner.utils import load_adapters
 
 from api.rl.policies import act_by, outputs_of
+from mlx_model.config import EngineConfig
+from mlx_model.loader import LoadedModel, load_model
 from shared.adapter_files.formats import prepare
 from shared.adapters import AdapterManifest
 from shared.process.settings import load
@@ -43,8 +45,6 @@ from trainer.learners.head_examples import Form, HeadExample, HeadText, spread_o
 from trainer.learners.heads import HeadLearner
 from trainer.settings import TrainSettings
 from trainer.versions.checkpoint import write_adapter
-from worker.engine.messages import EngineConfig
-from worker.engine.model.loader import LoadedModel, load_model
 
 MODEL = "models/tiny"
 BOUND = 1e-3  # of outputs, relative to the largest one of the head where that is above 1

@@ -8,7 +8,7 @@ loads.
 """
 
 # ruff: noqa: E402
-from worker.engine.model import fast_blas
+from mlx_model import fast_blas
 
 fast_blas.install()
 
@@ -27,6 +27,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from mlx_model.config import EngineConfig
+from mlx_model.loader import free_bytes
 from shared.process import logs
 from shared.seeds import derived_seed
 from shared.text.codec import TextCodec
@@ -46,8 +48,6 @@ from trainer.runs.loop import TrainLoop
 from trainer.runs.metrics import read
 from trainer.runs.parts import Parts
 from trainer.settings import TrainSettings
-from worker.engine.messages import EngineConfig
-from worker.engine.model.loader import free_bytes
 
 SHAPES: dict[str, dict[str, Any]] = {
     "small": QWEN3_SMALL,

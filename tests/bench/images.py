@@ -7,7 +7,7 @@ Runs alternate in one process.
 """
 
 # ruff: noqa: E402
-from worker.engine.model import fast_blas
+from mlx_model import fast_blas
 
 fast_blas.install()
 
@@ -25,14 +25,15 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 from tokenizers import Tokenizer
 
+from mlx_model import cuda_graphs
+from mlx_model.config import EngineConfig
+from mlx_model.loader import LoadedModel, load_model
 from shared.images.refs import VisionSpec
 from shared.sequences import SamplingParams, SequenceSpec
 from tests.engine.small_models import write_tokenizer
 from tests.engine.vision_models import CONFIGS, MARKS, TEMPLATE, image_spec, picture, whole_model, write_vision_model
 from worker.engine.engine import Engine
-from worker.engine.messages import EngineConfig, RowRequest
-from worker.engine.model import cuda_graphs
-from worker.engine.model.loader import LoadedModel, load_model
+from worker.engine.messages import RowRequest
 
 SHAPES: dict[str, dict[str, Any]] = {
     "small": {

@@ -6,7 +6,7 @@ process, as ratios.
 """
 
 # ruff: noqa: E402
-from worker.engine.model import fast_blas
+from mlx_model import fast_blas
 
 fast_blas.install()
 
@@ -17,13 +17,14 @@ from statistics import median
 
 import mlx.core as mx
 
+from mlx_model.config import EngineConfig
+from mlx_model.kv.kinds import leaves
+from mlx_model.kv.layout import layout_of
+from mlx_model.loader import LoadedModel
 from shared.sequences import SamplingParams, SequenceSpec
 from tests.bench.adapters import SHAPES, random_model
 from worker.engine.engine import Engine
-from worker.engine.kv.kinds import leaves
-from worker.engine.kv.layout import layout_of
-from worker.engine.messages import EngineConfig, RowRequest
-from worker.engine.model.loader import LoadedModel
+from worker.engine.messages import RowRequest
 
 BITS = (8, 4)
 AIMS = {8: "aim: memory at least 1.8, speed at least 0.95 (32 rows of 2,048 on an H200)", 4: ""}

@@ -6,7 +6,7 @@ weights, without Redis. Stretches of each kind alternate, so the ratios hold wha
 """
 
 # ruff: noqa: E402
-from worker.engine.model import fast_blas
+from mlx_model import fast_blas
 
 fast_blas.install()
 
@@ -23,13 +23,13 @@ from statistics import median
 import mlx.core as mx
 import numpy as np
 
+from mlx_model.config import EngineConfig
+from mlx_model.loader import load_model
 from shared.learners import Datum, LearnerSpec, PassRequest, StepRequest, Values
 from tests.bench.models import SHAPES, random_qwen3
 from trainer.learn.compute import ThreadHost, at_once
 from trainer.service.learner import ServiceLearner
 from trainer.service.turns import Turns
-from worker.engine.messages import EngineConfig
-from worker.engine.model.loader import load_model
 
 MB = 1e6
 

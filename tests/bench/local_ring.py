@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from mlx_model.config import EngineConfig, SlotConfig
 from shared.adapter_files.formats import prepared
 from shared.adapters import AdapterManifest, GateCheck
 from shared.errors import UnknownAdapterError
@@ -25,8 +26,7 @@ from shared.training import AlertKind
 from shared.trajectories import Trajectory
 from trainer.ring.ring import Candidate, Stored
 from trainer.rollouts.groups import RolloutRequest
-from worker.engine.batch.adapters import SlotConfig
-from worker.engine.messages import EngineConfig, RowRequest, StepOutput
+from worker.engine.messages import RowRequest, StepOutput
 from worker.engine.orders import Cancel, Point, Provide, Submit
 from worker.engine.thread import EngineThread
 

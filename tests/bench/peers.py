@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from worker.engine.model import fast_blas
+from mlx_model import fast_blas
 
 
 def raw_model(folder: str, dtype: str) -> tuple[Any, Any]:
@@ -26,7 +26,7 @@ def raw_model(folder: str, dtype: str) -> tuple[Any, Any]:
 
 
 def rate(folder: str, tokens: str, dtype: str) -> None:
-    from worker.engine.model import cuda_graphs
+    from mlx_model import cuda_graphs
 
     cuda_graphs.prepare()
     from mlx_lm import batch_generate

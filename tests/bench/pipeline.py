@@ -111,17 +111,17 @@ def _write(folder: Path) -> None:
 
 def rank(folder: Path) -> None:
     """Answer: a time for each that is asked."""
-    from worker.engine.model import fast_blas
+    from mlx_model import fast_blas
 
     fast_blas.install()
 
     import mlx.core as mx
 
     mx.set_default_device(mx.cpu)  # on a machine with a GPU, too; mlx-lm takes its stream when it is imported
+    from mlx_model.config import EngineConfig
+    from mlx_model.loader import load_model
     from tests.engine.ranks import joined
     from worker.engine.batch.row_model import RowModel
-    from worker.engine.messages import EngineConfig
-    from worker.engine.model.loader import load_model
 
     in_parts = RowModel.stages
     group = joined() if "MLX_RANK" in os.environ else None

@@ -5,7 +5,7 @@ whatever else the machine does. The last comparison shows what keeping prefixes 
 """
 
 # ruff: noqa: E402
-from worker.engine.model import fast_blas
+from mlx_model import fast_blas
 
 fast_blas.install()
 
@@ -19,10 +19,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 
+from mlx_model.config import EngineConfig
 from shared.sequences import SamplingParams, SequenceSpec
 from tests.bench.adapters import MEDIUM
 from tests.bench.models import QWEN3_SMALL, random_qwen3
-from worker.engine.messages import EngineConfig, RowRequest, StepOutput
+from worker.engine.messages import RowRequest, StepOutput
 from worker.engine.orders import Submit
 from worker.engine.thread import EngineThread
 

@@ -27,7 +27,7 @@ and next to no arithmetic.
 """
 
 # ruff: noqa: E402
-from worker.engine.model import fast_blas
+from mlx_model import fast_blas
 
 fast_blas.install()
 
@@ -44,13 +44,14 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_model.config import EngineConfig, SpeculationConfig
+from mlx_model.loader import LoadedModel
 from shared.sequences import SamplingParams, SequenceClass, SequenceSpec
 from tests.bench.adapters import SHAPES, random_model
 from worker.engine.batch import running_batch
 from worker.engine.batch.row_model import RowModel
 from worker.engine.engine import Engine
-from worker.engine.messages import EngineConfig, RowRequest, SpeculationConfig
-from worker.engine.model.loader import LoadedModel
+from worker.engine.messages import RowRequest
 from worker.engine.scheduler import ChunkSize, PieceSizes
 from worker.engine.speculation.batch import SpeculatingBatch
 from worker.engine.speculation.drafting import Drafting

@@ -5,7 +5,7 @@ end before the last token, so every run decodes the same number of tokens.
 """
 
 # ruff: noqa: E402
-from worker.engine.model import fast_blas
+from mlx_model import fast_blas
 
 fast_blas.install()
 
@@ -18,13 +18,14 @@ from statistics import median
 
 import mlx.core as mx
 
+from mlx_model.config import EngineConfig
+from mlx_model.loader import LoadedModel, load_model
 from shared.sequences import SamplingParams, SequenceSpec
 from shared.text import grammar
 from tests.bench.engine import prompts
 from tests.engine.small_models import QWEN3_BENCH, TINY_SHAPE, write_model
 from worker.engine.engine import Engine
-from worker.engine.messages import EngineConfig, RowRequest
-from worker.engine.model.loader import LoadedModel, load_model
+from worker.engine.messages import RowRequest
 
 ROWS, TOKENS, ROUNDS = 8, 96, 7
 SCHEMA = {

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 import worker.process
+from mlx_model.config import EngineConfig
 from shared.errors import SetupError
 from shared.frames import Finish, TokenEvent
 from shared.process.settings import load
@@ -25,7 +26,7 @@ from tests.bench.redis_scaling import MODEL
 from tests.unit.api_texts import EOS, bundle, codec
 from tests.waiting import wait_until
 from worker.engine.batch.adapters import AdapterStats
-from worker.engine.messages import EngineConfig, EngineStats, OnDeath, OnStep, RowRequest, StepOutput
+from worker.engine.messages import EngineStats, OnDeath, OnStep, RowRequest, StepOutput
 from worker.engine.orders import Cancel, Freeze, Order, Submit
 from worker.process import WorkerProcess
 

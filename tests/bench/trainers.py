@@ -27,14 +27,14 @@ from typing import Any
 
 import numpy as np
 
-from worker.engine.model import fast_blas
+from mlx_model import fast_blas
 
 fast_blas.install()  # before MLX is loaded
 
 from api.serve.embedded_redis import EmbeddedRedis  # noqa: E402
+from ranks.children import ALL_DEVICES  # noqa: E402
 from tests.bench.models import SHAPES  # noqa: E402
 from trainer.learn.batches import Sample, SampleGroup  # noqa: E402
-from worker.group.children import ALL_DEVICES  # noqa: E402
 
 RUN = "bench"  # and the number of processes: a member ends with the run that it finds ended
 WARM_UP = 2  # steps: the second is divided by the speeds of the first
@@ -97,6 +97,8 @@ async def lead(options: argparse.Namespace, url: str, model: str, trainers: int)
     """All steps, by processes that share them through Redis; prints seconds and losses."""
     import msgspec
 
+    from mlx_model.config import EngineConfig
+    from mlx_model.loader import load_model
     from shared.process.settings import version
     from shared.redis.connection.client import connect
     from shared.redis.training.shared_runs import SharedRun
@@ -106,8 +108,6 @@ async def lead(options: argparse.Namespace, url: str, model: str, trainers: int)
     from trainer.learners.policy import PolicyLearner
     from trainer.learners.shared import SharedHandle
     from trainer.learners.shared_exchange import RunLead, RunSpec
-    from worker.engine.messages import EngineConfig
-    from worker.engine.model.loader import load_model
 
     made = learner_options(options)
     async with (
@@ -143,6 +143,8 @@ async def lead(options: argparse.Namespace, url: str, model: str, trainers: int)
 
 async def lead_ranks(options: argparse.Namespace, url: str, model: str, trainers: int) -> None:
     """The same by ranks of one trainer; by one process, where there is one."""
+    from mlx_model.config import EngineConfig
+    from mlx_model.loader import LoadedModel, load_model
     from shared.process.settings import load
     from trainer.learn.compute import ComputeHost, ThreadHost, at_once
     from trainer.learners.group import leading
@@ -151,8 +153,6 @@ async def lead_ranks(options: argparse.Namespace, url: str, model: str, trainers
     from trainer.learners.placing import placement
     from trainer.learners.policy import PolicyLearner
     from trainer.settings import TrainSettings
-    from worker.engine.messages import EngineConfig
-    from worker.engine.model.loader import LoadedModel, load_model
 
     made = learner_options(options)
 

@@ -5,7 +5,7 @@ layers keep what they have read in different ways: random weights, so large that
 """
 
 # ruff: noqa: E402
-from worker.engine.model import fast_blas
+from mlx_model import fast_blas
 
 fast_blas.install()
 
@@ -16,11 +16,12 @@ from collections.abc import Iterator
 from statistics import median
 from typing import Any
 
+from mlx_model.config import EngineConfig
+from mlx_model.loader import LoadedModel
 from shared.sequences import SamplingParams, SequenceSpec
 from tests.bench.adapters import SHAPES, in_memory, random_model
 from worker.engine.engine import Engine
-from worker.engine.messages import EngineConfig, RowRequest
-from worker.engine.model.loader import LoadedModel
+from worker.engine.messages import RowRequest
 
 PROMPT, ANSWER, QUESTION, AIM = 2048, 32, 30, 0.12
 VOCAB = 4096

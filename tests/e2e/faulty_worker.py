@@ -10,7 +10,7 @@ import sys
 import threading
 from typing import Any
 
-from worker.engine.model import fast_blas
+from mlx_model import fast_blas
 
 fast_blas.install()
 

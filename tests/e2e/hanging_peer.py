@@ -6,13 +6,13 @@
 import asyncio
 import sys
 
-from worker.engine.model import fast_blas
+from mlx_model import fast_blas
 
 fast_blas.install()
 
+from shared.wire import Connection  # noqa: E402
 from worker import __main__ as command  # noqa: E402
 from worker.peers import client, server  # noqa: E402
-from worker.peers.wire import Connection  # noqa: E402
 
 HANGS = "peer.hangs"
 LARGE = 50_000  # bytes; only KV has so many in one piece

@@ -14,6 +14,8 @@ import numpy as np
 import psutil
 import pytest
 
+from mlx_model.config import EngineConfig
+from mlx_model.loader import load_model
 from shared.errors import ParallmError, SetupError
 from shared.jobs import SamplingOverrides
 from tests.e2e.rings import MODEL, ROOT, Process, Ring, ring
@@ -25,8 +27,6 @@ from trainer.ring.over_http import HttpSource
 from trainer.rollouts.groups import RolloutRequest
 from trainer.runs.metrics import read
 from trainer.runs.teacher import scored
-from worker.engine.messages import EngineConfig
-from worker.engine.model.loader import load_model
 
 KEY = "a-key-that-is-long-enough"
 RECIPE = (

@@ -2,7 +2,7 @@
 
 import os
 
-from worker.engine.model import fast_blas
+from mlx_model import fast_blas
 
 os.environ.setdefault("MLX_ENABLE_TF32", "0")  # CUDA: TF32's rounding depends on the batch, fp32's hardly does
 fast_blas.install()

@@ -10,16 +10,15 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
+from mlx_model.config import EngineConfig, SlotConfig
+from mlx_model.loader import LoadedModel
 from shared.frames import TokenEvent, spans_of
 from shared.sequences import SamplingParams, SequenceSpec
 from tests.engine.adapter_models import MadeAdapter, make_adapter, twin
 from tests.engine.conftest import Bench
 from tests.waiting import HANG_S
-from worker.engine.batch.adapters import SlotConfig
+from worker.engine.adapter_slots import AdapterSlots
 from worker.engine.engine import Engine
-from worker.engine.lora.slots import AdapterSlots
-from worker.engine.messages import EngineConfig
-from worker.engine.model.loader import LoadedModel
 
 
 class AdapterBench(Bench):

@@ -9,14 +9,15 @@ from typing import Any, Self
 import mlx.core as mx
 import pytest
 
+from mlx_model.config import EngineConfig
+from mlx_model.loader import LoadedModel, load_model
 from shared.frames import Finish, TokenEvent
 from shared.sequences import SamplingParams, SequenceSpec
 from tests.engine.kv_models import Model, small
 from tests.engine.small_models import LLAMA, QWEN3, write_model
 from worker.engine.engine import Engine
-from worker.engine.messages import EngineConfig, RowRequest
-from worker.engine.model.loader import LoadedModel, load_model
-from worker.engine.ranks.turns import TurnFacts
+from worker.engine.messages import RowRequest
+from worker.engine.turns import TurnFacts
 
 
 @pytest.fixture(scope="session")

@@ -11,8 +11,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from mlx_model.collectives.cuda import sums
 from tests.waiting import HANG_S
-from worker.engine.ranks.cuda import sums
 
 SHAPES = ((1, 4096, mx.bfloat16), (32, 4096, mx.bfloat16), (3, 1000, mx.float16), (128, 5120, mx.bfloat16))
 SHAPES += ((1, 4096, mx.float32), (7, 64, mx.float32), (32, 8192, mx.bfloat16))

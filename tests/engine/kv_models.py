@@ -9,9 +9,9 @@ import mlx.core as mx
 import msgspec
 from mlx.utils import tree_map
 
-from worker.engine.kv.kinds import window_of
-from worker.engine.kv.layout import layout_of
-from worker.engine.model.loader import LoadedModel
+from mlx_model.kv.kinds import window_of
+from mlx_model.kv.layout import layout_of
+from mlx_model.loader import LoadedModel
 
 Model = Callable[[str], LoadedModel]  # by name
 

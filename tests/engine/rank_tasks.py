@@ -10,7 +10,7 @@ from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
-from worker.engine.model import fast_blas
+from mlx_model import fast_blas
 
 fast_blas.install()
 
@@ -23,6 +23,12 @@ from mlx.utils import tree_flatten, tree_map  # noqa: E402
 from mlx_lm.generate import generation_stream  # noqa: E402
 from pytest import MonkeyPatch  # noqa: E402
 
+from mlx_model.collectives import ranks  # noqa: E402
+from mlx_model.collectives.cuda import sums  # noqa: E402
+from mlx_model.collectives.ranks import Ranks, one_after_another  # noqa: E402
+from mlx_model.config import EngineConfig, SpeculationConfig  # noqa: E402
+from mlx_model.loader import LoadedModel, load_model  # noqa: E402
+from mlx_model.step.decode_step import DecodeStep, decode_step_of  # noqa: E402
 from shared.adapters import AdapterManifest  # noqa: E402
 from shared.errors import SetupError  # noqa: E402
 from shared.sequences import SamplingParams, SequenceSpec  # noqa: E402
@@ -48,12 +54,6 @@ from trainer.learners.ranks import RankLearner  # noqa: E402
 from trainer.learners.tuning_examples import Tuning  # noqa: E402
 from trainer.settings import TrainSettings  # noqa: E402
 from worker.engine.batch import row_model  # noqa: E402
-from worker.engine.messages import EngineConfig, SpeculationConfig  # noqa: E402
-from worker.engine.model.loader import LoadedModel, load_model  # noqa: E402
-from worker.engine.model.step.decode_step import DecodeStep, decode_step_of  # noqa: E402
-from worker.engine.ranks import ranks  # noqa: E402
-from worker.engine.ranks.cuda import sums  # noqa: E402
-from worker.engine.ranks.ranks import Ranks, one_after_another  # noqa: E402
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 SHARDING: Any = "tensor"  # of the ranks
@@ -159,7 +159,7 @@ def sees(group: Any, folder: str, seed: int, made: list[list[Any]]) -> Any:
         MonkeyPatch.context() as patch,
         AdaptedGaze(loaded, _made(made), prefill_chunk=16, image_cache_bytes=most) as bench,
     ):
-        patch.setattr("worker.engine.vision.gallery.SENT_BYTES", 600)
+        patch.setattr("worker.engine.gallery.SENT_BYTES", 600)
         bench.publish("a@1")
         asked: list[str] = []
         for turn in range(40):

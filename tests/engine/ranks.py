@@ -22,11 +22,11 @@ from typing import Any
 import mlx.core as mx
 import msgspec
 
+from mlx_model.collectives.ranks import Ranks
+from ranks.backend import let_sockets_wait
 from tests.waiting import HANG_S
 from worker.engine.engine import Engine
-from worker.engine.ranks.ranks import Ranks
-from worker.engine.ranks.turns import Consent, RankReport, TurnFacts
-from worker.group.backend import let_sockets_wait
+from worker.engine.turns import Consent, RankReport, TurnFacts
 
 _KEY = b"ranks of one test"
 

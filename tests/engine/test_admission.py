@@ -7,6 +7,7 @@ import mlx.core as mx
 import msgspec
 import pytest
 
+from mlx_model.loader import LoadedModel
 from shared.errors import (
     ContextLengthExceededError,
     EmptyPromptError,
@@ -18,7 +19,6 @@ from shared.errors import (
 from shared.frames import TokenEvent
 from shared.sequences import SamplingParams, SequenceSpec
 from tests.engine.conftest import Bench, SpiedModel, prompt_of, spec
-from worker.engine.model.loader import LoadedModel
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ import msgspec
 import pytest
 from mlx_lm.models.cache import BatchKVCache
 
+from mlx_model.loader import LoadedModel
 from shared.sequences import SequenceSpec
 from tests.engine.conftest import Bench, SpiedModel, prompt_of, spec
-from worker.engine.model.loader import LoadedModel
 
 SAMPLINGS: list[dict[str, object]] = [
     {},

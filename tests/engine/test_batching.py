@@ -12,10 +12,10 @@ import pytest
 from mlx.utils import tree_map
 from mlx_lm.models.cache import ChunkedKVCache, KVCache
 
+from mlx_model.batching import PADDING_IN_STATE, WRONG, check_batch, takes_padding
+from mlx_model.loader import LoadedModel
 from shared.errors import SetupError
 from tests.engine.conftest import Bench, prompt_of, spec
-from worker.engine.model.batching import PADDING_IN_STATE, WRONG, check_batch, takes_padding
-from worker.engine.model.loader import LoadedModel
 
 SIZES = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}

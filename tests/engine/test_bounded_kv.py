@@ -9,13 +9,13 @@ import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache, make_prompt_cache
 
+from mlx_model.config import EngineConfig
+from mlx_model.kv.kinds import leaves, mapped
+from mlx_model.kv.layout import layout_of
+from mlx_model.loader import LoadedModel, load_model
 from shared.errors import SetupError
 from tests.engine.conftest import Bench, prompt_of, spec
 from tests.engine.kv_models import BOUNDED, GROUP, WINDOW, Model, small
-from worker.engine.kv.kinds import leaves, mapped
-from worker.engine.kv.layout import layout_of
-from worker.engine.messages import EngineConfig
-from worker.engine.model.loader import LoadedModel, load_model
 
 BLOCK = 16
 TOKENS = 30

@@ -5,9 +5,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from mlx_model.loader import LoadedModel
 from shared.sequences import SequenceSpec
 from tests.engine.conftest import Bench, SpiedModel, prompt_of, spec
-from worker.engine.model.loader import LoadedModel
 from worker.engine.scheduler import PASSES
 
 

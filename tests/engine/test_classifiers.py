@@ -8,13 +8,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_model.config import EngineConfig
+from mlx_model.loader import load_model
 from shared.errors import SetupError
 from shared.heads import HeadSpec
 from shared.sequences import SamplingParams, SequenceSpec
 from tests.engine.conftest import Bench, prompt_of, spec
 from tests.engine.small_models import LLAMA, write_model
-from worker.engine.messages import EngineConfig
-from worker.engine.model.loader import load_model
 
 H = int(str(LLAMA["hidden_size"]))
 

@@ -6,9 +6,9 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from worker.engine.kv.cuda import attention as cuda_attention
-from worker.engine.kv.cuda import few_shapes
-from worker.engine.kv.quantised import Packing
+from mlx_model.kv.cuda import attention as cuda_attention
+from mlx_model.kv.cuda import few_shapes
+from mlx_model.kv.quantised import Packing
 
 ROWS, SCALE = 3, 0.11
 needs_cuda = pytest.mark.skipif(not mx.cuda.is_available(), reason="needs a CUDA device")

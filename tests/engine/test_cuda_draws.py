@@ -4,8 +4,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from worker.engine.sampling.cuda import draws
-from worker.engine.sampling.draw import draw_of_all
+from mlx_model.sampling.cuda import draws
+from mlx_model.sampling.draw import draw_of_all
 
 NEAR = 1e-5  # of all chances: where sums that are made in another order may part
 

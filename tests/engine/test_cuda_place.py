@@ -9,19 +9,20 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache
 
+from mlx_model.config import EngineConfig, SpeculationConfig
+from mlx_model.kv.cuda import attention as cuda_attention
+from mlx_model.kv.cuda import place
+from mlx_model.kv.kinds import ragged, take_back
+from mlx_model.kv.quantised import BatchQuantisedKVCache, Packing
+from mlx_model.kv.ragged import have_written, may_be_in_place, packing_of, with_room
+from mlx_model.loader import LoadedModel, load_model
+from mlx_model.step.cuda.rotary import Rotary
+from mlx_model.step.decode_step import DecodeStep
 from shared.sequences import SamplingParams, SequenceSpec
 from tests.engine.small_models import QWEN3_BENCH, write_model
 from tests.engine.test_cuda_attention import SCALE, drawn, needs_cuda, seen_by, wanted
 from worker.engine.engine import Engine
-from worker.engine.kv.cuda import attention as cuda_attention
-from worker.engine.kv.cuda import place
-from worker.engine.kv.kinds import ragged, take_back
-from worker.engine.kv.quantised import BatchQuantisedKVCache, Packing
-from worker.engine.kv.ragged import have_written, may_be_in_place, packing_of, with_room
-from worker.engine.messages import EngineConfig, RowRequest, SpeculationConfig
-from worker.engine.model.cuda.rotary import Rotary
-from worker.engine.model.loader import LoadedModel, load_model
-from worker.engine.model.step.decode_step import DecodeStep
+from worker.engine.messages import RowRequest
 
 
 def batch(length: int = 5, room: int | None = None) -> BatchKVCache:

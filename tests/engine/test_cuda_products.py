@@ -10,13 +10,13 @@ import pytest
 from mlx_lm.models.activations import swiglu
 from mlx_lm.models.rope_utils import Llama3RoPE, YarnRoPE
 
+from mlx_model.cuda import is_right
+from mlx_model.lora.deltas import deltas_of
+from mlx_model.lora.kernels import one_pass, one_pass_joined
+from mlx_model.step.cuda import products
+from mlx_model.step.cuda.rotary import Rotary
+from mlx_model.step.decode_step import DecodeStep, join_products
 from tests.engine.test_decode_step import MODELS, decoded, load
-from worker.engine.cuda import is_right
-from worker.engine.lora.deltas import deltas_of
-from worker.engine.lora.kernels import one_pass, one_pass_joined
-from worker.engine.model.cuda import products
-from worker.engine.model.cuda.rotary import Rotary
-from worker.engine.model.step.decode_step import DecodeStep, join_products
 
 needs_cuda = pytest.mark.skipif(not mx.cuda.is_available(), reason="needs a CUDA device")
 needs_hopper = pytest.mark.skipif(

@@ -10,15 +10,15 @@ import pytest
 from mlx.nn.layers.distributed import shard_linear
 from mlx_lm.models.cache import BatchKVCache
 
+from mlx_model.collectives.cuda import sums
+from mlx_model.config import EngineConfig
+from mlx_model.loader import load_model
+from mlx_model.step.decode_step import DecodeStep
 from tests.engine import cuda_sums
 from tests.engine.adapter_models import make_adapter, twin
 from tests.engine.small_models import LLAMA, QWEN3, write_model
 from tests.engine.test_decode_step import BIASES, decoded
 from tests.engine.test_multi_lora import adapted_with
-from worker.engine.messages import EngineConfig
-from worker.engine.model.loader import load_model
-from worker.engine.model.step.decode_step import DecodeStep
-from worker.engine.ranks.cuda import sums
 
 
 def _gpus() -> int:

@@ -12,18 +12,18 @@ from mlx_lm.models.cache import BatchKVCache
 from mlx_lm.tuner.lora import LoRALinear
 from msgspec import structs
 
+from mlx_model.config import EngineConfig, SpeculationConfig
+from mlx_model.loader import load_model
+from mlx_model.lora import deltas, stacks
+from mlx_model.step.cuda import products
+from mlx_model.step.cuda.rotary import Rotary
+from mlx_model.step.decode_step import DecodeStep, decode_step_of, join_products
 from tests.engine.adapter_bench import AdapterBench, row
 from tests.engine.adapter_models import LINEARS, make_adapter
 from tests.engine.conftest import prompt_of
 from tests.engine.kv_models import CONFIGS
 from tests.engine.small_models import LLAMA, QWEN3, write_model
 from worker.engine.batch import row_model
-from worker.engine.lora import deltas, stacks
-from worker.engine.messages import EngineConfig, SpeculationConfig
-from worker.engine.model.cuda import products
-from worker.engine.model.cuda.rotary import Rotary
-from worker.engine.model.loader import load_model
-from worker.engine.model.step.decode_step import DecodeStep, decode_step_of, join_products
 
 BIASES = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
 SCALED = {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}

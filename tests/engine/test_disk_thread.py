@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from mlx_model.config import DiskConfig, EngineConfig
 from shared.sequences import SequenceSpec
 from tests.engine.conftest import prompt_of, spec
 from tests.engine.test_thread import Outbox
 from tests.waiting import HANG_S
-from worker.engine.kv.disk import tier
-from worker.engine.messages import DiskConfig, EngineConfig, RowRequest
+from worker.engine.messages import RowRequest
 from worker.engine.orders import Submit
+from worker.engine.prefixes.disk import tier
 from worker.engine.thread import EngineThread
 
 

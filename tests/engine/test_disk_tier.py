@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlx_model.config import DiskConfig
+from mlx_model.loader import LoadedModel
 from shared.sequences import SequenceSpec
 from tests.engine.adapter_bench import AdapterBench, make_versions, row
 from tests.engine.conftest import Bench, prompt_of, spec
 from tests.engine.kv_models import Model
-from worker.engine.kv.disk import folder, tiered_cache, writing
-from worker.engine.messages import DiskConfig
-from worker.engine.model.loader import LoadedModel
+from worker.engine.prefixes.disk import folder, tiered_cache, writing
 
 BLOCK = 16
 KINDS = ("llama", "deepseek_v3", "gemma3_text", "qwen3_5", "lfm2", "mamba2")

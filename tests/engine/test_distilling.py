@@ -12,6 +12,8 @@ import numpy.typing as npt
 import pytest
 from mlx.utils import tree_flatten
 
+from mlx_model.config import EngineConfig
+from mlx_model.loader import LoadedModel, load_model
 from shared.errors import SetupError
 from tests.engine.test_tuning_learner import OPTIONS, SHAPE, examples, random_weights
 from tests.engine.test_tuning_runs import lines, settings
@@ -27,8 +29,6 @@ from trainer.ring.join import Way
 from trainer.runs.distilling import DistillRun
 from trainer.settings import TrainSettings
 from trainer.state import RunState
-from worker.engine.messages import EngineConfig
-from worker.engine.model.loader import LoadedModel, load_model
 
 TOP_K = 6
 Floats = npt.NDArray[np.float64]

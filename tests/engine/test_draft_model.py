@@ -10,6 +10,10 @@ from hypothesis import strategies as st
 from msgspec import structs
 from tokenizers import Tokenizer
 
+from mlx_model.config import EngineConfig, SpeculationConfig
+from mlx_model.draft import DraftModel, check_tokenizer
+from mlx_model.kv.layout import KvLayout
+from mlx_model.loader import LoadedModel, load_model
 from shared.errors import SetupError
 from shared.sequences import SequenceSpec
 from shared.text import grammar
@@ -17,12 +21,8 @@ from tests.engine.adapter_bench import AdapterBench, make_versions, row
 from tests.engine.conftest import Bench, SpiedModel, prompt_of, spec
 from tests.engine.small_models import LLAMA, write_model
 from tests.engine.test_speculation import ALWAYS, ROWS, check
+from worker.engine.batch.grammars import Place
 from worker.engine.batch.row import Row
-from worker.engine.kv.layout import KvLayout
-from worker.engine.messages import EngineConfig, SpeculationConfig
-from worker.engine.model.draft import DraftModel, check_tokenizer
-from worker.engine.model.loader import LoadedModel, load_model
-from worker.engine.sampling.grammars import Place
 from worker.engine.speculation.draft_batch import DraftBatch
 
 BY_MODEL = replace(ALWAYS, own_text=False, memory_bytes=0)

@@ -12,10 +12,11 @@ import pytest
 from mlx_lm.models import llama
 from mlx_lm.models.cache import BatchKVCache, KVCache
 
+from mlx_model.config import SpeculationConfig
+from mlx_model.kv.kinds import ragged, take_back
 from shared.sequences import SamplingParams, SequenceSpec
 from worker.engine.batch.row import Row
-from worker.engine.kv.kinds import ragged, take_back
-from worker.engine.messages import RowRequest, SpeculationConfig
+from worker.engine.messages import RowRequest
 from worker.engine.speculation.drafting import Drafting, Step
 from worker.engine.speculation.memory import ANCHOR, FARTHEST, Completions, key_of
 from worker.engine.speculation.silence import SILENT

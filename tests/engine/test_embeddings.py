@@ -4,9 +4,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_model.loader import LoadedModel
 from shared.sequences import Pooling, SamplingParams, SequenceSpec
 from tests.engine.conftest import Bench, SpiedModel, prompt_of, spec
-from worker.engine.model.loader import LoadedModel
 
 
 def wanted(seq: str, ids: list[int], pooling: Pooling = "mean") -> SequenceSpec:

@@ -9,16 +9,17 @@ import jsonschema
 import pytest
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from mlx_model.config import EngineConfig
+from mlx_model.loader import LoadedModel
 from shared.frames import TokenEvent
 from shared.sequences import SequenceSpec
 from shared.text import grammar
 from tests.engine.conftest import Bench, prompt_of, spec
 from tests.engine.small_models import EOS
 from tests.waiting import HANG_S
-from worker.engine.messages import EngineConfig, RowRequest
-from worker.engine.model.loader import LoadedModel
+from worker.engine.batch import grammars
+from worker.engine.messages import RowRequest
 from worker.engine.orders import Cancel, Submit
-from worker.engine.sampling import grammars
 from worker.engine.thread import EngineThread
 
 SCHEMA = {

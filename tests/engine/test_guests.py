@@ -11,6 +11,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_model.config import EngineConfig, SlotConfig
+from mlx_model.loader import LoadedModel, load_model
 from shared.errors import EngineError
 from tests.engine.conftest import Bench, prompt_of, spec
 from tests.engine.small_models import QWEN3, write_model
@@ -22,11 +24,9 @@ from trainer.learn.gate import GateLimits
 from trainer.learn.options import AdapterShape, OptimizeOptions, Schedule
 from trainer.learners.policy import PolicyLearner
 from trainer.settings import TrainSettings
-from worker.engine.batch.adapters import SlotConfig
+from worker.engine.adapter_slots import AdapterSlots
 from worker.engine.between_steps import Guests
-from worker.engine.lora.slots import AdapterSlots
-from worker.engine.messages import EngineConfig, RowRequest
-from worker.engine.model.loader import LoadedModel, load_model
+from worker.engine.messages import RowRequest
 from worker.engine.orders import Submit
 from worker.engine.thread import EngineThread
 

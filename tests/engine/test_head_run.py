@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mlx_model.config import EngineConfig
+from mlx_model.loader import load_model
 from shared.adapters import GateCheck
 from shared.errors import ConflictError, ServiceUnavailableError, SetupError
 from shared.rewards.model_kinds import ModelOptions
@@ -27,8 +29,6 @@ from trainer.ring.ring import TrainerRing
 from trainer.runs.heads import HeadRun
 from trainer.settings import TrainSettings
 from trainer.versions.checkpoint import CheckpointStore
-from worker.engine.messages import EngineConfig
-from worker.engine.model.loader import load_model
 
 STEPS = 3
 PAIRS = [{"prompt": f"{at}+3=", "chosen": f"9{at % 7}", "rejected": f"1{at % 5}"} for at in range(40)]

@@ -14,6 +14,10 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models import mamba2
 
+from mlx_model.config import EngineConfig
+from mlx_model.heads.head import DenseLayer, Head
+from mlx_model.loader import LoadedModel, load_model
+from mlx_model.pooling import hidden_size
 from shared.heads import HeadSpec
 from shared.sequences import SamplingParams, SequenceSpec
 from tests.engine.adapter_bench import AdapterBench, row
@@ -21,10 +25,6 @@ from tests.engine.adapter_models import MadeAdapter, make_adapter
 from tests.engine.conftest import Bench, prompt_of
 from tests.engine.kv_models import BOUNDED, CONFIGS, QUANTISED, SIZES, Model
 from tests.engine.small_models import write_tokenizer
-from worker.engine.heads.head import DenseLayer, Head
-from worker.engine.messages import EngineConfig
-from worker.engine.model.loader import LoadedModel, load_model
-from worker.engine.model.pooling import hidden_size
 
 Array = npt.NDArray[np.float32]
 Weights = dict[str, Array]

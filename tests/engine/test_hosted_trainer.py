@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from mlx_model.config import EngineConfig, SlotConfig
 from shared.errors import ParallmError, SetupError
 from shared.process.worker_settings import WorkerSettings
 from tests.engine.conftest import prompt_of, spec
@@ -22,8 +23,7 @@ from trainer import hosted
 from trainer.hosted import HostedTrainer, hosted_settings
 from trainer.learn.compute import EngineHost
 from worker.__main__ import main
-from worker.engine.batch.adapters import SlotConfig
-from worker.engine.messages import EngineConfig, RowRequest, StepOutput
+from worker.engine.messages import RowRequest, StepOutput
 from worker.engine.orders import Submit
 from worker.engine.thread import EngineThread
 from worker.guest import invited

@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
+from mlx_model.config import EngineConfig, SlotConfig
+from mlx_model.loader import LoadedModel
+from mlx_model.lora import reader as adapter_reader
 from shared.adapter_files.config import mlx_config
 from shared.adapter_files.formats import prepare
 from shared.errors import AdapterRejectedError, ConflictError, UnknownAdapterError
@@ -24,10 +27,8 @@ from tests.engine.small_models import LLAMA, write_model
 from tests.waiting import HANG_S, wait_until
 from worker.adapters.cache import DiskCache
 from worker.adapters.sync import AdapterSync
-from worker.engine.batch.adapters import AdapterStats, SlotConfig
-from worker.engine.lora import reader as adapter_reader
-from worker.engine.messages import EngineConfig, RowRequest, StepOutput
-from worker.engine.model.loader import LoadedModel
+from worker.engine.batch.adapters import AdapterStats
+from worker.engine.messages import RowRequest, StepOutput
 from worker.engine.orders import Cancel, KeepOnDisk, Order, Submit
 from worker.engine.thread import EngineThread
 

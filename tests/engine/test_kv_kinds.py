@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlx_model.loader import LoadedModel
 from shared.sequences import SequenceSpec
 from tests.engine.conftest import Bench, prompt_of, spec
 from tests.engine.kv_models import (
@@ -19,9 +20,8 @@ from tests.engine.kv_models import (
     Model,
     in_one_piece,
 )
-from worker.engine.kv.prefix_cache import PrefixCache, Prompt
-from worker.engine.kv.slabs import KvRows
-from worker.engine.model.loader import LoadedModel
+from worker.engine.prefixes.prefix_cache import PrefixCache, Prompt
+from worker.engine.prefixes.slabs import KvRows
 
 BLOCK = 16
 

@@ -8,12 +8,12 @@ import mlx.core as mx
 import pytest
 from transformers.utils import logging as transformers_logging
 
+from mlx_model.config import EngineConfig
+from mlx_model.loader import LoadedModel, base_sha256, load_model
 from shared.errors import SetupError
 from shared.text.codec import TextCodec
 from tests.engine.conftest import Bench, prompt_of, spec
 from tests.engine.small_models import BOS, EOS, LLAMA, QWEN3, write_model
-from worker.engine.messages import EngineConfig
-from worker.engine.model.loader import LoadedModel, base_sha256, load_model
 
 
 def test_the_card_describes_the_model(llama: LoadedModel) -> None:

@@ -4,11 +4,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_model.loader import LoadedModel
 from shared.frames import TokenEvent, TokenLogprobs
 from shared.sequences import SamplingParams, SequenceSpec
 from tests.engine.conftest import Bench, SpiedModel, prompt_of, spec
 from tests.engine.small_models import dense_logits
-from worker.engine.model.loader import LoadedModel
 
 
 def full_logprobs(model: LoadedModel, ids: list[int]) -> np.ndarray:

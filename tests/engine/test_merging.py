@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from mlx_model.config import EngineConfig
+from mlx_model.loader import LoadedModel, load_model
 from shared.adapter_files.config import mlx_config
 from shared.errors import AdapterRejectedError, SetupError
 from shared.process.whole_folder import whole_folder
@@ -26,8 +28,6 @@ from tests.unit.adapter_files import mlx_config as tuner_config
 from tests.unit.adapter_files import peft_config, peft_tensors, write
 from tests.unit.networks import MLP, weights_of
 from trainer.merging import Merging, merge
-from worker.engine.messages import EngineConfig
-from worker.engine.model.loader import LoadedModel, load_model
 
 PROMPTS = [prompt_of(9), prompt_of(23, 1)]
 PACKED = ("weight", "scales", "biases")

@@ -6,10 +6,10 @@ import mlx.core as mx
 import pytest
 from mlx_lm.generate import generate_step
 
+from mlx_model.config import EngineConfig
+from mlx_model.loader import LoadedModel, load_model
 from shared.text.codec import TextCodec
 from tests.engine.conftest import Bench, spec
-from worker.engine.messages import EngineConfig
-from worker.engine.model.loader import LoadedModel, load_model
 
 FOLDER = Path(__file__).parents[2] / "models" / "tiny"
 QUESTIONS = ["What is 12 + 7?", "Count from 3 to 9.", "Hello!", "What is 40 + 2?", "Say hi."]

@@ -9,13 +9,13 @@ import pytest
 from mlx_lm.models import llama, qwen3_moe
 from mlx_lm.tuner.lora import LoRALinear
 
+from mlx_model.lora.layers import MultiLoRALinear
+from mlx_model.lora.reader import read_adapter
+from mlx_model.lora.stacks import AdaptedModel
+from mlx_model.sites import find_sites, shared_inputs
 from shared.errors import AdapterRejectedError
 from tests.engine.adapter_models import ATTENTION, EVERYWHERE, LINEARS, MadeAdapter, make_adapter, twin
 from tests.engine.small_models import LLAMA
-from worker.engine.lora.layers import MultiLoRALinear
-from worker.engine.lora.reader import read_adapter
-from worker.engine.lora.stacks import AdaptedModel
-from worker.engine.model.sites import find_sites, shared_inputs
 
 MOE = {
     "model_type": "qwen3_moe",

@@ -14,6 +14,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from mlx_model.loader import LoadedModel
+from mlx_model.networks import network
+from mlx_model.networks.network import Network, Pieces, multiply, read_network
 from shared.adapter_files.formats import prepare
 from shared.errors import AdapterRejectedError
 from shared.networks.tensors import Tensors, pack, unpack
@@ -24,9 +27,6 @@ from tests.engine.conftest import prompt_of
 from tests.unit.networks import ALL, LSTM, MLP, SERIES, computed, inputs_of, spec_of, weights_of
 from worker.engine.batch import network_run
 from worker.engine.messages import RowRequest
-from worker.engine.model.loader import LoadedModel
-from worker.engine.networks import network
-from worker.engine.networks.network import Network, Pieces, multiply, read_network
 
 
 def network_of(described: dict[str, Any], seed: int = 0) -> Network:

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
-from worker.engine.kv.parcels import (
+from mlx_model.kv.quantised import Packing, QuantisedKVCache
+from worker.engine.prefixes.parcels import (
     HostArray,
     KvParcel,
     Label,
@@ -22,8 +23,7 @@ from worker.engine.kv.parcels import (
     pack,
     unpack,
 )
-from worker.engine.kv.quantised import Packing, QuantisedKVCache
-from worker.engine.kv.slabs import Layers
+from worker.engine.prefixes.slabs import Layers
 
 LABEL = Label("us", (b"one", b"two"), "policy@3", "sha", (5, 6, 7), 131)
 

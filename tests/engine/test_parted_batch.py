@@ -3,13 +3,13 @@
 import msgspec
 import pytest
 
+from mlx_model.loader import LoadedModel
 from tests.engine.conftest import Bench, prompt_of, spec
 from tests.engine.kv_models import small
 from tests.engine.test_ranks import sequences_of
 from tests.engine.test_schedules import Schedule
 from worker.engine.batch.parted_batch import PartedBatch
 from worker.engine.batch.row_model import RowModel
-from worker.engine.model.loader import LoadedModel
 
 
 @pytest.fixture

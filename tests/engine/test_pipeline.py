@@ -5,6 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from mlx_model.chain import plan
 from shared.errors import SetupError
 from tests.engine.kv_models import CONFIGS
 from tests.engine.test_ranks import (
@@ -22,7 +23,6 @@ from tests.engine.test_ranks import (
     needs_eyes,
     sequences_of,
 )
-from worker.engine.model.chain import plan
 
 FOUR = {"num_hidden_layers": 4}
 TEXT = CONFIGS["qwen3_5"]["text_config"] | HEADS | {"num_hidden_layers": 5, "tie_word_embeddings": False}

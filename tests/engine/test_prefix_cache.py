@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache
 
+from mlx_model.loader import LoadedModel
 from shared.sequences import SamplingParams, SequenceSpec
 from tests.engine.adapter_bench import AdapterBench, make_versions, row
 from tests.engine.conftest import Bench, SpiedModel, prompt_of, spec
-from worker.engine.kv.prefix_cache import PrefixCache, Prompt
-from worker.engine.kv.slabs import KvRows
-from worker.engine.model.loader import LoadedModel
+from worker.engine.prefixes.prefix_cache import PrefixCache, Prompt
+from worker.engine.prefixes.slabs import KvRows
 
 BLOCK_BYTES = 4 * 2 * 4 * 8  # of the caches made by `kv`: positions x (keys and values) x fp32 x dim
 

@@ -8,6 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_model.loader import LoadedModel
 from shared.frames import TokenEvent, TokenLogprob
 from shared.sequences import SamplingParams, SequenceSpec, Timings
 from shared.trajectories import Drawing, Reward, Trajectory, result_of, trajectory_of
@@ -20,7 +21,6 @@ from trainer.learn.options import AdapterShape
 from trainer.learn.policy import Policy
 from trainer.rollouts.groups import RolloutGroup
 from worker.engine.batch.sampler import _Plan
-from worker.engine.model.loader import LoadedModel
 
 SAMPLINGS: list[dict[str, Any]] = [
     {},

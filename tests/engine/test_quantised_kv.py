@@ -10,6 +10,12 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
+from mlx_model.config import EngineConfig, SlotConfig
+from mlx_model.kv.cuda import attention as cuda_attention
+from mlx_model.kv.kinds import leaves
+from mlx_model.kv.layout import layout_of
+from mlx_model.kv.quantised import BatchQuantisedKVCache, Packing
+from mlx_model.loader import LoadedModel, load_model
 from shared.errors import SetupError
 from shared.sequences import SamplingParams, SequenceSpec
 from tests.engine.adapter_models import make_adapter
@@ -17,14 +23,7 @@ from tests.engine.conftest import Bench, prompt_of, spec
 from tests.engine.kv_models import GROUP, QUANTISED, small
 from tests.engine.small_models import LLAMA, TINY_SHAPE, write_model
 from tests.waiting import HANG_S
-from worker.engine.batch.adapters import SlotConfig
-from worker.engine.kv.cuda import attention as cuda_attention
-from worker.engine.kv.kinds import leaves
-from worker.engine.kv.layout import layout_of
-from worker.engine.kv.quantised import BatchQuantisedKVCache, Packing
-from worker.engine.lora.slots import AdapterSlots
-from worker.engine.messages import EngineConfig
-from worker.engine.model.loader import LoadedModel, load_model
+from worker.engine.adapter_slots import AdapterSlots
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16], ids=str)

@@ -12,6 +12,9 @@ import msgspec
 import numpy as np
 import pytest
 
+from mlx_model.config import EngineConfig
+from mlx_model.loader import load_model
+from ranks.backend import let_sockets_wait
 from shared.sequences import SequenceSpec
 from tests.engine import rank_tasks
 from tests.engine.adapter_bench import AdapterBench, row
@@ -21,9 +24,6 @@ from tests.engine.kv_models import CONFIGS
 from tests.engine.rank_tasks import embedded, sampled, scored
 from tests.engine.ranks import Task, start
 from tests.engine.small_models import LLAMA, write_model
-from worker.engine.messages import EngineConfig
-from worker.engine.model.loader import load_model
-from worker.group.backend import let_sockets_wait
 
 pytestmark = pytest.mark.long  # two processes
 

@@ -7,6 +7,8 @@ import msgspec
 import numpy as np
 import pytest
 
+from mlx_model.config import EngineConfig
+from mlx_model.loader import LoadedModel, load_model
 from shared.errors import ConflictError
 from tests.engine.test_trainer_optimize import OPTIONS, groups_of
 from trainer.learn.compute import finished
@@ -18,8 +20,6 @@ from trainer.learners.calls import call_of, signature_of
 from trainer.learners.kinds import PolicyOptions, policy_learner
 from trainer.learners.policy import PolicyLearner, Trained
 from trainer.service.run_learner import RunLearner, read_call
-from worker.engine.messages import EngineConfig
-from worker.engine.model.loader import LoadedModel, load_model
 
 PROBES = ((1, 2, 3, 4), (9, 8, 7))
 MADE = PolicyOptions(

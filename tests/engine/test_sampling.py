@@ -7,13 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from mlx_model.sampling.cuda import draws
+from mlx_model.sampling.draw import draw_by_chance, mix_seeds, nucleus_threshold, uniforms, uniforms_at
 from shared.frames import TokenEvent
 from shared.sequences import SamplingParams, SequenceSpec
 from worker.engine.batch.row import Row
 from worker.engine.batch.sampler import Guesses, _Plan
 from worker.engine.messages import RowRequest
-from worker.engine.sampling.cuda import draws
-from worker.engine.sampling.draw import draw_by_chance, mix_seeds, nucleus_threshold, uniforms, uniforms_at
 
 PROMPT = (1, 2, 2, 3, 40)
 COMPLETION = [3, 3, 5, 7, 3]

@@ -6,12 +6,12 @@ from dataclasses import replace
 import msgspec
 import pytest
 
+from mlx_model.loader import LoadedModel
 from shared.sequences import SequenceSpec
 from tests.engine.conftest import Bench, prompt_of, spec
 from tests.engine.kv_models import small
 from worker.engine.batch.parted_batch import PartedBatch
 from worker.engine.batch.running_batch import RunningBatch
-from worker.engine.model.loader import LoadedModel
 
 
 class Schedule:

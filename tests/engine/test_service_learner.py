@@ -10,12 +10,12 @@ import pytest
 from mlx.utils import tree_flatten
 from safetensors.numpy import save as write_safetensors
 
+from mlx_model.loader import LoadedModel
 from shared.errors import ConflictError, InvalidRequestError
 from shared.learners import Datum, LearnerSpec, LossName, PassDone, PassRequest, StepRequest, Values, checked
 from trainer.learn.compute import finished
 from trainer.service.learner import ServiceLearner, _parts
 from trainer.service.seat import DAMAGED
-from worker.engine.model.loader import LoadedModel
 
 Array = npt.NDArray[Any]
 RL: tuple[LossName, ...] = ("importance_sampling", "ppo", "cispo", "dro")

@@ -9,11 +9,11 @@ import msgspec
 import pytest
 from mlx_lm.generate import generation_stream
 
+from mlx_model.loader import LoadedModel
 from tests.engine.conftest import Bench, prompt_of, spec
 from tests.engine.kv_models import small
-from worker.engine.kv.parcels import KvParcel, UnusableParcelError, pack, unpack
-from worker.engine.kv.sharing import OfferedKv, SharedCache
-from worker.engine.model.loader import LoadedModel
+from worker.engine.prefixes.parcels import KvParcel, UnusableParcelError, pack, unpack
+from worker.engine.prefixes.sharing import OfferedKv, SharedCache
 
 T = TypeVar("T")
 BLOCK = 16
@@ -174,8 +174,8 @@ def test_only_what_the_other_lacks_is_offered_and_only_what_it_has_room_for(llam
 
 def test_a_long_prompt_goes_in_parcels_of_bounded_size(llama: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     block = BLOCK * llama.card.kv_bytes_per_token
-    monkeypatch.setattr("worker.engine.kv.sharing.PIECE_BYTES", 3 * block)
-    monkeypatch.setattr("worker.engine.kv.sharing.PROBE_BYTES", 1)
+    monkeypatch.setattr("worker.engine.prefixes.sharing.PIECE_BYTES", 3 * block)
+    monkeypatch.setattr("worker.engine.prefixes.sharing.PROBE_BYTES", 1)
     ids = prompt_of(10 * BLOCK)
     one, other = bench(llama), bench(llama)
     one.submit(spec("s", ids))

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from mlx_model.loader import LoadedModel
 from shared.errors import AdapterRejectedError, InvalidRequestError, UnknownAdapterError
 from shared.sequences import SequenceSpec
 from tests.engine.adapter_bench import AdapterBench, make_versions, row
 from tests.engine.adapter_models import MadeAdapter
 from tests.engine.conftest import prompt_of
-from worker.engine.model.loader import LoadedModel
 
 Made = dict[str, MadeAdapter]
 

@@ -2,7 +2,7 @@
 
 import random
 
-from worker.engine.lora.slot_table import SlotTable
+from worker.engine.slot_table import SlotTable
 
 
 def load(table: SlotTable, *versions: str, urgent: bool = True) -> None:

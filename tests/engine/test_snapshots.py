@@ -4,9 +4,9 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 
-from worker.engine.kv.prefix_cache import PrefixCache, Prompt
-from worker.engine.kv.slabs import KvRows
-from worker.engine.kv.snapshots import MARGIN, SPACING, SnapshotPositions
+from worker.engine.prefixes.prefix_cache import PrefixCache, Prompt
+from worker.engine.prefixes.slabs import KvRows
+from worker.engine.prefixes.snapshots import MARGIN, SPACING, SnapshotPositions
 
 BLOCK = 4
 BLOCK_BYTES = 4 * 2 * 4 * 8  # positions x (keys and values) x fp32 x dim

@@ -17,6 +17,9 @@ from mlx.utils import tree_map
 from mlx_lm.models.cache import BatchKVCache, ConcatenateKVCache
 from msgspec import structs
 
+from mlx_model.config import SpeculationConfig
+from mlx_model.loader import LoadedModel
+from mlx_model.sampling.draw import Draw
 from shared.frames import TokenEvent
 from shared.sequences import SequenceSpec
 from shared.text import grammar
@@ -28,9 +31,6 @@ from tests.waiting import HANG_S
 from worker.engine.batch.keeping import Keeping
 from worker.engine.batch.row import Row
 from worker.engine.batch.row_model import RowModel
-from worker.engine.messages import SpeculationConfig
-from worker.engine.model.loader import LoadedModel
-from worker.engine.sampling.draw import Draw
 from worker.engine.speculation import batch, drafting, source
 from worker.engine.speculation.drafting import Drafting, Step
 from worker.engine.speculation.memory import key_of

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mlx_model.loader import LoadedModel
 from shared.frames import TokenEvent
 from tests.engine.conftest import Bench, spec
 from tests.engine.small_models import EOS
 from worker.engine.batch.row import Row
 from worker.engine.batch.running_batch import RunningBatch
-from worker.engine.model.loader import LoadedModel
-from worker.engine.sampling.stop_text import StopMatcher
+from worker.engine.batch.stop_text import StopMatcher
 
 PROMPT = list(b"hello")
 

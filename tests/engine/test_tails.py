@@ -6,14 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import KVCache
 
+from mlx_model.loader import LoadedModel
 from shared.sequences import SequenceSpec
 from tests.engine.conftest import Bench, SpiedModel, prompt_of, spec
 from tests.engine.kv_models import small
 from tests.engine.test_prefix_cache import BLOCK_BYTES, kv
-from worker.engine.kv.prefix_cache import PrefixCache, Prompt
-from worker.engine.kv.slabs import KvRows
-from worker.engine.kv.tails import ENTRY_BYTES, SHARE
-from worker.engine.model.loader import LoadedModel
+from worker.engine.prefixes.prefix_cache import PrefixCache, Prompt
+from worker.engine.prefixes.slabs import KvRows
+from worker.engine.prefixes.tails import ENTRY_BYTES, SHARE
 
 SIZE = 4  # ids of a block
 ID_BYTES = BLOCK_BYTES // SIZE

@@ -2,9 +2,9 @@
 
 import pytest
 
+from mlx_model.loader import LoadedModel
 from shared.frames import TokenEvent
 from tests.engine.conftest import Bench, prompt_of, spec
-from worker.engine.model.loader import LoadedModel
 
 WHOLE: dict[tuple[str, str], Bench] = {}  # each in one attempt
 

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from mlx_model.config import EngineConfig
 from shared.errors import SetupError
 from shared.frames import TokenEvent
 from tests.engine.conftest import prompt_of, spec
 from tests.waiting import HANG_S
-from worker.engine.messages import EngineConfig, RowRequest, StepOutput
+from worker.engine.messages import RowRequest, StepOutput
 from worker.engine.orders import Cancel, Submit
 from worker.engine.thread import EngineThread
 
@@ -143,10 +144,11 @@ def test_a_folder_without_a_model_says_so(tmp_path: Path, outbox: Outbox) -> Non
 
 PROGRAM = """
 import sys, threading
-from worker.engine.model import fast_blas
+from mlx_model import fast_blas
 fast_blas.install()
 from shared.sequences import SamplingParams, SequenceSpec
-from worker.engine.messages import EngineConfig, RowRequest
+from mlx_model.config import EngineConfig
+from worker.engine.messages import RowRequest
 from worker.engine.orders import Submit
 from worker.engine.thread import EngineThread
 some = threading.Event()

@@ -4,6 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_model.loader import LoadedModel
 from shared.frames import TokenEvent
 from shared.sequences import SamplingParams, SequenceSpec
 from tests.engine.conftest import Bench, prompt_of, spec
@@ -11,7 +12,6 @@ from tests.engine.test_logprobs import assert_top, full_logprobs
 from worker.engine.batch.row import Row
 from worker.engine.batch.sampler import _Plan
 from worker.engine.messages import RowRequest
-from worker.engine.model.loader import LoadedModel
 
 VOCAB = 50
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
+from mlx_model.loader import LoadedModel
 from shared.adapter_files.formats import prepare
 from trainer.learn.compute import finished
 from trainer.learn.options import AdapterShape, HeadSettings, Schedule
@@ -17,7 +18,6 @@ from trainer.learners.data import DataOptions
 from trainer.learners.head_examples import ActionSpread, Form, HeadExample, HeadText, spread_of
 from trainer.learners.heads import BLUR, HeadLearner, share_right
 from trainer.versions.checkpoint import write_adapter
-from worker.engine.model.loader import LoadedModel
 
 FORMS: list[Form] = ["pairs", "scores", "labels", "actions", "vectors"]
 

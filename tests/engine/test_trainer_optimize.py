@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_map
 
+from mlx_model.loader import LoadedModel
 from trainer.learn import gate
 from trainer.learn.adam import AdamSteps, StepSizes
 from trainer.learn.batches import Sample, SampleGroup, pad
@@ -21,7 +22,6 @@ from trainer.learn.policy import Policy
 from trainer.learn.steps import StepReport
 from trainer.learners.policy import PolicyLearner, Trained
 from trainer.state import Arrays, GradientMeans
-from worker.engine.model.loader import LoadedModel
 
 OPTIONS = OptimizeOptions(schedule=Schedule(peak=1e-3), microbatch_tokens=64, max_completion=8, distances_every=0)
 

@@ -10,6 +10,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import load_adapters
 from mlx_lm.utils import load
 
+from mlx_model.lora.layers import SiteWeights
+from mlx_model.lora.stacks import AdaptedModel
 from tests.engine.small_models import LLAMA, QWEN3, write_model
 from trainer.learn.batches import Microbatch, Sample, SampleGroup, pad
 from trainer.learn.logprobs import can_share_prompts, row_scores, shared_scores, to_arrays
@@ -17,8 +19,6 @@ from trainer.learn.options import AdapterShape
 from trainer.learn.policy import Policy, share_tree
 from trainer.state import Arrays
 from trainer.versions.checkpoint import write_adapter
-from worker.engine.lora.layers import SiteWeights
-from worker.engine.lora.stacks import AdaptedModel
 
 ModelOf = Callable[..., Any]
 

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import pytest
 from mlx.utils import tree_flatten
 
+from mlx_model.loader import LoadedModel
 from shared.adapter_files.config import read_config
 from shared.errors import SetupError
 from tests.engine.test_trainer_loop import settings
@@ -22,7 +23,6 @@ from trainer.learners.policy import PolicyLearner
 from trainer.runs.metrics import read
 from trainer.settings import TrainSettings
 from trainer.versions.checkpoint import CheckpointStore
-from worker.engine.model.loader import LoadedModel
 
 VALUE = ValueOptions(coefficient=0.5, discount=0.9, decay=0.8, scale="std")
 OPTIONS = OptimizeOptions(

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import pytest
 from mlx.utils import tree_flatten
 
+from mlx_model.loader import LoadedModel
 from trainer.learn.batches import Sample, SampleGroup
 from trainer.learn.compute import finished
 from trainer.learn.options import AdapterShape, Schedule
@@ -17,7 +18,6 @@ from trainer.learners.data import DataOptions
 from trainer.learners.tuning import TuneLearner
 from trainer.learners.tuning_examples import Tuning
 from trainer.state import Arrays
-from worker.engine.model.loader import LoadedModel
 
 Logps = list[npt.NDArray[np.float64]]
 

@@ -14,6 +14,7 @@ import pytest
 from msgspec.structs import replace as replace_fields
 from safetensors.numpy import load_file, save_file
 
+from mlx_model.loader import export_tokenizer
 from shared.errors import ServiceUnavailableError, SetupError
 from shared.text.codec import TextCodec
 from shared.training import TrainerStatus
@@ -30,7 +31,6 @@ from trainer.settings import TrainSettings
 from trainer.state import RunState
 from trainer.versions.disk import Disk
 from trainer.versions.run_folder import run_mode
-from worker.engine.model.loader import export_tokenizer
 
 SMALL: dict[str, Any] = {
     "model": "models/tiny", "mode": "sft", "adapter": "taught", "steps": 4, "prompts_per_step": 4, "lora_rank": 4,

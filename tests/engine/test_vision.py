@@ -15,6 +15,11 @@ from tests.waiting import HANG_S
 
 pytest.importorskip("mlx_vlm")
 
+from mlx_model.config import DiskConfig, EngineConfig, SpeculationConfig
+from mlx_model.kv.kinds import kind_of, leaves
+from mlx_model.loader import LoadedModel, load_model
+from mlx_model.vision.positions import Grid, Spots
+from mlx_model.vision.qwen import QwenTower
 from shared.errors import EngineError
 from tests.engine.adapter_bench import AdapterBench
 from tests.engine.adapter_models import make_adapter
@@ -32,15 +37,11 @@ from tests.engine.vision_models import (
     whole_model,
     write_vision_model,
 )
-from worker.engine.kv.disk.folder import Folder
-from worker.engine.kv.kinds import kind_of, leaves
-from worker.engine.messages import DiskConfig, EngineConfig, RowRequest, SpeculationConfig
-from worker.engine.model.loader import LoadedModel, load_model
-from worker.engine.ranks.turns import ImagePiece
-from worker.engine.vision import album, gallery
-from worker.engine.vision.gallery import TRIED_AGAIN, Gallery, TileTimes, Viewing
-from worker.engine.vision.positions import Grid, Spots
-from worker.engine.vision.qwen import QwenTower
+from worker.engine import album, gallery
+from worker.engine.gallery import TRIED_AGAIN, Gallery, TileTimes, Viewing
+from worker.engine.messages import RowRequest
+from worker.engine.prefixes.disk.folder import Folder
+from worker.engine.turns import ImagePiece
 
 
 @pytest.fixture(scope="module")

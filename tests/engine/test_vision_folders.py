@@ -9,13 +9,13 @@ import pytest
 
 pytest.importorskip("mlx_vlm")
 
+from mlx_model.config import EngineConfig
+from mlx_model.loader import load_model
+from mlx_model.vision.families import check_known, is_vision
 from shared.errors import SetupError
 from tests.engine.conftest import Bench, spec
 from tests.engine.vision_bench import Gaze
 from tests.engine.vision_models import WHAT, alone, picture, whole_model, write_vision_model
-from worker.engine.messages import EngineConfig
-from worker.engine.model.loader import load_model
-from worker.engine.vision.families import check_known, is_vision
 
 
 @pytest.mark.parametrize("family", ["smolvlm", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "lfm2_vl", "gemma3"])

@@ -17,6 +17,8 @@ from PIL import Image
 
 pytest.importorskip("mlx_vlm")
 
+from mlx_model.config import EngineConfig
+from mlx_model.loader import LoadedModel, load_model
 from shared.errors import EngineError, SetupError, UnsupportedModelError
 from shared.learners import Datum, LearnerSpec, PassRequest, StepRequest, Values
 from shared.text.codec import TextCodec
@@ -38,8 +40,6 @@ from trainer.rollouts.picture_shelf import PictureShelf
 from trainer.rollouts.pictures import ChatPictures
 from trainer.rollouts.sight import Sight
 from trainer.service.learner import ServiceLearner
-from worker.engine.messages import EngineConfig
-from worker.engine.model.loader import LoadedModel, load_model
 
 SHAPE = AdapterShape(rank=4)
 

@@ -10,6 +10,8 @@ import mlx.core as mx
 import msgspec
 import pytest
 
+from mlx_model.config import EngineConfig, SpeculationConfig
+from mlx_model.loader import LoadedModel
 from tests.engine.adapter_bench import AdapterBench
 from tests.engine.adapter_models import make_adapter
 from tests.engine.conftest import Bench, prompt_of, spec
@@ -19,10 +21,9 @@ from worker.engine import warm_up
 from worker.engine.batch.row_model import RowModel
 from worker.engine.between_steps import Work
 from worker.engine.engine import Engine
-from worker.engine.kv.prefix_cache import PrefixCache
-from worker.engine.messages import EngineConfig, RowRequest, SpeculationConfig, StepOutput
-from worker.engine.model.loader import LoadedModel
+from worker.engine.messages import RowRequest, StepOutput
 from worker.engine.orders import Submit
+from worker.engine.prefixes.prefix_cache import PrefixCache
 from worker.engine.speculation.batch import Flags, SpeculatingBatch
 from worker.engine.speculation.lookup import Ids
 from worker.engine.thread import EngineThread

@@ -11,6 +11,7 @@ import pytest
 from redis.asyncio import Redis
 from structlog.testing import capture_logs
 
+from mlx_model.loader import LoadedModel
 from shared.adapter_files.config import mlx_config
 from shared.adapter_files.formats import prepare
 from shared.errors import UnknownAdapterError
@@ -26,7 +27,6 @@ from tests.engine.adapter_bench import row
 from tests.engine.adapter_models import MadeAdapter, make_adapter
 from tests.engine.conftest import prompt_of
 from tests.waiting import wait_until
-from worker.engine.model.loader import LoadedModel
 from worker.process import WorkerProcess
 
 

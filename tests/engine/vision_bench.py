@@ -5,12 +5,13 @@ from typing import Any
 
 import msgspec
 
+from mlx_model.loader import LoadedModel
+from shared.images.refs import Picture
 from tests.engine.adapter_bench import AdapterBench
 from tests.engine.adapter_models import MadeAdapter
 from tests.engine.conftest import Bench
 from tests.engine.vision_models import alone, image_spec
-from worker.engine.messages import Picture, RowRequest
-from worker.engine.model.loader import LoadedModel
+from worker.engine.messages import RowRequest
 from worker.engine.orders import Submit
 
 

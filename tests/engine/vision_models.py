@@ -18,16 +18,15 @@ from mlx_lm.models.cache import KVCache
 from PIL import Image
 from tokenizers import Tokenizer
 
+from mlx_model.vision.features import embeddings
+from mlx_model.vision.language import row_positions_of
+from mlx_model.vision.qwen import CLIP_MEAN, CLIP_STD
 from shared.image_files.pixels import tiles
 from shared.images.layout import layout
-from shared.images.refs import Detail, ImageRef, VisionSpec, image_key
+from shared.images.refs import Detail, ImageRef, Picture, VisionSpec, image_key
 from shared.sequences import SequenceSpec
 from tests.engine.conftest import spec
 from tests.engine.small_models import EOS, write_tokenizer
-from worker.engine.messages import Picture
-from worker.engine.vision.features import embeddings
-from worker.engine.vision.language import row_positions_of
-from worker.engine.vision.qwen import CLIP_MEAN, CLIP_STD
 
 TILE, LONGEST = 32, 64
 MARKS = {

@@ -12,17 +12,18 @@ import msgspec
 from mlx_lm.models.cache import KVCache
 from redis.asyncio import Redis
 
+from mlx_model.config import DiskConfig
 from shared.redis import keys
 from shared.redis.connection.client import ask
 from shared.sequences import SequenceSpec
 from shared.telemetry.metrics import Tally
 from tests.redis.sequences import MODEL, spec
-from worker.engine.kv.disk.tier import DiskTier
-from worker.engine.kv.disk.tiered_cache import TieredCache
-from worker.engine.kv.prefix_cache import Prompt
-from worker.engine.kv.sharing import SharedCache
-from worker.engine.kv.slabs import KvRows
-from worker.engine.messages import DiskConfig, RowRequest
+from worker.engine.messages import RowRequest
+from worker.engine.prefixes.disk.tier import DiskTier
+from worker.engine.prefixes.disk.tiered_cache import TieredCache
+from worker.engine.prefixes.prefix_cache import Prompt
+from worker.engine.prefixes.sharing import SharedCache
+from worker.engine.prefixes.slabs import KvRows
 from worker.peers.directory import PeerDirectory
 from worker.peers.fetching import FetchCounts, Fetching
 from worker.peers.server import PeerServer

@@ -9,6 +9,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from mlx_model.config import EngineConfig
+from mlx_model.loader import LoadedModel, load_model
 from shared.redis.connection.client import connect
 from shared.redis.training.shared_runs import SharedRun
 from tests.engine.test_trainer_optimize import OPTIONS, groups_of
@@ -26,8 +28,6 @@ from trainer.learners.shared_member import RunMember, run_spec
 from trainer.rollouts.sight import Sight, sight_of
 from trainer.settings import TrainSettings
 from trainer.state import Arrays
-from worker.engine.messages import EngineConfig
-from worker.engine.model.loader import LoadedModel, load_model
 
 MADE = PolicyOptions(
     AdapterShape(rank=4), replace(OPTIONS, schedule=Schedule(peak=1e-5), microbatch_tokens=40), GateLimits(), seed=3

@@ -12,25 +12,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from shared.adapters import AdapterManifest
-from shared.errors import EngineError, ServiceUnavailableError, SetupError
-from shared.frames import TokenEvent
-from shared.images.refs import VisionSpec
-from shared.process.settings import load
-from shared.process.worker_settings import WorkerSettings
-from shared.redis import keys
-from shared.redis.connection.client import connect
-from shared.sequences import SamplingParams, SequenceSpec
-from tests.waiting import wait_until
-from worker.engine.batch.adapters import SlotConfig
-from worker.engine.messages import EngineConfig, Picture, RowRequest, engine_config
-from worker.engine.orders import Cancel, Submit
-from worker.engine.ranks.turns import ImagePiece, RankReport, TurnFacts
-from worker.engine.thread import EngineThread
-from worker.group import meeting
-from worker.group.followers import MAGIC
-from worker.group.lead import GroupLead
-from worker.group.messages import (
+from mlx_model.config import EngineConfig, SlotConfig
+from ranks import meeting
+from ranks.channel import FAILED, ChannelError, OutcomeSum, TurnsIn, TurnsOut
+from ranks.followers import MAGIC
+from ranks.messages import (
     EngineTurn,
     Fetch,
     Fetched,
@@ -44,11 +30,25 @@ from worker.group.messages import (
     Unit,
     UnitFailed,
 )  # fmt: skip
+from ranks.placement import Host, Placement
+from shared.adapters import AdapterManifest
+from shared.errors import EngineError, ServiceUnavailableError, SetupError
+from shared.frames import TokenEvent
+from shared.images.refs import Picture, VisionSpec
+from shared.process.settings import load
+from shared.process.worker_settings import WorkerSettings
+from shared.redis import keys
+from shared.redis.connection.client import connect
+from shared.redis.processes.ring_secret import ring_secret
+from shared.sequences import SamplingParams, SequenceSpec
+from shared.wire import Channel, Connection, PeerError, greet
+from tests.waiting import wait_until
+from worker.engine.messages import RowRequest, engine_config
+from worker.engine.orders import Cancel, Submit
+from worker.engine.thread import EngineThread
+from worker.engine.turns import ImagePiece, RankReport, TurnFacts
+from worker.group.engine_lead import EngineLead, content_of, engine_turn
 from worker.group.opening import started
-from worker.group.placement import Host, Placement
-from worker.group.turns import FAILED, ChannelError, OutcomeSum, TurnsIn, TurnsOut
-from worker.peers.directory import ring_secret
-from worker.peers.wire import Channel, Connection, PeerError, greet
 
 MODEL = Path(__file__).parents[2] / "models" / "tiny"
 MANIFEST = AdapterManifest("a", 1, "lora", 4, 2.0, (), "", 0, "0" * 64, 9, 1 << 20, 0)
@@ -96,13 +96,13 @@ class Played:
 
 
 @asynccontextmanager
-async def led(redis_url: str, name: str, *flags: str) -> AsyncIterator[tuple[GroupLead, Played, list[str]]]:
+async def led(redis_url: str, name: str, *flags: str) -> AsyncIterator[tuple[EngineLead, Played, list[str]]]:
     """Rank 0 of a group of two, and rank 1; what rank 0 says of losses."""
     line = ["--redis", redis_url, "--model", str(MODEL), "--distributed-silence-s", "1", *flags]
     played, losses = Played(redis_url, name), list[str]()
     placed = Placement(name, 0, 2, "ring", False, played.placed.hosts)
     settings = load(WorkerSettings, line)
-    lead = GroupLead(settings, placed, losses.append, engine_config(settings), SlotConfig())
+    lead = EngineLead(settings, placed, losses.append, engine_config(settings), SlotConfig())
     try:
         yield lead, played, losses
     finally:
@@ -111,7 +111,7 @@ async def led(redis_url: str, name: str, *flags: str) -> AsyncIterator[tuple[Gro
 
 
 @asynccontextmanager
-async def met(redis_url: str, name: str, *flags: str) -> AsyncIterator[tuple[GroupLead, Played, list[str]]]:
+async def met(redis_url: str, name: str, *flags: str) -> AsyncIterator[tuple[EngineLead, Played, list[str]]]:
     async with led(redis_url, name, *flags) as (lead, played, losses):
         await asyncio.gather(lead.open(lambda: None), played.meet())
         await played.hear(LoadModel)
@@ -126,7 +126,7 @@ async def test_a_turn_comes_as_it_was_sent_and_its_end_ends_the_follower(redis_u
     async with met(redis_url, "turns") as (lead, played, losses):
         facts = await asyncio.to_thread(lead.turn, [Submit([shown]), Cancel("t", "abort")], seen)
         turn = await asyncio.to_thread(played.turns.next)
-        assert (turn.number, turn.facts, turn.orders) == (1, facts, [Submit([bare]), Cancel("t", "abort")])
+        assert (turn.number, *content_of(turn)) == (1, facts, [Submit([bare]), Cancel("t", "abort")])
         assert facts.read == (), "rank 1 has not read it"
         assert facts.images == seen.images
         await played.talk.say(Read(("a@1",)))
@@ -166,15 +166,15 @@ async def test_a_rank_that_has_loaded_something_else_is_refused(redis_url: str, 
             lead._all_loaded.result()
 
 
-async def silent(lead: GroupLead, played: Played) -> None:
+async def silent(lead: EngineLead, played: Played) -> None:
     await played.talk.say(OURS)
 
 
-async def cut(lead: GroupLead, played: Played) -> None:
+async def cut(lead: EngineLead, played: Played) -> None:
     played.talk._connection.close()
 
 
-async def cut_before_it_read(lead: GroupLead, played: Played) -> None:
+async def cut_before_it_read(lead: EngineLead, played: Played) -> None:
     """The connection is reset then, where it ends otherwise."""
     talk = played.talk._connection._socket
 
@@ -187,7 +187,7 @@ async def cut_before_it_read(lead: GroupLead, played: Played) -> None:
     talk.close()
 
 
-async def out_of_step(lead: GroupLead, played: Played) -> None:
+async def out_of_step(lead: EngineLead, played: Played) -> None:
     lead.turn([], RankReport(1))
     lead.turned([TokenEvent("s", 1, 0, [5], [-0.5])])
     theirs = OutcomeSum()
@@ -195,7 +195,7 @@ async def out_of_step(lead: GroupLead, played: Played) -> None:
     await played.talk.say(TurnsTaken(theirs.turn, theirs.sum))
 
 
-async def behind(lead: GroupLead, played: Played) -> None:
+async def behind(lead: EngineLead, played: Played) -> None:
     lead.turn([], RankReport(1))
     lead.turned([])
     while not lead.lost:  # it lives, and its engine does not
@@ -203,7 +203,7 @@ async def behind(lead: GroupLead, played: Played) -> None:
         await asyncio.sleep(0.05)
 
 
-async def learned_otherwise(lead: GroupLead, played: Played) -> None:
+async def learned_otherwise(lead: EngineLead, played: Played) -> None:
     lead.unit(b"work")
     lead.united(b"17")
     theirs = OutcomeSum()
@@ -211,7 +211,7 @@ async def learned_otherwise(lead: GroupLead, played: Played) -> None:
     await played.talk.say(TurnsTaken(theirs.turn, theirs.sum))
 
 
-async def failed_there(lead: GroupLead, played: Played) -> None:
+async def failed_there(lead: EngineLead, played: Played) -> None:
     lead.unit(b"work")  # and we are in it
     await played.talk.say(UnitFailed(1, "no memory"))
     while not lead.lost:
@@ -219,7 +219,7 @@ async def failed_there(lead: GroupLead, played: Played) -> None:
         await asyncio.sleep(0.05)
 
 
-async def failed_alone(lead: GroupLead, played: Played) -> None:
+async def failed_alone(lead: EngineLead, played: Played) -> None:
     theirs = OutcomeSum()
     for number, ask in enumerate((b"work", b""), 1):
         lead.unit(ask)
@@ -229,7 +229,7 @@ async def failed_alone(lead: GroupLead, played: Played) -> None:
     await played.talk.say(TurnsTaken(theirs.turn, theirs.sum))
 
 
-async def failed_here(lead: GroupLead, played: Played) -> None:
+async def failed_here(lead: EngineLead, played: Played) -> None:
     lead.unit(b"work")
     with pytest.raises(ServiceUnavailableError, match="rank 1"):
         await asyncio.to_thread(lead.failed)
@@ -280,7 +280,7 @@ async def test_equal_turns_are_no_loss(redis_url: str) -> None:
 async def test_work_comes_whole_however_long_and_may_fail_everywhere(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("worker.group.lead.LONG_ASK", 4)
+    monkeypatch.setattr("ranks.lead.LONG_ASK", 4)
     async with met(redis_url, "units") as (lead, played, losses):
         asks = [b"twelve bytes", b"", b"4by4"]
         for number, ask in enumerate(asks, 1):
@@ -328,9 +328,10 @@ async def test_a_turn_that_comes_again_is_refused() -> None:
         far, _ = listening.accept()
     with near, far:
         out, into = TurnsOut(near, b"k" * 32), TurnsIn(far, b"k" * 32)
-        data = msgspec.msgpack.encode(EngineTurn(1, TurnFacts(5)))
+        data = msgspec.msgpack.encode(engine_turn(1, TurnFacts(5), []))
         out.send(data)
-        assert into.next().facts == TurnFacts(5)
+        turn = into.next()
+        assert isinstance(turn, EngineTurn) and content_of(turn) == (TurnFacts(5), [])
         TurnsOut(near, b"k" * 32).send(data)  # the same frame, as somebody on the way could send it
         with pytest.raises(ChannelError, match="not authentic"):
             into.next()

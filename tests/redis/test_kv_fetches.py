@@ -12,6 +12,7 @@ import pytest
 from redis.asyncio import Redis
 from structlog.testing import capture_logs
 
+from shared import wire
 from shared.errors import SetupError
 from shared.process.settings import load
 from shared.process.worker_settings import WorkerSettings
@@ -19,15 +20,16 @@ from shared.redis import keys
 from shared.redis.queue.affinity import WarmNotes
 from shared.sequences import ModelCard
 from shared.telemetry.metrics import Tally
+from shared.wire import Channel, Connection, PeerError
 from tests.redis.kv_workers import BLOCK, IDS, WHOLE, Engine, Worker, of, on_disk, tell
 from tests.redis.sequences import MODEL, plan, queue, spec
 from tests.waiting import HANG_S
-from worker.engine.kv.parcels import unpack
 from worker.engine.messages import RowRequest
-from worker.peers import client, server, store, wire
+from worker.engine.prefixes.parcels import unpack
+from worker.peers import client, server, store
 from worker.peers.directory import PeerDirectory
 from worker.peers.exchange import KvExchange
-from worker.peers.wire import Channel, Connection, KvRequest, Offer, PeerError, SendParcels
+from worker.peers.messages import KvRequest, Offer, SendParcels
 
 Answer = Callable[[Channel, Connection], Awaitable[None]]
 
@@ -282,8 +284,8 @@ async def test_nobody_gets_anything_who_does_not_know_the_secret(
 async def test_what_came_before_a_peer_died_is_of_use(
     holder: Worker, heir: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("worker.engine.kv.sharing.PROBE_BYTES", 1)
-    monkeypatch.setattr("worker.engine.kv.sharing.PIECE_BYTES", 1)
+    monkeypatch.setattr("worker.engine.prefixes.sharing.PROBE_BYTES", 1)
+    monkeypatch.setattr("worker.engine.prefixes.sharing.PIECE_BYTES", 1)
     pack = server.Connection.write
 
     async def dies(self: Connection, data: bytes | memoryview) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
+from mlx_model.config import DiskConfig, EngineConfig
 from shared.process.settings import load
 from shared.process.worker_settings import WorkerSettings
 from shared.redis import keys
@@ -15,8 +16,8 @@ from shared.telemetry.metrics import Tally
 from tests.redis.kv_workers import IDS, WHOLE, Worker, of, on_disk, tell
 from tests.redis.sequences import MODEL, beat, plan, queue
 from tests.waiting import wait_until
-from worker.engine.kv.disk.folder import LOCK
-from worker.engine.messages import DiskConfig, EngineConfig, RowRequest
+from worker.engine.messages import RowRequest
+from worker.engine.prefixes.disk.folder import LOCK
 from worker.engine.thread import EngineThread
 from worker.peers.directory import PeerDirectory
 from worker.peers.exchange import KvExchange

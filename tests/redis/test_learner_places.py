@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from redis.asyncio import Redis
 
+from mlx_model.config import EngineConfig
+from mlx_model.loader import load_model
 from shared.learners import (
     BeginDone,
     BeginRequest,
@@ -24,8 +26,6 @@ from tests.waiting import wait_until
 from trainer.learn.compute import ThreadHost, at_once
 from trainer.service.service import LearnerService
 from trainer.service.settings import LearnersSettings
-from worker.engine.messages import EngineConfig
-from worker.engine.model.loader import load_model
 
 PLACES = 2
 IDS = np.array([5, 6, 7, 8])

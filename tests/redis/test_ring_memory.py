@@ -12,6 +12,7 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
+from mlx_model.config import EngineConfig, SpeculationConfig
 from shared.frames import Finish, TokenEvent
 from shared.process.settings import load
 from shared.process.worker_settings import WorkerSettings
@@ -27,7 +28,7 @@ from shared.redis.processes.completion_store import (
 from shared.sequences import ModelCard, SamplingParams, SequenceResult, SequenceSpec
 from tests.redis.sequences import MODEL
 from tests.waiting import wait_until
-from worker.engine.messages import EngineConfig, RowRequest, SpeculationConfig, StepOutput
+from worker.engine.messages import RowRequest, StepOutput
 from worker.engine.orders import Order, Remember, Submit
 from worker.engine.speculation.memory import Completions, key_of, mark_of
 from worker.engine.thread import EngineThread

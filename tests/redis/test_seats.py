@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from redis.asyncio import Redis
 
+from mlx_model.config import EngineConfig
+from mlx_model.loader import LoadedModel, load_model
 from shared.errors import EngineError
 from shared.learners import (
     Answer,
@@ -32,8 +34,6 @@ from trainer.service import seat as seats
 from trainer.service.learner import ServiceLearner
 from trainer.service.seat import MOST_TRIES, Seat
 from trainer.service.turns import Turns
-from worker.engine.messages import EngineConfig
-from worker.engine.model.loader import LoadedModel, load_model
 
 SPEC = LearnerSpec(id="one", model="tiny", rank=4, scale=8.0, seed=3, adapter="one")
 IDS = np.array([5, 6, 7, 8])

@@ -1,7 +1,7 @@
 """Run a recipe in one process, without a ring: `python -m tests.training.run trainer/recipes/tiny-arithmetic.yaml`."""
 
 # ruff: noqa: E402  (the faster BLAS has to be in place before mlx is imported)
-from worker.engine.model import fast_blas
+from mlx_model import fast_blas
 
 fast_blas.install()
 
@@ -13,6 +13,8 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
+from mlx_model.config import EngineConfig
+from mlx_model.loader import LoadedModel, load_model
 from shared.process import logs
 from shared.process.settings import load
 from shared.text.codec import TextCodec
@@ -29,8 +31,6 @@ from trainer.runs.parts import Parts
 from trainer.runs.rl import held_out_tasks, training_tasks
 from trainer.settings import TrainSettings
 from trainer.state import RunState
-from worker.engine.messages import EngineConfig
-from worker.engine.model.loader import LoadedModel, load_model
 
 
 @asynccontextmanager

@@ -10,7 +10,7 @@ import pytest
 
 from tests.bench.__main__ import MEASUREMENTS, main
 
-OURS = ("api", "shared", "tests", "trainer", "worker")
+OURS = ("api", "mlx_model", "ranks", "shared", "tests", "trainer", "worker")
 
 
 def test_a_measurement_that_there_is_not_is_named_beside_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,12 +2,13 @@
 
 import pytest
 
+from mlx_model.config import DiskConfig, SpeculationConfig
 from shared.errors import SetupError
 from shared.process.foreign_flags import REFUSED, WITHOUT_EFFECT, native
 from shared.process.serve_settings import ServeSettings
 from shared.process.settings import load
 from shared.process.worker_settings import WorkerSettings
-from worker.engine.messages import DiskConfig, SpeculationConfig, engine_config
+from worker.engine.messages import engine_config
 
 TAKEN = """
 --model-path x --lora-rank 16 --enable-rl-training --atropos-url http://localhost:8001 --host 0.0.0.0 --port 8000

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from ranks.placement import Placement, address_of, own_device, own_names, placement
 from shared.errors import SetupError
 from shared.process.serve_settings import ServeSettings
 from shared.process.settings import load
@@ -13,7 +14,6 @@ from shared.process.worker_settings import WorkerSettings
 from trainer.learners import placing
 from trainer.learners.ranks import RankLearner
 from trainer.settings import TrainSettings
-from worker.group.placement import Placement, address_of, own_device, own_names, placement
 from worker.guest import rank_of_guest
 
 

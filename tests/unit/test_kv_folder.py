@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from tests.waiting import HANG_S
-from worker.engine.kv.disk.folder import FILE, LOCK, PART, Folder
+from worker.engine.prefixes.disk.folder import FILE, LOCK, PART, Folder
 
 ROOT = Path(__file__).parents[2]
 WRITER = """
 import sys
 from pathlib import Path
-from worker.engine.kv.disk.folder import Folder
+from worker.engine.prefixes.disk.folder import Folder
 root, seed, size, count, bound = Path(sys.argv[1]), *map(int, sys.argv[2:])
 folder = Folder(root, "base", "a" * 32, max_bytes=bound, ttl_s=0, durable=False)
 folder.open(parents=True)

@@ -30,7 +30,11 @@ class Trap:
 
 
 def sources() -> list[Path]:
-    return [path for package in ("api", "shared", "worker", "trainer") for path in (ROOT / package).rglob("*.py")]
+    return [
+        path
+        for package in ("api", "mlx_model", "ranks", "shared", "worker", "trainer")
+        for path in (ROOT / package).rglob("*.py")
+    ]
 
 
 def test_no_module_of_ours_imports_what_unpickles_or_runs_text() -> None:

@@ -31,7 +31,7 @@ from shared.text import grammar
 from shared.text.codec import TextCodec, TokenizerBundle
 from tests.unit.api_texts import bundle, codec
 from tests.waiting import HANG_S
-from worker.engine.sampling.stop_text import RowText
+from worker.engine.batch.stop_text import RowText
 
 WEATHER = {
     "type": "function",

@@ -12,8 +12,8 @@ from typing import Protocol, TypeVar
 
 import mlx.core as mx
 
+from mlx_model.loader import LoadedModel
 from shared.ranks import RankStatus
-from worker.engine.model.loader import LoadedModel
 
 T = TypeVar("T")
 Work = Generator[None, None, T]
@@ -33,7 +33,7 @@ class ComputeHost(Protocol):
 
 
 class Others(Protocol):
-    """The other ranks of a group, as the thread of rank 0 sees them (worker/group/lead.py)."""
+    """The other ranks of a group, as the thread of rank 0 sees them (ranks/lead.py)."""
 
     def unit(self, ask: bytes) -> None:
         """Order a unit of work: the first one of the call `ask`, or with b"" the next one of the present call."""

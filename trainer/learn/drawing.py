@@ -17,8 +17,8 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from mlx_model.sampling.draw import SMALLEST, nucleus_threshold
 from shared.trajectories import Drawing, Trajectory
-from worker.engine.sampling.draw import SMALLEST, nucleus_threshold
 
 COLDEST = 1e-4  # below it a sampler is greedy, and a gradient in proportion to 1 / temperature means nothing
 _NEVER = -1e9  # a logit without a chance; infinity would make the entropy not a number

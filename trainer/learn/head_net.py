@@ -1,4 +1,4 @@
-"""A head as it learns: the network that `worker/engine/heads/` serves."""
+"""A head as it learns: the network that `mlx_model/heads/` serves."""
 
 import mlx.core as mx
 import mlx.nn as nn

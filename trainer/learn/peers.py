@@ -20,9 +20,9 @@ import numpy as np
 import numpy.typing as npt
 from mlx.utils import tree_flatten, tree_map_with_path
 
+from mlx_model.sites import Whole
 from trainer.learn.batches import SampleGroup
 from trainer.learn.compute import Work, finished
-from worker.engine.model.sites import Whole
 
 T = TypeVar("T")
 

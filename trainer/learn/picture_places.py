@@ -15,9 +15,9 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from worker.engine.vision.features import EncodedImage, embeddings
-from worker.engine.vision.language import row_positions_of
-from worker.engine.vision.positions import Grid, Spots
+from mlx_model.vision.features import EncodedImage, embeddings
+from mlx_model.vision.language import row_positions_of
+from mlx_model.vision.positions import Grid, Spots
 
 
 class PicturePlaces(NamedTuple):

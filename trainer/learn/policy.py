@@ -25,6 +25,8 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.tuner.dora import DoRALinear
 from mlx_lm.tuner.lora import LoRALinear, LoRASwitchLinear
 
+from mlx_model.learning import Gradients, attach_divided
+from mlx_model.sites import Whole
 from shared.adapter_files.config import mlx_config
 from shared.heads import VALUE, HeadSpec
 from trainer.learn.head_net import HeadNet
@@ -33,8 +35,6 @@ from trainer.learn.peers import Peers
 from trainer.learn.picture_places import held
 from trainer.rollouts.sight import Sight
 from trainer.state import Arrays
-from worker.engine.model.learning import Gradients, attach_divided
-from worker.engine.model.sites import Whole
 
 _LINEARS = (nn.Linear, nn.QuantizedLinear, ShardedToAllLinear, QuantizedShardedToAllLinear)
 _SWITCHES = (SwitchLinear, QuantizedSwitchLinear)

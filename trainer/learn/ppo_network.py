@@ -12,6 +12,7 @@ import mlx.core as mx
 import msgspec
 import numpy as np
 
+from mlx_model.networks.network import ACTIVATIONS, gru, lstm, state_parts
 from shared.errors import SetupError
 from shared.networks.shapes import plan, with_shapes
 from shared.networks.spec import (
@@ -30,7 +31,6 @@ from shared.networks.spec import (
 )
 from trainer.learn.options import MemoryKind
 from trainer.state import Arrays
-from worker.engine.networks.network import ACTIVATIONS, gru, lstm, state_parts
 
 _FIRST_POLICY = 0.01  # of the layer of the actions: at first all are equally likely
 

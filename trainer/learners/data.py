@@ -14,6 +14,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_map
 
+from mlx_model.sites import Whole
 from shared.errors import SetupError
 from trainer.learn.adam import AdamSteps, StepSizes, update_together
 from trainer.learn.compute import Work
@@ -23,7 +24,6 @@ from trainer.learn.policy import Policy
 from trainer.learners.calls import exposed, exposed_read
 from trainer.rollouts.sight import Sight
 from trainer.state import Arrays, LearnerSnapshot, Moments
-from worker.engine.model.sites import Whole
 
 T = TypeVar("T")
 

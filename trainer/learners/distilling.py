@@ -8,6 +8,7 @@ import mlx.nn as nn
 import msgspec
 import numpy as np
 
+from mlx_model.sites import Whole
 from trainer.learn.batches import Sample, SampleGroup
 from trainer.learn.compute import Work
 from trainer.learn.divergence import UNKNOWN, divergences
@@ -15,7 +16,6 @@ from trainer.learn.logprobs import BatchArrays, halves_of
 from trainer.learn.options import AdapterShape
 from trainer.learners.data import DataOptions, Measured
 from trainer.learners.tuning import RowLearner
-from worker.engine.model.sites import Whole
 
 
 class ScoredRow(msgspec.Struct, frozen=True):

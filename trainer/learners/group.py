@@ -14,17 +14,17 @@ from typing import Any, TypeVar
 
 import structlog
 
+from mlx_model.config import EngineConfig
+from mlx_model.loader import LoadedModel, load_model
+from ranks.following import Follower
+from ranks.lead import GroupLead
+from ranks.messages import EngineTurn, LoadModel, Stopping, Unit
+from ranks.placement import Placement
 from shared.errors import ParallmError, ServiceUnavailableError, SetupError
 from shared.process.lifeline import follow_parent
 from trainer.learn.compute import ThreadHost, at_once
 from trainer.learners.ranks import RankLearner
 from trainer.settings import TrainSettings
-from worker.engine.messages import EngineConfig
-from worker.engine.model.loader import LoadedModel, load_model
-from worker.group.following import Follower
-from worker.group.lead import GroupLead
-from worker.group.messages import EngineTurn, LoadModel, Stopping, Unit
-from worker.group.placement import Placement
 
 log = structlog.get_logger()
 T = TypeVar("T")

@@ -11,13 +11,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, overload
 
+from mlx_model.sites import Whole
 from trainer.learn.compute import ComputeHost, Others, Work, at_once
 from trainer.learners.calls import called
 from trainer.learners.kinds import AnyLearner, Made, made
 from trainer.learners.ranks import Leading
 from trainer.rollouts.sight import Sight
 from trainer.state import Arrays, LearnerSnapshot
-from worker.engine.model.sites import Whole
 
 L = TypeVar("L")
 P = ParamSpec("P")

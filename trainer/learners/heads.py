@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from mlx.utils import tree_flatten, tree_map
 
+from mlx_model.sites import Whole
 from shared.adapter_files.config import mlx_config
 from shared.errors import SetupError
 from shared.heads import POLICY, REWARD, HeadKind, HeadSpec
@@ -31,7 +32,6 @@ from trainer.learners.calls import exposed
 from trainer.learners.data import DataLearner, DataOptions, ItemSize, Measured, policy_of
 from trainer.learners.head_examples import ACTING, ActionSpread, Form, HeadExample, HeadText
 from trainer.state import Arrays
-from worker.engine.model.sites import Whole
 
 Outputs = npt.NDArray[np.float32]
 

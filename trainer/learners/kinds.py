@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from mlx_model.sites import Whole
 from trainer.learn.gate import GateLimits
 from trainer.learn.options import AdapterShape, HeadSettings, OptimizeOptions
 from trainer.learners.data import DataLearner, DataOptions
@@ -16,7 +17,6 @@ from trainer.learners.policy import PolicyLearner
 from trainer.learners.tuning import TuneLearner
 from trainer.learners.tuning_examples import Tuning
 from trainer.rollouts.sight import Sight
-from worker.engine.model.sites import Whole
 
 Kind = Literal["policy", "tune", "distill", "head"]
 AnyLearner = PolicyLearner | DataLearner[Any]

@@ -3,9 +3,9 @@
 import os
 from collections.abc import Mapping
 
+from ranks.placement import Placement, place
 from shared.errors import SetupError
 from trainer.settings import TrainSettings
-from worker.group.placement import Placement, place
 
 
 def placement(settings: TrainSettings, environment: Mapping[str, str] = os.environ) -> Placement | None:

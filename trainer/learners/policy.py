@@ -12,6 +12,7 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 
+from mlx_model.sites import Whole
 from shared.adapters import GateCheck
 from shared.heads import HeadSpec
 from shared.trajectories import Trajectory
@@ -29,7 +30,6 @@ from trainer.learn.steps import StepReport
 from trainer.learners.calls import exposed, exposed_read
 from trainer.rollouts.sight import Sight
 from trainer.state import Arrays, GradientMeans, LearnerSnapshot
-from worker.engine.model.sites import Whole
 
 _NO_MEANS = GradientMeans()
 _OLDER = "older-"  # begins the names of earlier weights in a state

@@ -1,9 +1,9 @@
 """A learner of several ranks: each has one, and all of them carry out what rank 0 is asked, unit by unit.
 
 What a learner does follows from plain data alone, so rank 0 sends the others each call (calls.py) before it carries it
-out. Weights and moments are whole on every rank, gradients are sums over ranks (worker/engine/model/learning.py;
+out. Weights and moments are whole on every rank, gradients are sums over ranks (mlx_model/learning.py;
 trainer/learn/peers.py where each rank has all of the model). After each call the ranks compare the bits of their
-parameters. How ranks meet and are lost is in worker/group/.
+parameters. How ranks meet and are lost is in ranks/.
 """
 
 from collections.abc import Callable
@@ -13,10 +13,10 @@ import mlx.core as mx
 import msgspec
 from mlx_lm.generate import generation_stream
 
+from mlx_model.loader import LoadedModel
 from trainer.learn.compute import Others, Work, at_once
 from trainer.learners.calls import Call, arguments_of, call_of, called, signature_of
 from trainer.learners.kinds import AnyLearner, Made, made
-from worker.engine.model.loader import LoadedModel
 
 T = TypeVar("T")
 
@@ -47,7 +47,7 @@ class Leading:
     def _together(self, ask: Made | Call, start: Callable[[], Work[T]], learner: "Callable[[], AnyLearner]") -> Work[T]:
         """Do what `start` does on all ranks; a call that is given up here is given up by all.
 
-        An error that all ranks have had is raised; one that only some have ends the group (worker/group/lead.py).
+        An error that all ranks have had is raised; one that only some have ends the group (ranks/lead.py).
         """
         body = msgspec.msgpack.encode(ask)
         work: Work[T] | None = None

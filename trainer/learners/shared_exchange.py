@@ -15,6 +15,7 @@ import structlog
 from redis.exceptions import RedisError
 
 from shared.errors import ConflictError, NotFoundError
+from shared.images.refs import Picture
 from shared.redis.connection.faults import reason
 from shared.redis.training.parcels import StoredParcel
 from shared.redis.training.shared_runs import SharedRun
@@ -23,7 +24,6 @@ from trainer.learn.packing import pack, unpack
 from trainer.learn.steps import StepPlan, Sums
 from trainer.sharing import ExchangeDtype
 from trainer.state import Arrays
-from worker.engine.messages import Picture
 
 log = structlog.get_logger()
 

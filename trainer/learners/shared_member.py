@@ -17,7 +17,9 @@ import msgspec
 import structlog
 from redis.exceptions import RedisError
 
+from mlx_model.loader import LoadedModel
 from shared.errors import NotFoundError, ServiceUnavailableError, SetupError
+from shared.images.refs import Picture
 from shared.process.discovery import ring_url
 from shared.process.settings import version
 from shared.redis.connection.client import connect, require
@@ -52,8 +54,6 @@ from trainer.rollouts.sight import sight_of
 from trainer.settings import TrainSettings
 from trainer.sharing import ExchangeDtype
 from trainer.state import Arrays
-from worker.engine.messages import Picture
-from worker.engine.model.loader import LoadedModel
 
 log = structlog.get_logger()
 

@@ -11,6 +11,7 @@ import structlog
 from mlx.utils import tree_flatten
 from redis.exceptions import RedisError
 
+from shared.images.refs import Picture
 from shared.redis.connection.faults import reason
 from trainer.learn.adam import added
 from trainer.learn.advantages import ValueSums
@@ -21,7 +22,6 @@ from trainer.learn.steps import StepPlan, Sums
 from trainer.learners.policy import PolicyLearner
 from trainer.learners.shared_exchange import LEAST_PATIENCE_S, LOOK, PATIENCE, Computed, RunLead, StepPart
 from trainer.state import Arrays
-from worker.engine.messages import Picture
 
 log = structlog.get_logger()
 

@@ -13,6 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from mlx_model.sites import Whole
 from shared.trajectories import Trajectory
 from trainer.learn.batches import SampleGroup, pad
 from trainer.learn.compute import Work
@@ -36,7 +37,6 @@ from trainer.learners.data import DataLearner, DataOptions, ItemSize, Measured, 
 from trainer.learners.tuning_examples import Tuning
 from trainer.rollouts.sight import Sight
 from trainer.state import Arrays
-from worker.engine.model.sites import Whole
 
 T = TypeVar("T")
 _Pair = tuple[tuple[int, ...] | tuple[bytes, ...], ...]  # keys of images, prompt, chosen, rejected

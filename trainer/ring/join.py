@@ -5,6 +5,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
+from mlx_model.loader import LoadedModel
 from shared.errors import SetupError, UnknownModelError
 from shared.process.discovery import ring_url
 from shared.redis import keys
@@ -29,7 +30,6 @@ from trainer.ring.over_redis import RingSource, StoreSink
 from trainer.ring.ring import TrainerRing
 from trainer.rollouts.scorers import Judges, ring_judges
 from trainer.settings import TrainSettings
-from worker.engine.model.loader import LoadedModel
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,10 @@ from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
 from shared.errors import EngineError, InvalidRequestError, SetupError
-from shared.images.refs import ImageRef
+from shared.images.refs import ImageRef, Picture
 from shared.jobs import Message
 from trainer.rollouts.pictures import ChatPictures, ShownChat
 from trainer.rollouts.sight import Sight
-from worker.engine.messages import Picture
 
 T = TypeVar("T")
 

@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 from shared.errors import EngineError, InvalidRequestError, SetupError
 from shared.image_files.reader import ImageReader
 from shared.images.chat import ChatImages, SizedImage
-from shared.images.refs import Detail, ImageRef, image_key
+from shared.images.refs import Detail, ImageRef, Picture, image_key
 from shared.jobs import Message
 from trainer.rollouts.sight import Sight
-from worker.engine.messages import Picture
 
 KNOWN = 65_536  # images whose sizes are remembered
 

@@ -10,12 +10,11 @@ from threading import Lock
 
 import mlx.core as mx
 
+from mlx_model.loader import LoadedModel
+from mlx_model.vision.families import AnyTower, Tower
+from mlx_model.vision.features import EncodedImage
 from shared.errors import EngineError
-from shared.images.refs import ImageRef
-from worker.engine.messages import Picture
-from worker.engine.model.loader import LoadedModel
-from worker.engine.vision.families import AnyTower, Tower
-from worker.engine.vision.features import EncodedImage
+from shared.images.refs import ImageRef, Picture
 
 TILE_BYTES = 1 << 30  # far more than the groups that are under way have, unless their images are very large
 VECTOR_BYTES = 256 << 20

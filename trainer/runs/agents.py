@@ -11,12 +11,12 @@ from collections.abc import Awaitable, Callable
 
 import structlog
 
+from mlx_model.loader import LoadedModel
 from shared.errors import ParallmError
 from trainer.learn.compute import ComputeHost
 from trainer.runs.loop import TrainLoop
 from trainer.runs.rl import train
 from trainer.settings import TrainSettings
-from worker.engine.model.loader import LoadedModel
 
 log = structlog.get_logger()
 

@@ -23,6 +23,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import msgspec
 import structlog
 
+from mlx_model.loader import LoadedModel
 from shared.adapters import GateCheck, version_id
 from shared.errors import SetupError
 from shared.training import TrainerState, TrainerStatus, TrainingPoint
@@ -44,7 +45,6 @@ from trainer.versions.publish import Publisher
 from trainer.versions.run_folder import check_home
 from trainer.versions.run_lock import run_lock
 from trainer.versions.start import check_latest, keep_start, starting_weights
-from worker.engine.model.loader import LoadedModel
 
 T = TypeVar("T")
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from mlx_model.loader import LoadedModel
 from shared.errors import SetupError
 from trainer.learn.batches import SampleGroup
 from trainer.learners.distilling import ScoredRow
@@ -20,7 +21,6 @@ from trainer.runs.data import options_of
 from trainer.runs.teacher import FILE, read_kept, scored
 from trainer.runs.tuning import RowRun
 from trainer.versions.checkpoint import write_whole
-from worker.engine.model.loader import LoadedModel
 
 
 class DistillRun(RowRun[ScoredRow]):

@@ -6,6 +6,7 @@ from typing import Any
 
 import structlog
 
+from mlx_model.loader import LoadedModel
 from trainer.learn.compute import ComputeHost
 from trainer.learners.shared_member import RunMember, take_part
 from trainer.runs import stopping
@@ -18,7 +19,6 @@ from trainer.runs.ppo import PpoRun, train_network
 from trainer.runs.rl import train
 from trainer.runs.tuning import TuneRun
 from trainer.settings import TrainSettings
-from worker.engine.model.loader import LoadedModel
 
 log = structlog.get_logger()
 

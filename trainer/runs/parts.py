@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from mlx_model.sites import Whole
 from trainer.learn.compute import ComputeHost
 from trainer.learners.federation import RoundHandle
 from trainer.learners.handle import Handle, HostHandle
@@ -16,7 +17,6 @@ from trainer.rollouts.conversation import ChatEncoder
 from trainer.rollouts.environments import Environment
 from trainer.rollouts.sight import Sight
 from trainer.settings import TrainSettings
-from worker.engine.model.sites import Whole
 
 
 def policy_options(settings: TrainSettings) -> PolicyOptions:

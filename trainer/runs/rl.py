@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import structlog
 
+from mlx_model.loader import LoadedModel
 from shared.errors import SetupError
 from shared.process.process_settings import JoinSettings
 from trainer.learn.compute import ComputeHost
@@ -24,7 +25,6 @@ from trainer.runs.parts import Parts
 from trainer.settings import TrainSettings
 from trainer.state import RunState
 from trainer.versions.run_lock import run_lock
-from worker.engine.model.loader import LoadedModel
 
 log = structlog.get_logger()
 

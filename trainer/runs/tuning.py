@@ -16,6 +16,7 @@ from typing import TypeVar, cast
 
 import structlog
 
+from mlx_model.loader import LoadedModel
 from shared.adapters import GateCheck, version_id
 from shared.errors import ServiceUnavailableError
 from shared.jobs import SamplingOverrides
@@ -36,7 +37,6 @@ from trainer.rollouts.sight import Sight, sight_of
 from trainer.runs import feedback
 from trainer.runs.data import ASK_AGAIN_S, DataRun, options_of
 from trainer.versions.checkpoint import write_whole
-from worker.engine.model.loader import LoadedModel
 
 PARITY_PROMPTS = 4
 PARITY_TOKENS = 16

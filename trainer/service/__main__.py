@@ -13,6 +13,7 @@ import time
 
 import structlog
 
+from mlx_model import fast_blas
 from shared.errors import ParallmError, ServiceUnavailableError, SetupError
 from shared.process import logs
 from shared.process.discovery import ring_url
@@ -25,7 +26,6 @@ from shared.redis.processes.worker_registry import WorkerRegistry
 from shared.sequences import ModelCard
 from trainer.runs import stopping
 from trainer.service.settings import LearnersSettings
-from worker.engine.model import fast_blas
 
 log = structlog.get_logger()
 
@@ -56,10 +56,10 @@ def main(argv: list[str] | None = None) -> int:
 async def _serve(settings: LearnersSettings) -> int:
     # These import mlx, so only after fast_blas.install.
     with no_collections(), many_files():
+        from mlx_model.config import EngineConfig
+        from mlx_model.loader import load_model
         from trainer.learn.compute import ThreadHost, at_once
         from trainer.service.service import LearnerService
-        from worker.engine.messages import EngineConfig
-        from worker.engine.model.loader import load_model
 
     url = await ring_url(settings)
     if not url:

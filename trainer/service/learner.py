@@ -23,6 +23,7 @@ from safetensors.numpy import load as read_safetensors
 from safetensors.numpy import save as write_safetensors
 
 from shared.errors import ConflictError, InvalidRequestError, UnsupportedModelError
+from shared.images.refs import Picture
 from shared.learners import Datum, LearnerSpec, LossName, PassDone, PassRequest, StepDone, StepRequest, Values
 from trainer.learn.adam import AdamSteps, StepSizes, added, all_finite
 from trainer.learn.compute import Work
@@ -33,7 +34,6 @@ from trainer.learn.policy import Policy, share_tree
 from trainer.rollouts.sight import Sight
 from trainer.service.losses import elementwise
 from trainer.state import Arrays
-from worker.engine.messages import Picture
 
 WIDTH = 8  # rows are padded to a multiple of it, so that few shapes occur
 MOST_TARGETS = 64  # a position of a microbatch, on average: rows are padded to the most of one of them, too

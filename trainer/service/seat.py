@@ -25,6 +25,7 @@ from safetensors.numpy import save_file
 
 from shared.adapter_files.formats import CONFIG_FILE, MLX_FILE, prepared
 from shared.errors import ConflictError, EngineError, NotFoundError, ParallmError
+from shared.images.refs import Picture
 from shared.learners import (
     Answer,
     BeginDone,
@@ -55,7 +56,6 @@ from trainer.rollouts.pictures import ChatPictures
 from trainer.service.learner import ServiceLearner
 from trainer.service.run_learner import RunLearner, read_call
 from trainer.service.turns import Turns
-from worker.engine.messages import Picture
 
 log = structlog.get_logger()
 

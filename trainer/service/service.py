@@ -21,6 +21,7 @@ import structlog
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from mlx_model.loader import LoadedModel
 from shared.errors import ParallmError
 from shared.learners import LearnerSpec, ServiceCard
 from shared.owners import whoever_it_is_for
@@ -38,7 +39,6 @@ from trainer.service.run_learner import RunLearner
 from trainer.service.seat import LostError, Seat, gone
 from trainer.service.settings import LearnersSettings
 from trainer.service.turns import Turns
-from worker.engine.model.loader import LoadedModel
 
 log = structlog.get_logger()
 

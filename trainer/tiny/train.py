@@ -20,11 +20,11 @@ import numpy as np
 from mlx_lm.models import llama
 from tokenizers import Tokenizer
 
+from mlx_model import fast_blas
 from trainer.tiny.data import ChatExample, arithmetic_prompts, sample_addition, sample_talk
 from trainer.tiny.evaluate import greedy_accuracy
 from trainer.tiny.model import new_model, parameter_count, save_model
 from trainer.tiny.tokenizer import PAD, TURN_END, build_tokenizer, render
-from worker.engine.model import fast_blas
 
 fast_blas.install()
 

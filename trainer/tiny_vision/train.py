@@ -20,8 +20,8 @@ import numpy as np
 from mlx.utils import tree_flatten
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from mlx_model import fast_blas
 from trainer.tiny_vision.data import COLOURS, QUESTIONS, SHAPES, TASKS, Task, example
-from worker.engine.model import fast_blas
 
 TILE, PATCH, MERGE = 48, 6, 2
 TILE_TOKENS = (TILE // PATCH // MERGE) ** 2

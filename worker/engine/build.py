@@ -7,15 +7,15 @@ from typing import Any, Protocol
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
+from mlx_model.batching import check_batch
+from mlx_model.config import EngineConfig, SlotConfig
+from mlx_model.loader import LoadedModel, load_model
 from shared.frames import TokenEvent
-from worker.engine.batch.adapters import AdapterStats, SlotConfig
+from worker.engine.adapter_slots import AdapterSlots
+from worker.engine.batch.adapters import AdapterStats
 from worker.engine.engine import Engine
-from worker.engine.lora.slots import AdapterSlots
-from worker.engine.messages import EngineConfig
-from worker.engine.model.batching import check_batch
-from worker.engine.model.loader import LoadedModel, load_model
 from worker.engine.orders import EngineParts, Order
-from worker.engine.ranks.turns import RankReport, TurnFacts
+from worker.engine.turns import RankReport, TurnFacts
 from worker.engine.warm_up import WarmUp, begun
 
 OnAdapters = Callable[[AdapterStats], None]  # called in thread G after loads and failures; must be quick

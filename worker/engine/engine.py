@@ -17,28 +17,29 @@ from collections.abc import Callable, Iterable
 
 import mlx.core as mx
 
+from mlx_model.config import EngineConfig
+from mlx_model.loader import LoadedModel, bound_freed_memory
 from shared.errors import EngineError, ParallmError
 from shared.frames import Finish, TokenEvent
 from shared.sequences import SequenceClass
 from shared.text.codec import TextCodec
 from worker.engine.batch.adapters import Adapters
+from worker.engine.batch.grammars import Grammars
 from worker.engine.batch.keeping import Keeping
 from worker.engine.batch.prefill_lane import Followers, PrefillLane, PrefillTask, promote, task_for
 from worker.engine.batch.prompt_group import Entry
 from worker.engine.batch.prompts_in_flight import Pieces
 from worker.engine.batch.row import Deadlines, Row, WaitingRows
 from worker.engine.batch.row_model import RowModel
-from worker.engine.kv.disk.tiered_cache import prefix_cache
-from worker.engine.messages import EndReason, EngineConfig, EngineStats, RowRequest, StepOutput, Throughput
-from worker.engine.model.loader import LoadedModel, bound_freed_memory
-from worker.engine.ranks.turns import RankReport, TurnFacts, in_lockstep, now_ms
-from worker.engine.sampling.grammars import Grammars
-from worker.engine.sampling.stop_text import RowText
+from worker.engine.batch.stop_text import RowText
+from worker.engine.gallery import Gallery
+from worker.engine.messages import EndReason, EngineStats, RowRequest, StepOutput, Throughput
+from worker.engine.prefixes.disk.tiered_cache import prefix_cache
 from worker.engine.scheduler import ChunkSize, ClassTurns, Limits, Reserved, haste, share_prefill
 from worker.engine.speculation.batch import batch_of
 from worker.engine.speculation.draft_batch import draft_batch
 from worker.engine.speculation.drafting import Drafting
-from worker.engine.vision.gallery import Gallery
+from worker.engine.turns import RankReport, TurnFacts, in_lockstep, now_ms
 
 log = logging.getLogger(__name__)
 

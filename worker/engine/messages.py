@@ -1,101 +1,21 @@
 """What goes into the engine thread and what comes out of it: plain data, no arrays, no mlx.
 
-`EngineConfig` is read once at start. `RowRequest` goes in, `StepOutput` comes out once per turn of the loop, and
-`EngineStats` may be read at any time.
+`EngineConfig` (mlx_model/config.py) is read once at start. `RowRequest` goes in, `StepOutput` comes out once per turn
+of the loop, and `EngineStats` may be read at any time.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Self
 
+from mlx_model.config import DiskConfig, EngineConfig, SpeculationConfig
 from shared.errors import ParallmError
 from shared.frames import Finish, TokenEvent
-from shared.process.group_settings import Sharding
+from shared.images.refs import Picture
 from shared.process.worker_settings import WorkerSettings
 from shared.sequences import SequenceSpec
 
 EndReason = Literal["cancelled", "deadline", "abort"]  # why a row ends that did not end by itself
-
-
-@dataclass(frozen=True)
-class DiskConfig:
-    """KV that has left memory, kept in files."""
-
-    folder: str  # the workers of a machine may share it
-    write_through: bool = False  # files are written when KV is stored, not when it is evicted from memory
-    durable: bool = False  # synced and tried again, so that a power cut or a moment's trouble loses little
-    async_writes: bool = True  # in a thread; else the engine's thread writes, and rows wait
-    queue_size: int = 512  # files that wait to be written, at most; more are dropped
-    max_retries: int = 3  # where it is durable
-    flush_interval_s: float = 1.0  # for which files are gathered
-    max_bytes: int = 50 * 10**9  # of the folder; 0: no bound
-    ttl_s: float = 7 * 86_400.0  # since the last use; 0: no bound
-
-
-@dataclass(frozen=True)
-class SpeculationConfig:
-    """Drafts of tokens that are to come, checked several at once (worker/engine/speculation)."""
-
-    tokens: int = 7  # of one draft, at most
-    most_rows: int = 0  # of a batch that gets drafts; 0: no bound
-    ngram_max: int = 4  # ids of a row's end that are looked for, at most
-    ngram_min: int = 1
-    prompt_lookup: bool = True  # in the prompt, too, not only in the completion
-    adapts_to_rows: bool = True  # drafts are as long, and as frequent, as a row's are accepted
-    adapts_to_time: bool = True  # a step has drafts only where those take less time than they save
-    overlaps: bool = True  # a step that checks drafts is given out before the one before it has been read
-    reads_beside: bool | None = None  # while it is given out, in another thread; None: on CUDA (speculation/unread.py)
-    memory_bytes: int = 0  # of what sequences have written, by prompt, for others of the same prompt; 0: none is kept
-    threshold: float = 0.3  # a row whose drafts are accepted more seldom gets one where its end occurs in full length
-    own_text: bool = True  # a row's own text is drafted from
-    draft_model: str = ""  # a folder or a hub name; "": none
-    draft_context: int = 0  # ids of a prompt that the draft model reads, the last ones; 0: all
-
-
-@dataclass(frozen=True)
-class EngineConfig:
-    """How to load the model and how much of it runs at once."""
-
-    model: str  # a folder or a hub name
-    served_name: str = ""  # "": the last part of `model`
-    max_rows: int = 32  # rows that hold a place in the batch, prefilling ones included
-    prefill_rows: int = 32  # prompts that prefill together, at most
-    prefill_chunk: int = 512  # prompt tokens between two decode steps, over all prompts; 0: measured (warm_up.py)
-    largest_chunk: int = 0  # that may become, while it is not measured yet, where pieces of prompts come in time
-    prefill_area: int | None = None  # rows x width x (past + width) of a forward of prompts; None: no limit
-    piece_s: float = float("inf")  # that a piece of prompts is planned to take; a late one makes the next one smaller
-    lane_s: float = float("inf")  # for the prompts in our own lane between two decode steps
-    quick_at_once: bool = True  # decode steps have their own forward from the first one on, not only when warmed up
-    warm_up: bool = False  # decode rows of usual sizes while there are no others; on a GPU
-    kv_limit_bytes: int | None = None  # None: half of what is free after loading
-    dtype: str | None = None  # None: the model's own; float32 on a CPU
-    max_context: int | None = None  # shortens the model's context
-    trust_remote_code: bool = False
-    top_candidates: int = 256  # tokens that are sorted before the whole vocabulary is (CPU only; batch/sampler.py)
-    score_chunk_bytes: int = 64 << 20  # fp32 logits of a prompt that exist at one time
-    between_steps_s: float = 0.005  # time for loading adapters between two decode steps
-    prefix_cache_bytes: int = 1 << 30  # KV of earlier prompts, besides `kv_limit_bytes`; 0: none is kept
-    block_size: int = 64  # tokens by which prefixes are compared and kept
-    kv_bits: int = 0  # of each number of KV, 8 or 4; 0: the model's dtype
-    kv_group_size: int = 64  # numbers that share a scale
-    max_kv_size: int = 0  # positions that a layer of full attention holds, the last ones; 0: all
-    keep_bytes: int = 128 << 20  # of prompts' KV copied into the prefix cache between two decode steps, about
-    disk: DiskConfig | None = None  # where KV goes that the prefix cache has no room for; None: nowhere
-    guest_share: float = 0.2  # of the thread's time that guests get while rows decode; 0: none
-    speculation: SpeculationConfig | None = None  # None: no drafts
-    image_cache_bytes: int = 256 << 20  # of images' vectors that no row uses
-    sees: bool = True  # False: of a model that sees only the text is used
-    sharding: Sharding = "tensor"  # what each of several ranks holds
-
-
-@dataclass(frozen=True)
-class Picture:
-    """An image as the tower sees it."""
-
-    key: bytes  # as its `ImageRef` says
-    tiles: list[bytes]  # RGB bytes of each
-    width: int  # of the last tile, in pixels; those before it are squares of `VisionSpec.tile`
-    height: int
 
 
 @dataclass(frozen=True)

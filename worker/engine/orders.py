@@ -1,7 +1,7 @@
 """Orders: what an engine does between two turns. Plain data, so that every rank of a group can carry out the same.
 
-An order is carried out before the turn that follows it, on every rank in the same sequence (worker/group/). A new order
-is one struct here, with its handler, and its name in `Order`.
+An order is carried out before the turn that follows it, on every rank in the same sequence
+(worker/group/engine_lead.py). A new order is one struct here, with its handler, and its name in `Order`.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from pathlib import Path
 
 import msgspec
 
+from mlx_model.loader import LoadedModel
 from shared.adapters import AdapterManifest
+from shared.images.refs import Picture
+from worker.engine.adapter_slots import AdapterSlots
 from worker.engine.engine import Engine
-from worker.engine.lora.slots import AdapterSlots
-from worker.engine.messages import EndReason, Picture, RowRequest
-from worker.engine.model.loader import LoadedModel
+from worker.engine.messages import EndReason, RowRequest
 from worker.engine.speculation.memory import Completions
 from worker.engine.warm_up import WarmUp
 

@@ -6,8 +6,9 @@ passed more than `PASSES` times in a row. A batch prompt's piece is kept short, 
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from mlx_model.config import DraftKv
 from shared.errors import (
     ContextLengthExceededError,
     EmptyPromptError,
@@ -195,14 +196,6 @@ def feed_next(
 
 
 @dataclass(frozen=True)
-class DraftKv:
-    """KV that a draft model keeps of a row, besides the model's own."""
-
-    bytes_per_token: int = 0
-    most: int = 0  # tokens of a row
-
-
-@dataclass(frozen=True)
 class Limits:
     """Limits of the model and of this worker's memory."""
 
@@ -211,7 +204,7 @@ class Limits:
     kv_bytes_per_token: int
     kv_limit_bytes: int
     kv_window: int = 0  # positions that a row holds at most; 0: all
-    draft: DraftKv = DraftKv()
+    draft: DraftKv = field(default_factory=DraftKv)
 
     @classmethod
     def of(cls, card: ModelCard, kv_limit_bytes: int, draft: DraftKv) -> "Limits":

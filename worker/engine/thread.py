@@ -21,16 +21,17 @@ from dataclasses import replace
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
+from mlx_model.config import EngineConfig, SlotConfig
+from mlx_model.loader import LoadedModel
 from shared.errors import SetupError
-from worker.engine.batch.adapters import AdapterStats, SlotConfig
+from worker.engine.adapter_slots import AdapterSlots
+from worker.engine.batch.adapters import AdapterStats
 from worker.engine.between_steps import Guests, T, Work
 from worker.engine.build import OnAdapters, OtherRanks, build
-from worker.engine.kv.sharing import SharedCache
-from worker.engine.lora.slots import AdapterSlots
-from worker.engine.messages import EngineConfig, EngineStats, OnDeath, OnStep
-from worker.engine.model.loader import LoadedModel
+from worker.engine.messages import EngineStats, OnDeath, OnStep
 from worker.engine.orders import EngineParts, Order, Rehearse, SetAside
-from worker.engine.ranks.turns import TurnFacts
+from worker.engine.prefixes.sharing import SharedCache
+from worker.engine.turns import TurnFacts
 
 log = logging.getLogger(__name__)
 

@@ -35,16 +35,17 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
+from mlx_model.config import EngineConfig
+from mlx_model.loader import LoadedModel, free_bytes
+from mlx_model.sampling.cuda import draws
+from mlx_model.step.cuda import products
 from shared.sequences import SamplingParams, SequenceSpec
 from worker.engine.batch.adapters import Adapters, NoAdapters
 from worker.engine.batch.row import Row
 from worker.engine.between_steps import Work
 from worker.engine.engine import Engine
-from worker.engine.messages import EngineConfig, RowRequest
-from worker.engine.model.cuda import products
-from worker.engine.model.loader import LoadedModel, free_bytes
-from worker.engine.ranks.turns import TurnFacts
-from worker.engine.sampling.cuda import draws
+from worker.engine.messages import RowRequest
+from worker.engine.turns import TurnFacts
 
 log = logging.getLogger(__name__)
 

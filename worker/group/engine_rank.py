@@ -6,16 +6,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from mlx_model.loader import LoadedModel
+from ranks.following import Follower, Learning
+from ranks.messages import EngineTurn, Fetch, Fetched, LoadModel, Read, Unit, Woken
+from ranks.placement import Placement
 from shared.adapters import AdapterManifest
 from shared.process.worker_settings import WorkerSettings
 from shared.redis.adapters.store import AdapterStore
 from worker.adapters.cache import DiskCache
 from worker.engine.build import build
-from worker.engine.model.loader import LoadedModel
 from worker.engine.orders import Order, Provide, Withdraw
-from worker.group.following import Follower, Learning
-from worker.group.messages import EngineTurn, Fetch, Fetched, LoadModel, Read, Unit, Woken
-from worker.group.placement import Placement
+from worker.group.engine_lead import content_of
 
 
 class EngineRank(Follower):
@@ -73,9 +74,10 @@ class EngineRank(Follower):
         seen = engine.seen()
         if seen.is_news:
             self._say(Read(seen.read, seen.unreadable))
-        for order in turn.orders:
+        facts, orders = content_of(turn)
+        for order in orders:
             self._own(order).carry_out(self._parts)
-        output = engine.turn(turn.facts)
+        output = engine.turn(facts)
         self._outcome.add(turn.number, output.events)
         engine.settle()
 

@@ -4,10 +4,10 @@ import asyncio
 from collections.abc import Awaitable, Coroutine
 from typing import Any, TypeVar
 
+from mlx_model.loader import LoadedModel
+from ranks.lead import GroupLead
 from shared.process.loops import cancel
-from worker.engine.model.loader import LoadedModel
 from worker.engine.thread import EngineThread
-from worker.group.lead import GroupLead
 
 T = TypeVar("T")
 

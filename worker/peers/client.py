@@ -5,8 +5,9 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from worker.engine.kv.parcels import KvParcel, UnusableParcelError, unpack
-from worker.peers.wire import Channel, Connection, KvRequest, Offer, PeerError, PeerRefusalError, SendParcels, greet
+from shared.wire import Channel, Connection, PeerError, PeerRefusalError, greet
+from worker.engine.prefixes.parcels import KvParcel, UnusableParcelError, unpack
+from worker.peers.messages import KvRequest, Offer, SendParcels
 
 CONNECT_S = 2.0
 

@@ -1,24 +1,16 @@
-"""What Redis knows of KV of other workers: who may have which, where they listen, and the secret that the ring shares.
+"""What Redis knows of KV of other workers: who may have which, where they listen, and the ring's secret.
 
-No KV is in Redis, nor what it was computed from: hashes of beginnings of prompts, ids of workers, addresses. The secret
-is made by the worker that is first and found by the others. It is looked at with every heartbeat, so a Redis that has
-lost it gets a new one, and all workers know that within a few seconds.
+No KV is in Redis, nor what it was computed from: hashes of beginnings of prompts, ids of workers, addresses.
 """
-
-import secrets
-import socket
-from collections.abc import Sequence
 
 from redis.asyncio import Redis
 
 from shared.redis import keys
-from shared.redis.connection.address import ClusterAddress, SentinelAddress, is_cluster, is_sentinel
 from shared.redis.connection.client import Argument, ask_all, members
+from shared.redis.processes.ring_secret import ring_secret
 from shared.redis.queue.affinity import holders
 from worker.engine.messages import RowRequest
 from worker.peers.pace import LEAST_IDS
-
-SECRET_BYTES = 32
 
 
 class PeerDirectory:
@@ -88,49 +80,6 @@ class PeerDirectory:
             ("HGET", keys.worker(self._model, name), "kv_address") for name in workers if name != self._worker_id
         ]
         return sum(bool(value) for value in await ask_all(self._redis, commands)) if commands else 0
-
-
-async def ring_secret(
-    redis: Redis, commands: Sequence[tuple[Argument, ...]] = (), of: keys.Key = keys.peer_secret
-) -> bytes:
-    """By which workers of a ring know one another; made where there is none. b"": not to be had.
-
-    `commands`: others that go along in the same round trip. `of`: where it stands.
-    """
-    key = of()
-    *_, secret = await ask_all(
-        redis,
-        [
-            *commands,
-            ("SET", key, secrets.token_bytes(SECRET_BYTES), "NX", "EX", keys.PEER_SECRET_TTL_S),
-            ("EXPIRE", key, keys.PEER_SECRET_TTL_S),
-            ("GET", key),
-        ],
-    )
-    return secret if secret and len(secret) == SECRET_BYTES else b""
-
-
-def own_address(redis: str, given: str = "") -> str:
-    """Address at which others reach this machine: the given one, else the one it uses towards Redis."""
-    if given:
-        return given
-    host, port = _redis_at(redis)
-    if not host:
-        return "127.0.0.1"
-    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(address)  # sends nothing
-        return str(probe.getsockname()[0])
-
-
-def _redis_at(url: str) -> tuple[str, int]:
-    """Where Redis, or the first of its Sentinels or servers, is; "": on this machine."""
-    if is_cluster(url):
-        return ClusterAddress.parse(url).members[0]
-    if is_sentinel(url):
-        return SentinelAddress.parse(url).sentinels[0]
-    kwargs = Redis.from_url(url).connection_pool.connection_kwargs
-    return str(kwargs.get("host", "")), int(kwargs.get("port", 6379))
 
 
 def _may_use_kv(request: RowRequest) -> bool:

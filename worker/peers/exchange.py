@@ -15,12 +15,13 @@ from redis.exceptions import RedisError
 
 from shared.errors import SetupError
 from shared.process.worker_settings import LINGER_S, WorkerSettings
+from shared.redis.connection.address import own_address
 from shared.redis.connection.faults import reason
 from shared.sequences import ModelCard, SequenceSpec
 from shared.telemetry.metrics import Tally
 from worker.engine.messages import RowRequest
 from worker.engine.thread import EngineThread
-from worker.peers.directory import PeerDirectory, own_address
+from worker.peers.directory import PeerDirectory
 from worker.peers.fetching import FetchCounts, Fetching
 from worker.peers.server import PeerServer
 from worker.peers.store import EngineStore

@@ -19,13 +19,14 @@ from redis.exceptions import RedisError
 from shared.redis.connection.faults import reason
 from shared.sequences import SequenceSpec
 from shared.telemetry.metrics import Tally
-from worker.engine.kv.sharing import HeldPrompt
+from shared.wire import PeerError, PeerRefusalError
 from worker.engine.messages import RowRequest
+from worker.engine.prefixes.sharing import HeldPrompt
 from worker.peers.client import Transfer, asked
 from worker.peers.directory import PeerDirectory
+from worker.peers.messages import KvRequest
 from worker.peers.pace import LEAST_IDS, FetchSize, goes_on, is_quicker, recent
 from worker.peers.store import EngineStore
-from worker.peers.wire import KvRequest, PeerError, PeerRefusalError
 
 log = structlog.get_logger()
 

@@ -2,7 +2,8 @@
 
 Invariants. A peer that has not proved within HANDSHAKE_S that it knows the secret is cut off, and has learned nothing.
 At most MAX_TRANSFERS are under way, each within TRANSFER_S; a further peer is refused and computes for itself. What is
-given away is copied a little between two decode steps (engine/kv/sharing.py), one parcel ahead of the socket at most.
+given away is copied a little between two decode steps (engine/prefixes/sharing.py), one parcel ahead of the socket at
+most.
 """
 
 import asyncio
@@ -14,8 +15,9 @@ from typing import Protocol
 
 import structlog
 
-from worker.engine.kv.parcels import Packed
-from worker.peers.wire import Channel, Connection, KvRequest, Offer, PeerError, SendParcels, admit
+from shared.wire import Channel, Connection, PeerError, admit
+from worker.engine.prefixes.parcels import Packed
+from worker.peers.messages import KvRequest, Offer, SendParcels
 
 log = structlog.get_logger()
 

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol, TypeVar
 
-from worker.engine.kv.entries import NOTHING, Promotion
-from worker.engine.kv.parcels import KvParcel, Packed, UnusableParcelError, pack
-from worker.engine.kv.sharing import HeldPrompt, SharedCache
-from worker.peers.wire import KvRequest, Offer, PeerError
+from shared.wire import PeerError
+from worker.engine.prefixes.entries import NOTHING, Promotion
+from worker.engine.prefixes.parcels import KvParcel, Packed, UnusableParcelError, pack
+from worker.engine.prefixes.sharing import HeldPrompt, SharedCache
+from worker.peers.messages import KvRequest, Offer
 
 T = TypeVar("T")
 

@@ -16,8 +16,11 @@ and rediss+cluster:// for TLS. It has one database.
 """
 
 import re
+import socket
 from dataclasses import dataclass
 from urllib.parse import parse_qsl, unquote, urlencode
+
+from redis.asyncio import Redis
 
 SENTINEL_SCHEMES = ("redis+sentinel", "rediss+sentinel")
 CLUSTER_SCHEMES = ("redis+cluster", "rediss+cluster")
@@ -138,3 +141,26 @@ def _members(hosts: str, port: int, kind: str) -> tuple[tuple[str, int], ...]:
             raise ValueError(f"{each!r} is no HOST:PORT of {kind}")
         members.append((place["host"].strip("[]"), int(place["port"] or port)))
     return tuple(members)
+
+
+def own_address(redis: str, given: str = "") -> str:
+    """Address at which others reach this machine: the given one, else the one it uses towards Redis."""
+    if given:
+        return given
+    host, port = _redis_at(redis)
+    if not host:
+        return "127.0.0.1"
+    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)  # sends nothing
+        return str(probe.getsockname()[0])
+
+
+def _redis_at(url: str) -> tuple[str, int]:
+    """Where Redis, or the first of its Sentinels or servers, is; "": on this machine."""
+    if is_cluster(url):
+        return ClusterAddress.parse(url).members[0]
+    if is_sentinel(url):
+        return SentinelAddress.parse(url).sentinels[0]
+    kwargs = Redis.from_url(url).connection_pool.connection_kwargs
+    return str(kwargs.get("host", "")), int(kwargs.get("port", 6379))

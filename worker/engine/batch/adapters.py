@@ -1,26 +1,17 @@
 """The seam for adapters: who computes with which adapter, and which version a token carries.
 
 The engine asks an `Adapters` object and knows nothing of slots or LoRA. `NoAdapters` serves the base model only;
-`AdapterSlots` (worker/engine/lora/slots.py) serves versions from the store.
+`AdapterSlots` (worker/engine/adapter_slots.py) serves versions from the store.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from mlx_model.heads.head import Heads
+from mlx_model.networks.network import Network
 from shared.errors import UnknownAdapterError
 from worker.engine.batch.row import Row
-from worker.engine.heads.head import Heads
-from worker.engine.networks.network import Network
-
-
-@dataclass(frozen=True)
-class SlotConfig:
-    """Room for adapters on this worker."""
-
-    slots: int = 8  # versions that rows of one batch may use at the same time
-    max_rank: int = 64
-    dtype: str = ""  # of the stacked weights; "": the model's activations
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ import numpy.typing as npt
 from llguidance import LLExecutor
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask, fill_next_token_bitmask_par
 
+from worker.engine.batch.grammars import _EVERYTHING, Place
 from worker.engine.batch.row import Row
-from worker.engine.sampling.grammars import _EVERYTHING, Place
 
 log = logging.getLogger(__name__)
 

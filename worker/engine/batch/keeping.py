@@ -3,7 +3,8 @@
 Where all layers can be cut, a prompt is stored after its first token, and a burst's prompts over some steps: the copy
 of 128 prompts' KV held the loop of a GPU for 88 ms. So between two decode steps about as many bytes are copied as the
 engine's configuration says, and one row at least. A row that ends before its turn has no KV any more, and its prompt is
-not kept. Other layers' states are stored when a prompt's forward ends at a stop (kv/snapshots.py), as they are there.
+not kept. Other layers' states are stored when a prompt's forward ends at a stop (prefixes/snapshots.py), as they are
+there.
 
 A finished row is stored with its answer where a next turn may begin with both; a row that is set aside, as far as it
 has come.
@@ -16,8 +17,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from worker.engine.batch.row import Row
-from worker.engine.kv.prefix_cache import PrefixCache, Prompt
-from worker.engine.kv.slabs import KvRows
+from worker.engine.prefixes.prefix_cache import PrefixCache, Prompt
+from worker.engine.prefixes.slabs import KvRows
 
 log = logging.getLogger(__name__)
 

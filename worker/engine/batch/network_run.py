@@ -13,13 +13,13 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from mlx_model.networks.network import Network, Pieces
 from shared.errors import EngineError, ParallmError, UnsupportedModelError
 from shared.frames import Finish
 from shared.networks.shapes import NetworkPlan
 from shared.networks.tensors import Tensors, check_tensors, pack, unpack
 from worker.engine.batch.row import Row
 from worker.engine.batch.row_model import RowModel
-from worker.engine.networks.network import Network, Pieces
 
 log = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from mlx_model.sampling.draw import mix_seeds
 from shared.sequences import LEAST_TEMPERATURE
 from worker.engine.batch.row import Row
-from worker.engine.sampling.draw import mix_seeds
 
 Indices = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]

@@ -16,6 +16,9 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from mlx_model.pooling import Pool
+from mlx_model.sampling.draw import most_likely, top_lists
+from mlx_model.sampling.prompt_tokens import asked_from, others, report_prompt, wants_others
 from shared.errors import EngineError, ParallmError, UnsupportedModelError
 from shared.frames import Finish, TokenEvent, TokenLogprobs
 from shared.sequences import SequenceClass
@@ -28,12 +31,9 @@ from worker.engine.batch.prompts_in_flight import Pieces
 from worker.engine.batch.row import Row, RowTag, tenants_of
 from worker.engine.batch.row_model import RowModel
 from worker.engine.batch.running_batch import RunningBatch
-from worker.engine.kv.entries import UNASKED
-from worker.engine.kv.prefix_cache import PrefixCache
-from worker.engine.kv.slabs import KvRows
-from worker.engine.model.pooling import Pool
-from worker.engine.sampling.draw import most_likely, top_lists
-from worker.engine.sampling.prompt_tokens import asked_from, others, report_prompt, wants_others
+from worker.engine.prefixes.entries import UNASKED
+from worker.engine.prefixes.prefix_cache import PrefixCache
+from worker.engine.prefixes.slabs import KvRows
 from worker.engine.scheduler import widest
 
 log = logging.getLogger(__name__)

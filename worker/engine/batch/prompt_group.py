@@ -3,8 +3,8 @@
 A group joins the batch as it is: its KV is appended in one piece per layer. Taken out of a larger batch row by row, as
 mlx-lm's `BatchGenerator` does it, that is thousands of small operations.
 
-A piece ends for each row at its next stop, where its states go into the prefix cache (kv/snapshots.py); the rows that
-go on are fed in the same turn.
+A piece ends for each row at its next stop, where its states go into the prefix cache (prefixes/snapshots.py); the rows
+that go on are fed in the same turn.
 
 Invariants. Rows of a group that is fed over several turns have equal prompts; others are fed at once, padded to the
 longest. The host knows each row's padding, so nothing waits for the device to compute it.
@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from mlx_model.kv.kinds import copies, end_of, keep_rows, shed
 from worker.engine.batch.row import Row, RowTag
 from worker.engine.batch.row_model import RowModel
-from worker.engine.kv.kinds import copies, end_of, keep_rows, shed
-from worker.engine.kv.slabs import KvRows
+from worker.engine.prefixes.slabs import KvRows
 
 
 @dataclass(eq=False)

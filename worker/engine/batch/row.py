@@ -15,14 +15,14 @@ from typing import Any
 
 from msgspec import structs
 
+from mlx_model.sampling.draw import Draw
 from shared.errors import InvalidGrammarError
 from shared.frames import Finish, TokenEvent
-from worker.engine.kv.entries import UNASKED
+from worker.engine.batch.grammars import Place
+from worker.engine.batch.stop_text import RowText
+from worker.engine.gallery import Viewing
 from worker.engine.messages import RowRequest
-from worker.engine.sampling.draw import Draw
-from worker.engine.sampling.grammars import Place
-from worker.engine.sampling.stop_text import RowText
-from worker.engine.vision.gallery import Viewing
+from worker.engine.prefixes.entries import UNASKED
 
 NO_DEADLINE = 1 << 62
 

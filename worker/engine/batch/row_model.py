@@ -14,20 +14,20 @@ from typing import Any, cast
 import mlx.core as mx
 import numpy as np
 
+from mlx_model.batching import takes_padding
+from mlx_model.collectives.ranks import Ranks
+from mlx_model.heads.head import Head, Heads
+from mlx_model.kv.cuda import few_shapes
+from mlx_model.kv.layout import KvLayout
+from mlx_model.networks.network import Network
+from mlx_model.pooling import hidden_states
+from mlx_model.step.decode_step import DecodeStep, decode_step_of
+from mlx_model.vision.features import ImageFeatures, embeddings, with_images
+from mlx_model.vision.language import row_positions_of
 from shared.errors import UnsupportedModelError
 from shared.sequences import SequenceSpec
 from worker.engine.batch.adapters import Adapters, NoAdapters
 from worker.engine.batch.row import Row, RowTag
-from worker.engine.heads.head import Head, Heads
-from worker.engine.kv.cuda import few_shapes
-from worker.engine.kv.layout import KvLayout
-from worker.engine.model.batching import takes_padding
-from worker.engine.model.pooling import hidden_states
-from worker.engine.model.step.decode_step import DecodeStep, decode_step_of
-from worker.engine.networks.network import Network
-from worker.engine.ranks.ranks import Ranks
-from worker.engine.vision.features import ImageFeatures, embeddings, with_images
-from worker.engine.vision.language import row_positions_of
 
 
 class RowModel:
@@ -142,7 +142,8 @@ class RowModel:
         """Logits [B, L, V], as the model rounds them.
 
         `draws`: the rows' next inputs, and drafts after them. The logits are asked for before anything else reads what
-        this writes, so that it may be written in place (kv/cuda/place.py). `whole`: nothing of it is given out yet.
+        this writes, so that it may be written in place (mlx_model/kv/cuda/place.py). `whole`: nothing of it is given
+        out yet.
         """
         self._enter(cache[-1])
         # A prefill's logits are never computed, and must not be kept: they hold its whole graph.

@@ -23,6 +23,8 @@ import mlx.core as mx
 from mlx_lm.generate import generation_stream
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
+from mlx_model.config import EngineConfig
+from mlx_model.kv.kinds import end_of, keep_rows, share_offsets
 from shared.frames import TokenEvent
 from shared.sequences import SequenceClass
 from worker.engine.batch.keeping import Keeping
@@ -31,9 +33,7 @@ from worker.engine.batch.prompts_in_flight import Pieces
 from worker.engine.batch.row import Row, RowTag, report_tokens
 from worker.engine.batch.row_model import RowModel
 from worker.engine.batch.sampler import RowSampler
-from worker.engine.kv.kinds import end_of, keep_rows, share_offsets
-from worker.engine.kv.slabs import KvRows
-from worker.engine.messages import EngineConfig
+from worker.engine.prefixes.slabs import KvRows
 from worker.engine.scheduler import PASSES, Unfed, feed_next
 
 

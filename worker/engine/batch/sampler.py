@@ -18,14 +18,8 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from worker.engine.batch.grammar_masks import GrammarMasks
-from worker.engine.batch.numbers import Floats, Indices, Numbers, PlainRows
-from worker.engine.batch.penalties import LogitEdits, Penalties
-from worker.engine.batch.row import Row
-from worker.engine.batch.row_model import RowModel
-from worker.engine.batch.token_masks import TokenMasks
-from worker.engine.sampling.cuda import draws
-from worker.engine.sampling.draw import (
+from mlx_model.sampling.cuda import draws
+from mlx_model.sampling.draw import (
     SMALLEST,
     Draw,
     draw_by_chance,
@@ -35,7 +29,13 @@ from worker.engine.sampling.draw import (
     uniforms,
     uniforms_at,
 )
-from worker.engine.sampling.named_tokens import NamedLogprobs, NamedTokens
+from mlx_model.sampling.named_tokens import NamedLogprobs, NamedTokens
+from worker.engine.batch.grammar_masks import GrammarMasks
+from worker.engine.batch.numbers import Floats, Indices, Numbers, PlainRows
+from worker.engine.batch.penalties import LogitEdits, Penalties
+from worker.engine.batch.row import Row
+from worker.engine.batch.row_model import RowModel
+from worker.engine.batch.token_masks import TokenMasks
 
 LOWEST = -9999.0  # reported of what cannot be drawn: JSON has no infinity (OpenAI's number)
 NOISE_STEPS = 32  # that noise is made for at once

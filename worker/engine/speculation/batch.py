@@ -28,15 +28,8 @@ from typing import cast
 import mlx.core as mx
 import numpy as np
 
-from worker.engine.batch.keeping import Keeping
-from worker.engine.batch.parted_batch import PartedBatch
-from worker.engine.batch.prompt_group import PromptGroup
-from worker.engine.batch.prompts_in_flight import Pieces
-from worker.engine.batch.row import Row
-from worker.engine.batch.row_model import RowModel
-from worker.engine.batch.running_batch import RunningBatch
-from worker.engine.batch.sampler import Places
-from worker.engine.kv.kinds import (
+from mlx_model.config import EngineConfig
+from mlx_model.kv.kinds import (
     align,
     end_apart,
     end_of,
@@ -50,9 +43,16 @@ from worker.engine.kv.kinds import (
     states,
     take_back,
 )
-from worker.engine.kv.ragged import Slack
-from worker.engine.messages import EngineConfig
-from worker.engine.sampling.draw import Draw
+from mlx_model.kv.ragged import Slack
+from mlx_model.sampling.draw import Draw
+from worker.engine.batch.keeping import Keeping
+from worker.engine.batch.parted_batch import PartedBatch
+from worker.engine.batch.prompt_group import PromptGroup
+from worker.engine.batch.prompts_in_flight import Pieces
+from worker.engine.batch.row import Row
+from worker.engine.batch.row_model import RowModel
+from worker.engine.batch.running_batch import RunningBatch
+from worker.engine.batch.sampler import Places
 from worker.engine.speculation.drafting import Drafting
 from worker.engine.speculation.lookup import Ids
 from worker.engine.speculation.part import Flags, Part, are_dense, padded, shorten

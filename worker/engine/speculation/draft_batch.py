@@ -20,14 +20,14 @@ from typing import Any, cast
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
+from mlx_model.config import EngineConfig
+from mlx_model.draft import DraftModel
+from mlx_model.kv.kinds import keep_rows, ragged, take_back
+from mlx_model.loader import LoadedModel
 from worker.engine.batch.prompt_group import Entry, PromptGroup, extend
 from worker.engine.batch.row import Row, RowTag
 from worker.engine.batch.row_model import RowModel
 from worker.engine.batch.sampler import Guesses
-from worker.engine.kv.kinds import keep_rows, ragged, take_back
-from worker.engine.messages import EngineConfig
-from worker.engine.model.draft import DraftModel
-from worker.engine.model.loader import LoadedModel
 from worker.engine.scheduler import ChunkSize
 
 CATCH_UP = 64  # ids of a row that are fed at once, at most, when it has gone on without drafts

@@ -18,9 +18,10 @@ from typing import Any, Literal
 
 import mlx.core as mx
 
+from mlx_model.config import SpeculationConfig
+from mlx_model.kv.kinds import are_cut, may_be_taken_back
 from worker.engine.batch.row import Row
-from worker.engine.kv.kinds import are_cut, may_be_taken_back
-from worker.engine.messages import SpeculationConfig, SpeculationStats
+from worker.engine.messages import SpeculationStats
 from worker.engine.speculation.draft_batch import DraftBatch
 from worker.engine.speculation.draft_times import best_step
 from worker.engine.speculation.memory import Completions, Key, Memory

@@ -14,8 +14,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from mlx_model.config import SpeculationConfig
 from worker.engine.batch.row import Row
-from worker.engine.messages import SpeculationConfig
 from worker.engine.speculation.draft_batch import DraftBatch, RowFailedError
 from worker.engine.speculation.draft_times import DraftTimes, best_step
 from worker.engine.speculation.payoff import SHARED_RECENT, Chance, StepTimes, Try, brought

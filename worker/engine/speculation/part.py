@@ -8,9 +8,9 @@ from itertools import repeat
 import numpy as np
 import numpy.typing as npt
 
+from mlx_model.sampling.draw import Draw
+from worker.engine.batch.grammars import Place
 from worker.engine.batch.row import Row
-from worker.engine.sampling.draw import Draw
-from worker.engine.sampling.grammars import Place
 from worker.engine.speculation.lookup import Ids
 
 Flags = npt.NDArray[np.bool_]

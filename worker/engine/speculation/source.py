@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from mlx_model.config import SpeculationConfig
 from worker.engine.batch.row import Row
-from worker.engine.messages import SpeculationConfig
 from worker.engine.speculation.alignment import WINDOW, Course, End
 from worker.engine.speculation.lookup import BEGINNING, NOTHING, Guess, History, Text
 from worker.engine.speculation.memory import ANCHOR, FARTHEST, Joined, Key, Memory, key_of, text_behind

@@ -21,11 +21,11 @@ from typing import TypeVar
 
 import mlx.core as mx
 
+from mlx_model.config import SpeculationConfig
+from mlx_model.cuda import is_used
+from mlx_model.kv.ragged import Slack
+from mlx_model.sampling.draw import Draw
 from worker.engine.batch.row import Row
-from worker.engine.cuda import is_used
-from worker.engine.kv.ragged import Slack
-from worker.engine.messages import SpeculationConfig
-from worker.engine.sampling.draw import Draw
 from worker.engine.speculation.part import Part
 
 NOT_FED = -1  # ids that hold of a row that a step was not given out for: it stands where it stood

@@ -1,0 +1,67 @@
+"""KV of a batch on CUDA, plain or packed, written and read in place in decode steps.
+
+MLX updates an array in place only if nothing else holds it, and what a step reads is held until it has been computed.
+Where the GPU is slower than its host, the next step is given out before that, and copies all KV: of 32 rows of 2,048
+positions (8 heads of 128, bfloat16) 134 MB of keys a layer and as much of values, and as much memory again. Here a
+kernel writes a row's next keys and values where that row ends (`rotary.cu`), and attention reads all up to there
+(`read.cu`, `tiles.cu`). That the one comes after the other is said by the queries, which the former makes and the
+latter reads; the next step follows from what the model says in this one. MLX knows of nothing else that it is written:
+where a step's logits are not asked for, as of pieces of prompts and of a draft model, it would never be, and before
+they are, nothing else may read it. So only steps that are drawn from at once come here (`RowModel`).
+
+Lengths of rows are numbers on the device, and arrays are as long as there is room. So a step's shapes are those of the
+step before, and attention is compiled with what lies around it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Sequence
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_model.kv.cuda import attention as kernels
+from mlx_model.kv.quantised import Packing
+from mlx_model.kv.ragged import may_be_in_place, packing_of
+
+log = logging.getLogger(__name__)
+
+
+def is_for(caches: Sequence[Any], count: int, dtypes: Collection[mx.Dtype], rotary: Any) -> bool:
+    """True if a decode step may write `count` tokens of each row in place in these caches."""
+    if count > kernels.MOST_QUERIES or not may_be_in_place(caches):
+        return False
+    packing, (keys, values) = packing_of(caches), (caches[0].keys, caches[0].values)
+    dtype, width = (keys.dtype, rotary.size) if packing is None else (packing.dtype, packing.words(rotary.size))
+    is_shaped = dtypes == {dtype} and keys.shape == values.shape and keys.shape[3] == width
+    return is_shaped and kernels.reads_in_place(rotary.size, dtype) and _runs(type(rotary).of, packing)
+
+
+@cache
+def _runs(rotary_of: Callable[[Any, int], Any], packing: Packing | None) -> bool:
+    """True if the kernel writes keys and values to the right places on this machine, with this MLX."""
+    size = 64 if packing is None else max(64, packing.group_size)
+    dtype = mx.bfloat16 if packing is None else packing.dtype
+    try:
+        rotary = rotary_of(nn.RoPE(size), size)
+        qkv = (mx.arange(4 * 4 * size).reshape(4, 4 * size) % 11 - 5).astype(dtype)
+        new = rotary(qkv, (2, 1, 1), (), 1e-6, offset_B := mx.array([0, 100]))[1:]
+        held = mx.full((2, 1, 256, size), 3.0, dtype)
+        if packing is not None:
+            held, *new = (packing.pack(each) for each in (held, *new))
+        kv, padding_B = tuple(held + 0 for _ in range(2)), mx.array([2, 7])  # of their own memory
+        mx.eval(qkv, kv, offset_B, padding_B)
+        mx.eval(rotary.placed(qkv, (2, 1, 1), (), 1e-6, (offset_B, padding_B), kv, packing))
+        for each, own in zip(kv, new, strict=True):
+            wanted = held + 0
+            wanted[0, :, 2:4], wanted[1, :, 107:109] = own[0], own[1]
+            if not mx.array_equal(each, wanted):
+                log.warning("kv.not_in_place: MLX's own updates write KV")
+                return False
+    except RuntimeError as error:
+        log.warning("kv.not_in_place error=%s: MLX's own updates write KV", error)
+        return False
+    return True

@@ -1,0 +1,396 @@
+"""How each kind of layer keeps what it has read; everything else asks here and is blind to the kind.
+
+A model's caches come as a list of mlx-lm's (mlx_lm/models/cache.py), some of them `CacheList`s of several. A *leaf* is
+one cache that holds arrays itself, of one row or of a batch:
+
+- plain: keys and values of every position; can be cut at any length. A batch pads its rows on the left. Quantised, they
+  are packed (quantised.py) and otherwise the same.
+- window: keys and values of the last `max_size` positions.
+- recurrent: a state of fixed size, which is replaced with every token.
+
+The last two cannot be cut: what they hold belongs to one position, and is kept as a *state* of that position. Of any
+other class nothing is kept; its own methods put it into a batch and filter it.
+
+Rows of a batch are *taken back* when they have read more than they should: plain leaves and windows by counting
+(ragged.py), recurrent ones by the state that they had before, from which they read again.
+
+A new kind is a class with these methods and an entry in `_KINDS`; what is cut at any length may hold any number of
+arrays, with positions on axis 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import (
+    ArraysCache,
+    BatchKVCache,
+    BatchRotatingKVCache,
+    CacheList,
+    KVCache,
+    RotatingKVCache,
+)
+
+from mlx_model.kv.quantised import BatchQuantisedKVCache, QuantisedKVCache
+from mlx_model.kv.ragged import RaggedKVCache, RaggedQuantisedKVCache, RaggedWindowKVCache, Slack, in_order
+
+Arrays = tuple[mx.array, ...]
+
+
+class Kind:
+    """A class of caches that we do not know: nothing of it is kept, so only `copies` and `filter` are called."""
+
+    is_known = False
+    is_cut = False  # at any length
+    has_ends = False  # rows of a batch that are counted, so that each can end earlier
+
+    def end(self, cache: Any) -> int:
+        """Positions of a cut leaf, padding included."""
+        raise NotImplementedError
+
+    def arrays(self, cache: Any) -> Arrays:
+        """Arrays of a cut leaf for all rows and positions; () while it is empty."""
+        raise NotImplementedError
+
+    def state(self, cache: Any, rows: list[int], lengths: list[int]) -> Arrays:
+        """State of these rows of a leaf that is not cut, after `lengths` ids; () while it is empty."""
+        raise NotImplementedError
+
+    def restored(self, new: Any, arrays: Arrays, length: int) -> Any:
+        """A leaf of one row that has read `length` ids; `new` is an empty one of the same model."""
+        raise NotImplementedError
+
+    def copies(self, cache: Any, rows: int) -> Any:
+        """A batch of equal rows; as views, where that can be: a write after them makes a copy."""
+        return cache.merge([cache] * rows)
+
+    def filter(self, cache: Any, keep: list[int], index: mx.array, shift: int) -> None:
+        """Keep these rows of a batch, of which none needs the first `shift` positions of padding."""
+        cache.filter(keep)
+
+    def window(self, cache: Any) -> int:
+        """Positions that a leaf holds at most; 0: it holds none."""
+        return 0
+
+    def shed(self, cache: Any) -> None:
+        """Drop what a leaf of a batch holds beyond what its rows still read."""
+
+    def ragged(self, cache: Any) -> Any:
+        """A leaf of a batch in the form in which rows may end apart."""
+        return cache
+
+
+class _Plain(Kind):
+    is_known = is_cut = has_ends = True
+
+    def end(self, cache: Any) -> int:
+        return int(cache.size())
+
+    def arrays(self, cache: Any) -> Arrays:
+        return () if cache.keys is None else (cache.keys, cache.values)
+
+    def restored(self, new: Any, arrays: Arrays, length: int) -> Any:
+        cache = self._row(new)
+        cache.keys, cache.values = arrays
+        cache.offset = length
+        return cache
+
+    def copies(self, cache: Any, rows: int) -> Any:
+        batch = self._batch(cache, [0] * rows)
+        if cache.keys is not None:
+            batch.keys, batch.values = (_repeated(each, rows) for each in cache.keys_and_values())
+            batch.offset = batch.offset + cache.offset
+            batch._idx = cache.offset
+        return batch
+
+    def filter(self, cache: Any, keep: list[int], index: mx.array, shift: int) -> None:
+        # mlx-lm's own `filter` reads the padding back from the device, and so waits for the step under way.
+        if cache.keys is not None:
+            cache.keys = cache.keys[..., shift:, :][index]
+            cache.values = cache.values[..., shift:, :][index]
+            cache._idx -= shift
+        cache.offset = cache.offset[index]
+        cache.left_padding = cache.left_padding[index] - shift
+
+    def ragged(self, cache: Any) -> Any:
+        if isinstance(cache, RaggedKVCache):
+            return cache
+        leaf = self._ragged(cache)
+        leaf.state = cache.state
+        return leaf
+
+    def _row(self, like: Any) -> Any:
+        """An empty cache for one row."""
+        return KVCache()
+
+    def _batch(self, like: Any, padding: list[int]) -> Any:
+        return BatchKVCache(padding)
+
+    def _ragged(self, like: Any) -> Any:
+        return RaggedKVCache([])
+
+
+class _Quantised(_Plain):
+    def _row(self, like: Any) -> Any:
+        return QuantisedKVCache(like.packing)
+
+    def _batch(self, like: Any, padding: list[int]) -> Any:
+        return BatchQuantisedKVCache(like.packing, padding)
+
+    def _ragged(self, like: Any) -> Any:
+        return RaggedQuantisedKVCache(like.packing, [])
+
+
+class _Window(Kind):
+    is_known = has_ends = True
+
+    def state(self, cache: Any, rows: list[int], lengths: list[int]) -> Arrays:
+        if cache.keys is None:
+            return ()
+        width = max(min(length, cache.max_size) for length in lengths)
+        if type(cache) is RaggedWindowKVCache:
+            return cache.latest(rows, width)
+        return tuple(_rows(each[..., each.shape[2] - width :, :], rows) for each in _in_order(cache))
+
+    def restored(self, new: Any, arrays: Arrays, length: int) -> Any:
+        cache = RotatingKVCache(new.max_size)
+        width = min(length, new.max_size)
+        cache.keys, cache.values = (each[..., each.shape[2] - width :, :] for each in arrays)
+        cache.offset, cache._idx = length, width
+        return cache
+
+    def copies(self, cache: Any, rows: int) -> Any:
+        batch = BatchRotatingKVCache(cache.max_size, [0] * rows)
+        if cache.keys is not None:
+            width = cache.size()
+            ordered = (each[..., each.shape[2] - width :, :] for each in _in_order(cache))
+            batch.keys, batch.values = (_repeated(each, rows) for each in ordered)
+            batch.offset = batch.offset + cache.offset
+            batch._idx = batch._offset = width
+        return batch
+
+    def ragged(self, cache: Any) -> Any:
+        return cache if type(cache) is RaggedWindowKVCache else RaggedWindowKVCache.of(cache)
+
+    def window(self, cache: Any) -> int:
+        return int(cache.max_size)
+
+    def shed(self, cache: Any) -> None:
+        # mlx-lm does so with the next token; until then all rows of a batch would be padded to a long prompt's piece.
+        more = 0 if cache.keys is None else cache.keys.shape[2] - cache.max_size
+        if more > 0:
+            cache.keys, cache.values = (mx.contiguous(each[..., more:, :]) for each in (cache.keys, cache.values))
+            cache.left_padding = cache.left_padding - more
+            cache._idx = cache.max_size
+
+
+def _in_order(cache: Any) -> Arrays:
+    """Keys and values from the oldest position to the newest, of one row or of a batch."""
+    if type(cache) is RotatingKVCache:
+        return cache._temporal_order(cache.keys), cache._temporal_order(cache.values)
+    return in_order(cache)
+
+
+class _Recurrent(Kind):
+    is_known = True
+
+    def state(self, cache: Any, rows: list[int], lengths: list[int]) -> Arrays:
+        return () if any(each is None for each in cache.cache) else tuple(_rows(each, rows) for each in cache.cache)
+
+    def restored(self, new: Any, arrays: Arrays, length: int) -> Any:
+        cache = ArraysCache(len(new.cache))
+        cache.cache = list(arrays)
+        return cache
+
+    def copies(self, cache: Any, rows: int) -> Any:
+        if any(each is None for each in cache.cache):
+            return cache.merge([cache] * rows)
+        batch = ArraysCache(len(cache.cache))
+        batch.cache = [_repeated(each, rows) for each in cache.cache]
+        return batch
+
+
+_OTHER = Kind()
+_PLAIN, _QUANTISED, _WINDOW, _RECURRENT = _Plain(), _Quantised(), _Window(), _Recurrent()
+_KINDS: dict[type, Kind] = {
+    KVCache: _PLAIN,
+    BatchKVCache: _PLAIN,
+    QuantisedKVCache: _QUANTISED,
+    BatchQuantisedKVCache: _QUANTISED,
+    RaggedKVCache: _PLAIN,
+    RaggedQuantisedKVCache: _QUANTISED,
+    RotatingKVCache: _WINDOW,
+    BatchRotatingKVCache: _WINDOW,
+    RaggedWindowKVCache: _WINDOW,
+    ArraysCache: _RECURRENT,
+}
+
+
+def kind_of(leaf: Any) -> Kind:
+    """How it keeps what it has read."""
+    if getattr(leaf, "keep", 0):
+        return _OTHER  # a window that holds on to the first positions: mlx-lm has no batch of these
+    return _KINDS.get(type(leaf), _OTHER)
+
+
+def leaves(caches: Sequence[Any]) -> Iterator[Any]:
+    """Those that hold arrays themselves, in order."""
+    for cache in caches:
+        if type(cache) is CacheList:
+            yield from leaves(cache.caches)
+        else:
+            yield cache
+
+
+def end_of(caches: Sequence[Any]) -> int:
+    """Positions, padding included, where a leaf is plain; else 0."""
+    return next((kind_of(leaf).end(leaf) for leaf in leaves(caches) if kind_of(leaf).is_cut), 0)
+
+
+def window_of(caches: Sequence[Any]) -> int:
+    """Positions that a row holds at most; 0: a leaf holds all, or none holds any."""
+    each = list(leaves(caches))
+    if any(not kind_of(leaf).is_known or kind_of(leaf).is_cut for leaf in each):
+        return 0
+    return max((kind_of(leaf).window(leaf) for leaf in each), default=0)
+
+
+def shed(caches: Sequence[Any]) -> None:
+    """Drop what leaves of a batch hold beyond what their rows still read."""
+    for leaf in leaves(caches):
+        kind_of(leaf).shed(leaf)
+
+
+def keep_rows(caches: Sequence[Any], keep: list[int], padding: Sequence[int]) -> list[int]:
+    """Keep these rows of batched caches; the padding of those kept."""
+    left = [padding[at] for at in keep]
+    shift = min(left)
+    index = mx.array(keep)
+    for leaf in leaves(caches):
+        kind_of(leaf).filter(leaf, keep, index, shift)
+    return [each - shift for each in left]
+
+
+def may_be_taken_back(caches: Sequence[Any]) -> bool:
+    """True if rows can be shortened: the kind of every leaf is known."""
+    return all(kind_of(leaf).is_known for leaf in leaves(caches))
+
+
+def are_cut(caches: Sequence[Any]) -> bool:
+    """True if all leaves can be cut at any length."""
+    return all(kind_of(leaf).is_cut for leaf in leaves(caches))
+
+
+def ragged(caches: Sequence[Any]) -> list[Any]:
+    """Batched caches in the form in which rows may end apart."""
+    return mapped(caches, lambda leaf: kind_of(leaf).ragged(leaf))
+
+
+def take_back(caches: Sequence[Any], unused: Sequence[int], slack: Sequence[int]) -> list[int]:
+    """Forget the last so many positions of each row, but for recurrent leaves; the rows' slack after that.
+
+    `slack` is what it was; the caches are `ragged`.
+    """
+    after = [before + each for before, each in zip(slack, unused, strict=True)]
+    least = min(after)
+    after = [each - least for each in after]
+    share_offsets(caches, mx.array(list(unused)))
+    end_apart(caches, least, Slack.of(after) if any(after) else None)
+    return after
+
+
+def end_apart(caches: Sequence[Any], least: int, slack: Slack | None) -> None:
+    """All rows end `least` positions earlier than was counted, and each by its slack; `share_offsets` counts, too."""
+    for leaf in _with_ends(caches):
+        leaf.end_apart(least, slack)
+
+
+def share_offsets(caches: Sequence[Any], unused_B: mx.array | None = None) -> None:
+    """After a batch has read: let all leaves have one leaf's count [B] of what each row has read, for it is the same.
+
+    Each leaf has counted by itself, lazily. What is no longer referenced is never computed: an operation a layer.
+    `unused_B`: so many positions each row has read in vain.
+    """
+    counted = [leaf for leaf in _with_ends(caches) if isinstance(leaf.offset, mx.array)]
+    if not counted:
+        return
+    offset_B = counted[0].offset if unused_B is None else counted[0].offset - unused_B
+    for leaf in counted:
+        leaf.offset = copy(offset_B)  # an object of its own, since some leaves count in place; no operation
+
+
+def _with_ends(caches: Sequence[Any]) -> list[Any]:
+    """Leaves of a batch whose rows are counted."""
+    return [leaf for leaf in leaves(caches) if kind_of(leaf).has_ends]
+
+
+def align(caches: Sequence[Any]) -> None:
+    """Let the rows of ragged caches end together, which copies all that they hold."""
+    for leaf in _with_ends(caches):
+        leaf.align()
+
+
+def has_windows(caches: Sequence[Any]) -> bool:
+    """True if a leaf keeps positions that a row no longer needs while another row has fewer."""
+    return any(kind_of(leaf).has_ends and not kind_of(leaf).is_cut for leaf in leaves(caches))
+
+
+def states(caches: Sequence[Any]) -> list[Arrays]:
+    """Arrays that recurrent leaves hold now."""
+    return [tuple(leaf.cache) for leaf in _recurrent(caches)]
+
+
+def go_back(caches: Sequence[Any], to: Sequence[Arrays]) -> None:
+    """Let recurrent leaves hold again what they held."""
+    for leaf, state in zip(_recurrent(caches), to, strict=True):
+        leaf.cache = list(state)
+
+
+def expect(caches: Sequence[Any], lengths: Sequence[int]) -> None:
+    """Announce that the next input has `lengths` ids per row, then padding that recurrent leaves must not read."""
+    for leaf in _recurrent(caches):
+        leaf.prepare(lengths=lengths)
+
+
+def have_read(caches: Sequence[Any]) -> None:
+    """End what `expect` began, after the forward."""
+    for leaf in _recurrent(caches):
+        leaf.finalize()
+
+
+def _recurrent(caches: Sequence[Any]) -> list[Any]:
+    return [leaf for leaf in leaves(caches) if kind_of(leaf) is _RECURRENT]
+
+
+def copies(caches: Sequence[Any], rows: int) -> list[Any]:
+    """Batched caches of equal rows."""
+    return mapped(caches, lambda leaf: kind_of(leaf).copies(leaf, rows))
+
+
+def restored(new_kv: Sequence[Any], cut: Sequence[Arrays], states: Sequence[Arrays], length: int) -> list[Any]:
+    """Caches of one row that has read `length` ids, from the arrays of its leaves; `new_kv` are empty ones."""
+    cuts, others = iter(cut), iter(states)
+
+    def leaf_of(new: Any) -> Any:
+        kind = kind_of(new)
+        return kind.restored(new, next(cuts if kind.is_cut else others), length)
+
+    return mapped(new_kv, leaf_of)
+
+
+def mapped(caches: Sequence[Any], leaf_of: Callable[[Any], Any]) -> list[Any]:
+    """Caches with other leaves, made of these in order."""
+    return [
+        CacheList(*mapped(cache.caches, leaf_of)) if type(cache) is CacheList else leaf_of(cache) for cache in caches
+    ]
+
+
+def _rows(array: mx.array, rows: list[int]) -> mx.array:
+    return array if len(rows) == array.shape[0] and rows == list(range(len(rows))) else array[mx.array(rows)]
+
+
+def _repeated(array: mx.array, rows: int) -> mx.array:
+    return mx.broadcast_to(array, (rows, *array.shape[1:]))  # never the same object: a write would change both

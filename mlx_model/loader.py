@@ -1,0 +1,351 @@
+"""Loads a model and describes it: card, tokenizer, KV size. Also used by the trainer.
+
+`base_sha256` names config and weights by content, so that an adapter made for another base is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx_lm.utils
+from mlx_lm.generate import generation_stream
+
+from mlx_model import cuda, cuda_graphs
+from mlx_model.batching import check_batch
+from mlx_model.collectives.ranks import Ranks, one_after_another, ranks_of
+from mlx_model.config import DraftKv, EngineConfig, check_settings
+from mlx_model.draft import DraftModel, check_tokenizer
+from mlx_model.heads.classifier import Classifier, is_classifier
+from mlx_model.heads.head import Heads
+from mlx_model.kv.cuda import attention as cuda_attention
+from mlx_model.kv.kinds import window_of
+from mlx_model.kv.layout import KvLayout, check_asked, layout_of
+from mlx_model.pipeline import cut
+from mlx_model.pooling import hidden_size
+from mlx_model.sharding import read_weights, shard
+from mlx_model.sites import Whole, module_shapes
+from mlx_model.step.decode_step import join_products
+from mlx_model.vision.families import AnyTower, chat_template, check_known, is_vision, load_seeing
+from shared.errors import SetupError
+from shared.process.group_settings import Sharding
+from shared.sequences import ModelCard
+from shared.text.codec import TokenizerBundle
+
+_CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "n_ctx")
+_DEFAULT_CONTEXT = 4096
+_SMALLEST_CACHE = 256 << 20  # bytes of freed memory that MLX may keep in any case
+_DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+# Folders of these, written by transformers before 5.0, split text as Llama 3 does; the models have learned otherwise.
+# It mends them when it is asked to. Unasked it warns, and some of its versions warn of other models, too.
+_MISTRAL = frozenset({"ministral", "mistral", "mistral3", "pixtral", "voxtral"})
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model in memory and what others need to know of it."""
+
+    card: ModelCard
+    tokenizer: TokenizerBundle
+    model: Any  # the mlx-lm module; belongs to the thread that loaded it
+    config: dict[str, Any]  # the model's config.json
+    path: Path
+    kv_limit_bytes: int
+    kv: KvLayout = field(default_factory=KvLayout)
+    draft: DraftModel | None = None
+    heads: Heads = field(default_factory=dict)  # of its own
+    tower: AnyTower | None = None  # that sees; of several ranks, the leading one has it
+    whole: Whole | None = None  # where ranks divide the model: what it was before
+
+    @property
+    def ranks(self) -> Ranks | None:
+        """That divide the model among them; None: it is all here."""
+        return None if self.whole is None else self.whole.ranks
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """By cache: layers whose KV it stands for, so that all ranks count alike; () counts what is there."""
+        return () if self.whole is None else self.whole.shares
+
+    @property
+    def draft_kv(self) -> DraftKv:
+        """KV that the draft model stores of a row; zero without one."""
+        return DraftKv() if self.draft is None else self.draft.kept
+
+
+def load_model(config: EngineConfig, group: Any | None = None) -> LoadedModel:
+    """Load by folder or hub name; `SetupError` says what is wrong. `group`: of MLX, whose ranks all load it."""
+    cuda_graphs.prepare()
+    cuda_attention.install()
+    ranks = ranks_of(group)
+    if ranks is None:
+        return _load(config, None)
+    check_settings(config)
+    ranks = one_after_another(ranks) if config.sharding == "pipeline" else ranks
+    with mx.stream(generation_stream):  # where their sums are in the batch, too
+        return _load(config, ranks)
+
+
+def _load(config: EngineConfig, ranks: Ranks | None) -> LoadedModel:
+    path = model_folder(config.model)
+    model, bundle, model_config, heads, tower, whole = _read(path, config, ranks)
+    context = _context_length(model_config, config.max_context)
+    kv = layout_of(model, config.kv_bits, config.kv_group_size, _bound(config, context))
+    kv_bytes, kv_window, vocab, dtype = _measure(model, kv)
+    kv_bytes = kv_bytes if ranks is None else ranks.largest(kv_bytes)
+    states = hidden_size(model)
+    card = ModelCard(
+        name=config.served_name or config.model.rstrip("/").rsplit("/", 1)[-1],
+        context_length=context,
+        vocab_size=vocab,
+        eos_token_ids=bundle.eos_token_ids,
+        tokenizer_sha256=bundle.sha256,
+        base_sha256=base_sha256(path),
+        kv_bytes_per_token=kv_bytes,
+        kv_window=kv_window,
+        dtype=dtype,
+        quantization=_quantization(model_config),
+        kv=kv.name,
+        created=int(time.time()),
+        modules=whole.shapes if whole is not None and whole.by_layers else module_shapes(model, whole),
+        sources=(config.model,),
+        hidden_size=states,
+        heads={name: head.spec for name, head in heads.items()},
+        shows_states=states > 0,
+        vision=None if tower is None else tower.vision,
+    )
+    draft = _draft_model(config, bundle)
+    limit = config.kv_limit_bytes or free_bytes() // 2
+    limit = limit if ranks is None else ranks.least(limit)  # all admit the same rows
+    eyes = tower if _sees(ranks) else None
+    return LoadedModel(card, bundle, model, model_config, path, limit, kv, draft, heads, eyes, whole)
+
+
+def check_model(config: EngineConfig) -> None:
+    """SetupError for what `load_model` refuses before it reads weights; a hub name is not looked at, nor fetched."""
+    draft = "" if config.speculation is None else config.speculation.draft_model
+    for name in filter(None, (config.model, draft)):
+        if not Path(name).expanduser().exists() and is_hub_name(name):
+            continue
+        path = model_folder(name)
+        described = _described(path)
+        if name == config.model:
+            context = _context_length(described, config.max_context)
+            check_asked(config.kv_bits, config.kv_group_size, _bound(config, context))
+
+
+def _described(path: Path) -> dict[str, Any]:
+    """The config.json of a model that can be loaded; SetupError for another one."""
+    try:
+        described: dict[str, Any] = mlx_lm.utils.load_config(path)
+        if not (is_classifier(described) or is_vision(described) or described.get("model_file")):
+            mlx_lm.utils._get_classes(described)
+    except (OSError, ValueError, KeyError) as error:
+        raise SetupError(f"cannot load the model at {path}: {type(error).__name__}: {error}") from error
+    return described
+
+
+def _bound(config: EngineConfig, context: int) -> int:
+    """Positions that a row's KV keeps; 0: all, as where a longer row is refused in any case."""
+    return config.max_kv_size if config.max_kv_size < context else 0
+
+
+def _sees(ranks: Ranks | None) -> bool:
+    """True if this rank encodes images; the others receive its vectors."""
+    return ranks is None or ranks.rank == 0
+
+
+def _read(
+    path: Path, config: EngineConfig, ranks: Ranks | None = None
+) -> tuple[Any, TokenizerBundle, dict[str, Any], Heads, AnyTower | None, Whole | None]:
+    """The module with its weights in memory, its tokenizer, its config.json, its own heads, and what it sees with.
+
+    Of several ranks: this one's part of the module, and what the whole was.
+    """
+    heads: Heads = {}
+    whole: Whole | None = None
+    tower: AnyTower | None = None
+    try:
+        described = mlx_lm.utils.load_config(path)
+        if is_classifier(described):
+            classifier = Classifier(described)
+            model, model_config = classifier.load(path, lazy=ranks is not None)
+            heads = classifier.heads(hidden_size(model))
+        elif is_vision(described) and config.sees:
+            (model, tower), model_config = load_seeing(path, described), described
+        else:
+            check_known(described)
+            trusts, lazy = config.trust_remote_code, ranks is not None
+            model, model_config = mlx_lm.utils.load_model(path, lazy, trust_remote_code=trusts)
+        if ranks is not None:
+            whole = _divide(model, ranks, config.sharding)
+        split = {"fix_mistral_regex": described.get("model_type") in _MISTRAL}
+        tokenizer = mlx_lm.utils.load_tokenizer(path, split, model_config.get("eos_token_id"))
+        if tower is not None and not tokenizer.chat_template:
+            tokenizer.chat_template = chat_template(path)
+    except SetupError as error:
+        raise SetupError(f"cannot load the model at {path}: {error}") from error
+    except Exception as error:
+        raise SetupError(f"cannot load the model at {path}: {type(error).__name__}: {error}") from error
+    _set_dtype(model, config.dtype)
+    mx.eval(model.parameters()) if ranks is None else read_weights(model)
+    if ranks is None and cuda.is_used():
+        join_products(model)
+    for part in tower.parts if tower is not None and _sees(ranks) else ():
+        _set_dtype(part, config.dtype)
+        mx.eval(part.parameters())
+    return model, export_tokenizer(tokenizer), model_config, heads, tower, whole
+
+
+def _divide(model: Any, ranks: Ranks, sharding: Sharding) -> Whole:
+    """Keep this rank's part of it; what it was."""
+    shapes = module_shapes(model)
+    if sharding == "data":
+        return Whole(ranks, shapes, by_data=True)
+    if sharding == "pipeline":
+        return Whole(ranks, shapes, by_layers=True, shares=cut(model, ranks).shares)
+    shard(model, ranks)
+    return Whole(ranks, shapes)
+
+
+def _draft_model(config: EngineConfig, bundle: TokenizerBundle) -> DraftModel | None:
+    """The model that drafts, if one is named; `bundle` is the tokenizer of the model that it drafts for."""
+    if config.speculation is None or not config.speculation.draft_model:
+        return None
+    name = config.speculation.draft_model
+    try:
+        model, its_bundle, its_config, *_ = _read(model_folder(name), config)
+        check_tokenizer(bundle, its_bundle)
+        check_batch(model, config.max_rows)
+        kv = KvLayout()
+        kv_bytes, _, vocab, _ = _measure(model, kv)
+        short = name.rstrip("/").rsplit("/", 1)[-1]
+        draft = DraftModel(short, model, vocab, _context_length(its_config, None), kv_bytes, kv)
+        draft.check()
+    except SetupError as error:
+        raise SetupError(f"--draft-model-path {name}: {error}") from error
+    return draft
+
+
+def is_hub_name(name: str) -> bool:
+    """True if a model that is no folder here may be one of the hub."""
+    return name.count("/") == 1 and not name.startswith((".", "~", "/"))
+
+
+def model_folder(name: str) -> Path:
+    """The model's folder; a hub name is downloaded or found in the hub's cache."""
+    path = Path(name).expanduser()
+    if path.exists():
+        return path
+    if not is_hub_name(name):
+        raise SetupError(f"no model folder {name!r}; give a folder or a hub name such as mlx-community/<model>")
+    try:
+        return Path(mlx_lm.utils._download(name))
+    except Exception as error:
+        raise SetupError(f"cannot get {name!r} from the hub: {type(error).__name__}: {error}") from error
+
+
+def _set_dtype(model: Any, dtype: str | None) -> None:
+    """Cast the floating weights; on a CPU to fp32 by default: 16-bit arithmetic is emulated there, 8-40x slower."""
+    if dtype is None and mx.default_device() == mx.Device(mx.cpu):
+        dtype = "float32"
+    if dtype is None:
+        return
+    if dtype not in _DTYPES:
+        raise SetupError(f"dtype {dtype!r} is not one of {', '.join(_DTYPES)}")
+    model.set_dtype(_DTYPES[dtype])
+
+
+def _measure(model: Any, kv: KvLayout) -> tuple[int, int, int, str]:
+    """KV bytes per position, how many a row holds, vocabulary size and activation dtype, by a forward of one token."""
+    caches = kv.new(model)
+    logits_1LV = model(mx.zeros((1, 1), mx.int32), cache=caches)
+    mx.eval(logits_1LV, [cache.state for cache in caches])
+    per_token = sum(map(_bytes_per_position, caches))
+    return max(1, per_token), window_of(caches), logits_1LV.shape[-1], str(logits_1LV.dtype).removeprefix("mlx.core.")
+
+
+def _bytes_per_position(cache: Any) -> int:
+    if hasattr(cache, "caches"):
+        return sum(map(_bytes_per_position, cache.caches))
+    keys, values = getattr(cache, "keys", None), getattr(cache, "values", None)
+    if not isinstance(keys, mx.array) or not isinstance(values, mx.array):
+        return 0  # state of fixed size
+    return int((keys.nbytes + values.nbytes) // keys.shape[-2])
+
+
+def _context_length(model_config: dict[str, Any], limit: int | None) -> int:
+    text_config = model_config.get("text_config") or {}
+    known = [section[key] for section in (model_config, text_config) for key in _CONTEXT_KEYS if section.get(key)]
+    context = int(known[0]) if known else _DEFAULT_CONTEXT
+    return min(context, limit) if limit else context
+
+
+def _quantization(model_config: dict[str, Any]) -> str:
+    quantization = model_config.get("quantization") or {}
+    if not quantization.get("bits"):
+        return ""
+    return f"{quantization['bits']} bits, groups of {quantization.get('group_size', 64)}"
+
+
+def export_tokenizer(tokenizer: Any) -> TokenizerBundle:
+    """All that api and job runner need to tokenize; `tokenizer` is mlx-lm's wrapper of a fast tokenizer."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise SetupError("the model's tokenizer has no tokenizer.json (a fast tokenizer); convert it first")
+    template = tokenizer.chat_template or ""
+    if not isinstance(template, str):  # several templates by name
+        template = template.get("default", "")
+    special = {name: str(text) for name, text in tokenizer.special_tokens_map.items() if isinstance(text, str)}
+    return TokenizerBundle(
+        tokenizer_json=backend.to_str(),
+        chat_template=template,
+        eos_token_ids=tuple(sorted(int(token) for token in tokenizer.eos_token_ids)),
+        special_tokens=special,
+    )
+
+
+def base_sha256(path: Path) -> str:
+    """sha256 over the names and contents of config.json and the weight files."""
+    digest = hashlib.sha256()
+    files = [path / "config.json", *sorted(path.glob("*.safetensors"))]
+    for file in files:
+        if file.exists():
+            digest.update(f"{file.name} {_file_sha256(file)}\n".encode())
+    return digest.hexdigest()
+
+
+def _file_sha256(file: Path) -> str:
+    """Content hash; the hub's cache stores large files under theirs."""
+    stored = file.resolve().name
+    if file.is_symlink() and _SHA256.fullmatch(stored):
+        return stored
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def bound_freed_memory(kv_limit_bytes: int) -> None:
+    """Say how much freed memory MLX may keep: all that it may is kept, for prompts come in ever other lengths.
+
+    On a GPU what is not found there takes long to get; a CPU gets memory about as fast as it finds it.
+    """
+    on_cpu = mx.default_device() == mx.Device(mx.cpu)
+    mx.set_cache_limit(_SMALLEST_CACHE if on_cpu else max(_SMALLEST_CACHE, kv_limit_bytes // 4))
+
+
+def free_bytes() -> int:
+    """Memory that KV could use: what the GPU may hold and does not, else the machine's free memory."""
+    if mx.default_device() != mx.Device(mx.cpu):
+        info = mx.device_info()
+        size = info.get("max_recommended_working_set_size") or info.get("memory_size")
+        if size:
+            return max(0, int(size) - int(mx.get_active_memory()))
+    pages = os.sysconf("SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES")
+    return pages * os.sysconf("SC_PAGE_SIZE")

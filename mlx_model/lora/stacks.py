@@ -1,0 +1,169 @@
+"""A loaded model with room for adapters: which stacks exist, how a slot is filled, which rows use which slot.
+
+Nothing is allocated or wrapped before an adapter needs it: a model without adapters is the model that was loaded. A
+stack covers the sites that any adapter has adapted so far, at the largest rank seen so far; a new site or a larger
+rank makes it anew with everything that it holds.
+
+Invariants. Belongs to the engine's thread, but for `prepare_kernels`, which touches no stack. A slot that rows use is
+never filled (worker/engine/adapter_slots.py sees to that); stacks are changed between two forwards, one at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_model.joined import JoinedWith, joined_of
+from mlx_model.lora.deltas import Kernel, deltas_of
+from mlx_model.lora.kernels import one_pass, one_pass_joined
+from mlx_model.lora.layers import (
+    LinearGroup,
+    MultiLoRAEmbedding,
+    MultiLoRALinear,
+    MultiLoRASwitch,
+    Routing,
+    RowSlots,
+    SiteWeights,
+    Stack,
+    best_kernel,
+    follow_routing,
+    padded_rank,
+)
+from mlx_model.sites import Site, Whole, find_sites, mixtures, replace_modules, shared_inputs
+
+log = logging.getLogger(__name__)
+
+TIMED_ROWS, TIMED_ROUNDS = 8, 5
+
+AdapterWeights = Mapping[str, SiteWeights]
+"""One adapter version, by site."""
+
+
+class AdaptedModel:
+    """The stacks of one model; `slots` counts the base's."""
+
+    def __init__(self, model: Any, slots: int, dtype: mx.Dtype, whole: Whole | None = None) -> None:
+        self.sites = find_sites(model, whole)
+        self.elsewhere = frozenset[str]() if whole is None else whole.elsewhere(self.sites.keys())
+        self.rows = RowSlots()
+        self.dtype = dtype
+        self._model = model
+        self._slots = slots
+        kernel = best_kernel(dtype)
+        self._kernel_is_known = kernel is not None
+        self.rows.kernel = kernel or "take"
+        others = [[path] for path, site in self.sites.items() if site.kind != "linear"]
+        self._groups = [*shared_inputs(model, self.sites), *others]
+        self._stacks: dict[str, Stack] = {}  # by the group's first path
+        self._routings = mixtures(model)
+        self._prepared: set[tuple[tuple[int, ...], JoinedWith]] = set()
+
+    def select(self, slots: list[int], dora: bool) -> None:
+        """The slots of the next forward's rows."""
+        self.rows.slots_B = mx.array(slots, mx.uint32) if any(slots) else None
+        self.rows.dora = dora
+
+    def fill(self, slot: int, weights: AdapterWeights) -> Iterator[list[mx.array]]:
+        """Fill a slot stack by stack; after each, the arrays to evaluate. Nothing given: zeros."""
+        for group in self._groups:
+            given = {path: weights[path] for path in group if path in weights}
+            stack = self._stacks.get(group[0])
+            if stack is None and not given:
+                continue
+            stack = self._covering(group, given, stack)
+            if stack.write(slot, [given.get(site.path) for site in stack.sites]):
+                yield stack.arrays()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(stack.nbytes for stack in self._stacks.values())
+
+    def prepare_kernels(self, weights: AdapterWeights) -> None:
+        """Compile or choose the kernels that these weights will need; off the hot path, in any thread."""
+        for group in self._groups:
+            sites = [self.sites[path] for path in group if path in weights]
+            if not sites or sites[0].kind != "linear":
+                continue
+            rank = padded_rank(max(weights[site.path].rank for site in sites))
+            if not self._kernel_is_known:
+                self.rows.kernel, self._kernel_is_known = _faster(sites, rank, self.dtype), True
+            if self.rows.kernel == "fused":
+                self._compile(sites, rank)
+
+    def _compile(self, sites: list[Site], rank: int) -> None:
+        shape = (rank, sites[0].held_inputs, *(site.held_outputs for site in sites))
+        widths, places = joined = joined_of([site.module for site in sites])
+        if (shape, joined) in self._prepared or any(width % 8 for width in shape):
+            return
+        self._prepared.add((shape, joined))
+        a, bs, x = _zeros(sites, rank, self.dtype, rows=1)
+        ys = [mx.zeros((1, 1, site.held_outputs), self.dtype) for site in sites]
+        slots = mx.array([1], mx.uint32)
+        try:
+            mx.eval(one_pass(x, a, bs, ys, slots))
+            if widths and not any(width % 8 for width in widths):
+                y = mx.zeros((1, sum(widths)), self.dtype)
+                mx.eval(one_pass_joined(x, a, bs, y, slots, widths, places))
+        except Exception:
+            log.exception("lora.fused_kernel_failed shape=%s", shape)
+            self.rows.kernel = "take"
+
+    def _covering(self, group: list[str], given: AdapterWeights, old: Stack | None) -> Stack:
+        """The group's stack, made anew when it lacks a site that is given."""
+        known = {site.path for site in old.sites} if old else set()
+        if old is not None and given.keys() <= known:
+            return old
+        sites = [self.sites[path] for path in group if path in known or path in given]
+        kind = LinearGroup if sites[0].kind == "linear" else Stack
+        stack = kind(sites, self.rows, self._slots, self.dtype)
+        if old is not None:
+            stack.reserve(old.rank)
+            for slot in old.written:
+                held = dict(zip((site.path for site in old.sites), old.read(slot), strict=True))
+                stack.write(slot, [held.get(site.path) for site in sites])
+        stack.reserve(max(weights.rank for weights in given.values()))
+        self._wrap(stack)
+        self._stacks[group[0]] = stack
+        return stack
+
+    def _wrap(self, stack: Stack) -> None:
+        """Put our layers in place of the model's, or hand them their new stack."""
+        replace_modules(
+            self._model, {site.path: self._layer(site, stack, index) for index, site in enumerate(stack.sites)}
+        )
+
+    def _layer(self, site: Site, stack: Stack, index: int) -> Any:
+        if isinstance(stack, LinearGroup):
+            return MultiLoRALinear(site.module, stack, index)
+        if site.kind == "embedding":
+            return MultiLoRAEmbedding(site.module, stack)
+        routing: Routing = follow_routing(self._routings[id(site.module)])
+        return MultiLoRASwitch(site.module, stack, routing)
+
+
+def _faster(sites: list[Site], rank: int, dtype: mx.Dtype) -> Kernel:
+    """The faster plain kernel for one token per row, by the clock."""
+    a, bs, x = _zeros(sites, rank, dtype, rows=TIMED_ROWS)
+    slots_B = mx.ones((TIMED_ROWS,), mx.uint32)
+    times: dict[Kernel, float] = {}
+    candidates: tuple[Kernel, ...] = ("gather", "take")
+    for kernel in candidates:
+        for _ in range(TIMED_ROUNDS):
+            began = time.perf_counter()
+            mx.eval(deltas_of(x, a, bs, slots_B, kernel))
+            taken = time.perf_counter() - began
+            times[kernel] = min(taken, times.get(kernel, taken))
+    chosen = min(candidates, key=times.__getitem__)
+    log.info("lora.kernel_chosen kernel=%s gather_us=%d take_us=%d", chosen, times["gather"] * 1e6, times["take"] * 1e6)
+    return chosen
+
+
+def _zeros(sites: list[Site], rank: int, dtype: mx.Dtype, rows: int) -> tuple[mx.array, list[mx.array], mx.array]:
+    """A, the Bs and x of a group's shapes, two slots."""
+    inputs = sites[0].held_inputs
+    a = mx.zeros((2, inputs, len(sites) * rank), dtype)
+    return a, [mx.zeros((2, rank, site.held_outputs), dtype) for site in sites], mx.zeros((rows, 1, inputs), dtype)

@@ -1,7 +1,0 @@
-"""Adapters for the rows of one batch, each row with its own version.
-
-Read in this order: `slots.py` (from a version's file to a slot, between decode steps), `slot_table.py` (which version
-is in which slot; pure), `stacks.py` (the model with room for adapters), `layers.py` (the layers that compute with
-them), `deltas.py` (what they add), `kernels.py` (fused GPU kernels), `reader.py` (files to arrays, in a thread of its
-own).
-"""
