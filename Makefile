@@ -14,7 +14,8 @@
 #              their own
 # make chaos   kill, freeze and cut off the processes under load, for MINUTES=30 (never run by the tests); CLUSTER=1:
 #              on three shards in place of one Redis
-# make docs    write docs/reference.md from the code
+# make docs    write the generated pages of docs/reference/ from the code
+# make site    build the documentation site into site/, strictly
 # make lock    resolve requirements.lock and requirements-vision.lock anew
 
 BIN := .venv/bin
@@ -27,7 +28,7 @@ STAMP := .venv/.stamp
 PRETENDED := $(addprefix tests/engine/test_,admission.py decode_step.py multi_lora.py networks.py quantised_kv.py slots.py \
   trainer_optimize.py warm_up.py)
 
-.PHONY: setup tools demo real test pretend quick check bench chaos clients docs lock clean
+.PHONY: setup tools demo real test pretend quick check bench chaos clients docs site lock clean
 
 setup: $(STAMP)
 
@@ -129,6 +130,12 @@ clients: setup
 
 docs: setup
 	PYTHONPATH=. $(BIN)/python docs/generate.py
+
+# In an environment of its own: a site needs none of the rest.
+site:
+	test -x .venv-site/bin/python || python3 -m venv .venv-site
+	.venv-site/bin/python -m pip install --quiet --disable-pip-version-check -r docs/requirements.txt
+	.venv-site/bin/zensical build --strict --clean
 
 # Needs uv (https://docs.astral.sh/uv/). The default index is named, so that a local mirror cannot leave its hashes here.
 lock:

@@ -1,9 +1,10 @@
 """Threads and places for work whose time depends on what a client sent: bounded, and shared fairly between keys.
 
-The rule (docs/operations.md): on an event loop runs only what is bounded by a constant. What grows with a request goes
-through `aside` when it is large: into a few threads, for code that releases the interpreter's lock (tokenizers) or that
-runs as Python, which gives it back every few milliseconds (templates, long replies). What may run for minutes or crash
-goes into a process that can be killed (api/checks/grammars.py), which takes its places from a `FairPool`, too.
+The rule (docs/operate/operations.md): on an event loop runs only what is bounded by a constant. What grows with a
+request goes through `aside` when it is large: into a few threads, for code that releases the interpreter's lock
+(tokenizers) or that runs as Python, which gives it back every few milliseconds (templates, long replies). What may run
+for minutes or crash goes into a process that can be killed (api/checks/grammars.py), which takes its places from a
+`FairPool`, too.
 
 Invariants. No key holds all places of a pool, and keys take turns. A client that leaves gives up its turn at once, and
 its process is killed; a thread's place is free again when the thread is, even if its client has left.

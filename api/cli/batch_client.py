@@ -1,4 +1,4 @@
-"""The client for files and batches (docs/batches.md): from a file of requests to a file of answers."""
+"""The client for files and batches (docs/reference/batches.md): from a file of requests to a file of answers."""
 
 import uuid
 from collections.abc import AsyncGenerator, Callable

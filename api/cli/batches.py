@@ -1,4 +1,7 @@
-"""`mlx_parallm batch FILE`, `batches` and `files`: requests from a file, answers into a file (docs/batches.md)."""
+"""`mlx_parallm batch FILE`, `batches` and `files`: requests from a file, answers into a file.
+
+The page is docs/reference/batches.md.
+"""
 
 import codecs
 from collections.abc import AsyncGenerator, Iterator
@@ -231,7 +234,7 @@ def _endpoint(file: str, lines: IO[bytes]) -> str:
     try:
         return msgspec.json.decode(lines.readline().removeprefix(codecs.BOM_UTF8), type=_FirstLine).url
     except msgspec.MsgspecError:
-        fail(f"{file}: its first line is no request with a 'url' (docs/batches.md); or give --endpoint", 2)
+        fail(f"{file}: its first line is no request with a 'url' (docs/reference/batches.md); or give --endpoint", 2)
 
 
 class _FirstLine(msgspec.Struct):

@@ -36,7 +36,7 @@ ADAPTER_FILES = ("adapter_config.json", "adapters.safetensors", "adapter_model.s
 
 
 class JobRequest(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """A job to submit, without its inputs; the fields are those of `POST /v1/jobs` (docs/jobs.md)."""
+    """A job to submit, without its inputs; the fields are those of `POST /v1/jobs` (docs/reference/jobs.md)."""
 
     kind: JobKind
     model: str

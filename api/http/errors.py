@@ -4,6 +4,7 @@ Anthropic's protocol or Ollama's, as theirs (api/http/anthropic_errors.py, api/h
 Our own errors carry their status; here pydantic's, Starlette's and Redis's are translated into ours.
 """
 
+import copy
 import errno
 import functools
 from collections.abc import Sequence
@@ -261,12 +262,12 @@ _ANY = described("Any other error: the process is out of its depth, or Redis out
 
 
 def describe_errors(app: FastAPI) -> None:
-    """Make the app's OpenAPI document list the errors that it returns."""
+    """Make the app's OpenAPI document list the errors that it returns, and resolve all that it refers to."""
     original = app.openapi
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
-            document = original()
+            document = copy.deepcopy(original())  # the schemas of some bodies are constants of their routes
             for operations in document["paths"].values():
                 for operation in operations.values():
                     _correct(operation["responses"])
@@ -275,9 +276,25 @@ def describe_errors(app: FastAPI) -> None:
                 schemas.pop(name, None)
             body = ErrorBody.model_json_schema(ref_template="#/components/schemas/{model}")
             schemas |= {**body.pop("$defs"), ErrorBody.__name__: body}
+            _share_definitions(document["paths"], schemas)
+            app.openapi_schema = document
         return app.openapi_schema or {}
 
     app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _share_definitions(node: Any, schemas: dict[str, Any]) -> None:
+    """Move the `$defs` of bodies that routes read themselves to where a reference in an OpenAPI document finds them."""
+    if isinstance(node, dict):
+        for name, schema in node.pop("$defs", {}).items():
+            _share_definitions(schema, schemas)
+            schemas.setdefault(name, schema)
+        if str(node.get("$ref", "")).startswith("#/$defs/"):
+            node["$ref"] = "#/components/schemas/" + node["$ref"].rpartition("/")[2]
+        node = list(node.values())
+    if isinstance(node, list):
+        for each in node:
+            _share_definitions(each, schemas)
 
 
 def _correct(responses: dict[str, Any]) -> None:

@@ -59,7 +59,7 @@ _BODY = {
     }
 }
 _STATUS_SCHEMA: dict[str, Any] = {
-    "content": {"application/json": {"schema": msgspec.json.schema_components([JobStatus])[1]["JobStatus"]}}
+    "content": {"application/json": {"schema": msgspec.json.schema(JobStatus)}}
 }
 
 

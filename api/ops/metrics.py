@@ -62,7 +62,7 @@ class SpecDecoding(BaseModel):
     },
 )
 async def metrics(request: Request, ring: TheRing) -> Response:
-    """Figures of the whole ring in Prometheus' text format, or as JSON (docs/reference.md lists the names)."""
+    """Figures of the whole ring in Prometheus' text format, or as JSON (docs/reference/metrics.md lists the names)."""
     await ring.home.counts.write()
     if wants_json(request.headers.get("accept", "")):
         gauges, _ = await _figures(ring)

@@ -1,7 +1,8 @@
 """Metrics: the catalogue of all metrics, and the tally that each process keeps of its own.
 
-The catalogue is the one place where a metric is named; docs/reference.md is written from it, and a test fails when
-something else is exposed. Names with `vllm:` and their meaning are vLLM's, so that its boards work on our figures.
+The catalogue is the one place where a metric is named; docs/reference/metrics.md is written from it, and a test
+fails when something else is exposed. Names with `vllm:` and their meaning are vLLM's, so that its
+boards work on our figures.
 
 A tally only grows. Its hot path is one add: a counter or histogram is looked up once and stored by its user. The
 tallies of all processes are summed in Redis (shared/redis/processes/metric_store.py), field by field; a histogram's

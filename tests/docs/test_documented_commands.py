@@ -28,7 +28,7 @@ from tests.waiting import HANG_S
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
     *map(ROOT.joinpath, ("README.md", "CONTRIBUTING.md", "Makefile")),
-    *sorted(ROOT.glob("docs/*.md")),
+    *sorted(ROOT.glob("docs/**/*.md")),
     *sorted(ROOT.glob("tests/bench/*.py")),
 ]
 TEXT = "\n".join(page.read_text() for page in PAGES).replace("\\\n", " ")

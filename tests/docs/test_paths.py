@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("api", "mlx_model", "ranks", "shared", "trainer", "worker")
 TOP = (*PACKAGES, "data/gsm8k", "deploy", "docs", "examples", "models/tiny", "tests")
-PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/*.md")])
+PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/**/*.md")])
 SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 ROOMS = [path for path in SOURCES if path.name == "__init__.py"]
 

@@ -1,23 +1,18 @@
 """The README's commands run as they stand (with free ports in place of 8000 and 36379)."""
 
 import json
-import os
 import re
-import signal
-import socket
 import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
+from tests.docs.shell import READY, Shell, blocks
 from tests.e2e.rings import ROOT
 from tests.waiting import HANG_S
 
 README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
-BIN = Path(sys.executable).parent
+BLOCKS = blocks(README)
 
 
 def block(word: str) -> str:
@@ -26,76 +21,17 @@ def block(word: str) -> str:
     return found[0]
 
 
-class Shell:
-    """Runs README text with our ports, our virtual environment and a data folder of the test."""
-
-    def __init__(self, folder: Path) -> None:
-        ports = []
-        for _ in range(2):
-            with socket.create_server(("127.0.0.1", 0)) as listener:
-                ports.append(str(listener.getsockname()[1]))
-        self.http, self.redis = ports
-        self.folder = folder
-        self.environment = {**os.environ, "PARALLM_URL": f"http://127.0.0.1:{self.http}"}
-
-    def text(self, command: str) -> str:
-        command = command.replace(".venv/bin/", f"{BIN}/").replace("make setup\n", "")
-        command = command.replace("8000", self.http).replace("36379", self.redis)
-        return command.replace(".parallm", str(self.folder / "data")).replace(
-            "sums.jsonl", str(self.folder / "s.jsonl")
-        )
-
-    def run(self, command: str) -> str:
-        done = subprocess.run(
-            ["bash", "-euc", self.text(command)],
-            cwd=ROOT,
-            env=self.environment,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=HANG_S,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    def start(self, command: str) -> "subprocess.Popen[str]":
-        return subprocess.Popen(
-            ["bash", "-euc", "exec " + self.text(command).strip()],
-            cwd=ROOT,
-            env=self.environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-
-
-def stop(process: "subprocess.Popen[str]") -> int:
-    process.send_signal(signal.SIGTERM)
-    try:
-        return process.wait(HANG_S)
-    finally:
-        process.kill()
-        assert process.stdout is not None
-        process.stdout.close()
-
-
 @pytest.fixture(scope="module")
 def shell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
     made = Shell(tmp_path_factory.mktemp("readme"))
     server = made.start(block("mlx_parallm_serve --model"))
     code = -1
     try:
-        assert server.stdout is not None
-        printed = ""
-        for line in server.stdout:
-            printed += line
-            if "join with another worker" in line:
-                break
-        assert f"ParaLLM is ready: http://127.0.0.1:{made.http}/v1" in printed, printed
+        server.wait_for_line(READY["serve"])
+        assert f"ParaLLM is ready: http://127.0.0.1:{made.http}/v1" in server.output
         yield made
     finally:
-        code = stop(server)
+        code = server.stop()
     assert code == 0
 
 
@@ -115,20 +51,16 @@ def test_a_job_is_submitted_and_waited_for(shell: Shell) -> None:
 
 def test_a_second_worker_joins(shell: Shell) -> None:
     worker = shell.start(block("mlx_parallm_worker --redis"))
-    assert worker.stdout is not None
     try:
-        joined = next((line for line in worker.stdout if "worker.ready" in line), "")
-        assert joined
+        worker.wait_for_line(READY["worker"])
         health = json.loads(shell.run("curl -s http://127.0.0.1:8000/health"))
         assert len(health["workers"]) == 2
     finally:
-        assert stop(worker) == 0
+        assert worker.stop() == 0
 
 
 def test_a_trainer_learns_from_the_ring(shell: Shell) -> None:
-    shell.run(
-        block("mlx_parallm_train --connect-to").replace("--steps 20", f"--steps 2 --run-dir {shell.folder}/train")
-    )
+    shell.run(block("mlx_parallm_train --connect-to"))
     models = json.loads(shell.run("curl -s http://127.0.0.1:8000/v1/models"))
     assert "policy" in [model["id"] for model in models["data"]]
 

@@ -28,7 +28,7 @@ def test_tests_and_demo_run_on_both_systems() -> None:
 def test_a_job_ends_and_names_the_versions_of_what_it_uses(job: dict[str, Any]) -> None:
     assert job["timeout-minutes"]
     used = [step["uses"] for step in job["steps"] if "uses" in step]
-    assert used and all(re.fullmatch(r"[\w-]+/[\w-]+@v\d+", action) for action in used), used
+    assert used and all(re.fullmatch(r"[\w-]+/[\w-]+@(release/)?v\d+", action) for action in used), used
     for step in job["steps"]:
         path = step.get("with", {}).get("cache-dependency-path")
         assert path is None or (ROOT / path).is_file(), path

@@ -103,7 +103,9 @@ class Watched:
         ]
         if back or (done != sorted(done) and found["status"] not in ENDED):
             if any(name == "redis" and end > self.began for name, _, end in self.ring.history):
-                self.taken_back += 1  # a killed Redis may lose a second when its disk is slow (docs/reliability.md)
+                self.taken_back += (
+                    1  # a killed Redis may lose a second when its disk is slow (docs/operate/reliability.md)
+                )
             else:
                 self._wrong(f"went from {self.status} back to {found['status']}: {changed}")
         self.status, self.last = found["status"], found

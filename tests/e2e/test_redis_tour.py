@@ -1,4 +1,4 @@
-"""docs/redis.md against a real ring: every command runs, and shows what it says."""
+"""docs/operate/redis.md against a real ring: every command runs, and shows what it says."""
 
 import asyncio
 import json
@@ -29,7 +29,7 @@ from tests.e2e.rings import MODEL, ROOT, Ring
 from tests.redis.adapter_versions import publish
 from tests.waiting import HANG_S, wait_until
 
-PAGE = Path(ROOT) / "docs" / "redis.md"
+PAGE = Path(ROOT) / "docs" / "operate" / "redis.md"
 COMMANDS = re.findall(r"^\$R (.+?)\s*(?:# .*)?$", PAGE.read_text(), re.MULTILINE)
 MAY_BE_EMPTY = (
     "deadletters", "XPENDING", "CONSUMERS", "SLOWLOG", "queue:batch'", ":out:", "jobs:active", "$WORKER", ":finished:",

@@ -25,7 +25,7 @@ async def scrape(server: Api) -> dict[str, dict[tuple[str, ...], float]]:
     assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
     families = list(text_string_to_metric_families(response.text))
     names = {f"{f.name}_total" if f.type == "counter" else f.name for f in families}
-    assert names <= CATALOGUE.keys(), "a metric that docs/reference.md does not know"
+    assert names <= CATALOGUE.keys(), "a metric that docs/reference/metrics.md does not know"
     found: dict[str, dict[tuple[str, ...], float]] = {}
     for sample in (sample for family in families for sample in family.samples):
         found.setdefault(sample.name, {})[tuple(sample.labels.values())] = sample.value

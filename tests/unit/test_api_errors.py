@@ -2,6 +2,7 @@
 
 import errno
 import json
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -236,3 +237,11 @@ def test_a_full_folder_is_not_called_a_redis_that_is_away(fault: OSError, said: 
 def test_unknown_faults_are_ours() -> None:
     assert type(errors.from_fault(ValueError("x"))) is ParallmError
     assert json.loads(errors.error_object(ParallmError("x", param="p")))["error"]["param"] == "p"
+
+
+def test_every_reference_of_the_openapi_document_leads_somewhere() -> None:
+    for _ in range(2):  # what routes describe by constants is there for the next app, too
+        document = create_app(ApiSettings(redis="redis://127.0.0.1:1")).openapi()
+        named = set(re.findall(r'"\$ref": "([^"]+)"', json.dumps(document)))
+        there = {f"#/components/schemas/{name}" for name in document["components"]["schemas"]}
+        assert named and named <= there, sorted(named - there)

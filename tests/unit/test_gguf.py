@@ -166,7 +166,7 @@ def test_tiny_model_s_tokenizer_comes_back_from_its_tokens_and_merges(tmp_path: 
 
 def test_a_sentencepiece_tokenizer_comes_back_from_its_scores(tmp_path: Path) -> None:
     words = tmp_path / "words.txt"
-    words.write_text(Path("docs/architecture.md").read_text())
+    words.write_text(Path("docs/internals/architecture.md").read_text())
     sentencepiece.SentencePieceTrainer.train(
         input=str(words),
         model_prefix=str(tmp_path / "spm"),
