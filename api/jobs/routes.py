@@ -58,9 +58,7 @@ _BODY = {
         },
     }
 }
-_STATUS_SCHEMA: dict[str, Any] = {
-    "content": {"application/json": {"schema": msgspec.json.schema(JobStatus)}}
-}
+_STATUS_SCHEMA: dict[str, Any] = {"content": {"application/json": {"schema": msgspec.json.schema(JobStatus)}}}
 
 
 @router.post(

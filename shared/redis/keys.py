@@ -3,8 +3,8 @@
 A key's owner is the only role that creates and deletes it. The tests of leaked keys, docs/operate/redis.md and
 docs/reference/keys.md follow this table. Braces are Redis Cluster hash tags: the keys that one Lua call touches share
 a tag, so they sit on one slot. Those of a model have the model for their tag, a job, an adapter, a policy, a batch, a
-file, a learner, a keeper and an api process each its own; keys without one are used alone. A channel with a tag is a sharded
-one in a cluster (shared/redis/connection/routing.py).
+file, a learner, a keeper and an api process each its own; keys without one are used alone. A channel with a tag is a
+sharded one in a cluster (shared/redis/connection/routing.py).
 """
 
 import functools
