@@ -156,8 +156,8 @@ class WorkerSettings(JoinSettings, GroupSettings, MachineSettings):
     log_every_tokens: int = Field(default=16, ge=1, description="tokens between two writes of a sequence's log")
     tool_format: str = Field(
         default="",
-        description="form in which the model writes tool calls, such as hermes or qwen3_coder (docs/reference/models.md "
-        "lists them); default: by its chat template and vocabulary",
+        description="form in which the model writes tool calls, such as hermes or qwen3_coder (all are in "
+        "docs/reference/models.md); default: by its chat template and vocabulary",
     )
     reasoning_format: str = Field(
         default="",
