@@ -88,8 +88,8 @@ def test_the_base_hash_names_config_and_weights(tmp_path: Path) -> None:
 
 
 def test_context_and_name_can_be_set(llama_folder: Path) -> None:
-    loaded = load_model(EngineConfig(str(llama_folder), served_name="mine", max_context=100, kv_limit_bytes=12345))
-    assert (loaded.card.name, loaded.card.context_length, loaded.kv_limit_bytes) == ("mine", 100, 12345)
+    loaded = load_model(EngineConfig(str(llama_folder), served_name="mine", max_context=100, kv_limit_bytes=123_456))
+    assert (loaded.card.name, loaded.card.context_length, loaded.kv_limit_bytes) == ("mine", 100, 123_456)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

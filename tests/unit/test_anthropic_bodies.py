@@ -330,6 +330,6 @@ def test_tools_that_are_not_there_are_left_out_and_named() -> None:
     )
     chat = asked.chat("")
     assert [tool.function.name for tool in chat.tools or ()] == [TOOL["name"]] and chat.tool_choice is None
-    assert asked.unused("") == ["tools.web_search_20250305", "tool_choice", "mcp_servers"]
+    assert asked.unused("", bounded=False) == ["tools.web_search_20250305", "tool_choice", "mcp_servers"]
     forced = {"messages": turns, "max_tokens": 9, "tools": [search], "tool_choice": {"type": "any"}}
     assert MessagesRequest.model_validate(forced).chat("").tool_choice is None

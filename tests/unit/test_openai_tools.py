@@ -263,7 +263,7 @@ def test_an_answer_in_a_format_may_be_a_call_instead(marked: TextCodec) -> None:
     ],
 )
 def test_a_grammar_waits_for_the_reasoning(marked: TextCodec, thinking: Any, completion: str, allowed: bool) -> None:
-    text = after_reasoning(grammar.of_regex(r"\d+"), thinking, REASONINGS["think"], Spelling(marked))
+    text = after_reasoning(grammar.of_regex(r"\d+"), thinking, REASONINGS["think"], marked)
     assert allows(text, completion, marked) is allowed
 
 
@@ -519,4 +519,4 @@ def test_a_grammar_waits_for_harmony_s_final_message(thinking: Any, completion: 
     for vocabulary in (codec(), _codec_with(*marks, template="")):
         spelled = Spelling(vocabulary)
         answer = framed(grammar.of_regex(r"\d+"), thinking, harmony, spelled)
-        assert allows(after_reasoning(answer, thinking, harmony, spelled), completion, vocabulary) is allowed
+        assert allows(after_reasoning(answer, thinking, harmony, vocabulary), completion, vocabulary) is allowed
