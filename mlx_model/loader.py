@@ -248,10 +248,19 @@ def _described(path: Path) -> dict[str, Any]:
         if not (
             is_classifier(described) or is_vision(described) or described.get("model_file") or is_borrowed(described)
         ):
-            mlx_lm.utils._get_classes(described)
+            _check_class(described)
     except (OSError, ValueError, KeyError) as error:
         raise SetupError(f"cannot load the model at {path}: {type(error).__name__}: {error}") from error
     return described
+
+
+def _check_class(described: dict[str, Any]) -> None:
+    """ValueError for a model that mlx-lm does not have; SetupError if that is because it sees."""
+    try:
+        mlx_lm.utils._get_classes(described)
+    except ValueError:
+        check_known(described)
+        raise
 
 
 def _bound(config: EngineConfig, context: int) -> int:

@@ -53,7 +53,7 @@ class Shell:
             timeout=HANG_S,
         )
         assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+        return done.stdout or done.stderr
 
     def start(self, command: str) -> Process:
         return Process(

@@ -126,7 +126,7 @@ def test_an_error_in_the_loop_is_reported_as_death(llama_folder: Path, outbox: O
     ("config", "word"),
     [
         (EngineConfig("/no/such/folder"), "/no/such/folder"),
-        (EngineConfig("no-such-folder"), "hub name"),
+        (EngineConfig("no-such-folder"), "name on the hub"),
     ],
 )
 def test_a_model_that_cannot_be_loaded_says_why(config: EngineConfig, word: str, outbox: Outbox) -> None:
