@@ -49,7 +49,7 @@ from shared.gguf.conversion import Conversion
 from shared.machine.memory import machine_memory
 from shared.machine.system import this_system, trouble_with_mlx
 from shared.process.group_settings import Sharding
-from shared.process.model_aliases import short_name
+from shared.process.model_aliases import is_hub_name, short_name
 from shared.sequences import ModelCard
 from shared.text.codec import TokenizerBundle
 from shared.text.languages.families import HERMES, TOOL_FORMATS, recognised
@@ -347,11 +347,6 @@ def _draft_model(config: EngineConfig, bundle: TokenizerBundle) -> DraftModel | 
     except SetupError as error:
         raise SetupError(f"--draft-model-path {name}: {error}") from error
     return draft
-
-
-def is_hub_name(name: str) -> bool:
-    """True if a model that is no folder here may be one of the hub."""
-    return name.count("/") == 1 and not name.startswith((".", "~", "/"))
 
 
 def model_folder(name: str) -> Path:

@@ -63,9 +63,8 @@ def tuned_file() -> Path | None:
     return Path(named) if named else cache_folder() / "tuned.json"
 
 
-def read_tuned() -> Tuned | None:
-    """Measurements of this machine; None where there are none, or those of another machine or MLX."""
-    file = tuned_file()
+def read_tuned(file: Path | None) -> Tuned | None:
+    """Measurements of this machine in a file; None where there are none, or those of another machine or MLX."""
     if file is None or not file.is_file():
         return None
     try:
@@ -82,13 +81,13 @@ def read_tuned() -> Tuned | None:
 
 def tuning_of(base_sha256: str) -> ModelTuning | None:
     """Measurements of a model on this machine."""
-    tuned = read_tuned()
+    tuned = read_tuned(tuned_file())
     return None if tuned is None else tuned.models.get(base_sha256)
 
 
 def write_tuned(base_sha256: str, tuning: ModelTuning, file: Path) -> None:
     """Add a model's measurements to a file, or begin it anew where it is of another machine."""
-    before, here = read_tuned(), this_machine()
+    before, here = read_tuned(file), this_machine()
     models = {**(before.models if before else {}), base_sha256: tuning}
     file.parent.mkdir(parents=True, exist_ok=True)
     new = file.with_name(f"{file.name}.{os.getpid()}")

@@ -13,6 +13,7 @@ import structlog
 from redis.exceptions import RedisError
 
 from shared.fit.plan import gb
+from shared.process.model_aliases import is_hub_name
 from shared.redis.connection.client import connect
 from shared.redis.processes.child_troubles import ChildTrouble, ChildTroubles
 
@@ -40,7 +41,7 @@ class ModelDownload:
 
 def hub_download(name: str) -> ModelDownload | None:
     """The download of a model that is named as on the hub; None for a folder."""
-    if Path(name).expanduser().exists() or name.count("/") != 1 or name.startswith((".", "~", "/")):
+    if Path(name).expanduser().exists() or not is_hub_name(name):
         return None
     from huggingface_hub import constants  # only where a model comes from there
 

@@ -68,13 +68,13 @@ def tuned(loaded: LoadedModel, say: Callable[[str], None]) -> ModelTuning:
     products = _products(loaded)
     say("a linear by rows, us: " + ", ".join(f"{rows}: {seconds * 1e6:.0f}" for rows, seconds in products.items()))
     lora: dict[str, float] = dict(_lora(loaded))
-    say("linears with adapters, us: " + _told(lora))
+    say("linears with adapters, us: " + _in_microseconds(lora))
     kv = packed_times(loaded.model, 8)
-    say("attention over KV of 8 bits, us: " + (_told(kv) or "this model's KV is not packed"))
+    say("attention over KV of 8 bits, us: " + (_in_microseconds(kv) or "this model's KV is not packed"))
     return ModelTuning(loaded.card.name, chunk, width, by_size, products, lora, kv)
 
 
-def _told(times: dict[str, float]) -> str:
+def _in_microseconds(times: dict[str, float]) -> str:
     return ", ".join(f"{way} {seconds * 1e6:.0f}" for way, seconds in times.items())
 
 

@@ -14,11 +14,10 @@ from api.doctor.finding import Finding, note, ok, wrong
 from shared.machine.commands import output_of
 from shared.machine.memory import MachineMemory, machine_memory
 from shared.machine.power import Power, machine_power
-from shared.machine.system import System, this_system, version_numbers
+from shared.machine.system import METAL_BUILT_FOR, System, this_system, version_numbers
 
 OLDEST_PYTHON = (3, 11)
 OLDEST_MACOS = (14,)
-METAL_BUILT_FOR = (26, 2)  # mlx-metal's wheel for macOS 26 is tagged 26.0 and needs 26.2 on an M5 (mlx#4525)
 MLX_WAIT_S = 120.0  # the first import of MLX on a cold disk
 _SLEEP = re.compile(r"^\s*sleep\s+(\d+)", re.MULTILINE)
 

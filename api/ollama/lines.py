@@ -74,8 +74,7 @@ class LineWriter:
 
     def _grown(self, part: CallPart) -> CallPart:
         """The call that a part belongs to, as far as it has come."""
-        begun = self._calls.get(part.index, CallPart(part.index))
-        grown = CallPart(part.index, begun.name + part.name, begun.arguments + part.arguments, part.complete)
+        grown = self._calls.get(part.index, CallPart(part.index)).followed_by(part)
         self._calls[part.index] = grown
         return grown
 

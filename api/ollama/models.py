@@ -69,7 +69,7 @@ async def tags(ring: TheRing) -> Response:
 @router.get("/api/ps", summary="List running models (Ollama)", responses=error_responses(ok="Models and adapters"))
 async def running(ring: TheRing) -> Response:
     """The same: a model is served as long as a worker of it lives."""
-    until = (datetime.now(UTC) + STAYS).strftime("%Y-%m-%dT%H:%M:%SZ")
+    until = _time((datetime.now(UTC) + STAYS).timestamp())
     shown = [
         {
             **await _listed(ring, model),
@@ -152,5 +152,5 @@ def _capabilities(card: ModelCard, codec: TextCodec) -> list[str]:
     return [name for name, there in {**has, "embedding": card.shows_states}.items() if there]
 
 
-def _time(seconds: int) -> str:
+def _time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -10,6 +10,7 @@ from api.ops.snapshot import trainings
 from api.ring.first_tokens import Forecast
 from api.ring.ring import SERVING, Ring
 from shared.machine.memory import LEVELS
+from shared.machine.thermal import STATES
 from shared.ranks import RankStatus
 from shared.redis import keys
 from shared.redis.connection.client import infos, server_time_ms
@@ -124,8 +125,8 @@ def _machine(worker: WorkerStatus) -> dict[str, float]:
         "worker_memory_pressure": LEVELS.index(machine.pressure),
         "worker_on_battery": machine.power == "battery",
     }
-    heat = ("nominal", "fair", "serious", "critical")
-    return figures | ({"worker_thermal_state": heat.index(machine.thermal)} if machine.thermal in heat else {})
+    known = machine.thermal in STATES
+    return figures | ({"worker_thermal_state": STATES.index(machine.thermal)} if known else {})
 
 
 def _ready(ranks: tuple[RankStatus, ...]) -> int:

@@ -115,9 +115,9 @@ def _alternatives(facts: ModelFacts, asked: Asked, demand: Demand, room: Room) -
     if asked.kv_bytes:
         least = replace(demand, kv_bytes=0)
         if (planned := plan(least, room)) is not None:
-            fewer = (planned.room.usable - planned.firm_bytes) / 1e9
-            rows = int(fewer * 1e9) // max(1, demand.kv_bytes_per_token * demand.least_tokens)
-            shown = f"{int(fewer * 100) / 100:g}"
+            left = planned.room.usable - planned.firm_bytes
+            rows = left // max(1, demand.kv_bytes_per_token * demand.least_tokens)
+            shown = f"{left // 10_000_000 / 100:g}"
             most = f" (about {rows} rows of {demand.least_tokens:,} tokens)" if demand.kv_bytes_per_token else ""
             yield Alternative(f"--kv-memory-gb {shown} at most{most}, or leave it out", least)
     if asked.adapter_slots > 1:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from shared.machine import darwin
 
+METAL_BUILT_FOR = (26, 2)  # mlx-metal's wheel for macOS 26 is tagged 26.0 and needs 26.2 on an M5 (mlx#4525)
+
 
 @dataclass(frozen=True)
 class System:
@@ -40,7 +42,8 @@ def trouble_with_mlx(system: System) -> str:
     """Why MLX's wheel does not work on this system, and what to do; "" where it does."""
     if system.translated:
         return "this Python is an Intel program that Rosetta translates, and MLX needs one for Apple silicon: arm64"
-    if system.platform == "darwin" and "M5" in system.chip and (26,) <= version_numbers(system.version) < (26, 2):
+    is_m5 = system.platform == "darwin" and "M5" in system.chip
+    if is_m5 and (26,) <= version_numbers(system.version) < METAL_BUILT_FOR:
         return f"MLX's build for macOS 26 needs 26.2 on {system.chip}, and this is {system.version}: update macOS"
     return ""
 

@@ -7,9 +7,10 @@ from typing import Literal
 from shared.machine.commands import output_of
 
 Thermal = Literal["nominal", "fair", "serious", "critical", "unknown"]
+STATES: tuple[Thermal, ...] = ("nominal", "fair", "serious", "critical")
 # <libkern/OSThermalNotification.h>: nominal, moderate, heavy, trapping, sleeping.
 PRESSURE_KEY = "com.apple.system.thermalpressurelevel"
-_BY_LEVEL: tuple[Thermal, ...] = ("nominal", "fair", "serious", "critical", "critical")
+_BY_LEVEL: tuple[Thermal, ...] = (*STATES, "critical")
 _LEVEL = re.compile(rf"{re.escape(PRESSURE_KEY)} (\d+)")
 _SPEED_LIMIT = re.compile(r"CPU_Speed_Limit\s*=\s*(\d+)")
 _NO_WARNING = "No thermal warning level has been recorded"

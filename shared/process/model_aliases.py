@@ -1,4 +1,4 @@
-"""Other names by which requests may call a model: `--model-alias GLOB=NAME`."""
+"""Names of models: as on the hub, as in the API, and others by which requests may call them (`--model-alias`)."""
 
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
@@ -20,6 +20,11 @@ ModelAliases = Annotated[list[str], AfterValidator(_checked)]
 def short_name(model: str) -> str:
     """The name in the API of a model that is given none: the last part of its folder, hub name or GGUF file."""
     return model.rstrip("/").rsplit("/", 1)[-1].removesuffix(".gguf")
+
+
+def is_hub_name(model: str) -> bool:
+    """True if a model that is no folder here may be one of the hub."""
+    return model.count("/") == 1 and not model.startswith((".", "~", "/"))
 
 
 def meant_by(name: str, aliases: Sequence[str]) -> str | None:

@@ -25,7 +25,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_measurements_count_on_this_machine_and_with_this_mlx_alone(file: Path) -> None:
-    assert read_tuned() is None
+    assert read_tuned(file) is None
     write_tuned("a", ModelTuning("one", 128), file)
     write_tuned("b", ModelTuning("two", 256), file)
     assert (tuning_of("a"), tuning_of("b"), tuning_of("c")) == (ModelTuning("one", 128), ModelTuning("two", 256), None)
@@ -37,6 +37,15 @@ def test_measurements_count_on_this_machine_and_with_this_mlx_alone(file: Path) 
     assert tuning_of("a") is None
     write_tuned("a", ModelTuning("one", 64), file)
     assert tuning_of("a") == ModelTuning("one", 64)
+
+
+def test_each_file_is_added_to_by_what_it_holds_itself(file: Path) -> None:
+    other = file.with_name("other.json")
+    write_tuned("a", ModelTuning("one", 128), file)
+    write_tuned("b", ModelTuning("two", 256), other)
+    write_tuned("c", ModelTuning("three", 512), other)
+    kept = read_tuned(other)
+    assert kept is not None and kept.models.keys() == {"b", "c"}
 
 
 def test_an_engine_with_measurements_measures_nothing(llama: LoadedModel) -> None:
@@ -55,7 +64,7 @@ def test_a_model_is_measured_by_a_process_of_its_own(llama_folder: Path, file: P
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
-    tuned = read_tuned()
+    tuned = read_tuned(file)
     assert tuned is not None and told["file"] == str(file)
     (model,) = tuned.models.values()
     assert 64 in model.pieces and model.chunk >= 64 and min(model.products.values()) > 0

@@ -44,6 +44,10 @@ class CallPart(msgspec.Struct):
     arguments: str = ""  # the next letters of the JSON
     complete: bool = False  # nothing more of it comes
 
+    def followed_by(self, later: "CallPart") -> "CallPart":
+        """This part and the one that came right after it, as one."""
+        return CallPart(self.index, self.name + later.name, self.arguments + later.arguments, later.complete)
+
 
 class ReplyPiece(msgspec.Struct):
     """New reasoning, content and tool calls of one choice."""
@@ -62,8 +66,6 @@ class ReplyPiece(msgspec.Struct):
     def add_part(self, part: CallPart) -> None:
         """Take in more of a call, or the next one."""
         if self.calls and self.calls[-1].index == part.index:
-            last = self.calls[-1]
-            joined = CallPart(part.index, last.name + part.name, last.arguments + part.arguments, part.complete)
-            self.calls = [*self.calls[:-1], joined]
+            self.calls = [*self.calls[:-1], self.calls[-1].followed_by(part)]
         else:
             self.calls = [*self.calls, part]
