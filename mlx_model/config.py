@@ -1,10 +1,13 @@
 """How a model is loaded, and how much of it runs at once. Plain data, no arrays, no mlx."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from shared.errors import SetupError
 from shared.process.group_settings import Sharding
 from shared.process.machine_settings import MachineSettings
+
+SharePrompts = Literal["auto", "always", "off"]
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,7 @@ class EngineConfig:
     kv_bits: int = 0  # of each number of KV, 8 or 4; 0: the model's dtype
     kv_group_size: int = 64  # numbers that share a scale
     max_kv_size: int = 0  # positions that a layer of full attention holds, the last ones; 0: all
+    share_prompts: SharePrompts = "auto"  # whether rows that begin alike store that once; auto: where it pays
     keep_bytes: int = 128 << 20  # of prompts' KV copied into the prefix cache between two decode steps, about
     disk: DiskConfig | None = None  # where KV goes that the prefix cache has no room for; None: nowhere
     guest_share: float = 0.2  # of the thread's time that guests get while rows decode; 0: none

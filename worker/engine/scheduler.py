@@ -6,10 +6,10 @@ passed more than `PASSES` times in a row. A batch prompt's piece is kept short, 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
-from mlx_model.config import DraftKv
+from mlx_model.config import DraftKv, SharePrompts
 from shared.errors import (
     ContextLengthExceededError,
     EmptyPromptError,
@@ -256,34 +256,74 @@ class Limits:
         return None
 
 
-class Reserved:
-    """KV of the admitted rows, as the batch holds it: each padded to the longest, at the length it may come to have."""
+@dataclass(frozen=True)
+class RowTokens:
+    """Positions that an admitted row may come to hold."""
 
-    def __init__(self, limits: Limits, max_rows: int) -> None:
+    tokens: int
+    shared: int = 0  # of them, those that rows of one group store once where prompts are shared
+    group: Hashable = None  # None: alone
+
+    @classmethod
+    def of(cls, spec: SequenceSpec, version: str = "") -> "RowTokens":
+        """Those of a sequence whose KV this version computes; the last id of a prompt is fed for each row."""
+        if spec.kind != "generate":
+            return cls(spec.kv_tokens, spec.kv_tokens)
+        length = len(spec.prompt_ids)
+        return cls(spec.kv_tokens, length - 1, (spec.group, length, version) if spec.group else None)
+
+
+class Reserved:
+    """KV of the admitted rows, as the batch holds it: each padded to the longest, at the length it may come to have.
+
+    Where prompts are shared each group's counts once, and what rows add to it is padded to the longest.
+    """
+
+    def __init__(self, limits: Limits, max_rows: int, shares: SharePrompts = "off") -> None:
         self._limits = limits
         self._max_rows = max_rows
-        self._tokens: list[int] = []
+        self._shares = shares
+        self._rows: list[RowTokens] = []
 
     @property
     def bytes(self) -> int:
         """Bytes reserved for all rows."""
-        return self._bytes(self._tokens)
+        return self._shared(self._rows) if self.need_sharing else self._copied(self._rows)
 
-    def fits(self, tokens: int) -> bool:
+    @property
+    def need_sharing(self) -> bool:
+        """True if the rows fit only, or are meant to be, with shared prompts."""
+        if self._shares == "auto":
+            return self._copied(self._rows) > self._limits.kv_limit_bytes and len(self._rows) > 1
+        return self._shares == "always"
+
+    def fits(self, row: RowTokens) -> bool:
         """True if one more row has a place and KV; the first row always fits."""
-        if not self._tokens:
+        if not self._rows:
             return True
-        return (
-            len(self._tokens) < self._max_rows and self._bytes([*self._tokens, tokens]) <= self._limits.kv_limit_bytes
-        )
+        if len(self._rows) >= self._max_rows:
+            return False
+        rows, limit = [*self._rows, row], self._limits.kv_limit_bytes
+        if self._shares != "always" and self._copied(rows) <= limit:
+            return True
+        return self._shares != "off" and self._shared(rows) <= limit
 
-    def add(self, tokens: int) -> None:
+    def add(self, row: RowTokens) -> None:
         """Reserve KV for an admitted row."""
-        self._tokens.append(tokens)
+        self._rows.append(row)
 
-    def remove(self, tokens: int) -> None:
+    def remove(self, row: RowTokens) -> None:
         """Free the KV reserved for a row."""
-        self._tokens.remove(tokens)
+        self._rows.remove(row)
 
-    def _bytes(self, tokens: list[int]) -> int:
-        return len(tokens) * self._limits.reserved_bytes(max(tokens, default=0))
+    def _copied(self, rows: Sequence[RowTokens]) -> int:
+        return len(rows) * self._limits.reserved_bytes(max((row.tokens for row in rows), default=0))
+
+    def _shared(self, rows: Sequence[RowTokens]) -> int:
+        if not rows:
+            return 0
+        shared = {row.group or at: row.shared for at, row in enumerate(rows)}
+        longest = max(row.tokens for row in rows)
+        own = self._limits.kv_bytes(max(row.tokens - row.shared for row in rows))
+        drafts = self._limits.reserved_bytes(longest) - self._limits.kv_bytes(longest)
+        return sum(map(self._limits.kv_bytes, shared.values())) + len(rows) * (own + drafts)
