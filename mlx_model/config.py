@@ -1,13 +1,11 @@
 """How a model is loaded, and how much of it runs at once. Plain data, no arrays, no mlx."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 from shared.errors import SetupError
 from shared.process.group_settings import Sharding
 from shared.process.machine_settings import MachineSettings
-
-SharePrompts = Literal["auto", "always", "off"]
+from shared.process.worker_settings import SharePrompts
 
 
 @dataclass(frozen=True)
@@ -88,7 +86,7 @@ class EngineConfig:
     kv_bits: int = 0  # of each number of KV, 8 or 4; 0: the model's dtype
     kv_group_size: int = 64  # numbers that share a scale
     max_kv_size: int = 0  # positions that a layer of full attention holds, the last ones; 0: all
-    share_prompts: SharePrompts = "auto"  # whether rows that begin alike store that once; auto: where it pays
+    share_prompts: SharePrompts = "auto"  # whether rows that begin alike store that once
     keep_bytes: int = 128 << 20  # of prompts' KV copied into the prefix cache between two decode steps, about
     disk: DiskConfig | None = None  # where KV goes that the prefix cache has no room for; None: nowhere
     guest_share: float = 0.2  # of the thread's time that guests get while rows decode; 0: none

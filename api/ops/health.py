@@ -88,6 +88,7 @@ class WorkerHealth(BaseModel):
     tokens_per_s: float
     kv_bytes: int
     kv_limit_bytes: int
+    kv_spared_bytes: int = Field(description="that rows do not take because they share what they begin with")
     speculation: str = Field(description="--spec-decode as it is in force; none, and why, where the model cannot")
     draft_model: str = Field(description="the model that drafts; empty: there is none, or it has failed")
     memory_cache: CacheHealth
@@ -267,6 +268,7 @@ def _worker(worker: WorkerStatus) -> WorkerHealth:
     more = {
         "ranks": [structs.asdict(rank) for rank in worker.ranks],
         "warms_up": bool(said.get("warms_up")),
+        "kv_spared_bytes": int(said.get("kv_spared_bytes", 0)),
         "machine": structs.asdict(worker.machine),
     }
     return WorkerHealth.model_validate(structs.asdict(worker) | caches | more)

@@ -176,7 +176,7 @@ class SharedQuantisedKVCache(SharedKVCache, RaggedQuantisedKVCache):
 
 
 class _Read:
-    """What attention gets in place of keys."""
+    """The object that attention gets in place of keys."""
 
     def __init__(self, cache: SharedKVCache, sizes: tuple[int, int], own: Pair) -> None:
         self._groups, self._beginnings = cache.groups, cache.beginnings

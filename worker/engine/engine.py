@@ -90,7 +90,7 @@ class Engine:
         self._followers = Followers(self.prefixes, self._model.adapters)
         self._waiting = WaitingRows()
         self._rows: dict[str, Row] = {}
-        self._reserved = Reserved(self._limits, config.max_rows, self._shared.when)
+        self._reserved = Reserved(self._limits, config.max_rows, shares=self._shared.may_be)
         self._deadlines = Deadlines()
         self._events: list[TokenEvent] = []
         self._loading = False  # adapters
@@ -274,6 +274,8 @@ class Engine:
             waiting=waiting,
             kv_bytes=self._reserved.bytes,
             kv_limit_bytes=self._limits.kv_limit_bytes,
+            kv_spared_bytes=self._limits.kv_bytes(self._batch.spared),
+            shares_prompts=self._shared.may_be,
             steps=self._steps,
             tokens=self._throughput.tokens,
             last_step_ms=time.monotonic_ns() // 1_000_000,

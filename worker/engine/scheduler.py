@@ -9,7 +9,7 @@ import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
-from mlx_model.config import DraftKv, SharePrompts
+from mlx_model.config import DraftKv
 from shared.errors import (
     ContextLengthExceededError,
     EmptyPromptError,
@@ -24,6 +24,7 @@ UNDISTURBED = 4  # times as much at once while nothing decodes; still short enou
 PASSES = 3  # turns in a row in which interactive prompts pass a batch prompt, or a CPU's decode step
 LONG_TOGETHER = 4  # long prompts that are fed in turn
 SHARE_OF_A_PIECE = 0.5  # of what a turn takes without it: the time for a piece of a batch prompt
+_NO_DRAFTS = DraftKv()
 TRY_MORE_EVERY = 16
 RECENT = 0.05  # weight of the latest turn
 LATE = 2.0  # times the planned time: a piece that takes longer makes the next one smaller
@@ -217,7 +218,7 @@ class Limits:
     draft: DraftKv = field(default_factory=DraftKv)
 
     @classmethod
-    def of(cls, card: ModelCard, kv_limit_bytes: int, draft: DraftKv) -> "Limits":
+    def of(cls, card: ModelCard, kv_limit_bytes: int, draft: DraftKv = _NO_DRAFTS) -> "Limits":
         """Those of a model on this worker."""
         return cls(card.vocab_size, card.context_length, card.kv_bytes_per_token, kv_limit_bytes, card.kv_window, draft)
 
@@ -273,13 +274,20 @@ class RowTokens:
         return cls(spec.kv_tokens, length - 1, (spec.group, length, version) if spec.group else None)
 
 
+def are_alike(rows: Sequence[RowTokens]) -> bool:
+    """True if a prompt has two of these rows on average: with fewer a step would be slow for little memory."""
+    groups = {at if row.group is None else row.group for at, row in enumerate(rows)}
+    return 2 * len(groups) <= len(rows)
+
+
 class Reserved:
     """KV of the admitted rows, as the batch holds it: each padded to the longest, at the length it may come to have.
 
     Where prompts are shared each group's counts once, and what rows add to it is padded to the longest.
     """
 
-    def __init__(self, limits: Limits, max_rows: int, shares: SharePrompts = "off") -> None:
+    def __init__(self, limits: Limits, max_rows: int, *, shares: bool = False) -> None:
+        """`shares`: prompts, where more rows fit by that."""
         self._limits = limits
         self._max_rows = max_rows
         self._shares = shares
@@ -291,11 +299,14 @@ class Reserved:
         return self._shared(self._rows) if self.need_sharing else self._copied(self._rows)
 
     @property
+    def least_bytes(self) -> int:
+        """Bytes in the smaller of the forms that the rows may have."""
+        return min(self.bytes, self._shared(self._rows)) if self._shares and are_alike(self._rows) else self.bytes
+
+    @property
     def need_sharing(self) -> bool:
-        """True if the rows fit only, or are meant to be, with shared prompts."""
-        if self._shares == "auto":
-            return self._copied(self._rows) > self._limits.kv_limit_bytes and len(self._rows) > 1
-        return self._shares == "always"
+        """True if the rows fit with shared prompts only."""
+        return self._shares and len(self._rows) > 1 and self._copied(self._rows) > self._limits.kv_limit_bytes
 
     def fits(self, row: RowTokens) -> bool:
         """True if one more row has a place and KV; the first row always fits."""
@@ -304,9 +315,7 @@ class Reserved:
         if len(self._rows) >= self._max_rows:
             return False
         rows, limit = [*self._rows, row], self._limits.kv_limit_bytes
-        if self._shares != "always" and self._copied(rows) <= limit:
-            return True
-        return self._shares != "off" and self._shared(rows) <= limit
+        return self._copied(rows) <= limit or (self._shares and are_alike(rows) and self._shared(rows) <= limit)
 
     def add(self, row: RowTokens) -> None:
         """Reserve KV for an admitted row."""
@@ -322,7 +331,7 @@ class Reserved:
     def _shared(self, rows: Sequence[RowTokens]) -> int:
         if not rows:
             return 0
-        shared = {row.group or at: row.shared for at, row in enumerate(rows)}
+        shared = {at if row.group is None else row.group: row.shared for at, row in enumerate(rows)}
         longest = max(row.tokens for row in rows)
         own = self._limits.kv_bytes(max(row.tokens - row.shared for row in rows))
         drafts = self._limits.reserved_bytes(longest) - self._limits.kv_bytes(longest)

@@ -2,23 +2,23 @@
 
 Rows whose prompts are equal, or begin alike, and were computed with one version may share what is equal. A step then
 reads it once, in more operations. So a batch changes to this form and back when rows join: where it is asked for, where
-nothing else fits the memory (`is_needed`), or where it spares enough positions for the step to be no slower.
+nothing else fits the memory (`is_needed`), or where it spares enough positions for steps to be no slower.
 
 Invariants. A row's beginning is set when it joins and stays until the batch changes its form. While memory needs the
-form, each row's beginning is its whole prompt but for the last id: as admission counts (scheduler.Reserved). Decisions
-depend on rows only, so all ranks take the same ones.
+form, each row's beginning is its whole prompt but for the last id, as admission counts (`scheduler.Reserved`).
+Decisions depend on rows only, so all ranks take the same ones.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_model.config import SharePrompts
 from mlx_model.device import on_cpu, on_cuda
 from mlx_model.kv.kinds import shared, whole
+from shared.process.worker_settings import SharePrompts
 from worker.engine.batch.prompt_group import PromptGroup
 from worker.engine.batch.row import Row
 
@@ -27,128 +27,126 @@ from worker.engine.batch.row import Row
 # rows over 8,192 positions spare 1.1 GB and take 0.8 of the time, over 2,048 they spare 0.27 GB and take twice as long.
 LEAST_ON_CPU, LEAST_ON_CUDA = 512 << 10, 800 << 20
 STAYS = 2  # times as much that a batch must spare to take the form than to stay in it: to change copies all KV
-LIKE = 4  # a hit of all but a quarter of a prompt is no reason to let the rest be a row's own
 
 
 @dataclass(frozen=True, eq=False)
 class Beginning:
     """Ids that rows begin with, computed with one version."""
 
-    ids: Sequence[int]
+    ids: tuple[int, ...]
     version: str | None  # None: with several, so that no other row has the same
 
-    def begins(self, ids: Sequence[int]) -> bool:
+    def begins(self, ids: tuple[int, ...]) -> bool:
         """True if these ids begin with it."""
         count = len(self.ids)
         return count <= len(ids) and self.ids[-1] == ids[count - 1] and self.ids == ids[:count]
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Positions of a batch's KV in both forms."""
-
-    copied: int
-    beginnings: int
-    own: int
-    count: int  # beginnings
-    most: int  # rows of one beginning
-
-    @classmethod
-    def of(cls, rows: Collection[Row], beginnings: Sequence[tuple[Any, int]]) -> Sizes:
-        """`beginnings` of these rows, as key and positions."""
-        ends = [len(row.prompt) + row.position for row in rows]
-        each = dict(beginnings)
-        own = max(end - length for end, (_, length) in zip(ends, beginnings, strict=True))
-        most = max(Counter(key for key, _ in beginnings).values())
-        return cls(len(ends) * max(ends), sum(each.values()), len(ends) * own, len(each), most)
-
-    @property
-    def spared(self) -> int:
-        """Positions that beginnings spare."""
-        return self.copied - self.beginnings - self.own
+Plan = dict[Row, Beginning | None]  # None: a prompt of one id
 
 
 class SharedPrompts:
-    """For one batch. `layer_bytes` of a position in one layer."""
+    """Beginnings of the rows of one batch. `layer_bytes`: KV of a position in one layer."""
 
     def __init__(self, when: SharePrompts, layer_bytes: int = 0) -> None:
-        self.when = when
-        least = LEAST_ON_CPU if on_cpu() else LEAST_ON_CUDA if on_cuda() else None  # None: nobody has measured it
-        self._least = None if least is None else -(-least // max(1, layer_bytes))
-        self.is_needed = False  # copies of all rows do not fit the memory
-        self._all_whole = False  # each beginning is its row's prompt
-        self._of: dict[Row, Beginning | None] = {}  # while beginnings lie apart
+        self._when = when
+        least = LEAST_ON_CPU if on_cpu() else LEAST_ON_CUDA if on_cuda() else 0  # 0: not measured
+        self._least = -(-least // max(1, layer_bytes))  # positions
+        self.is_needed = False  # copies of all rows would not fit the memory
+        self._of: Plan = {}  # of the batch's rows, while beginnings lie apart
+
+    @property
+    def may_be(self) -> bool:
+        """True if rows may share prompts at all."""
+        return self._when != "off"
 
     def spared(self, rows: Collection[Row]) -> int:
-        """Positions that are not stored because beginnings are shared."""
-        if not self._of or not rows:
-            return 0
-        each = [(row, 0) if (of := self._of[row]) is None else (of, len(of.ids)) for row in rows]
-        return max(0, Sizes.of(rows, each).spared)
+        """Positions that are not stored because these rows, which are all of the batch, share beginnings."""
+        return max(0, _spared(rows, self._of)) if self._of and rows else 0
 
-    def pays(self, rows: Collection[Row]) -> bool:
-        """True if these rows, together, should share what they begin with."""
-        if self.when == "off" or not rows:
-            return False
-        if self.when == "always" or self.is_needed:
-            return True
-        if self._least is None:
-            return False
-        each = [((row.spec.group or row, row.spec.adapter, len(row.prompt)), len(row.prompt) - 1) for row in rows]
-        sizes = Sizes.of(rows, each)
-        least = sizes.count * self._least
-        return sizes.most > 1 and sizes.spared >= (least if self._of else STAYS * least)
+    def pays(self, rows: Sequence[Row]) -> bool:
+        """True if these rows together should share what they begin with."""
+        return self._plan(rows) is not None
 
     def join(
         self, cache: list[Any], padding: list[int], rows: Sequence[Row], group: PromptGroup
     ) -> tuple[list[Any], list[int]]:
-        """Before rows of a group join: bring the batch's cache and the group's to one form; the batch's after that."""
-        shares = self.pays([*rows, *group.rows])
-        if cache and self._of and (not shares or (self.is_needed and not self._all_whole)):
-            cache, padding = self._copied(cache, padding)
-        if not cache or not self._of:
-            self._of = {}
-            self._all_whole = self.is_needed
-        if not shares:
+        """Before a group joins `rows`: bring the batch's KV and the group's to one form; the batch's, and its padding.
+
+        The rows stay where they are.
+        """
+        plan = self._plan([*rows, *group.rows])
+        if self._of and (plan is None or any(plan[row] is not self._of[row] for row in rows)):
+            caches, padding = whole(cache[:-1], range(len(rows)), padding)
+            cache, self._of = [*caches, cache[-1]], {}
+        if plan is None:
             return cache, padding
-        if cache and not self._of:
-            cache, padding = self._apart(cache, padding, rows)
-        group.cache, group.padding = self._apart(group.cache, group.padding, group.rows)
+        if rows and not self._of:
+            cache, padding = _apart(cache, padding, rows, plan)
+        group.cache, group.padding = _apart(group.cache, group.padding, group.rows, plan)
+        self._of = plan
         return cache, padding
 
-    def clear(self) -> None:
-        """Forget all rows: the batch has been given up."""
-        self._of = {}
-
-    def leave(self, gone: Collection[Row]) -> None:
-        """Forget rows."""
+    def leave(self, gone: Iterable[Row]) -> None:
+        """Rows have left the batch."""
         for row in gone:
             self._of.pop(row, None)
 
-    def _copied(self, cache: Sequence[Any], padding: Sequence[int]) -> tuple[list[Any], list[int]]:
+    def clear(self) -> None:
+        """The batch has been given up."""
         self._of = {}
-        caches, after = whole(cache[:-1], range(len(padding)), padding)
-        return [*caches, cache[-1]], after
 
-    def _apart(self, cache: Sequence[Any], padding: Sequence[int], rows: Sequence[Row]) -> tuple[list[Any], list[int]]:
-        alike = Counter(tuple(row.prompt) for row in rows)
+    def _plan(self, rows: Sequence[Row]) -> Plan | None:
+        """Beginnings of these rows, the batch's among them; None: each should have a copy."""
+        asked = self._when == "always" or (self.is_needed and self.may_be)
+        if not rows or not (asked or (self._when == "auto" and self._least)):
+            return None
+        if not asked and len(rows) * max(map(_end, rows)) < 2 * self._least:
+            return None
+        plan = {} if self.is_needed and not _are_whole(self._of) else dict(self._of)
+        alike = Counter(tuple(row.prompt) for row in rows if row not in plan)
         for row in rows:
-            self._of[row] = self._beginning(row, alone=alike[tuple(row.prompt)] == 1)
-        each = [None if (of := self._of[row]) is None else (of, len(of.ids)) for row in rows]
-        caches, after = shared(cache[:-1], each, padding)
-        return [*caches, cache[-1]], after
+            if row not in plan:
+                plan[row] = self._beginning(row, plan.values(), alone=alike[tuple(row.prompt)] == 1)
+        if asked:
+            return plan
+        count = len(set(plan.values()))
+        least = count * self._least * (1 if self._of else STAYS)
+        return plan if 2 * count <= len(rows) and _spared(rows, plan) >= least else None
 
-    def _beginning(self, row: Row, *, alone: bool) -> Beginning | None:
-        """The longest that others have, if it is nearly all; else what was found of it in the prefix cache, or all."""
+    def _beginning(self, row: Row, others: Iterable[Beginning | None], *, alone: bool) -> Beginning | None:
+        """All of its prompt, or what the prefix cache had of it; one of others, if they have as much or half of all."""
         ids = tuple(row.prompt[:-1])
+        if not ids:
+            return None
         version = next(iter(row.kv_versions)) if len(row.kv_versions) == 1 else None
-        known = {of for of in self._of.values() if of is not None and of.version == version and of.begins(ids)}
-        longest = max(known, key=lambda of: len(of.ids), default=None) if version is not None else None
-        hit, length = row.cached_tokens, len(ids)
-        if alone and not (self.is_needed or row.spec.group) and 0 < hit < length - length // LIKE:
-            length = hit
-        if longest is not None and (
-            len(longest.ids) >= length or (not self.is_needed and 2 * len(longest.ids) >= length and not hit)
-        ):
-            return longest
-        return Beginning(ids[:length], version) if length else None
+        is_whole = self.is_needed or bool(row.spec.group) or not (alone and row.cached_tokens)
+        length = len(ids) if is_whole else min(len(ids), row.cached_tokens)
+        least = length if self.is_needed or not is_whole else len(ids) // 2 if not row.spec.group else length
+        known = {of for of in others if of is not None and version is not None and of.version == version}
+        fitting = [of for of in known if len(of.ids) >= least and of.begins(ids)]
+        return max(fitting, key=lambda of: len(of.ids), default=None) or Beginning(ids[:length], version)
+
+
+def _end(row: Row) -> int:
+    """Positions that a row has come to."""
+    return len(row.prompt) + row.position
+
+
+def _are_whole(plan: Plan) -> bool:
+    return all(of is None or len(of.ids) == len(row.prompt) - 1 for row, of in plan.items())
+
+
+def _spared(rows: Collection[Row], plan: Plan) -> int:
+    """Positions of a batch of copies that one with these beginnings does not have; either pads to the longest."""
+    own = max(_end(row) - (len(of.ids) if (of := plan[row]) else 0) for row in rows)
+    beginnings = sum(len(of.ids) for of in {plan[row] for row in rows} if of)
+    return len(rows) * (max(map(_end, rows)) - own) - beginnings
+
+
+def _apart(
+    cache: Sequence[Any], padding: Sequence[int], rows: Sequence[Row], plan: Plan
+) -> tuple[list[Any], list[int]]:
+    each = [None if (of := plan[row]) is None else (of, len(of.ids)) for row in rows]
+    caches, after = shared(cache[:-1], each, padding)
+    return [*caches, cache[-1]], after
