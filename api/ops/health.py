@@ -277,7 +277,7 @@ def _worker(worker: WorkerStatus) -> WorkerHealth:
 
 
 def _troubles(name: str, process: WorkerStatus | TrainerStatus) -> list[str]:
-    """What the machines of a process and of its other ranks suffer from, each with whose it is."""
+    """Troubles of a process's machine and of its other ranks' machines, each with the name of the process."""
     machines = {name: process.machine, **{f"rank {rank.rank} of {name}": rank.machine for rank in process.ranks}}
     return [f"{whose}: {trouble}" for whose, machine in machines.items() for trouble in machine.troubles]
 
