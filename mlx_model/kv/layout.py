@@ -83,11 +83,11 @@ def layout_of(
     `bound`: `--max-kv-size`; `times`: those of `packed_times` that were taken before.
     """
     check_asked(bits, group_size, bound)
-    layout = _asked(model, bits, group_size, bound)
+    layout = _asked(model, bits, group_size, bound, times)
     return replace(layout, shares=can_share(model, layout.new(model)))
 
 
-def _asked(model: Any, bits: int, group_size: int, bound: int) -> KvLayout:
+def _asked(model: Any, bits: int, group_size: int, bound: int, times: dict[str, float] | None) -> KvLayout:
     if bound:
         return _bounded(model, bound)
     if not bits:

@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.cache import KVCache
@@ -14,6 +15,7 @@ from mlx_lm.models.cache import KVCache
 from mlx_model.kv.kinds import copies, keep_rows, leaves, ragged, shared, take_back, whole
 from mlx_model.loader import LoadedModel
 from shared.sequences import SequenceSpec
+from tests.engine.adapter_bench import AdapterBench, make_versions, row
 from tests.engine.conftest import Bench, prompt_of, spec
 from tests.engine.kv_models import Model
 from tests.engine.test_kv_kinds import bench_of, check_like_cold
@@ -151,6 +153,21 @@ def test_an_answer_behind_a_shared_prompt_is_found_again(llama: LoadedModel) -> 
     check_like_cold(llama, bench, second)
 
 
+def test_equal_prompts_of_other_versions_share_nothing(llama: LoadedModel, tmp_path: Path) -> None:
+    """Of `a@1`, `b@1` and the base, and of rows of `a` from before and after a hot load."""
+    with AdapterBench(llama, make_versions(llama, tmp_path), share_prompts="always", max_rows=16) as bench:
+        prompt = prompt_of(40)
+        rows = [
+            row(f"s{at}", prompt, of, max_tokens=40, adapter_policy="follow" if of == "a" else "pin")
+            for at, of in enumerate(["", "a", "b@1", "a", "b@1", ""])
+        ]
+        bench.run_amid_a_hot_load(rows)
+        bench.submit(late := row("late", prompt, "a"), *(same := [row(f"t{at}", prompt, "a@1") for at in range(2)]))
+        bench.run()
+        for each in (late, *same):
+            bench.assert_true_to_its_versions(each)
+
+
 # -- a leaf against one of copies
 
 HEADS, SIZE = 2, 8
@@ -213,12 +230,12 @@ class Both:
     def change(self) -> None:
         """To copies and back, with each row's first position as its beginning."""
         caches, padding = whole(self.caches["shared"], range(len(self.padding["shared"])), self.padding["shared"])
-        firsts = [(row, 1) for row in range(len(padding))]
+        firsts = [(("row", row), 1) for row in range(len(padding))]
         self.caches["shared"], self.padding["shared"] = shared(caches, firsts, padding)
 
     def _end_apart(self, form: str) -> None:
         slack = self.slack[form]
-        self.slack[form] = take_back(self.caches[form], [0] * len(slack), slack) if any(slack) else slack
+        self.slack[form] = take_back(self.caches[form], [0] * len(slack), slack)
 
     def check(self) -> None:
         """Two positions a row are written and read alike, by twice as many heads as there are keys."""
@@ -232,12 +249,18 @@ class Both:
         assert mx.allclose(outputs["copied"], outputs["shared"], atol=1e-5).item()
 
 
+@pytest.fixture
+def shares(llama: LoadedModel) -> bool:
+    """True: this process reads such leaves from now on."""
+    return llama.kv.shares
+
+
 @given(first=START, steps=st.lists(STEP, max_size=6), seed=st.integers(0, 99))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_leaf_with_beginnings_reads_what_one_of_copies_reads(
-    first: tuple[int, int], steps: list[tuple[str, Any]], seed: int, llama: LoadedModel
+    first: tuple[int, int], steps: list[tuple[str, Any]], seed: int, *, shares: bool
 ) -> None:
-    assert llama.kv.shares  # and so its attention is installed
+    assert shares
     mx.random.seed(seed)
     both = Both()
     both.join(*first)
