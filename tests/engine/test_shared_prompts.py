@@ -81,6 +81,16 @@ def test_a_beginning_that_the_prefix_cache_had_is_shared_by_other_prompts(llama:
     check_like_cold(llama, bench, *specs)
 
 
+def test_what_is_stored_for_no_others_is_shared_with_none(llama: LoadedModel) -> None:
+    bench, prompt = bench_of(llama, share_prompts="always"), prompt_of(40)
+    specs = [structs.replace(spec(f"s{n}", prompt), cache=n == 0) for n in range(3)]
+    bench.submit(*specs)
+    bench.until(lambda: bench.engine.batch.decoding == 3)
+    assert bench.engine.batch.spared == 0
+    bench.run()
+    check_like_cold(llama, bench, *specs)
+
+
 def test_more_rows_fit_the_memory(llama: LoadedModel) -> None:
     """16 samples of 128 + 16 where 4 copies fit, and the memory that is taken is what was counted."""
     loaded = replace(llama, kv_limit_bytes=4 * 144 * llama.card.kv_bytes_per_token)

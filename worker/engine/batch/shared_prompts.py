@@ -12,7 +12,7 @@ Decisions depend on rows only, so all ranks take the same ones.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,10 +31,10 @@ STAYS = 2  # times as much that a batch must spare to take the form than to stay
 
 @dataclass(frozen=True, eq=False)
 class Beginning:
-    """Ids that rows begin with, computed with one version."""
+    """Ids that rows begin with."""
 
     ids: tuple[int, ...]
-    version: str | None  # None: with several, so that no other row has the same
+    version: Hashable  # that computed it, and whose it is if it is for no others; None: several have, so no row has it
 
     def begins(self, ids: tuple[int, ...]) -> bool:
         """True if these ids begin with it."""
@@ -119,7 +119,8 @@ class SharedPrompts:
         ids = tuple(row.prompt[:-1])
         if not ids:
             return None
-        version = next(iter(row.kv_versions)) if len(row.kv_versions) == 1 else None
+        owner = "" if row.spec.cache else row.spec.group or row.spec.id
+        version = (*row.kv_versions, owner) if len(row.kv_versions) == 1 else None
         is_whole = self.is_needed or bool(row.spec.group) or not (alone and row.cached_tokens)
         length = len(ids) if is_whole else min(len(ids), row.cached_tokens)
         least = length if self.is_needed or not is_whole else len(ids) // 2 if not row.spec.group else length
