@@ -22,7 +22,9 @@ from shared.images.refs import ImageRef, VisionSpec, kv_ids
 from shared.splits import Arm
 
 SCHEMA = 2  # the newest that we read
-PLAIN = 1  # that we write; a sequence with images is of the newest: who does not know them must not run it
+PLAIN = (
+    1  # that we write; a sequence with images or prior tokens is of the newest: who does not know them must not run it
+)
 OLDEST = 1  # that we read; also the default of a message without it
 
 M = TypeVar("M", "SequenceSpec", "SequenceResult")
@@ -119,6 +121,8 @@ class SequenceSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     tensors: bytes = b""  # kind "network", which has no prompt: what its rows bring (shared/networks/tensors.py)
     images: tuple[ImageRef, ...] = ()  # of the prompt, in order; their bytes are in Redis, of this tenant
     image_token: int = 0  # the id that stands for each vector of them in the prompt
+    prior_ids: tuple[int, ...] = ()  # kind "generate": its first completion tokens, which are given and not drawn
+    record_s: int = 0  # for so long spec and result are stored after its end, to be replayed; 0: they are not
     schema: int = OLDEST  # `encode` writes ours
 
     @property
@@ -234,7 +238,7 @@ _version_decoder = msgspec.msgpack.Decoder(_Version)
 
 def encode(message: SequenceSpec | SequenceResult) -> bytes:
     """msgpack bytes of a message, in our version."""
-    schema = SCHEMA if isinstance(message, SequenceSpec) and message.images else PLAIN
+    schema = SCHEMA if isinstance(message, SequenceSpec) and (message.images or message.prior_ids) else PLAIN
     if message.schema < schema:
         message = msgspec.structs.replace(message, schema=schema)
     return _encoder.encode(message)

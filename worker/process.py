@@ -22,6 +22,7 @@ from redis.exceptions import RedisError
 from mlx_model.config import SlotConfig
 from ranks.placement import Placement
 from shared.errors import EngineError
+from shared.frames import TokenEvent
 from shared.process.garbage import leave_out_what_is_loaded
 from shared.process.loops import begin, cancel, until_taken
 from shared.process.worker_settings import WorkerSettings
@@ -58,7 +59,7 @@ from worker.pictures import SequencePictures
 from worker.publisher import TokenPublisher
 from worker.reports import Identity, WorkerCounts, worker_status
 from worker.ring_memory import ring_memory
-from worker.rows import ClaimedRow, ClaimedRows, now_ms
+from worker.rows import ClaimedRow, ClaimedRows, given_tokens, now_ms
 
 log = structlog.get_logger()
 T = TypeVar("T")
@@ -269,11 +270,12 @@ class WorkerProcess:
         self._memory.claimed([claim.spec for claim in claims])
         await self._publisher.fence([claim for claim in claims if claim.attempt > 1 and claim.spec.api])
         for claim in claims:
-            prior = []
+            prior: list[TokenEvent] = []
             if claim.attempt > 1:
                 prior = await read_tokens(self._redis, self._card.name, claim.spec.id, 0, claim.spec.api)
                 self._counts.takeovers.add()
                 log.info("worker.took_over", sequence=claim.spec.id, attempt=claim.attempt, events=len(prior))
+            prior = prior or given_tokens(claim)
             self.rows.add(ClaimedRow.after(claim, prior))
             requests.append(RowRequest(claim.spec, claim.attempt, tuple(prior)))
         gone = self._returns.make_room(len(self.rows.occupying()) - self._machine.most_rows)

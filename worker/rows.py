@@ -26,6 +26,15 @@ def now_ms() -> int:
     return time.time_ns() // 1_000_000
 
 
+def given_tokens(claim: Claim) -> list[TokenEvent]:
+    """The completion tokens that come with a claim's spec, as an event of an earlier attempt would bring them.
+
+    No log-probability is known of them, so it is 0; none of what is reported of them is drawn here.
+    """
+    ids = claim.spec.prior_ids
+    return [TokenEvent(claim.spec.id, claim.attempt, 0, list(ids), [0.0] * len(ids))] if ids else []
+
+
 @dataclass(eq=False)
 class ClaimedRow:
     """One claimed sequence: its events so far, and which of them the log has."""

@@ -14,7 +14,7 @@ import msgspec
 
 from api.callers.fair_pool import LARGE_CHARS, aside
 from api.generation.choice import RequestPlan
-from api.generation.collection import collection_for_feedback, collection_of
+from api.generation.collection import collection_for_feedback, collection_of, recorded_s
 from api.generation.sampling import (
     MAX_TOP_LOGPROBS,
     WHOLE_VOCABULARY,
@@ -173,6 +173,7 @@ def _template(
         adapter=target.adapter,
         adapter_policy=target.policy,
         deadline_ms=deadline(settings, deadline_s),
+        record_s=recorded_s(settings),
         **more,
     )
 
