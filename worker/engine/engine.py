@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterable, Mapping
 import mlx.core as mx
 
 from mlx_model.config import EngineConfig
-from mlx_model.loader import LoadedModel, bound_freed_memory
+from mlx_model.loader import LoadedModel
+from mlx_model.memory import bound_freed_memory
 from shared.errors import EngineError, ParallmError
 from shared.frames import Finish, TokenEvent
 from shared.sequences import SequenceClass
