@@ -43,6 +43,7 @@ from worker.cache_resets import CacheResets
 from worker.claim_plan import NOTHING, claim_plan
 from worker.claims import LAST_WORDS_S, Preparing, Returns
 from worker.control import ControlChannel
+from worker.court import CourtDuty
 from worker.downloads import hub_download, report_download
 from worker.drain import Farewell
 from worker.engine.batch.adapters import AdapterStats
@@ -166,7 +167,7 @@ class WorkerProcess:
         )
         self._memory = ring_memory(self._settings, self._redis, self._engine, card)
         self._publisher = TokenPublisher(
-            FrameWriter(self._redis, card.name, self.id),
+            FrameWriter(self._redis, card.name, self.id, replay_share=self._settings.replay_share),
             self.rows,
             self.id,
             log_every_tokens=self._settings.log_every_tokens,
@@ -183,6 +184,10 @@ class WorkerProcess:
         self._pause = Pause(PauseSwitch(self._redis), self._engine, self._returns, self.rows, on_change=self._beat)
         send, take, pictures = self._engine.send, self._publisher.take, SequencePictures(self._redis, card.vision)
         self._preparing = Preparing(self._adapters, self.rows, send, self._submitted, take, self._peers, pictures)
+        drains = self.stop if self._settings.on_wrong_tokens == "drain" else lambda: None
+        self._court = CourtDuty(
+            self._redis, card, self.id, lambda: not len(self.rows), lambda: self._others, self._counts.heard, drains
+        )
         self._cache_resets = CacheResets(self._redis, self._engine, self.id)
         obey = (self._cancel, self._publisher.flush_log, self._pause.poke, self._cache_resets.take)
         self._orders = ControlChannel(self._redis, self._control, card.name, self.id, self.rows, *obey)
@@ -212,6 +217,8 @@ class WorkerProcess:
             machine_memory=self._machine.watch_memory,
             machine_power=self._machine.watch_power,
         )
+        if self._settings.replay_share:
+            claiming += begin("worker", court=self._court.run)
         tending.append(asyncio.create_task(self._watch.run()))
         try:
             await self._stop.wait()
@@ -407,6 +414,7 @@ class WorkerProcess:
             tokens_per_s=(self._publisher.tokens - tokens) / max(1e-3, now - then),
             silent_s=self._watch.silent_s,
             machine=self._machine.status,
+            court=self._court.standing,
             kv_address=self._peers.address,
             ranks=self._shown_ranks(),
             peers={**self._peers.figures, **self._counts.sequences.rates.figures(now, self._settings.max_batch_size)},

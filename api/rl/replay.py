@@ -34,7 +34,7 @@ class ReplayBody(RequestModel):
     "/v1/replay",
     summary="Replay a completion",
     response_class=Response,
-    responses=error_responses(400, 404, 422, 429, 503, ok="A report for each choice"),
+    responses=error_responses(400, 404, 429, 503, ok="A report for each choice"),
 )
 async def replay(body: ReplayBody, ring: TheRing) -> Response:
     """A report for each choice: how many tokens are the same, ties or wrong, and each one that differs."""

@@ -6,7 +6,7 @@ Which ones is decided by their ids, so that a repeated commit decides alike.
 """
 
 import hashlib
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from redis.asyncio import Redis
 
@@ -14,11 +14,14 @@ from shared.errors import UnknownRecordingError
 from shared.redis import keys
 from shared.redis.connection.client import Argument, ask, ask_all
 from shared.redis.stream import Stream, StreamEntry
+from shared.replay import ReplayReport
 from shared.sequences import SequenceResult, SequenceSpec, decode_result, decode_spec, encode
 
 MOST_BYTES = 256 << 20  # of the recordings of one model
 COURT_ENTRIES = 1_000
 COURT_BYTES = 32 << 20
+MOST_CASES = 100  # that are named
+MOST_PASSES = 32  # of a case between workers
 MOST_CHOICES = 128  # of a completion
 REPLAYS = "replay-"  # ids of sequences that compute others again begin so
 
@@ -35,6 +38,56 @@ class CourtCase(NamedTuple):
 
     entry: str
     recording: Recording
+    found_wrong_by: tuple[str, ...] = ()  # workers that have checked it
+    passes: int = 0  # how often it was left to another worker
+
+
+Standing = Literal["", "disputed", "wrong"]
+
+
+class Verdicts(NamedTuple):
+    """What other workers found of one worker's tokens."""
+
+    sequences: int = 0
+    tokens: int = 0
+    ties: int = 0
+    wrong: int = 0
+    judges: tuple[str, ...] = ()  # that found tokens wrong
+    cases: tuple[str, ...] = ()  # ids of the sequences in which they did, the latest ones
+
+    @property
+    def standing(self) -> Standing:
+        """One accuser may be the faulty one itself, so it takes two to find a worker wrong."""
+        return "wrong" if len(self.judges) > 1 else "disputed" if self.judges else ""
+
+
+async def add_verdict(redis: Redis, model: str, judge: str, report: ReplayReport) -> None:
+    """Count what a worker found of another one's sequence."""
+    key = keys.verdicts(model, report.worker)
+    commands: list[tuple[Argument, ...]] = [
+        ("HINCRBY", key, name, count)
+        for name, count in (
+            ("sequences", 1), ("tokens", report.same + report.ties + report.wrong), ("ties", report.ties),
+            ("wrong", report.wrong),
+        )
+    ]  # fmt: skip
+    if report.wrong:
+        commands += [("HINCRBY", key, f"judge:{judge}", 1), ("HSET", key, f"case:{report.id}", judge)]
+    await ask_all(redis, [*commands, ("EXPIRE", key, keys.VERDICTS_TTL_S)])
+
+
+async def forget_verdicts(redis: Redis, model: str, worker: str) -> None:
+    """Forget what was found of a worker."""
+    await ask(redis, "DEL", keys.verdicts(model, worker))
+
+
+async def verdicts_on(redis: Redis, model: str, worker: str) -> Verdicts:
+    """What other workers have found of a worker's tokens within the last day."""
+    found: dict[bytes, bytes] = await ask(redis, "HGETALL", keys.verdicts(model, worker))
+    fields = {name.decode(): value for name, value in found.items()}
+    counts = [int(fields.get(name, 0)) for name in ("sequences", "tokens", "ties", "wrong")]
+    named = {kind: tuple(n.removeprefix(kind) for n in fields if n.startswith(kind)) for kind in ("judge:", "case:")}
+    return Verdicts(*counts, named["judge:"], named["case:"][-MOST_CASES:])
 
 
 def recording_keys(model: str, seq: str) -> list[str]:
@@ -106,14 +159,20 @@ class Court(Stream[CourtCase]):
         super().__init__(redis, keys.court(model), stats=keys.court_stats(model))
         self._model = model
 
-    async def pass_on(self, case: CourtCase) -> None:
-        """Leave a case to another worker."""
-        spec, result = encode(case.recording.spec), encode(case.recording.result)
-        fields = ("id", case.recording.spec.id, "spec", spec, "result", result, "size", len(spec) + len(result))
-        await ask_all(self._redis, [("XADD", keys.court(self._model), "*", *fields)])
+    async def pass_on(self, case: CourtCase, *, found_wrong_by: str = "") -> None:
+        """Leave a case to another worker; it is dropped after MOST_PASSES. `found_wrong_by`: one more that found so."""
+        if case.passes < MOST_PASSES:
+            spec, result = encode(case.recording.spec), encode(case.recording.result)
+            judges = " ".join((*case.found_wrong_by, *filter(None, [found_wrong_by])))
+            fields: tuple[Argument, ...] = ("id", case.recording.spec.id, "spec", spec, "result", result)
+            fields += ("judges", judges, "passes", case.passes + 1, "size", len(spec) + len(result))
+            added = [("XADD", keys.court(self._model), "*", *fields)]
+            counted = [("HINCRBY", keys.court_stats(self._model), "bytes", len(spec) + len(result))]
+            await ask_all(self._redis, added + counted)
         await self.done([case.entry])
 
     @staticmethod
     def _decode(entry: StreamEntry) -> CourtCase:
         recording = Recording(decode_spec(entry.fields[b"spec"]), decode_result(entry.fields[b"result"]))
-        return CourtCase(entry.id, recording)
+        judges = entry.fields.get(b"judges", b"").decode().split()
+        return CourtCase(entry.id, recording, tuple(judges), int(entry.fields.get(b"passes", 0)))
