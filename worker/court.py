@@ -1,6 +1,6 @@
 """Court: a worker with nothing else to do computes again what other workers wrote, and reports whose tokens are wrong.
 
-Which sequences: a share of all, which every worker leaves in a stream when it commits them (shared/redis/recordings.py).
+Which ones: a share of all, which each worker leaves in a stream when it commits them (shared/redis/recordings.py).
 Case by case: one that this worker wrote, or has found wrong before, is passed on; another one is replayed here, through
 the queue like all work, and the verdict is counted for the worker that wrote it. A case found wrong goes on to one more
 worker, since the fault may be this one's.
@@ -18,7 +18,7 @@ from redis.exceptions import RedisError
 from shared.errors import ParallmError
 from shared.redis.connection.faults import reason
 from shared.redis.queue.replayer import Replayer, replay_calls
-from shared.redis.recordings import Court, CourtCase, Standing, add_verdict, forget_verdicts, verdicts_on
+from shared.redis.recordings import Court, CourtCase, Standing, add_verdict, forget_verdicts, trusted_verdicts_on
 from shared.replay import ReplayReport, bound_of
 from shared.sequences import ModelCard
 
@@ -57,10 +57,12 @@ class CourtDuty:
         async with replay_calls(self._redis, self._card.name) as calls:
             replayer = Replayer(calls, self._card)
             while True:
-                await asyncio.sleep(LOOK_S)
                 await self._look_at_own_standing()
-                while self._is_idle() and self._others() and (cases := await self._court.take(self._id)):
-                    await self._hear(cases[0], replayer)
+                cases = await self._court.take(self._id) if self._is_idle() and self._others() else []
+                for case in cases:
+                    await self._hear(case, replayer)
+                if not cases:
+                    await asyncio.sleep(LOOK_S)
 
     async def _hear(self, case: CourtCase, replayer: Replayer) -> None:
         recording = case.recording
@@ -97,7 +99,7 @@ class CourtDuty:
             await self._court.done([case.entry])
 
     async def _look_at_own_standing(self) -> None:
-        found = await verdicts_on(self._redis, self._card.name, self._id)
+        found = await trusted_verdicts_on(self._redis, self._card.name, self._id)
         if found.standing != self.standing:
             self.standing = found.standing
             log.error("court.standing", worker=self._id, standing=found.standing, judges=found.judges)

@@ -305,9 +305,7 @@ def _judge(report: RingHealth, load: ProcessLoad) -> None:
             report.reasons.append(f"the engine of worker '{worker.id}' has been silent for {worker.engine_silent_s} s")
         if worker.court:
             accusers = "two other workers have" if worker.court == "wrong" else "another worker has"
-            report.reasons.append(
-                f"{accusers} found tokens of worker '{worker.id}' wrong; its log and theirs say which"
-            )
+            report.reasons.append(f"{accusers} found tokens of worker '{worker.id}' wrong: see `court` in their logs")
         if lost := _lost(worker.ranks):
             report.reasons.append(f"worker '{worker.id}' has lost rank {lost}, and begins anew")
     for trainer in report.trainers:

@@ -85,9 +85,17 @@ async def verdicts_on(redis: Redis, model: str, worker: str) -> Verdicts:
     """What other workers have found of a worker's tokens within the last day."""
     found: dict[bytes, bytes] = await ask(redis, "HGETALL", keys.verdicts(model, worker))
     fields = {name.decode(): value for name, value in found.items()}
-    counts = [int(fields.get(name, 0)) for name in ("sequences", "tokens", "ties", "wrong")]
+    sequences, tokens, ties, wrong = (int(fields.get(name, 0)) for name in ("sequences", "tokens", "ties", "wrong"))
     named = {kind: tuple(n.removeprefix(kind) for n in fields if n.startswith(kind)) for kind in ("judge:", "case:")}
-    return Verdicts(*counts, named["judge:"], named["case:"][-MOST_CASES:])
+    return Verdicts(sequences, tokens, ties, wrong, named["judge:"], named["case:"][-MOST_CASES:])
+
+
+async def trusted_verdicts_on(redis: Redis, model: str, worker: str) -> Verdicts:
+    """The same without accusations by workers that two others have found wrong themselves."""
+    found = await verdicts_on(redis, model, worker)
+    accused = [await verdicts_on(redis, model, judge) for judge in found.judges]
+    judges = [judge for judge, own in zip(found.judges, accused, strict=True) if own.standing != "wrong"]
+    return found._replace(judges=tuple(judges))
 
 
 def recording_keys(model: str, seq: str) -> list[str]:
@@ -166,9 +174,11 @@ class Court(Stream[CourtCase]):
             judges = " ".join((*case.found_wrong_by, *filter(None, [found_wrong_by])))
             fields: tuple[Argument, ...] = ("id", case.recording.spec.id, "spec", spec, "result", result)
             fields += ("judges", judges, "passes", case.passes + 1, "size", len(spec) + len(result))
-            added = [("XADD", keys.court(self._model), "*", *fields)]
-            counted = [("HINCRBY", keys.court_stats(self._model), "bytes", len(spec) + len(result))]
-            await ask_all(self._redis, added + counted)
+            commands: list[tuple[Argument, ...]] = [
+                ("XADD", keys.court(self._model), "*", *fields),
+                ("HINCRBY", keys.court_stats(self._model), "bytes", len(spec) + len(result)),
+            ]
+            await ask_all(self._redis, commands)
         await self.done([case.entry])
 
     @staticmethod

@@ -166,7 +166,7 @@ _OURS = (
     _gauge(
         "mlx_parallm_worker_tokens_wrong",
         _WORKER,
-        "0 right or not checked, 1 found wrong by one other worker, 2 by two",
+        "0 right or not checked, 1 wrong to one other worker, 2 to two of them",
     ),
     _gauge("mlx_parallm_worker_heartbeat_age_seconds", _WORKER, "since the worker's last heartbeat"),
     _gauge("mlx_parallm_adapter_slots", _WORKER, "adapter slots there are"),
