@@ -110,9 +110,12 @@ def recording_keys(model: str, seq: str) -> list[str]:
 
 
 def recording_arguments(spec: SequenceSpec, replay_share: float) -> list[Argument]:
-    """Arguments of the committing script that say for how long a sequence is recorded, and whether it is checked."""
-    chosen = "1" if spec.kind == "generate" and is_chosen(spec.id, replay_share) else ""
-    return [spec.record_s, MOST_BYTES, chosen, COURT_ENTRIES, COURT_BYTES, keys.COURT_TTL_S]
+    """Arguments of the committing script that say for how long a sequence is recorded, and whether it is checked.
+
+    Nothing is stored of a sequence that is not to be cached.
+    """
+    chosen = "1" if spec.kind == "generate" and spec.cache and is_chosen(spec.id, replay_share) else ""
+    return [spec.record_s if spec.cache else 0, MOST_BYTES, chosen, COURT_ENTRIES, COURT_BYTES, keys.COURT_TTL_S]
 
 
 def needs_result(spec: SequenceSpec, replay_share: float) -> bool:

@@ -185,6 +185,7 @@ def sequences(spec: JobSpec, prompt: PreparedPrompt, now_ms: int, trace: str = "
             record_s=spec.record_s,
             images=prompt.images,
             image_token=prompt.image_token,
+            cache=spec.cache and (own is None or own.cache),
         )
         for sample in range(spec.n)
     ]
