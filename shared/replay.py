@@ -43,7 +43,7 @@ class Difference(msgspec.Struct, frozen=True):
 
 
 class ReplayReport(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a replay found of one sequence."""
+    """Result of replaying one sequence."""
 
     id: str
     worker: str  # that wrote it

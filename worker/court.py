@@ -9,7 +9,7 @@ A worker that two others have found wrong is named in its heartbeat, and with --
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import structlog
 from redis.asyncio import Redis
@@ -39,8 +39,10 @@ class CourtDuty:
         others: Callable[[], Sequence[str]],
         counts: Callable[[ReplayReport], None] = lambda report: None,
         on_wrong: Callable[[], None] = lambda: None,
+        *,
+        serves: bool = True,
     ) -> None:
-        """`counts` gets each report; `on_wrong` is called once, when two workers have found this one's tokens wrong."""
+        """`serves`: take part at all. `counts` gets each report; `on_wrong` is called once, when two workers have found this one's tokens wrong."""
         self._redis = redis
         self._card = card
         self._id = worker_id
@@ -49,11 +51,20 @@ class CourtDuty:
         self._counts = counts
         self._on_wrong = on_wrong
         self._court = Court(redis, card.name)
+        self._serves = serves
+        self._is_new = True
         self.standing: Standing = ""
+
+    @property
+    def loops(self) -> dict[str, Callable[[], Awaitable[None]]]:
+        """The loop to run, by name; none if the worker takes no part."""
+        return {"court": self.run} if self._serves else {}
 
     async def run(self) -> None:
         """Take cases for ever, one at a time, while the worker is idle. Verdicts on an earlier process do not count."""
-        await forget_verdicts(self._redis, self._card.name, self._id)
+        if self._is_new:
+            await forget_verdicts(self._redis, self._card.name, self._id)
+            self._is_new = False
         async with replay_calls(self._redis, self._card.name) as calls:
             replayer = Replayer(calls, self._card)
             while True:

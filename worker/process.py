@@ -185,9 +185,9 @@ class WorkerProcess:
         send, take, pictures = self._engine.send, self._publisher.take, SequencePictures(self._redis, card.vision)
         self._preparing = Preparing(self._adapters, self.rows, send, self._submitted, take, self._peers, pictures)
         drains = self.stop if self._settings.on_wrong_tokens == "drain" else lambda: None
-        self._court = CourtDuty(
-            self._redis, card, self.id, lambda: not len(self.rows), lambda: self._others, self._counts.heard, drains
-        )
+        idle, others, serves = lambda: not len(self.rows), lambda: self._others, bool(self._settings.replay_share)
+        heard = self._counts.heard
+        self._court = CourtDuty(self._redis, card, self.id, idle, others, heard, drains, serves=serves)
         self._cache_resets = CacheResets(self._redis, self._engine, self.id)
         obey = (self._cancel, self._publisher.flush_log, self._pause.poke, self._cache_resets.take)
         self._orders = ControlChannel(self._redis, self._control, card.name, self.id, self.rows, *obey)
@@ -203,7 +203,7 @@ class WorkerProcess:
         log.info("worker.ready", worker=self.id, model=self._card.name, rows=self._settings.max_batch_size)
 
     async def _serve(self) -> None:
-        claiming = begin("worker", claim=self._claim_forever, reap=self._reap_forever)
+        claiming = begin("worker", claim=self._claim_forever, reap=self._reap_forever, **self._court.loops)
         tending = begin(
             "worker",
             publish=self._publisher.run,
@@ -217,8 +217,6 @@ class WorkerProcess:
             machine_memory=self._machine.watch_memory,
             machine_power=self._machine.watch_power,
         )
-        if self._settings.replay_share:
-            claiming += begin("worker", court=self._court.run)
         tending.append(asyncio.create_task(self._watch.run()))
         try:
             await self._stop.wait()

@@ -21,7 +21,7 @@ router = APIRouter(tags=["training"], route_class=BodyRoute)
 
 
 class ReplayBody(RequestModel):
-    """What to replay, where, and how exactly."""
+    """The completion to replay, the worker that does it, and the bound of a tie."""
 
     id: str = Field(min_length=1, max_length=512, description="of a completion, of a sequence, or of a job's sample")
     worker: str = Field(default="", description='the worker that computes it again; "": any')

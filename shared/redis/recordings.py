@@ -45,8 +45,8 @@ class CourtCase(NamedTuple):
 Standing = Literal["", "disputed", "wrong"]
 
 
-class Verdicts(NamedTuple):
-    """What other workers found of one worker's tokens."""
+class CourtRecord(NamedTuple):
+    """Counts of what other workers found of one worker's tokens."""
 
     sequences: int = 0
     tokens: int = 0
@@ -81,16 +81,16 @@ async def forget_verdicts(redis: Redis, model: str, worker: str) -> None:
     await ask(redis, "DEL", keys.verdicts(model, worker))
 
 
-async def verdicts_on(redis: Redis, model: str, worker: str) -> Verdicts:
-    """What other workers have found of a worker's tokens within the last day."""
+async def verdicts_on(redis: Redis, model: str, worker: str) -> CourtRecord:
+    """Read the court's counts of a worker, of the last day."""
     found: dict[bytes, bytes] = await ask(redis, "HGETALL", keys.verdicts(model, worker))
     fields = {name.decode(): value for name, value in found.items()}
     sequences, tokens, ties, wrong = (int(fields.get(name, 0)) for name in ("sequences", "tokens", "ties", "wrong"))
     named = {kind: tuple(n.removeprefix(kind) for n in fields if n.startswith(kind)) for kind in ("judge:", "case:")}
-    return Verdicts(sequences, tokens, ties, wrong, named["judge:"], named["case:"][-MOST_CASES:])
+    return CourtRecord(sequences, tokens, ties, wrong, named["judge:"], named["case:"][-MOST_CASES:])
 
 
-async def trusted_verdicts_on(redis: Redis, model: str, worker: str) -> Verdicts:
+async def trusted_verdicts_on(redis: Redis, model: str, worker: str) -> CourtRecord:
     """The same without accusations by workers that two others have found wrong themselves."""
     found = await verdicts_on(redis, model, worker)
     accused = [await verdicts_on(redis, model, judge) for judge in found.judges]
