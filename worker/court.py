@@ -42,7 +42,8 @@ class CourtDuty:
         *,
         serves: bool = True,
     ) -> None:
-        """`serves`: take part at all. `counts` gets each report; `on_wrong` is called once, when two workers have found this one's tokens wrong."""
+        """`serves`: take part at all. `counts` gets each report; `on_wrong` is called once, when two workers have found
+        this one's tokens wrong."""
         self._redis = redis
         self._card = card
         self._id = worker_id
