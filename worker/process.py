@@ -61,7 +61,7 @@ from worker.pictures import SequencePictures
 from worker.publisher import TokenPublisher
 from worker.reports import Identity, WorkerCounts, worker_status
 from worker.ring_memory import ring_memory
-from worker.rows import ClaimedRow, ClaimedRows, given_tokens, now_ms
+from worker.rows import ClaimedRow, ClaimedRows, now_ms
 
 log = structlog.get_logger()
 T = TypeVar("T")
@@ -281,9 +281,8 @@ class WorkerProcess:
                 prior = await read_tokens(self._redis, self._card.name, claim.spec.id, 0, claim.spec.api)
                 self._counts.takeovers.add()
                 log.info("worker.took_over", sequence=claim.spec.id, attempt=claim.attempt, events=len(prior))
-            prior = prior or given_tokens(claim)
-            self.rows.add(ClaimedRow.after(claim, prior))
-            requests.append(RowRequest(claim.spec, claim.attempt, tuple(prior)))
+            self.rows.add(row := ClaimedRow.after(claim, prior))
+            requests.append(RowRequest(claim.spec, claim.attempt, tuple(row.events)))
         gone = self._returns.make_room(len(self.rows.occupying()) - self._machine.most_rows)
         await self._preparing.take(requests)
         if gone:

@@ -88,9 +88,9 @@ async def plan(ring: Ring, body: SamplingFields, target: Target, prepared: Prepa
             error.param = prepared.grammar_param
             raise
         sampling = msgspec.structs.replace(sampling, grammar=grammar)
-    record_s = spec.record_s if body.collect_trajectory is not False else 0
-    if collect is None and sampling is spec.sampling and record_s == spec.record_s:
+    if collect is None and sampling is spec.sampling and body.collect_trajectory is not False:
         return planned
+    record_s = spec.record_s if body.collect_trajectory is not False else 0
     template = msgspec.structs.replace(spec, collect=collect, sampling=sampling, record_s=record_s)
     return msgspec.structs.replace(planned, sequences=msgspec.structs.replace(sequences, template=template))
 

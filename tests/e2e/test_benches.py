@@ -199,7 +199,7 @@ class Simulator(threading.Thread):
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ring]:
-    with ring(tmp_path_factory.mktemp("ring"), "--learners", "1") as started:
+    with ring(tmp_path_factory.mktemp("ring"), "--learners", "1", "--record-ttl-s", "60") as started:
         yield started
 
 
