@@ -243,8 +243,7 @@ class WorkerProcess:
             while True:
                 self.rows.changed.clear()
                 async with self._pause.gate:
-                    plan = self._plan()
-                    plan = plan if plan.rows else self._plan(full=True)
+                    plan = plan if (plan := self._plan()).rows else self._plan(full=True)
                     claims = await self._queue.claim(self.id, plan, self._others) if plan.rows > 0 else []
                     self._counts.sequences.rates.claimed(plan, claims, time.monotonic())
                     if claims:
