@@ -175,7 +175,11 @@ def test_a_pair_of_token_ids_is_taken_as_it_is(tmp_path: Path) -> None:
         ("sft", [GOOD, "{"], "line 2"),
         ("sft", [GOOD, "", {"prompt": "a"}], "line 3: it has either 'messages', or 'completion'"),
         ("sft", [{"messages": [user("a"), said("b")], "completion": "c"}], "line 1: it has either"),
-        ("sft", [{"messages": [user("a"), said("b")], "prompt": "c"}], "line 1: 'prompt' has no use beside 'messages'"),
+        (
+            "sft",
+            [{"messages": [user("a"), said("b")], "prompt": "c"}],
+            "line 1: 'prompt' cannot be used together with 'messages'",
+        ),
         ("sft", [{"messages": "hello"}], "line 1: Expected `array | null`, got `str` - at `$.messages`"),
         ("sft", [{"messages": []}], "line 1: no token of it counts"),
         ("sft", [{"messages": [user("a")]}], "line 1: no token of it counts"),
