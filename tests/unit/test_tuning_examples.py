@@ -252,8 +252,8 @@ def test_a_byte_order_mark_and_lines_of_windows_are_read(tmp_path: Path) -> None
     assert read_examples(path, "sft", codec(), 500).items == read(tmp_path, GOOD, GOOD)
 
 
-def test_a_reply_that_the_template_does_not_put_behind_its_prompt_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SetupError, match=r"line 1: messages\[1\]: the chat template does not put this reply behind"):
+def test_a_reply_that_the_template_does_not_put_after_its_prompt_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match=r"line 1: messages\[1\]: the chat template does not put this reply after"):
         read(tmp_path, {"messages": [user("a"), said("b")]}, template=DEAF)
 
 
