@@ -16,6 +16,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
+from itertools import accumulate
 from types import FunctionType
 from typing import Any
 
@@ -24,16 +25,19 @@ import mlx.nn as nn
 from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.cache import ArraysCache
 
+from mlx_model.joined import JoinedLinears
 from mlx_model.sites import LINEARS
 from mlx_model.step.layer import bare
 
 _ATTENTION = "scaled_dot_product_attention"
 _MASK, _KEYS, _VALUES = object(), object(), object()  # stand for what only attention reads
 _AT = "_at"  # the argument that says how much a cache has read
-_NOT_ALIKE = frozenset({"layer_idx", "_no_grad"})  # attributes in which layers that compute the same may differ
+_NOT_ALIKE = frozenset(
+    {"layer_idx", "_no_grad", "joined"}
+)  # attributes in which layers that compute the same may differ
 
 
-class _Reached(Exception):
+class _ReachedError(Exception):
     """The layer that is traced calls attention."""
 
     def __init__(self, arrays: dict[str, mx.array], scale: float) -> None:
@@ -47,6 +51,7 @@ class _Trace:
     def __init__(self) -> None:
         self.attended: mx.array | None = None
         self.is_before = False  # attention
+        self.joints: dict[int, _Joint] = {}  # by what joins them
         self.made: list[mx.array] = []  # by linears before attention: written in the first trace, read in the second
 
     def linear(self, linear: Callable[[mx.array], mx.array], x: mx.array) -> mx.array:
@@ -64,17 +69,48 @@ class _Trace:
         if self.attended is not None:
             self.is_before = False
             return self.attended
-        raise _Reached({"q": q} if sinks is None else {"q": q, "sinks": sinks}, scale)
+        raise _ReachedError({"q": q} if sinks is None else {"q": q, "sinks": sinks}, scale)
 
 
 class _Linear(nn.Module):  # type: ignore[misc]
+    """Stands for a linear while it is traced; of joined ones the first holds the product of all."""
+
     def __init__(self, linear: Any, trace: _Trace) -> None:
         super().__init__()
         self.linear = linear
         object.__setattr__(self, "trace", trace)
 
-    def __call__(self, x: mx.array) -> mx.array:
+    def __call__(self, x: mx.array) -> Any:
         return self.trace.linear(self.linear, x)
+
+
+class _Joint:
+    """Stands for several linears that a product joins; whichever is called first computes for all."""
+
+    def __init__(self, joined: JoinedLinears, trace: _Trace) -> None:
+        self.whole = _Linear(copy(joined.product), trace)
+        self._ends = list(accumulate(joined.widths))[:-1]
+        self._x: mx.array | None = None
+        self._ys: list[mx.array] = []
+
+    def output(self, place: int, x: mx.array) -> mx.array:
+        if x is not self._x:
+            self._x, self._ys = x, list(mx.split(self.whole(x), self._ends, axis=-1))
+        return self._ys[place]
+
+
+class _Part(nn.Module):  # type: ignore[misc]
+    """One of these linears; the first has the weights of all."""
+
+    def __init__(self, joint: _Joint, place: int) -> None:
+        super().__init__()
+        if place == 0:
+            self.whole = joint.whole
+        object.__setattr__(self, "joint", joint)
+        object.__setattr__(self, "place", place)
+
+    def __call__(self, x: mx.array) -> Any:
+        return self.joint.output(self.place, x)
 
 
 class _Cache:
@@ -110,7 +146,7 @@ class _Form:
         arguments, cache = self._arguments(given)
         try:
             self._call(weights, arguments)
-        except _Reached as reached:
+        except _ReachedError as reached:
             self.scale = reached.scale
             return {**reached.arrays, **({} if cache is None else cache.written), "made": trace.made}
         raise TypeError(f"{type(self._layer).__name__} calls no attention")
@@ -190,7 +226,7 @@ class SplitLayer:
                 return self._stateful(arrays if mask is None else arrays | {"mask": mask}, cache)
         elif cache is None and shared is not None:
             return self._attending(arrays, None, mask, shared)
-        elif isinstance(getattr(cache, "offset", None), mx.array):
+        elif cache is not None and isinstance(cache.offset, mx.array):
             return self._attending(arrays | {_AT: cache.offset}, cache, mask, None)
         return self._layer(*args, **named)
 
@@ -225,6 +261,8 @@ def _signature(part: Any) -> Any:
 def _arrays(module: Any) -> Iterator[tuple[Any, str]]:
     """Modules and the names of their arrays, in an order that a layer and its twin share."""
     module = bare(module)
+    if (joined := getattr(module, "joined", None)) is not None:
+        module = joined.product if module.place == 0 else {}
     for name, part in module.items():
         if isinstance(part, mx.array):
             yield module, name
@@ -240,7 +278,10 @@ def _twin(module: Any, trace: _Trace) -> Any:
     if isinstance(twin, LINEARS):
         return _Linear(twin, trace)
     for name, part in twin.items():
-        if isinstance(part, nn.Module):
+        if (joined := getattr(bare(part), "joined", None)) is not None:
+            joint = trace.joints.setdefault(id(joined), _Joint(joined, trace))
+            dict.__setitem__(twin, name, _Part(joint, bare(part).place))
+        elif isinstance(part, nn.Module):
             dict.__setitem__(twin, name, _twin(part, trace))
         elif isinstance(part, list | tuple) and all(isinstance(each, nn.Module) for each in part):
             dict.__setitem__(twin, name, [_twin(each, trace) for each in part])

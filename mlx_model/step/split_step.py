@@ -27,10 +27,8 @@ from mlx_lm.models import (
     qwen3_next,
 )
 
-from mlx_model.sites import REDUCING
 from mlx_model.step.layer import bare
 from mlx_model.step.split_layer import Forms, SplitLayer
-from mlx_model.vision.positions import PlacedRope
 
 LAYERS = (
     gemma3_text.TransformerBlock,
@@ -86,13 +84,12 @@ def splits(model: Any) -> bool:
 
 def _is_mlx_lm_s(layer: Any) -> bool:
     """True if nothing else computes in this layer but adapters, which rows of the base do without."""
-    return all(_is_known(bare(module)) for _, module in layer.named_modules())
-
-
-def _is_known(module: Any) -> bool:
-    of = type(module).__module__
-    is_library = of.startswith(("mlx.nn.", "mlx_lm.models.")) and not isinstance(module, REDUCING)
-    return (is_library or type(module) is PlacedRope) and getattr(module, "sharding_group", None) is None
+    return all(
+        type(module).__module__.startswith(("mlx.nn.", "mlx_lm.models.", "mlx_model.lora."))
+        and not type(module).__module__.startswith("mlx.nn.layers.distributed")
+        and getattr(module, "sharding_group", None) is None
+        for _, module in layer.named_modules()
+    )
 
 
 def _with_layers(module: Any, layers: list[SplitLayer]) -> Any:

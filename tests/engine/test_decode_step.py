@@ -30,6 +30,7 @@ BIASES = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
 SCALED = {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}
 MODELS: dict[str, tuple[dict[str, Any], int | None]] = {
     "llama": (LLAMA | BIASES | SCALED, None),
+    "mistral3": ({"model_type": "mistral3", "text_config": LLAMA}, None),
     "qwen2": (LLAMA | {"model_type": "qwen2"}, None),
     "qwen3": (QWEN3, None),
     "qwen3 in 4 bits": (QWEN3 | {"tie_word_embeddings": False}, 4),

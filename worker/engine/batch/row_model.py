@@ -22,6 +22,7 @@ from mlx_model.kv.layout import KvLayout
 from mlx_model.networks.network import Network
 from mlx_model.pooling import hidden_states
 from mlx_model.step.decode_step import DecodeStep, decode_step_of
+from mlx_model.step.split_step import SplitStep
 from mlx_model.vision.features import ImageFeatures, embeddings, with_images
 from mlx_model.vision.language import row_positions_of
 from shared.errors import UnsupportedModelError
@@ -128,7 +129,7 @@ class RowModel:
     def _hidden(self) -> Callable[..., mx.array] | None:
         return hidden_states(self.model)
 
-    def _quick(self, caches: list[Any]) -> DecodeStep | None:
+    def _quick(self, caches: list[Any]) -> DecodeStep | SplitStep | None:
         """The decode step for these caches; not in place of another module that has been put in the model's."""
         quick = self._decode_step
         return quick if quick is not None and quick.model is self.model and quick.takes(caches) else None
