@@ -12,17 +12,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from shared.errors import SetupError
 
-PADDING_IN_STATE = frozenset(
-    {
-        "baichuan_m1",
-        "bailing_moe_linear",
-        "jamba",
-        "mamba",
-        "olmo_hybrid",
-        "recurrent_gemma",
-        "rwkv7",
-    }
-)
+PADDING_IN_STATE = frozenset[str]()
 WRONG = {
     "phi3small": "its blocks of attention count a row's padding as positions",
     "afm7": "layers that reuse keys count a row's padding as positions",
