@@ -11,7 +11,6 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import baichuan_m1, bailing_moe_linear, jamba, mamba, olmo_hybrid, recurrent_gemma, rwkv7
-from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import ArraysCache
 
 
@@ -149,24 +148,8 @@ class _LingLinear(bailing_moe_linear.LinearAttention):  # type: ignore[misc]
         return mx.concatenate(made, axis=1)
 
 
-class _Ling(bailing_moe_linear.LanguageModel):  # type: ignore[misc]
-    """All layers read positions from one cache, which counts on in place when its own layer is called."""
-
-    def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
-        h = self.word_embeddings(inputs)
-        cache = cache or [None] * len(self.layers)
-        attends = cache[self.attn_idx]
-        mask = create_attention_mask(h, attends)
-        offset = 0 if attends is None else attends.offset + 0
-        for layer, each in zip(self.layers, cache, strict=True):
-            h = layer(h, mask if layer.is_global else None, each, offset=offset)
-        out: mx.array = self.norm(h)
-        return out
-
-
 _MENDED: dict[type, type] = {
     baichuan_m1.Attention: _Baichuan,
-    bailing_moe_linear.LanguageModel: _Ling,
     bailing_moe_linear.LinearAttention: _LingLinear,
     jamba.JambaMambaMixer: _Jamba,
     mamba.MambaBlock: _Mamba,

@@ -14,7 +14,6 @@ from typing import Any, cast
 import mlx.core as mx
 import numpy as np
 
-from mlx_model.batching import takes_padding
 from mlx_model.collectives.ranks import Ranks
 from mlx_model.heads.head import Head, Heads
 from mlx_model.kv.cuda import few_shapes
@@ -50,7 +49,6 @@ class RowModel:
         self._heads = heads
         self._ranks = ranks
         self.adapters: Adapters = adapters or NoAdapters()
-        self.takes_padding = takes_padding(model)
         self._row_positions = row_positions_of(model)
         self._decode_step = decode_step_of(model) if quick else None
         self._is_quick = quick
