@@ -115,7 +115,7 @@ def memory_config(
     s: MachineSettings, *, adapter_slots: int = 0, learner_rank: int = 0, serves: bool = True
 ) -> MemoryConfig:
     """The part of a process's configuration about memory."""
-    limit, wired = int(s.memory_limit * 1e9), int(s.wired_limit * 1e9)
+    limit, wired = s.memory_limit_bytes, int(s.wired_limit * 1e9)
     return MemoryConfig(limit, wired, adapter_slots, learner_rank, serves, reserves=True)
 
 

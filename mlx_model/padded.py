@@ -26,7 +26,7 @@ def _has_ends(cache: Any) -> bool:
 
 
 def _in_pieces(cache: ArraysCache, count: int, read: Callable[[slice], Any]) -> list[Any]:
-    """What `read` makes of each piece of `count` positions; the cache has each row's state at the row's own end."""
+    """Call `read` with each piece of `count` positions; the cache then has each row's state at the row's own end."""
     assert cache.lengths is not None, "checked"
     ends_B = [min(max(each, 0), count) for each in cache.lengths.tolist()]
     begin, before = 0, list(cache.cache)
@@ -106,7 +106,7 @@ class _Rwkv7(rwkv7.Rwkv7Layer):  # type: ignore[misc]
 
 
 class _OlmoHybrid(olmo_hybrid.GatedDeltaNet):  # type: ignore[misc]
-    """Its recurrence leaves padding out; its convolutions do not."""
+    """The recurrence leaves padding out in mlx-lm, too; the convolutions do not."""
 
     def _apply_conv1d(
         self, x: mx.array, conv: Any, conv_state: mx.array | None, cache_slot: Any, slot_idx: int

@@ -296,7 +296,6 @@ class MultiLoRASwitch(nn.Module):  # type: ignore[misc]
 
     @property
     def bare(self) -> Any:
-        """The model's own experts."""
         return self.linear
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:

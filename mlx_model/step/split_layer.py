@@ -46,7 +46,7 @@ class _ReachedError(Exception):
 
 
 class _Trace:
-    """What the modules of a layer that is being traced share."""
+    """State that the modules of a layer share while it is traced."""
 
     def __init__(self) -> None:
         self.attended: mx.array | None = None

@@ -38,6 +38,7 @@ _REWARD = (-1.0, -0.5, 0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 2.
 _MODEL = ("model_name",)
 _CLASS = ("model_name", "class")
 _WORKER = ("model_name", "worker")
+_RANK = ("model_name", "worker", "rank")
 _POLICY = ("policy",)
 _ARM = ("adapter", "version")
 
@@ -148,6 +149,18 @@ _OURS = (
     _gauge("mlx_parallm_worker_memory_available_bytes", _WORKER, "memory of its machine that is available"),
     _gauge("mlx_parallm_worker_memory_total_bytes", _WORKER, "memory of its machine, or of its control group"),
     _gauge("mlx_parallm_worker_memory_pressure", _WORKER, "0 normal, 1 warning, 2 critical"),
+    _gauge(
+        "mlx_parallm_worker_gpu_memory_bytes", _WORKER, "memory of its GPU that the process holds, if that has its own"
+    ),
+    _gauge("mlx_parallm_worker_gpu_memory_available_bytes", _WORKER, "memory of that GPU that is available"),
+    _gauge("mlx_parallm_worker_gpu_memory_total_bytes", _WORKER, "memory of that GPU"),
+    _gauge(
+        "mlx_parallm_worker_rank_memory_bytes",
+        _RANK,
+        "memory that another rank of the worker holds, of its GPU if that has its own",
+    ),
+    _gauge("mlx_parallm_worker_rank_memory_available_bytes", _RANK, "memory that is available there"),
+    _gauge("mlx_parallm_worker_rank_memory_pressure", _RANK, "0 normal, 1 warning, 2 critical"),
     _gauge("mlx_parallm_worker_on_battery", _WORKER, "1 while its machine runs on battery"),
     _gauge("mlx_parallm_worker_thermal_state", _WORKER, "0 nominal, 1 fair, 2 serious, 3 critical; absent: unknown"),
     _gauge("mlx_parallm_worker_heartbeat_age_seconds", _WORKER, "since the worker's last heartbeat"),
@@ -257,6 +270,11 @@ _TRAINING = (
     _gauge("mlx_parallm_rl_trainer_up", _POLICY, "1 while a trainer lives, else 0"),
     _gauge("mlx_parallm_rl_trainer_ranks", _POLICY, "processes that are the trainer together; 0: it does not live"),
     _gauge("mlx_parallm_rl_trainer_ranks_ready", _POLICY, "of them, those that do its work"),
+    _gauge(
+        "mlx_parallm_rl_trainer_memory_bytes", _POLICY, "memory that the trainer holds, of its GPU if that has its own"
+    ),
+    _gauge("mlx_parallm_rl_trainer_memory_available_bytes", _POLICY, "memory that is available there"),
+    _gauge("mlx_parallm_rl_trainer_memory_pressure", _POLICY, "0 normal, 1 warning, 2 critical"),
     _gauge("mlx_parallm_rl_trajectories_waiting", _POLICY, "live trajectories that no train step has consumed"),
     _gauge("mlx_parallm_rl_trajectories_dropped", _POLICY, "live trajectories dropped because too many waited"),
 )

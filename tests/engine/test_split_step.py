@@ -143,7 +143,7 @@ def test_rows_with_adapters_and_of_the_base(tmp_path: Path, monkeypatch: pytest.
     write_model(tmp_path / "model", config)
     keys = ("self_attn.q_proj", "mlp.gate_proj", "mlp.switch_mlp.up_proj")
     said: list[dict[str, Any]] = []
-    for step in (lambda model: None, lambda model: SplitStep(model, compiles=False)):
+    for step in (lambda *of: None, lambda model, tuning: SplitStep(model, compiles=False)):
         monkeypatch.setattr(row_model, "decode_step_of", step)
         loaded = load_model(EngineConfig(str(tmp_path / "model"), kv_limit_bytes=1 << 28))
         made = make_adapter(loaded.model, tmp_path / f"a{len(said)}", keys=keys)

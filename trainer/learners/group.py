@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
+import mlx.core as mx
 import structlog
 
 from mlx_model.config import EngineConfig, memory_config
@@ -142,6 +143,8 @@ class TrainerRank(Follower):
 
     def _take(self, turn: EngineTurn | Unit) -> None:
         assert isinstance(turn, Unit), "there is no engine"
+        if turn.ask and self.machine.pressure != "normal":
+            mx.clear_cache()
         self._learn(turn, self._learner)
 
 

@@ -367,7 +367,7 @@ class Drafting:
             source = self._rows.pop(row, None)
             self._texts.remove(row)
             self._foreseen.pop(row, None)
-            if self._keeps and row.is_over and len(row.tokens) >= WORTH_KEEPING:
+            if self._keeps and row.spec.cache and row.is_over and len(row.tokens) >= WORTH_KEEPING:
                 self._memory.add_later(row.spec, row.tokens)
                 written |= {source.key} if source is not None else set()
         self._hear(written)

@@ -114,6 +114,10 @@
   document.addEventListener("htmx:sseOpen", () => say("live", "on"));
   document.addEventListener("htmx:sseError", () => say("reconnecting", "off"));
 
+  // Names of events that earlier streams of this page had listeners for. The extension adds those of a new stream once it
+  // is open, and by then the first events may have come, which the server sends only once.
+  const listened = new Set();
+
   // What the extension uses of an EventSource, which is in a worker (stream.js).
   class Stream extends EventTarget {
     constructor(url) {
@@ -129,12 +133,13 @@
         else this.dispatchEvent(event);
       };
       this.worker.onerror = (event) => { this.close(); this.onerror(event); }; // its script did not load
-      this.worker.postMessage({ url });
+      this.worker.postMessage({ url, names: [...listened] });
     }
 
     addEventListener(name, listener) {
       super.addEventListener(name, listener);
-      this.worker.postMessage({ listen: name });
+      listened.add(name);
+      this.worker.postMessage({ names: [name] });
     }
 
     close() {
