@@ -93,6 +93,7 @@ class WorkerHealth(BaseModel):
     tokens_per_s: float
     kv_bytes: int
     kv_limit_bytes: int
+    kv_spared_bytes: int = Field(description="that rows do not take because they share what they begin with")
     speculation: str = Field(description="--spec-decode as it is in force; none, and why, where the model cannot")
     draft_model: str = Field(description="the model that drafts; empty: there is none, or it has failed")
     memory_cache: CacheHealth
@@ -273,6 +274,7 @@ def _worker(worker: WorkerStatus) -> WorkerHealth:
     caches = {"memory_cache": memory, "ssd_cache": files and CacheHealth(**files)}
     nested = {"ranks": to_builtins(worker.ranks), "machine": to_builtins(worker.machine)}
     more = caches | nested | {"warms_up": bool(said.get("warms_up"))}
+    more |= {"kv_spared_bytes": int(said.get("kv_spared_bytes", 0))}
     return WorkerHealth.model_validate(structs.asdict(worker) | more)
 
 

@@ -10,6 +10,8 @@ from shared.process.machine_settings import MachineSettings
 from shared.process.process_settings import JoinSettings
 from shared.text.languages.families import REASONING_FORMATS, TOOL_FORMATS
 
+SharePrompts = Literal["auto", "always", "off"]
+
 LINGER_S = 15.0  # that a worker stays at its end for others to fetch KV from, at most
 
 
@@ -112,6 +114,11 @@ class WorkerSettings(JoinSettings, GroupSettings, MachineSettings):
         ge=0,
         description="positions that a layer of full attention keeps of a sequence, the last ones; 0: all. What is "
         "forgotten changes answers",
+    )
+    share_prompts: SharePrompts = Field(
+        default="auto",
+        description="store once what the rows of a batch begin with, and read it once in a step: auto (where more rows "
+        "fit the memory, or steps are no slower), always, off",
     )
 
     # -- the model, its batch and its life

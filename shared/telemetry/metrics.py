@@ -140,6 +140,7 @@ _OURS = (
     _gauge("mlx_parallm_kv_bytes_per_token", _WORKER, "KV memory that a token takes, quantised if KV is"),
     _gauge("mlx_parallm_worker_kv_bytes", _WORKER, "KV memory that rows hold"),
     _gauge("mlx_parallm_worker_kv_limit_bytes", _WORKER, "KV memory there is"),
+    _gauge("mlx_parallm_worker_kv_spared_bytes", _WORKER, "KV memory that rows do not take, as they share prompts"),
     _gauge("mlx_parallm_worker_ranks", _WORKER, "processes that hold the worker's model together"),
     _gauge("mlx_parallm_worker_ranks_ready", _WORKER, "of them, those that take its turns"),
     _gauge(

@@ -52,6 +52,7 @@ from worker.engine.batch.row import Row
 from worker.engine.batch.row_model import RowModel
 from worker.engine.batch.running_batch import RunningBatch
 from worker.engine.batch.sampler import Places
+from worker.engine.batch.shared_prompts import SharedPrompts
 from worker.engine.speculation.drafting import Drafting
 from worker.engine.speculation.lookup import Ids
 from worker.engine.speculation.part import Flags, Part, are_dense, padded
@@ -67,9 +68,15 @@ class SpeculatingBatch(RunningBatch):
     """The rows that prefill and decode together."""
 
     def __init__(
-        self, model: RowModel, config: EngineConfig, pieces: Pieces, keeping: Keeping, drafting: Drafting
+        self,
+        model: RowModel,
+        config: EngineConfig,
+        pieces: Pieces,
+        keeping: Keeping,
+        shared: SharedPrompts,
+        drafting: Drafting,
     ) -> None:
-        super().__init__(model, config, pieces, keeping)
+        super().__init__(model, config, pieces, keeping, shared)
         self._drafting = drafting
         self._overlaps = drafting.overlaps
         self._slack: list[int] = []  # positions by which each row ends before the one that ends last
@@ -363,12 +370,18 @@ def news_of(parts: Sequence[Part], inputs: Sequence[int], untold: Collection[Row
 
 
 def batch_of(
-    model: RowModel, config: EngineConfig, pieces: Pieces, keeping: Keeping, drafting: Drafting
+    model: RowModel,
+    config: EngineConfig,
+    pieces: Pieces,
+    keeping: Keeping,
+    shared: SharedPrompts,
+    drafting: Drafting,
 ) -> RunningBatch | PartedBatch:
     """An empty batch; without drafts its every step brings one token of each row, or of each row of a part."""
     if not drafting.is_on and model.stages > 1:
         parts = [(model.twin(), keeping.twin()) for _ in range(model.stages)]
-        return PartedBatch([RunningBatch(each, config, pieces, keeps, draws_late=True) for each, keeps in parts])
+        none = SharedPrompts("off")
+        return PartedBatch([RunningBatch(each, config, pieces, keeps, none, draws_late=True) for each, keeps in parts])
     if not drafting.is_on:
-        return RunningBatch(model, config, pieces, keeping)
-    return SpeculatingBatch(model, config, pieces, keeping, drafting)
+        return RunningBatch(model, config, pieces, keeping, shared)
+    return SpeculatingBatch(model, config, pieces, keeping, shared, drafting)
