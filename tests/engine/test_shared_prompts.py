@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.cache import KVCache
+from msgspec import structs
 
 from mlx_model.kv.kinds import copies, keep_rows, leaves, ragged, shared, take_back, whole
 from mlx_model.loader import LoadedModel
@@ -147,9 +148,7 @@ def test_drafts_are_checked_behind_a_beginning(llama: LoadedModel) -> None:
 def half_right(each: SequenceSpec) -> SequenceSpec:
     """The same with drafts that do not hold to their ends."""
     ids = [(id_ + 1) % 256 if at % 3 == 2 else id_ for at, id_ in enumerate(each.prediction_ids)]
-    return SequenceSpec(
-        each.id, each.model, each.prompt_ids, each.sampling, group=each.group, prediction_ids=tuple(ids)
-    )
+    return structs.replace(each, prediction_ids=tuple(ids))
 
 
 def test_an_answer_behind_a_shared_prompt_is_found_again(llama: LoadedModel) -> None:
