@@ -72,8 +72,8 @@ class RankHealth(BaseModel):
     address: str = Field(description="where it is reached, or speaks from")
     sums_by: str = Field(description="how it exchanges sums with the others: ring, nccl or jaccl")
     state: str = Field(description="loading, ready or lost")
-    behind: int = Field(description="turns of the engine, or units of a learner's work, that it has not told of")
-    silent_s: float = Field(description="since it said something")
+    behind: int = Field(description="turns of the engine, or units of a learner's work, that it has not reported yet")
+    silent_s: float = Field(description="seconds since its last message")
     machine: MachineHealth = Field(description="memory of a rank but 0, whose process reports its own")
 
 

@@ -9,6 +9,7 @@ MEASUREMENTS = {
     "frames": "token frames through Redis: flood rate, publish to receive",
     "api_cost": "CPU of the api per streamed token",
     "engine": "the engine against mlx-lm's BatchGenerator",
+    "decode_steps": "decode steps of each family with few operations or compiled layers, over mlx-lm's forward",
     "structured": "a batch of 8 in which 0, 4 or 8 rows follow a JSON schema",
     "forced_calls": "forced calls with varied schemas: how many are valid",
     "replay": "tokens that another worker computes again: how many are the same, and the gaps of the others",
