@@ -114,7 +114,9 @@
   document.addEventListener("htmx:sseOpen", () => say("live", "on"));
   document.addEventListener("htmx:sseError", () => say("reconnecting", "off"));
 
-  // What the extension uses of an EventSource, which is in a worker (stream.js).
+  // What the extension uses of an EventSource, which is in a worker (stream.js). A stream that is opened anew listens from
+  // its start to what the one before it did: the server sends each part once, before the extension has heard of the opening.
+  const NAMES = new Set();
   class Stream extends EventTarget {
     constructor(url) {
       super();
@@ -130,10 +132,12 @@
       };
       this.worker.onerror = (event) => { this.close(); this.onerror(event); }; // its script did not load
       this.worker.postMessage({ url });
+      for (const listen of NAMES) this.worker.postMessage({ listen });
     }
 
     addEventListener(name, listener) {
       super.addEventListener(name, listener);
+      NAMES.add(name);
       this.worker.postMessage({ listen: name });
     }
 
