@@ -55,10 +55,16 @@ def on_metal() -> bool:
     return backend() == "metal"
 
 
+def gpu_bytes() -> int:
+    """Memory that the GPU may hold; 0 on a CPU. Metal names what it recommends, CUDA all that there is."""
+    info = {} if on_cpu() else mx.device_info()
+    return int(info.get("max_recommended_working_set_size") or info.get("total_memory") or 0)
+
+
 def described() -> dict[str, Any]:
     """The back end and its device, as MLX knows them, for people and for files of measurements."""
     info = {str(name): value for name, value in mx.device_info().items()}
-    return {"mlx": metadata.version("mlx"), "backend": backend(), "device": info}
+    return {"mlx": metadata.version("mlx"), "backend": backend(), "gpu_bytes": gpu_bytes(), "device": info}
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import re
 import time
 from collections.abc import Mapping
@@ -21,7 +20,7 @@ import mlx_lm.utils
 import msgspec
 from mlx_lm.generate import generation_stream
 
-from mlx_model import cuda_graphs
+from mlx_model import cuda_graphs, memory
 from mlx_model.batching import check_batch
 from mlx_model.borrowed import is_borrowed, load_borrowed
 from mlx_model.collectives.ranks import Ranks, one_after_another, ranks_of
@@ -39,14 +38,14 @@ from mlx_model.pooling import hidden_size
 from mlx_model.sharding import read_weights, shard
 from mlx_model.sites import Whole, module_shapes
 from mlx_model.step.decode_step import join_products
+from mlx_model.tuned import ModelTuning, tuning_of
 from mlx_model.vision.families import AnyTower, chat_template, check_known, is_vision, load_seeing
 from shared.errors import SetupError
-from shared.fit.model_fit import Asked, Device, fit_model
+from shared.fit.model_fit import Asked, fit_model
 from shared.fit.plan import LEAST_TOKENS as ROW_TOKENS
 from shared.fit.plan import MemoryPlan, gb
 from shared.gguf.cached import cached_folder, is_gguf
 from shared.gguf.conversion import Conversion
-from shared.machine.memory import machine_memory
 from shared.machine.system import this_system, trouble_with_mlx
 from shared.process.group_settings import Sharding
 from shared.process.model_aliases import is_hub_name, short_name
@@ -60,7 +59,6 @@ _LEAST_TOKENS = 64  # of KV, without which a worker answers nobody
 _FEW_ROWS = 4
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "n_ctx")
 _DEFAULT_CONTEXT = 4096
-_SMALLEST_CACHE = 256 << 20  # bytes of freed memory that MLX may keep in any case
 _DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 # Folders of these, written by transformers before 5.0, split text as Llama 3 does; the models have learned otherwise.
@@ -84,6 +82,7 @@ class LoadedModel:
     heads: Heads = field(default_factory=dict)  # of its own
     tower: AnyTower | None = None  # that sees; of several ranks, the leading one has it
     whole: Whole | None = None  # where ranks divide the model: what it was before
+    tuning: ModelTuning | None = None  # what was measured of it on this machine
 
     @property
     def ranks(self) -> Ranks | None:
@@ -120,11 +119,15 @@ def _load(config: EngineConfig, ranks: Ranks | None) -> LoadedModel:
     path = model_folder(config.model)
     planned = _memory_plan(config, path, 1 if ranks is None or config.sharding == "data" else ranks.size)
     if config.memory.wired_bytes:  # off by default: macOS has panicked under it (ml-explore/mlx#3186)
-        _check_wired(config.memory.wired_bytes)
+        memory.check_wired(config.memory.wired_bytes)
         mx.set_wired_limit(config.memory.wired_bytes)
-    model, bundle, model_config, heads, tower, whole = _read(path, config, ranks)
+    sha256 = base_sha256(path)
+    tuning = tuning_of(sha256) if ranks is None else None  # ranks would differ
+    joins = ranks is None and (on_cuda() or (tuning is not None and bool(tuning.joins)))
+    model, bundle, model_config, heads, tower, whole = _read(path, config, ranks, joins=joins)
     context = _context_length(model_config, config.max_context)
-    kv = layout_of(model, config.kv_bits, config.kv_group_size, _bound(config, context))
+    times = None if tuning is None else tuning.kv.get(config.kv_bits)
+    kv = layout_of(model, config.kv_bits, config.kv_group_size, _bound(config, context), times)
     kv_bytes, kv_window, vocab, dtype = _measure(model, kv)
     kv_bytes = kv_bytes if ranks is None else ranks.largest(kv_bytes)
     states = hidden_size(model)
@@ -134,7 +137,7 @@ def _load(config: EngineConfig, ranks: Ranks | None) -> LoadedModel:
         vocab_size=vocab,
         eos_token_ids=bundle.eos_token_ids,
         tokenizer_sha256=bundle.sha256,
-        base_sha256=base_sha256(path),
+        base_sha256=sha256,
         kv_bytes_per_token=kv_bytes,
         kv_window=kv_window,
         dtype=dtype,
@@ -155,13 +158,17 @@ def _load(config: EngineConfig, ranks: Ranks | None) -> LoadedModel:
     if config.memory.serves:
         _check_kv(limit, kv_bytes, card, planned)
     eyes = tower if _sees(ranks) else None
-    return LoadedModel(card, bundle, model, model_config, path, limit, prefix, kv, draft, heads, eyes, whole)
+    return LoadedModel(card, bundle, model, model_config, path, limit, prefix, kv, draft, heads, eyes, whole, tuning)
 
 
-def check_model(config: EngineConfig, ranks: int = 1) -> None:
-    """SetupError for what `load_model` refuses before it reads weights; a hub name is not looked at, nor fetched."""
+def check_model(config: EngineConfig, ranks: int = 1) -> str:
+    """SetupError for what `load_model` refuses before it reads weights; else how it fits, as a comment in YAML.
+
+    A hub name is not looked at, nor fetched; of it, and of a GGUF file, it is not known how it fits.
+    """
+    fits = ""
     if config.memory.wired_bytes:
-        _check_wired(config.memory.wired_bytes)
+        memory.check_wired(config.memory.wired_bytes)
     draft = "" if config.speculation is None else config.speculation.draft_model
     for name in filter(None, (config.model, draft)):
         if not Path(name).expanduser().exists() and is_hub_name(name):
@@ -173,7 +180,9 @@ def check_model(config: EngineConfig, ranks: int = 1) -> None:
             if is_gguf(name):  # its folder, by which room is planned, is made when it is loaded
                 continue
             rehearsed = replace(config, memory=replace(config.memory, reserves=False))
-            _memory_plan(rehearsed, model_folder(name), 1 if config.sharding == "data" else ranks, fetches=False)
+            planned = _memory_plan(rehearsed, model_folder(name), ranks, fetches=False)
+            fits = f"# {name} fits: {planned}\n"
+    return fits
 
 
 def _memory_plan(config: EngineConfig, path: Path, ranks: int, *, fetches: bool = True) -> MemoryPlan:
@@ -189,43 +198,23 @@ def _memory_plan(config: EngineConfig, path: Path, ranks: int, *, fetches: bool 
         draft_config = None if draft_path is None else _described(draft_path)
     except SetupError as error:
         raise SetupError(f"--draft-model-path {draft}: {error}") from error
-    memory = config.memory
+    own = config.memory
     asked = Asked(
-        purpose=f"{'worker' if memory.serves else 'trainer'} of {config.model}",
+        purpose=f"{'worker' if own.serves else 'trainer'} of {config.model}",
         context=_context_length(described, config.max_context),
         kv_bytes=config.kv_limit_bytes or 0,
         kv_bits=config.kv_bits,
         kv_group=config.kv_group_size,
         prefix_bytes=config.prefix_cache_bytes,
-        adapter_slots=memory.adapter_slots,
-        learner_rank=memory.learner_rank,
-        limit_bytes=memory.limit_bytes,
+        adapter_slots=own.adapter_slots,
+        learner_rank=own.learner_rank,
+        limit_bytes=own.limit_bytes,
         ranks=ranks,
         sees=config.sees,
-        serves=memory.serves,
+        serves=own.serves,
         draft=draft_path,
     )
-    return fit_model(path, described, asked, _device(config.dtype), draft_config, keeps=memory.reserves)
-
-
-def _device(dtype: str | None) -> Device:
-    """This process's device as the plan of memory knows it."""
-    if on_cpu():
-        size = 4 if dtype in (None, "float32") else 2
-        return Device(float_bytes=size, kv_number_bytes=size)
-    apart = on_cuda()
-    pool = f"GPU {os.environ.get('CUDA_VISIBLE_DEVICES', '0')}" if apart else "machine"
-    size = 0 if dtype is None else 4 if dtype == "float32" else 2
-    return Device(_gpu_bytes(), apart, pool, size, size or 2)
-
-
-def _check_wired(wired_bytes: int) -> None:
-    """SetupError where so much memory cannot stay resident."""
-    if not mx.metal.is_available():
-        raise SetupError("--wired-limit is a setting of Metal, which this machine does not have: leave it out")
-    most = _gpu_bytes()
-    if wired_bytes > most:
-        raise SetupError(f"--wired-limit {wired_bytes / 1e9:g}: this GPU may hold {gb(most)} at most")
+    return fit_model(path, described, asked, memory.plan_device(config.dtype), draft_config, keeps=own.reserves)
 
 
 def _check_kv(limit: int, kv_bytes: int, card: ModelCard, planned: MemoryPlan) -> None:
@@ -274,7 +263,7 @@ def _sees(ranks: Ranks | None) -> bool:
 
 
 def _read(
-    path: Path, config: EngineConfig, ranks: Ranks | None = None
+    path: Path, config: EngineConfig, ranks: Ranks | None = None, *, joins: bool = False
 ) -> tuple[Any, TokenizerBundle, dict[str, Any], Heads, AnyTower | None, Whole | None]:
     """The module with its weights in memory, its tokenizer, its config.json, its own heads, and what it sees with.
 
@@ -310,7 +299,7 @@ def _read(
         raise SetupError(f"cannot load the model at {path}: {type(error).__name__}: {error}") from error
     _set_dtype(model, config.dtype)
     mx.eval(model.parameters()) if ranks is None else read_weights(model)
-    if ranks is None and on_cuda():
+    if joins:
         join_products(model)
     for part in tower.parts if tower is not None and _sees(ranks) else ():
         _set_dtype(part, config.dtype)
@@ -336,7 +325,7 @@ def _draft_model(config: EngineConfig, bundle: TokenizerBundle) -> DraftModel | 
         return None
     name = config.speculation.draft_model
     try:
-        model, its_bundle, its_config, *_ = _read(model_folder(name), config)
+        model, its_bundle, its_config, *_ = _read(model_folder(name), config, joins=on_cuda())
         check_tokenizer(bundle, its_bundle)
         check_batch(model, config.max_rows)
         kv = KvLayout()
@@ -468,25 +457,3 @@ def _file_sha256(file: Path) -> str:
         return stored
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def bound_freed_memory(kv_limit_bytes: int) -> None:
-    """Say how much freed memory MLX may keep: all that it may is kept, for prompts come in ever other lengths.
-
-    On a GPU what is not found there takes long to get; a CPU gets memory about as fast as it finds it.
-    """
-    mx.set_cache_limit(_SMALLEST_CACHE if on_cpu() else max(_SMALLEST_CACHE, kv_limit_bytes // 4))
-
-
-def free_bytes() -> int:
-    """Memory that arrays could take: what the GPU may hold and does not, else what the machine has available."""
-    size = _gpu_bytes()
-    return max(0, size - int(mx.get_active_memory())) if size else machine_memory().available
-
-
-def _gpu_bytes() -> int:
-    """Memory that the GPU may hold; 0 on a CPU, or where MLX does not know."""
-    if on_cpu():
-        return 0
-    info = mx.device_info()
-    return int(info.get("max_recommended_working_set_size") or info.get("memory_size") or 0)

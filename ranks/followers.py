@@ -11,6 +11,7 @@ import structlog
 
 from ranks.channel import TurnsOut, shut
 from ranks.messages import FromFollower, FromLead, Hello, ModelLoaded
+from shared.machine.status import MachineStatus
 from shared.ranks import RankState, RankStatus
 from shared.wire import Channel, Connection, PeerError, admit
 
@@ -38,6 +39,7 @@ class FollowerLink:
         self.failed_at = 0.0
         self._talk = talk
         self._quiet = 0
+        self._machine = MachineStatus()
         talk.connection.stall_s = LONG_S  # `looked_at` counts its silence
         self._saying = asyncio.Lock()
         self._moved_at = self._heard_at = time.monotonic()
@@ -64,8 +66,9 @@ class FollowerLink:
         self._quiet += 1
         return self._quiet - 1
 
-    def progress(self, turn: int, sum_: int) -> None:
-        """How far it has come."""
+    def progress(self, turn: int, sum_: int, machine: MachineStatus) -> None:
+        """How far it has come, and how much memory it has left."""
+        self._machine = machine
         if turn != self.turn:
             self._moved_at = time.monotonic()
         self.turn, self.sum = turn, sum_
@@ -81,7 +84,7 @@ class FollowerLink:
         state: RankState = "lost" if lost.startswith(f"rank {self.rank} ") else "ready" if self.loaded else "loading"
         silent_s = round(now - self._heard_at, 1)
         behind = max(0, number - self.turn)
-        return RankStatus(self.rank, self.host, self._talk.address, backend, state, behind, silent_s)
+        return RankStatus(self.rank, self.host, self._talk.address, backend, state, behind, silent_s, self._machine)
 
     def close(self) -> None:
         """Close both connections at once."""

@@ -17,6 +17,7 @@ import msgspec
 import structlog
 
 from mlx_model.loader import LoadedModel, model_folder
+from mlx_model.memory import memory_status
 from ranks import meeting
 from ranks.backend import Jaccl, backend_of, join, listens_at, own_places
 from ranks.channel import FAILED, ChannelError, OutcomeSum, TurnsIn
@@ -38,6 +39,7 @@ from ranks.messages import (
 )
 from ranks.placement import Placement, RankSettings
 from shared.errors import ServiceUnavailableError, SetupError
+from shared.machine.status import MachineStatus
 from shared.redis.connection.client import connect
 from shared.wire import Channel, Connection, PeerError, greet
 
@@ -66,6 +68,7 @@ class Follower(ABC):
         self._tasks: set[asyncio.Task[None]] = set()
         self._saying = asyncio.Lock()
         self._talk: Channel | None = None
+        self.machine = MachineStatus()
 
     async def run(self) -> int:
         """Follow until rank 0 ends, or something does; the exit code. SetupError when we are no rank of its group."""
@@ -87,7 +90,7 @@ class Follower(ABC):
 
     def stop(self) -> None:
         """End this rank on a signal, and with it the group."""
-        self._say(Lost("it was told to end"))
+        self._say(Lost("it got a signal to end"))
         self._loop.call_later(0.2, self._end, 0)
 
     # -- what a kind of process says
@@ -170,8 +173,10 @@ class Follower(ABC):
 
     async def _report_progress(self) -> None:
         """Give signs of life for ever."""
+        limit = self._settings.memory_limit_bytes
         while True:
-            await self._talk_say(TurnsTaken(self._outcome.turn, self._outcome.sum))
+            self.machine = await asyncio.to_thread(memory_status, limit)
+            await self._talk_say(TurnsTaken(self._outcome.turn, self._outcome.sum, self.machine))
             await asyncio.sleep(self._settings.distributed_silence_s / LIFE_SIGNS)
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:

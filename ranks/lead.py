@@ -166,8 +166,8 @@ class GroupLead:
 
     def _hear(self, follower: FollowerLink, message: object) -> None:
         match message:
-            case TurnsTaken(turn, sum_):
-                follower.progress(turn, sum_)
+            case TurnsTaken(turn, sum_, machine):
+                follower.progress(turn, sum_, machine)
             case ModelLoaded():
                 follower.loaded = message
                 self._compare()

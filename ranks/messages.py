@@ -5,6 +5,7 @@ import msgspec
 from mlx_model.config import EngineConfig, SlotConfig
 from shared.adapters import AdapterManifest
 from shared.images.refs import VisionSpec
+from shared.machine.status import MachineStatus
 
 
 class Hello(msgspec.Struct, frozen=True):
@@ -93,6 +94,7 @@ class TurnsTaken(msgspec.Struct, frozen=True, tag=True):
 
     turn: int = 0
     sum: int = 0
+    machine: MachineStatus = MachineStatus()  # its memory
 
 
 class Read(msgspec.Struct, frozen=True, tag=True):

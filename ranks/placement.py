@@ -34,6 +34,9 @@ class RankSettings(Protocol):
     def redis(self) -> str: ...
 
     @property
+    def memory_limit_bytes(self) -> int: ...
+
+    @property
     def num_local_ranks(self) -> int: ...
 
     @property

@@ -4,6 +4,8 @@ from typing import Literal
 
 import msgspec
 
+from shared.machine.status import MachineStatus
+
 RankState = Literal["loading", "ready", "lost"]
 
 
@@ -17,3 +19,4 @@ class RankStatus(msgspec.Struct, frozen=True):
     state: RankState
     behind: int = 0  # turns, or units of a learner's work, that it has not confirmed
     silent_s: float = 0.0  # since its last message
+    machine: MachineStatus = MachineStatus()  # its memory; of rank 0 it stands where the process reports itself

@@ -11,6 +11,7 @@ import msgspec
 
 from shared.adapters import NAME
 from shared.errors import InvalidRequestError, ParallmError
+from shared.machine.status import MachineStatus
 from shared.ranks import RankStatus
 from shared.trajectories import LiveTrajectory
 
@@ -81,6 +82,7 @@ class TrainerStatus(msgspec.Struct, frozen=True, kw_only=True):
     value_loss: float | None = None  # of a value head, in the last train step
     explained: float | None = None  # how well its values were known before: 1 is all
     ranks: tuple[RankStatus, ...] = ()  # that divide the model among them; (): it is one process
+    machine: MachineStatus = MachineStatus()  # the trainer's memory
     mode: str = ""  # of learning, as `--mode` has it; "": rl, of a trainer that does not state it
     steps: int = 0  # train steps that the run is to make; 0: it has no end
     eta_s: float | None = None  # until they are made, at the pace of the last ones

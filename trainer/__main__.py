@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     """Train until all steps are done or SIGTERM comes; a second one ends at once. The process's exit code."""
     placed: Placement | None = None
     try:
-        settings = load(TrainSettings, argv)
+        settings = load(TrainSettings, argv, rehearse=_rehearse)
         logs.configure(settings.log_level, settings.log_json)
         stay_awake(settings.keep_awake)
         tracing.start(settings.otlp_endpoint, "trainer")
@@ -62,6 +62,21 @@ def main(argv: list[str] | None = None) -> int:
         sys.stderr.flush()
         os._exit(code)
     return code
+
+
+def _rehearse(settings: TrainSettings) -> str:
+    """Check that the model fits into this machine's memory, as a start does; the line about it."""
+    placed = placement(settings)
+    if settings.mode == "ppo" or settings.learner == "service":
+        return ""  # no model is loaded here
+    fast_blas.install()
+    # These import mlx, so only after fast_blas.install.
+    from mlx_model.config import EngineConfig, memory_config
+    from mlx_model.loader import check_model
+
+    memory = memory_config(settings, learner_rank=settings.lora_rank, serves=False)
+    config = EngineConfig(settings.model, dtype=settings.dtype or None, memory=memory)
+    return check_model(config, 1 if placed is None or settings.distributed_sharding == "data" else placed.size)
 
 
 async def _train(settings: TrainSettings, team: list[TrainSettings]) -> int:

@@ -22,7 +22,8 @@ import structlog
 import yaml
 
 from mlx_model.device import on_cpu
-from mlx_model.loader import LoadedModel, free_bytes
+from mlx_model.loader import LoadedModel
+from mlx_model.memory import free_bytes
 from ranks.placement import placement
 from shared.errors import EngineError, ParallmError, QueueFullError, ServiceUnavailableError, SetupError
 from shared.process.nested_config import is_nested

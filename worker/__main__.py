@@ -77,9 +77,9 @@ def _rehearse(settings: WorkerSettings) -> str:
     if placed is not None:
         rank_of_guest(settings)
     guest = None if placed is not None and placed.rank else invited(settings)
-    ranks = 1 if placed is None else placed.size
-    check_model(engine_config(settings, int(getattr(guest, "learner_rank", 0))), ranks)
-    return own_settings(guest)
+    config = engine_config(settings, int(getattr(guest, "learner_rank", 0)))
+    fits = check_model(config, 1 if placed is None or config.sharding == "data" else placed.size)
+    return own_settings(guest) + fits
 
 
 def _leave_group(code: int, *, is_strict: bool) -> None:

@@ -1,20 +1,25 @@
 """A worker's watch over its machine: memory twice a second, power and heat now and then.
 
-Memory: what `MemoryRelief` decides is done here. The system's pressure counts, and with --memory-limit this process's
-own footprint, too. Power: with --on-battery the worker fills fewer rows, or none, while the machine runs on battery.
+Memory: what `MemoryRelief` decides is done here, for the highest pressure on any rank: the system's, the GPU's, and
+with --memory-limit that of what the process itself holds. Power: with --on-battery the worker fills fewer rows, or
+none, while the machine runs on battery.
 """
 
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
+import msgspec
 import structlog
 
-from shared.machine.memory import MachineMemory, Pressure, footprint, machine_memory, worst
+from mlx_model.memory import memory_status
+from shared.machine.memory import worst
 from shared.machine.power import Power, machine_power
 from shared.machine.status import MachineStatus
 from shared.machine.thermal import Thermal, machine_thermal
 from shared.process.worker_settings import WorkerSettings
+from shared.ranks import RankStatus
 from worker.claims import Returns, youngest
 from worker.engine.orders import Relieve
 from worker.engine.thread import EngineThread
@@ -26,15 +31,13 @@ log = structlog.get_logger()
 LOOK_S = 0.5
 POWER_LOOK_S = 10.0
 ROWS_ON_BATTERY = 0.25  # with --on-battery slow
-NEAR_LIMIT = 0.92  # of --memory-limit
 
 
 @dataclass(frozen=True)
 class MachineReaders:
     """Where the facts come from."""
 
-    memory: Callable[[], MachineMemory] = machine_memory
-    footprint: Callable[[], int] = footprint
+    memory: Callable[[int], MachineStatus] = memory_status  # of a process that may take so many bytes
     power: Callable[[], Power] = machine_power
     thermal: Callable[[], Thermal] = machine_thermal
 
@@ -49,6 +52,7 @@ class MachineWatch:
         returns: Returns,
         rows: ClaimedRows,
         handed_back: Callable[[int], None] = lambda sequences: None,
+        ranks: Callable[[], tuple[RankStatus, ...]] = lambda: (),
         readers: MachineReaders = MachineReaders(),  # frozen
     ) -> None:
         self._settings = settings
@@ -56,13 +60,12 @@ class MachineWatch:
         self._returns = returns
         self._rows = rows
         self._handed_back = handed_back
+        self._ranks = ranks
         self._readers = readers
-        self._limit = int(settings.memory_limit * 1e9)
+        self._read_memory = partial(readers.memory, settings.memory_limit_bytes)
         self._steps = MemoryRelief(settings.max_batch_size)
         self._relief = Relief(most_rows=settings.max_batch_size)
-        self._memory = MachineMemory(0, 0)
-        self._footprint = 0
-        self._pressure: Pressure = "normal"
+        self._memory = MachineStatus()
         self._power = Power()
         self._thermal: Thermal = "unknown"
 
@@ -81,11 +84,8 @@ class MachineWatch:
         """The machine for a heartbeat."""
         most = self.most_rows
         charge = self._power.charge
-        return MachineStatus(
-            memory_total=self._memory.total,
-            memory_available=self._memory.available,
-            footprint=self._footprint,
-            pressure=self._pressure,
+        return msgspec.structs.replace(
+            self._memory,
             relief=self._relief.note,
             most_rows=-1 if most == self._settings.max_batch_size else most,
             power=self._power.source,
@@ -107,11 +107,9 @@ class MachineWatch:
 
     async def look_at_memory(self) -> None:
         """One look, and what follows from it."""
-        self._memory, self._footprint = await asyncio.to_thread(
-            lambda: (self._readers.memory(), self._readers.footprint())
-        )
-        self._pressure = worst(self._memory.pressure, self._own_pressure())
-        before, self._relief = self._relief, self._steps.look(self._pressure, len(self._rows.occupying()))
+        self._memory = await asyncio.to_thread(self._read_memory)
+        pressure = worst(self._memory.pressure, *(rank.machine.pressure for rank in self._ranks()))
+        before, self._relief = self._relief, self._steps.look(pressure, len(self._rows.occupying()))
         relief = self._relief
         if relief.drops_caches or before.drops_caches:
             self._engine.send(Relieve(drops_caches=relief.drops_caches))
@@ -119,17 +117,17 @@ class MachineWatch:
         if relief.note != before.note:
             log.warning(
                 "worker.memory",
-                pressure=self._pressure,
+                pressure=pressure,
                 relief=relief.note or "over",
                 available_gb=round(self._memory.available / 1e9, 2),
-                footprint_gb=round(self._footprint / 1e9, 2),
+                held_gb=round(self._memory.held / 1e9, 2),
                 rows=len(self._rows.occupying()),
             )
         if relief.hand_back and (gone := youngest(self._rows, relief.hand_back)):
             await self._returns.hand_back(gone)
             self._engine.send(Relieve(drops_caches=True))  # their KV went into the cache of prefixes
             self._handed_back(len(gone))
-            log.warning("worker.memory_handed_back", sequences=len(gone), pressure=self._pressure)
+            log.warning("worker.memory_handed_back", sequences=len(gone), pressure=pressure)
         if relief.most_rows > before.most_rows:
             self._rows.changed.set()  # claiming goes on
 
@@ -148,11 +146,6 @@ class MachineWatch:
         if self._power.source != "battery" or self._settings.on_battery == "go":
             return rows
         return max(1, int(rows * ROWS_ON_BATTERY)) if self._settings.on_battery == "slow" else 0
-
-    def _own_pressure(self) -> Pressure:
-        if not self._limit or self._footprint < NEAR_LIMIT * self._limit:
-            return "normal"
-        return "critical" if self._footprint >= self._limit else "warning"
 
     def _hold_guests(self) -> None:
         on_battery = self._power.source == "battery" and self._settings.on_battery != "go"

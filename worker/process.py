@@ -25,6 +25,7 @@ from shared.errors import EngineError
 from shared.process.garbage import leave_out_what_is_loaded
 from shared.process.loops import begin, cancel, until_taken
 from shared.process.worker_settings import WorkerSettings
+from shared.ranks import RankStatus
 from shared.redis.connection.client import connect
 from shared.redis.processes.metric_store import MetricWriter
 from shared.redis.processes.pause import PauseSwitch
@@ -176,8 +177,8 @@ class WorkerProcess:
         self._peers = KvExchange(self._settings, self._redis, self._engine, card, self.id)
         self._peers.open(tally)
         self._returns = Returns(self._queue, self.id, self.rows, self._publisher, self._engine)
-        back = self._counts.memory_handed_back.add
-        self._machine = MachineWatch(self._settings, self._engine, self._returns, self.rows, back, self._readers)
+        back, ranks = self._counts.memory_handed_back.add, self._shown_ranks
+        self._machine = MachineWatch(self._settings, self._engine, self._returns, self.rows, back, ranks, self._readers)
         self._pause = Pause(PauseSwitch(self._redis), self._engine, self._returns, self.rows, on_change=self._beat)
         send, take, pictures = self._engine.send, self._publisher.take, SequencePictures(self._redis, card.vision)
         self._preparing = Preparing(self._adapters, self.rows, send, self._submitted, take, self._peers, pictures)
@@ -260,9 +261,16 @@ class WorkerProcess:
     def _plan(self, *, full: bool = False) -> ClaimPlan:
         if self._pause.on:
             return NOTHING
-        kv_limit_bytes = self._engine.stats().kv_limit_bytes
-        most = self._machine.most_rows
-        return claim_plan(self.rows, self._settings, self._card, kv_limit_bytes, most_rows=most, full=full)
+        stats, most = self._engine.stats(), self._machine.most_rows
+        return claim_plan(
+            self.rows,
+            self._settings,
+            self._card,
+            stats.kv_limit_bytes,
+            most_rows=most,
+            full=full,
+            shares=stats.shares_prompts,
+        )
 
     async def _admit(self, claims: list[Claim]) -> None:
         requests: list[RowRequest] = []
@@ -288,7 +296,7 @@ class WorkerProcess:
                 self._publisher.flush_log(request.spec.id)  # for a reader that missed a frame of the old owner
         if self._settings.prefix_cache_gb:
             with contextlib.suppress(RedisError, OSError):
-                await self._notes.note([claim.spec for claim in claims])
+                await self._notes.note([claim.spec for claim in claims if claim.spec.cache])
 
     def _cancel(self, seq: str, reason: EndReason) -> None:
         self._engine.send(Cancel(seq, reason))
@@ -376,6 +384,9 @@ class WorkerProcess:
         rests = self._pause.rests_under or self._machine.rests
         return "paused" if rests and self._state == "ready" else self._state
 
+    def _shown_ranks(self) -> tuple[RankStatus, ...]:
+        return () if self._group is None else self._group.ranks()
+
     async def _beat_forever(self) -> None:
         beats = 0
         while True:
@@ -402,7 +413,7 @@ class WorkerProcess:
             silent_s=self._watch.silent_s,
             machine=self._machine.status,
             kv_address=self._peers.address,
-            ranks=() if self._group is None else self._group.ranks(),
+            ranks=self._shown_ranks(),
             peers={**self._peers.figures, **self._counts.sequences.rates.figures(now, self._settings.max_batch_size)},
         )
 

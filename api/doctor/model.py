@@ -57,13 +57,12 @@ def fit_check(folder: Path, config: dict[str, Any], device: dict[str, Any] | Non
     try:
         planned = fit_model(folder, config, Asked(f"worker of {folder.name}", adapter_slots=ADAPTER_SLOTS), _of(device))
     except ParallmError as error:
-        return wrong("fit", "this model does not fit beside what runs here", str(error))
-    return ok("fit", f"it needs {planned.firm_bytes / 1e9:.2f} GB besides KV, and there is room for {planned.room}")
+        return wrong("fit", "this model does not fit into the memory that other processes leave", str(error))
+    return ok("fit", str(planned))
 
 
 def _of(device: dict[str, Any] | None) -> Device:
     if device is None or device["backend"] == "cpu":
         return Device(float_bytes=4, kv_number_bytes=4)
-    info = device["device"]
-    size = int(info.get("max_recommended_working_set_size") or info.get("memory_size") or 0)
-    return Device(size, device["backend"] == "cuda", "GPU 0" if device["backend"] == "cuda" else "machine")
+    on_cuda = device["backend"] == "cuda"
+    return Device(device["gpu_bytes"], on_cuda, "GPU 0" if on_cuda else "machine")

@@ -10,6 +10,7 @@ from api.ops.snapshot import trainings
 from api.ring.first_tokens import Forecast
 from api.ring.ring import SERVING, Ring
 from shared.machine.memory import LEVELS
+from shared.machine.status import MachineStatus
 from shared.machine.thermal import STATES
 from shared.ranks import RankStatus
 from shared.redis import keys
@@ -95,6 +96,7 @@ def _worker(gauges: Gauges, worker: WorkerStatus, now_ms: int) -> None:
         "worker_tokens_per_second": worker.tokens_per_s,
         "worker_kv_bytes": worker.kv_bytes,
         "worker_kv_limit_bytes": worker.kv_limit_bytes,
+        "worker_kv_spared_bytes": worker.extra.get("kv_spared_bytes", 0),
         "worker_ranks": max(1, len(worker.ranks)),
         "worker_ranks_ready": _ready(worker.ranks),
         "worker_heartbeat_age_seconds": max(0, now_ms - worker.heartbeat_ms) / 1000,
@@ -110,6 +112,19 @@ def _worker(gauges: Gauges, worker: WorkerStatus, now_ms: int) -> None:
     }
     for name, value in (figures | _machine(worker)).items():
         gauges[f"mlx_parallm_{name}"][worker.model, worker.id] = value
+    for rank in worker.ranks:
+        if rank.machine.memory_total:
+            for name, value in _memory(rank.machine).items():
+                gauges[f"mlx_parallm_worker_rank_{name}"][worker.model, worker.id, str(rank.rank)] = value
+
+
+def _memory(machine: MachineStatus) -> dict[str, float]:
+    """Memory where a process has its model: the GPU's, if that has its own."""
+    return {
+        "memory_bytes": machine.held,
+        "memory_available_bytes": machine.available,
+        "memory_pressure": LEVELS.index(machine.pressure),
+    }
 
 
 def _machine(worker: WorkerStatus) -> dict[str, float]:
@@ -125,6 +140,12 @@ def _machine(worker: WorkerStatus) -> dict[str, float]:
         "worker_memory_pressure": LEVELS.index(machine.pressure),
         "worker_on_battery": machine.power == "battery",
     }
+    if machine.gpu_total:
+        figures |= {
+            "worker_gpu_memory_bytes": machine.gpu_held,
+            "worker_gpu_memory_available_bytes": machine.gpu_available,
+            "worker_gpu_memory_total_bytes": machine.gpu_total,
+        }
     known = machine.thermal in STATES
     return figures | ({"worker_thermal_state": STATES.index(machine.thermal)} if known else {})
 
@@ -190,6 +211,8 @@ async def _training(gauges: Gauges, ring: Ring) -> None:
             "rl_trajectories_waiting": live.waiting,
             "rl_trajectories_dropped": live.dropped,
         }
+        if training.alive and status.machine.memory_total:
+            figures |= {f"rl_trainer_{name}": value for name, value in _memory(status.machine).items()}
         for name, value in figures.items():
             if value is not None:
                 gauges[f"mlx_parallm_{name}"][(policy,)] = value

@@ -21,6 +21,7 @@ from shared.redis.processes.child_troubles import ChildTroubles
 from shared.redis.processes.pause import PauseMode, PauseSwitch
 from shared.redis.processes.worker_registry import WorkerStatus
 from shared.redis.training.board import live_trainers
+from shared.training import TrainerStatus
 
 router = APIRouter(tags=["operations"])
 TheRing = Annotated[Ring, Depends(ring_of)]
@@ -44,6 +45,25 @@ class CacheHealth(BaseModel):
     errors: int = Field(default=0, description="of the disk, and damaged files")
 
 
+class MachineHealth(BaseModel):
+    """The machine of a process: its memory, power and heat, and what a worker does about them."""
+
+    memory_total: int = Field(
+        default=0, description="bytes; of the control group, where that is tighter; 0: not reported"
+    )
+    memory_available: int = 0
+    footprint: int = Field(default=0, description="bytes that the process holds")
+    gpu_total: int = Field(default=0, description="bytes of a GPU that has its own; 0: it computes in the machine's")
+    gpu_available: int = 0
+    gpu_held: int = Field(default=0, description="bytes of it that the process holds")
+    pressure: str = Field(default="normal", description="normal, warning or critical")
+    relief: str = Field(default="", description="what the worker gives up meanwhile; empty: nothing")
+    most_rows: int = Field(default=-1, description="rows that it fills at present; -1: all of them")
+    power: str = Field(default="unknown", description="mains, battery or unknown")
+    charge: int = Field(default=-1, description="percent; -1: no battery")
+    thermal: str = Field(default="unknown", description="nominal, fair, serious, critical or unknown")
+
+
 class RankHealth(BaseModel):
     """One of the processes that hold a model together, a worker's or a trainer's."""
 
@@ -52,24 +72,9 @@ class RankHealth(BaseModel):
     address: str = Field(description="where it is reached, or speaks from")
     sums_by: str = Field(description="how it exchanges sums with the others: ring, nccl or jaccl")
     state: str = Field(description="loading, ready or lost")
-    behind: int = Field(description="turns of the engine, or units of a learner's work, that it has not told of")
-    silent_s: float = Field(description="since it said something")
-
-
-class MachineHealth(BaseModel):
-    """The machine of a worker: its memory, power and heat, and what the worker does about them."""
-
-    memory_total: int = Field(
-        description="bytes; of the worker's control group, where that is tighter; 0: not reported"
-    )
-    memory_available: int
-    footprint: int = Field(description="bytes that the worker's process holds")
-    pressure: str = Field(description="normal, warning or critical")
-    relief: str = Field(description="what the worker gives up meanwhile; empty: nothing")
-    most_rows: int = Field(description="rows that it fills at present; -1: all of them")
-    power: str = Field(description="mains, battery or unknown")
-    charge: int = Field(description="percent; -1: no battery")
-    thermal: str = Field(description="nominal, fair, serious, critical or unknown")
+    behind: int = Field(description="turns of the engine, or units of a learner's work, that it has not reported yet")
+    silent_s: float = Field(description="seconds since its last message")
+    machine: MachineHealth = Field(description="memory of a rank but 0, whose process reports its own")
 
 
 class WorkerHealth(BaseModel):
@@ -88,6 +93,7 @@ class WorkerHealth(BaseModel):
     tokens_per_s: float
     kv_bytes: int
     kv_limit_bytes: int
+    kv_spared_bytes: int = Field(description="that rows do not take because they share what they begin with")
     speculation: str = Field(description="--spec-decode as it is in force; none, and why, where the model cannot")
     draft_model: str = Field(description="the model that drafts; empty: there is none, or it has failed")
     memory_cache: CacheHealth
@@ -103,6 +109,7 @@ class TrainerHealth(BaseModel):
     run: str
     state: str = Field(description="starting, waiting, training or paused")
     ranks: list[RankHealth] = Field(description="that divide the model among them; empty: it is one process")
+    machine: MachineHealth
 
 
 class ModelHealth(BaseModel):
@@ -228,7 +235,7 @@ async def _look(ring: Ring, report: RingHealth) -> None:
         if not workers:
             continue
         report.workers += [_worker(worker) for worker in workers]
-        report.reasons += [f"worker '{each.id}': {note}" for each in workers for note in each.machine.troubles]
+        report.reasons += [note for each in workers for note in _troubles(f"worker '{each.id}'", each)]
         depth = await ring.queue(card.name).depth()
         memory = _memory(workers)
         report.models[card.name] = ModelHealth(
@@ -247,6 +254,7 @@ async def _look(ring: Ring, report: RingHealth) -> None:
             report.reasons.append(f"no worker of model '{card.name}' takes work")
     trainers = await live_trainers(ring.redis, time.time_ns() // 1_000_000)
     report.trainers = [TrainerHealth.model_validate(to_builtins(trainer)) for trainer in trainers]
+    report.reasons += [note for each in trainers for note in _troubles(f"the trainer of policy '{each.policy}'", each)]
     report.model_loaded = any(worker.state in SERVING for worker in report.workers)
     report.reasons += [trouble.message for trouble in await ChildTroubles(ring.redis).read()]
     order = await PauseSwitch(ring.redis).current()
@@ -264,12 +272,16 @@ def _worker(worker: WorkerStatus) -> WorkerHealth:
     names = CacheHealth.model_fields
     files = {name: int(said.get(f"disk_{name}", 0)) for name in names} if "disk_bytes" in said else None
     caches = {"memory_cache": memory, "ssd_cache": files and CacheHealth(**files)}
-    more = {
-        "ranks": [structs.asdict(rank) for rank in worker.ranks],
-        "warms_up": bool(said.get("warms_up")),
-        "machine": structs.asdict(worker.machine),
-    }
-    return WorkerHealth.model_validate(structs.asdict(worker) | caches | more)
+    nested = {"ranks": to_builtins(worker.ranks), "machine": to_builtins(worker.machine)}
+    more = caches | nested | {"warms_up": bool(said.get("warms_up"))}
+    more |= {"kv_spared_bytes": int(said.get("kv_spared_bytes", 0))}
+    return WorkerHealth.model_validate(structs.asdict(worker) | more)
+
+
+def _troubles(name: str, process: WorkerStatus | TrainerStatus) -> list[str]:
+    """Troubles of a process's machine and of its other ranks' machines, each with the name of the process."""
+    machines = {name: process.machine, **{f"rank {rank.rank} of {name}": rank.machine for rank in process.ranks}}
+    return [f"{whose}: {trouble}" for whose, machine in machines.items() for trouble in machine.troubles]
 
 
 def _memory(workers: list[WorkerStatus]) -> float:

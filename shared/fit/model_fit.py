@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shared.fit.needs import WORKING_BYTES, ModelFacts, Need
+from shared.fit.needs import WORKING_BYTES, ModelFacts, Need, total
 from shared.fit.plan import (
     LEAST_TOKENS,
     Alternative,
@@ -68,11 +68,10 @@ def fit_model(
     facts = ModelFacts(
         tensors_in(folder), config, device.float_bytes, device.kv_number_bytes, asked.ranks, sees=asked.sees
     )
-    demand = demand_of(facts, asked)
+    draft = None
     if asked.draft is not None:
-        drafting = ModelFacts(tensors_in(asked.draft), draft_config or {}, device.float_bytes, device.kv_number_bytes)
-        draft = Need("draft model", sum(need.bytes for need in drafting.weights()))
-        demand = replace(demand, needs=(*demand.needs, draft))
+        draft = ModelFacts(tensors_in(asked.draft), draft_config or {}, device.float_bytes, device.kv_number_bytes)
+    demand = demand_of(facts, asked, draft)
 
     def decide(everybody: list[Reservation]) -> tuple[MemoryPlan, Reservation]:
         others = [each for each in everybody if each.pool == device.pool]
@@ -85,16 +84,19 @@ def fit_model(
         )
         planned = plan(demand, room, len(others))
         if planned is None:
-            raise refusal(asked.purpose, demand, room, list(_alternatives(facts, asked, demand, room)))
+            raise refusal(asked.purpose, demand, room, list(_alternatives(facts, asked, draft, demand, room)))
         firm = planned.firm_bytes + (asked.kv_bytes or 0)
         return planned, Reservation(os.getpid(), asked.purpose, firm, device.pool)
 
     return reservations.reserve(decide) if keeps else decide(reservations.others(device.pool))[0]
 
 
-def demand_of(facts: ModelFacts, asked: Asked) -> Demand:
-    """All that a process with this model takes."""
-    needs = facts.weights()
+def demand_of(facts: ModelFacts, asked: Asked, draft: ModelFacts | None = None) -> Demand:
+    """All that a process with this model takes, and with a `draft` model, which stores plain KV of the same rows."""
+    needs, kv_bytes = facts.weights(), facts.kv_bytes_per_token(asked.kv_bits, asked.kv_group)
+    if draft is not None:
+        needs.append(Need("draft model", total(draft.weights())))
+        kv_bytes += draft.kv_bytes_per_token()
     if asked.adapter_slots:
         needs += facts.adapters(asked.adapter_slots)
     if asked.learner_rank:
@@ -102,7 +104,7 @@ def demand_of(facts: ModelFacts, asked: Asked) -> Demand:
     needs.append(Need("working memory", WORKING_BYTES))
     return Demand(
         needs=tuple(needs),
-        kv_bytes_per_token=facts.kv_bytes_per_token(asked.kv_bits, asked.kv_group),
+        kv_bytes_per_token=kv_bytes,
         least_tokens=min(LEAST_TOKENS, asked.context),
         kv_bytes=asked.kv_bytes,
         prefix_bytes=asked.prefix_bytes,
@@ -110,7 +112,9 @@ def demand_of(facts: ModelFacts, asked: Asked) -> Demand:
     )
 
 
-def _alternatives(facts: ModelFacts, asked: Asked, demand: Demand, room: Room) -> Iterator[Alternative]:
+def _alternatives(
+    facts: ModelFacts, asked: Asked, draft: ModelFacts | None, demand: Demand, room: Room
+) -> Iterator[Alternative]:
     """Changes of the settings, and of the model, from the smallest on."""
     if asked.kv_bytes:
         least = replace(demand, kv_bytes=0)
@@ -121,13 +125,13 @@ def _alternatives(facts: ModelFacts, asked: Asked, demand: Demand, room: Room) -
             most = f" (about {rows} rows of {demand.least_tokens:,} tokens)" if demand.kv_bytes_per_token else ""
             yield Alternative(f"--kv-memory-gb {shown} at most{most}, or leave it out", least)
     if asked.adapter_slots > 1:
-        fewer_slots = demand_of(facts, replace(asked, adapter_slots=1))
+        fewer_slots = demand_of(facts, replace(asked, adapter_slots=1), draft)
         yield Alternative("--adapter-slots 1", fewer_slots)
-    if asked.draft is not None:
-        yield Alternative("no --draft-model-path", with_need(demand, "draft model", 0))
+    if draft is not None:
+        yield Alternative("no --draft-model-path", demand_of(facts, asked))
     if asked.serves and not asked.kv_bits and not asked.kv_bytes:
         for bits in (8, 4):
-            yield Alternative(f"--kv-bits {bits}", demand_of(facts, replace(asked, kv_bits=bits)))
+            yield Alternative(f"--kv-bits {bits}", demand_of(facts, replace(asked, kv_bits=bits), draft))
     for bits in (8, 4):
         size = facts.in_bits(bits)
         if size and size < demand.needs[0].bytes:

@@ -72,6 +72,10 @@ class MemoryPlan:
     prefix_bytes: int
     room: Room
 
+    def __str__(self) -> str:
+        kv = f" and {gb(self.kv_bytes)} for KV" if self.kv_bytes else ""
+        return f"it takes {gb(self.firm_bytes)}{kv}, and there is room for {self.room}"
+
     def rows(self, kv_bytes_per_token: int, tokens: int) -> int:
         """Rows of so many tokens that KV has memory for."""
         return self.kv_bytes // max(1, kv_bytes_per_token * tokens)

@@ -15,6 +15,7 @@ LEVELS: tuple[Pressure, ...] = ("normal", "warning", "critical")
 _DARWIN_LEVELS: dict[int, Pressure] = {1: "normal", 2: "warning", 4: "critical"}
 WARNING_LEFT, CRITICAL_LEFT = 0.10, 0.04  # of the memory there is; what is left below that is pressure
 WARNING_STALLED, CRITICAL_STALLED = 20.0, 10.0  # percent of ten seconds: of some tasks, of all tasks
+NEAR_LIMIT = 0.92  # of --memory-limit
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,15 @@ class MachineMemory:
     available: int  # without swapping others out
     pressure: Pressure = "normal"
     limit: str = ""  # where the total comes from, if not from the machine: a control group's folder
+
+
+@dataclass(frozen=True)
+class GpuMemory:
+    """Memory of a GPU that has its own, in bytes; zeros: it computes in the machine's."""
+
+    total: int = 0
+    available: int = 0
+    held: int = 0  # by this process
 
 
 def machine_memory() -> MachineMemory:
@@ -44,6 +54,13 @@ def footprint(pid: int = 0) -> int:
 def worst(*pressures: Pressure) -> Pressure:
     """The highest of some levels."""
     return max(pressures, key=LEVELS.index)
+
+
+def pressure_on(memory: MachineMemory, footprint: int, gpu: GpuMemory, limit: int) -> Pressure:
+    """The level for one process: the machine's, the GPU's, and how near it has come to its `limit`; 0: it has none."""
+    held = max(footprint, gpu.held)
+    near: Pressure = "normal" if not limit or held < NEAR_LIMIT * limit else "critical" if held >= limit else "warning"
+    return worst(memory.pressure, pressure_by(gpu.total, gpu.available), near)
 
 
 def pressure_by(total: int, available: int, stalls: Stalls = NO_STALLS) -> Pressure:

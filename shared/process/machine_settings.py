@@ -34,3 +34,8 @@ class MachineSettings(AwakeSettings):
         description="while the machine runs on battery: go on; slow: a quarter of the rows, train steps half of the "
         "time; pause: begin nothing new",
     )
+
+    @property
+    def memory_limit_bytes(self) -> int:
+        """Bytes that this process may take; 0: what the machine has left."""
+        return int(self.memory_limit * 1e9)

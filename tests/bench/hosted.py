@@ -28,7 +28,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_model.config import EngineConfig
-from mlx_model.loader import free_bytes
+from mlx_model.memory import free_bytes
 from shared.process import logs
 from shared.seeds import derived_seed
 from shared.text.codec import TextCodec

@@ -12,10 +12,12 @@ from mlx_lm.models.cache import BatchKVCache
 from mlx_lm.tuner.lora import LoRALinear
 from msgspec import structs
 
-from mlx_model import device
+from mlx_model import device, tuned
 from mlx_model.config import EngineConfig, SpeculationConfig
 from mlx_model.loader import load_model
 from mlx_model.lora import deltas, stacks
+from mlx_model.sites import quantized_product
+from mlx_model.step import product
 from mlx_model.step.cuda import products
 from mlx_model.step.cuda.rotary import Rotary
 from mlx_model.step.decode_step import DecodeStep, decode_step_of, join_products
@@ -30,6 +32,7 @@ BIASES = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
 SCALED = {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}
 MODELS: dict[str, tuple[dict[str, Any], int | None]] = {
     "llama": (LLAMA | BIASES | SCALED, None),
+    "mistral3": ({"model_type": "mistral3", "text_config": LLAMA}, None),
     "qwen2": (LLAMA | {"model_type": "qwen2"}, None),
     "qwen3": (QWEN3, None),
     "qwen3 in 4 bits": (QWEN3 | {"tie_word_embeddings": False}, 4),
@@ -139,6 +142,25 @@ def test_products_by_a_kernel_are_where_products_were(
     assert mx.allclose(told[0], wanted[0], rtol=1e-2, atol=5e-2), "biases round by themselves"
 
 
+def test_a_model_computes_the_same_by_what_was_measured_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def noted(x: mx.array, *how: Any) -> mx.array:
+        asked.append(x.shape[0])
+        return quantized_product(x, *how)
+
+    monkeypatch.setattr(product, "quantized_product", noted)
+    monkeypatch.setenv(tuned.FILE, str(tmp_path / "tuned.json"))
+    asks = EngineConfig(str(write_model(tmp_path / "model", MODELS["qwen3 in 4 bits"][0], bits=4)))
+    plain = load_model(asks)
+    measured = tuned.ModelTuning("m", 64, padding={3: 8}, joined={"apart": 2.0, "joined": 1.0})
+    tuned.write_tuned(plain.card.base_sha256, measured, tmp_path / "tuned.json")
+    fast = load_model(asks)
+    wanted, told = (decoded(each.model, decode_step_of(each.model, each.tuning)) for each in (plain, fast))
+    assert all(is_same(*pair) for pair in zip(wanted, told, strict=True))
+    assert len(asked) // 4 == 7 * 2 + 1 + 4 * 2 + 1 and set(asked) == {3, 8}, "two layers of seven, then of four"
+
+
 def test_layers_of_different_kinds_are_compiled_by_themselves(tmp_path: Path) -> None:
     """As in files of mixed quantisation."""
     model = load(tmp_path, QWEN3 | {"num_hidden_layers": 3})
@@ -169,7 +191,7 @@ def test_rows_with_adapters_and_of_the_base(
     write_model(tmp_path / "model", config)
     keys = {"few": ("self_attn.q_proj", "self_attn.v_proj"), "all": LINEARS}
     told = {}
-    for step in (lambda model: None, lambda model: DecodeStep(model, compiles=True)):
+    for step in (lambda *of: None, lambda model, _: DecodeStep(model, compiles=True)):
         monkeypatch.setattr(row_model, "decode_step_of", step)
         for name in keys:
             loaded = load_model(EngineConfig(str(tmp_path / "model"), kv_limit_bytes=1 << 28))
@@ -226,7 +248,7 @@ def test_deltas_by_a_kernel_are_where_deltas_were(
     loaded = load_model(EngineConfig(str(tmp_path / "model"), kv_limit_bytes=1 << 28))
     join_products(loaded.model)
     told = []
-    for step in (lambda model: None, lambda model: DecodeStep(model, compiles=False)):
+    for step in (lambda *of: None, lambda model, _: DecodeStep(model, compiles=False)):
         monkeypatch.setattr(row_model, "decode_step_of", step)
         made = {}
         for name, keys in (("a", ("self_attn.v_proj", "mlp.down_proj")), ("b", LINEARS)):
@@ -262,7 +284,7 @@ def test_a_step_that_checks_drafts_is_of_few_operations(tmp_path: Path, monkeypa
             fed.append(("adapted", tokens_BL.shape[1]))
             return super().adapted(tokens_BL, *of, **how)
 
-    monkeypatch.setattr(row_model, "decode_step_of", lambda model: Noting(model, compiles=False))
+    monkeypatch.setattr(row_model, "decode_step_of", lambda model, _: Noting(model, compiles=False))
     write_model(tmp_path / "model", QWEN3)
     loaded = load_model(EngineConfig(str(tmp_path / "model"), kv_limit_bytes=1 << 28))
     made = make_adapter(loaded.model, tmp_path / "a")

@@ -8,6 +8,7 @@ from redis.asyncio import Redis
 
 from api.app import ROUTED
 from api.ops.metrics import exposition
+from shared.machine.status import MachineStatus
 from shared.ranks import RankState, RankStatus
 from shared.redis import keys
 from shared.redis.connection.client import server_time_ms
@@ -105,8 +106,11 @@ async def test_ranks_of_a_trainer_are_shown_while_it_lives(redis_url: str, redis
     board, now_ms = TrainingBoard(redis, "policy"), time.time_ns() // 1_000_000
     states: tuple[RankState, ...] = ("ready", "lost")
     ranks = tuple(RankStatus(at, f"mac{at}", "10.0.0.1", "ring", state) for at, state in enumerate(states))
+    full = MachineStatus(memory_total=100, footprint=7, pressure="critical")
+    ranks = (ranks[0], msgspec.structs.replace(ranks[1], machine=full))
+    own = MachineStatus(memory_total=100, footprint=7, gpu_total=90, gpu_held=50, gpu_available=40)
     await board.hold("o")
-    await board.write(TrainerStatus(policy="policy", run="r", owner="o", heartbeat_ms=now_ms, ranks=ranks))
+    await board.write(TrainerStatus(policy="policy", run="r", owner="o", heartbeat_ms=now_ms, ranks=ranks, machine=own))
     newer = TrainingBoard(redis, "newer")
     await newer.hold("n")
     await newer.write(TrainerStatus(policy="newer", run="r", owner="n", heartbeat_ms=now_ms))
@@ -123,6 +127,9 @@ async def test_ranks_of_a_trainer_are_shown_while_it_lives(redis_url: str, redis
     assert [(rank["host"], rank["state"]) for rank in trainer["ranks"]] == [("mac0", "ready"), ("mac1", "lost")]
     assert "the trainer of policy 'policy' has lost rank 1 (mac1), and ends" in health["reasons"]
     assert "2 ranks (mac0 ready, mac1 lost)" in page
+    assert found["mlx_parallm_rl_trainer_memory_bytes"] == {("policy",): 50}, "what it holds of its GPU"
+    assert (trainer["machine"]["gpu_total"], trainer["ranks"][1]["machine"]["footprint"]) == (90, 7)
+    assert "rank 1 of the trainer of policy 'policy': memory pressure is critical" in health["reasons"]
 
 
 async def test_training_code_reads_json(redis_url: str) -> None:

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from shared.machine import darwin, linux
-from shared.machine.memory import footprint, machine_memory, pressure_by, worst
+from shared.machine.memory import GpuMemory, MachineMemory, footprint, machine_memory, pressure_by, worst
 from shared.machine.power import Power, machine_power, power_in
+from shared.machine.status import MachineStatus
 from shared.machine.system import System, this_system, trouble_with_mlx, version_numbers
 from shared.machine.thermal import machine_thermal, thermal_by_level, thermal_by_speed
 
@@ -239,3 +240,18 @@ def test_this_machine_can_be_read() -> None:
     assert system.platform == sys.platform and system.architecture
     assert machine_power().source in ("mains", "battery", "unknown")
     assert machine_thermal() in ("nominal", "fair", "serious", "critical", "unknown")
+
+
+def test_a_process_is_pressed_by_its_limit_and_by_its_gpu() -> None:
+    calm, limit = MachineMemory(total=100 * GIB, available=60 * GIB), 10 * GIB
+    whole = GpuMemory(total=80 * GIB, available=40 * GIB, held=30 * GIB)
+    cases = (
+        (1, GpuMemory(), limit, "normal"),
+        (93 * limit // 100, GpuMemory(), limit, "warning"),
+        (limit, GpuMemory(), limit, "critical"),
+        (1, whole, limit, "critical"),
+        (1, whole, 0, "normal"),
+        (1, GpuMemory(total=80 * GIB, available=2 * GIB), 0, "critical"),
+    )
+    for held, gpu, most, pressure in cases:
+        assert MachineStatus.of(calm, held, gpu, most).pressure == pressure

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from shared.errors import SetupError
-from shared.fit.model_fit import Asked, Device, fit_model
-from shared.fit.needs import ModelFacts, Need
+from shared.fit.model_fit import Asked, Device, demand_of, fit_model
+from shared.fit.needs import ModelFacts, Need, total
 from shared.fit.plan import Demand, Room, plan, room_in
 from shared.fit.reservations import Reservation, Reservations
 from shared.fit.weights import TensorHeader, tensors_in
@@ -146,6 +146,19 @@ def test_what_does_not_fit_is_refused_with_numbers_and_what_would(tmp_path: Path
     assert "two machines" in said and "--kv-bits" not in said  # that alone would not help
     fitting = fit_model(folder, LLAMA, Asked("worker of big", limit_bytes=18 * GB), Device())
     assert fitting.firm_bytes > 16 * GB and fitting.kv_bytes > 0
+
+
+def test_a_draft_model_counts_with_its_weights_and_its_kv(tmp_path: Path) -> None:
+    folder, draft = model_of(tmp_path / "model", 4), model_of(tmp_path / "draft", 1)
+    asked = Asked("worker of big", draft=draft, limit_bytes=9 * GB // 2)
+    plain, drafting = (
+        demand_of(ModelFacts(tensors_in(folder), LLAMA), asked, each)
+        for each in (None, ModelFacts(tensors_in(draft), LLAMA))
+    )
+    assert drafting.kv_bytes_per_token == 2 * plain.kv_bytes_per_token > 0
+    assert total(drafting.needs) - total(plain.needs) == total(ModelFacts(tensors_in(draft), LLAMA).weights())
+    with pytest.raises(SetupError, match=r"draft model 1\.0 GB.*What would fit: no --draft-model-path"):
+        fit_model(folder, LLAMA, asked, Device(), LLAMA)
 
 
 def test_kv_that_was_asked_for_is_refused_with_the_most_that_fits(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ from collections.abc import AsyncIterator
 import mlx.core as mx
 import structlog
 
-from shared.machine.memory import Pressure, footprint, machine_memory, worst
+from mlx_model.memory import memory_status
+from shared.machine.memory import Pressure, worst
 from shared.machine.power import machine_power
 from shared.process.machine_settings import MachineSettings
 from trainer.learn.compute import ComputeHost, at_once
@@ -69,8 +70,9 @@ class MachineCare:
             await _pause(stop, LOOK_S)
 
     def _pressure(self) -> Pressure:
-        limit = self._settings.memory_limit * 1e9
-        return worst(machine_memory().pressure, "warning" if limit and footprint() > limit else "normal")
+        ranks = () if self._host.others is None else self._host.others.ranks()
+        own = memory_status(self._settings.memory_limit_bytes).pressure
+        return worst(own, *(rank.machine.pressure for rank in ranks))
 
     async def _on_battery(self) -> bool:
         return (await asyncio.to_thread(machine_power)).source == "battery"

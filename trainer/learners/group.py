@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
+import mlx.core as mx
 import structlog
 
 from mlx_model.config import EngineConfig, memory_config
@@ -54,7 +55,7 @@ class LeadingTrainer:
         self._stop = stop
 
     def _stop_ordered(self) -> None:
-        log.info("train.stopping", hint="another rank was told to end; a checkpoint is saved after this train step")
+        log.info("train.stopping", hint="another rank got a signal to end; a checkpoint is saved after this train step")
         self._stop()
 
     async def loaded(self) -> LoadedModel:
@@ -142,6 +143,8 @@ class TrainerRank(Follower):
 
     def _take(self, turn: EngineTurn | Unit) -> None:
         assert isinstance(turn, Unit), "there is no engine"
+        if turn.ask and self.machine.pressure != "normal":
+            mx.clear_cache()
         self._learn(turn, self._learner)
 
 

@@ -18,6 +18,7 @@ import structlog
 from redis.exceptions import RedisError
 
 from shared.errors import ConflictError, ParallmError
+from shared.machine.status import MachineStatus
 from shared.redis import keys
 from shared.redis.connection.faults import reason
 from shared.training import TrainerState, TrainerStatus, TrainingPoint
@@ -49,8 +50,9 @@ class BoardStore(Protocol):
 class RingBoard:
     """A ring's board. Entering it takes the policy; ConflictError when another trainer has it and lives on."""
 
-    def __init__(self, board: BoardStore) -> None:
-        self._board = board
+    def __init__(self, board: BoardStore, memory: Callable[[], MachineStatus] = MachineStatus) -> None:
+        """`memory`: that this process holds, as the machine reports it."""
+        self._board, self._memory = board, memory
         self.owner = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(3)}"
         self._state: TrainerState = "starting"
         self._problem = ""
@@ -108,7 +110,8 @@ class RingBoard:
         if self._status is not None:
             now_ms = time.time_ns() // 1_000_000
             status = self._status(self._state)
-            stamp = {"owner": self.owner, "heartbeat_ms": now_ms, "problem": self._problem}
+            machine = await asyncio.to_thread(self._memory)
+            stamp = {"owner": self.owner, "heartbeat_ms": now_ms, "problem": self._problem, "machine": machine}
             await self._board.write(msgspec.structs.replace(status, **stamp))
 
     async def _beat(self) -> None:

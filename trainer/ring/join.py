@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from mlx_model.loader import LoadedModel
+from mlx_model.memory import memory_status
 from shared.errors import SetupError, UnknownModelError
 from shared.redis import keys
 from shared.redis.connection.client import connect, require
@@ -76,7 +77,9 @@ async def _over_redis(url: str, settings: TrainSettings, mine: LoadedModel | Non
         codec = await CodecCache(registry).codec(card)
         orders = Orders(redis, keys.training_orders(settings.adapter), blocking=blocking)
         async with (
-            RingBoard(TrainingBoard(redis, settings.adapter)) as board,
+            RingBoard(
+                TrainingBoard(redis, settings.adapter), partial(memory_status, settings.memory_limit_bytes)
+            ) as board,
             SequenceCalls(redis, card.name, f"train-{settings.run_name}") as calls,
             RingMailbox(orders) as mailbox,
             RunLead(SharedRun(redis, settings.run_name, blocking=blocking)) as lead,
@@ -107,7 +110,9 @@ async def _over_redis(url: str, settings: TrainSettings, mine: LoadedModel | Non
 async def _over_http(api: HttpApi, settings: TrainSettings, mine: LoadedModel | None) -> AsyncIterator[TrainerRing]:
     """Samples by jobs, versions by uploads; the ring's Redis is out of sight, and so is its live traffic."""
     assert mine is not None, "settings are checked"
-    async with RingBoard(HttpBoard(api, settings.adapter)) as board:
+    async with RingBoard(
+        HttpBoard(api, settings.adapter), partial(memory_status, settings.memory_limit_bytes)
+    ) as board:
         asked = Beat(owner=board.owner, base_sha256=mine.card.base_sha256)
         try:
             held = await api.call("PUT", f"/v1/trainers/{settings.adapter}", Holder, asked)

@@ -13,11 +13,13 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from functools import partial
 
 import msgspec
 import numpy as np
 import structlog
 
+from mlx_model.memory import memory_status
 from shared.adapter_files.config import network_config
 from shared.adapters import GateCheck
 from shared.errors import ParallmError, SetupError
@@ -80,7 +82,8 @@ async def train_network(settings: TrainSettings, host: ComputeHost, begun: "Call
         network = network_of(settings, environments.space)
         api = HttpApi.of(settings)
         await stack.enter_async_context(api)
-        board = await stack.enter_async_context(RingBoard(HttpBoard(api, settings.adapter)))
+        memory = partial(memory_status, settings.memory_limit_bytes)
+        board = await stack.enter_async_context(RingBoard(HttpBoard(api, settings.adapter), memory))
         await stack.enter_async_context(run_lock(settings.folder))
         run = PpoRun(settings, host, api, board, network, environments)
         begun(run)

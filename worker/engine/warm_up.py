@@ -40,7 +40,8 @@ from mlx_lm.generate import generation_stream
 
 from mlx_model.config import EngineConfig
 from mlx_model.device import Backend, backend, on_cuda, on_metal
-from mlx_model.loader import LoadedModel, free_bytes
+from mlx_model.loader import LoadedModel
+from mlx_model.memory import free_bytes
 from mlx_model.sampling.cuda import draws
 from mlx_model.step.cuda import products
 from mlx_model.tuned import ModelTuning

@@ -23,7 +23,7 @@ log = structlog.get_logger()
 POINTS_KEPT = 4096
 ALERTS_KEPT = 256
 
-_LISTS = frozenset({"checkpoints", "ranks", "samples"})  # fields of a status
+_NESTED = frozenset({"checkpoints", "ranks", "samples", "machine"})  # fields of a status that are JSON
 
 T = TypeVar("T", TrainerStatus, TrainingPoint)
 
@@ -177,7 +177,7 @@ def _flat(message: TrainerStatus | TrainingPoint) -> tuple[dict[str, str], list[
     plain: dict[str, Any] = msgspec.to_builtins(message)
     absent = [name for name, value in plain.items() if value is None]
     fields = {
-        name: msgspec.json.encode(value).decode() if isinstance(value, list | tuple) else str(value)
+        name: msgspec.json.encode(value).decode() if isinstance(value, list | tuple | dict) else str(value)
         for name, value in plain.items()
         if value is not None
     }
@@ -195,6 +195,6 @@ def _status(policy: str, fields: dict[bytes, bytes]) -> TrainerStatus | None:
 
 def _read(fields: dict[bytes, bytes], kind: type[T]) -> T:
     plain: dict[str, Any] = {name.decode(): value.decode() for name, value in fields.items()}
-    for name in _LISTS & plain.keys():
+    for name in _NESTED & plain.keys():
         plain[name] = msgspec.json.decode(plain[name])
     return msgspec.convert(plain, kind, strict=False)

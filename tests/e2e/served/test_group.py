@@ -98,6 +98,8 @@ def test_two_ranks_answer_as_one_process_does(served: Ring, group: Ring) -> None
     assert [(rank["rank"], rank["sums_by"], rank["state"]) for rank in worker["ranks"]] == [
         (0, "ring", "ready"), (1, "ring", "ready"),
     ]  # fmt: skip
+    assert 0 < worker["ranks"][1]["machine"]["footprint"] < worker["ranks"][1]["machine"]["memory_total"]
+    assert f'mlx_parallm_worker_rank_memory_bytes{{model_name="{MODEL}",rank="1",worker="{worker["id"]}"}}' in scraped
     assert f'mlx_parallm_worker_ranks_ready{{model_name="{MODEL}",worker="{worker["id"]}"}} 2' in scraped
 
 

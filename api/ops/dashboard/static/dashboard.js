@@ -114,9 +114,11 @@
   document.addEventListener("htmx:sseOpen", () => say("live", "on"));
   document.addEventListener("htmx:sseError", () => say("reconnecting", "off"));
 
-  // What the extension uses of an EventSource, which is in a worker (stream.js). A stream that is opened anew listens from
-  // its start to what the one before it did: the server sends each part once, before the extension has heard of the opening.
-  const NAMES = new Set();
+  // Names of events that earlier streams of this page had listeners for. The extension adds those of a new stream once it
+  // is open, and by then the first events may have come, which the server sends only once.
+  const listened = new Set();
+
+  // What the extension uses of an EventSource, which is in a worker (stream.js).
   class Stream extends EventTarget {
     constructor(url) {
       super();
@@ -131,14 +133,13 @@
         else this.dispatchEvent(event);
       };
       this.worker.onerror = (event) => { this.close(); this.onerror(event); }; // its script did not load
-      this.worker.postMessage({ url });
-      for (const listen of NAMES) this.worker.postMessage({ listen });
+      this.worker.postMessage({ url, names: [...listened] });
     }
 
     addEventListener(name, listener) {
       super.addEventListener(name, listener);
-      NAMES.add(name);
-      this.worker.postMessage({ listen: name });
+      listened.add(name);
+      this.worker.postMessage({ names: [name] });
     }
 
     close() {

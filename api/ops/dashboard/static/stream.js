@@ -7,11 +7,10 @@ function pass(event) {
   postMessage({ type: event.type, data: event.data, state: source.readyState });
 }
 
-onmessage = ({ data: { url, listen } }) => {
+onmessage = ({ data: { url, names } }) => {
   if (url) {
     source = new EventSource(url);
     source.onopen = source.onerror = pass;
-  } else {
-    source.addEventListener(listen, pass);
   }
+  for (const name of names) source.addEventListener(name, pass); // adding one again changes nothing
 };
