@@ -173,22 +173,19 @@ def feed_next(
     most: int,
     *,
     after_short: bool,
-    equal: bool = False,
     area: int | None = None,
 ) -> Feed:
     """Which of these prompts of one class, in order of arrival, to feed next.
 
     Short ones, which the budget feeds to their end, go together, at most `most`. Long ones are fed alone, piece by
     piece and in turn. Where both wait they alternate (`after_short`: the last ones were short): a short prompt need not
-    wait for the end of a long one, nor a long one for an end of the short ones. `equal`: only prompts of one length go
-    together. `area`: what rows x width x (past + width) may be, besides (warm_up.py says why).
+    wait for the end of a long one, nor a long one for an end of the short ones. `area`: what rows x width x (past +
+    width) may be, besides (warm_up.py says why).
     """
     short: list[int] = []
     longest = past = 0
     for at, prompt in enumerate(prompts):
         width = max(longest, prompt.left)
-        if equal and short and prompt.left != longest:
-            continue
         behind = max(past, prompt.past)
         rows = len(short) + 1
         if area is not None and rows * width * (behind + width) > area and (short or width > widest(behind, area)):

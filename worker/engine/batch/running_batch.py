@@ -232,8 +232,8 @@ class RunningBatch:
             return []
         unfed = [Unfed(group.left, group.fed_at, end_of(group.cache)) for group in groups]
         unfed += [Unfed(len(entry.ids) - 1, past=entry.past) for entry in entries]
-        after_short, equal = self._after_short.get(of, False), not self._model.takes_padding
-        feed = feed_next(unfed, budget, self._most, after_short=after_short, equal=equal, area=self._pieces.area)
+        after_short = self._after_short.get(of, False)
+        feed = feed_next(unfed, budget, self._most, after_short=after_short, area=self._pieces.area)
         if feed.prompts[0] < len(groups):
             group = groups[feed.prompts[0]]
         else:

@@ -7,8 +7,7 @@ comes, and never which.
 
 Rows are padded to the longest draft. What was fed in vain is taken back from the KV (kv/kinds.py), whose rows may end
 at different positions from then on. Recurrent layers cannot forget what they have read: where a draft has not held to
-its end, all rows go back to where the step began and read again what holds. If such layers read padding, too, rows
-move on by equally much: as far as the shortest draft goes and holds.
+its end, all rows go back to where the step began and read again what holds.
 
 To know what has held before the next step is given out, the device would wait for the host, and the host for the
 device. So a step that checks may stay *unread* until the next one is under way (unread.py).
@@ -56,7 +55,7 @@ from worker.engine.batch.sampler import Places
 from worker.engine.batch.shared_prompts import SharedPrompts
 from worker.engine.speculation.drafting import Drafting
 from worker.engine.speculation.lookup import Ids
-from worker.engine.speculation.part import Flags, Part, are_dense, padded, shorten
+from worker.engine.speculation.part import Flags, Part, are_dense, padded
 from worker.engine.speculation.unread import Beside, Unread, cut, fed, filled, held, positions_of
 
 ALIGN_SHARE = 16  # positions: to align these takes about what it costs in one step to write where each row ends
@@ -79,8 +78,7 @@ class SpeculatingBatch(RunningBatch):
     ) -> None:
         super().__init__(model, config, pieces, keeping, shared)
         self._drafting = drafting
-        drafting.moves_together = not model.takes_padding  # a row cannot read less than another one
-        self._overlaps = drafting.overlaps and not drafting.moves_together
+        self._overlaps = drafting.overlaps
         self._slack: list[int] = []  # positions by which each row ends before the one that ends last
         self._plain_steps = 0  # in a row
         self._joined = False  # rows have, since the step before
@@ -170,10 +168,6 @@ class SpeculatingBatch(RunningBatch):
             self._check_unread(rows, inputs, drafts)
             return
         parts = [Part(*each) for each in zip(rows, inputs, drafts, strict=True)]
-        if self._drafting.moves_together and not shorten(parts):
-            self._drafting.checks_nothing()
-            self._decode_plainly()
-            return
         self._check(parts)
 
     def _add_news(self, tokens: list[tuple[Row, int]]) -> None:
@@ -264,8 +258,6 @@ class SpeculatingBatch(RunningBatch):
         """Read what was drawn, and let each row move on so far; the inputs after that. `starts`: rows' first places."""
         drawn = cast(list[int], tokens_N.tolist())
         holds = [part.held(drawn, start) for part, start in zip(parts, starts, strict=True)]
-        if self._drafting.moves_together:
-            holds = [min(holds)] * len(parts)
         for part, start, count in zip(parts, starts, holds, strict=True):
             part.accept(count, draw, start)
         return [drawn[start + count] for start, count in zip(starts, holds, strict=True)]
