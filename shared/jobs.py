@@ -74,6 +74,7 @@ class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     webhook: Webhook | None = None  # notified of its end
     has_next_turn: bool = False  # prompts of a later job may begin with these and their samples
     cache: bool = True  # of its sequences
+    max_reasoning_tokens: int | None = None  # reasoning of a sample that is not over by then is ended
 
     @property
     def total(self) -> int:

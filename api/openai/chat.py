@@ -28,6 +28,7 @@ router = APIRouter(tags=["openai"], route_class=BodyRoute)
 UNUSED_HEADER = "x-parallm-unused-parameters"
 MAX_NAMES, MAX_NAME = 32, 128  # in that header: schemas may have any number of parts, of any length
 _NO_NAME = re.compile(r"[^!-+\--~]")  # letters that a header has no place for, and the comma that separates names
+_KIMI_EFFORT = "thinking_effort"  # Kimi K3's name of `reasoning_effort`
 _NO_HINT = {("reasoning_effort", "none"), ("verbosity", "medium")}  # ask for nothing
 
 
@@ -104,15 +105,19 @@ def named_images(messages: Sequence[ChatMessage]) -> Iterator[NamedImage]:
 
 def _hints(body: ChatCompletionRequest) -> dict[str, Any]:
     """Parameters that only a template can follow: how much to reason, and how much to say."""
-    asked = {"reasoning_effort": body.reasoning_effort, "verbosity": body.verbosity}
+    effort = body.reasoning_effort
+    asked = {"reasoning_effort": effort, _KIMI_EFFORT: effort, "verbosity": body.verbosity}
     return {name: value for name, value in asked.items() if value is not None}
 
 
 def unused_hints(body: ChatCompletionRequest, codec: TextCodec) -> list[str]:
     """The hints of a request that the model's template does not know, and parts of its tools' schemas that no grammar
     can enforce: the answer's headers name them."""
-    asked = _hints(body).items()
-    unused = [name for name, value in asked if name not in codec.bundle.chat_template and (name, value) not in _NO_HINT]
+    template, asked = codec.bundle.chat_template, _hints(body)
+    if _KIMI_EFFORT in template:
+        asked.pop("reasoning_effort", None)
+    asked.pop(_KIMI_EFFORT, None)
+    unused = [name for name, value in asked.items() if name not in template and (name, value) not in _NO_HINT]
     enforced = body.tool_choice not in (None, "none", "auto") or any(tool.function.strict for tool in body.tools or ())
     tools = ToolUse.of(body.tools, body.tool_choice, body.parallel_tool_calls) if enforced else None
     return unused if tools is None else unused + tools.unenforced(codec)
