@@ -52,13 +52,15 @@ class WorkerSettings(JoinSettings, GroupSettings, MachineSettings):
         description="a row of whose drafts less is accepted gets one only where --ngram-max tokens match",
     )
     spec_decode_memory_mb: int = Field(
-        default=64, ge=1, description="with auto: what sequences have written, kept by prompt and tenant; the oldest go"
+        default=64,
+        ge=1,
+        description="with auto: texts of earlier sequences, by prompt and tenant; the oldest are deleted",
     )
     spec_decode_ring_memory_mb: int = Field(
         default=64, ge=0, description="with auto: the same in Redis, for all workers of the ring; 0: each has its own"
     )
     spec_decode_ring_memory_ttl_s: int = Field(
-        default=86_400, ge=60, description="for which Redis keeps it after its prompt was used last"
+        default=86_400, ge=60, description="time for which Redis stores it after its prompt was used last"
     )
 
     # -- KV that workers fetch from one another
@@ -72,11 +74,22 @@ class WorkerSettings(JoinSettings, GroupSettings, MachineSettings):
         description="address of this machine to listen on for that; default: the one that it reaches Redis from",
     )
 
+    # -- checks of what other workers wrote
+    replay_share: float = Field(
+        default=0,
+        ge=0,
+        le=1,
+        description="share of the sequences that workers leave to one another to compute again, while they are idle",
+    )
+    on_wrong_tokens: Literal["alert", "drain"] = Field(
+        default="alert", description="when two other workers have found this one's tokens wrong: report it, or end too"
+    )
+
     # -- KV of earlier prompts, in memory and on disk: no disk is filled unless a folder is named
     prefix_cache_gb: float = Field(
         default=1.0,
         ge=0,
-        description="KV of earlier prompts, kept besides the KV memory, at most; 0: none. Less where memory is short",
+        description="for KV of earlier prompts, in addition to the KV memory; 0: none. Less where memory is short",
     )
     ssd_cache_dir: Path | None = Field(
         default=None,
@@ -84,7 +97,7 @@ class WorkerSettings(JoinSettings, GroupSettings, MachineSettings):
     )
     ssd: bool = Field(default=True, description="use that folder, if one is named")
     ssd_ttl_days: float = Field(
-        default=7, ge=0, description="a file that nobody has used for so long goes; 0: none does"
+        default=7, ge=0, description="time without use after which a file is deleted; 0: none is"
     )
     ssd_policy: Literal["evict_only", "write_through"] = Field(
         default="evict_only", description="write KV when it is evicted from memory and at the end, or when it is stored"
