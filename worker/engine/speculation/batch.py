@@ -11,7 +11,7 @@ its end, all rows go back to where the step began and read again what holds. If 
 move on by equally much: as far as the shortest draft goes and holds.
 
 To know what has held before the next step is given out, the device would wait for the host, and the host for the
-device. So a step that checks may stay *unread* until the next one is under way (unread.py).
+device. So a step that checks may stay *unread* until the next one is under way (part.py).
 
 Invariants. A step without drafts is `RunningBatch`'s own; when it begins, all steps before it have been read. Of steps
 that stay unread, the first one tells what it is fed. Batches with states, windows, grammars or penalties are read at
@@ -55,8 +55,20 @@ from worker.engine.batch.running_batch import RunningBatch
 from worker.engine.batch.sampler import Places
 from worker.engine.speculation.drafting import Drafting
 from worker.engine.speculation.lookup import Ids
-from worker.engine.speculation.part import Flags, Part, are_dense, padded, shorten
-from worker.engine.speculation.unread import Beside, Unread, cut, fed, filled, held, positions_of
+from worker.engine.speculation.part import (
+    Beside,
+    Flags,
+    Part,
+    Unread,
+    are_dense,
+    cut,
+    fed,
+    filled,
+    held,
+    padded,
+    positions_of,
+    shorten,
+)
 
 ALIGN_SHARE = 16  # positions: to align these takes about what it costs in one step to write where each row ends
 ROOM_SHARE = 4  # of all positions: more than that a row may not fall behind, either, where rows end apart for long
@@ -266,7 +278,7 @@ class SpeculatingBatch(RunningBatch):
     # -- steps that stay unread
 
     def _may_be_unread(self, rows: tuple[Row, ...], drafts: list[list[int]]) -> bool:
-        """Whether what such drafts bring may be read in the next step."""
+        """True if what such drafts bring may be read in the next step."""
         return (
             self._overlaps
             and not self._at_once
@@ -362,7 +374,7 @@ class SpeculatingBatch(RunningBatch):
 
 
 def news_of(parts: Sequence[Part], inputs: Sequence[int], untold: Collection[Row]) -> list[tuple[Row, int]]:
-    """What has held of these, and what was drawn behind that."""
+    """Tokens that have held of these, and what was drawn behind them."""
     return [
         (part.row, id_)
         for part, input_ in zip(parts, inputs, strict=True)
