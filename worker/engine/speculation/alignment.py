@@ -56,7 +56,6 @@ class Alignment:
         self.misses = (bits & -bits).bit_length() - 1 if bits else WINDOW  # the latest ids in a row that it does not
 
     def is_kept(self, least: int) -> bool:
-        """True if the row goes along, by so many ids at least."""
         enough = HELD if self.misses and least < HELD else least
         return bool(self.places) and self.misses <= MISSES and self.held >= enough
 
@@ -70,7 +69,6 @@ class Alignment:
         return not self.misses or (self.held >= STEADY and (self.misses == 1 or 2 == self.misses < missed))
 
     def follow(self, ids: list[int]) -> None:
-        """The row has gone on with these."""
         said = said_at(self.ids, self.places, len(ids))
         if len(said) == 1:
             held, goes_on = _held(ids, said[0]), min(said[0]) >= 0
@@ -128,7 +126,6 @@ class Course:
         self.has_slipped = False  # in the latest draft: the row most likely goes on behind the id that was not said
 
     def begin(self, ids: Ids, place: int) -> None:
-        """The row goes on there for sure."""
         self._now = Alignment(ids, [place], WINDOW)
 
     def follow(self, ids: list[int], row: Text) -> None:

@@ -77,8 +77,6 @@ LOOSE = 256  # positions by which a row may fall behind, where a window has to h
 
 
 class SpeculatingBatch(RunningBatch):
-    """The rows that prefill and decode together."""
-
     def __init__(
         self, model: RowModel, config: EngineConfig, pieces: Pieces, keeping: Keeping, drafting: Drafting
     ) -> None:
@@ -134,7 +132,6 @@ class SpeculatingBatch(RunningBatch):
             end_apart(self._cache[:-1], 0, self._unread.slack)
 
     def _set_slack(self, slack: list[int]) -> None:
-        """After rows have come or gone."""
         nothing = [0] * len(slack)
         self._slack = take_back(self._cache[:-1], nothing, slack) if any(self._slack) and slack else nothing
 
@@ -223,7 +220,6 @@ class SpeculatingBatch(RunningBatch):
         return logits_BLV
 
     def _take_back(self, unused: list[int]) -> None:
-        """Forget the last so many positions of each row."""
         caches = self._cache[:-1]
         if any(unused):
             self._slack = take_back(caches, unused, self._slack)
@@ -232,7 +228,6 @@ class SpeculatingBatch(RunningBatch):
             self._align()
 
     def _align(self) -> None:
-        """Let all rows end together."""
         caches = self._cache[:-1]
         align(caches)
         self._padding = [before + more for before, more in zip(self._padding, self._slack, strict=True)]

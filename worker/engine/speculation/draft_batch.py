@@ -72,7 +72,6 @@ class DraftBatch:
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """Those that may get drafts."""
         return cast(RowTag, self._cache[-1]).rows if self._cache else ()
 
     def length(self, row: Row) -> int:
@@ -86,7 +85,6 @@ class DraftBatch:
     # -- prompts
 
     def add(self, row: Row) -> None:
-        """Read along with a row that decodes."""
         context = [*row.spec.prompt_ids, *(row.tokens if len(row.tokens) > CATCH_UP else ())]
         ids = tuple(context[self._start(row) :])
         self._read[row] = _Read(len(ids))
@@ -226,7 +224,6 @@ class DraftBatch:
         return fed_N[:, None]
 
     def _start(self, row: Row) -> int:
-        """The first id of its prompt that is read."""
         return max(0, len(row.spec.prompt_ids) - self._prompt_ids) if self._prompt_ids else 0
 
     def _ids_of(self, row: Row, token: int, low: int, high: int) -> list[int]:

@@ -70,8 +70,6 @@ class Running:
 
 
 class Drafting:
-    """The drafts of one engine."""
-
     def __init__(
         self,
         config: SpeculationConfig | None,
@@ -138,7 +136,6 @@ class Drafting:
         self._rested += steps
 
     def told(self, tokens: int) -> None:
-        """So many since the step began."""
         self._now.tokens += tokens
 
     def _settle(self, took: float, tokens: float, steps: int) -> None:
@@ -353,12 +350,10 @@ class Drafting:
         return self._stats if self._model is None else replace(self._stats, draft_model=self._model.name)
 
     def checks(self, width: int, step: Step = "checks") -> None:
-        """The step that runs checks drafts."""
         self._now.width, self._now.kind, self._tried_on = width, step, self._account
         self._predicted = {row for row, source in self._rows.items() if source.is_predicted}
 
     def only_reads(self) -> None:
-        """The step that runs only reads the one before."""
         self._now.width, self._now.kind = self._now.before, "reads"
 
     def checked(self, width: int, results: Iterable[tuple[Row, int, int]]) -> None:

@@ -51,7 +51,6 @@ def key_of(spec: SequenceSpec) -> Key:
 
 
 def owner_of(key: Key) -> Owner:
-    """The tenant whose prompt it is."""
     return key[:OWNER_BYTES]
 
 
@@ -95,8 +94,6 @@ class Joined:
 
 
 class Known:
-    """All that is kept of one prompt."""
-
     def __init__(self, prompt_ids: Sequence[int]) -> None:
         self._anchor = text_behind(prompt_ids, ())
         self._texts: OrderedDict[Mark, Ids] = OrderedDict()  # the latest last
@@ -114,7 +111,6 @@ class Known:
         self._texts[mark], self.is_joined = ids, False
 
     def forget_oldest(self) -> int:
-        """The bytes that this has freed."""
         _, ids = self._texts.popitem(last=False)
         self.is_joined = False
         return bytes_of(ids)
@@ -126,7 +122,6 @@ class Known:
 
 
 def bytes_of(ids: Ids) -> int:
-    """Bytes that a completion takes while it is kept."""
     return ids.nbytes + COMPLETION_BYTES
 
 

@@ -166,7 +166,6 @@ class ModelDrafts:
         return drafts, took
 
     def learn(self, row: Row, drafted: int, accepted: int) -> None:
-        """One of its drafts was tried."""
         self._chances[row].learn(drafted, accepted)
         self._chance.learn(drafted, accepted, SHARED_RECENT)
         self._probes += 1

@@ -87,7 +87,6 @@ class Part:
             self._places.append(place := after)
 
     def shorten(self, length: int) -> None:
-        """Make its draft no longer than that."""
         del self.ids[length + 1 :], self._places[length + 1 :]
 
     def ahead(self) -> list[Row]:
@@ -175,7 +174,6 @@ class Unread:
         )
 
     def and_rows(self, joined: Sequence[tuple[Row, int]]) -> Unread:
-        """Add rows behind the others, which end together with the one that ends last, and their inputs."""
         behind_B = mx.full(len(joined), NOT_FED, mx.int32)
         return replace(
             self,
@@ -187,7 +185,6 @@ class Unread:
 
 
 def positions_of(rows: Sequence[Row]) -> mx.array:
-    """At which each of them is drawn for next, uint64 [B]."""
     return mx.array([row.position for row in rows], mx.uint64)
 
 

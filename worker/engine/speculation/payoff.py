@@ -59,8 +59,6 @@ ASKED = 0.005  # of the time is what asking may take then
 
 
 class Try(NamedTuple):
-    """One row in a step that may check drafts."""
-
     chance: float
     length: int  # of its draft; 0: it has none
     pace: float  # tokens of such a step that the row is used to; infinite: it may wait for others' drafts
@@ -323,7 +321,6 @@ class Account:
 
     @property
     def rests(self) -> int:
-        """Steps in which nothing may be tried, about."""
         return min(LONGEST_REST, math.ceil((self._again - self._steps) / self._earned)) if self.is_spent else 0
 
     @property

@@ -18,8 +18,6 @@ NEW_AT_ONCE = 1 << 13  # ids of new rows in one step, one row at least: a long t
 
 @dataclass
 class Source:
-    """All that one row may be drafted from."""
-
     history: Text  # what it has read and written
     told: int  # of its tokens, those in `history`
     chance: Chance
@@ -36,7 +34,6 @@ class Source:
     kept: Course = field(default_factory=Course)  # with what others have written
 
     def add(self, ids: list[int]) -> None:
-        """The row has gone on with these."""
         self.history.add(ids)
         for each in (self.own, self.predicted, self.kept):
             each.follow(ids, self.history)
