@@ -70,7 +70,8 @@ LONGEST = frozenset(
     | {"test_trainer_kills", "test_trainer_loop", "test_training", "test_training_api", "test_training_over_http"}
     | {"test_commands", "test_dashboard_browser", "test_examples", "test_joining", "test_pause", "test_readme"}
     | {"test_redis_roles", "test_structured_outputs", "test_traces"}
-    | {"test_speculation", "test_trainer_head_learner", "test_trainer_values", "test_tuning_runs", "test_vision"}
+    | {"test_speculation", "test_unread_checks", "test_trainer_head_learner", "test_trainer_values"}
+    | {"test_tuning_runs", "test_vision"}
 )
 
 
