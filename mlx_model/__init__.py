@@ -6,7 +6,8 @@ model can be adapted, `pooling.py` makes embeddings, `draft.py` says which other
 decode step of some families with few operations, `joined.py` makes one product of several. Among several ranks
 `sharding.py` cuts out a rank's part of each layer, on which `learning.py` lets LoRA learn, and `pipeline.py` a rank's
 layers; `chain.py` says where. Back ends: `device.py` says which one computes,
-`tuned.py` what was measured on it; `fast_blas.py` with `fast_blas.c` (Linux CPU), `cuda_graphs.py` (CUDA).
+`tuned.py` what was measured on it, `memory.py` what it may hold; `fast_blas.py` with `fast_blas.c` (Linux CPU),
+`cuda_graphs.py` (CUDA).
 
 Rooms: `kv/` (keys and values of every kind of layer), `lora/` (layers with adapters), `heads/` (small networks on
 hidden states), `networks/` (those that are no language models), `vision/` (towers), `sampling/` (drawing a token),

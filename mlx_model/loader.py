@@ -38,6 +38,7 @@ from mlx_model.pooling import hidden_size
 from mlx_model.sharding import read_weights, shard
 from mlx_model.sites import Whole, module_shapes
 from mlx_model.step.decode_step import join_products
+from mlx_model.tuned import ModelTuning, tuning_of
 from mlx_model.vision.families import AnyTower, chat_template, check_known, is_vision, load_seeing
 from shared.errors import SetupError
 from shared.fit.model_fit import Asked, fit_model
@@ -81,6 +82,7 @@ class LoadedModel:
     heads: Heads = field(default_factory=dict)  # of its own
     tower: AnyTower | None = None  # that sees; of several ranks, the leading one has it
     whole: Whole | None = None  # where ranks divide the model: what it was before
+    tuning: ModelTuning | None = None  # what was measured of it on this machine
 
     @property
     def ranks(self) -> Ranks | None:
@@ -119,9 +121,13 @@ def _load(config: EngineConfig, ranks: Ranks | None) -> LoadedModel:
     if config.memory.wired_bytes:  # off by default: macOS has panicked under it (ml-explore/mlx#3186)
         memory.check_wired(config.memory.wired_bytes)
         mx.set_wired_limit(config.memory.wired_bytes)
-    model, bundle, model_config, heads, tower, whole = _read(path, config, ranks)
+    sha256 = base_sha256(path)
+    tuning = tuning_of(sha256) if ranks is None else None  # ranks would differ
+    joins = ranks is None and (on_cuda() or (tuning is not None and bool(tuning.joins)))
+    model, bundle, model_config, heads, tower, whole = _read(path, config, ranks, joins=joins)
     context = _context_length(model_config, config.max_context)
-    kv = layout_of(model, config.kv_bits, config.kv_group_size, _bound(config, context))
+    times = None if tuning is None else tuning.kv.get(config.kv_bits)
+    kv = layout_of(model, config.kv_bits, config.kv_group_size, _bound(config, context), times)
     kv_bytes, kv_window, vocab, dtype = _measure(model, kv)
     kv_bytes = kv_bytes if ranks is None else ranks.largest(kv_bytes)
     states = hidden_size(model)
@@ -131,7 +137,7 @@ def _load(config: EngineConfig, ranks: Ranks | None) -> LoadedModel:
         vocab_size=vocab,
         eos_token_ids=bundle.eos_token_ids,
         tokenizer_sha256=bundle.sha256,
-        base_sha256=base_sha256(path),
+        base_sha256=sha256,
         kv_bytes_per_token=kv_bytes,
         kv_window=kv_window,
         dtype=dtype,
@@ -152,7 +158,7 @@ def _load(config: EngineConfig, ranks: Ranks | None) -> LoadedModel:
     if config.memory.serves:
         _check_kv(limit, kv_bytes, card, planned)
     eyes = tower if _sees(ranks) else None
-    return LoadedModel(card, bundle, model, model_config, path, limit, prefix, kv, draft, heads, eyes, whole)
+    return LoadedModel(card, bundle, model, model_config, path, limit, prefix, kv, draft, heads, eyes, whole, tuning)
 
 
 def check_model(config: EngineConfig, ranks: int = 1) -> str:
@@ -257,7 +263,7 @@ def _sees(ranks: Ranks | None) -> bool:
 
 
 def _read(
-    path: Path, config: EngineConfig, ranks: Ranks | None = None
+    path: Path, config: EngineConfig, ranks: Ranks | None = None, *, joins: bool = False
 ) -> tuple[Any, TokenizerBundle, dict[str, Any], Heads, AnyTower | None, Whole | None]:
     """The module with its weights in memory, its tokenizer, its config.json, its own heads, and what it sees with.
 
@@ -293,7 +299,7 @@ def _read(
         raise SetupError(f"cannot load the model at {path}: {type(error).__name__}: {error}") from error
     _set_dtype(model, config.dtype)
     mx.eval(model.parameters()) if ranks is None else read_weights(model)
-    if ranks is None and on_cuda():
+    if joins:
         join_products(model)
     for part in tower.parts if tower is not None and _sees(ranks) else ():
         _set_dtype(part, config.dtype)
@@ -319,7 +325,7 @@ def _draft_model(config: EngineConfig, bundle: TokenizerBundle) -> DraftModel | 
         return None
     name = config.speculation.draft_model
     try:
-        model, its_bundle, its_config, *_ = _read(model_folder(name), config)
+        model, its_bundle, its_config, *_ = _read(model_folder(name), config, joins=on_cuda())
         check_tokenizer(bundle, its_bundle)
         check_batch(model, config.max_rows)
         kv = KvLayout()

@@ -25,16 +25,40 @@ FILE = "PARALLM_TUNED"  # names the file; "0": none is read
 _GIB = 1 << 30
 
 
+Times = dict[str, float]
+"""Seconds by the way to compute the same."""
+
+
 class ModelTuning(msgspec.Struct, frozen=True):
-    """Measurements of one model, in seconds; `chunk` and `width` follow from them."""
+    """Measurements of one model, in seconds, and the choices that follow from them: no other code makes these.
+
+    A way that is not among its times is switched off, not made for the model, or wrong.
+    """
 
     name: str
     chunk: int  # most prompt tokens whose forward keeps its bound
     width: int = 0  # most tokens of one prompt, where attention keeps its scores; 0: not measured
     pieces: dict[int, float] = {}  # by prompt tokens
     products: dict[int, float] = {}  # a linear, by rows
-    lora: dict[str, float] = {}  # a layer's first linears with adapters, by the way to compute them
-    kv: dict[str, float] = {}  # a layer's attention over KV in 8 bits, by the way to read it
+    padding: dict[int, int] = {}  # rows -> more rows, of which a quantised linear takes less time
+    joined: Times = {}  # linears of one input: "apart" or "joined"
+    lora: Times = {}  # a layer's first linears with adapters: "take", "gather" or "fused"
+    kv: dict[int, Times] = {}  # by bits, a layer's attention over packed KV: "plain", "unpacked" or "packed"
+    nucleus: Times = {}  # thresholds of top_p: "sorted" or "halved"
+
+    @property
+    def joins(self) -> bool | None:
+        """True if linears that read one input should be one product; None: not measured."""
+        return None if not self.joined else min(self.joined, key=self.joined.__getitem__) == "joined"
+
+    @property
+    def halves(self) -> bool | None:
+        """True if thresholds of top_p should be found by halving; None: not measured."""
+        return None if not self.nucleus else min(self.nucleus, key=self.nucleus.__getitem__) == "halved"
+
+    def lora_way(self, *ways: str) -> str | None:
+        """The fastest of these ways to compute adapters; None: one of them was not measured."""
+        return None if self.lora.keys() != set(ways) else min(ways, key=self.lora.__getitem__)
 
 
 class Tuned(msgspec.Struct, frozen=True):

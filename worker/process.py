@@ -289,7 +289,7 @@ class WorkerProcess:
                 self._publisher.flush_log(request.spec.id)  # for a reader that missed a frame of the old owner
         if self._settings.prefix_cache_gb:
             with contextlib.suppress(RedisError, OSError):
-                await self._notes.note([claim.spec for claim in claims])
+                await self._notes.note([claim.spec for claim in claims if claim.spec.cache])
 
     def _cancel(self, seq: str, reason: EndReason) -> None:
         self._engine.send(Cancel(seq, reason))

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from api.callers.caller import may_cache
 from api.callers.fair_pool import LARGE_CHARS, aside
 from api.generation.choice import RequestPlan
 from api.generation.collection import collection_for_feedback, collection_of
@@ -111,6 +112,7 @@ def unchecked_plan(
             images=prepared.images,
             image_token=card.vision.image_token_id if prepared.images and card.vision else 0,
             deadline_s=body.deadline_s,
+            cache=body.cache is not False,
         ),
         prompts=tuple(map(tuple, prompts)),
         n=body.n or 1,
@@ -162,6 +164,7 @@ def _template(
     sampling: SamplingParams,
     *,
     deadline_s: float | None = None,
+    cache: bool = True,
     **more: Any,
 ) -> SequenceSpec:
     """The part that all sequences of a request share, under a fresh id that begins with `name`."""
@@ -173,6 +176,7 @@ def _template(
         adapter=target.adapter,
         adapter_policy=target.policy,
         deadline_ms=deadline(settings, deadline_s),
+        cache=cache and target.cache and may_cache(),
         **more,
     )
 

@@ -74,8 +74,13 @@ def check_asked(bits: int, group_size: int, bound: int) -> None:
         raise SetupError(f"--kv-group-size {group_size}: MLX quantises in groups of 32, 64 or 128")
 
 
-def layout_of(model: Any, bits: int, group_size: int, bound: int = 0) -> KvLayout:
-    """The layout that the settings ask for; SetupError if this model's KV cannot be so. `bound`: `--max-kv-size`."""
+def layout_of(
+    model: Any, bits: int, group_size: int, bound: int = 0, times: dict[str, float] | None = None
+) -> KvLayout:
+    """The layout that the settings ask for; SetupError if this model's KV cannot be so.
+
+    `bound`: `--max-kv-size`; `times`: those of `packed_times` that were taken before.
+    """
     check_asked(bits, group_size, bound)
     if bound:
         return _bounded(model, bound)
@@ -98,7 +103,7 @@ def layout_of(model: Any, bits: int, group_size: int, bound: int = 0) -> KvLayou
         raise SetupError(
             f"--kv-bits {bits}: this model's attention cannot read quantised KV ({type(error).__name__}: {error})"
         ) from error
-    return _decoding_quantised(model, layout, logits)
+    return _decoding_quantised(model, layout, logits, times)
 
 
 def _bounded(model: Any, bound: int) -> KvLayout:
@@ -158,9 +163,9 @@ def _obstacle(leaf: Any, group_size: int) -> str:
     return ""
 
 
-def _decoding_quantised(model: Any, layout: KvLayout, logits: mx.array) -> KvLayout:
+def _decoding_quantised(model: Any, layout: KvLayout, logits: mx.array, times: dict[str, float] | None) -> KvLayout:
     """The layout with decode steps that read KV packed, where this device is better with it and the model can."""
-    if not (on_cpu() or _has_kernels(model, layout)):
+    if not (on_cpu() or _has_kernels(model, layout, times)):
         return layout
     read: Read = "parts" if on_cpu() else "packed"
     packings = tuple(packing and replace(packing, read=read) for packing in layout.packings)
@@ -184,15 +189,12 @@ def packed_times(model: Any, bits: int, group_size: int = 64) -> dict[str, float
     return metal_attention.timed(shape, Packing(bits, group_size, leaf.keys.dtype))
 
 
-def _has_kernels(model: Any, layout: KvLayout) -> bool:
+def _has_kernels(model: Any, layout: KvLayout, times: dict[str, float] | None) -> bool:
     """True if kernels of this GPU read packed KV, which are in place then: CUDA's, or Metal's if they are faster."""
     if on_metal():
-        caches = make_prompt_cache(model)
-        _fed(model, caches)
-        packing, leaf = next((each, leaf) for each, leaf in zip(layout.packings, leaves(caches), strict=True) if each)
-        _, heads, _, size = leaf.keys.shape
-        shape = metal_attention.AttentionShape(heads, size, packing.dtype, packing.bits, packing.group_size)
-        times = metal_attention.timed(shape, packing)
+        packing = next(each for each in layout.packings if each)
+        if not times or ("packed" in times) != metal_attention.is_switched_on():
+            times = packed_times(model, packing.bits, packing.group_size)
         log.info("kv.kernels %s", " ".join(f"{way}_us={seconds * 1e6:.0f}" for way, seconds in times.items()))
         if times.get("packed", inf) >= times["unpacked"]:
             return False

@@ -36,6 +36,7 @@ from mlx_model.lora.layers import (
     padded_rank,
 )
 from mlx_model.sites import Site, Whole, find_sites, mixtures, replace_modules, shared_inputs
+from mlx_model.tuned import ModelTuning
 
 log = logging.getLogger(__name__)
 
@@ -49,13 +50,21 @@ AdapterWeights = Mapping[str, SiteWeights]
 class AdaptedModel:
     """The stacks of one model; `slots` counts the base's."""
 
-    def __init__(self, model: Any, slots: int, dtype: mx.Dtype, whole: Whole | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        slots: int,
+        dtype: mx.Dtype,
+        whole: Whole | None = None,
+        tuning: ModelTuning | None = None,
+    ) -> None:
         self.sites = find_sites(model, whole)
         self.elsewhere = frozenset[str]() if whole is None else whole.elsewhere(self.sites.keys())
         self.rows = RowSlots()
         self.dtype = dtype
         self._model = model
         self._slots = slots
+        self._tuning = tuning
         kernel = best_kernel(dtype)
         self._kernel_is_known = kernel is not None
         self.rows.kernel = kernel or "take"
@@ -93,7 +102,7 @@ class AdaptedModel:
                 continue
             rank = padded_rank(max(weights[site.path].rank for site in sites))
             if not self._kernel_is_known:
-                self.rows.kernel, self._kernel_is_known = _faster(sites, rank, self.dtype), True
+                self.rows.kernel, self._kernel_is_known = _faster(sites, rank, self.dtype, self._tuning), True
             if self.rows.kernel == "fused":
                 self._compile(sites, rank)
 
@@ -202,18 +211,29 @@ def timed_kernels(shape: Shape, rows: int = TIMED_ROWS) -> dict[Kernel, float]:
 
     A kernel of ours is among them if it is for this shape, and its numbers are those of MLX's operations.
     """
-    trial, ways = _Trial(shape, rows), list[Kernel](["take"])
-    if shape.dtype == mx.float32 or not computes_on_cpu():  # gather_mm on a CPU takes fp32 only
-        ways.append("gather")
-    if fits_metal(shape.rank, (shape.inputs, *shape.outputs)) and passes("lora_kernel", METAL_SWITCH, trial.compared):
-        ways.append("fused")
+    trial, ways = _Trial(shape, rows), _ways(shape)
+    if "fused" in ways and not passes("lora_kernel", METAL_SWITCH, trial.compared):
+        ways.remove("fused")
     return {way: min(trial.seconds(way) for _ in range(TIMED_ROUNDS)) for way in ways}
 
 
-def _faster(sites: list[Site], rank: int, dtype: mx.Dtype) -> Kernel:
-    """The fastest way to compute one token per row, by the clock."""
-    outputs = tuple(site.held_outputs for site in sites)
-    times = timed_kernels(Shape(sites[0].held_inputs, outputs, rank, dtype))
+def _ways(shape: Shape) -> list[Kernel]:
+    """Ways to compute deltas that there are for this shape."""
+    ways: list[Kernel] = ["take"]
+    if shape.dtype == mx.float32 or not computes_on_cpu():  # gather_mm on a CPU takes fp32 only
+        ways.append("gather")
+    if fits_metal(shape.rank, (shape.inputs, *shape.outputs)):
+        ways.append("fused")
+    return ways
+
+
+def _faster(sites: list[Site], rank: int, dtype: mx.Dtype, tuning: ModelTuning | None) -> Kernel:
+    """The fastest way to compute one token per row, as measured before, or by the clock."""
+    shape = Shape(sites[0].held_inputs, tuple(site.held_outputs for site in sites), rank, dtype)
+    ways = _ways(shape)
+    if tuning is not None and (known := tuning.lora_way(*ways)) is not None:
+        return next(way for way in ways if way == known)
+    times = timed_kernels(shape)
     chosen = min(times, key=times.__getitem__)
     taken = " ".join(f"{kernel}_us={seconds * 1e6:.0f}" for kernel, seconds in times.items())
     log.info("lora.kernel_chosen kernel=%s %s", chosen, taken)

@@ -6,7 +6,8 @@ token is found by inverse CDF in the order of token ids, so a row gets the same 
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any, cast
 
 import mlx.core as mx
@@ -112,6 +113,52 @@ def nucleus_threshold(
     if top_k_F1 is not None:
         kept_F1 = mx.minimum(kept_F1, top_k_F1)
     return mx.take_along_axis(top_FK, kept_F1 - 1, axis=-1), None if count == vocab else enough_F1
+
+
+HALVINGS = 30  # of the bits of float32 from 0 to 1, about 2^30 numbers
+
+
+def nucleus_by_halving(chances_FV: mx.array, top_k_F1: mx.array | None, top_p_F1: mx.array | None) -> mx.array:
+    """The threshold of `nucleus_threshold` among all tokens, without a sort, [F, 1].
+
+    A chance is kept by top_p if all larger ones together weigh less than the goal, and by top_k if they are fewer than
+    k. Positive floats are in the order of their bits, so the smallest such bits are found by halving their range: each
+    halving is one sum over the tokens.
+    """
+    found_F1 = mx.zeros((chances_FV.shape[0], 1))
+    goal_F1 = top_p_F1
+    if top_k_F1 is not None:
+        found_F1 = _smallest(chances_FV, partial(_are_fewer, top_k_F1))
+        if top_p_F1 is not None:  # of the k largest, of which some may tie with others
+            larger_FV = chances_FV > found_F1
+            mass_F1, count_F1 = (
+                mx.sum(each, axis=-1, keepdims=True) for each in (mx.where(larger_FV, chances_FV, 0), larger_FV)
+            )
+            mass_F1 = mass_F1 + (top_k_F1 - count_F1) * found_F1
+            goal_F1 = mx.where(top_k_F1 < chances_FV.shape[-1], top_p_F1 * mass_F1, top_p_F1)
+    if goal_F1 is not None:
+        found_F1 = mx.maximum(found_F1, _smallest(chances_FV, partial(_weigh_less, goal_F1, chances_FV)))
+    return found_F1
+
+
+def _smallest(chances_FV: mx.array, keeps: Callable[[mx.array], mx.array]) -> mx.array:
+    """The smallest chance that is kept, by what is true of all larger ones [F, V] bool."""
+    bits_FV = mx.view(chances_FV, mx.int32)
+    high_F1 = mx.max(bits_FV, axis=-1, keepdims=True)
+    low_F1 = mx.zeros_like(high_F1)
+    for _ in range(HALVINGS):
+        middle_F1 = (low_F1 + high_F1) // 2
+        is_kept_F1 = keeps(bits_FV > middle_F1)
+        low_F1, high_F1 = mx.where(is_kept_F1, low_F1, middle_F1 + 1), mx.where(is_kept_F1, middle_F1, high_F1)
+    return mx.view(high_F1, mx.float32)
+
+
+def _are_fewer(top_k_F1: mx.array, larger_FV: mx.array) -> mx.array:
+    return mx.sum(larger_FV, axis=-1, keepdims=True) < top_k_F1
+
+
+def _weigh_less(goal_F1: mx.array, chances_FV: mx.array, larger_FV: mx.array) -> mx.array:
+    return mx.sum(mx.where(larger_FV, chances_FV, 0), axis=-1, keepdims=True) < goal_F1
 
 
 @fused

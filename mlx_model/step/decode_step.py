@@ -44,7 +44,8 @@ from mlx_model.kv.ragged import have_written, packing_of, with_room
 from mlx_model.sites import EMBEDDINGS, LINEARS
 from mlx_model.step.adapting import BEFORE, BEHIND, Adapting, Parts, adapted_parts
 from mlx_model.step.layer import Layer, Rows, bare, called, layer_of
-from mlx_model.step.product import Arrays
+from mlx_model.step.product import Arrays, Padding
+from mlx_model.tuned import ModelTuning
 
 LAYERS_AT_ONCE = 4  # that a GPU is given where it has nothing else to do: a check of 0.6B took 10 ms in place of 15
 MOST_COMPILED = 24  # numbers of tokens and lengths of KV
@@ -108,21 +109,21 @@ class _Reads:
 class DecodeStep:
     """The decode step of one model, with the weights it has when this is created."""
 
-    def __init__(self, model: Any, *, compiles: bool) -> None:
+    def __init__(self, model: Any, *, compiles: bool, padding: Padding = ()) -> None:
         """`compiles`: what lies between attention; on a CPU a compiler would run for seconds while rows wait."""
         self.model, inner, embedding = model, model.model, bare(model.model.embed_tokens)
         self._compiles = compiles
         self._compiled = mx.compile if compiles else lambda of: of
         self._scale = inner.layers[0].self_attn.scale
         norms = [layer.input_layernorm for layer in inner.layers[1:]]
-        layers = [layer_of(*each) for each in zip(inner.layers, [*norms, inner.norm], strict=True)]
+        layers = [layer_of(*each, padding) for each in zip(inner.layers, [*norms, inner.norm], strict=True)]
         self._layers = [layer for layer, _, _ in layers]
         self._before = [arrays for _, arrays, _ in layers]
         self._behind = [arrays for _, _, arrays in layers]
         self._dtypes = {inner.norm.weight.dtype, *(each.dtype for _, norms in self._before for each in norms)}
         self._may_place = all(layer.may_place for layer in self._layers)
         self._embedding = embedding
-        self._head = embedding.as_linear if model.args.tie_word_embeddings else called(bare(model.lm_head))
+        self._head = embedding.as_linear if model.args.tie_word_embeddings else called(bare(model.lm_head), padding)
         self._each: OrderedDict[Any, _Compiled] = OrderedDict()  # by tokens of a row, room, and packing
 
     def takes(self, caches: Sequence[Any]) -> bool:
@@ -287,9 +288,10 @@ class DecodeStep:
         return compiled.parts[key]
 
 
-def decode_step_of(model: Any) -> DecodeStep | None:
+def decode_step_of(model: Any, tuning: ModelTuning | None = None) -> DecodeStep | None:
     """For a model that is known here."""
-    return DecodeStep(model, compiles=not on_cpu()) if _is_known(model) else None
+    padding = () if tuning is None else tuple(tuning.padding.items())
+    return DecodeStep(model, compiles=not on_cpu(), padding=padding) if _is_known(model) else None
 
 
 def join_products(model: Any) -> None:

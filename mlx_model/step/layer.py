@@ -14,7 +14,7 @@ from mlx_model.joined import JoinedLinears, arrays_of
 from mlx_model.kv.quantised import Packing
 from mlx_model.step.adapting import Adapting
 from mlx_model.step.cuda.rotary import Rotary
-from mlx_model.step.product import Arrays, Product, added_and_normed
+from mlx_model.step.product import Arrays, Padding, Product, added_and_normed
 
 Rows = tuple[mx.array, ...]
 """Positions [B] that each row has read; where its KV is written in place, also those before its first one."""
@@ -156,13 +156,13 @@ def _outputs(
     return adapt(which, x_NI, ys)
 
 
-def layer_of(layer: Any, norm_behind: Any) -> tuple[Layer, Any, Any]:
+def layer_of(layer: Any, norm_behind: Any, padding: Padding = ()) -> tuple[Layer, Any, Any]:
     """A layer's description, and its arrays before and after attention. `norm_behind`: the norm that follows it."""
     attention, mlp = layer.self_attn, layer.mlp
-    inputs, of_inputs = _products([attention.q_proj, attention.k_proj, attention.v_proj])
-    gate_up, of_gate_up = _products([mlp.gate_proj, mlp.up_proj])
-    output, of_output = Product.of(bare(attention.o_proj))
-    down, of_down = Product.of(bare(mlp.down_proj))
+    inputs, of_inputs = _products([attention.q_proj, attention.k_proj, attention.v_proj], padding)
+    gate_up, of_gate_up = _products([mlp.gate_proj, mlp.up_proj], padding)
+    output, of_output = Product.of(bare(attention.o_proj), padding)
+    down, of_down = Product.of(bare(mlp.down_proj), padding)
     norms = [attention.q_norm, attention.k_norm] if "q_norm" in attention else []
     norm = layer.post_attention_layernorm
     heads = (attention.n_heads, attention.n_kv_heads, attention.n_kv_heads)
@@ -184,12 +184,12 @@ def _of_heads(weights: Arrays, heads: Sequence[int]) -> mx.array:
     return whole
 
 
-def _products(parts: Sequence[Any]) -> tuple[tuple[Product, ...], tuple[Arrays, ...]]:
+def _products(parts: Sequence[Any], padding: Padding) -> tuple[tuple[Product, ...], tuple[Arrays, ...]]:
     """Products of linears that read the same input."""
     own = [bare(part) for part in parts]
     joined: JoinedLinears | None = getattr(own[0], "joined", None)
     whole = own if joined is None else [joined.product]
-    hows, arrays = zip(*(Product.of(each) for each in whole), strict=True)
+    hows, arrays = zip(*(Product.of(each, padding) for each in whole), strict=True)
     return hows, arrays
 
 
@@ -198,7 +198,7 @@ def bare(module: Any) -> Any:
     return getattr(module, "bare", module)
 
 
-def called(linear: Any) -> Callable[[mx.array], mx.array]:
+def called(linear: Any, padding: Padding = ()) -> Callable[[mx.array], mx.array]:
     """A function that computes the linear."""
-    how, arrays = Product.of(linear)
+    how, arrays = Product.of(linear, padding)
     return lambda x_NI: how(arrays, x_NI)

@@ -14,6 +14,8 @@ from mlx_model.sites import group_of, quantized_product
 from mlx_model.step.cuda import products
 
 Arrays = tuple[mx.array, ...]
+Padding = tuple[tuple[int, int], ...]
+"""Rows, and more rows of which a product takes less time: MLX multiplies few of them one by one."""
 
 
 @dataclass(frozen=True)
@@ -25,15 +27,16 @@ class Product:
     bits: int = 0  # 0: not quantised, and the weight comes as [in, out]
     group_size: int = 0
     mode: str = ""
+    padding: Padding = ()
 
     @classmethod
-    def of(cls, linear: Any) -> tuple[Product, Arrays]:
-        """A linear as mlx-lm or MLX has it, plain, quantised or divided."""
+    def of(cls, linear: Any, padding: Padding = ()) -> tuple[Product, Arrays]:
+        """A linear as mlx-lm or MLX has it, plain, quantised or divided; `padding`: for quantised ones."""
         arrays = {name: linear[name] for name in arrays_of(linear)}
         group = group_of(linear)
         by_kernels = products.are_there()  # quantised ones have none, but for what lies after them
         if "scales" in arrays:
-            how = cls(tuple(arrays), group, linear.bits, linear.group_size, linear.mode)
+            how = cls(tuple(arrays), group, linear.bits, linear.group_size, linear.mode, padding)
         else:
             if by_kernels:
                 products.are_many_there(arrays["weight"].dtype)
@@ -57,7 +60,7 @@ class Product:
         """The same without the sum over ranks and the bias after it."""
         by = dict(zip(self.names, arrays, strict=True))
         if self.bits:
-            y_NO = quantized_product(x_NI, by, self)
+            y_NO = quantized_product(padded(x_NI, self.padding), by, self)[: x_NI.shape[0]]
         elif "stored" in by and products.is_for(x_NI, by["stored"]):
             y_NO = products.product(x_NI, by["stored"])
         elif "bias" in by and self.group is None:
@@ -93,6 +96,13 @@ class Product:
         if is_sum and (near := near_sums(self.group, y_NO, h_NO, norm)):
             return near.added_and_normed(y_NO, h_NO, norm, eps)
         return added_and_normed(self._summed(arrays, y_NO), h_NO, norm, eps)
+
+
+def padded(x_NI: mx.array, padding: Padding) -> mx.array:
+    """x with as many rows more as make its product faster."""
+    rows = x_NI.shape[0]
+    more = dict(padding).get(rows, rows) - rows
+    return mx.pad(x_NI, [(0, more), (0, 0)]) if more else x_NI
 
 
 def added_and_normed(y_NO: mx.array, h_NO: mx.array, norm: mx.array, eps: float) -> tuple[mx.array, mx.array]:

@@ -1,6 +1,8 @@
 """Each of examples/ runs against one real ring, by the command in its docstring (with our ports, and fewer steps)."""
 
 import ast
+import json
+import os
 import re
 import shlex
 import subprocess
@@ -11,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.e2e.rings import ROOT, Ring, ring
+from tests.e2e.rings import ROOT, Process, Ring, ring
 from tests.waiting import HANG_S
 from trainer.runs.metrics import StepMetrics, read
 
@@ -34,10 +36,11 @@ def without(arguments: list[str], *flags: str) -> list[str]:
     return [argument for place, argument in enumerate(arguments) if place not in drop]
 
 
-def run(*words: str | Path, typed: str = "") -> str:
+def run(*words: str | Path, typed: str = "", folder: Path = ROOT, environment: dict[str, str] | None = None) -> str:
     done = subprocess.run(
-        list(map(str, words)), cwd=ROOT, input=typed, capture_output=True, text=True, timeout=HANG_S, check=False
-    )
+        list(map(str, words)), cwd=folder, env=environment, input=typed, capture_output=True, text=True,
+        timeout=HANG_S, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -46,6 +49,7 @@ def run(*words: str | Path, typed: str = "") -> str:
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ring]:
     """One ring, whose worker hosts the trainer that learns from what is posted."""
     arguments = without(command("grpo_by_hand", "mlx_parallm_serve"), "--model", "--port")
+    arguments += ["--feedback-ttl-days", "1"]
     with ring(tmp_path_factory.mktemp("ring"), *arguments) as started:
         yield started
 
@@ -71,6 +75,47 @@ def test_grpo_by_hand_makes_the_reward_rise(served: Ring) -> None:
     assert len(rewards) == 6 and rewards[0] > 0, printed
     assert max(rewards[-2:]) > rewards[0] + 0.1, printed
     assert httpx.get(f"{served.url}/v1/adapters/policy", timeout=HANG_S).json()["latest"] == 7, "six steps, each served"
+
+
+def test_a_run_on_an_own_task_makes_the_reward_rise(served: Ring, tmp_path: Path) -> None:
+    program = EXAMPLES / "own_task.py"
+    printed = run(sys.executable, program, "--url", served.url, "--steps", "6", "--folder", tmp_path)
+    rewards = [float(value) for value in re.findall(r"step +\d+ +([\d.]+)  #", printed)]
+    assert len(rewards) == 6 and max(rewards[-2:]) > rewards[0] + 0.04, printed
+    assert len(re.findall(r"likeliest answers: mean reward [\d.]+", printed)) == 2
+
+
+def test_the_notebook_s_cells_run(served: Ring, tmp_path: Path) -> None:
+    cells = json.loads((EXAMPLES / "own_task.ipynb").read_text())["cells"]
+    code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    (tmp_path / "models").symlink_to(ROOT / "models")
+    (tmp_path / "cells.py").write_text(code.replace("STEPS = 20", "STEPS = 2"))
+    here = {**os.environ, "PARALLM_URL": served.url, "MPLBACKEND": "agg"}
+    printed = run(sys.executable, "cells.py", folder=tmp_path, environment=here)
+    assert printed.count("after: ") == 12
+
+
+def test_an_agent_calls_its_tool_and_learns_from_the_episode(served: Ring) -> None:
+    arguments = without(command("tool_episode", "python")[1:], "--url", "--steps")
+    few = ("--url", served.url, "--steps", "1", "--group-size", "4")
+    printed = run(sys.executable, EXAMPLES / "tool_episode.py", *arguments, *few)
+    assert re.search(r"tool: .+, answer: '.+'\nstep 0: mean reward 0\.\d+, now policy@\d+$", printed.strip())
+
+
+def test_an_app_s_feedback_makes_versions_of_its_model(served: Ring, tmp_path: Path) -> None:
+    arguments = without(command("feedback_app", "mlx_parallm_train"), "--redis", "--steps", "--live-trajectories")
+    here = ("--redis", served.redis_url, "--run-dir", str(tmp_path), "--steps", "1", "--live-trajectories", "24")
+    trainer = Process.start("trainer", *arguments, *here)
+    try:
+        program = EXAMPLES / "feedback_app.py"
+        printed = run(sys.executable, program, "--url", served.url, "--rounds", "1", "--users", "2")
+        assert trainer.wait() == 0, trainer.output
+    finally:
+        trainer.stop()
+    [share] = re.findall(r"round \d: (\d+)% of 24 answers were liked", printed)
+    [step] = read(tmp_path / "app" / "metrics.jsonl")
+    assert step.source == "live" and round(100 * step.reward) == int(share), "each verdict was learned from"
+    assert httpx.get(f"{served.url}/v1/adapters/app", timeout=HANG_S).json()["latest"] == 2
 
 
 def test_a_chat_is_streamed_and_remembers(served: Ring) -> None:
@@ -111,5 +156,5 @@ def test_two_agents_learn_over_one_base_and_ask_each_other(served: Ring, tmp_pat
 def test_the_readme_names_the_examples_and_each_is_run() -> None:
     assert "[examples/](examples/)" in (ROOT / "README.md").read_text()
     tested = Path(__file__).read_text()
-    for path in EXAMPLES.glob("[a-z]*.py"):
-        assert path.stem in tested, f"{path.name} is run by no test"
+    for path in EXAMPLES.glob("[a-z]*.[pi][yp]*"):
+        assert (path.name if path.suffix == ".ipynb" else path.stem) in tested, f"{path.name} is run by no test"

@@ -12,10 +12,12 @@ from mlx_lm.models.cache import BatchKVCache
 from mlx_lm.tuner.lora import LoRALinear
 from msgspec import structs
 
-from mlx_model import device
+from mlx_model import device, tuned
 from mlx_model.config import EngineConfig, SpeculationConfig
 from mlx_model.loader import load_model
 from mlx_model.lora import deltas, stacks
+from mlx_model.sites import quantized_product
+from mlx_model.step import product
 from mlx_model.step.cuda import products
 from mlx_model.step.cuda.rotary import Rotary
 from mlx_model.step.decode_step import DecodeStep, decode_step_of, join_products
@@ -137,6 +139,25 @@ def test_products_by_a_kernel_are_where_products_were(
     a_layer = of_biases if name == "llama" else ["product", "parts", "added", "gated", "parts", "added"]
     assert asked == [*a_layer * len(model.layers), "product"], "all of a layer's, and the head's"
     assert mx.allclose(told[0], wanted[0], rtol=1e-2, atol=5e-2), "biases round by themselves"
+
+
+def test_a_model_computes_the_same_by_what_was_measured_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def noted(x: mx.array, *how: Any) -> mx.array:
+        asked.append(x.shape[0])
+        return quantized_product(x, *how)
+
+    monkeypatch.setattr(product, "quantized_product", noted)
+    monkeypatch.setenv(tuned.FILE, str(tmp_path / "tuned.json"))
+    asks = EngineConfig(str(write_model(tmp_path / "model", MODELS["qwen3 in 4 bits"][0], bits=4)))
+    plain = load_model(asks)
+    measured = tuned.ModelTuning("m", 64, padding={3: 8}, joined={"apart": 2.0, "joined": 1.0})
+    tuned.write_tuned(plain.card.base_sha256, measured, tmp_path / "tuned.json")
+    fast = load_model(asks)
+    wanted, told = (decoded(each.model, decode_step_of(each.model, each.tuning)) for each in (plain, fast))
+    assert all(is_same(*pair) for pair in zip(wanted, told, strict=True))
+    assert len(asked) // 4 == 7 * 2 + 1 + 4 * 2 + 1 and set(asked) == {3, 8}, "two layers of seven, then of four"
 
 
 def test_layers_of_different_kinds_are_compiled_by_themselves(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """The distribution of each row is the one that a plain numpy reference computes."""
 
+from typing import Any
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -13,12 +15,14 @@ from mlx_model.sampling.draw import (
     draw_by_chance,
     largest_by_blocks,
     mix_seeds,
+    nucleus_by_halving,
     nucleus_threshold,
     uniforms,
     uniforms_at,
 )
 from shared.frames import TokenEvent
 from shared.sequences import SamplingParams, SequenceSpec
+from worker.engine.batch import sampler
 from worker.engine.batch.row import Row
 from worker.engine.batch.sampler import Guesses, SamplingPlan
 from worker.engine.messages import RowRequest
@@ -166,12 +170,48 @@ def test_the_nucleus_is_the_reference_s(seed: int, top_k: int, top_p: float, sha
     p = mx.array([[top_p]]) if top_p < 1 else None
     threshold, enough = nucleus_threshold(chances_1V, k, p, candidates)
     expected = reference(scores_V, params(top_k=top_k, top_p=top_p), []) > 0
-    if enough is None or enough.item():
-        got = np.array(chances_1V >= threshold)[0]
+    is_certain = enough is None or enough.item()
+    for each in (nucleus_by_halving(chances_1V, k, p), *([threshold] if is_certain else [])):
+        got = np.array(chances_1V >= each)[0]
         assert abs(int(got.sum()) - int(expected.sum())) <= 1, "rounding may move the cut by one token"
         assert (got[expected] if got.sum() >= expected.sum() else expected[got]).all()
-    else:
-        assert expected.sum() > candidates or candidates < top_k
+    assert is_certain or expected.sum() > candidates or candidates < top_k
+
+
+def test_halving_finds_what_a_sort_finds_ties_and_rows_without_a_limit_included() -> None:
+    eighths = mx.array([[0.0, 2, 1, 1, 1, 3, 0, 0], [8, 0, 0, 0, 0, 0, 0, 0], [1] * 8]) / 8
+    chances = mx.concatenate([eighths] * 6)
+    top_p = mx.repeat(mx.array([0.25, 0.375, 0.5, 0.75, 1e-9, 2.0]), 3)[:, None]
+    for top_k in (None, *(mx.full((18, 1), k) for k in (1, 2, 3, 5, 8))):
+        for goal in (None, top_p) if top_k is not None else (top_p,):
+            wanted, _ = nucleus_threshold(chances, top_k, goal, 8)
+            kept = chances >= nucleus_by_halving(chances, top_k, goal)
+            assert mx.array_equal(kept, chances >= wanted)
+
+
+def test_a_plan_that_halves_draws_what_one_that_sorts_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampler, "on_cpu", lambda: False)  # there nothing is sorted whole
+    rows = tuple(row_of(params(seed=seed, top_p=0.1 + seed / 20)) for seed in range(16))
+    logits, fed = 2 * mx.random.normal((16, 2000), key=mx.random.key(1)), mx.zeros((16, 1), mx.uint32)
+    with monkeypatch.context() as patch:
+        patch.setattr(sampler, "nucleus_threshold", None)  # it is not asked
+        halved = SamplingPlan(rows, 2000, 256, halves=True).draw(logits, fed).tolist()
+    assert halved == SamplingPlan(rows, 2000, 256).draw(logits, fed).tolist()
+
+
+def test_candidates_grow_until_they_suffice(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, vocab, asked = tuple(row_of(params(seed=seed, top_p=0.9)) for seed in range(4)), 20_000, list[int]()
+
+    def noted(chances: mx.array, k: mx.array | None, p: mx.array | None, candidates: int) -> Any:
+        asked.append(candidates)
+        return nucleus_threshold(chances, k, p, candidates)
+
+    monkeypatch.setattr(sampler, "on_cpu", lambda: True)
+    monkeypatch.setattr(sampler, "nucleus_threshold", noted)
+    flat, fed = mx.random.normal((4, vocab), key=mx.random.key(2)) / 8, mx.zeros((4, 1), mx.uint32)
+    few = SamplingPlan(rows, vocab, 16).draw(flat, fed).tolist()
+    assert asked == [16, 16 * sampler.MORE, 16 * sampler.MORE**2]
+    assert few == SamplingPlan(rows, vocab, vocab).draw(flat, fed).tolist()
 
 
 def test_draws_are_in_proportion_and_never_an_excluded_token() -> None:

@@ -48,6 +48,15 @@ def test_each_file_is_added_to_by_what_it_holds_itself(file: Path) -> None:
     assert kept is not None and kept.models.keys() == {"b", "c"}
 
 
+def test_the_fastest_of_the_ways_that_there_are_is_chosen() -> None:
+    found = ModelTuning("one", 128, lora={"take": 3.0, "gather": 1.0, "fused": 2.0}, nucleus={"sorted": 1, "halved": 2})
+    assert found.lora_way("take", "gather", "fused") == "gather"
+    assert found.lora_way("take", "gather") is None, (
+        "a kernel that was switched off since is not chosen, nor others unseen"
+    )
+    assert (found.halves, found.joins) == (False, None)
+
+
 def test_an_engine_with_measurements_measures_nothing(llama: LoadedModel) -> None:
     asked = EngineConfig("", prefill_chunk=0)
     config = begun(asked, 64, ModelTuning("one", 128))
@@ -70,4 +79,6 @@ def test_a_model_is_measured_by_a_process_of_its_own(llama_folder: Path, file: P
     assert 64 in model.pieces and model.chunk >= 64 and min(model.products.values()) > 0
     assert {"take", "gather"} <= model.lora.keys()
     assert model.kv == {}, "heads of 16 numbers are not packed"
+    assert (model.joined.keys(), model.nucleus.keys()) == ({"apart", "joined"}, {"sorted", "halved"})
+    assert model.padding == {}, "its linears are not quantised"
     assert str(llama_folder) not in file.read_text()

@@ -11,7 +11,6 @@ from mlx_lm.generate import generation_stream
 from mlx_model.batching import check_batch
 from mlx_model.config import EngineConfig, SlotConfig
 from mlx_model.loader import LoadedModel, head_size, load_model
-from mlx_model.tuned import tuning_of
 from shared.frames import TokenEvent
 from worker.engine.adapter_slots import AdapterSlots
 from worker.engine.batch.adapters import AdapterStats
@@ -53,8 +52,7 @@ def build(
     loaded = load_model(config, group)
     with nullcontext() if group is None else mx.stream(generation_stream):  # one stream for all sums of a group
         check_batch(loaded.model, config.max_rows)
-        tuning = tuning_of(loaded.card.base_sha256) if group is None else None  # ranks would differ
-        config = begun(config, head_size(loaded.config), tuning)
+        config = begun(config, head_size(loaded.config), loaded.tuning)
         config = replace(config, prefix_cache_bytes=loaded.prefix_bytes)
         slots = None if adapters is None else AdapterSlots(loaded, adapters, wake, on_adapters)
         engine = Engine(loaded, config, slots, wake)

@@ -68,8 +68,9 @@ class Engine:
         self._grammars = Grammars(loaded.tokenizer, loaded.card.vocab_size, None if self._ranks else wake)
         self._limits = Limits.of(loaded.card, loaded.kv_limit_bytes, loaded.draft_kv)
         bound_freed_memory(self._limits.kv_limit_bytes)
+        quick, tuning = config.quick_at_once, loaded.tuning
         self._model = RowModel(
-            loaded.model, adapters, loaded.kv, loaded.heads, loaded.ranks, quick=config.quick_at_once
+            loaded.model, adapters, loaded.kv, loaded.heads, loaded.ranks, quick=quick, tuning=tuning
         )
         self._gallery = Gallery(loaded.tower, config, loaded.card, in_thread=wake is not None, by_ranks=by_ranks)
         chunk = ChunkSize(config.prefill_chunk, config.piece_s, config.largest_chunk, config.alone)

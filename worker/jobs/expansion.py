@@ -184,6 +184,7 @@ def sequences(spec: JobSpec, prompt: PreparedPrompt, now_ms: int, trace: str = "
             has_next_turn=spec.has_next_turn,
             images=prompt.images,
             image_token=prompt.image_token,
+            cache=spec.cache and (own is None or own.cache),
         )
         for sample in range(spec.n)
     ]

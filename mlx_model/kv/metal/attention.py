@@ -50,6 +50,11 @@ class AttentionShape(NamedTuple):
     group_size: int
 
 
+def is_switched_on() -> bool:
+    """True if this process may compute with these kernels."""
+    return is_on(SWITCH)
+
+
 def is_for(queries: mx.array, keys: mx.array, values: mx.array, mask: Any) -> bool:
     """True if the kernel supports these arrays; shapes as in `attention`."""
     _, _, at_once, size = queries.shape
@@ -226,6 +231,6 @@ def timed(shape: AttentionShape, packing: Any) -> dict[str, float]:
     """Seconds of a layer's attention: "plain", "unpacked" by MLX's operations, "packed" if the kernels are right."""
     trial = KernelTrial(shape, packing)
     times = {"plain": trial.seconds(trial.plain), "unpacked": trial.seconds(trial.unpacked)}
-    if is_on(SWITCH) and shape.size in _HEAD_SIZES and passes("kv_kernels", SWITCH, trial.compared):
+    if is_switched_on() and shape.size in _HEAD_SIZES and passes("kv_kernels", SWITCH, trial.compared):
         times["packed"] = trial.seconds(trial.by_kernels)
     return times

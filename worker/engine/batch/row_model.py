@@ -22,6 +22,7 @@ from mlx_model.kv.layout import KvLayout
 from mlx_model.networks.network import Network
 from mlx_model.pooling import hidden_states
 from mlx_model.step.decode_step import DecodeStep, decode_step_of
+from mlx_model.tuned import ModelTuning
 from mlx_model.vision.features import ImageFeatures, embeddings, with_images
 from mlx_model.vision.language import row_positions_of
 from shared.errors import UnsupportedModelError
@@ -42,16 +43,17 @@ class RowModel:
         ranks: Ranks | None = None,
         *,
         quick: bool = True,
+        tuning: ModelTuning | None = None,
     ) -> None:
         """`heads`: of the model itself; `ranks`: that hold the model together. `quick`: False until `quicken`."""
-        self.model = model
+        self.model, self.tuning = model, tuning
         self._kv = kv
         self._heads = heads
         self._ranks = ranks
         self.adapters: Adapters = adapters or NoAdapters()
         self.takes_padding = takes_padding(model)
         self._row_positions = row_positions_of(model)
-        self._decode_step = decode_step_of(model) if quick else None
+        self._decode_step = decode_step_of(model, tuning) if quick else None
         self._is_quick = quick
         self._twins: list[RowModel] = []
         self._shift_B: mx.array | None = None  # of the positions of these rows, after their prompts
@@ -101,13 +103,14 @@ class RowModel:
 
     def twin(self) -> RowModel:
         """The same model for another batch."""
-        twin = RowModel(self.model, self.adapters, self._kv, self._heads, self._ranks, quick=self._is_quick)
+        quick, tuning = self._is_quick, self.tuning
+        twin = RowModel(self.model, self.adapters, self._kv, self._heads, self._ranks, quick=quick, tuning=tuning)
         self._twins.append(twin)
         return twin
 
     def quicken(self) -> None:
         """Let steps have the forward that is made for them, whose kernels are compiled and tried by this."""
-        self._decode_step, self._is_quick = decode_step_of(self.model), True
+        self._decode_step, self._is_quick = decode_step_of(self.model, self.tuning), True
         for twin in self._twins:
             twin.quicken()
 

@@ -27,6 +27,7 @@ from mlx_model.sampling.draw import (
     draw_by_chance,
     draw_of_all,
     most_likely,
+    nucleus_by_halving,
     nucleus_threshold,
     uniforms,
     uniforms_at,
@@ -41,6 +42,7 @@ from worker.engine.batch.token_masks import TokenMasks
 
 LOWEST = -9999.0  # reported of what cannot be drawn: JSON has no infinity (OpenAI's number)
 NOISE_STEPS = 32  # that noise is made for at once
+MORE = 64  # times as many candidates are sorted where they did not suffice
 SORT_ALL_BELOW = 1024  # a vocabulary this small is sorted whole: cheaper than asking whether candidates suffice
 
 
@@ -50,6 +52,7 @@ class RowSampler:
     def __init__(self, model: RowModel, candidates: int = 256) -> None:
         self._model = model
         self._candidates = candidates
+        self._halves = model.tuning is not None and bool(model.tuning.halves)
         self._rows: tuple[Row, ...] = ()
         self._plan: SamplingPlan | None = None
         self._plain = PlainRows()
@@ -64,7 +67,7 @@ class RowSampler:
         assert logits_B1V is not None and tokens_B1 is not None, "the sampler runs after a one-token forward"
         plan = self._plan
         if plan is None or rows is not self._rows or plan.expired:
-            self._rows, self._plan = rows, (plan := SamplingPlan(rows, logits_B1V.shape[-1], self._candidates))
+            self._rows, self._plan = rows, (plan := self._planned(rows, logits_B1V.shape[-1]))
         self._model.logits_B1V = None
         drawn = plan.drawn(logits_B1V[:, -1, :], tokens_B1, self._model.versions, self._model.same)
         tokens_B, draw = _given_out(*drawn)
@@ -82,7 +85,7 @@ class RowSampler:
         rows, vocab = self._model.rows, logits_NV.shape[-1]
         numbers = self._plain.numbers(rows)
         if numbers is None:
-            plan = SamplingPlan(places.rows(), vocab, self._candidates)
+            plan = self._planned(places.rows(), vocab)
         else:
             positions_B = np.array([row.position for row in rows], np.int64)
             plan = self._plan_ahead(numbers, places.index, positions_B[places.index] + places.steps, vocab)
@@ -103,6 +106,11 @@ class RowSampler:
         versions = tuple([version for version in self._model.versions for _ in range(width)])
         return plan.drawn(logits_NV, inputs_N[:, None], versions, self._model.same, noise_N1)
 
+    def _planned(
+        self, rows: tuple[Row, ...], vocab: int, plain: tuple[Numbers, Indices | None] | None = None
+    ) -> SamplingPlan:
+        return SamplingPlan(rows, vocab, self._candidates, plain, halves=self._halves)
+
     def _plan_ahead(
         self, numbers: Numbers, index: Indices | int, positions_N: Indices | None, vocab: int
     ) -> SamplingPlan:
@@ -113,7 +121,7 @@ class RowSampler:
         same = index if isinstance(index, int) else index.tobytes()
         if self._ahead is None or self._ahead[0] is not numbers or self._ahead[1] != same:
             at = np.repeat(np.arange(len(numbers)), index) if isinstance(index, int) else index
-            self._ahead = numbers, same, SamplingPlan((), vocab, self._candidates, (numbers.at(at), positions_N))
+            self._ahead = numbers, same, self._planned((), vocab, (numbers.at(at), positions_N))
         else:
             self._ahead[2].begin(positions_N)
         return self._ahead[2]
@@ -161,11 +169,14 @@ class SamplingPlan:
         vocab: int,
         candidates: int,
         plain: tuple[Numbers, Indices | None] | None = None,
+        *,
+        halves: bool = False,
     ) -> None:
         """`plain`: numbers and positions of places in plain rows, which are not looked at then.
 
-        Positions may be None where noise comes with each draw.
+        Positions may be None where noise comes with each draw. `halves`: thresholds are found so, not by a sort of all.
         """
+        self._halves = halves
         self._edits = LogitEdits(rows, vocab)
         self._penalties = Penalties(rows, vocab)
         self._tokens = TokenMasks(rows, vocab)
@@ -326,10 +337,19 @@ class SamplingPlan:
         k_F1, p_F1 = self._top_k_F1, self._top_p_F1
         if not self._few.is_empty:
             return mx.maximum(self._by_blocks(chances_FV), SMALLEST)
-        threshold_F1, enough_F1 = nucleus_threshold(chances_FV, k_F1, p_F1, self._candidates)
-        if self._may_overflow and enough_F1 is not None and not mx.all(enough_F1).item():
-            threshold_F1, _ = nucleus_threshold(chances_FV, k_F1, p_F1, self._vocab)
+        candidates = self._candidates
+        threshold_F1, enough_F1 = self._threshold(chances_FV, k_F1, p_F1, candidates)
+        while self._may_overflow and enough_F1 is not None and not mx.all(enough_F1).item():
+            candidates *= MORE
+            threshold_F1, enough_F1 = self._threshold(chances_FV, k_F1, p_F1, candidates)
         return mx.maximum(threshold_F1, SMALLEST)
+
+    def _threshold(
+        self, chances_FV: mx.array, k_F1: mx.array | None, p_F1: mx.array | None, candidates: int
+    ) -> tuple[mx.array, mx.array | None]:
+        if self._halves and candidates >= self._vocab > SORT_ALL_BELOW:
+            return nucleus_by_halving(chances_FV, k_F1, p_F1), None
+        return nucleus_threshold(chances_FV, k_F1, p_F1, candidates)
 
     def _by_blocks(self, chances_FV: mx.array) -> mx.array:
         """Thresholds where some rows' candidates are found by blocks: a row's own top_k decides, not the others."""
@@ -340,7 +360,12 @@ class SamplingPlan:
         ):
             if not rows.is_empty:
                 k_F1, p_F1 = (None if each is None else rows.of(each) for each in (self._top_k_F1, self._top_p_F1))
-                threshold_F1, _ = nucleus_threshold(rows.of(chances_FV), k_F1, p_F1, candidates, by_blocks=by_blocks)
+                those_FV = rows.of(chances_FV)
+                threshold_F1, _ = (
+                    nucleus_threshold(those_FV, k_F1, p_F1, candidates, by_blocks=True)
+                    if by_blocks
+                    else self._threshold(those_FV, k_F1, p_F1, candidates)
+                )
                 found_F1 = rows.put(found_F1, threshold_F1)
         return found_F1
 

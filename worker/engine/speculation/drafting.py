@@ -387,7 +387,7 @@ class Drafting:
             self._rows.pop(row, None)
             key = self._texts.remove(row)
             self._foreseen.pop(row, None)
-            if self._keeps and row.is_over and len(row.tokens) >= WORTH_KEEPING:
+            if self._keeps and row.spec.cache and row.is_over and len(row.tokens) >= WORTH_KEEPING:
                 text = mark_of(row.spec.id), np.array(row.tokens, np.int32)
                 written.append(Completions(key or key_of(row.spec), row.spec.prompt_ids, [text]))
         self.remember(written)
