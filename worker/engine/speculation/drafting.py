@@ -89,7 +89,6 @@ class Drafting:
         self._clock = clock
         # What only the device knows may be taken back from KV that can be cut anywhere.
         self.overlaps = self.is_on and self._config.overlaps and model is None and are_cut(kv)
-        self.moves_together = False  # all rows by equally much: either all of them have a draft, or none does
         self._model = None if model is None or not self.is_on else ModelDrafts(model, self._config, clock)
         self._stats = SpeculationStats(self.is_on)
         # What is known of rows and texts.
@@ -228,8 +227,7 @@ class Drafting:
             may = not all(source.rests for source in sources)
         else:
             drafts = self._suggested(rows)
-            may = all(drafts) if self.moves_together else any(drafts)
-            may = may and (not by_clock or self._best(rows, drafts, {})[0] > 0)
+            may = any(drafts) and (not by_clock or self._best(rows, drafts, {})[0] > 0)
             self._silence.asked(self._clock() - began, drafts, pays=may)
         if not may:
             now.looked = self._clock() - began
@@ -252,8 +250,6 @@ class Drafting:
         drafts = self._suggested(rows)
         silent = [row for row, draft in zip(rows, drafts, strict=True) if not draft and row in self._rows]
         lengths = self._model.lengths(silent) if self._model is not None else {}
-        if self.moves_together and not all(draft or row in lengths for row, draft in zip(rows, drafts, strict=True)):
-            drafts, lengths = [[] for _ in rows], {}
         if (room := self._room(rows)) < self._config.tokens:
             drafts = [draft[:room] for draft in drafts]
             lengths = {row: min(length, room) for row, length in lengths.items() if room}

@@ -48,14 +48,6 @@ def padded(rows: Sequence[Sequence[int]]) -> tuple[Ids, Flags]:
     return ids_BL, np.arange(width) < lengths_B1
 
 
-def shorten(parts: Sequence[Part]) -> int:
-    """Make all drafts as long as the shortest, which is told."""
-    shortest = min(len(part.ids) for part in parts) - 1
-    for part in parts:
-        del part.ids[shortest + 1 :], part.places[shortest + 1 :]
-    return shortest
-
-
 def are_dense(drafts: Sequence[list[int]], longest: int) -> bool:
     """True if at least half of the places are used, where each row is given so many."""
     return 2 * sum(min(longest, len(draft)) for draft in drafts) >= longest * len(drafts)
@@ -67,7 +59,7 @@ class Part:
     def __init__(self, row: Row, token: int, draft: list[int]) -> None:
         self.row = row
         self.accepted = 0
-        self.places: list[Place] = []  # in its grammar, if it has one, behind each of the ids
+        self._places: list[Place] = []  # in its grammar, if it has one, behind each of the ids
         if row.place is None:
             self.ids = [token, *draft]
         else:
@@ -78,19 +70,19 @@ class Part:
         """Draft as much as its grammar allows: nothing else would be drawn."""
         if place.taken < self.row.position:
             place.take(self.ids[0])
-        self.places.append(place)
+        self._places.append(place)
         for id_ in draft:
             after = None if place.is_over else place.after(id_)
             if after is None or after.fault:
                 break
             self.ids.append(id_)
-            self.places.append(place := after)
+            self._places.append(place := after)
 
     def ahead(self) -> list[Row]:
         """The row as it is behind each of these ids."""
         row, tokens = self.row, self.row.tokens_behind(self.ids[0])
         written = [[*tokens, *self.ids[1 : step + 1]] if row.depends_on_tokens else [] for step in range(len(self.ids))]
-        places: Sequence[Place | None] = self.places or [None] * len(self.ids)
+        places: Sequence[Place | None] = self._places or [None] * len(self.ids)
         return [row.ahead(*each, step) for step, each in enumerate(zip(written, places, strict=True))]
 
     def held(self, drawn: Sequence[int], start: int) -> int:
@@ -98,8 +90,8 @@ class Part:
         ids, held, last = self.ids, 0, len(self.ids) - 1
         while held < last and drawn[start + held] == ids[held + 1]:
             held += 1
-        if self.places:
-            return next((at for at, place in enumerate(self.places[:held]) if place.fault), held)
+        if self._places:
+            return next((at for at, place in enumerate(self._places[:held]) if place.fault), held)
         return held
 
     def accept(self, held: int, draw: Draw, start: int) -> None:
@@ -107,8 +99,8 @@ class Part:
         self.accepted = held
         self.row.draws.extend(zip(repeat(draw), range(start, start + held + 1), strict=False))
         self.row.position += self.accepted + 1
-        if self.places:
-            self.row.place = self.places[held]
+        if self._places:
+            self.row.place = self._places[held]
 
     def told(self, is_untold: bool) -> list[int]:
         """News of the row: its input, unless that is the end of a prompt or has been told, and what was accepted."""
