@@ -1,4 +1,4 @@
-"""What is assumed of a model, and which models of mlx-lm do not hold to it. All were tried, small and random.
+"""Assumptions about a model, and which models of mlx-lm do not hold to them. All were tried, small and random.
 
 A model is called with token ids [B, L] and its caches, and gives logits [B, L, V] of the next ids. Of it we assume:
 
