@@ -185,6 +185,25 @@ def _qwen(served: Served, folder: Path) -> Setup:
     )
 
 
+def _continue(served: Served, folder: Path) -> Setup:
+    model = {
+        "name": served.model,
+        "provider": "openai",
+        "model": served.model,
+        "apiBase": served.openai_url,
+        "apiKey": served.key,
+        "roles": ["chat", "edit", "apply"],
+        "capabilities": ["tool_use"],
+        "defaultCompletionOptions": {"contextLength": served.context, "maxTokens": served.answer},
+    }
+    config = {"name": "ParaLLM", "version": "1.0.0", "schema": "v1", "models": [model]}
+    return Setup(
+        environment={"CONTINUE_GLOBAL_DIR": str(folder), "CONTINUE_TELEMETRY_ENABLED": "0"},
+        arguments=("--config", str(folder / "config.yaml")),
+        files={"config.yaml": _json(config)},  # JSON is YAML
+    )
+
+
 def _json(value: Any) -> str:
     return json.dumps(value, indent=2) + "\n"
 
@@ -195,5 +214,6 @@ AGENTS = {
     "opencode": Agent("opencode", "npm install -g opencode-ai", _opencode),
     "aider": Agent("aider", "python -m pip install aider-chat", _aider),
     "crush": Agent("crush", "npm install -g @charmland/crush", _crush),
+    "continue": Agent("cn", "npm install -g @continuedev/cli", _continue),
     "qwen-code": Agent("qwen", "npm install -g @qwen-code/qwen-code", _qwen),
 }
