@@ -53,7 +53,8 @@ KINDS: dict[str, dict[str, Any]] = {
 # The client's instructions stand before its tools, as in Qwen3's template, or after them, as in Qwen3.5's.
 _TOOLS = r"""{%- if tools %}{{- '\n\n# Tools\n<tools>' }}
 {%- for tool in tools %}{{- '\n' }}{{- tool | tojson }}{%- endfor %}
-{{- '\n</tools>\nCall one with <tool_call>\n{"name": <name>, "arguments": <arguments>}\n</tool_call>\n\n' }}{%- endif %}"""
+{{- '\n</tools>\nCall one with <tool_call>\n{"name": <name>, "arguments": <arguments>}\n</tool_call>\n\n' }}
+{%- endif %}"""
 _SYSTEM = "{{- system }}"
 _CHAT = r"""{%- set system = messages[0].content if messages[0].role == 'system' else '' %}
 {%- if system or tools %}{{- '<|im_start|>system\n' }}BEGINNING{{- '<|im_end|>\n' }}{%- endif %}

@@ -25,6 +25,7 @@ from tests.clients.scripted_model import DONE, MODEL, RIGHT, TASK, WRONG
 from tests.e2e.rings import Process, ring
 
 TIMEOUT_S = 900
+MOST_TOKENS = 64  # of an answer of a real model
 ARGUMENTS = {
     "claude": ("-p", TASK, "--allowedTools", "Bash,Read,Edit"),
     "codex": ("exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", TASK),
@@ -118,7 +119,8 @@ def run(
         worker = stack.enter_context(worker_of(server.redis_url, work, model, *(["--delegate"] if delegate else [])))
         url = server.url if record is None else stack.enter_context(recorder(server.url, record / name))
         launch = [sys.executable, "-m", "api.cli.main", "launch", name, "--url", url]
-        launch += ["--model", MODEL if model is None else model.name, "--", *ARGUMENTS[name]]
+        launch += ["--model", MODEL] if model is None else ["--model", model.name, "--max-output", str(MOST_TOKENS)]
+        launch += ["--", *ARGUMENTS[name]]
         root = Path(__file__).parents[2]
         try:
             done = subprocess.run(
