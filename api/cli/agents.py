@@ -58,9 +58,10 @@ def _claude(served: Served, folder: Path) -> Setup:
         **dict.fromkeys(models, served.model),
         "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(served.answer),
         "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(served.context),
-        "CLAUDE_CODE_AUTO_COMPACT_WINDOW": str(served.context),
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
     }
+    if served.context >= _LEAST_WINDOW:
+        variables["CLAUDE_CODE_AUTO_COMPACT_WINDOW"] = str(served.context)
     settings = {"env": variables, "model": served.model}  # go before the user's settings, which may name another server
     return Setup(
         environment=variables,
@@ -71,6 +72,9 @@ def _claude(served: Served, folder: Path) -> Setup:
 
 
 _SIZES = ("HAIKU", "SONNET", "OPUS")
+_LEAST_WINDOW = (
+    100_000  # a smaller one it complains of; then it compacts when the server says that a prompt is too long
+)
 
 
 def _codex(served: Served, folder: Path) -> Setup:

@@ -16,14 +16,12 @@ from api.http.errors import error_responses
 from api.openai.bodies import ChatCompletionRequest, ChatMessage
 from api.openai.conversations import conversation
 from api.openai.replies import reply
-from api.openai.tools import ChatCustomTool, ToolUse
+from api.openai.tools import ToolUse, forms_left_out
 from api.ring.ring import Ring, TheRing
 from shared.images.chat import ChatImages
 from shared.process.api_settings import ApiSettings
 from shared.sequences import ModelCard
 from shared.text.codec import TextCodec
-from shared.text.languages.language import language_of
-from shared.text.languages.tool_forms import form_of
 
 router = APIRouter(tags=["openai"], route_class=BodyRoute)
 
@@ -117,9 +115,7 @@ def unused_hints(body: ChatCompletionRequest, codec: TextCodec) -> list[str]:
     unused = [name for name, value in asked if name not in codec.bundle.chat_template and (name, value) not in _NO_HINT]
     enforced = body.tool_choice not in (None, "none", "auto") or any(tool.function.strict for tool in body.tools or ())
     tools = ToolUse.of(body.tools, body.tool_choice, body.parallel_tool_calls) if enforced else None
-    held = bool(form_of(language_of(codec).calls).marks)
-    free = [tool for tool in body.tools or () if isinstance(tool, ChatCustomTool)]
-    unused += dict.fromkeys(part for tool in free for part in tool.left_out(held=held))
+    unused += forms_left_out(body.tools or (), codec)
     return unused if tools is None else unused + tools.unenforced(codec)
 
 

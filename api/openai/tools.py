@@ -131,10 +131,6 @@ class ChatCustomTool(HistoryModel):
         """The function that the model sees."""
         return self.custom.function_named(self.custom.name, self.custom.description)
 
-    def left_out(self, *, held: bool) -> list[str]:
-        """The part that the model need not follow; `held`: its calls can be held to a form."""
-        return ["tools.format"] if self.custom.form and not (held and self.custom.regex) else []
-
 
 ChatTool = Tool | ChatCustomTool
 
@@ -263,6 +259,13 @@ class ToolUse(msgspec.Struct, frozen=True):
             elif function.strict:  # a call may begin anywhere
                 places.append(f"{function.name}.strict")
         return [f"tools.{place}" for place in places]
+
+
+def forms_left_out(tools: Sequence[ChatTool], codec: TextCodec) -> list[str]:
+    """`tools.format` if the model reads the form of a tool's text and is not held to it."""
+    formed = [tool.custom for tool in tools if isinstance(tool, ChatCustomTool) and tool.custom.form]
+    held = bool(form_of(language_of(codec).calls).marks)
+    return [] if all(held and custom.regex for custom in formed) else ["tools.format"]
 
 
 def _signature(function: FunctionDefinition, held: bool) -> Signature:
