@@ -61,9 +61,7 @@ async def prepare(
         wanted, blamed = grammar_of_format(body.response_format), "response_format"
     elif body.structured_outputs is not None:
         wanted, blamed = grammar_of_outputs(body.structured_outputs), "structured_outputs"
-    tools = None
-    if body.tools or body.tool_choice:
-        tools = ToolUse.of(body.tools, body.tool_choice, body.parallel_tool_calls)
+    tools = ToolUse.of(body.tools, body.tool_choice, body.parallel_tool_calls)
     variables = {name: value for name, value in _hints(body, codec).items() if name in codec.bundle.chat_template}
     chat = await conversation(codec, body, tools, wanted, begun, images, **variables)
     newer = body.max_completion_tokens is not None
