@@ -159,4 +159,7 @@ def _write_tasks(path: Path, asked: Sequence[tuple[str, dict[str, Any]]]) -> Non
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("short-answers"))
-    write(parser.parse_args().out)
+    folder = parser.parse_args().out
+    write(folder)
+    for written in sorted(folder.glob("*.jsonl")):
+        print(f"{written}: {len(written.read_text().splitlines())} lines")

@@ -23,6 +23,7 @@ import httpx
 import msgspec
 
 from api.demo.report import plotting
+from api.demo.serving import stop
 from examples.short_answers import reward, write
 from shared.process.model_aliases import short_name
 from tests.e2e.rings import ROOT, Ring, ring
@@ -98,12 +99,15 @@ class SeedRun:
         began, ending = time.monotonic(), False
         with self._log.open("a") as log:
             trainer = subprocess.Popen(command, cwd=self._folder, env=environment, stdout=log, stderr=log)
-            while trainer.poll() is None:
-                self._follow(stage, run_dir / adapter / "metrics.jsonl")
-                if not ending and time.monotonic() - self._since > 60 * self._options.minutes:
-                    trainer.terminate()  # it ends its train step and saves
-                    ending = True
-                time.sleep(POLL_S)
+            try:
+                while trainer.poll() is None:
+                    self._follow(stage, run_dir / adapter / "metrics.jsonl")
+                    if not ending and time.monotonic() - self._since > 60 * self._options.minutes:
+                        trainer.terminate()  # it ends its train step and saves
+                        ending = True
+                    time.sleep(POLL_S)
+            finally:
+                stop(trainer)
         self._follow(stage, run_dir / adapter / "metrics.jsonl")
         self.course.seconds[stage] = time.monotonic() - began
         if trainer.returncode or not steps:
@@ -188,6 +192,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, type=Path)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--held-out", type=int, default=32, help="prompts of each kind that answers are asked to")
     parser.add_argument("--minutes", type=float, default=60, help="trainers are asked to end after so many")
     parser.add_argument("--out", type=Path, default=Path("bench-out"))
     parser.add_argument("--serve", default="", help="further flags for mlx_parallm_serve")
@@ -199,7 +204,7 @@ def main(argv: list[str] | None = None) -> int:
     serve = ["--adapter-slots", str(4 * len(options.seeds)), "--max-batch-size", "512", *options.serve.split()]
     with tempfile.TemporaryDirectory(prefix="parallm-learning-") as given, ThreadPoolExecutor() as threads:
         folder = Path(given)
-        write(folder / FOLDER)
+        write(folder / FOLDER, each_held_out=options.held_out)
         with ring(folder / "data", *serve, model=options.model) as started:
             base = asked(started, short_name(str(options.model)), folder)
             print(f"before: {base}", flush=True)

@@ -16,6 +16,7 @@ from trainer.learn.compute import at_once
 from trainer.learn.gate import GateLimits
 from trainer.learn.logprobs import PromptKeys, shared_scores, to_arrays
 from trainer.learn.losses import LOSSES
+from trainer.learn.measures import measure_probe_kl
 from trainer.learn.optimize import Optimizer
 from trainer.learn.options import AdapterShape, LossName, LossOptions, OptimizeOptions, RatioBase, Schedule
 from trainer.learn.policy import Policy
@@ -119,6 +120,15 @@ def test_rows_that_fill_up_change_no_gradient(
     plain, filled = steps
     assert filled.grad_norm == pytest.approx(plain.grad_norm, rel=1e-3)
     assert (filled.loss, filled.entropy) == pytest.approx((plain.loss, plain.entropy), rel=1e-3)
+
+
+def test_probes_of_many_lengths_diverge_together_as_one_by_one(policy: Policy) -> None:
+    origin, prompts = policy.weights(), [(1, 2, 3), (4,), tuple(range(5, 80))]
+    finish(Optimizer(policy, OPTIONS).train_step(groups_of(policy), 0))
+    together = finish(measure_probe_kl(policy, (origin, None), prompts))
+    each = [finish(measure_probe_kl(policy, (origin, None), [prompt])) for prompt in prompts]
+    assert together == pytest.approx(np.mean(each, axis=0).tolist(), rel=1e-3) and min(together) > 0
+    assert finish(measure_probe_kl(policy, (origin,), [])) == [0.0]
 
 
 def test_padding_is_seen_by_itself_alone() -> None:
