@@ -4,7 +4,7 @@
 #              figures. MODEL=FOLDER or FILE.gguf takes another one
 # make test    check, then all tests
 # make pretend the engine's and the trainer's tests in the branches that a Mac's GPU takes, computed on the CPU; `make
-#              test` runs some of them
+#              test` runs some of them, but for CI, which has a job for all of them
 # make quick   check, then the tests that need no Redis, but for those marked `long`
 # make check   format, lint, types and layers
 # make bench   measurements (never run by the tests)
@@ -29,7 +29,7 @@ STAMP := .venv/.stamp
 PRETENDED := $(addprefix tests/engine/test_,admission.py decode_step.py multi_lora.py networks.py quantised_kv.py slots.py \
   trainer_optimize.py warm_up.py)
 
-.PHONY: setup tools demo real test pretend quick check bench chaos clients docs site dist lock clean
+.PHONY: setup tools demo real test pretend quick check types style bench chaos clients docs site dist lock clean
 
 setup: $(STAMP)
 
@@ -78,15 +78,23 @@ $(REAL): requirements-real.lock
 real: setup $(if $(MODEL),,$(REAL))
 	$(BIN)/python -m api.demo.real --model $(or $(MODEL),$(REAL)) --out real-out
 
+# Types take one core for most of a minute; the others are done meanwhile.
 check: setup
+	@$(MAKE) --no-print-directory -j 2 types style
+
+types:
+	$(BIN)/mypy
+
+style:
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy
 	$(BIN)/lint-imports
 
 test: setup tools check
 	$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+ifndef CI
 	PARALLM_PRETEND_METAL=1 $(BIN)/pytest -n $(CORES) --dist loadfile -m "not long" $(PRETENDED)
+endif
 
 pretend: setup
 	PARALLM_PRETEND_METAL=1 $(BIN)/pytest -n $(CORES) --dist loadfile --no-loadscope-reorder tests/engine

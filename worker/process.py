@@ -261,9 +261,16 @@ class WorkerProcess:
     def _plan(self, *, full: bool = False) -> ClaimPlan:
         if self._pause.on:
             return NOTHING
-        kv_limit_bytes = self._engine.stats().kv_limit_bytes
-        most = self._machine.most_rows
-        return claim_plan(self.rows, self._settings, self._card, kv_limit_bytes, most_rows=most, full=full)
+        stats, most = self._engine.stats(), self._machine.most_rows
+        return claim_plan(
+            self.rows,
+            self._settings,
+            self._card,
+            stats.kv_limit_bytes,
+            most_rows=most,
+            full=full,
+            shares=stats.shares_prompts,
+        )
 
     async def _admit(self, claims: list[Claim]) -> None:
         requests: list[RowRequest] = []

@@ -96,6 +96,7 @@ def _extra(card: ModelCard, settings: WorkerSettings, stats: EngineStats, adapte
         **prefix,
         "prefix_free_blocks": room // (settings.block_size * max(1, card.kv_bytes_per_token)),
         "kv_bytes_per_token": card.kv_bytes_per_token,
+        "kv_spared_bytes": stats.kv_spared_bytes,
         "warms_up": float(stats.warms_up),
         "adapter_slots": settings.adapter_slots,
         "adapter_slots_used": len(adapters.loaded),

@@ -59,7 +59,7 @@ class BatchBody(RequestModel):
     )
     metadata: Metadata | None = Field(default=None, max_length=16)
     output_expires_after: ExpiresAfter | None = None
-    webhook: WebhookBody | None = Field(default=None, description="who is told of its end")
+    webhook: WebhookBody | None = Field(default=None, description="the URL that is notified of its end")
 
 
 @router.post(

@@ -252,7 +252,7 @@ async def list_message_batches(
     request: Request,
     ring: TheRing,
     limit: Annotated[int, Query(ge=1, le=1000)] = 20,
-    after_id: Annotated[str, Query(description="the id of the batch behind which the page begins")] = "",
+    after_id: Annotated[str, Query(description="the id of the batch after which the page begins")] = "",
     before_id: Annotated[str, Query(description="the id of the batch before which the page ends")] = "",
 ) -> Response:
     """Returns batches, the newest ones first."""

@@ -91,11 +91,11 @@ class JobBody(RequestModel):
     adapter_policy: AdapterPolicy = "follow"
     has_next_turn: bool = Field(
         default=False,
-        description="prompts of later jobs will begin with these and their completions: the KV of both is kept",
+        description="prompts of later jobs will begin with these and their completions: the KV of both is stored",
     )
     cache: bool = Field(default=True, description="false: none of its KV is stored for later requests")
     deadline_s: float | None = Field(default=None, gt=0, description="what has not finished by then expires")
-    webhook: WebhookBody | None = Field(default=None, description="who is told of its end")
+    webhook: WebhookBody | None = Field(default=None, description="the URL that is notified of its end")
     idempotency_key: str = Field(default="", max_length=256, description="submitting again gives the same job")
 
     @model_validator(mode="after")

@@ -72,8 +72,8 @@ class RankHealth(BaseModel):
     address: str = Field(description="where it is reached, or speaks from")
     sums_by: str = Field(description="how it exchanges sums with the others: ring, nccl or jaccl")
     state: str = Field(description="loading, ready or lost")
-    behind: int = Field(description="turns of the engine, or units of a learner's work, that it has not told of")
-    silent_s: float = Field(description="since it said something")
+    behind: int = Field(description="turns of the engine, or units of a learner's work, that it has not reported yet")
+    silent_s: float = Field(description="seconds since its last message")
     machine: MachineHealth = Field(description="memory of a rank but 0, whose process reports its own")
 
 
@@ -93,6 +93,7 @@ class WorkerHealth(BaseModel):
     tokens_per_s: float
     kv_bytes: int
     kv_limit_bytes: int
+    kv_spared_bytes: int = Field(description="that rows do not take because they share what they begin with")
     speculation: str = Field(description="--spec-decode as it is in force; none, and why, where the model cannot")
     draft_model: str = Field(description="the model that drafts; empty: there is none, or it has failed")
     memory_cache: CacheHealth
@@ -273,6 +274,7 @@ def _worker(worker: WorkerStatus) -> WorkerHealth:
     caches = {"memory_cache": memory, "ssd_cache": files and CacheHealth(**files)}
     nested = {"ranks": to_builtins(worker.ranks), "machine": to_builtins(worker.machine)}
     more = caches | nested | {"warms_up": bool(said.get("warms_up"))}
+    more |= {"kv_spared_bytes": int(said.get("kv_spared_bytes", 0))}
     return WorkerHealth.model_validate(structs.asdict(worker) | more)
 
 

@@ -232,7 +232,7 @@ kept_order = Key("parallm:kept:{*}:order:*", "sorted set", "api", _kept_ttl, "it
 kept_events = Key(
     "parallm:kept:{*}:events:*", "stream", "api", "1 d; 1 h after its end", "what the stream of a response has said"
 )
-kept_uses = Key("parallm:kept:{*}:uses", "sorted set", "api", "a day longer", "what is kept, by its last use")
+kept_uses = Key("parallm:kept:{*}:uses", "sorted set", "api", "a day longer", "what is stored, by its last use")
 kept_sizes = Key("parallm:kept:{*}:sizes", "hash", "api", "a day longer", "bytes of each, and of `all`")
 # Entries by the Unix milliseconds from which on they may be taken: background, webhooks, feedback, learners:MODEL
 due = Key("parallm:{*}:due", "sorted set", "api or job runner", "8 d, refreshed", "what is to be done, and when")
@@ -384,7 +384,7 @@ metric_totals = Key(
     "parallm:{metrics}:totals", "hash", "any process", "30 d, refreshed", "counts of all processes, summed"
 )
 process_metrics = Key(
-    "parallm:{metrics}:process:*", "hash", "that process", "1 d, refreshed", "what it has told of its counts"
+    "parallm:{metrics}:process:*", "hash", "that process", "1 d, refreshed", "the counts that it has reported"
 )
 _rate_limits = Key(
     "parallm:limit:*", "string", "api", "twice its window", "requests of one API key, by name, in one window"

@@ -62,7 +62,6 @@ class World:
         slope: float,
         fixed: float = 0.0,
         *,
-        together: bool = False,
         overlaps: bool = False,
         idles: float = 0.25,
         asking: float = 0.0,
@@ -87,7 +86,6 @@ class World:
         drafts_by: Any = None if model is None else Guesser(self, *model)
         config = SpeculationConfig(5, memory_bytes=kept)
         self._drafting = Drafting(config, [KVCache()], drafts_by, lambda: self._now, on_cpu=False)
-        self._drafting.moves_together = together
         self._suggested, self._asking = self._drafting._suggested, asking
         self._drafting._suggested = self._ask  # type: ignore[method-assign]
         self._written: dict[Row, list[int]] = {}
@@ -440,13 +438,6 @@ def test_a_row_without_drafts_waits_little_longer_beside_rows_with_them(slope: f
     beside = World([0.0, *[1.0] * 7], slope)
     beside.run()
     assert quantiles(beside.steps, n=20)[-1] < 1.1 * 1.1, "steps differ by the noise, too"
-
-
-def test_rows_that_move_together_are_hardly_asked_for_drafts_while_one_has_none() -> None:
-    world = World([1.0, None], 0.1, together=True)
-    assert world.run() > 0.95 and max(world.steps) < 1.1 * 1.5, "no step checks drafts"
-    assert world.asked < 4, "of the row without something seems to go on now and then"
-    assert World([1.0, 1.0], 0.1, together=True).run() > 1.4
 
 
 def test_steps_that_decode_no_row_tell_nothing_of_those_that_do() -> None:

@@ -7,8 +7,7 @@ comes, and never which.
 
 Rows are padded to the longest draft. What was fed in vain is taken back from the KV (kv/kinds.py), whose rows may end
 at different positions from then on. Recurrent layers cannot forget what they have read: where a draft has not held to
-its end, all rows go back to where the step began and read again what holds. If such layers read padding, too, rows
-move on by equally much: as far as the shortest draft goes and holds.
+its end, all rows go back to where the step began and read again what holds.
 
 To know what has held before the next step is given out, the device would wait for the host, and the host for the
 device. So a step that checks may stay *unread* until the next one is under way (unread.py).
@@ -53,9 +52,10 @@ from worker.engine.batch.row import Row
 from worker.engine.batch.row_model import RowModel
 from worker.engine.batch.running_batch import RunningBatch
 from worker.engine.batch.sampler import Places
+from worker.engine.batch.shared_prompts import SharedPrompts
 from worker.engine.speculation.drafting import Drafting
 from worker.engine.speculation.lookup import Ids
-from worker.engine.speculation.part import Flags, Part, are_dense, padded, shorten
+from worker.engine.speculation.part import Flags, Part, are_dense, padded
 from worker.engine.speculation.unread import Beside, Unread, cut, fed, filled, held, positions_of
 
 ALIGN_SHARE = 16  # positions: to align these takes about what it costs in one step to write where each row ends
@@ -68,12 +68,17 @@ class SpeculatingBatch(RunningBatch):
     """The rows that prefill and decode together."""
 
     def __init__(
-        self, model: RowModel, config: EngineConfig, pieces: Pieces, keeping: Keeping, drafting: Drafting
+        self,
+        model: RowModel,
+        config: EngineConfig,
+        pieces: Pieces,
+        keeping: Keeping,
+        shared: SharedPrompts,
+        drafting: Drafting,
     ) -> None:
-        super().__init__(model, config, pieces, keeping)
+        super().__init__(model, config, pieces, keeping, shared)
         self._drafting = drafting
-        drafting.moves_together = not model.takes_padding  # a row cannot read less than another one
-        self._overlaps = drafting.overlaps and not drafting.moves_together
+        self._overlaps = drafting.overlaps
         self._slack: list[int] = []  # positions by which each row ends before the one that ends last
         self._plain_steps = 0  # in a row
         self._joined = False  # rows have, since the step before
@@ -163,10 +168,6 @@ class SpeculatingBatch(RunningBatch):
             self._check_unread(rows, inputs, drafts)
             return
         parts = [Part(*each) for each in zip(rows, inputs, drafts, strict=True)]
-        if self._drafting.moves_together and not shorten(parts):
-            self._drafting.checks_nothing()
-            self._decode_plainly()
-            return
         self._check(parts)
 
     def _add_news(self, tokens: list[tuple[Row, int]]) -> None:
@@ -257,8 +258,6 @@ class SpeculatingBatch(RunningBatch):
         """Read what was drawn, and let each row move on so far; the inputs after that. `starts`: rows' first places."""
         drawn = cast(list[int], tokens_N.tolist())
         holds = [part.held(drawn, start) for part, start in zip(parts, starts, strict=True)]
-        if self._drafting.moves_together:
-            holds = [min(holds)] * len(parts)
         for part, start, count in zip(parts, starts, holds, strict=True):
             part.accept(count, draw, start)
         return [drawn[start + count] for start, count in zip(starts, holds, strict=True)]
@@ -371,12 +370,18 @@ def news_of(parts: Sequence[Part], inputs: Sequence[int], untold: Collection[Row
 
 
 def batch_of(
-    model: RowModel, config: EngineConfig, pieces: Pieces, keeping: Keeping, drafting: Drafting
+    model: RowModel,
+    config: EngineConfig,
+    pieces: Pieces,
+    keeping: Keeping,
+    shared: SharedPrompts,
+    drafting: Drafting,
 ) -> RunningBatch | PartedBatch:
     """An empty batch; without drafts its every step brings one token of each row, or of each row of a part."""
     if not drafting.is_on and model.stages > 1:
         parts = [(model.twin(), keeping.twin()) for _ in range(model.stages)]
-        return PartedBatch([RunningBatch(each, config, pieces, keeps, draws_late=True) for each, keeps in parts])
+        none = SharedPrompts("off")
+        return PartedBatch([RunningBatch(each, config, pieces, keeps, none, draws_late=True) for each, keeps in parts])
     if not drafting.is_on:
-        return RunningBatch(model, config, pieces, keeping)
-    return SpeculatingBatch(model, config, pieces, keeping, drafting)
+        return RunningBatch(model, config, pieces, keeping, shared)
+    return SpeculatingBatch(model, config, pieces, keeping, shared, drafting)

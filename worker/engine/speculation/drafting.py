@@ -83,7 +83,6 @@ class Drafting:
         self._accounts = Accounts(on_cpu=device.on_cpu() if on_cpu is None else on_cpu)
         # What only the device knows may be taken back from KV that can be cut anywhere.
         self.overlaps = self.is_on and self._config.overlaps and model is None and are_cut(kv)
-        self.moves_together = False  # all rows by equally much: either all of them have a draft, or none does
         self._tried_on = Account()  # the latest drafts; others may be most when their check is read
         self._foreseen: dict[Row, tuple[int, int, list[int]]] = {}  # of so many tokens, and up to so many to come: ids
         self._predicted: set[Row] = set()  # whose drafts in the latest step that checks some are of their predictions
@@ -208,8 +207,7 @@ class Drafting:
             may = not all(source.rests for _, source in sources)
         else:
             drafts = self._suggested(rows)
-            may = all(drafts) if self.moves_together else any(drafts)
-            may = may and (not times or self._best(rows, drafts, {})[0] > 0)
+            may = any(drafts) and (not times or self._best(rows, drafts, {})[0] > 0)
             self._silence.asked(self._clock() - began, drafts, pays=may)
         if not may:
             self._looked_s = self._clock() - began
@@ -233,8 +231,6 @@ class Drafting:
         drafts = self._suggested(rows)
         silent = [row for row, draft in zip(rows, drafts, strict=True) if not draft and row in self._rows]
         lengths = self._model.lengths(silent) if self._model is not None else {}
-        if self.moves_together and not all(draft or row in lengths for row, draft in zip(rows, drafts, strict=True)):
-            drafts, lengths = [[] for _ in rows], {}
         if (room := self._room(rows)) < self._config.tokens:
             drafts = [draft[:room] for draft in drafts]
             lengths = {row: min(length, room) for row, length in lengths.items() if room}

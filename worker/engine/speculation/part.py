@@ -24,14 +24,6 @@ def padded(rows: Sequence[Sequence[int]]) -> tuple[Ids, Flags]:
     return ids_BL, np.arange(width) < lengths_B1
 
 
-def shorten(parts: Sequence[Part]) -> int:
-    """Make all drafts as long as the shortest, which is told."""
-    shortest = min(len(part.ids) for part in parts) - 1
-    for part in parts:
-        part.shorten(shortest)
-    return shortest
-
-
 def are_dense(drafts: Sequence[list[int]], longest: int) -> bool:
     """Whether at least half of the places are used, where each row is given so many."""
     return 2 * sum(min(longest, len(draft)) for draft in drafts) >= longest * len(drafts)
@@ -61,10 +53,6 @@ class Part:
                 break
             self.ids.append(id_)
             self._places.append(place := after)
-
-    def shorten(self, length: int) -> None:
-        """Make its draft no longer than that."""
-        del self.ids[length + 1 :], self._places[length + 1 :]
 
     def ahead(self) -> list[Row]:
         """The row as it is behind each of these ids."""
