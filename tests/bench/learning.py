@@ -188,7 +188,7 @@ def draw(path: Path, courses: Sequence[Course]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """1 if a run broke, or ended no better than it began."""
+    """1 if a run broke, or ended worse than it began."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, type=Path)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
@@ -217,8 +217,8 @@ def main(argv: list[str] | None = None) -> int:
         draw(options.out / "learning.png", courses)
     for error in errors:
         print(f"broken: {error}")
-    better = all(course.stages["grpo"].reward > course.stages["base"].reward for course in courses)
-    return 0 if better and not errors else 1
+    worse = any(course.stages["grpo"].reward < course.stages["base"].reward for course in courses)
+    return 1 if worse or errors else 0
 
 
 if __name__ == "__main__":

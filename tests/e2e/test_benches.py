@@ -7,6 +7,7 @@ import asyncio
 import importlib
 import inspect
 import io
+import json
 import multiprocessing
 import os
 import signal
@@ -82,6 +83,15 @@ def trainers(module: ModuleType, folder: Path) -> None:
         module.main()
     sys.argv = [*flags, "--exchange-alone"]
     module.main()
+
+
+def learning(module: ModuleType, folder: Path) -> int:
+    """Of what the tiny model learns: nothing, but as many steps as are asked for."""
+    few = "--steps 1 --evaluate-every 1"
+    sys.argv += ["--out", str(folder), "--sft", few, "--grpo", f"{few} --evaluate-prompts 3 {' '.join(SMALL_GROUPS)}"]
+    code = int(module.main())
+    assert json.loads((folder / "learning.json").read_text()) and (folder / "learning.png").exists()
+    return code
 
 
 def transfers(module: ModuleType, folder: Path) -> None:
@@ -171,6 +181,7 @@ SMALLEST = {
     "speculation": Smallest("--rows 2 --chances 1 --tokens 8 --context 8 --rounds 1", SHAPES),
     "splits": Smallest("--seeds 1"),
     "forced_calls": Smallest("--calls 2"),
+    "learning": Smallest("--model models/tiny --seeds 0 --held-out 1", run=learning),
     "structured": Smallest("--rounds 1 --model models/tiny", {"ROWS": 2}),
     "traces": Smallest("--rounds 1 --requests 8 --streams 1", {"TOKENS": 4, "CALLS": 10, "sides": sides}),
     "trainers": Smallest("--steps 1 --groups 1 --group-size 2 --length 8 --prompt 4", SHAPES, trainers),
@@ -180,8 +191,8 @@ SMALLEST = {
 
 
 RINGS = (
-    "adapter_publish", "cart_pole", "forced_calls", "hosted_learners", "memory", "overload", "served", "traces",
-    "transfers",
+    "adapter_publish", "cart_pole", "forced_calls", "hosted_learners", "learning", "memory", "overload", "served",
+    "traces", "transfers",
 )  # fmt: skip
 
 

@@ -221,7 +221,7 @@ def microbatches(groups: Sequence[SampleGroup], size: Callable[[], int]) -> Iter
 
 
 class Padding(NamedTuple):
-    """What microbatches are filled up to, so that few shapes occur."""
+    """Sizes that microbatches are filled up to, so that few shapes occur."""
 
     prompt: int = 8  # widths are multiples of these
     completion: int = 4

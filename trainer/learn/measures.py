@@ -125,7 +125,8 @@ def measure_probe_kl(
             with weights_in(policy, anchor) as model:
                 anchor_PSV = _logprobs(model, tokens_PS)
             kl_PS = (mx.exp(anchor_PSV) * (anchor_PSV - present_PSV)).sum(axis=-1)
-            distances += (mx.where(seen_PS, kl_PS, 0.0).sum(axis=1) / seen_PS.sum(axis=1)).tolist()
+            mean_P = mx.where(seen_PS, kl_PS, 0.0).sum(axis=1) / seen_PS.sum(axis=1)
+            distances += np.array(mean_P).tolist()
             yield
     means = [float(np.mean(distances)) if distances else 0.0 for distances in divergences]
     return [mean if np.isfinite(mean) else float("inf") for mean in means]
