@@ -114,6 +114,13 @@ def sides(*_: object) -> list[Any]:
     return [importlib.import_module("tests.bench.traces").Side("off", [], {})]
 
 
+def opening() -> dict[str, Any]:
+    """Of agent_turns: two turns of one session, without tools, as the model of the shared ring has a short context."""
+    said = [{"role": "user", "content": "Mend it. " * 9}, {"role": "assistant", "content": "How?"}]
+    turns = [("/v1/responses", {"input": [*said[: 2 * at], said[0]]}) for at in range(2)]
+    return {"codex": [turns, turns[:1]]}
+
+
 def level() -> Any:
     """Of scale: one that has all kinds of work."""
     return importlib.import_module("tests.bench.redis_scaling").Level(1, 1, 2, 0.01, 8, 8, 1.0)
@@ -124,6 +131,10 @@ SMALLEST = {
     "adapter_publish": Smallest("", {"ROUNDS": 1, "STREAMS": 1, "WORKERS": 1}),
     "adapters": Smallest("--shape small --rows 2 --rank 2", {"ROUNDS": 1, "STEPS": 2, "PROMPT": 4, **SHAPES}),
     "admission": Smallest("--seconds 0.3 --workloads short", {"LIMITS": (8,), "SETTLED_S": 0.1, "STEP_S": 0.005}),
+    "agent_turns": Smallest(
+        "--kind dense --agent codex",
+        {"SETTLED_S": 0.0, "SESSIONS": 1, "sessions": opening},
+    ),
     "api_cost": Smallest("--streams 1 --steps 4 --rate 0 --cases 1"),
     "cart_pole": Smallest("--seeds 0 --steps 1 --rollout-steps 1 --evaluate-prompts 2", {"AIM": 0.0}),
     "classes": Smallest(
@@ -192,8 +203,8 @@ SMALLEST = {
 
 
 RINGS = (
-    "adapter_publish", "cart_pole", "forced_calls", "hosted_learners", "learning", "memory", "overload", "replay",
-    "served", "traces", "transfers",
+    "adapter_publish", "agent_turns", "cart_pole", "forced_calls", "hosted_learners", "learning", "memory", "overload",
+    "replay", "served", "traces", "transfers",
 )  # fmt: skip
 
 
