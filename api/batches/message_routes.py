@@ -10,7 +10,6 @@ import hashlib
 import re
 import time
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from functools import partial
 from typing import Annotated, Any
 
@@ -41,6 +40,7 @@ from shared.errors import (
     UnknownJobError,
     UnsupportedParameterError,
 )
+from shared.moments import rfc3339
 from shared.redis.files.batch_store import ENDED, BatchRecord, BatchSpec, new_batch_id
 from shared.redis.files.file_store import StoredFile, new_file_id
 from shared.redis.keys import DAY_S
@@ -380,4 +380,4 @@ def _counts(record: BatchRecord, *, ended: bool) -> dict[str, int]:
 
 def _moment(at: int) -> str | None:
     """The Unix time in the form of RFC 3339."""
-    return datetime.fromtimestamp(at, UTC).isoformat().replace("+00:00", "Z") if at else None
+    return rfc3339(at) if at else None

@@ -20,6 +20,7 @@ from api.ollama.lines import to_line
 from api.openai.models import Model, served_models
 from api.ring.ring import Ring, TheRing
 from shared.errors import InvalidRequestError, NotFoundError
+from shared.moments import rfc3339
 from shared.sequences import ModelCard
 from shared.text.codec import TextCodec
 from shared.text.languages.language import language_of
@@ -69,7 +70,7 @@ async def tags(ring: TheRing) -> Response:
 @router.get("/api/ps", summary="List running models (Ollama)", responses=error_responses(ok="Models and adapters"))
 async def running(ring: TheRing) -> Response:
     """The same: a model is served as long as a worker of it lives."""
-    until = _time((datetime.now(UTC) + STAYS).timestamp())
+    until = rfc3339((datetime.now(UTC) + STAYS).timestamp())
     shown = [
         {
             **await _listed(ring, model),
@@ -102,7 +103,7 @@ async def show(body: ShowRequest, ring: TheRing) -> Response:
             "details": _details(card, ""),
             "model_info": info,
             "capabilities": _capabilities(card, codec),
-            "modified_at": _time(card.created),
+            "modified_at": rfc3339(card.created),
         }
     )
 
@@ -127,7 +128,7 @@ async def _listed(ring: Ring, model: Model) -> dict[str, Any]:
     return {
         "name": model.id,
         "model": model.id,
-        "modified_at": _time(model.created),
+        "modified_at": rfc3339(model.created),
         "size": 0,  # of its files, which its workers have
         "digest": "" if card is None else card.base_sha256,
         "details": _details(card, model.parent or ""),
@@ -150,7 +151,3 @@ def _capabilities(card: ModelCard, codec: TextCodec) -> list[str]:
     thinks = language_of(codec).reasoning is not None
     has = {"completion": True, "tools": True, "thinking": thinks, "vision": card.vision is not None}
     return [name for name, there in {**has, "embedding": card.shows_states}.items() if there]
-
-
-def _time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

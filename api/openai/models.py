@@ -1,7 +1,6 @@
 """GET /v1/models: the models that a live worker serves, and the adapters of them; for Anthropic's clients as theirs."""
 
 from collections.abc import Collection
-from datetime import UTC, datetime
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request
@@ -15,6 +14,7 @@ from api.ring.choosing import from_each, ring_for
 from api.ring.ring import Ring, TheRing
 from shared.adapters import AdapterManifest, AdapterRef
 from shared.errors import InvalidRequestError, UnknownAdapterError, UnknownModelError
+from shared.moments import rfc3339
 from shared.process.model_aliases import plain_names
 from shared.sequences import ModelCard
 
@@ -63,7 +63,7 @@ class AnthropicModel(BaseModel):
     @classmethod
     def of(cls, model: Model) -> "AnthropicModel":
         """A model as Anthropic shows it."""
-        created = datetime.fromtimestamp(model.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        created = rfc3339(model.created)
         most = model.context_length
         return cls(id=model.id, display_name=model.root, created_at=created, max_input_tokens=most, max_tokens=most)
 

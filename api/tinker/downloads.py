@@ -9,7 +9,6 @@ byte is sent, so that nothing stays of a process that dies; MOST_OPEN of them ar
 """
 
 import asyncio
-import datetime
 import hashlib
 import secrets
 import time
@@ -31,6 +30,7 @@ from api.tinker.archive import ARCHIVE, EXTERNAL_FILES, opened, write_state, wri
 from api.tinker.names import ID, KINDS, SAVE_NAME, spec_named
 from shared.errors import GoneError, NotFoundError, QueueFullError
 from shared.learners import LearnerSpec, SaveInfo
+from shared.moments import rfc3339
 from shared.redis import keys
 from shared.redis.training.tinker_store import TinkerDownload
 
@@ -130,8 +130,8 @@ async def _address(ring: Ring, request: Request, spec: LearnerSpec, segment: str
     await ring.tinker.put_download(
         _digest(ticket), TinkerDownload(spec.id, info.kind, name, info.bytes_id, info.version)
     )
-    until = datetime.datetime.fromtimestamp(int(time.time()) + keys.TINKER_DOWNLOAD_TTL_S, datetime.UTC)
-    return f"{str(request.base_url).rstrip('/')}/api/v1/{OPEN_DOWNLOADS}/{ring.name}/{ticket}", until.isoformat()
+    until = rfc3339(int(time.time()) + keys.TINKER_DOWNLOAD_TTL_S)
+    return f"{str(request.base_url).rstrip('/')}/api/v1/{OPEN_DOWNLOADS}/{ring.name}/{ticket}", until
 
 
 async def _made(ring: Ring, spec: LearnerSpec, info: SaveInfo, wanted: str) -> IO[bytes]:
