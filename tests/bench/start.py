@@ -53,7 +53,7 @@ def started(model: str, flags: list[str], number: int, warm_s: float, kernels: P
     assert worker.stdout is not None
     figures: dict[str, str] = {}
     seen = []
-    patience = threading.Timer(max(warm_s, START_S), worker.terminate)
+    patience = threading.Timer(START_S, worker.terminate)
     patience.start()
     try:
         for line in worker.stdout:
@@ -64,6 +64,9 @@ def started(model: str, flags: list[str], number: int, warm_s: float, kernels: P
             if _READY in line:
                 figures["ready"] = since
                 figures["first sequence"] = f"{asyncio.run(first_sequence(number)):.2f} s"
+                patience.cancel()
+                patience = threading.Timer(warm_s, worker.terminate)
+                patience.start()
             if warm := _WARM.search(line):
                 figures["warm"] = f"{since} ({warm[1]})"
             if "ready" in figures and ("warm" in figures or not warm_s):
@@ -80,7 +83,10 @@ def main() -> None:
     parser.add_argument("--model", default="models/tiny")
     parser.add_argument("--starts", type=int, default=2)
     parser.add_argument(
-        "--warm-s", type=float, default=90, help="that the end of a warm-up is waited for; 0: it is not"
+        "--warm-s",
+        type=float,
+        default=90,
+        help="that the end of a warm-up is waited for after the first sequence; 0: it is not",
     )
     args, flags = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as folder:
