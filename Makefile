@@ -4,7 +4,7 @@
 #              figures. MODEL=FOLDER or FILE.gguf takes another one
 # make test    check, then all tests
 # make pretend the engine's and the trainer's tests in the branches that a Mac's GPU takes, computed on the CPU; `make
-#              test` runs some of them
+#              test` runs some of them, but for CI, which has a job for all of them
 # make quick   check, then the tests that need no Redis, but for those marked `long`
 # make check   format, lint, types and layers
 # make bench   measurements (never run by the tests)
@@ -16,6 +16,7 @@
 #              on three shards in place of one Redis
 # make docs    write the generated pages of docs/reference/ from the code
 # make site    build the documentation site into site/, strictly
+# make dist    build wheel, sdist and checksums into dist/, and try the wheel in a fresh environment
 # make lock    resolve requirements.lock and requirements-vision.lock anew
 
 BIN := .venv/bin
@@ -28,7 +29,7 @@ STAMP := .venv/.stamp
 PRETENDED := $(addprefix tests/engine/test_,admission.py decode_step.py multi_lora.py networks.py quantised_kv.py slots.py \
   trainer_optimize.py warm_up.py)
 
-.PHONY: setup tools demo real test pretend quick check bench chaos clients docs site lock clean
+.PHONY: setup tools demo real test pretend quick check types style bench chaos clients docs site dist lock clean
 
 setup: $(STAMP)
 
@@ -77,15 +78,23 @@ $(REAL): requirements-real.lock
 real: setup $(if $(MODEL),,$(REAL))
 	$(BIN)/python -m api.demo.real --model $(or $(MODEL),$(REAL)) --out real-out
 
+# Types take one core for most of a minute; the others are done meanwhile.
 check: setup
+	@$(MAKE) --no-print-directory -j 2 types style
+
+types:
+	$(BIN)/mypy
+
+style:
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy
 	$(BIN)/lint-imports
 
 test: setup tools check
 	$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+ifndef CI
 	PARALLM_PRETEND_METAL=1 $(BIN)/pytest -n $(CORES) --dist loadfile -m "not long" $(PRETENDED)
+endif
 
 pretend: setup
 	PARALLM_PRETEND_METAL=1 $(BIN)/pytest -n $(CORES) --dist loadfile --no-loadscope-reorder tests/engine
@@ -137,6 +146,17 @@ site:
 	.venv-site/bin/python -m pip install --quiet --disable-pip-version-check -r docs/requirements.txt
 	.venv-site/bin/zensical build --strict --clean
 
+dist:
+	test -x .venv-dist/bin/python || python3 -m venv .venv-dist
+	.venv-dist/bin/python -m pip install --quiet --disable-pip-version-check build==1.6.1 twine==7.0.0
+	rm -rf dist build .venv-installed
+	.venv-dist/bin/python -m build
+	.venv-dist/bin/python -m twine check --strict dist/*
+	cd dist && { sha256sum * 2>/dev/null || shasum -a 256 *; } > SHA256SUMS && cat SHA256SUMS
+	python3 -m venv .venv-installed
+	.venv-installed/bin/python -m pip install --quiet --disable-pip-version-check "$$(echo dist/*.whl)[cpu]"
+	.venv-installed/bin/python -P tests/installed.py models/tiny
+
 # Needs uv (https://docs.astral.sh/uv/). The default index is named, so that a local mirror cannot leave its hashes here.
 lock:
 	uv pip compile pyproject.toml --universal --python-version 3.11 --extra cpu --extra demo --extra traces \
@@ -148,4 +168,4 @@ lock:
 	mv requirements-vision.lock.new requirements-vision.lock
 
 clean:
-	rm -rf .venv build dist *.egg-info demo-out real-out bench-out .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-dist .venv-installed build dist *.egg-info demo-out real-out bench-out .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -26,7 +26,7 @@ from trainer.settings import TrainSettings
 FOLDER = Path(__file__).parent / "reference"
 SETTINGS: dict[str, type[ProcessSettings]] = {  # what a kind inherits from another one stands in the other's table
     "Every process": ProcessSettings,
-    "Whoever joins a ring: all of `mlx_parallm_*`": JoinSettings,
+    "Joining a ring: all of `mlx_parallm_*`": JoinSettings,
     "`mlx_parallm_worker`: one worker": WorkerSettings,
     "`python -m api`: one api process": ApiSettings,
     "`python -m worker.jobs`: one job runner": RunnerSettings,
@@ -87,8 +87,8 @@ def metrics_page() -> list[str]:
     lines = [
         "# Metrics",
         "",
-        "`GET /metrics` of any api process tells of the whole ring, in Prometheus' text format. Names with `vllm:` are",
-        "vLLM's. Counters and histograms are sums over all processes, dead ones included.",
+        "`GET /metrics` of any api process has the figures of the whole ring, in Prometheus' text format. Names with",
+        "`vllm:` are vLLM's. Counters and histograms are sums over all processes, dead ones included.",
         "",
         "| metric | type | labels | meaning |",
         "|---|---|---|---|",

@@ -1,8 +1,7 @@
 """Which models of mlx-lm run in a batch, and how. Nearly all were tried with mlx-lm 0.32.2, small and random.
 
-Prompts of different lengths are padded to share a forward. Some models' recurrent layers compute the padding into a
-row's state, so their prompts are fed with others of their own length only (`takes_padding`); they decode together as
-any do. A model that is wrong beyond that is refused at start, for it would be wrong in silence.
+Prompts of different lengths are padded to share a forward; what of mlx-lm cannot take that is mended (`mended.py`,
+`padded.py`). A model that is wrong beyond that is refused at start, for it would be wrong in silence.
 """
 
 from typing import Any
@@ -12,28 +11,12 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from shared.errors import SetupError
 
-PADDING_IN_STATE = frozenset(
-    {
-        "baichuan_m1",
-        "bailing_moe_linear",
-        "jamba",
-        "mamba",
-        "olmo_hybrid",
-        "recurrent_gemma",
-        "rwkv7",
-    }
-)
 WRONG = {
     "phi3small": "its blocks of attention count a row's padding as positions",
     "afm7": "layers that reuse keys count a row's padding as positions",
     "longcat_flash_ngram": "a row of fewer tokens than its n-grams cannot join others",
 }
 _ROWS_TO_TRY = 3  # few models have three KV heads, so a mask that is laid out wrongly does not fit by chance
-
-
-def takes_padding(model: Any) -> bool:
-    """True if prompts of different lengths may share a forward."""
-    return family(model) not in PADDING_IN_STATE
 
 
 def check_batch(model: Any, max_rows: int) -> None:

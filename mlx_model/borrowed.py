@@ -18,9 +18,9 @@ from shared.errors import SetupError
 FAMILIES = frozenset({"k2_horizon", "mimo_v2", "step3p7"})
 # The others that mlx-lm lacks keep their KV in forms of which neither library has a batch that is like ours.
 REFUSED = {
-    "deepseek_v4": "pooled KV beside a window",
-    "glm5_next": "pooled KV of an index beside its own",
-    "hy_v4": "KV of an index beside its own",
+    "deepseek_v4": "pooled KV next to a window",
+    "glm5_next": "pooled KV of an index next to its own",
+    "hy_v4": "KV of an index next to its own",
     "inkling": "a state of convolutions in each layer's KV",
     "qwen4_exp": "sparse KV of its own",
 }

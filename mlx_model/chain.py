@@ -110,7 +110,7 @@ def _check(calls: Sequence[_Call], layers: Sequence[Any], caches: Sequence[Any])
             raise SetupError(f"layer {at} makes something else than what it is fed")
         for each in _parts([*others, *call.kwargs.values()]):
             if isinstance(each, mx.array) and each.dtype in _FLOATS:
-                raise SetupError(f"layer {at} is fed numbers beside what the layer before it makes")
+                raise SetupError(f"layer {at} takes other arrays than the output of the layer before it")
             if not isinstance(each, (mx.array, *_PLAIN)) and each is not cache:
                 raise SetupError(f"layer {at} is fed a {type(each).__name__} that is not its own cache")
         before = call.output

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from shared.errors import SetupError
 from shared.process.group_settings import Sharding
 from shared.process.machine_settings import MachineSettings
+from shared.process.worker_settings import SharePrompts
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,7 @@ class EngineConfig:
     kv_bits: int = 0  # of each number of KV, 8 or 4; 0: the model's dtype
     kv_group_size: int = 64  # numbers that share a scale
     max_kv_size: int = 0  # positions that a layer of full attention holds, the last ones; 0: all
+    share_prompts: SharePrompts = "auto"  # whether rows that begin alike store that once
     keep_bytes: int = 128 << 20  # of prompts' KV copied into the prefix cache between two decode steps, about
     disk: DiskConfig | None = None  # where KV goes that the prefix cache has no room for; None: nowhere
     guest_share: float = 0.2  # of the thread's time that guests get while rows decode; 0: none

@@ -4,7 +4,7 @@ A model that is loaded gets modules of classes of ours in the place of mlx-lm's,
 itself is not changed. Gemma 2 lays out a batch's mask wrongly, GPT-BigCode wants one position for all rows, and Llama 4
 keeps the KV of its chunks in a form of its own, of which there is no batched one: here it keeps all of it, and a mask
 leaves out what other chunks have. Nemotron-H does not say how long each prompt is to the recurrence that could leave
-the padding after it out of a row's state.
+the padding after it out of a row's state. Recurrent layers that read padding into the state are in `padded.py`.
 """
 
 from collections.abc import Callable
@@ -16,9 +16,12 @@ from mlx_lm.models.base import create_attention_mask, scaled_dot_product_attenti
 from mlx_lm.models.cache import KVCache
 from mlx_lm.models.ssm import ssm_update
 
+from mlx_model.padded import leave_out_padding
+
 
 def mend(model: Any) -> None:
     """Give a model what it lacks to run in a batch; most lack nothing."""
+    leave_out_padding(model)
     if (mending := _MENDED.get(type(model))) is not None:
         mending(model)
 

@@ -41,7 +41,7 @@ class TurnsOut:
         try:
             self._socket.sendall(size + mac + data)
         except OSError as error:
-            raise ChannelError(f"it cannot be told: {error.strerror or error}") from error
+            raise ChannelError(f"it cannot be reached: {error.strerror or error}") from error
 
     def close(self) -> None:
         """At once, also while another thread sends."""

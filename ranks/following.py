@@ -90,7 +90,7 @@ class Follower(ABC):
 
     def stop(self) -> None:
         """End this rank on a signal, and with it the group."""
-        self._say(Lost("it was told to end"))
+        self._say(Lost("it got a signal to end"))
         self._loop.call_later(0.2, self._end, 0)
 
     # -- what a kind of process says

@@ -73,6 +73,8 @@ class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     key: str = ""  # name of the API key that submitted it; its jobs share the reward processes' time
     webhook: Webhook | None = None  # notified of its end
     has_next_turn: bool = False  # prompts of a later job may begin with these and their samples
+    record_s: int = 0  # for so long its samples are stored to be replayed
+    cache: bool = True  # of its sequences
 
     @property
     def total(self) -> int:
@@ -89,6 +91,7 @@ class LineRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     prediction_ids: tuple[int, ...] = ()
     images: tuple[ImageRef, ...] = ()  # of the prompt; their bytes are the job's
     image_token: int = 0  # that stands for each vector of them
+    cache: bool = True  # of its sequence
 
 
 class JobInput(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -21,8 +21,10 @@ from shared.heads import HeadSpec
 from shared.images.refs import ImageRef, VisionSpec, kv_ids
 from shared.splits import Arm
 
-SCHEMA = 2  # the newest that we read
-PLAIN = 1  # that we write; a sequence with images is of the newest: who does not know them must not run it
+SCHEMA = 3  # the newest that we read: of a sequence that is not to be cached, or whose first tokens are given; who does
+# not know that must not run it
+SHOWN = 2  # of a sequence with images
+PLAIN = 1  # of all others
 OLDEST = 1  # that we read; also the default of a message without it
 
 M = TypeVar("M", "SequenceSpec", "SequenceResult")
@@ -119,7 +121,10 @@ class SequenceSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     tensors: bytes = b""  # kind "network", which has no prompt: what its rows bring (shared/networks/tensors.py)
     images: tuple[ImageRef, ...] = ()  # of the prompt, in order; their bytes are in Redis, of this tenant
     image_token: int = 0  # the id that stands for each vector of them in the prompt
+    prior_ids: tuple[int, ...] = ()  # kind "generate": its first completion tokens, which are given and not drawn
+    record_s: int = 0  # for so long spec and result are stored after its end, to be replayed; 0: they are not
     schema: int = OLDEST  # `encode` writes ours
+    cache: bool = True  # False: what it computes, reads and writes is stored for no other sequence
 
     @property
     def kv_prompt(self) -> Sequence[int]:
@@ -234,7 +239,9 @@ _version_decoder = msgspec.msgpack.Decoder(_Version)
 
 def encode(message: SequenceSpec | SequenceResult) -> bytes:
     """msgpack bytes of a message, in our version."""
-    schema = SCHEMA if isinstance(message, SequenceSpec) and message.images else PLAIN
+    schema = PLAIN
+    if isinstance(message, SequenceSpec):
+        schema = SCHEMA if message.prior_ids or not message.cache else SHOWN if message.images else PLAIN
     if message.schema < schema:
         message = msgspec.structs.replace(message, schema=schema)
     return _encoder.encode(message)

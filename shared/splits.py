@@ -162,7 +162,7 @@ def winner(split: Split, earned: Mapping[int, RewardSums]) -> tuple[int, str]:
     known = beliefs(split, earned)
     count = sum(each.count for each in earned.values())
     if known is None:
-        return split.latest, f"{count} rewards tell the versions not apart"
+        return split.latest, f"{count} rewards do not distinguish the versions"
     belief = dict(zip(split.versions, known, strict=True))
     now, others = belief[split.latest], [version for version in split.versions if version != split.latest]
     chances = {version: better(belief[version], now) for version in others}
@@ -171,7 +171,7 @@ def winner(split: Split, earned: Mapping[int, RewardSums]) -> tuple[int, str]:
     sure = [version for version in others if {version, split.latest} <= tried and chances[version] >= asked]
     best = max(sure or others, key=lambda version: belief[version].mean - belief[version].error)
     said = (
-        f"after {count} rewards, version {best} is worth about {belief[best].mean:.4g}, version {split.latest} about "
+        f"after {count} rewards, version {best} earns about {belief[best].mean:.4g}, version {split.latest} about "
         f"{now.mean:.4g}: better with probability {chances[best]:.4f}, and {asked:.4g} is asked for"
     )
     if not {best, split.latest} <= tried:

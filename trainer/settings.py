@@ -295,7 +295,7 @@ class TrainSettings(
         """SetupError when settings contradict each other: before a model is loaded, not after."""
         if self.atropos_url and self.source in ("live", "posted"):
             raise SetupError(
-                f"--atropos-url with --source {self.source}: give --source both for live traffic beside it"
+                f"--atropos-url with --source {self.source}: give --source both to learn from live traffic, too"
             )
         if self.over_http and (self.redis or not self.connect_to):
             raise SetupError("--over-http goes with --connect-to HOST:PORT of an api, and without --redis")

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from shared.process.worker_settings import WorkerSettings
 from shared.redis.queue.sequence_queue import ClaimPlan
-from shared.sequences import ModelCard, held
+from shared.sequences import ModelCard
+from worker.engine.scheduler import Limits, Reserved, RowTokens
 from worker.rows import ClaimedRows
 
 
@@ -54,24 +55,27 @@ def claim_plan(
     *,
     most_rows: int,
     full: bool = False,
+    shares: bool = False,
 ) -> ClaimPlan:
     """`kv_limit_bytes`: of this worker in all. `most_rows`: that it fills at present. `full`: what to claim for rows
-    that are made free."""
+    that are made free. `shares`: whether rows of one prompt store it once."""
     if most_rows < 1:
         return NOTHING
-    kv_tokens = kv_limit_bytes // max(1, card.kv_bytes_per_token)
+    token_bytes = max(1, card.kv_bytes_per_token)
     specs = [row.claim.spec for row in rows.occupying()]
-    longest = max((spec.kv_tokens for spec in specs), default=0)
+    reserved = Reserved(Limits.of(card, kv_limit_bytes), most_rows, shares=shares)
+    for spec in specs:
+        reserved.add(RowTokens.of(spec, spec.adapter))
     interactive = sum(spec.sequence_class == "interactive" for spec in specs)
     state = SchedulerState(
         interactive_rows=interactive,
         batch_rows=len(specs) - interactive,
         max_rows=most_rows,
-        kv_tokens_free=kv_tokens - len(specs) * held(longest, card.kv_window),  # the batch pads to its longest
+        kv_tokens_free=(kv_limit_bytes - reserved.least_bytes) // token_bytes,
         kv_window=card.kv_window,
     )
-    shares = ClassShares(settings.interactive_share, settings.reserved_interactive_rows)
-    return (plan_room if full else plan_claims)(state, shares)
+    classes = ClassShares(settings.interactive_share, settings.reserved_interactive_rows)
+    return (plan_room if full else plan_claims)(state, classes)
 
 
 def plan_claims(state: SchedulerState, shares: ClassShares) -> ClaimPlan:

@@ -70,7 +70,7 @@ class RingMemory:
     def ended(self, spec: SequenceSpec, result: SequenceResult) -> None:
         """Let others know what a sequence has written to its end."""
         is_over = spec.kind == "generate" and result.finish.reason in ("stop", "length")
-        if self._store is not None and is_over and len(result.completion_ids) >= WORTH_SHARING:
+        if self._store is not None and spec.cache and is_over and len(result.completion_ids) >= WORTH_SHARING:
             self._ended.append((spec, result.completion_ids[:COMPLETION_IDS]))
             self._ready.set()
 

@@ -196,7 +196,7 @@ async def reject(name: Name, body: RejectBody, ring: TheRing) -> dict[str, Any]:
 
 @router.post("/v1/adapters/{name}/best", summary="Point at the best version", responses=error_responses(400, 404))
 async def set_best(name: Name, body: BestBody, ring: TheRing) -> dict[str, Any]:
-    """Make `best` point at a version; it is kept when older ones are pruned."""
+    """Make `best` point at a version; pruning leaves it."""
     await ring.adapters.set_best(name, body.version, body.value)
     return {"id": f"{name}@{body.version}", "object": "adapter.version", "best_value": body.value}
 

@@ -24,7 +24,7 @@ class MessageTool(HistoryModel):
     input_schema: dict[str, Any]
     strict: bool | None = Field(default=None, description="the input follows the schema under `auto`, too")
     defer_loading: bool | None = Field(
-        default=None, description="told of where a `tool_reference` names it, not before"
+        default=None, description="the tool is shown to the model where a `tool_reference` names it, not before"
     )
 
     def shown(self) -> dict[str, Any]:
@@ -255,7 +255,7 @@ class MessagesRequest(DrawFields, PromptedFields):
     stream: bool | None = False
     stop_sequences: list[str] | None = None
     metadata: dict[str, Any] | None = Field(
-        default=None, description="`user_id` stays with its choice of an adapter split; nothing else is used, or kept"
+        default=None, description="`user_id` stays with its choice of an adapter split; nothing else is used or stored"
     )
     service_tier: Literal["auto", "standard_only"] | None = Field(default=None, description="there is one tier")
     diagnostics: dict[str, Any] | None = Field(default=None, description="answered with `unavailable`")

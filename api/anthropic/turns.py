@@ -61,7 +61,7 @@ class ImageSource(HistoryModel):
 
     type: Literal["base64", "url", "file"]
     media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"] | None = Field(
-        default=None, description="of `base64`; the format is told by the content"
+        default=None, description="of `base64`; the content decides the format"
     )
     data: str | None = None
     url: str | None = None

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from api.batches.file_routes import MAX_TTL_S, MIN_TTL_S, TTL_S, page
 from api.batches.lines import Endpoint
-from api.callers.caller import asker, key_name
+from api.callers.caller import asker, key_name, may_cache
 from api.http.bodies import BodyRoute
 from api.http.errors import error_responses, json_reply
 from api.http.fields import RequestModel
@@ -59,7 +59,7 @@ class BatchBody(RequestModel):
     )
     metadata: Metadata | None = Field(default=None, max_length=16)
     output_expires_after: ExpiresAfter | None = None
-    webhook: WebhookBody | None = Field(default=None, description="who is told of its end")
+    webhook: WebhookBody | None = Field(default=None, description="the URL that is notified of its end")
 
 
 @router.post(
@@ -90,6 +90,7 @@ async def create_batch(body: BatchBody, ring: TheRing, idempotency_key: Idempote
         key=key_name(),
         webhook=webhook_of(ring, body.webhook),
         rings=tuple(each.name for each in ring.home.others),
+        cache=may_cache(),
     )
     with contextlib.suppress(UnknownBatchError):
         found = _same(await ring.batches.find(spec.id), spec)

@@ -251,7 +251,7 @@ def _inputs(line: BatchLine, sequences: Sequences, **reply: Any) -> list[JobInpu
         JobInput(
             prompt=spec.prompt_ids,
             request=LineRequest(
-                spec.sampling, spec.kind, spec.pooling, spec.prediction_ids, spec.images, spec.image_token
+                spec.sampling, spec.kind, spec.pooling, spec.prediction_ids, spec.images, spec.image_token, spec.cache
             ),
             reply={} if at else first,
         )

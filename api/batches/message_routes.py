@@ -23,7 +23,7 @@ from api.batches.file_routes import TTL_S
 from api.batches.lines import too_much
 from api.batches.shapes import MESSAGES
 from api.batches.work import MAX_LINE_BYTES, MAX_LINES
-from api.callers.caller import asker, key_name
+from api.callers.caller import asker, key_name, may_cache
 from api.callers.fair_pool import aside
 from api.generation.target import find_job_target
 from api.http.bodies import LONG_BYTES, BodyRoute
@@ -124,6 +124,7 @@ async def create_message_batch(request: Request, ring: TheRing, idempotency_key:
         key=key_name(),
         digest=digest,
         rings=tuple(each.name for each in ring.home.others),
+        cache=may_cache(),
     )
     with contextlib.suppress(UnknownBatchError):
         found = _same(await ring.batches.find(spec.id), digest)
@@ -251,7 +252,7 @@ async def list_message_batches(
     request: Request,
     ring: TheRing,
     limit: Annotated[int, Query(ge=1, le=1000)] = 20,
-    after_id: Annotated[str, Query(description="the id of the batch behind which the page begins")] = "",
+    after_id: Annotated[str, Query(description="the id of the batch after which the page begins")] = "",
     before_id: Annotated[str, Query(description="the id of the batch before which the page ends")] = "",
 ) -> Response:
     """Returns batches, the newest ones first."""

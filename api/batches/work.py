@@ -177,6 +177,7 @@ class BatchWork:
                 deadline_ms=1000 * spec.expires_at,
                 created_ms=time.time_ns() // 1_000_000,
                 tenant=spec.tenant,
+                cache=spec.cache,
             )
             images = there.jobs.images(job.id, self._ring.settings.max_upload_bytes)
             lines = self._inputs(record, named, target, images.keep)

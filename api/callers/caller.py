@@ -14,11 +14,13 @@ from typing import NamedTuple, TypeVar
 from limits import RateLimitItem
 from starlette.types import Receive
 
-from shared.errors import RequestCancelledError
+from shared.errors import InvalidRequestError, RequestCancelledError
 from shared.owners import ADMINS, ANYBODY, Asker
 from shared.sequences import SequenceClass
 
 T = TypeVar("T")
+
+NO_CACHE = "x-parallm-no-cache"
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,18 @@ class Client(NamedTuple):
 
 client: ContextVar[Client | None] = ContextVar("client", default=None)
 """None in tasks of our own, such as those that read batches."""
+
+
+no_cache: ContextVar[str] = ContextVar("no_cache", default="")
+"""The request's header of this name; "" without one."""
+
+
+def may_cache() -> bool:
+    """False if the request's header asks that nothing of it be cached; InvalidRequestError for an unknown value."""
+    asked = no_cache.get().strip().lower()
+    if asked not in ("", "0", "false", "1", "true"):
+        raise InvalidRequestError(f"header '{NO_CACHE}': 1 or 0, not '{asked[:32]}'", param=NO_CACHE)
+    return asked not in ("1", "true")
 
 
 def asking() -> str:

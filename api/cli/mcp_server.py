@@ -51,7 +51,10 @@ def mcp(
         server.run("stdio")
         return
     if host != "localhost" and not _is_loopback(host):
-        fail(f"--host {host}: whoever reaches it acts with your key; only this machine may (127.0.0.1)", 2)
+        fail(
+            f"--host {host}: its clients act with your key, so only addresses of this machine are allowed",
+            2,
+        )
     server.run("streamable-http", host=host, port=port)
 
 

@@ -188,7 +188,7 @@ class AdapterAct:
             f"  this program, which measures, has itself waited for a core or been busy for at most "
             f"{1000 * self._stops.longest(began, published):.1f} ms before and "
             f"{1000 * self._stops.longest(published, end):.1f} ms during\n"
-            f"  no stream broke: {whole}; pinned ones and the base kept their version: {kept}; followers moved: {moved}"
+            f"  no stream broke: {whole}; pinned ones and the base did not move: {kept}; followers moved: {moved}"
         )
         return whole and kept and moved
 

@@ -56,7 +56,7 @@ def fit_check(folder: Path, config: dict[str, Any], device: dict[str, Any] | Non
     try:
         planned = fit_model(folder, config, Asked(f"worker of {folder.name}", adapter_slots=ADAPTER_SLOTS), _of(device))
     except ParallmError as error:
-        return wrong("fit", "this model does not fit beside what runs here", str(error))
+        return wrong("fit", "this model does not fit into the memory that other processes leave", str(error))
     return ok("fit", str(planned))
 
 

@@ -12,9 +12,10 @@ from typing import Any
 
 import msgspec
 
+from api.callers.caller import may_cache
 from api.callers.fair_pool import LARGE_CHARS, aside
 from api.generation.choice import RequestPlan
-from api.generation.collection import collection_for_feedback, collection_of
+from api.generation.collection import collection_for_feedback, collection_of, recorded_s
 from api.generation.sampling import (
     MAX_TOP_LOGPROBS,
     WHOLE_VOCABULARY,
@@ -87,9 +88,10 @@ async def plan(ring: Ring, body: SamplingFields, target: Target, prepared: Prepa
             error.param = prepared.grammar_param
             raise
         sampling = msgspec.structs.replace(sampling, grammar=grammar)
-    if collect is None and sampling is spec.sampling:
+    if collect is None and sampling is spec.sampling and body.collect_trajectory is not False:
         return planned
-    template = msgspec.structs.replace(spec, collect=collect, sampling=sampling)
+    record_s = spec.record_s if body.collect_trajectory is not False else 0
+    template = msgspec.structs.replace(spec, collect=collect, sampling=sampling, record_s=record_s)
     return msgspec.structs.replace(planned, sequences=msgspec.structs.replace(sequences, template=template))
 
 
@@ -111,6 +113,7 @@ def unchecked_plan(
             images=prepared.images,
             image_token=card.vision.image_token_id if prepared.images and card.vision else 0,
             deadline_s=body.deadline_s,
+            cache=body.cache is not False,
         ),
         prompts=tuple(map(tuple, prompts)),
         n=body.n or 1,
@@ -162,6 +165,7 @@ def _template(
     sampling: SamplingParams,
     *,
     deadline_s: float | None = None,
+    cache: bool = True,
     **more: Any,
 ) -> SequenceSpec:
     """The part that all sequences of a request share, under a fresh id that begins with `name`."""
@@ -173,6 +177,8 @@ def _template(
         adapter=target.adapter,
         adapter_policy=target.policy,
         deadline_ms=deadline(settings, deadline_s),
+        record_s=recorded_s(settings),
+        cache=cache and target.cache and may_cache(),
         **more,
     )
 

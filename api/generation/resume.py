@@ -65,14 +65,14 @@ async def stream_owner(ring: Ring, request_id: str) -> str | None:
 
 def unknown_stream(request_id: str) -> NotFoundError:
     """The error for a stream that is not there."""
-    return NotFoundError(f"no resumable stream '{request_id}'; streams are kept for an hour", param="request_id")
+    return NotFoundError(f"no resumable stream '{request_id}'; streams are stored for an hour", param="request_id")
 
 
 async def route(ring: Ring, model: str, seqs: list[str]) -> dict[str, str]:
     """Have the frames of these sequences sent to this process; returns which process each went to before."""
     before = await _addressees(ring, model, seqs)
     if any(api is None for api in before.values()):
-        raise NotFoundError("the stream's sequences are gone; they are kept for an hour after their end")
+        raise NotFoundError("the stream's sequences are gone; they are stored for an hour after their end")
     await ring.queue(model).route(seqs, ring.api_id)
     return {seq: api or "" for seq, api in before.items()}
 

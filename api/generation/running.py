@@ -214,7 +214,7 @@ class Generation:
             error.message = (
                 f"{error.waiting} {kind} sequences of model '{model}' are waiting: the first token would come in about "
                 f"{soonest_s:.1f} s. The deadline is {max(0.0, within_s):.1f} s (deadline_s, --first-token-timeout-s), "
-                f"and {free:.0%} of it is kept free, since predictions err; try again in {error.retry_after_s} s"
+                f"and {free:.0%} of it is reserved for errors of the prediction; try again in {error.retry_after_s} s"
             )
             self._count_first("refused")
             raise

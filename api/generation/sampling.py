@@ -114,7 +114,7 @@ class SamplingFields(DrawFields):
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     metadata: dict[str, Any] | None = Field(
-        default=None, description="kept with a collected trajectory; its `reference` is what scoring compares with"
+        default=None, description="stored with a collected trajectory; its `reference` is what scoring compares with"
     )
     # vLLM's
     prompt_logprobs: TopLogprobs | None = Field(default=None, description="-1: of the whole vocabulary")
@@ -135,8 +135,8 @@ class SamplingFields(DrawFields):
     # ours
     collect_trajectory: bool | None = Field(
         default=None,
-        description="each completion becomes a trajectory of the policy, for its trainer; false: nor is it kept for "
-        "feedback",
+        description="each completion becomes a trajectory of the policy, for its trainer; false: it is not stored "
+        "for feedback either",
     )
     scoring_function: str | dict[str, Any] | None = Field(
         default=None, description="what scores the trajectory: a reward's name, or an object with `name` and options"

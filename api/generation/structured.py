@@ -18,7 +18,7 @@ class JsonSchema(RequestModel):
     """A JSON schema under a name, as OpenAI's clients send it."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")
-    description: str | None = Field(default=None, description="accepted; tell the model in a message what you want")
+    description: str | None = Field(default=None, description="accepted; describe in a message what you want")
     schema_: Schema | None = Field(default=None, alias="schema", description="absent: any JSON object")
     strict: bool | None = Field(default=None, description="the schema is enforced in any case")
 

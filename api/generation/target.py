@@ -13,7 +13,7 @@ serves several rings, the target says which (`api/ring/choosing.py`), and whatev
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -65,6 +65,9 @@ class TargetFields(RequestModel):
         default=None, description="follow: newest version at each decode step; pin: the version at the start"
     )
     user: str | None = Field(default=None, description="a session: it stays with its choice of an adapter split")
+    cache: bool | None = Field(
+        default=None, description="false: no KV of it is stored for later requests, as with `X-Parallm-No-Cache: 1`"
+    )
 
     @property
     def session(self) -> str:
@@ -94,6 +97,7 @@ class Target:
     policy: AdapterPolicy = "pin"
     admitted: ResolvedAdapter | None = None  # the version at admission
     choice: SplitChoice | None = None  # where a split of the adapter has chosen it
+    cache: bool = True  # False: the request's body asks that nothing of it be cached
 
     @property
     def network(self) -> NetworkSpec | None:
@@ -119,7 +123,8 @@ async def target_of(
     policy = body.adapter_policy or "pin"
     begun = f"{body.session}\n{body.opening}" if ring.others and body.opening else ""  # one ring asks for none
     ring, model, adapter = await ring_for(ring, body.model, adapter, conversation=begun)
-    return await find_target(ring, model, adapter, policy, session=session, split=split, networks=networks)
+    target = await find_target(ring, model, adapter, policy, session=session, split=split, networks=networks)
+    return replace(target, cache=body.cache is not False)
 
 
 async def find_target(

@@ -11,7 +11,7 @@ import structlog
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from api.callers.caller import Client, client
+from api.callers.caller import NO_CACHE, Client, client, no_cache
 from api.http.anthropic_errors import speaks_anthropic
 from api.http.auth import OPEN_PATHS
 from api.http.errors import error_response, from_fault
@@ -46,19 +46,21 @@ class RequestContext:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = Headers(scope=scope).get("x-request-id", "")
+        headers = Headers(scope=scope)
+        given = headers.get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else f"req_{uuid.uuid4().hex}"
         scope.setdefault("state", {})["request_id"] = request_id
         client.set(Client((scope.get("client") or ("",))[0], receive))
+        no_cache.set(headers.get(NO_CACHE, ""))
         began, status = time.perf_counter(), 0
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
-                status, headers = message["status"], MutableHeaders(scope=message)
-                headers["x-request-id"] = request_id
+                status, sent = message["status"], MutableHeaders(scope=message)
+                sent["x-request-id"] = request_id
                 if speaks_anthropic(scope):
-                    headers["request-id"] = request_id
+                    sent["request-id"] = request_id
             if len(message.get("body", b"")) > PART_BYTES:
                 await _send_in_parts(message, send)
             else:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Protocol
 import msgspec
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
+from api.callers.caller import may_cache
 from api.callers.fair_pool import aside
 from api.generation.sampling import MAX_TOP_LOGPROBS, StrictId
 from api.http.fields import LogitBias, RequestModel, Stop, complaint
@@ -90,10 +91,11 @@ class JobBody(RequestModel):
     adapter_policy: AdapterPolicy = "follow"
     has_next_turn: bool = Field(
         default=False,
-        description="prompts of later jobs will begin with these and their completions: the KV of both is kept",
+        description="prompts of later jobs will begin with these and their completions: the KV of both is stored",
     )
+    cache: bool = Field(default=True, description="false: none of its KV is stored for later requests")
     deadline_s: float | None = Field(default=None, gt=0, description="what has not finished by then expires")
-    webhook: WebhookBody | None = Field(default=None, description="who is told of its end")
+    webhook: WebhookBody | None = Field(default=None, description="the URL that is notified of its end")
     idempotency_key: str = Field(default="", max_length=256, description="submitting again gives the same job")
 
     @model_validator(mode="after")
@@ -104,6 +106,8 @@ class JobBody(RequestModel):
             raise complaint("has_next_turn", "a job of kind score writes nothing that could go on")
         if self.adapter and self.lora_adapter and self.adapter != self.lora_adapter:
             raise complaint("adapter", "'adapter' and 'lora_adapter' name different adapters")
+        if self.has_next_turn and not self.cache:
+            raise complaint("has_next_turn", "it asks to keep KV, and 'cache': false to keep none")
         for name in ("references", "completions", "metadata"):
             given = getattr(self, name)
             if not isinstance(given, list):
@@ -132,6 +136,7 @@ class JobBody(RequestModel):
             deadline_ms=now + int(1000 * self.deadline_s) if self.deadline_s else 0,
             created_ms=now,
             has_next_turn=self.has_next_turn,
+            cache=self.cache and may_cache(),
         )
 
     def _sampling(self, logprobs_mode: LogprobsMode) -> SamplingOverrides:

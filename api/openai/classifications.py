@@ -40,7 +40,7 @@ class ClassificationRequest(TargetFields):
     template: str | None = Field(
         default=None,
         description=f"the prompt: {_PLACE} is where the text goes, and a label of `labels` is what would follow; "
-        f"default: `{_PLACE}`, with `labels` an empty line and `Label: ` behind it",
+        f"default: `{_PLACE}`, with `labels` an empty line and `Label: ` after it",
     )
     head: str | None = Field(default=None, description="the head that decides, where the model has several of labels")
 

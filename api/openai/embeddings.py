@@ -127,7 +127,8 @@ async def plan_embeddings(
     special = not isinstance(body, EmbeddingRequest) or body.add_special_tokens is not False
     prompts = truncated(await encoded(target.served.codec, texts, special), body, card, settings, 0)
     check_prompts(prompts, card, settings, "input")
-    return plain_sequences("embd", target, settings, prompts, kind="embed", pooling=body.pooling or "mean")
+    pooling, cache = body.pooling or "mean", body.cache is not False
+    return plain_sequences("embd", target, settings, prompts, kind="embed", pooling=pooling, cache=cache)
 
 
 async def vectors_of(ring: Ring, sequences: Sequences) -> list[npt.NDArray[np.float32]]:

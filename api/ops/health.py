@@ -72,8 +72,8 @@ class RankHealth(BaseModel):
     address: str = Field(description="where it is reached, or speaks from")
     sums_by: str = Field(description="how it exchanges sums with the others: ring, nccl or jaccl")
     state: str = Field(description="loading, ready or lost")
-    behind: int = Field(description="turns of the engine, or units of a learner's work, that it has not told of")
-    silent_s: float = Field(description="since it said something")
+    behind: int = Field(description="turns of the engine, or units of a learner's work, that it has not reported yet")
+    silent_s: float = Field(description="seconds since its last message")
     machine: MachineHealth = Field(description="memory of a rank but 0, whose process reports its own")
 
 
@@ -93,12 +93,18 @@ class WorkerHealth(BaseModel):
     tokens_per_s: float
     kv_bytes: int
     kv_limit_bytes: int
+    kv_spared_bytes: int = Field(description="that rows do not take because they share what they begin with")
     speculation: str = Field(description="--spec-decode as it is in force; none, and why, where the model cannot")
     draft_model: str = Field(description="the model that drafts; empty: there is none, or it has failed")
     memory_cache: CacheHealth
     ssd_cache: CacheHealth | None = Field(description="null: no folder is named")
     ranks: list[RankHealth] = Field(description="that hold the model together; empty: this process holds all of it")
     machine: MachineHealth
+    court: str = Field(
+        default="",
+        description="how other workers found its tokens: wrong (two of them), disputed (one of them); empty: right, or "
+        "not checked",
+    )
 
 
 class TrainerHealth(BaseModel):
@@ -273,6 +279,7 @@ def _worker(worker: WorkerStatus) -> WorkerHealth:
     caches = {"memory_cache": memory, "ssd_cache": files and CacheHealth(**files)}
     nested = {"ranks": to_builtins(worker.ranks), "machine": to_builtins(worker.machine)}
     more = caches | nested | {"warms_up": bool(said.get("warms_up"))}
+    more |= {"kv_spared_bytes": int(said.get("kv_spared_bytes", 0))}
     return WorkerHealth.model_validate(structs.asdict(worker) | more)
 
 
@@ -298,6 +305,9 @@ def _judge(report: RingHealth, load: ProcessLoad) -> None:
     for worker in report.workers:
         if worker.state == "stuck" or worker.engine_silent_s > SILENT_S:
             report.reasons.append(f"the engine of worker '{worker.id}' has been silent for {worker.engine_silent_s} s")
+        if worker.court:
+            accusers = "two other workers have" if worker.court == "wrong" else "another worker has"
+            report.reasons.append(f"{accusers} found tokens of worker '{worker.id}' wrong: see `court` in their logs")
         if lost := _lost(worker.ranks):
             report.reasons.append(f"worker '{worker.id}' has lost rank {lost}, and begins anew")
     for trainer in report.trainers:

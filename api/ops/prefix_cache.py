@@ -37,7 +37,7 @@ class CacheReset(BaseModel):
 async def reset_prefix_cache(
     ring: Annotated[Ring, Depends(ring_of)],
     reset_running_requests: Annotated[
-        bool, Query(description="rows that run compute their KV anew as well, and go on behind their last token")
+        bool, Query(description="rows that run compute their KV anew as well, and continue after their last token")
     ] = False,
     reset_external: Annotated[bool, Query(description="vLLM's; there is no cache outside the workers")] = False,
 ) -> CacheReset:

@@ -18,7 +18,7 @@ class RingAddress(BaseModel):
 
     redis: str = Field(description="URL without user and password, as this api reaches it")
     username: str = Field(description="'' for Redis' default user")
-    needs_password: bool = Field(description="whoever joins has to know it")
+    needs_password: bool = Field(description="True if a process that joins needs the password")
 
 
 @router.get("/v1/ring", summary="Where the ring is")

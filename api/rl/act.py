@@ -127,7 +127,7 @@ class ActRequest(PolicyFields):
         if self.session_id is None and (self.reset is not None or self.session_step is not None):
             raise complaint("session_id", "'reset' and 'session_step' are a session's: give 'session_id'")
         if self.session_id is not None and self.hidden_states is not None:
-            raise complaint("hidden_states", "the state travels with the request, or is kept under 'session_id'")
+            raise complaint("hidden_states", "the state travels with the request, or is stored under 'session_id'")
         if self.reset and self.session_step is not None:
             raise complaint("session_step", "a session that begins has made no steps")
         return self

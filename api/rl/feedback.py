@@ -38,7 +38,7 @@ class FeedbackBody(RequestModel):
 
     id: str = Field(min_length=1, max_length=256, description="of the completion, response or message")
     choice: int = Field(default=0, ge=0, le=1023, description="which of its choices")
-    reward: float | None = Field(default=None, ge=-MOST_REWARD, le=MOST_REWARD, description="what the answer is worth")
+    reward: float | None = Field(default=None, ge=-MOST_REWARD, le=MOST_REWARD, description="the reward of the answer")
     rating: Literal["up", "down"] | Annotated[int, Field(strict=True, ge=1, le=STARS)] | None = Field(
         default=None, description="up: reward 1, down: 0; 1 to 5 stars: 0 to 1"
     )
@@ -47,7 +47,7 @@ class FeedbackBody(RequestModel):
     )
     preferred_over_choice: int = Field(default=0, ge=0, le=1023, description="which of its choices")
     text: str | None = Field(
-        default=None, max_length=4096, description="a remark: kept with the verdict, or, alone, until there is one"
+        default=None, max_length=4096, description="a remark: stored with the verdict, or, alone, until there is one"
     )
     key: str | None = Field(default=None, max_length=256, description="the same key gives the same answer")
 
@@ -129,7 +129,7 @@ async def _standing(ring: Ring, keeper: str, name: str, body: FeedbackBody) -> f
 async def listed(
     ring: TheRing,
     state: Literal["waiting", "judged"] = "waiting",
-    after: Annotated[str, Query(max_length=512, description="the `name` behind which to go on")] = "",
+    after: Annotated[str, Query(max_length=512, description="the `name` after which the page begins")] = "",
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
 ) -> Response:
     """The asker's answers that wait for a verdict, or that have one; pairs name the other answer."""

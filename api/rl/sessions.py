@@ -24,8 +24,8 @@ async def session_of(
     session = await ring.sessions.find(sessions_of(owner()), id)
     if session is None:
         raise UnknownSessionError(
-            f"there is no session '{id}': begin it with 'reset'; one that nobody uses for "
-            f"{ring.settings.session_ttl_s} s goes (--session-ttl-s)",
+            f"there is no session '{id}': begin it with 'reset'; one that is not used for "
+            f"{ring.settings.session_ttl_s} s is deleted (--session-ttl-s)",
             param="session_id",
         )
     if step is not None and step != session.step:

@@ -127,7 +127,7 @@ def check_modes(settings: ServeSettings) -> None:
         if not settings.workers:
             raise SetupError("--learners needs a worker on this machine: --workers 1, or run mlx_parallm_learners")
         if settings.trains or settings.guest:
-            raise SetupError("--learners: the first worker has a guest already; run mlx_parallm_learners beside it")
+            raise SetupError("--learners: the first worker has a guest already; run mlx_parallm_learners on its own")
     if settings.trains:
         if not settings.workers:
             raise SetupError("a hosted trainer needs a worker on this machine: --workers 1, or run mlx_parallm_train")

@@ -176,7 +176,7 @@ class ChunkBody(RequestModel):
     tokens: list[int] | None = None
     data: str | None = None
     location: str | None = None
-    format: Literal["png", "jpeg"] | None = Field(default=None, description="not looked at: the bytes tell")
+    format: Literal["png", "jpeg"] | None = Field(default=None, description="not used: the bytes decide")
     expected_tokens: Number | None = None
 
     def piece(self) -> Piece:

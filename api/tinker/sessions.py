@@ -51,7 +51,7 @@ async def client_dynamic_config() -> Response:
 
 @router.post("/telemetry", summary="Accepted and dropped", response_class=Response)
 async def telemetry() -> Response:
-    """Nothing of it is read or kept."""
+    """Nothing of it is read or stored."""
     return json_reply({"status": "accepted"})
 
 
@@ -85,7 +85,7 @@ async def session_heartbeat(body: SessionId, ring: TheRing) -> Response:
 
 @router.post("/sessions/{session_id}/finish", summary="End", response_class=Response, responses=error_responses(404))
 async def finish_session(session_id: SessionPath, ring: TheRing) -> Response:
-    """Ends the session. Its learners are kept until their time to live is over."""
+    """Ends the session. Its learners are stored until their time to live is over."""
     session = await session_named(ring, session_id)
     done = TinkerSession(session.id, session.metadata, session.display_name, True)
     await ring.tinker.put(keeper(), session.id, done)

@@ -46,7 +46,7 @@ def _answer(kind: Any, description: str) -> dict[int | str, dict[str, Any]]:
 
 @router.put(
     "/v1/trainers/{policy}",
-    summary="Hold a policy and tell how training goes",
+    summary="Hold a policy and report how training goes",
     openapi_extra=_body(Beat),
     response_class=Response,
     responses={**_answer(Holder, "Who owns the policy from now on"), **error_responses(400, 404)},
@@ -141,7 +141,7 @@ async def answer_order(policy: Policy, request: Request, ring: TheRing) -> Respo
 async def _held(ring: Ring, policy: str, owner: str) -> None:
     holder = await TrainingBoard(ring.redis, policy).alive()
     if holder != owner:
-        raise ConflictError(f"policy '{policy}' is {holder or 'nobody'}'s, not {owner[:MAX_OWNER]}'s")
+        raise ConflictError(f"policy '{policy}' is held by {holder or 'no trainer'}, not by {owner[:MAX_OWNER]}")
 
 
 async def _model(ring: Ring, base_sha256: str) -> str:

@@ -81,7 +81,7 @@ async def update(request: Request, ring: TheRing, idempotency_key: IdempotencyKe
     """One train step on the given trajectories, through the gate, served unless `update_inference` is false.
 
     `status` is `updated`, `rejected` (the gate's checks stand in `gate`; nothing has changed) or `no_signal` (no group
-    had samples of different worth).
+    had samples with different rewards).
     """
     async with ring.bodies.reading(await request.body()) as reading:
         ring, policy = await _policy(ring, (await reading.call(policy_named, None)).decode(), "change")

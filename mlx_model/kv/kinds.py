@@ -4,7 +4,8 @@ A model's caches come as a list of mlx-lm's (mlx_lm/models/cache.py), some of th
 one cache that holds arrays itself, of one row or of a batch:
 
 - plain: keys and values of every position; can be cut at any length. A batch pads its rows on the left. Quantised, they
-  are packed (quantised.py) and otherwise the same.
+  are packed (quantised.py) and otherwise the same. Rows of a batch that begin alike may share their beginnings
+  (shared.py).
 - window: keys and values of the last `max_size` positions.
 - recurrent: a state of fixed size, which is replaced with every token.
 
@@ -20,7 +21,7 @@ arrays, with positions on axis 2.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from copy import copy
 from typing import Any
 
@@ -36,8 +37,10 @@ from mlx_lm.models.cache import (
 
 from mlx_model.kv.quantised import BatchQuantisedKVCache, QuantisedKVCache
 from mlx_model.kv.ragged import RaggedKVCache, RaggedQuantisedKVCache, RaggedWindowKVCache, Slack, in_order
+from mlx_model.kv.shared import Groups, Pair, SharedKVCache, SharedQuantisedKVCache, install
 
 Arrays = tuple[mx.array, ...]
+_CLOSE = 0.02  # of the largest logit: how far two ways to read the same KV may be apart
 
 
 class Kind:
@@ -144,6 +147,17 @@ class _Quantised(_Plain):
         return RaggedQuantisedKVCache(like.packing, [])
 
 
+class _Shared(_Plain):
+    """Rows that begin alike; what is asked of all positions of a row is asked of `whole` ones."""
+
+    def filter(self, cache: Any, keep: list[int], index: mx.array, shift: int) -> None:
+        super().filter(cache, keep, index, shift)
+        cache.keep_rows(keep)
+
+    def arrays(self, cache: Any) -> Arrays:
+        raise TypeError("beginnings lie apart from what follows")
+
+
 class _Window(Kind):
     is_known = has_ends = True
 
@@ -214,7 +228,7 @@ class _Recurrent(Kind):
 
 
 _OTHER = Kind()
-_PLAIN, _QUANTISED, _WINDOW, _RECURRENT = _Plain(), _Quantised(), _Window(), _Recurrent()
+_PLAIN, _QUANTISED, _SHARED, _WINDOW, _RECURRENT = _Plain(), _Quantised(), _Shared(), _Window(), _Recurrent()
 _KINDS: dict[type, Kind] = {
     KVCache: _PLAIN,
     BatchKVCache: _PLAIN,
@@ -222,6 +236,8 @@ _KINDS: dict[type, Kind] = {
     BatchQuantisedKVCache: _QUANTISED,
     RaggedKVCache: _PLAIN,
     RaggedQuantisedKVCache: _QUANTISED,
+    SharedKVCache: _SHARED,
+    SharedQuantisedKVCache: _SHARED,
     RotatingKVCache: _WINDOW,
     BatchRotatingKVCache: _WINDOW,
     RaggedWindowKVCache: _WINDOW,
@@ -336,6 +352,83 @@ def align(caches: Sequence[Any]) -> None:
 def has_windows(caches: Sequence[Any]) -> bool:
     """True if a leaf keeps positions that a row no longer needs while another row has fewer."""
     return any(kind_of(leaf).has_ends and not kind_of(leaf).is_cut for leaf in leaves(caches))
+
+
+def are_shared(caches: Sequence[Any]) -> bool:
+    """True if beginnings lie apart from what follows."""
+    return any(kind_of(leaf) is _SHARED for leaf in leaves(caches))
+
+
+def shared(
+    caches: Sequence[Any], beginnings: Sequence[tuple[Hashable, int] | None], padding: Sequence[int]
+) -> tuple[list[Any], list[int]]:
+    """Batched caches in which the first positions of rows lie apart, once for all rows of one key; their padding.
+
+    `beginnings`: the key of each row's and its positions, the same of equal keys; None: the row has none.
+    """
+    starts = [before + (each[1] if each else 0) for before, each in zip(padding, beginnings, strict=True)]
+    shift = min(starts)
+    rows: dict[Hashable, tuple[int, ...]] = {}
+    firsts: dict[Hashable, tuple[int, slice]] = {}
+    for row, (each, before) in enumerate(zip(beginnings, padding, strict=True)):
+        if each:
+            rows[each[0]] = (*rows.get(each[0], ()), row)
+            firsts.setdefault(each[0], (row, slice(before, before + each[1])))
+    groups, left = Groups(rows, len(beginnings)), mx.array([start - shift for start in starts])
+
+    def leaf_pair(pair: Pair, row: int, of: slice) -> Pair:
+        keys, values = (mx.contiguous(each[row : row + 1, :, of]) for each in pair)
+        return keys, values
+
+    def leaf_of(leaf: Any) -> Any:
+        if not kind_of(leaf).is_cut:
+            return leaf
+        plain = kind_of(leaf).ragged(leaf)
+        made = SharedQuantisedKVCache if hasattr(leaf, "packing") else SharedKVCache
+        pair = plain.keys, plain.values
+        if plain.keys is None:  # prompts of one id, which is still to be fed
+            return made(plain, groups, {})
+        held = {key: leaf_pair(pair, row, of) for key, (row, of) in firsts.items()}
+        plain.keys, plain.values = (each[..., shift:, :] for each in pair)
+        plain.left_padding, plain._idx = left + 0, plain._idx - shift
+        return made(plain, groups, held)
+
+    return mapped(caches, leaf_of), [start - shift for start in starts]
+
+
+def whole(caches: Sequence[Any], rows: Sequence[int], starts: Sequence[int]) -> tuple[list[Any], list[int]]:
+    """Plain leaves of some rows, in the place of those with beginnings; the rows' padding before (`starts`) and now."""
+    index, after = mx.array(list(rows)), list(starts)
+
+    def leaf_of(leaf: Any) -> Any:
+        nonlocal after
+        if kind_of(leaf) is not _SHARED:
+            return leaf
+        plain = RaggedQuantisedKVCache(leaf.packing, []) if hasattr(leaf, "packing") else RaggedKVCache([])
+        keys, values, after, end = leaf.whole(rows, starts)
+        plain.state = keys, values, leaf.offset[index], mx.array(after), end
+        plain.slack = leaf.slack and leaf.slack.of_rows(rows)
+        return plain
+
+    return mapped(caches, leaf_of), after
+
+
+def can_share(model: Any, new_kv: Sequence[Any]) -> bool:
+    """True if this model's attention reads beginnings that rows share: found out by a few tokens."""
+    if not any(kind_of(leaf).is_cut for leaf in leaves(new_kv)):
+        return False
+    install()
+    model(mx.array([[1, 2, 3]]), cache=list(new_kv))
+    try:
+        together = shared(copies(new_kv, 2), [("", 3)] * 2, [0, 0])[0]
+        apart = copies(new_kv, 2)
+        for ids in ([[4], [5]], [[6, 7], [8, 9]]):
+            one, other = (model(mx.array(ids), cache=each)[:, -1].astype(mx.float32) for each in (together, apart))
+            if not (mx.max(mx.abs(one - other)) < _CLOSE * mx.max(mx.abs(other))).item():
+                return False
+    except Exception:  # attention sinks, MLA, masks and attention of the model's own
+        return False
+    return True
 
 
 def states(caches: Sequence[Any]) -> list[Arrays]:

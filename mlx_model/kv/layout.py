@@ -18,7 +18,7 @@ from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache, make_prompt
 
 from mlx_model.device import on_cpu, on_metal
 from mlx_model.kv.cuda import attention as cuda_attention
-from mlx_model.kv.kinds import kind_of, leaves, mapped
+from mlx_model.kv.kinds import can_share, kind_of, leaves, mapped
 from mlx_model.kv.metal import attention as metal_attention
 from mlx_model.kv.quantised import Packing, QuantisedKVCache, Read, install_kernels
 from shared.errors import SetupError
@@ -39,6 +39,7 @@ class KvLayout:
 
     packings: tuple[Packing | None, ...] = ()
     bound: int = 0  # positions that a plain leaf holds, the last ones; 0: all
+    shares: bool = False  # rows may share what they begin with
 
     def new(self, model: Any) -> list[Any]:
         """Empty caches of one row."""
@@ -82,6 +83,11 @@ def layout_of(
     `bound`: `--max-kv-size`; `times`: those of `packed_times` that were taken before.
     """
     check_asked(bits, group_size, bound)
+    layout = _asked(model, bits, group_size, bound, times)
+    return replace(layout, shares=can_share(model, layout.new(model)))
+
+
+def _asked(model: Any, bits: int, group_size: int, bound: int, times: dict[str, float] | None) -> KvLayout:
     if bound:
         return _bounded(model, bound)
     if not bits:

@@ -294,6 +294,10 @@ class MultiLoRASwitch(nn.Module):  # type: ignore[misc]
         self._stack = stack
         self._routing = routing
 
+    @property
+    def bare(self) -> Any:
+        return self.linear
+
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
         """y [..., 1, out] for x [..., 1, in] and the expert of each token."""
         y: mx.array = self.linear(x, indices, sorted_indices=sorted_indices)

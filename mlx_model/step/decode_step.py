@@ -18,8 +18,8 @@ of KV is what it was. MLX finds what it has compiled by comparing the shapes of 
 earlier call, so what has other shapes comes first, and each number of tokens a row, and each length of KV, has
 functions of its own.
 
-With adapters in a batch the same is done (`adapting.py`). Other families, and models that ranks hold layer by layer,
-have mlx-lm's forward.
+With adapters in a batch the same is done (`adapting.py`). Further families have a step whose layers are mlx-lm's,
+compiled (`split_step.py`); others, and models that ranks hold layer by layer, have mlx-lm's forward.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models import llama, qwen2, qwen3
+from mlx_lm.models import llama, mistral3, qwen2, qwen3
 from mlx_lm.models.base import create_attention_mask, scaled_dot_product_attention
 from mlx_lm.models.rope_utils import Llama3RoPE, SuScaledRoPE, YarnRoPE
 
@@ -41,15 +41,17 @@ from mlx_model.kv.cuda import place
 from mlx_model.kv.cuda.attention import attention_in_place
 from mlx_model.kv.quantised import Packing
 from mlx_model.kv.ragged import have_written, packing_of, with_room
-from mlx_model.sites import EMBEDDINGS, LINEARS
+from mlx_model.sites import EMBEDDINGS, LINEARS, find_sites, shared_inputs
 from mlx_model.step.adapting import BEFORE, BEHIND, Adapting, Parts, adapted_parts
 from mlx_model.step.layer import Layer, Rows, bare, called, layer_of
 from mlx_model.step.product import Arrays, Padding
+from mlx_model.step.split_step import SplitStep, splits
 from mlx_model.tuned import ModelTuning
 
 LAYERS_AT_ONCE = 4  # that a GPU is given where it has nothing else to do: a check of 0.6B took 10 ms in place of 15
 MOST_COMPILED = 24  # numbers of tokens and lengths of KV
 _FAMILIES = (llama, qwen2, qwen3)
+_PLAIN = (nn.Linear, nn.QuantizedLinear)
 _INNER = (llama.LlamaModel, qwen2.Qwen2Model, qwen3.Qwen3Model)
 _ROPES = (nn.RoPE, Llama3RoPE, SuScaledRoPE, YarnRoPE)  # of mlx-lm's others one reads the positions on the host
 
@@ -111,7 +113,8 @@ class DecodeStep:
 
     def __init__(self, model: Any, *, compiles: bool, padding: Padding = ()) -> None:
         """`compiles`: what lies between attention; on a CPU a compiler would run for seconds while rows wait."""
-        self.model, inner, embedding = model, model.model, bare(model.model.embed_tokens)
+        self.model, self._text = model, _text(model)
+        inner, embedding = self._text.model, bare(self._text.model.embed_tokens)
         self._compiles = compiles
         self._compiled = mx.compile if compiles else lambda of: of
         self._scale = inner.layers[0].self_attn.scale
@@ -123,7 +126,8 @@ class DecodeStep:
         self._dtypes = {inner.norm.weight.dtype, *(each.dtype for _, norms in self._before for each in norms)}
         self._may_place = all(layer.may_place for layer in self._layers)
         self._embedding = embedding
-        self._head = embedding.as_linear if model.args.tie_word_embeddings else called(bare(model.lm_head), padding)
+        tied = self._text.args.tie_word_embeddings
+        self._head = embedding.as_linear if tied else called(bare(self._text.lm_head), padding)
         self._each: OrderedDict[Any, _Compiled] = OrderedDict()  # by tokens of a row, room, and packing
 
     def takes(self, caches: Sequence[Any]) -> bool:
@@ -167,7 +171,7 @@ class DecodeStep:
         rows, count = tokens_BL.shape
         kv = self._reads(tokens_BL, caches, in_place)
         compiled = self._compiled_for(count, kv)
-        inner = self.model.model
+        inner = self._text.model
         before = [adapted_parts(layer, BEFORE) for layer in inner.layers]
         behind = [adapted_parts(layer, BEHIND) for layer in inner.layers]
         h = inner.embed_tokens(tokens_BL).reshape(rows * count, -1)
@@ -190,8 +194,8 @@ class DecodeStep:
         x_ND = end(h, attended, kv.rows(last), kv.of(last), self._behind[-1], behind[-1].held)
         kv.end()
         x_BLD = x_ND.reshape(rows, count, -1)
-        tied = self.model.args.tie_word_embeddings
-        return cast(mx.array, inner.embed_tokens.as_linear(x_BLD) if tied else self.model.lm_head(x_BLD))
+        tied = self._text.args.tie_word_embeddings
+        return cast(mx.array, inner.embed_tokens.as_linear(x_BLD) if tied else self._text.lm_head(x_BLD))
 
     def _reads(self, tokens_BL: mx.array, caches: Sequence[Any], in_place: bool) -> _Reads:
         count = tokens_BL.shape[1]
@@ -214,7 +218,7 @@ class DecodeStep:
 
     def _made(self, compiled: _Compiled) -> _Functions:
         """For rows of the base."""
-        first, last, norm = self._layers[0], self._layers[-1], self.model.model.layers[0].input_layernorm
+        first, last, norm = self._layers[0], self._layers[-1], self._text.model.layers[0].input_layernorm
         weight, eps = norm.weight, norm.eps
 
         def begin(tokens_BL: mx.array, rows: Rows, kv: Arrays, arrays: Any) -> Any:
@@ -288,25 +292,27 @@ class DecodeStep:
         return compiled.parts[key]
 
 
-def decode_step_of(model: Any, tuning: ModelTuning | None = None) -> DecodeStep | None:
-    """For a model that is known here."""
-    padding = () if tuning is None else tuple(tuning.padding.items())
-    return DecodeStep(model, compiles=not on_cpu(), padding=padding) if _is_known(model) else None
+def decode_step_of(model: Any, tuning: ModelTuning | None = None) -> DecodeStep | SplitStep | None:
+    """For a model that is known here, or whose layers can be split where something compiles them."""
+    if _is_known(model):
+        padding = () if tuning is None else tuple(tuning.padding.items())
+        return DecodeStep(model, compiles=not on_cpu(), padding=padding)
+    return SplitStep(model, compiles=True) if not on_cpu() and splits(model) else None
 
 
 def join_products(model: Any) -> None:
-    """Let q, k, v and gate, up be one product each, in a process that holds a whole model."""
-    if not _is_known(model):
+    """Let linears that read the same input be one product, in a process that holds a whole model."""
+    if not (_is_known(model) or splits(model)):
         return
-    for layer in model.layers:
-        attention, mlp = layer.self_attn, layer.mlp
-        join([attention.q_proj, attention.k_proj, attention.v_proj])
-        join([mlp.gate_proj, mlp.up_proj])
+    linears = {path: site for path, site in find_sites(model).items() if type(site.module) in _PLAIN}
+    for paths in shared_inputs(model, linears):
+        join([linears[path].module for path in paths])
         mx.clear_cache()  # of the parts, or all of them would be there twice
 
 
 def _is_known(model: Any) -> bool:
     """True if all modules are mlx-lm's, sharded or with our adapters."""
+    model = _text(model)
     family = next((each for each in _FAMILIES if type(model) is each.Model), None)
     if family is None or type(model.model) not in _INNER or "embed_tokens" not in model.model:
         return False
@@ -320,6 +326,11 @@ def _is_known(model: Any) -> bool:
         and all(isinstance(bare(linear), LINEARS) for linear in linears)
         and isinstance(bare(model.model.embed_tokens), EMBEDDINGS)
     )
+
+
+def _text(model: Any) -> Any:
+    """The language side of Mistral 3, which may be a Llama; of others the model itself."""
+    return model.language_model if type(model) is mistral3.Model else model
 
 
 def _linears(layer: Any) -> Iterator[Any]:

@@ -78,7 +78,7 @@ class _PeftConfig(msgspec.Struct, frozen=True):
 
 # PEFT's switches that alter the computation beyond A, B and m: anything but "off" is refused.
 _PEFT_REFUSED = {
-    "modules_to_save": "whole modules beside the adapter",
+    "modules_to_save": "whole modules in addition to the adapter",
     "rank_pattern": "ranks that differ between modules",
     "alpha_pattern": "scales that differ between modules",
     "fan_in_fan_out": "transposed base weights",
@@ -151,7 +151,7 @@ def _heads(raw: Any) -> dict[str, HeadSpec]:
 
 def _network(raw: dict[str, Any]) -> AdapterConfig:
     if others := sorted(raw.keys() - {"network"}):
-        raise AdapterRejectedError(f"adapter_config.json: {others[0][:80]!r} beside 'network', which stands alone")
+        raise AdapterRejectedError(f"adapter_config.json: {others[0][:80]!r} with 'network', which stands alone")
     try:
         network = with_shapes(msgspec.convert(raw["network"], NetworkSpec))
     except ValueError as error:

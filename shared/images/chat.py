@@ -58,4 +58,4 @@ class ChatImages:
     def check(self, ids: Sequence[int]) -> None:
         """InvalidRequestError when the prompt's ids have not as many placeholders as the images have vectors."""
         if ids.count(self.vision.image_token_id) != sum(image.tokens for image in self.refs):
-            raise InvalidRequestError("the images cannot be told from the text of the messages", param="messages")
+            raise InvalidRequestError("images and text of the messages cannot be distinguished", param="messages")

@@ -60,7 +60,7 @@ class ApiSettings(ProcessSettings):
     response_ttl_s: int = Field(
         default=604_800,
         ge=0,
-        description="a stored response, or a conversation, that nobody has used for so long goes; 0: none are stored",
+        description="time without use after which a stored response or conversation is deleted; 0: none are stored",
     )
     response_store_mb: int = Field(
         default=64, ge=1, description="stored responses and conversations of one tenant or key; the oldest go"
@@ -69,13 +69,20 @@ class ApiSettings(ProcessSettings):
         default=0,
         ge=0,
         le=365,
-        description="answers are kept for so long, with their prompts, to be judged by /v1/feedback; 0: none are kept",
+        description="for which answers and their prompts are stored, to be judged by /v1/feedback; 0: none are",
     )
     feedback_store_mb: int = Field(
-        default=256, ge=1, description="answers of one tenant that are kept for feedback; the oldest go"
+        default=256, ge=1, description="answers of one tenant that are stored for feedback; the oldest are deleted"
+    )
+    record_ttl_s: int = Field(
+        default=0,
+        ge=0,
+        le=30 * 86_400,
+        description="what is generated is stored for so long, with its prompt, for /v1/replay to compute it again; "
+        "0: it is not stored",
     )
     session_ttl_s: int = Field(
-        default=3600, ge=1, description="a policy's state under a `session_id` that nobody has used for so long goes"
+        default=3600, ge=1, description="time without use after which a policy's state under a `session_id` is deleted"
     )
     session_store_mb: int = Field(
         default=64, ge=1, description="states under session ids of one tenant or key; those used longest ago go"

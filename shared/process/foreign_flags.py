@@ -14,7 +14,7 @@ REFUSED = {
     "max-generation-tokens": "a request's 'max_tokens' is bounded by the model's context; --max-context shortens it",
     "completion-batch-size": "there is one batch, of --max-batch-size rows",
     "num-blocks": "KV memory is given in bytes: --kv-memory-gb, and --prefix-cache-gb for earlier prompts",
-    "sequence-cache-size": "earlier prompts are kept by memory, not by number: --prefix-cache-gb",
+    "sequence-cache-size": "earlier prompts are stored by memory, not by number: --prefix-cache-gb",
     "draft-model-quantize": "--draft-model-path takes a model that is quantised already: mlx_lm.convert -q makes one",
 }
 WITHOUT_EFFECT = {

@@ -49,7 +49,7 @@ class GroupSettings(BaseModel):
         default=3, gt=0, description="a rank that says nothing for so long is lost, and the group with it"
     )
     distributed_turn_s: float = Field(
-        default=30, gt=0, description="a rank that is behind by a turn for so long is lost, too"
+        default=30, gt=0, description="time after which a rank that is late by a turn counts as lost, too"
     )
 
 
@@ -57,5 +57,5 @@ class TrainerGroupSettings(GroupSettings):
     """Part of TrainSettings: a microbatch of a model that is too large for one machine takes its time."""
 
     distributed_turn_s: float = Field(
-        default=600, gt=0, description="a rank that is behind by a microbatch for so long is lost, too"
+        default=600, gt=0, description="time after which a rank that is late by a microbatch counts as lost, too"
     )

@@ -113,7 +113,7 @@ class JoinSettings(ProcessSettings):
 
     connect_to: str = Field(default="", description="the ring to join: an api of it (HOST:PORT) or its Redis")
     connect_key: SecretStr = Field(default=SecretStr(""), description="API key for the api that --connect-to names")
-    redis_password: SecretStr = Field(default=SecretStr(""), description="of its Redis: an api does not tell it")
+    redis_password: SecretStr = Field(default=SecretStr(""), description="of its Redis; an api does not give it out")
 
     def check(self) -> None:
         """SetupError when settings contradict each other."""

@@ -43,7 +43,7 @@ async def find_redis(
         return address.redis
     if not password:
         raise SetupError(
-            f"the Redis of {api} ({address.redis}) wants a password, which an api never tells: "
+            f"the Redis of {api} ({address.redis}) wants a password, which an api never gives out: "
             "set PARALLM_REDIS_PASSWORD, or give the whole URL with --redis"
         )
     return f"{parts.scheme}://{quote(address.username)}:{quote(password, safe='')}@{parts.hosts}{parts.path}"

@@ -10,6 +10,8 @@ from shared.process.machine_settings import MachineSettings
 from shared.process.process_settings import JoinSettings
 from shared.text.languages.families import REASONING_FORMATS, TOOL_FORMATS
 
+SharePrompts = Literal["auto", "always", "off"]
+
 LINGER_S = 15.0  # that a worker stays at its end for others to fetch KV from, at most
 
 
@@ -50,13 +52,15 @@ class WorkerSettings(JoinSettings, GroupSettings, MachineSettings):
         description="a row of whose drafts less is accepted gets one only where --ngram-max tokens match",
     )
     spec_decode_memory_mb: int = Field(
-        default=64, ge=1, description="with auto: what sequences have written, kept by prompt and tenant; the oldest go"
+        default=64,
+        ge=1,
+        description="with auto: texts of earlier sequences, by prompt and tenant; the oldest are deleted",
     )
     spec_decode_ring_memory_mb: int = Field(
         default=64, ge=0, description="with auto: the same in Redis, for all workers of the ring; 0: each has its own"
     )
     spec_decode_ring_memory_ttl_s: int = Field(
-        default=86_400, ge=60, description="for which Redis keeps it after its prompt was used last"
+        default=86_400, ge=60, description="time for which Redis stores it after its prompt was used last"
     )
 
     # -- KV that workers fetch from one another
@@ -70,11 +74,22 @@ class WorkerSettings(JoinSettings, GroupSettings, MachineSettings):
         description="address of this machine to listen on for that; default: the one that it reaches Redis from",
     )
 
+    # -- checks of what other workers wrote
+    replay_share: float = Field(
+        default=0,
+        ge=0,
+        le=1,
+        description="share of the sequences that workers leave to one another to compute again, while they are idle",
+    )
+    on_wrong_tokens: Literal["alert", "drain"] = Field(
+        default="alert", description="when two other workers have found this one's tokens wrong: report it, or end too"
+    )
+
     # -- KV of earlier prompts, in memory and on disk: no disk is filled unless a folder is named
     prefix_cache_gb: float = Field(
         default=1.0,
         ge=0,
-        description="KV of earlier prompts, kept besides the KV memory, at most; 0: none. Less where memory is short",
+        description="for KV of earlier prompts, in addition to the KV memory; 0: none. Less where memory is short",
     )
     ssd_cache_dir: Path | None = Field(
         default=None,
@@ -82,7 +97,7 @@ class WorkerSettings(JoinSettings, GroupSettings, MachineSettings):
     )
     ssd: bool = Field(default=True, description="use that folder, if one is named")
     ssd_ttl_days: float = Field(
-        default=7, ge=0, description="a file that nobody has used for so long goes; 0: none does"
+        default=7, ge=0, description="time without use after which a file is deleted; 0: none is"
     )
     ssd_policy: Literal["evict_only", "write_through"] = Field(
         default="evict_only", description="write KV when it is evicted from memory and at the end, or when it is stored"
@@ -112,6 +127,11 @@ class WorkerSettings(JoinSettings, GroupSettings, MachineSettings):
         ge=0,
         description="positions that a layer of full attention keeps of a sequence, the last ones; 0: all. What is "
         "forgotten changes answers",
+    )
+    share_prompts: SharePrompts = Field(
+        default="auto",
+        description="store once what the rows of a batch begin with, and read it once in a step: auto (where more rows "
+        "fit the memory, or steps are no slower), always, off",
     )
 
     # -- the model, its batch and its life

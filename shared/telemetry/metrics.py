@@ -132,7 +132,7 @@ _OURS = (
         "until the first token of who came now, as full workers' pace has it; absent while it is not measured",
     ),
     _gauge("mlx_parallm_claims_per_second", _CLASS, "sequences that the workers take while all their rows are taken"),
-    _gauge("mlx_parallm_dead_letters", _MODEL, "sequences given up that nobody has dealt with"),
+    _gauge("mlx_parallm_dead_letters", _MODEL, "sequences given up and not yet requeued or dropped"),
     _gauge("mlx_parallm_workers", (*_MODEL, "state"), "live workers"),
     _gauge("mlx_parallm_worker_rows", _WORKER, "rows in use"),
     _gauge("mlx_parallm_worker_max_rows", _WORKER, "rows there are"),
@@ -140,6 +140,7 @@ _OURS = (
     _gauge("mlx_parallm_kv_bytes_per_token", _WORKER, "KV memory that a token takes, quantised if KV is"),
     _gauge("mlx_parallm_worker_kv_bytes", _WORKER, "KV memory that rows hold"),
     _gauge("mlx_parallm_worker_kv_limit_bytes", _WORKER, "KV memory there is"),
+    _gauge("mlx_parallm_worker_kv_spared_bytes", _WORKER, "KV memory that rows do not take, as they share prompts"),
     _gauge("mlx_parallm_worker_ranks", _WORKER, "processes that hold the worker's model together"),
     _gauge("mlx_parallm_worker_ranks_ready", _WORKER, "of them, those that take its turns"),
     _gauge(
@@ -163,10 +164,15 @@ _OURS = (
     _gauge("mlx_parallm_worker_rank_memory_pressure", _RANK, "0 normal, 1 warning, 2 critical"),
     _gauge("mlx_parallm_worker_on_battery", _WORKER, "1 while its machine runs on battery"),
     _gauge("mlx_parallm_worker_thermal_state", _WORKER, "0 nominal, 1 fair, 2 serious, 3 critical; absent: unknown"),
+    _gauge(
+        "mlx_parallm_worker_tokens_wrong",
+        _WORKER,
+        "0 right or not checked, 1 wrong to one other worker, 2 to two of them",
+    ),
     _gauge("mlx_parallm_worker_heartbeat_age_seconds", _WORKER, "since the worker's last heartbeat"),
     _gauge("mlx_parallm_adapter_slots", _WORKER, "adapter slots there are"),
     _gauge("mlx_parallm_adapter_slots_used", _WORKER, "adapter slots that hold a version"),
-    _gauge("mlx_parallm_prefix_cache_bytes", _WORKER, "KV kept of earlier prompts and answers"),
+    _gauge("mlx_parallm_prefix_cache_bytes", _WORKER, "stored KV of earlier prompts and answers"),
     _gauge("mlx_parallm_prefix_cache_snapshot_bytes", _WORKER, "of it, states of layers that cannot be cut"),
     _gauge("mlx_parallm_ssd_cache_bytes", _WORKER, "files of KV in the worker's folder, which others may share"),
     _gauge("mlx_parallm_ssd_cache_limit_bytes", _WORKER, "what they may come to; 0: no bound, or no folder"),
@@ -189,7 +195,7 @@ _OURS = (
     _gauge(
         "mlx_parallm_series_left_out",
         ("metric",),
-        f"label sets that are not told, where there are more than {MOST_SERIES}; absent where none is",
+        f"label sets left out, where there are more than {MOST_SERIES}; absent where none is",
     ),
     _gauge("mlx_parallm_redis_used_memory_bytes", (), "memory of Redis"),
     _gauge("mlx_parallm_redis_connected_clients", (), "connections to Redis"),
@@ -201,6 +207,9 @@ _OURS = (
     _counter("mlx_parallm_takeovers_total", _MODEL, "sequences that a worker went on with after another one"),
     _counter(
         "mlx_parallm_memory_handed_back_total", _MODEL, "sequences that went back to the queue for want of memory"
+    ),
+    _counter(
+        "mlx_parallm_court_tokens_total", (*_MODEL, "verdict"), "tokens that were computed again: same, tie or wrong"
     ),
     _counter("mlx_parallm_dead_letters_total", _MODEL, "sequences given up since the beginning"),
     _counter("mlx_parallm_commits_refused_total", _MODEL, "ends that came from a worker that had lost the lease"),
@@ -233,7 +242,7 @@ _OURS = (
     _counter(
         "mlx_parallm_first_token_deadlines_total",
         (*_CLASS, "outcome"),
-        "requests by what became of their first token's deadline: kept, missed, refused (it would have been missed)",
+        "requests by the outcome of their first token's deadline: in time (`kept`), missed, refused in advance",
     ),
     _counter("mlx_parallm_http_requests_total", ("method", "route", "status"), "HTTP requests answered"),
     _histogram(

@@ -1,4 +1,4 @@
-"""The commands of a page, run as they stand: with free ports, this virtual environment, and a folder of the test."""
+"""The commands of a page, run as they stand, with free ports, in this virtual environment and a folder of the test."""
 
 import os
 import re
@@ -11,7 +11,7 @@ from tests.e2e.rings import ROOT, Process
 from tests.waiting import HANG_S
 
 BIN = Path(sys.executable).parent
-STAYS = re.compile(r"^\.venv/bin/mlx_parallm_(serve|worker|learners) ")  # a program that runs until it is stopped
+STAYS = re.compile(r"^mlx_parallm_(serve|worker|learners) ")  # a program that runs until it is stopped
 READY = {"serve": "join with another worker", "worker": "worker.ready", "learners": "learners.ready"}
 
 
@@ -33,12 +33,12 @@ class Shell:
             (folder / name).symlink_to(ROOT / name)
         self.environment = {
             **os.environ,
+            "PATH": f"{BIN}:{os.environ['PATH']}",
             "PARALLM_URL": f"http://127.0.0.1:{self.http}",
             "PYTHONPATH": str(ROOT),
         }
 
     def text(self, command: str) -> str:
-        command = command.replace(".venv/bin/", f"{BIN}/").replace("make setup\n", "")
         command = re.sub(r"--steps \d+", "--steps 2", command)
         return command.replace("8000", self.http).replace("36379", self.redis)
 

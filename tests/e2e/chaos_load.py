@@ -29,7 +29,7 @@ from tests.waiting import HANG_S
 
 PROMPTS = [f"Tell me about the number {n}." for n in (3, 17, 29, 44, 58, 63, 71, 86)]
 LONGEST = 320
-GIVEN_UP = "with nothing beside it"  # a sequence whose workers have died again and again
+GIVEN_UP = "while it ran alone"  # a sequence whose workers have died again and again
 
 
 @dataclass

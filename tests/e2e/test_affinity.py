@@ -85,3 +85,14 @@ async def test_a_dead_warm_worker_loses_nothing(server: Ring) -> None:
         os.kill(pid, signal.SIGKILL)
         answers = await asyncio.gather(*(cached(client, ids) for _ in range(4)))
     assert len(answers) == 4
+
+
+async def test_what_is_not_to_be_cached_leaves_no_note(server: Ring) -> None:
+    ids = prompt(300)
+    async with httpx.AsyncClient(base_url=server.url, timeout=HANG_S) as client:
+        for fields, headers in (({"cache": False}, {}), ({}, {"X-Parallm-No-Cache": "1"})):
+            answer = await client.post("/v1/completions", json=body(ids, **fields), headers=headers)
+            assert answer.status_code == 200, answer.text
+        with pytest.raises(AssertionError, match="nobody"):
+            await warm_worker(server, ids)
+        assert [await cached(client, ids) for _ in range(2)].count(0) >= 1

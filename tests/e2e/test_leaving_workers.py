@@ -277,7 +277,7 @@ async def test_a_sequence_that_kills_every_worker_costs_the_others_a_few_rounds_
     finally:
         supervising.cancel()
         await asyncio.gather(supervising, return_exceptions=True)
-    assert "with nothing beside it" in str(guilty)
+    assert "while it ran alone" in str(guilty)
     deaths = sum(process.popen.returncode == -signal.SIGKILL for process in lives)
     assert 1 <= deaths <= 2 + 3, "two with all five, then at most halves of 3, 2 and 1"
     with worker(workerless, tmp_path / "sane", "sane"):

@@ -288,7 +288,7 @@ def test_tinkers_bad_chunks_are_refused_by_name_and_take_their_number(client: Op
         ("17 images", many),
         ("https", [{**pointer, "location": "file:///etc/passwd"}, chunks[2]]),
         ("does not fetch", [{**pointer, "location": "https://169.254.169.254/a.png"}, chunks[2]]),
-        ("cannot be told", [{"type": "encoded_text", "tokens": prompt}, *chunks]),
+        ("cannot be distinguished", [{"type": "encoded_text", "tokens": prompt}, *chunks]),
         ("format", with_chunk(format="svg")),
         ("expected_tokens", with_chunk(expected_tokens=-1)),
         ("dmel", with_chunk(type="dmel")),

@@ -12,6 +12,7 @@ from mlx.utils import tree_map
 from mlx_model.kv.kinds import window_of
 from mlx_model.kv.layout import layout_of
 from mlx_model.loader import LoadedModel
+from mlx_model.mended import mend
 
 Model = Callable[[str], LoadedModel]  # by name
 
@@ -88,6 +89,7 @@ def small(name: str, llama: LoadedModel) -> LoadedModel:
         config |= {"text_config": config["text_config"] | WIDER} if "text_config" in config else {}
     model = module.Model(module.ModelArgs.from_dict(config))
     model.update(tree_map(lambda weight: weight + 0.3 * mx.random.normal(weight.shape), model.parameters()))
+    mend(model)
     kv = layout_of(model, int(bits or 0), GROUP, bound)
     card = msgspec.structs.replace(llama.card, vocab_size=VOCAB, kv_window=window_of(kv.new(model)))
     return replace(llama, model=model, card=card, kv=kv)

@@ -32,6 +32,7 @@ BIASES = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
 SCALED = {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}
 MODELS: dict[str, tuple[dict[str, Any], int | None]] = {
     "llama": (LLAMA | BIASES | SCALED, None),
+    "mistral3": ({"model_type": "mistral3", "text_config": LLAMA}, None),
     "qwen2": (LLAMA | {"model_type": "qwen2"}, None),
     "qwen3": (QWEN3, None),
     "qwen3 in 4 bits": (QWEN3 | {"tie_word_embeddings": False}, 4),
@@ -190,7 +191,7 @@ def test_rows_with_adapters_and_of_the_base(
     write_model(tmp_path / "model", config)
     keys = {"few": ("self_attn.q_proj", "self_attn.v_proj"), "all": LINEARS}
     told = {}
-    for step in (lambda model: None, lambda model: DecodeStep(model, compiles=True)):
+    for step in (lambda *of: None, lambda model, _: DecodeStep(model, compiles=True)):
         monkeypatch.setattr(row_model, "decode_step_of", step)
         for name in keys:
             loaded = load_model(EngineConfig(str(tmp_path / "model"), kv_limit_bytes=1 << 28))
@@ -247,7 +248,7 @@ def test_deltas_by_a_kernel_are_where_deltas_were(
     loaded = load_model(EngineConfig(str(tmp_path / "model"), kv_limit_bytes=1 << 28))
     join_products(loaded.model)
     told = []
-    for step in (lambda model: None, lambda model: DecodeStep(model, compiles=False)):
+    for step in (lambda *of: None, lambda model, _: DecodeStep(model, compiles=False)):
         monkeypatch.setattr(row_model, "decode_step_of", step)
         made = {}
         for name, keys in (("a", ("self_attn.v_proj", "mlp.down_proj")), ("b", LINEARS)):
@@ -283,7 +284,7 @@ def test_a_step_that_checks_drafts_is_of_few_operations(tmp_path: Path, monkeypa
             fed.append(("adapted", tokens_BL.shape[1]))
             return super().adapted(tokens_BL, *of, **how)
 
-    monkeypatch.setattr(row_model, "decode_step_of", lambda model: Noting(model, compiles=False))
+    monkeypatch.setattr(row_model, "decode_step_of", lambda model, _: Noting(model, compiles=False))
     write_model(tmp_path / "model", QWEN3)
     loaded = load_model(EngineConfig(str(tmp_path / "model"), kv_limit_bytes=1 << 28))
     made = make_adapter(loaded.model, tmp_path / "a")

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_model.config import DiskConfig
+from mlx_model.config import DiskConfig, SpeculationConfig
 from mlx_model.loader import LoadedModel
 from shared.sequences import SequenceSpec
 from tests.engine.adapter_bench import AdapterBench, make_versions, row
@@ -370,3 +370,35 @@ def test_kv_of_lasting_versions_alone_is_kept_and_only_for_their_own_weights(
     assert tokens_and_cached({}, first) == (cold, 0)
     assert tokens_and_cached({first: "others"}, first) == (cold, 0), "another ring's version of this name"
     assert tokens_and_cached({first: "others"}, first) == (cold, 144)
+
+
+@pytest.mark.parametrize("name", ["llama", "lfm2"])
+def test_what_is_not_to_be_cached_is_stored_nowhere(name: str, model_of: Model, tmp_path: Path) -> None:
+    """Equal prompts, a group, and a row that is set aside, as each of them leaves KV otherwise."""
+    loaded = model_of(name)
+    from_others = SpeculationConfig(5, adapts_to_rows=False, adapts_to_time=False, memory_bytes=1 << 20, own_text=False)
+    bench = bench_of(loaded, tmp_path, disk={"write_through": True}, speculation=from_others)
+    rows = [spec(f"one{at}", prompt_of(150)) for at in range(2)] + [spec("two", prompt_of(150, 1))]
+    rows += [msgspec.structs.replace(spec(f"three{at}", prompt_of(150, 2)), group="g") for at in range(2)]
+    bench.submit(*(msgspec.structs.replace(one, cache=False) for one in rows))
+    bench.until(lambda: bool(bench.tokens("two")))
+    bench.engine.set_aside(["two"])
+    bench.turn()
+    bench.submit(msgspec.structs.replace(rows[2], cache=False), prior=tuple(bench.events.pop("two")), attempt=2)
+    bench.run()
+    stats = bench.engine.stats()
+    assert (stats.prefix.bytes, stats.prefix.blocks, stats.prefix.snapshots, stats.prefix.tails) == (0, 0, 0, 0)
+    assert [cached(bench, row.id) for row in rows] == [0] * 5
+    bench.submit(normal := spec("normal", prompt_of(150, 1)))
+    bench.run()
+    assert cached(bench, "normal") == 0
+    assert bench.engine.stats().speculation.drafted == 0, "nor is it drafted from"
+    bench.submit(msgspec.structs.replace(normal, id="reader", cache=False))
+    bench.run()
+    assert cached(bench, "reader") >= 128, "what others have stored may be read"
+    bench.engine.close(keep=True)
+    known = len(files(tmp_path))
+    assert known > 0
+    again = bench_of(loaded, tmp_path)
+    run(again, spec("later", prompt_of(150)), spec("later too", prompt_of(150, 2)))
+    assert (cached(again, "later"), cached(again, "later too")) == (0, 0)

@@ -19,7 +19,7 @@ from worker.engine.batch.row import Row
 from worker.engine.messages import RowRequest
 from worker.engine.speculation.drafting import Drafting, Step
 from worker.engine.speculation.memory import ANCHOR, FARTHEST, Completions, key_of
-from worker.engine.speculation.silence import SILENT
+from worker.engine.speculation.payoff import SILENT
 
 VOCAB, TOKENS, NOISE = 5000, 128, 0.05
 
@@ -62,7 +62,6 @@ class World:
         slope: float,
         fixed: float = 0.0,
         *,
-        together: bool = False,
         overlaps: bool = False,
         idles: float = 0.25,
         asking: float = 0.0,
@@ -87,7 +86,6 @@ class World:
         drafts_by: Any = None if model is None else Guesser(self, *model)
         config = SpeculationConfig(5, memory_bytes=kept)
         self._drafting = Drafting(config, [KVCache()], drafts_by, lambda: self._now, on_cpu=False)
-        self._drafting.moves_together = together
         self._suggested, self._asking = self._drafting._suggested, asking
         self._drafting._suggested = self._ask  # type: ignore[method-assign]
         self._written: dict[Row, list[int]] = {}
@@ -442,19 +440,12 @@ def test_a_row_without_drafts_waits_little_longer_beside_rows_with_them(slope: f
     assert quantiles(beside.steps, n=20)[-1] < 1.1 * 1.1, "steps differ by the noise, too"
 
 
-def test_rows_that_move_together_are_hardly_asked_for_drafts_while_one_has_none() -> None:
-    world = World([1.0, None], 0.1, together=True)
-    assert world.run() > 0.95 and max(world.steps) < 1.1 * 1.5, "no step checks drafts"
-    assert world.asked < 4, "of the row without something seems to go on now and then"
-    assert World([1.0, 1.0], 0.1, together=True).run() > 1.4
-
-
 def test_steps_that_decode_no_row_tell_nothing_of_those_that_do() -> None:
     now = 0.0
     drafting = Drafting(SpeculationConfig(), [KVCache()], clock=lambda: now)
     for rows in (0, 0, 0, 2, 2, 2):
         drafting.begin(rows, alone=False, hurried=False)
-        known = drafting._step_times[False].known(2, 1)
+        known = drafting._costs[False].known(2, 1)
         assert known is None or known == 0.5
         now += 0.5 if rows else 9.0
     assert known == 0.5
@@ -468,7 +459,7 @@ def test_a_step_whose_drafts_are_all_dropped_is_not_timed() -> None:
         drafting.waited(0.9)
         drafting.checks_nothing()
         now += 1.0
-    assert drafting._step_times[True].known(1, 1) is None
+    assert drafting._costs[True].known(1, 1) is None
 
 
 def test_a_check_that_the_next_step_reads_is_timed_as_a_whole() -> None:
@@ -483,7 +474,7 @@ def test_a_check_that_the_next_step_reads_is_timed_as_a_whole() -> None:
             drafting.checks(width, step)
         now += took
     drafting.begin(1, alone=True, hurried=False)
-    times = {width: list(each) for (_, width), each in drafting._step_times[True]._times.items()}
+    times = {width: list(of.each) for width, of in drafting._costs[True]._times[1].items()}
     assert times == {6: pytest.approx([2.0, 2.0]), 3: pytest.approx([1.0])}
 
 

@@ -26,6 +26,7 @@ class Schedule:
             prefill_chunk=self.random.choice([4, 16, 64]),
             prefix_cache_bytes=self.random.choice([0, kv * 60, 1 << 28]),
             block_size=4,
+            share_prompts=self.random.choice(["auto", "always"]),
         )
         tells_at_once = self.random.random() < 0.5
         for part in self.parts:

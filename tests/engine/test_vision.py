@@ -167,6 +167,19 @@ def test_another_image_with_the_same_text_never_hits(seeing: LoadedModel, refere
     assert bench.engine.stats().vision.encoded == 3
 
 
+def test_what_is_not_to_be_cached_leaves_no_vectors(seeing: LoadedModel, reference: Any) -> None:
+    bench = Gaze(seeing)
+    for seq in ("one", "two"):
+        bench.ask(seq, WHAT, [picture(1)], cache=False)
+    bench.run()
+    assert (bench.engine.stats().vision.encoded, bench.engine.stats().vision.bytes) == (1, 0)
+    bench.ask("private", WHAT, [picture(1)], cache=False)
+    bench.ask("normal", WHAT, [picture(1)])
+    bench.run()
+    assert bench.engine.stats().vision.bytes > 0, "another row wants them, too"
+    bench.check(reference)
+
+
 def test_samples_of_one_group_share_the_image_and_another_image_is_another_group(
     seeing: LoadedModel, reference: Any
 ) -> None:

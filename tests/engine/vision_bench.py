@@ -26,9 +26,13 @@ class Gaze(Bench):
         self, seq: str, text: str, pictures: list[Any] = (), *, group: str = "", adapter: str = "", **sampling: Any
     ) -> None:  # type: ignore[assignment]
         assert self.loaded.card.vision is not None
-        detail, breaks = sampling.pop("detail", "high"), sampling.pop("breaks", False)
+        detail, breaks, cache = (
+            sampling.pop("detail", "high"),
+            sampling.pop("breaks", False),
+            sampling.pop("cache", True),
+        )
         spec, sent = image_spec(seq, self.loaded.card.vision, text, list(pictures), detail, **sampling)
-        spec = msgspec.structs.replace(spec, group=group, adapter=adapter)
+        spec = msgspec.structs.replace(spec, group=group, adapter=adapter, cache=cache)
         self.shown[seq] = spec, list(pictures)
         if breaks:
             sent = tuple(replace(each, tiles=[tile[:-7] for tile in each.tiles]) for each in sent)

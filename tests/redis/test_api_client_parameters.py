@@ -279,3 +279,56 @@ async def test_a_reset_waits_for_every_worker_and_names_those_that_do_not_answer
 async def test_a_reset_has_nothing_to_wait_for_without_workers(redis_url: str) -> None:
     async with api(redis_url) as lonely:
         assert (await lonely.http.post("/reset_prefix_cache")).json() == {"status": "reset", "workers": []}
+
+
+# -- what is not to be cached
+
+TEXTS: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/completions", {"prompt": "say"}),
+    ("/v1/chat/completions", {"messages": HELLO}),
+    ("/v1/responses", {"input": "hi"}),
+    ("/v1/messages", {"messages": HELLO, "max_tokens": 5}),
+    ("/api/chat", {"model": CARD.name, "messages": HELLO, "stream": False}),
+    ("/api/generate", {"model": CARD.name, "prompt": "say", "raw": True, "stream": False}),
+    ("/generate", {"prompt": "say"}),
+    ("/inference/v1/generate", {"token_ids": [5]}),
+    ("/v1/embeddings", {"input": "say"}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), TEXTS, ids=[path for path, _ in TEXTS])
+async def test_a_request_may_ask_that_nothing_of_it_be_cached(
+    server: Api, worker: ScriptedWorker, path: str, body: dict[str, Any]
+) -> None:
+    async def cached(fields: dict[str, Any], value: str | None) -> bool:
+        response = await server.post(
+            path, body | fields, headers={} if value is None else {"X-Parallm-No-Cache": value}
+        )
+        assert response.status_code == 200, response.text
+        return worker.specs[-1].cache
+
+    assert await cached({}, None) and await cached({}, "0")
+    assert not await cached({}, "1") and not await cached({}, "True")
+    if path != "/inference/v1/generate":  # whose fields are vLLM's
+        assert not await cached({"cache": False}, None) and await cached({"cache": True}, None)
+    refused = await server.post(path, body, headers={"X-Parallm-No-Cache": "maybe"})
+    assert refused.status_code == 400 and "x-parallm-no-cache" in refused.text
+
+
+async def test_a_response_in_the_background_is_not_cached_either(server: Api, worker: ScriptedWorker) -> None:
+    begun = await server.post("/v1/responses", {"input": "hi", "background": True, "cache": False})
+    assert begun.status_code == 200, begun.text
+    await wait_until(lambda: len(worker.specs) == 1)
+    assert not worker.specs[0].cache
+
+
+@pytest.mark.parametrize("by_header", [False, True])
+async def test_a_job_s_sequences_are_not_cached_either(server: Api, by_header: bool) -> None:
+    body = {"kind": "generate", "prompts": ["a"], "model": CARD.name}
+    asked = {"headers": {"X-Parallm-No-Cache": "1"}} if by_header else {}
+    made = await server.post("/v1/jobs", body if by_header else {**body, "cache": False}, **asked)
+    assert made.status_code == 202, made.text
+    job = await server.ring.jobs.spec(made.json()["id"])
+    assert not job.cache
+    both = await server.post("/v1/jobs", {**body, "cache": False, "has_next_turn": True})
+    assert (both.status_code, both.json()["error"]["param"]) == (400, "has_next_turn")

@@ -96,12 +96,18 @@ async def test_the_reaper_passes_what_is_no_sequence(redis: Redis) -> None:
     assert await redis.xlen(STREAM) == 0
 
 
-@pytest.mark.parametrize("version", [0, -1, 3, 2**40])
+@pytest.mark.parametrize("version", [0, -1, 4, 2**40])
 async def test_another_versions_spec_is_refused_by_name(redis: Redis, version: int) -> None:
     fields = {**msgspec.to_builtins(spec("s")), "schema": version, "prompt_ids": "a type of tomorrow"}
     for data in (fields, {**fields, "prompt_ids": (1, 2)}):
-        with pytest.raises(IncompatibleVersionError, match=f"schema {version} and this process reads 1 to 2"):
+        with pytest.raises(IncompatibleVersionError, match=f"schema {version} and this process reads 1 to 3"):
             decode_spec(msgspec.msgpack.encode(data))
+
+
+def test_only_a_worker_that_knows_of_it_takes_what_is_not_to_be_cached() -> None:
+    private = decode_spec(encode(msgspec.structs.replace(spec("s"), cache=False)))
+    assert (private.cache, private.schema) == (False, 3)
+    assert decode_spec(encode(spec("s"))).schema == 1
 
 
 def test_fields_that_were_added_are_left_out_and_those_of_sampling_are_refused() -> None:
@@ -117,14 +123,14 @@ def test_fields_that_were_added_are_left_out_and_those_of_sampling_are_refused()
 
 def test_a_message_says_its_version_as_soon_as_it_is_not_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as newer:
-        newer.setattr(messages, "SCHEMA", 3)
-        newer.setattr(messages, "PLAIN", 3)
+        newer.setattr(messages, "SCHEMA", 4)
+        newer.setattr(messages, "PLAIN", 4)
         packed = encode(spec("s"))
-        assert decode_spec(packed).schema == 3
+        assert decode_spec(packed).schema == 4
         assert decode_spec(messages._encoder.encode(spec("s"))).schema == 1, "an older process's"
         result = encode(SequenceResult("s", Finish("stop"), "w", 1, 2))
     for data, decode in ((packed, decode_spec), (result, decode_result)):
-        with pytest.raises(IncompatibleVersionError, match="schema 3"):
+        with pytest.raises(IncompatibleVersionError, match="schema 4"):
             decode(data)
 
 

@@ -306,7 +306,7 @@ async def test_preferences_come_as_pairs_of_token_ids(
         HttpApi(str(server.http.base_url)) as asking,
     ):
         with pytest.raises(
-            SetupError, match=r"no preference between two answers of policy is kept by .*preferred_over"
+            SetupError, match=r"no preference between two answers of policy is stored at .*preferred_over"
         ):
             await preferences(asking, "policy", codec(), 1, now_ms)
         told = [(await server.post("/v1/completions", {**ASK, "n": 2})).json()["id"] for _ in range(3)]

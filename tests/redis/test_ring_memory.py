@@ -335,3 +335,11 @@ async def test_nothing_is_written_where_nothing_is_shared(redis: Redis, new_work
     assert not worker.memory._ready.is_set() and not worker.memory._ended
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_what_is_not_to_be_cached_is_not_shared(redis: Redis) -> None:
+    async with Worker(CompletionStore(redis, BOUNDS)).at_work() as worker:
+        worker.memory.ended(msgspec.structs.replace(spec("private"), cache=False), result("private", 7, 8, 9))
+        worker.memory.ended(spec("whole", (1,)), result("whole", 7, 8, 9))
+        await wait_until(lambda: redis.exists(keys.completions(key_of(spec("s", (1,))).hex())))
+        assert await redis.zcard(keys.completion_uses()) == 1

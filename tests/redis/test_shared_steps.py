@@ -338,7 +338,7 @@ async def test_another_base_or_rank_is_refused_by_name(redis_url: str) -> None:
 async def test_nobody_waits_for_ever_for_a_leader(redis_url: str) -> None:
     async with trainers(redis_url) as ring:
         member = await ring.member(learner_wait_s=0.1)
-        with pytest.raises(ServiceUnavailableError, match="nobody leads the run 'shared'"):
+        with pytest.raises(ServiceUnavailableError, match="no process leads the run 'shared'"):
             await ring.tasks[member.name]
 
 

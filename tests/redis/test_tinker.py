@@ -39,7 +39,7 @@ from shared.redis.training.tinker_store import TinkerSample
 from tests.redis.adapter_versions import publish
 from tests.redis.api_servers import Api
 from tests.redis.scripted_worker import MODEL, Answer
-from tests.waiting import wait_until
+from tests.waiting import NEVER_S, wait_until
 
 PROTOBUF = {"content-type": "application/x-protobuf"}
 TARGETS = {"target_tokens": [6, 7], "weights": [0.0, 1.0]}
@@ -60,9 +60,15 @@ async def future(server: Api, request_id: str, accept: str = "application/json")
     return await server.post("/api/v1/retrieve_future", {"request_id": request_id}, headers={"accept": accept})
 
 
+async def announce(server: Api, *, sees: bool = False) -> None:
+    """A heartbeat of a service, which outlives a busy machine's reading of a large body."""
+    await server.ring.learners.announce(ServiceCard(id="s", model=MODEL, max_rank=8, max_learners=4, sees=sees))
+    await server.ring.redis.expire(keys.learner_service(MODEL), int(NEVER_S))
+
+
 async def made(server: Api, **metadata: str) -> str:
     """A learner that waits for its service."""
-    await server.ring.learners.announce(ServiceCard(id="s", model=MODEL, max_rank=8, max_learners=4))
+    await announce(server)
     session = (await ask(server, "create_session", tags=[], user_metadata=None, sdk_version="x"))["session_id"]
     lora = {"rank": 8, "seed": 3}
     asked = {"session_id": session, "model_seq_id": 0, "base_model": MODEL, "user_metadata": metadata}
@@ -465,7 +471,7 @@ async def shown_pass(server: Api, learner: str, *chunks: dict[str, Any], number:
 
 async def test_a_pass_too_long_is_refused_before_its_images_are_looked_at(seeing: Api) -> None:
     learner = await made(seeing)
-    await seeing.ring.learners.announce(ServiceCard(id="s", model=MODEL, max_rank=8, max_learners=4, sees=True))
+    await announce(seeing, sees=True)
     many = {"type": "encoded_text", "tokens": [5] * (1 << 20)}
     damaged = {"type": "image", "data": "AAAA", "format": "png"}
     answer = await shown_pass(seeing, learner, damaged, many)
@@ -482,7 +488,7 @@ async def test_a_pass_fetches_a_url_once_and_takes_so_many_bytes_of_images(
     seeing: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     learner, fetched = await made(seeing), list[str]()
-    await seeing.ring.learners.announce(ServiceCard(id="s", model=MODEL, max_rank=8, max_learners=4, sees=True))
+    await announce(seeing, sees=True)
 
     async def get(url: str) -> bytes:
         fetched.append(url)

@@ -4,7 +4,8 @@ While it is imported, transformers reads the 3,000 source files of its models, t
 which of them. That is half of what the start of a worker or trainer costs, and the tests start more than a hundred.
 The answer depends on its version alone, so it is kept in a file. And structlog and httpx find no rich, which one would
 draw tracebacks with that none of our logs has, and the other its own command line: an eighth of some processes' start.
-Nothing else of the three, and nothing of ours, is other than in a user's process.
+Nor does redis find a library of ciphers, with which it would read tokens of a cloud's users: a tenth of most of them.
+Nothing else of the four, and nothing of ours, is other than in a user's process.
 """
 
 import contextlib
@@ -53,24 +54,23 @@ class _Remembering(_Around):
 
 
 class _Plain(_Around):
-    """Loads a module without rich, unless somebody has it already."""
+    """Loads a module without rich and cryptography, unless somebody has them already."""
 
     def exec_module(self, module: ModuleType) -> None:
-        hidden = "rich" not in sys.modules
-        if hidden:
-            sys.modules["rich"] = None  # type: ignore[assignment]
+        hidden = {"rich", "cryptography"} - sys.modules.keys()
+        sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
         try:
             self._loader.exec_module(module)
         finally:
-            if hidden:
-                del sys.modules["rich"]
+            for name in hidden:
+                del sys.modules[name]
 
 
-LOADERS = {SCANS: _Remembering, "structlog": _Plain, "httpx": _Plain}
+LOADERS = {SCANS: _Remembering, "structlog": _Plain, "httpx": _Plain, "jwt.algorithms": _Plain}
 
 
 class _Finder:
-    """Finds those three modules."""
+    """Finds those four modules."""
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:

@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.jobs import JobInput, JobSpec, SamplingOverrides
+from shared.jobs import JobInput, JobSpec, LineRequest, SamplingOverrides
 from shared.seeds import seed_in_job
+from shared.sequences import SamplingParams
 from worker.jobs.expansion import (
     PreparedPrompt,
     PromptCache,
@@ -39,6 +40,12 @@ def test_a_group_differs_in_id_and_seed_only() -> None:
     first = group[0]
     assert (first.sampling.max_tokens, first.sampling.stop, first.adapter) == (9, ("x",), "a")
     assert (first.sequence_class, first.job, first.deadline_ms) == ("batch", "job-1", 7)
+
+
+def test_a_job_or_a_line_of_a_batch_may_not_be_cached() -> None:
+    private = JobInput("p", request=LineRequest(SamplingParams(1, 0), cache=False))
+    for spec, line in ((job(cache=False), JobInput("p")), (job(), private)):
+        assert not any(sequence.cache for sequence in sequences(spec, PreparedPrompt(0, line, (1,)), now_ms=0))
 
 
 @pytest.mark.parametrize("job_id", ["job-1", "a-b-3", "x"])

@@ -140,7 +140,7 @@ def test_what_is_no_network_is_refused_by_name(tmp_path: Path, described: Any, w
 def test_a_network_stands_alone_and_is_bounded_in_depth(tmp_path: Path) -> None:
     save_file({"a": np.zeros(1, np.float32)}, tmp_path / "t.safetensors")
     for config, words in (
-        (json.dumps({"network": MLP, "heads": {}}).encode(), "'heads' beside 'network'"),
+        (json.dumps({"network": MLP, "heads": {}}).encode(), "'heads' with 'network'"),
         (b'{"network":' + b"[" * 100_000 + b"]" * 100_000 + b"}", "adapter_config.json"),
     ):
         with pytest.raises(AdapterRejectedError, match=words):

@@ -35,12 +35,6 @@ def test_a_prompt_that_would_pad_the_others_waits_for_the_next_turn() -> None:
     assert short_ones([10, 10, 200, 10], 512) == Feed((0, 1, 3), 10)
 
 
-def test_where_padding_would_do_harm_prompts_of_one_length_go_together() -> None:
-    prompts = [Unfed(10), Unfed(4), Unfed(10), Unfed(900), Unfed(9, fed_at=3)]
-    assert feed_next(prompts, 512, 8, after_short=False, equal=True) == Feed((0, 2), 10)
-    assert feed_next(prompts[1:], 512, 8, after_short=False, equal=True) == Feed((0,), 4)
-
-
 def test_a_long_prompt_gets_the_whole_budget_and_never_more_than_it_has() -> None:
     assert short_ones([9000], 512) == Feed((0,), 512)
     assert feed_next([Unfed(30, fed_at=5)], 512, 8, after_short=False) == Feed((0,), 30)
@@ -77,13 +71,12 @@ def test_long_prompts_take_turns_among_themselves() -> None:
     budget=st.integers(1, 5000),
     most=st.integers(1, 64),
     after_short=st.booleans(),
-    equal=st.booleans(),
     area=st.none() | st.integers(1, 5000 * 5000),
 )
 def test_something_is_always_fed_and_the_budget_is_kept(
-    prompts: list[Unfed], budget: int, most: int, after_short: bool, equal: bool, area: int | None
+    prompts: list[Unfed], budget: int, most: int, after_short: bool, area: int | None
 ) -> None:
-    feed = feed_next(prompts, budget, most, after_short=after_short, equal=equal, area=area)
+    feed = feed_next(prompts, budget, most, after_short=after_short, area=area)
     past = max(prompts[at].past for at in feed.prompts)
     if area is not None and (len(feed.prompts) > 1 or feed.chunk > NARROWEST):
         assert len(feed.prompts) * feed.chunk * (past + feed.chunk) <= area

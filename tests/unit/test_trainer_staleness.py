@@ -59,7 +59,7 @@ async def test_a_fresh_batch_ends_the_row() -> None:
     await asyncio.sleep(0)
     assert not waiting.done()
     watch.dropped([foreign(2)], 3)
-    assert "4 samples" in await waiting and "3 policy steps behind" in await waiting
+    assert "4 samples" in await waiting and "3 policy steps old" in await waiting
     watch.reported()
     watch.used()
     watch.dropped([foreign(3), foreign(4)], 3)

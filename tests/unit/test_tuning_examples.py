@@ -175,7 +175,11 @@ def test_a_pair_of_token_ids_is_taken_as_it_is(tmp_path: Path) -> None:
         ("sft", [GOOD, "{"], "line 2"),
         ("sft", [GOOD, "", {"prompt": "a"}], "line 3: it has either 'messages', or 'completion'"),
         ("sft", [{"messages": [user("a"), said("b")], "completion": "c"}], "line 1: it has either"),
-        ("sft", [{"messages": [user("a"), said("b")], "prompt": "c"}], "line 1: 'prompt' has no use beside 'messages'"),
+        (
+            "sft",
+            [{"messages": [user("a"), said("b")], "prompt": "c"}],
+            "line 1: 'prompt' cannot be used together with 'messages'",
+        ),
         ("sft", [{"messages": "hello"}], "line 1: Expected `array | null`, got `str` - at `$.messages`"),
         ("sft", [{"messages": []}], "line 1: no token of it counts"),
         ("sft", [{"messages": [user("a")]}], "line 1: no token of it counts"),
@@ -248,8 +252,8 @@ def test_a_byte_order_mark_and_lines_of_windows_are_read(tmp_path: Path) -> None
     assert read_examples(path, "sft", codec(), 500).items == read(tmp_path, GOOD, GOOD)
 
 
-def test_a_reply_that_the_template_does_not_put_behind_its_prompt_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SetupError, match=r"line 1: messages\[1\]: the chat template does not put this reply behind"):
+def test_a_reply_that_the_template_does_not_put_after_its_prompt_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match=r"line 1: messages\[1\]: the chat template does not put this reply after"):
         read(tmp_path, {"messages": [user("a"), said("b")]}, template=DEAF)
 
 

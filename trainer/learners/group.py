@@ -55,7 +55,7 @@ class LeadingTrainer:
         self._stop = stop
 
     def _stop_ordered(self) -> None:
-        log.info("train.stopping", hint="another rank was told to end; a checkpoint is saved after this train step")
+        log.info("train.stopping", hint="another rank got a signal to end; a checkpoint is saved after this train step")
         self._stop()
 
     async def loaded(self) -> LoadedModel:

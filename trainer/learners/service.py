@@ -83,7 +83,7 @@ class ServiceLearners:
     async def _service(self) -> ServiceCard:
         until = time.monotonic() + self._wait_s
         while (service := await self._store.service(self._model)) is None:
-            why = f"nobody trains learners of {self._model}: start mlx_parallm_learners, or give --learner own"
+            why = f"no training service of {self._model} runs: start mlx_parallm_learners, or give --learner own"
             if time.monotonic() > until:
                 raise ServiceUnavailableError(why)
             log.warning("learner.no_service", reason=why)

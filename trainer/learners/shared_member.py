@@ -118,7 +118,7 @@ class RunMember:
         while True:
             if (now := await self.shared_run.now()) is not None or self.stopping:
                 return now or RunNow("", b"", ended=True)
-            why = f"nobody leads the run {self.shared_run.name!r}: start it with --learner shared"
+            why = f"no process leads the run {self.shared_run.name!r}: start it with --learner shared"
             if time.monotonic() > until:
                 raise ServiceUnavailableError(why)
             log.warning("member.no_leader", reason=why)

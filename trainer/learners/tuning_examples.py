@@ -166,7 +166,7 @@ class _Encoder:
             raise ValueError("it has either 'messages', or 'completion' with a 'prompt'")
         if line.messages is not None:
             if line.prompt is not None:
-                raise ValueError("'prompt' has no use beside 'messages'")
+                raise ValueError("'prompt' cannot be used together with 'messages'")
             rows = list(self._turns(_checked(line.messages), line.tools))
         else:
             rows = [self._answered(_exchange(line.prompt, line.completion), line.tools)]
@@ -237,7 +237,7 @@ class _Encoder:
             before, whole, images = chat.text(at, prompt=True), chat.text(at + 1, prompt=False), chat.images(at)
             if not whole.startswith(before):
                 raise ValueError(
-                    f"messages[{at}]: the chat template does not put this reply behind its own generation prompt, so "
+                    f"messages[{at}]: the chat template does not put this reply after its own generation prompt, so "
                     "no token of it would be what the model is asked to write; see --chat-template-kwargs"
                 )
             if not before.startswith(row.text) or images != row.images:

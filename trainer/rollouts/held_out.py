@@ -31,7 +31,7 @@ class HeldOutSettings(BaseModel):
     held_out_reward: str = Field(
         default="",
         description="a second reward, or package.module:function, that measures answers to the held-out data set "
-        "beside the one that is learned from; default: none",
+        "in addition to the one that is learned from; default: none",
     )
     held_out_reward_options: dict[str, Any] = Field(default_factory=dict, description="for the second reward")
     evaluate_every: int = Field(default=0, ge=0, description="train steps between evaluations; 0: none")

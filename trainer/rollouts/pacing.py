@@ -77,10 +77,10 @@ class StaleWatch:
         """Count groups that were too old; `lag` is the age of the last one."""
         self._count += sum(len(group.trajectories) for group in groups)
         by = sorted({span.version or "the base" for t in groups[-1].trajectories for span in t.spans})
-        age = "which is no version of this run" if lag == UNKNOWN_LAG else f"{lag} policy steps behind"
+        age = "which is no version of this run" if lag == UNKNOWN_LAG else f"{lag} policy steps old"
         self._reason = (
             f"{self._count} {self._what} in a row were too old to learn from, none was fresh: the last ones were "
-            f"sampled by {', '.join(by) or 'nobody knows what'}, {age} (the bound is {self._max_lag})"
+            f"sampled by {', '.join(by) or 'unknown versions'}, {age} (the bound is {self._max_lag})"
         )
         if self._count >= self._after and not self._reported:
             self._due.set()

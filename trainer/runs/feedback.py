@@ -116,7 +116,7 @@ async def preferences(api: HttpApi, policy: str, codec: TextCodec, max_age_days:
     if not pairs.lines:
         why = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in left_out.items())
         raise SetupError(
-            f"no preference between two answers of {policy} is kept by {api.url}"
+            f"no preference between two answers of {policy} is stored at {api.url}"
             + (f" that can be learned from ({why})" if why else ": POST /v1/feedback with 'preferred_over' says one")
         )
     return _encoded(pairs.lines)

@@ -70,7 +70,7 @@ async def carry_out(loop: OrderedRun, mailbox: RingMailbox, received: Received[O
         if isinstance(order, UpdateOrder):
             answer = await _update(loop, received.id, order, timing)
         elif isinstance(order, ResumeOrder):
-            raise ConflictError("training is not paused: nobody else has moved the policy's latest version")
+            raise ConflictError("training is not paused: the policy's latest version is this run's own")
         else:
             answer = CheckpointAnswer(await loop.save(order.name), loop.state.train_step)
     except ParallmError as error:

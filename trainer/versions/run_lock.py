@@ -42,7 +42,7 @@ def _check_case(folder: Path) -> None:
         return
     if shared:
         raise SetupError(
-            f"{folder} and {shared[0]} are one folder, for this disk does not tell capitals from small letters: give "
+            f"{folder} and {shared[0]} are one folder, since this disk ignores the case of letters: give "
             "another --adapter, --run or --run-dir"
         )
 

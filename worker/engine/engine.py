@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 import mlx.core as mx
 
 from mlx_model.config import EngineConfig
+from mlx_model.kv.kinds import kind_of, leaves
 from mlx_model.loader import LoadedModel
 from mlx_model.memory import bound_freed_memory
 from shared.errors import EngineError, ParallmError
@@ -34,11 +35,12 @@ from worker.engine.batch.prompts_in_flight import Pieces
 from worker.engine.batch.row import Deadlines, Row, WaitingRows
 from worker.engine.batch.row_model import RowModel
 from worker.engine.batch.running_batch import RunningBatch
+from worker.engine.batch.shared_prompts import SharedPrompts
 from worker.engine.batch.stop_text import RowText
 from worker.engine.gallery import Gallery
 from worker.engine.messages import EndReason, EngineStats, RowRequest, StepOutput, Throughput
 from worker.engine.prefixes.disk.tiered_cache import prefix_cache
-from worker.engine.scheduler import ChunkSize, ClassTurns, Limits, Reserved, haste, share_prefill
+from worker.engine.scheduler import ChunkSize, ClassTurns, Limits, Reserved, RowTokens, haste, share_prefill
 from worker.engine.speculation.batch import batch_of
 from worker.engine.speculation.draft_batch import draft_batch
 from worker.engine.speculation.drafting import Drafting
@@ -82,12 +84,15 @@ class Engine:
         self._keeping = Keeping(self.prefixes, self._limits.kv_bytes, config.keep_bytes)
         drafts = draft_batch(loaded, config, chunk)
         self.drafting = Drafting(config.speculation, new_kv, drafts, context=loaded.card.context_length)
-        self._batch = batch_of(self._model, config, pieces, self._keeping, self.drafting)
+        may_share = loaded.kv.shares and self._model.stages == 1
+        layer_bytes = self._limits.kv_bytes_per_token // max(1, sum(kind_of(leaf).is_cut for leaf in leaves(new_kv)))
+        self._shared = SharedPrompts(config.share_prompts if may_share else "off", layer_bytes)
+        self._batch = batch_of(self._model, config, pieces, self._keeping, self._shared, self.drafting)
         self._lane = PrefillLane(self._model, self.prefixes, self._keeping, at_once, pieces)
         self._followers = Followers(self.prefixes, self._model.adapters)
         self._waiting = WaitingRows()
         self._rows: dict[str, Row] = {}
-        self._reserved = Reserved(self._limits, config.max_rows)
+        self._reserved = Reserved(self._limits, config.max_rows, shares=self._shared.may_be)
         self._deadlines = Deadlines()
         self._events: list[TokenEvent] = []
         self._loading = False  # adapters
@@ -271,6 +276,8 @@ class Engine:
             waiting=waiting,
             kv_bytes=self._reserved.bytes,
             kv_limit_bytes=self._limits.kv_limit_bytes,
+            kv_spared_bytes=self._limits.kv_bytes(self._batch.spared),
+            shares_prompts=self._shared.may_be,
             steps=self._steps,
             tokens=self._throughput.tokens,
             last_step_ms=time.monotonic_ns() // 1_000_000,
@@ -317,15 +324,17 @@ class Engine:
         admitted: list[Row] = []
         self._stalled = True
         for row in list(self._waiting):
-            if not self._reserved.fits(row.reserved_tokens):
+            row.reserved = RowTokens.of(row.spec, self._model.adapters.prefill_key(row))
+            if not self._reserved.fits(row.reserved):
                 self._stalled = False
                 break
             if not self._can_start(row):
                 continue
             self._waiting.remove(row)
             row.admitted = True
-            self._reserved.add(row.reserved_tokens)
+            self._reserved.add(row.reserved)
             admitted.append(row)
+        self._shared.is_needed = self._reserved.need_sharing
         self._start(admitted)
 
     def _can_start(self, row: Row) -> bool:
@@ -406,7 +415,8 @@ class Engine:
         rows = [*self._batch.give_up(), *besides]
         self._publish(self._batch.news(), keeps=False)
         self._pieces.forget()
-        self._batch = batch_of(self._model, self._config, self._pieces, self._keeping, self.drafting)
+        self._shared.clear()
+        self._batch = batch_of(self._model, self._config, self._pieces, self._keeping, self._shared, self.drafting)
         self._failed([row for row in rows if self._rows.get(row.spec.id) is row], error)
 
     def _load_adapters(self) -> None:
@@ -446,7 +456,7 @@ class Engine:
         for row in rows:
             del self._rows[row.spec.id]
             if row.admitted:
-                self._reserved.remove(row.reserved_tokens)
+                self._reserved.remove(row.reserved)
                 self._lane.remove(row)
                 self._followers.remove(row)
             else:

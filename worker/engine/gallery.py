@@ -126,6 +126,7 @@ class Gallery:
         self._limit = config.image_cache_bytes
         self._kept: OrderedDict[bytes, EncodedImage] = OrderedDict()  # by key, least recently used first
         self._waiting: OrderedDict[bytes, _Encoding] = OrderedDict()  # in order of arrival
+        self._unkept: set[bytes] = set()  # wanted by rows alone that are not to be cached
         self.wanted: Counter[bytes] = Counter()  # by how many rows that wait
         self.failed: dict[bytes, str] = {}  # of those that are wanted
         self._times: dict[tuple[int, int], TileTimes] = {}  # by a tile's size
@@ -160,6 +161,10 @@ class Gallery:
         self._hits += len(viewing.keys) - len(unknown)
         self.wanted.update(viewing.keys)
         self._waiting.update((key, _Encoding(brought[key])) for key in brought if key in unknown)
+        if viewing.spec.cache:
+            self._unkept -= viewing.keys
+        else:
+            self._unkept |= unknown
         if self._album is not None:
             for key in unknown:
                 self._album.ask(key)
@@ -206,6 +211,9 @@ class Gallery:
                 self.failed.pop(key, None)
                 if self._waiting.pop(key, None) is not None and self._album is not None:
                     self._album.take(key)
+            if key in self._unkept and not self.wanted[key]:
+                self._unkept.discard(key)
+                self._forget(key)
             if key in self._kept:
                 self._kept.move_to_end(key)
         self._shrink()
@@ -278,7 +286,7 @@ class Gallery:
             return
         mx.eval(seen.vectors_TH)
         self._encoded += 1
-        if self._album is not None:
+        if self._album is not None and key not in self._unkept:
             self._album.keep(key, seen.vectors_TH)
         if self._by_ranks:
             encoding.made = seen
@@ -338,7 +346,11 @@ class Gallery:
             if self._bytes <= self._limit:
                 return
             if not self.wanted[key]:
-                self._bytes -= self._kept.pop(key).vectors_TH.nbytes
+                self._forget(key)
+
+    def _forget(self, key: bytes) -> None:
+        if (seen := self._kept.pop(key, None)) is not None:
+            self._bytes -= seen.vectors_TH.nbytes
 
 
 def _piece(key: bytes, made: EncodedImage, start: int, most: int) -> ImagePiece:

@@ -136,6 +136,8 @@ class EngineStats:
     waiting: int = 0  # submitted, not admitted
     kv_bytes: int = 0  # reserved by the admitted rows
     kv_limit_bytes: int = 0
+    kv_spared_bytes: int = 0  # that rows would hold besides if each had a copy of its prompt
+    shares_prompts: bool = False  # where that lets more rows in
     steps: int = 0  # decode steps since start
     tokens: int = 0  # completion tokens since start
     last_step_ms: int = 0  # monotonic; now when the engine is idle: an old value means that it is stuck
@@ -190,6 +192,7 @@ def engine_config(s: WorkerSettings, learner_rank: int = 0) -> EngineConfig:
         kv_bits=s.kv_bits,
         kv_group_size=s.kv_group_size,
         max_kv_size=s.max_kv_size,
+        share_prompts=s.share_prompts,
         disk=_disk_config(s),
         guest_share=s.training_share,
         speculation=_speculation_config(s),

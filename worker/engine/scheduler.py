@@ -6,7 +6,7 @@ passed more than `PASSES` times in a row. A batch prompt's piece is kept short, 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from mlx_model.config import DraftKv
@@ -24,6 +24,7 @@ UNDISTURBED = 4  # times as much at once while nothing decodes; still short enou
 PASSES = 3  # turns in a row in which interactive prompts pass a batch prompt, or a CPU's decode step
 LONG_TOGETHER = 4  # long prompts that are fed in turn
 SHARE_OF_A_PIECE = 0.5  # of what a turn takes without it: the time for a piece of a batch prompt
+_NO_DRAFTS = DraftKv()
 TRY_MORE_EVERY = 16
 RECENT = 0.05  # weight of the latest turn
 LATE = 2.0  # times the planned time: a piece that takes longer makes the next one smaller
@@ -172,22 +173,19 @@ def feed_next(
     most: int,
     *,
     after_short: bool,
-    equal: bool = False,
     area: int | None = None,
 ) -> Feed:
     """Which of these prompts of one class, in order of arrival, to feed next.
 
     Short ones, which the budget feeds to their end, go together, at most `most`. Long ones are fed alone, piece by
     piece and in turn. Where both wait they alternate (`after_short`: the last ones were short): a short prompt need not
-    wait for the end of a long one, nor a long one for an end of the short ones. `equal`: only prompts of one length go
-    together. `area`: what rows x width x (past + width) may be, besides (warm_up.py says why).
+    wait for the end of a long one, nor a long one for an end of the short ones. `area`: what rows x width x (past +
+    width) may be, besides (warm_up.py says why).
     """
     short: list[int] = []
     longest = past = 0
     for at, prompt in enumerate(prompts):
         width = max(longest, prompt.left)
-        if equal and short and prompt.left != longest:
-            continue
         behind = max(past, prompt.past)
         rows = len(short) + 1
         if area is not None and rows * width * (behind + width) > area and (short or width > widest(behind, area)):
@@ -217,7 +215,7 @@ class Limits:
     draft: DraftKv = field(default_factory=DraftKv)
 
     @classmethod
-    def of(cls, card: ModelCard, kv_limit_bytes: int, draft: DraftKv) -> "Limits":
+    def of(cls, card: ModelCard, kv_limit_bytes: int, draft: DraftKv = _NO_DRAFTS) -> "Limits":
         """Those of a model on this worker."""
         return cls(card.vocab_size, card.context_length, card.kv_bytes_per_token, kv_limit_bytes, card.kv_window, draft)
 
@@ -256,34 +254,82 @@ class Limits:
         return None
 
 
-class Reserved:
-    """KV of the admitted rows, as the batch holds it: each padded to the longest, at the length it may come to have."""
+@dataclass(frozen=True)
+class RowTokens:
+    """Positions that an admitted row may come to hold."""
 
-    def __init__(self, limits: Limits, max_rows: int) -> None:
+    tokens: int
+    shared: int = 0  # of them, those that rows of one group store once where prompts are shared
+    group: Hashable = None  # None: alone
+
+    @classmethod
+    def of(cls, spec: SequenceSpec, version: str = "") -> "RowTokens":
+        """Those of a sequence whose KV this version computes; the last id of a prompt is fed for each row."""
+        if spec.kind != "generate":
+            return cls(spec.kv_tokens, spec.kv_tokens)
+        length = len(spec.prompt_ids)
+        return cls(spec.kv_tokens, length - 1, (spec.group, length, version) if spec.group else None)
+
+
+def are_alike(rows: Sequence[RowTokens]) -> bool:
+    """True if a prompt has two of these rows on average: with fewer a step would be slow for little memory."""
+    groups = {at if row.group is None else row.group for at, row in enumerate(rows)}
+    return 2 * len(groups) <= len(rows)
+
+
+class Reserved:
+    """KV of the admitted rows, as the batch holds it: each padded to the longest, at the length it may come to have.
+
+    Where prompts are shared each group's counts once, and what rows add to it is padded to the longest.
+    """
+
+    def __init__(self, limits: Limits, max_rows: int, *, shares: bool = False) -> None:
+        """`shares`: prompts, where more rows fit by that."""
         self._limits = limits
         self._max_rows = max_rows
-        self._tokens: list[int] = []
+        self._shares = shares
+        self._rows: list[RowTokens] = []
 
     @property
     def bytes(self) -> int:
         """Bytes reserved for all rows."""
-        return self._bytes(self._tokens)
+        return self._shared(self._rows) if self.need_sharing else self._copied(self._rows)
 
-    def fits(self, tokens: int) -> bool:
+    @property
+    def least_bytes(self) -> int:
+        """Bytes in the smaller of the forms that the rows may have."""
+        return min(self.bytes, self._shared(self._rows)) if self._shares and are_alike(self._rows) else self.bytes
+
+    @property
+    def need_sharing(self) -> bool:
+        """True if the rows fit with shared prompts only."""
+        return self._shares and len(self._rows) > 1 and self._copied(self._rows) > self._limits.kv_limit_bytes
+
+    def fits(self, row: RowTokens) -> bool:
         """True if one more row has a place and KV; the first row always fits."""
-        if not self._tokens:
+        if not self._rows:
             return True
-        return (
-            len(self._tokens) < self._max_rows and self._bytes([*self._tokens, tokens]) <= self._limits.kv_limit_bytes
-        )
+        if len(self._rows) >= self._max_rows:
+            return False
+        rows, limit = [*self._rows, row], self._limits.kv_limit_bytes
+        return self._copied(rows) <= limit or (self._shares and are_alike(rows) and self._shared(rows) <= limit)
 
-    def add(self, tokens: int) -> None:
+    def add(self, row: RowTokens) -> None:
         """Reserve KV for an admitted row."""
-        self._tokens.append(tokens)
+        self._rows.append(row)
 
-    def remove(self, tokens: int) -> None:
+    def remove(self, row: RowTokens) -> None:
         """Free the KV reserved for a row."""
-        self._tokens.remove(tokens)
+        self._rows.remove(row)
 
-    def _bytes(self, tokens: list[int]) -> int:
-        return len(tokens) * self._limits.reserved_bytes(max(tokens, default=0))
+    def _copied(self, rows: Sequence[RowTokens]) -> int:
+        return len(rows) * self._limits.reserved_bytes(max((row.tokens for row in rows), default=0))
+
+    def _shared(self, rows: Sequence[RowTokens]) -> int:
+        if not rows:
+            return 0
+        shared = {at if row.group is None else row.group: row.shared for at, row in enumerate(rows)}
+        longest = max(row.tokens for row in rows)
+        own = self._limits.kv_bytes(max(row.tokens - row.shared for row in rows))
+        drafts = self._limits.reserved_bytes(longest) - self._limits.kv_bytes(longest)
+        return sum(map(self._limits.kv_bytes, shared.values())) + len(rows) * (own + drafts)

@@ -182,8 +182,10 @@ def sequences(spec: JobSpec, prompt: PreparedPrompt, now_ms: int, trace: str = "
             trace=trace,
             tenant=spec.tenant,
             has_next_turn=spec.has_next_turn,
+            record_s=spec.record_s,
             images=prompt.images,
             image_token=prompt.image_token,
+            cache=spec.cache and (own is None or own.cache),
         )
         for sample in range(spec.n)
     ]

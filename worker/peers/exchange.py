@@ -66,7 +66,7 @@ class KvExchange:
         self._given = tally.counter("mlx_parallm_kv_given_bytes_total", self._model)
         wish = self._settings.kv_transfer_host
         if wish in EVERYWHERE:
-            raise SetupError(f"--kv-transfer-host {wish}: that is no address that the other workers could be told")
+            raise SetupError(f"--kv-transfer-host {wish}: this is no address at which other workers could connect")
         try:
             host = own_address(self._settings.redis, self._settings.kv_transfer_host)
             port = self._server.listen(host)

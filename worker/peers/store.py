@@ -112,4 +112,4 @@ class EngineStore:
         except TimeoutError as error:
             raise PeerError(f"our engine has not answered within {ENGINE_S:.0f} s") from error
         except LookupError as error:
-            raise PeerError("our cache was told to forget it") from error
+            raise PeerError("our cache no longer has it") from error

@@ -200,7 +200,7 @@ async def check_watchable(ring: Ring, who: str, response_id: str, stored: Stored
     if stored.state in RUNNING or after + 1 >= stored.told or await ring.responses.count_events(who, response_id):
         return
     raise NotFoundError(
-        f"the events of response {response_id!r} were kept for an hour after its end; ask for it without 'stream'"
+        f"the events of response {response_id!r} were stored for an hour after its end; ask for it without 'stream'"
     )
 
 

@@ -102,9 +102,9 @@ class ResponseRequest(DrawFields):
         "image": (),
     }
 
-    input: Items = Field(default_factory=list, description="may be left out behind what was said before")
+    input: Items = Field(default_factory=list, description="may be left out to continue what was said")
     instructions: str | None = Field(default=None, description="a system message before the input")
-    webhook: WebhookBody | None = Field(default=None, description="with `background`: who is told of its end")
+    webhook: WebhookBody | None = Field(default=None, description="with `background`: a URL to notify of its end")
     store: bool | None = Field(
         default=None, description="keep the response, for others to follow it and for GET; default: if the server does"
     )

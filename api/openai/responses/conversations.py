@@ -93,7 +93,7 @@ async def get_conversation(conversation_id: str, ring: TheRing) -> Conversation:
 
 @router.post(_ROUTE, summary="Change a conversation's metadata", responses=error_responses(400, 404))
 async def change_conversation(conversation_id: str, body: ConversationChange, ring: TheRing) -> Conversation:
-    """Replaces the conversation's metadata. The items are kept."""
+    """Replaces the conversation's metadata. The items are not changed."""
     made = (await _found(ring, conversation_id)).model_copy(update={"metadata": body.metadata or {}})
     await ring.conversations.change(keeper(), conversation_id, made.model_dump_json().encode())
     return made

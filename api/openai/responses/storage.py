@@ -19,7 +19,7 @@ from shared.errors import NotFoundError
 from shared.redis.kept.response_store import StoredResponse
 
 Order = Literal["asc", "desc"]
-After = Annotated[str, Query(description="the item behind which to go on")]
+After = Annotated[str, Query(description="the item after which the page begins")]
 Limit = Annotated[int, Query(ge=1, le=100)]
 Entry = tuple[str, bytes]  # an item's id and its JSON
 

@@ -102,7 +102,7 @@ class Topology:
                 answers.append(f"{place[0]}:{place[1]}: {reason(error)}")
             else:
                 return
-        raise UnknownSlotsError(f"no server of the cluster tells who has which slot ({'; '.join(answers)})")
+        raise UnknownSlotsError(f"no server of the cluster says who has which slot ({'; '.join(answers)})")
 
     def _take(self, asked: Place, answer: list[list[Any]]) -> None:
         slots: list[Place | None] = [None] * SLOTS

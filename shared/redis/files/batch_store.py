@@ -51,6 +51,7 @@ class BatchSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     webhook: Webhook | None = None  # notified of its end
     digest: str = ""  # SHA-256 of what was asked for, where it came with the request and not as a file
     rings: tuple[str, ...] = ()  # others that the api process serves that took it; its lines may name their models
+    cache: bool = True  # of its sequences
 
 
 class BatchError(msgspec.Struct, frozen=True):

@@ -75,7 +75,7 @@ class ConversationStore:
             raise unknown_conversation(name)
         if done == -2:
             raise InvalidRequestError(
-                "the conversation has more bytes than are kept (--response-store-mb): begin another one",
+                "the conversation has more bytes than are stored (--response-store-mb): begin another one",
                 param="conversation",
             )
         if done < 0:

@@ -181,7 +181,7 @@ def _is_64_bit(digits: str) -> bool:
 
 def unknown_letter(letter_id: str) -> UnknownDeadLetterError:
     """The error for a letter that is not there."""
-    return UnknownDeadLetterError(f"no dead letter '{letter_id}'; letters are kept for 7 days", param="letter_id")
+    return UnknownDeadLetterError(f"no dead letter '{letter_id}'; letters are stored for 7 days", param="letter_id")
 
 
 def _letter(model: str, entry: bytes, fields: dict[bytes, bytes]) -> DeadLetter:

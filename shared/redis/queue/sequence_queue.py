@@ -379,7 +379,7 @@ class SequenceQueue:
             await self._settlement.give_up(worker_id, claim, unreadable.message, type(unreadable))
         elif verdict.startswith(b"poison "):
             deaths = int(verdict.split()[1])
-            reason = f"its workers died {deaths} times, the last one with nothing beside it"
+            reason = f"its workers died {deaths} times, the last one while it ran alone"
             await self._settlement.give_up(worker_id, claim, reason)
         elif verdict in (b"cancelled", b"deadline"):
             await self._settlement.end(worker_id, claim, verdict.decode())

@@ -121,7 +121,7 @@ class LearnerStore:
         if spec is None:
             raise NotFoundError("there is no such learner, or its time to live is over")
         if int(done or 0) >= number and not await self._redis.exists(keys.learner_answer(learner, number)):
-            raise NotFoundError("the answer to this request is not kept any more")
+            raise NotFoundError("the answer to this request is not stored any more")
 
     async def saves(self, learner: str, *, expired: bool = False) -> list[SaveInfo]:
         """Saves and published versions that have not expired, or the expired ones; oldest first."""

@@ -109,7 +109,7 @@ def main() -> None:
         given = types.ModelInput(chunks=[chunk, types.EncodedTextChunk(tokens=prompt[-3:])])
         refused(words, lambda given=given: sampler.sample(given, 1, GREEDY).result())
     twice = types.ModelInput(chunks=[*seen.chunks, *lonely.chunks])
-    refused("cannot be told", lambda: sampler.sample(twice, 1, GREEDY).result())
+    refused("cannot be distinguished", lambda: sampler.sample(twice, 1, GREEDY).result())
     refused("with images", lambda: sampler.sample(seen, 1, GREEDY, include_prompt_logprobs=True).result())
     blind = done(service.create_sampling_client(base_model=BLIND))
     refused("takes no images", lambda: blind.sample(seen, 1, GREEDY).result())

@@ -102,7 +102,9 @@ def test_a_label_head_classifies_without_labels_of_the_request(http: httpx.Clien
             wanted = softmax(reference(http, policy[version], version, "topic", ids(http, text)))
             np.testing.assert_allclose(each["probs"], wanted, rtol=1e-5, atol=1e-5)
             assert each["label"] == LABELS[int(np.argmax(wanted))] and each["num_classes"] == 3
-    assert post(http, "/classify", model="policy@2", input=texts)["data"] == answer["data"]
+    again = post(http, "/classify", model="policy@2", input=texts)["data"]
+    for one, other in zip(again, answer["data"], strict=True):  # texts may be read in other batches, with other sums
+        assert one == {**other, "probs": pytest.approx(other["probs"], rel=1e-5)}
     own = post(http, "/v1/classifications", model="policy@2", input=texts, labels=["a", "b"])
     assert own["labels"] == ["a", "b"], "labels of the request come first"
 

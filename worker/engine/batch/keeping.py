@@ -114,12 +114,16 @@ class Keeping:
     def _store(
         self, rows: list[Row], ids: list[Sequence[int]], kv: RowsKv, *, at_end: bool = False, whole: bool = False
     ) -> None:
-        """Store rows whose KV one version computed; mixed KV is never hit. `whole`: store prompts to their end."""
+        """Store rows that may be cached and whose KV one version computed; mixed KV is never hit.
+
+        `whole`: store prompts to their end.
+        """
         pairs = [
             (row, prompt)
             for row, beginning in zip(rows, ids, strict=True)
             for version in row.kv_versions
-            if len(row.kv_versions) == 1
+            if row.spec.cache
+            and len(row.kv_versions) == 1
             and self._prefixes.lacks(
                 prompt := Prompt(beginning, version, row.spec.tenant if whole else None), at_end=at_end
             )

@@ -54,6 +54,11 @@ class PartedBatch:
         return self.parts[self._at].has_decoded
 
     @property
+    def spared(self) -> int:
+        """Positions of KV that are not stored because rows share what they begin with."""
+        return sum(part.spared for part in self.parts)
+
+    @property
     def stream(self) -> Any:
         """The stream that all compute on."""
         return self.parts[0].stream

@@ -66,7 +66,8 @@ class PrefillTask:
         kept: str = "" if self.pool is None else self.pool.pooling
         if self.network is not None:
             kept = f"network {self.rows[0].spec.id}"  # no two are the same
-        self.key = (tuple(self.ids), self.adapter, kept)  # tasks of equal keys have the same KV
+        # Tasks of equal keys have the same KV, and may all store it or none.
+        self.key = (tuple(self.ids), self.adapter, kept, self.rows[0].spec.cache)
         self.reports = any(row.spec.kind != "generate" or wants_prompt_logprobs(row) for row in self.rows)
 
     @property
@@ -375,7 +376,9 @@ class Followers:
             return False
         beginning = task.ids[:shared]
         for leader in batch.prefilling_rows:
-            if list(leader.prompt[:shared]) != beginning or self._adapters.version(leader) != version:
+            if not leader.spec.cache or list(leader.prompt[:shared]) != beginning:
+                continue
+            if self._adapters.version(leader) != version:
                 continue
             if self._prefixes.needs_snapshots:
                 common = self._prefixes.common(leader.prompt, task.ids)

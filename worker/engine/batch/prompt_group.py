@@ -62,8 +62,6 @@ class PromptGroup:
     def __init__(self, model: RowModel, entries: Sequence[Entry]) -> None:
         self._model = model
         self._one_prompt = len(entries) == 1
-        if not (self._one_prompt or model.takes_padding):
-            _align(entries)
         self._places = [
             _Place(row, entry.ids, entry.past, entry.stops) for entry in entries for row in entry.rows
         ]  # in the order of the KV
@@ -169,13 +167,6 @@ def kv_in(tagged: Sequence[Any], rows: list[Row], padding: list[int]) -> KvRows:
     places = {row: place for place, row in enumerate(tag.rows)}
     index = [places[row] for row in rows]
     return KvRows.of(caches, index, [padding[at] for at in index])
-
-
-def _align(entries: Sequence[Entry]) -> None:
-    """Where prompts of one length go together only, their pieces must be equal, too: stops that all have."""
-    ahead = set.intersection(*({stop - entry.past for stop in entry.stops} for entry in entries))
-    for entry in entries:
-        entry.stops = [stop for stop in entry.stops if stop - entry.past in ahead]
 
 
 def _merged(model: RowModel, entries: Sequence[Entry]) -> list[Any]:

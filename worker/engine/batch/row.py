@@ -23,6 +23,7 @@ from worker.engine.batch.stop_text import RowText
 from worker.engine.gallery import Viewing
 from worker.engine.messages import RowRequest
 from worker.engine.prefixes.entries import UNASKED
+from worker.engine.scheduler import RowTokens
 
 NO_DEADLINE = 1 << 62
 
@@ -44,7 +45,7 @@ class Row:
         "prior",
         "promotion",
         "prompt",
-        "reserved_tokens",
+        "reserved",
         "sampling",
         "spec",
         "start",
@@ -68,7 +69,7 @@ class Row:
         self.text = text
         self.draws: deque[tuple[Draw, int]] = deque()
         self.place: Place | None = None  # in its grammar, if it has one
-        self.reserved_tokens = self.spec.kv_tokens
+        self.reserved = RowTokens.of(self.spec)
         self.admitted = False  # holds a place and KV; until then it waits
         self.cached_tokens = 0  # of the prompt, from the prefix cache
         self.promotion = UNASKED  # of KV that it waits for

@@ -14,7 +14,6 @@ from typing import Any, cast
 import mlx.core as mx
 import numpy as np
 
-from mlx_model.batching import takes_padding
 from mlx_model.collectives.ranks import Ranks
 from mlx_model.heads.head import Head, Heads
 from mlx_model.kv.cuda import few_shapes
@@ -22,6 +21,7 @@ from mlx_model.kv.layout import KvLayout
 from mlx_model.networks.network import Network
 from mlx_model.pooling import hidden_states
 from mlx_model.step.decode_step import DecodeStep, decode_step_of
+from mlx_model.step.split_step import SplitStep
 from mlx_model.tuned import ModelTuning
 from mlx_model.vision.features import ImageFeatures, embeddings, with_images
 from mlx_model.vision.language import row_positions_of
@@ -51,7 +51,6 @@ class RowModel:
         self._heads = heads
         self._ranks = ranks
         self.adapters: Adapters = adapters or NoAdapters()
-        self.takes_padding = takes_padding(model)
         self._row_positions = row_positions_of(model)
         self._decode_step = decode_step_of(model, tuning) if quick else None
         self._is_quick = quick
@@ -131,7 +130,7 @@ class RowModel:
     def _hidden(self) -> Callable[..., mx.array] | None:
         return hidden_states(self.model)
 
-    def _quick(self, caches: list[Any]) -> DecodeStep | None:
+    def _quick(self, caches: list[Any]) -> DecodeStep | SplitStep | None:
         """The decode step for these caches; not in place of another module that has been put in the model's."""
         quick = self._decode_step
         return quick if quick is not None and quick.model is self.model and quick.takes(caches) else None

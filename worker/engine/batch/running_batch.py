@@ -33,6 +33,7 @@ from worker.engine.batch.prompts_in_flight import Pieces
 from worker.engine.batch.row import Row, RowTag, report_tokens
 from worker.engine.batch.row_model import RowModel
 from worker.engine.batch.sampler import RowSampler
+from worker.engine.batch.shared_prompts import SharedPrompts
 from worker.engine.prefixes.slabs import KvRows
 from worker.engine.scheduler import PASSES, Unfed, feed_next
 
@@ -41,7 +42,14 @@ class RunningBatch:
     """The rows that prefill and decode together."""
 
     def __init__(
-        self, model: RowModel, config: EngineConfig, pieces: Pieces, keeping: Keeping, *, draws_late: bool = False
+        self,
+        model: RowModel,
+        config: EngineConfig,
+        pieces: Pieces,
+        keeping: Keeping,
+        shared: SharedPrompts,
+        *,
+        draws_late: bool = False,
     ) -> None:
         """`draws_late`: not when a forward begins but in the next step, for others may compute before it has come."""
         self._model = model
@@ -49,6 +57,7 @@ class RunningBatch:
         self._undrawn = False  # what the next decode step feeds is still to be drawn
         self._pieces = pieces
         self._keeping = keeping
+        self._shared = shared
         self._sampler = RowSampler(model, config.top_candidates)
         self._most = config.prefill_rows
         self._unfed: list[Entry] = []  # in order of arrival
@@ -123,6 +132,11 @@ class RunningBatch:
         return len(self._inserted) - len(self._prefilling)
 
     @property
+    def spared(self) -> int:
+        """Positions of KV that are not stored because rows share what they begin with."""
+        return self._shared.spared(self._decoding_rows)
+
+    @property
     def stream(self) -> Any:
         """The stream that the batch computes on."""
         return generation_stream
@@ -149,6 +163,7 @@ class RunningBatch:
         self._inserted -= gone
         self._untold -= gone
         self._keeping.remove(gone)
+        self._shared.leave(gone)
         for row in gone:
             self._prefilling.pop(row, None)
         for entry in self._unfed:
@@ -205,6 +220,8 @@ class RunningBatch:
         if not through:
             return []
         self._unfed = [entry for entry in self._unfed if len(entry.ids) > 1]
+        if self._shared.pays([*self._decoding_rows, *(row for entry in through for row in entry.rows)]):
+            return [PromptGroup(self._model, [entry]) for entry in through]  # together they would be copied
         return [PromptGroup(self._model, through)]
 
     def _feed(self, budget: int, of: SequenceClass) -> list[PromptGroup]:
@@ -215,8 +232,8 @@ class RunningBatch:
             return []
         unfed = [Unfed(group.left, group.fed_at, end_of(group.cache)) for group in groups]
         unfed += [Unfed(len(entry.ids) - 1, past=entry.past) for entry in entries]
-        after_short, equal = self._after_short.get(of, False), not self._model.takes_padding
-        feed = feed_next(unfed, budget, self._most, after_short=after_short, equal=equal, area=self._pieces.area)
+        after_short = self._after_short.get(of, False)
+        feed = feed_next(unfed, budget, self._most, after_short=after_short, area=self._pieces.area)
         if feed.prompts[0] < len(groups):
             group = groups[feed.prompts[0]]
         else:
@@ -247,6 +264,7 @@ class RunningBatch:
 
     def _join(self, group: PromptGroup) -> bool:
         """Let the rows of a group decode from the next step on; whether their first tokens are under way already."""
+        self._cache, self._padding = self._shared.join(self._cache, self._padding, self._decoding_rows, group)
         early = self._is_early(group)
         if early:
             next_B = self._draw(mx.array(group.last_ids), group.cache)

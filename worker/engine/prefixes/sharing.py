@@ -205,7 +205,7 @@ class SharedCache(PrefixCache):
         """Raise UnusableParcelError unless the parcel belongs to this prompt and the model can compute with it."""
         label, tail = parcel.label, parcel.label.tail
         if prompt.resets != self._resets:
-            raise UnusableParcelError("the cache was told to forget everything meanwhile")
+            raise UnusableParcelError("the cache has been emptied meanwhile")
         if label.identity != self.identity or label.version != prompt.version or not label.keys:
             raise UnusableParcelError("of another model or adapter version")
         if not (self._is_of_blocks(label, prompt) if tail is None else self._is_snapshot_of(label, tail, prompt)):

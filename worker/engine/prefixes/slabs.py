@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import mlx.core as mx
 
-from mlx_model.kv.kinds import Arrays, kind_of, leaves
+from mlx_model.kv.kinds import Arrays, are_shared, kind_of, leaves, whole
 
 Layers = list[Arrays]  # of each leaf: arrays [rows, ...]; of a cut one [rows, heads, positions, dim]
 Shares = tuple[Sequence[int], Sequence[int]]  # as often as each leaf counts: of those that are cut, of the others
@@ -28,10 +28,15 @@ class KvRows:
     rows: list[int]
     starts: list[int]
     others: list[Any] = field(default_factory=list)  # the leaves that are not cut
+    others_rows: list[int] = field(default_factory=list)  # the same rows, in those leaves
 
     @classmethod
     def of(cls, caches: Sequence[Any], rows: list[int] | None = None, starts: list[int] | None = None) -> KvRows:
         """Some rows of batched caches, or the caches of one row."""
+        rows, starts, of_batch = rows or [0], starts or [0], rows or [0]
+        if are_shared(caches):
+            caches, starts = whole(caches, rows, starts)
+            rows = list(range(len(rows)))
         cut, others = [], []
         for leaf in leaves(caches):
             kind = kind_of(leaf)
@@ -39,11 +44,11 @@ class KvRows:
                 cut.append(kind.arrays(leaf))
             else:
                 others.append(leaf)
-        return cls(cut, rows or [0], starts or [0], others)
+        return cls(cut, rows, starts, others, of_batch)
 
     def states(self, places: Sequence[int], lengths: list[int]) -> Layers:
         """State of the other leaves for the rows at `places`, after `lengths` ids."""
-        rows = [self.rows[place] for place in places]
+        rows = [self.others_rows[place] for place in places]
         return [kind_of(leaf).state(leaf, rows, lengths) for leaf in self.others]
 
 

@@ -7,11 +7,10 @@ comes, and never which.
 
 Rows are padded to the longest draft. What was fed in vain is taken back from the KV (kv/kinds.py), whose rows may end
 at different positions from then on. Recurrent layers cannot forget what they have read: where a draft has not held to
-its end, all rows go back to where the step began and read again what holds. If such layers read padding, too, rows
-move on by equally much: as far as the shortest draft goes and holds.
+its end, all rows go back to where the step began and read again what holds.
 
 To know what has held before the next step is given out, the device would wait for the host, and the host for the
-device. So a step that checks may stay *unread* until the next one is under way (unread.py).
+device. So a step that checks may stay *unread* until the next one is under way (part.py).
 
 Invariants. A step without drafts is `RunningBatch`'s own; when it begins, all steps before it have been read. Of steps
 that stay unread, the first one tells what it is fed. Batches with states, windows, grammars or penalties are read at
@@ -53,10 +52,22 @@ from worker.engine.batch.row import Row
 from worker.engine.batch.row_model import RowModel
 from worker.engine.batch.running_batch import RunningBatch
 from worker.engine.batch.sampler import Places
+from worker.engine.batch.shared_prompts import SharedPrompts
 from worker.engine.speculation.drafting import Drafting
 from worker.engine.speculation.lookup import Ids
-from worker.engine.speculation.part import Flags, Part, are_dense, padded, shorten
-from worker.engine.speculation.unread import Beside, Unread, cut, fed, filled, held, positions_of
+from worker.engine.speculation.part import (
+    Beside,
+    Flags,
+    Part,
+    Unread,
+    are_dense,
+    cut,
+    fed,
+    filled,
+    held,
+    padded,
+    positions_of,
+)
 
 ALIGN_SHARE = 16  # positions: to align these takes about what it costs in one step to write where each row ends
 ROOM_SHARE = 4  # of all positions: more than that a row may not fall behind, either, where rows end apart for long
@@ -65,15 +76,18 @@ LOOSE = 256  # positions by which a row may fall behind, where a window has to h
 
 
 class SpeculatingBatch(RunningBatch):
-    """The rows that prefill and decode together."""
-
     def __init__(
-        self, model: RowModel, config: EngineConfig, pieces: Pieces, keeping: Keeping, drafting: Drafting
+        self,
+        model: RowModel,
+        config: EngineConfig,
+        pieces: Pieces,
+        keeping: Keeping,
+        shared: SharedPrompts,
+        drafting: Drafting,
     ) -> None:
-        super().__init__(model, config, pieces, keeping)
+        super().__init__(model, config, pieces, keeping, shared)
         self._drafting = drafting
-        drafting.moves_together = not model.takes_padding  # a row cannot read less than another one
-        self._overlaps = drafting.overlaps and not drafting.moves_together
+        self._overlaps = drafting.overlaps
         self._slack: list[int] = []  # positions by which each row ends before the one that ends last
         self._plain_steps = 0  # in a row
         self._joined = False  # rows have, since the step before
@@ -122,7 +136,6 @@ class SpeculatingBatch(RunningBatch):
             end_apart(self._cache[:-1], 0, self._unread.slack)
 
     def _set_slack(self, slack: list[int]) -> None:
-        """After rows have come or gone."""
         nothing = [0] * len(slack)
         self._slack = take_back(self._cache[:-1], nothing, slack) if any(self._slack) and slack else nothing
 
@@ -163,10 +176,6 @@ class SpeculatingBatch(RunningBatch):
             self._check_unread(rows, inputs, drafts)
             return
         parts = [Part(*each) for each in zip(rows, inputs, drafts, strict=True)]
-        if self._drafting.moves_together and not shorten(parts):
-            self._drafting.checks_nothing()
-            self._decode_plainly()
-            return
         self._check(parts)
 
     def _add_news(self, tokens: list[tuple[Row, int]]) -> None:
@@ -211,7 +220,6 @@ class SpeculatingBatch(RunningBatch):
         return logits_BLV
 
     def _take_back(self, unused: list[int]) -> None:
-        """Forget the last so many positions of each row."""
         caches = self._cache[:-1]
         if any(unused):
             self._slack = take_back(caches, unused, self._slack)
@@ -220,7 +228,6 @@ class SpeculatingBatch(RunningBatch):
             self._align()
 
     def _align(self) -> None:
-        """Let all rows end together."""
         caches = self._cache[:-1]
         align(caches)
         self._padding = [before + more for before, more in zip(self._padding, self._slack, strict=True)]
@@ -257,8 +264,6 @@ class SpeculatingBatch(RunningBatch):
         """Read what was drawn, and let each row move on so far; the inputs after that. `starts`: rows' first places."""
         drawn = cast(list[int], tokens_N.tolist())
         holds = [part.held(drawn, start) for part, start in zip(parts, starts, strict=True)]
-        if self._drafting.moves_together:
-            holds = [min(holds)] * len(parts)
         for part, start, count in zip(parts, starts, holds, strict=True):
             part.accept(count, draw, start)
         return [drawn[start + count] for start, count in zip(starts, holds, strict=True)]
@@ -266,7 +271,7 @@ class SpeculatingBatch(RunningBatch):
     # -- steps that stay unread
 
     def _may_be_unread(self, rows: tuple[Row, ...], drafts: list[list[int]]) -> bool:
-        """Whether what such drafts bring may be read in the next step."""
+        """True if what such drafts bring may be read in the next step."""
         return (
             self._overlaps
             and not self._at_once
@@ -362,7 +367,7 @@ class SpeculatingBatch(RunningBatch):
 
 
 def news_of(parts: Sequence[Part], inputs: Sequence[int], untold: Collection[Row]) -> list[tuple[Row, int]]:
-    """What has held of these, and what was drawn behind that."""
+    """Tokens that have held of these, and what was drawn behind them."""
     return [
         (part.row, id_)
         for part, input_ in zip(parts, inputs, strict=True)
@@ -371,12 +376,18 @@ def news_of(parts: Sequence[Part], inputs: Sequence[int], untold: Collection[Row
 
 
 def batch_of(
-    model: RowModel, config: EngineConfig, pieces: Pieces, keeping: Keeping, drafting: Drafting
+    model: RowModel,
+    config: EngineConfig,
+    pieces: Pieces,
+    keeping: Keeping,
+    shared: SharedPrompts,
+    drafting: Drafting,
 ) -> RunningBatch | PartedBatch:
     """An empty batch; without drafts its every step brings one token of each row, or of each row of a part."""
     if not drafting.is_on and model.stages > 1:
         parts = [(model.twin(), keeping.twin()) for _ in range(model.stages)]
-        return PartedBatch([RunningBatch(each, config, pieces, keeps, draws_late=True) for each, keeps in parts])
+        none = SharedPrompts("off")
+        return PartedBatch([RunningBatch(each, config, pieces, keeps, none, draws_late=True) for each, keeps in parts])
     if not drafting.is_on:
-        return RunningBatch(model, config, pieces, keeping)
-    return SpeculatingBatch(model, config, pieces, keeping, drafting)
+        return RunningBatch(model, config, pieces, keeping, shared)
+    return SpeculatingBatch(model, config, pieces, keeping, shared, drafting)

@@ -1,0 +1,185 @@
+"""Rows that store and read their prompt once, over rows with copies: `python -m tests.bench.shared_prompts`.
+
+Memory: samples of one prompt that are admitted where some copies fit, and the KV that the batch's arrays hold. Steps:
+decode steps of rows of one prompt in both forms, in turn in one process, as ratios of their times, and the bytes of KV
+that a step reads. Job: groups of samples through an engine with little memory, from the first prompt to the last token.
+`--share-prompts auto` is what a worker does by itself; `always` and `off` force a form.
+"""
+
+# ruff: noqa: E402
+from mlx_model import fast_blas
+
+fast_blas.install()
+
+import argparse
+import time
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import mlx.core as mx
+from msgspec import structs
+
+from mlx_model.config import EngineConfig
+from mlx_model.kv.kinds import leaves
+from mlx_model.kv.layout import layout_of
+from mlx_model.loader import LoadedModel
+from shared.process.worker_settings import SharePrompts
+from shared.sequences import SamplingParams, SequenceSpec
+from tests.bench.adapters import SHAPES, random_model
+from worker.engine.engine import Engine
+from worker.engine.messages import RowRequest
+
+SAMPLES, PROMPT, ANSWER = 16, 2048, 256  # of the memory part
+COPIES = 3  # that fit there
+CONTEXT = 16_384
+ROOM = 1024  # positions that a row may come to
+FORMS: tuple[SharePrompts, ...] = ("off", "auto", "always")
+
+
+def model_of(shape: dict[str, Any], dtype: str) -> LoadedModel:
+    """A model with random weights that counts its KV."""
+    loaded = random_model(shape | {"max_position_embeddings": CONTEXT}, dtype)
+    heads = shape["num_hidden_layers"] * shape["num_key_value_heads"]
+    token = 2 * heads * shape["head_dim"] * getattr(mx, dtype).size
+    card = structs.replace(loaded.card, kv_bytes_per_token=token, context_length=CONTEXT)
+    return replace(loaded, card=card, kv=layout_of(loaded.model, 0, 64))
+
+
+def samples(group: int, count: int, prompt: int, answer: int) -> list[RowRequest]:
+    """Samples of one prompt of `prompt` ids, each of `answer` tokens."""
+    ids = tuple(3 + (7919 * at + 31 * group) % 4000 for at in range(prompt))
+    return [
+        RowRequest(
+            SequenceSpec(
+                f"{group}-{n}",
+                "m",
+                ids,
+                SamplingParams(answer, n, temperature=1.0, ignore_eos=True),
+                group=str(group),
+                sequence_class="batch",
+            )
+        )
+        for n in range(count)
+    ]
+
+
+class Rows:
+    """Rows of one prompt in an engine, past their prompt."""
+
+    def __init__(self, loaded: LoadedModel, when: SharePrompts, rows: int, context: int) -> None:
+        config = EngineConfig("", max_rows=rows, prefill_chunk=512, prefix_cache_bytes=0, share_prompts=when)
+        self._engine = Engine(loaded, config)
+        self._engine.submit(samples(0, rows, context, ROOM))
+        decoded = 0
+        while decoded < 3 * rows:
+            decoded += self._tokens()
+
+    def _tokens(self) -> int:
+        tokens = sum(len(event.tokens) for event in self._engine.turn().events)
+        self._engine.settle()
+        return tokens
+
+    @property
+    def read(self) -> int:
+        """Bytes of KV that a step reads."""
+        return read_bytes(self._engine)
+
+    def step_ms(self, steps: int) -> float:
+        began = time.perf_counter()
+        for _ in range(steps):
+            self._tokens()
+        return 1e3 * (time.perf_counter() - began) / steps
+
+
+def read_bytes(engine: Engine) -> int:
+    """Bytes of KV that lie before the ends of the rows that decode."""
+    total = 0
+    for leaf in leaves(engine.batch.cache[:-1]):
+        total += sum(each.nbytes * leaf.size() // each.shape[2] for each in (leaf.keys, leaf.values))
+        total += sum(each.nbytes for pair in getattr(leaf, "beginnings", {}).values() for each in pair)
+    return total
+
+
+def measure_memory(loaded: LoadedModel) -> None:
+    limit = COPIES * (PROMPT + ANSWER) * loaded.card.kv_bytes_per_token
+    fit = {}
+    for when in ("off", "auto"):
+        config = EngineConfig("", max_rows=64, prefill_chunk=512, prefix_cache_bytes=0, share_prompts=when)
+        engine = Engine(replace(loaded, kv_limit_bytes=limit), config)
+        engine.submit(samples(0, SAMPLES, PROMPT, ANSWER))
+        held = decoded = rows = 0
+        while decoded <= 0.9 * ANSWER * rows:  # until the first of them end
+            decoded += sum(len(event.tokens) for event in engine.turn().events)
+            held = max(held, read_bytes(engine) if engine.batch.cache else 0)
+            rows = engine.stats().rows
+        fit[when] = rows
+        print(f"{when}: {fit[when]} of {SAMPLES} rows of {PROMPT:,} + {ANSWER}, {held / limit:.2f} of the limit read")
+    print(f"rows in the same memory: {fit['auto'] / fit['off']:.1f}   aim: 4", flush=True)
+
+
+def measure_steps(loaded: LoadedModel, rows: int, context: int, rounds: int, steps: int) -> None:
+    batches = {when: Rows(loaded, when, rows, context) for when in FORMS}
+    times: dict[SharePrompts, list[float]] = {when: [] for when in FORMS}
+    for _ in range(rounds):
+        for when, batch in batches.items():
+            times[when].append(batch.step_ms(steps))
+    for when in FORMS[1:]:
+        ratios = sorted(one / copied for one, copied in zip(times[when], times["off"], strict=True))
+        print(
+            f"{rows} rows of {context:,}, {when}: step {ratios[0]:.2f} {median(ratios):.2f} {ratios[-1]:.2f}"
+            f" ({median(times['off']):.1f} -> {median(times[when]):.1f} ms),"
+            f" bytes read {batches[when].read / batches['off'].read:.3f}",
+            flush=True,
+        )
+
+
+def measure_job(loaded: LoadedModel, prompts: int, prompt: int, answer: int, copies: int, rounds: int) -> None:
+    """Groups of 16 come one after another, as a worker claims them, in an engine where so many copies fit."""
+    limit = copies * (prompt + answer) * loaded.card.kv_bytes_per_token
+    seconds: dict[SharePrompts, list[float]] = {"off": [], "auto": []}
+    for _ in range(rounds):
+        for when, taken in seconds.items():
+            config = EngineConfig("", max_rows=64, prefill_chunk=512, share_prompts=when)
+            engine = Engine(replace(loaded, kv_limit_bytes=limit), config)
+            waiting = [each for group in range(prompts) for each in samples(group, SAMPLES, prompt, answer)]
+            began = time.perf_counter()
+            while waiting or engine.busy:
+                while waiting and engine.stats().waiting < 2:
+                    engine.submit([waiting.pop(0) for _ in range(min(len(waiting), SAMPLES))])
+                engine.turn()
+                engine.settle()
+            taken.append(time.perf_counter() - began)
+    ratios = sorted(one / off for one, off in zip(seconds["auto"], seconds["off"], strict=True))
+    print(
+        f"job of {prompts} x {SAMPLES}, {prompt:,} + {answer}, {copies} copies fit: time {ratios[0]:.2f}"
+        f" {median(ratios):.2f} {ratios[-1]:.2f} ({median(seconds['off']):.1f} -> {median(seconds['auto']):.1f} s)",
+        flush=True,
+    )
+
+
+def main() -> None:
+    """Memory, then steps, then a job."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", choices=list(SHAPES), default="medium")
+    parser.add_argument("--rows", type=int, default=32)
+    parser.add_argument("--context", type=int, action="append", help="default: 2048")
+    parser.add_argument("--job", type=int, nargs=4, default=(4, 512, 32, 12), help="prompts, their ids, tokens, copies")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=8, help="of a round")
+    parser.add_argument("--only", choices=("memory", "steps", "job"))
+    on_cpu = mx.default_device() == mx.Device(mx.cpu)
+    parser.add_argument("--dtype", default="float32" if on_cpu else "bfloat16")
+    args = parser.parse_args()
+    if args.only in (None, "memory"):
+        measure_memory(model_of(SHAPES[args.shape] | {"num_hidden_layers": 2}, args.dtype))
+    loaded = model_of(SHAPES[args.shape], args.dtype)
+    if args.only in (None, "steps"):
+        for context in args.context or (2048,):
+            measure_steps(loaded, args.rows, context, args.rounds, args.steps)
+    if args.only in (None, "job"):
+        measure_job(loaded, *args.job, args.rounds)
+
+
+if __name__ == "__main__":
+    main()

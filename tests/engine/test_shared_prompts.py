@@ -1,0 +1,286 @@
+"""Rows that begin alike hold their beginning once, and say what they would say alone."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from mlx_lm.models.base import scaled_dot_product_attention
+from mlx_lm.models.cache import KVCache
+from msgspec import structs
+
+from mlx_model.kv.kinds import copies, keep_rows, leaves, ragged, shared, take_back, whole
+from mlx_model.loader import LoadedModel
+from shared.sequences import SequenceSpec
+from tests.engine.adapter_bench import AdapterBench, make_versions, row
+from tests.engine.conftest import Bench, prompt_of, spec
+from tests.engine.kv_models import Model
+from tests.engine.test_kv_kinds import bench_of, check_like_cold
+from tests.engine.test_speculation import ALWAYS, predicted
+from worker.engine.batch import shared_prompts
+
+SHARING = ("llama", "qwen3", "lfm2", "gemma3_text", "llama 4", "qwen3_5 8")
+
+
+def group(name: str, prompt: list[int], count: int, **sampling: object) -> list[SequenceSpec]:
+    """Samples of one prompt, greedy ones and others, of different lengths."""
+    return [
+        spec(f"{name}{n}", prompt, group=name, seed=n, **{"max_tokens": 8 + n, "temperature": n % 2} | sampling)
+        for n in range(count)
+    ]
+
+
+def held(bench: Bench) -> int:
+    """Bytes of KV of the rows that decode."""
+    arrays: list[mx.array] = []
+    for leaf in leaves(bench.engine.batch.cache[:-1]):
+        arrays += [leaf.keys, leaf.values]
+        arrays += [each for pair in getattr(leaf, "beginnings", {}).values() for each in pair]
+    return sum(each.nbytes for each in arrays)
+
+
+@pytest.mark.parametrize("name", SHARING)
+def test_groups_and_rows_alone_share_a_batch(name: str, model_of: Model) -> None:
+    bench = bench_of(model_of(name), share_prompts="always", max_rows=16)
+    prompt = prompt_of(70)
+    specs = [*group("a", prompt, 4), *group("b", prompt_of(30, 5), 3), spec("c", prompt_of(9, 3)), spec("d", [5])]
+    bench.submit(*specs)
+    bench.until(lambda: bench.engine.batch.decoding == len(specs))
+    spared = bench.engine.batch.spared
+    assert spared > 3 * len(prompt)
+    bench.engine.cancel("b1")
+    late = [spec("late", prompt, group="a"), spec("other", [*prompt[:50], *prompt_of(9, 8)])]
+    bench.submit(*late)
+    bench.until(lambda: bool(bench.tokens("late")))
+    assert bench.engine.batch.spared > len(prompt)
+    bench.run()
+    check_like_cold(bench.loaded, bench, *(each for each in [*specs, *late] if each.id != "b1"))
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss", "mamba2"])
+def test_other_kinds_copy(name: str, model_of: Model) -> None:
+    bench = bench_of(model_of(name), share_prompts="always")
+    bench.submit(*(specs := group("a", prompt_of(40), 3)))
+    bench.until(lambda: bench.engine.batch.decoding == len(specs))
+    assert bench.engine.batch.spared == 0
+    bench.run()
+    check_like_cold(bench.loaded, bench, *specs)
+
+
+def test_a_beginning_that_the_prefix_cache_had_is_shared_by_other_prompts(llama: LoadedModel) -> None:
+    bench, system = bench_of(llama, share_prompts="always"), prompt_of(64)
+    specs = [spec(f"s{n}", [*system, *prompt_of(5 + n, 1 + n)], max_tokens=24) for n in range(4)]
+    for each in specs:
+        bench.submit(each)
+        bench.until(lambda each=each: bool(bench.tokens(each.id)))  # type: ignore[misc]
+    assert bench.engine.batch.spared > len(system)
+    bench.run()
+    check_like_cold(llama, bench, *specs)
+
+
+def test_what_is_stored_for_no_others_is_shared_with_none(llama: LoadedModel) -> None:
+    bench, prompt = bench_of(llama, share_prompts="always"), prompt_of(40)
+    specs = [structs.replace(spec(f"s{n}", prompt), cache=n == 0) for n in range(3)]
+    bench.submit(*specs)
+    bench.until(lambda: bench.engine.batch.decoding == 3)
+    assert bench.engine.batch.spared == 0
+    bench.run()
+    check_like_cold(llama, bench, *specs)
+
+
+def test_more_rows_fit_the_memory(llama: LoadedModel) -> None:
+    """16 samples of 128 + 16 where 4 copies fit, and the memory that is taken is what was counted."""
+    loaded = replace(llama, kv_limit_bytes=4 * 144 * llama.card.kv_bytes_per_token)
+    specs = group("a", prompt_of(128), 16, max_tokens=16)
+    rows = {}
+    for when in ("off", "auto"):
+        bench = bench_of(loaded, share_prompts=when, max_rows=64)
+        bench.submit(*specs)
+        bench.until(lambda bench=bench: bench.engine.batch.decoding > 3)  # type: ignore[misc]
+        stats = bench.engine.stats()
+        rows[when] = stats.rows
+        assert stats.kv_bytes <= loaded.kv_limit_bytes
+        if when == "auto":
+            token = llama.card.kv_bytes_per_token
+            assert stats.kv_bytes == (127 + 16 * 17) * token  # a row feeds the prompt's last id by itself
+            assert stats.kv_spared_bytes == 15 * 127 * token
+            assert held(bench) <= (127 + 16 * 256) * token  # arrays grow by 256 positions
+        bench.run()
+        check_like_cold(llama, bench, *specs)
+    assert rows == {"off": 4, "auto": 16}
+
+
+def test_a_batch_takes_the_form_that_pays_and_leaves_it(llama: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = llama.card.kv_bytes_per_token // llama.config["num_hidden_layers"]
+    monkeypatch.setattr(shared_prompts, "LEAST_ON_CPU", 40 * layer)  # positions that a beginning must spare
+    bench = bench_of(llama)
+    alone = [spec(f"s{n}", prompt_of(20, n), max_tokens=60) for n in range(2)]
+    bench.submit(*alone)
+    bench.until(lambda: bench.engine.batch.decoding == 2)
+    forms = [bench.engine.batch.spared > 0]
+    bench.submit(*(samples := group("a", prompt_of(90), 4, max_tokens=20)))
+    bench.until(lambda: bool(bench.tokens("a3")))
+    forms.append(bench.engine.batch.spared > 0)
+    bench.until(lambda: bench.engine.batch.decoding == 2)
+    bench.submit(late := spec("late", prompt_of(9, 9)))
+    bench.until(lambda: bool(bench.tokens("late")))
+    forms.append(bench.engine.batch.spared > 0)
+    assert forms == [False, True, False]
+    bench.run()
+    check_like_cold(llama, bench, *alone, *samples, late)
+
+
+def test_drafts_are_checked_behind_a_beginning(llama: LoadedModel) -> None:
+    plain = Bench(llama)
+    rows = predicted(plain, *group("a", prompt_of(40), 4, max_tokens=30))
+    rows[1] = half_right(rows[1])
+    bench = Bench(llama, share_prompts="always", speculation=ALWAYS)
+    bench.submit(*rows)
+    bench.run()
+    assert bench.engine.stats().speculation.accepted > 30
+    assert [bench.tokens(each.id) for each in rows] == [plain.tokens(each.id) for each in rows]
+
+
+def half_right(each: SequenceSpec) -> SequenceSpec:
+    """The same with drafts that do not hold to their ends."""
+    ids = [(id_ + 1) % 256 if at % 3 == 2 else id_ for at, id_ in enumerate(each.prediction_ids)]
+    return structs.replace(each, prediction_ids=tuple(ids))
+
+
+def test_an_answer_behind_a_shared_prompt_is_found_again(llama: LoadedModel) -> None:
+    bench, prompt = bench_of(llama, share_prompts="always"), prompt_of(70)
+    bench.submit(*group("a", prompt, 3, max_tokens=40))
+    bench.run()
+    second = spec("second", [*prompt, *bench.tokens("a1"), *prompt_of(5, 1)])
+    bench.submit(second)
+    bench.run()
+    assert bench.finish("second").cached_tokens >= 96  # of 109, in blocks
+    check_like_cold(llama, bench, second)
+
+
+def test_equal_prompts_of_other_versions_share_nothing(llama: LoadedModel, tmp_path: Path) -> None:
+    """Of `a@1`, `b@1` and the base, and of rows of `a` from before and after a hot load."""
+    with AdapterBench(llama, make_versions(llama, tmp_path), share_prompts="always", max_rows=16) as bench:
+        prompt = prompt_of(40)
+        rows = [
+            row(f"s{at}", prompt, of, max_tokens=40, adapter_policy="follow" if of == "a" else "pin")
+            for at, of in enumerate(["", "a", "b@1", "a", "b@1", ""])
+        ]
+        bench.run_amid_a_hot_load(rows)
+        bench.submit(late := row("late", prompt, "a"), *(same := [row(f"t{at}", prompt, "a@1") for at in range(2)]))
+        bench.run()
+        for each in (late, *same):
+            bench.assert_true_to_its_versions(each)
+
+
+# -- a leaf against one of copies
+
+HEADS, SIZE = 2, 8
+START = st.tuples(st.integers(1, 3), st.integers(0, 9))  # rows of a group, and the ids that they begin with
+STEP = st.one_of(
+    st.tuples(st.just("join"), START),
+    st.tuples(st.just("leave"), st.integers(1, 6)),
+    st.tuples(st.just("take back"), st.lists(st.integers(0, 2), min_size=12, max_size=12)),
+    st.tuples(st.just("change"), st.none()),
+)
+
+
+def arrays(*shape: int) -> mx.array:
+    return mx.random.normal(shape)
+
+
+class Both:
+    """The same rows in a leaf of copies and in one with beginnings."""
+
+    def __init__(self) -> None:
+        self.caches: dict[str, list[Any]] = {}
+        self.padding: dict[str, list[int]] = {}
+        self.slack: dict[str, list[int]] = {}
+        self.groups = 0
+
+    def join(self, rows: int, length: int) -> None:
+        one = KVCache()
+        if length:
+            one.update_and_fetch(arrays(1, HEADS, length, SIZE), arrays(1, HEADS, length, SIZE))
+        self.groups += 1
+        for form in ("copied", "shared"):
+            caches, padding = ragged(copies([one], rows)), [0] * rows
+            if form == "shared":
+                caches, padding = shared(caches, [(self.groups, length) if length else None] * rows, padding)
+            if form not in self.caches:
+                self.caches[form], self.padding[form], self.slack[form] = caches, padding, [0] * rows
+                continue
+            ours, pad = self.caches[form], self.padding[form]
+            end, other = ours[0].size(), caches[0].size()
+            ours[0].extend(caches[0])
+            most = max(end, other)
+            self.padding[form] = [most - end + each for each in pad] + [most - other + each for each in padding]
+            self.slack[form] += [0] * rows
+            self._end_apart(form)
+
+    def leave(self, bits: int) -> None:
+        rows = len(self.padding["copied"])
+        keep = [row for row in range(rows) if (row + bits) % 3]
+        if not keep:
+            return
+        for form, caches in self.caches.items():
+            self.padding[form] = keep_rows(caches, keep, self.padding[form])
+            self.slack[form] = [self.slack[form][row] for row in keep]
+            self._end_apart(form)
+
+    def take_back(self, unused: Sequence[int]) -> None:
+        for form, caches in self.caches.items():
+            self.slack[form] = take_back(caches, unused[: len(self.padding[form])], self.slack[form])
+
+    def change(self) -> None:
+        """To copies and back, with each row's first position as its beginning."""
+        caches, padding = whole(self.caches["shared"], range(len(self.padding["shared"])), self.padding["shared"])
+        firsts = [(("row", row), 1) for row in range(len(padding))]
+        self.caches["shared"], self.padding["shared"] = shared(caches, firsts, padding)
+
+    def _end_apart(self, form: str) -> None:
+        slack = self.slack[form]
+        self.slack[form] = take_back(self.caches[form], [0] * len(slack), slack)
+
+    def check(self) -> None:
+        """Two positions a row are written and read alike, by twice as many heads as there are keys."""
+        rows = len(self.padding["copied"])
+        new = arrays(rows, 2 * HEADS, 2, SIZE), arrays(rows, HEADS, 2, SIZE), arrays(rows, HEADS, 2, SIZE)
+        outputs = {}
+        for form, (leaf,) in self.caches.items():
+            mask = leaf.make_mask(2)
+            keys, values = leaf.update_and_fetch(*new[1:])
+            outputs[form] = scaled_dot_product_attention(new[0], keys, values, cache=leaf, scale=0.3, mask=mask)
+        assert mx.allclose(outputs["copied"], outputs["shared"], atol=1e-5).item()
+
+
+@pytest.fixture
+def shares(llama: LoadedModel) -> bool:
+    """True: this process reads such leaves from now on."""
+    return llama.kv.shares
+
+
+@given(first=START, steps=st.lists(STEP, max_size=6), seed=st.integers(0, 99))
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_leaf_with_beginnings_reads_what_one_of_copies_reads(
+    first: tuple[int, int], steps: list[tuple[str, Any]], seed: int, *, shares: bool
+) -> None:
+    assert shares
+    mx.random.seed(seed)
+    both = Both()
+    both.join(*first)
+    both.check()
+    for what, how in steps:
+        if what == "join":
+            both.join(*how)
+        elif what == "leave":
+            both.leave(how)
+        elif what == "take back":
+            both.take_back(how)
+        else:
+            both.change()
+        both.check()

@@ -1,0 +1,153 @@
+"""Which rows of a batch store the beginning of their KV once, and whether the batch does so at all.
+
+Rows whose prompts are equal, or begin alike, and were computed with one version may share what is equal. A step then
+reads it once, in more operations. So a batch changes to this form and back when rows join: where it is asked for, where
+nothing else fits the memory (`is_needed`), or where it spares enough positions for steps to be no slower.
+
+Invariants. A row's beginning is set when it joins and stays until the batch changes its form. While memory needs the
+form, each row's beginning is its whole prompt but for the last id, as admission counts (`scheduler.Reserved`).
+Decisions depend on rows only, so all ranks take the same ones.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mlx_model.device import on_cpu, on_cuda
+from mlx_model.kv.kinds import shared, whole
+from shared.process.worker_settings import SharePrompts
+from worker.engine.batch.prompt_group import PromptGroup
+from worker.engine.batch.row import Row
+
+# Bytes of KV in a layer that a step must spare for each beginning, or it takes longer than over copies. On a CPU
+# (2 cores, fp32) a product of its own takes as long as 256 KB of copies. On an H200, of 8 heads of 128 in bfloat16, 32
+# rows over 8,192 positions spare 1.1 GB and take 0.8 of the time, over 2,048 they spare 0.27 GB and take twice as long.
+LEAST_ON_CPU, LEAST_ON_CUDA = 512 << 10, 800 << 20
+STAYS = 2  # times as much that a batch must spare to take the form than to stay in it: to change copies all KV
+
+
+@dataclass(frozen=True, eq=False)
+class Beginning:
+    """Ids that rows begin with."""
+
+    ids: tuple[int, ...]
+    version: Hashable  # that computed it, and whose it is if it is for no others; None: several have, so no row has it
+
+    def begins(self, ids: tuple[int, ...]) -> bool:
+        """True if these ids begin with it."""
+        count = len(self.ids)
+        return count <= len(ids) and self.ids[-1] == ids[count - 1] and self.ids == ids[:count]
+
+
+Plan = dict[Row, Beginning | None]  # None: a prompt of one id
+
+
+class SharedPrompts:
+    """Beginnings of the rows of one batch. `layer_bytes`: KV of a position in one layer."""
+
+    def __init__(self, when: SharePrompts, layer_bytes: int = 0) -> None:
+        self._when = when
+        least = LEAST_ON_CPU if on_cpu() else LEAST_ON_CUDA if on_cuda() else 0  # 0: not measured
+        self._least = -(-least // max(1, layer_bytes))  # positions
+        self.is_needed = False  # copies of all rows would not fit the memory
+        self._of: Plan = {}  # of the batch's rows, while beginnings lie apart
+
+    @property
+    def may_be(self) -> bool:
+        """True if rows may share prompts at all."""
+        return self._when != "off"
+
+    def spared(self, rows: Collection[Row]) -> int:
+        """Positions that are not stored because these rows, which are all of the batch, share beginnings."""
+        return max(0, _spared(rows, self._of)) if self._of and rows else 0
+
+    def pays(self, rows: Sequence[Row]) -> bool:
+        """True if these rows together should share what they begin with."""
+        return self._plan(rows) is not None
+
+    def join(
+        self, cache: list[Any], padding: list[int], rows: Sequence[Row], group: PromptGroup
+    ) -> tuple[list[Any], list[int]]:
+        """Before a group joins `rows`: bring the batch's KV and the group's to one form; the batch's, and its padding.
+
+        The rows stay where they are.
+        """
+        plan = self._plan([*rows, *group.rows])
+        if self._of and (plan is None or any(plan[row] is not self._of[row] for row in rows)):
+            caches, padding = whole(cache[:-1], range(len(rows)), padding)
+            cache, self._of = [*caches, cache[-1]], {}
+        if plan is None:
+            return cache, padding
+        if rows and not self._of:
+            cache, padding = _apart(cache, padding, rows, plan)
+        group.cache, group.padding = _apart(group.cache, group.padding, group.rows, plan)
+        self._of = plan
+        return cache, padding
+
+    def leave(self, gone: Iterable[Row]) -> None:
+        """Rows have left the batch."""
+        for row in gone:
+            self._of.pop(row, None)
+
+    def clear(self) -> None:
+        """The batch has been given up."""
+        self._of = {}
+
+    def _plan(self, rows: Sequence[Row]) -> Plan | None:
+        """Beginnings of these rows, the batch's among them; None: each should have a copy."""
+        asked = self._when == "always" or (self.is_needed and self.may_be)
+        if not rows or not (asked or (self._when == "auto" and self._least)):
+            return None
+        if not asked and len(rows) * max(map(_end, rows)) < 2 * self._least:
+            return None
+        plan = {} if self.is_needed and not _are_whole(self._of) else dict(self._of)
+        alike = Counter(tuple(row.prompt) for row in rows if row not in plan)
+        for row in rows:
+            if row not in plan:
+                plan[row] = self._beginning(row, plan.values(), alone=alike[tuple(row.prompt)] == 1)
+        if asked:
+            return plan
+        count = len(set(plan.values()))
+        least = count * self._least * (1 if self._of else STAYS)
+        return plan if 2 * count <= len(rows) and _spared(rows, plan) >= least else None
+
+    def _beginning(self, row: Row, others: Iterable[Beginning | None], *, alone: bool) -> Beginning | None:
+        """All of its prompt, or what the prefix cache had of it; one of others, if they have as much or half of all."""
+        ids = tuple(row.prompt[:-1])
+        if not ids:
+            return None
+        owner = "" if row.spec.cache else row.spec.group or row.spec.id
+        version = (*row.kv_versions, owner) if len(row.kv_versions) == 1 else None
+        is_whole = self.is_needed or bool(row.spec.group) or not (alone and row.cached_tokens)
+        length = len(ids) if is_whole else min(len(ids), row.cached_tokens)
+        least = length if self.is_needed or not is_whole else len(ids) // 2 if not row.spec.group else length
+        known = {of for of in others if of is not None and version is not None and of.version == version}
+        fitting = [of for of in known if len(of.ids) >= least and of.begins(ids)]
+        return max(fitting, key=lambda of: len(of.ids), default=None) or Beginning(ids[:length], version)
+
+
+def _end(row: Row) -> int:
+    """Positions that a row has come to."""
+    return len(row.prompt) + row.position
+
+
+def _are_whole(plan: Plan) -> bool:
+    return all(of is None or len(of.ids) == len(row.prompt) - 1 for row, of in plan.items())
+
+
+def _spared(rows: Collection[Row], plan: Plan) -> int:
+    """Positions of a batch of copies that one with these beginnings does not have; either pads to the longest."""
+    own = max(_end(row) - (len(of.ids) if (of := plan[row]) else 0) for row in rows)
+    beginnings = sum(len(of.ids) for of in {plan[row] for row in rows} if of)
+    return len(rows) * (max(map(_end, rows)) - own) - beginnings
+
+
+def _apart(
+    cache: Sequence[Any], padding: Sequence[int], rows: Sequence[Row], plan: Plan
+) -> tuple[list[Any], list[int]]:
+    each = [None if (of := plan[row]) is None else (of, len(of.ids)) for row in rows]
+    caches, after = shared(cache[:-1], each, padding)
+    return [*caches, cache[-1]], after
