@@ -75,6 +75,7 @@ class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     has_next_turn: bool = False  # prompts of a later job may begin with these and their samples
     record_s: int = 0  # for so long its samples are stored to be replayed
     cache: bool = True  # of its sequences
+    max_reasoning_tokens: int | None = None  # reasoning of a sample that is not over by then is ended
 
     @property
     def total(self) -> int:

@@ -92,6 +92,8 @@ def replayed_part(spec: SequenceSpec, recorded: SequenceResult, start: int, end:
         prediction_ids=(),
         prior_ids=recorded.completion_ids[:start],
         record_s=0,
+        fresh=True,
+        cache=False,
     )
 
 

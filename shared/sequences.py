@@ -124,6 +124,7 @@ class SequenceSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     prior_ids: tuple[int, ...] = ()  # kind "generate": its first completion tokens, which are given and not drawn
     record_s: int = 0  # for so long spec and result are stored after its end, to be replayed; 0: they are not
     schema: int = OLDEST  # `encode` writes ours
+    fresh: bool = False  # its KV is computed anew: none is read from a cache, or got from another worker
     cache: bool = True  # False: what it computes, reads and writes is stored for no other sequence
 
     @property
@@ -241,7 +242,9 @@ def encode(message: SequenceSpec | SequenceResult) -> bytes:
     """msgpack bytes of a message, in our version."""
     schema = PLAIN
     if isinstance(message, SequenceSpec):
-        schema = SCHEMA if message.prior_ids or not message.cache else SHOWN if message.images else PLAIN
+        schema = (
+            SCHEMA if message.prior_ids or message.fresh or not message.cache else SHOWN if message.images else PLAIN
+        )
     if message.schema < schema:
         message = msgspec.structs.replace(message, schema=schema)
     return _encoder.encode(message)

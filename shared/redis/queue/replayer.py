@@ -1,7 +1,8 @@
 """Replays recorded sequences through the ring: as sequences of their own, in the class of batch work.
 
 Invariants. A replay goes queue -> worker -> result like everything else. It is never recorded, collected or replayed
-itself. Its ids are fresh, so an earlier replay's KV or tokens cannot be taken for it.
+itself. All of its KV is computed by the worker that replays: none comes from a cache, where a faulty worker may have
+put it.
 """
 
 import math
