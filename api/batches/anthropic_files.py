@@ -6,9 +6,9 @@ from typing import Any
 from starlette.datastructures import FormData, QueryParams, UploadFile
 
 from api.callers.caller import asker
+from api.http.fields import rfc3339
 from api.ring.ring import Ring
 from shared.errors import InvalidRequestError, UnknownFileError, UnsupportedParameterError
-from shared.moments import rfc3339
 from shared.redis.files.file_store import StoredFile
 
 PURPOSE = "user_data"  # of their uploads, in OpenAI's words

@@ -28,6 +28,7 @@ from api.callers.fair_pool import aside
 from api.generation.target import find_job_target
 from api.http.bodies import LONG_BYTES, BodyRoute
 from api.http.errors import json_reply
+from api.http.fields import rfc3339
 from api.ring.choosing import ring_keeping
 from api.ring.ring import Ring, ring_of
 from shared.errors import (
@@ -40,7 +41,6 @@ from shared.errors import (
     UnknownJobError,
     UnsupportedParameterError,
 )
-from shared.moments import rfc3339
 from shared.redis.files.batch_store import ENDED, BatchRecord, BatchSpec, new_batch_id
 from shared.redis.files.file_store import StoredFile, new_file_id
 from shared.redis.keys import DAY_S

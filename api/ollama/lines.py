@@ -7,8 +7,8 @@ import msgspec
 
 from api.generation.choice import Choice, Delta, RequestPlan
 from api.generation.logprobs import TokenNames
+from api.http.fields import rfc3339
 from shared.frames import Finish, TokenEvent
-from shared.moments import rfc3339
 from shared.text.codec import TextCodec
 from shared.text.languages.pieces import CallPart, ReplyPiece
 

@@ -14,13 +14,12 @@ from starlette.responses import PlainTextResponse, Response
 from api.generation.target import find_job_target
 from api.http.bodies import BodyRoute
 from api.http.errors import error_responses, json_reply
-from api.http.fields import HistoryModel
+from api.http.fields import HistoryModel, rfc3339
 from api.ollama.body import bare_name
 from api.ollama.lines import to_line
 from api.openai.models import Model, served_models
 from api.ring.ring import Ring, TheRing
 from shared.errors import InvalidRequestError, NotFoundError
-from shared.moments import rfc3339
 from shared.sequences import ModelCard
 from shared.text.codec import TextCodec
 from shared.text.languages.language import language_of

@@ -9,12 +9,12 @@ from pydantic import BaseModel, Field
 from api.generation.target import meant
 from api.http.anthropic_errors import speaks_anthropic
 from api.http.errors import error_responses
+from api.http.fields import rfc3339
 from api.openai.codex_models import codex_model
 from api.ring.choosing import from_each, ring_for
 from api.ring.ring import Ring, TheRing
 from shared.adapters import AdapterManifest, AdapterRef
 from shared.errors import InvalidRequestError, UnknownAdapterError, UnknownModelError
-from shared.moments import rfc3339
 from shared.process.model_aliases import plain_names
 from shared.sequences import ModelCard
 

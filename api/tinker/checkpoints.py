@@ -7,12 +7,12 @@ from starlette.responses import Response
 
 from api.http.bodies import BodyRoute
 from api.http.errors import error_responses, json_reply
+from api.http.fields import rfc3339
 from api.ring.ring import Ring, TheRing
 from api.tinker.bodies import PathBody, TtlBody
 from api.tinker.names import ID, KINDS, SAVE_NAME, SEGMENTS, SavePath, keeper, spec_named
 from shared.errors import ConflictError, NotFoundError
 from shared.learners import LearnerSpec, SaveInfo
-from shared.moments import rfc3339
 from shared.redis import keys
 
 router = APIRouter(tags=["tinker"], prefix="/api/v1", route_class=BodyRoute)

@@ -24,13 +24,13 @@ from starlette.responses import Response, StreamingResponse
 from api.http.auth import OPEN_DOWNLOADS
 from api.http.bodies import BodyRoute
 from api.http.errors import error_responses, json_reply
+from api.http.fields import rfc3339
 from api.ring.choosing import named_ring, reached
 from api.ring.ring import Ring, TheRing
 from api.tinker.archive import ARCHIVE, EXTERNAL_FILES, opened, write_state, write_version
 from api.tinker.names import ID, KINDS, SAVE_NAME, spec_named
 from shared.errors import GoneError, NotFoundError, QueueFullError
 from shared.learners import LearnerSpec, SaveInfo
-from shared.moments import rfc3339
 from shared.redis import keys
 from shared.redis.training.tinker_store import TinkerDownload
 

@@ -18,6 +18,7 @@ from api.callers.fair_pool import aside
 from api.generation.target import card_of_base, check_published
 from api.http.bodies import BodyRoute
 from api.http.errors import error_responses, json_reply
+from api.http.fields import rfc3339
 from api.http.limits import most_numbers
 from api.ring.choosing import ring_of_adapter
 from api.ring.ring import Ring, ring_of
@@ -42,7 +43,6 @@ from shared.errors import (
     UnknownAdapterError,
     from_code,
 )
-from shared.moments import rfc3339
 from shared.redis import keys
 from shared.redis.training.board import TrainingBoard
 from shared.redis.training.orders import Orders
