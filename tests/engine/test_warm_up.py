@@ -139,8 +139,8 @@ def test_a_mac_measures_nothing_and_feeds_by_what_real_pieces_take(
     config = begun(EngineConfig("", prefill_chunk=0, warm_up=True), head_size)
     engine = Engine(llama, config)
     assert WarmUp(llama, config, engine, None).is_over
-    chunk = engine._pieces.chunk
-    assert (engine._pieces.area, chunk.at_once(3), chunk.at_once(0)) == (area, 256, 1024)
+    chunk = engine.pieces.chunk
+    assert (engine.pieces.area, chunk.at_once(3), chunk.at_once(0)) == (area, 256, 1024)
     for _ in range(20):
         chunk.turn(chunk.tokens, 0.01)
     assert (chunk.at_once(3), chunk.at_once(0)) == (2048, 2048)
