@@ -150,7 +150,7 @@ def test_a_mac_measures_nothing_and_feeds_by_what_real_pieces_take(
 @pytest.fixture
 def compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """The warm-up takes this machine for one that has kernels to compile."""
-    monkeypatch.setattr(warm_up, "_compiles", lambda: True)
+    monkeypatch.setattr(warm_up, "on_cuda", lambda: True)
 
 
 class Watched:
