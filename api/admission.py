@@ -54,6 +54,7 @@ WORK = frozenset(
         "/v1/rl/act",
         "/v1/rl/rollout",
         "/v1/rewards/score",
+        "/v1/replay",
         "/generate",
         "/inference/v1/generate",
         "/api/chat",

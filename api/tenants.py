@@ -138,6 +138,7 @@ RULES: dict[str, Rule] = {
     "POST /tokenize": WORK,
     "POST /detokenize": WORK,
     "POST /v1/rewards/score": WORK,
+    "POST /v1/replay": WORK,  # recordings are found under the asker's own tenant alone
     # adapters
     "GET /v1/adapters": LIST,
     "POST /v1/adapters": WORK,

@@ -16,6 +16,7 @@ from mlx_lm.models.base import create_attention_mask, scaled_dot_product_attenti
 from mlx_lm.models.cache import KVCache
 from mlx_lm.models.ssm import ssm_update
 
+from mlx_model.kv.shared import SharedKVCache
 from mlx_model.padded import leave_out_padding
 
 
@@ -87,6 +88,8 @@ class _Llama4(llama4.LlamaModel):  # type: ignore[misc]
 
     def _in_chunks(self, whole: mx.array | None, cache: Any, count: int) -> mx.array:
         """Mask of what each token may read of its own chunk: [B, 1, L, S]. `whole`: of what it may read at all."""
+        if isinstance(cache, SharedKVCache):
+            raise NotImplementedError("chunks of positions that rows share")
         asking_BL = _positions(cache, count)
         length = count + (0 if cache is None else int(cache._idx if hasattr(cache, "_idx") else cache.offset))
         before_B1 = mx.array(getattr(cache, "left_padding", 0)).reshape(-1, 1)  # of each row's first token

@@ -7,6 +7,7 @@ Nothing here imports MLX or FastAPI, so every process can import all of it. Read
     token_events.py  taking token events apart and putting them together
     jobs.py          a job that is submitted and polled
     trajectories.py  what a rollout leaves behind
+    replay.py        verdicts on tokens that were computed again
     adapters.py      an adapter version
     splits.py        an adapter's requests over several versions: shares and the verdict
     heads.py         small networks on hidden states

@@ -115,6 +115,10 @@ class UnknownDeadLetterError(NotFoundError, code="dead_letter_not_found"):
     """No such dead letter: never there, dropped, requeued long ago, or expired."""
 
 
+class UnknownRecordingError(NotFoundError, code="recording_not_found"):
+    """The ring has no recording of this sequence or completion, or its time to live is over."""
+
+
 class AdapterRejectedError(InvalidRequestError, code="adapter_rejected"):
     """An adapter that cannot be taken; the message names the file's key and the reason, and nothing has changed."""
 

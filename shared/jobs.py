@@ -73,7 +73,9 @@ class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     key: str = ""  # name of the API key that submitted it; its jobs share the reward processes' time
     webhook: Webhook | None = None  # notified of its end
     has_next_turn: bool = False  # prompts of a later job may begin with these and their samples
+    record_s: int = 0  # for so long its samples are stored to be replayed
     cache: bool = True  # of its sequences
+    max_reasoning_tokens: int | None = None  # reasoning of a sample that is not over by then is ended
 
     @property
     def total(self) -> int:

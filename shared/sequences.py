@@ -21,7 +21,8 @@ from shared.heads import HeadSpec
 from shared.images.refs import ImageRef, VisionSpec, kv_ids
 from shared.splits import Arm
 
-SCHEMA = 3  # the newest that we read: a sequence that is not to be cached; who does not know that must not run it
+SCHEMA = 3  # the newest that we read: of a sequence that is not to be cached, or whose first tokens are given; who does
+# not know that must not run it
 SHOWN = 2  # of a sequence with images
 PLAIN = 1  # of all others
 OLDEST = 1  # that we read; also the default of a message without it
@@ -120,7 +121,10 @@ class SequenceSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     tensors: bytes = b""  # kind "network", which has no prompt: what its rows bring (shared/networks/tensors.py)
     images: tuple[ImageRef, ...] = ()  # of the prompt, in order; their bytes are in Redis, of this tenant
     image_token: int = 0  # the id that stands for each vector of them in the prompt
+    prior_ids: tuple[int, ...] = ()  # kind "generate": its first completion tokens, which are given and not drawn
+    record_s: int = 0  # for so long spec and result are stored after its end, to be replayed; 0: they are not
     schema: int = OLDEST  # `encode` writes ours
+    fresh: bool = False  # its KV is computed anew: none is read from a cache, or got from another worker
     cache: bool = True  # False: what it computes, reads and writes is stored for no other sequence
 
     @property
@@ -238,7 +242,9 @@ def encode(message: SequenceSpec | SequenceResult) -> bytes:
     """msgpack bytes of a message, in our version."""
     schema = PLAIN
     if isinstance(message, SequenceSpec):
-        schema = SCHEMA if not message.cache else SHOWN if message.images else PLAIN
+        schema = (
+            SCHEMA if message.prior_ids or message.fresh or not message.cache else SHOWN if message.images else PLAIN
+        )
     if message.schema < schema:
         message = msgspec.structs.replace(message, schema=schema)
     return _encoder.encode(message)

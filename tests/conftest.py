@@ -75,7 +75,7 @@ LONGEST = frozenset(
     | {"test_redis_roles", "test_room", "test_sentinel", "test_several_rings", "test_shared_steps", "test_tinker"}
     | {"test_speculation", "test_structured_outputs", "test_tools", "test_traces", "test_trainer_head_learner"}
     | {"test_trainer_values", "test_tuning_runs", "test_vision", "test_vision_group", "test_vision_learning"}
-    | {"test_warm_up", "test_webhook_delivery"}
+    | {"test_unread_checks", "test_warm_up", "test_webhook_delivery"}
 )
 
 

@@ -13,6 +13,7 @@
     engine_watch.py, reports.py, cache_resets.py     is the engine alive; heartbeats; orders to forget KV
     machine_watch.py, memory_relief.py     the machine's memory, power and heat; what is given up when memory is short
     downloads.py  how far a model's download is
+    court.py      computes again what other workers wrote, while idle
     ring_memory.py     what sequences have written, shared for drafts
     peers/        KV that workers fetch from one another
     tune.py       measures a model on this machine, for `mlx_parallm doctor --tune`

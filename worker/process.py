@@ -22,6 +22,7 @@ from redis.exceptions import RedisError
 from mlx_model.config import SlotConfig
 from ranks.placement import Placement
 from shared.errors import EngineError
+from shared.frames import TokenEvent
 from shared.process.garbage import leave_out_what_is_loaded
 from shared.process.loops import begin, cancel, until_taken
 from shared.process.worker_settings import WorkerSettings
@@ -42,6 +43,7 @@ from worker.cache_resets import CacheResets
 from worker.claim_plan import NOTHING, claim_plan
 from worker.claims import LAST_WORDS_S, Preparing, Returns
 from worker.control import ControlChannel
+from worker.court import CourtDuty
 from worker.downloads import hub_download, report_download
 from worker.drain import Farewell
 from worker.engine.batch.adapters import AdapterStats
@@ -165,7 +167,7 @@ class WorkerProcess:
         )
         self._memory = ring_memory(self._settings, self._redis, self._engine, card)
         self._publisher = TokenPublisher(
-            FrameWriter(self._redis, card.name, self.id),
+            FrameWriter(self._redis, card.name, self.id, replay_share=self._settings.replay_share),
             self.rows,
             self.id,
             log_every_tokens=self._settings.log_every_tokens,
@@ -182,6 +184,10 @@ class WorkerProcess:
         self._pause = Pause(PauseSwitch(self._redis), self._engine, self._returns, self.rows, on_change=self._beat)
         send, take, pictures = self._engine.send, self._publisher.take, SequencePictures(self._redis, card.vision)
         self._preparing = Preparing(self._adapters, self.rows, send, self._submitted, take, self._peers, pictures)
+        drains = self.stop if self._settings.on_wrong_tokens == "drain" else lambda: None
+        idle, others, serves = lambda: not len(self.rows), lambda: self._others, bool(self._settings.replay_share)
+        heard = self._counts.heard
+        self._court = CourtDuty(self._redis, card, self.id, idle, others, heard, drains, serves=serves)
         self._cache_resets = CacheResets(self._redis, self._engine, self.id)
         obey = (self._cancel, self._publisher.flush_log, self._pause.poke, self._cache_resets.take)
         self._orders = ControlChannel(self._redis, self._control, card.name, self.id, self.rows, *obey)
@@ -197,7 +203,7 @@ class WorkerProcess:
         log.info("worker.ready", worker=self.id, model=self._card.name, rows=self._settings.max_batch_size)
 
     async def _serve(self) -> None:
-        claiming = begin("worker", claim=self._claim_forever, reap=self._reap_forever)
+        claiming = begin("worker", claim=self._claim_forever, reap=self._reap_forever, **self._court.loops)
         tending = begin(
             "worker",
             publish=self._publisher.run,
@@ -237,8 +243,7 @@ class WorkerProcess:
             while True:
                 self.rows.changed.clear()
                 async with self._pause.gate:
-                    plan = self._plan()
-                    plan = plan if plan.rows else self._plan(full=True)
+                    plan = plan if (plan := self._plan()).rows else self._plan(full=True)
                     claims = await self._queue.claim(self.id, plan, self._others) if plan.rows > 0 else []
                     self._counts.sequences.rates.claimed(plan, claims, time.monotonic())
                     if claims:
@@ -277,13 +282,13 @@ class WorkerProcess:
         self._memory.claimed([claim.spec for claim in claims])
         await self._publisher.fence([claim for claim in claims if claim.attempt > 1 and claim.spec.api])
         for claim in claims:
-            prior = []
+            prior: list[TokenEvent] = []
             if claim.attempt > 1:
                 prior = await read_tokens(self._redis, self._card.name, claim.spec.id, 0, claim.spec.api)
                 self._counts.takeovers.add()
                 log.info("worker.took_over", sequence=claim.spec.id, attempt=claim.attempt, events=len(prior))
-            self.rows.add(ClaimedRow.after(claim, prior))
-            requests.append(RowRequest(claim.spec, claim.attempt, tuple(prior)))
+            self.rows.add(row := ClaimedRow.after(claim, prior))
+            requests.append(RowRequest(claim.spec, claim.attempt, tuple(row.events)))
         gone = self._returns.make_room(len(self.rows.occupying()) - self._machine.most_rows)
         await self._preparing.take(requests)
         if gone:
@@ -412,6 +417,7 @@ class WorkerProcess:
             tokens_per_s=(self._publisher.tokens - tokens) / max(1e-3, now - then),
             silent_s=self._watch.silent_s,
             machine=self._machine.status,
+            court=self._court.standing,
             kv_address=self._peers.address,
             ranks=self._shown_ranks(),
             peers={**self._peers.figures, **self._counts.sequences.rates.figures(now, self._settings.max_batch_size)},

@@ -9,6 +9,7 @@ from shared.process.worker_settings import WorkerSettings
 from shared.ranks import RankStatus
 from shared.redis.processes.worker_registry import WorkerState, WorkerStatus, weights_of
 from shared.redis.queue.sequence_queue import SequenceQueue
+from shared.replay import ReplayReport
 from shared.sequences import Claim, ModelCard, SequenceResult
 from shared.telemetry import tracing
 from shared.telemetry.metrics import Counter, Histogram, Tally
@@ -43,6 +44,7 @@ def worker_status(
     tokens_per_s: float,
     silent_s: float,
     machine: MachineStatus,
+    court: str,
     kv_address: str,
     ranks: tuple[RankStatus, ...],
     peers: dict[str, float],
@@ -70,6 +72,7 @@ def worker_status(
         versions=tuple(adapters.loaded),
         kv_address=kv_address,
         machine=machine,
+        court=court,
         ranks=ranks,
         speculation=_speculation(settings, stats),
         draft_model=stats.speculation.draft_model,
@@ -271,11 +274,19 @@ class WorkerCounts:
             figure: tally.counter(f"mlx_parallm_ssd_cache_{name}_total", model)
             for figure, name in FIGURES_OF_DISK.items()
         }
+        self._court = [
+            tally.counter("mlx_parallm_court_tokens_total", model, verdict) for verdict in ("same", "tie", "wrong")
+        ]
         self._images = tally.counter("mlx_parallm_images_encoded_total", model)
         self._known_images = tally.counter("mlx_parallm_images_known_total", model)
         self._swaps = tally.counter("mlx_parallm_lora_swaps_total", model)
         self._swap = tally.histogram("mlx_parallm_lora_swap_seconds", model)
         self._swap_s = 0.0
+
+    def heard(self, report: ReplayReport) -> None:
+        """Another worker's sequence has been computed again."""
+        for counter, tokens in zip(self._court, (report.same, report.ties, report.wrong), strict=True):
+            counter.add(tokens)
 
     def adapters(self, stats: AdapterStats) -> None:
         """The engine has loaded adapters, or failed to."""

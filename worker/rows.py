@@ -26,6 +26,15 @@ def now_ms() -> int:
     return time.time_ns() // 1_000_000
 
 
+def _given_tokens(claim: Claim) -> list[TokenEvent]:
+    """The completion tokens that come with a claim's spec, as an event of an earlier attempt would bring them.
+
+    No log-probability is known of them, so it is 0; none of what is reported of them is drawn here.
+    """
+    ids = claim.spec.prior_ids
+    return [TokenEvent(claim.spec.id, claim.attempt, 0, list(ids), [0.0] * len(ids))] if ids else []
+
+
 @dataclass(eq=False)
 class ClaimedRow:
     """One claimed sequence: its events so far, and which of them the log has."""
@@ -42,11 +51,12 @@ class ClaimedRow:
 
     @classmethod
     def after(cls, claim: Claim, prior: list[TokenEvent]) -> "ClaimedRow":
-        """A fresh claim, or one taken over with the `prior` tokens of earlier attempts.
+        """A fresh claim, or one taken over with the `prior` tokens of earlier attempts; else with those of its spec.
 
         Prior events may have been read from an api's frame stream, which is short-lived, so they count as
         unlogged: the log gets them again under this attempt, and readers drop what they have.
         """
+        prior = prior or _given_tokens(claim)
         for event in prior:
             event.attempt = claim.attempt
         tokens = sum(len(event.tokens) for event in prior)

@@ -12,7 +12,21 @@ from typing import Annotated, cast, get_args
 import msgspec
 import typer
 
-from api.cli import acl, adapters, batches, bench, chat, convert, deadletters, doctor, key, launch, mcp_server, top
+from api.cli import (
+    acl,
+    adapters,
+    batches,
+    bench,
+    chat,
+    convert,
+    deadletters,
+    doctor,
+    key,
+    launch,
+    mcp_server,
+    replay,
+    top,
+)
 from api.cli.client import DEFAULT_URL, InferenceClient, JobRequest
 from api.cli.console import (
     LOOK_PATIENCE_S,
@@ -52,6 +66,7 @@ app.command("doctor")(doctor.doctor)
 app.command()(convert.convert)
 app.command("launch")(launch.launch)
 app.command("mcp")(mcp_server.mcp)
+app.command("replay")(replay.replay)
 app.command()(acl.acl)
 app.command("batch")(batches.batch)
 app.add_typer(batches.app, name="batches")

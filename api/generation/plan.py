@@ -15,7 +15,7 @@ import msgspec
 from api.callers.caller import may_cache
 from api.callers.fair_pool import LARGE_CHARS, aside
 from api.generation.choice import RequestPlan
-from api.generation.collection import collection_for_feedback, collection_of
+from api.generation.collection import collection_for_feedback, collection_of, recorded_s
 from api.generation.sampling import (
     MAX_TOP_LOGPROBS,
     WHOLE_VOCABULARY,
@@ -88,9 +88,10 @@ async def plan(ring: Ring, body: SamplingFields, target: Target, prepared: Prepa
             error.param = prepared.grammar_param
             raise
         sampling = msgspec.structs.replace(sampling, grammar=grammar)
-    if collect is None and sampling is spec.sampling:
+    if collect is None and sampling is spec.sampling and body.collect_trajectory is not False:
         return planned
-    template = msgspec.structs.replace(spec, collect=collect, sampling=sampling)
+    record_s = spec.record_s if body.collect_trajectory is not False else 0
+    template = msgspec.structs.replace(spec, collect=collect, sampling=sampling, record_s=record_s)
     return msgspec.structs.replace(planned, sequences=msgspec.structs.replace(sequences, template=template))
 
 
@@ -176,6 +177,7 @@ def _template(
         adapter=target.adapter,
         adapter_policy=target.policy,
         deadline_ms=deadline(settings, deadline_s),
+        record_s=recorded_s(settings),
         cache=cache and target.cache and may_cache(),
         **more,
     )

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from api.callers.caller import may_cache
 from api.callers.fair_pool import aside
-from api.generation.sampling import MAX_TOP_LOGPROBS, StrictId
+from api.generation.sampling import MAX_REASONING, MAX_TOP_LOGPROBS, StrictId
 from api.http.fields import LogitBias, RequestModel, Stop, complaint
 from api.http.limits import MAX_JSON_DEPTH, is_deep
 from api.jobs.images import Taking, has_parts
@@ -78,6 +78,9 @@ class JobBody(RequestModel):
     stop_token_ids: list[StrictId] = Field(default_factory=list)
     ignore_eos: bool = False
     min_tokens: int = Field(default=0, ge=0)
+    max_reasoning_tokens: int | None = Field(
+        default=None, ge=0, le=MAX_REASONING, description="reasoning that is not over by then is ended"
+    )
     logprobs: bool | int | None = Field(
         default=None, description="the drawn tokens' are always stored; a number is the same as top_logprobs"
     )
@@ -104,6 +107,8 @@ class JobBody(RequestModel):
             raise complaint("min_tokens", f"more than 'max_tokens' ({self.max_tokens})")
         if self.has_next_turn and self.kind == "score":
             raise complaint("has_next_turn", "a job of kind score writes nothing that could go on")
+        if self.max_reasoning_tokens is not None and self.kind == "score":
+            raise complaint("max_reasoning_tokens", "a job of kind score writes nothing, and does not reason")
         if self.adapter and self.lora_adapter and self.adapter != self.lora_adapter:
             raise complaint("adapter", "'adapter' and 'lora_adapter' name different adapters")
         if self.has_next_turn and not self.cache:
@@ -137,6 +142,7 @@ class JobBody(RequestModel):
             created_ms=now,
             has_next_turn=self.has_next_turn,
             cache=self.cache and may_cache(),
+            max_reasoning_tokens=self.max_reasoning_tokens,
         )
 
     def _sampling(self, logprobs_mode: LogprobsMode) -> SamplingOverrides:

@@ -12,7 +12,7 @@ from starlette.responses import Response, StreamingResponse
 
 from api.callers.caller import asker, key_name
 from api.callers.fair_pool import aside
-from api.generation.collection import check_scoring
+from api.generation.collection import check_scoring, recorded_s
 from api.generation.target import JobTarget, find_job_target
 from api.http.bodies import LONG_BYTES, BodyRoute
 from api.http.errors import error_responses, from_validation, json_reply
@@ -126,7 +126,7 @@ async def _target(ring: Ring, body: JobBody) -> JobTarget:
 
 async def _checked_spec(ring: Ring, body: JobBody, target: JobTarget) -> JobSpec:
     spec = body.spec(target.card, target.adapter, ring.settings.logprobs_mode)
-    spec = msgspec.structs.replace(spec, id=new_job_id(), tenant=asker().tenant)
+    spec = msgspec.structs.replace(spec, id=new_job_id(), tenant=asker().tenant, record_s=recorded_s(ring.settings))
     if spec.reward is not None:
         await check_scoring(ring, check(spec.reward), "reward.options")
     if body.webhook is not None and ring.home is not ring:

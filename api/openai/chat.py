@@ -64,7 +64,7 @@ async def prepare(
     tools = None
     if body.tools or body.tool_choice:
         tools = ToolUse.of(body.tools, body.tool_choice, body.parallel_tool_calls)
-    variables = {name: value for name, value in _hints(body).items() if name in codec.bundle.chat_template}
+    variables = {name: value for name, value in _hints(body, codec).items() if name in codec.bundle.chat_template}
     chat = await conversation(codec, body, tools, wanted, begun, images, **variables)
     newer = body.max_completion_tokens is not None
     predicted = [] if body.prediction is None else await encoded(codec, [body.prediction.text], False)
@@ -102,17 +102,17 @@ def named_images(messages: Sequence[ChatMessage]) -> Iterator[NamedImage]:
                 yield NamedImage(where, part.image_url.url, None, part.detail)
 
 
-def _hints(body: ChatCompletionRequest) -> dict[str, Any]:
-    """Parameters that only a template can follow: how much to reason, and how much to say."""
-    asked = {"reasoning_effort": body.reasoning_effort, "verbosity": body.verbosity}
+def _hints(body: ChatCompletionRequest, codec: TextCodec) -> dict[str, Any]:
+    """Parameters that only a template can follow: how much to reason, and how much to say. Kimi K3 has its own name."""
+    effort = "thinking_effort" if "thinking_effort" in codec.bundle.chat_template else "reasoning_effort"
+    asked = {effort: body.reasoning_effort, "verbosity": body.verbosity}
     return {name: value for name, value in asked.items() if value is not None}
 
 
 def unused_hints(body: ChatCompletionRequest, codec: TextCodec) -> list[str]:
-    """The hints of a request that the model's template does not know, and parts of its tools' schemas that no grammar
-    can enforce: the answer's headers name them."""
-    asked = _hints(body).items()
-    unused = [name for name, value in asked if name not in codec.bundle.chat_template and (name, value) not in _NO_HINT]
+    """Hints that the model's template does not know, and parts of tools' schemas that no grammar can enforce."""
+    asked = sorted(_hints(body, codec).items() - _NO_HINT)
+    unused = [name for name, _ in asked if name not in codec.bundle.chat_template]
     enforced = body.tool_choice not in (None, "none", "auto") or any(tool.function.strict for tool in body.tools or ())
     tools = ToolUse.of(body.tools, body.tool_choice, body.parallel_tool_calls) if enforced else None
     return unused if tools is None else unused + tools.unenforced(codec)

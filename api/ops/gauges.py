@@ -96,6 +96,7 @@ def _worker(gauges: Gauges, worker: WorkerStatus, now_ms: int) -> None:
         "worker_tokens_per_second": worker.tokens_per_s,
         "worker_kv_bytes": worker.kv_bytes,
         "worker_kv_limit_bytes": worker.kv_limit_bytes,
+        "worker_tokens_wrong": ("", "disputed", "wrong").index(worker.court),
         "worker_kv_spared_bytes": worker.extra.get("kv_spared_bytes", 0),
         "worker_ranks": max(1, len(worker.ranks)),
         "worker_ranks_ready": _ready(worker.ranks),

@@ -100,6 +100,11 @@ class WorkerHealth(BaseModel):
     ssd_cache: CacheHealth | None = Field(description="null: no folder is named")
     ranks: list[RankHealth] = Field(description="that hold the model together; empty: this process holds all of it")
     machine: MachineHealth
+    court: str = Field(
+        default="",
+        description="how other workers found its tokens: wrong (two of them), disputed (one of them); empty: right, or "
+        "not checked",
+    )
 
 
 class TrainerHealth(BaseModel):
@@ -300,6 +305,9 @@ def _judge(report: RingHealth, load: ProcessLoad) -> None:
     for worker in report.workers:
         if worker.state == "stuck" or worker.engine_silent_s > SILENT_S:
             report.reasons.append(f"the engine of worker '{worker.id}' has been silent for {worker.engine_silent_s} s")
+        if worker.court:
+            accusers = "two other workers have" if worker.court == "wrong" else "another worker has"
+            report.reasons.append(f"{accusers} found tokens of worker '{worker.id}' wrong: see `court` in their logs")
         if lost := _lost(worker.ranks):
             report.reasons.append(f"worker '{worker.id}' has lost rank {lost}, and begins anew")
     for trainer in report.trainers:

@@ -30,7 +30,7 @@ from mlx_model.kv.metal import attention as metal_attention
 # Milliseconds of a decode step's attention in one layer of 8 rows, 2,048 positions and 8 heads of 128, fp32 on 2 cores:
 # 70 plain, 310 unpacked and 200 quantised at 8 bits, 270 and 60 at 4. Of wider pieces quantised attention is 5 to 8
 # times slower than unpacking, which costs them next to nothing. Not on Metal, where `quantized_matmul` without
-# transposing, which reads values, was wrong for some shapes; CUDA has none for these (docs/internals/workers.md).
+# transposing, which reads values, was wrong for some shapes; CUDA has none for these (docs/internals/kv.md).
 Read = Literal["unpacked", "parts", "packed"]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any, cast
+from typing import cast
 
 import mlx.core as mx
 import numpy as np
@@ -17,23 +17,23 @@ import numpy.typing as npt
 from mlx_model.cuda import fused
 from mlx_model.sampling.named_tokens import NamedLogprobs
 from shared.frames import TokenLogprob, TokenLogprobs
+from shared.seeds import FACTORS, GOLDEN, MASK_64, mix
 
 BLOCK = 32  # tokens whose largest chance stands for them
 SMALLEST = 1e-37  # a chance below this counts as none
-_MASK_64 = (1 << 64) - 1
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_FACTORS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_GOLDEN = np.uint64(GOLDEN)
+_FACTORS = np.uint64(FACTORS[0]), np.uint64(FACTORS[1])
 
 
 def mix_seeds(seeds: list[int]) -> npt.NDArray[np.uint64]:
     """Seeds [B] of any size as well mixed 64-bit numbers; once per change of the batch."""
-    mixed: npt.NDArray[np.uint64] = _mix(np.array([seed & _MASK_64 for seed in seeds], np.uint64) + _GOLDEN, *_FACTORS)
+    mixed: npt.NDArray[np.uint64] = mix(np.array([seed & MASK_64 for seed in seeds], np.uint64) + _GOLDEN, *_FACTORS)
     return mixed
 
 
 def uniforms(mixed_seeds_B: npt.NDArray[np.uint64], positions_B: npt.NDArray[np.int64]) -> mx.array:
     """One number in [0, 1 - 2^-24] per row from (seed, position): splitmix64 (doi 10.1145/2714064.2660195); [B, 1]."""
-    bits_B = _mix(mixed_seeds_B + (positions_B.astype(np.uint64) + 1) * _GOLDEN, *_FACTORS)
+    bits_B = mix(mixed_seeds_B + (positions_B.astype(np.uint64) + 1) * _GOLDEN, *_FACTORS)
     uniforms_B = (bits_B >> 40).astype(np.float32) * np.float32(2**-24)
     return mx.array(uniforms_B[:, None])
 
@@ -45,7 +45,7 @@ def uniforms_at(mixed_seeds: mx.array, positions: mx.array) -> mx.array:
 
 @fused
 def _uniforms_at(seeds: mx.array, positions: mx.array, golden: mx.array, first: mx.array, second: mx.array) -> mx.array:
-    bits: mx.array = _mix(seeds + (positions + 1) * golden, first, second)
+    bits: mx.array = mix(seeds + (positions + 1) * golden, first, second)
     return (bits >> 40).astype(mx.float32) * 2**-24
 
 
@@ -55,13 +55,6 @@ def _numbers() -> list[mx.array]:
     numbers = [mx.array(np.array(each)) for each in (_GOLDEN, *_FACTORS)]
     mx.eval(numbers)
     return numbers
-
-
-def _mix(bits: Any, first: Any, second: Any) -> Any:
-    """Mix uint64 bits with these factors, on the host or on the device."""
-    bits = (bits ^ (bits >> 30)) * first
-    bits = (bits ^ (bits >> 27)) * second
-    return bits ^ (bits >> 31)
 
 
 def largest_by_blocks(chances_FV: mx.array, count: int) -> mx.array:

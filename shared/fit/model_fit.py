@@ -140,4 +140,4 @@ def _alternatives(
             )
     if asked.ranks == 1 and demand.needs[0].bytes > room.usable // 2:
         halved = with_need(demand, "weights", demand.needs[0].bytes // 2)
-        yield Alternative("two machines that divide it (docs/internals/workers.md, --distributed-hostfile)", halved)
+        yield Alternative("two machines that divide it (docs/internals/groups.md, --distributed-hostfile)", halved)

@@ -74,6 +74,13 @@ class ApiSettings(ProcessSettings):
     feedback_store_mb: int = Field(
         default=256, ge=1, description="answers of one tenant that are stored for feedback; the oldest are deleted"
     )
+    record_ttl_s: int = Field(
+        default=0,
+        ge=0,
+        le=30 * 86_400,
+        description="what is generated is stored for so long, with its prompt, for /v1/replay to compute it again; "
+        "0: it is not stored",
+    )
     session_ttl_s: int = Field(
         default=3600, ge=1, description="time without use after which a policy's state under a `session_id` is deleted"
     )

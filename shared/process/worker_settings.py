@@ -74,6 +74,17 @@ class WorkerSettings(JoinSettings, GroupSettings, MachineSettings):
         description="address of this machine to listen on for that; default: the one that it reaches Redis from",
     )
 
+    # -- checks of what other workers wrote
+    replay_share: float = Field(
+        default=0,
+        ge=0,
+        le=1,
+        description="share of the sequences that workers leave to one another to compute again, while they are idle",
+    )
+    on_wrong_tokens: Literal["alert", "drain"] = Field(
+        default="alert", description="when two other workers have found this one's tokens wrong: report it, or end too"
+    )
+
     # -- KV of earlier prompts, in memory and on disk: no disk is filled unless a folder is named
     prefix_cache_gb: float = Field(
         default=1.0,

@@ -11,6 +11,7 @@ Read `keys.py` first: every key with its name, type, owner and time to live. The
     adapters/    adapter versions and their pointers
     training/    live trajectories, orders to a trainer, its board
     processes/   workers' heartbeats, the pause switch, summed metrics
+    recordings.py  ended sequences, stored to be computed again
     connection/  clients, Sentinel, Redis Cluster, and what an error may say
 
 What several of them are made of: `stream.py` (entries that a consumer group reads), `chunks.py` (bytes),

@@ -19,6 +19,8 @@ SEQUENCE_TTL_S = 3_600  # of a finished sequence and its log
 REGISTRY_TTL_S = 7 * DAY_S  # model cards and tokenizers outlive their workers
 WORKER_TTL_S = 10  # refreshed by each heartbeat
 CHILD_TROUBLES_TTL_S = 30  # told again while they last
+COURT_TTL_S = 3_600  # of sequences that wait to be checked
+VERDICTS_TTL_S = DAY_S  # from the last check
 API_TTL_S = 60  # of an api's heartbeat and frame stream
 JOB_TTL_S = 7 * DAY_S  # from its last change
 FILE_UPLOAD_TTL_S = 3_600  # of bytes without a description: a torn upload
@@ -111,6 +113,17 @@ reap_turn = Key("parallm:{*}:reap-turn", "string", "worker", "a twelfth of a lea
 sequence = Key("parallm:{*}:seq:*", "hash", "api or job runner", "1 h after its end", "one sequence's state")
 sequence_log = Key("parallm:{*}:out:*", "stream", "worker", "1 h after its end", "one sequence's tokens, in chunks")
 finished = Key("parallm:{*}:finished:*", "stream", "job runner", "7 d", "results that no tick has recorded yet")
+# Fields: spec, result (msgpack)
+recording = Key("parallm:{*}:recording:*", "hash", "worker", "--record-ttl-s", "an ended sequence, to be replayed")
+recordings = Key(
+    "parallm:{*}:recordings", "sorted set", "worker", "as the newest", "size and id of recordings, by time"
+)
+recordings_stats = Key("parallm:{*}:recordings:stats", "hash", "worker", "as the newest", "bytes of the recordings")
+court = Key("parallm:{*}:court", "stream", "worker", "1 h, bounded", "ended sequences that other workers are to check")
+court_stats = Key("parallm:{*}:court:stats", "hash", "worker", "1 h", "counts of these")
+verdicts = Key(
+    "parallm:{*}:verdicts:*", "hash", "worker", "1 d, refreshed", "how other workers found a worker's tokens"
+)
 dead_letters = Key(
     "parallm:{*}:deadletters", "stream", "worker", "7 d, 1,000 entries", "sequences and messages given up"
 )

@@ -164,6 +164,11 @@ _OURS = (
     _gauge("mlx_parallm_worker_rank_memory_pressure", _RANK, "0 normal, 1 warning, 2 critical"),
     _gauge("mlx_parallm_worker_on_battery", _WORKER, "1 while its machine runs on battery"),
     _gauge("mlx_parallm_worker_thermal_state", _WORKER, "0 nominal, 1 fair, 2 serious, 3 critical; absent: unknown"),
+    _gauge(
+        "mlx_parallm_worker_tokens_wrong",
+        _WORKER,
+        "0 right or not checked, 1 wrong to one other worker, 2 to two of them",
+    ),
     _gauge("mlx_parallm_worker_heartbeat_age_seconds", _WORKER, "since the worker's last heartbeat"),
     _gauge("mlx_parallm_adapter_slots", _WORKER, "adapter slots there are"),
     _gauge("mlx_parallm_adapter_slots_used", _WORKER, "adapter slots that hold a version"),
@@ -202,6 +207,9 @@ _OURS = (
     _counter("mlx_parallm_takeovers_total", _MODEL, "sequences that a worker went on with after another one"),
     _counter(
         "mlx_parallm_memory_handed_back_total", _MODEL, "sequences that went back to the queue for want of memory"
+    ),
+    _counter(
+        "mlx_parallm_court_tokens_total", (*_MODEL, "verdict"), "tokens that were computed again: same, tie or wrong"
     ),
     _counter("mlx_parallm_dead_letters_total", _MODEL, "sequences given up since the beginning"),
     _counter("mlx_parallm_commits_refused_total", _MODEL, "ends that came from a worker that had lost the lease"),

@@ -12,6 +12,7 @@ MEASUREMENTS = {
     "decode_steps": "decode steps of each family with few operations or compiled layers, over mlx-lm's forward",
     "structured": "a batch of 8 in which 0, 4 or 8 rows follow a JSON schema",
     "forced_calls": "forced calls with varied schemas: how many are valid",
+    "replay": "tokens that another worker computes again: how many are the same, and the gaps of the others",
     "served": "over HTTP, against raw mlx-lm and mlx_lm.server",
     "classes": "first tokens of interactive requests, idle and beside a batch that fills the worker",
     "memory": "memory of api and worker over 10,000 streamed requests",

@@ -13,6 +13,7 @@ fast_blas.install()
 
 import argparse
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
 from typing import Any
@@ -34,7 +35,7 @@ SAMPLES, PROMPT, ANSWER = 16, 2048, 256  # of the memory part
 COPIES = 3  # that fit there
 CONTEXT = 16_384
 ROOM = 1024  # positions that a row may come to
-FORMS: tuple[SharePrompts, ...] = ("off", "auto", "always")
+FORMS = ("off", "auto", "always")  # the first one is what others are compared with
 
 
 def model_of(shape: dict[str, Any], dtype: str) -> LoadedModel:
@@ -118,13 +119,15 @@ def measure_memory(loaded: LoadedModel) -> None:
     print(f"rows in the same memory: {fit['auto'] / fit['off']:.1f}   aim: 4", flush=True)
 
 
-def measure_steps(loaded: LoadedModel, rows: int, context: int, rounds: int, steps: int) -> None:
-    batches = {when: Rows(loaded, when, rows, context) for when in FORMS}
-    times: dict[SharePrompts, list[float]] = {when: [] for when in FORMS}
+def measure_steps(
+    loaded: LoadedModel, forms: Sequence[SharePrompts], rows: int, context: int, rounds: int, steps: int
+) -> None:
+    batches = {when: Rows(loaded, when, rows, context) for when in forms}
+    times: dict[SharePrompts, list[float]] = {when: [] for when in forms}
     for _ in range(rounds):
         for when, batch in batches.items():
             times[when].append(batch.step_ms(steps))
-    for when in FORMS[1:]:
+    for when in forms[1:]:
         ratios = sorted(one / copied for one, copied in zip(times[when], times["off"], strict=True))
         print(
             f"{rows} rows of {context:,}, {when}: step {ratios[0]:.2f} {median(ratios):.2f} {ratios[-1]:.2f}"
@@ -165,6 +168,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--context", type=int, action="append", help="default: 2048")
     parser.add_argument("--job", type=int, nargs=4, default=(4, 512, 32, 12), help="prompts, their ids, tokens, copies")
+    parser.add_argument("--forms", nargs="+", choices=FORMS, default=FORMS, help="of the steps; off comes first")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8, help="of a round")
     parser.add_argument("--only", choices=("memory", "steps", "job"))
@@ -176,7 +180,7 @@ def main() -> None:
     loaded = model_of(SHAPES[args.shape], args.dtype)
     if args.only in (None, "steps"):
         for context in args.context or (2048,):
-            measure_steps(loaded, args.rows, context, args.rounds, args.steps)
+            measure_steps(loaded, args.forms, args.rows, context, args.rounds, args.steps)
     if args.only in (None, "job"):
         measure_job(loaded, *args.job, args.rounds)
 

@@ -171,6 +171,7 @@ SMALLEST = {
     "speculation": Smallest("--rows 2 --chances 1 --tokens 8 --context 8 --rounds 1", SHAPES),
     "splits": Smallest("--seeds 1"),
     "forced_calls": Smallest("--calls 2"),
+    "replay": Smallest("--sequences 2 --tokens 4"),
     "structured": Smallest("--rounds 1 --model models/tiny", {"ROWS": 2}),
     "traces": Smallest("--rounds 1 --requests 8 --streams 1", {"TOKENS": 4, "CALLS": 10, "sides": sides}),
     "trainers": Smallest("--steps 1 --groups 1 --group-size 2 --length 8 --prompt 4", SHAPES, trainers),
@@ -180,7 +181,8 @@ SMALLEST = {
 
 
 RINGS = (
-    "adapter_publish", "cart_pole", "forced_calls", "hosted_learners", "memory", "overload", "served", "traces",
+    "adapter_publish", "cart_pole", "forced_calls", "hosted_learners", "memory", "overload", "replay", "served",
+    "traces",
     "transfers",
 )  # fmt: skip
 
@@ -197,7 +199,7 @@ class Simulator(threading.Thread):
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ring]:
-    with ring(tmp_path_factory.mktemp("ring"), "--learners", "1") as started:
+    with ring(tmp_path_factory.mktemp("ring"), "--learners", "1", "--record-ttl-s", "60") as started:
         yield started
 
 

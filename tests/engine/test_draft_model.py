@@ -22,8 +22,8 @@ from shared.sequences import SequenceSpec
 from shared.text import grammar
 from tests.engine.adapter_bench import AdapterBench, make_versions, row
 from tests.engine.conftest import Bench, SpiedModel, prompt_of, spec
+from tests.engine.drafted import ALWAYS, ROWS, accepted_unchanged
 from tests.engine.small_models import LLAMA, write_model
-from tests.engine.test_speculation import ALWAYS, ROWS, check
 from worker.engine.batch.grammars import Place
 from worker.engine.batch.row import Row
 from worker.engine.speculation.draft_batch import DraftBatch
@@ -87,7 +87,7 @@ def written(loaded: LoadedModel, rows: list[SequenceSpec]) -> list[list[int]]:
 def test_a_draft_model_changes_nothing(
     llama: LoadedModel, other: LoadedModel, seed: int, is_same: bool, config: SpeculationConfig, context: int
 ) -> None:
-    check(drafting(llama, llama if is_same else other, context), seed, config)
+    accepted_unchanged(drafting(llama, llama if is_same else other, context), seed, config)
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0}, {"temperature": 0.8, "grammar": PRINTED}])

@@ -19,7 +19,7 @@ from worker.engine.batch.row import Row
 from worker.engine.messages import RowRequest
 from worker.engine.speculation.drafting import Drafting, Step
 from worker.engine.speculation.memory import ANCHOR, FARTHEST, Completions, key_of
-from worker.engine.speculation.silence import SILENT
+from worker.engine.speculation.payoff import SILENT
 
 VOCAB, TOKENS, NOISE = 5000, 128, 0.05
 
@@ -444,7 +444,7 @@ def test_steps_that_decode_no_row_tell_nothing_of_those_that_do() -> None:
     drafting = Drafting(SpeculationConfig(), [KVCache()], clock=lambda: now)
     for rows in (0, 0, 0, 2, 2, 2):
         drafting.begin(rows, alone=False, hurried=False)
-        known = drafting._step_times[False].known(2, 1)
+        known = drafting._costs[False].known(2, 1)
         assert known is None or known == 0.5
         now += 0.5 if rows else 9.0
     assert known == 0.5
@@ -458,7 +458,7 @@ def test_a_step_whose_drafts_are_all_dropped_is_not_timed() -> None:
         drafting.waited(0.9)
         drafting.checks_nothing()
         now += 1.0
-    assert drafting._step_times[True].known(1, 1) is None
+    assert drafting._costs[True].known(1, 1) is None
 
 
 def test_a_check_that_the_next_step_reads_is_timed_as_a_whole() -> None:
@@ -473,7 +473,7 @@ def test_a_check_that_the_next_step_reads_is_timed_as_a_whole() -> None:
             drafting.checks(width, step)
         now += took
     drafting.begin(1, alone=True, hurried=False)
-    times = {width: list(each) for (_, width), each in drafting._step_times[True]._times.items()}
+    times = {width: list(of.each) for width, of in drafting._costs[True]._times[1].items()}
     assert times == {6: pytest.approx([2.0, 2.0]), 3: pytest.approx([1.0])}
 
 

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache
+from msgspec.structs import replace
 
 from mlx_model.loader import LoadedModel
 from shared.sequences import SamplingParams, SequenceSpec
@@ -138,6 +139,15 @@ def test_an_exact_repetition_feeds_one_token(llama: LoadedModel) -> None:
     assert set(spy.fed) == {1}, spy.fed
     assert bench.finish("warm").cached_tokens == 127
     assert [bench.tokens("warm")] == list(alone(llama, spec("warm", prompt, max_tokens=3)).values())
+
+
+def test_a_fresh_sequence_computes_what_is_cached_and_says_the_same(llama: LoadedModel) -> None:
+    bench, prompt = Bench(llama), prompt_of(128)
+    for one in (spec("first", prompt), replace(spec("fresh", prompt), fresh=True, cache=False), spec("last", prompt)):
+        bench.submit(one)
+        bench.run()
+    assert [bench.finish(name).cached_tokens for name in ("first", "fresh", "last")] == [0, 0, 127]
+    assert bench.tokens("first") == bench.tokens("fresh") == bench.tokens("last")
 
 
 def test_what_rows_write_behind_a_shared_prefix_stays_theirs(llama: LoadedModel) -> None:

@@ -14,8 +14,10 @@ from mlx_lm.models.cache import KVCache
 from msgspec import structs
 
 from mlx_model.kv.kinds import copies, keep_rows, leaves, ragged, shared, take_back, whole
+from mlx_model.kv.layout import layout_of
 from mlx_model.loader import LoadedModel
 from shared.sequences import SequenceSpec
+from tests.engine import test_batching
 from tests.engine.adapter_bench import AdapterBench, make_versions, row
 from tests.engine.conftest import Bench, prompt_of, spec
 from tests.engine.kv_models import Model
@@ -69,6 +71,13 @@ def test_other_kinds_copy(name: str, model_of: Model) -> None:
     assert bench.engine.batch.spared == 0
     bench.run()
     check_like_cold(bench.loaded, bench, *specs)
+
+
+def test_chunks_of_positions_are_not_shared(llama: LoadedModel) -> None:
+    """A model whose masks count from a row's first position would read others, in chunks longer than any trial."""
+    model = test_batching.small("llama4", llama).model
+    model.language_model.model.attention_chunk_size = 4096
+    assert not layout_of(model, 0, 64).shares
 
 
 def test_a_beginning_that_the_prefix_cache_had_is_shared_by_other_prompts(llama: LoadedModel) -> None:

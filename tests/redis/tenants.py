@@ -180,6 +180,7 @@ NAMES_NOTHING = {
     "POST /api/v1/telemetry",
     "POST /api/v1/client/config",
     "POST /api/v1/client/dynamic_config",
+    "POST /v1/replay",  # it names a completion: tests/redis/test_replay.py
     "POST /v1/feedback",  # it names an answer: tests/redis/test_feedback.py
 }
 

@@ -3,7 +3,7 @@
     python -m tests.training.kills --kills 20
 
 Proves, in one ring: every group of trajectories is consumed exactly once (with K = 1: or dropped because it was too
-old, and counted), and with K = 0, a fixed seed and `ratio: trainer` (docs/reference/learning.md) the adapter's bytes
+old, and counted), and with K = 0, a fixed seed and `ratio: trainer` (docs/operate/training.md) the adapter's bytes
 are those of a run that nobody interrupted. With `--chats` clients stream chats meanwhile, so that rollouts decode in
 other batches each time.
 """

@@ -1,6 +1,7 @@
 """A small chat template for each family, which writes calls and reasoning as the family's published one does."""
 
 from dataclasses import dataclass
+from typing import Any
 
 _VALUE = "{{ v if v is string else v | tojson }}"
 _BRACES = """{%- macro value(v) -%}
@@ -18,6 +19,19 @@ _NESTED = """{%- macro value(v) -%}
 {%- elif v is string -%}{{ v }}{%- elif v is boolean or v is none or v is number -%}{{ v | tojson }}
 {%- else -%}{%- for w in v -%}]<]minimax[>[<item>{{ value(w) }}]<]minimax[>[</item>{%- endfor -%}
 {%- endif -%}
+{%- endmacro -%}
+"""
+
+
+_VALUES = """{%- macro value(v, name) -%}
+{%- if v is mapping -%}<cofl:value{{ name }} type="dict">{{ members(v) }}</cofl:value>
+{%- elif v is string -%}<cofl:value{{ name }} type="raw">{{ v }}</cofl:value>
+{%- elif v is boolean or v is none or v is number -%}<cofl:value{{ name }} type="json">{{ v | tojson }}</cofl:value>
+{%- else -%}<cofl:value{{ name }} type="list">{%- for w in v -%}{{ value(w, "") }}{%- endfor -%}</cofl:value>
+{%- endif -%}
+{%- endmacro -%}
+{%- macro members(v) -%}
+{%- for k, w in v.items() -%}{{ value(w, ' name="' ~ k ~ '"') }}{%- endfor -%}
 {%- endmacro -%}
 """
 
@@ -72,10 +86,10 @@ _JSON = '{"name": "NAME", "arguments": ARGS}'
 _DEEPSEEK = {"begin": "<｜tool▁calls▁begin｜>", "end": "<｜tool▁calls▁end｜>"}
 
 
-def _dsml(calls: str) -> Shape:
+def _dsml(calls: str, space: str = "") -> Shape:
     return Shape(
-        '<｜DSML｜invoke name="NAME">\nPARAMS\n</｜DSML｜invoke>\n',
-        '<｜DSML｜parameter name="KEY" string="STRING">VALUE</｜DSML｜parameter>',
+        f'<｜DSML｜{space}invoke name="NAME">\nPARAMS\n</｜DSML｜{space}invoke>\n',
+        f'<｜DSML｜{space}parameter name="KEY" string="STRING">VALUE</｜DSML｜{space}parameter>',
         begin=f"<｜DSML｜{calls}>\n",
         end=f"</｜DSML｜{calls}>",
         between_params="\n",
@@ -83,6 +97,21 @@ def _dsml(calls: str) -> Shape:
     )
 
 
+def _hunyuan(of: str, separator: str, line: str) -> Shape:
+    return Shape(
+        f"<tool_call{of}>NAME{separator}PARAMS{line}</tool_call{of}>\n",
+        f"<arg_key{of}>KEY</arg_key{of}>{line}<arg_value{of}>VALUE</arg_value{of}>",
+        begin=f"<tool_calls{of}>\n",
+        end=f"</tool_calls{of}>",
+        between_params=line,
+        thought=(f"<think{of}>", f"</think{of}>"),
+    )
+
+
+_COHERE: dict[str, Any] = {
+    "thought": ("<|START_THINKING|>", "<|END_THINKING|>"),
+    "answer": ("<|START_TEXT|>", "<|END_TEXT|>"),
+}
 SHAPES = {
     "hermes": Shape(f"<tool_call>\n{_JSON}\n</tool_call>", joint="\n"),
     "qwen3_coder": Shape(
@@ -153,6 +182,19 @@ SHAPES = {
     ),
     "deepseek_v32": _dsml("function_calls"),
     "deepseek_v4": _dsml("tool_calls"),
+    "deepseek_v41": _dsml(" calls", " "),
+    "hy_v3": _hunyuan("", "<tool_sep>\n", "\n"),
+    "hy_v3_opensource": _hunyuan(":opensource", "<tool_sep:opensource>\n", "\n"),
+    "hy_v4": _hunyuan(":opensource", "", ""),
+    "cohere_xml": Shape(
+        '<cofl:tool_call id="INDEX" name="NAME">PARAMS</cofl:tool_call>',
+        '<cofl:tool_param name="KEY" string="STRING">VALUE</cofl:tool_param>',
+        begin="<cofl:tool_calls>", end="</cofl:tool_calls>", **_COHERE,
+    ),
+    "cohere_values": Shape(
+        '<cofl:tool_call id="INDEX" name="NAME">{{ members(c.function.arguments) }}</cofl:tool_call>',
+        begin="<cofl:tool_calls>", end="</cofl:tool_calls>", macros=_VALUES, **_COHERE,
+    ),
     "gemma4": Shape(
         "<|tool_call>call:NAME{{ value(c.function.arguments) }}<tool_call|>",
         macros=_BRACES.replace("QUOTE", '<|"|>'),

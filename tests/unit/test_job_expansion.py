@@ -4,13 +4,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.jobs import JobInput, JobSpec, LineRequest, SamplingOverrides
+from shared.errors import UnsupportedParameterError
+from shared.jobs import JobInput, JobSpec, LineRequest, SamplingOverrides, input_line
 from shared.seeds import seed_in_job
-from shared.sequences import SamplingParams
+from shared.sequences import ModelCard, SamplingParams
+from shared.text import grammar
+from tests.unit.api_texts import codec
+from tests.unit.test_thinking_budget import MARKED as THINKS
 from worker.jobs.expansion import (
     PreparedPrompt,
     PromptCache,
     ordinal_of,
+    prepare,
     prompts_to_expand,
     sequence_id,
     sequences,
@@ -40,6 +45,19 @@ def test_a_group_differs_in_id_and_seed_only() -> None:
     first = group[0]
     assert (first.sampling.max_tokens, first.sampling.stop, first.adapter) == (9, ("x",), "a")
     assert (first.sequence_class, first.job, first.deadline_ms) == ("batch", "job-1", 7)
+
+
+def test_reasoning_of_samples_is_bounded_in_their_own_marks() -> None:
+    spec, card = job(max_reasoning_tokens=2, n=2), ModelCard("m", 1000, 1 << 20, (0,), "t", "b", 1, dtype="float32")
+    prompt = prepare(0, input_line(JobInput("Why? <think>"), "rollout", 1), spec, card, THINKS)
+    for sequence in sequences(spec, prompt, now_ms=0):
+        matcher = grammar.matcher_of(sequence.sampling.grammar, grammar.tokenizer_of(THINKS.bundle, THINKS.vocab_size))
+        ids = [*THINKS.encode("12", False), THINKS.added_token("</think>"), *THINKS.encode("so", False)]
+        assert matcher.try_consume_tokens(ids) == len(ids)
+        matcher.reset()
+        assert matcher.try_consume_tokens(THINKS.encode("123", False)) == 2
+    plain = prepare(0, input_line(JobInput("Why?"), "rollout", 1), spec, card, codec())
+    assert isinstance(plain.error, UnsupportedParameterError), "a model without reasoning"
 
 
 def test_a_job_or_a_line_of_a_batch_may_not_be_cached() -> None:

@@ -4,6 +4,7 @@ import json
 from itertools import pairwise
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -520,3 +521,12 @@ def test_a_grammar_waits_for_harmony_s_final_message(thinking: Any, completion: 
         spelled = Spelling(vocabulary)
         answer = framed(grammar.of_regex(r"\d+"), thinking, harmony, spelled)
         assert allows(after_reasoning(answer, thinking, harmony, vocabulary), completion, vocabulary) is allowed
+
+
+@pytest.mark.parametrize(("template", "says"), [("{{ thinking_effort }}", "high"), ("{{ reasoning_effort }}", "high")])
+async def test_a_reasoning_effort_reaches_templates_by_either_name(template: str, says: str) -> None:
+    known = TextCodec(msgspec.structs.replace(bundle(), chat_template=template))
+    body = request(reasoning_effort="high")
+    prepared = await prepare(known, body, ApiSettings())
+    assert known.decode(prepared.prompts[0]) == says and not unused_hints(body, known)
+    assert unused_hints(body, codec()) == ["reasoning_effort"]

@@ -89,6 +89,24 @@ CALLS = {  # a call of each family, without reasoning
     '<｜DSML｜parameter name="city" string="true">Rome</｜DSML｜parameter>\n'
     '<｜DSML｜parameter name="days" string="false">2</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
     "</｜DSML｜tool_calls>",
+    "deepseek_v41": '<｜DSML｜ calls>\n<｜DSML｜ invoke name="NAME">\n'
+    '<｜DSML｜ parameter name="city" string="true">Rome</｜DSML｜ parameter>\n'
+    '<｜DSML｜ parameter name="days" string="false">2</｜DSML｜ parameter>\n</｜DSML｜ invoke>\n'
+    "</｜DSML｜ calls>",
+    "hy_v3": "<tool_calls>\n<tool_call>NAME<tool_sep>\n<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>\n"
+    "<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call>\n</tool_calls>",
+    "hy_v3_opensource": "<tool_calls:opensource>\n<tool_call:opensource>NAME<tool_sep:opensource>\n"
+    "<arg_key:opensource>city</arg_key:opensource>\n<arg_value:opensource>Rome</arg_value:opensource>\n"
+    "<arg_key:opensource>days</arg_key:opensource>\n<arg_value:opensource>2</arg_value:opensource>\n"
+    "</tool_call:opensource>\n</tool_calls:opensource>",
+    "hy_v4": "<tool_calls:opensource>\n<tool_call:opensource>NAME<arg_key:opensource>city</arg_key:opensource>"
+    "<arg_value:opensource>Rome</arg_value:opensource><arg_key:opensource>days</arg_key:opensource>"
+    "<arg_value:opensource>2</arg_value:opensource></tool_call:opensource>\n</tool_calls:opensource>",
+    "cohere_xml": '<cofl:tool_calls><cofl:tool_call id="0" name="NAME"><cofl:tool_param name="city" string="true">'
+    'Rome</cofl:tool_param><cofl:tool_param name="days" string="false">2</cofl:tool_param></cofl:tool_call>'
+    "</cofl:tool_calls>",
+    "cohere_values": '<cofl:tool_calls><cofl:tool_call id="0" name="NAME"><cofl:value name="city" type="raw">Rome'
+    '</cofl:value><cofl:value name="days" type="json">2</cofl:value></cofl:tool_call></cofl:tool_calls>',
     "cohere": '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "NAME", "parameters": '
     f"{ROME}}}\n]<|END_ACTION|>",
     "nemotron2": f'<TOOLCALL>[{{"name": "NAME", "arguments": {ROME}}}]</TOOLCALL>',
@@ -189,6 +207,36 @@ def test_a_call_that_is_cut_off_shows_what_there_is(family: str) -> None:
             assert whole.arguments.startswith(part.arguments)
             assert not part.complete or part.arguments.strip("}") in (whole.arguments.strip("}"), '{"city": "Rome"')
     assert begun > 8, "it is a call before it is whole"
+
+
+@pytest.mark.parametrize(
+    ("inside", "arguments"),
+    [
+        ('<cofl:value name="tags" type="list"><cofl:value type="raw">a</cofl:value>', '{"where": {"tags": ["a"'),
+        ('<cofl:value name="tags" type="list"></cofl:value>', '{"where": {"tags": []'),
+        ('<cofl:value name="lat" type="json">1.5', '{"where": {"lat": '),
+        ('<cofl:value name="of" type="raw">R <b', '{"where": {"of": "R <b'),
+        ("broken", '{"where": {'),
+    ],
+)
+def test_values_within_values_that_are_cut_off_show_what_there_is(inside: str, arguments: str) -> None:
+    text = f'<cofl:tool_calls><cofl:tool_call id="0" name="get_weather"><cofl:value name="where" type="dict">{inside}'
+    plan = plan_of("cohere_values")
+    piece = taken(plan, text)
+    assert taken(plan, *text) == piece
+    assert [(call.name, call.arguments, call.complete) for call in piece.calls] == [("get_weather", arguments, False)]
+
+
+@pytest.mark.parametrize("number", ["1e400", "-0.12345678901234567890123", "123456789012345678901234567890"])
+@pytest.mark.parametrize("family", ["qwen3_coder", "glm47", "kimi_k3", "deepseek_v41", "hy_v4", "cohere_values"])
+def test_a_number_beyond_a_double_has_all_its_digits(family: str, number: str) -> None:
+    plan = plan_of(family)
+    tools = json.loads(plan.tools)
+    tools[0]["function"]["parameters"]["properties"]["days"] = {"type": "number"}
+    plan = plan_of(family, tools=json.dumps(tools).encode())
+    at = sample(family).rindex("2")
+    (call,) = taken(plan, sample(family)[:at] + number + sample(family)[at + 1 :]).calls
+    assert f'"days": {number}' in call.arguments
 
 
 @pytest.mark.parametrize("family", sorted(CALLS))

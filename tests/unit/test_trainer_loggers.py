@@ -225,7 +225,7 @@ def test_no_secret_and_no_text_of_users_is_told_to_others() -> None:
 
 
 def test_the_names_of_the_figures_stand_in_the_docs() -> None:
-    text = (Path(__file__).parents[2] / "docs/reference/learning.md").read_text()
+    text = (Path(__file__).parents[2] / "docs/operate/training.md").read_text()
     names = [name for name, _ in by_name(AnyFigures())]
     assert names and not [name for name in names if f"`{name}`" not in text]
 

@@ -16,6 +16,7 @@ from shared.errors import (
     InvalidRequestError,
     ParallmError,
     UnsupportedModelError,
+    UnsupportedParameterError,
 )
 from shared.images.chat import ChatImages
 from shared.images.refs import ImageRef
@@ -23,6 +24,10 @@ from shared.jobs import InputLine, JobInput, JobSpec, Prompt, read_input
 from shared.seeds import seed_in_job
 from shared.sequences import ModelCard, SamplingParams, SequenceKind, SequenceSpec, vocabulary_error
 from shared.text.codec import TextCodec
+from shared.text.languages.grammars import after_reasoning
+from shared.text.languages.language import language_of
+
+_PROMPT_END = 64  # tokens that show whether a completion begins inside reasoning
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,7 @@ class PreparedPrompt:
     error: ParallmError | None = None
     images: tuple[ImageRef, ...] = ()  # of the prompt
     image_token: int = 0  # that stands for each vector of them
+    grammar: str = ""  # of the completion; "": anything
 
 
 def prepare(index: int, line: InputLine, spec: JobSpec, card: ModelCard, codec: TextCodec) -> PreparedPrompt:
@@ -56,13 +62,11 @@ def prepare(index: int, line: InputLine, spec: JobSpec, card: ModelCard, codec: 
         prompt_ids = _prompt_ids(source.prompt, codec, images)
         score_ids = completion_ids(source.completion, codec) if spec.kind == "score" else ()
         _check(prompt_ids, score_ids, spec, card)
+        grammar = _bounded_reasoning(prompt_ids, spec.max_reasoning_tokens, codec)
     except ParallmError as error:
         return PreparedPrompt(index, source, error=error)
-    if images is None:
-        return PreparedPrompt(index, source, prompt_ids, score_ids)
-    return PreparedPrompt(
-        index, source, prompt_ids, score_ids, images=images.refs, image_token=images.vision.image_token_id
-    )
+    shown = ((), 0) if images is None else (images.refs, images.vision.image_token_id)
+    return PreparedPrompt(index, source, prompt_ids, score_ids, None, *shown, grammar)
 
 
 def read_prompt(index: int, line: InputLine) -> PreparedPrompt:
@@ -120,6 +124,18 @@ def _check(prompt_ids: Sequence[int], score_ids: Sequence[int], spec: JobSpec, c
         )
 
 
+def _bounded_reasoning(prompt_ids: Sequence[int], most: int | None, codec: TextCodec) -> str:
+    """The grammar of a completion whose reasoning is ended after `most` tokens; "" without a bound."""
+    if most is None:
+        return ""
+    if (reasoning := language_of(codec).reasoning) is None:
+        raise UnsupportedParameterError(
+            "this model writes no reasoning that could be bounded", param="max_reasoning_tokens"
+        )
+    end = codec.decode(prompt_ids[-_PROMPT_END:], skip_special_tokens=False)
+    return after_reasoning("", reasoning.thinking_after(end), reasoning, codec, most)
+
+
 class PromptCache:
     """Prompts under way, so that a result's prompt is not tokenised again; bounded in prompts and tokens."""
 
@@ -167,7 +183,7 @@ def sequences(spec: JobSpec, prompt: PreparedPrompt, now_ms: int, trace: str = "
             id=sequence_id(spec.id, first + sample),
             model=spec.model,
             prompt_ids=prompt.prompt_ids,
-            sampling=sampling(spec, prompt.index, sample) if own is None else own.sampling,
+            sampling=sampling(spec, prompt, sample) if own is None else own.sampling,
             sequence_class="batch",
             kind=kind if own is None else own.kind,
             pooling="mean" if own is None else own.pooling,
@@ -182,6 +198,7 @@ def sequences(spec: JobSpec, prompt: PreparedPrompt, now_ms: int, trace: str = "
             trace=trace,
             tenant=spec.tenant,
             has_next_turn=spec.has_next_turn,
+            record_s=spec.record_s,
             images=prompt.images,
             image_token=prompt.image_token,
             cache=spec.cache and (own is None or own.cache),
@@ -197,11 +214,11 @@ def is_sample(spec: JobSpec, seq: str) -> bool:
     return known and int(ordinal) < spec.total_prompts * spec.n and sequence_id(spec.id, int(ordinal)) == seq
 
 
-def sampling(spec: JobSpec, prompt_index: int, sample_index: int) -> SamplingParams:
+def sampling(spec: JobSpec, prompt: PreparedPrompt, sample_index: int) -> SamplingParams:
     """The job's sampling with this sample's own seed."""
     fields = {name: getattr(spec.sampling, name) for name in spec.sampling.__struct_fields__}
-    fields["seed"] = seed_in_job(spec.sampling.seed or 0, prompt_index, sample_index)
-    return SamplingParams(**fields)
+    fields["seed"] = seed_in_job(spec.sampling.seed or 0, prompt.index, sample_index)
+    return SamplingParams(**fields, grammar=prompt.grammar)
 
 
 def prompts_to_expand(spec: JobSpec, window: int, expanded: int, recorded: int, most: int) -> int:

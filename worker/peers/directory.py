@@ -84,7 +84,8 @@ class PeerDirectory:
 
 def _may_use_kv(request: RowRequest) -> bool:
     """Not where the prompt's log-probabilities are wanted, which are computed in any case."""
-    return request.spec.kind == "generate" and request.spec.sampling.prompt_logprobs is None
+    spec = request.spec
+    return spec.kind == "generate" and not spec.fresh and spec.sampling.prompt_logprobs is None
 
 
 def _length(request: RowRequest) -> int:

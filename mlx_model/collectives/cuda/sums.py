@@ -13,7 +13,7 @@ Invariant. In all that is computed at once, each sum of a process hangs on the o
 would take the same turn. Decode steps are such chains, and nothing else calls `all_sum` or `near_sums`.
 
 A rank whose neighbour has died waits in the kernel, as it would in NCCL's, until the group is ended from outside
-(docs/internals/workers.md); otherwise the kernel ends with an error, and the rank with it.
+(docs/internals/groups.md); otherwise the kernel ends with an error, and the rank with it.
 """
 
 from __future__ import annotations

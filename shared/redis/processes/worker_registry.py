@@ -66,6 +66,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     draft_model: str = ""  # that drafts, too; "": there is none, or it has failed
     ranks: tuple[RankStatus, ...] = ()  # that hold the model together; (): this process holds all of it
     machine: MachineStatus = MachineStatus()
+    court: str = ""  # its tokens, as other workers found them: wrong (two did), disputed (one did); "": right
 
 
 def weights_of(card: ModelCard) -> str:

@@ -52,16 +52,17 @@ class SequenceCalls(BackgroundReader):
             await self._queue.cancel(list(self._waiting))
             await self._redis.delete(self._stream)
 
-    async def call(self, specs: Sequence[SequenceSpec]) -> list[SequenceResult]:
+    async def call(self, specs: Sequence[SequenceSpec], *, prefer: Sequence[str] = ()) -> list[SequenceResult]:
         """The results of sequences of one class and one beginning, in order; a full queue is waited for.
 
+        `prefer`: ids of workers; default: those that know the beginning.
         UnreadableMessageError when a worker of another version answers.
         """
         assert all(spec.job == self.owner for spec in specs), "results go to the owner"
         loop = asyncio.get_running_loop()
         futures = {spec.id: self._waiting.setdefault(spec.id, loop.create_future()) for spec in specs}
         try:
-            await self._enqueue(specs)
+            await self._enqueue(specs, prefer)
             while True:
                 done, missing = await asyncio.wait(
                     futures.values(), timeout=REPAIR_AFTER_S, return_when=asyncio.FIRST_EXCEPTION
@@ -69,7 +70,7 @@ class SequenceCalls(BackgroundReader):
                 if not missing or any(future.exception() for future in done):
                     return [futures[spec.id].result() for spec in specs if futures[spec.id].done()]
                 with contextlib.suppress(RedisError, OSError):
-                    await self._enqueue([spec for spec in specs if futures[spec.id] in missing])
+                    await self._enqueue([spec for spec in specs if futures[spec.id] in missing], prefer)
         except asyncio.CancelledError:
             with contextlib.suppress(RedisError, OSError):
                 await asyncio.shield(self._queue.cancel([spec.id for spec in specs]))
@@ -78,10 +79,10 @@ class SequenceCalls(BackgroundReader):
             for spec in specs:
                 self._waiting.pop(spec.id, None)
 
-    async def _enqueue(self, specs: Sequence[SequenceSpec]) -> None:
+    async def _enqueue(self, specs: Sequence[SequenceSpec], prefer: Sequence[str]) -> None:
         while True:
             try:
-                await self._queue.enqueue(specs, prefer=await self._affinity.preferred(specs))
+                await self._queue.enqueue(specs, prefer=prefer or await self._affinity.preferred(specs))
                 return
             except QueueFullError:
                 await asyncio.sleep(ASK_AGAIN_S)

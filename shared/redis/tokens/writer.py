@@ -19,6 +19,7 @@ from shared.frames import Frame, TokenEvent, encode_events, encode_frame, fence
 from shared.redis import keys
 from shared.redis.connection.client import Script, is_no_script
 from shared.redis.connection.faults import reason
+from shared.redis.recordings import needs_result, recording_arguments, recording_keys
 from shared.redis.training.trajectory_intake import collecting_arguments, collecting_keys
 from shared.sequences import Claim, SequenceResult, encode
 
@@ -45,7 +46,9 @@ class Commit:
 class FrameWriter:
     """The write side of one worker."""
 
-    def __init__(self, redis: "Redis", model: str, worker_id: str) -> None:
+    def __init__(self, redis: "Redis", model: str, worker_id: str, *, replay_share: float = 0.0) -> None:
+        """`replay_share`: share of the sequences that are left to another worker to check."""
+        self._replay_share = replay_share
         self._redis = redis
         self._model = model
         self._sequence, self._log = keys.sequence(model, ""), keys.sequence_log(model, "")  # with an id after it
@@ -143,6 +146,7 @@ class FrameWriter:
                 keys.finished(self._model, spec.job),
                 keys.dead_letters(self._model),
                 *collecting_keys(self._model),
+                *recording_keys(self._model, spec.id),
             ],
             [
                 keys.GROUP,
@@ -150,7 +154,7 @@ class FrameWriter:
                 claim.entry,
                 claim.attempt,
                 "cancelled" if finish.reason == "cancelled" else "done",
-                encode(commit.result) if spec.job or spec.collect else b"",
+                encode(commit.result) if spec.job or spec.collect or needs_result(spec, self._replay_share) else b"",
                 encode_events(commit.last) if commit.last else b"",
                 keys.SEQUENCE_TTL_S,
                 keys.JOB_TTL_S,
@@ -160,5 +164,6 @@ class FrameWriter:
                 spec.id,
                 *collecting_arguments(spec),
                 commit.last[0].position if commit.last else 0,
+                *recording_arguments(spec, self._replay_share),
             ],
         )

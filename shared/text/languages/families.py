@@ -99,6 +99,7 @@ REASONINGS: dict[str, Reasoning] = {
         ),
         Reasoning("granite", "<think>", "</think>", answer=(("<response>", "</response>"),)),
         Reasoning("hunyuan", "<think>", "</think>", answer=(("<answer>", "\n</answer>"), ("", "</answer>"))),
+        Reasoning("hunyuan_opensource", "<think:opensource>", "</think:opensource>"),
         Reasoning(
             "gemma4", "<|channel>thought", "<channel|>", again=True, tokens=("<|channel>",), closing="\n<channel|>"
         ),
@@ -131,6 +132,9 @@ FAMILIES: tuple[Family, ...] = (
     Family("gemma4", (("<|tool_call>", "<tool_call|>"),), reasoning="gemma4"),
     Family("function_gemma", (("<start_function_call>",),)),
     Family("longcat", (("<longcat_tool_call>",),)),
+    Family("hy_v3_opensource", (("tool_sep", ":opensource"),), reasoning="hunyuan_opensource"),
+    Family("hy_v4", (("tool_call", ":opensource"),), reasoning="hunyuan_opensource"),
+    Family("hy_v3", (("<tool_sep>",),)),
     Family("glm47", (("<arg_key>",),)),
     Family("seed_oss", (("<seed:tool_call>",),), reasoning="seed_oss"),
     Family(
@@ -151,10 +155,13 @@ FAMILIES: tuple[Family, ...] = (
     Family("mistral", (("[TOOL_CALLS]",),)),
     Family("muse_spark", (("<atem:function_calls>",),)),
     Family("harmony", (("<|channel|>analysis<|message|>", "<|start|>assistant"),), reasoning="harmony"),
+    Family("deepseek_v41", (("｜DSML｜ calls>",),)),
     Family("deepseek_v4", (("｜DSML｜", "tool_calls>"),)),
     Family("deepseek_v32", (("｜DSML｜",),), tokens=("｜DSML｜",)),
     Family("deepseek_v3", (("<｜tool▁sep｜>", "```json"),)),
     Family("deepseek_v31", (("<｜tool▁sep｜>",),), tokens=("<｜tool▁sep｜>",)),
+    Family("cohere_values", (("<cofl:value",),), reasoning="cohere"),
+    Family("cohere_xml", (("<cofl:tool_param",),), reasoning="cohere"),
     Family("cohere", (("<|START_ACTION|>",),), tokens=("<|START_ACTION|>", "<|END_ACTION|>"), reasoning="cohere"),
     Family("nemotron2", (("<TOOLCALL>",),)),
     Family("hunyuan", (("<tool_calls>[",),), reasoning="hunyuan"),

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from shared.text import grammar
@@ -9,7 +10,7 @@ from shared.text.languages.growing_text import BLANKS, GrowingText, Waiting, fin
 from shared.text.languages.mark_search import search_for
 from shared.text.languages.schemas import MAX_DEPTH, Written, as_text, bounds, chain, is_free, is_text, listed, unheld
 from shared.text.languages.tool_form import CallSink, Signature, ToolForm
-from shared.text.languages.values import of_text, types_of, written
+from shared.text.languages.values import number_of, of_text, types_of, written
 
 _NAME = re.compile(r"[\w.\-/:$]{1,128}")
 _ATTRIBUTE = re.compile(r'(\w+)="([^"]*)"')
@@ -25,6 +26,9 @@ class Tag:
     end: str
     quote: str = ""  # that ends the name where attributes may follow
     attributes: str = ""  # that a model writes after the name; `{type}` and `{string}` say what the value is
+    key: str = ""  # the attribute that is the name, where others may come before it,
+    lead: str = ""  # and those that a model writes before it
+    types: tuple[tuple[str, str], ...] = ()  # by JSON's names of types: those that `{type}` stands for
 
     def read(self, text: GrowingText) -> Waiting[tuple[str, dict[str, str]] | None]:
         """Read the mark: the name in it, and attributes; None for no such mark."""
@@ -35,14 +39,18 @@ class Tag:
             return None
         text.at += len(self.end)
         inside = "".join(parts)
+        if self.key:
+            found = {key: _unescaped(value) for key, value in _ATTRIBUTE.findall(inside)}
+            return found.pop(self.key, ""), found
         name, _, rest = inside.partition(self.quote) if self.quote else (inside, "", "")
         name = _unescaped(name.strip().strip("\"'"))
         return name, {key: _unescaped(value) for key, value in _ATTRIBUTE.findall(rest)}
 
     def written(self, name: str, kind: str = "", text: bool = False) -> str:
         """The mark as a model writes it."""
-        more = self.attributes.format(type=kind, string=str(text).lower()) if self.attributes else ""
-        return f"{self.start}{name}{self.quote}{more}{self.end}"
+        more = self.attributes.format(type=dict(self.types).get(kind, kind), string=str(text).lower())
+        key = f"{self.lead}{self.key}={self.quote}" if self.key else ""
+        return f"{self.start}{key}{name}{self.quote}{more}{self.end}"
 
 
 def _escaped(text: str) -> str:
@@ -102,13 +110,16 @@ class TaggedCalls(ToolForm):
         return True
 
     def _name(self, text: GrowingText) -> Waiting[str]:
-        if self.call.start or self.call.end:
+        if self.call.end:
             found = yield from self.call.read(text)
             return "" if found is None else found[0]
+        if self.call.start and not (yield from text.take(self.call.start)):
+            return ""
         name = yield from text.word()  # it stands alone, before the first argument, or what closes the call
         yield from text.skip()
         at = text.at
-        followed = yield from text.take(self.argument.start, *(end for _, end in self.marks))
+        closings = filter(None, (self.tail, *(end for _, end in self.marks)))
+        followed = yield from text.take(self.argument.start, *closings)
         text.at = at
         return name if followed else ""
 
@@ -140,7 +151,8 @@ class TaggedCalls(ToolForm):
         if not mark:
             return False
         text.at += len(mark)
-        sink.add(written(self._meant("".join(parts), schema)) or "null")
+        spelled = "".join(parts)
+        sink.add(number_of(spelled, schema) or written(self._meant(spelled, schema)) or "null")
         return True
 
     def _meant(self, spelled: str, schema: object) -> object:
@@ -268,3 +280,89 @@ class NestedCalls(TaggedCalls):
             inside = "" if part.get("maxItems") == 0 else f"({item}){bounds(part)}"
         head, tail = self.argument.written(name), self.closing.format(name=name)
         return schema.rule(f"{spelled(head)} {inside} {spelled(tail)}")
+
+
+_LEAF = "raw"
+_CLOSERS = {"dict": "}", "list": "]"}
+
+
+@dataclass(frozen=True)
+class TypedCalls(TaggedCalls):
+    """Tagged calls whose marks say what each value is: a text, JSON, a `dict` or a `list` of values (Cohere)."""
+
+    def _value(
+        self, text: GrowingText, sink: CallSink, schema: object, key: str, attributes: dict[str, str]
+    ) -> Waiting[bool]:
+        kind = attributes.get("type", _LEAF)
+        if kind in _CLOSERS:
+            return (yield from self._members(text, sink, kind, 0))
+        said = {} if kind == "json" else {"type": "string"}
+        return (yield from super()._value(text, sink, said, key, {}))
+
+    def _members(self, text: GrowingText, sink: CallSink, kind: str, depth: int) -> Waiting[bool]:
+        """Read values up to the mark that ends them; False: they are cut off or broken."""
+        sink.add("{" if kind == "dict" else "[")
+        between = ""
+        while not (yield from self._closed(text)):
+            found = yield from self.argument.read(text)
+            if found is None or depth > MAX_DEPTH:
+                return False
+            name, attributes = found
+            sink.add(between + (f"{json.dumps(name, ensure_ascii=False)}: " if kind == "dict" else ""))
+            inner = attributes.get("type", _LEAF)
+            if inner in _CLOSERS:
+                whole = yield from self._members(text, sink, inner, depth + 1)
+            else:
+                whole = yield from self._value(text, sink, None, name, attributes)
+            if not whole:
+                return False
+            between = ", "
+        sink.add(_CLOSERS[kind])
+        return True
+
+    def _closed(self, text: GrowingText) -> Waiting[str]:
+        yield from text.skip()
+        return (yield from text.take(self.closing))
+
+    def _argument(self, schema: Written, name: str, part: dict[str, object], spelled: grammar.Spelling) -> str:
+        return self._element(schema, self.argument.written, name, part, spelled, 0)
+
+    def _element(
+        self,
+        schema: Written,
+        mark: Callable[..., str],
+        name: str,
+        part: dict[str, object],
+        spelled: grammar.Spelling,
+        depth: int,
+    ) -> str:
+        """A rule for a value with its marks; `mark` writes the opening one."""
+        types, closing = types_of(part), spelled(self.closing)
+        values = listed(part)
+        if values is not None:
+            ways = [spelled(mark(name, _kind(each)) + as_text(each)) for each in values]
+            return schema.rule(f"({' | '.join(ways)}) {closing}")
+        if is_text(part):
+            return schema.rule(f"{spelled(mark(name, 'string'))} {schema.until(self.closing, spelled)}")
+        if depth <= MAX_DEPTH and types == {"object"} and not is_free(part):
+            parts = [
+                (self._element(schema, self.argument.written, key, each, spelled, depth + 1), required)
+                for key, each, required in schema.members(part)
+            ]
+            inside = chain(parts, '""', schema.rule)
+        elif depth <= MAX_DEPTH and types == {"array"}:
+            items = schema.resolved(part.get("items"))
+            item = self._element(schema, self._item, "", items, spelled, depth + 1)
+            inside = "" if part.get("maxItems") == 0 else f"({item}){bounds(part)}"
+        else:
+            return schema.rule(f"{spelled(mark(name, 'number'))} {schema.json(part)} {closing}")
+        return schema.rule(f"{spelled(mark(name, next(iter(types))))} {inside} {closing}")
+
+    def _item(self, _: str, kind: str) -> str:
+        """The opening mark of a value in a list, which has no name."""
+        tag = self.argument
+        return f"{tag.start.rstrip()}{tag.attributes.format(type=dict(tag.types)[kind])}{tag.end}"
+
+
+def _kind(value: object) -> str:
+    return "string" if isinstance(value, str) else "number"

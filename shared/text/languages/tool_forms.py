@@ -4,11 +4,13 @@ from shared.text.grammar import BREAK, DIGITS
 from shared.text.languages.families import CHANNEL, HERMES
 from shared.text.languages.growing_text import BLANKS
 from shared.text.languages.json_calls import JsonCalls, NamedCalls
-from shared.text.languages.tagged_calls import NestedCalls, Tag, TaggedCalls
+from shared.text.languages.tagged_calls import NestedCalls, Tag, TaggedCalls, TypedCalls
 from shared.text.languages.tool_form import ToolForm
 from shared.text.languages.value_calls import BracedCalls, PythonCalls
 
 _LIST = BLANKS + "[],"
+_OPEN = ":opensource"  # at the end of names in Hunyuan's marks
+_COHERE = (("string", "raw"), ("number", "json"), ("object", "dict"), ("array", "list"))
 _SPACE = "]<]minimax[>["  # of MiniMax M3's marks
 
 _FORMS: tuple[ToolForm, ...] = (
@@ -105,6 +107,39 @@ _FORMS: tuple[ToolForm, ...] = (
             tail="</｜DSML｜invoke>", after_call="\n", after_argument="\n",
         )
         for name, calls in (("deepseek_v32", "function_calls"), ("deepseek_v4", "tool_calls"))
+    ),
+    TaggedCalls(
+        "deepseek_v41", (("<｜DSML｜ calls>", "</｜DSML｜ calls>"),), many=True, head="\n", foot="\n", joint="\n",
+        tokens=("｜DSML｜",), call=Tag('<｜DSML｜ invoke name="', ">", '"'),
+        argument=Tag('<｜DSML｜ parameter name="', ">", '"', ' string="{string}"'), closing="</｜DSML｜ parameter>",
+        tail="</｜DSML｜ invoke>", after_call="\n", after_argument="\n",
+    ),
+    *(
+        TaggedCalls(
+            name, ((f"<tool_calls{of}>", f"</tool_calls{of}>"),), many=True, head="\n", foot="\n", joint="\n",
+            tokens=(
+                f"<tool_call{of}>", f"</tool_call{of}>", *([separator] if separator else []),
+                f"<arg_key{of}>", f"</arg_key{of}>", f"<arg_value{of}>", f"</arg_value{of}>",
+            ),
+            call=Tag(f"<tool_call{of}>", separator), argument=Tag(f"<arg_key{of}>", f"</arg_key{of}>"),
+            opening=f"{BREAK}<arg_value{of}>", closing=f"</arg_value{of}>", tail=f"</tool_call{of}>",
+            after_call=BREAK, after_argument=BREAK,
+        )
+        for name, of, separator in (
+            ("hy_v3", "", "<tool_sep>"), ("hy_v3_opensource", _OPEN, f"<tool_sep{_OPEN}>"), ("hy_v4", _OPEN, ""),
+        )
+    ),
+    TaggedCalls(
+        "cohere_xml", (("<cofl:tool_calls>", "</cofl:tool_calls>"),), many=True,
+        call=Tag("<cofl:tool_call ", ">", '"', key="name", lead=f'id="{DIGITS}" '),
+        argument=Tag("<cofl:tool_param ", ">", '"', ' string="{string}"', key="name"), closing="</cofl:tool_param>",
+        tail="</cofl:tool_call>",
+    ),
+    TypedCalls(
+        "cohere_values", (("<cofl:tool_calls>", "</cofl:tool_calls>"),), many=True,
+        call=Tag("<cofl:tool_call ", ">", '"', key="name", lead=f'id="{DIGITS}" '),
+        argument=Tag("<cofl:value ", ">", '"', ' type="{type}"', key="name", types=_COHERE), closing="</cofl:value>",
+        tail="</cofl:tool_call>",
     ),
     TaggedCalls(
         "muse_spark", (("<atem:function_calls>", "</atem:function_calls>"),), many=True, head="\n", foot="\n",

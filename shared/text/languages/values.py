@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +19,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "null": (type(None),),
     "string": (str,),
 }
+_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _LITERALS: dict[str, Any] = {"True": True, "False": False, "None": None}
 
 
@@ -69,6 +71,14 @@ def of_text(text: str, schema: Any) -> Any:
     if isinstance(read, float) and read.is_integer() and "integer" in types and "number" not in types:
         read = int(read)
     return read if not types or fits(read, types) else text
+
+
+def number_of(text: str, schema: Any) -> str:
+    """The number that a text spells, with all its digits and any exponent, where the schema has a place for one."""
+    types, number = types_of(schema), text.strip()
+    if not _NUMBER.fullmatch(number) or (types and not types & {"number", "integer"}):
+        return ""
+    return number if not types or "number" in types or number.lstrip("-").isdecimal() else ""
 
 
 def _spelled(text: str) -> Any:

@@ -67,7 +67,7 @@ class PrefillTask:
         if self.network is not None:
             kept = f"network {self.rows[0].spec.id}"  # no two are the same
         # Tasks of equal keys have the same KV, and may all store it or none.
-        self.key = (tuple(self.ids), self.adapter, kept, self.rows[0].spec.cache)
+        self.key = (tuple(self.ids), self.adapter, kept, self.rows[0].spec.cache, self.rows[0].spec.fresh)
         self.reports = any(row.spec.kind != "generate" or wants_prompt_logprobs(row) for row in self.rows)
 
     @property
@@ -82,9 +82,13 @@ class PrefillTask:
             return int(self.network.outcome is None)
         return len(self.ids) - (self.pool is None) - self.done
 
+    def from_cache(self, most: int) -> int:
+        """Number of ids whose KV may come from the cache, at most `most`."""
+        return 0 if self.rows[0].spec.fresh else most
+
     def entry(self, version: str, prefixes: PrefixCache) -> Entry:
         """For the batch, to prefill what is not cached."""
-        prefix = prefixes.longest(self.ids, version, len(self.ids) - 1, tenants_of(self.rows))
+        prefix = prefixes.longest(self.ids, version, self.from_cache(len(self.ids) - 1), tenants_of(self.rows))
         for row in self.rows:
             row.take_kv(prefix.length, {version} if prefix.length else set())
         stops = prefixes.snapshot_positions(self.ids, version, prefix.length)
@@ -108,7 +112,8 @@ def promote(row: Row, adapters: Adapters, prefixes: PrefixCache) -> None:
     """Have KV brought to memory that a row could start from, once, as soon as its version is known."""
     version = adapters.version(row)
     if row.spec.kind != "network" and row.promotion is UNASKED and (version or not row.spec.adapter):
-        row.promotion = prefixes.promotion(row.context, version, task_for(row).score_from)
+        task = task_for(row)
+        row.promotion = prefixes.promotion(row.context, version, task.from_cache(task.score_from))
 
 
 def wants_prompt_logprobs(row: Row) -> bool:
@@ -329,7 +334,7 @@ class PrefillLane:
     def _begin(self, task: PrefillTask) -> None:
         """Start from what is cached; ids that are to be scored are fed in any case."""
         version = self._model.adapters.version(task.rows[0])
-        prefix = self._prefixes.longest(task.ids, version, task.score_from, tenants_of(task.rows))
+        prefix = self._prefixes.longest(task.ids, version, task.from_cache(task.score_from), tenants_of(task.rows))
         task.kv, task.done = prefix.kv or self._model.new_kv(), prefix.length
         task.cached, task.kv_versions = prefix.length, {version} if prefix.length else set()
         if task.pool is None:
@@ -370,6 +375,8 @@ class Followers:
     def add(self, task: PrefillTask, batch: RunningBatch | PartedBatch) -> bool:
         """Let a task's row wait if one that is fed now computes what it needs; False when it should start."""
         (row,) = task.rows
+        if row.spec.fresh:
+            return False
         version = self._adapters.version(row)
         shared = self._prefixes.worth_sharing(task.ids, version)
         if not shared:

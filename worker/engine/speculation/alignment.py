@@ -15,7 +15,6 @@ from worker.engine.speculation.lookup import (
     NOTHING,
     PAST_END,
     Guess,
-    History,
     Ids,
     Text,
     goes_on,
@@ -35,14 +34,14 @@ STEADY = 8  # of the latest ids: a row that goes along by so many and misses one
 
 
 class End(NamedTuple):
-    """Of a row that is to go on."""
+    """The end of a row that is to go on."""
 
     ids: Sequence[int]  # as many as are looked for, at most
     least: int  # that are to be found
 
 
 class Alignment:
-    """Of one row, with one text."""
+    """Where one row is in one text."""
 
     def __init__(self, ids: Ids, places: Sequence[int], matched: int) -> None:
         """`places`: of what may come next, which so many ids lie before as they do in the row."""
@@ -57,13 +56,12 @@ class Alignment:
         self.misses = (bits & -bits).bit_length() - 1 if bits else WINDOW  # the latest ids in a row that it does not
 
     def is_kept(self, least: int) -> bool:
-        """Whether the row goes along, by so many ids at least."""
         enough = HELD if self.misses and least < HELD else least
         return bool(self.places) and self.misses <= MISSES and self.held >= enough
 
     @property
     def is_steady(self) -> bool:
-        """Whether the row most likely goes on here: the text has said the latest ids, or most but the last one or two.
+        """True if the row most likely goes on here: the text has said the latest ids, or most but the last one or two.
 
         That two differ at once says little only where others do, too.
         """
@@ -71,7 +69,6 @@ class Alignment:
         return not self.misses or (self.held >= STEADY and (self.misses == 1 or 2 == self.misses < missed))
 
     def follow(self, ids: list[int]) -> None:
-        """The row has gone on with these."""
         said = said_at(self.ids, self.places, len(ids))
         if len(said) == 1:
             held, goes_on = _held(ids, said[0]), min(said[0]) >= 0
@@ -116,10 +113,7 @@ def _held(ids: list[int], said: list[int]) -> int:
 
 
 def _ones(count: int) -> int:
-    return _ONES[min(WINDOW, count)]
-
-
-_ONES = [(1 << count) - 1 for count in range(WINDOW + 1)]
+    return (1 << min(WINDOW, count)) - 1
 
 
 class Course:
@@ -132,10 +126,9 @@ class Course:
         self.has_slipped = False  # in the latest draft: the row most likely goes on behind the id that was not said
 
     def begin(self, ids: Ids, place: int) -> None:
-        """The row goes on there for sure."""
         self._now = Alignment(ids, [place], WINDOW)
 
-    def follow(self, ids: list[int], row: History) -> None:
+    def follow(self, ids: list[int], row: Text) -> None:
         """The row has gone on with these; `row`: what it has read and written, which says them already."""
         if self._now is None:
             return
@@ -149,10 +142,9 @@ class Course:
             self._now = None  # one of others may say again, later, what the row goes on with
 
     def is_along(self, least: int) -> bool:
-        """Whether the row goes along now, by so many ids at least."""
         return self._now is not None and self._now.is_kept(least)
 
-    def draft(self, text: Text | History, span: slice, end: End, count: int) -> Guess:
+    def draft(self, text: Text, span: slice, end: End, count: int) -> Guess:
         """At most `count` ids that the row goes on with by such a text; a place is looked for in that span of it."""
         now, least = self._now, end.least
         if now is not None and self._is_own:

@@ -10,7 +10,7 @@ at different positions from then on. Recurrent layers cannot forget what they ha
 its end, all rows go back to where the step began and read again what holds.
 
 To know what has held before the next step is given out, the device would wait for the host, and the host for the
-device. So a step that checks may stay *unread* until the next one is under way (unread.py).
+device. So a step that checks may stay *unread* until the next one is under way (part.py).
 
 Invariants. A step without drafts is `RunningBatch`'s own; when it begins, all steps before it have been read. Of steps
 that stay unread, the first one tells what it is fed. Batches with states, windows, grammars or penalties are read at
@@ -55,8 +55,19 @@ from worker.engine.batch.sampler import Places
 from worker.engine.batch.shared_prompts import SharedPrompts
 from worker.engine.speculation.drafting import Drafting
 from worker.engine.speculation.lookup import Ids
-from worker.engine.speculation.part import Flags, Part, are_dense, padded
-from worker.engine.speculation.unread import Beside, Unread, cut, fed, filled, held, positions_of
+from worker.engine.speculation.part import (
+    Beside,
+    Flags,
+    Part,
+    Unread,
+    are_dense,
+    cut,
+    fed,
+    filled,
+    held,
+    padded,
+    positions_of,
+)
 
 ALIGN_SHARE = 16  # positions: to align these takes about what it costs in one step to write where each row ends
 ROOM_SHARE = 4  # of all positions: more than that a row may not fall behind, either, where rows end apart for long
@@ -65,8 +76,6 @@ LOOSE = 256  # positions by which a row may fall behind, where a window has to h
 
 
 class SpeculatingBatch(RunningBatch):
-    """The rows that prefill and decode together."""
-
     def __init__(
         self,
         model: RowModel,
@@ -127,7 +136,6 @@ class SpeculatingBatch(RunningBatch):
             end_apart(self._cache[:-1], 0, self._unread.slack)
 
     def _set_slack(self, slack: list[int]) -> None:
-        """After rows have come or gone."""
         nothing = [0] * len(slack)
         self._slack = take_back(self._cache[:-1], nothing, slack) if any(self._slack) and slack else nothing
 
@@ -212,7 +220,6 @@ class SpeculatingBatch(RunningBatch):
         return logits_BLV
 
     def _take_back(self, unused: list[int]) -> None:
-        """Forget the last so many positions of each row."""
         caches = self._cache[:-1]
         if any(unused):
             self._slack = take_back(caches, unused, self._slack)
@@ -221,7 +228,6 @@ class SpeculatingBatch(RunningBatch):
             self._align()
 
     def _align(self) -> None:
-        """Let all rows end together."""
         caches = self._cache[:-1]
         align(caches)
         self._padding = [before + more for before, more in zip(self._padding, self._slack, strict=True)]
@@ -265,7 +271,7 @@ class SpeculatingBatch(RunningBatch):
     # -- steps that stay unread
 
     def _may_be_unread(self, rows: tuple[Row, ...], drafts: list[list[int]]) -> bool:
-        """Whether what such drafts bring may be read in the next step."""
+        """True if what such drafts bring may be read in the next step."""
         return (
             self._overlaps
             and not self._at_once
@@ -361,7 +367,7 @@ class SpeculatingBatch(RunningBatch):
 
 
 def news_of(parts: Sequence[Part], inputs: Sequence[int], untold: Collection[Row]) -> list[tuple[Row, int]]:
-    """What has held of these, and what was drawn behind that."""
+    """Tokens that have held of these, and what was drawn behind them."""
     return [
         (part.row, id_)
         for part, input_ in zip(parts, inputs, strict=True)

@@ -35,7 +35,7 @@ Ids = tuple[int, ...]
 
 
 class RowFailedError(Exception):
-    """What is computed for one row alone has failed; all others are as they were."""
+    """Raised where what is computed for one row alone fails; all others are as they were."""
 
     def __init__(self, row: Row) -> None:
         super().__init__(row.spec.id)
@@ -43,7 +43,7 @@ class RowFailedError(Exception):
 
 
 class DraftBatch:
-    """Of one engine."""
+    """The rows that the draft model of one engine has read or reads."""
 
     def __init__(self, draft: DraftModel, vocab: int, chunk: ChunkSize, prompt_ids: int) -> None:
         """`vocab`: of the model that it drafts for; `chunk`: ids fed at once; `prompt_ids`: of a prompt, 0: all."""
@@ -62,7 +62,6 @@ class DraftBatch:
 
     @property
     def name(self) -> str:
-        """Of the model."""
         return self._draft.name
 
     def __contains__(self, row: Row) -> bool:
@@ -73,7 +72,6 @@ class DraftBatch:
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """Those that may get drafts."""
         return cast(RowTag, self._cache[-1]).rows if self._cache else ()
 
     def length(self, row: Row) -> int:
@@ -87,7 +85,6 @@ class DraftBatch:
     # -- prompts
 
     def add(self, row: Row) -> None:
-        """Read along with a row that decodes."""
         context = [*row.spec.prompt_ids, *(row.tokens if len(row.tokens) > CATCH_UP else ())]
         ids = tuple(context[self._start(row) :])
         self._read[row] = _Read(len(ids))
@@ -95,7 +92,6 @@ class DraftBatch:
 
     @property
     def feeds(self) -> bool:
-        """Whether a prompt is to be fed."""
         return bool(self._waiting or self._group is not None)
 
     def feed(self) -> int:
@@ -137,7 +133,6 @@ class DraftBatch:
         self._take_back([0] * len(self.rows), [*self._slack, *[0] * len(each)])
 
     def remove(self, gone: set[Row]) -> None:
-        """Forget these rows."""
         if gone.isdisjoint(self._read):
             return
         for row in gone:
@@ -220,7 +215,7 @@ class DraftBatch:
         return mx.pad(logits_BV, [(0, 0), (0, missing)], constant_values=-mx.inf) if missing else logits_BV
 
     def _next_inputs(self, drawn_N: mx.array, index: mx.array | None, rows: int) -> mx.array:
-        """What is fed next [B, 1]; rows without a draft are fed anything."""
+        """Ids that are fed next [B, 1]; rows without a draft are fed anything."""
         fed_N = mx.minimum(drawn_N, self._draft.vocab_size - 1).astype(mx.int32)
         if index is not None:
             inputs_B = mx.zeros((rows,), mx.int32)
@@ -229,7 +224,6 @@ class DraftBatch:
         return fed_N[:, None]
 
     def _start(self, row: Row) -> int:
-        """The first id of its prompt that is read."""
         return max(0, len(row.spec.prompt_ids) - self._prompt_ids) if self._prompt_ids else 0
 
     def _ids_of(self, row: Row, token: int, low: int, high: int) -> list[int]:
@@ -245,7 +239,7 @@ class DraftBatch:
 
 @dataclass
 class _Read:
-    """What lies in the KV of one row."""
+    """Ids that lie in the KV of one row."""
 
     known: int  # ids that are the row's own
     guessed: list[int] = field(default_factory=list)  # behind them

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
+
+import numpy as np
 
 from mlx_model import device
 from mlx_model.config import SpeculationConfig
@@ -22,22 +24,24 @@ from mlx_model.kv.kinds import are_cut, may_be_taken_back
 from worker.engine.batch.row import Row
 from worker.engine.messages import SpeculationStats
 from worker.engine.speculation.draft_batch import DraftBatch
-from worker.engine.speculation.draft_times import best_step
-from worker.engine.speculation.memory import Completions, Key, Memory
+from worker.engine.speculation.memory import Completions, Memory, key_of, mark_of
 from worker.engine.speculation.model_drafts import ModelDrafts
 from worker.engine.speculation.part import are_dense
 from worker.engine.speculation.payoff import (
+    FEW_ROWS,
+    SELDOM,
     SHARED_RECENT,
     TRUST,
     UNLIKELY,
+    WAIT,
     Account,
-    Accounts,
-    StepTimes,
+    Costs,
+    Silence,
     Try,
-    best_length,
+    about,
+    best_step,
 )
-from worker.engine.speculation.silence import SELDOM, Silence
-from worker.engine.speculation.source import Source, Texts, draft, new_sources, try_of, up_to_stop
+from worker.engine.speculation.source import Source, Texts, try_of, up_to_stop
 
 LOOKED_THROUGH = 1 << 18  # ids in one step
 WORTH_KEEPING = 2  # tokens
@@ -46,9 +50,26 @@ WORTH_KEEPING = 2  # tokens
 Step = Literal["plain", "checks", "begins", "follows", "reads"]
 
 
-class Drafting:
-    """Of one engine."""
+@dataclass
+class Running:
+    """The step that runs, or several without drafts that nothing has looked at."""
 
+    rows: int = 0
+    alone: bool = False  # no prompt is fed in parallel
+    hurried: bool = False  # a client waits for one
+    began: float = 0.0
+    before: int = 0  # width of the step before
+    width: int = 1  # 0: not to be timed
+    kind: Step = "plain"
+    tokens: int = 0  # reported since it began
+    waited: float = 0.0  # for the step before
+    looked: float = 0.0  # for drafts in vain
+    by_model: bool = False  # it has waited for its inputs since the draft model might draft
+    model_reads: bool = False  # prompts
+    catches_up: bool = False  # with what was not looked at for long
+
+
+class Drafting:
     def __init__(
         self,
         config: SpeculationConfig | None,
@@ -59,68 +80,62 @@ class Drafting:
         on_cpu: bool | None = None,
         context: int = 1 << 62,
     ) -> None:
-        """Of rows that have such caches; `model`: rows that a draft model reads along with; `on_cpu`: None asks MLX;
-        `context`: ids that the model reads of a row, at most."""
+        """`kv`: caches of such rows as are drafted for; `model`: rows that a draft model reads along with; `on_cpu`:
+        None asks MLX; `context`: ids that the model reads of a row, at most."""
         self._config = config or SpeculationConfig()
         self._context = context
         self.is_on = config is not None and may_be_taken_back(kv)
         self._keeps = self.is_on and self._config.memory_bytes > 0
         self._clock = clock
-        self._rows: dict[Row, Source] = {}
-        self._step_times = {alone: StepTimes() for alone in (True, False)}  # the latter amid prompts
-        self._step_times[True].beside, self._step_times[False].beside = self._step_times[False], self._step_times[True]
-        self._began = self._waited = self._looked_s = 0.0
-        self._size = self._told = 0  # rows of the step that runs, and tokens since it began
-        self._alone = self._hurried = False
-        self._by_model = False  # the step that runs has waited for its inputs since the draft model might draft
-        self._model_reads = False  # the draft model has read prompts in the step that runs
-        self._widths = (0, 0)  # of the step that runs and of the one before; 0: not to be timed
-        self._memory = Memory(self._config.memory_bytes, tuple({self._config.ngram_min, self._config.ngram_max}))
-        self._texts = Texts(self._memory, keeps=self._keeps)
-        self._has_texts, self._size_then = False, 0  # most rows of a batch of that size, when it was looked at
-        self._step = self._began_in = 0  # the one that runs, and the latest one that was accounted for
-        self._asks_at = 0  # the next step in which rows are asked, if nothing changes; 0: maybe this one
-        self._accounts = Accounts(on_cpu=device.on_cpu() if on_cpu is None else on_cpu)
         # What only the device knows may be taken back from KV that can be cut anywhere.
         self.overlaps = self.is_on and self._config.overlaps and model is None and are_cut(kv)
-        self._tried_on = Account()  # the latest drafts; others may be most when their check is read
-        self._foreseen: dict[Row, tuple[int, int, list[int]]] = {}  # of so many tokens, and up to so many to come: ids
-        self._predicted: set[Row] = set()  # whose drafts in the latest step that checks some are of their predictions
-        self._step_is: Step = "plain"  # the one that runs
-        self._half = 0.0, 0.0  # seconds and tokens of a step that began what another one reads
-        self._all_batch = False  # rows of the latest step in which some were looked at
-        self._rested = 0  # steps that nothing has been looked at
-        self._catches_up = False  # in the step that runs
-        self._silence = Silence()
         self._model = None if model is None or not self.is_on else ModelDrafts(model, self._config, clock)
         self._stats = SpeculationStats(self.is_on)
+        # What is known of rows and texts.
+        self._rows: dict[Row, Source] = {}
+        self._memory = Memory(self._config.memory_bytes, tuple({self._config.ngram_min, self._config.ngram_max}))
+        self._texts = Texts(self._memory, self._config, keeps=self._keeps)
+        self._has_texts, self._size_then = False, 0  # most rows of a batch of that size, when it was looked at
+        self._all_batch = False  # rows of the latest step in which some were looked at
+        self._foreseen: dict[Row, tuple[int, int, list[int]]] = {}  # of so many tokens, and up to so many to come: ids
+        self._predicted: set[Row] = set()  # whose drafts in the latest step that checks some are of their predictions
+        # What drafts cost and bring.
+        self._costs = {alone: Costs() for alone in (True, False)}  # the latter amid prompts
+        self._costs[True].beside, self._costs[False].beside = self._costs[False], self._costs[True]
+        self._on_cpu = device.on_cpu() if on_cpu is None else on_cpu
+        self._accounts: dict[tuple[int, bool], Account] = {}
+        self._tried_on = Account()  # the latest drafts; others may be most when their check is read
+        self._silence = Silence()
+        self._now = Running(width=0)
+        self._half = 0.0, 0.0  # seconds and tokens of a step that began what another one reads
+        self._step = self._began_in = 0  # the one that runs, and the latest one that was accounted for
+        self._asks_at = 0  # the next step in which rows are asked, if nothing changes; 0: maybe this one
+        self._rested = 0  # steps that nothing has been looked at
 
     def begin(self, rows: int, *, alone: bool, hurried: bool) -> None:
-        """A step begins, of so many rows; `alone`: no prompt is fed beside it; `hurried`: somebody waits for one."""
+        """A step begins, of so many rows; `alone`: no prompt is fed in parallel; `hurried`: a client waits for one."""
         self._step += 1
-        if self._step < self._asks_at and alone and rows == self._size:
+        last = self._now
+        if self._step < self._asks_at and alone and rows == last.rows:
             return
         steps, self._began_in, self._asks_at = self._step - self._began_in, self._step, 0
-        now, (width, before), is_alone = self._clock(), self._widths, alone and self._alone
-        took = now - self._began
+        now, is_alone = self._clock(), alone and last.alone
+        took = now - last.began
         may_have_idled = steps > 1 and not is_alone  # nothing may have run for long before the rows of this step came
-        # What is told while the next step runs takes what shows between two such steps. Amid prompts rows come and go
-        # all the time. What was not looked at for long is caught up with in one step.
-        shows = self._step_is == "checks" or (self._step_is in ("plain", "follows") and width == before > 0)
-        may_be_timed = shows and not (self._model_reads or self._catches_up or may_have_idled)
-        self._model_reads = False
-        if may_be_timed and self._size and (rows == self._size or not is_alone):
-            self._step_times[is_alone].took(self._size, width, (took - self._waited) / steps, steps)
-        if self._size and self._config.adapts_to_time:
-            usual = 0.0 if may_have_idled else (took - self._looked_s) / steps
-            self._settle(usual, self._told / self._size / steps, steps)
-        self._began, self._waited, self._size, self._alone, self._hurried = now, 0.0, rows, alone, hurried
-        self._widths, self._told, self._looked_s = (1, width), 0, 0.0
-        self._rested, self._catches_up, self._step_is = self._rested + steps, False, "plain"
+        # What is reported while the next step runs takes what shows between two such steps. Amid prompts rows come and
+        # go all the time. What was not looked at for long is caught up with in one step.
+        shows = last.kind == "checks" or (last.kind in ("plain", "follows") and last.width == last.before > 0)
+        may_be_timed = shows and not (last.model_reads or last.catches_up or may_have_idled)
+        if may_be_timed and last.rows and (rows == last.rows or not is_alone):
+            self._costs[is_alone].took(last.rows, last.width, (took - last.waited) / steps, steps)
+        if last.rows and self._config.adapts_to_time:
+            usual = 0.0 if may_have_idled else (took - last.looked) / steps
+            self._settle(usual, last.tokens / last.rows / steps, steps)
+        self._now = Running(rows, alone, hurried, now, last.width)
+        self._rested += steps
 
     def told(self, tokens: int) -> None:
-        """So many since the step began."""
-        self._told += tokens
+        self._now.tokens += tokens
 
     def _settle(self, took: float, tokens: float, steps: int) -> None:
         """The account of the step before, or of so many on average; `took`: 0 where that is not known.
@@ -128,98 +143,102 @@ class Drafting:
         Prompts of batches and jobs come as rows end, so sooner with drafts: more of them come in a step, and fewer
         steps have none. So what steps take on average counts there, and else what such steps take.
         """
-        width, before = self._widths
-        if self._step_is == "begins":
+        last, account = self._now, self._account
+        if last.kind == "begins":
             self._half = took, tokens
             return
-        if self._step_is == "reads":
+        if last.kind == "reads":
             took, tokens = took + self._half[0], tokens + self._half[1]
-        if width > 1:
-            plain = (self._tried_on.plain_s if self._all_batch else 0.0) or self._times.usual(self._size, 1) or took
+        if last.width > 1:
+            plain = (self._tried_on.plain_s if self._all_batch else 0.0) or self._times.usual(last.rows, 1) or took
             if self._tried_on.checked(took, tokens, plain):
-                self._tried_on.doubt(self._times.forget(self._size))
-        elif before > 1:
-            self._tried_on.back(took, tokens)
-        elif not width:
-            if not self._by_model:  # which rests for that
-                self._account.waited(took, tokens)
-        elif not took:
-            self._account.earned(steps)
+                self._tried_on.doubted = self._times.forget(last.rows)
+        elif last.before > 1:
+            self._tried_on.waited(took, tokens)
+        elif not last.width:
+            if not last.by_model:  # which rests for that
+                account.waited(took, tokens, WAIT)
         else:
-            self._account.plain(took, tokens, steps)
-            if self._account.doubted and (known := self._times.known(self._size, 1)) is not None:
-                self._account.timed(known)
+            account.plain(took, tokens, steps)
+            if account.doubted and took and (known := self._times.known(last.rows, 1)) is not None:
+                account.timed(known)
+
+    def account(self, rows: int, *, has_texts: bool) -> Account:
+        """The one of batches of about so many rows; `has_texts`: most have one to draft from besides their own."""
+        key, other = (about(rows), has_texts), (about(rows), not has_texts)
+        if key not in self._accounts:
+            lends = key[0] <= FEW_ROWS or not self._on_cpu  # on a CPU many rows take longer for each drafted token
+            self._accounts[key] = Account(lends=lends, beside=self._accounts.get(other))
+        return self._accounts[key]
 
     @property
     def _account(self) -> Account:
-        return self._accounts.of(self._size, has_texts=self._has_texts)
+        return self.account(self._now.rows, has_texts=self._has_texts)
 
     @property
     def owes(self) -> bool:
-        """Whether drafts have cost more than they brought, in batches of this size; False where steps are not timed."""
+        """True if drafts have cost more than they brought, in batches of this size; False where steps are not timed."""
         return self._config.adapts_to_time and self._account.owes
 
     @property
-    def _times(self) -> StepTimes:
-        """Of steps like the one that runs."""
-        return self._step_times[self._alone]
+    def _times(self) -> Costs:
+        return self._costs[self._now.alone]
 
     def waited(self, seconds: float) -> None:
         """For the step before, within this one."""
-        self._waited = seconds
+        self._now.waited = seconds
 
     def tries(self, rows: Sequence[Row], *, known: bool) -> bool:
-        """Whether some row may get a draft; `known`: by what it will be fed. Else nothing is computed until that is, so
+        """True if some row may get a draft; `known`: by what it will be fed. Else nothing is computed until that is, so
         drafts must seem to pay by what has been told."""
-        most, times = self._config.most_rows, self._config.adapts_to_time
+        most, by_clock, now = self._config.most_rows, self._config.adapts_to_time, self._now
         if self._asks_at or not rows or (most and len(rows) > most):
             return False
-        if new := not all(map(self._rows.__contains__, rows)):
-            self._silence.ends()
+        if new := [row for row in rows if row not in self._rows]:
+            self._silence.steps = 0
         if new or len(rows) != self._size_then:
             self._has_texts, self._size_then = self._texts.of_most(rows), len(rows)
-        asks_at = self._silence.asks_at(self._step, self._times if times else None, len(rows))
-        asks_at = max(asks_at, self._step + self._account.rests if times else 0)
+        asks_at = self._silence.asks_at(self._step, self._times.usual(len(rows), 1) if by_clock else None)
+        asks_at = max(asks_at, self._step + self._account.rests if by_clock else 0)
         rests = asks_at > self._step
         if rests and self._model is None:
-            is_steady = self._alone and self._widths == (1, 1) and self._texts.have_seen(rows)
+            is_steady = now.alone and now.width == now.before == 1 and self._texts.have_seen(rows)
             if is_steady and not self._account.doubted:
                 self._asks_at = asks_at
             return False
-        if times and self._times.known(len(rows), 1) is None:
+        if by_clock and self._times.known(len(rows), 1) is None:
             return False
         began = self._clock()
         self._all_batch = all(row.spec.sequence_class == "batch" for row in rows)
-        self._rested, self._catches_up = 0, self._rested > SELDOM
+        self._rested, now.catches_up = 0, self._rested > SELDOM
         if new:
-            self._rows |= new_sources([row for row in rows if row not in self._rows], self._config, self._texts)
-        sources = [(row, source) for row in rows if (source := self._source(row)) is not None]
+            self._rows |= self._texts.sources(new)
+        sources = [source for row in rows if (source := self._source(row)) is not None]
         self._memory.begin()
-        for _, source in sources:
+        for source in sources:
             source.rests = self._config.adapts_to_rows and source.chance.pauses(self._step)
             source.joined = None if source.key is None or source.rests else self._memory.joined(source.key)
             if source.joined is not None or source.prediction is not None:
                 source.chance.hope()
-        self._by_model = self._model_may_draft(rows)
-        if self._by_model or rests:
-            return self._by_model
+        now.by_model = self._model_may_draft(rows)
+        if now.by_model or rests:
+            return now.by_model
         if known:
-            may = not all(source.rests for _, source in sources)
+            may = not all(source.rests for source in sources)
         else:
             drafts = self._suggested(rows)
-            may = any(drafts) and (not times or self._best(rows, drafts, {})[0] > 0)
+            may = any(drafts) and (not by_clock or self._best(rows, drafts, {})[0] > 0)
             self._silence.asked(self._clock() - began, drafts, pays=may)
         if not may:
-            self._looked_s = self._clock() - began
-            self._account.looked(self._looked_s)
+            now.looked = self._clock() - began
+            self._account.looked(now.looked)
         return may
 
     def _model_may_draft(self, rows: Sequence[Row]) -> bool:
-        """Let the draft model read along, and begin its step."""
         if self._model is None:
             return False
-        if self._alone:
-            self._model_reads = self._model.read_along([row for row in rows if row in self._rows], self._times)
+        if self._now.alone:
+            self._now.model_reads = self._model.read_along([row for row in rows if row in self._rows], self._times)
         self._model.begin(self._step)
         return bool(self._model.lengths(rows))
 
@@ -242,13 +261,13 @@ class Drafting:
         if lengths:
             drafts = self._filled(rows, inputs, drafts, lengths)
         if not any(drafts):
-            if self._model is not None and self._by_model and not is_judged:
+            if self._model is not None and self._now.by_model and not is_judged:
                 self._model.judge(pays=False)  # it had something to say of rows alone that have drafts by their texts
             self.checks_nothing()
         return drafts
 
     def ahead(self, rows: Sequence[Row], most: Sequence[int]) -> tuple[list[list[int]], int]:
-        """What each row may go on with, where a step that has not been read brings up to `most` ids of each.
+        """Ids that each row may go on with, where a step that has not been read brings up to `most` ids of each.
 
         And how long the next drafts should be, which lie anywhere behind the first of these ids; 0: none pays.
         """
@@ -294,19 +313,20 @@ class Drafting:
 
     def checks_nothing(self) -> None:
         """The step that runs, though it has waited for its inputs: it tells nothing of what others take."""
-        self._widths = (0, self._widths[1])
+        self._now.width = 0
 
     def _best(self, rows: Sequence[Row], drafts: Sequence[list[int]], lengths: Mapping[Row, int]) -> tuple[int, bool]:
         """How long drafts should be at most, and whether those of the draft model pay; (0, False): none pays."""
         by_text = [try_of(row, self._rows.get(row), draft) for row, draft in zip(rows, drafts, strict=True)]
+        alone = not self._now.hurried
         if self._model is None or not lengths:
             usual = self._account.plain_s * (1.0 if self._account.owes else TRUST) if self._all_batch else 0.0
-            return best_length(self._times, by_text, alone=not self._hurried, usual=usual), False
+            return best_step(self._times, by_text, alone=alone, usual=usual)
         by_model = [
             Try(self._model.chance(row), lengths[row], each.pace) if row in lengths else each
             for row, each in zip(rows, by_text, strict=True)
         ]
-        longest, pays = best_step(self._times, by_text, by_model, self._model.seconds, alone=not self._hurried)
+        longest, pays = best_step(self._times, by_text, by_model, self._model.forward_s, alone=alone)
         self._model.judge(pays=pays)
         return longest, pays
 
@@ -316,24 +336,21 @@ class Drafting:
         """The drafts, and the draft model's for rows that have none."""
         assert self._model is not None, "a draft model"
         theirs, seconds = self._model.drafts(dict(zip(rows, inputs, strict=True)), lengths)
-        self._waited += seconds  # it is counted by itself, not with the step that checks
+        self._now.waited += seconds  # it is counted by itself, not with the step that checks
         for row in theirs:
             self._rows[row].by_model, self._rows[row].is_predicted = True, False
         return [draft or up_to_stop(row, theirs.get(row, [])) for row, draft in zip(rows, drafts, strict=True)]
 
     @property
     def stats(self) -> SpeculationStats:
-        """Since start."""
         return self._stats if self._model is None else replace(self._stats, draft_model=self._model.name)
 
     def checks(self, width: int, step: Step = "checks") -> None:
-        """The step that runs checks drafts."""
-        self._widths, self._step_is, self._tried_on = (width, self._widths[1]), step, self._account
+        self._now.width, self._now.kind, self._tried_on = width, step, self._account
         self._predicted = {row for row, source in self._rows.items() if source.is_predicted}
 
     def only_reads(self) -> None:
-        """The step that runs only reads the one before."""
-        self._widths, self._step_is = (self._widths[1], self._widths[1]), "reads"
+        self._now.width, self._now.kind = self._now.before, "reads"
 
     def checked(self, width: int, results: Iterable[tuple[Row, int, int]]) -> None:
         """The latest step that `checks` has been read: of each row, how many tokens were drafted and accepted."""
@@ -349,7 +366,6 @@ class Drafting:
         self._stats = self._stats.plus(width, drafts)
 
     def _learn(self, row: Row, tried: int, held: int) -> None:
-        """Of one draft."""
         if self._model is None or not self._rows[row].by_model:
             self._rows[row].chance.learn(tried, held)
             self._texts.chance(row).learn(tried, held, SHARED_RECENT)
@@ -362,30 +378,27 @@ class Drafting:
         """They have left, or compute their context again; what was written to its end is kept."""
         if self._model is not None:
             self._model.remove(rows)
-        written: set[Key | None] = set()
+        written: list[Completions] = []
         for row in rows:
-            source = self._rows.pop(row, None)
-            self._texts.remove(row)
+            self._rows.pop(row, None)
+            key = self._texts.remove(row)
             self._foreseen.pop(row, None)
             if self._keeps and row.spec.cache and row.is_over and len(row.tokens) >= WORTH_KEEPING:
-                self._memory.add_later(row.spec, row.tokens)
-                written |= {source.key} if source is not None else set()
-        self._hear(written)
+                text = mark_of(row.spec.id), np.array(row.tokens, np.int32)
+                written.append(Completions(key or key_of(row.spec), row.spec.prompt_ids, [text]))
+        self.remember(written)
 
     def remember(self, completions: Sequence[Completions]) -> None:
-        """What other workers' sequences have written."""
+        """Keep what sequences have written, of other workers, too; rows of such prompts are asked in the next step."""
         for each in completions:
             self._memory.add(each)
-        self._hear({each.key for each in completions})
-
-    def _hear(self, keys: set[Key | None]) -> None:
-        """Something has been written behind these prompts: where rows have them, they are asked in the next step."""
-        if any(source.key in keys for source in self._rows.values() if source.key is not None):
-            self._silence.ends()
+        keys = {each.key for each in completions}
+        if keys and any(source.key in keys for source in self._rows.values()):
+            self._silence.steps = 0
             self._asks_at = min(self._asks_at, self._step + 1)
 
     def _source(self, row: Row) -> Source | None:
-        """What is known of it, what has been told of it included; None: it has not been looked at yet."""
+        """All that is known of it, what has been told of it included; None: it has not been looked at yet."""
         source = self._rows.get(row)
         if source is not None and source.told < len(row.tokens):
             source.add(row.tokens[source.told :])
@@ -393,4 +406,4 @@ class Drafting:
 
     def _draft(self, row: Row, source: Source | None, rows: int, behind: int = 0) -> list[int]:
         by_model = 0.0 if self._model is None else self._model.chance(row)
-        return [] if source is None else draft(row, source, self._config, by_model, LOOKED_THROUGH // rows, behind)
+        return [] if source is None else source.draft(row, self._config, by_model, LOOKED_THROUGH // rows, behind)

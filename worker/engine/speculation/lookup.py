@@ -50,7 +50,7 @@ class Runs:
         marks |= np.packbits(marked, bitorder="little")
 
     def may_have(self, ids: Sequence[int]) -> bool:
-        """Whether the run at the end of these may be one of them."""
+        """True if the run at the end of these may be one of them."""
         if len(ids) < self._length:
             return False
         place = _place(ids[-self._length :])
@@ -65,34 +65,16 @@ def _place(run: Sequence[int]) -> int:
 
 
 class Text:
-    """Ids to draft from, and their runs."""
+    """Ids to draft from; more may be added at the end, as to a row's own.
 
-    def __init__(self, ids: Ids) -> None:
-        self.ids = ids
-        self._runs: dict[int, Runs] = {}
-
-    def may_have(self, end: Sequence[int], length: int) -> bool:
-        """Whether it may go on behind the last so many of these.
-
-        Its runs are marked only now, since a row that goes along with a text asks for none.
-        """
-        if length not in self._runs:
-            self._runs[length] = Runs(length)
-            self._runs[length].add(self.ids)
-        return self._runs[length].may_have(end)
-
-
-class History:
-    """Ids of a row, to which more are added at the end.
-
-    They are copied into an array when somebody looks through it, which most steps do not.
+    They are copied into an array when somebody looks through it, which most steps do not. Runs are marked only when
+    they are asked for, since a row that goes along with a text asks for none.
     """
 
-    def __init__(self, ids: Sequence[int]) -> None:
-        self._ids: Ids = np.empty(max(64, 2 * len(ids)), np.int32)
+    def __init__(self, ids: Sequence[int] | Ids) -> None:
+        self._ids: Ids = np.asarray(ids, np.int32)
         self._size = self._copied = len(ids)
-        self._ids[: self._size] = ids
-        self._end = list(ids[-END:])  # the latest ids, all that are not copied yet among them
+        self._end: list[int] = self._ids[-END:].tolist()  # the latest ids, all that are not copied yet among them
         self._runs: dict[int, Runs] = {}
         self._marked: dict[int, int] = {}  # of these, ids the runs before which are marked
 
@@ -100,7 +82,6 @@ class History:
         return self._size
 
     def add(self, ids: Sequence[int]) -> None:
-        """At the end."""
         self._end += ids
         self._size += len(ids)
         if len(self._end) > 2 * END:
@@ -110,15 +91,15 @@ class History:
     def _copy(self) -> None:
         new, size = self._size - self._copied, self._size
         if size > len(self._ids):
-            self._ids = np.concatenate([self._ids[: self._copied], np.empty(size, np.int32)])
+            self._ids = np.concatenate([self._ids[: self._copied], np.empty(max(64, size), np.int32)])
         if new:
             self._ids[self._copied : size] = self._end[-new:]
             self._copied = size
 
     def may_have(self, end: Sequence[int], length: int) -> bool:
-        """Whether it may go on behind the last so many of these, as it does not behind its own end.
+        """True if it may go on behind the last so many of these, as it does not behind its own end.
 
-        Its runs are marked only now, some at once; among the ids since then the last one is looked for.
+        Where there are many new ids their runs are marked at once; among a few the last one of `end` is looked for.
         """
         if length not in self._runs:
             self._runs[length], self._marked[length] = Runs(length), 0
@@ -130,13 +111,12 @@ class History:
 
     @property
     def ids(self) -> Ids:
-        """All of them; a view."""
+        """All ids so far: the same array for as long as none is added, and else a view."""
         if self._copied < self._size:
             self._copy()
-        return self._ids[: self._size]
+        return self._ids if self._size == len(self._ids) else self._ids[: self._size]
 
     def end(self, count: int) -> list[int]:
-        """The last ones, at most `count`."""
         if count <= len(self._end) or self._size == len(self._end):
             return self._end[-count:] if count else []
         latest: list[int] = self.ids[max(0, self._size - count) :].tolist()
@@ -144,7 +124,7 @@ class History:
 
 
 class Guess(NamedTuple):
-    """What a text may go on with."""
+    """Ids that a text may go on with."""
 
     ids: list[int]
     matched: int = 0  # ids of its end by which it was found; 0: nowhere
@@ -168,7 +148,7 @@ NOTHING = Guess([])
 
 
 class Beginnings:
-    """What texts begin with, one row of a table for each: found by one comparison, without a search."""
+    """The first ids of texts, one row of a table for each: found by one comparison, without a search."""
 
     def __init__(self, texts: Sequence[Ids]) -> None:
         """The latest is the last."""
@@ -179,7 +159,6 @@ class Beginnings:
 
     @property
     def nbytes(self) -> int:
-        """What it takes."""
         return self._table.nbytes
 
     def draft(self, written: Sequence[int], count: int) -> Guess:

@@ -1,4 +1,4 @@
-"""What sequences have written, by their prompts: another one of the same prompt may write the same.
+"""Completions of sequences, by their prompts: another sequence of the same prompt may write the same.
 
 The same prompts are sampled again and again: by a trainer's epochs, by the samples of a group, by a request that is
 asked for once more. Adapter versions do not matter here, since a draft is only ever a guess.
@@ -15,8 +15,8 @@ there is no room go without, unless other tenants' rows have more of it.
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,9 +32,6 @@ FARTHEST = 1 << 14  # ids, the latest ones, that are looked through
 MARK_BYTES = 8
 ID_BYTES = 4
 ANCHOR = 32  # ids of the prompt's end before each, by which its beginning is found
-LATER = 256  # sequences that have ended, the latest ones, whose texts wait for a row that asks
-LATER_IDS = 1 << 15  # of their prompts and texts, about
-
 OWNER_BYTES = 8
 IDLE = 1 << 14  # steps in which rows have asked: who has not for so long gives up what it holds before others do
 
@@ -54,18 +51,16 @@ def key_of(spec: SequenceSpec) -> Key:
 
 
 def owner_of(key: Key) -> Owner:
-    """Whose prompt it is."""
     return key[:OWNER_BYTES]
 
 
 def mark_of(seq: str) -> Mark:
-    """Of the sequence with this id."""
     return hashlib.blake2b(seq.encode(), digest_size=MARK_BYTES).digest()
 
 
 @dataclass(frozen=True)
 class Completions:
-    """What sequences have written behind one prompt, the latest last."""
+    """Texts that sequences have written behind one prompt, the latest last."""
 
     key: Key
     prompt_ids: Sequence[int]
@@ -99,8 +94,6 @@ class Joined:
 
 
 class Known:
-    """All that is kept of one prompt."""
-
     def __init__(self, prompt_ids: Sequence[int]) -> None:
         self._anchor = text_behind(prompt_ids, ())
         self._texts: OrderedDict[Mark, Ids] = OrderedDict()  # the latest last
@@ -115,11 +108,9 @@ class Known:
         return mark in self._texts
 
     def add(self, mark: Mark, ids: Ids) -> None:
-        """One more completion."""
         self._texts[mark], self.is_joined = ids, False
 
     def forget_oldest(self) -> int:
-        """The bytes that this has freed."""
         _, ids = self._texts.popitem(last=False)
         self.is_joined = False
         return bytes_of(ids)
@@ -131,7 +122,6 @@ class Known:
 
 
 def bytes_of(ids: Ids) -> int:
-    """What a completion takes while it is kept."""
     return ids.nbytes + COMPLETION_BYTES
 
 
@@ -140,43 +130,8 @@ def text_behind(prompt_ids: Sequence[int], ids: Sequence[int]) -> Ids:
     return np.array([BREAK, *prompt_ids[-ANCHOR:], *ids], np.int32)
 
 
-class Later:
-    """What sequences have written that have ended, until rows ask; too much of it goes where there is most of it."""
-
-    def __init__(self) -> None:
-        self._ended: dict[str, deque[tuple[SequenceSpec, list[int]]]] = {}  # by tenant, the latest last
-        self._ids: dict[str, int] = {}  # of prompts and texts
-        self.ids = 0
-
-    def __len__(self) -> int:
-        return sum(map(len, self._ended.values()))
-
-    def add(self, spec: SequenceSpec, tokens: list[int]) -> None:
-        """One more."""
-        self._ended.setdefault(spec.tenant, deque()).append((spec, tokens))
-        self._count(spec.tenant, len(spec.prompt_ids) + len(tokens))
-        while (count := len(self)) > 1 and (count > LATER or self.ids > LATER_IDS):
-            self._pop(max(self._ended, key=lambda of: len(self._ended[of]) if count > LATER else self._ids[of]))
-
-    def take(self) -> Iterator[tuple[SequenceSpec, list[int]]]:
-        """All of them, and none stays."""
-        while self._ended:
-            yield self._pop(next(iter(self._ended)))
-
-    def _pop(self, tenant: str) -> tuple[SequenceSpec, list[int]]:
-        spec, tokens = self._ended[tenant].popleft()
-        self._count(tenant, -len(spec.prompt_ids) - len(tokens))
-        if not self._ended[tenant]:
-            del self._ended[tenant], self._ids[tenant]
-        return spec, tokens
-
-    def _count(self, tenant: str, ids: int) -> None:
-        self._ids[tenant] = self._ids.get(tenant, 0) + ids
-        self.ids += ids
-
-
 class Shelf:
-    """What is kept of one tenant."""
+    """All that is kept of one tenant."""
 
     def __init__(self) -> None:
         self.known: OrderedDict[Key, Known] = OrderedDict()  # the latest used last
@@ -187,7 +142,7 @@ class Shelf:
 
 
 class Memory:
-    """Of one engine."""
+    """Completions that one engine may draft from."""
 
     def __init__(self, limit_bytes: int, lengths: tuple[int, ...]) -> None:
         """`lengths`: of the runs of ids that are looked for."""
@@ -195,29 +150,17 @@ class Memory:
         self._lengths = lengths
         self._shelves: OrderedDict[Owner, Shelf] = OrderedDict()  # the latest used last
         self._due: OrderedDict[Owner, None] = OrderedDict()  # who waits for prompts to be joined, in turn
-        self._later = Later()
         self._step = self._left = 0  # of `AT_ONCE`, in this step
         self._joined_bytes = 0
         self.bytes = 0  # of all
 
-    def add_later(self, spec: SequenceSpec, tokens: list[int]) -> None:
-        """What a sequence has written that has ended: taken in when rows come or ask."""
-        self._later.add(spec, tokens)
-
-    def _take_in(self) -> None:
-        for spec, tokens in self._later.take():
-            text = mark_of(spec.id), np.array(tokens, np.int32)
-            self.add(Completions(key_of(spec), spec.prompt_ids, [text]))
-
     def knows(self, key: Key) -> bool:
-        """Whether something has been written behind that prompt."""
-        self._take_in()
+        """True if something has been written behind that prompt."""
         shelf = self._shelves.get(owner_of(key))
         return shelf is not None and key in shelf.known
 
     def begin(self) -> None:
         """A step begins in which rows ask; what was not asked for in the one before waits no longer."""
-        self._take_in()
         self._step, self._left = self._step + 1, AT_ONCE
         for owner in list(self._due):
             shelf = self._shelves[owner]
@@ -231,7 +174,7 @@ class Memory:
         return known is not None and known.asked >= self._step - 1
 
     def add(self, completions: Completions) -> None:
-        """What sequences have written; what is known already changes nothing."""
+        """Keep what sequences have written; what is known already changes nothing."""
         key, owner = completions.key, owner_of(completions.key)
         shelf = self._shelves.setdefault(owner, Shelf())
         known = shelf.known.setdefault(key, Known(completions.prompt_ids))
@@ -257,7 +200,7 @@ class Memory:
         self.bytes += more
 
     def joined(self, key: Key) -> Joined | None:
-        """What a row looks through that has this prompt; None: nothing is known, or nothing is ready yet."""
+        """Texts that a row looks through that has this prompt; None: nothing is known, or nothing is ready yet."""
         owner = owner_of(key)
         shelf = self._shelves.get(owner)
         known = None if shelf is None else shelf.known.get(key)
@@ -295,7 +238,7 @@ class Memory:
         self._count(shelf, more)
 
     def _has_room(self, shelf: Shelf, known: Known) -> bool:
-        """Whether this may be joined beside what rows of this step and of the one before have asked for.
+        """True if this may be joined in addition to what rows of this step and of the one before have asked for.
 
         If not, a tenant that has more of the room, and would have after it, gives up some.
         """

@@ -17,8 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from mlx_model.config import SpeculationConfig
 from worker.engine.batch.row import Row
 from worker.engine.speculation.draft_batch import DraftBatch, RowFailedError
-from worker.engine.speculation.draft_times import DraftTimes, best_step
-from worker.engine.speculation.payoff import SHARED_RECENT, Chance, StepTimes, Try, brought
+from worker.engine.speculation.payoff import SHARED_RECENT, STALE, Chance, Costs, Try, best_step, brought
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +30,7 @@ SAID = 0.5  # of what a row may still say, the part that it is taken to say
 
 
 class ModelDrafts:
-    """Of one engine."""
+    """The drafts that a model makes for the rows of one engine."""
 
     def __init__(self, batch: DraftBatch, config: SpeculationConfig, clock: Callable[[], float]) -> None:
         self._batch = batch
@@ -42,27 +41,31 @@ class ModelDrafts:
         self._rest = self._losses = 0  # steps without its drafts, since they did not pay lately
         self._chance = Chance()
         self._probes = 0
-        self._times = DraftTimes()
+        self._costs = Costs()  # of its own forwards
+        self._id_s = 0.0  # an id of a prompt
+        self._idle = 0  # steps since the latest draft
         self._failures = 0
         self._refused: set[Row] = set()  # rows that go on without, since something has failed
 
     @property
     def has_failed(self) -> bool:
-        """Whether it is left alone from now on."""
+        """True if it is left alone from now on."""
         return self._failures >= FAILURES
 
     @property
     def name(self) -> str:
-        """Of the model; "" when it has failed."""
+        """The name of the model; "" when it has failed."""
         return "" if self.has_failed else self._batch.name
 
     # -- prompts
 
-    def read_along(self, rows: Sequence[Row], times: StepTimes) -> bool:
+    def read_along(self, rows: Sequence[Row], times: Costs) -> bool:
         """Begin with rows where that pays, and feed a piece of their prompts; whether anything was computed."""
         if self.has_failed:
             return False
-        self._forget_old()
+        self._idle += 1
+        if self._idle >= STALE:
+            self._idle, self._chance, self._probes, self._costs = 0, Chance(), 0, Costs()
         for row in self._worth_reading(rows, times):
             self._chances[row] = Chance(self._chance.value)
             self._batch.add(row)
@@ -74,14 +77,10 @@ class ModelDrafts:
         except Exception as error:
             self._fail(error)
             return True
-        self._times.read(fed, self._clock() - began)
+        self._id_s += ((self._clock() - began) / fed - self._id_s) * (SHARED_RECENT if self._id_s else 1.0)
         return True
 
-    def _forget_old(self) -> None:
-        if self._times.step():
-            self._chance, self._probes = Chance(), 0
-
-    def _worth_reading(self, rows: Sequence[Row], times: StepTimes) -> list[Row]:
+    def _worth_reading(self, rows: Sequence[Row], times: Costs) -> list[Row]:
         new = [row for row in rows if row not in self._batch and self._is_servable(row)]
         if not new or not self._config.adapts_to_time:
             return new
@@ -90,10 +89,10 @@ class ModelDrafts:
         plain = times.known(len(rows), 1)
         each = Try(self._chance.value, self._chance.length(self._config.tokens), 1.0)
         none = [Try(0.0, 0, 1.0)] * len(rows)
-        longest, by_model = best_step(times, none, [each] * len(rows), self.seconds, alone=True)
+        longest, by_model = best_step(times, none, [each] * len(rows), self.forward_s, alone=True)
         if plain is None or not by_model:
             return []
-        took = (times.likely(len(rows), longest + 1) or plain) + self.seconds(longest)
+        took = (times.likely(len(rows), longest + 1) or plain) + longest * self.forward_s
         tokens, _ = brought([each], longest)
         saved = plain - took / tokens[-1]  # by a token of each row
         return [row for row in new if self._saves(row, saved / len(rows))]
@@ -105,9 +104,9 @@ class ModelDrafts:
         return left >= SHORTEST and self._batch.room(row) > self._config.tokens + SHORTEST
 
     def _saves(self, row: Row, saved_s: float) -> bool:
-        """Whether a row saves more, so much by each token, than the reading of its prompt takes."""
+        """True if a row saves more, so much by each token, than the reading of its prompt takes."""
         left = (row.sampling.max_tokens - row.position) * SAID
-        return left * saved_s > self._batch.length(row) * self._times.id_s
+        return left * saved_s > self._batch.length(row) * self._id_s
 
     # -- drafts
 
@@ -129,7 +128,7 @@ class ModelDrafts:
         return {row: length for row in rows if row in ready and (length := self._longest(row)) > 0}
 
     def judge(self, *, pays: bool) -> None:
-        """Whether its drafts would pay in this step; where they do not, they are thought of ever more seldom."""
+        """Rest if its drafts would not pay in this step: ever longer while they do not."""
         self._losses = 0 if pays else self._losses + 1
         self._rest = 0 if pays else min(LONGEST_REST, 1 << self._losses)
         self._probes += not pays
@@ -143,9 +142,10 @@ class ModelDrafts:
         """How likely the next token of its draft is accepted; 0 where it gets none."""
         return self._chances[row].value if row in self._chances and not self.has_failed else 0.0
 
-    def seconds(self, length: int) -> float:
-        """What drafts of this length are expected to take; 0 while that is not known."""
-        return self._times.seconds(len(self._batch.rows), length)
+    @property
+    def forward_s(self) -> float:
+        """Seconds that one of its forwards is expected to take; 0 while that is not known."""
+        return self._costs.forward_s(len(self._batch.rows))
 
     def drafts(self, inputs: Mapping[Row, int], lengths: Mapping[Row, int]) -> tuple[dict[Row, list[int]], float]:
         """How these rows go on, each so far at most, and the seconds that took; `inputs` of all rows that decode."""
@@ -161,17 +161,16 @@ class ModelDrafts:
             drafts = {}
         took = self._clock() - began
         if drafts:
-            self._times.drafted(len(self._batch.rows), max(lengths[row] for row in drafts), took)
+            self._idle = 0
+            self._costs.took(len(self._batch.rows), 0, took / max(lengths[row] for row in drafts))
         return drafts, took
 
     def learn(self, row: Row, drafted: int, accepted: int) -> None:
-        """One of its drafts was tried."""
         self._chances[row].learn(drafted, accepted)
         self._chance.learn(drafted, accepted, SHARED_RECENT)
         self._probes += 1
 
     def remove(self, rows: Iterable[Row]) -> None:
-        """Forget these rows."""
         left = set(rows)
         gone = {row for row in left if self._chances.pop(row, None) is not None}
         self._resting -= gone
