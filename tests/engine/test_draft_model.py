@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given, settings
@@ -26,7 +26,7 @@ from tests.engine.drafted import ALWAYS, ROWS, accepted_unchanged
 from tests.engine.small_models import LLAMA, write_model
 from worker.engine.batch.grammars import Place
 from worker.engine.batch.row import Row
-from worker.engine.speculation.draft_batch import DraftBatch
+from worker.engine.speculation.draft_batch import DraftBatch, draft_batch
 from worker.engine.speculation.drafting import Drafting
 
 BY_MODEL = replace(ALWAYS, own_text=False, memory_bytes=0)
@@ -61,13 +61,21 @@ class Spied:
         clock: Callable[[], float] = time.perf_counter,
         **engine: object,
     ) -> None:
+        draft, batches = loaded.draft, list[DraftBatch]()
+        assert draft is not None
+        self.spy = SpiedModel(draft.model)
+
+        def noted(*made_of: Any) -> DraftBatch | None:
+            batch = draft_batch(*made_of)
+            assert batch is not None
+            batches.append(batch)
+            return batch
+
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("worker.engine.engine.Drafting", partial(Drafting, clock=clock))
-            self.bench = Bench(loaded, speculation=config, **engine)
-        policy = self.bench.engine.drafting._model
-        assert policy is not None
-        self.batch: DraftBatch = policy._batch
-        self.batch._model.model = self.spy = SpiedModel(self.batch._model.model)
+            patch.setattr("worker.engine.engine.draft_batch", noted)
+            self.bench = Bench(replace(loaded, draft=replace(draft, model=self.spy)), speculation=config, **engine)
+        (self.batch,) = batches
 
     def run(self, *rows: SequenceSpec) -> None:
         self.bench.submit(*rows)

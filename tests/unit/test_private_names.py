@@ -29,7 +29,7 @@ REACHES = {
     "tests/engine/test_batch_invariance.py": 1,
     "tests/engine/test_decode_step.py": 1,
     "tests/engine/test_disk_tier.py": 1,
-    "tests/engine/test_draft_model.py": 5,
+    "tests/engine/test_draft_model.py": 1,
     "tests/engine/test_drafts_pay.py": 15,
     "tests/engine/test_guests.py": 1,
     "tests/engine/test_heads.py": 1,
