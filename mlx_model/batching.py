@@ -1,7 +1,20 @@
-"""Which models of mlx-lm run in a batch, and how. Nearly all were tried with mlx-lm 0.32.2, small and random.
+"""Assumptions about a model, and which models of mlx-lm do not hold to them. All were tried, small and random.
 
-Prompts of different lengths are padded to share a forward; what of mlx-lm cannot take that is mended (`mended.py`,
-`padded.py`). A model that is wrong beyond that is refused at start, for it would be wrong in silence.
+A model is called with token ids [B, L] and its caches, and gives logits [B, L, V] of the next ids. Of it we assume:
+
+- *Caches.* `make_cache`, or mlx-lm in its place, gives one cache a layer, or fewer where layers share one. Its leaves
+  are of the kinds in `kv/kinds.py`; of others rows are copied and left out, and nothing is stored or taken back.
+- *Positions* come from the caches alone. So a prompt in pieces is the prompt as a whole, a row may begin with stored
+  KV, and rows of a batch stand at different ones. Images move them (`vision/positions.py`).
+- *Padding* stands after a row's piece of a prompt, of which the caches know the lengths (`prepare`, `finalize`), and
+  before its first position afterwards. Masks come from the caches and leave it out; recurrent layers stop before it.
+- *Rows* do not see each other, but for experts that are drawn by capacity, which no model of mlx-lm does.
+- *Hidden states*, for embeddings and heads, are what the part named `model` gives (`pooling.py`); not all have it.
+- *Text*: a tokenizer in `tokenizer.json`, and a chat template in Jinja that takes messages; how it writes reasoning
+  and calls is `shared/text/languages/families.py`.
+
+tests/engine/test_assumptions.py holds a model of each kind to this. What of mlx-lm does not hold to it is mended
+(`mended.py`, `padded.py`), or refused at start, for it would be wrong in silence.
 """
 
 from typing import Any

@@ -157,6 +157,8 @@ def _load(config: EngineConfig, ranks: Ranks | None) -> LoadedModel:
         limit, prefix = ranks.least(limit), ranks.least(prefix)
     if config.memory.serves:
         _check_kv(limit, kv_bytes, card, planned)
+    else:  # a trainer's batches have ever other shapes, and what it keeps of them others on this GPU lack
+        memory.bound_freed_memory(config.memory.limit_bytes or memory.memory_status().available)
     eyes = tower if _sees(ranks) else None
     return LoadedModel(card, bundle, model, model_config, path, limit, prefix, kv, draft, heads, eyes, whole, tuning)
 

@@ -55,9 +55,11 @@ def check_wired(wired_bytes: int) -> None:
         raise SetupError(f"--wired-limit {wired_bytes / 1e9:g}: this GPU may hold {gb(most)} at most")
 
 
-def bound_freed_memory(kv_limit_bytes: int) -> None:
+def bound_freed_memory(usable_bytes: int) -> None:
     """Say how much freed memory MLX may keep: all that it may is kept, for prompts come in ever other lengths.
+
+    `usable_bytes`: what a worker's KV may take, or what a trainer may.
 
     On a GPU what is not found there takes long to get; a CPU gets memory about as fast as it finds it.
     """
-    mx.set_cache_limit(_SMALLEST_CACHE if on_cpu() else max(_SMALLEST_CACHE, kv_limit_bytes // 4))
+    mx.set_cache_limit(_SMALLEST_CACHE if on_cpu() else max(_SMALLEST_CACHE, usable_bytes // 4))

@@ -58,9 +58,10 @@ def _claude(served: Served, folder: Path) -> Setup:
         **dict.fromkeys(models, served.model),
         "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(served.answer),
         "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(served.context),
-        "CLAUDE_CODE_AUTO_COMPACT_WINDOW": str(served.context),
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
     }
+    if served.context >= _LEAST_WINDOW:
+        variables["CLAUDE_CODE_AUTO_COMPACT_WINDOW"] = str(served.context)
     settings = {"env": variables, "model": served.model}  # go before the user's settings, which may name another server
     return Setup(
         environment=variables,
@@ -71,6 +72,9 @@ def _claude(served: Served, folder: Path) -> Setup:
 
 
 _SIZES = ("HAIKU", "SONNET", "OPUS")
+_LEAST_WINDOW = (
+    100_000  # a smaller one it complains of; then it compacts when the server says that a prompt is too long
+)
 
 
 def _codex(served: Served, folder: Path) -> Setup:
@@ -185,6 +189,25 @@ def _qwen(served: Served, folder: Path) -> Setup:
     )
 
 
+def _continue(served: Served, folder: Path) -> Setup:
+    model = {
+        "name": served.model,
+        "provider": "openai",
+        "model": served.model,
+        "apiBase": served.openai_url,
+        "apiKey": served.key,
+        "roles": ["chat", "edit", "apply"],
+        "capabilities": ["tool_use"],
+        "defaultCompletionOptions": {"contextLength": served.context, "maxTokens": served.answer},
+    }
+    config = {"name": "ParaLLM", "version": "1.0.0", "schema": "v1", "models": [model]}
+    return Setup(
+        environment={"CONTINUE_GLOBAL_DIR": str(folder), "CONTINUE_TELEMETRY_ENABLED": "0"},
+        arguments=("--config", str(folder / "config.yaml")),
+        files={"config.yaml": _json(config)},  # JSON is YAML
+    )
+
+
 def _json(value: Any) -> str:
     return json.dumps(value, indent=2) + "\n"
 
@@ -195,5 +218,6 @@ AGENTS = {
     "opencode": Agent("opencode", "npm install -g opencode-ai", _opencode),
     "aider": Agent("aider", "python -m pip install aider-chat", _aider),
     "crush": Agent("crush", "npm install -g @charmland/crush", _crush),
+    "continue": Agent("cn", "npm install -g @continuedev/cli", _continue),
     "qwen-code": Agent("qwen", "npm install -g @qwen-code/qwen-code", _qwen),
 }

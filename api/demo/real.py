@@ -226,10 +226,20 @@ class RealModel:
         reward = json.dumps({"parts": [form, {"name": "exact", "weight": 0.6}]})
         rl = ["--task", "jsonl", "--dataset", str(tasks), "--reward", "weighted", "--reward-options", reward]
         rl += ["--start-from", version, "--prompts-per-step", "4", "--group-size", "4", "--max-tokens", "12"]
-        rl += ["--learning-rate", "0.0001", "--no-mask-overlong", "--group-deadline-s", str(PATIENCE_S), *common]
+        rl += [
+            "--learning-rate",
+            "0.0001",
+            "--no-mask-overlong",
+            "--distances-every",
+            "3",
+            "--group-deadline-s",
+            str(PATIENCE_S),
+            *common,
+        ]
         steps, took = await asyncio.to_thread(self._train, "policy", rl)
         rewards = [round(step["reward"], 3) for step in steps]
-        mismatch = max((step["mismatch"] or 0.0 for step in steps), default=math.nan)
+        measured = [step["mismatch"] for step in steps if step["mismatch"] is not None]
+        mismatch = max(measured) if measured else "not measured"
         after = await right("policy") if steps else taught
         held_out = f"{taught} -> {after} of {len(HELD_OUT)}"
         self._show("GRPO", f"{self._steps} steps", rewards=rewards, seconds=took, mismatch=mismatch, held_out=held_out)

@@ -7,7 +7,8 @@ of its body and the sampling parameters, `structured.py` the grammar) -> `sequen
 completions) -> `running.py` (enqueue, read, cancel).
 
 The way out: `choice.py` (token events to new text) with `shared/text/languages/` (reasoning, content, tool calls, as
-each family of models writes them), and `logprobs.py`. `api/http/sse.py` sends the bytes.
+each family of models writes them), `free_text.py` (calls whose argument is free text), and `logprobs.py`.
+`api/http/sse.py` sends the bytes.
 
 For some requests only: `named_images.py` (images that a request names), `resume.py` (streams that outlive their
 connection), `collection.py` (live traffic that is trained on), `continuations.py` (log-probabilities of given texts),

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from api.generation.free_text import TextCalls
 from api.generation.sequences import UNSAMPLED, Sequences
 from shared.frames import Finish, TokenEvent, TokenLogprob, TokenLogprobs, VersionSpan, spans_of
 from shared.text.codec import TextCodec
@@ -137,12 +138,13 @@ class Choice:
 
     __slots__ = (
         "_decoder", "_eos", "_names_tokens", "_show_stop", "_skip_chars", "_skip_tokens", "_split", "_splitter",
-        "_thought", "_versions", "begun", "cached", "chars", "ended", "prediction", "seen_end", "tokens",
+        "_text_calls", "_thought", "_versions", "begun", "cached", "chars", "ended", "prediction", "seen_end", "tokens",
     )  # fmt: skip
 
     def __init__(self, plan: RequestPlan, codec: TextCodec, seen: ChoiceProgress = NOTHING_SEEN) -> None:
         self._split = plan.split
         self._splitter = None if plan.split is None else splitter_of(plan.split)
+        self._text_calls = TextCalls(plan.split.custom) if plan.split is not None and plan.split.custom else None
         self._thought = None if plan.split is None else ReasoningCount(plan.split, codec)
         self._decoder = codec.stream(plan.shown_tokens(codec))
         self._eos = plan.eos_token_ids
@@ -205,10 +207,15 @@ class Choice:
     def _take_apart(self, splitter: Splitter, delta: Delta) -> None:
         text, seen = delta.text, min(self._skip_chars, len(delta.text))
         if seen:
-            splitter.push(text[:seen])
+            before = splitter.push(text[:seen])
+            if self._text_calls is not None:
+                self._text_calls.take(before, ended=False)
         piece = splitter.push(text[seen:])
         if delta.finish is not None:
             piece.add(splitter.flush())
+        if self._text_calls is not None:
+            self._text_calls.take(piece, ended=delta.finish is not None)
+        if delta.finish is not None:
             whole = bool(splitter.calls) and not splitter.in_call  # a stop string may cut a call
             delta.older_calls = self._split is not None and self._split.older
             delta.calls_ended_it = whole and self._split is not None and not self._split.named

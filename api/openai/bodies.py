@@ -4,12 +4,13 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from api.generation.free_text import arguments_of
 from api.generation.sampling import MAX_REASONING, SAMPLING_OFF, SamplingFields, TopLogprobs, check_whole
 from api.generation.structured import ResponseFormat
 from api.generation.target import BEGINNING, first_words
 from api.http.content import MessagePart
 from api.http.fields import HistoryModel, Off, Prompts, RequestModel, complaint
-from api.openai.tools import MAX_TOOLS, FunctionDefinition, FunctionName, NamedChoice, Tool, ToolChoice, Tools
+from api.openai.tools import MAX_TOOLS, ChatTools, FunctionDefinition, FunctionName, NamedChoice, Tool, ToolChoice
 
 
 class CompletionRequest(SamplingFields):
@@ -69,6 +70,16 @@ class ToolCall(HistoryModel):
     type: Literal["function"] = "function"
     function: CalledFunction
     index: int | None = Field(default=None, exclude=True, description="of a streamed call; not used")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_custom_tool(cls, data: Any) -> Any:
+        """The call of a function that a call of a custom tool comes to."""
+        custom = data.get("custom") if isinstance(data, dict) and data.get("type") == "custom" else None
+        if not isinstance(custom, dict):
+            return data
+        called = {"name": custom.get("name"), "arguments": arguments_of(str(custom.get("input") or ""))}
+        return {**data, "type": "function", "function": called}
 
 
 def reasoning_of(message: dict[str, Any]) -> str | None:
@@ -210,7 +221,7 @@ class ChatCompletionRequest(SamplingFields, ChatFields):
         default=None, description="text that is likely in the answer, which then comes sooner (--spec-decode)"
     )
     response_format: ResponseFormat | None = None
-    tools: Tools | None = None
+    tools: ChatTools | None = None
     tool_choice: ToolChoice | None = Field(default=None, description="default: auto, if there are tools")
     parallel_tool_calls: bool | None = Field(default=None, description="false: at most one call")
     functions: list[FunctionDefinition] | None = Field(

@@ -16,7 +16,7 @@ from api.http.errors import error_responses
 from api.openai.bodies import ChatCompletionRequest, ChatMessage
 from api.openai.conversations import conversation
 from api.openai.replies import reply
-from api.openai.tools import ToolUse
+from api.openai.tools import ToolUse, forms_left_out
 from api.ring.ring import Ring, TheRing
 from shared.images.chat import ChatImages
 from shared.process.api_settings import ApiSettings
@@ -61,9 +61,7 @@ async def prepare(
         wanted, blamed = grammar_of_format(body.response_format), "response_format"
     elif body.structured_outputs is not None:
         wanted, blamed = grammar_of_outputs(body.structured_outputs), "structured_outputs"
-    tools = None
-    if body.tools or body.tool_choice:
-        tools = ToolUse.of(body.tools, body.tool_choice, body.parallel_tool_calls)
+    tools = ToolUse.of(body.tools, body.tool_choice, body.parallel_tool_calls)
     variables = {name: value for name, value in _hints(body, codec).items() if name in codec.bundle.chat_template}
     chat = await conversation(codec, body, tools, wanted, begun, images, **variables)
     newer = body.max_completion_tokens is not None
@@ -115,6 +113,7 @@ def unused_hints(body: ChatCompletionRequest, codec: TextCodec) -> list[str]:
     unused = [name for name, _ in asked if name not in codec.bundle.chat_template]
     enforced = body.tool_choice not in (None, "none", "auto") or any(tool.function.strict for tool in body.tools or ())
     tools = ToolUse.of(body.tools, body.tool_choice, body.parallel_tool_calls) if enforced else None
+    unused += forms_left_out(body.tools or (), codec)
     return unused if tools is None else unused + tools.unenforced(codec)
 
 

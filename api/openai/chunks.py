@@ -154,6 +154,9 @@ def shown_piece(plan: RequestPlan, index: int, piece: ReplyPiece) -> dict[str, A
 
 def shown_call(call_id: str, part: CallPart) -> dict[str, Any]:
     """A tool call as OpenAI shows it; more of one that has begun is arguments alone."""
+    if part.custom:
+        named = {"id": call_id, "type": "custom"} if part.name else {}
+        return {**named, "custom": {**({"name": part.name} if part.name else {}), "input": part.arguments}}
     if not part.name:
         return {"function": {"arguments": part.arguments}}
     return {"id": call_id, "type": "function", "function": {"name": part.name, "arguments": part.arguments}}

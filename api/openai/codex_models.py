@@ -1,7 +1,7 @@
 """Models as Codex reads them: the array `models` of GET /v1/models for a client that says its version.
 
 Codex takes what it has to know of a model from there, such as the length of its context, and whether it may edit files
-by a patch in a custom tool's text, whose grammar this server enforces (`responses/text_forms.py`).
+by a patch in a custom tool's text, whose grammar this server enforces (`text_forms.py`).
 """
 
 from typing import Any

@@ -78,6 +78,7 @@ async def conversation(
             sure=tools.forced,
             named=tools.named,
             older=bool(body.functions),
+            custom=tools.custom,
         )
     return RenderedChat(ids, split, wanted)
 

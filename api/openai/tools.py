@@ -5,13 +5,15 @@ nothing else, with arguments of the function's schema. With "auto" the model dec
 `strict` follow their schema then, too, where the form has marks by which a call is known.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
-from pydantic import BeforeValidator, Discriminator, Field, PrivateAttr, Tag
+from pydantic import BeforeValidator, Discriminator, Field, PrivateAttr, Tag, model_validator
 
+from api.generation.free_text import ONE_TEXT, held_to
 from api.http.fields import HistoryModel, RequestModel, complaint
+from api.openai.text_forms import regex_of
 from shared.errors import InvalidGrammarError, InvalidRequestError
 from shared.text import grammar
 from shared.text.codec import TextCodec
@@ -44,6 +46,49 @@ class FunctionDefinition(HistoryModel):
         return held
 
 
+class CustomFormat(HistoryModel):
+    """Form of the text of a custom tool, which the model sees."""
+
+    type: Literal["text", "grammar"]
+    syntax: str = ""
+    definition: str = ""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _flat(cls, data: Any) -> Any:
+        """A chat's form has its grammar in an object of its own."""
+        inner = data.get("grammar") if isinstance(data, dict) else None
+        return {**data, **inner} if isinstance(inner, dict) else data
+
+
+class CustomDefinition(HistoryModel):
+    """A tool that takes free text, which the model calls as a function of one text."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")
+    description: str | None = None
+    format: CustomFormat | None = None
+
+    @property
+    def form(self) -> str:
+        """Description of the text's form for the model; "" for any text."""
+        if self.format is None or self.format.type == "text":
+            return ""
+        return f"Its input follows this {self.format.syntax} grammar:\n{self.format.definition}"
+
+    @property
+    def regex(self) -> str:
+        """Regular expression that the text is held to; "" for none."""
+        if self.format is None or self.format.type == "text":
+            return ""
+        return regex_of(self.format.syntax, self.format.definition)
+
+    def function_named(self, name: str, about: str | None) -> FunctionDefinition:
+        """The function, under this name and with this description before that of the text's form."""
+        whole = "\n\n".join(filter(None, (about, self.form))) or None
+        function = FunctionDefinition.model_construct(name=name, description=whole, parameters=ONE_TEXT)
+        return function.holding(held_to(regex)) if (regex := self.regex) else function
+
+
 def known_type(*known: str) -> BeforeValidator:
     """Refuse things of another `type` by name."""
 
@@ -69,10 +114,25 @@ def by_type(otherwise: str, same: Mapping[str, str] | None = None, other: str = 
 
 
 class Tool(HistoryModel):
-    """A tool that the model may call; only functions are supported."""
+    """A function among the tools that the model may call."""
 
     type: Literal["function"]
     function: FunctionDefinition
+
+
+class ChatCustomTool(HistoryModel):
+    """A tool of a chat that takes free text."""
+
+    type: Literal["custom"]
+    custom: CustomDefinition
+
+    @property
+    def function(self) -> FunctionDefinition:
+        """The function that the model sees."""
+        return self.custom.function_named(self.custom.name, self.custom.description)
+
+
+ChatTool = Tool | ChatCustomTool
 
 
 class FunctionName(RequestModel):
@@ -82,17 +142,25 @@ class FunctionName(RequestModel):
 
 
 class NamedChoice(RequestModel):
-    """The one function to call."""
+    """The one tool to call."""
 
     type: Literal["function"]
     function: FunctionName
+
+    @model_validator(mode="before")
+    @classmethod
+    def _custom(cls, data: Any) -> Any:
+        """A custom tool, which is a function to the model."""
+        if isinstance(data, dict) and data.get("type") == "custom":
+            return {"type": "function", "function": data.get("custom")}
+        return data
 
 
 class AllowedTools(RequestModel):
     """Some of the tools, and whether one of them must be called."""
 
     mode: Literal["auto", "required"]
-    tools: list[Annotated[NamedChoice, known_type("function")]] = Field(min_length=1, max_length=MAX_TOOLS)
+    tools: list[Annotated[NamedChoice, known_type("function", "custom")]] = Field(min_length=1, max_length=MAX_TOOLS)
 
 
 class AllowedChoice(RequestModel):
@@ -101,7 +169,7 @@ class AllowedChoice(RequestModel):
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools
 
-    def of(self, tools: list[Tool] | None) -> list[Tool]:
+    def of(self, tools: Sequence[ChatTool] | None) -> list[ChatTool]:
         """Those of the tools that are allowed; InvalidRequestError for one that there is not."""
         names = {each.function.name for each in self.allowed_tools.tools}
         if missing := names - {tool.function.name for tool in tools or ()}:
@@ -110,13 +178,24 @@ class AllowedChoice(RequestModel):
 
 
 Tools = Annotated[list[Annotated[Tool, known_type("function")]], Field(max_length=MAX_TOOLS)]
+ChatTools = Annotated[
+    list[
+        Annotated[
+            Annotated[
+                Annotated[Tool, Tag("<function>")] | Annotated[ChatCustomTool, Tag("<custom>")], by_type("function")
+            ],
+            known_type("function", "custom"),
+        ]
+    ],
+    Field(max_length=MAX_TOOLS),
+]
 ToolChoice = Annotated[
     Literal["none", "auto", "required"]
     | Annotated[
         Annotated[NamedChoice, Tag("<function>")] | Annotated[AllowedChoice, Tag("<allowed_tools>")],
-        by_type("function"),
+        by_type("function", {"custom": "function"}),
     ],
-    known_type("function", "allowed_tools"),
+    known_type("function", "custom", "allowed_tools"),
 ]
 
 
@@ -128,10 +207,11 @@ class ToolUse(msgspec.Struct, frozen=True):
     forced: bool
     named: bool
     parallel: bool
+    custom: tuple[str, ...] = ()  # names of those that take free text
 
     @classmethod
     def of(
-        cls, tools: list[Tool] | None, choice: str | NamedChoice | AllowedChoice | None, parallel: bool | None
+        cls, tools: Sequence[ChatTool] | None, choice: str | NamedChoice | AllowedChoice | None, parallel: bool | None
     ) -> "ToolUse | None":
         """None when nothing may be called; InvalidRequestError for a choice without its tool."""
         if isinstance(choice, AllowedChoice):  # the model sees no others
@@ -140,6 +220,7 @@ class ToolUse(msgspec.Struct, frozen=True):
             if choice not in (None, "none", "auto"):
                 raise InvalidRequestError("'tool_choice' needs 'tools'", param="tool_choice")
             return None
+        shown = [{"type": "function", "function": each.function.model_dump(exclude_none=True)} for each in tools]
         names = [tool.function.name for tool in tools]
         if len(set(names)) < len(names):
             raise InvalidRequestError("two tools have the same name", param="tools")
@@ -151,8 +232,9 @@ class ToolUse(msgspec.Struct, frozen=True):
             functions = [each for each in functions if each.name == choice.function.name]
             if not functions:
                 raise InvalidRequestError(f"no tool is named '{choice.function.name}'", param="tool_choice")
-        shown = [tool.model_dump(exclude_none=True) for tool in tools]
-        return cls(shown, functions, named or choice == "required", named, parallel is not False and not named)
+        custom = tuple(tool.custom.name for tool in tools if isinstance(tool, ChatCustomTool))
+        one_by_one = parallel is False or named
+        return cls(shown, functions, named or choice == "required", named, not one_by_one, custom)
 
     def grammar(self, codec: TextCodec, otherwise: str = "") -> str:
         """Grammar of the completion; "" when anything goes. `otherwise` is the grammar of an answer without calls."""
@@ -177,6 +259,13 @@ class ToolUse(msgspec.Struct, frozen=True):
             elif function.strict:  # a call may begin anywhere
                 places.append(f"{function.name}.strict")
         return [f"tools.{place}" for place in places]
+
+
+def forms_left_out(tools: Sequence[ChatTool], codec: TextCodec) -> list[str]:
+    """`tools.format` if the model reads the form of a tool's text and is not held to it."""
+    formed = [tool.custom for tool in tools if isinstance(tool, ChatCustomTool) and tool.custom.form]
+    held = bool(form_of(language_of(codec).calls).marks)
+    return [] if all(held and custom.regex for custom in formed) else ["tools.format"]
 
 
 def _signature(function: FunctionDefinition, held: bool) -> Signature:

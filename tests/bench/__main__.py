@@ -24,6 +24,7 @@ MEASUREMENTS = {
     "federation": "two runs whose data stays apart, averaged every few steps, against one with all of it",
     "prefix": "a second request on a prefix, a group of samples, and prompts that share nothing",
     "turns": "a second turn of a chat over a cold prompt, for layers of each kind",
+    "agent_turns": "later turns of Claude Code, Codex and opencode over their first ones, as these have sent them",
     "disk": "a second turn after a restart, from disk; what running streams notice of reads and writes",
     "shared_prompts": "rows that store and read their prompt once, over copies: memory, steps, a job",
     "kv_bits": "KV in 8 and 4 bits: rows in the same memory, and decode speed over full precision",

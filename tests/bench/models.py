@@ -1,7 +1,9 @@
 """Random-weight models for measurements: real shapes, no download."""
 
+import importlib
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,38 +42,51 @@ CHAT_TEMPLATE = (
 )
 
 
+QWEN3: dict[str, Any] = {
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1_000_000.0,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+    "eos_token_id": 2,
+}
+
+
 def random_qwen3(path: Path, shape: dict[str, Any], dtype: str = "float32", seed: int = 0) -> Path:
     """Write a Qwen3 of this shape with random weights and a tokenizer of its vocabulary; returns the folder."""
+    return random_folder(path, {**QWEN3, **shape}, dtype, seed)
+
+
+def random_folder(
+    path: Path,
+    config: dict[str, Any],
+    dtype: str = "float32",
+    seed: int = 0,
+    template: str = CHAT_TEMPLATE,
+    text: Sequence[str] = (),
+) -> Path:
+    """Write a model of mlx-lm with random weights; its tokenizer is trained on `text`, or on words of no meaning."""
     import mlx.core as mx
     from mlx.utils import tree_flatten, tree_map
-    from mlx_lm.models import qwen3
 
     path.mkdir(parents=True, exist_ok=True)
-    config = {
-        "model_type": "qwen3",
-        "architectures": ["Qwen3ForCausalLM"],
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1_000_000.0,
-        "max_position_embeddings": 4096,
-        "tie_word_embeddings": True,
-        "eos_token_id": 2,
-        **shape,
-    }
     (path / "config.json").write_text(json.dumps(config))
     mx.random.seed(seed)
-    model = qwen3.Model(qwen3.ModelArgs.from_dict(config))
+    module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
+    model = module.Model(module.ModelArgs.from_dict(config))
     model.update(tree_map(lambda p: p.astype(getattr(mx, dtype)), model.parameters()))
     mx.eval(model.parameters())
     weights = dict(tree_flatten(model.parameters()))
     mx.save_safetensors(str(path / "model.safetensors"), weights, metadata={"format": "mlx"})
-    _write_tokenizer(path, shape["vocab_size"])
+    _write_tokenizer(path, config["vocab_size"], template, text)
     return path
 
 
-def _write_tokenizer(path: Path, vocab_size: int) -> None:
+def _write_tokenizer(path: Path, vocab_size: int, template: str, text: Sequence[str]) -> None:
     """A byte-level BPE; ids that training on a small text leaves unused become words of their own."""
     draw = random.Random(0)
-    text = [
+    text = text or [
         " ".join("".join(draw.choices("etaoinshrdlu", k=draw.randint(2, 7))) for _ in range(40)) for _ in range(300)
     ]
     tokenizer = Tokenizer(models.BPE())
@@ -91,6 +106,6 @@ def _write_tokenizer(path: Path, vocab_size: int) -> None:
         "eos_token": "<|im_end|>",
         "bos_token": None,
         "unk_token": None,
-        "chat_template": CHAT_TEMPLATE,
+        "chat_template": template,
     }
     (path / "tokenizer_config.json").write_text(json.dumps(settings))

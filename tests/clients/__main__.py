@@ -6,8 +6,8 @@ and those for Node where `--node` names a folder with their packages.
 A script proves what its docstring says, and exits 0 when it holds. The load generator brings PyTorch along, so it has a
 requirements file of its own (requirements-load.txt), and its script is skipped where it is not installed; so are those
 of openai-agents (requirements-agents.txt), a trainer with the packages of `--logger` (requirements-loggers.txt), and
-Tinker's SDK (requirements-tinker.txt) and its cookbook (requirements-cookbook.txt), beside which a training service
-runs.
+Open WebUI (requirements-webui.txt), Tinker's SDK (requirements-tinker.txt) and its cookbook
+(requirements-cookbook.txt), beside which a training service runs.
 """
 
 import argparse
@@ -29,6 +29,7 @@ TIMEOUT_S = 600
 # Scripts whose client is not in requirements.txt: it is heavy, or its pins do not go with those of others.
 NEEDS = {
     "guidellm_load": "guidellm",
+    "open_webui": "open_webui",
     "openai_agents_sessions": "agents",
     "train_loggers": "trackio",
     "tinker_train": "tinker",
@@ -37,6 +38,7 @@ NEEDS = {
 }
 APART = {
     "guidellm": "requirements-load.txt",
+    "open_webui": "requirements-webui.txt",
     "agents": "requirements-agents.txt",
     "trackio": "requirements-loggers.txt",
     "tinker": "requirements-tinker.txt",

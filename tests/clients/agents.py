@@ -25,15 +25,17 @@ from tests.clients.scripted_model import DONE, MODEL, RIGHT, TASK, WRONG
 from tests.e2e.rings import Process, ring
 
 TIMEOUT_S = 900
+MOST_TOKENS = 64  # of an answer of a real model
 ARGUMENTS = {
     "claude": ("-p", TASK, "--allowedTools", "Bash,Read,Edit"),
     "codex": ("exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", TASK),
     "opencode": ("run", TASK),
     "aider": ("--yes", "--no-git", "--no-auto-commits", "--analytics-disable", "--message", TASK, "calc.py"),
     "crush": ("run", "--quiet", TASK),
+    "continue": ("-p", "--auto", TASK),
     "qwen-code": ("-p", TASK, "--yolo"),
 }
-PROGRAMS = {"qwen-code": "qwen"}
+PROGRAMS = {"qwen-code": "qwen", "continue": "cn"}
 
 
 @dataclass
@@ -86,12 +88,12 @@ def version_of(name: str, surroundings: dict[str, str]) -> str:
 
 
 @contextlib.contextmanager
-def worker_of(redis_url: str, folder: Path, model: Path | None) -> Iterator[Process | None]:
+def worker_of(redis_url: str, folder: Path, model: Path | None, *flags: str) -> Iterator[Process | None]:
     """The scripted worker, unless the ring has a real one."""
     if model is not None:
         yield None
         return
-    process = Process.start("tests.clients.scripted_model", "--redis", redis_url, "--folder", str(folder))
+    process = Process.start("tests.clients.scripted_model", "--redis", redis_url, "--folder", str(folder), *flags)
     process.wait_for_line("ready")
     try:
         yield process
@@ -100,7 +102,9 @@ def worker_of(redis_url: str, folder: Path, model: Path | None) -> Iterator[Proc
         process.popen.wait()
 
 
-def run(name: str, path: list[Path], model: Path | None, record: Path | None) -> Outcome | None:
+def run(
+    name: str, path: list[Path], model: Path | None, record: Path | None, *, delegate: bool = False
+) -> Outcome | None:
     """One agent's task; None if it is not installed."""
     with tempfile.TemporaryDirectory() as at, contextlib.ExitStack() as stack:
         folder = Path(at)
@@ -112,10 +116,11 @@ def run(name: str, path: list[Path], model: Path | None, record: Path | None) ->
         flags = ("--max-request-bytes", "16000000", "--clamp-max-tokens")
         flags += () if model is not None else ("--workers", "0")
         server = stack.enter_context(ring(folder / "data", *flags, **({} if model is None else {"model": model})))
-        worker = stack.enter_context(worker_of(server.redis_url, work, model))
+        worker = stack.enter_context(worker_of(server.redis_url, work, model, *(["--delegate"] if delegate else [])))
         url = server.url if record is None else stack.enter_context(recorder(server.url, record / name))
         launch = [sys.executable, "-m", "api.cli.main", "launch", name, "--url", url]
-        launch += ["--model", MODEL if model is None else model.name, "--", *ARGUMENTS[name]]
+        launch += ["--model", MODEL] if model is None else ["--model", model.name, "--max-output", str(MOST_TOKENS)]
+        launch += ["--", *ARGUMENTS[name]]
         root = Path(__file__).parents[2]
         try:
             done = subprocess.run(
@@ -167,11 +172,18 @@ def main() -> int:
     parser.add_argument("--path", type=Path, action="append", default=[], help="folder with programs of agents")
     parser.add_argument("--model", type=Path, help="folder of a real model; its answers make no sense")
     parser.add_argument("--record", type=Path, help="folder for the bodies of requests")
+    parser.add_argument("--delegate", action="store_true", help="the scripted model has a sub-agent do the task")
     parser.add_argument("names", nargs="*", choices=[*ARGUMENTS, []], help="agents; default: all that are installed")
     arguments = parser.parse_args()
     outcomes: list[Outcome] = []
     for name in arguments.names or ARGUMENTS:
-        outcome = run(name, [path.absolute() for path in arguments.path], arguments.model, arguments.record)
+        outcome = run(
+            name,
+            [path.absolute() for path in arguments.path],
+            arguments.model,
+            arguments.record,
+            delegate=arguments.delegate,
+        )
         if outcome is None:
             print(f"skipped {name}: it is not on PATH", flush=True)
             continue

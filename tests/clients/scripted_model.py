@@ -60,8 +60,9 @@ def card(shown: TokenizerBundle) -> Any:
 class Script:
     """Answers by what has been done so far, which the chat itself says."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, *, delegates: bool = False) -> None:
         self._folder = folder  # of the repository
+        self._delegates = delegates
         self._seen: list[tuple[int, ...]] = []  # prompts with their answers
 
     def __call__(self, spec: SequenceSpec) -> Answer:
@@ -93,6 +94,8 @@ class Script:
 
     def _steps(self, tools: dict[str, Any]) -> list[Call]:
         """The calls to make, with the tools that there are."""
+        if self._delegates and "Agent" in tools:
+            return [("Agent", {"description": "Mend add", "prompt": TASK, "subagent_type": "general-purpose"})]
         read = first(tools, READERS, self._folder)
         edit = first(tools, EDITORS, self._folder)
         run = first(tools, RUNNERS, RUN)
@@ -134,7 +137,7 @@ def first(tools: dict[str, Any], known: dict[str, Callable[[str], dict[str, Any]
 
 
 READERS: dict[str, Callable[[str], dict[str, Any]]] = {
-    "Read": lambda folder: {"file_path": f"{folder}/calc.py"},  # Claude Code
+    "Read": lambda folder: dict.fromkeys(("file_path", "filepath"), f"{folder}/calc.py"),  # Claude Code, Continue
     "read": lambda folder: {"filePath": f"{folder}/calc.py"},  # opencode
     "read_file": lambda folder: {"file_path": f"{folder}/calc.py"},  # qwen-code
     "view": lambda folder: {"file_path": f"{folder}/calc.py"},  # Crush
@@ -163,10 +166,10 @@ def aider_answer() -> str:
     return f"calc.py\n```\ndef add(a, b):\n    {RIGHT}\n```\n\n{DONE}"
 
 
-async def serve(url: str, folder: str) -> None:
+async def serve(url: str, script: Script) -> None:
     shown = tokenizer()
     redis = connect(url)
-    worker = ScriptedWorker(redis, Script(folder), id=f"scripted-{os.getpid()}", card=card(shown), tokenizer=shown)
+    worker = ScriptedWorker(redis, script, id=f"scripted-{os.getpid()}", card=card(shown), tokenizer=shown)
     await worker.join()
     print("scripted worker ready", flush=True)
     await worker.run()
@@ -176,8 +179,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--redis", required=True)
     parser.add_argument("--folder", required=True, help="the repository that the agent works in")
+    parser.add_argument(
+        "--delegate", action="store_true", help="let another agent do it, where there is a tool for that"
+    )
     arguments = parser.parse_args()
-    asyncio.run(serve(arguments.redis, arguments.folder))
+    asyncio.run(serve(arguments.redis, Script(arguments.folder, delegates=arguments.delegate)))
 
 
 if __name__ == "__main__":

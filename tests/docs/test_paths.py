@@ -10,13 +10,15 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("api", "mlx_model", "ranks", "shared", "trainer", "worker")
 TOP = (*PACKAGES, "data/gsm8k", "deploy", "docs", "examples", "models/tiny", "tests")
-PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/**/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 ROOMS = [path for path in SOURCES if path.name == "__init__.py"]
 
 # A path from the repository's root: `api/app.py`, `docs/*.md`, `worker/engine/`; not `/v1/jobs`, not `mlx_lm/models/`.
 FROM_ROOT = re.compile(rf"(?<![\w/.@-])(?:{'|'.join(TOP)})/(?:[\w./*-]*[\w/*])?")
 FILE = re.compile(r"(?<![\w/.{<>*-])[a-z_]\w*\.(?:py|lua|c)\b")  # a bare file name
+CODE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)
+EXTERNAL = re.compile(r"https://(?!localhost|127\.)[\w-]+(\.[\w-]+)+(/[\w./%#?=+~:-]*)?")
 NAMED = re.compile(r"`([\w/]+\.py):([\w.]+)`")  # `worker/publisher.py:Publisher.take`
 
 READ_IN_TEN_MINUTES = 1_200  # lines
@@ -59,10 +61,22 @@ def test_paths_on_a_page_exist(page: Path) -> None:
     assert not missing, f"{page.name} names what is not there: {sorted(missing)}"
 
 
+def anchors(page: Path) -> set[str]:
+    """Those of a page's headings, as GitHub and the site make them."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_of_a_page_lead_to_files(page: Path) -> None:
-    links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text())
-    missing = {link for link in links if "://" not in link and not exists(link, page.parent)}
+def test_links_of_a_page_lead_to_files_and_headings(page: Path) -> None:
+    missing = set()
+    for link in re.findall(r"\]\(([^)\s]+)\)", CODE.sub("", page.read_text())):
+        path, _, anchor = link.partition("#")
+        other = page.parent / path if path else page
+        if "://" in link:
+            missing |= set() if EXTERNAL.fullmatch(link) else {link}
+        elif not other.exists() or (anchor and anchor not in anchors(other)):
+            missing.add(link)
     assert not missing, f"{page.name} links to what is not there: {sorted(missing)}"
 
 

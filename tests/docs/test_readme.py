@@ -71,6 +71,11 @@ def test_make_has_the_targets_that_the_readme_names() -> None:
         assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/benchmarks/index.md"])
+def test_a_page_that_everybody_reads_is_short(page: str) -> None:
+    assert len((ROOT / page).read_text().splitlines()) <= 150
+
+
 def test_links_lead_to_files() -> None:
     for link in re.findall(r"\]\(([^)#]+)\)", README):
         assert link.startswith("https://") or (ROOT / link).exists(), link

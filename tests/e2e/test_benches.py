@@ -7,6 +7,7 @@ import asyncio
 import importlib
 import inspect
 import io
+import json
 import multiprocessing
 import os
 import signal
@@ -84,6 +85,15 @@ def trainers(module: ModuleType, folder: Path) -> None:
     module.main()
 
 
+def learning(module: ModuleType, folder: Path) -> int:
+    """Of what the tiny model learns: nothing, but as many steps as are asked for."""
+    few = "--steps 1 --evaluate-every 1"
+    sys.argv += ["--out", str(folder), "--sft", few, "--grpo", f"{few} --evaluate-prompts 3 {' '.join(SMALL_GROUPS)}"]
+    code = int(module.main())
+    assert json.loads((folder / "learning.json").read_text()) and (folder / "learning.png").exists()
+    return code
+
+
 def transfers(module: ModuleType, folder: Path) -> None:
     """One of the two ways."""
     model = random_qwen3(folder / "model", module.QWEN3_SMALL)  # it shall not be at its end when it is to leave
@@ -104,6 +114,13 @@ def sides(*_: object) -> list[Any]:
     return [importlib.import_module("tests.bench.traces").Side("off", [], {})]
 
 
+def opening() -> dict[str, Any]:
+    """Of agent_turns: two turns of one session, without tools, as the model of the shared ring has a short context."""
+    said = [{"role": "user", "content": "Mend it. " * 9}, {"role": "assistant", "content": "How?"}]
+    turns = [("/v1/responses", {"input": [*said[: 2 * at], said[0]]}) for at in range(2)]
+    return {"codex": [turns, turns[:1]]}
+
+
 def level() -> Any:
     """Of scale: one that has all kinds of work."""
     return importlib.import_module("tests.bench.redis_scaling").Level(1, 1, 2, 0.01, 8, 8, 1.0)
@@ -114,6 +131,10 @@ SMALLEST = {
     "adapter_publish": Smallest("", {"ROUNDS": 1, "STREAMS": 1, "WORKERS": 1}),
     "adapters": Smallest("--shape small --rows 2 --rank 2", {"ROUNDS": 1, "STEPS": 2, "PROMPT": 4, **SHAPES}),
     "admission": Smallest("--seconds 0.3 --workloads short", {"LIMITS": (8,), "SETTLED_S": 0.1, "STEP_S": 0.005}),
+    "agent_turns": Smallest(
+        "--kind dense --agent codex",
+        {"SETTLED_S": 0.0, "SESSIONS": 1, "sessions": opening},
+    ),
     "api_cost": Smallest("--streams 1 --steps 4 --rate 0 --cases 1"),
     "cart_pole": Smallest("--seeds 0 --steps 1 --rollout-steps 1 --evaluate-prompts 2", {"AIM": 0.0}),
     "classes": Smallest(
@@ -171,6 +192,7 @@ SMALLEST = {
     "speculation": Smallest("--rows 2 --chances 1 --tokens 8 --context 8 --rounds 1", SHAPES),
     "splits": Smallest("--seeds 1"),
     "forced_calls": Smallest("--calls 2"),
+    "learning": Smallest("--model models/tiny --seeds 0 --held-out 1", run=learning),
     "replay": Smallest("--sequences 2 --tokens 4"),
     "structured": Smallest("--rounds 1 --model models/tiny", {"ROWS": 2}),
     "traces": Smallest("--rounds 1 --requests 8 --streams 1", {"TOKENS": 4, "CALLS": 10, "sides": sides}),
@@ -181,9 +203,8 @@ SMALLEST = {
 
 
 RINGS = (
-    "adapter_publish", "cart_pole", "forced_calls", "hosted_learners", "memory", "overload", "replay", "served",
-    "traces",
-    "transfers",
+    "adapter_publish", "agent_turns", "cart_pole", "forced_calls", "hosted_learners", "learning", "memory", "overload",
+    "replay", "served", "traces", "transfers",
 )  # fmt: skip
 
 

@@ -78,7 +78,9 @@ def sequences(group: Any, folder: str, specs: list[Any], config: dict[str, Any],
     if engine.pop("compiles", False):
         with MonkeyPatch.context() as patch:
             patch.setattr(
-                row_model, "decode_step_of", lambda model: decode_step_of(model) and DecodeStep(model, compiles=True)
+                row_model,
+                "decode_step_of",
+                lambda model, *_: decode_step_of(model) and DecodeStep(model, compiles=True),
             )
             return sequences(group, folder, specs, config, engine)
     drafts = engine.pop("drafts", 0)

@@ -9,13 +9,14 @@ import pytest
 from mlx.utils import tree_map
 
 from mlx_model.loader import LoadedModel
-from trainer.learn import gate
+from trainer.learn import gate, optimize
 from trainer.learn.adam import AdamSteps, StepSizes
 from trainer.learn.batches import Sample, SampleGroup, pad
 from trainer.learn.compute import at_once
 from trainer.learn.gate import GateLimits
 from trainer.learn.logprobs import PromptKeys, shared_scores, to_arrays
 from trainer.learn.losses import LOSSES
+from trainer.learn.measures import measure_probe_kl
 from trainer.learn.optimize import Optimizer
 from trainer.learn.options import AdapterShape, LossName, LossOptions, OptimizeOptions, RatioBase, Schedule
 from trainer.learn.policy import Policy
@@ -102,6 +103,32 @@ def test_gradients_do_not_depend_on_how_the_batch_is_cut(llama: LoadedModel) -> 
         for name, value in weights.items():
             # Adam's first step is the sign of the gradient: where that is all but zero, rounding decides.
             assert np.mean(np.abs(value - results[0][2][name]) > 1e-4) < 0.01
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo"])
+def test_rows_that_fill_up_change_no_gradient(
+    llama: LoadedModel, monkeypatch: pytest.MonkeyPatch, name: LossName
+) -> None:
+    steps = []
+    for cuda in (False, True):
+        monkeypatch.setattr(optimize, "on_cuda", lambda cuda=cuda: cuda)
+        policy = Policy(llama.model, AdapterShape(rank=4), seed=1)
+        groups = groups_of(policy)
+        groups[0] = replace(groups[0], samples=groups[0].samples[:3])  # 11 rows, which become 12
+        options = replace(OPTIONS, loss=LossOptions(name, kl_coefficient=0.1, entropy_bonus=0.1))
+        steps.append(finish(Optimizer(policy, options).train_step(groups, 0)))
+    plain, filled = steps
+    assert filled.grad_norm == pytest.approx(plain.grad_norm, rel=1e-3)
+    assert (filled.loss, filled.entropy) == pytest.approx((plain.loss, plain.entropy), rel=1e-3)
+
+
+def test_probes_of_many_lengths_diverge_together_as_one_by_one(policy: Policy) -> None:
+    origin, prompts = policy.weights(), [(1, 2, 3), (4,), tuple(range(5, 80))]
+    finish(Optimizer(policy, OPTIONS).train_step(groups_of(policy), 0))
+    together = finish(measure_probe_kl(policy, (origin, None), prompts))
+    each = [finish(measure_probe_kl(policy, (origin, None), [prompt])) for prompt in prompts]
+    assert together == pytest.approx(np.mean(each, axis=0).tolist(), rel=1e-3) and min(together) > 0
+    assert finish(measure_probe_kl(policy, (origin,), [])) == [0.0]
 
 
 def test_padding_is_seen_by_itself_alone() -> None:

@@ -10,6 +10,7 @@ import msgspec
 import openai
 import pytest
 from openai import AsyncOpenAI
+from openai.types.chat import ChatCompletion
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
@@ -169,6 +170,54 @@ async def test_codex_edits_files_by_a_tool_that_takes_any_text(server: Api, work
     await codex(server, said("user", "patch"), call, output)
     assert '"arguments": {"input": "*** Begin Patch\\n*** End Patch"}' in prompt(worker)
     assert prompt(worker).endswith("user: <tool_response>\nSuccess.\n</tool_response>\n")
+
+
+GRAMMAR = {"syntax": "regex", "definition": r"\*\*\* Begin Patch\n[^\r]*"}
+CHAT_TOOLS: list[dict[str, Any]] = [
+    {"type": "custom", "custom": {"name": "apply_patch", "format": {"type": "grammar", "grammar": GRAMMAR}}},
+    {"type": "function", "function": {"name": "exec_command", "parameters": EXEC["parameters"]}},
+]
+
+
+async def test_a_chat_calls_a_tool_that_takes_any_text(server: Api, worker: ScriptedWorker) -> None:
+    asked = {"messages": [{"role": "user", "content": "patch"}], "tools": CHAT_TOOLS}
+    answer = await server.post("/v1/chat/completions", asked)
+    message = ChatCompletion.model_validate(answer.json()).choices[0].message
+    (call,) = message.tool_calls or []
+    assert call.type == "custom" and answer.json()["choices"][0]["finish_reason"] == "tool_calls"
+    assert (call.custom.name, call.custom.input) == ("apply_patch", "*** Begin Patch\n*** End Patch")
+    assert worker.specs[-1].sampling.grammar, "the text follows its form"
+    assert "Its input follows this regex grammar" in prompt(worker) and UNUSED_HEADER not in answer.headers
+    async with server.stream("/v1/chat/completions", asked) as events:
+        deltas = [event["choices"][0]["delta"] for event in await events.all()]
+    parts = [part for delta in deltas for part in delta.get("tool_calls", ())]
+    assert [part["custom"] for part in parts] == [
+        {"name": "apply_patch", "input": ""},
+        {"input": "*** Begin Patch\n*** End Patch"},
+    ]
+    turns = [*asked["messages"], message.model_dump(), {"role": "tool", "tool_call_id": call.id, "content": "Success."}]
+    assert (await server.post("/v1/chat/completions", {**asked, "messages": turns})).status_code == 200
+    assert '"arguments": {"input": "*** Begin Patch\\n*** End Patch"}' in prompt(worker)
+    function = {**asked, "messages": [{"role": "user", "content": "list"}]}
+    (listed,) = (await server.post("/v1/chat/completions", function)).json()["choices"][0]["message"]["tool_calls"]
+    assert listed["function"] == {"name": "exec_command", "arguments": '{"cmd": "ls"}'}
+
+
+async def test_a_chat_may_have_to_call_a_tool_that_takes_any_text(server: Api, worker: ScriptedWorker) -> None:
+    choice = {"type": "custom", "custom": {"name": "apply_patch"}}
+    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [choice]}}
+    for wanted in (choice, allowed):
+        body = {"messages": [{"role": "user", "content": "patch"}], "tools": CHAT_TOOLS, "tool_choice": wanted}
+        answer = await server.post("/v1/chat/completions", body)
+        (call,) = answer.json()["choices"][0]["message"]["tool_calls"]
+        assert call["custom"]["input"] == "*** Begin Patch\n*** End Patch"
+        assert "exec_command" not in worker.specs[-1].sampling.grammar
+    missing = {**body, "tool_choice": {"type": "custom", "custom": {"name": "other"}}}
+    refused = await server.post("/v1/chat/completions", missing)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tool_choice")
+    for hosted in ({"tools": [{"type": "web_search"}]}, {"tools": CHAT_TOOLS, "tool_choice": {"type": "web_search"}}):
+        refused = await server.post("/v1/chat/completions", {**body, "tool_choice": "auto", **hosted})
+        assert refused.status_code == 400 and "type 'web_search' is not supported" in refused.text
 
 
 async def test_an_image_that_a_tool_brings_to_a_model_that_sees_none_is_named(

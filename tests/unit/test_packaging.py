@@ -41,6 +41,12 @@ def test_a_wheel_has_all_packages() -> None:
     assert sorted(pattern.removesuffix("*") for pattern in named) == sorted(PACKAGES)
 
 
+def test_the_changelog_has_this_version() -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    headings = [line.split(" - ")[0] for line in (ROOT / "CHANGELOG.md").read_text().splitlines() if "## [" in line]
+    assert headings[:2] == ["## [Unreleased]", f"## [{version}]"], "the release's workflow looks for it"
+
+
 def test_what_names_data_finds_some() -> None:
     for package, patterns in SETUPTOOLS["package-data"].items():
         folder = ROOT.joinpath(*package.split("."))

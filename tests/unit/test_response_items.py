@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from api.generation.free_text import arguments_of, input_of
 from api.openai.responses.body import ResponseRequest
 from api.openai.responses.items import ItemWriter, sealed, unsealed
-from api.openai.responses.tools import arguments_of, input_of
 from shared.errors import InvalidRequestError
 from shared.text.languages.pieces import CallPart, ReplyPiece
 from tests.unit.refusals import refusal

@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from api.openai.responses.text_forms import MAX_DEPTH, MAX_REGEX, regex_of
 from api.openai.responses.tools import CustomTool, offered
+from api.openai.text_forms import MAX_DEPTH, MAX_REGEX, regex_of
 from shared.text import grammar
 from tests.unit.api_texts import bundle, codec
 

@@ -4,7 +4,16 @@ import numpy as np
 import pytest
 
 from tests.unit.trainer_samples import group, trajectory
-from trainer.learn.batches import DroppedCounts, Sample, SampleGroup, loss_mask, microbatches, pad, sample_groups
+from trainer.learn.batches import (
+    DroppedCounts,
+    Padding,
+    Sample,
+    SampleGroup,
+    loss_mask,
+    microbatches,
+    pad,
+    sample_groups,
+)
 
 
 def sample(*ids: int, mask: tuple[bool, ...] = (), advantage: float = 1.0) -> Sample:
@@ -70,7 +79,7 @@ def test_prompts_are_padded_left_and_completions_right() -> None:
         SampleGroup("a", (1, 2, 3), (sample(7, 8), sample(9, advantage=-1.0))),
         SampleGroup("b", (4,), (sample(5, 6, 7, mask=(True, False, True)),)),
     ]
-    batch = pad(groups, pad_id=0, multiples=(4, 4))
+    batch = pad(groups, Padding(4, 4))
     assert batch.prompt_PS.tolist() == [[0, 1, 2, 3], [0, 0, 0, 4]]
     assert batch.padding_P.tolist() == [1, 3]
     assert batch.prompt_of_B.tolist() == [0, 0, 1]
@@ -83,6 +92,17 @@ def test_prompts_are_padded_left_and_completions_right() -> None:
     assert batch.sampler_BT.tolist() == [[-7, -8, 0, 0], [-9, 0, 0, 0], [-5, 0, -7, 0]]
     assert batch.policy_step_BT.tolist() == [[3, 3, -1, -1], [3, -1, -1, -1], [3, -1, 3, -1]]
     assert batch.advantage_B.tolist() == [1, -1, 1]
+
+
+def test_rows_that_fill_up_are_in_no_loss_and_few_counts_occur() -> None:
+    groups = [SampleGroup(str(i), (1, 2), tuple(sample(7, 8) for _ in range(2))) for i in range(9)]
+    plain, padded = pad(groups), pad(groups, Padding(rows=True))
+    assert (len(padded.prompt_PS), len(padded.mask_BT)) == (10, 20)
+    assert not padded.mask_BT[18:].any() and not padded.advantage_B[18:].any()
+    assert padded.completion_BT[:18].tolist() == plain.completion_BT.tolist()
+    assert (padded.tokens, padded.positions) == (plain.tokens, plain.positions)
+    counts = {len(pad(groups[:1] * count, Padding(rows=True)).prompt_PS) for count in range(64, 129)}
+    assert counts == {64, 80, 96, 112, 128}
 
 
 def test_microbatches_keep_to_the_budget_and_lose_no_sample() -> None:

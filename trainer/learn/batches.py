@@ -17,6 +17,7 @@ Invariants.
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -219,19 +220,34 @@ def microbatches(groups: Sequence[SampleGroup], size: Callable[[], int]) -> Iter
         yield batch
 
 
-def pad(groups: Sequence[SampleGroup], pad_id: int = 0, multiples: tuple[int, int] = (8, 4)) -> Microbatch:
-    """Arrays of one microbatch. The widths of prompts and completions are multiples, so that few shapes occur."""
+class Padding(NamedTuple):
+    """Sizes that microbatches are filled up to, so that few shapes occur."""
+
+    prompt: int = 8  # widths are multiples of these
+    completion: int = 4
+    rows: bool = False  # numbers of prompts and of rows, too, are rounded up, by less than a quarter
+
+
+PADDING = Padding()
+
+
+def pad(groups: Sequence[SampleGroup], padding: Padding = PADDING) -> Microbatch:
+    """Arrays of one microbatch. Rows that fill it up continue its first prompt, and nothing of them is in the loss."""
     rows = [(index, sample) for index, group in enumerate(groups) for sample in group.samples]
-    prompt_width = _round_up(max(len(group.prompt_ids) for group in groups), multiples[0])
-    width = _round_up(max(len(sample.completion_ids) for _, sample in rows), multiples[1])
-    shape = (len(rows), width)
-    prompt_PS = np.full((len(groups), prompt_width), pad_id, np.int32)
-    completion_BT = np.full(shape, pad_id, np.int32)
+    prompt_width = _round_up(max(len(group.prompt_ids) for group in groups), padding.prompt)
+    width = _round_up(max(len(sample.completion_ids) for _, sample in rows), padding.completion)
+    prompts = _round_up_count(len(groups)) if padding.rows else len(groups)
+    more = _round_up_count(len(rows)) - len(rows) if padding.rows else 0
+    shape = (len(rows) + more, width)
+    prompt_PS = np.zeros((prompts, prompt_width), np.int32)
+    padding_P = np.full(prompts, prompt_width - 1, np.int32)
+    completion_BT = np.zeros(shape, np.int32)
     mask_BT = np.zeros(shape, np.bool_)
     sampler_BT = np.zeros(shape, np.float32)
     policy_step_BT = np.full(shape, -1, np.int32)
     for index, group in enumerate(groups):
-        prompt_PS[index, prompt_width - len(group.prompt_ids) :] = group.prompt_ids
+        padding_P[index] = prompt_width - len(group.prompt_ids)
+        prompt_PS[index, padding_P[index] :] = group.prompt_ids
     for row, (_, sample) in enumerate(rows):
         end = len(sample.completion_ids)
         completion_BT[row, :end] = sample.completion_ids
@@ -240,16 +256,16 @@ def pad(groups: Sequence[SampleGroup], pad_id: int = 0, multiples: tuple[int, in
         policy_step_BT[row, :end] = np.where(sample.mask, sample.policy_steps, -1)
     return Microbatch(
         prompt_PS=prompt_PS,
-        padding_P=np.array([prompt_width - len(group.prompt_ids) for group in groups], np.int32),
-        prompt_of_B=np.array([index for index, _ in rows], np.int32),
+        padding_P=padding_P,
+        prompt_of_B=np.array([*(index for index, _ in rows), *[0] * more], np.int32),
         completion_BT=completion_BT,
         mask_BT=mask_BT,
         sampler_BT=np.where(mask_BT, sampler_BT, 0.0).astype(np.float32),
         policy_step_BT=policy_step_BT,
-        advantage_B=np.array([sample.advantage for _, sample in rows], np.float32),
+        advantage_B=np.array([*(sample.advantage for _, sample in rows), *[0.0] * more], np.float32),
         positions=sum(group.tokens for group in groups),
         tokens=sum(len(sample.completion_ids) for _, sample in rows),
-        drawn=rows_of([sample.drawn for _, sample in rows]),
+        drawn=rows_of([*(sample.drawn for _, sample in rows), *[None] * more]),
         images=tuple(image.key for group in groups for image in group.images),
         image_token=max(group.image_token for group in groups),
     )
@@ -305,3 +321,8 @@ def _divide(group: SampleGroup, max_tokens: int) -> tuple[SampleGroup, SampleGro
 
 def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
+
+
+def _round_up_count(count: int) -> int:
+    """To one of four numbers between two powers of two: 8, 10, 12, 14, 16, 20, ..."""
+    return _round_up(count, max(1, 1 << (count - 1).bit_length() >> 3))

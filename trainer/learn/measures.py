@@ -18,7 +18,7 @@ from mlx.utils import tree_unflatten
 from shared.trajectories import Trajectory
 from trainer.learn.batches import Microbatch, Sample, SampleGroup, microbatches, pad
 from trainer.learn.drawing import corrected
-from trainer.learn.logprobs import BatchArrays, TokenScores, row_scores, to_arrays
+from trainer.learn.logprobs import CHUNK_LOGITS, BatchArrays, TokenScores, row_scores, to_arrays
 from trainer.learn.peers import Peers
 from trainer.learn.policy import Policy
 from trainer.state import Arrays
@@ -112,14 +112,21 @@ def measure_probe_kl(
     finite.
     """
     divergences: list[list[float]] = [[] for _ in anchors]
-    for prompt in prompts:
-        tokens_1S = mx.array([list(prompt)[-_LONGEST:]])
-        present_SV = _logprobs(policy.model, tokens_1S)
+    tails = [list(prompt)[-_LONGEST:] for prompt in prompts]
+    width = max(map(len, tails), default=0)
+    vocabulary = policy.model(mx.array([[0]])).shape[-1]  # never evaluated
+    together = max(1, CHUNK_LOGITS // (max(1, width) * vocabulary))
+    for at in range(0, len(tails), together):
+        part = tails[at : at + together]
+        tokens_PS = mx.array([tail + [0] * (width - len(tail)) for tail in part])  # a model sees nothing of the future
+        seen_PS = mx.arange(width)[None] < mx.array([[len(tail)] for tail in part])
+        present_PSV = _logprobs(policy.model, tokens_PS)
         for anchor, distances in zip(anchors, divergences, strict=True):
             with weights_in(policy, anchor) as model:
-                anchor_SV = _logprobs(model, tokens_1S)
-            kl_S = (mx.exp(anchor_SV) * (anchor_SV - present_SV)).sum(axis=-1)
-            distances.append(float(kl_S.mean()))
+                anchor_PSV = _logprobs(model, tokens_PS)
+            kl_PS = (mx.exp(anchor_PSV) * (anchor_PSV - present_PSV)).sum(axis=-1)
+            mean_P = mx.where(seen_PS, kl_PS, 0.0).sum(axis=1) / seen_PS.sum(axis=1)
+            distances += np.array(mean_P).tolist()
             yield
     means = [float(np.mean(distances)) if distances else 0.0 for distances in divergences]
     return [mean if np.isfinite(mean) else float("inf") for mean in means]
@@ -180,8 +187,8 @@ def measure_parity(policy: Policy, trajectories: Sequence[Trajectory]) -> Genera
     return float(np.mean(differences)) if differences else float("inf")
 
 
-def _logprobs(model: Any, tokens_1S: mx.array) -> mx.array:
-    logits_SV = model(tokens_1S)[0].astype(mx.float32)
-    logp_SV: mx.array = logits_SV - mx.logsumexp(logits_SV, axis=-1, keepdims=True)
-    mx.eval(logp_SV)
-    return logp_SV
+def _logprobs(model: Any, tokens_PS: mx.array) -> mx.array:
+    logits_PSV = model(tokens_PS).astype(mx.float32)
+    logp_PSV: mx.array = logits_PSV - mx.logsumexp(logits_PSV, axis=-1, keepdims=True)
+    mx.eval(logp_PSV)
+    return logp_PSV

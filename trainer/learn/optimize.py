@@ -32,7 +32,7 @@ import structlog
 from mlx_model.device import on_cuda
 from trainer.learn.adam import AdamSteps, StepSizes, added
 from trainer.learn.advantages import ValueSums, of_tokens
-from trainer.learn.batches import STD_EPSILON, Microbatch, SampleGroup, microbatches, pad
+from trainer.learn.batches import PADDING, STD_EPSILON, Microbatch, Padding, SampleGroup, microbatches, pad
 from trainer.learn.logprobs import (
     BatchArrays,
     TokenScores,
@@ -60,10 +60,9 @@ from trainer.state import Arrays
 
 log = structlog.get_logger()
 
-WIDTHS = (8, 4)  # widths of prompts and completions are multiples of these
 BYTES_PER_WIDTH = 12  # per position, and input or output of a linear layer; seen: 6 to 13, before one was measured
 _EPOCHS = 1  # number in the seed of their order, with seed and step
-CUDA_WIDTHS = (32, 32)  # there a new shape takes several times as long as a known one, and padding costs little
+CUDA_PADDING = Padding(32, 32, rows=True)  # a new shape takes several times as long as a known one
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,7 @@ class Optimizer:
         if options.value is not None and not chunk:
             raise ValueError("this model shows no hidden states, so no value head can read them")
         self.scores = partial(shared_scores if shared else row_scores, chunk=chunk)
-        self._widths = CUDA_WIDTHS if on_cuda() else WIDTHS
+        self._padding = CUDA_PADDING if on_cuda() else PADDING
         self._gradient = nn.value_and_grad(policy.model, self._loss)
         widths = [value.shape[-2 if name.endswith("lora_a") else -1] for name, value in policy.arrays().items()]
         self._size = MicrobatchSize(
@@ -188,7 +187,7 @@ class Optimizer:
             return asked
 
         for part in microbatches(groups, size):
-            yield asked, pad(part, multiples=self._widths)
+            yield asked, pad(part, self._padding)
 
     def _minibatches(self, groups: Sequence[SampleGroup], step: int) -> list[list[SampleGroup]]:
         """Groups in an order drawn from (seed, step), in equal parts; a group is never split between two updates."""

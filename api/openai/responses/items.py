@@ -10,8 +10,9 @@ import binascii
 from collections.abc import Sequence
 from typing import Any
 
+from api.generation.free_text import input_of
 from api.generation.logprobs import ChatLogprob
-from api.openai.responses.tools import CustomTool, ResponseTool, input_of, offered
+from api.openai.responses.tools import CustomTool, ResponseTool, offered
 from shared.text.languages.pieces import CallPart, ReplyPiece
 
 Event = dict[str, Any]

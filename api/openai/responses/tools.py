@@ -6,28 +6,18 @@ call gets its own name and form back (`items.py`). Tools of other types belong t
 they are left out of the model's view, and the answer's header names them.
 """
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-import pydantic_core
 from pydantic import Field, Tag
 
 from api.http.fields import HistoryModel, Off, RequestModel
-from api.openai.responses.text_forms import regex_of
-from api.openai.tools import MAX_TOOLS, FunctionDefinition, by_type, known_type
+from api.openai.tools import MAX_TOOLS, CustomDefinition, FunctionDefinition, by_type, known_type
 from shared.errors import InvalidRequestError
 
 _NAME = r"^[A-Za-z0-9_.-]{1,128}$"
 _CALLERS: Off = {"allowed_callers": (["direct"], [])}
-_INPUT = "input"  # the one argument of the function that a custom tool becomes
-_ONE_TEXT = {
-    "type": "object",
-    "properties": {_INPUT: {"type": "string"}},
-    "required": [_INPUT],
-    "additionalProperties": False,
-}
 
 
 class FunctionTool(FunctionDefinition):
@@ -39,38 +29,13 @@ class FunctionTool(FunctionDefinition):
     defer_loading: bool | None = Field(default=None, description="accepted: the model sees all tools from the start")
 
 
-class CustomFormat(HistoryModel):
-    """Form of the text of a custom tool, which the model sees."""
-
-    type: Literal["text", "grammar"]
-    syntax: str = ""
-    definition: str = ""
-
-
-class CustomTool(HistoryModel):
+class CustomTool(CustomDefinition):
     """A tool that takes any text."""
 
     off: ClassVar[Off] = _CALLERS
 
     type: Literal["custom"]
-    name: str = Field(pattern=_NAME)
-    description: str | None = None
-    format: CustomFormat | None = None
     defer_loading: bool | None = None
-
-    @property
-    def form(self) -> str:
-        """Description of the text's form for the model; "" for any text."""
-        if self.format is None or self.format.type == "text":
-            return ""
-        return f"Its input follows this {self.format.syntax} grammar:\n{self.format.definition}"
-
-    @property
-    def regex(self) -> str:
-        """Regular expression that the text is held to; "" for none."""
-        if self.format is None or self.format.type == "text":
-            return ""
-        return regex_of(self.format.syntax, self.format.definition)
 
 
 class HostedTool(HistoryModel):
@@ -130,21 +95,14 @@ def offered(tools: Sequence[ResponseTool]) -> Iterator[OfferedTools]:
             named = namespace.name
             if tool is namespace.tools[0]:
                 about = "\n\n".join(filter(None, (namespace.description, about)))
-        if isinstance(tool, CustomTool):
-            about = "\n\n".join(filter(None, (about, tool.form)))
-            given: dict[str, Any] = {"parameters": _ONE_TEXT}
-        else:
-            given = {"parameters": tool.parameters, "strict": tool.strict}
         name = name_in_chat(named, tool.name)
-        function = FunctionDefinition.model_construct(name=name, description=about or None, **given)
-        if isinstance(tool, CustomTool) and tool.regex:
-            function = function.holding(_held_to(tool.regex))
+        if isinstance(tool, CustomTool):
+            yield OfferedTools(tool.function_named(name, about), tool, named)
+            continue
+        function = FunctionDefinition.model_construct(
+            name=name, description=about or None, parameters=tool.parameters, strict=tool.strict
+        )
         yield OfferedTools(function, tool, named)
-
-
-def _held_to(regex: str) -> dict[str, Any]:
-    """The schema of arguments whose one text matches a regular expression."""
-    return {**_ONE_TEXT, "properties": {_INPUT: {"type": "string", "pattern": f"^(?:{regex})$"}}}
 
 
 def own_tools(tools: Sequence[ResponseTool]) -> Iterator[tuple[Namespace | None, FunctionTool | CustomTool]]:
@@ -183,18 +141,3 @@ def shown_tool(tool: ResponseTool) -> dict[str, Any]:
     """A tool as a response repeats it."""
     given = tool.model_dump(by_alias=True, exclude_none=True)
     return {"parameters": {}, "strict": False, **given} if isinstance(tool, FunctionTool) else given
-
-
-def arguments_of(text: str) -> str:
-    """The arguments that stand for the text of a custom tool."""
-    return json.dumps({_INPUT: text}, ensure_ascii=False)
-
-
-def input_of(arguments: str) -> str:
-    """The text of a custom tool in a call's arguments, which may be cut off; all of them where they are another's."""
-    try:
-        found = pydantic_core.from_json(arguments, allow_partial="trailing-strings")
-    except ValueError:
-        return arguments
-    text = found.get(_INPUT) if isinstance(found, dict) and len(found) <= 1 else None
-    return text if isinstance(text, str) else "" if found == {} else arguments

@@ -9,10 +9,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, Tag, WithJsonSchema, model_validator
 
+from api.generation.free_text import arguments_of
 from api.http.fields import HistoryModel, Off, complaint
 from api.openai.responses.items import unsealed
 from api.openai.responses.parts import Content, ImagePart, Part, TextPart, text_of
-from api.openai.responses.tools import arguments_of, name_in_chat
+from api.openai.responses.tools import name_in_chat
 from api.openai.tools import by_type, known_type
 
 MAX_ITEMS = 4096  # a chat has as many messages

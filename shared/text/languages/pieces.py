@@ -15,6 +15,7 @@ class SplitPlan(msgspec.Struct, frozen=True, omit_defaults=True):
     sure: bool = False  # a grammar leaves nothing but calls
     named: bool = False  # the request named the function: OpenAI's finish_reason is then "stop"
     older: bool = False  # a call is shown in OpenAI's older form, `function_call`
+    custom: tuple[str, ...] = ()  # names of tools that take free text, whose calls are shown with it
     thinking: Thinking = ""  # open: the prompt ended inside; may: the completion may begin with it
     think_start: str = ""  # "" with reasoning that is not looked for
     think_end: str = ""
@@ -43,10 +44,12 @@ class CallPart(msgspec.Struct):
     name: str = ""  # in its first part
     arguments: str = ""  # the next letters of the JSON
     complete: bool = False  # nothing more of it comes
+    custom: bool = False  # `arguments` are the text of a tool that takes free text
 
     def followed_by(self, later: "CallPart") -> "CallPart":
         """This part and the one that came right after it, as one."""
-        return CallPart(self.index, self.name + later.name, self.arguments + later.arguments, later.complete)
+        name, arguments = self.name + later.name, self.arguments + later.arguments
+        return CallPart(self.index, name, arguments, later.complete, self.custom)
 
 
 class ReplyPiece(msgspec.Struct):

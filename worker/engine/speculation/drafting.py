@@ -279,7 +279,7 @@ class Drafting:
         for row, behind in zip(rows, most, strict=True):
             *place, guess = foreseen.get(row, (-1, -1, []))
             is_so = place == [len(row.tokens), behind]
-            guesses.append(guess if is_so else self._draft(row, self._source(row), len(rows), behind))
+            guesses.append(guess if is_so else self._draft(row, len(rows), behind))
         # What is left of them behind a draft that holds to its end; of one that does not there is more.
         drafts = [ids[behind : behind + room] for ids, behind in zip(guesses, most, strict=True)]
         longest = max(map(len, drafts))
@@ -291,7 +291,7 @@ class Drafting:
         """Look for what `ahead` asks for in the next step; which rows pause, and what others wrote, is this step's."""
         for row in rows:
             if row in self._rows and not row.is_over:
-                guess = self._draft(row, self._source(row), len(rows), behind)
+                guess = self._draft(row, len(rows), behind)
                 self._foreseen[row] = len(row.tokens), behind, guess
 
     def _room(self, rows: Sequence[Row]) -> int:
@@ -302,13 +302,13 @@ class Drafting:
     def _suggested(self, rows: Sequence[Row]) -> list[list[int]]:
         """For each row what its texts say. Where some say anything, rows that pause draft along: the step is as wide
         without them, and they would wait for it in vain. So they do if it is asked again in the same step."""
-        drafts = [self._draft(row, self._source(row), len(rows)) for row in rows]
+        drafts = [self._draft(row, len(rows)) for row in rows]
         for at, row in enumerate(rows if any(drafts) else ()):
             source = self._rows.get(row)
             if source is not None and source.rests and source.chance.known >= UNLIKELY:
                 source.rests = False
                 source.joined = None if source.key is None else self._memory.joined(source.key)
-                drafts[at] = self._draft(row, source, len(rows))
+                drafts[at] = self._draft(row, len(rows))
         return drafts
 
     def checks_nothing(self) -> None:
@@ -404,6 +404,8 @@ class Drafting:
             source.add(row.tokens[source.told :])
         return source
 
-    def _draft(self, row: Row, source: Source | None, rows: int, behind: int = 0) -> list[int]:
+    def _draft(self, row: Row, rows: int, behind: int = 0) -> list[int]:
+        if (source := self._source(row)) is None:
+            return []
         by_model = 0.0 if self._model is None else self._model.chance(row)
-        return [] if source is None else source.draft(row, self._config, by_model, LOOKED_THROUGH // rows, behind)
+        return source.draft(row, self._config, by_model, LOOKED_THROUGH // rows, behind)
