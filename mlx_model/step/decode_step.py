@@ -297,7 +297,8 @@ def decode_step_of(model: Any, tuning: ModelTuning | None = None) -> DecodeStep 
     if _is_known(model):
         padding = () if tuning is None else tuple(tuning.padding.items())
         return DecodeStep(model, compiles=not on_cpu(), padding=padding)
-    return SplitStep(model, compiles=True) if not on_cpu() and splits(model) else None
+    step = SplitStep(model, compiles=True) if not on_cpu() and splits(model) else None
+    return step if step is not None and step.agrees() else None
 
 
 def join_products(model: Any) -> None:

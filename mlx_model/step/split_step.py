@@ -7,6 +7,7 @@ that work number by number are one kernel. Rows with adapters have mlx-lm's forw
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from copy import copy
 from typing import Any, cast
@@ -26,9 +27,12 @@ from mlx_lm.models import (
     qwen3_moe,
     qwen3_next,
 )
+from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_model.step.layer import bare
 from mlx_model.step.split_layer import Forms, SplitLayer
+
+log = logging.getLogger(__name__)
 
 LAYERS = (
     gemma3_text.TransformerBlock,
@@ -45,6 +49,10 @@ LAYERS = (
 )
 
 
+_TRIAL = [1, 2, 3]  # token ids
+_CLOSE = 0.05  # of the largest logit: fused operations may round otherwise
+
+
 class SplitStep:
     """The decode step of one model, with the weights it has when this is created."""
 
@@ -54,6 +62,24 @@ class SplitStep:
         compiled: Callable[..., Any] = mx.compile if compiles else lambda of: of
         forms = Forms(compiled)
         self._quick = _with_layers(model, [SplitLayer(layer, forms) for layer in model.layers])
+
+    def agrees(self) -> bool:
+        """True if logits of a short batch of the base are those of mlx-lm's forward; what is wrong is logged."""
+        try:
+            caches = make_prompt_cache(self.model)
+            self.model(mx.array([_TRIAL]), cache=caches)
+            tokens_B1 = mx.array(_TRIAL)[:, None]
+            theirs, ours = (
+                step(tokens_B1, cache=[each.merge([each] * len(_TRIAL)) for each in caches]).astype(mx.float32)
+                for step in (self.model, self._quick)
+            )
+            off = cast(float, (mx.max(mx.abs(ours - theirs)) / mx.max(mx.abs(theirs))).item())
+        except Exception:
+            log.exception("model.compiled_step_failed")
+            return False
+        if off > _CLOSE:
+            log.warning("model.compiled_step_is_wrong off=%.3f", off)
+        return off <= _CLOSE
 
     def takes(self, caches: Sequence[Any]) -> bool:
         """True: a layer that cannot compute with its cache leaves it to mlx-lm's."""

@@ -127,6 +127,16 @@ def test_layers_are_computed_by_what_was_traced(monkeypatch: pytest.MonkeyPatch)
     assert calls == ["by itself"], "a state that is empty is mlx-lm's to make"
 
 
+def test_a_step_that_is_wrong_or_fails_is_not_taken() -> None:
+    model = small("qwen3_next")
+    step = SplitStep(model, compiles=False)
+    assert step.agrees()
+    model.layers[0].mlp.shared_expert.up_proj.weight = model.layers[0].mlp.shared_expert.up_proj.weight * -3
+    assert not step.agrees(), "it has the weights of before"
+    model.layers[1].self_attn.q_proj.weight = mx.zeros((3, 3))
+    assert not SplitStep(model, compiles=False).agrees()
+
+
 def test_models_that_are_not_known_keep_their_forward(tmp_path: Path) -> None:
     model = small("qwen3_moe")
     assert decode_step_of(model) is None, "on a CPU a compiler would run for seconds"

@@ -109,6 +109,7 @@ class RowModel:
 
     def quicken(self) -> None:
         """Let steps have the forward that is made for them, whose kernels are compiled and tried by this."""
+        self.adapters.select(())  # a trial has rows of the base; each forward selects its own
         self._decode_step, self._is_quick = decode_step_of(self.model, self.tuning), True
         for twin in self._twins:
             twin.quicken()
