@@ -21,7 +21,7 @@ import numpy as np
 import structlog
 import yaml
 
-from mlx_model.device import on_cpu
+from mlx_model.device import on_cuda
 from mlx_model.loader import LoadedModel
 from mlx_model.memory import free_bytes
 from ranks.placement import placement
@@ -125,7 +125,7 @@ class HostedTrainer:
     async def _train_until_done(self, place: LendingWorker) -> bool:
         """Train, with retries; True if the run is complete."""
         self._loop = asyncio.get_running_loop()
-        if self._warms_up and not on_cpu():
+        if self._warms_up and on_cuda():  # others compile little, and have it at once
             await self._warm_up(place)
         failures = 0
         while not self._stopping.is_set():

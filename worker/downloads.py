@@ -13,7 +13,7 @@ import structlog
 from redis.exceptions import RedisError
 
 from shared.fit.plan import gb
-from shared.process.model_aliases import is_hub_name
+from shared.process.model_aliases import hub_folder, is_hub_name
 from shared.redis.connection.client import connect
 from shared.redis.processes.child_troubles import ChildTrouble, ChildTroubles
 
@@ -26,9 +26,9 @@ SAY_EVERY_S = 15.0
 class ModelDownload:
     """The download of one model into the hub's cache."""
 
-    def __init__(self, name: str, cache: Path) -> None:
+    def __init__(self, name: str) -> None:
         self.name = name
-        self._folder = cache / f"models--{name.replace('/', '--')}" / "blobs"
+        self._folder = hub_folder(name) / "blobs"
 
     def progress(self) -> int | None:
         """Bytes that are here; None while nothing is being fetched."""
@@ -41,11 +41,7 @@ class ModelDownload:
 
 def hub_download(name: str) -> ModelDownload | None:
     """The download of a model that is named as on the hub; None for a folder."""
-    if Path(name).expanduser().exists() or not is_hub_name(name):
-        return None
-    from huggingface_hub import constants  # only where a model comes from there
-
-    return ModelDownload(name, Path(constants.HF_HUB_CACHE))
+    return None if Path(name).expanduser().exists() or not is_hub_name(name) else ModelDownload(name)
 
 
 def whole_size(name: str) -> int:

@@ -1,12 +1,12 @@
 """/v1/files as Anthropic has it: the same files, for requests with the header `anthropic-version`."""
 
 import re
-from datetime import UTC, datetime
 from typing import Any
 
 from starlette.datastructures import FormData, QueryParams, UploadFile
 
 from api.callers.caller import asker
+from api.http.fields import rfc3339
 from api.ring.ring import Ring
 from shared.errors import InvalidRequestError, UnknownFileError, UnsupportedParameterError
 from shared.redis.files.file_store import StoredFile
@@ -76,11 +76,7 @@ def shown(file: StoredFile) -> dict[str, Any]:
         "filename": file.filename,
         "mime_type": file.mime_type,
         "size_bytes": file.bytes,
-        "created_at": _moment(file.created_at),
-        "expires_at": _moment(file.expires_at),
+        "created_at": rfc3339(file.created_at),
+        "expires_at": rfc3339(file.expires_at),
         "downloadable": True,
     }
-
-
-def _moment(at: int) -> str:
-    return datetime.fromtimestamp(at, UTC).isoformat().replace("+00:00", "Z")

@@ -10,7 +10,6 @@ import hashlib
 import re
 import time
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from functools import partial
 from typing import Annotated, Any
 
@@ -29,6 +28,7 @@ from api.callers.fair_pool import aside
 from api.generation.target import find_job_target
 from api.http.bodies import LONG_BYTES, BodyRoute
 from api.http.errors import json_reply
+from api.http.fields import rfc3339
 from api.ring.choosing import ring_keeping
 from api.ring.ring import Ring, ring_of
 from shared.errors import (
@@ -381,4 +381,4 @@ def _counts(record: BatchRecord, *, ended: bool) -> dict[str, int]:
 
 def _moment(at: int) -> str | None:
     """The Unix time in the form of RFC 3339."""
-    return datetime.fromtimestamp(at, UTC).isoformat().replace("+00:00", "Z") if at else None
+    return rfc3339(at) if at else None

@@ -36,16 +36,20 @@ def doctor(
     figures: dict[str, Any] = {}
     if tune and os.getloadavg()[0] > (os.cpu_count() or 1) / 2:
         findings.append(note("tune", "other programs compute meanwhile", "measure again when nothing else runs"))
+    _say(findings, as_json=as_json)  # measuring takes minutes
     if tune and not any(each.status == "wrong" for each in findings if each.check in ("mlx", "model", "fit")):
         found, figures = tuned(model, out_file)
         findings.append(found)
+        _say([found], as_json=as_json)
     is_wrong = any(each.status == "wrong" for each in findings)
     if as_json:
         print_json({"ok": not is_wrong, "findings": findings, "device": device, "measured": figures})
-    else:
-        for each in findings:
-            out.print(_line(each), markup=False)
     raise typer.Exit(int(is_wrong))
+
+
+def _say(findings: list[Finding], *, as_json: bool) -> None:
+    for each in () if as_json else findings:
+        out.print(_line(each), markup=False)
 
 
 def _line(finding: Finding) -> str:

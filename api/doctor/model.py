@@ -9,9 +9,8 @@ from api.doctor.finding import Finding, note, ok, wrong
 from shared.errors import ParallmError, SetupError
 from shared.fit.model_fit import Asked, Device, fit_model
 from shared.fit.weights import tensors_in
-from shared.process.model_aliases import is_hub_name
+from shared.process.model_aliases import hub_folder, is_hub_name
 
-HUB_CACHE = Path("~/.cache/huggingface/hub")
 ADAPTER_SLOTS = 8  # a worker's default
 
 
@@ -33,7 +32,7 @@ def model_checks(name: str, device: dict[str, Any] | None) -> Iterator[Finding]:
 def _absent(name: str) -> Finding:
     if not is_hub_name(name):
         return wrong("model", f"no folder {name!r}", "give a folder or a name such as mlx-community/Qwen3-4B-4bit")
-    cached = HUB_CACHE.expanduser() / f"models--{name.replace('/', '--')}" / "snapshots"
+    cached = hub_folder(name) / "snapshots"
     found = sorted(cached.iterdir()) if cached.is_dir() else []
     if found:
         return ok("model", f"{name} is in the hub's cache: give --model {found[-1]} to check whether it fits")

@@ -4,6 +4,7 @@ A parameter that OpenAI or vLLM knows and we do not support is accepted with a v
 is refused, since ignoring it would change what the answer means.
 """
 
+from datetime import UTC, datetime
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -226,3 +227,8 @@ LogitBias = Annotated[
     BeforeValidator(_logit_bias),
     Field(default_factory=dict, description="token id -> added to its logit, -100 to 100"),
 ]
+
+
+def rfc3339(unix_s: float) -> str:
+    """The Unix time by RFC 3339 in UTC, such as 2026-11-30T04:10:18Z; with microseconds unless it is whole seconds."""
+    return datetime.fromtimestamp(unix_s, UTC).isoformat().replace("+00:00", "Z")

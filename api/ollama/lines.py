@@ -1,13 +1,13 @@
 """The lines of an answer while its tokens come in: each a JSON object, the last one with `done` and the counts."""
 
 import time
-from datetime import UTC, datetime
 from typing import Any, Literal
 
 import msgspec
 
 from api.generation.choice import Choice, Delta, RequestPlan
 from api.generation.logprobs import TokenNames
+from api.http.fields import rfc3339
 from shared.frames import Finish, TokenEvent
 from shared.text.codec import TextCodec
 from shared.text.languages.pieces import CallPart, ReplyPiece
@@ -17,7 +17,7 @@ Kind = Literal["chat", "generate"]
 
 def now() -> str:
     """The time as Ollama writes it."""
-    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
+    return rfc3339(time.time())
 
 
 def loaded(kind: Kind, model: str, *, leaves: bool) -> dict[str, Any]:

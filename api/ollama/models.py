@@ -14,7 +14,7 @@ from starlette.responses import PlainTextResponse, Response
 from api.generation.target import find_job_target
 from api.http.bodies import BodyRoute
 from api.http.errors import error_responses, json_reply
-from api.http.fields import HistoryModel
+from api.http.fields import HistoryModel, rfc3339
 from api.ollama.body import bare_name
 from api.ollama.lines import to_line
 from api.openai.models import Model, served_models
@@ -69,7 +69,7 @@ async def tags(ring: TheRing) -> Response:
 @router.get("/api/ps", summary="List running models (Ollama)", responses=error_responses(ok="Models and adapters"))
 async def running(ring: TheRing) -> Response:
     """The same: a model is served as long as a worker of it lives."""
-    until = _time((datetime.now(UTC) + STAYS).timestamp())
+    until = rfc3339((datetime.now(UTC) + STAYS).timestamp())
     shown = [
         {
             **await _listed(ring, model),
@@ -102,7 +102,7 @@ async def show(body: ShowRequest, ring: TheRing) -> Response:
             "details": _details(card, ""),
             "model_info": info,
             "capabilities": _capabilities(card, codec),
-            "modified_at": _time(card.created),
+            "modified_at": rfc3339(card.created),
         }
     )
 
@@ -127,7 +127,7 @@ async def _listed(ring: Ring, model: Model) -> dict[str, Any]:
     return {
         "name": model.id,
         "model": model.id,
-        "modified_at": _time(model.created),
+        "modified_at": rfc3339(model.created),
         "size": 0,  # of its files, which its workers have
         "digest": "" if card is None else card.base_sha256,
         "details": _details(card, model.parent or ""),
@@ -150,7 +150,3 @@ def _capabilities(card: ModelCard, codec: TextCodec) -> list[str]:
     thinks = language_of(codec).reasoning is not None
     has = {"completion": True, "tools": True, "thinking": thinks, "vision": card.vision is not None}
     return [name for name, there in {**has, "embedding": card.shows_states}.items() if there]
-
-
-def _time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

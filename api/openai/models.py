@@ -1,7 +1,6 @@
 """GET /v1/models: the models that a live worker serves, and the adapters of them; for Anthropic's clients as theirs."""
 
 from collections.abc import Collection
-from datetime import UTC, datetime
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request
@@ -10,6 +9,7 @@ from pydantic import BaseModel, Field
 from api.generation.target import meant
 from api.http.anthropic_errors import speaks_anthropic
 from api.http.errors import error_responses
+from api.http.fields import rfc3339
 from api.openai.codex_models import codex_model
 from api.ring.choosing import from_each, ring_for
 from api.ring.ring import Ring, TheRing
@@ -63,7 +63,7 @@ class AnthropicModel(BaseModel):
     @classmethod
     def of(cls, model: Model) -> "AnthropicModel":
         """A model as Anthropic shows it."""
-        created = datetime.fromtimestamp(model.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        created = rfc3339(model.created)
         most = model.context_length
         return cls(id=model.id, display_name=model.root, created_at=created, max_input_tokens=most, max_tokens=most)
 

@@ -1,6 +1,5 @@
 """Saves and published versions as Tinker's checkpoints, and learners as its training runs."""
 
-import datetime
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query
@@ -8,6 +7,7 @@ from starlette.responses import Response
 
 from api.http.bodies import BodyRoute
 from api.http.errors import error_responses, json_reply
+from api.http.fields import rfc3339
 from api.ring.ring import Ring, TheRing
 from api.tinker.bodies import PathBody, TtlBody
 from api.tinker.names import ID, KINDS, SAVE_NAME, SEGMENTS, SavePath, keeper, spec_named
@@ -117,7 +117,7 @@ async def _run(ring: Ring, spec: LearnerSpec) -> dict[str, Any]:
         "model_owner": spec.owner,
         "is_lora": True,
         "lora_rank": spec.rank,
-        "last_request_time": _moment(max((save.created_ms for save in saves), default=spec.created_ms)),
+        "last_request_time": rfc3339(max((save.created_ms for save in saves), default=spec.created_ms) / 1000),
         "last_checkpoint": None if last["state"] is None else _shown(spec, last["state"]),
         "last_sampler_checkpoint": None if last["sampler"] is None else _shown(spec, last["sampler"]),
         "user_metadata": spec.metadata or None,
@@ -128,15 +128,10 @@ def _shown(spec: LearnerSpec, save: SaveInfo) -> dict[str, Any]:
     return {
         "checkpoint_id": f"{SEGMENTS[save.kind]}/{save.name}",
         "checkpoint_type": "training" if save.kind == "state" else save.kind,
-        "time": _moment(save.created_ms),
+        "time": rfc3339(save.created_ms / 1000),
         "tinker_path": str(SavePath(spec.id, save.kind, save.name)),
         "size_bytes": save.size,
         "public": False,
         "user_metadata": save.metadata or None,
-        "expires_at": _moment(save.expires_ms),
+        "expires_at": rfc3339(save.expires_ms / 1000),
     }
-
-
-def _moment(unix_ms: int) -> str:
-    """The Unix time in the form of ISO 8601, UTC."""
-    return datetime.datetime.fromtimestamp(unix_ms / 1000, datetime.UTC).isoformat()

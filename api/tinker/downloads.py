@@ -9,7 +9,6 @@ byte is sent, so that nothing stays of a process that dies; MOST_OPEN of them ar
 """
 
 import asyncio
-import datetime
 import hashlib
 import secrets
 import time
@@ -25,6 +24,7 @@ from starlette.responses import Response, StreamingResponse
 from api.http.auth import OPEN_DOWNLOADS
 from api.http.bodies import BodyRoute
 from api.http.errors import error_responses, json_reply
+from api.http.fields import rfc3339
 from api.ring.choosing import named_ring, reached
 from api.ring.ring import Ring, TheRing
 from api.tinker.archive import ARCHIVE, EXTERNAL_FILES, opened, write_state, write_version
@@ -130,8 +130,8 @@ async def _address(ring: Ring, request: Request, spec: LearnerSpec, segment: str
     await ring.tinker.put_download(
         _digest(ticket), TinkerDownload(spec.id, info.kind, name, info.bytes_id, info.version)
     )
-    until = datetime.datetime.fromtimestamp(int(time.time()) + keys.TINKER_DOWNLOAD_TTL_S, datetime.UTC)
-    return f"{str(request.base_url).rstrip('/')}/api/v1/{OPEN_DOWNLOADS}/{ring.name}/{ticket}", until.isoformat()
+    until = rfc3339(int(time.time()) + keys.TINKER_DOWNLOAD_TTL_S)
+    return f"{str(request.base_url).rstrip('/')}/api/v1/{OPEN_DOWNLOADS}/{ring.name}/{ticket}", until
 
 
 async def _made(ring: Ring, spec: LearnerSpec, info: SaveInfo, wanted: str) -> IO[bytes]:

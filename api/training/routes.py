@@ -4,7 +4,6 @@ The trainer is another process. What it is asked goes through a stream of orders
 reports of itself stands on its board. Without a live trainer an order is refused (503), and looking still works.
 """
 
-import datetime
 import hashlib
 import time
 import uuid
@@ -19,6 +18,7 @@ from api.callers.fair_pool import aside
 from api.generation.target import card_of_base, check_published
 from api.http.bodies import BodyRoute
 from api.http.errors import error_responses, json_reply
+from api.http.fields import rfc3339
 from api.http.limits import most_numbers
 from api.ring.choosing import ring_of_adapter
 from api.ring.ring import Ring, ring_of
@@ -299,11 +299,5 @@ def _shown(answer: Answer, kind: str, policy: str) -> dict[str, Any]:
 
 
 def _moment(unix_ms: int) -> str | None:
-    """ISO 8601, UTC; None for never."""
-    if not unix_ms:
-        return None
-    return (
-        datetime.datetime.fromtimestamp(unix_ms / 1000, datetime.UTC)
-        .isoformat(timespec="seconds")
-        .replace("+00:00", "Z")
-    )
+    """By RFC 3339; None for never."""
+    return rfc3339(unix_ms // 1000) if unix_ms else None

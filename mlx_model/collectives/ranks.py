@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 
-from mlx_model.device import on_cpu, on_cuda
+from mlx_model.device import computes_on_cpu, on_cpu, on_cuda
 
 # Arrays of this process that are held until they have come: it has one group, which outlives an engine.
 _COMING: deque[mx.array] = deque()
@@ -134,7 +134,7 @@ def one_after_another(ranks: Ranks) -> Ranks:
     """Ranks that hold a model layer by layer."""
     if not has_sends():
         return replace(ranks, by_sums=True)
-    if not on_cpu():
+    if not computes_on_cpu():
         return ranks
     return replace(ranks, stream=mx.new_stream(mx.cpu), back=mx.new_stream(mx.cpu))
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import AfterValidator
@@ -25,6 +26,13 @@ def short_name(model: str) -> str:
 def is_hub_name(model: str) -> bool:
     """True if a model that is no folder here may be one of the hub."""
     return model.count("/") == 1 and not model.startswith((".", "~", "/"))
+
+
+def hub_folder(name: str) -> Path:
+    """The folder of a model in the cache of the hub's library, which need not be there."""
+    from huggingface_hub import constants  # only where a model comes from there
+
+    return Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
 
 
 def meant_by(name: str, aliases: Sequence[str]) -> str | None:

@@ -54,7 +54,7 @@ def test_kv_of_8_bits_predicts_what_full_precision_does(tiny: LoadedModel) -> No
     codec, logprobs = TextCodec(tiny.tokenizer), []
     ids = [id_ for each in QUESTIONS for id_ in codec.encode_chat([{"role": "user", "content": each}])]
     for loaded in (tiny, quantised):
-        logits = loaded.model(mx.array([ids]), cache=loaded.kv.new(loaded.model))[0]
+        logits = loaded.model(mx.array([ids]), cache=loaded.kv.new(loaded.model))[0].astype(mx.float32)
         logprobs.append(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
     divergence = (mx.exp(logprobs[0]) * (logprobs[0] - logprobs[1])).sum(axis=-1)
     assert 0 < divergence.mean().item() < 1e-3

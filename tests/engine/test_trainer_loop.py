@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mlx_model.device import on_cpu
 from shared.errors import ParallmError, SetupError, UnknownAdapterError
 from shared.jobs import Message
 from shared.trajectories import Trajectory
@@ -22,6 +23,8 @@ from trainer.runs.examine import Examiner
 from trainer.runs.metrics import read
 from trainer.settings import TrainSettings
 from trainer.versions.checkpoint import CheckpointStore
+
+ROUNDING = 1e-3 if on_cpu() else 1e-2  # nats between engine and trainer: on a GPU the weights stay in 16 bits
 
 SMALL: dict[str, Any] = {
     "model": "models/tiny",
@@ -72,7 +75,9 @@ async def test_one_step_off_policy_and_never_more(tmp_path: Path) -> None:
     assert all(line.dropped == 0 for line in lines)
     measured = [line for line in lines if line.mismatch is not None]
     assert [line.train_step for line in measured] == [0, 2, 4]
-    assert all(line.mismatch is not None and line.mismatch < 1e-3 for line in measured), "same weights, other kernel"
+    assert all(line.mismatch is not None and line.mismatch < ROUNDING for line in measured), (
+        "same weights, other kernel"
+    )
     assert measured[0].staleness == 0 and (measured[1].staleness or 0) > 0
 
 
@@ -249,7 +254,7 @@ async def test_tool_turns_are_trained_through_the_loop(tmp_path: Path) -> None:
     assert state.train_step == 3
     assert all(line.completion_tokens > 6 for line in lines), "two replies and what stands between them"
     measured = [line.mismatch for line in lines if line.mismatch is not None]
-    assert measured and max(measured) < 1e-3
+    assert measured and max(measured) < ROUNDING
 
 
 @pytest.mark.long

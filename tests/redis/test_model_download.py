@@ -27,7 +27,8 @@ async def test_progress_is_told_until_it_is_over(
 ) -> None:
     monkeypatch.setattr(downloads, "LOOK_S", 0.02)
     blobs = tmp_path / "models--mlx-community--Qwen3-4B-4bit" / "blobs"
-    download = ModelDownload(NAME, tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    download = ModelDownload(NAME)
     assert download.progress() is None
     blobs.mkdir(parents=True)
     (blobs / "aa").write_bytes(b"x" * 1_000_000)
