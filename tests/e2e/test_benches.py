@@ -63,7 +63,7 @@ def group_step(module: ModuleType, folder: Path) -> None:
 
 
 def pipeline(module: ModuleType, folder: Path) -> None:
-    module._write(folder)
+    module.write_model(folder)
     asked(lambda: module.rank(folder), "prompt", "2", "2 whole")
 
 

@@ -69,13 +69,14 @@ class World:
         model: tuple[float, float] | None = None,
         busy: Sequence[range] = (),
         seed: int = 0,
+        adapts: bool = True,
     ) -> None:
         """`chances`: that a token of a row's prediction is right; None: it has none. `busy`: steps that take thrice.
 
         `overlaps`: a step that checks drafts is read behind the next one, or behind nothing. `idles`: by so much longer
         takes a step that has waited for what it is fed, and then checks nothing. `asking`: what it takes to ask all
         rows for drafts. `kept`: bytes of what others write. `model`: that a token of a draft model is right, and what
-        its forward takes.
+        its forward takes. `adapts`: the clock decides, and not the configuration.
         """
         self._draw = random.Random(len(chances) + 1000 * seed)
         self._slope, self._fixed = slope, fixed
@@ -84,8 +85,9 @@ class World:
         self._unread: list[list[int]] | None = None  # the drafts of a step that has not been read
         self.asked = 0  # steps in which rows were asked for drafts
         drafts_by: Any = None if model is None else Guesser(self, *model)
-        config = SpeculationConfig(5, memory_bytes=kept)
-        self._drafting = Drafting(config, [KVCache()], drafts_by, lambda: self._now, on_cpu=False)
+        config = SpeculationConfig(5, memory_bytes=kept, adapts_to_time=adapts)
+        self.looks = 0  # at the clock
+        self._drafting = Drafting(config, [KVCache()], drafts_by, self._clock, on_cpu=False)
         self._suggested, self._asking = self._drafting._suggested, asking
         self._drafting._suggested = self._ask  # type: ignore[method-assign]
         self._written: dict[Row, list[int]] = {}
@@ -100,6 +102,10 @@ class World:
             self._written[row] = written
         self.steps: list[float] = []
         self._known = False
+
+    def _clock(self) -> float:
+        self.looks += 1
+        return self._now
 
     def guesses(self, lengths: dict[Row, int], chance: float, takes: float) -> dict[Row, list[int]]:
         """So many ids behind what rows are fed, each right by that chance; a forward of all rows takes so long."""
@@ -276,15 +282,9 @@ def test_asking_many_rows_in_vain_costs_little(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_steps_in_which_nothing_is_asked_do_not_even_look_at_the_clock() -> None:
-    world, looks = World([None] * 32, 0.02, fixed=0.3, asking=0.11), [0]
-
-    def clock() -> float:
-        looks[0] += 1
-        return world._now
-
-    world._drafting._clock = clock
+    world = World([None] * 32, 0.02, fixed=0.3, asking=0.11)
     world.run()
-    assert looks[0] < TOKENS
+    assert 0 < world.looks < TOKENS
 
 
 def in_a_silence(world: World, act: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -356,8 +356,7 @@ def test_no_clock_decides_who_is_asked_where_ranks_run_in_step(monkeypatch: pyte
     monkeypatch.setattr(f"{__name__}.VOCAB", 300)
     steps = []
     for asking in (0.0, 0.4):
-        world = World([None] * 2, 0.1, asking=asking)
-        world._drafting._config = SpeculationConfig(5, adapts_to_time=False)
+        world = World([None] * 2, 0.1, asking=asking, adapts=False)
         tries, tried = world._drafting.tries, []
 
         def noted(rows: Sequence[Row], *, known: bool, tries: Any = tries, tried: list[bool] = tried) -> bool:
